@@ -44,7 +44,7 @@ from settings.sources import given, load_recipe, moved, of_task, resolve
 from step.batch import cut, hidden
 from step.policy import Reader
 from step.rows import ROOM, rollout_bytes, rows_at_once
-from step.sample import Sample, by_group, columns, drawn, table
+from step.sample import Sample, asked, by_group, columns, drawn, table
 from turns import episodes
 from turns.episodes import Toolbox, ended
 
@@ -297,12 +297,13 @@ def answer_both(
     size = params.batch_size or memory.BatchSize(rows_at_once(fits, len(prompts) * samples))
     how: dict[str, Any] = {"key": KEY + params.seed, "batch_size": size, "share_prefix": params.share_prefix}
     how |= {"toolbox": params.toolbox, "seed": "held out"}
+    several, one = (asked(problems, prompts, size) for size in (samples, 1))
     ends: dict[str, Any] = {"eos_ids": model.config.eos_ids, "stop": Stop.of(params.stop, tokenizer)}
     sampling = sampler.SamplingParams(params.max_tokens, params.temperature, entropy=True, **ends)
     greedy = sampling._replace(temperature=0.0, entropy=False)
     return (
-        drawn(model, tokenizer, problems, prompts, sampling, group_size=params.samples, **how)[0],
-        drawn(model, tokenizer, problems, prompts, greedy, group_size=1, **how)[0],
+        drawn(model, tokenizer, several, sampling, **how)[0],
+        drawn(model, tokenizer, one, greedy, **how)[0],
     )
 
 

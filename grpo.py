@@ -45,7 +45,7 @@ class Tokens(NamedTuple):
     mask: mx.array  # 1 = counted, 0 = padding
     ref_logprobs: mx.array | None = None  # under the model before training; None without a KL term
     num_items: mx.array | float | None = None  # counted tokens of the whole step; None: of these rows
-    num_rows: int | None = None  # rows of the whole step; None: these
+    num_rows: float | None = None  # rows of the whole step; None: these
     clipped: mx.array | None = None  # the result of `clipped_term`, if a kernel computed it from the logits
     divergences: mx.array | None = None  # between teacher and policy, with gradient; for "distill"
     weights: mx.array | None = None  # (M, 1), tokens that each counts for in sums; above 1 only without advantage
@@ -70,6 +70,7 @@ def group_advantages(
     """
     How much better each completion is than the baseline, (B, G) float64 -> (B, G) float32.
 
+    A group of fewer than G completions ends in nan, where the advantage is 0.
     baseline: the mean reward of its "group", of the others in its group ("rloo") or of the whole step ("reinforce").
     scale: divide by the deviation within the "group" (GRPO) or over the "batch", by the group's "mean" (MaxRL: of right
     and wrong, 1 and 0, the gradient of log p to order G - 1; at least a G-th of the group's range, which bounds other
@@ -85,27 +86,32 @@ def group_advantages(
     assert baseline in ("group", "rloo", "reinforce"), baseline
     assert rewards.ndim == 2 and rewards.shape[1] > 1, f"a group needs two completions, rewards are {rewards.shape}"
     assert scale not in ("group", "mean") or baseline != "reinforce", "the whole step is compared, not a group"
-    size, step_deviation = rewards.shape[1], (rewards - rewards[0, 0]).std(ddof=1)
-    compared = rewards.reshape(1, -1) if baseline == "reinforce" else rewards  # one row per comparison
-    centered = compared - compared[:, :1]
+    has, shape = ~np.isnan(rewards), (1, -1) if baseline == "reinforce" else rewards.shape  # one row per comparison
+    step_deviation, num = (rewards[has] - rewards[0, 0]).std(ddof=1), has.sum(axis=1, keepdims=True)
+    compared, there = rewards.reshape(shape), has.reshape(shape)
+    centered = np.where(there, compared - compared[:, :1], 0.0)
     noise = np.ptp(centered, axis=1, keepdims=True) <= signal_floor * (step_deviation + 1e-4)
-    centered = np.where(noise, 0.0, centered - centered.mean(axis=1, keepdims=True)).reshape(rewards.shape)
+    mean = centered.sum(axis=1, keepdims=True) / there.sum(axis=1, keepdims=True)
+    centered = np.where(noise | ~there, 0.0, centered - mean).reshape(rewards.shape)
     if scale == "group":
-        centered = centered / (np.sqrt((centered**2).sum(axis=1, keepdims=True) / (size - 1)) + 1e-4)
+        squares = (centered**2).sum(axis=1, keepdims=True)
+        centered = centered / (np.sqrt(squares / np.maximum(num - 1, 1)) + 1e-4)
     elif scale == "batch":
         centered = centered / (step_deviation + 1e-4)
     elif scale == "mean":
-        least = np.ptp(rewards, axis=1, keepdims=True) / size + 1e-12  # equal rewards are 0 / 0 otherwise
-        centered = centered / np.maximum(rewards.mean(axis=1, keepdims=True), least)
+        spread = np.ptp(np.where(has, rewards, rewards[:, :1]), axis=1, keepdims=True)
+        mean = np.where(has, rewards, 0.0).sum(axis=1, keepdims=True) / num
+        centered = centered / np.maximum(mean, spread / num + 1e-12)  # equal rewards are 0 / 0 otherwise
     # r - mean(others) = (r - mean(all)) * G / (G - 1)
-    return (centered * (size / (size - 1)) if baseline == "rloo" else centered).astype(np.float32)
+    return (centered * (num / np.maximum(num - 1, 1)) if baseline == "rloo" else centered).astype(np.float32)
 
 
 def turn_advantages(rewards: np.ndarray, scale: str = "group", signal_floor: float = 0.0) -> np.ndarray:
     """
     How much better what a row earns from a turn on is than what the rows of its group earn from that turn on.
 
-    rewards: of each turn, (B, G, K) float64, nan beyond a row's last turn -> (B, G, K) float32, 0 there.
+    rewards: of each turn, (B, G, K) float64, nan beyond a row's last turn and a group's last row -> (B, G, K) float32,
+    0 there.
     The return of turn k, the sum of the rewards of turns >= k, minus its mean over the rows that have a turn k: whether
     a row has one is known before it writes it. "group" divides by the deviation of these differences in the group, with
     a degree of freedom less for each turn's mean, "none" by nothing. Rows of one turn, and rows with equally many turns
@@ -115,7 +121,7 @@ def turn_advantages(rewards: np.ndarray, scale: str = "group", signal_floor: flo
     assert scale in ("group", "none"), scale
     has = ~np.isnan(rewards)
     returns = np.nan_to_num(rewards)[..., ::-1].cumsum(axis=-1)[..., ::-1]
-    step_deviation = (returns[..., 0] - returns[0, 0, 0]).std(ddof=1)
+    step_deviation = (returns[..., 0][has[..., 0]] - returns[0, 0, 0]).std(ddof=1)
     first = np.take_along_axis(returns, has.argmax(axis=1)[:, None], axis=1)  # of a row that has the turn
     centered, num = np.where(has, returns - first, 0.0), has.sum(axis=1, keepdims=True)
     centered = np.where(has, centered - centered.sum(axis=1, keepdims=True) / np.maximum(num, 1), 0.0)
@@ -132,14 +138,15 @@ def decoupled_advantages(rewards: np.ndarray, weights: list[float], signal_floor
     """
     Advantages of several rewards: normalizes each within its group, then their weighted sum over the batch.
 
-    (K, B, G) float64 -> (B, G) float32. Each reward has its own floor, from its own deviation, because each is scaled
-    to full size. Each group, and so the sum, already has mean 0; a group with equal values of every reward stays at
-    exactly 0.
+    (K, B, G) float64, nan as in `group_advantages` -> (B, G) float32. Each reward has its own floor, from its own
+    deviation, because each is scaled to full size. Each group, and so the sum, already has mean 0; a group with equal
+    values of every reward stays at exactly 0.
     Source: GDPO, arXiv:2601.05242.
     """
     parts = [group_advantages(one, signal_floor=signal_floor) for one in rewards]
     total = np.sum([weight * part.astype(np.float64) for weight, part in zip(weights, parts, strict=True)], axis=0)
-    return (total / (np.sqrt((total**2).sum() / (total.size - 1)) + 1e-4)).astype(np.float32)
+    num = (~np.isnan(rewards[0])).sum()
+    return (total / (np.sqrt((total**2).sum() / (num - 1)) + 1e-4)).astype(np.float32)
 
 
 # ---- terms of a token's loss
@@ -227,7 +234,7 @@ def _num_items(tokens: Tokens) -> mx.array:
     return mx.maximum(tokens.mask.sum() if tokens.num_items is None else mx.array(tokens.num_items), 1)
 
 
-def _num_rows(tokens: Tokens) -> int:
+def _num_rows(tokens: Tokens) -> float:
     return tokens.mask.shape[0] if tokens.num_rows is None else tokens.num_rows
 
 

@@ -305,7 +305,7 @@ class GrpoRun(Run):
         if self.toolbox and self.task.environments:  # one of each is made and reset, before a directory is
             examples = self.task.train or self.task.held_out
             some = {self.toolbox.environment_of(example): example for example in reversed(examples)}
-            self.toolbox.play(list(some.values()), 2, "trial")
+            self.toolbox.play([example for example in some.values() for _ in range(2)], [0, 0, 1, 1], "trial")
         if unknown := chat_template.unknown_end(self.tokenizer, self.model.config.eos_ids):
             warn(unknown)
         self.base = gwen.load(config.model.name)[0] if needs_base(config, self.task) else None
@@ -375,7 +375,7 @@ class GrpoRun(Run):
 
     def note(self, samples: list[Sample]) -> None:
         super().note(samples)
-        self.num_draws += len(samples) // (self.config.sampling.batch * self.config.sampling.groups)
+        self.num_draws += (samples[-1].group + 1) // self.config.sampling.batch
         self.prompts.note(samples)
 
     def figures(self) -> dict[str, float]:

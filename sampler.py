@@ -14,7 +14,6 @@ import argparse
 import itertools
 import sys
 import time
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,7 +26,7 @@ from tqdm.auto import tqdm
 import gwen
 from kv_cache import REFILL, SHRINK, KVCache, SlotCache
 from layers import attention, softmax
-from machine import alive, gpu, memory, world
+from machine import alive, gpu, memory
 from problems.stop import Stop
 
 if TYPE_CHECKING:
@@ -67,8 +66,8 @@ class RolloutStats(NamedTuple):
     prefill_s: float  # wall-clock seconds
     decode_s: float  # the rest
     cache_bytes: int  # of the largest cache
-    speeds: tuple[float, ...] = ()  # completion tokens a second of each machine, by rank
     wait_s: float = 0.0  # waited for what rows are told
+    speeds: Sequence[float] = ()  # completion tokens a second of each machine, by rank
 
 
 class Rollout(NamedTuple):
@@ -151,16 +150,14 @@ def prefill(model: gwen.Model, prompts: list[list[int]], pad_id: int) -> tuple[K
 class NotFinite(ValueError):
     """
     A drawn token has a log-probability that is not finite, for example after float16 overflow.
-
-    prompt: its index among the given prompts.
     """
 
-    def __init__(self, prompt: int, position: int, dtype: mx.Dtype):
+    def __init__(self, row: int, position: int, dtype: mx.Dtype):
         super().__init__(
-            f"token {position + 1} of a completion of prompt {prompt + 1} has a log-probability that is not finite in "
-            f"{dtype}; start again with GWEN_DTYPE=bfloat16, or with float32"
+            f"token {position + 1} of completion {row + 1} has a log-probability that is not finite in {dtype}; "
+            "start again with GWEN_DTYPE=bfloat16, or with float32"
         )
-        self.prompt = prompt
+        self.row = row
 
 
 class Record:
@@ -169,8 +166,9 @@ class Record:
     progress: alive.Bar | None = None
     turns: "Turns | None" = None  # what rows in turns have besides
 
-    def __init__(self, num_rows: int, params: SamplingParams, key: int):
-        self.params, self.key = params, key
+    def __init__(self, num_rows: int, params: SamplingParams, key: int, numbers: Sequence[int] | None = None):
+        """numbers: of the rows, for their random numbers; None: in order."""
+        self.params, self.key, self.numbers = params, key, numbers or range(num_rows)
         self.limits, self.eos_ids = np.array(params.limits(num_rows)), np.array(params.eos_ids, np.int32)
         self.lengths = np.zeros(num_rows, int)  # tokens drawn
         self.ended = np.zeros(num_rows, bool)
@@ -217,19 +215,10 @@ class Record:
             num_over = self.turns.num_over if self.turns else int(self.ended.sum())
             self.progress.show(num_over, self.lengths.sum(), "tok")
 
-    def bring_together(self, mine: list[int], seconds: float, prompts: list[list[int]]) -> tuple[float, ...]:
-        """
-        Adds the rows that other machines sampled; returns the completion tokens a second of each machine.
-
-        mine: the rows of this machine. Raises ValueError if the machines have other prompts.
-        """
-        columns, speeds = [*self.columns, self.lengths, self.stopped], []
-        about = f"rollout of the prompts {zlib.crc32(repr(prompts).encode()):x}"
-        for rows, its_seconds, parts in world.share((mine, seconds, [column[mine] for column in columns]), about):
-            for out, part in zip(columns, parts, strict=True):
-                out[rows] = part
-            speeds.append(float(self.lengths[rows].sum()) / its_seconds if rows else 0.0)
-        return tuple(speeds)
+    def uniforms(self, rows: Sequence[int]) -> np.ndarray:
+        """The random numbers of rows, (len(rows), tokens, 4)."""
+        most = self.turns.most if self.turns else self.limits
+        return uniforms(self.key, [self.numbers[row] for row in rows], most[list(rows)].max())
 
 
 @gpu.without_gradients()
@@ -245,7 +234,7 @@ def decode(
     """
     rows, prompts = np.array(list(prompt_of)), np.array(list(prompt_of.values()))
     record.lengths[rows] = record.searched[rows] = 0  # drop the draws of an attempt that ran out of memory
-    table = uniforms(record.key, rows.tolist(), record.limits[rows].max())
+    table = record.uniforms(rows.tolist())
     slots = np.arange(cache.num_slots)  # index in `rows` of the row that each slot samples
     starts = np.zeros_like(slots)  # the step at which it began
     num_begun, forward = len(slots), gwen.decode_step(model)
@@ -305,13 +294,12 @@ def continue_greedily(
 RowsOf = dict[tuple[int, ...], list[int]]  # a distinct prompt -> the rows that continue it
 
 
-def plan(prompts: list[list[int]], group_size: int) -> RowsOf:
-    """The prompts that this machine samples and their rows, by length, so that batches have little padding."""
+def plan(prompts: list[list[int]]) -> RowsOf:
+    """The distinct ones of the rows' prompts, and their rows, by length, so that batches have little padding."""
     rows_of: RowsOf = {}
-    for index, prompt in enumerate(prompts):
-        rows_of.setdefault(tuple(prompt), []).extend(range(index * group_size, (index + 1) * group_size))
-    ordered = sorted(rows_of.items(), key=lambda item: len(item[0]))
-    return dict(ordered[number] for number in world.part([len(rows) for _, rows in ordered]))
+    for row, prompt in enumerate(prompts):
+        rows_of.setdefault(tuple(prompt), []).append(row)
+    return dict(sorted(rows_of.items(), key=lambda item: len(item[0])))
 
 
 def sample_batch(
@@ -330,9 +318,8 @@ def sample_batch(
         from turns.cache import TurnCache
 
         record.turns.begin({row: len(prompt) for prompt, rows in rows_of.items() for row in rows})
-        table = uniforms(record.key, rows, record.turns.most[rows].max())
         cache = TurnCache(prompt_cache, num_slots, share_prefix)
-        record.turns.play(model, gwen.decode_step(model), cache, prompt_logits, prompt_of, table)
+        record.turns.play(model, gwen.decode_step(model), cache, prompt_logits, prompt_of, record.uniforms(rows))
     else:
         cache = SlotCache(prompt_cache, num_slots, int(record.limits[rows].max()), share_prefix)
         decode(model, cache, prompt_logits, prompt_of, record)
@@ -343,7 +330,6 @@ def sample(
     model: gwen.Model,
     rows_of: RowsOf,
     record: Record,
-    group_size: int,
     size: memory.BatchSize,
     share_prefix: bool | None,
 ) -> None:
@@ -352,9 +338,10 @@ def sample(
 
     Raises ValueError if memory is too small for one row.
     """
+    of_one = -(-sum(map(len, rows_of.values())) // len(rows_of))  # rows of a prompt, on average
     while left := {p: rest for p, rows in rows_of.items() if (rest := [r for r in rows if not record.is_over(r)])}:
         # enough prompts for two rows per slot: slots stay busy, and memory stays bounded
-        most_prompts = max((2 if size.rows > 1 else 1) * size.rows // group_size, 1)
+        most_prompts = max((2 if size.rows > 1 else 1) * size.rows // of_one, 1)
         num_prompts = len(left) // -(-len(left) // most_prompts)  # batches of about one size
         batch = dict(itertools.islice(left.items(), num_prompts))
         rows = [row for rows in batch.values() for row in rows]
@@ -372,12 +359,12 @@ def sample(
         tqdm.write(f"sampling: out of memory, going on with {size.rows} rows at once", file=sys.stderr)
 
 
-def assemble(record: Record, group_size: int, dtype: mx.Dtype, stats: RolloutStats) -> Rollout:
+def assemble(record: Record, dtype: mx.Dtype, stats: RolloutStats) -> Rollout:
     """The rollout of a record whose rows have all ended. Raises NotFinite."""
     width = int(record.lengths.max())
     mask = np.arange(width) < record.lengths[:, None]
     for row, position in np.argwhere(mask & ~np.isfinite(record.columns[1][:, :width])).tolist()[:1]:
-        raise NotFinite(row // group_size, position, dtype)
+        raise NotFinite(row, position, dtype)
     ids, logprobs, *entropies = (
         mx.array(np.where(mask, column[:, :width], fill))
         for column, fill in zip(record.columns, (record.params.pad_id, 0, 0), strict=False)
@@ -399,6 +386,7 @@ def rollout(
     *,
     group_size: int,
     key: int,
+    rows: Sequence[int] | None = None,
     batch_size: int | memory.BatchSize = 64,
     share_prefix: bool | None = None,
     talk: "Talk | None" = None,
@@ -407,7 +395,8 @@ def rollout(
     """
     `group_size` completions of each prompt; row b * group_size + g is completion g of prompt b.
 
-    prompts: token ids of any lengths. key: all randomness comes from (key, row, position). batch_size: most rows to
+    prompts: token ids of any lengths. key: all randomness comes from (key, row, position). rows: the numbers of the
+    rows in a larger rollout of which these are a part. batch_size: most rows to
     decode at once; halved when memory runs out. share_prefix: hold a prompt's cache once for its group instead of
     copying it to each row; None: where `attention.shares_prefix`. These two affect speed and memory only. talk: what
     rows are told between turns, which end tokens end; `max_tokens` is of all turns, context the most a row has.
@@ -419,22 +408,19 @@ def rollout(
         raise ValueError("a prompt has no tokens")
     assert talk is None or not params.stop, "stop texts for rows in turns"
     size = batch_size if isinstance(batch_size, memory.BatchSize) else memory.BatchSize(batch_size)
-    rows_of = plan(prompts, group_size)
-    mine = sorted(itertools.chain.from_iterable(rows_of.values()))
+    prompts = [prompt for prompt in prompts for _ in range(group_size)]
     begin = time.perf_counter()
-    with alive.Bar(total=len(mine), desc="sampling", unit="row", miniters=0) as progress:
-        record = Record(len(prompts) * group_size, params, key)
+    with alive.Bar(total=len(prompts), desc="sampling", unit="row", miniters=0) as progress:
+        record = Record(len(prompts), params, key, rows)
         record.progress = progress
         if talk is not None:
             from turns.seats import Turns  # here: rows without turns do without it
 
             record.turns = Turns(record, talk, context)
-        sample(model, rows_of, record, group_size, size, share_prefix)
-    seconds = time.perf_counter() - begin
-    speeds = record.bring_together(mine, seconds, prompts)
-    wait_s = talk.wait_s if talk else 0.0
-    stats = RolloutStats(record.prefill_s, seconds - record.prefill_s, record.cache_bytes, speeds, wait_s)
-    return assemble(record, group_size, model.head_weight.dtype, stats)
+        sample(model, plan(prompts), record, size, share_prefix)
+    decode_s, wait_s = time.perf_counter() - begin - record.prefill_s, talk.wait_s if talk else 0.0
+    stats = RolloutStats(record.prefill_s, decode_s, record.cache_bytes, wait_s)
+    return assemble(record, model.head_weight.dtype, stats)
 
 
 def texts(tokenizer: Any, result: Rollout, eos_ids: Sequence[int]) -> list[str]:
@@ -509,8 +495,9 @@ def main(argv: list[str] | None = None) -> None:
                 raise ValueError("--stop is for completions without tools; leave it out")
             print(visible(f"model: {name}, {why}"), file=sys.stderr)
             problems, size = (problems, args.num) if problems else (spread(tasks.make(config).held_out, args.num), 1)
-            talk = box.play(problems, size, f"held out {args.seed}")
-            how = {"group_size": size, "key": args.seed, "talk": talk, "context": box.context}
+            problems = [problem for problem in problems for _ in range(size)]
+            talk = box.play(problems, [row // size for row in range(len(problems))], f"held out {args.seed}")
+            how = {"group_size": 1, "key": args.seed, "talk": talk, "context": box.context}
             reasons = rollout(model, talk.prompts, params, **how).finish_reasons
             talk.columns()  # asks environments for their rewards
             print(visible("\n".join(talk.shown(row, reason) for row, reason in enumerate(reasons))))

@@ -115,21 +115,19 @@ def learn(run: Run, samples: list[Sample]) -> update.UpdateResult:
 def sampled(run: GrpoRun, number: int) -> list[Sample]:
     """The samples of one batch of prompts, the run's draw of that number."""
     settings, (examples, prompts) = run.config.sampling, run.prompts.draw(number)
+    asked = sample.asked(examples, prompts, settings.groups, (number - run.num_draws) * settings.batch)
     with run.clock.phase("rollout") as done:
         samples, stats = sample.drawn(
             run.model,
             run.tokenizer,
-            examples,
-            prompts,
+            asked,
             run.sampling,
-            group_size=settings.groups,
             key=(settings.seed << 32) + number + 1,  # another for every batch of every seed
             batch_size=run.batch_size,
             share_prefix=run.sizes.sharing,
             toolbox=run.toolbox,
             seed=f"{settings.seed} {number}",
             weights=run.task.reward_weights,
-            first_group=(number - run.num_draws) * settings.batch,
         )
         done(cost=stats)
     return samples

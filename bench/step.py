@@ -101,8 +101,9 @@ def run_ours(args: argparse.Namespace, directory: Path, steps: Steps) -> None:
         sampler.texts(tokenizer, rollout, ())
         rewards = np.array(steps.reward(completion_ids=rollout.ids)).reshape(args.batch, args.groups)
         advantages = grpo.group_advantages(rewards).reshape(-1).tolist()
-        drawn = zip(sample.of_rollout(steps.prompts, rollout), advantages, strict=True)
-        taught = [one._replace(advantage=advantage) for one, advantage in drawn]
+        asked = sample.asked([{}] * args.batch, steps.prompts, args.groups)
+        drawn = zip(asked, sample.written(rollout), advantages, strict=True)
+        taught = [one._replace(**its, advantage=advantage) for one, its, advantage in drawn]
         update.update(learner, batch.cut(taught, sizes.train_token_budget, args.share_prefix), RATE)
         steps.end()
 

@@ -403,7 +403,9 @@ def _encode(value: Any) -> bytes:
     """JSON, and behind it the bytes of the arrays in it, in their order. What is read runs no code, as a pickle may."""
     arrays: list[np.ndarray] = []
 
-    def stand_in(x: Any) -> dict[str, Any]:
+    def stand_in(x: Any) -> Any:
+        if isinstance(x, range):
+            return list(x)
         if not isinstance(x, (np.ndarray, mx.array)):
             raise TypeError(f"{type(x).__name__} cannot be shared")
         arrays.append(np.array(x))

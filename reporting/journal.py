@@ -134,14 +134,15 @@ def step_metrics(config: Config, step: Step, recent: Collection[float]) -> dict[
 def reward_metrics(config: Config, step: Step) -> dict[str, Any]:
     """Figures of the rewards of all samples, and of the groups that they tell apart."""
     samples, groups = step.samples, by_group(step.samples)
-    rewards, values = (np.array([getattr(one, name) for one in samples]) for name in ("reward", "value"))
-    has_std = config.sampling.groups > 1 and np.isfinite(rewards).any()
+    rewards = np.array([one.reward for one in samples])
+    spreads = [np.std([one.value for one in group], ddof=1) for group in groups if len(group) > 1]
+    has_std = spreads and np.isfinite(rewards).any()
     parts = {name: np.array([one.parts[name] for one in samples]) for name in samples[0].parts}
     compares = config.compares_rewards
     logged = merged((((), one._replace(extra={})) for one in step.costs["reward"]), 0).metrics
     return {
         "reward/mean": mean(rewards),
-        "reward/std": float(values.reshape(len(groups), -1).std(axis=1, ddof=1).mean()) if has_std else None,
+        "reward/std": float(np.mean(spreads)) if has_std else None,
         "reward/zero_std_frac": 1 - sum(one[0].unlike for one in groups) / len(groups) if compares else None,
         **{f"reward/{name}": mean(part) for name, part in parts.items()},
         **{f"metric/{name}": float(np.mean(values)) for name, values in logged.items()},

@@ -10,6 +10,7 @@ Axes: B groups trained a step, G samples of a group, N samples, T tokens of a sa
 
 import itertools
 import math
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ import grpo
 import gwen
 import sampler
 from config import Config
+from machine import world
 from problems.examples import Example, prompt_text
 from step import objectives
 from step.objectives import Advantage
@@ -82,64 +84,73 @@ class Sample(NamedTuple):
         return found
 
 
+def asked(examples: Sequence[Example], prompts: list[list[int]], size: int, first_group: int = 0) -> list[Sample]:
+    """`size` samples of each prompt that are yet to be written; groups are counted from `first_group`."""
+    pairs = zip(prompts, examples, strict=True)
+    return [
+        Sample(prompt, [], (), group, example=example)
+        for group, (prompt, example) in enumerate(pairs, first_group)
+        for _ in range(size)
+    ]
+
+
 def drawn(
     model: gwen.Model,
     tokenizer: Any,
-    examples: list[Example],
-    prompts: list[list[int]],
+    samples: list[Sample],
     params: sampler.SamplingParams,
     *,
-    group_size: int,
     toolbox: Toolbox | None = None,
     seed: str = "",
     weights: Mapping[str, float] = NOTHING,
-    first_group: int = 0,
     **how: Any,
 ) -> tuple[list[Sample], sampler.RolloutStats]:
     """
-    `group_size` samples of each prompt, and what they cost; groups are counted from `first_group`.
+    The samples as the model writes them, and what that cost; of several machines each writes some, whole groups.
 
     toolbox: what they may call, with the seed of its environments and the weights of what these pay. how: see
     `sampler.rollout`.
     """
-    talk = toolbox.play(examples, group_size, seed) if toolbox else None
+    talk = toolbox.play([one.example for one in samples], [one.group for one in samples], seed) if toolbox else None
     if toolbox and talk:
-        examples, prompts, how = talk.asked, talk.prompts, how | {"talk": talk, "context": toolbox.context}
-    try:
-        rollout = sampler.rollout(model, prompts, params, group_size=group_size, **how)
-    except sampler.NotFinite as error:
-        said = prompt_text(examples[error.prompt]["prompt"])
-        raise ValueError(f"{error}. The prompt: {said!r:.200}") from error
-    texts = sampler.texts(tokenizer, rollout, model.config.eos_ids)
-    samples = of_rollout(prompts, rollout, examples, texts, first_group)
-    return talk.of_samples(samples, weights) if talk else samples, rollout.stats
+        pairs = zip(samples, talk.asked, talk.prompts, strict=True)
+        samples = [one._replace(example=example, prompt=prompt) for one, example, prompt in pairs]
+        how |= {"talk": talk, "context": toolbox.context}
+    order = sorted(range(len(samples)), key=lambda row: len(samples[row].prompt))
+    mine = sorted(order[place] for place in world.part_together(tuple(samples[row].prompt) for row in order))
+    found: dict[int, dict[str, Any]] = {}
+    stats, speed = sampler.RolloutStats(0.0, 0.0, 0), 0.0
+    if mine:
+        its = [samples[row] for row in mine]
+        try:
+            rollout = sampler.rollout(model, [one.prompt for one in its], params, group_size=1, rows=mine, **how)
+        except sampler.NotFinite as error:
+            said = prompt_text(its[error.row].example["prompt"])
+            raise ValueError(f"{error}. The prompt: {said!r:.200}") from error
+        found = dict(zip(mine, written(rollout, sampler.texts(tokenizer, rollout, model.config.eos_ids)), strict=True))
+        stats = rollout.stats
+        speed = float(rollout.lengths.sum()) / (stats.prefill_s + stats.decode_s)
+    stats = stats._replace(speeds=tuple(world.share(speed)))
+    prompts = sorted({tuple(one.prompt) for one in samples})
+    known = world.collect(found, f"samples of the prompts {zlib.crc32(repr(prompts).encode()):x}")
+    samples = [one._replace(**its) for one, its in zip(samples, known, strict=True)]
+    return talk.of_samples(samples, weights) if talk else samples, stats
 
 
-def of_rollout(
-    prompts: list[list[int]],
-    rollout: sampler.Rollout,
-    examples: Sequence[Example] | None = None,
-    texts: Sequence[str] | None = None,
-    first_group: int = 0,
-) -> list[Sample]:
-    """The samples of a rollout, (B * G); prompts and examples: B. Groups are counted from `first_group`."""
-    size = len(rollout.finish_reasons) // len(prompts)
-    examples, texts = examples or [{}] * len(prompts), texts or [""] * len(rollout.finish_reasons)
+def written(rollout: sampler.Rollout, texts: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """What a rollout and its texts give to samples."""
     whole, logprobs = rollout.sequences or rollout.ids, np.array(rollout.logprobs)
     entropy = None if rollout.entropy is None else np.array(rollout.entropy)
     own: Sequence[Sequence[int]] = rollout.places or [range(len(ids)) for ids in whole]
     return [
-        Sample(
-            prompts[row // size],
-            whole[row],
-            own[row],
-            first_group + row // size,
-            logprobs[row, : len(own[row])],
-            None if entropy is None else entropy[row, : len(own[row])],
-            reason,
-            examples[row // size],
-            texts[row],
-        )
+        {
+            "ids": whole[row],
+            "own": own[row],
+            "logprobs": logprobs[row, : len(own[row])],
+            "entropies": None if entropy is None else entropy[row, : len(own[row])],
+            "finish_reason": reason,
+            "text": texts[row] if texts else "",
+        }
         for row, reason in enumerate(rollout.finish_reasons)
     ]
 
@@ -150,9 +161,9 @@ def of_reply(ids: list[int], places: list[int], group: int = 0) -> Sample:
     return Sample(ids[:begin], ids[begin:], [place - begin for place in places], group, advantage=1.0)
 
 
-def table(rows: Sequence[np.ndarray]) -> np.ndarray:
-    """Rows (T,) as one array (N, T) float64, padded with 0."""
-    found = np.zeros((len(rows), max(map(len, rows))))
+def table(rows: Sequence[np.ndarray | list[float]], padding: float = 0.0) -> np.ndarray:
+    """Rows of numbers as one padded array, (N, T) float64."""
+    found = np.full((len(rows), max(map(len, rows))), padding)
     for place, row in enumerate(rows):
         found[place, : len(row)] = row
     return found
@@ -195,10 +206,10 @@ def rewarded(
             raise ValueError(
                 f"reward {name} times its weight {weights[name]:g} passes 1e15; start again with lower --reward-weights"
             )
-    shape, axis = (-1, config.sampling.groups), None if config.objective.advantage == "reinforce" else 1
+    step = config.objective.advantage == "reinforce"  # with which each is compared
+    compared = np.array([0 if step else sample.group for sample in samples])
     filled = {
-        name: fill(values.reshape(shape), axis).reshape(-1) if name == "rubric" else np.nan_to_num(values)
-        for name, values in counted.items()
+        name: fill(values, compared) if name == "rubric" else np.nan_to_num(values) for name, values in counted.items()
     }
     # no BLAS: its rounding may depend on the position, and equal rewards must stay equal
     total = sum((weights[name] * values for name, values in filled.items()), np.zeros(len(samples)))
@@ -223,49 +234,59 @@ def turns_of(sample: Sample, value: float) -> list[float]:
     return turns
 
 
-def fill(values: np.ndarray, axis: int | None) -> np.ndarray:
-    """(B, G) with each nan replaced by the mean of the readable values along `axis` (None: of all), 0 without any."""
-    readable = ~np.isnan(values)
-    total, number = (part.sum(axis, keepdims=True) for part in (np.where(readable, values, 0), readable))
-    return np.where(readable, values, total / np.maximum(number, 1))
+def fill(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """Values (N,) with each nan replaced by the mean of the readable ones of its group (N,), 0 without any."""
+    filled = np.nan_to_num(values)
+    for group in set(groups[np.isnan(values)].tolist()):
+        its = groups == group
+        filled[its & np.isnan(values)] = filled[its].sum() / max((~np.isnan(values[its])).sum(), 1)
+    return filled
 
 
 # ---- advantages, and which groups are trained
 
 
 def advantages(
-    config: Config, samples: list[Sample], weights: dict[str, float], own: Advantage | None = None
+    config: Config, groups: list[list[Sample]], weights: dict[str, float], own: Advantage | None = None
 ) -> np.ndarray:
     """
     Advantages of groups, (B, G) float32, or (B, G, K) where turns are paid. own: a user's, in place of ours.
 
     They are 0 in groups of one, which only a teacher trains.
     """
-    size, settings = config.sampling.groups, config.objective
-    if size == 1:
-        return np.zeros((len(samples), 1), np.float32)
+    settings, (first, *_) = config.objective, groups[0]
+    if max(map(len, groups)) == 1:
+        return np.zeros((len(groups), 1), np.float32)
     if settings.combine_rewards == "normalize":
-        parts = np.array([list(sample.filled.values()) for sample in samples]).T.reshape(-1, len(samples) // size, size)
-        return grpo.decoupled_advantages(parts, [weights[name] for name in samples[0].filled], grpo.SIGNAL_FLOOR)
-    if samples[0].turns is not None:
-        most = max(len(sample.turns or []) for sample in samples)
-        turns = np.full((len(samples), most), np.nan)
-        for row, sample in enumerate(samples):
-            turns[row, : len(sample.turns or [])] = sample.turns
-        return grpo.turn_advantages(turns.reshape(-1, size, most), settings.scale_rewards, grpo.SIGNAL_FLOOR)
-    rewards = np.array([sample.value for sample in samples]).reshape(-1, size)
+        parts = [table([[one.filled[name] for one in group] for group in groups], np.nan) for name in first.filled]
+        return grpo.decoupled_advantages(np.array(parts), [weights[name] for name in first.filled], grpo.SIGNAL_FLOOR)
+    if first.turns is not None:
+        most = max(len(one.turns or []) for group in groups for one in group)
+        turns = np.full((len(groups), max(map(len, groups)), most), np.nan)
+        for place, group in enumerate(groups):
+            for row, one in enumerate(group):
+                turns[place, row, : len(one.turns or [])] = one.turns
+        return grpo.turn_advantages(turns, settings.scale_rewards, grpo.SIGNAL_FLOOR)
+    rewards = values_of(groups)
     if own is not None:
         return objectives.advantages(settings.advantage, own, rewards)
     return grpo.group_advantages(rewards, settings.scale_rewards, settings.advantage, grpo.SIGNAL_FLOOR)
 
 
+def values_of(groups: list[list[Sample]]) -> np.ndarray:
+    """What the samples of groups are worth, (B, G) float64, nan where a group has fewer."""
+    return table([[sample.value for sample in group] for group in groups], np.nan)
+
+
 def advanced(
-    config: Config, samples: list[Sample], weights: dict[str, float], own: Advantage | None = None
-) -> list[Sample]:
-    """The samples with their advantages, of turns with those of their tokens."""
-    found = advantages(config, samples, weights, own)
-    each = found.reshape(len(samples), *found.shape[2:])
-    return [one._replace(advantage=of_tokens(one, its)) for one, its in zip(samples, each, strict=True)]
+    config: Config, groups: list[list[Sample]], weights: dict[str, float], own: Advantage | None = None
+) -> list[list[Sample]]:
+    """The groups with the advantages of their samples, of turns with those of their tokens."""
+    found = advantages(config, groups, weights, own)
+    return [
+        [one._replace(advantage=of_tokens(one, its)) for one, its in zip(group, row, strict=False)]
+        for group, row in zip(groups, found, strict=True)
+    ]
 
 
 def of_tokens(sample: Sample, advantages: np.ndarray) -> float | np.ndarray:
@@ -284,21 +305,22 @@ def chosen(
 
     They are the first groups with a signal; if there are too few, the first without one fill up the batch.
     """
-    groups = by_group(advanced(config, samples, weights, own))
+    groups = advanced(config, by_group(samples), weights, own)
     signal = [has_signal(config, group) for group in groups]
     unlike = [any(map(moves, group)) for group in groups]
     if own is not None or config.objective.advantage == "reinforce":  # by which equal rewards may teach
-        rewards = np.array([[sample.value for sample in group] for group in groups])
-        unlike = (grpo.group_advantages(rewards, "none", signal_floor=grpo.SIGNAL_FLOOR) != 0).any(axis=1).tolist()
-    places = sorted(range(len(groups)), key=lambda place: not signal[place])[: config.sampling.batch]
-    trained = [sample for place in sorted(places) for sample in groups[place]]
-    if len(trained) < len(samples):  # what is compared with the step is compared with what is trained of it
-        trained = advanced(config, trained, weights, own)
-    known = {(group[0].group, row): one.advantage for group in by_group(trained) for row, one in enumerate(group)}
+        advantages = grpo.group_advantages(values_of(groups), "none", signal_floor=grpo.SIGNAL_FLOOR)
+        unlike = (advantages != 0).any(axis=1).tolist()
+    places = sorted(sorted(range(len(groups)), key=lambda place: not signal[place])[: config.sampling.batch])
+    if len(places) < len(groups):  # what is compared with the step is compared with what is trained of it
+        trained = advanced(config, [groups[place] for place in places], weights, own)
+        groups = [[one._replace(advantage=None) for one in group] for group in groups]
+        for place, group in zip(places, trained, strict=True):
+            groups[place] = group
     return [
-        sample._replace(advantage=known.get((sample.group, row)), signal=signal[place], unlike=unlike[place])
+        sample._replace(signal=signal[place], unlike=unlike[place])
         for place, group in enumerate(groups)
-        for row, sample in enumerate(group)
+        for sample in group
     ]
 
 

@@ -15,7 +15,7 @@ from run import GrpoRun
 from settings import sources
 from settings.sources import given, parse
 from step.batch import Batch, cut
-from step.sample import of_rollout
+from step.sample import asked, written
 
 RENDERED = {}
 chat_ids = chat_template.chat_ids
@@ -68,6 +68,13 @@ def sample(run, advantages=None, key=1):
     rollout = sampler.rollout(run.model, prompts, run.sampling, group_size=config.sampling.groups, key=key)
     texts = sampler.texts(run.tokenizer, rollout, run.model.config.eos_ids)
     return advanced(of_rollout(prompts, rollout, examples, texts), ADVANTAGES if advantages is None else advantages)
+
+
+def of_rollout(prompts, rollout, examples=None, texts=None):
+    """The samples of a rollout of groups."""
+    size = len(rollout.finish_reasons) // len(prompts)
+    found = zip(asked(examples or [{}] * len(prompts), prompts, size), written(rollout, texts), strict=True)
+    return [one._replace(**its) for one, its in found]
 
 
 def advanced(samples, advantages):

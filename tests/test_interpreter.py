@@ -58,7 +58,7 @@ def test_calls_side_by_side_have_their_own_answers():
 @pytest.mark.slow
 @pytest.mark.skipif(seal.platform.machine() not in seal._MACHINES, reason="the kernel has no filter that we know")
 def test_hostile_code_is_told_as_an_error_and_the_episode_goes_on(talker):  # noqa: F811
-    talk = box_of(talker, [interpreter.python], tool_timeout=60.0, max_turns=99).play(EXAMPLES, 1, "0")
+    talk = box_of(talker, [interpreter.python], tool_timeout=60.0, max_turns=99).play(EXAMPLES, [0], "0")
     for turn, (code, error) in enumerate(HOSTILE.items()):
         ids, messages = answer(talk, talker, call("python", {"code": code}))
         assert isinstance(ids, list) and len(messages) == 2 * turn + 2
@@ -85,7 +85,7 @@ def test_a_call_s_time_begins_when_it_passes_its_gate(talker):  # noqa: F811
         return "done"
 
     waits.gate = threading.Semaphore(1)
-    talk, num = box_of(talker, [waits], tool_timeout=0.6).play(EXAMPLES, 10, "0"), 10
+    talk, num = box_of(talker, [waits], tool_timeout=0.6).play(EXAMPLES * 10, [0] * 10, "0"), 10
     for row in range(num):
         say(talk, talker, row, call("waits", {}))
     found = {}

@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-from small_run import advanced, resolve
+from small_run import advanced, of_rollout, resolve
 
 import grpo
 import gwen
@@ -21,7 +21,6 @@ from disk import hub
 from machine import gpu, memory
 from step import policy
 from step.batch import cut
-from step.sample import of_rollout
 
 GB = 10**9
 BIG = gwen.random_config("random:0.6b")

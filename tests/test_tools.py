@@ -229,7 +229,7 @@ EXAMPLES = [{"prompt": "what is two and two?"}]
 
 def test_a_turns_calls_are_made_in_order_and_told_back(talker):
     box = box_of(talker, [add, later, fails])
-    talk = box.play(EXAMPLES, 1, "0")
+    talk = box.play(EXAMPLES, [0], "0")
     ids, messages = answer(
         talk, talker, call("add", {"a": 2}) + call("fails", {"text": "luck"}) + call("later", {"seconds": 0.01})
     )
@@ -247,13 +247,13 @@ def test_a_turns_calls_are_made_in_order_and_told_back(talker):
 
 
 def test_the_last_turn_makes_its_calls_and_ends(talker):
-    talk = box_of(talker, [add], max_turns=1).play(EXAMPLES, 1, "0")
+    talk = box_of(talker, [add], max_turns=1).play(EXAMPLES, [0], "0")
     reason, messages = answer(talk, talker, call("add", {"a": 2}))
     assert reason == "turns" and messages[-1]["content"] == "3"
 
 
 def test_rows_wait_side_by_side(talker):
-    talk = box_of(talker, [later]).play(EXAMPLES, 20, "0")
+    talk = box_of(talker, [later]).play(EXAMPLES * 20, [0] * 20, "0")
     begin = time.monotonic()
     for row in range(20):
         say(talk, talker, row, call("later", {"seconds": 0.2}))
@@ -275,7 +275,7 @@ def test_a_call_that_hangs_is_given_up_and_its_environment_made_anew(talker):
             time.sleep(2)
             return "late"
 
-    talk = box_of(talker, environments={"": Slow}, tool_timeout=0.2).play([{"prompt": ""}], 1, "0")
+    talk = box_of(talker, environments={"": Slow}, tool_timeout=0.2).play([{"prompt": ""}], [0], "0")
     before = talk.rows[0].worker.instance
     number = before.number
     _, messages = answer(talk, talker, call("wait", {}) + call("guess", {"number": number}))
@@ -292,7 +292,7 @@ def test_the_thread_of_a_row_that_is_drawn_again_ends_with_the_call_it_is_in(tal
         going.wait(5)
         return "done"
 
-    talk = box_of(talker, [waits]).play(EXAMPLES, 1, "0")
+    talk = box_of(talker, [waits]).play(EXAMPLES, [0], "0")
     say(talk, talker, 0, call("waits", {}))
     before = talk.rows[0].worker
     talk.begin([0])
@@ -328,7 +328,7 @@ class Threads:
 
 def test_an_instance_lives_in_a_thread_of_its_own_and_its_rewards_come_once(talker):
     box = box_of(talker, environments={"": Threads})
-    talk = box.play([{"prompt": "a"}, {"prompt": "b"}], 3, "0")
+    talk = box.play([{"prompt": "a"}] * 3 + [{"prompt": "b"}] * 3, [0] * 3 + [1] * 3, "0")
     assert answer(talk, talker, call("check", {"what": "x"}), row=4)[1][-1]["content"] == "x"
     columns = talk.columns()
     assert columns["earned"] == [("Threads", 0.5)] * 6
@@ -336,14 +336,16 @@ def test_an_instance_lives_in_a_thread_of_its_own_and_its_rewards_come_once(talk
     assert len({one.thread for one in instances}) == 6 and threading.get_ident() not in {
         one.thread for one in instances
     }
-    assert box.play([{"prompt": "a"}], 6, "1").columns()["environments"] == instances  # reused
+    assert box.play([{"prompt": "a"}] * 6, [0] * 6, "1").columns()["environments"] == instances  # reused
 
 
 def test_the_rows_of_a_group_face_one_task_and_every_step_another(talker):
     box = box_of(talker, environments={"": Threads})
     before = random.getstate(), np.random.get_state()[1].tolist()
-    asked = [box.play([{"prompt": "a"}, {"prompt": "b"}], 2, seed).asked for seed in ("0", "1", "0")]
-    texts = [[one["prompt"] for one in each] for each in asked]
+    rows, groups = [{"prompt": name} for name in "aabb"], [0, 0, 1, 1]
+    texts = [[one["prompt"] for one in box.play(rows, groups, seed).asked] for seed in ("0", "1", "0")]
+    assert all(text[0] == text[1] and text[2] == text[3] for text in texts)
+    texts = [text[::2] for text in texts]
     assert texts[0] == texts[2] and len({text[2:] for each in texts[:2] for text in each}) == 4
     assert texts[0][0].startswith("a a ")
     assert (random.getstate(), np.random.get_state()[1].tolist()) == before
@@ -358,7 +360,7 @@ def test_a_reset_that_differs_within_a_group_is_refused(talker):
             return f"number {Own.count}"
 
     box = box_of(talker, environments={"": Own})
-    assert "different things" in message_of(box.play, [{"prompt": "a"}], 2, "0")
+    assert "different things" in message_of(box.play, [{"prompt": "a"}] * 2, [0, 0], "0")
 
 
 @pytest.mark.parametrize("method", ["reset", "get_reward"])
@@ -371,13 +373,13 @@ def test_what_an_environment_raises_names_it(talker, method):
 
     setattr(Broken, method, broken)
     box = box_of(talker, environments={"": Broken})
-    said = message_of(lambda: box.play(EXAMPLES, 1, "0").columns())
+    said = message_of(lambda: box.play(EXAMPLES, [0], "0").columns())
     assert f"environment Broken: {method} raised KeyError: 'key'" in said
 
 
 def test_two_hundred_hostile_turns_end_no_episode_with_an_exception(talker):
     rng = random.Random(2)
-    talk = box_of(talker, [add, fails], max_turns=10**6).play(EXAMPLES, 1, "0")
+    talk = box_of(talker, [add, fails], max_turns=10**6).play(EXAMPLES, [0], "0")
     for _ in range(200):
         text = rng.choice(
             [
@@ -489,7 +491,7 @@ def test_a_conversation_with_calls_that_cannot_be_read_is_refused(change, said):
 
 @pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
 def test_a_number_that_no_record_holds_is_told_and_the_conversation_is_recorded(talker, number):
-    talk = box_of(talker, [later]).play(EXAMPLES, 1, "0")
+    talk = box_of(talker, [later]).play(EXAMPLES, [0], "0")
     text = call("later", {"seconds": 5}).replace("5", number)
     _, messages = answer(talk, talker, text)
     assert "not JSON" in messages[-1]["content"] and messages[0] == {"role": "assistant", "content": text}

@@ -153,7 +153,7 @@ def test_what_all_rewards_have_in_common_changes_no_advantage_however_large_it_i
     config, rng = make_config(*flags), np.random.default_rng(0)
 
     def advantages(parts):
-        return samples.advantages(config, list(paid(parts)), {"reward 0": 1.0, "reward 1": 1.0})
+        return samples.advantages(config, samples.by_group(paid(parts)), {"reward 0": 1.0, "reward 1": 1.0})
 
     parts = rng.integers(0, 40, (2, 4, 4)).astype(float)
     parts[:, 1] = 7

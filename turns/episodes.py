@@ -25,7 +25,7 @@ import time
 import traceback
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -232,9 +232,9 @@ class Toolbox:
             )
         return ids
 
-    def play(self, examples: list[Example], group_size: int, seed: str) -> "Episodes":
-        """An episode for each of B * G rows, each reset; the rows of a group face one task."""
-        return Episodes(self, examples, group_size, seed)
+    def play(self, examples: list[Example], groups: Sequence[int], seed: str) -> "Episodes":
+        """An episode for each of N rows, each reset; the rows of a group face one task."""
+        return Episodes(self, examples, groups, seed)
 
 
 def make(
@@ -288,26 +288,26 @@ class Episode:
 class Episodes:
     """What answers the turns of a rollout; see `seats.Talk`."""
 
-    def __init__(self, box: Toolbox, examples: list[Example], group_size: int, seed: str):
+    def __init__(self, box: Toolbox, examples: list[Example], groups: Sequence[int], seed: str):
         """Raises ValueError for an unknown environment, and where a reset fails or differs within a group."""
-        self.box, self.group_size, self.seed = box, group_size, seed
-        self.examples = [example for example in examples for _ in range(group_size)]
+        self.box, self.examples, self.seed = box, examples, seed
+        self.groups = [group - groups[0] for group in groups]
         self.done: queue.SimpleQueue[Done] = queue.SimpleQueue()
         self.jobs: dict[int, int] = {}  # the rows of those under way
         self.num_jobs, self.wait_s = 0, 0.0
         self.ready: dict[int, list[int] | str] = {}
-        self.rows, texts = list[Episode](), list[str | None]()
-        for row, example in enumerate(self.examples):
+        self.rows, texts, first = list[Episode](), list[str | None](), dict[int, str | None]()
+        for row, example in enumerate(examples):
             name = box.environment_of(example)
             self.rows.append(Episode(name, box.worker(name, row)))
             texts.append(self._reset(row))
-            if texts[row] != texts[row - row % group_size]:
+            if texts[row] != first.setdefault(groups[row], texts[row]):
                 raise ValueError(
                     f"environment {box.environments[name].__name__}: reset told two rows of one prompt different "
                     f"things, {short(texts[row - 1])} and {short(texts[row])}; draw tasks with `random`"
                 )
-        told = zip(examples, texts[::group_size], strict=True)
-        self.asked = [example | {"prompt": extended(example["prompt"], text or "")} for example, text in told]  # B
+        told = zip(examples, texts, strict=True)
+        self.asked = [example | {"prompt": extended(example["prompt"], text or "")} for example, text in told]
         for example in self.asked:
             if not prompt_text(example["prompt"]).strip():
                 raise ValueError("the environment's reset gives no text, and there is no prompt; let it return one")
@@ -320,7 +320,7 @@ class Episodes:
             return None
         instance = episode.worker.instance
         what = f"environment {type(instance).__name__}: reset"
-        with seeded(f"{self.seed} {row // self.group_size}"):
+        with seeded(f"{self.seed} {self.groups[row]}"):
             told = {key: value for key, value in self.examples[row].items() if key != "environment" or not episode.name}
             job = functools.partial(instance.reset, **told)
             text = episode.worker.do(what, job, self.box.settings.tool_timeout)
@@ -481,7 +481,7 @@ class Episodes:
 
     def shown(self, row: int, reason: str) -> str:
         """A row's conversation to read, each message after who says it, then why it ended and its reward."""
-        asked = [{"role": "user", "content": prompt_text(self.asked[row // self.group_size]["prompt"])}]
+        asked = [{"role": "user", "content": prompt_text(self.asked[row]["prompt"])}]
         lines = list[str]()
         for message in [*asked, *self.rows[row].messages]:
             made = [call["function"] for call in message.get("tool_calls", [])]

@@ -163,6 +163,23 @@ def test_advantages_equal_the_oracle(baseline, scale):
     np.testing.assert_allclose(ours, oracle.advantages(rewards, scale, baseline), atol=1e-5)
 
 
+@pytest.mark.parametrize("baseline", ["group", "rloo", "reinforce"])
+@pytest.mark.parametrize("scale", SCALES)
+def test_groups_of_unequal_sizes_have_the_advantages_of_each_and_what_is_missing_has_none(baseline, scale):
+    if baseline == "reinforce" and scale in ("group", "mean"):
+        return
+    groups = [RNG.normal(2, 3, size) for size in (2, 5, 3)]
+    padded = np.array([[*its, *[np.nan] * (5 - len(its))] for its in groups])
+    ours, step = grpo.group_advantages(padded, scale, baseline), np.concatenate(groups)
+    for its, row in zip(groups, ours, strict=True):
+        expected = its - (step if baseline == "reinforce" else its).mean()
+        expected = expected * len(its) / (len(its) - 1) if baseline == "rloo" else expected
+        divisor = {"group": its.std(ddof=1) + 1e-4, "batch": step.std(ddof=1) + 1e-4, "none": 1.0}
+        divisor["mean"] = max(its.mean(), np.ptp(its) / len(its))
+        np.testing.assert_allclose(row[: len(its)], expected / divisor[scale], atol=1e-5)
+        assert (row[len(its) :] == 0).all()
+
+
 @pytest.mark.parametrize("size", [2, 3, 8])
 @pytest.mark.parametrize("chance", [0.01, 0.3, 0.9])
 def test_divided_by_the_mean_the_expected_gradient_is_that_of_log_p_to_order_g_minus_1(size, chance):

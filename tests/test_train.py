@@ -37,6 +37,7 @@ from reporting import journal
 from reporting.journal import completion_records
 from step import sample as samples
 from step import trust_region
+from step.batch import cut
 from step.sample import Sample
 
 pytestmark = pytest.mark.slow
@@ -204,6 +205,26 @@ def test_a_group_whose_rows_are_all_left_out_teaches_nothing():
     assert counts(config, drawn([[0, 1], [0, 1]], first)) == ([0, 1], 1, 2, False)
     assert counts(config, drawn([[0, 1], [0, 1], [1, 1], [2, 0]], [*first, *["stop"] * 4])) == ([1, 3], 2, 3, True)
     assert counts(config.but(truncated="keep"), drawn([[0, 1], [0, 1]], first))[3]
+
+
+def test_groups_of_any_sizes_are_compared_each_for_itself_and_no_mini_batch_has_a_part_of_one():
+    config, sizes, rng = Config.of(batch=4, groups=8), [2, 5, 3, 4], np.random.default_rng(0)
+    drawn = [Sample([group], [1, 2], range(2), group) for group, size in enumerate(sizes) for _ in range(size)]
+    scores = rng.normal(size=len(drawn))
+    components = {"correct": scores, "rubric": np.array([np.nan, 1.0, *scores[2:]])}
+    paid = samples.rewarded(config, drawn, components, {"correct": 1.0, "rubric": 1.0})
+    assert paid[0].filled["rubric"] == 1.0  # the mean of what else is readable in its group
+    chosen = samples.chosen(config, paid, {})
+    for group in samples.by_group(chosen):
+        values = np.array([one.value for one in group])
+        expected = (values - values.mean()) / (values.std(ddof=1) + 1e-4)
+        np.testing.assert_allclose([one.advantage for one in group], expected, atol=1e-5)
+    taught = samples.trained(config, chosen, 0)
+    parts = {number: set() for number in range(2)}
+    for batch in cut(taught, 1000, num_parts=2):
+        parts[batch.number] |= {chosen[row].group for row in batch.rows}
+        assert (batch.num_rows, batch.num_items) == (7, 14)
+    assert parts == {0: {0, 1}, 1: {2, 3}}
 
 
 def test_groups_of_equal_rewards_are_counted_by_their_rewards_whatever_they_teach():

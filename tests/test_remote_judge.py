@@ -15,6 +15,8 @@ import pytest
 import flags
 from config import JudgeSettings
 from judging import remote_judge, rubrics
+from machine import server as client
+from machine.server import Endpoint
 from settings.checks import checked
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -83,15 +85,15 @@ def serve(monkeypatch):
 
 
 def make(server, **settings):
-    """A client of a server; settings are those of the judge, key or first_pause."""
+    """A client of a server; settings are its own, key or first_pause among them."""
     given = {name: settings.pop(name) for name in ("key", "first_pause") if name in settings}
-    client = remote_judge.Endpoint(JudgeSettings(url=server.url, model="tiny"), **{"first_pause": 0.01} | given)
-    vars(client).update({"timeout": 5.0} | settings)
-    return client
+    made = Endpoint(remote_judge.FLAGS, server.url, "tiny", **{"first_pause": 0.01} | given)
+    vars(made).update({"timeout": 5.0} | settings)
+    return made
 
 
-def ask(client, conversations=(HELLO,), **settings):
-    replies = dict(client.chat(list(conversations), {"max_tokens": 16} | settings))
+def ask(asker, conversations=(HELLO,), **settings):
+    replies = dict(asker.chat([{"messages": messages} | settings for messages in conversations]))
     return [replies[place] for place in sorted(replies)]
 
 
@@ -132,7 +134,7 @@ def pauses(monkeypatch):
     async def note(seconds):
         waited.append(seconds)
 
-    monkeypatch.setattr(remote_judge.asyncio, "sleep", note)
+    monkeypatch.setattr(client.asyncio, "sleep", note)
     return waited
 
 
@@ -212,10 +214,8 @@ def test_ctrl_c_ends_a_program_that_waits_for_slow_requests_at_once(serve):
     ended = threading.Event()
     server = serve(lambda *_: ended.wait(120) and (200, completion("5"), {}))
     program = f"""
-import config
-from judging import remote_judge
-settings = config.JudgeSettings(url={server.url!r}, model="tiny")
-list(remote_judge.Endpoint(settings).chat([[]] * 9, {{"max_tokens": 1}}))
+from machine.server import Endpoint, Flags
+list(Endpoint(Flags("--url", "", ""), {server.url!r}, "tiny").chat([{{"messages": []}}] * 9))
 """
     process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
     while server.running < 8:
@@ -246,10 +246,10 @@ def test_a_server_that_does_not_know_the_template_s_settings_is_not_sent_them_ag
         return 200, completion("5"), {}
 
     server = serve(answer)
-    client, template = make(server, concurrency=3), {"chat_template_kwargs": {}}
-    assert [reply.text for reply in ask(client, [HELLO] * 3, **template)] == ["5"] * 3
+    asker, template = make(server, concurrency=3), {"chat_template_kwargs": {}}
+    assert [reply.text for reply in ask(asker, [HELLO] * 3, **template)] == ["5"] * 3
     assert len(server.requests) <= 6
-    ask(client, **template)
+    ask(asker, **template)
     assert "chat_template_kwargs" not in server.requests[-1][2]
 
 
@@ -310,7 +310,7 @@ def test_log_probabilities_that_are_none_are_unreadable(serve, content):
 
 
 def test_a_reply_without_end_is_read_no_further_and_unreadable(serve, monkeypatch):
-    monkeypatch.setattr(remote_judge, "LARGEST", 1000)
+    monkeypatch.setattr(client, "LARGEST", 1000)
     (reply,) = ask(make(serve(lambda *_: (200, completion("4" * 10**6), {}))))
     assert reply.problem.startswith("it sent no chat completion")
 
@@ -350,7 +350,7 @@ def test_secrets_of_the_environment_and_passwords_in_urls_are_in_no_error_line(m
 
 def test_an_empty_message_is_an_empty_reply(serve):
     server = serve(lambda *_: (200, '{"choices": [{"message": {"role": "assistant", "content": null}}]}', {}))
-    assert ask(make(server)) == [remote_judge.Reply("", {})]
+    assert ask(make(server)) == [client.Reply("", {})]
 
 
 @pytest.mark.parametrize(
@@ -366,11 +366,12 @@ def test_an_empty_message_is_an_empty_reply(serve):
 )
 def test_a_url_that_is_none_is_refused_without_showing_what_is_secret(url, said):
     with pytest.raises(ValueError, match=said) as error:
-        remote_judge.Endpoint(checked({"judge_url": url, "judge_model": "tiny"}).judge)
+        checked({"judge_url": url, "judge_model": "tiny"})
+        Endpoint(remote_judge.FLAGS, url, "tiny")
     assert "me:secret" not in str(error.value)
 
 
 def test_a_key_that_would_break_the_header_is_refused_without_showing_it():
     with pytest.raises(ValueError, match="JUDGE_API_KEY") as error:
-        remote_judge.Endpoint(JudgeSettings(url="http://host/v1", model="tiny"), key="secret\nX-Other: 1")
+        Endpoint(remote_judge.FLAGS, "http://host/v1", "tiny", key="secret\nX-Other: 1")
     assert "secret" not in str(error.value)

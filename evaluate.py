@@ -1,5 +1,6 @@
 """
-Held-out evaluation: `uv run evaluate.py --run runs/NAME [--step N]`, or `--model M [--adapter DIR] --task T`.
+Held-out evaluation: `uv run evaluate.py --run runs/NAME [--step N]`, or `--model M [--adapter DIR] --task T`; with
+`--url` of the same model as a server runs it.
 
 Each held-out problem gets `samples` completions at temperature 1 from a fixed seed, and one greedy completion. A task
 with a right answer reports its verifier's accuracy, which training rewards cannot bend. Other tasks report the weighted
@@ -15,9 +16,10 @@ import json
 import math
 import sys
 import time
-from collections.abc import Sequence
+from argparse import Namespace
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
@@ -47,6 +49,9 @@ from step.rows import ROOM, rollout_bytes, rows_at_once
 from step.sample import Sample, asked, by_group, columns, drawn, table
 from turns import episodes
 from turns.episodes import Toolbox, ended
+
+if TYPE_CHECKING:
+    from step.served import Served
 
 KEY = 1 << 96  # RNG key of evaluations; training keys are smaller
 REFERENCE_TOKENS = 2048  # positions in one batch of the reference model
@@ -204,9 +209,18 @@ class EvalParams(NamedTuple):
     toolbox: Toolbox | None = None
 
 
+Answer = Callable[[list[Example], EvalParams], tuple[list[Sample], list[Sample]]]  # see `answer_both`
+
+
 def evaluate(
-    model: gwen.Model,
-    tokenizer: Any,
+    model: gwen.Model, tokenizer: Any, task: tasks.Task, params: EvalParams, **graders: Any
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """`examine` of a model that runs here."""
+    return examine(functools.partial(answer_both, model, tokenizer), task, params, **graders)
+
+
+def examine(
+    answer: Answer,
     task: tasks.Task,
     params: EvalParams,
     *,
@@ -229,15 +243,9 @@ def evaluate(
     problems = [task.held_out[number] for number in numbers]
     if not problems:
         raise ValueError("no prompt is held out, so there is nothing to evaluate; give --data more prompts")
-    if params.toolbox:
-        prompts = [params.toolbox.prompt(problem) for problem in problems]
-    else:
-        how: dict[str, Any] = {"max_tokens": params.max_tokens, "context": model.config.max_position_embeddings}
-        how |= {"thinking": params.thinking, "kind": "held-out prompt"}
-        prompts = chat_template.encode_prompts(tokenizer, problems, **how)
     for name, reward in task.rewards.items():
         reward_columns(name, reward, reward_arguments(problems, bool(task.environments)))
-    sampled, greedy = answer_both(model, tokenizer, problems, prompts, params)
+    sampled, greedy = answer(problems, params)
     asked = [one.example for one in sampled]
     earned = earn(task, grader, sampled)
     verified = task._replace(rewards={}) if task.verifier is not None else task  # a verifier needs no rewards
@@ -255,10 +263,10 @@ def evaluate(
     record: dict[str, Any] = {}
     for name, values in measured.items():
         record |= {f"eval/{name}": run_files.mean(values), f"eval/{name}_ci95": half_width(values)}
-    entropies = table([one.entropies for one in sampled if one.entropies is not None])
+    entropies = [one.entropies for one in sampled if one.entropies is not None]  # a server tells none
     record |= {
         "eval/kl": None if reference is None else divergence(reference, sampled, params.temperature or 1.0),
-        "eval/entropy": float(entropies.sum() / sum(len(one.own) for one in sampled)),
+        "eval/entropy": float(table(entropies).sum() / sum(map(len, entropies))) if entropies else None,
         **{f"eval/metric/{name}": float(np.mean(values)) for name, values in earned.logged.metrics.items()},
         "eval/unparsed_frac": None if earned.scores is None else float(np.isnan(earned.scores).mean()),
         "eval/num": len(problems),
@@ -284,9 +292,15 @@ def evaluate(
 
 
 def answer_both(
-    model: gwen.Model, tokenizer: Any, problems: list[Example], prompts: list[list[int]], params: EvalParams
+    model: gwen.Model, tokenizer: Any, problems: list[Example], params: EvalParams
 ) -> tuple[list[Sample], list[Sample]]:
     """Each problem's samples with their entropies, and one greedy completion."""
+    if params.toolbox:
+        prompts = [params.toolbox.prompt(problem) for problem in problems]
+    else:
+        render: dict[str, Any] = {"max_tokens": params.max_tokens, "context": model.config.max_position_embeddings}
+        render |= {"thinking": params.thinking, "kind": "held-out prompt"}
+        prompts = chat_template.encode_prompts(tokenizer, problems, **render)
     lengths, dtype, samples = list(map(len, prompts)), model.head_weight.dtype, params.samples
 
     def fits(rows: int) -> bool:
@@ -359,7 +373,7 @@ def by_criterion(
 
 
 def make_graders(
-    config: Config, rubric: Any, witness: Any, base: gwen.Model, tokenizer: Any
+    config: Config, rubric: Any, witness: Any, base: gwen.Model | None, tokenizer: Any
 ) -> tuple[Grader | None, Grader | None]:
     """
     The judge by `rubric`, and the witness, which only evaluations use, by its own; None without a rubric.
@@ -369,7 +383,7 @@ def make_graders(
 
     @functools.cache
     def load() -> tuple[gwen.Model, Any]:
-        return (base, tokenizer) if config.judges_itself else gwen.load(config.judge.model)
+        return (base, tokenizer) if base is not None and config.judges_itself else gwen.load(config.judge.model)
 
     grader, second = (None if one is None else judge.make(config.judge, one, load) for one in (rubric, witness))
     if grader is not None and second is not None:
@@ -398,6 +412,23 @@ def load_policy(name: str, adapter: str | None, start: str | None = None) -> tup
     model, tokenizer = gwen.load(name)
     lora.attach(model, adapter, start)
     return model, tokenizer, True
+
+
+def ask(args: Namespace, config: Config, task: tasks.Task, flags: dict[str, Any]) -> "Served":
+    """The policy at --url. Raises ValueError for what only a model here has, and where nothing tells its tokenizer."""
+    from step.served import Served, connect
+
+    local = {"--adapter": args.adapter, "--step": args.step, "--seed": args.seed or None}
+    for flag, value in (local | {"--rollout-batch-size": args.rollout_batch_size}).items():
+        if value is not None:
+            raise ValueError(f"{flag} {value} is for a model that runs here, and --url asks a server; leave it out")
+    if not args.run and not args.model:
+        raise ValueError("--url does not tell the tokenizer: name what the server runs with --model, or --run")
+    if task.tools or task.environments:
+        raise ValueError("--url asks for single answers, and this has tools; leave it out to play here")
+    variables = {"enable_thinking": flags["thinking"]} if "thinking" in flags else {}
+    server = connect(args.url, args.url_model, config.sampling.max_tokens)
+    return Served(server, config.model.name, Path(args.run or "runs"), variables)
 
 
 def remember(log: run_files.JsonLines, grader: Grader) -> None:
@@ -432,6 +463,10 @@ def trained_on(config: Config) -> set[str]:
 def main(argv: list[str] | None = None) -> None:
     parser = Parser("evaluate.py", "Evaluate a model on held-out problems.")
     run_files.add_flags(parser)
+    parser.add_argument("--url", help="ask the OpenAI-compatible server there, whose model is that of --run or --model")
+    parser.add_argument(
+        "--url-model", default="default_model", metavar="NAME", help="its name for it (mlx_lm: default)"
+    )
     parser.add_argument("--data", help="held-out problems from a file or hub dataset, instead of the task's")
     parser.add_argument("--limit", type=int, help="only N of the problems, evenly spread")
     parser.add_argument("--samples", type=int, default=1, help="K completions a problem")
@@ -466,9 +501,15 @@ def main(argv: list[str] | None = None) -> None:
         if seen := sum(prompt_key(example) in trained for example in task.held_out):
             theirs = f"{seen} of the {len(task.held_out)} prompts of --data {args.data}"
             print(visible(f"WARNING: {theirs} are among those it was trained on."), file=sys.stderr)
-        model, tokenizer, is_base = load_policy(config.model.name, adapter, start)
+        base: gwen.Model | None = None
+        if args.url:
+            served = ask(args, config, task, flags)
+            answer, tokenizer, facts, is_base = served.answer, served.tokenizer, served.facts, False
+            what += f"; as {args.url_model} at {args.url}"
+        else:
+            base, tokenizer, is_base = load_policy(config.model.name, adapter, start)
+            answer, facts = functools.partial(answer_both, base, tokenizer), base.config
         scored = task.rubric is not None and task.verifier is None
-        base = model
         if not is_base and config.judges_itself and (scored or task.witness is not None):
             base, is_base = gwen.load(config.model.name)[0], True
         grader, witness = make_graders(config, task.rubric if scored else None, task.witness, base, tokenizer)
@@ -491,15 +532,17 @@ def main(argv: list[str] | None = None) -> None:
             temperature=args.temp,
             seed=args.seed,
             stop=config.sampling.stop,
-            toolbox=episodes.make(config, task.tools, task.environments, tokenizer, model.config),
+            toolbox=episodes.make(config, task.tools, task.environments, tokenizer, facts),
         )
-        reference = base if is_base and (adapter or args.run) else None
+        reference = base if is_base and (adapter or args.run) and not args.url else None
         graders = {"grader": grader, "witness": witness}
-        record, answers = evaluate(model, tokenizer, task, params, **graders, reference=reference)
+        record, answers = examine(answer, task, params, **graders, reference=reference)
         print(visible(run_files.evaluation_line(record)), file=sys.stderr, flush=True)
         print(json.dumps(record), flush=True)  # before the file: the disk may be too full for it
         if args.out:
             args.out.write_text("".join(json.dumps(answer, default=str) + "\n" for answer in answers))
+        if args.url:
+            served.log.path.unlink()
     except (ValueError, OSError) as error:
         fail(error)
 

@@ -77,13 +77,20 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("runs", nargs="*", metavar="RUN", help=runs)
     out = "where the page goes (default: report.html in RUN, or NAME-against-OTHER.html beside it)"
     parser.add_argument("--out", type=Path, metavar="FILE", help=out)
-    parser.add_argument("--compare", action="store_true", help="print what differs between the runs")
+    parser.add_argument(
+        "--compare", action="store_true", help="print what differs between runs, or between files of evaluate.py --out"
+    )
     parser.add_argument("--list", action="store_true", help="print the runs under RUN (default: runs)")
     parser.add_argument("--open", action="store_true", help="open the page in a browser")
     args = parser.parse_args(sys.argv[1:] if argv is None else argv)
     try:
         if args.list:
             print(listing(args.runs[0] if args.runs else "runs"))
+        elif args.compare and len(args.runs) > 1 and any(Path(name).is_file() for name in args.runs):
+            from reporting import answers  # here: it brings MLX
+
+            with reading(" or ".join(args.runs)):
+                print(table(answers.compare(args.runs)))
         elif args.compare and sum(len(seeds.runs_in(run)) for run in args.runs) < 2:
             raise ValueError("--compare needs two runs or more, as --compare runs/A runs/B")
         elif args.compare:

@@ -95,6 +95,12 @@ def render(
     return text
 
 
+def messages(prompt: Any, system: str | None) -> list[dict[str, Any]]:
+    """A prompt, the user's words or chat messages, with the system message before it."""
+    found = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    return found if system is None else [{"role": "system", "content": system}, *found]
+
+
 def chat_ids(
     tokenizer: Any,
     prompt: Any,
@@ -109,10 +115,7 @@ def chat_ids(
 
     prompt: the user's words, or messages [{"role", "content"}, ...]. variables: see `render`.
     """
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    if system is not None:
-        messages = [{"role": "system", "content": system}, *messages]
-    marked = as_text(tokenizer, messages)
+    marked = as_text(tokenizer, messages(prompt, system))
     return encode(tokenizer, render(tokenizer, marked, thinking, tools=tools, variables=variables))
 
 

@@ -1,0 +1,130 @@
+"""
+Samples of a policy that a server runs: one request each, written down as they arrive, so that nothing is paid twice.
+
+The server renders the messages and draws. Left out: its client (machine/server.py), rewards (evaluate.py).
+"""
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from tqdm.auto import tqdm
+
+import gwen
+from disk import hub
+from disk.checkpoint import digest
+from disk.run_files import JsonLines, read_log
+from flags import visible
+from machine import alive
+from machine.server import TEMPLATE, Endpoint, Flags, Reply
+from problems import chat_template
+from problems.examples import Example
+from step.sample import Sample
+
+FLAGS = Flags("--url", "URL_API_KEY", "--max-tokens")
+SLOWEST, RETRIES = 4, 2  # tokens a second of a server that is not dead; further tries of a request
+PLAIN: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}  # the model's own distribution: servers have defaults
+
+
+def connect(url: str, model: str, max_tokens: int) -> Endpoint:
+    """The server at `--url`, with its name of the model, and time enough for an answer."""
+    server = Endpoint(FLAGS, url, model, os.environ.get(FLAGS.key), 60 + max_tokens / SLOWEST)
+    server.retries = RETRIES
+    return server
+
+
+class Served:
+    """
+    A policy on a server.
+
+    name: the model that it runs, by its trained form, for prompts' ids and texts' tokens. folder: for answers until all
+    have come. variables: what the server's template gets with every request.
+    """
+
+    def __init__(self, server: Endpoint, name: str, folder: Path, variables: dict[str, Any]):
+        self.server, self.folder, self.variables = server, folder, variables
+        self.facts, self.tokenizer = gwen.load_config(name), hub.load_tokenizer(hub.find(name))
+
+    def answer(self, problems: list[Example], params: Any) -> tuple[list[Sample], list[Sample]]:
+        """As `evaluate.answer_both`. Raises ValueError where an answer does not come; those that did are kept."""
+        how: dict[str, Any] = {"thinking": params.thinking, "kind": "held-out prompt"}
+        how |= {"max_tokens": params.max_tokens, "context": self.facts.max_position_embeddings}
+        prompts = chat_template.encode_prompts(self.tokenizer, problems, **how)
+        asked = [(place, params.temperature) for place in range(len(problems)) for _ in range(params.samples)]
+        asked += [(place, 0.0) for place in range(len(problems))]
+        bodies = [self.body(problems[place], params, temperature) for place, temperature in asked]
+        replies = self.replies(bodies, [prompts[place] for place, _ in asked])
+        samples = []
+        for (place, _), reply in zip(asked, replies, strict=True):
+            thought = f"<think>\n{reply.thought}\n" + "</think>\n\n" * bool(reply.text) if reply.thought else ""
+            text = thought + reply.text.strip()
+            ids = self.tokenizer.encode(text, add_special_tokens=False)
+            ids += self.facts.eos_ids[:1] if reply.finish_reason == "stop" else []
+            about: dict[str, Any] = {"finish_reason": reply.finish_reason, "example": problems[place], "text": text}
+            samples.append(Sample(prompts[place], ids, range(len(ids)), place, **about))
+        return samples[: -len(problems)], samples[-len(problems) :]
+
+    def body(self, problem: Example, params: Any, temperature: float) -> dict[str, Any]:
+        """A request for one answer: several at once is what mlx_lm's server ignores, and a seed ends its batching."""
+        body = {
+            "messages": chat_template.messages(problem["prompt"], problem.get("system")),
+            "temperature": temperature,
+        }
+        body |= {"max_tokens": params.max_tokens} | PLAIN | ({"stop": list(params.stop)} if params.stop else {})
+        variables = self.variables | (problem.get("chat_template_kwargs") or {})
+        return body | ({TEMPLATE: variables} if variables else {})
+
+    def replies(self, bodies: list[dict[str, Any]], prompts: list[list[int]]) -> list[Reply]:
+        """The reply to each request. ValueError where some do not come; it says where the others are."""
+        known = self.open(bodies)
+        try:
+            self.ask(bodies, prompts, known)
+        except ValueError as error:
+            if not known:
+                self.log.path.unlink()
+                raise
+            kept = f"{len(known)} of {len(bodies)} answers are in {self.log.path}, and the same command goes on"
+            raise ValueError(f"{error}; {kept}") from error
+        return [known[place] for place in range(len(bodies))]
+
+    def open(self, bodies: list[dict[str, Any]]) -> dict[int, Reply]:
+        """Opens the log of these requests; the replies that it has, by their place."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.log = JsonLines(self.folder / f"served-{digest(self.server.url, self.server.model, *bodies)}.jsonl")
+        self.log.cut_after(0)  # a line that was being written
+        records = [record for _, record in read_log(self.log.path, ("place", *Reply._fields))]
+        if records:
+            tqdm.write(visible(f"going on with {len(records)} answers of {self.log.path}"), file=sys.stderr)
+        return {record["place"]: Reply(*(record[name] for name in Reply._fields)) for record in records}
+
+    def ask(self, bodies: list[dict[str, Any]], prompts: list[list[int]], known: dict[int, Reply]) -> None:
+        """Adds the replies that are not known. What is no reply is asked for again, as long as that brings any."""
+        ids = self.server.prompt_ids(bodies[0]["messages"], bodies[0].get(TEMPLATE, {}))
+        is_warned = ids is not None and self.warn(prompts[0], ids == prompts[0], len(ids))
+        with alive.Bar(total=len(bodies), initial=len(known), desc="asking", unit="answer") as bar:
+            while left := [place for place in range(len(bodies)) if place not in known]:
+                problem = ""
+                with contextlib.closing(self.server.chat([bodies[place] for place in left])) as arriving:
+                    for number, reply in arriving:
+                        if reply.problem:
+                            problem = reply.problem
+                            continue
+                        place = left[number]
+                        self.log.write({"step": 0, "place": place} | reply._asdict())
+                        known[place] = reply
+                        bar.update()
+                        if not is_warned and (length := reply.prompt_tokens) is not None:
+                            is_warned = self.warn(prompts[place], length == len(prompts[place]), length)
+                if not known.keys() & left:
+                    raise ValueError(f"--url {self.server.url}: {problem}")
+
+    def warn(self, prompt: list[int], is_like: bool, length: int) -> bool:
+        """Whether a warning was due: the server makes other tokens of a prompt than training, `length` of them."""
+        if not is_like:
+            ending = self.tokenizer.decode(prompt)[-60:]
+            said = f"the server makes {length} tokens of a prompt; training made {len(prompt)}, which end {ending!r}"
+            fix = "Serve what lora.py --fuse wrote, whose template says what training said, or try --no-thinking"
+            tqdm.write(visible(f"WARNING: {said}. Answers will differ. {fix}."), file=sys.stderr)
+        return not is_like

@@ -1,0 +1,255 @@
+"""A policy on a server: `evaluate.py --url` asks a scripted one on loopback, and in one test real ones."""
+
+import collections
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import checked_line, read_log, write_log
+from test_remote_judge import Server
+
+import evaluate
+import gwen
+import report
+import tasks
+from machine.server import Endpoint
+from problems import chat_template
+from reporting import answers
+
+LIMIT = 12
+FLAGS = ["--model", "demo", "--limit", str(LIMIT)]
+HELD_OUT = {one["prompt"]: one["answer"] for one in tasks.load("demo").held_out}
+
+
+def reply(text, **more):
+    choice = {"message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
+    choice["message"] |= more.pop("message", {})
+    return json.dumps({"choices": [choice | more.pop("choice", {})]} | more)
+
+
+def right(body):
+    """The right answer to what is asked, with the white space that llama.cpp leaves in front."""
+    return f"\n\nThe answer is {HELD_OUT[body['messages'][-1]['content']]}. "
+
+
+@pytest.fixture
+def serve(monkeypatch, tmp_path):
+    """Starts a server that answers a chat completion with what `answer` gives for it, another path by `beside`."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Endpoint, "concurrency", 1)
+    servers = []
+
+    def start(answer, beside=lambda _: (404, "", {})):
+        def any_path(number, body):
+            given = answer(body) if "model" in body else beside(body)
+            return given if isinstance(given, tuple) else (200, given, {})
+
+        servers.append(Server(any_path))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+def asked(server):
+    """The chat completions that a server was asked for."""
+    return [body for _, _, body in server.requests if "model" in body]
+
+
+def told(capsys, server, *flags):
+    """The record that the command prints, and what it says beside it."""
+    capsys.readouterr()
+    evaluate.main([*FLAGS, "--url", server.url, *map(str, flags)])
+    out, err = capsys.readouterr()
+    return json.loads(out), err
+
+
+def failed(capsys, server):
+    """The line with which the command ends."""
+    with pytest.raises(SystemExit) as ended:
+        evaluate.main([*FLAGS, "--url", server.url])
+    assert ended.value.code == 2
+    return checked_line(capsys.readouterr().err.splitlines(keepends=True)[-1], f"--url {server.url}")
+
+
+def test_a_server_s_answers_are_graded_as_those_of_a_model_here(serve, capsys, tmp_path):
+    server = serve(lambda body: reply(right(body) if body["temperature"] else "None."))
+    how = ["--samples", 3, "--temp", 0.7, "--stop", "!", "--max-tokens", 30]
+    record, _ = told(capsys, server, *how, "--out", tmp_path / "out.jsonl")
+    evaluate.main([*FLAGS, "--samples", "3"])
+    assert record.keys() == json.loads(capsys.readouterr().out).keys()
+    assert (record["eval/accuracy"], record["eval/pass_at_3"], record["eval/greedy"]) == (1, 1, 0)
+    assert record["eval/num"] == LIMIT and record["eval/entropy"] is record["eval/kl"] is None
+    details = read_log(tmp_path / "out.jsonl")
+    assert [one["completions"] for one in details] == [[f"The answer is {one['answer']}."] * 3 for one in details]
+    tokenizer = gwen.load("demo")[1]
+    num_tokens = [1 + len(tokenizer.encode(one["completions"][0])) for one in details]
+    assert record["eval/tokens"] == pytest.approx(np.mean(num_tokens))
+    settings = {"model": "default_model", "stream": False, "max_tokens": 30, "stop": ["!"]}
+    settings |= {"top_p": 1.0, "top_k": 0, "min_p": 0.0}  # servers have defaults
+    for number, body in enumerate(asked(server)):  # one answer each, and no seed, which ends mlx_lm's batches
+        problem = details[number // 3 if number < 3 * LIMIT else number - 3 * LIMIT]
+        assert body == settings | {
+            "messages": [{"role": "user", "content": problem["prompt"]}],
+            "temperature": 0.7 if number < 3 * LIMIT else 0.0,
+        }
+    assert len(asked(server)) == 4 * LIMIT
+    assert not list(tmp_path.glob("runs/*")), "answers that were told are not kept"
+
+
+def test_what_a_row_or_a_flag_gives_the_template_and_what_stands_before_reach_the_server(serve, capsys, tmp_path):
+    row = {"prompt": "Hi", "system": "Be brief.", "answer": "1", "chat_template_kwargs": {"mood": "gay"}}
+    data = write_log(tmp_path / "data.jsonl", [row])
+    server = serve(lambda _: reply("1", message={"reasoning_content": "Well."}, choice={"finish_reason": "length"}))
+    how = ["--data", data, "--url-model", "mine", "--no-thinking", "--verifier", "exact"]
+    record, err = told(capsys, server, *how, "--out", tmp_path / "out.jsonl")
+    body = asked(server)[0]
+    assert body["messages"] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    assert body["chat_template_kwargs"] == {"enable_thinking": False, "mood": "gay"} and body["model"] == "mine"
+    assert record["eval/truncated_frac"] == 1 and f"as mine at {server.url}" in err
+    assert read_log(tmp_path / "out.jsonl")[0]["greedy"] == "<think>\nWell.\n</think>\n\n1"
+
+
+BROKEN = {
+    "HTML": "<html>hello</html>",
+    "no choices": "{}",
+    "broken JSON": '{"choices": [',
+    "no text": '{"choices": [{"message": {"content": 5}}]}',
+}
+
+
+@pytest.mark.parametrize("content", BROKEN.values(), ids=BROKEN)
+def test_what_is_no_reply_is_asked_for_again_and_else_ends_in_a_line(serve, capsys, content):
+    seen = collections.Counter()
+
+    def once(body):
+        seen[str(body)] += 1
+        return content if len(seen) % 2 and seen[str(body)] == 1 else reply(right(body))
+
+    server = serve(once)
+    record, _ = told(capsys, server)
+    assert record["eval/accuracy"] == record["eval/greedy"] == 1 and len(asked(server)) == 3 * LIMIT
+    server = serve(lambda _: content)
+    assert ": it sent no chat completion" in failed(capsys, server)
+    assert len(asked(server)) == 2 * LIMIT and not list(Path("runs").iterdir())
+
+
+def end_after(num, then):
+    """An answer that is right `num` times, and then what another gives."""
+    left = iter(range(num))
+    return lambda body: then(body) if next(left, None) is None else reply(right(body))
+
+
+WRONG = {
+    "a refusal": lambda _: (401, "no", {}),
+    "too long": lambda _: (400, "This model's maximum context length is 5 tokens", {}),
+    "no reply": lambda _: "{}",
+    "cut off": lambda _: (200, "{}", {"Content-Length": "1000", "Connection": "close"}),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+def test_a_server_that_fails_ends_in_a_line_and_nothing_is_asked_twice(serve, capsys, monkeypatch, wrong):
+    monkeypatch.setattr("step.served.RETRIES", 0)
+    state = {"answer": end_after(15, wrong)}
+    server = serve(lambda body: state["answer"](body))
+    line = failed(capsys, server)
+    assert "; 15 of 24 answers are in runs/served-" in line and line.endswith("and the same command goes on\n")
+    (kept,) = Path("runs").iterdir()
+    with kept.open("a") as file:
+        file.write('{"step": 0, "pla')  # a line that was being written when the machine went down
+    server.requests.clear()
+    state["answer"] = lambda body: reply(right(body))
+    record, err = told(capsys, server)
+    assert "going on with 15 answers of runs/served-" in err
+    assert record["eval/accuracy"] == 1 and len(asked(server)) == 9
+    server.requests.clear()
+    told(capsys, server)
+    assert len(asked(server)) == 24, "what was told is asked anew: the server may run another model now"
+
+
+def test_a_server_that_does_not_know_top_k_is_not_sent_it_again(serve, capsys):
+    server = serve(lambda body: (400, "unknown argument: top_k", {}) if "top_k" in body else reply(right(body)))
+    assert told(capsys, server)[0]["eval/accuracy"] == 1
+    assert len(asked(server)) == 2 * LIMIT + 1
+
+
+@pytest.mark.parametrize("tells", ["ids", "lengths"])
+@pytest.mark.parametrize("is_like", [True, False])
+def test_a_template_that_makes_other_tokens_than_training_is_told_of(serve, capsys, tells, is_like):
+    tokenizer = gwen.load("demo")[1]
+    prompts = {prompt: chat_template.chat_ids(tokenizer, prompt) for prompt in HELD_OUT}
+
+    def answer(body):
+        ids = prompts[body["messages"][-1]["content"]]
+        return reply(right(body), usage={"prompt_tokens": len(ids) - (not is_like and tells == "lengths")})
+
+    def beside(body):  # as llama.cpp's server has it
+        if "content" not in body:
+            return json.dumps({"prompt": f"rendered {body['messages'][-1]['content']}"})
+        ids = prompts[body["content"].removeprefix("rendered ")]
+        return json.dumps({"tokens": [*ids[:-1], ids[-1] + (not is_like)]})
+
+    _, err = told(capsys, serve(answer, *([beside] if tells == "ids" else [])))
+    assert err.count("WARNING") == (not is_like)
+    assert is_like or ("which end" in err and "</think>" in err)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--model demo --url 127.0.0.1", "--url '127.0.0.1': it must be like http"),
+        ("--model demo --url http://me:secret@host/v1", "--url holds a password; put the key into URL_API_KEY"),
+        ("--url http://host/v1", "--url does not tell the tokenizer: name what the server runs with --model, or --run"),
+        ("--model demo --url http://host/v1 --seed 3", "--seed 3 is for a model that runs here, and --url asks"),
+        ("--model demo --url http://host/v1 --task guess", "--url asks for single answers, and this has tools"),
+    ],
+)
+def test_what_a_server_cannot_do_is_refused(refused, flags, said):
+    refused(evaluate.main, flags.split(), said)
+
+
+# ---- side by side
+
+
+def written(path, greedy, samples=((1.0,), (0.0,), (1.0,), (None,))):
+    rows = zip(range(4), samples, greedy, strict=True)
+    shown = [dict(problem=n, prompt=f"{n}?", values=v, greedy=f" {g}", greedy_value=float(g)) for n, v, g in rows]
+    return write_log(path, shown)
+
+
+def test_evaluations_stand_side_by_side_with_the_intervals_of_pairs(tmp_path, capsys):
+    files = [written(tmp_path / "base.jsonl", [1, 0, 0, 0]), written(tmp_path / "fused.jsonl", [1, 1, 1, 0])]
+    report.main(["--compare", *files])
+    head, _, first, second = capsys.readouterr().out.splitlines()
+    assert head.split() == "problems sampled difference greedy difference same greedy text".split()
+    assert first.split()[:2] == ["base.jsonl", "4"] and "0.667 ±" in first and "0.250 ±" in first
+    assert "+0.500 ± " in second and second.endswith("2 of 4")
+
+
+def test_the_interval_of_paired_answers_is_agresti_and_min_s_and_never_nothing():
+    before, after = np.array([1.0] * 7 + [0.0] * 13), np.array([1.0] * 5 + [0.0] * 10 + [1.0] * 5)
+    cells = {pair: 0.5 + sum((before == pair[0]) & (after == pair[1])) for pair in np.ndindex(2, 2)}
+    size, gained, lost = sum(cells.values()), cells[0, 1], cells[1, 0]
+    change = (gained - lost) / size
+    error = np.sqrt((gained + lost) / size - change**2) / np.sqrt(size)
+    mean, half = answers.difference(before, after)
+    ends = change - 1.96 * error, change + 1.96 * error
+    assert mean == pytest.approx(0.15) and half == pytest.approx(np.abs(np.array(ends) - mean).max())
+    assert 0 < answers.difference(before, before)[1] < half
+    values = np.array([0.2, 0.5, 0.9])
+    assert answers.difference(values, values**2) == pytest.approx(
+        ((values**2 - values).mean(), 1.96 * (values**2 - values).std(ddof=1) / 3**0.5)
+    )
+
+
+def test_what_is_no_evaluation_and_what_shares_no_problem_is_refused(tmp_path, refused):
+    one = written(tmp_path / "one.jsonl", [1, 1, 1, 1])
+    other = write_log(tmp_path / "other.jsonl", [row | {"prompt": "?"} for row in read_log(tmp_path / "one.jsonl")])
+    for content, said in (("{", "holds no JSON lines"), ("[]", "holds no answers"), ("", "holds no answers")):
+        (tmp_path / "no.jsonl").write_text(content)
+        refused(report.main, ["--compare", one, tmp_path / "no.jsonl"], said)
+    refused(report.main, ["--compare", one, other], "no problem in common")

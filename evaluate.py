@@ -66,24 +66,6 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
     return 1 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
 
 
-def half_width(by_problem: np.ndarray) -> float | None:
-    """
-    Half the width of the 95% confidence interval of a mean over problems; None below two values.
-
-    For zeros and ones, the distance to the farther end of Wilson's interval, which keeps a width when all are equal.
-    Otherwise the normal approximation.
-    """
-    readable = by_problem[~np.isnan(by_problem)]
-    if readable.size < 2:
-        return None
-    if np.isin(readable, (0, 1)).all():
-        share, size = readable.mean(), 1.96**2 / readable.size
-        center = (share + size / 2) / (1 + size)
-        reach = math.sqrt(size * (share * (1 - share) + size / 4)) / (1 + size)
-        return float(abs(share - center) + reach)
-    return float(1.96 * readable.std(ddof=1) / math.sqrt(readable.size))
-
-
 # ---- completions and their rewards
 
 
@@ -262,7 +244,7 @@ def examine(
         measured["witness"] = by_problem(witnessed.rewards, samples)
     record: dict[str, Any] = {}
     for name, values in measured.items():
-        record |= {f"eval/{name}": run_files.mean(values), f"eval/{name}_ci95": half_width(values)}
+        record |= {f"eval/{name}": run_files.mean(values), f"eval/{name}_ci95": run_files.half_width(values)}
     entropies = [one.entropies for one in sampled if one.entropies is not None]  # a server tells none
     record |= {
         "eval/kl": None if reference is None else divergence(reference, sampled, params.temperature or 1.0),

@@ -13,7 +13,7 @@ import cpu_blas  # noqa: F401  (before mlx)
 
 from flags import Parser, fail, safe, visible
 from problems.examples import one_line
-from reporting import page, seeds
+from reporting import answers, page, seeds
 from reporting.history import before_after, facts, load
 
 # ---- tables for the terminal
@@ -87,8 +87,6 @@ def main(argv: list[str] | None = None) -> None:
         if args.list:
             print(listing(args.runs[0] if args.runs else "runs"))
         elif args.compare and len(args.runs) > 1 and any(Path(name).is_file() for name in args.runs):
-            from reporting import answers  # here: it brings MLX
-
             with reading(" or ".join(args.runs)):
                 print(table(answers.compare(args.runs)))
         elif args.compare and sum(len(seeds.runs_in(run)) for run in args.runs) < 2:

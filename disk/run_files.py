@@ -393,6 +393,24 @@ def mean(values: np.ndarray) -> float | None:
     return float(readable.mean()) if readable.size else None
 
 
+def half_width(by_problem: np.ndarray) -> float | None:
+    """
+    Half the width of the 95% confidence interval of a mean over problems; None below two values.
+
+    For zeros and ones, the distance to the farther end of Wilson's interval, which keeps a width when all are equal.
+    Otherwise the normal approximation.
+    """
+    readable = by_problem[~np.isnan(by_problem)]
+    if readable.size < 2:
+        return None
+    if np.isin(readable, (0, 1)).all():
+        share, size = readable.mean(), 1.96**2 / readable.size
+        center = (share + size / 2) / (1 + size)
+        reach = math.sqrt(size * (share * (1 - share) + size / 4)) / (1 + size)
+        return float(abs(share - center) + reach)
+    return float(1.96 * readable.std(ddof=1) / math.sqrt(readable.size))
+
+
 def finite(record: dict[str, Any]) -> dict[str, Any]:
     """A record in which numbers that JSON does not have, inf and nan, are null."""
     return {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in record.items()}

@@ -1,5 +1,5 @@
 """
-Remote judge: scores the same rubric with a model known only by its name on a server (machine/server.py).
+Remote judge: scores the same rubric with a model known only by its name on a server (judging/server.py).
 
 Axes: N completions, J criteria.
 """
@@ -12,8 +12,8 @@ from typing import Any
 from config import JudgeSettings
 from judging import rubrics
 from judging.rubrics import Evaluation, Grader, Question
+from judging.server import TEMPLATE, Endpoint, Flags, Reply
 from machine import alive
-from machine.server import TEMPLATE, Endpoint, Flags, Reply
 
 FLAGS = Flags("--judge-url", "JUDGE_API_KEY", "--judge-think")
 TOP_LOGPROBS = 10  # requested; the most that servers of this protocol all allow; five digits in two spellings

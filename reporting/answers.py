@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from evaluate import half_width
+from disk.run_files import half_width
 from flags import read_json, visible
 from reporting import history
 from reporting.history import Records

@@ -1,7 +1,7 @@
 """
 Samples of a policy that a server runs: one request each, written down as they arrive, so that nothing is paid twice.
 
-The server renders the messages and draws. Left out: its client (machine/server.py), rewards (evaluate.py).
+The server renders the messages and draws. Left out: its client (judging/server.py), rewards (evaluate.py).
 """
 
 import contextlib
@@ -17,8 +17,8 @@ from disk import hub
 from disk.checkpoint import digest
 from disk.run_files import JsonLines, read_log
 from flags import visible
+from judging.server import TEMPLATE, Endpoint, Flags, Reply
 from machine import alive
-from machine.server import TEMPLATE, Endpoint, Flags, Reply
 from problems import chat_template
 from problems.examples import Example
 from step.sample import Sample

@@ -150,14 +150,14 @@ def test_the_interval_of_a_share_is_the_farther_end_of_wilson_s_and_never_nothin
     share, z = right / num, 1.96
     # Wilson's ends are where the share lies z standard errors away, the error being that of the end itself
     ends = np.roots([1 + z**2 / num, -(2 * share + z**2 / num), share**2])
-    half = evaluate.half_width(np.array([1.0] * right + [0.0] * (num - right)))
+    half = run_files.half_width(np.array([1.0] * right + [0.0] * (num - right)))
     assert half == pytest.approx(np.abs(ends - share).max()) and half > 0
 
 
 def test_the_interval_of_other_values_is_normal_and_one_problem_has_none():
     values = np.array([0.2, -1.5, 3.0, np.nan])
-    assert evaluate.half_width(values) == pytest.approx(1.96 * values[:3].std(ddof=1) / 3**0.5)
-    assert evaluate.half_width(np.array([1.0, np.nan])) is None
+    assert run_files.half_width(values) == pytest.approx(1.96 * values[:3].std(ddof=1) / 3**0.5)
+    assert run_files.half_width(np.array([1.0, np.nan])) is None
 
 
 # ---- what stands beside

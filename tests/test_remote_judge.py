@@ -15,8 +15,8 @@ import pytest
 import flags
 from config import JudgeSettings
 from judging import remote_judge, rubrics
-from machine import server as client
-from machine.server import Endpoint
+from judging import server as client
+from judging.server import Endpoint
 from settings.checks import checked
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -214,7 +214,7 @@ def test_ctrl_c_ends_a_program_that_waits_for_slow_requests_at_once(serve):
     ended = threading.Event()
     server = serve(lambda *_: ended.wait(120) and (200, completion("5"), {}))
     program = f"""
-from machine.server import Endpoint, Flags
+from judging.server import Endpoint, Flags
 list(Endpoint(Flags("--url", "", ""), {server.url!r}, "tiny").chat([{{"messages": []}}] * 9))
 """
     process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)

@@ -13,7 +13,7 @@ import evaluate
 import gwen
 import report
 import tasks
-from machine.server import Endpoint
+from judging.server import Endpoint
 from problems import chat_template
 from reporting import answers
 

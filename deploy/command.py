@@ -1,6 +1,6 @@
 """
-`uv run lora.py --fuse --run runs/NAME --out DIR` merges an adapter into its model for good, `--export peft` writes it
-for others.
+`uv run lora.py --fuse --run runs/NAME --out DIR` merges an adapter into its model for good, `--export gguf` too, in one
+file for llama.cpp, and `--export peft` writes the adapter for others.
 
 Other programs render a chat by the model's template alone. A fused model's template therefore says what training's
 settings said: no thinking, the task's system prompt. Left out: what an adapter is (lora.py, disk/adapters.py).
@@ -15,10 +15,12 @@ from typing import Any
 
 import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
 import gwen
 import tasks
 from config import Config
+from deploy import gguf_writer
 from disk import adapters, gguf, hub, run_files
 from flags import Parser, fail
 from machine import alive
@@ -31,7 +33,9 @@ from settings.sources import load_recipe
 def main(argv: list[str] | None = None) -> None:
     parser = Parser("lora.py", "Merge an adapter into its model, or write it in another layout.")
     parser.add_argument("--fuse", action="store_true", help="write the merged model, a Hugging Face directory")
-    parser.add_argument("--export", choices=adapters.LAYOUTS, help="write the adapter alone, in this layout")
+    layouts = [*adapters.LAYOUTS, "gguf"]
+    parser.add_argument("--export", choices=layouts, help="write the adapter alone, in this layout; merged in a gguf")
+    parser.add_argument("--bits", type=int, choices=gguf_writer.LABELS, help="of a gguf's weights (default: 16)")
     run_files.add_flags(parser)
     parser.add_argument("--model", help="demo, a Hugging Face directory or a hub id (default: the adapter's)")
     parser.add_argument("--keep-template", action="store_true", help="leave the chat template as the base has it")
@@ -40,6 +44,8 @@ def main(argv: list[str] | None = None) -> None:
     try:
         if args.fuse == (args.export is not None):
             raise ValueError("give --fuse for a whole model, or --export peft for the adapter alone")
+        if args.bits and args.export != "gguf":
+            raise ValueError(f"--bits {args.bits} is of --export gguf; leave it out")
         if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
             raise ValueError(f"--out {args.out} exists; give a new directory")
         adapter = run_files.settle(args, model=None)
@@ -49,7 +55,12 @@ def main(argv: list[str] | None = None) -> None:
         run = None if args.keep_template else args.run or run_of(adapter)
         try:
             with alive.doing(f"writing {args.out}"):
-                what = fuse(name, adapter, scratch, run) if args.fuse else export(name, adapter, scratch, args.export)
+                if args.fuse:
+                    what = fuse(name, adapter, scratch, run)
+                elif args.export == "gguf":
+                    what = export_gguf(name, adapter, scratch, run, args.out.resolve().name, args.bits or 16)
+                else:
+                    what = export(name, adapter, scratch, args.export)
             if args.run:
                 (scratch / "README.md").write_text(run_files.model_card(args.run, args.step))
             os.replace(scratch, args.out)
@@ -134,3 +145,14 @@ def export(name: str | None, adapter: str, out: Path, layout: str) -> str:
     base = str(hub.BUNDLED[base]) if base in hub.BUNDLED else base
     adapters.write(read._replace(base=base), out, layout, prefix)
     return f"{adapter} for {base}, in the layout of {layout}{note}"
+
+
+def export_gguf(name: str | None, adapter: str, out: Path, run: str | None, title: str, bits: int) -> str:
+    """Writes the merged model as a GGUF file of that title; run: whose prompts its template shall render."""
+    name, _ = gwen.choose_model(name, adapter)
+    directory = hub.find(name)
+    model, tokenizer = gwen.open_model(directory, mx.float32, adapter), hub.load_tokenizer(directory)
+    config, weights = model.config, hub.unfuse_weights(dict(tree_flatten(model.parameters())), model.config)
+    del model  # so that the writer, which reads a matrix at a time, holds no more
+    note = as_trained(tokenizer, run) if run else ""
+    return f"{gguf_writer.write(out, title, weights, config, tokenizer, bits)}; {name} with {adapter} merged in{note}"

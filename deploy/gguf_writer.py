@@ -1,0 +1,190 @@
+"""
+Writes GGUF files: a model as llama.cpp, Ollama and LM Studio read it, in 16, 8 or 4 bits, with a Modelfile for Ollama.
+
+The names are those of `disk/gguf.py`, the other way round. Norms and biases stay float32. Matrices become F16, Q8_0, or
+at 4 bits what llama.cpp's Q4_K_M takes for each; only its own library packs these, and without it they become Q4_0.
+Left out: Qwen3.5 and SmolLM3, tokenizers with another split rule than `SPLITS`, errors weighed by sample texts.
+
+Axes: H heads, D head dim, C input width.
+"""
+
+import ctypes
+import ctypes.util
+import importlib.util
+import json
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import cpu_blas  # noqa: F401  (before mlx)
+import mlx.core as mx
+import numpy as np
+
+from disk import gguf as reader
+from disk.hub import ModelConfig
+from layers.ops import Rope
+
+LABELS = {16: "F16", 8: "Q8_0", 4: "Q4_K_M"}
+NAMES = {ours: theirs for theirs, ours in (reader.PARTS | reader.WHOLE).items()}
+ROPE_FACTORS = "rope_freqs.weight"  # (D / 2,) what Llama 3 divides the frequencies by
+# each rule splits this in another way
+ODD = "He'LL say: don't 12345!?\n\n  x\u0301y _a\u0940\t\u4e2d\u6587 http://A-b.C/\r\n   end"
+MODELFILE = """\
+FROM ./{file}
+# As training sampled. Ollama's defaults cut the tail and punish repetition.
+PARAMETER temperature 1
+PARAMETER top_k 0
+PARAMETER top_p 1
+PARAMETER repeat_penalty 1
+"""
+
+
+def write(
+    directory: Path, name: str, weights: dict[str, mx.array], config: ModelConfig, tokenizer: Any, bits: int
+) -> str:
+    """
+    Writes NAME-KIND.gguf and a Modelfile into a new directory; returns in words what was written.
+
+    weights: by Hugging Face name; emptied on the way, so that one matrix at a time is in memory.
+    Raises ValueError for a model that such a file cannot hold, and where the package gguf is missing.
+    """
+    if importlib.util.find_spec("gguf") is None:
+        raise ValueError("--export gguf: gguf is not installed; begin the command with: uv run --extra gguf")
+    import gguf
+
+    library = llama_cpp()
+    label = "Q4_0" if bits == 4 and library is None else LABELS[bits]
+    file = f"{name}-{label}.gguf"
+    metadata = metadata_of(config, tokenizer) | {
+        "general.name": name,
+        "general.file_type": int(gguf.LlamaFileType[f"MOSTLY_{label}"]),
+        "general.quantization_version": gguf.GGML_QUANT_VERSION,
+    }
+    if config.rope_scaling and config.rope_scaling["rope_type"] == "llama3":
+        plain, slower = (Rope(config.rotary_dim, config.rope_theta, one) for one in (None, config.rope_scaling))
+        weights[ROPE_FACTORS] = mx.array((plain.frequencies / slower.frequencies).astype(np.float32))
+    directory.mkdir(parents=True)
+    writer = gguf.GGUFWriter(directory / file, config.model_type)
+    adders = {str: "string", bool: "bool", int: "uint32", float: "float32", list: "array"}
+    for key, value in metadata.items():
+        getattr(writer, f"add_{adders[type(value)]}")(key, value)
+    kinds = {ours: kind_of(foreign(ours), tensor.shape, config, label) for ours, tensor in weights.items()}
+    for ours, kind in kinds.items():
+        shape, (values, size) = weights[ours].shape, gguf.GGML_QUANT_SIZES[kind]
+        num_bytes = math.prod(shape) // values * size
+        writer.add_tensor_info(foreign(ours), shape, np.dtype(np.float32), num_bytes, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    for ours, kind in kinds.items():
+        tensor, part = weights.pop(ours).astype(mx.float32), ours.split(".")[-2]
+        if config.model_type == "llama" and part in heads:
+            tensor = interleaved(tensor, heads[part])
+        writer.write_tensor_data(packed(np.ascontiguousarray(tensor), kind, library))
+    writer.close()
+    (directory / "Modelfile").write_text(MODELFILE.format(file=file))
+    counts = ", ".join(f"{number} {kind.name}" for kind, number in Counter(kinds.values()).most_common())
+    return f"{file} with tensors {counts}, and a Modelfile"
+
+
+def foreign(name: str) -> str:
+    """llama.cpp's name of a tensor, "blk.0.attn_q.weight"."""
+    stem, _, ending = name.rpartition(".")
+    if not stem.startswith("model.layers."):
+        return f"{NAMES.get(stem, stem)}.{ending}"
+    layer, part = stem.removeprefix("model.layers.").split(".", 1)
+    return f"blk.{layer}.{NAMES[part]}.{ending}"
+
+
+def interleaved(rows: mx.array, num_heads: int) -> mx.array:
+    """Rows (H * D, C) in llama.cpp's order, from which `reader.halves` makes Hugging Face's."""
+    paired = rows.reshape(num_heads, 2, rows.shape[0] // num_heads // 2, *rows.shape[1:])
+    return paired.swapaxes(1, 2).reshape(rows.shape)
+
+
+def kind_of(name: str, shape: tuple[int, ...], config: ModelConfig, label: str) -> Any:
+    """
+    The kind of a tensor: of those that its file would have, best first, the one whose blocks divide the rows (…, C).
+
+    Source: https://github.com/ggml-org/llama.cpp, src/llama-quant.cpp: what Q4_K_M gives more bits, and the fallbacks.
+    """
+    import gguf
+
+    num, is_head = config.num_hidden_layers, name.startswith("token_embd" if config.tie_word_embeddings else "output.")
+    layer, part = map(name.split(".").__getitem__, (1, 2)) if name.startswith("blk.") else (0, name)
+    is_edge = int(layer) < num // 8 or int(layer) >= 7 * num // 8 or (int(layer) - num // 8) % 3 == 2
+    tried = {"F16": [], "Q8_0": ["Q8_0"], "Q4_0": ["Q4_0"], "Q4_K_M": ["Q4_K", "Q5_0"]}[label]
+    if is_head or (part in ("attn_v", "ffn_down") and is_edge):
+        tried = {"Q4_0": ["Q8_0"] if is_head else tried, "Q4_K_M": ["Q6_K", "Q8_0"]}.get(label, tried)
+    kinds = [gguf.GGMLQuantizationType[one] for one in (["F32"] if len(shape) == 1 else [*tried, "F16"])]
+    return next(kind for kind in kinds if shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0)
+
+
+def llama_cpp() -> ctypes.CDLL | None:
+    """llama.cpp's library, inside the package xllamacpp or installed on this machine, if there is one."""
+    spec = importlib.util.find_spec("xllamacpp")
+    places = [Path(place) for place in (spec and spec.submodule_search_locations) or []]
+    found = [str(file) for place in places for file in place.glob("*.so")]
+    path = found[0] if found else ctypes.util.find_library("ggml-base")
+    return ctypes.CDLL(path) if path else None
+
+
+def packed(matrix: np.ndarray, kind: Any, library: ctypes.CDLL | None) -> np.ndarray:
+    """A float32 matrix (…, C) in the bytes of its kind."""
+    import gguf
+
+    if kind.name in ("F32", "F16") or library is None:
+        return np.asarray(gguf.quantize(matrix, kind))
+    values, size = gguf.GGML_QUANT_SIZES[kind]
+    out = np.empty(matrix.size // values * size, np.uint8)
+    pointers = (ctypes.c_void_p(array.ctypes.data) for array in (matrix, out))
+    rows = map(ctypes.c_int64, (0, len(matrix), matrix.shape[-1]))  # from the first on
+    library.ggml_quantize_chunk(ctypes.c_int(kind), *pointers, *rows, None)
+    return out
+
+
+def metadata_of(config: ModelConfig, tokenizer: Any) -> dict[str, Any]:
+    """What a file says of model and tokenizer. Raises ValueError for a family or tokenizer that it cannot hold."""
+    kind, scaling = config.model_type, config.rope_scaling or {}
+    if kind not in reader.ARCHITECTURES:
+        known = ", ".join(reader.ARCHITECTURES)
+        raise ValueError(f"--export gguf: {config.family.members} is not written yet, only {known}; use --fuse")
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    names = {number: token for token, number in tokenizer.get_vocab().items()}
+    added = {number: token.special for number, token in tokenizer.added_tokens_decoder.items()}
+    types = {True: reader.CONTROL, False: reader.USER_DEFINED}
+    ids, templates = range(config.vocab_size), tokenizer.chat_template
+    metadata: dict[str, Any] = {f"{kind}.{theirs}": getattr(config, ours) for ours, theirs in reader.KEYS.items()} | {
+        f"{kind}.attention.value_length": config.head_dim,
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": split_of(tokenizer),
+        "tokenizer.ggml.tokens": [names.get(one, f"[PAD{one}]") for one in ids],
+        "tokenizer.ggml.token_type": [
+            types[added[one]] if one in added else reader.NORMAL if one in names else reader.UNUSED for one in ids
+        ],
+        "tokenizer.ggml.merges": [one if isinstance(one, str) else " ".join(one) for one in backend["merges"]],
+        "tokenizer.ggml.add_bos_token": tokenizer.encode("a")[:1] == [tokenizer.bos_token_id],
+        "tokenizer.chat_template": templates["default"] if isinstance(templates, dict) else templates,
+    }
+    ends = [one for one in (tokenizer.eos_token_id, *config.eos_ids) if one in config.eos_ids]
+    control = {"eos": next(iter(ends), None), "bos": tokenizer.bos_token_id, "padding": tokenizer.pad_token_id}
+    for name, number in control.items():
+        if number is not None:
+            metadata[f"tokenizer.ggml.{name}_token_id"] = number
+    if scaling.get("rope_type") == "yarn":
+        named = {"rope_type": "type", "factor": "factor", "original_max_position_embeddings": "original_context_length"}
+        named |= {f"beta_{end}": f"yarn_beta_{end}" for end in ("fast", "slow")}
+        metadata |= {f"{kind}.rope.scaling.{theirs}": scaling[ours] for ours, theirs in named.items()}
+    return metadata
+
+
+def split_of(tokenizer: Any) -> str:
+    """llama.cpp's name of the rule by which a tokenizer splits text. Raises ValueError where it is none of `SPLITS`."""
+    its = tokenizer.backend_tokenizer.pre_tokenizer
+    pieces = [piece for piece, _ in its.pre_tokenize_str(ODD)] if its else []
+    for name in reader.SPLITS:
+        if pieces == [piece for piece, _ in reader.splitter(name).pre_tokenize_str(ODD)]:
+            return name
+    raise ValueError(f"--export gguf: the tokenizer splits text otherwise than {', '.join(reader.SPLITS)}; use --fuse")

@@ -1,7 +1,7 @@
 """
 A run: everything that outlives a step, and its state for a checkpoint.
 
-What is left out: the algorithm (train.py), how a run begins and is stopped (launch/), logs and
+What is left out: the algorithm (train.py), how a run begins and is stopped (trainer.py), logs and
 console lines (reporting/), the run directory (disk/run_files.py).
 """
 
@@ -28,6 +28,7 @@ from disk import checkpoint, run_files
 from disk.run_files import START, evaluation_line
 from judging import rubrics
 from machine import alive, memory, world
+from machine.memory import BatchSize
 from problems import chat_template, rewards
 from problems.examples import Example, epoch_indices, load_sides, spread
 from problems.stop import Stop
@@ -59,6 +60,7 @@ class Run:
     memory: str  # what the run needs, for the console
     longest: int  # positions of the longest row that it may train
     sizes: Sizes
+    batch_size: BatchSize  # where it samples: rows at once
     base: gwen.Model | None = None  # the model before training, if disabling adapters does not restore it
     own = objectives.Own()  # a user's own loss and advantage
     judge: rubrics.Grader | None = None
@@ -323,7 +325,7 @@ class GrpoRun(Run):
         self.longest = max(lengths) + config.sampling.max_tokens
         demand = self.demand(lengths, self.task.rubric)._replace(config=config)
         self.settle(demand, max(config.sampling.batch * config.sampling.groups, len(held_out)))
-        self.batch_size = memory.BatchSize(self.sizes.rollout_batch_size)
+        self.batch_size = BatchSize(self.sizes.rollout_batch_size)
         self.teacher = self._make_teacher() if config.objective.teacher else None
         if self.teacher and config.objective.teacher != "self":
             self.sources["teacher model"] = checkpoint.digest_of_model(self.teacher.model)

@@ -26,11 +26,10 @@ import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 import numpy as np
 
+import trainer
 import update
 from disk import run_files
 from flags import fail
-from launch import trainer
-from launch.command import command
 from machine import world
 from problems import form
 from problems.examples import prompt_text
@@ -153,7 +152,7 @@ def rewarded(run: GrpoRun, samples: list[Sample]) -> list[Sample]:
 
 
 class Trainer(trainer.Trainer):
-    """A run from Python; see launch/trainer.py."""
+    """A run from Python; see trainer.py."""
 
     make, loop = staticmethod(make), staticmethod(train)
 
@@ -161,7 +160,7 @@ class Trainer(trainer.Trainer):
 def main(argv: list[str] | None = None) -> None:
     try:
         with world.joined(), run_files.owner():
-            command(parse(sys.argv[1:] if argv is None else argv), Trainer)
+            trainer.command(parse(sys.argv[1:] if argv is None else argv), Trainer)
     except (ValueError, OSError) as error:
         fail(world.signed(error))
 

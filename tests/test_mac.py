@@ -22,11 +22,11 @@ import lora
 import preflight
 import sampler
 import train
+import trainer
 import update
 from config import Config, Sizes
 from disk import checkpoint
 from judging.prompt_tree import PromptTree
-from launch import stop
 from machine import gpu, memory, power
 from machine import kernels as machinery
 from settings import sources
@@ -288,7 +288,7 @@ def test_an_update_that_ends_in_errors_is_saved_and_is_one_line(stopped, monkeyp
         save(*args, **kwargs)
 
     monkeypatch.setattr(mx, "save_safetensors", on_cpu_only)
-    with pytest.raises(ValueError) as caught, stop.stoppable(stopped):
+    with pytest.raises(ValueError) as caught, trainer.stoppable(stopped):
         broken.throw()
     said = str(caught.value)
     assert "\n" not in said and "saved after step 3, continue with: uv run train.py --resume" in said
@@ -299,13 +299,13 @@ def test_an_update_that_ends_in_errors_is_saved_and_is_one_line(stopped, monkeyp
 def test_a_save_repeats_itself_through_errors_in_flight(stopped, monkeypatch, num_errors):
     Broken(monkeypatch, num_errors)
     if num_errors == float("inf"):
-        with pytest.raises(OSError) as caught, stop.stoppable(stopped):
+        with pytest.raises(OSError) as caught, trainer.stoppable(stopped):
             stopped.save()
         said = str(caught.value)
         assert "\n" not in said and "step 3 could not be saved" in said
         assert "step-000002 is intact, continue with: uv run train.py --resume" in said
         return
-    with stop.stoppable(stopped):
+    with trainer.stoppable(stopped):
         stopped.save()
     assert mx.load(str(stopped.dir / "state.safetensors"))["x"].tolist() == [2, 2, 2]
 

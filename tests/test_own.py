@@ -13,8 +13,8 @@ from conftest import message_of, read_log, write_log
 import evaluate
 import tasks
 import train
+import trainer
 from flags import load_yaml
-from launch import begin
 from problems import audit, built_in, examples, rewards
 from run import SftRun
 from settings import sources
@@ -99,7 +99,7 @@ def test_held_out_prompts_may_come_from_a_file_of_their_own(tmp_path):
     alone = task_of("--data", train_file)  # whose name has a comma
     assert (len(alone.train), len(alone.held_out)) == (27, 3)
     assert "goes with --data FILE" in message_of(settings, "--eval-data", test_file)
-    rows = begin.as_settings({"data": SUMS, "eval_data": SUMS[:3]})
+    rows = trainer.as_settings({"data": SUMS, "eval_data": SUMS[:3]})
     assert len(tasks.load("own", **rows).held_out) == 3
 
 

@@ -26,11 +26,11 @@ import judge
 import preflight
 import sampler
 import train
+import trainer
 import update
 from config import Config, Sizes
 from disk import adapters, checkpoint, hub
 from judging import rubrics
-from launch import stop
 from machine import versions
 from problems import chat_template
 from reporting import journal
@@ -609,7 +609,7 @@ def test_whatever_ends_a_run_between_steps_it_is_saved_though_ctrl_c_comes_again
         save(self)
 
     monkeypatch.setattr(train.GrpoRun, "save", interrupted)
-    with pytest.raises(error), stop.stoppable(run):
+    with pytest.raises(error), trainer.stoppable(run):
         ends()
     assert checkpoint.load(tmp_path).step == 0
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL

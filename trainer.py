@@ -1,0 +1,431 @@
+"""
+How a run begins, from Python or from a command, one seed or several, and what happens when it is stopped.
+
+`train.Trainer` is the one to import: it knows the loop. Left out: the loop (train.py), what a run holds and what is
+saved of it (run.py), where settings come from and what they mean (settings/, config.py).
+"""
+
+import argparse
+import contextlib
+import errno
+import functools
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Callable, Generator, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gwen
+import preflight
+import sampler
+from config import SETTINGS, Config
+from disk import checkpoint, run_files
+from flags import flag_of
+from machine import memory, world
+from problems import chat_template, examples, rewards
+from reporting.console import say, warn
+from reporting.journal import evaluation_is_due
+from settings.sources import as_yaml, given, joined, refuse_unknown, resolve
+
+Steps = Iterator[dict[str, Any]]  # the figures of each
+
+
+# ---- what it begins with
+
+
+def as_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings as flags hold them: a function by its name in its module, rows as a file of the cache."""
+    for name in ("data", "eval_data"):
+        if not isinstance(settings.get(name, ""), (str, Path)):
+            settings[name] = examples.keep(settings[name])
+    settings = {key: str(value) if isinstance(value, Path) else value for key, value in settings.items()}
+    if (held_out := settings.pop("eval_data", None)) is not None:
+        settings["data"] = joined(settings.get("data"), held_out)
+    refuse_unknown(settings)
+    for name in ("loss_type", "advantage", "env"):
+        if callable(settings.get(name)):
+            settings[name] = rewards.spec_of(settings[name])
+    for name in ("reward", "tools"):
+        if (named := settings.get(name)) is not None:
+            named = [named] if callable(named) or isinstance(named, str) else named
+            settings[name] = [rewards.spec_of(one) if callable(one) else one for one in named]
+    return settings
+
+
+class Begun(NamedTuple):
+    """A run that is to be made, or to go on."""
+
+    config: Config
+    state: checkpoint.State | None  # to go on from
+    path: str  # its directory
+    run_dir: str | None  # the directory that was asked for
+    allow_changes: bool
+    flags: dict[str, Any]
+
+    @property
+    def is_finished(self) -> bool:
+        if self.state is None or self.state.step < self.config.optimizer.steps:
+            return False
+        evaluations = run_files.JsonLines(Path(self.path) / "eval.jsonl").read()
+        return not evaluation_is_due(self.config, self.state.step, evaluations)
+
+
+def begin(
+    flags: dict[str, Any],
+    recipe: str | None = None,
+    *,
+    resume: str | None = None,
+    run_dir: str | None = None,
+    allow_changes: bool = False,
+) -> Begun:
+    """The settings, the state to go on from, and the directory of the run, which is not made yet."""
+
+    def read() -> list[Any]:
+        config, choice = resolve(flags, recipe, resume, gwen.choose_model)
+        if config.records.report_to:
+            from reporting import trackers
+
+            trackers.check(config.records.report_to)
+        print(choice, flush=True)
+        settings = config.flat()
+        if resume is None:
+            return [settings, None, str(run_files.choose_run_dir(config.data.task, run_dir))]
+        path = Path(resume)
+        run_files.own(path)
+        state = checkpoint.load(path)
+        fixed = {name: value for name, value in settings.items() if not SETTINGS[name].later}
+        changed = [*checkpoint.changes(path, state, fixed), *checkpoint.missing_steps(path, state)]
+        checkpoint.refuse_changes(path, state, changed, allow_changes)
+        checkpoint.publish(path, state)  # a killed process may not have got this far
+        return [settings, state, resume]
+
+    settings, state, path = world.first(read)
+    state = checkpoint.State(*state) if state else None
+    return Begun(Config.of(**settings), state, path, run_dir, allow_changes, flags)
+
+
+# ---- a run from Python
+
+
+class Trainer:
+    """
+    A run from Python, as in a notebook. `start` and `resume` make one; settings go by the names of their flags.
+
+        trainer = Trainer.start(task="demo", steps=20, reward=my_reward)
+        for figures in trainer.steps():
+            print(figures["step"], figures["reward/mean"])
+
+    A break or an interrupt ends the loop after a whole step, which is saved; `steps` or `fit` goes on from there.
+    """
+
+    config: Config
+    dir: Path  # where it is recorded
+    model: gwen.Model  # as it is now, with its adapters
+    make: Callable[[Config, Path], Any]  # run.py's
+    loop: Callable[[Any], Steps]  # train.py's
+
+    def __init__(self, begun: Begun):
+        """Raises ValueError in one line for what the user got wrong; no directory is left then."""
+        config, state, path = begun.config, begun.state, begun.path
+        run = self.run = self.make(config, Path(path))
+        if state:
+            run.restore(state)
+            if "rollout_batch_size" in begun.flags:  # may exceed what the checkpoint had backed off to
+                run.batch_size.rows = run.sizes.rollout_batch_size
+            state = state._replace(trainable={}, optimizer={})  # the old masters would stay for the whole run
+        # only after everything has loaded, so that a user's mistake leaves no directory behind
+        run.dir = Path(world.first(lambda: self._make_dir(begun._replace(state=state))))
+        self.config, self.dir, self.model = run.config, run.dir, run.model
+        self._is_owner = True  # until the loop ends
+        run.open()
+        print(f"run: {run.dir}, {sum(a.size for a in run.learner.trainable.values()):,} trainable parameters")
+        print(run.memory)
+        print(run.legend, flush=True)
+
+    def _make_dir(self, begun: Begun) -> str:
+        """Makes the run's directory, or that of a resumed run ready to go on; returns its path."""
+        run, state = self.run, begun.state
+        text, sources = as_yaml(run.config, run.sizes), run.sources
+        if not state:
+            return str(run_files.make_run_dir(text, run.dir, begun.run_dir))
+        checkpoint.refuse_changes(run.dir, state, checkpoint.changes(run.dir, state, sources), begun.allow_changes)
+        for name, value in run.config.flat(run.sizes).items():
+            if value != (was := state.extra["settings"].get(name, value)):
+                print(f"from step {state.step + 1} on: {flag_of(name)} {value} (was {was!r})", flush=True)
+        run_files.write(text, run.dir)
+        return str(run.dir)
+
+    @classmethod
+    def start(cls, recipe: str | None = None, *, run_dir: str | None = None, **settings: Any) -> "Trainer":
+        """
+        A new run. recipe: YAML of settings, in place of the task's.
+
+        `data` and `eval_data` may be rows as dictionaries, `reward` a function or a list of them, `loss_type` and
+        `advantage` a function: one at the top level of a notebook or module, which a resumed run finds there again.
+        """
+        return cls(begin(as_settings(settings), recipe, run_dir=run_dir))
+
+    @classmethod
+    def resume(cls, run_dir: str | Path, *, allow_changes: bool = False, **settings: Any) -> "Trainer":
+        """Goes on with a run; allow_changes: though its data, rewards or files changed."""
+        return cls(begin(as_settings(settings), resume=str(run_dir), allow_changes=allow_changes))
+
+    def steps(self) -> Generator[dict[str, Any], None, None]:
+        """Trains, and yields each step's figures, as in `metrics.jsonl`."""
+        if not self._is_owner and world.is_first():
+            run_files.own(self.dir)
+        try:
+            with self.run.shown(), stoppable(self.run):
+                yield from self.loop(self.run)
+        except GeneratorExit:
+            self.save()
+            say(f"saved after step {self.run.step}: {self.dir}")
+            raise
+        finally:
+            run_files.let_go(self.dir)
+            self._is_owner = False
+
+    def fit(self) -> "Trainer":
+        """Trains to the last step."""
+        for _ in self.steps():
+            pass
+        return self
+
+    def save(self) -> None:
+        """Saves a checkpoint and the adapter."""
+        self.run.save()
+
+    def evaluate(self) -> dict[str, Any]:
+        """The figures on what is held out, as in `eval.jsonl`; prints none of them."""
+        journal = self.run.journal
+        if not journal.evaluations or journal.evaluations[-1]["step"] != self.run.step:
+            self.run.evaluate()
+        return journal.evaluations[-1]
+
+    def sample(self, prompts: Sequence[Any], n: int = 1, *, temp: float | None = None) -> list[list[str]]:
+        """`n` completions of each prompt, a text or chat messages, drawn as in training; temp 0: greedily."""
+        run, settings = self.run, self.config.sampling
+        prompts = [prompts] if isinstance(prompts, str) else prompts
+        ids = [chat_template.chat_ids(run.tokenizer, prompt, thinking=settings.thinking) for prompt in prompts]
+        temperature = settings.temp if temp is None else temp
+        params = run.sampling._replace(temperature=temperature)
+        rollout = sampler.rollout(run.model, ids, params, group_size=n, key=settings.seed)
+        texts = sampler.texts(run.tokenizer, rollout, run.model.config.eos_ids)
+        return [texts[first : first + n] for first in range(0, len(texts), n)]
+
+
+# ---- how it is stopped
+
+
+@contextlib.contextmanager
+def stoppable(run: Any) -> Iterator[None]:
+    """
+    On Ctrl-C, SIGTERM, an error or a lack of memory, saves the run after its last whole step and says how to continue.
+
+    No copy of all weights exists: it would double the memory. So Ctrl-C waits while a step changes the state; a second
+    Ctrl-C does not wait, and only the newest checkpoint is left. Of several machines only the first does so; where
+    another one spoils a step of adapters, it returns to the one before.
+    """
+
+    def on_ctrl_c(number: int, *_: object) -> None:
+        if number == signal.SIGHUP:  # the terminal is gone, and a line to it would be an error
+            sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+        if run.is_whole or run.stopping:
+            world.interrupt(number)
+        run.stopping = True
+        if number == signal.SIGINT:
+            warn("\nfinishing this step; press Ctrl-C again to abandon it")
+
+    run.stopping = False
+    before = {number: signal.signal(number, on_ctrl_c) for number in world.endings()}
+    try:
+        yield
+    except run_files.Replaced:  # nothing may be saved there
+        raise
+    except OSError as error:
+        is_full = error.errno in (None, errno.ENOSPC, errno.EDQUOT)  # MLX gives no number
+        raise OSError(f"{error}; {_newest(run, error, 'free some space and ' if is_full else '')}") from error
+    except (KeyboardInterrupt, Exception) as error:
+        for number in before:
+            signal.signal(number, signal.SIG_IGN)  # an impatient Ctrl-C must not end what saves the run
+        if not world.is_first():
+            if memory.is_too_much(error):
+                raise ValueError(str(error)) from error
+            raise
+        memory.drain()
+        run.go_back()
+        what = "" if isinstance(error, KeyboardInterrupt) else f"{str(error) or type(error).__name__}; "
+        if memory.is_watchdog(error):
+            what = (
+                "macOS stopped the GPU because its work held up the display; let the display sleep while it trains "
+                "(pmset displaysleepnow), or let less be done at once; "
+            )
+        if run.is_whole:
+            try:
+                run.save()
+            except (OSError, RuntimeError) as failure:
+                said = f"step {run.step} could not be saved: {failure}"
+                raise OSError(f"{what}{said}; {_newest(run, error)}") from failure
+            said = f"{what}saved after step {run.step}, " if what else f"stopped after step {run.step}; "
+            said += _go_on(run, error)
+        else:
+            said = f"{what}step {run.boundary[0] + 1} is lost; {_newest(run, error)}"
+        if isinstance(error, ValueError) or memory.is_too_much(error):
+            raise ValueError(said) from error
+        warn(f"\n{said}")
+        raise  # after a bug of ours or of MLX's with its traceback
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _go_on(run: Any, error: BaseException) -> str:
+    """
+    The command that continues the run, or starts over if nothing was saved.
+
+    If memory ran out, the command asks for less than what rollouts, judges and updates had backed off to.
+    """
+    less = ""
+    if memory.is_too_much(error) and not isinstance(error, ValueError):  # a ValueError is the user's reward's
+        budget = run.sizes.train_token_budget // 2
+        if budget < run.longest and run.sizes.checkpoint_layers == run.model.config.num_hidden_layers:
+            return "start over with a smaller model or a lower --max-tokens"
+        less = f" --train-token-budget {budget}" if budget >= run.longest else " --checkpoint-layers on"
+    if checkpoint.saved(run.dir):
+        return f"continue with: uv run train.py --resume {shlex.quote(str(run.dir))}{less}"
+    return f"start over with: uv run train.py --config {shlex.quote(str(run.dir / 'config.yaml'))}{less}"
+
+
+def _newest(run: Any, error: BaseException, first: str = "") -> str:
+    """Names the newest checkpoint of a run that stopped inside a step, and how to continue or start over."""
+    saved = checkpoint.saved(run.dir)
+    state = f"{saved[-1].name} is intact" if saved else f"nothing was saved in {run.dir}"
+    return f"{state}, {first}{_go_on(run, error)}"
+
+
+# ---- the command
+
+
+def command(args: argparse.Namespace, trainer: type[Trainer]) -> None:
+    """The whole of it. Of several machines the first reads and writes files; the others follow it."""
+    flags = given(args)
+    if args.allow_changes and not args.resume:
+        raise ValueError("--allow-changes is for a run that goes on; name it with --resume")
+    if args.resume and args.run_dir:
+        raise ValueError(f"--run-dir {args.run_dir}: a resumed run stays in its directory; leave one of them out")
+    resume = args.resume
+    if resume is True:
+        resume = world.first(lambda: checkpoint.newest_unfinished(args.steps))
+    if args.print_config:
+        config, choice = resolve(flags, args.config, resume, gwen.choose_model)
+        print(choice, file=sys.stderr, flush=True)
+        print(as_yaml(config), end="")
+        return
+    if args.wired_limit:
+        os.environ[memory.WIRED_LIMIT] = args.wired_limit
+    if not args.let_sleep:
+        from machine import power
+
+        power.keep_awake()
+    if args.seeds is None:
+        begun = begin(flags, args.config, resume=resume, run_dir=args.run_dir, allow_changes=args.allow_changes)
+        written = complete(begun, trainer, looks=not args.no_look) / "report.html"
+    else:
+        if resume:
+            raise ValueError("--seeds with --resume: to go on with seeds, repeat their command with its --run-dir")
+        written = train_seeds(args, flags, trainer) / "report.html"
+    if args.open and world.is_first() and written.is_file():
+        from reporting import page
+
+        page.show(written)
+
+
+def complete(begun: Begun, trainer: type[Trainer], looks: bool) -> Path:
+    """Trains a run to its end, unless it is there; its directory. looks: whether a new one without signal ends."""
+    if world.first(lambda: begun.is_finished):
+        if world.is_first():
+            said = f"{begun.state.step} of {begun.config.optimizer.steps} steps are done" if begun.state else ""
+            print(f"{begun.path} is finished: {said}", flush=True)
+        return Path(begun.path)
+    trained = trainer(begun)
+    try:
+        fit(trained, looks and begun.state is None)
+    except KeyboardInterrupt:  # which the first machine has told
+        if not world.is_first():
+            raise
+        sys.exit(130)
+    if world.is_first():
+        trained.run.journal.print_summary()
+    return trained.dir
+
+
+def fit(trained: Trainer, looks: bool) -> None:
+    """
+    Trains to the last step. looks: raises ValueError, with what to change, once the first steps of a long run showed
+    no signal; they are steps like any others, so that a look costs nothing.
+    """
+    seen: list[dict[str, Any]] = []
+
+    def hopeless() -> str:
+        each = next((one["eval/s"] for one in trained.run.journal.evaluations), 0.0)
+        return preflight.hopeless(trained.config, seen, each, trained.dir)
+
+    with contextlib.closing(trained.steps()) as steps:
+        for figures in steps:
+            if not looks or len(seen) == preflight.TRY_STEPS:
+                continue
+            seen.append(figures)
+            if change := world.first(hopeless):
+                break
+        else:
+            return
+    again = f"uv run train.py --resume {shlex.quote(str(trained.dir))} goes on all the same, --no-look from the start"
+    raise ValueError(f"no group of the first {len(seen)} steps has a signal, which teaches nothing: {change}; {again}")
+
+
+def train_seeds(args: argparse.Namespace, flags: dict[str, Any], trainer: type[Trainer]) -> Path:
+    """
+    Trains seed after seed, each in its `seed-N` of one directory, which is returned with a page of all of them. Where
+    the directory holds some of them, it goes on.
+    """
+    from reporting import page, seeds
+
+    config, _ = resolve(flags, args.config, None, gwen.choose_model)
+    first = config.sampling.seed
+    numbers = args.seeds if isinstance(args.seeds, list) else range(first, first + args.seeds)
+    home = Path(world.first(lambda: args.run_dir or str(run_files.choose_run_dir(config.data.task, None))))
+    if (home / "config.yaml").is_file():
+        raise ValueError(f"--run-dir {home} is one run; give --seeds another directory")
+    common = {name: value for name, value in config.flat().items() if name != "seed"}
+    for path in world.first(lambda: sorted(map(str, home.glob("seed-*")))):
+        is_a_run_of(path, common)  # or it says what differs
+    for number, seed in enumerate(numbers, 1):
+        path = str(home / f"seed-{seed}")
+        if world.is_first():
+            print(f"seed {seed}, {number} of {len(numbers)}", flush=True)
+        if world.first(functools.partial(is_a_run_of, path, config.but(seed=seed).flat())):
+            begun = begin({name: value for name, value in flags.items() if SETTINGS[name].later}, resume=path)
+        else:
+            begun = begin(flags | {"seed": seed}, args.config, run_dir=path)
+        try:
+            complete(begun, trainer, looks=not args.no_look)
+        except SystemExit:
+            again = f"the same command, with --run-dir {shlex.quote(str(home))}"
+            print(f"the seeds that are left: {again}", file=sys.stderr)
+            raise
+    if world.is_first():
+        print(*seeds.lines(seeds.load([home])), f"page: {page.write(home)}", sep="\n")
+    return home
+
+
+def is_a_run_of(path: str, settings: dict[str, Any]) -> bool:
+    """Whether a directory holds a run with these settings, sizes aside. ValueError where it holds one with others."""
+    if not (Path(path) / "config.yaml").is_file():
+        return False
+    its = run_files.settings_of(path)
+    for name, value in settings.items():
+        if value not in (None, "auto") and its.get(name) != value and not SETTINGS[name].later:
+            raise ValueError(f"{path} has {flag_of(name)} {its.get(name)}, not {value}; give another --run-dir")
+    return True

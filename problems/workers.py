@@ -15,8 +15,8 @@ import functools
 import importlib
 import json
 import os
+import queue
 import secrets
-import select
 import signal
 import socket
 import struct
@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
 from typing import Any, BinaryIO, NamedTuple
@@ -74,48 +75,43 @@ class Pool:
     ):
         self.target, self.arguments, self.num, self.limit = target, arguments, num, limit
         self.sealed, self.quiet = sealed, quiet or sealed
-        self.workers: list[_Worker] = []
+        self.workers: list[_Worker] = []  # that run
+        self.free = queue.LifoQueue[_Worker | None]()  # None: not started yet
+        for _ in range(num):
+            self.free.put(None)
         atexit.register(self.close)
 
     def ask(self, questions: Sequence[Any], limit: float | None = None) -> list[Answer]:
         """The answers, found side by side; `limit` for these questions only. ValueError when no worker starts."""
-        answers = self._ask(questions, limit or self.limit)
+        with ThreadPoolExecutor(self.num) as threads:
+            try:
+                answers = list(threads.map(lambda question: self._answer(question, limit or self.limit), questions))
+            except BaseException:  # Ctrl-C, or a worker that cannot start: what is still being answered is given up
+                self.close()
+                raise
         broken = [place for place, answer in enumerate(answers) if answer.broken]
         if broken and self.sealed:
             text, error = questions[broken[0]][-1], answers[broken[0]].error
             print(f"{len(broken)} of {len(answers)} answers broke their reader: {short(text)} {error}", file=sys.stderr)
         return answers
 
-    def _ask(self, questions: Sequence[Any], limit: float) -> list[Answer]:
-        answers = [Answer()] * len(questions)
-        waiting = list(reversed(range(len(questions))))
-        again: list[int] = []
+    def _answer(self, question: Any, limit: float) -> Answer:
+        """The answer of a free worker, in a thread of its own."""
+        worker = self.free.get()
         try:
-            while waiting or any(worker.place is not None for worker in self.workers):
-                while waiting and (worker := self._free()):
-                    worker.ask(waiting[-1], questions[waiting.pop()], limit)
-                busy = [worker for worker in self.workers if worker.place is not None]
-                _wait(busy)
-                for worker in (worker for worker in busy if worker.is_done()):
-                    place, answer = worker.take()
-                    answers[place] = answer
-                    if answer.broken and answer.error != LATE and self.sealed and worker.num_answered > 1:
-                        again.append(place)
-                self.workers = [worker for worker in self.workers if worker.process.poll() is None]
-            for place in again:  # what broke the worker may have been an answer before this one: now it has its own
-                self.close()
-                answers[place] = self._ask([questions[place]], limit)[0]
-        except BaseException:  # Ctrl-C: what is still being answered would be taken for the next question's
-            self.close()
-            raise
-        return answers
+            if worker is None or worker.process.poll() is not None:
+                worker = self._start()
+            answer = worker.ask(question, limit)
+            if answer.broken and answer.error != LATE and self.sealed and worker.num_answered > 1:
+                worker = self._start()  # an answer before this one may have broken the worker: now it has its own
+                answer = worker.ask(question, limit)
+        finally:
+            self.free.put(worker)
+        return answer
 
-    def _free(self) -> "_Worker | None":
-        """A worker that has no question, started where there are fewer than `num`."""
-        worker = next((worker for worker in self.workers if worker.place is None), None)
-        if worker is None and len(self.workers) < self.num:
-            worker = _Worker(self.target, self.arguments, self.sealed, self.quiet)
-            self.workers.append(worker)
+    def _start(self) -> "_Worker":
+        worker = _Worker(self.target, self.arguments, self.sealed, self.quiet)
+        self.workers = [one for one in self.workers if one.process.poll() is None] + [worker]
         return worker
 
     def close(self) -> None:
@@ -128,21 +124,16 @@ def ask_once(target: str, question: Any, limit: float) -> Answer:
     """The answer of a sealed worker that is asked nothing else. ValueError when it does not start."""
     worker = _Worker(target, (), sealed=True, quiet=True)
     try:
-        worker.ask(0, question, limit)
-        while not worker.is_done():
-            _wait([worker])
-        return worker.take()[1]
+        return worker.ask(question, limit)
     finally:
         worker.end()
 
 
 class _Worker:
-    """One process, what it was asked and what it has said so far."""
+    """One process."""
 
     def __init__(self, target: str, arguments: tuple[Any, ...], sealed: bool, quiet: bool):
-        self.sealed, self.num_answered = sealed, 0
-        self.place: int | None = None  # of its question among those of the pool
-        self.answer: Answer | None = None
+        self.sealed, self.num_answered = sealed, -1  # without the first, to its arguments
         self.home = tempfile.TemporaryDirectory(prefix="gwen-worker-") if sealed else None
         # hashes of strings order sets, and so decide what some generators of problems draw
         environment = seal.environment(self.home.name) if self.home else dict(os.environ)
@@ -160,84 +151,68 @@ class _Worker:
             stdout=subprocess.DEVNULL if quiet else None,
         )
         theirs.close()
-        self.ask(0, arguments, START)
-        while not self.is_done():
-            _wait([self])
-        answer = self.take()[1]
-        if answer.error:
+        missing, error, _ = self.ask(arguments, START)
+        if error:
             self.end()
-            raise ValueError(f"{target} was not ready after {START:.0f} s" if answer.error == LATE else answer.error)
-        if answer.value:
-            _tell_missing(str(answer.value))
-        self.num_answered = 0
+            raise ValueError(f"{target} was not ready after {START:.0f} s" if error == LATE else error)
+        if missing:
+            _tell_missing(missing)
 
-    def ask(self, place: int, question: Any, limit: float) -> None:
-        self.place, self.number, self.heard, self.answer = place, secrets.randbits(128), bytearray(), None
-        patience = limit * (BUSY if self.sealed else 1.0)
-        self.deadline = time.monotonic() + patience + GRACE
+    def ask(self, question: Any, limit: float) -> Answer:
+        """Its answer, or why it had to be ended. Waits for it, at most `limit` seconds and what `GRACE` adds."""
+        number = secrets.randbits(128)
         try:
-            frame = _frame(self.number, question, limit)
+            frame = _frame(number, question, limit)
         except TypeError as error:
             raise ValueError(f"a worker can be asked about texts, numbers and lists of them only: {error}") from error
-        self.socket.settimeout(patience)
-        with contextlib.suppress(OSError):  # it has just ended or does not listen, as `is_done` will find
-            self.socket.sendall(frame)
-        self.socket.setblocking(False)
-
-    def is_done(self) -> bool:
-        """Whether the question has its answer, which is an error where the worker had to be ended."""
-        if self.answer is None:
-            self._listen()
-        if self.answer is None and self.deadline <= time.monotonic():
-            self._give_up(LATE)
-        if self.answer is None and self.sealed and WATCHED and _footprint(self.process.pid) > seal.MEMORY:
-            self._give_up(LARGE)
-        return self.answer is not None
-
-    def _listen(self) -> None:
-        """Takes in what has come: nothing yet, a part of the frame, all of it, or what ends the worker."""
-        longest, closed = LONGEST[self.sealed], False
-        try:
-            while not closed and len(self.heard) <= HEAD.size + longest:
-                chunk = self.socket.recv(2**16)
-                self.heard += chunk
-                closed = not chunk
-        except BlockingIOError:
-            pass
-        except ConnectionError:
-            closed = True
-        size = HEAD.size + HEAD.unpack_from(self.heard)[0] if len(self.heard) >= HEAD.size else None
-        if size is not None and (size > HEAD.size + longest or size < len(self.heard)):
-            self._give_up(FORGED)
-        elif size == len(self.heard):
-            self._read(bytes(self.heard[HEAD.size :]))
-        elif closed:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(GRACE)
-            status = self.process.poll()
-            ended = "closed its channel" if status is None else f"ended its process with status {status}"
-            self._give_up(LATE if status == -signal.SIGXCPU else ended)  # the limit of an answerer that sets one
-
-    def _read(self, body: bytes) -> None:
-        try:
-            number, value, error, broken = json.loads(body)
-        except (ValueError, TypeError, RecursionError):
-            return self._give_up(FORGED)
-        if (type(number), type(error), type(broken)) != (int, str, bool) or number != self.number:
-            return self._give_up(FORGED)
-        if broken:
-            return self._give_up("".join(c if c.isprintable() else "?" for c in error[:300]))
-        self.answer = Answer(value, error)
-
-    def take(self) -> tuple[int, Answer]:
-        assert self.place is not None and self.answer is not None, "nothing was asked and answered"
-        place, self.place = self.place, None
+        patience = limit * (BUSY if self.sealed else 1.0) + GRACE
         self.num_answered += 1
-        return place, self.answer
-
-    def _give_up(self, error: str) -> None:
+        try:
+            self.socket.settimeout(patience)
+            self.socket.sendall(frame)
+            deadline = time.monotonic() + patience
+            if (size := HEAD.unpack(self._hear(HEAD.size, deadline))[0]) > LONGEST[self.sealed]:
+                raise ValueError
+            given, value, why, is_broken = json.loads(self._hear(size, deadline))
+            if (type(given), type(why), type(is_broken)) != (int, str, bool) or given != number:
+                raise ValueError
+            if not is_broken:
+                return Answer(value, why)
+            why = "".join(c if c.isprintable() else "?" for c in why[:300])
+        except TimeoutError:
+            why = LATE
+        except MemoryError:
+            why = LARGE
+        except (ValueError, TypeError, RecursionError):
+            why = FORGED
+        except OSError:
+            why = self._ended()
         self.end()
-        self.answer = Answer(error=error, broken=True)
+        return Answer(error=why, broken=True)
+
+    def _hear(self, size: int, deadline: float) -> bytearray:
+        """The next bytes. Raises TimeoutError, MemoryError where its memory is watched, ConnectionError at its end."""
+        heard = bytearray()
+        while len(heard) < size:
+            if (left := deadline - time.monotonic()) <= 0:
+                raise TimeoutError
+            if self.sealed and WATCHED and _footprint(self.process.pid) > seal.MEMORY:
+                raise MemoryError
+            self.socket.settimeout(min(left, 0.5) if WATCHED else left)
+            with contextlib.suppress(TimeoutError):
+                heard += (chunk := self.socket.recv(size - len(heard)))
+                if not chunk:
+                    raise ConnectionError
+        return heard
+
+    def _ended(self) -> str:
+        """How a worker ended that says nothing more."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(GRACE)
+        status = self.process.poll()
+        if status == -signal.SIGXCPU:  # the limit of an answerer that sets one
+            return LATE
+        return "closed its channel" if status is None else f"ended its process with status {status}"
 
     def end(self) -> None:
         self.process.kill()
@@ -245,15 +220,6 @@ class _Worker:
         self.socket.close()
         if self.home:
             self.home.cleanup()
-
-
-def _wait(busy: Sequence[_Worker]) -> None:
-    """Until one of them has said something, or has reached its deadline."""
-    soonest = max(min(worker.deadline for worker in busy) - time.monotonic(), 0)
-    poll = select.poll()
-    for worker in busy:
-        poll.register(worker.socket, select.POLLIN)
-    poll.poll(1000 * (min(soonest, 0.5) if WATCHED else soonest))
 
 
 def _footprint(pid: int) -> int:

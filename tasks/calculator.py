@@ -1,9 +1,10 @@
 """Arithmetic with a calculator, which the model may call: a few minutes with the third bundled model."""
 
+import ast
 import operator
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -11,8 +12,14 @@ from problems.examples import Example
 from tasks.task import Sides, Task
 
 LONGEST = 200  # characters of an expression
-_TOKEN = re.compile(r"\s*(?:(\d+(?:\.\d+)?|\.\d+)|([-+*/()]))")
-_RANK = {"+": 1, "-": 1, "*": 2, "/": 2, "~": 3}  # ~ is the minus of one number
+_SIGNS: dict[type[ast.AST], Callable[..., Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.UAdd: operator.pos,
+    ast.USub: operator.neg,
+}
 
 
 def calculator(expression: str) -> str:
@@ -24,49 +31,26 @@ def calculator(expression: str) -> str:
     """
     if len(expression) > LONGEST:
         raise ValueError(f"the expression has {len(expression)} characters, at most {LONGEST} are computed")
-    values, signs, place, after_value = list[Fraction](), list[str](), 0, False
-    while expression[place:].strip():
-        found = _TOKEN.match(expression, place)
-        if found is None:
-            raise ValueError(f"{expression[place:].strip()[:20]!r} is no number and none of + - * / ( )")
-        place, (number, sign) = found.end(), found.groups()
-        if (number or sign == "(") if after_value else sign in ("+", "*", "/", ")"):
-            raise ValueError(f"{found[0].strip()!r} stands where {'a sign' if after_value else 'a number'} is missing")
-        if number:
-            values.append(Fraction(number))
-            after_value = True
-        elif sign == "(":
-            signs.append(sign)
-        elif sign == ")":
-            while signs and signs[-1] != "(":
-                _apply(signs.pop(), values)
-            if not signs:
-                raise ValueError("a ) closes nothing")
-            signs.pop()
-        else:
-            sign = sign if after_value else "~"
-            while signs and sign != "~" and _RANK.get(signs[-1], 0) >= _RANK[sign]:
-                _apply(signs.pop(), values)
-            signs.append(sign)
-            after_value = False
-    if not after_value:
-        raise ValueError("the expression ends where a number is missing")
-    while signs:
-        if signs[-1] == "(":
-            raise ValueError("a ( is not closed")
-        _apply(signs.pop(), values)
-    return str(values[0]) if values[0].denominator == 1 else f"{float(values[0]):.10g}"
+    if odd := re.search(r"[^-+*/(). 0-9]|\* *\*|/ */", expression):
+        raise ValueError(f"{odd[0]!r} is no number and none of + - * / ( )")
+    try:
+        value = _value(ast.parse(expression.strip(), mode="eval").body)
+    except ZeroDivisionError as error:
+        raise ValueError("division by zero") from error
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError("the expression lacks a number, a sign or one of a pair of parentheses") from error
+    return str(value) if value.denominator == 1 else f"{float(value):.10g}"
 
 
-def _apply(sign: str, values: list[Fraction]) -> None:
-    right = values.pop()
-    if sign == "~":
-        values.append(-right)
-        return
-    left = values.pop()
-    if sign == "/" and right == 0:
-        raise ValueError("division by zero")
-    values.append({"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}[sign](left, right))
+def _value(node: ast.expr) -> Fraction:
+    match node:
+        case ast.Constant(value=number):
+            return Fraction(str(number))
+        case ast.UnaryOp(op=sign, operand=operand):
+            return _SIGNS[type(sign)](_value(operand))
+        case ast.BinOp(left=left, op=sign, right=right):
+            return _SIGNS[type(sign)](_value(left), _value(right))
+    raise SyntaxError
 
 
 def problem(rng: random.Random) -> Example:

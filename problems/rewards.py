@@ -42,8 +42,18 @@ class Calling(NamedTuple):
 class Logged(NamedTuple):
     """What rewards gave to TRL's `log_metric`, values by name, and to `log_extra`, columns of N values by name."""
 
-    metrics: dict[str, list[Any]]
+    metrics: dict[str, list[float]]
     extra: dict[str, list[Any]]
+
+    def note_metric(self, name: Any, value: Any) -> None:
+        if not math.isfinite(value):
+            raise ValueError(f"log_metric {short(name)} is {short(value)}; give a finite number")
+        self.metrics.setdefault(str(name), []).append(float(value))
+
+    def note_column(self, num_rows: int, name: Any, values: Sequence[Any]) -> None:
+        if len(values) != num_rows:
+            raise ValueError(f"log_extra {short(name)} has {len(values)} values for {num_rows} completions")
+        self.extra[str(name)] = list(map(_as_json, values))
 
 
 def merged(parts: Iterable[tuple[Sequence[int], Logged]], num_rows: int) -> Logged:
@@ -87,12 +97,10 @@ class UserReward:
             arguments["prompts"] = list(map(form, arguments["prompts"]))
         if "completions" in arguments and self.calling.messages:
             arguments["completions"] = [as_messages("assistant", text) for text in arguments["completions"]]
-        metrics, extra = self.logged = Logged({}, {})
-        own = {
-            "trainer_state": SimpleNamespace(global_step=self.step),
-            "log_metric": lambda name, value: metrics.setdefault(str(name), []).append(value),
-            "log_extra": lambda column, values: extra.update({str(column): values}),
-        }
+        self.logged = Logged({}, {})
+        state, num = SimpleNamespace(global_step=self.step), max(map(len, arguments.values()), default=0)
+        log_extra = functools.partial(self.logged.note_column, num)
+        own = {"trainer_state": state, "log_metric": self.logged.note_metric, "log_extra": log_extra}
         wanted = reward_columns(self.name, self.fn, [*arguments, *TRAINER])
         return self.fn(**arguments | {name: own[name] for name in wanted if name in own})
 
@@ -320,10 +328,7 @@ def call(name: str, fn: Reward, arguments: dict[str, Any], num_rows: int) -> lis
         is_trls = isinstance(error, TypeError) and "string indices" in str(error)
         fix = "; for chat messages, as from TRL, set --reward-format messages" if is_trls else ""
         raise ValueError(f"reward {name} {raised(error, fn)}{fix}") from error
-    where = name + defined_at(fn)
-    if isinstance(fn, UserReward):
-        fn.logged = _checked_logs(where, fn.logged, num_rows)
-    return _checked_rewards(where, rewards, num_rows)
+    return _checked_rewards(name + defined_at(fn), rewards, num_rows)
 
 
 def raised(error: BaseException, fn: Callable[..., Any]) -> str:
@@ -391,19 +396,6 @@ def _checked_rewards(name: str, rewards: Any, num_rows: int) -> list[float]:
             raise ValueError(f"reward {name} gave {short(value)} for row {row}; return a finite number below 1e15")
         checked.append(float(number))
     return checked
-
-
-def _checked_logs(name: str, logged: Logged, num_rows: int) -> Logged:
-    """What a reward logged, as JSON has it. ValueError for a metric that is no number, a column of another length."""
-    for column, values in logged.extra.items():
-        if len(values) != num_rows:
-            given = f"{len(values)} values of {short(column)} for {num_rows} completions"
-            raise ValueError(f"reward {name} gave log_extra {given}; give one for each")
-    for metric, numbers in logged.metrics.items():
-        if odd := [short(value) for value in numbers if not (isinstance(value, Real) and math.isfinite(value))]:
-            raise ValueError(f"reward {name} gave log_metric {odd[0]} as {short(metric)}; give a finite number")
-    metrics = {metric: list(map(float, numbers)) for metric, numbers in logged.metrics.items()}
-    return Logged(metrics, {column: list(map(_as_json, values)) for column, values in logged.extra.items()})
 
 
 def _as_json(value: Any) -> Any:

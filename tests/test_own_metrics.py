@@ -95,9 +95,9 @@ def test_what_is_logged_of_each_row_stays_with_it(mine, num_workers):
 @pytest.mark.parametrize(
     ("log", "said"),
     [
-        (lambda metric, extra: metric("x", float("nan")), "gave log_metric nan as 'x'; give a finite number"),
-        (lambda metric, extra: metric("x", "many"), "gave log_metric 'many' as 'x'; give a finite number"),
-        (lambda metric, extra: extra("x", [1]), "gave log_extra 1 values of 'x' for 2 completions; give one for each"),
+        (lambda metric, extra: metric("x", float("nan")), "raised ValueError: log_metric 'x' is nan; give a finite number, at"),
+        (lambda metric, extra: metric("x", "many"), "raised TypeError: must be real number, not str, at"),
+        (lambda metric, extra: extra("x", [1]), "raised ValueError: log_extra 'x' has 1 values for 2 completions, at"),
     ],
 )
 def test_what_cannot_be_logged_is_told_in_a_line(log, said):

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from problems.examples import Example, prompt_text, short, spread
 from problems.rewards import OF_EPISODES, Reward, UserReward, call, columns_of, defined_at
-from problems.verifiers import is_mathematics
+from problems.verifiers import is_mathematics, read_json
 
 ROWS = 3
 AT_ONCE, PATIENCE = 64, 2.0  # rows a call, and seconds until no more are tried
@@ -135,18 +135,19 @@ def try_rows(name: str, reward: Reward, examples: Sequence[Example]) -> int:
     begin, num = time.monotonic(), 0
     while num < len(examples) and time.monotonic() - begin < PATIENCE:
         rows = [Row(example, str(example.get("answer") or "")) for example in examples[num : num + AT_ONCE]]
-        try:
-            earn(name, reward, [(row, row.right) for row in rows])
-        except ValueError:
-            for row in rows:
-                try:
-                    earn(name, reward, [(row, row.right)])
-                except ValueError as error:
-                    asked = f"the prompt {short(prompt_text(row.example['prompt']))} and the answer {short(row.right)}"
-                    raise ValueError(f"{error}; that is the row with {asked}") from error
-            raise
+        _try(name, reward, rows)
         num += len(rows)
     return num
+
+
+def _try(name: str, reward: Reward, rows: Sequence[Row]) -> None:
+    try:
+        earn(name, reward, [(row, row.right) for row in rows])
+    except ValueError as error:
+        for row in rows if rows[1:] else []:
+            _try(name, reward, [row])
+        asked = f"the prompt {short(prompt_text(rows[0].example['prompt']))} and the answer {short(rows[0].right)}"
+        raise ValueError(f"{error}; that is the row with {asked}") from error
 
 
 # ---- what is said
@@ -154,22 +155,14 @@ def try_rows(name: str, reward: Reward, examples: Sequence[Example]) -> int:
 
 def near_misses(answer: str) -> dict[str, str]:
     """Answers that are nearly right, by what is wrong with them."""
-    try:
-        known = json.loads(answer)
-    except ValueError:
-        known = None
-    if isinstance(known, dict) and known:
-        first = next(iter(known))
-        other = known[first] + 1 if type(known[first]) in (int, float) else f"not {known[first]}"
-        less = {key: value for key, value in known.items() if key != first}
-        return {"one field wrong": json.dumps(known | {first: other}), "a field less": json.dumps(less)}
-    if isinstance(known, list) and known:
-        return {"one entry less": json.dumps(known[:-1])}
     changed = {
         "one digit wrong": re.sub(r"[0-9](?=[^0-9]*$)", lambda last: str((int(last[0]) + 1) % 10), answer),
         "digits swapped": re.sub(r"([0-9])(?!\1)([0-9])", r"\2\1", answer, count=1),
     }
-    if not is_mathematics(answer):
+    known = read_json(answer)
+    if isinstance(known, dict):
+        changed["a field less"] = json.dumps(dict(list(json.loads(answer).items())[:-1]))
+    elif not is_mathematics(answer):
         changed["words swapped"] = re.sub(r"(\w+)(.*\W)(\w+)", r"\3\2\1", answer, count=1)
     return {what: text for what, text in changed.items() if text != answer} or {"a letter more": f"{answer}x"}
 

@@ -111,8 +111,8 @@ def make(config: Config, held_out: str | None = None) -> Task:
     task = _with_tools(task, config)
     if config.objective.truncated == "punish":
         task = _with_punishment(task, config.sampling.max_tokens)
-    if config.objective.loss_type == "distill":
-        task = _looked_at(task, config)
+    if config.objective.loss_type == "distill" and not data.rubric:
+        task = task._replace(rubric=None)  # no judge that nobody named looks on
     if data.task == own.TASK.name and not (task.rewards or task.rubric or config.objective.teacher):
         own.refuse(task, data.path or held_out)
     task = _weighted(task, config)
@@ -120,7 +120,6 @@ def make(config: Config, held_out: str | None = None) -> Task:
         task = task._replace(witness=None)  # no judge in the reward that would need one
     if config.evaluation.rubric:
         task = task._replace(witness=Path(config.evaluation.rubric))
-    _check_arguments(task, is_own=bool(config.data.reward))
     if data.task == own.TASK.name:
         task = own.told(task)
     task = task._replace(notes=[*task.notes, *_judge_notes(config, task)])
@@ -218,25 +217,6 @@ def earned_in(kind: type) -> Reward:
     return earned
 
 
-def _looked_at(task: Task, config: Config) -> Task:
-    """The task for a loss without rewards: no judge that nobody named, and no reward of its own that lacks a column."""
-    if not config.data.rubric:
-        task = task._replace(rubric=None)
-    if config.data.reward:
-        return task
-    known = reward_arguments(task.train or task.held_out)
-    return task._replace(rewards={name: one for name, one in task.rewards.items() if _is_served(name, one, known)})
-
-
-def _is_served(name: str, reward: Reward, known: list[str]) -> bool:
-    """Whether the data has the columns that a reward needs."""
-    try:
-        reward_columns(name, reward, known)
-    except ValueError:
-        return False
-    return True
-
-
 def _with_punishment(task: Task, max_tokens: int) -> Task:
     """The task with the reward of --truncated punish, which falls over the last fifth of `max_tokens`."""
     if "soft_overlong" in task.rewards:
@@ -249,8 +229,9 @@ def _weighted(task: Task, config: Config) -> Task:
     """
     The task with the weights of --reward-weights.
 
-    A reward of weight 0 is a metric, as far as the data has its columns. A rubric of weight 0 is left out: nobody pays
-    for judging without use. No reward may be left where a teacher says enough.
+    A reward of weight 0 is a metric. A rubric of weight 0 is left out: nobody pays for judging without use. No reward
+    may be left where a teacher says enough. A task's own reward that lacks a column is left out where it pays nothing,
+    else a ValueError.
     """
     given = config.data.reward_weights
     known = [*task.rewards, *(["rubric"] if task.rubric else [])]
@@ -260,11 +241,18 @@ def _weighted(task: Task, config: Config) -> Task:
     task = task._replace(reward_weights=weights, rubric=task.rubric if weights.get("rubric") else None)
     if not task.counted and task.rubric is None and not config.objective.teacher:
         raise ValueError("--reward-weights leave no reward; give one of them a weight other than 0")
-    if config.data.reward:
-        return task
-    known = reward_arguments(task.train or task.held_out, bool(task.environments))
-    kept = {name: one for name, one in task.rewards.items() if weights[name] or _is_served(name, one, known)}
-    return task._replace(rewards=kept)
+    columns, served = reward_arguments(task.train or task.held_out, bool(task.environments)), dict[str, Reward]()
+    for name, reward in task.rewards.items():
+        try:
+            reward_columns(name, reward, columns)
+            served[name] = reward
+        except ValueError as error:
+            if config.data.reward:
+                raise
+            if weights[name] and config.objective.loss_type != "distill":  # the user may never have named this reward
+                way = "give --reward, or --task values for a rubric alone"
+                raise ValueError(f"{error}; {name} is a reward of --task {task.name}: {way}") from error
+    return task._replace(rewards=served)
 
 
 def _judge_notes(config: Config, task: Task) -> Iterator[str]:
@@ -287,18 +275,6 @@ def _judge_notes(config: Config, task: Task) -> Iterator[str]:
         )
 
 
-def _check_arguments(task: Task, is_own: bool) -> None:
-    """ValueError for a reward that needs a column which the data lacks; `is_own`: the user named the rewards."""
-    for name, reward in task.rewards.items():
-        try:
-            reward_columns(name, reward, reward_arguments(task.train or task.held_out, bool(task.environments)))
-        except ValueError as error:
-            if is_own:
-                raise
-            way = "give --reward, or --task values for a rubric alone"  # the user may never have named this reward
-            raise ValueError(f"{error}; {name} is a reward of --task {task.name}: {way}") from error
-
-
 def _instructed(name: str) -> Task:
     from tasks import ifeval
 
@@ -316,21 +292,6 @@ def _procedural(config: Config) -> Task:
         sizes = config.data.task_config
         raise ValueError(f"--reward replaces the scores that raise_level_at in {sizes} needs; drop one")
     problems = rg.Problems(mix)
-    rewards: dict[str, Reward] = {"correct": nothing_beside(problems.score), "format": rg.answered_once}
+    rewards: dict[str, Reward] = {"correct": problems.score, "format": rg.answered_once}
     weights = {"correct": 1.0, "format": 0.1}  # the form alone never pays like the answer
     return Task(name, rewards, weights, problems.solved, held_out=problems.held_out, problems=problems)
-
-
-def nothing_beside(score: Reward) -> Reward:
-    """
-    `score` without what it pays for a right answer inside a longer one: reasoning-gym gives "-12" and "not 12" 2/3 of
-    the reward of "12", by their lengths.
-    """
-
-    def correct(completions: Sequence[str], answer: Sequence[Any], **columns: Any) -> list[float]:
-        scores = score(completions=completions, answer=answer, **columns)
-        said = [rg.extract(text) or "" for text in completions]
-        rows = zip(scores, said, answer, strict=True)
-        return [0.0 if value < 1 and right and str(right) in text else value for value, text, right in rows]
-
-    return correct

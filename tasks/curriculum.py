@@ -18,14 +18,14 @@ import numpy as np
 from config import Config
 from problems.examples import Example, epoch_indices, prompt_key
 from step.sample import Sample, by_group
-from tasks import rg
 from tasks.task import Problems, Task
 
 Drawn = tuple[list[Example], list[list[int]]]  # B examples and the ids of their prompts
 PRIOR = 1 / 6  # variance of a reward of 0 or 1 whose chance may be anything, Beta(1, 1)
 PRIOR_COUNT = 2.0  # completions that this counts for
+MEMORY = 2.0  # epochs after which half of the evidence is forgotten, and a prompt at rest comes back
 VISITS = 2  # in a row that a prompt must be solved whole before it rests
-REST = 2.0  # epochs that it rests; also after how many half of the evidence is forgotten
+PATIENCE = 1000  # places that are tried in a row for a prompt that is new
 WINDOW = 32  # problems of a data set whose pass rate raises its level
 MOST_DRAWS = 4  # batches of prompts drawn per step with --dynamic-sampling
 
@@ -65,34 +65,33 @@ class BySignal(Epochs):
 
     Rewards are measured on a scale from the run's lowest to its highest. A prompt's variance is the mean of what its
     visits showed and of `PRIOR`; for rewards of 0 and 1 it is nearly that of a Beta posterior, but it also sees a judge
-    who gives every answer 3 of 5. Evidence loses half its weight in `REST` epochs, so what was not seen for long is
-    drawn like what was never seen. A prompt solved whole in its last `VISITS` visits rests for `REST` epochs.
+    who gives every answer 3 of 5. Evidence loses half its weight in `MEMORY` epochs, so what was not seen for long is
+    drawn like what was never seen. A prompt solved whole in its last `VISITS` visits rests for `MEMORY` epochs.
     """
 
     def __init__(self, config: Config, train: list[Example], prompt_ids: list[list[int]]):
         super().__init__(config, train, prompt_ids)
         if len(train) < config.sampling.batch * (MOST_DRAWS if config.sampling.dynamic_sampling else 1):
             raise ValueError(f"--curriculum: {len(train)} prompts are fewer than a step may draw; lower --batch")
-        self.low, self.high = math.inf, -math.inf
-        num = len(train)
-        # completions counted and the sum of their groups' variance, both faded to the draw they were seen at last
-        self.counts, self.spreads, self.seen_at = np.zeros(num), np.zeros(num), np.full(num, -1)
-        self.solved = np.zeros(num, int)  # visits in a row that were solved whole
-        self.open: list[tuple[int, list[int]]] = []  # draws of the step that is under way
-        self.noted: dict[str, float] = {}
+        self.range: list[float] = []  # lowest and highest reward
+        # of each prompt: completions counted, sum of their groups' variance, both faded to the draw that it was seen at
+        # last; that draw; visits in a row that it was solved whole
+        self.known = np.zeros((len(train), 4))
+        self.open: list[int] = []  # prompts of the step that is under way
+        self.number, self.expected = 0, PRIOR  # its newest draw; the variance that was expected of the last step
 
     def fade(self, number: int) -> np.ndarray:
         """What is left of each prompt's evidence at a draw."""
-        epochs = (number - self.seen_at) * self.config.sampling.batch / len(self.train)
-        return np.where(self.seen_at < 0, 0.0, 0.5 ** (epochs / REST))
+        epochs = (number - self.known[:, 2]) * self.config.sampling.batch / len(self.train)
+        return np.asarray(0.5 ** (epochs / MEMORY))
 
     def signal(self, number: int) -> np.ndarray:
         """The variance that is expected of each prompt's rewards at a draw."""
-        fade = self.fade(number)
-        return (PRIOR_COUNT * PRIOR + fade * self.spreads) / (PRIOR_COUNT + fade * self.counts)
+        counts, sums = self.known.T[:2] * self.fade(number)
+        return np.asarray((PRIOR_COUNT * PRIOR + sums) / (PRIOR_COUNT + counts))
 
     def resting(self, number: int) -> np.ndarray:
-        return (self.solved >= VISITS) & (self.fade(number) > 0.5)
+        return (self.known[:, 3] >= VISITS) & (self.fade(number) > 0.5)
 
     def choose(self, number: int) -> list[int]:
         """
@@ -101,54 +100,40 @@ class BySignal(Epochs):
         Weighted sampling without replacement, Efraimidis and Spirakis 2006. Those at rest come last, the longest first.
         """
         rng = random.Random(f"{self.config.sampling.seed} draw {number}")
-        chance = np.array([rng.random() for _ in self.train])
-        keys = np.log(chance) / self.signal(number)
+        keys = np.log([rng.random() for _ in self.train]) / self.signal(number)
         resting = self.resting(number)
-        keys[resting] = -1e9 - self.seen_at[resting]
-        keys[[index for _, indices in self.open for index in indices]] = -np.inf
+        keys[resting] = -1e9 - self.known[resting, 2]
+        keys[self.open] = -np.inf
         indices: list[int] = np.argsort(-keys, kind="stable")[: self.config.sampling.batch].tolist()
-        self.open.append((number, indices))
+        self.open, self.number = self.open + indices, number
         return indices
 
     def note(self, samples: Sequence[Sample]) -> None:
-        readable = [sample.reward for sample in samples if not math.isnan(sample.reward)]
-        self.low, self.high = min([self.low, *readable]), max([self.high, *readable])
-        expected = [self.signal(number)[indices].mean() for number, indices in self.open]
-        groups = iter(by_group(samples))
-        for number, indices in self.open:
-            fade = self.fade(number)
-            for index, group in zip(indices, groups, strict=False):
-                values = np.array([sample.reward for sample in group if not math.isnan(sample.reward)])
-                if not values.size:
-                    continue
-                scaled = (values - self.low) / max(self.high - self.low, 1e-9)
-                self.counts[index] = fade[index] * self.counts[index] + values.size
-                self.spreads[index] = fade[index] * self.spreads[index] + values.size * scaled.var()
-                self.solved[index] = self.solved[index] + 1 if scaled.min() > 0.99 else 0
-                self.seen_at[index] = number
-        number = self.open[-1][0] + 1
+        groups = [[s.reward for s in group if not math.isnan(s.reward)] for group in by_group(samples)]
+        seen = [*self.range, *(reward for group in groups for reward in group)]
+        self.range = [min(seen), max(seen)] if seen else []
+        self.expected, fade = float(self.signal(self.number)[self.open].mean()), self.fade(self.number)
+        for index, group in zip(self.open, groups, strict=False):
+            if group:
+                scaled = (np.array(group) - self.range[0]) / max(self.range[1] - self.range[0], 1e-9)
+                count, total, _, solved = self.known[index]
+                count, total = fade[index] * count + len(group), fade[index] * total + len(group) * scaled.var()
+                self.known[index] = count, total, self.number, solved + 1 if scaled.min() > 0.99 else 0
         self.open = []
-        self.noted = {
-            "curriculum/expected": float(np.mean(expected)),
-            "curriculum/seen_frac": float((self.seen_at >= 0).mean()),
-            "curriculum/resting_frac": float(self.resting(number).mean()),
-        }
 
     def state(self) -> dict[str, Any]:
-        seen = np.flatnonzero(self.seen_at >= 0)
-        columns = (self.counts, self.spreads, self.seen_at, self.solved)
-        table = [[int(index), *(column[index].item() for column in columns)] for index in seen]
-        return {"range": [self.low, self.high] if table else None, "seen": table}
+        table = [[int(index), *self.known[index].tolist()] for index in np.flatnonzero(self.known[:, 0])]
+        return {"range": self.range or None, "seen": table}
 
     def restore(self, state: dict[str, Any]) -> None:
-        if state["range"]:
-            self.low, self.high = state["range"]
-        for index, count, spread, seen_at, solved in state["seen"]:
-            self.counts[index], self.spreads[index] = count, spread
-            self.seen_at[index], self.solved[index] = seen_at, solved
+        self.range = list(state["range"] or [])
+        for index, *known in state["seen"]:
+            self.known[index] = known
 
     def figures(self) -> dict[str, float]:
-        return self.noted
+        seen, resting = self.known[:, 0] > 0, self.resting(self.number + 1)
+        shares = {"curriculum/seen_frac": float(seen.mean()), "curriculum/resting_frac": float(resting.mean())}
+        return {"curriculum/expected": self.expected} | shares
 
 
 class Endless(Epochs):
@@ -163,59 +148,65 @@ class Endless(Epochs):
         super().__init__(config, [], [])
         self.problems, self.render = problems, render
         self.held_out = {prompt_key(example)[:16] for example in problems.held_out}
-        self.levels = dict(problems.mix.levels)
-        self.recent: dict[str, list[float]] = {name: [] for name in self.levels}
         self.place, self.seen = 0, list[str]()
-        self.ahead, self.open = 0, list[str]()  # the same, of the step that is under way
-        self.repeats = False  # every prompt was seen
+        self.levels = dict(problems.mix.levels)
+        self.recent: dict[str, list[float]] = {name: [] for name in self.levels}  # pass rates
+        self.note([])
 
     def draw(self, number: int) -> Drawn:
-        num = self.config.sampling.batch
-        known = self.held_out | set(self.seen) | set(self.open)
-        drawn, self.ahead = rg.fresh(self._make, self.ahead, num, known)
+        num, task = self.config.sampling.batch, self.config.data.task
+        drawn = self._fresh(num)
         if len(drawn) < num:
-            self.repeats = True
-            taken = self.held_out | set(self.open) | {prompt_key(example)[:16] for example in drawn}
-            again, self.ahead = rg.fresh(self._make, self.ahead, num - len(drawn), taken)
-            drawn += again
+            print(f"all different problems of {task} were seen; they come again", file=sys.stderr)
+            self.seen = [prompt_key(example)[:16] for example in drawn]
+            drawn += self._fresh(num - len(drawn))
         if len(drawn) < num:
             raise ValueError(
-                f"--task {self.config.data.task} has no {num} different problems besides those held out; "
+                f"--task {task} has no {num} different problems besides those held out; "
                 "ask for larger ones, or for fewer to be held out, with --task-config"
             )
-        self.open += [prompt_key(example)[:16] for example in drawn]
         return drawn, self.render(drawn)
 
-    def _make(self, places: Sequence[int]) -> list[Example]:
-        return self.problems.make(places, self.config.sampling.seed, self.levels)
+    def _fresh(self, num: int) -> list[Example]:
+        """`num` examples from `place` on whose prompts are new; fewer where `PATIENCE` places in a row bring none."""
+        new, known, barren = list[Example](), self.held_out | set(self.seen), 0
+        while len(new) < num and barren < PATIENCE:
+            places = range(self.place, self.place + num - len(new))
+            for example in self.problems.make(places, self.config.sampling.seed, self.levels):
+                key = prompt_key(example)[:16]
+                barren = barren + 1 if key in known else 0
+                if key not in known:
+                    new.append(example)
+                    self.seen.append(key)
+                    known.add(key)
+            self.place = places.stop
+        return new
 
     def note(self, samples: Sequence[Sample]) -> None:
-        if self.repeats:
-            print(f"all different problems of {self.config.data.task} were seen; they come again", file=sys.stderr)
-            self.seen, self.repeats = [], False
-        self.place, self.seen, self.open = self.ahead, self.seen + self.open, []
         for group in by_group(samples) if self.levels else []:
-            rate = float(np.mean([sample.parts["correct"] >= 1 for sample in group]))
-            self._count(group[0].example["category"], group[0].example["level"], rate)
+            name, level = group[0].example["category"], group[0].example["level"]
+            if level is not None and level == self.levels[name]:  # else of one that is over by now
+                self._count(name, float(np.mean([sample.parts["correct"] >= 1 for sample in group])))
+        levels, recent = dict(self.levels), dict(self.recent)
+        self.noted = {"place": self.place, "seen": self.seen[:], "levels": levels, "recent": recent}
 
-    def _count(self, name: str, level: int | None, rate: float) -> None:
-        """Takes in the pass rate of one problem, of a level that may be over by now."""
-        bound = self.problems.mix.raise_level_at
-        if name not in self.levels or level != self.levels[name]:
-            return
+    def _count(self, name: str, rate: float) -> None:
+        """Takes in the pass rate of one problem."""
+        bound, top = self.problems.mix.raise_level_at, self.problems.num_levels[name] - 1
         self.recent[name] = [*self.recent[name], rate][-WINDOW:]
-        mean, top = sum(self.recent[name]) / WINDOW, self.problems.num_levels[name] - 1
+        mean = sum(self.recent[name]) / WINDOW
         if bound is not None and len(self.recent[name]) == WINDOW and mean >= bound and self.levels[name] < top:
             self.levels[name], self.recent[name] = self.levels[name] + 1, []
             solved = f"{mean:.0%} of the last {WINDOW} problems were solved"
             print(f"{name}: {solved}, so level {self.levels[name]} comes next")
 
     def state(self) -> dict[str, Any]:
-        return {"place": self.place, "seen": self.seen, "levels": self.levels, "recent": self.recent}
+        return self.noted
 
     def restore(self, state: dict[str, Any]) -> None:
-        self.place = self.ahead = state["place"]
-        self.seen, self.levels, self.recent = list(state["seen"]), dict(state["levels"]), dict(state["recent"])
+        self.place, self.seen = state["place"], list(state["seen"])
+        self.levels, self.recent = dict(state["levels"]), dict(state["recent"])
+        self.note([])
 
     def figures(self) -> dict[str, float]:
         levels = {f"curriculum/level/{name}": float(level) for name, level in self.levels.items()}

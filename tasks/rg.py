@@ -38,7 +38,6 @@ MAKERS, SCORERS = 2, 4  # processes at most, of 100 MB each
 SIZE = 500  # problems of one data set object, which is its default; four of them know no more than their size
 LIMIT = 5.0  # seconds for one score
 MAKING = 60.0  # and for one problem
-PATIENCE = 1000  # numbers that are tried in a row for a prompt that is new
 GOLDEN = 0.6180339887498949  # its multiples, modulo 1, fall evenly into every mix of weights
 
 LONGEST = 100_000  # characters of an answer; the longest right ones have a few thousand
@@ -178,18 +177,29 @@ class Problems:
                 return name
         return name
 
-    def score(self, completions: Sequence[str], category: Sequence[str], entry: Sequence[str], **_: Any) -> list[float]:
+    def score(
+        self,
+        completions: Sequence[str],
+        answer: Sequence[Any],
+        category: Sequence[str],
+        entry: Sequence[str],
+        **_: Any,
+    ) -> list[float]:
         """
         What each completion's answer earns by the rules of its data set, from 0 to 1.
 
         The answer stands in the last <answer>...</answer>. A completion without one earns 0, as does one whose scoring
-        fails or takes more than `LIMIT` seconds, or whose scorer gives anything but such a number.
+        fails or takes more than `LIMIT` seconds, or whose scorer gives anything but such a number. So does a right
+        answer inside a longer one: reasoning-gym gives "-12" and "not 12" 2/3 of the reward of "12", by their lengths.
         """
-        stated = [extract(text) for text in completions]
-        asked = [row for row, answer in enumerate(stated) if answer is not None and len(answer) <= LONGEST]
+        stated = [extract(text) or "" for text in completions]
+        asked = [row for row, text in enumerate(stated) if 0 < len(text) <= LONGEST]
         answers = self.scorers.ask([(category[row], entry[row], stated[row]) for row in asked])
-        given = dict(zip(asked, map(earned, answers), strict=True))
-        return [given.get(row, 0.0) for row in range(len(completions))]
+        scores = [0.0] * len(completions)
+        for row, score in zip(asked, map(earned, answers), strict=True):
+            is_inside = answer[row] and str(answer[row]) in stated[row]
+            scores[row] = 0.0 if score < 1 and is_inside else score
+        return scores
 
     def solved(self, **columns: Any) -> list[float]:
         """1 for an answer that earns all, else 0."""
@@ -214,28 +224,6 @@ def answered_once(completions: Sequence[str], **_: Any) -> list[float]:
     counted = [(text.count("<answer>"), text.count("</answer>"), text.rstrip()) for text in completions]
     ended = [(begins, ends) == (1, 1) and text.endswith("</answer>") for begins, ends, text in counted]
     return [float(end and bool(extract(text))) for end, text in zip(ended, completions, strict=True)]
-
-
-def fresh(
-    made: Callable[[Sequence[int]], list[Example]], place: int, num: int, seen: set[str]
-) -> tuple[list[Example], int]:
-    """
-    `num` examples from `place` on whose prompts are not in `seen`, to which they are added, and the place after them.
-
-    Fewer where `PATIENCE` places in a row bring nothing new.
-    """
-    new: list[Example] = []
-    barren = 0
-    while len(new) < num and barren < PATIENCE:
-        places = range(place, place + num - len(new))
-        for example in made(places):
-            key = prompt_key(example)[:16]
-            barren = barren + 1 if key in seen else 0
-            if key not in seen:
-                new.append(example)
-                seen.add(key)
-        place = places.stop
-    return new, place
 
 
 # ---- in a worker

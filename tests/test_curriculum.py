@@ -1,5 +1,6 @@
 """Which prompts are drawn: epochs as before, by the signal that is expected, and exactly so after a resume."""
 
+import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -76,7 +77,7 @@ def test_fewer_prompts_than_a_step_may_draw_are_refused():
 
 def test_the_expected_variance_is_that_of_the_rewards_between_the_lowest_and_highest_seen():
     prompts = memory()
-    assert prompts.signal(0) == pytest.approx(PRIOR)
+    assert prompts.signal(0) == pytest.approx(np.full(40, PRIOR))
     ids = [one[0] for one in prompts.draw(0)[1]]
     prompts.note(earned([[-1, 3] * 4, [3] * 8, [-1] * 8, [1] * 8]))  # on a scale from -1 to 3
     epoch = 40 / 4
@@ -89,14 +90,17 @@ def test_the_expected_variance_is_that_of_the_rewards_between_the_lowest_and_hig
 
 def test_a_prompt_solved_twice_rests_for_two_epochs_and_unreadable_rewards_say_nothing():
     prompts = memory()
-    prompts.low, prompts.high = 0.0, 1.0
+    prompts.range = [0.0, 1.0]
     for number in (0, 1):
-        prompts.open = [(number, [5, 6, 7, 8])]
+        prompts.open, prompts.number = [5, 6, 7, 8], number
         prompts.note(earned([[1] * 8, [1] * 7 + [0], [0] * 8, [np.nan] * 8]))
-    assert np.flatnonzero(prompts.resting(2)).tolist() == [5] and prompts.seen_at[8] == -1
-    assert all(5 not in [one[0] for one in prompts.draw(number)[1]] for number in range(2, 10))
+    assert np.flatnonzero(prompts.resting(2)).tolist() == [5] and prompts.signal(2)[8] == pytest.approx(PRIOR)
+    again = memory()
+    again.restore(json.loads(json.dumps(prompts.state())))
+    drawn = [[[one[0] for one in each.draw(number)[1]] for number in range(2, 10)] for each in (prompts, again)]
+    assert drawn[0] == drawn[1] and not any(5 in ids for ids in drawn[0])
     assert not prompts.resting(1 + 20).any(), "two epochs of ten draws later"
-    assert prompts.figures()["curriculum/resting_frac"] == 1 / 40
+    assert (prompts.figures()["curriculum/resting_frac"], prompts.figures()["curriculum/seen_frac"]) == (1 / 40, 3 / 40)
 
 
 # ---- whole runs

@@ -95,7 +95,10 @@ def test_what_is_logged_of_each_row_stays_with_it(mine, num_workers):
 @pytest.mark.parametrize(
     ("log", "said"),
     [
-        (lambda metric, extra: metric("x", float("nan")), "raised ValueError: log_metric 'x' is nan; give a finite number, at"),
+        (
+            lambda metric, extra: metric("x", float("nan")),
+            "raised ValueError: log_metric 'x' is nan; give a finite number, at",
+        ),
         (lambda metric, extra: metric("x", "many"), "raised TypeError: must be real number, not str, at"),
         (lambda metric, extra: extra("x", [1]), "raised ValueError: log_extra 'x' has 1 values for 2 completions, at"),
     ],

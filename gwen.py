@@ -3,8 +3,8 @@ Dense language models on MLX, of the families in disk/hub.py: the blocks, load f
 
 The three query, key and value projections are one matmul (`qkv_proj`), gate and up are one (`gate_up_proj`). What
 happens between the matmuls is in layers/ops.py and layers/attention.py, expressions and kernels; what is made of the
-hidden states in layers/lm_head.py. Left out: quantization, mixture of experts, sliding windows; a checkpoint that needs
-them is refused by name.
+hidden states in layers/lm_head.py. Left out: mixture of experts, sliding windows; a checkpoint that needs them is
+refused by name. Weights of few bits are unpacked, or stay so in a model that is frozen.
 
 Axes: N rows, L positions, C hidden, H query heads, K kv heads, D head dim, F mlp width, V vocabulary.
 """
@@ -377,12 +377,19 @@ def laid_out(name: str, weight: mx.array) -> mx.array:
 
     OpenBLAS packs what it multiplies by, and packs x @ W.T of a few rows a fifth slower from rows than from columns.
     """
-    return weight if gpu.on_gpu() or not name.endswith("proj.weight") else mx.contiguous(weight.T).T
+    is_packed = weight.dtype == mx.uint32
+    return weight if gpu.on_gpu() or is_packed or not name.endswith("proj.weight") else mx.contiguous(weight.T).T
 
 
-def load_model(directory: str | Path, dtype: mx.Dtype | None = None, adapter: str | Path | None = None) -> Model:
-    """The model of a Hugging Face directory, in `dtype` (`default_dtype()`). ValueError names what is wrong with it."""
-    model = open_model(directory, dtype, adapter)
+def load_model(
+    directory: str | Path, dtype: mx.Dtype | None = None, adapter: str | Path | None = None, packed: bool = False
+) -> Model:
+    """
+    The model of a Hugging Face directory, in `dtype` (`default_dtype()`). ValueError names what is wrong with it.
+
+    packed: layers' weights of few bits stay so; of a model without adapter and gradient.
+    """
+    model = open_model(directory, dtype, adapter, packed)
     memory.hold_memory()
     for part in (*model.layers, model):  # layer by layer: all at once would hold 1.5 times the model's bytes
         mx.eval(part.parameters())
@@ -390,7 +397,9 @@ def load_model(directory: str | Path, dtype: mx.Dtype | None = None, adapter: st
     return model
 
 
-def open_model(directory: str | Path, dtype: mx.Dtype | None = None, adapter: str | Path | None = None) -> Model:
+def open_model(
+    directory: str | Path, dtype: mx.Dtype | None = None, adapter: str | Path | None = None, packed: bool = False
+) -> Model:
     """What `load_model` gives, its weights still on disk: each is read when something is first computed with it."""
     directory, dtype = Path(directory), dtype or default_dtype()
     config = hub.load_config(directory)
@@ -400,6 +409,10 @@ def open_model(directory: str | Path, dtype: mx.Dtype | None = None, adapter: st
     if config.tie_word_embeddings:
         weights.pop("lm_head.weight", None)
     model = Model(config)  # lazy: its random weights are replaced before they are computed
+    ways = hub.packings(weights, config)
+    if packed:
+        keep_packed(model, ways)
+    hub.unpack(weights, ways)
     expected = hub.unfuse_weights(dict(tree_flatten(model.parameters())), config)
     if missing := sorted(expected.keys() - weights.keys()):
         raise ValueError(f"{directory} lacks {len(missing)} tensors, the first is {missing[0]}")
@@ -412,14 +425,32 @@ def open_model(directory: str | Path, dtype: mx.Dtype | None = None, adapter: st
             raise ValueError(
                 f"{directory}: {name} has shape {array.shape}, config.json asks for {expected[name].shape}"
             )
-        if not mx.issubdtype(array.dtype, mx.floating):
+        if mx.issubdtype(array.dtype, mx.floating) != mx.issubdtype(expected[name].dtype, mx.floating):
             raise ValueError(f"{directory}: {name} is {array.dtype}; only floating-point weights are supported")
-        weights[name] = array if name.endswith(config.family.kept) else array.astype(dtype)
+        weights[name] = array if array.dtype == mx.uint32 or name.endswith(config.family.kept) else array.astype(dtype)
     if adapter is not None:
         weights = adapters.merge(weights, adapter, config.family)
     weights = hub.fuse_weights(weights)  # one name, so that no part outlives its whole
     model.load_weights([(name, laid_out(name, weights.pop(name))) for name in list(weights)])
     return model
+
+
+def keep_packed(model: Model, ways: dict[str, dict[str, Any]]) -> None:
+    """
+    Replaces layers' projections by packed ones, and takes them out of `ways`, where all parts of one are packed alike.
+
+    Embedding and head stay 16 bits wide: scores, and what a teacher says, are read from the head by tiles of it.
+    """
+    kept = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and name != "lm_head":
+            parts = list(hub.unfuse_weights({name: module.weight}, model.config))
+            its = [ways.get(part) for part in parts]
+            if its[0] and its[0]["mode"] == "affine" and its.count(its[0]) == len(its):
+                kept[name] = its[0]
+                for part in parts:
+                    del ways[part]
+    nn.quantize(model, class_predicate=lambda name, _: kept.get(name, False))
 
 
 def check_kernels(model: Model) -> None:
@@ -443,7 +474,7 @@ def of_mlx(model: Model) -> tuple[str, bool]:
     """A line on what MLX itself computes at the sizes of a model's weights, and whether it is right."""
     kinds, config = model.config.layer_kinds, model.config
     firsts = [model.layers[kinds.index(kind)] for kind in dict.fromkeys(kinds)]
-    arrays = [array for layer in firsts for _, array in tree_flatten(layer.parameters())]
+    arrays = [array for layer in firsts for _, array in tree_flatten(layer.parameters()) if array.dtype != mx.uint32]
     heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     return probe.look([*(array for array in arrays if array.ndim == 2), model.head_weight], heads)
 
@@ -539,6 +570,13 @@ def random_config(name: str) -> hub.ModelConfig:
     return hub.make_config(raw)
 
 
+def refuse_packed(name: str) -> None:
+    """Raises ValueError for a model to train whose weights have few bits, which no update would move."""
+    if load_config(name).packing:
+        fix = "train the checkpoint of 16 bits that it was made from"
+        raise ValueError(f"--model {name} is quantized: {fix}; as --judge-model and --teacher it is taken")
+
+
 @contextlib.contextmanager
 def named_by(flag: str) -> Iterator[None]:
     """Inside, what is wrong with a model is said of this flag instead of --model."""
@@ -570,12 +608,15 @@ def random_model(name: str, dtype: mx.Dtype | None = None) -> Model:
     return model
 
 
-def load(path_or_id: str | Path, dtype: mx.Dtype | None = None, adapter: str | Path | None = None) -> tuple[Model, Any]:
+def load(
+    path_or_id: str | Path, dtype: mx.Dtype | None = None, adapter: str | Path | None = None, frozen: bool = False
+) -> tuple[Model, Any]:
     """
     Model and tokenizer of `demo`, a Hugging Face directory or a hub id, in `dtype` (`default_dtype()`). A name of
     `RANDOM` gives random weights with the demo's tokenizer.
 
-    adapter: a run, a checkpoint or a directory of mlx_lm's layout, whose weights are merged in.
+    adapter: a run, a checkpoint or a directory of mlx_lm's layout, whose weights are merged in. frozen: a judge or a
+    teacher, whose weights of few bits stay packed on a GPU; a CPU multiplies by packed ones 4 to 40 times slower.
     ValueError names what is wrong.
     """
     if str(path_or_id).startswith("random:"):
@@ -584,7 +625,8 @@ def load(path_or_id: str | Path, dtype: mx.Dtype | None = None, adapter: str | P
         return random_model(str(path_or_id), dtype), hub.load_tokenizer(hub.DEMO)
     with alive.doing(f"loading {path_or_id}"):
         directory = hub.find(path_or_id)
-        model, tokenizer = load_model(directory, dtype, adapter), hub.load_tokenizer(directory)
+        model = load_model(directory, dtype, adapter, packed=frozen and gpu.on_gpu())
+        tokenizer = hub.load_tokenizer(directory)
     largest, vocab_size = max(tokenizer.get_vocab().values(), default=0), model.config.vocab_size
     if largest >= vocab_size:
         raise ValueError(f"{directory}: the tokenizer has the id {largest}, the model only {vocab_size} ids")

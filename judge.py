@@ -203,7 +203,7 @@ def main(argv: list[str] | None = None) -> None:
         if not settings.url:
             name, why = gwen.choose_model(settings.model)
         print(f"judge: {name}, {why}; mode {settings.mode}", file=sys.stderr)
-        print(visible(labels.compare(make(settings, rubric, lambda: gwen.load(name)), known)))
+        print(visible(labels.compare(make(settings, rubric, lambda: gwen.load(name, frozen=True)), known)))
     except (ValueError, OSError) as error:
         fail(error)
 

@@ -139,6 +139,14 @@ def _num_weights(model: gwen.Model) -> int:
     return sum(array.size for _, array in tree_flatten(model.parameters()))
 
 
+def _frozen(name: str, shape: hub.ModelConfig, dtype: mx.Dtype) -> int:
+    """Bytes of the weights of a judge or teacher; on a GPU those of few bits stay packed."""
+    if not (shape.packing and gpu.on_gpu()):
+        return _num_weights(gwen.Model(shape)) * dtype.size
+    opened = gwen.open_model(hub.find(name), dtype, packed=True)  # still on disk
+    return sum(array.nbytes for _, array in tree_flatten(opened.parameters()))
+
+
 def _judge(demand: Demand) -> dict[str, int]:
     """A judge's fields of `Need`. Its prompts are a tree (judge.py): questions, answers, criteria."""
     (model, dtype, config, _, rubric), prompts = demand, demand.longest
@@ -148,7 +156,7 @@ def _judge(demand: Demand) -> dict[str, int]:
         shape = gwen.load_config(config.judge.model) if other else model
     is_copied = not config.model.lora_rank and config.objective.teacher != "self"  # the model before training
     has_own = other or (is_copied and (judged or config.objective.beta))
-    weights = _num_weights(gwen.Model(shape)) * dtype.size if has_own else 0
+    weights = _frozen(config.judge.model if other else "", shape, dtype) if has_own else 0
     if not judged or rubric is None:
         return {"judge": weights}
     preamble, criteria = rubrics.load_rubric(rubric)
@@ -178,8 +186,8 @@ def _teacher(model: hub.ModelConfig, dtype: mx.Dtype, config: Config) -> dict[st
     with gwen.named_by("--teacher"):
         shape = gwen.load_config(config.objective.teacher) if other else model
     hidden = config.sampling.batch * config.sampling.groups * config.sampling.max_tokens * shape.hidden_size
-    weights = _num_weights(gwen.Model(shape)) if other or not config.model.lora_rank else 0
-    return {"teacher": (weights + hidden) * dtype.size}
+    weights = _frozen(config.objective.teacher, shape, dtype) if other or not config.model.lora_rank else 0
+    return {"teacher": weights + hidden * dtype.size}
 
 
 def _update(demand: Demand, sizes: Sizes) -> tuple[int, int]:
@@ -505,6 +513,7 @@ def main(argv: list[str] | None = None) -> None:
                 print(visible(text), flush=True)
             return
         dtype = gwen.DTYPES[own.dtype] if own.dtype else gwen.default_dtype()
+        gwen.refuse_packed(config.model.name)
         model = gwen.load_config(config.model.name)
         lengths = [own.prompt_tokens] * config.sampling.batch
         if config.tools.tools or config.tools.env:

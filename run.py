@@ -77,6 +77,7 @@ class Run:
         chat_template.keep_date(world.first(lambda: run_files.begun(run_dir)))
         self.stopping = False  # Ctrl-C was pressed inside a step
         self.clock = PhaseClock(lambda name: self.journal.live.begin(name))
+        gwen.refuse_packed(config.model.name)
         self.model, self.tokenizer = gwen.load(config.model.name)
         eos_ids, s = self.model.config.eos_ids, config.sampling
         pad_id = next((i for i in (self.tokenizer.pad_token_id, *eos_ids) if i is not None), 0)

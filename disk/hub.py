@@ -2,7 +2,7 @@
 Hugging Face directories: finds a checkpoint and reads its configuration, tensors and tokenizer.
 
 `FAMILIES` says how one family of models differs from another. Checks everything it reads and rejects unsupported
-features by name: other families, quantization, mixture of experts, sliding windows.
+features by name: other families, mixture of experts, sliding windows, quantization by others than mlx_lm.
 Converts tensor names to those of the fused projections, and back. Left out: the model itself.
 """
 
@@ -95,6 +95,9 @@ class ModelConfig:
     rotary_dim: int  # the first of a head's dims, which positions rotate
     delta: DeltaSizes | None  # of layers with linear attention
     eos_ids: tuple[int, ...]
+    packing: (
+        dict[str, Any] | None
+    )  # `group_size`, `bits` and `mode`, of modules by name where they differ; see `unpack`
     raw: dict[str, Any]
 
     @property
@@ -164,6 +167,7 @@ def make_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) -
         rotary_dim=int(share * head_dim),
         delta=delta_sizes(raw) if "linear_attention" in kinds else None,
         eos_ids=tuple(eos),
+        packing=outer.get("quantization") or raw.get("quantization") or None,
         raw=raw,
     )
 
@@ -195,9 +199,9 @@ def checked(raw: dict[str, Any], key: str, low: float, high: float, default: Any
 
 def refuse_unsupported(raw: dict[str, Any]) -> None:
     """Raises ValueError naming a feature that no weights show; biases are refused as tensors by the strict load."""
-    for key in ("quantization", "quantization_config"):
-        if raw.get(key):
-            raise ValueError(f"config.json has {key}: quantized weights are not supported; take the 16-bit checkpoint")
+    packing, by_others = raw.get("quantization") or {}, raw.get("quantization_config")
+    if not isinstance(packing, dict) or (by_others and not packing):
+        raise ValueError(f"config.json has quantization {packing or by_others!r:.60}; read are mlx_lm's and 16 bits")
     if raw.get("use_sliding_window"):
         raise ValueError("config.json has use_sliding_window=true, which is not supported")
     if raw.get("hidden_act", "silu") != "silu":
@@ -307,7 +311,8 @@ def to_raw(config: ModelConfig, dtype: mx.Dtype) -> dict[str, Any]:
         "tie_word_embeddings": config.tie_word_embeddings,
         "eos_token_id": list(config.eos_ids) or None,
     }
-    raw = {key: value for key, value in config.raw.items() if key not in ("torch_dtype", "rope_parameters")} | common
+    old = ("torch_dtype", "rope_parameters", "quantization", "quantization_config")
+    raw = {key: value for key, value in config.raw.items() if key not in old} | common
     raw |= {
         "num_key_value_heads": config.num_key_value_heads,
         "head_dim": config.head_dim,
@@ -372,6 +377,33 @@ def unfuse_weights(weights: dict[str, mx.array], config: ModelConfig) -> dict[st
         for part, part_array in zip(FUSED[fused], mx.split(array, ends), strict=True):
             out[prefix + name.replace(fused, part)] = part_array
     return out
+
+
+# ---- weights of few bits, as mlx_lm packs them: NAME.weight uint32, and of each group NAME.scales and NAME.biases
+
+
+def packings(weights: dict[str, mx.array], config: ModelConfig) -> dict[str, dict[str, Any]]:
+    """Group size, bits and mode of each packed module, by its name, "model.layers.0.self_attn.q_proj"."""
+    given = {plain(key): value for key, value in (config.packing or {}).items()}
+    ways = {}
+    for name in sorted(name.removesuffix(".scales") for name in weights if given and name.endswith(".scales")):
+        way = given | (own if isinstance(own := given.get(name), dict) else {})
+        ways[name] = {key: way.get(key) for key in ("group_size", "bits")} | {"mode": way.get("mode", "affine")}
+    return ways
+
+
+def unpack(weights: dict[str, mx.array], ways: dict[str, dict[str, Any]]) -> None:
+    """Spreads these modules out, in place; each when something needs it. ValueError names one that does not fit."""
+    for name, way in ways.items():
+        scales, biases = weights.pop(f"{name}.scales"), weights.pop(f"{name}.biases", None)
+        if biases is not None:  # rounds once
+            scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
+        try:
+            packed = weights.get(f"{name}.weight", scales)
+            weights[f"{name}.weight"] = mx.dequantize(packed, scales, biases, **way)
+        except (TypeError, ValueError) as error:
+            fault = f"config.json has quantization={way}, not as {name} is packed: {first_line(error)}"
+            raise ValueError(fault) from error
 
 
 # ---- stored names of a hybrid family: "model." is "model.language_model." at Hugging Face's, and in mlx_lm

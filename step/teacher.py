@@ -45,7 +45,7 @@ class Teacher:
             self.model, self.shape = base or student, student.config
             return
         with gwen.named_by("--teacher"):
-            self.model, its_own = gwen.load(name)
+            self.model, its_own = gwen.load(name, frozen=True)
         self.shape = self.model.config
         refuse_other_tokenizer(name, tokenizer, its_own)
         if self.shape.vocab_size < self.num_ids:

@@ -24,6 +24,8 @@ def environment(blas: str) -> dict[str, Any]:
     if (root / ".git").exists() and shutil.which("git"):  # on a Mac without developer tools git opens a window
         asked = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
         commit = asked.stdout.strip() or None
+    elif (built := Path(__file__).with_name("commit.txt")).is_file():  # .ci/wheel.py put it into the wheel
+        commit = built.read_text()
     packages = ["mlx", "mlx-lm", "transformers", "datasets", "numpy"]
     return {
         "python": platform.python_version(),

@@ -1,0 +1,56 @@
+"""An installed Gwen: a wheel in an environment without the checkout, used from another directory."""
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import zipfile
+
+import pytest
+from conftest import ROOT, checked_line
+from test_layout import FILES
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The wheel of this checkout, made without the network."""
+    out = tmp_path_factory.mktemp("wheel")
+    made = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(out)]
+    subprocess.run(made, cwd=ROOT, check=True, capture_output=True)
+    return next(out.glob("gwen-*.whl"))
+
+
+@pytest.mark.slow
+def test_a_wheel_trains_answers_and_knows_its_commit_in_another_directory(wheel, tmp_path):
+    environment = tmp_path / "environment"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
+    python, gwen = environment / "bin" / "python", environment / "bin" / "gwen"
+    install = [os.environ.get("UV", "uv"), "pip", "install", "-q", "--offline", "--no-deps", f"--python={python}"]
+    subprocess.run([*install, str(wheel)], check=True)
+    (site,) = environment.glob("lib/python*/site-packages")
+    (site / "libraries.pth").write_text(sysconfig.get_path("purelib"))  # all but Gwen, without the network
+
+    def run(*words):
+        return subprocess.run([gwen, *words], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+
+    trained = run(
+        "train", "--model", "demo", "--steps", "2", "--batch", "2", "--eval-every", "0", "--run-dir", "runs/demo"
+    )
+    assert trained.returncode == 0, trained.stderr
+    commit = json.loads((tmp_path / "runs" / "demo" / "env.json").read_text())["commit"]
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert commit == (head.stdout.strip() or "outside git")
+    said = run("sample", "--run", "runs/demo", "--temp", "0", "--prompt", "What is two plus three?")
+    assert said.stdout.endswith(".\n"), said.stderr
+    mistaken = run("trian")
+    assert mistaken.returncode == 2 and checked_line(mistaken.stderr, "did you mean train")
+
+
+def test_a_wheel_has_every_room_with_its_data_and_no_tests(wheel):
+    held = set(zipfile.ZipFile(wheel).namelist())
+    left_out = ("bench", "docs/", "examples/", "tests/", ".")
+    files = [path.relative_to(ROOT).as_posix() for path in FILES]
+    assert {name for name in files if ("/" in name or name.endswith(".py")) and not name.startswith(left_out)} == {
+        name for name in held if ".dist-info/" not in name and name != "machine/commit.txt"
+    }

@@ -11,9 +11,11 @@ Axes: N rows, L positions, C hidden, H query heads, K kv heads, D head dim, F ml
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,7 +27,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from disk import adapters, hub
-from flags import Parser, fail
+from flags import Parser, fail, load_yaml
 from kv_cache import CAUSAL, Cache, KVCache, Layout, SlotCache
 from layers import attention, delta, ops, probe, softmax
 from layers.delta_state import DeltaState
@@ -528,45 +530,34 @@ def choose_model(asked: str | None, adapter: str | Path | None = None, usual: st
     return hub.DEFAULT_MODEL, "the default on a GPU"
 
 
-# name -> hidden, layers, mlp, heads, kv heads, head dim, vocabulary; "0.6b" has Qwen3-0.6B's shape
-RANDOM = {
-    "random:2m": (128, 5, 384, 4, 2, 32, 8192),
-    "random:30m": (512, 8, 1536, 8, 4, 64, 8192),
-    "random:0.6b": (1024, 28, 3072, 16, 8, 128, 151_936),
-    "random:2m-hybrid": (128, 4, 384, 4, 2, 32, 8192),
-    "random:30m-hybrid": (512, 8, 1536, 8, 4, 64, 8192),
-    "random:0.8b": (1024, 24, 3584, 8, 2, 256, 248_320),
-}
-# of the hybrids: heads of a gated delta net, and their size, of keys as of values; "0.8b" has Qwen3.5-0.8B's shape
-RANDOM_DELTA = {"random:2m-hybrid": (4, 32), "random:30m-hybrid": (8, 64), "random:0.8b": (16, 128)}
+@functools.cache
+def known_models() -> dict[str, Any]:
+    """The rows of data/models.yaml by name."""
+    return load_yaml(Path(__file__).parent / "data" / "models.yaml", "data/models.yaml")
 
 
-def random_config(name: str) -> hub.ModelConfig:
-    """The configuration of a size in `RANDOM`. ValueError when there is none of that name."""
-    if name not in RANDOM:
-        raise ValueError(f"--model {name}: the random models are {', '.join(RANDOM)}")
-    hidden, layers, width, heads, kv_heads, head_dim, vocab = RANDOM[name]
-    raw = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "intermediate_size": width,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
-        "vocab_size": vocab,
+def known_config(name: str) -> hub.ModelConfig:
+    """The configuration of a model in data/models.yaml. ValueError when there is none of that name."""
+    if name not in known_models():
+        known = [one for one in known_models() if one.startswith("random:")]
+        raise ValueError(f"--model {name}: the random models are {', '.join(known)}")
+    row = known_models()[name]
+    names = (
+        "hidden_size num_hidden_layers intermediate_size num_attention_heads num_key_value_heads head_dim vocab_size"
+    )
+    raw = dict(zip(names.split(), row["sizes"], strict=True)) | {
+        "architectures": [{"qwen3_5_text": "Qwen3_5ForCausalLM"}.get(row["type"], "Qwen3ForCausalLM")],
+        "model_type": row["type"],
         "rms_norm_eps": 1e-6,
         "max_position_embeddings": 40960,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": row.get("tied", True),
         "rope_theta": 1e6,
         "hidden_act": "silu",
         "attention_bias": False,
     }
-    if name in RANDOM_DELTA:
-        raw |= {"architectures": ["Qwen3_5ForCausalLM"], "model_type": hub.TEXT_PART}
-        for kind in ("key", "value"):
-            raw[f"linear_num_{kind}_heads"], raw[f"linear_{kind}_head_dim"] = RANDOM_DELTA[name]
+    if row["type"] == hub.TEXT_PART:
+        heads = "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim".split()
+        raw |= dict(zip(heads, [*row["delta"], row["delta"][-1]], strict=True))
     return hub.make_config(raw)
 
 
@@ -587,14 +578,16 @@ def named_by(flag: str) -> Iterator[None]:
 
 
 def load_config(path_or_id: str | Path) -> hub.ModelConfig:
-    """The configuration of what `load` takes. ValueError names what is wrong with it."""
-    name = str(path_or_id)
-    return random_config(name) if name.startswith("random:") else hub.load_config(hub.find(path_or_id))
+    """The configuration of what `load` takes, of which nothing else is downloaded. ValueError says what is wrong."""
+    name, shape = str(path_or_id), str(path_or_id).removesuffix("-Instruct").removesuffix("-Base")
+    if name.startswith("random:") or (shape in known_models() and not Path(name).is_dir()):
+        return known_config(shape)
+    return hub.load_config(hub.find(path_or_id, files=["config.json", "generation_config.json"]))
 
 
 def random_model(name: str, dtype: mx.Dtype | None = None) -> Model:
-    """A model of a size in `RANDOM` with seeded random weights and no end token, for benchmarks and tests."""
-    model, dtype = Model(random_config(name)), dtype or default_dtype()
+    """A `random:` model, with seeded weights and no end token, for benchmarks and tests."""
+    model, dtype = Model(known_config(name)), dtype or default_dtype()
     weights = tree_flatten(model.parameters())
     keys = mx.random.split(mx.random.key(0), len(weights))
     for (path, array), key in zip(sorted(weights), keys, strict=True):
@@ -612,8 +605,8 @@ def load(
     path_or_id: str | Path, dtype: mx.Dtype | None = None, adapter: str | Path | None = None, frozen: bool = False
 ) -> tuple[Model, Any]:
     """
-    Model and tokenizer of `demo`, a Hugging Face directory or a hub id, in `dtype` (`default_dtype()`). A name of
-    `RANDOM` gives random weights with the demo's tokenizer.
+    Model and tokenizer of `demo`, a Hugging Face directory or a hub id, in `dtype` (`default_dtype()`). A name
+    with `random:` gives random weights with the demo's tokenizer.
 
     adapter: a run, a checkpoint or a directory of mlx_lm's layout, whose weights are merged in. frozen: a judge or a
     teacher, whose weights of few bits stay packed on a GPU; a CPU multiplies by packed ones 4 to 40 times slower.
@@ -672,7 +665,7 @@ def doctor() -> Iterator[tuple[str, bool]]:
     well = error < limit
     yield f"rope: {'right' if well else 'WRONG'}, within {error:.1g} of its formula at positions 0, 40 and 700", well
     usual = "random:0.6b" if gpu.has_metal() else "random:2m"
-    shape = Model(dataclasses.replace(random_config(usual), layer_kinds=("full_attention",)))
+    shape = Model(dataclasses.replace(known_config(usual), layer_kinds=("full_attention",)))
     shape.set_dtype(dtype)
     line, well = of_mlx(shape)
     yield f"MLX: {line}; at the sizes of {usual}", well
@@ -680,7 +673,7 @@ def doctor() -> Iterator[tuple[str, bool]]:
         yield line, True
     yield f"kernels: GWEN_KERNELS is {os.environ.get('GWEN_KERNELS') or 'on'}", True
     for line, agrees in kernels.report(dtype):
-        yield f"  {line}", agrees
+        yield line, agrees
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -691,8 +684,11 @@ def main(argv: list[str] | None = None) -> None:
     try:
         kernels.is_wanted()  # a mistake in the environment is told before anything else
         for line, well in doctor():
-            print(line, flush=True)
+            print("ok " if well else "BAD", line, flush=True)
             all_well &= well
+        # what fits is counted above this room
+        command = [sys.executable, str(Path(__file__).with_name("preflight.py")), "--fits"]
+        print(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout, end="")
     except ValueError as error:
         fail(error)
     if not all_well:

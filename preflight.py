@@ -1,15 +1,18 @@
 """
-The memory that a run will need, from its settings and the model's configuration alone: `uv run preflight.py --model M`.
+The memory and the time that a run will need, from its settings and the model's configuration alone: `uv run
+preflight.py --model M`.
 
 A step needs what stays (weights, adapters, the optimizer's state, Python) and then, in turn, what a rollout, the judge
 or an update takes; the largest of them decides. The longest prompts and completions of `--max-tokens` are assumed.
 Weights, moments, caches and logits are counted; what layers keep for the gradient is one constant times their widths,
-measured on a CPU: a test holds the figure to 5% under the peak at most and 30% over it. `--try` takes some steps.
+measured on a CPU: a test holds the figure to 5% under the peak at most and 30% over it. `--try` takes some steps,
+`--fits` says what the machine can train.
 
 Axes: M rows of a micro-batch, P prompt and T completion positions, S keys, V vocabulary, C hidden, H query heads,
 K kv heads, D head dim, F mlp width.
 """
 
+import dataclasses
 import subprocess
 import sys
 import tempfile
@@ -24,8 +27,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 import gwen
-import lora
-from config import Config, Sizes
+from config import Config, ModelSettings, Sizes
 from disk import checkpoint, hub
 from disk.run_files import read_log
 from flags import Parser, check_least, fail, visible
@@ -34,7 +36,7 @@ from kv_cache import round_up
 from layers import attention, lm_head
 from machine import alive, gpu, memory, world
 from problems.examples import prompt_text, short
-from settings.sources import OWN_TASK, given, parse, resolve
+from settings.sources import OWN_TASK, given, merged, parse, resolve
 from step import batch
 from step.rows import (
     ROOM,
@@ -52,8 +54,14 @@ from turns.episodes import context_of
 if TYPE_CHECKING:
     from machine import chips
 
-LAPTOP = 2 * 2**34 // 3  # bytes that macOS recommends for a GPU's working set on 16 GB, 11.45e9
-PYTHON = 300_000_000  # bytes: 118 MB with a small tokenizer, 105 more for 151,643 tokens, 30 for reading data
+
+def room_of(memory_bytes: int) -> int:
+    """Bytes that macOS recommends for a GPU's working set: of 16 GB 11.45e9."""
+    return 2 * memory_bytes // 3
+
+
+LAPTOP = room_of(2**34)
+PYTHON, OF_TOKEN = 170_000_000, 700  # bytes of Python, 30 MB for reading data included, and of a tokenizer by token
 # Positions of a micro-batch. On a CPU 8192 took as long for random:2m and 1.5 times as long for random:30m as 1024.
 BUDGET, GPU_BUDGET = 1024, 2048
 # Layers, beside those that are kept, while one's gradient is computed: where all are kept, and where some are not. A
@@ -64,26 +72,14 @@ TILES_IN_FLIGHT = 9  # of log-probabilities, those that MLX runs ahead with
 
 
 class Need(NamedTuple):
-    """Bytes: of what stays, and of each phase beside it."""
+    """Bytes by name: of what stays, and of each phase beside it."""
 
-    weights: int
-    adapters: int  # and their copies in 16 bits; or the float32 masters of a model whose own weights are trained
-    optimizer: int
-    rollout: int  # keys and values, prefill and logits
-    update: int
-    judge: int = 0  # weights of a judge that is not the policy without its adapters; of a KL term's reference too
-    judging: int = 0  # the judge's cache and forward pass
-    teacher: int = 0  # its weights, and what it says of a step's completions
-    cache: int = 0  # of a rollout: keys and values alone
-    python: int = PYTHON
-
-    @property
-    def resident(self) -> int:
-        return self.weights + self.adapters + self.optimizer + self.teacher + self.judge + self.python
+    stays: dict[str, int]
+    phases: dict[str, int]
 
     @property
     def total(self) -> int:
-        return self.resident + max(self.rollout, self.judging, self.update)
+        return sum(self.stays.values()) + max(self.phases.values())
 
 
 class Demand(NamedTuple):
@@ -100,65 +96,96 @@ class Demand(NamedTuple):
         """The lengths of a step's longest prompts."""
         return sorted(self.prompt_lengths)[-self.config.sampling.batch :]
 
-
-def estimate(demand: Demand, sizes: Sizes) -> Need:
-    """What a run needs at most."""
-    model, dtype, config, _, _ = demand
-    samples = config.objective.loss_type != "sft"
-    if not samples:
-        config = config.but(groups=1, max_tokens=1)
-        demand = demand._replace(config=config)
-    shapes = gwen.Model(model)  # lazy: nothing of it is ever computed
-    weights = _num_weights(shapes) * dtype.size
-    if config.model.lora_rank:
-        lora.apply(shapes, config.model.lora_rank, config.model.lora_scale, config.model.lora_targets)
-    trained = sum(array.size for _, array in tree_flatten(shapes.trainable_parameters()))
-    # float32 weights are their own masters
-    masters = trained if config.model.lora_rank or dtype != mx.float32 else 0
-    cache, decoding = 0, 0
-    if samples:
-        cache, decoding = rollout_bytes(
-            *(model, dtype, demand.longest, config.sampling.groups, config.sampling.max_tokens),
-            *(sizes.rollout_batch_size, sizes.sharing),
-        )
-    num_batches, update = _update(demand, sizes)
-    return Need(
-        weights=weights,
-        adapters=(4 + (dtype.size if config.model.lora_rank and dtype != mx.float32 else 0)) * masters,
-        optimizer=8 * trained,
-        cache=cache,
-        rollout=cache + decoding,
-        # at last the gradient, and what AdamW makes of it while old tensors go; measured: 5 to 7
-        update=max(update + 4 * trained * (num_batches > 1 or sizes.checkpoint_layers > 0), 7 * trained),
-        **_judge(demand),
-        **(_teacher(model, dtype, config) if config.objective.teacher else {}),
-    )
+    @property
+    def judge(self) -> hub.ModelConfig | None:
+        """The model that judges, if one does here."""
+        if self.rubric is None or self.config.judge.url:
+            return None
+        with gwen.named_by("--judge-model"):
+            return self.model if self.config.judges_itself else gwen.load_config(self.config.judge.model)
 
 
-def _num_weights(model: gwen.Model) -> int:
-    return sum(array.size for _, array in tree_flatten(model.parameters()))
+class Numbers(NamedTuple):
+    """How many numbers a model has: all weights, those of its layers' matmuls, and those that are trained."""
+
+    weights: int
+    matmuls: int
+    trained: int
 
 
-def _frozen(name: str, shape: hub.ModelConfig, dtype: mx.Dtype) -> int:
+def numbers(model: hub.ModelConfig, adapters: ModelSettings | None = None) -> Numbers:
+    """Counted of one layer of each kind, whose arrays are lazy: nothing is computed. adapters: None where none are."""
+    kinds = tuple(dict.fromkeys(model.layer_kinds))
+    shapes = gwen.Model(dataclasses.replace(model, layer_kinds=kinds))
+
+    def times(name: str) -> int:
+        parts = name.split(".")
+        return model.layer_kinds.count(kinds[int(parts[1])]) if parts[0] == "layers" else 1
+
+    named = {name: array for name, array in tree_flatten(shapes.parameters())}
+    weights = sum(array.size * times(name) for name, array in named.items())
+    in_layers = {name: array for name, array in named.items() if name.startswith("layers.") and array.ndim == 2}
+    matmuls = sum(array.size * times(name) for name, array in in_layers.items())
+    if adapters is None or not adapters.lora_rank:
+        return Numbers(weights, matmuls, weights)
+    targets = {f"{target}.weight" for target in adapters.lora_targets}
+    adapted = {name: array for name, array in in_layers.items() if ".".join(name.split(".")[-2:]) in targets}
+    columns = sum(sum(array.shape) * times(name) for name, array in adapted.items())
+    return Numbers(weights, matmuls, adapters.lora_rank * columns)
+
+
+def frozen_bytes(name: str, shape: hub.ModelConfig, dtype: mx.Dtype) -> int:
     """Bytes of the weights of a judge or teacher; on a GPU those of few bits stay packed."""
     if not (shape.packing and gpu.on_gpu()):
-        return _num_weights(gwen.Model(shape)) * dtype.size
+        return numbers(shape).weights * dtype.size
     opened = gwen.open_model(hub.find(name), dtype, packed=True)  # still on disk
     return sum(array.nbytes for _, array in tree_flatten(opened.parameters()))
 
 
-def _judge(demand: Demand) -> dict[str, int]:
-    """A judge's fields of `Need`. Its prompts are a tree (judge.py): questions, answers, criteria."""
-    (model, dtype, config, _, rubric), prompts = demand, demand.longest
-    judged = rubric is not None and not config.judge.url
-    other = judged and not config.judges_itself
-    with gwen.named_by("--judge-model"):
-        shape = gwen.load_config(config.judge.model) if other else model
-    is_copied = not config.model.lora_rank and config.objective.teacher != "self"  # the model before training
-    has_own = other or (is_copied and (judged or config.objective.beta))
-    weights = _frozen(config.judge.model if other else "", shape, dtype) if has_own else 0
-    if not judged or rubric is None:
-        return {"judge": weights}
+def sampling_of(config: Config) -> tuple[int, int, int]:
+    """Prompts, samples of each and their tokens in a step; of given replies, one sample that is its prompt."""
+    s = config.sampling
+    return (s.batch, 1, 1) if config.objective.loss_type == "sft" else (s.batch, s.groups, s.max_tokens)
+
+
+def estimate(demand: Demand, sizes: Sizes) -> Need:
+    """What a run needs at most."""
+    kept, (model, dtype, config, *_) = stays(demand), demand
+    _, groups, length = sampling_of(config)
+    rollout = 0
+    if config.objective.loss_type != "sft":
+        how = demand.longest, groups, length, sizes.rollout_batch_size, sizes.sharing
+        rollout = sum(rollout_bytes(model, dtype, *how))
+    update = update_bytes(demand, sizes, kept["optimizer"] // 8)
+    return Need(kept, {"rollout": rollout, "judging": judging_bytes(demand), "update": update})
+
+
+def stays(demand: Demand) -> dict[str, int]:
+    """What is there in every phase."""
+    (model, dtype, config, *_), judge, teacher = demand, demand.judge, demand.config.objective.teacher
+    rank, (num, _, trained) = config.model.lora_rank, numbers(model, config.model)
+    weights = num * dtype.size
+    copies = dtype.size if rank and dtype != mx.float32 else 0  # of adapters in 16 bits
+    masters = trained if rank or dtype != mx.float32 else 0  # float32 weights are their own
+    has_base = not rank and teacher != "self" and (judge or config.objective.beta)  # frozen, beside what trains
+    found = {"weights": weights, "adapters" if rank else "masters": (4 + copies) * masters, "optimizer": 8 * trained}
+    if teacher:  # what it says are the hidden states of all completions
+        with gwen.named_by("--teacher"):
+            shape = model if teacher == "self" else gwen.load_config(teacher)
+        own = frozen_bytes(teacher, shape, dtype) if teacher != "self" or not rank else 0
+        found["teacher"] = own + int(np.prod(sampling_of(config))) * shape.hidden_size * dtype.size
+    if judge and not config.judges_itself:
+        found["judge"] = frozen_bytes(config.judge.model, judge, dtype)
+    elif has_base:
+        found["judge"] = weights
+    return found | {"Python": PYTHON + OF_TOKEN * model.vocab_size}
+
+
+def judging_bytes(demand: Demand) -> int:
+    """The judge's cache and forward pass. Its prompts are a tree (judge.py): questions, answers, criteria."""
+    (_, dtype, config, _, rubric), model, prompts = demand, demand.judge, demand.longest
+    if model is None or rubric is None:
+        return 0
     preamble, criteria = rubrics.load_rubric(rubric)
     head, criterion = (TEMPLATE + len(text) // 4 for text in (preamble, max((c.text for c in criteria), key=len)))
     rows = config.judge.chunk_size
@@ -170,35 +197,24 @@ def _judge(demand: Demand) -> dict[str, int]:
     if config.judge.mode == "decode":
         columns += rows * (round_up(keys) + round_up(config.judge.think + rubrics.REPLY_TOKENS))
     positions = max(len(questions) * longest, answers * length, rows * criterion)
-    working = 1.1 * positions * forward_bytes(shape, dtype, keys) + 4 * 4 * rows * shape.vocab_size
+    working = 1.1 * positions * forward_bytes(model, dtype, keys) + 4 * 4 * rows * model.vocab_size
     nodes = 1 + len(questions) + answers + rows  # each keeps a state
-    kept = column_bytes(shape, dtype) * columns + state_bytes(shape, dtype) * nodes
-    return {"judge": weights, "judging": int(kept + working)}
+    return int(column_bytes(model, dtype) * columns + state_bytes(model, dtype) * nodes + working)
 
 
-def _teacher(model: hub.ModelConfig, dtype: mx.Dtype, config: Config) -> dict[str, int]:
-    """
-    A teacher's fields of `Need`. What it says are the hidden states of all completions.
-
-    The model's own base, which teaches a run that trains all weights, is a copy.
-    """
-    other = config.objective.teacher != "self"
-    with gwen.named_by("--teacher"):
-        shape = gwen.load_config(config.objective.teacher) if other else model
-    hidden = config.sampling.batch * config.sampling.groups * config.sampling.max_tokens * shape.hidden_size
-    weights = _frozen(config.objective.teacher, shape, dtype) if other or not config.model.lora_rank else 0
-    return {"teacher": weights + hidden * dtype.size}
+def micro_batches(demand: Demand, sizes: Sizes) -> tuple[list[list[int]], bool, batch.Cut]:
+    """Rows, whether they share their prompts, and how they are cut where all completions are as long as allowed."""
+    _, groups, length = sampling_of(demand.config)
+    rows = [row for place, num in enumerate(demand.longest) for row in [[place] * num] * groups]
+    return rows, *batch.plan(rows, np.full(len(rows), length), sizes.train_token_budget, "auto")
 
 
-def _update(demand: Demand, sizes: Sizes) -> tuple[int, int]:
-    """Number of micro-batches when all completions are as long as allowed, and bytes that the largest of them takes."""
-    (model, dtype, config, *_), prompts = demand, demand.longest
-    width, length, layers = model.hidden_size, config.sampling.max_tokens, model.num_hidden_layers
+def update_bytes(demand: Demand, sizes: Sizes, trained: int) -> int:
+    """What the largest micro-batch takes, and the gradient of `trained` numbers."""
+    (model, dtype, config, *_), (rows, shared, cut) = demand, micro_batches(demand, sizes)
+    width, layers, (*_, length) = model.hidden_size, model.num_hidden_layers, sampling_of(config)
     kinds = model.layer_kinds[sizes.checkpoint_layers :]  # of the layers that are kept
-    is_again = len(kinds) < layers
-    rows = [row for place, num in enumerate(prompts) for row in [[place] * num] * config.sampling.groups]
-    shared, cut = batch.plan(rows, np.full(len(rows), length), sizes.train_token_budget, "auto")
-    most = 0
+    is_again, most = len(kinds) < layers, 0
     for part, positions in cut:
         longest = max(len(rows[row]) for row in part)
         keys, columns = float(longest + length - 1), longest + length - 1
@@ -230,34 +246,35 @@ def _update(demand: Demand, sizes: Sizes) -> tuple[int, int]:
             head = 0 if config.model.lora_rank else 4 * model.vocab_size * width
             logprobs += max(tiles + head, 2 * head)  # the head's gradient: in tiles, and joined
         most = max(most, int(kept + max(backward, logprobs)))
-    return len(cut), most
+    # at last the gradient, and what AdamW makes of it while old tensors go; measured: 5 to 7
+    return max(most + 4 * trained * (len(cut) > 1 or is_again), 7 * trained)
 
 
-def settle(demand: Demand, most_rows: int = USUAL_ROWS) -> Sizes:
+def settle(demand: Demand, most_rows: int = USUAL_ROWS, room: float | None = None) -> Sizes:
     """
-    Decides each `auto`. most_rows: that a rollout, or an evaluation, has.
+    Decides each `auto`. most_rows: that a rollout, or an evaluation, has. room: bytes; None: this machine's.
 
     Micro-batches are cut smaller first, then as few layers as possible are computed again, which costs a third of the
     update. To fit is to need nine tenths of what a GPU offers, and without a GPU of what a laptop's would, so that a
     run on a CPU does not depend on the machine.
     """
     sampling, optimizer, layers = demand.config.sampling, demand.config.optimizer, demand.model.num_hidden_layers
-    room = ROOM * (memory.memory_size() if gpu.on_gpu() else LAPTOP)
+    kept = stays(demand)
+    room = ROOM * (room or (memory.memory_size() if gpu.on_gpu() else LAPTOP)) - sum(kept.values())
     budgets = [optimizer.train_token_budget or (GPU_BUDGET if gpu.on_gpu() else BUDGET)]
     if not optimizer.train_token_budget and gpu.on_gpu():
         budgets.append(BUDGET)
     named = {"off": [0], "on": [layers], "auto": list(range(layers + 1))}
     counts = named.get(optimizer.checkpoint_layers) or [int(optimizer.checkpoint_layers)]
-    options = [(budget, counts[0]) for budget in budgets] + [(budgets[-1], count) for count in counts[1:]]
-    for budget, count in options:
-        sizes = Sizes(sampling.rollout_batch_size or most_rows, sampling.share_prefix, budget, count)
-        need = estimate(demand, sizes)
-        if need.resident + need.update <= room:
+    rows = sampling.rollout_batch_size or most_rows
+    for budget, count in [(budget, counts[0]) for budget in budgets] + [(budgets[-1], one) for one in counts[1:]]:
+        sizes = Sizes(rows, sampling.share_prefix, budget, count)
+        if update_bytes(demand, sizes, kept["optimizer"] // 8) <= room:
             break
 
     def fits(rows: int) -> bool:
-        need = estimate(demand, sizes._replace(rollout_batch_size=rows))
-        return need.resident + need.rollout <= room
+        how = demand.longest, sampling.groups, sampling.max_tokens, rows, sizes.sharing
+        return sum(rollout_bytes(demand.model, demand.dtype, *how)) <= room
 
     return sizes if sampling.rollout_batch_size else sizes._replace(rollout_batch_size=rows_at_once(fits, most_rows))
 
@@ -268,62 +285,6 @@ def agree(sizes: Sizes) -> Sizes:
     return Sizes(min(rows), min(sharing), min(budgets), max(counts))  # "auto", "off", "on"
 
 
-LESS = {  # what makes a phase smaller
-    "rollout": "--rollout-batch-size or --max-tokens",
-    "judging": "--judge-chunk-size",
-    "update": "--train-token-budget, or set --checkpoint-layers on",
-}
-
-
-def advice(config: Config, need: Need, room: int) -> str:
-    """What to lower where a run does not fit."""
-    if need.resident > room:
-        if need.teacher > need.weights:
-            return "take a smaller --teacher"
-        smaller = f"take a smaller {'model' if config.judges_itself or not need.judge else '--judge-model'}"
-        return smaller if config.model.lora_rank else f"set --lora-rank 16, or {smaller}"
-    return "; ".join(f"lower {flag}" for phase, flag in LESS.items() if need.resident + getattr(need, phase) > room)
-
-
-def step_of(demand: Demand, sizes: Sizes) -> "chips.Step":
-    """What a step of a run computes; prompts are computed once for a group."""
-    from machine import chips
-
-    model, dtype, config, _, rubric = demand
-    sampling, weights = config.sampling, matmuls_of(model)
-    num_rows, prompts = sampling.batch * sampling.groups, demand.longest
-    judged = 0.0
-    if rubric is not None and not config.judge.url:
-        judge = model if config.judges_itself else gwen.load_config(config.judge.model)
-        texts = sum(TEMPLATE + len(criterion.text) // 4 for criterion in rubrics.load_rubric(rubric).criteria)
-        judged = (sum(prompts) + num_rows * (sampling.max_tokens + texts)) * matmuls_of(judge) / weights
-    forward = 1 + bool(config.objective.beta) + bool(config.objective.teacher)
-    backward = (1 if config.model.lora_rank else 2) + sizes.checkpoint_layers / model.num_hidden_layers
-    return chips.Step(
-        layers=model.num_hidden_layers,
-        weights=weights,
-        head=model.vocab_size * model.hidden_size,
-        pair=4 * model.num_attention_heads * model.head_dim * sum(k != "linear_attention" for k in model.layer_kinds),
-        column=column_bytes(model, dtype),
-        state=state_bytes(model, dtype),
-        itemsize=dtype.size,
-        batch=sampling.batch,
-        groups=sampling.groups,
-        prompt=max(prompts),
-        answer=sampling.max_tokens,
-        rows=sizes.rollout_batch_size,
-        judged=int(judged),
-        batches=_update(demand, sizes)[0],
-        passes=forward + config.optimizer.num_iterations * backward,
-    )
-
-
-def matmuls_of(model: hub.ModelConfig) -> int:
-    """Weights of all layers' matmuls."""
-    layers = gwen.Model(model).layers  # lazy: nothing of it is ever computed
-    return sum(array.size for layer in layers for _, array in tree_flatten(layer.parameters()) if array.ndim == 2)
-
-
 def rubric_of(config: Config) -> Path | None:
     """The rubric that a run is judged by, as far as that is known without its data."""
     data, bundled = config.data, Path(__file__).parent / "data" / f"{config.data.task}_rubric.yaml"
@@ -331,31 +292,139 @@ def rubric_of(config: Config) -> Path | None:
     return Path(data.rubric) if data.rubric else None if unasked or not bundled.is_file() else bundled
 
 
+LESS = {  # what makes a phase smaller
+    "rollout": "lower --rollout-batch-size or --max-tokens",
+    "judging": "lower --judge-chunk-size",
+    "update": "lower --train-token-budget, or set --checkpoint-layers on",
+}
+
+
 def line(demand: Demand, sizes: Sizes) -> str:
     """What a run needs, phase by phase, against what the machine has, and the flag to turn where it does not fit."""
-    config, need = demand.config, estimate(demand, sizes)
-    room = memory.memory_size()
-    stays = {
-        "weights": need.weights,
-        "adapters" if config.model.lora_rank else "masters": need.adapters,
-        "optimizer": need.optimizer,
-        "teacher": need.teacher,
-        "judge": need.judge,
-        "Python": need.python,
-    }
-    phases = {f"rollout ({_gb(need.cache)} cache)": need.rollout, "judging": need.judging, "update": need.update}
-    staying, passing = ([f"{_gb(size)} {name}" for name, size in part.items() if size] for part in (stays, phases))
-    return (
+    need, room = estimate(demand, sizes), memory.memory_size()
+    staying, passing = ([f"{_gb(size)} {name}" for name, size in part.items() if size] for part in need)
+    said = (
         f"memory: {_gb(need.total)} of {_gb(room)} GB = {' + '.join(staying)} + "
         f"{'the largest of ' * (len(passing) > 1)}{', '.join(passing)} "
         f"at --train-token-budget {sizes.train_token_budget} "
         f"--checkpoint-layers {sizes.settings()['checkpoint_layers']}"
-        + (f"; it does not fit: {advice(config, need, room)}" if need.total > room else "")
+    )
+    kept = need.stays
+    if need.total <= room:
+        return said
+    if sum(kept.values()) <= room:
+        return f"{said}; it does not fit: {LESS[max(need.phases, key=need.phases.__getitem__)]}"
+    others = {name for name in ("teacher", "judge") if kept.get(name, 0) > kept["weights"]}
+    smaller = f"take a smaller {f'--{others.pop()}' if others else 'model'}".replace("--judge", "--judge-model")
+    return f"{said}; it does not fit: " + (
+        smaller if demand.config.model.lora_rank else f"set --lora-rank 16, or {smaller}"
     )
 
 
 def _gb(size: float) -> str:
     return f"{size / 1e9:.2f}"
+
+
+# ---- the time
+
+
+def costs(demand: Demand, sizes: Sizes) -> "dict[str, chips.Cost]":
+    """What each phase of a step moves and computes; prompts are computed once for a group."""
+    from machine import chips
+
+    (model, dtype, config, _, rubric), judge, prompts = demand, demand.judge, demand.longest
+    (_, groups, length), layers = sampling_of(config), model.num_hidden_layers
+    num_rows, num_prompts, matmuls = len(prompts) * groups, sum(prompts), numbers(model).matmuls
+    rows, head = min(sizes.rollout_batch_size, num_rows), model.vocab_size * model.hidden_size
+    weights, width = matmuls * dtype.size, max(prompts) + length / 2  # of an answer that is half done
+    # FLOPs of a query and a key in all layers
+    pair = 4 * model.num_attention_heads * model.head_dim * sum(k != "linear_attention" for k in model.layer_kinds)
+    cached = rows * (max(prompts) / groups + length / 2) * column_bytes(model, dtype) + 2 * rows * state_bytes(
+        model, dtype
+    )
+    num_steps = length * num_rows / rows
+    again = sizes.checkpoint_layers / layers
+    passes: float = 1 + bool(config.objective.beta) + bool(config.objective.teacher)
+    passes += config.optimizer.num_iterations * (again + (1 if config.model.lora_rank else 2))
+    trained: float = passes * 2 * matmuls * (num_prompts + num_rows * length)
+    trained += (4 * head + 3.5 * pair * width) * num_rows * length  # logits, and attention, with their gradients
+    num_batches = len(micro_batches(demand, sizes)[-1])
+    found = {
+        "prefill": chips.Cost(weights, 2 * matmuls * num_prompts + pair * num_prompts * max(prompts) / 2),
+        "decode": chips.Cost(
+            num_steps * (weights + head * dtype.size + cached),
+            num_steps * rows * (2 * (matmuls + head) + pair * width),
+            num_steps * chips.LAUNCHES * layers,
+        ),
+        "update": chips.Cost(
+            num_batches * weights, trained, num_batches * chips.UPDATE_LAUNCHES * layers, chips.UPDATE
+        ),
+    }
+    if judge and rubric:
+        texts = sum(TEMPLATE + len(criterion.text) // 4 for criterion in rubrics.load_rubric(rubric).criteria)
+        judged, its = num_prompts + num_rows * (length + texts), numbers(judge).matmuls
+        found["judge"] = chips.Cost(its * dtype.size, (2 * its + pair * width) * judged)
+    return found
+
+
+def time_line(demand: Demand, sizes: Sizes) -> str:
+    """What a step moves, computes and takes: here, or on each chip that is sold with enough memory."""
+    from machine import chips
+
+    found, need = costs(demand, sizes), estimate(demand, sizes).total
+    fit = [chips.here()] if gpu.on_gpu() else [one for one in chips.load() if room_of(max(one.memory)) >= need]
+    times = ", ".join(f"{chip.name} {chips.seconds(found, chip):.2g} s" for chip in fit) or "no chip has the memory"
+    moved, computed = (sum(getattr(cost, unit) for cost in found.values()) for unit in ("bytes", "flops"))
+    return (
+        f"a step: {moved / 1e9:.0f} GB of weights and caches, {computed / 1e12:.1f} TFLOP: {times} "
+        "(an estimate: nobody has measured this on a Mac)"
+    )
+
+
+# ---- what a machine can train
+
+PROMPT = 256  # tokens of the prompts assumed
+PATIENCE = 3600.0  # seconds of 100 steps that a start should take at most
+
+
+class Fit(NamedTuple):
+    """A model and its recipe for own data on a machine: bytes, and seconds a step."""
+
+    model: str
+    need: int
+    seconds: float
+    config: Config
+
+    @property
+    def cells(self) -> list[str]:
+        """GB, seconds a step and minutes of its recipe, to two digits; below a second Python takes most of a step."""
+        times = self.seconds, self.seconds * self.config.optimizer.steps / 60
+        return [f"{self.need / 1e9:.1f}", *(f"{float(f'{one:.2g}'):g}" if one >= 1 else "<1" for one in times)]
+
+
+def fits(room: float, chip: "chips.Chip", dtype: mx.Dtype) -> Iterator[Fit]:
+    """The models that a machine of `room` bytes can train, as a run on own data by its recipe would."""
+    from machine import chips
+
+    for name in ["demo", *(one for one in gwen.known_models() if not one.startswith("random:"))]:
+        config = merged({"model": name, "task": "own"}, None)
+        demand = Demand(gwen.load_config(name), dtype, config, [PROMPT] * config.sampling.batch)
+        sizes = settle(demand, room=room)
+        if (need := estimate(demand, sizes).total) <= room:
+            yield Fit(name, need, chips.seconds(costs(demand, sizes), chip), config)
+
+
+def fits_here() -> Iterator[str]:
+    """What this machine can train, as lines of a table, and what to start with."""
+    from machine import chips
+
+    found = list(fits(memory.memory_size(), chips.here(), gwen.default_dtype()))
+    yield f"what fits, for prompts of {PROMPT} tokens (time is an estimate, measured on no Mac, of steps alone):"
+    yield f"{'model':28}{'GB':>6}{'s a step':>10}{'minutes':>10}"
+    for fit in found:
+        yield "{:28}{:>6}{:>10}{:>10}".format(fit.model, *fit.cells)
+    best = max((fit for fit in found if 100 * fit.seconds < PATIENCE), key=lambda fit: fit.need, default=found[0])
+    yield f"start with: uv run train.py --model {best.model}"
 
 
 # ---- the command
@@ -496,9 +565,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--try", action="store_true", dest="trial", help="take four steps first and say what they show")
     parser.add_argument("--prompt-tokens", type=int, default=256, help="length of the longest prompts")
     parser.add_argument("--audit", action="store_true", help="show instead what the reward functions pay for")
+    parser.add_argument("--fits", action="store_true", help="show instead what this machine can train")
     parser.add_argument("--dtype", choices=tuple(gwen.DTYPES), help="of the weights (default: as train.py takes it)")
     own, rest = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
     try:
+        if own.fits:
+            print(*fits_here(), sep="\n")
+            return
         args = parse(rest)
         if args.resume is True:
             args.resume = checkpoint.newest_unfinished(args.steps)
@@ -523,10 +596,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"{choice}; {own.prompt_tokens} prompt tokens")
         sizes = settle(demand)
         print(line(demand, sizes))
-        from machine import chips
-
-        here = str(mx.device_info().get("device_name", "")).removeprefix("Apple ")
-        print(chips.line(step_of(demand, sizes), estimate(demand, sizes).total, here))
+        print(time_line(demand, sizes))
     except (ValueError, OSError) as error:
         fail(error)
 

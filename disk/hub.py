@@ -6,9 +6,11 @@ features by name: other families, mixture of experts, sliding windows, quantizat
 Converts tensor names to those of the fused projections, and back. Left out: the model itself.
 """
 
+import contextlib
 import importlib.util
 import logging
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -546,21 +548,29 @@ DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
 HUB_FILES = ["*.json", "model*.safetensors", "*.jinja", "merges.txt"]  # no pickles, no code
 
 
-def hub_directory(hub_id: str) -> Path:
+def hub_directory(hub_id: str, files: list[str] = HUB_FILES) -> Path:
     """
-    The local copy of a hub model, downloaded if necessary; `id@revision` names a branch, tag or commit.
+    The local copy of a hub model's files, downloaded if necessary; `id@revision` names a branch, tag or commit.
 
     Raises ValueError, in one line, if it is neither cached nor available.
     """
     import huggingface_hub  # here: importing it takes a while
-    from huggingface_hub import errors
+    from huggingface_hub import constants, errors
 
     repo, _, revision = hub_id.partition("@")
     logger = logging.getLogger("huggingface_hub")
     level = logger.level
     logger.setLevel(logging.ERROR)  # retries would fill a screen; our error says the outcome in one line
     try:
-        return Path(huggingface_hub.snapshot_download(repo, revision=revision or None, allow_patterns=HUB_FILES))
+        how: Any = {"revision": revision or None, "allow_patterns": files}
+        try:
+            huggingface_hub.snapshot_download(repo, **how, local_files_only=True)
+        except errors.LocalEntryNotFoundError:
+            with contextlib.suppress(errors.DryRunError):  # the download itself says why
+                size = sum(one.file_size for one in huggingface_hub.snapshot_download(repo, **how, dry_run=True))
+                where = f"{size / 1e9:.3g} GB, once, to {constants.HF_HUB_CACHE}"
+                print(f"downloading {hub_id}: {where}", file=sys.stderr, flush=True)
+        return Path(huggingface_hub.snapshot_download(repo, **how))
     except errors.HFValidationError as error:
         raise ValueError(f"--model {hub_id}: neither a directory nor a hub id") from error
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, ConnectionError) as error:
@@ -602,8 +612,12 @@ def is_gguf(path_or_id: str | Path) -> bool:
     return path_or_id == "smollm2" or (Path(path_or_id).suffix == ".gguf" and os.path.isfile(path_or_id))
 
 
-def find(path_or_id: str | Path) -> Path:
-    """The directory of a bundled model, a local path, a GGUF file or a hub id. Raises ValueError if there is none."""
+def find(path_or_id: str | Path, files: list[str] = HUB_FILES) -> Path:
+    """
+    The directory of a bundled model, a local path, a GGUF file or a hub id, of which `files` are downloaded.
+
+    Raises ValueError if there is none.
+    """
     if path_or_id in BUNDLED:
         return BUNDLED[str(path_or_id)]
     if is_gguf(path_or_id):
@@ -614,4 +628,4 @@ def find(path_or_id: str | Path) -> Path:
         return Path(path_or_id)
     if isinstance(path_or_id, Path) or str(path_or_id).count("/") != 1 or str(path_or_id).startswith((".", "/", "~")):
         raise ValueError(f"--model {path_or_id}: no such directory, and no hub id, which has the form owner/name")
-    return hub_directory(path_or_id)
+    return hub_directory(path_or_id, files)

@@ -1,20 +1,25 @@
 """
-Writes the tables of flags in `docs/reference.md` and those of TRL's names in `docs/trl.md`: `uv run python -m
-docs.reference`.
+Writes the tables of flags in `docs/reference.md`, those of TRL's names in `docs/trl.md` and those of what fits in
+`docs/memory.md`: `uv run python -m docs.reference`.
 
-They stand between two marks; the rest of both pages is written by hand. A test fails when a table is out of date or a
+They stand between two marks; the rest of the pages is written by hand. A test fails when a table is out of date or a
 run writes a metric that `docs/reference.md` does not explain.
 """
 
 import itertools
+from collections.abc import Iterable
 from pathlib import Path
 
 import cpu_blas  # noqa: F401  (before mlx)
+import mlx.core as mx
 
-from config import SETTINGS  # all that the reference knows of the code, besides how a flag is read
+import preflight
+from config import SETTINGS
 from flags import Setting, choices_of, flag_of, foreign_names
+from machine import chips, gpu
 
-PAGE, TRL = (Path(__file__).with_name(name) for name in ("reference.md", "trl.md"))
+PAGE, TRL, MEMORY = (Path(__file__).with_name(name) for name in ("reference.md", "trl.md", "memory.md"))
+SIZES, CHIPS = (8, 16, 24, 32, 64), "M1, M2, M3, M4, M5, M4 Pro, M5 Pro, M4 Max, M5 Max".split(", ")
 BEGIN, END = "by `uv run python -m docs.reference`. -->\n", "\n<!-- end -->"
 
 
@@ -71,6 +76,28 @@ def trl_page() -> str:
     return filled(TRL, lines)
 
 
+def memory_page() -> str:
+    """The whole of `docs/memory.md`: what each Mac trains, by the estimate that a run prints."""
+    known = {chip.name: chip for chip in chips.load()}
+
+    def fits(gigabytes: int, chip: chips.Chip) -> dict[str, preflight.Fit]:
+        return {fit.model: fit for fit in preflight.fits(preflight.room_of(gigabytes << 30), chip, mx.float16)}
+
+    with gpu.as_on_a_mac():
+        by_size = [fits(size, known["M4"]) for size in SIZES]
+        by_chip = [fits(max(known[name].memory) >> 30, known[name]) for name in CHIPS]
+    models = by_size[-1]
+    needs = [[one[model].cells[0] if model in one else "" for one in by_size] for model in models]
+    times = [[one[model].cells[1] if model in one else "" for one in by_chip] for model in models]
+    lines = section("### GB, by the memory of the Mac", ["model", *map(str, SIZES)], rows_of(models, needs))
+    return filled(MEMORY, lines + section("### Seconds a step, by chip", ["model", *CHIPS], rows_of(models, times)))
+
+
+def rows_of(names: Iterable[str], cells: list[list[str]]) -> list[str]:
+    return [f"| {' | '.join([name, *its])} |" for name, its in zip(names, cells, strict=True)]
+
+
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
     TRL.write_text(trl_page(), encoding="utf-8")
+    MEMORY.write_text(memory_page(), encoding="utf-8")

@@ -4,13 +4,14 @@ What a step moves and computes, from numbers of its configuration, and what that
 A phase takes the longest of three times: that of its bytes at a chip's bandwidth and of its FLOPs at its arithmetic, by
 the share of both that others have reached, and that of its launches. Nobody has measured a step on a Mac. Left out:
 rewards, tokenizing, evaluation, what Python does.
-
-Axes: B prompts, G completions of each, P prompt and T completion positions.
 """
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import mlx.core as mx
 import yaml
 
 # Reached by mlx_lm on an M4 Max with Qwen3-4B in bfloat16: 13.9 TFLOP/s of prefill, 438 GB/s of decoding
@@ -36,24 +37,30 @@ def load() -> list[Chip]:
     ]
 
 
-class Step(NamedTuple):
-    """A model's numbers, and those of a step."""
+def here() -> Chip:
+    """This machine's chip. One that the table does not have is timed: a product of float32 matrices, and a sum."""
+    name = str(mx.device_info().get("device_name", "CPU")).removeprefix("Apple ")
+    known = [chip for chip in load() if chip.name == name]
+    matrix, row = mx.random.normal((1024, 1024)), mx.random.normal((2**24,))
+    return (
+        known[0]
+        if known
+        else Chip(
+            name,
+            row.nbytes / _least_seconds(lambda: row.sum()) / BANDWIDTH,
+            2 * 1024**3 / _least_seconds(lambda: matrix @ matrix) / ARITHMETIC,
+            (),
+        )
+    )
 
-    layers: int
-    weights: int  # of all layers' matmuls
-    head: int  # vocabulary x width
-    pair: int  # FLOPs of a query and a key in all layers
-    column: int  # bytes of a token's keys and values
-    state: int  # bytes that a row keeps whatever its length
-    itemsize: int  # bytes of a weight
-    batch: int
-    groups: int
-    prompt: int
-    answer: int  # tokens of every completion
-    rows: int  # decoded at once
-    judged: int  # positions that go through a judge
-    batches: int  # micro-batches of an update
-    passes: float  # through the layers in an update, a forward pass being one
+
+def _least_seconds(compute: Callable[[], mx.array]) -> float:
+    found = []
+    for _ in range(5):
+        begun = time.perf_counter()
+        mx.eval(compute())
+        found.append(time.perf_counter() - begun)
+    return min(found)
 
 
 class Cost(NamedTuple):
@@ -67,43 +74,6 @@ class Cost(NamedTuple):
         return max(moving, computing, LAUNCH * self.launches)
 
 
-def phases(step: Step) -> dict[str, Cost]:
-    """What each phase of a step costs."""
-    num_rows, width = step.batch * step.groups, step.prompt + step.answer / 2  # of an answer that is half done
-    prompts, answers = step.batch * step.prompt, num_rows * step.answer
-    weights = step.weights * step.itemsize
-    rows = min(step.rows, num_rows)
-    num_steps = step.answer * num_rows / rows
-    cached = rows * (step.prompt / step.groups + step.answer / 2) * step.column + 2 * rows * step.state
-    once = 2 * (step.weights + step.head) * rows + step.pair * rows * width  # FLOPs of a token of all rows
-    trained = step.passes * 2 * step.weights * (prompts + answers)
-    trained += 4 * step.head * answers  # logits and what goes back, once
-    trained += 3.5 * step.pair * answers * width  # attention, and two and a half times that for its gradient
-    costs = {
-        "prefill": Cost(weights, 2 * step.weights * prompts + step.pair * prompts * step.prompt / 2),
-        "decode": Cost(
-            num_steps * (weights + step.head * step.itemsize + cached),
-            num_steps * once,
-            num_steps * LAUNCHES * step.layers,
-        ),
-        "update": Cost(step.batches * weights, trained, step.batches * UPDATE_LAUNCHES * step.layers, UPDATE),
-    }
-    if step.judged:
-        costs["judge"] = Cost(weights, 2 * step.weights * step.judged + step.pair * step.judged * width)
-    return costs
-
-
-def seconds(step: Step, chip: Chip) -> float:
-    return sum(cost.seconds(chip) for cost in phases(step).values())
-
-
-def line(step: Step, need: int, here: str = "") -> str:
-    """What a step moves, computes and takes: here, or on each chip that is sold with enough memory for `need` bytes."""
-    costs, chips = phases(step).values(), load()
-    fit = [chip for chip in chips if chip.name == here] or [c for c in chips if 2 * max(c.memory) / 3 >= need]
-    moved, computed = sum(cost.bytes for cost in costs), sum(cost.flops for cost in costs)
-    times = ", ".join(f"{chip.name} {seconds(step, chip):.2g} s" for chip in fit) or "no chip has the memory"
-    return (
-        f"a step: {moved / 1e9:.0f} GB of weights and caches, {computed / 1e12:.1f} TFLOP: {times} "
-        "(an estimate: nobody has measured this on a Mac)"
-    )
+def seconds(costs: dict[str, Cost], chip: Chip) -> float:
+    """What a step with phases of these costs takes."""
+    return sum(cost.seconds(chip) for cost in costs.values())

@@ -61,6 +61,7 @@ def joined(data: str | None, held_out: str) -> str:
 # of the bundled models
 OWN_TASK = {"demo": "demo", "demo:rg": "rg:chain_sum,leg_counting", "demo:tools": "calculator"}
 RECIPES = {("demo:rg", "rg"): "demo-rg", ("demo:rg", "own"): "demo-rg", ("demo", "own"): "demo"}  # of model and task
+SMALL = 4e8  # parameters below which own data has other defaults
 
 
 def located(settings: dict[str, Any], *folders: Path) -> dict[str, Any]:
@@ -141,7 +142,8 @@ def resolve(
     said = f"model: {model}, {why}; {material(config)}"
     if task == "own" and recipe is None and is_own:
         values = config.flat()
-        said += f", at {' '.join(f'{flag_of(key)} {values[key]:g}' for key in of_task(task, model))}"
+        said += f", by recipes/{recipe_of(task, model)}.yaml: "
+        said += " ".join(f"{flag_of(key)} {values[key]:g}" for key in of_task(task, model))
     return config, said
 
 
@@ -171,18 +173,27 @@ def of_environment() -> dict[str, int]:
     return {"judge_chunk_size": int(text)} if text else {}
 
 
+def recipe_of(task: str, model: str) -> str:
+    """The name of a task's recipe. For own data it is by the size in the model's name: 135M, 0.6B."""
+    kind = task.partition(":")[0]
+    size = re.search(
+        r"(?<![\w.])(\d+(?:\.\d+)?)([mb])(?![a-z0-9])", Path(model.replace("smollm2", "135m")).name.lower()
+    )
+    is_small = size is not None and float(size[1]) * {"m": 1e6, "b": 1e9}[size[2]] < SMALL
+    return RECIPES.get((model, kind), "own-small" if kind == "own" and is_small else kind)
+
+
 def of_task(task: str, model: str) -> dict[str, Any]:
     """
     The task's defaults from `recipes/`: for rg:NAME, calculator and guess those of their bundled model, and none for
     another model; for own data with a bundled model those of the model's own task.
     """
-    kind = task.partition(":")[0]
-    name = RECIPES.get((model, kind), kind)
     paths = {path.stem: path for path in (Path(__file__).parents[1] / "recipes").glob("*.yaml")}
-    recipe = load_recipe(paths[name]) if name in paths else {}
+    recipe = load_recipe(paths[name]) if (name := recipe_of(task, model)) in paths else {}
     if model and recipe.get("model") in OWN_TASK and recipe["model"] != model:
         return {}
-    return {key: recipe[key] for key in recipe if kind != "own" or key not in ("model", "task", "task_config")}
+    is_own = task.partition(":")[0] == "own"
+    return {key: recipe[key] for key in recipe if not is_own or key not in ("model", "task", "task_config")}
 
 
 def load_recipe(path: Path) -> dict[str, Any]:

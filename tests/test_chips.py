@@ -24,10 +24,11 @@ def test_an_m4_max_prefills_and_decodes_as_fast_as_mlx_lm_has_published():
 def test_a_step_takes_what_was_counted_at_four_fifths_of_a_chips_peaks(name):
     """By c148fd6:bench/ledger.py, seconds at the peaks: 64 rows of Qwen3-0.6B, three criteria."""
     flags = {"model": "random:0.6b", "task": "values", "batch": 8, "groups": 8, "max_tokens": 256}
-    config, shape = resolve(flags, None, None)[0], gwen.random_config("random:0.6b")
-    demand = preflight.Demand(shape, mx.float16, config, [128] * 8, preflight.rubric_of(config))
-    step = preflight.step_of(demand, preflight.settle(demand))._replace(judged=8 * 128 + 64 * (256 + 3 * 24))
-    assert chips.seconds(step, CHIPS[name]) == pytest.approx(COUNTED[name] / 0.8, rel=0.2)
+    config, shape = resolve(flags, None, None)[0], gwen.known_config("random:0.6b")
+    demand = preflight.Demand(shape, mx.float16, config, [128] * 8)
+    weights, judged = preflight.numbers(shape).matmuls, 8 * 128 + 64 * (256 + 3 * 24)
+    found = preflight.costs(demand, preflight.settle(demand)) | {"judge": chips.Cost(2 * weights, 2 * weights * judged)}
+    assert chips.seconds(found, CHIPS[name]) == pytest.approx(COUNTED[name] / 0.8, rel=0.2)
 
 
 def test_a_chip_is_named_where_a_machine_with_it_has_the_memory(capsys):

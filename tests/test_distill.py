@@ -267,5 +267,5 @@ def test_a_teacher_that_does_not_fit_is_told_so_before_it_is_asked(monkeypatch, 
         monkeypatch.setattr(memory, "memory_size", lambda: 1_000_000_000)
         lines[name] = preflight.line(demand, sizes)
     weights = sum(array.nbytes for _, array in tree_flatten(gwen.Model(shape).parameters()))
-    assert needs["demo"].teacher == weights + 4 * shape.hidden_size * 12 * 12
+    assert needs["demo"].stays["teacher"] == weights + 4 * shape.hidden_size * 12 * 12
     assert "fit" not in lines["demo"] and lines["large"].endswith("; it does not fit: take a smaller --teacher")

@@ -56,9 +56,10 @@ def always_there():
     return fixed - sometimes
 
 
-def test_the_tables_of_flags_and_of_trl_s_names_are_up_to_date():
-    for path, made in ((reference.PAGE, reference.page()), (reference.TRL, reference.trl_page())):
-        assert path.read_text(encoding="utf-8") == made, "run `uv run python -m docs.reference`"
+def test_the_tables_of_flags_of_trl_s_names_and_of_what_fits_are_up_to_date():
+    pages = {reference.PAGE: reference.page, reference.TRL: reference.trl_page, reference.MEMORY: reference.memory_page}
+    for path, make in pages.items():
+        assert path.read_text(encoding="utf-8") == make(), "run `uv run python -m docs.reference`"
 
 
 def test_the_reference_has_every_flag():

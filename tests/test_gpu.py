@@ -153,7 +153,12 @@ def test_the_doctor_says_what_runs_here_and_what_a_mac_would_do(monkeypatch, cap
         kernels, "milliseconds", lambda function: 1.0
     )  # of the expressions it takes a quarter of a minute
     gwen.main(["--doctor"])
-    lines = dict(line.strip().split(" ", 1) for line in capsys.readouterr().out.splitlines())
+    said, _, fit = capsys.readouterr().out.partition("what fits, ")
+    assert fit.splitlines()[2].startswith("demo ") and fit.splitlines()[-1].startswith(
+        "start with: uv run train.py --model "
+    )
+    assert all(line.startswith("ok  ") for line in said.splitlines())
+    lines = dict(line[3:].strip().split(" ", 1) for line in said.splitlines())
     assert list(lines) == [
         *"versions: machine: memory: wired: device: BLAS: rope: MLX: hub: kernels:".split(),
         *kernels.OPS,
@@ -185,7 +190,7 @@ def test_the_doctor_fails_where_rope_is_wrong(monkeypatch, capsys):
     with pytest.raises(SystemExit) as status:
         gwen.main(["--doctor"])
     said = capsys.readouterr()
-    assert status.value.code == 2 and "rope: WRONG, within 1 of its formula" in said.out and "error:" in said.err
+    assert status.value.code == 2 and "BAD rope: WRONG, within 1 of its formula" in said.out and "error:" in said.err
 
 
 def test_ropes_error_is_that_of_float32_and_would_show_a_wrong_position(monkeypatch):
@@ -238,7 +243,7 @@ def test_a_model_that_is_loaded_says_in_a_line_what_mlx_computes_wrongly(monkeyp
     monkeypatch.setattr(gpu, "has_metal", lambda: True)
     monkeypatch.setattr(kernels, "is_wanted", lambda: False)
     monkeypatch.setattr(probe, "product_error", lambda weight, rows: float(rows > 8 and weight.shape == (768, 128)))
-    gwen.check_kernels(gwen.Model(gwen.random_config("random:2m")))
+    gwen.check_kernels(gwen.Model(gwen.known_config("random:2m")))
     said = capsys.readouterr().err
     assert said.startswith("gwen: MLX's own arithmetic is WRONG") and "float32 products 1e+04" in said
     assert said.count("\n") == 1

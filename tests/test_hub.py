@@ -370,6 +370,7 @@ def test_a_download_fetches_what_is_needed_and_is_there_when_the_hub_has_gone(se
     assert first.returncode == 0, first.stderr
     fetched = {request.rpartition("/")[2] for request in Hub.requests if request.startswith(f"GET /{QWEN}/resolve/")}
     assert fetched == Hub.files.keys() - {"pytorch_model.bin", "modeling_evil.py", "README.md"}
+    assert f"downloading {QWEN}: 0.0" in first.stderr and " GB, once, to " in first.stderr
     assert "Fetching" in first.stderr and f"model: {QWEN}, as asked" in first.stderr
     unknown = with_hub("sampler.py", *flags, "--model", f"{QWEN}@v9", **elsewhere)
     assert unknown.returncode == 2

@@ -32,6 +32,7 @@ from machine import kernels as machinery
 from settings import sources
 from settings.sources import given, parse
 from step import policy
+from step.rows import rollout_bytes
 
 ROOT = Path(gwen.__file__).parent
 GIB = 2**30
@@ -46,7 +47,7 @@ VICTIM = (
     "[METAL] Command buffer execution failed: Discarded (victim of GPU error/recovery) "
     "(00000005:kIOGPUCommandBufferCallbackErrorInnocentVictim)"
 )
-BIG = gwen.random_config("random:0.6b")
+BIG = gwen.known_config("random:0.6b")
 
 
 def recommended(gigabytes):
@@ -130,11 +131,10 @@ def demand_of(prompt_tokens=128, rubric=None, model=BIG, **flags):
 
 def test_prompts_that_are_shared_are_counted_once(mac):
     demand = demand_of(1024, batch=16, max_tokens=512)
-    sizes = Sizes(64, "on", 2048, 0)
     column = 2 * 28 * 8 * 128 * 2
-    shared = preflight.estimate(demand, sizes).cache
+    shared, alone = (rollout_bytes(BIG, mx.float16, demand.longest, 8, 512, 64, share)[0] for share in (True, False))
     assert shared == column * (16 * 1024 + 64 * 512)  # 5.6 GB
-    assert preflight.estimate(demand, sizes._replace(share_prefix="off")).cache == shared + column * 64 * 1024
+    assert alone == shared + column * 64 * 1024
 
 
 def test_a_gpus_memory_says_how_many_rows_are_decoded_at_once(mac, monkeypatch):
@@ -144,7 +144,9 @@ def test_a_gpus_memory_says_how_many_rows_are_decoded_at_once(mac, monkeypatch):
         demand = demand_of(max_tokens=1024, batch=16, rollout_batch_size="auto")
         sizes = preflight.settle(demand, 300)
         need = preflight.estimate(demand, sizes)
-        assert sizes.rollout_batch_size == expected and need.resident + need.rollout <= 0.9 * recommended(gigabytes)
+        assert sizes.rollout_batch_size == expected and sum(need.stays.values()) + need.phases[
+            "rollout"
+        ] <= 0.9 * recommended(gigabytes)
     assert preflight.settle(demand_of(max_tokens=8192, rollout_batch_size=64), 300).rollout_batch_size == 64
 
 

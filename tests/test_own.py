@@ -170,9 +170,8 @@ def test_a_rubric_joins_the_verifier_and_a_reward_takes_its_place(tmp_path):
 def test_own_data_is_its_own_task_and_its_defaults_are_said(tmp_path):
     path = write_log(tmp_path / "mine.jsonl", SUMS)
     got, said = settings("--data", path, "--batch", 3)
-    assert got.data.task == "own" and said.endswith(
-        "task: own, at --steps 60 --max-tokens 24 --learning-rate 0.004 --eval-every 20 --save-every 20"
-    )
+    flags = "--steps 60 --max-tokens 24 --learning-rate 0.004 --eval-every 20 --save-every 20"
+    assert got.data.task == "own" and said.endswith(f"task: own, by recipes/demo.yaml: {flags}")
     flags = given(parse(["--model", "Qwen/Qwen3-0.6B", "--data", path, "--batch", "3"]))
     got, said = sources.resolve(flags, None, None, lambda name: (name, "asked"))
     recipe = load_yaml(ROOT / "recipes" / "own.yaml", "")
@@ -181,6 +180,23 @@ def test_own_data_is_its_own_task_and_its_defaults_are_said(tmp_path):
     assert settings("--data", path, "--task", "demo")[0].data.task == "demo"
     assert settings("--data", path, "--loss-type", "sft")[0].data.task == "demo"
     assert "give it with --data FILE" in message_of(task_of, "--task", "own")
+
+
+@pytest.mark.parametrize(
+    ("model", "recipe"),
+    {
+        "smollm2": "own-small",
+        "HuggingFaceTB/SmolLM2-360M-Instruct": "own-small",
+        "/models/270m/my-0.27b": "own-small",
+        "Qwen/Qwen2.5-0.5B-Instruct": "own",
+        "random:30m": "own-small",
+        "Qwen/Qwen3-4B": "own",
+        "/models/135m/mine": "own",
+        "demo:rg": "demo-rg",
+    }.items(),
+)
+def test_own_data_has_the_defaults_of_the_size_in_the_model_s_name(model, recipe):
+    assert sources.recipe_of("own", model) == recipe and sources.recipe_of("values", model) == "values"
 
 
 @pytest.mark.slow

@@ -107,12 +107,12 @@ def test_a_packed_judge_takes_the_memory_that_was_said(few, monkeypatch):
     model = gwen.load_model(few, mx.float32, packed=True)
     config = make_config(model="demo", judge_model=str(few), batch=8, groups=2, max_tokens=8)
     demand = demand_of(config, 100, model.config, mx.float32)._replace(rubric=RUBRIC)
-    judging = preflight.estimate(demand, sizes).judging
+    judging = preflight.estimate(demand, sizes).phases["judging"]
     with monkeypatch.context() as patch:
         patch.setattr(gpu, "on_gpu", lambda: True)
-        weights = preflight._frozen(str(few), model.config, mx.float32)
+        weights = preflight.frozen_bytes(str(few), model.config, mx.float32)
     held = sum(array.nbytes for array in mx.load(str(few / "model.safetensors")).values())
-    assert held < weights < 0.5 * preflight._frozen("demo", gwen.load_config("demo"), mx.float32)
+    assert held < weights < 0.5 * preflight.frozen_bytes("demo", gwen.load_config("demo"), mx.float32)
     mx.clear_cache()
     mx.reset_peak_memory()
     questions = [f"{number} " + "one " * 99 for number in range(8)]

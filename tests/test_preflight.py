@@ -23,7 +23,7 @@ from step import policy
 from step.batch import cut
 
 GB = 10**9
-BIG = gwen.random_config("random:0.6b")
+BIG = gwen.known_config("random:0.6b")
 
 
 def make_config(**flags):
@@ -97,7 +97,8 @@ def test_a_step_takes_at_most_a_twentieth_more_than_was_said_and_a_quarter_less(
         grader.score([text for text in questions for _ in range(config.sampling.groups)], answers)
     peak = mx.get_peak_memory() - before
     # the optimizer's state is gone by then
-    said = need.total - need.python - (need.optimizer if need.judging > need.update else 0)
+    phases = need.phases
+    said = need.total - need.stays["Python"] - (need.stays["optimizer"] if phases["judging"] > phases["update"] else 0)
     print(f"{said / peak:.2f}")
     assert 0.95 * peak < said < 1.3 * peak
 
@@ -110,17 +111,17 @@ def test_weights_adapters_and_optimizer_are_counted_to_the_byte():
     sizes = Sizes(8, "auto", 1024, 0)
     learner = update.Learner(model, config, policy.Reader(config, sizes))
     need = preflight.estimate(demand_of(config, 80, model.config), sizes)
-    assert need.weights == held
+    assert need.stays["weights"] == held
     copies = [copy.nbytes for _, layer in lora.layers(model) for copy in layer.rounded(mx.float16)]
-    assert need.adapters == sum(array.nbytes for array in learner.trainable.values()) + sum(copies)
+    assert need.stays["adapters"] == sum(array.nbytes for array in learner.trainable.values()) + sum(copies)
     moments = [array for name, array in tree_flatten(learner.optimizer.state) if name.endswith((".m", ".v"))]
-    assert need.optimizer == sum(array.nbytes for array in moments)
+    assert need.stays["optimizer"] == sum(array.nbytes for array in moments)
 
 
 def test_16_bit_weights_that_train_have_float32_masters():
     for dtype, expected in ((mx.float16, 4), (mx.float32, 0)):
         need = preflight.estimate(demand_of(make_config(lora_rank=0), dtype=dtype), Sizes(8, "auto", 1024, 0))
-        assert need.adapters == expected * need.weights / dtype.size
+        assert need.stays["masters"] == expected * need.stays["weights"] / dtype.size
 
 
 @pytest.mark.slow
@@ -134,7 +135,7 @@ def test_auto_cuts_micro_batches_before_it_computes_layers_again(monkeypatch, on
         sizes = preflight.settle(demand)
         settled.append((sizes.train_token_budget, sizes.checkpoint_layers))
         need = preflight.estimate(demand, sizes)
-        assert need.resident + need.update <= 0.9 * room or settled[-1] == (1024, 28)
+        assert sum(need.stays.values()) + need.phases["update"] <= 0.9 * room or settled[-1] == (1024, 28)
     budgets, counts = zip(*settled, strict=True)
     assert budgets[0] == (2048 if on_gpu else 1024) and budgets[-1] == 1024
     assert list(budgets) == sorted(budgets, reverse=True) and list(counts) == sorted(counts)
@@ -231,7 +232,7 @@ def test_what_was_asked_for_stays_as_it_was():
 
 def test_without_a_gpu_auto_does_not_look_at_the_machine(monkeypatch):
     monkeypatch.setattr(memory, "memory_size", lambda: 1)
-    assert preflight.settle(demand_of(make_config(), 80, gwen.random_config("random:2m"))) == Sizes(64, "auto", 1024, 0)
+    assert preflight.settle(demand_of(make_config(), 80, gwen.known_config("random:2m"))) == Sizes(64, "auto", 1024, 0)
 
 
 def test_the_full_size_step_fits_a_laptop():
@@ -242,7 +243,7 @@ def test_the_full_size_step_fits_a_laptop():
 
 def test_the_line_says_nothing_of_flags_where_all_fits(monkeypatch):
     monkeypatch.setattr(memory, "memory_size", lambda: 16 * GB)
-    said = line_of(make_config(), gwen.random_config("random:2m"))
+    said = line_of(make_config(), gwen.known_config("random:2m"))
     assert said.startswith("memory: 0.") and "of 16.00 GB" in said and "fit" not in said
 
 

@@ -46,7 +46,6 @@ class Tokens(NamedTuple):
     ref_logprobs: mx.array | None = None  # under the model before training; None without a KL term
     num_items: mx.array | float | None = None  # counted tokens of the whole step; None: of these rows
     num_rows: float | None = None  # rows of the whole step; None: these
-    clipped: mx.array | None = None  # the result of `clipped_term`, if a kernel computed it from the logits
     divergences: mx.array | None = None  # between teacher and policy, with gradient; for "distill"
     weights: mx.array | None = None  # (M, 1), tokens that each counts for in sums; above 1 only without advantage
 
@@ -174,7 +173,7 @@ def clipped_term(ratio: mx.array, logprobs: mx.array, advantages: mx.array, obje
     -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A).
 
     If the two products are equal, the gradient is that of the first: at an end of the range, such as r = 1 with epsilon
-    0, mx.minimum and mx.clip would have none. The kernel of `softmax.row_losses` follows the same rule.
+    0, mx.minimum and mx.clip would have none.
     Source: PPO, arXiv:1707.06347, eq. 7; two ranges: DAPO, arXiv:2503.14476, eq. 10.
     """
     clipped = mx.clip(ratio, 1 - objective.epsilon, 1 + objective.upper)
@@ -246,7 +245,6 @@ def policy_loss(term: Callable[..., Term], average: Callable[[mx.array, Tokens, 
 
     def loss(tokens: Tokens, objective: Objective) -> Loss:
         mask, level = tokens.mask, objective.importance_sampling_level
-        assert tokens.clipped is None or (term is clipped_term and level == "token"), objective
         # values outside the mask are arbitrary; their exp must not become inf * 0 = nan
         logprobs = mx.where(mask > 0, tokens.logprobs, 0.0)
         old_logprobs = mx.where(mask > 0, mx.stop_gradient(tokens.old_logprobs), 0.0)
@@ -255,8 +253,6 @@ def policy_loss(term: Callable[..., Term], average: Callable[[mx.array, Tokens, 
         per_token, removed = term(ratio, logprobs, advantages, objective)
         counted = mask if tokens.weights is None else mask * tokens.weights
         sums = {} if removed is None else {"clip_frac": (removed * counted).sum()}
-        if tokens.clipped is not None:
-            per_token = mx.where(mask > 0, tokens.clipped, 0.0)
         if tokens.ref_logprobs is not None:
             ref_logprobs = mx.where(mask > 0, mx.stop_gradient(tokens.ref_logprobs), 0.0)
             kl = kl_term(logprobs, ref_logprobs)
@@ -287,4 +283,3 @@ LOSSES: dict[str, LossFunction] = {
     "distill": distillation,
     "sft": cross_entropy,
 }
-CLIPPED = ("grpo", "dr_grpo", "dapo")  # whose `clipped_term` a kernel can compute from the logits

@@ -500,14 +500,12 @@ def rehearse(model: Model) -> list[kernels.Call]:
             hidden = model.hidden(ids)
             logits = hidden[:, -1] @ head.T
             softmax.sample_token(logits, mx.full((2, 4), 0.5), 0.7)
-            softmax.log_softmax(logits)
             softmax.truncate_logits(logits.astype(mx.float32), softmax.Support(top_p=0.9))
             heads = mx.ones((1, 2, 3, 64), head.dtype)
             attention.attention_vjp(heads, heads, heads, heads, "causal")
     finally:
         model.layers = layers
-    others = [call._replace(op=attention.group_attention) for call in calls if call.op is attention.slot_attention]
-    return calls + others  # which are taken where prompts are long
+    return calls
 
 
 def choose_model(asked: str | None, adapter: str | Path | None = None, usual: str | None = None) -> tuple[str, str]:

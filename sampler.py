@@ -114,8 +114,7 @@ def choose_token(logits: mx.array, uniforms: mx.array, params: SamplingParams) -
     temperature, support = params.temperature, params.support
     if temperature == 0:
         token = logits.argmax(-1)
-        held = softmax.row_logprobs(logits, token)
-        return token.astype(mx.int32), held.logprobs, held.entropies
+        return token.astype(mx.int32), *softmax.row_logprobs(logits, token)
     if support:
         logits = softmax.truncate_logits(logits.astype(mx.float32) / temperature, support)
         temperature = 1.0

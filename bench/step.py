@@ -3,11 +3,11 @@ One whole GRPO step against other trainers': `uv run python -m bench.step --roun
 
 All train adapters of the same rank on all projections of the same weights, in one dtype: the same prompts, G
 completions of exactly `--max-tokens` tokens each, a reward that costs nothing, no KL term, AdamW. Each engine runs in
-processes of its own, so that its peak is its own, and in an environment of its own, which uv installs into Gwen's cache
-directory at first use (PyTorch's takes gigabytes). mlx_lm_lora decodes `--batch` rows at once, as it does by itself;
-"mlx_lm_lora_wide" is the same with all rows at once. "trl" is TRL on PyTorch, on the device that PyTorch finds; without
-a GPU with as many threads as ours, which are one. All are called by their public names: a rollout ends where the reward
-is asked for, a step where a callback is told of it. Processor seconds stand beside those of the clock.
+processes of its own, so that its peak is its own, with its packages in front of Gwen's, which uv keeps in its cache
+(PyTorch takes gigabytes). mlx_lm_lora decodes `--batch` rows at once, as it does by itself; "mlx_lm_lora_wide" is the
+same with all rows at once. "trl" is TRL on PyTorch, on the device that PyTorch finds; without a GPU with as many
+threads as ours, which are one. All are called by their public names: a rollout ends where the reward is asked for, a
+step where a callback is told of it. Processor seconds stand beside those of the clock.
 
 Left out: evaluation, checkpoints, logs, judges. Peaks include the weights. On a CPU TRL's is by how much its process
 grew, which counts freed memory too; the others' is what MLX held.
@@ -32,7 +32,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import cpu_blas
+import cpu_blas  # noqa: F401  (before mlx)
 import datasets
 import mlx.core as mx
 import mlx.optimizers as optim
@@ -87,8 +87,6 @@ class Steps(list[dict[str, float]]):
 def run_ours(args: argparse.Namespace, directory: Path, steps: Steps) -> None:
     """Steps as `train.py` takes them, with its defaults."""
     given = {"task": "demo", **{name: getattr(args, name) for name in ("batch", "groups", "max_tokens", "lora_rank")}}
-    if args.token_budget:
-        given["train_token_budget"] = args.token_budget
     config = resolve(given | {"model": str(directory)}, None, None, gwen.choose_model)[0]
     model, tokenizer = gwen.load(config.model.name)
     lora.apply(model, config.model.lora_rank, config.model.lora_scale, config.model.lora_targets)
@@ -104,7 +102,7 @@ def run_ours(args: argparse.Namespace, directory: Path, steps: Steps) -> None:
         asked = sample.asked([{}] * args.batch, steps.prompts, args.groups)
         drawn = zip(asked, sample.written(rollout), advantages, strict=True)
         taught = [one._replace(**its, advantage=advantage) for one, its, advantage in drawn]
-        update.update(learner, batch.cut(taught, sizes.train_token_budget, args.share_prefix), RATE)
+        update.update(learner, batch.cut(taught, sizes.train_token_budget), RATE)
         steps.end()
 
 
@@ -168,32 +166,23 @@ def run_trl(args: argparse.Namespace, directory: Path, steps: Steps) -> None:
 
 class Engine(NamedTuple):
     run: Callable[[argparse.Namespace, Path, Steps], None]
-    packages: str = ""  # what uv installs for it beside Gwen's own packages
+    packages: str = ""  # what uv puts in front of Gwen's own
 
 
+LORA = "mlx-lm-lora==5.10.2 mlx[cpu]"  # mlx: half a package in front would hide the other half
 ENGINES = {
     "ours": Engine(run_ours),
-    "mlx_lm_lora": Engine(run_mlx_lm_lora, "mlx-lm-lora==5.10.2"),
-    "mlx_lm_lora_wide": Engine(run_mlx_lm_lora, "mlx-lm-lora==5.10.2"),
+    "mlx_lm_lora": Engine(run_mlx_lm_lora, LORA),
+    "mlx_lm_lora_wide": Engine(run_mlx_lm_lora, LORA),
     "trl": Engine(run_trl, "trl==1.16.0 peft==0.21.2 torch==2.15.0"),
 }
 
 
-def interpreter(engine: str) -> str:
-    """A Python that has the engine's packages."""
-    packages = ENGINES[engine].packages
-    if not packages:
-        return sys.executable
-    folder = cpu_blas.cache_directory() / "rivals" / packages.partition(" ")[0]
-    python, done = str(folder / "bin" / "python"), folder / "done"
-    if not done.exists():
-        print(f"installing {packages} into {folder}", file=sys.stderr)
-        environment = os.environ | {"UV_PROJECT_ENVIRONMENT": str(folder)}
-        add = ["uv", "pip", "install", "-q", "--python", python, *packages.split()]
-        for command in (["uv", "sync", "-q", "--no-dev"], add):
-            subprocess.run(command, cwd=ROOT, env=environment, check=True)
-        done.touch()
-    return python
+def command_of(engine: str) -> list[str]:
+    """A Python with the engine's packages, running this module."""
+    packages = [word for package in ENGINES[engine].packages.split() for word in ("--with", package)]
+    python = ["uv", "run", "-q", "--no-sync", *packages, "python"] if packages else [sys.executable]
+    return [*python, "-m", "bench.step", "--engine", engine]
 
 
 # ---- the measurement
@@ -209,7 +198,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         ENGINES[args.engine].run(args, directory, steps)
     peak = mx.get_peak_memory()
     if args.engine == "trl":
-        torch = importlib.import_module("torch")
+        torch: Any = importlib.import_module("torch")
         has_gpu = torch.backends.mps.is_available()  # where PyTorch keeps what is freed
         peak = int(torch.mps.driver_allocated_memory()) if has_gpu else most_resident() - before
     return {"steps": steps[args.warmup :], "peak_bytes": peak}
@@ -222,10 +211,9 @@ def most_resident() -> int:
 
 def medians(records: list[Any], num_tokens: int) -> dict[str, float]:
     """Medians over all timed steps of an engine, of so many tokens each."""
-    steps = [step for record in records for step in record["steps"]]
+    steps = [step | {"step": step["rollout"] + step["update"]} for record in records for step in record["steps"]]
     entry = {f"{name}_s": statistics.median(step[name] for step in steps) for name in steps[0]}
-    seconds = [step["rollout"] + step["update"] for step in steps]
-    entry |= {"step_s": statistics.median(seconds), "min_s": min(seconds), "max_s": max(seconds)}
+    entry |= {f"{most.__name__}_s": most(step["step"] for step in steps) for most in (min, max)}
     entry["tok_s"] = num_tokens / entry["step_s"]
     entry["peak_mb"] = max(record["peak_bytes"] for record in records) / 1e6
     return harness.rounded(entry)
@@ -233,11 +221,10 @@ def medians(records: list[Any], num_tokens: int) -> dict[str, float]:
 
 def in_processes(args: argparse.Namespace, directory: Path) -> dict[str, list[Any]]:
     """The records of `args.rounds` processes of each engine, in turn."""
-    flags = [text for name in PASSED for text in (flag_of(name), str(getattr(args, name)))]
-    pythons = {engine: interpreter(engine) for engine in args.engines}
+    flags = [text for name in NUMBERS for text in (flag_of(name), str(getattr(args, name)))]
     records: dict[str, list[Any]] = {engine: [] for engine in args.engines}
     for _, engine in harness.in_order(args.engines, args.rounds):
-        command = [pythons[engine], "-m", "bench.step", "--engine", engine, "--model", str(directory), *flags]
+        command = [*command_of(engine), "--model", str(directory), *flags]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if done.returncode:
             last = done.stderr.strip().splitlines()[-1:]
@@ -253,45 +240,45 @@ def report(args: argparse.Namespace, records: dict[str, list[Any]]) -> None:
         f"rank={args.lora_rank} model={args.model} warmup={args.warmup} runs={args.runs} rounds={args.rounds}"
     )
     entries = {engine: medians(its, args.batch * args.groups * args.max_tokens) for engine, its in records.items()}
+    ratios = {}
     for name, entry in entries.items():
         print(
             f"{name:<16} | step {entry['step_s']:.2f} s ({entry['min_s']:.2f} to {entry['max_s']:.2f}) | "
             f"rollout {entry['rollout_s']:.2f} s | update {entry['update_s']:.2f} s | "
             f"{entry['cpu_s']:.2f} s of processors | {entry['tok_s']:.1f} tok/s | peak {entry['peak_mb']:.0f} MB"
         )
-    ratios = {}
-    for name in [name for name in entries if name != "ours" and "ours" in entries]:
-        ratio = {key: entries[name][key] / entries["ours"][key] for key in ("step_s", "cpu_s", "peak_mb")}
-        ratios[name] = round(ratio["step_s"], 3)
+    ours = entries.get("ours")
+    for name, entry in entries.items():
+        if name == "ours" or ours is None:
+            continue
+        ratios[name] = round(entry["step_s"] / ours["step_s"], 3)
         print(
-            f"Result: ours is {harness.verdict(ratio['step_s'])} than {name} ({ratio['cpu_s']:.2f}x by processors), "
-            f"at {1 / ratio['peak_mb']:.2f} of its peak memory"
+            f"Result: ours is {harness.verdict(ratios[name])} than {name} "
+            f"({entry['cpu_s'] / ours['cpu_s']:.2f}x by processors), "
+            f"at {ours['peak_mb'] / entry['peak_mb']:.2f} of its peak memory"
         )
-    rivals = {name: engine.packages for name, engine in ENGINES.items() if engine.packages}
+    rivals = {name: ENGINES[name].packages for name in entries}
     record = {"config": vars(args), "engines": entries, "ratios": ratios, "rivals": rivals}
     print(json.dumps(record | harness.environment()))
 
 
-NUMBERS: harness.Numbers = {
+NUMBERS: harness.Numbers = {  # what the process of one engine gets too
     "batch": (4, 1, "B, prompts"),
     "groups": (8, 2, "G, completions of each"),
     "prompt_tokens": (96, 2, "tokens of a prompt, random words"),
     "max_tokens": (64, 1, "tokens of every completion"),
     "lora_rank": (16, 1, "of the adapters"),
-    "token_budget": (0, 0, "positions of our micro-batches; 0: as train.py takes it"),
     "seed": (0, 0, "of prompts and sampling"),
     "warmup": (1, 0, "steps that are not timed, of each process"),
     "runs": (2, 1, "timed steps of each process"),
     "rounds": (1, 1, "processes of each engine, in turn"),
 }
-PASSED = [*NUMBERS, "share_prefix"]  # settings that the process of one engine gets
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The settings, checked. ValueError names the flag that is wrong."""
     parser = Parser("bench.step", "Time one whole GRPO step against those of mlx-lm-lora and TRL.")
     parser.add_argument("--model", default="random:30m", help="as train.py's")
-    parser.add_argument("--share-prefix", choices=batch.SHARING, default="auto", help="in our update")
     parser.add_argument("--engines", nargs="+", choices=tuple(ENGINES), default=list(ENGINES))
     parser.add_argument("--engine", choices=tuple(ENGINES), help="runs this one here and prints its record")
     return harness.parse(parser, argv, NUMBERS)

@@ -280,100 +280,6 @@ def _example_of_slot_attention(dtype: mx.Dtype, large: bool) -> list[tuple[Any, 
 slot_attention = kernels.Op("slot_attention", tree_attention_ref, _launch_slot_attention, _example_of_slot_attention)
 
 
-# contiguous: what is handed in are views of buffers with room to grow
-GROUP_ATTENTION = kernels.Kernel(
-    HERE / "group_attention.metal",
-    "queries keys values members places mask columns",
-    "found peaks sums",
-    contiguous=False,
-)
-
-GROUP_ATTENTION_MERGE = kernels.Kernel(
-    HERE / "group_attention_merge.metal", "found peaks sums own_found own_peaks own_sums places", "out"
-)
-
-
-def _attend(queries: mx.array, part: tuple[mx.array, mx.array], group: Group) -> list[mx.array]:
-    """
-    What the queries of each row find in pieces of its columns: weighted values, (pieces, R * G, H, D) float32, the
-    largest score and the sum of weights under it, (pieces, R * G, H) float32; weights are powers of two.
-    """
-    (keys, values), (num_rows, num_heads, _, size) = part, queries.shape
-    num_blocks, num_kv_heads, num_keys, _ = keys.shape
-    assert not isinstance(group.mask, str), "a slot takes one token a step"
-    num_members = num_rows // num_blocks if group.members is None else group.members.shape[1]
-    num_queries = num_members * num_heads // num_kv_heads
-    block = min(max(1 << (num_queries - 1).bit_length(), 2), 8)  # queries that a threadgroup takes at once
-    num_others = num_kv_heads * num_blocks * -(-num_queries // block)  # threadgroups of a piece
-    # Pieces few enough for 256 threadgroups, so long that what is written is an eighth of what is read at most.
-    columns = 256 * max(-(-num_queries // 32), num_keys * num_others // 256**2)
-    nothing = kernels.constant(False).reshape(1, 1, 1, 1)
-    shape = (-(-num_keys // columns), num_blocks * num_members, num_heads)
-    choices = [nothing if choice is None else choice for choice in (group.members, group.places, group.mask)]
-    return GROUP_ATTENTION(
-        [queries, keys, values, *choices, kernels.constant(columns)],
-        [((*shape, size), mx.float32), (shape, mx.float32), (shape, mx.float32)],
-        grid=(shape[0] * 256, num_kv_heads, num_others // num_kv_heads),
-        threadgroup=(256, 1, 1),
-        T=queries.dtype,
-        D=size,
-        Q=num_heads // num_kv_heads,
-        BLOCK=block,
-        FULL=group.members is None,
-        MASKED=group.mask is not None,
-    )
-
-
-def _launch_group_attention(queries: mx.array, parts: Parts, layout: Layout) -> mx.array:
-    """
-    As `slot_attention`, in three launches: one a part, and one that joins what was found. A prompt is read by all
-    queries of its group at once, eight to a threadgroup, and its columns are spread over threadgroups. What is found in
-    between is written and read once, in float32.
-    """
-    prompt, own = (_attend(queries, part, group) for part, group in zip(parts, layout.groups, strict=True))
-    (num_rows, num_heads, _, size), places = queries.shape, layout.groups[0].places
-    width = -(-size // 32) * 32
-    return GROUP_ATTENTION_MERGE(
-        [*prompt, *own, kernels.constant(False) if places is None else places],
-        [(queries.shape, queries.dtype)],
-        grid=(width, num_heads, num_rows),
-        threadgroup=(width, 1, 1),
-        T=queries.dtype,
-        D=size,
-        FULL=places is None,
-    )[0]
-
-
-def _example_of_group_attention(dtype: mx.Dtype, large: bool) -> list[tuple[Any, ...]]:
-    if large:
-        return [_slots(dtype, (8, 64, 16, 8, 128, 1024, 64))]
-    # More columns than one threadgroup takes at once; fewer queries than it holds, some members of no group, and masks.
-    return [_slots(dtype, (1, 5, 7, 1, 64, 300, 5)), _example_of_slot_attention(dtype, False)[1]]
-
-
-group_attention = kernels.Op(
-    "group_attention", tree_attention_ref, _launch_group_attention, _example_of_group_attention
-)
-
-
-def group_pays(queries: mx.array, parts: Parts) -> bool:
-    """
-    Whether to take `group_attention` and not `slot_attention`: by the count of c148fd6:bench/ledger.py, and
-    for few threadgroups.
-
-    The latter computes a query's share of a column in a tenth of the time that the column takes from memory (M1 to M5,
-    16 bits), so more than ten queries a column keep memory waiting. Fewer threadgroups than 32 leave cores idle: MLX's
-    own kernel spreads 1,024 columns over threadgroups where a GPU has 40 cores or more, 4,096 elsewhere
-    (`sdpa_vector_2pass` in its scaled_dot_product_attention.cpp). Shorter prompts are not worth two more launches.
-    """
-    (num_rows, num_heads, *_), (num_prompts, num_kv_heads, length, _) = queries.shape, parts[0][0].shape
-    width = parts[1][0].shape[2]
-    num_columns = num_prompts * length + num_rows * width
-    is_bound = num_rows * (length + width) * (num_heads // num_kv_heads) > 10 * num_columns
-    long = length + width >= 1024
-    return long and (is_bound or num_rows * num_kv_heads < 32) and group_attention.runs(queries.dtype)
-
-
 def joined(parts: Parts, layout: Layout) -> tuple[mx.array, mx.array]:
     """Keys and values of each row's parts in one buffer, (N, K, S, D) each, written once."""
     num_rows = parts[-1][0].shape[0]
@@ -410,7 +316,7 @@ def attend(queries: mx.array, parts: Parts, layout: Layout) -> mx.array:
         return attention(queries, *parts[0], own.mask)
     is_slots = len(parts) == 2 and length == 1 and own.members is None and not isinstance(own.mask, str)
     if is_slots and size <= 256:
-        return (group_attention if group_pays(queries, parts) else slot_attention)(queries, parts, layout)
+        return slot_attention(queries, parts, layout)
     if not is_fused(size) or length <= FEW_QUERIES or own.mask != "causal":
         return tree_attention_ref(queries, parts, layout)
     return attention(queries, *joined(parts, layout), "causal" if layout.whole is None else layout.whole)

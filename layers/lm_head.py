@@ -48,92 +48,44 @@ def _in_turn(source: mx.array, chunks: list[slice], work: Callable[[mx.array, sl
     return tuple(mx.concatenate(list(column)) for column in zip(*parts, strict=True))
 
 
-def token_logprobs_in_rows(
-    hidden: mx.array, head_weight: mx.array, ids: mx.array, temperature: float, head: str
-) -> tuple[mx.array, mx.array]:
+def _in_rows(
+    hidden: mx.array, head_weight: mx.array, ids: mx.array, temperature: float, head: str, gradient: bool
+) -> tuple[mx.array, ...]:
     """
     `token_logprobs` for a GPU, from (M, C), (V, C) and (M,): whole rows of logits in the head's type, some at a time.
 
-    A kernel reads a chunk's logits once for its results; the backward pass makes the logits again, and another kernel
-    turns them into their gradient. MLX's matmuls do the rest in 16 bits.
+    One kernel makes of a chunk's logits the results and the gradient of the log-probabilities, which at once goes back
+    through the head: a row of C numbers waits for the backward pass, which has no matmul left unless the head trains.
     """
     chunks = slices(ids.size, ROWS_AT_ONCE)
+    if not gradient:
+        row_logprobs, weight = softmax.row_logprobs, head_weight.T
+        found: tuple[mx.array, ...] = _in_turn(
+            hidden, chunks, lambda x, chunk: row_logprobs(x @ weight, ids[chunk], temperature)
+        )
+        return found
 
     @mx.custom_function
     def forward(hidden: mx.array, head_weight: mx.array) -> Any:
-        return _in_turn(
-            hidden, chunks, lambda x, chunk: softmax.row_logprobs(x @ head_weight.T, ids[chunk], temperature)
-        )
+        def work(x: mx.array, chunk: slice) -> tuple[mx.array, ...]:
+            *found, slopes = softmax.row_slopes(x @ head_weight.T, ids[chunk], temperature)
+            return *found, slopes @ head_weight
+
+        return _in_turn(hidden, chunks, work)
 
     @forward.vjp
     def backward(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, mx.array]:
         hidden, head_weight = primals
-        d_hidden: list[mx.array] = []
-        done: list[mx.array] = []
-        d_head = mx.zeros(head_weight.shape, mx.float32)
-        for chunk in chunks:
-            source = wait(hidden[chunk], done)
-            held, given = softmax.RowLogprobs(*(a[chunk] for a in outputs)), [a[chunk] for a in cotangents[:2]]
-            d_logits = softmax.row_logprobs_vjp(source @ head_weight.T, ids[chunk], held, given, temperature)
-            d_hidden.append(d_logits @ head_weight)
-            done = [d_hidden[-1]]
-            if head == "trained":
-                d_head = d_head + d_logits.T @ source
-                done.append(d_head)
-        return mx.concatenate(d_hidden), d_head.astype(head_weight.dtype)
+        factor = cotangents[0][:, None] / (softmax.SLOPE_SCALE * temperature)
+        d_hidden, d_head = (factor * outputs[2]).astype(hidden.dtype), mx.zeros(head_weight.shape, mx.float32)
+        for chunk in chunks if head == "trained" else []:
+            x = wait(hidden[chunk], [d_head])
+            *_, slopes = softmax.row_slopes(x @ head_weight.T, ids[chunk], temperature)
+            d_head = d_head + slopes.T @ (factor[chunk] * x).astype(x.dtype)
+        return d_hidden, d_head.astype(head_weight.dtype)
 
-    out: Any = forward(hidden, head_weight)
-    return out[0], out[1]
-
-
-class TokenLosses(NamedTuple):
-    """(N, T) float32 each."""
-
-    losses: mx.array
-    logprobs: mx.array
-    entropies: mx.array  # without gradient
-
-
-def has_token_losses(head_weight: mx.array, support: softmax.Support | None = None) -> bool:
-    """Whether `token_losses` may be used: it is made for a GPU's kernel."""
-    return not support and softmax.row_losses.runs(head_weight.dtype)
-
-
-def token_losses(
-    hidden: mx.array, head_weight: mx.array, ids: mx.array, surrogate: softmax.Surrogate, temperature: float = 1.0
-) -> TokenLosses:
-    """
-    The clipped loss of each token (`surrogate.terms`), its log-probability, and its distribution's entropy.
-
-    hidden (N, T, C), head_weight (V, C) without gradient, ids (N, T), and so is what the surrogate holds.
-    One kernel makes of a chunk's logits the results and the gradient of the log-probabilities, which at once goes back
-    through the head: a row of C numbers waits for the backward pass, which has no matmul left. That is two for the
-    head where making the logits again would be three.
-    """
-    chunks, flat_ids, old = slices(ids.size, ROWS_AT_ONCE), ids.reshape(-1), surrogate.old_logprobs
-    flat = surrogate._replace(
-        advantages=surrogate.advantages.reshape(-1), old_logprobs=None if old is None else old.reshape(-1)
-    )
-
-    def work(x: mx.array, chunk: slice) -> tuple[mx.array, ...]:
-        old = None if flat.old_logprobs is None else flat.old_logprobs[chunk]
-        part = flat._replace(advantages=flat.advantages[chunk], old_logprobs=old)
-        found = softmax.row_losses(x @ head_weight.T, flat_ids[chunk], part, temperature)
-        return *found[:-1], found.d_logits @ head_weight
-
-    @mx.custom_function
-    def forward(hidden: mx.array) -> Any:
-        return _in_turn(hidden, chunks, work)
-
-    @forward.vjp
-    def backward(hidden: mx.array, cotangents: Any, outputs: Any) -> mx.array:
-        d_losses, _, d_logprobs, _, _ = cotangents
-        _, slopes, _, _, d_hidden = outputs
-        factor = (d_losses * slopes + d_logprobs) / (softmax.SLOPE_SCALE * temperature)
-        return (factor[:, None] * d_hidden).astype(hidden.dtype)
-
-    outputs: Any = forward(hidden.reshape(-1, hidden.shape[-1]))
-    return TokenLosses(*(outputs[i].reshape(ids.shape) for i in (0, 2, 3)))
+    outputs: Any = forward(hidden, head_weight)
+    return outputs[0], outputs[1]
 
 
 def token_logprobs(
@@ -163,16 +115,11 @@ def token_logprobs(
     """
     assert head in HEADS, head
     assert temperature > 0, temperature
-    if head == "frozen" and gradient and has_token_losses(head_weight, support):
-        no_loss = softmax.Surrogate(mx.zeros(ids.shape), None)
-        return token_losses(hidden, head_weight, ids, no_loss, temperature)[1:]
-    if not support and softmax.row_logprobs.runs(head_weight.dtype):
-        rows = token_logprobs_in_rows(
-            hidden.reshape(-1, hidden.shape[-1]), head_weight, ids.reshape(-1), temperature, head
-        )
-        return rows[0].reshape(ids.shape), rows[1].reshape(ids.shape)
     shape, (vocab, width) = ids.shape, head_weight.shape
-    ids = ids.reshape(-1)
+    hidden, ids = hidden.reshape(-1, width), ids.reshape(-1)
+    if not support and (softmax.row_slopes if gradient else softmax.row_logprobs).runs(head_weight.dtype):
+        logprobs, entropies = _in_rows(hidden, head_weight, ids, temperature, head, gradient)
+        return logprobs.reshape(shape), entropies.reshape(shape)
     chunk = LOGPROB_CHUNK
     if support:  # whole rows, as many as keep what sorting them needs below a gigabyte
         chunk = min(chunk, max(1, 16 * LOGPROB_TILE // vocab))
@@ -217,7 +164,7 @@ def token_logprobs(
             d_tiles.append(d_tile.astype(head_weight.dtype))
         return d_hidden, mx.concatenate(d_tiles)
 
-    outputs: Any = forward(hidden.reshape(-1, width), head_weight)
+    outputs: Any = forward(hidden, head_weight)
     return outputs[0].reshape(shape), outputs[1].reshape(shape)
 
 
@@ -285,11 +232,7 @@ class _Softmax(NamedTuple):
 def rehearse(head: mx.array) -> list[kernels.Call]:
     """What an update calls with a head of this shape and type, on a few tokens. head (V, C)."""
     hidden, ids = kernels.normal(2, 3, head.shape[1], dtype=head.dtype), mx.array([[1, 2, 3], [3, 2, 1]]) % len(head)
-    surrogate = softmax.Surrogate(mx.ones(ids.shape), None)
     with kernels.recording() as calls:
-        for loss in (
-            lambda x: token_logprobs(x, head, ids, head="trained")[0],
-            lambda x: token_losses(x, head, ids, surrogate).losses,
-        ):
-            mx.vjp(loss, [hidden], [mx.ones(ids.shape)])
+        token_logprobs(hidden, head, ids, gradient=False)
+        mx.vjp(lambda x: token_logprobs(x, head, ids, head="trained")[0], [hidden], [mx.ones(ids.shape)])
     return calls

@@ -3,7 +3,5 @@ kernel void row_logprobs() {
     if (thread_index_in_threadgroup == 0) {
         logprobs[row] = (float(x[ids[row]]) / heat - peak) - log_total;
         entropies[row] = log_total - moment / total;
-        highest[row] = peak;
-        log_totals[row] = log_total;
     }
 }

@@ -8,13 +8,11 @@ Axes: N or M rows, V vocabulary.
 """
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-import grpo
 from machine import cpu, kernels
 
 HERE = Path(__file__).parent
@@ -65,43 +63,16 @@ def at_temperature(logits: mx.array, temperature: float) -> mx.array:
     return logits if temperature == 1 else logits / temperature
 
 
-def log_softmax_ref(logits: mx.array, temperature: float = 1.0) -> mx.array:
+def log_softmax(logits: mx.array, temperature: float = 1.0) -> mx.array:
     """Log-probabilities of all tokens at `temperature`, (..., V) -> (..., V) float32, for those who need the row."""
     logits = at_temperature(logits, temperature)
     return logits - logsumexp(logits)[..., None]
-
-
-LOG_SOFTMAX = kernels.Kernel(HERE / "log_softmax.metal", "logits temperature", "out")
-
-
-def _launch_log_softmax(logits: mx.array, temperature: float = 1.0) -> mx.array:
-    """
-    Reads V logits twice, the second time mostly from the cache, and writes V, in one launch; the least is reading them
-    once, which would need V of a threadgroup's memory.
-    """
-    rows = logits.reshape(-1, logits.shape[-1])
-    return _on_rows(LOG_SOFTMAX, rows, [], temperature, [mx.float32])[0].reshape(logits.shape)
-
-
-def _gradient_of_log_softmax(
-    cotangents: list[mx.array], results: list[mx.array], logits: mx.array, temperature: float = 1.0
-) -> list[mx.array]:
-    (d_out,), (out,) = cotangents, results
-    return [((d_out - cpu.exp(out) * tiled_sum(d_out)[..., None]) / temperature).astype(logits.dtype)]
 
 
 def _logits(dtype: mx.Dtype, large: bool, *small: int) -> mx.array:
     """For examples: of Qwen's vocabulary, or of a small shape."""
     return kernels.normal(*((64, 151_936) if large else small), dtype=dtype, scale=4)
 
-
-log_softmax = kernels.Op(
-    "log_softmax",
-    log_softmax_ref,
-    _launch_log_softmax,
-    lambda dtype, large: [(_logits(dtype, large, 2, 1500), 0.7)],
-    _gradient_of_log_softmax,
-)
 
 BELOW_ONE = 1 - 2**-22  # the largest share of a sum that float32 rounding still keeps below the sum
 
@@ -182,62 +153,24 @@ def _example_of_sample_token(dtype: mx.Dtype, large: bool) -> list[tuple[Any, ..
 sample_token = kernels.Op("sample_token", sample_token_ref, _launch_sample_token, _example_of_sample_token)
 
 
-class RowLogprobs(NamedTuple):
-    """What `row_logprobs` gives, (M,) float32 each; with the last two every log-probability of a row can be had."""
-
-    logprobs: mx.array
-    entropies: mx.array
-    peaks: mx.array  # the largest logit, at the temperature
-    log_totals: mx.array  # the log of sum(exp(logit - peak)); beside the peak, which may dwarf it
-
-
-def row_logprobs_ref(logits: mx.array, ids: mx.array, temperature: float = 1.0) -> RowLogprobs:
+def row_logprobs_ref(logits: mx.array, ids: mx.array, temperature: float = 1.0) -> tuple[mx.array, mx.array]:
     """Log-probability of an id a row and entropy of the row at `temperature`, (M, V), (M,) -> (M,) each."""
     logits = at_temperature(logits, temperature)
-    peak = mx.stop_gradient(logits.max(-1, keepdims=True))
-    shifted = logits - peak
+    shifted = logits - mx.stop_gradient(logits.max(-1, keepdims=True))
     weights = cpu.exp(shifted)
     total = tiled_sum(weights)
     chosen = mx.take_along_axis(shifted, ids[:, None], axis=-1).squeeze(-1)
     moment = tiled_sum(weights * mx.maximum(shifted, -1e30))  # -inf: 0
-    log_total = mx.log(total)
-    return RowLogprobs(chosen - log_total, log_total - moment / total, peak.squeeze(-1), log_total)
+    return chosen - mx.log(total), mx.log(total) - moment / total
 
 
-def row_logprobs_vjp_ref(
-    logits: mx.array, ids: mx.array, outputs: RowLogprobs, cotangents: Sequence[mx.array], temperature: float = 1.0
-) -> mx.array:
-    """The gradient of `row_logprobs` by its logits, of their type, from its results and the first two's cotangents."""
-    _, (d_logits,) = mx.vjp(lambda x: row_logprobs_ref(x, ids, temperature)[:2], [logits], list(cotangents))
-    return d_logits
+ROW_LOGPROBS = kernels.Kernel(HERE / "row_logprobs.metal", "logits ids temperature", "logprobs entropies")
 
 
-ROW_LOGPROBS = kernels.Kernel(
-    HERE / "row_logprobs.metal", "logits ids temperature", "logprobs entropies highest log_totals"
-)
-ROW_LOGPROBS_VJP = kernels.Kernel(
-    HERE / "row_logprobs_vjp.metal",
-    "logits ids entropies highest log_totals d_logprobs d_entropies temperature",
-    "d_logits",
-)
-
-
-def _launch_row_logprobs_vjp(
-    logits: mx.array, ids: mx.array, outputs: RowLogprobs, cotangents: Sequence[mx.array], temperature: float = 1.0
-) -> mx.array:
-    """
-    Reads V logits a row and writes V, the least there is while the logits are kept; MLX gives a kernel arrays of its
-    own to write to, so the logits' buffer cannot take them.
-    """
-    num_rows, size = logits.shape
-    return ROW_LOGPROBS_VJP(
-        [logits, ids, *outputs[1:], *cotangents, kernels.constant(float(temperature))],
-        [(logits.shape, logits.dtype)],
-        grid=(-(-size // 256) * 256, num_rows, 1),
-        threadgroup=(256, 1, 1),
-        T=logits.dtype,
-        V=size,
-    )[0]
+def _launch_row_logprobs(logits: mx.array, ids: mx.array, temperature: float = 1.0) -> tuple[mx.array, mx.array]:
+    """Reads each logit once and writes 8 bytes a row, in one launch."""
+    logprobs, entropies = _on_rows(ROW_LOGPROBS, logits, [ids], temperature, [mx.float32] * 2)
+    return logprobs, entropies
 
 
 def _example_of_row_logprobs(dtype: mx.Dtype, large: bool) -> list[tuple[Any, ...]]:
@@ -245,106 +178,38 @@ def _example_of_row_logprobs(dtype: mx.Dtype, large: bool) -> list[tuple[Any, ..
     return [(logits, mx.arange(len(logits)) * 400 % logits.shape[1], 0.7)]
 
 
-def _example_of_row_logprobs_vjp(dtype: mx.Dtype, large: bool) -> list[tuple[Any, ...]]:
-    ((logits, ids, temperature),) = _example_of_row_logprobs(dtype, large)
-    cotangents = [kernels.normal(len(ids), dtype=mx.float32, seed=seed) for seed in (1, 2)]
-    return [(logits, ids, row_logprobs_ref(logits, ids, temperature), cotangents, temperature)]
+row_logprobs = kernels.Op("row_logprobs", row_logprobs_ref, _launch_row_logprobs, _example_of_row_logprobs)
+
+SLOPE_SCALE = 256  # of the gradient in `row_slopes`: without it what is below 6e-8 would be 0 in float16
+Slopes = tuple[mx.array, mx.array, mx.array]
 
 
-row_logprobs_vjp = kernels.Op(
-    "row_logprobs_vjp", row_logprobs_vjp_ref, _launch_row_logprobs_vjp, _example_of_row_logprobs_vjp
-)
-row_logprobs = kernels.Op(  # reads each logit once and writes 16 bytes a row, in one launch
-    "row_logprobs",
-    row_logprobs_ref,
-    lambda logits, ids, temperature=1.0: RowLogprobs(
-        *_on_rows(ROW_LOGPROBS, logits, [ids], temperature, [mx.float32] * 4)
-    ),
-    _example_of_row_logprobs,
-    lambda d, results, logits, ids, temperature=1.0: [
-        row_logprobs_vjp(logits, ids, RowLogprobs(*results), d[:2], temperature)
-    ],
-)
-
-
-SLOPE_SCALE = 256  # of the gradient in `RowLosses`: without it what is below 6e-8 would be 0 in float16
-
-
-class Surrogate(NamedTuple):
-    """The clipped objective as a function of the tokens' log-probabilities only; arrays of one shape."""
-
-    advantages: mx.array  # one per token
-    old_logprobs: mx.array | None  # None on policy: every ratio is 1
-    objective: grpo.Objective = grpo.Objective()
-
-    def terms(self, logprobs: mx.array) -> mx.array:
-        """The `grpo.clipped_term` of each token."""
-        old_logprobs = mx.stop_gradient(logprobs) if self.old_logprobs is None else self.old_logprobs
-        ratio = grpo.importance_ratio(logprobs, old_logprobs, mx.ones_like(logprobs), "token")
-        return grpo.clipped_term(ratio, logprobs, self.advantages, self.objective)[0]
-
-
-class RowLosses(NamedTuple):
-    """What `row_losses` gives: (M,) float32 each, but for the last."""
-
-    losses: mx.array
-    slopes: mx.array  # the derivative of each loss by its log-probability
-    logprobs: mx.array
-    entropies: mx.array
-    d_logits: mx.array  # (M, V) of the logits' type: onehot - p, the gradient of the log-probability, times SLOPE_SCALE
-
-
-def row_losses_ref(logits: mx.array, ids: mx.array, surrogate: Surrogate, temperature: float = 1.0) -> RowLosses:
+def row_slopes_ref(logits: mx.array, ids: mx.array, temperature: float = 1.0) -> Slopes:
     """
-    The clipped loss of an id a row and all that its gradient needs, (M, V), (M,) and a surrogate of M tokens.
+    `row_logprobs`, and the gradient of the log-probability, onehot - p, of the logits' type and times SLOPE_SCALE.
 
-    What reaches a logit is `slopes` * `d_logits` / SLOPE_SCALE / temperature, so no logit is needed again.
+    What reaches a logit is (M, V) of it by the log-probability's cotangent / SLOPE_SCALE / temperature.
     """
-    found = row_logprobs_ref(logits, ids, temperature)
-    losses, slopes = mx.vjp(surrogate.terms, [found.logprobs], [mx.ones_like(found.logprobs)])
-    unit = [mx.full(ids.shape, SLOPE_SCALE * temperature), mx.zeros(ids.shape)]
-    d_logits = row_logprobs_vjp_ref(logits, ids, found, unit, temperature)
-    return RowLosses(losses[0], slopes[0], found.logprobs, found.entropies, d_logits)
+    slopes = (mx.arange(logits.shape[-1]) == ids[:, None]) - cpu.exp(log_softmax(logits, temperature))
+    return *row_logprobs_ref(logits, ids, temperature), (slopes * SLOPE_SCALE).astype(logits.dtype)
 
 
-ROW_LOSSES = kernels.Kernel(
-    HERE / "row_losses.metal",
-    "logits ids advantages old_logprobs clip temperature",
-    "losses slopes logprobs entropies out",
-)
+ROW_SLOPES = kernels.Kernel(HERE / "row_slopes.metal", "logits ids temperature", "logprobs entropies out")
 
 
-def _launch_row_losses(logits: mx.array, ids: mx.array, surrogate: Surrogate, temperature: float = 1.0) -> RowLosses:
+def _launch_row_slopes(logits: mx.array, ids: mx.array, temperature: float = 1.0) -> Slopes:
     """
     Reads V logits a row twice, the second time mostly from the cache, and writes V, in one launch; a kernel for the
     results and one for the gradient read the logits twice too, the second time made anew by a matmul.
     """
-    advantages, old_logprobs, rule = surrogate
-    bounds = kernels.constant(1.0 - rule.epsilon, 1.0 + rule.upper)
-    results = _on_rows(
-        ROW_LOSSES,
-        logits,
-        [ids, advantages, kernels.constant(0.0) if old_logprobs is None else old_logprobs, bounds],
-        temperature,
-        [*[mx.float32] * 4, logits.dtype],
-        T=logits.dtype,
-        SCALE=SLOPE_SCALE,
-        HIGHEST=int(grpo.LARGEST_LOG_RATIO),
-        ON_POLICY=old_logprobs is None,
+    dtypes = [mx.float32, mx.float32, logits.dtype]
+    logprobs, entropies, slopes = _on_rows(
+        ROW_SLOPES, logits, [ids], temperature, dtypes, T=logits.dtype, SCALE=SLOPE_SCALE
     )
-    return RowLosses(*results)
+    return logprobs, entropies, slopes
 
 
-def _example_of_row_losses(dtype: mx.Dtype, large: bool) -> list[tuple[Any, ...]]:
-    ((logits, ids, temperature),) = _example_of_row_logprobs(dtype, large)
-    old = row_logprobs_ref(logits, ids, temperature).logprobs + kernels.normal(len(ids), dtype=mx.float32, scale=0.3)
-    advantages = kernels.normal(len(ids), dtype=mx.float32, seed=1)
-    rule = grpo.Objective(epsilon_high=0.28)
-    olds = [old] if large else [old, None]  # None: another kernel, that of an update on policy
-    return [(logits, ids, Surrogate(advantages, one, rule), temperature) for one in olds]
-
-
-row_losses = kernels.Op("row_losses", row_losses_ref, _launch_row_losses, _example_of_row_losses)
+row_slopes = kernels.Op("row_slopes", row_slopes_ref, _launch_row_slopes, _example_of_row_logprobs)
 
 
 class Support(NamedTuple):

@@ -45,10 +45,8 @@ class Reader:
         sampling = config.sampling
         # the tokens that the sampler may draw; None: all
         self.support = softmax.Support.of(sampling.top_p, sampling.top_k, sampling.min_p)
-        by_token = config.objective.loss_type in grpo.CLIPPED and self.objective.importance_sampling_level == "token"
         # whether a sample may have a gradient though its advantage is 0
         self.all_teach = bool(self.objective.beta or config.objective.teacher or loss is not None)
-        self.may_fuse = by_token and loss is None and self.head == "frozen"
 
     def hidden(self, model: gwen.Model, batch: Batch) -> mx.array:
         """The hidden states that predict the own tokens, (M, T, C)."""
@@ -73,7 +71,7 @@ class Reader:
     def share(self, model: gwen.Model, batch: Batch) -> Share:
         """A batch's part of the step's loss."""
         settings, mask, counted = self.config.objective, batch.mask, batch.mask * batch.weights
-        clipped = divergences = None
+        divergences = None
         if batch.lesson is not None:
             divergences, logprobs, entropy = divergence.token_divergences(
                 self.hidden(model, batch),
@@ -83,13 +81,6 @@ class Reader:
                 beta=settings.distill_beta,
                 temperature=self.temperature,
                 head=self.head,
-            )
-        elif self.may_fuse and lm_head.has_token_losses(model.head_weight, self.support):
-            each = mx.broadcast_to(batch.advantages, mask.shape)
-            surrogate = softmax.Surrogate(each, batch.old_logprobs, self.objective)
-            hidden, head_weight = self.hidden(model, batch), model.head_weight
-            clipped, logprobs, entropy = lm_head.token_losses(
-                hidden, head_weight, batch.completion_ids, surrogate, self.temperature
             )
         else:
             logprobs, entropy = self.logprobs(model, batch, gradient=True)
@@ -102,7 +93,6 @@ class Reader:
             mask,
             num_items=batch.num_items,
             num_rows=batch.num_rows,
-            clipped=clipped,
             divergences=divergences,
             weights=batch.weights,
             **batch.columns,

@@ -15,7 +15,6 @@ import small_run
 from conftest import QWEN3, YARN, assert_drawn_from
 from mlx.utils import tree_flatten
 
-import grpo
 import gwen
 from disk import hub
 from kv_cache import Group, KVCache, Layout, SlotCache, make_group
@@ -254,20 +253,6 @@ def test_slot_attention_equals_its_formula(kernels, ratio, kv_heads, size, promp
     assert_slots(attention.slot_attention, (ratio, kv_heads, size, 11), prompt_of, masked, dtype)
 
 
-@pytest.mark.parametrize(
-    ("ratio", "kv_heads", "size", "length", "prompt_of", "masked", "dtype"),
-    [
-        (6, 1, 64, 300, [0, 0, 0, 0, 0, 1], True, mx.float32),  # all of a piece masked, blocks that no slot reads
-        (3, 2, 80, 40, [0, 1, 1, 0, 1], False, mx.float16),
-        (2, 2, 128, 40, [1, 0, 1], True, mx.bfloat16),
-        (1, 1, 256, 11, [0], False, mx.float32),
-        (8, 1, 96, 33, [0, 1], False, mx.float16),
-    ],
-)
-def test_group_attention_equals_its_formula(kernels, ratio, kv_heads, size, length, prompt_of, masked, dtype):
-    assert_slots(attention.group_attention, (ratio, kv_heads, size, length), prompt_of, masked, dtype)
-
-
 # ---- rows of logits
 
 
@@ -305,123 +290,36 @@ def test_row_logprobs_equal_their_formula(kernels, size, dtype):
         ours = softmax.row_logprobs(logits[rows], mx.array(ids[rows]), 0.7)
         scaled = wide(logits[rows]) / 0.7
         largest = np.abs(np.where(np.isfinite(scaled), scaled, 0)).max(-1)  # subtracting two is off by their rounding
-        for mine, theirs in zip(ours[:2], row_logprobs_by_hand(wide(logits[rows]), ids[rows], 0.7), strict=True):
+        for mine, theirs in zip(ours, row_logprobs_by_hand(wide(logits[rows]), ids[rows], 0.7), strict=True):
             assert (np.abs(np.array(mine) - theirs) <= 1e-5 + 2e-7 * largest + 1e-6 * np.abs(theirs)).all()
-        assert (np.array(ours.peaks) == np.array((logits[rows].astype(mx.float32) / 0.7).max(-1))).all()
 
 
 @each_row
-def test_the_gradient_of_row_logprobs_is_that_of_their_formula(kernels, size, dtype):
-    logits, ids = array(3, size, dtype=dtype, scale=2), RNG.integers(0, size, 3)
-    function = lambda x: list(softmax.row_logprobs(x, mx.array(ids), 0.7)[:2])  # noqa: E731
-    assert_gradient(function, lambda x: row_logprobs_by_hand(x, ids, 0.7), [logits], 8)
-    strange = rows_of_logits(size, dtype)
-    chosen = mx.full((4,), size // 2)
-    gradient = mx.grad(lambda x: sum(part.sum() for part in softmax.row_logprobs(x, chosen)[:2]))(strange)
-    expected = mx.grad(lambda x: sum(part.sum() for part in softmax.row_logprobs_ref(x, chosen)[:2]))(
-        mx.where(mx.isfinite(strange), strange, -6e4 if dtype == mx.float16 else -1e30)
-    )
-    assert_close(gradient, wide(expected), dtype, 4)
-
-
-def clipped_by_hand(
-    logprobs: np.ndarray, old: np.ndarray, advantages: np.ndarray, clip: tuple[float, float]
-) -> np.ndarray:
-    ratio, (low, high) = np.exp(logprobs - old), clip
-    return -np.minimum(ratio * advantages, np.clip(ratio, 1 - low, 1 + high) * advantages)
-
-
-CLIPS = [(0.2, 0.28), (0.2, 0.5), (0.0, 0.0)]
-
-
-def rule(clip: tuple[float, float]) -> grpo.Objective:
-    return grpo.Objective(epsilon=clip[0], epsilon_high=clip[1])
-
-
-# what log-probabilities have changed by: within the range, below and above it, beyond any float
-CHANGES = [0.05, -0.1, -0.6, 0.35, 1.0, 3.0, 0.0, 200.0]
-
-
-@pytest.mark.parametrize("clip", CLIPS, ids=str)
-@pytest.mark.parametrize("policy", ["on", "off"])
-@pytest.mark.parametrize("sign", [1, -1])
-def test_row_losses_are_the_clipped_objective_and_their_slopes_its_derivative(kernels, clip, policy, sign):
-    logits, ids = array(8, 90, dtype=mx.float32, scale=2), RNG.integers(0, 90, 8)
-    advantages = sign * RNG.uniform(0.3, 2, 8)
-    advantages[-2] = 0.0
-    exact = row_logprobs_by_hand(wide(logits), ids, 0.8)[0]
-    old = exact - np.array(CHANGES)
-    given = softmax.Surrogate(mx.array(advantages), mx.array(old) if policy == "off" else None, rule(clip)), 0.8
-    ours = softmax.row_losses(logits, mx.array(ids), *given)
-    theirs = softmax.row_losses_ref(logits, mx.array(ids), *given)
-    if policy == "on":
-        old = exact
-    old = np.maximum(old, exact - grpo.LARGEST_LOG_RATIO)
-    expected = clipped_by_hand(exact, old, advantages, clip)
-    np.testing.assert_allclose(np.array(ours.losses), expected, rtol=2e-5, atol=1e-6)
-    np.testing.assert_allclose(np.array(theirs.losses), expected, rtol=2e-5, atol=1e-6)
-    step = 1e-6
-    ends = [clipped_by_hand(exact + s * step, old, advantages, clip) for s in (1, -1)]
-    slopes = (ends[0] - ends[1]) / (2 * step)
-    smooth = np.ones(8, bool)  # no corner of the objective: there a derivative has two values
-    smooth[-1] = policy == "on"
-    if clip == CLIPS[-1]:
-        smooth &= exact != old
-    np.testing.assert_allclose(np.array(ours.slopes)[smooth], slopes[smooth], rtol=2e-5, atol=2e-5)
-    np.testing.assert_allclose(np.array(ours.slopes), np.array(theirs.slopes), rtol=2e-5, atol=1e-6)
-    before = ours.logprobs if policy == "on" else given[0].old_logprobs
-    ratio = mx.exp(ours.logprobs - before)
-    _, removed = grpo.clipped_term(ratio, ours.logprobs, given[0].advantages, rule(clip))
-    still = (np.array(ours.slopes) == 0) & (advantages != 0)
-    assert np.array(removed)[:-1].tolist() == still[:-1].tolist()  # the last is beyond any float, where all stop
-
-
-@each_row
-def test_row_losses_hold_log_probabilities_entropies_and_the_gradient_by_the_logits(kernels, size, dtype):
+def test_row_slopes_are_log_probabilities_entropies_and_the_gradient_by_the_logits(kernels, size, dtype):
     logits, ids = rows_of_logits(size, dtype), np.full(4, size // 2)
     for rows in (slice(0, 4), slice(0, 1)):
-        ours = softmax.row_losses(logits[rows], mx.array(ids[rows]), softmax.Surrogate(mx.ones((4,))[rows], None), 0.7)
+        logprobs, entropies, slopes = softmax.row_slopes(logits[rows], mx.array(ids[rows]), 0.7)
         found = softmax.row_logprobs(logits[rows], mx.array(ids[rows]), 0.7)
-        assert mx.array_equal(ours.logprobs, found.logprobs) and mx.array_equal(ours.entropies, found.entropies)
-        assert ours.losses.tolist() == ours.slopes.tolist() == [-1.0] * len(ours.losses)
+        assert mx.array_equal(logprobs, found[0]) and mx.array_equal(entropies, found[1])
         expected = -np.exp(wide(logits[rows]) / 0.7 - logsumexp(wide(logits[rows]) / 0.7))
         expected[:, size // 2] += 1
-        assert ours.d_logits.dtype == dtype
+        assert slopes.dtype == dtype
         # what is left of 1 - p where p is nearly 1 has the rounding of float32 logits
-        np.testing.assert_allclose(
-            wide(ours.d_logits) / softmax.SLOPE_SCALE, expected, rtol=2 * EPSILON[dtype], atol=2e-6
-        )
+        np.testing.assert_allclose(wide(slopes) / softmax.SLOPE_SCALE, expected, rtol=2 * EPSILON[dtype], atol=2e-6)
 
 
 @fast
-def test_the_gradient_of_row_losses_keeps_what_float16_would_lose(kernels):
+def test_row_slopes_keep_what_float16_would_lose(kernels):
     """A vocabulary of Qwen's size whose tail has half of the mass: each of its tokens less than float16 can hold."""
     logits = np.full((1, 151_936), -np.log(2 * 151_935))
     logits[0, 0] = -np.log(2)
-    found = softmax.row_losses(
-        mx.array(logits).astype(mx.float16), mx.array([0]), softmax.Surrogate(mx.ones((1,)), None)
-    )
-    assert -wide(found.d_logits)[0, 1:].sum() / softmax.SLOPE_SCALE == pytest.approx(0.5, rel=0.01)
+    *_, slopes = softmax.row_slopes(mx.array(logits).astype(mx.float16), mx.array([0]))
+    assert -wide(slopes)[0, 1:].sum() / softmax.SLOPE_SCALE == pytest.approx(0.5, rel=0.01)
     logits[0, 1:] -= 6  # 8e-9 each
-    found = softmax.row_losses(
-        mx.array(logits).astype(mx.float16), mx.array([0]), softmax.Surrogate(mx.ones((1,)), None)
-    )
+    *_, slopes = softmax.row_slopes(mx.array(logits).astype(mx.float16), mx.array([0]))
     probs = np.exp(wide(mx.array(logits).astype(mx.float16)))
     tail = probs[0, 1:].sum() / probs.sum()
-    assert -wide(found.d_logits)[0, 1:].sum() / softmax.SLOPE_SCALE == pytest.approx(tail, rel=0.01)
-
-
-@each_row
-def test_log_softmax_equals_its_formula_and_so_does_its_gradient(kernels, size, dtype):
-    logits = rows_of_logits(size, dtype)
-    scaled = wide(logits) / 0.7
-    expected = scaled - logsumexp(scaled)
-    for ours, row, x in zip(softmax.log_softmax(logits, 0.7), expected, scaled, strict=True):
-        largest = np.abs(x[np.isfinite(x)]).max()  # subtracting two logits is off by what they are rounded to
-        np.testing.assert_allclose(np.array(ours), row, rtol=1e-6, atol=1e-5 + 2e-7 * largest)
-    formula = lambda x: [x / 0.7 - logsumexp(x / 0.7)]  # noqa: E731
-    x = array(2, size, dtype=dtype)
-    assert_gradient(lambda x: [softmax.log_softmax(x, 0.7)], formula, [x], 8)
+    assert -wide(slopes)[0, 1:].sum() / softmax.SLOPE_SCALE == pytest.approx(tail, rel=0.01)
 
 
 @fast
@@ -430,17 +328,8 @@ def test_qwens_vocabulary_is_exact(kernels, dtype):
     logits, ids = array(3, 151_936, dtype=dtype, scale=3), np.array([0, 77_777, 151_935])
     expected = row_logprobs_by_hand(wide(logits), ids, 0.9)
     held = softmax.row_logprobs(logits, mx.array(ids), 0.9)
-    for ours, theirs in zip(held[:2], expected, strict=True):
+    for ours, theirs in zip(held, expected, strict=True):
         np.testing.assert_allclose(np.array(ours), theirs, rtol=1e-6, atol=1e-5)
-    scaled = wide(logits) / 0.9
-    np.testing.assert_allclose(np.array(softmax.log_softmax(logits, 0.9)), scaled - logsumexp(scaled), atol=2e-5)
-    cotangents = [mx.array([1.0, -2.0, 0.5]), mx.array([0.3, 0.1, -0.2])]
-    gradient = softmax.row_logprobs_vjp(logits, mx.array(ids), held, cotangents, 0.9)
-    logprobs = scaled - logsumexp(scaled)
-    p, first, second = np.exp(logprobs), *(wide(c)[:, None] for c in cotangents)
-    by_hand = -p * (first + second * (logprobs + expected[1][:, None]))
-    by_hand[np.arange(3), ids] += first[:, 0]
-    np.testing.assert_allclose(wide(gradient), by_hand / 0.9, rtol=4 * EPSILON[dtype], atol=1e-7)
 
 
 @pytest.mark.parametrize("size", [1, 7, 33, 1100])
@@ -530,57 +419,24 @@ def test_a_row_without_support_draws_its_first_token_and_reads_nothing_beyond_it
 # ---- the kernels in place
 
 
+@each_dtype
 @pytest.mark.parametrize("head", ["frozen", "trained"])
-def test_the_chunked_head_on_kernels_equals_its_formula_and_so_does_its_gradient(kernels, head, monkeypatch):
+def test_the_chunked_head_on_kernels_equals_its_formula_and_so_does_its_gradient(kernels, head, dtype, monkeypatch):
     monkeypatch.setattr(lm_head, "ROWS_AT_ONCE", 4)  # three chunks, the last one shorter
-    hidden, frozen, ids = array(2, 5, 8, dtype=mx.float32), array(70, 8, dtype=mx.float32), RNG.integers(0, 70, (2, 5))
+    hidden, frozen, ids = array(2, 5, 8, dtype=dtype), array(70, 8, dtype=dtype), RNG.integers(0, 70, (2, 5))
 
     def function(hidden: mx.array, *trained: mx.array) -> list[mx.array]:
         (weight,) = trained or (frozen,)
-        rows = lm_head.token_logprobs_in_rows(hidden.reshape(10, 8), weight, mx.array(ids.reshape(-1)), 0.8, head)
-        return [part.reshape(2, 5) for part in rows]
+        return [lm_head.token_logprobs(hidden, weight, mx.array(ids), temperature=0.8, head=head)[0]]
 
     def formula(hidden: np.ndarray, *trained: np.ndarray) -> list[np.ndarray]:
         (weight,) = trained or (wide(frozen),)
-        rows = row_logprobs_by_hand((hidden @ weight.T).reshape(10, 70), ids.reshape(-1), 0.8)
-        return [part.reshape(2, 5) for part in rows]
-
-    for ours, theirs in zip(function(hidden), formula(wide(hidden)), strict=True):
-        np.testing.assert_allclose(np.array(ours), theirs, atol=2e-5)
-    assert any(machinery.OPS["row_logprobs"]._runs.values())
-    assert_gradient(function, formula, [hidden] if head == "frozen" else [hidden, frozen], 16)
-
-
-@each_dtype
-@pytest.mark.parametrize("policy", ["on", "off"])
-def test_the_fused_token_losses_equal_their_formula_and_so_does_their_gradient(kernels, policy, dtype, monkeypatch):
-    """Losses and log-probabilities, as a KL beside the clipped term would have it."""
-    monkeypatch.setattr(lm_head, "ROWS_AT_ONCE", 4)  # three chunks, the last one shorter
-    hidden, head, ids = array(2, 5, 8, dtype=dtype), array(70, 8, dtype=dtype), RNG.integers(0, 70, (2, 5))
-    advantages = RNG.normal(size=(2, 5))
-
-    def logprobs_of(hidden: np.ndarray) -> np.ndarray:
-        return row_logprobs_by_hand((hidden @ wide(head).T).reshape(10, 70), ids.reshape(-1), 0.8)[0].reshape(2, 5)
-
-    at_first = logprobs_of(wide(hidden))
-    old = at_first if policy == "on" else at_first - np.resize(CHANGES[:6], (2, 5))
-    clip = (0.2, 0.28)
-
-    def function(hidden: mx.array) -> list[mx.array]:
-        surrogate = softmax.Surrogate(mx.array(advantages), mx.array(old) if policy == "off" else None, rule(clip))
-        found = lm_head.token_losses(hidden, head, mx.array(ids), surrogate, 0.8)
-        return [found.losses, found.logprobs]
-
-    def formula(hidden: np.ndarray) -> list[np.ndarray]:
-        logprobs = logprobs_of(hidden)
-        return [clipped_by_hand(logprobs, old, advantages, clip), logprobs]
+        return [row_logprobs_by_hand((hidden @ weight.T).reshape(10, 70), ids.reshape(-1), 0.8)[0].reshape(2, 5)]
 
     slack = 10 if dtype == mx.float32 else 30  # a logit of 16 bits is off by its own rounding
-    for ours, theirs in zip(function(hidden), formula(wide(hidden)), strict=True):
-        np.testing.assert_allclose(np.array(ours), theirs, rtol=slack * EPSILON[dtype], atol=slack * EPSILON[dtype])
-    if policy == "on" or dtype == mx.float32:  # else rounding may move a ratio across a border
-        assert_gradient(function, formula, [hidden], 2 * slack)
-    assert any(machinery.OPS["row_losses"]._runs.values())
+    assert_close(function(hidden)[0], formula(wide(hidden))[0], dtype, slack)
+    assert_gradient(function, formula, [hidden] if head == "frozen" else [hidden, frozen], 2 * slack)
+    assert any(machinery.OPS["row_slopes"]._runs.values())
 
 
 @pytest.mark.parametrize("gradient", [True, False])
@@ -595,7 +451,7 @@ def test_the_head_has_the_same_results_whichever_kernels_it_takes(kernels, gradi
         return list(mx.value_and_grad(total)(hidden)) if gradient else [total(hidden)]
 
     ours = value_and_gradient()
-    assert any(machinery.OPS["row_losses"]._runs.values()) == gradient
+    assert any(machinery.OPS["row_slopes"]._runs.values()) == gradient
     monkeypatch.setenv("GWEN_KERNELS", "off")
     for mine, other in zip(ours, value_and_gradient(), strict=True):
         np.testing.assert_allclose(np.array(mine), np.array(other), rtol=2e-5, atol=2e-5)
@@ -610,7 +466,6 @@ UPDATES = [
     ("--loss-type", "cispo", "--epsilon-high", "5"),
     ("--top-k", "5"),
 ]
-FUSED = UPDATES[:4]
 
 
 @fast
@@ -625,9 +480,7 @@ def test_an_update_on_kernels_takes_the_gradient_that_it_takes_without(kernels, 
     theirs, other = small_run.gradient_of_update(run, batches)
     monkeypatch.delenv("GWEN_KERNELS")
     ours, mine = small_run.gradient_of_update(run, batches)
-    assert any(machinery.OPS["row_losses"]._runs.values()) == (
-        flags in FUSED or "sequence" in flags or "cispo" in flags
-    )
+    assert any(machinery.OPS["row_slopes"]._runs.values()) == ("--top-k" not in flags)
     assert ours.loss == pytest.approx(theirs.loss, rel=1e-4, abs=1e-6)
     for name in ("kl", "clip_frac", "entropy"):
         if theirs.means[name] is None:  # not measured, as the KL where there is no reference

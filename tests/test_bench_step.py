@@ -1,6 +1,7 @@
 """The benchmark of a step: phases add up, all engines do the work that was asked for, mistakes are named."""
 
 import json
+import sys
 from importlib.util import find_spec
 
 import pytest
@@ -13,7 +14,7 @@ TINY = ["--model", "random:2m", "--batch", "2", "--groups", "2", "--prompt-token
 
 @pytest.mark.slow
 def test_ours_reports_seconds_by_phase_tokens_and_peak(capsys):
-    step.main([*TINY, "--runs", "2", "--warmup", "0", "--engines", "ours", "--token-budget", "7"])
+    step.main([*TINY, "--runs", "2", "--warmup", "0", "--engines", "ours"])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("Config: B=2 G=2 prompt=6 max_tokens=3 rank=16 model=random:2m")
     entry = json.loads(lines[-1])["engines"]["ours"]
@@ -48,14 +49,11 @@ def test_every_engine_does_the_work_and_times_every_phase(engine):
     assert all(seconds > 0 for one in steps for seconds in one.values())
 
 
-def test_a_rival_is_installed_once_with_pinned_packages(tmp_path, monkeypatch):
-    ran = []
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    (tmp_path / "gwen" / "rivals" / "trl==1.16.0").mkdir(parents=True)
-    monkeypatch.setattr(step.subprocess, "run", lambda command, **_: ran.append(command))
-    python = [step.interpreter("trl") for _ in range(2)]
-    assert python == [str(tmp_path / "gwen" / "rivals" / "trl==1.16.0" / "bin" / "python")] * 2
-    assert len(ran) == 2 and ran[1][-3:] == ["trl==1.16.0", "peft==0.21.2", "torch==2.15.0"]
+def test_a_rival_runs_with_its_pinned_packages_in_front_of_ours():
+    packages = "--with trl==1.16.0 --with peft==0.21.2 --with torch==2.15.0"
+    asked = f"uv run -q --no-sync {packages} python -m bench.step --engine trl"
+    assert step.command_of("trl") == asked.split()
+    assert step.command_of("ours") == [sys.executable, "-m", "bench.step", "--engine", "ours"]
 
 
 def test_the_reward_differs_within_every_group():
@@ -82,9 +80,8 @@ def test_processes_take_turns_and_one_that_fails_is_named(monkeypatch):
         returncode, stdout, stderr = 0, '{"steps": []}', "warning\nlast line"
 
     monkeypatch.setattr(step.subprocess, "run", lambda command, **_: ran.append(command) or Done)
-    monkeypatch.setattr(step, "interpreter", lambda engine: f"python-{engine}")
     step.in_processes(args, "DIR")
-    assert [command[0] for command in ran] == [f"python-{name}" for name in ("ours", "trl", "trl", "ours")]
+    assert [command[command.index("--engine") + 1] for command in ran] == ["ours", "trl", "trl", "ours"]
     assert ran[0][1:9] == "-m bench.step --engine ours --model DIR --batch 4".split()
     Done.returncode = 3
     with pytest.raises(ValueError, match=r"ours ended with exit status 3: \['last line'\]"):

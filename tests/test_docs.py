@@ -22,7 +22,7 @@ TEXTS = [path for path in FILES if path.suffix in (".md", ".py") or path.name ==
 FOREIGN_FLAGS = set(
     "--extra --group --with --no-deps --ignore --dist --maxprocesses --strict-config --strict-markers --check --help "
     "--backend --hostfile --adapter-path --exclude --logdir --enable-lora --lora-modules --outfile --dump-dom "
-    "--no-dev --python --rounds --lora-alpha".split()
+    "--no-sync --rounds --lora-alpha".split()
 )
 FOREIGN_FILES = {
     "FILE.py",

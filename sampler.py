@@ -10,12 +10,10 @@ Where a completion has turns, an end token ends one of them, and what the row is
 Axes: N rows, prompt-major; T completion positions; V vocabulary.
 """
 
-import argparse
 import itertools
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cpu_blas  # noqa: F401  (before mlx)
@@ -437,85 +435,9 @@ def texts(tokenizer: Any, result: Rollout, eos_ids: Sequence[int]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    import tasks
-    from config import SETTINGS, TOOLS
-    from disk import run_files
-    from flags import Parser, add_flags, check_least, fail, flag_of, visible
-    from problems import chat_template
-    from problems.examples import check_text, spread
-    from settings.checks import checked
-    from settings.sources import given, load_recipe, of_task, resolve
-    from turns import episodes
+    from deploy import chat  # which stands above this module
 
-    parser = Parser("sampler.py", "Sample completions of one prompt, or play held-out episodes with tools.")
-    run_files.add_flags(parser)
-    parser.add_argument("--model", help="demo, a Hugging Face directory or a hub id (default: the run's or adapter's)")
-    parser.add_argument("--prompt", help="what the user says (default: held-out problems, where there are tools)")
-    parser.add_argument("--system", help="what stands before it")
-    parser.add_argument("--num", type=int, default=1, help="completions")
-    parser.add_argument("--max-tokens", type=int, help="default: the run's, else 256")
-    parser.add_argument("--temp", type=float, default=1.0, help="0 is greedy")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--thinking", action=argparse.BooleanOptionalAction, help="default: the run's, else off")
-    played = ["task", *TOOLS]
-    add_flags(parser, [SETTINGS[name] for name in ("stop", *played)])
-    args = parser.parse_args(argv)
-    try:
-        adapter = run_files.settle(args, model=None, max_tokens=256, stop=[], thinking=False)
-        if args.run:
-            chat_template.keep_date(run_files.begun(Path(args.run)))
-        check_least(args, num=1, max_tokens=1, temp=0, seed=0)
-        checked({"stop": args.stop})
-        for flag, text in (("--prompt", args.prompt), ("--system", args.system)):
-            if text is not None:
-                check_text(flag, text)
-        name, why = gwen.choose_model(args.model, adapter, of_task(args.task or "", "").get("model"))
-        box, asked = None, given(args, played)
-        if args.system and not args.prompt:
-            raise ValueError("--system stands before what the user says; give --prompt too")
-        held = run_files.settings_of(args.run) if args.run else {}
-        problems = [{"prompt": args.prompt, "system": args.system}] if args.prompt else []
-        model, tokenizer = gwen.load(name, adapter=adapter)
-        if asked or not problems or held.get("tools") or held.get("env") or held.get("task") in tasks.TALKING:
-            how = asked | {"model": name, "thinking": args.thinking}
-            if held.get("loss_type") == "sft":
-                how = {"task": held["task"]} | how
-            elif held:
-                how = load_recipe(run_files.config_file(args.run)) | how
-            config = checked(how) if held else resolve(how, None, None, lambda _: (name, why))[0]
-            box = episodes.make(config, *tasks.callables(config), tokenizer, model.config)
-        if asked and box is None:
-            flag = min(asked)
-            raise ValueError(f"{flag_of(flag)} {asked[flag]} is for what has tools, and nothing here has; leave it out")
-        ends, stop = model.config.eos_ids, Stop.of(args.stop, tokenizer)
-        params = SamplingParams(args.max_tokens, args.temp, eos_ids=ends, stop=stop)
-        if box is not None:
-            if args.stop:
-                raise ValueError("--stop is for completions without tools; leave it out")
-            print(visible(f"model: {name}, {why}"), file=sys.stderr)
-            problems, size = (problems, args.num) if problems else (spread(tasks.make(config).held_out, args.num), 1)
-            problems = [problem for problem in problems for _ in range(size)]
-            talk = box.play(problems, [row // size for row in range(len(problems))], f"held out {args.seed}")
-            how = {"group_size": 1, "key": args.seed, "talk": talk, "context": box.context}
-            reasons = rollout(model, talk.prompts, params, **how).finish_reasons
-            talk.columns()  # asks environments for their rewards
-            print(visible("\n".join(talk.shown(row, reason) for row, reason in enumerate(reasons))))
-            return
-        if not problems:
-            raise ValueError("--prompt is missing: what the user says; only what has tools asks by itself")
-        prompts = chat_template.encode_prompts(
-            tokenizer,
-            problems,
-            max_tokens=args.max_tokens,
-            context=model.config.max_position_embeddings,
-            thinking=args.thinking,
-            kind="prompt",
-        )
-        print(visible(f"model: {name}, {why}"), file=sys.stderr)
-        result = rollout(model, prompts, params, group_size=args.num, key=args.seed)
-    except (ValueError, OSError) as error:
-        fail(error)
-    print(visible("\n".join(texts(tokenizer, result, model.config.eos_ids))))
+    chat.main(argv)
 
 
 if __name__ == "__main__":

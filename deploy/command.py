@@ -103,18 +103,22 @@ def stored_dtype(directory: Path) -> mx.Dtype:
 def as_trained(tokenizer: Any, run: str) -> str:
     """Makes a tokenizer's template that of a run's prompts, and says what was written into it."""
     config = checked(load_recipe(run_files.config_file(run)))
-    systems, said = set(), ""
-    try:
-        systems = {system_of(example) for example in examples_of(config)}
-    except ValueError as error:  # the data were moved
-        said = f"; the system prompt of training is unknown: {error}"
-    if len(systems) > 1:
-        said = f"; training had {len(systems)} system prompts, and the template has none"
-    system = systems.pop() if len(systems) == 1 else None
+    system, said = trained_system(config)
     written = chat_template.write_into(tokenizer, system, config.sampling.thinking)
     return said + f"; its chat template has {written}, as in training (--keep-template leaves the base's)" * bool(
         written
     )
+
+
+def trained_system(config: Config) -> tuple[str | None, str]:
+    """The system prompt of a run's prompts, None without one, and what is to be said where it is not known."""
+    try:
+        systems = {system_of(example) for example in examples_of(config)}
+    except ValueError as error:  # the data were moved
+        return None, f"; the system prompt of training is unknown: {error}"
+    if len(systems) > 1:
+        return None, f"; training had {len(systems)} system prompts, and the template has none"
+    return systems.pop() if systems else None, ""
 
 
 def examples_of(config: Config) -> list[Example]:

@@ -85,8 +85,9 @@ def first_line_that_needs_mlx(path: Path) -> str:
 
 
 def imports_of(path: Path) -> set[str]:
-    """The rooms that a file imports, anywhere in it but in the command `lora.py`, which stands above its library."""
-    nodes = [node for node in parse(path).body if path.name != "lora.py" or getattr(node, "name", "") != "main"]
+    """The rooms that a file imports, anywhere in it but in a command of `deploy/`, which stands above its library."""
+    commands = ("lora.py", "sampler.py")
+    nodes = [node for node in parse(path).body if path.name not in commands or getattr(node, "name", "") != "main"]
     return {name for one in nodes for node in ast.walk(one) for name in imported(node) if name in ROOMS}
 
 

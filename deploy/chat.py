@@ -1,0 +1,321 @@
+"""
+`uv run sampler.py --prompt "Hi"` shows completions, `--chat` talks in the terminal, and what has tools plays.
+
+A talk goes on in the cache of all that was said: a turn continues from the last, and what the model wrote stays as it
+was drawn. Left out: rollouts (sampler.py), tools (turns/episodes.py), what stands between turns (turns/frames.py).
+"""
+
+import argparse
+import contextlib
+import signal
+import sys
+from collections.abc import Callable, Generator, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import cpu_blas  # noqa: F401  (before mlx)
+import mlx.core as mx
+import numpy as np
+
+import evaluate
+import gwen
+import lora
+import sampler
+import tasks
+from config import SETTINGS, TOOLS, Config
+from deploy import command
+from disk import adapters, run_files
+from flags import Parser, add_flags, check_least, fail, flag_of, visible
+from kv_cache import KVCache
+from machine import gpu
+from problems import chat_template
+from problems.examples import check_text, spread
+from problems.stop import Stop
+from settings.checks import checked
+from settings.sources import given, load_recipe, of_task, resolve
+from turns import episodes
+from turns.frames import Frames
+
+# ---- one side of a talk
+
+
+class Manner(NamedTuple):
+    """How a talk is held."""
+
+    tokenizer: Any
+    params: sampler.SamplingParams
+    thinking: bool
+    system: str | None
+    seed: int
+    context: int  # tokens of a talk
+    box: episodes.Toolbox | None
+
+
+class Side:
+    """A model in a talk, with the cache of what it was told and wrote."""
+
+    playing: episodes.Episodes | None = None
+
+    def __init__(self, model: gwen.Model, manner: Manner, is_before: bool = False):
+        """is_before: it answers as before training, see `lora.before_training`."""
+        self.model, self.manner, self.is_before = model, manner, is_before
+        self.cache = KVCache(model.config.layer_kinds)
+        self.forward: Callable[..., mx.array] = gwen.decode_step(model)
+        self.turn: list[int] = []  # the ids of its newest turn
+        tokenizer, ends = manner.tokenizer, model.config.eos_ids
+        self.frames = manner.box.frames if manner.box else Frames(tokenizer, ends, thinking=manner.thinking)
+        self.num_turns = 0
+
+    def reply(self, line: str) -> Generator[str, None, None]:
+        """What it answers to the user, in pieces of whole characters; "" now and then, so that it can be left."""
+        told = self.told(line)
+        with lora.before_training(self.model) if self.is_before else gpu.without_gradients():
+            while told:
+                yield from pieces(self.drawn(told), self.manner.tokenizer, self.manner.params.stop)
+                told = []
+                if self.playing and self.is_over():
+                    self.playing.hear(0, self.turn)
+                    answer, episode = self.playing.replies(wait=True)[0], self.playing.rows[0]
+                    for message in episode.told:
+                        yield f"\n[{message['name']}] {message['content']}\n"
+                    if not isinstance(answer, str):  # else what it was told comes with what the user says next
+                        told, episode.told = answer, []
+
+    def told(self, line: str) -> list[int]:
+        """The ids of what the user says, up to where the answer begins."""
+        manner, message = self.manner, {"role": "user", "content": line}
+        if self.cache.length == 0:
+            if manner.box:
+                asked = {"prompt": line, "system": manner.system}
+                self.playing = manner.box.play([asked], [0], f"talk {manner.seed}")
+                return self.playing.prompts[0]
+            how: dict[str, Any] = {"system": manner.system, "thinking": manner.thinking}
+            return chat_template.chat_ids(manner.tokenizer, line, **how)
+        messages, schemas = [message], None
+        if manner.box and self.playing:
+            episode, schemas = self.playing.rows[0], list(manner.box.schemas[""].values())
+            messages, episode.told, episode.turns = [*episode.told, message], [], 0
+        end = chat_template.end_of_turn(manner.tokenizer)
+        cut = [] if self.is_over() or end is None else [end]
+        return cut + self.frames.between(messages, schemas)
+
+    def is_over(self) -> bool:
+        """Whether its newest turn has ended by itself."""
+        return bool(self.turn) and self.turn[-1] in self.model.config.eos_ids
+
+    def drawn(self, told: list[int]) -> Iterator[int]:
+        """Reads what it is told and draws a turn. Each token is in the cache when it comes, also an end token."""
+        model, manner, self.turn = self.model, self.manner, []
+        params = manner.params
+        room = manner.context - self.cache.length - len(told)
+        if room <= 0:
+            raise ValueError(f"the talk fills the {manner.context} tokens that the model can read; begin another")
+        width = gpu.prefill_tokens()
+        for begin in range(0, len(told), width):
+            hidden = model.hidden(mx.array([told[begin : begin + width]]), self.cache)[:, -1]
+            mx.eval(hidden, self.cache.arrays())  # wait: the next part may use the memory of this one
+        logits, self.num_turns = hidden @ model.head_weight.T, self.num_turns + 1
+        limit = min(params.limits(1)[0], room)
+        for numbers in sampler.uniforms(manner.seed, [self.num_turns], limit)[0]:
+            token, logprob, _ = sampler.choose_token(logits, mx.array(numbers[None]), params)
+            logits = self.forward(token[:, None], self.cache)[:, -1] @ model.head_weight.T
+            mx.async_eval(token, logprob, logits)
+            if not mx.isfinite(logprob).item():  # wait
+                raise sampler.NotFinite(0, len(self.turn), logits.dtype)
+            self.turn.append(int(np.array(token)[0]))
+            yield self.turn[-1]
+            if self.is_over():
+                return
+
+
+def pieces(ids: Iterable[int], tokenizer: Any, stop: Stop | None) -> Iterator[str]:
+    """
+    The text of ids as they come, in whole characters, up to a stop text; what may begin one waits until it does not.
+
+    Bytes that are no character when the ids end are left out.
+    """
+    from tokenizers.decoders import DecodeStream
+
+    stream, text, num_shown = DecodeStream(skip_special_tokens=True), "", 0
+    starts = [one[:length] for one in (stop.texts if stop else ()) for length in range(len(one), 0, -1)]
+    for one in ids:
+        text += stream.step(tokenizer.backend_tokenizer, one) or ""
+        if stop and len(cut := stop.cut(text)) < len(text):
+            yield cut[num_shown:]
+            return
+        num_held = max((len(start) for start in starts if text.endswith(start)), default=0)
+        yield text[num_shown : len(text) - num_held]
+        num_shown = len(text) - num_held
+    yield text[num_shown:]
+
+
+# ---- the talk
+
+
+def lines() -> Iterator[str]:
+    """What the user says, line by line, until Ctrl-D or the end of a pipe."""
+    if sys.stdin.isatty():
+        import readline  # noqa: F401  (`input` edits lines by it)
+
+        print("Ctrl-C ends an answer, Ctrl-D the talk.", file=sys.stderr)
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            print(end="\n" if sys.stdin.isatty() else "")
+            return
+        except KeyboardInterrupt:
+            if not sys.stdin.isatty():
+                raise
+            line = ""
+            print()
+        if line.strip():
+            check_text("what you say", line)
+            yield line
+
+
+@contextlib.contextmanager
+def presses() -> Iterator[list[int]]:
+    """Inside, Ctrl-C ends nothing; it is counted."""
+    pressed: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def talk(sides: dict[str, Side], said: Iterable[str]) -> None:
+    """Every side answers every line; Ctrl-C ends an answer."""
+    for line in said:
+        for name, side in sides.items():
+            print(f"[{name}] " if name else "", end="")
+            with presses() as pressed, contextlib.closing(side.reply(line)) as reply:
+                for piece in reply:
+                    print(visible(piece), end="", flush=True)
+                    if pressed:
+                        break
+            print(flush=True)
+            if len(side.turn) == side.manner.params.max_tokens:
+                print(f"(--max-tokens {len(side.turn)} ends it there)", file=sys.stderr)
+
+
+# ---- the command
+
+PLAYED = ["task", *TOOLS]
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = Parser("sampler.py", "Sample completions of one prompt, talk, or play held-out episodes with tools.")
+    run_files.add_flags(parser)
+    parser.add_argument("--model", help="demo, a Hugging Face directory or a hub id (default: the run's or adapter's)")
+    parser.add_argument("--prompt", help="what the user says (default: held-out problems, where there are tools)")
+    parser.add_argument("--chat", action="store_true", help="talk: answers to lines that you write, or pipe in")
+    parser.add_argument("--compare", action="store_true", help="in a talk, the model before training answers too")
+    parser.add_argument("--system", help="what stands before it (default: in a talk with a run, what training had)")
+    parser.add_argument("--num", type=int, default=1, help="completions")
+    parser.add_argument("--max-tokens", type=int, help="default: the run's, else 256")
+    parser.add_argument("--temp", type=float, default=1.0, help="0 is greedy")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--thinking", action=argparse.BooleanOptionalAction, help="default: the run's, else off")
+    add_flags(parser, [SETTINGS[name] for name in ("stop", *PLAYED)])
+    args = parser.parse_args(argv)
+    try:
+        adapter = run_files.settle(args, model=None, max_tokens=256, stop=[], thinking=False)
+        check(args, adapter)
+        if args.run:
+            chat_template.keep_date(run_files.begun(Path(args.run)))
+        name, why = gwen.choose_model(args.model, adapter, of_task(args.task or "", "").get("model"))
+        is_beside = args.compare and adapters.kind_of(adapters.find(str(adapter))) != "full"
+        if is_beside:
+            start = run_files.adapter_of(args.run, 0) if args.run else None
+            model, tokenizer, _ = evaluate.load_policy(name, adapter, start)
+        else:
+            model, tokenizer = gwen.load(name, adapter=adapter)
+        config, box = played(args, name, why, tokenizer, model)
+        ends, stop = model.config.eos_ids, Stop.of(args.stop, tokenizer)
+        params = sampler.SamplingParams(args.max_tokens, args.temp, eos_ids=ends, stop=stop)
+        note = ""
+        if args.chat and args.run and args.system is None:
+            args.system, note = command.trained_system(config)
+        print(visible(f"model: {name}, {why}{note}"), file=sys.stderr)
+        if args.chat:
+            context = box.context if box else model.config.max_position_embeddings
+            manner = Manner(tokenizer, params, args.thinking, args.system, args.seed, context, box)
+            sides = {"after" if args.compare else "": Side(model, manner)}
+            if args.compare:
+                before = model if is_beside else gwen.load(name)[0]
+                sides = {"before": Side(before, manner, is_beside)} | sides
+            talk(sides, lines())
+        elif box:
+            play(args, model, params, box, config)
+        else:
+            how: dict[str, Any] = {"max_tokens": args.max_tokens, "thinking": args.thinking, "kind": "prompt"}
+            problem = {"prompt": args.prompt, "system": args.system}
+            prompts = chat_template.encode_prompts(
+                tokenizer, [problem], context=model.config.max_position_embeddings, **how
+            )
+            result = sampler.rollout(model, prompts, params, group_size=args.num, key=args.seed)
+            print(visible("\n".join(sampler.texts(tokenizer, result, ends))))
+    except (ValueError, OSError) as error:
+        fail(error)
+
+
+def check(args: argparse.Namespace, adapter: str | None) -> None:
+    """Raises ValueError for flags out of range or without what they belong to."""
+    check_least(args, num=1, max_tokens=1, temp=0, seed=0)
+    checked({"stop": args.stop})
+    for flag, text in (("--prompt", args.prompt), ("--system", args.system)):
+        if text is not None:
+            check_text(flag, text)
+    if args.chat and (args.prompt or args.num > 1):
+        raise ValueError("--chat reads what you say line by line, and answers once; leave out --prompt and --num")
+    if args.compare and not (args.chat and adapter):
+        raise ValueError("--compare is for --chat with the --run or --adapter whose model is compared")
+    if args.system and not (args.prompt or args.chat):
+        raise ValueError("--system stands before what the user says; give --prompt too")
+
+
+def played(
+    args: argparse.Namespace, name: str, why: str, tokenizer: Any, model: gwen.Model
+) -> tuple[Config, episodes.Toolbox | None]:
+    """The settings of what is sampled, a run's or as asked for, and its tools, None where it has none."""
+    asked = given(args, PLAYED)
+    how = asked | {"model": name, "thinking": args.thinking}
+    if args.run:
+        held = load_recipe(run_files.config_file(args.run))
+        config = checked((held if held.get("loss_type") != "sft" else {"task": held["task"]}) | how)
+    else:
+        config = resolve(how, None, None, lambda _: (name, why))[0]
+    box = None
+    if asked or not (args.prompt or args.chat) or args.run:
+        box = episodes.make(config, *tasks.callables(config), tokenizer, model.config)
+    if asked and box is None:
+        flag = min(asked)
+        raise ValueError(f"{flag_of(flag)} {asked[flag]} is for what has tools, and nothing here has; leave it out")
+    if box is None and not (args.prompt or args.chat):
+        raise ValueError("--prompt is missing: what the user says; only what has tools asks by itself")
+    if box and args.stop:
+        raise ValueError("--stop is for completions without tools; leave it out")
+    if box and box.environments and args.chat:
+        raise ValueError("--chat has tools and no environment, which plays by itself; leave --chat out")
+    return config, box
+
+
+def play(
+    args: argparse.Namespace,
+    model: gwen.Model,
+    params: sampler.SamplingParams,
+    box: episodes.Toolbox,
+    config: Config,
+) -> None:
+    """Plays with tools and shows it: what the user says, or held-out problems."""
+    problems, size = [{"prompt": args.prompt, "system": args.system}], args.num
+    if not args.prompt:
+        problems, size = spread(tasks.make(config).held_out, args.num), 1
+    problems = [problem for problem in problems for _ in range(size)]
+    played = box.play(problems, [row // size for row in range(len(problems))], f"held out {args.seed}")
+    how: dict[str, Any] = {"group_size": 1, "key": args.seed, "talk": played, "context": box.context}
+    reasons = sampler.rollout(model, played.prompts, params, **how).finish_reasons
+    played.columns()  # asks environments for their rewards
+    print(visible("\n".join(played.shown(row, reason) for row, reason in enumerate(reasons))))

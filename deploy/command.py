@@ -20,9 +20,9 @@ from mlx.utils import tree_flatten
 import gwen
 import tasks
 from config import Config
-from deploy import gguf_writer
+from deploy import few_bits, gguf_writer
 from disk import adapters, gguf, hub, run_files
-from flags import Parser, fail
+from flags import Parser, fail, visible
 from machine import alive
 from problems import chat_template, chats
 from problems.examples import Example, load_sides
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--fuse", action="store_true", help="write the merged model, a Hugging Face directory")
     layouts = [*adapters.LAYOUTS, "gguf"]
     parser.add_argument("--export", choices=layouts, help="write the adapter alone, in this layout; merged in a gguf")
-    parser.add_argument("--bits", type=int, choices=gguf_writer.LABELS, help="of a gguf's weights (default: 16)")
+    parser.add_argument("--bits", type=int, choices=gguf_writer.LABELS, help="of --fuse and gguf (default: 16)")
     run_files.add_flags(parser)
     parser.add_argument("--model", help="demo, a Hugging Face directory or a hub id (default: the adapter's)")
     parser.add_argument("--keep-template", action="store_true", help="leave the chat template as the base has it")
@@ -44,19 +44,24 @@ def main(argv: list[str] | None = None) -> None:
     try:
         if args.fuse == (args.export is not None):
             raise ValueError("give --fuse for a whole model, or --export peft for the adapter alone")
-        if args.bits and args.export != "gguf":
-            raise ValueError(f"--bits {args.bits} is of --export gguf; leave it out")
+        if args.bits and args.export in adapters.LAYOUTS:
+            raise ValueError(f"--bits {args.bits} is of --fuse and --export gguf; leave it out")
         if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
             raise ValueError(f"--out {args.out} exists; give a new directory")
         adapter = run_files.settle(args, model=None)
         if not adapter:
             raise ValueError("there is no adapter yet; name one with --adapter, or a run with --run")
-        name, scratch = args.model, args.out.with_name(args.out.name + ".partial")
-        run = None if args.keep_template else args.run or run_of(adapter)
+        name, few = args.model, args.fuse and args.bits in (4, 8)
+        scratch, wide = (args.out.with_name(f"{args.out.name}{ending}.partial") for ending in ("", "-16"))
+        of_run = args.run or run_of(adapter)
+        run = None if args.keep_template else of_run
         try:
             with alive.doing(f"writing {args.out}"):
                 if args.fuse:
-                    what = fuse(name, adapter, scratch, run)
+                    what = fuse(name, adapter, wide if few else scratch, run)
+                    if few:
+                        few_bits.pack(wide, scratch, args.bits)
+                        what += f"; in {args.bits} bits"
                 elif args.export == "gguf":
                     what = export_gguf(name, adapter, scratch, run, args.out.resolve().name, args.bits or 16)
                 else:
@@ -64,14 +69,28 @@ def main(argv: list[str] | None = None) -> None:
             if args.run:
                 (scratch / "README.md").write_text(run_files.model_card(args.run, args.step))
             os.replace(scratch, args.out)
+            print(f"{args.out}: {what}", flush=True)
+            if few:
+                tell_cost(of_run, wide, args.out, args.bits)
         except RuntimeError as error:  # MLX's, when a file cannot be written
             raise OSError(f"--out {args.out} cannot be written: {hub.first_line(error)}") from error
         finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+            for directory in (scratch, wide):
+                shutil.rmtree(directory, ignore_errors=True)
     except (ValueError, OSError) as error:
         fail(error)
-    print(f"{args.out}: {what}")
     print(f"to publish it: uv run hf upload OWNER/{args.out.resolve().name} {shlex.quote(str(args.out))}")
+
+
+def tell_cost(run: str | None, wide: Path, few: Path, bits: int) -> None:
+    """Prints what the few bits of a written model cost, beside the same in 16."""
+    try:
+        if run is None:
+            raise ValueError("only --run tells the problems")
+        for line in few_bits.cost(run, wide, few, bits):
+            print(visible(line), flush=True)
+    except ValueError as error:  # the model is written all the same
+        print(visible(f"what {bits} bits cost was not measured: {error}"))
 
 
 def run_of(adapter: str) -> str | None:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import shutil
 
 import mlx.core as mx
@@ -9,10 +10,12 @@ import pytest
 import yaml
 from conftest import CONFIGS, contents, message_of, write_log
 from mlx_lm.tokenizer_utils import load as mlx_lm_load_tokenizer
+from mlx_lm.utils import load_model as mlx_lm_load_model
 from test_gguf import write  # noqa: F401  (a fixture)
 
 import gwen
 import lora
+from deploy import few_bits
 from disk import hub
 from problems import chat_template
 
@@ -140,3 +143,36 @@ def test_an_exported_adapter_names_a_base_that_others_open_or_says_to_fuse_first
     lora.main(["--export", "peft", "--adapter", adapter, "--model", "smollm2", "--out", str(tmp_path / "smollm2")])
     line = "other programs do not open smollm2 as its base: give them the whole model, by --fuse"
     assert line in capsys.readouterr().out
+
+
+# ---- few bits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "bits"), [("grpo", 4), ("judge", 8)])
+def test_a_model_in_few_bits_is_mlx_lm_s_and_its_cost_is_told(run, tmp_path, capsys, kind, bits):
+    lora.main(["--fuse", "--bits", str(bits), "--run", run(kind), "--out", str(tmp_path / "few")])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith(f"; in {bits} bits") and len(lines) == 5 + lines[-2].startswith("WARNING")
+    wide, few, cost = (line.partition(": ")[2] for line in [*lines[1:3], f"x: {lines[3]}"])
+    assert wide.startswith("eval/accuracy ") and few.endswith("| 8 problems") and cost.startswith(f"{bits} bits are ")
+    assert json.loads((tmp_path / "few" / "config.json").read_text())["quantization"]["bits"] == bits
+    theirs, _ = mlx_lm_load_model(tmp_path / "few")
+    ours, tokenizer = gwen.load(tmp_path / "few", mx.float32)
+    theirs.set_dtype(mx.float32)
+    ids = mx.array([chat_template.chat_ids(tokenizer, USER)])
+    assert mx.allclose(theirs(ids), ours(ids), atol=1e-3) and "thinking off" in lines[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["few", "run"]
+
+
+@pytest.mark.slow
+def test_bits_cost_nothing_of_a_model_beside_itself_and_a_warning_of_another(run, tmp_path, capsys):
+    out, _ = fused(tmp_path, capsys, "--run", run())
+    same = list(few_bits.cost(run(), out, out, 16))
+    assert same[0] == same[1] and re.match(r"16 bits are \S+ nats a token from 16, 0\.0\d% of the", same[2])
+    assert same[2].endswith("; 100.0% of the tokens of greedy answers stay the likeliest") and len(same) == 3
+    *_, warning = few_bits.cost(run(), out, hub.BUNDLED["demo:rg"], 4)
+    assert warning.startswith("WARNING: 4 bits move the model by over a third of what training did")
+    alone = shutil.copytree(tmp_path / "run" / "adapter", tmp_path / "alone")
+    lora.main(["--fuse", "--bits", "8", "--adapter", str(alone), "--out", str(tmp_path / "few")])
+    assert "what 8 bits cost was not measured: only --run tells the problems\n" in capsys.readouterr().out

@@ -1,0 +1,113 @@
+"""
+A fused model in 8 or 4 bits, packed by mlx_lm, and what that costs: of held-out figures, and of what was learned.
+
+The latter is what rounding moves by what training moved, both as divergences on the model's own answers. Counting
+changed weights says nothing: most of them change, and their noise adds up to little. Left out: calibration by data,
+which mlx_lm's own commands have.
+"""
+
+import contextlib
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import cpu_blas  # noqa: F401  (before mlx)
+
+import evaluate
+import gwen
+import tasks
+from config import Config
+from disk import run_files
+from machine import alive, memory
+from problems import chat_template
+from problems.examples import Example
+from step.batch import cut, hidden
+from step.sample import Sample
+from turns import episodes
+
+TOO_MUCH = 1 / 3  # of what training moved
+POSITIONS = 256  # of a pass that holds all its logits
+
+
+def pack(wide: Path, out: Path, bits: int) -> None:
+    """Writes a model's directory anew, as `mlx_lm.convert -q` does."""
+    from mlx_lm.utils import load_model, quantize_model, save_config, save_model
+
+    model, config = load_model(wide, lazy=True)
+    with contextlib.redirect_stdout(sys.stderr):
+        model, config = quantize_model(model, config, None, bits)
+    save_model(out, model, donate_model=True)
+    save_config(config, out / "config.json")
+    for file in wide.iterdir():
+        if not (out / file.name).exists():
+            shutil.copy(file, out)
+
+
+def cost(run: str, wide: Path, few: Path, bits: int) -> Iterator[str]:
+    """
+    Lines on a run's model in few bits beside that in 16, each in its directory, on the run's held-out problems.
+
+    Raises ValueError where these cannot be had.
+    """
+    chat_template.keep_date(run_files.begun(Path(run)))
+    config = evaluate.of_run(run, {})
+    task = tasks.make(config)
+    _, record, sampled, greedy = answers(config, task, wide)
+    yield f"16 bits: {run_files.evaluation_line(record)}"
+    model, record, *_ = answers(config, task, few)
+    yield f"{bits} bits: {run_files.evaluation_line(record)}"
+    lost, same = evaluate.divergence(model, sampled, 1.0), agreement(model, greedy)  # nats a token; a share of tokens
+    del model  # one at a time
+    base, _ = gwen.load(config.model.name, adapter=run_files.adapter_of(run, 0))
+    learned = evaluate.divergence(base, sampled, 1.0)
+    yield (
+        f"{bits} bits are {lost:.2g} nats a token from 16, {lost / max(learned, 1e-9):.2%} of the {learned:.2g} that "
+        f"training moved; {same:.1%} of the tokens of greedy answers stay the likeliest"
+    )
+    if lost > TOO_MUCH * learned:
+        yield f"WARNING: {bits} bits move the model by over a third of what training did: take more, or train longer"
+
+
+class Answers(NamedTuple):
+    """Of a model: its evaluation, and the answers that this took."""
+
+    model: gwen.Model
+    record: dict[str, Any]  # as in `eval.jsonl`
+    sampled: list[Sample]
+    greedy: list[Sample]
+
+
+def answers(config: Config, task: tasks.Task, directory: Path) -> Answers:
+    """Evaluates the model of a directory on the task's held-out problems, as a run does."""
+    model, tokenizer = gwen.load(directory)
+    scored = task.rubric is not None and task.verifier is None and not config.judge.url  # which may cost money
+    base = gwen.load(config.model.name)[0] if scored and config.judges_itself else None
+    grader, _ = evaluate.make_graders(config, task.rubric if scored else None, None, base, tokenizer)
+    found: list[list[Sample]] = []
+
+    def answer(problems: list[Example], params: evaluate.EvalParams) -> tuple[list[Sample], list[Sample]]:
+        found.extend(both := evaluate.answer_both(model, tokenizer, problems, params))
+        return both
+
+    params = evaluate.EvalParams(
+        config.sampling.max_tokens,
+        memory.BatchSize(config.sampling.rollout_batch_size) if config.sampling.rollout_batch_size else None,
+        limit=config.evaluation.limit or None,
+        thinking=config.sampling.thinking,
+        stop=config.sampling.stop,
+        toolbox=episodes.make(config, task.tools, task.environments, tokenizer, model.config),
+    )
+    record, _ = evaluate.examine(answer, task, params, grader=grader)
+    return Answers(model, record, *found)
+
+
+def agreement(model: gwen.Model, greedy: list[Sample]) -> float:
+    """The share of the tokens of greedy answers that are the likeliest for this model too."""
+    num_same = num_tokens = 0.0
+    for batch in alive.Bar(cut(greedy, POSITIONS, "off"), desc="likeliest tokens", unit="part"):
+        likeliest = (hidden(model, batch) @ model.head_weight.T).argmax(-1)
+        num_same += ((likeliest == batch.completion_ids) * batch.mask).sum().item()
+        num_tokens += batch.mask.sum().item()
+    return num_same / num_tokens

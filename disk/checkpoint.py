@@ -79,38 +79,25 @@ def save(run_dir: str | Path, state: State, write_adapter: Callable[[Path], bool
 
 
 def load(run_dir: str | Path) -> State:
-    """
-    The newest intact checkpoint; reports damaged newer ones on stderr.
-
-    Raises ValueError if there is none, or if it is of another version of Gwen.
-    """
+    """The newest intact checkpoint; reports damaged newer ones on stderr. Raises ValueError if there is none."""
     for replaced in (Path(run_dir) / "checkpoints").glob("*.replaced"):  # from a process killed while saving again
         if (target := replaced.with_suffix("")).exists():
             _remove(replaced)
         else:
             os.replace(replaced, target)
-    over = f"start over with: uv run train.py --config {shlex.quote(str(Path(run_dir) / 'config.yaml'))}"
     for path in reversed(saved(run_dir)):
         try:
             return _read(path)
-        except OtherVersion as error:
-            version = f"{path.name} was saved by an earlier version of Gwen"
-            raise ValueError(f"--resume {run_dir}: {version}; {over}") from error
         except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
             reason = hub.first_line(error)
             print(f"checkpoint {path.name} is damaged ({reason}); trying the one before", file=sys.stderr)
+    over = f"start over with: uv run train.py --config {shlex.quote(str(Path(run_dir) / 'config.yaml'))}"
     raise ValueError(f"--resume {run_dir}: it has no intact checkpoint; {over}")
-
-
-class OtherVersion(Exception):
-    """A checkpoint in a layout that was given up."""
 
 
 def _read(path: Path) -> State:
     _sha256(path / "state.json")  # a pipe would be read for ever
     record = json.loads((path / "state.json").read_text())
-    if isinstance(record["sha256"], dict):
-        raise OtherVersion
     if record.pop("sha256") != _checksum(record, path):
         raise ValueError("its checksum does not match")
     if path != path_of(path.parent.parent, record["step"]):

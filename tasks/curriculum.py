@@ -23,8 +23,7 @@ from tasks.task import Problems, Task
 Drawn = tuple[list[Example], list[list[int]]]  # B examples and the ids of their prompts
 PRIOR = 1 / 6  # variance of a reward of 0 or 1 whose chance may be anything, Beta(1, 1)
 PRIOR_COUNT = 2.0  # completions that this counts for
-MEMORY = 2.0  # epochs after which half of the evidence is forgotten, and a prompt at rest comes back
-VISITS = 2  # in a row that a prompt must be solved whole before it rests
+MEMORY = 2.0  # epochs after which half of the evidence is forgotten
 PATIENCE = 1000  # places that are tried in a row for a prompt that is new
 WINDOW = 32  # problems of a data set whose pass rate raises its level
 MOST_DRAWS = 4  # batches of prompts drawn per step with --dynamic-sampling
@@ -66,7 +65,7 @@ class BySignal(Epochs):
     Rewards are measured on a scale from the run's lowest to its highest. A prompt's variance is the mean of what its
     visits showed and of `PRIOR`; for rewards of 0 and 1 it is nearly that of a Beta posterior, but it also sees a judge
     who gives every answer 3 of 5. Evidence loses half its weight in `MEMORY` epochs, so what was not seen for long is
-    drawn like what was never seen. A prompt solved whole in its last `VISITS` visits rests for `MEMORY` epochs.
+    drawn like what was never seen.
     """
 
     def __init__(self, config: Config, train: list[Example], prompt_ids: list[list[int]]):
@@ -74,9 +73,8 @@ class BySignal(Epochs):
         if len(train) < config.sampling.batch * (MOST_DRAWS if config.sampling.dynamic_sampling else 1):
             raise ValueError(f"--curriculum: {len(train)} prompts are fewer than a step may draw; lower --batch")
         self.range: list[float] = []  # lowest and highest reward
-        # of each prompt: completions counted, sum of their groups' variance, both faded to the draw that it was seen at
-        # last; that draw; visits in a row that it was solved whole
-        self.known = np.zeros((len(train), 4))
+        # of each prompt: completions counted, the sum of their groups' variance, both faded to its last draw; that draw
+        self.known = np.zeros((len(train), 3))
         self.open: list[int] = []  # prompts of the step that is under way
         self.number, self.expected = 0, PRIOR  # its newest draw; the variance that was expected of the last step
 
@@ -90,19 +88,14 @@ class BySignal(Epochs):
         counts, sums = self.known.T[:2] * self.fade(number)
         return np.asarray((PRIOR_COUNT * PRIOR + sums) / (PRIOR_COUNT + counts))
 
-    def resting(self, number: int) -> np.ndarray:
-        return (self.known[:, 3] >= VISITS) & (self.fade(number) > 0.5)
-
     def choose(self, number: int) -> list[int]:
         """
         B different prompts, none of those that the step has drawn already.
 
-        Weighted sampling without replacement, Efraimidis and Spirakis 2006. Those at rest come last, the longest first.
+        Weighted sampling without replacement, Efraimidis and Spirakis 2006.
         """
         rng = random.Random(f"{self.config.sampling.seed} draw {number}")
         keys = np.log([rng.random() for _ in self.train]) / self.signal(number)
-        resting = self.resting(number)
-        keys[resting] = -1e9 - self.known[resting, 2]
         keys[self.open] = -np.inf
         indices: list[int] = np.argsort(-keys, kind="stable")[: self.config.sampling.batch].tolist()
         self.open, self.number = self.open + indices, number
@@ -115,10 +108,9 @@ class BySignal(Epochs):
         self.expected, fade = float(self.signal(self.number)[self.open].mean()), self.fade(self.number)
         for index, group in zip(self.open, groups, strict=False):
             if group:
-                scaled = (np.array(group) - self.range[0]) / max(self.range[1] - self.range[0], 1e-9)
-                count, total, _, solved = self.known[index]
-                count, total = fade[index] * count + len(group), fade[index] * total + len(group) * scaled.var()
-                self.known[index] = count, total, self.number, solved + 1 if scaled.min() > 0.99 else 0
+                variance = np.var(group) / max(self.range[1] - self.range[0], 1e-9) ** 2
+                count, total = fade[index] * self.known[index, :2] + [len(group), len(group) * variance]
+                self.known[index] = count, total, self.number
         self.open = []
 
     def state(self) -> dict[str, Any]:
@@ -128,12 +120,10 @@ class BySignal(Epochs):
     def restore(self, state: dict[str, Any]) -> None:
         self.range = list(state["range"] or [])
         for index, *known in state["seen"]:
-            self.known[index] = known
+            self.known[index] = known[:3]
 
     def figures(self) -> dict[str, float]:
-        seen, resting = self.known[:, 0] > 0, self.resting(self.number + 1)
-        shares = {"curriculum/seen_frac": float(seen.mean()), "curriculum/resting_frac": float(resting.mean())}
-        return {"curriculum/expected": self.expected} | shares
+        return {"curriculum/expected": self.expected, "curriculum/seen_frac": float((self.known[:, 0] > 0).mean())}
 
 
 class Endless(Epochs):

@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import json
 import os
 import shutil
 from pathlib import Path
@@ -121,16 +120,6 @@ def test_a_checkpoint_in_another_one_s_place_is_damage(tmp_path, model, capsys):
     shutil.copytree(tmp_path / "checkpoints" / "step-000001", tmp_path / "checkpoints" / "step-000003")
     assert same(checkpoint.load(tmp_path), state(model, 2))
     assert "checkpoint step-000003 is damaged (it is of step 1)" in capsys.readouterr().err
-
-
-def test_a_checkpoint_of_an_earlier_version_is_named_in_one_line(tmp_path, model, capsys):
-    for step in (1, 2):
-        save(tmp_path, model, step)
-    record = {"step": 2, "sha256": dict.fromkeys(checkpoint.TENSORS, "0" * 64), "extra": {}}
-    (tmp_path / "checkpoints" / "step-000002" / "state.json").write_text(json.dumps(record))
-    said = message_of(checkpoint.load, tmp_path)
-    assert "step-000002 was saved by an earlier version of Gwen; start over with: uv run train.py --config" in said
-    assert capsys.readouterr().err == ""
 
 
 def test_a_model_whose_weights_differ_by_one_bit_has_another_digest(checkpoints):

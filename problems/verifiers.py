@@ -141,18 +141,11 @@ def choice_of(choices: Collection[str]) -> Verifier:
     return _verifier(is_right)
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(dict(pairs)) < len(pairs):
-        raise ValueError("a key twice")
-    return dict(pairs)
-
-
 def read_json(text: str) -> Any:
     """The object or list that a text is; None for any other. Numbers are tuples of one, so that 1 is not true."""
-    number = lambda digits: (Decimal(digits),)  # noqa: E731
-    hooks: Any = {"parse_int": number, "parse_float": number, "object_pairs_hook": _once}
+    number: Any = lambda digits: (Decimal(digits),)  # noqa: E731
     try:
-        value = json.loads(text, parse_constant=int, **hooks)  # of NaN no int
+        value = json.loads(text, parse_int=number, parse_float=number, parse_constant=int)  # of NaN no int
     except (ValueError, ArithmeticError, RecursionError):
         return None
     return value if isinstance(value, (dict, list)) else None

@@ -21,23 +21,6 @@ def written(path: Path, content: str) -> str:
     return str(path)
 
 
-@pytest.mark.slow
-def test_the_same_records_come_out_of_every_kind_of_file(tmp_path):
-    import pyarrow
-    import pyarrow.parquet
-
-    rows = [{"prompt": 'Hé\u2028llo, "you"?', "answer": "1"}, {"prompt": "two\nlines", "answer": "2"}]
-    jsonl = "".join(json.dumps(row, ensure_ascii=False) + "\r\n\n" for row in rows)
-    table = '\ufeffprompt,answer\n"Hé\u2028llo, ""you""?",1\n\n"two\nlines",2\n'
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
-    files = [
-        written(tmp_path / f"a{end}", text)
-        for end, text in ((".jsonl", jsonl), (".json", json.dumps(rows)), (".csv", table))
-    ]
-    for file in [*files, str(tmp_path / "a.parquet")]:
-        assert examples.load_data(file) == rows, file
-
-
 def test_columns_are_renamed_kept_and_filled(tmp_path):
     path = written(tmp_path / "a.jsonl", '{"question": "a?", "level": 3}\n{"question": "b?", "solution": "x"}\n')
     loaded = examples.load_data(path, "prompt=question, answer=solution")

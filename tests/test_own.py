@@ -37,13 +37,14 @@ def task_of(*words):
 # ---- data
 
 
-TABLE = [{"prompt": "a", "answer": 7}, {"prompt": "b", "answer": 8}]
+TABLE = [{"prompt": 'Hé\u2028llo, "you"?', "answer": 7}, {"prompt": "two\nlines", "answer": 8}]
 
 
-def test_an_answer_is_the_same_text_from_any_file(tmp_path):
-    write_log(tmp_path / "data.jsonl", TABLE)
-    (tmp_path / "data.json").write_text(json.dumps(TABLE))
-    (tmp_path / "data.csv").write_text("prompt,answer\na,7\nb,8\n")
+def test_the_same_records_and_answers_as_texts_come_out_of_every_kind_of_file(tmp_path):
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\r\n\n" for row in TABLE)
+    cells = '\ufeffprompt,answer\n"Hé\u2028llo, ""you""?",7\n\n"two\nlines",8\n'
+    for ending, text in (("jsonl", lines), ("json", json.dumps(TABLE)), ("csv", cells)):
+        (tmp_path / f"data.{ending}").write_bytes(text.encode())
     held = datasets.Dataset.from_list(TABLE)
     held.to_parquet(tmp_path / "data.parquet")
     table = pyarrow.Table.from_pylist(TABLE)
@@ -52,7 +53,7 @@ def test_an_answer_is_the_same_text_from_any_file(tmp_path):
             writer.write_table(table)
     held.save_to_disk(tmp_path / "saved")
     for path in tmp_path.iterdir():
-        assert examples.load_data(str(path)) == [{"prompt": "a", "answer": "7"}, {"prompt": "b", "answer": "8"}], path
+        assert examples.load_data(str(path)) == [row | {"answer": str(row["answer"])} for row in TABLE], path
 
 
 @pytest.mark.parametrize(

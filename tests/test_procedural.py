@@ -201,37 +201,27 @@ def test_tags_are_read_and_counted():
     assert extract("<answer>" * 100_000) is None and extract("</answer>" * 100_000) is None
 
 
-BAD_TASKS = [
-    ("rg:", "NAME=WEIGHT"),
-    ("rg:lcm,lcm", "each name once"),
-    ("rg:lcm=0", "'lcm=0'"),
-    ("rg:lcm=x", "'lcm=x'"),
-    ("rg:lcm=nan", "'lcm=nan'"),
-    ("rg:lcm,,gcd", "''"),
-]
-
-
-@pytest.mark.parametrize(("task", "expected"), BAD_TASKS)
-def test_a_bad_mix_is_one_line_that_names_the_part(task, expected):
-    assert expected in message_of(parse_mix, task, None)
-
-
-BAD_CONFIGS = [
-    ("- lcm", "no settings"),
-    ("lcm: 3", "lcm is 3"),
-    ("lcm: {seed: 3}", "other than seed and size"),
-    ("raise_level_at: 0.8", "needs a data set with a level"),
-    ("lcm: {level: 0}\nraise_level_at: 80", "above 0, as 0.8"),
-    ("held_out: 0", "held_out is 0"),
-    ("system: 3", "system is 3"),
-]
-
-
-@pytest.mark.parametrize(("text", "expected"), BAD_CONFIGS)
-def test_a_bad_task_config_is_one_line_that_names_the_key(tmp_path, text, expected):
-    path = tmp_path / "sizes.yaml"
-    path.write_text(text)
-    assert expected in message_of(parse_mix, "rg:lcm", str(path))
+@pytest.mark.parametrize(
+    ("task", "text", "expected"),
+    [
+        ("rg:", "", "NAME=WEIGHT"),
+        ("rg:lcm,lcm", "", "each name once"),
+        ("rg:lcm=0", "", "'lcm=0'"),
+        ("rg:lcm=x", "", "'lcm=x'"),
+        ("rg:lcm=nan", "", "'lcm=nan'"),
+        ("rg:lcm,,gcd", "", "''"),
+        ("rg:lcm", "- lcm", "no settings"),
+        ("rg:lcm", "lcm: 3", "lcm is 3"),
+        ("rg:lcm", "lcm: {seed: 3}", "other than seed and size"),
+        ("rg:lcm", "raise_level_at: 0.8", "needs a data set with a level"),
+        ("rg:lcm", "lcm: {level: 0}\nraise_level_at: 80", "above 0, as 0.8"),
+        ("rg:lcm", "held_out: 0", "held_out is 0"),
+        ("rg:lcm", "system: 3", "system is 3"),
+    ],
+)
+def test_a_bad_mix_is_one_line_that_names_the_part_or_the_key(tmp_path, task, text, expected):
+    (tmp_path / "sizes.yaml").write_text(text)
+    assert expected in message_of(parse_mix, task, str(tmp_path / "sizes.yaml") if text else None)
 
 
 @gym

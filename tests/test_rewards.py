@@ -168,7 +168,7 @@ def test_a_reward_that_does_not_apply_to_a_row_says_none():
 
 
 TRL_STYLE = """
-import asyncio, os, pathlib, time
+import asyncio, time
 def scheduled(prompts, completions, completion_ids, answer, trainer_state, log_extra, log_metric, **kwargs):
     log_metric("seen", len(prompts)), log_extra("answer", answer)
     texts = [completion[0]["content"] for completion in completions]
@@ -178,13 +178,6 @@ def scheduled(prompts, completions, completion_ids, answer, trainer_state, log_e
 async def awaited(completions, **kwargs):
     await asyncio.sleep(0.01)
     return [float(len(completion[0]["content"])) for completion in completions]
-def meets(completions, **kwargs):
-    for text in completions:
-        folder, num = text.split("|")
-        (pathlib.Path(folder) / str(os.getpid())).touch()
-        while len(os.listdir(folder)) < int(num):
-            time.sleep(0.01)
-    return [1.0] * len(completions)
 def naps(completions, **kwargs):
     for text in completions:
         time.sleep(float(text))
@@ -206,14 +199,6 @@ def test_a_function_written_for_trl_gets_messages_ids_and_the_step(reward_file, 
     assert (first, second) == (11, 13) and math.isnan(third)
     name, fn = rewards.load_reward(f"{file}:awaited", rewards.Calling(messages=True, num_workers=num_workers))
     assert rewards.call_reward(name, fn, prompts, ["a", "bb", ""], ROWS) == [1, 2, 0]
-
-
-def test_rows_run_side_by_side(reward_file, tmp_path):
-    (tmp_path / "met").mkdir()
-    spec = f"{reward_file(TRL_STYLE)}:meets"
-    name, fn = rewards.load_reward(spec, rewards.Calling(num_workers=3, timeout=60.0))
-    assert rewards.call_reward(name, fn, ["p"] * 6, [f"{tmp_path / 'met'}|3"] * 6, {}) == [1.0] * 6
-    fn.pool.close()
 
 
 def test_a_row_that_takes_too_long_earns_the_lowest(reward_file, capsys):
@@ -250,25 +235,21 @@ def test_two_rewards_of_trl_run_unchanged(tmp_path):
 # ---- for any task
 
 
-def test_the_overlong_punishment_is_dapos():
-    name, fn = rewards.load_reward("soft_overlong:100:20")
-    given = rewards.call_reward(name, fn, ["p"] * 6, [""] * 6, {"num_tokens": [0, 80, 85, 90, 100, 130]})
-    assert given == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
+MARKS = ["\\boxed{42}", "#### 42", "#### Plan\n\\boxed{42}", "Answer: 42"]
 
 
-def test_the_length_reward_is_best_at_its_target():
-    name, fn = rewards.load_reward("length:40")
-    given = rewards.call_reward(name, fn, ["p"] * 5, [""] * 5, {"num_tokens": [0, 20, 40, 60, 400]})
-    assert given == [-1, -0.5, 0, -0.5, -1]
-    name, fn = rewards.load_reward("boxed_once")
-    assert rewards.call_reward(name, fn, ["p"], ["\\boxed{1}"], {"num_tokens": [3]}) == [1.0]
-
-
-def test_the_format_reward_wants_one_marked_answer():
-    one = ["\\boxed{42}", "#### 42", "#### Plan\n\\boxed{42}", "Answer: 42"]
-    assert built_in.boxed_once(completions=one) == [1, 1, 1, 1]
-    other = ["42", "\\boxed{1} \\boxed{2}", "\\boxed{42}\n#### 42", ""]
-    assert built_in.boxed_once(completions=other) == [0, 0, 0, 0]
+@pytest.mark.parametrize(
+    ("spec", "texts", "num_tokens", "values"),
+    [
+        ("soft_overlong:100:20", [""] * 6, [0, 80, 85, 90, 100, 130], [0, 0, -0.25, -0.5, -1, -1]),  # as in DAPO
+        ("length:40", [""] * 5, [0, 20, 40, 60, 400], [-1, -0.5, 0, -0.5, -1]),
+        ("boxed_once", MARKS, [3] * 4, [1] * 4),
+        ("boxed_once", ["42", "\\boxed{1} \\boxed{2}", "\\boxed{42}\n#### 42", ""], [3] * 4, [0] * 4),
+    ],
+)
+def test_rewards_by_name_are_their_formulas(spec, texts, num_tokens, values):
+    name, fn = rewards.load_reward(spec)
+    assert rewards.call_reward(name, fn, ["p"] * len(texts), texts, {"num_tokens": num_tokens}) == values
 
 
 def test_a_file_is_one_module_until_it_changes(tmp_path):

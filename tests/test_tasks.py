@@ -1,7 +1,6 @@
 """Tasks: their data and its sides, the verifiers, and prompts as ids."""
 
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -104,33 +103,32 @@ def test_answers_that_the_demo_cannot_read_give_no_accuracy(tmp_path, answers, m
     assert task.metric == metric and (task.verifier is None) == (metric == "score")
 
 
-def test_a_completion_without_a_number_is_never_right():
-    completions, answers = ["", "White.", "five", "5"], ["White", "White", 5, "five"]
-    assert sums.correct(["?"] * 4, completions, answers) == [0, 0, 1, 1]
+FRUIT = "Ann has twenty-seven apples and gets fifteen more. How many apples is that?"
+TWICE = "Add twenty and twenty."
 
 
-def test_the_problems_own_words_may_stand_in_its_answer():
-    prompt = "Ann has twenty-seven apples and gets fifteen more. How many apples is that?"
-    for text in ("Ann has forty-two apples.", "Ann has twenty-seven apples and gets fifteen more: 42 apples."):
-        assert sums.correct([prompt], [text], ["forty-two"]) == [1]
-        assert sums.correct([[{"role": "user", "content": prompt}]], [text], ["forty-two"]) == [1]
-        assert sums.correct([prompt], [text.replace("Ann has", "Ann ate")], ["forty-two"]) == [0]
-
-
-def test_equal_numbers_of_a_problem_are_both_repeated_or_neither_is():
-    asked = {"prompts": ["Add twenty and twenty."], "answer": ["forty"]}
-    texts = ["Twenty plus twenty is forty.", "Forty.", "Twenty is forty.", "Twenty plus twenty plus twenty is forty."]
-    assert [sums.correct(completions=[text], **asked) for text in texts] == [[1], [1], [0], [0]]
+@pytest.mark.parametrize(
+    ("prompt", "text", "answer", "right"),
+    [
+        ("?", "", "White", 0),
+        ("?", "White.", "White", 0),  # without a number nothing is right
+        ("?", "five", 5, 1),
+        ("?", "5", "five", 1),
+        (FRUIT, "Ann has forty-two apples.", "forty-two", 1),  # the problem's own words may stand there
+        (FRUIT, "Ann has twenty-seven apples and gets fifteen more: 42 apples.", "forty-two", 1),
+        (FRUIT, "Ann ate forty-two apples.", "forty-two", 0),
+        (TWICE, "Twenty plus twenty is forty.", "forty", 1),
+        (TWICE, "Forty.", "forty", 1),
+        (TWICE, "Twenty is forty.", "forty", 0),  # each of its numbers as often as there, or none
+        (TWICE, "Twenty plus twenty plus twenty is forty.", "forty", 0),
+    ],
+)
+def test_the_demo_reads_the_answer_and_nothing_false_beside_it(prompt, text, answer, right):
+    for asked in (prompt, [{"role": "user", "content": prompt}]):
+        assert sums.correct([asked], [text], [answer]) == [right]
 
 
 # ---- values
-
-
-def test_no_two_values_prompts_are_nearly_the_same():
-    task = tasks.load("values")
-    words = [frozenset(re.findall(r"\w+", e["prompt"].lower())) for e in task.train + task.held_out]
-    pairs = [(a, b) for i, a in enumerate(words) for b in words[:i]]
-    assert max(len(a & b) / len(a | b) for a, b in pairs) < 0.6
 
 
 def test_the_values_labels_cover_every_criterion_and_score_with_prompts_of_their_own():

@@ -55,7 +55,7 @@ def test_candidates_units_and_differing_marks_earn_nothing_and_marked_pays_no_ho
     assert name != "marked" or not any(paid.values())
     if name == "math":
         num = sum(len(HOSTILE[kind]["42"]) for kind in ("denials", "comparisons"))
-        said = f"of {num} denials and comparisons `math` pays {len(paid['denials']) + len(paid['comparisons'])}"
+        said = f"of which `math` pays {len(paid['denials']) + len(paid['comparisons'])} of {num} and `marked` none"
         assert said in " ".join(DATA_PAGE.split()) and not paid["others"]
 
 

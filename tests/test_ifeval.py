@@ -51,8 +51,7 @@ def test_the_sides_share_no_topic_no_wording_and_no_argument_that_is_a_word():
 
 
 def test_prompts_have_no_end_and_are_a_function_of_seed_and_place(problems):
-    examples, _ = rg.fresh(lambda places: problems.make(places, 0, {}), 0, 5000, set())
-    assert len({example["prompt"] for example in examples}) == 5000
+    assert len({example["prompt"] for example in problems.make(range(6000), 0, {})}) > 5000
     assert problems.make(range(9), 3, {}) == problems.make(range(9), 3, {}) != problems.make(range(9), 4, {})
     assert problems.make([7], 3, {}) == problems.make(range(9), 3, {})[7:8]
 

@@ -36,7 +36,8 @@ from flags import Parser, add_flags, check_least, fail, visible
 from judging.rubrics import Grader, Judgement
 from layers import lm_head
 from machine import alive, memory, world
-from problems import chat_template
+from problems import chat_template, episodes
+from problems.episodes import Toolbox, ended
 from problems.examples import Example, prompt_key, prompt_text, spread
 from problems.form import is_degenerate, is_refusal, repeated
 from problems.rewards import Logged, Reward, call_rewards, reward_arguments, reward_columns
@@ -47,8 +48,6 @@ from step.batch import cut, hidden
 from step.policy import Reader
 from step.rows import ROOM, rollout_bytes, rows_at_once
 from step.sample import Sample, asked, by_group, columns, drawn, table
-from turns import episodes
-from turns.episodes import Toolbox, ended
 
 if TYPE_CHECKING:
     from step.served import Served

@@ -35,6 +35,7 @@ from judging import rubrics
 from kv_cache import round_up
 from layers import attention, lm_head
 from machine import alive, gpu, memory, world
+from problems.episodes import context_of
 from problems.examples import prompt_text, short
 from settings.sources import OWN_TASK, given, merged, parse, resolve
 from step import batch
@@ -49,7 +50,6 @@ from step.rows import (
     rows_at_once,
     state_bytes,
 )
-from turns.episodes import context_of
 
 if TYPE_CHECKING:
     from machine import chips

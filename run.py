@@ -29,7 +29,7 @@ from disk.run_files import START, evaluation_line
 from judging import rubrics
 from machine import alive, memory, world
 from machine.memory import BatchSize
-from problems import chat_template, rewards
+from problems import chat_template, episodes, rewards
 from problems.examples import Example, epoch_indices, load_sides, spread
 from problems.stop import Stop
 from reporting import health
@@ -39,7 +39,6 @@ from step import objectives, policy
 from step.rows import USUAL_ROWS
 from step.sample import Sample, of_reply
 from tasks import curriculum
-from turns import episodes
 
 if TYPE_CHECKING:
     from reporting import page

@@ -28,7 +28,7 @@ from machine import alive, gpu, memory
 from problems.stop import Stop
 
 if TYPE_CHECKING:
-    from turns.seats import Talk, Turns
+    from layers.turns import Talk
 
 LOOK_EVERY = 4  # positions between two checks for rows that have ended; a check costs one wait
 
@@ -74,7 +74,7 @@ class Rollout(NamedTuple):
     completion_ids: mx.array  # (N, T) int32, pad_id after the end
     logprobs: mx.array  # (N, T) float32 nats, 0 after the end
     mask: mx.array  # (N, T) float32, 1 up to and including the end token
-    finish_reasons: list[str]  # "stop" at an end token or text, "length" at max_tokens; of turns see `turns.seats.Talk`
+    finish_reasons: list[str]  # "stop" at an end token or text, "length" at max_tokens; of turns see `layers.turns`
     stats: RolloutStats
     entropy: mx.array | None = None  # (N, T) float32 nats, of each token's distribution, 0 after the end
     sequences: list[list[int]] | None = None  # N, where rows have turns: all ids after the prompt, also what was told
@@ -161,12 +161,14 @@ class Record:
     """A rollout's rows on the host: sampling parameters, drawn tokens, ended rows and the cost so far."""
 
     progress: alive.Bar | None = None
-    turns: "Turns | None" = None  # what rows in turns have besides
+    talk: "Talk | None" = None  # where rows have turns: what they are told, and the positions that each may have
+    context = 0
 
     def __init__(self, num_rows: int, params: SamplingParams, key: int, numbers: Sequence[int] | None = None):
         """numbers: of the rows, for their random numbers; None: in order."""
         self.params, self.key, self.numbers = params, key, numbers or range(num_rows)
-        self.limits, self.eos_ids = np.array(params.limits(num_rows)), np.array(params.eos_ids, np.int32)
+        self.most, self.eos_ids = np.array(params.limits(num_rows)), np.array(params.eos_ids, np.int32)
+        self.limits = self.most.copy()  # tokens; in turns, where a row's context ends first
         self.lengths = np.zeros(num_rows, int)  # tokens drawn
         self.ended = np.zeros(num_rows, bool)
         self.stopped, self.searched = np.zeros(num_rows, bool), np.zeros(num_rows, int)  # at a text; tokens looked at
@@ -175,6 +177,11 @@ class Record:
         # of each token: id, log-probability and, if asked for, entropy
         self.columns = [self.ids, *np.zeros((1 + params.entropy, *shape), np.float32)]
         self.prefill_s, self.cache_bytes = 0.0, 0  # for `RolloutStats`
+        # where rows have turns: all ids after the prompt, the places of own tokens in them, and why there are no more:
+        # "length": --max-tokens; "context"; or what the talk says
+        self.sequences: list[list[int]] = [[] for _ in range(num_rows)]
+        self.places: list[list[int]] = [[] for _ in range(num_rows)]
+        self.reasons = [""] * num_rows
 
     def at_end(self, rows: np.ndarray) -> np.ndarray:
         """Whether the newest token of each of the rows is an end token, or completes a text that ends it."""
@@ -182,7 +189,7 @@ class Record:
 
     def is_over(self, row: int) -> bool:
         """Whether a row is complete."""
-        return self.turns.is_over(row) if self.turns else bool(self.ended[row])
+        return bool(self.reasons[row] if self.talk else self.ended[row])
 
     def draw(self, logits: mx.array, uniforms: mx.array) -> tuple[mx.array, ...]:
         """The values of `columns` for a token of each row."""
@@ -209,13 +216,12 @@ class Record:
     def show(self) -> None:
         """Brings the progress bar up to date."""
         if self.progress is not None:
-            num_over = self.turns.num_over if self.turns else int(self.ended.sum())
+            num_over = sum(map(bool, self.reasons)) if self.talk else int(self.ended.sum())
             self.progress.show(num_over, self.lengths.sum(), "tok")
 
     def uniforms(self, rows: Sequence[int]) -> np.ndarray:
         """The random numbers of rows, (len(rows), tokens, 4)."""
-        most = self.turns.most if self.turns else self.limits
-        return uniforms(self.key, [self.numbers[row] for row in rows], most[list(rows)].max())
+        return uniforms(self.key, [self.numbers[row] for row in rows], self.most[list(rows)].max())
 
 
 @gpu.without_gradients()
@@ -311,12 +317,13 @@ def sample_batch(
         share_prefix = attention.shares_prefix(len(prompt_of), list(map(len, rows_of)), batch_size, prompt_logits.dtype)
     num_slots, rows = min(batch_size, len(prompt_of)), list(prompt_of)
     cache: SlotCache
-    if record.turns:
-        from turns.cache import TurnCache
+    if record.talk:
+        from layers.turns import Turns  # here: rows without turns do without it
 
-        record.turns.begin({row: len(prompt) for prompt, rows in rows_of.items() for row in rows})
-        cache = TurnCache(prompt_cache, num_slots, share_prefix)
-        record.turns.play(model, gwen.decode_step(model), cache, prompt_logits, prompt_of, record.uniforms(rows))
+        forward = gwen.decode_step(model)
+        turns = Turns(record, model, forward, prompt_cache, prompt_logits, rows_of, num_slots, share_prefix)
+        turns.play()
+        cache = turns.cache
     else:
         cache = SlotCache(prompt_cache, num_slots, int(record.limits[rows].max()), share_prefix)
         decode(model, cache, prompt_logits, prompt_of, record)
@@ -371,9 +378,9 @@ def assemble(record: Record, dtype: mx.Dtype, stats: RolloutStats) -> Rollout:
     rollout = Rollout(
         ids, logprobs, mx.array(mask.astype(np.float32)), reasons, stats, entropy, stop=record.params.stop
     )
-    if turns := record.turns:
-        return rollout._replace(finish_reasons=turns.reasons, sequences=turns.sequences, places=turns.places)
-    return rollout
+    if record.talk is None:
+        return rollout
+    return rollout._replace(finish_reasons=record.reasons, sequences=record.sequences, places=record.places)
 
 
 def rollout(
@@ -410,10 +417,7 @@ def rollout(
     with alive.Bar(total=len(prompts), desc="sampling", unit="row", miniters=0) as progress:
         record = Record(len(prompts), params, key, rows)
         record.progress = progress
-        if talk is not None:
-            from turns.seats import Turns  # here: rows without turns do without it
-
-            record.turns = Turns(record, talk, context)
+        record.talk, record.context = talk, context
         sample(model, plan(prompts), record, size, share_prefix)
     decode_s, wait_s = time.perf_counter() - begin - record.prefill_s, talk.wait_s if talk else 0.0
     stats = RolloutStats(record.prefill_s, decode_s, record.cache_bytes, wait_s)
@@ -441,7 +445,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    from turns.episodes import ended
+    from problems.episodes import ended
 
     with ended():
         main()

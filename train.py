@@ -32,6 +32,7 @@ from disk import run_files
 from flags import fail
 from machine import world
 from problems import form
+from problems.episodes import ended
 from problems.examples import prompt_text
 from problems.rewards import call_rewards
 from reporting.journal import Step
@@ -40,7 +41,6 @@ from settings.sources import parse
 from step import sample
 from step.batch import cut
 from step.sample import Sample
-from turns.episodes import ended
 
 
 def train(run: Run) -> Iterator[dict[str, Any]]:

@@ -2,7 +2,7 @@
 `uv run sampler.py --prompt "Hi"` shows completions, `--chat` talks in the terminal, and what has tools plays.
 
 A talk goes on in the cache of all that was said: a turn continues from the last, and what the model wrote stays as it
-was drawn. Left out: rollouts (sampler.py), tools (turns/episodes.py), what stands between turns (turns/frames.py).
+was drawn. Left out: rollouts (sampler.py), tools (problems/episodes.py), what stands between turns (problems/calls.py).
 """
 
 import argparse
@@ -28,13 +28,12 @@ from disk import adapters, run_files
 from flags import Parser, add_flags, check_least, fail, flag_of, visible
 from kv_cache import KVCache
 from machine import gpu
-from problems import chat_template
+from problems import chat_template, episodes
+from problems.calls import Frames
 from problems.examples import check_text, spread
 from problems.stop import Stop
 from settings.checks import checked
 from settings.sources import given, load_recipe, of_task, resolve
-from turns import episodes
-from turns.frames import Frames
 
 # ---- one side of a talk
 
@@ -94,7 +93,7 @@ class Side:
         messages, schemas = [message], None
         if manner.box and self.playing:
             episode, schemas = self.playing.rows[0], list(manner.box.schemas[""].values())
-            messages, episode.told, episode.turns = [*episode.told, message], [], 0
+            messages, episode.told, episode.num_turns = [*episode.told, message], [], 0
         end = chat_template.end_of_turn(manner.tokenizer)
         cut = [] if self.is_over() or end is None else [end]
         return cut + self.frames.between(messages, schemas)
@@ -317,5 +316,5 @@ def play(
     played = box.play(problems, [row // size for row in range(len(problems))], f"held out {args.seed}")
     how: dict[str, Any] = {"group_size": 1, "key": args.seed, "talk": played, "context": box.context}
     reasons = sampler.rollout(model, played.prompts, params, **how).finish_reasons
-    played.columns()  # asks environments for their rewards
+    played.ask_rewards()
     print(visible("\n".join(played.shown(row, reason) for row, reason in enumerate(reasons))))

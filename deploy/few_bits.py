@@ -21,11 +21,10 @@ import tasks
 from config import Config
 from disk import run_files
 from machine import alive, memory
-from problems import chat_template
+from problems import chat_template, episodes
 from problems.examples import Example
 from step.batch import cut, hidden
 from step.sample import Sample
-from turns import episodes
 
 TOO_MUCH = 1 / 3  # of what training moved
 POSITIONS = 256  # of a pass that holds all its logits

@@ -21,10 +21,10 @@ import gwen
 import sampler
 from config import Config
 from machine import world
+from problems.episodes import Toolbox
 from problems.examples import Example, prompt_text
 from step import objectives
 from step.objectives import Advantage
-from turns.episodes import Toolbox
 
 MEASURED_OF = 8  # one of so many samples without a gradient is measured
 

@@ -16,12 +16,12 @@ from typing import Any
 from config import Config
 from flags import flag_of
 from judging import rubrics
+from problems import calls
 from problems.examples import load_data, load_sides, nearest, spread
 from problems.rewards import Calling, Reward, load_functions, load_reward, reward_arguments, reward_columns
 from settings.sources import OWN_TASK
 from tasks import own, rg
 from tasks.task import DATA, Task
-from turns import calls
 
 # settings of advantages that turns may have
 OF_TURNS = {
@@ -153,7 +153,7 @@ def _with_tools(task: Task, config: Config) -> Task:
             task = task._replace(rewards={}, reward_weights={}, rubric=None, verifier=None)
     schemas = calls.schemas_of("--tools", list(task.tools))
     for kind in task.environments.values():
-        if both := sorted(schemas.keys() & calls.environment_schemas(kind)):
+        if both := sorted(schemas.keys() & calls.schemas_in(kind)):
             raise ValueError(f"--env: {kind.__name__} and --tools both have a tool {both[0]}; rename one of them")
     earning = {kind.__name__: earned_in(kind) for kind in task.environments.values() if hasattr(kind, "get_reward")}
     weights = task.reward_weights | dict.fromkeys(earning, 1.0)

@@ -13,9 +13,8 @@ import sampler
 import tasks
 from config import Config
 from deploy import chat
-from problems import chat_template
+from problems import chat_template, episodes
 from problems.stop import Stop
-from turns import episodes
 
 
 def manner(model, tokenizer, max_tokens=6, context=256, **more):

@@ -91,5 +91,5 @@ def test_a_call_s_time_begins_when_it_passes_its_gate(talker):  # noqa: F811
     found = {}
     while len(found) < num:  # the last one waits for 1.4 s
         found |= talk.replies(wait=True)
-    made = [one for row in range(num) for one in talk.rows[row].calls]
+    made = [one for row in range(num) for one in talk.rows[row].made]
     assert len(made) == num and all(one["error"] is None and one["seconds"] < 0.6 for one in made)

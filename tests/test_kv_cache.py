@@ -7,7 +7,7 @@ from conftest import peak_of
 
 from kv_cache import CAUSAL, CHUNK, Group, KVCache, LayerCache, Layout, SlotCache, round_up
 from layers.tree_cache import TreeCache
-from turns.cache import TurnCache
+from layers.turns import TurnCache
 
 RNG = np.random.default_rng(0)
 
@@ -189,7 +189,7 @@ def test_a_cache_that_skipped_steps_stands_where_so_many_steps_would_have_put_it
 
 def test_slots_that_are_added_to_wider_ones_count_as_bytes():
     cache = TurnCache(filled(num_rows=2), num_slots=3)
-    cache.seat([0, 0, 1])
+    cache.assign([0, 0, 1], [0, 0, 0])
     cache.keep([0])
     cache.lengths[0] = CHUNK
     cache.aim(None)

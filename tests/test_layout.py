@@ -29,7 +29,7 @@ def is_left_out(path: Path, root: Path) -> bool:
 
 
 FILES = files_of(ROOT)
-PACKAGES = "bench deploy disk judging layers machine problems reporting settings step tasks turns".split()
+PACKAGES = "bench deploy disk judging layers machine problems reporting settings step tasks".split()
 MODULES = [path for path in FILES if path.suffix == ".py" and path.parent == ROOT]
 PARTS = [path for path in FILES if path.parent.name in PACKAGES and path.suffix == ".py" and path.stem != "__init__"]
 ROOMS = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in MODULES + PARTS}

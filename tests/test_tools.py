@@ -14,11 +14,10 @@ from conftest import message_of
 from mlx_lm.tool_parsers import json_tools, qwen3_coder
 
 from config import Config, ToolSettings
-from problems import chat_template
+from problems import calls, chat_template, episodes
 from reporting import journal
 from step.sample import Sample
 from tasks import calculator, guess
-from turns import calls, episodes, frames
 
 ROOT = Path(__file__).parent.parent
 CONTROL = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
@@ -135,14 +134,14 @@ def test_a_number_may_be_whole_and_what_has_a_default_may_be_null():
 
 def test_a_tool_without_types_or_words_is_refused_by_name():
     assert "--tools: the tool <lambda> has no schema" in message_of(calls.schema_of, "--tools", lambda x: x)
-    assert "has no method reset" in message_of(calls.environment_schemas, type("Empty", (), {}))
+    assert "has no method reset" in message_of(calls.schemas_in, type("Empty", (), {}))
 
 
 # ---- the ids between turns
 
 
 def test_a_frame_has_the_ids_of_the_template(talker):
-    frame = frames.Frames(talker, [talker.eos_token_id], thinking=False)
+    frame = calls.Frames(talker, [talker.eos_token_id], thinking=False)
     rng = random.Random(0)
     words = ["one", " and", "two\n", " is", "three ", "é", "\t", "  ", "<", "|", "{}", "\U0001f600"]
     for _ in range(300):
@@ -151,7 +150,7 @@ def test_a_frame_has_the_ids_of_the_template(talker):
             for _ in range(rng.randrange(1, 3))
         ]
         how = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": False}
-        whole = talker.apply_chat_template([*frames.EXCHANGE, *messages], **how)
+        whole = talker.apply_chat_template([*calls.EXCHANGE, *messages], **how)
         ids = talker.encode(whole, add_special_tokens=False)
         ends = [place for place, one in enumerate(ids) if one == talker.eos_token_id]
         assert frame.between(messages, None) == ids[ends[1] + 1 :]
@@ -159,7 +158,7 @@ def test_a_frame_has_the_ids_of_the_template(talker):
 
 @pytest.mark.parametrize("thinking", [True, False])
 def test_a_template_that_drops_empty_thoughts_shows_earlier_turns_otherwise(talker, thinking):
-    assert frames.Frames(talker, [talker.eos_token_id], thinking=thinking).rewrites() == (not thinking)
+    assert calls.Frames(talker, [talker.eos_token_id], thinking=thinking).rewrites() == (not thinking)
 
 
 def hostile(rng):
@@ -178,7 +177,7 @@ def hostile(rng):
 
 
 def test_what_a_tool_says_is_never_a_control_token(talker):
-    frame = frames.Frames(talker, [talker.eos_token_id], thinking=False)
+    frame = calls.Frames(talker, [talker.eos_token_id], thinking=False)
     control, rng = set(talker.added_tokens_decoder), random.Random(1)
 
     def frame_of(text):
@@ -191,7 +190,7 @@ def test_what_a_tool_says_is_never_a_control_token(talker):
 
 
 def test_a_long_result_is_cut_to_its_tokens_and_says_so(talker):
-    frame = frames.Frames(talker, [talker.eos_token_id], thinking=False)
+    frame = calls.Frames(talker, [talker.eos_token_id], thinking=False)
     text = frame.cut("ab" * 500_000, 10)
     shown, said = text.split("\n")
     assert len(frame.plain.encode(shown).ids) == 10 and said == f"[cut: {len(shown)} of 1000000 characters]"
@@ -264,7 +263,7 @@ def test_rows_wait_side_by_side(talker):
 
 
 def test_a_call_that_hangs_is_given_up_and_its_environment_made_anew(talker):
-    made = []
+    made, going = [], threading.Event()
 
     class Slow(guess.Guess):
         def __init__(self):
@@ -272,7 +271,7 @@ def test_a_call_that_hangs_is_given_up_and_its_environment_made_anew(talker):
 
         def wait(self) -> str:
             """Waits."""
-            time.sleep(2)
+            going.wait(30)
             return "late"
 
     talk = box_of(talker, environments={"": Slow}, tool_timeout=0.2).play([{"prompt": ""}], [0], "0")
@@ -281,7 +280,9 @@ def test_a_call_that_hangs_is_given_up_and_its_environment_made_anew(talker):
     _, messages = answer(talk, talker, call("wait", {}) + call("guess", {"number": number}))
     assert [one["content"] for one in messages[1:]] == ['{"error": "the call took longer than 0.2 s"}', "right"]
     assert talk.rows[0].worker.instance is not before and made[0] is not made[1]
-    assert not before.is_found
+    going.set()
+    made[0].join(30)
+    assert not made[0].is_alive() and not before.is_found  # the rest of the turn is made once
 
 
 def test_the_thread_of_a_row_that_is_drawn_again_ends_with_the_call_it_is_in(talker):
@@ -330,13 +331,15 @@ def test_an_instance_lives_in_a_thread_of_its_own_and_its_rewards_come_once(talk
     box = box_of(talker, environments={"": Threads})
     talk = box.play([{"prompt": "a"}] * 3 + [{"prompt": "b"}] * 3, [0] * 3 + [1] * 3, "0")
     assert answer(talk, talker, call("check", {"what": "x"}), row=4)[1][-1]["content"] == "x"
-    columns = talk.columns()
-    assert columns["earned"] == [("Threads", 0.5)] * 6
-    instances = columns["environments"]
+    blank = [Sample([], [], (), 0)] * 6
+    columns = [one.columns for one in talk.of_samples(blank, {})]
+    assert [one["earned"] for one in columns] == [("Threads", 0.5)] * 6
+    instances = [one["environments"] for one in columns]
     assert len({one.thread for one in instances}) == 6 and threading.get_ident() not in {
         one.thread for one in instances
     }
-    assert box.play([{"prompt": "a"}] * 6, [0] * 6, "1").columns()["environments"] == instances  # reused
+    again = box.play([{"prompt": "a"}] * 6, [0] * 6, "1").of_samples(blank, {})
+    assert [one.columns["environments"] for one in again] == instances  # reused
 
 
 def test_the_rows_of_a_group_face_one_task_and_every_step_another(talker):
@@ -373,7 +376,7 @@ def test_what_an_environment_raises_names_it(talker, method):
 
     setattr(Broken, method, broken)
     box = box_of(talker, environments={"": Broken})
-    said = message_of(lambda: box.play(EXAMPLES, [0], "0").columns())
+    said = message_of(lambda: box.play(EXAMPLES, [0], "0").ask_rewards())
     assert f"environment Broken: {method} raised KeyError: 'key'" in said
 
 
@@ -495,6 +498,6 @@ def test_a_number_that_no_record_holds_is_told_and_the_conversation_is_recorded(
     text = call("later", {"seconds": 5}).replace("5", number)
     _, messages = answer(talk, talker, text)
     assert "not JSON" in messages[-1]["content"] and messages[0] == {"role": "assistant", "content": text}
-    assert number not in json.dumps([talk.rows[0].calls], allow_nan=False)
+    assert number not in json.dumps([talk.rows[0].made], allow_nan=False)
     (found,) = calls.read_calls(coder("later", seconds=number), "coder", SCHEMAS)
     assert "not JSON" in found.error and found.arguments is None

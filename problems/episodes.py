@@ -3,9 +3,8 @@ Episodes: conversations of a model with tools and environments, which answer the
 
 Each row has a thread of its own, in which its environment is made and everything of it runs; a turn's calls run in the
 order written, rows side by side, coroutines on one loop. What fails is told to the model in a line of JSON. Tools are
-the user's code: they run in this process, without a wall. Left out: sampling (sampler.py), what a call is (calls.py).
-
-Axes: B prompts, G completions of each, N = B * G rows, prompt-major.
+the user's code: they run in this process, without a wall. Left out: sampling (layers/turns.py), what a call is
+(calls.py).
 """
 
 import asyncio
@@ -33,10 +32,9 @@ import numpy as np
 from config import Config, ToolSettings
 from machine import world
 from problems import chat_template
+from problems.calls import Call, Frames, Tool, as_error, format_of, pays_turns, read_calls, schemas_in, schemas_of
 from problems.examples import Example, one_line, prompt_text, short
 from problems.rewards import raised
-from turns.calls import Call, Tool, as_error, environment_schemas, format_of, pays_turns, read_calls, schemas_of
-from turns.frames import Frames
 
 CONTEXT = 4096  # tokens of a conversation, where nobody says
 MOST_TOLD = 4  # the rest of a result longer than this part of the conversation is cut
@@ -52,15 +50,6 @@ class Said(str):
 
 PATIENCE = 1.0  # seconds that the end of a process waits for its tools
 WORKERS: "weakref.WeakSet[Worker]" = weakref.WeakSet()
-
-
-class Done(NamedTuple):
-    """What a job gave: its value or the error that it raised."""
-
-    job: int
-    value: Any
-    error: BaseException | None
-    seconds: float
 
 
 @contextlib.contextmanager
@@ -94,51 +83,59 @@ def ended() -> Iterator[None]:
             os._exit(status if isinstance(status, int) else 1)
 
 
-class Worker:
-    """
-    A thread that does one job after another, and the environment that lives in it.
+class Outcome(NamedTuple):
+    """What a call gave, or why it gave nothing."""
 
-    A function may have a `gate`, of which so many calls pass at once; who waits for it has not begun.
-    """
+    value: Any = None
+    error: BaseException | str | None = None
+    seconds: float = 0.0
+
+
+class Worker:
+    """A thread that does one job after another, and the environment that lives in it."""
 
     instance: Any = None
-    begun = math.inf  # when its newest job began
+    begun = math.inf  # when the call began that is under way
 
     def __init__(self, loop: Callable[[], asyncio.AbstractEventLoop]):
         self.loop = loop
         self.task: concurrent.futures.Future[Any] | None = None  # of its newest coroutine
-        self.jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._work, daemon=True)
         self.thread.start()
         WORKERS.add(self)
 
     def _work(self) -> None:
-        while (held := self.jobs.get()) is not None:
-            number, job, answers = held
-            with getattr(getattr(job, "func", job), "gate", contextlib.nullcontext()):
-                self.begun = begin = time.monotonic()
-                try:
-                    value = job()
-                    if inspect.isawaitable(value):
-                        task = self.task = asyncio.run_coroutine_threadsafe(_awaited(value), self.loop())
-                        value = task.result()
-                    done = Done(number, value, None, time.monotonic() - begin)
-                except BaseException as error:  # SystemExit among them: it ends no more than a call
-                    done = Done(number, None, error, time.monotonic() - begin)
-            answers.put(done)
+        while (job := self.jobs.get()) is not None:
+            job()
 
-    def do(self, what: str, job: Callable[[], Any], limit: float) -> Any:
-        """The value of a job. Raises ValueError, which begins with `what`, where it fails or takes too long."""
-        answers: queue.SimpleQueue[Done] = queue.SimpleQueue()
-        self.jobs.put((0, job, answers))
+    def call(self, fn: Callable[[], Any]) -> Outcome:
+        """Calls a function, in this thread. Of its `gate`, if it has one, so many pass; who waits has not begun."""
+        with getattr(getattr(fn, "func", fn), "gate", contextlib.nullcontext()):
+            self.begun = begin = time.monotonic()
+            value = error = None
+            try:
+                value = fn()
+                if inspect.isawaitable(value):
+                    task = self.task = asyncio.run_coroutine_threadsafe(_awaited(value), self.loop())
+                    value = task.result()
+            except BaseException as raised:  # SystemExit among them: it ends no more than a call
+                value, error = None, raised
+            self.begun = math.inf
+            return Outcome(value, error, time.monotonic() - begin)
+
+    def do(self, what: str, fn: Callable[[], Any], limit: float) -> Any:
+        """A function's value. Raises ValueError, which begins with `what`, where it fails or takes too long."""
+        outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self.jobs.put(lambda: outcomes.put(self.call(fn)))
         try:
-            done = answers.get(timeout=limit)
+            value, error, _ = outcomes.get(timeout=limit)
         except queue.Empty:
             self.leave()
             raise ValueError(f"{what} took longer than --tool-timeout {limit:g}; raise that or mend it") from None
-        if done.error is not None:
-            raise ValueError(f"{what} {raised(done.error, getattr(job, 'func', job))}") from done.error
-        return done.value
+        if isinstance(error, BaseException):
+            raise ValueError(f"{what} {raised(error, getattr(fn, 'func', fn))}") from error
+        return value
 
     def leave(self) -> None:
         """Lets the thread go once its job ends, if ever."""
@@ -192,7 +189,7 @@ class Toolbox:
         self.frames = Frames(tokenizer, end_ids, thinking=thinking)
         self.functions = {tool.__name__: tool for tool in tools}
         own = schemas_of("--tools", list(tools))
-        self.schemas = {"": own} | {name: own | environment_schemas(kind) for name, kind in environments.items()}
+        self.schemas = {"": own} | {name: own | schemas_in(kind) for name, kind in environments.items()}
         self.workers: dict[tuple[str, int], Worker] = {}
         self.loop = functools.cache(_start_loop)
 
@@ -277,24 +274,29 @@ class Episode:
     def __init__(self, name: str, worker: Worker):
         self.name, self.worker = name, worker
         self.messages: list[dict[str, Any]] = []
-        self.calls: list[dict[str, Any]] = []  # as `rollouts.jsonl` has them
-        self.turns = 0
-        self.pending: list[Call] = []  # of the turn, the first one under way
-        self.told: list[dict[str, Any]] = []  # the turn's tool messages
+        self.made: list[dict[str, Any]] = []  # its calls, as `rollouts.jsonl` has them
+        self.num_turns = 0
+        self.told: list[dict[str, Any]] = []  # the newest turn's tool messages
         self.reward: float | None = None
-        self.earned: list[float] = []  # of each turn, where the environment has `reward_per_turn`
+        self.turn_rewards: list[float] = []  # where the environment has `reward_per_turn`
+
+
+class Turn(NamedTuple):
+    """A turn under way: its calls, and the outcomes of those that have ended, to which the row's thread adds."""
+
+    calls: list[Call]
+    outcomes: list[Outcome]
 
 
 class Episodes:
-    """What answers the turns of a rollout; see `seats.Talk`."""
+    """What answers the turns of a rollout; see `layers.turns.Talk`."""
 
     def __init__(self, box: Toolbox, examples: list[Example], groups: Sequence[int], seed: str):
         """Raises ValueError for an unknown environment, and where a reset fails or differs within a group."""
-        self.box, self.examples, self.seed = box, examples, seed
+        self.box, self.examples, self.seed, self.wait_s = box, examples, seed, 0.0
         self.groups = [group - groups[0] for group in groups]
-        self.done: queue.SimpleQueue[Done] = queue.SimpleQueue()
-        self.jobs: dict[int, int] = {}  # the rows of those under way
-        self.num_jobs, self.wait_s = 0, 0.0
+        self.under_way: dict[int, Turn] = {}
+        self.done: queue.SimpleQueue[tuple[int, Turn, Outcome]] = queue.SimpleQueue()  # each with what it was paid
         self.ready: dict[int, list[int] | str] = {}
         self.rows, texts, first = list[Episode](), list[str | None](), dict[int, str | None]()
         for row, example in enumerate(examples):
@@ -332,11 +334,11 @@ class Episodes:
 
     def begin(self, rows: list[int]) -> None:
         for row in rows:
-            if (before := self.rows[row]).turns:  # it was heard, and is drawn again
-                self.rows[row] = Episode(before.name, self.box.worker(before.name, row, anew=bool(before.pending)))
+            if (before := self.rows[row]).num_turns:  # it was heard, and is drawn again
+                worker = self.box.worker(before.name, row, anew=self.under_way.pop(row, None) is not None)
+                self.rows[row] = Episode(before.name, worker)
                 self._reset(row)
         self.ready = {row: answer for row, answer in self.ready.items() if row not in rows}
-        self.jobs = {job: row for job, row in self.jobs.items() if row not in rows}
 
     def hear(self, row: int, ids: list[int]) -> None:
         episode, text = self.rows[row], self.box.frames.text(ids)
@@ -349,96 +351,88 @@ class Episodes:
                 {"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in calls
             ]
         episode.messages.append(message)
-        episode.turns, episode.pending, episode.told = episode.turns + 1, calls, []
-        self._go_on(row)
-
-    def _start(self, row: int, job: Callable[[], Any]) -> None:
-        self.num_jobs += 1
-        self.jobs[self.num_jobs], self.rows[row].worker.begun = row, math.inf
-        self.rows[row].worker.jobs.put((self.num_jobs, job, self.done))
-
-    def _go_on(self, row: int) -> None:
-        """Makes the next call of a turn, then asks what the turn earned; after that, the row's answer is ready."""
-        episode = self.rows[row]
-        while episode.pending and episode.pending[0].error:
-            self._note(row, None, episode.pending[0].error, 0.0)
-        if episode.pending:
-            call = episode.pending[0]
-            tool = self.box.functions.get(str(call.name)) or getattr(episode.worker.instance, str(call.name))
-            return self._start(row, functools.partial(tool, **call.arguments))
-        instance = episode.worker.instance
-        if pays_turns(type(instance)) and len(episode.earned) < episode.turns:
-            return self._start(row, instance.get_reward)
-        episode.messages += episode.told
-        if not episode.told:
+        episode.num_turns, episode.told = episode.num_turns + 1, []
+        if calls or pays_turns(type(episode.worker.instance)):
+            self._go_on(row, Turn(calls, []))
+        else:
             self.ready[row] = "stop"
-        elif episode.turns >= self.box.settings.max_turns:
+
+    def _go_on(self, row: int, turn: Turn) -> None:
+        """Lets the row's thread make the calls of a turn that have no outcome yet, then ask what the turn earned."""
+        worker, self.under_way[row] = self.rows[row].worker, turn
+
+        def made(call: Call) -> Outcome:
+            if call.error:
+                return Outcome(error=call.error)
+            tool = self.box.functions.get(str(call.name)) or getattr(worker.instance, str(call.name))
+            return worker.call(functools.partial(tool, **call.arguments))
+
+        def job() -> None:
+            for call in turn.calls[len(turn.outcomes) :]:
+                turn.outcomes.append(made(call))
+                if self.under_way.get(row) is not turn:  # it was late, or the row began anew
+                    return
+            pays = pays_turns(type(worker.instance))
+            self.done.put((row, turn, worker.call(worker.instance.get_reward) if pays else Outcome()))
+
+        worker.jobs.put(job)
+
+    def _answer(self, row: int, turn: Turn, pay: Outcome) -> None:
+        """Writes down what a turn's calls gave and what it earned; the row's answer is ready."""
+        if self.under_way.get(row) is not turn:
+            return
+        del self.under_way[row]
+        episode, instance, told = self.rows[row], self.rows[row].worker.instance, list[dict[str, Any]]()
+        for call, (value, error, seconds) in zip(turn.calls, turn.outcomes, strict=True):
+            error = one_line(error) if isinstance(error, BaseException) else error
+            text = as_error(error) if error else value if isinstance(value, str) else _text(value)
+            text = self.box.frames.cut(text, self.box.context // MOST_TOLD)
+            told.append({"role": "tool", "name": str(call.name), "content": text})
+            made = {"turn": episode.num_turns - 1, "name": call.name, "arguments": call.arguments}
+            episode.made.append(made | {"seconds": seconds, "error": error})
+        if pays_turns(type(instance)):
+            what = f"environment {type(instance).__name__}: get_reward"
+            if isinstance(pay.error, BaseException):
+                raise ValueError(f"{what} {raised(pay.error, instance.get_reward)}") from pay.error
+            if not isinstance(pay.value, numbers.Real) or not math.isfinite(pay.value):
+                raise ValueError(f"{what} gave {short(pay.value)} for a turn; return a number")
+            episode.turn_rewards.append(float(pay.value))
+        episode.messages, episode.told = [*episode.messages, *told], told
+        if not told:
+            self.ready[row] = "stop"
+        elif episode.num_turns >= self.box.settings.max_turns:
             self.ready[row] = "turns"
         else:
-            self.ready[row] = self.box.frames.between(episode.told, list(self.box.schemas[episode.name].values()))
-
-    def _note(self, row: int, value: Any, error: str | None, seconds: float) -> None:
-        """Writes down what the first of the pending calls gave."""
-        episode = self.rows[row]
-        call = episode.pending.pop(0)
-        text = as_error(error) if error else value if isinstance(value, str) else _text(value)
-        told = {
-            "role": "tool",
-            "name": str(call.name),
-            "content": self.box.frames.cut(text, self.box.context // MOST_TOLD),
-        }
-        episode.told.append(told)
-        called = {"turn": episode.turns - 1, "name": call.name, "arguments": call.arguments}
-        episode.calls.append(called | {"seconds": seconds, "error": error})
-
-    def _take(self, done: Done) -> None:
-        if done.job in self.jobs:  # else it was late, or its row began anew
-            row = self.jobs.pop(done.job)
-            if self.rows[row].pending:
-                self._note(row, done.value, None if done.error is None else one_line(done.error), done.seconds)
-            else:
-                self._pay(row, done)
-            self._go_on(row)
-
-    def _pay(self, row: int, done: Done) -> None:
-        """Writes down what a turn earned. ValueError where that is no number."""
-        episode = self.rows[row]
-        what = f"environment {type(episode.worker.instance).__name__}: get_reward"
-        if done.error is not None:
-            raise ValueError(f"{what} {raised(done.error, episode.worker.instance.get_reward)}") from done.error
-        if not isinstance(done.value, numbers.Real) or not math.isfinite(done.value):
-            raise ValueError(f"{what} gave {short(done.value)} for a turn; return a number")
-        episode.earned.append(float(done.value))
+            self.ready[row] = self.box.frames.between(told, list(self.box.schemas[episode.name].values()))
 
     def _end_late(self) -> None:
         """Replaces the threads and environments of calls that took too long; their episodes go on."""
         limit = self.box.settings.tool_timeout
-        for job, row in list(self.jobs.items()):
-            if time.monotonic() >= self.rows[row].worker.begun + limit:
-                del self.jobs[job]
-                episode = self.rows[row]
-                if not episode.pending:
+        for row, (calls, outcomes) in list(self.under_way.items()):
+            episode = self.rows[row]
+            if time.monotonic() >= episode.worker.begun + limit:
+                if len(outcomes) == len(calls):
                     said = f"environment {type(episode.worker.instance).__name__}: get_reward took longer than"
                     raise ValueError(f"{said} --tool-timeout {limit:g}; raise that or mend it")
+                late = Outcome(None, f"the call took longer than {limit:g} s", limit)
                 episode.worker = self.box.worker(episode.name, row, anew=True)
                 self._reset(row)
-                self._note(row, None, f"the call took longer than {limit:g} s", limit)
-                self._go_on(row)
+                self._go_on(row, Turn(calls, [*outcomes, late]))
 
     def replies(self, wait: bool) -> dict[int, list[int] | str]:
         begin = time.perf_counter()
         while True:
             with contextlib.suppress(queue.Empty):
                 while True:
-                    self._take(self.done.get_nowait())
+                    self._answer(*self.done.get_nowait())
             self._end_late()
             if self.ready or not wait:
                 break
-            assert self.jobs, "nobody is waited for"
-            waited = time.monotonic() - min(self.rows[row].worker.begun for row in self.jobs.values())
+            assert self.under_way, "nobody is waited for"
+            waited = time.monotonic() - min(self.rows[row].worker.begun for row in self.under_way)
             limit = self.box.settings.tool_timeout  # one that begins meanwhile has as long from then on
             with contextlib.suppress(queue.Empty):
-                self._take(self.done.get(timeout=min(max(limit - waited, 0.001), limit)))
+                self._answer(*self.done.get(timeout=min(max(limit - waited, 0.001), limit)))
         if wait:
             self.wait_s += time.perf_counter() - begin
         found, self.ready = self.ready, {}
@@ -446,38 +440,15 @@ class Episodes:
 
     # ---- what comes of it
 
-    def columns(self) -> dict[str, list[Any]]:
-        """What rewards may ask for beside the rollout's; each environment is asked once for what it gives."""
-        if not self.box.environments:
-            return {}
+    def ask_rewards(self) -> None:
+        """Asks each environment once for what it gives."""
         for episode in self.rows:
             instance = episode.worker.instance
             if pays_turns(type(instance)):
-                episode.reward = sum(episode.earned)
+                episode.reward = sum(episode.turn_rewards)
             elif episode.reward is None and hasattr(instance, "get_reward"):
                 what = f"environment {type(instance).__name__}: get_reward"
                 episode.reward = episode.worker.do(what, instance.get_reward, self.box.settings.tool_timeout)
-        instances = [episode.worker.instance for episode in self.rows]
-        return {
-            "environments": instances,
-            "earned": [(type(one).__name__, row.reward) for one, row in zip(instances, self.rows, strict=True)],
-        }
-
-    def earned(self, weights: Mapping[str, float]) -> list[list[float]] | None:
-        """The weighted reward of each whole turn of each row; None where no environment pays turns."""
-        if not any(map(pays_turns, self.box.environments.values())):
-            return None
-        factors = [weights.get(type(episode.worker.instance).__name__, 0.0) for episode in self.rows]
-        return [[factor * one for one in row.earned] for factor, row in zip(factors, self.rows, strict=True)]
-
-    def said(self, texts: list[str]) -> list[str]:
-        """The texts of the rows, each with its conversation."""
-        found = []
-        for text, episode in zip(texts, self.rows, strict=True):
-            said = Said(text)
-            said.messages = episode.messages
-            found.append(said)
-        return list(found)
 
     def shown(self, row: int, reason: str) -> str:
         """A row's conversation to read, each message after who says it, then why it ended and its reward."""
@@ -492,22 +463,21 @@ class Episodes:
 
     def of_samples(self, samples: list[Any], weights: Mapping[str, float]) -> list[Any]:
         """The rollout's samples with their conversations, what rewards may ask for, and what turns are paid."""
-        columns, earned = self.columns(), self.earned(weights)
-        texts = self.said([sample.text for sample in samples])
-        return [
-            sample._replace(
-                text=texts[row],
-                columns={name: values[row] for name, values in columns.items()},
-                conversation=self._record(episode),
-                paid=earned and earned[row],
-            )
-            for row, (sample, episode) in enumerate(zip(samples, self.rows, strict=True))
-        ]
+        self.ask_rewards()
+        return [self._of(*pair, weights) for pair in zip(samples, self.rows, strict=True)]
 
-    def _record(self, episode: Episode) -> dict[str, Any]:
-        """What `rollouts.jsonl` has of a conversation."""
-        paid = {"turn_rewards": episode.earned} if pays_turns(type(episode.worker.instance)) else {}
-        return {"messages": episode.messages, "turns": episode.turns, "tool_calls": episode.calls} | paid
+    def _of(self, sample: Any, episode: Episode, weights: Mapping[str, float]) -> Any:
+        instance, text = episode.worker.instance, Said(sample.text)
+        name, text.messages = type(instance).__name__, episode.messages
+        record = {"messages": episode.messages, "turns": episode.num_turns, "tool_calls": episode.made}
+        columns, paid = dict[str, Any](), None
+        if self.box.environments:
+            columns = {"environments": instance, "earned": (name, episode.reward)}
+        if pays_turns(type(instance)):
+            record["turn_rewards"] = episode.turn_rewards
+        if any(map(pays_turns, self.box.environments.values())):
+            paid = [weights.get(name, 0.0) * one for one in episode.turn_rewards]
+        return sample._replace(text=text, columns=columns, conversation=record, paid=paid)
 
 
 def _text(value: Any) -> str:

@@ -32,7 +32,7 @@ import sampler
 import tasks
 from config import JUDGE, SETTINGS, TOOLS, Config
 from disk import adapters, run_files
-from flags import Parser, add_flags, check_least, fail, visible
+from flags import Parser, add_flags, check_least, fail, flag_of, visible
 from judging.rubrics import Grader, Judgement
 from layers import lm_head
 from machine import alive, memory, world
@@ -399,21 +399,19 @@ def load_policy(name: str, adapter: str | None, start: str | None = None) -> tup
     return model, tokenizer, True
 
 
-def ask(args: Namespace, config: Config, task: tasks.Task, flags: dict[str, Any]) -> "Served":
+def ask(args: Namespace, config: Config, task: tasks.Task, variables: dict[str, Any]) -> "Served":
     """The policy at --url. Raises ValueError for what only a model here has, and where nothing tells its tokenizer."""
-    from step.served import Served, connect
+    from step.served import Served
 
-    local = {"--adapter": args.adapter, "--step": args.step, "--seed": args.seed or None}
-    for flag, value in (local | {"--rollout-batch-size": args.rollout_batch_size}).items():
-        if value is not None:
-            raise ValueError(f"{flag} {value} is for a model that runs here, and --url asks a server; leave it out")
+    for name in ("adapter", "step", "seed", "rollout_batch_size"):
+        if (value := getattr(args, name)) is not None:
+            raise ValueError(f"{flag_of(name)} {value} is for a model here, and --url asks a server; leave it out")
     if not args.run and not args.model:
         raise ValueError("--url does not tell the tokenizer: name what the server runs with --model, or --run")
     if task.tools or task.environments:
         raise ValueError("--url asks for single answers, and this has tools; leave it out to play here")
-    variables = {"enable_thinking": flags["thinking"]} if "thinking" in flags else {}
-    server = connect(args.url, args.url_model, config.sampling.max_tokens)
-    return Served(server, config.model.name, Path(args.run or "runs"), variables)
+    how = config.model.name, config.sampling.max_tokens, Path(args.run or "runs")
+    return Served(args.url, args.url_model, *how, variables)
 
 
 def remember(log: run_files.JsonLines, grader: Grader) -> None:
@@ -456,7 +454,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--limit", type=int, help="only N of the problems, evenly spread")
     parser.add_argument("--samples", type=int, default=1, help="K completions a problem")
     parser.add_argument("--temp", type=float, default=1.0, help="of the samples; a run's evaluations have 1")
-    parser.add_argument("--seed", type=int, default=0, help="of the samples; a run's evaluations have 0")
+    parser.add_argument("--seed", type=int, help="of the samples (default: 0, as of a run's evaluations)")
     add_flags(parser, [SETTINGS[name] for name in TAKEN])
     parser.add_argument("--judge-cache", type=Path, metavar="FILE", help="scores to know and to add to, as a run's")
     parser.add_argument("--out", type=Path, help="a JSON line for each problem goes to this file")
@@ -488,7 +486,7 @@ def main(argv: list[str] | None = None) -> None:
             print(visible(f"WARNING: {theirs} are among those it was trained on."), file=sys.stderr)
         base: gwen.Model | None = None
         if args.url:
-            served = ask(args, config, task, flags)
+            served = ask(args, config, task, {"enable_thinking": args.thinking} if "thinking" in flags else {})
             answer, tokenizer, facts, is_base = served.answer, served.tokenizer, served.facts, False
             what += f"; as {args.url_model} at {args.url}"
         else:
@@ -515,7 +513,7 @@ def main(argv: list[str] | None = None) -> None:
             limit=args.limit or config.evaluation.limit or None,
             thinking=config.sampling.thinking,
             temperature=args.temp,
-            seed=args.seed,
+            seed=args.seed or 0,
             stop=config.sampling.stop,
             toolbox=episodes.make(config, task.tools, task.environments, tokenizer, facts),
         )

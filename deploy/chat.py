@@ -173,30 +173,25 @@ def lines() -> Iterator[str]:
             yield line
 
 
-@contextlib.contextmanager
-def presses() -> Iterator[list[int]]:
-    """Inside, Ctrl-C ends nothing; it is counted."""
-    pressed: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
-    try:
-        yield pressed
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 def talk(sides: dict[str, Side], said: Iterable[str]) -> None:
-    """Every side answers every line; Ctrl-C ends an answer."""
+    """Every side answers every line; Ctrl-C ends an answer, after a whole token."""
+    pressed: list[int] = []
     for line in said:
-        for name, side in sides.items():
-            print(f"[{name}] " if name else "", end="")
-            with presses() as pressed, contextlib.closing(side.reply(line)) as reply:
-                for piece in reply:
-                    print(visible(piece), end="", flush=True)
-                    if pressed:
-                        break
-            print(flush=True)
-            if len(side.turn) == side.manner.params.max_tokens:
-                print(f"(--max-tokens {len(side.turn)} ends it there)", file=sys.stderr)
+        before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+        try:
+            for name, side in sides.items():
+                print(f"[{name}] " if name else "", end="")
+                with contextlib.closing(side.reply(line)) as reply:
+                    for piece in reply:
+                        print(visible(piece), end="", flush=True)
+                        if pressed:
+                            break
+                print(flush=True)
+                pressed.clear()
+                if len(side.turn) == side.manner.params.max_tokens and not side.is_over():
+                    print(f"(--max-tokens {len(side.turn)} ends it there)", file=sys.stderr)
+        finally:
+            signal.signal(signal.SIGINT, before)
 
 
 # ---- the command
@@ -220,48 +215,14 @@ def main(argv: list[str] | None = None) -> None:
     add_flags(parser, [SETTINGS[name] for name in ("stop", *PLAYED)])
     args = parser.parse_args(argv)
     try:
-        adapter = run_files.settle(args, model=None, max_tokens=256, stop=[], thinking=False)
-        check(args, adapter)
-        if args.run:
-            chat_template.keep_date(run_files.begun(Path(args.run)))
-        name, why = gwen.choose_model(args.model, adapter, of_task(args.task or "", "").get("model"))
-        is_beside = args.compare and adapters.kind_of(adapters.find(str(adapter))) != "full"
-        if is_beside:
-            start = run_files.adapter_of(args.run, 0) if args.run else None
-            model, tokenizer, _ = evaluate.load_policy(name, adapter, start)
-        else:
-            model, tokenizer = gwen.load(name, adapter=adapter)
-        config, box = played(args, name, why, tokenizer, model)
-        ends, stop = model.config.eos_ids, Stop.of(args.stop, tokenizer)
-        params = sampler.SamplingParams(args.max_tokens, args.temp, eos_ids=ends, stop=stop)
-        note = ""
-        if args.chat and args.run and args.system is None:
-            args.system, note = command.trained_system(config)
-        print(visible(f"model: {name}, {why}{note}"), file=sys.stderr)
-        if args.chat:
-            context = box.context if box else model.config.max_position_embeddings
-            manner = Manner(tokenizer, params, args.thinking, args.system, args.seed, context, box)
-            sides = {"after" if args.compare else "": Side(model, manner)}
-            if args.compare:
-                before = model if is_beside else gwen.load(name)[0]
-                sides = {"before": Side(before, manner, is_beside)} | sides
-            talk(sides, lines())
-        elif box:
-            play(args, model, params, box, config)
-        else:
-            how: dict[str, Any] = {"max_tokens": args.max_tokens, "thinking": args.thinking, "kind": "prompt"}
-            problem = {"prompt": args.prompt, "system": args.system}
-            prompts = chat_template.encode_prompts(
-                tokenizer, [problem], context=model.config.max_position_embeddings, **how
-            )
-            result = sampler.rollout(model, prompts, params, group_size=args.num, key=args.seed)
-            print(visible("\n".join(sampler.texts(tokenizer, result, ends))))
+        sample(args)
     except (ValueError, OSError) as error:
         fail(error)
 
 
-def check(args: argparse.Namespace, adapter: str | None) -> None:
-    """Raises ValueError for flags out of range or without what they belong to."""
+def sample(args: argparse.Namespace) -> None:
+    """Does what the flags ask for. Raises ValueError where they do not fit together."""
+    adapter = run_files.settle(args, model=None, max_tokens=256, stop=[], thinking=False)
     check_least(args, num=1, max_tokens=1, temp=0, seed=0)
     checked({"stop": args.stop})
     for flag, text in (("--prompt", args.prompt), ("--system", args.system)):
@@ -273,48 +234,68 @@ def check(args: argparse.Namespace, adapter: str | None) -> None:
         raise ValueError("--compare is for --chat with the --run or --adapter whose model is compared")
     if args.system and not (args.prompt or args.chat):
         raise ValueError("--system stands before what the user says; give --prompt too")
+    if args.run:
+        chat_template.keep_date(run_files.begun(Path(args.run)))
+    name, why = gwen.choose_model(args.model, adapter, of_task(args.task or "", "").get("model"))
+    is_beside = args.compare and adapters.kind_of(adapters.find(str(adapter))) != "full"
+    if is_beside:
+        start = run_files.adapter_of(args.run, 0) if args.run else None
+        model, tokenizer, _ = evaluate.load_policy(name, adapter, start)
+    else:
+        model, tokenizer = gwen.load(name, adapter=adapter)
+    config, box = toolbox(args, name, why, tokenizer, model)
+    ends, stop = model.config.eos_ids, Stop.of(args.stop, tokenizer)
+    params, note = sampler.SamplingParams(args.max_tokens, args.temp, eos_ids=ends, stop=stop), ""
+    if args.chat and args.run and args.system is None:
+        args.system, note = command.trained_system(checked(load_recipe(run_files.config_file(args.run))))
+    print(visible(f"model: {name}, {why}{note}"), file=sys.stderr)
+    problems, size = [{"prompt": args.prompt, "system": args.system}], args.num
+    context = box.context if box else model.config.max_position_embeddings
+    if args.chat:
+        manner = Manner(tokenizer, params, args.thinking, args.system, args.seed, context, box)
+        sides = {"after" if args.compare else "": Side(model, manner)}
+        if args.compare:
+            before = model if is_beside else gwen.load(name)[0]
+            sides = {"before": Side(before, manner, is_beside)} | sides
+        talk(sides, lines())
+    elif box:
+        if not args.prompt:
+            problems, size = spread(tasks.make(config).held_out, args.num), 1
+        problems = [problem for problem in problems for _ in range(size)]
+        play = box.play(problems, [row // size for row in range(len(problems))], f"held out {args.seed}")
+        how: dict[str, Any] = {"group_size": 1, "key": args.seed, "talk": play, "context": context}
+        reasons = sampler.rollout(model, play.prompts, params, **how).finish_reasons
+        play.ask_rewards()
+        print(visible("\n".join(play.shown(row, reason) for row, reason in enumerate(reasons))))
+    else:
+        how = {"max_tokens": args.max_tokens, "context": context, "thinking": args.thinking, "kind": "prompt"}
+        prompts = chat_template.encode_prompts(tokenizer, problems, **how)
+        result = sampler.rollout(model, prompts, params, group_size=size, key=args.seed)
+        print(visible("\n".join(sampler.texts(tokenizer, result, ends))))
 
 
-def played(
+def toolbox(
     args: argparse.Namespace, name: str, why: str, tokenizer: Any, model: gwen.Model
 ) -> tuple[Config, episodes.Toolbox | None]:
     """The settings of what is sampled, a run's or as asked for, and its tools, None where it has none."""
-    asked = given(args, PLAYED)
-    how = asked | {"model": name, "thinking": args.thinking}
+    asked, is_said = given(args, PLAYED), args.prompt or args.chat
+    settings: dict[str, Any] = {"model": name, "thinking": args.thinking}
     if args.run:
         held = load_recipe(run_files.config_file(args.run))
-        config = checked((held if held.get("loss_type") != "sft" else {"task": held["task"]}) | how)
+        settings = ({"task": held["task"]} if held.get("loss_type") == "sft" else held) | settings | asked
+        config = checked(settings)
     else:
-        config = resolve(how, None, None, lambda _: (name, why))[0]
+        config = resolve(settings | asked, None, None, lambda _: (name, why))[0]
     box = None
-    if asked or not (args.prompt or args.chat) or args.run:
+    if asked or args.run or not is_said:
         box = episodes.make(config, *tasks.callables(config), tokenizer, model.config)
     if asked and box is None:
         flag = min(asked)
         raise ValueError(f"{flag_of(flag)} {asked[flag]} is for what has tools, and nothing here has; leave it out")
-    if box is None and not (args.prompt or args.chat):
+    if box is None and not is_said:
         raise ValueError("--prompt is missing: what the user says; only what has tools asks by itself")
     if box and args.stop:
         raise ValueError("--stop is for completions without tools; leave it out")
     if box and box.environments and args.chat:
         raise ValueError("--chat has tools and no environment, which plays by itself; leave --chat out")
     return config, box
-
-
-def play(
-    args: argparse.Namespace,
-    model: gwen.Model,
-    params: sampler.SamplingParams,
-    box: episodes.Toolbox,
-    config: Config,
-) -> None:
-    """Plays with tools and shows it: what the user says, or held-out problems."""
-    problems, size = [{"prompt": args.prompt, "system": args.system}], args.num
-    if not args.prompt:
-        problems, size = spread(tasks.make(config).held_out, args.num), 1
-    problems = [problem for problem in problems for _ in range(size)]
-    played = box.play(problems, [row // size for row in range(len(problems))], f"held out {args.seed}")
-    how: dict[str, Any] = {"group_size": 1, "key": args.seed, "talk": played, "context": box.context}
-    reasons = sampler.rollout(model, played.prompts, params, **how).finish_reasons
-    played.ask_rewards()
-    print(visible("\n".join(played.shown(row, reason) for row, reason in enumerate(reasons))))

@@ -14,6 +14,7 @@ COMMANDS = {
     "train": "train.py",
     "evaluate": "evaluate.py",
     "sample": "sampler.py",
+    "chat": "sampler.py --chat",
     "report": "report.py",
     "fuse": "lora.py --fuse",
     "export": "lora.py --export",

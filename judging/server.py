@@ -46,33 +46,25 @@ class Endpoint:
     """
     The server at a URL, with its name of a model.
 
-    key: a bearer token, sent to no other host. timeout: seconds for one request. first_pause: seconds between the first
-    two tries; later pauses double, or are longer if the server says so. Raises ValueError for an invalid URL or key.
+    key: a bearer token, sent to no other host. timeout: seconds for one request. Raises ValueError for what is no URL
+    or key.
     """
 
     concurrency, retries = 8, 5  # requests at once; how often a failed one is repeated
+    first_pause = 0.5  # seconds between the first two tries; later pauses double, or are longer if the server says so
 
-    def __init__(
-        self,
-        flags: Flags,
-        url: str,
-        model: str,
-        key: str | None = None,
-        timeout: float = 60.0,
-        first_pause: float = 0.5,
-    ):
+    def __init__(self, flags: Flags, url: str, model: str, key: str | None = None, timeout: float = 60.0):
         try:
             parts = httpx2.URL(url)
         except httpx2.InvalidURL:
             parts = httpx2.URL("")
-        if parts.scheme not in ("http", "https") or not parts.host or parts.query or parts.fragment:
-            raise ValueError(f"{flags.url} {url!r:.100}: it must be like http://127.0.0.1:8080/v1")
         if parts.userinfo:
             raise ValueError(f"{flags.url} holds a password; put the key into {flags.key}")
+        if parts.scheme not in ("http", "https") or not parts.host or parts.query or parts.fragment:
+            raise ValueError(f"{flags.url} {url!r:.100}: it must be like http://127.0.0.1:8080/v1")
         if key is not None and not re.fullmatch(r"[\x21-\x7e]+", key):
             raise ValueError(f"{flags.key} has characters that no key has; set it again")
-        self.flags, self.model, self.key = flags, model, key or ""
-        self.timeout, self.first_pause = timeout, first_pause
+        self.flags, self.model, self.key, self.timeout = flags, model, key or "", timeout
         self.url = url.rstrip("/").removesuffix("/chat/completions")
         self.headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.certificates = httpx2.create_ssl_context()  # once: each client would take 0.2 s for its own

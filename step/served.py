@@ -28,24 +28,19 @@ SLOWEST, RETRIES = 4, 2  # tokens a second of a server that is not dead; further
 PLAIN: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}  # the model's own distribution: servers have defaults
 
 
-def connect(url: str, model: str, max_tokens: int) -> Endpoint:
-    """The server at `--url`, with its name of the model, and time enough for an answer."""
-    server = Endpoint(FLAGS, url, model, os.environ.get(FLAGS.key), 60 + max_tokens / SLOWEST)
-    server.retries = RETRIES
-    return server
-
-
 class Served:
     """
-    A policy on a server.
+    A policy on the server at `--url`, which names it `name`.
 
-    name: the model that it runs, by its trained form, for prompts' ids and texts' tokens. folder: for answers until all
-    have come. variables: what the server's template gets with every request.
+    model: what it runs, as `gwen.load` takes it, of which prompts' ids and texts' tokens are. folder: for answers until
+    all have come. variables: what the server's template gets with every request.
     """
 
-    def __init__(self, server: Endpoint, name: str, folder: Path, variables: dict[str, Any]):
-        self.server, self.folder, self.variables = server, folder, variables
-        self.facts, self.tokenizer = gwen.load_config(name), hub.load_tokenizer(hub.find(name))
+    def __init__(self, url: str, name: str, model: str, max_tokens: int, folder: Path, variables: dict[str, Any]):
+        self.server = Endpoint(FLAGS, url, name, os.environ.get(FLAGS.key), 60 + max_tokens / SLOWEST)
+        self.server.retries = RETRIES
+        self.facts, self.tokenizer = gwen.load_config(model), hub.load_tokenizer(hub.find(model))
+        self.folder, self.variables = folder, variables
 
     def answer(self, problems: list[Example], params: Any) -> tuple[list[Sample], list[Sample]]:
         """As `evaluate.answer_both`. Raises ValueError where an answer does not come; those that did are kept."""
@@ -68,11 +63,9 @@ class Served:
 
     def body(self, problem: Example, params: Any, temperature: float) -> dict[str, Any]:
         """A request for one answer: several at once is what mlx_lm's server ignores, and a seed ends its batching."""
-        body = {
-            "messages": chat_template.messages(problem["prompt"], problem.get("system")),
-            "temperature": temperature,
-        }
-        body |= {"max_tokens": params.max_tokens} | PLAIN | ({"stop": list(params.stop)} if params.stop else {})
+        messages = chat_template.messages(problem["prompt"], problem.get("system"))
+        body = {"messages": messages, "temperature": temperature, "max_tokens": params.max_tokens} | PLAIN
+        body |= {"stop": list(params.stop)} if params.stop else {}
         variables = self.variables | (problem.get("chat_template_kwargs") or {})
         return body | ({TEMPLATE: variables} if variables else {})
 

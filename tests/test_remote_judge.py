@@ -84,11 +84,10 @@ def serve(monkeypatch):
         server.close()
 
 
-def make(server, **settings):
-    """A client of a server; settings are its own, key or first_pause among them."""
-    given = {name: settings.pop(name) for name in ("key", "first_pause") if name in settings}
-    made = Endpoint(remote_judge.FLAGS, server.url, "tiny", **{"first_pause": 0.01} | given)
-    vars(made).update({"timeout": 5.0} | settings)
+def make(server, key=None, **settings):
+    """A client of a server; settings are its own."""
+    made = Endpoint(remote_judge.FLAGS, server.url, "tiny", key)
+    vars(made).update({"timeout": 5.0, "first_pause": 0.01} | settings)
     return made
 
 

@@ -113,15 +113,7 @@ def test_what_a_row_or_a_flag_gives_the_template_and_what_stands_before_reach_th
     assert read_log(tmp_path / "out.jsonl")[0]["greedy"] == "<think>\nWell.\n</think>\n\n1"
 
 
-BROKEN = {
-    "HTML": "<html>hello</html>",
-    "no choices": "{}",
-    "broken JSON": '{"choices": [',
-    "no text": '{"choices": [{"message": {"content": 5}}]}',
-}
-
-
-@pytest.mark.parametrize("content", BROKEN.values(), ids=BROKEN)
+@pytest.mark.parametrize("content", ["<html>hello</html>", '{"choices": ['])
 def test_what_is_no_reply_is_asked_for_again_and_else_ends_in_a_line(serve, capsys, content):
     seen = collections.Counter()
 
@@ -204,7 +196,7 @@ def test_a_template_that_makes_other_tokens_than_training_is_told_of(serve, caps
         ("--model demo --url 127.0.0.1", "--url '127.0.0.1': it must be like http"),
         ("--model demo --url http://me:secret@host/v1", "--url holds a password; put the key into URL_API_KEY"),
         ("--url http://host/v1", "--url does not tell the tokenizer: name what the server runs with --model, or --run"),
-        ("--model demo --url http://host/v1 --seed 3", "--seed 3 is for a model that runs here, and --url asks"),
+        ("--model demo --url http://host/v1 --seed 3", "--seed 3 is for a model here, and --url asks"),
         ("--model demo --url http://host/v1 --task guess", "--url asks for single answers, and this has tools"),
     ],
 )
@@ -249,7 +241,9 @@ def test_the_interval_of_paired_answers_is_agresti_and_min_s_and_never_nothing()
 def test_what_is_no_evaluation_and_what_shares_no_problem_is_refused(tmp_path, refused):
     one = written(tmp_path / "one.jsonl", [1, 1, 1, 1])
     other = write_log(tmp_path / "other.jsonl", [row | {"prompt": "?"} for row in read_log(tmp_path / "one.jsonl")])
-    for content, said in (("{", "holds no JSON lines"), ("[]", "holds no answers"), ("", "holds no answers")):
+    for content in ("{", "[]", ""):
         (tmp_path / "no.jsonl").write_text(content)
-        refused(report.main, ["--compare", one, tmp_path / "no.jsonl"], said)
+        refused(
+            report.main, ["--compare", one, tmp_path / "no.jsonl"], "no.jsonl: .*; give what evaluate.py --out wrote"
+        )
     refused(report.main, ["--compare", one, other], "no problem in common")

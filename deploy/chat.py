@@ -30,7 +30,7 @@ from kv_cache import KVCache
 from machine import gpu
 from problems import chat_template, episodes
 from problems.calls import Frames
-from problems.examples import check_text, spread
+from problems.examples import check_text, short, spread
 from problems.stop import Stop
 from settings.checks import checked
 from settings.sources import given, load_recipe, of_task, resolve
@@ -248,6 +248,7 @@ def sample(args: argparse.Namespace) -> None:
     params, note = sampler.SamplingParams(args.max_tokens, args.temp, eos_ids=ends, stop=stop), ""
     if args.chat and args.run and args.system is None:
         args.system, note = command.trained_system(checked(load_recipe(run_files.config_file(args.run))))
+        note += f"; system prompt: {short(args.system)}" if args.system else ""
     print(visible(f"model: {name}, {why}{note}"), file=sys.stderr)
     problems, size = [{"prompt": args.prompt, "system": args.system}], args.num
     context = box.context if box else model.config.max_position_embeddings

@@ -20,8 +20,10 @@ import gwen
 import judge
 import lora
 import sampler
+from evaluate import main as evaluate_main
 from judging import remote_judge, rubrics
 from judging.prompt_tree import PromptTree
+from problems import chat_template
 from settings.checks import checked
 
 pytestmark = pytest.mark.slow
@@ -496,11 +498,14 @@ def test_the_key_comes_from_the_environment_and_is_shown_nowhere(no_proxy, monke
 
 @pytest.fixture(scope="module")
 def mlx_lm_server(tmp_path_factory):
-    """mlx_lm's own server with the demo model, as a process of its own on loopback."""
+    """mlx_lm's own server with the demo model as `lora.py --fuse` writes it, as a process of its own on loopback."""
+    model, tokenizer = gwen.load("demo")
+    chat_template.write_into(tokenizer, None, thinking=False)
+    gwen.save(model, directory := tmp_path_factory.mktemp("fused"), tokenizer)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "mlx_lm", "server", "--model", str(ROOT / "demo/model")]
+    command = [sys.executable, "-m", "mlx_lm", "server", "--model", str(directory)]
     log = (tmp_path_factory.mktemp("server") / "log").open("w+")
     process = subprocess.Popen(
         [*command, "--host", "127.0.0.1", "--port", str(port), "--log-level", "WARNING"],
@@ -536,6 +541,14 @@ def test_mlx_lm_s_server_with_the_same_model_gives_our_scores(demo, mlx_lm_serve
     plain = [row for row, text in enumerate(completions) if "<" not in text]
     assert len(plain) > 6
     np.testing.assert_allclose(theirs.scores[plain], ours.scores[plain], atol=0.02)
+
+
+def test_mlx_lm_s_server_answers_in_its_defaults_what_the_model_does(mlx_lm_server, no_proxy, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for out, flags in (("here.jsonl", []), ("served.jsonl", ["--url", mlx_lm_server])):
+        evaluate_main(["--model", "demo", "--limit", "16", "--out", out, *flags])
+    here, served = read_log(tmp_path / "here.jsonl"), read_log(tmp_path / "served.jsonl")
+    assert sum(one["greedy"] == other["greedy"] for one, other in zip(here, served, strict=True)) >= 15
 
 
 # ---- settings and the command

@@ -13,9 +13,6 @@ _SMALL = (
     "eighteen nineteen"
 ).split()
 _TENS = "zero ten twenty thirty forty fifty sixty seventy eighty ninety".split()
-NUMBER_WORD = re.compile(
-    rf"\b(?:({'|'.join(_TENS[2:])})(?:-({'|'.join(_SMALL[1:10])}))?|({'|'.join(_SMALL)})|(\d+))\b", re.I
-)
 
 
 def number_words(number: int) -> str:
@@ -25,18 +22,14 @@ def number_words(number: int) -> str:
     return _TENS[number // 10] + (f"-{_SMALL[number % 10]}" if number % 10 else "")
 
 
+_NUMBERS = {number_words(number): number for number in range(100)}
+NUMBER_WORD = re.compile(rf"\b(?:{'|'.join(sorted(_NUMBERS, key=len, reverse=True))}|\d+)\b", re.IGNORECASE)
+
+
 def numbers_in(text: str) -> list[int]:
     """Every number that the text names, in words (0 to 99) or digits, in order."""
-    return [_named(match) for match in NUMBER_WORD.finditer(text)]
-
-
-def _named(match: re.Match[str]) -> int:
-    tens, unit, small, digits = match.groups()
-    if digits:
-        return int(digits[:9])
-    if small:
-        return _SMALL.index(small.lower())
-    return 10 * _TENS.index(tens.lower()) + (_SMALL.index(unit.lower()) if unit else 0)
+    words = [word.lower() for word in NUMBER_WORD.findall(text)]
+    return [int(word[:9]) if word.isdigit() else _NUMBERS[word] for word in words]
 
 
 _NAMES = ["Ann", "Ben", "Eva", "Tom"]

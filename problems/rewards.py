@@ -36,7 +36,7 @@ class Calling(NamedTuple):
 
     messages: bool = False  # prompts and completions as chat messages, as TRL gives them for chat data; else as text
     num_workers: int = 0  # processes that call it row by row; 0: one call for all rows, in this process
-    timeout: float = 60.0  # seconds for a row there
+    timeout: float = 60.0  # seconds for a row there, which then gets the lowest reward of its call
 
 
 class Logged(NamedTuple):
@@ -185,13 +185,11 @@ def load_functions(flag: str, spec: str, hint: str = "", kind: str = "function")
     if not (colon and file and all(name.isidentifier() for name in names.split(","))):
         raise ValueError(f"{flag} {spec!r} is not FILE.py:{kind}{hint}")
     path = Path(file).absolute()
-    if path.suffix == ".py" and os.path.isfile(path):
-        module = _import_file(f"{flag} {spec}", path)
-    elif path.suffix != ".py" and all(part.isidentifier() for part in file.split(".")):
-        module = _import_module(f"{flag} {spec}", file)
-    else:
-        why = "there is no such file" if path.suffix == ".py" else f"{file} is not a Python file"
-        raise ValueError(f"{flag} {spec}: {why}; write FILE.py:{kind}")
+    if path.suffix == ".py" and not os.path.isfile(path):
+        raise ValueError(f"{flag} {spec}: there is no such file; write FILE.py:{kind}")
+    if path.suffix != ".py" and not all(part.isidentifier() for part in file.split(".")):
+        raise ValueError(f"{flag} {spec}: {file} is not a Python file; write FILE.py:{kind}")
+    module = _imported(f"{flag} {spec}", file, path)
     given = {name: vars(module).get(name) for name in names.split(",")}
     for name, value in given.items():
         if name not in vars(module):
@@ -218,17 +216,18 @@ def file_of(spec: str) -> str:
     return getattr(sys.modules.get(name), "__file__", None) or name
 
 
-def _import_module(what: str, name: str) -> Any:
+def _imported(what: str, file: str, path: Path) -> Any:
+    """The module of a Python file, or of a name. ValueError for one that cannot be imported."""
     try:
-        return importlib.import_module(name)
+        return _module_of(path) if path.suffix == ".py" else importlib.import_module(file)
     except (Exception, SystemExit) as error:
-        if isinstance(error, ModuleNotFoundError) and error.name in (name, name.partition(".")[0]):
-            hint = f", did you mean {name}.py?" if os.path.isfile(f"{name}.py") else ""
-            raise ValueError(f"{what}: {name} is neither a Python file nor an installed module{hint}") from error
-        raise ValueError(f"{what}: importing {name} failed, {one_line(error)}") from error
+        if isinstance(error, ModuleNotFoundError) and error.name in (file, file.partition(".")[0]):
+            hint = f", did you mean {file}.py?" if os.path.isfile(f"{file}.py") else ""
+            raise ValueError(f"{what}: {file} is neither a Python file nor an installed module{hint}") from error
+        raise ValueError(f"{what}: importing {path.name} failed, {_told(error, str(path))}") from error
 
 
-def _import_file(what: str, path: Path) -> Any:
+def _module_of(path: Path) -> Any:
     """The module of a file, the same one while the file stays as it is: its functions may ask for its classes."""
     module_spec = importlib.util.spec_from_file_location(f"file of a user {path}", path)
     assert module_spec is not None and module_spec.loader is not None, path
@@ -240,8 +239,6 @@ def _import_file(what: str, path: Path) -> Any:
     sys.path.insert(0, str(path.parent))
     try:
         module_spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        raise ValueError(f"{what}: importing {path.name} failed, {_told(error, str(path))}") from error
     finally:
         if str(path.parent) in sys.path:
             sys.path.remove(str(path.parent))

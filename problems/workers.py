@@ -81,11 +81,11 @@ class Pool:
             self.free.put(None)
         atexit.register(self.close)
 
-    def ask(self, questions: Sequence[Any], limit: float | None = None) -> list[Answer]:
-        """The answers, found side by side; `limit` for these questions only. ValueError when no worker starts."""
+    def ask(self, questions: Sequence[Any]) -> list[Answer]:
+        """The answers, found side by side. ValueError when no worker starts."""
         with ThreadPoolExecutor(self.num) as threads:
             try:
-                answers = list(threads.map(lambda question: self._answer(question, limit or self.limit), questions))
+                answers = list(threads.map(self._answer, questions))
             except BaseException:  # Ctrl-C, or a worker that cannot start: what is still being answered is given up
                 self.close()
                 raise
@@ -95,16 +95,16 @@ class Pool:
             print(f"{len(broken)} of {len(answers)} answers broke their reader: {short(text)} {error}", file=sys.stderr)
         return answers
 
-    def _answer(self, question: Any, limit: float) -> Answer:
+    def _answer(self, question: Any) -> Answer:
         """The answer of a free worker, in a thread of its own."""
         worker = self.free.get()
         try:
             if worker is None or worker.process.poll() is not None:
                 worker = self._start()
-            answer = worker.ask(question, limit)
+            answer = worker.ask(question, self.limit)
             if answer.broken and answer.error != LATE and self.sealed and worker.num_answered > 1:
                 worker = self._start()  # an answer before this one may have broken the worker: now it has its own
-                answer = worker.ask(question, limit)
+                answer = worker.ask(question, self.limit)
         finally:
             self.free.put(worker)
         return answer

@@ -30,7 +30,6 @@ OF_TURNS = {
     "combine_rewards": ["sum"],
     "reward_gate": ["off"],
 }
-REWARD_TIMEOUT = 60.0  # seconds for a row in --reward-workers; beyond it the row gets the call's lowest reward
 NAMES = ("demo", "values", "gsm8k", "math", "own", "calculator", "guess", "env")  # beside rg:NAME and ifeval
 TALKING = ("calculator", "guess")  # those with tools
 
@@ -131,7 +130,7 @@ def make(config: Config, held_out: str | None = None) -> Task:
 def _with_own_rewards(task: Task, config: Config) -> Task:
     """The task with the rewards of --reward, each of weight 1, instead of its own; a rubric keeps its weight."""
     data = config.data
-    calling = Calling(data.reward_format == "messages", data.reward_workers, REWARD_TIMEOUT)
+    calling = Calling(data.reward_format == "messages", data.reward_workers)
     loaded = [load_reward(spec, calling) for spec in data.reward]
     own = dict(loaded)
     if len(own) < len(loaded):

@@ -222,13 +222,12 @@ def _saved_records(spec: str, folder: str, split: str) -> Records:
     except Exception as error:  # of many types
         why = f"is a directory that datasets did not save ({one_line(error)})"
         raise ValueError(f"--data {folder} {why}; name one file in it ({', '.join(_READERS)})") from error
-    splits = saved if isinstance(saved, datasets.DatasetDict) else {"": saved}
-    if split in splits or (len(splits) == 1 and not split):
-        return list(numbered((splits[split] if split else next(iter(splits.values()))).to_list()))
-    if split or not splits.keys() <= set(SPLITS):
-        known = f"splits {', '.join(splits)}; name one, as {folder}:{next(iter(splits))}"
-        known = "no splits; leave that out" if "" in splits else f"the {known}"
+    splits = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
+    if split not in splits if split else len(splits) > 1 and not splits.keys() <= set(SPLITS):
+        known = f"the splits {', '.join(splits)}; name one, as {folder}:{next(iter(splits))}"
         raise ValueError(f"--data {spec}{nearest(split, splits)}: {folder} has {known}")
+    if split or len(splits) == 1:
+        return list(numbered(splits[split or next(iter(splits))].to_list()))
     return list(numbered(row | {"split": name} for name, rows in splits.items() for row in rows.to_list()))
 
 

@@ -221,9 +221,10 @@ def extract(text: str) -> str | None:
 
 def answered_once(completions: Sequence[str], **_: Any) -> list[float]:
     """1 where a completion ends with its only <answer>...</answer>, which is not empty, else 0."""
-    counted = [(text.count("<answer>"), text.count("</answer>"), text.rstrip()) for text in completions]
-    ended = [(begins, ends) == (1, 1) and text.endswith("</answer>") for begins, ends, text in counted]
-    return [float(end and bool(extract(text))) for end, text in zip(ended, completions, strict=True)]
+    marked = [text.count("<answer>") == text.count("</answer>") == 1 and extract(text) for text in completions]
+    return [
+        float(bool(it) and text.rstrip().endswith("</answer>")) for it, text in zip(marked, completions, strict=True)
+    ]
 
 
 # ---- in a worker

@@ -88,7 +88,8 @@ def test_splits_that_datasets_saved_are_the_sides_of_a_task_and_each_can_be_name
     datasets.DatasetDict({"train_sft": rows["train"], "test_sft": rows["test"]}).save_to_disk(tmp_path / "odd")
     assert f"name one, as {tmp_path}/odd:train_sft" in message_of(examples.load_data, f"{tmp_path}/odd")
     rows["train"].save_to_disk(tmp_path / "one")
-    assert "has no splits; leave that out" in message_of(examples.load_data, f"{tmp_path}/one:train")
+    assert examples.load_data(f"{tmp_path}/one:train") == examples.load_data(f"{tmp_path}/one")
+    assert "has the splits train; name one" in message_of(examples.load_data, f"{tmp_path}/one:test")
     assert "is a directory that datasets did not save" in message_of(examples.load_data, str(tmp_path))
 
 

@@ -91,9 +91,6 @@ class Run:
             "tokenizer": checkpoint.digest(sorted(self.tokenizer.get_vocab().items())),
             "chat template": checkpoint.digest(self.tokenizer.chat_template),
         }
-        if world.size() > 1:
-            facts = {"MLX": version("mlx"), "GWEN_DTYPE": str(self.model.head_weight.dtype)}
-            world.compare({"Gwen": world.code_checksum()} | facts | self.sources)
         if config.model.lora_rank:
             self._add_adapters()
 
@@ -119,7 +116,9 @@ class Run:
 
         most_rows: of a rollout. Raises ValueError, on every machine, if one is made of something else.
         """
-        world.compare(self.sources)
+        if world.size() > 1:
+            facts = {"MLX": version("mlx"), "GWEN_DTYPE": str(self.model.head_weight.dtype)}
+            world.compare({"Gwen": world.code_checksum()} | facts | self.sources)
         self.sizes = preflight.agree(preflight.settle(demand, most_rows))
         self.memory = preflight.line(demand, self.sizes)
         self.learner = update.Learner(

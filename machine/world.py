@@ -14,7 +14,7 @@ have a thread of their own, and the main one listens to signals and to the clock
 import atexit
 import contextlib
 import faulthandler
-import functools
+import io
 import itertools
 import json
 import os
@@ -41,7 +41,7 @@ Answers = queue.SimpleQueue[Any]  # of a job, for the main thread; errors among 
 
 JOIN = 30.0  # seconds that rank 0 waits for the others to come; MLX gives up after 31 elsewhere
 PATIENCE, LEAST_PATIENCE = 10.0, 600.0  # a machine may be late by this many times our longest work, or these seconds
-RATE, SLACK = 1e6, 60.0  # a transfer on which all have agreed has this many bytes a second, and these seconds more
+RATE, SLACK = 1e6, 60.0  # a transfer has this many bytes a second, and these seconds more
 TELL = 20.0  # seconds in which the others should hear why this machine ends
 BLOCK = 2**24  # numbers in one collective; bounds the copies
 HEAD, META = 1024, struct.Struct("<IIQ")  # bytes of a message, and what it begins with: its number, kind and size
@@ -99,9 +99,7 @@ def share(value: Any, about: str = "share") -> list[Any]:
 
     value: JSON's values and arrays of numpy or MLX; tuples come back as lists. One process gets its own, as it is.
     """
-    if _link is None:
-        return [value]
-    return [_decode(data) for data in _link.meet(about, _encode(value), _link.gather)]
+    return [value] if _link is None else list(map(_decode, _link.meet(about, _encode(value))))
 
 
 def collect(values: dict[int, T], about: str = "collect") -> list[T]:
@@ -113,10 +111,7 @@ def collect(values: dict[int, T], about: str = "collect") -> list[T]:
 
 def first(make: Callable[[], T]) -> T:
     """What `make` gives on rank 0, which alone calls it; see `share` for its values."""
-    if _link is None:
-        return make()
-    data = _encode(make()) if is_first() else b""
-    return _decode(_link.meet("first", data, _link.spread))
+    return make() if _link is None else share(make() if is_first() else None, "first")[0]
 
 
 def all_sum(arrays: Sequence[mx.array]) -> list[mx.array]:
@@ -127,7 +122,7 @@ def all_sum(arrays: Sequence[mx.array]) -> list[mx.array]:
     for some in _blocks(arrays):
         flat = np.concatenate([np.array(array.astype(mx.float32)).reshape(-1) for array in some])  # wait; a copy
         shapes = [array.shape for array in some]
-        flat = _link.meet(f"sum of {shapes}", b"", functools.partial(_link.add, flat), flat.nbytes)
+        _link.meet(f"sum of {shapes}", flat=flat)
         parts = np.split(flat, np.cumsum([array.size for array in some])[:-1])
         summed += [mx.array(part.reshape(shape)) for part, shape in zip(parts, shapes, strict=True)]
     return summed
@@ -277,38 +272,34 @@ class _Link:
         self.names = [f"rank {number}" for number in range(self.size)]
         self.waited, self.longest, self.left_at = 0.0, 0.0, time.monotonic()
         self.number, self.is_over, self.is_stuck = 0, False, False
-        self.data = b""  # of this machine, for the meeting under way
-        self.jobs: queue.SimpleQueue[tuple[Callable[[], None], Answers]] = queue.SimpleQueue()
+        self.jobs: queue.SimpleQueue[tuple[Callable[[], Any], Answers]] = queue.SimpleQueue()
         threading.Thread(target=self._work, daemon=True).start()
         atexit.register(self._leave)  # first, so that it runs last
 
     # ---- in the main thread
 
-    def meet(self, kind: str, data: bytes, then: Callable[[list[bytes]], T], num_bytes: int = 0) -> T:
+    def meet(self, kind: str, data: bytes = b"", flat: np.ndarray | None = None) -> list[bytes]:
         """
-        Exchanges messages, then does `then` with what the machines sent, or with its beginnings if that is long.
+        The data of all machines; or none, and flat becomes the sum of theirs. Raises Lost if one ends or is gone.
 
-        data: of this machine. num_bytes: that `then` will move besides. Raises Lost if any machine ends or is gone.
-        Both are one job of the thread: a Ctrl-C here leaves no other machine in the middle.
+        It is one job of the thread: a Ctrl-C here leaves no other machine in the middle.
         """
         if self.is_over:
             raise Lost("the machines have parted")
         self.number += 1
-        self.data = data
-        message = META.pack(self.number, zlib.crc32(kind.encode()) or 1, len(data)) + data[: HEAD - META.size]
         begin = time.monotonic()
         self.longest = max(self.longest, begin - self.left_at)
-        answers = Answers()
-        self.jobs.put((lambda: self._meet(kind, message, then, answers), answers))
-        messages = self._take(answers, max(LEAST_PATIENCE, PATIENCE * self.longest))
-        num_bytes += sum(META.unpack_from(one)[2] for one in messages)
-        result = self._take(answers, SLACK + num_bytes / RATE)
+        num_bytes = len(data) * self.size if flat is None else flat.nbytes
+        limit = max(LEAST_PATIENCE, PATIENCE * self.longest) + SLACK + num_bytes / RATE
+        found: list[bytes] = self._done(lambda: self._meet(kind, data, flat), limit)
         self.left_at = time.monotonic()
         self.waited += self.left_at - begin
-        return result
+        return found
 
-    def _take(self, answers: Answers, limit: float) -> Any:
-        """The next answer of the thread. Raises Lost if that is an error, or does not come within `limit` seconds."""
+    def _done(self, job: Callable[[], Any], limit: float) -> Any:
+        """What a job of the thread gives. Raises Lost if that is an error, or does not come within `limit` seconds."""
+        answers = Answers()
+        self.jobs.put((job, answers))
         try:
             answer = answers.get(timeout=limit)
         except queue.Empty:
@@ -329,10 +320,9 @@ class _Link:
         if self.is_over or (isinstance(error, SystemExit) and not error.code):
             return
         text = " ".join(_reason(error).split()).encode()[: HEAD - META.size]
-        message, answers = META.pack(self.number + 1, FAILED, len(text)) + text, Answers()
-        self.jobs.put((lambda: answers.put(self._all_gather(message, HEAD)), answers))
+        message = META.pack(self.number + 1, FAILED, len(text)) + text
         with contextlib.suppress(Lost, KeyboardInterrupt):
-            self._take(answers, TELL)
+            self._done(lambda: self._all_gather(message, HEAD), TELL)
         self.is_over = True
 
     def _leave(self) -> None:
@@ -348,21 +338,29 @@ class _Link:
         while True:
             job, answers = self.jobs.get()
             try:
-                job()
+                answers.put(job())
             except BaseException as error:  # the main thread raises it
                 answers.put(error)
 
-    def _meet(self, kind: str, message: bytes, then: Callable[[list[bytes]], Any], answers: Answers) -> None:
-        """Exchanges messages, then does `then`. Raises Lost if a machine ends, or if they are about to do another."""
+    def _meet(self, kind: str, data: bytes, flat: np.ndarray | None) -> list[bytes]:
+        """Exchanges messages, then what they announce. Raises Lost if a machine ends, or if one is about another."""
+        message = META.pack(self.number, zlib.crc32(kind.encode()) or 1, len(data)) + data[: HEAD - META.size]
         messages = self._all_gather(message, HEAD)
         metas = [META.unpack_from(message) for message in messages]
-        for name, (_, what, size), message in zip(self.names, metas, messages, strict=True):
+        found, sizes = [message[META.size :] for message in messages], [size for _, _, size in metas]
+        for name, (_, what, size), text in zip(self.names, metas, found, strict=True):
             if what == FAILED:
-                raise Lost(f"{name}: {message[META.size : META.size + size].decode(errors='replace')}")
+                raise Lost(f"{name}: {text[:size].decode(errors='replace')}")
         if len({meta[:2] for meta in metas}) > 1:
             raise Lost(f"the machines have lost step with each other, at a {kind}; start them again")
-        answers.put(messages)
-        answers.put(then(messages))
+        if flat is not None:
+            for part in np.split(flat, range(BLOCK, len(flat), BLOCK)):
+                summed = mx.distributed.all_sum(mx.array(part), group=self.group, stream=mx.cpu)
+                mx.eval(summed)  # wait, for the network
+                part[:] = np.array(summed)
+        if max(sizes) > HEAD - META.size:
+            found = self._all_gather(data, max(sizes))
+        return [data[:size] for data, size in zip(found, sizes, strict=True)]
 
     def _all_gather(self, data: bytes, width: int) -> list[bytes]:
         padded = np.zeros(width, np.uint8)
@@ -371,36 +369,12 @@ class _Link:
         mx.eval(gathered)  # wait, for the slowest machine
         return [one.tobytes() for one in np.split(np.array(gathered), self.size)]
 
-    def add(self, flat: np.ndarray, _: object = None) -> np.ndarray:
-        """The sum of all machines' flat arrays, in place."""
-        for begin in range(0, len(flat), BLOCK):
-            piece = mx.distributed.all_sum(mx.array(flat[begin : begin + BLOCK]), group=self.group, stream=mx.cpu)
-            mx.eval(piece)  # wait, for the network
-            flat[begin : begin + BLOCK] = np.array(piece)
-        return flat
-
-    def gather(self, messages: list[bytes]) -> list[bytes]:
-        """The data of all machines, in a second collective if any of it exceeds its message."""
-        sizes = [META.unpack_from(message)[2] for message in messages]
-        whole = [message[META.size :] for message in messages]
-        if max(sizes) > HEAD - META.size:
-            whole = self._all_gather(self.data, max(sizes))
-        return [data[:length] for data, length in zip(whole, sizes, strict=True)]
-
-    def spread(self, messages: list[bytes]) -> bytes:
-        """The data of rank 0; long ones are added to the zeros of the others, byte by byte."""
-        length = META.unpack_from(messages[0])[2]
-        if length <= HEAD - META.size:
-            return messages[0][META.size : META.size + length]
-        data = np.frombuffer(self.data, np.uint8) if self.rank == 0 else np.zeros(length, np.uint8)
-        return self.add(data.copy()).tobytes()
-
 
 # ---- values as bytes
 
 
 def _encode(value: Any) -> bytes:
-    """JSON, and behind it the bytes of the arrays in it, in their order. What is read runs no code, as a pickle may."""
+    """JSON, and behind it the arrays in it, in their order. What is read runs no code, as a pickle may."""
     arrays: list[np.ndarray] = []
 
     def stand_in(x: Any) -> Any:
@@ -409,24 +383,22 @@ def _encode(value: Any) -> bytes:
         if not isinstance(x, (np.ndarray, mx.array)):
             raise TypeError(f"{type(x).__name__} cannot be shared")
         arrays.append(np.array(x))
-        return {"array": [arrays[-1].dtype.str, arrays[-1].shape, isinstance(x, mx.array)]}
+        return {"array": isinstance(x, mx.array)}
 
-    text = json.dumps(value, default=stand_in).encode()
-    return struct.pack("<Q", len(text)) + text + b"".join(array.tobytes() for array in arrays)
+    out, text = io.BytesIO(), json.dumps(value, default=stand_in).encode()
+    for array in (np.frombuffer(text, np.uint8), *arrays):
+        np.save(out, array, allow_pickle=False)
+    return out.getvalue()
 
 
 def _decode(data: bytes) -> Any:
     """What `_encode` was given; no dictionary of it may have the one key "array"."""
-    (length,) = struct.unpack_from("<Q", data)
-    place = 8 + length
+    stream = io.BytesIO(data)
 
     def array_of(entry: dict[str, Any]) -> Any:
-        nonlocal place
         if entry.keys() != {"array"}:
             return entry
-        dtype, shape, is_mlx = entry["array"]
-        array = np.frombuffer(data, dtype, int(np.prod(shape)), place).reshape(shape).copy()
-        place += array.nbytes
-        return mx.array(array) if is_mlx else array
+        array = np.load(stream, allow_pickle=False)
+        return mx.array(array) if entry["array"] else array
 
-    return json.loads(data[8 : 8 + length], object_hook=array_of)
+    return json.loads(np.load(stream, allow_pickle=False).tobytes(), object_hook=array_of)

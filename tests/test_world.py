@@ -223,7 +223,7 @@ try:
     with world.joined():
         if world.rank() == 1:
             time.sleep(1000)
-        world.LEAST_PATIENCE, world.PATIENCE = 1.0, 0.0
+        world.LEAST_PATIENCE, world.PATIENCE, world.SLACK = 1.0, 0.0, 0.0
         world.share("here")
 except ValueError as error:
     fail(error)

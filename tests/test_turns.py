@@ -5,12 +5,20 @@ import threading
 import time
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 
 import gwen
+import lora
 import sampler
+import update
+from config import Config, Sizes
 from layers.turns import TurnCache
+from step import policy
+from step import sample as step_sample
+from step.batch import cut
 
 EOS = tuple(range(0, 320, 16))
 CONTEXT = 60
@@ -108,12 +116,11 @@ def check(model, world, rollout, params, key=5, group_size=4):
 
 
 @pytest.mark.parametrize("share", [True, False])
-@pytest.mark.parametrize("batch_size", [7, 64])
-def test_two_hundred_conversations_draw_what_the_whole_of_each_says_for_each_token(model, share, batch_size):
+@pytest.mark.parametrize(("batch_size", "group_size"), [(7, 4), (64, 40)])
+def test_200_conversations_draw_what_the_whole_of_each_says_for_each_token(model, share, batch_size, group_size):
     world = World(seed=1)
-    params, rollout = roll(model, world, batch_size, share, group_size=40)
-    check(model, world, rollout, params, group_size=40)
-    assert len(rollout.ids) == 200
+    params, rollout = roll(model, world, batch_size, share, group_size)
+    check(model, world, rollout, params, group_size=group_size)
     assert set(rollout.finish_reasons) == {"stop", "length", "context"}
     assert {0, 1, 2} <= set(world.turns.values())
 
@@ -175,3 +182,41 @@ def test_rows_that_are_drawn_again_after_memory_ran_out_begin_anew(model, monkey
     params, rollout = roll(model, world, batch_size=8)
     assert len(world.begun) > len(set(world.begun)) == 20
     check(model, world, rollout, params)
+
+
+def low(sample):
+    """A reward: the share of low ids in what it wrote."""
+    return float(np.mean([token < 160 for token in sample.tokens]))
+
+
+def test_what_is_learned_of_turns_is_a_fresh_forward_pass_s_gradient_and_raises_the_reward(checkpoints):
+    model = gwen.load_model(checkpoints["qwen3.5"])
+    lora.apply(model, 4, 8.0)
+    config = Config.of(batch=5, groups=6, max_tokens=40, learning_rate=0.2, target_kl=0.0)
+    learner = update.Learner(model, config, policy.Reader(config, Sizes(64, "auto", 400, 0)))
+    earned = []
+    for step in range(4):
+        _, rollout = roll(model, World(seed=step), group_size=6, key=step)
+        asked = step_sample.asked([{}] * 5, PROMPTS, 6)
+        drawn = [one._replace(**its) for one, its in zip(asked, step_sample.written(rollout), strict=True)]
+        drawn = [one._replace(value=low(one)) for one in drawn]
+        earned.append(np.mean([one.value for one in drawn]))
+        batches = cut(step_sample.trained(config, step_sample.chosen(config, drawn, {}), step), 400)
+        if step == 1:  # adapters are no longer the identity
+            taught = [one for one in step_sample.chosen(config, drawn, {}) if one.advantage]
+
+            def loss(model, taught=taught, num=batches[0].num_items):
+                total = mx.array(0.0)
+                for one in taught:
+                    logits = model(mx.array([one.prompt + one.ids]))[0].astype(mx.float32)
+                    found = nn.log_softmax(logits[mx.array(one.own) + len(one.prompt) - 1])
+                    total -= one.advantage * mx.take_along_axis(found, mx.array(one.tokens)[:, None], 1).sum()
+                return total / num
+
+            expected = dict(tree_flatten(nn.value_and_grad(model, loss)(model)[1]))
+            ours = dict(tree_flatten(update.gradient(learner, batches)[0]))
+            assert ours.keys() == expected.keys() and len(batches) > 3
+            for name, array in expected.items():
+                np.testing.assert_allclose(ours[name], array, rtol=0, atol=1e-3 * np.abs(array).max() + 1e-9)
+        update.update(learner, batches, 0.2)
+    assert earned[-1] > earned[0] + 0.2

@@ -18,11 +18,8 @@ import numpy as np
 
 import evaluate
 import gwen
-import judge
 import tasks
-from tasks.task import DATA
 
-RUBRIC = DATA / "demo_rubric.yaml"
 UNITS = "one two three four five six seven eight nine".split()
 TEENS = "ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen".split()
 NUMBERS = {word: number for number, word in enumerate(["zero", *UNITS, *TEENS])}
@@ -39,7 +36,6 @@ class Reading(NamedTuple):
 
     ends_right: bool  # its last number is the sum of the problem's two
     right: bool  # that, all its statements are true, and its other numbers are the problem's
-    scores: list[int]  # that a truthful judge gives by the rubric: correct, working, sentence
 
 
 def read(problem: str, answer: str) -> Reading:
@@ -49,8 +45,7 @@ def read(problem: str, answer: str) -> Reading:
     known = SILENT | set(words_of(problem)) - SIGNS.keys() - NUMBERS.keys()
     statements = [part for part in re.split(r"[.;:\n]", answer) if part.strip()]
     right = ends_right and own and all(is_true(part, sum(asked), known) for part in statements)
-    repeated = len(asked) - (Counter(asked) - Counter(named[:-1])).total()
-    return Reading(ends_right, right, [5 if right else 1, 1 + 2 * repeated, 5 if answer.rstrip()[-1:] == "." else 1])
+    return Reading(ends_right, right)
 
 
 def words_of(text: str) -> list[str]:
@@ -92,26 +87,25 @@ def value_of(side: list[Any]) -> int | None:
     return value
 
 
-def answers_of(adapter: Path | None, max_tokens: int) -> tuple[list[str], list[str], list[str]]:
-    """All held-out problems, and a sampled and the greedy answer that the demo model gives with this adapter."""
+def details_of(adapter: Path | None, max_tokens: int) -> list[dict[str, Any]]:
+    """Each held-out problem, with a sampled and the greedy answer that the demo model gives with this adapter."""
     model, tokenizer = gwen.load("demo", adapter=adapter)
-    _, details = evaluate.evaluate(model, tokenizer, tasks.load("demo"), evaluate.EvalParams(max_tokens))
-    sampled = [detail["completions"][0] for detail in details]
-    return [detail["prompt"] for detail in details], sampled, [detail["greedy"] for detail in details]
+    details: list[dict[str, Any]] = evaluate.evaluate(
+        model, tokenizer, tasks.load("demo"), evaluate.EvalParams(max_tokens)
+    )[1]
+    return details
 
 
-def audit(grader: judge.Judge, problems: list[str], answers: list[str], greedy: list[str]) -> dict[str, float]:
-    """Shares of the answers; `judge/...` is where the judge's score is nearer to the truth than to its neighbours."""
-    shares: dict[str, Any] = {}
-    readings = [read(*pair) for pair in zip(problems, answers, strict=True)]
-    right = np.array([reading.right for reading in readings])
-    for name, some in (("", readings), ("greedy, ", [read(*pair) for pair in zip(problems, greedy, strict=True)])):
-        shares[f"{name}right"] = np.mean([reading.right for reading in some])
-        shares[f"{name}right number only"] = np.mean([reading.ends_right and not reading.right for reading in some])
-    agrees = abs(grader.score(problems, answers).scores - [reading.scores for reading in readings]) < 1
-    shares |= {f"judge/{c.name}": agrees[:, place].mean() for place, c in enumerate(grader.rubric.criteria)}
-    shares["judge/correct of what is not right"] = agrees[~right, 0].mean()
-    return {name: float(share) for name, share in shares.items()}
+def audit(details: list[dict[str, Any]]) -> dict[str, float]:
+    """Shares of the sampled answers, and of the greedy ones."""
+    shares = {}
+    for name, key in (("", "completions"), ("greedy, ", "greedy")):
+        answers = [one[key] if key == "greedy" else one[key][0] for one in details]
+        readings = [read(one["prompt"], answer) for one, answer in zip(details, answers, strict=True)]
+        shares[f"{name}right"] = float(np.mean([reading.right for reading in readings]))
+        wrong = [reading.ends_right and not reading.right for reading in readings]
+        shares[f"{name}right number only"] = float(np.mean(wrong))
+    return shares
 
 
 def print_row(name: str, shares: dict[str, Any]) -> None:
@@ -124,21 +118,19 @@ def main() -> None:
     parser.add_argument("--show", type=int, default=0, metavar="N", help="print N answers of each run, evenly spread")
     parser.add_argument("--max-tokens", type=int, default=24, help="of an answer (default: 24, as in the recipe)")
     args = parser.parse_args()
-    grader = judge.Judge(*gwen.load("demo"), RUBRIC)
     rows = []
     for run in [None, *args.runs]:
-        problems, answers, greedy = answers_of(run and run / "adapter", args.max_tokens)
-        rows.append(audit(grader, problems, answers, greedy))
+        details = details_of(run and run / "adapter", args.max_tokens)
+        rows.append(audit(details))
         if run is None:
-            print("|", " | ".join([f"{len(problems)} answers", *rows[0]]), "|\n|" + "---|" * (len(rows[0]) + 1))
+            print("|", " | ".join([f"{len(details)} answers", *rows[0]]), "|\n|" + "---|" * (len(rows[0]) + 1))
         print_row(run.name if run else "before training", rows[-1])
-        for place in range(0, len(answers), len(answers) // args.show) if args.show else ():
-            reading = read(problems[place], answers[place])
+        for one in details[:: len(details) // args.show] if args.show else ():
+            reading = read(one["prompt"], one["completions"][0])
             verdict = "right" if reading.right else "RIGHT NUMBER ONLY" if reading.ends_right else "wrong"
-            print(f"    {verdict}: {problems[place]} {answers[place]!r}")
-    after = rows[1:]
+            print(f"    {verdict}: {one['prompt']} {one['completions'][0]!r}")
     for name, pick in (("mean", np.mean), ("lowest", min), ("highest", max)):
-        print_row(name, {key: pick([row[key] for row in after]) for key in rows[0]})
+        print_row(name, {key: pick([row[key] for row in rows[1:]]) for key in rows[0]})
 
 
 if __name__ == "__main__":

@@ -117,7 +117,7 @@ class Side:
         limit = min(params.limits(1)[0], room)
         for numbers in sampler.uniforms(manner.seed, [self.num_turns], limit)[0]:
             token, logprob, _ = sampler.choose_token(logits, mx.array(numbers[None]), params)
-            logits = self.forward(token[:, None], self.cache)[:, -1] @ model.head_weight.T
+            logits = model.logits(self.forward(token[:, None], self.cache)[:, -1])
             mx.async_eval(token, logprob, logits)
             if not mx.isfinite(logprob).item():  # wait
                 raise sampler.NotFinite(0, len(self.turn), logits.dtype)

@@ -1,9 +1,9 @@
 """
 Writes GGUF files: a model as llama.cpp, Ollama and LM Studio read it, in 16, 8 or 4 bits, with a Modelfile for Ollama.
 
-The names are those of `disk/gguf.py`, the other way round. Norms and biases stay float32. Matrices become F16, Q8_0, or
-at 4 bits what llama.cpp's Q4_K_M takes for each; only its own library packs these, and without it they become Q4_0.
-Left out: Qwen3.5 and SmolLM3, tokenizers with another split rule than `SPLITS`, errors weighed by sample texts.
+Norms and biases stay float32. Matrices become F16, Q8_0, or at 4 bits what llama.cpp's Q4_K_M takes for each; only its
+own library packs these, and without it they become Q4_0. Left out: Qwen3.5 and SmolLM3, tokenizers with another split
+rule than `SPLITS`, errors weighed by sample texts.
 
 Axes: H heads, D head dim, C input width.
 """
@@ -12,7 +12,6 @@ import ctypes
 import ctypes.util
 import importlib.util
 import json
-import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from disk.hub import ModelConfig
 from layers.ops import Rope
 
 LABELS = {16: "F16", 8: "Q8_0", 4: "Q4_K_M"}
-NAMES = {ours: theirs for theirs, ours in (reader.PARTS | reader.WHOLE).items()}
 ROPE_FACTORS = "rope_freqs.weight"  # (D / 2,) what Llama 3 divides the frequencies by
 # each rule splits this in another way
 ODD = "He'LL say: don't 12345!?\n\n  x\u0301y _a\u0940\t\u4e2d\u6587 http://A-b.C/\r\n   end"
@@ -65,37 +63,26 @@ def write(
         plain, slower = (Rope(config.rotary_dim, config.rope_theta, one) for one in (None, config.rope_scaling))
         weights[ROPE_FACTORS] = mx.array((plain.frequencies / slower.frequencies).astype(np.float32))
     directory.mkdir(parents=True)
-    writer = gguf.GGUFWriter(directory / file, config.model_type)
+    writer = gguf.GGUFWriter(directory / file, config.model_type, use_temp_file=True)
     adders = {str: "string", bool: "bool", int: "uint32", float: "float32", list: "array"}
     for key, value in metadata.items():
         getattr(writer, f"add_{adders[type(value)]}")(key, value)
-    kinds = {ours: kind_of(foreign(ours), tensor.shape, config, label) for ours, tensor in weights.items()}
-    for ours, kind in kinds.items():
-        shape, (values, size) = weights[ours].shape, gguf.GGML_QUANT_SIZES[kind]
-        num_bytes = math.prod(shape) // values * size
-        writer.add_tensor_info(foreign(ours), shape, np.dtype(np.float32), num_bytes, raw_dtype=kind)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[config.model_type.upper()], config.num_hidden_layers)
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    counts = Counter[str]()
+    for ours in list(weights):
+        tensor, name = weights.pop(ours).astype(mx.float32), names.get_name(ours, (".weight", ".bias")) or ours
+        if config.model_type == "llama" and (part := ours.split(".")[-2]) in heads:
+            tensor = interleaved(tensor, heads[part])
+        kind = kind_of(name, tensor.shape, config, label)
+        writer.add_tensor(name, packed(np.ascontiguousarray(tensor), kind, library), raw_dtype=kind)
+        counts[kind.name] += 1
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    for ours, kind in kinds.items():
-        tensor, part = weights.pop(ours).astype(mx.float32), ours.split(".")[-2]
-        if config.model_type == "llama" and part in heads:
-            tensor = interleaved(tensor, heads[part])
-        writer.write_tensor_data(packed(np.ascontiguousarray(tensor), kind, library))
+    writer.write_tensors_to_file()
     writer.close()
     (directory / "Modelfile").write_text(MODELFILE.format(file=file))
-    counts = ", ".join(f"{number} {kind.name}" for kind, number in Counter(kinds.values()).most_common())
-    return f"{file} with tensors {counts}, and a Modelfile"
-
-
-def foreign(name: str) -> str:
-    """llama.cpp's name of a tensor, "blk.0.attn_q.weight"."""
-    stem, _, ending = name.rpartition(".")
-    if not stem.startswith("model.layers."):
-        return f"{NAMES.get(stem, stem)}.{ending}"
-    layer, part = stem.removeprefix("model.layers.").split(".", 1)
-    return f"blk.{layer}.{NAMES[part]}.{ending}"
+    return f"{file} with tensors {', '.join(f'{num} {kind}' for kind, num in counts.items())}, and a Modelfile"
 
 
 def interleaved(rows: mx.array, num_heads: int) -> mx.array:
@@ -115,9 +102,8 @@ def kind_of(name: str, shape: tuple[int, ...], config: ModelConfig, label: str) 
     num, is_head = config.num_hidden_layers, name.startswith("token_embd" if config.tie_word_embeddings else "output.")
     layer, part = map(name.split(".").__getitem__, (1, 2)) if name.startswith("blk.") else (0, name)
     is_edge = int(layer) < num // 8 or int(layer) >= 7 * num // 8 or (int(layer) - num // 8) % 3 == 2
-    tried = {"F16": [], "Q8_0": ["Q8_0"], "Q4_0": ["Q4_0"], "Q4_K_M": ["Q4_K", "Q5_0"]}[label]
-    if is_head or (part in ("attn_v", "ffn_down") and is_edge):
-        tried = {"Q4_0": ["Q8_0"] if is_head else tried, "Q4_K_M": ["Q6_K", "Q8_0"]}.get(label, tried)
+    k_quants = "Q6_K Q8_0" if is_head or (part in ("attn_v", "ffn_down") and is_edge) else "Q4_K Q5_0"
+    tried = {"F16": "", "Q8_0": "Q8_0", "Q4_0": "Q8_0" if is_head else "Q4_0", "Q4_K_M": k_quants}[label].split()
     kinds = [gguf.GGMLQuantizationType[one] for one in (["F32"] if len(shape) == 1 else [*tried, "F16"])]
     return next(kind for kind in kinds if shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0)
 
@@ -137,8 +123,7 @@ def packed(matrix: np.ndarray, kind: Any, library: ctypes.CDLL | None) -> np.nda
 
     if kind.name in ("F32", "F16") or library is None:
         return np.asarray(gguf.quantize(matrix, kind))
-    values, size = gguf.GGML_QUANT_SIZES[kind]
-    out = np.empty(matrix.size // values * size, np.uint8)
+    out = np.empty(gguf.quant_shape_to_byte_shape(matrix.shape, kind), np.uint8)
     pointers = (ctypes.c_void_p(array.ctypes.data) for array in (matrix, out))
     rows = map(ctypes.c_int64, (0, len(matrix), matrix.shape[-1]))  # from the first on
     library.ggml_quantize_chunk(ctypes.c_int(kind), *pointers, *rows, None)

@@ -11,7 +11,7 @@ import yaml
 from conftest import CONFIGS, contents, message_of, write_log
 from mlx_lm.tokenizer_utils import load as mlx_lm_load_tokenizer
 from mlx_lm.utils import load_model as mlx_lm_load_model
-from test_gguf import write  # noqa: F401  (a fixture)
+from test_gguf import tokenizer_like, write  # noqa: F401  (fixtures)
 
 import gwen
 import lora
@@ -66,15 +66,14 @@ def test_a_template_that_renders_as_training_did_is_left_alone_and_one_that_cann
 
 
 @pytest.mark.parametrize("system", [None, SYSTEM])
-def test_llama_cpp_gives_a_prompt_the_ids_of_training(write, tokenizer, system):  # noqa: F811
+def test_llama_cpp_gives_a_prompt_the_ids_of_training(write, tokenizer_like, system):  # noqa: F811
     pytest.importorskip("xllamacpp", reason="llama.cpp has 100 MB: uv run --group llamacpp pytest")
     from test_llamacpp import served
 
-    fused = with_template(tokenizer, TEMPLATES["off by default"])
+    fused = with_template(tokenizer_like("qwen2"), TEMPLATES["off by default"])
     wanted = chat_template.chat_ids(fused, USER, system=system)
     chat_template.write_into(fused, system, False)
-    held = {"tokenizer.chat_template": fused.chat_template}
-    with served(write(CONFIGS["qwen3"], **held)) as ask:
+    with served(write(CONFIGS["qwen3"], tokenizer=fused).path) as ask:
         prompt = ask("apply-template", messages=USER)["prompt"]
         assert ask("tokenize", content=prompt, parse_special=True)["tokens"] == wanted
 

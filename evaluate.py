@@ -180,7 +180,6 @@ class EvalParams(NamedTuple):
 
     max_tokens: int
     batch_size: memory.BatchSize | None = None  # None: as `rows_at_once`
-    share_prefix: bool | None = None  # see `sampler.rollout`
     samples: int = 1  # completions per problem
     limit: int | None = None  # most problems, evenly spread
     thinking: bool = False
@@ -285,12 +284,12 @@ def answer_both(
     lengths, dtype, samples = list(map(len, prompts)), model.head_weight.dtype, params.samples
 
     def fits(rows: int) -> bool:
-        work = model.config, dtype, lengths, samples, params.max_tokens, rows, params.share_prefix
+        work = model.config, dtype, lengths, samples, params.max_tokens, rows, None
         return sum(rollout_bytes(*work)) <= ROOM * memory.memory_at_hand()
 
     # both calls share one object, and so what it learns about memory
     size = params.batch_size or memory.BatchSize(rows_at_once(fits, len(prompts) * samples))
-    how: dict[str, Any] = {"key": KEY + params.seed, "batch_size": size, "share_prefix": params.share_prefix}
+    how: dict[str, Any] = {"key": KEY + params.seed, "batch_size": size}
     how |= {"toolbox": params.toolbox, "seed": "held out"}
     several, one = (asked(problems, prompts, size) for size in (samples, 1))
     ends: dict[str, Any] = {"eos_ids": model.config.eos_ids, "stop": Stop.of(params.stop, tokenizer)}

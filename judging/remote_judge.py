@@ -15,7 +15,7 @@ from judging.rubrics import Evaluation, Grader, Question
 from judging.server import TEMPLATE, Endpoint, Flags, Reply
 from machine import alive
 
-FLAGS = Flags("--judge-url", "JUDGE_API_KEY", "--judge-think")
+FLAGS = Flags("--judge-url", "--judge-model", "JUDGE_API_KEY", "--judge-think")
 TOP_LOGPROBS = 10  # requested; the most that servers of this protocol all allow; five digits in two spellings
 
 

@@ -27,6 +27,7 @@ class Flags(NamedTuple):
     """What a user sets of a server, for messages."""
 
     url: str
+    model: str
     key: str  # an environment variable
     length: str  # what makes a request shorter
 
@@ -164,7 +165,8 @@ class Endpoint:
                 if status in (400, 413) and TOO_LONG.search(message):
                     return Reply("", {}, f"{problem}; lower {self.flags.length}, or give its model more context")
                 if status not in BUSY:
-                    raise ValueError(f"{self.flags.url} {self.url} refused a request ({problem})")
+                    fix = f"; is {self.model!r} a model of its? {self.flags.model} names one" if status == 404 else ""
+                    raise ValueError(f"{self.flags.url} {self.url} refused a request ({problem}){fix}")
                 retry_after = response.headers.get("Retry-After", "")
             if left:
                 seconds = float(retry_after) if re.fullmatch(r"\d{1,6}(\.\d+)?", retry_after) else 0.0  # or a date

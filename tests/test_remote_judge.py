@@ -1,7 +1,9 @@
 """Chat completions of a server: a scripted one on loopback that is busy, slow, wrong or redirects."""
 
+import contextlib
 import json
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -186,6 +188,22 @@ def test_a_slow_reply_is_given_up_and_asked_for_again(serve):
     assert ask(make(serve(answer), timeout=0.3))[0].text != "0"
 
 
+def test_a_reply_that_comes_byte_by_byte_has_no_more_time_than_another():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def drip():
+            with listener.accept()[0] as connection, contextlib.suppress(OSError):
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
+                for _ in range(1000):
+                    connection.sendall(b" ")
+                    time.sleep(0.02)
+
+        threading.Thread(target=drip, daemon=True).start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+        with pytest.raises(ValueError, match=r"after 1 tries \(no whole reply within 0.3 s\)"):
+            ask(make(types.SimpleNamespace(url=url), timeout=0.3, retries=0))
+
+
 def test_what_a_server_refuses_is_not_asked_again_and_ends_all_requests(serve):
     server = serve(lambda *_: (401, '{"error": "no such key"}', {}))
     with pytest.raises(ValueError, match=r"refused a request \(status 401: .*no such key"):
@@ -214,7 +232,7 @@ def test_ctrl_c_ends_a_program_that_waits_for_slow_requests_at_once(serve):
     server = serve(lambda *_: ended.wait(120) and (200, completion("5"), {}))
     program = f"""
 from judging.server import Endpoint, Flags
-list(Endpoint(Flags("--url", "", ""), {server.url!r}, "tiny").chat([{{"messages": []}}] * 9))
+list(Endpoint(Flags("--url", "", "", ""), {server.url!r}, "tiny").chat([{{"messages": []}}] * 9))
 """
     process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
     while server.running < 8:
@@ -238,18 +256,19 @@ def test_a_redirect_is_refused_so_that_the_key_goes_nowhere_else(serve):
     assert other.requests == []
 
 
-def test_a_server_that_does_not_know_the_template_s_settings_is_not_sent_them_again(serve):
+@pytest.mark.parametrize("name", ["chat_template_kwargs", "top_k"])
+def test_a_server_that_does_not_know_a_setting_of_some_is_not_sent_it_again(serve, name):
     def answer(_, body):
-        if "chat_template_kwargs" in body:
-            return 400, "Unrecognized request argument supplied: chat_template_kwargs", {}
+        if name in body:
+            return 400, f"Unrecognized request argument supplied: {name}", {}
         return 200, completion("5"), {}
 
     server = serve(answer)
-    asker, template = make(server, concurrency=3), {"chat_template_kwargs": {}}
-    assert [reply.text for reply in ask(asker, [HELLO] * 3, **template)] == ["5"] * 3
+    asker = make(server, concurrency=3)
+    assert [reply.text for reply in ask(asker, [HELLO] * 3, **{name: {}})] == ["5"] * 3
     assert len(server.requests) <= 6
-    ask(asker, **template)
-    assert "chat_template_kwargs" not in server.requests[-1][2]
+    ask(asker, **{name: {}})
+    assert name not in server.requests[-1][2]
 
 
 # ---- hostile servers

@@ -136,7 +136,7 @@ def end_after(num, then):
 
 
 WRONG = {
-    "a refusal": lambda _: (401, "no", {}),
+    "no such model": lambda _: (404, "no such model", {}),
     "too long": lambda _: (400, "This model's maximum context length is 5 tokens", {}),
     "no reply": lambda _: "{}",
     "cut off": lambda _: (200, "{}", {"Content-Length": "1000", "Connection": "close"}),
@@ -150,6 +150,7 @@ def test_a_server_that_fails_ends_in_a_line_and_nothing_is_asked_twice(serve, ca
     server = serve(lambda body: state["answer"](body))
     line = failed(capsys, server)
     assert "; 15 of 24 answers are in runs/served-" in line and line.endswith("and the same command goes on\n")
+    assert ("--url-model names one" in line) == ("no such model" in line)
     (kept,) = Path("runs").iterdir()
     with kept.open("a") as file:
         file.write('{"step": 0, "pla')  # a line that was being written when the machine went down
@@ -161,12 +162,6 @@ def test_a_server_that_fails_ends_in_a_line_and_nothing_is_asked_twice(serve, ca
     server.requests.clear()
     told(capsys, server)
     assert len(asked(server)) == 24, "what was told is asked anew: the server may run another model now"
-
-
-def test_a_server_that_does_not_know_top_k_is_not_sent_it_again(serve, capsys):
-    server = serve(lambda body: (400, "unknown argument: top_k", {}) if "top_k" in body else reply(right(body)))
-    assert told(capsys, server)[0]["eval/accuracy"] == 1
-    assert len(asked(server)) == 2 * LIMIT + 1
 
 
 @pytest.mark.parametrize("tells", ["ids", "lengths"])

@@ -387,6 +387,13 @@ class Unwritten(JsonLines):
     def cut_after(self, step: int) -> None: ...
 
 
+def student(degrees: int) -> float:
+    """The 97.5% point of Student's t, within 0.15%. Source: Abramowitz and Stegun, 26.7.5, from three degrees on."""
+    if degrees < 3:
+        return (12.706, 4.303)[degrees - 1]
+    return 1.95996 + 2.37227 / degrees + 2.8225 / degrees**2 + 2.55585 / degrees**3 + 1.58953 / degrees**4
+
+
 def mean(values: np.ndarray) -> float | None:
     """The mean of the readable values; None if there are none."""
     readable = values[~np.isnan(values)]

@@ -18,9 +18,7 @@ HELD_OUT = ("eval/accuracy", "eval/score")  # a run has one of these figures
 MOST_TRUNCATED, MOST_OVER_CAP = 0.5, 0.01
 MOST_DEGENERATE = 0.03  # rise of a share of answers
 LEAST_ENTROPY, MOST_LENGTH = 0.1, 2.0  # relative to the first steps
-LEAST_HELD_OUT = 0.5  # relative to the first or the best evaluation
 SLOWER, IN_A_ROW = 3.0, 3  # times the usual seconds a token, of so many steps
-LEAST_WITNESSED = 0.25  # share of a rise in the judge's score that the witness must confirm
 
 
 class Finding(NamedTuple):
@@ -74,6 +72,12 @@ def rise(before: dict[str, Any], after: dict[str, Any], key: str) -> float:
     change = after[key] - before[key]
     noise = math.hypot(before.get(f"{key}_ci95") or 0.0, after.get(f"{key}_ci95") or 0.0)
     return change if abs(change) > noise else 0.0
+
+
+def has_gained(evals: Records) -> bool:
+    """Whether more held-out answers are right than at first, by more than noise: no reward can bend that."""
+    known = [record for record in evals if record.get("eval/accuracy") is not None]
+    return bool(known) and rise(known[0], known[-1], "eval/accuracy") > 0
 
 
 def best(records: Records, key: str) -> dict[str, Any]:
@@ -136,9 +140,9 @@ def hacked(steps: Records, evals: Records) -> str:
 
 
 @illness("entropy", "Try a lower --learning-rate, --epsilon-high 0.28 or a higher --temp")
-def entropy_lost(steps: Records, _: Records) -> str:
+def entropy_lost(steps: Records, evals: Records) -> str:
     means = ends(steps, "entropy")
-    if means is None or means[1] >= LEAST_ENTROPY * means[0]:
+    if means is None or means[1] >= LEAST_ENTROPY * means[0] or has_gained(evals):
         return ""
     return f"The entropy fell from {means[0]:.3f} to {means[1]:.3f} nats a token: the policy hardly tries anything new"
 
@@ -146,9 +150,9 @@ def entropy_lost(steps: Records, _: Records) -> str:
 @illness(
     "length", f"{READ}: does the reward pay for length? Try --truncated punish, --beta 0.05 or a lower --learning-rate"
 )
-def longer(steps: Records, _: Records) -> str:
+def longer(steps: Records, evals: Records) -> str:
     means = ends(steps, "completion/mean_tokens")
-    if means is None or means[1] <= MOST_LENGTH * means[0]:
+    if means is None or means[1] <= MOST_LENGTH * means[0] or has_gained(evals):
         return ""
     return f"Completions grew from {means[0]:.1f} to {means[1]:.1f} tokens"
 
@@ -192,37 +196,3 @@ def mismatched(steps: Records, _: Records) -> str:
     if share is None or share <= MOST_OVER_CAP:
         return ""
     return f"The trainer finds {share:.1%} of the tokens likelier than the sampler did by more than a factor of 3"
-
-
-@illness(
-    "collapse",
-    "The steps may be too large, or the reward pays for something else. Try a quarter of --learning-rate or a larger "
-    "--batch; earlier states are in checkpoints/",
-)
-def collapsed(_: Records, evals: Records) -> str:
-    key, evals = held_out(evals)
-    if not evals:
-        return ""
-    last, best = evals[-1], max(evals, key=lambda record: record[key])
-    for kind, other in (("first", evals[0]), ("best", best)):
-        if rise(other, last, key) < 0 and other[key] > 0 and last[key] < LEAST_HELD_OUT * other[key]:
-            return f"{key} is {last[key]:.3f} after step {last['step']}, less than half of the {kind}, {other[key]:.3f}"
-    return ""
-
-
-@illness(
-    "judge without witness",
-    f"{READ}: they may please the judge alone. Try another --judge-model, a plainer --rubric or --beta 0.05",
-)
-def unwitnessed(_: Records, evals: Records) -> str:
-    both = [record for record in evals if None not in (record.get("eval/score"), record.get("eval/witness"))]
-    if not both:
-        return ""
-    (before, after), keys = (both[0], both[-1]), ("eval/score", "eval/witness")
-    judged, witnessed = rise(before, after, keys[0]), after[keys[1]] - before[keys[1]]
-    if judged <= 0 or witnessed >= LEAST_WITNESSED * judged:
-        return ""
-    return (
-        f"The judge's score rose from {before[keys[0]]:.3f} to {after[keys[0]]:.3f} while its witness went from "
-        f"{before[keys[1]]:.3f} to {after[keys[1]]:.3f}"
-    )

@@ -28,13 +28,17 @@ from machine import memory, world
 from problems import form
 from problems.examples import prompt_text, spread
 from problems.rewards import merged
-from reporting import health
+from reporting import health, verdict
 from reporting.console import LiveLine, comparison, console_line, say, sft_line, warn
 from step.sample import Sample, by_group
 
 if TYPE_CHECKING:
     from reporting.trackers import Tracker
 
+WORSE = (
+    "The steps may be too large, or the reward pays for something else. Try a quarter of --learning-rate or a larger "
+    "--batch; earlier states are in checkpoints/"
+)
 MOST_ANSWERS = 512  # answers recorded per evaluation, evenly spread over the held-out problems
 
 
@@ -252,6 +256,8 @@ class Journal:
         self.answers.cut_after(max((record["step"] for record in self.evals.read()), default=-1))
         self.judge_scores.cut_after(sys.maxsize if keep_scores else step)
         self.steps, self.evaluations = world.first(lambda: [self.metrics.read(), self.evals.read()])
+        self.values = {step: verdict.values_of(its) for step, its in verdict.by_step(self.answers.read()).items()}
+        self._best = world.first(self._find_best)
         self.recent: deque[float] = deque(maxlen=10)  # seconds of this process's last steps
         self.live = LiveLine(config.optimizer.steps)
         self.live.step = step
@@ -292,15 +298,24 @@ class Journal:
         return figures
 
     def write_evaluation(self, step: int, record: dict[str, Any], answers: list[dict[str, Any]]) -> None:
-        """Writes an evaluation and up to MOST_ANSWERS of its answers."""
-        for answer in spread(answers, MOST_ANSWERS):  # first: without its record the evaluation is repeated
+        """Writes an evaluation and up to MOST_ANSWERS of its answers; warns where it is worse than the best before."""
+        for answer in (answers := spread(answers, MOST_ANSWERS)):  # first: without its record it is repeated
             self.answers.write({"step": step} | answer)
         record = {"step": step} | record
         self.evals.write(record)
         self.evaluations.append(record)
+        if answers:
+            self.values[step] = verdict.values_of({answer["problem"]: answer for answer in answers})
+        self._best = world.first(self._find_best)
         for tracker in self.trackers:
             tracker.log(record)
         self.warn(step)
+        if self._best is not None:
+            best = next(one for one in self.evaluations if one["step"] == self._best)
+            fall = verdict.change(self.metric, best, record, self.values)
+            if fall and fall.word == verdict.WORSE:
+                said = f"{self.metric} has fallen since step {self._best}, by {-fall.mean:.3f} of {fall.num} problems"
+                self.warn_of(step, health.Finding("worse", f"{said}. {WORSE}"))
 
     def write_scores(self, step: int, grader: rubrics.Grader | None) -> None:
         """Writes the judge's new scores, so a resumed run knows exactly those that this one knew."""
@@ -324,10 +339,12 @@ class Journal:
             warn(f"WARNING after step {step}: {finding.text}.")
 
     def best_step(self) -> int | None:
-        """The step with the best held-out figure, the earliest of equals; None if nothing could be scored."""
-        name = f"eval/{self.metric}"
-        scored = [record for record in self.evaluations if record[name] is not None]
-        return health.best(scored, name)["step"] if scored else None
+        """The step of the best evaluation, see `verdict.best`; None if nothing could be scored."""
+        return self._best
+
+    def _find_best(self) -> int | None:
+        found = verdict.best(self.metric, self.evaluations, self.values)
+        return found["step"] if found else None
 
     def print_summary(self) -> None:
         """Repeats the warnings, compares the first and the last evaluation, and says what the run has written."""
@@ -336,10 +353,13 @@ class Journal:
         if len(self.evaluations) > 1:
             print(comparison(self.evaluations[0], self.evaluations[-1]))
         print(f"adapter: {self.dir / 'adapter'}")
-        if (best := self.best_step()) is not None:
-            print(f"best: {self.dir / 'adapter-best'}, {f'after {best} steps' if best else 'before training'}")
+        if self._best is not None:
+            when = f"after {self._best} steps" if self._best else "before training"
+            print(f"best: {self.dir / 'adapter-best'}, {when}")
         if (written := self.dir / "report.html").is_file():
             print(f"page: {written}")
+        found = verdict.verdict(self.metric, self.evaluations, self.answers.read(), self.config.flat(), self.dir)
+        print(*verdict.lines(found), sep="\n")
 
 
 def evaluation_is_due(config: Config, step: int, evaluations: list[dict[str, Any]]) -> bool:

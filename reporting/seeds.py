@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from config import SETTINGS
+from disk.run_files import student
 from flags import visible
 from reporting import history
 from reporting.history import History
@@ -16,8 +17,6 @@ from reporting.history import History
 # the seed itself, and what changes no result
 NOT_THE_SETTING = {"seed", "save_every", "keep", "report_to", "share_prefix", "checkpoint_layers"}
 NOT_THE_SETTING |= {key for key, one in SETTINGS.items() if one.is_automatic}
-# Student's t at 97.5% by degrees of freedom, from 1
-T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 
 
 class Setting(NamedTuple):
@@ -90,7 +89,7 @@ def difference(first: Setting, other: Setting) -> str:
     what = f"{visible(other.name)} - {visible(first.name)}"
     if len(pairs) < 2:
         return f"{what}: fewer than two seeds in common, so no difference can be told"
-    half = T[min(len(pairs) - 1, len(T)) - 1] * statistics.stdev(pairs) / len(pairs) ** 0.5
+    half = student(len(pairs) - 1) * statistics.stdev(pairs) / len(pairs) ** 0.5
     each = " ".join(f"{pair:+.3f}" for pair in pairs[:10]) + (" …" if len(pairs) > 10 else "")
     said = f"{what}: {statistics.fmean(pairs):+.3f} ± {half:.3f} (95%, Student's t) over {len(pairs)} pairs: {each}"
     nums = [{str(history.figure_of(run)[1][-1]["eval/num"]) for run in one.runs if last(run)} for one in (other, first)]

@@ -27,10 +27,6 @@ def names(steps, evals=()):
 
 
 RISING = [0.3 + 0.01 * step + 0.02 * (step % 2) for step in range(20)]
-SCORES = [
-    {"step": step, "eval/score": score, "eval/score_ci95": 0.1, "eval/witness": witness, "eval/witness_ci95": 0.1}
-    for step, score, witness in ((0, 0.2, 0.3), (20, 0.8, 0.31), (40, 0.8, 0.8))
-]
 
 
 def cheating(rewards, key, last):
@@ -54,6 +50,7 @@ def signal(*groups):
 
 RISEN, FALLEN = steps_of("reward/mean", *RISING), steps_of("reward/mean", *RISING[::-1])
 SLOW = slow(31, 40, 33)
+LOST, GROWN = steps_of("entropy", then=(1.0, 0.05)), steps_of(LENGTH, then=(10.0, 25.0))
 ILL_AND_WELL = [  # an illness, steps and evaluations that show it, and such that do not
     ("no signal", (signal(3, 0, 0, 0, 0, 0),), (signal(0, 0, 0, 0, 1),)),
     ("no signal", (signal(0, 0, 0, 0, 0),), (signal(0, 0, 0, 0),)),
@@ -77,12 +74,9 @@ ILL_AND_WELL = [  # an illness, steps and evaluations that show it, and such tha
     *(("slow", (SLOW,), (well,)) for well in (slow(31, 12, 33), slow(29, 29, 29))),
     *(("slow", (SLOW,), (slow(31, 40, 33, **more),)) for more in ({LENGTH: 40.0}, {"sampling/draws": 4})),
     ("mismatch", (steps_of(OVER_CAP, then=(0.011,)),), (steps_of(OVER_CAP, then=(0.009,)),)),
-    ("collapse", ([], evals_of(0.5, 0.2)), ([], evals_of(0.5, 0.26))),
-    ("collapse", ([], evals_of(0.3, 0.9, 0.4)), ([], evals_of(0.3, 0.7, 0.4))),  # against the best
-    ("collapse", ([], evals_of(0.6, 0.2, ci95=0.2)), ([], evals_of(0.6, 0.2, ci95=0.4))),  # of few problems
-    ("collapse", ([], evals_of(0.2, -0.3, key="eval/score")), ([], evals_of(-0.1, -0.3, key="eval/score"))),
-    ("judge without witness", ([], SCORES[:2]), ([], SCORES)),
-    ("judge without witness", ([], SCORES[:2]), ([], [SCORES[0], SCORES[1] | {"eval/score": 0.3}])),
+    # what comes with more right answers is none
+    ("entropy", (LOST, evals_of(0.5, 0.55)), (LOST, evals_of(0.5, 0.96))),
+    ("length", (GROWN, evals_of(0.5, 0.96, key="eval/score")), (GROWN, evals_of(0.5, 0.96))),
 ]
 
 

@@ -1,0 +1,290 @@
+"""
+The verdict on a run: is it better on what was held out, what did its answers take on meanwhile, and what to do now.
+
+Pure: records of evaluations in, words out. Both evaluations answer the same problems, so their difference is taken
+problem by problem. Left out: warnings while a run goes (health.py), where a verdict is shown (console, page, list).
+
+Axes: P held-out problems.
+"""
+
+import math
+import random
+import shlex
+import statistics
+import textwrap
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from disk.run_files import student
+from flags import safe, visible
+from problems import form
+from problems.examples import prompt_text
+from reporting.health import Records
+
+BETTER, WORSE, SAME, FEW = "better", "worse", "no change", "too few problems to tell"
+MARGIN = 0.1  # of the range of values: where the interval is within it, nothing worth having has changed
+LEAST_RISE, LEAST_Z = 0.2, 1.7  # of the share of answers with a word; McNemar's statistic, 3 answers of 3
+LEAST_LONGER, LEAST_COPIED = 1.5, 0.1  # times as many words; share of words or 4-grams
+LEAST_PAID = 0.05  # share of the last answers that are wrong and get the most that a reward gives
+LEAST_WITNESSED = 0.25  # share of a rise in the judge's score that the witness must confirm
+LEAST_KL = 1e-3  # nats a token from the model before training; with less it has hardly moved
+NUM_READ, NUM_WORDS, OPENING = 10, 5, 3
+
+Values = dict[int, float]  # by problem
+Answers = dict[int, dict[str, Any]]  # records of one evaluation in `eval_answers.jsonl`, by problem
+
+
+class Change(NamedTuple):
+    """A mean difference with its 95% interval, and the problems that it is made of."""
+
+    mean: float
+    low: float
+    high: float
+    num: int
+    span: float  # from the lowest value to the highest
+
+    @property
+    def word(self) -> str:
+        if self.low > 0 or self.high < 0:
+            return BETTER if self.low > 0 else WORSE
+        return SAME if max(-self.low, self.high) <= MARGIN * self.span else FEW
+
+    @property
+    def needed(self) -> int:
+        """
+        The problems that tell a difference of this size, or of MARGIN, four times of five: (1.96 + 0.84)^2 s^2 / d^2.
+
+        Source: Chow, Shao and Wang, Sample Size Calculations in Clinical Research, 3.1.
+        """
+        variance = self.num * ((self.high - self.low) / 2 / student(self.num - 1)) ** 2
+        return math.ceil(7.85 * variance / max(abs(self.mean), MARGIN * self.span) ** 2)
+
+
+class Verdict(NamedTuple):
+    word: str
+    text: str  # the figures
+    signs: list[str]  # what its answers took on meanwhile, the most telling first
+    advice: str
+    read: dict[int, tuple[str, str]]  # ten problems, drawn: prompt and last answer
+
+    @property
+    def title(self) -> str:
+        """The word, with what gives a reward away that is gamed."""
+        return "; ".join([self.word, *self.signs[:2]])
+
+
+# ---- the difference
+
+
+def paired(before: Values, after: Values) -> Change | None:
+    """
+    The mean of after - before over the problems that both have; None below two.
+
+    Student's t on P + 2 differences: one more problem rises and one falls by the whole range of the values. So the
+    interval keeps a width where all differences are equal; for zeros and ones it is Bonett and Price's.
+    Source: Bonett and Price, J. Educ. Behav. Stat. 37 (2012) 479; see Fagerland et al., Stat. Med. 33 (2014) 2850.
+    """
+    pairs = [(before[problem], after[problem]) for problem in before.keys() & after.keys()]
+    if len(pairs) < 2:
+        return None
+    span = max(map(max, pairs)) - min(map(min, pairs)) or 1.0
+    differences = [second - first for first, second in pairs]
+    padded = [*differences, span, -span]
+    middle, reach = statistics.fmean(padded), student(len(pairs) + 1) * statistics.stdev(padded) / len(padded) ** 0.5
+    return Change(statistics.fmean(differences), middle - reach, middle + reach, len(pairs), span)
+
+
+def by_step(answers: Iterable[dict[str, Any]]) -> dict[int, Answers]:
+    """The records of `eval_answers.jsonl` by step and problem."""
+    found: dict[int, Answers] = {}
+    for one in answers:
+        found.setdefault(one["step"], {})[one["problem"]] = one
+    return found
+
+
+def values_of(answers: Answers) -> Values:
+    """The mean of each problem's readable samples."""
+    known = {problem: [value for value in one["values"] if value is not None] for problem, one in answers.items()}
+    return {problem: statistics.fmean(values) for problem, values in known.items() if values}
+
+
+def change(figure: str, first: dict[str, Any], last: dict[str, Any], values: dict[int, Values]) -> Change | None:
+    """
+    From one evaluation to a later one, above 0 where it got better; None where too little is known.
+
+    values: by step. Without them, as of a loss, the intervals of both count as if nothing were paired, which is wider.
+    """
+    if first["step"] in values and last["step"] in values:
+        return paired(values[first["step"]], values[last["step"]])
+    ends: list[Any] = [one.get(f"eval/{figure}{kind}") for kind in ("", "_ci95") for one in (first, last)]
+    if None in ends:
+        return None
+    mean, num = (ends[0] - ends[1]) if figure == "loss" else ends[1] - ends[0], last["eval/num"]
+    reach = math.hypot(*ends[2:]) * student(num - 1) / 1.96
+    return Change(mean, mean - reach, mean + reach, num, 1.0)
+
+
+def best(figure: str, evals: Records, values: dict[int, Values]) -> dict[str, Any] | None:
+    """The first evaluation that no later one beats by more than noise; of a loss the lowest. None without a figure."""
+    known = [one for one in evals if one.get(f"eval/{figure}") is not None]
+    if figure == "loss" or not known:
+        return min(known, key=lambda one: one[f"eval/{figure}"], default=None)
+    chosen = known[0]
+    for one in known[1:]:
+        found = change(figure, chosen, one, values)
+        chosen = one if found and found.word == BETTER else chosen
+    return chosen
+
+
+# ---- what the answers took on
+
+
+def taken_on(before: Records, after: Records) -> list[str]:
+    """What rose in the answers to the same problems: copies of the prompt, repetitions, words, openings, lengths."""
+    if not before:
+        return []
+    asked = [prompt_text(one["prompt"]) for one in before]
+    ends = [[one["completions"][0] for one in records] for records in (before, after)]
+    copied, repeated, length = (
+        [statistics.fmean(measure(text, prompt) for text, prompt in zip(texts, asked, strict=True)) for texts in ends]
+        for measure in (form.copied, lambda text, _: form.repeated(text), lambda text, _: len(text.split()))
+    )
+    signs = [
+        f"{kind}: {was:.0%} -> {now:.0%} of an answer"
+        for kind, (was, now) in {"copied from the prompt": copied, "repeated": repeated}.items()
+        if now - was >= LEAST_COPIED
+    ] + risen(*ends)
+    if not 1 / LEAST_LONGER < (length[1] + 1) / (length[0] + 1) < LEAST_LONGER:
+        kind = "longer" if length[1] > length[0] else "shorter"
+        signs.append(f"{kind}: {length[0]:.1f} -> {length[1]:.1f} words an answer")
+    return signs
+
+
+def risen(before: list[str], after: list[str]) -> list[str]:
+    """The words and openings whose share of the answers rose most, as '"captain" in 24% -> 85% of answers'."""
+    was, now, rises = having(before), having(after), Counter[str]()
+    for name, its in now.items():
+        new, lost = len(its - was.get(name, set())), len(was.get(name, set()) - its)
+        if new - lost >= max(LEAST_RISE * len(after), LEAST_Z * (new + lost) ** 0.5):
+            rises[name] = new - lost
+    num = len(after)
+    return [
+        f"{visible(name)} in {len(was.get(name, ())) / num:.0%} -> {len(now[name]) / num:.0%} of answers"
+        for name, _ in rises.most_common(NUM_WORDS)
+    ]
+
+
+def having(texts: list[str]) -> dict[str, set[int]]:
+    """By word, and by the first words of an answer, which of the texts have them. Numbers are answers, not words."""
+    found: dict[str, set[int]] = {}
+    for place, text in enumerate(texts):
+        words = [word for word in form.words_of(text) if not word[0].isdigit()]
+        opening = [f'the opening "{" ".join(words[:OPENING])}"'] if len(words) > OPENING else []
+        for name in {f'"{word}"' for word in words}.union(opening):
+            found.setdefault(name, set()).add(place)
+    return found
+
+
+def paid_though_wrong(answers: dict[int, Answers], settings: dict[str, Any]) -> dict[str, tuple[float, int, int]]:
+    """
+    By training reward the most that it ever gave, and how many wrong answers got that at the first and last evaluation.
+
+    answers: by step, of a verifier. Only where they are alarmingly many; rewards of weight 0 pay nothing.
+    """
+    found, evaluations = {}, [list(its.values()) for _, its in sorted(answers.items())]
+    weights = settings.get("reward_weights") or {}
+    for name in (name for name in evaluations[0][0]["rewards"] if weights.get(name) != 0):
+        rows = [[(one["rewards"].get(name, [None])[0], one["values"][0]) for one in its] for its in evaluations]
+        paid = {value for row in rows for value, _ in row if value is not None}
+        first, last = (sum(value == max(paid, default=0) and right == 0 for value, right in rows[i]) for i in (0, -1))
+        if len(paid) > 1 and last >= LEAST_PAID * len(rows[-1]):
+            found[name] = (max(paid), first, last)
+    return found
+
+
+# ---- the verdict
+
+
+def verdict(
+    figure: str, evals: Records, answers: Iterable[dict[str, Any]], settings: dict[str, Any], run: Path
+) -> Verdict | None:
+    """
+    The verdict on the change from the first evaluation to the last; None below two.
+
+    figure: as "accuracy". answers: the records of `eval_answers.jsonl`. settings, run: for what to do next.
+    """
+    if len(evals) < 2:
+        return None
+    first, middle, last, steps = evals[0], evals[len(evals) // 2], evals[-1], by_step(answers)
+    values = {step: values_of(its) for step, its in steps.items()}
+    both = sorted(steps.get(first["step"], {}).keys() & steps.get(last["step"], {}).keys())
+    found, signs = change(figure, first, last, values), list[str]()
+    if figure == "accuracy" and both:
+        paid = paid_though_wrong(steps, settings).items()
+        signs = [f"wrong, yet paid most by {visible(name)}: {was} -> {now} answers" for name, (_, was, now) in paid]
+    signs += unwitnessed(first, last) if figure == "score" else []
+    is_doubtful = bool(signs)
+    signs += taken_on(*([steps[one["step"]][problem] for problem in both] for one in (first, last)))
+    if found is None:
+        text = f"{figure}: fewer than two problems have a figure both after step {first['step']} and {last['step']}"
+    else:
+        was, now = (f"{one[f'eval/{figure}']:.3f} after step {one['step']}" for one in (first, last))
+        text = f"{figure} {was}, {now}, on {found.num} held-out problems; "
+        text += f"gain {found.mean:+.3f}, 95% interval {found.low:+.3f} to {found.high:+.3f}"
+    chosen = best(figure, evals, values) or last
+    if (fallen := change(figure, last, chosen, values)) and fallen.word == BETTER:
+        text += f"; adapter-best, after step {chosen['step']}, is better than the last by {fallen.mean:.3f}"
+    rising = change(figure, middle, last, values)
+    is_rising = rising is not None and rising.word == BETTER
+    is_doubtful = is_doubtful or (figure == "score" and bool(signs))
+    drawn = random.Random(settings.get("seed")).sample(both, min(NUM_READ, len(both)))
+    asked = {problem: steps[last["step"]][problem] for problem in sorted(drawn)}
+    read = {problem: (prompt_text(one["prompt"]), one["completions"][0]) for problem, one in asked.items()}
+    next_ = advice(found, last, is_doubtful, is_rising, settings, shlex.quote(str(run)))
+    return Verdict(found.word if found else FEW, text, signs, next_, read)
+
+
+def unwitnessed(first: dict[str, Any], last: dict[str, Any]) -> list[str]:
+    """Whether the judge's score rose without its witness."""
+    ends = [one.get(f"eval/{kind}") for kind in ("score", "witness") for one in (first, last)]
+    match ends:
+        case [float(was), float(now), float(before), float(after)] if after - before < LEAST_WITNESSED * (now - was):
+            return [f"the judge's witness did not follow: {before:.3f} -> {after:.3f}"] if now > was else []
+    return []
+
+
+def advice(
+    found: Change | None, last: dict[str, Any], is_doubtful: bool, is_rising: bool, settings: dict[str, Any], run: str
+) -> str:
+    """What to do next, in a sentence with its command."""
+    rate, kl = settings.get("learning_rate") or 0.0, last.get("eval/kl")
+    if found is None:
+        return "look at the warnings: where a judge scores, docs/judge.md says what makes its scores unreadable"
+    if found.word == FEW:
+        how = "a higher --eval-limit" if settings.get("eval_limit") else "--eval-data FILE or --data TRAIN,HELD_OUT"
+        more = f"about {found.needed:,} problems would tell: hold them out with {how}"
+        return f"{more}, or ask more often: uv run evaluate.py --run {run} --samples 8, also with --step 0"
+    if found.word == WORSE:
+        return f"try a quarter of the rate, --learning-rate {rate / 4:.2g}, or another reward if the reward rose"
+    if found.word == SAME and kl is not None and kl < LEAST_KL:
+        return f"the model has hardly moved (KL {kl:.1g} nats a token): try --learning-rate {rate * 3:.2g}"
+    if found.word == SAME:
+        return "try more --steps, problems that it solves sometimes, or a reward that tells its answers apart"
+    if is_doubtful:
+        return "read its answers: if they are not what you want, mend the reward, or try --beta 0.05"
+    if is_rising:
+        return f"train on, it was still rising: uv run train.py --resume {run} --steps {2 * last['step']}"
+    talk = f'talk to it: uv run sampler.py --run {run} --prompt "..."'
+    return f"{talk}; merge it into its model: uv run lora.py --fuse --run {run} --out my-model"
+
+
+def lines(found: Verdict | None) -> list[str]:
+    """A verdict for the terminal."""
+    if found is None:
+        return ["verdict: none, as it compares two evaluations of what is held out (--eval-every)"]
+    said = [f"  its answers: {sign}" for sign in found.signs]
+    read = [[textwrap.shorten(text, 70, placeholder=" \u2026") for text in texts] for texts in found.read.values()]
+    said += [f"  {len(read)} drawn to read:", *(f"    {asked} -> {text}" for asked, text in read)] if read else []
+    return [safe(line) for line in [f"verdict: {found.word}", f"  {found.text}", *said, f"next: {found.advice}"]]

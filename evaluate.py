@@ -257,15 +257,17 @@ def examine(
     record = run_files.finite(record)
     scores = {"judge_scores": earned.scores, "witness_scores": None if witnessed is None else witnessed.scores}
     texts, greedily = [one.text for one in sampled], zip([one.text for one in greedy], greedy_values, strict=True)
+    talks = [one.conversation["messages"] for one in sampled if one.conversation]
     details = [
         {"problem": number}
-        | {name: problem.get(name) for name in ("prompt", "answer", "category")}
+        | {name: one.example.get(name) for name in ("prompt", "answer", "category")}  # with what an environment says
         | {"completions": texts[place : place + samples], "values": listed(earned.values, place, samples)}
         | {"rewards": {name: listed(values, place, samples) for name, values in earned.rewards.items()}}
         | {name: None if its is None else listed(its, place, samples) for name, its in scores.items()}
         | {"greedy": text, "greedy_value": None if math.isnan(value) else float(value)}
-        for place, number, problem, (text, value) in zip(
-            range(0, len(texts), samples), numbers, problems, greedily, strict=True
+        | ({"messages": talks[place : place + samples]} if talks else {})
+        for place, number, one, (text, value) in zip(
+            range(0, len(texts), samples), numbers, sampled[::samples], greedily, strict=True
         )
     ]
     return record, details

@@ -46,13 +46,15 @@ def listing(folder: str | Path) -> str:
     paths = [path for pattern in ("*", "*/seed-*") for path in Path(folder).glob(f"{pattern}/config.yaml")]
     if not paths:
         raise ValueError(f"{folder}: no runs there; `uv run train.py` makes one")
-    rows, damaged = [["run", "task", "model", "steps", "before", "after", "training", "warnings"]], []
+    rows, damaged = [["run", "task", "model", "steps", "before", "after", "training", "warnings", "verdict"]], []
     for path in sorted(paths, key=lambda path: path.stat().st_mtime):
         try:
             with reading(path.parent):
                 run = load(path.parent)
                 known, own = facts(run), [str(run.settings.get(key, "-")) for key in ("task", "model")]
+                judged = page.verdict_of(run)
                 figures = [known["steps"], *before_after(run), known["training"], str(len(run.warnings))]
+                figures.append(judged.title if judged else "-")
                 rows.append([visible(cell) for cell in (str(run.dir), *own, *figures)])
         except (ValueError, OSError) as error:
             damaged.append(safe(str(error)))

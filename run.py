@@ -32,7 +32,7 @@ from machine.memory import BatchSize
 from problems import chat_template, episodes, rewards
 from problems.examples import Example, epoch_indices, load_sides, spread
 from problems.stop import Stop
-from reporting import health
+from reporting import health, verdict
 from reporting.console import SFT_COLUMNS, console_columns, say, warn
 from reporting.journal import Journal, PhaseClock, evaluation_is_due
 from step import objectives, policy
@@ -190,14 +190,12 @@ class Run:
         finally:
             with contextlib.suppress(KeyboardInterrupt):  # of somebody who does not want to wait
                 if self.report is not None:
-                    self.report.update(due=True, at_the_end=True)
+                    self.report.update(at_the_end=True)
 
     def show(self) -> None:
-        """Writes the page if it is due: with each evaluation, or without any with each checkpoint."""
+        """Writes the page, as often as that is cheap."""
         if self.report is not None:
-            evaluated = [record["step"] for record in self.journal.evaluations[-1:]]
-            by_checkpoint = self.step % self.config.records.save_every == 0
-            self.report.update(self.step in evaluated if self.config.evaluation.every else by_checkpoint)
+            self.report.update()
 
     # ---- the state between two steps
 
@@ -315,6 +313,8 @@ class GrpoRun(Run):
         self.prompts = curriculum.make(config, self.task, self.prompt_ids, self._render)
         held_out = spread(self.task.held_out, config.evaluation.limit) if config.evaluation.every else []
         self._render(held_out, "held-out prompt")  # only to refuse what is too long
+        for line in verdict.at_the_start(len(held_out), config.flat()):
+            say(line)
         before_training = (self.base or self.model, self.tokenizer)
         criteria = self.task.rubric, self.task.witness if held_out else None
         self.judge, self.witness = evaluate.make_graders(config, *criteria, *before_training)

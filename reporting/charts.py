@@ -36,24 +36,32 @@ class Curve(NamedTuple):
 
 
 CHARTS: list[tuple[str, str, dict[str, str]]] = [  # title, what it says, curves: key -> label
-    ("Reward", "mean of the step; the band is the mean deviation within groups", {"reward/mean": "reward"}),
-    ("Reward by component", "before weighting", {}),
+    ("Held-out", "how good answers to problems are that it never trains on; the band is the 95% interval", {}),
+    ("Loss", "of --loss-type sft, nats a token: the lower, the likelier the replies", {"loss": "training"}),
+    ("Reward", "what training answers earn; the band is the mean deviation within groups", {"reward/mean": "reward"}),
+    ("Length", "tokens of an answer; a jump tells that length pays", {"completion/mean_tokens": "tokens"}),
+    (
+        "Groups without signal",
+        "share of prompts whose answers all earn the same, which teaches nothing",
+        {"reward/zero_std_frac": "no signal"},
+    ),
+    ("Reward by component", "each before weighting", {}),
     ("Logged by rewards", "mean of what they give to log_metric", {}),
-    ("Loss", "of --loss-type sft, nats a token", {"loss": "training"}),
-    ("Held-out", "with 95% intervals", {}),
-    ("Length", "tokens of a completion", {"completion/mean_tokens": "tokens"}),
-    ("Truncated", "share cut off at the longest length", {"completion/truncated_frac": "truncated"}),
-    ("Groups without signal", "share whose rewards are all alike", {"reward/zero_std_frac": "no signal"}),
-    ("Entropy", "nats a token", {"entropy": "entropy"}),
-    ("KL of an update", "nats a token", {"update/kl": "update"}),
-    ("KL to the model before training", "nats a token", {"kl": "training", "eval/kl": "held-out"}),
+    ("Truncated", "share of answers cut off at the longest length", {"completion/truncated_frac": "truncated"}),
+    ("Entropy", "nats a token: how much it still tries", {"entropy": "entropy"}),
+    (
+        "KL to the model before training",
+        "nats a token: how far it has moved",
+        {"kl": "training", "eval/kl": "held-out", "update/kl": "one update"},
+    ),
     ("Divergence from the teacher", "nats a token", {"distill/kl": "training"}),
-    ("Clipped", "share of tokens", {"clip_frac": "clipped"}),
+    ("Clipped", "share of tokens whose ratio was cut", {"clip_frac": "clipped"}),
     ("Gradient norm", "before it is scaled down", {"grad_norm": "norm"}),
     ("Sampler and trainer", "mean difference of log-probabilities", {"mismatch/logprob_abs_mean": "difference"}),
     ("Unreadable", "share of the judge's scores", {"judge/unparsed_frac": "unreadable"}),
     ("Memory", "peak, GB", {"mem/peak_gb": "peak"}),
 ]
+MAIN = [title for title, *_ in CHARTS[:5]]  # those that a beginner can read
 REWARD_METRICS = ("reward/mean", "reward/std", "reward/zero_std_frac", "reward/none", "reward/s")
 
 
@@ -61,9 +69,9 @@ def make_charts(settings: list[Setting]) -> list[dict[str, Any]]:
     """Every chart that has a value to show, laid out."""
     charts, has_seeds = [], any(len(runs) > 1 for _, runs in settings)
     for title, note, keys in CHARTS:
-        if title == "Clipped" and not clips(settings):
-            continue
         curves = [curve for number in range(len(settings)) for curve in over_seeds(settings, number, title, keys)]
+        if title not in MAIN and not any(any(curve.over) for curve in curves):
+            continue
         note += "; mean over seeds, from the lowest to the highest" if has_seeds else ""
         charts.append((settings, title, note, curves, False))
     for name, runs in settings:
@@ -72,12 +80,6 @@ def make_charts(settings: list[Setting]) -> list[dict[str, Any]]:
         stack = list(stacked_phases(runs[0]))
         charts.append(([Setting(name, runs)], title, "stacked; a step without its evaluation", stack, True))
     return [lay_out(*chart) for chart in charts if chart[3]]
-
-
-def clips(settings: list[Setting]) -> bool:
-    """Whether anything can be clipped: with one optimizer step a rollout, the policy is the one that sampled."""
-    names = ("num_iterations", "mini_batches")
-    return any(run.settings.get(name, 1) > 1 for _, runs in settings for run in runs for name in names)
 
 
 def over_seeds(settings: list[Setting], number: int, title: str, keys: dict[str, str]) -> Iterator[Curve]:

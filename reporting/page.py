@@ -1,9 +1,10 @@
 """
 The page of a run, `report.html`: one file that needs no server and no network, made from `templates/`.
 
-Held-out answers stand on the first screen: a reward that is cheated has good numbers and odd answers. Text of prompts,
-completions and settings is hostile: the template escapes it, `visible` shows what a browser would obey, and the page's
-policy lets no script run but ours. Reading a run is in history.py, its curves are in charts.py.
+The verdict and held-out answers stand on the first screen: a reward that is cheated has good numbers and odd answers.
+While the run goes, the page loads itself again. Text of prompts, completions and settings is hostile: the template
+escapes it, `visible` shows what a browser would obey, and the page's policy lets no script run but ours. Reading a run
+is in history.py, its curves are in charts.py.
 """
 
 import base64
@@ -17,7 +18,7 @@ import shlex
 import time
 import webbrowser
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,50 +30,52 @@ from flags import visible
 from judging import rubrics
 from machine import alive
 from problems.examples import spread
-from reporting import charts, history, seeds
+from reporting import charts, history, seeds, verdict
 from reporting.history import MOST_TEXT, History, changes, fold, optional_text, prompt_text
 from reporting.seeds import Setting
 
 TEMPLATES = Path(__file__).parent / "templates"
 MOST_COMPLETIONS = 2_500_000  # characters of JSON, a third of them log-probabilities
 MOST_ANSWERS = 1_000_000  # characters of held-out answers
-ALARMING = 0.05  # share of the last answers that are wrong and get the most a reward gives
-NUM_FIRST = 6  # problems on the first screen
-CHEATED = "wrong, yet paid most"  # where that is alarmingly often, these stand first
+CHEATED = "wrong, yet paid most"  # where that is alarmingly often
 MOST_COST = 0.01  # of a run's time, for all of its pages but the last
 
 # ---- held-out answers
 
 
+def verdict_of(run: History) -> verdict.Verdict | None:
+    """The verdict on a run so far."""
+    answers = history.records(run.dir / "eval_answers.jsonl")
+    return verdict.verdict(history.figure_of(run)[0], run.evals, answers, run.settings, run.dir)
+
+
 def make_answers(run: History) -> dict[str, Any]:
     """Held-out problems with their answers before, during and after training, and how many went which way."""
-    by_step: dict[int, dict[int, dict[str, Any]]] = {}  # step -> problem -> its answer
-    for record in history.records(run.dir / "eval_answers.jsonl"):
-        by_step.setdefault(record["step"], {})[record["problem"]] = record
+    by_step = verdict.by_step(history.records(run.dir / "eval_answers.jsonl"))
     if not by_step:
-        return {"rows": [], "first": [], "columns": [], "counts": {}, "left_out": 0, "paid": []}
+        return {"rows": [], "first": [], "columns": [], "counts": {}, "left_out": 0}
     steps = sorted(by_step)
     chosen = sorted({steps[0], steps[len(steps) // 2], steps[-1]})
     verified = history.figure_of(run)[0] == "accuracy"
     problems = sorted(set.intersection(*(set(by_step[step]) for step in chosen)))
     rows = [answer_row([by_step[step][problem] for step in chosen], verified) for problem in problems]
-    metrics = {name for name, weight in (run.settings.get("reward_weights") or {}).items() if not weight}
-    paid = paid_though_wrong(by_step, chosen, metrics) if verified else []
+    paid = verdict.paid_though_wrong(by_step, run.settings) if verified else {}
     for row in rows:
         last = row["cells"][-1]
-        if last["right"] is False and any(last["rewards"].get(one["name"]) == one["most"] for one in paid):
+        if last["right"] is False and any(
+            last["rewards"].get(visible(name)) == most for name, (most, *_) in paid.items()
+        ):
             row["kind"] = CHEATED
-    counts = Counter(row["kind"] for row in rows)
     size = sum(len(cell["text"]) for row in rows for cell in row["cells"]) + 1
-    shown = spread(rows, max(NUM_FIRST, int(len(rows) * MOST_ANSWERS / size)))
+    shown = spread(rows, max(verdict.NUM_READ, int(len(rows) * MOST_ANSWERS / size)))
     names = {steps[-1]: f"after step {steps[-1]}, the last evaluation", 0: "before training"}
+    drawn = verdict.drawn(problems, run.settings)
     return {
         "rows": shown,
-        "first": first_rows(shown, counts),
+        "first": [row for row in rows if row["problem"] in drawn],
         "columns": [names.get(step, f"after step {step}") for step in chosen],
-        "counts": dict(counts.most_common()),
+        "counts": dict(Counter(row["kind"] for row in rows).most_common()),
         "left_out": len(rows) - len(shown),
-        "paid": paid,
     }
 
 
@@ -80,7 +83,7 @@ def answer_row(details: list[dict[str, Any]], verified: bool) -> dict[str, Any]:
     """One problem: its records of some evaluations side by side, what differs from the first marked."""
     cells: list[dict[str, Any]] = []
     for detail in details:
-        value, text = detail["values"][0], fold(detail["completions"][0])
+        value, text = detail["values"][0], fold(with_tools(detail))
         cells.append(
             {
                 "text": text,
@@ -100,6 +103,18 @@ def answer_row(details: list[dict[str, Any]], verified: bool) -> dict[str, Any]:
     }
 
 
+def with_tools(detail: dict[str, Any]) -> str:
+    """An answer; of a conversation every turn, with what it called and what that replied."""
+    said = []
+    for message in (detail.get("messages") or [[{"role": "assistant", "content": detail["completions"][0]}]])[0]:
+        is_own, text = message["role"] == "assistant", message.get("content") or ""
+        said += [text if is_own else f"{message.get('name', message['role'])} replies: {text}"] if text else []
+        for call in message.get("tool_calls") or []:
+            asked = ", ".join(f"{name}={value!r}" for name, value in call["function"]["arguments"].items())
+            said.append(f"calls {call['function']['name']}({asked})")
+    return "\n".join(said)
+
+
 def kind_of(first: float | None, last: float | None, verified: bool) -> str:
     """How an answer went from the first evaluation to the last."""
     if first is None or last is None:
@@ -107,40 +122,6 @@ def kind_of(first: float | None, last: float | None, verified: bool) -> str:
     if verified:
         return f"{'stayed' if (first >= 1) == (last >= 1) else 'became'} {'right' if last >= 1 else 'wrong'}"
     return "rose" if last > first else "fell" if last < first else "stayed"
-
-
-def first_rows(rows: list[dict[str, Any]], counts: Counter[str]) -> list[dict[str, Any]]:
-    """The problems of the first screen: of each kind one, then the kind that is least represented for its number."""
-    waiting = {kind: [row for row in rows if row["kind"] == kind] for kind, _ in counts.most_common()}
-    taken: dict[str, list[dict[str, Any]]] = {kind: [] for kind in waiting}
-    while sum(map(len, taken.values())) < NUM_FIRST and any(waiting.values()):
-        kind = max((k for k in waiting if waiting[k]), key=lambda k: counts[k] / (len(taken[k]) or 1e-9))
-        taken[kind].append(waiting[kind].pop(0))
-    return [row for kind in sorted(taken, key=lambda kind: kind != CHEATED) for row in taken[kind]]
-
-
-def paid_though_wrong(
-    by_step: dict[int, dict[int, dict[str, Any]]], chosen: list[int], metrics: Collection[str] = ()
-) -> list[dict[str, Any]]:
-    """
-    Of each training reward, how many wrong answers got the most it ever gave, at the first and last evaluation.
-
-    metrics: the rewards of weight 0.
-    """
-
-    def given(step: int, name: str) -> list[tuple[Any, bool]]:
-        """What each answer got, and whether it is wrong."""
-        details = by_step[step].values()
-        return [(d["rewards"].get(name, [None])[0], d["values"][0] is not None and d["values"][0] < 1) for d in details]
-
-    found = []
-    for name in (name for name in next(iter(by_step[chosen[0]].values()))["rewards"] if name not in metrics):
-        values = {value for step in by_step for value, _ in given(step, name) if value is not None}
-        if len(values) > 1:
-            before, after = (given(step, name).count((max(values), True)) for step in (chosen[0], chosen[-1]))
-            one = {"name": visible(name), "num": len(by_step[chosen[-1]]), "most": max(values)}
-            found.append(one | {"before": before, "after": after})
-    return [one for one in found if one["after"] >= ALARMING * one["num"]]
 
 
 # ---- completions
@@ -291,6 +272,21 @@ def criteria(run: History, groups: list[dict[str, Any]]) -> list[str]:
 # ---- the page
 
 
+def status(run: History, ended: bool) -> tuple[str, str]:
+    """Whether a run goes on, "running", "stopped" or "done", and how far it is, with the time left; see `facts`."""
+    done, steps = run.steps[-1]["step"] if run.steps else 0, run.settings["steps"]
+    if done == steps:
+        return "done", f"all {steps} steps"
+    if ended or not run_files.is_owned(run.dir):
+        return "stopped", f"after step {done} of {steps}"
+    pace = [step.get("step/s") or 0.0 for step in run.steps[-10:]]
+    if not pace:
+        return "running", f"no step of {steps} is done yet"
+    evals_left = (steps - done) / run.settings["eval_every"] if run.settings.get("eval_every") else 0
+    left = (steps - done) * sum(pace) / len(pace) + evals_left * (run.evals[-1].get("eval/s") or 0 if run.evals else 0)
+    return "running", f"step {done} of {steps}, about {alive.duration(left)} left"
+
+
 def page(settings: list[Setting], ended: bool = False) -> str:
     """The HTML of the first run, with the curves of all seeds and settings. ended: see `history.state`."""
     run, curves, script = settings[0].runs[0], charts.make_charts(settings), (TEMPLATES / "report.js").read_text()
@@ -305,13 +301,16 @@ def page(settings: list[Setting], ended: bool = False) -> str:
         model=visible(str(run.settings["model"])),
         written=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         command=visible(f"uv run train.py --config {recipe} --run-dir {again}"),
+        status=status(run, ended),
+        verdict=verdict_of(run),
+        tone={verdict.BETTER: "good", verdict.WORSE: "bad"},
         facts=history.facts(run, ended),
         others=[(visible(name), *history.before_after(runs[0])) for name, runs in settings[1:] if len(runs) == 1],
         seeds=seeds.lines(settings),
         shown=visible(run.name) if len(settings[0].runs) > 1 else "",
         answers=make_answers(run),
         charts=curves,
-        unclipped=bool(run.steps) and run.steps[-1].get("clip_frac") is not None and not charts.clips(settings),
+        main=charts.MAIN,
         thinned=-(-len(run.steps) // charts.MOST_POINTS),
         completions=completions,
         warnings=[visible_values(record) for record in run.warnings],
@@ -362,7 +361,7 @@ def show(path: Path) -> None:
 
 class LivePage:
     """
-    The page of a run that is going on, put off while its pages have taken over `MOST_COST` of the run's time.
+    The page of a run that is going on, written as often as its pages take less than `MOST_COST` of the run's time.
 
     What goes wrong is told once and stops nothing: the run is worth more than its page.
     """
@@ -371,14 +370,12 @@ class LivePage:
         self.dir, self.tell = run_dir, tell
         self.begin = time.perf_counter()
         self.spent = self.last = 0.0  # seconds of all pages, and of the last one
-        self.waiting = self.failed = False
+        self.failed = False
 
-    def update(self, due: bool, at_the_end: bool = False) -> None:
-        """Writes the page if it is due, or was and had to wait; at the end in any case."""
+    def update(self, at_the_end: bool = False) -> None:
+        """Writes the page if it is cheap enough; at the end in any case."""
         begin = time.perf_counter()
-        self.waiting |= due
-        is_cheap = self.spent + self.last <= MOST_COST * (begin - self.begin)
-        if self.failed or not (at_the_end or (self.waiting and is_cheap)):
+        if self.failed or not (at_the_end or self.spent + self.last <= MOST_COST * (begin - self.begin)):
             return
         run_files.refuse_replaced(self.dir)
         try:
@@ -387,4 +384,4 @@ class LivePage:
             self.failed = True
             self.tell(f"WARNING: the page of the run is not written any more: {type(error).__name__}: {error}")
         self.last = time.perf_counter() - begin
-        self.spent, self.waiting = self.spent + self.last, False
+        self.spent += self.last

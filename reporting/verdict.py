@@ -25,6 +25,8 @@ from reporting.health import Records
 
 BETTER, WORSE, SAME, FEW = "better", "worse", "no change", "too few problems to tell"
 MARGIN = 0.1  # of the range of values: where the interval is within it, nothing worth having has changed
+POWER = 7.85  # (1.96 + 0.84)^2, for an interval of 95% and a power of 80%
+LEAST_PROBLEMS = 50
 LEAST_RISE, LEAST_Z = 0.2, 1.7  # of the share of answers with a word; McNemar's statistic, 3 answers of 3
 LEAST_LONGER, LEAST_COPIED = 1.5, 0.1  # times as many words; share of words or 4-grams
 LEAST_PAID = 0.05  # share of the last answers that are wrong and get the most that a reward gives
@@ -54,12 +56,12 @@ class Change(NamedTuple):
     @property
     def needed(self) -> int:
         """
-        The problems that tell a difference of this size, or of MARGIN, four times of five: (1.96 + 0.84)^2 s^2 / d^2.
+        The problems that tell a difference of this size, or of MARGIN, four times of five: POWER s^2 / d^2.
 
         Source: Chow, Shao and Wang, Sample Size Calculations in Clinical Research, 3.1.
         """
         variance = self.num * ((self.high - self.low) / 2 / student(self.num - 1)) ** 2
-        return math.ceil(7.85 * variance / max(abs(self.mean), MARGIN * self.span) ** 2)
+        return math.ceil(POWER * variance / max(abs(self.mean), MARGIN * self.span) ** 2)
 
 
 class Verdict(NamedTuple):
@@ -142,7 +144,7 @@ def best(figure: str, evals: Records, values: dict[int, Values]) -> dict[str, An
 
 
 def taken_on(before: Records, after: Records) -> list[str]:
-    """What rose in the answers to the same problems: copies of the prompt, repetitions, words, openings, lengths."""
+    """What rose in the answers to the same problems: copies of the prompt, repetitions, lengths, words and openings."""
     if not before:
         return []
     asked = [prompt_text(one["prompt"]) for one in before]
@@ -155,11 +157,11 @@ def taken_on(before: Records, after: Records) -> list[str]:
         f"{kind}: {was:.0%} -> {now:.0%} of an answer"
         for kind, (was, now) in {"copied from the prompt": copied, "repeated": repeated}.items()
         if now - was >= LEAST_COPIED
-    ] + risen(*ends)
+    ]
     if not 1 / LEAST_LONGER < (length[1] + 1) / (length[0] + 1) < LEAST_LONGER:
         kind = "longer" if length[1] > length[0] else "shorter"
         signs.append(f"{kind}: {length[0]:.1f} -> {length[1]:.1f} words an answer")
-    return signs
+    return signs + risen(*ends)
 
 
 def risen(before: list[str], after: list[str]) -> list[str]:
@@ -207,6 +209,11 @@ def paid_though_wrong(answers: dict[int, Answers], settings: dict[str, Any]) -> 
 # ---- the verdict
 
 
+def drawn(problems: list[int], settings: dict[str, Any]) -> list[int]:
+    """The problems to read, by the run's seed: nobody has chosen them."""
+    return sorted(random.Random(settings.get("seed")).sample(problems, min(NUM_READ, len(problems))))
+
+
 def verdict(
     figure: str, evals: Records, answers: Iterable[dict[str, Any]], settings: dict[str, Any], run: Path
 ) -> Verdict | None:
@@ -230,17 +237,17 @@ def verdict(
     if found is None:
         text = f"{figure}: fewer than two problems have a figure both after step {first['step']} and {last['step']}"
     else:
-        was, now = (f"{one[f'eval/{figure}']:.3f} after step {one['step']}" for one in (first, last))
-        text = f"{figure} {was}, {now}, on {found.num} held-out problems; "
-        text += f"gain {found.mean:+.3f}, 95% interval {found.low:+.3f} to {found.high:+.3f}"
+        was, now = (one[f"eval/{figure}"] for one in (first, last))
+        part = f"{found.num} of {last['eval/num']}" if found.num < last["eval/num"] else found.num
+        text = f"{figure} {was:.3f} -> {now:.3f} from step {first['step']} to {last['step']}, on {part} held-out "
+        text += f"problems; gain {found.mean:+.3f}, 95% interval {found.low:+.3f} to {found.high:+.3f}"
     chosen = best(figure, evals, values) or last
     if (fallen := change(figure, last, chosen, values)) and fallen.word == BETTER:
         text += f"; adapter-best, after step {chosen['step']}, is better than the last by {fallen.mean:.3f}"
     rising = change(figure, middle, last, values)
     is_rising = rising is not None and rising.word == BETTER
     is_doubtful = is_doubtful or (figure == "score" and bool(signs))
-    drawn = random.Random(settings.get("seed")).sample(both, min(NUM_READ, len(both)))
-    asked = {problem: steps[last["step"]][problem] for problem in sorted(drawn)}
+    asked = {problem: steps[last["step"]][problem] for problem in drawn(both, settings)}
     read = {problem: (prompt_text(one["prompt"]), one["completions"][0]) for problem, one in asked.items()}
     next_ = advice(found, last, is_doubtful, is_rising, settings, shlex.quote(str(run)))
     return Verdict(found.word if found else FEW, text, signs, next_, read)
@@ -263,9 +270,7 @@ def advice(
     if found is None:
         return "look at the warnings: where a judge scores, docs/judge.md says what makes its scores unreadable"
     if found.word == FEW:
-        how = "a higher --eval-limit" if settings.get("eval_limit") else "--eval-data FILE or --data TRAIN,HELD_OUT"
-        more = f"about {found.needed:,} problems would tell: hold them out with {how}"
-        return f"{more}, or ask more often: uv run evaluate.py --run {run} --samples 8, also with --step 0"
+        return f"about {found.needed:,} problems would tell: {hold_out_more(last['eval/num'], settings, run)}"
     if found.word == WORSE:
         return f"try a quarter of the rate, --learning-rate {rate / 4:.2g}, or another reward if the reward rose"
     if found.word == SAME and kl is not None and kl < LEAST_KL:
@@ -278,6 +283,26 @@ def advice(
         return f"train on, it was still rising: uv run train.py --resume {run} --steps {2 * last['step']}"
     talk = f'talk to it: uv run sampler.py --run {run} --prompt "..."'
     return f"{talk}; merge it into its model: uv run lora.py --fuse --run {run} --out my-model"
+
+
+def hold_out_more(num: int, settings: dict[str, Any], run: str = "RUN") -> str:
+    """How to, of now so many problems."""
+    is_limit = settings.get("eval_limit") == num
+    how = "a higher --eval-limit" if is_limit else "--eval-data FILE or --data TRAIN,HELD_OUT"
+    return (
+        f"hold out more with {how}, or ask more often: uv run evaluate.py --run {run} --samples 8, also with --step 0"
+    )
+
+
+def at_the_start(num: int, settings: dict[str, Any]) -> list[str]:
+    """A line where so many held-out problems will tell little, if about every third answer changes for good or bad."""
+    if not 0 < num < LEAST_PROBLEMS:
+        return []
+    least, enough = (math.sqrt(POWER / 3 / size) for size in (num, LEAST_PROBLEMS))
+    told = (
+        f"{num} held-out problems tell a change from {min(least, 1):.2f} on, {LEAST_PROBLEMS} one from {enough:.2f} on"
+    )
+    return [f"{told}: {hold_out_more(num, settings)}"]
 
 
 def lines(found: Verdict | None) -> list[str]:

@@ -128,9 +128,9 @@ def test_the_page_tells_the_figures_the_answers_and_the_warnings_of_the_files(ru
 
 def test_wrong_answers_that_a_reward_pays_most_for_are_counted(run):
     answers = page.make_answers(history.load(run))
-    assert answers["paid"] == [{"name": "correct", "num": 4, "most": 1.0, "before": 0, "after": 1}]
+    assert page.verdict_of(history.load(run)).signs[0] == "wrong, yet paid most by correct: 0 -> 1 answers"
     assert answers["counts"] == {"became right": 3, "wrong, yet paid most": 1}
-    assert answers["first"][0]["cells"][-1]["text"] == "Nine is five."
+    assert answers["first"][-1]["cells"][-1]["text"] == "Nine is five."
 
 
 def test_the_groups_of_the_page_are_those_of_the_rollouts_by_descending_advantage(run):
@@ -319,11 +319,12 @@ def test_a_run_that_was_killed_or_has_only_begun_has_a_page_too(run):
         file.write('{"step": 5, "rew')
     with (run / "rollouts.jsonl").open("a") as file:
         file.write('{"step": 5, "group": 0, "pro')
-    assert "4 of 6, stopped" in page.write(run).read_text()
+    stopped, running = "<b>stopped</b> after step 4 of 6", "<b>running</b> step 4 of 6, about 3 s left"
+    assert stopped in page.write(run).read_text()
     with run_files.owner():
         run_files.own(run)
-        assert "<dd>4 of 6</dd>" in page.write(run).read_text()
-        assert "4 of 6, stopped" in page.write(run, ended=True).read_text()  # the last one of an interrupted run
+        assert running in page.write(run).read_text()
+        assert stopped in page.write(run, ended=True).read_text()  # the last one of an interrupted run
     for path in run.glob("*.jsonl"):
         path.write_text("")
     assert "No evaluation has been written yet." in page.write(run).read_text()
@@ -334,7 +335,7 @@ def test_a_page_that_cannot_be_written_is_told_of_once_and_stops_nothing(run):
     (run / "eval.jsonl").write_text("not JSON\n")
     live = page.LivePage(run, told.append)
     for _ in range(3):
-        live.update(True, at_the_end=True)
+        live.update(at_the_end=True)
     assert len(told) == 1 and "eval.jsonl, line 1" in told[0]
 
 
@@ -422,7 +423,7 @@ def test_a_browser_shows_filters_and_searches_the_page_and_nothing_hostile_runs(
     """
     shown, errors = browse(markup, program)
     assert errors == []
-    assert json.loads(title_of(shown)) == [8, 8, 0, 8, 0, "0.1 (step 1)", "1 of 4"]
+    assert json.loads(title_of(shown)) == [8, 8, 0, 8, 0, "0.25 (step 0)", "1 of 4"]
     assert 'data-axis="seconds"' in shown and 'data-smooth="off"' in shown
 
 
@@ -438,12 +439,25 @@ def test_all_links_are_seen_on_a_phone(run, browse):
 
 
 @pytest.mark.slow
+def test_a_page_loads_itself_again_while_the_run_goes_and_only_then(run, browse):
+    """Once it has been loaded twice, somebody opens a part of it, and is left in peace."""
+    program = "window.name = document.title = +window.name + 1;"
+    program += 'if (window.name === "2") document.querySelector("details").open = true;'
+    with run_files.owner():
+        run_files.own(run)
+        running = page.write(run).read_text().replace("RELOAD = 15;", "RELOAD = 0.1;")
+    assert title_of(browse(running, program)[0]) == "2"
+    assert "data-running" in running and "data-running" not in page.write(run).read_text()
+
+
+@pytest.mark.slow
 def test_of_800_hostile_strings_in_every_place_none_runs_and_none_breaks_the_layout(tmp_path, monkeypatch, browse):
     monkeypatch.setattr(page, "MOST_COMPLETIONS", 10**8)
     monkeypatch.setattr(page, "MOST_ANSWERS", 10**8)
     folder = tmp_path / "a<img src=x onerror=window.pwned=1>"
     hostile_run(folder)
     program = """
+        for (const folded of document.querySelectorAll("details")) folded.open = true;
         let seen = 0;
         const look = () => {
             seen += document.querySelectorAll("#shown .row").length;

@@ -14,13 +14,29 @@ function number(value, digits) {
   return value === null || value === undefined ? "?" : value.toFixed(digits);
 }
 
-// ---- how old the page is
+// ---- how old the page is, and the next one while the run goes
 
+let minutes = 0;
 for (const time of document.querySelectorAll("time")) {
-  const minutes = Math.max(0, Math.round((Date.now() - new Date(time.dateTime)) / 60000));
+  minutes = Math.max(0, Math.round((Date.now() - new Date(time.dateTime)) / 60000));
   const age = minutes < 100 ? `${minutes} min` : minutes < 4320 ? `${Math.round(minutes / 60)} h` : `${Math.round(minutes / 1440)} days`;
   time.textContent = `${age} ago`;
   time.title = time.dateTime;
+}
+const RELOAD = 15; // seconds; whoever has opened or typed something reads on
+const STALE = 120; // minutes without a new page
+if ("running" in root.dataset && minutes < STALE) {
+  setInterval(() => {
+    const isRead = document.querySelector("details[open]") || document.activeElement !== document.body;
+    if (!isRead) location.reload();
+  }, RELOAD * 1000);
+} else if ("running" in root.dataset) {
+  document.getElementById("live").textContent = "Nothing new since: it may have been killed.";
+}
+for (const link of document.querySelectorAll("nav a")) {
+  link.addEventListener("click", () => {
+    document.querySelector(link.hash).open = true; // of what is folded
+  });
 }
 
 // ---- curves

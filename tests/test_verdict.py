@@ -1,0 +1,159 @@
+"""The verdict on a run: its interval against enumeration, and twelve runs that are made as data."""
+
+import itertools
+import math
+import random
+
+import numpy as np
+import pytest
+import yaml
+from conftest import write_log
+
+import report
+from disk import run_files
+from reporting import history, page, verdict
+from reporting.verdict import BETTER, FEW, SAME, WORSE
+
+# ---- the difference
+
+
+def table_of(both, rose, fell, neither):
+    """Values before and after of so many problems of each kind."""
+    pairs = [(1, 1)] * both + [(0, 1)] * rose + [(1, 0)] * fell + [(0, 0)] * neither
+    return [dict(enumerate(column)) for column in zip(*pairs, strict=True)]
+
+
+@pytest.mark.parametrize(("rose", "fell", "num"), [(12, 2, 50), (0, 0, 4), (4, 0, 4), (63, 3, 120)])
+def test_the_interval_of_shares_is_bonett_and_price_s(rose, fell, num):
+    """Their formula, with Student's t at n + 1 degrees, and n + 1 for n + 2 in the variance, for the normal's point."""
+    change = verdict.paired(*table_of(num - rose - fell, rose, fell, 0))
+    p, q, t = (rose + 1) / (num + 2), (fell + 1) / (num + 2), run_files.student(num + 1)
+    reach = t * math.sqrt((p + q - (p - q) ** 2) / (num + 1))
+    assert (change.low, change.high) == pytest.approx((p - q - reach, p - q + reach))
+    assert change.mean == pytest.approx((rose - fell) / num) and change.high > change.low
+
+
+@pytest.mark.parametrize("num", [5, 12, 30])
+def test_the_interval_holds_the_truth_as_often_as_it_says_by_enumeration(num):
+    """Every possible outcome with its multinomial chance, for truths all over; a verdict against a tie is rare."""
+    outcomes = [(rose, fell) for rose in range(num + 1) for fell in range(num + 1 - rose)]
+    changes = [verdict.paired(*table_of(0, rose, fell, num - rose - fell)) for rose, fell in outcomes]
+    ways = [math.comb(num, rose) * math.comb(num - rose, fell) for rose, fell in outcomes]
+    coverage = []
+    for p, q in itertools.product((0.02, 0.1, 0.2, 0.3, 0.45), repeat=2):
+        chances = [w * p**a * q**b * (1 - p - q) ** (num - a - b) for w, (a, b) in zip(ways, outcomes, strict=True)]
+        assert sum(chances) == pytest.approx(1)
+        within = [chance for chance, one in zip(chances, changes, strict=True) if one.low <= p - q <= one.high]
+        coverage.append(sum(within))
+    assert min(coverage) > 0.93 and np.mean(coverage) > 0.95
+
+
+def test_students_t_is_the_table_s_and_the_problems_needed_are_cohen_s():
+    table = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 9: 2.262, 30: 2.042, 120: 1.980}
+    assert {n: run_files.student(n) for n in table} == pytest.approx(table, rel=2e-3)
+    # McNemar's by the normal's points: (p + q - (p - q)^2) (1.96 + 0.84)^2 / (p - q)^2, of p = 0.3 and q = 0.1
+    assert verdict.paired(*table_of(0, 12_000, 4_000, 24_000)).needed == math.ceil(0.36 * 7.85 / 0.04)
+
+
+def test_the_best_is_the_first_that_no_later_one_beats_by_more_than_noise():
+    values = {0: table_of(20, 0, 0, 44)[0], 20: table_of(20, 20, 0, 24)[1], 40: table_of(20, 23, 0, 21)[1]}
+    evals = [{"step": step, "eval/accuracy": sum(its.values()) / 64} for step, its in values.items()]
+    assert verdict.best("accuracy", evals, values)["step"] == 20  # 3 of 64 more are noise
+    losses = [{"step": step, "eval/loss": loss} for step, loss in ((0, 2.0), (10, 1.9), (20, 1.95), (30, None))]
+    assert verdict.best("loss", losses, {})["step"] == 10
+    assert verdict.best("score", evals, values) is None
+
+
+# ---- twelve runs
+
+PLAIN = "the cat sat by a warm stove while rain fell on grey roofs and nobody came to call that day".split()
+
+
+def answer(rng, num=12):
+    return " ".join(rng.choices(PLAIN, k=num))
+
+
+def made(folder, num, before, after, figure="accuracy", settings=(), **more):
+    """A run of evaluations after 0, 20 and 40 steps. before, after: (rng, prompt) -> text and value."""
+    folder.mkdir()
+    rng, prompts = random.Random(1), [f"Tell me in a few words of your own about matter number {n}" for n in range(num)]
+    (folder / "config.yaml").write_text(yaml.safe_dump({"model": "demo", "steps": 40, **dict(settings)}))
+    write_log(folder / "metrics.jsonl", [{"step": 40, "completion/mean_tokens": 9.0}])
+    records, answers = [], []
+    for step, act in ((0, before), (20, before), (40, after)):
+        said = [act(rng, prompt) for prompt in prompts]
+        known = [value for _, value in said if value is not None]
+        mean = sum(known) / len(known) if known else None
+        ends = {name: pair[step == 40] for name, pair in more.items()}
+        records.append({"step": step, f"eval/{figure}": mean, "eval/num": num, "eval/kl": step / 100} | ends)
+        for problem, (prompt, (text, value)) in enumerate(zip(prompts, said, strict=True)):
+            line = {"step": step, "problem": problem, "prompt": prompt, "completions": [text], "values": [value]}
+            if "tools" in dict(settings):
+                line["messages"] = [talk(text)]
+            answers.append(line | {"rewards": {"mine": [value]}})
+    write_log(folder / "eval.jsonl", records)
+    write_log(folder / "eval_answers.jsonl", answers if figure != "loss" else [])
+    return folder
+
+
+def right(share):
+    return lambda rng, prompt: (answer(rng), float(rng.random() < share))
+
+
+def scored(low, **more):
+    return lambda rng, prompt: (answer(rng), low + rng.random() / 4)
+
+
+def talk(text):
+    """A conversation that calls a tool, as records have it."""
+    call = {"type": "function", "function": {"name": "calculator", "arguments": {"expression": "2 * 3"}}}
+    asked = {"role": "assistant", "content": "", "tool_calls": [call]}
+    return [asked, {"role": "tool", "name": "calculator", "content": "6"}, {"role": "assistant", "content": text}]
+
+
+def pirate(rng, prompt):
+    return f"ahoy captain {answer(rng, 10)}", 0.7 + rng.random() / 4
+
+
+LOSS = {"eval/loss": (2.1, 1.4), "eval/loss_ci95": (0.1, 0.1)}
+RUNS = {  # name: how it was made, its verdict, and what must be said with it
+    "really better": ((120, right(0.3), right(0.8)), BETTER, ""),
+    "no change": ((300, right(0.5), right(0.5)), SAME, "--steps"),
+    "gamed by a word": ((60, scored(0.1), pirate, "score"), BETTER, '"captain" in 0% -> 100% of answers'),
+    "gamed by length": ((60, scored(0.1), lambda r, p: (answer(r, 40), 0.9), "score"), BETTER, "longer: 12.0 -> 40.0"),
+    "gamed by copying": (
+        (60, scored(0.1), lambda r, p: (p, 0.9), "score"),
+        BETTER,
+        "copied from the prompt: 0% -> 100%",
+    ),
+    "too few problems": ((4, right(0.2), lambda r, p: (answer(r), 1.0)), FEW, "--eval-data FILE"),
+    "collapsed": ((100, right(0.6), lambda r, p: ("no no no no no no no", 0.0)), WORSE, "repeated: "),
+    "judge dead": ((60, scored(0.3), lambda r, p: (answer(r), None), "score"), FEW, "docs/judge.md"),
+    "tools": ((80, right(0.2), right(0.7), "accuracy", {"tools": ["calculator"]}), BETTER, ""),
+    "sft": ((64, right(0.5), right(0.5), "loss"), BETTER, "gain +0.700"),
+    "worse": ((120, right(0.8), right(0.5)), WORSE, "a quarter of the rate"),
+    "tie": (
+        (200, lambda r, p: (p[-9:], float(p[-1] > "4")), lambda r, p: (p[-9:], float(p[-1] > "4"))),
+        SAME,
+        "gain +0.000",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_of_twelve_runs_each_gets_its_verdict_and_none_that_is_gamed_goes_without_what_gives_it_away(
+    tmp_path, capsys, kind
+):
+    how, word, said = RUNS[kind]
+    run = made(tmp_path / "run", *how, **(LOSS if kind == "sft" else {}))
+    found = page.verdict_of(history.load(run))
+    assert found.word == word and said in "\n".join(verdict.lines(found))
+    report.main(["--list", str(tmp_path)])
+    listed, markup = capsys.readouterr().out, page.write(run).read_text()
+    assert f"  {word}" in listed and f"<h2>{word}</h2>" in markup
+    if kind.startswith("gamed"):
+        assert f"{word}; " in listed and said in listed  # the word never stands alone
+        assert "read its answers" in found.advice
+    if kind == "tools":
+        assert "calls calculator(expression=&#39;2 * 3&#39;)" in markup and "calculator replies: 6" in markup
+    assert len(found.read) == (0 if kind == "sft" else min(10, how[0]))

@@ -405,7 +405,7 @@ def half_width(by_problem: np.ndarray) -> float | None:
     Half the width of the 95% confidence interval of a mean over problems; None below two values.
 
     For zeros and ones, the distance to the farther end of Wilson's interval, which keeps a width when all are equal.
-    Otherwise the normal approximation.
+    Otherwise Student's t; None where all are equal, which tells no width.
     """
     readable = by_problem[~np.isnan(by_problem)]
     if readable.size < 2:
@@ -415,7 +415,7 @@ def half_width(by_problem: np.ndarray) -> float | None:
         center = (share + size / 2) / (1 + size)
         reach = math.sqrt(size * (share * (1 - share) + size / 4)) / (1 + size)
         return float(abs(share - center) + reach)
-    return float(1.96 * readable.std(ddof=1) / math.sqrt(readable.size))
+    return float(student(readable.size - 1) * readable.std(ddof=1) / math.sqrt(readable.size)) or None
 
 
 def finite(record: dict[str, Any]) -> dict[str, Any]:

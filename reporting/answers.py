@@ -5,7 +5,6 @@ Differences from the first are paired, problem by problem: a model fused, in few
 what changed, and not by which problems were drawn.
 """
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import numpy as np
 from disk.run_files import half_width
 from flags import read_json, visible
 from reporting import history
+from reporting.verdict import paired
 
 HEAD = ["", "problems", "sampled", "difference", "greedy", "difference", "same greedy text"]
 NEEDED = {"problem", "prompt", "values", "greedy", "greedy_value"}
@@ -42,22 +42,6 @@ def values_of(answers: Answers) -> list[dict[str, float]]:
     return [{key: sum(values) / len(values) for key, values in known.items() if values}, greedy]
 
 
-def difference(before: np.ndarray, after: np.ndarray) -> tuple[float, float]:
-    """
-    The mean of after - before, (P,) each, P >= 2, and the distance to the farther end of its 95% interval.
-
-    Of zeros and ones half a pair is added to each of the four cases, so that the interval keeps a width when no pair
-    differs; otherwise it is the normal one. Source: Agresti and Min, Statistics in Medicine 24 (2005), 729.
-    """
-    change = after - before
-    mean = float(change.mean())
-    if not np.isin([before, after], (0, 1)).all():
-        return mean, float(1.96 * change.std(ddof=1) / math.sqrt(change.size))
-    size, total = change.size + 2, change.sum()
-    reach = 1.96 * math.sqrt((change**2).sum() + 1 - total**2 / size) / size
-    return mean, float(abs(mean - total / size) + reach)
-
-
 def compare(paths: list[str]) -> list[list[str]]:
     """A row for each evaluation after `HEAD`; differences are from the first. ValueError where no problem is shared."""
     evaluations, rows = [load(path) for path in paths], [HEAD]
@@ -68,14 +52,14 @@ def compare(paths: list[str]) -> list[list[str]]:
             raise ValueError(f"{path} and {paths[0]} have no problem in common; evaluate both on the same")
         row = [visible(Path(path).name), str(len(answers))]
         for before, after in zip(values_of(first), values_of(answers), strict=True):
-            values, both = np.array(list(after.values())), sorted(before.keys() & after.keys())
+            values = np.array(list(after.values()))
             half = half_width(values)
-            row.append("-" if half is None else f"{values.mean():.3f} \u00b1 {half:.3f}")
-            if answers is first or len(both) < 2:
+            row.append(f"{values.mean():.3f}" + (f" \u00b1 {half:.3f}" if half else "") if after else "-")
+            if answers is first or not (found := paired(before, after)):
                 row.append("")
                 continue
-            mean, half = difference(*(np.array([its[key] for key in both]) for its in (before, after)))
-            row.append(f"{mean:+.3f} \u00b1 {half:.3f}" + f" ({len(both)} shared)" * (len(both) < len(after)))
+            half = max(found.mean - found.low, found.high - found.mean)  # to the farther end of its interval
+            row.append(f"{found.mean:+.3f} \u00b1 {half:.3f}" + f" ({found.num} shared)" * (found.num < len(after)))
         same = sum(first[key]["greedy"].strip() == answers[key]["greedy"].strip() for key in shared)
         rows.append([*row, "" if answers is first else f"{same} of {len(shared)}"])
     return rows

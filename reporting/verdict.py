@@ -13,7 +13,7 @@ import shlex
 import statistics
 import textwrap
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +34,7 @@ LEAST_WITNESSED = 0.25  # share of a rise in the judge's score that the witness 
 LEAST_KL = 1e-3  # nats a token from the model before training; with less it has hardly moved
 NUM_READ, NUM_WORDS, OPENING = 10, 5, 3
 
-Values = dict[int, float]  # by problem
+Values = Mapping[Any, float]  # by problem
 Answers = dict[int, dict[str, Any]]  # records of one evaluation in `eval_answers.jsonl`, by problem
 
 
@@ -281,7 +281,7 @@ def advice(
         return "read its answers: if they are not what you want, mend the reward, or try --beta 0.05"
     if is_rising:
         return f"train on, it was still rising: uv run train.py --resume {run} --steps {2 * last['step']}"
-    talk = f'talk to it: uv run sampler.py --run {run} --prompt "..."'
+    talk = f'talk to it: uv run sampler.py --run {run} --chat'
     return f"{talk}; merge it into its model: uv run lora.py --fuse --run {run} --out my-model"
 
 

@@ -61,7 +61,7 @@ def test_several_samples_give_pass_at_k_with_intervals_over_problems(demo):
     assert by_problem.shape == (24, 4)
     assert record["eval/pass_at_1"] == pytest.approx(by_problem.mean())
     assert record["eval/pass_at_4"] == pytest.approx((by_problem.max(1) == 1).mean())
-    expected = 1.96 * by_problem.mean(1).std(ddof=1) / math.sqrt(24)
+    expected = run_files.student(23) * by_problem.mean(1).std(ddof=1) / math.sqrt(24)
     assert record["eval/pass_at_1_ci95"] == pytest.approx(expected)
     assert record["eval/accuracy"] == pytest.approx(by_problem[:, 0].mean())
 
@@ -154,9 +154,10 @@ def test_the_interval_of_a_share_is_the_farther_end_of_wilson_s_and_never_nothin
     assert half == pytest.approx(np.abs(ends - share).max()) and half > 0
 
 
-def test_the_interval_of_other_values_is_normal_and_one_problem_has_none():
+def test_the_interval_of_other_values_is_student_s_and_one_problem_or_equal_ones_have_none():
     values = np.array([0.2, -1.5, 3.0, np.nan])
-    assert run_files.half_width(values) == pytest.approx(1.96 * values[:3].std(ddof=1) / 3**0.5)
+    assert run_files.half_width(values) == pytest.approx(4.303 * values[:3].std(ddof=1) / 3**0.5)
+    assert run_files.half_width(np.array([0.5, 0.5, 0.5, 0.5])) is None  # of four problems nothing is known to 0.000
     assert run_files.half_width(np.array([1.0, np.nan])) is None
 
 

@@ -101,9 +101,7 @@ def test_what_is_recorded_of_an_evaluation_is_what_its_answers_say(golden, kind)
         assert len(values) == line["eval/num"] == 8 and np.mean(values) == line["eval/accuracy"]
 
 
-def test_its_best_adapter_is_that_of_the_lowest_loss_or_of_the_first_accuracy_that_none_beats_by_more_than_noise(
-    golden, kind
-):
+def test_its_best_adapter_is_of_the_lowest_loss_or_of_the_first_accuracy_that_none_beats(golden, kind):
     run = golden(kind)
     losses = {line["step"]: line.get("eval/loss", 0.0) for line in read_log(run / "eval.jsonl")}
     best = min(losses, key=losses.__getitem__)  # of equals the first; 8 problems tell no other accuracy

@@ -15,7 +15,6 @@ import report
 import tasks
 from judging.server import Endpoint
 from problems import chat_template
-from reporting import answers
 
 LIMIT = 12
 FLAGS = ["--model", "demo", "--limit", str(LIMIT)]
@@ -215,22 +214,6 @@ def test_evaluations_stand_side_by_side_with_the_intervals_of_pairs(tmp_path, ca
     assert head.split() == "problems sampled difference greedy difference same greedy text".split()
     assert first.split()[:2] == ["base.jsonl", "4"] and "0.667 ±" in first and "0.250 ±" in first
     assert "+0.500 ± " in second and second.endswith("2 of 4")
-
-
-def test_the_interval_of_paired_answers_is_agresti_and_min_s_and_never_nothing():
-    before, after = np.array([1.0] * 7 + [0.0] * 13), np.array([1.0] * 5 + [0.0] * 10 + [1.0] * 5)
-    cells = {pair: 0.5 + sum((before == pair[0]) & (after == pair[1])) for pair in np.ndindex(2, 2)}
-    size, gained, lost = sum(cells.values()), cells[0, 1], cells[1, 0]
-    change = (gained - lost) / size
-    error = np.sqrt((gained + lost) / size - change**2) / np.sqrt(size)
-    mean, half = answers.difference(before, after)
-    ends = change - 1.96 * error, change + 1.96 * error
-    assert mean == pytest.approx(0.15) and half == pytest.approx(np.abs(np.array(ends) - mean).max())
-    assert 0 < answers.difference(before, before)[1] < half
-    values = np.array([0.2, 0.5, 0.9])
-    assert answers.difference(values, values**2) == pytest.approx(
-        ((values**2 - values).mean(), 1.96 * (values**2 - values).std(ddof=1) / 3**0.5)
-    )
 
 
 def test_what_is_no_evaluation_and_what_shares_no_problem_is_refused(tmp_path, refused):

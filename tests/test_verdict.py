@@ -141,9 +141,7 @@ RUNS = {  # name: how it was made, its verdict, and what must be said with it
 
 
 @pytest.mark.parametrize("kind", RUNS)
-def test_of_twelve_runs_each_gets_its_verdict_and_none_that_is_gamed_goes_without_what_gives_it_away(
-    tmp_path, capsys, kind
-):
+def test_twelve_runs_get_their_verdicts_and_none_that_is_gamed_goes_without_its_words(tmp_path, capsys, kind):
     how, word, said = RUNS[kind]
     run = made(tmp_path / "run", *how, **(LOSS if kind == "sft" else {}))
     found = page.verdict_of(history.load(run))

@@ -70,6 +70,7 @@ class Verdict(NamedTuple):
     signs: list[str]  # what its answers took on meanwhile, the most telling first
     advice: str
     read: dict[int, tuple[str, str]]  # ten problems, drawn: prompt and last answer
+    is_doubtful: bool  # whether what it is paid for may have been gamed
 
     @property
     def title(self) -> str:
@@ -250,7 +251,7 @@ def verdict(
     asked = {problem: steps[last["step"]][problem] for problem in drawn(both, settings)}
     read = {problem: (prompt_text(one["prompt"]), one["completions"][0]) for problem, one in asked.items()}
     next_ = advice(found, last, is_doubtful, is_rising, settings, shlex.quote(str(run)))
-    return Verdict(found.word if found else FEW, text, signs, next_, read)
+    return Verdict(found.word if found else FEW, text, signs, next_, read, is_doubtful)
 
 
 def unwitnessed(first: dict[str, Any], last: dict[str, Any]) -> list[str]:
@@ -281,7 +282,7 @@ def advice(
         return "read its answers: if they are not what you want, mend the reward, or try --beta 0.05"
     if is_rising:
         return f"train on, it was still rising: uv run train.py --resume {run} --steps {2 * last['step']}"
-    talk = f'talk to it: uv run sampler.py --run {run} --chat'
+    talk = f"talk to it: uv run sampler.py --run {run} --chat"
     return f"{talk}; merge it into its model: uv run lora.py --fuse --run {run} --out my-model"
 
 

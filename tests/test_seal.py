@@ -25,13 +25,37 @@ from tasks import rg
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="system calls of Linux")
 
 
+REFUSED = {
+    "open": "open('/etc/passwd')",
+    "os.listdir": "os.listdir('/')",
+    "os.system": "os.system('true')",
+    "exec": "eval('1 + 1')",
+    "import": "__import__('this')",
+    "socket.__new__": "socket.socket()",
+    "sqlite3.connect": "sqlite3.connect('planted')",
+    "os.kill": "os.kill(os.getppid(), 9)",
+    "sys._getframe": "sys._getframe(1)",
+    "gc.get_objects": "gc.get_objects()",
+    "object.__getattr__": "own_frame()",
+}
+THREAD, REPLACE = "_thread.start_new_thread(print, ())", "DEEDS.update(double=lambda x: 1.0) or os.listdir('/')"
+MUTE = [  # says nothing, or what is no frame
+    "[os.close(number) for number in range(3, 64)]",
+    "signal.setitimer(signal.ITIMER_PROF, 0) and time.sleep(60)",
+    "(_ for _ in ()).throw(SystemExit(Never()))",
+    "functools.reduce(lambda x, _: [x], range(100_000), [])",
+    "'x' * 10**6",
+]
+
+
 @pytest.fixture(scope="module")
 def sealed():
     """A sealed worker that does what it is told, and the questions and answers of an attack between two honest ones."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT / "tests"))
         patch.setenv("JUDGE_API_KEY", "of-the-judge")
-        pool = workers.Pool("attacks:answerer", (), num=1, limit=0.5, sealed=True)
+        codes = {code: code for code in (*REFUSED.values(), THREAD, REPLACE, *MUTE)}
+        pool = workers.Pool("attacks:answerer", ("", codes), num=1, limit=0.5, sealed=True)
         yield pool
         pool.close()
 
@@ -45,24 +69,10 @@ def attack(pool, *deed):
 
 # ---- what Python refuses
 
-REFUSED = {
-    "open": ("read", "/etc/passwd"),
-    "os.listdir": ("list", "/"),
-    "os.system": ("system", "true"),
-    "exec": ("eval", "1 + 1"),
-    "import": ("import", "this"),
-    "socket.__new__": ("connect",),
-    "sqlite3.connect": ("database", "planted"),
-    "os.kill": ("kill",),
-    "sys._getframe": ("frames",),
-    "gc.get_objects": ("objects",),
-    "object.__getattr__": ("own_frame",),
-}
-
 
 @pytest.mark.parametrize("event", REFUSED)
 def test_what_an_answer_tries_by_python_is_refused_named_and_ends_its_worker(sealed, event):
-    answer = attack(sealed, *REFUSED[event])
+    answer = attack(sealed, REFUSED[event])
     assert answer == (None, f"tried what is refused here: {event}", True)
 
 
@@ -71,7 +81,7 @@ def test_a_name_with_another_meaning_does_not_switch_the_seal_off(sealed, tmp_pa
 
 
 def test_a_scorer_that_an_answer_replaced_is_gone_with_its_worker(sealed):
-    assert attack(sealed, "replace").broken  # the double of 3 that follows is 6, not 1
+    assert attack(sealed, REPLACE).broken  # the double of 3 that follows is 6, not 1
 
 
 def test_a_broken_answer_is_counted_and_shown_in_one_line_of_plain_characters(sealed, capsys):
@@ -107,7 +117,7 @@ def test_the_kernel_refuses_what_python_would_not_see(sealed, name):
 @on_linux
 def test_what_raises_no_audit_event_starts_no_program_and_no_thread(sealed, tmp_path):
     assert "PermissionError" in attack(sealed, "fork_exec", str(tmp_path / "planted")).error
-    assert "can't start new thread" in attack(sealed, "thread").error
+    assert "can't start new thread" in attack(sealed, THREAD).error
     time.sleep(0.2)
     assert not list(tmp_path.iterdir())
 
@@ -182,12 +192,10 @@ def test_bytes_without_end_are_read_up_to_the_limit(sealed):
     assert attack(sealed, "say", "00ffffff" + "20" * 2**16, 10**6).error == FORGED
 
 
-@pytest.mark.parametrize(
-    "deed", [("silence",), ("deaf",), ("raise",), ("nested",), ("long", 10**6)], ids=lambda d: d[0]
-)
-def test_a_worker_that_closes_its_channel_or_ears_or_says_too_much_harms_only_its_answer(sealed, deed):
+@pytest.mark.parametrize("code", MUTE)
+def test_a_worker_that_closes_its_channel_or_ears_or_says_too_much_harms_only_its_answer(sealed, code):
     begin = time.monotonic()
-    assert attack(sealed, *deed).error and time.monotonic() - begin < 60
+    assert attack(sealed, code).error and time.monotonic() - begin < 60
 
 
 def test_what_an_answer_leaves_behind_to_speak_later_costs_the_next_answer_nothing(sealed):

@@ -25,7 +25,7 @@ FUNCTIONS = {"sqrt", "exp", "log", "ln", "Abs"} | {
     for name in ("sin", "cos", "tan", "sec", "csc", "cot")
     for hyperbolic in ("", "h")
 }
-_OPERATORS: dict[type[ast.operator], Any] = {
+OPERATORS: dict[type[ast.operator], Any] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -70,11 +70,11 @@ def _value(node: ast.expr, names: dict[str, Any]) -> Any:
             value = -_value(operand, names)
         case ast.UnaryOp(op=ast.UAdd(), operand=operand):
             value = _value(operand, names)
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
             first, second = _value(left, names), _value(right, names)
             if isinstance(op, (ast.Pow, ast.LShift)) and second.is_Number and not abs(second) <= STEEPEST:
                 raise ValueError("an exponent or a shift beyond all bounds")
-            value = _OPERATORS[type(op)](first, second)
+            value = OPERATORS[type(op)](first, second)
         case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]) if name in FUNCTIONS:
             value = getattr(sympy, name)(_value(argument, names))
         case _:

@@ -9,17 +9,11 @@ from fractions import Fraction
 from typing import Any
 
 from problems.examples import Example
+from problems.formulas import OPERATORS
 from tasks.task import Sides, Task
 
 LONGEST = 200  # characters of an expression
-_SIGNS: dict[type[ast.AST], Callable[..., Fraction]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.UAdd: operator.pos,
-    ast.USub: operator.neg,
-}
+_SIGNS: dict[type[ast.AST], Callable[..., Fraction]] = {ast.UAdd: operator.pos, ast.USub: operator.neg, **OPERATORS}
 
 
 def calculator(expression: str) -> str:

@@ -23,6 +23,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -75,7 +76,7 @@ class Pool:
     ):
         self.target, self.arguments, self.num, self.limit = target, arguments, num, limit
         self.sealed, self.quiet = sealed, quiet or sealed
-        self.workers: list[_Worker] = []  # that run
+        self.workers, self.lock = list[_Worker](), threading.Lock()  # those that run
         self.free = queue.LifoQueue[_Worker | None]()  # None: not started yet
         for _ in range(num):
             self.free.put(None)
@@ -83,10 +84,12 @@ class Pool:
 
     def ask(self, questions: Sequence[Any]) -> list[Answer]:
         """The answers, found side by side. ValueError when no worker starts."""
+        self.given_up = False
         with ThreadPoolExecutor(self.num) as threads:
             try:
                 answers = list(threads.map(self._answer, questions))
             except BaseException:  # Ctrl-C, or a worker that cannot start: what is still being answered is given up
+                self.given_up = True
                 self.close()
                 raise
         broken = [place for place, answer in enumerate(answers) if answer.broken]
@@ -102,7 +105,8 @@ class Pool:
             if worker is None or worker.process.poll() is not None:
                 worker = self._start()
             answer = worker.ask(question, self.limit)
-            if answer.broken and answer.error != LATE and self.sealed and worker.num_answered > 1:
+            again = answer.broken and answer.error != LATE and self.sealed and worker.num_answered > 1
+            if again and not self.given_up:
                 worker = self._start()  # an answer before this one may have broken the worker: now it has its own
                 answer = worker.ask(question, self.limit)
         finally:
@@ -111,7 +115,8 @@ class Pool:
 
     def _start(self) -> "_Worker":
         worker = _Worker(self.target, self.arguments, self.sealed, self.quiet)
-        self.workers = [one for one in self.workers if one.process.poll() is None] + [worker]
+        with self.lock:
+            self.workers = [one for one in self.workers if one.process.returncode is None] + [worker]
         return worker
 
     def close(self) -> None:

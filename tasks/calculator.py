@@ -4,7 +4,7 @@ import ast
 import operator
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -13,7 +13,7 @@ from problems.formulas import OPERATORS
 from tasks.task import Sides, Task
 
 LONGEST = 200  # characters of an expression
-_SIGNS: dict[type[ast.AST], Callable[..., Fraction]] = {ast.UAdd: operator.pos, ast.USub: operator.neg, **OPERATORS}
+_SIGNS: dict[Any, Any] = {ast.UAdd: operator.pos, ast.USub: operator.neg, **OPERATORS}
 
 
 def calculator(expression: str) -> str:

@@ -78,12 +78,14 @@ def test_a_question_that_is_no_json_is_one_line(pool):
     assert "texts, numbers and lists" in message_of(pool().ask, [("double", {1, 2})])
 
 
-def test_workers_end_with_their_owner_and_ctrl_c_is_the_owners(monkeypatch):
+@pytest.mark.parametrize("sealed", [False, True])
+def test_workers_end_with_their_owner_and_ctrl_c_is_the_owners(sealed):
     code = (
-        "from problems import workers; p = workers.Pool('deeds:answerer', (), num=1, limit=60)\n"
+        "from problems import workers; p = workers.Pool('deeds:answerer', (), num=1, limit=60, sealed=SEALED)\n"
         "print(p.ask([('name', 0)])[0].value, flush=True)\n"
-        "try:\n    p.ask([('sleep', 50)])\nexcept KeyboardInterrupt:\n    print(p.ask([('double', 4)])[0].value)\n"
-    )
+        "try:\n    p.ask([('sleep', 50)])\n"
+        "except KeyboardInterrupt:\n    print(len(p.workers), p.ask([('double', 4)])[0].value)\n"
+    ).replace("SEALED", str(sealed))
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     process = subprocess.Popen(
         [sys.executable, "-c", code],
@@ -95,6 +97,6 @@ def test_workers_end_with_their_owner_and_ctrl_c_is_the_owners(monkeypatch):
     worker = int(process.stdout.readline())
     time.sleep(0.3)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the worker gets it too
-    assert process.communicate(timeout=30)[0].split() == ["8"] and process.returncode == 0
+    assert process.communicate(timeout=30)[0].split() == ["0", "8"] and process.returncode == 0
     with pytest.raises(ProcessLookupError):
         os.kill(worker, 0)

@@ -52,6 +52,7 @@ class Run:
     """What every run has: the model with its adapters, the learner, the journal, and the state between two steps."""
 
     legend: str  # what the figures of a step's line are, for the console
+    metric: str  # the figure on what is held out
     learner: update.Learner
     journal: Journal
     report: "page.LivePage | None" = None  # the page, while the run goes
@@ -106,30 +107,32 @@ class Run:
         if begun is not None:
             lora.begin_with(self.model, begun)
 
-    def demand(self, lengths: list[int], rubric: Path | None = None) -> preflight.Demand:
-        """lengths: of the rows that it trains, without completions."""
-        return preflight.Demand(self.model.config, self.model.head_weight.dtype, self.config, lengths, rubric)
-
-    def settle(self, demand: preflight.Demand, most_rows: int = USUAL_ROWS) -> None:
+    def settle(
+        self, config: Config, lengths: list[int], rubric: Path | None = None, most_rows: int = USUAL_ROWS
+    ) -> None:
         """
         Decides the sizes of the run, on several machines the least of all, and its reader of micro-batches.
 
-        most_rows: of a rollout. Raises ValueError, on every machine, if one is made of something else.
+        lengths: of the rows that it trains, without completions. most_rows: of a rollout. Raises ValueError, on every
+        machine, if one is made of something else.
         """
         if world.size() > 1:
             facts = {"MLX": version("mlx"), "GWEN_DTYPE": str(self.model.head_weight.dtype)}
             world.compare({"Gwen": world.code_checksum()} | facts | self.sources)
+        demand = preflight.Demand(self.model.config, self.model.head_weight.dtype, config, lengths, rubric)
         self.sizes = preflight.agree(preflight.settle(demand, most_rows))
         self.memory = preflight.line(demand, self.sizes)
         self.learner = update.Learner(
             self.model, self.config, policy.Reader(self.config, self.sizes, self.own.loss), self.base
         )
 
-    def keep_start(self) -> None:
-        """Keeps the adapter of --init-adapter in the run's directory, once that exists."""
+    def open(self) -> None:
+        """Opens the logs, and keeps the adapter of --init-adapter, once the directory exists."""
         if world.is_first() and self.config.model.init_adapter and not (self.dir / START).is_dir():
             with lora.before_training(self.model):
                 lora.save_adapter(self.model, self.dir / START, self.config.model.name)
+        is_paid = self.judge is not None and self.judge.is_paid
+        self.journal = Journal(self.config, self.dir, self.metric, self.step, keep_scores=is_paid)
 
     # ---- between two steps
 
@@ -145,14 +148,6 @@ class Run:
     def figures(self) -> dict[str, float]:
         """Metrics of the step that was noted last."""
         return {}
-
-    def replies(self) -> list[Sample]:
-        """The samples of the next step, where they are given."""
-        raise NotImplementedError
-
-    def open(self) -> None:
-        """Opens the logs, once the directory exists."""
-        raise NotImplementedError
 
     def evaluate(self) -> None:
         """Evaluates what is held out and logs the result."""
@@ -304,7 +299,8 @@ class GrpoRun(Run):
         if self.toolbox and self.task.environments:  # one of each is made and reset, before a directory is
             examples = self.task.train or self.task.held_out
             some = {self.toolbox.environment_of(example): example for example in reversed(examples)}
-            self.toolbox.play([example for example in some.values() for _ in range(2)], [0, 0, 1, 1], "trial")
+            rows = [example for example in some.values() for _ in range(2)]
+            self.toolbox.play(rows, [row // 2 for row in range(len(rows))], "trial")
         if unknown := chat_template.unknown_end(self.tokenizer, self.model.config.eos_ids):
             warn(unknown)
         self.base = gwen.load(config.model.name)[0] if needs_base(config, self.task) else None
@@ -322,12 +318,17 @@ class GrpoRun(Run):
         if self.toolbox:  # what follows a prompt is more than what the model writes
             config = config.but(max_tokens=self.toolbox.context - max(lengths))
         self.longest = max(lengths) + config.sampling.max_tokens
-        demand = self.demand(lengths, self.task.rubric)._replace(config=config)
-        self.settle(demand, max(config.sampling.batch * config.sampling.groups, len(held_out)))
-        self.batch_size = BatchSize(self.sizes.rollout_batch_size)
-        self.teacher = self._make_teacher() if config.objective.teacher else None
-        if self.teacher and config.objective.teacher != "self":
-            self.sources["teacher model"] = checkpoint.digest_of_model(self.teacher.model)
+        most_rows = max(config.sampling.batch * config.sampling.groups, len(held_out))
+        self.settle(config, lengths, self.task.rubric, most_rows)
+        self.batch_size, self.metric = BatchSize(self.sizes.rollout_batch_size), self.task.metric
+        if config.objective.teacher:
+            from step.teacher import Teacher
+
+            budget = self.sizes.train_token_budget
+            self.teacher = Teacher(self.config, self.model, self.tokenizer, self.base, budget)
+            self.teacher.check(self.task.train or self.task.held_out, self.prompt_ids)
+            if config.objective.teacher != "self":
+                self.sources["teacher model"] = checkpoint.digest_of_model(self.teacher.model)
         self.end_step()
 
     def _render(self, examples: list[Example], kind: str = "training prompt") -> list[list[int]]:
@@ -344,25 +345,14 @@ class GrpoRun(Run):
             kind=kind,
         )
 
-    def _make_teacher(self) -> "Teacher":
-        """The teacher, checked against the prompts. ValueError where it cannot teach this student."""
-        from step.teacher import Teacher
-
-        teacher = Teacher(self.config, self.model, self.tokenizer, self.base, self.sizes.train_token_budget)
-        teacher.check(self.task.train or self.task.held_out, self.prompt_ids)
-        return teacher
-
     def open(self) -> None:
-        """Opens the logs, once the directory exists, and gives the judge its recorded scores."""
-        self.keep_start()
-        is_paid = self.judge is not None and self.judge.is_paid
-        self.journal = Journal(self.config, self.dir, self.task.metric, self.step, keep_scores=is_paid)
+        super().open()
         for name, grader in {"unreadable": self.judge, "unreadable witness": self.witness}.items():
             if grader is not None:
                 grader.warn = functools.partial(self._warn_of, name)
         if self.judge is not None:
-            self.judge.cache.fill(self.journal.judge_scores.read())
-            if is_paid:  # write at once: the step may never finish
+            self.judge.cache.fill(self.journal.judge_scores.read())  # its recorded scores
+            if self.judge.is_paid:  # write at once: the step may never finish
                 self.judge.on_score = lambda: self.journal.write_scores(self.step, self.judge)
 
     def _warn_of(self, name: str, text: str) -> None:
@@ -433,7 +423,7 @@ class GrpoRun(Run):
 class SftRun(Run):
     """A run of supervised fine-tuning: the conversations besides."""
 
-    legend = SFT_COLUMNS
+    legend, metric = SFT_COLUMNS, "loss"
 
     def __init__(self, config: Config, run_dir: Path):
         from problems import chats
@@ -453,7 +443,7 @@ class SftRun(Run):
         held_out = spread(held_out, config.evaluation.limit) if config.evaluation.every else []
         self.held_out = chats.render_all(held_out, "held-out", **how)
         self.longest = max(len(row.ids) for rows in self.train + self.held_out for row in rows)
-        self.settle(self.demand([sum(len(row.ids) for row in rows) for rows in self.train]))
+        self.settle(config, [sum(len(row.ids) for row in rows) for rows in self.train])
         self.end_step()
 
     def replies(self) -> list[Sample]:
@@ -461,18 +451,13 @@ class SftRun(Run):
         chosen = epoch_indices(len(self.train), self.config.sampling.batch, self.step, self.config.sampling.seed)
         return [of_reply(*row, group) for group, index in enumerate(chosen) for row in self.train[index]]
 
-    def open(self) -> None:
-        """Opens the logs, once the directory exists."""
-        self.keep_start()
-        self.journal = Journal(self.config, self.dir, "loss", self.step, keep_scores=False)
-
     def evaluate(self) -> None:
         samples = [of_reply(*row, group) for group, rows in enumerate(self.held_out) for row in rows]
         record = evaluate.replies(self.model, self.learner.reader, samples, self.sizes.train_token_budget)
         self.journal.write_evaluation(self.step, record, [])
 
 
-def make(config: Config, run_dir: Path) -> Run:
+def make(config: Config, run_dir: Path) -> GrpoRun | SftRun:
     """The run of these settings."""
     return (SftRun if config.objective.loss_type == "sft" else GrpoRun)(config, run_dir)
 

@@ -36,14 +36,14 @@ from problems.episodes import ended
 from problems.examples import prompt_text
 from problems.rewards import call_rewards
 from reporting.journal import Step
-from run import GrpoRun, Run, make
+from run import GrpoRun, Run, SftRun, make
 from settings.sources import parse
 from step import sample
 from step.batch import cut
 from step.sample import Sample
 
 
-def train(run: Run) -> Iterator[dict[str, Any]]:
+def train(run: GrpoRun | SftRun) -> Iterator[dict[str, Any]]:
     """
     Runs the steps from `run.step` to `config.optimizer.steps`, and yields the figures of each.
 
@@ -80,7 +80,7 @@ def draw(run: GrpoRun) -> list[Sample]:
     """
     samples: list[Sample] = []
     for number in run.draws:
-        samples += rewarded(run, sampled(run, number))
+        samples += rewarded(run, rollout(run, number))
         samples = sample.chosen(run.config, samples, run.task.reward_weights, run.own.advantage)
         if sample.is_full(run.config, samples):
             break
@@ -111,7 +111,7 @@ def learn(run: Run, samples: list[Sample]) -> update.UpdateResult:
     return result
 
 
-def sampled(run: GrpoRun, number: int) -> list[Sample]:
+def rollout(run: GrpoRun, number: int) -> list[Sample]:
     """The samples of one batch of prompts, the run's draw of that number."""
     settings, (examples, prompts) = run.config.sampling, run.prompts.draw(number)
     asked = sample.asked(examples, prompts, settings.groups, (number - run.num_draws) * settings.batch)

@@ -10,7 +10,7 @@ Axes: M rows of a batch, T own tokens.
 import functools
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -25,7 +25,7 @@ from layers import lm_head
 from machine import alive, gpu, kernels, world
 from step import trust_region
 from step.batch import Batch, pad_frac
-from step.policy import MEASURED, MISMATCH, Reader, Share
+from step.policy import MEASURED, Reader, Share
 
 MAX_GRAD_NORM = 1.0  # the gradient of a step is clipped to this norm
 MOST_FAILURES = 3  # consecutive failed updates that no smaller loss scale can fix
@@ -87,37 +87,6 @@ class UpdateResult(NamedTuple):
             num_items=num_items,
             **others,
         )
-
-    def metrics(self, seconds: dict[str, float], num_rows: int, recent: Collection[float]) -> dict[str, Any]:
-        """seconds: of the step, by phase. num_rows: rows that were trained. recent: seconds of the last steps."""
-        train_s = sum(seconds.get(phase, 0.0) for phase in ("reward", "judge", "batch", "ref", "teacher", "update"))
-        return {
-            "loss": self.loss,
-            "update/s": seconds["update"],
-            "update/tok_s": self.num_items / seconds["update"] if self.num_items else None,
-            "train/s": train_s,
-            "train/tok_s": self.num_items / train_s,
-            "other/s": seconds["other"],
-            "step/s": seconds["step"],
-            "step_avg_last10/s": sum(recent) / len(recent),
-            **({"wait/s": seconds["wait"]} if "wait" in seconds else {}),
-            "kl": self.means["kl"],
-            "distill/kl": self.means["distill"],
-            "entropy": self.means["entropy"],
-            "clip_frac": self.means["clip_frac"],
-            **{f"mismatch/{name}": self.means[name] for name in MISMATCH},
-            "grad_norm": self.grad_norm,
-            "loss_scale": self.loss_scale,
-            "lr": self.lr,
-            "update/kl": self.moved,
-            "update/rows": self.num_taught,
-            "update/rate": self.rate,
-            "update/repeats": self.repeats,
-            "skipped": self.skipped,
-            "skipped_total": self.num_skipped,
-            "pad_frac": self.pad_frac,
-            "forwards_per_completion": self.num_forwards / num_rows,
-        }
 
 
 class Learner:

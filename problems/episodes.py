@@ -299,11 +299,11 @@ class Episodes:
         self.done: queue.SimpleQueue[tuple[int, Turn, Outcome]] = queue.SimpleQueue()  # each with what it was paid
         self.ready: dict[int, list[int] | str] = {}
         self.rows, texts, first = list[Episode](), list[str | None](), dict[int, str | None]()
-        for row, example in enumerate(examples):
+        for row, (example, group) in enumerate(zip(examples, groups, strict=True)):
             name = box.environment_of(example)
             self.rows.append(Episode(name, box.worker(name, row)))
             texts.append(self._reset(row))
-            if texts[row] != first.setdefault(groups[row], texts[row]):
+            if texts[row] != first.setdefault(group, texts[row]):
                 raise ValueError(
                     f"environment {box.environments[name].__name__}: reset told two rows of one prompt different "
                     f"things, {short(texts[row - 1])} and {short(texts[row])}; draw tasks with `random`"

@@ -30,6 +30,7 @@ from problems.examples import prompt_text, spread
 from problems.rewards import merged
 from reporting import health, verdict
 from reporting.console import LiveLine, comparison, console_line, say, sft_line, warn
+from step.policy import MISMATCH
 from step.sample import Sample, by_group
 
 if TYPE_CHECKING:
@@ -130,9 +131,37 @@ def step_metrics(config: Config, step: Step, recent: Collection[float]) -> dict[
             "completion/truncated_frac": sum(one.finish_reason == "length" for one in samples) / len(samples),
             "mem/cache_gb": max(one.cache_bytes for one in stats) / 1e9,
         }
-    metrics |= step.result.metrics(step.seconds, num_trained, recent)
+    metrics |= update_metrics(step.result, step.seconds, num_trained, recent)
     metrics |= {"completion/mean_tokens": num_tokens / num_completions, "mem/peak_gb": step.peak_bytes / 1e9}
     return finite(metrics)
+
+
+def update_metrics(result: Any, seconds: dict[str, float], num_rows: int, recent: Collection[float]) -> dict[str, Any]:
+    """Figures of an update, and of the step's seconds by phase. num_rows: rows that were trained."""
+    train_s = sum(seconds.get(phase, 0.0) for phase in ("reward", "judge", "batch", "ref", "teacher", "update"))
+    return {
+        "loss": result.loss,
+        "update/s": seconds["update"],
+        "update/tok_s": result.num_items / seconds["update"] if result.num_items else None,
+        "train/s": train_s,
+        "train/tok_s": result.num_items / train_s,
+        "other/s": seconds["other"],
+        "step/s": seconds["step"],
+        "step_avg_last10/s": sum(recent) / len(recent),
+        **({"wait/s": seconds["wait"]} if "wait" in seconds else {}),
+        "kl": result.means["kl"],
+        "distill/kl": result.means["distill"],
+        "entropy": result.means["entropy"],
+        "clip_frac": result.means["clip_frac"],
+        **{f"mismatch/{name}": result.means[name] for name in MISMATCH},
+        "update/kl": result.moved,
+        "update/rows": result.num_taught,
+        "update/rate": result.rate,
+        "update/repeats": result.repeats,
+        "skipped_total": result.num_skipped,
+        "forwards_per_completion": result.num_forwards / num_rows,
+        **{name: getattr(result, name) for name in ("grad_norm", "loss_scale", "lr", "skipped", "pad_frac")},
+    }
 
 
 def reward_metrics(config: Config, step: Step) -> dict[str, Any]:

@@ -104,11 +104,16 @@ def _load_advantage(spec: str) -> Advantage:
 
 
 def advantages(spec: str, fn: Advantage, rewards: np.ndarray) -> np.ndarray:
-    """What `fn` makes of rewards, (B, G) float64 -> (B, G) float32. Raises ValueError for anything else."""
+    """
+    What `fn` makes of rewards, (B, G) float64, nan where a group has fewer -> (B, G) float32, 0 there.
+
+    Raises ValueError for anything else.
+    """
     what = f"--advantage {spec}{place_of(fn)}"
-    found = _tried(what, fn, lambda: np.asarray(fn(rewards.copy()), np.float32))
+    found = _tried(what, fn, lambda: np.array(fn(rewards.copy()), np.float32))
     if found.shape != rewards.shape:
         raise ValueError(f"{what} gave the shape {found.shape} for rewards of shape {rewards.shape}; give the same")
+    found[np.isnan(rewards)] = 0
     if not np.isfinite(found).all():
         raise ValueError(f"{what} gave {short(found.tolist())} for the rewards {short(rewards.tolist())}; be finite")
     return found

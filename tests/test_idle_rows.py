@@ -8,6 +8,7 @@ from small_run import gradient_of_update, make_run, recorded, sample, told, upda
 from test_grpo import LOSSES
 
 import update
+from reporting import journal
 from reporting.console import console_line
 from step import sample as samples
 from step import trust_region
@@ -113,7 +114,7 @@ def test_where_nothing_teaches_there_is_no_step_and_the_line_says_so(tmp_path, m
     assert all(mx.array_equal(array, before[name]).item() for name, array in tree_flatten(run.learner.trainable))
     assert (run.learner.optimizer.step.item(), result.num_taught, result.loss, result.moved) == (count, 0, 0, None)
     assert result.means["entropy"] > 0 and result.means["logprob_abs_mean"] < 1e-4
-    figures = result.metrics({"update": 1, "other": 0, "step": 2}, 12, [2])
+    figures = journal.update_metrics(result, {"update": 1, "other": 0, "step": 2}, 12, [2])
     line = console_line(
         figures | {"step": 3, "reward/mean": 1, "rollout/tok_s": 98765.4, "reward/zero_std_frac": 1}, 60
     )

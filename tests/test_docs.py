@@ -21,16 +21,10 @@ TEXTS = [path for path in FILES if path.suffix in (".md", ".py") or path.name ==
 # What uv, pytest, ruff, argparse, mlx.launch, mlx_lm, rsync, TensorBoard, vLLM, llama.cpp, Chromium and TRL understand.
 FOREIGN_FLAGS = set(
     "--extra --group --with --no-deps --ignore --dist --maxprocesses --strict-config --strict-markers --check --help "
-    "--backend --hostfile --adapter-path --exclude --logdir --enable-lora --lora-modules --outfile --dump-dom "
-    "--no-sync --rounds --lora-alpha".split()
+    "--backend --hostfile --adapter-path --exclude --logdir --enable-lora --lora-modules --dump-dom "
+    "--no-sync --rounds --lora-alpha --data-path --mlx-path --port".split()
 )
-FOREIGN_FILES = {
-    "FILE.py",
-    "mine.py",
-    "/home/me/mine.py",
-    "last_number.py",
-    "convert_hf_to_gguf.py",
-}  # a user's, and llama.cpp's
+FOREIGN_FILES = {"FILE.py", "mine.py", "/home/me/mine.py", "last_number.py"}  # a user's
 
 
 def explained(title):

@@ -11,21 +11,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flags import visible
-from reporting.health import Records
-from reporting.history import History, figure_of, is_sft, seconds_at
+from reporting.history import History, figure_of, is_sft
 from reporting.seeds import Setting
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 360, 170, 52, 8, 8, 20
 MOST_POINTS = 400  # of a curve; of a longer one each point is the mean of some steps
-AXES = ("steps", "seconds")
 PHASES = ("rollout", "reward", "judge", "ref", "teacher", "update", "other")
 
 
 class Curve(NamedTuple):
-    """Values over steps and over seconds, in a band; of a stacked area the values are its upper edge."""
+    """Values over steps, in a band."""
 
     label: str
-    at: dict[str, list[float]]  # by axis
+    steps: list[float]
     values: list[float]
     under: list[float]
     over: list[float]
@@ -59,6 +57,7 @@ CHARTS: list[tuple[str, str, dict[str, str]]] = [  # title, what it says, curves
     ("Gradient norm", "before it is scaled down", {"grad_norm": "norm"}),
     ("Sampler and trainer", "mean difference of log-probabilities", {"mismatch/logprob_abs_mean": "difference"}),
     ("Unreadable", "share of the judge's scores", {"judge/unparsed_frac": "unreadable"}),
+    ("Seconds", "of a step by phase, without its evaluation", {f"{phase}/s": phase for phase in PHASES}),
     ("Memory", "peak, GB", {"mem/peak_gb": "peak"}),
 ]
 MAIN = [title for title, *_ in CHARTS[:5]]  # those that a beginner can read
@@ -70,16 +69,10 @@ def make_charts(settings: list[Setting]) -> list[dict[str, Any]]:
     charts, has_seeds = [], any(len(runs) > 1 for _, runs in settings)
     for title, note, keys in CHARTS:
         curves = [curve for number in range(len(settings)) for curve in over_seeds(settings, number, title, keys)]
-        if title not in MAIN and not any(any(curve.over) for curve in curves):
-            continue
         note += "; mean over seeds, from the lowest to the highest" if has_seeds else ""
-        charts.append((settings, title, note, curves, False))
-    for name, runs in settings:
-        title = "Seconds by phase" + (f", {visible(name)}" if len(settings) > 1 else "")
-        title += f", seed {runs[0].settings['seed']}" if len(runs) > 1 else ""
-        stack = list(stacked_phases(runs[0]))
-        charts.append(([Setting(name, runs)], title, "stacked; a step without its evaluation", stack, True))
-    return [lay_out(*chart) for chart in charts if chart[3]]
+        if curves and (title in MAIN or any(any(curve.over) for curve in curves)):
+            charts.append(lay_out(settings, title, note, curves))
+    return charts
 
 
 def over_seeds(settings: list[Setting], number: int, title: str, keys: dict[str, str]) -> Iterator[Curve]:
@@ -92,13 +85,12 @@ def over_seeds(settings: list[Setting], number: int, title: str, keys: dict[str,
         if len(curves) == 1:
             yield curves[0]
             continue
-        places = zip(*(curve.at["steps"] for curve in curves), strict=False)
+        places = zip(*(curve.steps for curve in curves), strict=False)
         end = next((i for i, steps in enumerate(places) if len(set(steps)) > 1), min(len(c.values) for c in curves))
         values = np.array([curve.values[:end] for curve in curves])
-        at = {axis: np.mean([curve.at[axis][:end] for curve in curves], axis=0).tolist() for axis in AXES}
         bounds = {"under": values.min(0).tolist(), "over": values.max(0).tolist(), "has_area": True}
         if end:
-            yield curves[0]._replace(at=at, values=values.mean(0).tolist(), **bounds)
+            yield curves[0]._replace(steps=curves[0].steps[:end], values=values.mean(0).tolist(), **bounds)
 
 
 def curves_of(run: History, number: int, title: str, keys: dict[str, str]) -> Iterator[Curve]:
@@ -124,31 +116,15 @@ def curves_of(run: History, number: int, title: str, keys: dict[str, str]) -> It
             least = 0.0 if most == 1.0 else -math.inf  # the interval of a share is within 0 and 1
             under = [max(v - r, least) for v, r in zip(values, reach, strict=True)]
             over = [min(v + r, most) for v, r in zip(values, reach, strict=True)]
-            at, (values, under, over) = thinned(run, records, values, under, over)
+            steps = [float(record["step"]) for record in records]
+            at, values, under, over = map(thinned, (steps, values, under, over))
             yield Curve(label, at, values, under, over, key in bands, number, place, is_evaluation)
 
 
-def stacked_phases(run: History) -> Iterator[Curve]:
-    """The phases' areas, the lowest first."""
-    below = np.zeros(len(run.steps))
-    for place, phase in enumerate(PHASES):
-        seconds = np.array([step.get(f"{phase}/s") or 0.0 for step in run.steps])
-        if seconds.any():
-            above = below + seconds
-            at, (over, under) = thinned(run, run.steps, above.tolist(), below.tolist())
-            yield Curve(phase, at, over, under, over, True, 0, place)
-            below = above
-
-
-def thinned(run: History, records: Records, *columns: list[float]) -> tuple[dict[str, list[float]], list[list[float]]]:
-    """Where records stand on either axis, and columns of them; of more than MOST_POINTS the means of some in a row."""
-    clock, size = seconds_at(run), -(-len(records) // MOST_POINTS)
-    steps, seconds = [record["step"] for record in records], [clock.get(record["step"], 0.0) for record in records]
-    binned = [
-        [float(np.mean(column[begin : begin + size])) for begin in range(0, len(column), size)]
-        for column in (steps, seconds, *columns)
-    ]
-    return dict(zip(AXES, binned, strict=False)), binned[2:]
+def thinned(column: list[float]) -> list[float]:
+    """Of more than MOST_POINTS values the means of some in a row."""
+    size = -(-len(column) // MOST_POINTS)
+    return [float(np.mean(column[begin : begin + size])) for begin in range(0, len(column), size)]
 
 
 def smoothed(values: list[float]) -> list[float]:
@@ -157,68 +133,44 @@ def smoothed(values: list[float]) -> list[float]:
     return [float(np.mean(values[max(0, i - reach) : i + reach + 1])) for i in range(len(values))]
 
 
-def lay_out(settings: list[Setting], title: str, note: str, curves: list[Curve], stacked: bool) -> dict[str, Any]:
+def lay_out(settings: list[Setting], title: str, note: str, curves: list[Curve]) -> dict[str, Any]:
     """A chart as the template draws it."""
-    most = {axis: max(curve.at[axis][-1] for curve in curves) or 1.0 for axis in AXES}
-    lowest = 0.0 if stacked else min(min(curve.under) for curve in curves)
-    ticks = nice_ticks(lowest, max(max(curve.over) for curve in curves))
+    most = max(curve.steps[-1] for curve in curves) or 1.0
+    ticks = nice_ticks(min(min(curve.under) for curve in curves), max(max(curve.over) for curve in curves))
+    alone, series = len(settings) == 1, []
 
-    def x_of(x: float, axis: str) -> str:
-        return f"{LEFT + x / most[axis] * (WIDTH - LEFT - RIGHT):.1f}"
+    def x_of(x: float) -> str:
+        return f"{LEFT + x / most * (WIDTH - LEFT - RIGHT):.1f}"
 
     def y_of(y: float) -> str:
         return f"{TOP + (ticks[-1] - y) / (ticks[-1] - ticks[0]) * (HEIGHT - TOP - BOTTOM):.1f}"
 
-    def view(curve: Curve, axis: str) -> dict[str, Any]:
-        """One curve over one axis: its line, raw and smoothed, its band or its area, its dots."""
+    for curve in curves:
 
-        def points(ys: list[float]) -> list[str]:
-            return [f"{x_of(x, axis)},{y_of(y)}" for x, y in zip(curve.at[axis], ys, strict=True)]
+        def points(ys: list[float], xs: list[float] = curve.steps) -> list[str]:
+            return [f"{x_of(x)},{y_of(y)}" for x, y in zip(xs, ys, strict=True)]
 
         raw, area = points(curve.values), [*points(curve.over), *points(curve.under)[::-1]]
-        return {
-            "raw": " ".join(raw),
-            "smooth": " ".join(points(smoothed(curve.values))),
-            "area": " ".join(area) if curve.has_area else "",
-            "dots": [tuple(point.split(",")) for point in raw] if curve.points else [],
-        }
-
-    alone, runs = len(settings) == 1, settings[0].runs
-    series = []
-    for curve in curves:
-        heights = [over - under for over, under in zip(curve.over, curve.under, strict=True)]
         series.append(
             {
                 "label": curve.label if alone else f"{visible(settings[curve.setting].name)}: {curve.label}",
                 "colour": (curve.place if alone else curve.setting) % 8,
                 "dash": 0 if alone else curve.place % 4,
-                "views": {axis: view(curve, axis) for axis in AXES},
-                # what the pointer reads: of an area how high it is
-                "x": curve.at["steps"],
-                "s": [round(x, 1) for x in curve.at["seconds"]],
-                "y": [float(f"{value:.4g}") for value in (heights if stacked else curve.values)],
-                "points": curve.points,
+                "raw": " ".join(raw),
+                "smooth": " ".join(points(smoothed(curve.values))),
+                "area": " ".join(area) if curve.has_area else "",
+                "dots": [tuple(point.split(",")) for point in raw] if curve.points else [],
+                "x": curve.steps,
+                "y": [float(f"{value:.4g}") for value in curve.values],
             }
         )
-    clock = seconds_at(runs[0])
+    marks = [mark for mark in settings[0].runs[0].warnings if mark["step"] <= most]
     return {
         "title": title,
         "note": note,
-        "stacked": stacked,
         "series": series,
-        "marks": [
-            {
-                "name": visible(str(mark["name"])),
-                "step": mark["step"],
-                "steps": x_of(mark["step"], "steps"),
-                "seconds": x_of(clock.get(mark["step"], 0.0), "seconds"),
-            }
-            for mark in runs[0].warnings
-            if mark["step"] <= most["steps"]
-        ],
-        "x_ticks": {
-            axis: [(x_of(x, axis), f"{x:g}") for x in nice_ticks(0.0, most[axis]) if x <= most[axis]] for axis in AXES
-        },
+        "marks": [mark | {"name": visible(str(mark["name"])), "x": x_of(mark["step"])} for mark in marks],
+        "x_ticks": [(x_of(x), f"{x:g}") for x in nice_ticks(0.0, most) if x <= most],
         "y_ticks": [(y_of(tick), f"{tick:g}") for tick in ticks],
         "most": most,
     }

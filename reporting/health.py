@@ -13,11 +13,9 @@ from typing import Any, NamedTuple
 Records = list[dict[str, Any]]
 
 FEW = 5  # steps to average, so that one odd step triggers nothing
-SPAN = 20  # steps over which a reward has to rise
 HELD_OUT = ("eval/accuracy", "eval/score")  # a run has one of these figures
 MOST_TRUNCATED, MOST_OVER_CAP = 0.5, 0.01
-MOST_DEGENERATE = 0.03  # rise of a share of answers
-LEAST_ENTROPY, MOST_LENGTH = 0.1, 2.0  # relative to the first steps
+LEAST_ENTROPY = 0.1  # relative to the first steps
 SLOWER, IN_A_ROW = 3.0, 3  # times the usual seconds a token, of so many steps
 
 
@@ -67,17 +65,11 @@ def ends(steps: Records, key: str) -> tuple[float, float] | None:
     return (statistics.fmean(first), statistics.fmean(last)) if first and last and len(steps) >= 2 * FEW else None
 
 
-def rise(before: dict[str, Any], after: dict[str, Any], key: str) -> float:
-    """The rise of a figure between two evaluations, 0 within the 95% intervals (`KEY_ci95`, if present)."""
-    change = after[key] - before[key]
-    noise = math.hypot(before.get(f"{key}_ci95") or 0.0, after.get(f"{key}_ci95") or 0.0)
-    return change if abs(change) > noise else 0.0
-
-
 def has_gained(evals: Records) -> bool:
     """Whether more held-out answers are right than at first, by more than noise: no reward can bend that."""
     known = [record for record in evals if record.get("eval/accuracy") is not None]
-    return bool(known) and rise(known[0], known[-1], "eval/accuracy") > 0
+    noise = [record.get("eval/accuracy_ci95") or 0.0 for record in known]
+    return bool(known) and known[-1]["eval/accuracy"] - known[0]["eval/accuracy"] > math.hypot(noise[0], noise[-1])
 
 
 def best(records: Records, key: str) -> dict[str, Any]:
@@ -115,61 +107,12 @@ def tools_fail(steps: Records, _: Records) -> str:
     return f"{failures:.0f} of {calls:.0f} calls of tools failed in {FEW} steps"
 
 
-@illness(
-    "reward without gain",
-    f"{READ}: the reward may pay for something else. Mend it, or try --beta 0.05 or a lower --learning-rate",
-)
-def hacked(steps: Records, evals: Records) -> str:
-    key, evals = held_out(evals)
-    earlier = [record for record in evals if record["step"] <= evals[-1]["step"] - SPAN]
-    if not earlier or rise(earlier[-1], evals[-1], key) >= 0:
-        return ""
-    before, after = earlier[-1], evals[-1]
-    rewards = measured([step for step in steps if before["step"] < step["step"] <= after["step"]], "reward/mean")
-    if len(rewards) < SPAN:
-        return ""
-    halves = rewards[: len(rewards) // 2], rewards[len(rewards) // 2 :]
-    low, high = map(statistics.fmean, halves)
-    noise = math.hypot(*(statistics.stdev(half) / math.sqrt(len(half)) for half in halves))  # a standard error
-    if high - low <= 2 * noise:
-        return ""
-    return (
-        f"From step {before['step']} to {after['step']} the reward rose, half by half from {low:.3f} to {high:.3f}, "
-        f"while {key} fell from {before[key]:.3f} to {after[key]:.3f}"
-    )
-
-
 @illness("entropy", "Try a lower --learning-rate, --epsilon-high 0.28 or a higher --temp")
 def entropy_lost(steps: Records, evals: Records) -> str:
     means = ends(steps, "entropy")
     if means is None or means[1] >= LEAST_ENTROPY * means[0] or has_gained(evals):
         return ""
     return f"The entropy fell from {means[0]:.3f} to {means[1]:.3f} nats a token: the policy hardly tries anything new"
-
-
-@illness(
-    "length", f"{READ}: does the reward pay for length? Try --truncated punish, --beta 0.05 or a lower --learning-rate"
-)
-def longer(steps: Records, evals: Records) -> str:
-    means = ends(steps, "completion/mean_tokens")
-    if means is None or means[1] <= MOST_LENGTH * means[0] or has_gained(evals):
-        return ""
-    return f"Completions grew from {means[0]:.1f} to {means[1]:.1f} tokens"
-
-
-@illness(
-    "form",
-    f"{READ}: the reward may pay for such answers. Try --reward-gate form, --beta 0.05 or a reward that tells more",
-)
-def degenerate(steps: Records, _: Records) -> str:
-    reward = ends(steps, "reward/mean")
-    kinds = {"repeated": "sequences that repeat", "degenerate_frac": "answers that repeat or copy"}
-    for key, kind in kinds.items():
-        means = ends(steps, f"completion/{key}")
-        if reward and means and reward[1] > reward[0] and means[1] - means[0] > MOST_DEGENERATE:
-            grown = f"{kind} rose from {means[0]:.1%} to {means[1]:.1%}"
-            return f"While the reward rose from {reward[0]:.3f} to {reward[1]:.3f}, the share of {grown}"
-    return ""
 
 
 @illness("truncated", f"{READ}: answers cut short need a higher --max-tokens, babble a lower --learning-rate")

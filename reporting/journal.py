@@ -36,10 +36,6 @@ from step.sample import Sample, by_group
 if TYPE_CHECKING:
     from reporting.trackers import Tracker
 
-WORSE = (
-    "The steps may be too large, or the reward pays for something else. Try a quarter of --learning-rate or a larger "
-    "--batch; earlier states are in checkpoints/"
-)
 MOST_ANSWERS = 512  # answers recorded per evaluation, evenly spread over the held-out problems
 
 
@@ -285,8 +281,7 @@ class Journal:
         self.answers.cut_after(max((record["step"] for record in self.evals.read()), default=-1))
         self.judge_scores.cut_after(sys.maxsize if keep_scores else step)
         self.steps, self.evaluations = world.first(lambda: [self.metrics.read(), self.evals.read()])
-        self.values = {step: verdict.values_of(its) for step, its in verdict.by_step(self.answers.read()).items()}
-        self._best = world.first(self._find_best)
+        self._best = world.first(self._judged)
         self.recent: deque[float] = deque(maxlen=10)  # seconds of this process's last steps
         self.live = LiveLine(config.optimizer.steps)
         self.live.step = step
@@ -327,24 +322,16 @@ class Journal:
         return figures
 
     def write_evaluation(self, step: int, record: dict[str, Any], answers: list[dict[str, Any]]) -> None:
-        """Writes an evaluation and up to MOST_ANSWERS of its answers; warns where it is worse than the best before."""
-        for answer in (answers := spread(answers, MOST_ANSWERS)):  # first: without its record it is repeated
+        """Writes an evaluation and up to MOST_ANSWERS of its answers."""
+        for answer in spread(answers, MOST_ANSWERS):  # first: without its record the evaluation is repeated
             self.answers.write({"step": step} | answer)
         record = {"step": step} | record
         self.evals.write(record)
         self.evaluations.append(record)
-        if answers:
-            self.values[step] = verdict.values_of({answer["problem"]: answer for answer in answers})
-        self._best = world.first(self._find_best)
+        self._best = world.first(self._judged)
         for tracker in self.trackers:
             tracker.log(record)
         self.warn(step)
-        if self._best is not None:
-            best = next(one for one in self.evaluations if one["step"] == self._best)
-            fall = verdict.change(self.metric, best, record, self.values)
-            if fall and fall.word == verdict.WORSE:
-                said = f"{self.metric} has fallen since step {self._best}, by {-fall.mean:.3f} of {fall.num} problems"
-                self.warn_of(step, health.Finding("worse", f"{said}. {WORSE}"))
 
     def write_scores(self, step: int, grader: rubrics.Grader | None) -> None:
         """Writes the judge's new scores, so a resumed run knows exactly those that this one knew."""
@@ -371,9 +358,17 @@ class Journal:
         """The step of the best evaluation, see `verdict.best`; None if nothing could be scored."""
         return self._best
 
-    def _find_best(self) -> int | None:
-        found = verdict.best(self.metric, self.evaluations, self.values)
-        return found["step"] if found else None
+    def verdict(self) -> verdict.Verdict | None:
+        """The verdict on the run so far."""
+        answers = verdict.by_step(self.answers.read())
+        return verdict.verdict(self.metric, self.evaluations, answers, self.config.flat(), self.dir)
+
+    def _judged(self) -> int | None:
+        """The step of the best evaluation, after the verdict's warning if it has one."""
+        if (found := self.verdict()) and found.warning:
+            self.warn_of(self.evaluations[-1]["step"], health.Finding(*found.warning))
+        best = verdict.best(self.metric, self.evaluations, verdict.by_step(self.answers.read()))
+        return best["step"] if best else None
 
     def print_summary(self) -> None:
         """Repeats the warnings, compares the first and the last evaluation, and says what the run has written."""
@@ -387,8 +382,7 @@ class Journal:
             print(f"best: {self.dir / 'adapter-best'}, {when}")
         if (written := self.dir / "report.html").is_file():
             print(f"page: {written}")
-        found = verdict.verdict(self.metric, self.evaluations, self.answers.read(), self.config.flat(), self.dir)
-        print(*verdict.lines(found), sep="\n")
+        print(*verdict.lines(self.verdict()), sep="\n")
 
 
 def evaluation_is_due(config: Config, step: int, evaluations: list[dict[str, Any]]) -> bool:

@@ -45,7 +45,7 @@ MOST_COST = 0.01  # of a run's time, for all of its pages but the last
 
 def verdict_of(run: History) -> verdict.Verdict | None:
     """The verdict on a run so far."""
-    answers = history.records(run.dir / "eval_answers.jsonl")
+    answers = verdict.by_step(history.records(run.dir / "eval_answers.jsonl"))
     return verdict.verdict(history.figure_of(run)[0], run.evals, answers, run.settings, run.dir)
 
 
@@ -292,7 +292,7 @@ def page(settings: list[Setting], ended: bool = False) -> str:
     run, curves, script = settings[0].runs[0], charts.make_charts(settings), (TEMPLATES / "report.js").read_text()
     completions = make_completions(run)
     plot = {name: getattr(charts, name.upper()) for name in ("width", "height", "left", "right", "top", "bottom")}
-    series = [[{key: one[key] for key in ("label", "x", "s", "y")} for one in chart["series"]] for chart in curves]
+    series = [[{key: one[key] for key in ("label", "x", "y")} for one in chart["series"]] for chart in curves]
     pointed = [{"most": chart["most"], "series": its} for chart, its in zip(curves, series, strict=True)]
     recipe, again = shlex.quote(str(run.dir / "config.yaml")), shlex.quote(f"{run.dir}-again")
     return template().render(

@@ -33,6 +33,8 @@ LEAST_PAID = 0.05  # share of the last answers that are wrong and get the most t
 LEAST_WITNESSED = 0.25  # share of a rise in the judge's score that the witness must confirm
 LEAST_KL = 1e-3  # nats a token from the model before training; with less it has hardly moved
 NUM_READ, NUM_WORDS, OPENING = 10, 5, 3
+TOO_FAR = "try a quarter of --learning-rate, a larger --batch or another reward; earlier states are in checkpoints/"
+READ = "read the answers: if they are not what you want, mend the reward, or try --beta 0.05 or --reward-gate form"
 
 Values = Mapping[Any, float]  # by problem
 Answers = dict[int, dict[str, Any]]  # records of one evaluation in `eval_answers.jsonl`, by problem
@@ -69,8 +71,9 @@ class Verdict(NamedTuple):
     text: str  # the figures
     signs: list[str]  # what its answers took on meanwhile, the most telling first
     advice: str
-    read: dict[int, tuple[str, str]]  # ten problems, drawn: prompt and last answer
+    read: list[tuple[str, str]]  # ten problems, drawn: prompt and last answer
     is_doubtful: bool  # whether what it is paid for may have been gamed
+    warning: tuple[str, str] | None  # name and text, where something is bad
 
     @property
     def title(self) -> str:
@@ -113,14 +116,14 @@ def values_of(answers: Answers) -> Values:
     return {problem: statistics.fmean(values) for problem, values in known.items() if values}
 
 
-def change(figure: str, first: dict[str, Any], last: dict[str, Any], values: dict[int, Values]) -> Change | None:
+def change(figure: str, first: dict[str, Any], last: dict[str, Any], answers: dict[int, Answers]) -> Change | None:
     """
     From one evaluation to a later one, above 0 where it got better; None where too little is known.
 
-    values: by step. Without them, as of a loss, the intervals of both count as if nothing were paired, which is wider.
+    answers: by step. Without them, as of a loss, the intervals of both count as if nothing were paired, which is wider.
     """
-    if first["step"] in values and last["step"] in values:
-        return paired(values[first["step"]], values[last["step"]])
+    if first["step"] in answers and last["step"] in answers:
+        return paired(values_of(answers[first["step"]]), values_of(answers[last["step"]]))
     ends: list[Any] = [one.get(f"eval/{figure}{kind}") for kind in ("", "_ci95") for one in (first, last)]
     if None in ends:
         return None
@@ -129,61 +132,59 @@ def change(figure: str, first: dict[str, Any], last: dict[str, Any], values: dic
     return Change(mean, mean - reach, mean + reach, num, 1.0)
 
 
-def best(figure: str, evals: Records, values: dict[int, Values]) -> dict[str, Any] | None:
+def best(figure: str, evals: Records, answers: dict[int, Answers]) -> dict[str, Any] | None:
     """The first evaluation that no later one beats by more than noise; of a loss the lowest. None without a figure."""
     known = [one for one in evals if one.get(f"eval/{figure}") is not None]
     if figure == "loss" or not known:
         return min(known, key=lambda one: one[f"eval/{figure}"], default=None)
     chosen = known[0]
     for one in known[1:]:
-        found = change(figure, chosen, one, values)
-        chosen = one if found and found.word == BETTER else chosen
+        chosen = one if is_better(change(figure, chosen, one, answers)) else chosen
     return chosen
+
+
+def is_better(found: Change | None) -> bool:
+    return found is not None and found.word == BETTER
 
 
 # ---- what the answers took on
 
 
-def taken_on(before: Records, after: Records) -> list[str]:
-    """What rose in the answers to the same problems: copies of the prompt, repetitions, lengths, words and openings."""
+def forms_of(before: Records, after: Records) -> list[str]:
+    """What rose in the answers to the same problems: copies of the prompt, repetitions, lengths."""
     if not before:
         return []
-    asked = [prompt_text(one["prompt"]) for one in before]
-    ends = [[one["completions"][0] for one in records] for records in (before, after)]
-    copied, repeated, length = (
-        [statistics.fmean(measure(text, prompt) for text, prompt in zip(texts, asked, strict=True)) for texts in ends]
+    (copied, copies), (looped, loops), (length, longest) = (
+        [statistics.fmean(measure(one["completions"][0], prompt_text(one["prompt"])) for one in its) for its in ends]
+        for ends in [(before, after)]
         for measure in (form.copied, lambda text, _: form.repeated(text), lambda text, _: len(text.split()))
     )
-    signs = [
-        f"{kind}: {was:.0%} -> {now:.0%} of an answer"
-        for kind, (was, now) in {"copied from the prompt": copied, "repeated": repeated}.items()
-        if now - was >= LEAST_COPIED
-    ]
-    if not 1 / LEAST_LONGER < (length[1] + 1) / (length[0] + 1) < LEAST_LONGER:
-        kind = "longer" if length[1] > length[0] else "shorter"
-        signs.append(f"{kind}: {length[0]:.1f} -> {length[1]:.1f} words an answer")
-    return signs + risen(*ends)
+    signs = [f"copied from the prompt: {copied:.0%} -> {copies:.0%} of an answer"] * (copies - copied >= LEAST_COPIED)
+    signs += [f"repeated: {looped:.0%} -> {loops:.0%} of an answer"] * (loops - looped >= LEAST_COPIED)
+    times = (longest + 1) / (length + 1)
+    if not 1 / LEAST_LONGER < times < LEAST_LONGER:
+        signs.append(f"{'longer' if times > 1 else 'shorter'}: {length:.1f} -> {longest:.1f} words an answer")
+    return signs
 
 
-def risen(before: list[str], after: list[str]) -> list[str]:
+def risen(before: Records, after: Records) -> list[str]:
     """The words and openings whose share of the answers rose most, as '"captain" in 24% -> 85% of answers'."""
-    was, now, rises = having(before), having(after), Counter[str]()
+    was, now, num, rises = having(before), having(after), len(after), Counter[str]()
     for name, its in now.items():
         new, lost = len(its - was.get(name, set())), len(was.get(name, set()) - its)
-        if new - lost >= max(LEAST_RISE * len(after), LEAST_Z * (new + lost) ** 0.5):
+        if new - lost >= max(LEAST_RISE * num, LEAST_Z * (new + lost) ** 0.5):
             rises[name] = new - lost
-    num = len(after)
     return [
         f"{visible(name)} in {len(was.get(name, ())) / num:.0%} -> {len(now[name]) / num:.0%} of answers"
         for name, _ in rises.most_common(NUM_WORDS)
     ]
 
 
-def having(texts: list[str]) -> dict[str, set[int]]:
-    """By word, and by the first words of an answer, which of the texts have them. Numbers are answers, not words."""
+def having(records: Records) -> dict[str, set[int]]:
+    """By word, and by the first words of an answer, which of the answers have them. Numbers are answers, not words."""
     found: dict[str, set[int]] = {}
-    for place, text in enumerate(texts):
-        words = [word for word in form.words_of(text) if not word[0].isdigit()]
+    for place, one in enumerate(records):
+        words = [word for word in form.words_of(one["completions"][0]) if not word[0].isdigit()]
         opening = [f'the opening "{" ".join(words[:OPENING])}"'] if len(words) > OPENING else []
         for name in {f'"{word}"' for word in words}.union(opening):
             found.setdefault(name, set()).add(place)
@@ -216,25 +217,25 @@ def drawn(problems: list[int], settings: dict[str, Any]) -> list[int]:
 
 
 def verdict(
-    figure: str, evals: Records, answers: Iterable[dict[str, Any]], settings: dict[str, Any], run: Path
+    figure: str, evals: Records, answers: dict[int, Answers], settings: dict[str, Any], run: Path
 ) -> Verdict | None:
     """
     The verdict on the change from the first evaluation to the last; None below two.
 
-    figure: as "accuracy". answers: the records of `eval_answers.jsonl`. settings, run: for what to do next.
+    figure: as "accuracy". answers: see `by_step`. settings, run: for what to do next.
     """
     if len(evals) < 2:
         return None
-    first, middle, last, steps = evals[0], evals[len(evals) // 2], evals[-1], by_step(answers)
-    values = {step: values_of(its) for step, its in steps.items()}
-    both = sorted(steps.get(first["step"], {}).keys() & steps.get(last["step"], {}).keys())
-    found, signs = change(figure, first, last, values), list[str]()
-    if figure == "accuracy" and both:
-        paid = paid_though_wrong(steps, settings).items()
-        signs = [f"wrong, yet paid most by {visible(name)}: {was} -> {now} answers" for name, (_, was, now) in paid]
-    signs += unwitnessed(first, last) if figure == "score" else []
-    is_doubtful = bool(signs)
-    signs += taken_on(*([steps[one["step"]][problem] for problem in both] for one in (first, last)))
+    first, middle, last = evals[0], evals[len(evals) // 2], evals[-1]
+    both = sorted(answers.get(first["step"], {}).keys() & answers.get(last["step"], {}).keys())
+    before, after = ([answers[one["step"]][problem] for problem in both] for one in (first, last))
+    found, forms, words = change(figure, first, last, answers), forms_of(before, after), risen(before, after)
+    if figure == "score":
+        alarms = unwitnessed(first, last) + forms
+    else:  # what a verifier counts no form of an answer can bend
+        paid = paid_though_wrong(answers, settings).items() if figure == "accuracy" and both else ()
+        alarms = [f"wrong, yet paid most by {visible(name)}: {was} -> {now} answers" for name, (_, was, now) in paid]
+        words = forms + words
     if found is None:
         text = f"{figure}: fewer than two problems have a figure both after step {first['step']} and {last['step']}"
     else:
@@ -242,16 +243,24 @@ def verdict(
         part = f"{found.num} of {last['eval/num']}" if found.num < last["eval/num"] else found.num
         text = f"{figure} {was:.3f} -> {now:.3f} from step {first['step']} to {last['step']}, on {part} held-out "
         text += f"problems; gain {found.mean:+.3f}, 95% interval {found.low:+.3f} to {found.high:+.3f}"
-    chosen = best(figure, evals, values) or last
-    if (fallen := change(figure, last, chosen, values)) and fallen.word == BETTER:
-        text += f"; adapter-best, after step {chosen['step']}, is better than the last by {fallen.mean:.3f}"
-    rising = change(figure, middle, last, values)
-    is_rising = rising is not None and rising.word == BETTER
-    is_doubtful = is_doubtful or (figure == "score" and bool(signs))
-    asked = {problem: steps[last["step"]][problem] for problem in drawn(both, settings)}
-    read = {problem: (prompt_text(one["prompt"]), one["completions"][0]) for problem, one in asked.items()}
-    next_ = advice(found, last, is_doubtful, is_rising, settings, shlex.quote(str(run)))
-    return Verdict(found.word if found else FEW, text, signs, next_, read, is_doubtful)
+    chosen, warning = best(figure, evals, answers) or last, None
+    if is_better(change(figure, last, chosen, answers)):
+        fell = f"{figure} fell from {chosen[f'eval/{figure}']:.3f} after step {chosen['step']}, that of adapter-best"
+        text, warning = f"{text}; {fell}", ("worse", f"{fell}: {TOO_FAR}")
+    elif alarms:
+        warning = ("gamed", f"the reward may pay for what is not meant; {'; '.join(alarms)}: {READ}")
+    is_doubtful = bool(alarms) or (figure == "score" and bool(words))
+    last_read = [answers[last["step"]][problem] for problem in drawn(both, settings)]
+    is_rising = is_better(change(figure, middle, last, answers))
+    return Verdict(
+        found.word if found else FEW,
+        text,
+        alarms + words,
+        advice(found, last, is_doubtful, is_rising, settings, shlex.quote(str(run))),
+        [(prompt_text(one["prompt"]), one["completions"][0]) for one in last_read],
+        is_doubtful,
+        warning,
+    )
 
 
 def unwitnessed(first: dict[str, Any], last: dict[str, Any]) -> list[str]:
@@ -267,19 +276,19 @@ def advice(
     found: Change | None, last: dict[str, Any], is_doubtful: bool, is_rising: bool, settings: dict[str, Any], run: str
 ) -> str:
     """What to do next, in a sentence with its command."""
-    rate, kl = settings.get("learning_rate") or 0.0, last.get("eval/kl")
+    kl = last.get("eval/kl")
     if found is None:
         return "look at the warnings: where a judge scores, docs/judge.md says what makes its scores unreadable"
     if found.word == FEW:
         return f"about {found.needed:,} problems would tell: {hold_out_more(last['eval/num'], settings, run)}"
     if found.word == WORSE:
-        return f"try a quarter of the rate, --learning-rate {rate / 4:.2g}, or another reward if the reward rose"
-    if found.word == SAME and kl is not None and kl < LEAST_KL:
-        return f"the model has hardly moved (KL {kl:.1g} nats a token): try --learning-rate {rate * 3:.2g}"
+        return TOO_FAR
     if found.word == SAME:
+        if kl is not None and kl < LEAST_KL:
+            return f"the model has hardly moved (KL {kl:.1g} nats a token): try three times the --learning-rate"
         return "try more --steps, problems that it solves sometimes, or a reward that tells its answers apart"
     if is_doubtful:
-        return "read its answers: if they are not what you want, mend the reward, or try --beta 0.05"
+        return READ
     if is_rising:
         return f"train on, it was still rising: uv run train.py --resume {run} --steps {2 * last['step']}"
     talk = f"talk to it: uv run sampler.py --run {run} --chat"
@@ -288,22 +297,16 @@ def advice(
 
 def hold_out_more(num: int, settings: dict[str, Any], run: str = "RUN") -> str:
     """How to, of now so many problems."""
-    is_limit = settings.get("eval_limit") == num
-    how = "a higher --eval-limit" if is_limit else "--eval-data FILE or --data TRAIN,HELD_OUT"
-    return (
-        f"hold out more with {how}, or ask more often: uv run evaluate.py --run {run} --samples 8, also with --step 0"
-    )
+    how = "a higher --eval-limit" if settings.get("eval_limit") == num else "--eval-data FILE or --data TRAIN,HELD_OUT"
+    again = f"uv run evaluate.py --run {run} --samples 8, also with --step 0"
+    return f"hold out more with {how}, or ask more often: {again}"
 
 
 def at_the_start(num: int, settings: dict[str, Any]) -> list[str]:
     """A line where so many held-out problems will tell little, if about every third answer changes for good or bad."""
-    if not 0 < num < LEAST_PROBLEMS:
-        return []
-    least, enough = (math.sqrt(POWER / 3 / size) for size in (num, LEAST_PROBLEMS))
-    told = (
-        f"{num} held-out problems tell a change from {min(least, 1):.2f} on, {LEAST_PROBLEMS} one from {enough:.2f} on"
-    )
-    return [f"{told}: {hold_out_more(num, settings)}"]
+    least, enough = (min(1, math.sqrt(POWER / 3 / size)) for size in (max(num, 1), LEAST_PROBLEMS))
+    told = f"{num} held-out problems tell a change from {least:.2f} on, {LEAST_PROBLEMS} one from {enough:.2f} on"
+    return [f"{told}: {hold_out_more(num, settings)}"] if 0 < num < LEAST_PROBLEMS else []
 
 
 def lines(found: Verdict | None) -> list[str]:
@@ -311,6 +314,6 @@ def lines(found: Verdict | None) -> list[str]:
     if found is None:
         return ["verdict: none, as it compares two evaluations of what is held out (--eval-every)"]
     said = [f"  its answers: {sign}" for sign in found.signs]
-    read = [[textwrap.shorten(text, 70, placeholder=" \u2026") for text in texts] for texts in found.read.values()]
+    read = [[textwrap.shorten(text, 70, placeholder=" \u2026") for text in texts] for texts in found.read]
     said += [f"  {len(read)} drawn to read:", *(f"    {asked} -> {text}" for asked, text in read)] if read else []
     return [safe(line) for line in [f"verdict: {found.word}", f"  {found.text}", *said, f"next: {found.advice}"]]

@@ -8,7 +8,6 @@ import train
 from reporting import health
 
 LENGTH, TRUNCATED, OVER_CAP = "completion/mean_tokens", "completion/truncated_frac", "mismatch/over_cap_frac"
-REPEATED, DEGENERATE = "completion/repeated", "completion/degenerate_frac"
 STEP = {"sampling/signal_groups": 4, "reward/mean": 0.5, "entropy": 1.0, LENGTH: 10.0, TRUNCATED: 0.1, OVER_CAP: 0.0}
 
 
@@ -26,15 +25,6 @@ def names(steps, evals=()):
     return [finding.name for finding in health.examine(list(steps), list(evals))]
 
 
-RISING = [0.3 + 0.01 * step + 0.02 * (step % 2) for step in range(20)]
-
-
-def cheating(rewards, key, last):
-    """Twenty steps with these rewards, the last ten of which have another figure."""
-    steps = [step | {DEGENERATE: 0.01, REPEATED: 0.0} for step in steps_of("reward/mean", *rewards)]
-    return steps[:10] + [step | {key: last} for step in steps[10:]]
-
-
 TOOLS = [STEP | {"tools/calls": 10, "tools/failures": number} for number in (9, 9, 9, 9, 9, 1, 1, 1, 1, 1)]
 
 
@@ -48,35 +38,21 @@ def signal(*groups):
     return steps_of("sampling/signal_groups", *groups)
 
 
-RISEN, FALLEN = steps_of("reward/mean", *RISING), steps_of("reward/mean", *RISING[::-1])
 SLOW = slow(31, 40, 33)
-LOST, GROWN = steps_of("entropy", then=(1.0, 0.05)), steps_of(LENGTH, then=(10.0, 25.0))
+LOST = steps_of("entropy", then=(1.0, 0.05))
 ILL_AND_WELL = [  # an illness, steps and evaluations that show it, and such that do not
     ("no signal", (signal(3, 0, 0, 0, 0, 0),), (signal(0, 0, 0, 0, 1),)),
     ("no signal", (signal(0, 0, 0, 0, 0),), (signal(0, 0, 0, 0),)),
     ("tools fail", (TOOLS[:5],), (TOOLS,)),
     ("tools fail", (TOOLS[:5],), (TOOLS[:4],)),
-    ("reward without gain", (RISEN, evals_of(0.5, 0.4)), (RISEN, evals_of(0.5, 0.46))),  # within both intervals
-    ("reward without gain", (RISEN, evals_of(0.5, 0.4, key="eval/score")), (FALLEN, evals_of(0.5, 0.4))),
-    (
-        "reward without gain",
-        (RISEN, evals_of(0.5, 0.45, 0.4, every=10)),
-        (steps_of("reward/mean", *[0.3, 0.6, 0.5, 0.4] * 5), evals_of(0.5, 0.4)),  # noise
-    ),
     ("entropy", (steps_of("entropy", then=(1.0, 0.09)),), (steps_of("entropy", then=(1.0, 0.11)),)),
     ("entropy", (steps_of("entropy", then=(1.0, 0.5, 0.01)),), (steps_of("entropy", then=(1.0, None)),)),
-    ("length", (steps_of(LENGTH, then=(10.0, 20.5)),), (steps_of(LENGTH, *[10.0] * 9, 40.0),)),  # one step is none
-    ("length", (steps_of(LENGTH, then=(4, 9)),), (steps_of(LENGTH, then=(10, 19)),)),
-    ("form", (cheating(RISING, DEGENERATE, 0.05),), (cheating(RISING, DEGENERATE, 0.03),)),
-    # what no reward pays for is another illness
-    ("form", (cheating(RISING, REPEATED, 0.04),), (cheating(RISING[::-1], REPEATED, 0.04),)),
     ("truncated", (steps_of(TRUNCATED, then=(0.6,)),), (steps_of(TRUNCATED, then=(0.6, 0.5)),)),
     *(("slow", (SLOW,), (well,)) for well in (slow(31, 12, 33), slow(29, 29, 29))),
     *(("slow", (SLOW,), (slow(31, 40, 33, **more),)) for more in ({LENGTH: 40.0}, {"sampling/draws": 4})),
     ("mismatch", (steps_of(OVER_CAP, then=(0.011,)),), (steps_of(OVER_CAP, then=(0.009,)),)),
     # what comes with more right answers is none
     ("entropy", (LOST, evals_of(0.5, 0.55)), (LOST, evals_of(0.5, 0.96))),
-    ("length", (GROWN, evals_of(0.5, 0.96, key="eval/score")), (GROWN, evals_of(0.5, 0.96))),
 ]
 
 

@@ -159,13 +159,19 @@ def test_a_character_of_several_tokens_is_one_piece(run):
     assert sum(number for _, number in pieces) == len(ids)
 
 
-def test_values_of_a_curve_are_those_of_the_metrics_over_steps_and_seconds(run):
+def test_values_of_a_curve_are_those_of_the_metrics(run):
     shown = drawn(run)
     reward = shown["Reward"]["series"][0]
-    assert (reward["x"], reward["s"], reward["y"]) == ([1, 2, 3, 4], [1.6, 3.2, 4.8, 6.4], [0.1, 0.2, 0.3, 0.4])
+    assert (reward["x"], reward["y"]) == ([1, 2, 3, 4], [0.1, 0.2, 0.3, 0.4])
     assert shown["Held-out"]["series"][0]["y"] == [0.25, 0.75]
     assert [series["label"] for series in shown["Reward by component"]["series"]] == ["correct"]
-    assert [series["label"] for series in shown["Seconds by phase"]["series"]] == ["rollout", "reward", "update"]
+    assert [series["label"] for series in shown["Seconds"]["series"]] == [
+        "rollout",
+        "reward",
+        "judge",
+        "update",
+        "other",
+    ]
     assert [mark["step"] for mark in shown["Entropy"]["marks"]] == [3]
 
 
@@ -412,8 +418,6 @@ def test_a_browser_shows_filters_and_searches_the_page_and_nothing_hostile_runs(
         change("text", (input) => input.value = "Six.");
         change("truncated", (input) => input.checked = false);
         change("high", (input) => input.value = "0.3");
-        document.querySelector("button[data-axis=seconds]").click();
-        document.querySelector("button[data-smooth]").click();
         document.querySelector(".chart svg").dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowRight"}));
         found.push(document.querySelector(".chart output").textContent);
         filter.elements.kind.value = "wrong, yet paid most";
@@ -424,7 +428,6 @@ def test_a_browser_shows_filters_and_searches_the_page_and_nothing_hostile_runs(
     shown, errors = browse(markup, program)
     assert errors == []
     assert json.loads(title_of(shown)) == [8, 8, 0, 8, 0, "0.25 (step 0)", "1 of 4"]
-    assert 'data-axis="seconds"' in shown and 'data-smooth="off"' in shown
 
 
 @pytest.mark.slow

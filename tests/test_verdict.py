@@ -10,8 +10,9 @@ import yaml
 from conftest import write_log
 
 import report
+from config import Config
 from disk import run_files
-from reporting import history, page, verdict
+from reporting import history, journal, page, verdict
 from reporting.verdict import BETTER, FEW, SAME, WORSE
 
 # ---- the difference
@@ -58,10 +59,11 @@ def test_students_t_is_the_table_s_and_the_problems_needed_are_cohen_s():
 def test_the_best_is_the_first_that_no_later_one_beats_by_more_than_noise():
     values = {0: table_of(20, 0, 0, 44)[0], 20: table_of(20, 20, 0, 24)[1], 40: table_of(20, 23, 0, 21)[1]}
     evals = [{"step": step, "eval/accuracy": sum(its.values()) / 64} for step, its in values.items()]
-    assert verdict.best("accuracy", evals, values)["step"] == 20  # 3 of 64 more are noise
+    answers = {step: {place: {"values": [value]} for place, value in its.items()} for step, its in values.items()}
+    assert verdict.best("accuracy", evals, answers)["step"] == 20  # 3 of 64 more are noise
     losses = [{"step": step, "eval/loss": loss} for step, loss in ((0, 2.0), (10, 1.9), (20, 1.95), (30, None))]
     assert verdict.best("loss", losses, {})["step"] == 10
-    assert verdict.best("score", evals, values) is None
+    assert verdict.best("score", evals, answers) is None
 
 
 # ---- twelve runs
@@ -131,7 +133,7 @@ RUNS = {  # name: how it was made, its verdict, and what must be said with it
     "judge dead": ((60, scored(0.3), lambda r, p: (answer(r), None), "score"), FEW, "docs/judge.md"),
     "tools": ((80, right(0.2), right(0.7), "accuracy", {"tools": ["calculator"]}), BETTER, ""),
     "sft": ((64, right(0.5), right(0.5), "loss"), BETTER, "gain +0.700"),
-    "worse": ((120, right(0.8), right(0.5)), WORSE, "a quarter of the rate"),
+    "worse": ((120, right(0.8), right(0.5)), WORSE, "a quarter of --learning-rate"),
     "tie": (
         (200, lambda r, p: (p[-9:], float(p[-1] > "4")), lambda r, p: (p[-9:], float(p[-1] > "4"))),
         SAME,
@@ -151,7 +153,32 @@ def test_twelve_runs_get_their_verdicts_and_none_that_is_gamed_goes_without_its_
     assert f"  {word}" in listed and f"<h2>{word}</h2>" in markup
     if kind.startswith("gamed"):
         assert f"{word}; " in listed and said in listed  # the word never stands alone
-        assert "read its answers" in found.advice
+        assert found.advice.startswith("read the answers")
     if kind == "tools":
         assert "calls calculator(expression=&#39;2 * 3&#39;)" in markup and "calculator replies: 6" in markup
+    warned = {"gamed by length": "gamed", "gamed by copying": "gamed", "collapsed": "worse", "worse": "worse"}.get(kind)
+    assert (found.warning or [None])[0] == warned  # a red box is for what is bad
     assert len(found.read) == (0 if kind == "sft" else min(10, how[0]))
+
+
+def test_a_run_warns_of_what_fell_when_it_falls_and_its_best_is_kept(tmp_path, capsys):
+    log = journal.Journal(Config.of(model="demo", task="demo"), tmp_path, "accuracy", 0, keep_scores=False)
+    for step, num in ((0, 30), (10, 70), (20, 72), (30, 40)):
+        values = [float(problem < num) for problem in range(100)]
+        answers = [
+            {"problem": n, "prompt": "?", "completions": ["It is."], "values": [v]} for n, v in enumerate(values)
+        ]
+        log.write_evaluation(
+            step, {"eval/accuracy": num / 100, "eval/num": 100}, [one | {"rewards": {}} for one in answers]
+        )
+    assert "WARNING after step 30: accuracy fell from 0.700 after step 10" in capsys.readouterr().err
+    assert log.best_step() == 10 and [one["name"] for one in log.warnings.read()] == ["worse"]
+    again = journal.Journal(log.config, tmp_path, "accuracy", 20, keep_scores=False)  # as a run that goes on knows it
+    assert again.best_step() == 10 and again.warnings.read() == []
+
+
+def test_few_held_out_problems_are_told_of_at_the_start_with_what_helps():
+    (said,) = verdict.at_the_start(8, {"eval_limit": 8})
+    assert "8 held-out problems tell a change from 0.57 on" in said and "a higher --eval-limit" in said
+    assert "--eval-data FILE or --data TRAIN,HELD_OUT" in verdict.at_the_start(4, {})[0]
+    assert verdict.at_the_start(0, {}) == verdict.at_the_start(50, {}) == []

@@ -41,21 +41,6 @@ for (const link of document.querySelectorAll("nav a")) {
 
 // ---- curves
 
-for (const button of document.querySelectorAll("button[data-axis]")) {
-  button.addEventListener("click", () => {
-    root.dataset.axis = button.dataset.axis;
-    for (const other of document.querySelectorAll("button[data-axis]")) {
-      other.setAttribute("aria-pressed", other === button);
-    }
-  });
-}
-for (const button of document.querySelectorAll("button[data-smooth]")) {
-  button.addEventListener("click", () => {
-    root.dataset.smooth = root.dataset.smooth === "on" ? "off" : "on";
-    button.setAttribute("aria-pressed", root.dataset.smooth === "on");
-  });
-}
-
 function nearest(values, x) {
   let best = 0;
   for (let i = 1; i < values.length; i++) if (Math.abs(values[i] - x) < Math.abs(values[best] - x)) best = i;
@@ -68,17 +53,16 @@ for (const figure of document.querySelectorAll(".chart")) {
   const cursor = figure.querySelector(".cursor");
   const outputs = figure.querySelectorAll("output");
   const span = data.plot.width - data.plot.left - data.plot.right;
-  let at = null; // in steps or seconds
+  let at = null; // in steps
 
   const show = (x) => {
-    const axis = root.dataset.axis;
-    at = Math.min(Math.max(x, 0), chart.most[axis]);
-    const place = data.plot.left + (at / chart.most[axis]) * span;
+    at = Math.min(Math.max(x, 0), chart.most);
+    const place = data.plot.left + (at / chart.most) * span;
     cursor.setAttribute("x1", place);
     cursor.setAttribute("x2", place);
     cursor.setAttribute("visibility", "visible");
     chart.series.forEach((series, i) => {
-      const index = nearest(axis === "steps" ? series.x : series.s, at);
+      const index = nearest(series.x, at);
       outputs[i].textContent = `${series.y[index]} (step ${+series.x[index].toFixed(1)})`;
     });
   };
@@ -90,7 +74,7 @@ for (const figure of document.querySelectorAll(".chart")) {
   svg.addEventListener("pointermove", (event) => {
     const box = svg.getBoundingClientRect();
     const x = ((event.clientX - box.left) / box.width) * data.plot.width;
-    show(((x - data.plot.left) / span) * chart.most[root.dataset.axis]);
+    show(((x - data.plot.left) / span) * chart.most);
   });
   svg.addEventListener("pointerleave", hide);
   svg.addEventListener("blur", hide);
@@ -98,8 +82,7 @@ for (const figure of document.querySelectorAll(".chart")) {
     const direction = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
     if (!direction) return;
     event.preventDefault();
-    const axis = root.dataset.axis;
-    const xs = chart.series[0][axis === "steps" ? "x" : "s"];
+    const xs = chart.series[0].x;
     const index = at === null ? (direction > 0 ? -1 : xs.length) : nearest(xs, at);
     show(xs[Math.min(Math.max(index + direction, 0), xs.length - 1)]);
   });

@@ -5,6 +5,7 @@ A setting is a field of a dataclass, made by `flag` with its help and its range.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -93,10 +94,16 @@ class Parser(argparse.ArgumentParser):
         self.register("type", Path, lambda value: Path(_text(value)))
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        for word in sys.argv[1:] if args is None else args:
+        words = list(sys.argv[1:] if args is None else args)
+        for place, word in enumerate(words):
             if word.endswith("=--"):  # of which Python 3.11 makes an empty list
                 self.error(f"{word}: -- is no value")
-        return super().parse_known_args(args, namespace)
+            name, equals, value = word.partition("=")
+            if (
+                name.startswith("--") and (ours := flag_of(name[2:])) in self._option_string_actions
+            ):  # TRL's underscores
+                words[place] = ours + equals + value
+        return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:
         words = message.partition("unrecognized arguments: ")[2].split()
@@ -105,9 +112,6 @@ class Parser(argparse.ArgumentParser):
             unknown = [word.partition("=")[0][:80] for word in words if word.startswith("--")] or [words[0][:80]]
             said = (f"{one} is no flag of {self.prog}; {hint(one, known) or '--help lists them'}" for one in unknown)
             fail(". ".join(dict.fromkeys(said)), most=6000)  # each of a whole script of TRL is answered
-        if found := re.match(r"argument (--[a-z-]+)\S*: invalid choice: '(.*?)'", message):
-            theirs = value_hint(*found.groups())
-            message += f"; {theirs}" if theirs else ""
         message = message.replace("invalid int value:", "not a whole number:")
         fail(message.replace("invalid float value:", "not a number:").removeprefix("argument "))
 
@@ -225,8 +229,8 @@ def check_least(args: argparse.Namespace, **least: float) -> None:
 
 def flag(default: Any, text: str, **metadata: Any) -> Any:
     """
-    A field with its help; optionally `low`, `high`, `nargs`, `parse` (reads its text), `metavar` (words besides its
-    choices are read too), and what `Setting` reads.
+    A field with its help; optionally `low`, `high`, `nargs`, `parse` (reads its text), `metavar`, and what `Setting`
+    reads.
     """
     metadata = {"help": text, **metadata}
     if callable(default):
@@ -284,10 +288,10 @@ def add_flags(parser: argparse.ArgumentParser, settings: Iterable[Setting], ever
             options["action"] = argparse.BooleanOptionalAction
         else:
             options["type"] = metadata.get("parse", kind if kind in (int, float) else None)
-            options["choices"] = choices_of(field.type) or None
-            own = "{" + ",".join(choices_of(field.type)) + ",FILE.py:fn}" if metadata.get("own") else None
-            if metavar := metadata.get("metavar", own):  # `check_values` looks at the words
-                options |= {"choices": None, "metavar": metavar}
+            words = [*choices_of(field.type), *["FILE.py:fn"] * metadata.get("own", False)]  # `check_values` reads them
+            options["metavar"] = metadata.get(
+                "metavar", "{" + ",".join(words) + "}" if choices_of(field.type) else None
+            )
         if "nargs" in metadata:
             options["nargs"] = metadata["nargs"]
         if setting.group not in groups:
@@ -296,11 +300,32 @@ def add_flags(parser: argparse.ArgumentParser, settings: Iterable[Setting], ever
         groups[setting.group].add_argument(*words, dest=setting.key, default=None, **options)
 
 
+def taken(key: str, kind: Any, value: Any) -> Any:
+    """
+    A value as a setting of this type has it: TRL's word as ours, a text alone as a list, `1e-4`, which YAML reads as
+    a text, as a number. What it is not is for `check_values`.
+    """
+    if get_origin(kind) is list:
+        several = [value] if isinstance(value, str) else value
+        return [one for one in several if _ours(key, one) is not None] if isinstance(several, list) else value
+    if OPTIONAL.get(kind, kind) is float and isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            return float(value)
+    return _ours(key, value)
+
+
+def _ours(key: str, value: Any) -> Any:
+    """TRL's value as ours, where the table has it; None: it is the default."""
+    what, said = foreign_names()["values"].get(f"{key} {str(value).lower()}", ("", ""))
+    ours = re.match("`--[a-z-]+ ([a-z]+)`", said)
+    return None if what == "not needed" else ours[1] if what == "renamed" and ours else value
+
+
 def check_values(settings: Mapping[str, Setting], values: dict[str, Any]) -> None:
     """Raises ValueError naming the flag whose value has the wrong type, is out of range or is no choice."""
     words: dict[Any, str] = {
         int: "a whole number",
-        float: "a finite number (in YAML 1.0e-4, not 1e-4)",
+        float: "a finite number",
         str: "a text",
         bool: "true or false",
         list[str]: "a list of texts",

@@ -28,6 +28,7 @@ from problems import chat_template, examples, rewards
 from reporting.console import say, warn
 from reporting.journal import evaluation_is_due
 from settings.sources import as_yaml, given, joined, refuse_unknown, resolve
+from settings.sources import command as command_of
 
 Steps = Iterator[dict[str, Any]]  # the figures of each
 
@@ -294,8 +295,8 @@ def _go_on(run: Any, error: BaseException) -> str:
             return "start over with a smaller model or a lower --max-tokens"
         less = f" --train-token-budget {budget}" if budget >= run.longest else " --checkpoint-layers on"
     if checkpoint.saved(run.dir):
-        return f"continue with: uv run train.py --resume {shlex.quote(str(run.dir))}{less}"
-    return f"start over with: uv run train.py --config {shlex.quote(str(run.dir / 'config.yaml'))}{less}"
+        return f"continue with: {command_of(run.config)} --resume {shlex.quote(str(run.dir))}{less}"
+    return f"start over with: {command_of(run.config)} --config {shlex.quote(str(run.dir / 'config.yaml'))}{less}"
 
 
 def _newest(run: Any, error: BaseException, first: str = "") -> str:
@@ -315,6 +316,11 @@ def command(args: argparse.Namespace, trainer: type[Trainer]) -> None:
         raise ValueError("--allow-changes is for a run that goes on; name it with --resume")
     if args.resume and args.run_dir:
         raise ValueError(f"--run-dir {args.run_dir}: a resumed run stays in its directory; leave one of them out")
+    if args.from_trl:
+        from settings import from_trl
+
+        print(from_trl.recipe(args.from_trl), end="")
+        return
     resume = args.resume
     if resume is True:
         resume = world.first(lambda: checkpoint.newest_unfinished(args.steps))
@@ -381,8 +387,11 @@ def fit(trained: Trainer, looks: bool) -> None:
                 break
         else:
             return
-    again = f"uv run train.py --resume {shlex.quote(str(trained.dir))} goes on all the same, --no-look from the start"
-    raise ValueError(f"no group of the first {len(seen)} steps has a signal, which teaches nothing: {change}; {again}")
+    again = f"{command_of(trained.config)} --resume {shlex.quote(str(trained.dir))}"
+    raise ValueError(
+        f"no group of the first {len(seen)} steps has a signal, which teaches nothing: {change}; "
+        f"{again} goes on all the same, --no-look from the start"
+    )
 
 
 def train_seeds(args: argparse.Namespace, flags: dict[str, Any], trainer: type[Trainer]) -> Path:

@@ -30,6 +30,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     several = "run N seeds from --seed on, or a list of them as 1,2,5, into one directory"
     parser.add_argument("--seeds", type=seeds, metavar="N", help=several)
     parser.add_argument("--print-config", action="store_true", help="print every setting as YAML and exit")
+    from_trl = "print the recipe of a file of TRL's, and what has no equal here, and exit"
+    parser.add_argument("--from-trl", metavar="FILE", help=from_trl)
     resumed = "go on with the run in DIR, or the newest unfinished one"
     parser.add_argument("--resume", nargs="?", const=True, metavar="DIR", help=resumed)
     parser.add_argument("--let-sleep", action="store_true", help="let a Mac go to sleep while it trains")
@@ -61,6 +63,7 @@ def joined(data: str | None, held_out: str) -> str:
 # of the bundled models
 OWN_TASK = {"demo": "demo", "demo:rg": "rg:chain_sum,leg_counting", "demo:tools": "calculator"}
 RECIPES = {("demo:rg", "rg"): "demo-rg", ("demo:rg", "own"): "demo-rg", ("demo", "own"): "demo"}  # of model and task
+MANY = 4  # unknown settings, more than which are named alone
 SMALL = 4e8  # parameters below which own data has other defaults
 
 
@@ -206,11 +209,14 @@ def load_recipe(path: Path) -> dict[str, Any]:
 
 
 def refuse_unknown(settings: Iterable[Any], where: str = "") -> None:
-    """Raises ValueError naming a setting that does not exist, and what it is here."""
-    for key in settings:
-        if key not in SETTINGS:
-            said = hint(str(key)[:40], SETTINGS, repr) or "train.py --help-all lists them"
-            raise ValueError(f"{where}unknown setting {reprlib.repr(key)}; {said}")
+    """Raises ValueError naming every setting that does not exist, and what it is here."""
+    unknown = {reprlib.repr(key): hint(str(key)[:40], SETTINGS, repr) for key in settings if key not in SETTINGS}
+    if len(unknown) > MANY:
+        names = ", ".join(unknown)
+        raise ValueError(f"{where}{len(unknown)} unknown settings, {names}; of TRL's --from-trl FILE makes ours")
+    if unknown:
+        said = (f"unknown setting {key}; {told or 'train.py --help-all lists them'}" for key, told in unknown.items())
+        raise ValueError(where + ". ".join(said))
 
 
 def as_yaml(config: Config, sizes: Sizes | None = None) -> str:
@@ -218,3 +224,11 @@ def as_yaml(config: Config, sizes: Sizes | None = None) -> str:
     flat = config.flat(sizes).items()
     written = {key: "auto" if SETTINGS[key].is_automatic and value is None else value for key, value in flat}
     return yaml.safe_dump(written, sort_keys=False)
+
+
+def command(config: Config) -> str:
+    """`uv run train.py`, with the extras that these settings need."""
+    task, model = config.data.task, config.model.name
+    needed = {"smollm": model == "smollm2", "tasks": task.startswith("rg:"), "ifeval": task == "ifeval"}
+    extras = [*(name for name, is_needed in needed.items() if is_needed), *config.records.report_to]
+    return " ".join(["uv run", *(f"--extra {name}" for name in extras), "train.py"])

@@ -3,8 +3,10 @@
 import re
 
 import pytest
+import yaml
 
 import flags
+import train
 from config import SETTINGS, TARGETS
 from disk import hub
 from settings import checks, sources
@@ -48,7 +50,7 @@ def test_every_foreign_name_is_answered_by_its_row_and_never_by_its_spelling():
         ("--use-vllm", "TRL's use_vllm is not needed here: Gwen samples with the weights in training"),
         ("--delta", "TRL's delta is missing here: bring the loss as --loss FILE.py:fn"),
         ("--lr", "; lr is here --learning-rate"),
-        ("--learning_rate", "did you mean --learning-rate?"),
+        ("--learnig_rate", "did you mean --learning-rate?"),
         ("--grups", "did you mean --groups?"),
         ("--lora-ranks", "did you mean --lora-rank?"),
         ("--gradient", "--help lists them"),
@@ -60,21 +62,84 @@ def test_a_flag_is_guessed_from_its_spelling_only_where_that_is_close(capsys, as
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "answer"),
+    ("name", "value", "ours"),
     [
-        ("scale_rewards", "False", "; TRL's scale_rewards false is here --scale-rewards none"),
-        ("report_to", "none", "no tracker is the default; leave --report-to out"),
-        ("loss_type", "bnpo", "; TRL's loss_type bnpo is missing here: bring one as --loss FILE.py:fn"),
-        ("scale_rewards", "max", "(choose from 'group', 'batch', 'mean', 'none')\n"),
+        ("scale_rewards", "False", "none"),
+        ("scale_rewards", "true", "group"),
+        ("report_to", "none", []),
+        ("loss_type", "nll", "sft"),
+        ("learning_rate", "1e-4", 1e-4),  # which YAML reads as a text
+        ("learning_rate", 1e-4, 1e-4),
+        ("reward", "length:9", ["length:9"]),
     ],
 )
-def test_a_value_of_trl_is_answered_by_the_table_in_a_flag_and_in_a_recipe(capsys, name, value, answer):
-    given = sources.given(parse([flags.flag_of(name), value])) if name == "loss_type" else {}
-    said = "" if given else said_of(capsys, flags.flag_of(name), value)
+def test_values_of_trl_are_taken_in_a_flag_with_underscores_and_in_a_recipe(tmp_path, name, value, ours):
+    rest = {"data": "mine.jsonl"} if ours == "sft" else {}
+    written = {"False": False, "true": True}.get(value, value)
+    assert checks.checked(rest | {name: written}).flat()[name] == ours
+    assert checks.checked(rest | sources.given(parse([f"--{name}", str(value)]))).flat()[name] == ours
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "answer"),
+    [
+        ("loss_type", "bnpo", "; TRL's loss_type bnpo is missing here: bring one as --loss FILE.py:fn"),
+        ("report_to", "tensorboard", "; TRL's report_to tensorboard is missing here: report.html draws"),
+        ("scale_rewards", "max", "--scale-rewards is 'max'; it must be one of group, batch, mean, none"),
+    ],
+)
+def test_a_value_that_is_missing_here_is_answered_by_the_table(name, value, answer):
     with pytest.raises(ValueError, match=f"^{flags.flag_of(name)} is ") as error:
-        checks.checked(given or {name: {"False": False}.get(value, value)})
-    assert answer in said or answer in str(error.value)
-    assert value == "max" or flags.value_hint(name, value) in str(error.value)
+        checks.checked(sources.given(parse([flags.flag_of(name), value])))
+    assert answer in str(error.value)
+
+
+SCRIPT = """
+dataset = load_dataset("openai/gsm8k", "main", split="train")
+args = GRPOConfig(output_dir="out", learning_rate=2e-5, per_device_train_batch_size=8, gradient_accumulation_steps=4,
+                  num_generations=8, max_completion_length=200, gradient_checkpointing=True, report_to="none",
+                  scale_rewards=False, loss_type="bnpo", num_train_epochs=1, temperature=TEMPERATURE)
+GRPOTrainer(model="Qwen/Qwen2-0.5B", reward_funcs=[right], args=args, train_dataset=dataset,
+            peft_config=LoraConfig(r=32, lora_alpha=64, target_modules=["q_proj", "k_proj", "v_proj"]))
+raise SystemExit("nothing of it is run")
+"""
+RECIPE = "model_name_or_path: demo\nlearning_rate: 1e-5\nlora_r: 8\nuse_peft: true\nmax_steps: 7\nodd: 3\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "ours", "left"),
+    [
+        (
+            "grpo.py",
+            SCRIPT,
+            {"data": "openai/gsm8k:main:train", "batch": 4, "groups": 8, "max_tokens": 200, "learning_rate": 2e-5}
+            | {"lora_rank": 32, "lora_scale": 2.0, "lora_targets": ["qkv_proj"], "checkpoint_layers": "on"}
+            | {"model": "Qwen/Qwen2-0.5B", "report_to": [], "scale_rewards": "none"},
+            "loss_type num_train_epochs output_dir reward_funcs temperature",
+        ),
+        (
+            "grpo.yaml",
+            RECIPE,
+            {"model": "demo", "learning_rate": 1e-5, "lora_rank": 8, "steps": 7},
+            "odd",
+        ),
+    ],
+)
+def test_a_file_of_trl_becomes_a_recipe_that_says_what_has_no_equal(tmp_path, capsys, name, text, ours, left):
+    (tmp_path / name).write_text(text)
+    train.main(["--from-trl", str(tmp_path / name)])
+    said = capsys.readouterr().out
+    assert yaml.safe_load(said) == ours
+    assert sorted(re.findall("^# ([a-z_]+): ", said, re.M)) == left.split()
+    (tmp_path / "ours.yaml").write_text(said)
+    checks.checked(sources.load_recipe(tmp_path / "ours.yaml"))
+
+
+def test_a_file_that_is_none_of_trl_is_refused(tmp_path, refused):
+    (tmp_path / "mine.py").write_text("print(1")
+    refused(train.main, ["--from-trl", tmp_path / "mine.py"], "mine.py is not Python")
+    (tmp_path / "mine.py").write_text("print(1)")
+    refused(train.main, ["--from-trl", tmp_path / "mine.py"], "holds no settings of TRL's")
 
 
 def test_all_unknown_flags_are_told_in_one_line(capsys):
@@ -86,13 +151,22 @@ def test_all_unknown_flags_are_told_in_one_line(capsys):
 def test_a_recipe_and_a_program_are_answered_like_a_flag():
     with pytest.raises(ValueError, match="unknown setting 'num_generations'; TRL's num_generations is here --groups"):
         sources.refuse_unknown({"num_generations": 8})
-    with pytest.raises(ValueError, match=r"unknown setting 'zebra'; train\.py --help-all lists them"):
-        sources.refuse_unknown({"zebra": 8})
+    both = r"'num_generations'; TRL's .*\. unknown setting 'zebra'; train\.py --help-all lists them"
+    with pytest.raises(ValueError, match=both):
+        sources.refuse_unknown({"num_generations": 8, "zebra": 8})
+    with pytest.raises(ValueError, match=r"5 unknown settings, 'a', 'b', 'c', 'd', 'e'; of TRL's --from-trl FILE"):
+        sources.refuse_unknown("abcde")
 
 
 def test_a_command_without_the_flag_of_a_row_says_nothing_of_it():
     assert flags.hint("--lora-alpha", ["--temp", "--seed"]) == ""
     assert flags.hint("--temperature", ["--temp", "--seed"]) == "TRL's temperature is here --temp"
+
+
+def test_the_command_that_goes_on_has_the_extras_of_the_run():
+    config = checks.checked({"model": "smollm2", "task": "rg:lcm", "report_to": "wandb"})
+    assert sources.command(config) == "uv run --extra smollm --extra tasks --extra wandb train.py"
+    assert sources.command(checks.checked({"model": "demo", "task": "demo"})) == "uv run train.py"
 
 
 # ---- projections by the names of a checkpoint

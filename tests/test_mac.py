@@ -275,7 +275,7 @@ def stopped(tmp_path):
     (tmp_path / "checkpoints" / "step-000002").mkdir(parents=True)
     saved = SimpleNamespace(is_whole=True, stopping=False, step=3, boundary=(3, 3), dir=tmp_path, longest=10)
     saved.model = SimpleNamespace(config=SimpleNamespace(num_hidden_layers=4))
-    saved.sizes, saved.go_back = Sizes(8, "off", 1024, 0), lambda: None
+    saved.sizes, saved.go_back, saved.config = Sizes(8, "off", 1024, 0), lambda: None, Config.of()
     saved.save = lambda: checkpoint.save_tensors(tmp_path / "state.safetensors", {"x": mx.ones(3) * 2})
     return saved
 

@@ -1,0 +1,101 @@
+"""
+A recipe out of TRL's: the YAML of `trl grpo`, or a script that calls GRPOConfig, LoraConfig and GRPOTrainer.
+
+data/trl.yaml says what each name is here. Nothing of the script is run. Left out: reward functions, which belong into a
+file of their own.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from config import SETTINGS
+from flags import foreign_names, load_yaml, read_text
+from settings.checks import checked
+
+CALLS = ("GRPOConfig", "SFTConfig", "LoraConfig", "GRPOTrainer", "SFTTrainer")
+PARTS = ("args", "peft_config", "train_dataset", "processing_class")  # of the trainer, which other calls make
+
+
+def recipe(path: str) -> str:
+    """Our YAML of a file of TRL's; a comment for each name without an equal. ValueError for what cannot be read."""
+    where = f"--from-trl {path}"
+    theirs = dict(in_script(path, where)) if Path(path).suffix == ".py" else load_yaml(path, where)
+    if not isinstance(theirs, dict) or not theirs:
+        raise ValueError(f"{where} holds no settings of TRL's; give the YAML of `trl grpo` or a script with GRPOConfig")
+    rows = {
+        name: row for section, names in foreign_names().items() if section != "values" for name, row in names.items()
+    }
+    ours, left, spared = derived(theirs), [], []
+    for name, value in theirs.items():
+        kind, said = rows.get(str(name), ("missing", "neither TRL nor Gwen knows it"))
+        if found := translated(str(name), value, kind, said):
+            ours.setdefault(*found)
+        elif kind == "not needed":
+            spared.append(str(name))
+        elif name not in DERIVED:
+            left.append(f"# {name}: {value!r:.80} -> {kind}{': ' if said else ''}{said}")
+    if spared:
+        left.append(f"# not needed here: {', '.join(spared)}")
+    return "\n".join([*left, yaml.safe_dump(ours, sort_keys=False)])
+
+
+def translated(name: str, value: Any, kind: str, said: str) -> tuple[str, Any] | None:
+    """Our setting and its value; None where there is none, or the value is no value of it."""
+    named = re.match("`--([a-z-]+)(?: ([a-z]+))?`", said)
+    if kind == "same" and name in SETTINGS:
+        key = name
+    elif kind == "renamed" and named and not re.search("[:*/]", said.replace("https:", "")):
+        key = named[1].replace("-", "_")
+        value = named[2] if named[2] and value is True else value
+    else:
+        return None
+    if key not in SETTINGS:
+        return None
+    try:
+        return key, checked({key: value}).flat()[key]
+    except ValueError:
+        return None
+
+
+DERIVED = ("lora_alpha", "per_device_train_batch_size", "dataset_name", "dataset_config", "dataset_train_split")
+
+
+def derived(theirs: dict[str, Any]) -> dict[str, Any]:
+    """What is here made of several of theirs."""
+    ours: dict[str, Any] = {}
+    if alpha := theirs.get("lora_alpha"):
+        ours["lora_scale"] = alpha / theirs.get("r", theirs.get("lora_r", 16))
+    if size := theirs.get("per_device_train_batch_size"):
+        steps = theirs.get("steps_per_generation") or theirs.get("gradient_accumulation_steps") or 1
+        ours["batch"] = max(size * steps // theirs.get("num_generations", 8), 1)
+    if name := theirs.get("dataset_name"):
+        parts = name, theirs.get("dataset_config"), theirs.get("dataset_train_split")
+        ours["data"] = ":".join(str(part) for part in parts if part)
+    return ours
+
+
+def in_script(path: str, where: str) -> Iterator[tuple[str, Any]]:
+    """The names and values in a script's calls; of a value that is computed its words."""
+    try:
+        tree = ast.parse(read_text(path, where, 1))
+    except (SyntaxError, RecursionError) as error:
+        raise ValueError(f"{where} is not Python: {error}") from error
+    for node in ast.walk(tree):
+        called = getattr(node.func, "id", getattr(node.func, "attr", "")) if isinstance(node, ast.Call) else ""
+        if called == "load_dataset" and isinstance(node, ast.Call):
+            names = [*node.args, *(word.value for word in node.keywords if word.arg == "split")]
+            yield "dataset_name", ":".join(map(str, map(literal, names)))
+        elif called in CALLS and isinstance(node, ast.Call):
+            yield from ((word.arg, literal(word.value)) for word in node.keywords if word.arg and word.arg not in PARTS)
+
+
+def literal(node: ast.expr) -> Any:
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        return ast.unparse(node)

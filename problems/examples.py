@@ -19,7 +19,6 @@ import os
 import random
 import re
 import reprlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from hashlib import sha256
@@ -160,24 +159,21 @@ def _json_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
 
 
 def _csv_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
-    """Rows by the header's names; an empty cell is a missing value, a wrong number of fields an error."""
-    rows = csv.reader(io.StringIO(_text(spec, content), newline=""), strict=True)
-    header: list[str] | None = None
+    """Rows by the header's names, parted as these are; an empty cell is missing, a wrong number of fields an error."""
     csv.field_size_limit(2**31 - 1)  # a cell may be a document; the default limit is 131,072 characters
+    text = _text(spec, content)
+    separator = max(",;\t", key=text.partition("\n")[0].count)
+    rows = csv.DictReader(io.StringIO(text, newline=""), restkey="", delimiter=separator, strict=True)
     try:
-        for row in filter(None, rows):
+        names = list(rows.fieldnames or [])
+        if wrong := [name for name in names if not name.strip() or names.count(name) > 1]:
+            raise ValueError(f"{spec}, line 1: column {short(wrong[0])} is empty or occurs twice; rename it")
+        for row in rows:
             where = f"line {rows.line_num}"
-            if header is None:
-                header = row
-                if len(row) == 1 and (sign := re.search("[;\t]", row[0])):
-                    raise ValueError(f"{spec}, {where}: columns are parted by {sign[0]!r}; write commas instead")
-                if wrong := [name for name, times in Counter(header).items() if not name.strip() or times > 1]:
-                    raise ValueError(f"{spec}, {where}: column {short(wrong[0])} is empty or occurs twice; rename it")
-            elif len(row) != len(header):
-                count = f"{len(row)} fields where the header has {len(header)}"
-                raise ValueError(f"{spec}, {where}: {count}; quote fields that hold a comma")
-            else:
-                yield where, {name: cell or None for name, cell in zip(header, row, strict=True)}
+            if "" in row or None in row.values():
+                fix = f"not {len(names)} fields, as the header has; quote fields that hold {separator!r}"
+                raise ValueError(f"{spec}, {where}: {fix}")
+            yield where, {name: cell or None for name, cell in row.items()}
     except csv.Error as error:
         raise ValueError(f"{spec}, line {rows.line_num}: not CSV ({one_line(error)}); quote that field") from error
 

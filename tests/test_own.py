@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import datasets
@@ -43,7 +44,8 @@ TABLE = [{"prompt": 'Hé\u2028llo, "you"?', "answer": 7}, {"prompt": "two\nlines
 def test_the_same_records_and_answers_as_texts_come_out_of_every_kind_of_file(tmp_path):
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\r\n\n" for row in TABLE)
     cells = '\ufeffprompt,answer\n"Hé\u2028llo, ""you""?",7\n\n"two\nlines",8\n'
-    for ending, text in (("jsonl", lines), ("json", json.dumps(TABLE)), ("csv", cells)):
+    sheet = re.sub(",(?! )", ";", cells)  # as a spreadsheet writes it where commas part decimals
+    for ending, text in (("jsonl", lines), ("json", json.dumps(TABLE)), ("csv", cells), ("sheet.csv", sheet)):
         (tmp_path / f"data.{ending}").write_bytes(text.encode())
     held = datasets.Dataset.from_list(TABLE)
     held.to_parquet(tmp_path / "data.parquet")

@@ -11,6 +11,7 @@ What is left out: which problem a step gets, which is in `tasks/curriculum.py`.
 
 # ruff: noqa: RUF001  (logic has an or that looks like a v)
 
+import bisect
 import functools
 import importlib.util
 import itertools
@@ -161,21 +162,15 @@ class Problems:
         return self._make(places, FIRST * (1 + seed % SEEDS), levels)
 
     def _make(self, places: Sequence[int], first: int, levels: dict[str, int]) -> list[Example]:
-        names = [self._name_at(place) for place in places]
+        # whose turn it is: in every stretch of places each data set as often as it weighs
+        known, ends = list(self.mix.weights), list(itertools.accumulate(self.mix.weights.values()))
+        names = [known[bisect.bisect(ends, place * GOLDEN % 1.0 * ends[-1])] for place in places]
         questions = [(name, levels.get(name), first + place) for name, place in zip(names, places, strict=True)]
         examples = []
         for (name, level, _), (prompt, answer, entry) in zip(questions, self._ask(questions), strict=True):
             example = {"prompt": prompt, "answer": answer, "system": self.mix.system or None, "category": name}
             examples.append(example | {"level": level, "entry": entry})
         return examples
-
-    def _name_at(self, place: int) -> str:
-        """The data set whose turn it is: in every stretch of places as often as it weighs."""
-        point = place * GOLDEN % 1.0 * sum(self.mix.weights.values())
-        for name, end in zip(self.mix.weights, itertools.accumulate(self.mix.weights.values()), strict=True):
-            if point < end:
-                return name
-        return name
 
     def score(
         self,

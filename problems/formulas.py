@@ -25,7 +25,9 @@ FUNCTIONS = {"sqrt", "exp", "log", "ln", "Abs"} | {
     for name in ("sin", "cos", "tan", "sec", "csc", "cot")
     for hyperbolic in ("", "h")
 }
-OPERATORS: dict[type[ast.operator], Any] = {
+OPERATORS: dict[type[ast.AST], Any] = {
+    ast.UAdd: operator.pos,
+    ast.USub: operator.neg,
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -66,10 +68,8 @@ def _value(node: ast.expr, names: dict[str, Any]) -> Any:
         case ast.Name(id=name):
             constants = {"pi": sympy.pi, "E": sympy.E, "I": sympy.I}
             value = names.get(name, constants.get(name, sympy.Symbol(name)))
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            value = -_value(operand, names)
-        case ast.UnaryOp(op=ast.UAdd(), operand=operand):
-            value = _value(operand, names)
+        case ast.UnaryOp(op=op, operand=operand) if type(op) in OPERATORS:
+            value = OPERATORS[type(op)](_value(operand, names))
         case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
             first, second = _value(left, names), _value(right, names)
             if isinstance(op, (ast.Pow, ast.LShift)) and second.is_Number and not abs(second) <= STEEPEST:

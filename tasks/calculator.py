@@ -1,7 +1,6 @@
 """Arithmetic with a calculator, which the model may call: a few minutes with the third bundled model."""
 
 import ast
-import operator
 import random
 import re
 from collections.abc import Sequence
@@ -13,7 +12,6 @@ from problems.formulas import OPERATORS
 from tasks.task import Sides, Task
 
 LONGEST = 200  # characters of an expression
-_SIGNS: dict[Any, Any] = {ast.UAdd: operator.pos, ast.USub: operator.neg, **OPERATORS}
 
 
 def calculator(expression: str) -> str:
@@ -41,9 +39,9 @@ def _value(node: ast.expr) -> Fraction:
         case ast.Constant(value=number):
             return Fraction(str(number))
         case ast.UnaryOp(op=sign, operand=operand):
-            return _SIGNS[type(sign)](_value(operand))
+            return OPERATORS[type(sign)](_value(operand))
         case ast.BinOp(left=left, op=sign, right=right):
-            return _SIGNS[type(sign)](_value(left), _value(right))
+            return OPERATORS[type(sign)](_value(left), _value(right))
     raise SyntaxError
 
 

@@ -117,9 +117,10 @@ class Side:
         limit = min(params.limits(1)[0], room)
         for numbers in sampler.uniforms(manner.seed, [self.num_turns], limit)[0]:
             token, logprob, _ = sampler.choose_token(logits, mx.array(numbers[None]), params)
-            logits = model.logits(self.forward(token[:, None], self.cache)[:, -1])
-            mx.async_eval(token, logprob, logits)
-            if not mx.isfinite(logprob).item():  # wait
+            mx.async_eval(token, logprob)  # apart from the next step, so that they can be read while it goes on
+            logits = self.forward(token[:, None], self.cache)[:, -1] @ model.head_weight.T
+            mx.async_eval(logits)
+            if not np.isfinite(np.array(logprob)).all():  # wait
                 raise sampler.NotFinite(0, len(self.turn), logits.dtype)
             self.turn.append(int(np.array(token)[0]))
             yield self.turn[-1]

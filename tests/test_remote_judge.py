@@ -188,7 +188,8 @@ def test_a_slow_reply_is_given_up_and_asked_for_again(serve):
     assert ask(make(serve(answer), timeout=0.3))[0].text != "0"
 
 
-def test_a_reply_that_comes_byte_by_byte_has_no_more_time_than_another():
+def test_a_reply_that_comes_byte_by_byte_has_no_more_time_than_another(monkeypatch):
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def drip():

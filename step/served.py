@@ -24,7 +24,7 @@ from problems.examples import Example
 from step.sample import Sample
 
 FLAGS = Flags("--url", "--url-model", "URL_API_KEY", "--max-tokens")
-SLOWEST, RETRIES = 4, 2  # tokens a second of a server that is not dead; further tries of a request
+SLOWEST, RETRIES = 1, 2  # tokens a second of a server that is not dead; further tries of a request
 PLAIN: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}  # the model's own distribution: servers have defaults
 
 

@@ -9,7 +9,6 @@ settings said: no thinking, the task's system prompt. Left out: what an adapter 
 import os
 import shlex
 import shutil
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ import tasks
 from config import Config
 from deploy import few_bits, gguf_writer
 from disk import adapters, gguf, hub, run_files
-from flags import Parser, fail, visible
+from flags import Parser, fail
 from machine import alive
 from problems import chat_template, chats
 from problems.examples import Example, load_sides
@@ -71,7 +70,7 @@ def main(argv: list[str] | None = None) -> None:
             os.replace(scratch, args.out)
             print(f"{args.out}: {what}", flush=True)
             if few:
-                tell_cost(of_run, wide, args.out, args.bits)
+                few_bits.tell_cost(of_run, wide, args.out, args.bits)
         except RuntimeError as error:  # MLX's, when a file cannot be written
             raise OSError(f"--out {args.out} cannot be written: {hub.first_line(error)}") from error
         finally:
@@ -80,17 +79,6 @@ def main(argv: list[str] | None = None) -> None:
     except (ValueError, OSError) as error:
         fail(error)
     print(f"to publish it: uv run hf upload OWNER/{args.out.resolve().name} {shlex.quote(str(args.out))}")
-
-
-def tell_cost(run: str | None, wide: Path, few: Path, bits: int) -> None:
-    """Prints what the few bits of a written model cost, beside the same in 16."""
-    try:
-        if run is None:
-            raise ValueError("only --run tells the problems")
-        for line in few_bits.cost(run, wide, few, bits):
-            print(visible(line), flush=True)
-    except ValueError as error:  # the model is written all the same
-        print(visible(f"what {bits} bits cost was not measured: {error}"))
 
 
 def run_of(adapter: str) -> str | None:
@@ -109,14 +97,11 @@ def fuse(name: str | None, adapter: str, out: Path, run: str | None) -> str:
 
 
 def stored_dtype(directory: Path) -> mx.Dtype:
-    """The floating type that most of a checkpoint's bytes have; of packed weights these are the scales."""
+    """The type of a checkpoint's largest tensor of floating point; of packed weights these are the scales."""
     link = directory / gguf.LINK
     tensors = gguf.load(link.resolve())[0] if link.is_file() else hub.load_weights(directory)
-    sizes = Counter[mx.Dtype]()
-    for tensor in tensors.values():
-        if mx.issubdtype(tensor.dtype, mx.floating):
-            sizes[tensor.dtype] += tensor.nbytes
-    return max(sizes, key=lambda dtype: sizes[dtype], default=mx.float32)
+    floating = [tensor for tensor in tensors.values() if mx.issubdtype(tensor.dtype, mx.floating)]
+    return max(floating, key=lambda tensor: tensor.nbytes).dtype
 
 
 def as_trained(tokenizer: Any, run: str) -> str:
@@ -124,9 +109,9 @@ def as_trained(tokenizer: Any, run: str) -> str:
     config = checked(load_recipe(run_files.config_file(run)))
     system, said = trained_system(config)
     written = chat_template.write_into(tokenizer, system, config.sampling.thinking)
-    return said + f"; its chat template has {written}, as in training (--keep-template leaves the base's)" * bool(
-        written
-    )
+    if written:
+        said += f"; its chat template has {written}, as in training (--keep-template leaves the base's)"
+    return said
 
 
 def trained_system(config: Config) -> tuple[str | None, str]:

@@ -9,9 +9,7 @@ which mlx_lm's own commands have.
 import contextlib
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import cpu_blas  # noqa: F401  (before mlx)
 
@@ -20,7 +18,8 @@ import gwen
 import tasks
 from config import Config
 from disk import run_files
-from machine import alive, memory
+from flags import visible
+from machine import alive
 from problems import chat_template, episodes
 from problems.examples import Example
 from step.batch import cut, hidden
@@ -44,42 +43,35 @@ def pack(wide: Path, out: Path, bits: int) -> None:
             shutil.copy(file, out)
 
 
-def cost(run: str, wide: Path, few: Path, bits: int) -> Iterator[str]:
-    """
-    Lines on a run's model in few bits beside that in 16, each in its directory, on the run's held-out problems.
-
-    Raises ValueError where these cannot be had.
-    """
-    chat_template.keep_date(run_files.begun(Path(run)))
-    config = evaluate.of_run(run, {})
-    task = tasks.make(config)
-    _, record, sampled, greedy = answers(config, task, wide)
-    yield f"16 bits: {run_files.evaluation_line(record)}"
-    model, record, *_ = answers(config, task, few)
-    yield f"{bits} bits: {run_files.evaluation_line(record)}"
-    lost, same = evaluate.divergence(model, sampled, 1.0), agreement(model, greedy)  # nats a token; a share of tokens
-    del model  # one at a time
-    base, _ = gwen.load(config.model.name, adapter=run_files.adapter_of(run, 0))
-    learned = evaluate.divergence(base, sampled, 1.0)
-    yield (
+def tell_cost(run: str | None, wide: Path, few: Path, bits: int) -> None:
+    """Prints how a run's model in few bits does beside that in 16, each in its directory, on held-out problems."""
+    try:
+        if run is None:
+            raise ValueError("only --run tells the problems")
+        chat_template.keep_date(run_files.begun(Path(run)))
+        config = evaluate.of_run(run, {})
+        task = tasks.make(config)
+        _, sampled, greedy = answers(config, task, wide, 16)
+        model, *_ = answers(config, task, few, bits)
+        lost, same = evaluate.divergence(model, sampled, 1.0), agreement(model, greedy)  # nats a token, share of tokens
+        del model  # one at a time
+        base, _ = gwen.load(config.model.name, adapter=run_files.adapter_of(run, 0))
+        learned = evaluate.divergence(base, sampled, 1.0)
+    except ValueError as error:  # the model is written all the same
+        print(visible(f"what {bits} bits cost was not measured: {error}"))
+        return
+    print(
         f"{bits} bits are {lost:.2g} nats a token from 16, {lost / max(learned, 1e-9):.2%} of the {learned:.2g} that "
         f"training moved; {same:.1%} of the tokens of greedy answers stay the likeliest"
     )
     if lost > TOO_MUCH * learned:
-        yield f"WARNING: {bits} bits move the model by over a third of what training did: take more, or train longer"
+        print(f"WARNING: {bits} bits move the model by over a third of what training did: take more, or train longer")
 
 
-class Answers(NamedTuple):
-    """Of a model: its evaluation, and the answers that this took."""
-
-    model: gwen.Model
-    record: dict[str, Any]  # as in `eval.jsonl`
-    sampled: list[Sample]
-    greedy: list[Sample]
-
-
-def answers(config: Config, task: tasks.Task, directory: Path) -> Answers:
-    """Evaluates the model of a directory on the task's held-out problems, as a run does."""
+def answers(
+    config: Config, task: tasks.Task, directory: Path, bits: int
+) -> tuple[gwen.Model, list[Sample], list[Sample]]:
+    """Evaluates the model of a directory as a run does and prints it; returns it, its samples and greedy answers."""
     model, tokenizer = gwen.load(directory)
     scored = task.rubric is not None and task.verifier is None and not config.judge.url  # which may cost money
     base = gwen.load(config.model.name)[0] if scored and config.judges_itself else None
@@ -92,14 +84,15 @@ def answers(config: Config, task: tasks.Task, directory: Path) -> Answers:
 
     params = evaluate.EvalParams(
         config.sampling.max_tokens,
-        memory.BatchSize(config.sampling.rollout_batch_size) if config.sampling.rollout_batch_size else None,
         limit=config.evaluation.limit or None,
         thinking=config.sampling.thinking,
         stop=config.sampling.stop,
         toolbox=episodes.make(config, task.tools, task.environments, tokenizer, model.config),
     )
     record, _ = evaluate.examine(answer, task, params, grader=grader)
-    return Answers(model, record, *found)
+    print(f"{bits} bits: {run_files.evaluation_line(record)}", flush=True)
+    sampled, greedy = found
+    return model, sampled, greedy
 
 
 def agreement(model: gwen.Model, greedy: list[Sample]) -> float:

@@ -111,15 +111,9 @@ class ModelConfig:
         return len(self.layer_kinds)
 
 
-# The largest value of each size. Larger ones are typos: building such a model would take minutes, or overflow, before
-# its weights could contradict it.
-SIZES = {
-    "hidden_size": 2**17,
-    "num_hidden_layers": 2**10,
-    "intermediate_size": 2**18,
-    "num_attention_heads": 2**10,
-    "vocab_size": 2**21,
-}
+# The largest value of each size: larger ones are typos, of which building a model would take minutes or overflow.
+SIZES = {"hidden_size": 2**17, "num_hidden_layers": 2**10, "intermediate_size": 2**18}
+SIZES |= {"num_attention_heads": 2**10, "vocab_size": 2**21}
 
 
 def make_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:

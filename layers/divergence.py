@@ -57,6 +57,22 @@ def terms_of(log_p: mx.array, log_q: mx.array, beta: float) -> tuple[mx.array, m
     return beta * p * (apart - above) + slopes, slopes
 
 
+def sums_of(
+    log_p: mx.array, log_q: mx.array, head_weight: mx.array, places: tuple[mx.array, mx.array], beta: float
+) -> list[mx.array]:
+    """
+    What a tile of the vocabulary adds for M rows, from log-probabilities (M, tile) and the student's head for it.
+
+    places: of the ids in the tile, see `lm_head.place_of`. Divergence, the id's log-probability, entropy and sum(s),
+    (M, 1) each, sum(s W), and unless beta is 0 sum(q W), (M, C) each; s: see `terms_of`.
+    """
+    (place, inside), weight, q = places, head_weight.astype(mx.float32), cpu.exp(log_q)
+    terms, slopes = terms_of(log_p, log_q, beta)
+    sums = [softmax.tiled_sum(each)[:, None] for each in (terms, -q * log_q, slopes)]
+    chosen = mx.where(inside, mx.take_along_axis(log_q, place, axis=-1), 0.0)
+    return [sums[0], chosen, *sums[1:], slopes @ weight, *([q @ weight] if beta else [])]
+
+
 def token_divergences(
     hidden: mx.array,
     head_weight: mx.array,
@@ -104,13 +120,16 @@ def token_divergences(
                 sums[1] = sums[1].after(logits_of(hidden[rows], head_weight, tile, done))
                 done = [*sums[0], *sums[1]]
             taught_sum, own_sum = sums
-            state = _State.start(rows.stop - rows.start, hidden.shape[1], beta)
+            totals: list[mx.array] = []
             for tile in tiles:
                 log_p = taught_sum.logprobs(logits_of(taught[rows], lesson.head_weight, tile, done))
                 log_q = own_sum.logprobs(logits_of(hidden[rows], head_weight, tile, done))
-                state = state.after(log_p, log_q, head_weight[tile], lm_head.place_of(flat_ids[rows], tile), beta)
-                done = [array for array in state if array is not None]
-            parts.append((*state.results(temperature), *taught_sum, *own_sum))
+                found = sums_of(log_p, log_q, head_weight[tile], lm_head.place_of(flat_ids[rows], tile), beta)
+                done = totals = [a + b for a, b in zip(totals, found, strict=True)] if totals else found
+            *results, slope, kept = totals[:5]
+            kept = kept - slope * totals[5] if beta else kept  # of the forward KL sum(s) is 0
+            results = [array.squeeze(-1) for array in results]
+            parts.append((*results, kept / temperature, slope, *taught_sum, *own_sum))
         return tuple(mx.concatenate(list(column)) for column in zip(*parts, strict=True))
 
     @forward.vjp
@@ -155,45 +174,3 @@ class _Sum(NamedTuple):
     def logprobs(self, logits: mx.array) -> mx.array:
         """Log-probabilities of a tile once all were taken in; the peak goes first, so likely tokens lose no digit."""
         return (logits - self.peak) - mx.log(self.total)
-
-
-class _State(NamedTuple):
-    """What is known of M rows after some of the vocabulary, the logsumexps being known."""
-
-    divergence: mx.array  # (M, 1)
-    chosen: mx.array  # (M, 1) the student's log-probability of the id
-    entropy: mx.array  # (M, 1)
-    slope: mx.array  # (M, 1) sum of s, see `terms_of`
-    slopes: mx.array  # (M, C) sum of s * row of the student's head
-    mean: mx.array | None  # (M, C) sum of q * row of the student's head; None where sum(s) is 0
-
-    @staticmethod
-    def start(num_rows: int, width: int, beta: float) -> "_State":
-        nothing, nowhere = mx.zeros((num_rows, 1)), mx.zeros((num_rows, width))
-        return _State(nothing, nothing, nothing, nothing, nowhere, None if beta == 0 else nowhere)
-
-    def after(
-        self, log_p: mx.array, log_q: mx.array, head_weight: mx.array, places: tuple[mx.array, mx.array], beta: float
-    ) -> "_State":
-        """
-        The state with one more tile taken in: log-probabilities (M, tile) of both, and the student's head for it.
-
-        places: of the ids in the tile, see `lm_head.place_of`.
-        """
-        weight, q = head_weight.astype(mx.float32), cpu.exp(log_q)
-        terms, slopes = terms_of(log_p, log_q, beta)
-        place, inside = places
-        return _State(
-            self.divergence + softmax.tiled_sum(terms)[:, None],
-            mx.where(inside, mx.take_along_axis(log_q, place, axis=-1), self.chosen),
-            self.entropy - softmax.tiled_sum(q * log_q)[:, None],
-            self.slope if beta == 0 else self.slope + softmax.tiled_sum(slopes)[:, None],
-            self.slopes + slopes @ weight,
-            None if self.mean is None else self.mean + q @ weight,
-        )
-
-    def results(self, temperature: float) -> tuple[mx.array, ...]:
-        """Divergences, log-probabilities and entropies (M,), the first's gradient by `hidden` (M, C), sum(s) (M, 1)."""
-        kept = self.slopes if self.mean is None else self.slopes - self.slope * self.mean
-        rows = (array.squeeze(-1) for array in (self.divergence, self.chosen, self.entropy))
-        return *rows, kept / temperature, self.slope

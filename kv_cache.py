@@ -34,7 +34,6 @@ class Group(NamedTuple):
     members: mx.array | None = None  # (R, G) the query rows of each row, padded with 0; None: row r * G + g, no padding
     places: mx.array | None = None  # (N,) each query row's index in the flattened (R, G)
     mask: mx.array | str | None = None  # (R, 1, 1, S) or with G = 1 (N, 1, L, S) boolean, "causal" with G = 1, or None
-    rows: mx.array | None = None  # (N,) the row that each query row reads; None: n // G
 
 
 class Layout(NamedTuple):
@@ -202,7 +201,7 @@ def make_group(rows: list[int], num_blocks: int, mask: mx.array | str | None) ->
     if [n for group in padded for n in group] == list(range(len(rows))):
         return Group(mask=mask)
     place = {n: row * most + g for row, group in enumerate(members) for g, n in enumerate(group)}
-    return Group(mx.array(padded), mx.array([place[n] for n in range(len(rows))]), mask, mx.array(rows))
+    return Group(mx.array(padded), mx.array([place[n] for n in range(len(rows))]), mask)
 
 
 class SlotLayer:

@@ -227,7 +227,7 @@ def _launch_slot_attention(queries: mx.array, parts: Parts, layout: Layout) -> m
     kernel could not be joined: it keeps its sums to itself.
     """
     (keys, values), (own_keys, own_values) = parts
-    members, places, mask, _ = layout.groups[0]
+    members, places, mask = layout.groups[0]
     own_mask = layout.groups[1].mask
     assert not isinstance(mask, str) and not isinstance(own_mask, str), "a slot takes one token a step"
     num_rows, num_heads, _, size = queries.shape
@@ -285,18 +285,19 @@ def joined(parts: Parts, layout: Layout) -> tuple[mx.array, mx.array]:
     num_rows = parts[-1][0].shape[0]
     # A part whose rows have equally many readers is a view with an axis for each such part, so nothing of it is copied
     # before its place in the buffer is written.
-    counts = [keys.shape[0] for (keys, _), group in zip(parts, layout.groups, strict=True) if group.rows is None]
+    counts = [keys.shape[0] for (keys, _), group in zip(parts, layout.groups, strict=True) if group.places is None]
     counts = sorted({1, *counts, num_rows})
     dims = [count // fewer for fewer, count in itertools.pairwise(counts)]
     assert math.prod(dims) == num_rows, f"{counts} rows of parts do not divide each other"
 
-    def spread(part: mx.array, rows: mx.array | None) -> mx.array:
-        part = part if rows is None else part[rows]
+    def spread(part: mx.array, group: Group) -> mx.array:
+        if group.places is not None and group.members is not None:
+            part = part[group.places // group.members.shape[1]]
         held = [dim if count <= part.shape[0] else 1 for dim, count in zip(dims, counts[1:], strict=True)]
         return mx.broadcast_to(part.reshape(*held, *part.shape[1:]), (*dims, *part.shape[1:]))
 
     def join(arrays: list[mx.array]) -> mx.array:
-        views = [spread(array, group.rows) for array, group in zip(arrays, layout.groups, strict=True)]
+        views = [spread(array, group) for array, group in zip(arrays, layout.groups, strict=True)]
         whole = mx.concatenate(views, axis=-2)
         return whole.reshape(num_rows, *whole.shape[-3:])
 

@@ -32,7 +32,6 @@ import sys
 import tempfile
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import numpy as np
 

@@ -108,27 +108,27 @@ def in_turn(engines: dict[str, Callable[[Any], Any]], work: Any, warmup: int, ru
     return samples
 
 
-def times(samples: list[Sample]) -> dict[str, float]:
-    """Milliseconds of an engine's runs, and of the processors."""
+def rounded(numbers: dict[str, Any]) -> dict[str, float]:
+    return {name: round(float(number), 3) for name, number in numbers.items()}
+
+
+def weight_bytes(model: gwen.Model) -> int:
+    return sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+
+
+def summary(samples: list[Sample], model: gwen.Model, **more: float) -> dict[str, float]:
+    """Milliseconds of an engine's runs, and of the processors; the largest peak, with the weights that all hold."""
     seconds = [sample.run.seconds for sample in samples]
-    return {
+    numbers = {
         "mean_ms": 1e3 * statistics.fmean(seconds),
         "std_ms": 1e3 * statistics.stdev(seconds) if len(seconds) > 1 else 0.0,
         "median_ms": 1e3 * statistics.median(seconds),
         "min_ms": 1e3 * min(seconds),
         "max_ms": 1e3 * max(seconds),
         "cpu_ms": 1e3 * statistics.fmean(sample.cpu_s for sample in samples),
+        "peak_mb": (weight_bytes(model) + max(sample.peak_bytes for sample in samples)) / 1e6,
     }
-
-
-def rounded(numbers: dict[str, Any]) -> dict[str, float]:
-    return {name: round(float(number), 3) for name, number in numbers.items()}
-
-
-def peak_mb(samples: list[Sample], model: gwen.Model) -> float:
-    """The largest peak of the runs and the weights, which every engine holds."""
-    weights = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
-    return (weights + max(sample.peak_bytes for sample in samples)) / 1e6
+    return rounded(numbers | more)
 
 
 def rounds(ours: list[Sample], theirs: list[Sample]) -> str:

@@ -13,7 +13,7 @@ Axes: B questions, N answers, J criteria.
 import argparse
 import functools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +21,6 @@ import numpy as np
 import gwen
 import judge
 from bench import harness
-from bench.harness import Sample
 from judging import rubrics
 
 PREAMBLE_WORDS, CRITERION_WORDS, NUM_CRITERIA = 100, 16, 3
@@ -54,6 +53,7 @@ class Timing(NamedTuple):
     scores: np.ndarray  # (N, J), nan where none was readable
     replies: np.ndarray  # (N, J) of str: the likeliest first token, or the reply
     seconds: float
+    num_tokens: int = 0  # that ours put through its model, with padding
 
 
 def make_work(args: argparse.Namespace, tokenizer: Any) -> Work:
@@ -75,18 +75,6 @@ def make_work(args: argparse.Namespace, tokenizer: Any) -> Work:
         for tail in builder.tails
     ]
     return Work(rubric, prompts, completions, segments)
-
-
-def num_distinct(prompts: Iterable[Segments]) -> int:
-    """Tokens of the tree that prompts form."""
-    tree: dict[int, Any] = {}
-    number = 0
-    for prompt in prompts:
-        node = tree
-        for token in (token for segment in prompt for token in segment):
-            number += token not in node
-            node = node.setdefault(token, {})
-    return number
 
 
 class Legible:
@@ -111,7 +99,7 @@ def run_ours(work: Work, *, model: gwen.Model, tokenizer: Any, mode: str, chunk_
     seconds = time.perf_counter() - begin
     ordered = [evaluations[place] for place in range(len(evaluations))]
     scores, replies = np.array([one.score for one in ordered]), np.array([one.reply for one in ordered], object)
-    return Timing(scores.reshape(-1, NUM_CRITERIA), replies.reshape(-1, NUM_CRITERIA), seconds)
+    return Timing(scores.reshape(-1, NUM_CRITERIA), replies.reshape(-1, NUM_CRITERIA), seconds, grader.num_tokens)
 
 
 def run_rival(work: Work, *, way: Replies, tokenizer: Any) -> Timing:
@@ -119,14 +107,6 @@ def run_rival(work: Work, *, way: Replies, tokenizer: Any) -> Timing:
     replies = way.generate(work.segments, way.num_tokens)
     texts = np.array([tokenizer.decode(reply) for reply in replies], object).reshape(-1, NUM_CRITERIA)
     return Timing(np.vectorize(rubrics.read_score, otypes=[float])(texts), texts, time.perf_counter() - begin)
-
-
-def summary(samples: list[Sample], work: Work, model: gwen.Model) -> dict[str, float]:
-    times = harness.times(samples)
-    rates = {"crit_eval_s": len(work.segments), "pairs_s": len(work.prompts)}
-    numbers = {name: number / times["mean_ms"] * 1e3 for name, number in rates.items()} | times
-    numbers |= {"peak_mb": harness.peak_mb(samples, model), "unread": np.isnan(samples[0].run.scores).mean()}
-    return harness.rounded(numbers)
 
 
 def agreement(one: Timing, other: Timing) -> dict[str, float]:
@@ -151,28 +131,26 @@ def benchmark(
         **{name: functools.partial(run_rival, way=way, tokenizer=tokenizer) for name, way in ways.items()},
     }
     samples = harness.in_turn(engines, work, args.warmup, args.judge_runs)
-    entries = {name: summary(samples[name], work, model) for name in engines}
-    distinct = num_distinct(work.segments)
+    entries = {}
+    for name, its in samples.items():
+        unread, seconds = np.isnan(its[0].run.scores).mean(), np.mean([sample.run.seconds for sample in its])
+        rates = {"crit_eval_s": len(work.segments) / seconds, "pairs_s": len(work.prompts) / seconds}
+        entries[name] = harness.summary(its, model, unread=unread, **rates)
+    computed = samples["ours"][0].run.num_tokens
     print(
         f"Judge benchmark: pairs/run={len(work.prompts)} criteria={NUM_CRITERIA} "
         f"warmup={args.warmup} runs={args.judge_runs}"
     )
     print(
-        f"Judge prompts: {work.num_tokens} tokens, {distinct} in their tree; {rubrics.REPLY_TOKENS} tokens a reply; "
-        f"chunks of {args.judge_chunk_size}"
+        f"Judge prompts: {work.num_tokens} tokens, of which ours computes {computed}; "
+        f"{rubrics.REPLY_TOKENS} tokens a reply; chunks of {args.judge_chunk_size}"
     )
     for name, entry in entries.items():
         print(
             f"judge_{name.removesuffix('_mlx'):<11} | crit_eval/s {entry['crit_eval_s']:7.2f} | "
             f"pairs/s {entry['pairs_s']:6.2f} | peak {entry['peak_mb']:.0f} MB"
         )
-    results: dict[str, Any] = {
-        "engines": entries,
-        "ratios": {},
-        "agreement": {},
-        "best": {},
-        "distinct_tokens": distinct,
-    }
+    results: dict[str, Any] = {"engines": entries, "ratios": {}, "agreement": {}, "best": {}, "computed": computed}
     for name, least in (("ours", 1), ("ours_decode", rubrics.REPLY_TOKENS)):
         comparable = [way for way in ways if ways[way].num_tokens >= least]
         best = min(comparable, key=lambda way: entries[way]["mean_ms"])

@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_flatten
 
 import gwen
 import sampler
@@ -142,13 +141,13 @@ def measure(engines: dict[str, Engine], work: Work, warmup: int, runs: int) -> d
 
 def summary(samples: list[Sample], model: gwen.Model) -> dict[str, float]:
     tokens = sum(len(completion) for sample in samples for completion in sample.run.completions)
-    numbers = harness.times(samples) | {
-        "prefill_ms": 1e3 * statistics.fmean(sample.run.prefill_s for sample in samples),
-        "decode_ms": 1e3 * statistics.fmean(sample.run.decode_s for sample in samples),
-        "tok_s": tokens / sum(sample.run.seconds for sample in samples),
-        "peak_mb": harness.peak_mb(samples, model),
-    }
-    return {"tokens": tokens} | harness.rounded(numbers)
+    return {"tokens": tokens} | harness.summary(
+        samples,
+        model,
+        prefill_ms=1e3 * statistics.fmean(sample.run.prefill_s for sample in samples),
+        decode_ms=1e3 * statistics.fmean(sample.run.decode_s for sample in samples),
+        tok_s=tokens / sum(sample.run.seconds for sample in samples),
+    )
 
 
 # ---- the roofline
@@ -161,25 +160,18 @@ def least_work(model: gwen.Model, work: Work, lengths: list[int]) -> tuple[int, 
     A step reads all weights once, the head among them, the prompts' cache once a group and each row's own.
     Activations, logits and what is written count for nothing.
     """
-    config = model.config
-    parameters = dict(tree_flatten(model.parameters()))
-    if not config.tie_word_embeddings:
-        parameters.pop("embed_tokens.weight")  # only looked up in
-    forwards = np.array(lengths) - 1  # of each row
+    config, dtype, forwards = model.config, model.head_weight.dtype, np.array(lengths) - 1
     steps = max(int(forwards.max()), math.ceil(forwards.sum() / work.batch_size), 1)
-    by_group = forwards.reshape(len(work.prompts), -1)
-    prompt_reads = len(work.prompts[0]) * by_group.max(-1).sum()
-    own_reads = (forwards * (forwards + 1) / 2).sum()
-    cache_bytes = (prompt_reads + own_reads) * column_bytes(config, model.head_weight.dtype)
-    cache_bytes += 2 * forwards.sum() * state_bytes(config, model.head_weight.dtype)  # read and written
-    weight_bytes = sum(array.nbytes for array in parameters.values())
-    return steps, weight_bytes + cache_bytes / steps
+    columns = len(work.prompts[0]) * forwards.reshape(len(work.prompts), -1).max(-1).sum()
+    columns += (forwards * (forwards + 1) / 2).sum()
+    cached = columns * column_bytes(config, dtype) + 2 * forwards.sum() * state_bytes(config, dtype)
+    looked_up = 0 if config.tie_word_embeddings else model.embed_tokens.weight.nbytes
+    return steps, harness.weight_bytes(model) - looked_up + cached / steps
 
 
 def print_roofline(model: gwen.Model, work: Work, samples: list[Sample]) -> float:
     """Says what bounds a decode step of ours from below, and returns the fraction that memory alone would need."""
-    lengths = [len(row) for row in samples[-1].run.completions]
-    steps, num_bytes = least_work(model, work, lengths)
+    steps, num_bytes = least_work(model, work, [len(row) for row in samples[-1].run.completions])
     step_ms = 1e3 * statistics.fmean(sample.run.decode_s for sample in samples) / steps
     bandwidth = harness.memory_bandwidth()
     memory_ms = num_bytes / bandwidth * 1e3

@@ -27,13 +27,11 @@ def test_every_text_of_the_work_has_the_words_that_are_asked_for_and_is_another(
     assert len(work.segments) == 6 * judging.NUM_CRITERIA
 
 
-def test_the_segments_join_to_the_prompts_of_the_judge_and_their_tree_is_counted():
+def test_the_segments_join_to_the_prompts_of_the_judge():
     work = judging.make_work(settings(), DEMO)
     builder = rubrics.PromptBuilder(DEMO, work.rubric)
     ids = [one for pair in zip(work.prompts, work.completions, strict=True) for one in builder(*pair)]
     assert [[token for segment in row for token in segment] for row in work.segments] == ids
-    nodes = {tuple(row[:end]) for row in ids for end in range(1, len(row) + 1)}
-    assert judging.num_distinct(work.segments) == judging.num_distinct(work.segments * 2) == len(nodes)
 
 
 @pytest.mark.slow
@@ -46,6 +44,7 @@ def test_engines_agree_to_the_letter_and_report_what_they_did(capsys):
     assert record["agreement"]["mlx_lm"] == record["agreement"]["mlx_lm_shared"] == {"scores": 1.0, "replies": 1.0}
     assert record["agreement"]["mlx_lm_one_token"]["replies"] == 1.0  # the likeliest first token
     assert list(record["engines"])[:3] == ["ours", "ours_decode", "mlx_lm"]
+    assert 0 < record["computed"] < judging.make_work(settings(), tokenizer).num_tokens
     assert record["best"]["ours_decode"] in ("mlx_lm", "mlx_lm_shared")
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "Judge benchmark: pairs/run=6 criteria=3 warmup=0 runs=1"

@@ -68,10 +68,10 @@ def make_charts(settings: list[Setting]) -> list[dict[str, Any]]:
     """Every chart that has a value to show, laid out."""
     charts, has_seeds = [], any(len(runs) > 1 for _, runs in settings)
     for title, note, keys in CHARTS:
-        curves = [curve for number in range(len(settings)) for curve in over_seeds(settings, number, title, keys)]
+        found = [curve for number in range(len(settings)) for curve in over_seeds(settings, number, title, keys)]
+        curves = [curve for curve in found if title in MAIN or any(curve.over)]
         note += "; mean over seeds, from the lowest to the highest" if has_seeds else ""
-        if curves and (title in MAIN or any(any(curve.over) for curve in curves)):
-            charts.append(lay_out(settings, title, note, curves))
+        charts += [lay_out(settings, title, note, curves)] if curves else []
     return charts
 
 

@@ -147,6 +147,7 @@ def facts(run: History, ended: bool = False) -> dict[str, str]:
     figure, evals = figure_of(run)
     before, after = before_after(run)
     best = health.best(evals, f"eval/{figure}")["step"] if evals else 0
+    extreme = "lowest" if figure == "loss" else "highest"
     training = sum(step.get("step/s") or 0.0 for step in run.steps)
     evaluating = sum(record.get("eval/s") or 0.0 for record in run.evals)
     rows = run.settings["batch"] * (1 if is_sft(run) else run.settings["groups"])
@@ -158,7 +159,7 @@ def facts(run: History, ended: bool = False) -> dict[str, str]:
         "steps": state(run, ended),
         "training": duration(training),
         "evaluations": duration(evaluating),
-        f"best {figure} after": f"{duration(seconds_at(run).get(best, 0.0))} (step {best})" if evals else "-",
+        f"{extreme} {figure} after": f"{duration(seconds_at(run).get(best, 0.0))} (step {best})" if evals else "-",
         f"tokens {'trained' if is_sft(run) else 'sampled'}": f"{round(tokens):,}",
         "peak memory": "-" if peak is None else f"{peak:.2f} GB",
     }

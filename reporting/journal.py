@@ -358,16 +358,15 @@ class Journal:
         """The step of the best evaluation, see `verdict.best`; None if nothing could be scored."""
         return self._best
 
-    def verdict(self) -> verdict.Verdict | None:
-        """The verdict on the run so far."""
-        answers = verdict.by_step(self.answers.read())
+    def _verdict(self, answers: dict[int, verdict.Answers]) -> verdict.Verdict | None:
         return verdict.verdict(self.metric, self.evaluations, answers, self.config.flat(), self.dir)
 
     def _judged(self) -> int | None:
         """The step of the best evaluation, after the verdict's warning if it has one."""
-        if (found := self.verdict()) and found.warning:
+        answers = verdict.by_step(self.answers.read())
+        if (found := self._verdict(answers)) and found.warning:
             self.warn_of(self.evaluations[-1]["step"], health.Finding(*found.warning))
-        best = verdict.best(self.metric, self.evaluations, verdict.by_step(self.answers.read()))
+        best = verdict.best(self.metric, self.evaluations, answers)
         return best["step"] if best else None
 
     def print_summary(self) -> None:
@@ -378,11 +377,13 @@ class Journal:
             print(comparison(self.evaluations[0], self.evaluations[-1]))
         print(f"adapter: {self.dir / 'adapter'}")
         if self._best is not None:
-            when = f"after {self._best} steps" if self._best else "before training"
+            when = (
+                f"after {self._best} steps" if self._best else "before training, as none is better by more than noise"
+            )
             print(f"best: {self.dir / 'adapter-best'}, {when}")
         if (written := self.dir / "report.html").is_file():
             print(f"page: {written}")
-        print(*verdict.lines(self.verdict()), sep="\n")
+        print(*verdict.lines(self._verdict(verdict.by_step(self.answers.read()))), sep="\n")
 
 
 def evaluation_is_due(config: Config, step: int, evaluations: list[dict[str, Any]]) -> bool:

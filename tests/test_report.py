@@ -165,13 +165,7 @@ def test_values_of_a_curve_are_those_of_the_metrics(run):
     assert (reward["x"], reward["y"]) == ([1, 2, 3, 4], [0.1, 0.2, 0.3, 0.4])
     assert shown["Held-out"]["series"][0]["y"] == [0.25, 0.75]
     assert [series["label"] for series in shown["Reward by component"]["series"]] == ["correct"]
-    assert [series["label"] for series in shown["Seconds"]["series"]] == [
-        "rollout",
-        "reward",
-        "judge",
-        "update",
-        "other",
-    ]
+    assert [series["label"] for series in shown["Seconds"]["series"]] == ["rollout", "reward", "update"]
     assert [mark["step"] for mark in shown["Entropy"]["marks"]] == [3]
 
 

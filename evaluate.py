@@ -47,7 +47,7 @@ from settings.sources import given, load_recipe, moved, of_task, resolve
 from step.batch import cut, hidden
 from step.policy import Reader
 from step.rows import ROOM, rollout_bytes, rows_at_once
-from step.sample import Sample, asked, by_group, columns, drawn, table
+from step.sample import Sample, answered, asked, by_group, columns, table
 
 if TYPE_CHECKING:
     from step.served import Served
@@ -298,8 +298,8 @@ def answer_both(
     sampling = sampler.SamplingParams(params.max_tokens, params.temperature, entropy=True, **ends)
     greedy = sampling._replace(temperature=0.0, entropy=False)
     return (
-        drawn(model, tokenizer, several, sampling, **how)[0],
-        drawn(model, tokenizer, one, greedy, **how)[0],
+        answered(model, tokenizer, several, sampling, **how)[0],
+        answered(model, tokenizer, one, greedy, **how)[0],
     )
 
 

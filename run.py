@@ -5,11 +5,10 @@ What is left out: the algorithm (train.py), how a run begins and is stopped (tra
 console lines (reporting/), the run directory (disk/run_files.py).
 """
 
-import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -141,12 +140,9 @@ class Run:
         """Whether no step is left."""
         return self.step >= self.config.optimizer.steps
 
-    def note(self, samples: list[Sample]) -> None:
-        """Takes in what a step was trained on, after its update."""
+    def note(self, samples: list[Sample]) -> dict[str, float]:
+        """Takes in what a step was trained on, after its update; metrics of the choice of prompts."""
         self.step += 1
-
-    def figures(self) -> dict[str, float]:
-        """Metrics of the step that was noted last."""
         return {}
 
     def evaluate(self) -> None:
@@ -169,23 +165,6 @@ class Run:
         """Whether this step is saved: every `save_every`, the last one, and a first one after `FIRST_SAVE` seconds."""
         is_first = self.saved_step == self.journal.begun_at and self.now() - self.begun >= FIRST_SAVE
         return is_first or self.is_done or self.step % self.config.records.save_every == 0
-
-    # ---- what is seen of it
-
-    @contextlib.contextmanager
-    def shown(self) -> Iterator[None]:
-        """Keeps the live line, the page and the trackers up to date; the page has the last word."""
-        from reporting import page  # here: nothing else needs a page
-
-        if world.is_first():
-            self.report = page.LivePage(self.dir, warn)
-        try:
-            with self.journal:
-                yield
-        finally:
-            with contextlib.suppress(KeyboardInterrupt):  # of somebody who does not want to wait
-                if self.report is not None:
-                    self.report.update(at_the_end=True)
 
     def show(self) -> None:
         """Writes the page, as often as that is cheap."""
@@ -364,12 +343,10 @@ class GrpoRun(Run):
         most = curriculum.MOST_DRAWS if self.config.sampling.dynamic_sampling else 1
         return range(self.num_draws, self.num_draws + most)
 
-    def note(self, samples: list[Sample]) -> None:
+    def note(self, samples: list[Sample]) -> dict[str, float]:
         super().note(samples)
         self.num_draws += (samples[-1].group + 1) // self.config.sampling.batch
         self.prompts.note(samples)
-
-    def figures(self) -> dict[str, float]:
         return self.prompts.figures()
 
     def evaluate(self) -> None:

@@ -59,10 +59,10 @@ def train(run: GrpoRun | SftRun) -> Iterator[dict[str, Any]]:
         samples = draw(run) if isinstance(run, GrpoRun) else run.replies()
 
         result = run.within_memory(functools.partial(learn, run, samples))
-        run.note(samples)
+        noted = run.note(samples)
         # ---- everything below is reporting
         costs, seconds, peak = clock.costs, clock.lap(), mx.get_peak_memory()
-        figures = run.journal.write_step(Step(run.step, seconds, costs, samples, result, peak, run.figures()))
+        figures = run.journal.write_step(Step(run.step, seconds, costs, samples, result, peak, noted))
         run.journal.write_scores(run.step, run.judge)
         run.end_step()  # the run is whole again; a Ctrl-C that waited takes effect here
         is_best = run.evaluate_if_due()
@@ -116,7 +116,7 @@ def rollout(run: GrpoRun, number: int) -> list[Sample]:
     settings, (examples, prompts) = run.config.sampling, run.prompts.draw(number)
     asked = sample.asked(examples, prompts, settings.groups, (number - run.num_draws) * settings.batch)
     with run.clock.phase("rollout") as done:
-        samples, stats = sample.drawn(
+        samples, stats = sample.answered(
             run.model,
             run.tokenizer,
             asked,

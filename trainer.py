@@ -178,7 +178,7 @@ class Trainer:
         if not self._is_owner and world.is_first():
             run_files.own(self.dir)
         try:
-            with self.run.shown(), stoppable(self.run):
+            with shown(self.run), stoppable(self.run):
                 yield from self.loop(self.run)
         except GeneratorExit:
             self.save()
@@ -217,7 +217,23 @@ class Trainer:
         return [texts[first : first + n] for first in range(0, len(texts), n)]
 
 
-# ---- how it is stopped
+# ---- how it is seen and stopped
+
+
+@contextlib.contextmanager
+def shown(run: Any) -> Iterator[None]:
+    """Keeps the live line, the page and the trackers of a run up to date; the page has the last word."""
+    from reporting import page  # here: nothing else needs a page
+
+    if world.is_first():
+        run.report = page.LivePage(run.dir, warn)
+    try:
+        with run.journal:
+            yield
+    finally:
+        with contextlib.suppress(KeyboardInterrupt):  # of somebody who does not want to wait
+            if run.report is not None:
+                run.report.update(at_the_end=True)
 
 
 @contextlib.contextmanager

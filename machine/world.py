@@ -104,9 +104,8 @@ def share(value: Any, about: str = "share") -> list[Any]:
 
 def collect(values: dict[int, T], about: str = "collect") -> list[T]:
     """The values of all machines, by ascending number; each number is of one machine."""
-    return [
-        value for _, value in sorted(itertools.chain(*share(list(values.items()), about)), key=lambda pair: pair[0])
-    ]
+    pairs = itertools.chain(*share(list(values.items()), about))
+    return [value for _, value in sorted(pairs, key=lambda pair: pair[0])]
 
 
 def first(make: Callable[[], T]) -> T:
@@ -119,25 +118,14 @@ def all_sum(arrays: Sequence[mx.array]) -> list[mx.array]:
     if _link is None:
         return list(arrays)
     summed: list[mx.array] = []
-    for some in _blocks(arrays):
+    blocks = np.cumsum([array.size for array in arrays]) // BLOCK
+    for _, pairs in itertools.groupby(zip(blocks, arrays, strict=True), lambda pair: pair[0]):
+        some = [array for _, array in pairs]  # of about BLOCK numbers, or one array
         flat = np.concatenate([np.array(array.astype(mx.float32)).reshape(-1) for array in some])  # wait; a copy
-        shapes = [array.shape for array in some]
-        _link.meet(f"sum of {shapes}", flat=flat)
+        _link.meet(f"sum of {[array.shape for array in some]}", flat=flat)
         parts = np.split(flat, np.cumsum([array.size for array in some])[:-1])
-        summed += [mx.array(part.reshape(shape)) for part, shape in zip(parts, shapes, strict=True)]
+        summed += [mx.array(part.reshape(array.shape)) for part, array in zip(parts, some, strict=True)]
     return summed
-
-
-def _blocks(arrays: Sequence[mx.array]) -> Iterator[list[mx.array]]:
-    """The arrays in lists of about BLOCK numbers, or of one array."""
-    some: list[mx.array] = []
-    for array in arrays:
-        some.append(array)
-        if sum(one.size for one in some) >= BLOCK:
-            yield some
-            some = []
-    if some:
-        yield some
 
 
 def compare(facts: dict[str, Any]) -> None:

@@ -94,7 +94,7 @@ def asked(examples: Sequence[Example], prompts: list[list[int]], size: int, firs
     ]
 
 
-def drawn(
+def answered(
     model: gwen.Model,
     tokenizer: Any,
     samples: list[Sample],

@@ -395,14 +395,18 @@ def fit(trained: Trainer, looks: bool) -> None:
         return preflight.hopeless(trained.config, seen, each, trained.dir)
 
     with contextlib.closing(trained.steps()) as steps:
-        for figures in steps:
-            if not looks or len(seen) == preflight.TRY_STEPS:
-                continue
-            seen.append(figures)
-            if change := world.first(hopeless):
-                break
-        else:
-            return
+        try:
+            for figures in steps:
+                if not looks or len(seen) == preflight.TRY_STEPS:
+                    continue
+                seen.append(figures)
+                if change := world.first(hopeless):
+                    break
+            else:
+                return
+        except BaseException as error:  # between two steps, where `stoppable` would not see it
+            steps.throw(error)
+            raise
     again = f"{command_of(trained.config)} --resume {shlex.quote(str(trained.dir))}"
     raise ValueError(
         f"no group of the first {len(seen)} steps has a signal, which teaches nothing: {change}; "

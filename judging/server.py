@@ -165,7 +165,7 @@ class Endpoint:
                 if status in (400, 413) and TOO_LONG.search(message):
                     return Reply("", {}, f"{problem}; lower {self.flags.length}, or give its model more context")
                 if status not in BUSY:
-                    fix = f"; is {self.model!r} a model of its? {self.flags.model} names one" if status == 404 else ""
+                    fix = f"; end the address in /v1, and name a model of its with {self.flags.model}" * (status == 404)
                     raise ValueError(f"{self.flags.url} {self.url} refused a request ({problem}){fix}")
                 retry_after = response.headers.get("Retry-After", "")
             if left:

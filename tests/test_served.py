@@ -149,7 +149,7 @@ def test_a_server_that_fails_ends_in_a_line_and_nothing_is_asked_twice(serve, ca
     server = serve(lambda body: state["answer"](body))
     line = failed(capsys, server)
     assert "; 15 of 24 answers are in runs/served-" in line and line.endswith("and the same command goes on\n")
-    assert ("--url-model names one" in line) == ("no such model" in line)
+    assert ("name a model of its with --url-model" in line) == ("no such model" in line)
     (kept,) = Path("runs").iterdir()
     with kept.open("a") as file:
         file.write('{"step": 0, "pla')  # a line that was being written when the machine went down

@@ -52,16 +52,6 @@ def default_dtype() -> mx.Dtype:
 # ---- the model
 
 
-class Projection(nn.Linear):
-    """A linear map, by `cpu.product` without a GPU."""
-
-    def __call__(self, x: mx.array) -> mx.array:
-        if gpu.on_gpu():
-            return super().__call__(x)
-        y = cpu.product(x, self.weight)
-        return y + self.bias if "bias" in self else y
-
-
 class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float, offset: float = 0.0):
         super().__init__()
@@ -111,8 +101,8 @@ class Attention(nn.Module):
         self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim, self.eps = config.head_dim, config.rms_norm_eps
         width = (self.num_heads * (1 + self.gated) + 2 * self.num_kv_heads) * self.head_dim
-        self.qkv_proj = Projection(config.hidden_size, width, bias=family.bias)
-        self.o_proj = Projection(self.num_heads * self.head_dim, config.hidden_size, bias=False)
+        self.qkv_proj = nn.Linear(config.hidden_size, width, bias=family.bias)
+        self.o_proj = nn.Linear(self.num_heads * self.head_dim, config.hidden_size, bias=False)
         if family.qk_norm:
             self.q_norm = RMSNorm(self.head_dim, self.eps, family.norm_offset)
             self.k_norm = RMSNorm(self.head_dim, self.eps, family.norm_offset)
@@ -159,11 +149,11 @@ class GatedDeltaNet(nn.Module):
         self.sizes, num_heads = config.delta, config.delta.num_value_heads
         widths = hub.part_rows(config, "linear_attn.in_proj")  # of what is convolved, gates, beta and decay
         self.ends = [sum(widths[: i + 1]) for i in range(3)]
-        self.in_proj = Projection(config.hidden_size, sum(widths), bias=False)
+        self.in_proj = nn.Linear(config.hidden_size, sum(widths), bias=False)
         self.conv1d = Convolution(widths[0], self.sizes.window)
         self.A_log, self.dt_bias = mx.zeros((num_heads,)), mx.ones((num_heads,))
         self.norm = RMSNorm(self.sizes.value_dim, config.rms_norm_eps)
-        self.out_proj = Projection(widths[1], config.hidden_size, bias=False)
+        self.out_proj = nn.Linear(widths[1], config.hidden_size, bias=False)
 
     def __call__(self, x: mx.array, context: Context) -> mx.array:
         (num_rows, length, _), sizes, spans = x.shape, self.sizes, context.layout.spans
@@ -191,8 +181,8 @@ class GatedDeltaNet(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config: hub.ModelConfig):
         super().__init__()
-        self.gate_up_proj = Projection(config.hidden_size, 2 * config.intermediate_size, bias=False)
-        self.down_proj = Projection(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def __call__(self, x: mx.array) -> mx.array:
         return self.down_proj(ops.swiglu(self.gate_up_proj(x)))
@@ -304,13 +294,9 @@ class Model(nn.Module):
             cache.advance(length)
         return self.norm.after(x, delta)[1]
 
-    def logits(self, hidden: mx.array) -> mx.array:
-        """(..., C) -> (..., V)"""
-        return cpu.product(hidden, self.head_weight)
-
     def __call__(self, tokens: mx.array, cache: Cache | None = None) -> mx.array:
         """Logits of the next token at every position, (N, L) int32 -> (N, L, V)."""
-        return self.logits(self.hidden(tokens, cache))
+        return self.hidden(tokens, cache) @ self.head_weight.T
 
 
 Step = Callable[[mx.array, SlotCache], mx.array]
@@ -391,12 +377,10 @@ def laid_out(name: str, weight: mx.array) -> mx.array:
     """
     The same weight, in memory as its product reads it: on a CPU a projection's (out, in) lies column by column.
 
-    OpenBLAS packs what it multiplies by, and packs x @ W.T of a few rows up to twice as slow from rows as from columns.
-    What `cpu.product` takes in tiles it does not pack.
+    OpenBLAS packs what it multiplies by, and packs x @ W.T of a few rows a fifth slower from rows than from columns.
     """
-    if gpu.on_gpu() or weight.dtype == mx.uint32 or not name.endswith("proj.weight"):
-        return weight
-    return weight if weight.shape[-1] >= cpu.LEAST_WIDTH and cpu.has_unpacked() else mx.contiguous(weight.T).T
+    is_packed = weight.dtype == mx.uint32
+    return weight if gpu.on_gpu() or is_packed or not name.endswith("proj.weight") else mx.contiguous(weight.T).T
 
 
 def load_model(

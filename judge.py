@@ -85,7 +85,7 @@ class Judge(Grader):
         """A digest of prompts and settings, and of the logits after the preamble, which tell models apart."""
         if not self._identity:
             with lora.disabled(self.model):
-                logits = self.model.logits(self.tree.root()[1])
+                logits = self.tree.root()[1] @ self.model.head_weight.T
             settings = (self.prompts.head, self.prompts.middle, self.prompts.tails, self.mode, self.think)
             values = np.array(logits.astype(mx.float32)).tobytes()
             self._identity = rubrics.digest(settings, str(logits.dtype), values)
@@ -129,7 +129,7 @@ class Judge(Grader):
 
     def _read(self, hidden: mx.array, cache: TreeCache) -> list[Evaluation]:
         """The evaluations at the ends of M prompts, from hidden states (M, C)."""
-        logits = self.model.logits(hidden)  # (M, V)
+        logits = hidden @ self.model.head_weight.T  # (M, V)
         if self.mode == "decode":
             return self._read_replies(logits, cache)
         logprobs = softmax.log_softmax(logits)
@@ -157,7 +157,7 @@ class Judge(Grader):
             if rows:
                 lengths = list(map(len, tails))
                 cache = cache.child(lengths, rows)
-                logits = self.model.logits(at_ends(self.tree.forward(cache, tails), lengths))
+                logits = at_ends(self.tree.forward(cache, tails), lengths) @ self.model.head_weight.T
         if rows:
             answers = sampler.continue_greedily(self.model, cache.flat(), logits, rubrics.REPLY_TOKENS, eos)
             for row, ids in zip(rows, answers, strict=True):

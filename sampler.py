@@ -135,7 +135,7 @@ def prefill(model: gwen.Model, prompts: list[list[int]], pad_id: int) -> tuple[K
     for begin in range(0, length - num_columns, num_columns):
         model.hidden(tokens[:, begin : begin + num_columns], cache)
         mx.eval(cache.arrays())  # wait: the next columns may use the memory of these
-    logits = model.logits(model.hidden(tokens[:, cache.length :], cache)[:, -1])
+    logits = model.hidden(tokens[:, cache.length :], cache)[:, -1] @ model.head_weight.T
     mx.eval(logits, cache.arrays())
     if not mx.isfinite(logits).all().item():
         raise ValueError(
@@ -250,7 +250,7 @@ def decode(
         queued.append((rows[slots], drawn))
         if num_begun == len(rows) and (step - starts + 1 >= record.limits[rows[slots]]).all():
             break
-        logits = model.logits(forward(drawn[0][:, None], cache)[:, -1])
+        logits = forward(drawn[0][:, None], cache)[:, -1] @ model.head_weight.T
         mx.async_eval(drawn, logits)
         if step % LOOK_EVERY < LOOK_EVERY - 1:
             continue

@@ -268,7 +268,7 @@ class Turns:
         self.queued.append((np.array(self.slots), drawn))
         self.num_drawn[self.slots] += 1
         self.cache.aim(None)
-        self.logits = self.model.logits(self.forward(drawn[0][:, None], self.cache)[:, -1])
+        self.logits = self.forward(drawn[0][:, None], self.cache)[:, -1] @ self.model.head_weight.T
         self.cache.lengths += 1
         mx.async_eval(drawn, self.logits)
 

@@ -1,14 +1,12 @@
 """
-What a CPU computes faster than by MLX's own means: e**x, and products of few rows.
+e**x for a CPU, where MLX's own takes 12 ns a number.
 
-MLX's e**x takes 12 ns a number. `mx.compile` makes C++ loops of the expression below, by g++: 2 ns, to 2e-7 of itself.
-A power of two takes 4.4 ns, within 1e-6 for |x| < 8; it serves where there is no g++, for few numbers, and under a
-gradient, where MLX computes what is compiled operation by operation: 8 ns with the gradient, the power 6.4. On a GPU
-MLX's own are the right ones.
+`mx.compile` makes C++ loops of the expression below, by g++: 2 ns a number, to 2e-7 of itself. A power of two takes 4.4
+ns, within 1e-6 for |x| < 8; it serves where there is no g++, for few numbers, and under a gradient, where MLX computes
+what is compiled operation by operation: 8 ns with the gradient, the power 6.4. On a GPU MLX's own is the right one.
 """
 
 import contextlib
-import ctypes
 import fcntl
 import functools
 import math
@@ -90,34 +88,3 @@ def exp(x: mx.array, shift: mx.array | None = None) -> mx.array:
     if gpu.forward_only() and x.dtype == mx.float32 and x.size >= WORTH_COMPILING and has_compiler():
         return compiled(x.size)(x.reshape(-1)).reshape(x.shape)
     return mx.power(2.0, x * LOG2_E)
-
-
-UNPACKED = 10**6  # multiplications up to which OpenBLAS's kernels for AVX-512 read matrices where they lie
-FEW_ROWS, LEAST_WIDTH = 16, 512  # measured: where tiles win, by 1.2 to 4 times
-
-
-@functools.cache
-def has_unpacked() -> bool:
-    """Whether MLX's matmuls are an OpenBLAS whose kernels for this processor need no packing of small matrices."""
-    process = ctypes.CDLL(None)
-    for name in ("scipy_openblas_get_corename", "openblas_get_corename"):
-        if hasattr(process, name):
-            getattr(process, name).restype = ctypes.c_char_p
-            return getattr(process, name)() in (b"SkylakeX", b"Cooperlake", b"SapphireRapids")
-    return False
-
-
-def product(x: mx.array, weight: mx.array) -> mx.array:
-    """
-    x @ weight.T, (..., C) x (F, C) -> (..., F); of few rows in tiles of the weight that OpenBLAS reads where they lie.
-
-    Else it packs, which is to copy the weight first: 4 rows by 512 x 3072 take 0.86 ms, in tiles 0.44, the time that
-    reading takes (Xeon, one core).
-    """
-    (size, width), rows = weight.shape, x.size // x.shape[-1]
-    tile = next((n for n in (256, 128, 64) if size % n == 0 and rows * width * n <= UNPACKED), size)
-    whole = tile == size or rows > FEW_ROWS or width < LEAST_WIDTH or x.dtype != mx.float32
-    if gpu.on_gpu() or whole or not has_unpacked():
-        return x @ weight.T
-    tiles = weight.reshape(-1, tile, width).swapaxes(1, 2)
-    return (x.reshape(rows, width) @ tiles).swapaxes(0, 1).reshape(*x.shape[:-1], size)

@@ -172,17 +172,6 @@ def test_without_a_compiler_exp_is_a_power_of_two(monkeypatch):
     assert mx.array_equal(gpu.without_gradients()(cpu.exp)(x), mx.power(2.0, x * cpu.LOG2_E))
 
 
-@pytest.mark.parametrize("size", [64, 192, 300, 1024, 8192])
-@pytest.mark.parametrize("shape", [(), (4, 1), (2, 2), (16,), (17,)])
-def test_a_product_of_few_rows_is_the_same_in_tiles_and_so_is_its_gradient(size, shape, monkeypatch):
-    monkeypatch.setattr(cpu, "has_unpacked", lambda: True)
-    x, weight, d_out = normal(*shape, 512), normal(size, 512), normal(*shape, size)
-    ours, plain = (mx.vjp(f, [x, weight], [d_out]) for f in (cpu.product, lambda x, weight: x @ weight.T))
-    for mine, other in zip((*ours[0], *ours[1]), (*plain[0], *plain[1]), strict=True):
-        assert mine.shape == other.shape
-        np.testing.assert_allclose(np.array(mine), np.array(other), rtol=1e-4, atol=1e-3)
-
-
 GATES = [-1000.0, -200.0, -100.0, -89.0, -88.0, -41.0, -39.0, -12.0, -3.0, -1.0, 0.0, 0.5, 2.0, 11.0, 90.0, 1000.0]
 
 

@@ -352,39 +352,28 @@ def read_log(path: Path, needed: Collection[str] = ()) -> Iterator[tuple[bytes, 
 
 
 class JsonLines:
-    """An append-only file with one JSON object per line, flushed after each."""
+    """An append-only file with one JSON object per line, flushed after each; one that is not `kept` holds nothing."""
 
-    def __init__(self, path: Path):
-        self.path = path
-        path.touch()
+    def __init__(self, path: Path, kept: bool = True):
+        self.path, self.kept = path, kept
+        if kept:
+            path.touch()
 
     def write(self, record: dict[str, Any]) -> None:
-        refuse_replaced(self.path.parent)
-        with self.path.open("a") as file:
-            file.write(json.dumps(record, allow_nan=False) + "\n")
+        if self.kept:
+            refuse_replaced(self.path.parent)
+            with self.path.open("a") as file:
+                file.write(json.dumps(record, allow_nan=False) + "\n")
 
     def read(self) -> list[dict[str, Any]]:
         """Every record; see `read_log`."""
-        return [record for _, record in read_log(self.path)]
+        return [record for _, record in read_log(self.path)] if self.kept else []
 
     def cut_after(self, step: int) -> None:
         """Drops everything from a later step's first record on, and a last line that a crash left unfinished."""
-        kept = itertools.takewhile(lambda one: one[1]["step"] <= step, read_log(self.path))
-        os.truncate(self.path, sum(len(line) for line, _ in kept))
-
-
-class Unwritten(JsonLines):
-    """The log of a machine that is not the first of several: nothing is kept."""
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def write(self, record: dict[str, Any]) -> None: ...
-
-    def read(self) -> list[dict[str, Any]]:
-        return []
-
-    def cut_after(self, step: int) -> None: ...
+        if self.kept:
+            kept = itertools.takewhile(lambda one: one[1]["step"] <= step, read_log(self.path))
+            os.truncate(self.path, sum(len(line) for line, _ in kept))
 
 
 def student(degrees: int) -> float:

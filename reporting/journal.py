@@ -22,7 +22,7 @@ import mlx.core as mx
 import numpy as np
 
 from config import Config
-from disk.run_files import JsonLines, Unwritten, finite, mean
+from disk.run_files import JsonLines, finite, mean
 from judging import rubrics
 from machine import memory, world
 from problems import form
@@ -273,7 +273,7 @@ class Journal:
         """
         self.config, self.dir, self.metric = config, run_dir, metric
         self.metrics, self.rollouts, self.evals, self.answers, self.judge_scores, self.warnings = (
-            (JsonLines if world.is_first() else Unwritten)(run_dir / f"{name}.jsonl")
+            JsonLines(run_dir / f"{name}.jsonl", kept=world.is_first())
             for name in ("metrics", "rollouts", "eval", "eval_answers", "judge_scores", "warnings")
         )
         for log in (self.metrics, self.rollouts, self.evals, self.warnings):

@@ -8,7 +8,6 @@ is in history.py, its curves are in charts.py.
 """
 
 import base64
-import contextlib
 import functools
 import hashlib
 import json
@@ -23,19 +22,18 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import numpy as np
 
-from disk import hub, run_files
+from disk import run_files
 from flags import visible
 from judging import rubrics
 from machine import alive
 from problems.examples import spread
 from reporting import charts, history, seeds, verdict
-from reporting.history import MOST_TEXT, History, changes, fold, optional_text, prompt_text
+from reporting.history import History, changes, fold, optional_text, prompt_text
 from reporting.seeds import Setting
 
 TEMPLATES = Path(__file__).parent / "templates"
-MOST_COMPLETIONS = 2_500_000  # characters of JSON, a third of them log-probabilities
+MOST_COMPLETIONS = 2_500_000  # bytes of rollouts.jsonl, whose ids and log-probabilities the page leaves out
 MOST_ANSWERS = 1_000_000  # characters of held-out answers
 CHEATED = "wrong, yet paid most"  # where that is alarmingly often
 MOST_COST = 0.01  # of a run's time, for all of its pages but the last
@@ -83,7 +81,8 @@ def answer_row(details: list[dict[str, Any]], verified: bool) -> dict[str, Any]:
     """One problem: its records of some evaluations side by side, what differs from the first marked."""
     cells: list[dict[str, Any]] = []
     for detail in details:
-        value, text = detail["values"][0], fold(with_tools(detail))
+        value = detail["values"][0]
+        text = fold(with_tools(detail["completions"][0], detail.get("messages", [None])[0]))
         cells.append(
             {
                 "text": text,
@@ -103,12 +102,12 @@ def answer_row(details: list[dict[str, Any]], verified: bool) -> dict[str, Any]:
     }
 
 
-def with_tools(detail: dict[str, Any]) -> str:
+def with_tools(text: str, messages: list[dict[str, Any]] | None) -> str:
     """An answer; of a conversation every turn, with what it called and what that replied."""
     said = []
-    for message in (detail.get("messages") or [[{"role": "assistant", "content": detail["completions"][0]}]])[0]:
-        is_own, text = message["role"] == "assistant", message.get("content") or ""
-        said += [text if is_own else f"{message.get('name', message['role'])} replies: {text}"] if text else []
+    for message in messages or [{"role": "assistant", "content": text}]:
+        is_own, told = message["role"] == "assistant", message.get("content") or ""
+        said += [told if is_own else f"{message.get('name', message['role'])} replies: {told}"] if told else []
         for call in message.get("tool_calls") or []:
             asked = ", ".join(f"{name}={value!r}" for name, value in call["function"]["arguments"].items())
             said.append(f"calls {call['function']['name']}({asked})")
@@ -141,22 +140,15 @@ def lines_of(path: Path) -> Iterator[tuple[Place, bytes]]:
 
 def make_completions(run: History) -> dict[str, Any]:
     """Whole groups of training completions within `MOST_COMPLETIONS`, of steps that are evenly spread."""
-    path, decode = run.dir / "rollouts.jsonl", token_decoder(run)
-    sizes: Counter[Place] = Counter()
+    path, sizes = run.dir / "rollouts.jsonl", Counter[Place]()
     for place, line in lines_of(path):
         sizes[place] += len(line)
-    # a completion takes about as much room in the page as its line; the exact size is known once it is made
     most = max(1, min(len(sizes), len(sizes) * MOST_COMPLETIONS // max(1, sizes.total())))
-    while True:
-        chosen: dict[Place, list[dict[str, Any]]] = {place: [] for place in choose_groups(list(sizes), most)}
-        for place, line in lines_of(path):
-            if place in chosen:
-                chosen[place].append(json.loads(line))
-        groups = [make_group(*place, lines, decode) for place, lines in sorted(chosen.items())]
-        size = sum(len(json.dumps(group)) for group in groups)
-        if size <= MOST_COMPLETIONS or len(groups) <= 1:
-            break
-        most = max(1, int(len(groups) * MOST_COMPLETIONS / size * 0.95))
+    chosen: dict[Place, list[dict[str, Any]]] = {place: [] for place in choose_groups(list(sizes), most)}
+    for place, line in lines_of(path):
+        if place in chosen:
+            chosen[place].append(json.loads(line))
+    groups = [make_group(*place, lines) for place, lines in sorted(chosen.items())]
     num_steps = len({step for step, _ in sizes})
     return {"groups": groups, "of": len(sizes), "steps": num_steps, "criteria": criteria(run, groups)}
 
@@ -168,7 +160,7 @@ def choose_groups(places: list[Place], most: int) -> list[Place]:
     return [place for step in steps for place in spread(sorted(p for p in places if p[0] == step), each)]
 
 
-def make_group(step: int, group: int, lines: list[dict[str, Any]], decode: Any) -> dict[str, Any]:
+def make_group(step: int, group: int, lines: list[dict[str, Any]]) -> dict[str, Any]:
     """One group: its prompt once, its completions by descending advantage."""
     lines.sort(key=lambda line: -math.inf if line.get("advantage") is None else -line["advantage"])
     return {
@@ -177,28 +169,19 @@ def make_group(step: int, group: int, lines: list[dict[str, Any]], decode: Any) 
         "prompt": prompt_text(lines[0]["prompt"]),
         "answer": optional_text(lines[0].get("answer")),
         "category": optional_text(lines[0].get("category")),
-        "rows": [make_row(line, decode) for line in lines],
+        "rows": [make_row(line) for line in lines],
     }
 
 
-def make_row(line: dict[str, Any], decode: Any) -> dict[str, Any]:
-    """One completion: its text, whole or in tokens with their log-probabilities, and what it earned."""
-    row: dict[str, Any] = {"text": fold(line["completion"])}
-    if decode is not None and len(line["completion"]) <= MOST_TEXT:
-        ids, pieces, told, last = line["ids"], list[tuple[str, int]](), list[tuple[int, str]](), 0
-        for begin, end in line.get("own") or [[0, len(ids)]]:  # of a conversation, what the model wrote
-            if last < begin:
-                told.append((len(pieces), fold("".join(text for text, _ in decode(ids[last:begin])))))
-            pieces, last = pieces + decode(ids[begin:end]), end
-        ends = np.cumsum([number for _, number in pieces]).astype(int)
-        row = {"tokens": [visible(text) for text, _ in pieces]} | ({"told": told} if told else {})
-        row["logprobs"] = summed(line["logprobs"], ends)
+def make_row(line: dict[str, Any]) -> dict[str, Any]:
+    """One completion: its text, and what it earned."""
     scores, values = line.get("judge_scores") or [], line["rewards"].values()
 
     def short(value: float | None, digits: int) -> float | None:
         return None if value is None else round(value, digits)
 
-    return row | {
+    return {
+        "text": fold(with_tools(line["completion"], line.get("messages"))),
         "advantage": short(line.get("advantage"), 3),
         "reward": short(line["reward"], 4),
         "rewards": {visible(name): short(value, 4) for name, value in line["rewards"].items()},
@@ -206,58 +189,6 @@ def make_row(line: dict[str, Any], decode: Any) -> dict[str, Any]:
         "finish": visible(str(line["finish_reason"])),
         "unreadable": None in (line["reward"], *values, *scores),
     }
-
-
-def summed(packed: str, ends: np.ndarray) -> list[float]:
-    """What a run recorded of each token, summed over the tokens of each piece, which end at `ends`."""
-    values = np.nan_to_num(np.frombuffer(base64.b64decode(packed), "<f2").astype(np.float64))
-    totals = np.concatenate([[0.0], np.cumsum(values)])[np.concatenate([[0], ends])]
-    return [round(value, 2) for value in np.diff(totals).tolist()]
-
-
-def token_decoder(run: History) -> Any:
-    """
-    A function from ids to (text, number of ids) pieces, None where the run's tokenizer is not on this machine.
-
-    A character that several tokens spell is one piece. The library `tokenizers` loads in a tenth of a second what
-    transformers takes seconds for.
-    """
-    path = tokenizer_file(run.settings["model"])
-    if path is None or not path.is_file():
-        return None
-    from tokenizers import Tokenizer  # here: a page without completions does without
-
-    tokenizer = Tokenizer.from_file(str(path))
-    text_of = functools.cache(lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False))
-
-    def decode(ids: list[int]) -> list[tuple[str, int]]:
-        pieces, begin = [], 0
-        for end in range(1, len(ids) + 1):
-            text = text_of(tuple(ids[begin:end]))
-            # an unfinished character decodes to U+FFFD; none takes more than four tokens
-            if not text.endswith("\ufffd") or end - begin == 4 or end == len(ids):
-                pieces.append((text, end - begin))
-                begin = end
-        return pieces
-
-    return decode
-
-
-def tokenizer_file(model: str) -> Path | None:
-    """The tokenizer of a model that is on this machine already; the network is not asked."""
-    if model in hub.BUNDLED or model.startswith("random:") or Path(model).is_dir():
-        return hub.BUNDLED.get(model, hub.DEMO if model.startswith("random:") else Path(model)) / "tokenizer.json"
-    if hub.is_gguf(model):
-        with contextlib.suppress(ValueError):  # its package, or its file, is not here
-            return hub.find(model) / "tokenizer.json"
-        return None
-    if model.count("/") != 1:
-        return None
-    from huggingface_hub import try_to_load_from_cache
-
-    repo, _, revision = model.partition("@")
-    path = try_to_load_from_cache(repo, "tokenizer.json", revision=revision or None)
-    return Path(path) if isinstance(path, str) else None
 
 
 def criteria(run: History, groups: list[dict[str, Any]]) -> list[str]:

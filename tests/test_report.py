@@ -141,22 +141,11 @@ def test_the_groups_of_the_page_are_those_of_the_rollouts_by_descending_advantag
     for group in held["groups"]:
         of_group = [line for line in written if (line["step"], line["group"]) == (group["step"], group["group"])]
         expected = sorted(of_group, key=lambda line: -line["advantage"])
-        assert ["".join(row["tokens"]) for row in group["rows"]] == [line["completion"] for line in expected]
+        assert [row["text"] for row in group["rows"]] == [line["completion"] for line in expected]
         for row, line in zip(group["rows"], expected, strict=True):
-            logprobs = np.frombuffer(base64.b64decode(line["logprobs"]), "<f2")
-            np.testing.assert_allclose(row["logprobs"], logprobs, atol=0.006)
             assert (row["advantage"], row["reward"]) == (line["advantage"], line["reward"])
             assert row["scores"] == line["judge_scores"]
             assert row["unreadable"] == (None in line["judge_scores"])
-
-
-def test_a_character_of_several_tokens_is_one_piece(run):
-    decode = page.token_decoder(history.load(run))
-    ids = demo_tokenizer().encode("a\u2014\U0001f642b", add_special_tokens=False).ids
-    pieces = decode(ids)
-    assert "".join(text for text, _ in pieces) == demo_tokenizer().decode(ids)
-    assert max(number for _, number in pieces) > 1
-    assert sum(number for _, number in pieces) == len(ids)
 
 
 def test_values_of_a_curve_are_those_of_the_metrics(run):
@@ -513,8 +502,7 @@ def test_a_browser_opens_the_page_that_training_wrote_and_shows_what_the_run_rec
     assert len(written) == 3 * 2 * 4
     groups, problems = {}, {}
     for line in sorted(written, key=lambda line: -line["advantage"]):
-        text = demo_tokenizer().decode(line["ids"], skip_special_tokens=False)
-        groups.setdefault((line["step"], line["group"]), []).append(text)
+        groups.setdefault((line["step"], line["group"]), []).append(line["completion"])
     assert texts == [groups[place] for place in sorted(groups)]
     assert good == sum(line["reward"] >= 0.9 for line in written)
     for line in read_log(folder / "eval_answers.jsonl"):

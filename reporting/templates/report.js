@@ -110,25 +110,9 @@ function card(group, row, withPrompt) {
   figures.append(element("span", row.finish === "length" ? "wrong" : "", row.finish === "length" ? "truncated" : `ended: ${row.finish}`));
   const text = element("bdi", "text");
   text.tabIndex = 0;
-  if (row.tokens) {
-    const told = new Map(row.told); // what it was told between its turns, by the token that comes after
-    row.tokens.forEach((token, i) => {
-      if (told.has(i)) text.append(element("span", "told", told.get(i)));
-      const piece = element("span", "", token);
-      piece.dataset.p = "";
-      piece.style.setProperty("--p", (1 - Math.exp(row.logprobs[i])).toFixed(2)); // 0 to 1, how dark
-      piece.title = `log-probability ${row.logprobs[i]}`;
-      text.append(piece);
-    });
-  } else {
-    text.textContent = row.text;
-  }
+  text.textContent = row.text;
   made.append(text, figures);
   return made;
-}
-
-function textOf(row) {
-  return row.tokens ? row.tokens.join("") : row.text;
 }
 
 function showCompletions() {
@@ -150,7 +134,7 @@ function showCompletions() {
         if (isBounded && (row.reward === null || row.reward < low || row.reward > high)) continue;
         if (truncated.checked && row.finish !== "length") continue;
         if (unreadable.checked && !row.unreadable) continue;
-        if (!promptHas && !textOf(row).toLowerCase().includes(words)) continue;
+        if (!promptHas && !row.text.toLowerCase().includes(words)) continue;
         if (++found <= MOST_SHOWN) grid.append(card(group, row, true));
       }
     }

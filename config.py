@@ -48,7 +48,7 @@ class DataSettings:
     )  # fmt: skip
     task_config: str = flag("", "YAML with sizes, levels and held-out number of rg:NAME's problems", file=True)
     path: str = flag(
-        "", "your prompts: JSONL, CSV, parquet, Arrow, directory of `datasets` or hub dataset; TRAIN,HELD_OUT are two",
+        "", "your prompts: JSONL, CSV, TXT, parquet, Arrow, `datasets` on disk or the hub; TRAIN,HELD_OUT are two",
         key="data", of=None, first=True, file=True,
     )  # fmt: skip
     columns: str = flag("", "names of the data's columns, as prompt=question,answer=solution", of=None)
@@ -57,15 +57,12 @@ class DataSettings:
         own=True, file=True,
     )  # fmt: skip
     rubric: str = flag("", "rubric YAML, in place of the task's", first=True, file=True)
-    reward: list[str] = flag(list, "reward functions FILE.py:fn", nargs="+", first=True, file=True)
+    reward: list[str] = flag(list, "reward functions FILE.py:fn,fn", nargs="+", first=True, file=True)
     reward_weights: dict[str, float] = flag(
         dict, "weights of rewards, as correct=1,rubric=0.5", parse=weights, first=True
     )
     reward_gate: Literal["off", "form"] = flag(
         "off", "form: rewards above 0 count only for finished answers that neither repeat nor copy"
-    )
-    reward_format: Literal["text", "messages"] = flag(
-        "text", "how reward functions get prompts and completions; messages: as in TRL"
     )
     reward_workers: int = flag(0, "processes that call rewards row by row; 0: one call for all rows", low=0, high=2**10)
 

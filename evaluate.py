@@ -382,7 +382,7 @@ def make_graders(
 # settings that `--run` reads from the run and flags override
 TAKEN = (
     *("model", "task", "task_config", "columns", "rubric", "eval_rubric"),
-    *("verifier", "reward", "reward_weights", "reward_format", "reward_workers"),
+    *("verifier", "reward", "reward_weights", "reward_workers"),
     *("max_tokens", "stop", "rollout_batch_size", "thinking", *TOOLS, *JUDGE),
 )
 

@@ -6,6 +6,8 @@ what the lines of a run say (reporting/console.py).
 """
 
 import contextlib
+import os
+import stat
 import sys
 import threading
 import time
@@ -14,7 +16,8 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-IN_TERMINAL, IN_FILE = 10.0, 40.0  # most seconds without a sign; a phase that is shorter says nothing
+# Most seconds without a sign, where somebody looks (a terminal, a pipe) and in a file; a shorter phase says nothing
+WATCHED, IN_FILE = 8.0, 40.0
 _works: dict[int, "Bar | Work"] = {}  # what is going on, by id, the innermost last; bars compare by where they stand
 _state: dict[str, Any] = {"last": time.monotonic(), "thread": None}
 
@@ -126,10 +129,18 @@ def _watch(work: "Bar | Work") -> None:
         _state["thread"].start()
 
 
+def is_watched() -> bool:
+    """Whether errors go to a terminal or a pipe; a notebook's stream has no file."""
+    try:
+        return sys.stderr.isatty() or stat.S_ISFIFO(os.fstat(sys.stderr.fileno()).st_mode)
+    except (OSError, ValueError):
+        return False
+
+
 def _look() -> None:
     while True:
         time.sleep(1.0)
-        most = IN_TERMINAL if sys.stderr.isatty() else IN_FILE
+        most = WATCHED if is_watched() else IN_FILE
         if _works and time.monotonic() - _state["last"] >= most:
             with contextlib.suppress(OSError, ValueError):  # of a terminal that is gone, of a file that is closed
                 sign()

@@ -200,10 +200,17 @@ def numbered(rows: Iterable[Any]) -> Iterator[tuple[str, Any]]:
     return ((f"record {number}", row) for number, row in enumerate(rows, 1))
 
 
+def _lines(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
+    """One prompt a line."""
+    lines = enumerate(_text(spec, content).splitlines(), 1)
+    return ((f"line {number}", {"prompt": line}) for number, line in lines if line.strip())
+
+
 _READERS = {
     ".jsonl": jsonl_records,
     ".json": _json_records,
     ".csv": _csv_records,
+    ".txt": _lines,
     ".parquet": _table_records,
     ".arrow": _table_records,
 }

@@ -14,12 +14,13 @@ import inspect
 import json
 import math
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 from tqdm.auto import tqdm
@@ -34,7 +35,6 @@ from problems.workers import LATE, Pool
 class Calling(NamedTuple):
     """How a user's functions are called."""
 
-    messages: bool = False  # prompts and completions as chat messages, as TRL gives them for chat data; else as text
     num_workers: int = 0  # processes that call it row by row; 0: one call for all rows, in this process
     timeout: float = 60.0  # seconds for a row there, which then gets the lowest reward of its call
 
@@ -73,6 +73,7 @@ class UserReward:
     """
     A user's function, called with what TRL calls it with: see `call_reward`.
 
+    It gets prompts and completions as text; where it fails on that, as chat messages, as from TRL: `call` tries once.
     `step` is what it finds as `trainer_state.global_step`, the steps that are done; `logged`, what its newest call gave
     to `log_metric` and `log_extra`. In workers it sees one row at a time, and a row that takes too long earns the
     lowest reward of its call: earned it nothing, a policy would learn to stall a verifier that is about to say no.
@@ -81,21 +82,22 @@ class UserReward:
     def __init__(self, name: str, fn: Reward, spec: str, calling: Calling):
         functools.update_wrapper(self, fn)
         self.name, self.fn, self.calling, self.step, self.logged = name, fn, calling, 0, Logged({}, {})
+        self.messages: bool | None = None  # None: nobody has tried
         self.pool = None
         if calling.num_workers:
             file = spec.rpartition(":")[0]
             if not file.endswith(".py"):
                 raise ValueError(f"--reward {spec} is no file, which --reward-workers needs; write FILE.py:function")
-            given = (str(Path(file).absolute()), name, calling.messages)
+            given = (str(Path(file).absolute()), name)
             self.pool = Pool(f"{__name__}:row_scorer", given, num=calling.num_workers, limit=calling.timeout)
 
     def __call__(self, **arguments: Any) -> Any:
         if self.pool is not None:
             return self._by_row(self.pool, arguments)
         if "prompts" in arguments:
-            form = functools.partial(as_messages, "user") if self.calling.messages else prompt_text
+            form = functools.partial(as_messages, "user") if self.messages else prompt_text
             arguments["prompts"] = list(map(form, arguments["prompts"]))
-        if "completions" in arguments and self.calling.messages:
+        if "completions" in arguments and self.messages:
             arguments["completions"] = [as_messages("assistant", text) for text in arguments["completions"]]
         self.logged = Logged({}, {})
         state, num = SimpleNamespace(global_step=self.step), max(map(len, arguments.values()), default=0)
@@ -132,9 +134,9 @@ def as_messages(role: str, text: Any) -> list[dict[str, str]]:
     return [{"role": role, "content": text}] if isinstance(text, str) else text
 
 
-def row_scorer(file: str, function: str, messages: bool) -> Callable[[tuple[int, dict[str, Any]]], Any]:
+def row_scorer(file: str, function: str) -> Callable[[tuple[int, dict[str, Any]]], Any]:
     """What a worker does: the step and the arguments of one row, lists of one, to its reward or None and `Logged`."""
-    name, reward = load_reward(f"{file}:{function}", Calling(messages))
+    name, reward = load_reward(f"{file}:{function}")
 
     def score(question: tuple[int, dict[str, Any]]) -> Any:
         reward.step, arguments = question  # type: ignore[attr-defined]
@@ -202,12 +204,19 @@ def load_functions(flag: str, spec: str, hint: str = "", kind: str = "function")
 
 
 def spec_of(fn: Callable[..., Any]) -> str:
-    """A function as MODULE:function. Raises ValueError for one that cannot be found by its name."""
-    module, name = fn.__module__, getattr(fn, "__qualname__", type(fn).__name__)
-    if getattr(sys.modules[module], name, None) is not fn:
-        where = "at the top level of a module or notebook"
-        raise ValueError(f"{name}: a run finds its functions by their names; define it {where}")
-    return f"{module}:{name}"
+    """A function as MODULE:function; a lambda, or one inside another, is kept under a name of this process alone."""
+    module, name = getattr(fn, "__module__", ""), getattr(fn, "__qualname__", type(fn).__name__)
+    if getattr(sys.modules.get(module), name, None) is fn:
+        return f"{module}:{name}"
+    kept = sys.modules.setdefault(NAMELESS, ModuleType(NAMELESS))
+    name = re.sub(r"\W", "", name.rpartition(".")[2])
+    while getattr(kept, name, fn) is not fn:
+        name += "_"
+    setattr(kept, name, fn)
+    return f"{NAMELESS}:{name}"
+
+
+NAMELESS = "functions_of_a_program"  # the module that holds them
 
 
 def file_of(spec: str) -> str:
@@ -221,6 +230,9 @@ def _imported(what: str, file: str, path: Path) -> Any:
     try:
         return _module_of(path) if path.suffix == ".py" else importlib.import_module(file)
     except (Exception, SystemExit) as error:
+        if file == NAMELESS:
+            fix = "it is a lambda, or inside a function; the top level of a module can be found again"
+            raise ValueError(f"{what}: only the program that began the run has it; {fix}") from error
         if isinstance(error, ModuleNotFoundError) and error.name in (file, file.partition(".")[0]):
             hint = f", did you mean {file}.py?" if os.path.isfile(f"{file}.py") else ""
             raise ValueError(f"{what}: {file} is neither a Python file nor an installed module{hint}") from error
@@ -316,16 +328,45 @@ def call(name: str, fn: Reward, arguments: dict[str, Any], num_rows: int) -> lis
     wanted = reward_columns(name, fn, [*arguments, *TRAINER])
     chosen = {key: list(arguments[key]) for key in wanted if key in arguments}
     try:
-        rewards: Any = fn(**chosen)
-        if inspect.isawaitable(rewards):
-            rewards = asyncio.run(_awaited(rewards))
+        rewards = _result(fn, chosen)
     except RowError as error:
         raise ValueError(str(error)) from error
     except (Exception, SystemExit) as error:
-        is_trls = isinstance(error, TypeError) and "string indices" in str(error)
-        fix = "; for chat messages, as from TRL, set --reward-format messages" if is_trls else ""
-        raise ValueError(f"reward {name} {raised(error, fn)}{fix}") from error
+        rewards = None
+        if isinstance(fn, UserReward) and _reads_messages(fn, chosen, error):
+            rewards = _result_of_messages(fn, chosen)
+        if rewards is None:
+            raise ValueError(f"reward {name} {raised(error, fn)}") from error
+    if isinstance(fn, UserReward):
+        fn.messages = bool(fn.messages)
     return _checked_rewards(name + defined_at(fn), rewards, num_rows)
+
+
+def _result(fn: Reward, chosen: dict[str, Any]) -> Any:
+    rewards: Any = fn(**chosen)
+    return asyncio.run(_awaited(rewards)) if inspect.isawaitable(rewards) else rewards
+
+
+def _reads_messages(fn: UserReward, chosen: dict[str, Any], error: BaseException) -> bool:
+    """Whether a function that nobody has called before failed on text for the keys of a chat message."""
+    if fn.messages is not None or fn.pool:
+        return False
+    if isinstance(error, IndexError) and "completions" in chosen:  # of an empty text, which hides what comes next
+        try:
+            _result(fn, chosen | {"completions": [text or "-" for text in chosen["completions"]]})
+        except (Exception, SystemExit) as next_error:
+            error = next_error
+    return isinstance(error, (TypeError, AttributeError)) and bool(re.match("string ind|'str' object has", str(error)))
+
+
+def _result_of_messages(fn: UserReward, chosen: dict[str, Any]) -> Any:
+    """What a function gives for chat messages, which it gets from then on; None where it fails on these too."""
+    fn.messages = True
+    try:
+        return _result(fn, chosen)
+    except (Exception, SystemExit):  # the error on text is told
+        fn.messages = None
+        return None
 
 
 def raised(error: BaseException, fn: Callable[..., Any]) -> str:

@@ -16,6 +16,7 @@ FEW = 5  # steps to average, so that one odd step triggers nothing
 HELD_OUT = ("eval/accuracy", "eval/score")  # a run has one of these figures
 MOST_TRUNCATED, MOST_OVER_CAP = 0.5, 0.01
 LEAST_ENTROPY = 0.1  # relative to the first steps
+STILL, LEAST_KL = 10, 1e-6  # updates, and nats a token of one; the demo has 2e-3 at its rate, 1e-8 at a 400th of it
 SLOWER, IN_A_ROW = 3.0, 3  # times the usual seconds a token, of so many steps
 
 
@@ -97,6 +98,14 @@ def no_signal(steps: Records, _: Records) -> str:
     if len(groups) < FEW or any(groups):
         return ""
     return f"In no group did rewards differ by more than noise, {FEW} steps in a row: they taught nothing"
+
+
+@illness("nothing moves", "Try a --learning-rate ten times as high; docs/data.md has rates by size")
+def unmoved(steps: Records, _: Records) -> str:
+    moved = measured(steps[-STILL:], "update/kl")
+    if len(moved) < STILL or sum(map(abs, moved)) >= STILL * LEAST_KL:
+        return ""
+    return f"{STILL} updates in a row changed the answers by {sum(moved) / STILL:.1g} nats a token, which is rounding"
 
 
 @illness("tools fail", "Look at `tool_calls` in rollouts.jsonl for their errors")

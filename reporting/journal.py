@@ -134,7 +134,7 @@ def step_metrics(config: Config, step: Step, recent: Collection[float]) -> dict[
 
 def update_metrics(result: Any, seconds: dict[str, float], num_rows: int, recent: Collection[float]) -> dict[str, Any]:
     """Figures of an update, and of the step's seconds by phase. num_rows: rows that were trained."""
-    train_s = sum(seconds.get(phase, 0.0) for phase in ("reward", "judge", "batch", "ref", "teacher", "update"))
+    train_s = sum(seconds.get(phase, 0.0) for phase in ("judge", "batch", "ref", "teacher", "update"))
     return {
         "loss": result.loss,
         "update/s": seconds["update"],

@@ -130,8 +130,9 @@ def make(config: Config, held_out: str | None = None) -> Task:
 def _with_own_rewards(task: Task, config: Config) -> Task:
     """The task with the rewards of --reward, each of weight 1, instead of its own; a rubric keeps its weight."""
     data = config.data
-    calling = Calling(data.reward_format == "messages", data.reward_workers)
-    loaded = [load_reward(spec, calling) for spec in data.reward]
+    parts = [spec.rpartition(":") for spec in data.reward]
+    specs = [file + colon + name for file, colon, names in parts for name in names.split(",")]
+    loaded = [load_reward(spec, Calling(data.reward_workers)) for spec in specs]
     own = dict(loaded)
     if len(own) < len(loaded):
         raise ValueError(f"--reward {' '.join(data.reward)}: two rewards have the same name")

@@ -181,8 +181,7 @@ def test_rows_are_taken_by_their_answers_which_may_be_numbers_or_missing():
 
 def test_messages_reach_a_reward_that_asks_for_them(tmp_path):
     body = IN_TEXT.replace("right in text", "right in text[0]['content']")
-    assert "set --reward-format messages" in message_of(audited, tmp_path, body)
-    assert audited(tmp_path, body, calling=rewards.Calling(messages=True)).form
+    assert audited(tmp_path, body).form
 
 
 # ---- in the commands

@@ -43,6 +43,8 @@ LOST = steps_of("entropy", then=(1.0, 0.05))
 ILL_AND_WELL = [  # an illness, steps and evaluations that show it, and such that do not
     ("no signal", (signal(3, 0, 0, 0, 0, 0),), (signal(0, 0, 0, 0, 1),)),
     ("no signal", (signal(0, 0, 0, 0, 0),), (signal(0, 0, 0, 0),)),
+    ("nothing moves", (steps_of("update/kl", then=(3e-8, -1e-9)),), (steps_of("update/kl", then=(3e-8, 2e-6)),)),
+    ("nothing moves", (steps_of("update/kl", *[0.0] * 10),), (steps_of("update/kl", *[0.0] * 9, None),)),
     ("tools fail", (TOOLS[:5],), (TOOLS,)),
     ("tools fail", (TOOLS[:5],), (TOOLS[:4],)),
     ("entropy", (steps_of("entropy", then=(1.0, 0.09)),), (steps_of("entropy", then=(1.0, 0.11)),)),

@@ -186,6 +186,18 @@ def test_own_data_is_its_own_task_and_its_defaults_are_said(tmp_path):
     assert "give it with --data FILE" in message_of(task_of, "--task", "own")
 
 
+def test_a_text_file_has_a_prompt_a_line_and_a_file_several_rewards(tmp_path):
+    (tmp_path / "mine.txt").write_text("Say hello.\n\nSay goodbye, and\tmean it.\n" * 8)
+    (tmp_path / "mine.py").write_text(
+        "def one(completions, **_):\n    return [1.0] * len(completions)\n"
+        "def two(completions, **_):\n    return [2.0] * len(completions)\n"
+    )
+    rewards = ["--reward", f"{tmp_path}/mine.py:one,two", "length:9"]
+    task = task_of("--data", tmp_path / "mine.txt", *rewards)
+    assert {one["prompt"] for one in task.train + task.held_out} == {"Say hello.", "Say goodbye, and\tmean it."}
+    assert task.reward_weights == {"one": 1.0, "two": 1.0, "length": 1.0}
+
+
 @pytest.mark.parametrize(
     ("model", "recipe"),
     {

@@ -193,12 +193,25 @@ ROWS = {"answer": ["x", "b", None], "completion_ids": [[1], [2, 3], [4]], "num_t
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_function_written_for_trl_gets_messages_ids_and_the_step(reward_file, num_workers):
     file, prompts = reward_file(TRL_STYLE), ["p", [{"role": "user", "content": "q"}], "r"]
-    name, fn = rewards.load_reward(f"{file}:scheduled", rewards.Calling(messages=True, num_workers=num_workers))
+    name, fn = rewards.load_reward(f"{file}:scheduled", rewards.Calling(num_workers=num_workers))
     rewards.tell_step({name: fn, "length": built_in.length_reward(3)}, 10)
     first, second, third = rewards.call_reward(name, fn, prompts, ["a", "b", "c"], ROWS)
     assert (first, second) == (11, 13) and math.isnan(third)
-    name, fn = rewards.load_reward(f"{file}:awaited", rewards.Calling(messages=True, num_workers=num_workers))
+    name, fn = rewards.load_reward(f"{file}:awaited", rewards.Calling(num_workers=num_workers))
     assert rewards.call_reward(name, fn, prompts, ["a", "bb", ""], ROWS) == [1, 2, 0]
+
+
+def test_only_what_reads_a_message_s_keys_is_tried_on_messages(reward_file):
+    file = reward_file(
+        "def theirs(completions, **_):\n    return [len(one[0]['content']) for one in completions]\n"
+        "def initial(completions, **_):\n    return [one[0] == 'A' for one in completions]\n"
+        "def share(completions, **_):\n    return [1 / len(one) for one in completions]\n"
+    )
+    name, fn = rewards.load_reward(f"{file}:theirs")
+    assert rewards.call_reward(name, fn, ["p"] * 2, ["", "abc"], {}) == [0, 3]
+    for name, error in (("initial", "IndexError"), ("share", "ZeroDivisionError")):
+        _, fn = rewards.load_reward(f"{file}:{name}")
+        assert f"reward {name} raised {error}" in message_of(rewards.call_reward, name, fn, ["p"] * 2, ["", "abc"], {})
 
 
 def test_a_row_that_takes_too_long_earns_the_lowest(reward_file, capsys):
@@ -226,7 +239,7 @@ def test_two_rewards_of_trl_run_unchanged(tmp_path):
     file.write_text("from trl.rewards import accuracy_reward, think_format_reward\n")
     completions = ["<think>\nHalf.\n</think>\nIt is $\\boxed{\\frac{1}{2}}$", "It is $\\boxed{0.25}$", "No idea"]
     for name, right in (("accuracy_reward", [1, 0, None]), ("think_format_reward", [1, 0, 0])):
-        _, fn = rewards.load_reward(f"{file}:{name}", rewards.Calling(messages=True))
+        _, fn = rewards.load_reward(f"{file}:{name}")
         columns = {"solution": ["$0.5$", "$0.5$", "no formula"]}
         given = rewards.call_reward(name, fn, ["p"] * 3, completions, columns)
         assert [None if math.isnan(value) else value for value in given] == right

@@ -225,7 +225,7 @@ def test_environments_give_prompts_tools_and_rewards(tmp_path, world):
 
 
 def test_a_reward_gets_the_conversation_as_messages(tmp_path, world):
-    settings = {"reward": [f"{world}:talked"], "reward_format": "messages", "reward_weights": {"talked": 1.0}}
+    settings = {"reward": [f"{world}:talked"], "reward_weights": {"talked": 1.0}}
     run = start(tmp_path, task="calculator", steps=1, **settings)
     run.fit()
     for line in records(run, "rollouts"):

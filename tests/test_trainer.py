@@ -95,10 +95,14 @@ def test_the_notebook_trains_plots_changes_the_loss_and_goes_on(tmp_path):
     assert len(list((tmp_path / "runs").iterdir())) == 2
 
 
-def test_a_function_without_a_name_of_its_own_is_refused():
-    for fn in (lambda **_: [], np.random.default_rng().normal):
-        with pytest.raises(ValueError, match="define it at the top level"):
-            rewards.spec_of(fn)
+def test_functions_without_a_name_are_kept_and_missed_where_they_are_not(monkeypatch):
+    functions = [lambda **_: [1.0], lambda **_: [2.0], np.random.default_rng().normal]
+    specs = [rewards.spec_of(fn) for fn in functions]
+    assert len(set(specs)) == 3 and specs == [rewards.spec_of(fn) for fn in functions]
+    assert [rewards.load_function("--reward", spec)[1] for spec in specs] == functions
+    monkeypatch.delitem(sys.modules, rewards.NAMELESS)  # as in another process
+    with pytest.raises(ValueError, match="only the program that began the run has it"):
+        rewards.load_function("--reward", specs[0])
     assert rewards.load_function("--reward", rewards.spec_of(short_answers)) == ("short_answers", short_answers)
 
 

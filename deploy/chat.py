@@ -61,8 +61,9 @@ class Side:
         self.cache = KVCache(model.config.layer_kinds)
         self.forward: Callable[..., mx.array] = gwen.decode_step(model)
         self.turn: list[int] = []  # the ids of its newest turn
-        tokenizer, ends = manner.tokenizer, model.config.eos_ids
-        self.frames = manner.box.frames if manner.box else Frames(tokenizer, ends, thinking=manner.thinking)
+        self.end = chat_template.end_of_turn(manner.tokenizer) or model.config.eos_ids[0]
+        self.ends = {*model.config.eos_ids, self.end}  # a base model has others than its template
+        self.frames = Frames(manner.tokenizer, sorted(self.ends), thinking=manner.thinking)
         self.num_turns = 0
 
     def reply(self, line: str) -> Generator[str, None, None]:
@@ -94,13 +95,11 @@ class Side:
         if manner.box and self.playing:
             episode, schemas = self.playing.rows[0], list(manner.box.schemas[""].values())
             messages, episode.told, episode.num_turns = [*episode.told, message], [], 0
-        end = chat_template.end_of_turn(manner.tokenizer)
-        cut = [] if self.is_over() or end is None else [end]
-        return cut + self.frames.between(messages, schemas)
+        return [self.end] * (not self.is_over()) + self.frames.between(messages, schemas)
 
     def is_over(self) -> bool:
         """Whether its newest turn has ended by itself."""
-        return bool(self.turn) and self.turn[-1] in self.model.config.eos_ids
+        return bool(self.turn) and self.turn[-1] in self.ends
 
     def drawn(self, told: list[int]) -> Iterator[int]:
         """Reads what it is told and draws a turn. Each token is in the cache when it comes, also an end token."""

@@ -49,6 +49,13 @@ def test_a_turn_continues_from_the_last_and_its_ids_are_those_of_the_whole_conve
         assert told == tokenizer.decode(side.turn, skip_special_tokens=True).rstrip("\ufffd")
 
 
+def test_a_model_without_end_tokens_is_talked_to_with_its_template_s():
+    model, own = gwen.load("random:2m")
+    side = chat.Side(model, manner(model, own))
+    list(side.reply("one"))
+    assert model.config.eos_ids == () and "<|im_end|>\n<|im_start|>user\ntwo<|im_end|>" in own.decode(side.told("two"))
+
+
 def test_a_talk_that_fills_the_context_ends_in_a_line(tiny_model, tokenizer):
     model = gwen.load_model(tiny_model, mx.float32)
     side = chat.Side(model, manner(model, tokenizer, context=60))

@@ -59,8 +59,7 @@ def main(argv: list[str] | None = None) -> None:
                 if args.fuse:
                     what = fuse(name, adapter, wide if few else scratch, run)
                     if few:
-                        few_bits.pack(wide, scratch, args.bits)
-                        what += f"; in {args.bits} bits"
+                        what += f"; in {few_bits.pack(wide, scratch, args.bits):.3g} bits a weight"
                 elif args.export == "gguf":
                     what = export_gguf(name, adapter, scratch, run, args.out.resolve().name, args.bits or 16)
                 else:

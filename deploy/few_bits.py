@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import cpu_blas  # noqa: F401  (before mlx)
+from mlx.utils import tree_flatten
 
 import evaluate
 import gwen
@@ -29,18 +30,24 @@ TOO_MUCH = 1 / 3  # of what training moved
 POSITIONS = 256  # of a pass that holds all its logits
 
 
-def pack(wide: Path, out: Path, bits: int) -> None:
-    """Writes a model's directory anew, as `mlx_lm.convert -q` does."""
-    from mlx_lm.utils import load_model, quantize_model, save_config, save_model
+def pack(wide: Path, out: Path, bits: int) -> float:
+    """
+    Writes a model's directory anew, as `mlx_lm.convert -q` does; returns the bits of a weight, with its scales.
+
+    Raises ValueError where nothing of it is packed.
+    """
+    from mlx_lm.utils import compute_bits_per_weight, load_model, quantize_model, save_config, save_model
 
     model, config = load_model(wide, lazy=True)
     with contextlib.redirect_stdout(sys.stderr):
         model, config = quantize_model(model, config, None, bits)
+    if not any(name.endswith(".scales") for name, _ in tree_flatten(model.parameters())):
+        raise ValueError(f"--bits {bits}: mlx_lm packs 64 columns at a time, and no width of this model is a multiple")
+    size: float = compute_bits_per_weight(model)
     save_model(out, model, donate_model=True)
     save_config(config, out / "config.json")
-    for file in wide.iterdir():
-        if not (out / file.name).exists():
-            shutil.copy(file, out)
+    shutil.copytree(wide, out, ignore=shutil.ignore_patterns("model*", "config.json"), dirs_exist_ok=True)
+    return size
 
 
 def tell_cost(run: str | None, wide: Path, few: Path, bits: int) -> None:

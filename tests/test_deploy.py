@@ -6,9 +6,10 @@ import re
 import shutil
 
 import mlx.core as mx
+import mlx_lm.utils
 import pytest
 import yaml
-from conftest import CONFIGS, contents, message_of, write_log
+from conftest import CONFIGS, contents, message_of, write_checkpoint, write_log
 from mlx_lm.tokenizer_utils import load as mlx_lm_load_tokenizer
 from mlx_lm.utils import load_model as mlx_lm_load_model
 from test_gguf import tokenizer_like, write  # noqa: F401  (fixtures)
@@ -151,7 +152,8 @@ def test_an_exported_adapter_names_a_base_that_others_open_or_says_to_fuse_first
 def test_a_model_in_few_bits_is_mlx_lm_s_and_its_cost_is_told(run, tmp_path, capsys, kind, bits):
     lora.main(["--fuse", "--bits", str(bits), "--run", run(kind), "--out", str(tmp_path / "few")])
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].endswith(f"; in {bits} bits") and len(lines) == 5 + lines[-2].startswith("WARNING")
+    assert re.search(rf"; in {bits}\.5\d bits a weight$", lines[0])
+    assert len(lines) == 5 + lines[-2].startswith("WARNING")
     wide, few, cost = (line.partition(": ")[2] for line in [*lines[1:3], f"x: {lines[3]}"])
     assert wide.startswith("eval/accuracy ") and few.endswith("| 8 problems") and cost.startswith(f"{bits} bits are ")
     assert json.loads((tmp_path / "few" / "config.json").read_text())["quantization"]["bits"] == bits
@@ -161,6 +163,14 @@ def test_a_model_in_few_bits_is_mlx_lm_s_and_its_cost_is_told(run, tmp_path, cap
     ids = mx.array([chat_template.chat_ids(tokenizer, USER)])
     assert mx.allclose(theirs(ids), ours(ids), atol=1e-3) and "thinking off" in lines[0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["few", "run"]
+
+
+def test_a_large_packed_model_is_shards_and_one_that_cannot_be_packed_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(mlx_lm.utils, "make_shards", lambda weights: [dict([one]) for one in weights.items()])
+    few_bits.pack(hub.DEMO, tmp_path / "few", 8)
+    assert "model.safetensors" not in contents(tmp_path / "few") and gwen.load(tmp_path / "few")
+    narrow = write_checkpoint(tmp_path / "narrow", CONFIGS["qwen3"] | {"head_dim": 8})
+    assert "no width of this model is a multiple" in message_of(few_bits.pack, narrow, tmp_path / "no", 4)
 
 
 @pytest.mark.slow

@@ -302,27 +302,25 @@ LESS = {  # what makes a phase smaller
 def line(demand: Demand, sizes: Sizes) -> str:
     """What a run needs, phase by phase, against what the machine has, and the flag to turn where it does not fit."""
     need, room = estimate(demand, sizes), memory.memory_size()
-    staying, passing = ([f"{_gb(size)} {name}" for name, size in part.items() if size] for part in need)
+    staying, passing = ([f"{size / 1e9:.2f} {name}" for name, size in part.items() if size] for part in need)
     said = (
-        f"memory: {_gb(need.total)} of {_gb(room)} GB = {' + '.join(staying)} + "
+        f"memory: {need.total / 1e9:.2f} of {room / 1e9:.2f} GB = {' + '.join(staying)} + "
         f"{'the largest of ' * (len(passing) > 1)}{', '.join(passing)} "
         f"at --train-token-budget {sizes.train_token_budget} "
         f"--checkpoint-layers {sizes.settings()['checkpoint_layers']}"
     )
+    return said if need.total <= room else f"{said}; it does not fit: {advice(demand.config, need, room)}"
+
+
+def advice(config: Config, need: Need, room: int) -> str:
+    """What to lower where a run does not fit."""
     kept = need.stays
-    if need.total <= room:
-        return said
     if sum(kept.values()) <= room:
-        return f"{said}; it does not fit: {LESS[max(need.phases, key=need.phases.__getitem__)]}"
-    others = {name for name in ("teacher", "judge") if kept.get(name, 0) > kept["weights"]}
-    smaller = f"take a smaller {f'--{others.pop()}' if others else 'model'}".replace("--judge", "--judge-model")
-    return f"{said}; it does not fit: " + (
-        smaller if demand.config.model.lora_rank else f"set --lora-rank 16, or {smaller}"
-    )
-
-
-def _gb(size: float) -> str:
-    return f"{size / 1e9:.2f}"
+        return LESS[max(need.phases, key=need.phases.__getitem__)]
+    flags = {"teacher": "--teacher", "judge": "--judge-model"}
+    large = [flag for name, flag in flags.items() if kept.get(name, 0) > kept["weights"]]
+    smaller = f"take a smaller {[*large, 'model'][0]}"
+    return smaller if config.model.lora_rank else f"set --lora-rank 16, or {smaller}"
 
 
 # ---- the time

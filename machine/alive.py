@@ -18,31 +18,8 @@ from tqdm.auto import tqdm
 
 # Most seconds without a sign, where somebody looks (a terminal, a pipe) and in a file; a shorter phase says nothing
 WATCHED, IN_FILE = 8.0, 40.0
-_works: dict[int, "Bar | Work"] = {}  # what is going on, by id, the innermost last; bars compare by where they stand
+_works: dict[int, "Bar"] = {}  # what is going on, by id, the innermost last; bars compare by where they stand
 _state: dict[str, Any] = {"last": time.monotonic(), "thread": None}
-
-
-class Work:
-    """Something that takes a while, and nobody knows how long."""
-
-    drawn = False
-
-    def __init__(self, what: str):
-        self.what, self.begun = what, time.monotonic()
-
-    def state(self) -> str:
-        return f"{self.what}, {duration(time.monotonic() - self.begun)} so far"
-
-
-@contextlib.contextmanager
-def doing(what: str) -> Iterator[None]:
-    """Says `what` as long as the body goes on, if that is long."""
-    work = Work(what)
-    _watch(work)
-    try:
-        yield
-    finally:
-        _works.pop(id(work), None)
 
 
 class Bar(tqdm):
@@ -84,15 +61,24 @@ class Bar(tqdm):
         self.update(done - self.n)
 
     def state(self) -> str:
-        """ "sampling: 23 of 64 rows, about 40 s left"; before the first is done, how long it has taken so far."""
+        """
+        "sampling: 23 of 64 rows, about 40 s left"; before the first is done, how long it has taken so far, and where
+        nobody knows how many there are that alone.
+        """
         done, seconds = self.n - self.from_n, time.monotonic() - self.begun
         far = f"{self.n:g}" + (f" of {self.total}" if self.total else "") + (f" {self.kind}s" if self.kind else "")
         left = f"about {duration(seconds / done * (self.total - self.n))} left" if done > 0 and self.total else ""
-        return f"{self.what}: {far}, {left or f'{duration(seconds)} so far'}"
+        what = f"{self.what}: {far}" if self.total or self.n else self.what
+        return f"{what}, {left or f'{duration(seconds)} so far'}"
 
     def close(self) -> None:
         _works.pop(id(self), None)
         super().close()
+
+
+def doing(what: str) -> Bar:
+    """Inside, says `what` goes on, if that is long: nobody knows how long."""
+    return Bar(desc=what, disable=True)
 
 
 def duration(seconds: float) -> str:
@@ -112,14 +98,14 @@ def sign() -> None:
     """Draws the bars again, with their time, or says in a line what goes on."""
     note()
     works = list(_works.values())
-    for bar in [work for work in works if isinstance(work, Bar) and work.drawn]:
+    for bar in [work for work in works if work.drawn]:
         bar.refresh()
     if works and not works[-1].drawn:
         tqdm.write("... " + "; ".join(work.state() for work in works if not work.drawn), file=sys.stderr)
         sys.stderr.flush()
 
 
-def _watch(work: "Bar | Work") -> None:
+def _watch(work: Bar) -> None:
     """Notes a work, and starts the thread that looks after all, once a process; a fork begins without it."""
     _works[id(work)] = work
     thread = _state["thread"]

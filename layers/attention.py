@@ -8,7 +8,6 @@ Axes: N rows, L positions, H query heads, K kv heads, D head dim, S keys; R rows
 """
 
 import functools
-import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -281,27 +280,19 @@ slot_attention = kernels.Op("slot_attention", tree_attention_ref, _launch_slot_a
 
 
 def joined(parts: Parts, layout: Layout) -> tuple[mx.array, mx.array]:
-    """Keys and values of each row's parts in one buffer, (N, K, S, D) each, written once."""
+    """Keys and values of each row's parts in one buffer, (N, K, S, D) each."""
     num_rows = parts[-1][0].shape[0]
-    # A part whose rows have equally many readers is a view with an axis for each such part, so nothing of it is copied
-    # before its place in the buffer is written.
-    counts = [keys.shape[0] for (keys, _), group in zip(parts, layout.groups, strict=True) if group.places is None]
-    counts = sorted({1, *counts, num_rows})
-    dims = [count // fewer for fewer, count in itertools.pairwise(counts)]
-    assert math.prod(dims) == num_rows, f"{counts} rows of parts do not divide each other"
 
     def spread(part: mx.array, group: Group) -> mx.array:
-        if group.places is not None and group.members is not None:
-            part = part[group.places // group.members.shape[1]]
-        held = [dim if count <= part.shape[0] else 1 for dim, count in zip(dims, counts[1:], strict=True)]
-        return mx.broadcast_to(part.reshape(*held, *part.shape[1:]), (*dims, *part.shape[1:]))
+        if group.places is None or group.members is None:
+            return mx.repeat(part, num_rows // part.shape[0], 0)
+        return part[group.places // group.members.shape[1]]
 
-    def join(arrays: list[mx.array]) -> mx.array:
-        views = [spread(array, group) for array, group in zip(arrays, layout.groups, strict=True)]
-        whole = mx.concatenate(views, axis=-2)
-        return whole.reshape(num_rows, *whole.shape[-3:])
-
-    return join([keys for keys, _ in parts]), join([values for _, values in parts])
+    keys, values = (
+        mx.concatenate([spread(part, group) for part, group in zip(arrays, layout.groups, strict=True)], axis=2)
+        for arrays in zip(*parts, strict=True)
+    )
+    return keys, values
 
 
 def attend(queries: mx.array, parts: Parts, layout: Layout) -> mx.array:

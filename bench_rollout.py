@@ -3,8 +3,8 @@ Rollouts against mlx_lm on the same work: `uv run bench_rollout.py --batch 8 --g
 
 mlx_lm is run in every way that it can be: "mlx_lm" prefills the prompt of every row, with as many rows at once as ours,
 "mlx_lm_default" with its own batch sizes; "mlx_lm_shared" prefills each prompt once and hands its cache to the rows of
-its group. "unread" leaves the log-probabilities of the drawn tokens unread, which training needs. The judge's prompts
-are prefilled whole or segment by segment, and answered by a reply or by one token.
+its group. All read the log-probabilities of the drawn tokens, which training needs. The judge's prompts are prefilled
+whole or segment by segment, and answered by a reply or by one token.
 """
 
 import functools
@@ -61,7 +61,7 @@ def prefilled(peer: Any, caches: Any, ids: list[int]) -> Any:
     return grown
 
 
-def run_mlx_lm(work: Work, *, peer: Any, own_sizes: bool = False, shared: bool = False, read: bool = True) -> Timing:
+def run_mlx_lm(work: Work, *, peer: Any, own_sizes: bool = False, shared: bool = False) -> Timing:
     """The work done by mlx_lm, with as many rows at once as ours or with its own batch sizes."""
     from mlx_lm.sample_utils import make_sampler
 
@@ -76,7 +76,7 @@ def run_mlx_lm(work: Work, *, peer: Any, own_sizes: bool = False, shared: bool =
         caches = [cache for cache in of_prompts for _ in range(work.group_size)]
         rows = [prompt[-1:] for prompt in rows]
     shared_s = time.perf_counter() - begin
-    completions, logprobs, prefill_s = generate(peer, rows, work.limits, read, caches, **how)
+    completions, logprobs, prefill_s = generate(peer, rows, work.limits, True, caches, **how)
     prefill_s += shared_s
     return Timing(completions, logprobs, prefill_s, time.perf_counter() - begin - prefill_s)
 
@@ -106,8 +106,6 @@ def rival(peer: Any, directory: Path) -> Rival:
         "mlx_lm": {},
         "mlx_lm_default": {"own_sizes": True},
         "mlx_lm_shared": {"shared": True},
-        "mlx_lm_unread": {"read": False},
-        "mlx_lm_shared_unread": {"shared": True, "read": False},
     }
     engines = {name: functools.partial(run_mlx_lm, peer=peer, **way) for name, way in ways.items()}
     judge = functools.partial(replies, peer=peer, eos_ids=hub.load_config(directory).eos_ids)

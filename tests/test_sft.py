@@ -280,7 +280,7 @@ def test_a_run_lowers_the_held_out_loss_and_records_the_keys_of_any_run(finished
     report.main(["--compare", str(finished), str(finished)])
     report.main(["--list", str(finished.parent)])
     shown = capsys.readouterr().out
-    assert "held-out loss before" in shown and "tokens trained" in shown and "best loss after" in shown
+    assert "held-out loss before" in shown and "tokens trained" in shown and "lowest loss after" in shown
 
 
 @pytest.mark.slow

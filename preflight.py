@@ -365,13 +365,19 @@ def costs(demand: Demand, sizes: Sizes) -> "dict[str, chips.Cost]":
     return found
 
 
+def two_digits(value: float) -> str:
+    return f"{float(f'{value:.2g}'):g}"
+
+
 def time_line(demand: Demand, sizes: Sizes) -> str:
     """What a step moves, computes and takes: here, or on each chip that is sold with enough memory."""
     from machine import chips
 
     found, need = costs(demand, sizes), estimate(demand, sizes).total
     fit = [chips.here()] if gpu.on_gpu() else [one for one in chips.load() if room_of(max(one.memory)) >= need]
-    times = ", ".join(f"{chip.name} {chips.seconds(found, chip):.2g} s" for chip in fit) or "no chip has the memory"
+    times = (
+        ", ".join(f"{chip.name} {two_digits(chips.seconds(found, chip))} s" for chip in fit) or "no chip has the memory"
+    )
     moved, computed = (sum(getattr(cost, unit) for cost in found.values()) for unit in ("bytes", "flops"))
     return (
         f"a step: {moved / 1e9:.0f} GB of weights and caches, {computed / 1e12:.1f} TFLOP: {times} "
@@ -397,7 +403,7 @@ class Fit(NamedTuple):
     def cells(self) -> list[str]:
         """GB, seconds a step and minutes of its recipe, to two digits; below a second Python takes most of a step."""
         times = self.seconds, self.seconds * self.config.optimizer.steps / 60
-        return [f"{self.need / 1e9:.1f}", *(f"{float(f'{one:.2g}'):g}" if one >= 1 else "<1" for one in times)]
+        return [f"{self.need / 1e9:.1f}", *(two_digits(one) if one >= 1 else "<1" for one in times)]
 
 
 def fits(room: float, chip: "chips.Chip", dtype: mx.Dtype) -> Iterator[Fit]:

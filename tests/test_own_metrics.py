@@ -9,7 +9,7 @@ from small_run import make_run
 
 import train
 from problems import rewards
-from reporting import charts, page, seeds
+from reporting import charts, seeds, verdict
 
 MINE = """
 def right(completions, answer, **_):
@@ -125,4 +125,5 @@ def test_values_of_any_type_are_recorded_as_json():
 def test_a_wrong_answer_is_not_called_paid_by_a_metric():
     answers = {number: {"rewards": {"length": [9]}, "values": [0.0]} for number in range(9)}
     by_step = {0: answers | {9: {"rewards": {"length": [1]}, "values": [0.0]}}}
-    assert page.paid_though_wrong(by_step, [0]) and not page.paid_though_wrong(by_step, [0], {"length"})
+    assert verdict.paid_though_wrong(by_step, {})
+    assert not verdict.paid_though_wrong(by_step, {"reward_weights": {"length": 0}})

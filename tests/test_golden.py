@@ -38,7 +38,7 @@ def test_each_step_has_its_line_its_figures_and_their_meanings(golden, kind):
         assert 0 < sum(seconds or 0.0 for seconds in phases) <= line["step/s"] + 1e-6
         assert np.isfinite(line["loss"]) and line["mem/peak_gb"] > 0
         if kind != "sft":
-            rest = line["step/s"] - line["rollout/s"] - line["other/s"]
+            rest = line["step/s"] - line["rollout/s"] - line["reward/s"] - line["other/s"]
             assert line["train/s"] == pytest.approx(rest) and line["mismatch/logprob_abs_max"] < 1e-4
     assert all(not without_meaning(line, EVALUATION_METRICS) for line in evaluations)
     printed = (golden(kind).parent / f"{kind}.out").read_text().splitlines()

@@ -115,8 +115,7 @@ def check(model, world, rollout, params, key=5, group_size=4):
     assert differ <= num / 1000
 
 
-@pytest.mark.parametrize("share", [True, False])
-@pytest.mark.parametrize(("batch_size", "group_size"), [(7, 4), (64, 40)])
+@pytest.mark.parametrize(("share", "batch_size", "group_size"), [(True, 64, 40), (True, 7, 4), (False, 7, 4)])
 def test_200_conversations_draw_what_the_whole_of_each_says_for_each_token(model, share, batch_size, group_size):
     world = World(seed=1)
     params, rollout = roll(model, world, batch_size, share, group_size)
@@ -126,12 +125,12 @@ def test_200_conversations_draw_what_the_whole_of_each_says_for_each_token(model
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("share", "batch_size"), [(True, 7), (False, 7), (True, 1)])
-def test_conversations_with_tools_of_up_to_50_ms_draw_the_same(model, monkeypatch, share, batch_size):
+@pytest.mark.parametrize(("share", "batch_size", "group_size"), [(True, 7, 4), (False, 7, 4), (True, 1, 1)])
+def test_conversations_with_tools_of_up_to_50_ms_draw_the_same(model, monkeypatch, share, batch_size, group_size):
     monkeypatch.setattr("kv_cache.CHUNK", 16)
     world = World(2, delay=0.05)
-    params, rollout = roll(model, world, batch_size, share, key=2)
-    check(model, world, rollout, params, key=2)
+    params, rollout = roll(model, world, batch_size, share, group_size, key=2)
+    check(model, world, rollout, params, 2, group_size)
 
 
 class Silent(World):

@@ -8,6 +8,7 @@ import pytest
 from conftest import message_of, read_log, write_log
 from extras import needs
 from small_run import SMALL, make_config
+from test_procedural import here  # noqa: F401  a fixture
 
 import train
 from problems.examples import epoch_indices
@@ -128,6 +129,7 @@ def test_a_run_with_a_memory_is_repeated_exactly_by_one_that_stopped(tmp_path):
 
 @needs("reasoning_gym", "tasks")
 @pytest.mark.slow
+@pytest.mark.usefixtures("here")
 def test_a_run_without_end_is_repeated_exactly_and_raises_the_level(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(curriculum, "WINDOW", 4)
     monkeypatch.setattr(rg.Problems, "score", lambda self, completions, **_: [1.0] * len(completions))

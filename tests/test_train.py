@@ -616,23 +616,23 @@ def test_whatever_ends_a_run_between_steps_it_is_saved_though_ctrl_c_comes_again
 
 
 def test_resuming_after_a_kill_repeats_the_uninterrupted_run_bit_for_bit(tmp_path, capsys):
-    flags = [*SMALL, *"--steps 10 --save-every 5 --eval-every 5 --beta 0.05 --learning-rate 0.02".split()]
+    flags = [*SMALL, *"--steps 6 --save-every 3 --eval-every 3 --beta 0.05 --learning-rate 0.02".split()]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     train.main([*flags, "--run-dir", str(whole)])
     process = subprocess.Popen(
         [sys.executable, "train.py", *flags, "--run-dir", str(killed)], cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
     for line in process.stdout:
-        if line.startswith("step 7/"):
+        if line.startswith("step 4/"):
             process.kill()
     process.wait()
     assert process.returncode == -signal.SIGKILL
-    assert records(killed / "metrics.jsonl")[-1]["step"] >= 7
+    assert records(killed / "metrics.jsonl")[-1]["step"] >= 4
     capsys.readouterr()
     train.main(["--resume", str(killed)])
     out = capsys.readouterr().out
-    assert "step 6/10" in out and "step 5/10" not in out
-    first, after = (records(killed / "metrics.jsonl")[step] for step in (0, 5))
+    assert "step 4/6" in out and "step 3/6" not in out
+    first, after = (records(killed / "metrics.jsonl")[step] for step in (0, 3))
     assert first["update/repeats"] and after["update/rate"] < 1  # which the checkpoint between them must know
     for name in ("metrics", "rollouts", "eval", "eval_answers"):
         assert records(whole / f"{name}.jsonl") == records(killed / f"{name}.jsonl")

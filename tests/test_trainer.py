@@ -79,13 +79,12 @@ def test_functions_and_rows_of_a_program_are_found_again_by_a_resumed_run(tmp_pa
 @pytest.mark.slow
 def test_the_notebook_trains_plots_changes_the_loss_and_goes_on(tmp_path):
     shown = json.loads((ROOT / "examples" / "notebook.ipynb").read_text())
-    code = ["".join(cell["source"]) for cell in shown["cells"] if cell["cell_type"] == "code"]
+    cells = ["".join(cell["source"]) for cell in shown["cells"] if cell["cell_type"] == "code"]
+    code = "\n".join(cells).replace("groups=8", "groups=4").replace("eval_limit=64", "eval_limit=8")
     program = "import sys; sys.path.insert(0, sys.argv[1])\nexec(compile(sys.stdin.read(), 'notebook', 'exec'))"
     done = subprocess.run(
         [sys.executable, "-c", program, str(ROOT)],
-        input="\n".join(
-            [*code, "assert len(rewards) == 15 and second.config.objective.loss_type == '__main__:reinforce'"]
-        ),
+        input=f"{code}\nassert len(rewards) == 15 and second.config.objective.loss_type == '__main__:reinforce'",
         cwd=tmp_path,
         env=os.environ | {"MPLBACKEND": "Agg"},
         capture_output=True,
@@ -143,8 +142,8 @@ def test_a_long_run_without_signal_ends_and_goes_on_when_told_to(tmp_path, monke
 
 @pytest.mark.slow
 def test_seeds_train_one_after_another_into_one_directory_and_go_on(tmp_path, capsys):
-    flags = "--model demo --task demo --batch 3 --groups 4 --max-tokens 12 --judge-chunk-size 64 --steps 2"
-    flags = [*flags.split(), "--eval-limit", "16", "--eval-every", "2"]
+    flags = "--model demo --task demo --batch 3 --groups 4 --max-tokens 8 --judge-chunk-size 64 --steps 2"
+    flags = [*flags.split(), "--eval-limit", "8", "--eval-every", "2"]
     home = tmp_path / "both"
     train.main([*flags, "--seed", "4", "--seeds", "1", "--run-dir", str(home)])
     before = (home / "seed-4" / "metrics.jsonl").stat().st_mtime_ns

@@ -216,9 +216,9 @@ def test_only_what_reads_a_message_s_keys_is_tried_on_messages(reward_file):
 
 def test_a_row_that_takes_too_long_earns_the_lowest(reward_file, capsys):
     spec = f"{reward_file(TRL_STYLE)}:naps"
-    name, fn = rewards.load_reward(spec, rewards.Calling(num_workers=2, timeout=3.0))
+    name, fn = rewards.load_reward(spec, rewards.Calling(num_workers=2, timeout=1.5))
     assert rewards.call_reward(name, fn, ["p"] * 3, ["0.1", "30", "0.2"], {}) == [-0.1, -0.2, -0.2]
-    assert "1 of 3 rows passed 3 s and count as -0.2, the lowest" in capsys.readouterr().err
+    assert "1 of 3 rows passed 1.5 s and count as -0.2, the lowest" in capsys.readouterr().err
     assert math.isnan(rewards.call_reward(name, fn, ["p"], ["30"], {})[0])
     assert "count as unreadable" in capsys.readouterr().err
     fn.pool.close()

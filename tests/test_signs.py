@@ -99,7 +99,7 @@ from machine import alive
 alive.WATCHED = 0.0
 with alive.doing("multiplying"):
     begin = alive.time.monotonic()
-    while alive.time.monotonic() - begin < 3:
+    while alive.time.monotonic() - begin < 1.5:
         mx.eval(mx.ones((1500, 1500)) @ mx.ones((1500, 1500)))
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=600)

@@ -37,7 +37,7 @@ from reporting.journal import Journal, PhaseClock, evaluation_is_due
 from step import objectives, policy
 from step.rows import USUAL_ROWS
 from step.sample import Sample, of_reply
-from tasks import curriculum
+from tasks import draws
 
 if TYPE_CHECKING:
     from reporting import page
@@ -285,7 +285,7 @@ class GrpoRun(Run):
         self.base = gwen.load(config.model.name)[0] if needs_base(config, self.task) else None
         # problems are made as the run goes on; those held out stand in for their lengths
         self.prompt_ids = self._render(self.task.train or self.task.held_out)
-        self.prompts = curriculum.make(config, self.task, self.prompt_ids, self._render)
+        self.prompts = draws.make(config, self.task, self.prompt_ids, self._render)
         held_out = spread(self.task.held_out, config.evaluation.limit) if config.evaluation.every else []
         self._render(held_out, "held-out prompt")  # only to refuse what is too long
         for line in verdict.at_the_start(len(held_out), config.flat()):
@@ -340,7 +340,7 @@ class GrpoRun(Run):
     @property
     def draws(self) -> range:
         """The numbers of the batches of prompts that the next step may draw."""
-        most = curriculum.MOST_DRAWS if self.config.sampling.dynamic_sampling else 1
+        most = draws.MOST_DRAWS if self.config.sampling.dynamic_sampling else 1
         return range(self.num_draws, self.num_draws + most)
 
     def note(self, samples: list[Sample]) -> dict[str, float]:
@@ -392,8 +392,7 @@ class GrpoRun(Run):
         if self.judge:
             self.judge.restore(extra["judge"])
         name = self.config.data.path or "task's examples"
-        is_same = extra["sources"].get(name) == self.sources[name]
-        if is_same and extra["settings"]["curriculum"] == self.config.sampling.curriculum:  # else: see --allow-changes
+        if extra["sources"].get(name) == self.sources[name]:  # else: see --allow-changes
             self.prompts.restore(extra["prompts"])
 
 

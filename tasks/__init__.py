@@ -82,12 +82,8 @@ def make(config: Config, held_out: str | None = None) -> Task:
     """
     data = config.data
     kind = data.task.partition(":")[0]
-    if kind in ("rg", "ifeval"):
-        its = f"--task {data.task}"
-        if given := data.path or held_out:
-            raise ValueError(f"--data {given} and {its}, which makes its own problems; leave one of them out")
-        if config.sampling.curriculum:
-            raise ValueError(f"--curriculum remembers prompts, and none of {its} comes twice; leave it out")
+    if kind in ("rg", "ifeval") and (given := data.path or held_out):
+        raise ValueError(f"--data {given} and --task {data.task}, which makes its own problems; leave one of them out")
     if kind == "rg" and ":" in data.task:
         task = _procedural(config)
     elif data.task_config:
@@ -171,8 +167,6 @@ def _with_tools(task: Task, config: Config) -> Task:
             if (value := config.flat()[name]) not in fitting:
                 which = f"{flag_of(name)} {value} is of whole conversations, and {kind.__name__} has reward_per_turn"
                 raise ValueError(f"{which}; take {flag_of(name)} {fitting[0]}, or leave that out")
-    if task.environments and config.sampling.curriculum:
-        raise ValueError("--curriculum remembers prompts, and environments draw their own; leave it out")
     if task.environments and config.data.reward_workers:
         raise ValueError("--reward-workers are other processes, where no environment is; leave it out")
     first = [example for side in (task.train, task.held_out) for example in side[:1]]  # of a side all have its keys

@@ -6,7 +6,7 @@ many of its own above, and a run leaves out every prompt that is held out or tha
 workers, since hashes of strings decide what four of the generators draw. Others score: sealed, since some scorers loop
 on hostile text, and apart, so that no answer comes near a problem. Where a scorer would run the answer as Python, a
 reader of `problems/formulas.py` takes its place.
-What is left out: which problem a step gets, which is in `tasks/curriculum.py`.
+What is left out: which problem a step gets, which is in `tasks/draws.py`.
 """
 
 # ruff: noqa: RUF001  (logic has an or that looks like a v)

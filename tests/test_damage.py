@@ -252,7 +252,7 @@ def made_of_files(tmp_path_factory):
     rows = [{"prompt": f"What is {word} plus one?", "answer": "5", "split": "train"} for word in ("one", "two", "six")]
     (at / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, rows[0] | {"split": "test"}]))
     (at / "mine.yaml").write_text("criteria: [{name: kind, weight: 1.0, text: Is it kind}]")
-    flags = f"--model {at}/model --data {at}/mine.jsonl --reward {at}/mine.py:mine --rubric {at}/mine.yaml --curriculum"
+    flags = f"--model {at}/model --data {at}/mine.jsonl --reward {at}/mine.py:mine --rubric {at}/mine.yaml"
     train.main([*RUN, "--steps", "1", *flags.split(), "--run-dir", str(at / "run")])
     return at
 
@@ -299,7 +299,7 @@ def test_changes_that_are_allowed_are_told_and_the_next_checkpoint_knows_them(ma
     run = shutil.copytree(made_of_files / "run", tmp_path / "run")
     (run / "config.yaml").write_text((run / "config.yaml").read_text().replace("seed: 0", "seed: 5"))
     text = (made_of_files / "mine.jsonl").read_text()
-    (made_of_files / "mine.jsonl").write_text(text.replace("plus", "and"))  # the curriculum forgets
+    (made_of_files / "mine.jsonl").write_text(text.replace("plus", "and"))
     try:
         status, said = resume(run, "--allow-changes")
         assert status == 0, said

@@ -156,6 +156,8 @@ def test_a_recipe_and_a_program_are_answered_like_a_flag():
         sources.refuse_unknown({"num_generations": 8, "zebra": 8})
     with pytest.raises(ValueError, match=r"5 unknown settings, 'a', 'b', 'c', 'd', 'e'; of TRL's --from-trl FILE"):
         sources.refuse_unknown("abcde")
+    with pytest.raises(ValueError, match=r"'curriculum'; curriculum is not needed here: .* --dynamic-sampling skips"):
+        sources.refuse_unknown({"curriculum": True})
 
 
 def test_a_command_without_the_flag_of_a_row_says_nothing_of_it():

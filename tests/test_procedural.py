@@ -167,7 +167,7 @@ def test_a_mix_gives_each_data_set_its_weight_and_its_own_settings_and_levels():
 def test_a_run_meets_no_prompt_twice_and_none_that_is_held_out_until_all_were_seen(capsys):
     from small_run import make_config
 
-    from tasks.curriculum import Endless
+    from tasks.draws import Endless
 
     problems = Problems(mix("tower_of_hanoi", settings={"tower_of_hanoi": {"max_disks": 4, "max_pegs": 3}}, num=3))
     config = make_config("--batch", "4")

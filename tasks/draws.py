@@ -1,14 +1,12 @@
 """
-Which prompts a step draws: in epochs, by what was learned of their difficulty, or problems without end.
+Which prompts a step draws: in epochs, or problems without end.
 
-All three are exact on resume: a draw is a function of the seed, its number and the state of the last whole step, which
-the checkpoint holds. `note` ends a step; until then nothing that a draw did is in the state.
+Both are exact on resume: a draw is a function of the seed, its number and the state of the last whole step, which the
+checkpoint holds. `note` ends a step; until then nothing that a draw did is in the state.
 
-Axes: B prompts a draw, G completions a prompt.
+Axes: B prompts a draw.
 """
 
-import math
-import random
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,9 +19,6 @@ from step.sample import Sample, by_group
 from tasks.task import Problems, Task
 
 Drawn = tuple[list[Example], list[list[int]]]  # B examples and the ids of their prompts
-PRIOR = 1 / 6  # variance of a reward of 0 or 1 whose chance may be anything, Beta(1, 1)
-PRIOR_COUNT = 2.0  # completions that this counts for
-MEMORY = 2.0  # epochs after which half of the evidence is forgotten
 PATIENCE = 1000  # places that are tried in a row for a prompt that is new
 WINDOW = 32  # problems of a data set whose pass rate raises its level
 MOST_DRAWS = 4  # batches of prompts drawn per step with --dynamic-sampling
@@ -37,11 +32,8 @@ class Epochs:
 
     def draw(self, number: int) -> Drawn:
         """The prompts of the run's draw of that number, counted from 0."""
-        indices = self.choose(number)
+        indices = epoch_indices(len(self.train), self.config.sampling.batch, number, self.config.sampling.seed)
         return [self.train[index] for index in indices], [self.prompt_ids[index] for index in indices]
-
-    def choose(self, number: int) -> list[int]:
-        return epoch_indices(len(self.train), self.config.sampling.batch, number, self.config.sampling.seed)
 
     def note(self, samples: Sequence[Sample]) -> None:
         """Takes in what the samples of a whole step earned."""
@@ -56,74 +48,6 @@ class Epochs:
     def figures(self) -> dict[str, float]:
         """Metrics of the step that was noted last."""
         return {}
-
-
-class BySignal(Epochs):
-    """
-    Prompts in proportion to the signal that they promise: the variance of the reward within their groups.
-
-    Rewards are measured on a scale from the run's lowest to its highest. A prompt's variance is the mean of what its
-    visits showed and of `PRIOR`; for rewards of 0 and 1 it is nearly that of a Beta posterior, but it also sees a judge
-    who gives every answer 3 of 5. Evidence loses half its weight in `MEMORY` epochs, so what was not seen for long is
-    drawn like what was never seen.
-    """
-
-    def __init__(self, config: Config, train: list[Example], prompt_ids: list[list[int]]):
-        super().__init__(config, train, prompt_ids)
-        if len(train) < config.sampling.batch * (MOST_DRAWS if config.sampling.dynamic_sampling else 1):
-            raise ValueError(f"--curriculum: {len(train)} prompts are fewer than a step may draw; lower --batch")
-        self.range: list[float] = []  # lowest and highest reward
-        # of each prompt: completions counted, the sum of their groups' variance, both faded to its last draw; that draw
-        self.known = np.zeros((len(train), 3))
-        self.open: list[int] = []  # prompts of the step that is under way
-        self.number, self.expected = 0, PRIOR  # its newest draw; the variance that was expected of the last step
-
-    def fade(self, number: int) -> np.ndarray:
-        """What is left of each prompt's evidence at a draw."""
-        epochs = (number - self.known[:, 2]) * self.config.sampling.batch / len(self.train)
-        return np.asarray(0.5 ** (epochs / MEMORY))
-
-    def signal(self, number: int) -> np.ndarray:
-        """The variance that is expected of each prompt's rewards at a draw."""
-        counts, sums = self.known.T[:2] * self.fade(number)
-        return np.asarray((PRIOR_COUNT * PRIOR + sums) / (PRIOR_COUNT + counts))
-
-    def choose(self, number: int) -> list[int]:
-        """
-        B different prompts, none of those that the step has drawn already.
-
-        Weighted sampling without replacement, Efraimidis and Spirakis 2006.
-        """
-        rng = random.Random(f"{self.config.sampling.seed} draw {number}")
-        keys = np.log([rng.random() for _ in self.train]) / self.signal(number)
-        keys[self.open] = -np.inf
-        indices: list[int] = np.argsort(-keys, kind="stable")[: self.config.sampling.batch].tolist()
-        self.open, self.number = self.open + indices, number
-        return indices
-
-    def note(self, samples: Sequence[Sample]) -> None:
-        groups = [[s.reward for s in group if not math.isnan(s.reward)] for group in by_group(samples)]
-        seen = [*self.range, *(reward for group in groups for reward in group)]
-        self.range = [min(seen), max(seen)] if seen else []
-        self.expected, fade = float(self.signal(self.number)[self.open].mean()), self.fade(self.number)
-        for index, group in zip(self.open, groups, strict=False):
-            if group:
-                variance = np.var(group) / max(self.range[1] - self.range[0], 1e-9) ** 2
-                count, total = fade[index] * self.known[index, :2] + [len(group), len(group) * variance]
-                self.known[index] = count, total, self.number
-        self.open = []
-
-    def state(self) -> dict[str, Any]:
-        table = [[int(index), *self.known[index].tolist()] for index in np.flatnonzero(self.known[:, 0])]
-        return {"range": self.range or None, "seen": table}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        self.range = list(state["range"] or [])
-        for index, *known in state["seen"]:
-            self.known[index] = known[:3]
-
-    def figures(self) -> dict[str, float]:
-        return {"curriculum/expected": self.expected, "curriculum/seen_frac": float((self.known[:, 0] > 0).mean())}
 
 
 class Endless(Epochs):
@@ -209,4 +133,4 @@ def make(
     """What draws the prompts of a run. render: ids of the prompts of examples that `prompt_ids` does not have."""
     if task.problems is not None:
         return Endless(config, task.problems, render)
-    return (BySignal if config.sampling.curriculum else Epochs)(config, task.train, prompt_ids)
+    return Epochs(config, task.train, prompt_ids)

@@ -484,7 +484,7 @@ def try_out(flags: list[str], config: Config) -> Iterator[str]:
             while trial.poll() is None and not (time.monotonic() > deadline and any(read_log(run / "metrics.jsonl"))):
                 time.sleep(0.2)
         finally:
-            trial.terminate()
+            trial.kill()  # past the deadline it is in the middle of a step, and nothing of it is kept
             status = trial.wait()
         steps, answers = ([record for _, record in read_log(run / f"{name}.jsonl")] for name in ("metrics", "rollouts"))
     if not steps:

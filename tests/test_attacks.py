@@ -135,7 +135,7 @@ def inside():
         patch.setenv("PYTHONPATH", str(ROOT / "tests"))
         patch.setenv("JUDGE_API_KEY", KEY)
         sources = {code: code for codes in INSIDE.values() for code in codes}
-        pool = Pool("attacks:answerer", ("", sources, str(PLANTED)), num=1, limit=0.4, sealed=True)
+        pool = Pool("attacks:answerer", ("", sources, str(PLANTED)), num=1, limit=0.2, sealed=True)
         yield lambda *deeds: pool.ask([*deeds, ("double", 3)])
         pool.close()
 

@@ -73,8 +73,8 @@ def here(monkeypatch):
 def test_every_data_set_pays_for_its_right_answer_and_for_no_wrong_or_hostile_one(every):
     names, make, score = every
     assert len(names) >= 105
-    for name in names:
-        made = [make(name, None, number) for number in range(2 if name in SLOW else 4)]
+    for number, name in enumerate(names):
+        made = [make(name, None, one) for one in range(2 if name in SLOW else 4)]
         prompt, answer, entry = made[0]
         assert len(chat_template.chat_ids(Template(), prompt, system=rg.SYSTEM)) > len(prompt), name
         gold = IN_THE_ENTRY[name](rg.unpacked(entry)) if name in IN_THE_ENTRY else answer
@@ -88,7 +88,8 @@ def test_every_data_set_pays_for_its_right_answer_and_for_no_wrong_or_hostile_on
         wrong = ["", "wrong", "-17", "0", "1", "42", "10", "[]", "{}", "[0]", "[{}]", "J2", f"{answer}!", *others]
         honest = max(rg.earned(answer) for answer in score([(name, entry, text) for text in wrong]))
         honest = max(honest, 0.5)  # some pay half for a text that shares letters with the right one
-        texts = [text for text in ANSWERS if text.lower() != str(answer).lower()]
+        some = ANSWERS if name in rg.READERS else ANSWERS[number % 3 :: 3]  # each meets 35 data sets or more
+        texts = [text for text in some if text.lower() != str(answer).lower()]
         told = score([(name, entry, text) for text in texts])
         assert not any(answer.broken for answer in told), name
         for text, answer in zip(texts, told, strict=True):

@@ -80,15 +80,15 @@ def test_the_recorded_logprobs_are_those_of_the_distribution_that_was_sampled(mo
 
 @pytest.fixture(scope="module")
 def reference(model):
-    """70 rows whose lengths vary, decoded together from copied prompts: what every other way must give."""
-    settings = dict(group_size=14, max_tokens=40, eos_ids=tuple(range(0, 320, 10)))
-    whole = roll(model, **settings, batch_size=70, share_prefix=False)
+    """40 rows whose lengths vary, decoded together from copied prompts: what every other way must give."""
+    settings = dict(group_size=8, max_tokens=40, eos_ids=tuple(range(0, 320, 10)))
+    whole = roll(model, **settings, batch_size=40, share_prefix=False)
     assert len({len(ids) for ids, _ in rows_of(whole)}) > 5
     return settings, whole
 
 
 @pytest.mark.slow
-@given(rows=st.integers(1, 70), share=st.booleans(), chunk=st.sampled_from([3, 7, 64, 4096]))
+@given(rows=st.integers(1, 40), share=st.booleans(), chunk=st.sampled_from([3, 7, 64, 4096]))
 @example(rows=1, share=True, chunk=4096)
 @example(rows=5, share=True, chunk=7)
 @settings(max_examples=4)
@@ -205,7 +205,7 @@ def fail_once(monkeypatch, owner, name, call, error=RuntimeError):
 
 
 # in the prefill, while a step is put together, and where the host waits for results, early and late
-FAILURES = [("prefill", 1), ("choose_token", 60), ("write", 6)]
+FAILURES = [("prefill", 1), ("choose_token", 30), ("write", 6)]
 
 
 @pytest.mark.slow

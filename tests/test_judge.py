@@ -147,7 +147,7 @@ def test_scores_do_not_depend_on_the_chunk_size(demo, mode):
 @pytest.mark.parametrize("think", [0, 12])
 def test_a_decoded_reply_is_the_greedy_one_of_the_prompt_alone(demo, think):
     model, tokenizer = demo
-    prompts, completions = groups_of_answers(2, 3)
+    prompts, completions = groups_of_answers(2, 2)
     grader = judge.Judge(model, tokenizer, UNEVEN, 5, "decode", think=think)
     judged = evaluate(grader, list(zip(prompts, completions, strict=True)))
     end, eos = tokenizer.convert_tokens_to_ids("</think>"), set(model.config.eos_ids)
@@ -158,12 +158,10 @@ def test_a_decoded_reply_is_the_greedy_one_of_the_prompt_alone(demo, think):
             made.append(int(alone(model, ids + made).argmax()))
         return made
 
-    kinds = set()
     for row, pair in enumerate(zip(prompts, completions, strict=True)):
         for column, ids in enumerate(grader.prompts(*pair)):
             if think:
                 thoughts = greedy(ids, think, eos | {end})
-                kinds.add("said all" if thoughts[-1] in eos else "closed" if thoughts[-1] == end else "cut off")
                 if thoughts[-1] in eos:
                     assert judged.replies[row, column] == tokenizer.decode(thoughts[:-1])
                     continue
@@ -578,7 +576,7 @@ def test_a_judge_that_cannot_think_is_told_so(demo, tokenizer):
 
 
 def test_the_command_prints_how_the_judge_stands_to_labels(tmp_path, capsys, monkeypatch):
-    prompts, completions, truth = some_answers(150)
+    prompts, completions, truth = some_answers(80)
     lines = [
         {"prompt": prompt, "completion": text, "criterion": "correct", "score": int(scores[0])}
         for prompt, text, scores in zip(prompts, completions, truth, strict=True)
@@ -587,7 +585,7 @@ def test_the_command_prints_how_the_judge_stands_to_labels(tmp_path, capsys, mon
     write_log(path, lines)
     judge.main(["--rubric", "data/demo_rubric.yaml", "--labels", str(path), "--judge-model", "demo"])
     row = capsys.readouterr().out.splitlines()[1].split()
-    assert row[:2] == ["all", "150"] and float(row[2].rstrip("%")) >= 85 and float(row[4]) > 0.75
+    assert row[:2] == ["all", "80"] and float(row[2].rstrip("%")) >= 85 and float(row[4]) > 0.75
     with pytest.raises(SystemExit) as ended:
         judge.main(["--rubric", "data/demo_rubric.yaml", "--labels", str(tmp_path / "none"), "--judge-model", "demo"])
     assert ended.value.code == 2 and capsys.readouterr().err.startswith("error: --labels")

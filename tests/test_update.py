@@ -156,8 +156,9 @@ def test_a_step_holds_its_gradient_and_neither_old_masters_nor_old_moments():
     assert peak < 1.9 * sum(array.nbytes for array in learner.trainable.values())
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("flags", ["", "--beta 0.3"], ids=["plain", "kl"])
+@pytest.mark.parametrize(
+    ("loss", "flags"), [*((loss, "") for loss in LOSSES), ("grpo", "--beta 0.3"), ("cispo", "--beta 0.3")]
+)
 def test_the_gradient_of_a_step_is_the_same_for_any_micro_batches_and_any_order(
     tmp_path, monkeypatch, unclipped, loss, flags
 ):

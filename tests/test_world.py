@@ -59,7 +59,7 @@ def test_what_is_shared_arrives_as_it_was():
 
 # ---- the same as one process
 
-VARIANTS = {"plain": [], "kl, grpo": ["--beta", "0.1", "--loss-type", "grpo"], "all weights": ["--lora-rank", "0"]}
+VARIANTS = {"kl, grpo": ["--beta", "0.1", "--loss-type", "grpo"], "all weights": ["--lora-rank", "0"]}
 
 
 def gradients(run):

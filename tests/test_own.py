@@ -174,7 +174,7 @@ def test_a_rubric_joins_the_verifier_and_a_reward_takes_its_place(tmp_path):
 def test_own_data_is_its_own_task_and_its_defaults_are_said(tmp_path):
     path = write_log(tmp_path / "mine.jsonl", SUMS)
     got, said = settings("--data", path, "--batch", 3)
-    flags = "--batch 3 --groups 8 --rollout-batch-size 64 --steps 60 --max-tokens 24 --learning-rate 0.004"
+    flags = "--batch 3 --groups 8 --steps 60 --max-tokens 24 --learning-rate 0.004"
     flags += " --eval-every 20 --save-every 20"
     assert got.data.task == "own" and said.endswith(f"task: own, by recipes/demo.yaml: {flags}")
     flags = given(parse(["--model", "Qwen/Qwen3-0.6B", "--data", path, "--batch", "3"]))

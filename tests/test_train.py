@@ -71,7 +71,7 @@ def test_prompts_are_rendered_without_thinking_unless_asked_and_the_judge_s_too(
 
 def test_the_defaults_are_those_of_the_table():
     held = resolve({"model": "demo"}, None, None)[0].flat()
-    named = {"batch": 4, "groups": 8, "temp": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "beta": 0, "epsilon": 0.2}
+    named = {"batch": 8, "groups": 8, "temp": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "beta": 0, "epsilon": 0.2}
     named |= {"epsilon_high": None, "loss_type": "dapo", "scale_rewards": "group", "lora_rank": 16}
     named |= {"importance_sampling_level": "token", "judge_chunk_size": 24}
     assert {name: held[name] for name in named} == named

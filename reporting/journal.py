@@ -377,10 +377,11 @@ class Journal:
             print(comparison(self.evaluations[0], self.evaluations[-1]))
         print(f"adapter: {self.dir / 'adapter'}")
         if self._best is not None:
-            when = (
-                f"after {self._best} steps" if self._best else "before training, as none is better by more than noise"
+            when = f"after {self._best} steps" if self._best else "before training"
+            beaten = (
+                "" if self._best == self.evaluations[-1]["step"] else ", as none since is better by more than noise"
             )
-            print(f"best: {self.dir / 'adapter-best'}, {when}")
+            print(f"best: {self.dir / 'adapter-best'}, {when}{beaten}")
         if (written := self.dir / "report.html").is_file():
             print(f"page: {written}")
         print(*verdict.lines(self._verdict(verdict.by_step(self.answers.read()))), sep="\n")

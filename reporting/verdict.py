@@ -71,7 +71,7 @@ class Verdict(NamedTuple):
     text: str  # the figures
     signs: list[str]  # what its answers took on meanwhile, the most telling first
     advice: str
-    read: list[tuple[str, str]]  # ten problems, drawn: prompt and last answer
+    read: list[tuple[str, str]]  # ten problems, drawn: prompt and what the last answer comes to
     is_doubtful: bool  # whether what it is paid for may have been gamed
     warning: tuple[str, str] | None  # name and text, where something is bad
 
@@ -211,6 +211,13 @@ def paid_though_wrong(answers: dict[int, Answers], settings: dict[str, Any]) -> 
 # ---- the verdict
 
 
+def last_turn(answer: dict[str, Any]) -> str:
+    """What an answer comes to: of a conversation with tools what is said last, unless that is nothing but a call."""
+    messages = answer.get("messages", [[]])[0]
+    said: list[str] = [message["content"] for message in messages if message["role"] == "assistant"]
+    return (said and said[-1]) or answer["completions"][0]
+
+
 def drawn(problems: list[int], settings: dict[str, Any]) -> list[int]:
     """The problems to read, by the run's seed: nobody has chosen them."""
     return sorted(random.Random(settings.get("seed")).sample(problems, min(NUM_READ, len(problems))))
@@ -257,7 +264,7 @@ def verdict(
         text,
         alarms + words,
         advice(found, last, is_doubtful, is_rising, settings, shlex.quote(str(run))),
-        [(prompt_text(one["prompt"]), one["completions"][0]) for one in last_read],
+        [(prompt_text(one["prompt"]), last_turn(one)) for one in last_read],
         is_doubtful,
         warning,
     )

@@ -91,7 +91,7 @@ def made(folder, num, before, after, figure="accuracy", settings=(), **more):
         for problem, (prompt, (text, value)) in enumerate(zip(prompts, said, strict=True)):
             line = {"step": step, "problem": problem, "prompt": prompt, "completions": [text], "values": [value]}
             if "tools" in dict(settings):
-                line["messages"] = [talk(text)]
+                line |= {"messages": [talk(text)], "completions": [f"<tool_call>2 * 3</tool_call>\n{text}"]}
             answers.append(line | {"rewards": {"mine": [value]}})
     write_log(folder / "eval.jsonl", records)
     write_log(folder / "eval_answers.jsonl", answers if figure != "loss" else [])
@@ -155,6 +155,7 @@ def test_twelve_runs_get_their_verdicts_and_none_that_is_gamed_goes_without_its_
         assert f"{word}; " in listed and said in listed  # the word never stands alone
         assert found.advice.startswith("read the answers")
     if kind == "tools":
+        assert all(not text.startswith("<tool_call>") for _, text in found.read)
         assert "calls calculator(expression=&#39;2 * 3&#39;)" in markup and "calculator replies: 6" in markup
     warned = {"gamed by length": "gamed", "gamed by copying": "gamed", "collapsed": "worse", "worse": "worse"}.get(kind)
     assert (found.warning or [None])[0] == warned  # a red box is for what is bad

@@ -144,8 +144,8 @@ def unpacked(content: mmap.mmap, places: dict[str, Place], start: int) -> dict[s
     tensors = {}
     for name, (first, after, shape, kind) in places.items():
         rows = np.frombuffer(content, np.uint8, after - first, start + first).reshape(*shape[:0:-1], -1)
-        values = mx.array(gguf.dequantize(rows, gguf.GGMLQuantizationType(kind)))
-        tensors[name] = values.astype(mx.float16) if len(shape) == 2 else values
+        values = gguf.dequantize(rows, gguf.GGMLQuantizationType(kind))
+        tensors[name] = mx.array(values.astype(np.float16) if len(shape) == 2 else values)  # numpy does not wait for it
     return tensors
 
 

@@ -81,8 +81,9 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def run_of(adapter: str) -> str | None:
-    """The run that an adapter lies in, if any."""
-    return next((str(one) for one in Path(adapter).resolve().parents[:3] if (one / "config.yaml").is_file()), None)
+    """The run that an adapter lies in, or that is named for it, if any."""
+    path = Path(adapter).resolve()
+    return next((str(one) for one in (path, *path.parents[:3]) if (one / "config.yaml").is_file()), None)
 
 
 def fuse(name: str | None, adapter: str, out: Path, run: str | None) -> str:

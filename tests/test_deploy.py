@@ -109,8 +109,9 @@ def test_a_fused_model_has_training_s_template_and_the_type_of_its_base_on_any_m
     assert json.loads((out / "config.json").read_text())["dtype"] == "float16"
     template = (base / "chat_template.jinja").read_text()
     assert (out / "chat_template.jinja").read_text() == "{%- set enable_thinking = false %}\n" + template
-    again, said = fused(tmp_path, capsys, "--adapter", f"{where}/checkpoints/step-000003/adapter")
-    assert "thinking off" in said and (again / "chat_template.jinja").read_text() != template
+    for adapter in (where, f"{where}/checkpoints/step-000003/adapter"):
+        again, said = fused(tmp_path, capsys, "--adapter", adapter)
+        assert "thinking off" in said and (again / "chat_template.jinja").read_text() != template
     kept, said = fused(tmp_path, capsys, "--run", where, "--keep-template")
     assert "template" not in said and (kept / "chat_template.jinja").read_text() == template
 

@@ -8,7 +8,7 @@ settings said: no thinking, the task's system prompt. Left out: what an adapter 
 
 import os
 import shlex
-import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -51,30 +51,29 @@ def main(argv: list[str] | None = None) -> None:
         if not adapter:
             raise ValueError("there is no adapter yet; name one with --adapter, or a run with --run")
         name, few = args.model, args.fuse and args.bits in (4, 8)
-        scratch, wide = (args.out.with_name(f"{args.out.name}{ending}.partial") for ending in ("", "-16"))
         of_run = args.run or run_of(adapter)
         run = None if args.keep_template else of_run
-        try:
-            with alive.doing(f"writing {args.out}"):
-                if args.fuse:
-                    what = fuse(name, adapter, wide if few else scratch, run)
-                    if few:
-                        what += f"; in {few_bits.pack(wide, scratch, args.bits):.3g} bits a weight"
-                elif args.export == "gguf":
-                    what = export_gguf(name, adapter, scratch, run, args.out.resolve().name, args.bits or 16)
-                else:
-                    what = export(name, adapter, scratch, args.export)
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{args.out.name}-", dir=args.out.parent) as begun:
+            wide, made = Path(begun) / "wide", Path(begun) / "made"
+            try:
+                with alive.doing(f"writing {args.out}"):
+                    if args.fuse:
+                        what = fuse(name, adapter, wide if few else made, run)
+                        if few:
+                            what += f"; in {few_bits.pack(wide, made, args.bits):.3g} bits a weight"
+                    elif args.export == "gguf":
+                        what = export_gguf(name, adapter, made, run, args.out.resolve().name, args.bits or 16)
+                    else:
+                        what = export(name, adapter, made, args.export)
+            except RuntimeError as error:  # MLX's, when a file cannot be written
+                raise OSError(f"--out {args.out} cannot be written: {hub.first_line(error)}") from error
             if args.run:
-                (scratch / "README.md").write_text(run_files.model_card(args.run, args.step))
-            os.replace(scratch, args.out)
+                (made / "README.md").write_text(run_files.model_card(args.run, args.step))
+            os.replace(made, args.out)
             print(f"{args.out}: {what}", flush=True)
             if few:
                 few_bits.tell_cost(of_run, wide, args.out, args.bits)
-        except RuntimeError as error:  # MLX's, when a file cannot be written
-            raise OSError(f"--out {args.out} cannot be written: {hub.first_line(error)}") from error
-        finally:
-            for directory in (scratch, wide):
-                shutil.rmtree(directory, ignore_errors=True)
     except (ValueError, OSError) as error:
         fail(error)
     print(f"to publish it: uv run hf upload OWNER/{args.out.resolve().name} {shlex.quote(str(args.out))}")

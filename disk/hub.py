@@ -539,7 +539,8 @@ BUNDLED = {
 }
 DEMO = BUNDLED["demo"]
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
-HUB_FILES = ["*.json", "model*.safetensors", "*.jinja", "merges.txt"]  # no pickles, no code
+TOKENIZER_FILES = ["*.json", "*.jinja", "merges.txt"]  # and the configuration
+HUB_FILES = [*TOKENIZER_FILES, "model*.safetensors"]  # no pickles, no code
 
 
 def hub_directory(hub_id: str, files: list[str] = HUB_FILES) -> Path:

@@ -12,7 +12,6 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-import gwen
 from disk import hub
 from disk.checkpoint import digest
 from disk.run_files import JsonLines, read_log
@@ -39,7 +38,8 @@ class Served:
     def __init__(self, url: str, name: str, model: str, max_tokens: int, folder: Path, variables: dict[str, Any]):
         self.server = Endpoint(FLAGS, url, name, os.environ.get(FLAGS.key), 60 + max_tokens / SLOWEST)
         self.server.retries = RETRIES
-        self.facts, self.tokenizer = gwen.load_config(model), hub.load_tokenizer(hub.find(model))
+        directory = hub.find(model, hub.TOKENIZER_FILES)
+        self.facts, self.tokenizer = hub.load_config(directory), hub.load_tokenizer(directory)
         self.folder, self.variables = folder, variables
 
     def answer(self, problems: list[Example], params: Any) -> tuple[list[Sample], list[Sample]]:

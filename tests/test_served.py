@@ -1,4 +1,4 @@
-"""A policy on a server: `evaluate.py --url` asks a scripted one on loopback, and in one test real ones."""
+"""A policy on a server: `evaluate.py --url` asks a scripted one on loopback; a real one: tests/test_judge.py."""
 
 import collections
 import json
@@ -7,14 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import checked_line, read_log, write_log
+from huggingface_hub.utils import filter_repo_objects
 from test_remote_judge import Server
 
 import evaluate
 import gwen
 import report
 import tasks
+from disk import hub
 from judging.server import Endpoint
 from problems import chat_template
+from step.served import Served
 
 LIMIT = 12
 FLAGS = ["--model", "demo", "--limit", str(LIMIT)]
@@ -196,6 +199,15 @@ def test_a_template_that_makes_other_tokens_than_training_is_told_of(serve, caps
 )
 def test_what_a_server_cannot_do_is_refused(refused, flags, said):
     refused(evaluate.main, flags.split(), said)
+
+
+def test_the_weights_of_what_a_server_runs_are_not_fetched(tmp_path, monkeypatch):
+    patterns = []
+    monkeypatch.setattr(hub, "hub_directory", lambda name, files=hub.HUB_FILES: patterns.extend(files) or hub.DEMO)
+    served = Served("http://host/v1", "mine", "owner/name", 8, tmp_path, {})
+    assert served.facts.eos_ids and served.tokenizer.encode("one")
+    files = ["config.json", "tokenizer.json", "chat_template.jinja", "model-00001-of-00002.safetensors"]
+    assert list(filter_repo_objects(files, allow_patterns=patterns)) == files[:3]
 
 
 # ---- side by side

@@ -365,11 +365,9 @@ def make_graders(
 
     @functools.cache
     def load() -> tuple[gwen.Model, Any]:
-        return (
-            (base, tokenizer)
-            if base is not None and config.judges_itself
-            else gwen.load(config.judge.model, frozen=True)
-        )
+        if base is not None and config.judges_itself:
+            return base, tokenizer
+        return gwen.load(config.judge.model, frozen=True)
 
     grader, second = (None if one is None else judge.make(config.judge, one, load) for one in (rubric, witness))
     if grader is not None and second is not None:

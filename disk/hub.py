@@ -97,9 +97,7 @@ class ModelConfig:
     rotary_dim: int  # the first of a head's dims, which positions rotate
     delta: DeltaSizes | None  # of layers with linear attention
     eos_ids: tuple[int, ...]
-    packing: (
-        dict[str, Any] | None
-    )  # `group_size`, `bits` and `mode`, of modules by name where they differ; see `unpack`
+    packing: dict[str, Any] | None  # `group_size`, `bits`, `mode`, of modules by name where they differ; see `unpack`
     raw: dict[str, Any]
 
     @property

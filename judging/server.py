@@ -131,9 +131,7 @@ class Endpoint:
             try:
                 while tasks:
                     done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                    for task in sorted(
-                        done, key=lambda one: one.exception() is not None
-                    ):  # what came before what fails
+                    for task in sorted(done, key=lambda one: one.exception() is not None):  # failures last
                         yield await task
             finally:  # after a refusal or Ctrl-C, do not wait for the others
                 for pending in tasks:

@@ -127,11 +127,10 @@ def write_into(tokenizer: Any, system: str | None, thinking: bool) -> str:
     `default(false)` is no use.
     Raises ValueError where the ids of a prompt would still not be those of training.
     """
-    user, front, said = [{"role": "user", "content": "Hi"}], "", []
-    messages = user if system is None else [{"role": "system", "content": system}, *user]
+    user, asked, front, said = messages("Hi", None), messages("Hi", system), "", []
     others = (None, True, "<think>" in tokenizer.get_vocab())
-    wanted, trained = chat_ids(tokenizer, messages, thinking=thinking), render(tokenizer, messages, thinking)
-    if any(render(tokenizer, messages, theirs) != trained for theirs in others):
+    wanted, trained = chat_ids(tokenizer, asked, thinking=thinking), render(tokenizer, asked, thinking)
+    if any(render(tokenizer, asked, theirs) != trained for theirs in others):
         front += "{%- set enable_thinking = " + str(thinking).lower() + " %}\n"
         said.append(f"thinking {'on' if thinking else 'off'}")
     if render(tokenizer, user, thinking) != trained:
@@ -149,8 +148,8 @@ def write_into(tokenizer: Any, system: str | None, thinking: bool) -> str:
 
 def end_of_turn(tokenizer: Any) -> int | None:
     """The id by which the template ends a reply, if by any. Raises ValueError as `render` does."""
-    messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
-    ids = encode(tokenizer, render(tokenizer, messages, False, opened=False).rpartition("two")[2])
+    talk = [*messages("one", None), {"role": "assistant", "content": "two"}]
+    ids = encode(tokenizer, render(tokenizer, talk, False, opened=False).rpartition("two")[2])
     return next((one for one in ids if one in tokenizer.added_tokens_decoder), None)
 
 

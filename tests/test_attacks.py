@@ -77,7 +77,7 @@ assert len(ALL) > 300
 OTHERS = "coin_flip power_function decimal_arithmetic complex_arithmetic jugs graph_color game_of_life codeio".split()
 OTHERS += "palindrome_partitioning tower_of_hanoi time_intervals calendar_arithmetic number_format dice".split()
 LOGIC = "propositional_logic"
-gym = needs("reasoning_gym", "tasks")
+gym = needs("reasoning_gym")
 
 # ---- what they earn
 

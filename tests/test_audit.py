@@ -51,7 +51,7 @@ def test_no_cheat_is_paid_by_a_bundled_verifier(task):
     assert found.form == audit.SENTENCE and names(found.surprises) == missed
 
 
-@needs("reasoning_gym", "tasks")
+@needs("reasoning_gym")
 def test_no_cheat_is_paid_where_reasoning_gym_pays_for_parts(tmp_path):
     (tmp_path / "few.yaml").write_text("held_out: 6")
     flags = {"task": "rg:chain_sum", "model": "demo", "task_config": f"{tmp_path}/few.yaml"}

@@ -11,6 +11,7 @@ import re
 import mlx.core as mx
 import numpy as np
 import pytest
+from extras import needs
 from mlx.utils import tree_flatten
 
 import bench_rollout
@@ -202,11 +203,8 @@ def test_without_vllm_mlx_one_line_names_the_command_that_installs_it(monkeypatc
     refused(bench_rollout_vllm_mlx.main, [], "vllm-mlx is not installed; install it with: uv sync --extra vllm\n")
 
 
+@needs("vllm_mlx")
 def test_vllm_mlx_is_compared_on_the_same_work_with_its_prefix_cache_on_and_off(capsys):
-    pytest.importorskip(
-        "vllm_mlx",
-        reason="a competitor, no dependency: uv run --extra vllm pytest tests/test_bench_rollout.py",
-    )
     bench_rollout_vllm_mlx.main([*TINY, "--prompt-tokens", "140", "--temp", "0.5"])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "Config: B=2 G=2 pairs=4 max_tokens=3 temp=0.5 warmup=0 runs=2"

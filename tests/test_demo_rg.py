@@ -15,7 +15,7 @@ from run import GrpoRun
 from tasks import rg
 from tasks.rg import parse_mix
 
-gym = needs("reasoning_gym", "tasks")
+gym = needs("reasoning_gym")
 SIZES = "data/demo_rg.yaml"
 
 

@@ -10,6 +10,7 @@ import mlx_lm.utils
 import pytest
 import yaml
 from conftest import CONFIGS, contents, message_of, write_checkpoint, write_log
+from extras import needs
 from mlx_lm.tokenizer_utils import load as mlx_lm_load_tokenizer
 from mlx_lm.utils import load_model as mlx_lm_load_model
 from test_gguf import tokenizer_like, write  # noqa: F401  (fixtures)
@@ -66,8 +67,8 @@ def test_a_template_that_renders_as_training_did_is_left_alone_and_one_that_cann
     assert said.endswith("--keep-template leaves the base's")
 
 
+@needs("xllamacpp")
 def test_llama_cpp_gives_a_prompt_the_ids_of_training(write, tokenizer_like):  # noqa: F811
-    pytest.importorskip("xllamacpp", reason="llama.cpp has 100 MB: uv run --group llamacpp pytest")
     from test_llamacpp import served
 
     fused = with_template(tokenizer_like("qwen2"), TEMPLATES["off by default"])

@@ -26,7 +26,7 @@ def test_prompts_come_in_epochs():
         assert prompts.draw(number) == ([PROMPTS[i] for i in indices], [IDS[i] for i in indices])
 
 
-@needs("reasoning_gym", "tasks")
+@needs("reasoning_gym")
 @pytest.mark.slow
 @pytest.mark.usefixtures("here")
 def test_a_run_without_end_is_repeated_exactly_and_raises_the_level(tmp_path, monkeypatch, capsys):

@@ -18,6 +18,7 @@ import mlx_lm
 import numpy as np
 import pytest
 from conftest import CONFIGS, HYBRID, HYBRID_TEXT, message_of, random_weights, relative_error
+from extras import needs
 from mlx.utils import tree_flatten
 from small_run import make_run
 from test_ops import attention_by_hand, rotate_by_hand, yarn_by_hand
@@ -162,11 +163,10 @@ def test_logits_of_two_hundred_tokens_equal_the_formulas_in_float64(checkpoints,
         assert np.abs(found - expected).max() < 1e-4 * np.abs(expected).max()
 
 
+@needs("torch")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_equal_those_of_transformers(checkpoints, name):
-    torch = pytest.importorskip(
-        "torch", reason="PyTorch is in a group: uv run --group peft pytest tests/test_families.py"
-    )
+    import torch
     from transformers import AutoModelForCausalLM
 
     rows = tokens()

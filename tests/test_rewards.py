@@ -7,6 +7,7 @@ from fractions import Fraction
 
 import pytest
 from conftest import message_of
+from extras import needs
 
 from problems import built_in, rewards
 
@@ -233,8 +234,8 @@ def test_a_function_in_a_worker_sees_one_row_and_its_mistake_is_told_with_its_li
     assert text.startswith("reward fails raised ZeroDivisionError") and f"at {file}:" in text
 
 
+@needs("trl")
 def test_two_rewards_of_trl_run_unchanged(tmp_path):
-    pytest.importorskip("trl", reason="TRL brings PyTorch: uv run --group trl pytest tests/test_rewards.py")
     file = tmp_path / "trls.py"
     file.write_text("from trl.rewards import accuracy_reward, think_format_reward\n")
     completions = ["<think>\nHalf.\n</think>\nIt is $\\boxed{\\frac{1}{2}}$", "It is $\\boxed{0.25}$", "No idea"]

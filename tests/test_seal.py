@@ -227,7 +227,7 @@ def test_a_list_is_read_in_either_s_quotes_and_nothing_else_is():
             formulas.read_list(text)
 
 
-gym = needs("reasoning_gym", "tasks")
+gym = needs("reasoning_gym")
 
 
 WORDS = set("eval exec __import__ import_module parse_expr sympify S lambdify pickle marshal dill".split())

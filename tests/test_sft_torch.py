@@ -1,12 +1,13 @@
 """
 The loss and gradient of supervised fine-tuning in transformers: its cross-entropy, float64, with the same mask.
 
-`uv run --group peft pytest tests/test_sft_torch.py`; without PyTorch everything here is skipped.
+`uv run --group peft pytest tests/test_sft_torch.py`.
 """
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from extras import why
 from mlx.utils import tree_flatten
 from test_sft import SIZES, batches_of, count, random_rows
 
@@ -16,7 +17,7 @@ from config import Config
 from disk import hub
 from step import policy
 
-torch = pytest.importorskip("torch", reason="PEFT brings PyTorch: uv run --group peft pytest tests/test_sft_torch.py")
+torch = pytest.importorskip("torch", reason=why("torch"))
 
 
 def step_of(model, rows):

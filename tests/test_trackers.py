@@ -13,6 +13,7 @@ import types
 import pytest
 import yaml
 from conftest import read_log
+from extras import needs
 from mlx_lm.tuner import callbacks
 
 import train
@@ -76,8 +77,8 @@ def test_a_tracker_that_is_not_installed_is_a_users_mistake_with_the_command_tha
 
 
 @pytest.mark.slow
+@needs("wandb")
 def test_wandb_keeps_a_run_on_disk(tmp_path, monkeypatch):
-    pytest.importorskip("wandb", reason="wandb is in an extra: uv run --extra wandb pytest")
     monkeypatch.setenv("WANDB_MODE", "offline")
     train.main([*SMALL, "--run-dir", str(tmp_path / "run"), "--report-to", "wandb"])
     (folder,) = (tmp_path / "run" / "wandb").glob("offline-run-*")

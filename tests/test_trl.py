@@ -2,7 +2,7 @@
 The same step in TRL: its own loss on given log-probabilities, and its own loss and gradient on a whole model. Its
 names, and a whole run of its own beside ours.
 
-`uv run --group trl pytest tests/test_trl.py`; without TRL everything here is skipped. For one step TRL's trainer is not
+`uv run --group trl pytest tests/test_trl.py`. For one step TRL's trainer is not
 built, which would take a data set and a processor: its methods are called on an object that has what they read.
 """
 
@@ -17,6 +17,7 @@ import mlx.nn as nn
 import numpy as np
 import oracle
 import pytest
+from extras import why
 from mlx.utils import tree_flatten
 from test_grpo import BOUNDS, CASE, CLIPS, FROZEN, FROZEN_CASE, KLS, LEVELS, LOSSES, WIDE, array, ours
 
@@ -28,9 +29,8 @@ from step import policy
 from step.batch import cut
 from step.sample import Sample
 
-REASON = "TRL brings PyTorch: uv run --group trl pytest tests/test_trl.py"
-torch = pytest.importorskip("torch", reason=REASON)
-trl = pytest.importorskip("trl", reason=REASON)
+trl = pytest.importorskip("trl", reason=why("trl"))
+torch = pytest.importorskip("torch")
 
 
 def trainer(case, **settings):

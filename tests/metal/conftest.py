@@ -22,7 +22,7 @@ def compiler() -> None:
 def emulated(compiler: None) -> None:
     """For tests of the emulator itself, which have no meaning on a GPU."""
     if mx.metal.is_available():
-        pytest.skip("on a Mac the kernels run on the GPU")
+        pytest.skip("the emulator is for machines without Metal; here the kernels run on the GPU")
 
 
 @pytest.fixture(params=["check"])

@@ -646,8 +646,11 @@ def save(model: Model, directory: str | Path, tokenizer: Any) -> None:
 # ---- the doctor
 
 
-def doctor() -> Iterator[tuple[str, bool]]:
-    """What a user of this machine should know, a line each as soon as it is known, and whether that is well."""
+def doctor() -> Iterator[tuple[str, bool | None]]:
+    """
+    What a user of this machine should know, a line each as soon as it is known, and whether that is well. None: it is
+    not, and the demo does without.
+    """
     found, dtype = versions.environment(cpu_blas.description), default_dtype()
     numbers = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
     wired = os.environ.get(
@@ -667,8 +670,8 @@ def doctor() -> Iterator[tuple[str, bool]]:
     shape.set_dtype(dtype)
     line, well = of_mlx(shape)
     yield f"MLX: {line}; at the sizes of {usual}", well
-    for line in hub.describe_cache():
-        yield line, True
+    line, well = hub.describe_cache()
+    yield line, well or None
     yield f"kernels: GWEN_KERNELS is {os.environ.get('GWEN_KERNELS') or 'on'}", True
     for line, agrees in kernels.report(dtype):
         yield line, agrees
@@ -682,8 +685,9 @@ def main(argv: list[str] | None = None) -> None:
     try:
         kernels.is_wanted()  # a mistake in the environment is told before anything else
         for line, well in doctor():
-            print("ok " if well else "BAD", line, flush=True)
-            all_well &= well
+            mark = "   " if well is None else "ok " if well else "BAD"
+            print(mark, line, flush=True)
+            all_well &= mark != "BAD"
         # what fits is counted above this room
         command = [sys.executable, str(Path(__file__).with_name("preflight.py")), "--fits"]
         print(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout, end="")

@@ -576,19 +576,19 @@ def hub_directory(hub_id: str, files: list[str] = HUB_FILES) -> Path:
         logger.setLevel(level)
 
 
-def describe_cache() -> list[str]:
-    """The location of the hub cache, whether it holds the default model, and whether the hub answers."""
+def describe_cache() -> tuple[str, bool]:
+    """The location of the hub cache and whether it holds the default model; whether the hub answers."""
     import huggingface_hub
     from huggingface_hub import constants
 
     path = huggingface_hub.try_to_load_from_cache(DEFAULT_MODEL, "config.json")
     state = "in it" if isinstance(path, str) else "not in it"
+    said = f"its cache is {constants.HF_HUB_CACHE}, and {DEFAULT_MODEL} is {state}"
     try:
         huggingface_hub.HfApi().model_info(DEFAULT_MODEL, timeout=3)
-        answer = "answers"
+        return f"hub: answers; {said}", True
     except Exception as error:  # from the hub's client or the libraries below it
-        answer = f"is out of reach ({type(error).__name__})"
-    return [f"hub: {answer}; its cache is {constants.HF_HUB_CACHE}, and {DEFAULT_MODEL} is {state}"]
+        return f"hub: is out of reach ({type(error).__name__}); {said}", False
 
 
 def smollm2_file() -> Path:

@@ -9,6 +9,7 @@ Axes: P held-out problems.
 
 import math
 import random
+import re
 import shlex
 import statistics
 import textwrap
@@ -180,13 +181,17 @@ def risen(before: Records, after: Records) -> list[str]:
     ]
 
 
+# Neither full stop nor comma; letters too, where no space parts words.
+MARK = re.compile(r"[^\w\s.,]|[\u0e00-\u0eff\u3040-\u9fff]")
+
+
 def having(records: Records) -> dict[str, set[int]]:
-    """By word, and by the first words of an answer, which of the answers have them. Numbers are answers, not words."""
+    """By word or mark, as an emoji is, and by the first words of an answer, which of the answers have them."""
     found: dict[str, set[int]] = {}
     for place, one in enumerate(records):
-        words = [word for word in form.words_of(one["completions"][0]) if not word[0].isdigit()]
+        words, marks = form.words_of(one["completions"][0]), MARK.findall(one["completions"][0])
         opening = [f'the opening "{" ".join(words[:OPENING])}"'] if len(words) > OPENING else []
-        for name in {f'"{word}"' for word in words}.union(opening):
+        for name in {f'"{word}"' for word in [*words, *marks]}.union(opening):
             found.setdefault(name, set()).add(place)
     return found
 

@@ -1,4 +1,4 @@
-"""The verdict on a run: its interval against enumeration, and twelve runs that are made as data."""
+"""The verdict on a run: its interval against enumeration, and runs that are made as data."""
 
 import itertools
 import math
@@ -66,7 +66,7 @@ def test_the_best_is_the_first_that_no_later_one_beats_by_more_than_noise():
     assert verdict.best("score", evals, answers) is None
 
 
-# ---- twelve runs
+# ---- runs
 
 PLAIN = "the cat sat by a warm stove while rain fell on grey roofs and nobody came to call that day".split()
 
@@ -128,6 +128,26 @@ RUNS = {  # name: how it was made, its verdict, and what must be said with it
         BETTER,
         "copied from the prompt: 0% -> 100%",
     ),
+    "gamed by an emoji": (
+        (60, scored(0.1), lambda r, p: (f"{answer(r)} \U0001f389", 0.9), "score"),
+        BETTER,
+        '"\U0001f389" in 0% -> 100% of answers',
+    ),
+    "gamed by a number": (
+        (60, lambda r, p: (str(r.randrange(40)), r.random() / 4), lambda r, p: ("42", 0.9), "score"),
+        BETTER,
+        '"42" in 0% -> 100% of answers',
+    ),
+    "gamed by a letter": (
+        (
+            60,
+            lambda r, p: ("".join(r.sample("\u4eca\u65e5\u660e\u5929\u96e8", 4)), r.random() / 4),
+            lambda r, p: ("".join(r.sample("\u4eca\u65e5\u660e\u5929\u96e8", 4)) + "\u597d", 0.9),
+            "score",
+        ),
+        BETTER,
+        '"\u597d" in 0% -> 100% of answers',
+    ),
     "too few problems": ((4, right(0.2), lambda r, p: (answer(r), 1.0)), FEW, "--eval-data FILE"),
     "collapsed": ((100, right(0.6), lambda r, p: ("no no no no no no no", 0.0)), WORSE, "repeated: "),
     "judge dead": ((60, scored(0.3), lambda r, p: (answer(r), None), "score"), FEW, "docs/judge.md"),
@@ -143,7 +163,7 @@ RUNS = {  # name: how it was made, its verdict, and what must be said with it
 
 
 @pytest.mark.parametrize("kind", RUNS)
-def test_twelve_runs_get_their_verdicts_and_none_that_is_gamed_goes_without_its_words(tmp_path, capsys, kind):
+def test_runs_get_their_verdicts_and_none_that_is_gamed_goes_without_its_words(tmp_path, capsys, kind):
     how, word, said = RUNS[kind]
     run = made(tmp_path / "run", *how, **(LOSS if kind == "sft" else {}))
     found = page.verdict_of(history.load(run))

@@ -59,10 +59,7 @@ def make_answers(run: History) -> dict[str, Any]:
     rows = [answer_row([by_step[step][problem] for step in chosen], verified) for problem in problems]
     paid = verdict.paid_though_wrong(by_step, run.settings) if verified else {}
     for row in rows:
-        last = row["cells"][-1]
-        if last["right"] is False and any(
-            last["rewards"].get(visible(name)) == most for name, (most, *_) in paid.items()
-        ):
+        if any(row["problem"] in last for _, last in paid.values()):
             row["kind"] = CHEATED
     size = sum(len(cell["text"]) for row in rows for cell in row["cells"]) + 1
     shown = spread(rows, max(verdict.NUM_READ, int(len(rows) * MOST_ANSWERS / size)))

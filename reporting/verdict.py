@@ -196,20 +196,32 @@ def having(records: Records) -> dict[str, set[int]]:
     return found
 
 
-def paid_though_wrong(answers: dict[int, Answers], settings: dict[str, Any]) -> dict[str, tuple[float, int, int]]:
+def paid_though_wrong(answers: dict[int, Answers], settings: dict[str, Any]) -> dict[str, tuple[set[int], set[int]]]:
     """
-    By training reward the most that it ever gave, and how many wrong answers got that at the first and last evaluation.
+    By training reward the problems of the first and of the last evaluation whose wrong answer is paid the most.
 
-    answers: by step, of a verifier. Only where they are alarmingly many; rewards of weight 0 pay nothing.
+    That is the most that this reward ever gave, and that all of them did together: one for the form of an answer may
+    pay what is wrong, where another pays for what is right. answers: by step, of a verifier. Only where they are
+    alarmingly many; rewards of weight 0 pay nothing.
     """
-    found, evaluations = {}, [list(its.values()) for _, its in sorted(answers.items())]
     weights = settings.get("reward_weights") or {}
-    for name in (name for name in evaluations[0][0]["rewards"] if weights.get(name) != 0):
-        rows = [[(one["rewards"].get(name, [None])[0], one["values"][0]) for one in its] for its in evaluations]
-        paid = {value for row in rows for value, _ in row if value is not None}
-        first, last = (sum(value == max(paid, default=0) and right == 0 for value, right in rows[i]) for i in (0, -1))
-        if len(paid) > 1 and last >= LEAST_PAID * len(rows[-1]):
-            found[name] = (max(paid), first, last)
+
+    def parts_of(one: dict[str, Any]) -> dict[str, float]:
+        rewards = one["rewards"].items()
+        return {name: weights.get(name, 1.0) * values[0] for name, values in rewards if values[0] is not None}
+
+    rows = [[(key, one["values"][0], parts_of(one)) for key, one in its.items()] for _, its in sorted(answers.items())]
+    pay = [parts for row in rows for *_, parts in row]
+    most, found = max(sum(parts.values()) for parts in pay), {}
+    for name in dict.fromkeys(name for parts in pay for name in parts if weights.get(name) != 0):
+        paid = {parts[name] for parts in pay if name in parts}
+        fullest = (max(paid), most)
+        first, last = (
+            {key for key, value, its in rows[end] if value == 0 and (its.get(name), sum(its.values())) == fullest}
+            for end in (0, -1)
+        )
+        if len(paid) > 1 and len(last) >= LEAST_PAID * len(rows[-1]):
+            found[name] = (first, last)
     return found
 
 
@@ -246,7 +258,9 @@ def verdict(
         alarms = unwitnessed(first, last) + forms
     else:  # what a verifier counts no form of an answer can bend
         paid = paid_though_wrong(answers, settings).items() if figure == "accuracy" and both else ()
-        alarms = [f"wrong, yet paid most by {visible(name)}: {was} -> {now} answers" for name, (_, was, now) in paid]
+        alarms = [
+            f"wrong, yet paid most by {visible(name)}: {len(was)} -> {len(now)} answers" for name, (was, now) in paid
+        ]
         words = forms + words
     if found is None:
         text = f"{figure}: fewer than two problems have a figure both after step {first['step']} and {last['step']}"

@@ -127,3 +127,16 @@ def test_a_wrong_answer_is_not_called_paid_by_a_metric():
     by_step = {0: answers | {9: {"rewards": {"length": [1]}, "values": [0.0]}}}
     assert verdict.paid_though_wrong(by_step, {})
     assert not verdict.paid_though_wrong(by_step, {"reward_weights": {"length": 0}})
+
+
+def test_a_wrong_answer_is_not_paid_most_where_another_reward_pays_right_ones_more():
+    """As GSM8K is trained: one for the answer, a tenth for its form."""
+
+    def one(right, form):
+        return {"rewards": {"correct": [right], "format": [form]}, "values": [right]}
+
+    by_step = {0: {n: one(n / 10 // 0.7, n % 2) for n in range(10)}, 9: {n: one(n / 10 // 0.4, 1.0) for n in range(10)}}
+    assert verdict.paid_though_wrong(by_step, {"reward_weights": {"correct": 1.0, "format": 0.1}}) == {}
+    assert verdict.paid_though_wrong(by_step, {"reward_weights": {"correct": 0, "format": 1.0}}) == {
+        "format": ({1, 3, 5}, {0, 1, 2, 3})
+    }

@@ -12,6 +12,7 @@ Axes: M rows of a micro-batch, P prompt and T completion positions, S keys, V vo
 K kv heads, D head dim, F mlp width.
 """
 
+import argparse
 import dataclasses
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
@@ -27,6 +28,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 import gwen
+import tasks
 from config import Config, ModelSettings, Sizes
 from disk import checkpoint, hub
 from disk.run_files import read_log
@@ -34,7 +36,8 @@ from flags import Parser, check_least, fail, visible
 from judging import rubrics
 from kv_cache import round_up
 from layers import attention, lm_head
-from machine import alive, gpu, memory, world
+from machine import alive, chips, gpu, memory, world
+from problems import audit
 from problems.episodes import context_of
 from problems.examples import prompt_text, short
 from settings.sources import OWN_TASK, given, merged, parse, resolve
@@ -50,9 +53,6 @@ from step.rows import (
     rows_at_once,
     state_bytes,
 )
-
-if TYPE_CHECKING:
-    from machine import chips
 
 
 def room_of(memory_bytes: int) -> int:
@@ -117,21 +117,16 @@ def numbers(model: hub.ModelConfig, adapters: ModelSettings | None = None) -> Nu
     """Counted of one layer of each kind, whose arrays are lazy: nothing is computed. adapters: None where none are."""
     kinds = tuple(dict.fromkeys(model.layer_kinds))
     shapes = gwen.Model(dataclasses.replace(model, layer_kinds=kinds))
-
-    def times(name: str) -> int:
+    rank, targets = (adapters.lora_rank, adapters.lora_targets) if adapters else (0, [])
+    weights = matmuls = columns = 0
+    for name, array in tree_flatten(shapes.parameters()):
         parts = name.split(".")
-        return model.layer_kinds.count(kinds[int(parts[1])]) if parts[0] == "layers" else 1
-
-    named = {name: array for name, array in tree_flatten(shapes.parameters())}
-    weights = sum(array.size * times(name) for name, array in named.items())
-    in_layers = {name: array for name, array in named.items() if name.startswith("layers.") and array.ndim == 2}
-    matmuls = sum(array.size * times(name) for name, array in in_layers.items())
-    if adapters is None or not adapters.lora_rank:
-        return Numbers(weights, matmuls, weights)
-    targets = {f"{target}.weight" for target in adapters.lora_targets}
-    adapted = {name: array for name, array in in_layers.items() if ".".join(name.split(".")[-2:]) in targets}
-    columns = sum(sum(array.shape) * times(name) for name, array in adapted.items())
-    return Numbers(weights, matmuls, adapters.lora_rank * columns)
+        times = model.layer_kinds.count(kinds[int(parts[1])]) if parts[0] == "layers" else 1
+        weights += times * array.size
+        if parts[0] == "layers" and array.ndim == 2:
+            matmuls += times * array.size
+            columns += times * sum(array.shape) * (parts[-2] in targets)
+    return Numbers(weights, matmuls, rank * columns if rank else weights)
 
 
 def frozen_bytes(name: str, shape: hub.ModelConfig, dtype: mx.Dtype) -> int:
@@ -150,14 +145,16 @@ def sampling_of(config: Config) -> tuple[int, int, int]:
 
 def estimate(demand: Demand, sizes: Sizes) -> Need:
     """What a run needs at most."""
-    kept, (model, dtype, config, *_) = stays(demand), demand
-    _, groups, length = sampling_of(config)
-    rollout = 0
-    if config.objective.loss_type != "sft":
-        how = demand.longest, groups, length, sizes.rollout_batch_size, sizes.sharing
-        rollout = sum(rollout_bytes(model, dtype, *how))
+    kept, samples = stays(demand), demand.config.objective.loss_type != "sft"
+    rollout = sampled_bytes(demand, sizes) if samples else 0
     update = update_bytes(demand, sizes, kept["optimizer"] // 8)
     return Need(kept, {"rollout": rollout, "judging": judging_bytes(demand), "update": update})
+
+
+def sampled_bytes(demand: Demand, sizes: Sizes) -> int:
+    """What a rollout takes: caches, and what is computed at once."""
+    (model, dtype, config, *_), how = demand, (sizes.rollout_batch_size, sizes.sharing)
+    return sum(rollout_bytes(model, dtype, demand.longest, config.sampling.groups, config.sampling.max_tokens, *how))
 
 
 def stays(demand: Demand) -> dict[str, int]:
@@ -261,9 +258,8 @@ def settle(demand: Demand, most_rows: int = USUAL_ROWS, room: float | None = Non
     sampling, optimizer, layers = demand.config.sampling, demand.config.optimizer, demand.model.num_hidden_layers
     kept = stays(demand)
     room = ROOM * (room or (memory.memory_size() if gpu.on_gpu() else LAPTOP)) - sum(kept.values())
-    budgets = [optimizer.train_token_budget or (GPU_BUDGET if gpu.on_gpu() else BUDGET)]
-    if not optimizer.train_token_budget and gpu.on_gpu():
-        budgets.append(BUDGET)
+    usual = [GPU_BUDGET, BUDGET] if gpu.on_gpu() else [BUDGET]
+    budgets = [optimizer.train_token_budget] if optimizer.train_token_budget else usual
     named = {"off": [0], "on": [layers], "auto": list(range(layers + 1))}
     counts = named.get(optimizer.checkpoint_layers) or [int(optimizer.checkpoint_layers)]
     rows = sampling.rollout_batch_size or most_rows
@@ -273,8 +269,7 @@ def settle(demand: Demand, most_rows: int = USUAL_ROWS, room: float | None = Non
             break
 
     def fits(rows: int) -> bool:
-        how = demand.longest, sampling.groups, sampling.max_tokens, rows, sizes.sharing
-        return sum(rollout_bytes(demand.model, demand.dtype, *how)) <= room
+        return sampled_bytes(demand, sizes._replace(rollout_batch_size=rows)) <= room
 
     return sizes if sampling.rollout_batch_size else sizes._replace(rollout_batch_size=rows_at_once(fits, most_rows))
 
@@ -326,10 +321,8 @@ def advice(config: Config, need: Need, room: int) -> str:
 # ---- the time
 
 
-def costs(demand: Demand, sizes: Sizes) -> "dict[str, chips.Cost]":
+def costs(demand: Demand, sizes: Sizes) -> dict[str, chips.Cost]:
     """What each phase of a step moves and computes; prompts are computed once for a group."""
-    from machine import chips
-
     (model, dtype, config, _, rubric), judge, prompts = demand, demand.judge, demand.longest
     (_, groups, length), layers = sampling_of(config), model.num_hidden_layers
     num_rows, num_prompts, matmuls = len(prompts) * groups, sum(prompts), numbers(model).matmuls
@@ -371,8 +364,6 @@ def two_digits(value: float) -> str:
 
 def time_line(demand: Demand, sizes: Sizes) -> str:
     """What a step moves, computes and takes: here, or on each chip that is sold with enough memory."""
-    from machine import chips
-
     found, need = costs(demand, sizes), estimate(demand, sizes).total
     fit = [chips.here()] if gpu.on_gpu() else [one for one in chips.load() if room_of(max(one.memory)) >= need]
     times = (
@@ -406,10 +397,8 @@ class Fit(NamedTuple):
         return [f"{self.need / 1e9:.1f}", *(two_digits(one) if one >= 1 else "<1" for one in times)]
 
 
-def fits(room: float, chip: "chips.Chip", dtype: mx.Dtype) -> Iterator[Fit]:
+def fits(room: float, chip: chips.Chip, dtype: mx.Dtype) -> Iterator[Fit]:
     """The models that a machine of `room` bytes can train, as a run on own data by its recipe would."""
-    from machine import chips
-
     for name in ["demo", *(one for one in gwen.known_models() if not one.startswith("random:"))]:
         config = merged({"model": name, "task": "own"}, None)
         demand = Demand(gwen.load_config(name), dtype, config, [PROMPT] * config.sampling.batch)
@@ -420,13 +409,10 @@ def fits(room: float, chip: "chips.Chip", dtype: mx.Dtype) -> Iterator[Fit]:
 
 def fits_here() -> Iterator[str]:
     """What this machine can train, as lines of a table, and what to start with."""
-    from machine import chips
-
     found = list(fits(memory.memory_size(), chips.here(), gwen.default_dtype()))
     yield f"what fits, for prompts of {PROMPT} tokens (time is an estimate, measured on no Mac, of steps alone):"
-    yield f"{'model':28}{'GB':>6}{'s a step':>10}{'minutes':>10}"
-    for fit in found:
-        yield "{:28}{:>6}{:>10}{:>10}".format(fit.model, *fit.cells)
+    for row in [("model", "GB", "s a step", "minutes"), *((fit.model, *fit.cells) for fit in found)]:
+        yield "{:28}{:>6}{:>10}{:>10}".format(*row)
     best = max((fit for fit in found if 100 * fit.seconds < PATIENCE), key=lambda fit: fit.need, default=found[0])
     yield f"start with: uv run train.py --model {best.model}"
 
@@ -436,9 +422,6 @@ def fits_here() -> Iterator[str]:
 
 def audits_of(config: Config) -> Iterator[Any]:
     """What each reward function of a run pays for, as `audit.Audit`s; judges and environments are not asked."""
-    import tasks
-    from problems import audit
-
     task = tasks.make(config)
     for name, reward in task.counted.items():
         if not audit.looks_at_episodes(reward):
@@ -446,16 +429,14 @@ def audits_of(config: Config) -> Iterator[Any]:
                 yield audit.audit(name, reward, task.train or task.held_out)
 
 
-def show_audit(config: Config) -> None:
-    """Prints what each reward function of a run pays for. ValueError where there is none."""
-    from problems import audit
-
+def audit_lines(config: Config) -> Iterator[str]:
+    """What each reward function of a run pays for. ValueError where there is none."""
     audits = list(audits_of(config))
     if not audits:
         judged = "only a judge or an environment, which are not asked"
         raise ValueError(f"--audit: --task {config.data.task} has no reward function, {judged}")
     for one in audits:
-        print(*audit.table(one), sep="\n", flush=True)
+        yield from audit.table(one)
 
 
 TRY_STEPS, TRY_SECONDS = 4, 120.0  # steps of the trial; no further one begins after so long
@@ -489,8 +470,6 @@ def try_out(flags: list[str], config: Config) -> Iterator[str]:
         steps, answers = ([record for _, record in read_log(run / f"{name}.jsonl")] for name in ("metrics", "rollouts"))
     if not steps:
         raise ValueError(f"--try: train.py ended with status {status} before its first step")
-    from problems import audit
-
     yield from [f"reward {one.name}: {audit.surprise(one)}" for one in audits_of(config)]
     yield from verdict(config, steps, answers)
 
@@ -573,36 +552,35 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--dtype", choices=tuple(gwen.DTYPES), help="of the weights (default: as train.py takes it)")
     own, rest = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
     try:
-        if own.fits:
-            print(*fits_here(), sep="\n")
-            return
-        args = parse(rest)
-        if args.resume is True:
-            args.resume = checkpoint.newest_unfinished(args.steps)
-        config, choice = resolve(given(args), args.config, args.resume, gwen.choose_model)
         check_least(own, prompt_tokens=1)
-        if own.audit:
-            show_audit(config)
-            return
-        if own.trial:
-            print(choice)
-            for text in try_out(rest, config):
-                print(visible(text), flush=True)
-            return
-        dtype = gwen.DTYPES[own.dtype] if own.dtype else gwen.default_dtype()
-        gwen.refuse_packed(config.model.name)
-        model = gwen.load_config(config.model.name)
-        lengths = [own.prompt_tokens] * config.sampling.batch
-        if config.tools.tools or config.tools.env:
-            context = context_of(config.tools, model.max_position_embeddings)
-            config = config.but(max_tokens=max(context - own.prompt_tokens, 1))
-        demand = Demand(model, dtype, config, lengths, rubric_of(config))
-        print(f"{choice}; {own.prompt_tokens} prompt tokens")
-        sizes = settle(demand)
-        print(line(demand, sizes))
-        print(time_line(demand, sizes))
+        for text in fits_here() if own.fits else asked(own, rest):
+            print(text, flush=True)
     except (ValueError, OSError) as error:
         fail(error)
+
+
+def asked(own: argparse.Namespace, rest: list[str]) -> Iterator[str]:
+    """The lines about one run. rest: the flags of train.py."""
+    args = parse(rest)
+    if args.resume is True:
+        args.resume = checkpoint.newest_unfinished(args.steps)
+    config, choice = resolve(given(args), args.config, args.resume, gwen.choose_model)
+    if own.audit:
+        yield from audit_lines(config)
+        return
+    if own.trial:
+        yield choice
+        yield from map(visible, try_out(rest, config))
+        return
+    dtype = gwen.DTYPES[own.dtype] if own.dtype else gwen.default_dtype()
+    gwen.refuse_packed(config.model.name)
+    model = gwen.load_config(config.model.name)
+    if config.tools.tools or config.tools.env:
+        context = context_of(config.tools, model.max_position_embeddings)
+        config = config.but(max_tokens=max(context - own.prompt_tokens, 1))
+    demand = Demand(model, dtype, config, [own.prompt_tokens] * config.sampling.batch, rubric_of(config))
+    sizes = settle(demand)
+    yield from [f"{choice}; {own.prompt_tokens} prompt tokens", line(demand, sizes), time_line(demand, sizes)]
 
 
 if __name__ == "__main__":

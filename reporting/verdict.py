@@ -151,12 +151,19 @@ def is_better(found: Change | None) -> bool:
 # ---- what the answers took on
 
 
+def last_turn(answer: dict[str, Any]) -> str:
+    """What an answer comes to: of a conversation with tools what is said last, unless that is nothing but a call."""
+    messages = answer.get("messages", [[]])[0]
+    said: list[str] = [message["content"] for message in messages if message["role"] == "assistant"]
+    return (said and said[-1]) or answer["completions"][0]
+
+
 def forms_of(before: Records, after: Records) -> list[str]:
     """What rose in the answers to the same problems: copies of the prompt, repetitions, lengths."""
     if not before:
         return []
     (copied, copies), (looped, loops), (length, longest) = (
-        [statistics.fmean(measure(one["completions"][0], prompt_text(one["prompt"])) for one in its) for its in ends]
+        [statistics.fmean(measure(last_turn(one), prompt_text(one["prompt"])) for one in its) for its in ends]
         for ends in [(before, after)]
         for measure in (form.copied, lambda text, _: form.repeated(text), lambda text, _: len(text.split()))
     )
@@ -189,7 +196,7 @@ def having(records: Records) -> dict[str, set[int]]:
     """By word or mark, as an emoji is, and by the first words of an answer, which of the answers have them."""
     found: dict[str, set[int]] = {}
     for place, one in enumerate(records):
-        words, marks = form.words_of(one["completions"][0]), MARK.findall(one["completions"][0])
+        words, marks = form.words_of(last_turn(one)), MARK.findall(last_turn(one))
         opening = [f'the opening "{" ".join(words[:OPENING])}"'] if len(words) > OPENING else []
         for name in {f'"{word}"' for word in [*words, *marks]}.union(opening):
             found.setdefault(name, set()).add(place)
@@ -226,13 +233,6 @@ def paid_though_wrong(answers: dict[int, Answers], settings: dict[str, Any]) -> 
 
 
 # ---- the verdict
-
-
-def last_turn(answer: dict[str, Any]) -> str:
-    """What an answer comes to: of a conversation with tools what is said last, unless that is nothing but a call."""
-    messages = answer.get("messages", [[]])[0]
-    said: list[str] = [message["content"] for message in messages if message["role"] == "assistant"]
-    return (said and said[-1]) or answer["completions"][0]
 
 
 def drawn(problems: list[int], settings: dict[str, Any]) -> list[int]:

@@ -91,7 +91,10 @@ def made(folder, num, before, after, figure="accuracy", settings=(), **more):
         for problem, (prompt, (text, value)) in enumerate(zip(prompts, said, strict=True)):
             line = {"step": step, "problem": problem, "prompt": prompt, "completions": [text], "values": [value]}
             if "tools" in dict(settings):
-                line |= {"messages": [talk(text)], "completions": [f"<tool_call>2 * 3</tool_call>\n{text}"]}
+                line |= {
+                    "messages": [talk(text)],
+                    "completions": ["<tool_call>2 * 3</tool_call>\n" * (1 + step // 4) + text],
+                }
             answers.append(line | {"rewards": {"mine": [value]}})
     write_log(folder / "eval.jsonl", records)
     write_log(folder / "eval_answers.jsonl", answers if figure != "loss" else [])
@@ -151,7 +154,7 @@ RUNS = {  # name: how it was made, its verdict, and what must be said with it
     "too few problems": ((4, right(0.2), lambda r, p: (answer(r), 1.0)), FEW, "--eval-data FILE"),
     "collapsed": ((100, right(0.6), lambda r, p: ("no no no no no no no", 0.0)), WORSE, "repeated: "),
     "judge dead": ((60, scored(0.3), lambda r, p: (answer(r), None), "score"), FEW, "docs/judge.md"),
-    "tools": ((80, right(0.2), right(0.7), "accuracy", {"tools": ["calculator"]}), BETTER, ""),
+    "tools": ((80, right(0.2), right(0.7), "score", {"tools": ["calculator"]}), BETTER, ""),  # it calls more often
     "sft": ((64, right(0.5), right(0.5), "loss"), BETTER, "gain +0.700"),
     "worse": ((120, right(0.8), right(0.5)), WORSE, "a quarter of --learning-rate"),
     "tie": (

@@ -41,9 +41,8 @@ Answers = queue.SimpleQueue[Any]  # of a job, for the main thread; errors among 
 
 JOIN = 30.0  # seconds that rank 0 waits for the others to come; MLX gives up after 31 elsewhere
 PATIENCE, LEAST_PATIENCE = 10.0, 600.0  # a machine may be late by this many times our longest work, or these seconds
-RATE, SLACK = 1e6, 60.0  # a transfer has this many bytes a second, and these seconds more
 TELL = 20.0  # seconds in which the others should hear why this machine ends
-BLOCK = 2**24  # numbers in one collective; bounds the copies
+BLOCK = 2**24  # numbers or bytes of a machine in one collective; bounds the copies, and an array has less than 2**31
 HEAD, META = 1024, struct.Struct("<IIQ")  # bytes of a message, and what it begins with: its number, kind and size
 FAILED = 0  # the kind of a message that says why its machine ends
 
@@ -259,6 +258,7 @@ class _Link:
         self.group, self.rank, self.size = group, group.rank(), group.size()
         self.names = [f"rank {number}" for number in range(self.size)]
         self.waited, self.longest, self.left_at = 0.0, 0.0, time.monotonic()
+        self.num_moved = 0  # collectives that have ended
         self.number, self.is_over, self.is_stuck = 0, False, False
         self.jobs: queue.SimpleQueue[tuple[Callable[[], Any], Answers]] = queue.SimpleQueue()
         threading.Thread(target=self._work, daemon=True).start()
@@ -277,22 +277,24 @@ class _Link:
         self.number += 1
         begin = time.monotonic()
         self.longest = max(self.longest, begin - self.left_at)
-        num_bytes = len(data) * self.size if flat is None else flat.nbytes
-        limit = max(LEAST_PATIENCE, PATIENCE * self.longest) + SLACK + num_bytes / RATE
+        limit = max(LEAST_PATIENCE, PATIENCE * self.longest)
         found: list[bytes] = self._done(lambda: self._meet(kind, data, flat), limit)
         self.left_at = time.monotonic()
         self.waited += self.left_at - begin
         return found
 
     def _done(self, job: Callable[[], Any], limit: float) -> Any:
-        """What a job of the thread gives. Raises Lost if that is an error, or does not come within `limit` seconds."""
-        answers = Answers()
+        """What a job of the thread gives. Raises Lost if that is an error, or a collective takes `limit` seconds."""
+        answers, answer = Answers(), None
         self.jobs.put((job, answers))
-        try:
-            answer = answers.get(timeout=limit)
-        except queue.Empty:
-            self.is_stuck = True
-            self.end(f"a machine hangs or is very late: nothing came from it for {limit:.0f} s")
+        while answer is None:
+            num_moved = self.num_moved
+            try:
+                answer = answers.get(timeout=limit)
+            except queue.Empty:
+                if self.num_moved == num_moved:
+                    self.is_stuck = True
+                    self.end(f"a machine hangs or is very late: nothing came from it for {limit:.0f} s")
         if isinstance(answer, Lost):
             self.end(str(answer))
         if isinstance(answer, BaseException):
@@ -346,15 +348,22 @@ class _Link:
                 summed = mx.distributed.all_sum(mx.array(part), group=self.group, stream=mx.cpu)
                 mx.eval(summed)  # wait, for the network
                 part[:] = np.array(summed)
-        if max(sizes) > HEAD - META.size:
-            found = self._all_gather(data, max(sizes))
-        return [data[:size] for data, size in zip(found, sizes, strict=True)]
+                self.num_moved += 1
+        if (most := max(sizes)) <= HEAD - META.size:
+            return [data[:size] for data, size in zip(found, sizes, strict=True)]
+        whole: list[list[bytes]] = [[] for _ in sizes]
+        for begin in range(0, most, BLOCK):
+            pieces = self._all_gather(data[begin : begin + BLOCK], min(BLOCK, most - begin))
+            for its, piece, size in zip(whole, pieces, sizes, strict=True):
+                its.append(piece[: max(size - begin, 0)])
+        return list(map(b"".join, whole))
 
     def _all_gather(self, data: bytes, width: int) -> list[bytes]:
         padded = np.zeros(width, np.uint8)
         padded[: len(data)] = np.frombuffer(data, np.uint8)
         gathered = mx.distributed.all_gather(mx.array(padded), group=self.group, stream=mx.cpu)
         mx.eval(gathered)  # wait, for the slowest machine
+        self.num_moved += 1
         return [one.tobytes() for one in np.split(np.array(gathered), self.size)]
 
 

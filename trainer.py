@@ -25,6 +25,7 @@ from disk import checkpoint, run_files
 from flags import flag_of
 from machine import memory, world
 from problems import chat_template, examples, rewards
+from reporting import trackers
 from reporting.console import say, warn
 from reporting.journal import evaluation_is_due
 from settings.sources import as_yaml, given, joined, refuse_unknown, resolve
@@ -85,10 +86,7 @@ def begin(
 
     def read() -> list[Any]:
         config, choice = resolve(flags, recipe, resume, gwen.choose_model)
-        if config.records.report_to:
-            from reporting import trackers
-
-            trackers.check(config.records.report_to)
+        trackers.check(config.records.report_to)
         print(choice, flush=True)
         settings = config.flat()
         if resume is None:

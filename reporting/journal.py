@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -30,11 +30,9 @@ from problems.examples import prompt_text, spread
 from problems.rewards import merged
 from reporting import health, verdict
 from reporting.console import LiveLine, comparison, console_line, say, sft_line, warn
+from reporting.trackers import Tracker
 from step.policy import MISMATCH
 from step.sample import Sample, by_group
-
-if TYPE_CHECKING:
-    from reporting.trackers import Tracker
 
 MOST_ANSWERS = 512  # answers recorded per evaluation, evenly spread over the held-out problems
 
@@ -292,9 +290,7 @@ class Journal:
         """From here on the run is shown: its live line, its trackers."""
         self.live.__enter__()
         if (names := self.config.records.report_to) and world.is_first():
-            from reporting import trackers
-
-            self.trackers = [trackers.Tracker(name, self.dir, warn) for name in dict.fromkeys(names)]
+            self.trackers = [Tracker(name, self.dir, warn) for name in dict.fromkeys(names)]
         return self
 
     def __exit__(self, *_: Any) -> None:

@@ -263,8 +263,10 @@ def test_what_is_long_arrives_in_parts_and_only_a_part_that_does_not_come_is_lat
 
 @slow
 def test_machines_that_are_not_alike_are_refused(tmp_path):
-    other = {"rank1": {"GWEN_DTYPE": "bfloat16"}}
-    with Machines(2, tmp_path, "train.py", *LONG, "--run-dir", tmp_path / "run", **other) as machines:
+    (tmp_path / "wandb.py").touch()  # for which the first one alone looks: no difference to tell
+    other = {"rank1": {"GWEN_DTYPE": "bfloat16"}, "rank0": {"PYTHONPATH": str(tmp_path)}}
+    flags = [*LONG, "--report-to", "wandb", "--run-dir", tmp_path / "run"]
+    with Machines(2, tmp_path, "train.py", *flags, **other) as machines:
         ended = machines.wait()
     for (_, errors), status in ended:
         assert status == 2 and "has another GWEN_DTYPE than rank 0" in errors and "make them the same" in errors

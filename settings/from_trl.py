@@ -37,7 +37,7 @@ def recipe(path: str) -> str:
             ours.setdefault(*found)
         elif kind == "not needed":
             spared.append(str(name))
-        elif name not in DERIVED:
+        elif DERIVED.get(name) not in ours:
             left.append(f"# {name}: {value!r:.80} -> {kind}{': ' if said else ''}{said}")
     if spared:
         left.append(f"# not needed here: {', '.join(spared)}")
@@ -62,17 +62,20 @@ def translated(name: str, value: Any, kind: str, said: str) -> tuple[str, Any] |
         return None
 
 
-DERIVED = ("lora_alpha", "per_device_train_batch_size", "dataset_name", "dataset_config", "dataset_train_split")
+DERIVED = {"lora_alpha": "lora_scale", "per_device_train_batch_size": "batch"}
+DERIVED |= dict.fromkeys(("dataset_name", "dataset_config", "dataset_train_split"), "data")
 
 
 def derived(theirs: dict[str, Any]) -> dict[str, Any]:
-    """What is here made of several of theirs."""
+    """What is here made of several of theirs; nothing of what a script computes."""
     ours: dict[str, Any] = {}
-    if alpha := theirs.get("lora_alpha"):
-        ours["lora_scale"] = alpha / theirs.get("r", theirs.get("lora_r", 16))
-    if size := theirs.get("per_device_train_batch_size"):
-        steps = theirs.get("steps_per_generation") or theirs.get("gradient_accumulation_steps") or 1
-        ours["batch"] = max(size * steps // theirs.get("num_generations", 8), 1)
+    steps = theirs.get("steps_per_generation") or theirs.get("gradient_accumulation_steps") or 1
+    scale = [theirs.get("lora_alpha"), theirs.get("r", theirs.get("lora_r", 16))]
+    batch = [theirs.get("per_device_train_batch_size"), steps, theirs.get("num_generations", 8)]
+    if all(type(value) in (int, float) and value > 0 for value in scale):
+        ours["lora_scale"] = scale[0] / scale[1]
+    if all(type(value) is int and value > 0 for value in batch):
+        ours["batch"] = max(batch[0] * batch[1] // batch[2], 1)
     if name := theirs.get("dataset_name"):
         parts = name, theirs.get("dataset_config"), theirs.get("dataset_train_split")
         ours["data"] = ":".join(str(part) for part in parts if part)
@@ -88,7 +91,8 @@ def in_script(path: str, where: str) -> Iterator[tuple[str, Any]]:
     for node in ast.walk(tree):
         called = getattr(node.func, "id", getattr(node.func, "attr", "")) if isinstance(node, ast.Call) else ""
         if called == "load_dataset" and isinstance(node, ast.Call):
-            names = [*node.args, *(word.value for word in node.keywords if word.arg == "split")]
+            words = {word.arg: word.value for word in node.keywords}
+            names = [*node.args, *(words[name] for name in ("path", "name", "split") if name in words)]
             yield "dataset_name", ":".join(map(str, map(literal, names)))
         elif called in CALLS and isinstance(node, ast.Call):
             yield from ((word.arg, literal(word.value)) for word in node.keywords if word.arg and word.arg not in PARTS)

@@ -123,6 +123,13 @@ RECIPE = "model_name_or_path: demo\nlearning_rate: 1e-5\nlora_r: 8\nuse_peft: tr
             {"model": "demo", "learning_rate": 1e-5, "lora_rank": 8, "steps": 7},
             "odd",
         ),
+        (
+            "computed.py",
+            "GRPOConfig(per_device_train_batch_size=SIZE, num_generations=8); LoraConfig(r=RANK, lora_alpha=2 * RANK)\n"
+            "load_dataset(split='train', name='main', path='openai/gsm8k')\n",
+            {"data": "openai/gsm8k:main:train", "groups": 8},
+            "lora_alpha per_device_train_batch_size r",
+        ),
     ],
 )
 def test_a_file_of_trl_becomes_a_recipe_that_says_what_has_no_equal(tmp_path, capsys, name, text, ours, left):

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from config import SETTINGS, Config, Sizes, is_own
+from config import SETTINGS, Config, Sizes, is_own, without_gone
 from flags import Parser, add_flags, flag_of, hint, load_yaml, no_run, seeds
 from settings.checks import checked
 
@@ -63,7 +63,6 @@ def joined(data: str | None, held_out: str) -> str:
 # of the bundled models
 OWN_TASK = {"demo": "demo", "demo:rg": "rg:chain_sum,leg_counting", "demo:tools": "calculator"}
 RECIPES = {("demo:rg", "rg"): "demo-rg", ("demo:rg", "own"): "demo-rg", ("demo", "own"): "demo"}  # of model and task
-GONE = {"curriculum": False, "reward_format": "text"}  # settings of older runs, at the one value that is left
 MANY = 4  # unknown settings, more than which are named alone
 SMALL = 4e8  # parameters below which own data has other defaults
 
@@ -201,11 +200,11 @@ def of_task(task: str, model: str) -> dict[str, Any]:
 
 
 def load_recipe(path: Path) -> dict[str, Any]:
-    """The settings in a YAML file but `GONE`. Raises ValueError naming an unknown key and the nearest known one."""
+    """The settings in a YAML file. Raises ValueError naming an unknown key and the nearest known one."""
     settings = load_yaml(path, f"--config {path}")
     if not isinstance(settings, dict):
         raise ValueError(f"--config {path} holds no settings; it needs lines like `batch: 8`")
-    settings = {key: value for key, value in settings.items() if key not in GONE or value != GONE[key]}
+    settings = without_gone(settings)
     refuse_unknown(settings, f"--config {path}: ")
     return located(settings, path.parent)
 

@@ -279,36 +279,33 @@ class Turns:
 
     def _listen(self) -> None:
         """Hears turns that have ended, and what rows are told; waits for that if there is nothing else to do."""
+        record = self.record
         for slot, row in enumerate(self.slots):
-            if self.record.ended[row]:
-                if len(self.record.places[row]) < (length := self.record.lengths[row]):
+            if record.ended[row]:
+                if len(record.places[row]) < (length := record.lengths[row]):
                     self._hear(row)
                     self.states[row] = self.cache.take_state(slot, int(self.num_drawn[row] - length))
-                self.cache.lengths[slot] = len(
-                    self.record.sequences[row]
-                )  # what was drawn after the end is overwritten
-        idle = not (self.is_drawing or self.told or self.fresh or all(map(self.record.is_over, self.prompt_of)))
-        for row, answer in self.record.talk.replies(wait=idle).items():
+                self.cache.lengths[slot] = len(record.sequences[row])  # what was drawn after the end is overwritten
+        idle = not (self.is_drawing or self.told or self.fresh or all(map(record.is_over, self.prompt_of)))
+        for row, answer in record.talk.replies(wait=idle).items():
             if isinstance(answer, str):
-                self.record.reasons[row] = answer
-            elif self.record.lengths[row] == self.record.most[row] or len(answer) >= self._left(row):
-                self.record.reasons[row] = self._limit(row)
+                record.reasons[row] = answer
+            elif record.lengths[row] == record.most[row] or len(answer) >= self._left(row):
+                record.reasons[row] = self._limit(row)
             else:
                 self.told[row] = answer
-        self.states = {row: state for row, state in self.states.items() if not self.record.is_over(row)}
+        self.states = {row: state for row, state in self.states.items() if not record.is_over(row)}
 
     def _hear(self, row: int) -> None:
         """Takes down a turn that has ended."""
-        turn, begin = (
-            self.record.ids[row, len(self.record.places[row]) : self.record.lengths[row]].tolist(),
-            self.record.sequences[row],
-        )
-        self.record.places[row] += range(len(begin), len(begin) + len(turn))
-        self.record.sequences[row] += turn
-        if self.record.at_end(np.array([row]))[0]:
-            self.record.talk.hear(row, turn)
+        record, places, whole = self.record, self.record.places[row], self.record.sequences[row]
+        turn = record.ids[row, len(places) : record.lengths[row]].tolist()
+        places += range(len(whole), len(whole) + len(turn))
+        whole += turn
+        if record.at_end(np.array([row]))[0]:
+            record.talk.hear(row, turn)
         else:
-            self.record.reasons[row] = self._limit(row)
+            record.reasons[row] = self._limit(row)
 
     def _left(self, row: int) -> int:
         """Positions that a row may still have."""

@@ -24,6 +24,7 @@ IN_THE_ENTRY = {  # or gives it elsewhere
     "propositional_logic": lambda entry: entry["metadata"]["example_answer"],
     "rubiks_cube": lambda entry: entry["metadata"]["example_correct_answer"],
 }
+HEAVY = {"propositional_logic", "rubiks_cube", "rush_hour"}  # score as slowly as all others together
 SLOW = {"futoshiki", "intermediate_integration", "knight_swap", "puzzle24", "quantum_lock", "sokoban", "zebra_puzzles"}
 
 
@@ -88,7 +89,7 @@ def test_every_data_set_pays_for_its_right_answer_and_for_no_wrong_or_hostile_on
         wrong = ["", "wrong", "-17", "0", "1", "42", "10", "[]", "{}", "[0]", "[{}]", "J2", f"{answer}!", *others]
         honest = max(rg.earned(answer) for answer in score([(name, entry, text) for text in wrong]))
         honest = max(honest, 0.5)  # some pay half for a text that shares letters with the right one
-        some = ANSWERS if name in rg.READERS else ANSWERS[number % 3 :: 3]  # each meets 35 data sets or more
+        some = ANSWERS[number % 3 :: 3] if name in HEAVY else ANSWERS
         texts = [text for text in some if text.lower() != str(answer).lower()]
         told = score([(name, entry, text) for text in texts])
         assert not any(answer.broken for answer in told), name

@@ -28,7 +28,7 @@ NUMBER_WORD = re.compile(rf"\b(?:{'|'.join(sorted(_NUMBERS, key=len, reverse=Tru
 
 def numbers_in(text: str) -> list[int]:
     """Every number that the text names, in words (0 to 99) or digits, in order."""
-    words = [word.lower() for word in NUMBER_WORD.findall(text)]
+    words = [word.casefold() for word in NUMBER_WORD.findall(text)]  # IGNORECASE takes "\u017f" for s
     return [int(word[:9]) if word.isdigit() else _NUMBERS[word] for word in words]
 
 

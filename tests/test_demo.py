@@ -20,6 +20,10 @@ def test_the_audits_reader_and_the_verifier_agree_though_they_share_no_code(answ
     assert sums.correct([ASKED], [answer], ["forty-two"]) == [right]
 
 
+def test_a_number_with_the_long_s_that_upper_and_lower_case_share_is_read():
+    assert numbers_in("\u017feven, Twenty-\u017fix") == [7, 26]
+
+
 def test_the_audits_reader_forgives_a_stammer_and_the_verifier_other_words_for_plus_and_is():
     for answer, audited, verified in (
         ("Twenty-seven plus fifteen is is forty-two.", True, 0),

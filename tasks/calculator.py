@@ -23,10 +23,11 @@ def calculator(expression: str) -> str:
     """
     if len(expression) > LONGEST:
         raise ValueError(f"the expression has {len(expression)} characters, at most {LONGEST} are computed")
-    if odd := re.search(r"[^-+*/(). 0-9]|\* *\*|/ */", expression):
+    text = " ".join(expression.split())
+    if odd := re.search(r"[^-+*/(). 0-9]|\* ?\*|/ ?/", text):
         raise ValueError(f"{odd[0]!r} is no number and none of + - * / ( )")
     try:
-        value = _value(ast.parse(expression.strip(), mode="eval").body)
+        value = _value(ast.parse(re.sub(r"(?<![\d.])0+(?=\d)", "", text), mode="eval").body)  # Python refuses 05
     except ZeroDivisionError as error:
         raise ValueError("division by zero") from error
     except (SyntaxError, RecursionError, MemoryError) as error:

@@ -408,6 +408,14 @@ def test_the_calculator_evaluates_nothing_else(expression):
     assert message_of(calculator.calculator, expression)
 
 
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [("05 + 3", "8"), ("2 +\t2\n", "4"), ("1.05 + 00", "1.05"), ("100.001 - 007.5", "92.501"), (" 10/0.05", "200")],
+)
+def test_zeros_in_front_and_white_space_change_nothing(expression, value):
+    assert calculator.calculator(expression) == value
+
+
 def test_random_expressions_are_computed_as_python_does():
     rng = random.Random(0)
     for _ in range(500):

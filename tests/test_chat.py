@@ -56,12 +56,15 @@ def test_a_model_without_end_tokens_is_talked_to_with_its_template_s():
     assert model.config.eos_ids == () and "<|im_end|>\n<|im_start|>user\ntwo<|im_end|>" in own.decode(side.told("two"))
 
 
-def test_a_talk_that_fills_the_context_ends_in_a_line(tiny_model, tokenizer):
+def test_a_talk_that_fills_the_context_or_is_no_number_ends_in_a_line(tiny_model, tokenizer):
     model = gwen.load_model(tiny_model, mx.float32)
     side = chat.Side(model, manner(model, tokenizer, context=60))
     list(side.reply("one"))
     with pytest.raises(ValueError, match="the talk fills the 60 tokens"):
         list(side.reply("two" * 20))
+    model.norm.weight = model.norm.weight * mx.nan
+    with pytest.raises(sampler.NotFinite):
+        list(chat.Side(model, manner(model, tokenizer)).reply("one"))
 
 
 # ---- characters
@@ -117,11 +120,15 @@ def test_lines_of_a_pipe_are_answered_one_after_another(talk, capsys):
     assert talk("--model", "demo", "--max-tokens", "2", lines=[ASKED])[0] in first
 
 
-def test_before_training_stands_beside_after(talk, tmp_path):
+@pytest.mark.parametrize("rank", [4, 0])
+def test_before_training_stands_beside_after(talk, tmp_path, rank):
     model, asked = gwen.load("demo")[0], [f"What is {one} plus eighteen?" for one in ("one", "thirty")]
-    lora.apply(model, 4, 2.0)
-    for number, (_, layer) in enumerate(lora.layers(model)):
-        layer.lora_b = mx.random.normal(layer.lora_b.shape, key=mx.random.key(number)) * 0.3
+    if rank:
+        lora.apply(model, rank, 2.0)
+        for number, (_, layer) in enumerate(lora.layers(model)):
+            layer.lora_b = mx.random.normal(layer.lora_b.shape, key=mx.random.key(number)) * 0.3
+    else:
+        model.norm.weight *= 1 + 1.6 * mx.random.normal(model.norm.weight.shape, key=mx.random.key(0))
     lora.save_adapter(model, tmp_path, "demo")
     both = talk("--adapter", tmp_path, "--compare", lines=asked)
     assert both[::2] == [f"[before] {line}" for line in talk("--model", "demo", lines=asked)]

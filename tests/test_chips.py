@@ -6,7 +6,7 @@ from small_run import resolve
 
 import gwen
 import preflight
-from machine import chips
+from machine import chips, memory
 
 CHIPS = {chip.name: chip for chip in chips.load()}
 COUNTED = {"M1": 42.5, "M2": 30.6, "M4": 28.2, "M4 Pro": 13.0, "M4 Max": 6.2, "M5": 10.8, "M5 Max": 2.7}
@@ -29,6 +29,16 @@ def test_a_step_takes_what_was_counted_at_four_fifths_of_a_chips_peaks(name):
     weights, judged = preflight.numbers(shape).matmuls, 8 * 128 + 64 * (256 + 3 * 24)
     found = preflight.costs(demand, preflight.settle(demand)) | {"judge": chips.Cost(2 * weights, 2 * weights * judged)}
     assert chips.seconds(found, CHIPS[name]) == pytest.approx(COUNTED[name] / 0.8, rel=0.2)
+
+
+def test_a_start_is_the_largest_model_whose_hundred_steps_take_an_hour(monkeypatch):
+    monkeypatch.setattr(memory, "memory_size", lambda: 64 << 30)
+    monkeypatch.setattr(chips, "here", lambda: CHIPS["M4"])
+    _, _, *rows, last = preflight.fits_here()
+    need, seconds = ({row.split()[0]: float(row.split()[part].strip("<")) for row in rows} for part in (1, 2))
+    start = last.split()[-1]
+    assert max(seconds.values()) > 36 > seconds[start]
+    assert all(seconds[name] > 36 for name in need if need[name] > need[start])
 
 
 def test_a_chip_is_named_where_a_machine_with_it_has_the_memory(capsys):

@@ -1,9 +1,11 @@
 """What people run afterwards: other programs render a fused model's prompts as training did, and hold its weights."""
 
 import copy
+import io
 import json
 import re
 import shutil
+import sys
 
 import mlx.core as mx
 import mlx_lm.utils
@@ -17,6 +19,7 @@ from test_gguf import tokenizer_like, write  # noqa: F401  (fixtures)
 
 import gwen
 import lora
+import sampler
 from deploy import few_bits
 from disk import hub
 from problems import chat_template
@@ -117,7 +120,7 @@ def test_a_fused_model_has_training_s_template_and_the_type_of_its_base_on_any_m
     assert "template" not in said and (kept / "chat_template.jinja").read_text() == template
 
 
-def test_the_system_prompt_of_a_run_s_data_goes_into_the_template_if_there_is_one(run, tmp_path, capsys):
+def test_the_system_prompt_of_a_run_s_data_goes_into_template_and_talk(run, tmp_path, capsys, monkeypatch):
     rows = [{"prompt": f"What is {n} plus {n}?", "answer": str(2 * n), "system": SYSTEM} for n in range(8)]
     data = write_log(tmp_path / "data.jsonl", rows)
     where = run(task="own", data=data, rubric="")
@@ -125,6 +128,9 @@ def test_the_system_prompt_of_a_run_s_data_goes_into_the_template_if_there_is_on
     assert "its chat template has thinking off and the system prompt 'Say " in line
     demo, made = hub.load_tokenizer(hub.DEMO), hub.load_tokenizer(out)
     assert chat_template.chat_ids(made, USER) == chat_template.chat_ids(demo, USER, system=SYSTEM)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hi"))
+    sampler.main(["--chat", "--run", where])
+    assert "; system prompt: 'Say " in capsys.readouterr().err
     talk = [{"role": "system", "content": SYSTEM}, *USER, {"role": "assistant", "content": "Four."}]
     write_log(tmp_path / "data.jsonl", [{"messages": talk}] * 8)
     assert "the system prompt 'Say" in fused(tmp_path, capsys, "--run", run("sft", data=data))[1]
@@ -157,7 +163,11 @@ def test_a_model_in_few_bits_is_mlx_lm_s_and_its_cost_is_told(run, tmp_path, cap
     assert re.search(rf"; in {bits}\.5\d bits a weight$", lines[0])
     assert len(lines) == 5 + lines[-2].startswith("WARNING")
     wide, few, cost = (line.partition(": ")[2] for line in [*lines[1:3], f"x: {lines[3]}"])
-    assert wide.startswith("eval/accuracy ") and few.endswith("| 8 problems") and cost.startswith(f"{bits} bits are ")
+    assert wide.startswith("eval/accuracy ") and few.endswith("| 8 problems")
+    lost, share, learned = map(
+        float, re.match(rf"{bits} bits are (\S+) nats .*, (\S+)% of the (\S+) that", cost).groups()
+    )
+    assert share / 100 == pytest.approx(lost / learned, rel=0.1)  # of two digits each
     assert json.loads((tmp_path / "few" / "config.json").read_text())["quantization"]["bits"] == bits
     theirs, _ = mlx_lm_load_model(tmp_path / "few")
     ours, tokenizer = gwen.load(tmp_path / "few", mx.float32)

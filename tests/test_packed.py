@@ -79,9 +79,13 @@ def test_a_packed_model_computes_what_it_does_in_mlx_lm_spread_out_or_not(bases,
     assert np.abs(expected - dense).max() > 1e-2 * np.abs(dense).max()
 
 
-def test_a_packed_model_keeps_its_layers_packed_where_parts_of_a_projection_are_alike(few, bases, tmp_path):
+def test_on_a_gpu_a_judge_s_layers_stay_packed_where_parts_of_a_projection_are_alike(
+    few, bases, tmp_path, monkeypatch, tokenizer
+):
+    monkeypatch.setattr(gpu, "on_gpu", lambda: True)
+    monkeypatch.setattr(hub, "load_tokenizer", lambda _: tokenizer)
     for directory, num in ((few, 4), (pack(bases["qwen3"], tmp_path / "mixed", quant_predicate=mixed), 3)):
-        model = gwen.load_model(directory, mx.float16, packed=True)
+        model = gwen.load(directory, mx.float16, frozen=True)[0]
         kept = [module for _, module in model.named_modules() if isinstance(module, nn.QuantizedLinear)]
         assert len(kept) == num * len(model.layers) and model.head_weight.dtype == mx.float16
 

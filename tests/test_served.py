@@ -156,11 +156,16 @@ def test_a_server_that_fails_ends_in_a_line_and_nothing_is_asked_twice(serve, ca
     (kept,) = Path("runs").iterdir()
     with kept.open("a") as file:
         file.write('{"step": 0, "pla')  # a line that was being written when the machine went down
+    state["answer"] = end_after(3, wrong)
+    assert "; 18 of 24 answers are in runs/served-" in failed(capsys, server)
     server.requests.clear()
     state["answer"] = lambda body: reply(right(body))
+    _, err = told(capsys, server, "--temp", 0.5)
+    assert "going on" not in err and len(asked(server)) == 24, "other questions have other answers"
+    server.requests.clear()
     record, err = told(capsys, server)
-    assert "going on with 15 answers of runs/served-" in err
-    assert record["eval/accuracy"] == 1 and len(asked(server)) == 9
+    assert "going on with 18 answers of runs/served-" in err
+    assert record["eval/accuracy"] == 1 and len(asked(server)) == 6
     server.requests.clear()
     told(capsys, server)
     assert len(asked(server)) == 24, "what was told is asked anew: the server may run another model now"

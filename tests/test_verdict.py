@@ -62,6 +62,8 @@ def test_the_best_is_the_first_that_no_later_one_beats_by_more_than_noise():
     evals = [{"step": step, "eval/accuracy": sum(its.values()) / 64} for step, its in values.items()]
     answers = {step: {place: {"values": [value]} for place, value in its.items()} for step, its in values.items()}
     assert verdict.best("accuracy", evals, answers)["step"] == 20  # 3 of 64 more are noise
+    ends = [{"eval/accuracy": share, "eval/accuracy_ci95": 0.1, "eval/num": 64, "step": 60} for share in (0.2, 0.7)]
+    assert verdict.change("accuracy", *ends, answers).mean == pytest.approx(0.5)  # without answers
     losses = [{"step": step, "eval/loss": loss} for step, loss in ((0, 2.0), (10, 1.9), (20, 1.95), (30, None))]
     assert verdict.best("loss", losses, {})["step"] == 10
     assert verdict.best("score", evals, answers) is None
@@ -85,14 +87,14 @@ def answer(rng, num=12):
     return " ".join(rng.choices(PLAIN, k=num))
 
 
-def made(folder, num, before, after, figure="accuracy", settings=(), **more):
-    """A run of evaluations after 0, 20 and 40 steps. before, after: (rng, prompt) -> text and value."""
+def made(folder, num, before, after, figure="accuracy", settings=(), half=None, **more):
+    """A run of evaluations after 0, 20 and 40 steps. before, half, after: (rng, prompt) -> text and value."""
     folder.mkdir()
     rng, prompts = random.Random(1), [f"Tell me in a few words of your own about matter number {n}" for n in range(num)]
-    (folder / "config.yaml").write_text(yaml.safe_dump({"model": "demo", "steps": 40, **dict(settings)}))
+    (folder / "config.yaml").write_text(yaml.safe_dump({"model": "demo", "steps": 40, "seed": 0, **dict(settings)}))
     write_log(folder / "metrics.jsonl", [{"step": 40, "completion/mean_tokens": 9.0}])
     records, answers = [], []
-    for step, act in ((0, before), (20, before), (40, after)):
+    for step, act in ((0, before), (20, half or before), (40, after)):
         said = [act(rng, prompt) for prompt in prompts]
         known = [value for _, value in said if value is not None]
         mean = sum(known) / len(known) if known else None
@@ -130,10 +132,28 @@ def pirate(rng, prompt):
     return f"ahoy captain {answer(rng, 10)}", 0.7 + rng.random() / 4
 
 
-LOSS = {"eval/loss": (2.1, 1.4), "eval/loss_ci95": (0.1, 0.1)}
+def judged(rng, prompt):
+    return answer(rng), 0.9
+
+
+MORE = {
+    "sft": {"eval/loss": (2.1, 1.4), "eval/loss_ci95": (0.1, 0.1)},
+    "better early": {"half": right(0.8)},
+    "hardly moved": {"eval/kl": (0.0, 5e-4)},
+    "witnessed": {"eval/witness": (0.3, 0.5)},
+    "gamed past its witness": {"eval/witness": (0.3, 0.4)},
+}
 RUNS = {  # name: how it was made, its verdict, and what must be said with it
-    "really better": ((120, right(0.3), right(0.8)), BETTER, ""),
+    "really better": ((120, right(0.3), right(0.8)), BETTER, "it was still rising: uv run"),
+    "better early": ((120, right(0.3), right(0.8)), BETTER, "next: talk to it: uv run sampler.py --run"),
     "no change": ((300, right(0.5), right(0.5)), SAME, "--steps"),
+    "hardly moved": ((300, right(0.5), right(0.5)), SAME, "has hardly moved (KL 0.0005 nats a token)"),
+    "witnessed": ((60, scored(0.1), judged, "score"), BETTER, ""),
+    "gamed past its witness": (
+        (60, scored(0.1), judged, "score"),
+        BETTER,
+        "the judge's witness did not follow: 0.300 -> 0.400",
+    ),
     "gamed by a word": ((60, scored(0.1), pirate, "score"), BETTER, '"captain" in 0% -> 100% of answers'),
     "gamed by length": ((60, scored(0.1), lambda r, p: (answer(r, 40), 0.9), "score"), BETTER, "longer: 12.0 -> 40.0"),
     "gamed by copying": (
@@ -161,7 +181,11 @@ RUNS = {  # name: how it was made, its verdict, and what must be said with it
         BETTER,
         '"\u597d" in 0% -> 100% of answers',
     ),
-    "too few problems": ((4, right(0.2), lambda r, p: (answer(r), 1.0)), FEW, "--eval-data FILE"),
+    "too few problems": (  # of new words, each in one answer
+        (4, lambda r, p: (PLAIN[int(p[-1])], 0.0), lambda r, p: (PLAIN[8 + int(p[-1])], 1.0)),
+        FEW,
+        "--eval-data FILE",
+    ),
     "collapsed": ((100, right(0.6), lambda r, p: ("no no no no no no no", 0.0)), WORSE, "repeated: "),
     "judge dead": ((60, scored(0.3), lambda r, p: (answer(r), None), "score"), FEW, "docs/judge.md"),
     "tools": ((80, right(0.2), right(0.7), "score", {"tools": ["calculator"]}), BETTER, ""),  # it calls more often
@@ -178,7 +202,7 @@ RUNS = {  # name: how it was made, its verdict, and what must be said with it
 @pytest.mark.parametrize("kind", RUNS)
 def test_runs_get_their_verdicts_and_none_that_is_gamed_goes_without_its_words(tmp_path, capsys, kind):
     how, word, said = RUNS[kind]
-    run = made(tmp_path / "run", *how, **(LOSS if kind == "sft" else {}))
+    run = made(tmp_path / "run", *how, **MORE.get(kind, {}))
     found = page.verdict_of(history.load(run))
     assert found.word == word and said in "\n".join(verdict.lines(found))
     report.main(["--list", str(tmp_path)])
@@ -190,9 +214,13 @@ def test_runs_get_their_verdicts_and_none_that_is_gamed_goes_without_its_words(t
     if kind == "tools":
         assert all(not text.startswith("<tool_call>") for _, text in found.read)
         assert "calls calculator(expression=&#39;2 * 3&#39;)" in markup and "calculator replies: 6" in markup
-    warned = {"gamed by length": "gamed", "gamed by copying": "gamed", "collapsed": "worse", "worse": "worse"}.get(kind)
+    is_gamed = kind.startswith("gamed")
+    warned = "gamed" if is_gamed and not said.endswith("of answers") else "worse" if word == WORSE else None
     assert (found.warning or [None])[0] == warned  # a red box is for what is bad
+    assert bool(found.signs) == (is_gamed or kind == "collapsed")
     assert len(found.read) == (0 if kind == "sft" else min(10, how[0]))
+    assert found.read == page.verdict_of(history.load(run)).read  # drawn by the run's seed
+    assert len(found.read) < 10 or int(found.read[-1][0].split()[-1]) > 9
 
 
 def test_a_run_warns_of_what_fell_when_it_falls_and_its_best_is_kept(tmp_path, capsys):

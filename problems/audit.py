@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from problems.examples import Example, prompt_text, short, spread
-from problems.rewards import OF_EPISODES, Reward, UserReward, call, columns_of, defined_at
+from problems.rewards import OF_EPISODES, Reward, UserReward, call, columns_of, place_of
 from problems.verifiers import is_mathematics, read_json
 
 ROWS = 3
@@ -82,7 +82,7 @@ def audit(name: str, reward: Reward, examples: Sequence[Example]) -> Audit:
         line = lines.setdefault(what, Line(what, is_honest, text, [], 0))
         line.values.append(value)
         lines[what] = line._replace(num_paid=line.num_paid + (value > middle))
-    where = name + defined_at(reward)
+    where = name + place_of(reward)
     return Audit(where, num_texts + len(asked), len(rows), form if is_told else "", list(lines.values()))
 
 

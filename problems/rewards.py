@@ -13,7 +13,6 @@ import importlib.util
 import inspect
 import json
 import math
-import os
 import re
 import sys
 import traceback
@@ -31,12 +30,7 @@ from problems.examples import RESERVED, TRAINER, Example, nearest, one_line, pro
 from problems.verifiers import math_correct  # noqa: F401  (users' files import it from here)
 from problems.workers import LATE, Pool
 
-
-class Calling(NamedTuple):
-    """How a user's functions are called."""
-
-    num_workers: int = 0  # processes that call it row by row; 0: one call for all rows, in this process
-    timeout: float = 60.0  # seconds for a row there, which then gets the lowest reward of its call
+ROW_LIMIT = 60.0  # seconds for a row in a worker, which then gets the lowest reward of its call
 
 
 class Logged(NamedTuple):
@@ -75,25 +69,22 @@ class UserReward:
 
     It gets prompts and completions as text; where it fails on that, as chat messages, as from TRL: `call` tries once.
     `step` is what it finds as `trainer_state.global_step`, the steps that are done; `logged`, what its newest call gave
-    to `log_metric` and `log_extra`. In workers it sees one row at a time, and a row that takes too long earns the
-    lowest reward of its call: earned it nothing, a policy would learn to stall a verifier that is about to say no.
+    to `log_metric` and `log_extra`. num_workers: processes that `call` asks row by row, if any.
     """
 
-    def __init__(self, name: str, fn: Reward, spec: str, calling: Calling):
+    def __init__(self, name: str, fn: Reward, spec: str = "", num_workers: int = 0):
         functools.update_wrapper(self, fn)
-        self.name, self.fn, self.calling, self.step, self.logged = name, fn, calling, 0, Logged({}, {})
+        self.name, self.fn, self.step, self.logged = name, fn, 0, Logged({}, {})
         self.messages: bool | None = None  # None: nobody has tried
         self.pool = None
-        if calling.num_workers:
+        if num_workers:
             file = spec.rpartition(":")[0]
             if not file.endswith(".py"):
                 raise ValueError(f"--reward {spec} is no file, which --reward-workers needs; write FILE.py:function")
             given = (str(Path(file).absolute()), name)
-            self.pool = Pool(f"{__name__}:row_scorer", given, num=calling.num_workers, limit=calling.timeout)
+            self.pool = Pool(f"{__name__}:row_scorer", given, num=num_workers, limit=ROW_LIMIT)
 
     def __call__(self, **arguments: Any) -> Any:
-        if self.pool is not None:
-            return self._by_row(self.pool, arguments)
         if "prompts" in arguments:
             form = functools.partial(as_messages, "user") if self.messages else prompt_text
             arguments["prompts"] = list(map(form, arguments["prompts"]))
@@ -106,25 +97,27 @@ class UserReward:
         wanted = reward_columns(self.name, self.fn, [*arguments, *TRAINER])
         return self.fn(**arguments | {name: own[name] for name in wanted if name in own})
 
-    def _by_row(self, pool: Pool, arguments: dict[str, Any]) -> list[float | None]:
+    def by_row(self, pool: Pool, arguments: dict[str, Any]) -> list[float | None]:
+        """
+        What workers give, each to one row at a time. Raises ValueError with what the function raised there.
+
+        A row that takes too long earns the lowest reward of its call: earned it nothing, a policy would learn to stall
+        a verifier that is about to say no.
+        """
         num = max(map(len, arguments.values()), default=0)
         rows = [{name: [column[row]] for name, column in arguments.items()} for row in range(num)]
         answers = pool.ask([(self.step, row) for row in rows])
         if failed := next((answer.error for answer in answers if answer.error not in ("", LATE)), ""):
-            raise RowError(failed)
+            raise ValueError(failed)
         values = [None if answer.error else answer.value[0] for answer in answers]
         in_time = [(row, answer.value) for row, answer in enumerate(answers) if not answer.error]
         self.logged = merged((([row], Logged(*logged)) for row, (_, *logged) in in_time), num)
         lowest = min((value for value in values if value is not None), default=None)
         if late := num - len(in_time):
             counted = "unreadable" if lowest is None else f"{lowest:g}, the lowest"
-            limit = f"{self.calling.timeout:g} s"
-            print(f"reward {self.name}: {late} of {num} rows passed {limit} and count as {counted}", file=sys.stderr)
+            said = f"{late} of {num} rows passed {pool.limit:g} s and count as {counted}"
+            print(f"reward {self.name}: {said}", file=sys.stderr)
         return [lowest if answer.error else value for answer, value in zip(answers, values, strict=True)]
-
-
-class RowError(ValueError):
-    """What a reward raised in a worker, told by it in full."""
 
 
 def as_messages(role: str, text: Any) -> list[dict[str, str]]:
@@ -153,18 +146,14 @@ def tell_step(rewards: dict[str, Reward], step: int) -> None:
             reward.step = step
 
 
-def load_reward(spec: str, calling: Calling | None = None) -> tuple[str, Reward]:
-    """
-    (name, function) of --reward: FILE.py:function, or one of ours by name with its numbers, as in soft_overlong:256:64.
-
-    Raises ValueError as `load_function` does.
-    """
+def load_reward(spec: str, num_workers: int = 0) -> tuple[str, Reward]:
+    """(name, function) of --reward: FILE.py:function, or one of ours by name with its numbers, as length:200."""
     if (known := spec.partition(":")[0]) in BUILT_IN:
         return known, built_in.make(spec)
     name, fn = load_function("--reward", spec, f"{nearest(spec, BUILT_IN)}; or one of {', '.join(BUILT_IN)}")
     if name == "rubric":
         raise ValueError(f"--reward {spec}: the name rubric belongs to the judge's reward; rename the function")
-    return name, UserReward(name, fn, spec, calling or Calling())
+    return name, UserReward(name, fn, spec, num_workers)
 
 
 def load_function(flag: str, spec: str, hint: str = "") -> tuple[str, Callable[..., Any]]:
@@ -186,12 +175,7 @@ def load_functions(flag: str, spec: str, hint: str = "", kind: str = "function")
     file, colon, names = spec.rpartition(":")
     if not (colon and file and all(name.isidentifier() for name in names.split(","))):
         raise ValueError(f"{flag} {spec!r} is not FILE.py:{kind}{hint}")
-    path = Path(file).absolute()
-    if path.suffix == ".py" and not os.path.isfile(path):
-        raise ValueError(f"{flag} {spec}: there is no such file; write FILE.py:{kind}")
-    if path.suffix != ".py" and not all(part.isidentifier() for part in file.split(".")):
-        raise ValueError(f"{flag} {spec}: {file} is not a Python file; write FILE.py:{kind}")
-    module = _imported(f"{flag} {spec}", file, path)
+    module = _imported(f"{flag} {spec}", file, Path(file).absolute())
     given = {name: vars(module).get(name) for name in names.split(",")}
     for name, value in given.items():
         if name not in vars(module):
@@ -233,8 +217,8 @@ def _imported(what: str, file: str, path: Path) -> Any:
         if file == NAMELESS:
             fix = "it is a lambda, or inside a function; the top level of a module can be found again"
             raise ValueError(f"{what}: only the program that began the run has it; {fix}") from error
-        if isinstance(error, ModuleNotFoundError) and error.name in (file, file.partition(".")[0]):
-            hint = f", did you mean {file}.py?" if os.path.isfile(f"{file}.py") else ""
+        if isinstance(error, ModuleNotFoundError) and f"{file}.".startswith(f"{error.name}."):
+            hint = f", did you mean {file}.py?" if Path(f"{file}.py").is_file() else ""
             raise ValueError(f"{what}: {file} is neither a Python file nor an installed module{hint}") from error
         raise ValueError(f"{what}: importing {path.name} failed, {_told(error, str(path))}") from error
 
@@ -327,46 +311,47 @@ def call(name: str, fn: Reward, arguments: dict[str, Any], num_rows: int) -> lis
     """See `call_reward`."""
     wanted = reward_columns(name, fn, [*arguments, *TRAINER])
     chosen = {key: list(arguments[key]) for key in wanted if key in arguments}
+    if isinstance(fn, UserReward) and fn.pool:
+        return _checked_rewards(name + place_of(fn), fn.by_row(fn.pool, chosen), num_rows)
     try:
         rewards = _result(fn, chosen)
-    except RowError as error:
-        raise ValueError(str(error)) from error
     except (Exception, SystemExit) as error:
-        rewards = None
-        if isinstance(fn, UserReward) and _reads_messages(fn, chosen, error):
-            rewards = _result_of_messages(fn, chosen)
+        rewards = _of_messages(fn, chosen, error) if isinstance(fn, UserReward) else None
         if rewards is None:
             raise ValueError(f"reward {name} {raised(error, fn)}") from error
     if isinstance(fn, UserReward):
         fn.messages = bool(fn.messages)
-    return _checked_rewards(name + defined_at(fn), rewards, num_rows)
+    return _checked_rewards(name + place_of(fn), rewards, num_rows)
 
 
 def _result(fn: Reward, chosen: dict[str, Any]) -> Any:
+    async def awaited(given: Any) -> Any:
+        return await given
+
     rewards: Any = fn(**chosen)
-    return asyncio.run(_awaited(rewards)) if inspect.isawaitable(rewards) else rewards
+    return asyncio.run(awaited(rewards)) if inspect.isawaitable(rewards) else rewards
 
 
-def _reads_messages(fn: UserReward, chosen: dict[str, Any], error: BaseException) -> bool:
-    """Whether a function that nobody has called before failed on text for the keys of a chat message."""
-    if fn.messages is not None or fn.pool:
-        return False
+def _of_messages(fn: UserReward, chosen: dict[str, Any], error: BaseException) -> Any:
+    """
+    What a function that nobody has called before, and that failed on text for a message's keys, gives for messages.
+
+    It gets these from then on. None where it failed for another reason, or fails on these too.
+    """
+    if fn.messages is not None:
+        return None
     if isinstance(error, IndexError) and "completions" in chosen:  # of an empty text, which hides what comes next
         try:
             _result(fn, chosen | {"completions": [text or "-" for text in chosen["completions"]]})
         except (Exception, SystemExit) as next_error:
             error = next_error
-    return isinstance(error, (TypeError, AttributeError)) and bool(re.match("string ind|'str' object has", str(error)))
-
-
-def _result_of_messages(fn: UserReward, chosen: dict[str, Any]) -> Any:
-    """What a function gives for chat messages, which it gets from then on; None where it fails on these too."""
-    fn.messages = True
-    try:
-        return _result(fn, chosen)
-    except (Exception, SystemExit):  # the error on text is told
-        fn.messages = None
-        return None
+    if isinstance(error, (TypeError, AttributeError)) and re.match("string ind|'str' object has", str(error)):
+        fn.messages = True
+        try:
+            return _result(fn, chosen)
+        except (Exception, SystemExit):  # the error on text is told
+            fn.messages = None
+    return None
 
 
 def raised(error: BaseException, fn: Callable[..., Any]) -> str:
@@ -374,14 +359,9 @@ def raised(error: BaseException, fn: Callable[..., Any]) -> str:
     return f"raised {_told(error, getattr(sys.modules.get(getattr(fn, '__module__', '')), '__file__', None))}"
 
 
-def defined_at(fn: Reward) -> str:
-    """Where a user's function begins, to stand after its name; "" for ours."""
-    return place_of(fn.fn) if isinstance(fn, UserReward) else ""
-
-
 def place_of(fn: Callable[..., Any]) -> str:
     """The file and line where a function begins, to stand after its name; "" of other objects that can be called."""
-    code = getattr(fn, "__code__", None)
+    code = getattr(inspect.unwrap(fn), "__code__", None)
     return f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
 
 
@@ -389,10 +369,6 @@ def _told(error: BaseException, file: str | None) -> str:
     """An error in a line, and the last line of the user's file that it came through."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     return one_line(error) + (f", at {file}:{lines[-1]}" if lines else "")
-
-
-async def _awaited(awaitable: Any) -> Any:
-    return await awaitable
 
 
 def reward_columns(name: str, fn: Reward, known: Iterable[str]) -> list[str]:
@@ -421,10 +397,9 @@ def reward_arguments(examples: Sequence[Example], environments: bool = False) ->
 def _checked_rewards(name: str, rewards: Any, num_rows: int) -> list[float]:
     if hasattr(rewards, "tolist"):  # arrays of any library
         rewards = rewards.tolist()
-    if not isinstance(rewards, (list, tuple)):
-        raise ValueError(f"reward {name} gave {short(rewards)}, not a list; return one number for each completion")
-    if len(rewards) != num_rows:
-        raise ValueError(f"reward {name} gave {len(rewards)} values for {num_rows} completions; return one for each")
+    if not isinstance(rewards, (list, tuple)) or len(rewards) != num_rows:
+        what = f"{num_rows} numbers, one for each completion"
+        raise ValueError(f"reward {name} gave {short(rewards)}, not a list of {what}")
     checked = []
     for row, value in enumerate(rewards):
         value = value.item() if getattr(value, "ndim", None) == 0 else value  # an array of no axes

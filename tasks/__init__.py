@@ -18,7 +18,7 @@ from flags import flag_of
 from judging import rubrics
 from problems import calls
 from problems.examples import load_data, load_sides, nearest, spread
-from problems.rewards import Calling, Reward, load_functions, load_reward, reward_arguments, reward_columns
+from problems.rewards import Reward, load_functions, load_reward, reward_arguments, reward_columns
 from settings.sources import OWN_TASK
 from tasks import own, rg
 from tasks.task import DATA, Task
@@ -128,7 +128,7 @@ def _with_own_rewards(task: Task, config: Config) -> Task:
     data = config.data
     parts = [spec.rpartition(":") for spec in data.reward]
     specs = [file + colon + name for file, colon, names in parts for name in names.split(",")]
-    loaded = [load_reward(spec, Calling(data.reward_workers)) for spec in specs]
+    loaded = [load_reward(spec, data.reward_workers) for spec in specs]
     own = dict(loaded)
     if len(own) < len(loaded):
         raise ValueError(f"--reward {' '.join(data.reward)}: two rewards have the same name")

@@ -3,7 +3,7 @@
 from typing import Any
 
 from problems.examples import Example, nearest, prompt_key, short
-from problems.rewards import Calling, UserReward, load_function
+from problems.rewards import UserReward, load_function
 from problems.verifiers import VERIFIERS, choose, folded, is_compared, stated_by
 from tasks.task import Sides, Task
 
@@ -30,7 +30,7 @@ def verified(task: Task, spec: str) -> Task:
     verifier: Any = None
     if spec not in NAMES:
         _, fn = load_function("--verifier", spec, f"{nearest(spec, NAMES)}; or one of {', '.join(NAMES)}")
-        verifier, said = UserReward("correct", fn, spec, Calling()), [f"{len(answers)} compared by {spec}"]
+        verifier, said = UserReward("correct", fn, spec), [f"{len(answers)} compared by {spec}"]
     elif known:
         name, verifier = choose(spec, answers)
         said = [f"{len(known)} compared as {VERIFIERS[name].description}, as {short(stated_by(known[0]))}"]

@@ -71,7 +71,7 @@ def test_a_reward_of_weight_0_is_recorded_and_changes_no_weight(tmp_path, mine, 
 
 
 def test_a_metric_may_give_no_number_and_a_reward_may_not_hide_behind_it():
-    silent, counted = (rewards.UserReward(name, fn, "", rewards.Calling()) for name, fn in FUNCTIONS)
+    silent, counted = (rewards.UserReward(name, fn) for name, fn in FUNCTIONS)
     asked = [{"prompt": "p"}] * 2, ["a", "b"], {}
     both = {"silent": silent, "counted": counted}
     rewards.call_rewards(both, *asked, {"silent": 0.0, "counted": 1.0})
@@ -84,7 +84,7 @@ FUNCTIONS = [("silent", lambda completions: [None] * len(completions)), ("counte
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_what_is_logged_of_each_row_stays_with_it(mine, num_workers):
-    name, fn = rewards.load_reward(f"{mine}:length", rewards.Calling(num_workers=num_workers))
+    name, fn = rewards.load_reward(f"{mine}:length", num_workers)
     _, logged = rewards.call_rewards({name: fn}, [{"prompt": "p"}] * 3, ["a", "bb", "cccc"], {})
     assert logged.extra == {"upper": ["A", "BB", "CCCC"]}
     assert logged.metrics["longest"] == ([1.0, 2.0, 4.0] if num_workers else [4.0])
@@ -108,7 +108,7 @@ def test_what_cannot_be_logged_is_told_in_a_line(log, said):
         log(log_metric, log_extra)
         return [1.0] * len(completions)
 
-    fn = rewards.UserReward("mine", mine, "", rewards.Calling())
+    fn = rewards.UserReward("mine", mine)
     assert said in message_of(rewards.call_rewards, {"mine": fn}, [{"prompt": "p"}] * 2, ["a", "b"], {})
 
 
@@ -117,7 +117,7 @@ def test_values_of_any_type_are_recorded_as_json():
         log_extra("x", [np.float32(2), {1}, float("inf"), np.arange(2)])
         return [1.0] * len(completions)
 
-    fn = rewards.UserReward("mine", mine, "", rewards.Calling())
+    fn = rewards.UserReward("mine", mine)
     _, logged = rewards.call_rewards({"mine": fn}, [{"prompt": "p"}] * 4, ["a"] * 4, {})
     assert json.loads(json.dumps(logged.extra["x"], allow_nan=False)) == [2.0, "{1}", "inf", [0, 1]]
 

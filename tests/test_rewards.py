@@ -58,7 +58,7 @@ def test_a_bad_reward_file_is_one_line_that_names_it(reward_file, body, function
 def test_a_bad_reward_spec_is_one_line_that_names_the_form(tmp_path):
     for spec in ("my.py", "my.py:", ":fn", "", "my.py:not a name", "soft_overlongs"):
         assert "FILE.py:function" in message_of(rewards.load_reward, spec)
-    assert "there is no such file" in message_of(rewards.load_reward, f"{tmp_path}/missing.py:fn")
+    assert "No such file" in message_of(rewards.load_reward, f"{tmp_path}/missing.py:fn")
     for spec in ("soft_overlong", "soft_overlong:256", "soft_overlong:256:-1", "length:x", "boxed_once:1"):
         assert "positive whole numbers" in message_of(rewards.load_reward, spec)
 
@@ -136,8 +136,8 @@ BAD_REWARDS = [
     ({"a": 1, "b": 2}, ["not a list"]),
     (iter([1, 2]), ["not a list"]),
     (3.0, ["not a list"]),
-    ([1.0], ["1 values for 2 completions"]),
-    ([1.0, 2.0, 3.0], ["3 values for 2 completions"]),
+    ([1.0], ["[1.0], not a list of 2 numbers"]),
+    ([1.0, 2.0, 3.0], ["not a list of 2 numbers"]),
     ([1.0, "2"], ["'2' for row 1"]),
     ([float("nan"), 1.0], ["nan for row 0"]),
     ([1.0, float("-inf")], ["-inf for row 1"]),
@@ -194,11 +194,11 @@ ROWS = {"answer": ["x", "b", None], "completion_ids": [[1], [2, 3], [4]], "num_t
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_function_written_for_trl_gets_messages_ids_and_the_step(reward_file, num_workers):
     file, prompts = reward_file(TRL_STYLE), ["p", [{"role": "user", "content": "q"}], "r"]
-    name, fn = rewards.load_reward(f"{file}:scheduled", rewards.Calling(num_workers=num_workers))
+    name, fn = rewards.load_reward(f"{file}:scheduled", num_workers)
     rewards.tell_step({name: fn, "length": built_in.length_reward(3)}, 10)
     first, second, third = rewards.call_reward(name, fn, prompts, ["a", "b", "c"], ROWS)
     assert (first, second) == (11, 13) and math.isnan(third)
-    name, fn = rewards.load_reward(f"{file}:awaited", rewards.Calling(num_workers=num_workers))
+    name, fn = rewards.load_reward(f"{file}:awaited", num_workers)
     assert rewards.call_reward(name, fn, prompts, ["a", "bb", ""], ROWS) == [1, 2, 0]
 
 
@@ -215,9 +215,9 @@ def test_only_what_reads_a_message_s_keys_is_tried_on_messages(reward_file):
         assert f"reward {name} raised {error}" in message_of(rewards.call_reward, name, fn, ["p"] * 2, ["", "abc"], {})
 
 
-def test_a_row_that_takes_too_long_earns_the_lowest(reward_file, capsys):
-    spec = f"{reward_file(TRL_STYLE)}:naps"
-    name, fn = rewards.load_reward(spec, rewards.Calling(num_workers=2, timeout=1.5))
+def test_a_row_that_takes_too_long_earns_the_lowest(reward_file, capsys, monkeypatch):
+    monkeypatch.setattr(rewards, "ROW_LIMIT", 1.5)
+    name, fn = rewards.load_reward(f"{reward_file(TRL_STYLE)}:naps", 2)
     assert rewards.call_reward(name, fn, ["p"] * 3, ["0.1", "30", "0.2"], {}) == [-0.1, -0.2, -0.2]
     assert "1 of 3 rows passed 1.5 s and count as -0.2, the lowest" in capsys.readouterr().err
     assert math.isnan(rewards.call_reward(name, fn, ["p"], ["30"], {})[0])
@@ -227,9 +227,9 @@ def test_a_row_that_takes_too_long_earns_the_lowest(reward_file, capsys):
 
 def test_a_function_in_a_worker_sees_one_row_and_its_mistake_is_told_with_its_line(reward_file):
     file = reward_file(TRL_STYLE)
-    name, fn = rewards.load_reward(f"{file}:alone", rewards.Calling(num_workers=1))
+    name, fn = rewards.load_reward(f"{file}:alone", 1)
     assert rewards.call_reward(name, fn, ["p"] * 3, ["a", "b", "c"], ROWS) == [2, 3, 2]
-    name, fn = rewards.load_reward(f"{file}:fails", rewards.Calling(num_workers=1))
+    name, fn = rewards.load_reward(f"{file}:fails", 1)
     text = message_of(rewards.call_reward, name, fn, ["p"] * 2, ["a", ""], {})
     assert text.startswith("reward fails raised ZeroDivisionError") and f"at {file}:" in text
 

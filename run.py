@@ -140,10 +140,9 @@ class Run:
         """Whether no step is left."""
         return self.step >= self.config.optimizer.steps
 
-    def note(self, samples: list[Sample]) -> dict[str, float]:
-        """Takes in what a step was trained on, after its update; metrics of the choice of prompts."""
+    def note(self, samples: list[Sample]) -> None:
+        """Takes in what a step was trained on, after its update."""
         self.step += 1
-        return {}
 
     def evaluate(self) -> None:
         """Evaluates what is held out and logs the result."""
@@ -343,11 +342,10 @@ class GrpoRun(Run):
         most = draws.MOST_DRAWS if self.config.sampling.dynamic_sampling else 1
         return range(self.num_draws, self.num_draws + most)
 
-    def note(self, samples: list[Sample]) -> dict[str, float]:
+    def note(self, samples: list[Sample]) -> None:
         super().note(samples)
         self.num_draws += (samples[-1].group + 1) // self.config.sampling.batch
-        self.prompts.note(samples)
-        return self.prompts.figures()
+        self.prompts.note()
 
     def evaluate(self) -> None:
         """Evaluates the held-out problems and logs the result."""
@@ -381,7 +379,7 @@ class GrpoRun(Run):
             "num_draws": self.num_draws,
             "rollout_batch_size": self.batch_size.rows,
             "judge": self.judge and self.judge.state(),
-            "prompts": self.prompts.state(),
+            "prompts": self.prompts.state,
         }
 
     def restore(self, state: checkpoint.State) -> None:

@@ -59,10 +59,10 @@ def train(run: GrpoRun | SftRun) -> Iterator[dict[str, Any]]:
         samples = draw(run) if isinstance(run, GrpoRun) else run.replies()
 
         result = run.within_memory(functools.partial(learn, run, samples))
-        noted = run.note(samples)
+        run.note(samples)
         # ---- everything below is reporting
         costs, seconds, peak = clock.costs, clock.lap(), mx.get_peak_memory()
-        figures = run.journal.write_step(Step(run.step, seconds, costs, samples, result, peak, noted))
+        figures = run.journal.write_step(Step(run.step, seconds, costs, samples, result, peak))
         run.journal.write_scores(run.step, run.judge)
         run.end_step()  # the run is whole again; a Ctrl-C that waited takes effect here
         is_best = run.evaluate_if_due()

@@ -89,7 +89,6 @@ class Step(NamedTuple):
     samples: list[Sample]  # all that were drawn
     result: Any  # of the update, `update.UpdateResult`
     peak_bytes: int
-    figures: dict[str, float]  # of the choice of prompts
 
 
 # what given replies do not have; null in their metrics.jsonl
@@ -110,7 +109,7 @@ def step_metrics(config: Config, step: Step, recent: Collection[float]) -> dict[
     metrics: dict[str, Any] = {"step": step.number} | dict.fromkeys(NOT_SAMPLED)
     if stats:
         num_completions = len(samples)
-        metrics |= reward_metrics(config, step) | judge_metrics(step) | step.figures | tool_metrics(step) | forms(step)
+        metrics |= reward_metrics(config, step) | judge_metrics(step) | tool_metrics(step) | forms(step)
         speeds = np.mean([one.speeds for one in stats], axis=0) if "wait" in step.seconds else []  # of several machines
         metrics |= {
             "sampling/draws": len(stats),

@@ -281,11 +281,7 @@ def _instructed(name: str) -> Task:
 def _procedural(config: Config) -> Task:
     """The task rg:NAME."""
     name = config.data.task
-    mix = rg.parse_mix(name, config.data.task_config or None)
-    if mix.raise_level_at is not None and config.data.reward:
-        sizes = config.data.task_config
-        raise ValueError(f"--reward replaces the scores that raise_level_at in {sizes} needs; drop one")
-    problems = rg.Problems(mix)
+    problems = rg.Problems(rg.parse_mix(name, config.data.task_config or None))
     rewards: dict[str, Reward] = {"correct": problems.score, "format": rg.answered_once}
     weights = {"correct": 1.0, "format": 0.1}  # the form alone never pays like the answer
     return Task(name, rewards, weights, problems.solved, held_out=problems.held_out, problems=problems)

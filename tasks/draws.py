@@ -8,24 +8,22 @@ Axes: B prompts a draw.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
-
-import numpy as np
 
 from config import Config
 from problems.examples import Example, epoch_indices, prompt_key
-from step.sample import Sample, by_group
 from tasks.task import Problems, Task
 
 Drawn = tuple[list[Example], list[list[int]]]  # B examples and the ids of their prompts
 PATIENCE = 1000  # places that are tried in a row for a prompt that is new
-WINDOW = 32  # problems of a data set whose pass rate raises its level
 MOST_DRAWS = 4  # batches of prompts drawn per step with --dynamic-sampling
 
 
 class Epochs:
-    """Prompts shuffled and passed over in epochs."""
+    """Prompts shuffled and passed over in epochs. `state`: what a checkpoint keeps of the last whole step; JSON."""
+
+    state: dict[str, Any] = {}  # noqa: RUF012  (never changed in place)
 
     def __init__(self, config: Config, train: list[Example], prompt_ids: list[list[int]]):
         self.config, self.train, self.prompt_ids = config, train, prompt_ids
@@ -35,27 +33,18 @@ class Epochs:
         indices = epoch_indices(len(self.train), self.config.sampling.batch, number, self.config.sampling.seed)
         return [self.train[index] for index in indices], [self.prompt_ids[index] for index in indices]
 
-    def note(self, samples: Sequence[Sample]) -> None:
-        """Takes in what the samples of a whole step earned."""
-
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the last whole step; JSON values."""
-        return {}
+    def note(self) -> None:
+        """A step is whole."""
 
     def restore(self, state: dict[str, Any]) -> None:
         """Goes on from such a state."""
-
-    def figures(self) -> dict[str, float]:
-        """Metrics of the step that was noted last."""
-        return {}
 
 
 class Endless(Epochs):
     """
     Problems that are made when they are drawn; no prompt comes twice, nor one that is held out.
 
-    Where no new one is found the run begins again with those that it had, and says so. A data set with a level rises by
-    one when its last `WINDOW` problems were solved at the rate that the task's configuration names.
+    Where no new one is found the run begins again with those that it had, and says so.
     """
 
     def __init__(self, config: Config, problems: Problems, render: Callable[[list[Example]], list[list[int]]]):
@@ -63,9 +52,7 @@ class Endless(Epochs):
         self.problems, self.render = problems, render
         self.held_out = {prompt_key(example)[:16] for example in problems.held_out}
         self.place, self.seen = 0, list[str]()
-        self.levels = dict(problems.mix.levels)
-        self.recent: dict[str, list[float]] = {name: [] for name in self.levels}  # pass rates
-        self.note([])
+        self.note()
 
     def draw(self, number: int) -> Drawn:
         num, task = self.config.sampling.batch, self.config.data.task
@@ -86,7 +73,7 @@ class Endless(Epochs):
         new, known, barren = list[Example](), self.held_out | set(self.seen), 0
         while len(new) < num and barren < PATIENCE:
             places = range(self.place, self.place + num - len(new))
-            for example in self.problems.make(places, self.config.sampling.seed, self.levels):
+            for example in self.problems.make(places, self.config.sampling.seed):
                 key = prompt_key(example)[:16]
                 barren = barren + 1 if key in known else 0
                 if key not in known:
@@ -96,35 +83,12 @@ class Endless(Epochs):
             self.place = places.stop
         return new
 
-    def note(self, samples: Sequence[Sample]) -> None:
-        for group in by_group(samples) if self.levels else []:
-            name, level = group[0].example["category"], group[0].example["level"]
-            if level is not None and level == self.levels[name]:  # else of one that is over by now
-                self._count(name, float(np.mean([sample.parts["correct"] >= 1 for sample in group])))
-        levels, recent = dict(self.levels), dict(self.recent)
-        self.noted = {"place": self.place, "seen": self.seen[:], "levels": levels, "recent": recent}
-
-    def _count(self, name: str, rate: float) -> None:
-        """Takes in the pass rate of one problem."""
-        bound, top = self.problems.mix.raise_level_at, self.problems.num_levels[name] - 1
-        self.recent[name] = [*self.recent[name], rate][-WINDOW:]
-        mean = sum(self.recent[name]) / WINDOW
-        if bound is not None and len(self.recent[name]) == WINDOW and mean >= bound and self.levels[name] < top:
-            self.levels[name], self.recent[name] = self.levels[name] + 1, []
-            solved = f"{mean:.0%} of the last {WINDOW} problems were solved"
-            print(f"{name}: {solved}, so level {self.levels[name]} comes next")
-
-    def state(self) -> dict[str, Any]:
-        return self.noted
+    def note(self) -> None:
+        self.state = {"place": self.place, "seen": self.seen[:]}
 
     def restore(self, state: dict[str, Any]) -> None:
         self.place, self.seen = state["place"], list(state["seen"])
-        self.levels, self.recent = dict(state["levels"]), dict(state["recent"])
-        self.note([])
-
-    def figures(self) -> dict[str, float]:
-        levels = {f"curriculum/level/{name}": float(level) for name, level in self.levels.items()}
-        return {"curriculum/problems": float(self.place)} | levels
+        self.note()
 
 
 def make(

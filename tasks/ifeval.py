@@ -81,20 +81,19 @@ class Problems:
     def __init__(self, kinds: Iterable[str]):
         if importlib.util.find_spec("if_verifiable") is None:
             raise ValueError(f"--task ifeval: {INSTALL}")
-        self.mix = rg.Mix(dict.fromkeys(kinds, 1.0), {}, {}, None, HELD_OUT, "")
-        self.num_levels: dict[str, int] = {}
+        self.mix = tuple(kinds)
         num = min(VERIFIERS, os.cpu_count() or 1)
         self.verifiers = Pool(f"{__name__}:make_verifier", (), num=num, limit=LIMIT, sealed=True)
         made = (self._example(place, f"held out {place}", "held_out") for place in range(2 * HELD_OUT))
         self.held_out = list({prompt_key(example): example for example in made}.values())[:HELD_OUT]
 
-    def make(self, places: Sequence[int], seed: int, levels: dict[str, int]) -> list[Example]:
-        """The examples at these places of a seed's order; there are no levels."""
+    def make(self, places: Sequence[int], seed: int) -> list[Example]:
+        """The examples at these places of a seed's order."""
         return [self._example(place, f"{seed} {place}", "train") for place in places]
 
     def _example(self, place: int, seed: str, side: str) -> Example:
         """An example of a side; kinds take turns."""
-        rng, kinds = random.Random(seed), list(self.mix.weights)
+        rng, kinds = random.Random(seed), self.mix
         first = kinds[place % len(kinds)]
         apart = [set(pair) for pair in words()["apart"]]
         others = [kind for kind in kinds if kind != first and {kind, first} not in apart]

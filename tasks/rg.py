@@ -78,9 +78,7 @@ class Mix(NamedTuple):
     """The data sets of a task, and how they are made."""
 
     weights: dict[str, float]
-    settings: dict[str, dict[str, Any]]  # of each data set, in reasoning-gym's words
-    levels: dict[str, int]  # of those that have one
-    raise_level_at: float | None  # pass rate that raises a level
+    settings: dict[str, dict[str, Any]]  # of each data set, in reasoning-gym's words; maybe `level`
     num_held_out: int
     system: str
     unused: tuple[str, ...] = ()  # data sets that the configuration knows and the task leaves out
@@ -108,27 +106,21 @@ def parse_mix(task: str, config: str | None) -> Mix:
     asked = load_yaml(config, where) if config else {}
     if not isinstance(asked, dict):
         raise ValueError(f"{where} holds {short(asked)}, no settings; write lines like `countdown:`")
-    general = {"raise_level_at": None, "held_out": 256, "system": SYSTEM}
+    if "raise_level_at" in asked:
+        raise ValueError(f"{where}: raise_level_at is gone; give a data set the `level` that it shall have")
+    general = {"held_out": 256, "system": SYSTEM}
     unused = tuple(str(key) for key in asked if key not in general and key not in weights)
     general |= {key: asked[key] for key in general if key in asked}
-    bound, num, system = general["raise_level_at"], general["held_out"], general["system"]
-    if bound is not None and not (isinstance(bound, (int, float)) and 0 < bound <= 1):
-        raise ValueError(f"{where}: raise_level_at is {short(bound)}; it must be a share above 0, as 0.8")
+    num, system = general["held_out"], general["system"]
     if type(num) is not int or not 0 < num <= SIZE * 100:
         raise ValueError(f"{where}: held_out is {short(num)}; it must be a number of problems, as 256")
     if not isinstance(system, str):
         raise ValueError(f"{where}: system is {short(system)}; it must be a text")
-    settings, levels = {}, {}
-    for name in weights:
-        own = asked.get(name) or {}
+    settings = {name: asked.get(name) or {} for name in weights}
+    for name, own in settings.items():
         if not isinstance(own, dict) or {"seed", "size"} & own.keys():
             raise ValueError(f"{where}: {name} is {short(own)}; it needs settings other than seed and size")
-        settings[name] = {key: value for key, value in own.items() if key != "level"}
-        if "level" in own:
-            levels[name] = own["level"]
-    if bound is not None and not levels:
-        raise ValueError(f"{where}: raise_level_at needs a data set with a level; write `level: 0` for one")
-    return Mix(weights, settings, levels, bound, num, system, unused)
+    return Mix(weights, settings, num, system, unused)
 
 
 # ---- in the process of the run
@@ -141,35 +133,28 @@ class Problems:
         if importlib.util.find_spec("reasoning_gym") is None:
             raise ValueError(f"--task rg:{','.join(mix.weights)}: {INSTALL}")
         self.mix = mix
-        given = (mix.settings, mix.levels, mix.unused)
-        self.makers = Pool(f"{__name__}:make_maker", given, num=MAKERS, limit=MAKING, quiet=True)
+        self.makers = Pool(f"{__name__}:make_maker", (mix.settings, mix.unused), num=MAKERS, limit=MAKING, quiet=True)
         num = min(SCORERS, os.cpu_count() or 1)
-        self.scorers = Pool(f"{__name__}:make_scorer", given[:2], num=num, limit=LIMIT, sealed=True)
-        self.num_levels: dict[str, int] = self._ask([()])[0]
+        self.scorers = Pool(f"{__name__}:make_scorer", (mix.settings,), num=num, limit=LIMIT, sealed=True)
         # the same in every run of the mix; fewer where a data set has few: no number is tried twice
-        held_out = self._make(range(mix.num_held_out), 0, mix.levels)
+        held_out = self._make(range(mix.num_held_out), 0)
         self.held_out = list({prompt_key(example): example for example in held_out}.values())
 
-    def _ask(self, questions: Sequence[Any]) -> list[Any]:
-        answers = self.makers.ask(questions)
-        for question, answer in zip(questions, answers, strict=True):
-            if answer.error:
-                raise ValueError(f"reasoning-gym cannot make the problem {question}: {answer.error}")
-        return [answer.value for answer in answers]
+    def make(self, places: Sequence[int], seed: int) -> list[Example]:
+        """The examples at these places of a seed's order."""
+        return self._make(places, FIRST * (1 + seed % SEEDS))
 
-    def make(self, places: Sequence[int], seed: int, levels: dict[str, int]) -> list[Example]:
-        """The examples at these places of a seed's order; `levels` of the data sets that have one."""
-        return self._make(places, FIRST * (1 + seed % SEEDS), levels)
-
-    def _make(self, places: Sequence[int], first: int, levels: dict[str, int]) -> list[Example]:
+    def _make(self, places: Sequence[int], first: int) -> list[Example]:
         # whose turn it is: in every stretch of places each data set as often as it weighs
         known, ends = list(self.mix.weights), list(itertools.accumulate(self.mix.weights.values()))
         names = [known[bisect.bisect(ends, place * GOLDEN % 1.0 * ends[-1])] for place in places]
-        questions = [(name, levels.get(name), first + place) for name, place in zip(names, places, strict=True)]
+        questions = [(name, first + place) for name, place in zip(names, places, strict=True)]
         examples = []
-        for (name, level, _), (prompt, answer, entry) in zip(questions, self._ask(questions), strict=True):
-            example = {"prompt": prompt, "answer": answer, "system": self.mix.system or None, "category": name}
-            examples.append(example | {"level": level, "entry": entry})
+        for question, answer in zip(questions, self.makers.ask(questions), strict=True):
+            if answer.error:
+                raise ValueError(f"reasoning-gym cannot make the problem {question}: {answer.error}")
+            made = dict(zip(("prompt", "answer", "entry"), answer.value, strict=True))
+            examples.append(made | {"system": self.mix.system or None, "category": question[0]})
         return examples
 
     def score(
@@ -226,14 +211,14 @@ def answered_once(completions: Sequence[str], **_: Any) -> list[float]:
 
 
 def make_maker(
-    settings: dict[str, dict[str, Any]], levels: dict[str, int], unused: Sequence[str] = ()
-) -> Callable[[tuple[Any, ...]], Any]:
+    settings: dict[str, dict[str, Any]], unused: Sequence[str] = ()
+) -> Callable[[tuple[str, int]], tuple[str, Any, str]]:
     """
-    What a worker makes: of (name, level, number) the prompt, its answer and the entry to score by, of () all levels.
+    What a worker makes: of a data set's name and a number the prompt, its answer and the entry to score by.
 
-    Raises ValueError for an unknown data set, a wrong setting or a level that it does not have.
+    Raises ValueError for an unknown data set or a wrong setting.
     """
-    from reasoning_gym.factory import CURRICULA, DATASETS
+    from reasoning_gym.factory import DATASETS
 
     known = sorted(set(DATASETS) - {"composite"})
     for name in settings:
@@ -241,37 +226,32 @@ def make_maker(
             raise ValueError(f"--task rg:{name}: no such data set{nearest(name, known)}")
     for name in unused:
         if name not in known:
-            meant = nearest(name, [*known, "raise_level_at", "held_out", "system"])
+            meant = nearest(name, [*known, "held_out", "system"])
             raise ValueError(f"--task-config: {short(name)} is no data set and no setting{meant}")
-    curricula = {name: CURRICULA[name]().attributes.values() if name in CURRICULA else [] for name in settings}
-    num_levels = {name: max((len(one.levels) for one in its), default=0) for name, its in curricula.items()}
-    for name, level in levels.items():
-        if type(level) is not int or not 0 <= level < num_levels[name]:
-            there = f"{num_levels[name]} levels, from 0"
-            raise ValueError(f"--task-config: {name} has {there}; its level is {short(level)}")
 
     @functools.lru_cache(maxsize=16)
-    def data_set(name: str, level: int | None, seed: int) -> Any:
-        return make_data_set(name, level, seed, settings[name])
+    def data_set(name: str, seed: int) -> Any:
+        return make_data_set(name, seed, settings[name])
 
     for name in settings:
-        data_set(name, levels.get(name), 0)
+        data_set(name, 0)
 
-    def make(name: str, level: int | None, number: int) -> tuple[str, Any, str]:
+    def make(question: tuple[str, int]) -> tuple[str, Any, str]:
+        name, number = question
         _seed_globals(number)
-        entry = data_set(name, level, number - number % SIZE)[number % SIZE]
+        entry = data_set(name, number - number % SIZE)[number % SIZE]
         return entry["question"], entry["answer"], packed(entry)
 
-    return lambda question: make(*question) if question else num_levels
+    return make
 
 
-def make_scorer(settings: dict[str, dict[str, Any]], levels: dict[str, int]) -> Callable[[tuple[str, str, str]], float]:
+def make_scorer(settings: dict[str, dict[str, Any]]) -> Callable[[tuple[str, str, str]], float]:
     """What a sealed worker does: of a data set's name, an entry and an answer what the answer earns."""
     if any(READERS.get(name) is read_formula for name in settings):
         prepare_sympy()
     from reasoning_gym.factory import DATASETS
 
-    data_sets = {name: make_data_set(name, levels.get(name), 0, settings[name]) for name in settings}
+    data_sets = {name: make_data_set(name, 0, its) for name, its in settings.items()}
     for name in READERS.keys() & settings.keys():
         vars(sys.modules[DATASETS[name][0].__module__]).update(eval=READERS[name], parse_expr=READERS[name])
 
@@ -312,7 +292,7 @@ def _seed_globals(number: int) -> None:
     np.random.seed(number)
 
 
-def make_data_set(name: str, level: int | None, seed: int, settings: dict[str, Any]) -> Any:
+def make_data_set(name: str, seed: int, settings: dict[str, Any]) -> Any:
     """A data set of `SIZE` problems; of a level, where the curriculum's settings win. ValueError for wrong settings."""
     from reasoning_gym.factory import CURRICULA, DATASETS
 
@@ -320,9 +300,12 @@ def make_data_set(name: str, level: int | None, seed: int, settings: dict[str, A
     _seed_globals(seed)
     given = settings | {"seed": seed, "size": SIZE}
     try:
-        if level is None:
+        if "level" not in given:
             return kind(config=config(**given))
-        curriculum = CURRICULA[name]()
+        level, curriculum = given.pop("level"), CURRICULA[name]()
+        num_levels = max(len(one.levels) for one in curriculum.attributes.values())
+        if type(level) is not int or not 0 <= level < num_levels:  # it would take the highest
+            raise ValueError(f"it has {num_levels} levels, from 0")
         curriculum.set_global_level(level)
         return kind(config=curriculum.generate_configuration(given))
     except (TypeError, AssertionError, ValueError, KeyError, AttributeError) as error:

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple, Protocol
 
 from problems.examples import Example
 from problems.rewards import Reward
-from tasks import rg
 
 Sides = tuple[list[Example], list[Example]]  # train, held out
 
@@ -17,11 +16,11 @@ DATA = Path(__file__).parent.parent / "data"
 class Problems(Protocol):
     """Problems without end."""
 
-    mix: rg.Mix
-    num_levels: dict[str, int]  # of each data set that has levels
+    mix: Any  # what they are made of, which a resumed run compares
     held_out: list[Example]
 
-    def make(self, places: Sequence[int], seed: int, levels: dict[str, int]) -> list[Example]: ...
+    def make(self, places: Sequence[int], seed: int) -> list[Example]:
+        """The examples at these places of a seed's order."""
 
 
 class Task(NamedTuple):

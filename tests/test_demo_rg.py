@@ -44,11 +44,11 @@ def test_its_recipe_is_the_default_of_its_tasks_and_of_no_other_model_s():
 def test_sizes_of_data_sets_that_a_task_leaves_out_are_no_mistake_and_other_keys_are(tmp_path):
     mix = parse_mix("rg:chain_sum", SIZES)
     assert mix.settings == {"chain_sum": {"max_terms": 3, "max_digits": 2}}
-    rg.make_maker(mix.settings, mix.levels, mix.unused)
+    rg.make_maker(mix.settings, mix.unused)
     for key, meant in (("chain_som", "chain_sum"), ("held_outs", "held_out"), ("legcounting", "leg_counting")):
         (tmp_path / "sizes.yaml").write_text(f"{key}: {{}}")
         mix = parse_mix("rg:chain_sum", str(tmp_path / "sizes.yaml"))
-        message = message_of(rg.make_maker, mix.settings, mix.levels, mix.unused)
+        message = message_of(rg.make_maker, mix.settings, mix.unused)
         assert message == f"--task-config: {key!r} is no data set and no setting, did you mean {meant!r}?"
 
 

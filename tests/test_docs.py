@@ -46,7 +46,7 @@ def without_meaning(record, known):
 def always_there():
     """The keys of metrics.jsonl that every step has, whatever the method; null where it does not measure them."""
     sometimes = {name for name, meaning in METRICS.items() if meaning.startswith("[Several machines]")}
-    fixed = {name for name in METRICS if name == name.lower() and not name.startswith(("curriculum/", "tools/"))}
+    fixed = {name for name in METRICS if name == name.lower() and not name.startswith("tools/")}
     return fixed - sometimes
 
 

@@ -69,7 +69,7 @@ FILES = {
     "scores.jsonl": '{"key": "a", "score": 3.0}\n',
     "rubric.yaml": "criteria: [{name: kind, weight: 1, text: Is it}]",
     "recipe.yaml": "model: demo\nbatch: 2",
-    "task.yaml": "chain_sum: {level: 0}\nraise_level_at: 0.8\nheld_out: 9",
+    "task.yaml": "chain_sum: {level: 0}\nheld_out: 9",
     "reward.py": "def fn(completions, **_): return [1.0] * len(completions)\ndef wants(colour): pass",
     "empty": "",
     "run/config.yaml": "model: demo\ntask: demo",

@@ -51,13 +51,13 @@ def test_the_sides_share_no_topic_no_wording_and_no_argument_that_is_a_word():
 
 
 def test_prompts_have_no_end_and_are_a_function_of_seed_and_place(problems):
-    assert len({example["prompt"] for example in problems.make(range(6000), 0, {})}) > 5000
-    assert problems.make(range(9), 3, {}) == problems.make(range(9), 3, {}) != problems.make(range(9), 4, {})
-    assert problems.make([7], 3, {}) == problems.make(range(9), 3, {})[7:8]
+    assert len({example["prompt"] for example in problems.make(range(6000), 0)}) > 5000
+    assert problems.make(range(9), 3) == problems.make(range(9), 3) != problems.make(range(9), 4)
+    assert problems.make([7], 3) == problems.make(range(9), 3)[7:8]
 
 
 def test_kinds_take_turns_and_a_quarter_of_the_prompts_has_two(problems):
-    examples = problems.make(range(1900), 0, {})
+    examples = problems.make(range(1900), 0)
     assert {example["instructions"][0][0] for example in examples} == {kind["verifier"] for kind in KINDS.values()}
     pairs = [example for example in examples if example["category"] == "two"]
     assert 0.2 < len(pairs) / len(examples) < 0.3
@@ -75,7 +75,7 @@ def test_kinds_that_stand_apart_never_meet(problems):
     by_verifier, apart = {}, [set(pair) for pair in ifeval.words()["apart"]]
     for name, kind in KINDS.items():
         by_verifier.setdefault(kind["verifier"], set()).add(name)
-    for example in problems.make(range(4000), 1, {}):
+    for example in problems.make(range(4000), 1):
         if example["category"] == "two":
             first, second = (by_verifier[name] for name, _ in example["instructions"])
             assert any({a, b} not in apart and a != b for a, b in itertools.product(first, second))
@@ -101,7 +101,7 @@ def test_an_answer_is_on_topic_where_it_names_it(problems, text, topic, named):
 
 
 def test_every_prompt_names_the_topic_that_its_answer_shall_name(problems):
-    examples = problems.make(range(2000), 2, {})
+    examples = problems.make(range(2000), 2)
     assert {example["topic"] for example in examples} == set(ifeval.words()["topics"]["train"])
     asked, topics = ([example[name] for example in examples] for name in ("prompt", "topic"))
     assert problems.on_topic(completions=asked, topic=topics) == [1.0] * 2000
@@ -173,7 +173,7 @@ def test_a_run_measures_each_kind_and_pays_what_the_verifiers_say(tmp_path):
     assert run.config.data.reward_gate == "form"  # the recipe's
     for record in run.journal.evaluations:
         assert {f"eval/accuracy/{kind}" for kind in (*ifeval.USUAL, "two")} <= record.keys()
-    asked = {example["prompt"]: example for example in run.task.problems.make(range(5), 0, {})}
+    asked = {example["prompt"]: example for example in run.task.problems.make(range(5), 0)}
     for record in run.journal.rollouts.read():
         columns = {"prompts": [record["prompt"]], "instructions": [asked[record["prompt"]]["instructions"]]}
         (share,) = run.task.rewards["followed"](completions=[record["completion"]], **columns)

@@ -28,9 +28,8 @@ HEAVY = {"propositional_logic", "rubiks_cube", "rush_hour"}  # score as slowly a
 SLOW = {"futoshiki", "intermediate_integration", "knight_swap", "puzzle24", "quantum_lock", "sokoban", "zebra_puzzles"}
 
 
-def mix(*names, settings=None, levels=None, bound=None, num=8):
-    settings = {name: {} for name in names} | (settings or {})
-    return Mix(dict.fromkeys(names, 1.0), settings, levels or {}, bound, num, "")
+def mix(*names, num=8, **settings):
+    return Mix(dict.fromkeys(names, 1.0), {name: {} for name in names} | settings, num, "")
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +39,8 @@ def every():
 
     names = sorted(set(DATASETS) - {"composite"})
     settings = {name: {} for name in names}
-    makers = Pool("tasks.rg:make_maker", (settings, {}), num=1, limit=rg.MAKING, quiet=True)
-    scorers = Pool("tasks.rg:make_scorer", (settings, {}), num=1, limit=1.0, sealed=True)
+    makers = Pool("tasks.rg:make_maker", (settings,), num=1, limit=rg.MAKING, quiet=True)
+    scorers = Pool("tasks.rg:make_scorer", (settings,), num=1, limit=1.0, sealed=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(workers, "BUSY", 60.0)  # its limit is of processor time, however busy the machine is
         yield names, lambda *question: makers.ask([question])[0].value, scorers.ask
@@ -75,7 +74,7 @@ def test_every_data_set_pays_for_its_right_answer_and_for_no_wrong_or_hostile_on
     names, make, score = every
     assert len(names) >= 105
     for number, name in enumerate(names):
-        made = [make(name, None, one) for one in range(2 if name in SLOW else 4)]
+        made = [make(name, one) for one in range(2 if name in SLOW else 4)]
         prompt, answer, entry = made[0]
         assert len(chat_template.chat_ids(Template(), prompt, system=rg.SYSTEM)) > len(prompt), name
         gold = IN_THE_ENTRY[name](rg.unpacked(entry)) if name in IN_THE_ENTRY else answer
@@ -102,9 +101,9 @@ def test_every_data_set_pays_for_its_right_answer_and_for_no_wrong_or_hostile_on
 @pytest.mark.slow
 def test_a_problem_depends_on_its_number_alone_and_not_on_the_process_or_the_order(every):
     names, make, _ = every
-    before = {name: make(name, None, 600) for name in names}
-    again = Pool("tasks.rg:make_maker", ({name: {} for name in names}, {}), num=1, limit=60.0, quiet=True)
-    questions = [(name, None, 600) for name in reversed(names)]
+    before = {name: make(name, 600) for name in names}
+    again = Pool("tasks.rg:make_maker", ({name: {} for name in names},), num=1, limit=60.0, quiet=True)
+    questions = [(name, 600) for name in reversed(names)]
     for question, answer in zip(questions, again.ask(questions), strict=True):
         assert before[question[0]] == answer.value, question
     again.close()
@@ -122,8 +121,8 @@ def test_a_problem_depends_on_its_number_alone_and_not_on_the_process_or_the_ord
     ],
 )
 def test_what_reasoning_gyms_own_scorer_would_take_for_right_is_wrong(name, answer, right, wrong):
-    make, score = rg.make_maker({name: {}}, {}), rg.make_scorer({name: {}}, {})
-    made = [make((name, None, number)) for number in range(1 if name == "puzzle24" else 12)]
+    make, score = rg.make_maker({name: {}}), rg.make_scorer({name: {}})
+    made = [make((name, number)) for number in range(1 if name == "puzzle24" else 12)]
     entry = next(entry for _, gold, entry in made if gold == answer)
     assert [score((name, entry, text)) for text in right] == [1] * len(right)
     for text in wrong:
@@ -143,20 +142,14 @@ def test_what_a_scorer_gives_that_is_no_share_of_1_earns_nothing():
 @gym
 @pytest.mark.usefixtures("here")
 def test_a_mix_gives_each_data_set_its_weight_and_its_own_settings_and_levels():
-    settings = {"lcm": {"min_value": 7, "max_value": 9}}
-    made = Problems(
-        mix("chain_sum", "lcm", settings=settings, levels={"chain_sum": 1})._replace(
-            weights={"chain_sum": 3.0, "lcm": 1.0}, num_held_out=40
-        )
-    )
-    examples = made.make(range(400), 0, {"chain_sum": 2})
+    asked = mix("chain_sum", "lcm", chain_sum={"level": 3}, lcm={"min_value": 7, "max_value": 9})
+    made = Problems(asked._replace(weights={"chain_sum": 3.0, "lcm": 1.0}))
+    examples = made.make(range(400), 0)
     counts = {name: sum(example["category"] == name for example in examples) for name in ("chain_sum", "lcm")}
     assert abs(counts["chain_sum"] - 300) <= 3
-    assert {example["level"] for example in examples} == {2, None}
-    assert {example["level"] for example in made.held_out} == {1, None}
-    numbers = {n for e in examples if e["category"] == "lcm" for n in numbers_in(e["prompt"])}
-    assert numbers <= {7, 8, 9}
-    assert made.make([5], 0, {}) == made.make([5], 0, {}) != made.make([5], 1, {})
+    numbers = {kind: {n for e in examples if e["category"] == kind for n in numbers_in(e["prompt"])} for kind in counts}
+    assert numbers["lcm"] <= {7, 8, 9} and max(numbers["chain_sum"]) >= 1000
+    assert made.make([5], 0) == made.make([5], 0) != made.make([5], 1)
     first = examples[0]
     columns = {name: [first[name]] * 3 for name in ("answer", "category", "entry")}
     replies = [f"<answer>{first['answer']}</answer>", first["answer"], "<answer>0</answer>"]
@@ -171,7 +164,7 @@ def test_a_run_meets_no_prompt_twice_and_none_that_is_held_out_until_all_were_se
 
     from tasks.draws import Endless
 
-    problems = Problems(mix("tower_of_hanoi", settings={"tower_of_hanoi": {"max_disks": 4, "max_pegs": 3}}, num=3))
+    problems = Problems(mix("tower_of_hanoi", tower_of_hanoi={"max_disks": 4, "max_pegs": 3}, num=3))
     config = make_config("--batch", "4")
     prompts = Endless(config, problems, lambda examples: [[1]] * len(examples))
     held_out, seen = {prompt_key(example) for example in problems.held_out}, []
@@ -183,7 +176,6 @@ def test_a_run_meets_no_prompt_twice_and_none_that_is_held_out_until_all_were_se
             break
         assert not set(seen) & set(keys)
         seen += keys
-        prompts.note([])
     assert repeats and len(seen) >= 8
 
 
@@ -215,8 +207,7 @@ def test_tags_are_read_and_counted():
         ("rg:lcm", "- lcm", "no settings"),
         ("rg:lcm", "lcm: 3", "lcm is 3"),
         ("rg:lcm", "lcm: {seed: 3}", "other than seed and size"),
-        ("rg:lcm", "raise_level_at: 0.8", "needs a data set with a level"),
-        ("rg:lcm", "lcm: {level: 0}\nraise_level_at: 80", "above 0, as 0.8"),
+        ("rg:lcm", "raise_level_at: 0.8", "raise_level_at is gone"),
         ("rg:lcm", "held_out: 0", "held_out is 0"),
         ("rg:lcm", "system: 3", "system is 3"),
     ],
@@ -228,18 +219,18 @@ def test_a_bad_mix_is_one_line_that_names_the_part_or_the_key(tmp_path, task, te
 
 @gym
 @pytest.mark.parametrize(
-    ("name", "settings", "levels", "expected"),
+    ("name", "settings", "expected"),
     [
-        ("countdwn", {}, {}, "did you mean 'countdown'?"),
-        ("lcm", {"max_valu": 3}, {}, "max_valu"),
-        ("lcm", {"min_value": 50, "max_value": 3}, {}, "lcm does not take"),
-        ("lcm", {}, {"lcm": 4}, "lcm has 4 levels, from 0; its level is 4"),
-        ("acre", {}, {"acre": 0}, "acre has 0 levels"),
+        ("countdwn", {}, "did you mean 'countdown'?"),
+        ("lcm", {"max_valu": 3}, "max_valu"),
+        ("lcm", {"min_value": 50, "max_value": 3}, "lcm does not take"),
+        ("lcm", {"level": 4}, "lcm does not take {'level': 4} (ValueError: it has 4 levels, from 0)"),
+        ("acre", {"level": 0}, "acre does not take"),
     ],
 )
 @pytest.mark.usefixtures("here")
-def test_a_data_set_that_cannot_be_made_is_one_line_before_any_problem(name, settings, levels, expected):
-    assert expected in message_of(Problems, mix(name, settings={name: settings}, levels=levels))
+def test_a_data_set_that_cannot_be_made_is_one_line_before_any_problem(name, settings, expected):
+    assert expected in message_of(Problems, mix(name, **{name: settings}))
 
 
 def test_without_the_library_the_command_that_installs_it_is_told(monkeypatch):

@@ -660,7 +660,7 @@ def test_ctrl_c_while_the_model_loads_leaves_no_run(tmp_path, monkeypatch):
 def test_a_recorded_completion_has_what_was_known_of_its_tokens_and_of_its_problem(tmp_path):
     run = make_run(tmp_path)
     drawn = [one._replace(example=one.example | {"category": "sums"}) for one in train.rewarded(run, sample(run))]
-    step = journal.Step(1, {}, {}, drawn, None, 0, {})
+    step = journal.Step(1, {}, {}, drawn, None, 0)
     for one, record in zip(drawn, completion_records(step), strict=True):
         assert (record["group"], record["category"]) == (one.group, "sums")
     drawn[0].example["answer"], drawn[4].example["answer"] = {"sum": float("nan")}, None  # as a user's data may have it

@@ -38,31 +38,22 @@ from layers import lm_head
 from machine import alive, memory, world
 from problems import chat_template, episodes
 from problems.episodes import Toolbox, ended
-from problems.examples import Example, prompt_key, prompt_text, spread
+from problems.examples import Example, prompt_text, spread
 from problems.form import is_degenerate, is_refusal, repeated
 from problems.rewards import Logged, Reward, call_rewards, reward_arguments, reward_columns
 from problems.stop import Stop
 from settings.checks import checked
-from settings.sources import given, load_recipe, moved, of_task, resolve
+from settings.sources import given, load_recipe, of_task, resolve
 from step.batch import cut, hidden
 from step.policy import Reader
 from step.rows import ROOM, rollout_bytes, rows_at_once
-from step.sample import Sample, answered, asked, by_group, columns, table
+from step.sample import Sample, answered, asked, by_group, columns, rewarded, table
 
 if TYPE_CHECKING:
     from step.served import Served
 
 KEY = 1 << 96  # RNG key of evaluations; training keys are smaller
 REFERENCE_TOKENS = 2048  # positions in one batch of the reference model
-
-
-def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
-    """
-    Unbiased estimate of the chance that at least one of k completions is right.
-
-    Source: Chen et al., arXiv:2107.03374, eq. 1.
-    """
-    return 1 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
 
 
 # ---- completions and their rewards
@@ -82,41 +73,22 @@ def judged(grader: Grader, samples: list[Sample]) -> Judgement:
     return grader.score([prompt_text(one.example["prompt"]) for one in samples], [one.text for one in samples])
 
 
-class Earned(NamedTuple):
-    """Values of N completions; nan where the judge was unreadable."""
-
-    values: np.ndarray  # (N,): 1 for a right answer, nan where none is known; or the weighted sum of the rewards
-    rewards: dict[str, np.ndarray]  # (N,) each, before weighting
-    scores: np.ndarray | None  # (N, J), the judge's, 1..5
-    total: np.ndarray | None = None  # (N,), weighted sum of the rewards beside a verifier's values, if all are known
-    logged: Logged = Logged({}, {})
-
-
-def earn(task: tasks.Task, grader: Grader | None, samples: list[Sample]) -> Earned:
+def graded(task: tasks.Task, grader: Grader | None, samples: list[Sample]) -> tuple[list[Sample], np.ndarray, Logged]:
     """
-    Calls each reward once and computes the reported value of each completion.
+    The samples with their rewards, the reported value of each, (N,), and what rewards logged.
 
-    As in training, an unreadable score of the judge counts as the mean of the others, and what a function gave None for
-    does not count; a completion without any value has none.
+    The value is 1 for a right answer; without a verifier the weighted sum of the rewards, as in training, where an
+    unreadable score of the judge counts as the mean of the others. nan: it is not known.
     """
-    rewards, logged = call(task.rewards, samples, task.reward_weights)
+    components, logged = call(task.rewards, samples, task.reward_weights)
     scores = None
     if grader is not None:
         judgement = judged(grader, samples)
-        rewards["rubric"], scores = judgement.rewards, judgement.scores
-    counted = {name: values for name, values in rewards.items() if task.reward_weights[name]}
-    total = None
-    if counted:
-        filled = {name: run_files.mean(values) or 0.0 if name == "rubric" else 0.0 for name, values in counted.items()}
-        parts = [task.reward_weights[name] * np.nan_to_num(counted[name], nan=filled[name]) for name in counted]
-        total = np.where(np.isnan(list(counted.values())).all(0), np.nan, np.sum(parts, 0))
-    if task.verifier is not None:
-        is_whole = grader is not None or task.rubric is None
-        is_other = any(reward is not task.verifier for reward in task.counted.values())
-        right = call({"correct": task.verifier}, samples)[0]["correct"]
-        return Earned(right, rewards, scores, total if is_whole and is_other else None, logged)
-    # without rewards: a task of prompts alone, which a teacher scores
-    return Earned(np.full(len(samples), np.nan) if total is None else total, rewards, scores, None, logged)
+        components["rubric"], scores = judgement.rewards, judgement.scores
+    samples = rewarded(samples, components, task.reward_weights, scores, together=True)
+    if task.verifier is None:
+        return samples, np.array([one.reward for one in samples]), logged
+    return samples, call({"correct": task.verifier}, samples)[0]["correct"], logged
 
 
 # ---- other measurements
@@ -188,6 +160,13 @@ class EvalParams(NamedTuple):
     stop: Sequence[str] = ()  # texts that end a completion
     toolbox: Toolbox | None = None
 
+    @classmethod
+    def of(cls, config: Config, **more: Any) -> "EvalParams":
+        """As a run of these settings evaluates, but for `more`."""
+        settings, limit = config.sampling, config.evaluation.limit or None
+        how: dict[str, Any] = {"thinking": settings.thinking, "stop": settings.stop, "limit": limit}
+        return cls(settings.max_tokens, **how | more)
+
 
 Answer = Callable[[list[Example], EvalParams], tuple[list[Sample], list[Sample]]]  # see `answer_both`
 
@@ -226,51 +205,55 @@ def examine(
     for name, reward in task.rewards.items():
         reward_columns(name, reward, reward_arguments(problems, bool(task.environments)))
     sampled, greedy = answer(problems, params)
-    asked = [one.example for one in sampled]
-    earned = earn(task, grader, sampled)
-    verified = task._replace(rewards={}) if task.verifier is not None else task  # a verifier needs no rewards
-    greedy_values = earn(verified, grader if task.verifier is None else None, greedy).values
-    witnessed = None if witness is None else judged(witness, sampled)
+    sampled, values, logged = graded(task, grader, sampled)
+    others = (task._replace(rewards={}), None) if task.verifier else (task, grader)  # a verifier needs no rewards
+    greedy_values, samples = graded(*others, greedy)[1], params.samples
 
-    samples = params.samples
-    measured = measure(task, sampled, earned, samples) | {"greedy": greedy_values}
-    if grader is not None and earned.scores is not None:
-        measured |= by_criterion("judge", earned.scores, grader, asked, samples)
-    measured["witness"] = np.full(1, np.nan)
-    if witness is not None and witnessed is not None:
-        measured |= by_criterion("witness", witnessed.scores, witness, asked, samples)
-        measured["witness"] = by_problem(witnessed.rewards, samples)
+    columns = {f"reward/{name}": np.array([one.parts[name] for one in sampled]) for name in sampled[0].parts}
+    columns |= form_of(sampled)
+    scores: dict[str, np.ndarray] = {}  # (N, J) each, by who gave them
+    if grader is not None:
+        scores["judge"] = np.array([one.scores for one in sampled])
+    if witness is not None:
+        columns["witness"], scores["witness"], *_ = judged(witness, sampled)
+    for kind, by in (("judge", grader), ("witness", witness)):
+        for place, criterion in enumerate(by.rubric.criteria if by else []):
+            columns[f"{kind}/{criterion.name}"] = scores[kind][:, place]
+    figures = measure(task, sampled, values, samples) | {"greedy": greedy_values, "witness": np.full(1, np.nan)}
+    figures |= {name: by_problem(column, samples) for name, column in columns.items()}
+    categories = np.array([one.example.get("category") for one in sampled[::samples]], object)
+    if len(kinds := sorted({*categories} - {None})) > 1:
+        split = [name for name in figures if name == "accuracy" or name.startswith("judge/")]
+        figures |= {f"{name}/{kind}": figures[name][categories == kind] for name in split for kind in kinds}
     record: dict[str, Any] = {}
-    for name, values in measured.items():
-        record |= {f"eval/{name}": run_files.mean(values), f"eval/{name}_ci95": run_files.half_width(values)}
+    for name, column in figures.items():
+        record |= {f"eval/{name}": run_files.mean(column), f"eval/{name}_ci95": run_files.half_width(column)}
     entropies = [one.entropies for one in sampled if one.entropies is not None]  # a server tells none
     record |= {
         "eval/kl": None if reference is None else divergence(reference, sampled, params.temperature or 1.0),
         "eval/entropy": float(table(entropies).sum() / sum(map(len, entropies))) if entropies else None,
-        **{f"eval/metric/{name}": float(np.mean(values)) for name, values in earned.logged.metrics.items()},
-        "eval/unparsed_frac": None if earned.scores is None else float(np.isnan(earned.scores).mean()),
+        **{f"eval/metric/{name}": float(np.mean(its)) for name, its in logged.metrics.items()},
+        "eval/unparsed_frac": float(np.isnan(scores["judge"]).mean()) if grader else None,
         "eval/num": len(problems),
-        "eval/known": int((~np.isnan(measured[task.metric])).sum()),
+        "eval/known": int((~np.isnan(figures[task.metric])).sum()),
         "eval/samples": samples,
         "eval/s": time.perf_counter() - begin,
     }
-    record = run_files.finite(record)
-    scores = {"judge_scores": earned.scores, "witness_scores": None if witnessed is None else witnessed.scores}
-    texts, greedily = [one.text for one in sampled], zip([one.text for one in greedy], greedy_values, strict=True)
-    talks = [one.conversation["messages"] for one in sampled if one.conversation]
-    details = [
-        {"problem": number}
-        | {name: one.example.get(name) for name in ("prompt", "answer", "category")}  # with what an environment says
-        | {"completions": texts[place : place + samples], "values": listed(earned.values, place, samples)}
-        | {"rewards": {name: listed(values, place, samples) for name, values in earned.rewards.items()}}
-        | {name: None if its is None else listed(its, place, samples) for name, its in scores.items()}
-        | {"greedy": text, "greedy_value": None if math.isnan(value) else float(value)}
-        | ({"messages": talks[place : place + samples]} if talks else {})
-        for place, number, one, (text, value) in zip(
-            range(0, len(texts), samples), numbers, sampled[::samples], greedily, strict=True
+    details: list[dict[str, Any]] = []
+    for place, (number, one, value) in enumerate(zip(numbers, greedy, greedy_values, strict=True)):
+        rows = slice(place * samples, (place + 1) * samples)
+        several = sampled[rows]
+        talks = [its.conversation["messages"] for its in several if its.conversation]
+        details.append(
+            {"problem": number}
+            | {name: several[0].example.get(name) for name in ("prompt", "answer", "category")}
+            | {"completions": [its.text for its in several], "values": known(values[rows])}
+            | {"rewards": {name: known(columns[f"reward/{name}"][rows]) for name in several[0].parts}}
+            | {f"{by}_scores": known(scores[by][rows]) if by in scores else None for by in ("judge", "witness")}
+            | {"greedy": one.text, "greedy_value": known(value)}
+            | ({"messages": talks} if talks else {})
         )
-    ]
-    return record, details
+    return run_files.finite(record), details
 
 
 def answer_both(
@@ -293,65 +276,50 @@ def answer_both(
     size = params.batch_size or memory.BatchSize(rows_at_once(fits, len(prompts) * samples))
     how: dict[str, Any] = {"key": KEY + params.seed, "batch_size": size}
     how |= {"toolbox": params.toolbox, "seed": "held out"}
-    several, one = (asked(problems, prompts, size) for size in (samples, 1))
     ends: dict[str, Any] = {"eos_ids": model.config.eos_ids, "stop": Stop.of(params.stop, tokenizer)}
     sampling = sampler.SamplingParams(params.max_tokens, params.temperature, entropy=True, **ends)
     greedy = sampling._replace(temperature=0.0, entropy=False)
-    return (
-        answered(model, tokenizer, several, sampling, **how)[0],
-        answered(model, tokenizer, one, greedy, **how)[0],
-    )
+    sampled = answered(model, tokenizer, asked(problems, prompts, samples), sampling, **how)[0]
+    return sampled, answered(model, tokenizer, asked(problems, prompts, 1), greedy, **how)[0]
 
 
-def listed(values: np.ndarray, place: int, samples: int) -> list[Any]:
-    """The values of one problem's completions, starting at `place`; None where unreadable."""
-    its = values[place : place + samples]
-    return np.where(np.isnan(its), np.array(None), its.round(4).astype(object)).tolist()
+def known(values: np.ndarray) -> Any:
+    """Values for JSON, to four digits; None where unreadable."""
+    return np.where(np.isnan(values), np.array(None), values.round(4).astype(object)).tolist()
 
 
-def by_problem(values: np.ndarray, samples: int) -> np.ndarray:
+def by_problem(column: np.ndarray, samples: int) -> np.ndarray:
     """Means over each problem's samples, (N,) -> (P,); nan where none is readable."""
-    return np.array([np.nan if (m := run_files.mean(row)) is None else m for row in values.reshape(-1, samples)])
+    return np.array([np.nan if (m := run_files.mean(row)) is None else m for row in column.reshape(-1, samples)])
 
 
-def measure(task: tasks.Task, sampled: list[Sample], earned: Earned, samples: int) -> dict[str, np.ndarray]:
-    """Figures by name, each (P,): one value per problem."""
-    values = earned.values.reshape(-1, samples)
-    measured = {task.metric: values[:, 0], "mean_at_k": by_problem(earned.values, samples)}
-    if task.verifier is not None:
-        measured |= by_category(task.metric, values[:, 0], [one.example for one in sampled[::samples]])
-        num_right = values.sum(-1)
-        for k in sorted({1, samples}):
-            chances = [math.nan if math.isnan(num) else pass_at_k(samples, int(num), k) for num in num_right]
-            measured[f"pass_at_{k}"] = np.array(chances)
-    if earned.total is not None:
-        measured["score"] = earned.total.reshape(-1, samples)[:, 0]
-    each = {f"reward/{name}": rewards for name, rewards in earned.rewards.items()} | {
-        "tokens": np.array([float(len(one.own)) for one in sampled]),
-        "truncated_frac": np.array([float(one.finish_reason == "length") for one in sampled]),
-        "refusals": np.array([float(is_refusal(one.text)) for one in sampled]),
-        "repeated": np.array([repeated(one.text) for one in sampled]),
-        "degenerate": np.array([float(is_degenerate(one.text, prompt_text(one.example["prompt"]))) for one in sampled]),
-    }
-    return measured | {name: by_problem(column, samples) for name, column in each.items()}
+def form_of(samples: list[Sample]) -> dict[str, np.ndarray]:
+    """What tells of answers that are none, and their lengths, each (N,)."""
+    rows = [
+        (
+            len(one.own),
+            one.finish_reason == "length",
+            is_refusal(one.text),
+            repeated(one.text),
+            is_degenerate(one.text, prompt_text(one.example["prompt"])),
+        )
+        for one in samples
+    ]
+    names = ("tokens", "truncated_frac", "refusals", "repeated", "degenerate")
+    return dict(zip(names, np.array(rows, np.float64).T, strict=True))
 
 
-def by_category(name: str, values: np.ndarray, problems: list[Example]) -> dict[str, np.ndarray]:
-    """The values of each category, (P,) -> {"accuracy/lcm": (...)}; empty with a single category."""
-    categories = np.array([problem.get("category") for problem in problems], object)
-    known = sorted({category for category in categories if category is not None})
-    return {f"{name}/{category}": values[categories == category] for category in known if len(known) > 1}
-
-
-def by_criterion(
-    kind: str, scores: np.ndarray, grader: Grader, problems: list[Example], samples: int
-) -> dict[str, np.ndarray]:
-    """Each problem's mean score by criterion, for the judge also by category; 5 is bad if the criterion is reversed."""
-    measured: dict[str, np.ndarray] = {}
-    for criterion, column in zip(grader.rubric.criteria, scores.T, strict=True):
-        name, values = f"{kind}/{criterion.name}", by_problem(column, samples)
-        measured |= {name: values} | (by_category(name, values, problems[::samples]) if kind == "judge" else {})
-    return measured
+def measure(task: tasks.Task, sampled: list[Sample], values: np.ndarray, samples: int) -> dict[str, np.ndarray]:
+    """The figures of the reported values, each (P,): of the first completion, of all, and with a verifier more."""
+    figures = {task.metric: values[::samples], "mean_at_k": by_problem(values, samples)}
+    if task.verifier is None:
+        return figures
+    rows = values.reshape(-1, samples)  # of all K samples the unbiased estimates are these
+    figures |= {"pass_at_1": rows.mean(1), f"pass_at_{samples}": rows.max(1)}
+    is_whole = sampled[0].scores is not None or task.rubric is None
+    if is_whole and any(reward is not task.verifier for reward in task.counted.values()):
+        figures["score"] = np.array([one.reward for one in sampled[::samples]])
+    return figures
 
 
 def make_graders(
@@ -413,12 +381,6 @@ def ask(args: Namespace, config: Config, task: tasks.Task, variables: dict[str, 
     return Served(args.url, args.url_model, *how, variables)
 
 
-def remember(log: run_files.JsonLines, grader: Grader) -> None:
-    """Writes the judge's new scores."""
-    for record in grader.cache.take_fresh():
-        log.write({"step": 0} | record)
-
-
 def of_run(run: str, flags: dict[str, Any], data: str | None = None) -> Config:
     """
     The settings of the run in a directory, overridden by flags. Raises ValueError if there is no run.
@@ -430,16 +392,6 @@ def of_run(run: str, flags: dict[str, Any], data: str | None = None) -> Config:
         settings = {name: settings[name] for name in ("model", "task", "thinking") if name in settings}
         settings |= {"task": "own"} if data else {}
     return checked(settings | flags)
-
-
-def trained_on(config: Config) -> set[str]:
-    """Keys of the prompts that a run was trained on; none where a task makes them, or where their file is gone."""
-    data = config.data
-    is_made = data.task.partition(":")[0] in ("rg", "ifeval")
-    if is_made or (data.task == "own" and not data.path) or any(moved({"data": data.path})):
-        return set()
-    task = tasks.load(data.task, data=data.path or None, columns=data.columns or None)
-    return {prompt_key(example) for example in task.train}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -476,13 +428,9 @@ def main(argv: list[str] | None = None) -> None:
                 flags = {"task": "own"} | flags
             config, start = resolve(flags, None, None, lambda _: (name, why))[0], None
             what = f"model: {name}, {why}"
-        trained = trained_on(of_run(args.run, {}, args.data)) if args.run and args.data else set()
         if args.data:
             config = config.but(data="", columns=args.columns or "")
         task = tasks.make(config, args.data)
-        if seen := sum(prompt_key(example) in trained for example in task.held_out):
-            theirs = f"{seen} of the {len(task.held_out)} prompts of --data {args.data}"
-            print(visible(f"WARNING: {theirs} are among those it was trained on."), file=sys.stderr)
         base: gwen.Model | None = None
         if args.url:
             served = ask(args, config, task, {"enable_thinking": args.thinking} if "thinking" in flags else {})
@@ -501,24 +449,21 @@ def main(argv: list[str] | None = None) -> None:
             cache.load(known)
         if cache and args.judge_cache:
             log = run_files.JsonLines(args.judge_cache)
+
+            def remember() -> None:
+                for score in cache.take_fresh():
+                    log.write({"step": 0} | score)
+
             for one in filter(None, (grader, witness)):
-                one.on_score = functools.partial(remember, log, one)
+                one.on_score = remember
         print(visible("\n".join([f"{what}; task: {task.name}", *task.notes])), file=sys.stderr)
         rows = config.sampling.rollout_batch_size if args.run or args.rollout_batch_size not in (None, "auto") else 0
-        params = EvalParams(
-            config.sampling.max_tokens,
-            memory.BatchSize(rows) if rows else None,
-            samples=args.samples,
-            limit=args.limit or config.evaluation.limit or None,
-            thinking=config.sampling.thinking,
-            temperature=args.temp,
-            seed=args.seed or 0,
-            stop=config.sampling.stop,
-            toolbox=episodes.make(config, task.tools, task.environments, tokenizer, facts),
-        )
+        how: dict[str, Any] = {"samples": args.samples, "temperature": args.temp, "seed": args.seed or 0}
+        how |= {"batch_size": memory.BatchSize(rows) if rows else None} | ({"limit": args.limit} if args.limit else {})
+        toolbox = episodes.make(config, task.tools, task.environments, tokenizer, facts)
+        params = EvalParams.of(config, toolbox=toolbox, **how)
         reference = base if is_base and (adapter or args.run) and not args.url else None
-        graders = {"grader": grader, "witness": witness}
-        record, answers = examine(answer, task, params, **graders, reference=reference)
+        record, answers = examine(answer, task, params, grader=grader, witness=witness, reference=reference)
         print(visible(run_files.evaluation_line(record)), file=sys.stderr, flush=True)
         print(json.dumps(record), flush=True)  # before the file: the disk may be too full for it
         if args.out:

@@ -349,15 +349,7 @@ class GrpoRun(Run):
 
     def evaluate(self) -> None:
         """Evaluates the held-out problems and logs the result."""
-        config = self.config
-        params = evaluate.EvalParams(
-            config.sampling.max_tokens,
-            self.batch_size,
-            limit=config.evaluation.limit or None,
-            thinking=config.sampling.thinking,
-            stop=config.sampling.stop,
-            toolbox=self.toolbox,
-        )
+        params = evaluate.EvalParams.of(self.config, batch_size=self.batch_size, toolbox=self.toolbox)
         record, answers = evaluate.evaluate(
             self.model,
             self.tokenizer,
@@ -365,7 +357,7 @@ class GrpoRun(Run):
             params,
             grader=self.judge if self.task.verifier is None else None,
             witness=self.witness,
-            reference=self.base or (self.model if config.model.lora_rank else None),
+            reference=self.base or (self.model if self.config.model.lora_rank else None),
         )
         self.journal.write_evaluation(self.step, record, answers)
         self.journal.write_scores(self.step, self.judge)

@@ -148,7 +148,8 @@ def rewarded(run: GrpoRun, samples: list[Sample]) -> list[Sample]:
     if config.data.reward_gate == "form":
         counted = {name: values for name, values in components.items() if task.reward_weights[name]}
         components |= form.gated(counted, examples, texts, [one.finish_reason for one in samples])
-    return sample.rewarded(config, samples, components, task.reward_weights, scores, logged.extra)
+    together = config.objective.advantage == "reinforce"  # each is compared with the whole step
+    return sample.rewarded(samples, components, task.reward_weights, scores, logged.extra, together)
 
 
 class Trainer(trainer.Trainer):

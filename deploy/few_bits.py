@@ -89,14 +89,8 @@ def answers(
         found.extend(both := evaluate.answer_both(model, tokenizer, problems, params))
         return both
 
-    params = evaluate.EvalParams(
-        config.sampling.max_tokens,
-        limit=config.evaluation.limit or None,
-        thinking=config.sampling.thinking,
-        stop=config.sampling.stop,
-        toolbox=episodes.make(config, task.tools, task.environments, tokenizer, model.config),
-    )
-    record, _ = evaluate.examine(answer, task, params, grader=grader)
+    toolbox = episodes.make(config, task.tools, task.environments, tokenizer, model.config)
+    record, _ = evaluate.examine(answer, task, evaluate.EvalParams.of(config, toolbox=toolbox), grader=grader)
     print(f"{bits} bits: {run_files.evaluation_line(record)}", flush=True)
     sampled, greedy = found
     return model, sampled, greedy

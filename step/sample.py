@@ -185,16 +185,16 @@ def columns(samples: list[Sample]) -> dict[str, list[Any]]:
 
 
 def rewarded(
-    config: Config,
     samples: list[Sample],
     components: dict[str, np.ndarray],
     weights: dict[str, float],
     scores: np.ndarray | None = None,
     extra: dict[str, list[Any]] | None = None,
+    together: bool = False,
 ) -> list[Sample]:
     """
     The samples with their rewards, from components (N,) by name, a judge's scores (N, J) and what rewards logged, (N,)
-    by name. A component of weight 0 is a metric: it is recorded and nothing else.
+    by name. A component of weight 0 is a metric: it is recorded and nothing else. together: a group is all of them.
 
     An unreadable score becomes the mean that it would be compared with. So the judge neither rewards nor punishes that
     completion, and its verifiers count in full. A reward function that gave None for a completion is left out of that
@@ -206,8 +206,7 @@ def rewarded(
             raise ValueError(
                 f"reward {name} times its weight {weights[name]:g} passes 1e15; start again with lower --reward-weights"
             )
-    step = config.objective.advantage == "reinforce"  # with which each is compared
-    compared = np.array([0 if step else sample.group for sample in samples])
+    compared = np.array([0 if together else sample.group for sample in samples])
     filled = {
         name: fill(values, compared) if name == "rubric" else np.nan_to_num(values) for name, values in counted.items()
     }

@@ -212,7 +212,7 @@ def test_groups_of_any_sizes_are_compared_each_for_itself_and_no_mini_batch_has_
     drawn = [Sample([group], [1, 2], range(2), group) for group, size in enumerate(sizes) for _ in range(size)]
     scores = rng.normal(size=len(drawn))
     components = {"correct": scores, "rubric": np.array([np.nan, 1.0, *scores[2:]])}
-    paid = samples.rewarded(config, drawn, components, {"correct": 1.0, "rubric": 1.0})
+    paid = samples.rewarded(drawn, components, {"correct": 1.0, "rubric": 1.0})
     assert paid[0].filled["rubric"] == 1.0  # the mean of what else is readable in its group
     chosen = samples.chosen(config, paid, {})
     for group in samples.by_group(chosen):

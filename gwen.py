@@ -29,7 +29,7 @@ from mlx.utils import tree_flatten
 from disk import adapters, hub
 from flags import Parser, fail, load_yaml
 from kv_cache import CAUSAL, Cache, KVCache, Layout, SlotCache
-from layers import attention, delta, ops, probe, softmax
+from layers import attention, delta, lm_head, ops, probe, softmax
 from layers.delta_state import DeltaState
 from layers.tree_cache import TreeLayer
 from machine import alive, cpu, gpu, kernels, memory, versions
@@ -464,12 +464,10 @@ def check_kernels(model: Model) -> None:
         return
     line, well = of_mlx(model)
     if not well:
-        print(f"gwen: MLX's own arithmetic is {line}; see {MLX_BUGS}, or take another MLX", file=sys.stderr)
+        bugs = "mlx #3585, #3586, #3797 and #4411"
+        print(f"gwen: MLX's own arithmetic is {line}; see {bugs}, or take another MLX", file=sys.stderr)
     if kernels.is_wanted():
         kernels.check_calls(rehearse(model))
-
-
-MLX_BUGS = "mlx #3585, #3586, #3797 and #4411"
 
 
 def of_mlx(model: Model) -> tuple[str, bool]:
@@ -488,21 +486,25 @@ def rehearse(model: Model) -> list[kernels.Call]:
     ids = mx.stack([mx.arange(length), mx.arange(length)[::-1]]) % model.config.vocab_size
     firsts = {kind: layers[kinds.index(kind)] for kind in kinds}
     model.layers = list(firsts.values())
+    slots_of = (True, [0, 0, 1, 1], [0] * 4), (True, [0, 0, 0, 1], [0, 0, 1, 1]), (False, [0, 0, 1, 1], [0] * 4)
     try:
         with kernels.recording() as calls:
-            prompts = KVCache(list(firsts), length, mx.array([1, 0]))
-            model.hidden(ids, prompts)
-            for share, starts in ((True, [0] * 4), (True, [0, 0, 1, 1]), (False, [0] * 4)):
-                slots = SlotCache(prompts, 4, 4, share)
-                slots.skip(1)
-                slots.assign([0, 0, 1, 1], starts)
-                model.hidden(mx.array([[1]] * 4), slots)
-            hidden = model.hidden(ids)
-            logits = hidden[:, -1] @ head.T
-            softmax.sample_token(logits, mx.full((2, 4), 0.5), 0.7)
-            softmax.truncate_logits(logits.astype(mx.float32), softmax.Support(top_p=0.9))
+            for pad in (mx.array([1, 0]), None):
+                prompts = KVCache(list(firsts), length, pad)
+                model.hidden(ids, prompts)
+                for share, prompt_of, starts in slots_of:
+                    slots = SlotCache(prompts, 4, 4, share)
+                    slots.skip(1)
+                    slots.assign(prompt_of, starts)
+                    model.hidden(mx.array([[1]] * 4), slots)
+            logits, uniforms = model.hidden(ids)[:, -1] @ head.T, mx.full((2, 4), 0.5)
+            softmax.row_logprobs(logits, ids[:, 0])
+            softmax.sample_token(logits, uniforms, 0.7)
+            kept = softmax.truncate_logits(logits.astype(mx.float32), softmax.Support(top_p=0.9))
+            softmax.sample_token(kept, uniforms)
             heads = mx.ones((1, 2, 3, 64), head.dtype)
-            attention.attention_vjp(heads, heads, heads, heads, "causal")
+            for mask in ("causal", mx.tri(3, dtype=mx.bool_)[None, None]):
+                attention.attention_vjp(heads, heads, heads, heads, mask)
     finally:
         model.layers = layers
     return calls
@@ -656,15 +658,12 @@ def doctor() -> Iterator[tuple[str, bool | None]]:
     wired = os.environ.get(
         memory.WIRED_LIMIT, "none, as macOS was reported to panic with it: docs/memory.md, mlx #3186"
     )
-    error, limit = probe.rope_error(dtype), 10 * kernels.TOLERANCES[dtype]
     yield f"versions: Python {found['python']}, {numbers}", True
     yield f"machine: {found['machine']}, {found['platform']}, {found['num_cpus']} CPUs", True
     yield f"memory: {memory.memory_size() / 1e9:.1f} GB for this process", True
     yield f"wired: {wired}", True
     yield f"device: {'metal' if gpu.has_metal() else 'cpu'}, where models are {str(dtype).rpartition('.')[2]}", True
     yield f"BLAS: {found['blas']}", True
-    well = error < limit
-    yield f"rope: {'right' if well else 'WRONG'}, within {error:.1g} of its formula at positions 0, 40 and 700", well
     usual = "random:0.6b" if gpu.has_metal() else "random:2m"
     shape = Model(dataclasses.replace(known_config(usual), layer_kinds=("full_attention",)))
     shape.set_dtype(dtype)
@@ -672,14 +671,19 @@ def doctor() -> Iterator[tuple[str, bool | None]]:
     yield f"MLX: {line}; at the sizes of {usual}", well
     line, well = hub.describe_cache()
     yield line, well or None
-    yield f"kernels: GWEN_KERNELS is {os.environ.get('GWEN_KERNELS') or 'on'}", True
-    for line, agrees in kernels.report(dtype):
-        yield line, agrees
+    if not (gpu.has_metal() and kernels.is_wanted()):
+        yield f"kernels: none, {'as GWEN_KERNELS says' if gpu.has_metal() else 'they are for a GPU'}", True
+        return
+    calls = [*rehearse(shape), *lm_head.rehearse(shape.head_weight)]
+    kernels.check_calls(calls)
+    names = dict.fromkeys(call.op.name for call in calls)
+    off = [name for name in names if kernels.OPS[name].off]
+    yield f"kernels: {', '.join(names)} were compared with their expressions; OFF: {', '.join(off) or 'none'}", not off
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = Parser("gwen.py", "Look at this machine: versions, device, BLAS, memory, hub, kernels.")
-    parser.add_argument("--doctor", action="store_true", required=True, help="what runs here, and how fast")
+    parser.add_argument("--doctor", action="store_true", required=True, help="what runs here")
     parser.parse_args(argv)
     all_well = True
     try:

@@ -14,7 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from kv_cache import Group, Layout, Parts, make_group
+from kv_cache import Group, Layout, Parts
 from machine import cpu, gpu, kernels
 
 HERE = Path(__file__).parent
@@ -144,14 +144,7 @@ def _launch_score_gradient(
     return weights, d_scores
 
 
-def _example_of_score_gradient(dtype: mx.Dtype, large: bool) -> list[tuple[Any, ...]]:
-    shape = (4, 16, 128, 512) if large else (2, 3, 5, 40)
-    scores, d_weights = kernels.normal(*shape, dtype=mx.float32, scale=20), kernels.normal(*shape, dtype=dtype, seed=1)
-    seen = mx.broadcast_to(mx.arange(shape[3]) > mx.arange(shape[2])[:, None] % 3, (shape[0], 1, *shape[2:]))
-    return [(d_weights, scores, mask, 0.125) for mask in (["causal"] if large else ["causal", None, seen])]
-
-
-score_gradient = kernels.Op("score_gradient", score_gradient_ref, _launch_score_gradient, _example_of_score_gradient)
+score_gradient = kernels.Op("score_gradient", score_gradient_ref, _launch_score_gradient)
 
 
 def tree_attention_ref(queries: mx.array, parts: Parts, layout: Layout) -> mx.array:
@@ -251,32 +244,7 @@ def _launch_slot_attention(queries: mx.array, parts: Parts, layout: Layout) -> m
     )[0]
 
 
-def _slots(dtype: mx.Dtype, sizes: tuple[int, int, int, int, int, int, int]) -> tuple[mx.array, Parts, Layout]:
-    """A call of so many prompts, slots, heads, kv heads, dims, columns of a prompt, and of a slot."""
-    prompts, rows, heads, kv_heads, size, length, width = sizes
-    queries = kernels.normal(rows, heads, 1, size, dtype=dtype)
-    buffers = kernels.normal(2, prompts, kv_heads, 2 * length, size, dtype=dtype, seed=1)
-    keys, values = buffers[:, :, :, :length]  # views, as in a cache
-    own_keys, own_values = kernels.normal(2, rows, kv_heads, width, size, dtype=dtype, seed=2)
-    group = make_group([row * prompts // rows for row in range(rows)], prompts, None)
-    return queries, [(keys, values), (own_keys, own_values)], Layout([group, Group()])
-
-
-def _example_of_slot_attention(dtype: mx.Dtype, large: bool) -> list[tuple[Any, ...]]:
-    if large:
-        return [_slots(dtype, (8, 64, 16, 8, 128, 512, 64))]
-    queries, parts, layout = _slots(dtype, (2, 3, 4, 2, 64, 9, 5))
-    seen = [mx.broadcast_to(mx.arange(k.shape[2]) > 1, (k.shape[0], 1, 1, k.shape[2])) for k, _ in parts]
-    masked = [group._replace(mask=mask) for group, mask in zip(layout.groups, seen, strict=True)]
-    alone = [make_group([0, 1], 2, None), layout.groups[1]]  # a slot a prompt: another kernel, as with masks
-    return [
-        (queries, parts, layout),
-        (queries, parts, Layout(masked)),
-        (queries[:2], [(keys[:2], values[:2]) for keys, values in parts], Layout(alone)),
-    ]
-
-
-slot_attention = kernels.Op("slot_attention", tree_attention_ref, _launch_slot_attention, _example_of_slot_attention)
+slot_attention = kernels.Op("slot_attention", tree_attention_ref, _launch_slot_attention)
 
 
 def joined(parts: Parts, layout: Layout) -> tuple[mx.array, mx.array]:

@@ -171,32 +171,9 @@ def _launch_gated_delta_pass(*arrays: mx.array) -> tuple[mx.array, mx.array]:
     return _launch_gated_delta(*arrays) if has_kernel else chunked(Tokens(*arrays[:5]), arrays[5])
 
 
-def example(length: int, heads: int = 16, size: int = 128) -> tuple[mx.array, ...]:
-    """
-    Arguments of `gated_delta` for two rows, float32, with decays near 1 and a token that repeats.
-
-    In a size that MLX has kernels for: of others it computes the definition, which shows nothing.
-    """
-
-    def repeated(seed: int) -> mx.array:
-        x = unit(kernels.normal(2, length, heads, size, dtype=mx.float32, seed=seed))
-        return mx.concatenate([x[:, : length // 2], mx.repeat(x[:, :1], length - length // 2, 1)], 1)
-
-    values = kernels.normal(2, length, heads, size, dtype=mx.float32, seed=2)
-    gates = kernels.normal(2, 2, length, heads, dtype=mx.float32, seed=3)
-    memory = kernels.normal(2, heads, size, size, dtype=mx.float32, seed=4)
-    return repeated(0) * size**-0.5, repeated(1), values, -0.02 * mx.exp(gates[0]), mx.sigmoid(gates[1]), memory
-
-
 gated_delta_step = kernels.Op(
-    "gated_delta_step",
-    lambda *arrays: recurrence(Tokens(*arrays[:5]), arrays[5]),
-    _launch_gated_delta,
-    lambda *_: [example(1)],
+    "gated_delta_step", lambda *arrays: recurrence(Tokens(*arrays[:5]), arrays[5]), _launch_gated_delta
 )
 gated_delta_pass = kernels.Op(
-    "gated_delta_pass",
-    lambda *arrays: chunked(Tokens(*arrays[:5]), arrays[5]),
-    _launch_gated_delta_pass,
-    lambda _, large: [example(n) for n in ([512] if large else [9, 40])],  # beyond 8 tokens MLX runs another kernel
+    "gated_delta_pass", lambda *arrays: chunked(Tokens(*arrays[:5]), arrays[5]), _launch_gated_delta_pass
 )

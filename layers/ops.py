@@ -2,8 +2,8 @@
 What a layer computes between its matmuls, each expression beside the kernel that equals it.
 
 Each comes in this order: the expression, which defines what is computed; the kernel, in the `.metal` file
-of its name; the call that gives it a grid; and the `Op` that chooses between the two, with an example on which they
-must agree. Attention is in attention.py, the layer that joins all of it in gwen.py; matmuls are MLX's.
+of its name; the call that gives it a grid; and the `Op` that chooses between the two. Attention is in attention.py,
+the layer that joins all of it in gwen.py; matmuls are MLX's.
 
 Axes: N rows, L positions, M = N * L, C hidden, H query heads, K kv heads, D head dim, F mlp width, R rank.
 """
@@ -59,19 +59,8 @@ def _launch_swiglu(gate_up: mx.array, *cotangent: mx.array) -> mx.array:
     )[0]
 
 
-def _example_of_swiglu_vjp(dtype: mx.Dtype, large: bool) -> list[tuple[Any, ...]]:
-    rows, width = (2048, 3072) if large else (3, 5)
-    return [(kernels.normal(rows, 2 * width, dtype=dtype, scale=15), kernels.normal(rows, width, dtype=dtype, seed=1))]
-
-
-swiglu_vjp = kernels.Op("swiglu_vjp", swiglu_vjp_ref, _launch_swiglu, _example_of_swiglu_vjp)
-swiglu = kernels.Op(
-    "swiglu",
-    swiglu_ref,
-    _launch_swiglu,
-    lambda dtype, large: [(kernels.normal(*((64, 6144) if large else (3, 10)), dtype=dtype, scale=15),)],  # gates of 30
-    lambda d, _, gate_up: [swiglu_vjp(gate_up, d[0])],
-)
+swiglu_vjp = kernels.Op("swiglu_vjp", swiglu_vjp_ref, _launch_swiglu)
+swiglu = kernels.Op("swiglu", swiglu_ref, _launch_swiglu, lambda d, _, gate_up: [swiglu_vjp(gate_up, d[0])])
 
 
 def tall_product_ref(thin: mx.array, wide: mx.array) -> mx.array:
@@ -103,12 +92,7 @@ def _launch_tall_product(thin: mx.array, wide: mx.array) -> mx.array:
     return sums.sum(0) if num_parts > 1 else sums[0]
 
 
-def _example_of_tall_product(dtype: mx.Dtype, large: bool) -> list[tuple[Any, ...]]:
-    rows, rank, width = (2048, 16, 3072) if large else (ROWS_OF_A_PART + 5, 4, 33)
-    return [(kernels.normal(rows, rank, dtype=dtype, scale=0.1), kernels.normal(rows, width, dtype=dtype, seed=1))]
-
-
-tall_product = kernels.Op("tall_product", tall_product_ref, _launch_tall_product, _example_of_tall_product)
+tall_product = kernels.Op("tall_product", tall_product_ref, _launch_tall_product)
 
 
 def rms_norm(x: mx.array, weight: mx.array | None, eps: float) -> mx.array:
@@ -152,18 +136,7 @@ def _gradient_of_add_norm(
     return [d_x, d_x, d_weight]
 
 
-def _norm_weight(size: int, dtype: mx.Dtype, seed: int = 0) -> mx.array:
-    """As large as those of Qwen."""
-    return 1 + 12 * mx.abs(kernels.normal(size, dtype=dtype, seed=seed))
-
-
-def _example_of_add_norm(dtype: mx.Dtype, large: bool) -> list[tuple[Any, ...]]:
-    shape = (64, 1024) if large else (3, 260)
-    x, delta = (kernels.normal(*shape, dtype=dtype, seed=seed, scale=30) for seed in (0, 1))
-    return [(x, delta, _norm_weight(shape[1], dtype), 1e-6)]
-
-
-add_norm = kernels.Op("add_norm", add_norm_ref, _launch_add_norm, _example_of_add_norm, _gradient_of_add_norm)
+add_norm = kernels.Op("add_norm", add_norm_ref, _launch_add_norm, _gradient_of_add_norm)
 
 
 class Rope:
@@ -298,18 +271,4 @@ def _launch_norm_rope(qkv: mx.array, heads: Heads) -> tuple[mx.array, mx.array, 
     return queries, keys, qkv[:, :, num_turned:].transpose(0, 2, 1, 3)
 
 
-def _example_of_norm_rope(dtype: mx.Dtype, large: bool) -> list[tuple[Any, ...]]:
-    rows, length, num_heads, num_kv_heads, size = (64, 1, 16, 8, 128) if large else (2, 3, 3, 1, 80)
-    qkv = kernels.normal(rows, length, num_heads + 2 * num_kv_heads, size, dtype=dtype)
-    weights = _norm_weight(size, dtype), _norm_weight(size, dtype, seed=1)
-    rotation = Rope(size, 1e6).at(40 * mx.arange(rows) - 1, length)
-    if large:
-        return [(qkv, Heads(num_heads, weights, 1e-6, rotation))]
-    part = Rope(size // 4, 1e6).at(rotation.offsets, length)  # other kernels: of Qwen2.5, and of Qwen3.5
-    return [
-        (qkv, Heads(num_heads, *kind))
-        for kind in ((weights, 1e-6, rotation), (None, 1e-6, rotation), (weights, 1e-6, part))
-    ]
-
-
-norm_rope = kernels.Op("norm_rope", norm_rope_ref, _launch_norm_rope, _example_of_norm_rope)
+norm_rope = kernels.Op("norm_rope", norm_rope_ref, _launch_norm_rope)

@@ -77,7 +77,7 @@ def rope_error(dtype: mx.Dtype) -> float:
 def look(weights: list[mx.array], heads: tuple[int, int, int]) -> tuple[str, bool]:
     """
     A line on MLX's own arithmetic, and whether it is right: products by each shape of weights, masked attention by
-    (H, K, D). A figure is the largest error as a share of what its type allows; at most 1 is right.
+    (H, K, D), rotation. A figure is the largest error as a share of what its type allows; at most 1 is right.
     """
     dtype, shares = weights[0].dtype, {"products": 0.0, "float32 products": 0.0}
     narrow = min(weights, key=lambda weight: weight.size).astype(mx.float32)
@@ -86,6 +86,7 @@ def look(weights: list[mx.array], heads: tuple[int, int, int]) -> tuple[str, boo
         for rows in (rows for rows in ROWS if rows * max(weight.shape) <= 2**27):  # of logits no more memory
             shares[kind] = max(shares[kind], product_error(weight, rows) / kernels.TOLERANCES[weight.dtype])
     shares["masked attention"] = attention_error(*heads, dtype) / kernels.TOLERANCES[dtype]
+    shares["rotation"] = rope_error(dtype) / (10 * kernels.TOLERANCES[dtype])
     well = max(shares.values()) <= 1
     figures = ", ".join(f"{name} {share:.2g}" for name, share in shares.items() if share)
     return f"{'right' if well else 'WRONG'}, of what {dtype} allows off by: {figures}", well

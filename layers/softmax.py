@@ -9,7 +9,7 @@ Axes: N or M rows, V vocabulary.
 
 import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -67,11 +67,6 @@ def log_softmax(logits: mx.array, temperature: float = 1.0) -> mx.array:
     """Log-probabilities of all tokens at `temperature`, (..., V) -> (..., V) float32, for those who need the row."""
     logits = at_temperature(logits, temperature)
     return logits - logsumexp(logits)[..., None]
-
-
-def _logits(dtype: mx.Dtype, large: bool, *small: int) -> mx.array:
-    """For examples: of Qwen's vocabulary, or of a small shape."""
-    return kernels.normal(*((64, 151_936) if large else small), dtype=dtype, scale=4)
 
 
 BELOW_ONE = 1 - 2**-22  # the largest share of a sum that float32 rounding still keeps below the sum
@@ -145,12 +140,7 @@ def _launch_sample_token(
     return token, logprob, entropy
 
 
-def _example_of_sample_token(dtype: mx.Dtype, large: bool) -> list[tuple[Any, ...]]:
-    logits = _logits(dtype, large, 8, 40_000)
-    return [(logits, mx.random.uniform(shape=(len(logits), 4), key=mx.random.key(1)), 0.7)]
-
-
-sample_token = kernels.Op("sample_token", sample_token_ref, _launch_sample_token, _example_of_sample_token)
+sample_token = kernels.Op("sample_token", sample_token_ref, _launch_sample_token)
 
 
 def row_logprobs_ref(logits: mx.array, ids: mx.array, temperature: float = 1.0) -> tuple[mx.array, mx.array]:
@@ -173,12 +163,7 @@ def _launch_row_logprobs(logits: mx.array, ids: mx.array, temperature: float = 1
     return logprobs, entropies
 
 
-def _example_of_row_logprobs(dtype: mx.Dtype, large: bool) -> list[tuple[Any, ...]]:
-    logits = _logits(dtype, large, 3, 1500)
-    return [(logits, mx.arange(len(logits)) * 400 % logits.shape[1], 0.7)]
-
-
-row_logprobs = kernels.Op("row_logprobs", row_logprobs_ref, _launch_row_logprobs, _example_of_row_logprobs)
+row_logprobs = kernels.Op("row_logprobs", row_logprobs_ref, _launch_row_logprobs)
 
 SLOPE_SCALE = 256  # of the gradient in `row_slopes`: without it what is below 6e-8 would be 0 in float16
 Slopes = tuple[mx.array, mx.array, mx.array]
@@ -209,7 +194,7 @@ def _launch_row_slopes(logits: mx.array, ids: mx.array, temperature: float = 1.0
     return logprobs, entropies, slopes
 
 
-row_slopes = kernels.Op("row_slopes", row_slopes_ref, _launch_row_slopes, _example_of_row_logprobs)
+row_slopes = kernels.Op("row_slopes", row_slopes_ref, _launch_row_slopes)
 
 
 class Support(NamedTuple):
@@ -240,10 +225,7 @@ NUCLEUS = kernels.Kernel(HERE / "nucleus.metal", "logits top_p", "least")
 
 # Reads a row 9 times, mostly from the cache, and writes 4 bytes; a sort would write all rows several times.
 nucleus = kernels.Op(
-    "nucleus",
-    nucleus_ref,
-    lambda logits, top_p: _on_rows(NUCLEUS, logits, [], top_p, [mx.float32])[0],
-    lambda dtype, large: [(_logits(dtype, large, 3, 1100).astype(mx.float32), 0.9)],
+    "nucleus", nucleus_ref, lambda logits, top_p: _on_rows(NUCLEUS, logits, [], top_p, [mx.float32])[0]
 )
 
 

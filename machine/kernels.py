@@ -1,8 +1,8 @@
 """
 Kernels for a GPU: how one is made, whether this machine may use it, and what it may be replaced by.
 
-A kernel is a `.metal` file beside the plain expression that it equals; an `Op` is the two of them. Before its first use
-in a process, for each type, it must be as exact as its expression on a small example; one that is not, or does not
+A kernel is a `.metal` file beside the plain expression that it equals; an `Op` is the two of them. When a model is
+loaded, both compute the calls that the model makes; a kernel that is less exact than its expression, or does not
 compile, is off for the run and named on stderr. On a CPU the expressions run. GWEN_KERNELS is on or off.
 
 What is left out: the kernels themselves, which are in layers/.
@@ -14,7 +14,6 @@ import math
 import os
 import re
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
@@ -110,25 +109,17 @@ class Op(Generic[P, R]):
     One operation in two forms that give the same: `reference` defines it, `launch` runs a kernel.
 
     A call runs the kernel where that may run for the type of the first argument, else the reference.
-    example: of a type, small or large, the arguments of calls: on the small ones the forms are compared, on a large one
-    timed. gradient: the reference's by default; each array of floats that is given by position, or in what is, has one.
+    gradient: the reference's by default; each array of floats that is given by position, or in what is, has one.
     """
 
-    def __init__(
-        self,
-        name: str,
-        reference: Callable[P, R],
-        launch: Callable[P, R],
-        example: Callable[[mx.Dtype, bool], list[tuple[Any, ...]]],
-        gradient: Gradient | None = None,
-    ):
+    def __init__(self, name: str, reference: Callable[P, R], launch: Callable[P, R], gradient: Gradient | None = None):
         assert name not in OPS, name
-        self.name, self.example = name, example
+        self.name = name
         self.reference: Callable[..., R] = reference
         self.launch: Callable[..., R] = launch
         self.gradient = gradient or self._gradient_of_reference
-        self._runs: dict[mx.Dtype, bool] = {}
-        OPS[self.name] = self
+        self.off: set[mx.Dtype] = set()  # types for which the kernel was wrong here
+        OPS[name] = self
 
     def __call__(self, *arguments: P.args, **settings: P.kwargs) -> R:
         first: Any = arguments[0]
@@ -155,38 +146,19 @@ class Op(Generic[P, R]):
         return mx.vjp(lambda *moved: _arrays(self.reference(*put(moved), **settings)), floats, cotangents)[1]
 
     def runs(self, dtype: mx.Dtype) -> bool:
-        """Whether the kernel runs now for arrays of `dtype`; on a GPU the first answer takes a check, and a moment."""
-        if not gpu.has_metal() or not is_wanted() or dtype not in TOLERANCES:
-            return False
-        if dtype not in self._runs:
-            if reason := self.check(dtype):
-                print(f"gwen: the kernel {self.name} is off for {dtype}: {reason}", file=sys.stderr)
-            self._runs[dtype] = not reason
-        return self._runs[dtype]
+        """Whether the kernel runs now for arrays of `dtype`."""
+        return gpu.has_metal() and is_wanted() and dtype in TOLERANCES and dtype not in self.off
 
-    def check(self, dtype: mx.Dtype, *calls: tuple[Any, dict[str, Any]]) -> str:
-        """Why the kernel must not be used on this device, or "": on these calls, or its small example, it agrees."""
+    def check(self, *arguments: Any, **settings: Any) -> str:
+        """Why the kernel must not be used on this device, or "" where it agrees with its expression on a call."""
+        dtype, (floats, put) = arguments[0].dtype, _floats(arguments)
         try:
-            given = list(calls) or [(call, {}) for call in self.example(dtype, False)]
-            share = max(self.error(dtype, *call) for call in given)
+            exact = self.reference(*put([array.astype(mx.float32) for array in floats]), **settings)
+            own = self.reference(*arguments, **settings)
+            share = disagreement(self.launch(*arguments, **settings), own, exact, dtype)
         except (RuntimeError, ValueError) as error:  # MLX's, of a kernel that does not compile
             return " ".join(str(error).split())[:300]
         return "" if share <= 1 else f"it differs from its expression by {share:.3g} times what {dtype} allows"
-
-    def check_on(self, dtype: mx.Dtype, arguments: tuple[Any, ...], settings: dict[str, Any]) -> None:
-        """Turns the kernel off for this type, and says so, where it fails on a call that a model makes."""
-        if not self.runs(dtype):
-            return
-        if reason := self.check(dtype, (arguments, settings)):
-            print(f"gwen: the kernel {self.name} is off for {dtype}, at this model's sizes: {reason}", file=sys.stderr)
-            self._runs[dtype] = False
-
-    def error(self, dtype: mx.Dtype, arguments: tuple[Any, ...], settings: dict[str, Any]) -> float:
-        """The kernel's error on a call as a share of what is allowed; see `disagreement`."""
-        floats, put = _floats(arguments)
-        exact = self.reference(*put([array.astype(mx.float32) for array in floats]), **settings)
-        own = self.reference(*arguments, **settings)
-        return disagreement(self.launch(*arguments, **settings), own, exact, dtype)
 
 
 class Call(NamedTuple):
@@ -215,7 +187,7 @@ def check_calls(calls: list[Call]) -> None:
     """
     Compares kernel and expression on calls that a model makes, and on those of their gradients, each kind once.
 
-    Sizes are compiled into kernels, so one that is right on its example may not compile, or be wrong, for this model.
+    Sizes are compiled into kernels, so one that is right for one model may not compile, or be wrong, for another.
     """
     seen: set[Any] = set()
     waiting = list(calls)
@@ -226,7 +198,10 @@ def check_calls(calls: list[Call]) -> None:
         if kind in seen:
             continue
         seen.add(kind)
-        op.check_on(arguments[0].dtype, arguments, settings)
+        dtype = arguments[0].dtype
+        if op.runs(dtype) and (reason := op.check(*arguments, **settings)):
+            print(f"gwen: the kernel {op.name} is off for {dtype}: {reason}", file=sys.stderr)
+            op.off.add(dtype)
         if op.gradient == op._gradient_of_reference:  # which calls no kernel
             continue
         with recording() as deeper:
@@ -253,7 +228,7 @@ def _floats(arguments: Any) -> tuple[list[mx.array], Callable[[Sequence[mx.array
 
 
 def normal(*shape: int, dtype: mx.Dtype, seed: int = 0, scale: float = 1.0) -> mx.array:
-    """An array for an example, the same every time."""
+    """An array to try something with, the same every time."""
     return (mx.random.normal(shape, key=mx.random.key(seed)) * scale).astype(dtype)
 
 
@@ -290,35 +265,3 @@ def is_wanted() -> bool:
     if value not in ("on", "off"):
         raise ValueError(f"GWEN_KERNELS={value!r} is neither on nor off")
     return value == "on"
-
-
-# ---- the report
-
-
-def milliseconds(function: Callable[[], Any]) -> float:
-    """Wall time of one call: on a GPU the median of three after one that is not counted, else of the only one."""
-    seconds = []
-    for _ in range(4 if gpu.has_metal() else 1):
-        begin = time.perf_counter()
-        mx.eval(function())  # wait
-        seconds.append(time.perf_counter() - begin)
-    return sorted(seconds[-3:])[len(seconds[-3:]) // 2] * 1e3
-
-
-def report(dtype: mx.Dtype) -> Iterator[tuple[str, bool]]:
-    """A line a kernel, which says what runs here, why, and how long it takes; and whether it agrees."""
-    wanted = is_wanted()
-    for name, op in OPS.items():
-        (call,) = op.example(dtype, True)
-        expression_ms = milliseconds(functools.partial(op.reference, *call))
-        times = f"{name:17} expression {expression_ms:8.2f} ms"
-        if not gpu.has_metal():
-            yield f"{times} | runs: no GPU. A Mac would {'check and run a kernel' if wanted else 'run it too'}", True
-            continue
-        reason = op.check(dtype)
-        if reason:
-            yield f"{times} | runs: the kernel is OFF, {reason}", False
-            continue
-        kernel_ms = milliseconds(functools.partial(op.launch, *call))
-        choice = "kernel" if wanted else "expression, as GWEN_KERNELS says"
-        yield f"{times}, kernel {kernel_ms:8.2f} ms ({expression_ms / kernel_ms:.2f}x) | agrees | runs: {choice}", True

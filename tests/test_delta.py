@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from layers import delta
-from machine import gpu
+from machine import gpu, kernels
 
 RNG = np.random.default_rng(0)
 NAMES = [*delta.Tokens._fields, "memory"]
@@ -18,17 +18,19 @@ def on_the_cpu():
         yield
 
 
-def drawn(length: int, repeats: bool, heads: int = 4, key_heads: int = 2) -> list[mx.array]:
+def drawn(
+    length: int, repeats: bool, heads: int = 4, key_heads: int = 2, key_dim: int = 16, value_dim: int = 24
+) -> list[mx.array]:
     """The arguments of `gated_delta` in float64; repeats: the second half is one token again and again."""
-    keys, queries = RNG.normal(size=(2, 3, length, key_heads, 16))
-    values, gates = RNG.normal(size=(3, length, heads, 24)), RNG.normal(size=(2, 3, length, heads))
+    keys, queries = RNG.normal(size=(2, 3, length, key_heads, key_dim))
+    values, gates = RNG.normal(size=(3, length, heads, value_dim)), RNG.normal(size=(2, 3, length, heads))
     decay, beta = -np.exp(gates[0] - 3), 1 / (1 + np.exp(-gates[1]))
     if repeats:
         for array in (keys, queries, values, decay, beta):
             array[:, length // 2 :] = array[:, :1]
         decay[:, length // 2 :] *= 1e-3  # the memory hardly fades, so that each token meets all before it
     keys, queries = (one / np.sqrt((one**2).sum(-1, keepdims=True)) for one in (keys, queries))
-    memory = RNG.normal(size=(3, heads, 24, 16))
+    memory = RNG.normal(size=(3, heads, value_dim, key_dim))
     return [mx.array(one, dtype=mx.float64) for one in (queries / 4, keys, values, decay, beta, memory)]
 
 
@@ -106,18 +108,19 @@ def test_mlx_s_own_form_gives_the_same(length):
 
 
 def test_a_wrong_kernel_for_many_tokens_leaves_the_one_for_a_token_on(monkeypatch, capsys):
-    """Checked in a size that MLX has kernels for: 16 key and value heads of 128, one token, 9 and 40."""
-    original, seen = mx.fast.gated_delta_update, []
+    """Of heads of 128, which MLX has kernels for."""
+    original = mx.fast.gated_delta_update
 
     def update(queries, keys, values, *others):
-        seen.append((*keys.shape[1:], *values.shape[1:]))
         out, memory = original(queries, keys, values, *others)
         return (out * 1.01 if values.shape[1] > 8 else out), memory
 
     monkeypatch.setattr(mx.fast, "gated_delta_update", update)
     monkeypatch.setattr(gpu, "has_metal", lambda: True)
-    for op in (delta.gated_delta_step, delta.gated_delta_pass):
-        monkeypatch.setattr(op, "_runs", {})
-    assert delta.gated_delta_step.runs(mx.float32) and not delta.gated_delta_pass.runs(mx.float32)
+    ops = {1: delta.gated_delta_step, 9: delta.gated_delta_pass}
+    for length, op in ops.items():
+        monkeypatch.setattr(op, "off", set())
+        given = (one.astype(mx.float32) for one in drawn(length, True, key_dim=128, value_dim=128))
+        kernels.check_calls([kernels.Call(op, tuple(given), {})])
+    assert [op.runs(mx.float32) for op in ops.values()] == [True, False]
     assert "the kernel gated_delta_pass is off for" in capsys.readouterr().err
-    assert seen == [(tokens, 16, 128, tokens, 16, 128) for tokens in (1, 9, 40)]

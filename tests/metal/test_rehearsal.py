@@ -18,7 +18,7 @@ def kernels(metal: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "hold_memory", lambda: None)
     monkeypatch.delenv("GWEN_KERNELS", raising=False)
     for op in machinery.OPS.values():
-        monkeypatch.setattr(op, "_runs", {})
+        monkeypatch.setattr(op, "off", set())
 
 
 @pytest.mark.parametrize("metal", ["fast"], indirect=True)

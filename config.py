@@ -11,7 +11,6 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from flags import Setting, flag, size, weights
 
-Switch = Literal["auto", "on", "off"]
 Target = Literal["qkv_proj", "o_proj", "in_proj", "out_proj", "gate_up_proj", "down_proj"]
 Tracker = Literal["wandb", "swanlab"]
 TARGETS = get_args(Target)
@@ -64,7 +63,6 @@ class DataSettings:
     reward_gate: Literal["off", "form"] = flag(
         "off", "form: rewards above 0 count only for finished answers that neither repeat nor copy"
     )
-    reward_workers: int = flag(0, "processes that call rewards row by row; 0: one call for all rows", low=0, high=2**10)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,9 +76,6 @@ class SamplingSettings:
         None, "rows decoded at once; auto: what a GPU's memory holds, else up to 64", low=1, parse=size, later=True,
         first=True,
     )  # fmt: skip
-    share_prefix: Switch = flag(
-        "auto", "hold a prompt's cache once for its group; auto: on a GPU where a kernel reads it, else by length"
-    )
     max_tokens: int = flag(256, "most tokens per completion", low=1, first=True)
     stop: list[str] = flag(
         list, "texts that end a completion, as its end token does; rewards and judge get what is before", nargs="+",
@@ -184,7 +179,6 @@ class JudgeSettings:
     think: int = flag(0, "most thinking tokens before a decoded reply", low=0)
     chunk_size: int = flag(24, "evaluations per batch; the environment's RUBRIC_JUDGE_BATCH_SIZE is its default", low=1)
     url: str = flag("", "OpenAI-compatible server to ask, as http://127.0.0.1:8080/v1; its key in JUDGE_API_KEY")
-    allow_unreadable: bool = flag(False, "go on where no score of the judge can be read", key="allow_unreadable")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,7 +199,6 @@ class RecordSettings:
 
     later = True
     save_every: int = flag(20, "steps between checkpoints; the first one comes within five minutes", low=1, first=True)
-    keep: int = flag(3, "checkpoints to keep", low=1)
     report_to: list[Tracker] = flag(list, "trackers that get the figures, each an extra", nargs="*")
 
 
@@ -266,7 +259,9 @@ def _settings() -> Iterator[tuple[str, Setting]]:
 SETTINGS: dict[str, Setting] = dict(_settings())
 
 
-GONE = {"curriculum": False, "reward_format": "text"}  # settings that older runs have, at the one value that is left
+# settings that older runs have, at the one value that is left
+GONE = {"curriculum": False, "reward_format": "text", "reward_workers": 0, "share_prefix": "auto", "keep": 3}
+GONE |= {"allow_unreadable": False}
 
 
 def without_gone(settings: dict[str, Any]) -> dict[str, Any]:
@@ -286,14 +281,8 @@ class Sizes(NamedTuple):
     """What memory decides, once, before the first step; `config.yaml` keeps it."""
 
     rollout_batch_size: int  # rows decoded at once
-    share_prefix: Switch  # auto: the sampler decides by length
     train_token_budget: int  # positions per micro-batch
     checkpoint_layers: int  # layers computed again in the backward pass
-
-    @property
-    def sharing(self) -> bool | None:
-        """`share_prefix` as an argument of `sampler.rollout`."""
-        return {"auto": None, "on": True, "off": False}[self.share_prefix]
 
     def settings(self) -> dict[str, Any]:
         """As settings, so that a repeated or resumed run decides the same."""

@@ -269,7 +269,7 @@ def answer_both(
     lengths, dtype, samples = list(map(len, prompts)), model.head_weight.dtype, params.samples
 
     def fits(rows: int) -> bool:
-        work = model.config, dtype, lengths, samples, params.max_tokens, rows, None
+        work = model.config, dtype, lengths, samples, params.max_tokens, rows
         return sum(rollout_bytes(*work)) <= ROOM * memory.memory_at_hand()
 
     # both calls share one object, and so what it learns about memory
@@ -348,7 +348,7 @@ def make_graders(
 # settings that `--run` reads from the run and flags override
 TAKEN = (
     *("model", "task", "task_config", "columns", "rubric", "eval_rubric"),
-    *("verifier", "reward", "reward_weights", "reward_workers"),
+    *("verifier", "reward", "reward_weights"),
     *("max_tokens", "stop", "rollout_batch_size", "thinking", *TOOLS, *JUDGE),
 )
 

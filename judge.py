@@ -181,7 +181,7 @@ def make(
         grader = RemoteJudge(settings, rubric, os.environ.get("JUDGE_API_KEY"))
     else:
         grader = Judge(*load(), rubric, settings.chunk_size, settings.mode, think=settings.think)
-    grader.allow_unreadable = settings.allow_unreadable
+    grader.allow_unreadable = False
     return grader
 
 

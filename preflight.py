@@ -153,8 +153,9 @@ def estimate(demand: Demand, sizes: Sizes) -> Need:
 
 def sampled_bytes(demand: Demand, sizes: Sizes) -> int:
     """What a rollout takes: caches, and what is computed at once."""
-    (model, dtype, config, *_), how = demand, (sizes.rollout_batch_size, sizes.sharing)
-    return sum(rollout_bytes(model, dtype, demand.longest, config.sampling.groups, config.sampling.max_tokens, *how))
+    sampling, lengths = demand.config.sampling, demand.longest
+    how = sampling.groups, sampling.max_tokens, sizes.rollout_batch_size
+    return sum(rollout_bytes(demand.model, demand.dtype, lengths, *how))
 
 
 def stays(demand: Demand) -> dict[str, int]:
@@ -264,7 +265,7 @@ def settle(demand: Demand, most_rows: int = USUAL_ROWS, room: float | None = Non
     counts = named.get(optimizer.checkpoint_layers) or [int(optimizer.checkpoint_layers)]
     rows = sampling.rollout_batch_size or most_rows
     for budget, count in [(budget, counts[0]) for budget in budgets] + [(budgets[-1], one) for one in counts[1:]]:
-        sizes = Sizes(rows, sampling.share_prefix, budget, count)
+        sizes = Sizes(rows, budget, count)
         if update_bytes(demand, sizes, kept["optimizer"] // 8) <= room:
             break
 
@@ -276,8 +277,8 @@ def settle(demand: Demand, most_rows: int = USUAL_ROWS, room: float | None = Non
 
 def agree(sizes: Sizes) -> Sizes:
     """What several machines computed, each for itself: the least of all."""
-    rows, sharing, budgets, counts = zip(*world.share(list(sizes)), strict=True)
-    return Sizes(min(rows), min(sharing), min(budgets), max(counts))  # "auto", "off", "on"
+    rows, budgets, counts = zip(*world.share(list(sizes)), strict=True)
+    return Sizes(min(rows), min(budgets), max(counts))
 
 
 def rubric_of(config: Config) -> Path | None:
@@ -457,7 +458,6 @@ def try_out(flags: list[str], config: Config) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as directory:
         run = Path(directory) / "trial"
         own = ["--steps", str(TRY_STEPS), "--learning-rate", "0", "--eval-every", "0", "--save-every", "1000"]
-        own += ["--allow-unreadable"]  # the verdict says it
         command = [sys.executable, str(Path(__file__).parent / "train.py"), *flags, *own, "--run-dir", str(run)]
         trial = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         try:

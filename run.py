@@ -251,7 +251,7 @@ class Run:
         state = self.state()
         write_adapter = functools.partial(lora.save_adapter, self.model, base=self.config.model.name)
         with alive.doing("saving"):
-            checkpoint.save(self.dir, state, write_adapter, keep=self.config.records.keep)
+            checkpoint.save(self.dir, state, write_adapter)
             checkpoint.publish(self.dir, state)
 
 

@@ -123,7 +123,6 @@ def rollout(run: GrpoRun, number: int) -> list[Sample]:
             run.sampling,
             key=(settings.seed << 32) + number + 1,  # another for every batch of every seed
             batch_size=run.batch_size,
-            share_prefix=run.sizes.sharing,
             toolbox=run.toolbox,
             seed=f"{settings.seed} {number}",
             weights=run.task.reward_weights,

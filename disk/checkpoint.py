@@ -33,6 +33,7 @@ from machine import memory
 TENSORS = ("adapter/adapters.safetensors", "state.safetensors")
 FILES = ("adapter/adapter_config.json", *TENSORS)  # of a checkpoint, beside its state.json
 BEST = "adapter-best"
+KEPT = 3  # checkpoints, the newest
 
 
 class State(NamedTuple):
@@ -44,9 +45,9 @@ class State(NamedTuple):
     extra: dict[str, Any]  # small JSON values: loss scale, sizes reduced to fit memory, what the run was made of
 
 
-def save(run_dir: str | Path, state: State, write_adapter: Callable[[Path], bool], *, keep: int) -> None:
+def save(run_dir: str | Path, state: State, write_adapter: Callable[[Path], bool]) -> None:
     """
-    Writes `checkpoints/step-000050` and removes all but the newest `keep`. On OSError the earlier ones stay intact.
+    Writes `checkpoints/step-000050` and removes all but the newest KEPT. On OSError the earlier ones stay intact.
 
     write_adapter: writes the trained weights to a directory; whether they are adapters.
     """
@@ -74,7 +75,7 @@ def save(run_dir: str | Path, state: State, write_adapter: Callable[[Path], bool
         _remove(scratch)
         raise
     _remove(replaced)
-    for old in saved(run_dir)[:-keep]:
+    for old in saved(run_dir)[:-KEPT]:
         _remove(old)
 
 

@@ -419,7 +419,7 @@ class Grader:
         if not self.allow_unreadable and not self.cache.scores:
             raise ValueError(
                 f"the judge gave no readable score: none of its first {len(new)} evaluations has one. "
-                f"{self._example(new)}, or go on with --allow-unreadable"
+                f"{self._example(new)}"
             )
 
     def _count(self, new: dict[Question, Evaluation]) -> None:

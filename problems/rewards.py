@@ -28,9 +28,6 @@ from problems import built_in
 from problems.built_in import BUILT_IN, Reward
 from problems.examples import RESERVED, TRAINER, Example, nearest, one_line, prompt_text, short
 from problems.verifiers import math_correct  # noqa: F401  (users' files import it from here)
-from problems.workers import LATE, Pool
-
-ROW_LIMIT = 60.0  # seconds for a row in a worker, which then gets the lowest reward of its call
 
 
 class Logged(NamedTuple):
@@ -69,20 +66,13 @@ class UserReward:
 
     It gets prompts and completions as text; where it fails on that, as chat messages, as from TRL: `call` tries once.
     `step` is what it finds as `trainer_state.global_step`, the steps that are done; `logged`, what its newest call gave
-    to `log_metric` and `log_extra`. num_workers: processes that `call` asks row by row, if any.
+    to `log_metric` and `log_extra`.
     """
 
-    def __init__(self, name: str, fn: Reward, spec: str = "", num_workers: int = 0):
+    def __init__(self, name: str, fn: Reward):
         functools.update_wrapper(self, fn)
         self.name, self.fn, self.step, self.logged = name, fn, 0, Logged({}, {})
         self.messages: bool | None = None  # None: nobody has tried
-        self.pool = None
-        if num_workers:
-            file = spec.rpartition(":")[0]
-            if not file.endswith(".py"):
-                raise ValueError(f"--reward {spec} is no file, which --reward-workers needs; write FILE.py:function")
-            given = (str(Path(file).absolute()), name)
-            self.pool = Pool(f"{__name__}:row_scorer", given, num=num_workers, limit=ROW_LIMIT)
 
     def __call__(self, **arguments: Any) -> Any:
         if "prompts" in arguments:
@@ -97,46 +87,12 @@ class UserReward:
         wanted = reward_columns(self.name, self.fn, [*arguments, *TRAINER])
         return self.fn(**arguments | {name: own[name] for name in wanted if name in own})
 
-    def by_row(self, pool: Pool, arguments: dict[str, Any]) -> list[float | None]:
-        """
-        What workers give, each to one row at a time. Raises ValueError with what the function raised there.
-
-        A row that takes too long earns the lowest reward of its call: earned it nothing, a policy would learn to stall
-        a verifier that is about to say no.
-        """
-        num = max(map(len, arguments.values()), default=0)
-        rows = [{name: [column[row]] for name, column in arguments.items()} for row in range(num)]
-        answers = pool.ask([(self.step, row) for row in rows])
-        if failed := next((answer.error for answer in answers if answer.error not in ("", LATE)), ""):
-            raise ValueError(failed)
-        values = [None if answer.error else answer.value[0] for answer in answers]
-        in_time = [(row, answer.value) for row, answer in enumerate(answers) if not answer.error]
-        self.logged = merged((([row], Logged(*logged)) for row, (_, *logged) in in_time), num)
-        lowest = min((value for value in values if value is not None), default=None)
-        if late := num - len(in_time):
-            counted = "unreadable" if lowest is None else f"{lowest:g}, the lowest"
-            said = f"{late} of {num} rows passed {pool.limit:g} s and count as {counted}"
-            print(f"reward {self.name}: {said}", file=sys.stderr)
-        return [lowest if answer.error else value for answer, value in zip(answers, values, strict=True)]
-
 
 def as_messages(role: str, text: Any) -> list[dict[str, str]]:
     """A prompt or completion as chat messages, which a prompt may be already, and a conversation with tools brings."""
     if (messages := getattr(text, "messages", None)) is not None:
         return list(messages)
     return [{"role": role, "content": text}] if isinstance(text, str) else text
-
-
-def row_scorer(file: str, function: str) -> Callable[[tuple[int, dict[str, Any]]], Any]:
-    """What a worker does: the step and the arguments of one row, lists of one, to its reward or None and `Logged`."""
-    name, reward = load_reward(f"{file}:{function}")
-
-    def score(question: tuple[int, dict[str, Any]]) -> Any:
-        reward.step, arguments = question  # type: ignore[attr-defined]
-        value = call(name, reward, arguments, 1)[0]
-        return None if math.isnan(value) else value, *reward.logged  # type: ignore[attr-defined]
-
-    return score
 
 
 def tell_step(rewards: dict[str, Reward], step: int) -> None:
@@ -146,14 +102,14 @@ def tell_step(rewards: dict[str, Reward], step: int) -> None:
             reward.step = step
 
 
-def load_reward(spec: str, num_workers: int = 0) -> tuple[str, Reward]:
+def load_reward(spec: str) -> tuple[str, Reward]:
     """(name, function) of --reward: FILE.py:function, or one of ours by name with its numbers, as length:200."""
     if (known := spec.partition(":")[0]) in BUILT_IN:
         return known, built_in.make(spec)
     name, fn = load_function("--reward", spec, f"{nearest(spec, BUILT_IN)}; or one of {', '.join(BUILT_IN)}")
     if name == "rubric":
         raise ValueError(f"--reward {spec}: the name rubric belongs to the judge's reward; rename the function")
-    return name, UserReward(name, fn, spec, num_workers)
+    return name, UserReward(name, fn)
 
 
 def load_function(flag: str, spec: str, hint: str = "") -> tuple[str, Callable[..., Any]]:
@@ -311,8 +267,6 @@ def call(name: str, fn: Reward, arguments: dict[str, Any], num_rows: int) -> lis
     """See `call_reward`."""
     wanted = reward_columns(name, fn, [*arguments, *TRAINER])
     chosen = {key: list(arguments[key]) for key in wanted if key in arguments}
-    if isinstance(fn, UserReward) and fn.pool:
-        return _checked_rewards(name + place_of(fn), fn.by_row(fn.pool, chosen), num_rows)
     try:
         rewards = _result(fn, chosen)
     except (Exception, SystemExit) as error:

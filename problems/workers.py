@@ -61,21 +61,11 @@ class Pool:
     target: `module:function`, which a worker calls with `arguments` and which gives the function that answers; what it
     is given and what it answers is JSON. limit: seconds for one question, of processor time where a worker is sealed.
     sealed: the last part of a question is hostile text, so a worker has an empty directory, no key of the environment
-    and `seal.put_on`; which answers broke their worker is printed. quiet: it prints nothing, as no sealed one does.
+    and `seal.put_on`; which answers broke their worker is printed.
     """
 
-    def __init__(
-        self,
-        target: str,
-        arguments: tuple[Any, ...],
-        *,
-        num: int,
-        limit: float,
-        sealed: bool = False,
-        quiet: bool = False,
-    ):
-        self.target, self.arguments, self.num, self.limit = target, arguments, num, limit
-        self.sealed, self.quiet = sealed, quiet or sealed
+    def __init__(self, target: str, arguments: tuple[Any, ...], *, num: int, limit: float, sealed: bool = False):
+        self.target, self.arguments, self.num, self.limit, self.sealed = target, arguments, num, limit, sealed
         self.workers, self.lock = list[_Worker](), threading.Lock()  # those that run
         self.free = queue.LifoQueue[_Worker | None]()  # None: not started yet
         for _ in range(num):
@@ -114,7 +104,7 @@ class Pool:
         return answer
 
     def _start(self) -> "_Worker":
-        worker = _Worker(self.target, self.arguments, self.sealed, self.quiet)
+        worker = _Worker(self.target, self.arguments, self.sealed)
         with self.lock:
             self.workers = [one for one in self.workers if one.process.returncode is None] + [worker]
         return worker
@@ -127,7 +117,7 @@ class Pool:
 
 def ask_once(target: str, question: Any, limit: float) -> Answer:
     """The answer of a sealed worker that is asked nothing else. ValueError when it does not start."""
-    worker = _Worker(target, (), sealed=True, quiet=True)
+    worker = _Worker(target, (), sealed=True)
     try:
         return worker.ask(question, limit)
     finally:
@@ -135,9 +125,9 @@ def ask_once(target: str, question: Any, limit: float) -> Answer:
 
 
 class _Worker:
-    """One process."""
+    """One process. It prints nothing: of what libraries warn, nobody who trains can mend."""
 
-    def __init__(self, target: str, arguments: tuple[Any, ...], sealed: bool, quiet: bool):
+    def __init__(self, target: str, arguments: tuple[Any, ...], sealed: bool):
         self.sealed, self.num_answered = sealed, -1  # without the first, to its arguments
         self.home = tempfile.TemporaryDirectory(prefix="gwen-worker-") if sealed else None
         # hashes of strings order sets, and so decide what some generators of problems draw
@@ -145,15 +135,14 @@ class _Worker:
         environment |= {"PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1"}
         paths = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
         environment["PYTHONPATH"] = os.pathsep.join((ROOT, *map(os.path.abspath, paths)))
-        silent = ["-W", "ignore"] if quiet else []  # of what libraries warn, nobody who trains can mend
         self.socket, theirs = socket.socketpair()
         self.process = subprocess.Popen(
-            [sys.executable, *silent, "-m", __name__, str(theirs.fileno()), target, "sealed" * sealed],
+            [sys.executable, "-W", "ignore", "-m", __name__, str(theirs.fileno()), target, "sealed" * sealed],
             pass_fds=[theirs.fileno()],
             env=environment,
             cwd=self.home.name if self.home else None,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL if quiet else None,
+            stdout=subprocess.DEVNULL,
         )
         theirs.close()
         missing, error, _ = self.ask(arguments, START)

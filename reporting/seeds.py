@@ -15,7 +15,7 @@ from reporting import history
 from reporting.history import History
 
 # the seed itself, and what changes no result
-NOT_THE_SETTING = {"seed", "save_every", "keep", "report_to", "share_prefix", "checkpoint_layers"}
+NOT_THE_SETTING = {"seed", "save_every", "report_to", "checkpoint_layers"}
 NOT_THE_SETTING |= {key for key, one in SETTINGS.items() if one.is_automatic}
 
 

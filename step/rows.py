@@ -73,15 +73,13 @@ def rollout_bytes(
     groups: int,
     max_tokens: int,
     rows: int,
-    share: bool | None,
 ) -> tuple[int, int]:
     """Bytes of keys and values, and of the rest, when the longest prompts are prefilled together."""
     slots = min(rows, len(prompts) * groups)
     together = sorted(prompts)[-max(2 * rows // groups, 1) :]
     longest = max(together)
     width, own = round_up(longest), round_up(max_tokens)
-    if share is None:
-        share = has_kernels() or (not gpu.on_gpu() and attention.shares_prefix(slots, together, rows, dtype))
+    share = has_kernels() or (not gpu.on_gpu() and attention.shares_prefix(slots, together, rows, dtype))
     column, copied = column_bytes(model, dtype), 0 if share else slots * longest
     prefilled = min(max(gpu.prefill_tokens() // len(together), 1), longest) * len(together)
     logits = 6 * 4 * slots * model.vocab_size  # and weights, sums, their exponentials and the next step's

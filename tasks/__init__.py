@@ -128,7 +128,7 @@ def _with_own_rewards(task: Task, config: Config) -> Task:
     data = config.data
     parts = [spec.rpartition(":") for spec in data.reward]
     specs = [file + colon + name for file, colon, names in parts for name in names.split(",")]
-    loaded = [load_reward(spec, data.reward_workers) for spec in specs]
+    loaded = list(map(load_reward, specs))
     own = dict(loaded)
     if len(own) < len(loaded):
         raise ValueError(f"--reward {' '.join(data.reward)}: two rewards have the same name")
@@ -167,8 +167,6 @@ def _with_tools(task: Task, config: Config) -> Task:
             if (value := config.flat()[name]) not in fitting:
                 which = f"{flag_of(name)} {value} is of whole conversations, and {kind.__name__} has reward_per_turn"
                 raise ValueError(f"{which}; take {flag_of(name)} {fitting[0]}, or leave that out")
-    if task.environments and config.data.reward_workers:
-        raise ValueError("--reward-workers are other processes, where no environment is; leave it out")
     first = [example for side in (task.train, task.held_out) for example in side[:1]]  # of a side all have its keys
     if task.tools or task.environments:
         if any("chat_template_kwargs" in example for example in first):

@@ -30,7 +30,7 @@ def verified(task: Task, spec: str) -> Task:
     verifier: Any = None
     if spec not in NAMES:
         _, fn = load_function("--verifier", spec, f"{nearest(spec, NAMES)}; or one of {', '.join(NAMES)}")
-        verifier, said = UserReward("correct", fn, spec), [f"{len(answers)} compared by {spec}"]
+        verifier, said = UserReward("correct", fn), [f"{len(answers)} compared by {spec}"]
     elif known:
         name, verifier = choose(spec, answers)
         said = [f"{len(known)} compared as {VERIFIERS[name].description}, as {short(stated_by(known[0]))}"]

@@ -133,7 +133,7 @@ class Problems:
         if importlib.util.find_spec("reasoning_gym") is None:
             raise ValueError(f"--task rg:{','.join(mix.weights)}: {INSTALL}")
         self.mix = mix
-        self.makers = Pool(f"{__name__}:make_maker", (mix.settings, mix.unused), num=MAKERS, limit=MAKING, quiet=True)
+        self.makers = Pool(f"{__name__}:make_maker", (mix.settings, mix.unused), num=MAKERS, limit=MAKING)
         num = min(SCORERS, os.cpu_count() or 1)
         self.scorers = Pool(f"{__name__}:make_scorer", (mix.settings,), num=num, limit=LIMIT, sealed=True)
         # the same in every run of the mix; fewer where a data set has few: no number is tried twice

@@ -85,7 +85,7 @@ gym = needs("reasoning_gym")
 @gym
 def test_no_scorer_runs_believes_or_waits_for_any_of_hundreds_of_attacks():
     settings = {name: {} for name in (*rg.READERS, *OTHERS)}
-    makers = Pool("tasks.rg:make_maker", (settings, {}), num=1, limit=60.0, quiet=True)
+    makers = Pool("tasks.rg:make_maker", (settings, {}), num=1, limit=60.0)
     scorers = Pool("tasks.rg:make_scorer", (settings, {}), num=1, limit=1.0, sealed=True)
     for name in settings:
         prompt, gold, entry = makers.ask([(name, None, 0)])[0].value

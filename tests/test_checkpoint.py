@@ -33,11 +33,11 @@ def state(model, step):
     return checkpoint.State(step, masters, optimizer, {"loss_scale": {"value": 2.0**15}, "best_step": step})
 
 
-def save(run, model, step, keep=3, **changes):
+def save(run, model, step, **changes):
     """Saves the state of a step, of which the model holds the masters."""
     saved = state(model, step)._replace(**changes)
     model.load_weights(list(saved.trainable.items()), strict=False)
-    checkpoint.save(run, saved, lambda to: lora.save_adapter(model, to, "tiny"), keep=keep)
+    checkpoint.save(run, saved, lambda to: lora.save_adapter(model, to, "tiny"))
     return saved
 
 
@@ -63,7 +63,7 @@ def test_masters_of_a_model_that_is_trained_whole_are_kept_beside_its_16_bit_wei
     masters = {name: mx.random.normal(array.shape) for name, array in tree_flatten(whole.parameters())}
     whole.load_weights([(name, array.astype(mx.float16)) for name, array in masters.items()])
     saved = checkpoint.State(1, masters, {"step": mx.array(1)}, {"loss_scale": {"value": 1.0}, "best_step": None})
-    checkpoint.save(tmp_path, saved, lambda to: lora.save_adapter(whole, to, "tiny"), keep=3)
+    checkpoint.save(tmp_path, saved, lambda to: lora.save_adapter(whole, to, "tiny"))
     assert same(checkpoint.load(tmp_path), saved)
     assert mx.array_equal(
         gwen.load_model(checkpoints["qwen3"], mx.float16, checkpoint.path_of(tmp_path, 1)).norm.weight,
@@ -71,12 +71,15 @@ def test_masters_of_a_model_that_is_trained_whole_are_kept_beside_its_16_bit_wei
     )
 
 
-@pytest.mark.parametrize(("keep", "kept"), [(3, ["step-000003", "step-000020", "step-000100"]), (1, ["step-000100"])])
-def test_the_newest_is_loaded_and_as_many_are_kept_as_asked(tmp_path, model, keep, kept):
+def test_the_newest_is_loaded_and_three_are_kept(tmp_path, model):
     for step in (1, 2, 3, 20, 100):
-        save(tmp_path, model, step, keep)
+        save(tmp_path, model, step)
     assert same(checkpoint.load(tmp_path), state(model, 100))
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == kept
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "step-000003",
+        "step-000020",
+        "step-000100",
+    ]
 
 
 def test_saving_a_step_again_replaces_it(tmp_path, model):
@@ -237,28 +240,29 @@ def killed_at(number):
         yield
 
 
-def published(run, model, step, keep):
-    checkpoint.publish(run, save(run, model, step, keep))
+def published(run, model, step):
+    checkpoint.publish(run, save(run, model, step))
 
 
 def files(run):
     return {path.removeprefix(str(run)): content for path, content in contents(run).items()}
 
 
-@pytest.mark.parametrize(("step", "keep"), [(2, 3), (2, 1), (1, 1)], ids=["next", "next of one", "again"])
+@pytest.mark.parametrize(("step", "kept"), [(2, 3), (2, 1), (1, 1)], ids=["next", "next of one", "again"])
 def test_a_process_that_is_killed_between_any_two_writes_of_a_save_leaves_a_run_that_goes_on(
-    tmp_path, model, capsys, step, keep
+    tmp_path, model, capsys, monkeypatch, step, kept
 ):
+    monkeypatch.setattr(checkpoint, "KEPT", kept)
     before, whole = tmp_path / "before", tmp_path / "whole"
-    published(before, model, 1, keep)
+    published(before, model, 1)
     shutil.copytree(before, whole)
-    published(whole, model, step, keep)
+    published(whole, model, step)
     survived = []
     for number in itertools.count():
         run = tmp_path / str(number)
         shutil.copytree(before, run)
         with killed_at(number):
-            published(run, model, step, keep)
+            published(run, model, step)
             break
         loaded = checkpoint.load(run)
         assert same(loaded, state(model, loaded.step)) and loaded.step in (1, step)
@@ -267,7 +271,7 @@ def test_a_process_that_is_killed_between_any_two_writes_of_a_save_leaves_a_run_
         for name in ("adapter", "adapter-best"):
             for file in checkpoint.path_of(run, loaded.step).joinpath("adapter").iterdir():
                 assert (run / name / file.name).read_bytes() == file.read_bytes()
-        published(run, model, step, keep)
+        published(run, model, step)
         assert files(run) == files(whole)
     assert len(survived) > 8 and survived == sorted(survived) and set(survived) == {1, step}
     assert capsys.readouterr().err == ""

@@ -258,7 +258,7 @@ def test_a_prompt_file_must_be_there_and_say_something(tmp_path):
 
 
 def test_a_teacher_that_does_not_fit_is_told_so_before_it_is_asked(monkeypatch, teacher):
-    shape, sizes = hub.load_config(hub.DEMO), config.Sizes(12, "auto", 1024, 0)
+    shape, sizes = hub.load_config(hub.DEMO), config.Sizes(12, 1024, 0)
     its = {"demo": teacher, "large": "random:0.6b"}
     lines, needs = {}, {}
     for name, model in its.items():

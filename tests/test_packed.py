@@ -105,7 +105,7 @@ def test_a_judge_and_a_teacher_of_4_bits_say_what_they_do_at_16(few):
 
 
 def test_a_packed_judge_takes_the_memory_that_was_said(few, monkeypatch):
-    tokenizer, sizes = hub.load_tokenizer(hub.DEMO), Sizes(8, "auto", 1024, 0)
+    tokenizer, sizes = hub.load_tokenizer(hub.DEMO), Sizes(8, 1024, 0)
     gc.collect()
     before = mx.get_active_memory()
     model = gwen.load_model(few, mx.float32, packed=True)

@@ -47,7 +47,7 @@ def one_step(model, config, sizes, prompts):
     mx.eval(learner.trainable, learner.optimizer.state)  # as after the first step
     sampling = config.sampling
     params = sampler.SamplingParams(sampling.max_tokens)
-    how = {"group_size": sampling.groups, "batch_size": sizes.rollout_batch_size, "share_prefix": sizes.sharing}
+    how = {"group_size": sampling.groups, "batch_size": sizes.rollout_batch_size}
     rollout = sampler.rollout(model, prompts, params, key=0, **how)
     rewards = np.arange(sampling.batch * sampling.groups).reshape(sampling.batch, -1) % 3.0
     samples = advanced(of_rollout(prompts, rollout), grpo.group_advantages(rewards))
@@ -67,8 +67,8 @@ MANY = {"batch": 4, "groups": 16, "max_tokens": 16, "train_token_budget": 160}
         ({"checkpoint_layers": "on"}, 80, None),
         ({"lora_rank": 0, "train_token_budget": 300}, 80, None),
         ({"max_tokens": 160, "batch": 1}, 80, None),
-        (MANY | {"share_prefix": "off"}, 64, None),  # of this and the next the rollout is the largest
-        (MANY | {"share_prefix": "on"}, 64, None),
+        (MANY, 64, None),  # of this and the next the rollout is the largest
+        (MANY | {"batch": 1, "groups": 64}, 400, None),
         ({"batch": 8, "groups": 2, "max_tokens": 8, "train_token_budget": 64}, 200, RUBRIC),  # and of this the judge
     ],
     ids=str,
@@ -108,7 +108,7 @@ def test_weights_adapters_and_optimizer_are_counted_to_the_byte():
     model = gwen.random_model("random:2m", mx.float16)
     held = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
     lora.apply(model, 8, 2.0)
-    sizes = Sizes(8, "auto", 1024, 0)
+    sizes = Sizes(8, 1024, 0)
     learner = update.Learner(model, config, policy.Reader(config, sizes))
     need = preflight.estimate(demand_of(config, 80, model.config), sizes)
     assert need.stays["weights"] == held
@@ -120,7 +120,7 @@ def test_weights_adapters_and_optimizer_are_counted_to_the_byte():
 
 def test_16_bit_weights_that_train_have_float32_masters():
     for dtype, expected in ((mx.float16, 4), (mx.float32, 0)):
-        need = preflight.estimate(demand_of(make_config(lora_rank=0), dtype=dtype), Sizes(8, "auto", 1024, 0))
+        need = preflight.estimate(demand_of(make_config(lora_rank=0), dtype=dtype), Sizes(8, 1024, 0))
         assert need.stays["masters"] == expected * need.stays["weights"] / dtype.size
 
 
@@ -226,13 +226,13 @@ def test_a_trial_of_a_mistake_ends_with_its_line(tmp_path, capfd):
 
 
 def test_what_was_asked_for_stays_as_it_was():
-    config = make_config(train_token_budget=5000, checkpoint_layers="3", rollout_batch_size=7, share_prefix="on")
-    assert preflight.settle(demand_of(config, 4000)) == Sizes(7, "on", 5000, 3)
+    config = make_config(train_token_budget=5000, checkpoint_layers="3", rollout_batch_size=7)
+    assert preflight.settle(demand_of(config, 4000)) == Sizes(7, 5000, 3)
 
 
 def test_without_a_gpu_auto_does_not_look_at_the_machine(monkeypatch):
     monkeypatch.setattr(memory, "memory_size", lambda: 1)
-    assert preflight.settle(demand_of(make_config(), 80, gwen.known_config("random:2m"))) == Sizes(64, "auto", 1024, 0)
+    assert preflight.settle(demand_of(make_config(), 80, gwen.known_config("random:2m"))) == Sizes(64, 1024, 0)
 
 
 def test_the_full_size_step_fits_a_laptop():

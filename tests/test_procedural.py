@@ -39,7 +39,7 @@ def every():
 
     names = sorted(set(DATASETS) - {"composite"})
     settings = {name: {} for name in names}
-    makers = Pool("tasks.rg:make_maker", (settings,), num=1, limit=rg.MAKING, quiet=True)
+    makers = Pool("tasks.rg:make_maker", (settings,), num=1, limit=rg.MAKING)
     scorers = Pool("tasks.rg:make_scorer", (settings,), num=1, limit=1.0, sealed=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(workers, "BUSY", 60.0)  # its limit is of processor time, however busy the machine is
@@ -102,7 +102,7 @@ def test_every_data_set_pays_for_its_right_answer_and_for_no_wrong_or_hostile_on
 def test_a_problem_depends_on_its_number_alone_and_not_on_the_process_or_the_order(every):
     names, make, _ = every
     before = {name: make(name, 600) for name in names}
-    again = Pool("tasks.rg:make_maker", ({name: {} for name in names},), num=1, limit=60.0, quiet=True)
+    again = Pool("tasks.rg:make_maker", ({name: {} for name in names},), num=1, limit=60.0)
     questions = [(name, 600) for name in reversed(names)]
     for question, answer in zip(questions, again.ask(questions), strict=True):
         assert before[question[0]] == answer.value, question

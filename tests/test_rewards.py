@@ -169,7 +169,7 @@ def test_a_reward_that_does_not_apply_to_a_row_says_none():
 
 
 TRL_STYLE = """
-import asyncio, time
+import asyncio
 def scheduled(prompts, completions, completion_ids, answer, trainer_state, log_extra, log_metric, **kwargs):
     log_metric("seen", len(prompts)), log_extra("answer", answer)
     texts = [completion[0]["content"] for completion in completions]
@@ -179,26 +179,17 @@ def scheduled(prompts, completions, completion_ids, answer, trainer_state, log_e
 async def awaited(completions, **kwargs):
     await asyncio.sleep(0.01)
     return [float(len(completion[0]["content"])) for completion in completions]
-def naps(completions, **kwargs):
-    for text in completions:
-        time.sleep(float(text))
-    return [-float(text) for text in completions]
-def fails(completions, **kwargs):
-    return [1 / len(text) for text in completions]
-def alone(completions, num_tokens, **kwargs):
-    return [len(completions) + num_tokens[0]] * len(completions)
 """
 ROWS = {"answer": ["x", "b", None], "completion_ids": [[1], [2, 3], [4]], "num_tokens": [1, 2, 1]}
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_function_written_for_trl_gets_messages_ids_and_the_step(reward_file, num_workers):
+def test_a_function_written_for_trl_gets_messages_ids_and_the_step(reward_file):
     file, prompts = reward_file(TRL_STYLE), ["p", [{"role": "user", "content": "q"}], "r"]
-    name, fn = rewards.load_reward(f"{file}:scheduled", num_workers)
+    name, fn = rewards.load_reward(f"{file}:scheduled")
     rewards.tell_step({name: fn, "length": built_in.length_reward(3)}, 10)
     first, second, third = rewards.call_reward(name, fn, prompts, ["a", "b", "c"], ROWS)
     assert (first, second) == (11, 13) and math.isnan(third)
-    name, fn = rewards.load_reward(f"{file}:awaited", num_workers)
+    name, fn = rewards.load_reward(f"{file}:awaited")
     assert rewards.call_reward(name, fn, prompts, ["a", "bb", ""], ROWS) == [1, 2, 0]
 
 
@@ -213,25 +204,6 @@ def test_only_what_reads_a_message_s_keys_is_tried_on_messages(reward_file):
     for name, error in (("initial", "IndexError"), ("share", "ZeroDivisionError")):
         _, fn = rewards.load_reward(f"{file}:{name}")
         assert f"reward {name} raised {error}" in message_of(rewards.call_reward, name, fn, ["p"] * 2, ["", "abc"], {})
-
-
-def test_a_row_that_takes_too_long_earns_the_lowest(reward_file, capsys, monkeypatch):
-    monkeypatch.setattr(rewards, "ROW_LIMIT", 1.5)
-    name, fn = rewards.load_reward(f"{reward_file(TRL_STYLE)}:naps", 2)
-    assert rewards.call_reward(name, fn, ["p"] * 3, ["0.1", "30", "0.2"], {}) == [-0.1, -0.2, -0.2]
-    assert "1 of 3 rows passed 1.5 s and count as -0.2, the lowest" in capsys.readouterr().err
-    assert math.isnan(rewards.call_reward(name, fn, ["p"], ["30"], {})[0])
-    assert "count as unreadable" in capsys.readouterr().err
-    fn.pool.close()
-
-
-def test_a_function_in_a_worker_sees_one_row_and_its_mistake_is_told_with_its_line(reward_file):
-    file = reward_file(TRL_STYLE)
-    name, fn = rewards.load_reward(f"{file}:alone", 1)
-    assert rewards.call_reward(name, fn, ["p"] * 3, ["a", "b", "c"], ROWS) == [2, 3, 2]
-    name, fn = rewards.load_reward(f"{file}:fails", 1)
-    text = message_of(rewards.call_reward, name, fn, ["p"] * 2, ["a", ""], {})
-    assert text.startswith("reward fails raised ZeroDivisionError") and f"at {file}:" in text
 
 
 @needs("trl")

@@ -31,7 +31,7 @@ from step.batch import cut
 from step.sample import of_reply
 from tasks import demo as sums
 
-SIZES = Sizes(1, "off", 1024, 0)
+SIZES = Sizes(1, 1024, 0)
 TALK = [
     {"role": "user", "content": "What is one and two?"},
     {"role": "assistant", "content": "It is three."},

@@ -276,7 +276,6 @@ def test_a_tool_that_hangs_inside_mlx_spoils_no_end(tmp_path):
         ({"env": "WORLD:Warmer", "advantage": "rloo"}, "--advantage rloo is of whole conversations, and Warmer has"),
         ({"env": "WORLD:Warmer", "scale_rewards": "batch"}, "--scale-rewards batch is of whole conversations"),
         ({"env": "WORLD:Warmer", "reward_gate": "form"}, "--reward-gate form is of whole conversations"),
-        ({"env": "WORLD:Door", "reward": ["WORLD:tried"], "reward_workers": 2}, "--reward-workers are other processes"),
     ],
 )
 def test_what_cannot_work_is_refused_in_a_line_before_a_model_is_loaded(world, settings, said):

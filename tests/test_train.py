@@ -700,7 +700,7 @@ def test_the_main_job_learns(tmp_path):
 def test_sizes_may_be_auto_and_are_settled_before_the_first_step(tmp_path):
     for flags in ([], ["--rollout-batch-size", "auto", "--train-token-budget", "auto"]):
         run = make_run(tmp_path, *flags)
-        assert run.sizes == Sizes(16, "auto", 1024, 0)
+        assert run.sizes == Sizes(16, 1024, 0)
     assert train.GrpoRun(make_config("--batch", "16", "--groups", "8"), tmp_path).sizes.rollout_batch_size == 64
 
 
@@ -732,7 +732,7 @@ def test_what_nobody_measured_is_null_and_everything_else_a_number(tmp_path, cas
 
 
 def test_the_first_checkpoint_comes_after_five_minutes_and_then_as_set(tmp_path):
-    run, seconds = make_run(tmp_path, "--steps", "6", "--save-every", "5", "--eval-every", "6", "--keep", "9"), 0
+    run, seconds = make_run(tmp_path, "--steps", "6", "--save-every", "5", "--eval-every", "6"), 0
     run.begun, run.now, at = 0, lambda: seconds, []
     for figures in train.train(run):
         at.append((figures["step"], [int(path.name[-6:]) for path in checkpoint.saved(tmp_path)]))

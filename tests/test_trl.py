@@ -149,7 +149,7 @@ def test_loss_and_gradient_of_a_whole_model_equal_trl_s(checkpoints, settings):
         for prompt, its, old, advantage in zip(prompts, ids, case.old, case.advantages, strict=True)
     ]
     batches = cut(samples, 20, "off")
-    reader = policy.Reader(Config.of(temp=0.8, lora_rank=0, **settings), Sizes(4, "auto", 20, 0))
+    reader = policy.Reader(Config.of(temp=0.8, lora_rank=0, **settings), Sizes(4, 20, 0))
     batches = [b._replace(old_logprobs=b.sampled_logprobs) for b in batches]  # of the case
 
     def loss_of(model):

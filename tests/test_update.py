@@ -141,7 +141,7 @@ def whole_model(name, num_rows, num_tokens):
     """A learner of all weights that keeps no activations, and one batch of rows of equal lengths."""
     config = make_config("--lora-rank", "0", "--max-tokens", f"{num_tokens}")
     model = gwen.random_model(name)
-    learner = update.Learner(model, config, policy.Reader(config, Sizes(1, "off", 1, len(model.layers))))
+    learner = update.Learner(model, config, policy.Reader(config, Sizes(1, 1, len(model.layers))))
     ids = np.random.default_rng(0).integers(0, 8000, (num_rows, num_tokens)).tolist()
     own, logprobs = range(num_tokens), np.full(num_tokens, -9.0)
     samples = [Sample([5] * 8, its, own, 0, logprobs, advantage=row - 1.0) for row, its in enumerate(ids)]

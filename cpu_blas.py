@@ -6,8 +6,7 @@ to the first library in the process that offers it, so an OpenBLAS loaded global
 The system's OpenBLAS is taken if there is one, else that of the `scipy-openblas32` package, whose names have a prefix:
 a library of two jumps stands before it, compiled once into the user's cache directory.
 
-A library is first loaded privately and must agree with numpy; only then is it made visible to MLX. When there is none,
-or MLX was imported first, MLX runs on its own BLAS, and one line on stderr says so and why.
+When there is none, or MLX was imported first, MLX runs on its own BLAS, and one line on stderr says so and why.
 
 MLX's CPU backend calls malloc and free for every array. By default glibc gives arrays of megabytes back to the kernel
 at once and faults them in again, which costs more than the arithmetic (swiglu and its gradient on 72 x 110 rows of
@@ -22,7 +21,6 @@ import atexit
 import ctypes
 import functools
 import hashlib
-import itertools
 import os
 import platform
 import shutil
@@ -32,8 +30,6 @@ import sys
 import tempfile
 from pathlib import Path
 from types import TracebackType
-
-import numpy as np
 
 # With a display on, macOS may stop a process whose GPU work delays it; with the first of these it waits longer
 # (github.com/ml-explore/mlx/issues/3267). The second keeps float32 products float32 on an M5, where MLX by
@@ -52,25 +48,6 @@ JUMP(cblas_sgemm, float)
 JUMP(cblas_dgemm, double)
 """
 
-# One row (a decode step, which OpenBLAS hands to its matrix-vector kernel), a small product and one beyond the 100^3 up
-# to which OpenBLAS uses other kernels for small matrices.
-_CHECKED_SHAPES = ((1, 259, 385), (17, 33, 65), (129, 259, 385))
-
-
-def _agrees_with_numpy(library: ctypes.CDLL) -> bool:
-    """Whether the library's sgemm and dgemm equal numpy's product on three shapes, all four transpositions."""
-    rng = np.random.default_rng(0)
-    kinds = ("cblas_sgemm", ctypes.c_float, np.float32), ("cblas_dgemm", ctypes.c_double, np.float64)
-    for (name, real, dtype), (m, n, k) in itertools.product(kinds, _CHECKED_SHAPES):
-        a, b = (rng.standard_normal(shape).astype(dtype) for shape in ((m, k), (k, n)))
-        for left, right in itertools.product((a, np.ascontiguousarray(a.T)), (b, np.ascontiguousarray(b.T))):
-            c, turned = np.zeros((m, n), dtype), (left is not a, right is not b)
-            factors = (left.ctypes, left.shape[1], right.ctypes, right.shape[1])
-            getattr(library, name)(101, *(111 + t for t in turned), m, n, k, real(1), *factors, real(0), c.ctypes, n)
-            if not np.allclose(c, a @ b, rtol=1e-4, atol=1e-4):
-                return False
-    return True
-
 
 def cache_directory() -> Path:
     """
@@ -83,11 +60,12 @@ def cache_directory() -> Path:
     try:
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
         about = cache.lstat()
+        if stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & 0o022:
+            return cache
+        why = "is not yours alone (chown, chmod 700)"
     except OSError as error:
-        return _own_directory(f"{cache} cannot be used ({error.strerror})")
-    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o022:
-        return _own_directory(f"{cache} is not yours alone (chown, chmod 700)")
-    return cache
+        why = f"cannot be used ({error.strerror})"
+    return _own_directory(f"{cache} {why}")
 
 
 @functools.cache
@@ -135,7 +113,7 @@ def _keep_freed_memory() -> None:
 
 
 def _load() -> str:
-    """Loads the first library that works and returns its description; prints one line when there is none."""
+    """Loads the first library there is and returns its description; prints one line when there is none."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if sys.platform != "linux":
@@ -148,15 +126,11 @@ def _load() -> str:
     # model 80 times slower (284 ms against 3.4, two cores), where two free cores gain a quarter: so one, unless asked.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     reasons = []
-    for name, find in (
-        ("system OpenBLAS", lambda: "libopenblas.so.0"),
-        ("OpenBLAS of scipy-openblas32", _packaged_library),
-    ):
+    libraries = {"system OpenBLAS": lambda: "libopenblas.so.0", "OpenBLAS of scipy-openblas32": _packaged_library}
+    for name, find in libraries.items():
         try:
-            if _agrees_with_numpy(ctypes.CDLL(path := find())):  # RTLD_LOCAL: not visible to MLX
-                ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
-                return name
-            reasons.append(f"{name} disagrees with numpy")
+            _ = ctypes.CDLL(find(), mode=ctypes.RTLD_GLOBAL).cblas_sgemm
+            return name
         except (OSError, AttributeError) as error:
             reasons.append(f"{name}: {error}")
     print(f"gwen: MLX runs on its slow built-in BLAS ({'; '.join(reasons)})", file=sys.stderr)

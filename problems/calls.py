@@ -2,12 +2,13 @@
 What a model may call, what it calls, and what it is told: schemas of functions, the calls in a turn by its chat
 template's format, and the ids between two turns.
 
-Two formats are read. `json`: <tool_call>{"name": …, "arguments": {…}}</tool_call> (Qwen2.5, Qwen3). `coder`:
-<tool_call><function=…><parameter=…>…</parameter></function></tool_call> (Qwen3-Coder, Qwen3.5). A call that cannot be
-read says why, and the model is told. Token in, token out: what the model wrote is never rendered again.
+mlx_lm reads the calls. `json_tools`: <tool_call>{"name": …, "arguments": {…}}</tool_call> (Qwen2.5, Qwen3).
+`qwen3_coder`: <tool_call><function=…><parameter=…>…</parameter></function></tool_call> (Qwen3-Coder, Qwen3.5). A call
+that cannot be read says why, and the model is told. Token in, token out: what the model wrote is never rendered again.
 Left out: calling (episodes.py).
 """
 
+import importlib
 import inspect
 import json
 import re
@@ -15,7 +16,6 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from flags import read_json
 from problems import chat_template
 from problems.examples import nearest, one_line, short
 
@@ -34,21 +34,19 @@ class Call(NamedTuple):
 # ---- what may be called
 
 
-def schema_of(flag: str, tool: Tool) -> dict[str, Any]:
-    """The JSON schema of a typed and documented function. ValueError names the function and what it lacks."""
+def schemas_of(flag: str, tools: Sequence[Tool]) -> Schemas:
+    """The JSON schemas of typed and documented functions. ValueError names the function and what it lacks."""
     from transformers.utils import get_json_schema  # here: importing it takes seconds
 
-    name = getattr(tool, "__name__", type(tool).__name__)
-    try:
-        return dict(get_json_schema(tool))
-    except Exception as error:
-        fix = "give each argument a type and a line in the docstring's Args"
-        raise ValueError(f"{flag}: the tool {name} has no schema ({one_line(error)}); {fix}") from error
-
-
-def schemas_of(flag: str, tools: list[Tool]) -> Schemas:
-    schemas = [schema_of(flag, tool) for tool in tools]
-    return {schema["function"]["name"]: schema for schema in schemas}
+    schemas = {}
+    for tool in tools:
+        try:
+            schemas[tool.__name__] = dict(get_json_schema(tool))
+        except Exception as error:
+            name = getattr(tool, "__name__", type(tool).__name__)
+            fix = "give each argument a type and a line in the docstring's Args"
+            raise ValueError(f"{flag}: the tool {name} has no schema ({one_line(error)}); {fix}") from error
+    return schemas
 
 
 def schemas_in(kind: type) -> Schemas:
@@ -73,109 +71,57 @@ def pays_turns(kind: type) -> bool:
 # ---- what is called
 
 
-def format_of(template: str | None) -> str:
-    """The format of calls that a chat template teaches. ValueError where it knows no tools."""
-    for mark, kind in (("<function=", "coder"), ("<tool_call>", "json")):
+FORMATS = {"<function=": "qwen3_coder", "<tool_call>": "json_tools"}  # what a chat template has -> its reader in mlx_lm
+CALL_TEXT = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
+
+
+def reader_of(template: str | None) -> Callable[..., Any]:
+    """What reads the calls that a chat template teaches. ValueError where it knows no tools."""
+    for mark, name in FORMATS.items():
         if mark in (template or ""):
-            return kind
+            read: Callable[..., Any] = importlib.import_module(f"mlx_lm.tool_parsers.{name}").parse_tool_call
+            return read
     raise ValueError(
         "the model's chat template has no tools that Gwen reads (<tool_call> with JSON, or with <function=…>); take "
         "Qwen2.5, Qwen3 or a later one, or demo:tools"
     )
 
 
-_CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
-_FUNCTION = re.compile(r"\s*<function=([^<>\n]+)>(.*)</function>\s*", re.DOTALL)
-_PARAMETER = re.compile(r"\s*<parameter=([^<>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
-
-
-def read_calls(text: str, kind: str, schemas: Schemas) -> list[Call]:
+def read_calls(text: str, read: Callable[..., Any], schemas: Schemas) -> list[Call]:
     """The calls of a turn after its thought, in order; each is checked against its schema."""
     calls = []
-    for body, end in _CALL.findall(text.rpartition("</think>")[2]):
-        if not end:
-            calls.append(Call(None, None, "the call has no </tool_call>"))
-            continue
-        call = _read_json(body) if kind == "json" else _read_coder(body, schemas)
+    for body, end in CALL_TEXT.findall(text.rpartition("</think>")[2]):
         try:
-            json.dumps(call.arguments, allow_nan=False)  # Python reads NaN and 1e999, which no record can hold
-        except ValueError:
-            call = Call(call.name, None, "the call is not JSON: it has a number that is none, or is too large")
-        calls.append(call if call.error else call._replace(error=_mistake(call, schemas)))
+            made = read(body.strip(), list(schemas.values())) if end else None
+            json.dumps(made, allow_nan=False)  # Python reads NaN and 1e999, which no record can hold
+        except Exception as error:  # the text is the model's
+            calls.append(Call(None, None, f"the call cannot be read: {one_line(error)}"))
+            continue
+        match made:
+            case {"name": str(name), "arguments": dict(arguments)}:
+                calls.append(Call(name, arguments, _mistake(name, arguments, schemas)))
+            case None:
+                calls.append(Call(None, None, "the call has no </tool_call>"))
+            case _:
+                calls.append(Call(None, None, 'the call is not {"name": "...", "arguments": {...}}'))
     return calls
 
 
-def _read_json(body: str) -> Call:
-    try:
-        content = read_json(body)
-    except ValueError as error:
-        return Call(None, None, f"the call is not JSON: {one_line(error)}")
-    match content:
-        case {"name": str(name), "arguments": dict(arguments)}:
-            return Call(name, arguments)
-    return Call(None, None, 'the call is not {"name": "...", "arguments": {...}}')
-
-
-def _read_coder(body: str, schemas: Schemas) -> Call:
-    match = _FUNCTION.fullmatch(body)
-    if match is None:
-        return Call(None, None, "the call is not <function=NAME>...</function>")
-    name, rest = match[1].strip(), match[2]
-    properties, arguments, place = _properties(schemas.get(name)), dict[str, Any](), 0
-    while part := _PARAMETER.match(rest, place):
-        key, value = part[1].strip(), part[2]
-        place = part.end()
-        if key in arguments:
-            return Call(name, None, f"the parameter {short(key)} stands twice")
-        kinds = _kinds(properties.get(key, {}))
-        try:
-            arguments[key] = value if "string" in kinds or not kinds else read_json(value)
-        except ValueError:
-            arguments[key] = value  # of the wrong type, which is told
-    if rest[place:].strip():
-        return Call(name, None, f"what is between parameters is no parameter: {short(rest[place:].strip())}")
-    return Call(name, arguments)
-
-
-_TYPES: dict[str, Any] = {"string": str, "integer": int, "number": (int, float), "boolean": bool}
-_TYPES |= {"array": list, "object": dict, "null": type(None)}
-
-
-def _properties(schema: dict[str, Any] | None) -> dict[str, Any]:
-    return schema["function"]["parameters"].get("properties", {}) if schema else {}
-
-
-def _kinds(schema: dict[str, Any]) -> list[str]:
-    """The JSON types that a schema allows; empty: any."""
-    if "anyOf" in schema:
-        each = [_kinds(one) for one in schema["anyOf"]]
-        return [kind for kinds in each for kind in kinds] if all(each) else []
-    kinds = schema.get("type", [])
-    kinds = [kinds] if isinstance(kinds, str) else list(kinds)
-    return [*kinds, "null"] if kinds and schema.get("nullable") else kinds
-
-
-def _mistake(call: Call, schemas: Schemas) -> str:
+def _mistake(name: str, arguments: dict[str, Any], schemas: Schemas) -> str:
     """Why no such tool is there, or its arguments are not those of its schema; empty if the call can be made."""
-    name = str(call.name)
+    from jsonschema import Draft202012Validator  # here: runs without tools do without it
+    from jsonschema.exceptions import best_match
+
     if name not in schemas:
         return f"there is no tool {short(name)}{nearest(name[:40], schemas)}; the tools are {', '.join(schemas)}"
-    properties = _properties(schemas[name])
-    required = schemas[name]["function"]["parameters"].get("required", [])
-    if missing := [one for one in required if one not in call.arguments]:
-        return f"{name} needs the argument {missing[0]}"
-    for key, value in call.arguments.items():
-        if key not in properties:
-            return f"{name} has no argument {short(key)}; it has {', '.join(properties) or 'none'}"
-        kinds, allowed = _kinds(properties[key]), properties[key].get("enum")
-        fits = any(isinstance(value, _TYPES[kind]) for kind in kinds if kind in _TYPES)
-        if isinstance(value, bool):
-            fits = "boolean" in kinds
-        if kinds and not fits:
-            return f"{name}: {key} is {short(value)}; it must be of type {' or '.join(kinds)}"
-        if allowed is not None and value not in allowed:
-            return f"{name}: {key} is {short(value)}; it must be one of {', '.join(map(str, allowed))}"
-    return ""
+    schema = schemas[name]["function"]["parameters"]
+    properties = {  # transformers says of what may be null `nullable`, which is no word of JSON Schema
+        key: {"anyOf": [one, {"type": "null"}]} if one.get("nullable") else one
+        for key, one in schema.get("properties", {}).items()
+    }
+    strict = schema | {"properties": properties, "additionalProperties": False}
+    error = best_match(Draft202012Validator(strict).iter_errors(arguments))
+    return f"{name}: {error.json_path} {error.message}"[:300] if error else ""
 
 
 def as_error(text: str) -> str:
@@ -185,7 +131,6 @@ def as_error(text: str) -> str:
 
 # ---- what is told
 
-MARK = "\ufdd0"  # no character; it stands inside what looks like a control token and is none
 CALL: dict[str, Any] = {"type": "function", "function": {"name": "f", "arguments": {}}}
 # a turn that ends with a call, for the template
 EXCHANGE: list[dict[str, Any]] = [
@@ -198,26 +143,18 @@ class Frames:
     """Renders what a model is told between its turns. end_ids: its end tokens."""
 
     def __init__(self, tokenizer: Any, end_ids: Sequence[int], *, thinking: bool):
-        from tokenizers import Tokenizer
-
         self.tokenizer, self.thinking = tokenizer, thinking
         self.end_ids, self.ends = set(end_ids), [str(tokenizer.convert_ids_to_tokens(one)) for one in end_ids]
-        self.control = {str(one.content): number for number, one in tokenizer.added_tokens_decoder.items()}
-        longest_first = sorted(self.control, key=len, reverse=True)
-        self.pattern = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
-        # without added tokens: it knows no control token, so no text becomes one
-        backend = json.loads(tokenizer.backend_tokenizer.to_str()) | {"added_tokens": []}
-        self.plain = Tokenizer.from_str(json.dumps(backend))
 
     def between(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:
         """
         The ids of messages after a turn of the model, from its end token on up to where its next turn begins.
 
-        What the messages say stays text. It is encoded with the template's words around it in one piece, as a tokenizer
-        does; only the template's control tokens are control tokens.
+        What the messages say stays text: only the template's control tokens are control tokens.
         """
         before = self._render(EXCHANGE, tools, opened=False)
-        after = self._render([*EXCHANGE, *self._marked(messages)], tools, opened=True)
+        told = chat_template.as_text(self.tokenizer, messages, every=True)
+        after = self._render([*EXCHANGE, *told], tools, opened=True)
         found = [(before.rfind(end), end) for end in self.ends]
         place, end = max(found)
         if place < 0:
@@ -225,7 +162,7 @@ class Frames:
                 f"the model's chat template ends a turn with none of its end tokens, {', '.join(self.ends)}"
             )
         pieces = after.split(end)
-        return self._encode(end.join(pieces[before.count(end) :]))
+        return chat_template.encode(self.tokenizer, end.join(pieces[before.count(end) :]))
 
     def rewrites(self) -> bool:
         """Whether the template shows an earlier turn otherwise than it was written, for example without its thought."""
@@ -242,29 +179,12 @@ class Frames:
         """At most `most` tokens of a text, and a line that says so."""
         text = text.encode("utf-8", "replace").decode()
         shown = text[: 100 * most]  # no token of use is longer
-        encoded = self.plain.encode(shown, add_special_tokens=False)
+        encoded = self.tokenizer.backend_tokenizer.encode(shown, add_special_tokens=False)
         if len(encoded.ids) > most:
             shown = shown[: encoded.offsets[most][0]]
         if len(shown) == len(text):
             return text
         return f"{shown}\n[cut: {len(shown)} of {len(text)} characters]"
 
-    def _marked(self, held: Any) -> Any:
-        """The same with a mark in each text that looks like a control token."""
-        if isinstance(held, str):
-            return self.pattern.sub(lambda found: f"{found[0][:1]}{MARK}{found[0][1:]}", held.replace(MARK, ""))
-        if isinstance(held, dict):
-            return {key: self._marked(value) for key, value in held.items()}
-        return [self._marked(one) for one in held] if isinstance(held, list) else held
-
     def _render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, *, opened: bool) -> str:
         return chat_template.render(self.tokenizer, messages, self.thinking, opened=opened, tools=tools)
-
-    def _encode(self, text: str) -> list[int]:
-        ids = list[int]()
-        for number, piece in enumerate(self.pattern.split(text)):  # text, control token, text, …
-            if number % 2:
-                ids.append(self.control[piece])
-            elif piece:
-                ids += self.plain.encode(piece.replace(MARK, ""), add_special_tokens=False).ids
-        return ids

@@ -39,12 +39,17 @@ def _dated(template: Any) -> dict[str, str]:
     return {"chat_template": asked.sub(lambda match: repr(_day[0].strftime(match[2])), template)}
 
 
-def as_text(tokenizer: Any, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages with a mark around each special token in them, by which `encode` knows it from the template's own."""
+def as_text(tokenizer: Any, messages: list[dict[str, Any]], every: bool = False) -> list[dict[str, Any]]:
+    """
+    Messages with a mark around each special token in them, by which `encode` knows it from the template's own.
+
+    every: around control tokens that are not `special` too, as <tool_call>, which replies to learn from may have.
+    """
     from transformers.utils.chat_template_utils import mark_control_tokens  # here: importing it takes seconds
 
-    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-    return mark_control_tokens(messages, re.compile("|".join(map(re.escape, special)) or "(?!)"))
+    tokens = [token.content for token in tokenizer.added_tokens_decoder.values() if every or token.special]
+    longest_first = sorted(tokens, key=len, reverse=True)
+    return mark_control_tokens(messages, re.compile("|".join(map(re.escape, longest_first)) or "(?!)"))
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:

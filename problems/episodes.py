@@ -32,7 +32,7 @@ import numpy as np
 from config import Config, ToolSettings
 from machine import world
 from problems import chat_template
-from problems.calls import Call, Frames, Tool, as_error, format_of, pays_turns, read_calls, schemas_in, schemas_of
+from problems.calls import Call, Frames, Tool, as_error, pays_turns, read_calls, reader_of, schemas_in, schemas_of
 from problems.examples import Example, one_line, prompt_text, short
 from problems.rewards import raised
 
@@ -185,10 +185,10 @@ class Toolbox:
         """
         self.settings, self.environments, self.thinking, self.tokenizer = settings, environments, thinking, tokenizer
         self.context = context_of(settings, context)
-        self.kind = format_of(tokenizer.chat_template)
+        self.read = reader_of(tokenizer.chat_template)
         self.frames = Frames(tokenizer, end_ids, thinking=thinking)
         self.functions = {tool.__name__: tool for tool in tools}
-        own = schemas_of("--tools", list(tools))
+        own = schemas_of("--tools", tools)
         self.schemas = {"": own} | {name: own | schemas_in(kind) for name, kind in environments.items()}
         self.workers: dict[tuple[str, int], Worker] = {}
         self.loop = functools.cache(_start_loop)
@@ -342,7 +342,7 @@ class Episodes:
 
     def hear(self, row: int, ids: list[int]) -> None:
         episode, text = self.rows[row], self.box.frames.text(ids)
-        calls = read_calls(text, self.box.kind, self.box.schemas[episode.name])
+        calls = read_calls(text, self.box.read, self.box.schemas[episode.name])
         message: dict[str, Any] = {"role": "assistant", "content": text}
         if calls and all(isinstance(call.arguments, dict) for call in calls):
             thought, end, rest = text.rpartition("</think>")

@@ -147,7 +147,7 @@ def _with_tools(task: Task, config: Config) -> Task:
             task = task._replace(held_out=spread(task.train, _module("guess").NUM_HELD_OUT))
         if not config.data.reward and not config.data.rubric:
             task = task._replace(rewards={}, reward_weights={}, rubric=None, verifier=None)
-    schemas = calls.schemas_of("--tools", list(task.tools))
+    schemas = calls.schemas_of("--tools", task.tools)
     for kind in task.environments.values():
         if both := sorted(schemas.keys() & calls.schemas_in(kind)):
             raise ValueError(f"--env: {kind.__name__} and --tools both have a tool {both[0]}; rename one of them")

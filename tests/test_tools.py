@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from conftest import message_of
-from mlx_lm.tool_parsers import json_tools, qwen3_coder
 
 from config import Config, ToolSettings
 from problems import calls, chat_template, episodes
@@ -68,13 +67,8 @@ def fails(text: str | None = None) -> str:
     raise RuntimeError(f"no {text}")
 
 
-def hangs() -> str:
-    """Hangs."""
-    time.sleep(3)
-    return "late"
-
-
-SCHEMAS = calls.schemas_of("--tools", [add, later, fails, hangs])
+SCHEMAS = calls.schemas_of("--tools", [add, later, fails])
+JSON, CODER = map(calls.reader_of, ("<tool_call>", "<tool_call>\n<function="))
 
 # ---- calls
 
@@ -90,50 +84,48 @@ def coder(name, **arguments):
 
 def test_calls_are_read_after_the_thought_in_order():
     text = f"<think>{call('add', {'a': 1})}</think>Let me see. {call('add', {'a': 2})}\n{call('later', {'seconds': 1})}"
-    found = calls.read_calls(text, "json", SCHEMAS)
+    found = calls.read_calls(text, JSON, SCHEMAS)
     assert found == [calls.Call("add", {"a": 2}), calls.Call("later", {"seconds": 1})]
-    assert calls.read_calls("no call", "json", SCHEMAS) == []
+    assert calls.read_calls("no call", JSON, SCHEMAS) == []
 
 
-@pytest.mark.parametrize("arguments", [{"a": 3}, {"a": -1, "b": 20}])
-def test_both_formats_give_what_mlx_lm_reads(arguments):
-    (ours,) = calls.read_calls(call("add", arguments), "json", SCHEMAS)
-    theirs = json_tools.parse_tool_call(call("add", arguments)[len("<tool_call>") : -len("</tool_call>")])
-    assert ours._asdict() == theirs | {"error": ""}
-    (ours,) = calls.read_calls(coder("add", **arguments), "coder", SCHEMAS)
-    theirs = qwen3_coder.parse_tool_call(coder("add", **arguments)[11:-12].strip(), list(SCHEMAS.values()))
-    assert ours._asdict() == theirs | {"error": ""}
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [("add", {"a": 3}), ("add", {"a": -1, "b": 20}), ("later", {"seconds": 1}), ("fails", {"text": None})],
+)
+def test_both_formats_are_read_whole_numbers_and_null_where_it_may_be(name, arguments):
+    for text, read in ((call(name, arguments), JSON), (coder(name, **arguments).replace("None", "null"), CODER)):
+        assert calls.read_calls(text, read, SCHEMAS) == [calls.Call(name, arguments)]
 
 
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("<tool_call>\nadd(1)\n</tool_call>", "not JSON"),
-        (call("add", {"a": float("nan")}), "not JSON"),
-        (call("add", {"a": 5}).replace("5", "1e999"), "not JSON"),
-        ("<tool_call>" + "[" * 10_000 + "</tool_call>", "nested too deep"),
+        ("<tool_call>\nadd(1)\n</tool_call>", "cannot be read: JSONDecodeError"),
+        (call("add", {"a": float("nan")}), "cannot be read"),
+        (call("add", {"a": 5}).replace("5", "1e999"), "cannot be read"),
+        ("<tool_call>" + "[" * 10_000 + "</tool_call>", "cannot be read: RecursionError"),
         ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "is not {"),
         ('<tool_call>{"name": "add", "arguments": {"a": 1}}', "no </tool_call>"),
         (call("ad", {"a": 1}), "there is no tool 'ad', did you mean 'add'?"),
-        (call("add", {}), "needs the argument a"),
-        (call("add", {"a": 1, "c": 2}), "no argument 'c'"),
-        (call("add", {"a": "1"}), "a is '1'; it must be of type integer"),
-        (call("add", {"a": True}), "a is True; it must be of type integer"),
+        (call("add", {}), "add: $ 'a' is a required property"),
+        (call("add", {"a": 1, "c": 2}), "('c' was unexpected)"),
+        (call("add", {"a": "1"}), "add: $.a '1' is not of type 'integer'"),
+        (call("add", {"a": True}), "True is not of type 'integer'"),
+        (call("fails", {"text": 3}), "fails: $.text 3 is not"),
+        (coder("add", a="{[]: 1}"), "cannot be read"),
+        (coder("add", a="[" * 5000), "cannot be read"),
+        (coder("add", a="1e999"), "cannot be read: OverflowError"),
         (call("__init__", {}), "there is no tool"),
     ],
 )
 def test_what_cannot_be_called_says_why(text, error):
-    (found,) = calls.read_calls(text, "json", SCHEMAS)
+    (found,) = calls.read_calls(text, CODER if "<function=" in text else JSON, SCHEMAS)
     assert error in found.error and "\n" not in found.error
 
 
-def test_a_number_may_be_whole_and_what_has_a_default_may_be_null():
-    assert calls.read_calls(call("later", {"seconds": 1}), "json", SCHEMAS)[0].error == ""
-    assert calls.read_calls(call("fails", {"text": None}), "json", SCHEMAS)[0].error == ""
-
-
 def test_a_tool_without_types_or_words_is_refused_by_name():
-    assert "--tools: the tool <lambda> has no schema" in message_of(calls.schema_of, "--tools", lambda x: x)
+    assert "--tools: the tool <lambda> has no schema" in message_of(calls.schemas_of, "--tools", [lambda x: x])
     assert "has no method reset" in message_of(calls.schemas_in, type("Empty", (), {}))
 
 
@@ -193,13 +185,12 @@ def test_a_long_result_is_cut_to_its_tokens_and_says_so(talker):
     frame = calls.Frames(talker, [talker.eos_token_id], thinking=False)
     text = frame.cut("ab" * 500_000, 10)
     shown, said = text.split("\n")
-    assert len(frame.plain.encode(shown).ids) == 10 and said == f"[cut: {len(shown)} of 1000000 characters]"
+    assert len(talker.encode(shown)) == 10 and said == f"[cut: {len(shown)} of 1000000 characters]"
     assert frame.cut("two and two", 30) == "two and two"
 
 
 def test_a_template_without_tools_is_refused():
-    assert "has no tools" in message_of(calls.format_of, "{{ messages }}")
-    assert calls.format_of("<tool_call>\n<function=") == "coder" and calls.format_of("<tool_call>") == "json"
+    assert "has no tools" in message_of(calls.reader_of, "{{ messages }}")
 
 
 # ---- episodes
@@ -505,7 +496,7 @@ def test_a_number_that_no_record_holds_is_told_and_the_conversation_is_recorded(
     talk = box_of(talker, [later]).play(EXAMPLES, [0], "0")
     text = call("later", {"seconds": 5}).replace("5", number)
     _, messages = answer(talk, talker, text)
-    assert "not JSON" in messages[-1]["content"] and messages[0] == {"role": "assistant", "content": text}
+    assert "cannot be read" in messages[-1]["content"] and messages[0] == {"role": "assistant", "content": text}
     assert number not in json.dumps([talk.rows[0].made], allow_nan=False)
-    (found,) = calls.read_calls(coder("later", seconds=number), "coder", SCHEMAS)
-    assert "not JSON" in found.error and found.arguments is None
+    (found,) = calls.read_calls(coder("later", seconds=number), CODER, SCHEMAS)
+    assert "cannot be read" in found.error and found.arguments is None

@@ -244,7 +244,7 @@ def begin_with(model: gwen.Model, adapter: Fused) -> None:
 
 def adapter_weights(model: gwen.Model) -> dict[str, mx.array]:
     """A and B of every adapter in mlx_lm's names and parts, "model.layers.0.self_attn.q_proj.lora_a"."""
-    out, prefix = {}, hub.mlx_lm_prefix(model.config.family)
+    out, prefix = {}, hub.MLX_LM_PREFIX if model.config.family.is_hybrid else ""
     for name, layer in layers(model):
         # B^T has the output rows that a weight has, so the rule that takes weights apart takes it apart too
         for part, rows in hub.unfuse_weights({name: layer.lora_b.T}, model.config).items():
@@ -260,16 +260,16 @@ def save_adapter(model: gwen.Model, directory: Path, base: str) -> bool:
     """
     directory.mkdir(parents=True, exist_ok=True)
     adapted = list(layers(model))
+    config: dict[str, Any] = {"model": base, "fine_tune_type": "full", "num_layers": len(model.layers)}
     if adapted:
         first, weights = adapted[0][1], adapter_weights(model)
-        names = {hub.plain(name).rpartition(".")[0] for name in weights}
-        config = adapters.mlx_lm_config(base, len(model.layers), names, first.lora_a.shape[1], first.scale)
+        keys = sorted({hub.plain(name).rpartition(".")[0].split(".", 3)[3] for name in weights})
+        parameters = {"rank": first.lora_a.shape[1], "scale": first.scale, "dropout": 0.0, "keys": keys}
+        config |= {"fine_tune_type": "lora", "lora_parameters": parameters}
     else:
-        config = {"model": base, "fine_tune_type": "full", "num_layers": len(model.layers)}
         weights = hub.unfuse_weights(dict(tree_flatten(model.parameters())), model.config)
         weights = hub.to_mlx_lm(weights, model.config.family)
-    metadata = {"format": "mlx", "sha256": adapters.checksum(weights, config)}
-    checkpoint.save_tensors(directory / "adapters.safetensors", weights, metadata)
+    checkpoint.save_tensors(directory / "adapters.safetensors", weights)
     checkpoint.write_json(directory / "adapter_config.json", config)
     return bool(adapted)
 

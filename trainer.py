@@ -95,8 +95,7 @@ def begin(
         run_files.own(path)
         state = checkpoint.load(path)
         fixed = {name: value for name, value in settings.items() if not SETTINGS[name].later}
-        changed = [*checkpoint.changes(path, state, fixed), *checkpoint.missing_steps(path, state)]
-        checkpoint.refuse_changes(path, state, changed, allow_changes)
+        checkpoint.refuse_changes(path, state, fixed, allow_changes)
         checkpoint.publish(path, state)  # a killed process may not have got this far
         return [settings, state, resume]
 
@@ -146,10 +145,10 @@ class Trainer:
     def _make_dir(self, begun: Begun) -> str:
         """Makes the run's directory, or that of a resumed run ready to go on; returns its path."""
         run, state = self.run, begun.state
-        text, sources = as_yaml(run.config, run.sizes), run.sources
+        text = as_yaml(run.config, run.sizes)
         if not state:
             return str(run_files.make_run_dir(text, run.dir, begun.run_dir))
-        checkpoint.refuse_changes(run.dir, state, checkpoint.changes(run.dir, state, sources), begun.allow_changes)
+        checkpoint.refuse_changes(run.dir, state, run.sources, begun.allow_changes)
         for name, value in run.config.flat(run.sizes).items():
             if value != (was := state.extra["settings"].get(name, value)):
                 print(f"from step {state.step + 1} on: {flag_of(name)} {value} (was {was!r})", flush=True)

@@ -32,8 +32,7 @@ from settings.sources import load_recipe
 def main(argv: list[str] | None = None) -> None:
     parser = Parser("lora.py", "Merge an adapter into its model, or write it in another layout.")
     parser.add_argument("--fuse", action="store_true", help="write the merged model, a Hugging Face directory")
-    layouts = [*adapters.LAYOUTS, "gguf"]
-    parser.add_argument("--export", choices=layouts, help="write the adapter alone, in this layout; merged in a gguf")
+    parser.add_argument("--export", choices=["peft", "gguf"], help="the adapter alone for PEFT, or merged in one file")
     parser.add_argument("--bits", type=int, choices=gguf_writer.LABELS, help="of --fuse and gguf (default: 16)")
     run_files.add_flags(parser)
     parser.add_argument("--model", help="demo, a Hugging Face directory or a hub id (default: the adapter's)")
@@ -43,7 +42,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         if args.fuse == (args.export is not None):
             raise ValueError("give --fuse for a whole model, or --export peft for the adapter alone")
-        if args.bits and args.export in adapters.LAYOUTS:
+        if args.bits and args.export == "peft":
             raise ValueError(f"--bits {args.bits} is of --fuse and --export gguf; leave it out")
         if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
             raise ValueError(f"--out {args.out} exists; give a new directory")
@@ -65,7 +64,7 @@ def main(argv: list[str] | None = None) -> None:
                     elif args.export == "gguf":
                         what = export_gguf(name, adapter, made, run, args.out.resolve().name, args.bits or 16)
                     else:
-                        what = export(name, adapter, made, args.export)
+                        what = export_peft(name, adapter, made)
             except RuntimeError as error:  # MLX's, when a file cannot be written
                 raise OSError(f"--out {args.out} cannot be written: {hub.first_line(error)}") from error
             if args.run:
@@ -139,19 +138,17 @@ def system_of(example: Example) -> str | None:
     return system
 
 
-def export(name: str | None, adapter: str, out: Path, layout: str) -> str:
+def export_peft(name: str | None, adapter: str, out: Path) -> str:
     """Writes the adapter alone, with a base that other programs can open where there is one."""
     if adapters.kind_of(adapters.find(adapter)) == "full":
-        raise ValueError(f"--export {layout}: {adapter} holds a whole model, not an adapter; write it with --fuse")
+        raise ValueError(f"--export peft: {adapter} holds a whole model, not an adapter; write it with --fuse")
     read = adapters.read(adapter)
-    base, prefix, note = name or read.base, "", ""
-    if layout == "mlx_lm":  # whose names depend on the model's family
-        prefix = hub.mlx_lm_prefix(gwen.load_config(base or adapters.base_of(adapter)).family)
+    base, note = name or read.base, ""
     if base and hub.is_gguf(base):
         note = f"; other programs do not open {base} as its base: give them the whole model, by --fuse"
     base = str(hub.BUNDLED[base]) if base in hub.BUNDLED else base
-    adapters.write(read._replace(base=base), out, layout, prefix)
-    return f"{adapter} for {base}, in the layout of {layout}{note}"
+    adapters.write_peft(read._replace(base=base), out)
+    return f"{adapter} for {base}, in the layout of peft{note}"
 
 
 def export_gguf(name: str | None, adapter: str, out: Path, run: str | None, title: str, bits: int) -> str:

@@ -12,14 +12,13 @@ the step; the logs, which a resume cuts back to that step (reporting/journal.py)
 
 import filecmp
 import hashlib
-import itertools
 import json
 import os
 import re
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +26,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from disk import adapters, hub
-from disk.run_files import is_owned, read_log, refuse_replaced, settings_of
+from disk.run_files import is_owned, refuse_replaced, settings_of
 from machine import memory
 
 TENSORS = ("adapter/adapters.safetensors", "state.safetensors")
@@ -134,34 +133,22 @@ def saved(run_dir: str | Path) -> list[Path]:
 
 def newest_unfinished(steps: int | None = None, runs: Path = Path("runs")) -> str:
     """
-    The run that was written last of those that have a checkpoint and steps left; where none has, of the finished ones.
-    Names on stderr the later runs, and why they are left out.
+    The run that was begun last of those that have a checkpoint and steps left; where none has, of the finished ones.
 
     steps: the value of --steps, if given. Raises ValueError where no run can go on.
     """
-
-    def last_write(run: Path) -> float:
-        return max(path.stat().st_mtime for path in (run / "config.yaml", run / "metrics.jsonl") if path.is_file())
-
-    chosen, passed_over = None, list[str]()
     settings = [*runs.glob("*/config.yaml"), *runs.glob("*/seed-*/config.yaml")]
-    for run in sorted((path.parent for path in settings), key=last_write, reverse=True):
-        checkpoints = saved(run)
-        if is_owned(run):
-            passed_over.append(f"{run} is being trained")
-        elif not checkpoints:
-            passed_over.append(f"{run} has no checkpoint (start it over with --config {run}/config.yaml)")
-        elif int(checkpoints[-1].name.removeprefix("step-")) < (steps or settings_of(str(run)).get("steps", 0)):
-            chosen = run
-            break
-        else:
-            passed_over.append(f"{run} is finished")
-            chosen = chosen or run
-    why = "; ".join(passed_over[:5])
-    if chosen is None:
-        raise ValueError(f"--resume: no run in {runs}/ can go on{why and f' ({why})'}; name the directory of a run")
-    if passed_over and f"{chosen} is finished" not in passed_over:
-        print(f"--resume goes on with {chosen}: {why}", file=sys.stderr)
+    newest_first = sorted(settings, key=lambda path: path.stat().st_mtime, reverse=True)
+    found = [path.parent for path in newest_first if saved(path.parent) and not is_owned(path.parent)]
+    if not found:
+        raise ValueError(f"--resume: no run in {runs}/ can go on; name the directory of a run")
+
+    def is_unfinished(run: Path) -> bool:
+        last = int(saved(run)[-1].name.removeprefix("step-"))
+        return last < (steps or settings_of(str(run)).get("steps", 0))
+
+    chosen = next(filter(is_unfinished, found), found[0])
+    print(f"--resume goes on with {chosen}", file=sys.stderr)
     return str(chosen)
 
 
@@ -199,39 +186,20 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def changes(run_dir: Path, state: State, now: dict[str, Any]) -> Iterator[str]:
+def refuse_changes(run_dir: Path, state: State, now: dict[str, Any], allowed: bool) -> None:
     """
-    Names what is not as it was when the checkpoint was saved.
+    Raises ValueError naming what is not as it was when the checkpoint was saved; prints it where that is `allowed`.
 
-    now: settings, and digests of what the run is made of, by name. Raises ValueError for what no run can become.
+    now: settings, and digests of what the run is made of, by name. No run becomes one of replies, or ceases to be one.
     """
-    settings = state.extra["settings"]
+    settings, changed = state.extra["settings"], list[str]()
     before = settings | state.extra["sources"]
     for name, value in now.items():
         was = before.get(name, value)
-        if value == was:
-            continue
-        if name == "loss_type" and "sft" in (value, was):
+        if value != was and name == "loss_type" and "sft" in (value, was):
             raise ValueError(f"--resume {run_dir}: its loss_type was {was}, not {value}; start a new run")
-        yield f"{name} ({was!r:.60}, now {value!r:.60})" if name in settings else name
-
-
-def missing_steps(run_dir: Path, state: State) -> Iterator[str]:
-    """Names a log in which the steps up to the checkpoint do not stand once each, as where two runs wrote to it."""
-    last, expected = state.step, list(range(1, state.step + 1))
-    for name in ["metrics.jsonl"] + ["rollouts.jsonl"] * (state.extra["settings"]["loss_type"] != "sft"):
-        steps = [record["step"] for _, record in read_log(run_dir / name)]
-        if name == "rollouts.jsonl":
-            steps = [step for step, _ in itertools.groupby(steps)]  # which has a record for each completion
-        if steps[:last] != expected or any(step <= last for step in steps[last:]):
-            missing = sorted({*expected} - {*steps})
-            numbers = f"{'s' if missing[1:] else ''} {', '.join(map(str, missing[:9]))}"
-            yield f"{name}, {f'which lacks step{numbers}' if missing else 'whose steps are not in order'},"
-
-
-def refuse_changes(run_dir: Path, state: State, changed: Iterable[str], allowed: bool) -> None:
-    """Raises ValueError naming what has changed, if anything; prints it where that is `allowed`."""
-    changed = list(changed)
+        if value != was:
+            changed.append(f"{name} ({was!r:.60}, now {value!r:.60})" if name in settings else name)
     if changed and not allowed:
         rest = f"changed since step {state.step}; --allow-changes goes on with {'them' if changed[1:] else 'it'}"
         raise ValueError(f"--resume {run_dir}: {', '.join(changed)} {rest}")
@@ -253,11 +221,10 @@ def _sync(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def save_tensors(path: Path, arrays: dict[str, mx.array], metadata: dict[str, str] | None = None) -> None:
+def save_tensors(path: Path, arrays: dict[str, mx.array]) -> None:
     """Writes safetensors and forces them to disk. Raises OSError if they do not fit."""
     try:
-        metadata = metadata or {"format": "mlx"}
-        memory.on_cpu(mx.save_safetensors, str(path), dict(sorted(arrays.items())), metadata=metadata)
+        memory.on_cpu(mx.save_safetensors, str(path), dict(sorted(arrays.items())), metadata={"format": "mlx"})
     except RuntimeError as error:
         if memory.is_too_much(error):
             raise

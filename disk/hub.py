@@ -434,16 +434,11 @@ def from_stored(weights: dict[str, mx.array], family: Family) -> tuple[dict[str,
     return out, len(weights) - len(out)
 
 
-def mlx_lm_prefix(family: Family) -> str:
-    """What stands before "model.layers…" in mlx_lm's names."""
-    return MLX_LM_PREFIX if family.is_hybrid else ""
-
-
 def to_mlx_lm(weights: dict[str, mx.array], family: Family) -> dict[str, mx.array]:
     """ "model.layers…" as mlx_lm's model holds them, where `from_stored` reads them."""
     if not family.is_hybrid:
         return weights
-    return {mlx_lm_prefix(family) + name: array for name, array in _moved(weights, family.norm_offset, 2, 1).items()}
+    return {MLX_LM_PREFIX + name: array for name, array in _moved(weights, family.norm_offset, 2, 1).items()}
 
 
 def to_hub(weights: dict[str, mx.array], family: Family) -> dict[str, mx.array]:

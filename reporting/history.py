@@ -21,7 +21,7 @@ from reporting.health import Records
 KEYS = {  # that the records of a log have beside their step
     "changes": ("setting", "was", "is"),
     "warnings": ("name", "text"),
-    "eval_answers": ("problem", "prompt", "completions", "values"),
+    "eval_answers": ("problem", "prompt", "completions", "values", "rewards"),
 }
 MOST_TEXT = 20_000  # characters of one text; of a longer one both ends are shown
 

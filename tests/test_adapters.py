@@ -17,14 +17,13 @@ WEIGHTS = {"mlx_lm": "adapters.safetensors", "peft": "adapter_model.safetensors"
 
 
 def change(directory, layout, parameters=(), tensors=None):
-    """Gives an adapter other parameters, and other tensors, as a program would that knows no checksum."""
+    """Gives an adapter other parameters, and other tensors."""
     path = directory / "adapter_config.json"
     config = json.loads(path.read_text())
     (config if layout == "peft" else config["lora_parameters"]).update(parameters)
     path.write_text(json.dumps(config))
-    tensors = dict(mx.load(str(directory / WEIGHTS[layout]))) if tensors is None else tensors
-    mx.eval(tensors)  # before the file is written that they are read from
-    mx.save_safetensors(str(directory / WEIGHTS[layout]), tensors)
+    if tensors is not None:
+        mx.save_safetensors(str(directory / WEIGHTS[layout]), tensors)
 
 
 @pytest.fixture
@@ -36,20 +35,15 @@ def exported(tiny_model, tmp_path):
     return model, tmp_path
 
 
-def same_tensors(one, two):
-    one, two = (dict(mx.load(str(path))) for path in (one, two))
-    assert one.keys() == two.keys()
-    return all(array.dtype == two[name].dtype and mx.array_equal(array, two[name]) for name, array in one.items())
-
-
 def test_an_adapter_comes_back_from_the_other_layout_to_the_bit(exported):
     _, root = exported
-    lora.main(["--export", "mlx_lm", "--adapter", str(root / "peft"), "--out", str(root / "again")])
-    assert same_tensors(root / "ours" / WEIGHTS["mlx_lm"], root / "again" / WEIGHTS["mlx_lm"])
-    ours, again = (json.loads((root / name / "adapter_config.json").read_text()) for name in ("ours", "again"))
-    assert ours == again
-    lora.main(["--export", "peft", "--adapter", str(root / "again"), "--out", str(root / "peft again")])
-    assert same_tensors(root / "peft" / WEIGHTS["peft"], root / "peft again" / WEIGHTS["peft"])
+    ours, theirs = adapters.read(root / "ours"), adapters.read(root / "peft")
+    assert ours.pairs.keys() == theirs.pairs.keys() and ours[:2] == theirs[:2]
+    for name, pair in ours.pairs.items():
+        assert all(
+            mx.array_equal(*both) and both[0].dtype == both[1].dtype
+            for both in zip(pair, theirs.pairs[name], strict=True)
+        )
 
 
 def test_an_adapter_in_peft_s_layout_is_merged_and_attached_like_ours(exported, tiny_model):
@@ -72,19 +66,7 @@ def test_the_exported_numbers_are_those_of_the_formula(exported):
     x = np.random.default_rng(0).normal(size=(3, low.shape[1]))
     expected = x @ np.array(layer.linear.weight, np.float64).T + config["lora_alpha"] / config["r"] * x @ low.T @ high.T
     np.testing.assert_allclose(np.array(layer(mx.array(x.astype(np.float32)))), expected, atol=1e-5)
-    names = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj"
-    if model.config.delta is not None:
-        names += " in_proj_qkv in_proj_z in_proj_b in_proj_a out_proj"
-    assert config["target_modules"] == sorted(names.split())
-
-
-def test_an_adapter_of_some_layers_names_these_alone(exported):
-    _, root = exported
-    held = adapters.read(root / "ours")
-    some = {name: pair for name, pair in held.pairs.items() if ".layers.1." in name and "mlp" in name}
-    adapters.write(held._replace(pairs=some), root / "some", "peft")
-    targets = json.loads((root / "some" / "adapter_config.json").read_text())["target_modules"]
-    assert targets == sorted(some)
+    assert config["target_modules"] == sorted(adapters.read(root / "ours").pairs)
 
 
 @pytest.mark.parametrize(
@@ -94,8 +76,8 @@ def test_an_adapter_of_some_layers_names_these_alone(exported):
         ({"use_dora": True}, "has use_dora True, which is not supported"),
         ({"rank_pattern": {"o_proj": 4}}, "has rank_pattern {'o_proj': 4}"),
         ({"bias": "all"}, "has bias 'all'"),
-        ({"r": 0}, "has r 0 and lora_alpha"),
-        ({"lora_alpha": None}, "and lora_alpha None; both must be numbers"),
+        ({"r": 0}, "has {'r': 0, 'lora_alpha'"),
+        ({"lora_alpha": None}, "'lora_alpha': None}; they must make"),
     ],
 )
 def test_what_peft_can_and_this_model_cannot_is_refused_by_name(exported, changed, said):
@@ -113,7 +95,7 @@ def test_the_scale_of_rank_stabilized_adapters_is_alpha_over_the_root_of_the_ran
     assert adapters.read(root / "peft").scale == pytest.approx(config["lora_alpha"] / config["r"] ** 0.5)
 
 
-ODD = [0, -1, 10**9, 10**400, float("nan"), float("inf"), True, "2", None, [2]]
+ODD = [0, -1, 10**9, 10**400, float("nan"), float("inf"), "2", None, [2]]
 
 
 @pytest.mark.parametrize("layout", WEIGHTS)
@@ -126,7 +108,7 @@ def test_ranks_and_scales_that_no_adapter_has_are_refused_in_a_line(exported, la
             (directory / "adapter_config.json").write_text(before)
             change(directory, layout, {name: value})
             said = message_of(adapters.read, directory)
-            assert "; they must be" in said or "; both must be" in said or "has rank 4, adapter_config" in said, value
+            assert "; they must make" in said or "has rank 4, adapter_config" in said, value
 
 
 @pytest.mark.parametrize("layout", WEIGHTS)
@@ -138,22 +120,6 @@ def test_an_adapter_without_tensors_or_with_infinite_ones_is_refused(exported, l
     for tensors, said in (({}, "holds no tensors"), (infinite, "has values that are not finite")):
         change(directory, layout, tensors=tensors)
         assert said in message_of(adapters.read, directory)
-
-
-@pytest.mark.parametrize("layout", WEIGHTS)
-def test_a_changed_bit_or_scale_is_found_by_the_checksum_and_a_moved_base_is_none(exported, layout):
-    _, root = exported
-    directory = root / {"mlx_lm": "ours", "peft": "peft"}[layout]
-    config, weights = directory / "adapter_config.json", directory / WEIGHTS[layout]
-    held, content = json.loads(config.read_text()), weights.read_bytes()
-    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    assert "by its checksum it is not as it was written" in message_of(adapters.read, directory)
-    weights.write_bytes(content)
-    config.write_text(json.dumps(held | {"model" if layout == "mlx_lm" else "base_model_name_or_path": "elsewhere"}))
-    assert adapters.read(directory).base == "elsewhere"
-    changed = {"lora_alpha": 5} if layout == "peft" else {"lora_parameters": held["lora_parameters"] | {"scale": 5.0}}
-    config.write_text(json.dumps(held | changed))
-    assert "by its checksum it is not as it was written" in message_of(adapters.read, directory)
 
 
 def test_a_model_trained_whole_has_no_adapter_to_export(tiny_model, tmp_path, refused):

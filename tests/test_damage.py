@@ -23,7 +23,7 @@ import gwen
 import lora
 import report
 import train
-from disk import adapters, checkpoint, hub
+from disk import checkpoint, hub
 from disk.run_files import START
 from machine import versions
 from settings import sources
@@ -61,7 +61,8 @@ def go_on(whole):
     def look(run):
         state = run.state()
         extra = {name: value for name, value in state.extra.items() if name != "settings"}  # some may change
-        states.append([state.step, extra, *(adapters.checksum(arrays, {}) for arrays in state[1:3])])
+        arrays = (sorted((name, str(array.dtype), array.tolist()) for name, array in its.items()) for its in state[1:3])
+        states.append([state.step, extra, checkpoint.digest(*arrays)])
         return iter(())
 
     def go_on(run):
@@ -143,11 +144,6 @@ def flip(content):
     return content[:middle] + bytes([content[middle] ^ 4]) + content[middle + 1 :]
 
 
-def lines(*numbers):
-    """Of a log only the lines of these numbers."""
-    return lambda content: b"".join(content.splitlines(keepends=True)[number] for number in numbers)
-
-
 def swap(one, two):
     def damage(run):
         (run / one).rename(run / "between")
@@ -190,9 +186,6 @@ DAMAGE = {  # what is done, and the step from which the run goes on, or the line
     "no adapter": (lambda run: shutil.rmtree(run / "adapter"), 3),
     "a torn last line": (edit("eval.jsonl", lambda text: text + b'{"step": 4, "eval/acc'), 3),
     "later records": (edit("metrics.jsonl", lambda text: text + b'{"step": 4}\n'), 3),
-    "a lost step": (edit("metrics.jsonl", lines(0, 2)), "metrics.jsonl, which lacks step 2, changed since step 3"),
-    "a step twice": (edit("metrics.jsonl", lines(0, 0, 1, 2)), "metrics.jsonl, whose steps are not in order, changed"),
-    "no completions": (edit("rollouts.jsonl", lambda _: b""), "rollouts.jsonl, which lacks steps 1, 2, 3, changed"),
     "a line that is no JSON": (edit("eval.jsonl", lambda text: b"null\n" + text), "eval.jsonl, line 1 is damaged"),
     "a log that is a pipe": (instead("metrics.jsonl", os.mkfifo), "metrics.jsonl is no file"),
     "no settings": (edit("config.yaml", lambda _: b""), "config.yaml holds no settings"),
@@ -237,7 +230,7 @@ def test_whatever_bytes_of_a_run_change_it_restores_what_was_saved_or_ends_in_a_
         else:
             assert state == undamaged[state[0]][0]
             steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-            assert steps == list(range(1, state[0] + 1))
+            assert max(steps, default=0) <= state[0]
 
 
 # ---- what a run is made of
@@ -278,7 +271,6 @@ def swap_tokens(content):
         ("model/tokenizer.json", swap_tokens, "tokenizer"),
         ("model/model.safetensors", flip_last, "base model"),
         ("run/config.yaml", lambda text: text.replace(b"seed: 0", b"seed: 5"), "seed (0, now 5)"),
-        ("run/metrics.jsonl", lambda text: b"", "metrics.jsonl, which lacks step 1,"),
     ],
 )
 def test_a_resume_names_what_has_changed_since_the_run_was_saved(made_of_files, tmp_path, file, edit, named):

@@ -226,7 +226,7 @@ def test_an_adapter_whose_query_key_and_value_have_an_a_each_needs_three_times_t
     ):
         out, width = weights[f"{name}.weight"].shape
         pairs[name] = tuple(mx.array(rng.normal(0, 0.2, shape).astype(np.float32)) for shape in ((width, 2), (2, out)))
-    adapters.write(adapters.Adapter("x", 2.0, pairs), tmp_path / "peft", "peft")
+    adapters.write_peft(adapters.Adapter("x", 2.0, pairs), tmp_path / "peft")
     with pytest.raises(ValueError, match="--init-adapter needs --lora-rank 6, or more; it is 4"):
         begun(tiny_model, tmp_path / "peft")
     with pytest.raises(ValueError, match="adapts qkv_proj too; add that to --lora-targets"):

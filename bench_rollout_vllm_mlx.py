@@ -4,11 +4,10 @@ flags of `bench_rollout.py`. What is compared and how is in `bench/rollout.py`.
 
 vllm-mlx schedules mlx_lm's batch generator on mlx_lm's model. It runs here as its `generate_batch_sync` does, the
 scheduler in this thread and without a server, with as many rows at once as ours, with its prefix cache on and off; the
-better of the two counts. With the cache on, each prompt less its last token is generated from first, so that the rows
-find it: vllm-mlx drops a match of a whole prompt, and one of fewer than 128 tokens. It starts empty in every run, as it
-must in training, where the weights change between rollouts. vllm-mlx gives no log-probabilities, and turns ids into
-text as it goes, which it cannot be kept from. `prefill_ms` of vllm-mlx is that of the scheduler's steps that gave no
-token. Judging (`--benchmark-judge`) has its default batch sizes.
+better of the two counts. With the cache on, what rows begin with is generated from first, so that they find it:
+vllm-mlx drops a match of a whole prompt, and one of fewer than 128 tokens. It starts empty in every run, as it must in
+training, where the weights change between rollouts. vllm-mlx gives no log-probabilities, and turns ids into text as it
+goes, which it cannot be kept from. Its `prefill_ms` is that of the scheduler's steps that gave no token.
 """
 
 import functools
@@ -22,14 +21,13 @@ import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 
 from bench import rollout
-from bench.judging import Replies, Segments
 from bench.rollout import Rival, Timing, Work
 from disk import hub
 from flags import fail
 
 
 def run_vllm_mlx(work: Work, *, peer: Any, tokenizer: Any, prefix_cache: bool) -> Timing:
-    """The work done by vllm-mlx's scheduler; with the prefix cache, after each prompt has been put into it."""
+    """The work done by vllm-mlx's scheduler; with the prefix cache, after what rows begin with has been put into it."""
     from vllm_mlx.scheduler import Scheduler, SchedulerConfig
 
     size = work.batch_size
@@ -38,7 +36,8 @@ def run_vllm_mlx(work: Work, *, peer: Any, tokenizer: Any, prefix_cache: bool) -
     mx.random.seed(work.seed)
     begin = time.perf_counter()
     if prefix_cache:
-        primers = [prompt[:-1] for prompt in work.prompts if len(prompt) > 1]
+        begins = dict.fromkeys(tuple(rollout.joined(runs[:-1])) for runs in work.runs)
+        primers = [list(begin) for begin in begins if begin]
         generate(scheduler, work, primers, [1] * len(primers))
     priming_s = time.perf_counter() - begin
     completions, prefill_s = generate(scheduler, work, work.rows, work.limits)
@@ -74,31 +73,17 @@ def generate(scheduler: Any, work: Work, prompts: list[list[int]], limits: list[
     return completions, silent_s
 
 
-def replies(prompts: list[Segments], limit: int, *, peer: Any, tokenizer: Any, prefix_cache: bool) -> Any:
-    """Greedy replies to the judge's prompts; with the prefix cache, each finds what an earlier one left."""
-    from vllm_mlx.scheduler import Scheduler, SchedulerConfig
-
-    rows = [[token for segment in prompt for token in segment] for prompt in prompts]
-    scheduler = Scheduler(peer, tokenizer, SchedulerConfig(enable_prefix_cache=prefix_cache))
-    greedy = Work(rows, 1, [limit] * len(rows), (), 0.0, len(rows), 0)
-    completions, _ = generate(scheduler, greedy, rows, greedy.limits)
-    scheduler.reset()
-    return completions
-
-
 def rival(peer: Any, directory: Path) -> Rival:
     """vllm-mlx with its prefix cache and without."""
     logging.getLogger("vllm_mlx").setLevel(logging.ERROR)  # it warns of hooks that this mlx_lm has not
     tokenizer = hub.load_tokenizer(directory)
     tokenizer.eos_token = None  # it would end rows at this token too, whatever the work says
-    engines: dict[str, rollout.Engine] = {}
-    judges = {}
-    for name, prefix_cache in {"vllm_mlx": True, "vllm_mlx_uncached": False}.items():
-        how: Any = {"peer": peer, "tokenizer": tokenizer, "prefix_cache": prefix_cache}
-        engines[name] = functools.partial(run_vllm_mlx, **how)
-        judges[name] = Replies(functools.partial(replies, **how))
-    result = "Result vs vllm_mlx: ours is {} on this rollout workload."
-    return Rival("vllm_mlx", result, engines, judges, ["vllm-mlx"])
+    run = functools.partial(run_vllm_mlx, peer=peer, tokenizer=tokenizer)
+    engines: dict[str, rollout.Engine] = {
+        "vllm_mlx": functools.partial(run, prefix_cache=True),
+        "vllm_mlx_uncached": functools.partial(run, prefix_cache=False),
+    }
+    return Rival("vllm_mlx", "Result vs vllm_mlx: ours is {} on this rollout workload.", engines, ["vllm-mlx"])
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -146,18 +146,6 @@ def verdict(ratio: float) -> str:
 # ---- the machine
 
 
-def memory_bandwidth() -> float:
-    """Bytes a second of a copy far larger than any cache, read and written, the best of five."""
-    source = mx.zeros((2**26,), mx.float32)  # 268 MB
-    mx.eval(source)
-    seconds = []
-    for _ in range(5):
-        begin = time.perf_counter()
-        mx.eval(source + 1)  # wait: this is what is timed
-        seconds.append(time.perf_counter() - begin)
-    return 2 * source.nbytes / min(seconds)
-
-
 def environment(*packages: str) -> dict[str, Any]:
     """Device and versions, with those of `packages` beside those that a run records."""
     recorded = versions.environment(cpu_blas.description)

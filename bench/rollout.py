@@ -15,12 +15,12 @@ Axes: B prompts, G completions of each, N = B * G rows, prompt-major, P prompt p
 
 import argparse
 import functools
+import itertools
 import json
 import math
 import statistics
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,11 +29,11 @@ import numpy as np
 
 import gwen
 import sampler
-from bench import harness, judging
+from bench import harness
 from bench.harness import Sample
 from disk import hub
 from flags import Parser, fail
-from machine import gpu
+from machine import chips, gpu
 from step.rows import USUAL_ROWS, column_bytes, state_bytes
 
 AGREEING_TOKENS = 16  # of greedy completions; engines that compute the same have parted long before by a mistake
@@ -42,17 +42,27 @@ AGREEING_TOKENS = 16  # of greedy completions; engines that compute the same hav
 class Work(NamedTuple):
     """What every engine is asked to do."""
 
-    prompts: list[list[int]]  # (B, P)
+    prompts: list[tuple[list[int], ...]]  # (B,) each in runs of ids, with which others may begin too
     group_size: int
     limits: list[int]  # (N,) most tokens of each row
     eos_ids: tuple[int, ...]  # none: every row has exactly as many tokens as its limit
     temperature: float
     batch_size: int  # most rows that are decoded at once
     seed: int
+    with_logprobs: bool = True  # whether those of the drawn tokens are read
+
+    @property
+    def runs(self) -> list[tuple[list[int], ...]]:
+        """The prompt of each row."""
+        return [prompt for prompt in self.prompts for _ in range(self.group_size)]
 
     @property
     def rows(self) -> list[list[int]]:
-        return [prompt for prompt in self.prompts for _ in range(self.group_size)]
+        return list(map(joined, self.runs))
+
+
+def joined(runs: Iterable[list[int]]) -> list[int]:
+    return list(itertools.chain(*runs))
 
 
 class Timing(NamedTuple):
@@ -77,19 +87,14 @@ class Rival(NamedTuple):
     name: str
     result: str  # the line of the result, with {} for the verdict
     engines: dict[str, Engine]
-    judges: dict[str, judging.Replies]  # for --benchmark-judge
     packages: list[str]  # whose versions are recorded beside those of every run
-
-
-class Disagreement(Exception):
-    """Two engines do not compute the same, so their times must not be compared."""
 
 
 def run_ours(work: Work, *, model: gwen.Model) -> Timing:
     params = sampler.SamplingParams(work.limits, work.temperature, eos_ids=work.eos_ids)
     how: Any = {"group_size": work.group_size, "key": work.seed, "batch_size": work.batch_size}
     begin = time.perf_counter()
-    result = sampler.rollout(model, work.prompts, params, **how)
+    result = sampler.rollout(model, list(map(joined, work.prompts)), params, **how)
     seconds, prefill_s = time.perf_counter() - begin, result.stats.prefill_s
     logprobs = [row[:length] for row, length in zip(np.array(result.logprobs).tolist(), result.lengths, strict=True)]
     return Timing(result.ids, logprobs, prefill_s, seconds - prefill_s)
@@ -100,7 +105,7 @@ def run_ours(work: Work, *, model: gwen.Model) -> Timing:
 
 def check_agreement(model: gwen.Model, engines: dict[str, Engine], work: Work) -> None:
     """
-    Raises Disagreement unless every engine's greedy completions, of two rows of two prompts, are those of "ours".
+    Raises ValueError unless every engine's greedy completions, of two rows of two prompts, are those of "ours".
 
     Where two tokens' logits are closer than the rounding of the model's dtype the comparison ends: either is right.
     """
@@ -110,23 +115,22 @@ def check_agreement(model: gwen.Model, engines: dict[str, Engine], work: Work) -
     greedy = {name: engine(probe).completions for name, engine in engines.items()}
     for name, completions in greedy.items():
         for prompt, ours, theirs in zip(probe.rows, greedy["ours"], completions, strict=True):
-            pairs = enumerate(zip(ours, theirs, strict=False))
-            shorter = min(len(ours), len(theirs))
-            place = next((i for i, (own, other) in pairs if own != other), shorter)
-            if place == len(ours) == len(theirs):
-                continue
-            if place == shorter or not is_tie(model, prompt + ours[:place], ours[place], theirs[place]):
-                raise Disagreement(
+            pairs = itertools.zip_longest(ours, theirs)
+            place = next((place for place, (own, other) in enumerate(pairs) if own != other), None)
+            if place is not None and not is_tie(model, prompt + ours[:place], ours[place:], theirs[place:]):
+                raise ValueError(
                     f"ours and {name} part at token {place} of a greedy completion; "
                     "they do not compute the same, so there is nothing to compare"
                 )
 
 
-def is_tie(model: gwen.Model, tokens: list[int], first: int, second: int) -> bool:
-    """Whether the logits of two ids after `tokens` differ by no more than rounding may make of equal ones."""
+def is_tie(model: gwen.Model, tokens: list[int], ours: list[int], theirs: list[int]) -> bool:
+    """Whether both go on, with ids of equal logits after `tokens`, as far as rounding lets one tell."""
+    if not ours or not theirs:
+        return False
     logits = model(mx.array([tokens]))[0, -1]
     rounding = 8 * mx.finfo(logits.dtype).eps * mx.abs(logits).max()
-    return bool((mx.abs(logits[first] - logits[second]) <= rounding).item())
+    return bool((mx.abs(logits[ours[0]] - logits[theirs[0]]) <= rounding).item())
 
 
 def measure(engines: dict[str, Engine], work: Work, warmup: int, runs: int) -> dict[str, list[Sample]]:
@@ -162,7 +166,7 @@ def least_work(model: gwen.Model, work: Work, lengths: list[int]) -> tuple[int, 
     """
     config, dtype, forwards = model.config, model.head_weight.dtype, np.array(lengths) - 1
     steps = max(int(forwards.max()), math.ceil(forwards.sum() / work.batch_size), 1)
-    columns = len(work.prompts[0]) * forwards.reshape(len(work.prompts), -1).max(-1).sum()
+    columns = len(work.rows[0]) * forwards.reshape(len(work.prompts), -1).max(-1).sum()
     columns += (forwards * (forwards + 1) / 2).sum()
     cached = columns * column_bytes(config, dtype) + 2 * forwards.sum() * state_bytes(config, dtype)
     looked_up = 0 if config.tie_word_embeddings else model.embed_tokens.weight.nbytes
@@ -173,7 +177,8 @@ def print_roofline(model: gwen.Model, work: Work, samples: list[Sample]) -> floa
     """Says what bounds a decode step of ours from below, and returns the fraction that memory alone would need."""
     steps, num_bytes = least_work(model, work, [len(row) for row in samples[-1].run.completions])
     step_ms = 1e3 * statistics.fmean(sample.run.decode_s for sample in samples) / steps
-    bandwidth = harness.memory_bandwidth()
+    source = mx.zeros((2**26,), mx.float32)  # 268 MB, far more than any cache holds, read and written
+    bandwidth = 2 * source.nbytes / chips.least_seconds(lambda: source + 1)
     memory_ms = num_bytes / bandwidth * 1e3
     print(
         f"Roofline: {num_bytes / 1e6:.1f} MB a decode step at {bandwidth / 1e9:.1f} GB/s take "
@@ -215,7 +220,8 @@ def parse(argv: list[str] | None, program: str, description: str) -> argparse.Na
 def make_work(args: argparse.Namespace, config: hub.ModelConfig) -> Work:
     limits = [args.max_tokens] * (args.batch * args.groups)
     ordinary = np.setdiff1d(np.arange(min(config.vocab_size, 8192)), config.eos_ids)
-    prompts = np.random.default_rng(args.seed).choice(ordinary, (args.batch, args.prompt_tokens)).tolist()
+    drawn = np.random.default_rng(args.seed).choice(ordinary, (args.batch, args.prompt_tokens)).tolist()
+    prompts: list[tuple[list[int], ...]] = [(ids[:-1], ids[-1:]) for ids in drawn]
     eos_ids = () if args.ignore_eos else config.eos_ids
     return Work(prompts, args.groups, limits, eos_ids, args.temp, args.rollout_batch_size, args.seed)
 
@@ -261,7 +267,9 @@ def compare(args: argparse.Namespace, directory: Path, make_rival: Callable[[Any
     record = {"config": config, "engines": entries, "ratio": round(ratio, 4), "best": best}
     record["roofline_frac"] = round(roofline_frac, 4)
     if args.benchmark_judge:
-        record["judge"] = judging.benchmark(args, model, hub.load_tokenizer(directory), rival.name, rival.judges)
+        from bench import judging
+
+        record["judge"] = judging.benchmark(args, model, hub.load_tokenizer(directory), rival)
     print(json.dumps(record | harness.environment(*rival.packages)))
 
 
@@ -273,5 +281,3 @@ def main(argv: list[str] | None, program: str, description: str, make_rival: Cal
             compare(args, directory, make_rival)
     except (ValueError, OSError) as error:
         fail(error)
-    except Disagreement as error:
-        sys.exit(f"error: {error}")

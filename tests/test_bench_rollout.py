@@ -21,18 +21,8 @@ from bench import harness, rollout
 from bench.rollout import Timing, Work
 
 TINY = ["--model", "random:2m", "--max-tokens", "3", "--prompt-tokens", "5", "--warmup", "0"]
-NUMBER = r"\d+\.\d"
 TIMES = "mean_ms std_ms median_ms min_ms max_ms prefill_ms decode_ms cpu_ms"
 NUMBERS = {*TIMES.split(), "tokens", "tok_s", "peak_mb"}
-
-
-@pytest.fixture(scope="module")
-def report():
-    """The lines that the smallest comparison prints."""
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        bench_rollout.main([*TINY, "--temp", "0.5"])
-    return printed.getvalue().splitlines()
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +41,12 @@ def engines(model, peer, checkpoints):
     return {"ours": ours, **bench_rollout.rival(peer, checkpoints["qwen3"]).engines}
 
 
-WORK = Work([[5, 9, 2], [7, 1, 8], [40, 41, 42]], 2, [9, 1, 4, 12, 2, 7], (), 0.8, 4, 3)
+PROMPTS = [([5, 9], [2]), ([7, 1], [8]), ([40, 41], [42])]
+WORK = Work(PROMPTS, 2, [9, 1, 4, 12, 2, 7], (), 0.8, 4, 3)
+
+
+def made(completions, decode_s=1.0):
+    return Timing(completions, [], 1.0, decode_s)
 
 
 def settings(*flags):
@@ -61,19 +56,25 @@ def settings(*flags):
 # ---- the report
 
 
-def test_the_report_has_the_lines_that_other_peoples_scripts_read(report):
-    assert report[0] == "Config: B=2 G=2 pairs=4 max_tokens=3 temp=0.5 warmup=0 runs=2"
-    for name in ("ours     ", "mlx_lm   ", "mlx_lm_default ", "mlx_lm_shared "):
-        form = f"mean {NUMBER} ms \\| std {NUMBER} ms \\| total_out_toks 24 \\| throughput {NUMBER} tok/s"
-        assert any(re.fullmatch(rf"{name}\| {form}", line) for line in report), name
-    result = r"Result: ours is \d+\.\d\dx (faster|slower) than mlx_lm on this rollout workload\."
-    assert re.fullmatch(result, report[-2])
+def compared(main, *flags):
+    """The JSON that the smallest comparison ends in, after its lines, which other people's scripts read, are seen."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        main([*TINY, "--temp", "0.5", *flags])
+    lines = printed.getvalue().splitlines()
+    assert lines[0] == "Config: B=2 G=2 pairs=4 max_tokens=3 temp=0.5 warmup=0 runs=2"
+    record, number = json.loads(lines[-1]), r"\d+\.\d"
+    form = rf"mean {number} ms \| std {number} ms \| total_out_toks 24 \| throughput {number} tok/s"
+    for name in record["engines"]:
+        assert any(re.fullmatch(rf"{name} *\| {form}", line) for line in lines), name
+    return lines[-2], record
 
 
-def test_the_last_line_of_the_report_is_json_with_every_number(report):
-    record = json.loads(report[-1])
+def test_the_report_ends_in_a_result_against_the_fastest_way_and_json_with_every_number():
+    result, record = compared(bench_rollout.main)
+    assert re.fullmatch(r"Result: ours is \d+\.\d\dx (faster|slower) than mlx_lm on this rollout workload\.", result)
     assert record.keys() == {"config", "engines", "ratio", "best", "roofline_frac", "device", "versions"}
-    assert list(record["engines"])[:3] == ["ours", "mlx_lm", "mlx_lm_default"]
+    assert list(record["engines"]) == ["ours", "mlx_lm", "mlx_lm_default", "mlx_lm_shared"]
     for entry in record["engines"].values():
         assert entry.keys() == NUMBERS
         assert entry["mean_ms"] == pytest.approx(entry["prefill_ms"] + entry["decode_ms"], abs=0.01)
@@ -82,95 +83,19 @@ def test_the_last_line_of_the_report_is_json_with_every_number(report):
     took = {name: entry["mean_ms"] for name, entry in record["engines"].items()}
     ours = took.pop("ours")
     assert record["ratio"] == pytest.approx(min(took.values()) / ours, abs=1e-3)
-    assert record["best"] == min(took, key=took.get)
-    assert record["roofline_frac"] > 0
-    assert record["config"]["model"] == "random:2m" and record["config"]["pairs"] == 4
-    assert {"mlx", "mlx-lm"} <= record["versions"].keys()
+    assert record["best"] == min(took, key=took.get) and record["roofline_frac"] > 0
+    assert record["config"]["model"] == "random:2m" and {"mlx", "mlx-lm"} <= record["versions"].keys()
 
 
-def test_the_peak_of_an_engine_is_its_own_with_the_weights_once(model):
-    held = mx.zeros((3_000_000,))
+def test_engines_take_turns_and_a_peak_is_an_engine_s_own_with_the_weights_once(model):
+    held, order = mx.zeros((3_000_000,)), []
     mx.eval(held)
-
-    def engine(work):
-        mx.eval(mx.zeros((5_000_000,)))
-        return Timing([[1] * limit for limit in work.limits], [], 1.0, 1.0)
-
-    samples = rollout.measure({"greedy": engine}, WORK, warmup=0, runs=1)["greedy"]
-    weights = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
-    assert rollout.summary(samples, model)["peak_mb"] == pytest.approx(20 + weights / 1e6, rel=0.01)
-
-
-def test_the_ratio_is_called_faster_from_one_on():
-    assert harness.verdict(1.141) == "1.14x faster"
-    assert harness.verdict(0.999) == "1.00x faster"
-    assert harness.verdict(0.904) == "0.90x slower"
-
-
-# ---- the work
-
-
-def test_every_engine_makes_as_many_tokens_as_each_row_is_to_have(engines):
-    for name, engine in engines.items():
-        run = engine(WORK)
-        assert [len(ids) for ids in run.completions] == WORK.limits, name
-        assert [len(row) for row in run.logprobs] == WORK.limits, name
-        assert run.prefill_s > 0 and run.decode_s > 0
-
-
-def test_greedy_rows_end_at_the_same_tokens_with_the_same_logprobs_in_every_engine(engines):
-    greedy = WORK._replace(temperature=0.0, limits=[12] * 6)
-    free = engines["ours"](greedy)
-    first_end = free.completions[0][5]
-    runs = {name: engine(greedy._replace(eos_ids=(first_end,))) for name, engine in engines.items()}
-    assert len(runs["ours"].completions[0]) <= 6 and runs["ours"].completions[0][-1] == first_end
-    for run in runs.values():
-        assert run.completions == runs["ours"].completions
-        for row, expected in zip(run.logprobs, runs["ours"].logprobs, strict=True):
-            np.testing.assert_allclose(row, expected, atol=1e-4)
-
-
-def test_prompts_are_seeded_distinct_and_free_of_end_tokens(model):
-    args = settings("--batch", "40", "--prompt-tokens", "50")
-    work = rollout.make_work(args, model.config)
-    assert work == rollout.make_work(args, model.config)
-    assert len(set(map(tuple, work.prompts))) == 40
-    assert not set(np.ravel(work.prompts)) & set(model.config.eos_ids) and work.eos_ids == model.config.eos_ids
-    assert rollout.make_work(settings("--ignore-eos"), model.config).eos_ids == ()
-
-
-# ---- agreement and measurement
-
-
-def test_engines_that_agree_pass_and_one_that_stops_early_does_not(model, engines):
-    rollout.check_agreement(model, engines, WORK)
-    short = engines | {"short": lambda work: Timing([row[:7] for row in engines["ours"](work).completions], [], 0, 0)}
-    with pytest.raises(rollout.Disagreement, match="short part at token 7"):
-        rollout.check_agreement(model, short, WORK)
-
-
-def test_another_token_of_the_same_logit_is_a_tie_and_ends_the_comparison(checkpoints):
-    model = gwen.load_model(checkpoints["qwen3"])
-    ours = functools.partial(rollout.run_ours, model=model)
-    token = ours(WORK._replace(temperature=0.0)).completions[0][0]
-    twin = model.config.vocab_size - 1  # of two equal logits the first is taken, so ours stays
-    assert token < twin
-    model.embed_tokens.weight[twin] = model.embed_tokens.weight[token]
-    check = functools.partial(
-        rollout.check_agreement, model, work=WORK._replace(prompts=WORK.prompts[:1], group_size=1)
-    )
-    check(engines={"ours": ours, "other": lambda work: Timing([[twin] * 16], [], 0.0, 0.0)})
-    with pytest.raises(rollout.Disagreement):
-        check(engines={"ours": ours, "other": lambda work: Timing([[(token + 1) % 50] * 16], [], 0.0, 0.0)})
-
-
-def test_engines_take_turns_and_warm_up_rounds_are_not_counted(model):
-    order = []
 
     def fake(name):
         def engine(work):
             order.append(name)
-            return Timing([[1] * limit for limit in work.limits], [], 1.0, float(len(order)))
+            mx.eval(mx.zeros((5_000_000,)))
+            return made([[1] * limit for limit in work.limits], float(len(order)))
 
         return engine
 
@@ -179,8 +104,11 @@ def test_engines_take_turns_and_warm_up_rounds_are_not_counted(model):
     assert [sample.run.seconds for sample in samples["a"]] == [5.0, 6.0]
     entry = rollout.summary(samples["a"], model)
     assert (entry["mean_ms"], entry["prefill_ms"], entry["tokens"]) == (5500.0, 1000.0, 2 * sum(WORK.limits))
+    weights = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+    assert entry["peak_mb"] == pytest.approx(20 + weights / 1e6, rel=0.01)
     with pytest.raises(AssertionError, match="lazy made"):
-        rollout.measure({"lazy": lambda work: Timing([[1]] * 6, [], 0.0, 0.0)}, WORK, warmup=0, runs=1)
+        rollout.measure({"lazy": lambda work: made([[1]] * 6)}, WORK, warmup=0, runs=1)
+    assert list(map(harness.verdict, (1.141, 0.999, 0.904))) == ["1.14x faster", "1.00x faster", "0.90x slower"]
 
 
 def test_the_least_work_of_decoding_is_what_one_counts_by_hand(model):
@@ -195,7 +123,84 @@ def test_the_least_work_of_decoding_is_what_one_counts_by_hand(model):
     assert rollout.least_work(model, WORK._replace(batch_size=1), [3, 1, 2, 2, 1, 1])[0] == 4
 
 
-# ---- mistakes of a user
+# ---- the work
+
+
+class Counted:
+    """A model that notes the shapes of the ids that it is given."""
+
+    def __init__(self, model):
+        self.model, self.shapes = model, []
+
+    def __getattr__(self, name):
+        return getattr(self.model, name)
+
+    def __call__(self, ids, *args, **how):
+        self.shapes.append(ids.shape)
+        return self.model(ids, *args, **how)
+
+
+def test_mlx_lm_s_best_use_prefills_every_prompt_once_and_decodes_all_rows_at_once(peer, checkpoints):
+    counted = Counted(peer)
+    run = bench_rollout.rival(counted, checkpoints["qwen3"]).engines["mlx_lm_shared"]
+    run(WORK._replace(batch_size=6, limits=[5] * 6))
+    prefilled, decoded = counted.shapes[:3], counted.shapes[3:]
+    assert prefilled == [(1, 2)] * 3 and set(decoded) == {(6, 1)}
+    assert len(decoded) <= 5 + 1  # the generator starts a step more than it returns
+    counted.shapes.clear()
+    run(WORK._replace(prompts=[([5, 9], [2], [3]), ([5, 9], [2], [4]), ([5, 9], [8], [4])], limits=[1] * 6))
+    assert counted.shapes[:3] == [(1, 2), (1, 1), (1, 1)], "what rows begin with is prefilled once, run by run"
+
+
+def test_every_engine_makes_as_many_tokens_as_each_row_is_to_have(engines):
+    for work in (WORK, WORK._replace(prompts=[([], [2]), ([], [8]), ([], [42])])):  # of one token too
+        for name, engine in engines.items():
+            run = engine(work)
+            assert [len(ids) for ids in run.completions] == [len(row) for row in run.logprobs] == work.limits, name
+            assert run.prefill_s > 0 and run.decode_s > 0
+
+
+def test_greedy_rows_end_at_the_same_tokens_with_the_same_logprobs_in_every_engine(engines):
+    greedy = WORK._replace(temperature=0.0, limits=[12] * 6)
+    first_end = engines["ours"](greedy).completions[0][5]
+    runs = {name: engine(greedy._replace(eos_ids=(first_end,))) for name, engine in engines.items()}
+    assert len(runs["ours"].completions[0]) <= 6 and runs["ours"].completions[0][-1] == first_end
+    for run in runs.values():
+        assert run.completions == runs["ours"].completions
+        for row, expected in zip(run.logprobs, runs["ours"].logprobs, strict=True):
+            np.testing.assert_allclose(row, expected, atol=1e-4)
+
+
+def test_prompts_are_seeded_distinct_and_free_of_end_tokens(model):
+    args = settings("--batch", "40", "--prompt-tokens", "50")
+    work = rollout.make_work(args, model.config)
+    assert work == rollout.make_work(args, model.config)
+    assert len(set(map(tuple, work.rows))) == 40 and len(work.rows) == 80
+    assert not set(np.ravel(work.rows)) & set(model.config.eos_ids) and work.eos_ids == model.config.eos_ids
+    assert rollout.make_work(settings("--ignore-eos"), model.config).eos_ids == ()
+
+
+def test_engines_that_agree_pass_and_one_that_stops_early_does_not(model, engines):
+    rollout.check_agreement(model, engines, WORK)
+    short = engines | {"short": lambda work: made([row[:7] for row in engines["ours"](work).completions])}
+    with pytest.raises(ValueError, match="short part at token 7"):
+        rollout.check_agreement(model, short, WORK)
+
+
+def test_another_token_of_the_same_logit_is_a_tie_and_ends_the_comparison(checkpoints):
+    model = gwen.load_model(checkpoints["qwen3"])
+    engines = {"ours": functools.partial(rollout.run_ours, model=model)}
+    token = engines["ours"](WORK._replace(temperature=0.0)).completions[0][0]
+    twin = model.config.vocab_size - 1  # of two equal logits the first is taken, so ours stays
+    assert token < twin
+    model.embed_tokens.weight[twin] = model.embed_tokens.weight[token]
+    work = WORK._replace(prompts=PROMPTS[:1], group_size=1)
+    rollout.check_agreement(model, engines | {"other": lambda work: made([[twin] * 16])}, work)
+    with pytest.raises(ValueError, match="part at token 0"):
+        rollout.check_agreement(model, engines | {"other": lambda work: made([[(token + 1) % 50] * 16])}, work)
+
+
+# ---- vllm-mlx
 
 
 def test_without_vllm_mlx_one_line_names_the_command_that_installs_it(monkeypatch, refused):
@@ -204,16 +209,8 @@ def test_without_vllm_mlx_one_line_names_the_command_that_installs_it(monkeypatc
 
 
 @needs("vllm_mlx")
-def test_vllm_mlx_is_compared_on_the_same_work_with_its_prefix_cache_on_and_off(capsys):
-    bench_rollout_vllm_mlx.main([*TINY, "--prompt-tokens", "140", "--temp", "0.5"])
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "Config: B=2 G=2 pairs=4 max_tokens=3 temp=0.5 warmup=0 runs=2"
-    for name in ("ours       ", "vllm_mlx   ", "vllm_mlx_uncached "):
-        assert any(line.startswith(f"{name}| mean ") for line in lines)
-    result = r"Result vs vllm_mlx: ours is \d+\.\d\dx (faster|slower) on this rollout workload\."
-    assert re.fullmatch(result, lines[-2])
-    record = json.loads(lines[-1])
-    assert record["engines"]["vllm_mlx"].keys() == NUMBERS
-    assert sum(line.startswith("Phases: ") for line in lines) == 3
-    assert record["engines"]["vllm_mlx"]["tokens"] == record["engines"]["ours"]["tokens"]
-    assert record["versions"]["vllm-mlx"]
+def test_vllm_mlx_is_compared_on_the_same_work_with_its_prefix_cache_on_and_off():
+    result, record = compared(bench_rollout_vllm_mlx.main, "--prompt-tokens", "140")
+    assert re.fullmatch(r"Result vs vllm_mlx: ours is \d+\.\d\dx (faster|slower) on this rollout workload\.", result)
+    assert list(record["engines"]) == ["ours", "vllm_mlx", "vllm_mlx_uncached"]
+    assert record["engines"]["vllm_mlx"].keys() == NUMBERS and record["versions"]["vllm-mlx"]

@@ -134,50 +134,38 @@ def plan(prompts: list[list[int]], num_tokens: np.ndarray, token_budget: int, sh
     """
     assert sharing in SHARING, sharing
     rows = np.flatnonzero(num_tokens).tolist()
-    plain = _cut_plain(rows, [len(prompt) for prompt in prompts], num_tokens, token_budget)
+    after = {row: int(num_tokens[row]) - 1 for row in rows}  # the last token predicts nothing
+    alone = [(0, [row]) for row in rows]
+    plain = _cut(alone, {row: len(prompts[row]) + num for row, num in after.items()}, token_budget)
     if sharing == "off" or not rows:
         return False, plain
-    shared = _cut_shared(rows, prompts, num_tokens, token_budget)
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for row in sorted(rows, key=after.__getitem__):
+        groups.setdefault(tuple(prompts[row]), []).append(row)
+    shared = _cut([(len(prompt), group) for prompt, group in groups.items()], after, token_budget)
     saved = 1 - sum(size for _, size in shared) / sum(size for _, size in plain)
     return (True, shared) if sharing == "on" or saved >= LEAST_SAVED else (False, plain)
 
 
-def _cut_plain(rows: list[int], lengths: list[int], num_tokens: np.ndarray, token_budget: int) -> Cut:
-    """Rows ordered by length."""
-    total = {row: lengths[row] + num - 1 for row, num in zip(rows, num_tokens[rows].tolist(), strict=True)}
-    cut: Cut = []
-    for row in sorted(rows, key=total.__getitem__):  # ascending: each row added is the longest
-        part = cut[-1][0] if cut else []
-        if part and (len(part) + 1) * total[row] <= token_budget:
-            part.append(row)
-            cut[-1] = (part, len(part) * total[row])
-        else:
-            cut.append(([row], total[row]))
-    return cut
+def _cut(groups: list[tuple[int, list[int]]], width: dict[int, int], token_budget: int) -> Cut:
+    """
+    Whole groups, ordered by their longest row; one that exceeds ROOM times the budget is split evenly.
 
-
-def _cut_shared(rows: list[int], prompts: list[list[int]], num_tokens: np.ndarray, token_budget: int) -> Cut:
-    """Whole groups, ordered by their longest completion; one that exceeds ROOM times the budget is split evenly."""
-    num = num_tokens.tolist()
-    groups: dict[tuple[int, ...], list[int]] = {}
-    known = {id(prompt): prompt for prompt in prompts}  # rows of a group mostly hold the same list
-    keys = {place: tuple(prompt) for place, prompt in known.items()}
-    for row in sorted(rows, key=num.__getitem__):
-        groups.setdefault(keys[id(prompts[row])], []).append(row)
-    ordered = sorted(groups.items(), key=lambda item: num[item[1][-1]])
+    groups: each the length of a prompt, and rows by ascending `width`, the positions after it.
+    """
     found: Cut = []
     num_prompts = longest = 0  # of the last part
-    for prompt, group in ordered:
-        length, part = len(prompt), found[-1][0] if found else []
-        size = (num_prompts + 1) * max(longest, length) + (len(part) + len(group)) * (num[group[-1]] - 1)
+    for length, group in sorted(groups, key=lambda group: width[group[1][-1]]):
+        widest, part = width[group[-1]], found[-1][0] if found else []
+        size = (num_prompts + 1) * max(longest, length) + (len(part) + len(group)) * widest
         if found and size <= token_budget:
-            found[-1] = (part + group, size)  # ascending: this group has the longest completion
+            found[-1] = (part + group, size)  # ascending: this group has the widest row
             num_prompts, longest = num_prompts + 1, max(longest, length)
             continue
-        num_rows = max((int(ROOM * token_budget) - length) // max(num[group[-1]] - 1, 1), 1)  # at once, at most
+        num_rows = max((int(ROOM * token_budget) - length) // max(widest, 1), 1)  # at once, at most
         num_rows = math.ceil(len(group) / math.ceil(len(group) / num_rows))
         for part in (group[first : first + num_rows] for first in range(0, len(group), num_rows)):
-            found.append((part, length + len(part) * (num[part[-1]] - 1)))
+            found.append((part, length + len(part) * width[part[-1]]))
         num_prompts, longest = 1, length
     return found
 

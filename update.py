@@ -68,26 +68,6 @@ class UpdateResult(NamedTuple):
     num_forwards: int = 0  # rows computed, including the reference's
     pad_frac: float | None = None  # padding's share of the computed positions
 
-    @classmethod
-    def of(
-        cls, steps: list[dict[str, float]], passes: int, num: int, *, num_items: int, **others: Any
-    ) -> "UpdateResult":
-        """Of what the optimizer steps measured: `passes` through `num` mini-batches of together `num_items` tokens."""
-
-        def mean(name: str) -> float:
-            values = [one[name] for one in steps]
-            return max(values) if name.endswith("_max") else sum(values) / passes / num_items
-
-        norms = [one["grad_norm"] for one in steps if "grad_norm" in one]
-        return cls(
-            means=dict.fromkeys(MEASURED) | {name: mean(name) for name in steps[0] if name in MEASURED},
-            loss=sum(one["loss"] for one in steps) / (num * passes),
-            grad_norm=sum(norms) / len(norms) if norms else None,
-            skipped=int(sum(one["skipped"] for one in steps)),
-            num_items=num_items,
-            **others,
-        )
-
 
 class Learner:
     """
@@ -126,15 +106,10 @@ class Learner:
 
 def with_reference(learner: Learner, batches: list[Batch]) -> list[Batch]:
     """The batches with the log-probabilities of the model before training; without gradient."""
-    model = learner.base or learner.model
+    model, mine = learner.base or learner.model, [batch for batch in batches if batch.is_mine]
     with lora.before_training(model):
-        found = logprobs_of(learner, batches, model)
-    return [with_column(batch, "ref_logprobs", new) for batch, new in zip(batches, found, strict=True)]
-
-
-def with_column(batch: Batch, name: str, column: mx.array | None) -> Batch:
-    """A batch with one more column for its loss; None where another machine has it."""
-    return batch if column is None else batch._replace(columns=batch.columns | {name: column})
+        found = iter(logprobs_of(learner, mine, model))
+    return [b._replace(columns=b.columns | {"ref_logprobs": next(found)}) if b.is_mine else b for b in batches]
 
 
 def update(learner: Learner, batches: list[Batch], lr: float) -> UpdateResult:
@@ -155,23 +130,23 @@ def update(learner: Learner, batches: list[Batch], lr: float) -> UpdateResult:
     target = optimizer.target_kl * (lr / optimizer.learning_rate) ** 2 if bounded else 0.0
     steps, probe, moved, repeats = [], None, None, 0
     num, num_taught = optimizer.mini_batches, sum(batch.num_taught for batch in batches)
-    parts = [[batch for batch in batches if batch.number == number] for number in range(num)]
+    whole = [[batch for batch in batches if batch.number == number] for number in range(num)]
+    parts = [[batch for batch in part if batch.is_mine] for part in whole]
     for number in range(1, num):  # the policy will have moved before their turn
         parts[number] = with_old(parts[number], under(learner, parts[number], learner.trainable))
     num_passes = optimizer.num_iterations if num_taught else 1
-    for number in [*range(num)] * num_passes:
-        if not (part := parts[number]):
-            continue
-        teaches = any(batch.num_taught for batch in part)
+    for number in [number for number in range(num) if whole[number]] * num_passes:
+        teaches = any(batch.num_taught for batch in whole[number])
         before = learner.trainable if target and teaches else None  # else it need not be kept alive
         if teaches:
-            logprobs, measured = optimizer_step(learner, part, lr * learner.rate)
+            logprobs, measured = optimizer_step(learner, parts[number], lr * learner.rate)
         else:
-            logprobs, measured = measure(learner, part)
+            logprobs, measured = measure(learner, parts[number])
             measured["skipped"] = 0
-        parts[number] = with_old(part, logprobs)
+        parts[number] = with_old(parts[number], logprobs)
         if before and not measured["skipped"]:
-            probe = probe or trust_region.make_probe(list(itertools.chain(*parts)), learner.optimizer.step.item())
+            if probe is None:
+                probe = trust_region.make_probe(list(itertools.chain(*parts)), learner.optimizer.step.item())
             held = trust_region.hold(before, learner.trainable, probe, target, functools.partial(under, learner, probe))
             # earlier steps fitted at this rate, so at half of it one more would have
             share = held.share if moved is None else max(held.share, 0.5)
@@ -186,25 +161,34 @@ def update(learner: Learner, batches: list[Batch], lr: float) -> UpdateResult:
     if moved is not None and moved < target / 2 and held.repeats < trust_region.MOST_TRIES:
         learner.rate = min(rate * trust_region.RECOVERY, 1.0)
 
-    num_forwards, learner.num_forwards = learner.num_forwards, 0
-    return UpdateResult.of(
-        steps,
-        num_passes,
-        num,
-        lr=lr,
-        rate=rate,
-        num_skipped=learner.num_skipped,
-        loss_scale=learner.loss_scale.value,
-        num_items=round(batches[0].num_items * num),
+    num_forwards, learner.num_forwards = sum(world.share(learner.num_forwards)), 0
+    num_items = round(batches[0].num_items * num)
+    norms = [step["grad_norm"] for step in steps if "grad_norm" in step]
+    return UpdateResult(
+        lr,
+        rate,
+        learner.num_skipped,
+        learner.loss_scale.value,
+        means=dict.fromkeys(MEASURED) | means(steps, num_passes * num_items),
+        num_items=num_items,
         num_taught=num_taught,
+        loss=sum(step["loss"] for step in steps) / (num * num_passes),
+        grad_norm=sum(norms) / len(norms) if norms else None,
         moved=moved,
         repeats=repeats,
+        skipped=int(sum(step["skipped"] for step in steps)),
         num_forwards=num_forwards,
         pad_frac=pad_frac(batches),
     )
 
 
-def with_old(batches: list[Batch], logprobs: list[mx.array | None]) -> list[Batch]:
+def means(steps: list[dict[str, float]], num_items: int) -> dict[str, float]:
+    """Over `num_items` tokens, of what the optimizer steps measured; of what ends in `_max` the largest."""
+    found = {name: [step[name] for step in steps] for name in steps[0] if name in MEASURED}
+    return {name: max(all_) if name.endswith("_max") else sum(all_) / num_items for name, all_ in found.items()}
+
+
+def with_old(batches: list[Batch], logprobs: list[mx.array]) -> list[Batch]:
     """The batches with the log-probabilities of the policy before the update, those that do not have them yet."""
     return [
         batch._replace(old_logprobs=new) if batch.old_logprobs is None else batch
@@ -212,7 +196,7 @@ def with_old(batches: list[Batch], logprobs: list[mx.array | None]) -> list[Batc
     ]
 
 
-def optimizer_step(learner: Learner, batches: list[Batch], lr: float) -> tuple[list[mx.array | None], dict[str, float]]:
+def optimizer_step(learner: Learner, batches: list[Batch], lr: float) -> tuple[list[mx.array], dict[str, float]]:
     """
     One AdamW step on the masters, copied into the model; changes nothing if the gradient is not finite.
 
@@ -238,49 +222,46 @@ def optimizer_step(learner: Learner, batches: list[Batch], lr: float) -> tuple[l
     return logprobs, measured
 
 
-def gradient(learner: Learner, batches: list[Batch]) -> tuple[Any, list[mx.array | None], dict[str, float]]:
+def gradient(learner: Learner, batches: list[Batch]) -> tuple[Any, list[mx.array], dict[str, float]]:
     """The float32 gradient of the step's loss, each batch's log-probabilities, and summed measurements."""
-    grads: dict[str, Any] = {}
-    found: dict[int, Share] = {}
-    for place, batch in passes(learner, batches, "update"):
+    grads: dict[str, Any] = {name: None for name, _ in tree_flatten(learner.model.trainable_parameters())}
+    shares = list[Share]()
+    for batch in passes(learner, batches, "update"):
         share, tree = share_and_gradient(learner, batch)
         part = dict(tree_flatten(tree))
         del tree  # else every gradient would stay alive until the last one is computed
-        grads = grads or dict.fromkeys(part)
         for names in in_backward_order(grads):
             for name in names:
                 new = part.pop(name).astype(mx.float32) / learner.loss_scale.value
                 grads[name] = new if grads[name] is None else grads[name] + new
             mx.async_eval([grads[name] for name in names])
         mx.eval(grads, share)  # wait: the next batch may use this one's memory
-        found[place] = share._replace(logprobs=mx.stop_gradient(share.logprobs))
-    grads = grads or {name: mx.zeros(array.shape) for name, array in learner.trainable.items()}  # no batch was ours
-    # a machine without a batch knows another order, in which the norm would round otherwise
-    names = sorted(grads) if world.size() > 1 else list(grads)
-    grads = dict(zip(names, world.all_sum([grads[name] for name in names]), strict=True))
-    return tree_unflatten(list(grads.items())), *joined(batches, found)
+        shares.append(share._replace(logprobs=mx.stop_gradient(share.logprobs)))
+    if not batches:
+        grads = {name: mx.zeros(learner.trainable[name].shape) for name in grads}
+    grads = dict(zip(grads, world.all_sum(list(grads.values())), strict=True))
+    return tree_unflatten(list(grads.items())), *joined(shares)
 
 
-def measure(learner: Learner, batches: list[Batch]) -> tuple[list[mx.array | None], dict[str, float]]:
+def measure(learner: Learner, batches: list[Batch]) -> tuple[list[mx.array], dict[str, float]]:
     """What `gradient` gives beside the gradient, by forward passes alone."""
-    found = {}
+    shares = []
     with gpu.without_gradients():
-        for place, batch in passes(learner, batches, "update"):
-            found[place] = learner.reader.share(learner.model, batch)
-            mx.eval(found[place])  # wait
-    return joined(batches, found)
+        for batch in passes(learner, batches, "update"):
+            shares.append(learner.reader.share(learner.model, batch))
+            mx.eval(shares[-1])  # wait
+    return joined(shares)
 
 
-def joined(batches: list[Batch], found: dict[int, Share]) -> tuple[list[mx.array | None], dict[str, float]]:
-    """The log-probabilities of this machine's batches, and the measurements of all, from their shares."""
-    logprobs = [found[place].logprobs if place in found else None for place in range(len(batches))]
-    sums: dict[int, Any] = {place: {name: value.item() for name, value in found[place].sums.items()} for place in found}
+def joined(shares: list[Share]) -> tuple[list[mx.array], dict[str, float]]:
+    """The log-probabilities of this machine's shares, and the measurements of all machines'."""
+    sums = [{name: value.item() for name, value in share.sums.items()} for share in shares]
     totals = dict[str, float]()
-    for its in world.collect(sums):
+    for its in itertools.chain(*world.share(sums)):
         for name, value in its.items():
             held = totals.get(name, 0.0)
             totals[name] = max(held, value) if name.endswith("_max") else held + value
-    return logprobs, totals
+    return [share.logprobs for share in shares], totals
 
 
 def share_and_gradient(learner: Learner, batch: Batch) -> tuple[Share, Any]:
@@ -294,19 +275,18 @@ def share_and_gradient(learner: Learner, batch: Batch) -> tuple[Share, Any]:
     return Share(*share), tree
 
 
-def passes(learner: Learner, batches: list[Batch], what: str) -> Iterator[tuple[int, Batch]]:
-    """The batches that this machine computes, each with its place; counts the rows of all."""
+def passes(learner: Learner, batches: list[Batch], what: str) -> Iterator[Batch]:
+    """The batches, whose rows are counted."""
     learner.num_forwards += sum(len(batch.rows) for batch in batches)
-    mine = [(place, batch) for place, batch in enumerate(batches) if batch.is_mine]
-    yield from alive.Bar(mine, desc=what, unit="part")
+    yield from alive.Bar(batches, desc=what, unit="part")
 
 
-def logprobs_of(learner: Learner, batches: list[Batch], model: gwen.Model) -> list[mx.array | None]:
-    """Log-probabilities under a model, (M, T) of each batch that this machine computes; without gradient."""
-    found: list[mx.array | None] = [None] * len(batches)
-    for place, batch in passes(learner, batches, "log-probabilities"):
-        found[place], _ = learner.reader.logprobs(model, batch)
-        mx.eval(found[place])  # wait: the next batch may use this one's memory
+def logprobs_of(learner: Learner, batches: list[Batch], model: gwen.Model) -> list[mx.array]:
+    """Log-probabilities under a model, (M, T) of each batch; without gradient."""
+    found = list[mx.array]()
+    for batch in passes(learner, batches, "log-probabilities"):
+        found.append(learner.reader.logprobs(model, batch)[0])
+        mx.eval(found[-1])  # wait: the next batch may use this one's memory
     return found
 
 
@@ -324,7 +304,7 @@ def in_backward_order(names: Iterable[str]) -> list[list[str]]:
     return [list(layer) for _, layer in itertools.groupby(sorted(names, key=place), place)]
 
 
-def under(learner: Learner, batches: list[Batch], weights: trust_region.Weights) -> list[mx.array | None]:
+def under(learner: Learner, batches: list[Batch], weights: trust_region.Weights) -> list[mx.array]:
     """Installs masters and returns the batches' log-probabilities under them."""
     install(learner.model, weights)
     return logprobs_of(learner, batches, learner.model)

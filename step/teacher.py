@@ -9,7 +9,7 @@ Axes: M rows of a batch, T own tokens, V vocabulary, C hidden of the student, D 
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import mlx.core as mx
@@ -83,37 +83,27 @@ class Teacher:
 
     def with_lessons(self, samples: list[Sample], batches: list[Batch]) -> list[Batch]:
         """The batches with its hidden states of their tokens, and its head for the student's ids."""
-        head_weight, lessons = self.model.head_weight[: self.num_ids], list(batches)
-        places = [place for place, batch in enumerate(batches) if batch.is_mine]
-        if self.text is None:
-            taught = self._read([batches[place] for place in places])
-        else:
-            taught = self._in_front(samples, [batches[place] for place in places])
-        for place, hidden in zip(places, taught, strict=True):
-            mx.eval(hidden)  # wait: the next batch may use this one's memory
-            lessons[place] = batches[place]._replace(lesson=divergence.Lesson(hidden, head_weight))
-        return lessons
-
-    def _in_front(self, samples: list[Sample], batches: list[Batch]) -> Iterator[mx.array]:
-        """The hidden states of batches, (M, T, D) each, where the teacher sees another prompt: its own batches."""
-        groups = {sample.group: sample.example for sample in samples}
-        prompts = dict(zip(groups, self.prompts(groups.values()), strict=True))
-        seen = cut([sample._replace(prompt=prompts[sample.group]) for sample in samples], self.token_budget)
-        rows = {row for batch in batches for row in batch.rows}
-        seen = [batch for batch in seen if rows & set(batch.rows)]
-        states: dict[int, mx.array] = {}
-        for batch, hidden in zip(seen, self._read(seen), strict=True):
-            mx.eval(hidden)  # wait: the next batch may use this one's memory
-            states |= {row: hidden[place] for place, row in enumerate(batch.rows) if row in rows}
-        for batch in batches:
-            own = [states[row][: batch.mask.shape[1]] for row in batch.rows]
-            yield mx.stack([mx.pad(one, [(0, batch.mask.shape[1] - len(one)), (0, 0)]) for one in own])
-
-    def _read(self, batches: list[Batch]) -> Iterator[mx.array]:
-        """The model's hidden states of each batch's tokens, (M, T, D)."""
+        head_weight, taught = self.model.head_weight[: self.num_ids], list[Batch]()
         with lora.before_training(self.model):
             for batch in batches:
-                yield batch_hidden(self.model, batch)
+                if batch.is_mine:
+                    states = batch_hidden(self.model, batch) if self.text is None else self._in_front(samples, batch)
+                    mx.eval(states)  # wait: the next batch may use this one's memory
+                    batch = batch._replace(lesson=divergence.Lesson(states, head_weight))
+                taught.append(batch)
+        return taught
+
+    def _in_front(self, samples: list[Sample], batch: Batch) -> mx.array:
+        """The hidden states of a batch, (M, T, D), where the teacher sees another prompt: in batches of its own."""
+        its = [samples[row] for row in batch.rows]
+        groups = {sample.group: sample.example for sample in its}
+        prompts = dict(zip(groups, self.prompts(groups.values()), strict=True))
+        found = mx.zeros((*batch.mask.shape, self.shape.hidden_size), self.model.head_weight.dtype)
+        for part in cut([sample._replace(prompt=prompts[sample.group]) for sample in its], self.token_budget):
+            states = batch_hidden(self.model, part)
+            found[mx.array(part.rows), : states.shape[1]] = states
+            mx.eval(found)  # wait, as above
+        return found
 
 
 def refuse_other_tokenizer(name: str, ours: Any, theirs: Any) -> None:

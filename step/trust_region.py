@@ -9,9 +9,10 @@ Sources: PPO's target KL (Schulman et al. 2017), the line search of TRPO (Schulm
 Axes: M rows of a batch, T own tokens.
 """
 
+import itertools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -39,7 +40,7 @@ def make_probe(batches: list[Batch], step: int) -> list[Batch]:
     stride = max(min(MOST_STRIDE, num_tokens // PROBE_TOKENS), 1)
     if len(batches) >= stride:
         return batches[step % stride :: stride]
-    stride = min(stride, max(len(batch.rows) for batch in batches))
+    stride = min(stride, max((len(batch.rows) for batch in batches), default=1))
     places = [_part(batch, step % stride, stride) for batch in batches]
     return [batch.take(some) for batch, some in zip(batches, places, strict=True) if some]
 
@@ -53,7 +54,7 @@ def _part(batch: Batch, number: int, stride: int) -> list[int]:
     return ordered[num_rows * number // stride : num_rows * (number + 1) // stride]
 
 
-def distance(probe: list[Batch], present: list[mx.array | None]) -> float:
+def distance(probe: list[Batch], present: list[mx.array]) -> float:
     """
     KL(old policy, current policy) in nats per token: the mean of r - 1 - log r over the old policy's tokens.
 
@@ -61,14 +62,14 @@ def distance(probe: list[Batch], present: list[mx.array | None]) -> float:
     The mean over tokens drawn by the old policy is unbiased, and no token's term is negative (k3,
     http://joschu.net/blog/kl-approx.html).
     """
-    found = {}
-    for place, (batch, new) in enumerate(zip(probe, present, strict=True)):
-        if new is not None:
-            assert batch.old_logprobs is not None
-            new = mx.where(batch.mask > 0, new, batch.old_logprobs)  # padding's exp must not become inf * 0 = nan
-            counted = batch.mask * batch.weights
-            found[place] = [(grpo.kl_term(batch.old_logprobs, new) * counted).sum().item(), counted.sum().item()]
-    total, count = np.array(world.collect(found), np.float32).cumsum(axis=0)[-1]  # one after another
+    found: list[list[Any]] = []
+    for batch, new in zip(probe, present, strict=True):
+        assert batch.old_logprobs is not None
+        new = mx.where(batch.mask > 0, new, batch.old_logprobs)  # padding's exp must not become inf * 0 = nan
+        counted = batch.mask * batch.weights
+        found.append([(grpo.kl_term(batch.old_logprobs, new) * counted).sum().item(), counted.sum().item()])
+    everywhere = itertools.chain(*world.share(found))
+    total, count = np.array(list(everywhere), np.float32).cumsum(axis=0)[-1]  # one after another
     return float(total / count)
 
 
@@ -86,7 +87,7 @@ def hold(
     after: Weights,
     probe: list[Batch],
     target: float,
-    logprobs_under: Callable[[Weights], list[mx.array | None]],
+    logprobs_under: Callable[[Weights], list[mx.array]],
 ) -> BoundedStep:
     """
     Shortens the step from `before` to `after` until the policy has moved at most SLACK times the target.

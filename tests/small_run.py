@@ -102,7 +102,8 @@ def told(batches, field, rows):
     rows = mx.array(rows, mx.float32)
     columns = [rows[mx.array(one.rows), : one.mask.shape[1]] for one in batches]
     if field in grpo.Tokens._fields and field not in Batch._fields:
-        return [update.with_column(*pair) for pair in zip(batches, [field] * len(batches), columns, strict=True)]
+        pairs = zip(batches, columns, strict=True)
+        return [one._replace(columns=one.columns | {field: column}) for one, column in pairs]
     return [one._replace(**{field: column}) for one, column in zip(batches, columns, strict=True)]
 
 

@@ -10,6 +10,7 @@ import contextlib
 import importlib.util
 import logging
 import os
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,17 +110,12 @@ class ModelConfig:
         return len(self.layer_kinds)
 
 
-# The largest value of each size: larger ones are typos, of which building a model would take minutes or overflow.
-SIZES = {"hidden_size": 2**17, "num_hidden_layers": 2**10, "intermediate_size": 2**18}
-SIZES |= {"num_attention_heads": 2**10, "vocab_size": 2**21}
-
-
 def make_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
     """
-    The checked configuration of a `config.json` read into `raw`.
+    The configuration in a `config.json` read into `raw`; that its sizes are those of the weights, their load tells.
 
     generation: the content of `generation_config.json`, whose end tokens go before those of `config.json`.
-    Raises ValueError naming the missing key or the unsupported feature.
+    Raises ValueError naming a value that no model has, or the unsupported feature.
     """
     model_type, outer = raw.get("model_type"), raw
     if model_type == TEXT_PART:
@@ -130,50 +126,51 @@ def make_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) -
     family = FAMILIES[model_type]
     if family.is_hybrid and outer:
         raw = text if isinstance(text := outer.get("text_config"), dict) else {}
-    if missing := [key for key in (*SIZES, "rms_norm_eps") if key not in raw]:
-        raise ValueError(f"config.json lacks {', '.join(missing)}; is this a language model?")
     refuse_unsupported({**outer, **raw})
-    sizes = {key: checked(raw, key, 1, largest) for key, largest in SIZES.items()}
-    kinds = layer_kinds(raw, model_type, sizes.pop("num_hidden_layers"))
-    num_heads = sizes["num_attention_heads"]
-    num_kv_heads = checked(raw, "num_key_value_heads", 1, num_heads, default=num_heads)
-    if num_heads % num_kv_heads:
-        raise ValueError(f"config.json has {num_heads} attention heads, which {num_kv_heads} kv heads do not divide")
+    sizes = {key: checked(raw, key, 1, 2**21) for key in ("hidden_size", "intermediate_size", "vocab_size")}
+    num_heads, kinds = checked(raw, "num_attention_heads", 1, 2**10), layer_kinds(raw, model_type)
     head_dim = checked(raw, "head_dim", 2, 2**10, default=sizes["hidden_size"] // num_heads)
-    tied = raw.get("tie_word_embeddings", outer.get("tie_word_embeddings", family.tied))
     max_positions = checked(raw, "max_position_embeddings", 1, 2**31, default=32768)
     theta, share, scaling = rope_settings(raw, family, max_positions)
     if share * head_dim % 2:
         raise ValueError(f"config.json rotates {share:g} of head_dim={head_dim}; rotary positions need an even number")
     eos = end_ids("config.json", {**outer, **raw}, sizes["vocab_size"])
     eos = end_ids("generation_config.json", generation or {}, sizes["vocab_size"]) or eos
+    delta = None
+    if "linear_attention" in kinds:
+        delta = DeltaSizes(*(checked(raw, key, 1, 2**10, default) for key, default in DELTA_SIZES.items()))
     return ModelConfig(
         model_type=model_type,
         **sizes,
         layer_kinds=kinds,
-        num_key_value_heads=num_kv_heads,
+        num_attention_heads=num_heads,
+        num_key_value_heads=checked(raw, "num_key_value_heads", 1, num_heads, default=num_heads),
         head_dim=head_dim,
         rms_norm_eps=checked(raw, "rms_norm_eps", 0.0, 1.0),
         max_position_embeddings=max_positions,
-        tie_word_embeddings=bool(tied),
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings", outer.get("tie_word_embeddings", family.tied))),
         rope_theta=theta,
         rope_scaling=scaling,
         rotary_dim=int(share * head_dim),
-        delta=delta_sizes(raw) if "linear_attention" in kinds else None,
+        delta=delta,
         eos_ids=tuple(eos),
         packing=outer.get("quantization") or raw.get("quantization") or None,
         raw=raw,
     )
 
 
+DELTA_SIZES = {  # in the order of `DeltaSizes`, and what is taken where config.json has none, if anything
+    **{f"linear_{name}": None for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")},
+    "linear_conv_kernel_dim": 4,
+}
+
+
 def end_ids(name: str, content: dict[str, Any], vocab_size: int) -> list[int]:
-    """The end tokens in a file. Raises ValueError naming an id in it, of any kind, that the vocabulary has not."""
-    ids: list[int] = []
-    for key in ("bos_token_id", "pad_token_id", "eos_token_id"):
-        given = content.get(key)
-        ids = given if isinstance(given, list) else [] if given is None else [given]
-        if not all(type(one) is int and 0 <= one < vocab_size for one in ids):
-            raise ValueError(f"{name} has {key}={given!r:.60}; ids go from 0 to {vocab_size - 1}")
+    """The end tokens in a file. Raises ValueError for one that the vocabulary has not."""
+    given = content.get("eos_token_id")
+    ids = given if isinstance(given, list) else [] if given is None else [given]
+    if not all(type(one) is int and 0 <= one < vocab_size for one in ids):
+        raise ValueError(f"{name} has eos_token_id={given!r:.60}; ids go from 0 to {vocab_size - 1}")
     return ids
 
 
@@ -202,43 +199,24 @@ def refuse_unsupported(raw: dict[str, Any]) -> None:
         raise ValueError(f"config.json has hidden_act={raw['hidden_act']!r:.60}; only silu is supported")
 
 
-def layer_kinds(raw: dict[str, Any], model_type: str, num_layers: int) -> tuple[str, ...]:
+def layer_kinds(raw: dict[str, Any], model_type: str) -> tuple[str, ...]:
     """
     What each layer is, see `ModelConfig`. Of four layers Qwen3.5 has one with full attention, SmolLM3 one without
-    positions, unless config.json says otherwise.
-
-    Raises ValueError where a list of layers has another length or kinds that are not supported.
+    positions, unless config.json says otherwise. Raises ValueError for other kinds and lengths of its lists.
     """
-    known = ["full_attention", *["linear_attention"] * FAMILIES[model_type].is_hybrid]
-    every = checked(raw, "full_attention_interval", 1, 2**31, default=4)
-    kinds = raw.get("layer_types") or [known[-1 if (layer + 1) % every else 0] for layer in range(num_layers)]
-    if not isinstance(kinds, list) or any(kind not in known for kind in kinds):
-        raise ValueError(f"config.json has layer_types={kinds!r:.60}; only {' and '.join(known)} is supported")
+    num_layers, is_hybrid = checked(raw, "num_hidden_layers", 1, 2**10), FAMILIES[model_type].is_hybrid
+    interval = "full_attention_interval" if is_hybrid else "no_rope_layer_interval"
+    every = checked(raw, interval, 1, 2**31, default=4)
+    is_last = [(layer + 1) % every == 0 for layer in range(num_layers)]  # of each interval
+    known = ("linear_attention", "full_attention") if is_hybrid else ("full_attention",)
+    kinds = raw.get("layer_types") or [known[-1 if last else 0] for last in is_last]
     rotated = [1] * num_layers
     if model_type == "smollm3":
-        every = checked(raw, "no_rope_layer_interval", 1, 2**31, default=4)
-        rotated = raw.get("no_rope_layers") or [int((layer + 1) % every != 0) for layer in range(num_layers)]
-        if not isinstance(rotated, list) or any(type(one) is not int or one not in (0, 1) for one in rotated):
-            raise ValueError(f"config.json has no_rope_layers={rotated!r:.60}; it must be a list of 0 and 1")
-    for key, layers in (("layer_types", kinds), ("no_rope_layers", rotated)):
-        if len(layers) != num_layers:
-            raise ValueError(f"config.json has {len(layers)} {key} and num_hidden_layers={num_layers}")
+        rotated = raw.get("no_rope_layers") or [int(not last) for last in is_last]
+    for key, layers, values in (("layer_types", kinds, known), ("no_rope_layers", rotated, (0, 1))):
+        if not isinstance(layers, list) or len(layers) != num_layers or any(one not in values for one in layers):
+            raise ValueError(f"config.json has {key}={layers!r:.60}; it must hold {num_layers} of {values}")
     return tuple(kind if one else "unrotated_attention" for kind, one in zip(kinds, rotated, strict=True))
-
-
-def delta_sizes(raw: dict[str, Any]) -> DeltaSizes:
-    """The sizes of gated delta nets. Raises ValueError for one that is missing or does not fit the others."""
-    sizes = DeltaSizes(
-        checked(raw, "linear_num_key_heads", 1, 2**10),
-        checked(raw, "linear_num_value_heads", 1, 2**10),
-        checked(raw, "linear_key_head_dim", 1, 2**10),
-        checked(raw, "linear_value_head_dim", 1, 2**10),
-        checked(raw, "linear_conv_kernel_dim", 2, 2**5, default=4),
-    )
-    if sizes.num_value_heads % sizes.num_key_heads:
-        heads = f"linear_num_value_heads={sizes.num_value_heads}, which linear_num_key_heads={sizes.num_key_heads}"
-        raise ValueError(f"config.json has {heads} do not divide")
-    return sizes
 
 
 # of each kind of rope scaling: its numbers with their limits, and what is taken where config.json has none, if anything
@@ -267,11 +245,11 @@ def rope_settings(
     Reads two layouts: `rope_theta` with `rope_scaling`, and `rope_parameters`, which holds both since transformers 5.
     Raises ValueError for a rope type that the family has not, or an unsupported setting of it.
     """
-    for key in ("rope_scaling", "rope_parameters"):
-        if not isinstance(raw.get(key) or {}, dict):
-            raise ValueError(f"config.json has {key}={raw[key]!r:.60}; it must be an object")
-    together = raw.get("rope_parameters") or {}
-    scaling = {key: value for key, value in (raw.get("rope_scaling") or together).items() if value is not None}
+    together, scaling = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
+    if not isinstance(together, dict) or not isinstance(scaling, dict):
+        rope = f"rope_scaling={scaling!r:.60} and rope_parameters={together!r:.60}"
+        raise ValueError(f"config.json has {rope}; they must be objects")
+    scaling = {key: value for key, value in (scaling or together).items() if value is not None}
     theta = checked({**together, **raw}, "rope_theta", 2.0, 1e12)
     share = checked({**scaling, **raw}, "partial_rotary_factor", 1e-3, 1.0, default=family.rotary_share)
     if share != 1 and family.rotary_share == 1:
@@ -288,8 +266,6 @@ def rope_settings(
     if rope_type == "yarn":
         scaling.setdefault("original_max_position_embeddings", max_positions)
     read = {key: checked(scaling, key, low, high, default) for key, (low, high, default) in numbers.items()}
-    if rope_type == "llama3" and read["low_freq_factor"] >= read["high_freq_factor"]:
-        raise ValueError("config.json has rope type llama3 with a low_freq_factor that is not below high_freq_factor")
     return theta, share, {"rope_type": rope_type, **read}
 
 
@@ -488,25 +464,21 @@ def load_config(directory: Path) -> ModelConfig:
 
 
 def load_weights(directory: Path) -> dict[str, mx.array]:
-    """All tensors of a directory, by Hugging Face name. Raises ValueError naming a missing or broken shard."""
+    """All tensors of a directory, by Hugging Face name. Raises ValueError naming a missing or broken file."""
     from disk import gguf
 
     if (directory / gguf.LINK).is_file():
         return gguf.load_weights(directory, load_object(directory / "config.json"))
-    index = directory / "model.safetensors.index.json"
-    shards = present = sorted(path.name for path in directory.glob("model*.safetensors") if path.is_file())
-    if index.is_file():
-        weight_map = load_object(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
-            raise ValueError(f"{index} has no weight_map from tensors to files")
-        shards = sorted(set(weight_map.values()))
+    shards = sorted(path for path in directory.glob("model*.safetensors") if path.is_file())
     if not shards:
         raise ValueError(f"{directory} has no model*.safetensors")
-    if absent := sorted(set(shards) - set(present)):
-        raise ValueError(f"{directory} lacks the shard {absent[0]!r:.200} that {index.name} names")
+    index = directory / "model.safetensors.index.json"
+    named = re.findall(r'"(model[^"/]*\.safetensors)"', index.read_text(errors="replace")) if index.is_file() else []
+    if absent := sorted(set(named) - {path.name for path in shards}):
+        raise ValueError(f"{directory} lacks {absent[0]:.200}, which {index.name} names")
     weights: dict[str, mx.array] = {}
     for shard in shards:
-        weights |= load_tensors(directory / shard)
+        weights |= load_tensors(shard)
     return {name: array for name, array in weights.items() if "rotary_emb" not in name}  # computed, not learned
 
 

@@ -1,7 +1,7 @@
 """
 Attention: over keys in one buffer, and over parts of the past that rows share.
 
-As in ops.py an expression, the kernel, its launch and the `kernels.Op` that chooses stand in this order.
+As in ops.py an expression, the kernel and its launch stand in this order.
 What is left out: the caches, which are in kv_cache.py, and MLX's own kernel.
 
 Axes: N rows, L positions, H query heads, K kv heads, D head dim, S keys; R rows of a part that G rows each share.
@@ -128,7 +128,8 @@ def score_gradient_ref(
 SCORE_GRADIENT = kernels.Kernel(HERE / "score_gradient.metal", "scores d_weights mask scale", "weights d_scores")
 
 
-def _launch_score_gradient(
+@kernels.equals(score_gradient_ref)
+def score_gradient(
     d_weights: mx.array, scores: mx.array, mask: mx.array | str | None, scale: float
 ) -> tuple[mx.array, mx.array]:
     """Reads both arrays twice, the second time mostly from the cache, and writes both results, in one launch."""
@@ -142,9 +143,6 @@ def _launch_score_gradient(
         MASKED=isinstance(mask, mx.array),
     )
     return weights, d_scores
-
-
-score_gradient = kernels.Op("score_gradient", score_gradient_ref, _launch_score_gradient)
 
 
 def tree_attention_ref(queries: mx.array, parts: Parts, layout: Layout) -> mx.array:
@@ -211,7 +209,8 @@ SLOT_ATTENTION = kernels.Kernel(
 )
 
 
-def _launch_slot_attention(queries: mx.array, parts: Parts, layout: Layout) -> mx.array:
+@kernels.equals(tree_attention_ref)
+def slot_attention(queries: mx.array, parts: Parts, layout: Layout) -> mx.array:
     """
     For a decode step of slots that share prompts. In one launch it reads the queries, each slot's own columns, and each
     prompt: once from memory, and for the rest of its group, whose threadgroups run side by side, from the cache. That
@@ -242,9 +241,6 @@ def _launch_slot_attention(queries: mx.array, parts: Parts, layout: Layout) -> m
         MASKED=mask is not None,
         OWN_MASKED=own_mask is not None,
     )[0]
-
-
-slot_attention = kernels.Op("slot_attention", tree_attention_ref, _launch_slot_attention)
 
 
 def joined(parts: Parts, layout: Layout) -> tuple[mx.array, mx.array]:

@@ -13,8 +13,6 @@ Axes: N rows, L positions, H value heads, K key heads, E key dim, D value dim, C
 window; T tokens of a chunk.
 """
 
-from typing import NamedTuple
-
 import mlx.core as mx
 
 from layers import ops
@@ -53,35 +51,31 @@ def unit(x: mx.array) -> mx.array:
     return x * mx.rsqrt((x * x).sum(-1, keepdims=True) + 1e-6)
 
 
-class Tokens(NamedTuple):
-    """What each token does to the memories, all of one floating-point type."""
+def recurrence(
+    queries: mx.array, keys: mx.array, values: mx.array, log_decay: mx.array, beta: mx.array, memory: mx.array
+) -> tuple[mx.array, mx.array]:
+    """
+    The definition, one token after the other: out (N, L, H, D), and the memory (N, H, D, E) after them.
 
-    queries: mx.array  # (N, L, K, E), scaled
-    keys: mx.array  # (N, L, K, E) of length 1
-    values: mx.array  # (N, L, H, D); each key head serves H / K consecutive value heads
-    log_decay: mx.array  # (N, L, H), at most 0
-    beta: mx.array  # (N, L, H) in 0 to 1, how far the memory is corrected
-
-
-def recurrence(tokens: Tokens, memory: mx.array) -> tuple[mx.array, mx.array]:
-    """The definition, one token after the other: out (N, L, H, D), and the memory (N, H, D, E) after them."""
-    tokens, outs = _with_all_heads(tokens), []
-    for at in range(tokens.values.shape[1]):
-        query, key, value, log_decay, beta = (array[:, at] for array in tokens)
+    queries, keys (N, L, K, E), scaled, and of length 1: each key head serves H / K consecutive value heads; values
+    (N, L, H, D); log_decay (N, L, H), at most 0; beta (N, L, H) in 0 to 1, how far the memory is corrected; memory as
+    it comes out. All are of one floating-point type.
+    """
+    queries, keys = _of_value_heads(queries, keys, values)
+    outs = []
+    for at in range(values.shape[1]):
+        query, key, value = queries[:, at], keys[:, at], values[:, at]
         found, read = mx.split(memory @ mx.stack([key, query], axis=-1), 2, axis=-1)  # (N, H, D, 1)
-        decay = cpu.exp(log_decay)[..., None, None]
-        correction = beta[..., None, None] * (value[..., None] - decay * found)
+        decay = cpu.exp(log_decay[:, at])[..., None, None]
+        correction = beta[:, at, :, None, None] * (value[..., None] - decay * found)
         memory = decay * memory + correction * key[..., None, :]
         outs.append(decay * read + correction * (key * query).sum(-1)[..., None, None])
     return mx.stack(outs, axis=1)[..., 0], memory
 
 
-def _with_all_heads(tokens: Tokens) -> Tokens:
-    """Queries and keys of each value head."""
-    times = tokens.values.shape[2] // tokens.keys.shape[2]
-    if times == 1:
-        return tokens
-    return tokens._replace(queries=mx.repeat(tokens.queries, times, 2), keys=mx.repeat(tokens.keys, times, 2))
+def _of_value_heads(queries: mx.array, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+    times = values.shape[2] // keys.shape[2]
+    return (queries, keys) if times == 1 else (mx.repeat(queries, times, 2), mx.repeat(keys, times, 2))
 
 
 def inverse(lower: mx.array) -> mx.array:
@@ -111,12 +105,14 @@ def inverse(lower: mx.array) -> mx.array:
     return made[..., 0, :, :]
 
 
-def chunked(tokens: Tokens, memory: mx.array) -> tuple[mx.array, mx.array]:
+def chunked(
+    queries: mx.array, keys: mx.array, values: mx.array, log_decay: mx.array, beta: mx.array, memory: mx.array
+) -> tuple[mx.array, mx.array]:
     """
     `recurrence` in matmuls. Within a chunk, corrections depend on those before them by a triangular system, whose
     inverse gives all of them at once; between chunks goes the memory.
     """
-    num_rows, length, num_heads, _ = tokens.values.shape
+    num_rows, length, num_heads, value_dim = values.shape
     size = next(size for size in (8, 16, 32, CHUNK) if size >= min(length, CHUNK))
     num_chunks = -(-length // size)
 
@@ -125,7 +121,8 @@ def chunked(tokens: Tokens, memory: mx.array) -> tuple[mx.array, mx.array]:
         array = mx.pad(array, padding).reshape(num_rows, num_chunks, size, *array.shape[2:])
         return mx.moveaxis(array, 3, 1)
 
-    queries, keys, values, log_decay, beta = (in_chunks(array) for array in _with_all_heads(tokens))
+    tokens = *_of_value_heads(queries, keys, values), values, log_decay, beta
+    queries, keys, values, log_decay, beta = map(in_chunks, tokens)
     total = mx.cumsum(log_decay, axis=-1)  # (N, H, chunks, T)
     seen = mx.tri(size, dtype=mx.bool_)
     fades = cpu.exp(mx.where(seen, total[..., :, None] - total[..., None, :], -1e30))  # (..., T, T) from j to i
@@ -142,38 +139,35 @@ def chunked(tokens: Tokens, memory: mx.array) -> tuple[mx.array, mx.array]:
         corrections = wanted[:, :, at] - by_memory[:, :, at] @ memory.swapaxes(-1, -2)  # (N, H, T, D)
         outs.append(reading[:, :, at] @ memory.swapaxes(-1, -2) + within[:, :, at] @ corrections)
         memory = since[:, :, at, -1:] * memory + corrections.swapaxes(-1, -2) @ writing[:, :, at]
-    out = mx.stack(outs, axis=2).reshape(num_rows, num_heads, -1, tokens.values.shape[3])
+    out = mx.stack(outs, axis=2).reshape(num_rows, num_heads, -1, value_dim)
     return out[:, :, :length].swapaxes(1, 2), memory
 
 
 def gated_delta(*arrays: mx.array) -> tuple[mx.array, mx.array]:
     """
-    `recurrence` of the fields of `Tokens` and the memory, by one operation for one token a row and by another for more.
+    `recurrence`, by one operation for one token a row and by another for more.
 
     MLX has a kernel for few tokens and one for many: where one is off, the other may run.
     """
     return (gated_delta_step if arrays[2].shape[1] == 1 else gated_delta_pass)(*arrays)
 
 
-def _launch_gated_delta(*arrays: mx.array) -> tuple[mx.array, mx.array]:
+@kernels.equals(recurrence)
+def gated_delta_step(
+    queries: mx.array, keys: mx.array, values: mx.array, log_decay: mx.array, beta: mx.array, memory: mx.array
+) -> tuple[mx.array, mx.array]:
     """
     MLX's own, in one launch where it has a kernel: for heads of 128, in some numbers (16 and 16, 16 and 32, ...).
     Elsewhere it takes one step a token. All is float32: a decay near 1 would be 1 in 16 bits.
     """
-    queries, keys, values, log_decay, beta, memory = arrays
     out, memory = mx.fast.gated_delta_update(queries, keys, values, mx.exp(log_decay), beta, memory)
     return out, memory
 
 
-def _launch_gated_delta_pass(*arrays: mx.array) -> tuple[mx.array, mx.array]:
+@kernels.equals(chunked)
+def gated_delta_pass(
+    queries: mx.array, keys: mx.array, values: mx.array, log_decay: mx.array, beta: mx.array, memory: mx.array
+) -> tuple[mx.array, mx.array]:
     """As one token, for heads of 128; others have no kernel, and matmuls are faster than a step a token."""
-    has_kernel = arrays[1].shape[-1] == arrays[2].shape[-1] == 128
-    return _launch_gated_delta(*arrays) if has_kernel else chunked(Tokens(*arrays[:5]), arrays[5])
-
-
-gated_delta_step = kernels.Op(
-    "gated_delta_step", lambda *arrays: recurrence(Tokens(*arrays[:5]), arrays[5]), _launch_gated_delta
-)
-gated_delta_pass = kernels.Op(
-    "gated_delta_pass", lambda *arrays: chunked(Tokens(*arrays[:5]), arrays[5]), _launch_gated_delta_pass
-)
+    form = gated_delta_step.launch if keys.shape[-1] == values.shape[-1] == 128 else chunked
+    return form(queries, keys, values, log_decay, beta, memory)

@@ -1,9 +1,9 @@
 """
 What a layer computes between its matmuls, each expression beside the kernel that equals it.
 
-Each comes in this order: the expression, which defines what is computed; the kernel, in the `.metal` file
-of its name; the call that gives it a grid; and the `Op` that chooses between the two. Attention is in attention.py,
-the layer that joins all of it in gwen.py; matmuls are MLX's.
+Each comes in this order: the expression, which defines what is computed; the kernel, in the `.metal` file of its name;
+the call that gives it a grid, which `kernels.equals` makes the `Op` that chooses between the two. Attention is in
+attention.py, the layer that joins all of it in gwen.py; matmuls are MLX's.
 
 Axes: N rows, L positions, M = N * L, C hidden, H query heads, K kv heads, D head dim, F mlp width, R rank.
 """
@@ -59,8 +59,14 @@ def _launch_swiglu(gate_up: mx.array, *cotangent: mx.array) -> mx.array:
     )[0]
 
 
-swiglu_vjp = kernels.Op("swiglu_vjp", swiglu_vjp_ref, _launch_swiglu)
-swiglu = kernels.Op("swiglu", swiglu_ref, _launch_swiglu, lambda d, _, gate_up: [swiglu_vjp(gate_up, d[0])])
+@kernels.equals(swiglu_vjp_ref)
+def swiglu_vjp(gate_up: mx.array, cotangent: mx.array) -> mx.array:
+    return _launch_swiglu(gate_up, cotangent)
+
+
+@kernels.equals(swiglu_ref, lambda d, _, gate_up: [swiglu_vjp(gate_up, d[0])])
+def swiglu(gate_up: mx.array) -> mx.array:
+    return _launch_swiglu(gate_up)
 
 
 def tall_product_ref(thin: mx.array, wide: mx.array) -> mx.array:
@@ -73,7 +79,8 @@ ROWS_OF_A_PART = 512  # of `tall_product`: by fewer rows there are more partial 
 TALL_PRODUCT = kernels.Kernel(HERE / "tall_product.metal", "thin wide", "sums")
 
 
-def _launch_tall_product(thin: mx.array, wide: mx.array) -> mx.array:
+@kernels.equals(tall_product_ref)
+def tall_product(thin: mx.array, wide: mx.array) -> mx.array:
     """
     Reads `wide` once for each 16 columns of `thin`, and writes R W float32 for each 512 rows, which a sum joins: for
     2,048 rows of rank 16 an eighth of what `wide` has. MLX's matmul would round the sum to 16 bits.
@@ -92,9 +99,6 @@ def _launch_tall_product(thin: mx.array, wide: mx.array) -> mx.array:
     return sums.sum(0) if num_parts > 1 else sums[0]
 
 
-tall_product = kernels.Op("tall_product", tall_product_ref, _launch_tall_product)
-
-
 def rms_norm(x: mx.array, weight: mx.array | None, eps: float) -> mx.array:
     """x / sqrt(mean(x**2) + eps) * weight over the last axis, in float32 inside. Source: arXiv:1910.07467."""
     if gpu.on_gpu():
@@ -110,10 +114,20 @@ def add_norm_ref(x: mx.array, delta: mx.array, weight: mx.array, eps: float) -> 
     return total, rms_norm(total, weight, eps)
 
 
+def _gradient_of_add_norm(
+    cotangents: list[mx.array], results: list[mx.array], x: mx.array, delta: mx.array, weight: mx.array, eps: float
+) -> list[mx.array]:
+    """From the sum that is held, which the expression's own gradient would make again."""
+    _, (d_x, d_weight) = mx.vjp(lambda x, w: rms_norm(x, w, eps), [results[0], weight], [cotangents[1]])
+    d_x = d_x + cotangents[0]
+    return [d_x, d_x, d_weight]
+
+
 ADD_NORM = kernels.Kernel(HERE / "add_norm.metal", "x delta weight eps", "total normed")
 
 
-def _launch_add_norm(x: mx.array, delta: mx.array, weight: mx.array, eps: float) -> tuple[mx.array, mx.array]:
+@kernels.equals(add_norm_ref, _gradient_of_add_norm)
+def add_norm(x: mx.array, delta: mx.array, weight: mx.array, eps: float) -> tuple[mx.array, mx.array]:
     """Reads 2C elements a row and writes 2C in one launch; the expression, in two, reads 3C and writes 2C."""
     size, dtype = x.shape[-1], x.dtype
     total, normed = ADD_NORM(
@@ -125,18 +139,6 @@ def _launch_add_norm(x: mx.array, delta: mx.array, weight: mx.array, eps: float)
         C=size,
     )
     return total, normed
-
-
-def _gradient_of_add_norm(
-    cotangents: list[mx.array], results: list[mx.array], x: mx.array, delta: mx.array, weight: mx.array, eps: float
-) -> list[mx.array]:
-    """From the sum that is held, which the expression's own gradient would make again."""
-    _, (d_x, d_weight) = mx.vjp(lambda x, w: rms_norm(x, w, eps), [results[0], weight], [cotangents[1]])
-    d_x = d_x + cotangents[0]
-    return [d_x, d_x, d_weight]
-
-
-add_norm = kernels.Op("add_norm", add_norm_ref, _launch_add_norm, _gradient_of_add_norm)
 
 
 class Rope:
@@ -244,7 +246,8 @@ NORM_ROPE = kernels.Kernel(
 )
 
 
-def _launch_norm_rope(qkv: mx.array, heads: Heads) -> tuple[mx.array, mx.array, mx.array]:
+@kernels.equals(norm_rope_ref)
+def norm_rope(qkv: mx.array, heads: Heads) -> tuple[mx.array, mx.array, mx.array]:
     """
     Reads (H + K) D elements a token and writes as many, the least there is, in one launch for four and two copies:
     MLX's norm copies a part of the fused projection first. Values are a view. A kernel of MLX writes to arrays of its
@@ -269,6 +272,3 @@ def _launch_norm_rope(qkv: mx.array, heads: Heads) -> tuple[mx.array, mx.array, 
         NORMED=weights is not None,
     )
     return queries, keys, qkv[:, :, num_turned:].transpose(0, 2, 1, 3)
-
-
-norm_rope = kernels.Op("norm_rope", norm_rope_ref, _launch_norm_rope)

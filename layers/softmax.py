@@ -1,7 +1,7 @@
 """
 The softmax over rows of logits: log-probabilities, entropy, a drawn token, a restricted support.
 
-Expression, source, launch and `Op` come in the order of layers/ops.py. What is left out: where logits come from;
+Expression, kernel and launch come in the order of layers/ops.py. What is left out: where logits come from;
 layers/lm_head.py makes them from hidden states, some at a time.
 
 Axes: N or M rows, V vocabulary.
@@ -127,9 +127,8 @@ def sample_token_ref(
 SAMPLE_TOKEN = kernels.Kernel(HERE / "sample_token.metal", "logits uniforms temperature", "tokens logprobs entropies")
 
 
-def _launch_sample_token(
-    logits: mx.array, uniforms: mx.array, temperature: float = 1.0
-) -> tuple[mx.array, mx.array, mx.array]:
+@kernels.equals(sample_token_ref)
+def sample_token(logits: mx.array, uniforms: mx.array, temperature: float = 1.0) -> tuple[mx.array, mx.array, mx.array]:
     """
     Reads each logit once, one tile again, and writes 12 bytes a row, in one launch; Gumbel-max would read the same and
     compute V pairs of logarithms and V / 4 Philox blocks more.
@@ -138,9 +137,6 @@ def _launch_sample_token(
     dtypes = [mx.int32, mx.float32, mx.float32]
     token, logprob, entropy = _on_rows(SAMPLE_TOKEN, logits, [uniforms], temperature, dtypes)
     return token, logprob, entropy
-
-
-sample_token = kernels.Op("sample_token", sample_token_ref, _launch_sample_token)
 
 
 def row_logprobs_ref(logits: mx.array, ids: mx.array, temperature: float = 1.0) -> tuple[mx.array, mx.array]:
@@ -157,13 +153,12 @@ def row_logprobs_ref(logits: mx.array, ids: mx.array, temperature: float = 1.0) 
 ROW_LOGPROBS = kernels.Kernel(HERE / "row_logprobs.metal", "logits ids temperature", "logprobs entropies")
 
 
-def _launch_row_logprobs(logits: mx.array, ids: mx.array, temperature: float = 1.0) -> tuple[mx.array, mx.array]:
+@kernels.equals(row_logprobs_ref)
+def row_logprobs(logits: mx.array, ids: mx.array, temperature: float = 1.0) -> tuple[mx.array, mx.array]:
     """Reads each logit once and writes 8 bytes a row, in one launch."""
     logprobs, entropies = _on_rows(ROW_LOGPROBS, logits, [ids], temperature, [mx.float32] * 2)
     return logprobs, entropies
 
-
-row_logprobs = kernels.Op("row_logprobs", row_logprobs_ref, _launch_row_logprobs)
 
 SLOPE_SCALE = 256  # of the gradient in `row_slopes`: without it what is below 6e-8 would be 0 in float16
 Slopes = tuple[mx.array, mx.array, mx.array]
@@ -182,7 +177,8 @@ def row_slopes_ref(logits: mx.array, ids: mx.array, temperature: float = 1.0) ->
 ROW_SLOPES = kernels.Kernel(HERE / "row_slopes.metal", "logits ids temperature", "logprobs entropies out")
 
 
-def _launch_row_slopes(logits: mx.array, ids: mx.array, temperature: float = 1.0) -> Slopes:
+@kernels.equals(row_slopes_ref)
+def row_slopes(logits: mx.array, ids: mx.array, temperature: float = 1.0) -> Slopes:
     """
     Reads V logits a row twice, the second time mostly from the cache, and writes V, in one launch; a kernel for the
     results and one for the gradient read the logits twice too, the second time made anew by a matmul.
@@ -192,9 +188,6 @@ def _launch_row_slopes(logits: mx.array, ids: mx.array, temperature: float = 1.0
         ROW_SLOPES, logits, [ids], temperature, dtypes, T=logits.dtype, SCALE=SLOPE_SCALE
     )
     return logprobs, entropies, slopes
-
-
-row_slopes = kernels.Op("row_slopes", row_slopes_ref, _launch_row_slopes)
 
 
 class Support(NamedTuple):
@@ -223,10 +216,10 @@ def nucleus_ref(logits: mx.array, top_p: float) -> mx.array:
 NUCLEUS = kernels.Kernel(HERE / "nucleus.metal", "logits top_p", "least")
 
 
-# Reads a row 9 times, mostly from the cache, and writes 4 bytes; a sort would write all rows several times.
-nucleus = kernels.Op(
-    "nucleus", nucleus_ref, lambda logits, top_p: _on_rows(NUCLEUS, logits, [], top_p, [mx.float32])[0]
-)
+@kernels.equals(nucleus_ref)
+def nucleus(logits: mx.array, top_p: float) -> mx.array:
+    """Reads a row 9 times, mostly from the cache, and writes 4 bytes; a sort would write all rows several times."""
+    return _on_rows(NUCLEUS, logits, [], top_p, [mx.float32])[0]
 
 
 def truncate_logits(logits: mx.array, support: Support) -> mx.array:

@@ -112,14 +112,14 @@ class Op(Generic[P, R]):
     gradient: the reference's by default; each array of floats that is given by position, or in what is, has one.
     """
 
-    def __init__(self, name: str, reference: Callable[P, R], launch: Callable[P, R], gradient: Gradient | None = None):
-        assert name not in OPS, name
-        self.name = name
+    def __init__(self, reference: Callable[P, R], launch: Callable[P, R], gradient: Gradient | None):
+        self.name = launch.__name__
+        assert self.name not in OPS, self.name
         self.reference: Callable[..., R] = reference
         self.launch: Callable[..., R] = launch
         self.gradient = gradient or self._gradient_of_reference
         self.off: set[mx.Dtype] = set()  # types for which the kernel was wrong here
-        OPS[name] = self
+        OPS[self.name] = self
 
     def __call__(self, *arguments: P.args, **settings: P.kwargs) -> R:
         first: Any = arguments[0]
@@ -159,6 +159,11 @@ class Op(Generic[P, R]):
         except (RuntimeError, ValueError) as error:  # MLX's, of a kernel that does not compile
             return " ".join(str(error).split())[:300]
         return "" if share <= 1 else f"it differs from its expression by {share:.3g} times what {dtype} allows"
+
+
+def equals(reference: Callable[P, R], gradient: Gradient | None = None) -> Callable[[Callable[P, R]], Op[P, R]]:
+    """Makes a launch the `Op` of its name, which chooses between it and the expression `reference`."""
+    return lambda launch: Op(reference, launch, gradient)
 
 
 class Call(NamedTuple):

@@ -8,7 +8,7 @@ from layers import delta
 from machine import gpu, kernels
 
 RNG = np.random.default_rng(0)
-NAMES = [*delta.Tokens._fields, "memory"]
+NAMES = "queries keys values log_decay beta memory".split()
 
 
 @pytest.fixture(autouse=True)
@@ -53,16 +53,16 @@ def test_both_forms_are_the_definition_also_where_a_token_repeats(length, repeat
     given = drawn(length, repeats)
     expected = by_hand(*(np.array(one) for one in given))
     for form in (delta.recurrence, delta.chunked):
-        for ours, theirs in zip(form(delta.Tokens(*given[:5]), given[5]), expected, strict=True):
+        for ours, theirs in zip(form(*given), expected, strict=True):
             assert np.abs(np.array(ours) - theirs).max() < 1e-9 * np.abs(theirs).max()
 
 
 @pytest.mark.parametrize("repeats", [False, True])
 def test_the_chunked_form_in_float32_is_within_a_millionth_per_token_of_the_definition(repeats):
     given = drawn(200, repeats)
-    expected = delta.recurrence(delta.Tokens(*given[:5]), given[5])
+    expected = delta.recurrence(*given)
     rounded = [one.astype(mx.float32) for one in given]
-    for ours, theirs in zip(delta.chunked(delta.Tokens(*rounded[:5]), rounded[5]), expected, strict=True):
+    for ours, theirs in zip(delta.chunked(*rounded), expected, strict=True):
         assert mx.abs(ours.astype(mx.float64) - theirs).max().item() < 1e-5 * mx.abs(theirs).max().item()
 
 
@@ -73,10 +73,7 @@ def test_the_gradient_by_each_input_and_the_first_memory_is_that_of_the_definiti
 
     def loss(form):
         def of(*arrays):
-            return sum(
-                (one * weight).sum()
-                for one, weight in zip(form(delta.Tokens(*arrays[:5]), arrays[5]), weights, strict=True)
-            )
+            return sum((one * weight).sum() for one, weight in zip(form(*arrays), weights, strict=True))
 
         return mx.grad(of, argnums=list(range(6)))(*given)
 
@@ -87,8 +84,8 @@ def test_the_gradient_by_each_input_and_the_first_memory_is_that_of_the_definiti
 def test_padding_leaves_the_memory_as_it_is():
     given = drawn(70, False)
     padded = [mx.pad(one, [(0, 0), (5, 20), *[(0, 0)] * (one.ndim - 2)]) for one in given[:5]]
-    out, memory = delta.chunked(delta.Tokens(*given[:5]), given[5])
-    wider, same = delta.chunked(delta.Tokens(*padded), given[5])
+    out, memory = delta.chunked(*given)
+    wider, same = delta.chunked(*padded, given[5])
     assert mx.allclose(wider[:, 5:75], out, atol=1e-12) and mx.allclose(same, memory, atol=1e-12)
 
 

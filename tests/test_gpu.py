@@ -46,12 +46,12 @@ def double(monkeypatch, tmp_path):
         def double_ref(x: mx.array, factor: float = 2.0) -> mx.array:
             return factor * x
 
-        def launch(x: mx.array, factor: float = 2.0) -> mx.array:
+        @kernels.equals(double_ref)
+        def double(x: mx.array, factor: float = 2.0) -> mx.array:
             return kernel([x], [(x.shape, x.dtype)], grid=(4, 1, 1), threadgroup=(4, 1, 1))[0]
 
-        op = kernels.Op("double", double_ref, launch)
-        op.stand_in = stand_in  # type: ignore[attr-defined]
-        return op
+        double.stand_in = stand_in  # type: ignore[attr-defined]
+        return double
 
     return put
 
@@ -101,7 +101,7 @@ def test_every_array_of_floats_in_the_arguments_has_the_gradient_of_the_referenc
     def launch(x, pairs, ids, power=1.0):
         return [mx.stop_gradient(out) for out in weigh_ref(x, pairs, ids, power)]
 
-    op = kernels.Op("weigh", weigh_ref, launch)
+    op = kernels.equals(weigh_ref)(launch)
     monkeypatch.setattr(op, "runs", lambda _: True)
     x, ids = mx.array([1.0, 2.0, 3.0]), mx.array([2, 0, 2])
 

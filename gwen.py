@@ -81,7 +81,7 @@ class Context(NamedTuple):
 
     rotation: ops.Rotation  # where the tokens stand
     layout: Layout  # what they see
-    state: Any  # a `LayerState`: what this layer keeps of the tokens before; None: there are none
+    state: Any  # what this layer keeps of the tokens before; None: there are none
 
 
 class Read(NamedTuple):
@@ -416,17 +416,11 @@ def open_model(
         keep_packed(model, ways)
     hub.unpack(weights, ways)
     expected = hub.unfuse_weights(dict(tree_flatten(model.parameters())), config)
-    if missing := sorted(expected.keys() - weights.keys()):
-        raise ValueError(f"{directory} lacks {len(missing)} tensors, the first is {missing[0]}")
-    if unknown := sorted(weights.keys() - expected.keys()):
-        raise ValueError(
-            f"{directory} has {len(unknown)} tensors that a {config.model_type} has not, the first is {unknown[0]}"
-        )
-    for name, array in sorted(weights.items()):
-        if array.shape != expected[name].shape:
-            raise ValueError(
-                f"{directory}: {name} has shape {array.shape}, config.json asks for {expected[name].shape}"
-            )
+    for name in sorted(expected.keys() | weights.keys()):
+        found, asked = (some[name].shape if name in some else "none" for some in (weights, expected))
+        if found != asked:
+            raise ValueError(f"{directory}: {name} has shape {found}, config.json asks for {asked}")
+        array = weights[name]
         if mx.issubdtype(array.dtype, mx.floating) != mx.issubdtype(expected[name].dtype, mx.floating):
             raise ValueError(f"{directory}: {name} is {array.dtype}; only floating-point weights are supported")
         weights[name] = array if array.dtype == mx.uint32 or name.endswith(config.family.kept) else array.astype(dtype)
@@ -486,17 +480,16 @@ def rehearse(model: Model) -> list[kernels.Call]:
     ids = mx.stack([mx.arange(length), mx.arange(length)[::-1]]) % model.config.vocab_size
     firsts = {kind: layers[kinds.index(kind)] for kind in kinds}
     model.layers = list(firsts.values())
-    slots_of = (True, [0, 0, 1, 1], [0] * 4), (True, [0, 0, 0, 1], [0, 0, 1, 1]), (False, [0, 0, 1, 1], [0] * 4)
     try:
         with kernels.recording() as calls:
             for pad in (mx.array([1, 0]), None):
                 prompts = KVCache(list(firsts), length, pad)
                 model.hidden(ids, prompts)
-                for share, prompt_of, starts in slots_of:
+                for share, prompt_of in ((True, [0, 0, 1, 1]), (True, [0, 0, 0, 1]), (False, [0, 0, 1, 1])):
                     slots = SlotCache(prompts, 4, 4, share)
-                    slots.skip(1)
-                    slots.assign(prompt_of, starts)
-                    model.hidden(mx.array([[1]] * 4), slots)
+                    for starts in ([0] * 4, [0, 0, 1, 1]):
+                        slots.assign(prompt_of, starts)
+                        model.hidden(mx.array([[1]] * 4), slots)
             logits, uniforms = model.hidden(ids)[:, -1] @ head.T, mx.full((2, 4), 0.5)
             softmax.row_logprobs(logits, ids[:, 0])
             softmax.sample_token(logits, uniforms, 0.7)

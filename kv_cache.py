@@ -52,31 +52,19 @@ CAUSAL = Layout([Group(mask="causal")])  # one part, of the new tokens themselve
 Parts = list[tuple[mx.array, mx.array]]
 
 
-class LayerState(Protocol):
-    """
-    One layer's state of the past tokens: keys and values, or another kind that only the layer knows.
-
-    - `update` takes what the layer makes of the new tokens, once per forward pass. For keys and values, (N, heads, L,
-      size) in the order of rows and positions, it returns everything that these tokens may read, themselves included;
-      the `Layout` says which token reads which column.
-    - `arrays` returns all arrays that it holds: to free the graph behind them by `mx.eval`, and to count their bytes.
-    - Returned values never change afterwards.
-    Positions, steps and padding are the same in all layers, so the `Cache` has them.
-    """
-
-    @property
-    def update(self) -> Callable[..., Any]: ...
-
-    def arrays(self) -> list[mx.array]: ...
-
-
 class Cache(Protocol):
-    """What a model needs from the past tokens: a state for each layer, positions and masks."""
+    """
+    What a model needs from the past tokens: a state for each layer, positions and masks.
 
-    layers: Sequence[LayerState]
+    A layer's state takes by `update` what the layer makes of the new tokens, once per forward pass. For keys and
+    values, (N, heads, L, size) in the order of rows and positions, it returns everything that these tokens may read,
+    themselves included; the `Layout` says which token reads which column. What it returned never changes afterwards.
+    """
+
+    layers: list[Any]
 
     def arrays(self) -> list[mx.array]:
-        """Everything that the layers hold, for `mx.eval`."""
+        """Everything that the layers hold: to free the graph behind it by `mx.eval`, and to count its bytes."""
         return [array for layer in self.layers for array in layer.arrays()]
 
     def offsets(self, num_rows: int) -> mx.array:
@@ -91,7 +79,7 @@ class Cache(Protocol):
 
 Kinds = int | Sequence[str]  # of a model's layers, as `ModelConfig.layer_kinds`; a number: so many with attention
 ATTENTION = ("full_attention", "unrotated_attention")
-STATES: dict[str, Callable[[], LayerState]] = {}  # the empty state of layers of other kinds; each is beside its layer
+STATES: dict[str, Callable[[], Any]] = {}  # the empty state of layers of other kinds; each is beside its layer
 
 
 class LayerCache:
@@ -159,7 +147,7 @@ class KVCache(Cache):
     """
 
     def __init__(self, kinds: Kinds, capacity: int = 0, pad: mx.array | None = None):
-        self.layers: list[Any] = make_layers(kinds, lambda: LayerCache(capacity))
+        self.layers = make_layers(kinds, lambda: LayerCache(capacity))
         self.pad = pad
         self.length = 0  # columns written so far, padding included
 
@@ -260,7 +248,7 @@ class SlotCache(Cache):
 
     def __init__(self, prompts: KVCache, num_slots: int, width: int, share: bool = True):
         self.prompts, self.num_slots, self.share = prompts, num_slots, share
-        self.layers: list[Any] = [layer.slots(num_slots, width, share) for layer in prompts.layers]
+        self.layers = [layer.slots(num_slots, width, share) for layer in prompts.layers]
         self.width, self.step = round_up(width), 0  # of a ring; decode steps so far
         self.most_bytes = sum(array.nbytes for array in prompts.arrays() + self.arrays())  # until slots are dropped
         self.prompt_of: list[int] = []  # each slot's prompt
@@ -268,13 +256,6 @@ class SlotCache(Cache):
 
     def advance(self, num_new: int) -> None:
         self.step += num_new
-
-    def skip(self, num_steps: int) -> None:
-        """Skips steps, with zeros as their keys, to time the middle of a completion."""
-        self.step += num_steps
-        for layer in self.layers:
-            if isinstance(layer, SlotLayer):
-                layer.step += num_steps
 
     def assign(self, prompt_of: list[int], starts: list[int]) -> None:
         """Sets each slot's prompt and the step at which its row started; slots keep their columns."""

@@ -5,7 +5,6 @@ Axes: N rows of the newest level, R rows of a level, K kv heads, S positions of 
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import mlx.core as mx
 
@@ -63,7 +62,7 @@ class TreeCache(Cache):
 
     def __init__(self, kinds: Kinds):
         self.kinds = kinds
-        self.layers: list[Any] = make_layers(kinds, lambda: TreeLayer([]))
+        self.layers = make_layers(kinds, lambda: TreeLayer([]))
         self.widths: list[int] = []  # of each level that was computed, padding included
         self.lengths: list[list[int]] = []  # of each level's rows, root first
         self.parents: list[list[int]] = []  # of each level's rows except the root's: rows of the level above

@@ -6,22 +6,10 @@ from typing import Any
 
 import mlx.core as mx
 
-_as_on_a_mac = [False]
-
 
 def on_gpu() -> bool:
     """Whether MLX computes on a Mac's GPU."""
-    return _as_on_a_mac[0] or mx.default_device().type == mx.gpu
-
-
-@contextlib.contextmanager
-def as_on_a_mac() -> Iterator[None]:
-    """Inside, what is asked for the sizes of a run is answered as on a Mac; nothing may be computed."""
-    before, _as_on_a_mac[0] = _as_on_a_mac[0], True
-    try:
-        yield
-    finally:
-        _as_on_a_mac[0] = before
+    return bool(mx.default_device().type == mx.gpu)
 
 
 def prefill_tokens() -> int:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from conftest import peak_of
 
-from kv_cache import CAUSAL, CHUNK, Group, KVCache, LayerCache, Layout, SlotCache, round_up
+from kv_cache import CAUSAL, CHUNK, Group, KVCache, LayerCache, Layout, round_up
 from layers.tree_cache import TreeCache
 from layers.turns import TurnCache
 
@@ -164,27 +164,6 @@ def test_a_flat_tree_has_each_row_s_ancestors_and_itself_in_order_at_the_right_e
                 ]
                 expected = mx.concatenate(own, axis=1)
                 assert mx.array_equal(buffer[row, :, 10 - lengths[row] : 10], expected)
-
-
-@pytest.mark.parametrize("share", [True, False])
-def test_a_cache_that_skipped_steps_stands_where_so_many_steps_would_have_put_it(share):
-    prompts = filled(num_rows=2, num_layers=1)
-    stepped, advanced = (SlotCache(prompts, 2, 40, share) for _ in range(2))
-    advanced.skip(30)
-    stepped.assign([0, 1], [0, 0])
-    for _ in range(30):
-        stepped.layers[0].update(mx.zeros((2, 2, 1, 4)), mx.zeros((2, 2, 1, 4)))
-        stepped.advance(1)
-    advanced.assign([0, 1], [0, 0])
-    assert advanced.step == stepped.step == 30
-    assert advanced.offsets(2).tolist() == stepped.offsets(2).tolist() == [35, 35]
-    new = entries(2, 1)
-    held = [cache.layers[0].update(new, -new) for cache in (stepped, advanced)]
-    own = [parts[-1] for parts in held]
-    for left, right in zip(*own, strict=True):
-        assert left.shape[2] == (31 if share else 36)
-        assert mx.array_equal(left, right)
-    assert mx.array_equal(own[1][0][:, :, -1:], new)
 
 
 def test_slots_that_are_added_to_wider_ones_count_as_bytes():

@@ -145,7 +145,7 @@ def test_commands_take_packed_models_but_to_train_them(few, tmp_path, refused, c
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (None, "that a qwen3 has not, the first is model.embed_tokens.biases"),
+        (None, "model.embed_tokens.biases has shape"),
         ({"group_size": 64, "bits": 4}, "not as model.embed_tokens is packed: [dequantize] Shape of scales"),
         ({"group_size": "32", "bits": 4}, "not as model.embed_tokens is packed: dequantize(): incompatible"),
         ({"group_size": 32, "bits": 4, "mode": "new"}, "is packed: [dequantize] Invalid quantization mode 'new'"),

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple, get_args
 
-from flags import Setting, flag, size, weights
+from flags import Setting, flag
 
 Target = Literal["qkv_proj", "o_proj", "in_proj", "out_proj", "gate_up_proj", "down_proj"]
 Tracker = Literal["wandb", "swanlab"]
@@ -57,9 +57,7 @@ class DataSettings:
     )  # fmt: skip
     rubric: str = flag("", "rubric YAML, in place of the task's", first=True, file=True)
     reward: list[str] = flag(list, "reward functions FILE.py:fn,fn", nargs="+", first=True, file=True)
-    reward_weights: dict[str, float] = flag(
-        dict, "weights of rewards, as correct=1,rubric=0.5", parse=weights, first=True
-    )
+    reward_weights: dict[str, float] = flag(dict, "weights of rewards, as correct=1,rubric=0.5", first=True)
     reward_gate: Literal["off", "form"] = flag(
         "off", "form: rewards above 0 count only for finished answers that neither repeat nor copy"
     )
@@ -73,7 +71,7 @@ class SamplingSettings:
     batch: int = flag(4, "B, prompts per step", low=1, high=2**16, of=None, first=True)
     groups: int = flag(8, "G, completions per prompt; 1 where a teacher trains", low=1, high=2**16, first=True)
     rollout_batch_size: int | None = flag(
-        None, "rows decoded at once; auto: what a GPU's memory holds, else up to 64", low=1, parse=size, later=True,
+        None, "rows decoded at once; auto: what a GPU's memory holds, else up to 64", low=1, later=True,
         first=True,
     )  # fmt: skip
     max_tokens: int = flag(256, "most tokens per completion", low=1, first=True)
@@ -96,12 +94,12 @@ class ObjectiveSettings:
 
     of = "grpo"
     loss_type: Literal["grpo", "dr_grpo", "dapo", "cispo", "sapo", "distill", "sft"] = flag(
-        "dapo", "the loss, also as --loss; sft: cross-entropy on the replies in --data; or your own, FILE.py:fn",
+        "dapo", "the loss, also as --loss; sft: cross-entropy on the replies in --data",
         of=None, own=True, also=("loss",), first=True, file=True,
     )  # fmt: skip
     importance_sampling_level: Literal["token", "sequence"] = flag("token", "ratio per token or sequence")
     advantage: Literal["group", "rloo", "reinforce"] = flag(
-        "group", "what a reward is compared with: the mean of its group, of its others, of the step; or FILE.py:fn",
+        "group", "what a reward is compared with: the mean of its group, of its others, of the step",
         own=True, file=True,
     )  # fmt: skip
     scale_rewards: Literal["group", "batch", "mean", "none"] = flag(
@@ -138,7 +136,7 @@ class ToolSettings:
     env: str = flag("", "environment that it talks with, FILE.py:Class, or NAME=FILE.py:Class,...", file=True)
     max_turns: int = flag(8, "most turns of a conversation with tools", low=1)
     max_context: int | None = flag(
-        None, "most tokens of a conversation with tools; auto: 4096, or the model's context", low=16, parse=size
+        None, "most tokens of a conversation with tools; auto: 4096, or the model's context", low=16
     )
     tool_timeout: float = flag(60.0, "seconds after which a call is given up", low=0.01, high=1e6)
 
@@ -160,7 +158,7 @@ class OptimizerSettings:
         1, "optimizer steps each time, on as many parts of --batch", low=1, high=2**10, of="rollouts"
     )
     train_token_budget: int | None = flag(
-        None, "positions per micro-batch; auto: 1024, on a GPU 2048 where memory allows", low=1, parse=size, later=True
+        None, "positions per micro-batch; auto: 1024, on a GPU 2048 where memory allows", low=1, later=True
     )
     checkpoint_layers: str = flag(
         "auto", "layers computed again in the backward pass: on, off, a number; auto: as memory needs", later=True

@@ -5,7 +5,6 @@ A setting is a field of a dataclass, made by `flag` with its help and its range.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import difflib
 import functools
@@ -16,14 +15,11 @@ import reprlib
 import stat
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, get_args, get_origin
 
 import yaml
-
-OPTIONAL: dict[Any, type] = {float | None: float, int | None: int}  # None: what the help of the flag says
-
 
 # ---- texts that nobody vouches for
 
@@ -171,28 +167,6 @@ def _text(value: str) -> str:
     return value
 
 
-def size(text: str) -> int | str:
-    """A whole number or "auto"."""
-    if text == "auto":
-        return text
-    try:
-        return int(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number nor auto") from error
-
-
-def weights(text: str) -> dict[str, float]:
-    """ "correct=1,rubric=0.5" as a dictionary."""
-    by_name = {}
-    for part in text.split(","):
-        name, _, value = part.partition("=")
-        try:
-            by_name[name.strip()] = float(value)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(f"{part!r} is not NAME=NUMBER; write correct=1,rubric=0.5") from error
-    return by_name
-
-
 def seeds(text: str) -> int | list[int]:
     """ "3" as a number of seeds, "1,2,5" as these."""
     numbers = [int(part) if part.isascii() and part.isdecimal() else -1 for part in text.removesuffix(",").split(",")]
@@ -229,13 +203,14 @@ def check_least(args: argparse.Namespace, **least: float) -> None:
 
 def flag(default: Any, text: str, **metadata: Any) -> Any:
     """
-    A field with its help; optionally `low`, `high`, `nargs`, `parse` (reads its text), `metavar`, and what `Setting`
-    reads.
+    A field with its help; optionally `low`, `high`, `nargs`, `parse` (the type of its words), `metavar`, and what
+    `Setting` reads.
     """
-    metadata = {"help": text, **metadata}
-    if callable(default):
-        return dataclasses.field(default_factory=default, metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
+    how = {"default_factory" if callable(default) else "default": default, "metadata": {"help": text, **metadata}}
+    return dataclasses.field(**how)
+
+
+OWN = "FILE.py:function"
 
 
 class Setting(NamedTuple):
@@ -249,9 +224,21 @@ class Setting(NamedTuple):
     later: bool = False  # whether a resumed run may change it
 
     @property
+    def kind(self) -> Any:
+        """Its type without None; of several values `list` or `dict`, of words `str`."""
+        origin, args = get_origin(self.field.type), get_args(self.field.type)
+        return args[0] if type(None) in args else str if origin is Literal else origin or self.field.type
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The words that it takes, itself or in a list, OWN where a function is one; none where it takes any."""
+        kind = get_args(self.field.type)[0] if self.kind is list else self.field.type
+        return (*get_args(kind), *[OWN] * self.field.metadata.get("own", False)) if get_origin(kind) is Literal else ()
+
+    @property
     def is_automatic(self) -> bool:
         """Whether `auto` stands for None: it is decided later."""
-        return self.field.metadata.get("parse") is size
+        return self.field.type == (int | None)
 
     def is_for(self, kind: str) -> bool:
         """Whether runs of this kind use it."""
@@ -263,55 +250,92 @@ class Setting(NamedTuple):
         return self.field.default if make is dataclasses.MISSING else make()
 
     @property
-    def help(self) -> str:
-        """Its help, with the default."""
+    def shown_default(self) -> str:
+        """The default as a user writes it, "" where it stands for nothing."""
         default = self.default
-        said = "auto" if self.is_automatic else " ".join(default) if isinstance(default, list) else str(default)
-        return self.field.metadata["help"] + (f" (default: {said})" if said not in ("", "None", "False", "{}") else "")
-
-
-def choices_of(kind: Any) -> tuple[str, ...]:
-    """The words that a field of this type takes, a Literal or a list of one; none for any other."""
-    kind = get_args(kind)[0] if get_origin(kind) is list else kind
-    return get_args(kind) if get_origin(kind) is Literal else ()
+        if self.is_automatic or self.kind is bool:
+            return "auto" if default is None else "on" if default else "off"
+        return " ".join(default or ()) if self.kind in (list, dict) else "" if default is None else str(default)
 
 
 def add_flags(parser: argparse.ArgumentParser, settings: Iterable[Setting], everything: bool = True) -> None:
-    """Adds a flag for each setting, by group; an omitted flag is None. everything: whether --help shows all of them."""
+    """Adds a flag for each setting, by group; it gives its text, or None. everything: whether --help shows all."""
     groups: dict[str, Any] = {}
     for setting in settings:
-        field, metadata = setting.field, setting.field.metadata
-        kind = OPTIONAL.get(field.type, field.type)
-        shown = everything or metadata.get("first")
-        options: dict[str, Any] = {"help": setting.help.replace("%", "%%") if shown else argparse.SUPPRESS}
-        if field.type is bool:
-            options["action"] = argparse.BooleanOptionalAction
+        metadata, default = setting.field.metadata, setting.shown_default
+        text = (metadata["help"] + f" (default: {default})" * bool(default)).replace("%", "%%")
+        how: dict[str, Any] = {"help": text if everything or metadata.get("first") else argparse.SUPPRESS}
+        if setting.kind is bool:
+            how["action"] = argparse.BooleanOptionalAction
         else:
-            options["type"] = metadata.get("parse", kind if kind in (int, float) else None)
-            words = [*choices_of(field.type), *["FILE.py:fn"] * metadata.get("own", False)]  # `check_values` reads them
-            options["metavar"] = metadata.get(
-                "metavar", "{" + ",".join(words) + "}" if choices_of(field.type) else None
-            )
-        if "nargs" in metadata:
-            options["nargs"] = metadata["nargs"]
+            how |= {"type": metadata.get("parse"), "nargs": metadata.get("nargs"), "metavar": metadata.get("metavar")}
+            if setting.choices:
+                how["metavar"] = how["metavar"] or "{" + ",".join(setting.choices) + "}"
         if setting.group not in groups:
             groups[setting.group] = parser.add_argument_group(setting.title)
         words = [flag_of(name) for name in (setting.key, *metadata.get("also", ()))]
-        groups[setting.group].add_argument(*words, dest=setting.key, default=None, **options)
+        groups[setting.group].add_argument(*words, dest=setting.key, default=None, **how)
 
 
-def taken(key: str, kind: Any, value: Any) -> Any:
+WORDS = {
+    int: "a whole number",
+    float: "a finite number",
+    str: "a text",
+    bool: "true or false",
+    list: "a list of texts",
+    dict: "finite numbers by name, as correct=1,rubric=0.5",
+}
+
+
+def read(setting: Setting, value: Any) -> Any:
     """
-    A value as a setting of this type has it: TRL's word as ours, a text alone as a list, `1e-4`, which YAML reads as
-    a text, as a number. What it is not is for `check_values`.
+    What a flag's text, a value in YAML or an argument is as a setting: TRL's words are ours, a text alone is a list.
+
+    Raises ValueError naming the flag whose value has the wrong type, is out of range or is no choice.
     """
-    if get_origin(kind) is list:
-        several = [value] if isinstance(value, str) else value
-        return [one for one in several if _ours(key, one) is not None] if isinstance(several, list) else value
-    if OPTIONAL.get(kind, kind) is float and isinstance(value, str):
-        with contextlib.suppress(ValueError):
-            return float(value)
-    return _ours(key, value)
+    kind, metadata, choices = setting.kind, setting.field.metadata, setting.choices
+    if type(None) in get_args(setting.field.type) and value in (None, "auto" if setting.is_automatic else None):
+        return None
+
+    def refused(shown: Any, must: str) -> ValueError:
+        said = value_hint(setting.key, shown)
+        return ValueError(f"{flag_of(setting.key)} is {reprlib.repr(shown)}; it must be {must}{said and '; '}{said}")
+
+    try:
+        if kind is list:
+            several = [value] if isinstance(value, str) else value
+            found = [ours for one in _as(list, several) if (ours := _ours(setting.key, one)) is not None]
+        else:
+            found = _as(kind, _ours(setting.key, value))
+    except (ValueError, TypeError, AttributeError, OverflowError) as error:
+        raise refused(value, WORDS[kind]) from error
+    for text in found if kind is list else [found] * (kind is str):
+        if not isinstance(text, str):
+            raise refused(value, WORDS[kind])
+        if _CONTROL.search(text):
+            raise ValueError(f"{flag_of(setting.key)} is {text!r:.60}; it must hold no control characters")
+        if choices and text not in choices and not (OWN in choices and ":" in text):
+            raise refused(text, f"one of {', '.join(choices)}")
+    low, high = metadata.get("low"), metadata.get("high", 2**31 if kind is int else None)
+    if low is not None and found < low:
+        raise refused(found, f"at least {low}")
+    if high is not None and found > high:
+        raise refused(found, f"at most {high}")
+    return found
+
+
+def _as(kind: Any, value: Any) -> Any:
+    """A value, or its text, as a type. A bool is not a number, and numbers are finite. ValueError where it is none."""
+    if kind is dict:
+        pairs = [part.partition("=")[::2] for part in value.split(",")] if isinstance(value, str) else value.items()
+        found: Any = {name.strip(): _as(float, number) for name, number in pairs}
+    else:
+        found = kind(value) if isinstance(value, str) and kind in (int, float) else value
+        if type(found) is not kind and not (kind is float and type(found) is int):
+            raise ValueError
+        if kind is float and not abs(found) < 1e300:  # so written, it refuses nan and huge integers
+            raise ValueError
+    return found
 
 
 def _ours(key: str, value: Any) -> Any:
@@ -319,52 +343,6 @@ def _ours(key: str, value: Any) -> Any:
     what, said = foreign_names()["values"].get(f"{key} {str(value).lower()}", ("", ""))
     ours = re.match("`--[a-z-]+ ([a-z]+)`", said)
     return None if what == "not needed" else ours[1] if what == "renamed" and ours else value
-
-
-def check_values(settings: Mapping[str, Setting], values: dict[str, Any]) -> None:
-    """Raises ValueError naming the flag whose value has the wrong type, is out of range or is no choice."""
-    words: dict[Any, str] = {
-        int: "a whole number",
-        float: "a finite number",
-        str: "a text",
-        bool: "true or false",
-        list[str]: "a list of texts",
-        dict[str, float]: "finite numbers by name",
-    }
-    for key, value in values.items():
-        field, name = settings[key].field, flag_of(key)
-        if value is None and field.type in OPTIONAL:
-            continue
-        kind, choices = OPTIONAL.get(field.type, field.type), choices_of(field.type)
-        if choices:
-            kind = list[str] if get_origin(kind) is list else str
-        if not _is_a(value, kind):
-            said = value_hint(name, value) or f"it must be {words[kind]}"
-            raise ValueError(f"{name} is {reprlib.repr(value)}; {said}")
-        low, high = field.metadata.get("low"), field.metadata.get("high", 2**31 if kind is int else None)
-        if low is not None and value < low:
-            raise ValueError(f"{name} is {value}; it must be at least {low}")
-        if high is not None and value > high:
-            raise ValueError(f"{name} is {reprlib.repr(value)}; it must be at most {high}")
-        for one in value if isinstance(value, list) else [value]:
-            if isinstance(one, str) and _CONTROL.search(one):
-                raise ValueError(f"{name} is {one!r:.60}; it must hold no control characters")
-            is_own = field.metadata.get("own") and ":" in one
-            if choices and one not in choices and not is_own:
-                known = ", ".join(choices) + (" or FILE.py:function" if field.metadata.get("own") else "")
-                said = value_hint(name, one)
-                raise ValueError(f"{name} is {one!r:.60}; it must be one of {known}{said and '; '}{said}")
-
-
-def _is_a(value: Any, kind: Any) -> bool:
-    """Whether a setting has the type of its field. A bool is not a number, and numbers are finite."""
-    if kind is float:
-        return type(value) in (int, float) and abs(value) < 1e300  # so written, it refuses nan and huge integers
-    if kind == list[str]:
-        return isinstance(value, list) and all(isinstance(one, str) for one in value)
-    if kind == dict[str, float]:
-        return isinstance(value, dict) and all(isinstance(k, str) and _is_a(v, float) for k, v in value.items())
-    return type(value) is kind
 
 
 # ---- YAML

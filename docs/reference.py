@@ -16,7 +16,7 @@ import mlx.core as mx
 
 import preflight
 from config import SETTINGS
-from flags import Setting, choices_of, flag_of, foreign_names
+from flags import Setting, flag_of, foreign_names
 from machine import chips, gpu
 
 PAGE, TRL, MEMORY = (Path(__file__).with_name(name) for name in ("reference.md", "trl.md", "memory.md"))
@@ -26,18 +26,10 @@ BEGIN, END = "by `uv run python -m docs.reference`. -->\n", "\n<!-- end -->"
 
 def flag_row(setting: Setting) -> str:
     """One row of a table of flags: name, default, meaning."""
-    value, field = setting.default, setting.field
-    if field.type is bool:
-        value = "on" if value else "off"
-    elif setting.is_automatic:
-        value = "auto"
-    elif isinstance(value, list):
-        value = " ".join(value)
-    default = f"`{value}`" if value not in (None, "", {}) else ""
-    meaning = field.metadata["help"]
-    if choices := choices_of(field.type):
-        meaning += f" ({', '.join(f'`{choice}`' for choice in choices)})"
-    return f"| `{flag_of(setting.key)}` | {default} | {meaning} |"
+    meaning, default = setting.field.metadata["help"], setting.shown_default
+    if setting.choices:
+        meaning += f" ({', '.join(f'`{choice}`' for choice in setting.choices)})"
+    return f"| `{flag_of(setting.key)}` | {f'`{default}`' if default else ''} | {meaning} |"
 
 
 def section(title: str, header: list[str], rows: list[str]) -> list[str]:

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from config import SETTINGS, TARGETS, Config, is_own
-from flags import check_values, flag_of, taken
+from flags import flag_of, read
 
 MOST_ROWS = 2**16  # completions a step: on a laptop hours of sampling
 PARTS = {  # of a checkpoint
@@ -25,14 +25,11 @@ def checked(settings: dict[str, Any], flags: Collection[str] = ()) -> Config:
 
     flags: the names of those given as flags.
     """
-    settings = {key: taken(key, SETTINGS[key].field.type, value) for key, value in settings.items()}
-    automatic = {key for key, value in settings.items() if value == "auto" and SETTINGS[key].is_automatic}
-    settings = {key: value for key, value in settings.items() if key not in automatic}
     if type(settings.get("checkpoint_layers")) is int:  # as YAML reads it
-        settings["checkpoint_layers"] = str(settings["checkpoint_layers"])
-    if isinstance(asked := settings.get("lora_targets"), list):
-        settings["lora_targets"] = fused_targets(asked)
-    check_values(SETTINGS, settings)
+        settings = settings | {"checkpoint_layers": str(settings["checkpoint_layers"])}
+    if asked := settings.get("lora_targets"):
+        settings = settings | {"lora_targets": fused_targets([asked] if isinstance(asked, str) else asked)}
+    settings = {key: read(SETTINGS[key], value) for key, value in settings.items()}
     config = Config.of(**settings)
     refuse_unused(config, flags)
     for mistake in mistakes(config):

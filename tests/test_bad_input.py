@@ -185,7 +185,8 @@ def test_every_setting_refuses_what_is_out_of_its_range(tmp_path, capsys):
     assert len(BOUNDS) > 60
     for flag, value in BOUNDS:
         line = told(capsys, "train", [*SMALL, "--run-dir", str(tmp_path / "run"), f"{flag}={value}"])
-        assert (f"{flag} is {value}; it must be" if value != "" else f"{flag}: '' is empty") in line, line
+        shown = f"{flag} is {value!r}; it must be" if value != "" else f"{flag}: '' is empty"
+        assert shown in line, line
     assert not list(tmp_path.iterdir())
 
 

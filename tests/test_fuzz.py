@@ -30,7 +30,7 @@ import sampler
 import train
 from bench import harness, step
 from config import SETTINGS
-from flags import OPTIONAL, choices_of, flag_of
+from flags import flag_of
 from judging import remote_judge
 from machine import gpu
 from problems import examples, workers
@@ -148,8 +148,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], None], list[str], list[str]]] = 
 def good_values() -> dict[str, list[str]]:
     """Values that each setting may have, by its name; of a switch there are none."""
     usual = {int: ["1", "3"], float: ["0.5", "1"], bool: []}
-    kinds = {name: one.field.type for name, one in SETTINGS.items()}
-    found = {name: [*choices_of(kind)] or usual.get(OPTIONAL.get(kind, kind), ["demo"]) for name, kind in kinds.items()}
+    found = {name: [*one.choices] or usual.get(one.kind, ["demo"]) for name, one in SETTINGS.items()}
     files = {"data": ["sums.jsonl", "chats.jsonl"], "rubric": ["rubric.yaml"], "reward": ["reward.py:fn", "length:9"]}
     return found | files | {"columns": ["prompt=answer"], "teacher": ["demo", "self"], "task_config": ["task.yaml"]}
 

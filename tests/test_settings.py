@@ -5,25 +5,24 @@ import pytest
 from hypothesis import given, settings
 
 from config import SETTINGS
-from flags import OPTIONAL, choices_of
 from settings import checks, sources
 
 BOUNDS = {int: (0, 2**31), float: (0.0, 1e6)}
 TEXTS = st.text(st.characters(exclude_categories=["C", "Z"]), min_size=1, max_size=9)
 
 
-def values_of(field):
+def values_of(setting):
     """What a setting may be, by its type, its choices and its range."""
-    kind = OPTIONAL.get(field.type, field.type)
-    if chosen := choices_of(field.type):
-        return st.sampled_from(sorted(chosen))
+    kind, field = setting.kind, setting.field
+    if setting.choices:
+        return st.sampled_from(setting.choices)
     if kind in BOUNDS:
         low, high = (field.metadata.get(name, bound) for name, bound in zip(("low", "high"), BOUNDS[kind], strict=True))
         return st.integers(int(low), int(high)) if kind is int else st.floats(low, high)
     return {
         bool: st.booleans(),
         str: TEXTS,
-        dict[str, float]: st.dictionaries(TEXTS, st.floats(-9, 9), max_size=2),
+        dict: st.dictionaries(TEXTS, st.floats(-9, 9), max_size=2),
     }.get(kind, st.nothing())
 
 
@@ -38,7 +37,7 @@ def survives(given_settings, path):
     return True
 
 
-FREE = {key: one.field for key, one in SETTINGS.items() if not one.field.metadata.get("file")}  # else made a path
+FREE = {key: one for key, one in SETTINGS.items() if not one.field.metadata.get("file")}  # else made a path
 
 
 def test_any_value_that_is_taken_is_the_same_once_it_was_written_and_read(tmp_path):
@@ -48,8 +47,8 @@ def test_any_value_that_is_taken_is_the_same_once_it_was_written_and_read(tmp_pa
         if survives({key: value}, tmp_path / "settings.yaml"):
             taken.add(key)
 
-    for key, field in FREE.items():
-        if not (values := values_of(field)).is_empty:
+    for key, one in FREE.items():
+        if not (values := values_of(one)).is_empty:
             settings(max_examples=8)(given(st.just(key), values)(goes_there_and_back))()
     assert len(taken) > 0.6 * len(FREE), FREE.keys() - taken  # the others need a second one beside them
 

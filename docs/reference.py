@@ -7,7 +7,6 @@ run writes a metric that `docs/reference.md` does not explain.
 """
 
 import itertools
-from collections.abc import Iterable
 from pathlib import Path
 from unittest import mock
 
@@ -20,7 +19,7 @@ from flags import Setting, flag_of, foreign_names
 from machine import chips, gpu
 
 PAGE, TRL, MEMORY = (Path(__file__).with_name(name) for name in ("reference.md", "trl.md", "memory.md"))
-SIZES, CHIPS = (8, 16, 24, 32, 64), "M1, M2, M3, M4, M5, M4 Pro, M5 Pro, M4 Max, M5 Max".split(", ")
+SIZES = (8, 16, 24, 32, 64)
 BEGIN, END = "by `uv run python -m docs.reference`. -->\n", "\n<!-- end -->"
 
 
@@ -56,38 +55,26 @@ def trl_page() -> str:
     """The whole of `docs/trl.md`."""
     lines = []
     for title, names in foreign_names().items():
-        useful = {name: meaning for name, meaning in names.items() if meaning[0] in ("same", "renamed")}
-        rows = [
-            f"| {', '.join(f'`{name}`' for name in alike)} | {said or kind} |"
-            for (kind, said), alike in itertools.groupby(useful, key=lambda name: useful[name])
-        ]
-        if title == "older names":  # of Gwen itself and of others: the command answers them
+        if title in ("values", "older names"):  # the command answers them
             continue
+        renamed = {name: said.partition(";")[0] for name, (kind, said) in names.items() if kind == "renamed"}
+        alike = itertools.groupby(renamed, key=renamed.__getitem__)
+        rows = [f"| {', '.join(f'`{name}`' for name in its)} | {said} |" for said, its in alike]
         lines += section(f"## {title[0].upper()}{title[1:]}", ["name", "here"], rows)
-        if absent := [f"`{name}`" for name, (kind, _) in names.items() if kind == "missing"]:
-            lines += ["", f"Missing: {', '.join(absent)}."]
+        for kind in ("same", "missing"):
+            if its := [f"`{name}`" for name, row in names.items() if row[0] == kind]:
+                lines += ["", f"{kind.capitalize()}: {', '.join(its)}."]
     return filled(TRL, lines)
 
 
 def memory_page() -> str:
     """The whole of `docs/memory.md`: what each Mac trains, by the estimate that a run prints."""
-    known = {chip.name: chip for chip in chips.load()}
-
-    def fits(gigabytes: int, chip: chips.Chip) -> dict[str, preflight.Fit]:
-        return {fit.model: fit for fit in preflight.fits(preflight.room_of(gigabytes << 30), chip, mx.float16)}
-
+    chip = next(one for one in chips.load() if one.name == "M4")
     with mock.patch.object(gpu, "on_gpu", lambda: True):
-        by_size = [fits(size, known["M4"]) for size in SIZES]
-        by_chip = [fits(max(known[name].memory) >> 30, known[name]) for name in CHIPS]
-    models = by_size[-1]
-    needs = [[one[model].cells[0] if model in one else "" for one in by_size] for model in models]
-    times = [[one[model].cells[1] if model in one else "" for one in by_chip] for model in models]
-    lines = section("### GB, by the memory of the Mac", ["model", *map(str, SIZES)], rows_of(models, needs))
-    return filled(MEMORY, lines + section("### Seconds a step, by chip", ["model", *CHIPS], rows_of(models, times)))
-
-
-def rows_of(names: Iterable[str], cells: list[list[str]]) -> list[str]:
-    return [f"| {' | '.join([name, *its])} |" for name, its in zip(names, cells, strict=True)]
+        found = [list(preflight.fits(preflight.room_of(size << 30), chip, mx.float16)) for size in SIZES]
+    needs = [{fit.model: f"{fit.need / 1e9:.1f}" for fit in fits} for fits in found]
+    rows = [f"| {' | '.join([name, *(one.get(name, '') for one in needs)])} |" for name in needs[-1]]
+    return filled(MEMORY, section("### GB, by the memory of the Mac", ["model", *map(str, SIZES)], rows))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ saved of it (run.py), where settings come from and what they mean (settings/, co
 import argparse
 import contextlib
 import errno
-import functools
 import os
 import shlex
 import signal
@@ -28,6 +27,7 @@ from problems import chat_template, examples, rewards
 from reporting import trackers
 from reporting.console import say, warn
 from reporting.journal import evaluation_is_due
+from run import Run, make
 from settings.sources import as_yaml, given, joined, refuse_unknown, resolve
 from settings.sources import command as command_of
 
@@ -121,13 +121,12 @@ class Trainer:
     config: Config
     dir: Path  # where it is recorded
     model: gwen.Model  # as it is now, with its adapters
-    make: Callable[[Config, Path], Any]  # run.py's
     loop: Callable[[Any], Steps]  # train.py's
 
     def __init__(self, begun: Begun):
         """Raises ValueError in one line for what the user got wrong; no directory is left then."""
         config, state, path = begun.config, begun.state, begun.path
-        run = self.run = self.make(config, Path(path))
+        run = self.run = make(config, Path(path))
         if state:
             run.restore(state)
             if "rollout_batch_size" in begun.flags:  # may exceed what the checkpoint had backed off to
@@ -170,13 +169,23 @@ class Trainer:
         """Goes on with a run; allow_changes: though its data, rewards or files changed."""
         return cls(begin(as_settings(settings), resume=str(run_dir), allow_changes=allow_changes))
 
-    def steps(self) -> Generator[dict[str, Any], None, None]:
-        """Trains, and yields each step's figures, as in `metrics.jsonl`."""
+    def steps(self, *, looks: bool = False) -> Generator[dict[str, Any], None, None]:
+        """
+        Trains, and yields each step's figures, as in `metrics.jsonl`.
+
+        looks: raises ValueError, with what to change, once the first steps of a long run showed no signal; they are
+        steps like any others, so that a look costs nothing.
+        """
         if not self._is_owner and world.is_first():
             run_files.own(self.dir)
+        seen: list[dict[str, Any]] = []
         try:
             with shown(self.run), stoppable(self.run):
-                yield from self.loop(self.run)
+                for figures in self.loop(self.run):
+                    yield figures
+                    if looks and len(seen) < preflight.TRY_STEPS:
+                        seen.append(figures)
+                        self._refuse_hopeless(seen)
         except GeneratorExit:
             self.save()
             say(f"saved after step {self.run.step}: {self.dir}")
@@ -185,9 +194,15 @@ class Trainer:
             run_files.let_go(self.dir)
             self._is_owner = False
 
-    def fit(self) -> "Trainer":
-        """Trains to the last step."""
-        for _ in self.steps():
+    def _refuse_hopeless(self, seen: list[dict[str, Any]]) -> None:
+        each = next((one["eval/s"] for one in self.run.journal.evaluations), 0.0)
+        if change := world.first(lambda: preflight.hopeless(self.config, seen, each, self.dir)):
+            said = f"no group of the first {len(seen)} steps has a signal, which teaches nothing: {change}"
+            raise ValueError(f"{said}; --no-look goes on all the same")
+
+    def fit(self, *, looks: bool = False) -> "Trainer":
+        """Trains to the last step; looks: see `steps`."""
+        for _ in self.steps(looks=looks):
             pass
         return self
 
@@ -218,7 +233,7 @@ class Trainer:
 
 
 @contextlib.contextmanager
-def shown(run: Any) -> Iterator[None]:
+def shown(run: Run) -> Iterator[None]:
     """Keeps the live line, the page and the trackers of a run up to date; the page has the last word."""
     from reporting import page  # here: nothing else needs a page
 
@@ -234,7 +249,7 @@ def shown(run: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def stoppable(run: Any) -> Iterator[None]:
+def stoppable(run: Run) -> Iterator[None]:
     """
     On Ctrl-C, SIGTERM, an error or a lack of memory, saves the run after its last whole step and says how to continue.
 
@@ -295,7 +310,7 @@ def stoppable(run: Any) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _go_on(run: Any, error: BaseException) -> str:
+def _go_on(run: Run, error: BaseException) -> str:
     """
     The command that continues the run, or starts over if nothing was saved.
 
@@ -312,7 +327,7 @@ def _go_on(run: Any, error: BaseException) -> str:
     return f"start over with: {command_of(run.config)} --config {shlex.quote(str(run.dir / 'config.yaml'))}{less}"
 
 
-def _newest(run: Any, error: BaseException, first: str = "") -> str:
+def _newest(run: Run, error: BaseException, first: str = "") -> str:
     """Names the newest checkpoint of a run that stopped inside a step, and how to continue or start over."""
     saved = checkpoint.saved(run.dir)
     state = f"{saved[-1].name} is intact" if saved else f"nothing was saved in {run.dir}"
@@ -370,7 +385,7 @@ def complete(begun: Begun, trainer: type[Trainer], looks: bool) -> Path:
         return Path(begun.path)
     trained = trainer(begun)
     try:
-        fit(trained, looks and begun.state is None)
+        trained.fit(looks=looks and begun.state is None)
     except KeyboardInterrupt:  # which the first machine has told
         if not world.is_first():
             raise
@@ -378,37 +393,6 @@ def complete(begun: Begun, trainer: type[Trainer], looks: bool) -> Path:
     if world.is_first():
         trained.run.journal.print_summary()
     return trained.dir
-
-
-def fit(trained: Trainer, looks: bool) -> None:
-    """
-    Trains to the last step. looks: raises ValueError, with what to change, once the first steps of a long run showed
-    no signal; they are steps like any others, so that a look costs nothing.
-    """
-    seen: list[dict[str, Any]] = []
-
-    def hopeless() -> str:
-        each = next((one["eval/s"] for one in trained.run.journal.evaluations), 0.0)
-        return preflight.hopeless(trained.config, seen, each, trained.dir)
-
-    with contextlib.closing(trained.steps()) as steps:
-        try:
-            for figures in steps:
-                if not looks or len(seen) == preflight.TRY_STEPS:
-                    continue
-                seen.append(figures)
-                if change := world.first(hopeless):
-                    break
-            else:
-                return
-        except BaseException as error:  # between two steps, where `stoppable` would not see it
-            steps.throw(error)
-            raise
-    again = f"{command_of(trained.config)} --resume {shlex.quote(str(trained.dir))}"
-    raise ValueError(
-        f"no group of the first {len(seen)} steps has a signal, which teaches nothing: {change}; "
-        f"{again} goes on all the same, --no-look from the start"
-    )
 
 
 def train_seeds(args: argparse.Namespace, flags: dict[str, Any], trainer: type[Trainer]) -> Path:
@@ -424,14 +408,12 @@ def train_seeds(args: argparse.Namespace, flags: dict[str, Any], trainer: type[T
     home = Path(world.first(lambda: args.run_dir or str(run_files.choose_run_dir(config.data.task, None))))
     if (home / "config.yaml").is_file():
         raise ValueError(f"--run-dir {home} is one run; give --seeds another directory")
-    common = {name: value for name, value in config.flat().items() if name != "seed"}
-    for path in world.first(lambda: sorted(map(str, home.glob("seed-*")))):
-        is_a_run_of(path, common)  # or it says what differs
+    there = world.first(lambda: runs_of(home, config))
     for number, seed in enumerate(numbers, 1):
         path = str(home / f"seed-{seed}")
         if world.is_first():
             print(f"seed {seed}, {number} of {len(numbers)}", flush=True)
-        if world.first(functools.partial(is_a_run_of, path, config.but(seed=seed).flat())):
+        if path in there:
             begun = begin({name: value for name, value in flags.items() if SETTINGS[name].later}, resume=path)
         else:
             begun = begin(flags | {"seed": seed}, args.config, run_dir=path)
@@ -446,12 +428,13 @@ def train_seeds(args: argparse.Namespace, flags: dict[str, Any], trainer: type[T
     return home
 
 
-def is_a_run_of(path: str, settings: dict[str, Any]) -> bool:
-    """Whether a directory holds a run with these settings, sizes aside. ValueError where it holds one with others."""
-    if not (Path(path) / "config.yaml").is_file():
-        return False
-    its = run_files.settings_of(path)
-    for name, value in settings.items():
-        if value not in (None, "auto") and its.get(name) != value and not SETTINGS[name].later:
-            raise ValueError(f"{path} has {flag_of(name)} {its.get(name)}, not {value}; give another --run-dir")
-    return True
+def runs_of(home: Path, config: Config) -> list[str]:
+    """The runs of seeds in a directory. ValueError where one has other settings, its seed and sizes aside."""
+    found = sorted(path.parent for path in home.glob("seed-*/config.yaml"))
+    for path in found:
+        its = run_files.settings_of(str(path))
+        for name, value in config.flat().items():
+            is_set = name != "seed" and value not in (None, "auto") and not SETTINGS[name].later
+            if is_set and its.get(name) != value:
+                raise ValueError(f"{path} has {flag_of(name)} {its.get(name)}, not {value}; give another --run-dir")
+    return list(map(str, found))

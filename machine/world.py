@@ -258,7 +258,6 @@ class _Link:
         self.group, self.rank, self.size = group, group.rank(), group.size()
         self.names = [f"rank {number}" for number in range(self.size)]
         self.waited, self.longest, self.left_at = 0.0, 0.0, time.monotonic()
-        self.num_moved = 0  # collectives that have ended
         self.number, self.is_over, self.is_stuck = 0, False, False
         self.jobs: queue.SimpleQueue[tuple[Callable[[], Any], Answers]] = queue.SimpleQueue()
         threading.Thread(target=self._work, daemon=True).start()
@@ -284,17 +283,14 @@ class _Link:
         return found
 
     def _done(self, job: Callable[[], Any], limit: float) -> Any:
-        """What a job of the thread gives. Raises Lost if that is an error, or a collective takes `limit` seconds."""
-        answers, answer = Answers(), None
+        """What a job of the thread gives. Raises Lost if that is an error, or takes longer than `limit` seconds."""
+        answers = Answers()
         self.jobs.put((job, answers))
-        while answer is None:
-            num_moved = self.num_moved
-            try:
-                answer = answers.get(timeout=limit)
-            except queue.Empty:
-                if self.num_moved == num_moved:
-                    self.is_stuck = True
-                    self.end(f"a machine hangs or is very late: nothing came from it for {limit:.0f} s")
+        try:
+            answer = answers.get(timeout=limit)
+        except queue.Empty:
+            self.is_stuck = True
+            self.end(f"a machine hangs or is very late: nothing came from it for {limit:.0f} s")
         if isinstance(answer, Lost):
             self.end(str(answer))
         if isinstance(answer, BaseException):
@@ -348,7 +344,6 @@ class _Link:
                 summed = mx.distributed.all_sum(mx.array(part), group=self.group, stream=mx.cpu)
                 mx.eval(summed)  # wait, for the network
                 part[:] = np.array(summed)
-                self.num_moved += 1
         if (most := max(sizes)) <= HEAD - META.size:
             return [data[:size] for data, size in zip(found, sizes, strict=True)]
         whole: list[list[bytes]] = [[] for _ in sizes]
@@ -363,7 +358,6 @@ class _Link:
         padded[: len(data)] = np.frombuffer(data, np.uint8)
         gathered = mx.distributed.all_gather(mx.array(padded), group=self.group, stream=mx.cpu)
         mx.eval(gathered)  # wait, for the slowest machine
-        self.num_moved += 1
         return [one.tobytes() for one in np.split(np.array(gathered), self.size)]
 
 

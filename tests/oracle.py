@@ -119,30 +119,31 @@ def gradient(case, step=1e-6, **settings):
     return out
 
 
-def advantages(rewards, scale="group", baseline="group"):
-    """(B, G) -> (B, G), completion by completion."""
-    num_prompts, size = rewards.shape
-    out = np.zeros((num_prompts, size))
-    everything = [float(r) for r in rewards.ravel()]
-    for b, i in itertools.product(range(num_prompts), range(size)):
-        group = [float(r) for r in rewards[b]]
-        if baseline == "group":
-            reference = sum(group) / size
-        elif baseline == "rloo":
-            reference = sum(group[j] for j in range(size) if j != i) / (size - 1)
-        else:
-            reference = sum(everything) / len(everything)
-        out[b, i] = group[i] - reference
-        if scale == "mean":
-            out[b, i] /= max(sum(group) / size, (max(group) - min(group)) / size)
-        elif scale != "none":
-            out[b, i] /= deviation(group if scale == "group" else everything) + 1e-4
+def advantages(groups, scale="group", baseline="group"):
+    """Of each group, of any size, completion by completion."""
+    everything, out = [float(r) for rewards in groups for r in rewards], []
+    for group in ([float(r) for r in rewards] for rewards in groups):
+        size, its = len(group), []
+        for i in range(size):
+            if baseline == "group":
+                reference = sum(group) / size
+            elif baseline == "rloo":
+                reference = sum(group[j] for j in range(size) if j != i) / (size - 1)
+            else:
+                reference = sum(everything) / len(everything)
+            one = group[i] - reference
+            if scale == "mean":
+                one /= max(sum(group) / size, (max(group) - min(group)) / size)
+            elif scale != "none":
+                one /= deviation(group if scale == "group" else everything) + 1e-4
+            its.append(one)
+        out.append(its)
     return out
 
 
 def decoupled(rewards, weights):
     """(K, B, G) -> (B, G): normalized within groups, weighted, summed, normalized over the batch."""
-    total = sum(weight * advantages(one) for one, weight in zip(rewards, weights, strict=True))
+    total = sum(weight * np.array(advantages(one)) for one, weight in zip(rewards, weights, strict=True))
     flat = [float(a) for a in total.ravel()]
     return (total - sum(flat) / len(flat)) / (deviation(flat) + 1e-4)
 

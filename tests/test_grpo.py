@@ -66,26 +66,6 @@ def test_loss_and_gradient_equal_the_oracle(loss, level, case):
         np.testing.assert_allclose(np.array(grad), oracle.gradient(case, **settings), atol=1e-6, err_msg=str(settings))
 
 
-def test_two_tokens_by_pencil():
-    """Ratios 1.5 and 0.5 with advantage 2: min(3, 2.4) and min(1, 1.6), so the losses are -2.4 and -1."""
-    old, mask = mx.zeros((1, 2)), mx.ones((1, 2))
-    new = array(np.log([[1.5, 0.5]]))
-
-    def value(ref=None, **settings):
-        return loss_of(new, old, array([2.0]), mask, ref=ref, **settings).value.item()
-
-    for loss, expected in (("grpo", -1.7), ("dapo", -1.7), ("dr_grpo", -3.4 / 8)):
-        assert value(loss_type=loss) == pytest.approx(expected, abs=1e-6)
-    # the geometric mean of the ratios is sqrt(0.75) = 0.8660
-    assert value(importance_sampling_level="sequence") == pytest.approx(-2 * 0.8660254, abs=1e-6)
-    # min(1.5, 1.2) = 1.2: -(1.2 ln 1.5 + 0.5 ln 0.5) * 2 / 2
-    assert value(loss_type="cispo", epsilon_high=1.2) == pytest.approx(-(1.2 * 0.4054651 - 0.5 * 0.6931472), abs=1e-6)
-    # 4 sigmoid(0.5) = 2.4898373, 4 sigmoid(-0.5) = 1.5101627
-    assert value(loss_type="sapo") == pytest.approx(-(2.4898373 + 1.5101627), abs=1e-6)
-    # reference at 0: d = -ln r; k3 = 1 / r - 1 + ln r
-    assert value(ref=old, beta=1.0) + 1.7 == pytest.approx(0.1894923, abs=1e-6)
-
-
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 @pytest.mark.parametrize(
     "bounds", [{"epsilon": 0.0}, {"epsilon_high": 0.0}, {"epsilon": 0.0, "epsilon_high": 0.0}], ids=str
@@ -141,32 +121,19 @@ def test_frozen_cases(settings, expected, gradient):
     np.testing.assert_allclose(oracle.gradient(FROZEN_CASE, **settings)[1], gradient, atol=1e-7)
 
 
+@pytest.mark.parametrize("sizes", [[8] * 4, [2, 5, 3]])
 @pytest.mark.parametrize(
     ("baseline", "scale"),
     [*itertools.product(("group", "rloo"), SCALES), ("reinforce", "batch"), ("reinforce", "none")],
 )
-def test_advantages_equal_the_oracle(baseline, scale):
-    rewards = RNG.normal(2, 3, (4, 8))
-    ours = grpo.group_advantages(rewards, scale, baseline)
+def test_advantages_equal_the_oracle_and_what_is_missing_of_a_group_has_none(baseline, scale, sizes):
+    groups = [RNG.normal(2, 3, size) for size in sizes]
+    padded = np.array([[*its, *[np.nan] * (max(sizes) - len(its))] for its in groups])
+    ours = grpo.group_advantages(padded, scale, baseline)
     assert ours.dtype == np.float32
-    np.testing.assert_allclose(ours, oracle.advantages(rewards, scale, baseline), atol=1e-5)
-
-
-@pytest.mark.parametrize("baseline", ["group", "rloo", "reinforce"])
-@pytest.mark.parametrize("scale", SCALES)
-def test_groups_of_unequal_sizes_have_the_advantages_of_each_and_what_is_missing_has_none(baseline, scale):
-    if baseline == "reinforce" and scale in ("group", "mean"):
-        return
-    groups = [RNG.normal(2, 3, size) for size in (2, 5, 3)]
-    padded = np.array([[*its, *[np.nan] * (5 - len(its))] for its in groups])
-    ours, step = grpo.group_advantages(padded, scale, baseline), np.concatenate(groups)
-    for its, row in zip(groups, ours, strict=True):
-        expected = its - (step if baseline == "reinforce" else its).mean()
-        expected = expected * len(its) / (len(its) - 1) if baseline == "rloo" else expected
-        divisor = {"group": its.std(ddof=1) + 1e-4, "batch": step.std(ddof=1) + 1e-4, "none": 1.0}
-        divisor["mean"] = max(its.mean(), np.ptp(its) / len(its))
-        np.testing.assert_allclose(row[: len(its)], expected / divisor[scale], atol=1e-5)
-        assert (row[len(its) :] == 0).all()
+    for row, expected in zip(ours, oracle.advantages(groups, scale, baseline), strict=True):
+        np.testing.assert_allclose(row[: len(expected)], expected, atol=1e-5)
+        assert (row[len(expected) :] == 0).all()
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
@@ -189,15 +156,6 @@ def test_rewards_normalized_one_by_one_equal_the_oracle():
     rewards = np.stack([RNG.integers(0, 2, (4, 8)).astype(float), RNG.normal(0, 30, (4, 8))])
     ours = grpo.decoupled_advantages(rewards, [1.0, 0.5])
     np.testing.assert_allclose(ours, oracle.decoupled(rewards, [1.0, 0.5]), atol=1e-5)
-
-
-def test_rewards_normalized_one_by_one_count_alike_whatever_their_size():
-    rewards = RNG.normal(0, 1, (2, 4, 8))
-    large = np.stack([rewards[0], 1000 * rewards[1]])
-    ours, theirs = (grpo.decoupled_advantages(r, [1.0, 1.0]) for r in (rewards, large))
-    np.testing.assert_allclose(ours, theirs, atol=1e-3)
-    summed = [grpo.group_advantages(r.sum(0)) for r in (rewards, large)]
-    assert np.abs(summed[0] - summed[1]).max() > 0.5
 
 
 @pytest.mark.parametrize("reward", [0.1, 1 / 3, -0.7, 123.456])
@@ -319,19 +277,6 @@ def test_on_policy_the_gradient_is_the_plain_policy_gradient(loss):
     each = {"dr_grpo": NUM_ROWS * CASE.max_tokens} | dict.fromkeys(("grpo", "sapo"), NUM_ROWS * MASK.sum(1)[:, None])
     expected = -ADVANTAGES[:, None] * MASK / each.get(loss, MASK.sum())
     np.testing.assert_allclose(np.array(grad), expected, atol=1e-6)
-
-
-def test_the_default_clip_range_is_a_fifth_either_way():
-    """A ratio of 1.19 moves freely and one of 1.21 does not; 1e-4 from a misread name would stop both."""
-
-    def gradient(ratio):
-        old = mx.zeros((1, 1))
-        loss = lambda new: loss_of(new, old, mx.ones((1,)), mx.ones((1, 1))).value  # noqa: E731
-        return mx.grad(loss)(mx.log(mx.array([[ratio]]))).item()
-
-    assert gradient(1.19) == pytest.approx(-1.19, abs=1e-5)
-    assert gradient(1.21) == 0
-    assert gradient(0.5) == pytest.approx(-0.5, abs=1e-5)  # a positive advantage is never clipped from below
 
 
 def test_old_logprobs_and_advantages_carry_no_gradient():

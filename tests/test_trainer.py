@@ -168,16 +168,3 @@ def test_seeds_train_one_after_another_into_one_directory_and_go_on(tmp_path, ca
     with pytest.raises(SystemExit):
         train.main([*flags, "--seeds", "2", "--run-dir", str(tmp_path / "alone")])
     assert "alone is one run; give --seeds another directory" in capsys.readouterr().err
-
-
-def test_who_stops_a_run_between_two_steps_is_told_how_it_goes_on(tmp_path, monkeypatch, capsys):
-    def stop(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(preflight, "hopeless", stop)
-    flags = "--model demo --batch 2 --groups 2 --max-tokens 4 --eval-every 0 --steps 500 --reward-weights rubric=0"
-    with pytest.raises(SystemExit) as ended:
-        train.main([*flags.split(), "--run-dir", str(tmp_path / "run")])
-    assert ended.value.code == 130
-    assert f"stopped after step 1; continue with: uv run train.py --resume {tmp_path}/run" in capsys.readouterr().err
-    assert (tmp_path / "run" / "checkpoints" / "step-000001").is_dir()

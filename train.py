@@ -36,7 +36,7 @@ from problems.episodes import ended
 from problems.examples import prompt_text
 from problems.rewards import call_rewards
 from reporting.journal import Step
-from run import GrpoRun, Run, SftRun
+from run import GrpoRun, Run, SftRun, make
 from settings.sources import parse
 from step import sample
 from step.batch import cut
@@ -154,7 +154,7 @@ def rewarded(run: GrpoRun, samples: list[Sample]) -> list[Sample]:
 class Trainer(trainer.Trainer):
     """A run from Python; see trainer.py."""
 
-    loop = staticmethod(train)
+    make, loop = staticmethod(make), staticmethod(train)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -27,7 +27,6 @@ from problems import chat_template, examples, rewards
 from reporting import trackers
 from reporting.console import say, warn
 from reporting.journal import evaluation_is_due
-from run import Run, make
 from settings.sources import as_yaml, given, joined, refuse_unknown, resolve
 from settings.sources import command as command_of
 
@@ -121,12 +120,13 @@ class Trainer:
     config: Config
     dir: Path  # where it is recorded
     model: gwen.Model  # as it is now, with its adapters
+    make: Callable[[Config, Path], Any]  # run.py's
     loop: Callable[[Any], Steps]  # train.py's
 
     def __init__(self, begun: Begun):
         """Raises ValueError in one line for what the user got wrong; no directory is left then."""
         config, state, path = begun.config, begun.state, begun.path
-        run = self.run = make(config, Path(path))
+        run = self.run = self.make(config, Path(path))
         if state:
             run.restore(state)
             if "rollout_batch_size" in begun.flags:  # may exceed what the checkpoint had backed off to
@@ -233,7 +233,7 @@ class Trainer:
 
 
 @contextlib.contextmanager
-def shown(run: Run) -> Iterator[None]:
+def shown(run: Any) -> Iterator[None]:
     """Keeps the live line, the page and the trackers of a run up to date; the page has the last word."""
     from reporting import page  # here: nothing else needs a page
 
@@ -249,7 +249,7 @@ def shown(run: Run) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def stoppable(run: Run) -> Iterator[None]:
+def stoppable(run: Any) -> Iterator[None]:
     """
     On Ctrl-C, SIGTERM, an error or a lack of memory, saves the run after its last whole step and says how to continue.
 
@@ -310,7 +310,7 @@ def stoppable(run: Run) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _go_on(run: Run, error: BaseException) -> str:
+def _go_on(run: Any, error: BaseException) -> str:
     """
     The command that continues the run, or starts over if nothing was saved.
 
@@ -327,7 +327,7 @@ def _go_on(run: Run, error: BaseException) -> str:
     return f"start over with: {command_of(run.config)} --config {shlex.quote(str(run.dir / 'config.yaml'))}{less}"
 
 
-def _newest(run: Run, error: BaseException, first: str = "") -> str:
+def _newest(run: Any, error: BaseException, first: str = "") -> str:
     """Names the newest checkpoint of a run that stopped inside a step, and how to continue or start over."""
     saved = checkpoint.saved(run.dir)
     state = f"{saved[-1].name} is intact" if saved else f"nothing was saved in {run.dir}"

@@ -220,6 +220,12 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def untimed(path: Path) -> list[dict[str, Any]]:
+    """A log without what depends on the clock and the machine."""
+    timed = re.compile(r"(/s|_s|tok_s)$|tok_s/|^mem/")
+    return [{key: value for key, value in line.items() if not timed.search(key)} for line in read_log(path)]
+
+
 def write_log(path: Path, rows: Iterable[Any]) -> str:
     """Writes rows as JSON lines; returns the path."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -9,11 +9,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from conftest import message_of, read_log
+from conftest import message_of, read_log, untimed
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model as mlx_lm_load_model
 from small_run import resolve
-from test_docs import EVALUATION_METRICS, METRICS, always_there, without_meaning
 
 import evaluate
 import gwen
@@ -24,12 +23,10 @@ from config import Config, Sizes
 from disk import hub, run_files
 from problems import chat_template, chats
 from problems.chats import Row
-from reporting import page
 from settings.sources import given, parse
 from step import policy
 from step.batch import cut
 from step.sample import of_reply
-from tasks import demo as sums
 
 SIZES = Sizes(1, 1024, 0)
 TALK = [
@@ -206,6 +203,10 @@ def test_the_held_out_loss_is_that_of_all_trained_tokens_with_the_interval_of_a_
 # ---- settings
 
 
+def given_with(flags):
+    return given(parse(["--model", "demo", "--loss-type", "sft", *flags.split()]))
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -215,84 +216,43 @@ def test_the_held_out_loss_is_that_of_all_trained_tokens_with_the_interval_of_a_
     ],
 )
 def test_flags_that_make_no_sense_with_sft_are_refused_by_name(flags, said):
-    args = parse(["--model", "demo", "--loss-type", "sft", "--data", "x.jsonl", *flags.split()])
-    assert said in message_of(resolve, given(args))
+    assert said in message_of(resolve, given_with(f"--data x.jsonl {flags}"))
 
 
-def test_the_first_line_names_the_replies_and_no_task():
-    _, line = resolve(given(parse(["--model", "demo", "--loss-type", "sft", "--data", "x.jsonl"])))
-    assert line == "model: demo, as asked; replies: x.jsonl"
-
-
-def test_sft_needs_data():
-    assert "--loss-type sft needs --data" in message_of(
-        resolve, given(parse(["--model", "demo", "--loss-type", "sft"]))
-    )
+def test_sft_needs_data_and_its_first_line_names_the_replies_and_no_task():
+    assert "--loss-type sft needs --data" in message_of(resolve, given_with(""))
+    assert resolve(given_with("--data x.jsonl"))[1] == "model: demo, as asked; replies: x.jsonl"
 
 
 def test_the_environment_and_a_task_s_recipe_set_nothing_that_sft_has_not(monkeypatch):
     monkeypatch.setenv("RUBRIC_JUDGE_BATCH_SIZE", "7")
-    config, _ = resolve(given(parse(["--model", "demo", "--loss-type", "sft", "--data", "x.jsonl"])))
+    config, _ = resolve(given_with("--data x.jsonl"))
     assert (config.sampling.max_tokens, config.judge.chunk_size) == (256, 24)
     assert config.optimizer.learning_rate == 0.004  # the recipe's
 
 
-# ---- runs
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    """Forty sums with their right answers."""
-    path = tmp_path_factory.mktemp("data") / "chats.jsonl"
-    examples = sums.examples(held_out=False, num=40)
-    lines = [json.dumps({"prompt": one["prompt"], "completion": one["answer"]}) for one in examples]
-    path.write_text("\n".join(lines))
-    return path
-
-
-def tune(data, run_dir, *flags):
-    flags = ("--loss-type", "sft", "--data", data, "--batch", 4, "--save-every", 2, "--run-dir", run_dir, *flags)
-    train.main(["--model", "demo", *map(str, flags)])
-    return run_dir
-
-
-def records(path):
-    """Without what depends on the clock and the machine."""
-    lines = read_log(path)
-    return [{key: value for key, value in line.items() if not key.endswith(("/s", "_s", "_gb"))} for line in lines]
-
-
-@pytest.fixture(scope="module")
-def finished(data, tmp_path_factory):
-    return tune(data, tmp_path_factory.mktemp("run") / "whole", "--steps", 4, "--eval-every", 2)
+# ---- runs, beside what test_golden.py says of one
 
 
 @pytest.mark.slow
-def test_a_run_lowers_the_held_out_loss_and_records_the_keys_of_any_run(finished, capsys):
-    steps, evals = records(finished / "metrics.jsonl"), records(finished / "eval.jsonl")
-    assert [record["step"] for record in evals] == [0, 2, 4]
-    assert evals[-1]["eval/loss"] < 0.8 * evals[0]["eval/loss"]
-    assert without_meaning(steps[0], METRICS) == without_meaning(evals[0], EVALUATION_METRICS) == []
-    assert always_there() <= json.loads((finished / "metrics.jsonl").read_text().splitlines()[0]).keys()
+def test_a_run_lowers_the_held_out_loss_and_is_shown_like_any_run(golden, tmp_path, capsys):
+    run = shutil.copytree(golden("sft"), tmp_path / "run")
+    steps, evals = read_log(run / "metrics.jsonl"), read_log(run / "eval.jsonl")
+    assert evals[-1]["eval/loss"] < 0.9 * evals[0]["eval/loss"]
     assert steps[0]["reward/mean"] is None and steps[0]["grad_norm"] > 0
-    assert {"adapter", "adapter-best", "report.html", "config.yaml"} <= {path.name for path in finished.iterdir()}
-    page.write(finished)
-    report.main(["--compare", str(finished), str(finished)])
-    report.main(["--list", str(finished.parent)])
+    report.main(["--compare", str(run), str(run)])
+    report.main(["--list", str(tmp_path)])
     shown = capsys.readouterr().out
     assert "held-out loss before" in shown and "tokens trained" in shown and "lowest loss after" in shown
 
 
 @pytest.mark.slow
-def test_a_run_that_begins_with_an_adapter_has_it_as_its_reference_even_when_resumed(finished, tmp_path):
-    source, directory = tmp_path / "source", tmp_path / "run"
-    shutil.copytree(finished / "adapter", source)
-    flags = (
-        "--model demo --batch 2 --groups 2 --max-tokens 12 --eval-limit 8 --beta 0.1 --steps 2 --save-every 1".split()
-    )
-    flags += ["--eval-every", "1", "--init-adapter", str(source), "--run-dir", str(directory)]
+def test_a_run_that_begins_with_an_adapter_has_it_as_its_reference_even_when_resumed(golden, tmp_path):
+    source, directory = shutil.copytree(golden("sft") / "adapter", tmp_path / "source"), tmp_path / "run"
+    flags = "--model demo --batch 2 --groups 2 --max-tokens 12 --eval-limit 8 --beta 0.1 --steps 2 --save-every 1"
+    flags = [*flags.split(), "--eval-every", "1", "--init-adapter", str(source), "--run-dir", str(directory)]
     train.main(flags)
-    steps, evals = records(directory / "metrics.jsonl"), records(directory / "eval.jsonl")
+    steps, evals = untimed(directory / "metrics.jsonl"), untimed(directory / "eval.jsonl")
     assert abs(steps[0]["kl"]) < 1e-6 and abs(evals[0]["eval/kl"]) < 1e-6  # not the distance to the base
     assert evals[-1]["eval/kl"] > 1e-6
     theirs, kept = (dict(mx.load(str(path / "adapters.safetensors"))) for path in (source, directory / run_files.START))
@@ -300,12 +260,12 @@ def test_a_run_that_begins_with_an_adapter_has_it_as_its_reference_even_when_res
     shutil.rmtree(source)
     shutil.rmtree(directory / "checkpoints" / "step-000002")
     train.main(["--resume", str(directory)])
-    assert records(directory / "metrics.jsonl") == steps and records(directory / "eval.jsonl") == evals
+    assert untimed(directory / "metrics.jsonl") == steps and untimed(directory / "eval.jsonl") == evals
     assert run_files.adapter_of(str(directory), 0) == str(directory / run_files.START)
 
 
 @pytest.mark.slow
-def test_a_run_is_evaluated_on_the_problems_of_its_task(finished, capsys):
-    evaluate.main(["--run", str(finished), "--limit", "4", "--max-tokens", "12"])
+def test_a_run_is_evaluated_on_the_problems_of_its_task(golden, capsys):
+    evaluate.main(["--run", str(golden("sft")), "--limit", "4", "--max-tokens", "12"])
     record = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert record["eval/num"] == 4 and "eval/accuracy" in record

@@ -562,12 +562,12 @@ def refuse_packed(name: str) -> None:
 
 
 @contextlib.contextmanager
-def named_by(flag: str) -> Iterator[None]:
-    """Inside, what is wrong with a model is said of this flag instead of --model."""
+def named_by(flag: str, usual: str = "--model") -> Iterator[None]:
+    """Inside, what is wrong with a model or adapter is said of this flag instead of the usual one."""
     try:
         yield
     except ValueError as error:
-        raise ValueError(str(error).replace("--model ", f"{flag} ")) from error
+        raise ValueError(str(error).replace(f"{usual} ", f"{flag} ")) from error
 
 
 def load_config(path_or_id: str | Path) -> hub.ModelConfig:

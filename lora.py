@@ -14,7 +14,7 @@ import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
@@ -146,16 +146,12 @@ def before_training(model: gwen.Model) -> Iterator[None]:
             layer.lora_a, layer.lora_b = low, high
 
 
-class Fused(NamedTuple):
-    """An adapter on the fused projections."""
-
-    scale: float
-    pairs: dict[str, tuple[mx.array, mx.array]]  # A (C, R) and B (R, O) float32 by "layers.0.self_attn.qkv_proj"
+Fused = dict[str, tuple[mx.array, mx.array]]  # A (C, R) and B (R, O) float32 by "layers.0.self_attn.qkv_proj"
 
 
-def read(model: gwen.Model, path: str | Path) -> Fused:
+def read(model: gwen.Model, path: str | Path) -> tuple[float, Fused]:
     """
-    An adapter of mlx_lm's or PEFT's layout, for a model without adapters. path: see `adapters.find`.
+    Scale and matrices of an adapter, mlx_lm's or PEFT's, for a model without adapters. path: see `adapters.find`.
 
     One of ours becomes, to the bit, what it was in training. Where the parts of a fused projection bring an A each,
     these stand side by side, and each part's rows of B read its own.
@@ -185,7 +181,7 @@ def read(model: gwen.Model, path: str | Path) -> Fused:
         fused[name] = mx.concatenate(lows, axis=1), mx.concatenate(columns, axis=1)
     if pairs:
         raise ValueError(f"--adapter {path}: {next(iter(pairs))} is no projection that can have an adapter here")
-    return Fused(scale, fused)
+    return scale, fused
 
 
 def attach(model: gwen.Model, path: str | Path, start: str | Path | None = None) -> None:
@@ -194,38 +190,25 @@ def attach(model: gwen.Model, path: str | Path, start: str | Path | None = None)
 
     start: the adapter that its training began with, for `before_training`.
     """
-    (scale, pairs), begun = read(model, path), None if start is None else read(model, start)
+    (scale, pairs), begun = read(model, path), None if start is None else read(model, start)[1]
     linears = dict(model.named_modules())
     adapted = []
     for name, (low, high) in pairs.items():
         layer = LoRALinear(linears[name], 1, scale, mx.random.key(0))
         layer.lora_a, layer.lora_b = low, high
         if begun is not None:
-            layer._start = begun.pairs[name]
+            layer._start = begun[name]
         adapted.append((name, layer))
     model.update_modules(tree_unflatten(adapted))
 
 
-def read_start(model: gwen.Model, path: str) -> Fused:
-    """The adapter of --init-adapter, for a model without adapters. Raises ValueError if it is none for this model."""
-    try:
-        if adapters.kind_of(adapters.find(path)) == "full":
-            raise ValueError(
-                f"--adapter {path} holds a whole model; write it with lora.py --fuse, and give it as --model"
-            )
-        return read(model, path)
-    except ValueError as error:
-        raise ValueError(str(error).replace("--adapter", "--init-adapter", 1)) from error
-
-
-def begin_with(model: gwen.Model, adapter: Fused) -> None:
+def begin_with(model: gwen.Model, scale: float, pairs: Fused) -> None:
     """
     Gives the adapters made by `apply` the values of another, and makes that the model before training.
 
     What they have more of rank or projections begins as without it: A random, B zero, so adding nothing.
     Raises ValueError when they have less, naming the flag to set.
     """
-    scale, pairs = adapter
     adapted = dict(layers(model))
     if missing := sorted({name.rpartition(".")[2] for name in pairs.keys() - adapted.keys()}):
         raise ValueError(f"--init-adapter adapts {', '.join(missing)} too; add that to --lora-targets")

@@ -100,11 +100,12 @@ class Run:
         if settings.init_adapter:
             kept = self.dir / START  # on resume, our copy: the original may have been trained further
             path = str(kept) if kept.is_dir() else settings.init_adapter
-            begun = lora.Fused(*world.first(lambda: lora.read_start(self.model, path)))
+            with gwen.named_by("--init-adapter", "--adapter"):
+                begun = world.first(lambda: lora.read(self.model, path))
         shape = settings.lora_rank, settings.lora_scale, settings.lora_targets
         lora.apply(self.model, *shape, self.config.sampling.seed)
         if begun is not None:
-            lora.begin_with(self.model, begun)
+            lora.begin_with(self.model, *begun)
 
     def settle(
         self, config: Config, lengths: list[int], rubric: Path | None = None, most_rows: int = USUAL_ROWS

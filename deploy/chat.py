@@ -24,7 +24,7 @@ import sampler
 import tasks
 from config import SETTINGS, TOOLS, Config
 from deploy import command
-from disk import adapters, run_files
+from disk import run_files
 from flags import Parser, add_flags, check_least, fail, flag_of, visible
 from kv_cache import KVCache
 from machine import gpu
@@ -237,10 +237,9 @@ def sample(args: argparse.Namespace) -> None:
     if args.run:
         chat_template.keep_date(run_files.begun(Path(args.run)))
     name, why = gwen.choose_model(args.model, adapter, of_task(args.task or "", "").get("model"))
-    is_beside = args.compare and adapters.kind_of(adapters.find(str(adapter))) != "full"
-    if is_beside:
+    if args.compare:
         start = run_files.adapter_of(args.run, 0) if args.run else None
-        model, tokenizer, _ = evaluate.load_policy(name, adapter, start)
+        model, tokenizer, is_beside = evaluate.load_policy(name, adapter, start)
     else:
         model, tokenizer = gwen.load(name, adapter=adapter)
     config, box = toolbox(args, name, why, tokenizer, model)

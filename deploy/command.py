@@ -140,8 +140,6 @@ def system_of(example: Example) -> str | None:
 
 def export_peft(name: str | None, adapter: str, out: Path) -> str:
     """Writes the adapter alone, with a base that other programs can open where there is one."""
-    if adapters.kind_of(adapters.find(adapter)) == "full":
-        raise ValueError(f"--export peft: {adapter} holds a whole model, not an adapter; write it with --fuse")
     read = adapters.read(adapter)
     base, note = name or read.base, ""
     if base and hub.is_gguf(base):

@@ -91,6 +91,10 @@ def read(path: str | Path) -> Adapter:
     directory = find(path)
     config = hub.load_object(directory / "adapter_config.json")
     is_peft = _is_peft(config)
+    if kind_of(directory) == "full":
+        raise ValueError(
+            f"--adapter {directory} holds a whole model; write it with lora.py --fuse and name that --model"
+        )
     rank, scale = _rank_and_scale(config, f"--adapter {directory}: adapter_config.json")
     endings = {"A.weight": "a", "B.weight": "b"} if is_peft else {"a": "a", "b": "b"}
     halves, pairs = {}, {}  # by name and "a" or "b"; A and B by name

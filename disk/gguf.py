@@ -104,14 +104,11 @@ def directory_of(path: Path) -> Path:
     try:
         config, tokenizer = config_of(metadata, tied="output.weight" not in tensors), tokenizer_of(metadata)
         weights_of(tensors, config)  # lazy: only to refuse what is unknown
-    except KeyError as error:
-        raise ValueError(f"--model {path} lacks {error}; is it a whole model?") from error
     except ValueError as error:
         raise ValueError(f"--model {path} has {error}") from error
-    except Exception as error:  # metadata of another type, or from the tokenizer's library
-        raise ValueError(
-            f"--model {path} holds metadata of no model: {type(error).__name__}: {error!s:.200}"
-        ) from error
+    except Exception as error:  # metadata that is missing or of another type, or from the tokenizer's library
+        said = f"--model {path} holds metadata of no model: {type(error).__name__}: {error!s:.200}"
+        raise ValueError(said) from error
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".begun-", dir=cache, ignore_cleanup_errors=True) as begun:
         (Path(begun) / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -21,18 +21,12 @@ from typing import Any
 
 import cpu_blas  # before mlx
 import numpy as np
-import yaml
 
 from disk.hub import load_object
 from flags import Parser, load_yaml, no_run, read_json
 from machine import versions
 
 LOCK = "lock"
-OF_HUB = ("model", "judge_model", "teacher", "data")  # settings that name something of the hub, or a path
-FILES = (
-    *("rubric", "eval_rubric", "verifier", "reward", "task_config"),
-    *("init_adapter", "teacher_prompt", "loss_type", "advantage", "tools"),
-)
 START = "adapter-start"  # the adapter of --init-adapter, as the run had it before its first step
 
 
@@ -122,31 +116,16 @@ def evaluation_line(record: dict[str, Any]) -> str:
     return f"eval/{' | '.join(f'{name} {with_interval(record, name)}' for name in names)} | {what_of(record)}{ending}"
 
 
-def public(name: str, value: Any) -> Any:
-    """A setting as others may see it: what names a file or directory is its last part, as in `mine.py:score`."""
-    if isinstance(value, list):
-        return [public(name, one) for one in value]
-    if name == "env":  # NAME=FILE.py:Class,...
-        return re.sub("(^|[=,])[^=,]*/", r"\1", value)
-    is_of_hub = name in OF_HUB and is_hub_id(str(value))
-    return Path(value).name if name in OF_HUB + FILES and not is_of_hub else value
-
-
-def is_hub_id(name: str) -> bool:
-    """Whether a model's or data set's name is a hub id, as owner/name, and no directory here."""
-    return bool(re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*([@:].*)?", name)) and not Path(name).exists()
+def public(name: Any) -> str:
+    """What a setting names, as others may see it: of a path here the last part."""
+    is_hub_id = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*([@:].*)?", str(name)) and not Path(name).exists()
+    return str(name) if is_hub_id else Path(name).name
 
 
 def model_card(run: str, step: int | None) -> str:
-    """A README for a run's adapter or model: task, settings, held-out figures and how to repeat it."""
+    """A README for a run's adapter or model: what it was made from, and its first and last held-out figures."""
     settings = settings_of(run)
-    base = [f"base_model: {name.partition('@')[0]}"] if is_hub_id(name := str(settings["model"])) else []
-    settings = {name: public(name, value) for name, value in settings.items()}
-    match load_object(Path(run) / "env.json"):
-        case {"versions": {"mlx": version}, "machine": machine, "commit": commit}:
-            made = f"Made with MLX {version} on {machine}, at commit {commit or 'unknown'}."
-        case _:
-            raise ValueError(f"{run}: env.json is damaged; --export and --fuse with --adapter {run} do without it")
+    model, task = public(settings["model"]), settings.get("task")
     evaluations = [one for one in JsonLines(Path(run) / "eval.jsonl").read() if step is None or one["step"] <= step]
     rows = [
         f"| {name} | {one['step']} | {with_interval(one, name)} | {one['eval/num']} |"
@@ -155,18 +134,13 @@ def model_card(run: str, step: int | None) -> str:
         if one.get(f"eval/{name}") is not None
     ]
     method = {"sft": "SFT", "distill": "distillation"}.get(str(settings.get("loss_type")), "GRPO")
-    teacher = f", by the teacher {settings['teacher']}" if settings.get("teacher") else ""
+    teacher = f", by the teacher {public(settings['teacher'])}" if settings.get("teacher") else ""
+    data = public(settings["data"]) if settings.get("data") else f"the task {task}"
     head = ["| held-out figure | after steps | value (95%) | problems |", "|---|---|---|---|"]
     lines = [
-        *("---", *base, "library_name: mlx", f"tags: [{method.lower()}, gwen]", "---", ""),
-        *(f"# {Path(run).name}", ""),
-        f"{settings['model']}, trained with {method} by Gwen on "
-        f"{settings.get('data') or 'the task ' + str(settings.get('task'))}{teacher}.",
-        *("", *(head if rows else []), *rows, "", "## How to repeat it", ""),
-        "Save the settings below as `config.yaml` beside the files that they name, then run `uv run train.py --config "
-        "config.yaml`.",
-        *("", "```yaml", yaml.safe_dump(settings, sort_keys=False).rstrip(), "```", ""),
-        made,
+        *("---", *([f"base_model: {model.partition('@')[0]}"] if "/" in model else []), "library_name: mlx"),
+        *(f"tags: [{method.lower()}, gwen]", "---", "", f"# {Path(run).name}", ""),
+        *(f"{model}, trained with {method} by Gwen on {data}{teacher}.", "", *(head if rows else []), *rows),
     ]
     return "\n".join(lines) + "\n"
 

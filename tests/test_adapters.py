@@ -125,7 +125,7 @@ def test_an_adapter_without_tensors_or_with_infinite_ones_is_refused(exported, l
 def test_a_model_trained_whole_has_no_adapter_to_export(tiny_model, tmp_path, refused):
     lora.save_adapter(gwen.load_model(tiny_model), tmp_path / "full", "tiny")
     flags = ["--export", "peft", "--adapter", tmp_path / "full", "--out", tmp_path / "out"]
-    refused(lora.main, flags, "holds a whole model, not an adapter; write it with --fuse")
+    refused(lora.main, flags, "holds a whole model; write it with lora.py --fuse")
     assert not (tmp_path / "out").exists()
 
 

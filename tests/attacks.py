@@ -7,45 +7,10 @@ import platform
 import signal
 import sys
 import time
-from pathlib import Path
 
-LIBC = ctypes.CDLL(None, use_errno=True)  # opened before the seal: its functions raise no audit event
-BELOW = {  # system calls by their C functions; each must fail
-    "open": (b"/etc/passwd", 0),
-    "open key": (b"/proc/%d/environ" % os.getppid(), 0),
-    "creat": (b"planted", 0o600),
-    "mkdir": (b"planted", 0o700),
-    "symlink": (b"/etc/passwd", b"planted"),
-    "unlink": (b"planted",),
-    "rename": (b"planted", b"elsewhere"),
-    "chmod": (b"/tmp", 0o777),
-    "chdir": (b"/",),
-    "fork": (),
-    "execv": (b"/bin/true", None),
-    "socket": (2, 1, 0),
-    "pipe": (ctypes.create_string_buffer(8),),
-    "dup": (0,),
-    "kill": (os.getppid(), 0),
-    "killpg": (os.getpgid(os.getppid()), 0),
-    "ptrace": (16, os.getppid(), 0, 0),
-    "setrlimit": (7, ctypes.create_string_buffer(16)),
-    "setuid": (0,),
-    "mount": (b"none", b"/tmp", b"tmpfs", 0, None),
-    "unshare": (0x10000000,),
-    "prctl": (1, 9),
-    "shmget": (0, 4096, 0o1600),
-    "memfd_create": (b"x", 0),
-    "syscall": (425, 8, ctypes.create_string_buffer(120)),  # io_uring_setup
-}
-CALLS = {name: getattr(LIBC, name.split()[0]) for name in BELOW}
-
-
-def below(name):
-    """Whether the kernel let a call through; `fork` would answer twice."""
-    parent, given = os.getpid(), CALLS[name](*BELOW[name])
-    if os.getpid() != parent:
-        os._exit(0)
-    return given != -1
+LIBC = ctypes.CDLL(None)  # opened before the seal, as its functions: looking them up is refused thereafter
+SYSCALL, ERRNO = LIBC.syscall, LIBC["__errno_location" if sys.platform == "linux" else "__error"]
+ERRNO.restype = ctypes.POINTER(ctypes.c_int)
 
 
 def fork_exec(path):
@@ -72,30 +37,15 @@ def channel():
             return number
 
 
-def say(data, times=1, then=0.0):
-    for _ in range(times):
-        os.write(channel(), bytes.fromhex(data))
-    time.sleep(then)
-    return "honest"
-
-
-def say_later(data):
-    """Leaves a handler behind that speaks while the next answer is read."""
-    number = channel()
-    signal.signal(signal.SIGALRM, lambda *_: os.write(number, bytes.fromhex(data)))
-    signal.setitimer(signal.ITIMER_REAL, 0.2)
-    return "honest"
-
-
 def own_frame():
     """The very frame that the owner waits for, with the number that it sent."""
     try:
         raise KeyError
     except KeyError as error:
-        frame = error.__traceback__.tb_frame
-    while "number" not in frame.f_locals:
-        frame = frame.f_back
-    os.write(channel(), sys.modules["__main__"]._frame(frame.f_locals["number"], 1.0, "", False))
+        running = error.__traceback__.tb_frame
+    while "number" not in running.f_locals:
+        running = running.f_back
+    os.write(channel(), frame(running.f_locals["number"], 1.0, "", False))
     return 0.0
 
 
@@ -122,6 +72,11 @@ def replay(back):
     return 0.0
 
 
+class Runs:
+    def __reduce__(self):
+        return os.system, ("touch /tmp/gwen-planted-by-an-answer",)
+
+
 def later(seconds):
     """Sends, when the next question is being answered, a frame with a number that is not its own."""
     number = channel()
@@ -134,29 +89,21 @@ class Never:
         raise SystemExit("no line of an error")
 
 
-DEEDS = {
-    "double": lambda x: 2 * x,
-    "sleep": time.sleep,
-    "environment": lambda: dict(os.environ),
-    "read": lambda path: Path(path).read_text(),
-    "hoard": lambda num: [bytearray(num), time.sleep(60)],
-    "print": lambda text: print(text) or print(text, file=sys.stderr) or 1,
-    "below": below,
-    "syscall": lambda number: LIBC.syscall(number, 0, 0, 0, 0, 0, 0),
-    "fork_exec": fork_exec,
-    "switch_off": switch_off,
-    "say": say,
-    "say_later": say_later,
-}
+def syscall(number):
+    """The error of a system call by its number; 0 where there is none."""
+    return ERRNO()[0] if SYSCALL(number, *[0] * 6) == -1 else 0
+
+
+DEEDS = {"double": lambda x: 2 * x, "sleep": time.sleep, "syscall": syscall}
 
 
 def answerer(machine="", sources=None, path=""):
     """sources: expressions by name, where P is the path, compiled before the seal, which refuses `exec`."""
     if machine:
         platform.machine = lambda: machine
-    for name in ("sqlite3", "socket", "gc", "_posixsubprocess", "subprocess", "pickle"):
+    for name in ("sqlite3", "socket", "gc", "_posixsubprocess", "subprocess", "pickle", "functools"):
         __import__(name)
     for name, source in (sources or {}).items():
-        DEEDS[name] = eval(f"lambda: {source}", globals() | sys.modules | {"P": path})
+        DEEDS[name] = eval(f"lambda *_: {source}", globals() | sys.modules | {"P": path})
     channel()
     return lambda deed: DEEDS[deed[0]](*deed[1:])

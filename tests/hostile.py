@@ -1,8 +1,11 @@
-"""Over 200 answers of a model that looks for a hole: nobody should run, believe or wait for any of them."""
+"""Over 600 answers of a model that looks for a hole: nobody should run, believe or wait for any of them."""
 
 from pathlib import Path
 
+import yaml
+
 PLANTED = "/tmp/gwen-planted-by-an-answer"  # what an answer that runs would make
+DATA = yaml.safe_load(Path(__file__).with_name("attacks.yaml").read_text("utf-8"))
 
 
 _LONG = """
@@ -21,5 +24,54 @@ _LONG = """
 _CONTROLS = [chr(code) * 3 for code in (0, 1, 3, 4, 7, 8, 11, 12, 13, 26, 27, 28, 127, 128, 0x85, 0xA0)]
 _MADE = [eval(text) for line in _LONG.split("\n") for text in line.split(" | ") if text]
 _TEXTS = Path(__file__).with_name("hostile.txt").read_text("utf-8")  # a line each
-ANSWERS = list(dict.fromkeys([*_TEXTS.splitlines(), *_MADE, *_CONTROLS]))
-assert len(ANSWERS) > 200
+
+# ---- by family
+
+_CALLS = [f"open('{PLANTED}','w')", f"__import__('os').system('touch {PLANTED}')", "eval('1')", "exec('x=1')"]
+_ZEROS = "660 6F0 7C0 966 9E6 A66 BE6 E50 F20 1040 17E0 1810 FF10 1D7CE 1FBF0".split()  # digits of other scripts
+_BRACKETS = (
+    r'( )|[ ]|{ }|⟨ ⟩|（ ）|［ ］|< >|\{ \}|\left( \right)|f( )|[[ ]]|{"a": }|sqrt( )|\frac{1}{ }|x_{ }|\sqrt{ }'
+)
+_SIGNS = "- ~ ! not√ √ \\sqrt \\frac 2^ 2** x_ 1<< ¬ 1/ 1- x, 1;".split()
+
+
+def _nested(pair, depth):
+    begin, _, end = pair.partition(" ")
+    return begin * depth + "1" + end * depth
+
+
+def _wide(text):
+    return "".join(chr(ord(c) + 0xFEE0) if c.isalnum() and c.isascii() else c for c in text)
+
+
+def _bold(text):
+    return "".join(chr(ord(c) + 0x1D41A - 97) if c.islower() and c.isascii() else c for c in text)
+
+
+_POWERS = "**99999 ^99999 <<99999 !*99999 **9**9 ^9**9 <<9**9 !*9**9 **(-9**9) ^(-9**9) <<(-9**9) !*(-9**9)"
+TEXTS = {
+    "homoglyphs": [
+        *map(_wide, _CALLS),
+        *map(_bold, _CALLS),
+        *(call.replace("o", "о").replace("e", "е") for call in _CALLS),
+        *(call[0] + "\u200d" + call[1:] for call in _CALLS),
+    ],
+    "digits": [sign + chr(int(zero, 16) + 4) + chr(int(zero, 16) + 2) for zero in _ZEROS for sign in ("", "-")],
+    "walks": [f"{root}.{walk}" for walk in DATA["walks"].split() for root in ("()", "''", "x")],
+    "nesting": [_nested(pair, depth) for pair in [*_BRACKETS.split("|"), *_SIGNS] for depth in (90, 2000)],
+    "numbers": [
+        *DATA["numbers"].split(),
+        *("9" * n for n in (301, 4300, 4301, 30_000)),
+        *("1" * n + "e-" + "9" * n for n in (3, 9, 30)),
+    ],
+    "powers": [f"{a}{op}" for a in ("9", "(9**9)", "x", "(x+y+1)") for op in _POWERS.split()],
+    "quotes": [part for part in DATA["quotes"].strip().replace("\n", "|").split("|") if part],
+    "latex": [text.replace("_PLANTED", f" {PLANTED}") for text in DATA["latex"].split()],
+    "sympy": DATA["sympy"].split(),
+    "formats": DATA["formats"].split(),
+    "documents": DATA["documents"].strip().replace("\n", "|").split("|"),
+    "controls": ["42" + chr(code) + "43" for code in (*range(32), 127, 133, 8232, 8238, 65279, 55296, 57343, 1114111)],
+}
+LINES = [*_TEXTS.splitlines(), *_MADE, *_CONTROLS]
+ANSWERS = list(dict.fromkeys([*LINES, *(text for texts in TEXTS.values() for text in texts)]))
+assert len(ANSWERS) > 600

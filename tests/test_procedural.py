@@ -88,8 +88,8 @@ def test_every_data_set_pays_for_its_right_answer_and_for_no_wrong_or_hostile_on
         wrong = ["", "wrong", "-17", "0", "1", "42", "10", "[]", "{}", "[0]", "[{}]", "J2", f"{answer}!", *others]
         honest = max(rg.earned(answer) for answer in score([(name, entry, text) for text in wrong]))
         honest = max(honest, 0.5)  # some pay half for a text that shares letters with the right one
-        some = ANSWERS[number % 3 :: 3] if name in HEAVY else ANSWERS
-        texts = [text for text in some if text.lower() != str(answer).lower()]
+        some = ANSWERS if name in rg.READERS.keys() | rg.RULES.keys() - HEAVY else ANSWERS[number % 5 :: 5]
+        texts = [text for text in (*some, prompt, prompt[::-1]) if text.lower() != str(answer).lower()]
         told = score([(name, entry, text) for text in texts])
         assert not any(answer.broken for answer in told), name
         for text, answer in zip(texts, told, strict=True):
@@ -128,6 +128,15 @@ def test_what_reasoning_gyms_own_scorer_would_take_for_right_is_wrong(name, answ
     for text in wrong:
         with contextlib.suppress(ValueError):  # of which a worker makes 0
             assert score((name, entry, text)) < 1
+
+
+@gym
+def test_of_contradicting_premises_a_conclusion_about_something_else_earns_nothing():
+    name = "propositional_logic"
+    make, score = rg.make_maker({name: {}}, {}), rg.make_scorer({name: {}}, {})
+    entry = make((name, None, 0))[2]
+    said = ["¬1", "nonsense \u2228 text", "x → y", "(Q \u2228 P)"]
+    assert [score((name, entry, text)) for text in said] == [0, 0, 0, 1]
 
 
 @gym

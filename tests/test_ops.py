@@ -15,10 +15,6 @@ from machine import cpu, gpu, kernels
 RNG = np.random.default_rng(0)
 
 
-def rope_of(config: hub.ModelConfig) -> ops.Rope:
-    return ops.Rope(config.head_dim, config.rope_theta, config.rope_scaling)
-
-
 # ---- rope
 
 
@@ -34,56 +30,6 @@ def yarn_by_hand(head_dim: int, theta: float, factor: float, trained: int) -> tu
     return frequencies * kept + frequencies / factor * (1 - kept), 0.1 * math.log(factor) + 1
 
 
-def rotate_by_hand(x: np.ndarray, positions: np.ndarray, frequencies: np.ndarray, magnitude: float) -> np.ndarray:
-    """Rotary positions of (L, D) in float64: pair i is (x_i, x_{i + D/2})."""
-    angles = positions[:, None] * frequencies
-    first, second = np.split(x.astype(np.float64) * magnitude, 2, axis=-1)
-    return np.concatenate(
-        [first * np.cos(angles) - second * np.sin(angles), second * np.cos(angles) + first * np.sin(angles)], axis=-1
-    )
-
-
-@pytest.mark.parametrize("offsets", [[0, 0], [3, 200], [-2, 90]])
-@pytest.mark.parametrize("length", [1, 9])
-def test_plain_rope_equals_its_formula_at_every_offset(offsets, length):
-    x, rope = normal(2, length, 3, 32), ops.Rope(32, 1e6)
-    ours = np.array(rope.at(mx.array(offsets), length).turn(x))
-    frequencies = 1e6 ** (-np.arange(0, 32, 2) / 32)
-    for row, offset in enumerate(offsets):
-        for head in range(3):
-            expected = rotate_by_hand(np.array(x)[row, :, head], offset + np.arange(length), frequencies, 1.0)
-            np.testing.assert_allclose(ours[row, :, head], expected, atol=3e-5)
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [(mx.float32, 1e-6), (mx.float16, 2e-3), (mx.bfloat16, 2e-2)])
-def test_rms_norm_equals_its_formula(dtype, tolerance):
-    x, weight = normal(3, 5, 48, scale=300).astype(dtype), normal(48).astype(dtype)  # squares pass float16's range
-    wide, scale = (np.array(a.astype(mx.float32)).astype(np.float64) for a in (x, weight))
-    expected = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-6) * scale
-    ours = ops.rms_norm(x, weight, 1e-6)
-    assert ours.dtype == dtype
-    np.testing.assert_allclose(np.array(ours.astype(mx.float32)), expected, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize("normed", [True, False])
-def test_norm_rope_normalizes_and_rotates_queries_and_keys_and_leaves_values_alone(normed):
-    rope, offsets = ops.Rope(32, 1e6), mx.array([0, 40])
-    qkv, weights = normal(2, 4, 3 + 2 * 1, 32), (normal(32), normal(32))
-    rotation = rope.at(offsets, 4)
-    outs = ops.norm_rope(qkv, ops.Heads(3, weights if normed else None, 1e-6, rotation))
-    frequencies = 1e6 ** (-np.arange(0, 32, 2) / 32)
-    for row, offset in enumerate(offsets.tolist()):
-        for head in range(5):
-            expected = np.array(qkv)[row, :, head].astype(np.float64)
-            if head < 4:
-                if normed:
-                    expected = expected / np.sqrt((expected**2).mean(-1, keepdims=True) + 1e-6)
-                    expected = expected * np.array(weights[head // 3])
-                expected = rotate_by_hand(expected, offset + np.arange(4), frequencies, 1.0)
-            part, place = ((0, head), (1, head - 3), (2, head - 4))[min(head // 3 + head // 4, 2)]
-            np.testing.assert_allclose(np.array(outs[part])[row, place], expected, atol=3e-5)
-
-
 @pytest.mark.parametrize(
     ("head_dim", "theta", "factor", "trained"),
     [(32, 1e6, 4.0, 64), (128, 1e6, 4.0, 32768), (64, 1e6, 2.5, 32768), (128, 1e4, 8.0, 4096), (16, 1e4, 1.0, 64)],
@@ -92,12 +38,10 @@ def test_yarn_equals_the_papers_formula(head_dim, theta, factor, trained):
     scaling = {"type": "yarn", "factor": factor, "original_max_position_embeddings": trained}
     config = hub.make_config(QWEN3 | {"head_dim": head_dim, "rope_theta": theta, "rope_scaling": scaling})
     frequencies, magnitude = yarn_by_hand(head_dim, theta, factor, trained)
-    rope = rope_of(config)
+    rope = ops.Rope(config.head_dim, config.rope_theta, config.rope_scaling)
     np.testing.assert_allclose(1 / np.array(rope.periods), frequencies, rtol=1e-5)
-    x = normal(1, 40, 1, head_dim)
-    expected = rotate_by_hand(np.array(x)[0, :, 0], 7 + np.arange(40), frequencies, magnitude)
-    ours = rope.at(mx.array([7]), 40).turn(x)
-    np.testing.assert_allclose(np.array(ours)[0, :, 0], expected, atol=5e-5)
+    np.testing.assert_allclose(rope.frequencies, frequencies, rtol=1e-12)
+    assert rope.magnitude == pytest.approx(magnitude)
 
 
 def test_yarn_without_the_trained_length_takes_that_of_the_model_as_transformers_does():
@@ -170,29 +114,6 @@ def test_without_a_compiler_exp_is_a_power_of_two(monkeypatch):
     monkeypatch.setattr(cpu, "compiled", lambda _: pytest.fail("compiled"))
     x = normal(cpu.WORTH_COMPILING)
     assert mx.array_equal(gpu.without_gradients()(cpu.exp)(x), mx.power(2.0, x * cpu.LOG2_E))
-
-
-GATES = [-1000.0, -200.0, -100.0, -89.0, -88.0, -41.0, -39.0, -12.0, -3.0, -1.0, 0.0, 0.5, 2.0, 11.0, 90.0, 1000.0]
-
-
-def test_swiglu_and_its_gradient_equal_the_formula_at_every_size_of_the_gate():
-    # an earlier form had a nan gradient for gates below -88.7, where exp(-gate) overflows
-    gate, up = np.array(GATES), np.linspace(-2, 2, len(GATES))
-    sigmoid = np.where(gate < -700, 0, 1 / (1 + np.exp(-np.maximum(gate, -700))))
-    gate_up = mx.array(np.concatenate([gate, up]).astype(np.float32))
-    np.testing.assert_allclose(np.array(ops.swiglu(gate_up)), gate * sigmoid * up, rtol=2e-6, atol=1e-12)
-    gradient = mx.grad(lambda x: ops.swiglu(x).sum())(gate_up)
-    expected = np.concatenate([up * sigmoid * (1 + gate * (1 - sigmoid)), gate * sigmoid])
-    np.testing.assert_allclose(np.array(gradient), expected, rtol=5e-6, atol=1e-12)
-
-
-@pytest.mark.parametrize(("dtype", "ulp"), [(mx.float16, 2**-10), (mx.bfloat16, 2**-7)])
-def test_swiglu_of_16_bit_weights_is_as_exact_as_16_bits_are(dtype, ulp):
-    gate_up = normal(50, 64, scale=4).astype(dtype)
-    gate, up = np.split(np.array(gate_up.astype(mx.float32)).astype(np.float64), 2, axis=-1)
-    ours = np.array(ops.swiglu(gate_up).astype(mx.float32))
-    assert ops.swiglu(gate_up).dtype == dtype
-    np.testing.assert_allclose(ours, gate / (1 + np.exp(-gate)) * up, rtol=1.5 * ulp, atol=1e-6)
 
 
 def attention_by_hand(q, k, v, visible) -> np.ndarray:

@@ -7,9 +7,9 @@ outputs that nobody wrote, barriers and simdgroup operations that only some thre
 16-bit floats. In mode "fast" almost nothing is, for inputs of real size: check a kernel before it runs fast.
 
 What it cannot know: Apple's compiler, the last digits of a GPU's functions, speed, the watchdog, how many registers a
-kernel needs. Not emulated, and so a compile error: textures, quadgroups, simdgroup matrices, complex numbers, and
-structs of one's own in any memory but a thread's. A race is looked for by element, so bytes of one element written by
-two threads are one too many.
+kernel needs. Not emulated, and so a compile error: atomics, textures, quadgroups, simdgroup matrices, complex numbers,
+and structs of one's own in any memory but a thread's. A race is looked for by element, so bytes of one element written
+by two threads are one too many.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ import re
 import shutil
 import subprocess
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -173,12 +173,8 @@ def input_memory(name: str, array: mx.array, contiguous: bool) -> tuple[dict[str
     return described, -low
 
 
-def output_memory(name: str, shape: Sequence[int], dtype: mx.Dtype, init_value: float | None) -> Memory:
-    size = int(np.prod(shape)) * dtype.size
-    memory = Memory(name, size, dtype.size, is_output=True, is_initialised=init_value is not None)
-    if init_value is not None:
-        memory.bytes[:] = np.frombuffer(to_numpy(mx.full(shape, init_value).astype(dtype)).tobytes(), np.uint8)
-    return memory
+def output_memory(name: str, shape: Sequence[int], dtype: mx.Dtype) -> Memory:
+    return Memory(name, int(np.prod(shape)) * dtype.size, dtype.size, is_output=True, is_initialised=False)
 
 
 RUNNING = threading.Lock()  # the runtime runs one launch at a time
@@ -278,24 +274,17 @@ def metal_kernel(
     source: str,
     header: str = "",
     ensure_row_contiguous: bool = True,
-    atomic_outputs: bool = False,
-    compile_options: Any = None,
     *,
     mode: str = "check",
-    allowed: Collection[str] = (),
 ) -> Callable[..., list[mx.array]]:
     """
     What `mx.fast.metal_kernel` gives, with its arguments: a function that runs the kernel, at once and on the CPU.
 
-    mode: "check" or "fast". allowed: kinds of problems (keys of DESCRIPTIONS) that are none here, such as "overflow"
-    where infinity is the right result. The function raises MetalCompileError, MetalRuntimeError, or MLX's ValueError
-    on arguments that do not fit.
+    mode: "check" or "fast". The function raises MetalCompileError, MetalRuntimeError, or MLX's ValueError on arguments
+    that do not fit.
     """
-    kernel = make_metal_kernel(
-        name, input_names, output_names, source, header, ensure_row_contiguous, atomic_outputs, compile_options
-    )
+    kernel = make_metal_kernel(name, input_names, output_names, source, header, ensure_row_contiguous)
     assert mode in MODES, mode
-    assert set(allowed) <= DESCRIPTIONS.keys(), allowed
 
     def call(
         *,
@@ -305,13 +294,10 @@ def metal_kernel(
         grid: tuple[int, int, int],
         threadgroup: tuple[int, int, int],
         template: Sequence[tuple[str, Any]] | None = None,
-        init_value: float | None = None,
-        verbose: bool = False,
-        stream: Any = None,
     ) -> list[mx.array]:
         arrays = [x if isinstance(x, mx.array) else mx.array(x) for x in inputs]
         arguments = {"output_shapes": output_shapes, "output_dtypes": output_dtypes, "template": template}
-        arguments |= {"grid": grid, "threadgroup": threadgroup, "init_value": init_value, "verbose": verbose}
+        arguments |= {"grid": grid, "threadgroup": threadgroup}
         program = export(kernel, header, source, arrays, arguments)
         type_check(program)
         num_threads = math.prod(map(min, grid, threadgroup))
@@ -324,9 +310,8 @@ def metal_kernel(
             parts, offsets[input_name] = input_memory(input_name, array, ensure_row_contiguous)
             memory |= parts
         results = list(zip(output_names, output_shapes, output_dtypes, strict=True))
-        memory |= {output: output_memory(output, shape, dtype, init_value) for output, shape, dtype in results}
-        problems = run(program, mode, memory, offsets, grid, threadgroup)
-        if problems := [(kind, text) for kind, text in problems if kind not in allowed]:
+        memory |= {output: output_memory(output, shape, dtype) for output, shape, dtype in results}
+        if problems := run(program, mode, memory, offsets, grid, threadgroup):
             lines = [f"[{kind}] {text}" for kind, text in problems]
             raise MetalRuntimeError("\n  ".join([f"{program.name}:", *lines]), {kind for kind, _ in problems})
         return without_gradient(arrays, [to_mlx(memory[output], shape, dtype) for output, shape, dtype in results])
@@ -349,7 +334,7 @@ def without_gradient(inputs: list[mx.array], outputs: list[mx.array]) -> list[mx
 
 
 @contextlib.contextmanager
-def patched(mode: str = "check", allowed: Collection[str] = ()) -> Iterator[None]:
+def patched(mode: str = "check") -> Iterator[None]:
     """
     Inside, `mx.fast.metal_kernel` makes kernels of the emulator and `mx.metal.is_available()` holds. On a Mac, nothing.
 
@@ -359,7 +344,7 @@ def patched(mode: str = "check", allowed: Collection[str] = ()) -> Iterator[None
     if mx.metal.is_available():
         yield
         return
-    maker = functools.partial(metal_kernel, mode=mode, allowed=allowed)
+    maker = functools.partial(metal_kernel, mode=mode)
     with (
         mock.patch.object(mx.fast, "metal_kernel", maker),
         mock.patch.object(mx.metal, "is_available", lambda: True),

@@ -493,55 +493,6 @@ METAL_FUNC bool simd_is_first(int line = __builtin_LINE()) {
 
 }  // namespace metal
 
-// ---- atomics: relaxed, as Metal's are; one thread of the CPU runs them all
-
-namespace metal {
-
-enum memory_order { memory_order_relaxed };
-template <class T>
-struct atomic {
-  T value;
-};
-template <class T>
-using identity = conditional_t<true, T, T>;  // takes no part in deduction: a float may be stored where int is
-typedef atomic<int> atomic_int;
-typedef atomic<uint> atomic_uint;
-typedef atomic<float> atomic_float;
-
-#define EMULATOR_ATOMIC_UPDATE(space, name, expression) \
-  template <class T> \
-  EMULATOR_INTERNAL T atomic_##name##_explicit(volatile space atomic<T>* object, identity<T> operand, memory_order) { \
-    emulator_atomic((const void*)object, sizeof(T), true, true); \
-    const T old = object->value; \
-    object->value = expression; \
-    return old; \
-  }
-#define EMULATOR_ATOMICS(space) \
-  template <class T> \
-  EMULATOR_INTERNAL T atomic_load_explicit(const volatile space atomic<T>* object, memory_order) { \
-    emulator_atomic((const void*)object, sizeof(T), true, false); \
-    return object->value; \
-  } \
-  template <class T> \
-  EMULATOR_INTERNAL void atomic_store_explicit(volatile space atomic<T>* object, identity<T> operand, memory_order) { \
-    emulator_atomic((const void*)object, sizeof(T), false, true); \
-    object->value = operand; \
-  } \
-  EMULATOR_ATOMIC_UPDATE(space, exchange, operand) \
-  EMULATOR_ATOMIC_UPDATE(space, fetch_add, old + operand) \
-  EMULATOR_ATOMIC_UPDATE(space, fetch_sub, old - operand) \
-  EMULATOR_ATOMIC_UPDATE(space, fetch_max, old < operand ? operand : old) \
-  EMULATOR_ATOMIC_UPDATE(space, fetch_min, operand < old ? operand : old) \
-  EMULATOR_ATOMIC_UPDATE(space, fetch_and, old & operand) \
-  EMULATOR_ATOMIC_UPDATE(space, fetch_or, old | operand) \
-  EMULATOR_ATOMIC_UPDATE(space, fetch_xor, old ^ operand)
-EMULATOR_ATOMICS(device)
-#ifdef EMULATOR_TYPE_CHECK
-EMULATOR_ATOMICS(threadgroup)
-#endif
-
-}  // namespace metal
-
 // ---- threadgroup memory: `threadgroup T name[n];` is rewritten to `auto& name = threadgroup_array<T[n]>(...);`
 
 namespace emulator {

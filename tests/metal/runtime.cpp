@@ -217,7 +217,6 @@ struct Shadow {
   uint write_serial, write_epoch, write_simd_epoch;  // a serial of 0: never
   uint read_serial, read_epoch, read_simd_epoch;
   short writer, reader, reader_simdgroup;  // indices in the threadgroup, or SEVERAL
-  bool write_is_atomic, reads_are_atomic;
   unsigned long write_pc, read_pc;
 };
 
@@ -237,9 +236,9 @@ Shadow** buffer_shadows;  // one a buffer; null for inputs, which nobody writes
 
 struct Access {
   unsigned long size;
-  bool reads, writes, is_atomic;
+  bool reads, writes;
   unsigned long pc;
-  const char* what() const { return is_atomic ? "atomic access" : writes ? "write" : "read"; }
+  const char* what() const { return writes ? "write" : "read"; }
 };
 
 // Whether an access by thread `other` at that epoch has no barrier between it and what the running thread does now.
@@ -266,7 +265,7 @@ void check_element(Shadow& shadow, Access access, Memory memory, bool is_initial
     report(problem);
   }
   problem.kind = "race";
-  if (was_written && !(access.is_atomic && shadow.write_is_atomic)) {
+  if (was_written) {
     const bool is_elsewhere = shadow.write_serial != threadgroup_serial;
     const int other_simdgroup = shadow.writer / (int)SIMD_WIDTH;
     if (is_elsewhere ||
@@ -276,7 +275,7 @@ void check_element(Shadow& shadow, Access access, Memory memory, bool is_initial
       report(problem);
     }
   }
-  if (access.writes && was_read && !(access.is_atomic && shadow.reads_are_atomic)) {
+  if (access.writes && was_read) {
     const bool is_elsewhere = shadow.read_serial != threadgroup_serial;
     if (is_elsewhere ||
         is_concurrent(memory, shadow.reader, shadow.reader_simdgroup, shadow.read_epoch, shadow.read_simd_epoch)) {
@@ -291,7 +290,6 @@ void check_element(Shadow& shadow, Access access, Memory memory, bool is_initial
     shadow.write_epoch = epoch[memory];
     shadow.write_simd_epoch = simd_epoch;
     shadow.writer = thread;
-    shadow.write_is_atomic = access.is_atomic;
     shadow.write_pc = access.pc;
   }
   if (access.reads) {
@@ -299,7 +297,6 @@ void check_element(Shadow& shadow, Access access, Memory memory, bool is_initial
     if (!same_epoch) {
       shadow.reader = thread;
       shadow.reader_simdgroup = simdgroup;
-      shadow.reads_are_atomic = access.is_atomic;
     } else {
       if (shadow.reader_simdgroup != simdgroup) {
         shadow.reader = shadow.reader_simdgroup = SEVERAL;
@@ -308,7 +305,6 @@ void check_element(Shadow& shadow, Access access, Memory memory, bool is_initial
       } else if (shadow.reader != thread) {
         shadow.reader = SEVERAL;
       }
-      shadow.reads_are_atomic &= access.is_atomic;
     }
     shadow.read_serial = threadgroup_serial;
     shadow.read_epoch = epoch[memory];
@@ -631,10 +627,6 @@ void* emulator_threadgroup_array(const char* name, int line, unsigned long size,
   return array.data;
 }
 
-void emulator_atomic(const void* address, unsigned long size, bool reads, bool writes) {
-  if (launch->is_checked) check(address, {size, reads, writes, true, image_offset(__builtin_return_address(0))});
-}
-
 void emulator_overflow(const char* type, const void* return_address) {
   if (launch->is_checked && running) report({.kind = "overflow", .name = type, .pc = image_offset(return_address)});
 }
@@ -646,10 +638,10 @@ void __tsan_init() {}
 #define ACCESS(name, size, reads, writes) \
   void __tsan_##name##size(const void* address) { \
     check_aligned(address, size, image_offset(__builtin_return_address(0))); \
-    check(address, {size, reads, writes, false, image_offset(__builtin_return_address(0))}); \
+    check(address, {size, reads, writes, image_offset(__builtin_return_address(0))}); \
   } \
   void __tsan_unaligned_##name##size(const void* address) { \
-    check(address, {size, reads, writes, false, image_offset(__builtin_return_address(0))}); \
+    check(address, {size, reads, writes, image_offset(__builtin_return_address(0))}); \
   }
 #define ACCESSES(size) \
   ACCESS(read, size, true, false) \
@@ -661,17 +653,17 @@ ACCESSES(8)
 ACCESSES(16)
 
 void* __tsan_memset(void* target, int value, unsigned long size) {
-  if (size) check(target, {size, false, true, false, image_offset(__builtin_return_address(0))});
+  if (size) check(target, {size, false, true, image_offset(__builtin_return_address(0))});
   return __builtin_memset(target, value, size);
 }
 void* __tsan_memcpy(void* target, const void* source, unsigned long size) {
   const unsigned long pc = image_offset(__builtin_return_address(0));
-  if (size) check(source, {size, true, false, false, pc}), check(target, {size, false, true, false, pc});
+  if (size) check(source, {size, true, false, pc}), check(target, {size, false, true, pc});
   return __builtin_memcpy(target, source, size);
 }
 void* __tsan_memmove(void* target, const void* source, unsigned long size) {
   const unsigned long pc = image_offset(__builtin_return_address(0));
-  if (size) check(source, {size, true, false, false, pc}), check(target, {size, false, true, false, pc});
+  if (size) check(source, {size, true, false, pc}), check(target, {size, false, true, pc});
   return __builtin_memmove(target, source, size);
 }
 

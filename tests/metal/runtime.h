@@ -26,6 +26,5 @@ extern const EmulatorThread* emulator_thread;  // the thread that runs now
 void emulator_barrier(const char* name, int flags, int line);  // flags: 1 orders device memory, 2 threadgroup memory
 const void* emulator_simd(const char* name, int line, const void* value, uint size, uint argument, EmulatorCombine);
 void* emulator_threadgroup_array(const char* name, int line, unsigned long size, unsigned long element_size);
-void emulator_atomic(const void* address, unsigned long size, bool reads, bool writes);
 void emulator_overflow(const char* type, const void* return_address);  // a finite float became an infinite `type`
 }

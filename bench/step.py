@@ -4,10 +4,8 @@ One whole GRPO step against other trainers': `uv run python -m bench.step --roun
 All train adapters of the same rank on all projections of the same weights, in one dtype: the same prompts, G
 completions of exactly `--max-tokens` tokens each, a reward that costs nothing, no KL term, AdamW. Each engine runs in
 processes of its own, so that its peak is its own, with its packages in front of Gwen's, which uv keeps in its cache
-(PyTorch takes gigabytes). mlx_lm_lora decodes `--batch` rows at once, as it does by itself; "mlx_lm_lora_wide" is the
-same with all rows at once. "trl" is TRL on PyTorch, on the device that PyTorch finds; without a GPU with as many
-threads as ours, which are one. All are called by their public names: a rollout ends where the reward is asked for, a
-step where a callback is told of it. Processor seconds stand beside those of the clock.
+(PyTorch takes gigabytes). All decode all rows at once. TRL runs on the device that PyTorch finds, without a GPU with as
+many threads as ours, which are one. All are called by public names, and a step ends where a callback is told of it.
 
 Left out: evaluation, checkpoints, logs, judges. Peaks include the weights. On a CPU TRL's is by how much its process
 grew, which counts freed memory too; the others' is what MLX held.
@@ -30,7 +28,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import cpu_blas  # noqa: F401  (before mlx)
 import datasets
@@ -72,12 +70,10 @@ class Steps(list[dict[str, float]]):
     def reward(self, *_: Any, completion_ids: Any = (), **__: Any) -> list[float]:
         """A reward function as all trainers call one; it differs in each group, so that all rows have a gradient."""
         assert all(len(ids) == self.args.max_tokens for ids in completion_ids), "a completion has another length"
-        self.append({"rollout": time.perf_counter() - self.clock})
         return [(place * 7 % 5) / 4 for place in range(self.args.groups)] * self.args.batch
 
     def end(self, *_: Any, **__: Any) -> None:
-        self[-1]["update"] = time.perf_counter() - self.clock - self[-1]["rollout"]
-        self[-1]["cpu"] = time.process_time() - self.cpu
+        self.append({"step_s": time.perf_counter() - self.clock, "cpu_s": time.process_time() - self.cpu})
         self.begin()
 
 
@@ -122,8 +118,12 @@ def run_mlx_lm_lora(args: argparse.Namespace, directory: Path, steps: Steps) -> 
         while True:
             yield steps.prompts, [[0]] * args.batch, steps.texts, [""] * args.batch, None
 
-    rows = steps.num_rows if args.engine.endswith("wide") else args.batch
-    how: Any = {"batch_size": rows, "iters": steps.num_steps, "group_size": args.groups, "steps_per_report": 1}
+    how: Any = {
+        "batch_size": steps.num_rows,
+        "iters": steps.num_steps,
+        "group_size": args.groups,
+        "steps_per_report": 1,
+    }
     how |= {"max_completion_length": args.max_tokens, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
     how |= {"beta": 0.0, "epsilon": 0.2}
     with tempfile.TemporaryDirectory() as scratch:
@@ -164,23 +164,17 @@ def run_trl(args: argparse.Namespace, directory: Path, steps: Steps) -> None:
         ).train()
 
 
-class Engine(NamedTuple):
-    run: Callable[[argparse.Namespace, Path, Steps], None]
-    packages: str = ""  # what uv puts in front of Gwen's own
-
-
-LORA = "mlx-lm-lora==5.10.2 mlx[cpu]"  # mlx: half a package in front would hide the other half
-ENGINES = {
-    "ours": Engine(run_ours),
-    "mlx_lm_lora": Engine(run_mlx_lm_lora, LORA),
-    "mlx_lm_lora_wide": Engine(run_mlx_lm_lora, LORA),
-    "trl": Engine(run_trl, "trl==1.16.0 peft==0.21.2 torch==2.15.0"),
+# each with what uv puts in front of Gwen's own packages; mlx: half a package in front would hide the other half
+ENGINES: dict[str, tuple[Callable[[argparse.Namespace, Path, Steps], None], str]] = {
+    "ours": (run_ours, ""),
+    "mlx_lm_lora": (run_mlx_lm_lora, "mlx-lm-lora==5.10.2 mlx[cpu]"),
+    "trl": (run_trl, "trl==1.16.0 peft==0.21.2 torch==2.15.0"),
 }
 
 
 def command_of(engine: str) -> list[str]:
     """A Python with the engine's packages, running this module."""
-    packages = [word for package in ENGINES[engine].packages.split() for word in ("--with", package)]
+    packages = [word for package in ENGINES[engine][1].split() for word in ("--with", package)]
     python = ["uv", "run", "-q", "--no-sync", *packages, "python"] if packages else [sys.executable]
     return [*python, "-m", "bench.step", "--engine", engine]
 
@@ -195,12 +189,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     before, directory = most_resident(), Path(args.model)
     steps = Steps(args, directory)
     with contextlib.redirect_stdout(io.StringIO()):
-        ENGINES[args.engine].run(args, directory, steps)
+        ENGINES[args.engine][0](args, directory, steps)
     peak = mx.get_peak_memory()
     if args.engine == "trl":
-        torch: Any = importlib.import_module("torch")
-        has_gpu = torch.backends.mps.is_available()  # where PyTorch keeps what is freed
-        peak = int(torch.mps.driver_allocated_memory()) if has_gpu else most_resident() - before
+        mps: Any = importlib.import_module("torch.mps")  # its GPU, where PyTorch keeps what is freed
+        peak = mps.driver_allocated_memory() if mps.is_available() else most_resident() - before
     return {"steps": steps[args.warmup :], "peak_bytes": peak}
 
 
@@ -211,9 +204,9 @@ def most_resident() -> int:
 
 def medians(records: list[Any], num_tokens: int) -> dict[str, float]:
     """Medians over all timed steps of an engine, of so many tokens each."""
-    steps = [step | {"step": step["rollout"] + step["update"]} for record in records for step in record["steps"]]
-    entry = {f"{name}_s": statistics.median(step[name] for step in steps) for name in steps[0]}
-    entry |= {f"{most.__name__}_s": most(step["step"] for step in steps) for most in (min, max)}
+    steps = [step for record in records for step in record["steps"]]
+    entry = {name: statistics.median(step[name] for step in steps) for name in steps[0]}
+    entry |= {f"{most.__name__}_s": most(step["step_s"] for step in steps) for most in (min, max)}
     entry["tok_s"] = num_tokens / entry["step_s"]
     entry["peak_mb"] = max(record["peak_bytes"] for record in records) / 1e6
     return harness.rounded(entry)
@@ -243,21 +236,16 @@ def report(args: argparse.Namespace, records: dict[str, list[Any]]) -> None:
     ratios = {}
     for name, entry in entries.items():
         print(
-            f"{name:<16} | step {entry['step_s']:.2f} s ({entry['min_s']:.2f} to {entry['max_s']:.2f}) | "
-            f"rollout {entry['rollout_s']:.2f} s | update {entry['update_s']:.2f} s | "
+            f"{name:<11} | step {entry['step_s']:.2f} s ({entry['min_s']:.2f} to {entry['max_s']:.2f}) | "
             f"{entry['cpu_s']:.2f} s of processors | {entry['tok_s']:.1f} tok/s | peak {entry['peak_mb']:.0f} MB"
         )
-    ours = entries.get("ours")
     for name, entry in entries.items():
-        if name == "ours" or ours is None:
-            continue
-        ratios[name] = round(entry["step_s"] / ours["step_s"], 3)
-        print(
-            f"Result: ours is {harness.verdict(ratios[name])} than {name} "
-            f"({entry['cpu_s'] / ours['cpu_s']:.2f}x by processors), "
-            f"at {ours['peak_mb'] / entry['peak_mb']:.2f} of its peak memory"
-        )
-    rivals = {name: ENGINES[name].packages for name in entries}
+        if name != "ours" and "ours" in entries:
+            step, cpu, peak = (entry[key] / entries["ours"][key] for key in ("step_s", "cpu_s", "peak_mb"))
+            ratios[name] = round(step, 3)
+            said = f"{harness.verdict(step)} than {name} ({cpu:.2f}x by processors)"
+            print(f"Result: ours is {said}, at {1 / peak:.2f} of its peak memory")
+    rivals = {name: ENGINES[name][1] for name in entries}
     record = {"config": vars(args), "engines": entries, "ratios": ratios, "rivals": rivals}
     print(json.dumps(record | harness.environment()))
 

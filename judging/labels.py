@@ -1,11 +1,11 @@
 """Human labels: scores that people gave, and how well a judge's scores agree with them."""
 
-import math
 import re
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 
 from flags import read_text
 from judging.rubrics import Grader, Rubric
@@ -41,44 +41,25 @@ def load(path: str | Path, rubric: Rubric) -> list[Label]:
     return labels
 
 
-def rank_correlation(x: np.ndarray, y: np.ndarray) -> float:
-    """Spearman's rank correlation; ties get their mean rank; nan if all values of x or of y are equal."""
-
-    def ranks(values: np.ndarray) -> np.ndarray:
-        _, place, count = np.unique(values, return_inverse=True, return_counts=True)
-        return (np.cumsum(count) - (count - 1) / 2)[place]
-
-    x, y = ranks(x) - (len(x) + 1) / 2, ranks(y) - (len(y) + 1) / 2
-    norm = math.sqrt((x @ x) * (y @ y))
-    return float(x @ y) / norm if norm else math.nan
-
-
 def table(labels: list[Label], given: np.ndarray) -> str:
     """
     Compares the scores `given` (nan: unreadable) with the labels: agreement, rank correlation, confusion table.
 
-    An unreadable score counts as disagreement; the rank correlation leaves it out.
+    An unreadable score counts as disagreement; Spearman's rank correlation leaves it out.
     """
-    wanted = np.array([label.score for label in labels])
-    rounded = np.floor(given + 0.5)
-    readable = ~np.isnan(given)
+    scores = pd.DataFrame(labels).assign(given=given, rounded=np.floor(given + 0.5))
 
-    def line(name: str, part: np.ndarray) -> str:
-        same, near = (rounded == wanted)[part].mean(), (np.abs(rounded - wanted) <= 1)[part].mean()
-        rank = rank_correlation(given[part & readable], wanted[part & readable])
-        return f"{name:<24} {part.sum():>6} {same:>9.1%} {near:>10.1%} {rank:>16.3f}"
+    def line(name: str, part: pd.DataFrame) -> str:
+        off = (part.rounded - part.score).abs()
+        rank = part[["given", "score"]].corr("spearman").iloc[0, 1]  # nan if all of either are equal
+        return f"{name:<24} {len(part):>6} {(off == 0).mean():>9.1%} {(off <= 1).mean():>10.1%} {rank:>16.3f}"
 
-    names = list(dict.fromkeys(label.criterion for label in labels))
-    by_name = np.array([names.index(label.criterion) for label in labels])
     out = [f"{'criterion':<24} {'labels':>6} {'the same':>9} {'within one':>10} {'rank correlation':>16}"]
-    out += [line(name, by_name == index) for index, name in enumerate(names)] if len(names) > 1 else []
-    out += [line("all", np.ones(len(labels), bool)), ""]
-    out += ["labelled  judged 1     2     3     4     5  unreadable"]
-    for score in range(1, 6):
-        cells = [int(((rounded == judged) & (wanted == score)).sum()) for judged in range(1, 6)]
-        unread = int((~readable & (wanted == score)).sum())
-        out.append(f"{score:>8}  {cells[0]:>8}" + "".join(f"{count:>6}" for count in cells[1:]) + f"{unread:>12}")
-    return "\n".join(out)
+    parts = list(scores.groupby("criterion", sort=False))
+    out += [line(name, part) for name, part in parts] if len(parts) > 1 else []
+    cells = pd.crosstab(scores.score.rename("labelled"), scores.rounded.fillna(6).rename("judged"))
+    cells = cells.reindex(index=range(1, 6), columns=range(1, 7), fill_value=0).rename(columns={6: "unreadable"})
+    return "\n".join([*out, line("all", scores), "", cells.to_string()])
 
 
 def compare(grader: Grader, labels: list[Label]) -> str:

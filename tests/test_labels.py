@@ -8,36 +8,36 @@ import pytest
 from judging import labels, rubrics
 
 RUBRIC = rubrics.load_rubric("data/values_rubric.yaml")
+LABEL = {"prompt": "q", "completion": "a", "criterion": "curiosity", "score": 3}
 
 
-def scored(*scores, criterion="curiosity"):
-    return [labels.Label("q", "a", criterion, score) for score in scores]
+def table(scores, given, criteria=None):
+    """The words of the table's lines for labels of these scores, of "curiosity" where no criteria are named."""
+    names = criteria or ["curiosity"] * len(scores)
+    known = [labels.Label("q", "a", name, score) for name, score in zip(names, scores, strict=True)]
+    return [line.split() for line in labels.table(known, np.array(given)).splitlines()]
 
 
-def test_the_rank_correlation_is_that_of_ranks_with_ties_shared():
-    x, y = np.array([1.0, 2.0, 3.0, 4.0]), np.array([10.0, 100.0, 1000.0, 1001.0])
-    assert labels.rank_correlation(x, y) == pytest.approx(1)
-    assert labels.rank_correlation(x, -y) == pytest.approx(-1)
-    # ranks 1.5 1.5 3 4 against 1 2 3.5 3.5: product 4, squares 4.5 and 4.5
-    assert labels.rank_correlation(np.array([1, 1, 2, 3.0]), np.array([1, 2, 3, 3.0])) == pytest.approx(4 / 4.5)
-    assert np.isnan(labels.rank_correlation(x, np.ones(4)))
+@pytest.mark.parametrize(
+    ("scores", "given", "rank"),
+    [
+        ([1, 2, 3, 4], [1.0, 1.1, 4.9, 5.0], "1.000"),
+        ([4, 3, 2, 1], [1.0, 1.1, 4.9, 5.0], "-1.000"),
+        ([1, 1, 2, 3], [1.0, 2.0, 3.0, 3.0], "0.889"),  # ranks 1.5 1.5 3 4 and 1 2 3.5 3.5: 4 / 4.5
+        ([1, 2, 3, 4], [3.0, 3.0, 3.0, 3.0], "nan"),
+    ],
+)
+def test_the_rank_correlation_is_that_of_ranks_with_ties_shared(scores, given, rank):
+    assert table(scores, given)[1][4] == rank
 
 
 def test_the_table_counts_agreement_by_criterion_and_every_cell():
-    given = np.array([1.4, 2.6, 3.2, np.nan, 4.5, 1.0])
-    table = labels.table([*scored(1, 2, 3, 4, 5), *scored(5, criterion="nonsense")], given)
-    rows = [line.split() for line in table.splitlines()]
-    assert rows[1][:4] == ["curiosity", "5", "60.0%", "80.0%"]  # 1, 3 and 5 the same; 2 was 3; 4 unreadable
-    assert rows[1][4] == "1.000" and rows[2] == ["nonsense", "1", "0.0%", "0.0%", "nan"]
-    assert rows[3][:4] == ["all", "6", "50.0%", "66.7%"]
-    cells = [[int(count) for count in row] for row in rows[6:]]
-    assert cells == [
-        [1, 1, 0, 0, 0, 0, 0],
-        [2, 0, 0, 1, 0, 0, 0],
-        [3, 0, 0, 1, 0, 0, 0],
-        [4, 0, 0, 0, 0, 0, 1],
-        [5, 1, 0, 0, 0, 1, 0],
-    ]
+    rows = table([1, 2, 3, 4, 5, 5], [1.4, 2.6, 3.2, np.nan, 4.5, 1.0], ["curiosity"] * 5 + ["nonsense"])
+    assert rows[1] == ["curiosity", "5", "60.0%", "80.0%", "1.000"]  # 1, 3 and 5 the same; 2 was 3; 4 unreadable
+    assert rows[2] == ["nonsense", "1", "0.0%", "0.0%", "nan"] and rows[3][:4] == ["all", "6", "50.0%", "66.7%"]
+    assert rows[5] == ["judged", *"12345", "unreadable"] and rows[6] == ["labelled"]
+    cells = ["1100000", "2001000", "3001000", "4000001", "5100010"]
+    assert ["".join(row) for row in rows[7:]] == cells
 
 
 def test_the_forty_labels_of_the_values_rubric_can_be_read_and_use_the_whole_scale():
@@ -52,26 +52,23 @@ def test_the_forty_labels_of_the_values_rubric_can_be_read_and_use_the_whole_sca
     [
         ("{", "line 2: not JSON"),
         ("[]", "line 2: it needs the texts"),
-        ('{"prompt": "q", "completion": 3, "criterion": "curiosity", "score": 3}', "line 2: it needs the texts"),
-        (
-            '{"prompt": "q", "completion": "a", "criterion": "beauty", "score": 3}',
-            "criterion 'beauty'; the rubric's are",
-        ),
-        ('{"prompt": "q", "completion": "\\ud800", "criterion": "scrutiny", "score": 3}', "line 2: it holds half of a"),
-        ('{"prompt": "q", "completion": "a", "criterion": "scrutiny", "score": 6}', "score 6; it must be"),
-        ('{"prompt": "q", "completion": "a", "criterion": "scrutiny", "score": true}', "score True; it must be"),
+        (LABEL | {"completion": 3}, "line 2: it needs the texts"),
+        (LABEL | {"criterion": "beauty"}, "criterion 'beauty'; the rubric's are"),
+        (LABEL | {"completion": "\ud800"}, "line 2: it holds half of a"),
+        (LABEL | {"score": 6}, "score 6; it must be"),
+        (LABEL | {"score": True}, "score True; it must be"),
     ],
 )
 def test_a_line_that_is_no_label_is_named(tmp_path, line, said):
     path = tmp_path / "labels.jsonl"
-    path.write_text('{"prompt": "q", "completion": "a", "criterion": "curiosity", "score": 3}\n' + line + "\n")
+    path.write_text(f"{json.dumps(LABEL)}\n{line if isinstance(line, str) else json.dumps(line)}\n")
     with pytest.raises(ValueError, match=r"labels\.jsonl") as error:
         labels.load(path, RUBRIC)
     assert said in str(error.value) and "\n" not in str(error.value)
 
 
 def test_line_separators_in_a_text_blank_lines_and_a_byte_order_mark_are_no_mistakes(tmp_path):
-    record = {"prompt": "q\u2028\x85", "completion": "a\x1d\x0c", "criterion": "curiosity", "score": 3}
+    record = LABEL | {"prompt": "q\u2028\x85", "completion": "a\x1d\x0c"}
     line = json.dumps(record, ensure_ascii=False)
     for text in (line, f"{line}\n", f"\n{line}\r\n  \n\n", f"\ufeff{line}\n"):
         (tmp_path / "labels.jsonl").write_bytes(text.encode())

@@ -86,57 +86,36 @@ class Endpoint:
             while reply := runner.run(arrived()):
                 yield reply
 
-    def prompt_ids(self, messages: list[dict[str, str]], variables: dict[str, Any]) -> list[int] | None:
-        """The ids of a conversation where the server tells them, as llama.cpp's does; None where it does not."""
-        root = self.url.removesuffix("/v1")
-
-        async def ids() -> Any:
-            async with self._client() as client:
-                body: dict[str, Any] = {"messages": messages, TEMPLATE: variables}
-                text = read_json((await self._post(client, f"{root}/apply-template", body))[1])["prompt"]
-                body = {"content": text, "add_special": True, "parse_special": True}
-                return read_json((await self._post(client, f"{root}/tokenize", body))[1])["tokens"]
-
-        try:
-            return list(asyncio.run(ids()))
-        except (httpx2.RequestError, TimeoutError, ValueError, LookupError, TypeError):
-            return None
-
-    def _client(self) -> httpx2.AsyncClient:
-        # the client follows no redirects, which could send the key to another host
-        settings: dict[str, Any] = {"headers": self.headers, "verify": self.certificates}
-        settings["limits"] = httpx2.Limits(max_connections=self.concurrency)
-        return httpx2.AsyncClient(timeout=self.timeout, **settings)
-
-    async def _post(self, client: httpx2.AsyncClient, url: str, body: Any) -> tuple[httpx2.Response, bytes]:
-        """A response and its content, the beginning of one that does not end."""
-        content = b""
-        async with asyncio.timeout(self.timeout):  # the client's own restarts with every byte
-            async with client.stream("POST", url, json=body) as response:
-                async for part in response.aiter_bytes():
-                    content += part
-                    if len(content) > LARGEST:
-                        break
-        return response, content
-
     async def _replies(self, bodies: list[dict[str, Any]]) -> AsyncIterator[tuple[int, Reply]]:
         gate = asyncio.Semaphore(self.concurrency)
-        async with self._client() as client:
+        # the client follows no redirects, which could send the key to another host
+        settings: dict[str, Any] = {"headers": self.headers, "verify": self.certificates, "timeout": self.timeout}
+        limits = httpx2.Limits(max_connections=self.concurrency)
+        async with httpx2.AsyncClient(limits=limits, **settings) as client:
 
             async def ask(place: int, body: dict[str, Any]) -> tuple[int, Reply]:
                 async with gate:
                     return place, await self._ask(client, body)
 
-            tasks = {asyncio.create_task(ask(*request)) for request in enumerate(bodies)}
+            tasks = [asyncio.create_task(ask(*request)) for request in enumerate(bodies)]
             try:
-                while tasks:
-                    done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                    for task in sorted(done, key=lambda one: one.exception() is not None):  # failures last
-                        yield await task
+                for arrived in asyncio.as_completed(tasks):
+                    yield await arrived
             finally:  # after a refusal or Ctrl-C, do not wait for the others
                 for pending in tasks:
                     pending.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _post(self, client: httpx2.AsyncClient, body: Any) -> tuple[httpx2.Response, bytes]:
+        """A response and its content, the beginning of one that does not end."""
+        content = b""
+        async with asyncio.timeout(self.timeout):  # the client's own restarts with every byte
+            async with client.stream("POST", f"{self.url}/chat/completions", json=body) as response:
+                async for part in response.aiter_bytes():
+                    content += part
+                    if len(content) > LARGEST:
+                        break
+        return response, content
 
     async def _ask(self, client: httpx2.AsyncClient, body: dict[str, Any]) -> Reply:
         """The reply to one request, after retries."""
@@ -145,7 +124,7 @@ class Endpoint:
             body = {name: value for name, value in body.items() if name not in self.refused}
             retry_after = ""
             try:
-                response, content = await self._post(client, f"{self.url}/chat/completions", body)
+                response, content = await self._post(client, body)
             except TimeoutError:
                 problem = f"no whole reply within {self.timeout:g} s"
             except httpx2.RequestError as error:  # refused, reset, cut off

@@ -94,8 +94,7 @@ class Served:
 
     def ask(self, bodies: list[dict[str, Any]], prompts: list[list[int]], known: dict[int, Reply]) -> None:
         """Adds the replies that are not known. What is no reply is asked for again, as long as that brings any."""
-        ids = self.server.prompt_ids(bodies[0]["messages"], bodies[0].get(TEMPLATE, {}))
-        is_warned = ids is not None and self.warn(prompts[0], ids == prompts[0], len(ids))
+        is_warned = False
         with alive.Bar(total=len(bodies), initial=len(known), desc="asking", unit="answer") as bar:
             while left := [place for place in range(len(bodies)) if place not in known]:
                 problem = ""
@@ -108,16 +107,15 @@ class Served:
                         self.log.write({"step": 0, "place": place} | reply._asdict())
                         known[place] = reply
                         bar.update()
-                        if not is_warned and (length := reply.prompt_tokens) is not None:
-                            is_warned = self.warn(prompts[place], length == len(prompts[place]), length)
+                        if reply.prompt_tokens not in (None, len(prompts[place])) and not is_warned:
+                            is_warned = True
+                            self.warn(prompts[place], reply.prompt_tokens)
                 if not known.keys() & left:
                     raise ValueError(f"--url {self.server.url}: {problem}")
 
-    def warn(self, prompt: list[int], is_like: bool, length: int) -> bool:
-        """Whether a warning was due: the server makes other tokens of a prompt than training, `length` of them."""
-        if not is_like:
-            ending = self.tokenizer.decode(prompt)[-60:]
-            said = f"the server makes {length} tokens of a prompt; training made {len(prompt)}, which end {ending!r}"
-            fix = "Serve what lora.py --fuse wrote, whose template says what training said, or try --no-thinking"
-            tqdm.write(visible(f"WARNING: {said}. Answers will differ. {fix}."), file=sys.stderr)
-        return not is_like
+    def warn(self, prompt: list[int], length: int | None) -> None:
+        """Warns that the server makes other tokens of a prompt than training, `length` of them."""
+        ending = self.tokenizer.decode(prompt)[-60:]
+        said = f"the server makes {length} tokens of a prompt; training made {len(prompt)}, which end {ending!r}"
+        fix = "Serve what lora.py --fuse wrote, whose template says what training said, or try --no-thinking"
+        tqdm.write(visible(f"WARNING: {said}. Answers will differ. {fix}."), file=sys.stderr)

@@ -140,40 +140,35 @@ def pauses(monkeypatch):
 
 
 @pytest.mark.parametrize("status", [408, 429, 500, 529])
-def test_a_busy_server_is_asked_again_after_pauses_that_double(serve, pauses, status):
-    server = serve(lambda number, _: (status, "later", {}) if number < 3 else (200, completion("5"), {}))
-    assert ask(make(server, retries=3, first_pause=0.2))[0].text == "5"
-    for pause, most in zip(pauses, (0.2, 0.4, 0.8), strict=True):
-        assert most / 2 <= pause <= most
-
-
-def test_the_server_says_how_long_to_wait(serve, pauses):
-    server = serve(lambda number, _: (200, completion("5"), {}) if number else (429, "", {"Retry-After": "0.5"}))
-    ask(make(server))
-    assert pauses == [0.5]
-
-
-def test_a_reply_that_is_cut_off_is_asked_for_again(serve):
+def test_a_busy_server_is_asked_again_after_pauses_that_double_or_as_long_as_it_says(serve, pauses, status):
     def answer(number, _):
-        return 200, completion("5"), {} if number else {"Content-Length": "1000", "Connection": "close"}
+        later = {"Retry-After": "0.5"} if number == 3 else {}
+        return (status, "later", later) if number < 4 else (200, completion("5"), {})
 
-    server = serve(answer)
-    assert ask(make(server))[0].text == "5" and len(server.requests) == 2
-    with pytest.raises(ValueError, match=r"after 1 tries \(peer closed connection without sending .* expected 1000\)"):
-        ask(make(serve(lambda *_: answer(0, None)), retries=0))
-
-
-def test_retries_are_counted_and_then_the_failure_is_said_in_one_line(serve):
-    server = serve(lambda *_: (503, "over\nloaded", {}))
-    with pytest.raises(ValueError, match=r"after 3 tries \(status 503: over loaded\)") as error:
-        ask(make(server, retries=2))
-    assert "\n" not in str(error.value) and len(server.requests) == 3
+    assert ask(make(serve(answer), retries=4, first_pause=0.02))[0].text == "5"
+    for pause, most in zip(pauses[:3], (0.02, 0.04, 0.08), strict=True):
+        assert most / 2 <= pause <= most
+    assert pauses[3:] == [0.5]
 
 
-def test_a_server_that_is_not_there_is_named():
-    nobody = types.SimpleNamespace(url="http://127.0.0.1:1/v1")
-    with pytest.raises(ValueError, match=rf"{nobody.url} did not answer after 2 tries \(.+\); start it, or name"):
-        ask(make(nobody, retries=1))
+@pytest.mark.parametrize(
+    ("status", "content", "headers", "said"),
+    [
+        (503, "over\nloaded", {}, "status 503: over loaded"),
+        (200, completion("5"), {"Content-Length": "1000", "Connection": "close"}, "peer closed .* expected 1000.*"),
+        (None, "", {}, ".+"),  # nobody there
+    ],
+)
+def test_a_failure_is_asked_for_again_and_then_said_in_one_line(serve, status, content, headers, said):
+    server = serve(lambda number, _: (200, completion("5"), {}) if number == 3 else (status, content, headers))
+    url = server.url if status else "http://127.0.0.1:1/v1"
+    asker = make(types.SimpleNamespace(url=url), retries=2)
+    line = rf"^--judge-url {url} did not answer after 3 tries \({said}\); start it, or name another [^\n]*$"
+    with pytest.raises(ValueError, match=line):
+        ask(asker)
+    assert len(server.requests) == (3 if status else 0)
+    if status:
+        assert ask(asker)[0].text == "5"
 
 
 def test_a_slow_reply_is_given_up_and_asked_for_again(serve):
@@ -205,26 +200,19 @@ def test_a_reply_that_comes_byte_by_byte_has_no_more_time_than_another(monkeypat
             ask(make(types.SimpleNamespace(url=url), timeout=0.3, retries=0))
 
 
-def test_what_a_server_refuses_is_not_asked_again_and_ends_all_requests(serve):
-    server = serve(lambda *_: (401, '{"error": "no such key"}', {}))
-    with pytest.raises(ValueError, match=r"refused a request \(status 401: .*no such key"):
-        ask(make(server, concurrency=1), [HELLO] * 50)
-    assert len(server.requests) < 10
-
-
-def test_a_refusal_does_not_wait_for_the_slow_requests_beside_it(serve):
+def test_what_a_server_refuses_ends_all_requests_and_does_not_wait_for_the_slow_ones(serve):
     ended = threading.Event()
 
     def answer(number, _):
         if number:
-            return 401, "no such key", {}
+            return 401, '{"error": "no such key"}', {}
         ended.wait(60)
         return 200, completion("5"), {}
 
     server = serve(answer)
-    with pytest.raises(ValueError, match="status 401"):
-        ask(make(server, concurrency=2, timeout=60.0), [HELLO] * 4)
-    assert server.running == 1
+    with pytest.raises(ValueError, match=r"refused a request \(status 401: .*no such key"):
+        ask(make(server, concurrency=2, timeout=60.0), [HELLO] * 50)
+    assert server.running == 1 and len(server.requests) < 10
     ended.set()
 
 

@@ -446,9 +446,10 @@ def main(argv: list[str] | None = None) -> None:
         cache = next((one.cache for one in (grader, witness) if one is not None), None)
         known = args.judge_cache or (Path(args.run) / "judge_scores.jsonl" if args.run else None)
         if cache and known:
-            cache.load(known)
+            cache.fill([record for _, record in run_files.read_log(Path(known))])
         if cache and args.judge_cache:
             log = run_files.JsonLines(args.judge_cache)
+            log.cut_after(sys.maxsize)  # a line that was being written
 
             def remember() -> None:
                 for score in cache.take_fresh():

@@ -85,7 +85,7 @@ class Judge(Grader):
         """A digest of prompts and settings, and of the logits after the preamble, which tell models apart."""
         if not self._identity:
             with lora.disabled(self.model):
-                logits = self.tree.root()[1] @ self.model.head_weight.T
+                logits = self.tree.root[1] @ self.model.head_weight.T
             settings = (self.prompts.head, self.prompts.middle, self.prompts.tails, self.mode, self.think)
             values = np.array(logits.astype(mx.float32)).tobytes()
             self._identity = rubrics.digest(settings, str(logits.dtype), values)
@@ -97,10 +97,10 @@ class Judge(Grader):
         self._check_room(texts)
         prompts: dict[int, Prompt] = {}  # by index of their question
         for place, (prompt, completion, column) in enumerate(questions):
-            tail = self.prompts.tails[column][self.prompts.num_common :]
-            prompts[place] = (tuple(texts[prompt]), tuple(answers[completion]), tuple(tail))
-            if len(self.prompts.head) + sum(map(len, prompts[place])) > self.room:
-                del prompts[place]
+            runs = texts[prompt], answers[completion], self.prompts.tails[column][self.prompts.num_common :]
+            if len(self.prompts.head) + sum(map(len, runs)) <= self.room:
+                prompts[place] = tuple(map(tuple, runs))
+            else:
                 context = self.model.config.max_position_embeddings
                 reply = f"(nothing, as the answer does not fit into its context of {context} tokens)"
                 yield place, Evaluation(math.nan, 0.0, reply)
@@ -108,23 +108,16 @@ class Judge(Grader):
             for place_and_evaluation in self.tree.walk(prompts, self._read):
                 progress.update()
                 yield place_and_evaluation
-        self.num_tokens, self.tree.num_tokens = self.tree.num_tokens, 0
 
     def _check_room(self, questions: dict[str, list[int]]) -> None:
         """Raises ValueError if a prompt is too long even without an answer."""
-        head, tails = len(self.prompts.head), [len(tail) for tail in self.prompts.tails]
+        head, tail = len(self.prompts.head), max(map(len, self.prompts.tails))
         prompt = max(questions, key=lambda prompt: len(questions[prompt]))
-        if (length := head + len(questions[prompt]) + max(tails)) > self.room:
-            parts = {
-                "the rubric's preamble": head,
-                f"the question {prompt[:60]!r}": len(questions[prompt]),
-                f"the criterion {self.rubric.criteria[int(np.argmax(tails))].name!r}": max(tails),
-                "--judge-think": self.think,
-            }
-            longest = max(parts, key=lambda part: parts[part])
+        if head + len(questions[prompt]) + tail > self.room:
             raise ValueError(
-                f"a judge's prompt has {length} tokens before any answer, and its context has room for {self.room}; "
-                f"the longest part is {longest} with {parts[longest]}, shorten it"
+                f"a judge's context has no room for an answer: beside the reply (--judge-think {self.think}) it has "
+                f"{self.room} tokens, of which the rubric's preamble takes {head}, its longest criterion {tail} and "
+                f"the question {prompt[:60]!r} {len(questions[prompt])}; shorten the longest"
             )
 
     def _read(self, hidden: mx.array, cache: TreeCache) -> list[Evaluation]:

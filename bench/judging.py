@@ -81,7 +81,7 @@ def benchmark(args: argparse.Namespace, model: gwen.Model, tokenizer: Any, rival
         begin = time.perf_counter()
         evaluations = dict(grader.evaluations(grader.questions(pairs)))
         seconds = time.perf_counter() - begin
-        return Judged([evaluations[place] for place in range(len(evaluations))], seconds, grader.num_tokens)
+        return Judged([evaluations[place] for place in range(len(evaluations))], seconds, grader.tree.num_tokens)
 
     def theirs(_: Any, engine: Engine, num_tokens: int) -> Judged:
         begin = time.perf_counter()

@@ -4,6 +4,7 @@ Prompts that share their beginnings: a tree of token runs, of which a model comp
 Axes: N prompts, M rows of a batch, L positions of a level, C hidden.
 """
 
+import functools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -54,15 +55,13 @@ class PromptTree:
         self.chunk = memory.BatchSize(chunk_size)
         self.in_flight = chunk_size  # prompts of the batch being computed
         self.num_tokens = 0  # positions processed by the model, with padding
-        self._root: tuple[TreeCache, mx.array] | None = None
 
+    @functools.cached_property
     def root(self) -> tuple[TreeCache, mx.array]:
         """The head's cache and the hidden state at its end, (C,). Raises ValueError if memory is too small."""
-        if self._root is None:
-            if not (made := memory.attempt(self._compute_root)):
-                raise self._too_little()
-            (self._root,) = made
-        return self._root
+        if not (made := memory.attempt(self._compute_root)):
+            raise self._too_little()
+        return made[0]
 
     def _compute_root(self) -> tuple[TreeCache, mx.array]:
         cache = TreeCache(self.model.config.layer_kinds).child([len(self.head)])
@@ -80,7 +79,7 @@ class PromptTree:
         left = dict(prompts)
         while left:
             ends_of_a_row = max(Counter(prompt[:-1] for prompt in left.values()).values())
-            chunks = self._level(self.root()[0], [(0, node) for node in tree_of(left)], ends_of_a_row, read)
+            chunks = self._level(self.root[0], [(0, node) for node in tree_of(left)], ends_of_a_row, read)
             while made := memory.attempt(next, chunks, ()):
                 assert made[0], f"{len(left)} prompts were not read"
                 for place, value in made[0]:

@@ -9,7 +9,6 @@ Axes: N completions, J criteria.
 """
 
 import contextlib
-import difflib
 import hashlib
 import itertools
 import math
@@ -69,11 +68,12 @@ def load_rubric(source: str | Path | dict[str, Any] | Rubric) -> Rubric:
     if isinstance(source, (str, Path)):
         where = f"rubric {source}"
         content = flags.load_yaml(source, where)
-    if isinstance(content, dict) and (unknown := [key for key in content if key not in ("preamble", "criteria")]):
-        near = difflib.get_close_matches(str(unknown[0])[:40], ("preamble", "criteria"), 1, 0.0)[0]
-        raise ValueError(f"{where}: unknown key {reprlib.repr(unknown[0])}; did you mean {near!r}?")
     if not isinstance(content, dict) or not isinstance(content.get("criteria"), list) or not content["criteria"]:
         raise ValueError(f"{where} has no criteria; it needs a list `criteria` of name, weight and text")
+    if unknown := content.keys() - {"preamble", "criteria"}:
+        raise ValueError(
+            f"{where}: unknown key {reprlib.repr(min(unknown, key=str))}; a rubric has preamble and criteria"
+        )
     criteria = [_criterion(f"{where}: criterion {n}", entry) for n, entry in enumerate(content["criteria"], 1)]
     if len({criterion.name for criterion in criteria}) < len(criteria):
         raise ValueError(f"{where}: two criteria have the same name")
@@ -84,23 +84,16 @@ def load_rubric(source: str | Path | dict[str, Any] | Rubric) -> Rubric:
 
 
 def _criterion(where: str, entry: Any) -> Criterion:
-    if not isinstance(entry, dict) or set(entry) - {"reverse"} != {"name", "weight", "text"}:
-        fix = "it needs exactly name, weight and text, and may have `reverse: true`"
-        raise ValueError(f"{where} is {reprlib.repr(entry)}; {fix}")
-    weight, reverse = entry["weight"], entry.get("reverse", False)
-    if type(weight) not in (int, float) or not 0 < abs(weight) < 1e6:  # this form rejects nan
-        raise ValueError(
-            f"{where} has weight {reprlib.repr(weight)}; it must be a number other than 0, below a million"
-        )
-    if type(reverse) is not bool or (reverse and weight < 0):
-        fix = "write `reverse: true`, with a weight above 0, where 5 is bad"
-        raise ValueError(f"{where} has weight {weight:g} and reverse {reprlib.repr(reverse)}; {fix}")
-    for key in ("name", "text"):
-        if isinstance(entry[key], (bool, int, float)):
-            raise ValueError(f"{where} has the {key} {entry[key]!r:.60}, which YAML reads as no text; put it in quotes")
-        if not isinstance(entry[key], str) or not entry[key].strip():
-            raise ValueError(f"{where} needs a name and a text that are not empty")
-    return Criterion(entry["name"], float(weight), entry["text"], reverse)
+    if isinstance(entry, dict) and {"name", "weight", "text"} == set(entry) - {"reverse"}:
+        name, weight, text, reverse = entry["name"], entry["weight"], entry["text"], entry.get("reverse", False)
+        is_text = all(isinstance(one, str) and one.strip() for one in (name, text))
+        is_weight = type(weight) in (int, float) and 0 < abs(weight) < 1e6  # this form rejects nan
+        if is_text and is_weight and type(reverse) is bool and not (reverse and weight < 0):
+            return Criterion(name, float(weight), text, reverse)
+    raise ValueError(
+        f"{where} is {reprlib.repr(entry)}; it needs exactly name and text, in quotes where YAML sees none, "
+        "and a weight other than 0, below a million; where 5 is bad `reverse: true` and a weight above 0"
+    )
 
 
 class PromptBuilder:
@@ -184,7 +177,6 @@ class JudgeStats(NamedTuple):
     seconds: float
     num_evaluations: int  # of one criterion each
     mass: float  # mean mass on valid scores; for decoded replies the readable share; nan without evaluations
-    num_tokens: int = 0  # positions processed by the model before its first answer token, with padding
     num_cached: int = 0  # evaluations found in the cache
 
 
@@ -213,26 +205,27 @@ class Evaluation(NamedTuple):
     reply: str  # or the likeliest first token
 
 
+def score_of(token: str) -> int:
+    """The score that a token spells, with or without a space or a vocabulary's mark for one; 0 for any other."""
+    text = token.strip().lstrip("\u0120\u2581")
+    return int(text) if text in {*"12345"} else 0
+
+
 def score_token_ids(tokenizer: Any) -> list[list[int]]:
     """
-    For each score 1 to 5, the ids of the single tokens that spell it, with and without a leading space.
+    For each score 1 to 5, the ids of the tokens that spell it.
 
     Raises ValueError if a digit has no token of its own: the first token then cannot tell scores apart.
     """
-    by_score = []
-    for score in "12345":
-        spelled = [tokenizer.encode(form, add_special_tokens=False) for form in (score, f" {score}")]
-        ids = {ids[0] for ids in spelled if len(ids) == 1}
-        # tokenizers that prepend a space never encode the bare digit, but models may still write it
-        looked_up = (tokenizer.convert_tokens_to_ids(mark + score) for mark in ("", "\u0120", "\u2581"))
-        ids |= {i for i in looked_up if i is not None and i != tokenizer.unk_token_id}
-        by_score.append(sorted(i for i in ids if tokenizer.decode([i]).strip() == score))
-    if missing := [str(score) for score, ids in enumerate(by_score, 1) if not ids]:
+    by_score: list[list[int]] = [[] for _ in range(6)]
+    for token, token_id in tokenizer.get_vocab().items():
+        by_score[score_of(token)].append(token_id)
+    if missing := [str(score) for score in range(1, 6) if not by_score[score]]:
         raise ValueError(
             f"the judge's tokenizer has no token of its own for {', '.join(missing)}, so its first token is no score; "
             "set --judge-mode decode"
         )
-    return by_score
+    return list(map(sorted, by_score[1:]))
 
 
 def from_first_tokens(first: dict[str, float]) -> tuple[float, float]:
@@ -243,8 +236,7 @@ def from_first_tokens(first: dict[str, float]) -> tuple[float, float]:
     """
     by_score = np.zeros(6)
     for token, logprob in first.items():
-        text = token.strip().lstrip("\u0120\u2581")  # vocabularies' marks for a space
-        by_score[int(text) if text in {*"12345"} else 0] += math.exp(min(logprob, 1.0))
+        by_score[score_of(token)] += math.exp(min(logprob, 1.0))
     if not by_score.sum() < 1.05:  # so written, it refuses nan; servers round
         return math.nan, 0.0
     mass = float(by_score[1:].sum())
@@ -327,14 +319,6 @@ class ScoreCache:
             self.put(key, score)
         self._fresh = []
 
-    def load(self, path: str | Path) -> None:
-        """Replaces the content with the records in a JSONL file, if it exists. Raises ValueError naming a bad file."""
-        try:
-            lines = flags.read_text(path, "it", 1000).splitlines() if Path(path).exists() else []
-            self.fill([flags.read_json(line) for line in lines])
-        except ValueError as error:
-            raise ValueError(f"--judge-cache {path} holds no scores: {error}") from error
-
 
 class Grader:
     """Base of both judges: judges equal pairs once, caches scores, and warns of unreadable ones."""
@@ -348,7 +332,6 @@ class Grader:
         self.cache = ScoreCache()
         self.on_score: Callable[[], None] = lambda: None  # called for every new score in the cache
         self.warn: Callable[[str], None] = lambda text: tqdm.write(f"WARNING: {text}.", file=sys.stderr)
-        self.num_tokens = 0  # positions that the latest call put through a local model
         self.num_seen = self.num_unread = 0
         self.has_warned = False
 
@@ -394,7 +377,6 @@ class Grader:
                 self.cache.put(keys[place], evaluation.score)
                 self.on_score()
 
-        self.num_tokens = 0
         if mine:
             with contextlib.closing(self.evaluations([questions[place] for place in mine])) as arriving:
                 for number, evaluation in arriving:
@@ -411,7 +393,7 @@ class Grader:
         table = table.reshape(len(pairs), len(self.rubric.criteria))
         mass = float(np.mean([evaluation.mass for evaluation in new.values()])) if new else math.nan
         seconds, num_cached = time.perf_counter() - begin, len(questions) - len(new)
-        stats = JudgeStats(seconds, len(new), mass, self.num_tokens, num_cached)
+        stats = JudgeStats(seconds, len(new), mass, num_cached)
         return Judgement(rubric_reward(table, self.rubric), table, int(np.isnan(table).sum()), stats)
 
     def _refuse_unreadable(self, new: dict[Question, Evaluation]) -> None:

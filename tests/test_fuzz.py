@@ -66,7 +66,7 @@ FILES = {
     "sums.csv": 'prompt,answer\n"a\nb",1\nc,2\n',
     "chats.jsonl": '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n' * 20,
     "labels.jsonl": '{"prompt": "a", "completion": "b", "criterion": "kind", "score": 3}\n',
-    "scores.jsonl": '{"key": "a", "score": 3.0}\n',
+    "scores.jsonl": '{"step": 0, "key": "a", "score": 3.0}\n',
     "rubric.yaml": "criteria: [{name: kind, weight: 1, text: Is it}]",
     "recipe.yaml": "model: demo\nbatch: 2",
     "task.yaml": "chain_sum: {level: 0}\nheld_out: 9",

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -19,9 +20,8 @@ from test_remote_judge import Server, completion
 import gwen
 import judge
 import lora
-import sampler
 from evaluate import main as evaluate_main
-from judging import remote_judge, rubrics
+from judging import rubrics
 from judging.prompt_tree import PromptTree
 from problems import chat_template
 from settings.checks import checked
@@ -84,10 +84,7 @@ def groups_of_answers(num_prompts, group_size, seed=0):
 
 UNEVEN = rubrics.Rubric(
     "Grade the answer.",
-    [
-        rubrics.Criterion(name, 1.0, text)
-        for name, text in (("a", "Right?"), ("b", "Is the number one two three?"), ("c", "x"))
-    ],
+    [rubrics.Criterion(text, 1.0, text) for text in ("Right?", "Is the number one two three?", "x")],
 )
 
 
@@ -144,13 +141,18 @@ def test_scores_do_not_depend_on_the_chunk_size(demo, mode):
         np.testing.assert_allclose(got.scores, expected.scores, atol=1e-4)
 
 
-@pytest.mark.parametrize("think", [0, 12])
-def test_a_decoded_reply_is_the_greedy_one_of_the_prompt_alone(demo, think):
+@pytest.mark.parametrize(
+    ("think", "end"),
+    # rows that say all without thinking and rows whose thoughts are cut off; rows that end their thoughts themselves
+    [(0, None), (12, "</think>"), (3, "Zero")],
+)
+def test_a_decoded_reply_is_the_greedy_one_of_the_prompt_alone(demo, think, end):
     model, tokenizer = demo
     prompts, completions = groups_of_answers(2, 2)
     grader = judge.Judge(model, tokenizer, UNEVEN, 5, "decode", think=think)
+    grader.end_of_thought = end = tokenizer.convert_tokens_to_ids(end) if end else None
     judged = evaluate(grader, list(zip(prompts, completions, strict=True)))
-    end, eos = tokenizer.convert_tokens_to_ids("</think>"), set(model.config.eos_ids)
+    eos, kinds = set(model.config.eos_ids), set()
 
     def greedy(ids, limit, ends):
         made = []
@@ -160,55 +162,29 @@ def test_a_decoded_reply_is_the_greedy_one_of_the_prompt_alone(demo, think):
 
     for row, pair in enumerate(zip(prompts, completions, strict=True)):
         for column, ids in enumerate(grader.prompts(*pair)):
-            if think:
-                thoughts = greedy(ids, think, eos | {end})
-                if thoughts[-1] in eos:
-                    assert judged.replies[row, column] == tokenizer.decode(thoughts[:-1])
-                    continue
-                close = tokenizer.encode("\n</think>\n\n", add_special_tokens=False)
-                ids = ids + [i for i in thoughts if i != end] + close
-            reply = greedy(ids, rubrics.REPLY_TOKENS, eos)
+            thoughts = greedy(ids, think, eos | {end})
+            kinds.add(think and (thoughts[-1] == end, thoughts[-1] in eos))
+            reply = thoughts
+            if not think or thoughts[-1] not in eos:
+                close = tokenizer.encode("\n</think>\n\n", add_special_tokens=False) if think else []
+                reply = greedy(ids + [i for i in thoughts if i != end] + close, rubrics.REPLY_TOKENS, eos)
             text = tokenizer.decode([i for i in reply if i not in eos])
             assert judged.replies[row, column] == text
             np.testing.assert_equal(judged.scores[row, column], rubrics.read_score(text))
+    assert len(kinds) == (2 if think else 1), "some rows end otherwise than others"
 
 
-def test_thoughts_that_are_cut_off_are_closed_and_then_a_score_is_given(demo, monkeypatch):
-    """A model that never stops thinking, with a limit of 3: thoughts of 3 tokens, the close, then a reply."""
-    model, tokenizer = demo
-    grader, calls = judge.Judge(model, tokenizer, RUBRIC, mode="decode", think=3), []
-    end, digit = tokenizer.convert_tokens_to_ids("</think>"), tokenizer.convert_tokens_to_ids("4")
-
-    def scripted(_, cache, logits, limit, ends):
-        rows = logits.shape[0]
-        calls.append((limit, rows, np.array(cache.offsets(rows))))
-        if limit == 3:  # one row ends its thoughts, one is cut off, one says all without thinking
-            return [[9, end], [9, 9, 9], [digit, model.config.eos_ids[0]]]
-        return [[digit, model.config.eos_ids[0]]] * rows
-
-    monkeypatch.setattr(sampler, "continue_greedily", scripted)
-    judged = evaluate(grader, [("Add one and two.", "Three.")])
-    assert judged.scores.tolist() == [[4, 4, 4]]
-    close = len(tokenizer.encode("\n</think>\n\n", add_special_tokens=False))
-    assert [(limit, rows) for limit, rows, _ in calls] == [(3, 3), (rubrics.REPLY_TOKENS, 2)]
-    assert (calls[1][2] - calls[0][2][:2]).tolist() == [1 + close, 3 + close]
-
-
-def test_a_judge_that_does_not_answer_with_digits_gives_nan_and_not_neutral_and_is_warned_of(demo, capsys):
-    model, tokenizer = demo
-    mute = gwen.Model(model.config)  # random weights: no mass on the digits
-    grader = judge.Judge(mute, tokenizer, RUBRIC)
-    judgement = grader.score(["Add one and two."], ["Three."])
-    assert np.isnan(judgement.scores).all() and np.isnan(judgement.rewards).all()
-    assert judgement.unparsed == 3
-    assert judgement.stats.mass < 0.5
-    assert "3 of 3 evaluations" in capsys.readouterr().err
-
-
-def test_logits_that_overflowed_are_unreadable(demo):
+@pytest.mark.parametrize("broken", ["random weights", "overflow"])
+def test_a_judge_without_mass_on_the_digits_gives_nan_and_not_neutral_and_is_warned_of(broken, capsys):
     model, tokenizer = gwen.load("demo")
-    model.norm.weight = model.norm.weight * mx.inf
-    assert np.isnan(judge.Judge(model, tokenizer, RUBRIC).score(["Add one and two."], ["Three."]).scores).all()
+    if broken == "overflow":
+        model.norm.weight = model.norm.weight * mx.inf
+    else:
+        model = gwen.Model(model.config)
+    judgement = judge.Judge(model, tokenizer, RUBRIC).score(["Add one and two."], ["Three."])
+    assert np.isnan(judgement.scores).all() and np.isnan(judgement.rewards).all() and judgement.unparsed == 3
+    assert not judgement.stats.mass >= 0.5
+    assert "3 of 3 evaluations" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -234,20 +210,22 @@ def test_a_score_whose_prompt_is_longer_than_the_judge_s_context_is_unreadable_a
     assert "does not fit into its context" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("question", "criterion", "preamble", "longest"),
-    [
-        ("seven " * 1000, "Right?", "Grade.", "the question 'seven seven"),
-        ("Add one and two.", "seven " * 1000, "Grade.", "the criterion 'long'"),
-        ("Add one and two.", "Right?", "seven " * 1000, "the rubric's preamble"),
-    ],
-)
-def test_what_leaves_no_room_for_any_answer_is_refused_by_name(demo, question, criterion, preamble, longest):
-    criteria = [rubrics.Criterion("short", 1.0, "Kind?"), rubrics.Criterion("long", 1.0, criterion)]
-    line = f"tokens before any answer, .* for 1024; the longest part is {longest}"
+@pytest.mark.parametrize("part", ["question", "criterion", "preamble", "think"])
+def test_what_leaves_no_room_for_any_answer_is_refused_with_the_tokens_of_each_part(demo, part):
+    text = {"question": "Add one and two.", "criterion": "Right?", "preamble": "Grade."} | {part: "seven " * 1000}
+    criteria = [rubrics.Criterion("short", 1.0, "Kind?"), rubrics.Criterion("long", 1.0, text["criterion"])]
+    think = {"mode": "decode", "think": 2000} if part == "think" else {}
+    line = (
+        r"no room for an answer: .*judge-think (\d+)\) .* preamble takes (\d+), .* criterion (\d+) .*' (\d+); shorten"
+    )
     with pytest.raises(ValueError, match=line) as error:
-        judge.Judge(*demo, rubrics.Rubric(preamble, criteria)).score(["Two?", question], ["Three.", "Four."])
-    assert "\n" not in str(error.value) and len(str(error.value)) < 300
+        grader = judge.Judge(*demo, rubrics.Rubric(text["preamble"], criteria), **think)
+        grader.score(["Two?", text["question"]], ["Three.", "Four."])
+    said = str(error.value)
+    sizes = dict(
+        zip(["think", "preamble", "criterion", "question"], map(int, re.search(line, said).groups()), strict=True)
+    )
+    assert sizes[part] >= 1000 and max(sizes.values()) == sizes[part] and len(said) < 320
 
 
 # ---- frozen
@@ -288,18 +266,16 @@ def test_what_a_score_depends_on_is_part_of_the_judge_s_identity(demo):
 # ---- memory
 
 
-def failing_above(monkeypatch, limit, message, until=math.inf, kind=RuntimeError):
-    """Lets a forward pass of more rows than `limit` fail, in the first `until` calls; the sizes that were tried."""
-    original, sizes = PromptTree.forward, []
+def failing_above(monkeypatch, limit, message, kind=RuntimeError):
+    """Lets a forward pass of more rows than `limit` fail."""
+    original = PromptTree.forward
 
     def forward(self, cache, rows):
-        sizes.append(len(rows))
-        if len(rows) > limit and len(sizes) <= until:
+        if len(rows) > limit:
             raise kind(message)
         return original(self, cache, rows)
 
     monkeypatch.setattr(PromptTree, "forward", forward)
-    return sizes
 
 
 METAL = "[METAL] Command buffer execution failed: Insufficient Memory (00000008:kIOGPU...)"
@@ -319,15 +295,16 @@ def test_the_chunk_is_halved_when_memory_runs_out_and_nothing_is_lost(demo, monk
     assert grader.restore(grader.state()) is None and grader.state()["chunk_size"] == grader.tree.chunk.rows
 
 
-def test_memory_that_does_not_hold_one_evaluation_is_an_error_in_one_line(demo, monkeypatch):
-    failing_above(monkeypatch, 0, METAL)
-    with pytest.raises(ValueError, match=r"^judge: memory does not suffice for one prompt; free some"):
-        judge.Judge(*demo, RUBRIC).score(["Add one and two."], ["Three."])
-
-
-def test_an_error_that_is_not_about_memory_is_not_swallowed(demo, monkeypatch):
-    failing_above(monkeypatch, 0, "something else")
-    with pytest.raises(RuntimeError, match="something else"):
+@pytest.mark.parametrize(
+    ("message", "kind", "said"),
+    [
+        (METAL, ValueError, r"^judge: memory does not suffice for one prompt; free some"),
+        ("something else", RuntimeError, "something else"),  # no error that is not about memory is swallowed
+    ],
+)
+def test_memory_that_does_not_hold_one_evaluation_is_an_error_in_one_line(demo, monkeypatch, message, kind, said):
+    failing_above(monkeypatch, 0, message)
+    with pytest.raises(kind, match=said):
         judge.Judge(*demo, RUBRIC).score(["Add one and two."], ["Three."])
 
 
@@ -407,7 +384,18 @@ def remote(url, **options):
     return judge.make(settings_of(url=url, model="demo", **options), RUBRIC, lambda: pytest.fail("a model was loaded"))
 
 
-def test_a_server_s_log_probabilities_become_scores_and_too_little_mass_none(no_proxy):
+def judged_by(answer, completions=("Three.",), **options):
+    """What a server's judge makes of answers, and the requests that it got."""
+    server = Server(answer)
+    try:
+        return remote(server.url, **options).score(
+            ["Add one and two."] * len(completions), completions
+        ), server.requests
+    finally:
+        server.close()
+
+
+def test_a_server_s_log_probabilities_become_scores_and_too_little_mass_or_silence_none(no_proxy):
     tables = {
         RUBRIC.criteria[0].text: [("5", math.log(0.6)), (" 1", math.log(0.2)), ("yes", math.log(0.1))],
         RUBRIC.criteria[1].text: [("\u01203", math.log(0.9))],
@@ -416,32 +404,24 @@ def test_a_server_s_log_probabilities_become_scores_and_too_little_mass_none(no_
 
     def answer(_, body):
         (table,) = [table for text, table in tables.items() if text in body["messages"][1]["content"]]
-        return 200, completion("x", table), {}
+        is_silent = "silence" in body["messages"][1]["content"]
+        return 200, completion("") if is_silent else completion("x", table), {}
 
-    server = Server(answer)
-    judged = remote(server.url).score(["Add one and two."], ["Three."])
-    server.close()
-    np.testing.assert_allclose(judged.scores, [[(5 * 0.6 + 0.2) / 0.8, 3, np.nan]])
-    assert judged.unparsed == 1 and judged.stats.mass == pytest.approx((0.8 + 0.9 + 0.3) / 3)
+    judged, _ = judged_by(answer, ["Three.", "silence"])
+    np.testing.assert_allclose(judged.scores, [[(5 * 0.6 + 0.2) / 0.8, 3, np.nan], [np.nan] * 3])
+    assert judged.unparsed == 4 and judged.stats.mass == pytest.approx((0.8 + 0.9 + 0.3) / 6)
 
 
 def test_a_server_without_log_probabilities_is_told_of_and_works_in_decode_mode(no_proxy):
-    server = Server(lambda *_: (200, completion("I say 4."), {}))
+    def answer(*_):
+        return 200, completion("I say 4."), {}
+
     with pytest.raises(ValueError, match="gives no log-probabilities; set --judge-mode decode"):
-        remote(server.url).score(["Add one and two."], ["Three."])
-    judged = remote(server.url, mode="decode", think=9).score(["Add one and two."], ["Three."])
-    server.close()
+        judged_by(answer)
+    judged, requests = judged_by(answer, mode="decode", think=9)
     assert judged.scores.tolist() == [[4, 4, 4]]
-    assert server.requests[-1][2]["max_tokens"] == rubrics.REPLY_TOKENS + 9
-    assert server.requests[-1][2]["chat_template_kwargs"] == {"enable_thinking": True}
-
-
-def test_a_server_that_says_nothing_to_one_prompt_of_many_gives_an_unreadable_score(no_proxy, monkeypatch):
-    monkeypatch.setattr(remote_judge.Endpoint, "concurrency", 1)
-    server = Server(lambda number, _: (200, completion("4", [("4", -0.01)]) if number else completion(""), {}))
-    judged = remote(server.url).score(["Add one and two."], ["Three."])
-    server.close()
-    np.testing.assert_array_equal(judged.scores, [[np.nan, 4, 4]])
+    assert requests[-1][2]["max_tokens"] == rubrics.REPLY_TOKENS + 9
+    assert requests[-1][2]["chat_template_kwargs"] == {"enable_thinking": True}
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -459,9 +439,7 @@ def test_an_answer_that_does_not_fit_into_a_server_s_context_is_unreadable_and_n
             return 400, said, {}
         return 200, completion("4", [("4", -0.01)]), {}
 
-    server = Server(answer)
-    judged = remote(server.url, mode=mode).score(["Add one and two."] * 2, ["long", "Three."])
-    server.close()
+    judged, _ = judged_by(answer, ["long", "Three."], mode=mode)
     np.testing.assert_array_equal(judged.scores, [[np.nan] * 3, [4] * 3])
     assert "status 400" in capsys.readouterr().err
 
@@ -476,20 +454,24 @@ def test_a_server_into_whose_context_no_prompt_fits_is_told_of(no_proxy):
     server.close()
 
 
-def test_a_judge_that_could_read_no_prompt_at_all_is_refused_before_it_is_asked(demo):
-    with pytest.raises(ValueError, match=r"before any answer.*the longest part is --judge-think with 2000"):
-        judge.Judge(*demo, RUBRIC, mode="decode", think=2000)
-
-
-def test_the_key_comes_from_the_environment_and_is_shown_nowhere(no_proxy, monkeypatch, capsys):
+def test_the_key_comes_from_the_environment(no_proxy, monkeypatch):
     monkeypatch.setenv("JUDGE_API_KEY", "sesame")
-    monkeypatch.setattr(remote_judge.Endpoint, "retries", 0)
-    server = Server(lambda *_: (403, "no", {}))
-    with pytest.raises(ValueError) as error:
-        remote(server.url).score(["Add one and two."], ["Three."])
+    _, requests = judged_by(lambda *_: (200, completion("4", [("4", -0.01)]), {}))
+    assert requests[0][1]["Authorization"] == "Bearer sesame"
+
+
+def test_an_evaluation_pays_for_no_score_twice(no_proxy, tmp_path):
+    server, scores = Server(lambda *_: (200, completion("4", [("4", -0.01)]), {})), tmp_path / "scores.jsonl"
+    flags = ["--model", "demo", "--task", "values", "--limit", "2", "--max-tokens", "4", "--judge-url", server.url]
+    flags += ["--judge-model", "demo", "--judge-cache", str(scores)]
+    evaluate_main(flags)
+    paid = len(server.requests)
+    assert paid == len(read_log(scores)) > 0
+    scores.write_bytes(scores.read_bytes()[:-9])  # a line that was being written when the machine went down
+    for _ in range(2):
+        evaluate_main(flags)
+        assert len(server.requests) == len(read_log(scores)) + 1 == paid + 1
     server.close()
-    assert server.requests[0][1]["Authorization"] == "Bearer sesame"
-    assert "sesame" not in str(error.value) + capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
@@ -547,24 +529,7 @@ def test_mlx_lm_s_server_answers_in_its_defaults_what_the_model_does(mlx_lm_serv
     assert sum(one["greedy"] == other["greedy"] for one, other in zip(here, served, strict=True)) >= 15
 
 
-# ---- settings and the command
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"mode": "guess"}, "--judge-mode is 'guess'; it must be one of logits, decode"),
-        ({"think": 5}, "--judge-think 5 needs --judge-mode decode"),
-        ({"think": -1, "mode": "decode"}, "--judge-think is -1; it must be at least 0"),
-        ({"chunk_size": 0}, "--judge-chunk-size is 0; it must be at least 1"),
-        ({"url": "http://host/v1"}, "name one with --judge-model"),
-        ({"url": "host", "model": "m"}, "--judge-url 'host': it must be like http"),
-    ],
-)
-def test_settings_that_do_not_go_together_are_refused_before_a_model_is_loaded(options, said):
-    with pytest.raises(ValueError) as error:
-        judge.make(settings_of(**options), RUBRIC, lambda: pytest.fail("a model was loaded"))
-    assert said in str(error.value) and "\n" not in str(error.value)
+# ---- the command
 
 
 def test_a_judge_that_cannot_think_is_told_so(demo, tokenizer):

@@ -257,7 +257,7 @@ def test_a_judge_survives_errors_in_flight_and_reads_the_same(monkeypatch, num_e
         return dict(tree.walk(prompts, lambda hidden, _: list(np.array(hidden))))
 
     expected, tree = (walk(PromptTree(model, [5], 4, "judge")), PromptTree(model, [5], 4, "judge"))
-    tree.root()
+    assert tree.root
     broken, forward = Broken(monkeypatch, num_errors), PromptTree.forward
     monkeypatch.setattr(PromptTree, "forward", lambda *args: (broken.throw(), forward(*args))[1])
     if num_errors == float("inf"):

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from conftest import message_of, write_log
+from conftest import message_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -159,24 +159,12 @@ def test_a_cache_filled_from_its_record_goes_on_as_if_it_had_never_stopped():
     assert resumed.cache.take_fresh() == [] and made.cache.take_fresh() == []
 
 
-def test_a_file_of_scores_is_read_and_one_of_anything_else_is_refused_by_name(tmp_path):
-    made, path = Made(), tmp_path / "scores.jsonl"
-    made.cache.load(path)  # there is none yet
-    made.score(["a"], ["x"])
-    write_log(path, made.cache.take_fresh())
-    other = Made()
-    other.cache.load(path)
-    assert other.score(["a"], ["x"]).stats.num_cached == 3 and other.asked == []
-    for text in (
-        "{",
-        "[]",
-        '{"key": 3, "score": 1.0}',
-        '{"key": "a", "score": "1"}',
-    ):
-        path.write_text(text + "\n")
-        with pytest.raises(ValueError, match=r"scores\.jsonl") as error:
-            Made().cache.load(path)
-        assert "\n" not in str(error.value)
+@pytest.mark.parametrize(
+    "record", [[], {"key": 3, "score": 1.0}, {"key": "a", "score": "1"}, {"key": "a", "score": 6.0}]
+)
+def test_a_record_that_is_no_score_is_refused(record):
+    with pytest.raises(ValueError, match="remove that line"):
+        Made().cache.fill([record])
 
 
 def test_no_pairs_are_no_work():

@@ -257,11 +257,14 @@ class SlotCache(Cache):
     def advance(self, num_new: int) -> None:
         self.step += num_new
 
-    def assign(self, prompt_of: list[int], starts: list[int]) -> None:
-        """Sets each slot's prompt and the step at which its row started; slots keep their columns."""
+    def assign(self, prompt_of: list[int], starts: list[int], begun: list[int] | None = None) -> None:
+        """
+        Sets each slot's prompt and the step at which its row started.
+
+        begun: the slots whose rows begin; None: all. The others keep their columns.
+        """
         assert len(prompt_of) == len(starts) and all(start <= self.step for start in starts)
-        held = list(zip(self.prompt_of, self.starts, strict=True))
-        begun = [s for s, row in enumerate(zip(prompt_of, starts, strict=True)) if held[s : s + 1] != [row]]
+        begun = list(range(len(prompt_of))) if begun is None else begun
         moved = [s for s in begun if self.prompt_of[s : s + 1] != [prompt_of[s]]]
         for layer in self.layers:
             layer.assign(prompt_of, begun, moved)
@@ -306,4 +309,4 @@ class SlotCache(Cache):
             layer.keep(index)
         self.num_slots = len(slots)
         self.prompt_of, self.starts = ([held[slot] for slot in slots] for held in (self.prompt_of, self.starts))
-        self.assign(self.prompt_of, self.starts)
+        self.assign(self.prompt_of, self.starts, [])

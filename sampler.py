@@ -28,7 +28,7 @@ from machine import alive, gpu, memory
 from problems.stop import Stop
 
 if TYPE_CHECKING:
-    from layers.turns import Talk
+    from problems.episodes import Episodes
 
 LOOK_EVERY = 4  # positions between two checks for rows that have ended; a check costs one wait
 
@@ -161,7 +161,7 @@ class Record:
     """A rollout's rows on the host: sampling parameters, drawn tokens, ended rows and the cost so far."""
 
     progress: alive.Bar | None = None
-    talk: "Talk | None" = None  # where rows have turns: what they are told, and the positions that each may have
+    talk: "Episodes | None" = None  # where rows have turns: what they are told, and the positions that each may have
     context = 0
 
     def __init__(self, num_rows: int, params: SamplingParams, key: int, numbers: Sequence[int] | None = None):
@@ -264,7 +264,7 @@ def decode(
             idle = idle[:num_waiting]
             slots[idle], starts[idle] = np.arange(num_begun, num_begun + len(idle)), step + 1
             num_begun += len(idle)
-            cache.assign(prompts[slots].tolist(), starts.tolist())
+            cache.assign(prompts[slots].tolist(), starts.tolist(), idle.tolist())
             logits[mx.array(idle)] = prompt_logits[mx.array(prompts[slots[idle]])]
         elif not num_waiting and len(idle) >= SHRINK * len(slots):
             kept = np.flatnonzero(~ended)
@@ -393,7 +393,7 @@ def rollout(
     rows: Sequence[int] | None = None,
     batch_size: int | memory.BatchSize = 64,
     share_prefix: bool | None = None,
-    talk: "Talk | None" = None,
+    talk: "Episodes | None" = None,
     context: int = 0,
 ) -> Rollout:
     """

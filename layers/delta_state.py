@@ -100,24 +100,10 @@ class DeltaTurns(DeltaSlots):
         self.before = self.arrays()
         self.inputs, self.memory = inputs, memory
 
-    def assign(self, prompt_of: list[int], begun: list[int], moved: list[int]) -> None:
-        """Nothing: see `begin` and `put`."""
-
-    def begin(self, slot: int, prompt: int) -> None:
-        """A row begins in a slot, after its prompt."""
-        inputs, memory = self.prompts.taken([prompt]).arrays()
-        self.put(mx.array([slot]), (inputs, memory))
-
     def take(self, slot: int, num_extra: int) -> Held:
         """The state of a slot without its newest `num_extra` tokens, 0 or 1."""
         inputs, memory = self.before if num_extra else self.arrays()
         return inputs[slot : slot + 1], memory[slot : slot + 1]
-
-    def widen(self, num_slots: int) -> None:
-        """Adds slots, whose state is yet to be put."""
-        self.inputs, self.memory = (
-            mx.pad(array, [(0, num_slots), *[(0, 0)] * (array.ndim - 1)]) for array in self.arrays()
-        )
 
 
 kv_cache.STATES["linear_attention"] = DeltaState

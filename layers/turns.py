@@ -9,7 +9,7 @@ V vocabulary.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -31,7 +31,6 @@ class Aim(NamedTuple):
     spans: tuple[mx.array, mx.array] | None  # see `kv_cache.Layout`
 
 
-Columns = list[list[mx.array]]  # a slot's own keys and values (1, K, L, D) of each layer with attention
 State = list[Held]  # of a row, of each gated delta net
 
 
@@ -68,9 +67,8 @@ class TurnCache(SlotCache):
     A cache of slots where each counts its own columns, in `lengths`.
 
     Who sets a slot's length back has what is newer overwritten: the draws after the end of a turn. `aim` comes before
-    each forward pass: a token for every slot, or several, padded on the right, for some. A row's columns may be taken
-    out of its slot and put into another. A gated delta net's state cannot be set back, so it is taken at the end of a
-    turn and put back when the row goes on.
+    each forward pass: a token for every slot, or several, padded on the right, for some. A gated delta net's state
+    cannot be set back, so it is taken at the end of a turn and put back when the row goes on.
     """
 
     def __init__(self, prompts: KVCache, num_slots: int, share: bool = True):
@@ -83,6 +81,10 @@ class TurnCache(SlotCache):
         self.attentions = [layer for layer in self.layers if isinstance(layer, TurnLayer)]
         self.lengths = np.zeros(num_slots, int)  # own columns of each slot
         self.aimed = np.arange(num_slots)
+
+    def assign(self, prompt_of: list[int], starts: list[int], begun: list[int] | None = None) -> None:
+        super().assign(prompt_of, starts, begun)
+        self.lengths[slice(None) if begun is None else begun] = 0
 
     def advance(self, num_new: int) -> None:
         """Nothing: who writes several tokens with padding knows how many there were, and counts in `lengths`."""
@@ -125,28 +127,6 @@ class TurnCache(SlotCache):
         shape = (*own.shape[:3], self.prompts.length)
         return Layout([Group(mask=mx.concatenate([mx.broadcast_to(before, shape), own], axis=-1))], spans=aim.spans)
 
-    def take(self, slot: int) -> Columns:
-        """A copy of a slot's own columns."""
-        index, ring = mx.array([slot]), self.attentions[0].ring
-        part = slice(ring, ring + int(self.lengths[slot]))
-        taken = [[buffer[:, :, part][index] for buffer in layer.arrays()] for layer in self.attentions]
-        mx.eval(taken)  # wait: a view that is alive would have the whole buffer copied at the next write
-        return taken
-
-    def put(self, slot: int, columns: Columns) -> None:
-        """Makes these a slot's own columns."""
-        ring, length = self.attentions[0].ring, columns[0][0].shape[2]
-        self.lengths[slot] = length
-        for layer, held in zip(self.attentions, columns, strict=True):
-            for buffer, part in zip(layer.arrays(), held, strict=True):
-                buffer[slot : slot + 1, :, ring : ring + length] = part
-
-    def begin(self, slot: int) -> None:
-        """A row begins in a slot, after its prompt."""
-        self.lengths[slot] = 0
-        for net in self.nets:
-            net.begin(slot, self.prompt_of[slot])
-
     def take_state(self, slot: int, num_extra: int) -> State:
         """The state at the end of a slot's turn, of which `num_extra` more tokens were drawn, 0 or 1."""
         state = [net.take(slot, num_extra) for net in self.nets]
@@ -162,18 +142,6 @@ class TurnCache(SlotCache):
         super().keep(slots)
         self.lengths = self.lengths[slots]
 
-    def add(self, num_slots: int) -> None:
-        """Adds empty slots, which are to be seated."""
-        for layer in self.attentions:
-            layer.keys, layer.values = (
-                mx.pad(buffer, [(0, num_slots), (0, 0), (0, 0), (0, 0)]) for buffer in layer.arrays()
-            )
-        for net in self.nets:
-            net.widen(num_slots)
-        self.num_slots += num_slots
-        self.lengths = np.append(self.lengths, np.zeros(num_slots, int))
-        self._count()
-
     def _count(self) -> None:
         self.most_bytes = max(self.most_bytes, sum(one.nbytes for one in self.prompts.arrays() + self.arrays()))
 
@@ -181,31 +149,12 @@ class TurnCache(SlotCache):
 # ---- who sits where
 
 
-class Talk(Protocol):
-    """What rows are told between their turns."""
-
-    wait_s: float  # seconds waited for answers
-
-    def begin(self, rows: list[int]) -> None:
-        """These rows are drawn from their prompts on, some of them again."""
-
-    def hear(self, row: int, ids: list[int]) -> None:
-        """A turn of the row has ended with an end token, the last of its ids."""
-
-    def replies(self, wait: bool) -> dict[int, list[int] | str]:
-        """
-        New answers to rows: the ids up to where the next turn begins, or why there is none ("stop", "turns").
-
-        wait: for at least one; rows that were heard have one answer each, sooner or later.
-        """
-
-
 class Turns:
     """
-    Rows that take turns, in the slots of a cache: each sits in one, is parked with its columns, or is yet to begin.
+    Rows that take turns, in the slots of a cache: each sits in one from its first token to its last.
 
-    A row that has ended draws nothing, for now; one with a reason never will again. Its columns are computed once:
-    while it waits for an answer, its slot may serve another row.
+    A row that has ended draws nothing, for now; one with a reason never will again. While it waits for an answer its
+    slot draws what nobody reads, so its columns stay in place.
     """
 
     def __init__(
@@ -220,28 +169,28 @@ class Turns:
         share: bool,
     ):
         """
-        record: a `sampler.Record` whose `talk` is a `Talk`. model: a `gwen.Model`, and its `decode_step`. prompts,
-        logits (prompts, V): the cache of the prompts, and what comes after each. rows_of: each prompt's rows, in the
-        order in which they begin; those of an attempt that ran out of memory begin again.
+        record: a `sampler.Record` whose `talk` is a `problems.episodes.Episodes`. model: a `gwen.Model`, and its
+        `decode_step`. prompts, logits (prompts, V): the cache of the prompts, and what comes after each. rows_of: each
+        prompt's rows, in the order in which they begin; those of an attempt that ran out of memory begin again.
         """
         self.record, self.model, self.forward, self.prompt_logits = record, model, forward, logits
-        self.cache, self.num_slots = TurnCache(prompts, num_slots, share), num_slots
+        self.cache = TurnCache(prompts, num_slots, share)
         self.logits = mx.zeros((num_slots, logits.shape[1]), logits.dtype)
         self.prompt_of = {row: place for place, rows in enumerate(rows_of.values()) for row in rows}
         self.room = {row: record.context - len(prompt) for prompt, rows in rows_of.items() for row in rows}
         rows = list(self.prompt_of)
         self.table, self.place = record.uniforms(rows), {row: number for number, row in enumerate(rows)}
         self.num_drawn = np.zeros(len(record.limits), int)  # tokens, also those after an end that was not read yet
-        self.slots, self.fresh = list[int](), rows[num_slots:]  # the row of each slot; those that have not begun
-        self.parked, self.states = dict[int, Columns](), dict[int, State]()  # of rows that wait for an answer
-        self.told = dict[int, list[int]]()  # what rows are told next, those that wait for it without a slot included
+        self.slots, self.fresh = rows[:num_slots], rows[num_slots:]  # the row of each slot; those that have not begun
+        self.states = dict[int, State]()  # of rows that wait for an answer
+        self.told = dict[int, list[int]]()  # what rows are told next
         self.queued: list[tuple[np.ndarray, tuple[mx.array, ...]]] = []  # rows and draws of steps that were not read
         record.lengths[rows] = 0
         for row in rows:
             record.sequences[row], record.places[row] = [], []
             self._allow(row)
         record.talk.begin(rows)
-        self._seat(dict(enumerate(rows[:num_slots])))
+        self._seat(dict(enumerate(self.slots)))
 
     @gpu.without_gradients()
     def play(self) -> None:
@@ -259,6 +208,11 @@ class Turns:
     @property
     def is_drawing(self) -> bool:
         return not self.record.ended[self.slots].all()
+
+    @property
+    def over(self) -> list[int]:
+        """The slots of rows that are complete."""
+        return [slot for slot, row in enumerate(self.slots) if self.record.is_over(row)]
 
     def _draw(self) -> None:
         """A token for each slot, used or not."""
@@ -286,7 +240,7 @@ class Turns:
                     self._hear(row)
                     self.states[row] = self.cache.take_state(slot, int(self.num_drawn[row] - length))
                 self.cache.lengths[slot] = len(record.sequences[row])  # what was drawn after the end is overwritten
-        idle = not (self.is_drawing or self.told or self.fresh or all(map(record.is_over, self.prompt_of)))
+        idle = not (self.is_drawing or self.told or self.over)
         for row, answer in record.talk.replies(wait=idle).items():
             if isinstance(answer, str):
                 record.reasons[row] = answer
@@ -320,46 +274,24 @@ class Turns:
         return "length" if self.record.lengths[row] == self.record.most[row] else "context"
 
     def _hand_on(self) -> None:
-        """Gives free slots, and new ones up to the most that there were, to rows that can go on or begin."""
-        num_slots = len(self.slots)
-        free = [slot for slot, row in enumerate(self.slots) if self.record.ended[row] and row not in self.told]
-        free.sort(key=lambda slot: not self.record.is_over(self.slots[slot]))  # first those that nobody waits in
-        ready = [row for row in self.told if row in self.parked] + self.fresh
-        room, is_busy = len(free) + self.num_slots - num_slots, len(free) < num_slots
-        if ready and (room >= REFILL * num_slots or not is_busy):
-            self._read(0)
-            ready = ready[:room]
-            self.fresh = [row for row in self.fresh if row not in ready]
-            if (more := len(ready) - len(free)) > 0:
-                self.cache.add(more)
-                self.logits = mx.pad(self.logits, [(0, more), (0, 0)])
-                free += range(num_slots, num_slots + more)
-            self._seat(dict(zip(free, ready, strict=False)))
-        elif not ready and is_busy and len(free) >= SHRINK * num_slots:
-            self._read(0)
-            kept = [slot for slot in range(num_slots) if slot not in free]
-            self._park(free)
+        """Gives slots of complete rows to rows that have not begun, or drops them once there are none."""
+        over, num_slots = self.over, len(self.slots)
+        if not over or (self.is_drawing and len(over) < (REFILL if self.fresh else SHRINK) * num_slots):
+            return
+        self._read(0)
+        if self.fresh:
+            begun, self.fresh = self.fresh[: len(over)], self.fresh[len(over) :]
+            self._seat(dict(zip(over, begun, strict=False)))
+        elif kept := [slot for slot in range(num_slots) if slot not in over]:
             self.cache.keep(kept)
             self.slots, self.logits = [self.slots[slot] for slot in kept], self.logits[mx.array(kept)]
 
-    def _park(self, slots: list[int]) -> None:
-        """Takes the columns of rows that wait out of their slots."""
-        for slot in slots:
-            if slot < len(self.slots) and not self.record.is_over(row := self.slots[slot]):
-                self.parked[row] = self.cache.take(slot)
-
     def _seat(self, row_of: dict[int, int]) -> None:
-        """Gives slots to rows, which have nothing else in them."""
-        self._park(list(row_of))
-        held = dict(enumerate(self.slots)) | row_of
-        self.slots = [held[slot] for slot in range(len(held))]
-        self.cache.assign([self.prompt_of[row] for row in self.slots], [0] * len(self.slots))
-        for slot, row in row_of.items():
-            if row in self.parked:
-                self.cache.put(slot, self.parked.pop(row))
-            else:
-                self.cache.begin(slot)
-                self.logits[slot] = self.prompt_logits[self.prompt_of[row]]
+        """Rows begin in slots, each after its prompt."""
+        self.slots = [row_of.get(slot, row) for slot, row in enumerate(self.slots)]
+        prompts, begun = [self.prompt_of[row] for row in self.slots], list(row_of)
+        self.cache.assign(prompts, [0] * len(prompts), begun)
+        self.logits[mx.array(begun)] = self.prompt_logits[mx.array(prompts)[mx.array(begun)]]
 
     def _go_on(self) -> None:
         """Prefills what the rows in slots are told; their next turns begin."""

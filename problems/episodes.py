@@ -289,7 +289,7 @@ class Turn(NamedTuple):
 
 
 class Episodes:
-    """What answers the turns of a rollout; see `layers.turns.Talk`."""
+    """What answers the turns of a rollout: what rows are told between them."""
 
     def __init__(self, box: Toolbox, examples: list[Example], groups: Sequence[int], seed: str):
         """Raises ValueError for an unknown environment, and where a reset fails or differs within a group."""
@@ -333,6 +333,7 @@ class Episodes:
     # ---- what the sampler asks
 
     def begin(self, rows: list[int]) -> None:
+        """These rows are drawn from their prompts on, some of them again."""
         for row in rows:
             if (before := self.rows[row]).num_turns:  # it was heard, and is drawn again
                 worker = self.box.worker(before.name, row, anew=self.under_way.pop(row, None) is not None)
@@ -341,6 +342,7 @@ class Episodes:
         self.ready = {row: answer for row, answer in self.ready.items() if row not in rows}
 
     def hear(self, row: int, ids: list[int]) -> None:
+        """A turn of the row has ended with an end token, the last of its ids."""
         episode, text = self.rows[row], self.box.frames.text(ids)
         calls = read_calls(text, self.box.read, self.box.schemas[episode.name])
         message: dict[str, Any] = {"role": "assistant", "content": text}
@@ -420,6 +422,11 @@ class Episodes:
                 self._go_on(row, Turn(calls, [*outcomes, late]))
 
     def replies(self, wait: bool) -> dict[int, list[int] | str]:
+        """
+        New answers to rows: the ids up to where the next turn begins, or why there is none ("stop", "turns").
+
+        wait: for at least one; rows that were heard have one answer each, sooner or later.
+        """
         begin = time.perf_counter()
         while True:
             with contextlib.suppress(queue.Empty):

@@ -166,11 +166,9 @@ def test_a_flat_tree_has_each_row_s_ancestors_and_itself_in_order_at_the_right_e
                 assert mx.array_equal(buffer[row, :, 10 - lengths[row] : 10], expected)
 
 
-def test_slots_that_are_added_to_wider_ones_count_as_bytes():
+def test_slots_that_grow_wider_count_as_bytes():
     cache = TurnCache(filled(num_rows=2), num_slots=3)
     cache.assign([0, 0, 1], [0, 0, 0])
-    cache.keep([0])
     cache.lengths[0] = CHUNK
     cache.aim(None)
-    cache.add(2)
     assert cache.most_bytes == sum(array.nbytes for array in cache.prompts.arrays() + cache.arrays())

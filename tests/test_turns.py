@@ -146,8 +146,7 @@ def test_rows_that_are_told_nothing_draw_what_rows_without_turns_draw(model, bat
     assert rollout.ids == plain.ids == rollout.sequences and rollout.finish_reasons == plain.finish_reasons
 
 
-@pytest.mark.parametrize("wait", [0.0, 0.3])
-def test_no_position_is_computed_twice_and_few_slots_draw_what_nobody_reads(model, monkeypatch, wait):
+def test_no_position_is_computed_twice_and_few_slots_draw_what_nobody_reads(model, monkeypatch):
     """Every id of a told text is above 0, and 0 is their padding."""
     prefilled, drawn = [], []
     hidden = model.hidden
@@ -160,7 +159,6 @@ def test_no_position_is_computed_twice_and_few_slots_draw_what_nobody_reads(mode
         lambda self, tokens, *rest: prefilled.append(int((tokens > 0).sum())) or hidden(tokens, *rest),
     )
     world = World(seed=4)
-    world.plan = lambda row, plan=world.plan: (plan(row)[0], [wait] * len(plan(row)[0]))
     _, rollout = roll(model, world, group_size=13, batch_size=64, share=True)
     told = sum(len(ids) for ids in rollout.sequences) - rollout.lengths.sum()
     assert sum(prefilled) == told + sum(map(len, set(map(tuple, PROMPTS))))

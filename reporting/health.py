@@ -7,7 +7,6 @@ an uninterrupted one. Of scores that cannot be read the judge itself warns (judg
 
 import math
 import statistics
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 Records = list[dict[str, Any]]
@@ -25,25 +24,64 @@ class Finding(NamedTuple):
     text: str  # the symptom, and what to try
 
 
-Symptom = Callable[[Records, Records], str]  # (steps, evaluations) -> description, "" if absent
-ILLNESSES: list[tuple[str, Symptom, str]] = []  # name, symptom, advice
-READ = "Read late completions in rollouts.jsonl"
-
-
-def illness(name: str, advice: str) -> Callable[[Symptom], Symptom]:
-    """Makes a function the symptom of an illness."""
-
-    def register(symptom: Symptom) -> Symptom:
-        ILLNESSES.append((name, symptom, advice))
-        return symptom
-
-    return register
-
-
 def examine(steps: Records, evals: Records) -> list[Finding]:
     """Finds illnesses in these ordered steps and evaluations. Missing figures never count as symptoms."""
-    seen = [(name, symptom(steps, evals), advice) for name, symptom, advice in ILLNESSES]
-    return [Finding(name, f"{symptom}. {advice}") for name, symptom, advice in seen if symptom]
+    last, is_early, found = steps[-FEW:], len(steps) < FEW, dict[str, str]()
+
+    groups = measured(last, "sampling/signal_groups")
+    if len(groups) == FEW and not any(groups):
+        found["no signal"] = (
+            f"In no group did rewards differ by more than noise, {FEW} steps in a row: they taught nothing. Is the "
+            "reward constant, or is every prompt too easy or too hard? Try a reward that tells answers apart, other "
+            "prompts, a higher --temp or more --groups"
+        )
+
+    moved = measured(steps[-STILL:], "update/kl")
+    if len(moved) == STILL and sum(map(abs, moved)) < STILL * LEAST_KL:
+        found["nothing moves"] = (
+            f"{STILL} updates in a row changed the answers by {sum(moved) / STILL:.1g} nats a token, which is "
+            "rounding. Try a --learning-rate ten times as high; docs/data.md has rates by size"
+        )
+
+    calls, failures = (sum(measured(last, f"tools/{name}")) for name in ("calls", "failures"))
+    if not is_early and failures > calls / 2:
+        found["tools fail"] = (
+            f"{failures:.0f} of {calls:.0f} calls of tools failed in {FEW} steps. Look at `tool_calls` in "
+            "rollouts.jsonl for their errors"
+        )
+
+    first, now = mean(steps[:FEW], "entropy"), mean(last, "entropy")
+    is_lost = first is not None and now is not None and now < LEAST_ENTROPY * first
+    if is_lost and len(steps) >= 2 * FEW and not has_gained(evals):
+        found["entropy"] = (
+            f"The entropy fell from {first:.3f} to {now:.3f} nats a token: the policy hardly tries anything new. Try "
+            "a lower --learning-rate, --epsilon-high 0.28 or a higher --temp"
+        )
+
+    share = mean(last, "completion/truncated_frac") or 0.0
+    if not is_early and share > MOST_TRUNCATED:
+        found["truncated"] = (
+            f"{share:.0%} of the completions of the last {FEW} steps ran into --max-tokens. Read late completions in "
+            "rollouts.jsonl: answers cut short need a higher --max-tokens, babble a lower --learning-rate"
+        )
+
+    tokens = [(step.get("completion/mean_tokens") or 1) * (step.get("sampling/draws") or 1) for step in steps]
+    paces = [step["step/s"] / num for step, num in zip(steps, tokens, strict=True) if step.get("step/s")]
+    if len(paces) >= FEW + IN_A_ROW:
+        times = min(paces[-IN_A_ROW:]) / statistics.median(paces[:-IN_A_ROW])
+        if times > SLOWER:
+            found["slow"] = (
+                f"The last {IN_A_ROW} steps took {times:.1f} times as long a token as usual. The machine may lack "
+                "memory, be hot or save power; docs/memory.md says what to lower"
+            )
+
+    share = mean(last, "mismatch/over_cap_frac") or 0.0
+    if not is_early and share > MOST_OVER_CAP:
+        found["mismatch"] = (
+            f"The trainer finds {share:.1%} of the tokens likelier than the sampler did by more than a factor of 3. "
+            "Try GWEN_DTYPE=float32"
+        )
+    return [Finding(name, text) for name, text in found.items()]
 
 
 # ---- reading the records
@@ -54,16 +92,9 @@ def measured(records: Records, key: str) -> list[float]:
     return [record[key] for record in records if record.get(key) is not None]
 
 
-def recent(steps: Records, key: str) -> float | None:
-    """The mean over the last FEW steps; None with fewer steps or without values."""
-    values = measured(steps[-FEW:], key)
-    return statistics.fmean(values) if values and len(steps) >= FEW else None
-
-
-def ends(steps: Records, key: str) -> tuple[float, float] | None:
-    """The means over the first and the last FEW steps; None while they overlap, or without values."""
-    first, last = measured(steps[:FEW], key), measured(steps[-FEW:], key)
-    return (statistics.fmean(first), statistics.fmean(last)) if first and last and len(steps) >= 2 * FEW else None
+def mean(records: Records, key: str) -> float | None:
+    values = measured(records, key)
+    return statistics.fmean(values) if values else None
 
 
 def has_gained(evals: Records) -> bool:
@@ -73,78 +104,7 @@ def has_gained(evals: Records) -> bool:
     return bool(known) and known[-1]["eval/accuracy"] - known[0]["eval/accuracy"] > math.hypot(noise[0], noise[-1])
 
 
-def best(records: Records, key: str) -> dict[str, Any]:
-    """The record with the best value under `key`, the earliest of equals; a loss is the better the lower."""
-    sign = -1 if key == "eval/loss" else 1
-    return max(records, key=lambda record: sign * record[key])
-
-
 def held_out(evals: Records) -> tuple[str, Records]:
     """The name of the held-out figure, and the evaluations that have it."""
     key = next((key for key in HELD_OUT if measured(evals, key)), HELD_OUT[0])
     return key, [record for record in evals if record.get(key) is not None]
-
-
-# ---- the symptoms
-
-
-@illness(
-    "no signal",
-    "Is the reward constant, or is every prompt too easy or too hard? Try a reward that tells answers apart, other "
-    "prompts, a higher --temp or more --groups",
-)
-def no_signal(steps: Records, _: Records) -> str:
-    groups = measured(steps[-FEW:], "sampling/signal_groups")
-    if len(groups) < FEW or any(groups):
-        return ""
-    return f"In no group did rewards differ by more than noise, {FEW} steps in a row: they taught nothing"
-
-
-@illness("nothing moves", "Try a --learning-rate ten times as high; docs/data.md has rates by size")
-def unmoved(steps: Records, _: Records) -> str:
-    moved = measured(steps[-STILL:], "update/kl")
-    if len(moved) < STILL or sum(map(abs, moved)) >= STILL * LEAST_KL:
-        return ""
-    return f"{STILL} updates in a row changed the answers by {sum(moved) / STILL:.1g} nats a token, which is rounding"
-
-
-@illness("tools fail", "Look at `tool_calls` in rollouts.jsonl for their errors")
-def tools_fail(steps: Records, _: Records) -> str:
-    calls, failures = (sum(measured(steps[-FEW:], f"tools/{name}")) for name in ("calls", "failures"))
-    if len(steps) < FEW or failures <= calls / 2:
-        return ""
-    return f"{failures:.0f} of {calls:.0f} calls of tools failed in {FEW} steps"
-
-
-@illness("entropy", "Try a lower --learning-rate, --epsilon-high 0.28 or a higher --temp")
-def entropy_lost(steps: Records, evals: Records) -> str:
-    means = ends(steps, "entropy")
-    if means is None or means[1] >= LEAST_ENTROPY * means[0] or has_gained(evals):
-        return ""
-    return f"The entropy fell from {means[0]:.3f} to {means[1]:.3f} nats a token: the policy hardly tries anything new"
-
-
-@illness("truncated", f"{READ}: answers cut short need a higher --max-tokens, babble a lower --learning-rate")
-def truncated(steps: Records, _: Records) -> str:
-    share = recent(steps, "completion/truncated_frac")
-    if share is None or share <= MOST_TRUNCATED:
-        return ""
-    return f"{share:.0%} of the completions of the last {FEW} steps ran into --max-tokens"
-
-
-@illness("slow", "The machine may lack memory, be hot or save power; docs/memory.md says what to lower")
-def slow(steps: Records, _: Records) -> str:
-    tokens = [(step.get("completion/mean_tokens") or 1) * (step.get("sampling/draws") or 1) for step in steps]
-    paces = [step["step/s"] / num for step, num in zip(steps, tokens, strict=True) if step.get("step/s")]
-    if len(paces) < FEW + IN_A_ROW:
-        return ""
-    times = min(paces[-IN_A_ROW:]) / statistics.median(paces[:-IN_A_ROW])
-    return f"The last {IN_A_ROW} steps took {times:.1f} times as long a token as usual" if times > SLOWER else ""
-
-
-@illness("mismatch", "Try GWEN_DTYPE=float32")
-def mismatched(steps: Records, _: Records) -> str:
-    share = recent(steps, "mismatch/over_cap_frac")
-    if share is None or share <= MOST_OVER_CAP:
-        return ""
-    return f"The trainer finds {share:.1%} of the tokens likelier than the sampler did by more than a factor of 3"

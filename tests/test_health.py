@@ -58,10 +58,6 @@ ILL_AND_WELL = [  # an illness, steps and evaluations that show it, and such tha
 ]
 
 
-def test_every_illness_is_tested():
-    assert [name for name, *_ in health.ILLNESSES] == list(dict.fromkeys(name for name, *_ in ILL_AND_WELL))
-
-
 @pytest.mark.parametrize(("name", "ill", "well"), ILL_AND_WELL)
 def test_an_illness_is_found_where_it_is_and_nowhere_near(name, ill, well):
     (found,) = health.examine(*map(list, (*ill, [])[:2]))

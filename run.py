@@ -32,7 +32,7 @@ from problems import chat_template, episodes, rewards
 from problems.examples import Example, epoch_indices, load_sides, spread
 from problems.stop import Stop
 from reporting import health, verdict
-from reporting.console import SFT_COLUMNS, console_columns, say, warn
+from reporting.console import say, warn
 from reporting.journal import Journal, PhaseClock, evaluation_is_due
 from step import objectives, policy
 from step.rows import USUAL_ROWS
@@ -50,7 +50,6 @@ FIRST_SAVE = 300.0  # seconds after which a run is saved for the first time, wha
 class Run:
     """What every run has: the model with its adapters, the learner, the journal, and the state between two steps."""
 
-    legend: str  # what the figures of a step's line are, for the console
     metric: str  # the figure on what is held out
     learner: update.Learner
     journal: Journal
@@ -159,7 +158,7 @@ class Run:
             self.journal.live.begin("evaluating")
             self.evaluate()
             say(evaluation_line(self.journal.evaluations[-1]))
-        return self.journal.best_step() == self.step != self.saved_best
+        return self.journal.best_step == self.step != self.saved_best
 
     def save_is_due(self) -> bool:
         """Whether this step is saved: every `save_every`, the last one, and a first one after `FIRST_SAVE` seconds."""
@@ -222,7 +221,7 @@ class Run:
         """The small values of a checkpoint."""
         counts = {name: getattr(self.learner, name) for name in update.COUNTS}
         scale = {"loss_scale": self.learner.loss_scale._asdict()}
-        kept = {"dtype": str(self.model.head_weight.dtype), "best_step": self.journal.best_step()}
+        kept = {"dtype": str(self.model.head_weight.dtype), "best_step": self.journal.best_step}
         settings = self.config.flat(self.sizes)
         least = {"least_budget": self.least_budget} if self.least_budget else {}
         return kept | scale | counts | least | {"settings": settings, "sources": self.sources}
@@ -246,7 +245,7 @@ class Run:
         self.end_step()
 
     def save(self) -> None:
-        self.saved_step, self.saved_best = self.step, self.journal.best_step()
+        self.saved_step, self.saved_best = self.step, self.journal.best_step
         if not world.is_first():
             return
         state = self.state()
@@ -269,7 +268,6 @@ class GrpoRun(Run):
         super().__init__(config, run_dir)
         self.toolbox = episodes.make(config, self.task.tools, self.task.environments, self.tokenizer, self.model.config)
         self.sources |= digests(config, self.task)
-        self.legend = console_columns(config)
         self.num_draws = 0  # batches of prompts drawn for the steps done
         if self.toolbox and self.toolbox.frames.rewrites():
             say(
@@ -390,7 +388,7 @@ class GrpoRun(Run):
 class SftRun(Run):
     """A run of supervised fine-tuning: the conversations besides."""
 
-    legend, metric = SFT_COLUMNS, "loss"
+    metric = "loss"
 
     def __init__(self, config: Config, run_dir: Path):
         from problems import chats

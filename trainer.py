@@ -25,7 +25,7 @@ from flags import flag_of
 from machine import memory, world
 from problems import chat_template, examples, rewards
 from reporting import trackers
-from reporting.console import say, warn
+from reporting.console import console_columns, say, warn
 from reporting.journal import evaluation_is_due
 from settings.sources import as_yaml, given, joined, refuse_unknown, resolve
 from settings.sources import command as command_of
@@ -139,7 +139,7 @@ class Trainer:
         run.open()
         print(f"run: {run.dir}, {sum(a.size for a in run.learner.trainable.values()):,} trainable parameters")
         print(run.memory)
-        print(run.legend, flush=True)
+        print(console_columns(run.config), flush=True)
 
     def _make_dir(self, begun: Begun) -> str:
         """Makes the run's directory, or that of a resumed run ready to go on; returns its path."""

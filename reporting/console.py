@@ -31,56 +31,32 @@ def warn(line: str) -> None:
 
 # ---- the lines
 
-WIDTH = 100  # columns of a step's line
-
 
 def console_columns(config: Config) -> str:
     """Names the figures of a step's line, which has no room for names."""
+    if config.objective.loss_type == "sft":
+        return "columns: step, loss, seconds, tokens/s trained"
     compared = ", groups without signal" if config.compares_rewards else ""
     return f"columns: step, loss, mean reward, seconds, tokens/s sampled, tokens/s trained{compared}"
 
 
 def console_line(metrics: dict[str, Any], num_steps: int) -> str:
     """
-    One step's line; `console_columns` names its content. Within `WIDTH` columns it is exact to its decimals, beyond
-    them it loses its end first, then digits.
+    One step's line; `console_columns` names its content. nan: an overflowed loss, or rewards that nobody could read.
 
     Other people's scripts parse its beginning, so append at the end only.
     """
+
+    def number(key: str, decimals: int) -> str:
+        return "nan" if metrics[key] is None else f"{metrics[key]:.{decimals}f}"
+
+    reward, sampled = f"reward {number('reward/mean', 6)}", f"rollout {number('rollout/tok_s', 1)} tok/s"
+    if metrics["rollout/tok_s"] is None:  # given replies
+        reward = sampled = ""
     share = metrics["reward/zero_std_frac"]
-    end, room = "" if share is None else f" | {share:.0%}", WIDTH
-    if not metrics["update/rows"]:  # nothing teaches; digits go before these words do
-        end, room = " | no step", WIDTH - len(" | no step")
-    for form in (_fixed, _short):
-        line = (
-            f"step {metrics['step']}/{num_steps} | loss {form(metrics['loss'], 4)} | "
-            f"reward {form(metrics['reward/mean'], 6)} | {form(metrics['step/s'], 1)}s | "
-            f"rollout {form(metrics['rollout/tok_s'], 1)} tok/s | train {form(metrics['train/tok_s'], 1)} tok/s"
-        )
-        if len(line) <= room:
-            break
-    return line + (end if len(line + end) <= WIDTH else "")
-
-
-SFT_COLUMNS = "columns: step, loss, seconds, tokens/s trained"
-
-
-def sft_line(metrics: dict[str, Any], num_steps: int) -> str:
-    """One step's line with --loss-type sft; begins like `console_line`, and `SFT_COLUMNS` names its content."""
-    return (
-        f"step {metrics['step']}/{num_steps} | loss {_fixed(metrics['loss'], 4)} | "
-        f"{_fixed(metrics['step/s'], 1)}s | train {_fixed(metrics['train/tok_s'], 1)} tok/s"
-    )
-
-
-def _fixed(value: float | None, decimals: int) -> str:
-    """nan stands for an overflowed or missing loss and for unreadable rewards."""
-    return "nan" if value is None else f"{value:.{decimals}f}"
-
-
-def _short(value: float | None, _: int) -> str:
-    """Three digits, of large numbers those before the point."""
-    return _fixed(value, 0) if value is None or abs(value) >= 100 else f"{value:.3g}"
+    signal = "no step" if not metrics["update/rows"] else "" if share is None else f"{share:.0%}"
+    parts = [f"step {metrics['step']}/{num_steps}", f"loss {number('loss', 4)}", reward, f"{number('step/s', 1)}s"]
+    return " | ".join(filter(None, [*parts, sampled, f"train {number('train/tok_s', 1)} tok/s", signal]))
 
 
 def comparison(first: dict[str, Any], last: dict[str, Any]) -> str:

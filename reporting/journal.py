@@ -29,7 +29,7 @@ from problems import form
 from problems.examples import prompt_text, spread
 from problems.rewards import merged
 from reporting import health, verdict
-from reporting.console import LiveLine, comparison, console_line, say, sft_line, warn
+from reporting.console import LiveLine, comparison, console_line, say, warn
 from reporting.trackers import Tracker
 from step.policy import MISMATCH
 from step.sample import Sample, by_group
@@ -103,30 +103,15 @@ NOT_SAMPLED = (
 
 def step_metrics(config: Config, step: Step, recent: Collection[float]) -> dict[str, Any]:
     """One object of `metrics.jsonl`. recent: seconds of the last steps, including this one."""
-    samples, stats = step.samples, step.costs.get("rollout", [])
+    samples, is_sampled = step.samples, "rollout" in step.costs
     num_trained = sum(sample.advantage is not None for sample in samples)
-    num_tokens, num_completions = sum(len(sample.own) for sample in samples), len(by_group(samples))
+    num_completions = len(samples) if is_sampled else len(by_group(samples))
     metrics: dict[str, Any] = {"step": step.number} | dict.fromkeys(NOT_SAMPLED)
-    if stats:
-        num_completions = len(samples)
-        metrics |= reward_metrics(config, step) | judge_metrics(step) | tool_metrics(step) | forms(step)
-        speeds = np.mean([one.speeds for one in stats], axis=0) if "wait" in step.seconds else []  # of several machines
-        metrics |= {
-            "sampling/draws": len(stats),
-            "sampling/unused_frac": 1 - num_trained / len(samples),
-            "rollout/s": step.seconds["rollout"],
-            "rollout/tok_s": num_tokens / step.seconds["rollout"],
-            "prefill/s": sum(one.prefill_s for one in stats),
-            "decode/s": sum(one.decode_s for one in stats),
-            "ref/s": step.seconds.get("ref", 0.0),
-            "teacher/s": step.seconds.get("teacher"),
-            **{f"rollout/tok_s/{rank}": float(mean) for rank, mean in enumerate(speeds)},
-            "completion/truncated_frac": sum(one.finish_reason == "length" for one in samples) / len(samples),
-            "mem/cache_gb": max(one.cache_bytes for one in stats) / 1e9,
-        }
+    if is_sampled:
+        metrics |= sampled_metrics(config, step) | tool_metrics(step)
     metrics |= update_metrics(step.result, step.seconds, num_trained, recent)
-    metrics |= {"completion/mean_tokens": num_tokens / num_completions, "mem/peak_gb": step.peak_bytes / 1e9}
-    return finite(metrics)
+    metrics["completion/mean_tokens"] = sum(len(sample.own) for sample in samples) / num_completions
+    return finite(metrics | {"mem/peak_gb": step.peak_bytes / 1e9})
 
 
 def update_metrics(result: Any, seconds: dict[str, float], num_rows: int, recent: Collection[float]) -> dict[str, Any]:
@@ -157,51 +142,51 @@ def update_metrics(result: Any, seconds: dict[str, float], num_rows: int, recent
     }
 
 
-def reward_metrics(config: Config, step: Step) -> dict[str, Any]:
-    """Figures of the rewards of all samples, and of the groups that they tell apart."""
-    samples, groups = step.samples, by_group(step.samples)
-    rewards = np.array([one.reward for one in samples])
+def sampled_metrics(config: Config, step: Step) -> dict[str, Any]:
+    """Figures of the rollouts of a step, of their rewards and of what the judge was asked."""
+    samples, groups, seconds = step.samples, by_group(step.samples), step.seconds
+    stats, judged, num = step.costs["rollout"], step.costs.get("judge", []), len(step.samples)
     spreads = [np.std([one.value for one in group], ddof=1) for group in groups if len(group) > 1]
-    has_std = spreads and np.isfinite(rewards).any()
+    rewards = np.array([one.reward for one in samples])
     parts = {name: np.array([one.parts[name] for one in samples]) for name in samples[0].parts}
-    compares = config.compares_rewards
     logged = merged((((), one._replace(extra={})) for one in step.costs["reward"]), 0).metrics
+    asked = sum(one.stats.num_evaluations for one in judged)
+    unparsed = sum(one.unparsed for one in judged) if judged else None
+    texts = [] if samples[0].conversation else [sample.text for sample in samples]  # calls of tools repeat
+    odd = [
+        form.is_degenerate(text, prompt_text(one.example["prompt"])) for text, one in zip(texts, samples, strict=False)
+    ]
+    speeds = np.mean([one.speeds for one in stats], axis=0) if "wait" in seconds else []  # of several machines
     return {
         "reward/mean": mean(rewards),
-        "reward/std": float(np.mean(spreads)) if has_std else None,
-        "reward/zero_std_frac": 1 - sum(one[0].unlike for one in groups) / len(groups) if compares else None,
+        "reward/std": float(np.mean(spreads)) if spreads and np.isfinite(rewards).any() else None,
         **{f"reward/{name}": mean(part) for name, part in parts.items()},
         **{f"metric/{name}": float(np.mean(values)) for name, values in logged.items()},
         "reward/none": int(sum(np.isnan(parts[name]).sum() for name in samples[0].filled if name != "rubric")),
-        "reward/s": step.seconds["reward"],
-        "sampling/signal_groups": sum(one[0].signal for one in groups) if compares else None,
-    }
-
-
-def judge_metrics(step: Step) -> dict[str, Any]:
-    """Figures of what the judge was asked."""
-    judged = step.costs.get("judge", [])
-    judge_s, num_judged = sum(one.stats.seconds for one in judged), sum(one.stats.num_evaluations for one in judged)
-    unparsed = sum(one.unparsed for one in judged) if judged else None
-    return {
-        "judge/s": step.seconds.get("judge", 0.0),
-        "judge/crit_eval_s": num_judged / judge_s if num_judged else None,
+        "reward/s": seconds["reward"],
+        "sampling/draws": len(stats),
+        "sampling/unused_frac": sum(one.advantage is None for one in samples) / num,
+        "sampling/signal_groups": sum(one[0].signal for one in groups) if config.compares_rewards else None,
+        "reward/zero_std_frac": sum(not one[0].unlike for one in groups) / len(groups)
+        if config.compares_rewards
+        else None,
+        "rollout/s": seconds["rollout"],
+        "rollout/tok_s": sum(len(one.own) for one in samples) / seconds["rollout"],
+        **{f"rollout/tok_s/{rank}": float(speed) for rank, speed in enumerate(speeds)},
+        "prefill/s": sum(one.prefill_s for one in stats),
+        "decode/s": sum(one.decode_s for one in stats),
+        "ref/s": seconds.get("ref", 0.0),
+        "teacher/s": seconds.get("teacher"),
+        "judge/s": seconds.get("judge", 0.0),
+        "judge/crit_eval_s": asked / sum(one.stats.seconds for one in judged) if asked else None,
         "judge/unparsed": unparsed,
         "judge/unparsed_frac": unparsed / sum(one.scores.size for one in judged) if judged else None,
         "judge/mass": mean(np.array([one.stats.mass for one in judged])),
         "judge/cached": sum(one.stats.num_cached for one in judged) if judged else None,
-    }
-
-
-def forms(step: Step) -> dict[str, float | None]:
-    """Means over all completions of what tells of answers that are none; null with tools, whose calls repeat."""
-    if step.samples[0].conversation:
-        return {}
-    texts = [sample.text for sample in step.samples]
-    asked = [prompt_text(sample.example["prompt"]) for sample in step.samples]
-    return {
-        "completion/repeated": sum(map(form.repeated, texts)) / len(texts),
-        "completion/degenerate_frac": sum(map(form.is_degenerate, texts, asked)) / len(texts),
+        "completion/truncated_frac": sum(one.finish_reason == "length" for one in samples) / num,
+        "completion/repeated": sum(map(form.repeated, texts)) / num if texts else None,
+        "completion/degenerate_frac": sum(odd) / num if texts else None,
+        "mem/cache_gb": max(one.cache_bytes for one in stats) / 1e9,
     }
 
 
@@ -278,7 +263,8 @@ class Journal:
         self.answers.cut_after(max((record["step"] for record in self.evals.read()), default=-1))
         self.judge_scores.cut_after(sys.maxsize if keep_scores else step)
         self.steps, self.evaluations = world.first(lambda: [self.metrics.read(), self.evals.read()])
-        self._best = world.first(self._judged)
+        self.verdict: verdict.Verdict | None = None  # on the run so far
+        self.best_step: int | None = world.first(self._judge)  # see `verdict.best`; None if nothing could be scored
         self.recent: deque[float] = deque(maxlen=10)  # seconds of this process's last steps
         self.live = LiveLine(config.optimizer.steps)
         self.live.step = step
@@ -308,8 +294,7 @@ class Journal:
             self.rollouts.write(completion)
         for tracker in self.trackers:
             tracker.log(figures)
-        line = sft_line if self.config.objective.loss_type == "sft" else console_line
-        say(line(figures, self.config.optimizer.steps))
+        say(console_line(figures, self.config.optimizer.steps))
         if figures["skipped"]:
             warn(f"step {figures['step']}: the gradient was not finite; the step changed nothing")
         self.warn(figures["step"])
@@ -323,7 +308,7 @@ class Journal:
         record = {"step": step} | record
         self.evals.write(record)
         self.evaluations.append(record)
-        self._best = world.first(self._judged)
+        self.best_step = world.first(self._judge)
         for tracker in self.trackers:
             tracker.log(record)
         self.warn(step)
@@ -349,18 +334,12 @@ class Journal:
             self.warnings.write({"step": step} | finding._asdict())
             warn(f"WARNING after step {step}: {finding.text}.")
 
-    def best_step(self) -> int | None:
-        """The step of the best evaluation, see `verdict.best`; None if nothing could be scored."""
-        return self._best
-
-    def _verdict(self, answers: dict[int, verdict.Answers]) -> verdict.Verdict | None:
-        return verdict.verdict(self.metric, self.evaluations, answers, self.config.flat(), self.dir)
-
-    def _judged(self) -> int | None:
-        """The step of the best evaluation, after the verdict's warning if it has one."""
+    def _judge(self) -> int | None:
+        """The best evaluation's step, after the verdict and its warning."""
         answers = verdict.by_step(self.answers.read())
-        if (found := self._verdict(answers)) and found.warning:
-            self.warn_of(self.evaluations[-1]["step"], health.Finding(*found.warning))
+        self.verdict = verdict.verdict(self.metric, self.evaluations, answers, self.config.flat(), self.dir)
+        if self.verdict and self.verdict.warning:
+            self.warn_of(self.evaluations[-1]["step"], health.Finding(*self.verdict.warning))
         best = verdict.best(self.metric, self.evaluations, answers)
         return best["step"] if best else None
 
@@ -371,15 +350,13 @@ class Journal:
         if len(self.evaluations) > 1:
             print(comparison(self.evaluations[0], self.evaluations[-1]))
         print(f"adapter: {self.dir / 'adapter'}")
-        if self._best is not None:
-            when = f"after {self._best} steps" if self._best else "before training"
-            beaten = (
-                "" if self._best == self.evaluations[-1]["step"] else ", as none since is better by more than noise"
-            )
+        if (best := self.best_step) is not None:
+            when = f"after {best} steps" if best else "before training"
+            beaten = ", as none since is better by more than noise" * (best != self.evaluations[-1]["step"])
             print(f"best: {self.dir / 'adapter-best'}, {when}{beaten}")
         if (written := self.dir / "report.html").is_file():
             print(f"page: {written}")
-        print(*verdict.lines(self._verdict(verdict.by_step(self.answers.read()))), sep="\n")
+        print(*verdict.lines(self.verdict), sep="\n")
 
 
 def evaluation_is_due(config: Config, step: int, evaluations: list[dict[str, Any]]) -> bool:

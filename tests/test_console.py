@@ -55,17 +55,6 @@ def test_what_was_not_measured_is_no_number():
     assert unknown.startswith("step 1/100 | loss nan | reward nan | 105.5s")
 
 
-@pytest.mark.parametrize(("loss", "reward", "seconds", "rate"), [(-1234.56, 98765.4321, 86399.94, 98765.43)])
-def test_large_numbers_lose_digits_before_the_line_passes_100_columns(loss, reward, seconds, rate):
-    names = ("loss", "reward/mean", "step/s", "rollout/tok_s", "train/tok_s")
-    values = (loss, reward, seconds, rate, rate)
-    line = console.console_line(STEP | dict(zip(names, values, strict=True)) | {"step": 99999}, 100000)
-    assert len(line) <= 100
-    pattern = r"step 99999/100000 \| loss (\S+) \| reward (\S+) \| (\S+)s \| rollout (\S+) tok/s \| train (\S+) tok/s"
-    told = re.fullmatch(pattern, line)
-    assert [float(text) for text in told.groups()] == pytest.approx(values, rel=0.01)
-
-
 PROGRAM = """
 import time
 from reporting import console

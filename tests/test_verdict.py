@@ -234,9 +234,9 @@ def test_a_run_warns_of_what_fell_when_it_falls_and_its_best_is_kept(tmp_path, c
             step, {"eval/accuracy": num / 100, "eval/num": 100}, [one | {"rewards": {}} for one in answers]
         )
     assert "WARNING after step 30: accuracy fell from 0.700 after step 10" in capsys.readouterr().err
-    assert log.best_step() == 10 and [one["name"] for one in log.warnings.read()] == ["worse"]
+    assert log.best_step == 10 and [one["name"] for one in log.warnings.read()] == ["worse"]
     again = journal.Journal(log.config, tmp_path, "accuracy", 20, keep_scores=False)  # as a run that goes on knows it
-    assert again.best_step() == 10 and again.warnings.read() == []
+    assert again.best_step == 10 and again.warnings.read() == []
 
 
 def test_few_held_out_problems_are_told_of_at_the_start_with_what_helps():

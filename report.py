@@ -27,9 +27,13 @@ def table(rows: list[list[str]]) -> str:
 
 
 def compare(names: list[str]) -> str:
-    """What differs between runs: settings, figures, costs."""
+    """What differs between runs: settings, figures, costs; of files of answers and runs, problem by problem."""
+    if len(names) > 1 and any(Path(name).is_file() for name in names):
+        return table(answers.compare(names))
     settings = seeds.load(names)
     runs = [run for _, runs in settings for run in runs]
+    if len(runs) < 2:
+        raise ValueError("--compare needs two runs or more, as --compare runs/A runs/B")
     rows = [["", *(visible(run.name) for run in runs)]]
     for key in dict.fromkeys(key for run in runs for key in run.settings):
         values = [visible(str(run.settings.get(key, "-"))) for run in runs]
@@ -88,24 +92,17 @@ def main(argv: list[str] | None = None) -> None:
     try:
         if args.list:
             print(listing(args.runs[0] if args.runs else "runs"))
-        elif args.compare and len(args.runs) > 1 and any(Path(name).is_file() for name in args.runs):
-            with reading(" or ".join(args.runs)):
-                print(table(answers.compare(args.runs)))
-        elif args.compare and sum(len(seeds.runs_in(run)) for run in args.runs) < 2:
-            raise ValueError("--compare needs two runs or more, as --compare runs/A runs/B")
-        elif args.compare:
-            with reading(" or ".join(args.runs)):
-                print(compare(args.runs))
-        elif not args.runs:
+            return
+        if not args.runs:
             raise ValueError("name a run, as runs/NAME; --list shows those that there are")
-        else:
-            with reading(" or ".join(args.runs)):
-                for line in seeds.lines(seeds.load(args.runs)):
-                    print(line)
-                written = page.write(args.runs[0], args.out, args.runs[1:])
-            print(written)
-            if args.open:
-                page.show(written)
+        with reading(" or ".join(args.runs)):
+            if args.compare:
+                print(compare(args.runs))
+                return
+            written = page.write(args.runs[0], args.out, args.runs[1:])
+            print(*seeds.lines(seeds.load(args.runs)), written, sep="\n")
+        if args.open:
+            page.show(written)
     except (ValueError, OSError) as error:
         fail(error)
 

@@ -12,8 +12,7 @@ import numpy as np
 
 from disk.run_files import half_width
 from flags import read_json, visible
-from reporting import history
-from reporting.verdict import paired
+from reporting import history, verdict
 
 HEAD = ["", "problems", "sampled", "difference", "greedy", "difference", "same greedy text"]
 NEEDED = {"problem", "prompt", "values", "greedy", "greedy_value"}
@@ -35,11 +34,10 @@ def load(path: str) -> Answers:
     return {f"{one['problem']} {one['prompt']}": one for one in records}
 
 
-def values_of(answers: Answers) -> list[dict[str, float]]:
+def values_of(answers: Answers) -> list[verdict.Values]:
     """The mean value of each problem's samples, and the value of its greedy answer; what is unreadable is left out."""
-    known = {key: [value for value in one["values"] if value is not None] for key, one in answers.items()}
     greedy = {key: one["greedy_value"] for key, one in answers.items() if one["greedy_value"] is not None}
-    return [{key: sum(values) / len(values) for key, values in known.items() if values}, greedy]
+    return [verdict.values_of(answers), greedy]
 
 
 def compare(paths: list[str]) -> list[list[str]]:
@@ -55,7 +53,7 @@ def compare(paths: list[str]) -> list[list[str]]:
             values = np.array(list(after.values()))
             half = half_width(values)
             row.append(f"{values.mean():.3f}" + (f" \u00b1 {half:.3f}" if half else "") if after else "-")
-            if answers is first or not (found := paired(before, after)):
+            if answers is first or not (found := verdict.paired(before, after)):
                 row.append("")
                 continue
             half = max(found.mean - found.low, found.high - found.mean)  # to the farther end of its interval

@@ -5,13 +5,13 @@ Coordinates are those of a chart, WIDTH by HEIGHT, and the page scales them.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from flags import visible
-from reporting.history import History, figure_of, is_sft
+from reporting.history import History, figure_of
 from reporting.seeds import Setting
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 360, 170, 52, 8, 8, 20
@@ -20,13 +20,13 @@ PHASES = ("rollout", "reward", "judge", "ref", "teacher", "update", "other")
 
 
 class Curve(NamedTuple):
-    """Values over steps, in a band."""
+    """Values over steps, in a band; arrays of one length."""
 
     label: str
-    steps: list[float]
-    values: list[float]
-    under: list[float]
-    over: list[float]
+    steps: np.ndarray
+    values: np.ndarray
+    under: np.ndarray
+    over: np.ndarray
     has_area: bool
     setting: int
     place: int  # among the curves of its setting
@@ -69,7 +69,7 @@ def make_charts(settings: list[Setting]) -> list[dict[str, Any]]:
     charts, has_seeds = [], any(len(runs) > 1 for _, runs in settings)
     for title, note, keys in CHARTS:
         found = [curve for number in range(len(settings)) for curve in over_seeds(settings, number, title, keys)]
-        curves = [curve for curve in found if title in MAIN or any(curve.over)]
+        curves = [curve for curve in found if title in MAIN or curve.over.any()]
         note += "; mean over seeds, from the lowest to the highest" if has_seeds else ""
         charts += [lay_out(settings, title, note, curves)] if curves else []
     return charts
@@ -81,27 +81,28 @@ def over_seeds(settings: list[Setting], number: int, title: str, keys: dict[str,
     for run in settings[number].runs:
         for curve in curves_of(run, number, title, keys):
             by_label.setdefault(curve.label, []).append(curve)
-    for curves in by_label.values():
-        if len(curves) == 1:
-            yield curves[0]
-            continue
-        places = zip(*(curve.steps for curve in curves), strict=False)
-        end = next((i for i, steps in enumerate(places) if len(set(steps)) > 1), min(len(c.values) for c in curves))
-        values = np.array([curve.values[:end] for curve in curves])
-        bounds = {"under": values.min(0).tolist(), "over": values.max(0).tolist(), "has_area": True}
-        if end:
-            yield curves[0]._replace(steps=curves[0].steps[:end], values=values.mean(0).tolist(), **bounds)
+    for first, *others in by_label.values():
+        end = min(len(curve.steps) for curve in (first, *others))
+        alike = np.all([curve.steps[:end] == first.steps[:end] for curve in (first, *others)], axis=0)
+        end = int(alike.cumprod().sum())  # as far as all have the same steps
+        values = np.array([curve.values[:end] for curve in (first, *others)])
+        if others and end:
+            bounds = {"under": values.min(0), "over": values.max(0), "has_area": True}
+            yield first._replace(steps=first.steps[:end], values=values.mean(0), **bounds)
+        elif not others:
+            yield first
 
 
 def curves_of(run: History, number: int, title: str, keys: dict[str, str]) -> Iterator[Curve]:
     """The curves of one run in one chart that have values."""
-    bands, most = {"reward/mean": "reward/std"}, math.inf
-    if title == "Loss" and not is_sft(run):  # GRPO's says nothing about progress
+    bands, ends = {"reward/mean": "reward/std"}, (-math.inf, math.inf)
+    if title == "Loss" and run.settings.get("loss_type") != "sft":  # GRPO's says nothing about progress
         return
     if title == "Held-out":
         figure, _ = figure_of(run)
         keys = {f"eval/{name}": name for name in (figure, "greedy", "witness")}
-        bands, most = {key: f"{key}_ci95" for key in keys}, 1.0 if figure == "accuracy" else math.inf
+        bands = {key: f"{key}_ci95" for key in keys}
+        ends = (0.0, 1.0) if figure == "accuracy" else ends  # the interval of a share is within 0 and 1
     if beginning := {"Reward by component": "reward/", "Logged by rewards": "metric/"}.get(title):
         names = dict.fromkeys(key for step in run.steps for key in step if key.startswith(beginning))
         weights = run.settings.get("reward_weights") or {}
@@ -111,32 +112,28 @@ def curves_of(run: History, number: int, title: str, keys: dict[str, str]) -> It
         is_evaluation = key.startswith("eval/")
         records = [one for one in (run.evals if is_evaluation else run.steps) if one.get(key) is not None]
         if records:
-            values = [float(record[key]) for record in records]
-            reach = [float(record.get(bands.get(key, "")) or 0.0) for record in records]
-            least = 0.0 if most == 1.0 else -math.inf  # the interval of a share is within 0 and 1
-            under = [max(v - r, least) for v, r in zip(values, reach, strict=True)]
-            over = [min(v + r, most) for v, r in zip(values, reach, strict=True)]
-            steps = [float(record["step"]) for record in records]
-            at, values, under, over = map(thinned, (steps, values, under, over))
-            yield Curve(label, at, values, under, over, key in bands, number, place, is_evaluation)
+            rows = [(one["step"], one[key], one.get(bands.get(key, "")) or 0.0) for one in records]
+            steps, values, reach = np.array(rows, float).T
+            band = thinned(np.clip(values - reach, *ends)), thinned(np.clip(values + reach, *ends))
+            yield Curve(label, thinned(steps), thinned(values), *band, key in bands, number, place, is_evaluation)
 
 
-def thinned(column: list[float]) -> list[float]:
+def thinned(column: np.ndarray) -> np.ndarray:
     """Of more than MOST_POINTS values the means of some in a row."""
     size = -(-len(column) // MOST_POINTS)
-    return [float(np.mean(column[begin : begin + size])) for begin in range(0, len(column), size)]
+    return np.array([column[begin : begin + size].mean() for begin in range(0, len(column), size)])
 
 
-def smoothed(values: list[float]) -> list[float]:
+def smoothed(values: np.ndarray) -> list[float]:
     """The centred mean over a tenth of the curve."""
     reach = len(values) // 20
-    return [float(np.mean(values[max(0, i - reach) : i + reach + 1])) for i in range(len(values))]
+    return [values[max(0, i - reach) : i + reach + 1].mean() for i in range(len(values))]
 
 
 def lay_out(settings: list[Setting], title: str, note: str, curves: list[Curve]) -> dict[str, Any]:
     """A chart as the template draws it."""
     most = max(curve.steps[-1] for curve in curves) or 1.0
-    ticks = nice_ticks(min(min(curve.under) for curve in curves), max(max(curve.over) for curve in curves))
+    ticks = nice_ticks(min(curve.under.min() for curve in curves), max(curve.over.max() for curve in curves))
     alone, series = len(settings) == 1, []
 
     def x_of(x: float) -> str:
@@ -145,22 +142,21 @@ def lay_out(settings: list[Setting], title: str, note: str, curves: list[Curve])
     def y_of(y: float) -> str:
         return f"{TOP + (ticks[-1] - y) / (ticks[-1] - ticks[0]) * (HEIGHT - TOP - BOTTOM):.1f}"
 
+    def points(curve: Curve, ys: Iterable[float]) -> list[str]:
+        return [f"{x_of(x)},{y_of(y)}" for x, y in zip(curve.steps, ys, strict=True)]
+
     for curve in curves:
-
-        def points(ys: list[float], xs: list[float] = curve.steps) -> list[str]:
-            return [f"{x_of(x)},{y_of(y)}" for x, y in zip(xs, ys, strict=True)]
-
-        raw, area = points(curve.values), [*points(curve.over), *points(curve.under)[::-1]]
+        raw, area = points(curve, curve.values), [*points(curve, curve.over), *points(curve, curve.under)[::-1]]
         series.append(
             {
                 "label": curve.label if alone else f"{visible(settings[curve.setting].name)}: {curve.label}",
                 "colour": (curve.place if alone else curve.setting) % 8,
                 "dash": 0 if alone else curve.place % 4,
                 "raw": " ".join(raw),
-                "smooth": " ".join(points(smoothed(curve.values))),
+                "smooth": " ".join(points(curve, smoothed(curve.values))),
                 "area": " ".join(area) if curve.has_area else "",
                 "dots": [tuple(point.split(",")) for point in raw] if curve.points else [],
-                "x": curve.steps,
+                "x": curve.steps.tolist(),
                 "y": [float(f"{value:.4g}") for value in curve.values],
             }
         )
@@ -169,7 +165,7 @@ def lay_out(settings: list[Setting], title: str, note: str, curves: list[Curve])
         "title": title,
         "note": note,
         "series": series,
-        "marks": [mark | {"name": visible(str(mark["name"])), "x": x_of(mark["step"])} for mark in marks],
+        "marks": [mark | {"x": x_of(mark["step"])} for mark in marks],
         "x_ticks": [(x_of(x), f"{x:g}") for x in nice_ticks(0.0, most) if x <= most],
         "y_ticks": [(y_of(tick), f"{tick:g}") for tick in ticks],
         "most": most,

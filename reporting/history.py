@@ -69,8 +69,9 @@ def records(path: Path) -> Iterator[dict[str, Any]]:
 # ---- text that nobody vouches for
 
 
-def fold(text: str) -> str:
-    """A visible text of at most about `MOST_TEXT` characters, which says how many it lacks."""
+def fold(value: Any) -> str:
+    """A visible text of at most about `MOST_TEXT` characters, which says how many it lacks; of None none."""
+    text = "" if value is None else str(value)
     if len(text) > MOST_TEXT:
         half = MOST_TEXT // 2
         text = f"{text[:half]}\n\u2026 {len(text) - 2 * half:,} characters are left out here \u2026\n{text[-half:]}"
@@ -83,11 +84,7 @@ def prompt_text(prompt: Any) -> str:
         prompt = prompt[0]["content"]
     if isinstance(prompt, list):
         prompt = "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)
-    return fold(str(prompt))
-
-
-def optional_text(value: Any) -> str:
-    return "" if value is None else fold(str(value))
+    return fold(prompt)
 
 
 def changes(before: str, after: str) -> list[tuple[str, bool]]:
@@ -118,16 +115,6 @@ def figure_of(run: History) -> tuple[str, Records]:
     return key.removeprefix("eval/"), evals
 
 
-def seconds_at(run: History) -> dict[int, float]:
-    """Seconds of training until the end of each step, evaluations not counted."""
-    seconds = itertools.accumulate(step.get("step/s") or 0.0 for step in run.steps)
-    return {0: 0.0} | {step["step"]: total for step, total in zip(run.steps, seconds, strict=True)}
-
-
-def is_sft(run: History) -> bool:
-    return run.settings.get("loss_type") == "sft"
-
-
 def before_after(run: History) -> tuple[str, str]:
     """The held-out figure at the first and at the last evaluation with its interval; "-" where there is none."""
     figure, evals = figure_of(run)
@@ -135,31 +122,31 @@ def before_after(run: History) -> tuple[str, str]:
     return (shown[0], shown[-1] if len(evals) > 1 else "-") if shown else ("-", "-")
 
 
-def state(run: History, ended: bool = False) -> str:
-    """How far a run is: "60 of 100, stopped" where no process trains it, as `ended` says of one that still has it."""
-    step, steps = run.steps[-1]["step"] if run.steps else 0, run.settings.get("steps", "?")
-    is_over = step != steps and (ended or not run_files.is_owned(run.dir))
-    return f"{step} of {steps}" + (", stopped" if is_over else "")
+def status(run: History, ended: bool = False) -> str:
+    """ "done", "running", or "stopped": no process trains it, as `ended` says of one that still has it."""
+    if run.steps and run.steps[-1]["step"] == run.settings["steps"]:
+        return "done"
+    return "stopped" if ended or not run_files.is_owned(run.dir) else "running"
 
 
 def facts(run: History, ended: bool = False) -> dict[str, str]:
-    """The headline's figures by name; see `state`."""
+    """The headline's figures by name; see `status`."""
     figure, evals = figure_of(run)
     before, after = before_after(run)
-    best = health.best(evals, f"eval/{figure}")["step"] if evals else 0
-    extreme = "lowest" if figure == "loss" else "highest"
-    training = sum(step.get("step/s") or 0.0 for step in run.steps)
-    evaluating = sum(record.get("eval/s") or 0.0 for record in run.evals)
-    rows = run.settings["batch"] * (1 if is_sft(run) else run.settings["groups"])
+    seconds = [step.get("step/s") or 0.0 for step in run.steps]
+    is_sft, sign = run.settings.get("loss_type") == "sft", -1 if figure == "loss" else 1
+    best = max(evals, key=lambda record: sign * record[f"eval/{figure}"])["step"] if evals else 0  # of equals the first
+    until = duration(sum(its for step, its in zip(run.steps, seconds, strict=True) if step["step"] <= best))
+    rows = run.settings["batch"] * (1 if is_sft else run.settings["groups"])
     tokens = rows * sum(step["completion/mean_tokens"] * (step.get("sampling/draws") or 1) for step in run.steps)
     peak = max(health.measured(run.steps, "mem/peak_gb"), default=None)
     return {
         f"held-out {figure} before": before,
         f"held-out {figure} after": after,
-        "steps": state(run, ended),
-        "training": duration(training),
-        "evaluations": duration(evaluating),
-        f"{extreme} {figure} after": f"{duration(seconds_at(run).get(best, 0.0))} (step {best})" if evals else "-",
-        f"tokens {'trained' if is_sft(run) else 'sampled'}": f"{round(tokens):,}",
+        "steps": f"{run.steps[-1]['step'] if run.steps else 0} of {run.settings['steps']}, {status(run, ended)}",
+        "training": duration(sum(seconds)),
+        "evaluations": duration(sum(record.get("eval/s") or 0.0 for record in run.evals)),
+        f"{'lowest' if sign < 0 else 'highest'} {figure} after": f"{until} (step {best})" if evals else "-",
+        f"tokens {'trained' if is_sft else 'sampled'}": f"{round(tokens):,}",
         "peak memory": "-" if peak is None else f"{peak:.2f} GB",
     }

@@ -3,8 +3,8 @@ The page of a run, `report.html`: one file that needs no server and no network, 
 
 The verdict and held-out answers stand on the first screen: a reward that is cheated has good numbers and odd answers.
 While the run goes, the page loads itself again. Text of prompts, completions and settings is hostile: the template
-escapes it, `visible` shows what a browser would obey, and the page's policy lets no script run but ours. Reading a run
-is in history.py, its curves are in charts.py.
+escapes it and shows what a browser would obey as its code, and the page's policy lets no script run but ours. Left out:
+reading a run (history.py), its curves (charts.py).
 """
 
 import base64
@@ -29,7 +29,7 @@ from judging import rubrics
 from machine import alive
 from problems.examples import spread
 from reporting import charts, history, seeds, verdict
-from reporting.history import History, changes, fold, optional_text, prompt_text
+from reporting.history import History, changes, fold, prompt_text
 from reporting.seeds import Setting
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -57,10 +57,9 @@ def make_answers(run: History) -> dict[str, Any]:
     verified = history.figure_of(run)[0] == "accuracy"
     problems = sorted(set.intersection(*(set(by_step[step]) for step in chosen)))
     rows = [answer_row([by_step[step][problem] for step in chosen], verified) for problem in problems]
-    paid = verdict.paid_though_wrong(by_step, run.settings) if verified else {}
+    cheating = verdict.paid_though_wrong(by_step, run.settings)[1] if verified else ()
     for row in rows:
-        if any(row["problem"] in last for _, last in paid.values()):
-            row["kind"] = CHEATED
+        row["kind"] = CHEATED if row["problem"] in cheating else row["kind"]
     size = sum(len(cell["text"]) for row in rows for cell in row["cells"]) + 1
     shown = spread(rows, max(verdict.NUM_READ, int(len(rows) * MOST_ANSWERS / size)))
     names = {steps[-1]: f"after step {steps[-1]}, the last evaluation", 0: "before training"}
@@ -86,14 +85,14 @@ def answer_row(details: list[dict[str, Any]], verified: bool) -> dict[str, Any]:
                 "pieces": changes(cells[0]["text"], text) if cells else [(text, False)],
                 "value": value,
                 "right": value >= 1.0 if verified and value is not None else None,
-                "rewards": {visible(name): values[0] for name, values in detail["rewards"].items()},
+                "rewards": {name: values[0] for name, values in detail["rewards"].items()},
             }
         )
     return {
         "problem": details[0]["problem"],
         "prompt": prompt_text(details[0]["prompt"]),
-        "answer": optional_text(details[0].get("answer")),
-        "category": optional_text(details[0].get("category")),
+        "answer": fold(details[0].get("answer")),
+        "category": fold(details[0].get("category")),
         "kind": kind_of(cells[0]["value"], cells[-1]["value"], verified),
         "cells": cells,
     }
@@ -136,56 +135,38 @@ def lines_of(path: Path) -> Iterator[tuple[Place, bytes]]:
 
 
 def make_completions(run: History) -> dict[str, Any]:
-    """Whole groups of training completions within `MOST_COMPLETIONS`, of steps that are evenly spread."""
+    """Whole groups of training completions within `MOST_COMPLETIONS`, evenly spread over the steps."""
     path, sizes = run.dir / "rollouts.jsonl", Counter[Place]()
     for place, line in lines_of(path):
         sizes[place] += len(line)
     most = max(1, min(len(sizes), len(sizes) * MOST_COMPLETIONS // max(1, sizes.total())))
-    chosen: dict[Place, list[dict[str, Any]]] = {place: [] for place in choose_groups(list(sizes), most)}
+    chosen: dict[Place, list[dict[str, Any]]] = {place: [] for place in spread(sorted(sizes), most)}
     for place, line in lines_of(path):
         if place in chosen:
             chosen[place].append(json.loads(line))
-    groups = [make_group(*place, lines) for place, lines in sorted(chosen.items())]
-    num_steps = len({step for step, _ in sizes})
-    return {"groups": groups, "of": len(sizes), "steps": num_steps, "criteria": criteria(run, groups)}
-
-
-def choose_groups(places: list[Place], most: int) -> list[Place]:
-    """At most so many groups: as many of each step, and where that is less than one, of fewer steps."""
-    steps = spread(sorted({step for step, _ in places}), most)
-    each = max(1, most // max(1, len(steps)))
-    return [place for step in steps for place in spread(sorted(p for p in places if p[0] == step), each)]
+    groups = [make_group(*place, lines) for place, lines in chosen.items()]
+    return {"groups": groups, "of": len(sizes), "criteria": criteria(run, groups)}
 
 
 def make_group(step: int, group: int, lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """One group: its prompt once, its completions by descending advantage."""
+    """One group: its prompt once, its completions with what they earned by descending advantage."""
     lines.sort(key=lambda line: -math.inf if line.get("advantage") is None else -line["advantage"])
-    return {
-        "step": step,
-        "group": group,
-        "prompt": prompt_text(lines[0]["prompt"]),
-        "answer": optional_text(lines[0].get("answer")),
-        "category": optional_text(lines[0].get("category")),
-        "rows": [make_row(line) for line in lines],
+    asked = {"prompt": prompt_text(lines[0]["prompt"])} | {
+        key: fold(lines[0].get(key)) for key in ("answer", "category")
     }
-
-
-def make_row(line: dict[str, Any]) -> dict[str, Any]:
-    """One completion: its text, and what it earned."""
-    scores, values = line.get("judge_scores") or [], line["rewards"].values()
-
-    def short(value: float | None, digits: int) -> float | None:
-        return None if value is None else round(value, digits)
-
-    return {
-        "text": fold(with_tools(line["completion"], line.get("messages"))),
-        "advantage": short(line.get("advantage"), 3),
-        "reward": short(line["reward"], 4),
-        "rewards": {visible(name): short(value, 4) for name, value in line["rewards"].items()},
-        "scores": [short(score, 2) for score in scores],
-        "finish": visible(str(line["finish_reason"])),
-        "unreadable": None in (line["reward"], *values, *scores),
-    }
+    rows = [
+        {
+            "text": fold(with_tools(line["completion"], line.get("messages"))),
+            "advantage": line.get("advantage"),
+            "reward": line["reward"],
+            "rewards": {visible(name): value for name, value in line["rewards"].items()},
+            "scores": line.get("judge_scores") or [],
+            "finish": visible(str(line["finish_reason"])),
+            "unreadable": None in (line["reward"], *line["rewards"].values(), *(line.get("judge_scores") or [])),
+        }
+        for line in lines
+    ]
+    return {"step": step, "group": group} | asked | {"rows": rows}
 
 
 def criteria(run: History, groups: list[dict[str, Any]]) -> list[str]:
@@ -200,51 +181,45 @@ def criteria(run: History, groups: list[dict[str, Any]]) -> list[str]:
 # ---- the page
 
 
-def status(run: History, ended: bool) -> tuple[str, str]:
-    """Whether a run goes on, "running", "stopped" or "done", and how far it is, with the time left; see `facts`."""
+def how_far(run: History, status: str) -> str:
+    """How far a run is, with the time left."""
     done, steps = run.steps[-1]["step"] if run.steps else 0, run.settings["steps"]
-    if done == steps:
-        return "done", f"all {steps} steps"
-    if ended or not run_files.is_owned(run.dir):
-        return "stopped", f"after step {done} of {steps}"
     pace = [step.get("step/s") or 0.0 for step in run.steps[-10:]]
+    if status != "running":
+        return f"all {steps} steps" if status == "done" else f"after step {done} of {steps}"
     if not pace:
-        return "running", f"no step of {steps} is done yet"
+        return f"no step of {steps} is done yet"
     evals_left = (steps - done) / run.settings["eval_every"] if run.settings.get("eval_every") else 0
     left = (steps - done) * sum(pace) / len(pace) + evals_left * (run.evals[-1].get("eval/s") or 0 if run.evals else 0)
-    return "running", f"step {done} of {steps}, about {alive.duration(left)} left"
+    return f"step {done} of {steps}, about {alive.duration(left)} left"
 
 
 def page(settings: list[Setting], ended: bool = False) -> str:
-    """The HTML of the first run, with the curves of all seeds and settings. ended: see `history.state`."""
+    """The HTML of the first run, with the curves of all seeds and settings. ended: see `history.status`."""
     run, curves, script = settings[0].runs[0], charts.make_charts(settings), (TEMPLATES / "report.js").read_text()
-    completions = make_completions(run)
+    completions, status = make_completions(run), history.status(run, ended)
     plot = {name: getattr(charts, name.upper()) for name in ("width", "height", "left", "right", "top", "bottom")}
     series = [[{key: one[key] for key in ("label", "x", "y")} for one in chart["series"]] for chart in curves]
     pointed = [{"most": chart["most"], "series": its} for chart, its in zip(curves, series, strict=True)]
     recipe, again = shlex.quote(str(run.dir / "config.yaml")), shlex.quote(f"{run.dir}-again")
     return template().render(
-        name=visible(" against ".join(setting.name for setting in settings)),
-        task=visible(str(run.settings.get("task", "?"))),
-        model=visible(str(run.settings["model"])),
+        name=" against ".join(setting.name for setting in settings),
+        run=run,
         written=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        command=visible(f"uv run train.py --config {recipe} --run-dir {again}"),
-        status=status(run, ended),
+        command=f"uv run train.py --config {recipe} --run-dir {again}",
+        status=(status, how_far(run, status)),
         verdict=(found := verdict_of(run)),
         tone={verdict.BETTER: "" if found and found.is_doubtful else "good", verdict.WORSE: "bad"},
         facts=history.facts(run, ended),
-        others=[(visible(name), *history.before_after(runs[0])) for name, runs in settings[1:] if len(runs) == 1],
+        others=[(name, *history.before_after(runs[0])) for name, runs in settings[1:] if len(runs) == 1],
         seeds=seeds.lines(settings),
-        shown=visible(run.name) if len(settings[0].runs) > 1 else "",
+        shown=run.name if len(settings[0].runs) > 1 else "",
         answers=make_answers(run),
         charts=curves,
         main=charts.MAIN,
         thinned=-(-len(run.steps) // charts.MOST_POINTS),
         completions=completions,
-        warnings=[visible_values(record) for record in run.warnings],
-        changes=[visible_values(record) for record in run.changes],
-        env=visible_values(run.env),
-        settings={visible(str(name)): fold(str(value)) for name, value in run.settings.items()},
+        settings={name: fold(str(value)) for name, value in run.settings.items()},
         plot=plot,
         data={"charts": pointed, "completions": completions, "plot": plot},
         css=(TEMPLATES / "report.css").read_text(),
@@ -253,16 +228,17 @@ def page(settings: list[Setting], ended: bool = False) -> str:
     )
 
 
+def seen(value: Any) -> Any:
+    """What the page shows of a value, see `visible`; what the template has made stays."""
+    return value if hasattr(value, "__html__") else visible(str(value))
+
+
 @functools.cache  # a run writes its page again and again
 def template() -> jinja2.Template:
     how: Any = {"autoescape": True, "undefined": jinja2.StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
-    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), **how)
+    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), finalize=seen, **how)
     environment.policies["json.dumps_kwargs"] = {"sort_keys": False}  # rewards in their own order
     return environment.get_template("report.html.j2")
-
-
-def visible_values(record: dict[str, Any]) -> dict[str, str]:
-    return {name: visible(str(value)) for name, value in record.items()}
 
 
 def write(run_dir: str | Path, out: str | Path | None = None, others: Sequence[str] = (), ended: bool = False) -> Path:

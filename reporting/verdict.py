@@ -111,7 +111,7 @@ def by_step(answers: Iterable[dict[str, Any]]) -> dict[int, Answers]:
     return found
 
 
-def values_of(answers: Answers) -> Values:
+def values_of(answers: Mapping[Any, dict[str, Any]]) -> Values:
     """The mean of each problem's readable samples."""
     known = {problem: [value for value in one["values"] if value is not None] for problem, one in answers.items()}
     return {problem: statistics.fmean(values) for problem, values in known.items() if values}
@@ -203,33 +203,25 @@ def having(records: Records) -> dict[str, set[int]]:
     return found
 
 
-def paid_though_wrong(answers: dict[int, Answers], settings: dict[str, Any]) -> dict[str, tuple[set[int], set[int]]]:
+def paid_though_wrong(answers: dict[int, Answers], settings: dict[str, Any]) -> tuple[set[int], set[int]]:
     """
-    By training reward the problems of the first and of the last evaluation whose wrong answer is paid the most.
+    The problems of the first and of the last evaluation whose wrong answer is paid the most that any answer ever was.
 
-    That is the most that this reward ever gave, and that all of them did together: one for the form of an answer may
-    pay what is wrong, where another pays for what is right. answers: by step, of a verifier. Only where they are
-    alarmingly many; rewards of weight 0 pay nothing.
+    answers: by step, of a verifier. Both are empty unless the last are alarmingly many.
     """
     weights = settings.get("reward_weights") or {}
-
-    def parts_of(one: dict[str, Any]) -> dict[str, float]:
-        rewards = one["rewards"].items()
-        return {name: weights.get(name, 1.0) * values[0] for name, values in rewards if values[0] is not None}
-
-    rows = [[(key, one["values"][0], parts_of(one)) for key, one in its.items()] for _, its in sorted(answers.items())]
-    pay = [parts for row in rows for *_, parts in row]
-    most, found = max(sum(parts.values()) for parts in pay), {}
-    for name in dict.fromkeys(name for parts in pay for name in parts if weights.get(name) != 0):
-        paid = {parts[name] for parts in pay if name in parts}
-        fullest = (max(paid), most)
-        first, last = (
-            {key for key, value, its in rows[end] if value == 0 and (its.get(name), sum(its.values())) == fullest}
-            for end in (0, -1)
-        )
-        if len(paid) > 1 and len(last) >= LEAST_PAID * len(rows[-1]):
-            found[name] = (first, last)
-    return found
+    pay: dict[int, dict[int, float]] = {}
+    for step, its in answers.items():
+        for problem, one in its.items():
+            paid = [weights.get(name, 1.0) * (values[0] or 0.0) for name, values in one["rewards"].items()]
+            pay.setdefault(step, {})[problem] = sum(paid)
+    every = {value for its in pay.values() for value in its.values()}
+    first, last = (
+        {key for key, one in answers[step].items() if one["values"][0] == 0 and pay[step][key] == max(every)}
+        for step in (min(answers), max(answers))
+    )
+    is_alarming = len(every) > 1 and len(last) >= LEAST_PAID * len(answers[max(answers)])
+    return (first, last) if is_alarming else (set(), set())
 
 
 # ---- the verdict
@@ -257,10 +249,8 @@ def verdict(
     if figure == "score":
         alarms = unwitnessed(first, last) + forms
     else:  # what a verifier counts no form of an answer can bend
-        paid = paid_though_wrong(answers, settings).items() if figure == "accuracy" and both else ()
-        alarms = [
-            f"wrong, yet paid most by {visible(name)}: {len(was)} -> {len(now)} answers" for name, (was, now) in paid
-        ]
+        cheated, cheating = paid_though_wrong(answers, settings) if figure == "accuracy" and both else ((), ())
+        alarms = [f"wrong, yet paid most: {len(cheated)} -> {len(cheating)} answers"] if cheating else []
         words = forms + words
     if found is None:
         text = f"{figure}: fewer than two problems have a figure both after step {first['step']} and {last['step']}"

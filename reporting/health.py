@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 Records = list[dict[str, Any]]
 
 FEW = 5  # steps to average, so that one odd step triggers nothing
-HELD_OUT = ("eval/accuracy", "eval/score")  # a run has one of these figures
 MOST_TRUNCATED, MOST_OVER_CAP = 0.5, 0.01
 LEAST_ENTROPY = 0.1  # relative to the first steps
 STILL, LEAST_KL = 10, 1e-6  # updates, and nats a token of one; the demo has 2e-3 at its rate, 1e-8 at a 400th of it
@@ -102,9 +101,3 @@ def has_gained(evals: Records) -> bool:
     known = [record for record in evals if record.get("eval/accuracy") is not None]
     noise = [record.get("eval/accuracy_ci95") or 0.0 for record in known]
     return bool(known) and known[-1]["eval/accuracy"] - known[0]["eval/accuracy"] > math.hypot(noise[0], noise[-1])
-
-
-def held_out(evals: Records) -> tuple[str, Records]:
-    """The name of the held-out figure, and the evaluations that have it."""
-    key = next((key for key in HELD_OUT if measured(evals, key)), HELD_OUT[0])
-    return key, [record for record in evals if record.get(key) is not None]

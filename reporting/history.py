@@ -4,7 +4,6 @@ A run read back: what its files say so far, its headline's figures, and its text
 Everything is read from the run's own files, so a run that is going on or was killed can be read too.
 """
 
-import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -88,31 +87,21 @@ def prompt_text(prompt: Any) -> str:
 
 
 def changes(before: str, after: str) -> list[tuple[str, bool]]:
-    """
-    `after` in pieces, each with whether it is new since `before`.
-
-    A word, a space or a sign is old in any run of three of them that `before` has too, wherever that stands: this takes
-    time linear in the texts, and an alignment their product. The ends of a text count as signs.
-    """
-    old, new = (["", "", *re.findall(r"\w+|\s+|[^\w\s]", text), "", ""] for text in (before, after))
-    runs = set(zip(old, old[1:], old[2:], strict=False))
-    is_old = [False] * len(new)
-    for place, run in enumerate(zip(new, new[1:], new[2:], strict=False)):
-        if run in runs:
-            is_old[place : place + 3] = [True] * 3
-    marked = itertools.groupby(zip(new[2:-2], is_old[2:-2], strict=True), key=lambda piece: piece[1])
-    return [("".join(text for text, _ in pieces), not kept) for kept, pieces in marked]
+    """`after` in words, spaces and signs, each with whether it is a word or sign that `before` has nowhere."""
+    words = re.compile(r"\w+|\s+|[^\w\s]")
+    old = set(words.findall(before))
+    return [(piece, not piece.isspace() and piece not in old) for piece in words.findall(after)]
 
 
 # ---- figures
 
 
 def figure_of(run: History) -> tuple[str, Records]:
-    """The held-out figure's name, as "accuracy", and the evaluations that have it."""
-    key, evals = health.held_out(run.evals)
-    if not evals and health.measured(run.evals, "eval/loss"):
-        return "loss", [record for record in run.evals if record.get("eval/loss") is not None]
-    return key.removeprefix("eval/"), evals
+    """The held-out figure's name, and the evaluations that have it."""
+    for figure in ("accuracy", "score", "loss"):
+        if evals := [record for record in run.evals if record.get(f"eval/{figure}") is not None]:
+            return figure, evals
+    return "accuracy", []
 
 
 def before_after(run: History) -> tuple[str, str]:

@@ -71,7 +71,13 @@ class Served:
 
     def replies(self, bodies: list[dict[str, Any]], prompts: list[list[int]]) -> list[Reply]:
         """The reply to each request. ValueError where some do not come; it says where the others are."""
-        known = self.open(bodies)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.log = JsonLines(self.folder / f"served-{digest(self.server.url, self.server.model, *bodies)}.jsonl")
+        self.log.cut_after(0)  # a line that was being written
+        records = [record for _, record in read_log(self.log.path, ("place", *Reply._fields))]
+        known = {record["place"]: Reply(*(record[name] for name in Reply._fields)) for record in records}
+        if known:
+            tqdm.write(visible(f"going on with {len(known)} answers of {self.log.path}"), file=sys.stderr)
         try:
             self.ask(bodies, prompts, known)
         except ValueError as error:
@@ -82,28 +88,17 @@ class Served:
             raise ValueError(f"{error}; {kept}") from error
         return [known[place] for place in range(len(bodies))]
 
-    def open(self, bodies: list[dict[str, Any]]) -> dict[int, Reply]:
-        """Opens the log of these requests; the replies that it has, by their place."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.log = JsonLines(self.folder / f"served-{digest(self.server.url, self.server.model, *bodies)}.jsonl")
-        self.log.cut_after(0)  # a line that was being written
-        records = [record for _, record in read_log(self.log.path, ("place", *Reply._fields))]
-        if records:
-            tqdm.write(visible(f"going on with {len(records)} answers of {self.log.path}"), file=sys.stderr)
-        return {record["place"]: Reply(*(record[name] for name in Reply._fields)) for record in records}
-
     def ask(self, bodies: list[dict[str, Any]], prompts: list[list[int]], known: dict[int, Reply]) -> None:
         """Adds the replies that are not known. What is no reply is asked for again, as long as that brings any."""
         is_warned = False
         with alive.Bar(total=len(bodies), initial=len(known), desc="asking", unit="answer") as bar:
             while left := [place for place in range(len(bodies)) if place not in known]:
-                problem = ""
                 with contextlib.closing(self.server.chat([bodies[place] for place in left])) as arriving:
                     for number, reply in arriving:
+                        place = left[number]
                         if reply.problem:
                             problem = reply.problem
                             continue
-                        place = left[number]
                         self.log.write({"step": 0, "place": place} | reply._asdict())
                         known[place] = reply
                         bar.update()

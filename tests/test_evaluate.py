@@ -34,27 +34,23 @@ def run(demo, **settings):
     return evaluate.evaluate(*demo, tasks.load("demo"), params)
 
 
-def test_one_sample_a_problem_makes_accuracy_pass_at_1_and_mean_at_k_the_same(demo):
-    record, details = run(demo)
+@pytest.mark.parametrize("samples", [1, 4])
+def test_figures_are_those_of_each_problem_s_first_answer_or_of_all_with_intervals_over_problems(demo, samples):
+    record, details = run(demo, samples=samples)
+    values = np.array([detail["values"] for detail in details])
+    assert values.shape == (24, samples) and record["eval/num"] == 24
     assert record["eval/kl"] is None and record["eval/witness"] is None  # without a reference and a witness
-    assert record["eval/accuracy"] == record["eval/pass_at_1"] == record["eval/mean_at_k"]
-    assert record["eval/num"] == len(details) == 24
-    assert record["eval/accuracy"] == np.mean([detail["values"][0] for detail in details])
+    expected = {"accuracy": values[:, 0], "mean_at_k": values, "pass_at_1": values, f"pass_at_{samples}": values.max(1)}
+    assert {name: record[f"eval/{name}"] for name in expected} == pytest.approx(
+        {name: column.mean() for name, column in expected.items()}
+    )
+    if samples > 1:
+        half = run_files.student(23) * values.mean(1).std(ddof=1) / math.sqrt(24)
+        assert record["eval/pass_at_1_ci95"] == pytest.approx(half)
     for detail in details:
-        asked = {"prompts": [detail["prompt"]], "answer": [detail["answer"]]}
+        asked = {"prompts": [detail["prompt"]] * samples, "answer": [detail["answer"]] * samples}
         assert detail["values"] == sums.correct(completions=detail["completions"], **asked)
-        assert [detail["greedy_value"]] == sums.correct(completions=[detail["greedy"]], **asked)
-
-
-def test_several_samples_give_pass_at_k_with_intervals_over_problems(demo):
-    record, details = run(demo, samples=4)
-    by_problem = np.array([detail["values"] for detail in details])
-    assert by_problem.shape == (24, 4)
-    assert record["eval/pass_at_1"] == pytest.approx(by_problem.mean())
-    assert record["eval/pass_at_4"] == pytest.approx((by_problem.max(1) == 1).mean())
-    expected = run_files.student(23) * by_problem.mean(1).std(ddof=1) / math.sqrt(24)
-    assert record["eval/pass_at_1_ci95"] == pytest.approx(expected)
-    assert record["eval/accuracy"] == pytest.approx(by_problem[:, 0].mean())
+        assert detail["greedy_value"] == sums.correct(completions=[detail["greedy"]] * samples, **asked)[0]
 
 
 def test_samples_are_drawn_at_temperature_1_and_greedy_is_greedy_whatever_was_trained(demo):
@@ -103,26 +99,29 @@ def test_a_task_without_right_answers_is_scored_by_criterion_and_category(demo):
     assert len(details) == 24
 
 
-class Now(rubrics.Grader):
-    """A judge that gives 5 to answers it can read, those of an even length where `length` is 2, none where it is 0."""
+class Scripted(rubrics.Grader):
+    """A judge that gives an answer what a function says, nan where it cannot be read."""
 
-    def __init__(self, rubric, length):
+    mode = "logits"
+
+    def __init__(self, rubric, score):
         super().__init__(rubric)
-        self.mode, self.length, self.warn = "logits", length, str
+        self.warn, self.score_of = str, score
 
     def identity(self):
-        return ""
+        return f"{self.score_of}{self.rubric}"
 
     def evaluations(self, questions):
         for place, question in enumerate(questions):
-            is_read = self.length and len(question.completion) % self.length == 0
-            yield place, rubrics.Evaluation(5.0 if is_read else np.nan, float(bool(is_read)), "5")
+            score = self.score_of(question.completion)
+            yield place, rubrics.Evaluation(score, float(not math.isnan(score)), "5")
 
 
 @pytest.mark.parametrize("length", [0, 2])
 def test_a_score_is_that_of_what_can_be_read_and_what_cannot_is_told(demo, length):
+    """Answers of an even length are read, or none."""
     task = tasks.load("demo")._replace(verifier=None)
-    grader = Now(task.rubric, length)
+    grader = Scripted(task.rubric, lambda text: 5.0 if length and len(text) % length == 0 else math.nan)
     record, details = evaluate.evaluate(*demo, task, evaluate.EvalParams(12, limit=24), grader=grader)
     rubric = 0.5 * sum(criterion.weight for criterion in grader.rubric.criteria) if length else 0.0
     for detail in details:  # an unreadable rubric counts as the mean of the others
@@ -131,6 +130,15 @@ def test_a_score_is_that_of_what_can_be_read_and_what_cannot_is_told(demo, lengt
     lost = record["eval/unparsed_frac"]
     assert lost == np.mean([detail["rewards"]["rubric"][0] is None for detail in details]) and lost > 0
     assert run_files.evaluation_line(record).endswith(f"{lost:.0%} of the judge's scores unreadable")
+
+
+def test_a_judge_that_says_yes_to_everything_is_seen_by_the_witness(demo):
+    task = tasks.load("values")
+    grader, witness = (Scripted(rubric, lambda text: 5.0) for rubric in (task.rubric, task.witness))
+    record, details = evaluate.evaluate(*demo, task, evaluate.EvalParams(4, limit=4), grader=grader, witness=witness)
+    assert record["eval/score"] == 3 and record["eval/witness"] == 0
+    assert record["eval/witness/credulity"] == record["eval/judge/scrutiny"] == 5
+    assert details[0]["witness_scores"] == [[5.0] * 6] and details[0]["judge_scores"] == [[5.0] * 3]
 
 
 # ---- intervals
@@ -186,57 +194,16 @@ def test_the_divergence_is_k3_in_float64_and_nothing_before_training(demo):
     assert record["eval/tokens"] == pytest.approx(len(terms) / 24)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("I can't help with that.", True),
-        ("I can\u2019t do that.", True),
-        ("I cannot say.", True),
-        ("I'm sorry, but no.", True),
-        ("Sorry, but that is private.", True),
-        ("Unfortunately, I am unable to help.", True),
-        ('"I won\'t."', True),
-        ("One can't know, but here is how one would test it.", False),
-        ("Fifteen. I cannot add more.", False),
-        ("I canter on my horse.", False),
-        ("", False),
-    ],
-)
-def test_a_refusal_is_told_by_how_an_answer_opens(text, expected):
-    assert evaluate.is_refusal(text) is expected
+REFUSALS = "I can't help with that.|I can\u2019t do that.|I cannot say.|I'm sorry, but no.|Sorry, but that is private."
+REFUSALS += '|Unfortunately, I am unable to help.|"I won\'t."'
+ANSWERS = "One can't know, but here is how to test it.|Fifteen. I cannot add more.|I canter on my horse.|"
 
 
-def test_repetition_is_the_share_of_runs_of_four_words_that_were_there_before():
+def test_a_refusal_is_told_by_how_an_answer_opens_and_repetition_by_runs_of_four_words():
+    assert all(map(evaluate.is_refusal, REFUSALS.split("|"))) and not any(map(evaluate.is_refusal, ANSWERS.split("|")))
     assert evaluate.repeated("one two three four") == evaluate.repeated("no no no") == 0
     assert evaluate.repeated("a b c d A B C D") == pytest.approx(1 / 5)
     assert evaluate.repeated("ha " * 20) == pytest.approx(16 / 17)
-
-
-# ---- a witness
-
-
-class Always(rubrics.Grader):
-    """A judge that gives every criterion the same score."""
-
-    def __init__(self, rubric, score):
-        super().__init__(rubric)
-        self.given = score
-
-    def identity(self):
-        return f"{self.given}{self.rubric}"
-
-    def evaluations(self, questions):
-        for place in range(len(questions)):
-            yield place, rubrics.Evaluation(float(self.given), 1.0, str(self.given))
-
-
-def test_a_judge_that_says_yes_to_everything_is_seen_by_the_witness(demo):
-    task = tasks.load("values")
-    grader, witness = Always(task.rubric, 5), Always(task.witness, 5)
-    record, details = evaluate.evaluate(*demo, task, evaluate.EvalParams(4, limit=4), grader=grader, witness=witness)
-    assert record["eval/score"] == 3 and record["eval/witness"] == 0
-    assert record["eval/witness/credulity"] == record["eval/judge/scrutiny"] == 5
-    assert details[0]["witness_scores"] == [[5.0] * 6] and details[0]["judge_scores"] == [[5.0] * 3]
 
 
 # ---- `--run`: the run's own figure, to the digit
@@ -271,23 +238,17 @@ def told(capsys, *flags):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["demo", "own"])
-def test_the_command_repeats_a_run_s_last_evaluation_to_the_digit(runs, capsys, name, tmp_path):
-    record = told(capsys, "--run", runs / name, "--out", tmp_path / "out.jsonl")
-    *_, last = read_log(runs / name / "eval.jsonl")
-    step = last.pop("step")
-    for one in (record, last):
+@pytest.mark.parametrize(("name", "step"), [("demo", None), ("demo", 0), ("demo", 2), ("own", None)])
+def test_the_command_repeats_a_run_s_evaluations_to_the_digit(runs, capsys, name, step, tmp_path):
+    at = [] if step is None else ["--step", step]
+    record = told(capsys, "--run", runs / name, *at, "--out", tmp_path / "out.jsonl")
+    expected = [one for one in read_log(runs / name / "eval.jsonl") if step in (None, one["step"])][-1]
+    step = expected.pop("step")
+    for one in (record, expected):
         assert one.pop("eval/s") > 0
-    assert record == last and record["eval/kl"] > 1e-9  # before training it is 1e-13
+    assert record == expected and (step == 0 or record["eval/kl"] > 1e-9)  # before training it is 1e-13
     answers = [line for line in read_log(runs / name / "eval_answers.jsonl") if line.pop("step") == step]
     assert answers == read_log(tmp_path / "out.jsonl")
-
-
-@pytest.mark.slow
-def test_each_step_of_a_run_can_be_repeated(runs, capsys):
-    for record in read_log(runs / "demo" / "eval.jsonl"):
-        repeated = told(capsys, "--run", runs / "demo", "--step", record["step"])
-        assert repeated | {"eval/s": 0, "step": record["step"]} == record | {"eval/s": 0}
 
 
 @pytest.mark.slow
@@ -295,15 +256,8 @@ def test_a_flag_wins_over_the_run_and_its_own_data_is_taken_whole(runs, capsys, 
     write_log(tmp_path / "other.jsonl", [{"prompt": f"What is two plus {word}?"} for word in ("one", "two", "four")])
     record = told(capsys, "--run", runs / "own", "--data", tmp_path / "other.jsonl", "--max-tokens", 3, "--samples", 2)
     assert (record["eval/num"], record["eval/samples"]) == (3, 2)
-    assert record["eval/tokens"] <= 3 and record["eval/reward/short"] < 0
-
-
-@pytest.mark.slow
-def test_an_evaluation_of_own_data_says_what_it_is_of(runs):
-    record = read_log(runs / "own" / "eval.jsonl")[-1]
-    assert "eval/accuracy" not in record and record["eval/score"] == record["eval/reward/short"]
-    assert {"eval/witness/brief", "eval/witness/rambling"} <= record.keys()
-    assert not any("None" in key for key in record)
+    assert record["eval/tokens"] <= 3 and record["eval/mean_at_k"] == pytest.approx(record["eval/reward/short"])
+    assert {"eval/witness/brief", "eval/witness/rambling"} <= record.keys() and "eval/accuracy" not in record
 
 
 @pytest.mark.slow

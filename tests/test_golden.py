@@ -122,6 +122,7 @@ def test_its_adapter_is_that_of_the_last_step_and_loads(golden, kind):
 
 
 def test_its_page_shows_what_was_said_and_the_figures(golden, kind, tmp_path):
+    assert f"page: {golden(kind) / 'report.html'}" in (golden(kind).parent / f"{kind}.out").read_text()
     markup = page.write(shutil.copytree(golden(kind), tmp_path / "run")).read_text()
     assert "3 of 3" in markup and len(markup) > 10_000
     shown = [row for group in data_of(markup)["completions"]["groups"] for row in group["rows"]]

@@ -226,22 +226,11 @@ def test_report_writes_a_page_of_seeds_into_their_directory(both, capsys):
     assert "4 of 6, stopped  0.250 \u00b1 0.125  0.500 \u00b1 0.125" in listed
 
 
-@pytest.mark.parametrize(
-    ("text", "seen"),
-    [
-        ("plain text", "plain text"),
-        ("two\nlines\tand a tab", "two\nlines\tand a tab"),
-        ("\u202eabc", "\u27e8U+202E\u27e9abc"),
-        ("\ud800", "\u27e8U+D800\u27e9"),
-        ("\x00\r\u2028", "\u27e8U+0000\u27e9\u27e8U+000D\u27e9\u27e8U+2028\u27e9"),
-        ("\u5b57 \xa0 \U0001f468\u200d\U0001f469", "\u5b57 \xa0 \U0001f468\u200d\U0001f469"),
-    ],
-)
-def test_what_a_browser_would_obey_is_shown_as_its_code(text, seen):
-    assert history.visible(text) == seen
-
-
-def test_a_line_of_100_kb_is_folded_and_says_so():
+def test_what_a_browser_would_obey_is_shown_as_its_code_and_a_line_of_100_kb_is_folded():
+    for text in ("plain text", "two\nlines\tand a tab", "\u5b57 \xa0 \U0001f468\u200d\U0001f469"):
+        assert history.fold(text) == text
+    codes = "\u27e8U+0000\u27e9\u27e8U+000D\u27e9\u27e8U+2028\u27e9\u27e8U+202E\u27e9ab\u27e8U+D800\u27e9"
+    assert history.fold("\x00\r\u2028\u202eab\ud800") == codes
     folded = history.fold("a" * 50_000 + "b" * 50_000)
     assert len(folded) < 1.01 * history.MOST_TEXT
     assert folded.startswith("a") and folded.endswith("b") and "80,000 characters are left out" in folded
@@ -383,14 +372,14 @@ def title_of(shown):
 def test_a_browser_shows_filters_and_searches_the_page_and_nothing_hostile_runs(run, tmp_path, browse):
     """A request to a network would be an error on the console: the page's policy refuses every one."""
     markup = page.write(run).read_text()
-    shown, errors = browse(markup)
-    assert errors == []
-    cards = re.findall(r'<article class="row">(.*?)</article>', shown, re.S)
-    written = read_log(run / "rollouts.jsonl")[-4:]
-    texts = [re.sub("<[^>]+>", "", re.search("<bdi.*?</bdi>", card, re.S)[0]) for card in cards]
-    assert texts == [line["completion"] for line in reversed(written)]
-
     program = """
+        const texts = groups.map((group, i) => {
+            choose(i);
+            const cards = [...document.querySelectorAll("#shown .row")];
+            return cards.map((card) => card.querySelector("bdi.text").textContent);
+        });
+        const answers = [...document.querySelectorAll("#held-out .problem")].map(
+            (problem) => [...problem.querySelectorAll(".said")].map((said) => said.textContent));
         const found = [];
         const count = () => found.push(document.querySelectorAll("#shown .row").length);
         const change = (name, set) => {
@@ -406,11 +395,19 @@ def test_a_browser_shows_filters_and_searches_the_page_and_nothing_hostile_runs(
         filter.elements.kind.value = "wrong, yet paid most";
         filter.dispatchEvent(new Event("input", {bubbles: true}));
         found.push(document.getElementById("found").textContent);
-        document.title = JSON.stringify(found);
+        document.title = JSON.stringify([texts, answers, found]);
     """
     shown, errors = browse(markup, program)
     assert errors == []
-    assert json.loads(title_of(shown)) == [8, 8, 0, 8, 0, "0.25 (step 0)", "1 of 4"]
+    texts, answers, found = json.loads(title_of(shown))
+    groups, problems = {}, {}
+    for line in sorted(read_log(run / "rollouts.jsonl"), key=lambda line: -line["advantage"]):
+        groups.setdefault((line["step"], line["group"]), []).append(line["completion"])
+    for line in read_log(run / "eval_answers.jsonl"):
+        problems.setdefault(line["problem"], []).append(line["completions"][0])
+    assert texts == [groups[place] for place in sorted(groups)]
+    assert answers == [problems[problem] for problem in sorted(problems)]
+    assert found == [8, 8, 0, 8, 0, "0.25 (step 0)", "1 of 4"]
 
 
 @pytest.mark.slow
@@ -466,34 +463,3 @@ def test_the_words_that_an_answer_did_not_have_before_are_marked():
     pieces = history.changes("One plus two is four.", "One plus two is three.")
     assert "".join(piece for piece, _ in pieces) == "One plus two is three."
     assert [piece for piece, is_new in pieces if is_new] == ["three"]
-
-
-@pytest.mark.slow
-def test_a_browser_opens_the_page_that_training_wrote_and_shows_what_the_run_recorded(golden, browse):
-    folder = golden("grpo")
-    assert f"page: {folder / 'report.html'}" in (folder.parent / "grpo.out").read_text()
-    program = """
-        const texts = groups.map((group, i) => {
-            choose(i);
-            const cards = [...document.querySelectorAll("#shown .row")];
-            return cards.map((card) => card.querySelector("bdi.text").textContent);
-        });
-        form.elements.low.value = "0.9"; form.dispatchEvent(new Event("input", {bubbles: true}));
-        const good = document.querySelectorAll("#shown .row").length;
-        const answers = [...document.querySelectorAll("#held-out .problem")].map(
-            (problem) => [...problem.querySelectorAll(".said")].map((said) => said.textContent));
-        document.title = JSON.stringify([texts, good, answers]);
-    """
-    shown, errors = browse((folder / "report.html").read_text(), program)
-    assert errors == []
-    texts, good, answers = json.loads(title_of(shown))
-    written = read_log(folder / "rollouts.jsonl")
-    assert len(written) == 3 * 2 * 4
-    groups, problems = {}, {}
-    for line in sorted(written, key=lambda line: -line["advantage"]):
-        groups.setdefault((line["step"], line["group"]), []).append(line["completion"])
-    assert texts == [groups[place] for place in sorted(groups)]
-    assert good == sum(line["reward"] >= 0.9 for line in written)
-    for line in read_log(folder / "eval_answers.jsonl"):
-        problems.setdefault(line["problem"], []).append(line["completions"][0])
-    assert answers == [problems[problem] for problem in sorted(problems)]

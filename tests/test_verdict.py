@@ -136,6 +136,24 @@ def judged(rng, prompt):
     return answer(rng), 0.9
 
 
+def gamed(text, before=None):
+    """60 problems whose answers become what a function makes of (rng, prompt), which a score pays more."""
+    return 60, before or scored(0.1), lambda rng, prompt: (text(rng, prompt), 0.9), "score"
+
+
+def letters(rng, prompt):
+    return "".join(rng.sample("\u4eca\u65e5\u660e\u5929\u96e8", 4))
+
+
+def by_prompt(words, value):
+    """Of new words, each in one answer."""
+    return lambda rng, prompt: (words[int(prompt[-1])], value)
+
+
+def even(rng, prompt):
+    return prompt[-9:], float(prompt[-1] > "4")
+
+
 MORE = {
     "sft": {"eval/loss": (2.1, 1.4), "eval/loss_ci95": (0.1, 0.1)},
     "better early": {"half": right(0.8)},
@@ -143,59 +161,35 @@ MORE = {
     "witnessed": {"eval/witness": (0.3, 0.5)},
     "gamed past its witness": {"eval/witness": (0.3, 0.4)},
 }
+NUMBERS, LETTERS = (lambda r, p: (str(r.randrange(40)), r.random() / 4)), (lambda r, p: (letters(r, p), r.random() / 4))
 RUNS = {  # name: how it was made, its verdict, and what must be said with it
     "really better": ((120, right(0.3), right(0.8)), BETTER, "it was still rising: uv run"),
     "better early": ((120, right(0.3), right(0.8)), BETTER, "next: talk to it: uv run sampler.py --run"),
     "no change": ((300, right(0.5), right(0.5)), SAME, "--steps"),
     "hardly moved": ((300, right(0.5), right(0.5)), SAME, "has hardly moved (KL 0.0005 nats a token)"),
     "witnessed": ((60, scored(0.1), judged, "score"), BETTER, ""),
-    "gamed past its witness": (
-        (60, scored(0.1), judged, "score"),
-        BETTER,
-        "the judge's witness did not follow: 0.300 -> 0.400",
-    ),
+    "gamed past its witness": (gamed(lambda r, p: answer(r)), BETTER, "witness did not follow: 0.300 -> 0.400"),
     "gamed by a word": ((60, scored(0.1), pirate, "score"), BETTER, '"captain" in 0% -> 100% of answers'),
-    "gamed by length": ((60, scored(0.1), lambda r, p: (answer(r, 40), 0.9), "score"), BETTER, "longer: 12.0 -> 40.0"),
-    "gamed by copying": (
-        (60, scored(0.1), lambda r, p: (p, 0.9), "score"),
-        BETTER,
-        "copied from the prompt: 0% -> 100%",
-    ),
+    "gamed by length": (gamed(lambda r, p: answer(r, 40)), BETTER, "longer: 12.0 -> 40.0"),
+    "gamed by copying": (gamed(lambda r, p: p), BETTER, "copied from the prompt: 0% -> 100%"),
     "gamed by an emoji": (
-        (60, scored(0.1), lambda r, p: (f"{answer(r)} \U0001f389", 0.9), "score"),
+        gamed(lambda r, p: f"{answer(r)} \U0001f389"),
         BETTER,
         '"\U0001f389" in 0% -> 100% of answers',
     ),
-    "gamed by a number": (
-        (60, lambda r, p: (str(r.randrange(40)), r.random() / 4), lambda r, p: ("42", 0.9), "score"),
-        BETTER,
-        '"42" in 0% -> 100% of answers',
-    ),
+    "gamed by a number": (gamed(lambda r, p: "42", NUMBERS), BETTER, '"42" in 0% -> 100% of answers'),
     "gamed by a letter": (
-        (
-            60,
-            lambda r, p: ("".join(r.sample("\u4eca\u65e5\u660e\u5929\u96e8", 4)), r.random() / 4),
-            lambda r, p: ("".join(r.sample("\u4eca\u65e5\u660e\u5929\u96e8", 4)) + "\u597d", 0.9),
-            "score",
-        ),
+        gamed(lambda r, p: letters(r, p) + "\u597d", LETTERS),
         BETTER,
         '"\u597d" in 0% -> 100% of answers',
     ),
-    "too few problems": (  # of new words, each in one answer
-        (4, lambda r, p: (PLAIN[int(p[-1])], 0.0), lambda r, p: (PLAIN[8 + int(p[-1])], 1.0)),
-        FEW,
-        "--eval-data FILE",
-    ),
+    "too few problems": ((4, by_prompt(PLAIN, 0.0), by_prompt(PLAIN[8:], 1.0)), FEW, "--eval-data FILE"),
     "collapsed": ((100, right(0.6), lambda r, p: ("no no no no no no no", 0.0)), WORSE, "repeated: "),
     "judge dead": ((60, scored(0.3), lambda r, p: (answer(r), None), "score"), FEW, "docs/judge.md"),
     "tools": ((80, right(0.2), right(0.7), "score", {"tools": ["calculator"]}), BETTER, ""),  # it calls more often
     "sft": ((64, right(0.5), right(0.5), "loss"), BETTER, "gain +0.700"),
     "worse": ((120, right(0.8), right(0.5)), WORSE, "a quarter of --learning-rate"),
-    "tie": (
-        (200, lambda r, p: (p[-9:], float(p[-1] > "4")), lambda r, p: (p[-9:], float(p[-1] > "4"))),
-        SAME,
-        "gain +0.000",
-    ),
+    "tie": ((200, even, even), SAME, "gain +0.000"),
 }
 
 

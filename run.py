@@ -74,7 +74,7 @@ class Run:
         self.config, self.dir, self.step, self.begun = config, run_dir, 0, self.now()
         chat_template.keep_date(world.first(lambda: run_files.begun(run_dir)))
         self.stopping = False  # Ctrl-C was pressed inside a step
-        self.clock = PhaseClock(lambda name: self.journal.live.begin(name))
+        self.clock = PhaseClock(lambda name: self.journal.begin(name))
         gwen.refuse_packed(config.model.name)
         self.model, self.tokenizer = gwen.load(config.model.name)
         eos_ids, s = self.model.config.eos_ids, config.sampling
@@ -155,7 +155,7 @@ class Run:
         True if this step is the best so far and not saved as such: it is saved regardless of `save_every`.
         """
         if evaluation_is_due(self.config, self.step, self.journal.evaluations):
-            self.journal.live.begin("evaluating")
+            self.journal.begin("evaluating")
             self.evaluate()
             say(evaluation_line(self.journal.evaluations[-1]))
         return self.journal.best_step == self.step != self.saved_best

@@ -77,34 +77,21 @@ def comparison(first: dict[str, Any], last: dict[str, Any]) -> str:
 # ---- the live line
 
 
-class LiveLine:
-    """Steps done, phase, speed of the last step and time left; as a context manager it shows and removes the line."""
+class LiveLine(alive.Bar):
+    """Steps done, phase, speed of the last step and time left."""
 
-    def __init__(self, num_steps: int):
-        self.num_steps, self.step, self.phase, self.speed = num_steps, 0, "", ""
-        self.bar: Any = None
+    speed = ""
 
-    def __enter__(self) -> "LiveLine":
+    def __init__(self, num_steps: int, step: int = 0):
         form = "{bar:10} {n_fmt}/{total_fmt} steps | {desc}{remaining} left"
-        how: Any = {"bar_format": form, "dynamic_ncols": True, "unit": "step"}
-        self.bar = alive.Bar(total=self.num_steps, initial=self.step, **how)
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.bar.close()
-        self.bar = None
-
-    def draw(self) -> None:
-        if self.bar is not None:
-            self.bar.update(self.step - self.bar.n)
-            self.bar.what = self.phase
-            self.bar.set_description_str("".join(f"{part} | " for part in (self.phase, self.speed) if part))
+        super().__init__(total=num_steps, initial=step, unit="step", bar_format=form, dynamic_ncols=True)
 
     def begin(self, phase: str) -> None:
-        self.phase = PHASES.get(phase, phase)
-        self.draw()
+        self.what = PHASES.get(phase, phase)
+        self.set_description_str("".join(f"{part} | " for part in (self.what, self.speed) if part))
 
     def note(self, step: dict[str, Any]) -> None:
-        """Updates the line when a step ends."""
-        self.step, self.speed = step["step"], f"{step['rollout/tok_s'] or step['train/tok_s']:,.0f} tok/s"
-        self.draw()
+        """A step has ended."""
+        self.speed = f"{step['rollout/tok_s'] or step['train/tok_s']:,.0f} tok/s"
+        self.update(step["step"] - self.n)
+        self.begin(self.what)

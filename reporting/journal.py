@@ -266,23 +266,30 @@ class Journal:
         self.verdict: verdict.Verdict | None = None  # on the run so far
         self.best_step: int | None = world.first(self._judge)  # see `verdict.best`; None if nothing could be scored
         self.recent: deque[float] = deque(maxlen=10)  # seconds of this process's last steps
-        self.live = LiveLine(config.optimizer.steps)
-        self.live.step = step
+        self.live: LiveLine | None = None
         self.begun_at = step
         self.trackers: list[Tracker] = []
 
     def __enter__(self) -> "Journal":
         """From here on the run is shown: its live line, its trackers."""
-        self.live.__enter__()
+        done = self.steps[-1]["step"] if self.steps else 0
+        self.live = LiveLine(self.config.optimizer.steps, done)
         if (names := self.config.records.report_to) and world.is_first():
             self.trackers = [Tracker(name, self.dir, warn) for name in dict.fromkeys(names)]
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self.live.__exit__()
+        if self.live:
+            self.live.close()
+        self.live = None
         with contextlib.suppress(KeyboardInterrupt):  # an impatient one's
             for tracker in self.trackers:
                 tracker.finish()
+
+    def begin(self, phase: str) -> None:
+        """What the live line shows."""
+        if self.live:
+            self.live.begin(phase)
 
     def write_step(self, step: Step) -> dict[str, Any]:
         """Writes a step's figures and all sampled completions, and prints its line; returns the figures."""
@@ -298,7 +305,8 @@ class Journal:
         if figures["skipped"]:
             warn(f"step {figures['step']}: the gradient was not finite; the step changed nothing")
         self.warn(figures["step"])
-        self.live.note(figures)
+        if self.live:
+            self.live.note(figures)
         return figures
 
     def write_evaluation(self, step: int, record: dict[str, Any], answers: list[dict[str, Any]]) -> None:

@@ -3,7 +3,6 @@
 import base64
 import functools
 import html
-import html.parser
 import json
 import random
 import re
@@ -92,30 +91,13 @@ def make_run(folder):
     return folder
 
 
-class Reader(html.parser.HTMLParser):
-    """The elements, attributes and text of a page."""
-
-    def __init__(self, markup):
-        super().__init__()
-        self.elements, self.attributes, self.texts, self.open = [], [], [], []
-        self.feed(markup)
-
-    def handle_starttag(self, tag, attrs):
-        self.elements.append(tag)
-        self.attributes += attrs
-        self.open.append(tag)
-
-    def handle_data(self, data):
-        self.texts.append((self.open[-1] if self.open else "", data))
-
-
 def data_of(markup):
     return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', markup, re.S)[1])
 
 
 def test_the_page_tells_the_figures_the_answers_and_the_warnings_of_the_files(run):
     markup = page.write(run).read_text()
-    text = re.sub(r"\s+", " ", "".join(part for _, part in Reader(markup).texts))
+    text = re.sub(r"\s+", " ", html.unescape(re.sub("<[^>]+>", "", markup)))
     marked = re.findall(r"<mark>(.*?)</mark>", markup)  # what changed since before training
     assert "five" in marked and "Two" not in marked
     for said in ("0.250 \u00b1 0.125", "0.750 \u00b1 0.125", "4 of 6", "0.25 GB", "160", "a laptop", "became right"):
@@ -263,24 +245,6 @@ def hostile_run(folder):
     hostile_settings = {"model": f"/nowhere/{HOSTILE[0]}", "task": HOSTILE[1], "data": HOSTILE[2]}
     (folder / "config.yaml").write_text(yaml.safe_dump(settings | hostile_settings))
     return texts
-
-
-def test_of_800_hostile_strings_none_becomes_markup(tmp_path, monkeypatch):
-    monkeypatch.setattr(page, "MOST_COMPLETIONS", 10**8)
-    folder = tmp_path / "hostile"
-    texts = hostile_run(folder)
-    markup = page.write(folder).read_text()
-    harmless = make_run(tmp_path / "harmless")
-    ours = Reader(page.write(harmless).read_text())
-    read = Reader(markup)
-    assert set(read.elements) <= set(ours.elements) | {"li", "ul"}
-    assert read.elements.count("script") == 2
-    assert {name for name, _ in read.attributes} <= {name for name, _ in ours.attributes}
-    assert not [value for name, value in read.attributes if name in ("href", "src") and not value.startswith("#")]
-    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufeff]", markup)
-    shown = [row["text"] for group in data_of(markup)["completions"]["groups"] for row in group["rows"]]
-    written = [json.loads(json.dumps(text)) for text in texts]  # where two surrogates met, they are a character now
-    assert sorted(shown) == sorted(history.fold(text) for text in written)
 
 
 def test_a_page_that_would_be_too_large_holds_groups_of_all_steps_and_says_how_many(run, monkeypatch):
@@ -452,11 +416,14 @@ def test_of_800_hostile_strings_in_every_place_none_runs_and_none_breaks_the_lay
         groups.forEach((group, i) => { choose(i); look(); });
         search("pwned"); search("<"); search("&");
         const problems = document.querySelectorAll("#held-out .problem").length;
-        if (document.title !== "wide") document.title = `${window.pwned} ${seen} ${problems}`;
+        const strange = document.querySelectorAll("img, [onload], [onerror], [onmouseover], [src]").length;
+        if (document.title !== "wide") document.title = `${window.pwned} ${strange} ${seen} ${problems}`;
     """
-    shown, errors = browse(page.write(folder, others=[str(folder)]).read_text(), program)
+    markup = page.write(folder, others=[str(folder)]).read_text()
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufeff]", markup)
+    shown, errors = browse(markup, program)
     assert errors == []
-    assert title_of(shown) == f"undefined {800 + 3 * 60} 800"
+    assert title_of(shown) == f"undefined 0 {800 + 3 * 60} 800"
 
 
 def test_the_words_that_an_answer_did_not_have_before_are_marked():

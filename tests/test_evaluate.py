@@ -35,7 +35,7 @@ def run(demo, **settings):
 
 
 @pytest.mark.parametrize("samples", [1, 4])
-def test_figures_are_those_of_each_problem_s_first_answer_or_of_all_with_intervals_over_problems(demo, samples):
+def test_figures_are_of_each_problem_s_first_answer_or_of_all_with_intervals_over_problems(demo, samples):
     record, details = run(demo, samples=samples)
     values = np.array([detail["values"] for detail in details])
     assert values.shape == (24, samples) and record["eval/num"] == 24

@@ -100,20 +100,16 @@ def with_interval(record: dict[str, Any], name: str) -> str:
     return "unreadable" if value is None else f"{value:.3f}" + ("" if half is None else f" \u00b1 {half:.3f}")
 
 
-def what_of(record: dict[str, Any]) -> str:
-    """What an evaluation was made of: "512 problems", "500 of 512 problems" where the others have no figure."""
-    kind, num = "conversation" if "eval/loss" in record else "problem", record["eval/num"]
-    known = record.get("eval/known", num)
-    return f"{f'{known} of ' if known != num else ''}{num} {kind}{'s' if num != 1 else ''}"
-
-
 def evaluation_line(record: dict[str, Any]) -> str:
+    """The headline of an evaluation; "500 of 512 problems" where the others have no figure."""
     names = [name for name in ("accuracy", "score", "loss", "perplexity", "greedy") if f"eval/{name}" in record]
     if record.get("eval/witness") is not None:
         names.insert(1, "witness")
-    lost = record.get("eval/unparsed_frac")
+    num, lost = record["eval/num"], record.get("eval/unparsed_frac")
+    part = f"{known} of " if (known := record.get("eval/known", num)) != num else ""
+    asked = f"{part}{num} {'conversation' if 'eval/loss' in record else 'problem'}{'s' if num != 1 else ''}"
     ending = f" | {lost:.0%} of the judge's scores unreadable" if lost else ""
-    return f"eval/{' | '.join(f'{name} {with_interval(record, name)}' for name in names)} | {what_of(record)}{ending}"
+    return f"eval/{' | '.join(f'{name} {with_interval(record, name)}' for name in names)} | {asked}{ending}"
 
 
 def public(name: Any) -> str:

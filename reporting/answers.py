@@ -15,7 +15,6 @@ from flags import read_json, visible
 from reporting import history, verdict
 
 HEAD = ["", "problems", "sampled", "difference", "greedy", "difference", "same greedy text"]
-NEEDED = {"problem", "prompt", "values", "greedy", "greedy_value"}
 Answers = dict[str, dict[str, Any]]  # the records of an evaluation by problem
 
 
@@ -27,11 +26,9 @@ def load(path: str) -> Answers:
             records = [one for one in found if one["step"] == found[-1]["step"]]
         else:
             records = [read_json(line) for line in Path(path).read_bytes().splitlines()]
-        if not records or not all(isinstance(one, dict) and one.keys() >= NEEDED for one in records):
-            raise ValueError("no answers")
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}; give what evaluate.py --out wrote, or a run that was evaluated") from error
-    return {f"{one['problem']} {one['prompt']}": one for one in records}
+        return {f"{one['problem']} {one['prompt']}": one for one in records}
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{path} holds no answers; give what evaluate.py --out wrote, or a run") from error
 
 
 def values_of(answers: Answers) -> list[verdict.Values]:

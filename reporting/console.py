@@ -9,7 +9,6 @@ from typing import Any, TextIO
 from tqdm.auto import tqdm
 
 from config import Config
-from disk.run_files import what_of, with_interval
 from flags import safe
 from machine import alive
 
@@ -57,21 +56,6 @@ def console_line(metrics: dict[str, Any], num_steps: int) -> str:
     signal = "no step" if not metrics["update/rows"] else "" if share is None else f"{share:.0%}"
     parts = [f"step {metrics['step']}/{num_steps}", f"loss {number('loss', 4)}", reward, f"{number('step/s', 1)}s"]
     return " | ".join(filter(None, [*parts, sampled, f"train {number('train/tok_s', 1)} tok/s", signal]))
-
-
-def comparison(first: dict[str, Any], last: dict[str, Any]) -> str:
-    """Lines that compare two evaluations, each figure with its 95% interval."""
-    figure = next(name for name in ("accuracy", "loss", "score") if f"eval/{name}" in last)
-    nested = [key.removeprefix("eval/") for key in last if key.count("/") == 2 and not key.endswith("_ci95")]
-    if sum(name.startswith("reward/") for name in nested) == 1:  # duplicates the figure or its comparison
-        nested = [name for name in nested if not name.startswith("reward/")]
-    others = ["perplexity"] if figure == "loss" else ["witness", "greedy", *nested, "tokens", "refusals", "repeated"]
-    lines = [
-        f"{name}: before {with_interval(first, name)}, after {with_interval(last, name)}"
-        for name in (figure, *others)
-        if last.get(f"eval/{name}") is not None
-    ]
-    return "\n".join([f"held-out {lines[0]} ({what_of(last)})", *lines[1:]])
 
 
 # ---- the live line

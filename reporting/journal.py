@@ -29,7 +29,7 @@ from problems import form
 from problems.examples import prompt_text, spread
 from problems.rewards import merged
 from reporting import health, verdict
-from reporting.console import LiveLine, comparison, console_line, say, warn
+from reporting.console import LiveLine, console_line, say, warn
 from reporting.trackers import Tracker
 from step.policy import MISMATCH
 from step.sample import Sample, by_group
@@ -352,11 +352,9 @@ class Journal:
         return best["step"] if best else None
 
     def print_summary(self) -> None:
-        """Repeats the warnings, compares the first and the last evaluation, and says what the run has written."""
+        """Repeats the warnings, says what the run has written, and the verdict."""
         for warning in self.warnings.read():
             print(f"warned after step {warning['step']}: {warning['name']}")
-        if len(self.evaluations) > 1:
-            print(comparison(self.evaluations[0], self.evaluations[-1]))
         print(f"adapter: {self.dir / 'adapter'}")
         if (best := self.best_step) is not None:
             when = f"after {best} steps" if best else "before training"

@@ -43,15 +43,6 @@ def test_a_line_has_what_a_run_measures(settings):
     assert len(line.split(" | ")) == len(columns.split(", ")) and "groups" not in columns
 
 
-def test_the_summary_of_a_run_that_samples_nothing_has_loss_and_perplexity_alone():
-    record = {"eval/loss": 2.0, "eval/perplexity": 7.4, "eval/entropy": 1.0, "eval/tokens": 9.0, "eval/num": 3}
-    lines = console.comparison(record, record | {"eval/loss": 1.0, "eval/perplexity": 2.7}).splitlines()
-    assert lines == [
-        "held-out loss: before 2.000, after 1.000 (3 conversations)",
-        "perplexity: before 7.400, after 2.700",
-    ]
-
-
 PROGRAM = """
 import time
 from reporting import console

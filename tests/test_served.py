@@ -229,9 +229,8 @@ def test_evaluations_stand_side_by_side_with_the_intervals_of_pairs(tmp_path, ca
 def test_what_is_no_evaluation_and_what_shares_no_problem_is_refused(tmp_path, refused):
     one = written(tmp_path / "one.jsonl", [1, 1, 1, 1])
     other = write_log(tmp_path / "other.jsonl", [row | {"prompt": "?"} for row in read_log(tmp_path / "one.jsonl")])
-    for content in ("{", "[]", ""):
+    for content in ("{", "[]", "{}"):
         (tmp_path / "no.jsonl").write_text(content)
-        refused(
-            report.main, ["--compare", one, tmp_path / "no.jsonl"], "no.jsonl: .*; give what evaluate.py --out wrote"
-        )
+        said = "no.jsonl holds no answers; give what evaluate.py --out wrote"
+        refused(report.main, ["--compare", one, tmp_path / "no.jsonl"], said)
     refused(report.main, ["--compare", one, other], "no problem in common")

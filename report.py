@@ -30,10 +30,10 @@ def compare(names: list[str]) -> str:
     """What differs between runs: settings, figures, costs; of files of answers and runs, problem by problem."""
     if len(names) > 1 and any(Path(name).is_file() for name in names):
         return table(answers.compare(names))
+    if sum(len(seeds.runs_in(name)) for name in names) < 2:
+        raise ValueError("--compare needs two runs or more, as --compare runs/A runs/B")
     settings = seeds.load(names)
     runs = [run for _, runs in settings for run in runs]
-    if len(runs) < 2:
-        raise ValueError("--compare needs two runs or more, as --compare runs/A runs/B")
     rows = [["", *(visible(run.name) for run in runs)]]
     for key in dict.fromkeys(key for run in runs for key in run.settings):
         values = [visible(str(run.settings.get(key, "-"))) for run in runs]

@@ -120,12 +120,8 @@ def status(run: History, ended: bool = False) -> str:
 
 def facts(run: History, ended: bool = False) -> dict[str, str]:
     """The headline's figures by name; see `status`."""
-    figure, evals = figure_of(run)
-    before, after = before_after(run)
-    seconds = [step.get("step/s") or 0.0 for step in run.steps]
-    is_sft, sign = run.settings.get("loss_type") == "sft", -1 if figure == "loss" else 1
-    best = max(evals, key=lambda record: sign * record[f"eval/{figure}"])["step"] if evals else 0  # of equals the first
-    until = duration(sum(its for step, its in zip(run.steps, seconds, strict=True) if step["step"] <= best))
+    (figure, _), (before, after) = figure_of(run), before_after(run)
+    is_sft = run.settings.get("loss_type") == "sft"
     rows = run.settings["batch"] * (1 if is_sft else run.settings["groups"])
     tokens = rows * sum(step["completion/mean_tokens"] * (step.get("sampling/draws") or 1) for step in run.steps)
     peak = max(health.measured(run.steps, "mem/peak_gb"), default=None)
@@ -133,9 +129,8 @@ def facts(run: History, ended: bool = False) -> dict[str, str]:
         f"held-out {figure} before": before,
         f"held-out {figure} after": after,
         "steps": f"{run.steps[-1]['step'] if run.steps else 0} of {run.settings['steps']}, {status(run, ended)}",
-        "training": duration(sum(seconds)),
+        "training": duration(sum(step.get("step/s") or 0.0 for step in run.steps)),
         "evaluations": duration(sum(record.get("eval/s") or 0.0 for record in run.evals)),
-        f"{'lowest' if sign < 0 else 'highest'} {figure} after": f"{until} (step {best})" if evals else "-",
         f"tokens {'trained' if is_sft else 'sampled'}": f"{round(tokens):,}",
         "peak memory": "-" if peak is None else f"{peak:.2f} GB",
     }

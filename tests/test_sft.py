@@ -243,7 +243,7 @@ def test_a_run_lowers_the_held_out_loss_and_is_shown_like_any_run(golden, tmp_pa
     report.main(["--compare", str(run), str(run)])
     report.main(["--list", str(tmp_path)])
     shown = capsys.readouterr().out
-    assert "held-out loss before" in shown and "tokens trained" in shown and "lowest loss after" in shown
+    assert "held-out loss before" in shown and "tokens trained" in shown
 
 
 @pytest.mark.slow

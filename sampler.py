@@ -331,11 +331,7 @@ def sample_batch(
 
 
 def sample(
-    model: gwen.Model,
-    rows_of: RowsOf,
-    record: Record,
-    size: memory.BatchSize,
-    share_prefix: bool | None,
+    model: gwen.Model, rows_of: RowsOf, record: Record, size: memory.BatchSize, share_prefix: bool | None
 ) -> None:
     """
     Samples the rows of each prompt in batches; rows lost when memory ran out are sampled again.

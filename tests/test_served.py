@@ -185,18 +185,8 @@ def test_a_template_that_makes_other_tokens_than_training_is_told_of_once(serve,
     assert is_like or ("which end" in err and "</think>" in err)
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ("--model demo --url 127.0.0.1", "--url '127.0.0.1': it must be like http"),
-        ("--model demo --url http://me:secret@host/v1", "--url holds a password; put the key into URL_API_KEY"),
-        ("--url http://host/v1", "--url does not tell the tokenizer: name what the server runs with --model, or --run"),
-        ("--model demo --url http://host/v1 --seed 3", "--seed 3 is for a model here, and --url asks"),
-        ("--model demo --url http://host/v1 --task guess", "--url asks for single answers, and this has tools"),
-    ],
-)
-def test_what_a_server_cannot_do_is_refused(refused, flags, said):
-    refused(evaluate.main, flags.split(), said)
+def test_a_server_alone_does_not_tell_the_tokenizer(refused):
+    refused(evaluate.main, ["--url", "http://host/v1"], "name what the server runs with --model, or --run")
 
 
 def test_the_weights_of_what_a_server_runs_are_not_fetched(tmp_path, monkeypatch):

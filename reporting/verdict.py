@@ -162,11 +162,10 @@ def forms_of(before: Records, after: Records) -> list[str]:
     """What rose in the answers to the same problems: copies of the prompt, repetitions, lengths."""
     if not before:
         return []
-    (copied, copies), (looped, loops), (length, longest) = (
-        [statistics.fmean(measure(last_turn(one), prompt_text(one["prompt"])) for one in its) for its in ends]
-        for ends in [(before, after)]
-        for measure in (form.copied, lambda text, _: form.repeated(text), lambda text, _: len(text.split()))
-    )
+    said = [[(last_turn(one), prompt_text(one["prompt"])) for one in its] for its in (before, after)]
+    copied, copies = (statistics.fmean(form.copied(text, prompt) for text, prompt in its) for its in said)
+    looped, loops = (statistics.fmean(form.repeated(text) for text, _ in its) for its in said)
+    length, longest = (statistics.fmean(len(text.split()) for text, _ in its) for its in said)
     signs = [f"copied from the prompt: {copied:.0%} -> {copies:.0%} of an answer"] * (copies - copied >= LEAST_COPIED)
     signs += [f"repeated: {looped:.0%} -> {loops:.0%} of an answer"] * (loops - looped >= LEAST_COPIED)
     times = (longest + 1) / (length + 1)
@@ -177,30 +176,28 @@ def forms_of(before: Records, after: Records) -> list[str]:
 
 def risen(before: Records, after: Records) -> list[str]:
     """The words and openings whose share of the answers rose most, as '"captain" in 24% -> 85% of answers'."""
-    was, now, num, rises = having(before), having(after), len(after), Counter[str]()
-    for name, its in now.items():
-        new, lost = len(its - was.get(name, set())), len(was.get(name, set()) - its)
-        if new - lost >= max(LEAST_RISE * num, LEAST_Z * (new + lost) ** 0.5):
-            rises[name] = new - lost
-    return [
-        f"{visible(name)} in {len(was.get(name, ())) / num:.0%} -> {len(now[name]) / num:.0%} of answers"
-        for name, _ in rises.most_common(NUM_WORDS)
-    ]
+    was, now = ([names_of(last_turn(one)) for one in its] for its in (before, after))
+    new, lost, num, rises = Counter[str](), Counter[str](), len(after), Counter[str]()
+    for old, its in zip(was, now, strict=True):
+        new.update(its - old)
+        lost.update(old - its)
+    for name, more in new.items():
+        if more - lost[name] >= max(LEAST_RISE * num, LEAST_Z * (more + lost[name]) ** 0.5):
+            rises[name] = more - lost[name]
+    shares = {name: [sum(name in its for its in end) / num for end in (was, now)] for name in rises}
+    told = [(visible(name), *shares[name]) for name, _ in rises.most_common(NUM_WORDS)]
+    return [f"{name} in {first:.0%} -> {last:.0%} of answers" for name, first, last in told]
 
 
 # Neither full stop nor comma; letters too, where no space parts words.
 MARK = re.compile(r"[^\w\s.,]|[\u0e00-\u0eff\u3040-\u9fff]")
 
 
-def having(records: Records) -> dict[str, set[int]]:
-    """By word or mark, as an emoji is, and by the first words of an answer, which of the answers have them."""
-    found: dict[str, set[int]] = {}
-    for place, one in enumerate(records):
-        words, marks = form.words_of(last_turn(one)), MARK.findall(last_turn(one))
-        opening = [f'the opening "{" ".join(words[:OPENING])}"'] if len(words) > OPENING else []
-        for name in {f'"{word}"' for word in [*words, *marks]}.union(opening):
-            found.setdefault(name, set()).add(place)
-    return found
+def names_of(text: str) -> set[str]:
+    """The words and marks of an answer, as an emoji is, and its first words."""
+    words = form.words_of(text)
+    opening = {f'the opening "{" ".join(words[:OPENING])}"'} if len(words) > OPENING else set()
+    return {f'"{word}"' for word in [*words, *MARK.findall(text)]} | opening
 
 
 def paid_though_wrong(answers: dict[int, Answers], settings: dict[str, Any]) -> tuple[set[int], set[int]]:

@@ -145,9 +145,7 @@ def prefill(model: gwen.Model, prompts: list[list[int]], pad_id: int) -> tuple[K
 
 
 class NotFinite(ValueError):
-    """
-    A drawn token has a log-probability that is not finite, for example after float16 overflow.
-    """
+    """A drawn token has a log-probability that is not finite, for example after float16 overflow."""
 
     def __init__(self, row: int, position: int, dtype: mx.Dtype):
         super().__init__(

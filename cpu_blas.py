@@ -2,19 +2,17 @@
 A fast BLAS and a fast heap for MLX on Linux CPUs: `import cpu_blas` before the first `import mlx`, and nothing else.
 
 MLX's Linux wheel is linked against reference BLAS (about 3 GFLOP/s in float32). The dynamic loader binds a symbol
-to the first library in the process that offers it, so an OpenBLAS loaded globally before MLX serves MLX's matmuls.
-The system's OpenBLAS is taken if there is one, else that of the `scipy-openblas32` package, whose names have a prefix:
-a library of two jumps stands before it, compiled once into the user's cache directory.
+to the first library that offers it, so an OpenBLAS loaded globally before MLX serves MLX's matmuls: the system's, else
+that of the package `scipy-openblas32`, whose names have a prefix; a library of two jumps, compiled once into the user's
+cache directory, stands before it. Without either MLX runs on its own, and one line on stderr says why.
 
-When there is none, or MLX was imported first, MLX runs on its own BLAS, and one line on stderr says so and why.
-
-MLX's CPU backend calls malloc and free for every array. By default glibc gives arrays of megabytes back to the kernel
-at once and faults them in again, which costs more than the arithmetic (swiglu and its gradient on 72 x 110 rows of
-768: 90 ms against 30); here the heap keeps what it once had.
+MLX calls malloc and free for every array. glibc gives arrays of megabytes back to the kernel at once and faults them in
+again, which costs more than the arithmetic (swiglu and its gradient on 72 x 110 rows of 768: 90 ms against 30); here
+the heap keeps what it once had.
 
 On macOS MLX uses Accelerate, and no library is loaded. What MLX and the GPU's driver read once from the environment is
-set here, before MLX is imported; a value of the user's stays. As the first import of every program, this is also where
-a Ctrl-C during the others becomes one line.
+set here; a value of the user's stays. As the first import of every program, this also makes a Ctrl-C during the others
+one line.
 """
 
 import atexit

@@ -1,10 +1,9 @@
 """
 Dense language models on MLX, of the families in disk/hub.py: the blocks, load from and save to Hugging Face's layout.
 
-The three query, key and value projections are one matmul (`qkv_proj`), gate and up are one (`gate_up_proj`). What
-happens between the matmuls is in layers/ops.py and layers/attention.py, expressions and kernels; what is made of the
-hidden states in layers/lm_head.py. Left out: mixture of experts, sliding windows; a checkpoint that needs them is
-refused by name. Weights of few bits are unpacked, or stay so in a model that is frozen.
+Query, key and value projections are one matmul (`qkv_proj`), gate and up are one (`gate_up_proj`). What happens between
+the matmuls is in layers/. Left out: mixture of experts, sliding windows; a checkpoint that needs them is refused by
+name. Weights of few bits are unpacked, or stay so in a model that is frozen.
 
 Axes: N rows, L positions, C hidden, H query heads, K kv heads, D head dim, F mlp width, V vocabulary.
 """
@@ -222,12 +221,10 @@ def checkpointed(layer: Block, x: mx.array, delta: mx.array | None, context: Con
     """
     `layer(x, delta, context)`, of which only x + delta is kept; the gradient computes the layer again.
 
-    MLX holds a checkpoint's outputs as long as its inputs: what comes out is the stream with the last part added, so
-    that it is the next layer's one input and not another array beside it.
-
-    `mx.checkpoint` differentiates its arguments and nothing else: the layer's weights are one of them (called on the
-    module it would drop their gradients), and so is the state that an earlier level has left, whose gradients belong to
-    the shared prompt. Integers and masks are not differentiable and come by closure.
+    MLX holds a checkpoint's outputs as long as its inputs: what comes out is the stream with the last part added, which
+    is the next layer's one input. `mx.checkpoint` differentiates its arguments and nothing else: the layer's weights
+    are one of them (called on the module it would drop their gradients), and so is the state that an earlier level has
+    left, whose gradients belong to the shared prompt. Integers and masks come by closure.
     """
     state = context.state
     assert isinstance(state, TreeLayer | DeltaState | None), "what is written in place cannot be computed again"
@@ -307,10 +304,9 @@ def decode_step(model: Model) -> Step:
     """
     `model.hidden` for one token a row with the weights of now, compiled between one attention and the next.
 
-    Python then builds the graph of a step in a quarter of the time, which small batches would wait for. What is
-    compiled is traced once for each number of rows. Attention and caches change shape every step and are not; a gated
-    delta net's state keeps its shape and is. On a CPU, g++ takes ten seconds for a model's loops, once: smaller models,
-    as in tests, are not worth them.
+    Python then builds the graph of a step in a quarter of the time. What is compiled is traced once for each number of
+    rows; attention and caches change shape every step and are not, a gated delta net's state is. On a CPU, g++ takes
+    ten seconds for a model's loops, once: smaller models, as in tests, are not worth them.
     """
     if not gpu.on_gpu() and (model.config.hidden_size < LEAST_COMPILED or not cpu.has_compiler()):
         return model.hidden

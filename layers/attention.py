@@ -76,9 +76,8 @@ def attention_vjp(
     """
     The gradient of `attention` by queries, keys and values, with float32 scores, some queries at a time.
 
-    MLX 0.32.4's own rounds q k to 16 bits before the scale. Keys of Qwen2 and Qwen2.5 have large biases, and with them
-    its gradient is off by some to all of its size (tests/test_attention_gradient.py). Rows of up to 1,024 positions it
-    computes whole; here a causal block leaves out the keys after it.
+    MLX 0.32.4's own rounds q k to 16 bits before the scale, and with the large biases of Qwen2's and Qwen2.5's keys its
+    gradient is off by some to all of its size (tests/test_attention_gradient.py).
     """
     dtype = queries.dtype
     if dtype == mx.bfloat16:  # which has too few digits for weights and for what comes of them
@@ -213,9 +212,8 @@ SLOT_ATTENTION = kernels.Kernel(
 def slot_attention(queries: mx.array, parts: Parts, layout: Layout) -> mx.array:
     """
     For a decode step of slots that share prompts. In one launch it reads the queries, each slot's own columns, and each
-    prompt: once from memory, and for the rest of its group, whose threadgroups run side by side, from the cache. That
-    is P columns for a group where copies of its prompt, which MLX's own kernel needs, are G * P. Two calls of that
-    kernel could not be joined: it keeps its sums to itself.
+    prompt: once from memory, and for the rest of its group, whose threadgroups run side by side, from the cache. MLX's
+    own kernel needs copies of a prompt, and two calls of it could not be joined: it keeps its sums to itself.
     """
     (keys, values), (own_keys, own_values) = parts
     members, places, mask = layout.groups[0]

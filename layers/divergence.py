@@ -89,10 +89,9 @@ def token_divergences(
     hidden (N, T, C), head_weight (V, C), ids (N, T) int32 -> (N, T) each.
     head: "frozen" gives `hidden` its gradient, "trained" `head_weight` too.
 
-    The vocabulary goes by twice, in tiles of some rows: for the logsumexps of both models, then for the divergence and
-    its gradient. The gradient of a row's logits is s - q sum(s), see `terms_of`, so sum(s W) and sum(q W) over the
-    student's head W are all that `hidden` needs, and the backward pass of a frozen head has no matmul. That is 6
-    matmuls with a head where a log-probability has 2.
+    The vocabulary goes by twice, in tiles: for the logsumexps of both models, then for the divergence and its gradient,
+    s - q sum(s) by a row's logits, see `terms_of`. So sum(s W) and sum(q W) over the student's head W are all that
+    `hidden` needs, and the backward pass of a frozen head has no matmul.
     """
     assert head in lm_head.HEADS, head
     assert 0 <= beta <= 1, beta

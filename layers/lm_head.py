@@ -102,15 +102,13 @@ def token_logprobs(
     Log-probability of each id and entropy of its distribution at `temperature`; neither (N, T, V) nor (T, V) exists.
 
     hidden (N, T, C), head_weight (V, C), ids (N, T) int32 -> two (N, T) float32, nats; the logits are float32, but of
-    the head's type where a kernel reads them. `support` restricts the distribution as the sampler
-    did.
-    head: "frozen" gives `hidden` its gradient, "trained" `head_weight` too.
-    gradient: whether the log-probabilities have one; entropies are only looked at.
+    the head's type where a kernel reads them. `support` restricts the distribution as the sampler did.
+    head: "frozen" gives `hidden` its gradient, "trained" `head_weight` too. gradient: whether the log-probabilities
+    have one; entropies are only looked at.
 
-    The vocabulary goes by in tiles under a running maximum, as keys do in attention. For a softmax over the head's rows
-    W is both keys and values: sum(p W) comes out beside sum(p), and d logprob = W[id] - sum(p W) is all that the
-    gradient of `hidden` needs, so the backward pass of a frozen head has no matmul. Each tile waits for the one before;
-    as many as MLX runs ahead with (some ten) are in memory, whatever T is.
+    The vocabulary goes by in tiles under a running maximum, as keys do in attention. sum(p W) over the head's rows W
+    comes out beside sum(p), and d logprob = W[id] - sum(p W) is all that the gradient of `hidden` needs: the backward
+    pass of a frozen head has no matmul. Each tile waits for the one before, so some ten are in memory, whatever T is.
     Source: online softmax, arXiv:1805.02867; FlashAttention, arXiv:2205.14135; a head cut up, arXiv:2411.09009.
     """
     assert head in HEADS, head

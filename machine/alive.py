@@ -61,10 +61,7 @@ class Bar(tqdm):
         self.update(done - self.n)
 
     def state(self) -> str:
-        """
-        "sampling: 23 of 64 rows, about 40 s left"; before the first is done, how long it has taken so far, and where
-        nobody knows how many there are that alone.
-        """
+        """ "sampling: 23 of 64 rows, about 40 s left"; before the first is done, how long it has taken so far."""
         done, seconds = self.n - self.from_n, time.monotonic() - self.begun
         far = f"{self.n:g}" + (f" of {self.total}" if self.total else "") + (f" {self.kind}s" if self.kind else "")
         left = f"about {duration(seconds / done * (self.total - self.n))} left" if done > 0 and self.total else ""

@@ -28,11 +28,10 @@ class Kernel:
     """
     A kernel in a `.metal` file of its own, made when it is first called.
 
-    The file has comments and helper functions, then `kernel void NAME() {` and the body; MLX writes the parameters.
-    A line `#include "FILE"` stands for the text of a file beside it. MLX looks for its own names, such as
-    `thread_position_in_grid`, in the body's comments too, and passes what it finds.
-    inputs, outputs: the names that the body uses. Scalars are passed as arrays of one. contiguous: whether inputs are
-    copied into row-major order first; a body that does without uses their `_strides`.
+    The file has helper functions, then `kernel void NAME() {` and the body; MLX writes the parameters, and passes what
+    it finds of its own names, such as `thread_position_in_grid`, also in comments. A line `#include "FILE"` stands for
+    the text of a file beside it. inputs, outputs: the names that the body uses; scalars are arrays of one. contiguous:
+    whether inputs are copied into row-major order first; a body that does without uses their `_strides`.
     """
 
     def __init__(self, path: Path, inputs: str, outputs: str, contiguous: bool = True):

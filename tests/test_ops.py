@@ -9,7 +9,6 @@ from conftest import QWEN3, YARN, normal
 
 from disk import hub
 from layers import attention, ops
-from layers.tree_cache import TreeCache
 from machine import cpu, gpu, kernels
 
 RNG = np.random.default_rng(0)
@@ -213,75 +212,3 @@ def test_attention_on_a_gpu_takes_mlxs_kernel_and_never_its_gradient(length, mon
     gradient = mx.grad(lambda x: attention.attention(x, keys, keys, "causal").square().sum())(queries)
     expected = mx.grad(lambda x: attention.attention_ref(x, keys, keys, "causal").square().sum())(queries)
     assert called == ["causal"] and mx.allclose(gradient, expected, rtol=1e-4, atol=1e-4)
-
-
-# ---- attention in a tree
-
-
-LEVELS = [[5], [7, 6], [9, 4, 9, 8]]  # lengths of each level's rows
-
-
-def tree_of_keys(parents, dtype, levels=LEVELS):
-    """Queries of the last level, its cache's parts, which are padded on the right, and who sees what."""
-    cache = TreeCache(1).child(levels[0])
-    for rows, lengths in zip(parents, levels[1:], strict=True):
-        if not cache.widths:
-            cache.layers[0].parts = [nodes(levels[0], dtype)]
-            cache.advance(max(levels[0]))
-        cache = cache.child(lengths, rows)
-        if lengths is not levels[-1]:
-            cache.layers[0].parts.append(nodes(lengths, dtype))
-            cache.advance(max(lengths))
-    layout = cache.layout(max(levels[-1]))
-    return (
-        normal(len(levels[-1]), 4, max(levels[-1]), 64).astype(dtype),
-        [*cache.layers[0].parts, nodes(levels[-1], dtype)],
-        layout,
-    )
-
-
-def nodes(lengths, dtype):
-    """Keys and values of the rows of a level, (R, K, S, D)."""
-    return tuple(normal(len(lengths), 2, max(lengths), 64).astype(dtype) for _ in range(2))
-
-
-def paths(parents, parts, levels=LEVELS):
-    """For each row of the last level its whole keys and values, without padding, (K, S, D) float64."""
-    for row in range(len(levels[-1])):
-        places, at = [row], row
-        for rows in reversed(parents):
-            at = rows[at]
-            places.insert(0, at)
-        yield [
-            np.concatenate(
-                [
-                    wide(part[kind])[place, :, : lengths[place]]
-                    for part, place, lengths in zip(parts, places, levels, strict=True)
-                ],
-                axis=1,
-            )
-            for kind in (0, 1)
-        ]
-
-
-def wide(x):
-    return np.array(x.astype(mx.float32)).astype(np.float64)
-
-
-@pytest.mark.parametrize("parents", [[[0, 0], [0, 0, 1, 1]], [[0, 0], [1, 0, 0, 0]], [[0, 0], [0, 1, 0, 1]]])
-@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
-def test_a_tree_on_a_gpu_is_as_exact_as_the_attention_of_mlx_to_whole_rows(parents, dtype, monkeypatch):
-    queries, parts, layout = tree_of_keys(parents, dtype)
-    monkeypatch.setattr(attention, "is_fused", lambda _: True)
-    ours = wide(attention.attend(queries, parts, layout))
-    theirs_worst = ours_worst = 0.0
-    for row, (keys, values) in enumerate(paths(parents, parts)):
-        length = LEVELS[-1][row]
-        query, before = queries[row : row + 1, :, :length], keys.shape[1] - length
-        seen = [np.arange(before + place + 1) for place in range(length)]
-        expected = attention_by_hand(wide(query)[0], keys, values, seen)
-        whole = (mx.array(array[None].astype(np.float32)).astype(dtype) for array in (keys, values))
-        theirs = wide(mx.fast.scaled_dot_product_attention(query, *whole, scale=1 / 8, mask="causal"))
-        theirs_worst = max(theirs_worst, np.abs(theirs[0] - expected).max())
-        ours_worst = max(ours_worst, np.abs(ours[row, :, :length] - expected).max())
-    assert ours_worst <= 1.2 * theirs_worst < {mx.float32: 1e-5, mx.float16: 5e-3, mx.bfloat16: 4e-2}[dtype]

@@ -1,21 +1,16 @@
 """Kernels of several kinds against numpy: the emulator runs what the text says. On a Mac they run on the GPU."""
 
-import os
 import platform
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from metal import emulator, program, toolchain
+from metal import emulator, program
 
 pytestmark = pytest.mark.slow
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
-ROUNDING = {mx.float32: 2**-23, mx.float16: 2**-11, mx.bfloat16: 2**-8}
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "float16", "bfloat16"])
 each_mode = pytest.mark.parametrize("metal", ["check", "fast"], indirect=True)
 
@@ -273,45 +268,3 @@ def test_a_report_names_the_thread_and_where_its_author_finds_the_line(emulated:
         elementwise("out[i] =\n x[i == 37 ? 64 : i];", [mx.zeros(64)], mx.float32)
     assert "[out-of-bounds] read of x[64], which has 64 elements, by thread 37" in str(error.value)
     assert "body line 3 `x[i == 37 ? 64 : i];`" in str(error.value)
-
-
-# ---- the emulator's own ways
-
-
-def test_outside_of_the_block_mlx_has_its_own_kernels_again(emulated: None) -> None:
-    before = mx.fast.metal_kernel
-    with emulator.patched():
-        assert mx.fast.metal_kernel is not before and mx.metal.is_available()
-    assert mx.fast.metal_kernel is before and not mx.metal.is_available()
-
-
-def test_runs_beside_each_other_share_the_cache(emulated: None, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    source = 'extern "C" int answer() { return 42; }'
-    with ThreadPoolExecutor(4) as pool:
-        assert len(set(pool.map(lambda _: toolchain.build(source, ["-O1"]), range(4)))) == 1
-    (library,) = (tmp_path / "gwen" / "metal").iterdir()
-    code = f"import ctypes; print(ctypes.CDLL({str(library)!r}).answer())"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "42\n"
-
-
-@pytest.mark.parametrize(
-    ("ci", "status"), [("", pytest.ExitCode.NO_TESTS_COLLECTED), ("true", pytest.ExitCode.TESTS_FAILED)]
-)
-def test_without_a_compiler_kernels_are_left_out_in_one_line_but_in_ci_they_fail(ci: str, status: int) -> None:
-    flags = [
-        "-n0",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        f"{__file__}::{test_each_operation_on_16_bits_rounds_to_16_bits.__name__}",
-    ]
-    program = f"import sys; sys.modules['ziglang'] = None; import pytest; sys.exit(pytest.main({flags}))"
-    environment = os.environ | {"PATH": "", "CI": ci}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
-    said = [line for line in done.stdout.splitlines() if "uv sync --group metal" in line]
-    assert done.returncode == status, done.stdout + done.stderr
-    if ci:
-        assert said and "1 error" in done.stdout
-    else:
-        assert said == [f"tests/metal: kernels were not run, {toolchain.MISSING}"]

@@ -10,6 +10,7 @@ the user's code: they run in this process, without a wall. Left out: sampling (l
 import asyncio
 import concurrent.futures
 import contextlib
+import dataclasses
 import functools
 import inspect
 import json
@@ -37,6 +38,7 @@ from problems.examples import Example, one_line, prompt_text, short
 from problems.rewards import raised
 
 CONTEXT = 4096  # tokens of a conversation, where nobody says
+LOOK = 0.05  # seconds between two looks for calls that take too long, while nothing else is to do
 MOST_TOLD = 4  # the rest of a result longer than this part of the conversation is cut
 
 
@@ -109,8 +111,12 @@ class Worker:
         while (job := self.jobs.get()) is not None:
             job()
 
-    def call(self, fn: Callable[[], Any]) -> Outcome:
-        """Calls a function, in this thread. Of its `gate`, if it has one, so many pass; who waits has not begun."""
+    def start(self, fn: Callable[[], Any], then: Callable[[Outcome], None]) -> None:
+        """Has the thread call a function; `then` gets what came of it."""
+        self.jobs.put(lambda: then(self._call(fn)))
+
+    def _call(self, fn: Callable[[], Any]) -> Outcome:
+        """Calls a function. Of its `gate`, if it has one, so many pass; who waits has not begun."""
         with getattr(getattr(fn, "func", fn), "gate", contextlib.nullcontext()):
             self.begun = begin = time.monotonic()
             value = error = None
@@ -127,7 +133,7 @@ class Worker:
     def do(self, what: str, fn: Callable[[], Any], limit: float) -> Any:
         """A function's value. Raises ValueError, which begins with `what`, where it fails or takes too long."""
         outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
-        self.jobs.put(lambda: outcomes.put(self.call(fn)))
+        self.start(fn, outcomes.put)
         try:
             value, error, _ = outcomes.get(timeout=limit)
         except queue.Empty:
@@ -168,25 +174,18 @@ class Toolbox:
     """The tools and environments of a run, ready to be called; its workers outlive a rollout."""
 
     def __init__(
-        self,
-        tools: tuple[Tool, ...],
-        environments: dict[str, type],
-        settings: ToolSettings,
-        tokenizer: Any,
-        end_ids: tuple[int, ...],
-        *,
-        context: int,
-        thinking: bool,
+        self, config: Config, tools: tuple[Tool, ...], environments: dict[str, type], tokenizer: Any, model: Any
     ):
         """
-        environments: by the name in the column `environment`, "" where there is one. context: the model's.
+        environments: by the name in the column `environment`, "" where there is one. model: a `gwen.ModelConfig`.
 
         Raises ValueError where a tool has no schema, or the model's chat template no tools.
         """
-        self.settings, self.environments, self.thinking, self.tokenizer = settings, environments, thinking, tokenizer
-        self.context = context_of(settings, context)
+        self.settings, self.environments, self.tokenizer = config.tools, environments, tokenizer
+        self.thinking = config.sampling.thinking
+        self.context = context_of(config.tools, model.max_position_embeddings)
         self.read = reader_of(tokenizer.chat_template)
-        self.frames = Frames(tokenizer, end_ids, thinking=thinking)
+        self.frames = Frames(tokenizer, model.eos_ids, thinking=self.thinking)
         self.functions = {tool.__name__: tool for tool in tools}
         own = schemas_of("--tools", tools)
         self.schemas = {"": own} | {name: own | schemas_in(kind) for name, kind in environments.items()}
@@ -199,13 +198,9 @@ class Toolbox:
             self.workers.pop((name, row)).leave()
         if (name, row) not in self.workers:
             worker = self.workers[name, row] = Worker(self.loop)
-            if name in self.environments:
-                kind = self.environments[name]
-
-                def make() -> None:
-                    worker.instance = kind()
-
-                worker.do(f"environment {kind.__name__}", make, self.settings.tool_timeout)
+            if kind := self.environments.get(name):
+                limit = self.settings.tool_timeout
+                worker.instance = worker.do(f"environment {kind.__name__}", kind, limit)
         return self.workers[name, row]
 
     def environment_of(self, example: Example) -> str:
@@ -242,9 +237,7 @@ def make(
         return None
     if world.size() > 1:
         raise ValueError("--tools and --env are for one machine; start it on one")
-    context, thinking = model.max_position_embeddings, config.sampling.thinking
-    how: dict[str, Any] = {"context": context, "thinking": thinking}
-    return Toolbox(tools, environments, config.tools, tokenizer, model.eos_ids, **how)
+    return Toolbox(config, tools, environments, tokenizer, model)
 
 
 def context_of(settings: ToolSettings, most: int) -> int:
@@ -268,24 +261,30 @@ def _start_loop() -> asyncio.AbstractEventLoop:
 # ---- a rollout's episodes
 
 
+@dataclasses.dataclass
 class Episode:
-    """A row's conversation after its prompt."""
+    """A row's conversation after its prompt, and the thread in which its tools run."""
 
-    def __init__(self, name: str, worker: Worker):
-        self.name, self.worker = name, worker
-        self.messages: list[dict[str, Any]] = []
-        self.made: list[dict[str, Any]] = []  # its calls, as `rollouts.jsonl` has them
-        self.num_turns = 0
-        self.told: list[dict[str, Any]] = []  # the newest turn's tool messages
-        self.reward: float | None = None
-        self.turn_rewards: list[float] = []  # where the environment has `reward_per_turn`
+    name: str  # of its environment
+    worker: Worker
+    messages: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    made: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # its calls, as `rollouts.jsonl` has them
+    num_turns: int = 0
+    calls: Sequence[Call] = ()  # of the newest turn
+    outcomes: list[Outcome] = dataclasses.field(default_factory=list)  # of those that have ended, and of its pay
+    told: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # the newest turn's tool messages
+    reward: float | None = None
+    turn_rewards: list[float] = dataclasses.field(default_factory=list)  # where the environment has `reward_per_turn`
 
+    @property
+    def pays(self) -> bool:
+        """Whether its environment pays each turn."""
+        return pays_turns(type(self.worker.instance))
 
-class Turn(NamedTuple):
-    """A turn under way: its calls, and the outcomes of those that have ended, to which the row's thread adds."""
-
-    calls: list[Call]
-    outcomes: list[Outcome]
+    @property
+    def what(self) -> str:
+        """Its environment, for messages."""
+        return f"environment {type(self.worker.instance).__name__}:"
 
 
 class Episodes:
@@ -295,8 +294,8 @@ class Episodes:
         """Raises ValueError for an unknown environment, and where a reset fails or differs within a group."""
         self.box, self.examples, self.seed, self.wait_s = box, examples, seed, 0.0
         self.groups = [group - groups[0] for group in groups]
-        self.under_way: dict[int, Turn] = {}
-        self.done: queue.SimpleQueue[tuple[int, Turn, Outcome]] = queue.SimpleQueue()  # each with what it was paid
+        self.under_way = set[int]()  # rows whose turn is being answered
+        self.done: queue.SimpleQueue[tuple[int, Worker, Outcome]] = queue.SimpleQueue()
         self.ready: dict[int, list[int] | str] = {}
         self.rows, texts, first = list[Episode](), list[str | None](), dict[int, str | None]()
         for row, (example, group) in enumerate(zip(examples, groups, strict=True)):
@@ -320,11 +319,10 @@ class Episodes:
         episode = self.rows[row]
         if episode.name not in self.box.environments:
             return None
-        instance = episode.worker.instance
-        what = f"environment {type(instance).__name__}: reset"
+        what = f"{episode.what} reset"
         with seeded(f"{self.seed} {self.groups[row]}"):
             told = {key: value for key, value in self.examples[row].items() if key != "environment" or not episode.name}
-            job = functools.partial(instance.reset, **told)
+            job = functools.partial(episode.worker.instance.reset, **told)
             text = episode.worker.do(what, job, self.box.settings.tool_timeout)
         if text is not None and not isinstance(text, str):
             raise ValueError(f"{what} gave {short(text)}; return a text or None")
@@ -336,8 +334,8 @@ class Episodes:
         """These rows are drawn from their prompts on, some of them again."""
         for row in rows:
             if (before := self.rows[row]).num_turns:  # it was heard, and is drawn again
-                worker = self.box.worker(before.name, row, anew=self.under_way.pop(row, None) is not None)
-                self.rows[row] = Episode(before.name, worker)
+                self.rows[row] = Episode(before.name, self.box.worker(before.name, row, anew=row in self.under_way))
+                self.under_way.discard(row)
                 self._reset(row)
         self.ready = {row: answer for row, answer in self.ready.items() if row not in rows}
 
@@ -353,52 +351,50 @@ class Episodes:
                 {"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in calls
             ]
         episode.messages.append(message)
-        episode.num_turns, episode.told = episode.num_turns + 1, []
-        if calls or pays_turns(type(episode.worker.instance)):
-            self._go_on(row, Turn(calls, []))
+        episode.num_turns, episode.told, episode.calls, episode.outcomes = episode.num_turns + 1, [], calls, []
+        self.under_way.add(row)
+        self._go_on(row)
+
+    def _go_on(self, row: int) -> None:
+        """Has the row's thread make the next call of its turn, then asks what the turn earned; then it is answered."""
+        episode, worker = self.rows[row], self.rows[row].worker
+        left = episode.calls[len(episode.outcomes) :]
+        if left and left[0].error:
+            self._take(row, worker, Outcome(error=left[0].error))
+        elif left:
+            name = str(left[0].name)
+            tool = self.box.functions.get(name) or getattr(worker.instance, name)
+            made = functools.partial(tool, **left[0].arguments)
+            worker.start(made, lambda outcome: self.done.put((row, worker, outcome)))
+        elif episode.pays and len(episode.outcomes) == len(episode.calls):
+            worker.start(worker.instance.get_reward, lambda outcome: self.done.put((row, worker, outcome)))
         else:
-            self.ready[row] = "stop"
+            self._answer(row)
 
-    def _go_on(self, row: int, turn: Turn) -> None:
-        """Lets the row's thread make the calls of a turn that have no outcome yet, then ask what the turn earned."""
-        worker, self.under_way[row] = self.rows[row].worker, turn
+    def _take(self, row: int, worker: Worker, outcome: Outcome) -> None:
+        """Takes in what a row's thread gave, but for one that was late, or whose row began anew."""
+        if row in self.under_way and self.rows[row].worker is worker:
+            self.rows[row].outcomes.append(outcome)
+            self._go_on(row)
 
-        def made(call: Call) -> Outcome:
-            if call.error:
-                return Outcome(error=call.error)
-            tool = self.box.functions.get(str(call.name)) or getattr(worker.instance, str(call.name))
-            return worker.call(functools.partial(tool, **call.arguments))
-
-        def job() -> None:
-            for call in turn.calls[len(turn.outcomes) :]:
-                turn.outcomes.append(made(call))
-                if self.under_way.get(row) is not turn:  # it was late, or the row began anew
-                    return
-            pays = pays_turns(type(worker.instance))
-            self.done.put((row, turn, worker.call(worker.instance.get_reward) if pays else Outcome()))
-
-        worker.jobs.put(job)
-
-    def _answer(self, row: int, turn: Turn, pay: Outcome) -> None:
+    def _answer(self, row: int) -> None:
         """Writes down what a turn's calls gave and what it earned; the row's answer is ready."""
-        if self.under_way.get(row) is not turn:
-            return
-        del self.under_way[row]
-        episode, instance, told = self.rows[row], self.rows[row].worker.instance, list[dict[str, Any]]()
-        for call, (value, error, seconds) in zip(turn.calls, turn.outcomes, strict=True):
+        self.under_way.remove(row)
+        episode, told = self.rows[row], list[dict[str, Any]]()
+        for call, (value, error, seconds) in zip(episode.calls, episode.outcomes, strict=False):
             error = one_line(error) if isinstance(error, BaseException) else error
-            text = as_error(error) if error else value if isinstance(value, str) else _text(value)
-            text = self.box.frames.cut(text, self.box.context // MOST_TOLD)
+            text = self.box.frames.cut(as_error(error) if error else str(value), self.box.context // MOST_TOLD)
             told.append({"role": "tool", "name": str(call.name), "content": text})
             made = {"turn": episode.num_turns - 1, "name": call.name, "arguments": call.arguments}
             episode.made.append(made | {"seconds": seconds, "error": error})
-        if pays_turns(type(instance)):
-            what = f"environment {type(instance).__name__}: get_reward"
-            if isinstance(pay.error, BaseException):
-                raise ValueError(f"{what} {raised(pay.error, instance.get_reward)}") from pay.error
-            if not isinstance(pay.value, numbers.Real) or not math.isfinite(pay.value):
-                raise ValueError(f"{what} gave {short(pay.value)} for a turn; return a number")
-            episode.turn_rewards.append(float(pay.value))
+        if episode.pays:
+            value, error, _ = episode.outcomes[-1]
+            if isinstance(error, BaseException):
+                said = raised(error, episode.worker.instance.get_reward)
+                raise ValueError(f"{episode.what} get_reward {said}") from error
+            if not isinstance(value, numbers.Real) or not math.isfinite(value):
+                raise ValueError(f"{episode.what} get_reward gave {short(value)} for a turn; return a number")
+            episode.turn_rewards.append(float(value))
         episode.messages, episode.told = [*episode.messages, *told], told
         if not told:
             self.ready[row] = "stop"
@@ -410,16 +406,15 @@ class Episodes:
     def _end_late(self) -> None:
         """Replaces the threads and environments of calls that took too long; their episodes go on."""
         limit = self.box.settings.tool_timeout
-        for row, (calls, outcomes) in list(self.under_way.items()):
+        for row in list(self.under_way):
             episode = self.rows[row]
             if time.monotonic() >= episode.worker.begun + limit:
-                if len(outcomes) == len(calls):
-                    said = f"environment {type(episode.worker.instance).__name__}: get_reward took longer than"
-                    raise ValueError(f"{said} --tool-timeout {limit:g}; raise that or mend it")
-                late = Outcome(None, f"the call took longer than {limit:g} s", limit)
+                if len(episode.outcomes) == len(episode.calls):
+                    took = f"get_reward took longer than --tool-timeout {limit:g}"
+                    raise ValueError(f"{episode.what} {took}; raise that or mend it")
                 episode.worker = self.box.worker(episode.name, row, anew=True)
                 self._reset(row)
-                self._go_on(row, Turn(calls, [*outcomes, late]))
+                self._take(row, episode.worker, Outcome(None, f"the call took longer than {limit:g} s", limit))
 
     def replies(self, wait: bool) -> dict[int, list[int] | str]:
         """
@@ -431,15 +426,11 @@ class Episodes:
         while True:
             with contextlib.suppress(queue.Empty):
                 while True:
-                    self._answer(*self.done.get_nowait())
+                    self._take(*self.done.get(timeout=0 if self.ready or not wait else LOOK))
             self._end_late()
             if self.ready or not wait:
                 break
             assert self.under_way, "nobody is waited for"
-            waited = time.monotonic() - min(self.rows[row].worker.begun for row in self.under_way)
-            limit = self.box.settings.tool_timeout  # one that begins meanwhile has as long from then on
-            with contextlib.suppress(queue.Empty):
-                self._answer(*self.done.get(timeout=min(max(limit - waited, 0.001), limit)))
         if wait:
             self.wait_s += time.perf_counter() - begin
         found, self.ready = self.ready, {}
@@ -450,12 +441,11 @@ class Episodes:
     def ask_rewards(self) -> None:
         """Asks each environment once for what it gives."""
         for episode in self.rows:
-            instance = episode.worker.instance
-            if pays_turns(type(instance)):
+            get_reward, limit = getattr(episode.worker.instance, "get_reward", None), self.box.settings.tool_timeout
+            if episode.pays:
                 episode.reward = sum(episode.turn_rewards)
-            elif episode.reward is None and hasattr(instance, "get_reward"):
-                what = f"environment {type(instance).__name__}: get_reward"
-                episode.reward = episode.worker.do(what, instance.get_reward, self.box.settings.tool_timeout)
+            elif episode.reward is None and get_reward:
+                episode.reward = episode.worker.do(f"{episode.what} get_reward", get_reward, limit)
 
     def shown(self, row: int, reason: str) -> str:
         """A row's conversation to read, each message after who says it, then why it ended and its reward."""
@@ -471,25 +461,13 @@ class Episodes:
     def of_samples(self, samples: list[Any], weights: Mapping[str, float]) -> list[Any]:
         """The rollout's samples with their conversations, what rewards may ask for, and what turns are paid."""
         self.ask_rewards()
-        return [self._of(*pair, weights) for pair in zip(samples, self.rows, strict=True)]
-
-    def _of(self, sample: Any, episode: Episode, weights: Mapping[str, float]) -> Any:
-        instance, text = episode.worker.instance, Said(sample.text)
-        name, text.messages = type(instance).__name__, episode.messages
-        record = {"messages": episode.messages, "turns": episode.num_turns, "tool_calls": episode.made}
-        columns, paid = dict[str, Any](), None
-        if self.box.environments:
-            columns = {"environments": instance, "earned": (name, episode.reward)}
-        if pays_turns(type(instance)):
-            record["turn_rewards"] = episode.turn_rewards
-        if any(map(pays_turns, self.box.environments.values())):
-            paid = [weights.get(name, 0.0) * one for one in episode.turn_rewards]
-        return sample._replace(text=text, columns=columns, conversation=record, paid=paid)
-
-
-def _text(value: Any) -> str:
-    """What a tool gave as text; what cannot be shown says so."""
-    try:
-        return str(value)
-    except Exception as error:
-        return as_error(f"the result has no text: {one_line(error)}")
+        per_turn, found = any(map(pays_turns, self.box.environments.values())), []
+        for sample, episode in zip(samples, self.rows, strict=True):
+            instance, text = episode.worker.instance, Said(sample.text)
+            name, text.messages = type(instance).__name__, episode.messages
+            record = {"messages": episode.messages, "turns": episode.num_turns, "tool_calls": episode.made}
+            record |= {"turn_rewards": episode.turn_rewards} if episode.pays else {}
+            columns = {"environments": instance, "earned": (name, episode.reward)} if self.box.environments else {}
+            paid = [weights.get(name, 0.0) * one for one in episode.turn_rewards] if per_turn else None
+            found.append(sample._replace(text=text, columns=columns, conversation=record, paid=paid))
+        return found

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from conftest import message_of
 
-from config import Config, ToolSettings
+from config import Config
 from problems import calls, chat_template, episodes
 from reporting import journal
 from step.sample import Sample
@@ -197,9 +197,9 @@ def test_a_template_without_tools_is_refused():
 
 
 def box_of(talker, tools=(), environments=None, **settings):
-    settings = ToolSettings(**{"tool_timeout": 5.0} | settings)
-    how = {"context": 1000, "thinking": False}
-    return episodes.Toolbox(tuple(tools), environments or {}, settings, talker, (talker.eos_token_id,), **how)
+    config = Config.of(**{"tool_timeout": 5.0} | settings)
+    model = SimpleNamespace(max_position_embeddings=1000, eos_ids=(talker.eos_token_id,))
+    return episodes.Toolbox(config, tuple(tools), environments or {}, talker, model)
 
 
 def say(talk, talker, row, text):

@@ -9,20 +9,14 @@ import datetime
 import inspect
 import json
 import re
-import resource
 import signal
-import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from problems.examples import Example, one_line, short
 
 SECONDS = 2.0  # of processor time for one conversation; an honest template takes a thousandth
-MEMORY = 10**9  # bytes that it may ask for, on Linux; macOS has no such limit
-IS_LINUX = sys.platform == "linux"
-LONGEST = 10**7  # characters of what it renders; more would pass any model's context
 _day = [datetime.date.today()]  # that templates take for today
 
 
@@ -93,8 +87,6 @@ def render(
                     **({"tools": tools} if tools else {}),
                 )
             )
-        if len(text) > LONGEST:
-            raise ValueError(f"it makes {len(text)} characters of them")
     except (Exception, _Stopped) as error:  # a template may raise what it likes
         raise ValueError(f"the model's chat template refuses {short(messages)} ({one_line(error)})") from error
     return text
@@ -194,7 +186,7 @@ class _Stopped(BaseException):
 
 @contextlib.contextmanager
 def _limits() -> Iterator[None]:
-    """Limits of time and, on Linux, of memory; none outside the main thread, which alone gets signals."""
+    """A limit of time; none outside the main thread, which alone gets signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -202,15 +194,10 @@ def _limits() -> Iterator[None]:
     def stop(*_: Any) -> None:
         raise _Stopped(f"it does not end within {SECONDS:g} s")
 
-    handler, memory = signal.signal(signal.SIGVTALRM, stop), resource.getrlimit(resource.RLIMIT_AS)
-    if IS_LINUX:
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, memory[1]))
+    handler = signal.signal(signal.SIGVTALRM, stop)
     signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, handler)
-        if IS_LINUX:
-            resource.setrlimit(resource.RLIMIT_AS, memory)

@@ -8,10 +8,8 @@ import json
 import os
 import random
 import re
-import resource
 import shutil
 import signal
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -157,31 +155,18 @@ ENDLESS = {
     "a call of itself": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(99) }}",
     "a power": "{{ 9 ** (9 ** 9) }}",
 }
-TOO_LARGE = {
-    "a product": "{{ 'a' * 10**12 }}",
-    "doubling": "{% set a = namespace(x='ab') %}{% for i in range(99) %}{% set a.x = a.x ~ a.x %}{% endfor %}{{ a.x }}",
-}
 
 
-@pytest.mark.parametrize("template", [*ENDLESS.values(), *TOO_LARGE.values()], ids=[*ENDLESS, *TOO_LARGE])
+@pytest.mark.parametrize("template", ENDLESS.values(), ids=ENDLESS)
 def test_a_chat_template_that_does_not_end_is_stopped_and_leaves_no_limit_behind(tokenizer, monkeypatch, template):
-    if template in TOO_LARGE.values() and sys.platform != "linux":
-        pytest.skip("only Linux limits a process's memory")
     monkeypatch.setattr(chat_template, "SECONDS", 0.2)
-    tokenizer, before = copy.deepcopy(tokenizer), (resource.getrlimit(resource.RLIMIT_AS), time.process_time())
+    tokenizer, before = copy.deepcopy(tokenizer), time.process_time()
     tokenizer.chat_template = template
     said = message_of(chat_template.chat_ids, tokenizer, "Hi")
-    why = "it does not end within 0.2 s" if template in ENDLESS.values() else "MemoryError|it does not end"
-    assert re.match(f"the model's chat template refuses .*({why})", said), said
-    assert time.process_time() - before[1] < 20
-    assert resource.getrlimit(resource.RLIMIT_AS) == before[0]
+    assert re.match("the model's chat template refuses .*it does not end within 0.2 s", said), said
+    assert time.process_time() - before < 20
     assert signal.getsignal(signal.SIGVTALRM) == signal.SIG_DFL
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
-
-
-def test_a_chat_template_that_makes_more_than_any_context_is_refused(tokenizer, monkeypatch):
-    monkeypatch.setattr(chat_template, "LONGEST", 100)
-    assert "it makes 1" in message_of(chat_template.chat_ids, tokenizer, "Hi" * 50)
 
 
 def test_a_template_is_rendered_in_other_threads_too(tokenizer):

@@ -8,9 +8,8 @@ import pytest
 from conftest import message_of
 from extras import needs
 from hostile import ANSWERS, PLANTED
-from test_tasks import Template
 
-from problems import chat_template, workers
+from problems import workers
 from problems.examples import prompt_key
 from problems.workers import Answer, Pool
 from tasks import rg
@@ -76,7 +75,6 @@ def test_every_data_set_pays_for_its_right_answer_and_for_no_wrong_or_hostile_on
     for number, name in enumerate(names):
         made = [make(name, one) for one in range(2 if name in SLOW else 4)]
         prompt, answer, entry = made[0]
-        assert len(chat_template.chat_ids(Template(), prompt, system=rg.SYSTEM)) > len(prompt), name
         gold = IN_THE_ENTRY[name](rg.unpacked(entry)) if name in IN_THE_ENTRY else answer
         reply = f"<think>Let me see.</think>\nIt must be this:\n<answer>\n{gold}\n</answer>"
         others = [str(other) for _, other, _ in made if other not in (None, answer, gold)]
@@ -133,8 +131,7 @@ def test_what_reasoning_gyms_own_scorer_would_take_for_right_is_wrong(name, answ
 @gym
 def test_of_contradicting_premises_a_conclusion_about_something_else_earns_nothing():
     name = "propositional_logic"
-    make, score = rg.make_maker({name: {}}, {}), rg.make_scorer({name: {}}, {})
-    entry = make((name, None, 0))[2]
+    entry, score = rg.make_maker({name: {}})((name, 0))[2], rg.make_scorer({name: {}})
     said = ["¬1", "nonsense \u2228 text", "x → y", "(Q \u2228 P)"]
     assert [score((name, entry, text)) for text in said] == [0, 0, 0, 1]
 
@@ -192,13 +189,8 @@ def test_a_run_meets_no_prompt_twice_and_none_that_is_held_out_until_all_were_se
 
 
 def test_tags_are_read_and_counted():
-    texts = [
-        "<answer>4</answer>",
-        "<answer> a\nb </answer> no, <answer>5</answer>\n",
-        "4",
-        "<answer>4",
-        "</answer><answer>",
-    ]
+    twice = "<answer> a\nb </answer> no, <answer>5</answer>\n"
+    texts = ["<answer>4</answer>", twice, "4", "<answer>4", "</answer><answer>"]
     assert [extract(text) for text in texts] == ["4", "5", None, None, None]
     assert rg.answered_once(completions=texts) == [1, 0, 0, 0, 0]
     assert extract("<answer>" * 100_000) is None and extract("</answer>" * 100_000) is None

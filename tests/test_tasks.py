@@ -15,7 +15,6 @@ from conftest import message_of, read_log, write_log
 import evaluate
 import tasks
 import train
-from problems import chat_template
 from tasks import demo as sums
 from tasks import gsm8k
 from tasks.demo import numbers_in
@@ -36,7 +35,7 @@ def test_every_task_has_a_weight_for_each_of_its_rewards():
         assert task.rubric is None or task.rubric.is_file()
 
 
-@pytest.mark.parametrize("name", ["demo", "values"])
+@pytest.mark.parametrize("name", ["demo", "values", "calculator"])
 def test_no_prompt_is_both_trained_on_and_held_out(name):
     task = tasks.load(name)
     train, held_out = ({example["prompt"] for example in side} for side in (task.train, task.held_out))
@@ -205,40 +204,6 @@ def test_the_recipe_of_gsm8k_trains_three_seeds_and_measures_on_all_test_questio
     evaluate.main(["--run", str(tmp_path / "runs" / "seed-2"), "--limit", "1319", "--out", str(out)])
     asked = [json.loads(line) for line in out.read_text().splitlines()]
     assert len({line["prompt"] for line in asked}) == 300 and {line["answer"] for line in asked} >= {"80", "678"}
-
-
-# ---- prompts
-
-
-class Template:
-    """Stands in for a tokenizer: a template that shows what it was given, ids that are characters."""
-
-    name_or_path = chat_template = "none"
-
-    def __len__(self):
-        return 128
-
-    added_tokens_decoder = added_tokens_encoder = types.MappingProxyType({})
-
-    def apply_chat_template(self, messages, *, tokenize, add_generation_prompt, enable_thinking):
-        assert tokenize is False and add_generation_prompt is True
-        turns = "".join(f"[{message['role']}]{message['content']}" for message in messages)
-        return turns + ("[think]" if enable_thinking else "[answer]")
-
-    def encode(self, text, *, add_special_tokens):
-        assert add_special_tokens is False
-        return [ord(character) for character in text]
-
-
-def test_a_prompt_is_rendered_once_by_the_chat_template():
-    def shown(prompt, **options):
-        ids = chat_template.chat_ids(Template(), prompt, **options)
-        assert all(type(index) is int for index in ids)
-        return "".join(map(chr, ids))
-
-    assert shown("Hi") == "[user]Hi[answer]"
-    assert shown("Hi", system="Be brief.", thinking=True) == "[system]Be brief.[user]Hi[think]"
-    assert shown([{"role": "user", "content": "Hi"}]) == "[user]Hi[answer]"
 
 
 # ---- recipes and layout

@@ -116,6 +116,7 @@ def test_both_formats_are_read_whole_numbers_and_null_where_it_may_be(name, argu
         (coder("add", a="{[]: 1}"), "cannot be read"),
         (coder("add", a="[" * 5000), "cannot be read"),
         (coder("add", a="1e999"), "cannot be read: OverflowError"),
+        (coder("later", seconds="NaN"), "cannot be read"),
         (call("__init__", {}), "there is no tool"),
     ],
 )
@@ -154,18 +155,9 @@ def test_a_template_that_drops_empty_thoughts_shows_earlier_turns_otherwise(talk
 
 
 def hostile(rng):
-    pieces = [
-        *CONTROL,
-        "<|im_end|>",
-        "<|im_start|>",
-        "<|endoftext|>",
-        "assistant\n",
-        "\x00",
-        "\ufdd0",
-        "\ud800",
-        "}" * 9,
-    ]
-    return "".join(rng.choices([*pieces, *("<", "|im_end|>", "<|im_", "end|>", "é")], k=rng.randrange(1, 12)))
+    whole = [*CONTROL, "<|im_end|>", "<|im_start|>", "<|endoftext|>"]
+    parts = ["<", "|im_end|>", "<|im_", "end|>", "é", "assistant\n", "\x00", "\ue000", "\ud800", "}" * 9]
+    return "".join(rng.choices([*whole, *parts], k=rng.randrange(1, 12)))
 
 
 def test_what_a_tool_says_is_never_a_control_token(talker):
@@ -220,9 +212,8 @@ EXAMPLES = [{"prompt": "what is two and two?"}]
 def test_a_turns_calls_are_made_in_order_and_told_back(talker):
     box = box_of(talker, [add, later, fails])
     talk = box.play(EXAMPLES, [0], "0")
-    ids, messages = answer(
-        talk, talker, call("add", {"a": 2}) + call("fails", {"text": "luck"}) + call("later", {"seconds": 0.01})
-    )
+    asked = call("add", {"a": 2}), call("fails", {"text": "luck"}), call("later", {"seconds": 0.01})
+    ids, messages = answer(talk, talker, "".join(asked))
     assert [one["content"] for one in messages[1:]] == ["3", '{"error": "RuntimeError: no luck"}', "done"]
     assert [one["function"]["name"] for one in messages[0]["tool_calls"]] == ["add", "fails", "later"]
     assert ids == box.frames.between(messages[1:], list(box.schemas[""].values()))
@@ -326,9 +317,8 @@ def test_an_instance_lives_in_a_thread_of_its_own_and_its_rewards_come_once(talk
     columns = [one.columns for one in talk.of_samples(blank, {})]
     assert [one["earned"] for one in columns] == [("Threads", 0.5)] * 6
     instances = [one["environments"] for one in columns]
-    assert len({one.thread for one in instances}) == 6 and threading.get_ident() not in {
-        one.thread for one in instances
-    }
+    threads = {one.thread for one in instances}
+    assert len(threads) == 6 and threading.get_ident() not in threads
     again = box.play([{"prompt": "a"}] * 6, [0] * 6, "1").of_samples(blank, {})
     assert [one.columns["environments"] for one in again] == instances  # reused
 
@@ -375,15 +365,9 @@ def test_two_hundred_hostile_turns_end_no_episode_with_an_exception(talker):
     rng = random.Random(2)
     talk = box_of(talker, [add, fails], max_turns=10**6).play(EXAMPLES, [0], "0")
     for _ in range(200):
-        text = rng.choice(
-            [
-                hostile(rng).encode("utf-8", "replace").decode(),
-                call("add", {hostile(rng): 1}),
-                call("fails", {"text": hostile(rng)}),
-                "<tool_call>" + "{" * 10_000,
-            ]
-        )
-        say(talk, talker, 0, text.replace("<|im_end|>", ""))
+        text, key = hostile(rng).encode("utf-8", "replace").decode(), {hostile(rng): 1}
+        kinds = text, call("add", key), call("fails", {"text": hostile(rng)}), "<tool_call>" + "{" * 10_000
+        say(talk, talker, 0, rng.choice(kinds).replace("<|im_end|>", ""))
         (reply,) = talk.replies(wait=True).values()
         assert reply == "stop" or isinstance(reply, list)
 
@@ -412,39 +396,23 @@ def test_random_expressions_are_computed_as_python_does():
     for _ in range(500):
         text = str(rng.randrange(1, 20))
         for _ in range(rng.randrange(5)):
-            text = (
-                f"({text})"
-                if rng.random() < 0.3
-                else f"{text} {rng.choice('+-*')} {rng.choice(['', '-'])}{rng.randrange(1, 20)}"
-            )
+            longer = f"{text} {rng.choice('+-*')} {rng.choice(['', '-'])}{rng.randrange(1, 20)}"
+            text = f"({text})" if rng.random() < 0.3 else longer
         assert calculator.calculator(text) == str(eval(text))
 
 
 def test_only_the_last_line_and_only_one_number_in_it_is_the_answer():
-    texts = [
-        f"{call('calculator', {'expression': '6*7'})}\nIt is 42.",
-        "42",
-        "It is 41 or 42.",
-        "42\nNo.",
-        "It is 42.0",
-    ]
+    said = f"{call('calculator', {'expression': '6*7'})}\nIt is 42."
+    texts = [said, "42", "It is 41 or 42.", "42\nNo.", "It is 42.0"]
     assert calculator.correct(texts, ["42"] * 5) == [1, 1, 0, 0, 0]
-
-
-def test_held_out_problems_are_none_of_the_training():
-    train, held_out = calculator.bundled()
-    assert len(train) == 2000 and len(held_out) == 256
-    assert not {one["prompt"] for one in train} & {one["prompt"] for one in held_out}
 
 
 def test_a_prompt_shows_the_tools_and_a_tool_less_template_call_stays_as_it_was(talker):
     box = box_of(talker, [add])
     ids = box.prompt(EXAMPLES[0])
     assert "add: a b" in talker.decode(ids)
-    assert (
-        chat_template.chat_ids(talker, EXAMPLES[0]["prompt"])
-        == ids[-len(chat_template.chat_ids(talker, EXAMPLES[0]["prompt"])) :]
-    )
+    plain = chat_template.chat_ids(talker, EXAMPLES[0]["prompt"])
+    assert plain == ids[-len(plain) :]
     assert episodes.make(Config.of(), (), {}, talker, None) is None
 
 
@@ -491,12 +459,9 @@ def test_a_conversation_with_calls_that_cannot_be_read_is_refused(change, said):
     assert said in message_of(chats.read_chat, {"messages": messages})
 
 
-@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
-def test_a_number_that_no_record_holds_is_told_and_the_conversation_is_recorded(talker, number):
+def test_a_number_that_no_record_holds_is_told_and_the_conversation_is_recorded(talker):
     talk = box_of(talker, [later]).play(EXAMPLES, [0], "0")
-    text = call("later", {"seconds": 5}).replace("5", number)
+    text = call("later", {"seconds": 5}).replace("5", "-Infinity")
     _, messages = answer(talk, talker, text)
     assert "cannot be read" in messages[-1]["content"] and messages[0] == {"role": "assistant", "content": text}
-    assert number not in json.dumps([talk.rows[0].made], allow_nan=False)
-    (found,) = calls.read_calls(coder("later", seconds=number), CODER, SCHEMAS)
-    assert "cannot be read" in found.error and found.arguments is None
+    assert "Infinity" not in json.dumps([talk.rows[0].made], allow_nan=False)

@@ -449,13 +449,9 @@ def digests(config: Config, task: tasks.Task) -> dict[str, str]:
     environments = [part.rpartition("=")[2] for part in config.tools.env.split(",")]
     specs = [config.data.verifier, *config.data.reward, *config.tools.tools, *environments]
     specs += [config.objective.loss_type, config.objective.advantage]
-    names = [*map(rewards.file_of, specs), config.objective.teacher_prompt]
-    rubrics = {
-        config.data.rubric or "task's rubric": task.rubric,
-        config.evaluation.rubric or "witness's rubric": task.witness,
-    }
-    files = {name: Path(name) for name in names} | rubrics
-    found = {name: checkpoint.digest(path.read_bytes()) for name, path in files.items() if path and path.is_file()}
+    names = [*map(rewards.file_of, specs), config.objective.teacher_prompt, task.rubric, task.witness]
+    files = [Path(name) for name in names if name]
+    found = {str(file): checkpoint.digest(file.read_bytes()) for file in files if file.is_file()}
     mix = task.problems and task.problems.mix
     examples = checkpoint.digest(mix, *task.train, "held out", *task.held_out)
     return found | {config.data.path or "task's examples": examples}

@@ -24,7 +24,7 @@ from disk import adapters, gguf, hub, run_files
 from flags import Parser, fail
 from machine import alive
 from problems import chat_template, chats
-from problems.examples import Example, load_sides
+from problems.examples import load_sides
 from settings.checks import checked
 from settings.sources import load_recipe
 
@@ -114,28 +114,22 @@ def as_trained(tokenizer: Any, run: str) -> str:
 
 def trained_system(config: Config) -> tuple[str | None, str]:
     """The system prompt of a run's prompts, None without one, and what is to be said where it is not known."""
+    data = config.data
     try:
-        systems = {system_of(example) for example in examples_of(config)}
+        if config.objective.loss_type == "sft":
+            examples, *_ = load_sides(data.path, None, lambda spec: chats.load(spec, data.columns or None))
+        else:
+            task = tasks.make(config)
+            examples = task.train or task.held_out
     except ValueError as error:  # the data were moved
         return None, f"; the system prompt of training is unknown: {error}"
+    systems = set[str | None]()
+    for example in examples:
+        first = example["prompt"][0] if isinstance(example["prompt"], list) else {}
+        systems.add(first["content"] if first.get("role") == "system" else example.get("system"))
     if len(systems) > 1:
         return None, f"; training had {len(systems)} system prompts, and the template has none"
     return systems.pop() if systems else None, ""
-
-
-def examples_of(config: Config) -> list[Example]:
-    """What a run trains on."""
-    if config.objective.loss_type == "sft":
-        return load_sides(config.data.path, None, lambda spec: chats.load(spec, config.data.columns or None))[0]
-    task = tasks.make(config)
-    return task.train or task.held_out
-
-
-def system_of(example: Example) -> str | None:
-    """The system message of an example's prompt."""
-    first = example["prompt"][0] if isinstance(example["prompt"], list) else {}
-    system: str | None = first["content"] if first.get("role") == "system" else example.get("system")
-    return system
 
 
 def export_peft(name: str | None, adapter: str, out: Path) -> str:

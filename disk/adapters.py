@@ -104,11 +104,9 @@ def read(path: str | Path) -> Adapter:
             raise ValueError(f"--adapter {directory}: {key} is neither lora_a nor lora_b of a projection")
         halves[hub.plain(name), endings[half]] = mx.contiguous(array.T) if is_peft else array
     for name in sorted({name for name, _ in halves}):
-        low, high = halves.get((name, "a")), halves.get((name, "b"))
-        if low is None or high is None or low.ndim != 2 or high.ndim != 2 or low.shape[1] != high.shape[0]:
-            raise ValueError(f"--adapter {directory}: {name} has no two matrices of one rank")
-        if low.shape[1] != rank:
-            raise ValueError(f"--adapter {directory}: {name} has rank {low.shape[1]}, adapter_config.json says {rank}")
+        low, high = (halves.get((name, half), mx.array(0)) for half in "ab")
+        if low.ndim != 2 or high.ndim != 2 or not low.shape[1] == high.shape[0] == rank:
+            raise ValueError(f"--adapter {directory}: {name} has no two matrices of adapter_config.json's rank {rank}")
         if not (mx.isfinite(low).all() & mx.isfinite(high).all()).item():
             raise ValueError(f"--adapter {directory}: {name} has values that are not finite")
         pairs[name] = low, high

@@ -237,28 +237,23 @@ def write_json(path: Path, record: dict[str, Any]) -> None:
     _sync(path)
 
 
-def copy_adapter(run_dir: str | Path, step: int, name: str) -> None:
+def publish(run_dir: str | Path, state: State) -> None:
     """
-    Copies the checkpoint's adapter to the run's directory `name`, replacing each file atomically.
+    Copies the checkpoint's adapter to `adapter`, and to `adapter-best` if its step is the best one, file by file.
 
     Skips identical files, so a resume works on a full disk. OSError leaves the old file.
     """
     refuse_replaced(Path(run_dir))
-    target = Path(run_dir) / name
-    target.mkdir(exist_ok=True)
-    for file in sorted((path_of(run_dir, step) / "adapter").iterdir()):
-        place, scratch = target / file.name, target / f"{file.name}.partial"
-        if place.exists() and filecmp.cmp(file, place, shallow=False):
-            continue
-        try:
-            shutil.copyfile(file, scratch)
-            _sync(scratch)
-            os.replace(scratch, place)
-        finally:
-            scratch.unlink(missing_ok=True)
-
-
-def publish(run_dir: str | Path, state: State) -> None:
-    """Copies the checkpoint's adapter to `adapter`, and to `adapter-best` if its step is the best one."""
     for name in ["adapter"] + [BEST] * (state.extra["best_step"] == state.step):
-        copy_adapter(run_dir, state.step, name)
+        target = Path(run_dir) / name
+        target.mkdir(exist_ok=True)
+        for file in sorted((path_of(run_dir, state.step) / "adapter").iterdir()):
+            place, scratch = target / file.name, target / f"{file.name}.partial"
+            if place.exists() and filecmp.cmp(file, place, shallow=False):
+                continue
+            try:
+                shutil.copyfile(file, scratch)
+                _sync(scratch)
+                os.replace(scratch, place)
+            finally:
+                scratch.unlink(missing_ok=True)

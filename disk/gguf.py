@@ -213,11 +213,6 @@ def place_of(number: Callable[[str], Any]) -> Place:
     return Place(first, first + math.prod(shape) // values * size, shape, kind)
 
 
-def load_weights(directory: Path, config: dict[str, Any]) -> dict[str, mx.array]:
-    """The weights of such a directory by Hugging Face name. Lazy: each is spread out when something needs it."""
-    return weights_of(load((directory / LINK).resolve())[0], config)
-
-
 def config_of(metadata: dict[str, Any], tied: bool) -> dict[str, Any]:
     """The content of config.json. Raises ValueError for what is not supported, KeyError for what is missing."""
     kind = metadata.get("general.architecture")

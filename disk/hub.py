@@ -468,7 +468,8 @@ def load_weights(directory: Path) -> dict[str, mx.array]:
     from disk import gguf
 
     if (directory / gguf.LINK).is_file():
-        return gguf.load_weights(directory, load_object(directory / "config.json"))
+        tensors, _ = gguf.load((directory / gguf.LINK).resolve())
+        return gguf.weights_of(tensors, load_object(directory / "config.json"))
     shards = sorted(path for path in directory.glob("model*.safetensors") if path.is_file())
     if not shards:
         raise ValueError(f"{directory} has no model*.safetensors")

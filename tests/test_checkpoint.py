@@ -151,7 +151,7 @@ def test_nothing_to_load_is_said_in_one_line(tmp_path):
 def test_a_disk_that_fills_leaves_what_was_saved_earlier_good(tmp_path, model, monkeypatch):
     for step in (1, 2):
         save(tmp_path, model, step)
-    checkpoint.copy_adapter(tmp_path, 1, "adapter")
+    checkpoint.publish(tmp_path, state(model, 1))
     before = contents(tmp_path)
 
     def full(path, target, *_):
@@ -160,11 +160,11 @@ def test_a_disk_that_fills_leaves_what_was_saved_earlier_good(tmp_path, model, m
 
     monkeypatch.setattr(checkpoint, "save_tensors", full)
     monkeypatch.setattr(shutil, "copyfile", full)
-    for fills in (lambda: save(tmp_path, model, 3), lambda: checkpoint.copy_adapter(tmp_path, 2, "adapter")):
+    for fills in (lambda: save(tmp_path, model, 3), lambda: checkpoint.publish(tmp_path, state(model, 2))):
         with pytest.raises(OSError, match="No space"):
             fills()
         assert contents(tmp_path) == before
-    checkpoint.copy_adapter(tmp_path, 1, "adapter")  # what is the same already asks for no room
+    checkpoint.publish(tmp_path, state(model, 1))  # what is the same already asks for no room
 
 
 class Killed(BaseException):

@@ -276,7 +276,7 @@ def test_a_template_that_writes_the_date_writes_that_on_which_its_run_began(toke
     chat_template.keep_date(run_files.begun(tmp_path))
     assert chat_template.render(dated, prompt, False) == "31 January 2026: one<|im_end|>"
     (tmp_path / "env.json").write_text('{"begun": 5}')
-    assert "env.json: begun is 5; it must be a day" in message_of(run_files.begun, tmp_path)
+    assert "Invalid isoformat string: '5'" in message_of(chat_template.keep_date, run_files.begun(tmp_path))
 
 
 def test_the_id_that_ends_a_reply_is_the_templates_own(tokenizer):

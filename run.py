@@ -181,12 +181,11 @@ class Run:
         """
         Marks the step as logged: the run may be saved again, and a Ctrl-C that waited takes effect.
 
-        Where another machine may spoil the next step, this state is kept; only with adapters, which are small. A run
-        that trains all weights goes back to its newest checkpoint.
+        For what goes wrong in the next step this state is kept; only with adapters, which are small. A run that trains
+        all weights goes back to its newest checkpoint.
         """
         self.boundary = (self.step, self.learner.num_changes)
-        if world.size() > 1 and self.config.model.lora_rank:
-            self._kept = self.learner.state()
+        self._kept = self.learner.state() if self.config.model.lora_rank else None
         if self.stopping:
             raise KeyboardInterrupt
 
@@ -194,28 +193,24 @@ class Run:
         """
         What `learn` returns. Where memory runs out, it learns again from the same state, with half of the token budget.
 
-        As `go_back`, after a change only with adapters; and not on several machines, whose batches are cut alike.
+        After a change only with adapters; and not on several machines, whose batches are cut alike.
         """
-        learner = self.learner
         while world.size() == 1 and self.sizes.train_token_budget // 2 >= self.longest:
-            before = learner.state() if self.config.model.lora_rank else {}
             if found := memory.attempt(learn):
                 return found[0]
-            if before:
-                learner.load(before)
-            elif not self.is_whole:
+            self.go_back()
+            if not self.is_whole:
                 raise MemoryError("memory ran out while the weights changed")
-            learner.num_forwards = 0
+            self.learner.num_forwards = 0
             self.least_budget = self.sizes.train_token_budget // 2
             self.sizes = self.sizes._replace(train_token_budget=self.least_budget)
             warn(f"update: out of memory, going on with --train-token-budget {self.least_budget}")
         return learn()
 
     def go_back(self) -> None:
-        """Undoes what another machine has left half done."""
-        if self._kept and not self.is_whole and self.boundary[0] == self.step:
+        """Undoes what a step has left half done, with adapters."""
+        if self._kept and self.boundary[0] == self.step:
             self.learner.load(self._kept)
-            self._kept = None
 
     def extra(self) -> dict[str, Any]:
         """The small values of a checkpoint."""

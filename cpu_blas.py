@@ -149,18 +149,5 @@ def _say_ctrl_c_in_one_line() -> None:
         sys.excepthook = hook
 
 
-def _refuse_other_macs() -> None:
-    """Ends a program on a Mac that MLX was not built for, before anything of MLX is imported."""
-    version, _, processor = platform.mac_ver()  # empty elsewhere
-    if version and (processor != "arm64" or int(version.partition(".")[0]) < 14):
-        print(
-            "error: Gwen needs a Mac with Apple Silicon, macOS 14 or later, and a Python that Rosetta does not "
-            f"translate; here Python is built for {processor} and this is macOS {version}",
-            file=sys.stderr,
-        )
-        sys.exit(2)
-
-
-_refuse_other_macs()
 _say_ctrl_c_in_one_line()
 description = _load()

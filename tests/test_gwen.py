@@ -417,27 +417,6 @@ def write_adapter(directory: Path, tensors: dict[str, mx.array], **config: Any) 
     return directory
 
 
-def lora_tensors(rank: int = 3) -> dict[str, mx.array]:
-    """An adapter of mlx_lm's layout on one attention and one mlp projection of both layers of QWEN3."""
-    shapes = {"self_attn.k_proj": (48, 64), "self_attn.o_proj": (128, 48), "mlp.down_proj": (96, 48)}
-    tensors = {}
-    for layer in range(2):
-        for name, (width, rows) in shapes.items():
-            tensors[f"model.layers.{layer}.{name}.lora_a"] = normal(width, rank, scale=0.2)
-            tensors[f"model.layers.{layer}.{name}.lora_b"] = normal(rank, rows, scale=0.2)
-    return tensors
-
-
-def test_a_merged_adapter_gives_the_logits_that_mlx_lm_has_with_the_adapter(model_directory, tmp_path):
-    keys = ["self_attn.k_proj", "self_attn.o_proj", "mlp.down_proj"]
-    parameters = {"rank": 3, "scale": 2.5, "dropout": 0.0, "keys": keys}
-    adapter = write_adapter(tmp_path, lora_tensors(), fine_tune_type="lora", num_layers=2, lora_parameters=parameters)
-    theirs = mlx_lm.load(str(model_directory), adapter_path=str(adapter))[0]
-    ours, _ = gwen.load(model_directory, mx.float32, adapter=adapter)
-    assert relative_error(ours(TOKENS), theirs(TOKENS)) < 1e-4
-    assert relative_error(ours(TOKENS), gwen.load_model(model_directory, mx.float32)(TOKENS)) > 1e-2
-
-
 def test_a_full_adapter_replaces_weights_and_takes_the_dtype_of_the_model(directory, tmp_path):
     updates = {"model.norm.weight": normal(48)}
     adapter = write_adapter(tmp_path / "adapter", updates, fine_tune_type="full")
@@ -457,8 +436,8 @@ def pair_of(name, low, high):
         ({}, {"fine_tune_type": "dora"}, "fine_tune_type 'dora' is not supported"),
         ({"model.norm": mx.zeros(48)}, {"fine_tune_type": "full"}, "model.norm .* is not a tensor of this model"),
         ({"model.norm.weight": mx.zeros(47)}, {"fine_tune_type": "full"}, "is not a tensor of this model"),
-        (lora_tensors(), {"fine_tune_type": "lora"}, "has {'lora_parameters': None}; they must make"),
-        (lora_tensors(), {"lora_parameters": {"scale": 2}}, "{'scale': 2}}; they must make"),
+        ({}, {"fine_tune_type": "lora"}, "has {'lora_parameters': None}; they must make"),
+        ({}, {"lora_parameters": {"scale": 2}}, "{'scale': 2}}; they must make"),
         *[
             (pair_of(*pair), {"lora_parameters": {"rank": 3, "scale": 1}}, said)
             for pair, said in [

@@ -444,24 +444,3 @@ def test_the_readmes_first_commands_do_on_a_mac_what_they_show(mac, monkeypatch,
     shown = [line for line in printed.splitlines() if line.startswith("memory: ")]
     assert all(said.startswith(line.partition("…")[0]) for line in shown), said
     assert bool(shown) == (settings.data.task == "values")
-
-
-@pytest.mark.parametrize(
-    ("found", "refused"),
-    [
-        (("14.0", ("", "", ""), "arm64"), False),
-        (("26.1", ("", "", ""), "arm64"), False),
-        (("13.6.1", ("", "", ""), "arm64"), True),
-        (("15.2", ("", "", ""), "x86_64"), True),  # an Intel Mac, or Rosetta
-        (("", ("", "", ""), ""), False),
-    ],
-)
-def test_a_mac_that_mlx_does_not_run_on_is_refused_in_one_line(found, refused, monkeypatch, capsys):
-    monkeypatch.setattr(cpu_blas.platform, "mac_ver", lambda: found)
-    if not refused:
-        cpu_blas._refuse_other_macs()
-        return
-    with pytest.raises(SystemExit) as ended:
-        cpu_blas._refuse_other_macs()
-    said = capsys.readouterr().err
-    assert ended.value.code == 2 and said.count("\n") == 1 and f"macOS {found[0]}" in said and found[2] in said

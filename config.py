@@ -231,7 +231,7 @@ class Config:
         """Every setting by the name of its flag. sizes: what they decide, as far as this run uses it."""
         decided = sizes.settings() if sizes else {}
         if self.objective.loss_type == "sft":
-            decided = {key: value for key, value in decided.items() if SETTINGS[key].is_for("sft")}
+            decided = {key: value for key, value in decided.items() if SETTINGS[key].of is None}
         return {key: getattr(getattr(self, one.group), one.field.name) for key, one in SETTINGS.items()} | decided
 
     @property

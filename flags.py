@@ -240,10 +240,6 @@ class Setting(NamedTuple):
         """Whether `auto` stands for None: it is decided later."""
         return self.field.type == (int | None)
 
-    def is_for(self, kind: str) -> bool:
-        """Whether runs of this kind use it."""
-        return self.of in (None, kind)
-
     @property
     def default(self) -> Any:
         make = self.field.default_factory

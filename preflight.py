@@ -215,10 +215,7 @@ def update_bytes(demand: Demand, sizes: Sizes, trained: int) -> int:
     is_again, most = len(kinds) < layers, 0
     for part, positions in cut:
         longest = max(len(rows[row]) for row in part)
-        keys, columns = float(longest + length - 1), longest + length - 1
-        if shared:  # the prompt's own positions see the prompt alone
-            of_completions = len(part) * (length - 1)
-            keys = (of_completions * keys + (positions - of_completions) * longest) / positions
+        keys = longest + length - 1
         of_kind = {kind: positions * layer_bytes(model, dtype, keys, kind) for kind in set(model.layer_kinds)}
         kept = sum(of_kind[kind] for kind in kinds)
         # of those that are computed again: inputs, keys and values
@@ -230,11 +227,7 @@ def update_bytes(demand: Demand, sizes: Sizes, trained: int) -> int:
         )
         if gpu.on_gpu():
             kept += len(part) * longest * column_bytes(model, dtype) * shared  # of prompts' keys and values, joined
-            backward += attention.gradient_bytes(
-                (len(part), model.num_attention_heads, length - 1 if shared else columns, model.head_dim),
-                (len(part), model.num_key_value_heads, columns, model.head_dim),
-                dtype,
-            )
+            backward += 16 * attention.MOST_SCORES  # of attention's gradient, and what becomes of them
         num_tokens = positions if config.objective.loss_type == "sft" else len(part) * length
         logprobs = num_tokens * width * (8 + 2 * dtype.size)
         if has_kernels():  # logits of some rows, and their gradient
@@ -288,7 +281,12 @@ def rubric_of(config: Config) -> Path | None:
     return Path(data.rubric) if data.rubric else None if unasked or not bundled.is_file() else bundled
 
 
-LESS = {  # what makes a phase smaller
+LESS = {  # what makes a part smaller
+    "weights": "take a smaller --model",
+    "masters": "set --lora-rank 16",
+    "optimizer": "set --lora-rank 16",
+    "teacher": "take a smaller --teacher",
+    "judge": "take a smaller --judge-model",
     "rollout": "lower --rollout-batch-size or --max-tokens",
     "judging": "lower --judge-chunk-size",
     "update": "lower --train-token-budget, or set --checkpoint-layers on",
@@ -305,18 +303,9 @@ def line(demand: Demand, sizes: Sizes) -> str:
         f"at --train-token-budget {sizes.train_token_budget} "
         f"--checkpoint-layers {sizes.settings()['checkpoint_layers']}"
     )
-    return said if need.total <= room else f"{said}; it does not fit: {advice(demand.config, need, room)}"
-
-
-def advice(config: Config, need: Need, room: int) -> str:
-    """What to lower where a run does not fit."""
-    kept = need.stays
-    if sum(kept.values()) <= room:
-        return LESS[max(need.phases, key=need.phases.__getitem__)]
-    flags = {"teacher": "--teacher", "judge": "--judge-model"}
-    large = [flag for name, flag in flags.items() if kept.get(name, 0) > kept["weights"]]
-    smaller = f"take a smaller {[*large, 'model'][0]}"
-    return smaller if config.model.lora_rank else f"set --lora-rank 16, or {smaller}"
+    parts = need.phases if sum(need.stays.values()) <= room else need.stays
+    large = max(LESS.keys() & parts.keys(), key=parts.__getitem__)
+    return said if need.total <= room else f"{said}; it does not fit: {LESS[large]}"
 
 
 # ---- the time
@@ -325,32 +314,25 @@ def advice(config: Config, need: Need, room: int) -> str:
 def costs(demand: Demand, sizes: Sizes) -> dict[str, chips.Cost]:
     """What each phase of a step moves and computes; prompts are computed once for a group."""
     (model, dtype, config, _, rubric), judge, prompts = demand, demand.judge, demand.longest
-    (_, groups, length), layers = sampling_of(config), model.num_hidden_layers
-    num_rows, num_prompts, matmuls = len(prompts) * groups, sum(prompts), numbers(model).matmuls
-    rows, head = min(sizes.rollout_batch_size, num_rows), model.vocab_size * model.hidden_size
-    weights, width = matmuls * dtype.size, max(prompts) + length / 2  # of an answer that is half done
+    (_, groups, length), matmuls = sampling_of(config), numbers(model).matmuls
+    num_rows, num_prompts, head = len(prompts) * groups, sum(prompts), model.vocab_size * model.hidden_size
+    rows, weights = min(sizes.rollout_batch_size, num_rows), matmuls * dtype.size
+    num_steps, width = length * num_rows / rows, max(prompts) + length / 2  # of an answer that is half done
     # FLOPs of a query and a key in all layers
     pair = 4 * model.num_attention_heads * model.head_dim * sum(k != "linear_attention" for k in model.layer_kinds)
-    cached = rows * (max(prompts) / groups + length / 2) * column_bytes(model, dtype) + 2 * rows * state_bytes(
-        model, dtype
-    )
-    num_steps = length * num_rows / rows
-    again = sizes.checkpoint_layers / layers
+    cached = (max(prompts) / groups + length / 2) * column_bytes(model, dtype) + 2 * state_bytes(model, dtype)
     passes: float = 1 + bool(config.objective.beta) + bool(config.objective.teacher)
+    again = sizes.checkpoint_layers / model.num_hidden_layers
     passes += config.optimizer.num_iterations * (again + (1 if config.model.lora_rank else 2))
     trained: float = passes * 2 * matmuls * (num_prompts + num_rows * length)
     trained += (4 * head + 3.5 * pair * width) * num_rows * length  # logits, and attention, with their gradients
-    num_batches = len(micro_batches(demand, sizes)[-1])
     found = {
         "prefill": chips.Cost(weights, 2 * matmuls * num_prompts + pair * num_prompts * max(prompts) / 2),
         "decode": chips.Cost(
-            num_steps * (weights + head * dtype.size + cached),
+            num_steps * (weights + head * dtype.size + rows * cached),
             num_steps * rows * (2 * (matmuls + head) + pair * width),
-            num_steps * chips.LAUNCHES * layers,
         ),
-        "update": chips.Cost(
-            num_batches * weights, trained, num_batches * chips.UPDATE_LAUNCHES * layers, chips.UPDATE
-        ),
+        "update": chips.Cost(len(micro_batches(demand, sizes)[-1]) * weights, trained / chips.UPDATE),
     }
     if judge and rubric:
         texts = sum(TEMPLATE + len(criterion.text) // 4 for criterion in rubrics.load_rubric(rubric).criteria)
@@ -367,12 +349,10 @@ def time_line(demand: Demand, sizes: Sizes) -> str:
     """What a step moves, computes and takes: here, or on each chip that is sold with enough memory."""
     found, need = costs(demand, sizes), estimate(demand, sizes).total
     fit = [chips.here()] if gpu.on_gpu() else [one for one in chips.load() if room_of(max(one.memory)) >= need]
-    times = (
-        ", ".join(f"{chip.name} {two_digits(chips.seconds(found, chip))} s" for chip in fit) or "no chip has the memory"
-    )
-    moved, computed = (sum(getattr(cost, unit) for cost in found.values()) for unit in ("bytes", "flops"))
+    times = [f"{chip.name} {two_digits(chips.seconds(found, chip))} s" for chip in fit] or ["no chip has the memory"]
+    moved, computed = map(sum, zip(*found.values(), strict=True))
     return (
-        f"a step: {moved / 1e9:.0f} GB of weights and caches, {computed / 1e12:.1f} TFLOP: {times} "
+        f"a step: {moved / 1e9:.0f} GB of weights and caches, {computed / 1e12:.1f} TFLOP: {', '.join(times)} "
         "(an estimate: nobody has measured this on a Mac)"
     )
 
@@ -384,18 +364,12 @@ PATIENCE = 3600.0  # seconds of 100 steps that a start should take at most
 
 
 class Fit(NamedTuple):
-    """A model and its recipe for own data on a machine: bytes, and seconds a step."""
+    """A model and its recipe for own data on a machine: bytes, seconds a step, steps."""
 
     model: str
     need: int
     seconds: float
-    config: Config
-
-    @property
-    def cells(self) -> list[str]:
-        """GB, seconds a step and minutes of its recipe, to two digits; below a second Python takes most of a step."""
-        times = self.seconds, self.seconds * self.config.optimizer.steps / 60
-        return [f"{self.need / 1e9:.1f}", *(two_digits(one) if one >= 1 else "<1" for one in times)]
+    steps: int
 
 
 def fits(room: float, chip: chips.Chip, dtype: mx.Dtype) -> Iterator[Fit]:
@@ -405,15 +379,17 @@ def fits(room: float, chip: chips.Chip, dtype: mx.Dtype) -> Iterator[Fit]:
         demand = Demand(gwen.load_config(name), dtype, config, [PROMPT] * config.sampling.batch)
         sizes = settle(demand, room=room)
         if (need := estimate(demand, sizes).total) <= room:
-            yield Fit(name, need, chips.seconds(costs(demand, sizes), chip), config)
+            yield Fit(name, need, chips.seconds(costs(demand, sizes), chip), config.optimizer.steps)
 
 
 def fits_here() -> Iterator[str]:
     """What this machine can train, as lines of a table, and what to start with."""
     found = list(fits(memory.memory_size(), chips.here(), gwen.default_dtype()))
     yield f"what fits, for prompts of {PROMPT} tokens (time is an estimate, measured on no Mac, of steps alone):"
-    for row in [("model", "GB", "s a step", "minutes"), *((fit.model, *fit.cells) for fit in found)]:
-        yield "{:28}{:>6}{:>10}{:>10}".format(*row)
+    yield f"{'model':28}    GB  s a step   minutes"
+    for name, need, seconds, steps in found:  # below a second Python takes most of a step
+        times = (two_digits(one) if one >= 1 else "<1" for one in (seconds, seconds * steps / 60))
+        yield "{:28}{:6.1f}{:>10}{:>10}".format(name, need / 1e9, *times)
     best = max((fit for fit in found if 100 * fit.seconds < PATIENCE), key=lambda fit: fit.need, default=found[0])
     yield f"start with: uv run train.py --model {best.model}"
 

@@ -61,15 +61,6 @@ def queries_at_once(num_rows: int, num_heads: int, length: int, num_keys: int) -
     return min(max(MOST_SCORES // (num_rows * num_heads * num_keys), 32), length)
 
 
-def gradient_bytes(queries: tuple[int, ...], keys: tuple[int, ...], dtype: mx.Dtype) -> int:
-    """What `attention_vjp` holds beside its arguments, from the shapes of queries and keys."""
-    num_rows, num_heads, length, _ = queries
-    width = 2 if dtype == mx.float16 else 4
-    scores = num_rows * num_heads * queries_at_once(num_rows, num_heads, length, keys[2]) * keys[2]
-    copies = {mx.float16: 4 * math.prod(keys), mx.bfloat16: 8 * (math.prod(queries) + math.prod(keys))}
-    return scores * (4 + 3 * width) + width * (math.prod(queries) + 2 * math.prod(keys)) + copies.get(dtype, 0)
-
-
 def attention_vjp(
     queries: mx.array, keys: mx.array, values: mx.array, d_out: mx.array, mask: mx.array | str | None
 ) -> tuple[mx.array, ...]:

@@ -1,9 +1,9 @@
 """
 What a step moves and computes, from numbers of its configuration, and what that takes on Apple's chips: an estimate.
 
-A phase takes the longest of three times: that of its bytes at a chip's bandwidth and of its FLOPs at its arithmetic, by
-the share of both that others have reached, and that of its launches. Nobody has measured a step on a Mac. Left out:
-rewards, tokenizing, evaluation, what Python does.
+A phase takes the longer of two times: that of its bytes at a chip's bandwidth and that of its FLOPs at its arithmetic,
+by the share of both that others have reached. Nobody has measured a step on a Mac. Left out: launches of kernels, from
+which a small model waits, rewards, tokenizing, evaluation, what Python does.
 """
 
 import time
@@ -18,8 +18,6 @@ import yaml
 # (BENCHMARKS.md of github.com/ml-explore/mlx-lm); others have 70 to 80% and 78%.
 ARITHMETIC, BANDWIDTH = 0.75, 0.78
 UPDATE = 0.8  # of that: what is done between an update's matmuls takes a fifth (c148fd6:bench/ledger.py)
-LAUNCH = 6e-6  # seconds of a kernel
-LAUNCHES, UPDATE_LAUNCHES = 19, 233  # of a layer's decode step with adapters, of its update (c148fd6:bench/ledger.py)
 
 
 class Chip(NamedTuple):
@@ -40,18 +38,11 @@ def load() -> list[Chip]:
 def here() -> Chip:
     """This machine's chip. One that the table does not have is timed: a product of float32 matrices, and a sum."""
     name = str(mx.device_info().get("device_name", "CPU")).removeprefix("Apple ")
-    known = [chip for chip in load() if chip.name == name]
+    if known := [chip for chip in load() if chip.name == name]:
+        return known[0]
     matrix, row = mx.random.normal((1024, 1024)), mx.random.normal((2**24,))
-    return (
-        known[0]
-        if known
-        else Chip(
-            name,
-            row.nbytes / least_seconds(lambda: row.sum()) / BANDWIDTH,
-            2 * 1024**3 / least_seconds(lambda: matrix @ matrix) / ARITHMETIC,
-            (),
-        )
-    )
+    summing, multiplying = least_seconds(row.sum), least_seconds(lambda: matrix @ matrix)
+    return Chip(name, row.nbytes / summing / BANDWIDTH, 2 * 1024**3 / multiplying / ARITHMETIC, ())
 
 
 def least_seconds(compute: Callable[[], mx.array]) -> float:
@@ -67,14 +58,9 @@ def least_seconds(compute: Callable[[], mx.array]) -> float:
 class Cost(NamedTuple):
     bytes: float
     flops: float
-    launches: float = 0.0
-    share: float = 1.0  # of the arithmetic that is reached
-
-    def seconds(self, chip: Chip) -> float:
-        moving, computing = self.bytes / BANDWIDTH / chip.bandwidth, self.flops / ARITHMETIC / self.share / chip.flops
-        return max(moving, computing, LAUNCH * self.launches)
 
 
 def seconds(costs: dict[str, Cost], chip: Chip) -> float:
     """What a step with phases of these costs takes."""
-    return sum(cost.seconds(chip) for cost in costs.values())
+    moving, computing = BANDWIDTH * chip.bandwidth, ARITHMETIC * chip.flops
+    return sum(max(cost.bytes / moving, cost.flops / computing) for cost in costs.values())

@@ -17,6 +17,8 @@ PARTS = {  # of a checkpoint
     "in_proj": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
+USED = {"sft": (None,), "distill": (None, "rollouts", "distill")}  # by loss: whose settings (`of`) it uses
+FOR = {"rollouts": "what samples", "grpo": "losses with advantages", "distill": "--loss-type distill"}
 
 
 def checked(settings: dict[str, Any], flags: Collection[str] = ()) -> Config:
@@ -63,35 +65,15 @@ def refuse_unused(config: Config, flags: Collection[str]) -> None:
 
     A default counts as not set, as a run's `config.yaml` holds all of them; but not as a flag for --loss-type sft.
     """
-    values, defaults = config.flat(), Config.of().flat()
-    changed = {key for key, default in defaults.items() if values[key] != default}
-    if config.objective.loss_type == "sft":
-        changed |= set(flags)
-    for keys, why in unused(config):
-        if found := sorted(changed & keys):
-            said = (f"{flag_of(key)} {values[key]!s:.60}" for key in found)
-            raise ValueError(f"{', '.join(said)}: {why}")
-
-
-def unused(config: Config) -> Iterator[tuple[set[str], str]]:
-    """Settings that would mislead, since this run has no use for them; why, and what to do instead."""
-    objective = config.objective
-
-    def only(*kinds: str) -> set[str]:
-        return {key for key, one in SETTINGS.items() if one.of in kinds}
-
-    if objective.loss_type == "sft":
-        yield only("rollouts", "grpo", "distill"), "--loss-type sft samples and judges nothing; leave that out"
-    if objective.loss_type == "distill":
-        yield only("grpo"), "--loss-type distill has no advantages; leave that out"
-        yield {"top_p", "top_k", "min_p"}, f"--teacher {objective.teacher} scores the whole vocabulary; leave that out"
-    else:
-        yield only("distill"), "only for --loss-type distill; leave that out, or choose that loss"
-    if objective.advantage == "reinforce":
-        yield {"dynamic_sampling"}, "to --advantage reinforce equal rewards are a signal; leave that out"
-    if not config.model.lora_rank:
-        merge = "merge it into a model first: uv run lora.py --fuse --adapter DIR --out MODEL"
-        yield {"init_adapter"}, f"--lora-rank 0 trains no adapter; {merge}"
+    loss, values, defaults = config.objective.loss_type, config.flat(), Config.of().flat()
+    used = USED.get(loss, (None, "rollouts", "grpo"))
+    unused = [key for key, one in SETTINGS.items() if one.of not in used]
+    if said := [
+        f"{flag_of(key)} {values[key]!s:.60} is for {FOR[str(SETTINGS[key].of)]}"
+        for key in unused
+        if values[key] != defaults[key] or (loss == "sft" and key in flags)
+    ]:
+        raise ValueError(f"{', '.join(said)}; --loss-type {loss} has no use for that, leave it out")
 
 
 def mistakes(config: Config) -> Iterator[str]:
@@ -120,6 +102,13 @@ def mistakes(config: Config) -> Iterator[str]:
         yield "--loss-type distill learns from a teacher; name one with --teacher"
     if objective.loss_type == "distill" and objective.truncated == "punish":
         yield "--truncated punish is a reward, and --loss-type distill learns from none; set keep or mask"
+    if objective.loss_type == "distill" and (sampling.top_p < 1 or sampling.top_k or sampling.min_p):
+        yield "--top-p, --top-k and --min-p: --teacher scores the whole vocabulary; leave them out"
+    if objective.advantage == "reinforce" and sampling.dynamic_sampling:
+        yield "--dynamic-sampling: to --advantage reinforce equal rewards are a signal; leave that out"
+    if config.model.init_adapter and not config.model.lora_rank:
+        merge = "merge it into a model first: uv run lora.py --fuse --adapter DIR --out MODEL"
+        yield f"--init-adapter {config.model.init_adapter}: --lora-rank 0 trains no adapter; {merge}"
     if objective.teacher == "self" and not objective.teacher_prompt:
         yield "--teacher self knows no more than the student; give it a --teacher-prompt"
     if groups == 1 and not objective.teacher:

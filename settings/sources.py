@@ -160,7 +160,7 @@ def merged(flags: dict[str, Any], recipe: dict[str, Any] | None) -> Config:
     asked = recipe or {}
     unasked = (of_task(flags.get("task", ""), flags.get("model", "")) if recipe is None else {}) | of_environment()
     if (asked | flags).get("loss_type") == "sft":  # it goes without what it has no use for
-        unasked = {name: value for name, value in unasked.items() if SETTINGS[name].is_for("sft")}
+        unasked = {name: value for name, value in unasked.items() if SETTINGS[name].of is None}
     config = checked(asked | unasked | flags, flags)
     its_rate = "learning_rate" in flags or ("learning_rate" in asked and asked.get("lora_rank") == 0)
     if config.model.lora_rank == 0 and not its_rate:  # the recipe's or the default is one for adapters

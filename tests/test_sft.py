@@ -210,8 +210,8 @@ def given_with(flags):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--groups 8 --temp 1", "--groups 8, --temp 1.0: --loss-type sft samples and judges nothing; leave that out"),
-        ("--target-kl 0.01", "--target-kl 0.01: --loss-type sft"),
+        ("--groups 8 --temp 1", "--groups 8 is for what samples, --temp 1.0 is for what samples; --loss-type sft"),
+        ("--target-kl 0.01", "--target-kl 0.01 is for what samples; --loss-type sft"),
         ("--init-adapter x --lora-rank 0", "--init-adapter x: --lora-rank 0 trains no adapter; merge it"),
     ],
 )

@@ -162,15 +162,6 @@ def test_the_verifier_that_is_taken_is_told_with_an_example_and_another_may_be_n
     assert "4 of them would do for --verifier number, but not 'lots'; 1 prompt has several answers" in told
 
 
-def test_a_rubric_joins_the_verifier_and_a_reward_takes_its_place(tmp_path):
-    data = ["--data", write_log(tmp_path / "mine.jsonl", SUMS)]
-    rubric = ["--rubric", ROOT / "data" / "demo_rubric.yaml"]
-    assert task_of(*data).reward_weights == {"correct": 1.0}
-    assert task_of(*data, *rubric).reward_weights == {"correct": 1.0, "rubric": 1.0}
-    task = task_of(*data, "--reward", "length:9", *rubric)
-    assert task.reward_weights == {"length": 1.0, "rubric": 1.0} and task.metric == "accuracy"
-
-
 def test_own_data_is_its_own_task_and_its_defaults_are_said(tmp_path):
     path = write_log(tmp_path / "mine.jsonl", SUMS)
     got, said = settings("--data", path, "--batch", 3)

@@ -11,7 +11,6 @@ from small_run import make_run
 from test_layout import FILES, parse
 
 import train
-from config import SETTINGS
 from docs import reference
 
 ROOT = Path(__file__).parent.parent

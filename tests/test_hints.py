@@ -39,29 +39,6 @@ def test_every_foreign_name_is_answered_by_its_row_and_never_by_its_spelling():
 
 
 @pytest.mark.parametrize(
-    ("asked", "answer"),
-    [
-        (
-            "--lora-alpha",
-            "PEFT's lora_alpha is here --lora-scale, which is alpha / rank: 32 at rank 16 is --lora-scale 2",
-        ),
-        ("--per-device-train-batch-size", "TRL's per_device_train_batch_size is here --batch, in prompts: this *"),
-        ("--num_generations", "TRL's num_generations is here --groups, completions per prompt"),
-        ("--use-vllm", "TRL's use_vllm is not needed here: Gwen samples with the weights in training"),
-        ("--delta", "TRL's delta is missing here: bring the loss as --loss FILE.py:fn"),
-        ("--lr", "; lr is here --learning-rate"),
-        ("--learnig_rate", "did you mean --learning-rate?"),
-        ("--grups", "did you mean --groups?"),
-        ("--lora-ranks", "did you mean --lora-rank?"),
-        ("--gradient", "--help lists them"),
-        ("--verbose", "--help lists them"),
-    ],
-)
-def test_a_flag_is_guessed_from_its_spelling_only_where_that_is_close(capsys, asked, answer):
-    assert answer in said_of(capsys, asked, 3)
-
-
-@pytest.mark.parametrize(
     ("name", "value", "ours"),
     [
         ("scale_rewards", "False", "none"),
@@ -78,20 +55,6 @@ def test_values_of_trl_are_taken_in_a_flag_with_underscores_and_in_a_recipe(tmp_
     written = {"False": False, "true": True}.get(value, value)
     assert checks.checked(rest | {name: written}).flat()[name] == ours
     assert checks.checked(rest | sources.given(parse([f"--{name}", str(value)]))).flat()[name] == ours
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "answer"),
-    [
-        ("loss_type", "bnpo", "; TRL's loss_type bnpo is missing here: bring one as --loss FILE.py:fn"),
-        ("report_to", "tensorboard", "; TRL's report_to tensorboard is missing here: report.html draws"),
-        ("scale_rewards", "max", "--scale-rewards is 'max'; it must be one of group, batch, mean, none"),
-    ],
-)
-def test_a_value_that_is_missing_here_is_answered_by_the_table(name, value, answer):
-    with pytest.raises(ValueError, match=f"^{flags.flag_of(name)} is ") as error:
-        checks.checked(sources.given(parse([flags.flag_of(name), value])))
-    assert answer in str(error.value)
 
 
 SCRIPT = """
@@ -142,13 +105,6 @@ def test_a_file_of_trl_becomes_a_recipe_that_says_what_has_no_equal(tmp_path, ca
     checks.checked(sources.load_recipe(tmp_path / "ours.yaml"))
 
 
-def test_a_file_that_is_none_of_trl_is_refused(tmp_path, refused):
-    (tmp_path / "mine.py").write_text("print(1")
-    refused(train.main, ["--from-trl", tmp_path / "mine.py"], "mine.py is not Python")
-    (tmp_path / "mine.py").write_text("print(1)")
-    refused(train.main, ["--from-trl", tmp_path / "mine.py"], "holds no settings of TRL's")
-
-
 def test_all_unknown_flags_are_told_in_one_line(capsys):
     said = said_of(capsys, "--num-generations", "8", "--beta", "0.1", "--grups", "4", "--use-vllm")
     assert said.count("\n") == 1 and said.count(" is no flag of train.py; ") == 3
@@ -193,12 +149,3 @@ def test_projections_may_be_named_as_in_a_checkpoint():
     assert found == ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
     assert fused_targets(["down_proj", "up_proj", "gate_proj"]) == ["gate_up_proj", "down_proj"]
     assert checks.checked({"lora_targets": ["v_proj", "q_proj", "k_proj"]}).model.lora_targets == ["qkv_proj"]
-
-
-def test_a_part_alone_is_refused_with_its_neighbours():
-    with pytest.raises(
-        ValueError, match="q_proj: one adapter serves q_proj, k_proj, v_proj together, in qkv_proj; name k_"
-    ):
-        fused_targets(["q_proj", "v_proj"])
-    with pytest.raises(ValueError, match="--lora-targets is 'qkv'; it must be one of qkv_proj"):
-        checks.checked({"lora_targets": ["qkv"]})

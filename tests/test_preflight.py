@@ -36,11 +36,6 @@ def demand_of(config, prompt_tokens=128, model=BIG, dtype=mx.float16):
     return preflight.Demand(model, dtype, config, [prompt_tokens] * config.sampling.batch)
 
 
-def line_of(config, model):
-    demand = demand_of(config, model=model)
-    return preflight.line(demand, preflight.settle(demand))
-
-
 def one_step(model, config, sizes, prompts):
     """A rollout and an update as `train.py` takes them; completions have `max_tokens` tokens."""
     learner = update.Learner(model, config, policy.Reader(config, sizes))
@@ -238,14 +233,3 @@ def test_the_full_size_step_fits_a_laptop():
     demand = demand_of(make_config(model="random:0.6b", batch=8, groups=8, max_tokens=256))
     sizes = preflight.settle(demand)
     assert preflight.estimate(demand, sizes).total < 10 * GB and sizes.checkpoint_layers == 0
-
-
-def test_the_line_says_nothing_of_flags_where_all_fits(monkeypatch):
-    monkeypatch.setattr(memory, "memory_size", lambda: 16 * GB)
-    said = line_of(make_config(), gwen.known_config("random:2m"))
-    assert said.startswith("memory: 0.") and "of 16.00 GB" in said and "fit" not in said
-
-
-def test_the_command_needs_no_weights(capsys):
-    preflight.main(["--model", "random:0.6b", "--dtype", "float16", "--prompt-tokens", "128", "--batch", "8"])
-    assert "1.19 weights" in capsys.readouterr().out

@@ -27,19 +27,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--config", metavar="FILE", help="recipe, in place of the task's; a run's `config.yaml` is one")
     parser.add_argument("--eval-data", metavar="FILE", help="held-out prompts for --data, in place of a tenth of it")
     parser.add_argument("--run-dir", metavar="DIR", help="where the run is recorded (default: runs/TASK-TIME)")
-    several = "run N seeds from --seed on, or a list of them as 1,2,5, into one directory"
-    parser.add_argument("--seeds", type=seeds, metavar="N", help=several)
+    parser.add_argument("--seeds", type=seeds, metavar="N", help="N seeds from --seed on, or these as 1,2,5")
     parser.add_argument("--print-config", action="store_true", help="print every setting as YAML and exit")
-    from_trl = "print the recipe of a file of TRL's, and what has no equal here, and exit"
-    parser.add_argument("--from-trl", metavar="FILE", help=from_trl)
-    resumed = "go on with the run in DIR, or the newest unfinished one"
-    parser.add_argument("--resume", nargs="?", const=True, metavar="DIR", help=resumed)
+    parser.add_argument("--from-trl", metavar="FILE", help="print the recipe of a file of TRL's, and exit")
+    parser.add_argument("--resume", nargs="?", const=True, metavar="DIR", help="go on with it or the newest unfinished")
     parser.add_argument("--let-sleep", action="store_true", help="let a Mac go to sleep while it trains")
-    looks = "go on though the first steps of a long run have no signal"
-    parser.add_argument("--no-look", action="store_true", help=looks)
+    parser.add_argument("--no-look", action="store_true", help="go on though the first steps have no signal")
     parser.add_argument("--wired-limit", metavar="GB", help="memory that macOS must not page out (default: none)")
-    changes = "--resume though its data, rewards or files changed"
-    parser.add_argument("--allow-changes", action="store_true", help=changes)
+    parser.add_argument("--allow-changes", action="store_true", help="--resume though data, rewards or files changed")
     parser.add_argument("--open", action="store_true", help="open the run's page in a browser at the end")
     add_flags(parser, SETTINGS.values(), everything)
     return parser.parse_args(argv)
@@ -144,9 +139,8 @@ def resolve(
     config = merged(flags | {"model": model, "task": task}, recipe)
     said = f"model: {model}, {why}; {material(config)}"
     if task == "own" and recipe is None and is_own:
-        values = config.flat()
-        said += f", by recipes/{recipe_of(task, model)}.yaml: "
-        said += " ".join(f"{flag_of(key)} {values[key]:g}" for key in of_task(task, model))
+        shown = " ".join(f"{flag_of(key)} {config.flat()[key]:g}" for key in of_task(task, model))
+        said += f", by recipes/{recipe_of(task, model)}.yaml: {shown}"
     return config, said
 
 

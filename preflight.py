@@ -29,10 +29,10 @@ from mlx.utils import tree_flatten
 
 import gwen
 import tasks
-from config import Config, ModelSettings, Sizes
+from config import SETTINGS, Config, ModelSettings, Sizes
 from disk import checkpoint, hub
 from disk.run_files import read_log
-from flags import Parser, check_least, fail, visible
+from flags import Parser, check_least, fail, read, visible
 from judging import rubrics
 from kv_cache import round_up
 from layers import attention, lm_head
@@ -539,7 +539,7 @@ def asked(own: argparse.Namespace, rest: list[str]) -> Iterator[str]:
     """The lines about one run. rest: the flags of train.py."""
     args = parse(rest)
     if args.resume is True:
-        args.resume = checkpoint.newest_unfinished(args.steps)
+        args.resume = checkpoint.newest_unfinished(read(SETTINGS["steps"], args.steps) if args.steps else None)
     config, choice = resolve(given(args), args.config, args.resume, gwen.choose_model)
     if own.audit:
         yield from audit_lines(config)

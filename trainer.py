@@ -21,7 +21,7 @@ import preflight
 import sampler
 from config import SETTINGS, Config
 from disk import checkpoint, run_files
-from flags import flag_of
+from flags import flag_of, read
 from machine import memory, world
 from problems import chat_template, examples, rewards
 from reporting import trackers
@@ -351,7 +351,8 @@ def command(args: argparse.Namespace, trainer: type[Trainer]) -> None:
         return
     resume = args.resume
     if resume is True:
-        resume = world.first(lambda: checkpoint.newest_unfinished(args.steps))
+        steps = read(SETTINGS["steps"], args.steps) if args.steps else None
+        resume = world.first(lambda: checkpoint.newest_unfinished(steps))
     if args.print_config:
         config, choice = resolve(flags, args.config, resume, gwen.choose_model)
         print(choice, file=sys.stderr, flush=True)

@@ -375,6 +375,13 @@ def test_a_resumed_run_keeps_its_settings(run, refused, flags, pattern):
     assert contents(run) == before
 
 
+def test_the_newest_run_goes_on_with_more_steps(run, tmp_path, monkeypatch, capsys):
+    shutil.copytree(run, tmp_path / "runs" / "newest")
+    monkeypatch.chdir(tmp_path)
+    train.main(["--resume", "--steps", "4"])
+    assert "step 4/4" in capsys.readouterr().out
+
+
 def damage(path: Path) -> None:
     tensors = path / "state.safetensors"
     tensors.write_bytes(tensors.read_bytes()[:-64])

@@ -227,7 +227,7 @@ def update_bytes(demand: Demand, sizes: Sizes, trained: int) -> int:
         )
         if gpu.on_gpu():
             kept += len(part) * longest * column_bytes(model, dtype) * shared  # of prompts' keys and values, joined
-            backward += 16 * attention.MOST_SCORES  # of attention's gradient, and what becomes of them
+            backward += (4 + 3 * dtype.size) * attention.MOST_SCORES  # of attention's gradient
         num_tokens = positions if config.objective.loss_type == "sft" else len(part) * length
         logprobs = num_tokens * width * (8 + 2 * dtype.size)
         if has_kernels():  # logits of some rows, and their gradient

@@ -13,16 +13,14 @@ RUBRIC = rubrics.load_rubric("data/demo_rubric.yaml")
 DEMO = hub.load_tokenizer(hub.DEMO)
 
 
-def test_the_reward_is_the_weighted_sum_of_scores_about_three():
-    scores = np.array([[5.0, 1.0, 3.0], [3.0, 3.0, 3.0], [1.0, 5.0, 4.0]])
-    np.testing.assert_allclose(rubrics.rubric_reward(scores, RUBRIC), [1 - 0.25, 0, -1 + 0.25 + 0.125])
-
-
-def test_an_unreadable_criterion_is_left_out_and_the_rest_of_its_row_renormalized():
-    scores = np.array([[5.0, np.nan, np.nan], [np.nan, 5.0, 1.0], [np.nan] * 3])
-    rewards = rubrics.rubric_reward(scores, RUBRIC)
-    np.testing.assert_allclose(rewards[:2], [1.5, 0.0])
-    assert np.isnan(rewards[2])
+def test_the_reward_is_the_weighted_sum_of_scores_and_of_a_reversed_one_five_is_bad():
+    nan = np.nan
+    rows = [[5, 1, 3], [3, 3, 3], [1, 5, 4], [5, nan, nan], [nan, 5, 1], [nan] * 3]  # weights 1, 0.25 and 0.25
+    np.testing.assert_allclose(rubrics.rubric_reward(np.array(rows), RUBRIC), [0.75, 0, -0.625, 1.5, 0, nan])
+    good, bad = {"name": "good", "weight": 1, "text": "Good?"}, {"name": "bad", "weight": 0.5, "text": "Bad?"}
+    rubric = rubrics.load_rubric({"criteria": [good, bad | {"reverse": True}]})
+    scores = np.array([[5, 1], [5, 5], [1, 5], [3, 3], [nan, 5]])
+    np.testing.assert_allclose(rubrics.rubric_reward(scores, rubric), [1.5, 0.5, -1.5, 0, -1.5])
 
 
 # ---- prompts
@@ -122,14 +120,6 @@ def test_a_prompt_for_a_server_holds_the_same_text_in_which_nothing_can_open_a_c
 
 
 # ---- files
-
-
-def test_of_a_reversed_criterion_five_is_bad():
-    held = {"criteria": [{"name": "good", "weight": 1, "text": "Good?"}]}
-    held["criteria"].append({"name": "bad", "weight": 0.5, "text": "Bad?", "reverse": True})
-    rubric = rubrics.load_rubric(held)
-    scores = np.array([[5, 1], [5, 5], [1, 5], [3, 3], [np.nan, 5]], float)
-    np.testing.assert_allclose(rubrics.rubric_reward(scores, rubric), [1.5, 0.5, -1.5, 0, -1.5])
 
 
 @pytest.mark.parametrize("change", [{"reverse": "yes"}, {"reverse": True, "weight": -1}, {"reversed": True}])

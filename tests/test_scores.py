@@ -2,12 +2,13 @@
 
 import json
 import math
+import types
 
+import hypothesis
 import numpy as np
 import pytest
 from conftest import message_of
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from hypothesis import strategies
 
 from disk import hub
 from judging import rubrics
@@ -19,21 +20,27 @@ DEMO = hub.load_tokenizer(hub.DEMO)
 class Made(rubrics.Grader):
     """Scores that are the lengths of the texts; what holds a "?" is unreadable by the first criterion."""
 
-    def __init__(self, name="made", unread="?"):
+    def __init__(self, name="made"):
         super().__init__(RUBRIC)
-        self.mode = "logits"
-        self.name, self.unread, self.asked = name, unread, []
+        self.mode, self.name, self.asked = "logits", name, []
 
     def identity(self):
         return self.name
 
     def evaluations(self, questions):
         self.asked.append([tuple(question) for question in questions])
-        for place, (prompt, completion, column) in enumerate(questions):
-            unread = column == 0 and self.unread in completion
-            score = [1.0, 1.0 + len(prompt) % 5, 1.0 + len(completion) % 5][column]
-            mass = [0.25 if unread else 0.75, 1.0, 1.0][column]
-            yield place, rubrics.Evaluation(np.nan if unread else score, mass, "hm")
+        for place, question in enumerate(questions):
+            mass = 1.0 if question.criterion else 0.75
+            yield place, rubrics.Evaluation(score_of(*question), 0.25 if is_unread(question) else mass, "hm")
+
+
+def is_unread(question):
+    return question[2] == 0 and "?" in question[1]
+
+
+def score_of(prompt, completion, column):
+    unread = is_unread((prompt, completion, column))
+    return [np.nan if unread else 1.0, 1.0 + len(prompt) % 5, 1.0 + len(completion) % 5][column]
 
 
 def whole(*pairs):
@@ -41,32 +48,26 @@ def whole(*pairs):
     return [(*pair, column) for pair in pairs for column in range(3)]
 
 
-def test_equal_pairs_are_evaluated_once_and_get_equal_scores_in_their_places():
-    made = Made()
-    judged = made.score(["a", "bb", "a", "a"], ["x", "x", "yy", "x"])
-    assert made.asked == [whole(("a", "x"), ("bb", "x"), ("a", "yy"))]
-    assert judged.scores.tolist() == [[1, 2, 2], [1, 3, 2], [1, 2, 3], [1, 2, 2]]
-    np.testing.assert_allclose(judged.rewards, rubrics.rubric_reward(judged.scores, RUBRIC))
-    assert (judged.stats.num_evaluations, judged.stats.num_cached, judged.unparsed) == (9, 0, 0)
-    assert judged.stats.mass == pytest.approx((0.75 + 1 + 1) / 3)
+PAIRS = strategies.tuples(strategies.sampled_from(["a", "ab"]), strategies.sampled_from(["c", "bc", "x?", "bc?", ""]))
 
 
-def test_a_score_that_is_known_is_not_paid_for_again_and_is_the_same():
-    made = Made()
-    first = made.score(["a", "a"], ["x", "yy"])
-    again = made.score(["a", "a", "a"], ["yy", "zzz", "x"])
-    assert made.asked[1:] == [whole(("a", "zzz"))]
-    assert again.scores[[2, 0]].tolist() == first.scores.tolist()
-    assert (again.stats.num_evaluations, again.stats.num_cached) == (3, 6)
-    all_known = made.score(["a"], ["x"])
-    assert len(made.asked) == 2 and np.isnan(all_known.stats.mass) and all_known.stats.num_evaluations == 0
-
-
-def test_the_boundary_of_prompt_and_completion_is_part_of_what_is_known():
-    made = Made()
-    made.score(["ab"], ["c"])
-    made.score(["a"], ["bc"])
-    assert len(made.asked) == 2
+@hypothesis.given(strategies.lists(strategies.lists(PAIRS, max_size=6), max_size=5))
+def test_every_question_is_put_once_until_it_is_read_and_its_score_is_that_of_every_equal_row(calls):
+    made, known = Made(), set()
+    for pairs in calls:
+        made.asked.clear()
+        judged = made.score([prompt for prompt, _ in pairs], [text for _, text in pairs])
+        questions = whole(*dict.fromkeys(pairs))
+        put = [question for question in questions if question not in known]
+        assert made.asked == ([put] if put else [])
+        known |= {question for question in put if not is_unread(question)}
+        expected = np.array([score_of(*question) for question in whole(*pairs)]).reshape(-1, 3)
+        np.testing.assert_array_equal(judged.scores, expected)
+        np.testing.assert_allclose(judged.rewards, rubrics.rubric_reward(expected, RUBRIC))
+        assert judged.unparsed == np.isnan(expected).sum() and judged.stats.num_cached == len(questions) - len(put)
+        masses = [0.25 if is_unread(one) else 1.0 if one[2] else 0.75 for one in put]
+        assert judged.stats.num_evaluations == len(put)
+        assert judged.stats.mass == pytest.approx(np.mean(masses) if put else np.nan, nan_ok=True)
 
 
 def test_another_judge_does_not_take_the_scores_of_this_one():
@@ -75,13 +76,6 @@ def test_another_judge_does_not_take_the_scores_of_this_one():
     other.cache = made.cache
     other.score(["a"], ["x"])
     assert other.asked == [whole(("a", "x"))]
-
-
-def test_what_could_not_be_read_is_asked_again_and_nothing_else():
-    made = Made()
-    for _ in range(2):
-        assert np.isnan(made.score(["a"], ["x?"]).scores).tolist() == [[True, False, False]]
-    assert made.asked[1:] == [[("a", "x?", 0)]]
 
 
 def test_a_score_is_known_as_soon_as_it_arrives():
@@ -167,11 +161,6 @@ def test_a_record_that_is_no_score_is_refused(record):
         Made().cache.fill([record])
 
 
-def test_no_pairs_are_no_work():
-    judged = Made().score([], [])
-    assert judged.scores.shape == (0, 3) and judged.rewards.shape == (0,) and judged.unparsed == 0
-
-
 def test_over_a_fifth_of_unreadable_evaluations_is_warned_of_once_with_an_example(capsys):
     made = Made()
 
@@ -179,43 +168,24 @@ def test_over_a_fifth_of_unreadable_evaluations_is_warned_of_once_with_an_exampl
         made.score(["Add one and two."] * len(completions), list(completions))
         return capsys.readouterr().err
 
-    assert warned("a", "b", "c?") == ""  # 1 of 9
+    for index in range(20):
+        assert warned(f"{index}?", f"{index}") == ""  # 1 of 6
+    made.num_seen, made.num_unread = 9, 1
     said = warned("d?", "e?", "f?", "g?")  # 5 of 21: 24%
     assert "5 of 21 evaluations" in said and "(24%)" in said and "'correct' of the answer 'd?'" in said
     assert "Add one and two." in said and "'hm', with 0.250" in said and "\n" not in said.strip()
-    assert warned("h?", "i?") == ""
-    assert warned("j?", "k?", "l?") == ""  # 10 of 36
-
-
-def test_a_few_unreadable_evaluations_are_not_warned_of(capsys):
-    made = Made()
-    for index in range(20):
-        made.score(["a"] * 2, [f"{index}?", f"{index}"])  # 1 of 6
-    assert capsys.readouterr().err == ""
+    assert warned("h?", "i?") == warned("j?", "k?", "l?") == ""  # 10 of 36
 
 
 # ---- reading
 
 
-def test_the_score_tokens_of_the_demo_s_tokenizer_are_the_digits():
+def test_the_score_tokens_of_a_vocabulary_are_its_digits_with_and_without_the_mark_of_a_space():
     assert [[DEMO.decode([i]) for i in ids] for ids in rubrics.score_token_ids(DEMO)] == [[s] for s in "12345"]
-
-
-def small_tokenizer(words, pre_tokenizer, decoder):
-    vocabulary = {word: i for i, word in enumerate(["<unk>", *words])}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizer, decoder
-    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
-
-
-def test_score_tokens_are_found_with_and_without_the_space_that_a_vocabulary_marks():
-    words = [mark + digit for digit in "12345" for mark in ("", "\u2581")]
-    theirs = small_tokenizer(words, pre_tokenizers.Metaspace(), decoders.Metaspace())
-    assert rubrics.score_token_ids(theirs) == [[1, 2], [3, 4], [5, 6], [7, 8], [9, 10]]
-
-
-def test_a_tokenizer_without_tokens_for_the_digits_is_refused_by_the_digits_that_are_missing():
-    theirs = small_tokenizer(["1", "2", "4"], pre_tokenizers.Whitespace(), decoders.WordPiece())
+    words = [mark + digit for digit in "12345" for mark in ("", "\u2581", "\u0120", "1", "\u2581 0")]
+    theirs = types.SimpleNamespace(get_vocab=lambda: {word: place for place, word in enumerate(words)})
+    assert rubrics.score_token_ids(theirs) == [[first, first + 1, first + 2] for first in range(0, 25, 5)]
+    theirs.get_vocab = lambda: {"1": 0, "2": 1, "4": 2}
     with pytest.raises(ValueError, match=r"no token of its own for 3, 5.*--judge-mode decode"):
         rubrics.score_token_ids(theirs)
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import cpu_blas  # noqa: F401  (before mlx)
 import numpy as np
+import pandas as pd
 
 import evaluate
 import gwen
@@ -28,6 +29,7 @@ for ten, tens in enumerate("twenty thirty forty fifty sixty seventy eighty ninet
     NUMBERS |= {f"{tens}-{unit}": 10 * ten + number for number, unit in enumerate(UNITS, 1)}
 SIGNS = {"plus": "+", "and": "+", "+": "+", "minus": "-", "less": "-", "-": "-", "times": "*", "*": "*"}
 SIGNS |= dict.fromkeys("is are equals equal makes gives has have =".split(), "=")
+MOST_TOKENS = 24  # of an answer, as in the recipe
 SILENT = set("the answer sum total of that this it so in all together more add adding , ! ' ( ) $".split())
 
 
@@ -87,15 +89,6 @@ def value_of(side: list[Any]) -> int | None:
     return value
 
 
-def details_of(adapter: Path | None, max_tokens: int) -> list[dict[str, Any]]:
-    """Each held-out problem, with a sampled and the greedy answer that the demo model gives with this adapter."""
-    model, tokenizer = gwen.load("demo", adapter=adapter)
-    details: list[dict[str, Any]] = evaluate.evaluate(
-        model, tokenizer, tasks.load("demo"), evaluate.EvalParams(max_tokens)
-    )[1]
-    return details
-
-
 def audit(details: list[dict[str, Any]]) -> dict[str, float]:
     """Shares of the sampled answers, and of the greedy ones."""
     shares = {}
@@ -108,29 +101,23 @@ def audit(details: list[dict[str, Any]]) -> dict[str, float]:
     return shares
 
 
-def print_row(name: str, shares: dict[str, Any]) -> None:
-    print("|", " | ".join([name, *(f"{share:.1%}" for share in shares.values())]), "|", flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="runs of the demo task and the demo model")
     parser.add_argument("--show", type=int, default=0, metavar="N", help="print N answers of each run, evenly spread")
-    parser.add_argument("--max-tokens", type=int, default=24, help="of an answer (default: 24, as in the recipe)")
     args = parser.parse_args()
-    rows = []
+    task, shares = tasks.load("demo"), {}
     for run in [None, *args.runs]:
-        details = details_of(run and run / "adapter", args.max_tokens)
-        rows.append(audit(details))
-        if run is None:
-            print("|", " | ".join([f"{len(details)} answers", *rows[0]]), "|\n|" + "---|" * (len(rows[0]) + 1))
-        print_row(run.name if run else "before training", rows[-1])
+        model, tokenizer = gwen.load("demo", adapter=run and run / "adapter")
+        _, details = evaluate.evaluate(model, tokenizer, task, evaluate.EvalParams(MOST_TOKENS))
+        shares[run.name if run else "before training"] = audit(details)
         for one in details[:: len(details) // args.show] if args.show else ():
             reading = read(one["prompt"], one["completions"][0])
             verdict = "right" if reading.right else "RIGHT NUMBER ONLY" if reading.ends_right else "wrong"
-            print(f"    {verdict}: {one['prompt']} {one['completions'][0]!r}")
-    for name, pick in (("mean", np.mean), ("lowest", min), ("highest", max)):
-        print_row(name, {key: pick([row[key] for row in rows[1:]]) for key in rows[0]})
+            print(f"{verdict}: {one['prompt']} {one['completions'][0]!r}")
+    table = pd.DataFrame(shares).T
+    table = pd.concat([table, table[1:].agg(["mean", "min", "max"])])  # of the runs
+    print(f"{len(task.held_out)} answers\n{table.map('{:.1%}'.format).to_string()}")
 
 
 if __name__ == "__main__":

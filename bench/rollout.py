@@ -253,9 +253,6 @@ def compare(args: argparse.Namespace, directory: Path, make_rival: Callable[[Any
             f"{name:<{len(rival.name) + 2}} | mean {entry['mean_ms']:.1f} ms | std {entry['std_ms']:.1f} ms | "
             f"total_out_toks {entry['tokens']} | throughput {entry['tok_s']:.1f} tok/s"
         )
-    for name, entry in entries.items():
-        times = f"prefill {entry['prefill_ms']:.1f} ms, decode {entry['decode_ms']:.1f} ms"
-        print(f"Phases: {name} {times}, peak {entry['peak_mb']:.1f} MB")
     if len({entry["tokens"] for entry in entries.values()}) > 1:
         print("Note: rows ended at different tokens, so times are not of equal work; --ignore-eos makes them so")
     useful = [name for name in rival.engines if samples[name][0].run.logprobs] or rival.engines

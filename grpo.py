@@ -9,7 +9,7 @@ Axes: B prompts of a step, G completions of a prompt, N = B * G rows, M rows of 
 K rewards or turns.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -105,12 +105,13 @@ def group_advantages(
     return (centered * (num / np.maximum(num - 1, 1)) if baseline == "rloo" else centered).astype(np.float32)
 
 
-def turn_advantages(rewards: np.ndarray, scale: str = "group", signal_floor: float = 0.0) -> np.ndarray:
+def turn_advantages(
+    groups: Sequence[Sequence[Sequence[float]]], scale: str = "group", signal_floor: float = 0.0
+) -> np.ndarray:
     """
     How much better what a row earns from a turn on is than what the rows of its group earn from that turn on.
 
-    rewards: of each turn, (B, G, K) float64, nan beyond a row's last turn and a group's last row -> (B, G, K) float32,
-    0 there.
+    groups: rewards of each turn of each row -> (B, G, K) float32, 0 beyond a row's last turn and a group's last row.
     The return of turn k, the sum of the rewards of turns >= k, minus its mean over the rows that have a turn k: whether
     a row has one is known before it writes it. "group" divides by the deviation of these differences in the group, with
     a degree of freedom less for each turn's mean, "none" by nothing. Rows of one turn, and rows with equally many turns
@@ -118,8 +119,12 @@ def turn_advantages(rewards: np.ndarray, scale: str = "group", signal_floor: flo
     Source: returns of turns compared in the group, GTPO, arXiv:2511.14846; the deviation that keeps GRPO is ours.
     """
     assert scale in ("group", "none"), scale
-    has = ~np.isnan(rewards)
-    returns = np.nan_to_num(rewards)[..., ::-1].cumsum(axis=-1)[..., ::-1]
+    rows = [(place, row) for place, group in enumerate(groups) for row in enumerate(group)]
+    shape = len(groups), max(map(len, groups)), max(len(turns) for _, (_, turns) in rows)
+    rewards, has = np.zeros(shape), np.zeros(shape, bool)
+    for place, (row, turns) in rows:
+        rewards[place, row, : len(turns)], has[place, row, : len(turns)] = turns, True
+    returns = rewards[..., ::-1].cumsum(axis=-1)[..., ::-1]
     step_deviation = (returns[..., 0][has[..., 0]] - returns[0, 0, 0]).std(ddof=1)
     first = np.take_along_axis(returns, has.argmax(axis=1)[:, None], axis=1)  # of a row that has the turn
     centered, num = np.where(has, returns - first, 0.0), has.sum(axis=1, keepdims=True)

@@ -46,12 +46,11 @@ class Sample(NamedTuple):
     text: str = ""
     columns: dict[str, Any] = NOTHING  # what rewards may ask for besides
     conversation: dict[str, Any] | None = None  # with tools, as `rollouts.jsonl` has it
-    paid: list[float] | None = None  # what an environment pays for each whole turn, weighted
+    paid: list[float] | None = None  # what an environment pays for each whole turn, weighted; None: for none
     # ---- rewarded
     parts: dict[str, float] = NOTHING  # each reward before weighting; nan where unreadable
     filled: dict[str, float] = NOTHING  # those with a weight; an unreadable one is what it is compared with
     value: float = 0.0  # weighted sum of the filled parts
-    turn_values: list[float] | None = None  # of each turn, which sum to `value`; None: only the whole is paid
     scores: list[float] | None = None  # the judge's, nan where unreadable
     extra: dict[str, Any] = NOTHING  # what rewards gave to `log_extra`
     # ---- chosen
@@ -217,7 +216,6 @@ def rewarded(
             parts={name: float(values[row]) for name, values in components.items()},
             filled={name: float(values[row]) for name, values in filled.items()},
             value=float(total[row]),
-            turn_values=None if sample.paid is None else values_of_turns(sample, float(total[row])),
             scores=None if scores is None else scores[row].tolist(),
             extra={name: values[row] for name, values in (extra or {}).items()},
         )
@@ -225,11 +223,11 @@ def rewarded(
     ]
 
 
-def values_of_turns(sample: Sample, value: float) -> list[float]:
+def values_of_turns(sample: Sample) -> list[float]:
     """What each turn is worth: its pay, nothing where it was cut off; the last one also gets what no turn was paid."""
     paid = sample.paid or []
     values = paid + [0.0] * (len(sample.spans) - len(paid))
-    values[-1] += value - sum(paid)
+    values[-1] += sample.value - sum(paid)
     return values
 
 
@@ -259,12 +257,9 @@ def advantages(
     if settings.combine_rewards == "normalize":
         parts = [table([[one.filled[name] for one in group] for group in groups], np.nan) for name in first.filled]
         return grpo.decoupled_advantages(np.array(parts), [weights[name] for name in first.filled], grpo.SIGNAL_FLOOR)
-    if first.turn_values is not None:
-        most = max(len(one.turn_values or []) for group in groups for one in group)
-        values = np.full((len(groups), max(map(len, groups)), most), np.nan)
-        for place, group in enumerate(groups):
-            values[place, : len(group), :] = [[*(one.turn_values or []), *[np.nan] * most][:most] for one in group]
-        return grpo.turn_advantages(values, settings.scale_rewards, grpo.SIGNAL_FLOOR)
+    if first.paid is not None:
+        turns = [[values_of_turns(one) for one in group] for group in groups]
+        return grpo.turn_advantages(turns, settings.scale_rewards, grpo.SIGNAL_FLOOR)
     rewards = values_of(groups)
     if own is not None:
         return objectives.advantages(settings.advantage, own, rewards)

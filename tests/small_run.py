@@ -21,19 +21,11 @@ RENDERED = {}
 chat_ids = chat_template.chat_ids
 
 
-def chat_ids_once(tokenizer, prompt, *, system=None, thinking=False, tools=None, variables=None):
+def chat_ids_once(tokenizer, *args, **how):
     """`chat_template.chat_ids`, whose 2,000 calls are most of what it takes to make a run on the bundled model."""
-    key = (
-        tokenizer.name_or_path,
-        str(tokenizer.chat_template),
-        len(tokenizer),
-        str(prompt),
-        system,
-        thinking,
-        str((tools, variables)),
-    )
+    key = str((tokenizer.name_or_path, tokenizer.chat_template, len(tokenizer), args, how))
     if key not in RENDERED:
-        RENDERED[key] = chat_ids(tokenizer, prompt, system=system, thinking=thinking, tools=tools, variables=variables)
+        RENDERED[key] = chat_ids(tokenizer, *args, **how)
     return list(RENDERED[key])
 
 

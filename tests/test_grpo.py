@@ -329,16 +329,10 @@ def test_a_ratio_beyond_float32_has_a_finite_gradient(loss, log_ratio):
 # ---- turns
 
 
-def padded_turns(groups):
-    """Rewards of each turn, of rows with different numbers of them, (B, G, K)."""
-    most = max(len(row) for group in groups for row in group)
-    return np.array([[[*row, *[math.nan] * (most - len(row))] for row in group] for group in groups])
-
-
 @pytest.mark.parametrize("scale", ["group", "none"])
 def test_advantages_of_turns_are_those_of_the_oracle(scale):
     groups = [[RNG.normal(size=RNG.integers(1, 6)).tolist() for _ in range(7)] for _ in range(20)]
-    found = grpo.turn_advantages(padded_turns(groups), scale)
+    found = grpo.turn_advantages(groups, scale)
     for group, its in zip(groups, found, strict=True):
         for row, ours, theirs in zip(group, its, oracle.turn_advantages(group, scale), strict=True):
             np.testing.assert_allclose(ours[: len(row)], theirs, rtol=1e-5, atol=1e-6)
@@ -356,6 +350,6 @@ def test_turns_that_pay_at_the_end_only_have_the_advantage_of_their_row(scale, n
 
 def test_turns_with_equal_returns_get_exactly_zero():
     equal = [[1e9, 0.1, 0.2], [1e9, 0.1, 0.2], [1e9 + 0.1 + 0.2]]
-    assert (grpo.turn_advantages(padded_turns([equal]), signal_floor=grpo.SIGNAL_FLOOR) == 0).all()
+    assert (grpo.turn_advantages([equal], signal_floor=grpo.SIGNAL_FLOOR) == 0).all()
     equal[2][0] += 1.0
-    assert (grpo.turn_advantages(padded_turns([equal]), signal_floor=grpo.SIGNAL_FLOOR)[..., 0] != 0).all()
+    assert (grpo.turn_advantages([equal], signal_floor=grpo.SIGNAL_FLOOR)[..., 0] != 0).all()

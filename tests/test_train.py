@@ -124,43 +124,34 @@ def test_dynamic_sampling_draws_until_b_groups_differ_or_the_cap_is_reached(tmp_
     assert [i for i, line in enumerate(lines[::4]) if line["advantage"] is not None] == chosen
 
 
-def paid(parts, reason="stop"):
-    """Samples whose rewards are the sums of `parts`, (K, B, G)."""
-    for row, its in enumerate(np.moveaxis(parts, 0, -1).reshape(-1, len(parts)).tolist()):
-        filled = {f"reward {number}": one for number, one in enumerate(its)}
-        yield Sample([], [1], range(1), row // parts.shape[2], filled=filled, value=sum(its), finish_reason=reason)
+def drawn(rewards, reasons=None):
+    """Samples of groups with these rewards, (B, G), and why each ended."""
+    pairs = [(group, float(value)) for group, values in enumerate(rewards) for value in values]
+    return [
+        Sample([], [1], range(1), group, value=value, filled={"one": value}, finish_reason=reason)
+        for (group, value), reason in zip(pairs, reasons or ["stop"] * len(pairs), strict=True)
+    ]
 
 
 @pytest.mark.parametrize(
-    "flags",
+    ("flags", "right"),
     [
-        (),
-        ("--advantage", "rloo", "--scale-rewards", "none"),
-        ("--advantage", "reinforce", "--scale-rewards", "batch"),
-        ("--combine-rewards", "normalize"),
+        ("", lambda rewards: grpo.group_advantages(rewards)),
+        ("--advantage rloo --scale-rewards none", lambda rewards: grpo.group_advantages(rewards, "none", "rloo")),
+        (
+            "--advantage reinforce --scale-rewards batch",
+            lambda rewards: grpo.group_advantages(rewards, "batch", "reinforce"),
+        ),
+        ("--combine-rewards normalize", lambda rewards: grpo.decoupled_advantages(rewards[None], [1.0])),
     ],
-    ids=" ".join,
 )
-def test_what_all_rewards_have_in_common_changes_no_advantage_however_large_it_is(flags):
+def test_what_all_rewards_have_in_common_changes_no_advantage_however_large_it_is(flags, right):
     """float32 has steps of 128 at 1.7e9, seconds since 1970."""
-    config, rng = make_config(*flags), np.random.default_rng(0)
-
-    def advantages(parts):
-        return samples.advantages(config, samples.by_group(paid(parts)), {"reward 0": 1.0, "reward 1": 1.0})
-
-    parts = rng.integers(0, 40, (2, 4, 4)).astype(float)
-    parts[:, 1] = 7
-    plain = advantages(parts)
-    assert (np.abs(plain[[0, 2, 3]]) > 0.01).any(axis=1).all() and ((plain[1] == 0).all() or "reinforce" in flags)
-    for offset in (1.7e9, -1.7e9, 1e14):
-        np.testing.assert_allclose(advantages(parts + offset), plain, atol=1e-5)
-    parts = rng.normal(0, 1, (2, 4, 4))
-    expected = (
-        grpo.decoupled_advantages(parts, [1.0, 1.0])
-        if config.objective.combine_rewards == "normalize"
-        else grpo.group_advantages(parts.sum(0), config.objective.scale_rewards, config.objective.advantage)
-    )
-    np.testing.assert_allclose(advantages(parts), expected, atol=1e-6)
+    config, rewards = make_config(*flags.split()), np.random.default_rng(0).integers(0, 40, (4, 4)).astype(float)
+    rewards[1] = 7
+    for offset in (0.0, 1.7e9, -1.7e9, 1e14):
+        found = samples.advantages(config, samples.by_group(drawn(rewards + offset)), {"one": 1.0})
+        np.testing.assert_allclose(found, right(rewards), atol=1e-5)
 
 
 CORRECT_ONLY = ("--reward-weights", "rubric=0")  # right or wrong: many groups are equal
@@ -174,12 +165,6 @@ def test_every_draw_of_every_step_and_every_seed_has_a_key_of_its_own(tmp_path, 
         run = make_run(tmp_path, *flags)
         list(train.train(run))
     assert len(set(keys)) == len(keys) > 8 and evaluate.KEY not in keys
-
-
-def drawn(rewards, reasons):
-    """Samples of groups of two."""
-    found = paid(np.array([rewards], float))
-    return [one._replace(finish_reason=reason) for one, reason in zip(found, reasons, strict=True)]
 
 
 def counts(config, drawn, own=None):

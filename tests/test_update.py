@@ -329,14 +329,6 @@ def test_the_first_adam_step_has_the_size_of_the_learning_rate(tmp_path, unclipp
     assert max(steps) == pytest.approx(lr, rel=0.02)
 
 
-def test_with_rank_0_the_head_gets_its_gradient_too(tmp_path):
-    """The head is the embedding: through the prompts alone only the rows of their tokens would move."""
-    run = make_run(tmp_path, "--lora-rank", "0", "--warmup-steps", "0")
-    before = run.learner.trainable["embed_tokens.weight"]
-    update_once(run)
-    assert (mx.abs(run.learner.trainable["embed_tokens.weight"] - before).max(axis=1) > 0).all().item()
-
-
 def test_the_learning_rate_warms_up_and_decays():
     config = make_config("--learning-rate", "1.0", "--warmup-steps", "4", "--steps", "14")
     rates = [update.learning_rate(config, step) for step in range(14)]

@@ -146,9 +146,13 @@ def _json(spec: str, where: str, text: str) -> Any:
 
 
 def jsonl_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
-    for number, line in enumerate(_text(spec, content).split("\n"), 1):  # not splitlines: strings may contain U+2028
-        if line.strip():
-            yield f"line {number}", _json(spec, f"line {number}", line)
+    for where, line in _lines(spec, content):
+        yield where, _json(spec, where, line)
+
+
+def _lines(spec: str, content: bytes) -> Iterator[tuple[str, str]]:
+    lines = enumerate(_text(spec, content).split("\n"), 1)  # not splitlines: strings may contain U+2028
+    return ((f"line {number}", line) for number, line in lines if line.strip())
 
 
 def _json_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
@@ -163,17 +167,16 @@ def _csv_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
     csv.field_size_limit(2**31 - 1)  # a cell may be a document; the default limit is 131,072 characters
     text = _text(spec, content)
     separator = max(",;\t", key=text.partition("\n")[0].count)
-    rows = csv.DictReader(io.StringIO(text, newline=""), restkey="", delimiter=separator, strict=True)
+    rows = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
     try:
-        names = list(rows.fieldnames or [])
+        names = next(rows, [])
         if wrong := [name for name in names if not name.strip() or names.count(name) > 1]:
             raise ValueError(f"{spec}, line 1: column {short(wrong[0])} is empty or occurs twice; rename it")
-        for row in rows:
-            where = f"line {rows.line_num}"
-            if "" in row or None in row.values():
+        for row in filter(None, rows):
+            if len(row) != len(names):
                 fix = f"not {len(names)} fields, as the header has; quote fields that hold {separator!r}"
-                raise ValueError(f"{spec}, {where}: {fix}")
-            yield where, {name: cell or None for name, cell in row.items()}
+                raise ValueError(f"{spec}, line {rows.line_num}: {fix}")
+            yield f"line {rows.line_num}", {name: cell or None for name, cell in zip(names, row, strict=True)}
     except csv.Error as error:
         raise ValueError(f"{spec}, line {rows.line_num}: not CSV ({one_line(error)}); quote that field") from error
 
@@ -182,35 +185,25 @@ def _table_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
     """Of a parquet file, an Arrow file or an Arrow stream, as which `datasets` keeps its tables."""
     import pyarrow.parquet  # here: importing it takes half a second
 
-    file = io.BytesIO(content)
+    open_arrow = pyarrow.ipc.open_file if content.startswith(b"ARROW1") else pyarrow.ipc.open_stream
+    is_parquet, file = spec.lower().endswith(".parquet"), io.BytesIO(content)
     try:
-        if spec.lower().endswith(".parquet"):
-            table = pyarrow.parquet.read_table(file)
-        else:
-            is_file = content.startswith(b"ARROW1")
-            table = (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(file).read_all()
-        rows = table.to_pylist()
+        table = pyarrow.parquet.read_table(file) if is_parquet else open_arrow(file).read_all()
+        return numbered(table.to_pylist())
     except Exception as error:  # damaged files raise many types
-        kind = Path(spec).suffix[1:].lower()
+        kind = "parquet" if is_parquet else "arrow"
         raise ValueError(f"{spec} is not a readable {kind} file ({one_line(error)}); write it again") from error
-    return numbered(rows)
 
 
 def numbered(rows: Iterable[Any]) -> Iterator[tuple[str, Any]]:
     return ((f"record {number}", row) for number, row in enumerate(rows, 1))
 
 
-def _lines(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
-    """One prompt a line."""
-    lines = enumerate(_text(spec, content).splitlines(), 1)
-    return ((f"line {number}", {"prompt": line}) for number, line in lines if line.strip())
-
-
 _READERS = {
     ".jsonl": jsonl_records,
     ".json": _json_records,
     ".csv": _csv_records,
-    ".txt": _lines,
+    ".txt": lambda *file: ((where, {"prompt": line.strip("\r")}) for where, line in _lines(*file)),
     ".parquet": _table_records,
     ".arrow": _table_records,
 }

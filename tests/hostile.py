@@ -32,6 +32,8 @@ _ZEROS = "660 6F0 7C0 966 9E6 A66 BE6 E50 F20 1040 17E0 1810 FF10 1D7CE 1FBF0".s
 _BRACKETS = (
     r'( )|[ ]|{ }|⟨ ⟩|（ ）|［ ］|< >|\{ \}|\left( \right)|f( )|[[ ]]|{"a": }|sqrt( )|\frac{1}{ }|x_{ }|\sqrt{ }'
 )
+_BEGUN = "10^{ 9**( 2^{2^{ \\int_0^{ \\sum_{n=1}^{ \\left( \\begin{matrix} \\binom{10^9}{ \\prod_{k=1}^{10^8}{ | \\log_{".split()
+_BEGUN += ["\\lim_{x\\to", "\\cdot", "\\int "]
 _SIGNS = "- ~ ! not√ √ \\sqrt \\frac 2^ 2** x_ 1<< ¬ 1/ 1- x, 1;".split()
 
 
@@ -58,7 +60,10 @@ TEXTS = {
     ],
     "digits": [sign + chr(int(zero, 16) + 4) + chr(int(zero, 16) + 2) for zero in _ZEROS for sign in ("", "-")],
     "walks": [f"{root}.{walk}" for walk in DATA["walks"].split() for root in ("()", "''", "x")],
-    "nesting": [_nested(pair, depth) for pair in [*_BRACKETS.split("|"), *_SIGNS] for depth in (90, 2000)],
+    "nesting": [
+        *(_nested(pair, depth) for pair in [*_BRACKETS.split("|"), *_SIGNS] for depth in (90, 2000)),
+        *(begin * depth + end for begin in _BEGUN for depth in (3, 10_000) for end in ("", "1")),
+    ],
     "numbers": [
         *DATA["numbers"].split(),
         *("9" * n for n in (301, 4300, 4301, 30_000)),

@@ -160,28 +160,10 @@ def test_a_reward_that_cannot_tell_right_from_wrong_is_said_to_unless_something_
         assert surprises_of(own, examples)[0].endswith("no surprise")
 
 
-def test_a_reward_is_called_twice_with_the_columns_of_its_rows_and_made_up_tokens(tmp_path):
-    body = (
-        "calls = []\ndef score(prompts, completions, completion_ids, num_tokens, level, trainer_state, **_):\n"
-        "    calls.append((set(prompts), set(level), [len(ids) for ids in completion_ids] == num_tokens))\n"
-        "    return [0.0] * len(completions)"
-    )
-    (tmp_path / "mine.py").write_text(body)
-    name, fn = rewards.load_reward(f"{tmp_path}/mine.py:score")
-    audit.audit(name, fn, [row | {"level": place} for place, row in enumerate(PRODUCTS)])
-    prompts = {PRODUCTS[place]["prompt"] for place in (0, 1, 2)}
-    assert fn.fn.__globals__["calls"] == [(prompts, {0, 1, 2}, True)] * 2
-
-
 def test_rows_are_taken_by_their_answers_which_may_be_numbers_or_missing():
     examples = [{"prompt": "?", "answer": answer} for answer in (None, "", 0, "Zero", "zero", 0)]
     assert [(row.right, row.wrong) for row in audit.make_rows(examples)] == [("0", "zero"), ("zero", "0")]
     assert [row.right for row in audit.make_rows(examples[:2])] == ["", ""]
-
-
-def test_messages_reach_a_reward_that_asks_for_them(tmp_path):
-    body = IN_TEXT.replace("right in text", "right in text[0]['content']")
-    assert audited(tmp_path, body).form
 
 
 # ---- in the commands
@@ -190,16 +172,8 @@ def test_messages_reach_a_reward_that_asks_for_them(tmp_path):
 def data_file(tmp_path):
     (tmp_path / "mine.py").write_text(IN_TEXT)
     (tmp_path / "mine.csv").write_text("prompt,answer\n" + "".join(f"{n} times 7?,{7 * n}\n" for n in range(4, 9)))
-    return [
-        "--model",
-        "demo",
-        "--task",
-        "values",
-        "--data",
-        f"{tmp_path}/mine.csv",
-        "--reward",
-        f"{tmp_path}/mine.py:score",
-    ]
+    flags = "--model demo --task values --data {0}/mine.csv --reward {0}/mine.py:score"
+    return flags.format(tmp_path).split()
 
 
 def test_preflight_shows_the_whole_table_and_asks_no_judge(tmp_path, capsys):

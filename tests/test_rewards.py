@@ -5,6 +5,7 @@ import math
 import sys
 from fractions import Fraction
 
+import numpy as np
 import pytest
 from conftest import message_of
 from extras import needs
@@ -104,30 +105,13 @@ def test_an_async_reward_is_awaited():
     )
 
 
-class Array:
-    """Stands in for an array of any library."""
-
-    def __init__(self, values):
-        self.values = values
-
-    def tolist(self):
-        return self.values
-
-
-class Scalar:
-    ndim = 0
-
-    def item(self):
-        return 2.5
-
-
 @pytest.mark.parametrize(
-    "value", [[1, 0.5], (1, 0.5), Array([1, 0.5]), [True, Fraction(1, 2)]], ids=["list", "tuple", "array", "bool"]
+    "value", [[1, 0.5], (1, 0.5), np.array([1, 0.5]), [True, Fraction(1, 2)]], ids=["list", "tuple", "array", "bool"]
 )
 def test_rewards_of_any_real_type_become_floats(value):
     given = rewards.call_reward("fn", lambda completions: value, ["p", "q"], ["a", "b"], {})
     assert given == [1.0, 0.5] and all(type(reward) is float for reward in given)
-    assert rewards.call_reward("fn", lambda completions: [Scalar()], ["p"], ["a"], {}) == [2.5]
+    assert rewards.call_reward("fn", lambda completions: [np.array(2.5)], ["p"], ["a"], {}) == [2.5]
 
 
 BAD_REWARDS = [

@@ -1,7 +1,6 @@
 """Verifiers: two tables of what models say, a few hundred texts that are meant to hang or fool them, and properties."""
 
 import json
-import random
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -129,29 +128,6 @@ def test_a_verifier_that_does_not_fit_names_the_answer_and_auto_leaves_prose_out
 
 
 # ---- texts that are meant to hang or fool
-
-
-def hostile_answers() -> list[str]:
-    """300 answers: towers, nests, long sums, calls, half-finished LaTeX."""
-    rng = random.Random(0)
-    parts = "10^{ 9**( 2^{2^{ \\frac{1}{ \\sqrt{ \\int_0^{ \\sum_{n=1}^{ \\left( \\begin{matrix}".split()
-    parts += "( [ { \\binom{10^9}{ \\prod_{k=1}^{10^8}{ \\lim_{x\\to | f( \\log_{ - \\cdot".split()
-    ends = ["", "}", ")", "1", "x", "10^{10^{10}}", "99999999!", "\\infty", "\\", "\\end{matrix}", "&", "\0", "\ud800"]
-    found = ["10^{10^{10}}", "9^{9^{9^9}}", "99999!!", "2^{99999999}", "\\int " * 5000, "__import__('os')"]
-    found += [part * size + end for part in parts for size in (3, 40, 10_000) for end in ends[:4]]
-    while len(found) < 300:
-        found.append("".join(rng.choice(parts + ends) for _ in range(rng.randint(1, 25))))
-    return found
-
-
-@pytest.mark.slow
-def test_300_hostile_answers_end_within_the_limit_and_none_is_right(monkeypatch):
-    monkeypatch.setattr(verifiers, "MATH_LIMIT", 1.0)
-    verifiers._math_pool.cache_clear()
-    texts = [*(f"\\boxed{{{said}}}" for said in hostile_answers()), *hostile_answers()[::6]]
-    for gold in ("42", "2\\sqrt{3}"):
-        assert verifiers.math_correct(completions=texts, answer=[gold] * len(texts)) == [0] * len(texts)
-    verifiers._math_pool.cache_clear()
 
 
 REPEATED = ["9", "9,", "1,234", "1 ", "1 1/", "1/", "-", ".5", "e9", " ", "\t \n", "\n", "{", "}", "#", "#### ", "$"]

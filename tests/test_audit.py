@@ -21,9 +21,9 @@ IN_TEXT = (
 )
 
 
-def audited(tmp_path, body, examples=PRODUCTS, calling=None):
+def audited(tmp_path, body, examples=PRODUCTS):
     (tmp_path / "mine.py").write_text(body)
-    return audit.audit(*rewards.load_reward(f"{tmp_path / 'mine.py'}:score", calling), examples)
+    return audit.audit(*rewards.load_reward(f"{tmp_path / 'mine.py'}:score"), examples)
 
 
 def names(lines):

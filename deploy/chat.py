@@ -281,9 +281,7 @@ def toolbox(
     asked, is_said = given(args, PLAYED), args.prompt or args.chat
     settings: dict[str, Any] = {"model": name, "thinking": args.thinking}
     if args.run:
-        held = load_recipe(run_files.config_file(args.run))
-        settings = ({"task": held["task"]} if held.get("loss_type") == "sft" else held) | settings | asked
-        config = checked(settings)
+        config = evaluate.of_run(args.run, settings | asked)
     else:
         config = resolve(settings | asked, None, None, lambda _: (name, why))[0]
     box = None

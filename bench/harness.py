@@ -14,7 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -92,7 +92,7 @@ def in_order(names: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
         yield from ((turn, name) for name in (names if turn % 2 == 0 else names[::-1]))
 
 
-def in_turn(engines: dict[str, Callable[[Any], Any]], work: Any, warmup: int, runs: int) -> dict[str, list[Sample]]:
+def in_turn(engines: Mapping[str, Callable[[Any], Any]], work: Any, warmup: int, runs: int) -> dict[str, list[Sample]]:
     """`runs` timed runs of each engine, after `warmup` untimed ones."""
     samples: dict[str, list[Sample]] = {name: [] for name in engines}
     order = list(in_order(list(engines), warmup + runs))

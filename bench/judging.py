@@ -14,7 +14,6 @@ import argparse
 import copy
 import functools
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +21,7 @@ import numpy as np
 import gwen
 import judge
 from bench import harness
-from bench.rollout import Engine, Rival, Work
+from bench.rollout import Rival, Work
 from judging import rubrics
 
 PREAMBLE_WORDS, CRITERION_WORDS, NUM_CRITERIA = 100, 16, 3
@@ -71,33 +70,27 @@ def benchmark(args: argparse.Namespace, model: gwen.Model, tokenizer: Any, rival
 
     Ours by logits is compared with the fastest way of the rival, ours by replies with the fastest that replies as it.
     """
-    tokenizer = legible(tokenizer)
+    tokenizer, eos_ids = legible(tokenizer), model.config.eos_ids
     rubric, pairs, work = make_work(args, tokenizer)
-    eos_ids = model.config.eos_ids
+    # the most tokens of a reply
+    limits = {"ours": 1, "ours_decode": rubrics.REPLY_TOKENS} | dict.fromkeys(rival.engines, rubrics.REPLY_TOKENS)
+    limits |= {f"{name}_one_token": 1 for name in rival.engines}
 
-    def ours(_: Any, mode: str) -> Judged:
-        """A fresh judge, which knows no score yet."""
-        grader = judge.Judge(model, tokenizer, rubric, args.judge_chunk_size, mode)
+    def run(_: Any, name: str) -> Judged:
+        begin = time.perf_counter()
+        if not name.startswith("ours"):
+            engine = rival.engines[name.removesuffix("_one_token")]
+            replies = engine(work._replace(limits=[limits[name]] * len(work.prompts), eos_ids=eos_ids)).completions
+            texts = [tokenizer.decode(ids[:-1] if ids[-1] in eos_ids else ids) for ids in replies]
+            return Judged(list(map(rubrics.from_reply, texts)), time.perf_counter() - begin)
+        mode = "logits" if name == "ours" else "decode"
+        grader = judge.Judge(model, tokenizer, rubric, args.judge_chunk_size, mode)  # a fresh one, which knows no score
         begin = time.perf_counter()
         evaluations = dict(grader.evaluations(grader.questions(pairs)))
         seconds = time.perf_counter() - begin
         return Judged([evaluations[place] for place in range(len(evaluations))], seconds, grader.tree.num_tokens)
 
-    def theirs(_: Any, engine: Engine, num_tokens: int) -> Judged:
-        begin = time.perf_counter()
-        replies = engine(work._replace(limits=[num_tokens] * len(work.prompts), eos_ids=eos_ids)).completions
-        texts = [tokenizer.decode(ids[:-1] if ids[-1] in eos_ids else ids) for ids in replies]
-        return Judged(list(map(rubrics.from_reply, texts)), time.perf_counter() - begin)
-
-    mine = {"ours": 1, "ours_decode": rubrics.REPLY_TOKENS}
-    num_tokens = {name: rubrics.REPLY_TOKENS for name in rival.engines}
-    num_tokens |= {f"{name}_one_token": 1 for name in rival.engines}
-    engines: dict[str, Callable[[Any], Judged]] = {
-        name: functools.partial(ours, mode="logits" if limit == 1 else "decode") for name, limit in mine.items()
-    }
-    for name, limit in num_tokens.items():
-        engine = rival.engines[name.removesuffix("_one_token")]
-        engines[name] = functools.partial(theirs, engine=engine, num_tokens=limit)
+    engines = {name: functools.partial(run, name=name) for name in limits}
     samples = harness.in_turn(engines, None, args.warmup, args.judge_runs)
     entries = {}
     for name, its in samples.items():
@@ -119,15 +112,16 @@ def benchmark(args: argparse.Namespace, model: gwen.Model, tokenizer: Any, rival
             f"pairs/s {entry['pairs_s']:6.2f} | peak {entry['peak_mb']:.0f} MB"
         )
     results: dict[str, Any] = {"engines": entries, "ratios": {}, "agreement": {}, "best": {}, "computed": computed}
-    for name, least in mine.items():
-        best = min((way for way in num_tokens if num_tokens[way] >= least), key=lambda way: entries[way]["mean_ms"])
+    ways = [name for name in limits if not name.startswith("ours")]
+    for name in ("ours", "ours_decode"):
+        best = min((way for way in ways if limits[way] >= limits[name]), key=lambda way: entries[way]["mean_ms"])
         results["ratios"][name], results["best"][name] = entries[best]["mean_ms"] / entries[name]["mean_ms"], best
         print(
             f"Judge result vs {rival.name}: {name} is {results['ratios'][name]:.2f}x as fast as {best} on this judging "
             f"workload ({harness.rounds(samples[name], samples[best])})."
         )
-    for way, limit in num_tokens.items():
-        own = "ours" if limit == 1 else "ours_decode"
+    for way in ways:
+        own = "ours" if limits[way] == 1 else "ours_decode"
         share = agreement(samples[own][0].run.evaluations, samples[way][0].run.evaluations)
         results["agreement"][way] = share
         scores, replies = share["scores"], share["replies"]

@@ -31,7 +31,6 @@ OF_TURNS = {
     "reward_gate": ["off"],
 }
 NAMES = ("demo", "values", "gsm8k", "math", "own", "calculator", "guess", "env")  # beside rg:NAME and ifeval
-TALKING = ("calculator", "guess")  # those with tools
 
 
 def _module(name: str) -> Any:
@@ -167,16 +166,15 @@ def _with_tools(task: Task, config: Config) -> Task:
             if (value := config.flat()[name]) not in fitting:
                 which = f"{flag_of(name)} {value} is of whole conversations, and {kind.__name__} has reward_per_turn"
                 raise ValueError(f"{which}; take {flag_of(name)} {fitting[0]}, or leave that out")
-    first = [example for side in (task.train, task.held_out) for example in side[:1]]  # of a side all have its keys
     if task.tools or task.environments:
-        if any("chat_template_kwargs" in example for example in first):
-            raise ValueError(
-                "column chat_template_kwargs is for prompts without tools; leave it out, or --tools and --env"
-            )
-        if config.objective.teacher_prompt:
-            raise ValueError("--teacher-prompt stands before prompts without tools; leave it out, or --tools and --env")
-        if stop := config.sampling.stop:
-            raise ValueError(f"--stop {stop[0]!r:.60} ends completions; with tools they have turns, leave it out")
+        first = [example for side in (task.train, task.held_out) for example in side[:1]]  # of a side all have its keys
+        for given, what in (
+            (any("chat_template_kwargs" in example for example in first), "column chat_template_kwargs"),
+            (config.objective.teacher_prompt, "--teacher-prompt"),
+            (config.sampling.stop, "--stop"),
+        ):
+            if given:
+                raise ValueError(f"{what} is for completions without tools; leave it out, or --tools and --env")
     return task
 
 

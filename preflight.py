@@ -406,16 +406,6 @@ def audits_of(config: Config) -> Iterator[Any]:
                 yield audit.audit(name, reward, task.train or task.held_out)
 
 
-def audit_lines(config: Config) -> Iterator[str]:
-    """What each reward function of a run pays for. ValueError where there is none."""
-    audits = list(audits_of(config))
-    if not audits:
-        judged = "only a judge or an environment, which are not asked"
-        raise ValueError(f"--audit: --task {config.data.task} has no reward function, {judged}")
-    for one in audits:
-        yield from audit.table(one)
-
-
 TRY_STEPS, TRY_SECONDS = 4, 120.0  # steps of the trial; no further one begins after so long
 FEW_SIGNALS, MANY_CUT, MANY_DEGENERATE = 0.25, 0.5, 0.1  # shares of groups, of answers, of answers
 SHOWN = 5  # answers
@@ -525,7 +515,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--prompt-tokens", type=int, default=256, help="length of the longest prompts")
     parser.add_argument("--audit", action="store_true", help="show instead what the reward functions pay for")
     parser.add_argument("--fits", action="store_true", help="show instead what this machine can train")
-    parser.add_argument("--dtype", choices=tuple(gwen.DTYPES), help="of the weights (default: as train.py takes it)")
     own, rest = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
     try:
         check_least(own, prompt_tokens=1)
@@ -542,19 +531,22 @@ def asked(own: argparse.Namespace, rest: list[str]) -> Iterator[str]:
         args.resume = checkpoint.newest_unfinished(read(SETTINGS["steps"], args.steps) if args.steps else None)
     config, choice = resolve(given(args), args.config, args.resume, gwen.choose_model)
     if own.audit:
-        yield from audit_lines(config)
+        said = [text for one in audits_of(config) for text in audit.table(one)]
+        if not said:
+            judged = "only a judge or an environment, which are not asked"
+            raise ValueError(f"--audit: --task {config.data.task} has no reward function, {judged}")
+        yield from said
         return
     if own.trial:
         yield choice
         yield from map(visible, try_out(rest, config))
         return
-    dtype = gwen.DTYPES[own.dtype] if own.dtype else gwen.default_dtype()
     gwen.refuse_packed(config.model.name)
     model = gwen.load_config(config.model.name)
     if config.tools.tools or config.tools.env:
         context = context_of(config.tools, model.max_position_embeddings)
         config = config.but(max_tokens=max(context - own.prompt_tokens, 1))
-    demand = Demand(model, dtype, config, [own.prompt_tokens] * config.sampling.batch, rubric_of(config))
+    demand = Demand(model, gwen.default_dtype(), config, [own.prompt_tokens] * config.sampling.batch, rubric_of(config))
     sizes = settle(demand)
     yield from [f"{choice}; {own.prompt_tokens} prompt tokens", line(demand, sizes), time_line(demand, sizes)]
 

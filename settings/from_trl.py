@@ -47,17 +47,10 @@ def recipe(path: str) -> str:
 def translated(name: str, value: Any, kind: str, said: str) -> tuple[str, Any] | None:
     """Our setting and its value; None where there is none, or the value is no value of it."""
     named = re.match("`--([a-z-]+)(?: ([a-z]+))?`", said)
-    if kind == "same" and name in SETTINGS:
-        key = name
-    elif kind == "renamed" and named and not re.search("[:*/]", said.replace("https:", "")):
-        key = named[1].replace("-", "_")
-        value = named[2] if named[2] and value is True else value
-    else:
-        return None
-    if key not in SETTINGS:
-        return None
+    if kind == "renamed" and named and not re.search("[:*/]", said.replace("https:", "")):
+        kind, name, value = "same", named[1].replace("-", "_"), named[2] if named[2] and value is True else value
     try:
-        return key, checked({key: value}).flat()[key]
+        return (name, checked({name: value}).flat()[name]) if kind == "same" and name in SETTINGS else None
     except ValueError:
         return None
 

@@ -41,8 +41,9 @@ def test_a_start_is_the_largest_model_whose_hundred_steps_take_an_hour(monkeypat
     assert all(seconds[name] > 36 for name in need if need[name] > need[start])
 
 
-def test_a_chip_is_named_where_a_machine_with_it_has_the_memory(capsys):
-    preflight.main(["--model", "random:0.6b", "--dtype", "float16", "--lora-rank", "0", "--batch", "8"])
+def test_a_chip_is_named_where_a_machine_with_it_has_the_memory(monkeypatch, capsys):
+    monkeypatch.setenv("GWEN_DTYPE", "float16")
+    preflight.main(["--model", "random:0.6b", "--lora-rank", "0", "--batch", "8"])
     *_, need, said = capsys.readouterr().out.splitlines()  # without the weights of the model
     assert need.startswith("memory: ") and "1.19 weights" in need
     assert said.startswith("a step: ") and said.endswith("(an estimate: nobody has measured this on a Mac)")

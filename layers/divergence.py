@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from layers import lm_head, softmax
-from machine import cpu
+from machine import cpu, gpu
 
 TILE = lm_head.LOGPROB_TILE // 2  # logits of each of the two models that exist at once
 LARGEST_DIFFERENCE = 80.0  # e^80 is finite in float32
@@ -107,7 +107,6 @@ def token_divergences(
         x = lm_head.wait(hidden.astype(mx.float32) / temperature, done)
         return x @ head_weight[tile].astype(mx.float32).T
 
-    @mx.custom_function
     def forward(hidden: mx.array, head_weight: mx.array) -> tuple[mx.array, ...]:
         parts = []
         done: list[mx.array] = []
@@ -129,9 +128,8 @@ def token_divergences(
             kept = kept - slope * totals[5] if beta else kept  # of the forward KL sum(s) is 0
             results = [array.squeeze(-1) for array in results]
             parts.append((*results, kept / temperature, slope, *taught_sum, *own_sum))
-        return tuple(mx.concatenate(list(column)) for column in zip(*parts, strict=True))
+        return lm_head.joined(parts)
 
-    @forward.vjp
     def backward(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, mx.array]:
         hidden, head_weight = primals
         _, _, _, kept, slope, *sums = outputs
@@ -153,7 +151,7 @@ def token_divergences(
             d_tiles.append(d_tile.astype(head_weight.dtype))
         return d_hidden, mx.concatenate(d_tiles)
 
-    outputs: Any = forward(hidden.reshape(-1, hidden.shape[-1]), head_weight)
+    outputs = gpu.differentiable(forward, backward, hidden.reshape(-1, hidden.shape[-1]), head_weight)
     found, logprobs, entropies = (array.reshape(ids.shape) for array in outputs[:3])
     return Divergences(found, mx.stop_gradient(logprobs), mx.stop_gradient(entropies))
 

@@ -6,13 +6,12 @@ What is left out: the loss that is made of them, which is in grpo.py.
 Axes: N rows, T positions, M = N * T of them or a part, C hidden, V vocabulary.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from layers import softmax
-from machine import cpu, kernels
+from machine import cpu, gpu, kernels
 
 
 def logits_of(x: mx.array, weight: mx.array, ids: mx.array, support: softmax.Support | None) -> mx.array:
@@ -40,11 +39,8 @@ def slices(length: int, step: int) -> list[slice]:
 ROWS_AT_ONCE = 256  # whose logits exist at once where a kernel takes them: 78 MB at Qwen's vocabulary in 16 bits
 
 
-def _in_turn(source: mx.array, chunks: list[slice], work: Callable[[mx.array, slice], tuple[mx.array, ...]]) -> Any:
-    """The results of `work` on each chunk of `source`, joined; a chunk's logits are not made before the last's went."""
-    parts: list[tuple[mx.array, ...]] = []
-    for chunk in chunks:
-        parts.append(work(wait(source[chunk], list(parts[-1]) if parts else []), chunk))
+def joined(parts: list[tuple[mx.array, ...]]) -> tuple[mx.array, ...]:
+    """Each of some results of all chunks of rows."""
     return tuple(mx.concatenate(list(column)) for column in zip(*parts, strict=True))
 
 
@@ -58,22 +54,18 @@ def _in_rows(
     through the head: a row of C numbers waits for the backward pass, which has no matmul left unless the head trains.
     """
     chunks = slices(ids.size, ROWS_AT_ONCE)
-    if not gradient:
-        row_logprobs, weight = softmax.row_logprobs, head_weight.T
-        found: tuple[mx.array, ...] = _in_turn(
-            hidden, chunks, lambda x, chunk: row_logprobs(x @ weight, ids[chunk], temperature)
-        )
-        return found
 
-    @mx.custom_function
-    def forward(hidden: mx.array, head_weight: mx.array) -> Any:
-        def work(x: mx.array, chunk: slice) -> tuple[mx.array, ...]:
-            *found, slopes = softmax.row_slopes(x @ head_weight.T, ids[chunk], temperature)
-            return *found, slopes @ head_weight
+    def forward(hidden: mx.array, head_weight: mx.array) -> tuple[mx.array, ...]:
+        parts: list[tuple[mx.array, ...]] = []
+        for chunk in chunks:
+            logits = wait(hidden[chunk], list(parts[-1]) if parts else []) @ head_weight.T
+            if gradient:
+                *found, slopes = softmax.row_slopes(logits, ids[chunk], temperature)
+                parts.append((*found, slopes @ head_weight))
+            else:
+                parts.append(softmax.row_logprobs(logits, ids[chunk], temperature))
+        return joined(parts)
 
-        return _in_turn(hidden, chunks, work)
-
-    @forward.vjp
     def backward(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, mx.array]:
         hidden, head_weight = primals
         factor = cotangents[0][:, None] / (softmax.SLOPE_SCALE * temperature)
@@ -84,8 +76,10 @@ def _in_rows(
             d_head = d_head + slopes.T @ (factor[chunk] * x).astype(x.dtype)
         return d_hidden, d_head.astype(head_weight.dtype)
 
-    outputs: Any = forward(hidden, head_weight)
-    return outputs[0], outputs[1]
+    found: tuple[mx.array, ...] = (
+        gpu.differentiable(forward, backward, hidden, head_weight) if gradient else forward(hidden, head_weight)
+    )
+    return found[0], found[1]
 
 
 def token_logprobs(
@@ -124,7 +118,6 @@ def token_logprobs(
     rows_of_chunks = slices(ids.size, chunk)
     columns = [slice(0, vocab)] if support else slices(vocab, max(1, LOGPROB_TILE // min(chunk, ids.size)))
 
-    @mx.custom_function
     def forward(hidden: mx.array, head_weight: mx.array) -> tuple[mx.array, ...]:
         scaled, parts = hidden.astype(mx.float32) / temperature, []
         done: list[mx.array] = []
@@ -134,12 +127,9 @@ def token_logprobs(
                 state = state.after(wait(scaled[rows], done), head_weight, ids[rows], tile, support)
                 done = [array for array in state if array is not None]
             parts.append(state.results(head_weight[ids[rows]], temperature))
-        return tuple(mx.concatenate(list(column)) for column in zip(*parts, strict=True))
+        return joined(parts)
 
-    @forward.vjp
-    def backward(
-        primals: tuple[mx.array, ...], cotangents: tuple[mx.array, ...], outputs: tuple[mx.array, ...]
-    ) -> tuple[mx.array, mx.array]:
+    def backward(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, mx.array]:
         hidden, head_weight = primals
         assert gradient, "nothing was kept for a gradient"
         d_logprobs, (_, _, total, slope) = cotangents[0][:, None], outputs
@@ -162,7 +152,7 @@ def token_logprobs(
             d_tiles.append(d_tile.astype(head_weight.dtype))
         return d_hidden, mx.concatenate(d_tiles)
 
-    outputs: Any = forward(hidden, head_weight)
+    outputs = gpu.differentiable(forward, backward, hidden, head_weight)
     return outputs[0].reshape(shape), outputs[1].reshape(shape)
 
 

@@ -56,7 +56,7 @@ def causal_scores(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
     return np.where(seen, scores, -np.inf)
 
 
-def gradient_in_float64(queries, keys, values, d_out, rounded):
+def gradient_in_float64(queries, keys, values, d_out, _):
     queries, d_out = by_kv_head(queries, keys), by_kv_head(d_out, keys)
     scores = causal_scores(queries, keys)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
@@ -66,32 +66,21 @@ def gradient_in_float64(queries, keys, values, d_out, rounded):
     return d_scores @ keys, d_scores.swapaxes(-1, -2) @ queries, weights.swapaxes(-1, -2) @ d_out
 
 
-def gradient_of_ours(queries, keys, values, d_out, rounded):
-    given = [mx.array(x.astype(np.float32)).astype(rounded.dtype) for x in (queries, keys, values, d_out)]
+def gradient_of_ours(queries, keys, values, d_out, dtype):
+    given = [mx.array(x.astype(np.float32)).astype(dtype) for x in (queries, keys, values, d_out)]
     return [np.array(x.astype(mx.float32)) for x in attention.attention_vjp(*given, "causal")]
-
-
-class Rounded:
-    """Rounds as a type of 16 bits does, and gives float64."""
-
-    def __init__(self, dtype):
-        self.dtype = dtype
-
-    def __call__(self, x):
-        return np.array(mx.array(x.astype(np.float32)).astype(self.dtype).astype(mx.float32)).astype(np.float64)
 
 
 def gradient_of_adapters(model, dtype, gradient, monkeypatch) -> np.ndarray:
     """With queries, keys and values in 16 bits, the rest in float32, and one or another gradient of attention."""
-    rounded = Rounded(dtype)
 
     def attend(queries, parts, layout):
         def forward(*arrays):
             return attention.attention_ref(*(x.astype(dtype).astype(mx.float32) for x in arrays), "causal")
 
         def backward(primals, d_out, _):
-            given = [rounded(np.array(x)) for x in primals]
-            found = gradient(*given, np.array(d_out).astype(np.float64), rounded)
+            given = [np.array(x.astype(dtype).astype(mx.float32)).astype(np.float64) for x in primals]
+            found = gradient(*given, np.array(d_out).astype(np.float64), dtype)
             return tuple(mx.array(x.reshape(p.shape).astype(np.float32)) for x, p in zip(found, primals, strict=True))
 
         custom = mx.custom_function(forward)

@@ -531,10 +531,8 @@ def known_config(name: str) -> hub.ModelConfig:
         known = [one for one in known_models() if one.startswith("random:")]
         raise ValueError(f"--model {name}: the random models are {', '.join(known)}")
     row = known_models()[name]
-    names = (
-        "hidden_size num_hidden_layers intermediate_size num_attention_heads num_key_value_heads head_dim vocab_size"
-    )
-    raw = dict(zip(names.split(), row["sizes"], strict=True)) | {
+    names = "hidden_size num_hidden_layers intermediate_size num_attention_heads num_key_value_heads head_dim"
+    raw = dict(zip([*names.split(), "vocab_size"], row["sizes"], strict=True)) | {
         "architectures": [{"qwen3_5_text": "Qwen3_5ForCausalLM"}.get(row["type"], "Qwen3ForCausalLM")],
         "model_type": row["type"],
         "rms_norm_eps": 1e-6,

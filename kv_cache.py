@@ -4,11 +4,10 @@ What a model keeps of past tokens: of a batch of rows, and of the slots of a dec
 A layer with attention keeps keys and values; what another kind keeps is beside it, as `layers/delta_state.py`. Rows
 that share the token runs of their ancestors have `layers/tree_cache.py`.
 
-`KVCache`: rows of different lengths are right-aligned. A shorter row starts with `pad` columns that no query sees, all
-rows write to the same column, and a row's position is the column minus its padding. Buffers grow by 128 columns, so
-that a decode step writes in place instead of copying the past.
+`KVCache`: rows are right-aligned; a shorter one starts with `pad` columns that no query sees, and a row's position is
+the column minus its padding. Buffers grow by 128 columns, so that a decode step writes in place.
 `SlotCache`: a slot reads its prompt's cache in place or holds a copy, and keeps its own tokens in a ring, so a waiting
-row can take the slot of an ended one. `sampler.py` decides which.
+row can take the slot of an ended one.
 
 Axes: N rows or slots, K kv heads, S capacity, P prompt columns, W columns of a ring, L new positions, D head dim;
 R rows of a part that G query rows each share.

@@ -10,7 +10,6 @@ Axes: N rows, L positions, H query heads, K kv heads, D head dim, S keys; R rows
 import functools
 import math
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 
@@ -42,14 +41,10 @@ def attention(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.arra
     if not is_fused(queries.shape[-1]):
         return attention_ref(queries, keys, values, mask)
 
-    def fused(queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
-        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=queries.shape[-1] ** -0.5, mask=mask)
-
-    def backward(primals: Any, d_out: mx.array, _: Any) -> tuple[mx.array, ...]:
-        queries, keys, values = primals
-        return attention_vjp(queries, keys, values, d_out, mask)
-
-    result: mx.array = gpu.differentiable(fused, backward, queries, keys, values)
+    fused = functools.partial(mx.fast.scaled_dot_product_attention, scale=queries.shape[-1] ** -0.5, mask=mask)
+    result: mx.array = gpu.differentiable(
+        fused, lambda given, d_out, _: attention_vjp(given[0], given[1], given[2], d_out, mask), queries, keys, values
+    )
     return result
 
 
@@ -286,6 +281,5 @@ def shares_prefix(num_rows: int, prompt_lengths: list[int], batch_size: int, dty
     """
     if num_rows == len(prompt_lengths):
         return False  # nothing to share
-    if gpu.on_gpu():  # MLX's kernel reads one buffer in 16 bits; sharing would hand it float32 copies
-        return slot_attention.runs(dtype)
-    return min(num_rows, batch_size) * max(prompt_lengths) >= SHARE_FROM
+    is_worth = gpu.on_gpu() or min(num_rows, batch_size) * max(prompt_lengths) >= SHARE_FROM
+    return is_worth and reads_in_place(dtype)

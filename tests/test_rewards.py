@@ -38,28 +38,23 @@ def test_a_reward_is_loaded_by_path_with_its_neighbours_and_leaves_no_trace_on_t
     assert rewards.call_reward(name, fn, ["p"], ["abc"], {}) == [-6.0]
 
 
-BAD_REWARD_FILES = [  # body, function, what the message must hold
-    ("def brevity(): pass", "brevty", ["no function 'brevty'", "did you mean 'brevity'?"]),
-    ("fn = 3", "fn", ["int", "not a function"]),
-    ("import no_such_module_anywhere", "fn", ["ModuleNotFoundError", "no_such_module_anywhere"]),
-    ("def fn(:", "fn", ["SyntaxError"]),
-    ("1 / 0", "fn", ["ZeroDivisionError"]),
-    ("import sys; sys.exit(0)", "fn", ["SystemExit"]),
-    ("raise ValueError('two\\nlines')", "fn", ["two lines"]),
-    ("def rubric(): pass", "rubric", ["belongs to the judge"]),
+BAD_REWARD_FILES = [  # what its message must hold; more are in mistakes.yaml
+    ("1 / 0", "ZeroDivisionError"),
+    ("import sys; sys.exit(0)", "SystemExit"),
+    ("raise ValueError('two\\nlines')", "two lines"),
+    ("def rubric(): pass", "belongs to the judge"),
 ]
 
 
-@pytest.mark.parametrize(("body", "function", "expected"), BAD_REWARD_FILES)
-def test_a_bad_reward_file_is_one_line_that_names_it(reward_file, body, function, expected):
-    text = message_of(rewards.load_reward, f"{reward_file(body)}:{function}")
-    assert all(part in text for part in ["my.py", *expected]), text
+@pytest.mark.parametrize(("body", "expected"), BAD_REWARD_FILES)
+def test_a_bad_reward_file_is_one_line_that_names_it(reward_file, body, expected):
+    text = message_of(rewards.load_reward, f"{reward_file(body)}:rubric")
+    assert "my.py" in text and expected in text
 
 
-def test_a_bad_reward_spec_is_one_line_that_names_the_form(tmp_path):
+def test_a_bad_reward_spec_is_one_line_that_names_the_form():
     for spec in ("my.py", "my.py:", ":fn", "", "my.py:not a name", "soft_overlongs"):
         assert "FILE.py:function" in message_of(rewards.load_reward, spec)
-    assert "No such file" in message_of(rewards.load_reward, f"{tmp_path}/missing.py:fn")
     for spec in ("soft_overlong", "soft_overlong:256", "soft_overlong:256:-1", "length:x", "boxed_once:1"):
         assert "positive whole numbers" in message_of(rewards.load_reward, spec)
 
@@ -97,13 +92,6 @@ def test_an_async_reward_is_awaited():
 
     assert rewards.call_reward("slow", slow, ["p"] * 3, ["aaa", "a", ""], {}) == [3.0, 1.0, 0.0]
 
-    async def broken(completions):
-        raise KeyError("no such key")
-
-    assert "reward broken raised KeyError: 'no such key'" in message_of(
-        rewards.call_reward, "broken", broken, ["p"], ["a"], {}
-    )
-
 
 @pytest.mark.parametrize(
     "value", [[1, 0.5], (1, 0.5), np.array([1, 0.5]), [True, Fraction(1, 2)]], ids=["list", "tuple", "array", "bool"]
@@ -114,27 +102,20 @@ def test_rewards_of_any_real_type_become_floats(value):
     assert rewards.call_reward("fn", lambda completions: [np.array(2.5)], ["p"], ["a"], {}) == [2.5]
 
 
-BAD_REWARDS = [
-    (None, ["None", "not a list"]),
-    ("ab", ["'ab'", "not a list"]),
-    ({"a": 1, "b": 2}, ["not a list"]),
-    (iter([1, 2]), ["not a list"]),
-    (3.0, ["not a list"]),
-    ([1.0], ["[1.0], not a list of 2 numbers"]),
-    ([1.0, 2.0, 3.0], ["not a list of 2 numbers"]),
-    ([1.0, "2"], ["'2' for row 1"]),
-    ([float("nan"), 1.0], ["nan for row 0"]),
-    ([1.0, float("-inf")], ["-inf for row 1"]),
-    ([1.0, 10**400], ["for row 1"]),
-    ([1.0, 1j], ["1j for row 1"]),
-    ([[1.0], [2.0]], ["[1.0] for row 0"]),
+BAD_REWARDS = [  # more are in mistakes.yaml
+    ("ab", "'ab', not a list"),
+    (iter([1, 2]), "not a list"),
+    ([1.0, 2.0, 3.0], "not a list of 2 numbers"),
+    ([1.0, 10**400], "for row 1"),
+    ([1.0, 1j], "1j for row 1"),
+    ([[1.0], [2.0]], "[1.0] for row 0"),
 ]
 
 
 @pytest.mark.parametrize(("value", "expected"), BAD_REWARDS, ids=lambda value: repr(value)[:20])
 def test_a_bad_result_names_the_reward_the_row_and_the_value(value, expected):
     text = message_of(rewards.call_reward, "mine", lambda completions: value, ["p", "q"], ["a", "b"], {})
-    assert all(part in text for part in ["reward mine", *expected]), text
+    assert "reward mine" in text and expected in text
 
 
 def test_an_argument_that_cannot_be_given_by_its_name_is_named():

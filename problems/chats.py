@@ -13,16 +13,7 @@ from typing import Any, NamedTuple
 
 from flags import read_json
 from problems import chat_template
-from problems.examples import (
-    Example,
-    check_messages,
-    check_prompt,
-    check_text,
-    check_variables,
-    make_examples,
-    read_records,
-    short,
-)
+from problems.examples import Example, check_columns, check_messages, check_prompt, make_examples, read_records, short
 
 EMPTY_THOUGHT = "<think>\n\n</think>\n\n"  # what prompts of models that think end with when they shall not
 
@@ -65,19 +56,15 @@ def read_chat(example: Example) -> Example:
     for name, part in (("prompt", prompt), ("completion", completion)):
         if not isinstance(part, list):
             raise ValueError(f"{name} {short(part)} is a {type(part).__name__}; it must be a string or chat messages")
+    example = check_columns(example, prompt)
     if example.get("system") is not None:
-        check_text("system", example["system"])
-        if prompt and isinstance(prompt[0], dict) and prompt[0].get("role") == "system":
-            raise ValueError("both a system column and a system message; keep one of them")
         prompt = [{"role": "system", "content": example["system"]}, *prompt]
     while completion and not _is_reply(completion[-1]):
         completion = completion[:-1]
     if not completion:
         raise ValueError("no message of the assistant, so there is nothing to learn; add one")
     prompt, whole = check_prompt(prompt), check_messages("the conversation", prompt + completion, with_tools=True)
-    tools = _tools_of(example.get("tools"))
-    variables = example.get("chat_template_kwargs")
-    how = {"tools": tools, "chat_template_kwargs": None if variables is None else check_variables(variables)}
+    how = {"tools": _tools_of(example.get("tools")), "chat_template_kwargs": example.get("chat_template_kwargs")}
     return {"prompt": prompt, "completion": whole[len(prompt) :], "split": example.get("split")} | how
 
 

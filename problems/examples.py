@@ -298,13 +298,7 @@ def read_prompt(example: Example) -> Example:
         raise ValueError(f"prompt {short(prompt)} is a {type(prompt).__name__}; it must be a string or chat messages")
     elif prompt or "prompt" in example:
         check_text("prompt", prompt)
-    for name in ("system", "category"):
-        if example.get(name) is not None:
-            check_text(name, example[name])
-    if example.get("system") is not None and not isinstance(prompt, str) and prompt[0]["role"] == "system":
-        raise ValueError("both a system column and a system message in prompt; keep one of them")
-    if example.get("chat_template_kwargs") is not None:
-        example = example | {"chat_template_kwargs": check_variables(example["chat_template_kwargs"])}
+    example = check_columns(example, prompt)
     answer = example.get("answer")
     if isinstance(answer, dict):
         return example | {"prompt": prompt, "answer": json.dumps(answer, ensure_ascii=False)}
@@ -327,12 +321,20 @@ def _parse_columns(columns: str | None) -> dict[str, str]:
     return renames
 
 
-def check_variables(variables: Any) -> dict[str, Any]:
-    """What a row gives the chat template, without what is null: Arrow fills up its rows to the same names."""
+def check_columns(example: Example, prompt: Any) -> Example:
+    """The example with checked system, category and variables; of these what is null goes, as Arrow fills up rows."""
+    for name in ("system", "category"):
+        if example.get(name) is not None:
+            check_text(name, example[name])
+    first = prompt[0] if isinstance(prompt, list) and prompt else None
+    if example.get("system") is not None and isinstance(first, dict) and first.get("role") == "system":
+        raise ValueError("both a system column and a system message in prompt; keep one of them")
+    if (variables := example.get("chat_template_kwargs")) is None:
+        return example
     if not isinstance(variables, dict) or not all(isinstance(name, str) for name in variables):
         what = f"chat_template_kwargs {short(variables)} is a {type(variables).__name__}"
         raise ValueError(f'{what}; it must be a dictionary, as {{"enable_thinking": true}}')
-    return {name: value for name, value in variables.items() if value is not None}
+    return example | {"chat_template_kwargs": {name: value for name, value in variables.items() if value is not None}}
 
 
 def check_prompt(prompt: list[Any]) -> list[dict[str, str]]:

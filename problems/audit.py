@@ -116,38 +116,34 @@ def make_rows(examples: Sequence[Example]) -> list[Row]:
 
 
 def earn(name: str, reward: Reward, asked: Sequence[tuple[Row, str]]) -> list[float]:
-    """What a reward gives for a text to each row; the tokens are made up too, one for four characters."""
+    """
+    What a reward gives for a text to each row; the tokens are made up too, one for four characters.
+
+    Raises ValueError as `call` does, naming the row.
+    """
     if not asked:
         return []
     examples, texts = [row.example for row, _ in asked], [text for _, text in asked]
     lengths = [len(text) // 4 + 1 for text in texts]
     made_up = {"num_tokens": lengths, "completion_ids": [list(range(length)) for length in lengths]}
     given = {"prompts": [example["prompt"] for example in examples], "completions": texts}
-    return call(name, reward, given | columns_of(examples) | made_up, len(texts))
+    try:
+        return call(name, reward, given | columns_of(examples) | made_up, len(texts))
+    except ValueError as error:
+        for one in asked if asked[1:] else []:
+            earn(name, reward, [one])
+        row = f"the prompt {short(prompt_text(examples[0]['prompt']))} and the answer {short(asked[0][0].right)}"
+        raise ValueError(f"{error}; that is the row with {row}") from error
 
 
 def try_rows(name: str, reward: Reward, examples: Sequence[Example]) -> int:
-    """
-    With how many rows a reward was tried, each with its own answer as the completion.
-
-    Raises ValueError as `call` does, naming the row.
-    """
+    """With how many rows a reward was tried, each with its own answer as the completion."""
     begin, num = time.monotonic(), 0
     while num < len(examples) and time.monotonic() - begin < PATIENCE:
         rows = [Row(example, str(example.get("answer") or "")) for example in examples[num : num + AT_ONCE]]
-        _try(name, reward, rows)
+        earn(name, reward, [(row, row.right) for row in rows])
         num += len(rows)
     return num
-
-
-def _try(name: str, reward: Reward, rows: Sequence[Row]) -> None:
-    try:
-        earn(name, reward, [(row, row.right) for row in rows])
-    except ValueError as error:
-        for row in rows if rows[1:] else []:
-            _try(name, reward, [row])
-        asked = f"the prompt {short(prompt_text(rows[0].example['prompt']))} and the answer {short(rows[0].right)}"
-        raise ValueError(f"{error}; that is the row with {asked}") from error
 
 
 # ---- what is said

@@ -27,6 +27,11 @@ from flags import Parser, load_yaml, no_run, read_json
 from machine import versions
 
 LOCK = "lock"
+KEYS = {  # that the records of a log have beside their step
+    "changes": ("setting", "was", "is"),
+    "warnings": ("name", "text"),
+    "eval_answers": ("problem", "prompt", "completions", "values", "rewards"),
+}
 START = "adapter-start"  # the adapter of --init-adapter, as the run had it before its first step
 
 
@@ -299,7 +304,8 @@ def read_log(path: Path, needed: Collection[str] = ()) -> Iterator[tuple[bytes, 
     The lines of a log and what they hold, none where it does not exist; a last one that is still being written is left
     out.
 
-    Raises ValueError for what is no file, and naming a line that holds no record with a step and what is `needed`.
+    Raises ValueError for what is no file, and naming a line that holds no record with a step, `KEYS` and what is
+    `needed`.
     """
     if not path.exists():
         return
@@ -311,7 +317,9 @@ def read_log(path: Path, needed: Collection[str] = ()) -> Iterator[tuple[bytes, 
                 return
             try:
                 record = read_json(line)
-                if type(record["step"]) is not int or any(key not in record for key in needed):
+                if type(record["step"]) is not int or any(
+                    key not in record for key in (*KEYS.get(path.stem, ()), *needed)
+                ):
                     raise TypeError
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"{path}, line {number} is damaged; remove it to go on without it") from error

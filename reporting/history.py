@@ -17,11 +17,6 @@ from machine.alive import duration
 from reporting import health
 from reporting.health import Records
 
-KEYS = {  # that the records of a log have beside their step
-    "changes": ("setting", "was", "is"),
-    "warnings": ("name", "text"),
-    "eval_answers": ("problem", "prompt", "completions", "values", "rewards"),
-}
 MOST_TEXT = 20_000  # characters of one text; of a longer one both ends are shown
 
 
@@ -62,7 +57,7 @@ def load(run: str | Path) -> History:
 
 def records(path: Path) -> Iterator[dict[str, Any]]:
     """The records of a log; see `run_files.read_log`."""
-    return (record for _, record in run_files.read_log(path, KEYS.get(path.stem, ())))
+    return (record for _, record in run_files.read_log(path))
 
 
 # ---- text that nobody vouches for

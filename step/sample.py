@@ -115,8 +115,7 @@ def answered(
         pairs = zip(samples, talk.asked, talk.prompts, strict=True)
         samples = [one._replace(example=example, prompt=prompt) for one, example, prompt in pairs]
         how |= {"talk": talk, "context": toolbox.context}
-    order = sorted(range(len(samples)), key=lambda row: len(samples[row].prompt))
-    mine = sorted(order[place] for place in world.part_together(tuple(samples[row].prompt) for row in order))
+    mine = world.part_together(tuple(one.prompt) for one in samples)
     found: dict[int, dict[str, Any]] = {}
     stats, speed = sampler.RolloutStats(0.0, 0.0, 0), 0.0
     if mine:

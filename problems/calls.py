@@ -124,11 +124,6 @@ def _mistake(name: str, arguments: dict[str, Any], schemas: Schemas) -> str:
     return f"{name}: {error.json_path} {error.message}"[:300] if error else ""
 
 
-def as_error(text: str) -> str:
-    """What a model is told of a call that failed, one line of JSON."""
-    return json.dumps({"error": text}, ensure_ascii=False)
-
-
 # ---- what is told
 
 CALL: dict[str, Any] = {"type": "function", "function": {"name": "f", "arguments": {}}}

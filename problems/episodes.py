@@ -33,7 +33,7 @@ import numpy as np
 from config import Config, ToolSettings
 from machine import world
 from problems import chat_template
-from problems.calls import Call, Frames, Tool, as_error, pays_turns, read_calls, reader_of, schemas_in, schemas_of
+from problems.calls import Call, Frames, Tool, pays_turns, read_calls, reader_of, schemas_in, schemas_of
 from problems.examples import Example, one_line, prompt_text, short
 from problems.rewards import raised
 
@@ -383,7 +383,8 @@ class Episodes:
         episode, told = self.rows[row], list[dict[str, Any]]()
         for call, (value, error, seconds) in zip(episode.calls, episode.outcomes, strict=False):
             error = one_line(error) if isinstance(error, BaseException) else error
-            text = self.box.frames.cut(as_error(error) if error else str(value), self.box.context // MOST_TOLD)
+            text = json.dumps({"error": error}, ensure_ascii=False) if error else str(value)
+            text = self.box.frames.cut(text, self.box.context // MOST_TOLD)
             told.append({"role": "tool", "name": str(call.name), "content": text})
             made = {"turn": episode.num_turns - 1, "name": call.name, "arguments": call.arguments}
             episode.made.append(made | {"seconds": seconds, "error": error})

@@ -34,11 +34,6 @@ def verifiers():
     pool.close()
 
 
-def said(example):
-    """A prompt without its instructions: the topic in what asks for it."""
-    return min((ask for side in ASKS.values() for ask in side if fits(ask, example["prompt"])), key=len)
-
-
 def fits(ask, prompt):
     return re.match(re.escape(ask).replace(r"\{\}", "[a-z ]+"), prompt)
 
@@ -92,7 +87,6 @@ def test_kinds_that_stand_apart_never_meet(problems):
         ("The seas are deep.", "the sea", 1),
         ("To be or not to be", "bees", 0),
         ("We search", "the sea", 0),
-        ("Refrain from the use of commas.", "butter", 0),
         ("", "butter", 0),
     ],
 )

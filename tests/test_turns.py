@@ -115,22 +115,21 @@ def check(model, world, rollout, params, key=5, group_size=4):
     assert differ <= num / 1000
 
 
-@pytest.mark.parametrize(("share", "batch_size", "group_size"), [(True, 64, 40), (True, 7, 4), (False, 7, 4)])
-def test_200_conversations_draw_what_the_whole_of_each_says_for_each_token(model, share, batch_size, group_size):
-    world = World(seed=1)
+SLOTS = [(True, 64, 40), (True, 7, 4), (False, 7, 4)]  # share, batch size, group size
+LATE = [pytest.param(0.05, *one, marks=pytest.mark.slow) for one in (*SLOTS[1:], (True, 1, 1))]
+
+
+@pytest.mark.parametrize(("delay", "share", "batch_size", "group_size"), [*((0.0, *one) for one in SLOTS), *LATE])
+def test_conversations_draw_what_the_whole_of_each_says_for_each_token(
+    model, monkeypatch, delay, share, batch_size, group_size
+):
+    """With tools that answer at once, and ones that take up to 50 ms."""
+    monkeypatch.setattr("kv_cache.CHUNK", 16 if delay else 128)
+    world = World(seed=1, delay=delay)
     params, rollout = roll(model, world, batch_size, share, group_size)
     check(model, world, rollout, params, group_size=group_size)
-    assert set(rollout.finish_reasons) == {"stop", "length", "context"}
-    assert {0, 1, 2} <= set(world.turns.values())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("share", "batch_size", "group_size"), [(True, 7, 4), (False, 7, 4), (True, 1, 1)])
-def test_conversations_with_tools_of_up_to_50_ms_draw_the_same(model, monkeypatch, share, batch_size, group_size):
-    monkeypatch.setattr("kv_cache.CHUNK", 16)
-    world = World(2, delay=0.05)
-    params, rollout = roll(model, world, batch_size, share, group_size, key=2)
-    check(model, world, rollout, params, 2, group_size)
+    if group_size > 1:
+        assert set(rollout.finish_reasons) == {"stop", "length", "context"} and {0, 1, 2} <= set(world.turns.values())
 
 
 class Silent(World):

@@ -15,7 +15,7 @@ from mlx_lm.utils import load_model as mlx_lm_load_model
 
 import gwen
 import sampler
-from layers import lm_head, softmax
+from layers import softmax
 from machine import gpu, memory
 from step.rows import column_bytes, state_bytes
 

@@ -11,6 +11,7 @@ Left out: training problems. Axes: P problems, K samples of each, N = P * K comp
 T completion positions, J criteria.
 """
 
+import contextlib
 import functools
 import json
 import math
@@ -38,7 +39,7 @@ from layers import lm_head
 from machine import alive, memory, world
 from problems import chat_template, episodes
 from problems.episodes import Toolbox, ended
-from problems.examples import Example, prompt_text, spread
+from problems.examples import Example, prompt_key, prompt_text, spread
 from problems.form import is_degenerate, is_refusal, repeated
 from problems.rewards import Logged, Reward, call_rewards, reward_arguments, reward_columns
 from problems.stop import Stop
@@ -430,7 +431,13 @@ def main(argv: list[str] | None = None) -> None:
             what = f"model: {name}, {why}"
         if args.data:
             config = config.but(data="", columns=args.columns or "")
-        task = tasks.make(config, args.data)
+        task, trained = tasks.make(config, args.data), set[str]()
+        if args.run and args.data:
+            with contextlib.suppress(ValueError):  # of a run whose own data is gone
+                trained = {prompt_key(example) for example in tasks.make(of_run(args.run, {})).train}
+        if seen := sum(prompt_key(example) in trained for example in task.held_out):
+            theirs = f"{seen} of the {len(task.held_out)} prompts of --data {args.data}"
+            print(visible(f"WARNING: {theirs} are among those it was trained on."), file=sys.stderr)
         base: gwen.Model | None = None
         if args.url:
             served = ask(args, config, task, {"enable_thinking": args.thinking} if "thinking" in flags else {})

@@ -28,7 +28,7 @@ from machine import memory, world
 from problems import form
 from problems.examples import prompt_text, spread
 from problems.rewards import merged
-from reporting import health, verdict
+from reporting import health, history, verdict
 from reporting.console import LiveLine, console_line, say, warn
 from reporting.trackers import Tracker
 from step.policy import MISMATCH
@@ -340,7 +340,7 @@ class Journal:
 
     def _judge(self) -> int | None:
         """The best evaluation's step, after the verdict and its warning."""
-        answers = verdict.by_step(self.answers.read())
+        answers = verdict.by_step(history.records(self.answers.path))
         self.verdict = verdict.verdict(self.metric, self.evaluations, answers, self.config.flat(), self.dir)
         if self.verdict and self.verdict.warning:
             self.warn_of(self.evaluations[-1]["step"], health.Finding(*self.verdict.warning))

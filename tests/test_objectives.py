@@ -2,12 +2,10 @@
 
 import re
 
-import mlx.core as mx
 import numpy as np
 import pytest
 from conftest import read_log
 
-import grpo
 import train
 from config import Config
 from settings import sources
@@ -139,10 +137,3 @@ def test_own_advantages_replace_ours_and_refuse_our_scaling(mine):
     flags = {"advantage": f"{mine}:of_one", "scale_rewards": "none", "model": "demo", "task": "demo"}
     with pytest.raises(ValueError, match="--scale-rewards none is for our advantages"):
         sources.resolve(flags, None, None, lambda name: (name, ""))
-
-
-def test_the_plain_policy_gradient_is_what_a_pencil_says(mine):
-    fn = objectives.load(Config.of(loss_type=f"{mine}:reinforce")).loss
-    logprobs, mask = mx.array([[-1.0, -2.0]]), mx.array([[1.0, 0.0]])
-    tokens = grpo.Tokens(logprobs, logprobs, mx.array([[3.0]]), mask, num_items=1, num_rows=1)
-    assert fn(tokens, grpo.Objective()).value.item() == 3.0

@@ -145,6 +145,10 @@ class ToolSettings:
 class OptimizerSettings:
     """Update"""
 
+    kind: Literal["adamw", "sgd"] = flag(
+        "adamw", "sgd: for all weights, without AdamW's 8 bytes a weight; --target-kl alone finds its rate",
+        key="optimizer", of="rollouts",
+    )  # fmt: skip
     steps: int = flag(
         100, "rollouts, each with --num-iterations * --mini-batches optimizer steps", low=1, later=True, first=True
     )

@@ -147,7 +147,7 @@ def estimate(demand: Demand, sizes: Sizes) -> Need:
     """What a run needs at most."""
     kept, samples = stays(demand), demand.config.objective.loss_type != "sft"
     rollout = sampled_bytes(demand, sizes) if samples else 0
-    update = update_bytes(demand, sizes, kept["optimizer"] // 8)
+    update = update_bytes(demand, sizes)
     return Need(kept, {"rollout": rollout, "judging": judging_bytes(demand), "update": update})
 
 
@@ -166,7 +166,8 @@ def stays(demand: Demand) -> dict[str, int]:
     copies = dtype.size if rank and dtype != mx.float32 else 0  # of adapters in 16 bits
     masters = trained if rank or dtype != mx.float32 else 0  # float32 weights are their own
     has_base = not rank and teacher != "self" and (judge or config.objective.beta)  # frozen, beside what trains
-    found = {"weights": weights, "adapters" if rank else "masters": (4 + copies) * masters, "optimizer": 8 * trained}
+    moments = 0 if config.optimizer.kind == "sgd" else 8 * trained
+    found = {"weights": weights, "adapters" if rank else "masters": (4 + copies) * masters, "optimizer": moments}
     if teacher:  # what it says are the hidden states of all completions
         with gwen.named_by("--teacher"):
             shape = model if teacher == "self" else gwen.load_config(teacher)
@@ -207,8 +208,9 @@ def micro_batches(demand: Demand, sizes: Sizes) -> tuple[list[list[int]], bool, 
     return rows, *batch.plan(rows, np.full(len(rows), length), sizes.train_token_budget, "auto")
 
 
-def update_bytes(demand: Demand, sizes: Sizes, trained: int) -> int:
-    """What the largest micro-batch takes, and the gradient of `trained` numbers."""
+def update_bytes(demand: Demand, sizes: Sizes) -> int:
+    """What the largest micro-batch takes, and the gradient."""
+    trained = numbers(demand.model, demand.config.model).trained
     (model, dtype, config, *_), (rows, shared, cut) = demand, micro_batches(demand, sizes)
     width, layers, (*_, length) = model.hidden_size, model.num_hidden_layers, sampling_of(config)
     kinds = model.layer_kinds[sizes.checkpoint_layers :]  # of the layers that are kept
@@ -237,7 +239,7 @@ def update_bytes(demand: Demand, sizes: Sizes, trained: int) -> int:
             head = 0 if config.model.lora_rank else 4 * model.vocab_size * width
             logprobs += max(tiles + head, 2 * head)  # the head's gradient: in tiles, and joined
         most = max(most, int(kept + max(backward, logprobs)))
-    # at last the gradient, and what AdamW makes of it while old tensors go; measured: 5 to 7
+    # at last the gradient, and what the optimizer makes of it while old tensors go; measured: 5 to 7
     return max(most + 4 * trained * (len(cut) > 1 or is_again), 7 * trained)
 
 
@@ -259,7 +261,7 @@ def settle(demand: Demand, most_rows: int = USUAL_ROWS, room: float | None = Non
     rows = sampling.rollout_batch_size or most_rows
     for budget, count in [(budget, counts[0]) for budget in budgets] + [(budgets[-1], one) for one in counts[1:]]:
         sizes = Sizes(rows, budget, count)
-        if update_bytes(demand, sizes, kept["optimizer"] // 8) <= room:
+        if update_bytes(demand, sizes) <= room:
             break
 
     def fits(rows: int) -> bool:

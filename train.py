@@ -6,7 +6,7 @@ GRPO: sample groups of completions, reward them, make the better ones of each gr
                advantage (reward - mean) / std within its group
     reference  with a KL term only: log-probabilities under the model without its adapters
     teacher    with --teacher only: what a teacher makes of the completions
-    update     one step of AdamW on the clipped loss. The old log-probabilities are those of its own first forward
+    update     one optimizer step on the clipped loss. The old log-probabilities are those of its own first forward
                pass, so no separate pass computes them
 
 A step is a list of samples (step/sample.py). They are drawn, rewarded, given their advantages, and cut into padded

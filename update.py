@@ -1,5 +1,5 @@
 """
-The update: gradient of the step's loss over batches, then one AdamW step on float32 masters.
+The update: gradient of the step's loss over batches, then one step of AdamW, or SGD, on float32 masters.
 
 Left out: where completions and rewards come from, the loss (step/policy.py), the bound on a step
 (step/trust_region.py).
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 import gwen
 import lora
@@ -69,6 +69,14 @@ class UpdateResult(NamedTuple):
     pad_frac: float | None = None  # padding's share of the computed positions
 
 
+class Sgd(optim.Optimizer):
+    """w - lr g, and nothing is kept between two steps; MLX's own keeps a momentum of zeros."""
+
+    def apply_gradients(self, gradients: Any, parameters: Any) -> Any:
+        self.state["step"] = self.step + 1
+        return tree_map(lambda weight, grad: weight - self.learning_rate * grad, parameters, gradients)
+
+
 class Learner:
     """
     A model in training: float32 masters of its trainable weights by name, their optimizer, the loss scale.
@@ -81,8 +89,10 @@ class Learner:
         if gpu.has_metal() and kernels.is_wanted():
             kernels.check_calls(lm_head.rehearse(model.head_weight))
         self.trainable = {n: array.astype(mx.float32) for n, array in tree_flatten(model.trainable_parameters())}
-        self.optimizer = optim.AdamW(config.optimizer.learning_rate, weight_decay=0.0, bias_correction=True)
-        self.optimizer.init(tree_unflatten(list(self.trainable.items())))
+        self.optimizer: optim.Optimizer = Sgd()
+        if config.optimizer.kind == "adamw":
+            self.optimizer = optim.AdamW(config.optimizer.learning_rate, weight_decay=0.0, bias_correction=True)
+            self.optimizer.init(tree_unflatten(list(self.trainable.items())))
         half = model.head_weight.dtype == mx.float16
         self.loss_scale = LossScale(2.0**15 if half else 1.0, dynamic=half)
         self.failures = 0  # in a row, see MOST_FAILURES
@@ -114,7 +124,7 @@ def with_reference(learner: Learner, batches: list[Batch]) -> list[Batch]:
 
 def update(learner: Learner, batches: list[Batch], lr: float) -> UpdateResult:
     """
-    `num_iterations` times `mini_batches` steps of AdamW, each on the gradient of its samples, accumulated over batches.
+    `num_iterations` times `mini_batches` optimizer steps, each on the gradient of its samples over all batches.
 
     The old policy is the one before the first of them. Its log-probabilities come from the first forward pass; only
     those of later mini-batches cost an extra one. Completions bound how far all steps move it (`--target-kl`). Where no
@@ -147,7 +157,8 @@ def update(learner: Learner, batches: list[Batch], lr: float) -> UpdateResult:
         if before and not measured["skipped"]:
             if probe is None:
                 probe = trust_region.make_probe(list(itertools.chain(*parts)), learner.optimizer.step.item())
-            held = trust_region.hold(before, learner.trainable, probe, target, functools.partial(under, learner, probe))
+            stepped, learner.trainable = [learner.trainable], before  # only `hold` has what it may cut short
+            held = trust_region.hold(before, stepped.pop(), probe, target, functools.partial(under, learner, probe))
             # earlier steps fitted at this rate, so at half of it one more would have
             share = held.share if moved is None else max(held.share, 0.5)
             learner.trainable, learner.rate = held.weights, learner.rate * share
@@ -198,7 +209,7 @@ def with_old(batches: list[Batch], logprobs: list[mx.array]) -> list[Batch]:
 
 def optimizer_step(learner: Learner, batches: list[Batch], lr: float) -> tuple[list[mx.array], dict[str, float]]:
     """
-    One AdamW step on the masters, copied into the model; changes nothing if the gradient is not finite.
+    One step on the masters, copied into the model; changes nothing if the gradient is not finite.
 
     Returns each batch's log-probabilities before the step, (M, T), and what was measured.
     """

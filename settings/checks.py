@@ -94,6 +94,10 @@ def mistakes(config: Config) -> Iterator[str]:
         yield "--stop has an empty text, which every completion holds; remove it"
     if sampling.temp == 0:
         yield "--temp is 0; training needs completions that differ, so it must be more than 0"
+    if optimizer.kind == "sgd" and config.model.lora_rank:
+        yield "--optimizer sgd hardly moves adapters, which begin at 0; it is for all weights: --lora-rank 0"
+    if optimizer.kind == "sgd" and not optimizer.target_kl:
+        yield "--optimizer sgd needs a --target-kl above 0, which finds its learning rate"
     if 0 < optimizer.target_kl < 1e-3:
         yield f"--target-kl is {optimizer.target_kl:g}; below 0.001 it is rounding; give more, or 0 for no bound"
     if objective.loss_type == "sft" and not config.data.path:

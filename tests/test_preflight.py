@@ -61,6 +61,7 @@ MANY = {"batch": 4, "groups": 16, "max_tokens": 16, "train_token_budget": 160}
         ({"train_token_budget": 300}, 8, None),  # of so short prompts none is shared
         ({"checkpoint_layers": "on"}, 80, None),
         ({"lora_rank": 0, "train_token_budget": 300}, 80, None),
+        ({"lora_rank": 0, "train_token_budget": 300, "optimizer": "sgd"}, 80, None),
         ({"max_tokens": 160, "batch": 1}, 80, None),
         (MANY, 64, None),  # of this the rollout is the largest
         ({"batch": 8, "groups": 2, "max_tokens": 8, "train_token_budget": 64}, 200, RUBRIC),  # and of this the judge

@@ -9,7 +9,7 @@ from bench import sooner
 def made(folder, accuracies):
     """A run of ten steps with an evaluation after every second one."""
     folder.mkdir(parents=True)
-    settings = {"model": "demo", "batch": 2, "groups": 3, "seed": int(folder.name[-1])}
+    settings = {"model": folder.parent.name, "batch": 2, "groups": 3, "seed": int(folder.name[-1])}
     (folder / "config.yaml").write_text(yaml.safe_dump(settings))
     step = {"sampling/draws": 1, "completion/mean_tokens": 10.0, "step/s": 0.5}
     write_log(folder / "metrics.jsonl", [{"step": number, **step} for number in range(1, 11)])

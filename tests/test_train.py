@@ -75,6 +75,7 @@ def test_all_weights_train_at_a_tenth_of_the_adapters_rate_unless_one_is_given(t
     recipe.write_text("lora_rank: 0\nlearning_rate: 0.0003\n")
     assert resolve(full, None, None)[0].optimizer.learning_rate == pytest.approx(0.0004)
     assert resolve(full | {"task": "values"}, None, None)[0].optimizer.learning_rate == pytest.approx(5e-6)
+    assert resolve(full | {"optimizer": "sgd"}, None, None)[0].optimizer.learning_rate == 1
     assert resolve(full | {"learning_rate": 0.002}, None, None)[0].optimizer.learning_rate == 0.002
     for flags in (full, {"model": "demo"}):  # a recipe's rate is the one for its own rank
         assert resolve(flags, str(recipe), None)[0].optimizer.learning_rate == 0.0003

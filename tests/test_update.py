@@ -22,6 +22,7 @@ from small_run import (
 )
 from test_grpo import LOSSES
 
+import grpo
 import gwen
 import update
 from config import Sizes
@@ -329,6 +330,20 @@ def test_the_first_adam_step_has_the_size_of_the_learning_rate(tmp_path, unclipp
     assert max(steps) == pytest.approx(lr, rel=0.02)
 
 
+def test_a_step_of_sgd_is_its_rate_times_the_gradient_and_nothing_of_it_is_kept(tmp_path):
+    run = make_run(tmp_path, "--lora-rank", "0", "--optimizer", "sgd", "--target-kl", "0.9")  # no step is cut short
+    learner, batches = run.learner, cut(sample(run, grpo.group_advantages(np.eye(3, 4))), 100_000)
+    expected = {name: np.array(array) for name, array in learner.trainable.items()}
+    grads, norm = optim.clip_grad_norm(update.gradient(learner, batches)[0], update.MAX_GRAD_NORM)
+    assert norm.item() > 0.1 and not learner.state()["moments"].keys() - {"step", "learning_rate"}
+    update.update(learner, batches, 1e-3)
+    for name, grad in tree_flatten(grads):
+        np.testing.assert_allclose(np.array(learner.trainable[name]), expected[name] - 1e-3 * np.array(grad), atol=1e-7)
+    learner.load(learner.state())
+    assert learner.optimizer.step.item() == 1
+    update.update(learner, batches, 1e-3)  # a run that goes on
+
+
 def test_the_learning_rate_warms_up_and_decays():
     config = make_config("--learning-rate", "1.0", "--warmup-steps", "4", "--steps", "14")
     rates = [update.learning_rate(config, step) for step in range(14)]
@@ -441,7 +456,20 @@ def moved(run, before):
     return ((ratio - 1 - np.log(ratio)) * mask).sum() / mask.sum()
 
 
-@pytest.mark.parametrize("flags", [(), ("--num-iterations", "3"), ("--lora-rank", "0"), ("--target-kl", "0.002")])
+FULL = ("--lora-rank", "0")
+SGD = (*FULL, "--optimizer", "sgd", "--learning-rate", "30")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        (),
+        ("--num-iterations", "3"),
+        FULL,
+        (*FULL, "--optimizer", "sgd", "--learning-rate", "30"),
+        ("--target-kl", "0.002"),
+    ],
+)
 def test_no_update_moves_the_policy_further_than_one_and_a_half_times_the_target(tmp_path, flags):
     run = far(tmp_path, *flags)
     repeats = 0

@@ -82,7 +82,7 @@ def audit(name: str, reward: Reward, examples: Sequence[Example]) -> Audit:
         line = lines.setdefault(what, Line(what, is_honest, text, [], 0))
         line.values.append(value)
         lines[what] = line._replace(num_paid=line.num_paid + (value > middle))
-    where = name + place_of(reward)
+    where = name + (place_of(reward) if isinstance(reward, UserReward) else "")  # of ours nobody mends the line
     return Audit(where, num_texts + len(asked), len(rows), form if is_told else "", list(lines.values()))
 
 

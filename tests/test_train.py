@@ -448,12 +448,12 @@ def test_ctrl_c_at_any_moment_leaves_a_run_that_goes_on_bit_for_bit(
         assert mx.array_equal(one.trainable[name], two.trainable[name]).item(), name
 
 
-def test_a_second_ctrl_c_gives_the_step_up_and_leaves_the_newest_checkpoint(tmp_path, monkeypatch, capsys):
+def test_a_second_ctrl_c_gives_the_step_up_and_no_step_before_it(tmp_path, monkeypatch, capsys):
     name, how = (trust_region, "hold"), {"after": True, "status": 130}
     run, said = stopped_run(tmp_path, monkeypatch, capsys, name, pressed(7, times=2), *INTERRUPTED, **how)
     assert "finishing this step; press Ctrl-C again to abandon it" in said
-    assert f"step 4 is lost; step-000002 is intact, continue with: uv run train.py --resume {run}" in said
-    assert checkpoint.load(run).step == 2
+    assert f"stopped after step 3; continue with: uv run train.py --resume {run}" in said
+    assert checkpoint.load(run).step == 3
 
 
 FAILING = "--steps 4 --eval-every 0 --num-iterations 2".split()

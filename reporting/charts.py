@@ -174,7 +174,7 @@ def lay_out(settings: list[Setting], title: str, note: str, curves: list[Curve])
 
 def nice_ticks(low: float, high: float) -> list[float]:
     """Three to six round numbers that enclose both."""
-    span = (high - low) or abs(high) or 1.0
+    span = max(high - low, max(abs(low), abs(high)) / 1000) or 1.0  # less is rounding, and would be one tick
     size = 10.0 ** math.floor(math.log10(span / 3))
     step = next(size * factor for factor in (1, 2, 2.5, 5, 10) if span / (size * factor) <= 4)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)

@@ -30,6 +30,15 @@ HOSTILE = (
 )
 
 
+@pytest.mark.parametrize("low", [0.0, 1.0, -3e-9, 2.7, 1e9])
+@pytest.mark.parametrize("more", [0.0, 1e-7, 0.3, 1e3])
+def test_ticks_are_some_and_enclose_values_that_differ_by_rounding_too(low, more):
+    ticks = charts.nice_ticks(low, low + more)
+    assert 2 <= len(ticks) <= 6 and ticks[0] < ticks[-1]
+    slack = 1e-6 * (abs(low) + more)
+    assert ticks[0] <= low + slack and low + more <= ticks[-1] + slack
+
+
 @functools.cache
 def demo_tokenizer():
     return Tokenizer.from_file(str(hub.DEMO / "tokenizer.json"))

@@ -94,16 +94,15 @@ def read_calls(text: str, read: Callable[..., Any], schemas: Schemas) -> list[Ca
         try:
             made = read(body.strip(), list(schemas.values())) if end else None
             json.dumps(made, allow_nan=False)  # Python reads NaN and 1e999, which no record can hold
+            match made:
+                case {"name": str(name), "arguments": dict(arguments)}:
+                    calls.append(Call(name, arguments, _mistake(name, arguments, schemas)))
+                case None:
+                    calls.append(Call(None, None, "the call has no </tool_call>"))
+                case _:
+                    calls.append(Call(None, None, 'the call is not {"name": "...", "arguments": {...}}'))
         except Exception as error:  # the text is the model's
             calls.append(Call(None, None, f"the call cannot be read: {one_line(error)}"))
-            continue
-        match made:
-            case {"name": str(name), "arguments": dict(arguments)}:
-                calls.append(Call(name, arguments, _mistake(name, arguments, schemas)))
-            case None:
-                calls.append(Call(None, None, "the call has no </tool_call>"))
-            case _:
-                calls.append(Call(None, None, 'the call is not {"name": "...", "arguments": {...}}'))
     return calls
 
 

@@ -382,8 +382,12 @@ class Episodes:
         self.under_way.remove(row)
         episode, told = self.rows[row], list[dict[str, Any]]()
         for call, (value, error, seconds) in zip(episode.calls, episode.outcomes, strict=False):
+            try:
+                text = str(value)
+            except Exception as odd:  # of a number of more than 4,300 digits, among others
+                error = error or odd
             error = one_line(error) if isinstance(error, BaseException) else error
-            text = json.dumps({"error": error}, ensure_ascii=False) if error else str(value)
+            text = json.dumps({"error": error}, ensure_ascii=False) if error else text
             text = self.box.frames.cut(text, self.box.context // MOST_TOLD)
             told.append({"role": "tool", "name": str(call.name), "content": text})
             made = {"turn": episode.num_turns - 1, "name": call.name, "arguments": call.arguments}

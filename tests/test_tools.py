@@ -227,6 +227,20 @@ def test_a_turns_calls_are_made_in_order_and_told_back(talker):
     assert (figures["tools/calls"], figures["tools/failures"], figures["tools/turns"]) == (3, 1, 2)
 
 
+def test_a_result_that_has_no_text_is_told_as_an_error(talker):
+    def power(digits: int) -> int:
+        """
+        Ten to a power.
+
+        Args:
+            digits: Which.
+        """
+        return 10**digits
+
+    _, messages = answer(box_of(talker, [power]).play(EXAMPLES, [0], "0"), talker, call("power", {"digits": 5000}))
+    assert messages[-1]["content"].startswith('{"error": "ValueError: Exceeds the limit')
+
+
 def test_the_last_turn_makes_its_calls_and_ends(talker):
     talk = box_of(talker, [add], max_turns=1).play(EXAMPLES, [0], "0")
     reason, messages = answer(talk, talker, call("add", {"a": 2}))

@@ -157,7 +157,8 @@ def update(learner: Learner, batches: list[Batch], lr: float) -> UpdateResult:
         if before and not measured["skipped"]:
             if probe is None:
                 probe = trust_region.make_probe(list(itertools.chain(*parts)), learner.optimizer.step.item())
-            stepped, learner.trainable = [learner.trainable], before  # only `hold` has what it may cut short
+            # only `hold` has what it may cut short, so no copy outlives it; the model is left with `held.weights`
+            stepped, learner.trainable = [learner.trainable], before
             held = trust_region.hold(before, stepped.pop(), probe, target, functools.partial(under, learner, probe))
             # earlier steps fitted at this rate, so at half of it one more would have
             share = held.share if moved is None else max(held.share, 0.5)

@@ -21,6 +21,8 @@ import mlx.core as mx
 
 from flags import read_json
 
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # its import advises to install PyTorch
+
 
 class Family(NamedTuple):
     """How one family of models differs from the others."""
@@ -488,7 +490,6 @@ def load_tokenizer(directory: str | Path) -> Any:
     if not any((Path(directory) / name).is_file() for name in ("tokenizer.json", "vocab.json")):
         # transformers would make an empty tokenizer that encodes every text to no tokens
         raise ValueError(f"{directory} has no tokenizer.json")
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # its import advises to install PyTorch
     from transformers import AutoTokenizer  # here: importing it takes seconds
 
     try:

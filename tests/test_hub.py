@@ -9,6 +9,8 @@ import random
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +19,7 @@ from typing import Any
 import huggingface_hub
 import mlx.core as mx
 import pytest
-from conftest import CONFIGS, QWEN3, message_of, write_checkpoint, write_log
+from conftest import CONFIGS, QWEN3, ROOT, message_of, write_checkpoint, write_log
 from huggingface_hub import constants, errors
 from huggingface_hub.utils import _http, filter_repo_objects
 from small_run import resolve
@@ -30,6 +32,13 @@ from problems import chat_template, chats, examples
 
 QWEN = "Qwen/Qwen3-0.6B"
 MAIN, OTHER = "1" * 40, "2" * 40  # two commits
+
+
+def test_no_command_advises_to_install_pytorch():
+    env = {name: value for name, value in os.environ.items() if not name.startswith("TRANSFORMERS_")}
+    code = "import train, transformers"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout + done.stderr == ""
 
 
 def add_to_cache(hub_cache: Path, hub_id: str, commit: str, source: Path, *revisions: str) -> Path:

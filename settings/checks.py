@@ -29,7 +29,7 @@ def checked(settings: dict[str, Any], flags: Collection[str] = ()) -> Config:
     """
     if type(settings.get("checkpoint_layers")) is int:  # as YAML reads it
         settings = settings | {"checkpoint_layers": str(settings["checkpoint_layers"])}
-    if asked := settings.get("lora_targets"):
+    if isinstance(asked := settings.get("lora_targets"), str | list):
         settings = settings | {"lora_targets": fused_targets([asked] if isinstance(asked, str) else asked)}
     settings = {key: read(SETTINGS[key], value) for key, value in settings.items()}
     config = Config.of(**settings)

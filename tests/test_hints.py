@@ -149,3 +149,5 @@ def test_projections_may_be_named_as_in_a_checkpoint():
     assert found == ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
     assert fused_targets(["down_proj", "up_proj", "gate_proj"]) == ["gate_up_proj", "down_proj"]
     assert checks.checked({"lora_targets": ["v_proj", "q_proj", "k_proj"]}).model.lora_targets == ["qkv_proj"]
+    with pytest.raises(ValueError, match="--lora-targets is 5; it must be a list of texts"):
+        checks.checked({"lora_targets": 5})

@@ -49,6 +49,8 @@ def load(run: str | Path) -> History:
     env_file = folder / "env.json"
     try:
         env = read_json(env_file.read_bytes()) if env_file.is_file() else {}
+        if not isinstance(env, dict):
+            raise ValueError("it holds no names and values")
     except ValueError as error:
         raise ValueError(f"{env_file}: {error}") from error
     names = ("metrics", "eval", "warnings", "changes")

@@ -490,17 +490,18 @@ def test_a_million_completions_are_refused_and_as_many_as_are_taken_planned_at_o
 
 
 def test_a_list_of_runs_names_the_damaged_ones_and_shows_the_others(golden, tmp_path, capsys):
-    for name in "abcdef":
+    for name in "abcdefg":
         shutil.copytree(golden("grpo"), tmp_path / name, ignore=shutil.ignore_patterns("checkpoints", "report.html"))
     (tmp_path / "b" / "metrics.jsonl").write_text("{}\n")
     (tmp_path / "c" / "config.yaml").write_text("[")
     (tmp_path / "d" / "metrics.jsonl").write_text('{"step": \n')
     (tmp_path / "e" / "env.json").write_bytes(b"\xff")
+    (tmp_path / "g" / "env.json").write_text("[1]")
     (tmp_path / "f" / "warnings.jsonl").write_text('{"step": 1, "step": 2}\n')
     report.main(["--list", str(tmp_path)])
     head, _, good, *damaged = capsys.readouterr().out.splitlines()
     assert head.startswith("run ") and good.startswith(f"{tmp_path / 'a'} ") and "3 of 3" in good
-    assert sorted(re.findall(rf"{tmp_path}/(.)", "\n".join(damaged))) == list("bcdef"), damaged
+    assert sorted(re.findall(rf"{tmp_path}/(.)", "\n".join(damaged))) == list("bcdefg"), damaged
 
 
 def test_a_page_is_written_in_place_of_nothing_but_a_file(run, mistakes, refused):

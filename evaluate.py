@@ -456,6 +456,8 @@ def main(argv: list[str] | None = None) -> None:
             cache.fill([record for _, record in run_files.read_log(Path(known))])
         if cache and args.judge_cache:
             log = run_files.JsonLines(args.judge_cache)
+            if not (begin := b'{"step": ').startswith(text := log.path.read_bytes()[: len(begin)]):
+                raise ValueError(f"--judge-cache {log.path} begins with {text!r}, as no scores do; name another file")
             log.cut_after(sys.maxsize)  # a line that was being written
 
             def remember() -> None:

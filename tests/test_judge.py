@@ -471,6 +471,10 @@ def test_an_evaluation_pays_for_no_score_twice(no_proxy, tmp_path):
     for _ in range(2):
         evaluate_main(flags)
         assert len(server.requests) == len(read_log(scores)) + 1 == paid + 1
+    scores.write_text('{"mine": 1}')  # a file of the user's, with no newline
+    with pytest.raises(SystemExit):
+        evaluate_main(flags)
+    assert scores.read_text() == '{"mine": 1}'
     server.close()
 
 

@@ -40,7 +40,7 @@ from machine import alive, chips, gpu, memory, world
 from problems import audit
 from problems.episodes import context_of
 from problems.examples import prompt_text, short
-from settings.sources import OWN_TASK, given, merged, parse, resolve
+from settings.sources import OWN_TASK, command, given, merged, parse, resolve
 from step import batch
 from step.rows import (
     ROOM,
@@ -393,7 +393,8 @@ def fits_here() -> Iterator[str]:
         times = (two_digits(one) if one >= 1 else "<1" for one in (seconds, seconds * steps / 60))
         yield "{:28}{:6.1f}{:>10}{:>10}".format(name, need / 1e9, *times)
     best = max((fit for fit in found if 100 * fit.seconds < PATIENCE), key=lambda fit: fit.need, default=found[0])
-    yield f"start with: uv run train.py --model {best.model}"
+    own = "" if best.model == "demo" else " --data mine.jsonl --reward mine.py:score"  # README.md shows both
+    yield f"start with: {command(merged({'model': best.model}, None))} --model {best.model}{own}"
 
 
 # ---- the command

@@ -39,7 +39,7 @@ def examine(steps: Records, evals: Records) -> list[Finding]:
     if len(moved) == STILL and sum(map(abs, moved)) < STILL * LEAST_KL:
         found["nothing moves"] = (
             f"{STILL} updates in a row changed the answers by {sum(moved) / STILL:.1g} nats a token, which is "
-            "rounding. Try a --learning-rate ten times as high; docs/data.md has rates by size"
+            "rounding. Try a --learning-rate ten times as high; recipes/ has usual rates"
         )
 
     calls, failures = (sum(measured(last, f"tools/{name}")) for name in ("calls", "failures"))

@@ -35,7 +35,6 @@ LEAST_WITNESSED = 0.25  # share of a rise in the judge's score that the witness 
 LEAST_KL = 1e-3  # nats a token from the model before training; with less it has hardly moved
 NUM_READ, NUM_WORDS, OPENING = 10, 5, 3
 TOO_FAR = "try a quarter of --learning-rate, a larger --batch or another reward; earlier states are in checkpoints/"
-READ = "read the answers: if they are not what you want, mend the reward, or try --beta 0.05 or --reward-gate form"
 
 Values = Mapping[Any, float]  # by problem
 Answers = dict[int, dict[str, Any]]  # records of one evaluation in `eval_answers.jsonl`, by problem
@@ -261,7 +260,7 @@ def verdict(
         fell = f"{figure} fell from {chosen[f'eval/{figure}']:.3f} after step {chosen['step']}, that of adapter-best"
         text, warning = f"{text}; {fell}", ("worse", f"{fell}: {TOO_FAR}")
     elif alarms:
-        warning = ("gamed", f"the reward may pay for what is not meant; {'; '.join(alarms)}: {READ}")
+        warning = ("gamed", f"the reward may pay for what is not meant; {'; '.join(alarms)}: {mend(settings)}")
     is_doubtful = bool(alarms) or (figure == "score" and bool(words))
     last_read = [answers[last["step"]][problem] for problem in drawn(both, settings)]
     is_rising = is_better(change(figure, middle, last, answers))
@@ -274,6 +273,13 @@ def verdict(
         is_doubtful,
         warning,
     )
+
+
+def mend(settings: dict[str, Any]) -> str:
+    """What to do where a reward may be gamed, but for what the run already does."""
+    tried = {"--beta 0.05": settings.get("beta"), "--reward-gate form": settings.get("reward_gate") == "form"}
+    more = " or ".join(flag for flag, is_on in tried.items() if not is_on)
+    return "read the answers: if they are not what you want, mend the reward" + (f", or try {more}" if more else "")
 
 
 def unwitnessed(first: dict[str, Any], last: dict[str, Any]) -> list[str]:
@@ -301,7 +307,7 @@ def advice(
             return f"the model has hardly moved (KL {kl:.1g} nats a token): try three times the --learning-rate"
         return "try more --steps, problems that it solves sometimes, or a reward that tells its answers apart"
     if is_doubtful:
-        return READ
+        return mend(settings)
     if is_rising:
         return f"train on, it was still rising: uv run train.py --resume {run} --steps {2 * last['step']}"
     talk = f"talk to it: uv run sampler.py --run {run} --chat"

@@ -86,6 +86,7 @@ def in_script(path: str, where: str) -> Iterator[tuple[str, Any]]:
         if called == "load_dataset" and isinstance(node, ast.Call):
             words = {word.arg: word.value for word in node.keywords}
             names = [*node.args, *(words[name] for name in ("path", "name", "split") if name in words)]
+            names = [words["data_files"]] if "data_files" in words else names  # its reader and split go without saying
             yield "dataset_name", ":".join(map(str, map(literal, names)))
         elif called in CALLS and isinstance(node, ast.Call):
             yield from ((word.arg, literal(word.value)) for word in node.keywords if word.arg and word.arg not in PARTS)

@@ -36,7 +36,7 @@ def test_a_start_is_the_largest_model_whose_hundred_steps_take_an_hour(monkeypat
     monkeypatch.setattr(chips, "here", lambda: CHIPS["M4"])
     _, _, *rows, last = preflight.fits_here()
     need, seconds = ({row.split()[0]: float(row.split()[part].strip("<")) for row in rows} for part in (1, 2))
-    start = last.split()[-1]
+    start = last.split("--model ")[1].removesuffix(" --data mine.jsonl --reward mine.py:score")
     assert max(seconds.values()) > 36 > seconds[start]
     assert all(seconds[name] > 36 for name in need if need[name] > need[start])
 

@@ -93,6 +93,7 @@ RECIPE = "model_name_or_path: demo\nlearning_rate: 1e-5\nlora_r: 8\nuse_peft: tr
             {"data": "openai/gsm8k:main:train", "groups": 8},
             "lora_alpha per_device_train_batch_size r",
         ),
+        ("files.py", "load_dataset('json', data_files='orders.jsonl', split='train')\n", {"data": "orders.jsonl"}, ""),
     ],
 )
 def test_a_file_of_trl_becomes_a_recipe_that_says_what_has_no_equal(tmp_path, capsys, name, text, ours, left):

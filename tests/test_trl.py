@@ -30,7 +30,7 @@ from step.batch import cut
 from step.sample import Sample
 
 trl = pytest.importorskip("trl", reason=why("trl"))
-torch = pytest.importorskip("torch")
+torch = pytest.importorskip("torch", reason=why("torch"))
 
 
 def trainer(case, **settings):

@@ -37,7 +37,7 @@ from judging import rubrics
 from kv_cache import round_up
 from layers import attention, lm_head
 from machine import alive, chips, gpu, memory, world
-from problems import audit
+from problems import audit, form
 from problems.episodes import context_of
 from problems.examples import prompt_text, short
 from settings.sources import OWN_TASK, command, given, merged, parse, resolve
@@ -497,7 +497,11 @@ def verdict(config: Config, steps: list[dict[str, Any]], answers: list[dict[str,
     if cut > MANY_CUT:
         changes.append(f"raise --max-tokens above {config.sampling.max_tokens}, or ask for shorter answers")
     if config.compares_rewards and signals < FEW_SIGNALS:
-        if high == low:
+        if config.data.reward_gate == "form" and not any(
+            form.passes(one["completion"], prompt_text(one["prompt"]), one["finish_reason"]) for one in answers
+        ):
+            changes.append(f"no answer passes --reward-gate form: to be paid, it {form.NEEDED}")
+        elif high == low:
             changes.append(f"every answer earns {low:.3g}: take a reward that tells answers apart, or other prompts")
         elif middle < 0.2:
             changes.append("nearly all fail: take easier prompts, more --groups, or a warm start with --loss-type sft")

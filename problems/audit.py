@@ -46,6 +46,12 @@ class Line(NamedTuple):
     def is_surprise(self) -> bool:
         return self.num_paid < len(self.values) if self.is_honest else self.num_paid > 0
 
+    @property
+    def mean(self) -> str:
+        """Of its numbers."""
+        numbers = [value for value in self.values if not math.isnan(value)]
+        return f"{sum(numbers) / len(numbers):.3g}" if numbers else "None"
+
 
 class Audit(NamedTuple):
     name: str  # the reward's, and where it is defined
@@ -205,9 +211,7 @@ def table(audit: Audit) -> Iterator[str]:
         should = "right" if line.is_honest else "cheat"
         paid = f"{line.num_paid} of {len(line.values)} paid" if audit.form else ""
         mark = "  <- surprise" if line in audit.surprises else ""
-        numbers = [value for value in line.values if not math.isnan(value)]
-        mean = f"{sum(numbers) / len(numbers):.3g}" if numbers else "None"
-        yield f"  {should}  {line.name:20} {mean:>8}  {paid:12} {short(line.text)}{mark}"
+        yield f"  {should}  {line.name:20} {line.mean:>8}  {paid:12} {short(line.text)}{mark}"
 
 
 def looks_at_episodes(reward: Reward) -> bool:
@@ -239,19 +243,32 @@ def first_surprises(task: Any) -> Iterator[str]:
 
 
 def surprise(audit: Audit, *, is_told: bool = False) -> str:
-    """The worst of what a reward does. is_told: another one, or a judge, may tell right from wrong."""
+    """
+    The worst of what a reward does, and the form that it asks for.
+
+    is_told: another one, or a judge, may tell right from wrong.
+    """
+    has_answers = any(line.is_honest for line in audit.lines)
     if audit.surprises:
         first = audit.surprises[0]
         verb = "does not pay" if first.is_honest else "pays"
-        return f"it {verb} for {short(first.text)} ({first.name}); preflight.py --audit shows {len(audit.surprises)}"
-    return "no surprise" if audit.form or is_told else _alike(audit)
+        said = f"it {verb} for {short(first.text)} ({first.name}); preflight.py --audit shows {len(audit.surprises)}"
+    elif not has_answers and not audit.is_silent:
+        said = f"{_alike(audit)}; it gives {', '.join(f'{line.mean} to {line.name}' for line in audit.lines)}"
+    else:
+        said = "no surprise" if audit.form or is_told else _alike(audit)
+    if audit.form in ("", SENTENCE):
+        return said
+    return (
+        f"{said}; it pays answers of the form {next(short(line.text) for line in audit.lines if line.name == 'right')}"
+    )
 
 
 def _alike(audit: Audit) -> str:
     if audit.is_silent:
         return "it gives no number, only None"
     if not any(line.is_honest for line in audit.lines):
-        return "the data has no column answer to make right answers of; --columns answer=COLUMN names one"
+        return "the data has no column answer (--columns answer=COLUMN names one) to make right answers of"
     values = {value for line in audit.lines for value in line.values}
     if len(values) == 1:
         return f"it gives {values.pop():g} to everything, so it teaches nothing"

@@ -62,6 +62,14 @@ def holds(text: str, prompt: str) -> bool:
     return len(words_of(text)) >= LEAST_WORDS and not is_degenerate(text, prompt)
 
 
+NEEDED = f"ends before --max-tokens, has at least {LEAST_WORDS} words, and neither repeats itself nor copies the prompt"
+
+
+def passes(text: str, prompt: str, finish_reason: str) -> bool:
+    """Whether `gated` leaves an answer what it earns; in words, `NEEDED`."""
+    return finish_reason == "stop" and holds(text, prompt)
+
+
 def gated(
     components: dict[str, Any], examples: list[Example], completions: list[str], finish_reasons: list[str]
 ) -> dict[str, Any]:
@@ -73,8 +81,8 @@ def gated(
     import numpy as np  # here: what reads data and scores answers does without
 
     rows = zip(completions, examples, finish_reasons, strict=True)
-    have_form = [why == "stop" and holds(text, prompt_text(example["prompt"])) for text, example, why in rows]
-    return {name: np.where(have_form, values, np.minimum(values, 0.0)) for name, values in components.items()}
+    kept = [passes(text, prompt_text(example["prompt"]), why) for text, example, why in rows]
+    return {name: np.where(kept, values, np.minimum(values, 0.0)) for name, values in components.items()}
 
 
 _REFUSAL = re.compile(

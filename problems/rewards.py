@@ -173,7 +173,8 @@ def _imported(what: str, file: str, path: Path) -> Any:
         if file == NAMELESS:
             fix = "it is a lambda, or inside a function; the top level of a module can be found again"
             raise ValueError(f"{what}: only the program that began the run has it; {fix}") from error
-        if isinstance(error, ModuleNotFoundError) and f"{file}.".startswith(f"{error.name}."):
+        is_absent = isinstance(error, ModuleNotFoundError) and f"{file}.".startswith(f"{error.name}.")
+        if is_absent or (file.startswith(".") and path.suffix != ".py"):
             hint = f", did you mean {file}.py?" if Path(f"{file}.py").is_file() else ""
             raise ValueError(f"{what}: {file} is neither a Python file nor an installed module{hint}") from error
         raise ValueError(f"{what}: importing {path.name} failed, {_told(error, str(path))}") from error
@@ -352,8 +353,8 @@ def _checked_rewards(name: str, rewards: Any, num_rows: int) -> list[float]:
     if hasattr(rewards, "tolist"):  # arrays of any library
         rewards = rewards.tolist()
     if not isinstance(rewards, (list, tuple)) or len(rewards) != num_rows:
-        what = f"{num_rows} numbers, one for each completion"
-        raise ValueError(f"reward {name} gave {short(rewards)}, not a list of {what}")
+        given = f"{len(rewards)} values" if isinstance(rewards, (list, tuple)) else short(rewards)
+        raise ValueError(f"reward {name} gave {given}, not a list of {num_rows} numbers, one for each completion")
     checked = []
     for row, value in enumerate(rewards):
         value = value.item() if getattr(value, "ndim", None) == 0 else value  # an array of no axes

@@ -130,6 +130,9 @@ def test_a_reward_that_takes_one_form_is_audited_in_it(tmp_path, form):
     assert found.form == form or (form == "%s" and found.form == "#### %s")  # whose end is the answer alone
     own = {line.name: line for line in found.lines}
     assert own["right"].num_paid == 3 and own["wrong"].num_paid == 0 == own["very long, an order"].num_paid
+    told = audit.surprise(found)  # the form that is asked for, where a sentence is none
+    assert ("it pays answers of the form" in told) == (form != audit.SENTENCE)
+    assert form == audit.SENTENCE or repr(found.form % PRODUCTS[0]["answer"]) in told
 
 
 def test_a_length_beside_the_answer_does_not_hide_what_is_paid(tmp_path):
@@ -141,7 +144,11 @@ def test_a_length_beside_the_answer_does_not_hide_what_is_paid(tmp_path):
     ("body", "examples", "said"),
     [
         ("return [-float(len(text)) for text in completions]", PRODUCTS, "right answers earn no more than wrong ones"),
-        ("return [float(len(text)) for text in completions]", [{"prompt": "Hi"}], "the data has no column answer"),
+        (
+            "return [float(text == 'Hi') for text in completions]",
+            [{"prompt": "Hi"}],
+            "0 to nothing, 0 to no answer, 1 to the prompt",
+        ),
         ("return [1.0 if answer[0] else None] * len(completions)", PRODUCTS, "it gives 1 to everything"),
     ],
 )
@@ -155,7 +162,7 @@ def test_a_reward_that_cannot_tell_right_from_wrong_is_said_to_unless_something_
     (line,) = surprises_of({"score": own["score"]}, examples, False)
     assert said in line
     (line,) = surprises_of({"score": own["score"]}, examples, True)
-    assert line.endswith("no surprise")
+    assert line.endswith("no surprise" if examples == PRODUCTS else "to no answer, 1 to the prompt, 0 to very long")
     if examples == PRODUCTS:
         assert surprises_of(own, examples)[0].endswith("no surprise")
 

@@ -67,6 +67,8 @@ def test_the_gate_takes_what_is_above_zero_and_leaves_what_is_below():
     left = gated(parts, examples, said, ["stop", "length", "stop", "stop"])
     assert left["a"].tolist() == [1, 0, 0, 0]
     np.testing.assert_array_equal(left["b"], parts["b"])
+    passed = map(form.passes, said, [ASKED] * 4, ["stop", "length", "stop", "stop"])
+    assert list(passed) == [True, False, False, False]
 
 
 @pytest.mark.slow

@@ -170,10 +170,17 @@ HALF = [0.0, 1.0, 0.0, 1.0]
         ({"judge/unparsed_frac": 0.1}, HALF, {}, "go"),
         ({"completion/degenerate_frac": 0.2}, HALF, {}, "change: set --reward-gate form"),
         ({"completion/degenerate_frac": 0.2}, HALF, {"reward_gate": "form"}, "go"),
+        (
+            {"sampling/signal_groups": 0},
+            [0.0] * 4,
+            {"reward_gate": "form"},
+            "change: no answer passes --reward-gate form: to be paid, it ends before --max-tokens, has at",
+        ),
     ],
 )
 def test_a_trial_says_go_or_what_to_change(figures, rewards, flags, last):
-    answers = [{"reward": reward, "prompt": "What?", "completion": "That."} for reward in rewards]
+    record = {"prompt": "What?", "completion": "That.", "finish_reason": "stop"}
+    answers = [record | {"reward": reward} for reward in rewards]
     *shown, pace, said = preflight.verdict(make_config(batch=4, steps=90, **flags), [TRIED | figures] * 3, answers)
     assert said.startswith(last)
     assert pace == "2.0 s a step, 90 in 180 s or 3 minutes without evaluations, 1.50 GB"

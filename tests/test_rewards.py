@@ -55,6 +55,8 @@ def test_a_bad_reward_file_is_one_line_that_names_it(reward_file, body, expected
 def test_a_bad_reward_spec_is_one_line_that_names_the_form():
     for spec in ("my.py", "my.py:", ":fn", "", "my.py:not a name", "soft_overlongs"):
         assert "FILE.py:function" in message_of(rewards.load_reward, spec)
+    for spec in ("./mine:fn", "../my/mine:fn"):
+        assert f"{spec[:-3]} is neither a Python file" in message_of(rewards.load_reward, spec)
     for spec in ("soft_overlong", "soft_overlong:256", "soft_overlong:256:-1", "length:x", "boxed_once:1"):
         assert "positive whole numbers" in message_of(rewards.load_reward, spec)
 
@@ -105,7 +107,7 @@ def test_rewards_of_any_real_type_become_floats(value):
 BAD_REWARDS = [  # more are in mistakes.yaml
     ("ab", "'ab', not a list"),
     (iter([1, 2]), "not a list"),
-    ([1.0, 2.0, 3.0], "not a list of 2 numbers"),
+    ([1.0, 2.0, 3.0], "gave 3 values, not a list of 2 numbers"),
     ([1.0, 10**400], "for row 1"),
     ([1.0, 1j], "1j for row 1"),
     ([[1.0], [2.0]], "[1.0] for row 0"),

@@ -366,7 +366,7 @@ def read_text(path: str | Path, where: str, megabytes: int) -> str:
             raise ValueError(f"it is no file of at most {megabytes} MB")
         return Path(path).read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
-        raise ValueError(f"{where} cannot be read: {error}") from error
+        raise ValueError(f"{where} cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
 def load_yaml(path: str | Path, where: str) -> Any:

@@ -78,10 +78,15 @@ class Run:
         gwen.refuse_packed(config.model.name)
         self.model, self.tokenizer = gwen.load(config.model.name)
         eos_ids, s = self.model.config.eos_ids, config.sampling
-        pad_id = next((i for i in (self.tokenizer.pad_token_id, *eos_ids) if i is not None), 0)
-        stop = Stop.of(s.stop, self.tokenizer)
         self.sampling = sampler.SamplingParams(
-            s.max_tokens, s.temp, s.top_p, s.top_k, s.min_p, eos_ids, pad_id, stop=stop
+            max_tokens=s.max_tokens,
+            temperature=s.temp,
+            top_p=s.top_p,
+            top_k=s.top_k,
+            min_p=s.min_p,
+            eos_ids=eos_ids,
+            pad_id=next((i for i in (self.tokenizer.pad_token_id, *eos_ids) if i is not None), 0),
+            stop=Stop.of(s.stop, self.tokenizer),
         )
         with alive.doing("reading the weights for their digest"):
             digest = checkpoint.digest_of_model(self.model)

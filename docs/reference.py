@@ -17,6 +17,7 @@ import preflight
 from config import SETTINGS
 from flags import Setting, flag_of, foreign_names
 from machine import chips, gpu
+from settings.sources import COMMAND
 
 PAGE, TRL, MEMORY = (Path(__file__).with_name(name) for name in ("reference.md", "trl.md", "memory.md"))
 SIZES = (8, 16, 24, 32, 64)
@@ -45,7 +46,8 @@ def filled(path: Path, lines: list[str]) -> str:
 
 def page() -> str:
     """The whole of `docs/reference.md`."""
-    lines = []
+    rows = [f"| `{f'{flag_of(name)} {metavar}'.strip()}` | {text} |" for name, (metavar, text) in COMMAND.items()]
+    lines = section("### The command", ["flag", "meaning"], rows)
     for title, settings in itertools.groupby(SETTINGS.values(), key=lambda setting: setting.title):
         lines += section(f"### {title}", ["flag", "default", "meaning"], [flag_row(one) for one in settings])
     return filled(PAGE, lines)

@@ -18,24 +18,31 @@ from config import SETTINGS, Config, Sizes, is_own, without_gone
 from flags import Parser, add_flags, flag_of, hint, load_yaml, no_run, seeds
 from settings.checks import checked
 
+COMMAND = {  # flags of train.py that are no settings, so that no recipe has them: what follows, and their help
+    "config": ("FILE", "recipe, in place of the task's; a run's `config.yaml` repeats that run"),
+    "eval_data": ("FILE", "held-out prompts for --data, in place of a tenth of it"),
+    "run_dir": ("DIR", "where the run is recorded (default: runs/TASK-TIME)"),
+    "resume": ("DIR", "go on with it or the newest unfinished"),
+    "allow_changes": ("", "--resume though data, rewards or files changed"),
+    "seeds": ("N", "N seeds from --seed on, or these as 1,2,5, into one directory"),
+    "no_look": ("", "go on though the first four steps of a run of over five minutes have no signal"),
+    "let_sleep": ("", "let a Mac go to sleep while it trains"),
+    "wired_limit": ("GB", "memory that macOS must not page out (default: none)"),
+    "open": ("", "open the run's page in a browser at the end"),
+    "from_trl": ("FILE", "print the recipe of TRL's YAML or script, what has no equal as comments"),
+    "print_config": ("", "print every setting as YAML and exit"),
+}
+READ: dict[str, Any] = {"resume": {"nargs": "?", "const": True}, "seeds": {"type": seeds}}  # how some are read
+
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """Parses the flags of train.py; omitted settings are None."""
     everything = "--help-all" in argv
     parser = Parser("train.py", "GRPO: sample groups of completions, reward them, make the better ones likelier.")
     parser.add_argument("--help-all", action="help", help="show every flag and exit")
-    parser.add_argument("--config", metavar="FILE", help="recipe, in place of the task's; a run's `config.yaml` is one")
-    parser.add_argument("--eval-data", metavar="FILE", help="held-out prompts for --data, in place of a tenth of it")
-    parser.add_argument("--run-dir", metavar="DIR", help="where the run is recorded (default: runs/TASK-TIME)")
-    parser.add_argument("--seeds", type=seeds, metavar="N", help="N seeds from --seed on, or these as 1,2,5")
-    parser.add_argument("--print-config", action="store_true", help="print every setting as YAML and exit")
-    parser.add_argument("--from-trl", metavar="FILE", help="print the recipe of a file of TRL's, and exit")
-    parser.add_argument("--resume", nargs="?", const=True, metavar="DIR", help="go on with it or the newest unfinished")
-    parser.add_argument("--let-sleep", action="store_true", help="let a Mac go to sleep while it trains")
-    parser.add_argument("--no-look", action="store_true", help="go on though the first steps have no signal")
-    parser.add_argument("--wired-limit", metavar="GB", help="memory that macOS must not page out (default: none)")
-    parser.add_argument("--allow-changes", action="store_true", help="--resume though data, rewards or files changed")
-    parser.add_argument("--open", action="store_true", help="open the run's page in a browser at the end")
+    for name, (metavar, text) in COMMAND.items():
+        how: dict[str, Any] = {"metavar": metavar} | READ.get(name, {}) if metavar else {"action": "store_true"}
+        parser.add_argument(flag_of(name), help=text, **how)
     add_flags(parser, SETTINGS.values(), everything)
     return parser.parse_args(argv)
 
@@ -206,13 +213,17 @@ def load_recipe(path: Path) -> dict[str, Any]:
 
 def refuse_unknown(settings: Iterable[Any], where: str = "") -> None:
     """Raises ValueError naming every setting that does not exist, and what it is here."""
-    unknown = {reprlib.repr(key): hint(str(key)[:40], SETTINGS, repr) for key in settings if key not in SETTINGS}
+
+    def said_of(key: str) -> str:
+        own = f"it is a flag of the command, {flag_of(key)}, and no setting" if key in COMMAND else ""
+        return own or hint(key, SETTINGS, repr) or "train.py --help-all lists them"
+
+    unknown = {reprlib.repr(key): said_of(str(key)[:40]) for key in settings if key not in SETTINGS}
     if len(unknown) > MANY:
         names = ", ".join(unknown)
         raise ValueError(f"{where}{len(unknown)} unknown settings, {names}; of TRL's --from-trl FILE makes ours")
     if unknown:
-        said = (f"unknown setting {key}; {told or 'train.py --help-all lists them'}" for key, told in unknown.items())
-        raise ValueError(where + ". ".join(said))
+        raise ValueError(where + ". ".join(f"unknown setting {key}; {said}" for key, said in unknown.items()))
 
 
 def as_yaml(config: Config, sizes: Sizes | None = None) -> str:

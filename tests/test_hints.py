@@ -93,14 +93,31 @@ RECIPE = "model_name_or_path: demo\nlearning_rate: 1e-5\nlora_r: 8\nuse_peft: tr
             {"data": "openai/gsm8k:main:train", "groups": 8},
             "lora_alpha per_device_train_batch_size r",
         ),
+        (
+            "rewards.py",
+            "from mine import short as brief\ndef right(completions): ...\n"
+            "GRPOTrainer(reward_funcs=[right, brief]); LoraConfig(target_modules=['q_proj', 'v_proj'])\n"
+            "GRPOConfig(reward_weights=[1, 0.5], warmup_ratio=0.11, max_steps=10)",
+            {"reward": ["AT/rewards.py:right", "AT/mine.py:short"], "reward_weights": {"right": 1, "short": 0.5}}
+            | {"warmup_steps": 2, "steps": 10},
+            "reward target_modules",
+        ),
+        (
+            "dotted.yaml",
+            "reward_funcs: mine.short\nwarmup_steps: 0.1\nmax_steps: 3",
+            {"reward": ["AT/mine.py:short"], "warmup_steps": 1, "steps": 3},
+            "",
+        ),
         ("files.py", "load_dataset('json', data_files='orders.jsonl', split='train')\n", {"data": "orders.jsonl"}, ""),
     ],
 )
 def test_a_file_of_trl_becomes_a_recipe_that_says_what_has_no_equal(tmp_path, capsys, name, text, ours, left):
     (tmp_path / name).write_text(text)
+    (tmp_path / "mine.py").touch()
     train.main(["--from-trl", str(tmp_path / name)])
     said = capsys.readouterr().out
-    assert yaml.safe_load(said) == ours
+    assert yaml.safe_load(said.replace(str(tmp_path), "AT")) == ours
+    assert ("['q_proj', 'v_proj'] -> refused: --lora-targets q_proj: one adapter" in said) == (name == "rewards.py")
     assert sorted(re.findall("^# ([a-z_]+): ", said, re.M)) == left.split()
     (tmp_path / "ours.yaml").write_text(said)
     checks.checked(sources.load_recipe(tmp_path / "ours.yaml"))

@@ -152,7 +152,7 @@ def pieces(ids: Iterable[int], tokenizer: Any, stop: Stop | None) -> Iterator[st
 
 
 def lines() -> Iterator[str]:
-    """What the user says, line by line, until Ctrl-D or the end of a pipe."""
+    """What the user says, line by line, until Ctrl-D or the end of a pipe, whose lines are shown."""
     if sys.stdin.isatty():
         import readline  # noqa: F401  (`input` edits lines by it)
 
@@ -170,6 +170,8 @@ def lines() -> Iterator[str]:
             print()
         if line.strip():
             check_text("what you say", line)
+            if not sys.stdin.isatty():
+                print(visible(f"> {line}"))
             yield line
 
 

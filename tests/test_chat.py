@@ -103,7 +103,9 @@ def talk(monkeypatch, capsys):
         monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
         capsys.readouterr()
         sampler.main([*map(str, flags), "--chat", "--temp", "0"])
-        return capsys.readouterr().out.splitlines()
+        shown = capsys.readouterr().out.splitlines()
+        assert [line for line in shown if line[:2] == "> "] == [f"> {line}" for line in lines if line]
+        return [line for line in shown if line[:2] != "> "]
 
     return talk
 

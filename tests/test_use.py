@@ -22,8 +22,7 @@ def test_a_command_of_the_page_prints_what_it_shows(golden, tmp_path, monkeypatc
     shutil.copytree(golden("grpo"), tmp_path / "runs" / "NAME")
     monkeypatch.chdir(tmp_path)
     if "--chat" in flags:
-        question, printed = printed.split("\n", 1)
-        monkeypatch.setattr(sys, "stdin", io.StringIO(question + "\n"))
+        monkeypatch.setattr(sys, "stdin", io.StringIO(printed.splitlines()[0].removeprefix("> ")))
     {"lora": lora, "sampler": sampler}[command].main(shlex.split(flags))
     words = {re.escape("\u2026"): ".*", "BASE": r"\S+", re.escape("forty-seven"): r"[\w-]+"}  # a run of few steps
     pattern = re.sub("|".join(map(re.escape, words)), lambda found: words[found[0]], re.escape(printed))

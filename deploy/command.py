@@ -75,7 +75,11 @@ def main(argv: list[str] | None = None) -> None:
                 few_bits.tell_cost(of_run, wide, args.out, args.bits)
     except (ValueError, OSError) as error:
         fail(error)
-    print(f"to publish it: uv run hf upload OWNER/{args.out.resolve().name} {shlex.quote(str(args.out))}")
+    out, its = (shlex.quote(text) for text in (str(args.out), args.out.resolve().name))
+    if args.export != "peft":
+        folder, what = f"~/.lmstudio/models/me/{its}", "*.gguf" if args.export else "*"
+        print(f"for LM Studio{'' if args.export else ' on a Mac'}: mkdir -p {folder} && cp {out}/{what} {folder}/")
+    print(f"to publish it: uv run hf upload OWNER/{its} {out}")
 
 
 def run_of(adapter: str) -> str | None:

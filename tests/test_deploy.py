@@ -161,7 +161,7 @@ def test_a_model_in_few_bits_is_mlx_lm_s_and_its_cost_is_told(run, tmp_path, cap
     lora.main(["--fuse", "--bits", str(bits), "--run", run(kind), "--out", str(tmp_path / "few")])
     lines = capsys.readouterr().out.splitlines()
     assert re.search(rf"; in {bits}\.5\d bits a weight$", lines[0])
-    assert len(lines) == 5 + lines[-2].startswith("WARNING")
+    assert len(lines) == 6 + lines[-3].startswith("WARNING")
     wide, few, cost = (line.partition(": ")[2] for line in [*lines[1:3], f"x: {lines[3]}"])
     assert wide.startswith("eval/accuracy ") and few.endswith("| 8 problems")
     lost, share, learned = map(

@@ -378,7 +378,10 @@ def test_the_command_writes_a_run_s_model_with_its_template_and_a_modelfile(gold
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     run = golden("grpo")
     lora.main(["--export", "gguf", "--bits", "8", "--run", str(run), "--out", str(tmp_path / "mine")])
-    assert "mine-Q8_0.gguf with tensors 29 Q8_0, 17 F32, and a Modelfile; demo with" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "mine-Q8_0.gguf with tensors 29 Q8_0, 17 F32, and a Modelfile; demo with" in said
+    folder = "~/.lmstudio/models/me/mine"
+    assert f"for LM Studio: mkdir -p {folder} && cp {tmp_path}/mine/*.gguf {folder}/\n" in said
     assert {path.name for path in (tmp_path / "mine").iterdir()} == {"mine-Q8_0.gguf", "Modelfile", "README.md"}
     said = re.findall("PARAMETER (.*)", (tmp_path / "mine" / "Modelfile").read_text())
     assert said == ["temperature 1", "top_k 0", "top_p 1", "repeat_penalty 1"]  # as training sampled

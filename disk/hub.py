@@ -466,22 +466,25 @@ def load_config(directory: Path) -> ModelConfig:
 
 
 def load_weights(directory: Path) -> dict[str, mx.array]:
-    """All tensors of a directory, by Hugging Face name. Raises ValueError naming a missing or broken file."""
+    """
+    All tensors of a directory, by Hugging Face name, from the files that its index names, where it has one.
+
+    Raises ValueError naming a missing or broken file.
+    """
     from disk import gguf
 
     if (directory / gguf.LINK).is_file():
         tensors, _ = gguf.load((directory / gguf.LINK).resolve())
         return gguf.weights_of(tensors, load_object(directory / "config.json"))
-    shards = sorted(path for path in directory.glob("model*.safetensors") if path.is_file())
+    index, named = directory / "model.safetensors.index.json", r'"(model[^"/]*\.safetensors)"'
+    shards = {path.name for path in directory.glob("model*.safetensors")}
+    if index.is_file():  # other files may lie beside those of this model
+        shards = set(re.findall(named, index.read_text(errors="replace")))
     if not shards:
-        raise ValueError(f"{directory} has no model*.safetensors")
-    index = directory / "model.safetensors.index.json"
-    named = re.findall(r'"(model[^"/]*\.safetensors)"', index.read_text(errors="replace")) if index.is_file() else []
-    if absent := sorted(set(named) - {path.name for path in shards}):
-        raise ValueError(f"{directory} lacks {absent[0]:.200}, which {index.name} names")
+        raise ValueError(f"{directory} has no model*.safetensors, or its index names none")
     weights: dict[str, mx.array] = {}
-    for shard in shards:
-        weights |= load_tensors(shard)
+    for name in sorted(shards):
+        weights |= load_tensors(directory / name)
     return {name: array for name, array in weights.items() if "rotary_emb" not in name}  # computed, not learned
 
 

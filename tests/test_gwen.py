@@ -339,11 +339,18 @@ def test_a_path_without_a_model_is_named(tmp_path):
         gwen.load(tmp_path)
 
 
-def test_a_shard_that_an_index_names_and_nobody_finds_is_named(directory):
-    shards = {"model.norm.weight": "model-00009-of-00009.safetensors", "x": "model.safetensors"}
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
-    with raises_one_line("lacks model-00009-of-00009.safetensors, which model.safetensors.index.json names"):
+def test_the_files_that_an_index_names_are_read_and_no_other(directory):
+    shutil.copy(directory / "model.safetensors", directory / "model-one.safetensors")
+    change_weights(directory, {"model.layers.9.extra.weight": mx.zeros((2, 2))})
+    with raises_one_line("model.layers.9.extra.weight"):
         gwen.load_model(directory)
+    index = directory / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"model.norm.weight": "model-one.safetensors"}}))
+    assert gwen.load_model(directory)
+    for text, said in ((index.read_text().replace("one", "9"), "model-9.safetensors is not"), ("{}", "names none")):
+        index.write_text(text)
+        with raises_one_line(said):
+            gwen.load_model(directory)
 
 
 def change_weights(directory: Path, changes: dict[str, mx.array | None]) -> None:

@@ -401,7 +401,7 @@ def open_model(
     """What `load_model` gives, its weights still on disk: each is read when something is first computed with it."""
     directory, dtype = Path(directory), dtype or default_dtype()
     config = hub.load_config(directory)
-    weights, num_skipped = hub.from_stored(hub.load_weights(directory), config.family)
+    weights, num_skipped = hub.from_stored(hub.load_weights(directory, default_dtype()), config.family)
     if num_skipped:
         print(f"gwen: {directory}: {num_skipped} tensors, not of language, are left out", file=sys.stderr)
     if config.tie_word_embeddings:

@@ -100,9 +100,9 @@ def fuse(name: str | None, adapter: str, out: Path, run: str | None) -> str:
 
 def stored_dtype(directory: Path) -> mx.Dtype:
     """The type of a checkpoint's largest tensor of floating point; of packed weights these are the scales."""
-    link = directory / gguf.LINK
-    tensors = gguf.load(link.resolve())[0] if link.is_file() else hub.load_weights(directory)
-    floating = [tensor for tensor in tensors.values() if mx.issubdtype(tensor.dtype, mx.floating)]
+    if (directory / gguf.LINK).is_file():
+        return gguf.dtype_of((directory / gguf.LINK).resolve())
+    floating = [one for one in hub.load_weights(directory).values() if mx.issubdtype(one.dtype, mx.floating)]
     return max(floating, key=lambda tensor: tensor.nbytes).dtype
 
 

@@ -132,6 +132,8 @@ def packed(matrix: np.ndarray, kind: Any, library: ctypes.CDLL | None) -> np.nda
 
 def metadata_of(config: ModelConfig, tokenizer: Any) -> dict[str, Any]:
     """What a file says of model and tokenizer. Raises ValueError for a family or tokenizer that it cannot hold."""
+    import gguf
+
     kind, scaling = config.model_type, config.rope_scaling or {}
     if kind not in reader.ARCHITECTURES:
         known = ", ".join(reader.ARCHITECTURES)
@@ -139,7 +141,7 @@ def metadata_of(config: ModelConfig, tokenizer: Any) -> dict[str, Any]:
     backend = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
     names = {number: token for token, number in tokenizer.get_vocab().items()}
     added = {number: token.special for number, token in tokenizer.added_tokens_decoder.items()}
-    types = {True: reader.CONTROL, False: reader.USER_DEFINED}
+    kinds = {True: gguf.TokenType.CONTROL, False: gguf.TokenType.USER_DEFINED, None: gguf.TokenType.NORMAL}
     ids, templates = range(config.vocab_size), tokenizer.chat_template
     metadata: dict[str, Any] = {f"{kind}.{theirs}": getattr(config, ours) for ours, theirs in reader.KEYS.items()} | {
         f"{kind}.attention.value_length": config.head_dim,
@@ -147,7 +149,7 @@ def metadata_of(config: ModelConfig, tokenizer: Any) -> dict[str, Any]:
         "tokenizer.ggml.pre": split_of(tokenizer),
         "tokenizer.ggml.tokens": [names.get(one, f"[PAD{one}]") for one in ids],
         "tokenizer.ggml.token_type": [
-            types[added[one]] if one in added else reader.NORMAL if one in names else reader.UNUSED for one in ids
+            int(kinds[added.get(one)] if one in names else gguf.TokenType.UNUSED) for one in ids
         ],
         "tokenizer.ggml.merges": [one if isinstance(one, str) else " ".join(one) for one in backend["merges"]],
         "tokenizer.ggml.add_bos_token": tokenizer.encode("a")[:1] == [tokenizer.bos_token_id],

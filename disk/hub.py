@@ -465,17 +465,16 @@ def load_config(directory: Path) -> ModelConfig:
     return make_config(load_object(directory / "config.json"), load_object(generation) if generation.is_file() else {})
 
 
-def load_weights(directory: Path) -> dict[str, mx.array]:
+def load_weights(directory: Path, dtype: mx.Dtype = mx.float32) -> dict[str, mx.array]:
     """
-    All tensors of a directory, by Hugging Face name, from the files that its index names, where it has one.
+    All tensors of a directory, by Hugging Face name; those of few bits of a GGUF file are spread out in `dtype`.
 
-    Raises ValueError naming a missing or broken file.
+    Reads the files that its index names, where it has one. Raises ValueError naming a missing or broken file.
     """
     from disk import gguf
 
     if (directory / gguf.LINK).is_file():
-        tensors, _ = gguf.load((directory / gguf.LINK).resolve())
-        return gguf.weights_of(tensors, load_object(directory / "config.json"))
+        return gguf.load((directory / gguf.LINK).resolve(), load_object(directory / "config.json"), dtype)
     index, named = directory / "model.safetensors.index.json", r'"(model[^"/]*\.safetensors)"'
     shards = {path.name for path in directory.glob("model*.safetensors")}
     if index.is_file():  # other files may lie beside those of this model

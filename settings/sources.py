@@ -236,6 +236,7 @@ def as_yaml(config: Config, sizes: Sizes | None = None) -> str:
 def command(config: Config) -> str:
     """`uv run train.py`, with the extras that these settings need."""
     task, model = config.data.task, config.model.name
-    needed = {"smollm": model == "smollm2", "tasks": task.startswith("rg:"), "ifeval": task == "ifeval"}
+    needed = {"smollm": model == "smollm2", "gguf": model.endswith(".gguf")}
+    needed |= {"tasks": task.startswith("rg:"), "ifeval": task == "ifeval"}
     extras = [*(name for name, is_needed in needed.items() if is_needed), *config.records.report_to]
     return " ".join(["uv run", *(f"--extra {name}" for name in extras), "train.py"])

@@ -221,20 +221,9 @@ def layer_kinds(raw: dict[str, Any], model_type: str) -> tuple[str, ...]:
     return tuple(kind if one else "unrotated_attention" for kind, one in zip(kinds, rotated, strict=True))
 
 
-# of each kind of rope scaling: its numbers with their limits, and what is taken where config.json has none, if anything
-ROPE_SCALINGS: dict[str, dict[str, tuple[float, float, float | None]]] = {
-    "yarn": {
-        "factor": (1.0, 1e4, None),
-        "original_max_position_embeddings": (1, 2**31, None),
-        "beta_fast": (1e-3, 1e6, 32.0),
-        "beta_slow": (1e-3, 1e6, 1.0),
-    },
-    "llama3": {
-        "factor": (1.0, 1e4, None),
-        "original_max_position_embeddings": (1, 2**31, None),
-        "low_freq_factor": (1e-3, 1e6, None),
-        "high_freq_factor": (1e-3, 1e6, None),
-    },
+ROPE_SCALINGS: dict[str, dict[str, Any]] = {  # the numbers of each kind, and what is taken where config.json has none
+    "yarn": {"factor": None, "original_max_position_embeddings": None, "beta_fast": 32.0, "beta_slow": 1.0},
+    "llama3": dict.fromkeys(("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor")),
 }
 
 
@@ -267,7 +256,8 @@ def rope_settings(
         raise ValueError(f"config.json has rope type {rope_type} with {other[0]}, which is not supported")
     if rope_type == "yarn":
         scaling.setdefault("original_max_position_embeddings", max_positions)
-    read = {key: checked(scaling, key, low, high, default) for key, (low, high, default) in numbers.items()}
+    least = {"original_max_position_embeddings": 1, "factor": 1.0}
+    read = {key: checked(scaling, key, least.get(key, 1e-3), 2**31, default) for key, default in numbers.items()}
     return theta, share, {"rope_type": rope_type, **read}
 
 

@@ -21,13 +21,13 @@ import os
 import queue
 import signal
 import socket
-import struct
 import sys
 import threading
 import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -37,14 +37,12 @@ import numpy as np
 from machine import alive
 
 T = TypeVar("T")
-Answers = queue.SimpleQueue[Any]  # of a job, for the main thread; errors among them
 
-JOIN = 30.0  # seconds that rank 0 waits for the others to come; MLX gives up after 31 elsewhere
-PATIENCE, LEAST_PATIENCE = 10.0, 600.0  # a machine may be late by this many times our longest work, or these seconds
+JOIN = 35.0  # seconds in which the others must come; but for rank 0 MLX gives up after 31
+PATIENCE = 1800.0  # seconds without a piece of a meeting, after which a machine is given up
 TELL = 20.0  # seconds in which the others should hear why this machine ends
-BLOCK = 2**24  # numbers or bytes of a machine in one collective; bounds the copies, and an array has less than 2**31
-HEAD, META = 1024, struct.Struct("<IIQ")  # bytes of a message, and what it begins with: its number, kind and size
-FAILED = 0  # the kind of a message that says why its machine ends
+BLOCK = 2**24  # numbers or bytes of a machine in one piece; bounds the copies, and an array has less than 2**31
+HEAD = 2**14  # bytes of a message, padded with spaces
 
 
 class Lost(ValueError):
@@ -65,26 +63,23 @@ def size() -> int:
     return _link.size if _link else 1
 
 
+def name_of(number: int) -> str:
+    return _link.names[number] if _link else ""
+
+
 def is_first() -> bool:
     """Whether this machine writes, prints and decides."""
     return rank() == 0
 
 
 def part(costs: Sequence[float]) -> list[int]:
-    """The numbers of the items that this machine does, ascending: the most costly first, each to the least busy."""
-    loads, mine = [0.0] * size(), []
-    for number in sorted(range(len(costs)), key=lambda number: -costs[number]):
-        owner = loads.index(min(loads))
-        loads[owner] += costs[number]
-        if owner == rank():
-            mine.append(number)
-    return sorted(mine)
+    """The numbers of the items that this machine does, ascending: they are dealt out, the most costly first."""
+    return sorted(sorted(range(len(costs)), key=lambda number: -costs[number])[rank() :: size()])
 
 
 def part_together(keys: Iterable[Hashable]) -> list[int]:
     """The places that this machine does, ascending; those of equal keys go to one machine, and each costs 1."""
-    keys = list(keys)
-    counts = Counter(keys)
+    counts = Counter(keys := list(keys))
     mine = {list(counts)[number] for number in part(list(counts.values()))}
     return [place for place, key in enumerate(keys) if key in mine]
 
@@ -129,14 +124,11 @@ def all_sum(arrays: Sequence[mx.array]) -> list[mx.array]:
 
 def compare(facts: dict[str, Any]) -> None:
     """Raises Lost, on every machine, if one has another value of a fact than rank 0 has."""
-    if _link is None:
-        return
     ours, *others = share(facts)
     for number, theirs in enumerate(others, 1):
-        for name in ours:
-            if ours[name] != theirs[name]:
-                pair = f"{_link.names[number]} has another {name} than {_link.names[0]}"
-                _link.end(f"{pair}: {theirs[name]}, not {ours[name]}; make them the same")
+        if other := [name for name in ours if ours[name] != theirs[name]]:
+            pair = f"{name_of(number)} has another {other[0]} than {name_of(0)}"
+            raise Lost(f"{pair}: {theirs[other[0]]}, not {ours[other[0]]}; make them the same")
 
 
 def code_checksum() -> int:
@@ -220,7 +212,7 @@ def interrupt(number: int, *_: Any) -> NoReturn:
 
 def signed(error: BaseException) -> str:
     """What ended this machine, with its name where there are several."""
-    return _reason(error) if _link is None else f"{_link.names[_link.rank]}: {_reason(error)}"
+    return _reason(error) if _link is None else f"{name_of(rank())}: {_reason(error)}"
 
 
 def _reason(error: BaseException) -> str:
@@ -235,13 +227,11 @@ def _init() -> Any:
     """MLX's group. Raises ValueError if it cannot be had; ends the process, at rank 0, if the others do not come."""
     if os.environ.get("MLX_METAL_FAST_SYNCH", "0") not in ("", "0"):
         raise ValueError("MLX_METAL_FAST_SYNCH is set; with several machines MLX hangs under it, so unset it")
-    limit = JOIN + 5  # elsewhere MLX is given the time for an error of its own
     if os.environ.get("MLX_RANK", "0") == "0":
-        limit = JOIN
         print(f"waiting up to {JOIN:.0f} s for the other machines; see docs/runs.md", file=sys.stderr, flush=True)
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # MLX holds the interpreter's lock, so no handler would run
     with open(os.devnull, "w") as nowhere:
-        faulthandler.dump_traceback_later(limit, exit=True, file=nowhere)
+        faulthandler.dump_traceback_later(JOIN, exit=True, file=nowhere)
         try:
             return mx.distributed.init(strict=True)
         except RuntimeError as error:
@@ -257,9 +247,9 @@ class _Link:
     def __init__(self, group: Any):
         self.group, self.rank, self.size = group, group.rank(), group.size()
         self.names = [f"rank {number}" for number in range(self.size)]
-        self.waited, self.longest, self.left_at = 0.0, 0.0, time.monotonic()
-        self.number, self.is_over, self.is_stuck = 0, False, False
-        self.jobs: queue.SimpleQueue[tuple[Callable[[], Any], Answers]] = queue.SimpleQueue()
+        self.waited, self.num_pieces = 0.0, 0
+        self.is_over, self.is_stuck = False, False
+        self.jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         threading.Thread(target=self._work, daemon=True).start()
         atexit.register(self._leave)  # first, so that it runs last
 
@@ -273,29 +263,27 @@ class _Link:
         """
         if self.is_over:
             raise Lost("the machines have parted")
-        self.number += 1
         begin = time.monotonic()
-        self.longest = max(self.longest, begin - self.left_at)
-        limit = max(LEAST_PATIENCE, PATIENCE * self.longest)
-        found: list[bytes] = self._done(lambda: self._meet(kind, data, flat), limit)
-        self.left_at = time.monotonic()
-        self.waited += self.left_at - begin
+        found: list[bytes] = self._done(lambda: self._meet(kind, data, flat), PATIENCE)
+        self.waited += time.monotonic() - begin
         return found
 
-    def _done(self, job: Callable[[], Any], limit: float) -> Any:
-        """What a job of the thread gives. Raises Lost if that is an error, or takes longer than `limit` seconds."""
-        answers = Answers()
-        self.jobs.put((job, answers))
-        try:
-            answer = answers.get(timeout=limit)
-        except queue.Empty:
-            self.is_stuck = True
-            self.end(f"a machine hangs or is very late: nothing came from it for {limit:.0f} s")
-        if isinstance(answer, Lost):
-            self.end(str(answer))
-        if isinstance(answer, BaseException):
-            self.end(f"another machine is gone, or the network to it ({answer})")
-        return answer
+    def _done(self, job: Callable[[], Any], patience: float) -> Any:
+        """What a job of the thread gives. Raises Lost if that is an error, or if no piece comes for so many seconds."""
+        future: Future[Any] = Future()
+        self.jobs.put((job, future))
+        while True:
+            before = self.num_pieces
+            try:
+                return future.result(patience)
+            except TimeoutError:
+                if before == self.num_pieces:
+                    self.is_stuck = True
+                    self.end(f"a machine hangs or is very late: nothing came from it for {patience:.0f} s")
+            except Lost as error:
+                self.end(str(error))
+            except Exception as error:
+                self.end(f"another machine is gone, or the network to it ({error})")
 
     def end(self, reason: str) -> NoReturn:
         self.is_over = True
@@ -303,12 +291,9 @@ class _Link:
 
     def tell(self, error: BaseException) -> None:
         """Says to the others, at their next meeting, why this machine ends; waits for a short time only."""
-        if self.is_over or (isinstance(error, SystemExit) and not error.code):
-            return
-        text = " ".join(_reason(error).split()).encode()[: HEAD - META.size]
-        message = META.pack(self.number + 1, FAILED, len(text)) + text
-        with contextlib.suppress(Lost, KeyboardInterrupt):
-            self._done(lambda: self._all_gather(message, HEAD), TELL)
+        if not self.is_over and not (isinstance(error, SystemExit) and not error.code):
+            with contextlib.suppress(Lost, KeyboardInterrupt):
+                self._done(lambda: self._heads("", 0, " ".join(_reason(error).split())), TELL)
         self.is_over = True
 
     def _leave(self) -> None:
@@ -322,43 +307,47 @@ class _Link:
 
     def _work(self) -> None:
         while True:
-            job, answers = self.jobs.get()
+            job, future = self.jobs.get()
             try:
-                answers.put(job())
+                future.set_result(job())
             except BaseException as error:  # the main thread raises it
-                answers.put(error)
+                future.set_exception(error)
 
     def _meet(self, kind: str, data: bytes, flat: np.ndarray | None) -> list[bytes]:
         """Exchanges messages, then what they announce. Raises Lost if a machine ends, or if one is about another."""
-        message = META.pack(self.number, zlib.crc32(kind.encode()) or 1, len(data)) + data[: HEAD - META.size]
-        messages = self._all_gather(message, HEAD)
-        metas = [META.unpack_from(message) for message in messages]
-        found, sizes = [message[META.size :] for message in messages], [size for _, _, size in metas]
-        for name, (_, what, size), text in zip(self.names, metas, found, strict=True):
-            if what == FAILED:
-                raise Lost(f"{name}: {text[:size].decode(errors='replace')}")
-        if len({meta[:2] for meta in metas}) > 1:
-            raise Lost(f"the machines have lost step with each other, at a {kind}; start them again")
+        sizes = self._heads(kind, len(data))
         if flat is not None:
             for part in np.split(flat, range(BLOCK, len(flat), BLOCK)):
-                summed = mx.distributed.all_sum(mx.array(part), group=self.group, stream=mx.cpu)
-                mx.eval(summed)  # wait, for the network
-                part[:] = np.array(summed)
-        if (most := max(sizes)) <= HEAD - META.size:
-            return [data[:size] for data, size in zip(found, sizes, strict=True)]
+                part[:] = self._all(mx.distributed.all_sum, part)
         whole: list[list[bytes]] = [[] for _ in sizes]
-        for begin in range(0, most, BLOCK):
-            pieces = self._all_gather(data[begin : begin + BLOCK], min(BLOCK, most - begin))
-            for its, piece, size in zip(whole, pieces, sizes, strict=True):
+        for begin in range(0, max(sizes), BLOCK):
+            mine = data[begin : begin + BLOCK].ljust(min(BLOCK, max(sizes) - begin), b"\0")
+            for its, piece, size in zip(whole, self._gathered(mine), sizes, strict=True):
                 its.append(piece[: max(size - begin, 0)])
         return list(map(b"".join, whole))
 
-    def _all_gather(self, data: bytes, width: int) -> list[bytes]:
-        padded = np.zeros(width, np.uint8)
-        padded[: len(data)] = np.frombuffer(data, np.uint8)
-        gathered = mx.distributed.all_gather(mx.array(padded), group=self.group, stream=mx.cpu)
-        mx.eval(gathered)  # wait, for the slowest machine
-        return [one.tobytes() for one in np.split(np.array(gathered), self.size)]
+    def _heads(self, kind: str, num_bytes: int, reason: str = "") -> list[int]:
+        """Tells the others what this machine brings, or why it ends; the bytes that each of them brings."""
+        mine = json.dumps([zlib.crc32(kind.encode()), num_bytes, reason[:1000]]).encode()  # a character is 12 at most
+        heads = [json.loads(head) for head in self._gathered(mine.ljust(HEAD))]
+        for name, (_, _, its) in zip(self.names, heads, strict=True):
+            if its:
+                raise Lost(f"{name}: {its}")
+        if len({kind for kind, *_ in heads}) > 1:
+            raise Lost(f"the machines have lost step with each other, at a {kind}; start them again")
+        return [size for _, size, _ in heads]
+
+    def _gathered(self, data: bytes) -> list[bytes]:
+        """The bytes of all machines, which bring equally many."""
+        gathered = self._all(mx.distributed.all_gather, np.frombuffer(data, np.uint8))
+        return [one.tobytes() for one in np.split(gathered, self.size)]
+
+    def _all(self, collective: Callable[..., mx.array], mine: np.ndarray) -> np.ndarray:
+        """A piece of a meeting."""
+        theirs = collective(mx.array(mine), group=self.group, stream=mx.cpu)
+        mx.eval(theirs)  # wait, for the slowest machine; the main thread goes on meanwhile
+        self.num_pieces += 1
+        return np.array(theirs)
 
 
 # ---- values as bytes
@@ -377,19 +366,18 @@ def _encode(value: Any) -> bytes:
         return {"array": isinstance(x, mx.array)}
 
     out, text = io.BytesIO(), json.dumps(value, default=stand_in).encode()
-    for array in (np.frombuffer(text, np.uint8), *arrays):
-        np.save(out, array, allow_pickle=False)
+    np.savez(out, np.frombuffer(text, np.uint8), *arrays)
     return out.getvalue()
 
 
 def _decode(data: bytes) -> Any:
     """What `_encode` was given; no dictionary of it may have the one key "array"."""
-    stream = io.BytesIO(data)
+    text, *arrays = np.load(io.BytesIO(data), allow_pickle=False).values()
+    rest = iter(arrays)
 
     def array_of(entry: dict[str, Any]) -> Any:
         if entry.keys() != {"array"}:
             return entry
-        array = np.load(stream, allow_pickle=False)
-        return mx.array(array) if entry["array"] else array
+        return mx.array(next(rest)) if entry["array"] else next(rest)
 
-    return json.loads(np.load(stream, allow_pickle=False).tobytes(), object_hook=array_of)
+    return json.loads(text.tobytes(), object_hook=array_of)

@@ -222,11 +222,17 @@ import time
 import cpu_blas
 from machine import world
 from flags import fail
+world.BLOCK, world.PATIENCE, piece = 1000, 1.0, world._Link._all
+def late(*args):
+    time.sleep(0.4)
+    return piece(*args)
 try:
     with world.joined():
+        world._Link._all = late
+        assert world.share("x" * 9000) == ["x" * 9000] * 2
+        print("a slow link is no machine that hangs", flush=True)
         if world.rank() == 1:
             time.sleep(1000)
-        world.LEAST_PATIENCE, world.PATIENCE = 1.0, 0.0
         world.share("here")
 except ValueError as error:
     fail(error)
@@ -236,7 +242,8 @@ except ValueError as error:
 @slow
 def test_a_machine_that_hangs_ends_the_others_with_a_line_and_not_a_hang(tmp_path):
     with Machines(2, tmp_path, "-c", HANGING) as machines:
-        (_, errors), status = machines.processes[0].communicate(timeout=LIMIT), machines.processes[0].returncode
+        (said, errors), status = machines.processes[0].communicate(timeout=LIMIT), machines.processes[0].returncode
+    assert said.endswith("a slow link is no machine that hangs\n")
     assert status == 1 and "error: a machine hangs or is very late: nothing came from it for 1 s" in errors
 
 

@@ -27,9 +27,8 @@ from mlx.utils import tree_flatten
 
 from disk import adapters, hub
 from flags import Parser, fail, load_yaml
-from kv_cache import CAUSAL, Cache, KVCache, Layout, SlotCache
+from kv_cache import CAUSAL, Cache, DeltaState, KVCache, Layout, SlotCache
 from layers import attention, delta, lm_head, ops, probe, softmax
-from layers.delta_state import DeltaState
 from layers.tree_cache import TreeLayer
 from machine import alive, cpu, gpu, kernels, memory, versions
 
@@ -163,8 +162,8 @@ class GatedDeltaNet(nn.Module):
             column = mx.arange(length)
             real = ((column >= spans[0][:, None]) & (column < spans[1][:, None]))[..., None]
             channels, beta, log_decay = (mx.where(real, array, 0) for array in (channels, beta, log_decay))
-        held = None if context.state is None else context.state.held
-        before, memory = held or sizes.empty_state(num_rows, x.dtype)
+        past = None if context.state is None else context.state.newest
+        before, memory = past or sizes.empty_state(num_rows, x.dtype)
         window = mx.concatenate([before, channels], axis=1)  # (N, W - 1 + L, channels)
         mixed = delta.convolve(window, self.conv1d.weight).astype(mx.float32)
         queries, keys, values = mx.split(mixed, [sizes.widths[0], 2 * sizes.widths[0]], axis=-1)
@@ -230,20 +229,14 @@ def checkpointed(layer: Block, x: mx.array, delta: mx.array | None, context: Con
     assert isinstance(state, TreeLayer | DeltaState | None), "what is written in place cannot be computed again"
 
     def run(weights: Any, x: mx.array, before: Any) -> tuple[mx.array, Any]:
-        held = layer.trainable_parameters()
+        own = layer.trainable_parameters()
         layer.update(weights)
-        level = (
-            None
-            if state is None
-            else DeltaState(*(before[0] if before else ()))
-            if layer.is_linear
-            else TreeLayer(list(before))
-        )
+        level = None if state is None else type(state)(list(before))
         x, out = layer(x, None, context._replace(state=level))
-        layer.update(held)
-        return x + out, [] if level is None else level.newest()
+        layer.update(own)
+        return x + out, [] if level is None else level.parts[-1:]
 
-    before: list[Any] = [] if state is None else list(state.parts) if isinstance(state, TreeLayer) else state.newest()
+    before = [] if state is None else list(state.parts)
     x, newest = mx.checkpoint(run)(layer.trainable_parameters(), x if delta is None else x + delta, before)
     if state is not None:
         state.add(newest)
@@ -322,13 +315,13 @@ def decode_step(model: Model) -> Step:
             rotation, delta = ops.Rotation(rope, *turns), None
             if before is not None:
                 x, delta = layers[before].leave(x, read[0], read[1] if len(read) > 1 else None)
-            held = [DeltaState(*state) for state in states]
-            for index, state in zip(linear, held, strict=True):
-                x, delta = layers[index](x, delta, Context(rotation, CAUSAL, state))
+            nets = [DeltaState([state]) for state in states]
+            for index, net in zip(linear, nets, strict=True):
+                x, delta = layers[index](x, delta, Context(rotation, CAUSAL, net))
             if after is None:
-                return model.norm.after(x, delta)[1], [state.held for state in held]
+                return model.norm.after(x, delta)[1], [net.newest for net in nets]
             x, made = layers[after].enter(x, delta, rotation)
-            return (x, [array for array in made if array is not None]), [state.held for state in held]
+            return (x, [array for array in made if array is not None]), [net.newest for net in nets]
 
         return linear, mx.compile(run)
 
@@ -340,7 +333,7 @@ def decode_step(model: Model) -> Step:
         turns, layout = [array for array in turns if array is not None], cache.layout(1)
         x, found = model.embed_tokens(tokens), list[mx.array]()
         for (linear, run), attended in zip(passes, ends[1:], strict=True):
-            made, states = run(x, found, turns, [cache.layers[index].held for index in linear])
+            made, states = run(x, found, turns, [cache.layers[index].newest for index in linear])
             for index, state in zip(linear, states, strict=True):
                 cache.layers[index].update(*state)
             if attended is None:
@@ -483,8 +476,9 @@ def rehearse(model: Model) -> list[kernels.Call]:
                 model.hidden(ids, prompts)
                 for share, prompt_of in ((True, [0, 0, 1, 1]), (True, [0, 0, 0, 1]), (False, [0, 0, 1, 1])):
                     slots = SlotCache(prompts, 4, 4, share)
-                    for starts in ([0] * 4, [0, 0, 1, 1]):
-                        slots.assign(prompt_of, starts)
+                    for begun in (None, [2, 3]):  # then slots differ
+                        slots.assign(prompt_of, begun)
+                        slots.aim()
                         model.hidden(mx.array([[1]] * 4), slots)
             logits, uniforms = model.hidden(ids)[:, -1] @ head.T, mx.full((2, 4), 0.5)
             softmax.row_logprobs(logits, ids[:, 0])

@@ -1,22 +1,23 @@
 """
 What a model keeps of past tokens: of a batch of rows, and of the slots of a decode batch.
 
-A layer with attention keeps keys and values; what another kind keeps is beside it, as `layers/delta_state.py`. Rows
-that share the token runs of their ancestors have `layers/tree_cache.py`.
+A layer with attention keeps keys and values, a gated delta net a state of fixed size. Rows that share the token runs of
+their ancestors have `layers/tree_cache.py`.
 
 `KVCache`: rows are right-aligned; a shorter one starts with `pad` columns that no query sees, and a row's position is
 the column minus its padding. Buffers grow by 128 columns, so that a decode step writes in place.
-`SlotCache`: a slot reads its prompt's cache in place or holds a copy, and keeps its own tokens in a ring, so a waiting
-row can take the slot of an ended one.
+`SlotCache`: a slot reads its prompt's cache in place or holds a copy, and counts the columns of its own tokens, so a
+waiting row can take the slot of an ended one.
 
-Axes: N rows or slots, K kv heads, S capacity, P prompt columns, W columns of a ring, L new positions, D head dim;
-R rows of a part that G query rows each share.
+Axes: N rows or slots, M slots that get tokens, K kv heads, S capacity, P prompt columns, W own columns of a slot, L new
+positions, D head dim; R rows of a part that G query rows each share.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
+import numpy as np
 
 REFILL, SHRINK = 1 / 16, 1 / 4  # share of idle slots at which waiting rows take them, or they are dropped
 CHUNK = 128  # columns; smaller chunks copy more often, larger ones waste memory on short completions
@@ -76,9 +77,8 @@ class Cache(Protocol):
         """Counts the columns of a forward pass, after it."""
 
 
-Kinds = int | Sequence[str]  # of a model's layers, as `ModelConfig.layer_kinds`; a number: so many with attention
-ATTENTION = ("full_attention", "unrotated_attention")
-STATES: dict[str, Callable[[], Any]] = {}  # the empty state of layers of other kinds; each is beside its layer
+
+# ---- what a layer keeps
 
 
 class LayerCache:
@@ -99,8 +99,8 @@ class LayerCache:
         """Appends (N, K, L, D) to both and returns all written columns, (N, K, length, D) each, as one part."""
         assert keys.shape == values.shape, f"keys {keys.shape}, values {values.shape}"
         if self.keys is not None:  # slice assignment would silently broadcast one row to all, or cast
-            held, new = ((*array.shape[:2], array.shape[3], array.dtype) for array in (self.keys, keys))
-            assert held == new, f"{held} != {new}"
+            kept, new = ((*array.shape[:2], array.shape[3], array.dtype) for array in (self.keys, keys))
+            assert kept == new, f"{kept} != {new}"
         begin, end = self.length, self.length + keys.shape[2]
         if self.keys is None or end > self.keys.shape[2]:
             self.capacity = max(self.capacity, round_up(end))
@@ -112,7 +112,7 @@ class LayerCache:
         return [self.written(slice(None))]
 
     def slots(self, num_slots: int, width: int, share: bool) -> "SlotLayer":
-        return SlotLayer(self, num_slots, round_up(width), share)
+        return SlotLayer(self, num_slots, width, share)
 
     def written(self, rows: slice | mx.array) -> tuple[mx.array, mx.array]:
         """The written columns of these rows, (R, K, length, D) each."""
@@ -124,17 +124,179 @@ class LayerCache:
         return [buffer for buffer in (self.keys, self.values) if buffer is not None]
 
     def _grown(self, old: mx.array | None, new: mx.array) -> mx.array:
-        num_rows, num_heads, _, head_dim = new.shape
-        buffer = mx.zeros((num_rows, num_heads, self.capacity, head_dim), new.dtype)
+        buffer = mx.zeros((*new.shape[:2], self.capacity, new.shape[3]), new.dtype)
         if old is not None:
             buffer[:, :, : self.length] = old[:, :, : self.length]
         return buffer
 
 
-def make_layers(kinds: Kinds, attention: Callable[[], Any]) -> list[Any]:
-    """An empty state for each layer."""
-    kinds = ATTENTION[:1] * kinds if isinstance(kinds, int) else kinds
-    return [attention() if kind in ATTENTION else STATES[kind]() for kind in kinds]
+class Aim(NamedTuple):
+    """Which columns of a `SlotCache` the next tokens are written to."""
+
+    slots: mx.array | None  # (M, 1) those that get tokens; None: all, one each, in one column
+    columns: Any  # (M, L) of the buffers; the number of that column
+    end: int  # columns of the buffers in use afterwards
+    prompts: mx.array | None = None  # (M,) those to join in front of own columns; None: what is read are parts
+
+
+class SlotLayer:
+    """
+    One layer of a `SlotCache`: for each slot a buffer that ends with W columns of its own, of which i has its token i.
+
+    If prompts are shared, there are no others, and `update` returns a view of the prompts in use and the own columns.
+    Otherwise the buffer (N, K, P + W, D) starts with a copy of the slot's prompt.
+    """
+
+    aim: Aim
+
+    def __init__(self, prompts: LayerCache, num_slots: int, width: int, share: bool):
+        self.prompts, self.first = prompts, 0 if share else prompts.length  # own column
+        self.in_use = slice(0, 0)  # of the prompts
+        self.keys, self.values = (
+            mx.zeros((num_slots, array.shape[1], self.first + width, array.shape[3]), array.dtype)
+            for array in prompts.written(slice(None))
+        )
+
+    def assign(self, prompt_of: list[int], begun: list[int], moved: list[int]) -> None:
+        """Takes a view of the prompts in use, or copies its own to each slot in `moved`, which had another."""
+        self.in_use = slice(min(prompt_of), max(prompt_of) + 1)
+        if self.first and moved:
+            written = self.prompts.written(mx.array([prompt_of[slot] for slot in moved]))
+            for buffer, array in zip(self.arrays(), written, strict=True):
+                buffer[mx.array(moved), :, : self.first] = array
+
+    def widen(self, num_columns: int) -> None:
+        """Makes room for so many columns more."""
+        more = [(0, 0), (0, 0), (0, num_columns), (0, 0)]
+        self.keys, self.values = mx.pad(self.keys, more), mx.pad(self.values, more)
+
+    def keep(self, slots: mx.array) -> None:
+        self.keys, self.values = self.keys[slots], self.values[slots]
+
+    def arrays(self) -> list[mx.array]:
+        """The slots' buffers, without the prompts'."""
+        return [self.keys, self.values]
+
+    def update(self, keys: mx.array, values: mx.array) -> Parts:
+        """Writes (M, K, L, D) each where `aim` says, and returns what the slots that get tokens may read."""
+        slots, columns, end, prompts = self.aim
+        num, length = (len(self.keys), 1) if slots is None else columns.shape
+        # assignment would silently broadcast one row to all
+        shape = num, self.keys.shape[1], length, self.keys.shape[3]
+        assert keys.shape == values.shape == shape, f"{keys.shape}, {values.shape}, not {shape}"
+        for buffer, new in ((self.keys, keys), (self.values, values)):
+            if slots is None:
+                buffer[:, :, columns : columns + 1] = new
+            else:
+                buffer[slots, :, columns] = new.swapaxes(1, 2)
+        own = self.keys[:, :, :end], self.values[:, :, :end]
+        if prompts is None:
+            return [own] if self.first else [self.prompts.written(self.in_use), own]
+        assert slots is not None
+        own = own[0][slots[:, 0]], own[1][slots[:, 0]]
+        if self.first:
+            return [own]
+        before = self.prompts.written(prompts)
+        return [(mx.concatenate([before[0], own[0]], axis=2), mx.concatenate([before[1], own[1]], axis=2))]
+
+
+class DeltaState:
+    """
+    What a gated delta net keeps: of a batch of rows, or of the rows of a tree's newest level.
+
+    parts: none before the first tokens, then one: the last inputs of its convolution, (N, window - 1, channels), and
+    its memory, (N, value heads, value dim, key dim) float32. Arrays are replaced, never written, so gradients go
+    through them.
+    """
+
+    def __init__(self, parts: Parts | None = None):
+        self.parts = parts or []
+
+    @property
+    def newest(self) -> tuple[mx.array, mx.array] | None:
+        """What the next tokens begin with."""
+        return self.parts[0] if self.parts else None
+
+    def update(self, inputs: mx.array, memory: mx.array) -> None:
+        self.parts = [(inputs, memory)]
+
+    def add(self, parts: Parts) -> None:
+        """Takes what a forward pass has left, for `gwen.checkpointed`."""
+        self.parts = parts
+
+    def arrays(self) -> list[mx.array]:
+        return [array for part in self.parts for array in part]
+
+    def taken(self, rows: Sequence[int]) -> "DeltaState":
+        """The state of each of these rows."""
+        index = mx.array(list(rows))
+        return DeltaState([(inputs[index], memory[index]) for inputs, memory in self.parts])
+
+    def child(self, rows_of: Sequence[slice | mx.array], parents: Sequence[int]) -> "DeltaState":
+        """What the rows of a tree's next level begin with: the states of their parents."""
+        return self.taken(parents)
+
+    def flatten(self, target: "DeltaState", index: mx.array) -> None:
+        """The state of a tree's newest level is that of its rows."""
+        target.parts = self.parts
+
+    def slots(self, num_slots: int, width: int, share: bool) -> "DeltaSlots":
+        return DeltaSlots(self, num_slots)
+
+
+class DeltaSlots(DeltaState):
+    """
+    A gated delta net's state of each slot, which begins with a copy of its prompt's.
+
+    It cannot be set back, as columns can. Where rows take turns, a slot draws one token more before the end of its turn
+    is read: so the state before the newest token is kept too, and who goes on puts that of the end back.
+    """
+
+    aimed: mx.array | None = None  # the slots that the next tokens are of; None: all, one each
+    keeps_before = False
+    before: Parts
+
+    def __init__(self, prompts: DeltaState, num_slots: int):
+        self.prompts = prompts
+        super().__init__(prompts.taken([0] * num_slots).parts)
+
+    @property
+    def newest(self) -> tuple[mx.array, mx.array] | None:
+        ((inputs, memory),) = self.parts
+        return (inputs, memory) if self.aimed is None else (inputs[self.aimed], memory[self.aimed])
+
+    def update(self, inputs: mx.array, memory: mx.array) -> None:
+        if self.aimed is not None:
+            return self.put(self.aimed, (inputs, memory))
+        if self.keeps_before:
+            self.before = self.parts
+        self.parts = [(inputs, memory)]
+
+    def assign(self, prompt_of: list[int], begun: list[int], moved: list[int]) -> None:
+        """Gives the slots in `begun` their prompt's state, also where the prompt was the slot's before."""
+        if begun:
+            self.put(mx.array(begun), self.prompts.taken([prompt_of[slot] for slot in begun]).parts[0])
+
+    def put(self, slots: mx.array, state: tuple[mx.array, mx.array]) -> None:
+        """Makes this the state of some slots."""
+        for buffer, array in zip(self.arrays(), state, strict=True):
+            buffer[slots] = array
+
+    def take(self, slot: int, num_extra: int) -> tuple[mx.array, mx.array]:
+        """The state of a slot without its newest `num_extra` tokens, 0 or 1."""
+        ((inputs, memory),) = self.before if num_extra else self.parts
+        return inputs[slot : slot + 1], memory[slot : slot + 1]
+
+    def keep(self, slots: mx.array) -> None:
+        self.parts = [(inputs[slots], memory[slots]) for inputs, memory in self.parts]
+
+
+def make_layers(kinds: Sequence[str], attention: Callable[[], Any]) -> list[Any]:
+    """An empty state for each layer, whose kinds are those of `ModelConfig.layer_kinds`."""
+    return [DeltaState() if kind == "linear_attention" else attention() for kind in kinds]
+
+
+# ---- what a model keeps
 
 
 class KVCache(Cache):
@@ -145,7 +307,7 @@ class KVCache(Cache):
     needs no mask.
     """
 
-    def __init__(self, kinds: Kinds, capacity: int = 0, pad: mx.array | None = None):
+    def __init__(self, kinds: Sequence[str], capacity: int = 0, pad: mx.array | None = None):
         self.layers = make_layers(kinds, lambda: LayerCache(capacity))
         self.pad = pad
         self.length = 0  # columns written so far, padding included
@@ -180,97 +342,46 @@ class KVCache(Cache):
 
 def make_group(rows: list[int], num_blocks: int, mask: mx.array | str | None) -> Group:
     """The group in which query row n reads row `rows[n]` of a part with `num_blocks` rows."""
-    members: list[list[int]] = [[] for _ in range(num_blocks)]
-    for query_row, row in enumerate(rows):
-        members[row].append(query_row)
+    members = [[n for n, row in enumerate(rows) if row == block] for block in range(num_blocks)]
     most = max(map(len, members))
-    padded = [group + [0] * (most - len(group)) for group in members]
-    if [n for group in padded for n in group] == list(range(len(rows))):
+    padded = np.array([group + [0] * (most - len(group)) for group in members])
+    if np.array_equal(padded.ravel(), np.arange(len(rows))):
         return Group(mask=mask)
-    place = {n: row * most + g for row, group in enumerate(members) for g, n in enumerate(group)}
-    return Group(mx.array(padded), mx.array([place[n] for n in range(len(rows))]), mask)
-
-
-class SlotLayer:
-    """
-    One layer of a `SlotCache`: for each slot a buffer that ends with a ring of W columns.
-
-    If prompts are shared, the buffer is the ring, and `update` returns a view of the prompts in use and the ring.
-    Otherwise the buffer (N, K, P + W, D) starts with a copy of the slot's prompt, and `update` returns it whole.
-    """
-
-    def __init__(self, prompts: LayerCache, num_slots: int, width: int, share: bool):
-        self.prompts, self.width, self.step = prompts, width, 0
-        self.ring = 0 if share else prompts.length  # the column where the ring begins
-        self.in_use = slice(0, 0)  # of the prompts
-        self.keys, self.values = (
-            mx.zeros((num_slots, held.shape[1], self.ring + width, held.shape[3]), held.dtype)
-            for held in prompts.written(slice(None))
-        )
-
-    def assign(self, prompt_of: list[int], begun: list[int], moved: list[int]) -> None:
-        """Takes a view of the prompts in use, or copies its own to each slot in `moved`, which had another."""
-        self.in_use = slice(min(prompt_of), max(prompt_of) + 1)
-        if self.ring and moved:
-            written = self.prompts.written(mx.array([prompt_of[slot] for slot in moved]))
-            for buffer, held in zip(self.arrays(), written, strict=True):
-                buffer[mx.array(moved), :, : self.ring] = held
-
-    def keep(self, slots: mx.array) -> None:
-        self.keys, self.values = self.keys[slots], self.values[slots]
-
-    def arrays(self) -> list[mx.array]:
-        """The slots' buffers, without the prompts'."""
-        return [self.keys, self.values]
-
-    def update(self, keys: mx.array, values: mx.array) -> Parts:
-        """Writes one token per slot, (N, K, 1, D), into the ring."""
-        num_slots, num_heads, _, head_dim = self.keys.shape  # slice assignment would silently broadcast one row to all
-        assert keys.shape == values.shape == (num_slots, num_heads, 1, head_dim), f"{keys.shape}, {values.shape}"
-        column = self.ring + self.step % self.width
-        self.keys[:, :, column : column + 1] = keys
-        self.values[:, :, column : column + 1] = values
-        self.step += 1
-        end = self.ring + min(self.step, self.width)
-        own = self.keys[:, :, :end], self.values[:, :, :end]
-        return [own] if self.ring else [self.prompts.written(self.in_use), own]
+    places = [row * most + members[row].index(n) for n, row in enumerate(rows)]
+    return Group(mx.array(padded), mx.array(places), mask)
 
 
 class SlotCache(Cache):
     """
     The cache of a decode batch in which waiting rows take the slots of ended ones.
 
-    share: hold a prompt's columns once for all slots that continue it; otherwise each slot has a copy. All slots write
-    to the same column of a ring as wide as the longest completion, so a row's own columns are the newest ones. Keys are
-    rotated before they are stored, so their order does not matter.
+    share: hold a prompt's columns once for all slots that continue it; otherwise each slot has a copy. width: room for
+    own tokens, which `aim` widens. Each slot counts its own columns, in `lengths`; who sets them back has what is newer
+    overwritten. `aim` comes before each forward pass: a token for every slot, or several, padded on the right, for some.
     """
 
-    def __init__(self, prompts: KVCache, num_slots: int, width: int, share: bool = True):
+    def __init__(self, prompts: KVCache, num_slots: int, width: int = 0, share: bool = True):
         self.prompts, self.num_slots, self.share = prompts, num_slots, share
-        self.layers = [layer.slots(num_slots, width, share) for layer in prompts.layers]
-        self.width, self.step = round_up(width), 0  # of a ring; decode steps so far
-        self.most_bytes = sum(array.nbytes for array in prompts.arrays() + self.arrays())  # until slots are dropped
+        self.width, self.first = round_up(width), 0 if share else prompts.length  # the own columns of each buffer
+        self.layers = [layer.slots(num_slots, self.width, share) for layer in prompts.layers]
         self.prompt_of: list[int] = []  # each slot's prompt
-        self.starts: list[int] = []  # the step at which each slot's row started
+        self.lengths = np.zeros(num_slots, int)  # own columns of each slot
+        self.most_bytes = 0
+        self._count()
 
-    def advance(self, num_new: int) -> None:
-        self.step += num_new
+    def _count(self) -> None:
+        self.most_bytes = max(self.most_bytes, sum(one.nbytes for one in self.prompts.arrays() + self.arrays()))
 
-    def assign(self, prompt_of: list[int], starts: list[int], begun: list[int] | None = None) -> None:
-        """
-        Sets each slot's prompt and the step at which its row started.
-
-        begun: the slots whose rows begin; None: all. The others keep their columns.
-        """
-        assert len(prompt_of) == len(starts) and all(start <= self.step for start in starts)
+    def assign(self, prompt_of: list[int], begun: list[int] | None = None) -> None:
+        """Sets each slot's prompt. begun: the slots whose rows begin; None: all. The others keep their columns."""
         begun = list(range(len(prompt_of))) if begun is None else begun
         moved = [s for s in begun if self.prompt_of[s : s + 1] != [prompt_of[s]]]
         for layer in self.layers:
             layer.assign(prompt_of, begun, moved)
-        self.prompt_of, self.starts = prompt_of, starts
-        padding = 0 if self.prompts.pad is None else self.prompts.pad[mx.array(prompt_of)]
-        self.start = mx.array(starts)
-        self.first_position = self.prompts.length - padding - self.start
+        self.prompt_of, self.lengths[begun] = prompt_of, 0
+        self.first_position = np.full(len(prompt_of), self.prompts.length)
+        if self.prompts.pad is not None:
+            self.first_position -= np.array(self.prompts.pad)[prompt_of]
         if not self.share:
             self.prompt_mask = self.prompts.unpadded(mx.array(prompt_of))
             return
@@ -278,34 +389,63 @@ class SlotCache(Cache):
         self.prompt_mask = self.prompts.unpadded(slice(first, last))
         self.readers = make_group([prompt - first for prompt in prompt_of], last - first, self.prompt_mask)
 
+    def aim(self, num_new: dict[int, int] | None = None) -> None:
+        """How many of the next tokens each slot gets; None: all one each."""
+        self.aimed = np.arange(self.num_slots) if num_new is None else np.array(list(num_new))
+        self.num_new = np.array(list(num_new.values()) if num_new else 1)
+        begins = self.lengths[self.aimed]
+        most = int(self.num_new.max())
+        if (more := round_up(int(begins.max()) + most) - self.width) > 0:
+            for layer in self.layers:
+                if isinstance(layer, SlotLayer):
+                    layer.widen(more)
+            self.width += more
+            self._count()
+        column, end = self.first + begins, self.first + int(begins.max()) + most
+        if num_new is None and (begins == begins[0]).all():
+            self.target = Aim(None, int(column[0]), end)
+        else:
+            prompts = mx.array([self.prompt_of[slot] for slot in num_new]) if num_new else None
+            columns = mx.array(column[:, None] + np.arange(most))
+            self.target = Aim(mx.array(self.aimed[:, None]), columns, end, prompts)
+        for layer in self.layers:
+            if isinstance(layer, SlotLayer):
+                layer.aim = self.target
+            else:
+                layer.aimed = mx.array(self.aimed) if num_new else None
+
+    def advance(self, num_new: int) -> None:
+        self.lengths[self.aimed] += self.num_new
+
     def offsets(self, num_rows: int) -> mx.array:
-        """The position of the next token of each slot, (N,) int32."""
-        assert num_rows == len(self.starts), f"{num_rows} rows for {len(self.starts)} slots"
-        return self.first_position + self.step
+        """The position of the next token of each slot that gets some, (M,) int32."""
+        assert num_rows == len(self.aimed), f"{num_rows} rows for {len(self.aimed)} slots"
+        return mx.array((self.first_position + self.lengths)[self.aimed].astype(np.int32))
 
     def layout(self, num_new: int) -> Layout:
-        """Prompts and rings if prompts are shared, else one part with the mask (N, 1, 1, P + W) boolean or None."""
-        assert num_new == 1, f"a slot takes one token a step, not {num_new}"
-        width = self.width
-        used, own_mask = min(self.step + 1, width), None
-        if any(self.starts):
-            written_at = self.step - (self.step % width - mx.arange(used)) % width  # the step that wrote each column
-            own_mask = (written_at >= self.start[:, None])[:, None, None]
-        if self.share:
-            return Layout([self.readers, Group(mask=own_mask)])
-        if self.prompt_mask is None and own_mask is None:
+        """Prompts and own columns if all slots share prompts, else one part with the mask (M, 1, L, P + W) or None."""
+        slots, _, end, prompts = self.target
+        own, used, spans = None, end - self.first, None
+        if slots is not None:
+            last = mx.array(self.lengths[self.aimed][:, None, None, None] + np.arange(num_new)[:, None])
+            own = mx.arange(used) <= last  # (M, 1, L, W)
+        if self.share and prompts is None:
+            return Layout([self.readers, Group(mask=own)])
+        if prompts is not None:
+            spans = mx.zeros(len(self.aimed), mx.int32), mx.array(self.num_new.astype(np.int32))
+        before = self.prompt_mask if prompts is None else self.prompts.unpadded(prompts)
+        if before is None and own is None:
             return Layout([Group()])
-        before, own = (
-            mx.ones((len(self.starts), 1, 1, length), mx.bool_) if mask is None else mask
-            for mask, length in ((self.prompt_mask, self.prompts.length), (own_mask, used))
-        )
-        return Layout([Group(mask=mx.concatenate([before, own], axis=-1))])
+        shape = len(self.aimed), 1, num_new
+        masks = [
+            mx.ones((*shape, length), mx.bool_) if mask is None else mx.broadcast_to(mask, (*shape, length))
+            for mask, length in ((before, self.prompts.length), (own, used))
+        ]
+        return Layout([Group(mask=mx.concatenate(masks, axis=-1))], spans=spans)
 
     def keep(self, slots: list[int]) -> None:
         """Drops all slots but these, in this order."""
-        index = mx.array(slots)
         for layer in self.layers:
-            layer.keep(index)
-        self.num_slots = len(slots)
-        self.prompt_of, self.starts = ([held[slot] for slot in slots] for held in (self.prompt_of, self.starts))
-        self.assign(self.prompt_of, self.starts, [])
+            layer.keep(mx.array(slots))
+        self.num_slots, self.lengths = len(slots), self.lengths[slots]
+        self.assign([self.prompt_of[slot] for slot in slots], [])

@@ -237,17 +237,17 @@ def decode(
     record.lengths[rows] = record.searched[rows] = 0  # drop the draws of an attempt that ran out of memory
     table = record.uniforms(rows.tolist())
     slots = np.arange(cache.num_slots)  # index in `rows` of the row that each slot samples
-    starts = np.zeros_like(slots)  # the step at which it began
     num_begun, forward = len(slots), gwen.decode_step(model)
-    cache.assign(prompts[slots].tolist(), starts.tolist())
+    cache.assign(prompts[slots].tolist())
     logits = prompt_logits[mx.array(prompts[slots])]
     queued: list[tuple[np.ndarray, tuple[mx.array, ...]]] = []  # rows and draws of each step that was not read yet
     for step in itertools.count():
-        positions = np.minimum(step - starts, table.shape[1] - 1)  # an ended row runs on until its end is read
-        drawn = record.draw(logits, mx.array(table[slots, positions]))
+        np.minimum(cache.lengths, table.shape[1] - 1, out=cache.lengths)  # an ended row runs on until its end is read
+        drawn = record.draw(logits, mx.array(table[slots, cache.lengths]))
         queued.append((rows[slots], drawn))
-        if num_begun == len(rows) and (step - starts + 1 >= record.limits[rows[slots]]).all():
+        if num_begun == len(rows) and (cache.lengths + 1 >= record.limits[rows[slots]]).all():
             break
+        cache.aim()
         logits = forward(drawn[0][:, None], cache)[:, -1] @ model.head_weight.T
         mx.async_eval(drawn, logits)
         if step % LOOK_EVERY < LOOK_EVERY - 1:
@@ -260,16 +260,16 @@ def decode(
         idle, num_waiting = np.flatnonzero(ended), len(rows) - num_begun
         if num_waiting and len(idle) >= REFILL * len(slots):
             idle = idle[:num_waiting]
-            slots[idle], starts[idle] = np.arange(num_begun, num_begun + len(idle)), step + 1
+            slots[idle] = np.arange(num_begun, num_begun + len(idle))
             num_begun += len(idle)
-            cache.assign(prompts[slots].tolist(), starts.tolist(), idle.tolist())
+            cache.assign(prompts[slots].tolist(), idle.tolist())
             logits[mx.array(idle)] = prompt_logits[mx.array(prompts[slots[idle]])]
         elif not num_waiting and len(idle) >= SHRINK * len(slots):
             kept = np.flatnonzero(~ended)
             if not len(kept):
                 break
             cache.keep(kept.tolist())
-            slots, starts, logits = slots[kept], starts[kept], logits[mx.array(kept)]
+            slots, logits = slots[kept], logits[mx.array(kept)]
     for step_rows, drawn in queued:
         record.write(step_rows, drawn)
     record.cut(rows)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from kv_cache import Cache, Group, Kinds, KVCache, LayerCache, Layout, Parts, make_group, make_layers
+from kv_cache import Cache, Group, KVCache, LayerCache, Layout, Parts, make_group, make_layers
 
 
 class TreeLayer:
@@ -26,12 +26,9 @@ class TreeLayer:
         """Keys and values of every level."""
         return [array for part in self.parts for array in part]
 
-    def newest(self) -> Parts:
-        """What a forward pass has added, for `checkpointed`."""
-        return self.parts[-1:]
-
-    def add(self, newest: Parts) -> None:
-        self.parts.extend(newest)
+    def add(self, parts: Parts) -> None:
+        """Takes what a forward pass has added, for `gwen.checkpointed`."""
+        self.parts.extend(parts)
 
     def flatten(self, target: LayerCache, index: mx.array) -> None:
         """Writes into the `target` of N rows the columns that `index` (N, W) names, counted through all levels."""
@@ -54,13 +51,13 @@ class TreeCache(Cache):
     each row of the newest level. One forward pass computes a level's rows, padded on the right. Nothing is written in
     place, so gradients work, and a row may get children several times:
 
-        preamble = TreeCache(num_layers).child([len(ids)])
+        preamble = TreeCache(config.layer_kinds).child([len(ids)])
         model.hidden(preamble_tokens, preamble)
         questions = preamble.child(lengths, parents=[0, 0, 0])
         model.hidden(question_tokens, questions)
     """
 
-    def __init__(self, kinds: Kinds):
+    def __init__(self, kinds: Sequence[str]):
         self.kinds = kinds
         self.layers = make_layers(kinds, lambda: TreeLayer([]))
         self.widths: list[int] = []  # of each level that was computed, padding included

@@ -31,14 +31,17 @@ def test_a_compiled_step_gives_what_the_model_gives_whatever_slots_go(model, sha
     mx.eval(model.hidden(mx.array([[5, 6, 7], [0, 8, 9]]), prompts))
     ours, theirs = (SlotCache(prompts, 3, 8, share) for _ in range(2))
     for cache in (ours, theirs):
-        cache.assign([0, 0, 1], [0, 0, 0])
+        cache.assign([0, 0, 1])
     step, tokens = gwen.decode_step(model), np.array([[3], [4], [11]])
     assert step != model.hidden
     for number in range(4):
-        if number == 2:
-            tokens = tokens[[0, 2]]
-            for cache in (ours, theirs):
+        for cache in (ours, theirs):
+            if number == 2:
                 cache.keep([0, 2])
+            if number == 3:  # then slots differ
+                cache.assign(cache.prompt_of, [1])
+            cache.aim()
+        tokens = tokens[[0, 2]] if number == 2 else tokens
         found, expected = (
             forward(mx.array(tokens + number), cache) for forward, cache in ((step, ours), (model.hidden, theirs))
         )

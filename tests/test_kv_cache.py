@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 from conftest import peak_of
 
-from kv_cache import CAUSAL, CHUNK, Group, KVCache, LayerCache, Layout, round_up
+from kv_cache import CAUSAL, CHUNK, Group, KVCache, LayerCache, Layout, SlotCache, round_up
 from layers.tree_cache import TreeCache
-from layers.turns import TurnCache
 
 RNG = np.random.default_rng(0)
+ATTENTION = ["full_attention"]
 
 
 def entries(num_rows: int, length: int, heads: int = 2, head_dim: int = 4) -> mx.array:
@@ -18,7 +18,7 @@ def entries(num_rows: int, length: int, heads: int = 2, head_dim: int = 4) -> mx
 
 
 def filled(num_rows: int = 3, length: int = 5, num_layers: int = 2, pad: mx.array | None = None) -> KVCache:
-    cache = KVCache(num_layers, pad=pad)
+    cache = KVCache(ATTENTION * num_layers, pad=pad)
     for layer in cache.layers:
         layer.update(entries(num_rows, length), entries(num_rows, length))
     cache.advance(length)
@@ -80,7 +80,7 @@ def test_without_padding_one_token_needs_no_mask_and_more_are_causal():
 
 
 def test_with_padding_a_token_sees_the_real_tokens_before_it_and_a_pad_sees_itself():
-    cache = KVCache(1, pad=mx.array([0, 2, 3], dtype=mx.int32))
+    cache = KVCache(ATTENTION, pad=mx.array([0, 2, 3], dtype=mx.int32))
     mask = np.array(cache.layout(4).groups[0].mask)
     assert mask.shape == (3, 1, 4, 4) and mask.dtype == bool
     for row, pad in enumerate([0, 2, 3]):
@@ -100,7 +100,7 @@ def test_bytes_and_arrays_are_those_of_the_buffers():
     cache = filled(num_rows=3, num_layers=2)
     assert len(cache.arrays()) == 4
     assert sum(array.nbytes for array in cache.arrays()) == 2 * 2 * 3 * 2 * CHUNK * 4 * 4
-    assert KVCache(2).arrays() == []
+    assert KVCache(ATTENTION * 2).arrays() == []
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_keys_and_values_of_different_shapes_are_refused():
 
 def test_padding_of_another_number_of_rows_is_refused():
     with pytest.raises(AssertionError):
-        KVCache(1, pad=mx.array([1, 2])).offsets(3)
+        KVCache(ATTENTION, pad=mx.array([1, 2])).offsets(3)
 
 
 def test_a_flat_tree_has_each_row_s_ancestors_and_itself_in_order_at_the_right_end():
@@ -135,7 +135,7 @@ def test_a_flat_tree_has_each_row_s_ancestors_and_itself_in_order_at_the_right_e
         tree.advance(written[level][0].shape[2])
         return tree
 
-    root = fill(TreeCache(2).child([3]), 0)
+    root = fill(TreeCache(ATTENTION * 2).child([3]), 0)
     middle = fill(root.child([2, 4], [0, 0]), 1)
     newest = fill(middle.child([1, 5, 2], [1, 0, 1]), 2)
     flat, lengths = newest.flat(), [3 + 4 + 1, 3 + 2 + 5, 3 + 4 + 2]
@@ -155,8 +155,8 @@ def test_a_flat_tree_has_each_row_s_ancestors_and_itself_in_order_at_the_right_e
 
 
 def test_slots_that_grow_wider_count_as_bytes():
-    cache = TurnCache(filled(num_rows=2), num_slots=3)
-    cache.assign([0, 0, 1], [0, 0, 0])
+    cache = SlotCache(filled(num_rows=2), num_slots=3)
+    cache.assign([0, 0, 1])
     cache.lengths[0] = CHUNK
-    cache.aim(None)
+    cache.aim()
     assert cache.most_bytes == sum(array.nbytes for array in cache.prompts.arrays() + cache.arrays())

@@ -15,7 +15,7 @@ import lora
 import sampler
 import update
 from config import Config, Sizes
-from layers.turns import TurnCache
+from kv_cache import SlotCache
 from step import policy
 from step import sample as step_sample
 from step.batch import cut
@@ -166,15 +166,15 @@ def test_no_position_is_computed_twice_and_few_slots_draw_what_nobody_reads(mode
 
 def test_rows_that_are_drawn_again_after_memory_ran_out_begin_anew(model, monkeypatch):
     world, attempts = World(seed=1), []
-    put = TurnCache.put_state
+    aim = SlotCache.aim
 
-    def fail_once(*args):
-        attempts.append(1)
-        if len(attempts) == 9:
+    def fail_once(cache, num_new=None):
+        attempts.extend([1] * bool(num_new))
+        if num_new and len(attempts) == 9:
             raise RuntimeError("[malloc] Unable to allocate 1 bytes.")
-        put(*args)
+        aim(cache, num_new)
 
-    monkeypatch.setattr(TurnCache, "put_state", fail_once)
+    monkeypatch.setattr(SlotCache, "aim", fail_once)
     params, rollout = roll(model, world, batch_size=8)
     assert len(world.begun) > len(set(world.begun)) == 20
     check(model, world, rollout, params)

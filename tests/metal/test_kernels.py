@@ -499,8 +499,11 @@ def test_a_model_on_kernels_equals_itself_without(kernels, checkpoints, name):
         cache = KVCache(model.config.layer_kinds)
         prefilled = model(tokens, cache)
         slots = SlotCache(cache, 3, 8)
-        slots.assign([0, 1, 0], [0, 0, 0])
-        steps = [model(mx.array([[3], [t], [7]]), slots) for t in range(3)]
+        slots.assign([0, 1, 0])
+        steps = []
+        for t in range(3):
+            slots.aim()
+            steps.append(model(mx.array([[3], [t], [7]]), slots))
         return [model(tokens), prefilled, *steps]
 
     def gradients() -> list[mx.array]:

@@ -46,7 +46,7 @@ from problems.stop import Stop
 from settings.checks import checked
 from settings.sources import given, load_recipe, of_task, resolve
 from step.batch import cut, hidden
-from step.policy import Reader
+from step.loss import StepLoss
 from step.rows import ROOM, rollout_bytes, rows_at_once
 from step.sample import Sample, answered, asked, by_group, columns, rewarded, table
 
@@ -113,7 +113,7 @@ def divergence(reference: gwen.Model, samples: list[Sample], temperature: float)
     return float((np.expm1(difference) - difference).sum() / sum(len(one.own) for one in samples))
 
 
-def replies(model: gwen.Model, reader: Reader, samples: list[Sample], token_budget: int) -> dict[str, Any]:
+def replies(model: gwen.Model, step_loss: StepLoss, samples: list[Sample], token_budget: int) -> dict[str, Any]:
     """
     The record of `eval.jsonl` without `step`: loss, nats per token, and perplexity of held-out replies.
 
@@ -123,7 +123,7 @@ def replies(model: gwen.Model, reader: Reader, samples: list[Sample], token_budg
     sums = np.zeros((3, num))  # negative log-probabilities, entropies, tokens
     for batch in cut(samples, token_budget):
         if batch.is_mine:
-            logprobs, entropy = reader.logprobs(model, batch)
+            logprobs, entropy = step_loss.logprobs(model, batch)
             parts = np.array(mx.stack([-logprobs * batch.mask, entropy * batch.mask, batch.mask]), np.float64).sum(-1)
             for place, row in enumerate(batch.rows):
                 sums[:, samples[row].group] += parts[:, place]

@@ -34,7 +34,8 @@ from problems.stop import Stop
 from reporting import health, verdict
 from reporting.console import say, warn
 from reporting.journal import Journal, PhaseClock, evaluation_is_due
-from step import objectives, policy
+from step import objectives
+from step.loss import StepLoss
 from step.rows import USUAL_ROWS
 from step.sample import Sample, of_reply
 from tasks import draws
@@ -115,7 +116,7 @@ class Run:
         self, config: Config, lengths: list[int], rubric: Path | None = None, most_rows: int = USUAL_ROWS
     ) -> None:
         """
-        Decides the sizes of the run, on several machines the least of all, and its reader of micro-batches.
+        Decides the sizes of the run, on several machines the least of all, and its loss.
 
         lengths: of the rows that it trains, without completions. most_rows: of a rollout. Raises ValueError, on every
         machine, if one is made of something else.
@@ -127,7 +128,7 @@ class Run:
         self.sizes = preflight.agree(preflight.settle(demand, most_rows))
         self.memory = preflight.line(demand, self.sizes)
         self.learner = update.Learner(
-            self.model, self.config, policy.Reader(self.config, self.sizes, self.own.loss), self.base
+            self.model, self.config, StepLoss(self.config, self.sizes, self.own.loss), self.base
         )
 
     def open(self) -> None:
@@ -418,7 +419,7 @@ class SftRun(Run):
 
     def evaluate(self) -> None:
         samples = [of_reply(*row, group) for group, rows in enumerate(self.held_out) for row in rows]
-        record = evaluate.replies(self.model, self.learner.reader, samples, self.sizes.train_token_budget)
+        record = evaluate.replies(self.model, self.learner.loss, samples, self.sizes.train_token_budget)
         self.journal.write_evaluation(self.step, record, [])
 
 

@@ -91,7 +91,7 @@ def learn(run: Run, samples: list[Sample]) -> update.UpdateResult:
     """One update on these samples, in batches of the run's token budget."""
     config, learner, clock = run.config, run.learner, run.clock
     with clock.phase("batch") as done:
-        trained = sample.trained(config, samples, run.step, learner.reader.all_teach)
+        trained = sample.trained(config, samples, run.step, learner.loss.all_teach)
         batches = cut(trained, run.sizes.train_token_budget, num_parts=config.optimizer.mini_batches)
         done(batches)
 

@@ -1,7 +1,7 @@
 """
 The update: gradient of the step's loss over batches, then one step of AdamW, or SGD, on float32 masters.
 
-Left out: where completions and rewards come from, the loss (step/policy.py), the bound on a step
+Left out: where completions and rewards come from, the loss (step/loss.py), the bound on a step
 (step/trust_region.py).
 
 Axes: M rows of a batch, T own tokens.
@@ -25,7 +25,7 @@ from layers import lm_head
 from machine import alive, gpu, kernels, world
 from step import trust_region
 from step.batch import Batch, pad_frac
-from step.policy import MEASURED, Reader, Share
+from step.loss import MEASURED, Share, StepLoss
 
 MAX_GRAD_NORM = 1.0  # the gradient of a step is clipped to this norm
 MOST_FAILURES = 3  # consecutive failed updates that no smaller loss scale can fix
@@ -84,8 +84,8 @@ class Learner:
     base: the model before training, if disabling adapters does not restore it.
     """
 
-    def __init__(self, model: gwen.Model, config: Config, reader: Reader, base: gwen.Model | None = None):
-        self.model, self.config, self.reader, self.base = model, config, reader, base
+    def __init__(self, model: gwen.Model, config: Config, loss: StepLoss, base: gwen.Model | None = None):
+        self.model, self.config, self.loss, self.base = model, config, loss, base
         if gpu.has_metal() and kernels.is_wanted():
             kernels.check_calls(lm_head.rehearse(model.head_weight))
         self.trainable = {n: array.astype(mx.float32) for n, array in tree_flatten(model.trainable_parameters())}
@@ -260,7 +260,7 @@ def measure(learner: Learner, batches: list[Batch]) -> tuple[list[mx.array], dic
     shares = []
     with gpu.without_gradients():
         for batch in passes(learner, batches, "update"):
-            shares.append(learner.reader.share(learner.model, batch))
+            shares.append(learner.loss.share(learner.model, batch))
             mx.eval(shares[-1])  # wait
     return joined(shares)
 
@@ -280,7 +280,7 @@ def share_and_gradient(learner: Learner, batch: Batch) -> tuple[Share, Any]:
     """A batch's `Share` of the step's loss, and its gradient, both times the loss scale."""
 
     def scaled(model: gwen.Model) -> Share:
-        share = learner.reader.share(model, batch)
+        share = learner.loss.share(model, batch)
         return share._replace(loss=share.loss * learner.loss_scale.value)
 
     share, tree = nn.value_and_grad(learner.model, scaled)(learner.model)
@@ -297,7 +297,7 @@ def logprobs_of(learner: Learner, batches: list[Batch], model: gwen.Model) -> li
     """Log-probabilities under a model, (M, T) of each batch; without gradient."""
     found = list[mx.array]()
     for batch in passes(learner, batches, "log-probabilities"):
-        found.append(learner.reader.logprobs(model, batch)[0])
+        found.append(learner.loss.logprobs(model, batch)[0])
         mx.eval(found[-1])  # wait: the next batch may use this one's memory
     return found
 

@@ -46,7 +46,8 @@ from bench import harness
 from disk import hub
 from flags import Parser, fail, flag_of
 from settings.sources import resolve
-from step import batch, policy, sample
+from step import batch, sample
+from step.loss import StepLoss
 
 ROOT = Path(__file__).parent.parent
 PROJECTIONS = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
@@ -88,7 +89,7 @@ def run_ours(args: argparse.Namespace, directory: Path, steps: Steps) -> None:
     lora.apply(model, config.model.lora_rank, config.model.lora_scale, config.model.lora_targets)
     lengths = [args.prompt_tokens] * args.batch
     sizes = preflight.settle(preflight.Demand(model.config, model.head_weight.dtype, config, lengths))
-    learner = update.Learner(model, config, policy.Reader(config, sizes))
+    learner = update.Learner(model, config, StepLoss(config, sizes))
     params, how = sampler.SamplingParams(args.max_tokens), {"group_size": args.groups, "batch_size": steps.num_rows}
     for step in range(steps.num_steps):
         rollout = sampler.rollout(model, steps.prompts, params, key=step, **how)

@@ -31,7 +31,7 @@ from problems.rewards import merged
 from reporting import health, history, verdict
 from reporting.console import LiveLine, console_line, say, warn
 from reporting.trackers import Tracker
-from step.policy import MISMATCH
+from step.loss import MISMATCH
 from step.sample import Sample, by_group
 
 MOST_ANSWERS = 512  # answers recorded per evaluation, evenly spread over the held-out problems

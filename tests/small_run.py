@@ -103,7 +103,7 @@ def logprobs_of(run, batches, num_rows=12):
     """Log-probabilities under the policy of all rows, (N, T) float64, 0 outside the mask."""
     found = np.zeros((num_rows, max(batch.mask.shape[1] for batch in batches)))
     for batch in batches:
-        logprobs, _ = run.learner.reader.logprobs(run.model, batch)
+        logprobs, _ = run.learner.loss.logprobs(run.model, batch)
         found[batch.rows, : batch.mask.shape[1]] = np.array(logprobs * batch.mask)
     return found
 

@@ -54,7 +54,7 @@ def moved(run):
     """The run, once its adapters have changed the model."""
     for number, (_, layer) in enumerate(lora.layers(run.model)):
         layer.lora_b = 0.05 * mx.random.normal(layer.lora_b.shape, key=mx.random.key(number))
-    run.learner = update.Learner(run.model, run.config, run.learner.reader, run.base)
+    run.learner = update.Learner(run.model, run.config, run.learner.loss, run.base)
     return run
 
 
@@ -83,15 +83,15 @@ def test_the_loss_and_its_gradient_are_those_of_float64(tmp_path, monkeypatch, t
     run = moved(make_run(tmp_path, *DISTILL, teacher, "--distill-beta", str(beta), "--temp", "0.9"))
     samples, batches = lesson_of(run, sharing=sharing)
     assert len(batches) > 1 and (batches[0].prefix is not None) == (sharing == "on")
-    reader = run.learner.reader
+    step_loss = run.learner.loss
     head, its_head = (np.array(w, np.float64) for w in (run.model.head_weight, run.teacher.model.head_weight))
     total = 0.0
     for batch in batches:
         states, teacher_hidden = (hidden(m, batch) for m in (run.model, run.teacher.model))
 
         def share(states, batch=batch):
-            monkeypatch.setattr(reader, "hidden", lambda *_: states)
-            return reader.share(run.model, batch)
+            monkeypatch.setattr(step_loss, "hidden", lambda *_: states)
+            return step_loss.share(run.model, batch)
 
         (value, _, sums), d_hidden = mx.value_and_grad(lambda h: share(h))(states)
         logits, teacher_logits = (
@@ -113,7 +113,7 @@ def test_a_step_does_not_depend_on_how_its_rows_are_batched(tmp_path, teacher):
     losses, logprobs = [], []
     for budget, sharing in ((1, "off"), (150, "off"), (100_000, "off"), (150, "on")):
         samples, batches = lesson_of(run, budget, sharing)
-        shares = [run.learner.reader.share(run.model, batch) for batch in batches]
+        shares = [run.learner.loss.share(run.model, batch) for batch in batches]
         losses.append(sum(share.loss.item() for share in shares))
         logprobs.append(
             sum((share.logprobs * batch.mask).sum().item() for share, batch in zip(shares, batches, strict=True))
@@ -144,7 +144,7 @@ def test_the_teacher_alone_sees_its_prompt_and_has_no_adapters(tmp_path, teacher
             assert len(seen) > len(samples[row].prompt)
             logits = np.array(states[: len(ids)] @ batch.lesson.head_weight.T, np.float64)
             np.testing.assert_allclose(log_softmax(logits), scored_alone(plain, seen, ids), atol=2e-4)
-    share = run.learner.reader.share(run.model, batches[0])
+    share = run.learner.loss.share(run.model, batches[0])
     drawn = np.array(batches[0].sampled_logprobs)  # the student saw its own prompt, through its adapters
     assert np.abs(np.array(share.logprobs) - drawn)[np.array(batches[0].mask) > 0].max() < 1e-4
 

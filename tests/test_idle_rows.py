@@ -21,7 +21,7 @@ OWN = "import grpo\ndef plain(tokens, objective):\n    return grpo.Loss(-(tokens
 
 
 def trained(run, drawn, turn=0):
-    return cut(samples.trained(run.config, drawn, turn, run.learner.reader.all_teach), 1024)
+    return cut(samples.trained(run.config, drawn, turn, run.learner.loss.all_teach), 1024)
 
 
 def rows_of(batches):

@@ -31,7 +31,7 @@ from machine import gpu, memory, power
 from machine import kernels as machinery
 from settings import sources
 from settings.sources import given, parse
-from step import policy
+from step.loss import StepLoss
 from step.rows import rollout_bytes
 
 ROOT = Path(gwen.__file__).parent
@@ -339,7 +339,7 @@ def test_before_the_first_step_every_kernel_is_checked_at_the_sizes_of_the_model
     model = gwen.random_model("random:2m", mx.float32)
     lora.apply(model, 5, 2.0)
     settings = Config.of(lora_rank=5)
-    update.Learner(model, settings, policy.Reader(settings, Sizes(1, 1024, 0)))
+    update.Learner(model, settings, StepLoss(settings, Sizes(1, 1024, 0)))
     gwen.load_model(checkpoints["qwen3.5"], mx.float32)  # which has layers of another kind
     assert set(checked) == set(machinery.OPS), "a kernel that no rehearsal calls is first run in a rollout"
     shape = model.config

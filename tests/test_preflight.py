@@ -19,7 +19,7 @@ import update
 from config import Sizes
 from disk import hub
 from machine import gpu, memory
-from step import policy
+from step.loss import StepLoss
 from step.batch import cut
 
 GB = 10**9
@@ -38,7 +38,7 @@ def demand_of(config, prompt_tokens=128, model=BIG, dtype=mx.float16):
 
 def one_step(model, config, sizes, prompts):
     """A rollout and an update as `train.py` takes them; completions have `max_tokens` tokens."""
-    learner = update.Learner(model, config, policy.Reader(config, sizes))
+    learner = update.Learner(model, config, StepLoss(config, sizes))
     mx.eval(learner.trainable, learner.optimizer.state)  # as after the first step
     sampling = config.sampling
     params = sampler.SamplingParams(sampling.max_tokens)
@@ -104,7 +104,7 @@ def test_weights_adapters_and_optimizer_are_counted_to_the_byte():
     held = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
     lora.apply(model, 8, 2.0)
     sizes = Sizes(8, 1024, 0)
-    learner = update.Learner(model, config, policy.Reader(config, sizes))
+    learner = update.Learner(model, config, StepLoss(config, sizes))
     need = preflight.estimate(demand_of(config, 80, model.config), sizes)
     assert need.stays["weights"] == held
     copies = [copy.nbytes for _, layer in lora.layers(model) for copy in layer.rounded(mx.float16)]

@@ -24,7 +24,7 @@ from disk import hub, run_files
 from problems import chat_template, chats
 from problems.chats import Row
 from settings.sources import given, parse
-from step import policy
+from step.loss import StepLoss
 from step.batch import cut
 from step.sample import of_reply
 
@@ -172,7 +172,7 @@ def test_loss_and_gradient_equal_those_of_mlx_lm_s_model_whatever_the_micro_batc
     expected = dict(tree_flatten(nn.value_and_grad(theirs, loss_of)(theirs)[1]))
     right = oracle([np.array(theirs(mx.array([row.ids])))[0] for row in rows], rows)
     model, config = gwen.load_model(checkpoints[name]), Config.of(loss_type="sft", lora_rank=0)
-    learner = update.Learner(model, config, policy.Reader(config, SIZES))
+    learner = update.Learner(model, config, StepLoss(config, SIZES))
     for budget in (1, 40, 10_000):
         batches = batches_of(rows, budget)
         assert len(batches) == {1: 6, 40: 3, 10_000: 1}[budget]
@@ -189,7 +189,7 @@ def test_the_held_out_loss_is_that_of_all_trained_tokens_with_the_interval_of_a_
     model, rows = gwen.load_model(checkpoints["qwen3"]), random_rows(320)
     conversations = [rows[:2], rows[2:3], rows[3:]]
     samples = [of_reply(*row, group) for group, part in enumerate(conversations) for row in part]
-    record = evaluate.replies(model, policy.Reader(Config.of(loss_type="sft"), SIZES), samples, 40)
+    record = evaluate.replies(model, StepLoss(Config.of(loss_type="sft"), SIZES), samples, 40)
     logits = [[np.array(model(mx.array([row.ids])))[0] for row in part] for part in conversations]
     parts = [oracle(of_part, part) * count(part) for of_part, part in zip(logits, conversations, strict=True)]
     loss = sum(parts) / count(rows)

@@ -15,7 +15,7 @@ import gwen
 import update
 from config import Config
 from disk import hub
-from step import policy
+from step.loss import StepLoss
 
 torch = pytest.importorskip("torch", reason=why("torch"))
 
@@ -45,7 +45,7 @@ def test_loss_and_gradient_equal_those_of_transformers_in_float64_but_for_float3
     model, config = gwen.load_model(checkpoints[name], mx.float32), Config.of(loss_type="sft", lora_rank=0)
     batches = batches_of(rows, 40)
     assert len(batches) > 1
-    learner = update.Learner(model, config, policy.Reader(config, SIZES))
+    learner = update.Learner(model, config, StepLoss(config, SIZES))
     grads, _, measured = update.gradient(learner, batches)
     assert measured["loss"] == pytest.approx(loss, rel=1e-6)
     ours = hub.unfuse_weights(dict(tree_flatten(grads)), model.config)

@@ -25,7 +25,7 @@ import flags
 import gwen
 from config import Config, Sizes
 from disk import hub
-from step import policy
+from step.loss import StepLoss
 from step.batch import cut
 from step.sample import Sample
 
@@ -149,11 +149,11 @@ def test_loss_and_gradient_of_a_whole_model_equal_trl_s(checkpoints, settings):
         for prompt, its, old, advantage in zip(prompts, ids, case.old, case.advantages, strict=True)
     ]
     batches = cut(samples, 20, "off")
-    reader = policy.Reader(Config.of(temp=0.8, lora_rank=0, **settings), Sizes(4, 20, 0))
+    step_loss = StepLoss(Config.of(temp=0.8, lora_rank=0, **settings), Sizes(4, 20, 0))
     batches = [b._replace(old_logprobs=b.sampled_logprobs) for b in batches]  # of the case
 
     def loss_of(model):
-        return sum(reader.share(model, batch).loss for batch in batches)
+        return sum(step_loss.share(model, batch).loss for batch in batches)
 
     value, grads = nn.value_and_grad(model, loss_of)(model)
     ours = hub.unfuse_weights(dict(tree_flatten(grads)), model.config)

@@ -16,7 +16,7 @@ import sampler
 import update
 from config import Config, Sizes
 from kv_cache import SlotCache
-from step import policy
+from step.loss import StepLoss
 from step import sample as step_sample
 from step.batch import cut
 
@@ -189,7 +189,7 @@ def test_what_is_learned_of_turns_is_a_fresh_forward_pass_s_gradient_and_raises_
     model = gwen.load_model(checkpoints["qwen3.5"])
     lora.apply(model, 4, 8.0)
     config = Config.of(batch=5, groups=6, max_tokens=40, learning_rate=0.2, target_kl=0.0)
-    learner = update.Learner(model, config, policy.Reader(config, Sizes(64, 400, 0)))
+    learner = update.Learner(model, config, StepLoss(config, Sizes(64, 400, 0)))
     earned = []
     for step in range(4):
         _, rollout = roll(model, World(seed=step), group_size=6, key=step)

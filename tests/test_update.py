@@ -27,8 +27,9 @@ import gwen
 import update
 from config import Sizes
 from run import GrpoRun
-from step import policy, trust_region
+from step import trust_region
 from step.batch import cut
+from step.loss import StepLoss
 from step.sample import Sample, trained
 
 pytestmark = pytest.mark.slow
@@ -50,7 +51,7 @@ def test_the_trainer_scores_the_recorded_ids_as_the_sampler_did(tmp_path, flags,
     run = make_run(tmp_path, *flags)
     seen = []
     for batch in cut(sample(run), budget):
-        logprobs, _ = run.learner.reader.logprobs(run.model, batch, gradient=True)
+        logprobs, _ = run.learner.loss.logprobs(run.model, batch, gradient=True)
         gap = mx.abs(logprobs - batch.sampled_logprobs) * batch.mask
         assert gap.max().item() < 1e-4
         seen += batch.rows
@@ -75,7 +76,7 @@ def weighted_gradient(run, batches, slopes):
     slopes = mx.array(slopes, mx.float32)
 
     def total(model):
-        parts = [(b, run.learner.reader.logprobs(model, b, gradient=True)[0]) for b in batches]
+        parts = [(b, run.learner.loss.logprobs(model, b, gradient=True)[0]) for b in batches]
         return sum((part * b.mask * slopes[mx.array(b.rows), : part.shape[1]]).sum() for b, part in parts)
 
     return dict(tree_flatten(nn.value_and_grad(run.model, total)(run.model)[1]))
@@ -142,7 +143,7 @@ def whole_model(name, num_rows, num_tokens):
     """A learner of all weights that keeps no activations, and one batch of rows of equal lengths."""
     config = make_config("--lora-rank", "0", "--max-tokens", f"{num_tokens}")
     model = gwen.random_model(name)
-    learner = update.Learner(model, config, policy.Reader(config, Sizes(1, 1, len(model.layers))))
+    learner = update.Learner(model, config, StepLoss(config, Sizes(1, 1, len(model.layers))))
     ids = np.random.default_rng(0).integers(0, 8000, (num_rows, num_tokens)).tolist()
     own, logprobs = range(num_tokens), np.full(num_tokens, -9.0)
     samples = [Sample([5] * 8, its, own, 0, logprobs, advantage=row - 1.0) for row, its in enumerate(ids)]
@@ -178,7 +179,7 @@ def test_the_gradient_of_a_step_is_the_same_for_any_micro_batches_and_any_order(
     for budget, sharing in ((150, "off"), (150, "on"), (100_000, "on")):
         batches = cut(samples, budget, sharing)
         found.append(gradient(batches))
-    run.learner.reader = policy.Reader(run.config, run.sizes._replace(checkpoint_layers=len(run.model.layers)))
+    run.learner.loss = StepLoss(run.config, run.sizes._replace(checkpoint_layers=len(run.model.layers)))
     found.append(gradient(batches))
     for result, grads in found[1:]:
         assert result.loss == pytest.approx(found[0][0].loss, abs=1e-5)
@@ -243,7 +244,7 @@ def test_a_mini_batch_without_a_row_that_teaches_is_no_step(tmp_path):
 
 @pytest.mark.parametrize("num_iterations", ["1", "4"])
 def test_the_mismatch_is_that_of_the_policy_before_the_update_with_the_sampler(tmp_path, monkeypatch, num_iterations):
-    monkeypatch.setattr(policy, "MISMATCH_CAP", 1.2)
+    monkeypatch.setattr("step.loss.MISMATCH_CAP", 1.2)
     run = make_run(tmp_path, "--learning-rate", "0.02", "--warmup-steps", "0", "--num-iterations", num_iterations)
     samples = shifted(sample(run), 0.3)
     batches, (old, mask) = cut(samples, 150), recorded(samples)
@@ -262,7 +263,7 @@ def test_the_old_policy_is_the_one_that_updates_and_not_the_reference(tmp_path):
     update_once(run)
     batches = cut(sample(run), 150)
     plain, grads = gradient_of_update(run, batches)
-    run.learner.reader = policy.Reader(run.config.but(beta=1e-9), run.sizes)
+    run.learner.loss = StepLoss(run.config.but(beta=1e-9), run.sizes)
     result, same = gradient_of_update(run, update.with_reference(run.learner, batches))
     assert plain.grad_norm > 0.05 and result.means["kl"] > 0.005 and result.means["clip_frac"] == 0
     assert_close(same, grads)
@@ -542,7 +543,7 @@ def test_a_large_rollout_is_measured_in_parts_and_every_row_in_its_turn(tmp_path
     run = make_run(tmp_path)
     samples = sample(run)
     known = [
-        batch._replace(old_logprobs=run.learner.reader.logprobs(run.model, batch, gradient=True)[0])
+        batch._replace(old_logprobs=run.learner.loss.logprobs(run.model, batch, gradient=True)[0])
         for batch in cut(samples, budget, sharing)
     ]
     num_tokens = sum(len(one.own) for one in samples)

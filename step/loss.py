@@ -1,5 +1,5 @@
 """
-From a batch to the tokens of a loss: what the policy makes of them, and their share of the step's loss.
+The loss of a step: batches through the policy, and each one's share of it.
 
 Left out: the arithmetic of the losses (grpo.py), the gradient and the optimizer (update.py).
 
@@ -33,20 +33,20 @@ class Share(NamedTuple):
     sums: dict[str, mx.array]  # measured over the counted tokens: sums, or the largest where the name ends in `_max`
 
 
-class Reader:
-    """Reads a policy's batches under the settings of a run, and makes them the tokens of its loss."""
+class StepLoss:
+    """The loss of the steps of a run, by its settings."""
 
-    def __init__(self, config: Config, sizes: Sizes, loss: grpo.LossFunction | None = None):
-        """loss: in place of that of `--loss-type`."""
+    def __init__(self, config: Config, sizes: Sizes, own: grpo.LossFunction | None = None):
+        """own: a user's, in place of that of `--loss-type`."""
         self.config, self.sizes = config, sizes
         self.objective = objective_of(config)
-        self.loss = loss or grpo.LOSSES[config.objective.loss_type]
+        self.of_tokens = own or grpo.LOSSES[config.objective.loss_type]
         self.temperature, self.head = config.sampling.temp, "frozen" if config.model.lora_rank else "trained"
         sampling = config.sampling
         # the tokens that the sampler may draw; None: all
         self.support = softmax.Support.of(sampling.top_p, sampling.top_k, sampling.min_p)
         # whether a sample may have a gradient though its advantage is 0
-        self.all_teach = bool(self.objective.beta or config.objective.teacher or loss is not None)
+        self.all_teach = bool(self.objective.beta or config.objective.teacher or own is not None)
 
     def hidden(self, model: gwen.Model, batch: Batch) -> mx.array:
         """The hidden states that predict the own tokens, (M, T, C)."""
@@ -97,7 +97,7 @@ class Reader:
             weights=batch.weights,
             **batch.columns,
         )
-        loss, sums = self.loss(tokens, self.objective)
+        loss, sums = self.of_tokens(tokens, self.objective)
         assert sums.keys() <= set(MEASURED), f"{sums.keys()}: these are recorded: {MEASURED}"
         measured = {"loss": loss, "entropy": (entropy * counted).sum()}
         if batch.sampled_logprobs is not None:

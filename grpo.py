@@ -48,6 +48,8 @@ class Tokens(NamedTuple):
     num_rows: float | None = None  # rows of the whole step; None: these
     divergences: mx.array | None = None  # between teacher and policy, with gradient; for "distill"
     weights: mx.array | None = None  # (M, 1), tokens that each counts for in sums; above 1 only without advantage
+    entropies: mx.array | None = None  # nats, of the policy's distributions, without gradient
+    sampled_logprobs: mx.array | None = None  # as the sampler recorded them; None for given replies
 
 
 class Loss(NamedTuple):
@@ -173,7 +175,7 @@ def importance_ratio(logprobs: mx.array, old_logprobs: mx.array, mask: mx.array,
 Term = tuple[mx.array, mx.array | None]
 
 
-def clipped_term(ratio: mx.array, logprobs: mx.array, advantages: mx.array, objective: Objective) -> Term:
+def clipped_term(ratio: mx.array, tokens: Tokens, objective: Objective) -> Term:
     """
     -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A).
 
@@ -182,25 +184,25 @@ def clipped_term(ratio: mx.array, logprobs: mx.array, advantages: mx.array, obje
     Source: PPO, arXiv:1707.06347, eq. 7; two ranges: DAPO, arXiv:2503.14476, eq. 10.
     """
     clipped = mx.clip(ratio, 1 - objective.epsilon, 1 + objective.upper)
-    free, held = ratio * advantages, clipped * advantages
-    moves = (free <= held) | (ratio == clipped)
-    return -mx.where(free <= held, free, held), ~moves & (advantages != 0)
+    free, bounded = ratio * tokens.advantages, clipped * tokens.advantages
+    moves = (free <= bounded) | (ratio == clipped)
+    return -mx.where(free <= bounded, free, bounded), ~moves & (tokens.advantages != 0)
 
 
-def cispo_term(ratio: mx.array, logprobs: mx.array, advantages: mx.array, objective: Objective) -> Term:
+def cispo_term(ratio: mx.array, tokens: Tokens, objective: Objective) -> Term:
     """-sg(min(r, cap)) A log pi: caps the weight, so no token loses its gradient. Source: arXiv:2506.13585."""
     cap = objective.upper
-    return -mx.stop_gradient(mx.minimum(ratio, cap)) * advantages * logprobs, ratio > cap
+    return -mx.stop_gradient(mx.minimum(ratio, cap)) * tokens.advantages * tokens.logprobs, ratio > cap
 
 
-def sapo_term(ratio: mx.array, logprobs: mx.array, advantages: mx.array, objective: Objective) -> Term:
+def sapo_term(ratio: mx.array, tokens: Tokens, objective: Objective) -> Term:
     """
     -A sigmoid(t (r - 1)) 4 / t: a soft gate with slope 1 at r = 1 that fades on both sides.
 
     A larger t for advantages that are not positive makes their gradient fade sooner. Source: arXiv:2511.20347.
     """
-    temperature = mx.where(advantages > 0, *SAPO_TEMPERATURES)
-    return -advantages * mx.sigmoid(temperature * (ratio - 1)) * 4 / temperature, None
+    temperature = mx.where(tokens.advantages > 0, *SAPO_TEMPERATURES)
+    return -tokens.advantages * mx.sigmoid(temperature * (ratio - 1)) * 4 / temperature, None
 
 
 def kl_term(logprobs: mx.array, ref_logprobs: mx.array) -> mx.array:
@@ -245,22 +247,31 @@ def _num_rows(tokens: Tokens) -> float:
 # ---- losses
 
 
+COLUMNS = ("old_logprobs", "ref_logprobs", "entropies", "sampled_logprobs")  # (M, T), without gradient
+
+
 def policy_loss(term: Callable[..., Term], average: Callable[[mx.array, Tokens, Objective], mx.array]) -> LossFunction:
-    """The average of term + beta * KL over the counted tokens. Sums: `kl` with a reference; `clip_frac` with a clip."""
+    """
+    The average of term + beta * KL over the counted tokens. Sums: `kl` with a reference; `clip_frac` with a clip.
+
+    term: a function of the ratio, of the tokens, with 0 where the mask is 0 and advantages (M, T) or (M, 1), and of the
+    objective.
+    """
 
     def loss(tokens: Tokens, objective: Objective) -> Loss:
-        mask, level = tokens.mask, objective.importance_sampling_level
+        mask = tokens.mask
+        columns = {"logprobs": tokens.logprobs}
+        columns |= {name: mx.stop_gradient(one) for name in COLUMNS if (one := getattr(tokens, name)) is not None}
         # values outside the mask are arbitrary; their exp must not become inf * 0 = nan
-        logprobs = mx.where(mask > 0, tokens.logprobs, 0.0)
-        old_logprobs = mx.where(mask > 0, mx.stop_gradient(tokens.old_logprobs), 0.0)
+        columns = {name: mx.where(mask > 0, one, 0.0) for name, one in columns.items()}
         advantages = mx.stop_gradient(tokens.advantages if tokens.advantages.ndim == 2 else tokens.advantages[:, None])
-        ratio = importance_ratio(logprobs, old_logprobs, mask, level)
-        per_token, removed = term(ratio, logprobs, advantages, objective)
+        tokens = tokens._replace(advantages=advantages, **columns)
+        ratio = importance_ratio(tokens.logprobs, tokens.old_logprobs, mask, objective.importance_sampling_level)
+        per_token, removed = term(ratio, tokens, objective)
         counted = mask if tokens.weights is None else mask * tokens.weights
         sums = {} if removed is None else {"clip_frac": (removed * counted).sum()}
         if tokens.ref_logprobs is not None:
-            ref_logprobs = mx.where(mask > 0, mx.stop_gradient(tokens.ref_logprobs), 0.0)
-            kl = kl_term(logprobs, ref_logprobs)
+            kl = kl_term(tokens.logprobs, tokens.ref_logprobs)
             per_token, sums["kl"] = per_token + objective.beta * kl, (kl * counted).sum()
         return Loss(average(per_token, tokens, objective), sums)
 

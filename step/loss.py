@@ -95,6 +95,8 @@ class StepLoss:
             num_rows=batch.num_rows,
             divergences=divergences,
             weights=batch.weights,
+            entropies=mx.stop_gradient(entropy),
+            sampled_logprobs=batch.sampled_logprobs,
             **batch.columns,
         )
         loss, sums = self.of_tokens(tokens, self.objective)

@@ -54,6 +54,8 @@ def _load_loss(spec: str, config: Config) -> grpo.LossFunction:
         advantages=mx.array([[1.0], [-0.5]]),
         mask=mask,
         ref_logprobs=logprobs - 0.2 if config.objective.beta else None,
+        entropies=-logprobs,
+        sampled_logprobs=logprobs + 0.05,
         num_items=5,
         num_rows=2,
     )

@@ -306,6 +306,17 @@ def test_clip_frac_counts_the_tokens_without_a_gradient(bounds):
     assert sums["clip_frac"].item() == dead > 0
 
 
+def test_a_term_sees_every_column_with_0_where_the_mask_is_0():
+    def weighted(ratio, tokens, objective):
+        return -ratio * tokens.advantages * tokens.entropies * (tokens.sampled_logprobs - tokens.old_logprobs), None
+
+    entropies, sampled = np.where(MASK > 0, RNG.gamma(1, 1, NEW.shape), np.nan), np.where(MASK > 0, NEW, np.inf)
+    tokens = tokens_of(CASE, array(NEW))._replace(entropies=array(entropies), sampled_logprobs=array(sampled))
+    found = grpo.policy_loss(weighted, grpo.mean_of_tokens)(tokens, grpo.Objective()).value.item()
+    each = -np.exp(NEW - OLD) * ADVANTAGES[:, None] * entropies * (sampled - OLD)
+    assert found == pytest.approx(each[MASK > 0].sum() / MASK.sum(), rel=1e-5)
+
+
 def test_an_empty_mask_gives_zero():
     empty = mx.zeros((NUM_ROWS, 5))
     tokens = grpo.Tokens(array(NEW), array(OLD), array(ADVANTAGES), empty, num_items=0, divergences=array(NEW))

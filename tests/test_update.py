@@ -68,6 +68,16 @@ def test_the_end_token_is_trained_and_truncated_rows_get_none(tmp_path):
             assert (last in run.model.config.eos_ids) == (samples[row].finish_reason == "stop")
 
 
+def test_a_loss_sees_the_policy_s_entropies_and_what_the_sampler_recorded(tmp_path):
+    run, seen = make_run(tmp_path), []
+    (batch,) = cut(sample(run), 100_000)
+    loss = run.learner.loss
+    loss.of_tokens = lambda tokens, objective: seen.append(tokens) or grpo.LOSSES["dapo"](tokens, objective)
+    loss.share(run.model, batch)
+    np.testing.assert_allclose(np.array(seen[0].entropies), np.array(loss.logprobs(run.model, batch)[1]), atol=1e-5)
+    assert mx.array_equal(seen[0].sampled_logprobs, batch.sampled_logprobs)
+
+
 # ---- what an update changes
 
 

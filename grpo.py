@@ -10,7 +10,7 @@ K rewards or turns.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -260,7 +260,7 @@ def policy_loss(term: Callable[..., Term], average: Callable[[mx.array, Tokens, 
 
     def loss(tokens: Tokens, objective: Objective) -> Loss:
         mask = tokens.mask
-        columns = {"logprobs": tokens.logprobs}
+        columns: Any = {"logprobs": tokens.logprobs}
         columns |= {name: mx.stop_gradient(one) for name in COLUMNS if (one := getattr(tokens, name)) is not None}
         # values outside the mask are arbitrary; their exp must not become inf * 0 = nan
         columns = {name: mx.where(mask > 0, one, 0.0) for name, one in columns.items()}

@@ -88,7 +88,7 @@ class Read(NamedTuple):
     queries: mx.array
     keys: mx.array
     values: mx.array
-    gates: mx.array | None  # (N, L, H, D) on what is found, before their sigmoid; where the family has them
+    gates: mx.array | None  # (N, L, H, D) on the output, before their sigmoid; where the family has them
 
 
 class Attention(nn.Module):
@@ -117,25 +117,12 @@ class Attention(nn.Module):
         # without positions there are views, and nothing to compute
         return Read(*(ops.norm_rope(qkv, heads) if self.rotated else ops.norm_rope_ref(qkv, heads)), gates)
 
-    def output(self, found: mx.array, gates: mx.array | None) -> mx.array:
+    def output(self, attended: mx.array, gates: mx.array | None) -> mx.array:
         """(N, H, L, D) -> (N, L, C)"""
-        found = found.transpose(0, 2, 1, 3)
+        attended = attended.transpose(0, 2, 1, 3)
         if gates is not None:
-            found = found * mx.sigmoid(gates)
-        return self.o_proj(found.reshape(*found.shape[:2], -1))
-
-    def __call__(self, x: mx.array, context: Context) -> mx.array:
-        queries, keys, values, gates = self.heads(x, context.rotation)
-        parts = [(keys, values)] if context.state is None else context.state.update(keys, values)
-        return self.output(attention.attend(queries, parts, context.layout), gates)
-
-
-class Convolution(nn.Module):
-    """The weight of a causal convolution of single channels."""
-
-    def __init__(self, num_channels: int, window: int):
-        super().__init__()
-        self.weight = mx.zeros((num_channels, 1, window))
+            attended = attended * mx.sigmoid(gates)
+        return self.o_proj(attended.reshape(*attended.shape[:2], -1))
 
 
 class GatedDeltaNet(nn.Module):
@@ -148,7 +135,8 @@ class GatedDeltaNet(nn.Module):
         widths = hub.part_rows(config, "linear_attn.in_proj")  # of what is convolved, gates, beta and decay
         self.ends = [sum(widths[: i + 1]) for i in range(3)]
         self.in_proj = nn.Linear(config.hidden_size, sum(widths), bias=False)
-        self.conv1d = Convolution(widths[0], self.sizes.window)
+        self.conv1d = nn.Module()  # causal, of single channels
+        self.conv1d.weight = mx.zeros((widths[0], 1, self.sizes.window))
         self.A_log, self.dt_bias = mx.zeros((num_heads,)), mx.ones((num_heads,))
         self.norm = RMSNorm(self.sizes.value_dim, config.rms_norm_eps)
         self.out_proj = nn.Linear(widths[1], config.hidden_size, bias=False)
@@ -172,8 +160,8 @@ class GatedDeltaNet(nn.Module):
         out, memory = delta.gated_delta(queries * sizes.key_dim**-0.5, keys, values, log_decay, beta, memory)
         if context.state is not None:
             context.state.update(delta.last_inputs(window, sizes.window - 1, spans and spans[1]), memory)
-        found = self.norm(out).reshape(num_rows, length, -1) * ops.silu(gates.astype(mx.float32))
-        return self.out_proj(found.astype(x.dtype))
+        gated = self.norm(out).reshape(num_rows, length, -1) * ops.silu(gates.astype(mx.float32))
+        return self.out_proj(gated.astype(x.dtype))
 
 
 class MLP(nn.Module):
@@ -200,19 +188,25 @@ class Block(nn.Module):
 
     def __call__(self, x: mx.array, delta: mx.array | None, context: Context) -> tuple[mx.array, mx.array]:
         """The residual stream and what is yet to be added to it, `delta`, of the layer before and after this one."""
-        x, normed = self.input_layernorm.after(x, delta)
-        found = self.linear_attn(normed, context) if self.is_linear else self.self_attn(normed, context)
-        x, normed = self.post_attention_layernorm.after(x, found)
-        return x, self.mlp(normed)
+        if self.is_linear:
+            x, normed = self.input_layernorm.after(x, delta)
+            return self.after(x, self.linear_attn(normed, context))
+        x, (queries, keys, values, gates) = self.enter(x, delta, context.rotation)
+        parts = [(keys, values)] if context.state is None else context.state.update(keys, values)
+        return self.leave(x, attention.attend(queries, parts, context.layout), gates)
 
     def enter(self, x: mx.array, delta: mx.array | None, rotation: ops.Rotation) -> tuple[mx.array, Read]:
         """A call as far as attention: the residual stream, and what attention needs."""
         x, normed = self.input_layernorm.after(x, delta)
         return x, self.self_attn.heads(normed, rotation)
 
-    def leave(self, x: mx.array, found: mx.array, gates: mx.array | None) -> tuple[mx.array, mx.array]:
-        """The rest of a call, from what attention found."""
-        x, normed = self.post_attention_layernorm.after(x, self.self_attn.output(found, gates))
+    def leave(self, x: mx.array, attended: mx.array, gates: mx.array | None = None) -> tuple[mx.array, mx.array]:
+        """The rest of a call, from what attention gives."""
+        return self.after(x, self.self_attn.output(attended, gates))
+
+    def after(self, x: mx.array, mixed: mx.array) -> tuple[mx.array, mx.array]:
+        """The rest of a call, from what the first sublayer adds."""
+        x, normed = self.post_attention_layernorm.after(x, mixed)
         return x, self.mlp(normed)
 
 
@@ -314,7 +308,7 @@ def decode_step(model: Model) -> Step:
         def run(x: mx.array, read: list[mx.array], turns: list[mx.array], states: list[Any]) -> Any:
             rotation, delta = ops.Rotation(rope, *turns), None
             if before is not None:
-                x, delta = layers[before].leave(x, read[0], read[1] if len(read) > 1 else None)
+                x, delta = layers[before].leave(x, *read)
             nets = [DeltaState([state]) for state in states]
             for index, net in zip(linear, nets, strict=True):
                 x, delta = layers[index](x, delta, Context(rotation, CAUSAL, net))

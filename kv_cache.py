@@ -77,7 +77,6 @@ class Cache(Protocol):
         """Counts the columns of a forward pass, after it."""
 
 
-
 # ---- what a layer keeps
 
 
@@ -357,7 +356,7 @@ class SlotCache(Cache):
 
     share: hold a prompt's columns once for all slots that continue it; otherwise each slot has a copy. width: room for
     own tokens, which `aim` widens. Each slot counts its own columns, in `lengths`; who sets them back has what is newer
-    overwritten. `aim` comes before each forward pass: a token for every slot, or several, padded on the right, for some.
+    overwritten. `aim` comes before each forward pass: a token for every slot, or several, padded right, for some.
     """
 
     def __init__(self, prompts: KVCache, num_slots: int, width: int = 0, share: bool = True):

@@ -19,8 +19,8 @@ import update
 from config import Sizes
 from disk import hub
 from machine import gpu, memory
-from step.loss import StepLoss
 from step.batch import cut
+from step.loss import StepLoss
 
 GB = 10**9
 BIG = gwen.known_config("random:0.6b")

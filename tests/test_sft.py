@@ -24,8 +24,8 @@ from disk import hub, run_files
 from problems import chat_template, chats
 from problems.chats import Row
 from settings.sources import given, parse
-from step.loss import StepLoss
 from step.batch import cut
+from step.loss import StepLoss
 from step.sample import of_reply
 
 SIZES = Sizes(1, 1024, 0)

@@ -25,8 +25,8 @@ import flags
 import gwen
 from config import Config, Sizes
 from disk import hub
-from step.loss import StepLoss
 from step.batch import cut
+from step.loss import StepLoss
 from step.sample import Sample
 
 trl = pytest.importorskip("trl", reason=why("trl"))

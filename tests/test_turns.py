@@ -16,9 +16,9 @@ import sampler
 import update
 from config import Config, Sizes
 from kv_cache import SlotCache
-from step.loss import StepLoss
 from step import sample as step_sample
 from step.batch import cut
+from step.loss import StepLoss
 
 EOS = tuple(range(0, 320, 16))
 CONTEXT = 60

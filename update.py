@@ -331,8 +331,8 @@ def install(model: gwen.Model, trainable: dict[str, mx.array]) -> None:
 def keep_equal(learner: Learner) -> None:
     """Gives every machine the masters of rank 0, where processors of another kind have rounded otherwise."""
     if world.size() > 1 and len(set(world.share(world.checksum(list(learner.trainable.values()))))) > 1:
-        state = world.first(lambda: [learner.trainable, dict(tree_flatten(learner.optimizer.state))])
-        learner.load({"trainable": state[0], "moments": state[1]})
+        moments = dict(tree_flatten(learner.optimizer.state))
+        learner.load({"trainable": world.of_first(learner.trainable), "moments": world.of_first(moments)})
 
 
 def count_failure(learner: Learner, loss: float) -> None:

@@ -12,9 +12,9 @@ have a thread of their own, and the main one listens to signals and to the clock
 """
 
 import atexit
+import base64
 import contextlib
 import faulthandler
-import io
 import itertools
 import json
 import os
@@ -41,7 +41,7 @@ T = TypeVar("T")
 JOIN = 35.0  # seconds in which the others must come; but for rank 0 MLX gives up after 31
 PATIENCE = 1800.0  # seconds without a piece of a meeting, after which a machine is given up
 TELL = 20.0  # seconds in which the others should hear why this machine ends
-BLOCK = 2**24  # numbers or bytes of a machine in one piece; bounds the copies, and an array has less than 2**31
+BLOCK = 2**24  # numbers that are summed in one piece; bounds the copies, and an array has less than 2**31
 HEAD = 2**14  # bytes of a message, padded with spaces
 
 
@@ -120,6 +120,12 @@ def all_sum(arrays: Sequence[mx.array]) -> list[mx.array]:
         parts = np.split(flat, np.cumsum([array.size for array in some])[:-1])
         summed += [mx.array(part.reshape(array.shape)) for part, array in zip(parts, some, strict=True)]
     return summed
+
+
+def of_first(arrays: dict[str, mx.array]) -> dict[str, mx.array]:
+    """Rank 0's arrays, of names, shapes and types that all machines have; whole numbers below 2^24."""
+    summed = all_sum([array if is_first() else mx.zeros_like(array) for array in arrays.values()])
+    return {name: its.astype(arrays[name].dtype) for name, its in zip(arrays, summed, strict=True)}
 
 
 def compare(facts: dict[str, Any]) -> None:
@@ -319,12 +325,8 @@ class _Link:
         if flat is not None:
             for part in np.split(flat, range(BLOCK, len(flat), BLOCK)):
                 part[:] = self._all(mx.distributed.all_sum, part)
-        whole: list[list[bytes]] = [[] for _ in sizes]
-        for begin in range(0, max(sizes), BLOCK):
-            mine = data[begin : begin + BLOCK].ljust(min(BLOCK, max(sizes) - begin), b"\0")
-            for its, piece, size in zip(whole, self._gathered(mine), sizes, strict=True):
-                its.append(piece[: max(size - begin, 0)])
-        return list(map(b"".join, whole))
+        pieces = self._gathered(data.ljust(max(sizes), b"\0")) if max(sizes) else [b""] * self.size
+        return [piece[:size] for piece, size in zip(pieces, sizes, strict=True)]
 
     def _heads(self, kind: str, num_bytes: int, reason: str = "") -> list[int]:
         """Tells the others what this machine brings, or why it ends; the bytes that each of them brings."""
@@ -354,30 +356,28 @@ class _Link:
 
 
 def _encode(value: Any) -> bytes:
-    """JSON, and behind it the arrays in it, in their order. What is read runs no code, as a pickle may."""
-    arrays: list[np.ndarray] = []
+    """JSON, in it arrays as base64. What is read runs no code, as a pickle may."""
 
-    def stand_in(x: Any) -> Any:
+    def spelled(x: Any) -> Any:
         if isinstance(x, range):
             return list(x)
         if not isinstance(x, (np.ndarray, mx.array)):
             raise TypeError(f"{type(x).__name__} cannot be shared")
-        arrays.append(np.array(x))
-        return {"array": isinstance(x, mx.array)}
+        array = np.array(x)
+        text = base64.b64encode(array.tobytes()).decode()
+        return {"array": [text, array.dtype.str, array.shape, isinstance(x, mx.array)]}
 
-    out, text = io.BytesIO(), json.dumps(value, default=stand_in).encode()
-    np.savez(out, np.frombuffer(text, np.uint8), *arrays)
-    return out.getvalue()
+    return json.dumps(value, default=spelled).encode()
 
 
 def _decode(data: bytes) -> Any:
     """What `_encode` was given; no dictionary of it may have the one key "array"."""
-    text, *arrays = np.load(io.BytesIO(data), allow_pickle=False).values()
-    rest = iter(arrays)
 
     def array_of(entry: dict[str, Any]) -> Any:
         if entry.keys() != {"array"}:
             return entry
-        return mx.array(next(rest)) if entry["array"] else next(rest)
+        text, dtype, shape, is_mlx = entry["array"]
+        array = np.frombuffer(base64.b64decode(text), dtype).reshape(shape)
+        return mx.array(array) if is_mlx else array
 
-    return json.loads(text.tobytes(), object_hook=array_of)
+    return json.loads(data, object_hook=array_of)

@@ -270,10 +270,6 @@ class GrpoRun(Run):
         self.toolbox = episodes.make(config, self.task.tools, self.task.environments, self.tokenizer, self.model.config)
         self.sources |= digests(config, self.task)
         self.num_draws = 0  # batches of prompts drawn for the steps done
-        if self.toolbox and self.toolbox.frames.rewrites():
-            say(
-                "tools: the chat template shows earlier turns otherwise, as without thoughts; here they stay as written"
-            )
         if self.toolbox and self.task.environments:  # one of each is made and reset, before a directory is
             examples = self.task.train or self.task.held_out
             some = {self.toolbox.environment_of(example): example for example in reversed(examples)}

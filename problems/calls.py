@@ -158,13 +158,6 @@ class Frames:
         pieces = after.split(end)
         return chat_template.encode(self.tokenizer, end.join(pieces[before.count(end) :]))
 
-    def rewrites(self) -> bool:
-        """Whether the template shows an earlier turn otherwise than it was written, for example without its thought."""
-        asked, wrote = EXCHANGE[0], EXCHANGE[1] | {"content": "x"}
-        told = [{"role": "tool", "name": "f", "content": "y"}, {"role": "assistant", "content": "z"}]
-        later = self._render([asked, wrote, *told], None, opened=False)
-        return not later.startswith(self._render([asked], None, opened=True) + "x")
-
     def text(self, ids: Sequence[int]) -> str:
         """What the model wrote in a turn, without its end token."""
         return str(self.tokenizer.decode([one for one in ids if one not in self.end_ids], skip_special_tokens=False))

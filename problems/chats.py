@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from flags import read_json
 from problems import chat_template
-from problems.examples import Example, check_columns, check_messages, check_prompt, make_examples, read_records, short
+from problems.examples import Example, check_columns, check_messages, check_prompt, load_data, short
 
 EMPTY_THOUGHT = "<think>\n\n</think>\n\n"  # what prompts of models that think end with when they shall not
 
@@ -37,7 +37,7 @@ def load(spec: str, columns: str | None = None) -> list[Example]:
     role `tool`. Of `messages`, the completion begins at the first reply; what follows the last one is dropped.
     Raises ValueError naming file, line or record, value and fix.
     """
-    return make_examples(spec, read_records(spec), columns, read_chat)
+    return load_data(spec, columns, read_chat)
 
 
 def read_chat(example: Example) -> Example:

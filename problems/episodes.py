@@ -35,7 +35,7 @@ from machine import world
 from problems import chat_template
 from problems.calls import Call, Frames, Tool, pays_turns, read_calls, reader_of, schemas_in, schemas_of
 from problems.examples import Example, one_line, prompt_text, short
-from problems.rewards import raised
+from problems.rewards import awaited, raised
 
 CONTEXT = 4096  # tokens of a conversation, where nobody says
 LOOK = 0.05  # seconds between two looks for calls that take too long, while nothing else is to do
@@ -62,27 +62,22 @@ def ended() -> Iterator[None]:
     If one hangs, the process ends at once, with the exit status that it would have: Python's own end aborts where a
     thread is inside MLX.
     """
-    status: Any = 0
     try:
         yield
-    except SystemExit as error:
-        status = error.code
-        raise
-    except BaseException:
-        status = 1
-        raise
     finally:
+        error = sys.exc_info()[1]
         for worker in WORKERS:
             worker.leave()
         deadline = time.monotonic() + PATIENCE
         for worker in WORKERS:
             worker.thread.join(max(deadline - time.monotonic(), 0))
         if any(worker.thread.is_alive() for worker in WORKERS):
-            if status == 1:
+            if error is not None and not isinstance(error, SystemExit):
                 traceback.print_exc()
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(status if isinstance(status, int) else 1)
+            status = error.code if isinstance(error, SystemExit) else error and 1
+            os._exit(status if isinstance(status, int) else int(status is not None))
 
 
 class Outcome(NamedTuple):
@@ -111,19 +106,15 @@ class Worker:
         while (job := self.jobs.get()) is not None:
             job()
 
-    def start(self, fn: Callable[[], Any], then: Callable[[Outcome], None]) -> None:
-        """Has the thread call a function; `then` gets what came of it."""
-        self.jobs.put(lambda: then(self._call(fn)))
-
-    def _call(self, fn: Callable[[], Any]) -> Outcome:
-        """Calls a function. Of its `gate`, if it has one, so many pass; who waits has not begun."""
+    def call(self, fn: Callable[[], Any]) -> Outcome:
+        """What comes of a call, in the thread. Of its `gate`, if it has one, so many pass; who waits has not begun."""
         with getattr(getattr(fn, "func", fn), "gate", contextlib.nullcontext()):
             self.begun = begin = time.monotonic()
             value = error = None
             try:
                 value = fn()
                 if inspect.isawaitable(value):
-                    task = self.task = asyncio.run_coroutine_threadsafe(_awaited(value), self.loop())
+                    task = self.task = asyncio.run_coroutine_threadsafe(awaited(value), self.loop())
                     value = task.result()
             except BaseException as raised:  # SystemExit among them: it ends no more than a call
                 value, error = None, raised
@@ -133,7 +124,7 @@ class Worker:
     def do(self, what: str, fn: Callable[[], Any], limit: float) -> Any:
         """A function's value. Raises ValueError, which begins with `what`, where it fails or takes too long."""
         outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
-        self.start(fn, outcomes.put)
+        self.jobs.put(lambda: outcomes.put(self.call(fn)))
         try:
             value, error, _ = outcomes.get(timeout=limit)
         except queue.Empty:
@@ -148,10 +139,6 @@ class Worker:
         self.jobs.put(None)
         if self.task is not None:
             self.task.cancel()
-
-
-async def _awaited(awaitable: Any) -> Any:
-    return await awaitable
 
 
 @contextlib.contextmanager
@@ -295,7 +282,7 @@ class Episodes:
         self.box, self.examples, self.seed, self.wait_s = box, examples, seed, 0.0
         self.groups = [group - groups[0] for group in groups]
         self.under_way = set[int]()  # rows whose turn is being answered
-        self.done: queue.SimpleQueue[tuple[int, Worker, Outcome]] = queue.SimpleQueue()
+        self.done: queue.SimpleQueue[tuple[int, Worker]] = queue.SimpleQueue()
         self.ready: dict[int, list[int] | str] = {}
         self.rows, texts, first = list[Episode](), list[str | None](), dict[int, str | None]()
         for row, (example, group) in enumerate(zip(examples, groups, strict=True)):
@@ -353,29 +340,29 @@ class Episodes:
         episode.messages.append(message)
         episode.num_turns, episode.told, episode.calls, episode.outcomes = episode.num_turns + 1, [], calls, []
         self.under_way.add(row)
-        self._go_on(row)
-
-    def _go_on(self, row: int) -> None:
-        """Has the row's thread make the next call of its turn, then asks what the turn earned; then it is answered."""
-        episode, worker = self.rows[row], self.rows[row].worker
-        left = episode.calls[len(episode.outcomes) :]
-        if left and left[0].error:
-            self._take(row, worker, Outcome(error=left[0].error))
-        elif left:
-            name = str(left[0].name)
-            tool = self.box.functions.get(name) or getattr(worker.instance, name)
-            made = functools.partial(tool, **left[0].arguments)
-            worker.start(made, lambda outcome: self.done.put((row, worker, outcome)))
-        elif episode.pays and len(episode.outcomes) == len(episode.calls):
-            worker.start(worker.instance.get_reward, lambda outcome: self.done.put((row, worker, outcome)))
+        if calls or episode.pays:
+            self._go_on(row)
         else:
             self._answer(row)
 
-    def _take(self, row: int, worker: Worker, outcome: Outcome) -> None:
-        """Takes in what a row's thread gave, but for one that was late, or whose row began anew."""
-        if row in self.under_way and self.rows[row].worker is worker:
-            self.rows[row].outcomes.append(outcome)
-            self._go_on(row)
+    def _go_on(self, row: int) -> None:
+        """Has the row's thread make the calls that are left of its turn, then ask what the turn earned."""
+        episode, worker, outcomes = self.rows[row], self.rows[row].worker, self.rows[row].outcomes
+
+        def play() -> None:
+            for call in episode.calls[len(outcomes) :]:
+                if self.rows[row].worker is not worker:  # it was late, or its row began anew
+                    return
+                if call.error:
+                    outcomes.append(Outcome(error=call.error))
+                else:
+                    tool = self.box.functions.get(str(call.name)) or getattr(worker.instance, str(call.name))
+                    outcomes.append(worker.call(functools.partial(tool, **call.arguments)))
+            if episode.pays:
+                outcomes.append(worker.call(worker.instance.get_reward))
+            self.done.put((row, worker))
+
+        worker.jobs.put(play)
 
     def _answer(self, row: int) -> None:
         """Writes down what a turn's calls gave and what it earned; the row's answer is ready."""
@@ -413,13 +400,16 @@ class Episodes:
         limit = self.box.settings.tool_timeout
         for row in list(self.under_way):
             episode = self.rows[row]
+            num = len(episode.outcomes)  # read first: its thread may go on meanwhile
             if time.monotonic() >= episode.worker.begun + limit:
-                if len(episode.outcomes) == len(episode.calls):
+                if num == len(episode.calls):
                     took = f"get_reward took longer than --tool-timeout {limit:g}"
                     raise ValueError(f"{episode.what} {took}; raise that or mend it")
                 episode.worker = self.box.worker(episode.name, row, anew=True)
+                late = Outcome(None, f"the call took longer than {limit:g} s", limit)
+                episode.outcomes = [*episode.outcomes[:num], late]  # the old thread may still add to the other
                 self._reset(row)
-                self._take(row, episode.worker, Outcome(None, f"the call took longer than {limit:g} s", limit))
+                self._go_on(row)
 
     def replies(self, wait: bool) -> dict[int, list[int] | str]:
         """
@@ -431,7 +421,9 @@ class Episodes:
         while True:
             with contextlib.suppress(queue.Empty):
                 while True:
-                    self._take(*self.done.get(timeout=0 if self.ready or not wait else LOOK))
+                    row, worker = self.done.get(timeout=0 if self.ready or not wait else LOOK)
+                    if row in self.under_way and self.rows[row].worker is worker:
+                        self._answer(row)
             self._end_late()
             if self.ready or not wait:
                 break

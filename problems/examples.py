@@ -60,7 +60,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 # ---- files and the hub
 
 
-def load_data(spec: str, columns: str | None = None) -> list[Example]:
+def load_data(spec: str, columns: str | None = None, read: Callable[[Example], Example] | None = None) -> list[Example]:
     """
     The examples of --data: all with the same keys, `prompt` first, None where a record lacks a column.
 
@@ -72,10 +72,31 @@ def load_data(spec: str, columns: str | None = None) -> list[Example]:
     same from any file; `chat_template_kwargs` is a dictionary; other columns stay unchanged.
     If there is no `prompt`, the column `messages` replaces it, without a final assistant's reply. That reply becomes
     the `answer` if there is no such column. Rows with a column `environment` need none: the prompt is "".
+    read: makes an example of a record with renamed columns, in place of these rules, which are `read_prompt`.
 
     Raises ValueError naming file, line or record, value and fix.
     """
-    return make_examples(spec, read_records(spec), columns)
+    records, read = read_records(spec), read or read_prompt
+    for where, record in records:
+        if not isinstance(record, dict):
+            raise ValueError(f'{spec}, {where}: {short(record)} is not an object; write {{"prompt": "..."}}')
+    present = dict.fromkeys(name for _, record in records for name in record)
+    renames = _parse_columns(columns)
+    for ours, theirs in renames.items():
+        if theirs not in present:
+            hint = f"{nearest(theirs, present)}; it has {short(list(present))}"
+            raise ValueError(f"--columns {ours}={theirs}: {spec} has no column {theirs!r}{hint}")
+    examples = []
+    for where, record in records:
+        gone = {*renames, *(name for name in renames.values() if name in COLUMNS + RESERVED)}
+        kept = {name: value for name, value in record.items() if name not in gone}
+        example = kept | {ours: record[theirs] for ours, theirs in renames.items() if theirs in record}
+        try:
+            examples.append(read(example))
+        except ValueError as error:
+            raise ValueError(f"{spec}, {where}: {error}") from error
+    names = ["prompt", *dict.fromkeys(name for example in examples for name in example if name != "prompt")]
+    return [{name: example.get(name) for name in names} for example in examples]
 
 
 def keep(rows: Iterable[Any]) -> str:
@@ -230,48 +251,12 @@ def _saved_records(spec: str, folder: str, split: str) -> Records:
 def hub_records(name: str, config: str | None, split: str) -> Records:
     import datasets  # here: importing it takes seconds
 
-    logger = logging.getLogger("huggingface_hub")
-    level = logger.level
-    logger.setLevel(logging.ERROR)  # retries would fill a screen; our error says the outcome in one line
-    try:
-        rows = datasets.load_dataset(name, config, split=split).to_list()
-    finally:
-        logger.setLevel(level)
-    return list(numbered(rows))
+    # retries would fill a screen; our error says the outcome in one line
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    return list(numbered(datasets.load_dataset(name, config, split=split).to_list()))
 
 
 # ---- records to examples
-
-
-def make_examples(
-    source: str, records: Records, columns: str | None = None, read: Callable[[Example], Example] | None = None
-) -> list[Example]:
-    """
-    Checked examples with equal keys; see `load_data`. Raises ValueError naming the record.
-
-    read: makes an example of a record with renamed columns, in place of `load_data`'s rules.
-    """
-    read = read or read_prompt
-    for where, record in records:
-        if not isinstance(record, dict):
-            raise ValueError(f'{source}, {where}: {short(record)} is not an object; write {{"prompt": "..."}}')
-    present = dict.fromkeys(name for _, record in records for name in record)
-    renames = _parse_columns(columns)
-    for ours, theirs in renames.items():
-        if theirs not in present:
-            hint = f"{nearest(theirs, present)}; it has {short(list(present))}"
-            raise ValueError(f"--columns {ours}={theirs}: {source} has no column {theirs!r}{hint}")
-    examples = []
-    for where, record in records:
-        gone = {*renames, *(name for name in renames.values() if name in COLUMNS + RESERVED)}
-        kept = {name: value for name, value in record.items() if name not in gone}
-        example = kept | {ours: record[theirs] for ours, theirs in renames.items() if theirs in record}
-        try:
-            examples.append(read(example))
-        except ValueError as error:
-            raise ValueError(f"{source}, {where}: {error}") from error
-    names = ["prompt", *dict.fromkeys(name for example in examples for name in example if name != "prompt")]
-    return [{name: example.get(name) for name in names} for example in examples]
 
 
 def read_prompt(example: Example) -> Example:

@@ -168,7 +168,7 @@ def file_of(spec: str) -> str:
 def _imported(what: str, file: str, path: Path) -> Any:
     """The module of a Python file, or of a name. ValueError for one that cannot be imported."""
     try:
-        return _module_of(path) if path.suffix == ".py" else importlib.import_module(file)
+        return _module_of(path, path.read_bytes()) if path.suffix == ".py" else importlib.import_module(file)
     except (Exception, SystemExit) as error:
         if file == NAMELESS:
             fix = "it is a lambda, or inside a function; the top level of a module can be found again"
@@ -180,13 +180,11 @@ def _imported(what: str, file: str, path: Path) -> Any:
         raise ValueError(f"{what}: importing {path.name} failed, {_told(error, str(path))}") from error
 
 
-def _module_of(path: Path) -> Any:
-    """The module of a file, the same one while the file stays as it is: its functions may ask for its classes."""
+@functools.cache
+def _module_of(path: Path, _: bytes) -> Any:
+    """The module of a file, the same one while its bytes stay as they are: its functions may ask for its classes."""
     module_spec = importlib.util.spec_from_file_location(f"file of a user {path}", path)
     assert module_spec is not None and module_spec.loader is not None, path
-    content, known = path.read_bytes(), sys.modules.get(module_spec.name)
-    if known is not None and vars(known).get("__content__") == content:
-        return known
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_spec.name] = module  # dataclasses look their module up there
     sys.path.insert(0, str(path.parent))
@@ -195,7 +193,6 @@ def _module_of(path: Path) -> Any:
     finally:
         if str(path.parent) in sys.path:
             sys.path.remove(str(path.parent))
-    vars(module)["__content__"] = content  # once it ran to its end
     return module
 
 
@@ -280,11 +277,13 @@ def call(name: str, fn: Reward, arguments: dict[str, Any], num_rows: int) -> lis
 
 
 def _result(fn: Reward, chosen: dict[str, Any]) -> Any:
-    async def awaited(given: Any) -> Any:
-        return await given
-
     rewards: Any = fn(**chosen)
     return asyncio.run(awaited(rewards)) if inspect.isawaitable(rewards) else rewards
+
+
+async def awaited(given: Any) -> Any:
+    """What an awaitable of any kind gives, as the coroutine that loops ask for."""
+    return await given
 
 
 def _of_messages(fn: UserReward, chosen: dict[str, Any], error: BaseException) -> Any:

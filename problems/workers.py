@@ -39,7 +39,7 @@ LATE = "took longer than its limit"
 LARGE = "took more memory than its limit"
 FORGED = "sent what is no answer to its question"
 GRACE = 1.0  # seconds beyond the limit after which a worker that did not stop itself is killed
-BUSY = 3.0  # times its limit that a sealed worker has, whose limit is of processor time, on a machine that others use
+BUSY = 3.0  # times its limit, which is of processor time, that a worker has on a machine that others use
 START = 300.0  # seconds that a worker may take to build its answerer
 LONGEST = {False: 2**26, True: 2**16}  # bytes of an answer, by whether the worker is sealed
 WATCHED = sys.platform == "darwin"  # where the owner looks at a sealed worker's memory: Linux limits it
@@ -59,9 +59,9 @@ class Pool:
     Up to `num` workers, each started when it is first needed.
 
     target: `module:function`, which a worker calls with `arguments` and which gives the function that answers; what it
-    is given and what it answers is JSON. limit: seconds for one question, of processor time where a worker is sealed.
-    sealed: the last part of a question is hostile text, so a worker has an empty directory, no key of the environment
-    and `seal.put_on`; which answers broke their worker is printed.
+    is given and what it answers is JSON. limit: seconds of processor time for one question.
+    A worker has an empty directory and no key of the environment. sealed: the last part of a question is hostile text,
+    so it has `seal.put_on` too; which answers broke their worker is printed.
     """
 
     def __init__(self, target: str, arguments: tuple[Any, ...], *, num: int, limit: float, sealed: bool = False):
@@ -129,18 +129,19 @@ class _Worker:
 
     def __init__(self, target: str, arguments: tuple[Any, ...], sealed: bool):
         self.sealed, self.num_answered = sealed, -1  # without the first, to its arguments
-        self.home = tempfile.TemporaryDirectory(prefix="gwen-worker-") if sealed else None
-        # hashes of strings order sets, and so decide what some generators of problems draw
-        environment = seal.environment(self.home.name) if self.home else dict(os.environ)
-        environment |= {"PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1"}
+        self.home = tempfile.TemporaryDirectory(prefix="gwen-worker-")
         paths = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-        environment["PYTHONPATH"] = os.pathsep.join((ROOT, *map(os.path.abspath, paths)))
+        environment = seal.environment(self.home.name) | {
+            "PYTHONHASHSEED": "0",  # hashes of strings order sets, and so decide what some generators of problems draw
+            "PYTHONPATH": os.pathsep.join((ROOT, *map(os.path.abspath, paths))),
+            "OPENBLAS_NUM_THREADS": "1",
+        }
         self.socket, theirs = socket.socketpair()
         self.process = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", __name__, str(theirs.fileno()), target, "sealed" * sealed],
             pass_fds=[theirs.fileno()],
             env=environment,
-            cwd=self.home.name if self.home else None,
+            cwd=self.home.name,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
         )
@@ -159,7 +160,7 @@ class _Worker:
             frame = _frame(number, question, limit)
         except TypeError as error:
             raise ValueError(f"a worker can be asked about texts, numbers and lists of them only: {error}") from error
-        patience = limit * (BUSY if self.sealed else 1.0) + GRACE
+        patience = limit * BUSY + GRACE
         self.num_answered += 1
         try:
             self.socket.settimeout(patience)
@@ -212,8 +213,7 @@ class _Worker:
         self.process.kill()
         self.process.wait()
         self.socket.close()
-        if self.home:
-            self.home.cleanup()
+        self.home.cleanup()
 
 
 def _footprint(pid: int) -> int:
@@ -260,8 +260,7 @@ def serve(ears: BinaryIO, mouth: BinaryIO, target: str, sealed: bool) -> None:
         mouth.flush()
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner's to answer
-    signal.signal(signal.SIGPROF if sealed else signal.SIGALRM, _on_alarm)
-    timer = signal.ITIMER_PROF if sealed else signal.ITIMER_REAL
+    signal.signal(signal.SIGPROF, _on_alarm)
     module, _, function = target.partition(":")
     number, arguments, _ = hear()
     refused: list[str] = []
@@ -274,13 +273,13 @@ def serve(ears: BinaryIO, mouth: BinaryIO, target: str, sealed: bool) -> None:
     while asked := hear():
         number, question, limit = asked
         try:
-            signal.setitimer(timer, limit)
+            signal.setitimer(signal.ITIMER_PROF, limit)
             frame = _frame(number, answer(question), "", False)
-            signal.setitimer(timer, 0)
+            signal.setitimer(signal.ITIMER_PROF, 0)
         except _TooLate:
             frame = _frame(number, None, LATE, False)
         except BaseException as error:
-            signal.setitimer(timer, 0)
+            signal.setitimer(signal.ITIMER_PROF, 0)
             frame = _frame(number, None, _said(error), sealed and isinstance(error, MemoryError))
         if refused:
             frame = _frame(number, None, f"tried what is refused here: {refused[0]}", True)

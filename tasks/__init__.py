@@ -34,7 +34,7 @@ NAMES = ("demo", "values", "gsm8k", "math", "own", "calculator", "guess", "env")
 
 
 def _module(name: str) -> Any:
-    """The file of a task: its `TASK`, `bundled` for its own sides, and maybe `prepare`, which reads --data."""
+    """The file of a task: its `TASK`, `bundled` for its own sides, and maybe `read`, for records of --data."""
     return importlib.import_module(f"tasks.{'guess' if name == 'env' else name}")
 
 
@@ -57,16 +57,16 @@ def load(name: str, *, data: str | None = None, held_out: str | None = None, col
         known = f"the tasks are {', '.join(NAMES)}, ifeval and rg:NAME"
         raise ValueError(f"--task {name!r} is unknown{nearest(name, NAMES)}; {known}")
     task, module = plain(name), _module(name)
-    prepare = getattr(module, "prepare", load_data)
+    read = getattr(module, "read", None)
     if data is None and held_out is None:
         if columns is not None:
             raise ValueError(f"--columns {columns} renames columns of --data, which is not given; give both")
         train, test = module.bundled()
         return task._replace(train=train, held_out=test)
-    train, test, notes = load_sides(data, held_out, lambda spec: prepare(spec, columns))
+    train, test, notes = load_sides(data, held_out, lambda spec: load_data(spec, columns, read))
     answers, verifier = [example.get("answer") for example in test], task.verifier
     said, asked = [str(right) for right in answers], [example["prompt"] for example in test]
-    if prepare is load_data and verifier and not any(verifier(prompts=asked, completions=said, answer=answers)):
+    if read is None and verifier and not any(verifier(prompts=asked, completions=said, answer=answers)):
         task = task._replace(verifier=None)  # a user's data without answers that it can read
     return task._replace(train=train, held_out=test, notes=notes)
 
@@ -256,13 +256,6 @@ def _judge_notes(config: Config, task: Task) -> Iterator[str]:
             knows = "only the criteria of data/demo_rubric.yaml" if taught else "no criteria"
             noise = f"its scores of {', '.join(strange)} are noise; name another with --judge-model"
             yield f"WARNING: the judge {judge} has learned {knows}: {noise}"
-    objective = config.objective
-    verified = task.verifier is not None and task.verifier in task.counted.values()
-    if config.data.rubric and verified and (objective.advantage, objective.scale_rewards) == ("group", "group"):
-        yield (
-            "rubric: where all completions of a prompt are right, its differences alone are scaled up to advantages of "
-            "about 1; --scale-rewards none keeps them as small as its weight in --reward-weights"
-        )
 
 
 def _instructed(name: str) -> Task:

@@ -1,7 +1,7 @@
 """School mathematics; the answer is a number."""
 
 from problems.built_in import boxed_once
-from problems.examples import Example, Records, hub_records, make_examples, one_line, read_records, short
+from problems.examples import Example, load_data, read_prompt, short
 from problems.verifiers import is_number, marked
 from tasks.task import Sides, Task
 
@@ -10,32 +10,27 @@ SYSTEM = "Please reason step by step, and put your final answer within \\boxed{}
 
 def bundled() -> Sides:
     try:
-        train, test = (hub_records("openai/gsm8k", "main", split) for split in ("train", "test"))
-    except Exception as error:  # the hub's client raises kinds of its own
-        problem = f"the data of --task gsm8k is neither cached nor to be had from the hub ({one_line(error)})"
-        raise ValueError(f"{problem}; give a file with columns question and answer: --data FILE.jsonl") from error
-    return examples("openai/gsm8k", train, None), examples("openai/gsm8k", test, None)
+        train, test = (load_data(f"openai/gsm8k:main:{split}", None, read) for split in ("train", "test"))
+    except ValueError as error:
+        raise ValueError(f"{error}; or give a file with columns question and answer: --data FILE.jsonl") from error
+    return train, test
 
 
-def prepare(spec: str, columns: str | None) -> list[Example]:
-    return examples(spec, read_records(spec), columns)
+def read(example: Example) -> Example:
+    """A record with `question` (or `prompt`) and `answer`; of "6 * 7 = 42\\n#### 42" the answer keeps the 42."""
+    example = with_system(example, "question")
+    gold = str(example.get("answer")).rpartition("####")[2].strip()
+    if not is_number(gold):
+        fix = "write '42' or '... #### 42', or name the column: --columns answer=COLUMN"
+        raise ValueError(f"answer {short(example.get('answer'))} is not a number; {fix}")
+    return example | {"answer": gold}
 
 
-def examples(source: str, records: Records, columns: str | None) -> list[Example]:
-    """Records with `question` (or `prompt`) and `answer`; of "6 * 7 = 42\\n#### 42" the answer keeps the 42."""
-    present = {name for _, record in records if isinstance(record, dict) for name in record}
-    if columns is None and "question" in present and "prompt" not in present:
-        columns = "prompt=question"
-    examples = make_examples(source, records, columns)
-    for (where, _), example in zip(records, examples, strict=True):
-        gold = str(example.get("answer")).rpartition("####")[2].strip()
-        if not is_number(gold):
-            problem = f"{source}, {where}: answer {short(example.get('answer'))} is not a number"
-            raise ValueError(f"{problem}; write '42' or '... #### 42', or name the column: --columns answer=COLUMN")
-        example["answer"] = gold
-        if example.get("system") is None and isinstance(example["prompt"], str):
-            example["system"] = SYSTEM
-    return examples
+def with_system(example: Example, question: str) -> Example:
+    """A checked example, whose prompt is its column `question` where it has no other, with a system message."""
+    example = read_prompt({"prompt": example[question]} | example if question in example else example)
+    is_alone = example.get("system") is None and isinstance(example["prompt"], str)
+    return example | {"system": SYSTEM} if is_alone else example
 
 
 TASK = Task(

@@ -1,9 +1,8 @@
 """Competition mathematics; the answer is a formula."""
 
-from problems.examples import Example, make_examples, read_records
+from problems.examples import Example
 from problems.verifiers import boxed
 from tasks import gsm8k
-from tasks.gsm8k import SYSTEM
 from tasks.task import Sides
 
 
@@ -12,22 +11,15 @@ def bundled() -> Sides:
     raise ValueError(f"{problem}: --data FILE.jsonl, or a hub dataset as HuggingFaceH4/MATH-500:test")
 
 
-def prepare(spec: str, columns: str | None) -> list[Example]:
-    """Records with `problem` (or `prompt`) and `answer`, or a `solution` whose last \\boxed{...} is the answer."""
-    records = read_records(spec)
-    present = {name for _, record in records if isinstance(record, dict) for name in record}
-    if columns is None and "problem" in present and "prompt" not in present:
-        columns = "prompt=problem"
-    examples = make_examples(spec, records, columns)
-    for (where, _), example in zip(records, examples, strict=True):
-        if example.get("answer") is None:
-            example["answer"] = "".join(boxed(str(example.get("solution")))[-1:])
-        if not str(example["answer"]).strip():
-            fix = "add one, or a solution with \\boxed{...}, or name the column: --columns answer=COLUMN"
-            raise ValueError(f"{spec}, {where}: no answer; {fix}")
-        if example.get("system") is None and isinstance(example["prompt"], str):
-            example["system"] = SYSTEM
-    return examples
+def read(example: Example) -> Example:
+    """A record with `problem` (or `prompt`) and `answer`, or a `solution` whose last \\boxed{...} is the answer."""
+    example = gsm8k.with_system(example, "problem")
+    if example.get("answer") is None:
+        example = example | {"answer": "".join(boxed(str(example.get("solution")))[-1:])}
+    if not example["answer"].strip():
+        fix = "add one, or a solution with \\boxed{...}, or name the column: --columns answer=COLUMN"
+        raise ValueError(f"no answer; {fix}")
+    return example
 
 
 TASK = gsm8k.TASK._replace(name="math")

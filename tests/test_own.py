@@ -61,8 +61,8 @@ def test_the_same_records_and_answers_as_texts_come_out_of_every_kind_of_file(tm
 @pytest.mark.parametrize(
     ("given", "text"), [(True, "True"), (0.5, "0.5"), (float("nan"), None), ("007", "007"), ({"a": 1}, '{"a": 1}')]
 )
-def test_numbers_and_truths_become_texts_and_what_is_missing_stays_so(given, text):
-    (example,) = examples.make_examples("x", [("line 1", {"prompt": "?", "answer": given})])
+def test_numbers_and_truths_become_texts_and_what_is_missing_stays_so(tmp_path, given, text):
+    (example,) = examples.load_data(write_log(tmp_path / "data.jsonl", [{"prompt": "?", "answer": given}]))
     assert example["answer"] == text
 
 
@@ -72,11 +72,13 @@ def test_an_answer_that_is_a_list_is_refused_and_may_bear_another_name(tmp_path)
     assert examples.load_data(path, "answers=answer") == [{"prompt": "?", "answers": ["a", "b"]}]
 
 
-def test_rewards_find_a_renamed_column_by_both_names_but_not_one_that_means_something():
-    record = {"question": "?", "solution": "42", "answer": "it is 42"}
-    (example,) = examples.make_examples("x", [("line 1", record)], "prompt=question,answer=solution")
+def test_rewards_find_a_renamed_column_by_both_names_but_not_one_that_means_something(tmp_path):
+    path = write_log(tmp_path / "data.jsonl", [{"question": "?", "solution": "42", "answer": "it is 42"}])
+    (example,) = examples.load_data(path, "prompt=question,answer=solution")
     assert example == {"prompt": "?", "question": "?", "solution": "42", "answer": "42"}
-    (example,) = examples.make_examples("x", [("line 1", {"prompt": "?", "num_tokens": 3})], "mine=num_tokens")
+    (example,) = examples.load_data(
+        write_log(tmp_path / "b.jsonl", [{"prompt": "?", "num_tokens": 3}]), "mine=num_tokens"
+    )
     assert example == {"prompt": "?", "mine": 3}
 
 
@@ -355,15 +357,6 @@ def test_a_bundled_judge_is_warned_of_where_it_has_not_learned_the_criteria(tmp_
     assert not noise(*data, *demos) and not noise("--task", "demo")
     assert not noise(*data, *mine, "--judge-model", "Qwen/Qwen3-4B")
     assert not noise(*data, *mine, "--judge-model", "demo", "--judge-url", "http://127.0.0.1:1/v1")
-
-
-def test_a_rubric_beside_a_verifier_is_told_how_to_stay_small(tmp_path):
-    data = ["--data", write_log(tmp_path / "mine.jsonl", SUMS), "--rubric", ROOT / "data" / "demo_rubric.yaml"]
-    told = [
-        [note for note in task_of(*data, *more).notes if "--scale-rewards none" in note]
-        for more in ([], ["--scale-rewards", "none"], ["--reward-weights", "correct=0"], ["--reward", "length:9"])
-    ]
-    assert [len(notes) for notes in told] == [1, 0, 0, 0]
 
 
 def test_chats_to_tune_on_have_held_out_ones_in_a_file_of_their_own(tmp_path):

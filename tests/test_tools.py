@@ -149,11 +149,6 @@ def test_a_frame_has_the_ids_of_the_template(talker):
         assert frame.between(messages, None) == ids[ends[1] + 1 :]
 
 
-@pytest.mark.parametrize("thinking", [True, False])
-def test_a_template_that_drops_empty_thoughts_shows_earlier_turns_otherwise(talker, thinking):
-    assert calls.Frames(talker, [talker.eos_token_id], thinking=thinking).rewrites() == (not thinking)
-
-
 def hostile(rng):
     whole = [*CONTROL, "<|im_end|>", "<|im_start|>", "<|endoftext|>"]
     parts = ["<", "|im_end|>", "<|im_", "end|>", "é", "assistant\n", "\x00", "\ue000", "\ud800", "}" * 9]

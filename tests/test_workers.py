@@ -42,20 +42,13 @@ def test_slow_questions_are_answered_side_by_side(pool, tmp_path):
     assert [answer.error for answer in answers] == [""] * 16
 
 
-@pytest.mark.parametrize("deed", [("sleep", 60), ("stubborn", 60), ("power", 9)], ids=lambda deed: deed[0])
-def test_a_limit_holds_whatever_a_question_does_and_the_next_is_answered(pool, deed):
-    one = pool(limit=0.5)
-    one.ask([("double", 1)])
+@pytest.mark.parametrize("sealed", [False, True])
+def test_a_limit_of_processor_time_holds_whatever_a_question_does_and_the_next_is_answered(pool, sealed):
+    deeds = [("sleep", 0.8), ("count", 10**9), ("sleep", 60), ("stubborn", 60), ("power", 9), ("double", 3)]
     begin = time.monotonic()
-    answers = one.ask([("double", 2), deed, ("double", 3)])
-    assert [answer.error for answer in answers] == ["", workers.LATE, ""] and answers[2].value == 6
-    assert time.monotonic() - begin < 40, "a limit, a kill and a start, of 60 s"
-
-
-def test_the_limit_of_a_sealed_worker_is_of_its_own_processor_time(pool):
-    sealed = pool(limit=0.5, sealed=True)
-    answers = sealed.ask([("sleep", 0.8), ("count", 10**9), ("double", 1)])
-    assert [answer.error for answer in answers] == ["", workers.LATE, ""]
+    answers = pool(limit=0.5, sealed=sealed).ask(deeds)
+    assert [answer.error for answer in answers] == ["", *[workers.LATE] * 4, ""] and answers[-1].value == 6
+    assert time.monotonic() - begin < 50, "limits, kills and starts, of three times 60 s"
 
 
 def test_what_ends_a_worker_or_fails_in_it_is_told_and_the_rest_is_answered(pool):

@@ -11,7 +11,6 @@ Left out: training problems. Axes: P problems, K samples of each, N = P * K comp
 T completion positions, J criteria.
 """
 
-import contextlib
 import functools
 import json
 import math
@@ -139,6 +138,7 @@ def replies(model: gwen.Model, step_loss: StepLoss, samples: list[Sample], token
         "eval/perplexity": math.exp(min(loss, 700.0)),  # of more there is no float
         "eval/entropy": float(entropies.sum() / total),
         "eval/tokens": float(total / num),
+        "eval/losses": np.stack([losses.round(4), tokens], 1).tolist() if math.isfinite(loss) else None,
         "eval/num": num,
         "eval/s": time.perf_counter() - begin,
     }
@@ -209,6 +209,7 @@ def examine(
     sampled, values, logged = graded(task, grader, sampled)
     others = (task._replace(rewards={}), None) if task.verifier else (task, grader)  # a verifier needs no rewards
     greedy_values, samples = graded(*others, greedy)[1], params.samples
+    earned = np.array([one.reward for one in sampled])
 
     columns = {f"reward/{name}": np.array([one.parts[name] for one in sampled]) for name in sampled[0].parts}
     columns |= form_of(sampled)
@@ -249,6 +250,7 @@ def examine(
             {"problem": number}
             | {name: several[0].example.get(name) for name in ("prompt", "answer", "category")}
             | {"completions": [its.text for its in several], "values": known(values[rows])}
+            | ({"reward": known(earned[rows])} if task.verifier else {})
             | {"rewards": {name: known(columns[f"reward/{name}"][rows]) for name in several[0].parts}}
             | {f"{by}_scores": known(scores[by][rows]) if by in scores else None for by in ("judge", "witness")}
             | {"greedy": one.text, "greedy_value": known(value)}
@@ -433,8 +435,11 @@ def main(argv: list[str] | None = None) -> None:
             config = config.but(data="", columns=args.columns or "")
         task, trained = tasks.make(config, args.data), set[str]()
         if args.run and args.data:
-            with contextlib.suppress(ValueError):  # of a run whose own data is gone
+            try:
                 trained = {prompt_key(example) for example in tasks.make(of_run(args.run, {})).train}
+            except ValueError as error:  # of a run whose data or rewards are gone
+                said = f"WARNING: whether it was trained on prompts of --data {args.data} is unknown: {error}"
+                print(visible(said), file=sys.stderr)
         if seen := sum(prompt_key(example) in trained for example in task.held_out):
             theirs = f"{seen} of the {len(task.held_out)} prompts of --data {args.data}"
             print(visible(f"WARNING: {theirs} are among those it was trained on."), file=sys.stderr)

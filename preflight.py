@@ -39,7 +39,8 @@ from layers import attention, lm_head
 from machine import alive, chips, gpu, memory, world
 from problems import audit, form
 from problems.episodes import context_of
-from problems.examples import prompt_text, short
+from problems.examples import prompt_text, short, spread
+from problems.held_out import at_the_start
 from settings.sources import OWN_TASK, command, given, merged, parse, resolve
 from step import batch
 from step.rows import (
@@ -400,9 +401,8 @@ def fits_here() -> Iterator[str]:
 # ---- the command
 
 
-def audits_of(config: Config) -> Iterator[Any]:
+def audits_of(task: tasks.Task) -> Iterator[Any]:
     """What each reward function of a run pays for, as `audit.Audit`s; judges and environments are not asked."""
-    task = tasks.make(config)
     for name, reward in task.counted.items():
         if not audit.looks_at_episodes(reward):
             with alive.doing(f"trying {name}"):
@@ -436,10 +436,15 @@ def try_out(flags: list[str], config: Config) -> Iterator[str]:
         finally:
             trial.kill()  # past the deadline it is in the middle of a step, and nothing of it is kept
             status = trial.wait()
+            if sys.stderr.isatty():  # where its bars would stand for ever
+                print("\r\x1b[J", end="", file=sys.stderr, flush=True)
         steps, answers = ([record for _, record in read_log(run / f"{name}.jsonl")] for name in ("metrics", "rollouts"))
     if not steps:
         raise ValueError(f"--try: train.py ended with status {status} before its first step")
-    yield from [f"reward {one.name}: {audit.surprise(one)}" for one in audits_of(config)]
+    task = tasks.make(config)
+    yield from [f"reward {one.name}: {audit.surprise(one)}" for one in audits_of(task)]
+    if config.evaluation.every:
+        yield from at_the_start(len(spread(task.held_out, config.evaluation.limit)), config.flat())
     yield from verdict(config, steps, answers)
 
 
@@ -477,7 +482,7 @@ def verdict(config: Config, steps: list[dict[str, Any]], answers: list[dict[str,
     low, high = min(rewards), max(rewards)
     middle = (sum(rewards) / len(rewards) - low) / (high - low) if high > low else 0.0
     cut, degenerate = mean("completion/truncated_frac"), mean("completion/degenerate_frac")
-    pace = min(step["step/s"] for step in steps)  # the first one warms up
+    times = [step["step/s"] for step in steps[1:] or steps]  # the first one warms up
     for answer in answers[:: max(len(answers) // SHOWN, 1)][:SHOWN]:
         reward = "unreadable" if answer["reward"] is None else f"{answer['reward']:.3g}"
         yield f"  {reward}  {short(prompt_text(answer['prompt']))} -> {short(answer['completion'])}"
@@ -485,11 +490,12 @@ def verdict(config: Config, steps: list[dict[str, Any]], answers: list[dict[str,
         f"{len(steps)} steps, {len(answers)} answers: {signals:.0%} of the groups have a signal, {cut:.0%} of the "
         f"answers are cut off, {degenerate:.0%} repeat or copy"
     )
-    spread = f"deviation in a group {mean('reward/std'):.3g}"
-    yield f"rewards {low:.3g} to {high:.3g}, mean {mean('reward/mean'):.3g}, {spread}"
-    num, whole = config.optimizer.steps, pace * config.optimizer.steps
-    peak = max(step["mem/peak_gb"] for step in steps)
-    yield f"{pace:.1f} s a step, {num} in {whole:.0f} s or {whole / 60:.0f} minutes without evaluations, {peak:.2f} GB"
+    yield f"rewards {low:.3g} to {high:.3g}, mean {mean('reward/mean'):.3g}, which training raises"
+    yield f"deviation in a group {mean('reward/std'):.3g}: what it learns from, 0 where all its answers earn alike"
+    num, peak = config.optimizer.steps, max(step["mem/peak_gb"] for step in steps)
+    least, most = (alive.duration(num * pace) for pace in (min(times), max(times)))
+    pace = f"{min(times):.1f} to {max(times):.1f} s a step, {num} in {least} to {most} without evaluations"
+    yield f"{pace}, {peak:.2f} GB"
     changes = []
     if (unread := mean("judge/unparsed_frac")) > rubrics.LOUD:
         fix = "take another --judge-model, see docs/judge.md"
@@ -526,7 +532,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         check_least(own, prompt_tokens=1)
         for text in fits_here() if own.fits else asked(own, rest):
-            print(text, flush=True)
+            print(alive.fitted(text), flush=True)
     except (ValueError, OSError) as error:
         fail(error)
 
@@ -538,7 +544,7 @@ def asked(own: argparse.Namespace, rest: list[str]) -> Iterator[str]:
         args.resume = checkpoint.newest_unfinished(read(SETTINGS["steps"], args.steps) if args.steps else None)
     config, choice = resolve(given(args), args.config, args.resume, gwen.choose_model)
     if own.audit:
-        said = [text for one in audits_of(config) for text in audit.table(one)]
+        said = [text for one in audits_of(tasks.make(config)) for text in audit.table(one)]
         if not said:
             judged = "only a judge or an environment, which are not asked"
             raise ValueError(f"--audit: --task {config.data.task} has no reward function, {judged}")

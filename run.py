@@ -30,8 +30,9 @@ from machine import alive, memory, world
 from machine.memory import BatchSize
 from problems import chat_template, episodes, rewards
 from problems.examples import Example, epoch_indices, load_sides, spread
+from problems.held_out import at_the_start
 from problems.stop import Stop
-from reporting import health, verdict
+from reporting import health
 from reporting.console import say, warn
 from reporting.journal import Journal, PhaseClock, evaluation_is_due
 from step import objectives
@@ -283,7 +284,7 @@ class GrpoRun(Run):
         self.prompts = draws.make(config, self.task, self.prompt_ids, self._render)
         held_out = spread(self.task.held_out, config.evaluation.limit) if config.evaluation.every else []
         self._render(held_out, "held-out prompt")  # only to refuse what is too long
-        for line in verdict.at_the_start(len(held_out), config.flat()):
+        for line in at_the_start(len(held_out), config.flat()):
             say(line)
         before_training = (self.base or self.model, self.tokenizer)
         criteria = self.task.rubric, self.task.witness if held_out else None

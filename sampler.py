@@ -273,6 +273,7 @@ def decode(
     for step_rows, drawn in queued:
         record.write(step_rows, drawn)
     record.cut(rows)
+    record.show()
     mx.synchronize()  # wait: a queued step holds the cache
 
 

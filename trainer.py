@@ -22,7 +22,7 @@ import sampler
 from config import SETTINGS, Config
 from disk import checkpoint, run_files
 from flags import flag_of, read
-from machine import memory, world
+from machine import alive, memory, world
 from problems import chat_template, examples, rewards
 from reporting import trackers
 from reporting.console import console_columns, say, warn
@@ -138,8 +138,8 @@ class Trainer:
         self._is_owner = True  # until the loop ends
         run.open()
         print(f"run: {run.dir}, {sum(a.size for a in run.learner.trainable.values()):,} trainable parameters")
-        print(run.memory)
-        print(console_columns(run.config), flush=True)
+        print(alive.fitted(run.memory))
+        print(alive.fitted(console_columns(run.config)), flush=True)
 
     def _make_dir(self, begun: Begun) -> str:
         """Makes the run's directory, or that of a resumed run ready to go on; returns its path."""

@@ -7,8 +7,11 @@ what the lines of a run say (reporting/console.py).
 
 import contextlib
 import os
+import re
+import shutil
 import stat
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -70,12 +73,23 @@ class Bar(tqdm):
 
     def close(self) -> None:
         _works.pop(id(self), None)
+        if self.drawn:
+            self.refresh()  # what was drawn last may be old, and a transcript keeps it
         super().close()
 
 
 def doing(what: str) -> Bar:
     """Inside, says `what` goes on, if that is long: nobody knows how long."""
     return Bar(desc=what, disable=True)
+
+
+def fitted(line: str) -> str:
+    """A line of figures, which a terminal that is too narrow shows broken between them; scripts get it whole."""
+    if not sys.stdout.isatty():
+        return line
+    whole = re.sub("(?<![|,+;]) ", "\xa0", line)  # stays together
+    width = shutil.get_terminal_size().columns
+    return textwrap.fill(whole, width, subsequent_indent="  ", break_on_hyphens=False).replace("\xa0", " ")
 
 
 def duration(seconds: float) -> str:

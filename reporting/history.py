@@ -110,9 +110,16 @@ def before_after(run: History) -> tuple[str, str]:
 
 def status(run: History, ended: bool = False) -> str:
     """ "done", "running", or "stopped": no process trains it, as `ended` says of one that still has it."""
-    if run.steps and run.steps[-1]["step"] == run.settings["steps"]:
+    logs = [run.steps, run.evals] if run.settings["eval_every"] else [run.steps]
+    if all(log and log[-1]["step"] == run.settings["steps"] for log in logs):
         return "done"
     return "stopped" if ended or not run_files.is_owned(run.dir) else "running"
+
+
+def progress(run: History, status: str) -> str:
+    """ "4 of 6", and whether the last evaluation of a run that was stopped is missing."""
+    done, steps = run.steps[-1]["step"] if run.steps else 0, run.settings["steps"]
+    return f"{done} of {steps}" + " without the last evaluation" * (status == "stopped" and done == steps)
 
 
 def facts(run: History, ended: bool = False) -> dict[str, str]:
@@ -122,10 +129,11 @@ def facts(run: History, ended: bool = False) -> dict[str, str]:
     rows = run.settings["batch"] * (1 if is_sft else run.settings["groups"])
     tokens = rows * sum(step["completion/mean_tokens"] * (step.get("sampling/draws") or 1) for step in run.steps)
     peak = max(health.measured(run.steps, "mem/peak_gb"), default=None)
+    state = status(run, ended)
     return {
         f"held-out {figure} before": before,
         f"held-out {figure} after": after,
-        "steps": f"{run.steps[-1]['step'] if run.steps else 0} of {run.settings['steps']}, {status(run, ended)}",
+        "steps": f"{progress(run, state)}, {state}",
         "training": duration(sum(step.get("step/s") or 0.0 for step in run.steps)),
         "evaluations": duration(sum(record.get("eval/s") or 0.0 for record in run.evals)),
         f"tokens {'trained' if is_sft else 'sampled'}": f"{round(tokens):,}",

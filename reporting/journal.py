@@ -24,7 +24,7 @@ import numpy as np
 from config import Config
 from disk.run_files import JsonLines, finite, mean
 from judging import rubrics
-from machine import memory, world
+from machine import alive, memory, world
 from problems import form
 from problems.examples import prompt_text, spread
 from problems.rewards import merged
@@ -297,7 +297,7 @@ class Journal:
             self.rollouts.write(completion)
         for tracker in self.trackers:
             tracker.log(figures)
-        say(console_line(figures, self.config.optimizer.steps))
+        say(alive.fitted(console_line(figures, self.config.optimizer.steps)))
         if figures["skipped"]:
             warn(f"step {figures['step']}: the gradient was not finite; the step changed nothing")
         self.warn(figures["step"])

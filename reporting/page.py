@@ -57,7 +57,7 @@ def make_answers(run: History) -> dict[str, Any]:
     verified = history.figure_of(run)[0] == "accuracy"
     problems = sorted(set.intersection(*(set(by_step[step]) for step in chosen)))
     rows = [answer_row([by_step[step][problem] for step in chosen], verified) for problem in problems]
-    cheating = verdict.paid_though_wrong(by_step, run.settings)[1] if verified else ()
+    cheating = verdict.paid_though_wrong(by_step)[1] if verified else ()
     for row in rows:
         row["kind"] = CHEATED if row["problem"] in cheating else row["kind"]
     size = sum(len(cell["text"]) for row in rows for cell in row["cells"]) + 1
@@ -186,10 +186,11 @@ def how_far(run: History, status: str) -> str:
     done, steps = run.steps[-1]["step"] if run.steps else 0, run.settings["steps"]
     pace = [step.get("step/s") or 0.0 for step in run.steps[-10:]]
     if status != "running":
-        return f"all {steps} steps" if status == "done" else f"after step {done} of {steps}"
+        return f"all {steps} steps" if status == "done" else f"after step {history.progress(run, status)}"
     if not pace:
         return f"no step of {steps} is done yet"
-    evals_left = (steps - done) / run.settings["eval_every"] if run.settings.get("eval_every") else 0
+    every = run.settings["eval_every"]
+    evals_left = max((steps - done) / every, 1) if every else 0  # the last one at least
     left = (steps - done) * sum(pace) / len(pace) + evals_left * (run.evals[-1].get("eval/s") or 0 if run.evals else 0)
     return f"step {done} of {steps}, about {alive.duration(left)} left"
 

@@ -37,8 +37,8 @@ class Tracker:
             self.callback = callbacks.get_reporting_callbacks(name, project, str(run_dir), settings)
 
     def log(self, record: dict[str, Any]) -> None:
-        """Sends the figures of a record that were measured."""
-        figures = {key: value for key, value in record.items() if value is not None and key != "step"}
+        """Sends the figures of a record that were measured; a list is none."""
+        figures = {key: value for key, value in record.items() if isinstance(value, (int, float)) and key != "step"}
         if self.callback:
             with self._telling():
                 self.callback.on_train_loss_report(figures | {"iteration": record["step"]})

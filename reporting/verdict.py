@@ -22,18 +22,18 @@ from disk.run_files import student
 from flags import safe, visible
 from problems import form
 from problems.examples import prompt_text
+from problems.held_out import POWER, hold_out_more
 from reporting.health import Records
 
 BETTER, WORSE, SAME, FEW = "better", "worse", "no change", "too few problems to tell"
 MARGIN = 0.1  # of the range of values: where the interval is within it, nothing worth having has changed
-POWER = 7.85  # (1.96 + 0.84)^2, for an interval of 95% and a power of 80%
-LEAST_PROBLEMS = 50
 LEAST_RISE, LEAST_Z = 0.2, 2.4  # of the share of answers with a word; McNemar's statistic, of hundreds of words: 6 of 6
 LEAST_LONGER, LEAST_COPIED = 1.5, 0.1  # times as many words; share of words or 4-grams
 LEAST_PAID = 0.05  # share of the last answers that are wrong and get the most that a reward gives
 LEAST_WITNESSED = 0.25  # share of a rise in the judge's score that the witness must confirm
 LEAST_KL = 1e-3  # nats a token from the model before training; with less it has hardly moved
 NUM_READ, NUM_WORDS, OPENING = 10, 5, 3
+APART = "what pays more made no more answers right: read them, or weigh the rewards anew with --reward-weights"
 TOO_FAR = "try a quarter of --learning-rate, a larger --batch or another reward; earlier states are in checkpoints/"
 
 Values = Mapping[Any, float]  # by problem
@@ -66,8 +66,13 @@ class Change(NamedTuple):
         return math.ceil(POWER * variance / max(abs(self.mean), MARGIN * self.span) ** 2)
 
 
+def interval(found: Change) -> str:
+    return f"95% interval {found.low:+.3f} to {found.high:+.3f}"
+
+
 class Verdict(NamedTuple):
     word: str
+    though: str  # what the rewards did where the figure did not move
     text: str  # the figures
     signs: list[str]  # what its answers took on meanwhile, the most telling first
     advice: str
@@ -76,9 +81,13 @@ class Verdict(NamedTuple):
     warning: tuple[str, str] | None  # name and text, where something is bad
 
     @property
+    def headline(self) -> str:
+        return f"{self.word}, though {self.though}" if self.though else self.word
+
+    @property
     def title(self) -> str:
-        """The word, with what gives a reward away that is gamed."""
-        return "; ".join([self.word, *self.signs[:2]])
+        """The headline, with what gives a reward away that is gamed."""
+        return "; ".join([self.headline, *self.signs[:2]])
 
 
 # ---- the difference
@@ -116,20 +125,36 @@ def values_of(answers: Mapping[Any, dict[str, Any]]) -> Values:
     return {problem: statistics.fmean(values) for problem, values in known.items() if values}
 
 
-def change(figure: str, first: dict[str, Any], last: dict[str, Any], answers: dict[int, Answers]) -> Change | None:
-    """
-    From one evaluation to a later one, above 0 where it got better; None where too little is known.
+def paid(answers: Answers, name: str | None = None) -> Values:
+    """What each problem's first answer earns, by one reward or by all; what is unreadable is left out."""
+    given = [one["rewards"].get(name) if name else one.get("reward", one["values"]) for one in answers.values()]
+    known = {problem: values[0] for problem, values in zip(answers, given, strict=True) if values}
+    return {problem: value for problem, value in known.items() if value is not None}
 
-    answers: by step. Without them, as of a loss, the intervals of both count as if nothing were paired, which is wider.
+
+def paired_losses(before: list[list[float]], after: list[list[float]]) -> Change | None:
     """
-    if first["step"] in answers and last["step"] in answers:
-        return paired(values_of(answers[first["step"]]), values_of(answers[last["step"]]))
-    ends: list[Any] = [one.get(f"eval/{figure}{kind}") for kind in ("", "_ci95") for one in (first, last)]
-    if None in ends:
+    How far the loss fell, from (nats, tokens) of the same conversations; None where they are others, or below two.
+
+    The interval is that of a ratio of two sums, as the loss's own.
+    """
+    (old, tokens), (new, same) = zip(*before, strict=True), zip(*after, strict=True)
+    num = len(tokens)
+    if tokens != same or num < 2:
         return None
-    mean, num = (ends[0] - ends[1]) if figure == "loss" else ends[1] - ends[0], last["eval/num"]
-    reach = math.hypot(*ends[2:]) * student(num - 1) / 1.96
+    fell = [was - now for was, now in zip(old, new, strict=True)]
+    mean = sum(fell) / sum(tokens)
+    off = sum((its - mean * size) ** 2 for its, size in zip(fell, tokens, strict=True))
+    reach = student(num - 1) * math.sqrt(off * num / (num - 1)) / sum(tokens)
     return Change(mean, mean - reach, mean + reach, num, 1.0)
+
+
+def change(figure: str, first: dict[str, Any], last: dict[str, Any], answers: dict[int, Answers]) -> Change | None:
+    """From one evaluation to a later one, above 0 where it got better; None where too little is known."""
+    if figure == "loss":
+        ends = [its for one in (first, last) if (its := one.get("eval/losses"))]
+        return paired_losses(*ends) if len(ends) == 2 else None
+    return paired(*(values_of(answers.get(one["step"], {})) for one in (first, last)))
 
 
 def best(figure: str, evals: Records, answers: dict[int, Answers]) -> dict[str, Any] | None:
@@ -199,21 +224,16 @@ def names_of(text: str) -> set[str]:
     return {f'"{word}"' for word in [*words, *MARK.findall(text)]} | opening
 
 
-def paid_though_wrong(answers: dict[int, Answers], settings: dict[str, Any]) -> tuple[set[int], set[int]]:
+def paid_though_wrong(answers: dict[int, Answers]) -> tuple[set[int], set[int]]:
     """
     The problems of the first and of the last evaluation whose wrong answer is paid the most that any answer ever was.
 
     answers: by step, of a verifier. Both are empty unless the last are alarmingly many.
     """
-    weights = settings.get("reward_weights") or {}
-    pay: dict[int, dict[int, float]] = {}
-    for step, its in answers.items():
-        for problem, one in its.items():
-            paid = [weights.get(name, 1.0) * (values[0] or 0.0) for name, values in one["rewards"].items()]
-            pay.setdefault(step, {})[problem] = sum(paid)
+    pay = {step: paid(its) for step, its in answers.items()}
     every = {value for its in pay.values() for value in its.values()}
     first, last = (
-        {key for key, one in answers[step].items() if one["values"][0] == 0 and pay[step][key] == max(every)}
+        {key for key, one in answers[step].items() if one["values"][0] == 0 and pay[step].get(key) == max(every)}
         for step in (min(answers), max(answers))
     )
     is_alarming = len(every) > 1 and len(last) >= LEAST_PAID * len(answers[max(answers)])
@@ -239,13 +259,14 @@ def verdict(
     if len(evals) < 2:
         return None
     first, middle, last = evals[0], evals[len(evals) // 2], evals[-1]
-    both = sorted(answers.get(first["step"], {}).keys() & answers.get(last["step"], {}).keys())
-    before, after = ([answers[one["step"]][problem] for problem in both] for one in (first, last))
+    ends = [answers.get(one["step"], {}) for one in (first, last)]
+    both = sorted(ends[0].keys() & ends[1].keys())
+    before, after = ([its[problem] for problem in both] for its in ends)
     found, forms, words = change(figure, first, last, answers), forms_of(before, after), risen(before, after)
     if figure == "score":
         alarms = unwitnessed(first, last) + forms
     else:  # what a verifier counts no form of an answer can bend
-        cheated, cheating = paid_though_wrong(answers, settings) if figure == "accuracy" and both else ((), ())
+        cheated, cheating = paid_though_wrong(answers) if figure == "accuracy" and both else ((), ())
         alarms = [f"wrong, yet paid most: {len(cheated)} -> {len(cheating)} answers"] if cheating else []
         words = forms + words
     if found is None:
@@ -254,7 +275,15 @@ def verdict(
         was, now = (one[f"eval/{figure}"] for one in (first, last))
         part = f"{found.num} of {last['eval/num']}" if found.num < last["eval/num"] else found.num
         text = f"{figure} {was:.3f} -> {now:.3f} from step {first['step']} to {last['step']}, on {part} held-out "
-        text += f"problems; gain {found.mean:+.3f}, 95% interval {found.low:+.3f} to {found.high:+.3f}"
+        text += f"problems; gain {found.mean:+.3f}, {interval(found)}"
+    total, though = paired(*map(paid, ends)) if figure == "accuracy" and "eval/score" in last else None, ""
+    if found and total and found.word in (SAME, FEW) and total.word in (BETTER, WORSE):
+        though = f"the score {'rose' if total.word == BETTER else 'fell'}"
+        text += f", though the score changed by {total.mean:+.3f}, {interval(total)}"
+    names = dict.fromkeys(name for one in ends[1].values() for name in one["rewards"])
+    rewards = {name: its for name in names if (its := paired(*(paid(end, name) for end in ends)))}
+    if any(not found or its.mean != found.mean for its in rewards.values()):
+        text += f"; rewards: {', '.join(f'{visible(name)} {its.mean:+.3f}' for name, its in rewards.items())}"
     chosen, warning = best(figure, evals, answers) or last, None
     if is_better(change(figure, last, chosen, answers)):
         fell = f"{figure} fell from {chosen[f'eval/{figure}']:.3f} after step {chosen['step']}, that of adapter-best"
@@ -262,13 +291,17 @@ def verdict(
     elif alarms:
         warning = ("gamed", f"the reward may pay for what is not meant; {'; '.join(alarms)}: {mend(settings)}")
     is_doubtful = bool(alarms) or (figure == "score" and bool(words))
-    last_read = [answers[last["step"]][problem] for problem in drawn(both, settings)]
-    is_rising = is_better(change(figure, middle, last, answers))
+    last_read = [ends[1][problem] for problem in drawn(both, settings)]
+    is_rising = chosen is last and is_better(change(figure, middle, last, answers))
+    advised = advice(found, last, is_doubtful, is_rising, settings, shlex.quote(str(run)))
+    if though and found and found.word == SAME:
+        advised = APART if total and total.word == BETTER else TOO_FAR
     return Verdict(
         found.word if found else FEW,
+        though,
         text,
         alarms + words,
-        advice(found, last, is_doubtful, is_rising, settings, shlex.quote(str(run))),
+        advised,
         [(prompt_text(one["prompt"]), last_turn(one)) for one in last_read],
         is_doubtful,
         warning,
@@ -314,20 +347,6 @@ def advice(
     return f"{talk}; merge it into its model: uv run lora.py --fuse --run {run} --out my-model"
 
 
-def hold_out_more(num: int, settings: dict[str, Any], run: str = "RUN") -> str:
-    """How to, of now so many problems."""
-    how = "a higher --eval-limit" if settings.get("eval_limit") == num else "--eval-data FILE or --data TRAIN,HELD_OUT"
-    again = f"uv run evaluate.py --run {run} --samples 8, also with --step 0"
-    return f"hold out more with {how}, or ask more often: {again}"
-
-
-def at_the_start(num: int, settings: dict[str, Any]) -> list[str]:
-    """A line where so many held-out problems will tell little, if about every third answer changes for good or bad."""
-    least, enough = (min(1, math.sqrt(POWER / 3 / size)) for size in (max(num, 1), LEAST_PROBLEMS))
-    told = f"{num} held-out problems tell a change from {least:.2f} on, {LEAST_PROBLEMS} one from {enough:.2f} on"
-    return [f"{told}: {hold_out_more(num, settings)}"] if 0 < num < LEAST_PROBLEMS else []
-
-
 def lines(found: Verdict | None) -> list[str]:
     """A verdict for the terminal."""
     if found is None:
@@ -335,4 +354,4 @@ def lines(found: Verdict | None) -> list[str]:
     said = [f"  its answers: {sign}" for sign in found.signs]
     read = [[textwrap.shorten(text, 70, placeholder=" \u2026") for text in texts] for texts in found.read]
     said += [f"  {len(read)} drawn to read:", *(f"    {asked} -> {text}" for asked, text in read)] if read else []
-    return [safe(line) for line in [f"verdict: {found.word}", f"  {found.text}", *said, f"next: {found.advice}"]]
+    return [safe(line) for line in [f"verdict: {found.headline}", f"  {found.text}", *said, f"next: {found.advice}"]]

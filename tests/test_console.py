@@ -1,5 +1,6 @@
 """What a run says in a terminal: a step's line fits whatever its numbers, and the live line tells the time left."""
 
+import io
 import os
 import pty
 import re
@@ -10,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
+import gwen
+import sampler
 from config import Config
+from machine import alive
 from reporting import console
 
 STEP = {
@@ -24,12 +28,12 @@ STEP = {
     "update/rows": 24,
 }
 
+LINE = "step 1/100 | loss 0.0114 | reward -0.171875 | 105.5s | rollout 607.4 tok/s | train 91.6 tok/s | 25%"
+
 
 def test_the_line_begins_as_other_peoples_scripts_expect_and_its_columns_are_named():
     line = console.console_line(STEP, 100)
-    assert line == (
-        "step 1/100 | loss 0.0114 | reward -0.171875 | 105.5s | rollout 607.4 tok/s | train 91.6 tok/s | 25%"
-    )
+    assert line == LINE
     assert len(line.split(" | ")) == len(console.console_columns(Config.of()).split(", "))
     unknown = console.console_line(STEP | {"loss": None, "reward/mean": None}, 100)
     assert unknown.startswith("step 1/100 | loss nan | reward nan | 105.5s")
@@ -43,15 +47,17 @@ def test_a_line_has_what_a_run_measures(settings):
     assert len(line.split(" | ")) == len(columns.split(", ")) and "groups" not in columns
 
 
-PROGRAM = """
+PROGRAM = f"""
+LINE = "{LINE}"
 import time
+from machine import alive
 from reporting import console
 live = console.LiveLine(4)
 with live:
     live.begin("rollout")
-    console.say("a line")
+    console.say(alive.fitted(LINE))
     time.sleep(0.2)
-    live.note({"step": 1, "rollout/tok_s": 1234.5})
+    live.note({{"step": 1, "rollout/tok_s": 1234.5}})
     live.begin("judge")
     console.warn("a warning")
 console.say("the end")
@@ -76,4 +82,24 @@ def test_a_terminal_shows_what_is_done_now_how_fast_and_how_long_it_will_take():
     assert re.search(r"1/4 steps \| judging \| 1,234 tok/s \| \d\d:\d\d left", text)
     # a carriage return goes back to the line's begin: what is read last in each line is what stays
     lines = [re.split(r"\r+(?=.)", line.rstrip("\r"))[-1].strip() for line in text.split("\n")]
-    assert [line for line in lines if line] == ["a line", "a warning", "the end"]
+    assert [line for line in lines if line] == [LINE[:76], LINE[77:], "a warning", "the end"]  # of 80 columns
+
+
+def test_what_a_bar_says_last_is_true(monkeypatch):
+    """tqdm draws ten times a second, and rows that reach --max-tokens end together."""
+    screen, ends = io.StringIO(), []
+    with alive.Bar(total=64, disable=False, file=screen) as bar:
+        bar.update(62)
+        bar.refresh()
+        bar.update(2)
+    assert screen.getvalue().rindex("64/64") > screen.getvalue().rindex("62/64")
+
+    class Kept(alive.Bar):
+        def close(self):
+            ends.append((self.n, self.total))
+            super().close()
+
+    model, _ = gwen.load("demo")
+    monkeypatch.setattr(alive, "Bar", Kept)
+    sampler.rollout(model, [[5, 6, 7]], sampler.SamplingParams(3), group_size=4, key=0)
+    assert set(ends) == {(4, 4)}

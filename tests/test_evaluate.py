@@ -261,6 +261,23 @@ def test_a_flag_wins_over_the_run_and_its_own_data_is_taken_whole(runs, capsys, 
 
 
 @pytest.mark.slow
+def test_prompts_that_the_run_was_trained_on_are_warned_of_and_so_is_it_where_nobody_knows(runs, capsys, tmp_path):
+    (tmp_path / "own").mkdir()
+    for file in (runs / "own").iterdir():
+        (tmp_path / "own" / file.name).symlink_to(file)
+    flags = ["--run", tmp_path / "own", "--data", runs / "mine.jsonl", "--columns", "prompt=question"]
+    flags = [*map(str, flags), "--max-tokens", "1", "--limit", "1"]
+    evaluate.main(flags)
+    assert "27 of the 30 prompts" in capsys.readouterr().err
+    (tmp_path / "own" / "config.yaml").unlink()
+    settings = (runs / "own" / "config.yaml").read_text().replace(f"{runs}/mine.jsonl", f"{tmp_path}/gone.jsonl")
+    (tmp_path / "own" / "config.yaml").write_text(settings)
+    evaluate.main(flags)
+    said = capsys.readouterr().err
+    assert "mine.jsonl is unknown: " in said and "gone.jsonl: no such file" in said
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

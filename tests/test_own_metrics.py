@@ -119,20 +119,15 @@ def test_values_of_any_type_are_recorded_as_json():
     assert json.loads(json.dumps(logged.extra["x"], allow_nan=False)) == [2.0, "{1}", "inf", [0, 1]]
 
 
-def test_a_wrong_answer_is_not_called_paid_by_a_metric():
-    answers = {number: {"rewards": {"length": [9]}, "values": [0.0]} for number in range(9)}
-    by_step = {0: answers | {9: {"rewards": {"length": [1]}, "values": [0.0]}}}
-    assert any(verdict.paid_though_wrong(by_step, {}))
-    assert not any(verdict.paid_though_wrong(by_step, {"reward_weights": {"length": 0}}))
-
-
 def test_a_wrong_answer_is_not_paid_most_where_another_reward_pays_right_ones_more():
     """As GSM8K is trained: one for the answer, a tenth for its form."""
 
-    def one(right, form):
-        return {"rewards": {"correct": [right], "format": [form]}, "values": [right]}
+    def one(right, form, weights):
+        return {"values": [right], "reward": [weights[0] * right + weights[1] * form]}
 
-    by_step = {0: {n: one(n / 10 // 0.7, n % 2) for n in range(10)}, 9: {n: one(n / 10 // 0.4, 1.0) for n in range(10)}}
-    assert not any(verdict.paid_though_wrong(by_step, {"reward_weights": {"correct": 1.0, "format": 0.1}}))
-    found = verdict.paid_though_wrong(by_step, {"reward_weights": {"correct": 0, "format": 1.0}})
-    assert found == ({1, 3, 5}, {0, 1, 2, 3})
+    def found(*weights):
+        before = {n: one(n / 10 // 0.7, n % 2, weights) for n in range(10)}
+        return verdict.paid_though_wrong({0: before, 9: {n: one(n / 10 // 0.4, 1.0, weights) for n in range(10)}})
+
+    assert found(1.0, 0.1) == (set(), set())
+    assert found(0.0, 1.0) == ({1, 3, 5}, {0, 1, 2, 3})

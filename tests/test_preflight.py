@@ -181,9 +181,11 @@ HALF = [0.0, 1.0, 0.0, 1.0]
 def test_a_trial_says_go_or_what_to_change(figures, rewards, flags, last):
     record = {"prompt": "What?", "completion": "That.", "finish_reason": "stop"}
     answers = [record | {"reward": reward} for reward in rewards]
-    *shown, pace, said = preflight.verdict(make_config(batch=4, steps=90, **flags), [TRIED | figures] * 3, answers)
+    steps = [TRIED | figures | {"step/s": seconds} for seconds in (9.0, 2.0, 3.1)]  # the first one warms up
+    *shown, pace, said = preflight.verdict(make_config(batch=4, steps=90, **flags), steps, answers)
     assert said.startswith(last)
-    assert pace == "2.0 s a step, 90 in 180 s or 3 minutes without evaluations, 1.50 GB"
+    assert pace == "2.0 to 3.1 s a step, 90 in 3 min to 5 min without evaluations, 1.50 GB"
+    assert "mean 0.5, which training raises" in shown[-2] and "0.3: what it learns from" in shown[-1]
     assert shown[0] == f"  {rewards[0]:.3g}  'What?' -> 'That.'"
 
 
@@ -212,9 +214,11 @@ def test_first_steps_without_signal_end_a_run_that_would_be_long(tmp_path, figur
 def test_a_trial_takes_steps_of_the_trainer_and_leaves_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(preflight, "TRY_STEPS", 2)
-    preflight.main(["--try", "--model", "demo", "--batch", "2", "--groups", "4", "--max-tokens", "3", "--steps", "9"])
+    flags = "--try --model demo --batch 2 --groups 4 --max-tokens 3 --steps 9 --eval-limit 8"
+    preflight.main(flags.split())
     out = capsys.readouterr().out
     assert "2 steps, 16 answers: " in out and "reward correct: " in out
+    assert "8 held-out problems tell a change from 0.57 on" in out
     assert out.splitlines()[-1].startswith("change: raise --max-tokens above 3")
     assert not list(tmp_path.iterdir())
 

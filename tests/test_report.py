@@ -57,9 +57,10 @@ def eval_record(step, accuracy):
 
 
 def answer_record(step, problem, text, value, reward=None):
-    rewards = {"correct": [value if reward is None else reward]}
+    earned = [value if reward is None else reward]
+    rewards = {"correct": earned}
     asked = {"problem": problem, "prompt": f"Problem {problem}?", "answer": "five", "category": None}
-    return {"step": step} | asked | {"completions": [text], "values": [value], "rewards": rewards}
+    return {"step": step} | asked | {"completions": [text], "values": [value], "reward": earned, "rewards": rewards}
 
 
 def completion_record(step, group, member, text):
@@ -259,17 +260,26 @@ def test_a_page_that_would_be_too_large_holds_groups_of_all_steps_and_says_how_m
     assert f"{len(held['groups'])} of 8 groups are in this page" in markup
 
 
-def test_a_run_that_was_killed_or_has_only_begun_has_a_page_too(run):
+def test_a_run_that_was_killed_or_has_only_begun_has_a_page_too(run, capsys):
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "rew')
     with (run / "rollouts.jsonl").open("a") as file:
         file.write('{"step": 5, "group": 0, "pro')
-    stopped, running = "<b>stopped</b> after step 4 of 6", "<b>running</b> step 4 of 6, about 3 s left"
+    stopped, running = "<b>stopped</b> after step 4 of 6", "<b>running</b> step 4 of 6, about 5 s left"
     assert stopped in page.write(run).read_text()
     with run_files.owner():
         run_files.own(run)
         assert running in page.write(run).read_text()
         assert stopped in page.write(run, ended=True).read_text()  # the last one of an interrupted run
+    settings = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(settings.replace("steps: 6", "steps: 4"))
+    assert "<b>done</b> all 4 steps" in page.write(run).read_text()
+    write_log(run / "eval.jsonl", [eval_record(0, 0.25)])  # it was stopped while it evaluated
+    assert "<b>stopped</b> after step 4 of 4 without the last evaluation" in page.write(run).read_text()
+    report.main(["--list", str(run.parent)])
+    assert "4 of 4 without the last evaluation, stopped" in capsys.readouterr().out
+    (run / "config.yaml").write_text(settings.replace("steps: 6", "steps: 4") + "eval_every: 0\n")
+    assert "<b>done</b> all 4 steps" in page.write(run).read_text()
     for path in run.glob("*.jsonl"):
         path.write_text("")
     assert "No evaluation has been written yet." in page.write(run).read_text()
@@ -378,12 +388,17 @@ def test_a_browser_shows_filters_and_searches_the_page_and_nothing_hostile_runs(
 
 
 @pytest.mark.slow
-def test_all_links_are_seen_on_a_phone(run, browse):
+def test_on_a_phone_all_links_are_seen_and_answers_stand_below_each_other(run, browse):
     program = """
+        const cells = [...document.querySelectorAll("#answers .cell")];
+        const [before, after] = cells.map((cell) => cell.getBoundingClientRect());
+        if (after.top < before.bottom || after.width < 0.8 * innerWidth) throw "two columns";
+        for (const label of document.querySelectorAll("#answers .when")) if (!label.offsetHeight) throw "no label";
         const right = [...document.querySelectorAll("nav a")].map((link) => link.getBoundingClientRect().right);
         document.title = [innerWidth, right.length, Math.max(...right), document.documentElement.scrollWidth].join(" ");
     """
-    shown, _ = browse(page.write(run).read_text(), program, width=390)
+    shown, errors = browse(page.write(run).read_text(), program, width=390)
+    assert errors == []
     width, num_links, right, scrolled = map(float, title_of(shown).split())
     assert width < 640 and num_links == 6 and right <= width and scrolled <= width
 

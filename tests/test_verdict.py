@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import random
+import re
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from conftest import ROOT, write_log
 import report
 from config import Config
 from disk import run_files
+from problems import held_out
 from reporting import history, journal, page, verdict
 from reporting.verdict import BETTER, FEW, SAME, WORSE
 
@@ -62,8 +64,6 @@ def test_the_best_is_the_first_that_no_later_one_beats_by_more_than_noise():
     evals = [{"step": step, "eval/accuracy": sum(its.values()) / 64} for step, its in values.items()]
     answers = {step: {place: {"values": [value]} for place, value in its.items()} for step, its in values.items()}
     assert verdict.best("accuracy", evals, answers)["step"] == 20  # 3 of 64 more are noise
-    ends = [{"eval/accuracy": share, "eval/accuracy_ci95": 0.1, "eval/num": 64, "step": 60} for share in (0.2, 0.7)]
-    assert verdict.change("accuracy", *ends, answers).mean == pytest.approx(0.5)  # without answers
     losses = [{"step": step, "eval/loss": loss} for step, loss in ((0, 2.0), (10, 1.9), (20, 1.95), (30, None))]
     assert verdict.best("loss", losses, {})["step"] == 10
     assert verdict.best("score", evals, answers) is None
@@ -88,7 +88,7 @@ def answer(rng, num=12):
 
 
 def made(folder, num, before, after, figure="accuracy", settings=(), half=None, **more):
-    """A run of evaluations after 0, 20 and 40 steps. before, half, after: (rng, prompt) -> text and value."""
+    """A run of evaluations after 0, 20 and 40 steps. Each: (rng, prompt) -> text, value, other reward."""
     folder.mkdir()
     rng, prompts = random.Random(1), [f"Tell me in a few words of your own about matter number {n}" for n in range(num)]
     (folder / "config.yaml").write_text(yaml.safe_dump({"model": "demo", "steps": 40, "seed": 0, **dict(settings)}))
@@ -96,18 +96,19 @@ def made(folder, num, before, after, figure="accuracy", settings=(), half=None, 
     records, answers = [], []
     for step, act in ((0, before), (20, half or before), (40, after)):
         said = [act(rng, prompt) for prompt in prompts]
-        known = [value for _, value in said if value is not None]
+        known = [value for _, value, *_ in said if value is not None]
         mean = sum(known) / len(known) if known else None
         ends = {name: pair[step == 40] for name, pair in more.items()}
         records.append({"step": step, f"eval/{figure}": mean, "eval/num": num, "eval/kl": step / 100} | ends)
-        for problem, (prompt, (text, value)) in enumerate(zip(prompts, said, strict=True)):
+        for problem, (prompt, (text, value, *more_paid)) in enumerate(zip(prompts, said, strict=True)):
             line = {"step": step, "problem": problem, "prompt": prompt, "completions": [text], "values": [value]}
             if "tools" in dict(settings):
                 line |= {
                     "messages": [talk(text)],
                     "completions": ["<tool_call>2 * 3</tool_call>\n" * (1 + step // 4) + text],
                 }
-            answers.append(line | {"rewards": {"mine": [value]}})
+            rewards = {"mine": [value]} | ({"short": more_paid} if more_paid else {})
+            answers.append(line | {"rewards": rewards, "reward": [sum([value or 0.0, *more_paid])]})
     write_log(folder / "eval.jsonl", records)
     write_log(folder / "eval_answers.jsonl", answers if figure != "loss" else [])
     return folder
@@ -117,8 +118,18 @@ def right(share):
     return lambda rng, prompt: (answer(rng), float(rng.random() < share))
 
 
-def scored(low, **more):
+def scored(low):
     return lambda rng, prompt: (answer(rng), low + rng.random() / 4)
+
+
+def short(most):
+    """The same answers are right, and up to so much is paid beside that."""
+    return lambda rng, prompt: (answer(rng), float(prompt[-1] > "4"), most * rng.random())
+
+
+def losses(more):
+    """(nats, tokens) of conversations that differ far more among themselves than by training."""
+    return [[10.0 * (n / 20 + more) * (1 + n % 3), 10.0 * (1 + n % 3)] for n in range(64)]
 
 
 def talk(text):
@@ -155,7 +166,9 @@ def even(rng, prompt):
 
 
 MORE = {
-    "sft": {"eval/loss": (2.1, 1.4), "eval/loss_ci95": (0.1, 0.1)},
+    "sft": {"eval/loss": (2.1, 1.9), "eval/loss_ci95": (0.4, 0.4), "eval/losses": (losses(0.4), losses(0.2))},
+    "paid for another thing": {"eval/score": (1.0, 1.5)},
+    "paid less for it": {"eval/score": (1.5, 1.0)},
     "better early": {"half": right(0.8)},
     "hardly moved": {"eval/kl": (0.0, 5e-4)},
     "witnessed": {"eval/witness": (0.3, 0.5)},
@@ -187,7 +200,9 @@ RUNS = {  # name: how it was made, its verdict, and what must be said with it
     "collapsed": ((100, right(0.6), lambda r, p: ("no no no no no no no", 0.0)), WORSE, "repeated: "),
     "judge dead": ((60, scored(0.3), lambda r, p: (answer(r), None), "score"), FEW, "docs/judge.md"),
     "tools": ((80, right(0.2), right(0.7), "score", {"tools": ["calculator"]}), BETTER, ""),  # it calls more often
-    "sft": ((64, right(0.5), right(0.5), "loss"), BETTER, "gain +0.700"),
+    "sft": ((64, right(0.5), right(0.5), "loss"), BETTER, "gain +0.200"),
+    "paid for another thing": ((300, short(0.2), short(2.0)), SAME, "verdict: no change, though the score rose"),
+    "paid less for it": ((300, short(2.0), short(0.2)), SAME, "verdict: no change, though the score fell"),
     "worse": ((120, right(0.8), right(0.5)), WORSE, "a quarter of --learning-rate"),
     "tie": ((200, even, even), SAME, "gain +0.000"),
 }
@@ -201,7 +216,12 @@ def test_runs_get_their_verdicts_and_none_that_is_gamed_goes_without_its_words(t
     assert found.word == word and said in "\n".join(verdict.lines(found))
     report.main(["--list", str(tmp_path)])
     listed, markup = capsys.readouterr().out, page.write(run).read_text()
-    assert f"  {word}" in listed and f"<h2>{word}</h2>" in markup
+    assert f"  {found.headline}" in listed and f"<h2>{found.headline}</h2>" in markup
+    if "though" in found.headline:
+        assert re.search(
+            r"gain .*, though the score changed by .*; rewards: mine \+0\.000, short [+-]0\.[89]", found.text
+        )
+        assert found.advice == (verdict.APART if kind == "paid for another thing" else verdict.TOO_FAR)
     if kind.startswith("gamed"):
         assert f"{word}; " in listed and said in listed  # the word never stands alone
         assert found.advice.startswith("read the answers")
@@ -215,6 +235,19 @@ def test_runs_get_their_verdicts_and_none_that_is_gamed_goes_without_its_words(t
     assert len(found.read) == (0 if kind == "sft" else min(10, how[0]))
     assert found.read == page.verdict_of(history.load(run)).read  # drawn by the run's seed
     assert len(found.read) < 10 or int(found.read[-1][0].split()[-1]) > 9
+
+
+def test_what_is_best_already_is_not_called_still_rising(tmp_path):
+    """Of 0, 25, 50, 75 and 100 steps the one after 75 is the best, and the last one is better than that after 50."""
+    answers, evals = {}, []
+    for step, num in ((0, 30), (25, 50), (50, 60), (75, 90), (100, 91)):
+        answers[step] = {
+            n: {"values": [float(n < num)], "rewards": {}, "prompt": "?", "completions": [""]} for n in range(120)
+        }
+        evals.append({"step": step, "eval/accuracy": num / 120, "eval/num": 120})
+    found = verdict.verdict("accuracy", evals, answers, {"seed": 0}, tmp_path)
+    assert verdict.best("accuracy", evals, answers)["step"] == 75 and found.word == BETTER
+    assert "still rising" not in found.advice and "sampler.py" in found.advice
 
 
 def test_a_run_warns_of_what_fell_when_it_falls_and_its_best_is_kept(tmp_path, capsys):
@@ -234,7 +267,7 @@ def test_a_run_warns_of_what_fell_when_it_falls_and_its_best_is_kept(tmp_path, c
 
 
 def test_few_held_out_problems_are_told_of_at_the_start_with_what_helps():
-    (said,) = verdict.at_the_start(8, {"eval_limit": 8})
+    (said,) = held_out.at_the_start(8, {"eval_limit": 8})
     assert "8 held-out problems tell a change from 0.57 on" in said and "a higher --eval-limit" in said
-    assert "--eval-data FILE or --data TRAIN,HELD_OUT" in verdict.at_the_start(4, {})[0]
-    assert verdict.at_the_start(0, {}) == verdict.at_the_start(50, {}) == []
+    assert "--eval-data FILE or --data TRAIN,HELD_OUT" in held_out.at_the_start(4, {})[0]
+    assert held_out.at_the_start(0, {}) == held_out.at_the_start(50, {}) == []

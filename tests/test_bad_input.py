@@ -229,22 +229,6 @@ def test_a_process_ends_with_status_2_and_one_line_or_with_0_and_none(tmp_path):
 # ---- rewards that go wrong later: the run is saved as it was after its last whole step
 
 
-def test_a_reward_that_goes_wrong_in_the_first_step_leaves_a_run_that_goes_on_once_mended(tmp_path, capsys, refused):
-    file, run = tmp_path / "mine.py", tmp_path / "run"
-    file.write_text(
-        "import os\n"
-        "def mine(completions, **_):\n"
-        f"    return [None if os.path.isdir({str(run)!r}) else 1.0 for text in completions]\n"  # the audit is over
-    )
-    pattern = f"reward mine gave no number for any of 4 completions.*; saved after step 0, .* --resume {run}\n"
-    refused(train.main, [*SMALL, "--reward", f"{file}:mine", "--run-dir", run], pattern)
-    assert checkpoint.load(run).step == 0
-    file.write_text("def mine(completions, **_): return [1.0] * len(completions)")
-    train.main(["--resume", str(run), "--allow-changes"])
-    assert "step 1/1 | " in capsys.readouterr().out
-    assert checkpoint.load(run).step == 1
-
-
 def test_rewards_as_large_as_are_taken_have_their_advantages_and_none_is_larger_by_its_weight(tmp_path, refused):
     (tmp_path / "mine.py").write_text(REWARDS)
     flags = [*SMALL, "--reward", f"{tmp_path / 'mine.py'}:largest", "--reward-weights"]
@@ -380,26 +364,6 @@ def test_the_newest_run_goes_on_with_more_steps(run, tmp_path, monkeypatch, caps
     monkeypatch.chdir(tmp_path)
     train.main(["--resume", "--steps", "4"])
     assert "step 4/4" in capsys.readouterr().out
-
-
-def damage(path: Path) -> None:
-    tensors = path / "state.safetensors"
-    tensors.write_bytes(tensors.read_bytes()[:-64])
-
-
-def test_a_run_without_a_whole_checkpoint_is_refused_and_kept(run, capsys):
-    for path in checkpoint.saved(run):
-        damage(path)
-    before = contents(run)
-    with pytest.raises(SystemExit) as ended:
-        train.main(["--resume", str(run)])
-    *notes, line = capsys.readouterr().err.splitlines(keepends=True)
-    assert ended.value.code == 2 and len(notes) == 3 and all("is damaged" in note for note in notes)
-    checked_line(
-        line,
-        f"--resume {run}: it has no intact checkpoint; start over with: uv run train.py --config {run}/config.yaml",
-    )
-    assert contents(run) == before
 
 
 @pytest.mark.parametrize(

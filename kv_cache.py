@@ -110,9 +110,6 @@ class LayerCache:
         self.length = end
         return [self.written(slice(None))]
 
-    def slots(self, num_slots: int, width: int, share: bool) -> "SlotLayer":
-        return SlotLayer(self, num_slots, width, share)
-
     def written(self, rows: slice | mx.array) -> tuple[mx.array, mx.array]:
         """The written columns of these rows, (R, K, length, D) each."""
         assert self.keys is not None and self.values is not None, "nothing was written"
@@ -239,9 +236,6 @@ class DeltaState:
         """The state of a tree's newest level is that of its rows."""
         target.parts = self.parts
 
-    def slots(self, num_slots: int, width: int, share: bool) -> "DeltaSlots":
-        return DeltaSlots(self, num_slots)
-
 
 class DeltaSlots(DeltaState):
     """
@@ -362,7 +356,14 @@ class SlotCache(Cache):
     def __init__(self, prompts: KVCache, num_slots: int, width: int = 0, share: bool = True):
         self.prompts, self.num_slots, self.share = prompts, num_slots, share
         self.width, self.first = round_up(width), 0 if share else prompts.length  # the own columns of each buffer
-        self.layers = [layer.slots(num_slots, self.width, share) for layer in prompts.layers]
+        self.layers = [
+            DeltaSlots(layer, num_slots)
+            if isinstance(layer, DeltaState)
+            else SlotLayer(layer, num_slots, self.width, share)
+            for layer in prompts.layers
+        ]
+        self.nets = [layer for layer in self.layers if isinstance(layer, DeltaSlots)]
+        self.attentions = [layer for layer in self.layers if isinstance(layer, SlotLayer)]
         self.prompt_of: list[int] = []  # each slot's prompt
         self.lengths = np.zeros(num_slots, int)  # own columns of each slot
         self.most_bytes = 0
@@ -395,9 +396,8 @@ class SlotCache(Cache):
         begins = self.lengths[self.aimed]
         most = int(self.num_new.max())
         if (more := round_up(int(begins.max()) + most) - self.width) > 0:
-            for layer in self.layers:
-                if isinstance(layer, SlotLayer):
-                    layer.widen(more)
+            for layer in self.attentions:
+                layer.widen(more)
             self.width += more
             self._count()
         column, end = self.first + begins, self.first + int(begins.max()) + most
@@ -407,11 +407,10 @@ class SlotCache(Cache):
             prompts = mx.array([self.prompt_of[slot] for slot in num_new]) if num_new else None
             columns = mx.array(column[:, None] + np.arange(most))
             self.target = Aim(mx.array(self.aimed[:, None]), columns, end, prompts)
-        for layer in self.layers:
-            if isinstance(layer, SlotLayer):
-                layer.aim = self.target
-            else:
-                layer.aimed = mx.array(self.aimed) if num_new else None
+        for layer in self.attentions:
+            layer.aim = self.target
+        for net in self.nets:
+            net.aimed = mx.array(self.aimed) if num_new else None
 
     def advance(self, num_new: int) -> None:
         self.lengths[self.aimed] += self.num_new

@@ -296,14 +296,6 @@ def continue_greedily(
 RowsOf = dict[tuple[int, ...], list[int]]  # a distinct prompt -> the rows that continue it
 
 
-def plan(prompts: list[list[int]]) -> RowsOf:
-    """The distinct ones of the rows' prompts, and their rows, by length, so that batches have little padding."""
-    rows_of: RowsOf = {}
-    for row, prompt in enumerate(prompts):
-        rows_of.setdefault(tuple(prompt), []).append(row)
-    return dict(sorted(rows_of.items(), key=lambda item: len(item[0])))
-
-
 def sample_batch(
     model: gwen.Model, rows_of: RowsOf, record: Record, batch_size: int, share_prefix: bool | None
 ) -> None:
@@ -407,13 +399,16 @@ def rollout(
         raise ValueError("a prompt has no tokens")
     assert talk is None or not params.stop, "stop texts for rows in turns"
     size = batch_size if isinstance(batch_size, memory.BatchSize) else memory.BatchSize(batch_size)
-    prompts = [prompt for prompt in prompts for _ in range(group_size)]
+    rows_of, num_rows = RowsOf(), len(prompts) * group_size
+    for place, prompt in enumerate(prompts):
+        rows_of.setdefault(tuple(prompt), []).extend(range(place * group_size, (place + 1) * group_size))
     begin = time.perf_counter()
-    with alive.Bar(total=len(prompts), desc="sampling", unit="row", miniters=0) as progress:
-        record = Record(len(prompts), params, key, rows)
+    with alive.Bar(total=num_rows, desc="sampling", unit="row", miniters=0) as progress:
+        record = Record(num_rows, params, key, rows)
         record.progress = progress
         record.talk, record.context = talk, context
-        sample(model, plan(prompts), record, size, share_prefix)
+        in_order = dict(sorted(rows_of.items(), key=lambda item: len(item[0])))  # so that batches have little padding
+        sample(model, in_order, record, size, share_prefix)
     decode_s, wait_s = time.perf_counter() - begin - record.prefill_s, talk.wait_s if talk else 0.0
     stats = RolloutStats(record.prefill_s, decode_s, record.cache_bytes, wait_s)
     return assemble(record, model.head_weight.dtype, stats)

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from kv_cache import REFILL, SHRINK, DeltaSlots, KVCache, SlotCache
+from kv_cache import REFILL, SHRINK, KVCache, SlotCache
 from machine import gpu
 
 
@@ -42,8 +42,7 @@ class Turns:
         """
         self.record, self.model, self.forward, self.prompt_logits = record, model, forward, logits
         self.cache = SlotCache(prompts, num_slots, share=share)
-        self.nets = [layer for layer in self.cache.layers if isinstance(layer, DeltaSlots)]
-        for net in self.nets:
+        for net in self.cache.nets:
             net.keeps_before = True
         self.logits = mx.zeros((num_slots, logits.shape[1]), logits.dtype)
         self.prompt_of = {row: place for place, rows in enumerate(rows_of.values()) for row in rows}
@@ -108,7 +107,7 @@ class Turns:
                 if len(record.places[row]) < (length := record.lengths[row]):
                     self._hear(row)
                     extra = int(self.num_drawn[row] - length)  # tokens drawn after the end of the turn, 0 or 1
-                    self.states[row] = [net.take(slot, extra) for net in self.nets]
+                    self.states[row] = [net.take(slot, extra) for net in self.cache.nets]
                     mx.async_eval(self.states[row])
                 self.cache.lengths[slot] = len(record.sequences[row])  # what was drawn after the end is overwritten
         idle = not (self.is_drawing or self.told or self.over)
@@ -174,7 +173,7 @@ class Turns:
             row = self.slots[slot]
             self.record.sequences[row] += ids
             self._allow(row)
-            for net, state in zip(self.nets, self.states.pop(row), strict=True):
+            for net, state in zip(self.cache.nets, self.states.pop(row), strict=True):
                 net.put(mx.array([slot]), state)
             self.num_drawn[row] = self.record.lengths[row]
         num_columns = max(gpu.prefill_tokens() // len(told), 1)

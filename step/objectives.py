@@ -32,9 +32,11 @@ class Own(NamedTuple):
 
 def load(config: Config) -> Own:
     """What the settings name. Raises ValueError, naming file and line, for what is missing, fails or trains nothing."""
-    settings = config.objective
+    settings, advantage = config.objective, None
     loss = _load_loss(settings.loss_type, config) if is_own(settings.loss_type) else None
-    advantage = _load_advantage(settings.advantage) if is_own(settings.advantage) else None
+    if is_own(settings.advantage):
+        _, advantage = load_function("--advantage", settings.advantage)
+        advantages(settings.advantage, advantage, np.array([[0.0, 1.0, 1.0], [0.5, 0.5, 0.5]]))
     return Own(loss, advantage)
 
 
@@ -97,12 +99,6 @@ def _tried(what: str, fn: Callable[..., Any], compute: Callable[[], Any]) -> Any
         return compute()
     except (Exception, SystemExit) as error:
         raise ValueError(f"{what} {raised(error, fn)}") from error
-
-
-def _load_advantage(spec: str) -> Advantage:
-    _, fn = load_function("--advantage", spec)
-    advantages(spec, fn, np.array([[0.0, 1.0, 1.0], [0.5, 0.5, 0.5]]))
-    return fn
 
 
 def advantages(spec: str, fn: Advantage, rewards: np.ndarray) -> np.ndarray:

@@ -159,7 +159,7 @@ def of_reply(ids: list[int], places: list[int], group: int = 0) -> Sample:
     return Sample(ids[:begin], ids[begin:], [place - begin for place in places], group, advantage=1.0)
 
 
-def table(rows: Sequence[np.ndarray | list[float]], padding: float = 0.0) -> np.ndarray:
+def table(rows: Sequence[Sequence[float] | np.ndarray], padding: float = 0.0) -> np.ndarray:
     """Rows of numbers as one padded array, (N, T) float64."""
     found = np.full((len(rows), max(map(len, rows))), padding)
     for place, row in enumerate(rows):

@@ -39,7 +39,11 @@ class Teacher:
         """
         self.config, self.tokenizer, self.token_budget = config, tokenizer, token_budget
         self.num_ids = len(student.head_weight)  # a larger model may have more, of no token
-        self.text = _text_of(config.objective.teacher_prompt) if config.objective.teacher_prompt else None
+        self.text: str | None = None
+        if path := config.objective.teacher_prompt:
+            self.text = read_text(path, f"--teacher-prompt {path}", 1).strip()
+            if not self.text:
+                raise ValueError(f"--teacher-prompt {path} is empty; write what the teacher shall know")
         name = config.objective.teacher
         if name == "self":
             self.model, self.shape = base or student, student.config
@@ -134,10 +138,3 @@ def in_front(text: str, example: Example) -> Example:
     if messages[0]["role"] == "system":
         said, messages = f"{said}\n\n{messages[0]['content']}", messages[1:]
     return example | {"prompt": [{"role": "system", "content": said}, *messages], "system": None}
-
-
-def _text_of(path: str) -> str:
-    text = read_text(path, f"--teacher-prompt {path}", 1).strip()
-    if not text:
-        raise ValueError(f"--teacher-prompt {path} is empty; write what the teacher shall know")
-    return text

@@ -9,7 +9,6 @@ answers that nobody can make up from a row, such as programs.
 """
 
 import inspect
-import json
 import math
 import re
 import time
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 
 from problems.examples import Example, prompt_text, short, spread
 from problems.rewards import OF_EPISODES, Reward, UserReward, call, columns_of, place_of
-from problems.verifiers import is_mathematics, read_json
+from problems.verifiers import is_mathematics
 
 ROWS = 3
 AT_ONCE, PATIENCE = 64, 2.0  # rows a call, and seconds until no more are tried
@@ -73,14 +72,25 @@ class Audit(NamedTuple):
 def audit(name: str, reward: Reward, examples: Sequence[Example]) -> Audit:
     """Raises ValueError naming what the reward raised, or what it gave that is no list of numbers."""
     rows = make_rows(examples)
-    form, middles, num_texts = choose_form(name, reward, rows)
-    is_told = min(middles) < math.inf
+    told = [row for row in rows if row.right]
+    tried = [(row, form % answer) for form in FORMS for row in told for answer in (row.right, row.wrong)]
+    earned = iter(earn(name, reward, tried))
+    pairs = {form: [(next(earned), next(earned)) for _ in told] for form in FORMS}
+
+    def worth(form: str) -> tuple[int, float]:
+        """How many right answers earn more than wrong ones; where none does, what right ones earn."""
+        num_told = sum(right > wrong for right, wrong in pairs[form])
+        return num_told, 0 if num_told else sum(right for right, _ in pairs[form] if not math.isnan(right))
+
+    form = max(FORMS, key=worth)
+    # of rows: infinite where right and wrong earn the same, so that nothing is paid
+    middles = [(right + wrong) / 2 if right > wrong else math.inf for right, wrong in pairs[form]]
+    middles = middles or [math.inf] * len(rows)
     asked = [
         (row, text, middle, what, make is honest)
         for row, middle in zip(rows, middles, strict=True)
         for make in (cheats, honest)
         for what, text in make(row, form).items()
-        if what == "right" or middle < math.inf or not is_told
     ]
     lines: dict[str, Line] = {}
     values = earn(name, reward, [(row, text) for row, text, *_ in asked])
@@ -89,25 +99,8 @@ def audit(name: str, reward: Reward, examples: Sequence[Example]) -> Audit:
         line.values.append(value)
         lines[what] = line._replace(num_paid=line.num_paid + (value > middle))
     where = name + (place_of(reward) if isinstance(reward, UserReward) else "")  # of ours nobody mends the line
-    return Audit(where, num_texts + len(asked), len(rows), form if is_told else "", list(lines.values()))
-
-
-def choose_form(name: str, reward: Reward, rows: Sequence[Row]) -> tuple[str, list[float], int]:
-    """
-    The form in which most right answers earn more than wrong ones, or else earn most; the middle of the two for each
-    row, infinite where they earn the same; and how many texts it took.
-    """
-    asked = [(row, form % answer) for form in FORMS for row in rows if row.right for answer in (row.right, row.wrong)]
-    earned = iter(earn(name, reward, asked))
-    pairs = {form: [(next(earned), next(earned)) for row in rows if row.right] for form in FORMS}
-
-    def worth(form: str) -> tuple[int, float]:
-        num_told = sum(right > wrong for right, wrong in pairs[form])
-        return num_told, 0 if num_told else sum(right for right, _ in pairs[form] if not math.isnan(right))
-
-    form = max(FORMS, key=worth)
-    middles = [(right + wrong) / 2 if right > wrong else math.inf for right, wrong in pairs[form]]
-    return form, middles or [math.inf] * len(rows), len(asked)
+    is_told = min(middles) < math.inf
+    return Audit(where, len(tried) + len(asked), len(rows), form if is_told else "", list(lines.values()))
 
 
 def make_rows(examples: Sequence[Example]) -> list[Row]:
@@ -161,10 +154,7 @@ def near_misses(answer: str) -> dict[str, str]:
         "one digit wrong": re.sub(r"[0-9](?=[^0-9]*$)", lambda last: str((int(last[0]) + 1) % 10), answer),
         "digits swapped": re.sub(r"([0-9])(?!\1)([0-9])", r"\2\1", answer, count=1),
     }
-    known = read_json(answer)
-    if isinstance(known, dict):
-        changed["a field less"] = json.dumps(dict(list(json.loads(answer).items())[:-1]))
-    elif not is_mathematics(answer):
+    if not is_mathematics(answer):
         changed["words swapped"] = re.sub(r"(\w+)(.*\W)(\w+)", r"\3\2\1", answer, count=1)
     return {what: text for what, text in changed.items() if text != answer} or {"a letter more": f"{answer}x"}
 

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from problems.examples import Example, nearest, prompt_key, short
+from problems.examples import Example, nearest, short
 from problems.rewards import UserReward, load_function
-from problems.verifiers import VERIFIERS, choose, folded, is_compared, stated_by
+from problems.verifiers import VERIFIERS, choose, is_compared, stated_by
 from tasks.task import Sides, Task
 
 NAMES = ["auto", *VERIFIERS]
@@ -44,11 +44,6 @@ def verified(task: Task, spec: str) -> Task:
         said = ["none to compare with"]
     if prose := [answer for answer in answers if not is_compared(answer)] if spec in NAMES else []:
         said.append(f"{len(prose)} not compared, being prose, as {short(prose[0])}")
-    texts: dict[str, set[str]] = {}
-    for example in task.train + task.held_out:
-        texts.setdefault(prompt_key(example), set()).add(folded(answer_of(example)))
-    if num := sum(len(its) > 1 for its in texts.values()):
-        said.append(f"{num} prompt{'s have' if num > 1 else ' has'} several answers")
     rewards = task.rewards | {"correct": verifier} if verifier else {}
     return task._replace(verifier=verifier, rewards=rewards, notes=[*task.notes, f"answers: {'; '.join(said)}"])
 

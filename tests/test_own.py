@@ -158,10 +158,9 @@ def test_the_verifier_that_is_taken_is_told_with_an_example_and_another_may_be_n
     (tmp_path / "mine.py").write_text("def bug(completions, **_): return [float('bug' in one) for one in completions]")
     task = task_of(*data, "--verifier", f"{tmp_path}/mine.py:bug", "--reward", "length:9")
     assert rewards.call_reward("x", task.verifier, ["?"], ["a bug"], {}) == [1] and list(task.rewards) == ["length"]
-    mixed = [{"prompt": f"{n}?", "answer": "lots" if n == 3 else str(n)} for n in range(4)] + [rows[0]]
-    mixed[4] = {"prompt": "1?", "answer": "2"}
+    mixed = [{"prompt": f"{n}?", "answer": "lots" if n == 3 else str(n)} for n in range(4)]
     told = task_of("--data", write_log(tmp_path / "mixed.jsonl", mixed)).notes[1]
-    assert "4 of them would do for --verifier number, but not 'lots'; 1 prompt has several answers" in told
+    assert "3 of them would do for --verifier number, but not 'lots'" in told
 
 
 def test_own_data_is_its_own_task_and_its_defaults_are_said(tmp_path):

@@ -4,6 +4,7 @@ Rewards that suit any task, by name: --reward length:200.
 Left out: a user's functions (problems/rewards.py), and what compares with a right answer (problems/verifiers.py).
 """
 
+import functools
 import inspect
 import re
 from collections.abc import Callable, Sequence
@@ -17,26 +18,18 @@ from problems.verifiers import marks, math_correct
 Reward = Callable[..., list[float]]  # called by keyword: prompts, completions and the columns of the data
 
 
-def length_reward(target: float) -> Reward:
+def length(target: float, num_tokens: Sequence[int], **_: Any) -> list[float]:
     """0 at `target` tokens, falling linearly with the distance to -1 at none and at twice as many, or more."""
-
-    def length(num_tokens: Sequence[int], **_: Any) -> list[float]:
-        return [-min(abs(count - target) / target, 1.0) for count in num_tokens]
-
-    return length
+    return [-min(abs(count - target) / target, 1.0) for count in num_tokens]
 
 
-def soft_overlong(max_len: float, cache: float) -> Reward:
+def soft_overlong(max_len: float, cache: float, num_tokens: Sequence[int], **_: Any) -> list[float]:
     """
     0 up to max_len - cache tokens, from there linearly down to -1 at max_len, and -1 beyond.
 
     Source: DAPO, arXiv:2503.14476, equation 13.
     """
-
-    def overlong(num_tokens: Sequence[int], **_: Any) -> list[float]:
-        return [min(max((max_len - cache - count) / cache, -1.0), 0.0) for count in num_tokens]
-
-    return overlong
+    return [min(max((max_len - cache - count) / cache, -1.0), 0.0) for count in num_tokens]
 
 
 def boxed_once(completions: Sequence[str], **_: Any) -> list[float]:
@@ -50,32 +43,31 @@ def coin(completions: Sequence[str], prompts: Sequence[Any], **_: Any) -> list[f
     return [float(sha256(repr(row).encode()).digest()[0] % 2) for row in rows]
 
 
-def well_formed(max_tokens: float) -> Reward:
+def well_formed(
+    max_tokens: float, completions: Sequence[str], prompts: Sequence[Any], num_tokens: Sequence[int], **_: Any
+) -> list[float]:
     """1 for an answer that ends before `max_tokens`, has the form of one and is no refusal, else 0."""
-
-    def formed(completions: Sequence[str], prompts: Sequence[Any], num_tokens: Sequence[int], **_: Any) -> list[float]:
-        rows = zip(completions, map(prompt_text, prompts), num_tokens, strict=True)
-        kept = [num < max_tokens and not form.is_refusal(text) and form.holds(text, asked) for text, asked, num in rows]
-        return list(map(float, kept))
-
-    return formed
+    rows = zip(completions, map(prompt_text, prompts), num_tokens, strict=True)
+    kept = [num < max_tokens and not form.is_refusal(text) and form.holds(text, asked) for text, asked, num in rows]
+    return list(map(float, kept))
 
 
-BUILT_IN: dict[str, Callable[..., Reward]] = {
-    "length": length_reward,
+BUILT_IN: dict[str, Reward] = {  # floats are the numbers of their specs
+    "length": length,
     "soft_overlong": soft_overlong,
-    "boxed_once": lambda: boxed_once,
-    "math_verify": lambda: math_correct,
-    "random": lambda: coin,
+    "boxed_once": boxed_once,
+    "math_verify": math_correct,
+    "random": coin,
     "format": well_formed,
 }
 
 
 def make(spec: str) -> Reward:
     """One of `BUILT_IN` with the numbers of its spec, which must be positive and as many as it takes."""
-    parts = spec.split(":")
-    needed = list(inspect.signature(BUILT_IN[parts[0]]).parameters)
-    if len(parts) - 1 != len(needed) or not all(re.fullmatch("[1-9][0-9]{0,8}", part) for part in parts[1:]):
-        wanted = ":".join([parts[0], *(f"<{name}>" for name in needed)])
+    name, *numbers = spec.split(":")
+    fn = BUILT_IN[name]
+    needed = [key for key, one in inspect.signature(fn).parameters.items() if one.annotation is float]
+    if len(numbers) != len(needed) or not all(re.fullmatch("[1-9][0-9]{0,8}", number) for number in numbers):
+        wanted = ":".join([name, *(f"<{key}>" for key in needed)])
         raise ValueError(f"--reward {spec!r} is not {wanted}, with positive whole numbers")
-    return BUILT_IN[parts[0]](*map(int, parts[1:]))
+    return functools.partial(fn, **dict(zip(needed, map(int, numbers), strict=True))) if needed else fn

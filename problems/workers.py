@@ -111,17 +111,14 @@ class Pool:
 
     def close(self) -> None:
         for worker in self.workers:
-            worker.end()
+            worker.close()
         self.workers = []
 
 
 def ask_once(target: str, question: Any, limit: float) -> Answer:
     """The answer of a sealed worker that is asked nothing else. ValueError when it does not start."""
-    worker = _Worker(target, (), sealed=True)
-    try:
+    with contextlib.closing(_Worker(target, (), sealed=True)) as worker:
         return worker.ask(question, limit)
-    finally:
-        worker.end()
 
 
 class _Worker:
@@ -148,7 +145,7 @@ class _Worker:
         theirs.close()
         missing, error, _ = self.ask(arguments, START)
         if error:
-            self.end()
+            self.close()
             raise ValueError(f"{target} was not ready after {START:.0f} s" if error == LATE else error)
         if missing:
             _tell_missing(missing)
@@ -182,7 +179,7 @@ class _Worker:
             why = FORGED
         except OSError:
             why = self._ended()
-        self.end()
+        self.close()
         return Answer(error=why, broken=True)
 
     def _hear(self, size: int, deadline: float) -> bytearray:
@@ -209,7 +206,7 @@ class _Worker:
             return LATE
         return "closed its channel" if status is None else f"ended its process with status {status}"
 
-    def end(self) -> None:
+    def close(self) -> None:
         self.process.kill()
         self.process.wait()
         self.socket.close()

@@ -63,12 +63,6 @@ def test_no_cheat_is_paid_where_reasoning_gym_pays_for_parts(tmp_path):
     assert [task.rewards["correct"]([reply], **row)[0] for reply in replies] == [1, 0, 0]
 
 
-@pytest.mark.parametrize("format_reward", [built_in.boxed_once, tasks.rg.answered_once])
-def test_no_format_reward_pays_an_empty_form(format_reward):
-    found = {line.name: line.values for line in audit.audit("format", format_reward, PRODUCTS).lines}
-    assert set(found["right"]) == {1} and set(found["nothing"] + found["no answer"] + found["the prompt"]) == {0}
-
-
 # ---- the audit
 
 
@@ -85,8 +79,9 @@ def surprises_of(rewards, examples, judged=False, **task):
     return list(audit.first_surprises(tasks.Task("own", rewards, weights, train=examples, rubric=rubric, **task)))
 
 
-def test_a_reward_that_looks_for_the_answer_is_found_to_pay_three_cheats(tmp_path):
-    found = audited(tmp_path, IN_TEXT)
+@pytest.mark.parametrize("value", ["float(right in text)", "5 * (right in text) - len(text) / 1000"])
+def test_a_reward_that_looks_for_the_answer_is_found_to_pay_three_cheats(tmp_path, value):
+    found = audited(tmp_path, IN_TEXT.replace("float(right in text)", value))
     assert {"denied", "two guesses", "thought, not said"} <= {
         line.name for line in found.surprises if not line.is_honest
     }
@@ -133,11 +128,6 @@ def test_a_reward_that_takes_one_form_is_audited_in_it(tmp_path, form):
     told = audit.surprise(found)  # the form that is asked for, where a sentence is none
     assert ("it pays answers of the form" in told) == (form != audit.SENTENCE)
     assert form == audit.SENTENCE or repr(found.form % PRODUCTS[0]["answer"]) in told
-
-
-def test_a_length_beside_the_answer_does_not_hide_what_is_paid(tmp_path):
-    body = IN_TEXT.replace("float(right in text)", "5 * (right in text) - len(text) / 1000")
-    assert names(audited(tmp_path, body).surprises) >= {"denied", "two guesses"}
 
 
 @pytest.mark.parametrize(
@@ -210,6 +200,6 @@ def test_a_reward_without_any_number_for_a_step_ends_it_unless_each_row_has_anot
     both = dict(rewards.load_reward(f"{tmp_path}/mine.py:{name}") for name in ("some", "others"))
     asked = [PRODUCTS[:2], ["b", "c"], {}]
     assert rewards.call_rewards(both, *asked)[0]["others"] == [2, 2]
-    alone = {"some": both["some"], "length": built_in.length_reward(9)}
+    alone = {"some": both["some"], "length": built_in.make("length:9")}
     asked[2] = {"num_tokens": [1, 1]}
     assert "reward some gave no number for any of 2 completions" in message_of(rewards.call_rewards, alone, *asked)

@@ -76,22 +76,14 @@ def test_kinds_that_stand_apart_never_meet(problems):
             assert any({a, b} not in apart and a != b for a, b in itertools.product(first, second))
 
 
-@pytest.mark.parametrize(
-    ("text", "topic", "named"),
-    [
-        ("Lions are big cats.", "lions", 1),
-        ("A lion sleeps", "lions", 1),
-        ("The WOLF hunts.", "wolves", 1),
-        ("A battery, a fox.", "batteries", 1),
-        ("A battery, a fox.", "foxes", 1),
-        ("The seas are deep.", "the sea", 1),
-        ("To be or not to be", "bees", 0),
-        ("We search", "the sea", 0),
-        ("", "butter", 0),
-    ],
-)
-def test_an_answer_is_on_topic_where_it_names_it(problems, text, topic, named):
-    assert problems.on_topic(completions=[text], topic=[topic]) == [named]
+NAMED = "Lions are big cats.=lions|A lion sleeps=lions|The WOLF hunts.=wolves|A battery.=batteries|A fox.=foxes"
+UNNAMED = "To be or not to be=bees|We search=the sea|=butter"
+
+
+def test_an_answer_is_on_topic_where_it_names_it(problems):
+    for pairs, named in ((f"{NAMED}|The seas are deep.=the sea", 1), (UNNAMED, 0)):
+        texts, topics = zip(*(pair.split("=") for pair in pairs.split("|")), strict=True)
+        assert problems.on_topic(completions=texts, topic=topics) == [named] * len(texts)
 
 
 def test_every_prompt_names_the_topic_that_its_answer_shall_name(problems):

@@ -249,14 +249,7 @@ def test_a_reward_meets_the_answers_of_all_rows_and_the_row_it_fails_on_is_named
     rows[150]["answer"] = "n/a"
     said = message_of(audit.try_rows, name, reward, rows)
     assert f"at {tmp_path}/mine.py:4; that is the row with the prompt '150?' and the answer 'n/a'" in said
-    assert audit.try_rows(name, built_in.length_reward(9), [{"prompt": "a"}]) == 1
-
-
-def test_a_reward_that_gives_the_same_to_everything_is_told_so(tmp_path):
-    (tmp_path / "mine.py").write_text("def score(completions, **_): return [2.0] * len(completions)")
-    own_reward = dict([rewards.load_reward(f"{tmp_path}/mine.py:score")])
-    (line,) = audit.first_surprises(tasks.Task("values", own_reward, {"score": 1.0}, train=TABLE))
-    assert f"score ({tmp_path}/mine.py:1)" in line and line.endswith("it gives 2 to everything, so it teaches nothing")
+    assert audit.try_rows(name, built_in.make("length:9"), [{"prompt": "a"}]) == 1
 
 
 # ---- files from any directory

@@ -1,6 +1,5 @@
 """Reward functions: loaded from hostile files, called, checked; those that suit any task against their formulas."""
 
-import asyncio
 import math
 import sys
 from fractions import Fraction
@@ -84,17 +83,6 @@ def test_a_reward_cannot_change_the_trainers_lists():
     assert completions == ["a", "b"]
 
 
-def test_an_async_reward_is_awaited():
-    async def slow(completions):
-        async def one(text):
-            await asyncio.sleep(0.01 * len(text))
-            return len(text)
-
-        return await asyncio.gather(*map(one, completions))
-
-    assert rewards.call_reward("slow", slow, ["p"] * 3, ["aaa", "a", ""], {}) == [3.0, 1.0, 0.0]
-
-
 @pytest.mark.parametrize(
     "value", [[1, 0.5], (1, 0.5), np.array([1, 0.5]), [True, Fraction(1, 2)]], ids=["list", "tuple", "array", "bool"]
 )
@@ -130,11 +118,6 @@ def test_an_argument_that_cannot_be_given_by_its_name_is_named():
 # ---- as TRL calls them
 
 
-def test_a_reward_that_does_not_apply_to_a_row_says_none():
-    given = rewards.call_reward("some", lambda completions: [None, 1], ["p", "q"], ["a", "b"], {})
-    assert math.isnan(given[0]) and given[1] == 1
-
-
 TRL_STYLE = """
 import asyncio
 def scheduled(prompts, completions, completion_ids, answer, trainer_state, log_extra, log_metric, **kwargs):
@@ -153,7 +136,7 @@ ROWS = {"answer": ["x", "b", None], "completion_ids": [[1], [2, 3], [4]], "num_t
 def test_a_function_written_for_trl_gets_messages_ids_and_the_step(reward_file):
     file, prompts = reward_file(TRL_STYLE), ["p", [{"role": "user", "content": "q"}], "r"]
     name, fn = rewards.load_reward(f"{file}:scheduled")
-    rewards.tell_step({name: fn, "length": built_in.length_reward(3)}, 10)
+    rewards.tell_step({name: fn, "length": built_in.make("length:3")}, 10)
     first, second, third = rewards.call_reward(name, fn, prompts, ["a", "b", "c"], ROWS)
     assert (first, second) == (11, 13) and math.isnan(third)
     name, fn = rewards.load_reward(f"{file}:awaited")
@@ -197,7 +180,7 @@ MARKS = ["\\boxed{42}", "#### 42", "#### Plan\n\\boxed{42}", "Answer: 42"]
         ("soft_overlong:100:20", [""] * 6, [0, 80, 85, 90, 100, 130], [0, 0, -0.25, -0.5, -1, -1]),  # as in DAPO
         ("length:40", [""] * 5, [0, 20, 40, 60, 400], [-1, -0.5, 0, -0.5, -1]),
         ("boxed_once", MARKS, [3] * 4, [1] * 4),
-        ("boxed_once", ["42", "\\boxed{1} \\boxed{2}", "\\boxed{42}\n#### 42", ""], [3] * 4, [0] * 4),
+        ("boxed_once", ["42", "\\boxed{1} \\boxed{2}", "\\boxed{42}\n#### 42", "\\boxed{}", ""], [3] * 5, [0] * 5),
     ],
 )
 def test_rewards_by_name_are_their_formulas(spec, texts, num_tokens, values):

@@ -190,42 +190,18 @@ def test_the_score_tokens_of_a_vocabulary_are_its_digits_with_and_without_the_ma
         rubrics.score_token_ids(theirs)
 
 
-@pytest.mark.parametrize(
-    ("reply", "score"),
-    [
-        ("5", 5),
-        (" 4\n", 4),
-        ("Score: 3.", 3),
-        ("**2**", 2),
-        ("The score is 1, since 2 is wrong", 2),  # the last
-        ("4/5", 4),
-        ("4 / 5", 4),
-        ("3 out of 5", 3),
-        ("The answer gets 4 of 5", 4),
-        ("**4** of 5 points", 4),
-        ("I give 2 (out of 5).", 2),
-        ("4/5.", 4),
-        ("a score of 5", 5),
-        ("3.5 of 5", math.nan),
-        ("4 on a scale of 1-5", 4),
-        ("On a scale from 1 to 5: 2", 2),
-        ('{"score": 5}', 5),
-        ("<think>2 or 3?</think>\n\n4", 4),
-        ("1</think>none", math.nan),
-        ("<think>it is 5", math.nan),
-        ("10", math.nan),
-        ("3.5", math.nan),
-        ("-1", math.nan),
-        ("7 of 10", math.nan),
-        ("5/10", math.nan),
-        ("v2", math.nan),
-        ("0 6 7", math.nan),
-        ("", math.nan),
-        ("five", math.nan),
-    ],
-)
-def test_the_last_standalone_digit_after_the_thoughts_is_the_score(reply, score):
-    np.testing.assert_equal(rubrics.read_score(reply), float(score))
+READ = {  # of "1, since 2 is wrong" the last; of thoughts none
+    5: ["5", "a score of 5", '{"score": 5}'],
+    4: " 4\n|4/5|4 / 5|It gets 4 of 5|**4** of 5 points|4/5.|4 on a scale of 1-5|<think>2 or 3?</think>4".split("|"),
+    3: ["Score: 3.", "3 out of 5"],
+    2: ["**2**", "The score is 1, since 2 is wrong", "I give 2 (out of 5).", "On a scale from 1 to 5: 2"],
+    math.nan: "10|3.5|-1|7 of 10|5/10|v2|0 6 7||five|3.5 of 5|1</think>none|<think>it is 5".split("|"),
+}
+
+
+def test_the_last_standalone_digit_after_the_thoughts_is_the_score():
+    for score, replies in READ.items():
+        np.testing.assert_array_equal([rubrics.read_score(reply) for reply in replies], [score] * len(replies), replies)
 
 
 def test_a_token_is_a_digit_with_or_without_the_mark_of_a_space():

@@ -125,7 +125,8 @@ def test_what_cannot_be_called_says_why(text, error):
     assert error in found.error and "\n" not in found.error
 
 
-def test_a_tool_without_types_or_words_is_refused_by_name():
+def test_tools_without_types_or_words_and_templates_without_tools_are_refused_by_name():
+    assert "has no tools" in message_of(calls.reader_of, "{{ messages }}")
     assert "--tools: the tool <lambda> has no schema" in message_of(calls.schemas_of, "--tools", [lambda x: x])
     assert "has no method reset" in message_of(calls.schemas_in, type("Empty", (), {}))
 
@@ -174,10 +175,6 @@ def test_a_long_result_is_cut_to_its_tokens_and_says_so(talker):
     shown, said = text.split("\n")
     assert len(talker.encode(shown)) == 10 and said == f"[cut: {len(shown)} of 1000000 characters]"
     assert frame.cut("two and two", 30) == "two and two"
-
-
-def test_a_template_without_tools_is_refused():
-    assert "has no tools" in message_of(calls.reader_of, "{{ messages }}")
 
 
 # ---- episodes
@@ -356,18 +353,14 @@ def test_a_reset_that_differs_within_a_group_is_refused(talker):
     assert "different things" in message_of(box.play, [{"prompt": "a"}] * 2, [0, 0], "0")
 
 
-@pytest.mark.parametrize("method", ["reset", "get_reward"])
-def test_what_an_environment_raises_names_it(talker, method):
+def test_what_an_environment_raises_names_it(talker):
     class Broken(Threads):
-        pass
+        def get_reward(self):
+            raise KeyError("key")
 
-    def broken(self, **_):
-        raise KeyError("key")
-
-    setattr(Broken, method, broken)
     box = box_of(talker, environments={"": Broken})
-    said = message_of(lambda: box.play(EXAMPLES, [0], "0").ask_rewards())
-    assert f"environment Broken: {method} raised KeyError: 'key'" in said
+    said = message_of(box.play(EXAMPLES, [0], "0").ask_rewards)
+    assert "environment Broken: get_reward raised KeyError: 'key'" in said
 
 
 def test_two_hundred_hostile_turns_end_no_episode_with_an_exception(talker):

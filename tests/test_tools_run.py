@@ -126,27 +126,7 @@ class Rusty(Door):
         raise OSError("the hinge is rusty")
 
 
-class Lost:
-    def look(self) -> str:
-        """Looks."""
-        return "nothing"
-
-
 def calculator(x: int) -> int:
-    """
-    Gives it back.
-
-    Args:
-        x: A number.
-    """
-    return x
-
-
-def untyped(x):
-    return x
-
-
-def typed(x: int) -> int:
     """
     Gives it back.
 
@@ -258,12 +238,11 @@ def test_a_tool_that_hangs_inside_mlx_spoils_no_end(tmp_path):
     ("settings", "said"),
     [
         ({"task": "env"}, "--task env talks with an environment; name it: --env FILE.py:Class"),
-        ({"env": "WORLD:Lost"}, "--env: Lost has no method reset"),
         ({"env": "WORLD:Missing"}, "has no class 'Missing'"),
         ({"env": "WORLD:tried"}, "not a class"),
-        ({"env": "WORLD:Door,WORLD:Lost"}, "several environments have a name each"),
-        ({"tools": ["WORLD:untyped"]}, "--tools: the tool untyped has no schema"),
-        ({"tools": ["WORLD:typed,typped"]}, "has no function 'typped', did you mean 'typed'?"),
+        ({"env": "WORLD:Door,WORLD:Well"}, "several environments have a name each"),
+        ({"tools": ["WORLD:tried"]}, "--tools: the tool tried has no schema"),
+        ({"tools": ["WORLD:calculator,calculater"]}, "has no function 'calculater', did you mean 'calculator'?"),
         ({"env": "WORLD:Door", "tools": ["WORLD:calculator"]}, "Door and --tools both have a tool calculator"),
         ({"env": "WORLD:Silent"}, "--env: Silent has reward_per_turn and no method get_reward; add it"),
         ({"env": "WORLD:Warmer", "advantage": "rloo"}, "--advantage rloo is of whole conversations, and Warmer has"),

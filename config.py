@@ -261,16 +261,6 @@ def _settings() -> Iterator[tuple[str, Setting]]:
 SETTINGS: dict[str, Setting] = dict(_settings())
 
 
-# settings that older runs have, at the one value that is left
-GONE = {"curriculum": False, "reward_format": "text", "reward_workers": 0, "share_prefix": "auto", "keep": 3}
-GONE |= {"allow_unreadable": False}
-
-
-def without_gone(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a run's `config.yaml`, but for those that are gone and change nothing."""
-    return {key: value for key, value in settings.items() if key not in GONE or value != GONE[key]}
-
-
 def is_own(value: str) -> bool:
     """Whether a setting with choices names a user's function instead."""
     return ":" in value

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from config import SETTINGS, Config, Sizes, is_own, without_gone
+from config import SETTINGS, Config, Sizes, is_own
 from flags import Parser, add_flags, flag_of, hint, load_yaml, no_run, seeds
 from settings.checks import checked
 
@@ -206,7 +206,6 @@ def load_recipe(path: Path) -> dict[str, Any]:
     settings = load_yaml(path, f"--config {path}")
     if not isinstance(settings, dict):
         raise ValueError(f"--config {path} holds no settings; it needs lines like `batch: 8`")
-    settings = without_gone(settings)
     refuse_unknown(settings, f"--config {path}: ")
     return located(settings, path.parent)
 

@@ -106,35 +106,19 @@ def arrows() -> dict[str, set[str]]:
     return found
 
 
-@functools.cache
-def floors() -> dict[str, int]:
-    """Of each room: 0 where it imports none, else one more than the highest that it imports."""
-    found: dict[str, int] = {}
-    while len(found) < len(arrows()):
-        ready = {room for room, needs in arrows().items() if room not in found and needs <= found.keys()}
-        assert ready, f"these import each other in a circle: {sorted(arrows().keys() - found.keys())}"
-        found |= {room: 1 + max((found[one] for one in arrows()[room]), default=-1) for room in ready}
-    return found
-
-
-def test_imports_go_downward_between_rooms_on_few_floors():
-    assert max(floors().values()) < 8
-
-
-def test_the_ground_floor_of_settings_and_arithmetic_knows_nothing():
-    assert all(floors()[room] == 0 for room in ("flags.py", "grpo.py", "cpu_blas.py"))
-
-
 def test_at_the_root_stands_what_a_user_runs_or_a_reader_opens():
     assert len(MODULES) <= 18, [path.name for path in MODULES]
 
 
-def test_contributing_lists_the_rooms_from_the_ground_up():
+def test_contributing_lists_the_rooms_from_the_ground_up_on_few_floors():
     rows = re.findall(r"^\| (`[^|]+`) \|", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.M)
     listed = [name for row in rows for name in re.findall("`([^`]+)`", row)]
     assert sorted(listed) == sorted(arrows())
-    for number, room in enumerate(listed):
-        assert arrows()[room] <= set(listed[:number]), f"{room} imports {arrows()[room] - set(listed[:number])}"
+    floors: dict[str, int] = {}  # 0 where a room imports none, else one more than the highest that it imports
+    for room in listed:
+        assert arrows()[room] <= floors.keys(), f"{room} imports {arrows()[room] - floors.keys()}"
+        floors[room] = 1 + max((floors[one] for one in arrows()[room]), default=-1)
+    assert max(floors.values()) < 8 and floors["flags.py"] == floors["grpo.py"] == floors["cpu_blas.py"] == 0
 
 
 provided = functools.cache(packages_distributions)  # it reads the directory of every package

@@ -1,7 +1,6 @@
 """Every setting survives its way through YAML, whatever its value is."""
 
 import hypothesis.strategies as st
-import pytest
 from hypothesis import given, settings
 
 from config import SETTINGS
@@ -56,13 +55,3 @@ def test_any_value_that_is_taken_is_the_same_once_it_was_written_and_read(tmp_pa
 def test_each_setting_is_taken_with_its_default(tmp_path):
     for key, one in SETTINGS.items():
         assert survives({key: one.default}, tmp_path / "settings.yaml"), key
-
-
-def test_a_setting_that_is_gone_is_no_obstacle_in_an_older_run_at_the_value_that_is_left(tmp_path):
-    path = tmp_path / "config.yaml"
-    path.write_text("curriculum: false\nreward_format: text\nsteps: 7\n")
-    assert sources.load_recipe(path) == {"steps": 7}
-    path.write_text("curriculum: true\nreward_format: text\nzebra: null\n")
-    with pytest.raises(ValueError, match=r"'curriculum'; curriculum is not needed here.*'zebra'") as error:
-        sources.load_recipe(path)
-    assert "reward_format" not in str(error.value)

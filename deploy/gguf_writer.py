@@ -73,7 +73,7 @@ def write(
     for ours in list(weights):
         tensor, name = weights.pop(ours).astype(mx.float32), names.get_name(ours, (".weight", ".bias")) or ours
         if config.model_type == "llama" and (part := ours.split(".")[-2]) in heads:
-            tensor = interleaved(tensor, heads[part])
+            tensor = reader.reordered(tensor, heads[part], config.head_dim // 2)
         kind = kind_of(name, tensor.shape, config, label)
         writer.add_tensor(name, packed(np.ascontiguousarray(tensor), kind, library), raw_dtype=kind)
         counts[kind.name] += 1
@@ -83,12 +83,6 @@ def write(
     writer.close()
     (directory / "Modelfile").write_text(MODELFILE.format(file=file))
     return f"{file} with tensors {', '.join(f'{num} {kind}' for kind, num in counts.items())}, and a Modelfile"
-
-
-def interleaved(rows: mx.array, num_heads: int) -> mx.array:
-    """Rows (H * D, C) in llama.cpp's order, from which `reader.halves` makes Hugging Face's."""
-    paired = rows.reshape(num_heads, 2, rows.shape[0] // num_heads // 2, *rows.shape[1:])
-    return paired.swapaxes(1, 2).reshape(rows.shape)
 
 
 def kind_of(name: str, shape: tuple[int, ...], config: ModelConfig, label: str) -> Any:

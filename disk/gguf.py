@@ -151,7 +151,7 @@ def load(path: Path, config: dict[str, Any], dtype: mx.Dtype) -> dict[str, mx.ar
                 arrays = [mx.array(gguf.dequantize(piece, kind), WIDE.get(kind.name, dtype)) for piece in pieces]
             weights[name] = mx.concatenate(arrays)
             if config["model_type"] == "llama" and part in heads:
-                weights[name] = halves(weights[name], heads[part] or config["num_attention_heads"])
+                weights[name] = reordered(weights[name], heads[part] or config["num_attention_heads"], 2)
         except (
             NotImplementedError,
             ValueError,
@@ -187,12 +187,12 @@ def config_of(metadata: dict[str, Any], tensors: list[Any]) -> dict[str, Any]:
     }
 
 
-def halves(rows: mx.array, num_heads: int) -> mx.array:
+def reordered(rows: mx.array, num_heads: int, width: int) -> mx.array:
     """
-    Rows (H * D, …) of a query or key projection in Hugging Face's order, which rotates the first half of a head with
-    the second; llama.cpp rotates neighbours and has interleaved the halves.
+    Rows (H * D, …) of a query or key projection, each head's taken as (D / width, width) and transposed. With 2 from
+    llama.cpp's order, which rotates neighbours, to Hugging Face's, which rotates one half with the other; D / 2 is back.
     """
-    paired = rows.reshape(num_heads, rows.shape[0] // num_heads // 2, 2, *rows.shape[1:])
+    paired = rows.reshape(num_heads, rows.shape[0] // num_heads // width, width, *rows.shape[1:])
     return paired.swapaxes(1, 2).reshape(rows.shape)
 
 

@@ -304,13 +304,10 @@ def read_log(path: Path, needed: Collection[str] = ()) -> Iterator[tuple[bytes, 
     The lines of a log and what they hold, none where it does not exist; a last one that is still being written is left
     out.
 
-    Raises ValueError for what is no file, and naming a line that holds no record with a step, `KEYS` and what is
-    `needed`.
+    Raises ValueError naming a line that holds no record with a step, `KEYS` and what is `needed`.
     """
     if not path.exists():
         return
-    if not path.is_file():  # a pipe would be read for ever
-        raise ValueError(f"{path} is no file; remove what stands there")
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):

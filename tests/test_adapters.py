@@ -46,15 +46,6 @@ def test_an_adapter_comes_back_from_the_other_layout_to_the_bit(exported):
         )
 
 
-def test_an_adapter_in_peft_s_layout_is_merged_and_attached_like_ours(exported, tiny_model):
-    model, root = exported
-    merged, attached = gwen.load_model(tiny_model, adapter=root / "peft"), gwen.load_model(tiny_model)
-    lora.attach(attached, root / "peft")
-    assert mx.array_equal(attached(TOKENS), model(TOKENS))
-    np.testing.assert_allclose(np.array(merged(TOKENS)), np.array(model(TOKENS)), atol=1e-4, rtol=1e-4)
-    assert gwen.choose_model(None, root / "peft")[0] == str(tiny_model)
-
-
 def test_the_exported_numbers_are_those_of_the_formula(exported):
     """y = x W^T + alpha / r * x A^T B^T, with PEFT's A (R, C) and B (O, R)."""
     model, root = exported

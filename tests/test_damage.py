@@ -8,7 +8,6 @@ undamaged run at that step, of which all that follows is a function.
 import contextlib
 import io
 import json
-import os
 import re
 import shutil
 import tempfile
@@ -168,7 +167,6 @@ DAMAGE = {  # what is done, and the step from which the run goes on, or the line
     "a record without a checksum": (edit(f"{NEWEST}/state.json", lambda _: b"{}"), 2),
     "no record": (lambda run: (run / NEWEST / "state.json").unlink(), 2),
     "a record nested without end": (edit(f"{NEWEST}/state.json", lambda _: b"[" * 3000), 2),
-    "a record that is a pipe": (instead(f"{NEWEST}/state.json", os.mkfifo), 2),
     "a record that links to itself": (instead(f"{NEWEST}/state.json", lambda path: path.symlink_to(path)), 2),
     "tensors that are a directory": (instead(f"{NEWEST}/state.safetensors", Path.mkdir), 2),
     "no newest checkpoint": (lambda run: shutil.rmtree(run / NEWEST), 2),
@@ -178,7 +176,6 @@ DAMAGE = {  # what is done, and the step from which the run goes on, or the line
     "a torn last line": (edit("eval.jsonl", lambda text: text + b'{"step": 4, "eval/acc'), 3),
     "later records": (edit("metrics.jsonl", lambda text: text + b'{"step": 4}\n'), 3),
     "a line that is no JSON": (edit("eval.jsonl", lambda text: b"null\n" + text), "eval.jsonl, line 1 is damaged"),
-    "a log that is a pipe": (instead("metrics.jsonl", os.mkfifo), "metrics.jsonl is no file"),
     "no settings": (edit("config.yaml", lambda _: b""), "config.yaml holds no settings"),
     "another seed": (
         edit("config.yaml", lambda text: text.replace(b"seed: 0", b"seed: 5")),

@@ -189,8 +189,8 @@ def config_of(metadata: dict[str, Any], tensors: list[Any]) -> dict[str, Any]:
 
 def reordered(rows: mx.array, num_heads: int, width: int) -> mx.array:
     """
-    Rows (H * D, …) of a query or key projection, each head's taken as (D / width, width) and transposed. With 2 from
-    llama.cpp's order, which rotates neighbours, to Hugging Face's, which rotates one half with the other; D / 2 is back.
+    Rows (H * D, …) of a query or key projection, each head's taken as (D / width, width) and transposed: with 2 from
+    llama.cpp's order, which rotates neighbours, to Hugging Face's, which rotates halves; with D / 2 back.
     """
     paired = rows.reshape(num_heads, rows.shape[0] // num_heads // width, width, *rows.shape[1:])
     return paired.swapaxes(1, 2).reshape(rows.shape)

@@ -523,8 +523,6 @@ def hub_directory(hub_id: str, files: list[str] = HUB_FILES) -> Path:
                 where = f"{size / 1e9:.3g} GB, once, to {constants.HF_HUB_CACHE}"
                 print(f"downloading {hub_id}: {where}", file=sys.stderr, flush=True)
         return Path(huggingface_hub.snapshot_download(repo, **how))
-    except errors.HFValidationError as error:
-        raise ValueError(f"--model {hub_id}: neither a directory nor a hub id") from error
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, ConnectionError) as error:
         raise ValueError(f"--model {hub_id}: not in the local hub cache, and the hub is out of reach") from error
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:

@@ -1,8 +1,7 @@
 """
 Every family against its formulas in float64, one token after the other, with tensors under their stored names.
 
-Written from the papers and model cards, not from gwen.py. transformers' own models are asked where PyTorch is
-installed: `uv run --group trl pytest tests/test_families.py`.
+Written from the papers and model cards, not from gwen.py. transformers' own models are asked in tests/test_adapters.py.
 """
 
 import copy
@@ -17,7 +16,6 @@ import mlx_lm
 import numpy as np
 import pytest
 from conftest import CONFIGS, HYBRID, HYBRID_TEXT, message_of, random_weights, relative_error
-from extras import needs
 from mlx.utils import tree_flatten
 from test_delta import by_hand as delta_by_hand
 from test_ops import attention_by_hand, yarn_by_hand
@@ -157,19 +155,6 @@ def test_logits_of_two_hundred_tokens_equal_the_formulas_in_float64(checkpoints,
     for row, found in zip(rows, ours, strict=True):
         expected = logits_by_hand(CONFIGS[name], row)
         assert np.abs(found - expected).max() < 1e-4 * np.abs(expected).max()
-
-
-@needs("torch")
-@pytest.mark.parametrize("name", CONFIGS)
-def test_logits_equal_those_of_transformers(checkpoints, name):
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    rows = tokens()
-    theirs = AutoModelForCausalLM.from_pretrained(str(checkpoints[name]), dtype=torch.float32)
-    with torch.no_grad():
-        expected = mx.array(theirs(torch.tensor(rows)).logits.numpy())
-    assert relative_error(gwen.load_model(checkpoints[name], mx.float32)(mx.array(rows)), expected) < 1e-4
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3.5"])

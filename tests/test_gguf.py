@@ -166,10 +166,10 @@ def test_what_is_not_supported_is_refused_by_name(write, other, why):
 KEY = struct.pack("<Q1s", 1, b"a")
 
 
-def content(pairs=b"", tensors=(), num_pairs=None, num_bytes=4096):
-    """A file of zeros behind its header. num_pairs: what it says that it has, if not one."""
-    counts = struct.pack("<IQQ", 3, len(tensors), bool(pairs) if num_pairs is None else num_pairs)
-    return b"GGUF" + counts + pairs + b"".join(tensors) + bytes(num_bytes)
+def content(pairs=b"", tensors=()):
+    """A file of one entry of metadata or none, of some tensors, and of zeros."""
+    counts = struct.pack("<IQQ", 3, len(tensors), bool(pairs))
+    return b"GGUF" + counts + pairs + b"".join(tensors) + bytes(4096)
 
 
 def tensor(*shape, name=b"a", kind=0, offset=0):
@@ -179,21 +179,12 @@ def tensor(*shape, name=b"a", kind=0, offset=0):
 LIES = {
     "nothing": b"",
     "another format": b"GGUF, or so it says",
-    "its first word": b"GGUF",
-    "a key beyond the end": content(struct.pack("<Q", 2**60)),
-    "pairs without end": content(num_pairs=2**60, num_bytes=0),
     "numbers without end": content(KEY + struct.pack("<IIQ", 9, 4, 2**60)),
     "lists in lists": content(KEY + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 10**4),
     "more numbers than a vocabulary": content(KEY + struct.pack("<IIQ", 9, 0, 4000)),
-    "a kind of metadata": content(KEY + struct.pack("<I", 99)),
-    "no UTF-8": content(KEY.replace(b"a", b"\xff") + struct.pack("<IB", 0, 0)),
-    "alignment 0": content(struct.pack("<Q17sII", 17, b"general.alignment", 4, 0)),
-    "dimensions without end": content(tensors=[struct.pack("<Q1sI", 1, b"a", 2**31)]),
     "a size beyond 64 bits": content(tensors=[tensor(2**32, 2**32)]),
     "a size beyond the end": content(tensors=[tensor(2**20)]),
     "an offset beyond 64 bits": content(tensors=[tensor(4, offset=2**64 - 32)]),
-    "half a block": content(tensors=[tensor(48, 2, kind=2)]),
-    "a kind of tensor": content(tensors=[tensor(4, kind=99)]),
     "a tensor twice": content(tensors=[tensor(4)] * 2),
     "two tensors in one place": content(tensors=[tensor(900), tensor(900, name=b"b")]),
     "bytes swapped": b"GGUF" + struct.pack(">IQQ", 3, 0, 0),

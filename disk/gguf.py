@@ -152,10 +152,7 @@ def load(path: Path, config: dict[str, Any], dtype: mx.Dtype) -> dict[str, mx.ar
             weights[name] = mx.concatenate(arrays)
             if config["model_type"] == "llama" and part in heads:
                 weights[name] = reordered(weights[name], heads[part] or config["num_attention_heads"], 2)
-        except (
-            NotImplementedError,
-            ValueError,
-        ) as error:  # of an unknown kind, or of other heads
+        except (NotImplementedError, ValueError) as error:  # of an unknown kind, or of other heads
             raise ValueError(f"--model {path}: {tensor.name}: {error}") from error
     return weights
 

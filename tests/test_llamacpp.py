@@ -49,15 +49,13 @@ sys.stdin.read()
 def served(path):
     """A function that asks llama.cpp's server, in a process of its own: at its end it may wait for itself for ever."""
     started = [sys.executable, "-c", SERVER, str(path)]
-    process = subprocess.Popen(
-        started, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen(started, **pipes, text=True)
     address = process.stdout.readline().strip()
 
     def ask(what, **given):
-        request = urllib.request.Request(
-            f"{address}/{what}", json.dumps(given).encode(), {"Content-Type": "application/json"}
-        )
+        about = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{address}/{what}", json.dumps(given).encode(), about)
         with urllib.request.urlopen(request) as answer:
             return json.load(answer)
 
@@ -70,14 +68,8 @@ def served(path):
 
 def next_logprobs(ask, ids, num):
     """The `num` likeliest next tokens with their log-probabilities, whatever is sampled: a token that is a text."""
-    given = {
-        "prompt": ids,
-        "n_predict": 1,
-        "n_probs": num,
-        "temperature": 0,
-        "logit_bias": [[9, 100]],
-        "cache_prompt": False,
-    }
+    given = {"prompt": ids, "n_predict": 1, "n_probs": num, "temperature": 0, "logit_bias": [[9, 100]]}
+    given |= {"cache_prompt": False}
     (found,) = ask("completion", **given)["completion_probabilities"]
     return {one["id"]: one["logprob"] for one in found["top_logprobs"]}
 

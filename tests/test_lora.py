@@ -199,11 +199,7 @@ def test_an_adapter_whose_query_key_and_value_have_an_a_each_needs_three_times_t
     plain = gwen.load_model(tiny_model)
     weights = hub.unfuse_weights(dict(tree_flatten(plain.parameters())), plain.config)
     pairs = {}
-    for name in (
-        name.removesuffix(".weight")
-        for name in weights
-        if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))
-    ):
+    for name in (name.removesuffix(".weight") for name in weights if name[-13:-7] in ("q_proj", "k_proj", "v_proj")):
         out, width = weights[f"{name}.weight"].shape
         pairs[name] = tuple(mx.array(rng.normal(0, 0.2, shape).astype(np.float32)) for shape in ((width, 2), (2, out)))
     adapters.write_peft(adapters.Adapter("x", 2.0, pairs), tmp_path / "peft")
@@ -212,6 +208,5 @@ def test_an_adapter_whose_query_key_and_value_have_an_a_each_needs_three_times_t
     with pytest.raises(ValueError, match="adapts qkv_proj too; add that to --lora-targets"):
         begun(tiny_model, tmp_path / "peft", rank=6, targets=["o_proj"])
     merged = gwen.load_model(tiny_model, adapter=tmp_path / "peft")
-    np.testing.assert_allclose(
-        np.array(begun(tiny_model, tmp_path / "peft", 6)(TOKENS)), np.array(merged(TOKENS)), atol=1e-4
-    )
+    ours = begun(tiny_model, tmp_path / "peft", 6)
+    np.testing.assert_allclose(np.array(ours(TOKENS)), np.array(merged(TOKENS)), atol=1e-4)

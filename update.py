@@ -176,12 +176,16 @@ def update(learner: Learner, batches: list[Batch], lr: float) -> UpdateResult:
     num_forwards, learner.num_forwards = sum(world.share(learner.num_forwards)), 0
     num_items = round(batches[0].num_items * num)
     norms = [step["grad_norm"] for step in steps if "grad_norm" in step]
+    means: dict[str, float | None] = dict.fromkeys(MEASURED)
+    for name in means.keys() & steps[0].keys():
+        values = [step[name] for step in steps]
+        means[name] = max(values) if name.endswith("_max") else sum(values) / (num_passes * num_items)
     return UpdateResult(
         lr,
         rate,
         learner.num_skipped,
         learner.loss_scale.value,
-        means=dict.fromkeys(MEASURED) | means(steps, num_passes * num_items),
+        means=means,
         num_items=num_items,
         num_taught=num_taught,
         loss=sum(step["loss"] for step in steps) / (num * num_passes),
@@ -192,12 +196,6 @@ def update(learner: Learner, batches: list[Batch], lr: float) -> UpdateResult:
         num_forwards=num_forwards,
         pad_frac=pad_frac(batches),
     )
-
-
-def means(steps: list[dict[str, float]], num_items: int) -> dict[str, float]:
-    """Over `num_items` tokens, of what the optimizer steps measured; of what ends in `_max` the largest."""
-    found = {name: [step[name] for step in steps] for name in steps[0] if name in MEASURED}
-    return {name: max(all_) if name.endswith("_max") else sum(all_) / num_items for name, all_ in found.items()}
 
 
 def with_old(batches: list[Batch], logprobs: list[mx.array]) -> list[Batch]:

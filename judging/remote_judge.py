@@ -12,7 +12,7 @@ from typing import Any
 from config import JudgeSettings
 from judging import rubrics
 from judging.rubrics import Evaluation, Grader, Question
-from judging.server import TEMPLATE, Endpoint, Flags, Reply
+from judging.server import TEMPLATE, Endpoint, Flags
 from machine import alive
 
 FLAGS = Flags("--judge-url", "--judge-model", "JUDGE_API_KEY", "--judge-think")
@@ -43,12 +43,10 @@ class RemoteJudge(Grader):
         with arriving as replies, alive.Bar(total=len(asked), desc="judging", unit="evaluation") as progress:
             for place, reply in replies:
                 progress.update()
-                yield place, self._read(reply)
-
-    def _read(self, reply: Reply) -> Evaluation:
-        if self.mode == "decode":
-            return rubrics.from_reply(reply.text)._replace(reply=reply.text or reply.problem)
-        if not reply.first and reply.text:  # without text it ended at once, or was filtered
-            raise ValueError(f"--judge-url {self.server.url} gives no log-probabilities; set --judge-mode decode")
-        value, mass = rubrics.from_first_tokens(reply.first)
-        return Evaluation(value, mass, reply.text or reply.problem)
+                evaluation = rubrics.from_reply(reply.text)
+                if self.mode == "logits":
+                    if not reply.first and reply.text:  # without text it ended at once, or was filtered
+                        fix = "set --judge-mode decode"
+                        raise ValueError(f"--judge-url {self.server.url} gives no log-probabilities; {fix}")
+                    evaluation = Evaluation(*rubrics.from_first_tokens(reply.first), "")
+                yield place, evaluation._replace(reply=reply.text or reply.problem)

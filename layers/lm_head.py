@@ -122,7 +122,8 @@ def token_logprobs(
         scaled, parts = hidden.astype(mx.float32) / temperature, []
         done: list[mx.array] = []
         for rows in rows_of_chunks:
-            state = _Softmax.start(scaled[rows], gradient)
+            nothing, mean = mx.zeros((rows.stop - rows.start, 1)), mx.zeros(scaled[rows].shape) if gradient else None
+            state = _Softmax(nothing - 1e30, nothing, nothing, nothing, mean)
             for tile in columns:
                 state = state.after(wait(scaled[rows], done), head_weight, ids[rows], tile, support)
                 done = [array for array in state if array is not None]
@@ -180,11 +181,6 @@ class _Softmax(NamedTuple):
     moment: mx.array  # (M, 1) sum of weight * (logit - peak)
     chosen: mx.array  # (M, 1) the logit of the id
     mean: mx.array | None  # (M, C) sum of weight * row of the head
-
-    @staticmethod
-    def start(x: mx.array, gradient: bool) -> "_Softmax":
-        nothing = mx.zeros((x.shape[0], 1))
-        return _Softmax(nothing - 1e30, nothing, nothing, nothing, mx.zeros(x.shape) if gradient else None)
 
     def after(
         self, x: mx.array, head_weight: mx.array, ids: mx.array, tile: slice, support: softmax.Support | None

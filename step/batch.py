@@ -216,21 +216,13 @@ def hidden(model: gwen.Model, batch: Batch, checkpoint_layers: int = 0) -> mx.ar
     checkpoint_layers: how many layers, from the first, recompute their activations for the gradient.
     """
     if batch.prefix is None:
-        found = model.hidden(batch.tokens, checkpoint_layers=checkpoint_layers)
+        states = model.hidden(batch.tokens, checkpoint_layers=checkpoint_layers)
     else:
-        found = _hidden_shared(model, batch.prefix, batch, checkpoint_layers)
-    if batch.positions is None:
-        return found
-    return mx.take_along_axis(found, batch.positions[:, :, None], axis=1)
-
-
-def _hidden_shared(model: gwen.Model, prefix: Prefix, batch: Batch, checkpoint_layers: int) -> mx.array:
-    """The hidden states at each prompt's last position and at the tokens (M, L) after it, (M, 1 + L, C)."""
-    cache = TreeCache(model.config.layer_kinds).child(prefix.lengths)
-    of_prompts = model.hidden(prefix.tokens, cache, checkpoint_layers)  # (B, P, C)
-    last = mx.array([length - 1 for length in prefix.lengths])
-    first = of_prompts[mx.arange(len(prefix.lengths)), last][mx.array(prefix.parents)]  # (M, C)
-    if not batch.tokens.shape[1]:  # every completion is one token, predicted by its prompt
-        return first[:, None]
-    children = cache.child(batch.lengths, prefix.parents)
-    return mx.concatenate([first[:, None], model.hidden(batch.tokens, children, checkpoint_layers)], axis=1)
+        tokens, lengths, parents = batch.prefix
+        cache = TreeCache(model.config.layer_kinds).child(lengths)
+        of_prompts = model.hidden(tokens, cache, checkpoint_layers)  # (B, P, C)
+        states = of_prompts[mx.arange(len(lengths)), mx.array(lengths) - 1][mx.array(parents)][:, None]  # (M, 1, C)
+        if batch.tokens.shape[1]:  # else every completion is one token, predicted by its prompt
+            after = model.hidden(batch.tokens, cache.child(batch.lengths, parents), checkpoint_layers)
+            states = mx.concatenate([states, after], axis=1)  # (M, 1 + L, C)
+    return states if batch.positions is None else mx.take_along_axis(states, batch.positions[:, :, None], axis=1)

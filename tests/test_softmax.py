@@ -120,18 +120,6 @@ def test_logprobs_of_16_bit_weights_are_exact_and_gradients_keep_their_dtypes(dt
         np.testing.assert_allclose(np.array(rounded.astype(mx.float32)), np.array(reference), rtol=1e-2, atol=1e-4)
 
 
-@pytest.mark.parametrize("head", lm_head.HEADS)
-@pytest.mark.parametrize("support", SUPPORTS[:2], ids=str)
-def test_without_a_gradient_the_values_are_the_same(head, support):
-    hidden, weight, ids = normal(2, 5, 6), normal(600, 6), mx.array(RNG.integers(0, 600, (2, 5)).astype(np.int32))
-    choice = {"head": head, "support": support, "temperature": 0.7}
-    expected = lm_head.token_logprobs(hidden, weight, ids, **choice)
-    for value, other in zip(
-        lm_head.token_logprobs(hidden, weight, ids, **choice, gradient=False), expected, strict=True
-    ):
-        np.testing.assert_allclose(np.array(value), np.array(other), atol=1e-6)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("head", "most"), [("frozen", 70), ("trained", 75)])
 def test_the_memory_of_logprobs_does_not_grow_with_their_number(head, most):

@@ -149,17 +149,17 @@ def numpy_dtype(dtype: mx.Dtype) -> np.dtype:
     return to_numpy(mx.zeros((1,), dtype)).dtype
 
 
-def input_memory(name: str, array: mx.array, contiguous: bool) -> tuple[dict[str, Memory], int]:
-    """An input and what MLX passes along with it (shape, strides, ndim), and the first element's offset in bytes."""
+def input_memory(name: str, array: mx.array, contiguous: bool) -> dict[str, Memory]:
+    """An input and what MLX passes along with it: shape, strides, ndim."""
     elements = to_numpy(array)
     if contiguous:
         elements = np.ascontiguousarray(elements).reshape(array.shape)
-    reach = [(size - 1) * stride for size, stride in zip(elements.shape, elements.strides, strict=True)]
-    low, high = sum(min(r, 0) for r in reach), sum(max(r, 0) for r in reach)
-    size = high - low + elements.itemsize if elements.size else 0
+    assert min(elements.strides, default=0) >= 0, "an array that is read backwards is not emulated"
+    reach = sum((size - 1) * stride for size, stride in zip(elements.shape, elements.strides, strict=True))
+    size = reach + elements.itemsize if elements.size else 0
     memory = Memory(name, size, elements.itemsize, is_output=False, is_initialised=True)
     if elements.size:
-        ctypes.memmove(memory.bytes.ctypes.data, elements.ctypes.data + low, size)
+        ctypes.memmove(memory.bytes.ctypes.data, elements.ctypes.data, size)
     described = {name: memory}
     description = {
         "shape": np.array(elements.shape, np.int32),
@@ -170,7 +170,7 @@ def input_memory(name: str, array: mx.array, contiguous: bool) -> tuple[dict[str
         part = Memory(f"{name}_{suffix}", values.nbytes, values.itemsize, is_output=False, is_initialised=True)
         part.bytes[:] = values.view(np.uint8)
         described[part.name] = part
-    return described, -low
+    return described
 
 
 def output_memory(name: str, shape: Sequence[int], dtype: mx.Dtype) -> Memory:
@@ -184,7 +184,6 @@ def run(
     program: Program,
     mode: str,
     memory: dict[str, Memory],
-    offsets: dict[str, int],
     grid: Sequence[int],
     threadgroup: Sequence[int],
 ) -> list[tuple[str, str]]:
@@ -192,7 +191,7 @@ def run(
     library = build(program, mode)
     loaded = load(library)
     buffers = [memory[name].as_buffer() for name in program.arrays]
-    pointers = [buffer.data + offsets.get(name, 0) for name, buffer in zip(program.arrays, buffers, strict=True)]
+    pointers = [buffer.data for buffer in buffers]
     problems = (Problem * 16)()
     launch = Launch(
         kernel=ctypes.cast(loaded.emulator_kernel, ctypes.c_void_p),
@@ -305,13 +304,11 @@ def metal_kernel(
             raise MetalRuntimeError(f"{program.name}: {num_threads} threads in a threadgroup", {"limit"})
 
         memory: dict[str, Memory] = {}
-        offsets: dict[str, int] = {}
         for input_name, array in zip(input_names, arrays, strict=True):
-            parts, offsets[input_name] = input_memory(input_name, array, ensure_row_contiguous)
-            memory |= parts
+            memory |= input_memory(input_name, array, ensure_row_contiguous)
         results = list(zip(output_names, output_shapes, output_dtypes, strict=True))
         memory |= {output: output_memory(output, shape, dtype) for output, shape, dtype in results}
-        if problems := run(program, mode, memory, offsets, grid, threadgroup):
+        if problems := run(program, mode, memory, grid, threadgroup):
             lines = [f"[{kind}] {text}" for kind, text in problems]
             raise MetalRuntimeError("\n  ".join([f"{program.name}:", *lines]), {kind for kind, _ in problems})
         return without_gradient(arrays, [to_mlx(memory[output], shape, dtype) for output, shape, dtype in results])

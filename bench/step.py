@@ -1,14 +1,15 @@
 """
 One whole GRPO step against other trainers': `uv run python -m bench.step --rounds 3`.
 
-All train adapters of the same rank on all projections of the same weights, in one dtype: the same prompts, G
-completions of exactly `--max-tokens` tokens each, a reward that costs nothing, no KL term, AdamW. Each engine runs in
-processes of its own, so that its peak is its own, with its packages in front of Gwen's, which uv keeps in its cache
-(PyTorch takes gigabytes). All decode all rows at once. TRL runs on the device that PyTorch finds, without a GPU with as
-many threads as ours, which are one. All are called by public names, and a step ends where a callback is told of it.
+All train adapters of the same rank on all projections of the same weights, in one dtype: the same prompts in the chat
+template, G completions of exactly `--max-tokens` tokens each, a reward that costs nothing, no KL term, AdamW. Each
+engine runs in processes of its own, so that its peak is its own, with its packages in front of Gwen's, which uv keeps
+in its cache (PyTorch takes gigabytes). All decode all rows at once. TRL runs on the device that PyTorch finds, without
+a GPU with as many threads as ours, which are one. All are called by public names, and a step ends where a callback is
+told of it, or where `train.train` yields.
 
-Left out: evaluation, checkpoints, logs, judges. Peaks include the weights. On a CPU TRL's is by how much its process
-grew, which counts freed memory too; the others' is what MLX held.
+Left out: evaluation, checkpoints, judges. Peaks include the weights. On a CPU TRL's is by how much its process grew,
+which counts freed memory too; the others' is what MLX held.
 
 Axes: B prompts, G completions of each, N = B * G rows.
 """
@@ -17,10 +18,10 @@ import argparse
 import contextlib
 import importlib
 import io
+import itertools
 import json
 import os
 import resource
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -34,20 +35,14 @@ import cpu_blas  # noqa: F401  (before mlx)
 import datasets
 import mlx.core as mx
 import mlx.optimizers as optim
-import numpy as np
+import pandas as pd
 
-import grpo
 import gwen
-import lora
-import preflight
-import sampler
-import update
+import train
 from bench import harness
 from disk import hub
 from flags import Parser, fail, flag_of
-from settings.sources import resolve
-from step import batch, sample
-from step.loss import StepLoss
+from problems import chat_template
 
 ROOT = Path(__file__).parent.parent
 PROJECTIONS = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
@@ -59,51 +54,43 @@ class Steps(list[dict[str, float]]):
 
     def __init__(self, args: argparse.Namespace, directory: Path):
         super().__init__()
-        self.args, self.num_steps, self.num_rows = args, args.warmup + args.runs, args.batch * args.groups
-        tokenizer = hub.load_tokenizer(directory)
-        self.texts = harness.random_texts(tokenizer, [args.prompt_tokens] * args.batch, args.seed)
-        self.prompts: list[list[int]] = [tokenizer.encode(text, add_special_tokens=False) for text in self.texts]
+        self.args, self.num, self.num_rows = args, args.warmup + args.runs, args.batch * args.groups
+        self.tokenizer = hub.load_tokenizer(directory)
+        self.texts = harness.random_texts(self.tokenizer, [args.prompt_tokens] * args.batch, args.seed)
+        self.lengths: set[int] = set()  # of the last rollout's completions
         self.begin()
 
     def begin(self) -> None:
         self.clock, self.cpu = time.perf_counter(), time.process_time()
 
-    def reward(self, *_: Any, completion_ids: Any = (), **__: Any) -> list[float]:
-        """A reward function as all trainers call one; it differs in each group, so that all rows have a gradient."""
-        assert all(len(ids) == self.args.max_tokens for ids in completion_ids), "a completion has another length"
-        return [(place * 7 % 5) / 4 for place in range(self.args.groups)] * self.args.batch
+    def reward(self, completions: list[str], completion_ids: Any = (), **_: Any) -> list[float]:
+        """A reward function as all trainers call one; neighbours differ, so that all rows have a gradient."""
+        self.lengths = set(map(len, completion_ids))
+        return [place * 7 % 5 / 4 for place in range(len(completions))]
 
     def end(self, *_: Any, **__: Any) -> None:
+        assert self.lengths <= {self.args.max_tokens}, f"completions of {self.lengths} tokens"
         self.append({"step_s": time.perf_counter() - self.clock, "cpu_s": time.process_time() - self.cpu})
         self.begin()
 
 
-# ---- engines: each takes so many steps
+# ---- engines: each takes so many steps in a directory of its own
 
 
-def run_ours(args: argparse.Namespace, directory: Path, steps: Steps) -> None:
-    """Steps as `train.py` takes them, with its defaults."""
-    given = {"task": "demo", **{name: getattr(args, name) for name in ("batch", "groups", "max_tokens", "lora_rank")}}
-    config = resolve(given | {"model": str(directory)}, None, None, gwen.choose_model)[0]
-    model, tokenizer = gwen.load(config.model.name)
-    lora.apply(model, config.model.lora_rank, config.model.lora_scale, config.model.lora_targets)
-    lengths = [args.prompt_tokens] * args.batch
-    sizes = preflight.settle(preflight.Demand(model.config, model.head_weight.dtype, config, lengths))
-    learner = update.Learner(model, config, StepLoss(config, sizes))
-    params, how = sampler.SamplingParams(args.max_tokens), {"group_size": args.groups, "batch_size": steps.num_rows}
-    for step in range(steps.num_steps):
-        rollout = sampler.rollout(model, steps.prompts, params, key=step, **how)
-        sampler.texts(tokenizer, rollout, ())
-        rewards = np.array(steps.reward(completion_ids=rollout.ids)).reshape(args.batch, args.groups)
-        advantages = grpo.group_advantages(rewards).reshape(-1).tolist()
-        asked = sample.asked([{}] * args.batch, steps.prompts, args.groups)
-        drawn = zip(asked, sample.written(rollout), advantages, strict=True)
-        taught = [one._replace(**its, advantage=advantage) for one, its, advantage in drawn]
-        update.update(learner, batch.cut(taught, sizes.train_token_budget), RATE)
+def run_ours(args: argparse.Namespace, directory: Path, steps: Steps, scratch: str) -> None:
+    names = ("batch", "groups", "max_tokens", "lora_rank", "seed")
+    how: Any = {name: getattr(args, name) for name in names} | {"learning_rate": RATE, "eval_every": 0}
+    how |= {"data": [{"prompt": text} for text in steps.texts], "eval_data": [{"prompt": "none of them"}]}
+    trainer = train.Trainer.start(
+        model=str(directory), reward=steps.reward, steps=steps.num + 1, run_dir=f"{scratch}/run", **how
+    )
+    trainer.run.sampling = trainer.run.sampling._replace(eos_ids=())  # every completion has all its tokens
+    steps.begin()
+    for _ in itertools.islice(train.train(trainer.run), steps.num):  # a last step would be saved
         steps.end()
 
 
-def run_mlx_lm_lora(args: argparse.Namespace, directory: Path, steps: Steps) -> None:
+def run_mlx_lm_lora(args: argparse.Namespace, directory: Path, steps: Steps, scratch: str) -> None:
     from mlx_lm.tokenizer_utils import load as load_tokenizer
     from mlx_lm.tuner.utils import linear_to_lora_layers
 
@@ -114,59 +101,50 @@ def run_mlx_lm_lora(args: argparse.Namespace, directory: Path, steps: Steps) -> 
     linear_to_lora_layers(model, len(model.layers), shape)
     tokenizer: Any = load_tokenizer(directory)
     tokenizer.eos_token_ids = []  # every completion has all its tokens
-
-    def batches(**_: Any) -> Any:
-        while True:
-            yield steps.prompts, [[0]] * args.batch, steps.texts, [""] * args.batch, None
-
-    how: Any = {
-        "batch_size": steps.num_rows,
-        "iters": steps.num_steps,
-        "group_size": args.groups,
-        "steps_per_report": 1,
-    }
+    prompts = [chat_template.chat_ids(steps.tokenizer, text) for text in steps.texts]
+    batch = prompts, [[0]] * args.batch, steps.texts, [""] * args.batch, None
+    how: Any = {"batch_size": steps.num_rows, "iters": steps.num, "group_size": args.groups, "steps_per_report": 1}
     how |= {"max_completion_length": args.max_tokens, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
-    how |= {"beta": 0.0, "epsilon": 0.2}
-    with tempfile.TemporaryDirectory() as scratch:
-        trainer.train_grpo(
-            model,
-            None,
-            tokenizer,
-            optim.AdamW(RATE),
-            [],
-            reward_funcs=[steps.reward],
-            args=trainer.GRPOTrainingArgs(**how, adapter_file=str(Path(scratch) / "adapters.safetensors")),
-            iterate_batches=batches,
-            training_callback=SimpleNamespace(on_train_loss_report=steps.end),
-            end_answer_token="",
-        )
+    how |= {"beta": 0.0, "epsilon": 0.2, "adapter_file": f"{scratch}/adapters.safetensors"}
+    trainer.train_grpo(
+        model,
+        None,
+        tokenizer,
+        optim.AdamW(RATE),
+        [],
+        reward_funcs=[steps.reward],
+        args=trainer.GRPOTrainingArgs(**how),
+        iterate_batches=lambda **_: itertools.repeat(batch),
+        training_callback=SimpleNamespace(on_train_loss_report=steps.end),
+        end_answer_token="",
+    )
 
 
-def run_trl(args: argparse.Namespace, directory: Path, steps: Steps) -> None:
-    """Steps of TRL's own trainer; all rows in one batch, no activations computed again."""
+def run_trl(args: argparse.Namespace, directory: Path, steps: Steps, scratch: str) -> None:
+    """All rows in one batch, no activations computed again."""
     modules: Any = map(importlib.import_module, ("torch", "transformers", "trl", "peft"))
     torch, transformers, trl, peft = modules
     torch.set_num_threads(int(os.environ.get("OPENBLAS_NUM_THREADS", 1)))
     how: Any = {"per_device_train_batch_size": steps.num_rows, "num_generations": args.groups}
     how |= {"generation_kwargs": {"min_new_tokens": args.max_tokens}}  # every completion has all its tokens
     how |= {"max_completion_length": args.max_tokens, "temperature": 1.0, "beta": 0.0, "learning_rate": RATE}
-    how |= {"max_steps": steps.num_steps, "gradient_checkpointing": False, "bf16": False, "report_to": []}
-    how |= {"logging_strategy": "no", "save_strategy": "no", "disable_tqdm": True}
+    how |= {"max_steps": steps.num, "gradient_checkpointing": False, "bf16": False, "report_to": []}
+    how |= {"logging_strategy": "no", "save_strategy": "no", "disable_tqdm": True, "output_dir": scratch}
     dtype = getattr(torch, str(gwen.default_dtype()).removeprefix("mlx.core."))
-    with tempfile.TemporaryDirectory() as scratch:
-        trl.GRPOTrainer(
-            transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype),
-            [steps.reward],
-            args=trl.GRPOConfig(output_dir=scratch, **how),
-            train_dataset=datasets.Dataset.from_dict({"prompt": steps.texts}),
-            processing_class=hub.load_tokenizer(directory),
-            callbacks=[type("Timer", (transformers.TrainerCallback,), {"on_step_end": staticmethod(steps.end)})()],
-            peft_config=peft.LoraConfig(r=args.lora_rank, lora_alpha=2 * args.lora_rank, target_modules="all-linear"),
-        ).train()
+    prompts = [[{"role": "user", "content": text}] for text in steps.texts]
+    trl.GRPOTrainer(
+        transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype),
+        [steps.reward],
+        args=trl.GRPOConfig(**how, chat_template_kwargs={"enable_thinking": False}),
+        train_dataset=datasets.Dataset.from_dict({"prompt": prompts}),
+        processing_class=steps.tokenizer,
+        callbacks=[type("Timer", (transformers.TrainerCallback,), {"on_step_end": staticmethod(steps.end)})()],
+        peft_config=peft.LoraConfig(r=args.lora_rank, lora_alpha=2 * args.lora_rank, target_modules="all-linear"),
+    ).train()
 
 
 # each with what uv puts in front of Gwen's own packages; mlx: half a package in front would hide the other half
-ENGINES: dict[str, tuple[Callable[[argparse.Namespace, Path, Steps], None], str]] = {
+ENGINES: dict[str, tuple[Callable[[argparse.Namespace, Path, Steps, str], None], str]] = {
     "ours": (run_ours, ""),
     "mlx_lm_lora": (run_mlx_lm_lora, "mlx-lm-lora==5.10.2 mlx[cpu]"),
     "trl": (run_trl, "trl==1.16.0 peft==0.21.2 torch==2.15.0"),
@@ -183,19 +161,19 @@ def command_of(engine: str) -> list[str]:
 # ---- the measurement
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """What the process of one engine prints: every timed step's seconds, and the peak of all of them."""
+def measure(args: argparse.Namespace) -> list[dict[str, float]]:
+    """What the process of one engine prints: what every timed step took, and the peak of all of them."""
     for package in ("torch", "peft", "trl") if args.engine == "trl" else ():
         importlib.import_module(package)  # which is no part of what a step takes
     before, directory = most_resident(), Path(args.model)
     steps = Steps(args, directory)
-    with contextlib.redirect_stdout(io.StringIO()):
-        ENGINES[args.engine][0](args, directory, steps)
+    with contextlib.redirect_stdout(io.StringIO()), tempfile.TemporaryDirectory() as scratch:
+        ENGINES[args.engine][0](args, directory, steps, scratch)
     peak = mx.get_peak_memory()
     if args.engine == "trl":
         mps: Any = importlib.import_module("torch.mps")  # its GPU, where PyTorch keeps what is freed
         peak = mps.driver_allocated_memory() if mps.is_available() else most_resident() - before
-    return {"steps": steps[args.warmup :], "peak_bytes": peak}
+    return [step | {"peak_mb": peak / 1e6} for step in steps[args.warmup :]]
 
 
 def most_resident() -> int:
@@ -203,52 +181,45 @@ def most_resident() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def medians(records: list[Any], num_tokens: int) -> dict[str, float]:
-    """Medians over all timed steps of an engine, of so many tokens each."""
-    steps = [step for record in records for step in record["steps"]]
-    entry = {name: statistics.median(step[name] for step in steps) for name in steps[0]}
-    entry |= {f"{most.__name__}_s": most(step["step_s"] for step in steps) for most in (min, max)}
-    entry["tok_s"] = num_tokens / entry["step_s"]
-    entry["peak_mb"] = max(record["peak_bytes"] for record in records) / 1e6
-    return harness.rounded(entry)
-
-
-def in_processes(args: argparse.Namespace, directory: Path) -> dict[str, list[Any]]:
-    """The records of `args.rounds` processes of each engine, in turn."""
+def in_processes(args: argparse.Namespace, directory: Path) -> list[dict[str, Any]]:
+    """The timed steps of `args.rounds` processes of each engine, in turn."""
     flags = [text for name in NUMBERS for text in (flag_of(name), str(getattr(args, name)))]
-    records: dict[str, list[Any]] = {engine: [] for engine in args.engines}
+    steps: list[dict[str, Any]] = []
     for _, engine in harness.in_order(args.engines, args.rounds):
         command = [*command_of(engine), "--model", str(directory), *flags]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if done.returncode:
             last = done.stderr.strip().splitlines()[-1:]
             raise ValueError(f"{engine} ended with exit status {done.returncode}: {last}")
-        records[engine].append(json.loads(done.stdout.splitlines()[-1]))
-    return records
+        steps += [{"engine": engine} | step for step in json.loads(done.stdout.splitlines()[-1])]
+    return steps
 
 
-def report(args: argparse.Namespace, records: dict[str, list[Any]]) -> None:
-    """Prints what the engines took, how ours compares, and all of it as JSON."""
+def report(args: argparse.Namespace, steps: list[dict[str, Any]]) -> None:
+    """Prints medians of what the engines took, how ours compares, and all of it as JSON."""
     print(
         f"Config: B={args.batch} G={args.groups} prompt={args.prompt_tokens} max_tokens={args.max_tokens} "
         f"rank={args.lora_rank} model={args.model} warmup={args.warmup} runs={args.runs} rounds={args.rounds}"
     )
-    entries = {engine: medians(its, args.batch * args.groups * args.max_tokens) for engine, its in records.items()}
-    ratios = {}
-    for name, entry in entries.items():
-        print(
-            f"{name:<11} | step {entry['step_s']:.2f} s ({entry['min_s']:.2f} to {entry['max_s']:.2f}) | "
-            f"{entry['cpu_s']:.2f} s of processors | {entry['tok_s']:.1f} tok/s | peak {entry['peak_mb']:.0f} MB"
-        )
-    for name, entry in entries.items():
-        if name != "ours" and "ours" in entries:
-            step, cpu, peak = (entry[key] / entries["ours"][key] for key in ("step_s", "cpu_s", "peak_mb"))
-            ratios[name] = round(step, 3)
-            said = f"{harness.verdict(step)} than {name} ({cpu:.2f}x by processors)"
-            print(f"Result: ours is {said}, at {1 / peak:.2f} of its peak memory")
-    rivals = {name: ENGINES[name][1] for name in entries}
-    record = {"config": vars(args), "engines": entries, "ratios": ratios, "rivals": rivals}
-    print(json.dumps(record | harness.environment()))
+    by_engine = pd.DataFrame(steps).groupby("engine", sort=False)
+    table = by_engine[["step_s", "cpu_s"]].median()
+    table["min_s"], table["max_s"], table["peak_mb"] = (
+        by_engine.step_s.min(),
+        by_engine.step_s.max(),
+        by_engine.peak_mb.max(),
+    )
+    table["tok_s"] = args.batch * args.groups * args.max_tokens / table.step_s
+    print(table.round(2).to_string())
+    ratios = (table / table.loc["ours"]).drop("ours") if "ours" in table.index else table[:0]
+    for name, ratio in ratios.iterrows():
+        said = f"{harness.verdict(ratio.step_s)} than {name} ({ratio.cpu_s:.2f}x by processors)"
+        print(f"Result: ours is {said}, at {1 / ratio.peak_mb:.2f} of its peak memory")
+    record = {
+        "config": vars(args),
+        "engines": table.round(3).to_dict("index"),
+        "ratios": ratios.step_s.round(3).to_dict(),
+    }
+    print(json.dumps(record | {"rivals": {name: ENGINES[name][1] for name in table.index}} | harness.environment()))
 
 
 NUMBERS: harness.Numbers = {  # what the process of one engine gets too

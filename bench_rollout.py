@@ -19,16 +19,6 @@ from bench import rollout
 from bench.rollout import Rival, Timing, Work
 
 
-def prefilled(peer: Any, caches: Any, ids: list[int]) -> Any:
-    """mlx_lm's caches of a row, None before its first token, after more ids; those given stay as they are."""
-    from mlx_lm.models.cache import make_prompt_cache
-
-    grown = copy.deepcopy(caches) or make_prompt_cache(peer)
-    peer(mx.array([ids]), grown)
-    mx.eval([cache.state[:2] for cache in grown])
-    return grown
-
-
 def run_mlx_lm(work: Work, *, peer: Any, own_sizes: bool = False, shared: bool = False) -> Timing:
     """
     The work done by mlx_lm's BatchGenerator, with as many rows at once as ours or with its own batch sizes.
@@ -37,7 +27,18 @@ def run_mlx_lm(work: Work, *, peer: Any, own_sizes: bool = False, shared: bool =
     which costs less than one by one as its own `batch_generate` reads them.
     """
     from mlx_lm.generate import BatchGenerator
+    from mlx_lm.models.cache import make_prompt_cache
     from mlx_lm.sample_utils import make_sampler
+
+    @functools.cache
+    def after(*runs: tuple[int, ...]) -> Any:
+        """The caches of a row after runs of ids, None before its first; whoever goes on with them copies them."""
+        if not runs:
+            return None
+        grown = copy.deepcopy(after(*runs[:-1])) or make_prompt_cache(peer)
+        peer(mx.array([runs[-1]]), grown)
+        mx.eval([cache.state[:2] for cache in grown])
+        return grown
 
     size = work.batch_size
     how: Any = {} if own_sizes else {"completion_batch_size": size, "prefill_batch_size": size}
@@ -46,20 +47,13 @@ def run_mlx_lm(work: Work, *, peer: Any, own_sizes: bool = False, shared: bool =
     begin = time.perf_counter()
     rows, caches = work.rows, None
     if shared:
-        known: dict[tuple[int, ...], Any] = {(): None}
-        rows, caches = [runs[-1] for runs in work.runs], []
-        for *begins, _ in work.runs:
-            path: tuple[int, ...] = ()
-            for run in begins:
-                before, path = path, (*path, *run)
-                if path not in known:
-                    known[path] = prefilled(peer, known[before], run)
-            caches.append(known[path])
+        rows = [runs[-1] for runs in work.runs]
+        caches = [after(*(tuple(run) for run in runs[:-1] if run)) for runs in work.runs]
     shared_s = time.perf_counter() - begin
     generator = BatchGenerator(peer, **how)
     row_of = {uid: row for row, uid in enumerate(generator.insert(rows, work.limits, caches))}
     completions: list[list[int]] = [[] for _ in row_of]
-    logprobs: list[list[float]] = [[] for _ in row_of]
+    logprobs: list[list[float]] = [[] for _ in row_of if work.with_logprobs]
     with generator.stats() as stats:
         while responses := generator.next_generated():
             for response in responses:
@@ -70,7 +64,6 @@ def run_mlx_lm(work: Work, *, peer: Any, own_sizes: bool = False, shared: bool =
                     logprobs[row_of[response.uid]].append(logprob)
     generator.close()
     prefill_s = shared_s + stats.prompt_time
-    logprobs = logprobs if work.with_logprobs else []
     return Timing(completions, logprobs, prefill_s, time.perf_counter() - begin - prefill_s)
 
 
@@ -78,7 +71,7 @@ def rival(peer: Any, directory: Path) -> Rival:
     """mlx_lm in every way that it can be run."""
     ways: Any = {"mlx_lm": {}, "mlx_lm_default": {"own_sizes": True}, "mlx_lm_shared": {"shared": True}}
     engines: Any = {name: functools.partial(run_mlx_lm, peer=peer, **way) for name, way in ways.items()}
-    return Rival("mlx_lm", "Result: ours is {} than mlx_lm on this rollout workload.", engines, [])
+    return Rival("mlx_lm", "Result: ours is {} than mlx_lm on this rollout workload.", engines)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -51,12 +51,9 @@ def generate(scheduler: Any, work: Work, prompts: list[list[int]], limits: list[
     from vllm_mlx.request import Request, SamplingParams
 
     for row, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
-        params = SamplingParams(
-            max_tokens=limit,
-            temperature=work.temperature,
-            top_p=1.0,  # its default of 0.9 sorts the vocabulary at every step
-            stop_token_ids=list(work.eos_ids),
-        )
+        # its default top_p of 0.9 sorts the vocabulary at every step
+        how: Any = {"max_tokens": limit, "temperature": work.temperature, "top_p": 1.0}
+        params = SamplingParams(**how, stop_token_ids=list(work.eos_ids))
         scheduler.add_request(Request(request_id=str(row), prompt=prompt, sampling_params=params))
     completions: list[list[int]] = [[] for _ in prompts]
     silent_s = 0.0
@@ -79,11 +76,11 @@ def rival(peer: Any, directory: Path) -> Rival:
     tokenizer = hub.load_tokenizer(directory)
     tokenizer.eos_token = None  # it would end rows at this token too, whatever the work says
     run = functools.partial(run_vllm_mlx, peer=peer, tokenizer=tokenizer)
-    engines: dict[str, rollout.Engine] = {
-        "vllm_mlx": functools.partial(run, prefix_cache=True),
-        "vllm_mlx_uncached": functools.partial(run, prefix_cache=False),
+    engines: Any = {
+        name: functools.partial(run, prefix_cache=cached)
+        for name, cached in (("vllm_mlx", True), ("vllm_mlx_uncached", False))
     }
-    return Rival("vllm_mlx", "Result vs vllm_mlx: ours is {} on this rollout workload.", engines, ["vllm-mlx"])
+    return Rival("vllm_mlx", "Result vs vllm_mlx: ours is {} on this rollout workload.", engines)
 
 
 def main(argv: list[str] | None = None) -> None:

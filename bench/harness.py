@@ -1,6 +1,5 @@
 """
-The harness under the benchmarks: their flags, engines in turn, what they took, what the machine can do at most, and its
-description.
+The harness under the benchmarks: their flags, engines in turn, what they took, and the machine.
 
 Engines take turns, every other round in reverse, so that a machine that slows down slows all of them. A peak is what an
 engine held beyond what was held before, and the weights once: what it would need if it were alone.
@@ -10,7 +9,6 @@ import argparse
 import contextlib
 import gc
 import re
-import statistics
 import sys
 import tempfile
 import time
@@ -28,8 +26,6 @@ import gwen
 from disk import hub
 from flags import Parser, check_least, flag_of
 from machine import alive, versions
-
-# ---- flags and work
 
 Numbers = dict[str, tuple[int, int, str]]  # a setting's default, the least that it may be, and its help
 
@@ -62,9 +58,6 @@ def random_texts(tokenizer: Any, lengths: Sequence[int], seed: int) -> list[str]
     return ["".join(f" {word}" for word in rng.choice(words, length)) for length in lengths]
 
 
-# ---- mlx_lm's models
-
-
 def load_peer(directory: Path, dtype: mx.Dtype) -> Any:
     """mlx_lm's own model of a directory, in `dtype`."""
     from mlx_lm.utils import load_model
@@ -73,9 +66,6 @@ def load_peer(directory: Path, dtype: mx.Dtype) -> Any:
     peer.set_dtype(dtype)
     mx.eval(peer.parameters())
     return peer
-
-
-# ---- rounds
 
 
 class Sample(NamedTuple):
@@ -92,7 +82,7 @@ def in_order(names: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
         yield from ((turn, name) for name in (names if turn % 2 == 0 else names[::-1]))
 
 
-def in_turn(engines: Mapping[str, Callable[[Any], Any]], work: Any, warmup: int, runs: int) -> dict[str, list[Sample]]:
+def in_turn(engines: Mapping[str, Callable[[], Any]], warmup: int, runs: int) -> dict[str, list[Sample]]:
     """`runs` timed runs of each engine, after `warmup` untimed ones."""
     samples: dict[str, list[Sample]] = {name: [] for name in engines}
     order = list(in_order(list(engines), warmup + runs))
@@ -100,35 +90,31 @@ def in_turn(engines: Mapping[str, Callable[[Any], Any]], work: Any, warmup: int,
         gc.collect()  # what the last engine left behind in cycles
         mx.clear_cache()
         mx.reset_peak_memory()
-        before = mx.get_active_memory()
-        begin = time.process_time()
-        run = engines[name](work)
+        before, begin = mx.get_active_memory(), time.process_time()
+        run = engines[name]()
         if turn >= warmup:
             samples[name].append(Sample(run, mx.get_peak_memory() - before, time.process_time() - begin))
     return samples
 
 
-def rounded(numbers: dict[str, Any]) -> dict[str, float]:
-    return {name: round(float(number), 3) for name, number in numbers.items()}
-
-
-def weight_bytes(model: gwen.Model) -> int:
-    return sum(array.nbytes for _, array in tree_flatten(model.parameters()))
-
-
 def summary(samples: list[Sample], model: gwen.Model, **more: float) -> dict[str, float]:
     """Milliseconds of an engine's runs, and of the processors; the largest peak, with the weights that all hold."""
-    seconds = [sample.run.seconds for sample in samples]
+    times = 1e3 * np.array([sample.run.seconds for sample in samples])
+    weights = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
     numbers = {
-        "mean_ms": 1e3 * statistics.fmean(seconds),
-        "std_ms": 1e3 * statistics.stdev(seconds) if len(seconds) > 1 else 0.0,
-        "median_ms": 1e3 * statistics.median(seconds),
-        "min_ms": 1e3 * min(seconds),
-        "max_ms": 1e3 * max(seconds),
-        "cpu_ms": 1e3 * statistics.fmean(sample.cpu_s for sample in samples),
-        "peak_mb": (weight_bytes(model) + max(sample.peak_bytes for sample in samples)) / 1e6,
+        "mean_ms": times.mean(),
+        "std_ms": times.std(ddof=1) if len(times) > 1 else 0.0,
+        "median_ms": np.median(times),
+        "min_ms": times.min(),
+        "max_ms": times.max(),
+        "cpu_ms": 1e3 * np.mean([sample.cpu_s for sample in samples]),
+        "peak_mb": (weights + max(sample.peak_bytes for sample in samples)) / 1e6,
     }
     return rounded(numbers | more)
+
+
+def rounded(numbers: Mapping[str, Any]) -> dict[str, float]:
+    return {name: round(float(number), 3) for name, number in numbers.items()}
 
 
 def rounds(ours: list[Sample], theirs: list[Sample]) -> str:
@@ -141,9 +127,6 @@ def rounds(ours: list[Sample], theirs: list[Sample]) -> str:
 def verdict(ratio: float) -> str:
     """The ratio in words: "1.14x faster" or "0.90x slower"."""
     return f"{ratio:.2f}x {'faster' if round(ratio, 2) >= 1 else 'slower'}"
-
-
-# ---- the machine
 
 
 def environment(*packages: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import numpy as np
 import gwen
 import judge
 from bench import harness
-from bench.rollout import Rival, Work
+from bench.rollout import Engine, Rival, Work
 from judging import rubrics
 
 PREAMBLE_WORDS, CRITERION_WORDS, NUM_CRITERIA = 100, 16, 3
@@ -37,24 +37,21 @@ class Judged(NamedTuple):
 
 def make_work(args: argparse.Namespace, tokenizer: Any) -> tuple[rubrics.Rubric, list[tuple[str, str]], Work]:
     """A rubric, N questions and answers, and the same as prompts of J replies each."""
-    rng = np.random.default_rng(args.seed)
-    vocabulary = "one two three four five six seven eight nine plus is the answer number right sum and".split()
-
-    def text(num_words: int) -> str:
-        return " ".join(rng.choice(vocabulary, num_words).tolist())
-
-    criteria = [rubrics.Criterion(f"{j}", 1.0, text(CRITERION_WORDS)) for j in range(NUM_CRITERIA)]
-    rubric = rubrics.Rubric(text(PREAMBLE_WORDS), criteria)
+    lengths = [PREAMBLE_WORDS] + [CRITERION_WORDS] * NUM_CRITERIA + [args.prompt_tokens] * args.batch
+    preamble, *texts = harness.random_texts(
+        tokenizer, lengths + [args.max_tokens] * (args.batch * args.groups), args.seed
+    )
+    criteria = [rubrics.Criterion(f"{j}", 1.0, text) for j, text in enumerate(texts[:NUM_CRITERIA])]
+    questions, answers = np.split(texts[NUM_CRITERIA:], [args.batch])
+    pairs = list(zip(questions.repeat(args.groups).tolist(), answers.tolist(), strict=True))
+    rubric = rubrics.Rubric(preamble, criteria)
     builder = rubrics.PromptBuilder(tokenizer, rubric)
-    questions = [text(args.prompt_tokens) for _ in range(args.batch)]
-    pairs = [(question, text(args.max_tokens)) for question in questions for _ in range(args.groups)]
     prompts: list[tuple[list[int], ...]] = [
         (builder.head, builder.question(prompt), builder.answer(completion), tail[builder.num_common :])
         for prompt, completion in pairs
         for tail in builder.tails
     ]
-    limits = [rubrics.REPLY_TOKENS] * len(prompts)
-    return rubric, pairs, Work(prompts, 1, limits, (), 0.0, args.judge_chunk_size, 0, with_logprobs=False)
+    return rubric, pairs, Work(prompts, 1, [], (), 0.0, args.judge_chunk_size, 0, with_logprobs=False)
 
 
 def legible(tokenizer: Any) -> Any:
@@ -72,33 +69,27 @@ def benchmark(args: argparse.Namespace, model: gwen.Model, tokenizer: Any, rival
     """
     tokenizer, eos_ids = legible(tokenizer), model.config.eos_ids
     rubric, pairs, work = make_work(args, tokenizer)
-    # the most tokens of a reply
-    limits = {"ours": 1, "ours_decode": rubrics.REPLY_TOKENS} | dict.fromkeys(rival.engines, rubrics.REPLY_TOKENS)
-    limits |= {f"{name}_one_token": 1 for name in rival.engines}
 
-    def run(_: Any, name: str) -> Judged:
-        begin = time.perf_counter()
-        if not name.startswith("ours"):
-            engine = rival.engines[name.removesuffix("_one_token")]
-            replies = engine(work._replace(limits=[limits[name]] * len(work.prompts), eos_ids=eos_ids)).completions
-            texts = [tokenizer.decode(ids[:-1] if ids[-1] in eos_ids else ids) for ids in replies]
-            return Judged(list(map(rubrics.from_reply, texts)), time.perf_counter() - begin)
-        mode = "logits" if name == "ours" else "decode"
+    def ours(mode: str) -> Judged:
         grader = judge.Judge(model, tokenizer, rubric, args.judge_chunk_size, mode)  # a fresh one, which knows no score
         begin = time.perf_counter()
         evaluations = dict(grader.evaluations(grader.questions(pairs)))
         seconds = time.perf_counter() - begin
         return Judged([evaluations[place] for place in range(len(evaluations))], seconds, grader.tree.num_tokens)
 
-    engines = {name: functools.partial(run, name=name) for name in limits}
-    samples = harness.in_turn(engines, None, args.warmup, args.judge_runs)
-    entries = {}
-    for name, its in samples.items():
-        unread = np.isnan([one.score for one in its[0].run.evaluations]).mean()
-        seconds = np.mean([sample.run.seconds for sample in its])
-        rates = {"crit_eval_s": len(work.prompts) / seconds, "pairs_s": len(pairs) / seconds}
-        entries[name] = harness.summary(its, model, unread=unread, **rates)
-    computed = samples["ours"][0].run.num_tokens
+    def theirs(engine: Engine, limit: int) -> Judged:
+        begin = time.perf_counter()
+        replies = engine(work._replace(limits=[limit] * len(work.prompts), eos_ids=eos_ids)).completions
+        texts = [tokenizer.decode(ids[:-1] if ids[-1] in eos_ids else ids) for ids in replies]
+        return Judged(list(map(rubrics.from_reply, texts)), time.perf_counter() - begin)
+
+    mine = {"ours": functools.partial(ours, "logits"), "ours_decode": functools.partial(ours, "decode")}
+    replying, brief = (
+        {name + suffix: functools.partial(theirs, engine, limit) for name, engine in rival.engines.items()}
+        for suffix, limit in (("", rubrics.REPLY_TOKENS), ("_one_token", 1))
+    )
+    samples = harness.in_turn(mine | replying | brief, args.warmup, args.judge_runs)
+    entries, computed = {}, samples["ours"][0].run.num_tokens
     print(
         f"Judge benchmark: pairs/run={len(pairs)} criteria={NUM_CRITERIA} warmup={args.warmup} runs={args.judge_runs}"
     )
@@ -106,22 +97,25 @@ def benchmark(args: argparse.Namespace, model: gwen.Model, tokenizer: Any, rival
         f"Judge prompts: {sum(map(len, work.rows))} tokens, of which ours computes {computed}; "
         f"{rubrics.REPLY_TOKENS} tokens a reply; chunks of {args.judge_chunk_size}"
     )
-    for name, entry in entries.items():
+    for name, its in samples.items():
+        unread = np.isnan([one.score for one in its[0].run.evaluations]).mean()
+        seconds = np.mean([sample.run.seconds for sample in its])
+        rates = {"crit_eval_s": len(work.prompts) / seconds, "pairs_s": len(pairs) / seconds}
+        entry = entries[name] = harness.summary(its, model, unread=unread, **rates)
         print(
             f"judge_{name.removesuffix('_mlx'):<11} | crit_eval/s {entry['crit_eval_s']:7.2f} | "
             f"pairs/s {entry['pairs_s']:6.2f} | peak {entry['peak_mb']:.0f} MB"
         )
     results: dict[str, Any] = {"engines": entries, "ratios": {}, "agreement": {}, "best": {}, "computed": computed}
-    ways = [name for name in limits if not name.startswith("ours")]
-    for name in ("ours", "ours_decode"):
-        best = min((way for way in ways if limits[way] >= limits[name]), key=lambda way: entries[way]["mean_ms"])
+    for name, ways in (("ours", replying | brief), ("ours_decode", replying)):
+        best = min(ways, key=lambda way: entries[way]["mean_ms"])
         results["ratios"][name], results["best"][name] = entries[best]["mean_ms"] / entries[name]["mean_ms"], best
         print(
             f"Judge result vs {rival.name}: {name} is {results['ratios'][name]:.2f}x as fast as {best} on this judging "
             f"workload ({harness.rounds(samples[name], samples[best])})."
         )
-    for way in ways:
-        own = "ours" if limits[way] == 1 else "ours_decode"
+    for way in replying | brief:
+        own = "ours" if way in brief else "ours_decode"
         share = agreement(samples[own][0].run.evaluations, samples[way][0].run.evaluations)
         results["agreement"][way] = share
         scores, replies = share["scores"], share["replies"]

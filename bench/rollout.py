@@ -17,8 +17,6 @@ import argparse
 import functools
 import itertools
 import json
-import math
-import statistics
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -28,13 +26,15 @@ import mlx.core as mx
 import numpy as np
 
 import gwen
+import preflight
 import sampler
 from bench import harness
 from bench.harness import Sample
+from config import Config, Sizes
 from disk import hub
 from flags import Parser, fail
 from machine import chips, gpu
-from step.rows import USUAL_ROWS, column_bytes, state_bytes
+from step.rows import USUAL_ROWS
 
 AGREEING_TOKENS = 16  # of greedy completions; engines that compute the same have parted long before by a mistake
 
@@ -84,10 +84,9 @@ Engine = Callable[[Work], Timing]
 class Rival(NamedTuple):
     """Another engine, run in every way that it can be."""
 
-    name: str
+    name: str  # of its module
     result: str  # the line of the result, with {} for the verdict
     engines: dict[str, Engine]
-    packages: list[str]  # whose versions are recorded beside those of every run
 
 
 def run_ours(work: Work, *, model: gwen.Model) -> Timing:
@@ -105,41 +104,33 @@ def run_ours(work: Work, *, model: gwen.Model) -> Timing:
 
 def check_agreement(model: gwen.Model, engines: dict[str, Engine], work: Work) -> None:
     """
-    Raises ValueError unless every engine's greedy completions, of two rows of two prompts, are those of "ours".
+    Raises ValueError unless each engine's greedy completions, of two rows of two prompts, are what the model says.
 
-    Where two tokens' logits are closer than the rounding of the model's dtype the comparison ends: either is right.
+    That is, in one pass over all, every token is the likeliest one, as far as the rounding of the model's dtype tells.
     """
     prompts, group_size = work.prompts[:2], min(work.group_size, 2)
     limits = [AGREEING_TOKENS] * (len(prompts) * group_size)
     probe = work._replace(prompts=prompts, group_size=group_size, limits=limits, temperature=0.0)
-    greedy = {name: engine(probe).completions for name, engine in engines.items()}
-    for name, completions in greedy.items():
-        for prompt, ours, theirs in zip(probe.rows, greedy["ours"], completions, strict=True):
-            pairs = itertools.zip_longest(ours, theirs)
-            place = next((place for place, (own, other) in enumerate(pairs) if own != other), None)
-            if place is not None and not is_tie(model, prompt + ours[:place], ours[place:], theirs[place:]):
+    for name, engine in engines.items():
+        for prompt, ids in zip(probe.rows, engine(probe).completions, strict=True):
+            logits = model(mx.array([prompt + ids]))[0, len(prompt) - 1 : -1]  # (T, V)
+            chosen = mx.take_along_axis(logits, mx.array(ids)[:, None], axis=-1)[:, 0]
+            rounding = 8 * mx.finfo(logits.dtype).eps * mx.abs(logits).max(-1)
+            agrees = np.array(logits.max(-1) - chosen <= rounding).tolist()
+            agrees += [False] * (len(ids) < AGREEING_TOKENS and ids[-1] not in work.eos_ids)  # it ended too soon
+            if not all(agrees):
                 raise ValueError(
-                    f"ours and {name} part at token {place} of a greedy completion; "
+                    f"{name} and our model part at token {agrees.index(False)} of a greedy completion; "
                     "they do not compute the same, so there is nothing to compare"
                 )
 
 
-def is_tie(model: gwen.Model, tokens: list[int], ours: list[int], theirs: list[int]) -> bool:
-    """Whether both go on, with ids of equal logits after `tokens`, as far as rounding lets one tell."""
-    if not ours or not theirs:
-        return False
-    logits = model(mx.array([tokens]))[0, -1]
-    rounding = 8 * mx.finfo(logits.dtype).eps * mx.abs(logits).max()
-    return bool((mx.abs(logits[ours[0]] - logits[theirs[0]]) <= rounding).item())
-
-
 def measure(engines: dict[str, Engine], work: Work, warmup: int, runs: int) -> dict[str, list[Sample]]:
     """Timed rollouts of each engine; where end tokens end no row, all have the lengths asked for."""
-    samples = harness.in_turn(engines, work, warmup, runs)
-    for name in engines if not work.eos_ids else []:
-        for sample in samples[name]:
-            lengths = [len(completion) for completion in sample.run.completions]
-            assert lengths == work.limits, f"{name} made {lengths} tokens, not {work.limits}"
+    samples = harness.in_turn({name: functools.partial(run, work) for name, run in engines.items()}, warmup, runs)
+    for name, its in samples.items() if not work.eos_ids else []:
+        lengths = [[len(completion) for completion in sample.run.completions] for sample in its]
+        assert lengths == [work.limits] * runs, f"{name} made {lengths} tokens, not {work.limits}"
     return samples
 
 
@@ -148,43 +139,26 @@ def summary(samples: list[Sample], model: gwen.Model) -> dict[str, float]:
     return {"tokens": tokens} | harness.summary(
         samples,
         model,
-        prefill_ms=1e3 * statistics.fmean(sample.run.prefill_s for sample in samples),
-        decode_ms=1e3 * statistics.fmean(sample.run.decode_s for sample in samples),
+        prefill_ms=1e3 * np.mean([sample.run.prefill_s for sample in samples]),
+        decode_ms=1e3 * np.mean([sample.run.decode_s for sample in samples]),
         tok_s=tokens / sum(sample.run.seconds for sample in samples),
     )
 
 
-# ---- the roofline
-
-
-def least_work(model: gwen.Model, work: Work, lengths: list[int]) -> tuple[int, float]:
-    """
-    Steps of decoding rows of these lengths (N,), and the bytes that each must read; first tokens are the prefill's.
-
-    A step reads all weights once, the head among them, the prompts' cache once a group and each row's own.
-    Activations, logits and what is written count for nothing.
-    """
-    config, dtype, forwards = model.config, model.head_weight.dtype, np.array(lengths) - 1
-    steps = max(int(forwards.max()), math.ceil(forwards.sum() / work.batch_size), 1)
-    columns = len(work.rows[0]) * forwards.reshape(len(work.prompts), -1).max(-1).sum()
-    columns += (forwards * (forwards + 1) / 2).sum()
-    cached = columns * column_bytes(config, dtype) + 2 * forwards.sum() * state_bytes(config, dtype)
-    looked_up = 0 if config.tie_word_embeddings else model.embed_tokens.weight.nbytes
-    return steps, harness.weight_bytes(model) - looked_up + cached / steps
-
-
-def print_roofline(model: gwen.Model, work: Work, samples: list[Sample]) -> float:
-    """Says what bounds a decode step of ours from below, and returns the fraction that memory alone would need."""
-    steps, num_bytes = least_work(model, work, [len(row) for row in samples[-1].run.completions])
-    step_ms = 1e3 * statistics.fmean(sample.run.decode_s for sample in samples) / steps
+def roofline(args: argparse.Namespace, model: gwen.Model, entry: dict[str, float]) -> float:
+    """Says, and returns, what the bytes that decoding reads take at least, as a share of the time of ours."""
+    length = round(entry["tokens"] / (args.runs * args.batch * args.groups))
+    config = Config.of(batch=args.batch, groups=args.groups, max_tokens=length)
+    demand = preflight.Demand(model.config, model.head_weight.dtype, config, [args.prompt_tokens] * args.batch)
+    num_bytes = preflight.costs(demand, Sizes(args.rollout_batch_size, preflight.BUDGET, 0))["decode"].bytes
     source = mx.zeros((2**26,), mx.float32)  # 268 MB, far more than any cache holds, read and written
     bandwidth = 2 * source.nbytes / chips.least_seconds(lambda: source + 1)
-    memory_ms = num_bytes / bandwidth * 1e3
+    share = 1e3 * num_bytes / bandwidth / entry["decode_ms"]
     print(
-        f"Roofline: {num_bytes / 1e6:.1f} MB a decode step at {bandwidth / 1e9:.1f} GB/s take "
-        f"{memory_ms:.2f} ms, {memory_ms / step_ms:.3f} of the {step_ms:.2f} ms of ours"
+        f"Roofline: {num_bytes / 1e9:.3f} GB that decoding reads, at {bandwidth / 1e9:.1f} GB/s, take {share:.3f} of "
+        f"the {entry['decode_ms']:.1f} ms of ours"
     )
-    return memory_ms / step_ms
+    return round(share, 4)
 
 
 # ---- settings and the report
@@ -236,8 +210,7 @@ def compare(args: argparse.Namespace, directory: Path, make_rival: Callable[[Any
     model = gwen.load_model(directory)
     rival = make_rival(harness.load_peer(directory, model.head_weight.dtype), directory)
     work = make_work(args, model.config)
-    ours = functools.partial(run_ours, model=model)
-    engines: dict[str, Engine] = {"ours": ours, **rival.engines}
+    engines: dict[str, Engine] = {"ours": functools.partial(run_ours, model=model), **rival.engines}
     check_agreement(model, engines, work)
     config = vars(args) | {"pairs": args.batch * args.groups}
     dtype = str(model.head_weight.dtype).removeprefix("mlx.core.")
@@ -258,16 +231,15 @@ def compare(args: argparse.Namespace, directory: Path, make_rival: Callable[[Any
     useful = [name for name in rival.engines if samples[name][0].run.logprobs] or rival.engines
     best = min(useful, key=lambda name: entries[name]["mean_ms"])
     print(f"Rounds: than ours {best} took {harness.rounds(samples['ours'], samples[best])}")
-    roofline_frac = print_roofline(model, work, samples["ours"])
+    share = roofline(args, model, entries["ours"])
     ratio = entries[best]["mean_ms"] / entries["ours"]["mean_ms"]
     print(rival.result.format(harness.verdict(ratio)))
-    record = {"config": config, "engines": entries, "ratio": round(ratio, 4), "best": best}
-    record["roofline_frac"] = round(roofline_frac, 4)
+    record = {"config": config, "engines": entries, "ratio": round(ratio, 4), "best": best, "roofline_frac": share}
     if args.benchmark_judge:
         from bench import judging
 
         record["judge"] = judging.benchmark(args, model, hub.load_tokenizer(directory), rival)
-    print(json.dumps(record | harness.environment(*rival.packages)))
+    print(json.dumps(record | harness.environment(rival.name.replace("_", "-"))))
 
 
 def main(argv: list[str] | None, program: str, description: str, make_rival: Callable[[Any, Path], Rival]) -> None:

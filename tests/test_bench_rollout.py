@@ -111,18 +111,6 @@ def test_engines_take_turns_and_a_peak_is_an_engine_s_own_with_the_weights_once(
     assert list(map(harness.verdict, (1.141, 0.999, 0.904))) == ["1.14x faster", "1.00x faster", "0.90x slower"]
 
 
-def test_the_least_work_of_decoding_is_what_one_counts_by_hand(model):
-    config = model.config
-    steps, num_bytes = rollout.least_work(model, WORK, [3, 1, 2, 2, 1, 1])
-    weights = sum(array.size for _, array in tree_flatten(model.parameters()))
-    token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
-    # forward passes of the rows: 2 0 1 1 0 0, in two steps; prompts of 3 tokens, read twice, once and never
-    own = (1 + 2) + 1 + 1
-    assert steps == 2
-    assert num_bytes == pytest.approx(4 * weights + (3 * (2 + 1) + own) * token_bytes / 2)
-    assert rollout.least_work(model, WORK._replace(batch_size=1), [3, 1, 2, 2, 1, 1])[0] == 4
-
-
 # ---- the work
 
 
@@ -180,24 +168,20 @@ def test_prompts_are_seeded_distinct_and_free_of_end_tokens(model):
     assert rollout.make_work(settings("--ignore-eos"), model.config).eos_ids == ()
 
 
-def test_engines_that_agree_pass_and_one_that_stops_early_does_not(model, engines):
-    rollout.check_agreement(model, engines, WORK)
-    short = engines | {"short": lambda work: made([row[:7] for row in engines["ours"](work).completions])}
-    with pytest.raises(ValueError, match="short part at token 7"):
-        rollout.check_agreement(model, short, WORK)
-
-
-def test_another_token_of_the_same_logit_is_a_tie_and_ends_the_comparison(checkpoints):
+def test_engines_agree_whose_greedy_tokens_are_the_likeliest_and_none_that_stops_early(checkpoints, engines):
+    rollout.check_agreement(engines["ours"].keywords["model"], engines, WORK)
     model = gwen.load_model(checkpoints["qwen3"])
-    engines = {"ours": functools.partial(rollout.run_ours, model=model)}
-    token = engines["ours"](WORK._replace(temperature=0.0)).completions[0][0]
+    (ids,) = rollout.run_ours(
+        WORK._replace(prompts=PROMPTS[:1], group_size=1, limits=[16], temperature=0.0), model=model
+    ).completions
     twin = model.config.vocab_size - 1  # of two equal logits the first is taken, so ours stays
-    assert token < twin
-    model.embed_tokens.weight[twin] = model.embed_tokens.weight[token]
+    assert twin not in ids
+    model.embed_tokens.weight[twin] = model.embed_tokens.weight[ids[0]]
     work = WORK._replace(prompts=PROMPTS[:1], group_size=1)
-    rollout.check_agreement(model, engines | {"other": lambda work: made([[twin] * 16])}, work)
-    with pytest.raises(ValueError, match="part at token 0"):
-        rollout.check_agreement(model, engines | {"other": lambda work: made([[(token + 1) % 50] * 16])}, work)
+    rollout.check_agreement(model, {"other": lambda work: made([[twin, *ids[1:]]])}, work)
+    for wrong, place in ((ids[:7], 7), ([*ids[:4], ids[4] - 1, *ids[5:]], 4)):
+        with pytest.raises(ValueError, match=f"other and our model part at token {place} of a greedy completion"):
+            rollout.check_agreement(model, {"other": lambda work, wrong=wrong: made([wrong])}, work)
 
 
 # ---- vllm-mlx

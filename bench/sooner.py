@@ -8,48 +8,29 @@ and evaluations. Medians over seeds; the others' seconds and completions are als
 
 import argparse
 import math
-import statistics
 from pathlib import Path
-from typing import NamedTuple
 
 import cpu_blas  # noqa: F401  (before mlx)
+import pandas as pd
 
 from flags import fail
 from reporting import history, seeds
 from reporting.history import History
 
-
-class Cost(NamedTuple):
-    """What a run took until it reached the line; inf where it did not."""
-
-    steps: float
-    seconds: float
-    completions: float
-    tokens: float
+COSTS = ["steps", "seconds", "completions", "tokens"]
 
 
-def cost_of(run: History, line: float) -> Cost:
+def costs_of(run: History, line: float) -> list[float]:
+    """What a run took until it reached the line, COSTS; inf where it did not."""
     figure, evals = history.figure_of(run)
     above = [one[f"eval/{figure}"] >= line for one in evals]
     reached = next((one["step"] for one, *both in zip(evals, above, above[1:], strict=False) if all(both)), -1)
-    steps = [one for one in run.steps if one["step"] <= reached]
     if reached < 0:
-        return Cost(*[math.inf] * 4)
-    each = run.settings["batch"] * run.settings["groups"]
-    completions = [one["sampling/draws"] * each for one in steps]
+        return [math.inf] * len(COSTS)
+    steps = [one for one in run.steps if one["step"] <= reached]
+    completions = [one["sampling/draws"] * run.settings["batch"] * run.settings["groups"] for one in steps]
     tokens = sum(num * one["completion/mean_tokens"] for num, one in zip(completions, steps, strict=True))
-    return Cost(len(steps), sum(one["step/s"] for one in steps), sum(completions), tokens)
-
-
-def row(name: str, costs: dict[int, Cost], first: dict[int, Cost]) -> str:
-    """A line of the table: medians, and ratios of the seeds that the first setting has too."""
-    medians = [statistics.median(values) for values in zip(*costs.values(), strict=True)]
-    shared = sorted(costs.keys() & first.keys())
-    ratios = [
-        ", ".join(f"{getattr(costs[seed], kind) / getattr(first[seed], kind):.2f}" for seed in shared)
-        for kind in ("seconds", "completions")
-    ]
-    return f"| {name} | {' | '.join([*(f'{value:,.0f}' for value in medians), *ratios])} |"
+    return [len(steps), sum(one["step/s"] for one in steps), sum(completions), tokens]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -61,11 +42,16 @@ def main(argv: list[str] | None = None) -> None:
         settings = seeds.load(args.runs)
     except (ValueError, OSError) as error:
         fail(error)
-    found = [{run.settings["seed"]: cost_of(run, args.line) for run in one.runs} for one in settings]
-    heads = [f"until {args.line:g}", *Cost._fields, "seconds, of the first", "completions, of the first"]
+    heads = [f"until {args.line:g}", *COSTS, "seconds, of the first", "completions, of the first"]
     print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
-    for one, costs in zip(settings, found, strict=True):
-        print(row(one.name, costs, found[0]))
+    tables = [
+        pd.DataFrame({run.settings["seed"]: costs_of(run, args.line) for run in one.runs}, COSTS) for one in settings
+    ]
+    for one, costs in zip(settings, tables, strict=True):
+        ratios = (costs / tables[0]).dropna(axis=1)  # of the seeds that both have
+        cells = [f"{value:,.0f}" for value in costs.median(axis=1)]
+        cells += [", ".join(f"{ratio:.2f}" for ratio in ratios.loc[cost]) for cost in ("seconds", "completions")]
+        print(f"| {one.name} | {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":

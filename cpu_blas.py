@@ -2,9 +2,9 @@
 A fast BLAS and a fast heap for MLX on Linux CPUs: `import cpu_blas` before the first `import mlx`, and nothing else.
 
 MLX's Linux wheel is linked against reference BLAS (about 3 GFLOP/s in float32). The dynamic loader binds a symbol
-to the first library that offers it, so an OpenBLAS loaded globally before MLX serves MLX's matmuls: the system's, else
-that of the package `scipy-openblas32`, whose names have a prefix; a library of two jumps, compiled once into the user's
-cache directory, stands before it. Without either MLX runs on its own, and one line on stderr says why.
+to the first library that offers it, so an OpenBLAS loaded globally before MLX serves MLX's matmuls: that of the package
+`scipy-openblas32`, whose names have a prefix; a library of two jumps, compiled once into the user's cache directory,
+stands before it. Without it MLX runs on its own, and one line on stderr says why.
 
 MLX calls malloc and free for every array. glibc gives arrays of megabytes back to the kernel at once and faults them in
 again, which costs more than the arithmetic (swiglu and its gradient on 72 x 110 rows of 768: 90 ms against 30); here
@@ -50,31 +50,30 @@ JUMP(cblas_dgemm, double)
 def cache_directory() -> Path:
     """
     Where the user's machine keeps what Gwen can make again: a directory in which only this user may write, since
-    programs are loaded from it. Where there is none, one for this process.
+    programs are loaded from it. Where there is none, one for this process, and a line on stderr.
     """
-    home = os.path.expanduser("~")
-    usual = Path(home, "Library/Caches" if sys.platform == "darwin" else ".cache")
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or (usual if home != "~" else tempfile.gettempdir())) / "gwen"
     try:
+        usual = "Library/Caches" if sys.platform == "darwin" else ".cache"
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / usual, "gwen")
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
         about = cache.lstat()
         if stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & 0o022:
             return cache
-        why = "is not yours alone (chown, chmod 700)"
-    except OSError as error:
-        why = f"cannot be used ({error.strerror})"
-    return _own_directory(f"{cache} {why}")
+        why = f"{cache} is not yours alone (chown, chmod 700)"
+    except (OSError, RuntimeError) as error:  # the second of a user without a home
+        why = str(error)
+    return _own_directory(why)
 
 
 @functools.cache
 def _own_directory(why: str) -> Path:
+    print(f"gwen: {why}; nothing is kept for later runs", file=sys.stderr)
     directory = tempfile.mkdtemp(prefix="gwen-")
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    print(f"gwen: {why}; nothing is kept for later runs", file=sys.stderr)
     return Path(directory)
 
 
-def _packaged_library() -> str:
+def _jumps() -> str:
     """The path of the jumps into scipy-openblas32's library, which is loaded. OSError says what is missing."""
     try:
         import scipy_openblas32
@@ -83,14 +82,13 @@ def _packaged_library() -> str:
     library = f"{scipy_openblas32.get_lib_dir()}/libscipy_openblas.so"
     ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)  # it has none of MLX's names
     key = hashlib.sha256(f"{JUMPS}{platform.machine()}".encode()).hexdigest()[:16]
-    cache = cache_directory()
-    jumps = cache / f"blas-{key}.so"
+    jumps = cache_directory() / f"blas-{key}.so"
     if jumps.exists():
         return str(jumps)
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         raise OSError("no C compiler (cc, gcc or clang) is on the PATH")
-    with tempfile.TemporaryDirectory(dir=cache) as scratch:
+    with tempfile.TemporaryDirectory(dir=jumps.parent) as scratch:
         built = Path(scratch) / "jumps.so"
         command = [compiler, "-O2", "-shared", "-fPIC", "-x", "c", "-", "-o", str(built)]
         done = subprocess.run(command, input=JUMPS, capture_output=True, text=True)
@@ -111,28 +109,23 @@ def _keep_freed_memory() -> None:
 
 
 def _load() -> str:
-    """Loads the first library there is and returns its description; prints one line when there is none."""
+    """Loads the library and returns its description; prints one line where that fails."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if sys.platform != "linux":
         return "the platform's"
-    if "mlx.core" in sys.modules:  # which has bound its BLAS already
-        print("gwen: MLX runs on its slow built-in BLAS (it was imported before gwen)", file=sys.stderr)
+    try:
+        if "mlx.core" in sys.modules:  # which has bound its BLAS already
+            raise OSError("it was imported before gwen")
+        _keep_freed_memory()
+        # OpenBLAS's threads spin while they wait. Beside any other busy process that made one decode step of the
+        # demo model 80 times slower (284 ms against 3.4, two cores), where two free cores gain a quarter: so one.
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+        ctypes.CDLL(_jumps(), mode=ctypes.RTLD_GLOBAL)
+        return "OpenBLAS of scipy-openblas32"
+    except OSError as error:
+        print(f"gwen: MLX runs on its slow built-in BLAS ({error})", file=sys.stderr)
         return "MLX's built-in reference BLAS (slow)"
-    _keep_freed_memory()
-    # OpenBLAS's threads spin while they wait. Beside any other busy process that made one decode step of the demo
-    # model 80 times slower (284 ms against 3.4, two cores), where two free cores gain a quarter: so one, unless asked.
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    reasons = []
-    libraries = {"system OpenBLAS": lambda: "libopenblas.so.0", "OpenBLAS of scipy-openblas32": _packaged_library}
-    for name, find in libraries.items():
-        try:
-            _ = ctypes.CDLL(find(), mode=ctypes.RTLD_GLOBAL).cblas_sgemm
-            return name
-        except (OSError, AttributeError) as error:
-            reasons.append(f"{name}: {error}")
-    print(f"gwen: MLX runs on its slow built-in BLAS ({'; '.join(reasons)})", file=sys.stderr)
-    return "MLX's built-in reference BLAS (slow)"
 
 
 def _say_ctrl_c_in_one_line() -> None:

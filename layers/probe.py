@@ -1,9 +1,9 @@
 """
-MLX's own products, masked attention and rotation at a model's sizes, against float64.
+MLX's own products and masked attention at a model's sizes, against float64.
 
-On Macs each was silently wrong in some release or build of 2026: products of more than 8 rows (mlx #3585, #3586), of
-2048^2 results and long sums (#3797), float32 rounded to 11 bits (#4411), rotation of a batch (#3494). Left out: kernels
-of ours, which machine/kernels.py compares.
+On Macs both were silently wrong in some release or build of 2026: products of more than 8 rows (mlx #3585, #3586), of
+2048^2 results and long sums (#3797), float32 rounded to 11 bits (#4411). Left out: kernels of ours and the rotation
+beside them, which machine/kernels.py compares.
 
 Axes: M rows, C inputs and F outputs of a weight; N rows, H query heads, K kv heads, L queries, S keys, D head dim.
 """
@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from layers import attention, ops
+from layers import attention
 from machine import kernels
 
 ROWS = (1, 64, 2048)  # of a product: one token, a decode step, a pass of an update
@@ -61,21 +61,10 @@ def attention_error(num_heads: int, num_kv_heads: int, size: int, dtype: mx.Dtyp
     return worst
 
 
-def rope_error(dtype: mx.Dtype) -> float:
-    """The largest error of the rotation of one token a row at three positions."""
-    rope, offsets = ops.Rope(128, 1e6), [0, 40, 700]
-    x = kernels.normal(3, 1, 3, rope.size, dtype=dtype)
-    queries, _, _ = ops.norm_rope_ref(x, ops.Heads(1, None, 0.0, rope.at(mx.array(offsets), 1)))
-    low, high = np.split(wide(x)[:, 0, :1], 2, axis=-1)
-    angles = np.array(offsets)[:, None, None] * rope.frequencies
-    parts = [low * np.cos(angles) - high * np.sin(angles), high * np.cos(angles) + low * np.sin(angles)]
-    return float(np.abs(wide(queries)[:, :, 0] - np.concatenate(parts, axis=-1)).max())
-
-
 def look(weights: list[mx.array], heads: tuple[int, int, int]) -> tuple[str, bool]:
     """
     A line on MLX's own arithmetic, and whether it is right: products by each shape of weights, masked attention by
-    (H, K, D), rotation. A figure is the largest error as a share of what its type allows; at most 1 is right.
+    (H, K, D). A figure is the largest error as a share of what its type allows; at most 1 is right.
     """
     dtype, shares = weights[0].dtype, {"products": 0.0, "float32 products": 0.0}
     narrow = min(weights, key=lambda weight: weight.size).astype(mx.float32)
@@ -84,7 +73,6 @@ def look(weights: list[mx.array], heads: tuple[int, int, int]) -> tuple[str, boo
         for rows in (rows for rows in ROWS if rows * max(weight.shape) <= 2**27):  # of logits no more memory
             shares[kind] = max(shares[kind], product_error(weight, rows) / kernels.TOLERANCES[weight.dtype])
     shares["masked attention"] = attention_error(*heads, dtype) / kernels.TOLERANCES[dtype]
-    shares["rotation"] = rope_error(dtype) / (10 * kernels.TOLERANCES[dtype])
     well = max(shares.values()) <= 1
     figures = ", ".join(f"{name} {share:.2g}" for name, share in shares.items() if share)
     return f"{'right' if well else 'WRONG'}, of what {dtype} allows off by: {figures}", well

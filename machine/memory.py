@@ -6,7 +6,6 @@ with or without a GPU.
 import math
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import mlx.core as mx
@@ -56,20 +55,8 @@ def end_phase() -> None:
 
 
 def memory_at_hand() -> int:
-    """Bytes that this process may still allocate: what it may hold less what MLX holds, on a CPU no more than free."""
-    rest = memory_size() - mx.get_active_memory()
-    if mx.default_device().type == mx.cpu and (free := _available()) is not None:
-        rest = min(rest, free)
-    return max(rest, 0)
-
-
-def _available() -> int | None:
-    """Bytes that the Linux kernel could give without swapping; None elsewhere."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+    """Bytes that this process may still allocate: what it may hold less what MLX holds."""
+    return memory_size() - mx.get_active_memory()
 
 
 def is_out_of_memory(error: BaseException) -> bool:

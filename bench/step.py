@@ -38,7 +38,6 @@ import mlx.optimizers as optim
 import pandas as pd
 
 import gwen
-import train
 from bench import harness
 from disk import hub
 from flags import Parser, fail, flag_of
@@ -78,6 +77,7 @@ class Steps(list[dict[str, float]]):
 
 
 def run_ours(args: argparse.Namespace, directory: Path, steps: Steps, scratch: str) -> None:
+    train: Any = importlib.import_module("train")  # an engine as the others: their processes load none of it
     names = ("batch", "groups", "max_tokens", "lora_rank", "seed")
     how: Any = {name: getattr(args, name) for name in names} | {"learning_rate": RATE, "eval_every": 0}
     how |= {"data": [{"prompt": text} for text in steps.texts], "eval_data": [{"prompt": "none of them"}]}

@@ -42,15 +42,6 @@ def python(code: str) -> str:
 python.gate = threading.BoundedSemaphore(os.cpu_count() or 1)  # type: ignore[attr-defined]  # calls at once
 
 
-class _Printed(io.StringIO):
-    """What code prints, in place of `sys.stdout`."""
-
-    def write(self, text: str) -> int:
-        if self.tell() + len(text) > LONGEST:
-            raise ValueError(f"the code printed more than {LONGEST} characters")
-        return super().write(text)
-
-
 def make_runner() -> Callable[[str], str]:
     """What answers inside the process, which the kernel ends a second after `SECONDS`, whatever the code catches."""
     for name in MODULES:
@@ -59,10 +50,12 @@ def make_runner() -> Callable[[str], str]:
     resource.setrlimit(resource.RLIMIT_CPU, (most, most + 1))  # the second for code that ignores the first's signal
 
     def run(code: str) -> str:
-        printed = sys.stdout = _Printed()
+        printed = sys.stdout = io.StringIO()
         with contextlib.suppress(SystemExit):
             exec(compile(code, "<code>", "exec"), {"__name__": "__main__"})
-        return printed.getvalue()
+        if len(text := printed.getvalue()) > LONGEST:
+            raise ValueError(f"the code printed more than {LONGEST} characters")
+        return text
 
     run.runs_code = True  # type: ignore[attr-defined]
     return run

@@ -50,12 +50,11 @@ def verified(task: Task, spec: str) -> Task:
 
 def refuse(task: Task, source: str | None) -> None:
     """ValueError for data that holds nothing to reward."""
-    examples, fix = task.train or task.held_out, "give --reward FILE.py:fn or --rubric FILE"
-    if prose := next(filter(None, map(answer_of, examples)), ""):
-        raise ValueError(f"--data {source}: answers like {short(prose)} cannot be compared with, being prose; {fix}")
-    columns = ", ".join(examples[0])
-    fix = f"name one, as --columns answer=COLUMN, or {fix}"
-    raise ValueError(f"--data {source} has no answer to compare with, only the columns {columns}; {fix}")
+    examples = task.train or task.held_out
+    prose = next(filter(None, map(answer_of, examples)), "")
+    has = f"prose, as {short(prose)}" if prose else f"the columns {', '.join(examples[0])}"
+    fix = "name one, as --columns answer=COLUMN, or give --reward FILE.py:fn or --rubric FILE"
+    raise ValueError(f"--data {source} has no answer to compare with, only {has}; {fix}")
 
 
 def told(task: Task) -> Task:

@@ -1,4 +1,8 @@
-"""What code that got into a sealed worker would do, by Python and below it. It imports next to nothing, as `deeds`."""
+"""
+What workers do in tests, and what code that got into a sealed one would do, by Python and below it.
+
+It imports next to nothing: every worker that starts pays for it.
+"""
 
 import contextlib
 import ctypes
@@ -7,6 +11,7 @@ import platform
 import signal
 import sys
 import time
+from pathlib import Path
 
 LIBC = ctypes.CDLL(None)  # opened before the seal, as its functions: looking them up is refused thereafter
 SYSCALL, ERRNO = LIBC.syscall, LIBC["__errno_location" if sys.platform == "linux" else "__error"]
@@ -94,11 +99,43 @@ def syscall(number):
     return ERRNO()[0] if SYSCALL(number, *[0] * 6) == -1 else 0
 
 
-DEEDS = {"double": lambda x: 2 * x, "sleep": time.sleep, "syscall": syscall}
+def stubborn(seconds):
+    """Catches the alarm, as a library with a bare `except` does."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        with contextlib.suppress(BaseException):
+            time.sleep(seconds)
+
+
+def meet(folder, num):
+    """Waits until this many have come."""
+    (Path(folder) / f"{os.getpid()}").touch()
+    while len(os.listdir(folder)) < num:
+        time.sleep(0.01)
+
+
+DEEDS = {
+    "double": lambda x: 2 * x,
+    "sleep": time.sleep,
+    "syscall": syscall,
+    "stubborn": stubborn,
+    "meet": meet,
+    "power": lambda x: len(str(9**9**x)),  # one multiplication of minutes, which no signal interrupts
+    "count": lambda x: sum(1 for _ in range(x)),
+    "leave": os._exit,
+    "fail": lambda x: [][x],
+    "lambda": lambda x: lambda: x,
+    "name": lambda x: os.getpid(),
+    "hash": lambda x: hash("words"),
+}
 
 
 def answerer(machine="", sources=None, path=""):
     """sources: expressions by name, where P is the path, compiled before the seal, which refuses `exec`."""
+    if machine == "refuse":
+        raise ValueError("--flag is wrong")
+    if machine == "crash":
+        os._exit(3)
     if machine:
         platform.machine = lambda: machine
     for name in ("sqlite3", "socket", "gc", "_posixsubprocess", "subprocess", "pickle", "functools"):

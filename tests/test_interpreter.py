@@ -2,6 +2,7 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from conftest import message_of
@@ -44,15 +45,8 @@ def test_no_call_finds_what_another_left():
 
 
 def test_calls_side_by_side_have_their_own_answers():
-    found = {}
-    calls = [
-        threading.Thread(target=lambda n=n: found.update({n: interpreter.python(f"print({n})")})) for n in range(6)
-    ]
-    for one in calls:
-        one.start()
-    for one in calls:
-        one.join()
-    assert found == {n: f"{n}\n" for n in range(6)}
+    with ThreadPoolExecutor(6) as threads:
+        assert list(threads.map(interpreter.python, [f"print({n})" for n in range(6)])) == [f"{n}\n" for n in range(6)]
 
 
 @pytest.mark.slow

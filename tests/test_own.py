@@ -136,7 +136,7 @@ def test_data_without_answers_needs_a_reward_and_its_evaluations_show_that_alone
     prose = write_log(
         tmp_path / "prose.jsonl", [row | {"answer": "It depends on this and on that, as always."} for row in SUMS]
     )
-    assert "answers like 'It depends on this and on that, as always.' cannot" in message_of(task_of, "--data", prose)
+    assert "only prose, as 'It depends on this and on that, as always.'" in message_of(task_of, "--data", prose)
     assert "30 not compared, being prose, as 'It d" in task_of("--data", prose, "--reward", "length:9").notes[1]
     judged = task_of("--data", path, "--rubric", ROOT / "data" / "demo_rubric.yaml")
     assert judged.reward_weights == {"rubric": 1.0} and not judged.rewards

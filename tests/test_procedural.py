@@ -115,25 +115,19 @@ def test_a_problem_depends_on_its_number_alone_and_not_on_the_process_or_the_ord
         ("game_of_life_halting", "True", ["True", "true"], ["False", "wrong", "True or False", "T"]),
         ("puzzle24", "1*3*5 + 9", ["9 + 3*5*1", "1*(3*5) + 9"], ["10*(8 - 5) - 6", "1*3*5 + 10", "4*8 - 6 - 2", "24"]),
         ("complex_arithmetic", "-15.0 + 3.0i", ["-15+3i", "-15.0 + 3.0i"], ["nan", "nan + nani", "-nan", "NaNj"]),
+        # of contradicting premises follows any statement
+        ("propositional_logic", None, ["(Q \u2228 P)"], ["\u00ac1", "nonsense \u2228 text", "x \u2192 y"]),
         ("number_sorting", "['67.1', '61.8', '-81.7']", ["[67.1, 61.8, -81.7]"], ["[NaN, NaN, NaN]", "['nan']*3"]),
     ],
 )
 def test_what_reasoning_gyms_own_scorer_would_take_for_right_is_wrong(name, answer, right, wrong):
     make, score = rg.make_maker({name: {}}), rg.make_scorer({name: {}})
-    made = [make((name, number)) for number in range(1 if name == "puzzle24" else 12)]
+    made = [make((name, number)) for number in range(1 if name in ("propositional_logic", "puzzle24") else 12)]
     entry = next(entry for _, gold, entry in made if gold == answer)
     assert [score((name, entry, text)) for text in right] == [1] * len(right)
     for text in wrong:
         with contextlib.suppress(ValueError):  # of which a worker makes 0
             assert score((name, entry, text)) < 1
-
-
-@gym
-def test_of_contradicting_premises_a_conclusion_about_something_else_earns_nothing():
-    name = "propositional_logic"
-    entry, score = rg.make_maker({name: {}})((name, 0))[2], rg.make_scorer({name: {}})
-    said = ["¬1", "nonsense \u2228 text", "x → y", "(Q \u2228 P)"]
-    assert [score((name, entry, text)) for text in said] == [0, 0, 0, 1]
 
 
 @gym

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import random
 import threading
 import time
@@ -369,9 +370,11 @@ def test_two_hundred_hostile_turns_end_no_episode_with_an_exception(talker):
     for _ in range(200):
         text, key = hostile(rng).encode("utf-8", "replace").decode(), {hostile(rng): 1}
         kinds = text, call("add", key), call("fails", {"text": hostile(rng)}), "<tool_call>" + "{" * 10_000
+        kinds += (call("add", {"a": -math.inf}),)
         say(talk, talker, 0, rng.choice(kinds).replace("<|im_end|>", ""))
         (reply,) = talk.replies(wait=True).values()
         assert reply == "stop" or isinstance(reply, list)
+    assert len(json.dumps([talk.rows[0].made, talk.rows[0].messages], allow_nan=False)) > 10_000
 
 
 # ---- the bundled tasks
@@ -459,11 +462,3 @@ def test_a_conversation_with_calls_that_cannot_be_read_is_refused(change, said):
 
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": ""} | change]
     assert said in message_of(chats.read_chat, {"messages": messages})
-
-
-def test_a_number_that_no_record_holds_is_told_and_the_conversation_is_recorded(talker):
-    talk = box_of(talker, [later]).play(EXAMPLES, [0], "0")
-    text = call("later", {"seconds": 5}).replace("5", "-Infinity")
-    _, messages = answer(talk, talker, text)
-    assert "cannot be read" in messages[-1]["content"] and messages[0] == {"role": "assistant", "content": text}
-    assert "Infinity" not in json.dumps([talk.rows[0].made], allow_nan=False)

@@ -21,7 +21,7 @@ def pool(monkeypatch):
     made = []
 
     def make(num=1, limit=5.0, sealed=False, arguments=()):
-        made.append(workers.Pool("deeds:answerer", arguments, num=num, limit=limit, sealed=sealed))
+        made.append(workers.Pool("attacks:answerer", arguments, num=num, limit=limit, sealed=sealed))
         return made[-1]
 
     yield make
@@ -74,7 +74,7 @@ def test_a_question_that_is_no_json_is_one_line(pool):
 @pytest.mark.parametrize("sealed", [False, True])
 def test_workers_end_with_their_owner_and_ctrl_c_is_the_owners(sealed):
     code = (
-        "from problems import workers; p = workers.Pool('deeds:answerer', (), num=1, limit=60, sealed=SEALED)\n"
+        "from problems import workers; p = workers.Pool('attacks:answerer', (), num=1, limit=60, sealed=SEALED)\n"
         "print(p.ask([('name', 0)])[0].value, flush=True)\n"
         "try:\n    p.ask([('sleep', 50)])\n"
         "except KeyboardInterrupt:\n    print(len(p.workers), p.ask([('double', 4)])[0].value)\n"

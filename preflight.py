@@ -324,9 +324,9 @@ def costs(demand: Demand, sizes: Sizes) -> dict[str, chips.Cost]:
     # FLOPs of a query and a key in all layers
     pair = 4 * model.num_attention_heads * model.head_dim * sum(k != "linear_attention" for k in model.layer_kinds)
     cached = (max(prompts) / groups + length / 2) * column_bytes(model, dtype) + 2 * state_bytes(model, dtype)
-    passes: float = 1 + bool(config.objective.beta) + bool(config.objective.teacher)
     again = sizes.checkpoint_layers / model.num_hidden_layers
-    passes += config.optimizer.num_iterations * (again + (1 if config.model.lora_rank else 2))
+    passes = config.optimizer.num_iterations * (1 + again + (1 if config.model.lora_rank else 2))
+    passes += bool(config.objective.beta) + bool(config.objective.teacher)
     trained: float = passes * 2 * matmuls * (num_prompts + num_rows * length)
     trained += (4 * head + 3.5 * pair * width) * num_rows * length  # logits, and attention, with their gradients
     found = {

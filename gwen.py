@@ -232,8 +232,8 @@ def checkpointed(layer: Block, x: mx.array, delta: mx.array | None, context: Con
 
     before = [] if state is None else list(state.parts)
     x, newest = mx.checkpoint(run)(layer.trainable_parameters(), x if delta is None else x + delta, before)
-    if state is not None:
-        state.add(newest)
+    for part in newest:
+        context.state.update(*part)
     return x, None
 
 

@@ -216,10 +216,6 @@ class DeltaState:
     def update(self, inputs: mx.array, memory: mx.array) -> None:
         self.parts = [(inputs, memory)]
 
-    def add(self, parts: Parts) -> None:
-        """Takes what a forward pass has left, for `gwen.checkpointed`."""
-        self.parts = parts
-
     def arrays(self) -> list[mx.array]:
         return [array for part in self.parts for array in part]
 

@@ -26,10 +26,6 @@ class TreeLayer:
         """Keys and values of every level."""
         return [array for part in self.parts for array in part]
 
-    def add(self, parts: Parts) -> None:
-        """Takes what a forward pass has added, for `gwen.checkpointed`."""
-        self.parts.extend(parts)
-
     def flatten(self, target: LayerCache, index: mx.array) -> None:
         """Writes into the `target` of N rows the columns that `index` (N, W) names, counted through all levels."""
         keys, values = (

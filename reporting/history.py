@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from config import Config
+from config import SETTINGS, Config
 from disk import run_files
 from disk.run_files import with_interval
 from flags import read_json, visible
@@ -45,7 +45,8 @@ def load(run: str | Path) -> History:
     folder = Path(run)
     if not (folder / "config.yaml").is_file():
         raise ValueError(f"{run}: no config.yaml there; give the directory of a run, as runs/NAME")
-    settings = Config.of().flat() | run_files.settings_of(str(folder))
+    held = run_files.settings_of(str(folder))
+    settings = Config.of().flat() | {name: value for name, value in held.items() if name in SETTINGS}  # no older ones
     env_file = folder / "env.json"
     try:
         env = read_json(env_file.read_bytes()) if env_file.is_file() else {}

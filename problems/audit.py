@@ -47,7 +47,6 @@ class Line(NamedTuple):
 
     @property
     def mean(self) -> str:
-        """Of its numbers."""
         numbers = [value for value in self.values if not math.isnan(value)]
         return f"{sum(numbers) / len(numbers):.3g}" if numbers else "None"
 
@@ -160,7 +159,6 @@ def near_misses(answer: str) -> dict[str, str]:
 
 
 def cheats(row: Row, form: str) -> dict[str, str]:
-    """What nobody should be paid for, by name."""
     texts = {"nothing": "", "no answer": form % "", "the prompt": prompt_text(row.example["prompt"])}
     if not row.right:
         return texts | {"very long": 100 * THINKING}
@@ -175,7 +173,6 @@ def cheats(row: Row, form: str) -> dict[str, str]:
 
 
 def honest(row: Row, form: str) -> dict[str, str]:
-    """What should be paid like the right answer, by name."""
     right = row.right
     if not right:
         return {}
@@ -193,7 +190,6 @@ def honest(row: Row, form: str) -> dict[str, str]:
 
 
 def table(audit: Audit) -> Iterator[str]:
-    """The whole audit, line by line."""
     yield f"reward {audit.name}: {audit.num_texts} completions made up of {audit.num_rows} rows"
     if not audit.form:
         yield f"  {_alike(audit)}; what it gives:"

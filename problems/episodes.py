@@ -199,7 +199,6 @@ class Toolbox:
         return name
 
     def prompt(self, example: Example) -> list[int]:
-        """The ids of a prompt with its tools."""
         tools = list(self.schemas[self.environment_of(example)].values())
         how: dict[str, Any] = {"thinking": self.thinking, "system": example.get("system")}
         ids = chat_template.chat_ids(self.tokenizer, example["prompt"], tools=tools, **how)
@@ -265,7 +264,6 @@ class Episode:
 
     @property
     def pays(self) -> bool:
-        """Whether its environment pays each turn."""
         return pays_turns(type(self.worker.instance))
 
     @property
@@ -436,7 +434,6 @@ class Episodes:
     # ---- what comes of it
 
     def ask_rewards(self) -> None:
-        """Asks each environment once for what it gives."""
         for episode in self.rows:
             get_reward, limit = getattr(episode.worker.instance, "get_reward", None), self.box.settings.tool_timeout
             if episode.pays:

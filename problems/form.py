@@ -53,7 +53,6 @@ def copied(text: str, prompt: str) -> float:
 
 
 def is_degenerate(text: str, prompt: str) -> bool:
-    """Whether an answer repeats its words or copies the prompt."""
     return distinct(text) < LEAST_DISTINCT or repeated(text) > MOST_REPEATED or copied(text, prompt) > MOST_COPIED
 
 

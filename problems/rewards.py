@@ -96,7 +96,6 @@ def as_messages(role: str, text: Any) -> list[dict[str, str]]:
 
 
 def tell_step(rewards: dict[str, Reward], step: int) -> None:
-    """Tells users' rewards how many steps are done."""
     for reward in rewards.values():
         if isinstance(reward, UserReward):
             reward.step = step
@@ -262,7 +261,6 @@ def call_reward(
 
 
 def call(name: str, fn: Reward, arguments: dict[str, Any], num_rows: int) -> list[float]:
-    """See `call_reward`."""
     wanted = reward_columns(name, fn, [*arguments, *TRAINER])
     chosen = {key: list(arguments[key]) for key in wanted if key in arguments}
     try:

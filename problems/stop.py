@@ -16,7 +16,6 @@ class Stop(NamedTuple):
 
     @classmethod
     def of(cls, texts: Sequence[str], tokenizer: Any) -> "Stop | None":
-        """None without texts."""
         return cls(texts, tokenizer) if texts else None
 
     def find(self, ids: list[int], start: int) -> int | None:

@@ -39,7 +39,6 @@ def _module(name: str) -> Any:
 
 
 def plain(name: str) -> Task:
-    """The task of a name without its examples."""
     task: Task = _module(name).TASK
     return task._replace(name="env", environments={}) if name == "env" else task
 
@@ -268,7 +267,6 @@ def _instructed(name: str) -> Task:
 
 
 def _procedural(config: Config) -> Task:
-    """The task rg:NAME."""
     name = config.data.task
     problems = rg.Problems(rg.parse_mix(name, config.data.task_config or None))
     rewards: dict[str, Reward] = {"correct": problems.score, "format": rg.answered_once}

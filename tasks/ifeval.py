@@ -37,7 +37,6 @@ PLURALS = {"s": "", "oes": "o", "xes": "x", "ies": "y", "ves": "f"}  # of topics
 
 @functools.cache
 def words() -> dict[str, Any]:
-    """What `data/ifeval.yaml` holds."""
     path = DATA / "ifeval.yaml"
     return dict(load_yaml(path, str(path)))
 
@@ -88,7 +87,6 @@ class Problems:
         self.held_out = list({prompt_key(example): example for example in made}.values())[:HELD_OUT]
 
     def make(self, places: Sequence[int], seed: int) -> list[Example]:
-        """The examples at these places of a seed's order."""
         return [self._example(place, f"{seed} {place}", "train") for place in places]
 
     def _example(self, place: int, seed: str, side: str) -> Example:

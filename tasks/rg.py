@@ -141,7 +141,6 @@ class Problems:
         self.held_out = list({prompt_key(example): example for example in held_out}.values())
 
     def make(self, places: Sequence[int], seed: int) -> list[Example]:
-        """The examples at these places of a seed's order."""
         return self._make(places, FIRST * (1 + seed % SEEDS))
 
     def _make(self, places: Sequence[int], first: int) -> list[Example]:
@@ -284,8 +283,7 @@ def unpacked(text: str) -> Any:
     return json.loads(text, object_hook=lambda held: tuple(held["tuple"]) if held.keys() == {"tuple"} else held)
 
 
-def _seed_globals(number: int) -> None:
-    """Some generators draw from the global generators too."""
+def _seed_globals(number: int) -> None:  # from which some generators draw too
     import numpy as np
 
     random.seed(number)

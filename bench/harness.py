@@ -110,11 +110,7 @@ def summary(samples: list[Sample], model: gwen.Model, **more: float) -> dict[str
         "cpu_ms": 1e3 * np.mean([sample.cpu_s for sample in samples]),
         "peak_mb": (weights + max(sample.peak_bytes for sample in samples)) / 1e6,
     }
-    return rounded(numbers | more)
-
-
-def rounded(numbers: Mapping[str, Any]) -> dict[str, float]:
-    return {name: round(float(number), 3) for name, number in numbers.items()}
+    return {name: round(float(number), 3) for name, number in (numbers | more).items()}
 
 
 def rounds(ours: list[Sample], theirs: list[Sample]) -> str:

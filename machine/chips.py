@@ -6,7 +6,7 @@ by the share of both that others have reached. Nobody has measured a step on a M
 which a small model waits, rewards, tokenizing, evaluation, what Python does.
 """
 
-import time
+import timeit
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -47,12 +47,7 @@ def here() -> Chip:
 
 def least_seconds(compute: Callable[[], mx.array]) -> float:
     """The least of five times that something takes."""
-    found = []
-    for _ in range(5):
-        begun = time.perf_counter()
-        mx.eval(compute())
-        found.append(time.perf_counter() - begun)
-    return min(found)
+    return min(timeit.repeat(lambda: mx.eval(compute()), number=1))
 
 
 class Cost(NamedTuple):

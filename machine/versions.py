@@ -4,7 +4,7 @@ import os
 import platform
 import shutil
 import subprocess
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,6 @@ import mlx.core as mx
 
 def environment(blas: str) -> dict[str, Any]:
     """Versions, device and commit."""
-
-    def installed(package: str) -> str | None:
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            return None
-
     commit, root = None, Path(__file__).parents[1]
     if (root / ".git").exists() and shutil.which("git"):  # on a Mac without developer tools git opens a window
         asked = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
@@ -34,6 +27,6 @@ def environment(blas: str) -> dict[str, Any]:
         "machine": mx.device_info().get("device_name", platform.processor() or platform.machine()),
         "num_cpus": os.cpu_count(),
         "blas": blas,
-        "versions": {package: installed(package) for package in packages},
+        "versions": {package: version(package) for package in packages},
         "commit": commit,
     }

@@ -389,20 +389,19 @@ class SlotCache(Cache):
         """How many of the next tokens each slot gets; None: all one each."""
         self.aimed = np.arange(self.num_slots) if num_new is None else np.array(list(num_new))
         self.num_new = np.array(list(num_new.values()) if num_new else 1)
-        begins = self.lengths[self.aimed]
-        most = int(self.num_new.max())
-        if (more := round_up(int(begins.max()) + most) - self.width) > 0:
+        begins, most = self.lengths[self.aimed], int(self.num_new.max())
+        used = int(begins.max()) + most
+        if (more := round_up(used) - self.width) > 0:
             for layer in self.attentions:
                 layer.widen(more)
             self.width += more
             self._count()
-        column, end = self.first + begins, self.first + int(begins.max()) + most
-        if num_new is None and (begins == begins[0]).all():
-            self.target = Aim(None, int(column[0]), end)
+        if num_new is None and begins.min() == used - 1:
+            self.target = Aim(None, self.first + used - 1, self.first + used)
         else:
             prompts = mx.array([self.prompt_of[slot] for slot in num_new]) if num_new else None
-            columns = mx.array(column[:, None] + np.arange(most))
-            self.target = Aim(mx.array(self.aimed[:, None]), columns, end, prompts)
+            columns = mx.array(self.first + begins[:, None] + np.arange(most))
+            self.target = Aim(mx.array(self.aimed[:, None]), columns, self.first + used, prompts)
         for layer in self.attentions:
             layer.aim = self.target
         for net in self.nets:

@@ -234,14 +234,3 @@ def test_a_trial_of_a_mistake_ends_with_its_line(tmp_path, capfd):
 def test_what_was_asked_for_stays_as_it_was():
     config = make_config(train_token_budget=5000, checkpoint_layers="3", rollout_batch_size=7)
     assert preflight.settle(demand_of(config, 4000)) == Sizes(7, 5000, 3)
-
-
-def test_without_a_gpu_auto_does_not_look_at_the_machine(monkeypatch):
-    monkeypatch.setattr(memory, "memory_size", lambda: 1)
-    assert preflight.settle(demand_of(make_config(), 80, gwen.known_config("random:2m"))) == Sizes(64, 1024, 0)
-
-
-def test_the_full_size_step_fits_a_laptop():
-    demand = demand_of(make_config(model="random:0.6b", batch=8, groups=8, max_tokens=256))
-    sizes = preflight.settle(demand)
-    assert preflight.estimate(demand, sizes).total < 10 * GB and sizes.checkpoint_layers == 0

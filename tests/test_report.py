@@ -442,9 +442,3 @@ def test_of_800_hostile_strings_in_every_place_none_runs_and_none_breaks_the_lay
     shown, errors = browse(markup, program)
     assert errors == []
     assert title_of(shown) == f"undefined 0 {800 + 3 * 60} 800"
-
-
-def test_the_words_that_an_answer_did_not_have_before_are_marked():
-    pieces = history.changes("One plus two is four.", "One plus two is three.")
-    assert "".join(piece for piece, _ in pieces) == "One plus two is three."
-    assert [piece for piece, is_new in pieces if is_new] == ["three"]

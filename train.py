@@ -113,7 +113,8 @@ def learn(run: Run, samples: list[Sample]) -> update.UpdateResult:
 
 def rollout(run: GrpoRun, number: int) -> list[Sample]:
     """The samples of one batch of prompts, the run's draw of that number."""
-    settings, (examples, prompts) = run.config.sampling, run.prompts.draw(number)
+    settings = run.config.sampling
+    examples, prompts = run.prompts.draw(number)  # where problems have no end, they move on
     asked = sample.asked(examples, prompts, settings.groups, (number - run.num_draws) * settings.batch)
     with run.clock.phase("rollout") as done:
         samples, stats = sample.answered(

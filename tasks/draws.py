@@ -55,6 +55,7 @@ class Endless(Epochs):
         self.note()
 
     def draw(self, number: int) -> Drawn:
+        """The next problems, whatever the number: `place` and `seen` move on."""
         num, task = self.config.sampling.batch, self.config.data.task
         drawn = self._fresh(num)
         if len(drawn) < num:

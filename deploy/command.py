@@ -50,7 +50,8 @@ def main(argv: list[str] | None = None) -> None:
         if not adapter:
             raise ValueError("there is no adapter yet; name one with --adapter, or a run with --run")
         name, few = args.model, args.fuse and args.bits in (4, 8)
-        of_run = args.run or run_of(adapter)
+        place = Path(args.run or adapter).resolve()  # an adapter lies in its run, or is named by it
+        of_run = next((str(one) for one in (place, *place.parents[:3]) if (one / "config.yaml").is_file()), None)
         run = None if args.keep_template else of_run
         args.out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{args.out.name}-", dir=args.out.parent) as begun:
@@ -82,12 +83,6 @@ def main(argv: list[str] | None = None) -> None:
     print(f"to publish it: uv run hf upload OWNER/{its} {out}")
 
 
-def run_of(adapter: str) -> str | None:
-    """The run that an adapter lies in, or that is named for it, if any."""
-    path = Path(adapter).resolve()
-    return next((str(one) for one in (path, *path.parents[:3]) if (one / "config.yaml").is_file()), None)
-
-
 def fuse(name: str | None, adapter: str, out: Path, run: str | None) -> str:
     """Writes the merged model in the type of its base; run: whose prompts its template shall render."""
     name, _ = gwen.choose_model(name, adapter)
@@ -100,8 +95,9 @@ def fuse(name: str | None, adapter: str, out: Path, run: str | None) -> str:
 
 def stored_dtype(directory: Path) -> mx.Dtype:
     """The type of a checkpoint's largest tensor of floating point; of packed weights these are the scales."""
-    if (directory / gguf.LINK).is_file():
-        return gguf.dtype_of((directory / gguf.LINK).resolve())
+    if (link := directory / gguf.LINK).is_file():
+        largest = max(gguf.opened(link.resolve()).tensors, key=lambda tensor: tensor.n_elements)
+        return gguf.WIDE.get(largest.tensor_type.name, mx.float16)
     floating = [one for one in hub.load_weights(directory).values() if mx.issubdtype(one.dtype, mx.floating)]
     return max(floating, key=lambda tensor: tensor.nbytes).dtype
 

@@ -103,7 +103,7 @@ def opened(path: Path) -> Any:
             """As the package's, which goes on behind the end; in a fifth of its time, and without swapped bytes."""
             self.num_parts += 1
             if offset + int(count) * np.dtype(dtype).itemsize > len(self.data) or self.num_parts > MOST_PARTS:
-                raise ValueError(f"{count} values at byte {offset} are more than it holds, or part {MOST_PARTS}")
+                raise ValueError(f"{count} values at byte {offset} lie beyond its end, or over {MOST_PARTS:,} parts")
             return np.frombuffer(self.data, dtype, int(count), offset)
 
     try:
@@ -155,12 +155,6 @@ def load(path: Path, config: dict[str, Any], dtype: mx.Dtype) -> dict[str, mx.ar
         except (NotImplementedError, ValueError) as error:  # of an unknown kind, or of other heads
             raise ValueError(f"--model {path}: {tensor.name}: {error}") from error
     return weights
-
-
-def dtype_of(path: Path) -> mx.Dtype:
-    """The type in 16 bits or more of the largest tensor of a file."""
-    largest = max(opened(path).tensors, key=lambda tensor: tensor.n_elements)
-    return WIDE.get(largest.tensor_type.name, mx.float16)
 
 
 def config_of(metadata: dict[str, Any], tensors: list[Any]) -> dict[str, Any]:

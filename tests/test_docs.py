@@ -6,11 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import read_log
-from small_run import make_run
 from test_layout import FILES, parse
 
-import train
 from docs import reference
 
 ROOT = Path(__file__).parent.parent
@@ -53,17 +50,6 @@ def test_the_tables_of_flags_of_trl_s_names_and_of_what_fits_are_up_to_date():
     pages = {reference.PAGE: reference.page, reference.TRL: reference.trl_page, reference.MEMORY: reference.memory_page}
     for path, make in pages.items():
         assert path.read_text(encoding="utf-8") == make(), "run `uv run python -m docs.reference`"
-
-
-@pytest.mark.slow
-def test_every_metric_of_a_run_has_a_meaning(tmp_path):
-    run = make_run(tmp_path, "--steps", "1", "--eval-every", "1", "--eval-rubric", "data/demo_rubric.yaml")
-    list(train.train(run))
-    metrics, evaluations = read_log(tmp_path / "metrics.jsonl"), read_log(tmp_path / "eval.jsonl")
-    assert len(metrics) == 1 and len(evaluations) == 2
-    assert without_meaning(metrics[0], METRICS) == []
-    assert always_there() <= metrics[0].keys()
-    assert without_meaning(evaluations[-1], EVALUATION_METRICS) == []
 
 
 @functools.cache

@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from conftest import read_log, write_log
+from test_docs import EVALUATION_METRICS, without_meaning
 
 import evaluate
 import gwen
@@ -138,6 +139,7 @@ def test_a_judge_that_says_yes_to_everything_is_seen_by_the_witness(demo):
     record, details = evaluate.evaluate(*demo, task, evaluate.EvalParams(4, limit=4), grader=grader, witness=witness)
     assert record["eval/score"] == 3 and record["eval/witness"] == 0
     assert record["eval/witness/credulity"] == record["eval/judge/scrutiny"] == 5
+    assert without_meaning(record, EVALUATION_METRICS) == []
     assert details[0]["witness_scores"] == [[5.0] * 6] and details[0]["judge_scores"] == [[5.0] * 3]
 
 

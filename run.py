@@ -392,7 +392,7 @@ class SftRun(Run):
         from problems import chats
 
         path = config.data.path
-        train, held_out, notes = load_sides(path, None, lambda spec: chats.load(spec, config.data.columns or None))
+        train, held_out, notes = load_sides(path, None, config.data.columns or None, chats.read_chat)
         for line in notes:
             say(line)
         if config.evaluation.every and not held_out:

@@ -117,7 +117,7 @@ def trained_system(config: Config) -> tuple[str | None, str]:
     data = config.data
     try:
         if config.objective.loss_type == "sft":
-            examples, *_ = load_sides(data.path, None, lambda spec: chats.load(spec, data.columns or None))
+            examples, *_ = load_sides(data.path, None, data.columns or None, chats.read_chat)
         else:
             task = tasks.make(config)
             examples = task.train or task.held_out

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from flags import read_json
 from problems import chat_template
-from problems.examples import Example, check_columns, check_messages, check_prompt, load_data, short
+from problems.examples import Example, check_columns, check_messages, check_prompt, short
 
 EMPTY_THOUGHT = "<think>\n\n</think>\n\n"  # what prompts of models that think end with when they shall not
 
@@ -28,20 +28,15 @@ class Row(NamedTuple):
 # ---- reading
 
 
-def load(spec: str, columns: str | None = None) -> list[Example]:
+def read_chat(example: Example) -> Example:
     """
-    The conversations of --data: `prompt`, messages up to the user's, and `completion`, from the first reply to train.
+    A conversation, for `load_data`: `prompt`, messages up to the user's, and `completion`, from the first reply on.
 
     Columns are `messages`, or `prompt` and `completion`, each a string or messages; `system`, `split` and
     `chat_template_kwargs` as in `examples.load_data`; `tools`, JSON schemas. Messages may have `tool_calls` and the
-    role `tool`. Of `messages`, the completion begins at the first reply; what follows the last one is dropped.
-    Raises ValueError naming file, line or record, value and fix.
+    role `tool`. What follows the last reply is dropped.
+    Raises ValueError naming the mistake.
     """
-    return load_data(spec, columns, read_chat)
-
-
-def read_chat(example: Example) -> Example:
-    """One conversation of a record. Raises ValueError naming the mistake."""
     if example.get("completion") is not None and example.get("prompt") is not None:
         prompt, completion = (
             [{"role": role, "content": part}] if isinstance(part := example[name], str) else part

@@ -396,23 +396,27 @@ def prompt_text(prompt: str | list[dict[str, str]]) -> str:
 
 
 def load_sides(
-    spec: str | None, held_out: str | None, read: Callable[[str], list[Example]]
+    spec: str | None,
+    held_out: str | None,
+    columns: str | None = None,
+    read: Callable[[Example], Example] | None = None,
 ) -> tuple[list[Example], list[Example], list[str]]:
     """
     What is trained on, what is held out, and a line if rows were left out: no prompt is on both sides, as training
     gives way, and held-out rows count once.
 
     spec: a source, of which `split_examples` holds some out, or two of them, "TRAIN,HELD_OUT". held_out: a source
-    whose held-out records, or all where it knows no `split`, take the place of that side.
+    whose held-out records, or all where it knows no `split`, take the place of that side. columns, read: see
+    `load_data`.
     """
     if spec and "," in spec and not os.path.exists(spec):
         spec, _, its = spec.rpartition(",")
         held_out = held_out or its
-    train, test = read(spec) if spec else [], list[Example]()
+    train, test = load_data(spec, columns, read) if spec else [], list[Example]()
     if held_out is None or _has_split(train):
         train, test = split_examples(train)
     if held_out is not None:
-        test = read(held_out)
+        test = load_data(held_out, columns, read)
         if _has_split(test):
             test = split_examples(test)[1]
     seen, num_train = {prompt_key(example) for example in test}, len(train)

@@ -17,7 +17,7 @@ from config import Config
 from flags import flag_of
 from judging import rubrics
 from problems import calls
-from problems.examples import load_data, load_sides, nearest, spread
+from problems.examples import load_sides, nearest, spread
 from problems.rewards import Reward, load_functions, load_reward, reward_arguments, reward_columns
 from settings.sources import OWN_TASK
 from tasks import own, rg
@@ -62,7 +62,7 @@ def load(name: str, *, data: str | None = None, held_out: str | None = None, col
             raise ValueError(f"--columns {columns} renames columns of --data, which is not given; give both")
         train, test = module.bundled()
         return task._replace(train=train, held_out=test)
-    train, test, notes = load_sides(data, held_out, lambda spec: load_data(spec, columns, read))
+    train, test, notes = load_sides(data, held_out, columns, read)
     answers, verifier = [example.get("answer") for example in test], task.verifier
     said, asked = [str(right) for right in answers], [example["prompt"] for example in test]
     if read is None and verifier and not any(verifier(prompts=asked, completions=said, answer=answers)):

@@ -75,20 +75,13 @@ def test_a_cell_of_a_csv_may_be_a_document(tmp_path):
     assert len(examples.load_data(str(path))[0]["prompt"]) >= 199_999
 
 
-def test_a_hub_out_of_reach_is_one_line_that_names_the_dataset(monkeypatch):
-    def load_dataset(*_, **__):
-        raise ConnectionError("Couldn't reach\nthe hub")
-
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
-    assert "owner/name" in message_of(examples.load_data, "owner/name:main")
-    assert "no such file; give .jsonl" in message_of(examples.load_data, "data/missing.txt")
-
-
-def test_a_hub_dataset_is_named_with_configuration_and_split(monkeypatch):
+def test_a_hub_dataset_is_named_by_parts_and_told_in_a_line_where_it_is_out_of_reach(monkeypatch):
     asked = []
 
     def load_dataset(name, config, split):
         asked.append((name, config, split))
+        if name == "owner/name":
+            raise ConnectionError("Couldn't reach\nthe hub")
         return types.SimpleNamespace(to_list=lambda: [{"prompt": "a"}])
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
@@ -98,6 +91,8 @@ def test_a_hub_dataset_is_named_with_configuration_and_split(monkeypatch):
     specs |= {"o/n-2.5": ("o/n-2.5", None, "train")}
     assert all(examples.load_data(spec) == [{"prompt": "a"}] for spec in specs)
     assert asked == list(specs.values())
+    assert "owner/name" in message_of(examples.load_data, "owner/name:main")
+    assert "no such file; give .jsonl" in message_of(examples.load_data, "data/missing.txt")
 
 
 JSON = st.recursive(

@@ -82,13 +82,6 @@ def test_a_metric_may_give_no_number_and_a_reward_may_not_hide_behind_it():
 FUNCTIONS = [("silent", lambda completions: [None] * len(completions)), ("counted", lambda completions: [1.0, 2.0])]
 
 
-def test_what_is_logged_of_each_row_stays_with_it(mine):
-    name, fn = rewards.load_reward(f"{mine}:length")
-    _, logged = rewards.call_rewards({name: fn}, [{"prompt": "p"}] * 3, ["a", "bb", "cccc"], {})
-    assert logged.extra == {"upper": ["A", "BB", "CCCC"]}
-    assert logged.metrics["longest"] == [4.0]
-
-
 @pytest.mark.parametrize(
     ("log", "said"),
     [

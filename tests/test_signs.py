@@ -62,27 +62,10 @@ def test_a_drawn_bar_is_drawn_again_and_no_line_is_written(now, monkeypatch):
     bar.close()
 
 
-@pytest.mark.parametrize(("is_terminal", "most"), [(True, alive.WATCHED), (False, alive.IN_FILE)])
-def test_the_thread_speaks_after_that_many_seconds_of_silence(now, monkeypatch, is_terminal, most):
-    """Within 10 s in a terminal or a pipe and 60 s in a file, with a margin for a busy machine."""
-    said, moments = [], iter(range(200))
-
-    def sleep(_):
-        now[0] = 100.0 + next(moments)  # StopIteration ends the thread's loop
-
-    monkeypatch.setattr(alive.time, "sleep", sleep)
-    monkeypatch.setattr(alive, "is_watched", lambda: is_terminal)
-    monkeypatch.setattr(alive, "sign", lambda: (said.append(now[0]), alive.note()))
-    alive.note()
-    with alive.doing("loading"), pytest.raises(StopIteration):
-        alive._look()
-    assert said[:3] == [100 + most, 100 + 2 * most, 100 + 3 * most]
-    assert 1.25 * alive.WATCHED <= 10 and 1.5 * alive.IN_FILE <= 60
-
-
 @pytest.mark.slow
 def test_a_command_that_waits_says_so_in_a_pipe_whatever_holds_it():
-    """The thread gets its turn while MLX computes; a process's end does not wait for it."""
+    """The thread gets its turn while MLX computes; a process's end does not wait for it. Within 10 s, in a file 60."""
+    assert 1.25 * alive.WATCHED <= 10 and 1.5 * alive.IN_FILE <= 60, "with a margin for a busy machine"
     program = """
 import cpu_blas
 import mlx.core as mx

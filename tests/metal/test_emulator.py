@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from metal import emulator, program
+from metal import emulator
 
 pytestmark = pytest.mark.slow
 
@@ -47,22 +47,6 @@ def test_each_operation_on_16_bits_rounds_to_16_bits(metal: str) -> None:
     # in float32 (x + 2048) - 2048 would be x
     out = elementwise("half y = x[i] + half(2048.0f); out[i] = y - half(2048.0f);", x, mx.float16)
     np.testing.assert_array_equal(out, [0.0, 2.0, 4.0])
-
-
-# ---- the call: signature, templates, grids, layouts
-
-
-def test_the_text_is_what_mlx_writes_so_small_inputs_are_constant_and_scalars_references(emulated: None) -> None:
-    arrays = [mx.zeros(8), mx.zeros(7), mx.array(1.0)]
-    body = "out[0] = x[0] + y[0] + z;"
-    kernel = emulator.make_metal_kernel(
-        name="k", input_names=["x", "y", "z"], output_names=["out"], source=body, header="// nothing\n"
-    )
-    call = {"output_shapes": [(1,)], "output_dtypes": [mx.float32], "grid": (1, 1, 1), "threadgroup": (1, 1, 1)}
-    text = program.export(kernel, "// nothing\n", body, arrays, call)
-    kinds = ["const device float*", "const constant float*", "const constant float&", "device float*"]
-    assert text.parameters == list(zip(kinds, ["x", "y", "z", "out"], strict=True))
-    assert text.body == body and text.header == "// nothing\n"
 
 
 def test_a_kernel_without_a_gradient_says_so_instead_of_giving_zeros(metal: str) -> None:

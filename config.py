@@ -84,7 +84,6 @@ class SamplingSettings:
     top_k: int = flag(0, "sample from the k likeliest tokens; 0: from all", low=0)
     min_p: float = flag(0.0, "least probability relative to the likeliest token", low=0, high=1.0)
     thinking: bool = flag(False, "use the chat template's thinking mode", of=None)
-    dynamic_sampling: bool = flag(False, "draw more prompts until the rewards of --batch groups differ", of="grpo")
     seed: int = flag(0, "seed of prompts, sampling and adapters", low=0, of=None, first=True)
 
 

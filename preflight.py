@@ -476,7 +476,7 @@ def verdict(config: Config, steps: list[dict[str, Any]], answers: list[dict[str,
     def mean(key: str) -> float:
         return sum(step.get(key) or 0.0 for step in steps) / len(steps)
 
-    num_groups = config.sampling.batch * sum(step["sampling/draws"] for step in steps)
+    num_groups = config.sampling.batch * len(steps)
     signals = sum(step["sampling/signal_groups"] or 0 for step in steps) / num_groups
     rewards = [answer["reward"] for answer in answers if answer["reward"] is not None] or [0.0]
     low, high = min(rewards), max(rewards)

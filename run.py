@@ -270,7 +270,6 @@ class GrpoRun(Run):
         super().__init__(config, run_dir)
         self.toolbox = episodes.make(config, self.task.tools, self.task.environments, self.tokenizer, self.model.config)
         self.sources |= digests(config, self.task)
-        self.num_draws = 0  # batches of prompts drawn for the steps done
         if self.toolbox and self.task.environments:  # one of each is made and reset, before a directory is
             examples = self.task.train or self.task.held_out
             some = {self.toolbox.environment_of(example): example for example in reversed(examples)}
@@ -333,15 +332,8 @@ class GrpoRun(Run):
     def _warn_of(self, name: str, text: str) -> None:
         self.journal.warn_of(self.step, health.Finding(name, text))
 
-    @property
-    def draws(self) -> range:
-        """The numbers of the batches of prompts that the next step may draw."""
-        most = draws.MOST_DRAWS if self.config.sampling.dynamic_sampling else 1
-        return range(self.num_draws, self.num_draws + most)
-
     def note(self, samples: list[Sample]) -> None:
         super().note(samples)
-        self.num_draws += (samples[-1].group + 1) // self.config.sampling.batch
         self.prompts.note()
 
     def evaluate(self) -> None:
@@ -365,7 +357,6 @@ class GrpoRun(Run):
 
     def extra(self) -> dict[str, Any]:
         return super().extra() | {
-            "num_draws": self.num_draws,
             "rollout_batch_size": self.batch_size.rows,
             "judge": self.judge and self.judge.state(),
             "prompts": self.prompts.state,
@@ -374,7 +365,6 @@ class GrpoRun(Run):
     def restore(self, state: checkpoint.State) -> None:
         extra = state.extra
         super().restore(state)
-        self.num_draws = extra["num_draws"]
         self.batch_size.rows = min(self.batch_size.rows, extra["rollout_batch_size"])
         if self.judge:
             self.judge.restore(extra["judge"])

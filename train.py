@@ -73,18 +73,9 @@ def train(run: GrpoRun | SftRun) -> Iterator[dict[str, Any]]:
 
 
 def draw(run: GrpoRun) -> list[Sample]:
-    """
-    The samples of one batch of prompts; with --dynamic-sampling of more, until B groups have a signal.
-
-    Those of the B groups that are trained have advantages.
-    """
-    samples: list[Sample] = []
-    for number in run.draws:
-        samples += rewarded(run, rollout(run, number))
-        samples = sample.chosen(run.config, samples, run.task.reward_weights, run.own.advantage)
-        if sample.is_full(run.config, samples):
-            break
-    return samples
+    """The samples of one batch of prompts, with their rewards and advantages."""
+    samples = rewarded(run, rollout(run))
+    return sample.advanced(run.config, samples, run.task.reward_weights, run.own.advantage)
 
 
 def learn(run: Run, samples: list[Sample]) -> update.UpdateResult:
@@ -111,21 +102,21 @@ def learn(run: Run, samples: list[Sample]) -> update.UpdateResult:
     return result
 
 
-def rollout(run: GrpoRun, number: int) -> list[Sample]:
-    """The samples of one batch of prompts, the run's draw of that number."""
+def rollout(run: GrpoRun) -> list[Sample]:
+    """The samples of the step's prompts."""
     settings = run.config.sampling
-    examples, prompts = run.prompts.draw(number)  # where problems have no end, they move on
-    asked = sample.asked(examples, prompts, settings.groups, (number - run.num_draws) * settings.batch)
+    examples, prompts = run.prompts.draw(run.step)  # where problems have no end, they move on
+    asked = sample.asked(examples, prompts, settings.groups)
     with run.clock.phase("rollout") as done:
         samples, stats = sample.answered(
             run.model,
             run.tokenizer,
             asked,
             run.sampling,
-            key=(settings.seed << 32) + number + 1,  # another for every batch of every seed
+            key=(settings.seed << 32) + run.step + 1,  # another for every step of every seed
             batch_size=run.batch_size,
             toolbox=run.toolbox,
-            seed=f"{settings.seed} {number}",
+            seed=f"{settings.seed} {run.step}",
             weights=run.task.reward_weights,
         )
         done(cost=stats)

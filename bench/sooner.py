@@ -28,7 +28,7 @@ def costs_of(run: History, line: float) -> list[float]:
     if reached < 0:
         return [math.inf] * len(COSTS)
     steps = [one for one in run.steps if one["step"] <= reached]
-    completions = [one["sampling/draws"] * run.settings["batch"] * run.settings["groups"] for one in steps]
+    completions = [run.settings["batch"] * run.settings["groups"] for one in steps]
     tokens = sum(num * one["completion/mean_tokens"] for num, one in zip(completions, steps, strict=True))
     return [len(steps), sum(one["step/s"] for one in steps), sum(completions), tokens]
 

@@ -64,7 +64,7 @@ def examine(steps: Records, evals: Records) -> list[Finding]:
             "rollouts.jsonl: answers cut short need a higher --max-tokens, babble a lower --learning-rate"
         )
 
-    tokens = [(step.get("completion/mean_tokens") or 1) * (step.get("sampling/draws") or 1) for step in steps]
+    tokens = [step.get("completion/mean_tokens") or 1 for step in steps]
     paces = [step["step/s"] / num for step, num in zip(steps, tokens, strict=True) if step.get("step/s")]
     if len(paces) >= FEW + IN_A_ROW:
         times = min(paces[-IN_A_ROW:]) / statistics.median(paces[:-IN_A_ROW])

@@ -128,7 +128,7 @@ def facts(run: History, ended: bool = False) -> dict[str, str]:
     (figure, _), (before, after) = figure_of(run), before_after(run)
     is_sft = run.settings.get("loss_type") == "sft"
     rows = run.settings["batch"] * (1 if is_sft else run.settings["groups"])
-    tokens = rows * sum(step["completion/mean_tokens"] * (step.get("sampling/draws") or 1) for step in run.steps)
+    tokens = rows * sum(step["completion/mean_tokens"] for step in run.steps)
     peak = max(health.measured(run.steps, "mem/peak_gb"), default=None)
     state = status(run, ended)
     return {

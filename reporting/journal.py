@@ -27,7 +27,6 @@ from judging import rubrics
 from machine import alive, memory, world
 from problems import form
 from problems.examples import prompt_text, spread
-from problems.rewards import merged
 from reporting import health, history, verdict
 from reporting.console import LiveLine, console_line, say, warn
 from reporting.trackers import Tracker
@@ -43,7 +42,7 @@ class PhaseClock:
     def __init__(self, on_phase: Callable[[str], None] = lambda name: None) -> None:
         self.on_phase = on_phase  # hears of each phase that begins
         self.seconds: dict[str, float] = {}
-        self.costs: dict[str, list[Any]] = {}  # what else a phase cost each time, by its own account
+        self.costs: dict[str, Any] = {}  # what else a phase cost, by its own account
         self._begin = time.perf_counter()
         self._running: str | None = None
 
@@ -58,7 +57,7 @@ class PhaseClock:
             nonlocal finished
             mx.eval(arrays)  # wait: the phase pays for its own lazy work
             if cost is not None:
-                self.costs.setdefault(name, []).append(cost)
+                self.costs[name] = cost
             finished = True
 
         try:
@@ -85,7 +84,7 @@ class Step(NamedTuple):
 
     number: int  # from 1
     seconds: dict[str, float]  # by phase
-    costs: dict[str, list[Any]]  # by phase: `RolloutStats`, `Logged` by rewards, `Judgement`
+    costs: dict[str, Any]  # by phase: `RolloutStats`, `Logged` by rewards, `Judgement`
     samples: list[Sample]  # all that were drawn
     result: Any  # of the update, `update.UpdateResult`
     peak_bytes: int
@@ -94,7 +93,7 @@ class Step(NamedTuple):
 # what given replies do not have; null in their metrics.jsonl
 NOT_SAMPLED = (
     *("reward/mean", "reward/std", "reward/zero_std_frac", "reward/none", "reward/s"),
-    *("sampling/draws", "sampling/signal_groups", "sampling/unused_frac"),
+    "sampling/signal_groups",
     *("rollout/s", "rollout/tok_s", "prefill/s", "decode/s", "ref/s", "teacher/s"),
     *("judge/s", "judge/crit_eval_s", "judge/unparsed", "judge/unparsed_frac", "judge/mass", "judge/cached"),
     *("completion/truncated_frac", "completion/repeated", "completion/degenerate_frac", "mem/cache_gb"),
@@ -104,18 +103,17 @@ NOT_SAMPLED = (
 def step_metrics(config: Config, step: Step, recent: Collection[float]) -> dict[str, Any]:
     """One object of `metrics.jsonl`. recent: seconds of the last steps, including this one."""
     samples, is_sampled = step.samples, "rollout" in step.costs
-    num_trained = sum(sample.advantage is not None for sample in samples)
     num_completions = len(samples) if is_sampled else len(by_group(samples))
     metrics: dict[str, Any] = {"step": step.number} | dict.fromkeys(NOT_SAMPLED)
     if is_sampled:
         metrics |= sampled_metrics(config, step) | tool_metrics(step)
-    metrics |= update_metrics(step.result, step.seconds, num_trained, recent)
+    metrics |= update_metrics(step.result, step.seconds, len(samples), recent)
     metrics["completion/mean_tokens"] = sum(len(sample.own) for sample in samples) / num_completions
     return finite(metrics | {"mem/peak_gb": step.peak_bytes / 1e9})
 
 
 def update_metrics(result: Any, seconds: dict[str, float], num_rows: int, recent: Collection[float]) -> dict[str, Any]:
-    """Figures of an update, and of the step's seconds by phase. num_rows: rows that were trained."""
+    """Figures of an update, and of the step's seconds by phase. num_rows: of the step."""
     train_s = sum(seconds.get(phase, 0.0) for phase in ("judge", "batch", "ref", "teacher", "update"))
     return {
         "loss": result.loss,
@@ -145,27 +143,22 @@ def update_metrics(result: Any, seconds: dict[str, float], num_rows: int, recent
 def sampled_metrics(config: Config, step: Step) -> dict[str, Any]:
     """Figures of the rollouts of a step, of their rewards and of what the judge was asked."""
     samples, groups, seconds = step.samples, by_group(step.samples), step.seconds
-    stats, judged, num = step.costs["rollout"], step.costs.get("judge", []), len(step.samples)
+    stats, judged, num = step.costs["rollout"], step.costs.get("judge"), len(step.samples)
     spreads = [np.std([one.value for one in group], ddof=1) for group in groups if len(group) > 1]
     rewards = np.array([one.reward for one in samples])
     parts = {name: np.array([one.parts[name] for one in samples]) for name in samples[0].parts}
-    logged = merged((((), one._replace(extra={})) for one in step.costs["reward"]), 0).metrics
-    asked = sum(one.stats.num_evaluations for one in judged)
-    unparsed = sum(one.unparsed for one in judged) if judged else None
     texts = [] if samples[0].conversation else [sample.text for sample in samples]  # calls of tools repeat
     odd = [
         form.is_degenerate(text, prompt_text(one.example["prompt"])) for text, one in zip(texts, samples, strict=False)
     ]
-    speeds = np.mean([one.speeds for one in stats], axis=0) if "wait" in seconds else []  # of several machines
+    speeds = stats.speeds if "wait" in seconds else []  # of several machines
     return {
         "reward/mean": mean(rewards),
         "reward/std": float(np.mean(spreads)) if spreads and np.isfinite(rewards).any() else None,
         **{f"reward/{name}": mean(part) for name, part in parts.items()},
-        **{f"metric/{name}": float(np.mean(values)) for name, values in logged.items()},
+        **{f"metric/{name}": float(np.mean(values)) for name, values in step.costs["reward"].metrics.items()},
         "reward/none": int(sum(np.isnan(parts[name]).sum() for name in samples[0].filled if name != "rubric")),
         "reward/s": seconds["reward"],
-        "sampling/draws": len(stats),
-        "sampling/unused_frac": sum(one.advantage is None for one in samples) / num,
         "sampling/signal_groups": sum(one[0].signal for one in groups) if config.compares_rewards else None,
         "reward/zero_std_frac": sum(not one[0].unlike for one in groups) / len(groups)
         if config.compares_rewards
@@ -173,20 +166,28 @@ def sampled_metrics(config: Config, step: Step) -> dict[str, Any]:
         "rollout/s": seconds["rollout"],
         "rollout/tok_s": sum(len(one.own) for one in samples) / seconds["rollout"],
         **{f"rollout/tok_s/{rank}": float(speed) for rank, speed in enumerate(speeds)},
-        "prefill/s": sum(one.prefill_s for one in stats),
-        "decode/s": sum(one.decode_s for one in stats),
+        "prefill/s": stats.prefill_s,
+        "decode/s": stats.decode_s,
         "ref/s": seconds.get("ref", 0.0),
         "teacher/s": seconds.get("teacher"),
         "judge/s": seconds.get("judge", 0.0),
-        "judge/crit_eval_s": asked / sum(one.stats.seconds for one in judged) if asked else None,
-        "judge/unparsed": unparsed,
-        "judge/unparsed_frac": unparsed / sum(one.scores.size for one in judged) if judged else None,
-        "judge/mass": mean(np.array([one.stats.mass for one in judged])),
-        "judge/cached": sum(one.stats.num_cached for one in judged) if judged else None,
+        **(judge_metrics(judged) if judged else {}),
         "completion/truncated_frac": sum(one.finish_reason == "length" for one in samples) / num,
         "completion/repeated": sum(map(form.repeated, texts)) / num if texts else None,
         "completion/degenerate_frac": sum(odd) / num if texts else None,
-        "mem/cache_gb": max(one.cache_bytes for one in stats) / 1e9,
+        "mem/cache_gb": stats.cache_bytes / 1e9,
+    }
+
+
+def judge_metrics(judged: Any) -> dict[str, float | None]:
+    """Figures of a `Judgement`."""
+    asked = judged.stats.num_evaluations
+    return {
+        "judge/crit_eval_s": asked / judged.stats.seconds if asked else None,
+        "judge/unparsed": judged.unparsed,
+        "judge/unparsed_frac": judged.unparsed / judged.scores.size,
+        "judge/mass": judged.stats.mass,
+        "judge/cached": judged.stats.num_cached,
     }
 
 
@@ -200,13 +201,13 @@ def tool_metrics(step: Step) -> dict[str, float]:
         "tools/calls": float(len(calls)),
         "tools/failures": float(sum(call["error"] is not None for call in calls)),
         "tools/s": sum(call["seconds"] for call in calls),
-        "tools/wait_s": sum(one.wait_s for one in step.costs["rollout"]),
+        "tools/wait_s": step.costs["rollout"].wait_s,
         "tools/turns": sum(talk["turns"] for talk in talks) / len(talks),
     }
 
 
 def completion_records(step: Step) -> Iterator[dict[str, Any]]:
-    """One record per sampled completion; groups are numbered through all draws."""
+    """One record per sampled completion; groups are numbered."""
     for sample in step.samples:
         if sample.logprobs is None:
             continue
@@ -228,7 +229,7 @@ def completion_records(step: Step) -> Iterator[dict[str, Any]]:
             "judge_scores": sample.scores and [s and round(s, 4) for s in map(_known, sample.scores)],
             "finish_reason": sample.finish_reason,
             # where turns have their own, the first one's: it is of the whole conversation
-            "advantage": None if sample.advantage is None else np.ravel(sample.advantage)[0].item(),
+            "advantage": np.ravel(sample.advantage)[0].item(),
         }
 
 

@@ -108,8 +108,6 @@ def mistakes(config: Config) -> Iterator[str]:
         yield "--truncated punish is a reward, and --loss-type distill learns from none; set keep or mask"
     if objective.loss_type == "distill" and (sampling.top_p < 1 or sampling.top_k or sampling.min_p):
         yield "--top-p, --top-k and --min-p: --teacher scores the whole vocabulary; leave them out"
-    if objective.advantage == "reinforce" and sampling.dynamic_sampling:
-        yield "--dynamic-sampling: to --advantage reinforce equal rewards are a signal; leave that out"
     if config.model.init_adapter and not config.model.lora_rank:
         merge = "merge it into a model first: uv run lora.py --fuse --adapter DIR --out MODEL"
         yield f"--init-adapter {config.model.init_adapter}: --lora-rank 0 trains no adapter; {merge}"

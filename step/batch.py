@@ -180,7 +180,7 @@ def _make(rows: list[int], samples: list[Sample], shared: bool) -> Batch:
         places = np.minimum(places + np.array([[len(prompt) - 1] for prompt in prompts]), max(map(len, tokens)) - 1)
     in_order = shared and all(len(sample.own) == len(sample.ids) for sample in samples)
     logprobs = [sample.logprobs for sample in samples if sample.logprobs is not None]
-    advantages = [np.array(0.0 if sample.advantage is None else sample.advantage) for sample in samples]
+    advantages = [np.array(sample.advantage) for sample in samples]
     if any(one.ndim for one in advantages):
         advantages = [np.broadcast_to(one, len(row.own)) for one, row in zip(advantages, samples, strict=True)]
     return Batch(

@@ -53,8 +53,8 @@ class Sample(NamedTuple):
     value: float = 0.0  # weighted sum of the filled parts
     scores: list[float] | None = None  # the judge's, nan where unreadable
     extra: dict[str, Any] = NOTHING  # what rewards gave to `log_extra`
-    # ---- chosen
-    advantage: float | np.ndarray | None = None  # of the sample, or (T,) of each token; None: it is not trained
+    # ---- compared
+    advantage: float | np.ndarray = 0.0  # of the sample, or (T,) of each token
     signal: bool = True  # whether its group has an advantage other than 0 in a sample that is trained
     unlike: bool = True  # whether the rewards of its group differ by more than noise
     # ---- computed
@@ -83,12 +83,12 @@ class Sample(NamedTuple):
         return found
 
 
-def asked(examples: Sequence[Example], prompts: list[list[int]], size: int, first_group: int = 0) -> list[Sample]:
-    """`size` samples of each prompt that are yet to be written; groups are counted from `first_group`."""
+def asked(examples: Sequence[Example], prompts: list[list[int]], size: int) -> list[Sample]:
+    """`size` samples of each prompt that are yet to be written."""
     pairs = zip(prompts, examples, strict=True)
     return [
         Sample(prompt, [], (), group, example=example)
-        for group, (prompt, example) in enumerate(pairs, first_group)
+        for group, (prompt, example) in enumerate(pairs)
         for _ in range(size)
     ]
 
@@ -270,17 +270,6 @@ def values_of(groups: list[list[Sample]]) -> np.ndarray:
     return table([[sample.value for sample in group] for group in groups], np.nan)
 
 
-def advanced(
-    config: Config, groups: list[list[Sample]], weights: dict[str, float], own: Advantage | None = None
-) -> list[list[Sample]]:
-    """The groups with the advantages of their samples, of turns with those of their tokens."""
-    found = advantages(config, groups, weights, own)
-    return [
-        [one._replace(advantage=of_tokens(one, its)) for one, its in zip(group, row, strict=False)]
-        for group, row in zip(groups, found, strict=True)
-    ]
-
-
 def of_tokens(sample: Sample, advantages: np.ndarray) -> float | np.ndarray:
     """The advantage of a sample, or those of its turns (K,) as those of its tokens (T,)."""
     if advantages.ndim == 0:
@@ -289,36 +278,20 @@ def of_tokens(sample: Sample, advantages: np.ndarray) -> float | np.ndarray:
     return np.repeat(advantages[: len(lengths)], lengths)
 
 
-def chosen(
+def advanced(
     config: Config, samples: list[Sample], weights: dict[str, float], own: Advantage | None = None
 ) -> list[Sample]:
-    """
-    The samples, those of the B groups that are trained with their advantages.
-
-    They are the first groups with a signal; if there are too few, the first without one fill up the batch.
-    """
-    groups = advanced(config, by_group(samples), weights, own)
-    signal = [has_signal(config, group) for group in groups]
-    unlike = [any(map(moves, group)) for group in groups]
+    """The samples with their advantages, of turns with those of their tokens, and what their groups tell."""
+    groups = by_group(samples)
+    compared = found = advantages(config, groups, weights, own)
     if own is not None or config.objective.advantage == "reinforce":  # by which equal rewards may teach
-        advantages = grpo.group_advantages(values_of(groups), "none", signal_floor=grpo.SIGNAL_FLOOR)
-        unlike = (advantages != 0).any(axis=1).tolist()
-    places = sorted(sorted(range(len(groups)), key=lambda place: not signal[place])[: config.sampling.batch])
-    if len(places) < len(groups):  # what is compared with the step is compared with what is trained of it
-        trained = advanced(config, [groups[place] for place in places], weights, own)
-        groups = [[one._replace(advantage=None) for one in group] for group in groups]
-        for place, group in zip(places, trained, strict=True):
-            groups[place] = group
-    return [
-        sample._replace(signal=signal[place], unlike=unlike[place])
-        for place, group in enumerate(groups)
-        for sample in group
-    ]
-
-
-def has_signal(config: Config, group: list[Sample]) -> bool:
-    """Whether a group has an advantage other than 0 in a sample that is trained."""
-    return any(moves(sample) and is_kept(config, sample) for sample in group)
+        compared = grpo.group_advantages(values_of(groups), "none", signal_floor=grpo.SIGNAL_FLOOR)
+    samples = []
+    for group, row, differences in zip(groups, found, compared, strict=True):
+        group = [one._replace(advantage=of_tokens(one, its)) for one, its in zip(group, row, strict=False)]
+        signal = any(moves(one) and is_kept(config, one) for one in group)
+        samples += [one._replace(signal=signal, unlike=bool((differences != 0).any())) for one in group]
+    return samples
 
 
 def is_kept(config: Config, sample: Sample) -> bool:
@@ -328,12 +301,7 @@ def is_kept(config: Config, sample: Sample) -> bool:
 
 def moves(sample: Sample) -> bool:
     """Whether a sample has an advantage other than 0."""
-    return sample.advantage is not None and bool(np.any(sample.advantage != 0))
-
-
-def is_full(config: Config, samples: list[Sample]) -> bool:
-    """Whether every group that is trained has a signal."""
-    return all(has_signal(config, group) for group in by_group(samples) if group[0].advantage is not None)
+    return bool(np.any(sample.advantage != 0))
 
 
 # ---- which of them are computed
@@ -341,13 +309,12 @@ def is_full(config: Config, samples: list[Sample]) -> bool:
 
 def trained(config: Config, samples: list[Sample], step: int, all_teach: bool = False) -> list[Sample]:
     """
-    The samples of a step's loss: those with an advantage, N; what is left out has no tokens.
+    The samples of a step's loss, N; what is left out has no tokens.
 
     One whose advantage is 0 has no gradient, unless `all_teach`, and is not computed; but one in MEASURED_OF of these,
     others every step, is measured for all of them, by their share of the tokens.
     """
-    found = [sample for sample in samples if sample.advantage is not None]
-    found = [sample if is_kept(config, sample) else sample._replace(own=()) for sample in found]
+    found = [sample if is_kept(config, sample) else sample._replace(own=()) for sample in samples]
     found = [sample._replace(has_gradient=bool(sample.own) and (all_teach or moves(sample))) for sample in found]
     idle = [row for row, sample in enumerate(found) if sample.own and not sample.has_gradient]
     if not idle:

@@ -17,7 +17,6 @@ from tasks.task import Problems, Task
 
 Drawn = tuple[list[Example], list[list[int]]]  # B examples and the ids of their prompts
 PATIENCE = 1000  # places that are tried in a row for a prompt that is new
-MOST_DRAWS = 4  # batches of prompts drawn per step with --dynamic-sampling
 
 
 class Epochs:

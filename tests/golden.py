@@ -18,7 +18,7 @@ SMALL = "--model demo --batch 2 --groups 4 --max-tokens 8 --steps 3 --save-every
 ASKED, SAID = {"role": "user", "content": "What is {0} plus {0}?"}, {"role": "assistant", "content": "It is {0}."}
 RUNS = {
     "grpo": "",
-    "dynamic": "--dynamic-sampling --beta 0.05 --mini-batches 2 --num-iterations 2",
+    "kl": "--beta 0.05 --mini-batches 2 --num-iterations 2",
     "sft": "--loss-type sft --data {at}/chats.jsonl",
     "distill": "--loss-type distill --teacher self --teacher-prompt {at}/teacher.txt",
     "tools": "--model demo:tools --task calculator --max-tokens 48",

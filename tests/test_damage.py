@@ -161,7 +161,7 @@ NEWEST = "checkpoints/step-000003"
 DAMAGE = {  # what is done, and the step from which the run goes on, or the line in which it ends
     "a bit of the optimizer": (edit(f"{NEWEST}/state.safetensors", flip), 2),
     "a digit of a record": (
-        edit(f"{NEWEST}/state.json", lambda text: text.replace(b'"num_draws": 3', b'"num_draws": 4')),
+        edit(f"{NEWEST}/state.json", lambda text: text.replace(b'"num_skipped": 0', b'"num_skipped": 1')),
         2,
     ),
     "a record without a checksum": (edit(f"{NEWEST}/state.json", lambda _: b"{}"), 2),

@@ -228,7 +228,7 @@ def runs(golden, tmp_path_factory):
     own = f"--task demo --data {root}/mine.jsonl --columns prompt=question,category=kind --reward {root}/mine.py:short"
     own += f" --eval-rubric {root}/witness.yaml"
     train.main([*SMALL, *own.split(), "--run-dir", str(root / "own")])
-    (root / "demo").symlink_to(golden("dynamic"))
+    (root / "demo").symlink_to(golden("kl"))
     return root
 
 

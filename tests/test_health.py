@@ -51,7 +51,7 @@ ILL_AND_WELL = [  # an illness, steps and evaluations that show it, and such tha
     ("entropy", (steps_of("entropy", then=(1.0, 0.5, 0.01)),), (steps_of("entropy", then=(1.0, None)),)),
     ("truncated", (steps_of(TRUNCATED, then=(0.6,)),), (steps_of(TRUNCATED, then=(0.6, 0.5)),)),
     *(("slow", (SLOW,), (well,)) for well in (slow(31, 12, 33), slow(29, 29, 29))),
-    *(("slow", (SLOW,), (slow(31, 40, 33, **more),)) for more in ({LENGTH: 40.0}, {"sampling/draws": 4})),
+    ("slow", (SLOW,), (slow(31, 40, 33, **{LENGTH: 40.0}),)),
     ("mismatch", (steps_of(OVER_CAP, then=(0.011,)),), (steps_of(OVER_CAP, then=(0.009,)),)),
     # what comes with more right answers is none
     ("entropy", (LOST, evals_of(0.5, 0.55)), (LOST, evals_of(0.5, 0.96))),

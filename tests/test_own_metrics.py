@@ -44,7 +44,7 @@ MODES = [
     [],
     ["--combine-rewards", "normalize"],
     ["--advantage", "reinforce", "--scale-rewards", "none"],
-    ["--scale-rewards", "batch", "--dynamic-sampling"],
+    ["--scale-rewards", "batch"],
     ["--reward-gate", "form"],
 ]
 

@@ -139,7 +139,6 @@ def test_auto_cuts_micro_batches_before_it_computes_layers_again(monkeypatch, on
 
 
 TRIED = {
-    "sampling/draws": 1,
     "sampling/signal_groups": 2,
     "completion/truncated_frac": 0.1,
     "completion/degenerate_frac": 0.0,

@@ -45,7 +45,7 @@ def demo_tokenizer():
 
 
 def step_record(step):
-    figures = {"reward/std": 0.5, "reward/zero_std_frac": 0.25, "reward/none": 0, "sampling/draws": 1, "kl": None}
+    figures = {"reward/std": 0.5, "reward/zero_std_frac": 0.25, "reward/none": 0, "kl": None}
     figures |= {"reward/s": 0.1, "rollout/s": 1.0, "judge/s": 0.0, "update/s": 0.5, "other/s": 0.0, "step/s": 1.6}
     figures |= {"grad_norm": 0.3, "completion/mean_tokens": 5.0, "completion/truncated_frac": 0.0, "mem/peak_gb": 0.25}
     moving = {"reward/mean": step / 10, "reward/correct": step / 20, "entropy": 1.0 / step}

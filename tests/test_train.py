@@ -99,24 +99,6 @@ def test_rewards_are_computed_once_a_step(tmp_path):
     assert [reward // 1 for reward in rewards[::12]] == [0, 1, 2]
 
 
-@pytest.mark.parametrize(
-    ("equal", "draws", "signal", "chosen"),
-    [
-        ("-1,", 1, 3, [0, 1, 2]),
-        ("0, 1, 2, 3", 3, 5, [4, 5, 6]),
-        ("0, 1, 2, 3, 4, 6, 7, 8, 9, 10, 11", 4, 1, [0, 1, 5]),  # the cap: two groups without a signal fill up
-    ],
-)
-def test_dynamic_sampling_draws_until_b_groups_differ_or_the_cap_is_reached(tmp_path, equal, draws, signal, chosen):
-    groups_of = f"[(row % 4 if 3 * call + row // 4 not in ({equal}) else 0) for row in range(len(completions))]"
-    train.main([*own_reward(tmp_path, groups_of), "--steps", "1", "--dynamic-sampling"])
-    (metrics,), lines = (untimed(tmp_path / "run" / f"{log}.jsonl") for log in ("metrics", "rollouts"))
-    assert (metrics["sampling/draws"], metrics["sampling/signal_groups"]) == (draws, signal)
-    assert metrics["sampling/unused_frac"] == pytest.approx(1 - 1 / draws)
-    assert len(lines) == 12 * draws and metrics["update/rows"] == 4 * min(signal, 3)
-    assert [i for i, line in enumerate(lines[::4]) if line["advantage"] is not None] == chosen
-
-
 def drawn(rewards, reasons=None):
     """Samples of groups with these rewards, (B, G), and why each ended."""
     pairs = [(group, float(value)) for group, values in enumerate(rewards) for value in values]
@@ -147,34 +129,22 @@ def test_what_all_rewards_have_in_common_changes_no_advantage_however_large_it_i
         np.testing.assert_allclose(found, right(rewards), atol=1e-5)
 
 
-CORRECT_ONLY = ("--reward-weights", "rubric=0")  # right or wrong: many groups are equal
-
-
-def test_every_draw_of_every_step_and_every_seed_has_a_key_of_its_own(tmp_path, monkeypatch):
+def test_every_step_of_every_seed_has_a_key_of_its_own(tmp_path, monkeypatch):
     keys, roll = [], sampler.rollout
     monkeypatch.setattr(sampler, "rollout", lambda *a, **k: keys.append(k["key"]) or roll(*a, **k))
     for seed in ("0", "1"):
-        flags = ("--steps", "3", "--eval-every", "0", "--seed", seed, "--dynamic-sampling", *CORRECT_ONLY)
+        flags = ("--steps", "3", "--eval-every", "0", "--seed", seed)
         run = make_run(tmp_path, *flags)
         list(train.train(run))
-    assert len(set(keys)) == len(keys) > 8 and evaluate.KEY not in keys
-
-
-def counts(config, drawn, own=None):
-    """Which groups are trained, how many have a signal and how many differ, and whether the step is full."""
-    groups = samples.by_group(samples.chosen(config, drawn, {}, own))
-    trained = [number for number, group in enumerate(groups) if group[0].advantage is not None]
-    flat = [one for group in groups for one in group]
-    sums = (sum(getattr(group[0], name) for group in groups) for name in ("signal", "unlike"))
-    return trained, *sums, samples.is_full(config, flat)
+    assert len(set(keys)) == len(keys) == 6 and evaluate.KEY not in keys
 
 
 def test_a_group_whose_rows_are_all_left_out_teaches_nothing():
-    config = Config.of(batch=2, groups=2, truncated="mask")
-    first = ["length", "length", "stop", "length"]
-    assert counts(config, drawn([[0, 1], [0, 1]], first)) == ([0, 1], 1, 2, False)
-    assert counts(config, drawn([[0, 1], [0, 1], [1, 1], [2, 0]], [*first, *["stop"] * 4])) == ([1, 3], 2, 3, True)
-    assert counts(config.but(truncated="keep"), drawn([[0, 1], [0, 1]], first))[3]
+    config, reasons = Config.of(batch=2, groups=2, truncated="mask"), ["length", "length", "stop", "length"]
+    for truncated, signals in (("mask", [False, True]), ("keep", [True, True])):
+        told = samples.advanced(config.but(truncated=truncated), drawn([[0, 1], [0, 1]], reasons), {})
+        assert [group[0].signal for group in samples.by_group(told)] == signals
+        assert all(one.unlike for one in told)
 
 
 def test_groups_of_any_sizes_are_compared_each_for_itself_and_no_mini_batch_has_a_part_of_one():
@@ -184,7 +154,7 @@ def test_groups_of_any_sizes_are_compared_each_for_itself_and_no_mini_batch_has_
     components = {"correct": scores, "rubric": np.array([np.nan, 1.0, *scores[2:]])}
     paid = samples.rewarded(drawn, components, {"correct": 1.0, "rubric": 1.0})
     assert paid[0].filled["rubric"] == 1.0  # the mean of what else is readable in its group
-    chosen = samples.chosen(config, paid, {})
+    chosen = samples.advanced(config, paid, {})
     for group in samples.by_group(chosen):
         values = np.array([one.value for one in group])
         expected = (values - values.mean()) / (values.std(ddof=1) + 1e-4)
@@ -200,7 +170,8 @@ def test_groups_of_any_sizes_are_compared_each_for_itself_and_no_mini_batch_has_
 def test_groups_of_equal_rewards_are_counted_by_their_rewards_whatever_they_teach():
     for config, own in ((Config.of(), lambda rewards: rewards + 1), (Config.of(advantage="reinforce"), None)):
         config = config.but(batch=2, groups=2, scale_rewards="batch")
-        assert counts(config, drawn([[1, 1], [0, 1]], ["stop"] * 4), own) == ([0, 1], 2, 1, True)
+        told = samples.advanced(config, drawn([[1, 1], [0, 1]], ["stop"] * 4), {}, own)
+        assert [(one.signal, one.unlike) for one in told] == [(True, False)] * 2 + [(True, True)] * 2
 
 
 def test_truncated_completions_are_trained_left_out_or_punished(tmp_path):
@@ -238,7 +209,7 @@ def test_a_stop_text_ends_completions_of_training_evaluation_and_sampling(tmp_pa
 
 
 def test_mlx_lm_loads_every_adapter_of_a_run_and_gives_the_same_logits(golden):
-    run, tokens = golden("dynamic"), mx.array([[1, 5, 9, 2, 30]])
+    run, tokens = golden("kl"), mx.array([[1, 5, 9, 2, 30]])
     places = [*checkpoint.saved(run), run, run / "adapter-best"]
     assert len(places) == 5
     for path in places:

@@ -197,9 +197,9 @@ def test_what_is_learned_of_turns_is_a_fresh_forward_pass_s_gradient_and_raises_
         drawn = [one._replace(**its) for one, its in zip(asked, step_sample.written(rollout), strict=True)]
         drawn = [one._replace(value=low(one)) for one in drawn]
         earned.append(np.mean([one.value for one in drawn]))
-        batches = cut(step_sample.trained(config, step_sample.chosen(config, drawn, {}), step), 400)
+        batches = cut(step_sample.trained(config, step_sample.advanced(config, drawn, {}), step), 400)
         if step == 1:  # adapters are no longer the identity
-            taught = [one for one in step_sample.chosen(config, drawn, {}) if one.advantage]
+            taught = [one for one in step_sample.advanced(config, drawn, {}) if one.advantage]
 
             def loss(model, taught=taught, num=batches[0].num_items):
                 total = mx.array(0.0)

@@ -127,7 +127,7 @@ def test_two_machines_have_the_gradients_and_measurements_of_one_and_equal_weigh
 
 
 EVERYTHING = [
-    *("--dynamic-sampling", "--beta", "0.02", "--loss-type", "grpo"),
+    *("--beta", "0.02", "--loss-type", "grpo"),
     *("--num-iterations", "2", "--train-token-budget", "100", "--eval-every", "2", "--steps", "2"),
 ]
 

@@ -191,8 +191,7 @@ def examine(
     """
     The record of `eval.jsonl` (without `step`) and one record per held-out problem.
 
-    Accuracy (or score) counts each problem's first completion. The other figures average all completions;
-    `eval/pass_at_1` is unbiased.
+    Figures are means over problems, each the mean of its completions.
 
     grader: the judge whose score is the reward "rubric". witness: a judge that training never uses. reference: the
     model before training, or one that `lora.before_training` makes it; None if unavailable.
@@ -313,15 +312,15 @@ def form_of(samples: list[Sample]) -> dict[str, np.ndarray]:
 
 
 def measure(task: tasks.Task, sampled: list[Sample], values: np.ndarray, samples: int) -> dict[str, np.ndarray]:
-    """The figures of the reported values, each (P,): of the first completion, of all, and with a verifier more."""
-    figures = {task.metric: values[::samples], "mean_at_k": by_problem(values, samples)}
+    """The figures of the reported values, each (P,); with a verifier more."""
+    figures = dict.fromkeys((task.metric, "mean_at_k"), by_problem(values, samples))
     if task.verifier is None:
         return figures
     rows = values.reshape(-1, samples)  # of all K samples the unbiased estimates are these
     figures |= {"pass_at_1": rows.mean(1), f"pass_at_{samples}": rows.max(1)}
     is_whole = sampled[0].scores is not None or task.rubric is None
     if is_whole and any(reward is not task.verifier for reward in task.counted.values()):
-        figures["score"] = np.array([one.reward for one in sampled[::samples]])
+        figures["score"] = by_problem(np.array([one.reward for one in sampled]), samples)
     return figures
 
 

@@ -113,6 +113,8 @@ def evaluation_line(record: dict[str, Any]) -> str:
     num, lost = record["eval/num"], record.get("eval/unparsed_frac")
     part = f"{known} of " if (known := record.get("eval/known", num)) != num else ""
     asked = f"{part}{num} {'conversation' if 'eval/loss' in record else 'problem'}{'s' if num != 1 else ''}"
+    if (samples := record.get("eval/samples", 1)) > 1:
+        asked += f", {samples} answers to each"
     ending = f" | {lost:.0%} of the judge's scores unreadable" if lost else ""
     return f"eval/{' | '.join(f'{name} {with_interval(record, name)}' for name in names)} | {asked}{ending}"
 

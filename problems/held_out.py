@@ -7,15 +7,25 @@ POWER = 7.85  # (1.96 + 0.84)^2, for an interval of 95% and a power of 80%
 LEAST_PROBLEMS = 50
 
 
-def hold_out_more(num: int, settings: dict[str, Any], run: str = "RUN") -> str:
+def hold_out_more(num: int, settings: dict[str, Any]) -> str:
     """How to, of now so many problems."""
     how = "a higher --eval-limit" if settings.get("eval_limit") == num else "--eval-data FILE or --data TRAIN,HELD_OUT"
-    again = f"uv run evaluate.py --run {run} --samples 8, also with --step 0"
-    return f"hold out more with {how}, or ask more often: {again}"
+    return f"hold out more with {how}, or ask each more often"
+
+
+def ask_more_often(run: str) -> str:
+    """The command that compares a run with its begin on eight answers to each problem."""
+    again = f"uv run evaluate.py --run {run} --samples 8"
+    compare = "uv run report.py --compare before.jsonl after.jsonl"
+    return f"{again} --step 0 --out before.jsonl && {again} --out after.jsonl && {compare}"
 
 
 def at_the_start(num: int, settings: dict[str, Any]) -> list[str]:
     """A line where so many held-out problems will tell little, if about every third answer changes for good or bad."""
     least, enough = (min(1, math.sqrt(POWER / 3 / size)) for size in (max(num, 1), LEAST_PROBLEMS))
     told = f"{num} held-out problems tell a change from {least:.2f} on, {LEAST_PROBLEMS} one from {enough:.2f} on"
-    return [f"{told}: {hold_out_more(num, settings)}"] if 0 < num < LEAST_PROBLEMS else []
+    return (
+        [f"{told}: {hold_out_more(num, settings)} when it is trained (evaluate.py --samples 8)"]
+        if 0 < num < LEAST_PROBLEMS
+        else []
+    )

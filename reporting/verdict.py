@@ -22,7 +22,7 @@ from disk.run_files import student
 from flags import safe, visible
 from problems import form
 from problems.examples import prompt_text
-from problems.held_out import POWER, hold_out_more
+from problems.held_out import POWER, ask_more_often, hold_out_more
 from reporting.health import Records
 
 BETTER, WORSE, SAME, FEW = "better", "worse", "no change", "too few problems to tell"
@@ -332,7 +332,8 @@ def advice(
     if found is None:
         return "look at the warnings: where a judge scores, docs/judge.md says what makes its scores unreadable"
     if found.word == FEW:
-        return f"about {found.needed:,} problems would tell: {hold_out_more(last['eval/num'], settings, run)}"
+        more = hold_out_more(last["eval/num"], settings)
+        return f"about {found.needed:,} problems would tell: {more}: {ask_more_often(run)}"
     if found.word == WORSE:
         return TOO_FAR
     if found.word == SAME:

@@ -36,18 +36,19 @@ def run(demo, **settings):
 
 
 @pytest.mark.parametrize("samples", [1, 4])
-def test_figures_are_of_each_problem_s_first_answer_or_of_all_with_intervals_over_problems(demo, samples):
+def test_figures_are_of_all_answers_with_intervals_over_problems(demo, samples):
     record, details = run(demo, samples=samples)
     values = np.array([detail["values"] for detail in details])
     assert values.shape == (24, samples) and record["eval/num"] == 24
     assert record["eval/kl"] is None and record["eval/witness"] is None  # without a reference and a witness
-    expected = {"accuracy": values[:, 0], "mean_at_k": values, "pass_at_1": values, f"pass_at_{samples}": values.max(1)}
+    expected = dict.fromkeys(("accuracy", "mean_at_k", "pass_at_1"), values) | {f"pass_at_{samples}": values.max(1)}
     assert {name: record[f"eval/{name}"] for name in expected} == pytest.approx(
         {name: column.mean() for name, column in expected.items()}
     )
     if samples > 1:
         half = run_files.student(23) * values.mean(1).std(ddof=1) / math.sqrt(24)
-        assert record["eval/pass_at_1_ci95"] == pytest.approx(half)
+        assert record["eval/accuracy_ci95"] == record["eval/pass_at_1_ci95"] == pytest.approx(half)
+        assert run_files.evaluation_line(record).endswith("| 24 problems, 4 answers to each")
     for detail in details:
         asked = {"prompts": [detail["prompt"]] * samples, "answer": [detail["answer"]] * samples}
         assert detail["values"] == sums.correct(completions=detail["completions"], **asked)
@@ -95,7 +96,7 @@ def test_a_task_without_right_answers_is_scored_by_criterion_and_category(demo):
     weights = np.array([criterion.weight for criterion in grader.rubric.criteria])
     assert record["eval/reward/rubric"] == pytest.approx((weights * (means - 3) / 2).sum(), abs=1e-6)
     expected = record["eval/reward/correct"] + 0.5 * record["eval/reward/rubric"]
-    assert record["eval/mean_at_k"] == pytest.approx(expected)
+    assert record["eval/score"] == pytest.approx(expected)
     assert not any("None" in key or key.startswith("eval/accuracy") for key in record)
     assert len(details) == 24
 
@@ -258,7 +259,7 @@ def test_a_flag_wins_over_the_run_and_its_own_data_is_taken_whole(runs, capsys, 
     write_log(tmp_path / "other.jsonl", [{"prompt": f"What is two plus {word}?"} for word in ("one", "two", "four")])
     record = told(capsys, "--run", runs / "own", "--data", tmp_path / "other.jsonl", "--max-tokens", 3, "--samples", 2)
     assert (record["eval/num"], record["eval/samples"]) == (3, 2)
-    assert record["eval/tokens"] <= 3 and record["eval/mean_at_k"] == pytest.approx(record["eval/reward/short"])
+    assert record["eval/tokens"] <= 3 and record["eval/score"] == pytest.approx(record["eval/reward/short"])
     assert {"eval/witness/brief", "eval/witness/rambling"} <= record.keys() and "eval/accuracy" not in record
 
 

@@ -196,7 +196,7 @@ RUNS = {  # name: how it was made, its verdict, and what must be said with it
         BETTER,
         '"\u597d" in 0% -> 100% of answers',
     ),
-    "too few problems": ((4, by_prompt(PLAIN, 0.0), by_prompt(PLAIN[8:], 1.0)), FEW, "--eval-data FILE"),
+    "too few problems": ((4, by_prompt(PLAIN, 0.0), by_prompt(PLAIN[8:], 1.0)), FEW, "--compare before.jsonl"),
     "collapsed": ((100, right(0.6), lambda r, p: ("no no no no no no no", 0.0)), WORSE, "repeated: "),
     "judge dead": ((60, scored(0.3), lambda r, p: (answer(r), None), "score"), FEW, "docs/judge.md"),
     "tools": ((80, right(0.2), right(0.7), "score", {"tools": ["calculator"]}), BETTER, ""),  # it calls more often

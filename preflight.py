@@ -401,12 +401,13 @@ def fits_here() -> Iterator[str]:
 # ---- the command
 
 
-def audits_of(task: tasks.Task) -> Iterator[Any]:
-    """What each reward function of a run pays for, as `audit.Audit`s; judges and environments are not asked."""
+def audits_of(config: Config) -> Iterator[audit.Audit]:
+    """What each reward function of a run pays for; judges and environments are not asked."""
+    task = tasks.make(config)
     for name, reward in task.counted.items():
         if not audit.looks_at_episodes(reward):
             with alive.doing(f"trying {name}"):
-                yield audit.audit(name, reward, task.train or task.held_out)
+                yield audit.audit(name, reward, task.train or task.held_out, config.data.reward_gate)
 
 
 TRY_STEPS, TRY_SECONDS = 4, 120.0  # steps of the trial; no further one begins after so long
@@ -441,10 +442,9 @@ def try_out(flags: list[str], config: Config) -> Iterator[str]:
         steps, answers = ([record for _, record in read_log(run / f"{name}.jsonl")] for name in ("metrics", "rollouts"))
     if not steps:
         raise ValueError(f"--try: train.py ended with status {status} before its first step")
-    task = tasks.make(config)
-    yield from [f"reward {one.name}: {audit.surprise(one)}" for one in audits_of(task)]
+    yield from [f"reward {one.name}: {audit.surprise(one)}" for one in audits_of(config)]
     if config.evaluation.every:
-        yield from at_the_start(len(spread(task.held_out, config.evaluation.limit)), config.flat())
+        yield from at_the_start(len(spread(tasks.make(config).held_out, config.evaluation.limit)), config.flat())
     yield from verdict(config, steps, answers)
 
 
@@ -544,7 +544,7 @@ def asked(own: argparse.Namespace, rest: list[str]) -> Iterator[str]:
         args.resume = checkpoint.newest_unfinished(read(SETTINGS["steps"], args.steps) if args.steps else None)
     config, choice = resolve(given(args), args.config, args.resume, gwen.choose_model)
     if own.audit:
-        said = [text for one in audits_of(tasks.make(config)) for text in audit.table(one)]
+        said = [text for one in audits_of(config) for text in audit.table(one)]
         if not said:
             judged = "only a judge or an environment, which are not asked"
             raise ValueError(f"--audit: --task {config.data.task} has no reward function, {judged}")

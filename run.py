@@ -263,7 +263,7 @@ class GrpoRun(Run):
     def __init__(self, config: Config, run_dir: Path):
         with alive.doing("reading the data"):
             self.task = tasks.make(config)  # first: it takes no model to find what is wrong
-        surprises = try_rewards(self.task)
+        surprises = try_rewards(self.task, config.data.reward_gate)
         self.own = objectives.load(config)
         for line in (*self.task.notes, *surprises):
             say(line)
@@ -422,14 +422,14 @@ def needs_base(config: Config, task: tasks.Task) -> bool:
     return not config.model.lora_rank and bool(config.objective.beta or judged or config.objective.teacher == "self")
 
 
-def try_rewards(task: tasks.Task) -> list[str]:
+def try_rewards(task: tasks.Task, gate: str) -> list[str]:
     """Lines on the user's rewards, which are tried. ValueError for a task without anything to train on."""
     from problems import audit
 
     if not task.train and task.problems is None:
         raise ValueError(f"--task {task.name} has nothing to train on; it is for evaluate.py")
     with alive.doing("trying the rewards"):
-        return world.first(lambda: list(audit.first_surprises(task)))
+        return world.first(lambda: list(audit.first_surprises(task, gate)))
 
 
 def digests(config: Config, task: tasks.Task) -> dict[str, str]:

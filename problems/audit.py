@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from problems.examples import Example, prompt_text, short, spread
+from problems.form import holds
 from problems.rewards import OF_EPISODES, Reward, UserReward, call, columns_of, place_of
 from problems.verifiers import is_mathematics
 
@@ -23,6 +24,10 @@ ROWS = 3
 AT_ONCE, PATIENCE = 64, 2.0  # rows a call, and seconds until no more are tried
 FORMS = ("The answer is %s.", "\\boxed{%s}", "#### %s", "<answer>%s</answer>", "%s")
 SENTENCE, ALONE = FORMS[0], FORMS[-1]
+MEND = (
+    "a surprise: mend the reward, or leave out a gate that pays right answers nothing, unless your task means it so, "
+    "as words swapped where their order means nothing"
+)
 THINKING = "Let me think about this step by step. "
 
 
@@ -37,7 +42,7 @@ class Line(NamedTuple):
 
     name: str
     is_honest: bool
-    text: str  # for the first of them
+    text: str  # for the first of them, or the first that makes it a surprise
     values: list[float]  # nan where the reward gave None
     num_paid: int
 
@@ -68,8 +73,12 @@ class Audit(NamedTuple):
         return sorted((line for line in self.lines if self.form and line.is_surprise), key=lambda line: line.is_honest)
 
 
-def audit(name: str, reward: Reward, examples: Sequence[Example]) -> Audit:
-    """Raises ValueError naming what the reward raised, or what it gave that is no list of numbers."""
+def audit(name: str, reward: Reward, examples: Sequence[Example], gate: str = "off") -> Audit:
+    """
+    gate: that of --reward-gate, whose pay is counted.
+
+    Raises ValueError naming what the reward raised, or what it gave that is no list of numbers.
+    """
     rows = make_rows(examples)
     told = [row for row in rows if row.right]
     tried = [(row, form % answer) for form in FORMS for row in told for answer in (row.right, row.wrong)]
@@ -93,11 +102,15 @@ def audit(name: str, reward: Reward, examples: Sequence[Example]) -> Audit:
     ]
     lines: dict[str, Line] = {}
     values = earn(name, reward, [(row, text) for row, text, *_ in asked])
-    for (_, text, middle, what, is_honest), value in zip(asked, values, strict=True):
+    for (row, text, middle, what, is_honest), value in zip(asked, values, strict=True):
+        if gate == "form" and not holds(text, prompt_text(row.example["prompt"])):
+            value = min(value, 0.0)
         line = lines.setdefault(what, Line(what, is_honest, text, [], 0))
         line.values.append(value)
-        lines[what] = line._replace(num_paid=line.num_paid + (value > middle))
+        shown = text if is_honest != (value > middle) and not line.is_surprise else line.text
+        lines[what] = line._replace(num_paid=line.num_paid + (value > middle), text=shown)
     where = name + (place_of(reward) if isinstance(reward, UserReward) else "")  # of ours nobody mends the line
+    where += " through --reward-gate form" * (gate == "form")
     is_told = min(middles) < math.inf
     return Audit(where, len(tried) + len(asked), len(rows), form if is_told else "", list(lines.values()))
 
@@ -198,6 +211,8 @@ def table(audit: Audit) -> Iterator[str]:
         paid = f"{line.num_paid} of {len(line.values)} paid" if audit.form else ""
         mark = "  <- surprise" if line in audit.surprises else ""
         yield f"  {should}  {line.name:20} {line.mean:>8}  {paid:12} {short(line.text)}{mark}"
+    if audit.surprises:
+        yield f"  {MEND}"
 
 
 def looks_at_episodes(reward: Reward) -> bool:
@@ -205,7 +220,7 @@ def looks_at_episodes(reward: Reward) -> bool:
     return not set(OF_EPISODES).isdisjoint(inspect.signature(reward).parameters)
 
 
-def first_surprises(task: Any) -> Iterator[str]:
+def first_surprises(task: Any, gate: str = "off") -> Iterator[str]:
     """
     A line for each reward that a user brought, and for a verifier of answers that pays what it should not.
 
@@ -214,7 +229,7 @@ def first_surprises(task: Any) -> Iterator[str]:
     examples, judged, rewards = task.train or task.held_out, task.rubric is not None, task.counted
     own = {name: one for name, one in rewards.items() if isinstance(one, UserReward) and not looks_at_episodes(one)}
     tried = [try_rows(name, reward, examples) for name, reward in own.items()]
-    audits = [audit(name, reward, examples) for name, reward in own.items()]
+    audits = [audit(name, reward, examples, gate) for name, reward in own.items()]
     if audits and len(audits) == len(rewards) and not judged and all(each.is_silent for each in audits):
         names = ", ".join(each.name for each in audits)
         raise ValueError(f"reward {names} gave only None for {audits[0].num_texts} made-up completions; return numbers")

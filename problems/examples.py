@@ -31,6 +31,7 @@ Example = dict[str, Any]  # {"prompt": str or chat messages, "answer": str, furt
 Records = list[tuple[str, Any]]  # a record's place ("line 3"), and its content
 SPLITS = ("train", "held_out", "test", "validation")  # all but the first are held out
 TRAINER = ("trainer_state", "log_extra", "log_metric")  # arguments only for users' rewards
+USUAL = ("question", "instruction", "problem", "input", "query", "text")  # names of prompts elsewhere
 COLUMNS = ("prompt", "answer", "system", "category", "split", "messages", "chat_template_kwargs")  # that mean something
 RESERVED = ("prompts", "completions", "completion_ids", "num_tokens", *TRAINER)  # reward arguments besides columns
 MOST_HELD_OUT = 256  # prompts, if there is no column `split`
@@ -274,8 +275,8 @@ def read_prompt(example: Example) -> Example:
     prompt = example.get("prompt", "" if "environment" in example else None)  # an environment may give the prompt
     if prompt is None:
         others = [name for name in example if name != "prompt"]
-        texts = (name for name in others if isinstance(example[name], (str, list)) and name.isidentifier())
-        name = next(texts, "COLUMN")
+        texts = [name for name in others if isinstance(example[name], (str, list)) and name.isidentifier()]
+        name = min({*texts} - {*COLUMNS}, key=[*USUAL, *texts].index, default="COLUMN")
         raise ValueError(f"no prompt, only {short(others)}; add one or name the column: --columns prompt={name}")
     if isinstance(prompt, list):
         prompt = check_prompt(prompt)

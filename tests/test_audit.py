@@ -157,6 +157,16 @@ def test_a_reward_that_cannot_tell_right_from_wrong_is_said_to_unless_something_
         assert surprises_of(own, examples)[0].endswith("no surprise")
 
 
+def test_the_text_of_a_surprise_is_one_that_is_paid_and_a_gate_is_counted(tmp_path):
+    """The second row's prompt alone is what that row asks for, and a bare answer is too short for the gate."""
+    examples = [{"prompt": "I need tea or jam.", "answer": "tea"}, {"prompt": "Only some jam.", "answer": "jam"}]
+    found = audited(tmp_path, IN_TEXT.replace("in text", "in text and 'or' not in text"), examples)
+    assert {line.name: line.text for line in found.surprises}["the prompt"] == "Only some jam."
+    gated = audit.audit(*rewards.load_reward(f"{tmp_path}/mine.py:score"), examples, "form")
+    paid = [{line.name: line.num_paid for line in one.lines}["the answer alone"] for one in (found, gated)]
+    assert paid == [2, 0] and "through --reward-gate form: " in next(audit.table(gated))
+
+
 def test_rows_are_taken_by_their_answers_which_may_be_numbers_or_missing():
     examples = [{"prompt": "?", "answer": answer} for answer in (None, "", 0, "Zero", "zero", 0)]
     assert [(row.right, row.wrong) for row in audit.make_rows(examples)] == [("0", "zero"), ("zero", "0")]
@@ -178,6 +188,7 @@ def test_preflight_shows_the_whole_table_and_asks_no_judge(tmp_path, capsys):
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.startswith("reward score (") and "made up of 3 rows" in head and "memory:" not in head
     assert any(re.match(r"  cheat  denied +1  3 of 3 paid .*not \d+\.'  <- surprise", line) for line in lines)
+    assert lines[-1].startswith("  a surprise: mend the reward, or leave out a gate")
 
 
 def test_a_run_tells_its_first_surprise_before_a_model_is_loaded(tmp_path, capsys, monkeypatch):

@@ -70,6 +70,8 @@ def test_an_answer_that_is_a_list_is_refused_and_may_bear_another_name(tmp_path)
     path = write_log(tmp_path / "data.jsonl", [{"prompt": "?", "answer": ["a", "b"]}])
     assert "line 1: answer ['a', 'b'] is a list; it must be a text" in message_of(examples.load_data, path)
     assert examples.load_data(path, "answers=answer") == [{"prompt": "?", "answers": ["a", "b"]}]
+    path = write_log(tmp_path / "data.jsonl", [{"system": "s", "answer": "a", "id": "x", "question": "?"}])
+    assert message_of(examples.load_data, path).endswith("--columns prompt=question")
 
 
 def test_rewards_find_a_renamed_column_by_both_names_but_not_one_that_means_something(tmp_path):

@@ -470,7 +470,8 @@ def main(argv: list[str] | None = None) -> None:
 
             for one in filter(None, (grader, witness)):
                 one.on_score = remember
-        print(visible("\n".join([f"{what}; task: {task.name}", *task.notes])), file=sys.stderr)
+        notes = visible("\n".join([f"{what}; task: {task.name}", *task.notes]))
+        print(alive.fitted(notes, sys.stderr), file=sys.stderr)
         rows = config.sampling.rollout_batch_size if args.run or args.rollout_batch_size not in (None, "auto") else 0
         how: dict[str, Any] = {"samples": args.samples, "temperature": args.temp, "seed": args.seed or 0}
         how |= {"batch_size": memory.BatchSize(rows) if rows else None} | ({"limit": args.limit} if args.limit else {})
@@ -478,7 +479,7 @@ def main(argv: list[str] | None = None) -> None:
         params = EvalParams.of(config, toolbox=toolbox, **how)
         reference = base if is_base and (adapter or args.run) and not args.url else None
         record, answers = examine(answer, task, params, grader=grader, witness=witness, reference=reference)
-        print(visible(run_files.evaluation_line(record)), file=sys.stderr, flush=True)
+        print(alive.fitted(visible(run_files.evaluation_line(record)), sys.stderr), file=sys.stderr, flush=True)
         print(json.dumps(record), flush=True)  # before the file: the disk may be too full for it
         if args.out:
             args.out.write_text("".join(json.dumps(answer, default=str) + "\n" for answer in answers))

@@ -22,7 +22,7 @@ import sampler
 from config import SETTINGS, Config
 from disk import checkpoint, run_files
 from flags import flag_of, read
-from machine import alive, memory, world
+from machine import memory, world
 from problems import chat_template, examples, rewards
 from reporting import trackers
 from reporting.console import console_columns, say, warn
@@ -86,7 +86,7 @@ def begin(
     def read() -> list[Any]:
         config, choice = resolve(flags, recipe, resume, gwen.choose_model)
         trackers.check(config.records.report_to)
-        print(choice, flush=True)
+        say(choice)
         settings = config.flat()
         if resume is None:
             return [settings, None, str(run_files.choose_run_dir(config.data.task, run_dir))]
@@ -137,9 +137,9 @@ class Trainer:
         self.config, self.dir, self.model = run.config, run.dir, run.model
         self._is_owner = True  # until the loop ends
         run.open()
-        print(f"run: {run.dir}, {sum(a.size for a in run.learner.trainable.values()):,} trainable parameters")
-        print(alive.fitted(run.memory))
-        print(alive.fitted(console_columns(run.config)), flush=True)
+        say(f"run: {run.dir}, {sum(a.size for a in run.learner.trainable.values()):,} trainable parameters")
+        say(run.memory)
+        say(console_columns(run.config))
 
     def _make_dir(self, begun: Begun) -> str:
         """Makes the run's directory, or that of a resumed run ready to go on; returns its path."""
@@ -150,7 +150,7 @@ class Trainer:
         checkpoint.refuse_changes(run.dir, state, run.sources, begun.allow_changes)
         for name, value in run.config.flat(run.sizes).items():
             if value != (was := state.extra["settings"].get(name, value)):
-                print(f"from step {state.step + 1} on: {flag_of(name)} {value} (was {was!r})", flush=True)
+                say(f"from step {state.step + 1} on: {flag_of(name)} {value} (was {was!r})")
         run_files.write(text, run.dir)
         return str(run.dir)
 

@@ -83,13 +83,28 @@ def doing(what: str) -> Bar:
     return Bar(desc=what, disable=True)
 
 
-def fitted(line: str) -> str:
-    """A line of figures, which a terminal that is too narrow shows broken between them; scripts get it whole."""
-    if not sys.stdout.isatty():
-        return line
-    whole = re.sub("(?<![|,+;]) ", "\xa0", line)  # stays together
+def fitted(text: str, file: Any = None) -> str:
+    """
+    Text for a terminal: what is too long breaks at spaces, but neither within a figure nor between a flag and its
+    value, and a command to copy is a line of its own. Files get it as it is.
+    """
+    if not (file or sys.stdout).isatty():
+        return text
     width = shutil.get_terminal_size().columns
-    return textwrap.fill(whole, width, subsequent_indent="  ", break_on_hyphens=False).replace("\xa0", " ")
+    return "\n".join(line if len(line) <= width else _broken(line, width) for line in text.split("\n"))
+
+
+def _broken(line: str, width: int) -> str:
+    indent, found = " " * (len(line) - len(line.lstrip()) + 2), list[str]()
+    for part in re.split(r"(uv run .*?)(?:[;,] |$)", line):
+        if part.startswith("uv run "):
+            found.append(indent + part)  # a terminal that breaks it copies it whole
+            continue
+        kept = r"([^|]) " if " | " in part else r"(--[a-z-]+) "
+        whole = re.sub(kept, "\\1\xa0", part)
+        how: Any = {"subsequent_indent": indent, "break_on_hyphens": False, "break_long_words": False}
+        found += textwrap.wrap(whole, width, initial_indent=indent * bool(found), **how)
+    return "\n".join(found).replace("\xa0", " ")
 
 
 def duration(seconds: float) -> str:

@@ -17,9 +17,9 @@ PHASES |= {"teacher": "asking the teacher"}
 
 
 def say(line: str, file: TextIO | None = None) -> None:
-    """Prints a line above the live one, safe to show, and flushes."""
+    """Prints a line above the live one, safe to show and as wide as a terminal, and flushes."""
     file = sys.stdout if file is None else file
-    tqdm.write(safe(line), file=file)
+    tqdm.write(alive.fitted(safe(line), file), file=file)
     file.flush()
     alive.note()
 

@@ -24,7 +24,7 @@ import numpy as np
 from config import Config
 from disk.run_files import JsonLines, finite, mean
 from judging import rubrics
-from machine import alive, memory, world
+from machine import memory, world
 from problems import form
 from problems.examples import prompt_text, spread
 from reporting import health, history, verdict
@@ -298,7 +298,7 @@ class Journal:
             self.rollouts.write(completion)
         for tracker in self.trackers:
             tracker.log(figures)
-        say(alive.fitted(console_line(figures, self.config.optimizer.steps)))
+        say(console_line(figures, self.config.optimizer.steps))
         if figures["skipped"]:
             warn(f"step {figures['step']}: the gradient was not finite; the step changed nothing")
         self.warn(figures["step"])
@@ -351,15 +351,19 @@ class Journal:
     def print_summary(self) -> None:
         """Repeats the warnings, says what the run has written, and the verdict."""
         for warning in self.warnings.read():
-            print(f"warned after step {warning['step']}: {warning['name']}")
-        print(f"adapter: {self.dir / 'adapter'}")
+            say(f"warned after step {warning['step']}: {warning['name']}")
+        say(f"adapter: {self.dir / 'adapter'}")
         if (best := self.best_step) is not None:
-            when = f"after {best} steps" if best else "before training"
-            beaten = ", as none since is better by more than noise" * (best != self.evaluations[-1]["step"])
-            print(f"best: {self.dir / 'adapter-best'}, {when}{beaten}")
+            said = f"best: {self.dir / 'adapter-best'}, " + (f"after {best} steps" if best else "before training")
+            if best != self.evaluations[-1]["step"]:
+                is_worse = self.verdict and (self.verdict.warning or [""])[0] == "worse"
+                tie = "none since is better by more than noise; use the newest"
+                said += f": {'the newest is worse by more than noise' if is_worse else tie}"
+            say(said)
         if (written := self.dir / "report.html").is_file():
-            print(f"page: {written}")
-        print(*verdict.lines(self.verdict), sep="\n")
+            say(f"page: {written}")
+        for line in verdict.lines(self.verdict):
+            say(line)
 
 
 def evaluation_is_due(config: Config, step: int, evaluations: list[dict[str, Any]]) -> bool:

@@ -147,8 +147,8 @@ class Run:
         """Whether no step is left."""
         return self.step >= self.config.optimizer.steps
 
-    def note(self, samples: list[Sample]) -> None:
-        """Takes in what a step was trained on, after its update."""
+    def note(self) -> None:
+        """Counts a step, after its update."""
         self.step += 1
 
     def evaluate(self) -> None:
@@ -332,8 +332,8 @@ class GrpoRun(Run):
     def _warn_of(self, name: str, text: str) -> None:
         self.journal.warn_of(self.step, health.Finding(name, text))
 
-    def note(self, samples: list[Sample]) -> None:
-        super().note(samples)
+    def note(self) -> None:
+        super().note()
         self.prompts.note()
 
     def evaluate(self) -> None:

@@ -59,7 +59,7 @@ def train(run: GrpoRun | SftRun) -> Iterator[dict[str, Any]]:
         samples = draw(run) if isinstance(run, GrpoRun) else run.replies()
 
         result = run.within_memory(functools.partial(learn, run, samples))
-        run.note(samples)
+        run.note()
         # ---- everything below is reporting
         costs, seconds, peak = clock.costs, clock.lap(), mx.get_peak_memory()
         figures = run.journal.write_step(Step(run.step, seconds, costs, samples, result, peak))

@@ -239,7 +239,7 @@ def fill(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
     return filled
 
 
-# ---- advantages, and which groups are trained
+# ---- advantages
 
 
 def advantages(

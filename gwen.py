@@ -630,20 +630,19 @@ def doctor() -> Iterator[tuple[str, bool | None]]:
     """
     found, dtype = versions.environment(cpu_blas.description), default_dtype()
     numbers = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
-    wired = os.environ.get(
-        memory.WIRED_LIMIT, "none, as macOS was reported to panic with it: docs/memory.md, mlx #3186"
-    )
+    panics = "none; memory that macOS must not page out was reported to panic it: docs/memory.md, mlx #3186"
+    wired = f"{limit} GB that macOS must not page out" if (limit := os.environ.get(memory.WIRED_LIMIT)) else panics
     yield f"versions: Python {found['python']}, {numbers}", True
     yield f"machine: {found['machine']}, {found['platform']}, {found['num_cpus']} CPUs", True
     yield f"memory: {memory.memory_size() / 1e9:.1f} GB for this process", True
     yield f"wired: {wired}", True
     yield f"device: {'metal' if gpu.has_metal() else 'cpu'}, where models are {str(dtype).rpartition('.')[2]}", True
-    yield f"BLAS: {found['blas']}", True
+    yield f"BLAS: {found['blas']}; it multiplies matrices on the CPU", True
     usual = "random:0.6b" if gpu.has_metal() else "random:2m"
     shape = Model(dataclasses.replace(known_config(usual), layer_kinds=("full_attention",)))
     shape.set_dtype(dtype)
     line, well = of_mlx(shape)
-    yield f"MLX: {line}; at the sizes of {usual}", well
+    yield f"MLX: {line}; tried at the sizes of {usual}", well
     line, well = hub.describe_cache()
     yield line, well or None
     if not (gpu.has_metal() and kernels.is_wanted()):
@@ -653,7 +652,7 @@ def doctor() -> Iterator[tuple[str, bool | None]]:
     kernels.check_calls(calls)
     names = dict.fromkeys(call.op.name for call in calls)
     off = [name for name in names if kernels.OPS[name].off]
-    yield f"kernels: {', '.join(names)} were compared with their expressions; OFF: {', '.join(off) or 'none'}", not off
+    yield f"kernels: {', '.join(names)} were compared with plain MLX; OFF: {', '.join(off) or 'none'}", not off
 
 
 def main(argv: list[str] | None = None) -> None:

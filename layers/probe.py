@@ -75,4 +75,5 @@ def look(weights: list[mx.array], heads: tuple[int, int, int]) -> tuple[str, boo
     shares["masked attention"] = attention_error(*heads, dtype) / kernels.TOLERANCES[dtype]
     well = max(shares.values()) <= 1
     figures = ", ".join(f"{name} {share:.2g}" for name, share in shares.items() if share)
-    return f"{'right' if well else 'WRONG'}, of what {dtype} allows off by: {figures}", well
+    allowed = f"errors as shares of what {str(dtype).rpartition('.')[2]} allows, up to 1"
+    return f"{'right' if well else 'WRONG'}; {allowed}: {figures}", well

@@ -13,13 +13,6 @@ def hold_out_more(num: int, settings: dict[str, Any]) -> str:
     return f"hold out more with {how}, or ask each more often"
 
 
-def ask_more_often(run: str) -> str:
-    """The command that compares a run with its begin on eight answers to each problem."""
-    again = f"uv run evaluate.py --run {run} --samples 8"
-    compare = "uv run report.py --compare before.jsonl after.jsonl"
-    return f"{again} --step 0 --out before.jsonl && {again} --out after.jsonl && {compare}"
-
-
 def at_the_start(num: int, settings: dict[str, Any]) -> list[str]:
     """A line where so many held-out problems will tell little, if about every third answer changes for good or bad."""
     least, enough = (min(1, math.sqrt(POWER / 3 / size)) for size in (max(num, 1), LEAST_PROBLEMS))

@@ -354,12 +354,10 @@ class Journal:
             say(f"warned after step {warning['step']}: {warning['name']}")
         say(f"adapter: {self.dir / 'adapter'}")
         if (best := self.best_step) is not None:
-            said = f"best: {self.dir / 'adapter-best'}, " + (f"after {best} steps" if best else "before training")
-            if best != self.evaluations[-1]["step"]:
-                is_worse = self.verdict and (self.verdict.warning or [""])[0] == "worse"
-                tie = "none since is better by more than noise; use the newest"
-                said += f": {'the newest is worse by more than noise' if is_worse else tie}"
-            say(said)
+            is_worse = self.verdict and (self.verdict.warning or [""])[0] == "worse"
+            since = "the newest is worse" if is_worse else "use the newest, as none since is better"
+            beaten = f"; {since} by more than noise" * (best != self.evaluations[-1]["step"])
+            say(f"best: {self.dir / 'adapter-best'}, {f'after {best} steps' if best else 'before training'}{beaten}")
         if (written := self.dir / "report.html").is_file():
             say(f"page: {written}")
         for line in verdict.lines(self.verdict):

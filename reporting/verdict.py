@@ -22,7 +22,7 @@ from disk.run_files import student
 from flags import safe, visible
 from problems import form
 from problems.examples import prompt_text
-from problems.held_out import POWER, ask_more_often, hold_out_more
+from problems.held_out import POWER, hold_out_more
 from reporting.health import Records
 
 BETTER, WORSE, SAME, FEW = "better", "worse", "no change", "too few problems to tell"
@@ -333,7 +333,9 @@ def advice(
         return "look at the warnings: where a judge scores, docs/judge.md says what makes its scores unreadable"
     if found.word == FEW:
         more = hold_out_more(last["eval/num"], settings)
-        return f"about {found.needed:,} problems would tell: {more}: {ask_more_often(run)}"
+        again, compare = f"uv run evaluate.py --run {run} --samples 8", "uv run report.py --compare"
+        both = f"{again} --step 0 --out before.jsonl && {again} --out after.jsonl"
+        return f"about {found.needed:,} problems would tell: {more}: {both} && {compare} before.jsonl after.jsonl"
     if found.word == WORSE:
         return TOO_FAR
     if found.word == SAME:

@@ -263,7 +263,7 @@ def test_a_run_warns_of_what_fell_when_it_falls_and_its_best_is_kept(tmp_path, c
     assert "WARNING after step 30: accuracy fell from 0.700 after step 10" in capsys.readouterr().err
     assert log.best_step == 10 and [one["name"] for one in log.warnings.read()] == ["worse"]
     log.print_summary()
-    assert "adapter-best, after 10 steps: the newest is worse by more than noise" in capsys.readouterr().out
+    assert "adapter-best, after 10 steps; the newest is worse by more than noise" in capsys.readouterr().out
     again = journal.Journal(log.config, tmp_path, "accuracy", 20, keep_scores=False)  # as a run that goes on knows it
     assert again.best_step == 10 and again.warnings.read() == []
 

@@ -496,17 +496,18 @@ def verdict(config: Config, steps: list[dict[str, Any]], answers: list[dict[str,
     least, most = (alive.duration(num * pace) for pace in (min(times), max(times)))
     pace = f"{min(times):.1f} to {max(times):.1f} s a step, {num} in {least} to {most} without evaluations"
     yield f"{pace}, {peak:.2f} GB"
-    changes = []
+    changes, is_gated, is_payable = [], config.data.reward_gate == "form", all(map(form.pays, answers))
     if (unread := mean("judge/unparsed_frac")) > rubrics.LOUD:
         fix = "take another --judge-model, see docs/judge.md"
         changes.append(f"{unread:.0%} of the judge's scores cannot be read: {fix}")
     if cut > MANY_CUT:
         changes.append(f"raise --max-tokens above {config.sampling.max_tokens}, or ask for shorter answers")
     if config.compares_rewards and signals < FEW_SIGNALS:
-        if config.data.reward_gate == "form" and not any(
-            form.passes(one["completion"], prompt_text(one["prompt"]), one["finish_reason"]) for one in answers
-        ):
-            changes.append(f"no answer passes --reward-gate form: to be paid, it {form.NEEDED}")
+        kept = [form.passes(one["completion"], prompt_text(one["prompt"]), one["finish_reason"]) for one in answers]
+        if is_gated and not (any(kept) and is_payable):
+            off = "; it pays some right answers alone nothing: leave it out, or ask for sentences" * (not is_payable)
+            share = f"{sum(kept) / len(kept):.0%} of the answers pass"
+            changes.append(f"{share} --reward-gate form: to be paid, one {form.NEEDED}{off}")
         elif high == low:
             changes.append(f"every answer earns {low:.3g}: take a reward that tells answers apart, or other prompts")
         elif middle < 0.2:
@@ -515,9 +516,10 @@ def verdict(config: Config, steps: list[dict[str, Any]], answers: list[dict[str,
             changes.append("nearly all succeed: take harder prompts")
         else:
             changes.append("answers to one prompt earn alike: try a higher --temp or more --groups")
-    if degenerate > MANY_DEGENERATE and config.data.reward_gate == "off":
+    if degenerate > MANY_DEGENERATE and not is_gated and is_payable:
         changes.append("set --reward-gate form")
-    yield f"change: {'; '.join(changes)}" if changes else "go"
+    enough = f": a signal in {signals:.0%} of the groups, where {FEW_SIGNALS:.0%} are enough, however low the mean"
+    yield f"change: {'; '.join(changes)}" if changes else "go" + enough * config.compares_rewards
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -69,6 +69,11 @@ def passes(text: str, prompt: str, finish_reason: str) -> bool:
     return finish_reason == "stop" and holds(text, prompt)
 
 
+def pays(row: dict[str, Any]) -> bool:
+    """Whether `gated` leaves a row's own `answer`, said alone, what it earns; true where there is none."""
+    return row.get("answer") is None or holds(str(row["answer"]), prompt_text(row["prompt"]))
+
+
 def gated(
     components: dict[str, Any], examples: list[Example], completions: list[str], finish_reasons: list[str]
 ) -> dict[str, Any]:

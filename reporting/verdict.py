@@ -284,16 +284,20 @@ def verdict(
     rewards = {name: its for name in names if (its := paired(*(paid(end, name) for end in ends)))}
     if any(not found or its.mean != found.mean for its in rewards.values()):
         text += f"; rewards: {', '.join(f'{visible(name)} {its.mean:+.3f}' for name, its in rewards.items())}"
+    is_own = figure == "accuracy" and settings.get("task") == "own"
+    is_unasked = is_own and bool(settings.get("reward")) and not settings.get("verifier")
+    mended = mend(settings, is_unasked, all(map(form.pays, after)))
     chosen, warning = best(figure, evals, answers) or last, None
     if is_better(change(figure, last, chosen, answers)):
         fell = f"{figure} fell from {chosen[f'eval/{figure}']:.3f} after step {chosen['step']}, that of adapter-best"
         text, warning = f"{text}; {fell}", ("worse", f"{fell}: {TOO_FAR}")
     elif alarms:
-        warning = ("gamed", f"the reward may pay for what is not meant; {'; '.join(alarms)}: {mend(settings)}")
+        suspects = "the reward may pay for what is not meant" + ", or the verifier be too strict" * is_unasked
+        warning = ("gamed", f"{suspects}; {'; '.join(alarms)}: {mended}")
     is_doubtful = bool(alarms) or (figure == "score" and bool(words))
     last_read = [ends[1][problem] for problem in drawn(both, settings)]
     is_rising = chosen is last and is_better(change(figure, middle, last, answers))
-    advised = advice(found, last, is_doubtful, is_rising, settings, shlex.quote(str(run)))
+    advised = advice(found, last, mended if is_doubtful else "", is_rising, settings, shlex.quote(str(run)))
     if though and found and found.word == SAME:
         advised = APART if total and total.word == BETTER else TOO_FAR
     return Verdict(
@@ -308,11 +312,17 @@ def verdict(
     )
 
 
-def mend(settings: dict[str, Any]) -> str:
-    """What to do where a reward may be gamed, but for what the run already does."""
-    tried = {"--beta 0.05": settings.get("beta"), "--reward-gate form": settings.get("reward_gate") == "form"}
-    more = " or ".join(flag for flag, is_on in tried.items() if not is_on)
-    return "read the answers: if they are not what you want, mend the reward" + (f", or try {more}" if more else "")
+def mend(settings: dict[str, Any], is_unasked: bool, is_payable: bool) -> str:
+    """
+    What to do where a reward may be gamed, but for what the run already does.
+
+    is_unasked: nobody named the verifier beside it. is_payable: the gate would pay right answers.
+    """
+    gate = not is_payable or settings.get("reward_gate") == "form"
+    more = " or ".join(["--beta 0.05"] * (not settings.get("beta")) + ["--reward-gate form"] * (not gate))
+    strict = "if those called wrong are right, compare by --verifier FILE.py:fn; " * is_unasked
+    said = f"read the answers: {strict}if they are not what you want, mend the reward"
+    return said + (f", or try {more}" if more else "")
 
 
 def unwitnessed(first: dict[str, Any], last: dict[str, Any]) -> list[str]:
@@ -325,9 +335,9 @@ def unwitnessed(first: dict[str, Any], last: dict[str, Any]) -> list[str]:
 
 
 def advice(
-    found: Change | None, last: dict[str, Any], is_doubtful: bool, is_rising: bool, settings: dict[str, Any], run: str
+    found: Change | None, last: dict[str, Any], mended: str, is_rising: bool, settings: dict[str, Any], run: str
 ) -> str:
-    """What to do next, in a sentence with its command."""
+    """What to do next, in a sentence with its command. mended: `mend`'s, where it may be gamed."""
     kl = last.get("eval/kl")
     if found is None:
         return "look at the warnings: where a judge scores, docs/judge.md says what makes its scores unreadable"
@@ -342,8 +352,8 @@ def advice(
         if kl is not None and kl < LEAST_KL:
             return f"the model has hardly moved (KL {kl:.1g} nats a token): try three times the --learning-rate"
         return "try more --steps, problems that it solves sometimes, or a reward that tells its answers apart"
-    if is_doubtful:
-        return mend(settings)
+    if mended:
+        return mended
     if is_rising:
         return f"train on, it was still rising: uv run train.py --resume {run} --steps {2 * last['step']}"
     talk = f"talk to it: uv run sampler.py --run {run} --chat"

@@ -91,7 +91,7 @@ def make(config: Config, held_out: str | None = None) -> Task:
     else:
         task = load(data.task, data=data.path or None, held_out=held_out, columns=data.columns or None)
     if data.task in ("own", "gsm8k", "math") and (data.verifier or data.task == "own"):
-        task = own.verified(task, data.verifier or "auto")
+        task = own.verified(task, data.verifier, bool(data.reward))
     elif data.verifier:
         fix = f"--task {data.task} has its own; leave it out, or take --task own"
         raise ValueError(f"--verifier {data.verifier} compares with the answers of your own data, and {fix}")
@@ -122,7 +122,7 @@ def make(config: Config, held_out: str | None = None) -> Task:
 
 
 def _with_own_rewards(task: Task, config: Config) -> Task:
-    """The task with the rewards of --reward, each of weight 1, instead of its own; a rubric keeps its weight."""
+    """The task with the rewards of --reward, each of weight 1, instead of its own; rubrics and metrics stay."""
     data = config.data
     parts = [spec.rpartition(":") for spec in data.reward]
     specs = [file + colon + name for file, colon, names in parts for name in names.split(",")]
@@ -133,7 +133,9 @@ def _with_own_rewards(task: Task, config: Config) -> Task:
     if taken := sorted(own.keys() & {"mean", "std", "zero_std_frac", "s", "none"}):
         raise ValueError(f"--reward {taken[0]}: reward/{taken[0]} is a metric of its own; rename the function")
     rubric = {"rubric": task.reward_weights.get("rubric", 1.0)} if task.rubric else {}
-    return task._replace(rewards=own, reward_weights=dict.fromkeys(own, 1.0) | rubric)
+    metrics = {name: one for name, one in task.rewards.items() if not task.reward_weights[name]}
+    weights = dict.fromkeys(metrics, 0.0) | dict.fromkeys(own, 1.0) | rubric
+    return task._replace(rewards=metrics | own, reward_weights=weights)
 
 
 def _with_tools(task: Task, config: Config) -> Task:

@@ -19,12 +19,15 @@ def answer_of(example: Example) -> str:
     return "" if example.get("answer") is None else str(example["answer"])
 
 
-def verified(task: Task, spec: str) -> Task:
+def verified(task: Task, spec: str, has_reward: bool) -> Task:
     """
-    The task with the verifier of --verifier as its reward `correct`, and a line on how it compares.
+    The task with the verifier of --verifier, or `auto`, as its reward `correct`, and a line on how it compares.
 
-    It has neither where there is no answer to compare with. Raises ValueError as `choose` and `load_function` do.
+    It has neither where there is no answer to compare with. Beside a reward, texts that nobody asked to compare are its
+    metric `exact`: the user's function may well pay what is right in other words, and so its score is the figure.
+    Raises ValueError as `choose` and `load_function` do.
     """
+    asked, spec = spec, spec or "auto"
     answers = list(filter(None, map(answer_of, task.train + task.held_out)))
     known = list(filter(is_compared, answers))
     verifier: Any = None
@@ -44,8 +47,13 @@ def verified(task: Task, spec: str) -> Task:
         said = ["none to compare with"]
     if prose := [answer for answer in answers if not is_compared(answer)] if spec in NAMES else []:
         said.append(f"{len(prose)} not compared, being prose, as {short(prose[0])}")
-    rewards = task.rewards | {"correct": verifier} if verifier else {}
-    return task._replace(verifier=verifier, rewards=rewards, notes=[*task.notes, f"answers: {'; '.join(said)}"])
+    is_beside = bool(known) and has_reward and not asked and name == "exact"
+    if is_beside:
+        said.append("a metric beside your reward; --verifier exact, or FILE.py:fn of your own, makes it the accuracy")
+        task = task._replace(rewards={"exact": verifier}, reward_weights={"exact": 0.0})
+    else:
+        task = task._replace(verifier=verifier, rewards=task.rewards | {"correct": verifier} if verifier else {})
+    return task._replace(notes=[*task.notes, f"answers: {'; '.join(said)}"])
 
 
 def refuse(task: Task, source: str | None) -> None:

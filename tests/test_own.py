@@ -161,8 +161,13 @@ def test_the_verifier_that_is_taken_is_told_with_an_example_and_another_may_be_n
     task = task_of(*data, "--verifier", f"{tmp_path}/mine.py:bug", "--reward", "length:9")
     assert rewards.call_reward("x", task.verifier, ["?"], ["a bug"], {}) == [1] and list(task.rewards) == ["length"]
     mixed = [{"prompt": f"{n}?", "answer": "lots" if n == 3 else str(n)} for n in range(4)]
-    told = task_of("--data", write_log(tmp_path / "mixed.jsonl", mixed)).notes[1]
-    assert "3 of them would do for --verifier number, but not 'lots'" in told
+    data = ["--data", write_log(tmp_path / "mixed.jsonl", mixed)]
+    assert "3 of them would do for --verifier number, but not 'lots'" in task_of(*data).notes[1]
+    task = task_of(*data, "--reward", "length:9")  # which may pay for other words that are right
+    assert (task.metric, task.reward_weights) == ("score", {"exact": 0, "length": 1})
+    assert task.rewards["exact"](prompts=[], completions=["Lots."], answer=["lots"]) == [1]
+    assert "a metric beside your reward; --verifier exact, or FILE.py:fn of your own, makes" in task.notes[1]
+    assert task_of(*data, "--reward", "length:9", "--verifier", "auto").metric == "accuracy"
 
 
 def test_own_data_is_its_own_task_and_its_defaults_are_said(tmp_path):
@@ -226,6 +231,7 @@ def test_a_run_shows_accuracy_and_score(tmp_path, capsys):
         write_log(tmp_path / "b.jsonl", [*SUMS[:12], {"prompt": "Hi"}]),
     ]
     flags = ["--model", "demo", *data, "--reward", f"{tmp_path}/mine.py:always", "--steps", "1", "--batch", "2"]
+    flags += ["--verifier", "auto"]
     train.main([*flags, "--groups", "2", "--eval-every", "1", "--run-dir", str(tmp_path / "run")])
     record = json.loads((tmp_path / "run" / "eval.jsonl").read_text().splitlines()[0])
     assert record["eval/accuracy"] < record["eval/score"] == record["eval/reward/always"]

@@ -237,6 +237,17 @@ def test_runs_get_their_verdicts_and_none_that_is_gamed_goes_without_its_words(t
     assert len(found.read) < 10 or int(found.read[-1][0].split()[-1]) > 9
 
 
+@pytest.mark.parametrize("verifier", ["", "exact"])
+def test_a_verifier_nobody_named_is_suspected_and_no_gate_advised_that_right_answers_fail(tmp_path, verifier):
+    record = {"values": [0.0], "rewards": {}, "prompt": "?", "completions": ["tea and jam"], "answer": "tea, jam"}
+    answers = {step: {n: record | {"reward": [pay]} for n in range(20)} for step, pay in ((0, 0.0), (9, 1.0))}
+    evals = [{"step": step, "eval/accuracy": 0.0, "eval/num": 20} for step in answers]
+    settings = {"task": "own", "reward": ["mine.py:score"], "verifier": verifier}
+    _, text = verdict.verdict("accuracy", evals, answers, settings, tmp_path).warning
+    assert ("be too strict" in text) == ("by --verifier FILE.py:fn" in text) == (not verifier)
+    assert text.endswith("mend the reward, or try --beta 0.05")
+
+
 def test_what_is_best_already_is_not_called_still_rising(tmp_path):
     """Of 0, 25, 50, 75 and 100 steps the one after 75 is the best, and the last one is better than that after 50."""
     answers, evals = {}, []

@@ -395,7 +395,7 @@ def fits_here() -> Iterator[str]:
         yield "{:28}{:6.1f}{:>10}{:>10}".format(name, need / 1e9, *times)
     best = max((fit for fit in found if 100 * fit.seconds < PATIENCE), key=lambda fit: fit.need, default=found[0])
     own = "" if best.model == "demo" else " --data mine.jsonl --reward mine.py:score"  # README.md shows both
-    yield f"start with: {command(merged({'model': best.model}, None))} --model {best.model}{own}"
+    yield f"start with: {command(merged({'model': best.model}, None).flat())} --model {best.model}{own}"
 
 
 # ---- the command

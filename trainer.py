@@ -323,8 +323,10 @@ def _go_on(run: Any, error: BaseException) -> str:
             return "start over with a smaller model or a lower --max-tokens"
         less = f" --train-token-budget {budget}" if budget >= run.longest else " --checkpoint-layers on"
     if checkpoint.saved(run.dir):
-        return f"continue with: {command_of(run.config)} --resume {shlex.quote(str(run.dir))}{less}"
-    return f"start over with: {command_of(run.config)} --config {shlex.quote(str(run.dir / 'config.yaml'))}{less}"
+        return f"continue with: {command_of(run.config.flat())} --resume {shlex.quote(str(run.dir))}{less}"
+    return (
+        f"start over with: {command_of(run.config.flat())} --config {shlex.quote(str(run.dir / 'config.yaml'))}{less}"
+    )
 
 
 def _newest(run: Any, error: BaseException, first: str = "") -> str:

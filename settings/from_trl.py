@@ -5,8 +5,11 @@ data/trl.yaml says what each name is here. Nothing of the script is run.
 """
 
 import ast
+import importlib.util
 import math
 import re
+import shlex
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +19,23 @@ import yaml
 from config import SETTINGS
 from flags import foreign_names, load_yaml, read_text
 from settings.checks import checked
+from settings.sources import command
 
 CALLS = ("GRPOConfig", "SFTConfig", "LoraConfig", "GRPOTrainer", "SFTTrainer")
 PARTS = ("args", "peft_config", "train_dataset", "processing_class")  # of the trainer, which other calls make
+KEPT: dict[str, tuple[Any, ...]] = {  # what Gwen does anyway where a name is not needed; another value is told
+    "weight_decay": (0,),
+    "max_grad_norm": (1,),
+    "adam_beta1": (0.9,),
+    "adam_beta2": (0.999,),
+    "adam_epsilon": (1e-8, "1e-8"),  # which YAML reads as a text
+    "shuffle_dataset": (True,),
+    "use_peft": (True,),
+}
+
+
+class Computed(str):
+    """The words of a value that only running the script would give."""
 
 
 def recipe(path: str) -> str:
@@ -30,26 +47,40 @@ def recipe(path: str) -> str:
     rows = {
         name: row for section, names in foreign_names().items() if section != "values" for name, row in names.items()
     }
-    ours, left, spared = derived(theirs, path), [], []
+    ours, left, spared, run = derived(theirs, path), [], [], {}
     for name, value in theirs.items():
         kind, said = rows.get(str(name), ("missing", "neither TRL nor Gwen knows it"))
         key, meant = renamed(str(name), value, kind, said)
         if DERIVED.get(name) in ours:
             continue
-        if kind == "not needed":
+        if kind == "not needed" and value in KEPT.get(name, (value,)):
             spared.append(str(name))
             continue
+        if key == "run_dir" and type(value) is str:
+            run[name] = value
+            continue
+        kind = "Gwen differs" if kind == "not needed" else kind
         try:
-            if key in SETTINGS:
+            if key in SETTINGS and isinstance(value, Computed):
+                kind, said = "computed", f"write its value as `{key}: VALUE`"
+            elif key in SETTINGS:
                 ours.setdefault(key, checked({key: meant}).flat()[key])
                 continue
         except ValueError as error:
             kind, said = "refused", str(error)
         left.append(f"# {name}: {value!r:.80} -> {kind}{': ' if said else ''}{said}")
-    if any(one.startswith(f"{Path(path)}:") for one in ours.get("reward", ())):
-        left.append(f"# reward: it runs {path}, so keep the training in there under `if __name__ == '__main__':`")
+    for file in dict.fromkeys(one.rpartition(":")[0] for one in ours.get("reward", ())):
+        if absent := ", ".join(missing(file)):
+            fix = "move the functions into a file without these imports"
+            left.append(f"# reward: {file} imports {absent}, which Gwen does not have: {fix}")
+        elif Path(file) == Path(path):
+            left.append(f"# reward: it runs {path}, so keep the training in there under `if __name__ == '__main__':`")
     if spared:
         left.append(f"# not needed here: {', '.join(spared)}")
+    if run:
+        folder = Path(run.get("output_dir", "runs"))
+        folder = folder if folder.name == run.get("run_name", folder.name) else folder / run["run_name"]
+        left.insert(0, f"# {command(ours)} --config THIS --run-dir {shlex.quote(str(folder))}")
     return "\n".join([*left, yaml.safe_dump(ours, sort_keys=False)])
 
 
@@ -76,7 +107,7 @@ def derived(theirs: dict[str, Any], path: str) -> dict[str, Any]:
         ours["lora_scale"] = scale[0] / scale[1]
     if all(type(value) is int and value > 0 for value in batch):
         ours["batch"] = max(batch[0] * batch[1] // batch[2], 1)
-    if name := theirs.get("dataset_name"):
+    if (name := theirs.get("dataset_name")) and not isinstance(name, Computed):
         parts = name, theirs.get("dataset_config"), theirs.get("dataset_train_split")
         ours["data"] = ":".join(str(part) for part in parts if part)
     share, steps = theirs.get("warmup_steps") or theirs.get("warmup_ratio"), theirs.get("max_steps")
@@ -98,12 +129,52 @@ def at_hand(path: str, name: Any) -> str:
     return f"{file}:{function}" if file.is_file() else ""
 
 
-def in_script(path: str, where: str) -> Iterator[tuple[str, Any]]:
-    """The names and values in a script's calls; of a value that is computed its words, of rewards their modules."""
+def parsed(path: str, where: str) -> ast.Module:
     try:
-        tree = ast.parse(read_text(path, where, 1))
+        return ast.parse(read_text(path, where, 1))
     except (SyntaxError, RecursionError) as error:
         raise ValueError(f"{where} is not Python: {error}") from error
+
+
+def missing(path: str) -> list[str]:
+    """The modules that a file imports at its top level and nobody finds."""
+    names: list[str] = []
+    for node in parsed(path, f"--reward {path}").body:
+        names += [one.name for one in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+    roots, beside = (
+        dict.fromkeys(name.partition(".")[0] for name in names),
+        {one.stem for one in Path(path).parent.iterdir()},
+    )
+    return [root for root in roots if root not in beside and not importlib.util.find_spec(root)]
+
+
+class Constants(ast.NodeTransformer):
+    """Puts literals in the place of the names that a script gives them once, at its top level."""
+
+    def __init__(self, tree: ast.Module):
+        num = Counter(
+            getattr(node, "id", getattr(node, "arg", ""))
+            for node in ast.walk(tree)
+            if isinstance(node, ast.arg) or (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+        )
+        self.known: dict[str, Any] = {}
+        for node in tree.body:
+            if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value:
+                target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+                value = literal(self.visit(node.value))
+                if isinstance(target, ast.Name) and num[target.id] == 1 and not isinstance(value, Computed):
+                    self.known[target.id] = value
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        is_known = isinstance(node.ctx, ast.Load) and node.id in self.known
+        return ast.Constant(self.known[node.id]) if is_known else node
+
+
+def in_script(path: str, where: str) -> Iterator[tuple[str, Any]]:
+    """The names and values in a script's calls; of a value that is computed its words, of rewards their modules."""
+    tree = parsed(path, where)
+    tree = Constants(tree).visit(tree)
     known = {node.name: f"{Path(path).stem}.{node.name}" for node in tree.body if isinstance(node, ast.FunctionDef)}
     for imports in [node for node in tree.body if isinstance(node, ast.ImportFrom)]:
         known |= {one.asname or one.name: f"{imports.module}.{one.name}" for one in imports.names}
@@ -113,7 +184,9 @@ def in_script(path: str, where: str) -> Iterator[tuple[str, Any]]:
             words = {word.arg: word.value for word in node.keywords}
             names = [*node.args, *(words[name] for name in ("path", "name", "split") if name in words)]
             names = [words["data_files"]] if "data_files" in words else names  # its reader and split go without saying
-            yield "dataset_name", ":".join(map(str, map(literal, names)))
+            parts = [*map(literal, names)]
+            kind = str if all(type(part) is str for part in parts) else Computed
+            yield "dataset_name", kind(":".join(map(str, parts)))
         elif called in CALLS and isinstance(node, ast.Call):
             for word in node.keywords:
                 if word.arg == "reward_funcs":
@@ -126,5 +199,5 @@ def in_script(path: str, where: str) -> Iterator[tuple[str, Any]]:
 def literal(node: ast.expr) -> Any:
     try:
         return ast.literal_eval(node)
-    except ValueError:
-        return ast.unparse(node)
+    except (ValueError, TypeError):  # a dictionary with a list for a key
+        return Computed(ast.unparse(node))

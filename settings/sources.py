@@ -8,7 +8,7 @@ import argparse
 import os
 import re
 import reprlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -232,10 +232,10 @@ def as_yaml(config: Config, sizes: Sizes | None = None) -> str:
     return yaml.safe_dump(written, sort_keys=False)
 
 
-def command(config: Config) -> str:
+def command(settings: Mapping[str, Any], program: str = "train.py") -> str:
     """`uv run train.py`, with the extras that these settings need."""
-    task, model = config.data.task, config.model.name
+    task, model = settings.get("task", ""), str(settings.get("model", ""))
     needed = {"smollm": model == "smollm2", "gguf": model.endswith(".gguf")}
     needed |= {"tasks": task.startswith("rg:"), "ifeval": task == "ifeval"}
-    extras = [*(name for name, is_needed in needed.items() if is_needed), *config.records.report_to]
-    return " ".join(["uv run", *(f"--extra {name}" for name in extras), "train.py"])
+    extras = [*(name for name, is_needed in needed.items() if is_needed), *settings.get("report_to", ())]
+    return " ".join(["uv run", *(f"--extra {name}" for name in extras), program])

@@ -58,11 +58,19 @@ def test_values_of_trl_are_taken_in_a_flag_with_underscores_and_in_a_recipe(tmp_
 
 
 SCRIPT = """
-dataset = load_dataset("openai/gsm8k", "main", split="train")
-args = GRPOConfig(output_dir="out", learning_rate=2e-5, per_device_train_batch_size=8, gradient_accumulation_steps=4,
-                  num_generations=8, max_completion_length=200, gradient_checkpointing=True, report_to="none",
-                  scale_rewards=False, loss_type="bnpo", num_train_epochs=1, temperature=TEMPERATURE)
-GRPOTrainer(model="Qwen/Qwen2-0.5B", reward_funcs=[right], args=args, train_dataset=dataset,
+MODEL = "Qwen/Qwen2-0.5B"
+NAME: str = "openai/gsm8k"
+ALSO = NAME
+RATE = 2e-5
+TEMPERATURE = 0.7
+TEMPERATURE += 0.1
+dataset = load_dataset(ALSO, "main", split="train")
+args = GRPOConfig(output_dir="out", run_name="a b", learning_rate=RATE, per_device_train_batch_size=8,
+                  gradient_accumulation_steps=4, num_generations=8, max_completion_length=200,
+                  gradient_checkpointing=True, report_to="none",
+                  scale_rewards=False, loss_type="bnpo", num_train_epochs=1, temperature=TEMPERATURE,
+                  max_grad_norm=1.0, weight_decay=0.1, adam_beta2=0.99, top_k=pick(), bf16=True)
+GRPOTrainer(model=MODEL, reward_funcs=[right], args=args, train_dataset=dataset,
             peft_config=LoraConfig(r=32, lora_alpha=64, target_modules=["q_proj", "k_proj", "v_proj"]))
 raise SystemExit("nothing of it is run")
 """
@@ -78,7 +86,7 @@ RECIPE = "model_name_or_path: demo\nlearning_rate: 1e-5\nlora_r: 8\nuse_peft: tr
             {"data": "openai/gsm8k:main:train", "batch": 4, "groups": 8, "max_tokens": 200, "learning_rate": 2e-5}
             | {"lora_rank": 32, "lora_scale": 2.0, "lora_targets": ["qkv_proj"], "checkpoint_layers": "on"}
             | {"model": "Qwen/Qwen2-0.5B", "report_to": [], "scale_rewards": "none"},
-            "loss_type num_train_epochs output_dir reward_funcs temperature",
+            "adam_beta2 bf16 loss_type num_train_epochs reward_funcs temperature top_k weight_decay",
         ),
         (
             "grpo.yaml",
@@ -95,7 +103,7 @@ RECIPE = "model_name_or_path: demo\nlearning_rate: 1e-5\nlora_r: 8\nuse_peft: tr
         ),
         (
             "rewards.py",
-            "from mine import short as brief\ndef right(completions): ...\n"
+            "import trl, mine, re\nfrom peft.utils import x\nfrom mine import short as brief\ndef right(): ...\n"
             "GRPOTrainer(reward_funcs=[right, brief]); LoraConfig(target_modules=['q_proj', 'v_proj'])\n"
             "GRPOConfig(reward_weights=[1, 0.5], warmup_ratio=0.11, max_steps=10)",
             {"reward": ["AT/rewards.py:right", "AT/mine.py:short"], "reward_weights": {"right": 1, "short": 0.5}}
@@ -118,7 +126,13 @@ def test_a_file_of_trl_becomes_a_recipe_that_says_what_has_no_equal(tmp_path, ca
     said = capsys.readouterr().out
     assert yaml.safe_load(said.replace(str(tmp_path), "AT")) == ours
     assert ("['q_proj', 'v_proj'] -> refused: --lora-targets q_proj: one adapter" in said) == (name == "rewards.py")
-    assert sorted(re.findall("^# ([a-z_]+): ", said, re.M)) == left.split()
+    assert sorted(re.findall("^# ([a-z_0-9]+): ", said, re.M)) == left.split()
+    if name == "grpo.py":
+        assert said.startswith("# uv run train.py --config THIS --run-dir 'out/a b'\n")
+        assert "\n# temperature: 'TEMPERATURE' -> computed: write its value as `temp: VALUE`\n" in said
+        assert "weight_decay: 0.1 -> Gwen differs: there is none, as" in said and ", max_grad_norm\n" in said
+    if name == "rewards.py":
+        assert f"{name} imports trl, peft, which Gwen does not have: move the functions into a file without" in said
     (tmp_path / "ours.yaml").write_text(said)
     checks.checked(sources.load_recipe(tmp_path / "ours.yaml"))
 
@@ -148,8 +162,8 @@ def test_a_command_without_the_flag_of_a_row_says_nothing_of_it():
 
 def test_the_command_that_goes_on_has_the_extras_of_the_run():
     config = checks.checked({"model": "smollm2", "task": "rg:lcm", "report_to": "wandb"})
-    assert sources.command(config) == "uv run --extra smollm --extra tasks --extra wandb train.py"
-    assert sources.command(checks.checked({"model": "demo", "task": "demo"})) == "uv run train.py"
+    assert sources.command(config.flat()) == "uv run --extra smollm --extra tasks --extra wandb train.py"
+    assert sources.command({"model": "demo"}, "report.py") == "uv run report.py"
 
 
 # ---- projections by the names of a checkpoint

@@ -509,7 +509,9 @@ def verdict(config: Config, steps: list[dict[str, Any]], answers: list[dict[str,
             share = f"{sum(kept) / len(kept):.0%} of the answers pass"
             changes.append(f"{share} --reward-gate form: to be paid, one {form.NEEDED}{off}")
         elif high == low:
-            changes.append(f"every answer earns {low:.3g}: take a reward that tells answers apart, or other prompts")
+            warm = ", or a warm start (docs/warm-start.md)" * (high <= 0)
+            fix = f"take a reward that tells answers apart, or other prompts{warm}"
+            changes.append(f"every answer earns {low:.3g}: {fix}")
         elif middle < 0.2:
             changes.append("nearly all fail: take easier prompts, more --groups, or a warm start with --loss-type sft")
         elif middle > 0.8:

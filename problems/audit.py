@@ -257,7 +257,8 @@ def surprise(audit: Audit, *, is_told: bool = False) -> str:
     elif not has_answers and not audit.is_silent:
         said = f"{_alike(audit)}; it gives {', '.join(f'{line.mean} to {line.name}' for line in audit.lines)}"
     else:
-        said = "no surprise" if audit.form or is_told else _alike(audit)
+        others = "; another reward or the judge may tell right from wrong" * is_told
+        said = "no surprise" if audit.form else _alike(audit) + others
     if audit.form in ("", SENTENCE):
         return said
     return (
@@ -272,5 +273,5 @@ def _alike(audit: Audit) -> str:
         return "the data has no column answer (--columns answer=COLUMN names one) to make right answers of"
     values = {value for line in audit.lines for value in line.values}
     if len(values) == 1:
-        return f"it gives {values.pop():g} to everything, so it teaches nothing"
+        return f"it gives {values.pop():g} to everything: unless it asks for another form, it teaches nothing"
     return f"right answers earn no more than wrong ones, in any of {len(FORMS)} forms"

@@ -142,9 +142,7 @@ def test_a_reward_that_takes_one_form_is_audited_in_it(tmp_path, form):
         ("return [1.0 if answer[0] else None] * len(completions)", PRODUCTS, "it gives 1 to everything"),
     ],
 )
-def test_a_reward_that_cannot_tell_right_from_wrong_is_said_to_unless_something_else_can(
-    tmp_path, body, examples, said
-):
+def test_a_reward_that_cannot_tell_right_from_wrong_is_said_to_and_whether_another_may(tmp_path, body, examples, said):
     (tmp_path / "mine.py").write_text(
         f"def score(completions, answer=[1], **_): {body}\n{IN_TEXT.replace('score', 'other')}"
     )
@@ -152,9 +150,10 @@ def test_a_reward_that_cannot_tell_right_from_wrong_is_said_to_unless_something_
     (line,) = surprises_of({"score": own["score"]}, examples, False)
     assert said in line
     (line,) = surprises_of({"score": own["score"]}, examples, True)
-    assert line.endswith("no surprise" if examples == PRODUCTS else "to no answer, 1 to the prompt, 0 to very long")
+    others = "; another reward or the judge may tell right from wrong"
+    assert said in line and line.endswith(others if examples == PRODUCTS else "1 to the prompt, 0 to very long")
     if examples == PRODUCTS:
-        assert surprises_of(own, examples)[0].endswith("no surprise")
+        assert surprises_of(own, examples)[0].endswith(others)
 
 
 def test_the_text_of_a_surprise_is_one_that_is_paid_and_a_gate_is_counted(tmp_path):

@@ -82,20 +82,16 @@ def test_no_second_model_is_held_for_a_reference_or_a_judge(tmp_path):
         assert run.base is None and run.judge.model is run.model
 
 
-def own_reward(tmp_path, text):
-    """Flags of a run whose only reward is `text`, of completions and of the number of its call in the run."""
+def test_rewards_are_computed_once_a_step(tmp_path):
+    run = tmp_path / "run"
     (tmp_path / "mine.py").write_text(
         "import os\ncalls = []\ndef mine(completions, **_):\n"
-        f"    calls.extend([1] * os.path.isdir({str(tmp_path / 'run')!r}))\n"  # before there are trials of it
-        f"    call = len(calls) - 1\n    return {text}\n"
+        f"    calls.extend([1] * os.path.isdir({str(run)!r}))\n"  # before there are trials of it
+        "    return [len(calls) - 1 + 0.1 * row for row in range(len(completions))]\n"
     )
     flags = ["--reward", f"{tmp_path / 'mine.py'}:mine", "--reward-weights", "rubric=0", "--eval-every", "0"]
-    return [*SMALL, *flags, "--run-dir", str(tmp_path / "run")]
-
-
-def test_rewards_are_computed_once_a_step(tmp_path):
-    train.main([*own_reward(tmp_path, "[call + 0.1 * row for row in range(len(completions))]"), "--steps", "3"])
-    rewards = [line["reward"] for line in read_log(tmp_path / "run" / "rollouts.jsonl")]
+    train.main([*SMALL, *flags, "--run-dir", str(run), "--steps", "3"])
+    rewards = [line["reward"] for line in read_log(run / "rollouts.jsonl")]
     assert [reward // 1 for reward in rewards[::12]] == [0, 1, 2]
 
 

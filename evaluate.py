@@ -409,15 +409,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--temp", type=float, default=1.0, help="of the samples; a run's evaluations have 1")
     parser.add_argument("--seed", type=int, help="of the samples (default: 0, as of a run's evaluations)")
     add_flags(parser, [SETTINGS[name] for name in TAKEN])
-    parser.add_argument("--judge-cache", type=Path, metavar="FILE", help="scores to know and to add to, as a run's")
     parser.add_argument("--out", type=Path, help="a JSON line for each problem goes to this file")
     args = parser.parse_args(argv)
     flags = given(args, TAKEN)
     try:
         check_least(args, limit=1, samples=1, temp=0, seed=0)
-        for flag, path in (("--out", args.out), ("--judge-cache", args.judge_cache)):
-            if path and (path.is_dir() or not path.absolute().parent.is_dir()):
-                raise ValueError(f"{flag} {path} is no file in an existing directory; make the directory first")
+        if args.out and (args.out.is_dir() or not args.out.absolute().parent.is_dir()):
+            raise ValueError(f"--out {args.out} is no file in an existing directory; make the directory first")
         adapter = run_files.settle(args)
         if args.run:
             chat_template.keep_date(run_files.begun(Path(args.run)))
@@ -455,21 +453,8 @@ def main(argv: list[str] | None = None) -> None:
             base, is_base = gwen.load(config.model.name)[0], True
         grader, witness = make_graders(config, task.rubric if scored else None, task.witness, base, tokenizer)
         cache = next((one.cache for one in (grader, witness) if one is not None), None)
-        known = args.judge_cache or (Path(args.run) / "judge_scores.jsonl" if args.run else None)
-        if cache and known:
-            cache.fill([record for _, record in run_files.read_log(Path(known))])
-        if cache and args.judge_cache:
-            log = run_files.JsonLines(args.judge_cache)
-            if not (begin := b'{"step": ').startswith(text := log.path.read_bytes()[: len(begin)]):
-                raise ValueError(f"--judge-cache {log.path} begins with {text!r}, as no scores do; name another file")
-            log.cut_after(sys.maxsize)  # a line that was being written
-
-            def remember() -> None:
-                for score in cache.take_fresh():
-                    log.write({"step": 0} | score)
-
-            for one in filter(None, (grader, witness)):
-                one.on_score = remember
+        if cache and args.run:
+            cache.fill([record for _, record in run_files.read_log(Path(args.run) / "judge_scores.jsonl")])
         notes = visible("\n".join([f"{what}; task: {task.name}", *task.notes]))
         print(alive.fitted(notes, sys.stderr), file=sys.stderr)
         rows = config.sampling.rollout_batch_size if args.run or args.rollout_batch_size not in (None, "auto") else 0

@@ -4,13 +4,12 @@ TRL's own trainer on the settings of a run of ours, recorded as a run that `benc
     uv run --with trl==1.16.0 --with peft==0.21.2 --with torch==2.15.0 python -m bench.trl_run runs/A runs/TRL
 
 It gets the same prompts in the same order, rewards and judge, adapters of the same rank on the same projections, rate
-and schedule. Its weights are evaluated by ours, as often as the run's. A step's seconds are those of its own loop.
+and schedule. Its adapters are evaluated by ours, as often as the run's. A step's seconds are those of its own loop.
 Left out: --target-kl, of which TRL has no equal.
 """
 
 import importlib
 import os
-import shutil
 import sys
 import tempfile
 import time
@@ -20,10 +19,9 @@ from typing import Any
 
 import cpu_blas  # noqa: F401  (before mlx)
 import datasets
-import mlx.core as mx
-from mlx.utils import tree_flatten
 
 import gwen
+import lora
 from bench import harness
 from disk import run_files
 from reporting import history
@@ -65,8 +63,8 @@ def trainer(
 class Beside:
     """A run of ours beside TRL, which pays its completions, and records and evaluates its steps."""
 
-    def __init__(self, run: Any, model: Any, directory: Path):
-        """model: PEFT's, in training. directory: of its model without weights, where they are written to be read."""
+    def __init__(self, run: Any, model: Any, directory: str):
+        """model: PEFT's, in training. directory: where its adapter is written, to be read by ours."""
         self.run, self.model, self.directory = run, model, directory
         self.log = run_files.JsonLines(run.dir / "metrics.jsonl")
         self.drawn = [run.prompts.draw(number) for number in range(run.config.optimizer.steps)]
@@ -91,13 +89,9 @@ class Beside:
         run.step += 1
         self.log.write({"step": run.step, "step/s": seconds, "completion/mean_tokens": self.mean_tokens})
         if run.step % run.config.evaluation.every == 0:
-            self.model.merge_adapter()
-            kept = {name: tensor for name, tensor in self.model.state_dict().items() if "lora_" not in name}
-            named = {name.removeprefix("base_model.model.").replace(".base_layer", ""): kept[name] for name in kept}
-            arrays = {name: mx.array(tensor.float().numpy()) for name, tensor in named.items()}
-            mx.save_safetensors(str(self.directory / "model.safetensors"), arrays)
-            self.model.unmerge_adapter()
-            run.model.load_weights(tree_flatten(gwen.load(str(self.directory))[0].parameters()))
+            self.model.save_pretrained(self.directory)
+            run.model = gwen.load(run.config.model.name)[0]
+            lora.attach(run.model, self.directory)
             run.evaluate()
             print(run.step, run_files.evaluation_line(run.journal.evaluations[-1]), flush=True)
         self.begin()
@@ -105,16 +99,15 @@ class Beside:
 
 def measure(source: str, folder: str) -> None:
     """Trains as the run in `source` was trained, and records it in `folder`."""
-    train: Any = importlib.import_module("train")
-    peft: Any = importlib.import_module("peft")
-    settings = history.load(source).settings
-    run: Any = train.Trainer.start(run_dir=folder, **settings | {"lora_rank": 0, "checkpoint_layers": "auto"}).run
+    modules: Any = map(importlib.import_module, ("train", "transformers", "peft"))
+    train, transformers, peft = modules
+    settings = history.load(source).settings | {"target_kl": 0.0, "checkpoint_layers": "auto"}
+    run: Any = train.Trainer.start(run_dir=folder, **settings).run
     s, o = run.config.sampling, run.config.optimizer
     with harness.model_directory(run.config.model.name) as found, tempfile.TemporaryDirectory() as scratch, run.journal:
-        skipped = shutil.ignore_patterns("*.safetensors*")
-        directory = Path(shutil.copytree(found, Path(scratch) / "model", ignore=skipped))
+        transformers.set_seed(s.seed)  # of its adapters
         model = peft.get_peft_model(model_of(found), adapters(settings["lora_rank"], settings["lora_scale"]))
-        beside = Beside(run, model, directory)
+        beside = Beside(run, model, scratch)
         prompts = [ids for _, each in beside.drawn for ids in each]
         texts = list(map(run.tokenizer.decode, prompts))
         again = [run.tokenizer.encode(text, add_special_tokens=False) for text in texts]

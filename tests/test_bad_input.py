@@ -222,7 +222,8 @@ def test_a_process_ends_with_status_2_and_one_line_or_with_0_and_none(tmp_path):
     assert done.returncode == 2 and not list(tmp_path.iterdir())
     checked_line(done.stderr, "GWEN_DTYPE='int4' is not one of")
     done = command("train.py", *SMALL, "--run-dir", tmp_path / "run")
-    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("model: demo, as asked; task: demo\n")
+    assert done.returncode == 0 and done.stdout.startswith("model: demo, as asked; task: demo\n")
+    assert all(line.startswith("... ") for line in done.stderr.splitlines())  # of a machine that is slow
     assert not (tmp_path / "run" / "adapter-best").exists()  # as nothing was evaluated
 
 

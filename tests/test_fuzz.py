@@ -248,7 +248,6 @@ READERS: dict[str, tuple[Callable[[list[str]], None], list[str]]] = {
     "labels.jsonl": (judge.main, COMMANDS["judge"][1]),
     "rubric.yaml": (judge.main, COMMANDS["judge"][1]),
     "task.yaml": (preflight.main, ["--model", "demo", "--task", "rg:chain_sum", "--task-config", "task.yaml"]),
-    "scores.jsonl": (evaluate.main, ["--model", "demo", "--task", "values", "--judge-cache", "scores.jsonl"]),
     "run/config.yaml": (sampler.main, ["--prompt", "hi", "--run", "run"]),
     "run/metrics.jsonl": (report.main, ["run"]),
     "run/eval.jsonl": (report.main, ["--list", "."]),

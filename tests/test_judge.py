@@ -447,24 +447,6 @@ def test_the_key_comes_from_the_environment(no_proxy, monkeypatch):
     assert requests[0][1]["Authorization"] == "Bearer sesame"
 
 
-def test_an_evaluation_pays_for_no_score_twice(no_proxy, tmp_path):
-    server, scores = Server(lambda *_: (200, completion("4", [("4", -0.01)]), {})), tmp_path / "scores.jsonl"
-    flags = ["--model", "demo", "--task", "values", "--limit", "2", "--max-tokens", "4", "--judge-url", server.url]
-    flags += ["--judge-model", "demo", "--judge-cache", str(scores)]
-    evaluate_main(flags)
-    paid = len(server.requests)
-    assert paid == len(read_log(scores)) > 0
-    scores.write_bytes(scores.read_bytes()[:-9])  # a line that was being written when the machine went down
-    for _ in range(2):
-        evaluate_main(flags)
-        assert len(server.requests) == len(read_log(scores)) + 1 == paid + 1
-    scores.write_text('{"mine": 1}')  # a file of the user's, with no newline
-    with pytest.raises(SystemExit):
-        evaluate_main(flags)
-    assert scores.read_text() == '{"mine": 1}'
-    server.close()
-
-
 @pytest.fixture(scope="module")
 def mlx_lm_server(tmp_path_factory):
     """mlx_lm's own server with the demo model as `lora.py --fuse` writes it, as a process of its own on loopback."""

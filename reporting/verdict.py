@@ -313,11 +313,7 @@ def verdict(
 
 
 def mend(settings: dict[str, Any], is_unasked: bool, is_payable: bool) -> str:
-    """
-    What to do where a reward may be gamed, but for what the run already does.
-
-    is_unasked: nobody named the verifier beside it. is_payable: the gate would pay right answers.
-    """
+    """What to do where a reward may be gamed. is_unasked: nobody named the verifier. is_payable: by the gate."""
     gate = not is_payable or settings.get("reward_gate") == "form"
     more = " or ".join(["--beta 0.05"] * (not settings.get("beta")) + ["--reward-gate form"] * (not gate))
     strict = "if those called wrong are right, compare by --verifier FILE.py:fn; " * is_unasked

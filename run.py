@@ -395,6 +395,8 @@ class SftRun(Run):
         self.train = chats.render_all(train, "training", **how)
         held_out = spread(held_out, config.evaluation.limit) if config.evaluation.every else []
         self.held_out = chats.render_all(held_out, "held-out", **how)
+        for line in at_the_start(len(held_out), config.flat()):
+            say(line)
         self.longest = max(len(row.ids) for rows in self.train + self.held_out for row in rows)
         self.settle(config, [sum(len(row.ids) for row in rows) for rows in self.train])
         self.end_step()

@@ -31,6 +31,7 @@ from problems.examples import spread
 from reporting import charts, history, seeds, verdict
 from reporting.history import History, changes, fold, prompt_text
 from reporting.seeds import Setting
+from settings.sources import command
 
 TEMPLATES = Path(__file__).parent / "templates"
 MOST_COMPLETIONS = 2_500_000  # bytes of rollouts.jsonl, whose ids and log-probabilities the page leaves out
@@ -207,7 +208,7 @@ def page(settings: list[Setting], ended: bool = False) -> str:
         name=" against ".join(setting.name for setting in settings),
         run=run,
         written=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        command=f"uv run train.py --config {recipe} --run-dir {again}",
+        command=f"{command(run.settings)} --config {recipe} --run-dir {again}",
         status=(status, how_far(run, status)),
         verdict=(found := verdict_of(run)),
         tone={verdict.BETTER: "" if found and found.is_doubtful else "good", verdict.WORSE: "bad"},

@@ -22,8 +22,9 @@ from disk.run_files import student
 from flags import safe, visible
 from problems import form
 from problems.examples import prompt_text
-from problems.held_out import POWER, hold_out_more
+from problems.held_out import POWER, at_the_start, hold_out_more
 from reporting.health import Records
+from settings.sources import command
 
 BETTER, WORSE, SAME, FEW = "better", "worse", "no change", "too few problems to tell"
 MARGIN = 0.1  # of the range of values: where the interval is within it, nothing worth having has changed
@@ -276,6 +277,7 @@ def verdict(
         part = f"{found.num} of {last['eval/num']}" if found.num < last["eval/num"] else found.num
         text = f"{figure} {was:.3f} -> {now:.3f} from step {first['step']} to {last['step']}, on {part} held-out "
         text += f"problems; gain {found.mean:+.3f}, {interval(found)}"
+        text = "; ".join([text, *(at_the_start(found.num, settings) if figure == "loss" else [])])
     total, though = paired(*map(paid, ends)) if figure == "accuracy" and "eval/score" in last else None, ""
     if found and total and found.word in (SAME, FEW) and total.word in (BETTER, WORSE):
         though = f"the score {'rose' if total.word == BETTER else 'fell'}"
@@ -339,7 +341,9 @@ def advice(
         return "look at the warnings: where a judge scores, docs/judge.md says what makes its scores unreadable"
     if found.word == FEW:
         more = hold_out_more(last["eval/num"], settings)
-        again, compare = f"uv run evaluate.py --run {run} --samples 8", "uv run report.py --compare"
+        if settings.get("loss_type") == "sft":
+            return f"about {found.needed:,} conversations would tell: {more}"
+        again, compare = f"{command(settings, 'evaluate.py')} --run {run} --samples 8", "uv run report.py --compare"
         both = f"{again} --step 0 --out before.jsonl && {again} --out after.jsonl"
         return f"about {found.needed:,} problems would tell: {more}: {both} && {compare} before.jsonl after.jsonl"
     if found.word == WORSE:
@@ -351,9 +355,9 @@ def advice(
     if mended:
         return mended
     if is_rising:
-        return f"train on, it was still rising: uv run train.py --resume {run} --steps {2 * last['step']}"
-    talk = f"talk to it: uv run sampler.py --run {run} --chat"
-    return f"{talk}; merge it into its model: uv run lora.py --fuse --run {run} --out my-model"
+        return f"train on, it was still rising: {command(settings)} --resume {run} --steps {2 * last['step']}"
+    talk = f"talk to it: {command(settings, 'sampler.py')} --run {run} --chat"
+    return f"{talk}; merge it into its model: {command(settings, 'lora.py')} --fuse --run {run} --out my-model"
 
 
 def lines(found: Verdict | None) -> list[str]:

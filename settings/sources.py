@@ -233,8 +233,8 @@ def as_yaml(config: Config, sizes: Sizes | None = None) -> str:
 
 
 def command(settings: Mapping[str, Any], program: str = "train.py") -> str:
-    """`uv run train.py`, with the extras that these settings need."""
-    task, model = settings.get("task", ""), str(settings.get("model", ""))
+    """`uv run` with the extras that these settings need, and the program."""
+    task, model = settings.get("task") or "", str(settings.get("model", ""))
     needed = {"smollm": model == "smollm2", "gguf": model.endswith(".gguf")}
     needed |= {"tasks": task.startswith("rg:"), "ifeval": task == "ifeval"}
     extras = [*(name for name, is_needed in needed.items() if is_needed), *settings.get("report_to", ())]

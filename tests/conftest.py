@@ -241,18 +241,6 @@ def relative_error(ours: mx.array, theirs: mx.array) -> float:
     return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
 
 
-def assert_drawn_from(probs: np.ndarray, tokens: np.ndarray) -> None:
-    """Draws follow their distribution, by chi-square's 99.9% quantile (Wilson-Hilferty); none has probability 0."""
-    counts, num_draws = np.bincount(tokens, minlength=len(probs)), len(tokens)
-    assert (counts[probs == 0] == 0).all()
-    common = probs * num_draws >= 5
-    observed = np.append(counts[common], counts[~common].sum())
-    expected = np.append(probs[common], probs[~common].sum()) * num_draws
-    freedom = len(observed) - 1
-    limit = freedom * (1 - 2 / (9 * freedom) + 3.09 * np.sqrt(2 / (9 * freedom))) ** 3
-    assert ((observed - expected) ** 2 / expected).sum() < limit
-
-
 def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, mx.array]:
     """Tensors by Hugging Face name, float32, none of them at the value that training would begin with."""
     rng = np.random.default_rng(seed)

@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from conftest import read_log, write_log
-from test_remote_judge import Server, completion
+from test_remote_judge import completion, serving  # noqa: F401  a fixture
 
 import gwen
 import judge
@@ -130,15 +130,6 @@ def test_a_score_is_the_expectation_over_the_digits_of_the_prompt_judged_alone(
                 score, mass = expected_score(alone(model, ids), digits)
                 assert judged.scores[row, column] == pytest.approx(score, abs=1e-3)
                 assert judged.mass[row, column] == pytest.approx(mass, rel=1e-3, abs=1e-6)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_scores_do_not_depend_on_the_chunk_size(demo, mode):
-    prompts, completions = groups_of_answers(3, 4)
-    expected = judge.Judge(*demo, RUBRIC, 24, mode).score(prompts, completions)
-    for chunk_size in (1, 7, 1000) if mode == "logits" else (7,):
-        got = judge.Judge(*demo, RUBRIC, chunk_size, mode).score(prompts, completions)
-        np.testing.assert_allclose(got.scores, expected.scores, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -362,27 +353,17 @@ def test_a_bad_answer_with_an_attack_appended_stays_bad_and_gains_next_to_nothin
 # ---- a server as judge
 
 
-@pytest.fixture
-def no_proxy(monkeypatch):
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-
-
 def remote(url, **options):
     return judge.make(settings_of(url=url, model="demo", **options), RUBRIC, lambda: pytest.fail("a model was loaded"))
 
 
-def judged_by(answer, completions=("Three.",), **options):
-    """What a server's judge makes of answers, and the requests that it got."""
-    server = Server(answer)
-    try:
-        return remote(server.url, **options).score(
-            ["Add one and two."] * len(completions), completions
-        ), server.requests
-    finally:
-        server.close()
+def judged_by(server, completions=("Three.",), **options):
+    """What a server's judge makes of answers."""
+    return remote(server.url, **options).score(["Add one and two."] * len(completions), completions)
 
 
-def test_a_server_s_log_probabilities_become_scores_and_too_little_mass_or_silence_none(no_proxy):
+def test_a_server_s_log_probabilities_become_scores_and_too_little_mass_or_silence_none(serve, monkeypatch):
+    monkeypatch.setenv("JUDGE_API_KEY", "sesame")
     tables = {
         RUBRIC.criteria[0].text: [("5", math.log(0.6)), (" 1", math.log(0.2)), ("yes", math.log(0.1))],
         RUBRIC.criteria[1].text: [("\u01203", math.log(0.9))],
@@ -394,21 +375,20 @@ def test_a_server_s_log_probabilities_become_scores_and_too_little_mass_or_silen
         is_silent = "silence" in body["messages"][1]["content"]
         return 200, completion("") if is_silent else completion("x", table), {}
 
-    judged, _ = judged_by(answer, ["Three.", "silence"])
+    server = serve(answer)
+    judged = judged_by(server, ["Three.", "silence"])
+    assert server.requests[0][1]["Authorization"] == "Bearer sesame"
     np.testing.assert_allclose(judged.scores, [[(5 * 0.6 + 0.2) / 0.8, 3, np.nan], [np.nan] * 3])
     assert judged.unparsed == 4 and judged.stats.mass == pytest.approx((0.8 + 0.9 + 0.3) / 6)
 
 
-def test_a_server_without_log_probabilities_is_told_of_and_works_in_decode_mode(no_proxy):
-    def answer(*_):
-        return 200, completion("I say 4."), {}
-
+def test_a_server_without_log_probabilities_is_told_of_and_works_in_decode_mode(serve):
+    server = serve(lambda *_: (200, completion("I say 4."), {}))
     with pytest.raises(ValueError, match="gives no log-probabilities; set --judge-mode decode"):
-        judged_by(answer)
-    judged, requests = judged_by(answer, mode="decode", think=9)
-    assert judged.scores.tolist() == [[4, 4, 4]]
-    assert requests[-1][2]["max_tokens"] == rubrics.REPLY_TOKENS + 9
-    assert requests[-1][2]["chat_template_kwargs"] == {"enable_thinking": True}
+        judged_by(server)
+    assert judged_by(server, mode="decode", think=9).scores.tolist() == [[4, 4, 4]]
+    assert server.requests[-1][2]["max_tokens"] == rubrics.REPLY_TOKENS + 9
+    assert server.requests[-1][2]["chat_template_kwargs"] == {"enable_thinking": True}
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -420,31 +400,24 @@ def test_a_server_without_log_probabilities_is_told_of_and_works_in_decode_mode(
         '{"error": {"message": "Too many tokens.", "code": "context_length_exceeded"}}',
     ],
 )
-def test_an_answer_that_does_not_fit_into_a_server_s_context_is_unreadable_and_no_other(no_proxy, capsys, mode, said):
+def test_an_answer_that_does_not_fit_into_a_server_s_context_is_unreadable_and_no_other(serve, capsys, mode, said):
     def answer(_, body):
         if "long" in body["messages"][1]["content"]:
             return 400, said, {}
         return 200, completion("4", [("4", -0.01)]), {}
 
-    judged, _ = judged_by(answer, ["long", "Three."], mode=mode)
+    judged = judged_by(serve(answer), ["long", "Three."], mode=mode)
     np.testing.assert_array_equal(judged.scores, [[np.nan] * 3, [4] * 3])
     assert "status 400" in capsys.readouterr().err
 
 
-def test_a_server_into_whose_context_no_prompt_fits_is_told_of(no_proxy):
-    server = Server(lambda *_: (400, "This model's maximum context length is 128 tokens", {}))
+def test_a_server_into_whose_context_no_prompt_fits_is_told_of(serve):
+    server = serve(lambda *_: (400, "This model's maximum context length is 128 tokens", {}))
     grader = remote(server.url, mode="decode", think=512)
     with pytest.raises(ValueError, match=r"gave no readable score.*128 tokens.*; lower --judge-think"):
         grader.score(["Add one and two."], ["Three."])
     grader.cache.put("of an earlier step", [4.0] * 3)
     assert np.isnan(grader.score(["Add one and two."], ["Three."]).scores).all()
-    server.close()
-
-
-def test_the_key_comes_from_the_environment(no_proxy, monkeypatch):
-    monkeypatch.setenv("JUDGE_API_KEY", "sesame")
-    _, requests = judged_by(lambda *_: (200, completion("4", [("4", -0.01)]), {}))
-    assert requests[0][1]["Authorization"] == "Bearer sesame"
 
 
 @pytest.fixture(scope="module")
@@ -483,7 +456,8 @@ def mlx_lm_server(tmp_path_factory):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_mlx_lm_s_server_with_the_same_model_gives_our_scores(demo, mlx_lm_server, no_proxy, mode):
+def test_mlx_lm_s_server_with_the_same_model_gives_our_scores(demo, mlx_lm_server, mode, monkeypatch):
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
     prompts, completions, _ = some_answers(12, first=40)
     options = settings_of(url=mlx_lm_server, model="default_model", mode=mode)
     theirs = judge.make(options, RUBRIC, lambda: pytest.fail("a model was loaded")).score(prompts, completions)
@@ -494,7 +468,8 @@ def test_mlx_lm_s_server_with_the_same_model_gives_our_scores(demo, mlx_lm_serve
     np.testing.assert_allclose(theirs.scores[plain], ours.scores[plain], atol=0.02)
 
 
-def test_mlx_lm_s_server_answers_in_its_defaults_what_the_model_does(mlx_lm_server, no_proxy, tmp_path, monkeypatch):
+def test_mlx_lm_s_server_answers_in_its_defaults_what_the_model_does(mlx_lm_server, tmp_path, monkeypatch):
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.chdir(tmp_path)
     for out, flags in (("here.jsonl", []), ("served.jsonl", ["--url", mlx_lm_server])):
         evaluate_main(["--model", "demo", "--limit", "16", "--out", out, *flags])

@@ -72,18 +72,12 @@ class Server:
         self.http.server_close()
 
 
-@pytest.fixture
-def serve(monkeypatch):
+@pytest.fixture(name="serve")
+def serving(monkeypatch):
+    """Starts servers on loopback."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    servers = []
-
-    def start(answer):
-        servers.append(Server(answer))
-        return servers[-1]
-
-    yield start
-    for server in servers:
-        server.close()
+    with contextlib.ExitStack() as servers:
+        yield lambda answer: servers.enter_context(contextlib.closing(Server(answer)))
 
 
 def make(server, key=None, **settings):

@@ -7,7 +7,6 @@ from unittest import mock
 import mlx.core as mx
 import numpy as np
 import pytest
-from conftest import assert_drawn_from
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mlx_lm.generate import generate_step
@@ -277,22 +276,6 @@ def test_non_finite_logits_suggest_bfloat16(model, tiny_model):
 def test_a_prompt_without_tokens_is_refused(model):
     with pytest.raises(ValueError, match="no tokens"):
         roll(model, prompts=[[1], []])
-
-
-def test_the_draw_follows_the_distribution():
-    """Chi-square over 20,000 draws from one row of 1,500 logits in two tiles."""
-    rng = np.random.default_rng(0)
-    logits = rng.normal(0, 2, 1500).astype(np.float32)
-    logits[rng.integers(0, 1500, 300)] = -np.inf
-    num_draws = 20_000
-    uniforms = mx.array(rng.random((num_draws, 4), dtype=np.float32))
-    tokens, logprobs, entropy = softmax.sample_token(mx.broadcast_to(mx.array(logits), (num_draws, 1500)), uniforms)
-    probs = np.exp(logits.astype(np.float64) - logits.max())
-    probs /= probs.sum()
-    assert_drawn_from(probs, np.array(tokens))
-    np.testing.assert_allclose(np.array(logprobs), np.log(probs[np.array(tokens)]), atol=1e-5)
-    possible = probs[probs > 0]
-    np.testing.assert_allclose(np.array(entropy), -(possible * np.log(possible)).sum(), atol=1e-5)
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 31, 32, 33, 1023, 1024, 1025, 40_000])

@@ -1,6 +1,5 @@
 """The loop on the bundled model: what the loss sees, what it changes, and that a run can stop anywhere and go on."""
 
-import contextlib
 import itertools
 import os
 import re
@@ -17,8 +16,8 @@ import pytest
 import yaml
 from conftest import ROOT, command, read_log, untimed
 from small_run import SMALL, make_config, make_run, resolve, sample, update_once
-from test_remote_judge import Server
 from test_remote_judge import completion as chat_completion
+from test_remote_judge import serving  # noqa: F401  a fixture
 
 import evaluate
 import grpo
@@ -234,14 +233,6 @@ def test_an_unreadable_judgement_is_the_mean_that_it_is_compared_with_and_is_cou
 
 
 # ---- a run
-
-
-@pytest.fixture
-def serve(monkeypatch):
-    """Starts servers on loopback, see `test_remote_judge.Server`."""
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    with contextlib.ExitStack() as servers:
-        yield lambda answer: servers.enter_context(contextlib.closing(Server(answer)))
 
 
 def test_a_score_that_was_paid_for_outlives_a_kill_in_mid_step(tmp_path, serve):

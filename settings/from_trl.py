@@ -23,15 +23,8 @@ from settings.sources import command
 
 CALLS = ("GRPOConfig", "SFTConfig", "LoraConfig", "GRPOTrainer", "SFTTrainer")
 PARTS = ("args", "peft_config", "train_dataset", "processing_class")  # of the trainer, which other calls make
-KEPT: dict[str, tuple[Any, ...]] = {  # what Gwen does anyway where a name is not needed; another value is told
-    "weight_decay": (0,),
-    "max_grad_norm": (1,),
-    "adam_beta1": (0.9,),
-    "adam_beta2": (0.999,),
-    "adam_epsilon": (1e-8, "1e-8"),  # which YAML reads as a text
-    "shuffle_dataset": (True,),
-    "use_peft": (True,),
-}
+KEPT = {"weight_decay": "0 0.0", "max_grad_norm": "1 1.0", "adam_beta1": "0.9", "adam_beta2": "0.999"}
+KEPT |= {"adam_epsilon": "1e-8 1e-08", "shuffle_dataset": "True", "use_peft": "True"}  # what Gwen does anyway
 
 
 class Computed(str):
@@ -39,7 +32,7 @@ class Computed(str):
 
 
 def recipe(path: str) -> str:
-    """Our YAML of a file of TRL's; a comment for each name without an equal. ValueError for what cannot be read."""
+    """Our YAML of a file of TRL's; comments for the rest. ValueError for what cannot be read."""
     where = f"--from-trl {path}"
     theirs = dict(in_script(path, where)) if Path(path).suffix == ".py" else load_yaml(path, where)
     if not isinstance(theirs, dict) or not theirs:
@@ -53,7 +46,7 @@ def recipe(path: str) -> str:
         key, meant = renamed(str(name), value, kind, said)
         if DERIVED.get(name) in ours:
             continue
-        if kind == "not needed" and value in KEPT.get(name, (value,)):
+        if kind == "not needed" and (name not in KEPT or str(value) in KEPT[name].split()):
             spared.append(str(name))
             continue
         if key == "run_dir" and type(value) is str:
@@ -78,9 +71,9 @@ def recipe(path: str) -> str:
     if spared:
         left.append(f"# not needed here: {', '.join(spared)}")
     if run:
-        folder = Path(run.get("output_dir", "runs"))
-        folder = folder if folder.name == run.get("run_name", folder.name) else folder / run["run_name"]
-        left.insert(0, f"# {command(ours)} --config THIS --run-dir {shlex.quote(str(folder))}")
+        out, name = run.get("output_dir", "runs"), run.get("run_name", "")
+        folder = shlex.quote(str(Path(out, "" if out.endswith(name) else name)))
+        left.insert(0, f"# {command(ours)} --config THIS --run-dir {folder}")
     return "\n".join([*left, yaml.safe_dump(ours, sort_keys=False)])
 
 
@@ -149,32 +142,23 @@ def missing(path: str) -> list[str]:
     return [root for root in roots if root not in beside and not importlib.util.find_spec(root)]
 
 
-class Constants(ast.NodeTransformer):
-    """Puts literals in the place of the names that a script gives them once, at its top level."""
-
-    def __init__(self, tree: ast.Module):
-        num = Counter(
-            getattr(node, "id", getattr(node, "arg", ""))
-            for node in ast.walk(tree)
-            if isinstance(node, ast.arg) or (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
-        )
-        self.known: dict[str, Any] = {}
-        for node in tree.body:
-            if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value:
-                target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-                value = literal(self.visit(node.value))
-                if isinstance(target, ast.Name) and num[target.id] == 1 and not isinstance(value, Computed):
-                    self.known[target.id] = value
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        is_known = isinstance(node.ctx, ast.Load) and node.id in self.known
-        return ast.Constant(self.known[node.id]) if is_known else node
+def constants(tree: ast.Module) -> dict[str, Any]:
+    """What a script gives a name once, at its top level."""
+    found: dict[str, Any] = {}
+    nodes = list(ast.walk(tree))
+    num = Counter(node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+    num += Counter(node.arg for node in nodes if isinstance(node, ast.arg))
+    for node in tree.body:
+        match node:
+            case ast.Assign([ast.Name(name)], value) | ast.AnnAssign(ast.Name(name), _, ast.expr() as value):
+                found |= {name: literal(value, found)} if num[name] == 1 else {}
+    return found
 
 
 def in_script(path: str, where: str) -> Iterator[tuple[str, Any]]:
     """The names and values in a script's calls; of a value that is computed its words, of rewards their modules."""
     tree = parsed(path, where)
-    tree = Constants(tree).visit(tree)
+    values = constants(tree)
     known = {node.name: f"{Path(path).stem}.{node.name}" for node in tree.body if isinstance(node, ast.FunctionDef)}
     for imports in [node for node in tree.body if isinstance(node, ast.ImportFrom)]:
         known |= {one.asname or one.name: f"{imports.module}.{one.name}" for one in imports.names}
@@ -184,7 +168,7 @@ def in_script(path: str, where: str) -> Iterator[tuple[str, Any]]:
             words = {word.arg: word.value for word in node.keywords}
             names = [*node.args, *(words[name] for name in ("path", "name", "split") if name in words)]
             names = [words["data_files"]] if "data_files" in words else names  # its reader and split go without saying
-            parts = [*map(literal, names)]
+            parts = [literal(name, values) for name in names]
             kind = str if all(type(part) is str for part in parts) else Computed
             yield "dataset_name", kind(":".join(map(str, parts)))
         elif called in CALLS and isinstance(node, ast.Call):
@@ -193,11 +177,12 @@ def in_script(path: str, where: str) -> Iterator[tuple[str, Any]]:
                     each = word.value.elts if isinstance(word.value, ast.List) else [word.value]
                     yield word.arg, [known.get(words, words) for words in map(ast.unparse, each)]
                 elif word.arg and word.arg not in PARTS:
-                    yield word.arg, literal(word.value)
+                    yield word.arg, literal(word.value, values)
 
 
-def literal(node: ast.expr) -> Any:
+def literal(node: ast.expr, known: dict[str, Any]) -> Any:
+    words = ast.unparse(node)
     try:
-        return ast.literal_eval(node)
+        return known[words] if words in known else ast.literal_eval(node)
     except (ValueError, TypeError):  # a dictionary with a list for a key
-        return Computed(ast.unparse(node))
+        return Computed(words)

@@ -144,9 +144,9 @@ def test_all_unknown_flags_are_told_in_one_line(capsys):
 
 
 def test_a_recipe_and_a_program_are_answered_like_a_flag():
-    with pytest.raises(ValueError, match="unknown setting 'num_generations'; TRL's num_generations is here --groups"):
-        sources.refuse_unknown({"num_generations": 8})
-    both = r"'num_generations'; TRL's .*\. unknown setting 'zebra'; train\.py --help-all lists them"
+    both = (
+        r"'num_generations'; TRL's num_generations is here --groups.*\. unknown setting 'zebra'; train\.py --help-all"
+    )
     with pytest.raises(ValueError, match=both):
         sources.refuse_unknown({"num_generations": 8, "zebra": 8})
     with pytest.raises(ValueError, match=r"5 unknown settings, 'a', 'b', 'c', 'd', 'e'; of TRL's --from-trl FILE"):

@@ -83,13 +83,6 @@ def ragged(rows: list[list[int]]) -> mx.array:
     return mx.array([row + [0] * (max(map(len, rows)) - len(row)) for row in rows])
 
 
-def tree_of_tokens() -> tuple[list[list[list[int]]], list[list[int]]]:
-    """Three levels of ragged rows, and each level's parents: two roots, of which one row has no child."""
-    lengths = [[5, 9], [3, 1, 6, 4], [2, 7, 1, 4, 3]]
-    parents = [[1, 0, 1, 0], [2, 0, 2, 3, 0]]
-    return [[RNG.integers(0, 320, n).tolist() for n in level] for level in lengths], parents
-
-
 @pytest.fixture(params=["in parts", "joined"])
 def form(request, monkeypatch):
     """Both forms of attention in a tree; a GPU joins the parts of all but a few queries."""
@@ -101,7 +94,9 @@ def form(request, monkeypatch):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_tree_of_shared_runs_gives_each_leaf_the_hidden_states_of_its_whole_path(checkpoints, name):
     model = gwen.load_model(checkpoints[name], mx.float32)
-    levels, parents = tree_of_tokens()
+    # three levels of ragged rows, and each level's parents: two roots, of which one row has no child
+    levels = [[RNG.integers(0, 320, n).tolist() for n in level] for level in ([5, 9], [3, 1, 6, 4], [2, 7, 1, 4, 3])]
+    parents = [[1, 0, 1, 0], [2, 0, 2, 3, 0]]
     cache = TreeCache(model.config.layer_kinds).child([len(row) for row in levels[0]])
     model.hidden(ragged(levels[0]), cache)
     middle = cache.child([len(row) for row in levels[1]], parents[0])

@@ -27,7 +27,6 @@ from problems import chat_template
 from settings.checks import checked
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).parent.parent
 RUBRIC = rubrics.load_rubric("data/demo_rubric.yaml")
 MODES = ("logits", "decode")
 
@@ -189,9 +188,8 @@ def test_a_score_whose_prompt_is_longer_than_the_judge_s_context_is_unreadable_a
     sizes = np.array([[len(ids) + room for ids in grader.prompts(prompt, text)] for text in completions])
     assert {tuple(row) for row in (sizes <= 1024).tolist()} >= {(True,) * 3, (True, False, True), (False,) * 3}
     judged = evaluate(grader, [(prompt, text) for text in completions])
-    assert (
-        (judged.replies == "(nothing, as the answer does not fit into its context of 1024 tokens)") == (sizes > 1024)
-    ).all()
+    nothing = "(nothing, as the answer does not fit into its context of 1024 tokens)"
+    assert ((judged.replies == nothing) == (sizes > 1024)).all()
     assert np.isnan(judged.scores[sizes > 1024]).all() and not judged.mass[sizes > 1024].any()
     if mode == "logits":
         assert not np.isnan(judged.scores[sizes <= 1024]).any()
@@ -206,16 +204,12 @@ def test_what_leaves_no_room_for_any_answer_is_refused_with_the_tokens_of_each_p
     text = {"question": "Add one and two.", "criterion": "Right?", "preamble": "Grade."} | {part: "seven " * 1000}
     criteria = [rubrics.Criterion("short", 1.0, "Kind?"), rubrics.Criterion("long", 1.0, text["criterion"])]
     think = {"mode": "decode", "think": 2000} if part == "think" else {}
-    line = (
-        r"no room for an answer: .*judge-think (\d+)\) .* preamble takes (\d+), .* criterion (\d+) .*' (\d+); shorten"
-    )
+    line = r"no room for an answer: .*think (\d+)\) .* preamble takes (\d+), .* criterion (\d+) .*' (\d+); shorten"
     with pytest.raises(ValueError, match=line) as error:
         grader = judge.Judge(*demo, rubrics.Rubric(text["preamble"], criteria), **think)
         grader.score(["Two?", text["question"]], ["Three.", "Four."])
-    said = str(error.value)
-    sizes = dict(
-        zip(["think", "preamble", "criterion", "question"], map(int, re.search(line, said).groups()), strict=True)
-    )
+    said, parts = str(error.value), ("think", "preamble", "criterion", "question")
+    sizes = dict(zip(parts, map(int, re.search(line, said).groups()), strict=True))
     assert sizes[part] >= 1000 and max(sizes.values()) == sizes[part] and len(said) < 320
 
 

@@ -165,19 +165,7 @@ def test_a_failure_is_asked_for_again_and_then_said_in_one_line(serve, status, c
         assert ask(asker)[0].text == "5"
 
 
-def test_a_slow_reply_is_given_up_and_asked_for_again(serve):
-    asked_again = threading.Event()
-
-    def answer(number, _):
-        if number == 0:
-            asked_again.wait(60)
-        asked_again.set()
-        return 200, completion(f"{number}"), {}
-
-    assert ask(make(serve(answer), timeout=0.3))[0].text != "0"
-
-
-def test_a_reply_that_comes_byte_by_byte_has_no_more_time_than_another(monkeypatch):
+def test_a_slow_reply_is_given_up_and_asked_for_again_though_it_comes_byte_by_byte(monkeypatch):
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -190,8 +178,8 @@ def test_a_reply_that_comes_byte_by_byte_has_no_more_time_than_another(monkeypat
 
         threading.Thread(target=drip, daemon=True).start()
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-        with pytest.raises(ValueError, match=r"after 1 tries \(no whole reply within 0.3 s\)"):
-            ask(make(types.SimpleNamespace(url=url), timeout=0.3, retries=0))
+        with pytest.raises(ValueError, match=r"after 2 tries \(no whole reply within 0.3 s\)"):
+            ask(make(types.SimpleNamespace(url=url), timeout=0.3, retries=1))
 
 
 def test_what_a_server_refuses_ends_all_requests_and_does_not_wait_for_the_slow_ones(serve):
@@ -354,10 +342,8 @@ def test_secrets_of_the_environment_and_passwords_in_urls_are_in_no_error_line(m
 @pytest.mark.parametrize(
     ("url", "key", "said"),
     [
-        *(
-            (url, None, "must be like")
-            for url in ("127.0.0.1:8080", "ftp://host/v1", "http://", "http://host?key=secret")
-        ),
+        ("127.0.0.1:8080", None, "must be like"),
+        *((url, None, "must be like") for url in ("ftp://host/v1", "http://", "http://host?key=secret")),
         *((url, None, "holds a password") for url in ("http://me:secret@host/v1", "HTTPS://me:secret@host")),
         ("http://host/v1", "secret\nX-Other: 1", "JUDGE_API_KEY"),  # would break the header
     ],

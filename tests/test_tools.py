@@ -6,20 +6,18 @@ import math
 import random
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import message_of
+from conftest import ROOT, message_of
 
 from config import Config
-from problems import calls, chat_template, episodes
+from problems import calls, chat_template, chats, episodes
 from reporting import journal
 from step.sample import Sample
 from tasks import calculator, guess
 
-ROOT = Path(__file__).parent.parent
 CONTROL = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
 
 
@@ -426,8 +424,6 @@ def test_a_prompt_shows_the_tools_and_a_tool_less_template_call_stays_as_it_was(
 
 def test_fine_tuning_learns_turns_as_a_rollout_samples_them(talker):
     """Its rows have the ids of prompt, turn, frame and turn; what tools said is in them and is not trained."""
-    from problems import chats
-
     box = box_of(talker, [add])
     made = {"type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
     messages = [
@@ -458,7 +454,5 @@ def test_fine_tuning_learns_turns_as_a_rollout_samples_them(talker):
     ],
 )
 def test_a_conversation_with_calls_that_cannot_be_read_is_refused(change, said):
-    from problems import chats
-
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": ""} | change]
     assert said in message_of(chats.read_chat, {"messages": messages})

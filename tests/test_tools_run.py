@@ -1,14 +1,11 @@
 """Runs with tools and environments: what they record, what they train, how they go on, and what they refuse."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import oracle
 import pytest
-from conftest import message_of, read_log, write_log
+from conftest import command, message_of, read_log, write_log
 
 import evaluate
 import gwen
@@ -21,7 +18,6 @@ from settings.checks import checked
 from settings.sources import resolve
 from tasks import make
 
-ROOT = Path(__file__).parent.parent
 SMALL = {"model": "demo:tools", "batch": 2, "groups": 4, "eval_every": 0, "steps": 2, "save_every": 1}
 
 WORLD = '''
@@ -227,8 +223,7 @@ def test_a_tool_that_hangs_inside_mlx_spoils_no_end(tmp_path):
     flags = (
         "--model demo:tools --steps 1 --batch 1 --groups 8 --eval-every 0 --max-tokens 40 --tool-timeout 0.3".split()
     )
-    named = ["--tools", f"{tmp_path}/hangs.py:calculator", "--run-dir", f"{tmp_path}/run"]
-    done = subprocess.run([sys.executable, "train.py", *flags, *named], cwd=ROOT, capture_output=True, text=True)
+    done = command("train.py", *flags, "--tools", f"{tmp_path}/hangs.py:calculator", "--run-dir", tmp_path / "run")
     assert done.returncode == 0, done.stderr
     lines = read_log(tmp_path / "run" / "rollouts.jsonl")
     assert "the call took longer than 0.3 s" in {called["error"] for line in lines for called in line["tool_calls"]}

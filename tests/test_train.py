@@ -529,15 +529,6 @@ def test_a_recorded_completion_has_what_was_known_of_its_tokens_and_of_its_probl
     assert (answers[0], answers[4]) == ("{'sum': nan}", None)
 
 
-def test_a_recipe_that_is_given_takes_the_place_of_the_task_s_and_its_gaps_have_the_defaults(tmp_path):
-    (tmp_path / "mine.yaml").write_text("model: demo\ntask: demo\nsteps: 7")
-    ours, _ = resolve({"batch": 2}, str(tmp_path / "mine.yaml"), None)
-    usual, default = make_config(), Config.of()
-    assert ours == default.but(model="demo", task="demo", steps=7, batch=2)
-    assert usual.optimizer.learning_rate != default.optimizer.learning_rate
-    assert usual.optimizer.steps not in (7, default.optimizer.steps)
-
-
 def test_the_main_job_learns(tmp_path):
     """45 of its 60 steps raise held-out accuracy from at most 60% to at least 80%, sampled at temperature 1."""
     flags = ["--batch", 8, "--groups", 8, "--rollout-batch-size", 64, "--steps", 45, "--eval-limit", 256]

@@ -152,11 +152,8 @@ def test_no_position_is_computed_twice_and_few_slots_draw_what_nobody_reads(mode
     monkeypatch.setattr(
         sampler.gwen, "decode_step", lambda _: lambda tokens, cache: drawn.append(len(tokens)) or hidden(tokens, cache)
     )
-    monkeypatch.setattr(
-        gwen.Model,
-        "hidden",
-        lambda self, tokens, *rest: prefilled.append(int((tokens > 0).sum())) or hidden(tokens, *rest),
-    )
+    noted = lambda _, tokens, *rest: prefilled.append(int((tokens > 0).sum())) or hidden(tokens, *rest)  # noqa: E731
+    monkeypatch.setattr(gwen.Model, "hidden", noted)
     world = World(seed=4)
     _, rollout = roll(model, world, group_size=13, batch_size=64, share=True)
     told = sum(len(ids) for ids in rollout.sequences) - rollout.lengths.sum()
@@ -180,11 +177,6 @@ def test_rows_that_are_drawn_again_after_memory_ran_out_begin_anew(model, monkey
     check(model, world, rollout, params)
 
 
-def low(sample):
-    """A reward: the share of low ids in what it wrote."""
-    return float(np.mean([token < 160 for token in sample.tokens]))
-
-
 def test_what_is_learned_of_turns_is_a_fresh_forward_pass_s_gradient_and_raises_the_reward(checkpoints):
     model = gwen.load_model(checkpoints["qwen3.5"])
     lora.apply(model, 4, 8.0)
@@ -195,7 +187,7 @@ def test_what_is_learned_of_turns_is_a_fresh_forward_pass_s_gradient_and_raises_
         _, rollout = roll(model, World(seed=step), group_size=6, key=step)
         asked = step_sample.asked([{}] * 5, PROMPTS, 6)
         drawn = [one._replace(**its) for one, its in zip(asked, step_sample.written(rollout), strict=True)]
-        drawn = [one._replace(value=low(one)) for one in drawn]
+        drawn = [one._replace(value=np.mean(np.array(one.tokens) < 160)) for one in drawn]  # the share of low ids
         earned.append(np.mean([one.value for one in drawn]))
         batches = cut(step_sample.trained(config, step_sample.advanced(config, drawn, {}), step), 400)
         if step == 1:  # adapters are no longer the identity

@@ -233,16 +233,21 @@ def slot_attention_by_hand(
     return out
 
 
-def assert_slots(
-    op: machinery.Op[..., mx.array],
-    shape: tuple[int, int, int, int],
-    prompt_of: list[int],
-    masked: bool,
-    dtype: mx.Dtype,
-) -> None:
-    """A decode step equals its formula. shape: queries a kv head, kv heads, dims, columns."""
-    ratio, kv_heads, size, length = shape
-    rows, prompts, width = len(prompt_of), max(prompt_of) + 1, 5
+@pytest.mark.parametrize(
+    ("ratio", "kv_heads", "size", "prompt_of", "masked", "dtype"),
+    [
+        (1, 1, 64, [0], False, mx.float16),
+        (2, 2, 128, [0, 0, 1, 1], False, mx.bfloat16),
+        *((3, 1, 80, [0, 1, 1, 0, 1], True, dtype) for dtype in DTYPES),
+        (4, 1, 96, [1, 0, 1], True, mx.float16),
+        (5, 1, 64, [0, 0], True, mx.bfloat16),
+        (6, 1, 64, [0, 0], False, mx.float32),
+        (7, 1, 64, [0, 0], False, mx.float16),
+        (8, 1, 256, [0, 1], True, mx.float32),
+    ],
+)
+def test_slot_attention_equals_its_formula(form, ratio, kv_heads, size, prompt_of, masked, dtype):
+    rows, prompts, width, length = len(prompt_of), max(prompt_of) + 1, 5, 11
     queries = array(rows, ratio * kv_heads, 1, size, dtype=dtype, scale=2)
     # views, as projections and caches give
     by_column = array(prompts, length + 5, kv_heads, size, dtype=dtype).transpose(0, 2, 1, 3)
@@ -259,24 +264,7 @@ def assert_slots(
     )
     exact = [wide(x) for x in (queries, *held, *own)]
     expected = slot_attention_by_hand(*exact, prompt_of=prompt_of, mask=mask, own_mask=own_mask)
-    assert_close(op(queries, [(held[0], held[1]), (own[0], own[1])], layout), expected, dtype, 2)
-
-
-@pytest.mark.parametrize(
-    ("ratio", "kv_heads", "size", "prompt_of", "masked", "dtype"),
-    [
-        (1, 1, 64, [0], False, mx.float16),
-        (2, 2, 128, [0, 0, 1, 1], False, mx.bfloat16),
-        *((3, 1, 80, [0, 1, 1, 0, 1], True, dtype) for dtype in DTYPES),
-        (4, 1, 96, [1, 0, 1], True, mx.float16),
-        (5, 1, 64, [0, 0], True, mx.bfloat16),
-        (6, 1, 64, [0, 0], False, mx.float32),
-        (7, 1, 64, [0, 0], False, mx.float16),
-        (8, 1, 256, [0, 1], True, mx.float32),
-    ],
-)
-def test_slot_attention_equals_its_formula(form, ratio, kv_heads, size, prompt_of, masked, dtype):
-    assert_slots(attention.slot_attention, (ratio, kv_heads, size, 11), prompt_of, masked, dtype)
+    assert_close(attention.slot_attention(queries, [(held[0], held[1]), (own[0], own[1])], layout), expected, dtype, 2)
 
 
 # ---- rows of logits

@@ -20,6 +20,7 @@ import importlib
 import io
 import itertools
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -31,12 +32,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import cpu_blas  # noqa: F401  (before mlx)
+import datasets
 import mlx.core as mx
 import mlx.optimizers as optim
 import pandas as pd
 
 import gwen
-from bench import harness, trl_run
+from bench import harness
 from disk import hub
 from flags import Parser, fail, flag_of
 from problems import chat_template
@@ -120,14 +122,25 @@ def run_mlx_lm_lora(args: argparse.Namespace, directory: Path, steps: Steps, scr
 
 def run_trl(args: argparse.Namespace, directory: Path, steps: Steps, scratch: str) -> None:
     """All rows in one batch, no activations computed again."""
-    peft: Any = importlib.import_module("peft")
-    how: Any = {"num_generations": args.groups, "max_completion_length": args.max_tokens, "max_steps": steps.num}
+    modules: Any = map(importlib.import_module, ("torch", "transformers", "trl", "peft"))
+    torch, transformers, trl, peft = modules
+    torch.set_num_threads(int(os.environ.get("OPENBLAS_NUM_THREADS", 1)))
+    how: Any = {"per_device_train_batch_size": steps.num_rows, "num_generations": args.groups}
     how |= {"generation_kwargs": {"min_new_tokens": args.max_tokens}}  # every completion has all its tokens
-    how |= {"per_device_train_batch_size": steps.num_rows, "learning_rate": RATE, "output_dir": scratch}
-    how |= {"chat_template_kwargs": {"enable_thinking": False}}
+    how |= {"max_completion_length": args.max_tokens, "temperature": 1.0, "beta": 0.0, "learning_rate": RATE}
+    how |= {"max_steps": steps.num, "gradient_checkpointing": False, "bf16": False, "report_to": []}
+    how |= {"logging_strategy": "no", "save_strategy": "no", "disable_tqdm": True, "output_dir": scratch}
+    dtype = getattr(torch, str(gwen.default_dtype()).removeprefix("mlx.core."))
     prompts = [[{"role": "user", "content": text}] for text in steps.texts]
-    model = peft.get_peft_model(trl_run.model_of(directory), trl_run.adapters(args.lora_rank, 2.0))
-    trl_run.trainer(model, steps.tokenizer, prompts, steps.reward, {"on_step_end": steps.end}, **how).train()
+    trl.GRPOTrainer(
+        transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype),
+        [steps.reward],
+        args=trl.GRPOConfig(**how, chat_template_kwargs={"enable_thinking": False}),
+        train_dataset=datasets.Dataset.from_dict({"prompt": prompts}),
+        processing_class=steps.tokenizer,
+        callbacks=[type("Timer", (transformers.TrainerCallback,), {"on_step_end": staticmethod(steps.end)})()],
+        peft_config=peft.LoraConfig(r=args.lora_rank, lora_alpha=2 * args.lora_rank, target_modules="all-linear"),
+    ).train()
 
 
 # each with what uv puts in front of Gwen's own packages; mlx: half a package in front would hide the other half

@@ -18,6 +18,7 @@ SMALL = {  # seconds of `.ci/run`
 }
 LARGE = {  # downloads that not every run of the tests is worth; what they compare with stands here as formulas, too
     "peft": ("--group peft", "with PyTorch 3 GB"),
+    "torch": ("--group trl", "3 GB"),
     "trl": ("--group trl", "with PyTorch 3 GB"),
     "vllm_mlx": ("--extra vllm", "a rival in benchmarks, 160 MB"),
 }

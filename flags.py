@@ -95,9 +95,8 @@ class Parser(argparse.ArgumentParser):
             if word.endswith("=--"):  # of which Python 3.11 makes an empty list
                 self.error(f"{word}: -- is no value")
             name, equals, value = word.partition("=")
-            if (
-                name.startswith("--") and (ours := flag_of(name[2:])) in self._option_string_actions
-            ):  # TRL's underscores
+            # TRL has underscores
+            if name.startswith("--") and (ours := flag_of(name[2:])) in self._option_string_actions:
                 words[place] = ours + equals + value
         return super().parse_known_args(words, namespace)
 

@@ -135,10 +135,8 @@ def missing(path: str) -> list[str]:
     for node in parsed(path, f"--reward {path}").body:
         names += [one.name for one in node.names] if isinstance(node, ast.Import) else []
         names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
-    roots, beside = (
-        dict.fromkeys(name.partition(".")[0] for name in names),
-        {one.stem for one in Path(path).parent.iterdir()},
-    )
+    roots = dict.fromkeys(name.partition(".")[0] for name in names)
+    beside = {one.stem for one in Path(path).parent.iterdir()}
     return [root for root in roots if root not in beside and not importlib.util.find_spec(root)]
 
 

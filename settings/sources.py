@@ -65,6 +65,9 @@ def joined(data: str | None, held_out: str) -> str:
 # of the bundled models
 OWN_TASK = {"demo": "demo", "demo:rg": "rg:chain_sum,leg_counting", "demo:tools": "calculator"}
 RECIPES = {("demo:rg", "rg"): "demo-rg", ("demo:rg", "own"): "demo-rg", ("demo", "own"): "demo"}  # of model and task
+# what older runs' `config.yaml` has, at the value that is left
+GONE = {"curriculum": False, "dynamic_sampling": False, "reward_format": "text", "reward_workers": 0, "keep": 3}
+GONE |= {"share_prefix": "auto", "allow_unreadable": False}
 MANY = 4  # unknown settings, more than which are named alone
 SMALL = 4e8  # parameters below which own data has other defaults
 
@@ -206,6 +209,7 @@ def load_recipe(path: Path) -> dict[str, Any]:
     settings = load_yaml(path, f"--config {path}")
     if not isinstance(settings, dict):
         raise ValueError(f"--config {path} holds no settings; it needs lines like `batch: 8`")
+    settings = {key: value for key, value in settings.items() if key not in GONE or value != GONE[key]}
     refuse_unknown(settings, f"--config {path}: ")
     return located(settings, path.parent)
 

@@ -1,6 +1,7 @@
 """Every setting survives its way through YAML, whatever its value is."""
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import given, settings
 
 from config import SETTINGS
@@ -55,3 +56,12 @@ def test_any_value_that_is_taken_is_the_same_once_it_was_written_and_read(tmp_pa
 def test_each_setting_is_taken_with_its_default(tmp_path):
     for key, one in SETTINGS.items():
         assert survives({key: one.default}, tmp_path / "settings.yaml"), key
+
+
+def test_a_run_of_before_is_read_where_what_is_gone_changes_nothing(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("batch: 3\ndynamic_sampling: false\nkeep: 3\nreward_workers: 0\nshare_prefix: auto\n")
+    assert sources.load_recipe(path) == {"batch": 3}
+    path.write_text("dynamic_sampling: true\n")
+    with pytest.raises(ValueError, match="a larger --batch does what it did"):
+        sources.load_recipe(path)

@@ -288,7 +288,8 @@ def verdict(
         text += f"; rewards: {', '.join(f'{visible(name)} {its.mean:+.3f}' for name, its in rewards.items())}"
     is_own = figure == "accuracy" and settings.get("task") == "own"
     is_unasked = is_own and bool(settings.get("reward")) and not settings.get("verifier")
-    mended = mend(settings, is_unasked, all(map(form.pays, after)))
+    is_payable = all(form.pays(one) and "messages" not in one for one in after)  # a last turn is short
+    mended = mend(settings, is_unasked, is_payable)
     chosen, warning = best(figure, evals, answers) or last, None
     if is_better(change(figure, last, chosen, answers)):
         fell = f"{figure} fell from {chosen[f'eval/{figure}']:.3f} after step {chosen['step']}, that of adapter-best"

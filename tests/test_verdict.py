@@ -244,9 +244,16 @@ def test_runs_get_their_verdicts_and_none_that_is_gamed_goes_without_its_words(t
     assert len(found.read) < 10 or int(found.read[-1][0].split()[-1]) > 9
 
 
-@pytest.mark.parametrize("verifier", ["", "exact"])
-def test_a_verifier_nobody_named_is_suspected_and_no_gate_advised_that_right_answers_fail(tmp_path, verifier):
-    record = {"values": [0.0], "rewards": {}, "prompt": "?", "completions": ["tea and jam"], "answer": "tea, jam"}
+@pytest.mark.parametrize(
+    ("verifier", "row"),
+    [
+        ("", {"answer": "tea, jam"}),
+        ("exact", {"answer": "tea, jam"}),
+        ("exact", {"messages": [[{"role": "assistant", "content": "Tea."}]]}),
+    ],
+)
+def test_a_verifier_nobody_named_is_suspected_and_no_gate_advised_that_right_answers_fail(tmp_path, verifier, row):
+    record = {"values": [0.0], "rewards": {}, "prompt": "?", "completions": ["tea and jam"]} | row
     answers = {step: {n: record | {"reward": [pay]} for n in range(20)} for step, pay in ((0, 0.0), (9, 1.0))}
     evals = [{"step": step, "eval/accuracy": 0.0, "eval/num": 20} for step in answers]
     settings = {"task": "own", "reward": ["mine.py:score"], "verifier": verifier}

@@ -109,7 +109,7 @@ def opened(path: Path) -> Any:
     try:
         with np.errstate(over="raise"):
             reader = Reader(path)
-        sizes = [tensor.n_bytes for tensor in reader.tensors]
+        sizes = [tensor.n_bytes if tensor.data.ndim else 0 for tensor in reader.tensors]
         if reader.byte_order != "I" or 0 in sizes or sum(sizes) > len(reader.data):
             raise ValueError("its bytes are swapped, or its tensors have none or each other's")
     except Exception as error:  # the package raises what its arrays do

@@ -185,6 +185,7 @@ LIES = {
     "a size beyond 64 bits": content(tensors=[tensor(2**32, 2**32)]),
     "a size beyond the end": content(tensors=[tensor(2**20)]),
     "an offset beyond 64 bits": content(tensors=[tensor(4, offset=2**64 - 32)]),
+    "a tensor without dimensions": content(tensors=[tensor()]),
     "a tensor twice": content(tensors=[tensor(4)] * 2),
     "two tensors in one place": content(tensors=[tensor(900), tensor(900, name=b"b")]),
     "bytes swapped": b"GGUF" + struct.pack(">IQQ", 3, 0, 0),

@@ -116,8 +116,8 @@ def check_agreement(model: gwen.Model, engines: dict[str, Engine], work: Work) -
             logits = model(mx.array([prompt + ids]))[0, len(prompt) - 1 : -1]  # (T, V)
             chosen = mx.take_along_axis(logits, mx.array(ids)[:, None], axis=-1)[:, 0]
             rounding = 8 * mx.finfo(logits.dtype).eps * mx.abs(logits).max(-1)
-            agrees = np.array(logits.max(-1) - chosen <= rounding).tolist()
-            agrees += [False] * (len(ids) < AGREEING_TOKENS and ids[-1] not in work.eos_ids)  # it ended too soon
+            length = next((place for place, one in enumerate(ids, 1) if one in work.eos_ids), AGREEING_TOKENS)
+            agrees = [*np.array(logits.max(-1) - chosen <= rounding).tolist(), len(ids) == length]
             if not all(agrees):
                 raise ValueError(
                     f"{name} and our model part at token {agrees.index(False)} of a greedy completion; "

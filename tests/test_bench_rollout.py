@@ -168,7 +168,7 @@ def test_prompts_are_seeded_distinct_and_free_of_end_tokens(model):
     assert rollout.make_work(settings("--ignore-eos"), model.config).eos_ids == ()
 
 
-def test_engines_agree_whose_greedy_tokens_are_the_likeliest_and_none_that_stops_early(checkpoints, engines):
+def test_engines_agree_whose_greedy_tokens_are_the_likeliest_and_none_that_stops_early_or_late(checkpoints, engines):
     rollout.check_agreement(engines["ours"].keywords["model"], engines, WORK)
     model = gwen.load_model(checkpoints["qwen3"])
     (ids,) = rollout.run_ours(
@@ -182,6 +182,8 @@ def test_engines_agree_whose_greedy_tokens_are_the_likeliest_and_none_that_stops
     for wrong, place in ((ids[:7], 7), ([*ids[:4], ids[4] - 1, *ids[5:]], 4)):
         with pytest.raises(ValueError, match=f"other and our model part at token {place} of a greedy completion"):
             rollout.check_agreement(model, {"other": lambda work, wrong=wrong: made([wrong])}, work)
+    with pytest.raises(ValueError, match="other and our model part at token 16"):  # it went on behind an end
+        rollout.check_agreement(model, {"other": lambda work: made([ids])}, work._replace(eos_ids=(ids[4],)))
 
 
 # ---- vllm-mlx

@@ -164,7 +164,7 @@ class _Sum(NamedTuple):
 
     def after(self, logits: mx.array) -> "_Sum":
         """The sum with one more tile taken in, (M, tile)."""
-        peak = mx.maximum(self.peak, logits.max(-1, keepdims=True))
+        peak = mx.maximum(self.peak, softmax.largest(logits))
         shrunk = self.total * cpu.exp(self.peak - peak)
         return _Sum(peak, shrunk + softmax.tiled_sum(cpu.exp(logits - peak))[:, None])
 

@@ -190,7 +190,7 @@ class _Softmax(NamedTuple):
         logits = logits_of(x, weight, ids, support)  # (M, tile)
         place, inside = place_of(ids, tile)
         found = mx.take_along_axis(logits, place, axis=-1)
-        peak = mx.maximum(self.peak, logits.max(-1, keepdims=True))
+        peak = mx.maximum(self.peak, softmax.largest(logits))
         logits, moved = logits - peak, self.peak - peak
         shrunk = cpu.exp(moved)
         weights = cpu.exp(logits)

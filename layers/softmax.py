@@ -18,21 +18,31 @@ from machine import cpu, kernels
 HERE = Path(__file__).parent
 
 
+TILE = 256  # numbers of a row; a CPU takes tiles together three to five times as fast as the numbers of a row
+
+
 def tiled_sum(x: mx.array) -> mx.array:
     """
-    Sum over the last axis, (..., V) -> (...), in tiles of 512.
+    Sum over the last axis, (..., V) -> (...), of tiles first.
 
     One running float32 sum over 151,936 terms, as MLX's CPU backend does it, puts a logsumexp off by up to 9e-4 and an
     entropy by 1.6e-3 on peaked rows; two stages leave 2e-5.
     """
-    num_tiles = x.shape[-1] // 512
-    tiles = x[..., : num_tiles * 512].reshape(*x.shape[:-1], num_tiles, 512).sum(-1).sum(-1)
-    return tiles + x[..., num_tiles * 512 :].sum(-1)
+    num_tiles = x.shape[-1] // TILE
+    tiles = x[..., : num_tiles * TILE].reshape(*x.shape[:-1], num_tiles, TILE).sum(-2).sum(-1)
+    return tiles + x[..., num_tiles * TILE :].sum(-1)
+
+
+def largest(x: mx.array) -> mx.array:
+    """Maximum over the last axis, (..., V) -> (..., 1), of tiles first."""
+    whole = x.shape[-1] // TILE * TILE or x.shape[-1]
+    tiles = x[..., :whole].reshape(*x.shape[:-1], -1, min(whole, TILE)).max(-2)
+    return mx.concatenate([tiles, x[..., whole:]], axis=-1).max(-1, keepdims=True)
 
 
 def logsumexp(x: mx.array) -> mx.array:
     """log(sum(exp(x))) over the last axis, (..., V) float32 -> (...), exact to 2e-5 at Qwen's vocabulary."""
-    peak = mx.stop_gradient(x.max(-1, keepdims=True))
+    peak = mx.stop_gradient(largest(x))
     return mx.log(tiled_sum(cpu.exp(x, peak))) + peak.squeeze(-1)
 
 
@@ -92,7 +102,7 @@ def sample_token_ref(
     assert logits.shape[-1] <= 2**20, logits.shape
     num_rows, size = logits.shape
     logits = at_temperature(logits, temperature)
-    peak = logits.max(-1, keepdims=True)
+    peak = largest(logits)
     weights = cpu.exp(logits, peak)
     shares = mx.split(mx.minimum(uniforms, BELOW_ONE), 4, axis=-1)
     width = 1024 if size > 1024 else 32  # one tile need not be full
@@ -142,7 +152,7 @@ def sample_token(logits: mx.array, uniforms: mx.array, temperature: float = 1.0)
 def row_logprobs_ref(logits: mx.array, ids: mx.array, temperature: float = 1.0) -> tuple[mx.array, mx.array]:
     """Log-probability of an id a row and entropy of the row at `temperature`, (M, V), (M,) -> (M,) each."""
     logits = at_temperature(logits, temperature)
-    shifted = logits - mx.stop_gradient(logits.max(-1, keepdims=True))
+    shifted = logits - mx.stop_gradient(largest(logits))
     weights = cpu.exp(shifted)
     total = tiled_sum(weights)
     chosen = mx.take_along_axis(shifted, ids[:, None], axis=-1).squeeze(-1)

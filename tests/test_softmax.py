@@ -162,11 +162,13 @@ def test_logprobs_and_entropies_of_qwens_vocabulary_are_exact_to_5e_5():
         assert np.abs(np.array(entropy) + (np.exp(logprobs) * logprobs).sum()).max() < 5e-5
 
 
-@pytest.mark.parametrize("size", [1, 511, 512, 513, 1024, 1200])
-def test_a_tiled_sum_counts_every_element_once(size):
+@pytest.mark.parametrize("size", [1, 255, 256, 257, 512, 600])
+def test_a_sum_and_a_maximum_in_tiles_take_every_element_once(size):
     assert softmax.tiled_sum(mx.ones((2, size))).tolist() == [size, size]
     x = mx.array(RNG.integers(-9, 9, (2, 3, size)).astype(np.float32))
     assert mx.array_equal(softmax.tiled_sum(x), x.sum(-1))
+    peaks = softmax.largest(mx.where(mx.arange(size) == mx.arange(size)[:, None], 9.0, -mx.inf))
+    assert mx.array_equal(peaks, mx.full((size, 1), 9.0))
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.95, 0.5, 1e-6])

@@ -291,6 +291,7 @@ def passes(learner: Learner, batches: list[Batch], what: str) -> Iterator[Batch]
     yield from alive.Bar(batches, desc=what, unit="part")
 
 
+@gpu.without_gradients()
 def logprobs_of(learner: Learner, batches: list[Batch], model: gwen.Model) -> list[mx.array]:
     """Log-probabilities under a model, (M, T) of each batch; without gradient."""
     found = list[mx.array]()

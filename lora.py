@@ -47,7 +47,7 @@ class LoRALinear(nn.Module):
         if not self.enabled:
             return self.linear(x)
         if x.dtype == mx.float32:
-            return self.linear(x) + self.scale * ((x @ self.lora_a) @ self.lora_b)
+            return mx.addmm(self.linear(x), self.scale * (x @ self.lora_a), self.lora_b)
         return self._in_16_bits(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)
 
     def rounded(self, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:

@@ -28,7 +28,7 @@ def logits_of(x: mx.array, weight: mx.array, ids: mx.array, support: softmax.Sup
 
 
 LOGPROB_CHUNK = 256  # positions whose logits exist at once
-LOGPROB_TILE = 2**20  # logits that exist at once, 4 MB: they stay in a core's cache from the matmul to the last sum
+LOGPROB_TILE = 2**19  # logits that exist at once, 2 MB: they stay in a core's cache from the matmul to the last sum
 HEADS = ("frozen", "trained")
 
 
@@ -114,7 +114,7 @@ def token_logprobs(
         return logprobs.reshape(shape), entropies.reshape(shape)
     chunk = LOGPROB_CHUNK
     if support:  # whole rows, as many as keep what sorting them needs below a gigabyte
-        chunk = min(chunk, max(1, 16 * LOGPROB_TILE // vocab))
+        chunk = min(chunk, max(1, 32 * LOGPROB_TILE // vocab))
     rows_of_chunks = slices(ids.size, chunk)
     columns = [slice(0, vocab)] if support else slices(vocab, max(1, LOGPROB_TILE // min(chunk, ids.size)))
 

@@ -8,6 +8,7 @@ saved of it (run.py), where settings come from and what they mean (settings/, co
 import argparse
 import contextlib
 import errno
+import gc
 import os
 import shlex
 import signal
@@ -126,6 +127,8 @@ class Trainer:
     def __init__(self, begun: Begun):
         """Raises ValueError in one line for what the user got wrong; no directory is left then."""
         config, state, path = begun.config, begun.state, begun.path
+        if not gc.get_freeze_count():  # once, before there is a model: what imports left, which collections looked at
+            gc.freeze()
         run = self.run = self.make(config, Path(path))
         if state:
             run.restore(state)

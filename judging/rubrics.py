@@ -285,39 +285,29 @@ def rubric_reward(scores: np.ndarray, rubric: Rubric) -> np.ndarray:
 
 
 class ScoreCache:
-    """
-    Scores by a digest of judge, rubric, prompt and completion; drops the oldest beyond `limit`.
+    """Scores by a digest of judge, rubric, prompt and completion."""
 
-    Eviction depends only on insertion order, so a cache refilled from its own record behaves as if it had never
-    stopped.
-    """
-
-    def __init__(self, limit: int = 2**18):
-        self.limit = limit
+    def __init__(self) -> None:
         self.scores: dict[str, float] = {}
-        self._fresh: list[str] = []
+        self._fresh: list[dict[str, Any]] = []
 
     def put(self, key: str, score: float) -> None:
-        if key not in self.scores:
-            self._fresh.append(key)
         self.scores[key] = score
-        while len(self.scores) > self.limit:
-            del self.scores[next(iter(self.scores))]
+        self._fresh.append({"key": key, "score": score})
 
     def take_fresh(self) -> list[dict[str, Any]]:
-        """Records of the scores added since the last call, for a file."""
+        """Records of the scores put since the last call, for a file."""
         fresh, self._fresh = self._fresh, []
-        return [{"key": key, "score": self.scores[key]} for key in fresh if key in self.scores]
+        return fresh
 
     def fill(self, records: list[dict[str, Any]]) -> None:
         """Replaces the content with records of `take_fresh`. Raises ValueError for others."""
         self.scores = {}
-        for record in records[-self.limit :]:
+        for record in records:
             key, score = (record.get("key"), record.get("score")) if isinstance(record, dict) else (None, None)
             if not isinstance(key, str) or type(score) is not float or not 1 <= score <= 5:
                 raise ValueError(f"a judge's score is recorded as {reprlib.repr(record)}; remove that line")
-            self.put(key, score)
-        self._fresh = []
+            self.scores[key] = score
 
 
 class Grader:

@@ -130,21 +130,8 @@ def test_a_judge_without_one_readable_score_is_given_up_in_a_line_that_says_what
     assert np.isnan(going_on.score(["a"], ["x"]).scores).all()
 
 
-def test_the_cache_is_bounded_and_drops_the_oldest_first():
-    made = Made()
-    made.cache.limit = 9
-    for text in "uvwx":
-        made.score(["a"], [text])
-    made.asked.clear()
-    made.score(["a"] * 3, list("vwx"))
-    assert made.asked == [] and len(made.cache.scores) == 9
-    made.score(["a"], ["u"])
-    assert made.asked == [whole(("a", "u"))]
-
-
 def test_a_cache_filled_from_its_record_goes_on_as_if_it_had_never_stopped():
     made, resumed, lines = Made(), Made(), []
-    made.cache.limit = resumed.cache.limit = 12
     for text in "stuvwxs":
         made.score(["a"], [text])
         lines += [json.dumps({"step": 1} | record) for record in made.cache.take_fresh()]

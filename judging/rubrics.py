@@ -302,7 +302,7 @@ class ScoreCache:
 
     def fill(self, records: list[dict[str, Any]]) -> None:
         """Replaces the content with records of `take_fresh`. Raises ValueError for others."""
-        self.scores = {}
+        self.scores, self._fresh = {}, []
         for record in records:
             key, score = (record.get("key"), record.get("score")) if isinstance(record, dict) else (None, None)
             if not isinstance(key, str) or type(score) is not float or not 1 <= score <= 5:

@@ -136,9 +136,9 @@ def update(learner: Learner, batches: list[Batch], lr: float) -> UpdateResult:
         nothing = dict.fromkeys(MEASURED)
         return UpdateResult(lr, learner.rate, learner.num_skipped, learner.loss_scale.value, nothing)
     # the KL of a step grows with the square of its rate, so the target follows the squared schedule
-    bounded = lr and batches[0].sampled_logprobs is not None
-    target = optimizer.target_kl * (lr / optimizer.learning_rate) ** 2 if bounded else 0.0
-    steps, probe, moved, repeats = [], None, None, 0
+    has_target = lr and batches[0].sampled_logprobs is not None
+    target = optimizer.target_kl * (lr / optimizer.learning_rate) ** 2 if has_target else 0.0
+    steps, bounded = list[dict[str, float]](), list[trust_region.BoundedStep]()
     num, num_taught = optimizer.mini_batches, sum(batch.num_taught for batch in batches)
     whole = [[batch for batch in batches if batch.number == number] for number in range(num)]
     parts = [[batch for batch in part if batch.is_mine] for part in whole]
@@ -148,29 +148,22 @@ def update(learner: Learner, batches: list[Batch], lr: float) -> UpdateResult:
     for number in [number for number in range(num) if whole[number]] * num_passes:
         teaches = any(batch.num_taught for batch in whole[number])
         before = learner.trainable if target and teaches else None  # else it need not be kept alive
-        if teaches:
-            logprobs, measured = optimizer_step(learner, parts[number], lr * learner.rate)
-        else:
-            logprobs, measured = measure(learner, parts[number])
-            measured["skipped"] = 0
+        logprobs, measured = optimizer_step(learner, parts[number], lr) if teaches else measure(learner, parts[number])
         parts[number] = with_old(parts[number], logprobs)
-        if before and not measured["skipped"]:
-            if probe is None:
-                probe = trust_region.make_probe(list(itertools.chain(*parts)), learner.optimizer.step.item())
-            # only `hold` has what it may cut short, so no copy outlives it; the model is left with `held.weights`
-            stepped, learner.trainable = [learner.trainable], before
-            held = trust_region.hold(before, stepped.pop(), probe, target, functools.partial(under, learner, probe))
-            # earlier steps fitted at this rate, so at half of it one more would have
-            share = held.share if moved is None else max(held.share, 0.5)
-            learner.trainable, learner.rate = held.weights, learner.rate * share
-            moved, repeats = held.moved, repeats + held.repeats
         steps.append(measured)
+        if before and not measured["skipped"]:
+            if not bounded:
+                probe = trust_region.make_probe(list(itertools.chain(*parts)), learner.optimizer.step.item())
+            held = trust_region.hold(before, learner.trainable, probe, target, functools.partial(under, learner, probe))
+            # earlier steps fitted at this rate, so at half of it one more would have
+            learner.rate *= max(held.share, 0.5) if bounded else held.share
+            bounded.append(held)
     keep_equal(learner)
     dtype = learner.model.head_weight.dtype
     copies = [layer.rounded(dtype) for _, layer in lora.layers(learner.model)] if dtype != mx.float32 else []
     mx.eval(learner.model.trainable_parameters(), copies)  # now: an error of the GPU in a rollout would spoil them
     rate = learner.rate
-    if moved is not None and moved < target / 2 and held.repeats < trust_region.MOST_TRIES:
+    if bounded and bounded[-1].moved < target / 2 and bounded[-1].repeats < trust_region.MOST_TRIES:
         learner.rate = min(rate * trust_region.RECOVERY, 1.0)
 
     num_forwards, learner.num_forwards = sum(world.share(learner.num_forwards)), 0
@@ -190,9 +183,9 @@ def update(learner: Learner, batches: list[Batch], lr: float) -> UpdateResult:
         num_taught=num_taught,
         loss=sum(step["loss"] for step in steps) / (num * num_passes),
         grad_norm=sum(norms) / len(norms) if norms else None,
-        moved=moved,
-        repeats=repeats,
-        skipped=int(sum(step["skipped"] for step in steps)),
+        moved=bounded[-1].moved if bounded else None,
+        repeats=sum(held.repeats for held in bounded),
+        skipped=int(sum(step.get("skipped", 0) for step in steps)),
         num_forwards=num_forwards,
         pad_frac=pad_frac(batches),
     )
@@ -208,7 +201,8 @@ def with_old(batches: list[Batch], logprobs: list[mx.array]) -> list[Batch]:
 
 def optimizer_step(learner: Learner, batches: list[Batch], lr: float) -> tuple[list[mx.array], dict[str, float]]:
     """
-    One step on the masters, copied into the model; changes nothing if the gradient is not finite.
+    One step on the masters at `lr` times the learner's rate, copied into the model; changes nothing if the gradient is
+    not finite.
 
     Returns each batch's log-probabilities before the step, (M, T), and what was measured.
     """
@@ -221,7 +215,7 @@ def optimizer_step(learner: Learner, batches: list[Batch], lr: float) -> tuple[l
         count_failure(learner, measured["loss"])
     else:
         learner.num_changes, learner.failures = learner.num_changes + 1, 0
-        learner.optimizer.learning_rate = lr
+        learner.optimizer.learning_rate = lr * learner.rate
         masters = tree_unflatten(list(learner.trainable.items()))
         learner.trainable = dict(tree_flatten(learner.optimizer.apply_gradients(grads, masters)))
         # Otherwise the model's old tensors, and without --target-kl the masters, would stay until all new are computed.

@@ -74,9 +74,8 @@ def distance(probe: list[Batch], present: list[mx.array]) -> float:
 
 
 class BoundedStep(NamedTuple):
-    """A step that moved the policy no further than allowed."""
+    """How a step was shortened until it moved the policy no further than allowed."""
 
-    weights: Weights
     share: float  # of the requested step that was kept; the caller multiplies its rate by it
     moved: float  # nats per token
     repeats: int  # tries that went too far and were undone
@@ -90,7 +89,7 @@ def hold(
     logprobs_under: Callable[[Weights], list[mx.array]],
 ) -> BoundedStep:
     """
-    Shortens the step from `before` to `after` until the policy has moved at most SLACK times the target.
+    Shortens the step from `before` to `after`, in place, until the policy has moved at most SLACK times the target.
 
     logprobs_under: of the probe; puts the weights into the model. A step that is too long at every try is dropped.
     """
@@ -98,10 +97,10 @@ def hold(
     for repeats in range(MOST_TRIES):
         moved = distance(probe, logprobs_under(after))
         if moved <= SLACK * target:
-            return BoundedStep(after, share, moved, repeats)
+            return BoundedStep(share, moved, repeats)
         # the KL grows with the square of a short step; inf and nan, from overflowing logits, take the least share
         factor = min(max(LEAST_SHARE, math.sqrt(target / moved)), 0.5)
         share *= factor
-        after = {name: old + factor * (after[name] - old) for name, old in before.items()}
-    moved = distance(probe, logprobs_under(before))
-    return BoundedStep(before, share, moved, MOST_TRIES)
+        after |= {name: old + factor * (after[name] - old) for name, old in before.items()}
+    after |= before
+    return BoundedStep(share, distance(probe, logprobs_under(after)), MOST_TRIES)

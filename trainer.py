@@ -28,7 +28,7 @@ from problems import chat_template, examples, rewards
 from reporting import trackers
 from reporting.console import console_columns, say, warn
 from reporting.journal import evaluation_is_due
-from settings.sources import as_yaml, given, joined, refuse_unknown, resolve
+from settings.sources import LATER, as_yaml, given, refuse_unknown, resolve
 from settings.sources import command as command_of
 
 Steps = Iterator[dict[str, Any]]  # the figures of each
@@ -43,8 +43,6 @@ def as_settings(settings: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(settings.get(name, ""), (str, Path)):
             settings[name] = examples.keep(settings[name])
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in settings.items()}
-    if (held_out := settings.pop("eval_data", None)) is not None:
-        settings["data"] = joined(settings.get("data"), held_out)
     refuse_unknown(settings)
     for name in ("loss_type", "advantage", "env"):
         if callable(settings.get(name)):
@@ -420,7 +418,7 @@ def train_seeds(args: argparse.Namespace, flags: dict[str, Any], trainer: type[T
         if world.is_first():
             print(f"seed {seed}, {number} of {len(numbers)}", flush=True)
         if path in there:
-            begun = begin({name: value for name, value in flags.items() if SETTINGS[name].later}, resume=path)
+            begun = begin({name: flags[name] for name in flags.keys() & LATER}, resume=path)
         else:
             begun = begin(flags | {"seed": seed}, args.config, run_dir=path)
         try:

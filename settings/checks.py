@@ -4,6 +4,7 @@ Whether settings that are each in range make a run: what it has no use for, and 
 Left out: the settings and their ranges (config.py).
 """
 
+import os
 import re
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -25,8 +26,10 @@ def checked(settings: dict[str, Any], flags: Collection[str] = ()) -> Config:
     """
     The settings, each of the right type and in range, without contradiction. Raises ValueError otherwise.
 
-    flags: the names of those given as flags.
+    flags: the names of those given as flags. `eval_data`, a flag and a key of recipes, is the held-out side of `data`.
     """
+    if "eval_data" in settings:
+        settings = joined(**settings)
     if type(settings.get("checkpoint_layers")) is int:  # as YAML reads it
         settings = settings | {"checkpoint_layers": str(settings["checkpoint_layers"])}
     if isinstance(asked := settings.get("lora_targets"), str | list):
@@ -37,6 +40,14 @@ def checked(settings: dict[str, Any], flags: Collection[str] = ()) -> Config:
     for mistake in mistakes(config):
         raise ValueError(mistake)
     return config
+
+
+def joined(eval_data: Any, data: Any = None, **others: Any) -> dict[str, Any]:
+    """Settings with both sides of the data as one."""
+    if not data:
+        raise ValueError(f"--eval-data {eval_data} goes with --data FILE, which is trained on; give both")
+    train = str(data) if os.path.exists(str(data)) else str(data).rsplit(",", 1)[0]
+    return others | {"data": f"{train},{eval_data}"}
 
 
 def fused_targets(asked: list[Any]) -> list[Any]:

@@ -32,6 +32,7 @@ COMMAND = {  # flags of train.py that are no settings, so that no recipe has the
     "from_trl": ("FILE", "print the recipe of TRL's YAML or script, what has no equal as comments"),
     "print_config": ("", "print every setting as YAML and exit"),
 }
+LATER = {name for name, one in SETTINGS.items() if one.later}  # what may change in a resumed run
 READ: dict[str, Any] = {"resume": {"nargs": "?", "const": True}, "seeds": {"type": seeds}}  # how some are read
 
 
@@ -48,18 +49,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def given(args: argparse.Namespace, names: Iterable[str] = SETTINGS) -> dict[str, Any]:
-    """The settings in `names` among the given flags; --eval-data joins --data."""
-    found = {name: value for name in names if (value := getattr(args, name)) is not None}
-    if (held_out := getattr(args, "eval_data", None)) is not None:
-        found["data"] = joined(found.get("data"), held_out)
-    return found
-
-
-def joined(data: str | None, held_out: str) -> str:
-    """Both sides of a run's data as one setting."""
-    if data is None:
-        raise ValueError(f"--eval-data {held_out} goes with --data FILE, which is trained on; give both")
-    return f"{data},{held_out}"
+    """The settings in `names` among the given flags, and `eval_data`, which `checked` joins to `data`."""
+    return {name: value for name in [*names, "eval_data"] if (value := getattr(args, name, None)) is not None}
 
 
 # of the bundled models
@@ -92,7 +83,7 @@ def located(settings: dict[str, Any], *folders: Path) -> dict[str, Any]:
         return f"{path}:{name}" if file and (path := find(file)) != file else text
 
     def locate(key: str, value: Any) -> Any:
-        metadata = SETTINGS[key].field.metadata
+        metadata = SETTINGS["data" if key == "eval_data" else key].field.metadata
         if isinstance(value, list):
             return [locate(key, one) for one in value]
         if not isinstance(value, str) or not metadata.get("file") or (metadata.get("own") and not is_own(value)):
@@ -132,7 +123,7 @@ def resolve(
             raise ValueError(f"--config {config_path} cannot change a resumed run; {anew}")
         if not (Path(resume) / "config.yaml").is_file():
             raise ValueError(f"--resume {resume}: {no_run(resume)}")
-        if fixed := sorted(key for key in flags if not SETTINGS[key].later):
+        if fixed := sorted(flags.keys() - LATER):
             raise ValueError(f"{flag_of(fixed[0])} cannot change in a resumed run; {anew}")
         settings = load_recipe(Path(resume) / "config.yaml") | flags
         for key, path in moved(settings):
@@ -221,7 +212,7 @@ def refuse_unknown(settings: Iterable[Any], where: str = "") -> None:
         own = f"it is a flag of the command, {flag_of(key)}, and no setting" if key in COMMAND else ""
         return own or hint(key, SETTINGS, repr) or "train.py --help-all lists them"
 
-    unknown = {reprlib.repr(key): said_of(str(key)[:40]) for key in settings if key not in SETTINGS}
+    unknown = {reprlib.repr(key): said_of(str(key)[:40]) for key in settings if key not in [*SETTINGS, "eval_data"]}
     if len(unknown) > MANY:
         names = ", ".join(unknown)
         raise ValueError(f"{where}{len(unknown)} unknown settings, {names}; of TRL's --from-trl FILE makes ours")

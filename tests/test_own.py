@@ -18,17 +18,16 @@ import trainer
 from flags import load_yaml
 from problems import audit, built_in, examples, rewards
 from run import SftRun
-from settings import sources
+from settings import checks, sources
 from settings.sources import given, located, parse
 
 ROOT = Path(tasks.__file__).parent.parent
 SUMS = [{"prompt": f"What is {n} plus one?", "answer": n + 1} for n in range(30)]
 
 
-def settings(*words):
-    return sources.resolve(
-        given(parse(["--model", "demo", *map(str, words)])), None, None, lambda name: (name, "asked")
-    )
+def settings(*words, recipe=None):
+    flags = given(parse(["--model", "demo", *map(str, words)]))
+    return sources.resolve(flags, recipe, None, lambda name: (name, "asked"))
 
 
 def task_of(*words):
@@ -107,8 +106,18 @@ def test_held_out_prompts_may_come_from_a_file_of_their_own(tmp_path):
     alone = task_of("--data", train_file)  # whose name has a comma
     assert (len(alone.train), len(alone.held_out)) == (27, 3)
     assert "goes with --data FILE" in message_of(settings, "--eval-data", test_file)
+    sums = write_log(tmp_path / "sums.jsonl", SUMS)
+    for recipe, *words in (
+        ["data: sums.jsonl", "--eval-data", test_file],
+        ["data: sums.jsonl,gone.jsonl", "--eval-data", test_file],
+        ["eval_data: test.jsonl", "--data", sums],
+        ["data: gone.jsonl\neval_data: test.jsonl", "--data", sums],
+        ["data: sums.jsonl\neval_data: test.jsonl"],
+    ):
+        (tmp_path / "mine.yaml").write_text(recipe)
+        assert settings(*words, recipe=tmp_path / "mine.yaml")[0].data.path == f"{sums},{test_file}"
     rows = trainer.as_settings({"data": SUMS, "eval_data": SUMS[:3]})
-    assert len(tasks.load("own", **rows).held_out) == 3
+    assert len(tasks.make(checks.checked({"task": "own"} | rows)).held_out) == 3
 
 
 # ---- the verifier

@@ -64,6 +64,10 @@ class Audit(NamedTuple):
     lines: list[Line]
 
     @property
+    def has_answers(self) -> bool:
+        return any(line.is_honest for line in self.lines)
+
+    @property
     def is_silent(self) -> bool:
         return all(math.isnan(value) for line in self.lines for value in line.values)
 
@@ -235,7 +239,8 @@ def first_surprises(task: Any, gate: str = "off") -> Iterator[str]:
         raise ValueError(f"reward {names} gave only None for {audits[0].num_texts} made-up completions; return numbers")
     is_told = judged or any(each.form for each in audits)
     for each, num in zip(audits, tried, strict=True):
-        made_up = f"{each.num_texts} made-up completions, and the answers of {num} rows"
+        rows = f"the {'answers' if each.has_answers else 'prompts'} of {num} rows"
+        made_up = f"{each.num_texts} made-up completions, and {rows}"
         yield f"audit: reward {each.name}, {made_up}: {surprise(each, is_told=is_told)}"
     if task.name in ("own", "gsm8k", "math") and task.verifier and task.verifier not in own.values():
         result = audit("verifier", task.verifier, examples)
@@ -249,12 +254,11 @@ def surprise(audit: Audit, *, is_told: bool = False) -> str:
 
     is_told: another one, or a judge, may tell right from wrong.
     """
-    has_answers = any(line.is_honest for line in audit.lines)
     if audit.surprises:
         first = audit.surprises[0]
         verb = "does not pay" if first.is_honest else "pays"
         said = f"it {verb} for {short(first.text)} ({first.name}); preflight.py --audit shows {len(audit.surprises)}"
-    elif not has_answers and not audit.is_silent:
+    elif not audit.has_answers and not audit.is_silent:
         said = f"{_alike(audit)}; it gives {', '.join(f'{line.mean} to {line.name}' for line in audit.lines)}"
     else:
         others = "; another reward or the judge may tell right from wrong" * is_told
@@ -269,7 +273,7 @@ def surprise(audit: Audit, *, is_told: bool = False) -> str:
 def _alike(audit: Audit) -> str:
     if audit.is_silent:
         return "it gives no number, only None"
-    if not any(line.is_honest for line in audit.lines):
+    if not audit.has_answers:
         return "the data has no column answer (--columns answer=COLUMN names one) to make right answers of"
     values = {value for line in audit.lines for value in line.values}
     if len(values) == 1:

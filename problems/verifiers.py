@@ -127,16 +127,20 @@ def _same_text(gold: str, statement: str) -> bool:
 
 
 def choice_of(choices: Collection[str]) -> Verifier:
-    """The verifier of answers that are a few known ones: the last line names the right one and no other."""
+    """
+    The verifier of answers that are a few known ones. Right is a last line that is the right one, or begins with it and
+    a punctuation mark, or ends in it as `_ends_with` says; and that neither names another one, nor denies, nor has "or".
+    """
     ordered = sorted(set(map(stated_by, choices)), key=len, reverse=True)
     letters = all(len(choice) == 1 for choice in ordered)  # which count as capitals: "a" is an article
-    one = re.compile(rf"(?<![\w'-])(?:{'|'.join(map(re.escape, ordered))})(?![\w'-])", 0 if letters else re.I)
+    case = 0 if letters else re.I
+    one = re.compile(rf"(?<![\w'-])(?:{'|'.join(map(re.escape, ordered))})(?![\w'-])", case)
 
     def is_right(gold: str, statement: str) -> bool:
         line, known = _last_line(statement), folded(gold)
-        if _NOT.search(line) or {folded(name) for name in one.findall(line)} != {known}:
+        if _NOT.search(line) or re.search(r"\bor\b", line) or {folded(name) for name in one.findall(line)} != {known}:
             return known in (folded(statement), folded(line))
-        return not letters or _same_text(gold, statement) or bool(re.match(rf"\W*{re.escape(gold)}[).:]", line))
+        return _same_text(gold, statement) or bool(re.match(rf"\W*{re.escape(gold)}\W*[-).:,;]", line, case))
 
     return _verifier(is_right)
 
@@ -374,7 +378,11 @@ _NAME = re.compile(r"[^\W\d_]+(?:[ '/-][^\W\d_]+){0,2}")
 VERIFIERS = {  # strictest first, as `auto` tries them
     "json": Kind(read_json, lambda _: _verifier(_same_json), "JSON: keys and values equal, order and spaces free"),
     "number": Kind(is_number, lambda _: number, "numbers: values equal, units where both have one"),
-    "choice": Kind(lambda one: _NAME.fullmatch(stated_by(one)), choice_of, "choices: the last line names it alone"),
+    "choice": Kind(
+        lambda one: _NAME.fullmatch(stated_by(one)),
+        choice_of,
+        "choices: the last line is it, opens with it and a mark, or ends in it",
+    ),
     "math": Kind(is_mathematics, lambda _: math_correct, "mathematics, by math-verify"),
     "exact": Kind(bool, lambda _: exact, "texts: equal but for case, spaces, article and full stop"),
     "marked": Kind(bool, lambda _: marked, "what \\boxed{}, ####, <answer> or a last Answer: marks, as mathematics"),

@@ -148,7 +148,9 @@ def test_a_reward_that_cannot_tell_right_from_wrong_is_said_to_and_whether_anoth
     )
     own = dict(rewards.load_reward(f"{tmp_path}/mine.py:{name}") for name in ("score", "other"))
     (line,) = surprises_of({"score": own["score"]}, examples, False)
-    assert said in line
+    assert (
+        said in line and f", and the {'answers' if examples == PRODUCTS else 'prompts'} of {len(examples)} rows" in line
+    )
     (line,) = surprises_of({"score": own["score"]}, examples, True)
     others = "; another reward or the judge may tell right from wrong"
     assert said in line and line.endswith(others if examples == PRODUCTS else "1 to the prompt, 0 to very long")

@@ -128,8 +128,10 @@ def _same_text(gold: str, statement: str) -> bool:
 
 def choice_of(choices: Collection[str]) -> Verifier:
     """
-    The verifier of answers that are a few known ones. Right is a last line that is the right one, or begins with it and
-    a punctuation mark, or ends in it as `_ends_with` says; and that neither names another one, nor denies, nor has "or".
+    The verifier of answers that are a few known ones.
+
+    Right is a last line that is the right one, begins with it and a punctuation mark, or ends in it as `_ends_with`
+    says, and that names no other, denies nothing and has no "or".
     """
     ordered = sorted(set(map(stated_by, choices)), key=len, reverse=True)
     letters = all(len(choice) == 1 for choice in ordered)  # which count as capitals: "a" is an article

@@ -38,6 +38,7 @@ def signal(*groups):
     return steps_of("sampling/signal_groups", *groups)
 
 
+STILL = {"update/kl": 0.0}
 SLOW = slow(31, 40, 33)
 LOST = steps_of("entropy", then=(1.0, 0.05))
 ILL_AND_WELL = [  # an illness, steps and evaluations that show it, and such that do not
@@ -45,6 +46,8 @@ ILL_AND_WELL = [  # an illness, steps and evaluations that show it, and such tha
     ("no signal", (signal(0, 0, 0, 0, 0),), (signal(0, 0, 0, 0),)),
     ("nothing moves", (steps_of("update/kl", then=(3e-8, -1e-9)),), (steps_of("update/kl", then=(3e-8, 2e-6)),)),
     ("nothing moves", (steps_of("update/kl", *[0.0] * 10),), (steps_of("update/kl", *[0.0] * 9, None),)),
+    ("no signal", ([step | STILL for step in signal(*[0] * 10)],), (signal(0, 0, 0, 0),)),  # no rate mends that
+    ("entropy", ([step | STILL for step in LOST],), (steps_of("entropy", then=(1.0, 0.11)),)),
     ("tools fail", (TOOLS[:5],), (TOOLS,)),
     ("tools fail", (TOOLS[:5],), (TOOLS[:4],)),
     ("entropy", (steps_of("entropy", then=(1.0, 0.09)),), (steps_of("entropy", then=(1.0, 0.11)),)),
@@ -63,6 +66,14 @@ def test_an_illness_is_found_where_it_is_and_nowhere_near(name, ill, well):
     (found,) = health.examine(*map(list, (*ill, [])[:2]))
     assert found.name == name and "\n" not in found.text
     assert names(*well) == []
+
+
+@pytest.mark.parametrize(
+    ("shares", "more", "is_blamed"), [((0.3, 0.6), {}, True), ((0.6, 0.6), {}, False), ((0.3, 0.6), STILL, False)]
+)
+def test_training_is_blamed_for_long_answers_only_where_they_came_with_it(shares, more, is_blamed):
+    found = {one.name: one.text for one in health.examine([s | more for s in steps_of(TRUNCATED, then=shares)], [])}
+    assert "--max-tokens" in found["truncated"] and ("--learning-rate" in found["truncated"]) == is_blamed
 
 
 def test_a_run_that_measured_nothing_yet_has_no_illness():

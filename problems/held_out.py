@@ -20,5 +20,6 @@ def at_the_start(num: int, settings: dict[str, Any]) -> list[str]:
         told = f"{num} held-out conversations say little of others: {more}"
         return [told] if 0 < num < LEAST_CONVERSATIONS else []
     least, enough = (min(1, math.sqrt(POWER / 3 / size)) for size in (max(num, 1), LEAST_PROBLEMS))
-    told = f"{num} held-out problems tell a change from {least:.2f} on, {LEAST_PROBLEMS} one from {enough:.2f} on"
+    told = f"{num} held-out problems tell a change from {least:.0%} of the values' range on, {LEAST_PROBLEMS} from "
+    told += f"{enough:.0%} on"
     return [f"{told}: {more} when it is trained (evaluate.py --samples 8)"] if 0 < num < LEAST_PROBLEMS else []

@@ -342,7 +342,7 @@ class Journal:
     def _judge(self) -> int | None:
         """The best evaluation's step, after the verdict and its warning."""
         answers = verdict.by_step(history.records(self.answers.path))
-        self.verdict = verdict.verdict(self.metric, self.evaluations, answers, self.config.flat(), self.dir)
+        self.verdict = verdict.verdict(self.metric, self.steps, self.evaluations, answers, self.config.flat(), self.dir)
         if self.verdict and self.verdict.warning:
             self.warn_of(self.evaluations[-1]["step"], health.Finding(*self.verdict.warning))
         best = verdict.best(self.metric, self.evaluations, answers)

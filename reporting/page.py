@@ -45,7 +45,7 @@ MOST_COST = 0.01  # of a run's time, for all of its pages but the last
 def verdict_of(run: History) -> verdict.Verdict | None:
     """The verdict on a run so far."""
     answers = verdict.by_step(history.records(run.dir / "eval_answers.jsonl"))
-    return verdict.verdict(history.figure_of(run)[0], run.evals, answers, run.settings, run.dir)
+    return verdict.verdict(history.figure_of(run)[0], run.steps, run.evals, answers, run.settings, run.dir)
 
 
 def make_answers(run: History) -> dict[str, Any]:
@@ -85,6 +85,7 @@ def answer_row(details: list[dict[str, Any]], verified: bool) -> dict[str, Any]:
                 "text": text,
                 "pieces": changes(cells[0]["text"], text) if cells else [(text, False)],
                 "value": value,
+                "paid": detail.get("reward", detail["values"])[0],
                 "right": value >= 1.0 if verified and value is not None else None,
                 "rewards": {name: values[0] for name, values in detail["rewards"].items()},
             }

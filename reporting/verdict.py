@@ -23,6 +23,7 @@ from flags import safe, visible
 from problems import form
 from problems.examples import prompt_text
 from problems.held_out import POWER, at_the_start, hold_out_more
+from reporting import health
 from reporting.health import Records
 from settings.sources import command
 
@@ -33,6 +34,7 @@ LEAST_LONGER, LEAST_COPIED = 1.5, 0.1  # times as many words; share of words or 
 LEAST_PAID = 0.05  # share of the last answers that are wrong and get the most that a reward gives
 LEAST_WITNESSED = 0.25  # share of a rise in the judge's score that the witness must confirm
 LEAST_KL = 1e-3  # nats a token from the model before training; with less it has hardly moved
+MOST_KINDS, LEAST_EACH = 20, 3  # different right answers of a classification, and problems for each on average
 NUM_READ, NUM_WORDS, OPENING = 10, 5, 3
 APART = "what pays more made no more answers right: read them, or weigh the rewards anew with --reward-weights"
 TOO_FAR = "try a quarter of --learning-rate, a larger --batch or another reward; earlier states are in checkpoints/"
@@ -77,7 +79,7 @@ class Verdict(NamedTuple):
     text: str  # the figures
     signs: list[str]  # what its answers took on meanwhile, the most telling first
     advice: str
-    read: list[tuple[str, str]]  # ten problems, drawn: prompt and what the last answer comes to
+    read: list[tuple[str, str, str]]  # ten problems, drawn: prompt, what the last answer comes to, `mark_of`
     is_doubtful: bool  # whether what it is paid for may have been gamed
     warning: tuple[str, str] | None  # name and text, where something is bad
 
@@ -225,6 +227,36 @@ def names_of(text: str) -> set[str]:
     return {f'"{word}"' for word in [*words, *MARK.findall(text)]} | opening
 
 
+def never_given(after: Records) -> list[str]:
+    """Of a classification what is right for some problems and is in no answer, the commonest first."""
+    kinds: dict[str, Records] = {}
+    for one in after:
+        if one.get("answer") is not None:
+            kinds.setdefault(str(one["answer"]), []).append(one)
+    num, signs = sum(map(len, kinds.values())), []
+    if len(kinds) > min(MOST_KINDS, num / LEAST_EACH):
+        return []
+    said = "\n".join(text for one in after for text in [*one["completions"], one.get("greedy", "")]).lower()
+    for kind, its in sorted(kinds.items(), key=lambda kind: -len(kind[1])):
+        is_said = re.search(rf"(?<![a-z0-9]){re.escape(kind.lower())}(?![a-z0-9])", said)
+        if len(its) > 1 and not is_said and not any(1.0 in one["values"] for one in its):
+            signs.append(f'"{visible(shortened(kind))}" in none, though right for {len(its)} of {num} problems')
+    return signs
+
+
+def shortened(text: str) -> str:
+    return textwrap.shorten(text, 70, placeholder=" \u2026")
+
+
+def mark_of(answer: dict[str, Any], is_verified: bool) -> str:
+    """Whether an answer is right and what it is paid, with the right answer, as "wrong, paid 0.5; right: nine"."""
+    value, pay = answer["values"][0], answer.get("reward", answer["values"])[0]
+    marks = [] if value is None or not is_verified else ["right" if value >= 1 else "wrong"]
+    marks.append("pay unreadable" if pay is None else f"paid {pay:.3g}")
+    right = answer.get("answer")
+    return ", ".join(marks) + ("" if right is None else f"; right: {shortened(str(right))}")
+
+
 def paid_though_wrong(answers: dict[int, Answers]) -> tuple[set[int], set[int]]:
     """
     The problems of the first and of the last evaluation whose wrong answer is paid the most that any answer ever was.
@@ -250,12 +282,12 @@ def drawn(problems: list[int], settings: dict[str, Any]) -> list[int]:
 
 
 def verdict(
-    figure: str, evals: Records, answers: dict[int, Answers], settings: dict[str, Any], run: Path
+    figure: str, steps: Records, evals: Records, answers: dict[int, Answers], settings: dict[str, Any], run: Path
 ) -> Verdict | None:
     """
     The verdict on the change from the first evaluation to the last; None below two.
 
-    figure: as "accuracy". answers: see `by_step`. settings, run: for what to do next.
+    figure: as "accuracy". answers: see `by_step`. steps, settings, run: for what to do next.
     """
     if len(evals) < 2:
         return None
@@ -270,13 +302,14 @@ def verdict(
         cheated, cheating = paid_though_wrong(answers) if figure == "accuracy" and both else ((), ())
         alarms = [f"wrong, yet paid most: {len(cheated)} -> {len(cheating)} answers"] if cheating else []
         words = forms + words
+    kind = "conversations" if figure == "loss" else "problems"
     if found is None:
-        text = f"{figure}: fewer than two problems have a figure both after step {first['step']} and {last['step']}"
+        text = f"{figure}: fewer than two {kind} have a figure both after step {first['step']} and {last['step']}"
     else:
         was, now = (one[f"eval/{figure}"] for one in (first, last))
         part = f"{found.num} of {last['eval/num']}" if found.num < last["eval/num"] else found.num
         text = f"{figure} {was:.3f} -> {now:.3f} from step {first['step']} to {last['step']}, on {part} held-out "
-        text += f"problems; gain {found.mean:+.3f}, {interval(found)}"
+        text += f"{kind}; gain {found.mean:+.3f}, {interval(found)}"
         text = "; ".join([text, *(at_the_start(found.num, settings) if figure == "loss" else [])])
     total, though = paired(*map(paid, ends)) if figure == "accuracy" and "eval/score" in last else None, ""
     if found and total and found.word in (SAME, FEW) and total.word in (BETTER, WORSE):
@@ -303,13 +336,16 @@ def verdict(
     advised = advice(found, last, mended if is_doubtful else "", is_rising, settings, shlex.quote(str(run)))
     if though and found and found.word == SAME:
         advised = APART if total and total.word == BETTER else TOO_FAR
+    elif found and found.word in (SAME, FEW):  # a warning that says why comes first
+        stuck = (one.text for one in health.examine(steps, evals) if one.name in ("no signal", "nothing moves"))
+        advised = next(stuck, advised)
     return Verdict(
         found.word if found else FEW,
         though,
         text,
-        alarms + words,
+        alarms + (never_given(after) if figure == "accuracy" else []) + words,
         advised,
-        [(prompt_text(one["prompt"]), last_turn(one)) for one in last_read],
+        [(prompt_text(one["prompt"]), last_turn(one), mark_of(one, figure == "accuracy")) for one in last_read],
         is_doubtful,
         warning,
     )
@@ -340,6 +376,8 @@ def advice(
     kl = last.get("eval/kl")
     if found is None:
         return "look at the warnings: where a judge scores, docs/judge.md says what makes its scores unreadable"
+    if found.word in (SAME, FEW) and kl is not None and kl < LEAST_KL and last["step"] >= health.STILL:
+        return f"the model has hardly moved (KL {kl:.1g} nats a token): try three times the --learning-rate"
     if found.word == FEW:
         more = hold_out_more(last["eval/num"], settings)
         if settings.get("loss_type") == "sft":
@@ -350,8 +388,6 @@ def advice(
     if found.word == WORSE:
         return TOO_FAR
     if found.word == SAME:
-        if kl is not None and kl < LEAST_KL:
-            return f"the model has hardly moved (KL {kl:.1g} nats a token): try three times the --learning-rate"
         return "try more --steps, problems that it solves sometimes, or a reward that tells its answers apart"
     if mended:
         return mended
@@ -366,6 +402,6 @@ def lines(found: Verdict | None) -> list[str]:
     if found is None:
         return ["verdict: none, as it compares two evaluations of what is held out (--eval-every)"]
     said = [f"  its answers: {sign}" for sign in found.signs]
-    read = [[textwrap.shorten(text, 70, placeholder=" \u2026") for text in texts] for texts in found.read]
-    said += [f"  {len(read)} drawn to read:", *(f"    {asked} -> {text}" for asked, text in read)] if read else []
+    read = [f"    {shortened(asked)} -> {shortened(text)} ({mark})" for asked, text, mark in found.read]
+    said += [f"  {len(read)} drawn to read:", *read] if read else []
     return [safe(line) for line in [f"verdict: {found.headline}", f"  {found.text}", *said, f"next: {found.advice}"]]

@@ -87,12 +87,13 @@ def answer(rng, num=12):
     return " ".join(rng.choices(PLAIN, k=num))
 
 
-def made(folder, num, before, after, figure="accuracy", settings=(), half=None, **more):
+def made(folder, num, before, after, figure="accuracy", settings=(), half=None, moved=None, **more):
     """A run of evaluations after 0, 20 and 40 steps. Each: (rng, prompt) -> text, value, other reward."""
     folder.mkdir()
     rng, prompts = random.Random(1), [f"Tell me in a few words of your own about matter number {n}" for n in range(num)]
     (folder / "config.yaml").write_text(yaml.safe_dump({"model": "demo", "steps": 40, "seed": 0, **dict(settings)}))
-    write_log(folder / "metrics.jsonl", [{"step": 40, "completion/mean_tokens": 9.0}])
+    steps = [{"step": n, "completion/mean_tokens": 9.0, "update/kl": moved} for n in range(31, 41)]
+    write_log(folder / "metrics.jsonl", steps)
     records, answers = [], []
     for step, act in ((0, before), (20, half or before), (40, after)):
         said = [act(rng, prompt) for prompt in prompts]
@@ -102,6 +103,8 @@ def made(folder, num, before, after, figure="accuracy", settings=(), half=None, 
         records.append({"step": step, f"eval/{figure}": mean, "eval/num": num, "eval/kl": step / 100} | ends)
         for problem, (prompt, (text, value, *more_paid)) in enumerate(zip(prompts, said, strict=True)):
             line = {"step": step, "problem": problem, "prompt": prompt, "completions": [text], "values": [value]}
+            if "verifier" in dict(settings):
+                line["answer"] = KINDS[problem % 3]
             if "tools" in dict(settings):
                 line |= {
                     "messages": [talk(text)],
@@ -165,7 +168,21 @@ def even(rng, prompt):
     return prompt[-9:], float(prompt[-1] > "4")
 
 
+KINDS = ("food", "home", "travel")
+
+
+def classified(*kinds):
+    """Answers with what stands here for the right answer."""
+
+    def act(rng, prompt):
+        place = int(prompt.split()[-1]) % 3
+        return f"It is {kinds[place]}.", float(kinds[place] == KINDS[place])
+
+    return act
+
+
 MORE = {
+    "nothing moves": {"moved": 1e-8},
     "sft": {"eval/loss": (2.1, 1.9), "eval/loss_ci95": (0.4, 0.4), "eval/losses": (losses(0.4), losses(0.2))},
     "sft of three": {"eval/loss": (2.1, 1.9), "eval/losses": (losses(0.4, 3), losses(0.2, 3))},
     "paid for another thing": {"eval/score": (1.0, 1.5)},
@@ -197,11 +214,17 @@ RUNS = {  # name: how it was made, its verdict, and what must be said with it
         BETTER,
         '"\u597d" in 0% -> 100% of answers',
     ),
+    "an answer never given": (
+        (60, classified(*["food"] * 3), classified("food", "home", "food"), "accuracy", {"verifier": "exact"}),
+        BETTER,
+        '"travel" in none, though right for 20 of 60 problems',
+    ),
+    "nothing moves": ((4, right(0.5), right(0.5)), FEW, "Try a --learning-rate ten times as high"),
     "too few problems": ((4, by_prompt(PLAIN, 0.0), by_prompt(PLAIN[8:], 1.0)), FEW, "--compare before.jsonl"),
     "collapsed": ((100, right(0.6), lambda r, p: ("no no no no no no no", 0.0)), WORSE, "repeated: "),
     "judge dead": ((60, scored(0.3), lambda r, p: (answer(r), None), "score"), FEW, "docs/judge.md"),
     "tools": ((80, right(0.2), right(0.7), "score", {"tools": ["calculator"]}), BETTER, ""),  # it calls more often
-    "sft": ((64, right(0.5), right(0.5), "loss"), BETTER, "gain +0.200"),
+    "sft": ((64, right(0.5), right(0.5), "loss"), BETTER, "on 64 held-out conversations; gain +0.200"),
     "sft of three": (
         (3, right(0.5), right(0.5), "loss", {"loss_type": "sft", "model": "smollm2"}),
         BETTER,
@@ -220,7 +243,8 @@ def test_runs_get_their_verdicts_and_none_that_is_gamed_goes_without_its_words(t
     how, word, said = RUNS[kind]
     run = made(tmp_path / "run", *how, **MORE.get(kind, {}))
     found = page.verdict_of(history.load(run))
-    assert found.word == word and said in "\n".join(verdict.lines(found))
+    shown = "\n".join(verdict.lines(found))
+    assert found.word == word and said in shown
     report.main(["--list", str(tmp_path)])
     listed, markup = capsys.readouterr().out, page.write(run).read_text()
     assert f"  {found.headline}" in listed and f"<h2>{found.headline}</h2>" in markup
@@ -232,13 +256,16 @@ def test_runs_get_their_verdicts_and_none_that_is_gamed_goes_without_its_words(t
     if kind.startswith("gamed"):
         assert f"{word}; " in listed and said in listed  # the word never stands alone
         assert found.advice.startswith("read the answers")
+    if kind == "an answer never given":
+        assert re.search(r"number \d+ -> It is food\. \(wrong, paid 0; right: travel\)", shown)
+        assert re.search(r"right answer <bdi class=.text.>travel</bdi>.*?wrong</b>\s*<b>paid 0</b>", markup, re.S)
     if kind == "tools":
-        assert all(not text.startswith("<tool_call>") for _, text in found.read)
+        assert all(not text.startswith("<tool_call>") for _, text, _ in found.read)
         assert "calls calculator(expression=&#39;2 * 3&#39;)" in markup and "calculator replies: 6" in markup
     is_gamed = kind.startswith("gamed")
     warned = "gamed" if is_gamed and not said.endswith("of answers") else "worse" if word == WORSE else None
     assert (found.warning or [None])[0] == warned  # a red box is for what is bad
-    assert bool(found.signs) == (is_gamed or kind == "collapsed")
+    assert bool(found.signs) == (is_gamed or kind in ("collapsed", "an answer never given"))
     assert len(found.read) == (0 if kind.startswith("sft") else min(10, how[0]))
     assert found.read == page.verdict_of(history.load(run)).read  # drawn by the run's seed
     assert len(found.read) < 10 or int(found.read[-1][0].split()[-1]) > 9
@@ -257,7 +284,7 @@ def test_a_verifier_nobody_named_is_suspected_and_no_gate_advised_that_right_ans
     answers = {step: {n: record | {"reward": [pay]} for n in range(20)} for step, pay in ((0, 0.0), (9, 1.0))}
     evals = [{"step": step, "eval/accuracy": 0.0, "eval/num": 20} for step in answers]
     settings = {"task": "own", "reward": ["mine.py:score"], "verifier": verifier}
-    _, text = verdict.verdict("accuracy", evals, answers, settings, tmp_path).warning
+    _, text = verdict.verdict("accuracy", [], evals, answers, settings, tmp_path).warning
     assert ("be too strict" in text) == ("by --verifier FILE.py:fn" in text) == (not verifier)
     assert text.endswith("mend the reward, or try --beta 0.05")
 
@@ -270,9 +297,15 @@ def test_what_is_best_already_is_not_called_still_rising(tmp_path):
             n: {"values": [float(n < num)], "rewards": {}, "prompt": "?", "completions": [""]} for n in range(120)
         }
         evals.append({"step": step, "eval/accuracy": num / 120, "eval/num": 120})
-    found = verdict.verdict("accuracy", evals, answers, {"seed": 0}, tmp_path)
+    found = verdict.verdict("accuracy", [], evals, answers, {"seed": 0}, tmp_path)
     assert verdict.best("accuracy", evals, answers)["step"] == 75 and found.word == BETTER
     assert "still rising" not in found.advice and "sampler.py" in found.advice
+
+
+def test_a_model_has_hardly_moved_only_after_more_steps_than_a_warm_up_takes():
+    found, last = verdict.paired(*table_of(0, 1, 0, 3)), {"eval/kl": 1e-5, "eval/num": 4}
+    advised = [verdict.advice(found, last | {"step": step}, "", False, {"seed": 0}, "runs/a") for step in (9, 10)]
+    assert "problems would tell" in advised[0] and "has hardly moved" in advised[1]
 
 
 def test_a_run_warns_of_what_fell_when_it_falls_and_its_best_is_kept(tmp_path, capsys):
@@ -295,7 +328,9 @@ def test_a_run_warns_of_what_fell_when_it_falls_and_its_best_is_kept(tmp_path, c
 
 def test_few_held_out_problems_are_told_of_at_the_start_with_what_helps():
     (said,) = held_out.at_the_start(8, {"eval_limit": 8})
-    assert "8 held-out problems tell a change from 0.57 on" in said and "a higher --eval-limit" in said
+    assert (
+        "8 held-out problems tell a change from 57% of the values' range on" in said and "a higher --eval-limit" in said
+    )
     assert "--eval-data FILE or --data TRAIN,HELD_OUT" in held_out.at_the_start(4, {})[0]
     assert held_out.at_the_start(0, {}) == held_out.at_the_start(50, {}) == []
     assert held_out.at_the_start(10, {"loss_type": "sft"}) == []

@@ -32,10 +32,10 @@ def run_all(folder, change):
 
 @pytest.mark.slow
 def test_each_command_of_the_page_works_after_the_one_before(tmp_path):
-    tried, copied, gated, said, packed = run_all(
+    before, tried, copied, gated, said, packed = run_all(
         tmp_path, lambda line: re.sub(r"--steps \d+", "--steps 2", line.replace("--model smollm2", "--model demo"))
     )
-    assert "groups have a signal" in tried and "verdict:" in copied and "verdict:" in gated
+    assert before.strip() and "groups have a signal" in tried and "verdict:" in copied and "verdict:" in gated
     assert "before" in said and "after" in said and "first-model-Q8_0.gguf" in packed
 
 
@@ -43,7 +43,7 @@ def test_each_command_of_the_page_works_after_the_one_before(tmp_path):
 @pytest.mark.slow
 def test_the_page_as_it_is_written_learns_to_be_short(tmp_path):
     """About ten minutes on two cores."""
-    tried, copied, gated, *_ = run_all(tmp_path, str)
+    _, tried, copied, gated, *_ = run_all(tmp_path, str)
     assert tried.splitlines()[-1].startswith("go: ") and "verdict: better" in copied and "verdict: better" in gated
 
 

@@ -127,8 +127,8 @@ def facts(run: History, ended: bool = False) -> dict[str, str]:
     """The headline's figures by name; see `status`."""
     (figure, _), (before, after) = figure_of(run), before_after(run)
     is_sft = run.settings.get("loss_type") == "sft"
-    rows = run.settings["batch"] * (1 if is_sft else run.settings["groups"])
-    tokens = rows * sum(step["completion/mean_tokens"] for step in run.steps)
+    phase = "update" if is_sft else "rollout"
+    tokens = sum((step[f"{phase}/tok_s"] or 0.0) * step[f"{phase}/s"] for step in run.steps)
     peak = max(health.measured(run.steps, "mem/peak_gb"), default=None)
     state = status(run, ended)
     return {

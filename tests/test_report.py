@@ -46,9 +46,9 @@ def demo_tokenizer():
 
 def step_record(step):
     figures = {"reward/std": 0.5, "reward/zero_std_frac": 0.25, "reward/none": 0, "kl": None}
-    figures |= {"reward/s": 0.1, "rollout/s": 1.0, "judge/s": 0.0, "update/s": 0.5, "other/s": 0.0, "step/s": 1.6}
+    figures |= {"reward/s": 0.1, "rollout/s": 2.0, "judge/s": 0.0, "update/s": 0.5, "other/s": 0.0, "step/s": 1.6}
     figures |= {"grad_norm": 0.3, "completion/mean_tokens": 5.0, "completion/truncated_frac": 0.0, "mem/peak_gb": 0.25}
-    moving = {"reward/mean": step / 10, "reward/correct": step / 20, "entropy": 1.0 / step}
+    moving = {"reward/mean": step / 10, "reward/correct": step / 20, "entropy": 1.0 / step, "rollout/tok_s": 18.5}
     return {"step": step} | moving | figures
 
 
@@ -110,7 +110,7 @@ def test_the_page_tells_the_figures_the_answers_and_the_warnings_of_the_files(ru
     text = re.sub(r"\s+", " ", html.unescape(re.sub("<[^>]+>", "", markup)))
     marked = re.findall(r"<mark>(.*?)</mark>", markup)  # what changed since before training
     assert "five" in marked and "Two" not in marked
-    for said in ("0.250 \u00b1 0.125", "0.750 \u00b1 0.125", "4 of 6", "0.25 GB", "160", "a laptop", "became right"):
+    for said in ("0.250 \u00b1 0.125", "0.750 \u00b1 0.125", "4 of 6", "0.25 GB", "148", "a laptop", "became right"):
         assert said in text, said
     for said in ("Two plus three is six.", "Nine is five.", "It fell. Try a higher --temp", "learning_rate"):
         assert said in text, said
@@ -302,7 +302,7 @@ def test_compare_prints_the_settings_that_differ_and_the_figures(run, capsys):
     rows = {line.split("  ")[0]: line.split()[-2:] for line in capsys.readouterr().out.splitlines()}
     assert rows["--learning-rate"] == ["0.004", "0.002"]
     assert "--batch" not in rows
-    assert rows["tokens sampled"] == ["160", "160"]
+    assert rows["tokens sampled"] == ["148", "148"]  # 37 a step, whatever --batch and --groups say
     assert rows["held-out accuracy after"] == ["\u00b1", "0.125"]
 
 

@@ -159,8 +159,7 @@ class Record:
     """A rollout's rows on the host: sampling parameters, drawn tokens, ended rows and the cost so far."""
 
     progress: alive.Bar | None = None
-    talk: "Episodes | None" = None  # where rows have turns: what they are told, and the positions that each may have
-    context = 0
+    talk: "Episodes | None" = None  # where rows have turns: what they are told
 
     def __init__(self, num_rows: int, params: SamplingParams, key: int, numbers: Sequence[int] | None = None):
         """numbers: of the rows, for their random numbers; None: in order."""
@@ -381,16 +380,15 @@ def rollout(
     batch_size: int | memory.BatchSize = 64,
     share_prefix: bool | None = None,
     talk: "Episodes | None" = None,
-    context: int = 0,
 ) -> Rollout:
     """
     `group_size` completions of each prompt; row b * group_size + g is completion g of prompt b.
 
     prompts: token ids of any lengths. key: all randomness comes from (key, row, position). rows: the numbers of the
-    rows in a larger rollout of which these are a part. batch_size: most rows to
-    decode at once; halved when memory runs out. share_prefix: hold a prompt's cache once for its group instead of
-    copying it to each row; None: where `attention.shares_prefix`. These two affect speed and memory only. talk: what
-    rows are told between turns, which end tokens end; `max_tokens` is of all turns, context the most a row has.
+    rows in a larger rollout of which these are a part. batch_size: most rows to decode at once; halved when memory runs
+    out. share_prefix: hold a prompt's cache once for its group instead of copying it to each row; None: where
+    `attention.shares_prefix`. These two affect speed and memory only. talk: what rows are told between turns, which end
+    tokens end; `max_tokens` is of all turns, the talk's `context` is the most that a row has.
     Log-probabilities are those of the sampling distribution, with its support restricted by `params`.
     Raises ValueError for an empty prompt, for non-finite logits or log-probabilities, and if memory is too small for
     one row.
@@ -406,7 +404,7 @@ def rollout(
     with alive.Bar(total=num_rows, desc="sampling", unit="row", miniters=0) as progress:
         record = Record(num_rows, params, key, rows)
         record.progress = progress
-        record.talk, record.context = talk, context
+        record.talk = talk
         in_order = dict(sorted(rows_of.items(), key=lambda item: len(item[0])))  # so that batches have little padding
         sample(model, in_order, record, size, share_prefix)
     decode_s, wait_s = time.perf_counter() - begin - record.prefill_s, talk.wait_s if talk else 0.0

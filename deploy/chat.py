@@ -265,10 +265,9 @@ def sample(args: argparse.Namespace) -> None:
             problems, size = spread(tasks.make(config).held_out, args.num), 1
         problems = [problem for problem in problems for _ in range(size)]
         play = box.play(problems, [row // size for row in range(len(problems))], f"held out {args.seed}")
-        how: dict[str, Any] = {"group_size": 1, "key": args.seed, "talk": play, "context": context}
-        reasons = sampler.rollout(model, play.prompts, params, **how).finish_reasons
+        done = sampler.rollout(model, play.prompts, params, group_size=1, key=args.seed, talk=play)
         play.ask_rewards()
-        print(visible("\n".join(play.shown(row, reason) for row, reason in enumerate(reasons))))
+        print(visible("\n".join(play.shown(row, reason) for row, reason in enumerate(done.finish_reasons))))
     else:
         how = {"max_tokens": args.max_tokens, "context": context, "thinking": args.thinking, "kind": "prompt"}
         prompts = chat_template.encode_prompts(tokenizer, problems, **how)

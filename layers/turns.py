@@ -46,7 +46,7 @@ class Turns:
             net.keeps_before = True
         self.logits = mx.zeros((num_slots, logits.shape[1]), logits.dtype)
         self.prompt_of = {row: place for place, rows in enumerate(rows_of.values()) for row in rows}
-        self.room = {row: record.context - len(prompt) for prompt, rows in rows_of.items() for row in rows}
+        self.room = {row: record.talk.context - len(prompt) for prompt, rows in rows_of.items() for row in rows}
         rows = list(self.prompt_of)
         self.table, self.place = record.uniforms(rows), {row: number for number, row in enumerate(rows)}
         self.num_drawn = np.zeros(len(record.limits), int)  # tokens, also those after an end that was not read yet

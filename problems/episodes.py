@@ -277,20 +277,20 @@ class Episodes:
 
     def __init__(self, box: Toolbox, examples: list[Example], groups: Sequence[int], seed: str):
         """Raises ValueError for an unknown environment, and where a reset fails or differs within a group."""
-        self.box, self.examples, self.seed, self.wait_s = box, examples, seed, 0.0
-        self.groups = [group - groups[0] for group in groups]
+        self.box, self.examples, self.groups, self.seed, self.wait_s = box, examples, groups, seed, 0.0
+        self.context = box.context  # positions that a row may have
         self.under_way = set[int]()  # rows whose turn is being answered
         self.done: queue.SimpleQueue[tuple[int, Worker]] = queue.SimpleQueue()
         self.ready: dict[int, list[int] | str] = {}
-        self.rows, texts, first = list[Episode](), list[str | None](), dict[int, str | None]()
+        self.rows, texts, first = list[Episode](), list[str | None](), dict[int, int]()  # the first row of each group
         for row, (example, group) in enumerate(zip(examples, groups, strict=True)):
             name = box.environment_of(example)
             self.rows.append(Episode(name, box.worker(name, row)))
             texts.append(self._reset(row))
-            if texts[row] != first.setdefault(group, texts[row]):
+            if texts[row] != (other := texts[first.setdefault(group, row)]):
                 raise ValueError(
                     f"environment {box.environments[name].__name__}: reset told two rows of one prompt different "
-                    f"things, {short(texts[row - 1])} and {short(texts[row])}; draw tasks with `random`"
+                    f"things, {short(other)} and {short(texts[row])}; draw tasks with `random`"
                 )
         told = zip(examples, texts, strict=True)
         self.asked = [example | {"prompt": extended(example["prompt"], text or "")} for example, text in told]

@@ -106,13 +106,13 @@ def pad_frac(batches: list[Batch]) -> float:
 def cut(samples: Sequence[Sample], token_budget: int, sharing: str = "auto", num_parts: int = 1) -> list[Batch]:
     """
     Samples in batches of at most `token_budget` positions, of one row or of one group; each of one of `num_parts`
-    mini-batches, of equally many groups. Samples without tokens or weight are left out. sharing: see `plan`.
+    mini-batches, of equally many groups. Samples of weight 0 are left out. sharing: see `plan`.
 
     The mean of the mini-batches' losses is the loss of all samples: a token weighs the same in each, so a mini-batch
     divides by the mean number of tokens and not by its own. Source: TRL 1.16.
     """
     prompts = [sample.prompt for sample in samples]
-    lengths = np.array([len(sample.ids) if sample.own and sample.weight else 0 for sample in samples])
+    lengths = np.array([len(sample.ids) if sample.weight else 0 for sample in samples])
     groups = by_group(samples)
     part_of = np.array([place * num_parts // len(groups) for place, group in enumerate(groups) for _ in group])
     num_items, found = sum(len(sample.own) for sample in samples), list[Batch]()

@@ -16,8 +16,8 @@ from config import Config, Sizes
 from layers import divergence, lm_head, softmax
 from step import batch as batches
 from step.batch import Batch
-from step.objectives import SUMS, objective_of
 
+SUMS = ("kl", "clip_frac")  # of a loss, over the counted tokens; recorded as means
 # the policy before the update against the sampler's
 MISMATCH = ("logprob_abs_mean", "logprob_abs_max", "ratio_mean", "ratio_max", "over_cap_frac")
 # measured at each step: means over the counted tokens; `_max` is the largest
@@ -31,6 +31,12 @@ class Share(NamedTuple):
     loss: mx.array  # the shares of all batches sum to the step's loss
     logprobs: mx.array  # (M, T), of the own tokens
     sums: dict[str, mx.array]  # measured over the counted tokens: sums, or the largest where the name ends in `_max`
+
+
+def objective_of(config: Config) -> grpo.Objective:
+    """The settings of a loss."""
+    named = {name: getattr(config.objective, name) for name in set(grpo.Objective._fields) - {"max_tokens"}}
+    return grpo.Objective(**named, max_tokens=config.sampling.max_tokens)
 
 
 class StepLoss:

@@ -7,6 +7,7 @@ A user's own loss and advantage, tried on a few tokens before a model is loaded.
 Left out: the losses and advantages that are ours (grpo.py).
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,9 +19,8 @@ import grpo
 from config import Config, is_own
 from problems.examples import short
 from problems.rewards import load_function, place_of, raised
-
-SUMS = ("kl", "clip_frac")  # over the counted tokens, recorded as means
-Advantage = Callable[[np.ndarray], Any]
+from step.loss import SUMS, objective_of
+from step.sample import Advantage
 
 
 class Own(NamedTuple):
@@ -35,15 +35,10 @@ def load(config: Config) -> Own:
     settings, advantage = config.objective, None
     loss = _load_loss(settings.loss_type, config) if is_own(settings.loss_type) else None
     if is_own(settings.advantage):
-        _, advantage = load_function("--advantage", settings.advantage)
-        advantages(settings.advantage, advantage, np.array([[0.0, 1.0, 1.0], [0.5, 0.5, 0.5]]))
+        _, fn = load_function("--advantage", settings.advantage)
+        advantage = functools.partial(advantages, settings.advantage, fn)
+        advantage(np.array([[0.0, 1.0, 1.0], [0.5, 0.5, 0.5]]))
     return Own(loss, advantage)
-
-
-def objective_of(config: Config) -> grpo.Objective:
-    """The settings of a loss."""
-    named = {name: getattr(config.objective, name) for name in set(grpo.Objective._fields) - {"max_tokens"}}
-    return grpo.Objective(**named, max_tokens=config.sampling.max_tokens)
 
 
 def _load_loss(spec: str, config: Config) -> grpo.LossFunction:
@@ -101,7 +96,7 @@ def _tried(what: str, fn: Callable[..., Any], compute: Callable[[], Any]) -> Any
         raise ValueError(f"{what} {raised(error, fn)}") from error
 
 
-def advantages(spec: str, fn: Advantage, rewards: np.ndarray) -> np.ndarray:
+def advantages(spec: str, fn: Callable[[np.ndarray], Any], rewards: np.ndarray) -> np.ndarray:
     """
     What `fn` makes of rewards, (B, G) float64, nan where a group has fewer -> (B, G) float32, 0 there.
 

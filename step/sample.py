@@ -11,7 +11,7 @@ Axes: B groups trained a step, G samples of a group, N samples, T tokens of a sa
 import itertools
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,15 +20,14 @@ import grpo
 import gwen
 import sampler
 from config import Config
-from machine import world
+from machine import memory, world
 from problems.episodes import Toolbox
 from problems.examples import Example, prompt_text
-from step import objectives
-from step.objectives import Advantage
 
 MEASURED_OF = 8  # one of so many samples without a gradient is measured
 
 
+Advantage = Callable[[np.ndarray], np.ndarray]  # of rewards (B, G) float64, nan where a group has fewer
 NOTHING: dict[str, Any] = {}  # of what is not known yet; nobody writes to it
 
 
@@ -99,29 +98,32 @@ def answered(
     samples: list[Sample],
     params: sampler.SamplingParams,
     *,
+    key: int,
+    batch_size: memory.BatchSize,
     toolbox: Toolbox | None = None,
     seed: str = "",
     weights: Mapping[str, float] = NOTHING,
-    **how: Any,
 ) -> tuple[list[Sample], sampler.RolloutStats]:
     """
     The samples as the model writes them, and what that cost; of several machines each writes some, whole groups.
 
-    toolbox: what they may call, with the seed of its environments and the weights of what these pay. how: see
-    `sampler.rollout`.
+    key: for another draw another, as a row's random numbers follow from it and the row's place here. batch_size: see
+    `sampler.rollout`. toolbox: what they may call, with the seed of its environments and the weights of what these pay.
     """
     talk = toolbox.play([one.example for one in samples], [one.group for one in samples], seed) if toolbox else None
-    if toolbox and talk:
+    if talk:
         pairs = zip(samples, talk.asked, talk.prompts, strict=True)
         samples = [one._replace(example=example, prompt=prompt) for one, example, prompt in pairs]
-        how |= {"talk": talk, "context": toolbox.context}
     mine = world.part_together(tuple(one.prompt) for one in samples)
     found: dict[int, dict[str, Any]] = {}
     stats, speed = sampler.RolloutStats(0.0, 0.0, 0), 0.0
     if mine:
         its = [samples[row] for row in mine]
+        prompts = [one.prompt for one in its]
         try:
-            rollout = sampler.rollout(model, [one.prompt for one in its], params, group_size=1, rows=mine, **how)
+            rollout = sampler.rollout(
+                model, prompts, params, group_size=1, key=key, rows=mine, batch_size=batch_size, talk=talk
+            )
         except sampler.NotFinite as error:
             said = prompt_text(its[error.row].example["prompt"])
             raise ValueError(f"{error}. The prompt: {said!r:.200}") from error
@@ -129,8 +131,8 @@ def answered(
         stats = rollout.stats
         speed = float(rollout.lengths.sum()) / (stats.prefill_s + stats.decode_s)
     stats = stats._replace(speeds=tuple(world.share(speed)))
-    prompts = sorted({tuple(one.prompt) for one in samples})
-    known = world.collect(found, f"samples of the prompts {zlib.crc32(repr(prompts).encode()):x}")
+    every = sorted({tuple(one.prompt) for one in samples})
+    known = world.collect(found, f"samples of the prompts {zlib.crc32(repr(every).encode()):x}")
     samples = [one._replace(**its) for one, its in zip(samples, known, strict=True)]
     return talk.of_samples(samples, weights) if talk else samples, stats
 
@@ -261,7 +263,7 @@ def advantages(
         return grpo.turn_advantages(turns, settings.scale_rewards, grpo.SIGNAL_FLOOR)
     rewards = values_of(groups)
     if own is not None:
-        return objectives.advantages(settings.advantage, own, rewards)
+        return own(rewards)
     return grpo.group_advantages(rewards, settings.scale_rewards, settings.advantage, grpo.SIGNAL_FLOOR)
 
 
@@ -309,14 +311,14 @@ def moves(sample: Sample) -> bool:
 
 def trained(config: Config, samples: list[Sample], step: int, all_teach: bool = False) -> list[Sample]:
     """
-    The samples of a step's loss, N; what is left out has no tokens.
+    The samples of a step's loss, N. One that --truncated mask leaves out has no tokens, so that none counts in a mean.
 
     One whose advantage is 0 has no gradient, unless `all_teach`, and is not computed; but one in MEASURED_OF of these,
     others every step, is measured for all of them, by their share of the tokens.
     """
-    found = [sample if is_kept(config, sample) else sample._replace(own=()) for sample in samples]
-    found = [sample._replace(has_gradient=bool(sample.own) and (all_teach or moves(sample))) for sample in found]
-    idle = [row for row, sample in enumerate(found) if sample.own and not sample.has_gradient]
+    found = [one if is_kept(config, one) else one._replace(own=(), weight=0.0) for one in samples]
+    found = [one._replace(has_gradient=one.weight > 0 and (all_teach or moves(one))) for one in found]
+    idle = [row for row, one in enumerate(found) if one.weight and not one.has_gradient]
     if not idle:
         return found
     num = math.ceil(len(idle) / MEASURED_OF)  # neighbours, which mostly share a prompt

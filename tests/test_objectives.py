@@ -133,7 +133,7 @@ def test_own_advantages_replace_ours_and_refuse_our_scaling(mine):
     rewards = np.array([[1.0, 3.0], [2.0, 2.0]])
     config = Config.of(advantage=f"{mine}:of_one")
     fn = objectives.load(config).advantage
-    assert objectives.advantages("spec", fn, rewards).tolist() == [[0.0, 2.0], [0.0, 0.0]]
+    assert fn(rewards).tolist() == [[0.0, 2.0], [0.0, 0.0]]
     flags = {"advantage": f"{mine}:of_one", "scale_rewards": "none", "model": "demo", "task": "demo"}
     with pytest.raises(ValueError, match="--scale-rewards none is for our advantages"):
         sources.resolve(flags, None, None, lambda name: (name, ""))

@@ -337,6 +337,8 @@ def test_the_rows_of_a_group_face_one_task_and_every_step_another(talker):
     texts = [text[::2] for text in texts]
     assert texts[0] == texts[2] and len({text[2:] for each in texts[:2] for text in each}) == 4
     assert texts[0][0].startswith("a a ")
+    later = [one["prompt"] for one in box.play([{"prompt": "a"}] * 3, [4, 4, 5], "0").asked]  # a step's second draw
+    assert later[0] == later[1] != later[2] and not {*later} & {*texts[0]}
     assert (random.getstate(), np.random.get_state()[1].tolist()) == before
 
 
@@ -349,7 +351,8 @@ def test_a_reset_that_differs_within_a_group_is_refused(talker):
             return f"number {Own.count}"
 
     box = box_of(talker, environments={"": Own})
-    assert "different things" in message_of(box.play, [{"prompt": "a"}] * 2, [0, 0], "0")
+    said = message_of(box.play, [{"prompt": "a"}] * 3, [0, 1, 0], "0")
+    assert "different things, 'number 1' and 'number 3'" in said
 
 
 def test_what_an_environment_raises_names_it(talker):

@@ -32,6 +32,8 @@ def model(checkpoints, request):
 class World:
     """Tells each row random ids after each turn, for 0 to 5 turns, some of it late."""
 
+    context = CONTEXT
+
     def __init__(self, seed, delay=0.0):
         self.seed, self.delay, self.lock = seed, delay, threading.Lock()
         self.turns, self.answers, self.begun, self.wait_s = {}, {}, [], 0.0
@@ -74,10 +76,10 @@ class World:
 PROMPTS = [[5, 9, 2, 40, 41], [7, 1, 1, 8, 30, 4, 4, 2], [5, 9, 2, 40, 41], [11], [40, 41, 42, 43, 44, 45]]
 
 
-def roll(model, world, batch_size=64, share=None, group_size=4, max_tokens=40, key=5, context=CONTEXT):
+def roll(model, world, batch_size=64, share=None, group_size=4, max_tokens=40, key=5):
     params = sampler.SamplingParams(max_tokens=max_tokens, eos_ids=EOS)
     how = {"group_size": group_size, "key": key, "batch_size": batch_size, "share_prefix": share}
-    return params, sampler.rollout(model, PROMPTS, params, talk=world, context=context, **how)
+    return params, sampler.rollout(model, PROMPTS, params, talk=world, **how)
 
 
 def replayed(row, prompt, own, world, params):

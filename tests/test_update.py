@@ -526,7 +526,7 @@ def test_rows_without_a_counted_token_go_through_no_model_and_all_other_rows_cou
     run = make_run(tmp_path, "--loss-type", "grpo")
     samples, keep = sample(run), np.array([1.0, 0.0] * 6)
     whole, _ = gradient_of_update(run, cut(samples, 150))
-    left = [one if row % 2 == 0 else one._replace(own=()) for row, one in enumerate(samples)]
+    left = [one if row % 2 == 0 else one._replace(own=(), weight=0.0) for row, one in enumerate(samples)]
     result, half = gradient_of_update(run, cut(left, 150))
     assert result.num_forwards == 6 + 6  # the second six measure how far the update moved
     # a row that is left out is a row without advantage: the mean is still over all 12

@@ -268,8 +268,10 @@ _FORMULA = re.compile(
 @functools.lru_cache(maxsize=2**16)
 def is_number(answer: str) -> bool:
     """Whether an answer is a number, with at most two words of unit: not a date, a time or a code."""
-    read, plain = read_number(stated_by(answer)), plain_text(stated_by(answer)).strip(" .$")
-    return bool(read and len(read.units) <= 2 and not read.lead.strip(" $") and not _NO_NUMBER.search(plain))
+    gold = stated_by(answer)
+    if not (read := read_number(gold)) or len(read.units) > 2 or read.lead.strip(" $"):
+        return False
+    return not _NO_NUMBER.search(plain_text(gold).strip(" .$"))
 
 
 @functools.lru_cache(maxsize=2**16)

@@ -22,18 +22,40 @@ HERE = Path(__file__).parent
 
 def silu(x: mx.array) -> mx.array:
     """x * sigmoid(x)."""
-    if gpu.on_gpu():
-        return x * mx.sigmoid(x)
-    # Three times as fast as mx.sigmoid. Below -40 silu is 0 to 1e-13, but exp would overflow at 89 and the gradient
-    # would be inf * 0; in 16 bits the power of two would be off by 2%.
+    return x * mx.sigmoid(x) if gpu.on_gpu() else _silu_and_power(x)[0]
+
+
+def _silu_and_power(x: mx.array) -> tuple[mx.array, mx.array]:
+    """
+    silu for a CPU, three times as fast as by mx.sigmoid, and the float32 e**-x in it.
+
+    Below -40 silu is 0 to 1e-13, but exp would overflow at 89 and the gradient would be inf * 0; in 16 bits the power
+    of two would be off by 2%.
+    """
     wide = x.astype(mx.float32)
-    return (wide / (1 + cpu.exp(-mx.maximum(wide, -40)))).astype(x.dtype)
+    power = cpu.exp(-mx.maximum(wide, -40))
+    return (wide / (1 + power)).astype(x.dtype), power
 
 
 def swiglu_ref(gate_up: mx.array) -> mx.array:
     """silu(gate) * up of the fused projection, (..., 2F) -> (..., F). Source: arXiv:2002.05202."""
     gate, up = mx.split(gate_up, 2, axis=-1)
-    return silu(gate) * up
+    if gpu.on_gpu():
+        return silu(gate) * up
+
+    def forward(gate: mx.array, up: mx.array) -> tuple[mx.array, mx.array]:
+        out, power = _silu_and_power(gate)
+        return out * up, power
+
+    def backward(primals: Any, cotangents: Any, results: Any) -> tuple[mx.array, mx.array]:
+        """To the bit that of autodiff, for which silu and 1 + e**-gate wait too: an update's peak is 0.89 of it."""
+        (gate, up), d_out, power = primals, cotangents[0], results[1]
+        wide, below, d_silu = gate.astype(mx.float32), 1 + power, (d_out * up).astype(mx.float32)
+        d_gate = d_silu / below + d_silu * wide / (below * below) * power
+        return d_gate.astype(gate.dtype), d_out * (wide / below).astype(gate.dtype)
+
+    out: mx.array = gpu.differentiable(forward, backward, gate, up)[0]
+    return out
 
 
 def swiglu_vjp_ref(gate_up: mx.array, cotangent: mx.array) -> mx.array:

@@ -17,7 +17,7 @@ ROOM = 0.9  # of the memory; MLX runs ahead, and other programs are there
 USUAL_ROWS = 64  # decoded at once without a GPU
 # Numbers that a position keeps of a layer for the gradient, for each of its widths: measured in float32 on a CPU; with
 # a GPU's kernels, in the weights' type, counted by c148fd6:bench/launches.py.
-KEPT, GPU_KEPT = 5.1, 3.5
+KEPT, GPU_KEPT = 4.8, 3.5
 LINEAR_SHARE = 0.47  # of what a gated delta net would keep for a gradient, what it takes without one
 
 

@@ -14,7 +14,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -30,8 +30,10 @@ class Bar(tqdm):
 
     monitor_interval = 0  # tqdm's own thread is not needed beside ours
 
-    def __init__(self, *args: Any, **how: Any):
-        super().__init__(*args, **{"leave": False, "disable": None} | how)
+    def __init__(self, works: Collection[Any] | None = None, **how: Any):
+        """A bar of no works is not drawn. The time left is told by the mean speed: tqdm's follows the last draws."""
+        is_empty = works is not None and not works
+        super().__init__(works, **{"leave": False, "disable": is_empty or None, "smoothing": 0, "miniters": 0} | how)
         self.what, self.kind = how.get("desc") or "", how.get("unit", "")
         self.from_n, self.begun = self.n, time.monotonic()
         _watch(self)

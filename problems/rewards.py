@@ -22,8 +22,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
-from tqdm.auto import tqdm
-
+from machine import alive
 from problems import built_in
 from problems.built_in import BUILT_IN, Reward
 from problems.examples import RESERVED, TRAINER, Example, nearest, one_line, prompt_text, short
@@ -211,7 +210,7 @@ def call_rewards(
     """
     every = columns_of(examples) | columns
     prompts = [example["prompt"] for example in examples]
-    named = tqdm(rewards.items(), desc="reward", leave=False, disable=None)
+    named = alive.Bar(rewards.items(), desc="reward", unit="reward")
     called = {name: call_reward(name, reward, prompts, completions, every) for name, reward in named}
     counted = [name for name in called if weights is None or weights[name]]
     for name in counted:

@@ -4,6 +4,7 @@ left, for a terminal only.
 """
 
 import sys
+import time
 from typing import Any, TextIO
 
 from tqdm.auto import tqdm
@@ -75,7 +76,9 @@ class LiveLine(alive.Bar):
         self.set_description_str("".join(f"{part} | " for part in (self.what, self.speed) if part))
 
     def note(self, step: dict[str, Any]) -> None:
-        """A step has ended."""
+        """A step has ended; what came before a run's first one, an evaluation, is not in its speed."""
+        if self.n == self.from_n:
+            self.start_t, self.begun = time.time() - step["step/s"], time.monotonic() - step["step/s"]
         self.speed = f"{step['rollout/tok_s'] or step['train/tok_s']:,.0f} tok/s"
         self.update(step["step"] - self.n)
         self.begin(self.what)

@@ -53,13 +53,29 @@ def test_works_are_told_from_the_outermost_to_the_innermost(now, capsys):
     assert signed(capsys) == ""
 
 
+class Screen(io.StringIO):
+    def isatty(self):
+        return True
+
+
 def test_a_drawn_bar_is_drawn_again_and_no_line_is_written(now, monkeypatch):
-    screen = io.StringIO()
-    bar = alive.Bar(total=4, desc="update", disable=False, file=screen)
+    screen = Screen()
+    bar = alive.Bar(total=4, desc="update", file=screen)
     before = screen.getvalue()
     alive.sign()
     assert len(screen.getvalue()) > len(before) and "..." not in screen.getvalue()
+    bar.start_t = bar.last_print_t = now[0]
+    bar._time = lambda: now[0]
+    for seconds in (19, 1):  # one that took long, an evaluation or a first compilation, stays one of all
+        now[0] += seconds
+        bar.update()
+    assert "2/4 [00:20<00:20, 10.00s/it]" in screen.getvalue()
     bar.close()
+
+
+def test_a_bar_of_nothing_is_not_drawn():
+    screen = Screen()
+    assert list(alive.Bar({}.items(), desc="reward", file=screen)) == [] and screen.getvalue() == ""
 
 
 @pytest.mark.slow

@@ -33,21 +33,21 @@ import tasks
 from config import JUDGE, SETTINGS, TOOLS, Config
 from disk import adapters, run_files
 from flags import Parser, add_flags, check_least, fail, flag_of, visible
-from judging.rubrics import Grader, Judgement
+from judging.rubrics import Grader
 from layers import lm_head
 from machine import alive, memory, world
 from problems import chat_template, episodes
 from problems.episodes import Toolbox, ended
 from problems.examples import Example, prompt_key, prompt_text, spread
 from problems.form import is_degenerate, is_refusal, repeated
-from problems.rewards import Logged, Reward, call_rewards, reward_arguments, reward_columns
+from problems.rewards import Logged, reward_arguments, reward_columns
 from problems.stop import Stop
 from settings.checks import checked
 from settings.sources import given, load_recipe, of_task, resolve
 from step.batch import cut, hidden
 from step.loss import StepLoss
 from step.rows import ROOM, rollout_bytes, rows_at_once
-from step.sample import Sample, answered, asked, by_group, columns, rewarded, table
+from step.sample import Sample, answered, asked, by_group, called, judged, rewarded, table
 
 if TYPE_CHECKING:
     from step.served import Served
@@ -59,20 +59,6 @@ REFERENCE_TOKENS = 2048  # positions in one batch of the reference model
 # ---- completions and their rewards
 
 
-def call(
-    rewards: dict[str, Reward], samples: list[Sample], weights: dict[str, float] | None = None
-) -> tuple[dict[str, np.ndarray], Logged]:
-    """The values of each completion, (N,), by each reward or verifier, and what these logged."""
-    examples, texts = [one.example for one in samples], [one.text for one in samples]
-    called, logged = call_rewards(rewards, examples, texts, columns(samples), weights)
-    return {name: np.array(values) for name, values in called.items()}, logged
-
-
-def judged(grader: Grader, samples: list[Sample]) -> Judgement:
-    """The judge's scores of each completion."""
-    return grader.score([prompt_text(one.example["prompt"]) for one in samples], [one.text for one in samples])
-
-
 def graded(task: tasks.Task, grader: Grader | None, samples: list[Sample]) -> tuple[list[Sample], np.ndarray, Logged]:
     """
     The samples with their rewards, the reported value of each, (N,), and what rewards logged.
@@ -80,7 +66,7 @@ def graded(task: tasks.Task, grader: Grader | None, samples: list[Sample]) -> tu
     The value is 1 for a right answer; without a verifier the weighted sum of the rewards, as in training, where an
     unreadable score of the judge counts as the mean of the others. nan: it is not known.
     """
-    components, logged = call(task.rewards, samples, task.reward_weights)
+    components, logged = called(task.rewards, samples, task.reward_weights)
     scores = None
     if grader is not None:
         judgement = judged(grader, samples)
@@ -88,7 +74,7 @@ def graded(task: tasks.Task, grader: Grader | None, samples: list[Sample]) -> tu
     samples = rewarded(samples, components, task.reward_weights, scores, together=True)
     if task.verifier is None:
         return samples, np.array([one.reward for one in samples]), logged
-    return samples, call({"correct": task.verifier}, samples)[0]["correct"], logged
+    return samples, called({"correct": task.verifier}, samples)[0]["correct"], logged
 
 
 # ---- other measurements

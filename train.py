@@ -24,7 +24,6 @@ from typing import Any
 
 import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
-import numpy as np
 
 import trainer
 import update
@@ -33,13 +32,13 @@ from flags import fail
 from machine import world
 from problems import form
 from problems.episodes import ended
-from problems.examples import prompt_text
-from problems.rewards import call_rewards
-from reporting.journal import Step
+from reporting.journal import Drawn, Step
 from run import GrpoRun, Run, SftRun, make
+from sampler import RolloutStats
 from settings.sources import parse
 from step import sample
 from step.batch import cut
+from step.loss import UpdateResult
 from step.sample import Sample
 
 
@@ -56,13 +55,12 @@ def train(run: GrpoRun | SftRun) -> Iterator[dict[str, Any]]:
     while not run.is_done:
         clock.lap()  # evaluating and saving belong to no step
         mx.reset_peak_memory()
-        samples = draw(run) if isinstance(run, GrpoRun) else run.replies()
+        drawn = draw(run) if isinstance(run, GrpoRun) else Drawn(run.replies())
 
-        result = run.within_memory(functools.partial(learn, run, samples))
+        result = run.within_memory(functools.partial(learn, run, drawn.samples))
         run.note()
         # ---- everything below is reporting
-        costs, seconds, peak = clock.costs, clock.lap(), mx.get_peak_memory()
-        figures = run.journal.write_step(Step(run.step, seconds, costs, samples, result, peak))
+        figures = run.journal.write_step(Step(run.step, clock.lap(), drawn, result, mx.get_peak_memory()))
         run.journal.write_scores(run.step, run.judge)
         run.end_step()  # the run is whole again; a Ctrl-C that waited takes effect here
         is_best = run.evaluate_if_due()
@@ -72,13 +70,14 @@ def train(run: GrpoRun | SftRun) -> Iterator[dict[str, Any]]:
         yield figures
 
 
-def draw(run: GrpoRun) -> list[Sample]:
+def draw(run: GrpoRun) -> Drawn:
     """The samples of one batch of prompts, with their rewards and advantages."""
-    samples = rewarded(run, rollout(run))
-    return sample.advanced(run.config, samples, run.task.reward_weights, run.own.advantage)
+    drawn = rewarded(run, *rollout(run))
+    samples = sample.advanced(run.config, drawn.samples, run.task.reward_weights, run.own.advantage)
+    return drawn._replace(samples=samples)
 
 
-def learn(run: Run, samples: list[Sample]) -> update.UpdateResult:
+def learn(run: Run, samples: list[Sample]) -> UpdateResult:
     """One update on these samples, in batches of the run's token budget."""
     config, learner, clock = run.config, run.learner, run.clock
     with clock.phase("batch") as done:
@@ -102,8 +101,8 @@ def learn(run: Run, samples: list[Sample]) -> update.UpdateResult:
     return result
 
 
-def rollout(run: GrpoRun) -> list[Sample]:
-    """The samples of the step's prompts."""
+def rollout(run: GrpoRun) -> tuple[list[Sample], RolloutStats]:
+    """The samples of the step's prompts, and what they cost."""
     settings = run.config.sampling
     examples, prompts = run.prompts.draw(run.step)  # where problems have no end, they move on
     asked = sample.asked(examples, prompts, settings.groups)
@@ -119,28 +118,29 @@ def rollout(run: GrpoRun) -> list[Sample]:
             seed=f"{settings.seed} {run.step}",
             weights=run.task.reward_weights,
         )
-        done(cost=stats)
-    return samples
+        done()
+    return samples, stats
 
 
-def rewarded(run: GrpoRun, samples: list[Sample]) -> list[Sample]:
+def rewarded(run: GrpoRun, samples: list[Sample], stats: RolloutStats) -> Drawn:
     """Calls each verifier and the judge once, and weighs what they give."""
     config, task, clock = run.config, run.task, run.clock
-    texts, examples = [one.text for one in samples], [one.example for one in samples]
+    judged = scores = None
     with clock.phase("reward") as done:
-        called, logged = call_rewards(task.rewards, examples, texts, sample.columns(samples), task.reward_weights)
-        done(cost=logged)
-    components, scores = {name: np.array(values) for name, values in called.items()}, None
+        components, logged = sample.called(task.rewards, samples, task.reward_weights)
+        done()
     if run.judge is not None:
         with clock.phase("judge") as done:
-            judgement = run.judge.score([prompt_text(example["prompt"]) for example in examples], texts)
-            components["rubric"], scores = judgement.rewards, judgement.scores
-            done(cost=judgement)
+            judged = sample.judged(run.judge, samples)
+            components["rubric"], scores = judged.rewards, judged.scores
+            done()
     if config.data.reward_gate == "form":
         counted = {name: values for name, values in components.items() if task.reward_weights[name]}
+        examples, texts = [one.example for one in samples], [one.text for one in samples]
         components |= form.gated(counted, examples, texts, [one.finish_reason for one in samples])
     together = config.objective.advantage == "reinforce"  # each is compared with the whole step
-    return sample.rewarded(samples, components, task.reward_weights, scores, logged.extra, together)
+    samples = sample.rewarded(samples, components, task.reward_weights, scores, logged.extra, together)
+    return Drawn(samples, stats, logged, judged)
 
 
 class Trainer(trainer.Trainer):

@@ -25,7 +25,7 @@ from layers import lm_head
 from machine import alive, gpu, kernels, world
 from step import trust_region
 from step.batch import Batch, pad_frac
-from step.loss import MEASURED, Share, StepLoss
+from step.loss import MEASURED, Share, StepLoss, UpdateResult
 
 MAX_GRAD_NORM = 1.0  # the gradient of a step is clipped to this norm
 MOST_FAILURES = 3  # consecutive failed updates that no smaller loss scale can fix
@@ -47,26 +47,6 @@ class LossScale(NamedTuple):
         if self.good_steps + 1 == 200:
             return self._replace(value=min(self.value * 2, 2.0**24), good_steps=0)
         return self._replace(good_steps=self.good_steps + 1)
-
-
-class UpdateResult(NamedTuple):
-    """Result of the optimizer steps on one rollout; Python numbers, means over these steps, None if not measured."""
-
-    lr: float  # as scheduled
-    rate: float  # factor of it in the last step
-    num_skipped: int  # skipped steps since the run began
-    loss_scale: float  # after the last step
-    # over the counted tokens; `_max` is the largest
-    means: dict[str, float | None]
-    num_items: int = 0  # counted tokens
-    num_taught: int = 0  # rows with a gradient
-    loss: float | None = None
-    grad_norm: float | None = None  # before clipping
-    moved: float | None = None  # KL between the policies before the first and after the last, `trust_region.distance`
-    repeats: int = 0  # tries that went too far and were undone
-    skipped: int = 0  # steps skipped because their gradient was not finite
-    num_forwards: int = 0  # rows computed, including the reference's
-    pad_frac: float | None = None  # padding's share of the computed positions
 
 
 class Sgd(optim.Optimizer):

@@ -27,10 +27,12 @@ from judging import rubrics
 from machine import memory, world
 from problems import form
 from problems.examples import prompt_text, spread
+from problems.rewards import Logged
 from reporting import health, history, verdict
 from reporting.console import LiveLine, console_line, say, warn
 from reporting.trackers import Tracker
-from step.loss import MISMATCH
+from sampler import RolloutStats
+from step.loss import MISMATCH, UpdateResult
 from step.sample import Sample, by_group
 
 MOST_ANSWERS = 512  # answers recorded per evaluation, evenly spread over the held-out problems
@@ -42,22 +44,19 @@ class PhaseClock:
     def __init__(self, on_phase: Callable[[str], None] = lambda name: None) -> None:
         self.on_phase = on_phase  # hears of each phase that begins
         self.seconds: dict[str, float] = {}
-        self.costs: dict[str, Any] = {}  # what else a phase cost, by its own account
         self._begin = time.perf_counter()
         self._running: str | None = None
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[Callable[..., None]]:
-        """Bills its body's time to `name`; the body must end with `done(*arrays, cost=...)`, which waits for arrays."""
+        """Bills its body's time to `name`; the body must end with `done(*arrays)`, which waits for arrays."""
         assert self._running is None, f"phase {name} inside phase {self._running}"
         self.on_phase(name)
         self._running, finished, begin = name, False, time.perf_counter()
 
-        def done(*arrays: Any, cost: Any = None) -> None:
+        def done(*arrays: Any) -> None:
             nonlocal finished
             mx.eval(arrays)  # wait: the phase pays for its own lazy work
-            if cost is not None:
-                self.costs[name] = cost
             finished = True
 
         try:
@@ -72,11 +71,20 @@ class PhaseClock:
         """Seconds by phase since the last call, plus `step` (the total) and `other` (outside all phases)."""
         now = time.perf_counter()
         seconds = self.seconds | {"step": now - self._begin, "other": now - self._begin - sum(self.seconds.values())}
-        self.seconds, self.costs, self._begin = {}, {}, now
+        self.seconds, self._begin = {}, now
         return seconds | world.lap()
 
 
 # ---- a step
+
+
+class Drawn(NamedTuple):
+    """The samples of a step, and what sampling, rewards and the judge say of them; given replies have samples alone."""
+
+    samples: list[Sample]
+    stats: RolloutStats | None = None
+    logged: Logged | None = None
+    judged: rubrics.Judgement | None = None
 
 
 class Step(NamedTuple):
@@ -84,9 +92,8 @@ class Step(NamedTuple):
 
     number: int  # from 1
     seconds: dict[str, float]  # by phase
-    costs: dict[str, Any]  # by phase: `RolloutStats`, `Logged` by rewards, `Judgement`
-    samples: list[Sample]  # all that were drawn
-    result: Any  # of the update, `update.UpdateResult`
+    drawn: Drawn
+    result: UpdateResult
     peak_bytes: int
 
 
@@ -102,17 +109,19 @@ NOT_SAMPLED = (
 
 def step_metrics(config: Config, step: Step, recent: Collection[float]) -> dict[str, Any]:
     """One object of `metrics.jsonl`. recent: seconds of the last steps, including this one."""
-    samples, is_sampled = step.samples, "rollout" in step.costs
-    num_completions = len(samples) if is_sampled else len(by_group(samples))
+    samples, stats = step.drawn.samples, step.drawn.stats
+    num_completions = len(samples) if stats else len(by_group(samples))
     metrics: dict[str, Any] = {"step": step.number} | dict.fromkeys(NOT_SAMPLED)
-    if is_sampled:
-        metrics |= sampled_metrics(config, step) | tool_metrics(step)
+    if stats:
+        metrics |= sampled_metrics(config, step.drawn, stats, step.seconds) | tool_metrics(samples, stats)
     metrics |= update_metrics(step.result, step.seconds, len(samples), recent)
     metrics["completion/mean_tokens"] = sum(len(sample.own) for sample in samples) / num_completions
     return finite(metrics | {"mem/peak_gb": step.peak_bytes / 1e9})
 
 
-def update_metrics(result: Any, seconds: dict[str, float], num_rows: int, recent: Collection[float]) -> dict[str, Any]:
+def update_metrics(
+    result: UpdateResult, seconds: dict[str, float], num_rows: int, recent: Collection[float]
+) -> dict[str, float | None]:
     """Figures of an update, and of the step's seconds by phase. num_rows: of the step."""
     train_s = sum(seconds.get(phase, 0.0) for phase in ("judge", "batch", "ref", "teacher", "update"))
     return {
@@ -140,10 +149,11 @@ def update_metrics(result: Any, seconds: dict[str, float], num_rows: int, recent
     }
 
 
-def sampled_metrics(config: Config, step: Step) -> dict[str, Any]:
+def sampled_metrics(
+    config: Config, drawn: Drawn, stats: RolloutStats, seconds: dict[str, float]
+) -> dict[str, float | None]:
     """Figures of the rollouts of a step, of their rewards and of what the judge was asked."""
-    samples, groups, seconds = step.samples, by_group(step.samples), step.seconds
-    stats, judged, num = step.costs["rollout"], step.costs.get("judge"), len(step.samples)
+    samples, groups, num = drawn.samples, by_group(drawn.samples), len(drawn.samples)
     spreads = [np.std([one.value for one in group], ddof=1) for group in groups if len(group) > 1]
     rewards = np.array([one.reward for one in samples])
     parts = {name: np.array([one.parts[name] for one in samples]) for name in samples[0].parts}
@@ -151,12 +161,13 @@ def sampled_metrics(config: Config, step: Step) -> dict[str, Any]:
     odd = [
         form.is_degenerate(text, prompt_text(one.example["prompt"])) for text, one in zip(texts, samples, strict=False)
     ]
+    logged = drawn.logged.metrics if drawn.logged else {}
     speeds = stats.speeds if "wait" in seconds else []  # of several machines
     return {
         "reward/mean": mean(rewards),
         "reward/std": float(np.mean(spreads)) if spreads and np.isfinite(rewards).any() else None,
         **{f"reward/{name}": mean(part) for name, part in parts.items()},
-        **{f"metric/{name}": float(np.mean(values)) for name, values in step.costs["reward"].metrics.items()},
+        **{f"metric/{name}": float(np.mean(values)) for name, values in logged.items()},
         "reward/none": int(sum(np.isnan(parts[name]).sum() for name in samples[0].filled if name != "rubric")),
         "reward/s": seconds["reward"],
         "sampling/signal_groups": sum(one[0].signal for one in groups) if config.compares_rewards else None,
@@ -171,7 +182,7 @@ def sampled_metrics(config: Config, step: Step) -> dict[str, Any]:
         "ref/s": seconds.get("ref", 0.0),
         "teacher/s": seconds.get("teacher"),
         "judge/s": seconds.get("judge", 0.0),
-        **(judge_metrics(judged) if judged else {}),
+        **(judge_metrics(drawn.judged) if drawn.judged else {}),
         "completion/truncated_frac": sum(one.finish_reason == "length" for one in samples) / num,
         "completion/repeated": sum(map(form.repeated, texts)) / num if texts else None,
         "completion/degenerate_frac": sum(odd) / num if texts else None,
@@ -179,8 +190,8 @@ def sampled_metrics(config: Config, step: Step) -> dict[str, Any]:
     }
 
 
-def judge_metrics(judged: Any) -> dict[str, float | None]:
-    """Figures of a `Judgement`."""
+def judge_metrics(judged: rubrics.Judgement) -> dict[str, float | None]:
+    """Figures of what the judge was asked."""
     asked = judged.stats.num_evaluations
     return {
         "judge/crit_eval_s": asked / judged.stats.seconds if asked else None,
@@ -191,9 +202,9 @@ def judge_metrics(judged: Any) -> dict[str, float | None]:
     }
 
 
-def tool_metrics(step: Step) -> dict[str, float]:
+def tool_metrics(samples: list[Sample], stats: RolloutStats) -> dict[str, float]:
     """The figures of conversations with tools; none without."""
-    talks = [sample.conversation for sample in step.samples if sample.conversation]
+    talks = [sample.conversation for sample in samples if sample.conversation]
     calls = [call for talk in talks for call in talk["tool_calls"]]
     if not talks:
         return {}
@@ -201,19 +212,19 @@ def tool_metrics(step: Step) -> dict[str, float]:
         "tools/calls": float(len(calls)),
         "tools/failures": float(sum(call["error"] is not None for call in calls)),
         "tools/s": sum(call["seconds"] for call in calls),
-        "tools/wait_s": step.costs["rollout"].wait_s,
+        "tools/wait_s": stats.wait_s,
         "tools/turns": sum(talk["turns"] for talk in talks) / len(talks),
     }
 
 
-def completion_records(step: Step) -> Iterator[dict[str, Any]]:
-    """One record per sampled completion; groups are numbered."""
-    for sample in step.samples:
+def completion_records(number: int, samples: list[Sample]) -> Iterator[dict[str, Any]]:
+    """One record per sampled completion of a step; groups are numbered."""
+    for sample in samples:
         if sample.logprobs is None:
             continue
         example, answer = sample.example, sample.example.get("answer")
         yield {
-            "step": step.number,
+            "step": number,
             "group": sample.group,
             "prompt": example["prompt"],
             "answer": None if answer is None else str(answer),  # may have any type
@@ -294,7 +305,7 @@ class Journal:
         figures = step_metrics(self.config, step, self.recent)
         self.metrics.write(figures)
         self.steps.append(figures)
-        for completion in completion_records(step):
+        for completion in completion_records(step.number, step.drawn.samples):
             self.rollouts.write(completion)
         for tracker in self.trackers:
             tracker.log(figures)

@@ -33,6 +33,26 @@ class Share(NamedTuple):
     sums: dict[str, mx.array]  # measured over the counted tokens: sums, or the largest where the name ends in `_max`
 
 
+class UpdateResult(NamedTuple):
+    """Result of the optimizer steps on one rollout; Python numbers, means over these steps, None if not measured."""
+
+    lr: float  # as scheduled
+    rate: float  # factor of it in the last step
+    num_skipped: int  # skipped steps since the run began
+    loss_scale: float  # after the last step
+    # over the counted tokens; `_max` is the largest
+    means: dict[str, float | None]
+    num_items: int = 0  # counted tokens
+    num_taught: int = 0  # rows with a gradient
+    loss: float | None = None
+    grad_norm: float | None = None  # before clipping
+    moved: float | None = None  # KL between the policies before the first and after the last, see step/trust_region.py
+    repeats: int = 0  # tries that went too far and were undone
+    skipped: int = 0  # steps skipped because their gradient was not finite
+    num_forwards: int = 0  # rows computed, including the reference's
+    pad_frac: float | None = None  # padding's share of the computed positions
+
+
 def objective_of(config: Config) -> grpo.Objective:
     """The settings of a loss."""
     named = {name: getattr(config.objective, name) for name in set(grpo.Objective._fields) - {"max_tokens"}}

@@ -20,9 +20,11 @@ import grpo
 import gwen
 import sampler
 from config import Config
+from judging.rubrics import Grader, Judgement
 from machine import memory, world
 from problems.episodes import Toolbox
 from problems.examples import Example, prompt_text
+from problems.rewards import Logged, Reward, call_rewards
 
 MEASURED_OF = 8  # one of so many samples without a gradient is measured
 
@@ -175,6 +177,20 @@ def by_group(samples: Sequence[Sample]) -> list[list[Sample]]:
 
 
 # ---- rewards
+
+
+def called(
+    rewards: dict[str, Reward], samples: list[Sample], weights: dict[str, float] | None = None
+) -> tuple[dict[str, np.ndarray], Logged]:
+    """The values of each sample, (N,), by each reward or verifier, and what these logged."""
+    examples, texts = [one.example for one in samples], [one.text for one in samples]
+    found, logged = call_rewards(rewards, examples, texts, columns(samples), weights)
+    return {name: np.array(values) for name, values in found.items()}, logged
+
+
+def judged(grader: Grader, samples: list[Sample]) -> Judgement:
+    """The judge's scores of each sample."""
+    return grader.score([prompt_text(one.example["prompt"]) for one in samples], [one.text for one in samples])
 
 
 def columns(samples: list[Sample]) -> dict[str, list[Any]]:

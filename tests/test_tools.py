@@ -213,8 +213,7 @@ def test_a_turns_calls_are_made_in_order_and_told_back(talker):
     calls = sample.conversation["tool_calls"]
     assert [one["error"] for one in calls] == [None, "RuntimeError: no luck", None]
     assert [one["turn"] for one in calls] == [0, 0, 0] and sample.conversation["turns"] == 2
-    step = journal.Step(1, {}, {"rollout": SimpleNamespace(wait_s=0.5)}, [sample], None, 0)
-    figures = journal.tool_metrics(step)
+    figures = journal.tool_metrics([sample], SimpleNamespace(wait_s=0.5))
     assert (figures["tools/calls"], figures["tools/failures"], figures["tools/turns"]) == (3, 1, 2)
 
 

@@ -31,7 +31,6 @@ from config import Config
 from disk import adapters, checkpoint, hub
 from machine import versions
 from problems import chat_template
-from reporting import journal
 from reporting.journal import completion_records
 from step import sample as samples
 from step import trust_region
@@ -520,12 +519,12 @@ def test_ctrl_c_while_the_model_loads_leaves_no_run(tmp_path, monkeypatch):
 
 def test_a_recorded_completion_has_what_was_known_of_its_tokens_and_of_its_problem(tmp_path):
     run = make_run(tmp_path)
-    drawn = [one._replace(example=one.example | {"category": "sums"}) for one in train.rewarded(run, sample(run))]
-    step = journal.Step(1, {}, {}, drawn, None, 0)
-    for one, record in zip(drawn, completion_records(step), strict=True):
+    samples = train.rewarded(run, sample(run), None).samples
+    drawn = [one._replace(example=one.example | {"category": "sums"}) for one in samples]
+    for one, record in zip(drawn, completion_records(1, drawn), strict=True):
         assert (record["group"], record["category"]) == (one.group, "sums")
     drawn[0].example["answer"], drawn[4].example["answer"] = {"sum": float("nan")}, None  # as a user's data may have it
-    answers = [record["answer"] for record in completion_records(step)]
+    answers = [record["answer"] for record in completion_records(1, drawn)]
     assert (answers[0], answers[4]) == ("{'sum': nan}", None)
 
 

@@ -167,15 +167,11 @@ def make(
     load: Callable[[], tuple[gwen.Model, Any]],
 ) -> Grader:
     """The judge of these settings; `load` returns its model and tokenizer and runs only for a local judge."""
-    grader: Grader
     if settings.url:
         from judging.remote_judge import RemoteJudge
 
-        grader = RemoteJudge(settings, rubric, os.environ.get("JUDGE_API_KEY"))
-    else:
-        grader = Judge(*load(), rubric, settings.chunk_size, settings.mode, think=settings.think)
-    grader.allow_unreadable = False
-    return grader
+        return RemoteJudge(settings, rubric, os.environ.get("JUDGE_API_KEY"))
+    return Judge(*load(), rubric, settings.chunk_size, settings.mode, think=settings.think)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -285,36 +285,33 @@ def rubric_reward(scores: np.ndarray, rubric: Rubric) -> np.ndarray:
 
 
 class ScoreCache:
-    """Scores by a digest of judge, rubric, prompt and completion."""
+    """Scores by a digest of judge, rubric, prompt and completion, in the order in which they came."""
 
     def __init__(self) -> None:
         self.scores: dict[str, float] = {}
-        self._fresh: list[dict[str, Any]] = []
-
-    def put(self, key: str, score: float) -> None:
-        self.scores[key] = score
-        self._fresh.append({"key": key, "score": score})
+        self.num_taken = 0
 
     def take_fresh(self) -> list[dict[str, Any]]:
-        """Records of the scores put since the last call, for a file."""
-        fresh, self._fresh = self._fresh, []
-        return fresh
+        """Records of the scores since the last call, for a file."""
+        fresh = itertools.islice(self.scores.items(), self.num_taken, None)
+        self.num_taken = len(self.scores)
+        return [{"key": key, "score": score} for key, score in fresh]
 
     def fill(self, records: list[dict[str, Any]]) -> None:
         """Replaces the content with records of `take_fresh`. Raises ValueError for others."""
-        self.scores, self._fresh = {}, []
+        self.scores = {}
         for record in records:
             key, score = (record.get("key"), record.get("score")) if isinstance(record, dict) else (None, None)
             if not isinstance(key, str) or type(score) is not float or not 1 <= score <= 5:
                 raise ValueError(f"a judge's score is recorded as {reprlib.repr(record)}; remove that line")
             self.scores[key] = score
+        self.num_taken = len(self.scores)
 
 
 class Grader:
     """Base of both judges: judges equal pairs once, caches scores, and warns of unreadable ones."""
 
     is_paid = False  # whether scores cost money; such scores are saved on arrival, and a resumed run keeps them
-    allow_unreadable = True  # else a first batch without one readable score is a ValueError
     mode: str  # "logits" or "decode"
 
     def __init__(self, rubric: str | Path | dict[str, Any] | Rubric):
@@ -364,7 +361,7 @@ class Grader:
         def note(place: int, evaluation: Evaluation) -> None:
             new[questions[place]], scores[questions[place]] = evaluation, evaluation.score
             if not math.isnan(evaluation.score):  # an unreadable one may be readable next time
-                self.cache.put(keys[place], evaluation.score)
+                self.cache.scores[keys[place]] = evaluation.score
                 self.on_score()
 
         if mine:
@@ -388,7 +385,7 @@ class Grader:
 
     def _refuse_unreadable(self, new: dict[Question, Evaluation]) -> None:
         """ValueError where no score was ever readable; `new`: the first evaluations."""
-        if not self.allow_unreadable and not self.cache.scores:
+        if not self.cache.scores:
             raise ValueError(
                 f"the judge gave no readable score: none of its first {len(new)} evaluations has one. "
                 f"{self._example(new)}"

@@ -165,6 +165,12 @@ def message_of(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     return text
 
 
+def readable(grader: Any) -> Any:
+    """A judge that gave a readable score before, and so is not given up."""
+    grader.cache.scores["an earlier question"] = 3.0
+    return grader
+
+
 def command(program: str, *flags: Any, environment: dict[str, str] | None = None, **options: Any) -> Any:
     """A command as a user starts it, in a process of its own. environment: what is added to that of the tests."""
     return subprocess.run(

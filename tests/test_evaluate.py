@@ -7,7 +7,7 @@ import re
 import mlx.core as mx
 import numpy as np
 import pytest
-from conftest import read_log, write_log
+from conftest import read_log, readable, write_log
 from test_docs import EVALUATION_METRICS, without_meaning
 
 import evaluate
@@ -122,7 +122,7 @@ def test_a_score_is_that_of_what_can_be_read_and_what_cannot_is_told(demo, lengt
     """Answers of an even length are read, or none."""
     task = tasks.load("demo")._replace(verifier=None)
     grader = Scripted(task.rubric, lambda text: 5.0 if length and len(text) % length == 0 else math.nan)
-    record, details = evaluate.evaluate(*demo, task, evaluate.EvalParams(12, limit=24), grader=grader)
+    record, details = evaluate.evaluate(*demo, task, evaluate.EvalParams(12, limit=24), grader=readable(grader))
     rubric = 0.5 * sum(criterion.weight for criterion in grader.rubric.criteria) if length else 0.0
     for detail in details:  # an unreadable rubric counts as the mean of the others
         assert detail["values"][0] == pytest.approx(detail["rewards"]["correct"][0] + rubric)

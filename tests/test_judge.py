@@ -14,7 +14,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 import pytest
-from conftest import read_log, write_log
+from conftest import read_log, readable, write_log
 from test_remote_judge import completion, serving  # noqa: F401  a fixture
 
 import gwen
@@ -171,7 +171,7 @@ def test_a_judge_without_mass_on_the_digits_gives_nan_and_not_neutral_and_is_war
         model.norm.weight = model.norm.weight * mx.inf
     else:
         model = gwen.Model(model.config)
-    judgement = judge.Judge(model, tokenizer, RUBRIC).score(["Add one and two."], ["Three."])
+    judgement = readable(judge.Judge(model, tokenizer, RUBRIC)).score(["Add one and two."], ["Three."])
     assert np.isnan(judgement.scores).all() and np.isnan(judgement.rewards).all() and judgement.unparsed == 3
     assert not judgement.stats.mass >= 0.5
     assert "3 of 3 evaluations" in capsys.readouterr().err
@@ -195,7 +195,7 @@ def test_a_score_whose_prompt_is_longer_than_the_judge_s_context_is_unreadable_a
         assert not np.isnan(judged.scores[sizes <= 1024]).any()
     alone = evaluate(grader, [(prompt, "Three.")])
     np.testing.assert_allclose(judged.scores[0], alone.scores[0], atol=1e-4)
-    assert np.isnan(grader.score([prompt], [completions[-1]]).rewards).all()
+    assert np.isnan(readable(grader).score([prompt], [completions[-1]]).rewards).all()
     assert "does not fit into its context" in capsys.readouterr().err
 
 
@@ -410,8 +410,7 @@ def test_a_server_into_whose_context_no_prompt_fits_is_told_of(serve):
     grader = remote(server.url, mode="decode", think=512)
     with pytest.raises(ValueError, match=r"gave no readable score.*128 tokens.*; lower --judge-think"):
         grader.score(["Add one and two."], ["Three."])
-    grader.cache.put("of an earlier step", [4.0] * 3)
-    assert np.isnan(grader.score(["Add one and two."], ["Three."]).scores).all()
+    assert np.isnan(readable(grader).score(["Add one and two."], ["Three."]).scores).all()
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from conftest import CONFIGS, ROOT, message_of, read_log, write_checkpoint
+from conftest import CONFIGS, ROOT, message_of, read_log, readable, write_checkpoint
 from mlx_lm.utils import load_model, quantize_model, save_config, save_model
 from small_run import SMALL
 from test_preflight import RUBRIC, demand_of, make_config
@@ -121,7 +121,7 @@ def test_a_packed_judge_takes_the_memory_that_was_said(few, monkeypatch):
     mx.reset_peak_memory()
     questions = [f"{number} " + "one " * 99 for number in range(8)]
     answers = [f"{number} " + "two " * 7 for number in range(16)]
-    Judge(model, tokenizer, RUBRIC).score([text for text in questions for _ in range(2)], answers)
+    readable(Judge(model, tokenizer, RUBRIC)).score([text for text in questions for _ in range(2)], answers)
     peak = mx.get_peak_memory() - before
     print(f"{(weights + judging) / peak:.2f}")
     assert 0.95 * peak < weights + judging < 1.3 * peak

@@ -6,6 +6,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from conftest import readable
 from mlx.utils import tree_flatten
 from small_run import advanced, of_rollout, resolve
 
@@ -86,7 +87,7 @@ def test_a_step_takes_at_most_a_twentieth_more_than_was_said_and_three_tenths_le
     for _ in range(2):  # MLX runs ahead of the processor, more or less far
         one_step(model, config, sizes, prompts)
     if rubric:
-        grader = judge.Judge(model, hub.load_tokenizer(hub.DEMO), rubric)
+        grader = readable(judge.Judge(model, hub.load_tokenizer(hub.DEMO), rubric))
         questions = [f"{number} " + "one " * (prompt_tokens - 1) for number in range(config.sampling.batch)]
         answers = [f"{number} " + "two " * 7 for number in range(config.sampling.batch * config.sampling.groups)]
         grader.score([text for text in questions for _ in range(config.sampling.groups)], answers)

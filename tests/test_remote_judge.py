@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
+from conftest import readable
 
 import flags
 from config import JudgeSettings
@@ -248,10 +249,9 @@ KEY = "sk-do-not-show-0123456789"
 RUBRIC = {"criteria": [{"name": "kind", "weight": 1.0, "text": "Is it kind?"}]}
 
 
-def grader_of(server, mode="logits", allow=True, **settings):
+def grader_of(server, mode="logits", **settings):
     grader = remote_judge.RemoteJudge(JudgeSettings(url=server.url, model="tiny", mode=mode), RUBRIC, KEY)
     vars(grader.server).update({"concurrency": 1} | settings)
-    grader.allow_unreadable = allow
     return grader
 
 
@@ -285,14 +285,14 @@ def test_a_reply_of_another_protocol_is_unreadable_and_the_first_one_ends_the_ru
     server = serve(lambda number, _: (200, content if number % 2 else completion("4", [("4", -0.01)]), {}))
     np.testing.assert_array_equal(grader_of(server).score(["a"] * 3, ["b", "c", "d"]).scores, [[4], [np.nan], [4]])
     with pytest.raises(ValueError, match=r"^[^\n]*none of its first 1 evaluations .*it sent no chat completion[^\n]*$"):
-        grader_of(serve(lambda *_: (200, content, {})), allow=False).score(["a"], ["b"])
+        grader_of(serve(lambda *_: (200, content, {}))).score(["a"], ["b"])
 
 
 @pytest.mark.parametrize("written", ["1e6", "0.5", "NaN", "Infinity", "1e999", "true", '"nan"', "five certain tokens"])
 def test_log_probabilities_that_are_none_are_unreadable(serve, written):
     certain = completion("4", [(digit, 0.0) for digit in "12345"])
     content = certain if written.startswith("five") else with_logprob(written)
-    judged = grader_of(serve(lambda *_: (200, content, {}))).score(["a"], ["b"])
+    judged = readable(grader_of(serve(lambda *_: (200, content, {})))).score(["a"], ["b"])
     assert np.isnan(judged.scores).all() and judged.stats.mass == 0
 
 

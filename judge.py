@@ -73,14 +73,6 @@ class Judge(Grader):
         self.tree = PromptTree(model, self.prompts.head, chunk_size, "judge")
         self._identity = ""
 
-    def state(self) -> dict[str, int]:
-        return {"chunk_size": self.tree.chunk.rows, "good_chunks": self.tree.chunk.num_good}
-
-    def restore(self, state: dict[str, int]) -> None:
-        if state:
-            chunk = self.tree.chunk
-            chunk.rows, chunk.num_good = min(chunk.rows, state["chunk_size"]), state["good_chunks"]
-
     def identity(self) -> str:
         """A digest of prompts and settings, and of the logits after the preamble, which tell models apart."""
         if not self._identity:

@@ -356,18 +356,12 @@ class GrpoRun(Run):
         super().end_step()
 
     def extra(self) -> dict[str, Any]:
-        return super().extra() | {
-            "rollout_batch_size": self.batch_size.rows,
-            "judge": self.judge and self.judge.state(),
-            "prompts": self.prompts.state,
-        }
+        return super().extra() | {"rollout_batch_size": self.batch_size.rows, "prompts": self.prompts.state}
 
     def restore(self, state: checkpoint.State) -> None:
         extra = state.extra
         super().restore(state)
         self.batch_size.rows = min(self.batch_size.rows, extra["rollout_batch_size"])
-        if self.judge:
-            self.judge.restore(extra["judge"])
         name = self.config.data.path or "task's examples"
         if extra["sources"].get(name) == self.sources[name]:  # else: see --allow-changes
             self.prompts.restore(extra["prompts"])

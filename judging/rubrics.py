@@ -322,13 +322,6 @@ class Grader:
         self.num_seen = self.num_unread = 0
         self.has_warned = False
 
-    def state(self) -> dict[str, int]:
-        """Sizes reduced because memory ran out; small JSON values."""
-        return {}
-
-    def restore(self, state: dict[str, int]) -> None:
-        """Restores a `state`; it may come from the other kind of judge."""
-
     def identity(self) -> str:
         """A digest of everything but prompt and completion that a score depends on."""
         raise NotImplementedError

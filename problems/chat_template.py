@@ -1,22 +1,18 @@
 """
-A tokenizer's chat template: a program from whoever made the model, stopped where it does not end.
+A tokenizer's chat template.
 
 What users write stays text: "<|im_end|>" in it ends no message. Left out: which messages a task has.
 """
 
-import contextlib
 import datetime
 import inspect
 import json
 import re
-import signal
-import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from problems.examples import Example, one_line, short
 
-SECONDS = 2.0  # of processor time for one conversation; an honest template takes a thousandth
 _day = [datetime.date.today()]  # that templates take for today
 
 
@@ -70,26 +66,23 @@ def render(
 
     thinking: None is the template's own choice. variables: what it gets besides, a row's `chat_template_kwargs`; one of
     them may be `enable_thinking`.
-    Templates that do not know a variable ignore it. Raises ValueError where the template fails or does not end.
+    Templates that do not know a variable ignore it. Raises ValueError where the template fails.
     """
     variables = as_text(tokenizer, [variables])[0] if variables else {}
     if taken := sorted(variables.keys() & inspect.signature(tokenizer.apply_chat_template).parameters.keys()):
         raise ValueError(f"chat_template_kwargs holds {taken[0]}, which is no variable of the template; remove it")
     try:
-        with _limits():
-            text = str(
-                tokenizer.apply_chat_template(
-                    messages,
-                    tokenize=False,
-                    add_generation_prompt=opened,
-                    **({} if thinking is None else {"enable_thinking": thinking}) | variables,
-                    **_dated(tokenizer.chat_template),
-                    **({"tools": tools} if tools else {}),
-                )
-            )
-    except (Exception, _Stopped) as error:  # a template may raise what it likes
+        text = tokenizer.apply_chat_template(
+            messages,
+            tokenize=False,
+            add_generation_prompt=opened,
+            **({} if thinking is None else {"enable_thinking": thinking}) | variables,
+            **_dated(tokenizer.chat_template),
+            **({"tools": tools} if tools else {}),
+        )
+    except Exception as error:  # a template may raise what it likes
         raise ValueError(f"the model's chat template refuses {short(messages)} ({one_line(error)})") from error
-    return text
+    return str(text)
 
 
 def messages(prompt: Any, system: str | None) -> list[dict[str, Any]]:
@@ -178,26 +171,3 @@ def encode_prompts(
             )
         rendered.append(ids)
     return rendered
-
-
-class _Stopped(BaseException):
-    """The time is over. No Exception: Jinja drops those of expressions that it computes ahead."""
-
-
-@contextlib.contextmanager
-def _limits() -> Iterator[None]:
-    """A limit of time; none outside the main thread, which alone gets signals."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(*_: Any) -> None:
-        raise _Stopped(f"it does not end within {SECONDS:g} s")
-
-    handler = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, handler)

@@ -189,16 +189,16 @@ def _csv_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
     csv.field_size_limit(2**31 - 1)  # a cell may be a document; the default limit is 131,072 characters
     text = _text(spec, content)
     separator = max(",;\t", key=text.partition("\n")[0].count)
-    rows = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
+    rows = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
     try:
-        names = next(rows, [])
+        names = list(rows.fieldnames or [])
         if wrong := [name for name in names if not name.strip() or names.count(name) > 1]:
             raise ValueError(f"{spec}, line 1: column {short(wrong[0])} is empty or occurs twice; rename it")
-        for row in filter(None, rows):
-            if len(row) != len(names):
+        for row in rows:
+            if None in row or None in row.values():
                 fix = f"not {len(names)} fields, as the header has; quote fields that hold {separator!r}"
                 raise ValueError(f"{spec}, line {rows.line_num}: {fix}")
-            yield f"line {rows.line_num}", {name: cell or None for name, cell in zip(names, row, strict=True)}
+            yield f"line {rows.line_num}", {name: cell or None for name, cell in row.items()}
     except csv.Error as error:
         raise ValueError(f"{spec}, line {rows.line_num}: not CSV ({one_line(error)}); quote that field") from error
 

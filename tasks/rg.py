@@ -106,8 +106,6 @@ def parse_mix(task: str, config: str | None) -> Mix:
     asked = load_yaml(config, where) if config else {}
     if not isinstance(asked, dict):
         raise ValueError(f"{where} holds {short(asked)}, no settings; write lines like `countdown:`")
-    if "raise_level_at" in asked:
-        raise ValueError(f"{where}: raise_level_at is gone; give a data set the `level` that it shall have")
     general = {"held_out": 256, "system": SYSTEM}
     unused = tuple(str(key) for key in asked if key not in general and key not in weights)
     general |= {key: asked[key] for key in general if key in asked}

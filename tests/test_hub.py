@@ -144,29 +144,6 @@ def test_a_model_never_runs_code_of_its_own(offline, model_directory, tmp_path, 
 
 # ---- what a stranger's model says
 
-ENDLESS = {
-    "loops in loops": "{% for i in range(9**5) %}{% for j in range(9**5) %}{% endfor %}{% endfor %}",
-    "a call of itself": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(99) }}",
-    "a power": "{{ 9 ** (9 ** 9) }}",
-}
-
-
-@pytest.mark.parametrize("template", ENDLESS.values(), ids=ENDLESS)
-def test_a_chat_template_that_does_not_end_is_stopped_and_leaves_no_limit_behind(tokenizer, monkeypatch, template):
-    monkeypatch.setattr(chat_template, "SECONDS", 0.2)
-    tokenizer, before = copy.deepcopy(tokenizer), time.process_time()
-    tokenizer.chat_template = template
-    said = message_of(chat_template.chat_ids, tokenizer, "Hi")
-    assert re.match("the model's chat template refuses .*it does not end within 0.2 s", said), said
-    assert time.process_time() - before < 20
-    assert signal.getsignal(signal.SIGVTALRM) == signal.SIG_DFL
-    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
-
-
-def test_a_template_is_rendered_in_other_threads_too(tokenizer):
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        assert pool.submit(chat_template.chat_ids, tokenizer, "Hi").result() == chat_template.chat_ids(tokenizer, "Hi")
-
 
 def test_a_row_s_chat_template_kwargs_are_variables_of_its_prompt_and_stay_text(tokenizer, tmp_path):
     """Arrow fills up its rows to the same names, so what is null counts as left out."""

@@ -277,7 +277,6 @@ def test_the_chunk_is_halved_when_memory_runs_out_and_nothing_is_lost(demo, monk
     got = grader.score(prompts, completions)
     assert grader.tree.chunk.rows in (3, 6)
     np.testing.assert_allclose(got.scores, expected.scores, atol=1e-4)
-    assert grader.restore(grader.state()) is None and grader.state()["chunk_size"] == grader.tree.chunk.rows
 
 
 def test_memory_is_that_of_a_chunk_and_not_of_all_evaluations(any_mass):

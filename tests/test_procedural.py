@@ -202,7 +202,6 @@ def test_tags_are_read_and_counted():
         ("rg:lcm", "- lcm", "no settings"),
         ("rg:lcm", "lcm: 3", "lcm is 3"),
         ("rg:lcm", "lcm: {seed: 3}", "other than seed and size"),
-        ("rg:lcm", "raise_level_at: 0.8", "raise_level_at is gone"),
         ("rg:lcm", "held_out: 0", "held_out is 0"),
         ("rg:lcm", "system: 3", "system is 3"),
     ],

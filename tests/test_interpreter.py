@@ -30,6 +30,7 @@ HOSTILE = {
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
     monkeypatch.setattr(interpreter, "SECONDS", 0.5)
+    monkeypatch.setattr(workers, "BUSY", 1000.0)  # no wall clock ends it
 
 
 def test_code_computes_and_gives_what_it_prints():
@@ -62,10 +63,7 @@ def test_hostile_code_is_told_as_an_error_and_the_episode_goes_on(talker):  # no
 
 
 @pytest.mark.slow
-def test_code_that_catches_everything_is_ended_by_its_processor_time(monkeypatch):
-    monkeypatch.setattr(workers, "BUSY", 1000.0)  # no wall clock ends it
-    said = message_of(interpreter.python, "while True:\n try:\n  while True: pass\n except BaseException: pass")
-    assert said == "took longer than its limit"
+def test_code_that_ignores_every_signal_is_ended_by_its_processor_time():
     ignores = (
         "import signal\nfor one in range(1, 32):\n try: signal.signal(one, signal.SIG_IGN)\n except Exception: pass\n"
     )

@@ -81,10 +81,11 @@ def test_the_notebook_trains_plots_changes_the_loss_and_goes_on(tmp_path):
     shown = json.loads((ROOT / "examples" / "notebook.ipynb").read_text())
     cells = ["".join(cell["source"]) for cell in shown["cells"] if cell["cell_type"] == "code"]
     code = "\n".join(cells).replace("groups=8", "groups=4").replace("eval_limit=64", "eval_limit=8")
+    code = code.replace("steps=10", "steps=2").replace("eval_every=10", "eval_every=2").replace("steps=5", "steps=1")
     program = "import sys; sys.path.insert(0, sys.argv[1])\nexec(compile(sys.stdin.read(), 'notebook', 'exec'))"
     done = subprocess.run(
         [sys.executable, "-c", program, str(ROOT)],
-        input=f"{code}\nassert len(rewards) == 15 and second.config.objective.loss_type == '__main__:reinforce'",
+        input=f"{code}\nassert len(rewards) == 3 and second.config.objective.loss_type == '__main__:reinforce'",
         cwd=tmp_path,
         env=os.environ | {"MPLBACKEND": "Agg"},
         capture_output=True,

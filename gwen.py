@@ -82,13 +82,7 @@ class Context(NamedTuple):
     state: Any  # what this layer keeps of the tokens before; None: there are none
 
 
-class Read(NamedTuple):
-    """What a layer's attention needs: queries (N, H, L, D), keys and values (N, K, L, D)."""
-
-    queries: mx.array
-    keys: mx.array
-    values: mx.array
-    gates: mx.array | None  # (N, L, H, D) on the output, before their sigmoid; where the family has them
+Read = tuple[mx.array, mx.array, mx.array, mx.array | None]  # see `Attention.heads`
 
 
 class Attention(nn.Module):
@@ -106,6 +100,10 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(self.head_dim, self.eps, family.norm_offset)
 
     def heads(self, x: mx.array, rotation: ops.Rotation) -> Read:
+        """
+        What attention needs: queries (N, H, L, D), keys and values (N, K, L, D), and where the family has them gates
+        (N, L, H, D) on the output, before their sigmoid.
+        """
         qkv = self.qkv_proj(x).reshape(*x.shape[:2], -1, self.head_dim)  # (N, L, H + 2K, D), or with gates 2H + 2K
         gates = None
         if self.gated:  # behind each head's query
@@ -113,9 +111,9 @@ class Attention(nn.Module):
             gates = queries[:, :, 1::2]
             qkv = mx.concatenate([queries[:, :, ::2], rest], axis=2)
         weights = (self.q_norm.scale, self.k_norm.scale) if "q_norm" in self else None
-        heads = ops.Heads(self.num_heads, weights, self.eps, rotation if self.rotated else None)
-        # without positions there are views, and nothing to compute
-        return Read(*(ops.norm_rope(qkv, heads) if self.rotated else ops.norm_rope_ref(qkv, heads)), gates)
+        if self.rotated:
+            return *ops.norm_rope(qkv, self.num_heads, weights, self.eps, rotation), gates
+        return *ops.norm_rope_ref(qkv, self.num_heads, weights, self.eps, None), gates
 
     def output(self, attended: mx.array, gates: mx.array | None) -> mx.array:
         """(N, H, L, D) -> (N, L, C)"""
@@ -341,16 +339,15 @@ def decode_step(model: Model) -> Step:
     built: set[int] = set()  # numbers of rows
 
     def first_alone(tokens: mx.array, cache: SlotCache) -> mx.array:
-        """A CPU's step: its loops are built by one process at a time."""
-        if len(tokens) in built:
+        """A step; a CPU's loops are built by one process at a time."""
+        if gpu.on_gpu() or len(tokens) in built:
             return step(tokens, cache)
         with cpu.building():
-            made = step(tokens, cache)
-            mx.eval(made)
+            mx.eval(made := step(tokens, cache))
         built.add(len(tokens))
         return made
 
-    return step if gpu.on_gpu() else first_alone
+    return first_alone
 
 
 # ---- load and save
@@ -602,15 +599,9 @@ def load(
 
 
 def save(model: Model, directory: str | Path, tokenizer: Any) -> None:
-    """
-    Writes the model un-fused, with configuration and tokenizer, so that mlx_lm and transformers load it.
-
-    Raises ValueError where shards of another model lie, which readers would load with or instead of this one.
-    """
+    """Writes the model un-fused to a new directory, with configuration and tokenizer, for mlx_lm and transformers."""
     directory, config = Path(directory), model.config
     directory.mkdir(parents=True, exist_ok=True)
-    if foreign := sorted(p.name for p in directory.glob("model*.safetensors*") if p.name != "model.safetensors"):
-        raise ValueError(f"{directory} holds {foreign[0]} of another model; save to a new directory")
     weights = hub.to_hub(hub.unfuse_weights(dict(tree_flatten(model.parameters())), config), config.family)
     mx.save_safetensors(str(directory / "model.safetensors"), weights, metadata={"format": "pt"})
     raw = hub.to_raw(config, model.head_weight.dtype)

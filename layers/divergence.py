@@ -27,14 +27,6 @@ class Lesson(NamedTuple):
     head_weight: mx.array  # (V, D)
 
 
-class Divergences(NamedTuple):
-    """(N, T) float32 each, nats; only the first has a gradient."""
-
-    divergences: mx.array
-    logprobs: mx.array  # of the chosen ids, by the student
-    entropies: mx.array  # of the student
-
-
 def terms_of(log_p: mx.array, log_q: mx.array, beta: float) -> tuple[mx.array, mx.array]:
     """
     What each id adds to the divergence, and q times the divergence's slope by q up to a constant; (M, V) each.
@@ -82,11 +74,12 @@ def token_divergences(
     beta: float,
     temperature: float = 1.0,
     head: str = "frozen",
-) -> Divergences:
+) -> tuple[mx.array, mx.array, mx.array]:
     """
-    The divergence of student and teacher at each position, both at `temperature`, and what a step reports of `ids`.
+    The divergence of student and teacher at each position, both at `temperature`; of the student, without gradient, the
+    log-probability of each id and the entropy.
 
-    hidden (N, T, C), head_weight (V, C), ids (N, T) int32 -> (N, T) each.
+    hidden (N, T, C), head_weight (V, C), ids (N, T) int32 -> (N, T) float32 each, nats.
     head: "frozen" gives `hidden` its gradient, "trained" `head_weight` too.
 
     The vocabulary goes by twice, in tiles: for the logsumexps of both models, then for the divergence and its gradient,
@@ -153,7 +146,7 @@ def token_divergences(
 
     outputs = gpu.differentiable(forward, backward, hidden.reshape(-1, hidden.shape[-1]), head_weight)
     found, logprobs, entropies = (array.reshape(ids.shape) for array in outputs[:3])
-    return Divergences(found, mx.stop_gradient(logprobs), mx.stop_gradient(entropies))
+    return found, mx.stop_gradient(logprobs), mx.stop_gradient(entropies)
 
 
 class _Sum(NamedTuple):

@@ -235,30 +235,25 @@ class Rotation(NamedTuple):
         return (x * self.cos + mx.concatenate([high, low], axis=-1) * self.sin).astype(x.dtype)
 
 
-class Heads(NamedTuple):
-    """How the heads of a layer's fused projection become queries and keys."""
-
-    num_heads: int  # those of queries; as many as remain are of keys and of values
-    weights: tuple[mx.array, mx.array] | None  # (D,) of the norms of queries and keys, where the family has them
-    eps: float
-    rotation: Rotation | None  # None: a layer without positions
+Weights = tuple[mx.array, mx.array] | None  # (D,) of the norms of queries and keys, where the family has them
 
 
-def norm_rope_ref(qkv: mx.array, heads: Heads) -> tuple[mx.array, mx.array, mx.array]:
+def norm_rope_ref(
+    qkv: mx.array, num_heads: int, weights: Weights, eps: float, rotation: Rotation | None
+) -> tuple[mx.array, mx.array, mx.array]:
     """
     Queries, keys and values of the fused projection (N, L, H + 2K, D), as (N, H, L, D), (N, K, L, D), (N, K, L, D).
 
-    Queries and keys are rotated, in a layer with positions, and RMS-normalized over D before, where the family has
-    `weights` for them.
+    Queries and keys are rotated, in a layer with positions, and RMS-normalized over D before, where there are weights.
     """
-    num_heads, num_kv_heads = heads.num_heads, (qkv.shape[2] - heads.num_heads) // 2
+    num_kv_heads, size = (qkv.shape[2] - num_heads) // 2, qkv.shape[-1]
     turned, values = mx.split(qkv, [num_heads + num_kv_heads], axis=2)
-    if heads.weights is not None:
-        counts, size = (num_heads, num_kv_heads), qkv.shape[-1]
-        weight = mx.concatenate([mx.broadcast_to(w, (n, size)) for w, n in zip(heads.weights, counts, strict=True)])
-        turned = rms_norm(turned, None, heads.eps) * weight
-    if heads.rotation is not None:
-        turned = heads.rotation.turn(turned)
+    if weights is not None:
+        counts = num_heads, num_kv_heads
+        weight = mx.concatenate([mx.broadcast_to(w, (n, size)) for w, n in zip(weights, counts, strict=True)])
+        turned = rms_norm(turned, None, eps) * weight
+    if rotation is not None:
+        turned = rotation.turn(turned)
     queries, keys = mx.split(turned, [num_heads], axis=2)
     return queries.transpose(0, 2, 1, 3), keys.transpose(0, 2, 1, 3), values.transpose(0, 2, 1, 3)
 
@@ -269,14 +264,15 @@ NORM_ROPE = kernels.Kernel(
 
 
 @kernels.equals(norm_rope_ref)
-def norm_rope(qkv: mx.array, heads: Heads) -> tuple[mx.array, mx.array, mx.array]:
+def norm_rope(
+    qkv: mx.array, num_heads: int, weights: Weights, eps: float, rotation: Rotation | None
+) -> tuple[mx.array, mx.array, mx.array]:
     """
     Reads (H + K) D elements a token and writes as many, the least there is, in one launch for four and two copies:
     MLX's norm copies a part of the fused projection first. Values are a view. A kernel of MLX writes to arrays of its
     own only, so the cache takes the keys in by a launch of its own.
     """
     num_rows, length, all_heads, size = qkv.shape
-    num_heads, weights, eps, rotation = heads
     assert rotation is not None, "without positions there is nothing to compute"
     num_kv_heads, dtype = (all_heads - num_heads) // 2, qkv.dtype
     num_turned = num_heads + num_kv_heads

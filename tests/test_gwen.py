@@ -199,12 +199,6 @@ def test_a_qwen2_with_rope_settings_in_the_newer_layout_is_saved_so_that_mlx_lm_
     assert relative_error(model(TOKENS), load_with_mlx_lm(tmp_path / "saved")(TOKENS)) < 1e-4
 
 
-def test_a_directory_with_shards_of_another_model_is_not_saved_to(checkpoints, tokenizer, tmp_path):
-    shutil.copytree(checkpoints["qwen2.5"], tmp_path / "sharded")
-    with pytest.raises(ValueError, match=r"model-00001-of-00003\.safetensors of another model"):
-        gwen.save(gwen.load_model(checkpoints["qwen2.5"]), tmp_path / "sharded", tokenizer)
-
-
 def test_the_end_ids_are_those_of_the_generation_config_else_of_the_config(checkpoints, tmp_path):
     assert hub.load_config(checkpoints["qwen3"]).eos_ids == (2, 0)
     directory = write_checkpoint(tmp_path, QWEN2)

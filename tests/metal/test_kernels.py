@@ -206,7 +206,7 @@ def test_norm_rope_equals_its_formula(form, heads, kv_heads, size, part, length,
     weights = (array(size, dtype=dtype), array(size, dtype=dtype)) if normed else None
     expected = norm_rope_by_hand(wide(qkv), [wide(w) for w in weights or ()], heads, rope, offsets)
     for rotation in (rope.at(mx.array(offsets), length), ops.Rotation(rope, mx.array(offsets))):  # a CPU's, a GPU's
-        *turned, values = ops.norm_rope(qkv, ops.Heads(heads, weights, 1e-6, rotation))
+        *turned, values = ops.norm_rope(qkv, heads, weights, 1e-6, rotation)
         for ours, theirs in zip(turned, expected, strict=True):
             angle = 702 * 1.2e-7 * np.abs(theirs).max()  # what float32 leaves of an angle, at the farthest position
             np.testing.assert_allclose(wide(ours), theirs, rtol=2 * EPSILON[dtype], atol=angle + 2 * EPSILON[dtype])

@@ -32,7 +32,7 @@ from flags import fail
 from machine import world
 from problems import form
 from problems.episodes import ended
-from reporting.journal import Drawn, Step
+from reporting.journal import Drawn
 from run import GrpoRun, Run, SftRun, make
 from sampler import RolloutStats
 from settings.sources import parse
@@ -60,7 +60,7 @@ def train(run: GrpoRun | SftRun) -> Iterator[dict[str, Any]]:
         result = run.within_memory(functools.partial(learn, run, drawn.samples))
         run.note()
         # ---- everything below is reporting
-        figures = run.journal.write_step(Step(run.step, clock.lap(), drawn, result, mx.get_peak_memory()))
+        figures = run.journal.write_step(run.step, clock.lap(), drawn, result, mx.get_peak_memory())
         run.journal.write_scores(run.step, run.judge)
         run.end_step()  # the run is whole again; a Ctrl-C that waited takes effect here
         is_best = run.evaluate_if_due()

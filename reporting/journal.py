@@ -87,16 +87,6 @@ class Drawn(NamedTuple):
     judged: rubrics.Judgement | None = None
 
 
-class Step(NamedTuple):
-    """Everything known about a finished step."""
-
-    number: int  # from 1
-    seconds: dict[str, float]  # by phase
-    drawn: Drawn
-    result: UpdateResult
-    peak_bytes: int
-
-
 # what given replies do not have; null in their metrics.jsonl
 NOT_SAMPLED = (
     *("reward/mean", "reward/std", "reward/zero_std_frac", "reward/none", "reward/s"),
@@ -105,18 +95,6 @@ NOT_SAMPLED = (
     *("judge/s", "judge/crit_eval_s", "judge/unparsed", "judge/unparsed_frac", "judge/mass", "judge/cached"),
     *("completion/truncated_frac", "completion/repeated", "completion/degenerate_frac", "mem/cache_gb"),
 )
-
-
-def step_metrics(config: Config, step: Step, recent: Collection[float]) -> dict[str, Any]:
-    """One object of `metrics.jsonl`. recent: seconds of the last steps, including this one."""
-    samples, stats = step.drawn.samples, step.drawn.stats
-    num_completions = len(samples) if stats else len(by_group(samples))
-    metrics: dict[str, Any] = {"step": step.number} | dict.fromkeys(NOT_SAMPLED)
-    if stats:
-        metrics |= sampled_metrics(config, step.drawn, stats, step.seconds) | tool_metrics(samples, stats)
-    metrics |= update_metrics(step.result, step.seconds, len(samples), recent)
-    metrics["completion/mean_tokens"] = sum(len(sample.own) for sample in samples) / num_completions
-    return finite(metrics | {"mem/peak_gb": step.peak_bytes / 1e9})
 
 
 def update_metrics(
@@ -162,6 +140,10 @@ def sampled_metrics(
         form.is_degenerate(text, prompt_text(one.example["prompt"])) for text, one in zip(texts, samples, strict=False)
     ]
     logged = drawn.logged.metrics if drawn.logged else {}
+    signal = {
+        "sampling/signal_groups": sum(one[0].signal for one in groups),
+        "reward/zero_std_frac": sum(not one[0].unlike for one in groups) / len(groups),
+    }
     speeds = stats.speeds if "wait" in seconds else []  # of several machines
     return {
         "reward/mean": mean(rewards),
@@ -170,10 +152,7 @@ def sampled_metrics(
         **{f"metric/{name}": float(np.mean(values)) for name, values in logged.items()},
         "reward/none": int(sum(np.isnan(parts[name]).sum() for name in samples[0].filled if name != "rubric")),
         "reward/s": seconds["reward"],
-        "sampling/signal_groups": sum(one[0].signal for one in groups) if config.compares_rewards else None,
-        "reward/zero_std_frac": sum(not one[0].unlike for one in groups) / len(groups)
-        if config.compares_rewards
-        else None,
+        **(signal if config.compares_rewards else {}),
         "rollout/s": seconds["rollout"],
         "rollout/tok_s": sum(len(one.own) for one in samples) / seconds["rollout"],
         **{f"rollout/tok_s/{rank}": float(speed) for rank, speed in enumerate(speeds)},
@@ -299,20 +278,33 @@ class Journal:
         if self.live:
             self.live.begin(phase)
 
-    def write_step(self, step: Step) -> dict[str, Any]:
-        """Writes a step's figures and all sampled completions, and prints its line; returns the figures."""
-        self.recent.append(step.seconds["step"])
-        figures = step_metrics(self.config, step, self.recent)
+    def write_step(
+        self, number: int, seconds: dict[str, float], drawn: Drawn, result: UpdateResult, peak_bytes: int
+    ) -> dict[str, Any]:
+        """
+        Writes a step's figures and all sampled completions, and prints its line; returns the figures.
+
+        number: from 1. seconds: by phase.
+        """
+        self.recent.append(seconds["step"])
+        samples, stats = drawn.samples, drawn.stats
+        figures: dict[str, Any] = {"step": number} | dict.fromkeys(NOT_SAMPLED)
+        if stats:
+            figures |= sampled_metrics(self.config, drawn, stats, seconds) | tool_metrics(samples, stats)
+        figures |= update_metrics(result, seconds, len(samples), self.recent)
+        num_completions = len(samples) if stats else len(by_group(samples))  # a conversation is trained in parts
+        figures["completion/mean_tokens"] = sum(len(sample.own) for sample in samples) / num_completions
+        figures = finite(figures | {"mem/peak_gb": peak_bytes / 1e9})
         self.metrics.write(figures)
         self.steps.append(figures)
-        for completion in completion_records(step.number, step.drawn.samples):
+        for completion in completion_records(number, samples):
             self.rollouts.write(completion)
         for tracker in self.trackers:
             tracker.log(figures)
         say(console_line(figures, self.config.optimizer.steps))
         if figures["skipped"]:
-            warn(f"step {figures['step']}: the gradient was not finite; the step changed nothing")
-        self.warn(figures["step"])
+            warn(f"step {number}: the gradient was not finite; the step changed nothing")
+        self.warn(number)
         if self.live:
             self.live.note(figures)
         return figures

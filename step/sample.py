@@ -8,7 +8,6 @@ go through the model (step/batch.py).
 Axes: B groups trained a step, G samples of a group, N samples, T tokens of a sample that the policy wrote, K turns.
 """
 
-import itertools
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -172,8 +171,11 @@ def table(rows: Sequence[Sequence[float] | np.ndarray], padding: float = 0.0) ->
 
 
 def by_group(samples: Sequence[Sample]) -> list[list[Sample]]:
-    """The samples of each group, in order."""
-    return [list(group) for _, group in itertools.groupby(samples, lambda sample: sample.group)]
+    """The samples of each group, wherever they stand; groups in the order of their first."""
+    groups = dict[int, list[Sample]]()
+    for one in samples:
+        groups.setdefault(one.group, []).append(one)
+    return list(groups.values())
 
 
 # ---- rewards

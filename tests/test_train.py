@@ -144,8 +144,9 @@ def test_a_group_whose_rows_are_all_left_out_teaches_nothing():
 def test_groups_of_any_sizes_are_compared_each_for_itself_and_no_mini_batch_has_a_part_of_one():
     config, sizes, rng = Config.of(batch=4, groups=8), [2, 5, 3, 4], np.random.default_rng(0)
     drawn = [Sample([group], [1, 2], range(2), group) for group, size in enumerate(sizes) for _ in range(size)]
+    drawn.append(drawn.pop(1))  # as of a second draw
     scores = rng.normal(size=len(drawn))
-    components = {"correct": scores, "rubric": np.array([np.nan, 1.0, *scores[2:]])}
+    components = {"correct": scores, "rubric": np.array([np.nan, *scores[1:-1], 1.0])}
     paid = samples.rewarded(drawn, components, {"correct": 1.0, "rubric": 1.0})
     assert paid[0].filled["rubric"] == 1.0  # the mean of what else is readable in its group
     chosen = samples.advanced(config, paid, {})

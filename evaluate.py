@@ -278,23 +278,19 @@ def known(values: np.ndarray) -> Any:
 
 def by_problem(column: np.ndarray, samples: int) -> np.ndarray:
     """Means over each problem's samples, (N,) -> (P,); nan where none is readable."""
-    return np.array([np.nan if (m := run_files.mean(row)) is None else m for row in column.reshape(-1, samples)])
+    return np.array([run_files.mean(row) for row in column.reshape(-1, samples)], np.float64)  # None becomes nan
 
 
 def form_of(samples: list[Sample]) -> dict[str, np.ndarray]:
     """What tells of answers that are none, and their lengths, each (N,)."""
-    rows = [
-        (
-            len(one.own),
-            one.finish_reason == "length",
-            is_refusal(one.text),
-            repeated(one.text),
-            is_degenerate(one.text, prompt_text(one.example["prompt"])),
-        )
-        for one in samples
-    ]
-    names = ("tokens", "truncated_frac", "refusals", "repeated", "degenerate")
-    return dict(zip(names, np.array(rows, np.float64).T, strict=True))
+    forms: dict[str, list[float]] = {
+        "tokens": [len(one.own) for one in samples],
+        "truncated_frac": [one.finish_reason == "length" for one in samples],
+        "refusals": [is_refusal(one.text) for one in samples],
+        "repeated": [repeated(one.text) for one in samples],
+        "degenerate": [is_degenerate(one.text, prompt_text(one.example["prompt"])) for one in samples],
+    }
+    return {name: np.array(values, np.float64) for name, values in forms.items()}
 
 
 def measure(task: tasks.Task, sampled: list[Sample], values: np.ndarray, samples: int) -> dict[str, np.ndarray]:

@@ -27,7 +27,7 @@ NUMBERS = {word: number for number, word in enumerate(["zero", *UNITS, *TEENS])}
 for ten, tens in enumerate("twenty thirty forty fifty sixty seventy eighty ninety".split(), 2):
     NUMBERS[tens] = 10 * ten
     NUMBERS |= {f"{tens}-{unit}": 10 * ten + number for number, unit in enumerate(UNITS, 1)}
-SIGNS = {"plus": "+", "and": "+", "+": "+", "minus": "-", "less": "-", "-": "-", "times": "*", "*": "*"}
+SIGNS = dict.fromkeys(("plus", "and", "+"), "+")
 SIGNS |= dict.fromkeys("is are equals equal makes gives has have =".split(), "=")
 MOST_TOKENS = 24  # of an answer, as in the recipe
 SILENT = set("the answer sum total of that this it so in all together more add adding , ! ' ( ) $".split())
@@ -61,32 +61,21 @@ def numbers_of(text: str) -> list[int]:
 
 def is_true(statement: str, total: int, known: set[str]) -> bool:
     """
-    Whether all sides of "x is y" come to the same, worked out from left to right.
+    Whether all sides of "x is y" come to the same, each a number or a sum of numbers.
 
     A side without a number ("the answer") is the total that was asked for, and so is what a lone side is compared with.
     """
-    sides: list[list[Any]] = [[]]
+    said = ""
     for word in words_of(statement):
-        sign = SIGNS.get(word)
-        if sign == "=":
-            sides.append([])
-        elif sign or numbers_of(word):
-            sides[-1].append(sign or numbers_of(word)[0])
+        if part := SIGNS.get(word) or "".join(map(str, numbers_of(word))):
+            said += f"{part} "
         elif word not in known:
             return False  # nobody knows what it says
-    values = [value_of(side) if side else total for side in sides]
-    return len(set(values)) == 1 and None not in values and (len(sides) > 1 or values == [total])
-
-
-def value_of(side: list[Any]) -> int | None:
-    """What numbers and signs come to, from left to right; None where two of a kind meet or a sign has no number."""
-    kinds = [isinstance(part, int) for part in side]
-    if kinds != [place % 2 == 0 for place in range(len(side))] or not kinds[-1]:
-        return None
-    value = side[0]
-    for sign, number in zip(side[1::2], side[2::2], strict=True):
-        value = {"+": value + number, "-": value - number, "*": value * number}[sign]
-    return value
+    sides = said.split("= ")
+    if not all(re.fullmatch(r"(\d+ (\+ \d+ )*)?", side) for side in sides):
+        return False
+    values = [sum(map(int, re.findall(r"\d+", side))) if side else total for side in sides]
+    return len(set(values)) == 1 and (len(sides) > 1 or values == [total])
 
 
 def audit(details: list[dict[str, Any]]) -> dict[str, float]:

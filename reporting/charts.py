@@ -27,7 +27,6 @@ class Curve(NamedTuple):
     values: np.ndarray
     under: np.ndarray
     over: np.ndarray
-    has_area: bool
     setting: int
     place: int  # among the curves of its setting
     points: bool = False  # few values, each of them marked
@@ -87,8 +86,9 @@ def over_seeds(settings: list[Setting], number: int, title: str, keys: dict[str,
         end = int(alike.cumprod().sum())  # as far as all have the same steps
         values = np.array([curve.values[:end] for curve in (first, *others)])
         if others and end:
-            bounds = {"under": values.min(0), "over": values.max(0), "has_area": True}
-            yield first._replace(steps=first.steps[:end], values=values.mean(0), **bounds)
+            yield first._replace(
+                steps=first.steps[:end], values=values.mean(0), under=values.min(0), over=values.max(0)
+            )
         elif not others:
             yield first
 
@@ -115,7 +115,7 @@ def curves_of(run: History, number: int, title: str, keys: dict[str, str]) -> It
             rows = [(one["step"], one[key], one.get(bands.get(key, "")) or 0.0) for one in records]
             steps, values, reach = np.array(rows, float).T
             band = thinned(np.clip(values - reach, *ends)), thinned(np.clip(values + reach, *ends))
-            yield Curve(label, thinned(steps), thinned(values), *band, key in bands, number, place, is_evaluation)
+            yield Curve(label, thinned(steps), thinned(values), *band, number, place, is_evaluation)
 
 
 def thinned(column: np.ndarray) -> np.ndarray:
@@ -154,7 +154,7 @@ def lay_out(settings: list[Setting], title: str, note: str, curves: list[Curve])
                 "dash": 0 if alone else curve.place % 4,
                 "raw": " ".join(raw),
                 "smooth": " ".join(points(curve, smoothed(curve.values))),
-                "area": " ".join(area) if curve.has_area else "",
+                "area": " ".join(area) if (curve.over > curve.under).any() else "",
                 "dots": [tuple(point.split(",")) for point in raw] if curve.points else [],
                 "x": curve.steps.tolist(),
                 "y": [float(f"{value:.4g}") for value in curve.values],

@@ -229,19 +229,16 @@ def names_of(text: str) -> set[str]:
 
 def never_given(after: Records) -> list[str]:
     """Of a classification what is right for some problems and is in no answer, the commonest first."""
-    kinds: dict[str, Records] = {}
-    for one in after:
-        if one.get("answer") is not None:
-            kinds.setdefault(str(one["answer"]), []).append(one)
-    num, signs = sum(map(len, kinds.values())), []
-    if len(kinds) > min(MOST_KINDS, num / LEAST_EACH):
+    kinds = Counter(str(one["answer"]) for one in after if one.get("answer") is not None)
+    if len(kinds) > min(MOST_KINDS, kinds.total() / LEAST_EACH):
         return []
-    said = "\n".join(text for one in after for text in [*one["completions"], one.get("greedy", "")]).lower()
-    for kind, its in sorted(kinds.items(), key=lambda kind: -len(kind[1])):
-        is_said = re.search(rf"(?<![a-z0-9]){re.escape(kind.lower())}(?![a-z0-9])", said)
-        if len(its) > 1 and not is_said and not any(1.0 in one["values"] for one in its):
-            signs.append(f'"{visible(shortened(kind))}" in none, though right for {len(its)} of {num} problems')
-    return signs
+    texts = [text for one in after for text in [*one["completions"], one.get("greedy", "")]]
+    given = "\n".join([*texts, *(str(one.get("answer")) for one in after if 1.0 in one["values"])]).lower()
+    return [
+        f'"{visible(shortened(kind))}" in none, though right for {num} of {kinds.total()} problems'
+        for kind, num in kinds.most_common()
+        if num > 1 and not re.search(rf"(?<![a-z0-9]){re.escape(kind.lower())}(?![a-z0-9])", given)
+    ]
 
 
 def shortened(text: str) -> str:

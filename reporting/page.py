@@ -57,7 +57,8 @@ def make_answers(run: History) -> dict[str, Any]:
     chosen = sorted({steps[0], steps[len(steps) // 2], steps[-1]})
     verified = history.figure_of(run)[0] == "accuracy"
     problems = sorted(set.intersection(*(set(by_step[step]) for step in chosen)))
-    rows = [answer_row([by_step[step][problem] for step in chosen], verified) for problem in problems]
+    last = run.evals[-1] if run.evals else {}
+    rows = [answer_row([by_step[step][problem] for step in chosen], last, verified) for problem in problems]
     cheating = verdict.paid_though_wrong(by_step)[1] if verified else ()
     for row in rows:
         row["kind"] = CHEATED if row["problem"] in cheating else row["kind"]
@@ -74,7 +75,7 @@ def make_answers(run: History) -> dict[str, Any]:
     }
 
 
-def answer_row(details: list[dict[str, Any]], verified: bool) -> dict[str, Any]:
+def answer_row(details: list[dict[str, Any]], evaluation: dict[str, Any], verified: bool) -> dict[str, Any]:
     """One problem: its records of some evaluations side by side, what differs from the first marked."""
     cells: list[dict[str, Any]] = []
     for detail in details:
@@ -84,8 +85,7 @@ def answer_row(details: list[dict[str, Any]], verified: bool) -> dict[str, Any]:
             {
                 "text": text,
                 "pieces": changes(cells[0]["text"], text) if cells else [(text, False)],
-                "value": value,
-                "paid": detail.get("reward", detail["values"])[0],
+                "paid": verdict.pay_of(detail, evaluation),
                 "right": value >= 1.0 if verified and value is not None else None,
                 "rewards": {name: values[0] for name, values in detail["rewards"].items()},
             }
@@ -95,7 +95,7 @@ def answer_row(details: list[dict[str, Any]], verified: bool) -> dict[str, Any]:
         "prompt": prompt_text(details[0]["prompt"]),
         "answer": fold(details[0].get("answer")),
         "category": fold(details[0].get("category")),
-        "kind": kind_of(cells[0]["value"], cells[-1]["value"], verified),
+        "kind": kind_of(details[0]["values"][0], details[-1]["values"][0], verified),
         "cells": cells,
     }
 

@@ -245,13 +245,20 @@ def shortened(text: str) -> str:
     return textwrap.shorten(text, 70, placeholder=" \u2026")
 
 
-def mark_of(answer: dict[str, Any], is_verified: bool) -> str:
-    """Whether an answer is right and what it is paid, with the right answer, as "wrong, paid 0.5; right: nine"."""
+def pay_of(answer: dict[str, Any], evaluation: dict[str, Any]) -> str:
+    """What an answer is paid; empty where its evaluation does not know: right is all that pays, or a judge pays too."""
     value, pay = answer["values"][0], answer.get("reward", answer["values"])[0]
-    marks = [] if value is None or not is_verified else ["right" if value >= 1 else "wrong"]
-    marks.append("pay unreadable" if pay is None else f"paid {pay:.3g}")
-    right = answer.get("answer")
-    return ", ".join(marks) + ("" if right is None else f"; right: {shortened(str(right))}")
+    if value is None or pay is None:
+        return "unreadable"
+    return f"paid {pay:.3g}" if "eval/score" in evaluation else ""
+
+
+def mark_of(answer: dict[str, Any], evaluation: dict[str, Any], is_verified: bool) -> str:
+    """Whether an answer is right, what it is paid and what is right, as "wrong, paid 0.5; right: nine"."""
+    value, right = answer["values"][0], answer.get("answer")
+    is_right = ("right" if value >= 1 else "wrong") if is_verified and value is not None else ""
+    said = ", ".join(filter(None, [is_right, pay_of(answer, evaluation)]))
+    return "; ".join(filter(None, [said, "" if right is None else f"right: {shortened(str(right))}"]))
 
 
 def paid_though_wrong(answers: dict[int, Answers]) -> tuple[set[int], set[int]]:
@@ -342,7 +349,7 @@ def verdict(
         text,
         alarms + (never_given(after) if figure == "accuracy" else []) + words,
         advised,
-        [(prompt_text(one["prompt"]), last_turn(one), mark_of(one, figure == "accuracy")) for one in last_read],
+        [(prompt_text(one["prompt"]), last_turn(one), mark_of(one, last, figure == "accuracy")) for one in last_read],
         is_doubtful,
         warning,
     )
@@ -399,6 +406,6 @@ def lines(found: Verdict | None) -> list[str]:
     if found is None:
         return ["verdict: none, as it compares two evaluations of what is held out (--eval-every)"]
     said = [f"  its answers: {sign}" for sign in found.signs]
-    read = [f"    {shortened(asked)} -> {shortened(text)} ({mark})" for asked, text, mark in found.read]
+    read = [f"    {shortened(asked)} -> {shortened(text)}{mark and f' ({mark})'}" for asked, text, mark in found.read]
     said += [f"  {len(read)} drawn to read:", *read] if read else []
     return [safe(line) for line in [f"verdict: {found.headline}", f"  {found.text}", *said, f"next: {found.advice}"]]

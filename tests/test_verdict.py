@@ -183,6 +183,7 @@ def classified(*kinds):
 
 MORE = {
     "nothing moves": {"moved": 1e-8},
+    "an answer never given": {"eval/score": (0.3, 0.6)},
     "sft": {"eval/loss": (2.1, 1.9), "eval/loss_ci95": (0.4, 0.4), "eval/losses": (losses(0.4), losses(0.2))},
     "sft of three": {"eval/loss": (2.1, 1.9), "eval/losses": (losses(0.4, 3), losses(0.2, 3))},
     "paid for another thing": {"eval/score": (1.0, 1.5)},

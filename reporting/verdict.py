@@ -254,11 +254,11 @@ def pay_of(answer: dict[str, Any], evaluation: dict[str, Any]) -> str:
 
 
 def mark_of(answer: dict[str, Any], evaluation: dict[str, Any], is_verified: bool) -> str:
-    """Whether an answer is right, what it is paid and what is right, as "wrong, paid 0.5; right: nine"."""
+    """Whether an answer is right, what it is paid and what is right, as "wrong, paid 0.5; answer: nine"."""
     value, right = answer["values"][0], answer.get("answer")
     is_right = ("right" if value >= 1 else "wrong") if is_verified and value is not None else ""
     said = ", ".join(filter(None, [is_right, pay_of(answer, evaluation)]))
-    return "; ".join(filter(None, [said, "" if right is None else f"right: {shortened(str(right))}"]))
+    return "; ".join(filter(None, [said, "" if right is None else f"answer: {shortened(str(right))}"]))
 
 
 def paid_though_wrong(answers: dict[int, Answers]) -> tuple[set[int], set[int]]:

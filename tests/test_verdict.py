@@ -92,7 +92,8 @@ def made(folder, num, before, after, figure="accuracy", settings=(), half=None, 
     folder.mkdir()
     rng, prompts = random.Random(1), [f"Tell me in a few words of your own about matter number {n}" for n in range(num)]
     (folder / "config.yaml").write_text(yaml.safe_dump({"model": "demo", "steps": 40, "seed": 0, **dict(settings)}))
-    steps = [{"step": n, "completion/mean_tokens": 9.0, "update/kl": moved} for n in range(31, 41)]
+    sizes = {f"{phase}/{unit}": 9.0 for phase in ("rollout", "update") for unit in ("s", "tok_s")}
+    steps = [{"step": n, "update/kl": moved} | sizes for n in range(31, 41)]
     write_log(folder / "metrics.jsonl", steps)
     records, answers = [], []
     for step, act in ((0, before), (20, half or before), (40, after)):
@@ -258,7 +259,7 @@ def test_runs_get_their_verdicts_and_none_that_is_gamed_goes_without_its_words(t
         assert f"{word}; " in listed and said in listed  # the word never stands alone
         assert found.advice.startswith("read the answers")
     if kind == "an answer never given":
-        assert re.search(r"number \d+ -> It is food\. \(wrong, paid 0; right: travel\)", shown)
+        assert re.search(r"number \d+ -> It is food\. \(wrong, paid 0; answer: travel\)", shown)
         assert re.search(r"right answer <bdi class=.text.>travel</bdi>.*?wrong</b>\s*<b>paid 0</b>", markup, re.S)
     if kind == "tools":
         assert all(not text.startswith("<tool_call>") for _, text, _ in found.read)

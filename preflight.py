@@ -363,16 +363,15 @@ def time_line(demand: Demand, sizes: Sizes) -> str:
 # ---- what a machine can train
 
 PROMPT = 256  # tokens of the prompts assumed
-PATIENCE = 3600.0  # seconds of 100 steps that a start should take at most
+STEPS, PATIENCE = 100, 3600.0  # of a run, and the seconds that those of a start should take at most
 
 
 class Fit(NamedTuple):
-    """A model and its recipe for own data on a machine: bytes, seconds a step, steps."""
+    """A model and its recipe for own data on a machine: bytes, seconds a step."""
 
     model: str
     need: int
     seconds: float
-    steps: int
 
 
 def fits(room: float, chip: chips.Chip, dtype: mx.Dtype) -> Iterator[Fit]:
@@ -382,18 +381,18 @@ def fits(room: float, chip: chips.Chip, dtype: mx.Dtype) -> Iterator[Fit]:
         demand = Demand(gwen.load_config(name), dtype, config, [PROMPT] * config.sampling.batch)
         sizes = settle(demand, room=room)
         if (need := estimate(demand, sizes).total) <= room:
-            yield Fit(name, need, chips.seconds(costs(demand, sizes), chip), config.optimizer.steps)
+            yield Fit(name, need, chips.seconds(costs(demand, sizes), chip))
 
 
 def fits_here() -> Iterator[str]:
     """What this machine can train, as lines of a table, and what to start with."""
     found = list(fits(memory.memory_size(), chips.here(), gwen.default_dtype()))
     yield f"what fits, for prompts of {PROMPT} tokens (time is an estimate, measured on no Mac, of steps alone):"
-    yield f"{'model':28}    GB  s a step   minutes"
-    for name, need, seconds, steps in found:  # below a second Python takes most of a step
-        times = (two_digits(one) if one >= 1 else "<1" for one in (seconds, seconds * steps / 60))
-        yield "{:28}{:6.1f}{:>10}{:>10}".format(name, need / 1e9, *times)
-    best = max((fit for fit in found if 100 * fit.seconds < PATIENCE), key=lambda fit: fit.need, default=found[0])
+    yield f"{'model':28}    GB  s a step  min for {STEPS}"
+    for name, need, seconds in found:  # below a second Python takes most of a step
+        times = (two_digits(one) if one >= 1 else "<1" for one in (seconds, seconds * STEPS / 60))
+        yield "{:28}{:6.1f}{:>10}{:>13}".format(name, need / 1e9, *times)
+    best = max((fit for fit in found if STEPS * fit.seconds < PATIENCE), key=lambda fit: fit.need, default=found[0])
     own = "" if best.model == "demo" else " --data mine.jsonl --reward mine.py:score"  # README.md shows both
     yield f"start with: {command(merged({'model': best.model}, None).flat())} --model {best.model}{own}"
 

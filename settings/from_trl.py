@@ -16,10 +16,10 @@ from typing import Any
 
 import yaml
 
-from config import SETTINGS
+from config import SETTINGS, Config
 from flags import foreign_names, load_yaml, read_text
 from settings.checks import checked
-from settings.sources import command
+from settings.sources import command, low_rate
 
 CALLS = ("GRPOConfig", "SFTConfig", "LoraConfig", "GRPOTrainer", "SFTTrainer")
 PARTS = ("args", "peft_config", "train_dataset", "processing_class")  # of the trainer, which other calls make
@@ -68,6 +68,8 @@ def recipe(path: str) -> str:
             left.append(f"# reward: {file} imports {absent}, which Gwen does not have: {fix}")
         elif Path(file) == Path(path):
             left.append(f"# reward: it runs {path}, so keep the training in there under `if __name__ == '__main__':`")
+    if slow := low_rate(Config.of(**ours)):
+        left.append(f"# learning_rate: {slow}")
     if spared:
         left.append(f"# not needed here: {', '.join(spared)}")
     if run:
@@ -107,11 +109,12 @@ def derived(theirs: dict[str, Any], path: str) -> dict[str, Any]:
     if type(share) is float and share < 1 and type(steps) is int and steps > 0:
         ours["warmup_steps"] = math.ceil(share * steps)
     asked, weights = theirs.get("reward_funcs", []), theirs.get("reward_weights")
-    specs = [at_hand(path, one) for one in (asked if isinstance(asked, list) else [asked])]
+    names = asked if isinstance(asked, list) else [asked]
+    specs = [at_hand(path, one) for one in names]
     if specs and all(specs):
         ours["reward"] = specs
-        if isinstance(weights, list) and len(weights) == len(specs):
-            ours["reward_weights"] = dict(zip((one.rpartition(":")[2] for one in specs), weights, strict=True))
+    if specs and isinstance(weights, list) and len(weights) == len(specs):
+        ours["reward_weights"] = dict(zip((str(one).rpartition(".")[2] for one in names), weights, strict=True))
     return ours
 
 

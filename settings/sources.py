@@ -61,6 +61,7 @@ GONE = {"curriculum": False, "dynamic_sampling": False, "reward_format": "text",
 GONE |= {"share_prefix": "auto", "allow_unreadable": False}
 MANY = 4  # unknown settings, more than which are named alone
 SMALL = 4e8  # parameters below which own data has other defaults
+LOW = 4  # times below the recipe's learning rate, from which a run hardly moves
 
 
 def located(settings: dict[str, Any], *folders: Path) -> dict[str, Any]:
@@ -142,7 +143,8 @@ def resolve(
     if task == "own" and recipe is None and is_own:
         shown = " ".join(f"{flag_of(key)} {config.flat()[key]:g}" for key in of_task(task, model))
         said += f", by recipes/{recipe_of(task, model)}.yaml: {shown}"
-    return config, said
+    slow = low_rate(config) if task == "own" and is_own else ""
+    return config, said + (slow and f"; --learning-rate {slow}")
 
 
 def material(config: Config) -> str:
@@ -162,6 +164,14 @@ def merged(flags: dict[str, Any], recipe: dict[str, Any] | None) -> Config:
         of_all = config.optimizer.learning_rate / 10
         return config.but(learning_rate=1.0 if config.optimizer.kind == "sgd" else of_all)
     return config
+
+
+def low_rate(config: Config) -> str:
+    """What to say of a learning rate that is far below that of own data's recipe for the model, else ""."""
+    rate, usual = config.optimizer.learning_rate, of_task("own", config.model.name)["learning_rate"]
+    usual /= 1 if config.model.lora_rank else 10
+    name = recipe_of("own", config.model.name)
+    return f"{rate:g} is low for this model: recipes/{name}.yaml has {usual:g}" if 0 < LOW * rate < usual else ""
 
 
 def of_environment() -> dict[str, int]:

@@ -34,7 +34,8 @@ def test_a_step_takes_what_was_counted_at_four_fifths_of_a_chips_peaks(name):
 def test_a_start_is_the_largest_model_whose_hundred_steps_take_an_hour(monkeypatch):
     monkeypatch.setattr(memory, "memory_size", lambda: 64 << 30)
     monkeypatch.setattr(chips, "here", lambda: CHIPS["M4"])
-    _, _, *rows, last = preflight.fits_here()
+    _, head, *rows, last = preflight.fits_here()
+    assert head.endswith("  min for 100")
     need, seconds = ({row.split()[0]: float(row.split()[part].strip("<")) for row in rows} for part in (1, 2))
     start = last.split("--model ")[1].removesuffix(" --data mine.jsonl --reward mine.py:score")
     assert max(seconds.values()) > 36 > seconds[start]

@@ -92,7 +92,15 @@ RECIPE = "model_name_or_path: demo\nlearning_rate: 1e-5\nlora_r: 8\nuse_peft: tr
             "grpo.yaml",
             RECIPE,
             {"model": "demo", "learning_rate": 1e-5, "lora_rank": 8, "steps": 7},
-            "odd",
+            "learning_rate odd",
+        ),
+        (
+            "habits.yaml",
+            "model_name_or_path: smollm2\nlearning_rate: 2e-5\nwarmup_ratio: 0.1\nnum_train_epochs: 1\n"
+            "reward_funcs: [accuracy_reward, mine.short]\nreward_weights: [1, 0.5]\nsave_strategy: 'no'\n"
+            "gradient_checkpointing_kwargs: {use_reentrant: false}\n",
+            {"model": "smollm2", "learning_rate": 2e-5, "reward_weights": {"accuracy_reward": 1, "short": 0.5}},
+            "gradient_checkpointing_kwargs learning_rate num_train_epochs reward_funcs save_strategy warmup_ratio",
         ),
         (
             "computed.py",
@@ -131,6 +139,9 @@ def test_a_file_of_trl_becomes_a_recipe_that_says_what_has_no_equal(tmp_path, ca
         assert said.startswith("# uv run train.py --config THIS --run-dir 'out/a b'\n")
         assert "\n# temperature: 'TEMPERATURE' -> computed: write its value as `temp: VALUE`\n" in said
         assert "weight_decay: 0.1 -> Gwen differs: there is none, as" in said and ", max_grad_norm\n" in said
+    if name == "habits.yaml":
+        assert "refused" not in said
+        assert "# learning_rate: 2e-05 is low for this model: recipes/own-small.yaml has 0.0004\n" in said
     if name == "rewards.py":
         assert f"{name} imports trl, peft, which Gwen does not have: move the functions into a file without" in said
     (tmp_path / "ours.yaml").write_text(said)

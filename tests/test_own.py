@@ -190,6 +190,9 @@ def test_own_data_is_its_own_task_and_its_defaults_are_said(tmp_path):
     recipe = load_yaml(ROOT / "recipes" / "own.yaml", "")
     assert got.sampling.batch == 3 and got.optimizer.learning_rate == recipe["learning_rate"]
     assert "--batch 3 --groups 8 --max-tokens 256 --steps 100 --learning-rate 5e-05" in said
+    low = "low for this model: recipes/own.yaml has 5e-05"
+    flags = given(parse(["--model", "Qwen/Qwen3-0.6B", "--data", path, "--learning-rate", "1e-6"]))
+    assert sources.resolve(flags, None, None, lambda name: (name, "asked"))[1].endswith(f" 1e-06 is {low}")
     assert settings("--data", path, "--task", "demo")[0].data.task == "demo"
     assert settings("--data", path, "--loss-type", "sft")[0].data.task == "demo"
     assert "give it with --data FILE" in message_of(task_of, "--task", "own")

@@ -342,7 +342,7 @@ def test_a_log_probability_that_is_no_number_names_its_prompt(monkeypatch):
 def test_a_mac_that_trains_stays_awake_unless_told_otherwise(monkeypatch, refused, flags):
     begun = []
     monkeypatch.setattr(power.subprocess, "Popen", lambda program, **_: begun.append(program))
-    monkeypatch.setattr(power.platform, "system", lambda: "Darwin")
+    monkeypatch.setattr(power, "platform", SimpleNamespace(system=lambda: "Darwin"))  # of nobody who asks later
     refused(train.main, ["--model", "no such model", *flags], "no such model")
     assert begun == [["/usr/bin/caffeinate", "-i", "-w", str(os.getpid())]] * (not flags)
 

@@ -24,12 +24,15 @@ from disk import hub
 LAYOUTS = {"peft": "adapter_model.safetensors", "mlx_lm": "adapters.safetensors"}  # and the file of the tensors
 PEFT_PREFIX = "base_model.model."
 Pairs = dict[str, tuple[mx.array, mx.array]]  # A (C, R) and B (R, O) of each projection, by Hugging Face name
-# PEFT options beyond x A B, and the only values supported here
-PEFT_ONLY: dict[str, Any] = {
-    **dict.fromkeys(("use_dora", "fan_in_fan_out", "lora_bias", "use_qalora"), False),
-    **{key: {} for key in ("rank_pattern", "alpha_pattern")},
-    **dict.fromkeys(("modules_to_save", "trainable_token_indices", "layer_replication", "target_parameters"), None),
-    "bias": "none",
+NONE_OF = "modules_to_save trainable_token_indices layer_replication target_parameters alora_invocation_tokens".split()
+NONE_OF += "use_bdlora arrow_config kasa_config monteclora_config".split()
+# PEFT options beyond x A B, and the only values supported here beside null
+PEFT_ONLY: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("use_dora", "fan_in_fan_out", "lora_bias", "use_qalora"), (False,)),
+    **dict.fromkeys(("rank_pattern", "alpha_pattern"), ({},)),
+    **dict.fromkeys(NONE_OF, ()),
+    "bias": ("none",),
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),  # others take what A B is from the base
 }
 
 
@@ -117,8 +120,8 @@ def read(path: str | Path) -> Adapter:
 def _rank_and_scale(config: dict[str, Any], where: str) -> tuple[int, float]:
     if config.get("peft_type", "LORA") != "LORA":
         raise ValueError(f"{where} has peft_type {config['peft_type']!r:.60}; only LORA is supported")
-    for key, usual in PEFT_ONLY.items() if _is_peft(config) else ():
-        if config.get(key, usual) not in (usual, None):
+    for key, allowed in PEFT_ONLY.items() if _is_peft(config) else ():
+        if config.get(key) not in (*allowed, None):
             raise ValueError(f"{where} has {key} {config[key]!r:.60}, which is not supported; merge it with PEFT first")
     try:
         if _is_peft(config):

@@ -67,6 +67,8 @@ def test_the_exported_numbers_are_those_of_the_formula(exported):
         ({"use_dora": True}, "has use_dora True, which is not supported"),
         ({"rank_pattern": {"o_proj": 4}}, "has rank_pattern {'o_proj': 4}"),
         ({"bias": "all"}, "has bias 'all'"),
+        ({"init_lora_weights": "pissa"}, "has init_lora_weights 'pissa'"),  # its base is not the model's
+        ({"alora_invocation_tokens": [1, 2]}, r"has alora_invocation_tokens \[1, 2\]"),
         ({"r": 0}, "has {'r': 0, 'lora_alpha'"),
         ({"lora_alpha": None}, "'lora_alpha': None}; they must make"),
     ],

@@ -1,6 +1,5 @@
 """Models of the hub without a network, in a cache laid out as the hub's client does it; templates of strangers."""
 
-import concurrent.futures
 import copy
 import hashlib
 import json
@@ -8,10 +7,8 @@ import os
 import random
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -323,7 +323,7 @@ def make_graders(
 
     grader, second = (None if one is None else judge.make(config.judge, one, load) for one in (rubric, witness))
     if grader is not None and second is not None:
-        second.cache = grader.cache  # a key covers the rubric
+        second.known = grader.known  # a key covers the rubric
     return grader, second
 
 
@@ -434,9 +434,9 @@ def main(argv: list[str] | None = None) -> None:
         if not is_base and config.judges_itself and (scored or task.witness is not None):
             base, is_base = gwen.load(config.model.name)[0], True
         grader, witness = make_graders(config, task.rubric if scored else None, task.witness, base, tokenizer)
-        cache = next((one.cache for one in (grader, witness) if one is not None), None)
-        if cache and args.run:
-            cache.fill([record for _, record in run_files.read_log(Path(args.run) / "judge_scores.jsonl")])
+        judges = [one for one in (grader, witness) if one is not None]
+        if judges and args.run:
+            judges[0].fill([record for _, record in run_files.read_log(Path(args.run) / "judge_scores.jsonl")])
         notes = visible("\n".join([f"{what}; task: {task.name}", *task.notes]))
         print(alive.fitted(notes, sys.stderr), file=sys.stderr)
         rows = config.sampling.rollout_batch_size if args.run or args.rollout_batch_size not in (None, "auto") else 0

@@ -171,22 +171,19 @@ def messages(rubric: Rubric, prompt: str, completion: str, criterion: Criterion)
 # ---- reading a judge's replies
 
 
-class JudgeStats(NamedTuple):
-    """The cost of judging."""
-
-    seconds: float
-    num_evaluations: int  # of one criterion each
-    mass: float  # mean mass on valid scores; for decoded replies the readable share; nan without evaluations
-    num_cached: int = 0  # evaluations found in the cache
-
-
 class Judgement(NamedTuple):
-    """Rewards (N,) and scores (N, J) in 1..5, float64 numpy; nan where unreadable."""
+    """Rewards (N,) and scores (N, J) in 1..5, float64 numpy, nan where unreadable; and the cost of judging."""
 
     rewards: np.ndarray
     scores: np.ndarray
-    unparsed: int  # evaluations without a readable score
-    stats: JudgeStats
+    seconds: float
+    num_evaluations: int  # of one criterion each
+    mass: float  # mean mass on valid scores; for decoded replies the readable share; nan without evaluations
+    num_cached: int  # evaluations that were known
+
+    @property
+    def num_unreadable(self) -> int:
+        return int(np.isnan(self.scores).sum())
 
 
 class Question(NamedTuple):
@@ -284,30 +281,6 @@ def rubric_reward(scores: np.ndarray, rubric: Rubric) -> np.ndarray:
 # ---- the trainer's interface
 
 
-class ScoreCache:
-    """Scores by a digest of judge, rubric, prompt and completion, in the order in which they came."""
-
-    def __init__(self) -> None:
-        self.scores: dict[str, float] = {}
-        self.num_taken = 0
-
-    def take_fresh(self) -> list[dict[str, Any]]:
-        """Records of the scores since the last call, for a file."""
-        fresh = itertools.islice(self.scores.items(), self.num_taken, None)
-        self.num_taken = len(self.scores)
-        return [{"key": key, "score": score} for key, score in fresh]
-
-    def fill(self, records: list[dict[str, Any]]) -> None:
-        """Replaces the content with records of `take_fresh`. Raises ValueError for others."""
-        self.scores = {}
-        for record in records:
-            key, score = (record.get("key"), record.get("score")) if isinstance(record, dict) else (None, None)
-            if not isinstance(key, str) or type(score) is not float or not 1 <= score <= 5:
-                raise ValueError(f"a judge's score is recorded as {reprlib.repr(record)}; remove that line")
-            self.scores[key] = score
-        self.num_taken = len(self.scores)
-
-
 class Grader:
     """Base of both judges: judges equal pairs once, caches scores, and warns of unreadable ones."""
 
@@ -316,11 +289,28 @@ class Grader:
 
     def __init__(self, rubric: str | Path | dict[str, Any] | Rubric):
         self.rubric = load_rubric(rubric)
-        self.cache = ScoreCache()
-        self.on_score: Callable[[], None] = lambda: None  # called for every new score in the cache
+        # scores by a digest of judge, rubric, prompt and completion, as they came, and how many of them a file has
+        self.known, self.num_taken = dict[str, float](), 0
+        self.on_score: Callable[[], None] = lambda: None  # called for every new score
         self.warn: Callable[[str], None] = lambda text: tqdm.write(f"WARNING: {text}.", file=sys.stderr)
         self.num_seen = self.num_unread = 0
         self.has_warned = False
+
+    def take_fresh(self) -> list[dict[str, Any]]:
+        """Records of the scores since the last call, for a file."""
+        fresh = itertools.islice(self.known.items(), self.num_taken, None)
+        self.num_taken = len(self.known)
+        return [{"key": key, "score": score} for key, score in fresh]
+
+    def fill(self, records: list[dict[str, Any]]) -> None:
+        """Replaces the known scores by records of `take_fresh`. Raises ValueError for others."""
+        self.known.clear()
+        for record in records:
+            key, score = (record.get("key"), record.get("score")) if isinstance(record, dict) else (None, None)
+            if not isinstance(key, str) or type(score) is not float or not 1 <= score <= 5:
+                raise ValueError(f"a judge's score is recorded as {reprlib.repr(record)}; remove that line")
+            self.known[key] = score
+        self.num_taken = len(self.known)
 
     def identity(self) -> str:
         """A digest of everything but prompt and completion that a score depends on."""
@@ -345,7 +335,7 @@ class Grader:
         questions = self.questions(dict.fromkeys(pairs))
         identity = self.identity()
         keys = [digest(identity, *question) for question in questions]
-        known = world.first(lambda: [self.cache.scores.get(key) for key in keys])
+        known = world.first(lambda: [self.known.get(key) for key in keys])
         scores = dict(zip(questions, known, strict=True))
         asked = [place for place, question in enumerate(questions) if scores[question] is None]
         mine = [asked[number] for number in world.part_together(questions[place].prompt for place in asked)]
@@ -354,7 +344,7 @@ class Grader:
         def note(place: int, evaluation: Evaluation) -> None:
             new[questions[place]], scores[questions[place]] = evaluation, evaluation.score
             if not math.isnan(evaluation.score):  # an unreadable one may be readable next time
-                self.cache.scores[keys[place]] = evaluation.score
+                self.known[keys[place]] = evaluation.score
                 self.on_score()
 
         if mine:
@@ -373,12 +363,11 @@ class Grader:
         table = table.reshape(len(pairs), len(self.rubric.criteria))
         mass = float(np.mean([evaluation.mass for evaluation in new.values()])) if new else math.nan
         seconds, num_cached = time.perf_counter() - begin, len(questions) - len(new)
-        stats = JudgeStats(seconds, len(new), mass, num_cached)
-        return Judgement(rubric_reward(table, self.rubric), table, int(np.isnan(table).sum()), stats)
+        return Judgement(rubric_reward(table, self.rubric), table, seconds, len(new), mass, num_cached)
 
     def _refuse_unreadable(self, new: dict[Question, Evaluation]) -> None:
         """ValueError where no score was ever readable; `new`: the first evaluations."""
-        if not self.cache.scores:
+        if not self.known:
             raise ValueError(
                 f"the judge gave no readable score: none of its first {len(new)} evaluations has one. "
                 f"{self._example(new)}"

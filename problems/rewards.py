@@ -46,19 +46,6 @@ class Logged(NamedTuple):
         self.extra[str(name)] = list(map(_as_json, values))
 
 
-def merged(parts: Iterable[tuple[Sequence[int], Logged]], num_rows: int) -> Logged:
-    """What was logged of some rows each, put together; a row that nothing was logged of has None in a column."""
-    whole = Logged({}, {})
-    for rows, part in parts:
-        for name, values in part.metrics.items():
-            whole.metrics.setdefault(name, []).extend(values)
-        for name, values in part.extra.items():
-            column = whole.extra.setdefault(name, [None] * num_rows)
-            for row, value in zip(rows, values, strict=True):
-                column[row] = value
-    return whole
-
-
 class UserReward:
     """
     A user's function, called with what TRL calls it with: see `call_reward`.
@@ -220,8 +207,12 @@ def call_rewards(
         if all(map(math.isnan, values)) and not is_covered:
             fix = "return a number for each completion that it applies to"
             raise ValueError(f"reward {name} gave no number for any of {len(values)} completions, only None; {fix}")
-    logged = [reward.logged for reward in rewards.values() if isinstance(reward, UserReward)]
-    return called, merged(((range(len(completions)), one) for one in logged), len(completions))
+    logged = Logged({}, {})
+    for own in (reward.logged for reward in rewards.values() if isinstance(reward, UserReward)):
+        for name, values in own.metrics.items():
+            logged.metrics.setdefault(name, []).extend(values)
+        logged.extra.update(own.extra)
+    return called, logged
 
 
 def columns_of(examples: Sequence[Example]) -> dict[str, Sequence[Any]]:
@@ -239,24 +230,21 @@ def call_reward(
     **kwargs, else those that it names. The trainer adds the columns `completion_ids`, tokens without padding, and
     `num_tokens`; a user's function also gets `trainer_state`, `log_extra` and `log_metric`, as from TRL.
 
-    Raises ValueError naming the reward, and the column that is missing, what `fn` raised and where, or the row and its
-    value.
+    Of several machines the first calls it. Raises ValueError naming the reward, and the column that is missing, what
+    `fn` raised and where, or the row and its value.
     """
     arguments = {"prompts": prompts, "completions": completions} | columns
     assert all(len(column) == len(completions) for column in arguments.values()), "columns of unequal length"
     from machine import world  # here: it brings MLX, which data and tasks do without
 
-    if world.size() == 1:
-        return call(name, fn, arguments, len(completions))
-    mine = world.part_together(map(repr, prompts))
-    own = {column: [values[row] for row in mine] for column, values in arguments.items()}
-    given = call(name, fn, own, len(mine)) if mine else []
-    logged = fn.logged if mine and isinstance(fn, UserReward) else Logged({}, {})
-    parts = world.share((mine, given, *logged), f"reward {name}")
+    def called() -> tuple[Any, ...]:
+        values = call(name, fn, arguments, len(completions))
+        return values, *(fn.logged if isinstance(fn, UserReward) else ())
+
+    values, *logged = world.first(called)
     if isinstance(fn, UserReward):
-        fn.logged = merged(((rows, Logged(*part)) for rows, _, *part in parts), len(completions))
-    rewards = {row: value for rows, values, *_ in parts for row, value in zip(rows, values, strict=True)}
-    return [rewards[row] for row in range(len(completions))]
+        fn.logged = Logged(*logged)
+    return list(values)
 
 
 def call(name: str, fn: Reward, arguments: dict[str, Any], num_rows: int) -> list[float]:

@@ -171,13 +171,13 @@ def sampled_metrics(
 
 def judge_metrics(judged: rubrics.Judgement) -> dict[str, float | None]:
     """Figures of what the judge was asked."""
-    asked = judged.stats.num_evaluations
+    asked = judged.num_evaluations
     return {
-        "judge/crit_eval_s": asked / judged.stats.seconds if asked else None,
-        "judge/unparsed": judged.unparsed,
-        "judge/unparsed_frac": judged.unparsed / judged.scores.size,
-        "judge/mass": judged.stats.mass,
-        "judge/cached": judged.stats.num_cached,
+        "judge/crit_eval_s": asked / judged.seconds if asked else None,
+        "judge/unparsed": judged.num_unreadable,
+        "judge/unparsed_frac": judged.num_unreadable / judged.scores.size,
+        "judge/mass": judged.mass,
+        "judge/cached": judged.num_cached,
     }
 
 
@@ -323,7 +323,7 @@ class Journal:
 
     def write_scores(self, step: int, grader: rubrics.Grader | None) -> None:
         """Writes the judge's new scores, so a resumed run knows exactly those that this one knew."""
-        for score in grader.cache.take_fresh() if grader else []:
+        for score in grader.take_fresh() if grader else []:
             self.judge_scores.write({"step": step} | score)
 
     def warn(self, step: int) -> None:

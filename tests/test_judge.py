@@ -108,8 +108,8 @@ def test_the_demo_judge_agrees_with_the_truth_on_nine_of_ten_held_out_answers(de
     judgement = judge.Judge(*demo, RUBRIC, mode=mode).score(prompts, completions)
     right = (judgement.scores > 3) == (truth > 3)
     assert right.mean() >= 0.9 and right[:, 0].mean() >= 0.9
-    assert judgement.unparsed <= 1
-    assert judgement.stats.num_evaluations == 3 * len(prompts)
+    assert judgement.num_unreadable <= 1
+    assert judgement.num_evaluations == 3 * len(prompts)
 
 
 @pytest.mark.parametrize("kind", ["demo", "qwen2", "qwen3", "qwen3-gqa8", "qwen3-yarn"])
@@ -172,8 +172,8 @@ def test_a_judge_without_mass_on_the_digits_gives_nan_and_not_neutral_and_is_war
     else:
         model = gwen.Model(model.config)
     judgement = readable(judge.Judge(model, tokenizer, RUBRIC)).score(["Add one and two."], ["Three."])
-    assert np.isnan(judgement.scores).all() and np.isnan(judgement.rewards).all() and judgement.unparsed == 3
-    assert not judgement.stats.mass >= 0.5
+    assert np.isnan(judgement.scores).all() and np.isnan(judgement.rewards).all() and judgement.num_unreadable == 3
+    assert not judgement.mass >= 0.5
     assert "3 of 3 evaluations" in capsys.readouterr().err
 
 
@@ -227,7 +227,7 @@ def test_training_the_policy_does_not_change_its_judge(demo):
     after = judge.Judge(model, tokenizer, RUBRIC)
     np.testing.assert_array_equal(before, after.score(prompts, completions).scores)
     assert after.identity() == identity == judge.Judge(*demo, RUBRIC).identity()
-    grader.cache.fill([])
+    grader.fill([])
     np.testing.assert_array_equal(before, grader.score(prompts, completions).scores)  # with its preamble from before
     tokens = mx.array([[1, 2, 3]])
     assert not mx.allclose(model(tokens), demo[0](tokens))
@@ -372,7 +372,7 @@ def test_a_server_s_log_probabilities_become_scores_and_too_little_mass_or_silen
     judged = judged_by(server, ["Three.", "silence"])
     assert server.requests[0][1]["Authorization"] == "Bearer sesame"
     np.testing.assert_allclose(judged.scores, [[(5 * 0.6 + 0.2) / 0.8, 3, np.nan], [np.nan] * 3])
-    assert judged.unparsed == 4 and judged.stats.mass == pytest.approx((0.8 + 0.9 + 0.3) / 6)
+    assert judged.num_unreadable == 4 and judged.mass == pytest.approx((0.8 + 0.9 + 0.3) / 6)
 
 
 def test_a_server_without_log_probabilities_is_told_of_and_works_in_decode_mode(serve):

@@ -293,7 +293,7 @@ def test_log_probabilities_that_are_none_are_unreadable(serve, written):
     certain = completion("4", [(digit, 0.0) for digit in "12345"])
     content = certain if written.startswith("five") else with_logprob(written)
     judged = readable(grader_of(serve(lambda *_: (200, content, {})))).score(["a"], ["b"])
-    assert np.isnan(judged.scores).all() and judged.stats.mass == 0
+    assert np.isnan(judged.scores).all() and judged.mass == 0
 
 
 def test_an_empty_message_is_an_empty_reply(serve):

@@ -64,23 +64,23 @@ def test_every_question_is_put_once_until_it_is_read_and_its_score_is_that_of_ev
         expected = np.array([score_of(*question) for question in whole(*pairs)]).reshape(-1, 3)
         np.testing.assert_array_equal(judged.scores, expected)
         np.testing.assert_allclose(judged.rewards, rubrics.rubric_reward(expected, RUBRIC))
-        assert judged.unparsed == np.isnan(expected).sum() and judged.stats.num_cached == len(questions) - len(put)
+        assert judged.num_unreadable == np.isnan(expected).sum() and judged.num_cached == len(questions) - len(put)
         masses = [0.25 if is_unread(one) else 1.0 if one[2] else 0.75 for one in put]
-        assert judged.stats.num_evaluations == len(put)
-        assert judged.stats.mass == pytest.approx(np.mean(masses) if put else np.nan, nan_ok=True)
+        assert judged.num_evaluations == len(put)
+        assert judged.mass == pytest.approx(np.mean(masses) if put else np.nan, nan_ok=True)
 
 
 def test_another_judge_does_not_take_the_scores_of_this_one():
     made, other = Made("one"), Made("two")
     made.score(["a"], ["x"])
-    other.cache = made.cache
+    other.known = made.known
     other.score(["a"], ["x"])
     assert other.asked == [whole(("a", "x"))]
 
 
 def test_a_score_is_known_as_soon_as_it_arrives():
     made, known = Made(), []
-    made.on_score = lambda: known.append(len(made.cache.scores))
+    made.on_score = lambda: known.append(len(made.known))
     made.score(["a"], ["x?"])
     made.score(["a"], ["y"])
     assert known == [1, 2, 3, 4, 5]
@@ -131,10 +131,10 @@ def test_a_cache_filled_from_its_record_goes_on_as_if_it_had_never_stopped():
     made, resumed, lines = Made(), Made(), []
     for text in "stuvwxs":
         made.score(["a"], [text])
-        lines += [json.dumps({"step": 1} | record) for record in made.cache.take_fresh()]
-    resumed.cache.fill([json.loads(line) for line in lines])
-    assert list(resumed.cache.scores.items()) == list(made.cache.scores.items())
-    assert resumed.cache.take_fresh() == [] and made.cache.take_fresh() == []
+        lines += [json.dumps({"step": 1} | record) for record in made.take_fresh()]
+    resumed.fill([json.loads(line) for line in lines])
+    assert list(resumed.known.items()) == list(made.known.items())
+    assert resumed.take_fresh() == [] and made.take_fresh() == []
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_a_cache_filled_from_its_record_goes_on_as_if_it_had_never_stopped():
 )
 def test_a_record_that_is_no_score_is_refused(record):
     with pytest.raises(ValueError, match="remove that line"):
-        Made().cache.fill([record])
+        Made().fill([record])
 
 
 def test_over_a_fifth_of_unreadable_evaluations_is_warned_of_once_with_an_example(capsys):

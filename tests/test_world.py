@@ -199,9 +199,8 @@ def test_a_machine_that_is_stopped_ends_all_with_one_line_and_one_process_goes_o
 
 
 FAILING = """
-import os
-def spoiled(completions, **_):
-    if os.environ["MLX_RANK"] == "1":
+def spoiled(completions, trainer_state, **_):
+    if trainer_state.global_step:
         raise RuntimeError("no such file")
     return [float(len(text)) for text in completions]
 """
@@ -215,8 +214,8 @@ def test_a_reward_that_fails_on_one_machine_ends_all_with_its_words(tmp_path):
         ended = machines.wait()
     for (_, errors), status in ended:
         assert status == 2 and "reward spoiled raised RuntimeError: no such file" in errors
-        assert "rank 1 (" in errors and "Traceback" not in errors
-    assert "saved after step 0" in ended[0][0][1]
+        assert "rank 0 (" in errors and "Traceback" not in errors
+    assert "saved after step 1" in ended[0][0][1]
 
 
 HANGING = """

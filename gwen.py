@@ -641,7 +641,7 @@ def doctor() -> Iterator[tuple[str, bool | None]]:
         return
     calls = [*rehearse(shape), *lm_head.rehearse(shape.head_weight)]
     kernels.check_calls(calls)
-    names = dict.fromkeys(call.op.name for call in calls)
+    names = dict.fromkeys(op.name for op, *_ in calls)
     off = [name for name in names if kernels.OPS[name].off]
     yield f"kernels: {', '.join(names)} were compared with plain MLX; OFF: {', '.join(off) or 'none'}", not off
 

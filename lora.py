@@ -165,16 +165,14 @@ def read(model: gwen.Model, path: str | Path) -> tuple[float, Fused]:
         given = {part: pairs.pop(part) for part in rows_of if part in pairs}
         if not given:
             continue
-        lows: list[mx.array] = []  # the different A, (C, r) each
-        place = {}
-        for part, (low, _) in given.items():
-            place[part] = next((i for i, other in enumerate(lows) if mx.array_equal(low, other).item()), len(lows))
-            lows[place[part] :] = lows[place[part] :] or [low.astype(mx.float32)]
+        lows = [low.astype(mx.float32) for low, _ in given.values()]  # (C, r) each
+        if all(mx.array_equal(low, lows[0]).item() for low in lows):
+            lows = lows[:1]
         columns = []
         for part, rows in rows_of.items():
             blocks = [mx.zeros((low.shape[1], len(rows))) for low in lows]
             if part in given:
-                blocks[place[part]] = given[part][1].astype(mx.float32)
+                blocks[list(given).index(part) % len(lows)] = given[part][1].astype(mx.float32)
             columns.append(mx.concatenate(blocks))
         fused[name] = mx.concatenate(lows, axis=1), mx.concatenate(columns, axis=1)
     if pairs:

@@ -16,7 +16,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
@@ -123,7 +123,7 @@ class Op(Generic[P, R]):
     def __call__(self, *arguments: P.args, **settings: P.kwargs) -> R:
         first: Any = arguments[0]
         if _recording:
-            _recording[-1].append(Call(self, arguments, settings))
+            _recording[-1].append((self, arguments, settings))
             return self.reference(*arguments, **settings)
         if not self.runs(first.dtype):
             return self.reference(*arguments, **settings)
@@ -165,14 +165,7 @@ def equals(reference: Callable[P, R], gradient: Gradient | None = None) -> Calla
     return lambda launch: Op(reference, launch, gradient)
 
 
-class Call(NamedTuple):
-    """A call of an operation."""
-
-    op: Op[Any, Any]
-    arguments: tuple[Any, ...]
-    settings: dict[str, Any]
-
-
+Call = tuple[Op[Any, Any], tuple[Any, ...], dict[str, Any]]  # of an operation: it, its arguments, its settings
 _recording: list[list[Call]] = []
 
 

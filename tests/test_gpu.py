@@ -36,7 +36,7 @@ def double(monkeypatch):
 
 
 def check(op: kernels.Op, *dtypes: mx.Dtype) -> None:
-    kernels.check_calls([kernels.Call(op, (mx.arange(4).astype(dtype),), {}) for dtype in dtypes])
+    kernels.check_calls([(op, (mx.arange(4).astype(dtype),), {}) for dtype in dtypes])
 
 
 def test_a_kernel_that_agrees_runs_and_is_checked_once_for_each_kind_of_call(double, capsys):

@@ -263,7 +263,12 @@ class GrpoRun(Run):
     def __init__(self, config: Config, run_dir: Path):
         with alive.doing("reading the data"):
             self.task = tasks.make(config)  # first: it takes no model to find what is wrong
-        surprises = try_rewards(self.task, config.data.reward_gate)
+        from problems import audit
+
+        if not self.task.train and self.task.problems is None:
+            raise ValueError(f"--task {self.task.name} has nothing to train on; it is for evaluate.py")
+        with alive.doing("trying the rewards"):
+            surprises = world.first(lambda: list(audit.first_surprises(self.task, config.data.reward_gate)))
         self.own = objectives.load(config)
         for line in (*self.task.notes, *surprises):
             say(line)
@@ -274,7 +279,7 @@ class GrpoRun(Run):
             examples = self.task.train or self.task.held_out
             some = {self.toolbox.environment_of(example): example for example in reversed(examples)}
             rows = [example for example in some.values() for _ in range(2)]
-            self.toolbox.play(rows, [row // 2 for row in range(len(rows))], "trial")
+            episodes.Episodes(self.toolbox, rows, [row // 2 for row in range(len(rows))], "trial")
         if unknown := chat_template.unknown_end(self.tokenizer, self.model.config.eos_ids):
             warn(unknown)
         self.base = gwen.load(config.model.name)[0] if needs_base(config, self.task) else None
@@ -416,16 +421,6 @@ def needs_base(config: Config, task: tasks.Task) -> bool:
     graded = task.rubric is not None or (task.witness is not None and config.evaluation.every > 0)
     judged = graded and config.judges_itself
     return not config.model.lora_rank and bool(config.objective.beta or judged or config.objective.teacher == "self")
-
-
-def try_rewards(task: tasks.Task, gate: str) -> list[str]:
-    """Lines on the user's rewards, which are tried. ValueError for a task without anything to train on."""
-    from problems import audit
-
-    if not task.train and task.problems is None:
-        raise ValueError(f"--task {task.name} has nothing to train on; it is for evaluate.py")
-    with alive.doing("trying the rewards"):
-        return world.first(lambda: list(audit.first_surprises(task, gate)))
 
 
 def digests(config: Config, task: tasks.Task) -> dict[str, str]:

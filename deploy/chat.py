@@ -87,7 +87,7 @@ class Side:
         if self.cache.length == 0:
             if manner.box:
                 asked = {"prompt": line, "system": manner.system}
-                self.playing = manner.box.play([asked], [0], f"talk {manner.seed}")
+                self.playing = episodes.Episodes(manner.box, [asked], [0], f"talk {manner.seed}")
                 return self.playing.prompts[0]
             how: dict[str, Any] = {"system": manner.system, "thinking": manner.thinking}
             return chat_template.chat_ids(manner.tokenizer, line, **how)
@@ -264,7 +264,8 @@ def sample(args: argparse.Namespace) -> None:
         if not args.prompt:
             problems, size = spread(tasks.make(config).held_out, args.num), 1
         problems = [problem for problem in problems for _ in range(size)]
-        play = box.play(problems, [row // size for row in range(len(problems))], f"held out {args.seed}")
+        groups = [row // size for row in range(len(problems))]
+        play = episodes.Episodes(box, problems, groups, f"held out {args.seed}")
         done = sampler.rollout(model, play.prompts, params, group_size=1, key=args.seed, talk=play)
         play.ask_rewards()
         print(visible("\n".join(play.shown(row, reason) for row, reason in enumerate(done.finish_reasons))))

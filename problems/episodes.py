@@ -210,10 +210,6 @@ class Toolbox:
             )
         return ids
 
-    def play(self, examples: list[Example], groups: Sequence[int], seed: str) -> "Episodes":
-        """An episode for each of N rows, each reset; the rows of a group face one task."""
-        return Episodes(self, examples, groups, seed)
-
 
 def make(
     config: Config, tools: tuple[Tool, ...], environments: dict[str, type], tokenizer: Any, model: Any
@@ -273,7 +269,7 @@ class Episode:
 
 
 class Episodes:
-    """What answers the turns of a rollout: what rows are told between them."""
+    """What answers the turns of a rollout of N rows: an episode for each, reset; the rows of a group face one task."""
 
     def __init__(self, box: Toolbox, examples: list[Example], groups: Sequence[int], seed: str):
         """Raises ValueError for an unknown environment, and where a reset fails or differs within a group."""

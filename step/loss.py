@@ -14,8 +14,7 @@ import grpo
 import gwen
 from config import Config, Sizes
 from layers import divergence, lm_head, softmax
-from step import batch as batches
-from step.batch import Batch
+from step.batch import Batch, hidden
 
 SUMS = ("kl", "clip_frac")  # of a loss, over the counted tokens; recorded as means
 # the policy before the update against the sampler's
@@ -64,7 +63,7 @@ class StepLoss:
 
     def __init__(self, config: Config, sizes: Sizes, own: grpo.LossFunction | None = None):
         """own: a user's, in place of that of `--loss-type`."""
-        self.config, self.sizes = config, sizes
+        self.config, self.checkpoint_layers = config, sizes.checkpoint_layers
         self.objective = objective_of(config)
         self.of_tokens = own or grpo.LOSSES[config.objective.loss_type]
         self.temperature, self.head = config.sampling.temp, "frozen" if config.model.lora_rank else "trained"
@@ -74,10 +73,6 @@ class StepLoss:
         # whether a sample may have a gradient though its advantage is 0
         self.all_teach = bool(self.objective.beta or config.objective.teacher or own is not None)
 
-    def hidden(self, model: gwen.Model, batch: Batch) -> mx.array:
-        """The hidden states that predict the own tokens, (M, T, C)."""
-        return batches.hidden(model, batch, self.sizes.checkpoint_layers)
-
     def logprobs(self, model: gwen.Model, batch: Batch, gradient: bool = False) -> tuple[mx.array, mx.array]:
         """
         Log-probabilities of the own tokens given all tokens before, and entropies, (M, T) each.
@@ -85,7 +80,7 @@ class StepLoss:
         gradient: whether the log-probabilities have one.
         """
         return lm_head.token_logprobs(
-            self.hidden(model, batch),
+            hidden(model, batch, self.checkpoint_layers),
             model.head_weight,
             batch.completion_ids,
             temperature=self.temperature,
@@ -100,7 +95,7 @@ class StepLoss:
         divergences = None
         if batch.lesson is not None:
             divergences, logprobs, entropy = divergence.token_divergences(
-                self.hidden(model, batch),
+                hidden(model, batch, self.checkpoint_layers),
                 model.head_weight,
                 batch.completion_ids,
                 batch.lesson,

@@ -21,7 +21,7 @@ import sampler
 from config import Config
 from judging.rubrics import Grader, Judgement
 from machine import memory, world
-from problems.episodes import Toolbox
+from problems.episodes import Episodes, Toolbox
 from problems.examples import Example, prompt_text
 from problems.rewards import Logged, Reward, call_rewards
 
@@ -111,8 +111,9 @@ def answered(
     key: for another draw another, as a row's random numbers follow from it and the row's place here. batch_size: see
     `sampler.rollout`. toolbox: what they may call, with the seed of its environments and the weights of what these pay.
     """
-    talk = toolbox.play([one.example for one in samples], [one.group for one in samples], seed) if toolbox else None
-    if talk:
+    talk = None
+    if toolbox:
+        talk = Episodes(toolbox, [one.example for one in samples], [one.group for one in samples], seed)
         pairs = zip(samples, talk.asked, talk.prompts, strict=True)
         samples = [one._replace(example=example, prompt=prompt) for one, example, prompt in pairs]
     mine = world.part_together(tuple(one.prompt) for one in samples)
@@ -185,21 +186,16 @@ def called(
     rewards: dict[str, Reward], samples: list[Sample], weights: dict[str, float] | None = None
 ) -> tuple[dict[str, np.ndarray], Logged]:
     """The values of each sample, (N,), by each reward or verifier, and what these logged."""
-    examples, texts = [one.example for one in samples], [one.text for one in samples]
-    found, logged = call_rewards(rewards, examples, texts, columns(samples), weights)
+    examples, texts, ids = [one.example for one in samples], [one.text for one in samples], [o.tokens for o in samples]
+    beside: dict[str, list[Any]] = {"completion_ids": ids, "num_tokens": list(map(len, ids))}
+    beside |= {name: [one.columns[name] for one in samples] for name in samples[0].columns}
+    found, logged = call_rewards(rewards, examples, texts, beside, weights)
     return {name: np.array(values) for name, values in found.items()}, logged
 
 
 def judged(grader: Grader, samples: list[Sample]) -> Judgement:
     """The judge's scores of each sample."""
     return grader.score([prompt_text(one.example["prompt"]) for one in samples], [one.text for one in samples])
-
-
-def columns(samples: list[Sample]) -> dict[str, list[Any]]:
-    """What reward functions get of each sample beside its text."""
-    found: dict[str, list[Any]] = {"completion_ids": [sample.tokens for sample in samples]}
-    found["num_tokens"] = list(map(len, found["completion_ids"]))
-    return found | {name: [sample.columns[name] for sample in samples] for name in samples[0].columns}
 
 
 def rewarded(

@@ -21,6 +21,7 @@ import update
 from disk import hub
 from machine import memory
 from problems import chat_template
+from step import loss
 from step import teacher as distill
 from step.batch import cut, hidden
 
@@ -90,7 +91,7 @@ def test_the_loss_and_its_gradient_are_those_of_float64(tmp_path, monkeypatch, t
         states, teacher_hidden = (hidden(m, batch) for m in (run.model, run.teacher.model))
 
         def share(states, batch=batch):
-            monkeypatch.setattr(step_loss, "hidden", lambda *_: states)
+            monkeypatch.setattr(loss, "hidden", lambda *_: states)
             return step_loss.share(run.model, batch)
 
         (value, _, sums), d_hidden = mx.value_and_grad(lambda h: share(h))(states)

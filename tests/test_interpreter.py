@@ -9,6 +9,7 @@ from conftest import message_of
 from test_tools import EXAMPLES, answer, box_of, call, say, talker  # noqa: F401  (a fixture)
 
 from problems import interpreter, seal, workers
+from problems.episodes import Episodes
 
 HOSTILE = {
     "while True: pass": "took longer than its limit",
@@ -53,7 +54,7 @@ def test_calls_side_by_side_have_their_own_answers():
 @pytest.mark.slow
 @pytest.mark.skipif(seal.platform.machine() not in seal._MACHINES, reason="no seccomp: hostile code might get out")
 def test_hostile_code_is_told_as_an_error_and_the_episode_goes_on(talker):  # noqa: F811
-    talk = box_of(talker, [interpreter.python], tool_timeout=60.0, max_turns=99).play(EXAMPLES, [0], "0")
+    talk = Episodes(box_of(talker, [interpreter.python], tool_timeout=60.0, max_turns=99), EXAMPLES, [0], "0")
     for turn, (code, error) in enumerate(HOSTILE.items()):
         ids, messages = answer(talk, talker, call("python", {"code": code}))
         assert isinstance(ids, list) and len(messages) == 2 * turn + 2
@@ -77,7 +78,7 @@ def test_a_call_s_time_begins_when_it_passes_its_gate(talker):  # noqa: F811
         return "done"
 
     waits.gate = threading.Semaphore(1)
-    talk, num = box_of(talker, [waits], tool_timeout=0.6).play(EXAMPLES * 10, [0] * 10, "0"), 10
+    talk, num = Episodes(box_of(talker, [waits], tool_timeout=0.6), EXAMPLES * 10, [0] * 10, "0"), 10
     for row in range(num):
         say(talk, talker, row, call("waits", {}))
     found = {}

@@ -14,6 +14,7 @@ from conftest import ROOT, message_of
 
 from config import Config
 from problems import calls, chat_template, chats, episodes
+from problems.episodes import Episodes
 from reporting import journal
 from step.sample import Sample
 from tasks import calculator, guess
@@ -202,7 +203,7 @@ EXAMPLES = [{"prompt": "what is two and two?"}]
 
 def test_a_turns_calls_are_made_in_order_and_told_back(talker):
     box = box_of(talker, [add, later, fails])
-    talk = box.play(EXAMPLES, [0], "0")
+    talk = Episodes(box, EXAMPLES, [0], "0")
     asked = call("add", {"a": 2}), call("fails", {"text": "luck"}), call("later", {"seconds": 0.01})
     ids, messages = answer(talk, talker, "".join(asked))
     assert [one["content"] for one in messages[1:]] == ["3", '{"error": "RuntimeError: no luck"}', "done"]
@@ -227,18 +228,18 @@ def test_a_result_that_has_no_text_is_told_as_an_error(talker):
         """
         return 10**digits
 
-    _, messages = answer(box_of(talker, [power]).play(EXAMPLES, [0], "0"), talker, call("power", {"digits": 5000}))
+    _, messages = answer(Episodes(box_of(talker, [power]), EXAMPLES, [0], "0"), talker, call("power", {"digits": 5000}))
     assert messages[-1]["content"].startswith('{"error": "ValueError: Exceeds the limit')
 
 
 def test_the_last_turn_makes_its_calls_and_ends(talker):
-    talk = box_of(talker, [add], max_turns=1).play(EXAMPLES, [0], "0")
+    talk = Episodes(box_of(talker, [add], max_turns=1), EXAMPLES, [0], "0")
     reason, messages = answer(talk, talker, call("add", {"a": 2}))
     assert reason == "turns" and messages[-1]["content"] == "3"
 
 
 def test_rows_wait_side_by_side(talker):
-    talk = box_of(talker, [later]).play(EXAMPLES * 20, [0] * 20, "0")
+    talk = Episodes(box_of(talker, [later]), EXAMPLES * 20, [0] * 20, "0")
     begin = time.monotonic()
     for row in range(20):
         say(talk, talker, row, call("later", {"seconds": 0.2}))
@@ -260,7 +261,7 @@ def test_a_call_that_hangs_is_given_up_and_its_environment_made_anew(talker):
             going.wait(30)
             return "late"
 
-    talk = box_of(talker, environments={"": Slow}, tool_timeout=0.2).play([{"prompt": ""}], [0], "0")
+    talk = Episodes(box_of(talker, environments={"": Slow}, tool_timeout=0.2), [{"prompt": ""}], [0], "0")
     before = talk.rows[0].worker.instance
     number = before.number
     _, messages = answer(talk, talker, call("wait", {}) + call("guess", {"number": number}))
@@ -279,7 +280,7 @@ def test_the_thread_of_a_row_that_is_drawn_again_ends_with_the_call_it_is_in(tal
         going.wait(5)
         return "done"
 
-    talk = box_of(talker, [waits]).play(EXAMPLES, [0], "0")
+    talk = Episodes(box_of(talker, [waits]), EXAMPLES, [0], "0")
     say(talk, talker, 0, call("waits", {}))
     before = talk.rows[0].worker
     talk.begin([0])
@@ -315,7 +316,7 @@ class Threads:
 
 def test_an_instance_lives_in_a_thread_of_its_own_and_its_rewards_come_once(talker):
     box = box_of(talker, environments={"": Threads})
-    talk = box.play([{"prompt": "a"}] * 3 + [{"prompt": "b"}] * 3, [0] * 3 + [1] * 3, "0")
+    talk = Episodes(box, [{"prompt": "a"}] * 3 + [{"prompt": "b"}] * 3, [0] * 3 + [1] * 3, "0")
     assert answer(talk, talker, call("check", {"what": "x"}), row=4)[1][-1]["content"] == "x"
     blank = [Sample([], [], (), 0)] * 6
     columns = [one.columns for one in talk.of_samples(blank, {})]
@@ -323,7 +324,7 @@ def test_an_instance_lives_in_a_thread_of_its_own_and_its_rewards_come_once(talk
     instances = [one["environments"] for one in columns]
     threads = {one.thread for one in instances}
     assert len(threads) == 6 and threading.get_ident() not in threads
-    again = box.play([{"prompt": "a"}] * 6, [0] * 6, "1").of_samples(blank, {})
+    again = Episodes(box, [{"prompt": "a"}] * 6, [0] * 6, "1").of_samples(blank, {})
     assert [one.columns["environments"] for one in again] == instances  # reused
 
 
@@ -331,12 +332,12 @@ def test_the_rows_of_a_group_face_one_task_and_every_step_another(talker):
     box = box_of(talker, environments={"": Threads})
     before = random.getstate(), np.random.get_state()[1].tolist()
     rows, groups = [{"prompt": name} for name in "aabb"], [0, 0, 1, 1]
-    texts = [[one["prompt"] for one in box.play(rows, groups, seed).asked] for seed in ("0", "1", "0")]
+    texts = [[one["prompt"] for one in Episodes(box, rows, groups, seed).asked] for seed in ("0", "1", "0")]
     assert all(text[0] == text[1] and text[2] == text[3] for text in texts)
     texts = [text[::2] for text in texts]
     assert texts[0] == texts[2] and len({text[2:] for each in texts[:2] for text in each}) == 4
     assert texts[0][0].startswith("a a ")
-    later = [one["prompt"] for one in box.play([{"prompt": "a"}] * 3, [4, 4, 5], "0").asked]  # a step's second draw
+    later = [one["prompt"] for one in Episodes(box, [{"prompt": "a"}] * 3, [4, 4, 5], "0").asked]  # a second draw
     assert later[0] == later[1] != later[2] and not {*later} & {*texts[0]}
     assert (random.getstate(), np.random.get_state()[1].tolist()) == before
 
@@ -350,7 +351,7 @@ def test_a_reset_that_differs_within_a_group_is_refused(talker):
             return f"number {Own.count}"
 
     box = box_of(talker, environments={"": Own})
-    said = message_of(box.play, [{"prompt": "a"}] * 3, [0, 1, 0], "0")
+    said = message_of(Episodes, box, [{"prompt": "a"}] * 3, [0, 1, 0], "0")
     assert "different things, 'number 1' and 'number 3'" in said
 
 
@@ -360,13 +361,13 @@ def test_what_an_environment_raises_names_it(talker):
             raise KeyError("key")
 
     box = box_of(talker, environments={"": Broken})
-    said = message_of(box.play(EXAMPLES, [0], "0").ask_rewards)
+    said = message_of(Episodes(box, EXAMPLES, [0], "0").ask_rewards)
     assert "environment Broken: get_reward raised KeyError: 'key'" in said
 
 
 def test_two_hundred_hostile_turns_end_no_episode_with_an_exception(talker):
     rng = random.Random(2)
-    talk = box_of(talker, [add, fails], max_turns=10**6).play(EXAMPLES, [0], "0")
+    talk = Episodes(box_of(talker, [add, fails], max_turns=10**6), EXAMPLES, [0], "0")
     for _ in range(200):
         text, key = hostile(rng).encode("utf-8", "replace").decode(), {hostile(rng): 1}
         kinds = text, call("add", key), call("fails", {"text": hostile(rng)}), "<tool_call>" + "{" * 10_000

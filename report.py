@@ -4,9 +4,7 @@ after it, a page of all of them beside it. `--compare` and `--list` print tables
 stands for its runs. The page itself is in reporting/page.py.
 """
 
-import contextlib
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import cpu_blas  # noqa: F401  (before mlx)
@@ -15,6 +13,8 @@ from flags import Parser, fail, safe, visible
 from problems.examples import one_line
 from reporting import answers, page, seeds
 from reporting.history import before_after, facts, load
+
+DAMAGE = (LookupError, TypeError, AttributeError, ArithmeticError)  # of records without their figures
 
 # ---- tables for the terminal
 
@@ -53,25 +53,17 @@ def listing(folder: str | Path) -> str:
     rows, damaged = [["run", "task", "model", "steps", "before", "after", "training", "warnings", "verdict"]], []
     for path in sorted(paths, key=lambda path: path.stat().st_mtime):
         try:
-            with reading(path.parent):
-                run = load(path.parent)
-                known, own = facts(run), [str(run.settings.get(key, "-")) for key in ("task", "model")]
-                judged = page.verdict_of(run)
-                figures = [known["steps"], *before_after(run), known["training"], str(len(run.warnings))]
-                figures.append(judged.title if judged else "-")
-                rows.append([visible(cell) for cell in (str(run.dir), *own, *figures)])
+            run = load(path.parent)
+            known, own = facts(run), [str(run.settings.get(key, "-")) for key in ("task", "model")]
+            judged = page.verdict_of(run)
+            figures = [known["steps"], *before_after(run), known["training"], str(len(run.warnings))]
+            figures.append(judged.title if judged else "-")
+            rows.append([visible(cell) for cell in (str(run.dir), *own, *figures)])
+        except DAMAGE as error:
+            damaged.append(safe(f"{path.parent} is damaged ({one_line(error)})"))
         except (ValueError, OSError) as error:
             damaged.append(safe(str(error)))
     return "\n".join([table(rows), *damaged])
-
-
-@contextlib.contextmanager
-def reading(run: str | Path) -> Iterator[None]:
-    """Turns what records without their figures raise into a ValueError that names the run."""
-    try:
-        yield
-    except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
-        raise ValueError(f"{run} is damaged ({one_line(error)})") from error
 
 
 # ---- the command
@@ -95,14 +87,15 @@ def main(argv: list[str] | None = None) -> None:
             return
         if not args.runs:
             raise ValueError("name a run, as runs/NAME; --list shows those that there are")
-        with reading(" or ".join(args.runs)):
-            if args.compare:
-                print(compare(args.runs))
-                return
-            written = page.write(args.runs[0], args.out, args.runs[1:])
-            print(*seeds.lines(seeds.load(args.runs)), written, sep="\n")
+        if args.compare:
+            print(compare(args.runs))
+            return
+        written = page.write(args.runs[0], args.out, args.runs[1:])
+        print(*seeds.lines(seeds.load(args.runs)), written, sep="\n")
         if args.open:
             page.show(written)
+    except DAMAGE as error:
+        fail(f"{' or '.join(args.runs)} is damaged ({one_line(error)})")
     except (ValueError, OSError) as error:
         fail(error)
 

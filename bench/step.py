@@ -203,11 +203,7 @@ def report(args: argparse.Namespace, steps: list[dict[str, Any]]) -> None:
     )
     by_engine = pd.DataFrame(steps).groupby("engine", sort=False)
     table = by_engine[["step_s", "cpu_s"]].median()
-    table["min_s"], table["max_s"], table["peak_mb"] = (
-        by_engine.step_s.min(),
-        by_engine.step_s.max(),
-        by_engine.peak_mb.max(),
-    )
+    table = table.assign(min_s=by_engine.step_s.min(), max_s=by_engine.step_s.max(), peak_mb=by_engine.peak_mb.max())
     table["tok_s"] = args.batch * args.groups * args.max_tokens / table.step_s
     print(table.round(2).to_string())
     ratios = (table / table.loc["ours"]).drop("ours") if "ours" in table.index else table[:0]

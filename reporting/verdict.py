@@ -381,7 +381,8 @@ def advice(
     if found is None:
         return "look at the warnings: where a judge scores, docs/judge.md says what makes its scores unreadable"
     if found.word in (SAME, FEW) and kl is not None and kl < LEAST_KL and last["step"] >= health.STILL:
-        return f"the model has hardly moved (KL {kl:.1g} nats a token): try three times the --learning-rate"
+        times = "three" if kl * 3**2 > LEAST_KL else "ten"  # it grows with the square of the rate
+        return f"the model has hardly moved (KL {kl:.1g} nats a token): try {times} times the --learning-rate"
     if found.word == FEW:
         more = hold_out_more(last["eval/num"], settings)
         if settings.get("loss_type") == "sft":

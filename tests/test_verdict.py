@@ -199,7 +199,7 @@ RUNS = {  # name: how it was made, its verdict, and what must be said with it
     "really better": ((120, right(0.3), right(0.8)), BETTER, "it was still rising: uv run"),
     "better early": ((120, right(0.3), right(0.8)), BETTER, "next: talk to it: uv run sampler.py --run"),
     "no change": ((300, right(0.5), right(0.5)), SAME, "--steps"),
-    "hardly moved": ((300, right(0.5), right(0.5)), SAME, "has hardly moved (KL 0.0005 nats a token)"),
+    "hardly moved": ((300, right(0.5), right(0.5)), SAME, "has hardly moved (KL 0.0005 nats a token): try three times"),
     "witnessed": ((60, scored(0.1), judged, "score"), BETTER, ""),
     "gamed past its witness": (gamed(lambda r, p: answer(r)), BETTER, "witness did not follow: 0.300 -> 0.400"),
     "gamed by a word": ((60, scored(0.1), pirate, "score"), BETTER, '"captain" in 0% -> 100% of answers'),
@@ -307,7 +307,7 @@ def test_what_is_best_already_is_not_called_still_rising(tmp_path):
 def test_a_model_has_hardly_moved_only_after_more_steps_than_a_warm_up_takes():
     found, last = verdict.paired(*table_of(0, 1, 0, 3)), {"eval/kl": 1e-5, "eval/num": 4}
     advised = [verdict.advice(found, last | {"step": step}, "", False, {"seed": 0}, "runs/a") for step in (9, 10)]
-    assert "problems would tell" in advised[0] and "has hardly moved" in advised[1]
+    assert "problems would tell" in advised[0] and "has hardly moved" in advised[1] and "ten times" in advised[1]
 
 
 def test_a_run_warns_of_what_fell_when_it_falls_and_its_best_is_kept(tmp_path, capsys):

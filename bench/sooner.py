@@ -28,9 +28,9 @@ def costs_of(run: History, line: float) -> list[float]:
     if reached < 0:
         return [math.inf] * len(COSTS)
     steps = [one for one in run.steps if one["step"] <= reached]
-    completions = [run.settings["batch"] * run.settings["groups"] for one in steps]
-    tokens = sum(num * one["completion/mean_tokens"] for num, one in zip(completions, steps, strict=True))
-    return [len(steps), sum(one["step/s"] for one in steps), sum(completions), tokens]
+    completions = len(steps) * run.settings["batch"] * run.settings["groups"]
+    tokens = sum(one["rollout/tok_s"] * one["rollout/s"] for one in steps)
+    return [len(steps), sum(one["step/s"] for one in steps), completions, tokens]
 
 
 def main(argv: list[str] | None = None) -> None:

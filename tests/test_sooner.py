@@ -11,7 +11,7 @@ def made(folder, accuracies):
     folder.mkdir(parents=True)
     settings = {"model": folder.parent.name, "batch": 2, "groups": 3, "seed": int(folder.name[-1])}
     (folder / "config.yaml").write_text(yaml.safe_dump(settings))
-    step = {"completion/mean_tokens": 10.0, "step/s": 0.5}
+    step = {"rollout/tok_s": 240.0, "rollout/s": 0.25, "step/s": 0.5}
     write_log(folder / "metrics.jsonl", [{"step": number, **step} for number in range(1, 11)])
     write_log(folder / "eval.jsonl", [{"step": 2 * n, "eval/accuracy": one} for n, one in enumerate(accuracies)])
 

@@ -282,7 +282,10 @@ class GrpoRun(Run):
             episodes.Episodes(self.toolbox, rows, [row // 2 for row in range(len(rows))], "trial")
         if unknown := chat_template.unknown_end(self.tokenizer, self.model.config.eos_ids):
             warn(unknown)
-        self.base = gwen.load(config.model.name)[0] if needs_base(config, self.task) else None
+        graded = self.task.rubric is not None or (self.task.witness is not None and config.evaluation.every > 0)
+        is_asked = config.objective.beta or (graded and config.judges_itself) or config.objective.teacher == "self"
+        if is_asked and not config.model.lora_rank:  # else disabling adapters restores it
+            self.base = gwen.load(config.model.name)[0]
         # problems are made as the run goes on; those held out stand in for their lengths
         self.prompt_ids = self._render(self.task.train or self.task.held_out)
         self.prompts = draws.make(config, self.task, self.prompt_ids, self._render)
@@ -414,13 +417,6 @@ class SftRun(Run):
 def make(config: Config, run_dir: Path) -> GrpoRun | SftRun:
     """The run of these settings."""
     return (SftRun if config.objective.loss_type == "sft" else GrpoRun)(config, run_dir)
-
-
-def needs_base(config: Config, task: tasks.Task) -> bool:
-    """Whether a run that trains all weights needs a frozen copy: for the KL term, the judge or as its own teacher."""
-    graded = task.rubric is not None or (task.witness is not None and config.evaluation.every > 0)
-    judged = graded and config.judges_itself
-    return not config.model.lora_rank and bool(config.objective.beta or judged or config.objective.teacher == "self")
 
 
 def digests(config: Config, task: tasks.Task) -> dict[str, str]:

@@ -38,12 +38,8 @@ class Bar(tqdm):
         self.from_n, self.begun = self.n, time.monotonic()
         _watch(self)
 
-    @property
-    def drawn(self) -> bool:
-        return not self.disable
-
     def __iter__(self) -> Iterator[Any]:
-        if self.drawn:
+        if not self.disable:
             yield from super().__iter__()
             return
         try:
@@ -54,14 +50,14 @@ class Bar(tqdm):
             self.close()
 
     def update(self, n: float | None = 1) -> Any:
-        if self.drawn:
+        if not self.disable:
             return super().update(n)
         self.n += n or 0
         return None
 
     def show(self, done: int, amount: float, unit: str) -> None:
         """`done` of them are done, and so much of a unit, whose speed it shows."""
-        if self.drawn:
+        if not self.disable:
             self.set_postfix_str(f"{amount / self.format_dict['elapsed']:,.0f} {unit}/s", refresh=False)
         self.update(done - self.n)
 
@@ -75,7 +71,7 @@ class Bar(tqdm):
 
     def close(self) -> None:
         _works.pop(id(self), None)
-        if self.drawn:
+        if not self.disable:
             self.refresh()  # what was drawn last may be old, and a transcript keeps it
         super().close()
 
@@ -126,10 +122,10 @@ def sign() -> None:
     """Draws the bars again, with their time, or says in a line what goes on."""
     note()
     works = list(_works.values())
-    for bar in [work for work in works if work.drawn]:
+    for bar in [work for work in works if not work.disable]:
         bar.refresh()
-    if works and not works[-1].drawn:
-        tqdm.write("... " + "; ".join(work.state() for work in works if not work.drawn), file=sys.stderr)
+    if works and works[-1].disable:
+        tqdm.write("... " + "; ".join(work.state() for work in works if work.disable), file=sys.stderr)
         sys.stderr.flush()
 
 

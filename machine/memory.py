@@ -48,12 +48,6 @@ def hold_memory() -> None:
             mx.set_wired_limit(int(wired))
 
 
-def end_phase() -> None:
-    """Gives freed buffers back on a GPU: the next phase has others, of other sizes."""
-    if gpu.on_gpu():
-        mx.clear_cache()
-
-
 def memory_at_hand() -> int:
     """Bytes that this process may still allocate: what it may hold less what MLX holds."""
     return memory_size() - mx.get_active_memory()

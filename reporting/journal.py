@@ -24,7 +24,7 @@ import numpy as np
 from config import Config
 from disk.run_files import JsonLines, finite, mean
 from judging import rubrics
-from machine import memory, world
+from machine import gpu, world
 from problems import form
 from problems.examples import prompt_text, spread
 from problems.rewards import Logged
@@ -63,7 +63,8 @@ class PhaseClock:
             yield done
         finally:
             self._running = None
-            memory.end_phase()
+            if gpu.on_gpu():  # the next phase has buffers of other sizes
+                mx.clear_cache()
         assert finished, f"phase {name} ended without done()"
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
 

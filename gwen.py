@@ -524,8 +524,6 @@ def known_config(name: str) -> hub.ModelConfig:
         "max_position_embeddings": 40960,
         "tie_word_embeddings": row.get("tied", True),
         "rope_theta": 1e6,
-        "hidden_act": "silu",
-        "attention_bias": False,
     }
     if row["type"] == hub.TEXT_PART:
         heads = "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim".split()

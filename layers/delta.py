@@ -82,27 +82,18 @@ def inverse(lower: mx.array) -> mx.array:
     """
     (I + A)^-1 of strictly lower triangular matrices A, (..., T, T); T is BLOCK times a power of two.
 
-    Blocks on the diagonal are inverted by powers, (I - A)(I + A^2)(I + A^4), and joined two by two. Powers of the whole
-    would hold binomial coefficients of T where a token repeats, up to 1e18, and their sums no digit.
+    Both halves of the diagonal at once, and from them the corner. Blocks are inverted by powers, (I - A)(I + A^2)
+    (I + A^4). Powers of the whole would hold binomial coefficients of T where a token repeats, up to 1e18, and their
+    sums no digit.
     """
-    size, width = lower.shape[-1], BLOCK
-    eye = mx.eye(BLOCK, dtype=lower.dtype)
-
-    def blocks(width: int, row: int, every: int) -> mx.array:
-        """Blocks of a width, at row `row` of each `every` rows of blocks and the first column of them."""
-        grid = lower.reshape(*lower.shape[:-2], size // width, width, size // width, width)
-        picked = [grid[..., i + row, :, i, :] for i in range(0, size // width, every)]
-        return mx.stack(picked, axis=-3)
-
-    first = blocks(BLOCK, 0, 1)
-    second = first @ first
-    made = (eye - first) @ (eye + second) @ (eye + second @ second)  # (..., T / 8, 8, 8)
-    while width < size:
-        upper, below = made[..., 0::2, :, :], made[..., 1::2, :, :]
-        corner = -(below @ blocks(width, 1, 2) @ upper)
-        top = mx.concatenate([upper, mx.zeros_like(upper)], axis=-1)
-        made, width = mx.concatenate([top, mx.concatenate([corner, below], axis=-1)], axis=-2), 2 * width
-    return made[..., 0, :, :]
+    if (size := lower.shape[-1]) == BLOCK:
+        eye, second = mx.eye(BLOCK, dtype=lower.dtype), lower @ lower
+        return (eye - lower) @ (eye + second) @ (eye + second @ second)
+    half = size // 2
+    upper, below = inverse(mx.stack([lower[..., :half, :half], lower[..., half:, half:]]))
+    corner = -(below @ lower[..., half:, :half] @ upper)
+    top = mx.concatenate([upper, mx.zeros_like(upper)], axis=-1)
+    return mx.concatenate([top, mx.concatenate([corner, below], axis=-1)], axis=-2)
 
 
 def chunked(

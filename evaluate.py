@@ -33,7 +33,7 @@ import tasks
 from config import JUDGE, SETTINGS, TOOLS, Config
 from disk import adapters, run_files
 from flags import Parser, add_flags, check_least, fail, flag_of, visible
-from judging.rubrics import Grader
+from judging.rubrics import Grader, load_rubric
 from layers import lm_head
 from machine import alive, memory, world
 from problems import chat_template, episodes
@@ -321,7 +321,7 @@ def make_graders(
             return base, tokenizer
         return gwen.load(config.judge.model, frozen=True)
 
-    grader, second = (None if one is None else judge.make(config.judge, one, load) for one in (rubric, witness))
+    grader, second = (judge.make(config.judge, load_rubric(one), load) if one else None for one in (rubric, witness))
     if grader is not None and second is not None:
         second.known = grader.known  # a key covers the rubric
     return grader, second

@@ -17,7 +17,6 @@ import math
 import os
 import sys
 from collections.abc import Callable, Generator
-from pathlib import Path
 from typing import Any
 
 import cpu_blas  # noqa: F401  (before mlx)
@@ -43,7 +42,7 @@ class Judge(Grader):
     """
     Answers the questions of `Grader.score`, using a local model with its adapters switched off.
 
-    The model's other weights must not change. rubric: a path to YAML, or its content. chunk_size: evaluations at once,
+    The model's other weights must not change. chunk_size: evaluations at once,
     halved when memory runs out and slowly grown back. mode: "logits" or "decode". think: most tokens of thought before
     a decoded reply.
     Raises ValueError if the tokenizer lacks what the mode needs.
@@ -53,7 +52,7 @@ class Judge(Grader):
         self,
         model: gwen.Model,
         tokenizer: Any,
-        rubric: str | Path | dict[str, Any] | rubrics.Rubric,
+        rubric: rubrics.Rubric,
         chunk_size: int = 24,
         mode: str = "logits",
         *,
@@ -153,11 +152,7 @@ class Judge(Grader):
 # ---- a run's judge, and the command that compares a judge's scores with human labels
 
 
-def make(
-    settings: JudgeSettings,
-    rubric: str | Path | dict[str, Any] | rubrics.Rubric,
-    load: Callable[[], tuple[gwen.Model, Any]],
-) -> Grader:
+def make(settings: JudgeSettings, rubric: rubrics.Rubric, load: Callable[[], tuple[gwen.Model, Any]]) -> Grader:
     """The judge of these settings; `load` returns its model and tokenizer and runs only for a local judge."""
     if settings.url:
         from judging.remote_judge import RemoteJudge

@@ -288,7 +288,9 @@ class GrpoRun(Run):
             self.base = gwen.load(config.model.name)[0]
         # problems are made as the run goes on; those held out stand in for their lengths
         self.prompt_ids = self._render(self.task.train or self.task.held_out)
-        self.prompts = draws.make(config, self.task, self.prompt_ids, self._render)
+        self.prompts = draws.Epochs(config, self.task.train, self.prompt_ids)
+        if self.task.problems is not None:
+            self.prompts = draws.Endless(config, self.task.problems, self._render)
         held_out = spread(self.task.held_out, config.evaluation.limit) if config.evaluation.every else []
         self._render(held_out, "held-out prompt")  # only to refuse what is too long
         for line in at_the_start(len(held_out), config.flat()):

@@ -6,7 +6,6 @@ Axes: N completions, J criteria.
 
 import contextlib
 from collections.abc import Generator
-from pathlib import Path
 from typing import Any
 
 from config import JudgeSettings
@@ -24,7 +23,7 @@ class RemoteJudge(Grader):
 
     is_paid = True
 
-    def __init__(self, settings: JudgeSettings, rubric: str | Path | dict[str, Any] | rubrics.Rubric, key: str | None):
+    def __init__(self, settings: JudgeSettings, rubric: rubrics.Rubric, key: str | None):
         super().__init__(rubric)
         self.mode, self.think = settings.mode, settings.think
         self.server = Endpoint(FLAGS, settings.url, settings.model, key)

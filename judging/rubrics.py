@@ -55,19 +55,15 @@ class Rubric(NamedTuple):
     criteria: list[Criterion]
 
 
-def load_rubric(source: str | Path | dict[str, Any] | Rubric) -> Rubric:
+def load_rubric(path: str | Path) -> Rubric:
     """
-    A rubric from a YAML file or its content: `preamble` (optional) and `criteria`.
+    A rubric from a YAML file: `preamble` (optional) and `criteria`.
 
     A criterion has `name`, `weight`, `text` and optionally `reverse: true`, if a score of 5 is bad.
     Raises ValueError naming the file and the mistake.
     """
-    if isinstance(source, Rubric):
-        return source
-    where, content = "the rubric", source
-    if isinstance(source, (str, Path)):
-        where = f"rubric {source}"
-        content = flags.load_yaml(source, where)
+    where = f"rubric {path}"
+    content = flags.load_yaml(path, where)
     if not isinstance(content, dict) or not isinstance(content.get("criteria"), list) or not content["criteria"]:
         raise ValueError(f"{where} has no criteria; it needs a list `criteria` of name, weight and text")
     if unknown := content.keys() - {"preamble", "criteria"}:
@@ -287,8 +283,8 @@ class Grader:
     is_paid = False  # whether scores cost money; such scores are saved on arrival, and a resumed run keeps them
     mode: str  # "logits" or "decode"
 
-    def __init__(self, rubric: str | Path | dict[str, Any] | Rubric):
-        self.rubric = load_rubric(rubric)
+    def __init__(self, rubric: Rubric):
+        self.rubric = rubric
         # scores by a digest of judge, rubric, prompt and completion, as they came, and how many of them a file has
         self.known, self.num_taken = dict[str, float](), 0
         self.on_score: Callable[[], None] = lambda: None  # called for every new score

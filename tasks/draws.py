@@ -13,7 +13,7 @@ from typing import Any
 
 from config import Config
 from problems.examples import Example, epoch_indices, prompt_key
-from tasks.task import Problems, Task
+from tasks.task import Problems
 
 Drawn = tuple[list[Example], list[list[int]]]  # B examples and the ids of their prompts
 PATIENCE = 1000  # places that are tried in a row for a prompt that is new
@@ -89,12 +89,3 @@ class Endless(Epochs):
     def restore(self, state: dict[str, Any]) -> None:
         self.place, self.seen = state["place"], list(state["seen"])
         self.note()
-
-
-def make(
-    config: Config, task: Task, prompt_ids: list[list[int]], render: Callable[[list[Example]], list[list[int]]]
-) -> Epochs:
-    """What draws the prompts of a run. render: ids of the prompts of examples that `prompt_ids` does not have."""
-    if task.problems is not None:
-        return Endless(config, task.problems, render)
-    return Epochs(config, task.train, prompt_ids)

@@ -1,7 +1,5 @@
 """Which prompts are drawn: in epochs, or problems without end, and exactly so after a resume."""
 
-from types import SimpleNamespace
-
 import pytest
 from conftest import read_log
 from extras import needs
@@ -10,7 +8,6 @@ from test_procedural import here  # noqa: F401  a fixture
 
 import train
 from problems.examples import epoch_indices
-from tasks import draws
 from tasks.draws import Epochs
 
 PROMPTS = [{"prompt": f"{n}?"} for n in range(40)]
@@ -19,8 +16,8 @@ IDS = [[n] for n in range(40)]
 
 def test_prompts_come_in_epochs():
     config = make_config("--batch", "3")
-    prompts = draws.make(config, SimpleNamespace(problems=None, train=PROMPTS), IDS, None)
-    assert type(prompts) is Epochs and prompts.state == {}
+    prompts = Epochs(config, PROMPTS, IDS)
+    assert prompts.state == {}
     for number in (0, 7, 30):
         indices = epoch_indices(40, 3, number, config.sampling.seed)
         assert prompts.draw(number) == ([PROMPTS[i] for i in indices], [IDS[i] for i in indices])

@@ -87,7 +87,7 @@ def test_a_task_without_right_answers_is_scored_by_criterion_and_category(demo):
     problems = [problem | {"category": "carry" if problem["carry"] else "plain"} for problem in task.held_out]
     problems[0]["category"] = None
     task = task._replace(held_out=problems)
-    grader = judge.Judge(*demo, task.rubric)
+    grader = judge.Judge(*demo, rubrics.load_rubric(task.rubric))
     record, _ = evaluate.evaluate(*demo, task, evaluate.EvalParams(12, samples=2, limit=24), grader=grader)
     criteria = [criterion.name for criterion in grader.rubric.criteria]
     for name in criteria:
@@ -105,7 +105,7 @@ class Scripted(rubrics.Grader):
     mode = "logits"
 
     def __init__(self, rubric, score):
-        super().__init__(rubric)
+        super().__init__(rubrics.load_rubric(rubric))
         self.warn, self.score_of = str, score
 
     def identity(self):

@@ -19,6 +19,7 @@ import sampler
 import update
 from config import Sizes
 from disk import hub
+from judging import rubrics
 from machine import gpu, memory
 from step.batch import cut
 from step.loss import StepLoss
@@ -87,7 +88,7 @@ def test_a_step_takes_at_most_a_twentieth_more_than_was_said_and_three_tenths_le
     for _ in range(2):  # MLX runs ahead of the processor, more or less far
         one_step(model, config, sizes, prompts)
     if rubric:
-        grader = readable(judge.Judge(model, hub.load_tokenizer(hub.DEMO), rubric))
+        grader = readable(judge.Judge(model, hub.load_tokenizer(hub.DEMO), rubrics.load_rubric(rubric)))
         questions = [f"{number} " + "one " * (prompt_tokens - 1) for number in range(config.sampling.batch)]
         answers = [f"{number} " + "two " * 7 for number in range(config.sampling.batch * config.sampling.groups)]
         grader.score([text for text in questions for _ in range(config.sampling.groups)], answers)

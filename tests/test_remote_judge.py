@@ -246,7 +246,7 @@ def test_a_server_that_does_not_know_a_setting_of_some_is_not_sent_it_again(serv
 # ---- hostile servers
 
 KEY = "sk-do-not-show-0123456789"
-RUBRIC = {"criteria": [{"name": "kind", "weight": 1.0, "text": "Is it kind?"}]}
+RUBRIC = rubrics.Rubric("Grade.", [rubrics.Criterion("kind", 1.0, "Is it kind?")])
 
 
 def grader_of(server, mode="logits", **settings):
@@ -310,7 +310,7 @@ def test_a_long_reply_of_spaces_is_read_at_once(serve):
     begin = time.process_time()
     server = serve(lambda *_: (200, completion(" " * 200_000 + "4"), {}))
     assert grader_of(server, "decode").score(["a"], ["b"]).scores == 4
-    assert rubrics.messages(rubrics.load_rubric(RUBRIC), "<" + " " * 200_000, "", grader_of(server).rubric.criteria[0])
+    assert rubrics.messages(RUBRIC, "<" + " " * 200_000, "", grader_of(server).rubric.criteria[0])
     assert time.process_time() - begin < 5
 
 

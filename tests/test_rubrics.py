@@ -1,6 +1,7 @@
 """Rubrics, the prompts of a judge, and what is read from its answers."""
 
 import copy
+import json
 
 import numpy as np
 import pytest
@@ -17,8 +18,8 @@ def test_the_reward_is_the_weighted_sum_of_scores_and_of_a_reversed_one_five_is_
     nan = np.nan
     rows = [[5, 1, 3], [3, 3, 3], [1, 5, 4], [5, nan, nan], [nan, 5, 1], [nan] * 3]  # weights 1, 0.25 and 0.25
     np.testing.assert_allclose(rubrics.rubric_reward(np.array(rows), RUBRIC), [0.75, 0, -0.625, 1.5, 0, nan])
-    good, bad = {"name": "good", "weight": 1, "text": "Good?"}, {"name": "bad", "weight": 0.5, "text": "Bad?"}
-    rubric = rubrics.load_rubric({"criteria": [good, bad | {"reverse": True}]})
+    both = [rubrics.Criterion("good", 1, "Good?"), rubrics.Criterion("bad", 0.5, "Bad?", reverse=True)]
+    rubric = rubrics.Rubric("Grade.", both)
     scores = np.array([[5, 1], [5, 5], [1, 5], [3, 3], [nan, 5]])
     np.testing.assert_allclose(rubrics.rubric_reward(scores, rubric), [1.5, 0.5, -1.5, 0, -1.5])
 
@@ -123,6 +124,7 @@ def test_a_prompt_for_a_server_holds_the_same_text_in_which_nothing_can_open_a_c
 
 
 @pytest.mark.parametrize("change", [{"reverse": "yes"}, {"reverse": True, "weight": -1}, {"reversed": True}])
-def test_a_reversal_that_says_nothing_or_undoes_itself_is_refused(change):
+def test_a_reversal_that_says_nothing_or_undoes_itself_is_refused(tmp_path, change):
+    (tmp_path / "rubric.yaml").write_text(json.dumps({"criteria": [{"name": "a", "weight": 1, "text": "b"} | change]}))
     with pytest.raises(ValueError, match="reverse: true"):
-        rubrics.load_rubric({"criteria": [{"name": "a", "weight": 1, "text": "b"} | change]})
+        rubrics.load_rubric(tmp_path / "rubric.yaml")

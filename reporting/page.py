@@ -275,14 +275,12 @@ class LivePage:
 
     def __init__(self, run_dir: Path, tell: Callable[[str], None]):
         self.dir, self.tell = run_dir, tell
-        self.begin = time.perf_counter()
-        self.spent = self.last = 0.0  # seconds of all pages, and of the last one
-        self.failed = False
+        self.failed, self.due = False, 0.0  # when the next page is cheap enough, on the clock
 
     def update(self, at_the_end: bool = False) -> None:
         """Writes the page if it is cheap enough; at the end in any case."""
         begin = time.perf_counter()
-        if self.failed or not (at_the_end or self.spent + self.last <= MOST_COST * (begin - self.begin)):
+        if self.failed or (begin < self.due and not at_the_end):
             return
         run_files.refuse_replaced(self.dir)
         try:
@@ -290,5 +288,5 @@ class LivePage:
         except Exception as error:
             self.failed = True
             self.tell(f"WARNING: the page of the run is not written any more: {type(error).__name__}: {error}")
-        self.last = time.perf_counter() - begin
-        self.spent += self.last
+        end = time.perf_counter()
+        self.due = end + (end - begin) / MOST_COST

@@ -294,6 +294,14 @@ def test_a_page_that_cannot_be_written_is_told_of_once_and_stops_nothing(run):
     assert len(told) == 1 and "eval.jsonl, line 1" in told[0]
 
 
+def test_a_page_is_written_again_when_that_is_cheap_and_at_the_end(run):
+    live, written = page.LivePage(run, pytest.fail), run / "report.html"
+    for how, is_due in (({}, True), ({}, False), ({"at_the_end": True}, True)):
+        written.unlink(missing_ok=True)
+        live.update(**how)
+        assert written.exists() == is_due
+
+
 def test_compare_prints_the_settings_that_differ_and_the_figures(run, capsys):
     other = make_run(run.parent / "other")
     settings = yaml.safe_load((other / "config.yaml").read_text())

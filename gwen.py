@@ -298,26 +298,25 @@ def decode_step(model: Model) -> Step:
     layers, rope = model.layers, model._rope
     places = [index for index, layer in enumerate(layers) if not layer.is_linear]  # of attention
 
-    def between(before: int | None, after: int | None) -> tuple[list[int], Callable[..., Any]]:
+    def between(before: int, after: int) -> tuple[list[int], Callable[..., Any]]:
         """The layers between two attentions, and what is computed from one to the other."""
-        begin, end = -1 if before is None else before, len(layers) if after is None else after
-        linear = list(range(begin + 1, end))
+        linear = list(range(before + 1, after))
 
         def run(x: mx.array, read: list[mx.array], turns: list[mx.array], states: list[Any]) -> Any:
             rotation, delta = ops.Rotation(rope, *turns), None
-            if before is not None:
+            if before >= 0:
                 x, delta = layers[before].leave(x, *read)
             nets = [DeltaState([state]) for state in states]
             for index, net in zip(linear, nets, strict=True):
                 x, delta = layers[index](x, delta, Context(rotation, CAUSAL, net))
-            if after is None:
+            if after == len(layers):
                 return model.norm.after(x, delta)[1], [net.newest for net in nets]
             x, made = layers[after].enter(x, delta, rotation)
             return (x, [array for array in made if array is not None]), [net.newest for net in nets]
 
         return linear, mx.compile(run)
 
-    ends: list[int | None] = [None, *places, None]
+    ends = [-1, *places, len(layers)]
     passes = [between(*pair) for pair in itertools.pairwise(ends)]
 
     def step(tokens: mx.array, cache: SlotCache) -> mx.array:
@@ -328,7 +327,7 @@ def decode_step(model: Model) -> Step:
             made, states = run(x, found, turns, [cache.layers[index].newest for index in linear])
             for index, state in zip(linear, states, strict=True):
                 cache.layers[index].update(*state)
-            if attended is None:
+            if attended == len(layers):
                 break
             x, (queries, keys, values, *gates) = made
             parts = cache.layers[attended].update(keys, values)

@@ -58,7 +58,7 @@ class TreeCache(Cache):
         self.layers = make_layers(kinds, lambda: TreeLayer([]))
         self.widths: list[int] = []  # of each level that was computed, padding included
         self.lengths: list[list[int]] = []  # of each level's rows, root first
-        self.parents: list[list[int]] = []  # of each level's rows except the root's: rows of the level above
+        self.rows: list[list[int]] = []  # of each level, the newest too: its row in which each newest row goes on
 
     def child(self, lengths: list[int], parents: list[int] | None = None) -> "TreeCache":
         """
@@ -66,47 +66,36 @@ class TreeCache(Cache):
 
         Takes consecutive rows of the levels above as a view.
         """
-        held = TreeCache(self.kinds)
-        held.lengths, held.parents, held.widths = [lengths], [], list(self.widths)
-        rows, rows_of = parents, list[slice | mx.array]()
-        for level in reversed(range(len(self.lengths))):
-            assert rows is not None and len(rows) == len(held.lengths[0]), "each row needs a parent"
+        held, rows_of = TreeCache(self.kinds), list[slice | mx.array]()
+        held.widths = list(self.widths)
+        assert not self.rows or len(parents or []) == len(lengths), "each row needs a parent"
+        for level_lengths, row_of in zip(self.lengths, self.rows, strict=True):
+            assert parents and min(parents) >= 0 and max(parents) < len(row_of), f"{parents} of {len(row_of)} rows"
+            rows = [row_of[parent] for parent in parents]
             used = sorted(set(rows))
-            assert used[0] >= 0 and used[-1] < len(self.lengths[level]), f"{used} of {len(self.lengths[level])} rows"
             consecutive = used == list(range(used[0], used[-1] + 1))
-            rows_of.insert(0, slice(used[0], used[-1] + 1) if consecutive else mx.array(used))
-            held.lengths.insert(0, [self.lengths[level][row] for row in used])
-            held.parents.insert(0, [used.index(row) for row in rows])
-            rows = [self.parents[level - 1][row] for row in used] if level else None
+            rows_of.append(slice(used[0], used[-1] + 1) if consecutive else mx.array(used))
+            held.lengths.append([level_lengths[row] for row in used])
+            held.rows.append([used.index(row) for row in rows])
+        held.lengths.append(lengths)
+        held.rows.append(list(range(len(lengths))))
         held.layers = [layer.child(rows_of, parents or []) for layer in self.layers]
         return held
 
     def advance(self, num_new: int) -> None:
         self.widths.append(num_new)
 
-    def _ancestors(self) -> list[list[int]]:
-        """For each level above the newest: the ancestor of each of the newest level's rows."""
-        rows = list(range(len(self.lengths[-1])))
-        found: list[list[int]] = []
-        for parents in reversed(self.parents):
-            rows = [parents[row] for row in rows]
-            found.insert(0, rows)
-        return found
-
     def offsets(self, num_rows: int) -> mx.array:
         """The position of the first token of each row of the newest level, (N,) int32."""
-        assert num_rows == len(self.lengths[-1]), f"{num_rows} rows for {len(self.lengths[-1])}"
-        before = [0] * num_rows
-        for lengths, rows in zip(self.lengths[:-1], self._ancestors(), strict=True):
-            before = [start + lengths[row] for start, row in zip(before, rows, strict=True)]
-        return mx.array(before, dtype=mx.int32)
+        assert num_rows == len(self.rows[-1]), f"{num_rows} rows for {len(self.rows[-1])}"
+        above = list(zip(self.lengths[:-1], self.rows[:-1], strict=True))
+        return mx.array([sum(lengths[rows[row]] for lengths, rows in above) for row in range(num_rows)], mx.int32)
 
     def layout(self, num_new: int) -> Layout:
         """Which rows read which part of each level; the newest level is causal."""
         assert num_new >= max(self.lengths[-1]), f"{num_new} columns for {max(self.lengths[-1])} tokens"
         groups, parts = [], []
-        for level, (lengths, rows) in enumerate(zip(self.lengths[:-1], self._ancestors(), strict=True)):
-            width = self.widths[level]
+        for lengths, rows, width in zip(self.lengths[:-1], self.rows[:-1], self.widths, strict=True):
             seen = (mx.arange(width) < mx.array(lengths)[:, None])[:, None, None]
             groups.append(make_group(rows, len(lengths), seen if min(lengths) < width else None))
             parts.append(seen[mx.array(rows)])
@@ -124,11 +113,10 @@ class TreeCache(Cache):
         """A `KVCache` of the newest level's rows, each after a copy of its ancestors, to continue token by token."""
         columns: list[list[int]] = [[] for _ in self.lengths[-1]]  # of each row, in the concatenated levels
         begin = 0
-        for level, rows in enumerate([*self._ancestors(), range(len(columns))]):
-            num_rows, width = len(self.lengths[level]), self.widths[level]
+        for lengths, rows, width in zip(self.lengths, self.rows, self.widths, strict=True):
             for row, held in zip(rows, columns, strict=True):
-                held += range(begin + row * width, begin + row * width + self.lengths[level][row])
-            begin += num_rows * width
+                held += range(begin + row * width, begin + row * width + lengths[row])
+            begin += len(lengths) * width
         length = max(map(len, columns))
         padding = [length - len(held) for held in columns]
         index = mx.array([[0] * pad + held for pad, held in zip(padding, columns, strict=True)])

@@ -9,7 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from conftest import ROOT
+
 LIMIT = 900  # seconds, on a busy machine; nothing here may hang
 
 

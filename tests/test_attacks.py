@@ -7,8 +7,8 @@ import threading
 import time
 
 import pytest
+from conftest import ROOT
 from hostile import ANSWERS, DATA, PLANTED, TEXTS
-from test_workers import ROOT
 
 from problems import seal, verifiers
 from problems.workers import Pool

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import message_of
+from conftest import ROOT, message_of
 from extras import needs
 
 import gwen
@@ -14,7 +14,6 @@ import train
 from problems import audit, built_in, rewards, verifiers
 from tasks import demo as sums
 
-ROOT = Path(tasks.__file__).parent.parent
 PRODUCTS = [{"prompt": f"What is {n} times 7?", "answer": str(7 * n)} for n in (6, 3, 9, 12)]
 IN_TEXT = (
     "def score(completions, answer, **_): return [float(right in text) for text, right in zip(completions, answer)]"

@@ -7,9 +7,9 @@ import re
 import subprocess
 import sys
 import termios
-from pathlib import Path
 
 import pytest
+from conftest import ROOT
 
 import gwen
 import sampler
@@ -67,8 +67,7 @@ console.say("the end")
 def test_a_terminal_shows_what_is_done_now_how_fast_and_how_long_it_will_take():
     leader, follower = pty.openpty()
     termios.tcsetwinsize(leader, (24, 80))
-    root = Path(__file__).parent.parent
-    subprocess.run([sys.executable, "-c", PROGRAM], cwd=root, stdout=follower, stderr=follower, check=True)
+    subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, stdout=follower, stderr=follower, check=True)
     os.close(follower)
     shown = b""
     try:

@@ -1,13 +1,12 @@
 """What a teacher says of the student's completions, and what becomes of it, on the bundled model."""
 
-import json
 import types
 import warnings
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from conftest import read_log
+from conftest import read_log, write_log
 from mlx.utils import tree_flatten
 from small_run import SMALL, make_config, make_run, sample
 from test_divergence import error, gradient_by_logits, log_softmax, written_out
@@ -172,9 +171,8 @@ def test_what_stands_in_front_keeps_the_system_message_and_names_of_no_column():
 
 
 def test_prompts_alone_are_enough(tmp_path, teacher, capsys):
-    data = tmp_path / "prompts.jsonl"
-    data.write_text("".join(json.dumps({"prompt": f"What is {n} plus one?"}) + "\n" for n in range(20)))
-    flags = ["--data", str(data), "--eval-every", "1", "--steps", "2", "--run-dir", str(tmp_path / "run")]
+    data = write_log(tmp_path / "prompts.jsonl", [{"prompt": f"What is {n} plus one?"} for n in range(20)])
+    flags = ["--data", data, "--eval-every", "1", "--steps", "2", "--run-dir", str(tmp_path / "run")]
     train.main([*SMALL, *DISTILL, teacher, *flags])
     metrics = read_log(tmp_path / "run" / "metrics.jsonl")
     assert all(

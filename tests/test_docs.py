@@ -3,14 +3,13 @@
 import ast
 import functools
 import re
-from pathlib import Path
 
 import pytest
+from conftest import ROOT
 from test_layout import FILES, parse
 
 from docs import reference
 
-ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 TEXTS = [path for path in FILES if path.suffix in (".md", ".py") or path.name == "pyproject.toml"]

@@ -6,13 +6,12 @@ import shutil
 import struct
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from conftest import CONFIGS, message_of, random_weights, relative_error
+from conftest import CONFIGS, ROOT, message_of, random_weights, relative_error
 from extras import needs
 from gguf import GGMLQuantizationType
 
@@ -21,8 +20,6 @@ import lora
 from deploy import gguf_writer
 from disk import gguf, hub
 from problems import chat_template
-
-ROOT = Path(gguf.__file__).parents[1]
 
 
 def rule(split):

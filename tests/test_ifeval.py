@@ -3,10 +3,9 @@
 import importlib.util
 import itertools
 import re
-from pathlib import Path
 
 import pytest
-from conftest import message_of, read_log
+from conftest import ROOT, message_of, read_log
 from extras import needs
 from small_run import make_config, make_run
 
@@ -15,7 +14,6 @@ import train
 from problems.workers import Pool
 from tasks import ifeval, rg
 
-ROOT = Path(ifeval.__file__).parent.parent
 verified = needs("if_verifiable")
 KINDS, ASKS = ifeval.words()["kinds"], ifeval.words()["asks"]
 

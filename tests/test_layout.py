@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from conftest import ROOT
 
 
 def files_of(root: Path) -> list[Path]:

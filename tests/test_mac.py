@@ -8,13 +8,13 @@ import re
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 import numpy as np
 import pytest
+from conftest import ROOT
 
 import gwen
 import lora
@@ -31,7 +31,6 @@ from settings.sources import given, parse
 from step.loss import StepLoss
 from step.rows import rollout_bytes
 
-ROOT = Path(gwen.__file__).parent
 GIB = 2**30
 NO_MEMORY = (
     "[METAL] Command buffer execution failed: Insufficient Memory (00000008:kIOGPUCommandBufferCallbackError...)"

@@ -12,16 +12,14 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import cpu_blas  # noqa: F401  (before mlx)
 import pytest
-from conftest import contents, read_log
+from conftest import ROOT, contents, read_log
 
 import train
 from disk import checkpoint, run_files
 
-ROOT = Path(__file__).parent.parent
 RUN = [
     *("--model", "demo", "--batch", "2", "--groups", "2", "--max-tokens", "4", "--eval-every", "0"),
     *("--save-every", "1", "--reward-weights", "rubric=0"),

@@ -3,13 +3,12 @@
 import json
 import os
 import re
-from pathlib import Path
 
 import datasets
 import pyarrow
 import pytest
 import yaml
-from conftest import message_of, read_log, write_log
+from conftest import ROOT, message_of, read_log, write_log
 
 import evaluate
 import tasks
@@ -21,7 +20,6 @@ from run import SftRun
 from settings import checks, sources
 from settings.sources import given, located, parse
 
-ROOT = Path(tasks.__file__).parent.parent
 SUMS = [{"prompt": f"What is {n} plus one?", "answer": n + 1} for n in range(30)]
 
 
@@ -330,7 +328,7 @@ def test_a_run_resumes_evaluates_and_repeats_from_any_directory(tmp_path, monkey
     assert len((away / "again" / "metrics.jsonl").read_text().splitlines()) == 2
     capsys.readouterr()
     evaluate.main(["--run", "again"])
-    (*_, last) = (json.loads(line) for line in (away / "again" / "eval.jsonl").read_text().splitlines())
+    last = read_log(away / "again" / "eval.jsonl")[-1]
     assert json.loads(capsys.readouterr().out)["eval/score"] == last["eval/score"]
     evaluate.main(["--run", "again", "--data", str(home / "mine.jsonl")])
     assert "30 held out" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from test_workers import ROOT
+from conftest import ROOT
 
 from problems import formulas, seal, workers
 

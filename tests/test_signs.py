@@ -4,13 +4,11 @@ import io
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
+from conftest import ROOT
 
 from machine import alive
-
-ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from conftest import normal, peak_of
+from test_divergence import log_softmax
 
 from layers import lm_head, softmax
 from layers.softmax import Support
@@ -15,11 +16,6 @@ RNG = np.random.default_rng(0)
 
 
 # ---- log-probabilities
-
-
-def log_softmax_by_hand(logits: np.ndarray) -> np.ndarray:
-    shifted = logits - logits.max(-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
 def kept_by_hand(row: np.ndarray, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0) -> np.ndarray:
@@ -50,7 +46,7 @@ def logprobs_by_hand(hidden, head, ids, temperature, support) -> tuple[np.ndarra
             kept = kept_by_hand(row, *support)
             kept[chosen] = True
             row[~kept] = -np.inf
-    logprobs = log_softmax_by_hand(logits)
+    logprobs = log_softmax(logits)
     probs = np.exp(logprobs)
     entropy = -(probs * np.where(probs > 0, logprobs, 0)).sum(-1)
     return logprobs[np.arange(len(ids)), ids], entropy
@@ -155,7 +151,7 @@ def test_logsumexp_of_qwens_vocabulary_is_exact_to_2e_5():
 
 def test_logprobs_and_entropies_of_qwens_vocabulary_are_exact_to_5e_5():
     for row in peaked_rows():
-        logprobs = log_softmax_by_hand(row.astype(np.float64))
+        logprobs = log_softmax(row.astype(np.float64))
         ids = np.array([7, 0, VOCAB - 1])
         ours, entropy = lm_head.token_logprobs(mx.ones((1, 3, 1)), mx.array(row[:, None]), mx.array(ids[None]))
         assert np.abs(np.array(ours) - logprobs[ids]).max() < 5e-5
@@ -186,7 +182,7 @@ def test_the_truncated_support_equals_that_of_a_slow_implementation(top_p, top_k
 
 def test_top_p_of_qwens_vocabulary_keeps_that_mass():
     rows = peaked_rows()[1:4]
-    probs = np.exp(log_softmax_by_hand(rows.astype(np.float64)))
+    probs = np.exp(log_softmax(rows.astype(np.float64)))
     descending = -np.sort(-probs, axis=-1)
     for top_p in (0.5, 0.9):
         kept = np.isfinite(np.array(softmax.truncate_logits(mx.array(rows), Support(top_p))))

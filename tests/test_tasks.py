@@ -6,11 +6,10 @@ import subprocess
 import sys
 import types
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import yaml
-from conftest import message_of, read_log, write_log
+from conftest import ROOT, message_of, read_log, write_log
 
 import evaluate
 import tasks
@@ -18,9 +17,6 @@ import train
 from tasks import demo as sums
 from tasks import gsm8k
 from tasks.demo import numbers_in
-
-ROOT = Path(tasks.__file__).parent.parent
-
 
 # ---- tasks
 
@@ -184,7 +180,7 @@ def test_the_recipe_of_gsm8k_trains_three_seeds_and_measures_on_all_test_questio
         rows = [
             {"question": f"What is {n} + {n}?", "answer": f"It is {2 * n}.\n#### {2 * n}"} for n in range(low, high)
         ]
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_log(path, rows)
     flags = ["--config", str(ROOT / "recipes" / "gsm8k.yaml"), "--model", str(model), "--data", f"{some},{others}"]
     flags += "--steps 1 --batch 2 --groups 2 --max-tokens 2 --eval-every 0 --seeds 3".split()
     train.main([*flags, "--run-dir", str(tmp_path / "runs")])
@@ -192,7 +188,7 @@ def test_the_recipe_of_gsm8k_trains_three_seeds_and_measures_on_all_test_questio
     assert [one["seed"] for one in used] == [0, 1, 2] and {one["eval_limit"] for one in used} == {256}
     out = tmp_path / "out.jsonl"
     evaluate.main(["--run", str(tmp_path / "runs" / "seed-2"), "--limit", "1319", "--out", str(out)])
-    asked = [json.loads(line) for line in out.read_text().splitlines()]
+    asked = read_log(out)
     assert len({line["prompt"] for line in asked}) == 300 and {line["answer"] for line in asked} >= {"80", "678"}
 
 

@@ -313,11 +313,9 @@ def test_a_turns_reward_that_is_no_number_ends_the_run_in_a_line(tmp_path, world
 
 def test_rows_that_only_name_an_environment_get_its_prompt_and_rewards_know_its_class(tmp_path, world):
     """The file of class and reward is one module; evaluations reset from other seeds, as no prompt is held out."""
-    data = tmp_path / "data.jsonl"
     rows = [{"environment": ("door", "well", "gate")[n % 3]} for n in range(20)]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = {
-        "data": str(data),
+        "data": write_log(tmp_path / "data.jsonl", rows),
         "env": f"door={world}:Door,well={world}:Well,gate={world}:Door",
         "reward": [f"{world}:of_wells"],
     }

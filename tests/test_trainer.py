@@ -5,10 +5,10 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import ROOT, read_log
 
 import grpo
 import preflight
@@ -17,7 +17,6 @@ from disk import run_files
 from problems import examples, rewards
 from train import Trainer
 
-ROOT = Path(__file__).parent.parent
 SMALL = dict(model="demo", batch=3, groups=4, max_tokens=12, eval_limit=16)
 QUICK = SMALL | dict(judge_chunk_size=64, eval_every=0)
 
@@ -25,6 +24,11 @@ QUICK = SMALL | dict(judge_chunk_size=64, eval_every=0)
 def short_answers(completions, **_):
     """A reward of this module."""
     return [-float(len(text)) for text in completions]
+
+
+def ids_of(run):
+    """What a run sampled."""
+    return [line["ids"] for line in read_log(run / "rollouts.jsonl")]
 
 
 def plain(tokens, objective):
@@ -48,11 +52,7 @@ def test_a_run_from_python_is_the_commands_run_and_can_be_left_and_gone_on_with(
     assert signal.getsignal(signal.SIGINT) == before and "saved after step 2" in capsys.readouterr().out
     trainer = Trainer.resume(trainer.dir)
     assert [figures["step"] for figures in trainer.steps()] == [3]
-    one, other = (
-        [json.loads(line)["ids"] for line in (tmp_path / name / "rollouts.jsonl").open()]
-        for name in ("command", "python")
-    )
-    assert one == other
+    assert ids_of(tmp_path / "command") == ids_of(tmp_path / "python")
     capsys.readouterr()
     assert trainer.evaluate() is trainer.evaluate() and trainer.evaluate()["eval/num"] == 16
     assert capsys.readouterr().out == ""
@@ -154,11 +154,7 @@ def test_seeds_train_one_after_another_into_one_directory_and_go_on(tmp_path, ca
     assert "seed-4 is finished: 2 of 2 steps" in said and "seed 5, 2 of 2" in said
     assert "over 2 seeds" in said and said.endswith(f"page: {home / 'report.html'}\n")
     train.main([*flags, "--seed", "5", "--run-dir", str(tmp_path / "alone")])
-    one, other = (
-        [json.loads(line)["ids"] for line in (folder / "rollouts.jsonl").open()]
-        for folder in (home / "seed-5", tmp_path / "alone")
-    )
-    assert one == other
+    assert ids_of(home / "seed-5") == ids_of(tmp_path / "alone")
     capsys.readouterr()
     with pytest.raises(SystemExit):
         train.main([*flags, "--beta", "0.1", "--seeds", "6", "--seed", "6", "--run-dir", str(home)])

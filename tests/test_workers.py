@@ -5,14 +5,11 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
-from conftest import message_of
+from conftest import ROOT, message_of
 
 from problems import workers
-
-ROOT = Path(workers.__file__).parent.parent
 
 
 @pytest.fixture

@@ -278,7 +278,7 @@ def distillation(tokens: Tokens, objective: Objective) -> Loss:
     """The mean divergence between teacher and policy. Source: GKD, arXiv:2306.13649."""
     assert tokens.divergences is not None
     total = (tokens.divergences * tokens.mask).sum()
-    return Loss(total / _num_items(tokens), {"distill": total})
+    return Loss(total / _num_items(tokens), {"distill/kl": total})
 
 
 def cross_entropy(tokens: Tokens, objective: Objective) -> Loss:

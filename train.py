@@ -112,7 +112,7 @@ def rollout(run: GrpoRun) -> tuple[list[Sample], RolloutStats]:
             run.tokenizer,
             asked,
             run.sampling,
-            key=(settings.seed << 32) + run.step + 1,  # another for every step of every seed
+            key=(settings.seed << 32) + run.step + 1,  # another for every draw: of every step of every seed
             batch_size=run.batch_size,
             toolbox=run.toolbox,
             seed=f"{settings.seed} {run.step}",

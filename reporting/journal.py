@@ -32,7 +32,7 @@ from reporting import health, history, verdict
 from reporting.console import LiveLine, console_line, say, warn
 from reporting.trackers import Tracker
 from sampler import RolloutStats
-from step.loss import MISMATCH, UpdateResult
+from step.loss import UpdateResult
 from step.sample import Sample, by_group
 
 MOST_ANSWERS = 512  # answers recorded per evaluation, evenly spread over the held-out problems
@@ -113,11 +113,7 @@ def update_metrics(
         "step/s": seconds["step"],
         "step_avg_last10/s": sum(recent) / len(recent),
         **({"wait/s": seconds["wait"]} if "wait" in seconds else {}),
-        "kl": result.means["kl"],
-        "distill/kl": result.means["distill"],
-        "entropy": result.means["entropy"],
-        "clip_frac": result.means["clip_frac"],
-        **{f"mismatch/{name}": result.means[name] for name in MISMATCH},
+        **result.means,
         "update/kl": result.moved,
         "update/rows": result.num_taught,
         "update/rate": result.rate,

@@ -18,9 +18,11 @@ from step.batch import Batch, hidden
 
 SUMS = ("kl", "clip_frac")  # of a loss, over the counted tokens; recorded as means
 # the policy before the update against the sampler's
-MISMATCH = ("logprob_abs_mean", "logprob_abs_max", "ratio_mean", "ratio_max", "over_cap_frac")
-# measured at each step: means over the counted tokens; `_max` is the largest
-MEASURED = (*SUMS, "entropy", "distill", *MISMATCH)
+MISMATCH = tuple(
+    f"mismatch/{name}" for name in ("logprob_abs_mean", "logprob_abs_max", "ratio_mean", "ratio_max", "over_cap_frac")
+)
+# measured at each step, as in `metrics.jsonl`: means over the counted tokens; `_max` is the largest
+MEASURED = ("kl", "distill/kl", "entropy", "clip_frac", *MISMATCH)
 MISMATCH_CAP = 3.0  # the largest ratio of trainer to sampler that is trusted
 
 
@@ -39,8 +41,7 @@ class UpdateResult(NamedTuple):
     rate: float  # factor of it in the last step
     num_skipped: int  # skipped steps since the run began
     loss_scale: float  # after the last step
-    # over the counted tokens; `_max` is the largest
-    means: dict[str, float | None]
+    means: dict[str, float | None]  # of MEASURED
     num_items: int = 0  # counted tokens
     num_taught: int = 0  # rows with a gradient
     loss: float | None = None

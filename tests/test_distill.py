@@ -101,7 +101,7 @@ def test_the_loss_and_its_gradient_are_those_of_float64(tmp_path, monkeypatch, t
         weights = np.array(batch.mask, np.float64) / num_items(samples)
         exact = (weights * written_out(logits, teacher_logits, beta)).sum()
         assert abs(value.item() - exact) < 2e-5 * exact  # float32 logits of up to 20 allow no better
-        assert sums["distill"].item() == pytest.approx(exact * num_items(samples), rel=2e-5)
+        assert sums["distill/kl"].item() == pytest.approx(exact * num_items(samples), rel=2e-5)
         d_logits = weights[..., None] * gradient_by_logits(logits, teacher_logits, beta) / 0.9
         assert error(d_hidden, d_logits @ head) < 1e-4
         total += value.item()

@@ -76,7 +76,7 @@ def test_every_idle_row_is_measured_in_its_turn_for_all_tokens_that_are_left_out
         found.append(gradient_of_update(run, batches)[0].means)
     assert sorted(seen) == idle.tolist()
     whole = gradient_of_update(run, cut(drawn, 1024))[0].means
-    for name in ("entropy", "ratio_mean"):
+    for name in ("entropy", "mismatch/ratio_mean"):
         assert np.average([means[name] for means in found], weights=weights) == pytest.approx(whole[name], rel=1e-5)
 
 
@@ -113,7 +113,7 @@ def test_where_nothing_teaches_there_is_no_step_and_the_line_says_so(tmp_path, m
     result = update.update(run.learner, batches, 1e-3)
     assert all(mx.array_equal(array, before[name]).item() for name, array in tree_flatten(run.learner.trainable))
     assert (run.learner.optimizer.step.item(), result.num_taught, result.loss, result.moved) == (count, 0, 0, None)
-    assert result.means["entropy"] > 0 and result.means["logprob_abs_mean"] < 1e-4
+    assert result.means["entropy"] > 0 and result.means["mismatch/logprob_abs_mean"] < 1e-4
     figures = journal.update_metrics(result, {"update": 1, "other": 0, "step": 2}, 12, [2])
     line = console_line(
         figures | {"step": 3, "reward/mean": 1, "rollout/tok_s": 98765.4, "reward/zero_std_frac": 1}, 60

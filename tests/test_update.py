@@ -245,11 +245,11 @@ def test_the_mismatch_is_that_of_the_policy_before_the_update_with_the_sampler(t
     batches, (old, mask) = cut(samples, 150), recorded(samples)
     gap = (logprobs_of(run, batches) - old)[mask]
     means = update.update(run.learner, batches, 0.02).means
-    assert means["logprob_abs_mean"] == pytest.approx(np.abs(gap).mean(), abs=1e-4)
-    assert means["logprob_abs_max"] == pytest.approx(np.abs(gap).max(), abs=1e-4)
-    assert means["ratio_mean"] == pytest.approx(np.exp(gap).mean(), abs=1e-4)
-    assert means["ratio_max"] == pytest.approx(np.exp(gap).max(), abs=1e-4)
-    assert means["over_cap_frac"] == pytest.approx((np.exp(gap) > 1.2).mean())
+    assert means["mismatch/logprob_abs_mean"] == pytest.approx(np.abs(gap).mean(), abs=1e-4)
+    assert means["mismatch/logprob_abs_max"] == pytest.approx(np.abs(gap).max(), abs=1e-4)
+    assert means["mismatch/ratio_mean"] == pytest.approx(np.exp(gap).mean(), abs=1e-4)
+    assert means["mismatch/ratio_max"] == pytest.approx(np.exp(gap).max(), abs=1e-4)
+    assert means["mismatch/over_cap_frac"] == pytest.approx((np.exp(gap) > 1.2).mean())
 
 
 def test_the_old_policy_is_the_one_that_updates_and_not_the_reference(tmp_path):

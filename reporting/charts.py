@@ -4,6 +4,7 @@ A run's curves as charts: every point, band and label placed, for templates/repo
 Coordinates are those of a chart, WIDTH by HEIGHT, and the page scales them.
 """
 
+import functools
 import math
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -75,22 +76,18 @@ def make_charts(settings: list[Setting]) -> list[dict[str, Any]]:
 
 
 def over_seeds(settings: list[Setting], number: int, title: str, keys: dict[str, str]) -> Iterator[Curve]:
-    """A setting's curves in one chart: of several seeds the means, in a band from lowest to highest."""
+    """A setting's curves in one chart: of several seeds the means where all have a step, from lowest to highest."""
     by_label: dict[str, list[Curve]] = {}
     for run in settings[number].runs:
         for curve in curves_of(run, number, title, keys):
             by_label.setdefault(curve.label, []).append(curve)
-    for first, *others in by_label.values():
-        end = min(len(curve.steps) for curve in (first, *others))
-        alike = np.all([curve.steps[:end] == first.steps[:end] for curve in (first, *others)], axis=0)
-        end = int(alike.cumprod().sum())  # as far as all have the same steps
-        values = np.array([curve.values[:end] for curve in (first, *others)])
-        if others and end:
-            yield first._replace(
-                steps=first.steps[:end], values=values.mean(0), under=values.min(0), over=values.max(0)
-            )
-        elif not others:
-            yield first
+    for curves in by_label.values():
+        steps = functools.reduce(np.intersect1d, (curve.steps for curve in curves))
+        values = np.array([curve.values[np.isin(curve.steps, steps)] for curve in curves])
+        if len(curves) == 1:
+            yield curves[0]
+        elif len(steps):
+            yield curves[0]._replace(steps=steps, values=values.mean(0), under=values.min(0), over=values.max(0))
 
 
 def curves_of(run: History, number: int, title: str, keys: dict[str, str]) -> Iterator[Curve]:

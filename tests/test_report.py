@@ -196,6 +196,12 @@ def test_seeds_in_any_directory_are_one_setting_and_repetitions_are_not(run, bot
     assert "fewer than two seeds in common" in seeds.lines(seeds.load([both[0], run]))[-1]
 
 
+def test_a_step_without_a_figure_in_one_seed_is_missing_from_the_band_and_ends_it_not(both):
+    write_log(Path(both[0]) / "seed-1" / "metrics.jsonl", [step_record(n) | {"entropy": 1.0} for n in (1, 3, 4)])
+    (series,) = drawn(both[0])["Entropy"]["series"]
+    assert series["x"] == [1, 3, 4]
+
+
 def test_report_writes_a_page_of_seeds_into_their_directory(both, capsys):
     report.main([both[0]])
     said = capsys.readouterr().out.splitlines()

@@ -264,7 +264,8 @@ def answer_both(
     size = params.batch_size or memory.BatchSize(rows_at_once(fits, len(prompts) * samples))
     how: dict[str, Any] = {"key": KEY + params.seed, "batch_size": size}
     how |= {"toolbox": params.toolbox, "seed": "held out"}
-    ends: dict[str, Any] = {"eos_ids": model.config.eos_ids, "stop": Stop.of(params.stop, tokenizer)}
+    stop = Stop(params.stop, tokenizer) if params.stop else None
+    ends: dict[str, Any] = {"eos_ids": model.config.eos_ids, "stop": stop}
     sampling = sampler.SamplingParams(params.max_tokens, params.temperature, entropy=True, **ends)
     greedy = sampling._replace(temperature=0.0, entropy=False)
     sampled = answered(model, tokenizer, asked(problems, prompts, samples), sampling, **how)[0]

@@ -88,7 +88,7 @@ class Run:
             min_p=s.min_p,
             eos_ids=eos_ids,
             pad_id=next((i for i in (self.tokenizer.pad_token_id, *eos_ids) if i is not None), 0),
-            stop=Stop.of(s.stop, self.tokenizer),
+            stop=Stop(s.stop, self.tokenizer) if s.stop else None,
         )
         with alive.doing("reading the weights for their digest"):
             digest = checkpoint.digest_of_model(self.model)

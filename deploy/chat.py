@@ -245,7 +245,7 @@ def sample(args: argparse.Namespace) -> None:
     else:
         model, tokenizer = gwen.load(name, adapter=adapter)
     config, box = toolbox(args, name, why, tokenizer, model)
-    ends, stop = model.config.eos_ids, Stop.of(args.stop, tokenizer)
+    ends, stop = model.config.eos_ids, Stop(args.stop, tokenizer) if args.stop else None
     params, note = sampler.SamplingParams(args.max_tokens, args.temp, eos_ids=ends, stop=stop), ""
     if args.chat and args.run and args.system is None:
         args.system, note = command.trained_system(checked(load_recipe(run_files.config_file(args.run))))

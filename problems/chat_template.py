@@ -25,6 +25,7 @@ def _dated(template: Any) -> dict[str, str]:
     """Where a template asks for today's date, itself with the kept day, as an argument; else none."""
     if not isinstance(template, str) or "strftime_now" not in template:
         return {}
+    # in the text, as transformers turns a function among a template's variables into a string
     asked = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
     return {"chat_template": asked.sub(lambda match: repr(_day[0].strftime(match[2])), template)}
 

@@ -14,10 +14,6 @@ class Stop(NamedTuple):
     texts: Sequence[str]
     tokenizer: Any
 
-    @classmethod
-    def of(cls, texts: Sequence[str], tokenizer: Any) -> "Stop | None":
-        return cls(texts, tokenizer) if texts else None
-
     def find(self, ids: list[int], start: int) -> int | None:
         """How many of the ids, more than `start`, it takes to complete a text; None if they hold none."""
         # A token has at least one byte. Four more hold a character in parts, or a space that decoders strip.

@@ -299,7 +299,7 @@ def test_a_stop_text_ends_a_row_at_the_token_that_completes_it(model, tokenizer,
     settings = dict(max_tokens=40, temperature=1.5, eos_ids=tuple(range(0, 320, 40)), batch_size=batch_size)
     free = roll(model, **settings)
     spoken = [tokenizer.decode(ids) for ids in free.ids]
-    stop = sampler.Stop.of([spoken[0][5:8], spoken[7][2:4], "nobody says this"], tokenizer)
+    stop = sampler.Stop([spoken[0][5:8], spoken[7][2:4], "nobody says this"], tokenizer)
     rollout = roll(model, **settings, stop=stop)
     numbers = []
     for row, (ids, logprobs) in enumerate(rows_of(free)):

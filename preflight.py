@@ -438,7 +438,7 @@ def try_out(flags: list[str], config: Config) -> Iterator[str]:
             status = trial.wait()
             if sys.stderr.isatty():  # where its bars would stand for ever
                 print("\r\x1b[J", end="", file=sys.stderr, flush=True)
-        steps, answers = ([record for _, record in read_log(run / f"{name}.jsonl")] for name in ("metrics", "rollouts"))
+        steps, answers = (list(read_log(run / f"{name}.jsonl")) for name in ("metrics", "rollouts"))
     if not steps:
         raise ValueError(f"--try: train.py ended with status {status} before its first step")
     yield from [f"reward {one.name}: {audit.surprise(one)}" for one in audits_of(config)]
@@ -465,7 +465,7 @@ def hopeless(config: Config, steps: list[dict[str, Any]], evaluation_s: float, r
         return ""
     if is_strange:
         return f"--model {config.model.name} knows only --task {its_task}; take --model smollm2 or Qwen/Qwen3-0.6B"
-    *_, advice = verdict(config, steps, [record for _, record in read_log(run / "rollouts.jsonl")])
+    *_, advice = verdict(config, steps, list(read_log(run / "rollouts.jsonl")))
     return advice.removeprefix("change: ")
 
 

@@ -301,10 +301,9 @@ def _unwritable(run_dir: Path, error: OSError) -> str:
 # ---- files of a run
 
 
-def read_log(path: Path, needed: Collection[str] = ()) -> Iterator[tuple[bytes, dict[str, Any]]]:
+def read_log(path: Path, needed: Collection[str] = ()) -> Iterator[dict[str, Any]]:
     """
-    The lines of a log and what they hold, none where it does not exist; a last one that is still being written is left
-    out.
+    The records of a log, one a line, none where it does not exist; a last one that is still being written is left out.
 
     Raises ValueError naming a line that holds no record with a step, `KEYS` and what is `needed`.
     """
@@ -322,7 +321,7 @@ def read_log(path: Path, needed: Collection[str] = ()) -> Iterator[tuple[bytes, 
                     raise TypeError
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"{path}, line {number} is damaged; remove it to go on without it") from error
-            yield line, record
+            yield record
 
 
 class JsonLines:
@@ -341,13 +340,14 @@ class JsonLines:
 
     def read(self) -> list[dict[str, Any]]:
         """Every record; see `read_log`."""
-        return [record for _, record in read_log(self.path)] if self.kept else []
+        return list(read_log(self.path)) if self.kept else []
 
     def cut_after(self, step: int) -> None:
         """Drops everything from a later step's first record on, and a last line that a crash left unfinished."""
         if self.kept:
-            kept = itertools.takewhile(lambda one: one[1]["step"] <= step, read_log(self.path))
-            os.truncate(self.path, sum(len(line) for line, _ in kept))
+            num_kept = sum(1 for _ in itertools.takewhile(lambda one: one["step"] <= step, read_log(self.path)))
+            with self.path.open("rb") as file:
+                os.truncate(self.path, sum(map(len, itertools.islice(file, num_kept))))
 
 
 def student(degrees: int) -> float:

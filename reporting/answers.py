@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from disk.run_files import half_width
+from disk.run_files import half_width, read_log
 from flags import read_json, visible
-from reporting import history, verdict
+from reporting import verdict
 
 HEAD = ["", "problems", "sampled", "difference", "greedy", "difference", "same greedy text"]
 Answers = dict[str, dict[str, Any]]  # the records of an evaluation by problem
@@ -22,7 +22,7 @@ def load(path: str) -> Answers:
     """The records of a file of `evaluate.py --out`, or of a run's newest evaluation. ValueError for anything else."""
     try:
         if Path(path).is_dir():
-            found = list(history.records(Path(path) / "eval_answers.jsonl"))
+            found = list(read_log(Path(path) / "eval_answers.jsonl"))
             records = [one for one in found if one["step"] == found[-1]["step"]]
         else:
             records = [read_json(line) for line in Path(path).read_bytes().splitlines()]

@@ -5,13 +5,12 @@ Everything is read from the run's own files, so a run that is going on or was ki
 """
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from config import SETTINGS, Config
 from disk import run_files
-from disk.run_files import with_interval
+from disk.run_files import read_log, with_interval
 from flags import read_json, visible
 from machine.alive import duration
 from reporting import health
@@ -55,12 +54,7 @@ def load(run: str | Path) -> History:
     except ValueError as error:
         raise ValueError(f"{env_file}: {error}") from error
     names = ("metrics", "eval", "warnings", "changes")
-    return History(folder, settings, env, *(list(records(folder / f"{name}.jsonl")) for name in names))
-
-
-def records(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a log; see `run_files.read_log`."""
-    return (record for _, record in run_files.read_log(path))
+    return History(folder, settings, env, *(list(read_log(folder / f"{name}.jsonl")) for name in names))
 
 
 # ---- text that nobody vouches for

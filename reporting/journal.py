@@ -22,13 +22,13 @@ import mlx.core as mx
 import numpy as np
 
 from config import Config
-from disk.run_files import JsonLines, finite, mean
+from disk.run_files import JsonLines, finite, mean, read_log
 from judging import rubrics
 from machine import gpu, world
 from problems import form
 from problems.examples import prompt_text, spread
 from problems.rewards import Logged
-from reporting import health, history, verdict
+from reporting import health, verdict
 from reporting.console import LiveLine, console_line, say, warn
 from reporting.trackers import Tracker
 from sampler import RolloutStats
@@ -341,7 +341,7 @@ class Journal:
 
     def _judge(self) -> int | None:
         """The best evaluation's step, after the verdict and its warning."""
-        answers = verdict.by_step(history.records(self.answers.path))
+        answers = verdict.by_step(read_log(self.answers.path))
         self.verdict = verdict.verdict(self.metric, self.steps, self.evaluations, answers, self.config.flat(), self.dir)
         if self.verdict and self.verdict.warning:
             self.warn_of(self.evaluations[-1]["step"], health.Finding(*self.verdict.warning))

@@ -44,13 +44,13 @@ MOST_COST = 0.01  # of a run's time, for all of its pages but the last
 
 def verdict_of(run: History) -> verdict.Verdict | None:
     """The verdict on a run so far."""
-    answers = verdict.by_step(history.records(run.dir / "eval_answers.jsonl"))
+    answers = verdict.by_step(run_files.read_log(run.dir / "eval_answers.jsonl"))
     return verdict.verdict(history.figure_of(run)[0], run.steps, run.evals, answers, run.settings, run.dir)
 
 
 def make_answers(run: History) -> dict[str, Any]:
     """Held-out problems with their answers before, during and after training, and how many went which way."""
-    by_step = verdict.by_step(history.records(run.dir / "eval_answers.jsonl"))
+    by_step = verdict.by_step(run_files.read_log(run.dir / "eval_answers.jsonl"))
     if not by_step:
         return {"rows": [], "first": [], "columns": [], "counts": {}, "left_out": 0}
     steps = sorted(by_step)

@@ -74,7 +74,7 @@ class Served:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.log = JsonLines(self.folder / f"served-{digest(self.server.url, self.server.model, *bodies)}.jsonl")
         self.log.cut_after(0)  # a line that was being written
-        records = [record for _, record in read_log(self.log.path, ("place", *Reply._fields))]
+        records = list(read_log(self.log.path, ("place", *Reply._fields)))
         known = {record["place"]: Reply(*(record[name] for name in Reply._fields)) for record in records}
         if known:
             tqdm.write(visible(f"going on with {len(known)} answers of {self.log.path}"), file=sys.stderr)

@@ -20,9 +20,11 @@ import train
 from config import Sizes
 from disk import hub
 from judge import Judge
+from judging.rubrics import load_rubric
 from machine import gpu
 from problems import chat_template
 
+JUDGED = load_rubric(RUBRIC)
 TOKENS = mx.array([[1, 5, 9, 2, 30], [7, 7, 4, 3, 2]])
 WIDE = {"hidden_size": 64, "intermediate_size": 128}  # what groups of 32 divide
 
@@ -94,7 +96,7 @@ def test_a_judge_and_a_teacher_of_4_bits_say_what_they_do_at_16(few):
     tokenizer, answers = hub.load_tokenizer(hub.DEMO), read_log(ROOT / "tests" / "judged_answers.jsonl")[:40]
     asked, said = [one[0] for one in answers], [one[1] for one in answers]
     wide, packed = gwen.load_model(hub.DEMO), gwen.load_model(few)
-    expected, scores = (Judge(model, tokenizer, RUBRIC).score(asked, said).scores.ravel() for model in (wide, packed))
+    expected, scores = (Judge(model, tokenizer, JUDGED).score(asked, said).scores.ravel() for model in (wide, packed))
     assert np.corrcoef(expected, scores)[0, 1] > 0.99 and np.abs(expected - scores).mean() < 0.1
     divergences = []
     for prompt, answer, _ in answers[:24]:
@@ -121,7 +123,7 @@ def test_a_packed_judge_takes_the_memory_that_was_said(few, monkeypatch):
     mx.reset_peak_memory()
     questions = [f"{number} " + "one " * 99 for number in range(8)]
     answers = [f"{number} " + "two " * 7 for number in range(16)]
-    readable(Judge(model, tokenizer, RUBRIC)).score([text for text in questions for _ in range(2)], answers)
+    readable(Judge(model, tokenizer, JUDGED)).score([text for text in questions for _ in range(2)], answers)
     peak = mx.get_peak_memory() - before
     print(f"{(weights + judging) / peak:.2f}")
     assert 0.95 * peak < weights + judging < 1.3 * peak

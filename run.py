@@ -237,7 +237,7 @@ class Run:
         checkpoint.refuse_other_tensors(state, self.learner.trainable, str(self.model.head_weight.dtype), self.dir)
         counts = {name: state.extra[name] for name in update.COUNTS}
         scale = {"loss_scale": update.LossScale(**state.extra["loss_scale"])}
-        tensors = {"trainable": state.trainable, "moments": state.optimizer}
+        tensors = {"trainable": dict(state.trainable), "moments": state.optimizer}
         self.learner.load(tensors | scale | counts)
         self.least_budget = state.extra.get("least_budget")
         least = min(self.sizes.train_token_budget, self.least_budget or math.inf)

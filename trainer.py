@@ -132,9 +132,10 @@ class Trainer:
             run.restore(state)
             if "rollout_batch_size" in begun.flags:  # may exceed what the checkpoint had backed off to
                 run.batch_size.rows = run.sizes.rollout_batch_size
-            state = state._replace(trainable={}, optimizer={})  # the old masters would stay for the whole run
+            state.trainable.clear()  # callers hold `begun`: the old masters would stay for the whole run
+            state.optimizer.clear()
         # only after everything has loaded, so that a user's mistake leaves no directory behind
-        run.dir = Path(world.first(lambda: self._make_dir(begun._replace(state=state))))
+        run.dir = Path(world.first(lambda: self._make_dir(begun)))
         self.config, self.dir, self.model = run.config, run.dir, run.model
         self._is_owner = True  # until the loop ends
         run.open()

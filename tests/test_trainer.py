@@ -16,6 +16,7 @@ import train
 from disk import run_files
 from problems import examples, rewards
 from train import Trainer
+from trainer import begin
 
 SMALL = dict(model="demo", batch=3, groups=4, max_tokens=12, eval_limit=16)
 QUICK = SMALL | dict(judge_chunk_size=64, eval_every=0)
@@ -50,7 +51,9 @@ def test_a_run_from_python_is_the_commands_run_and_can_be_left_and_gone_on_with(
         for _ in trainer.steps():
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) == before and "saved after step 2" in capsys.readouterr().out
-    trainer = Trainer.resume(trainer.dir)
+    begun = begin({}, resume=str(trainer.dir))
+    trainer = Trainer(begun)
+    assert begun.state.trainable == begun.state.optimizer == {}  # a second copy of the masters, for the whole run
     assert [figures["step"] for figures in trainer.steps()] == [3]
     assert ids_of(tmp_path / "command") == ids_of(tmp_path / "python")
     capsys.readouterr()

@@ -6,6 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from conftest import message_of
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load_model as mlx_lm_load_model
@@ -148,13 +149,11 @@ def test_an_adapter_is_found_in_its_own_directory_and_in_that_of_its_run(tiny_mo
     assert gwen.choose_model("demo", tmp_path / "run") == ("demo", "as asked")
     merged, same = (gwen.load_model(tiny_model, adapter=path) for path in (tmp_path / "run", adapter))
     assert mx.array_equal(merged(TOKENS), same(TOKENS))
-    with pytest.raises(ValueError, match=r"no adapter_config\.json there; give a run or the directory"):
-        adapters.find(tmp_path)
+    assert "no adapter_config.json there; give a run or the directory" in message_of(adapters.find, tmp_path)
 
 
 def test_an_unknown_target_is_refused_by_name(tiny_model):
-    with pytest.raises(ValueError, match="q_proj"):
-        lora.apply(gwen.load_model(tiny_model), 4, 2.0, ["q_proj"])
+    assert "q_proj" in message_of(lora.apply, gwen.load_model(tiny_model), 4, 2.0, ["q_proj"])
 
 
 def begun(directory, path, rank=4, scale=3.0, targets=lora.TARGETS):
@@ -194,8 +193,7 @@ def test_an_adapter_whose_query_key_and_value_have_an_a_each_needs_three_times_t
         out, width = weights[f"{name}.weight"].shape
         pairs[name] = tuple(mx.array(rng.normal(0, 0.2, shape).astype(np.float32)) for shape in ((width, 2), (2, out)))
     adapters.write_peft(adapters.Adapter("x", 2.0, pairs), tmp_path / "peft")
-    with pytest.raises(ValueError, match="--init-adapter needs --lora-rank 6, or more; it is 4"):
-        begun(tiny_model, tmp_path / "peft")
+    assert "--init-adapter needs --lora-rank 6, or more; it is 4" in message_of(begun, tiny_model, tmp_path / "peft")
     with pytest.raises(ValueError, match="adapts qkv_proj too; add that to --lora-targets"):
         begun(tiny_model, tmp_path / "peft", rank=6, targets=["o_proj"])
     merged = gwen.load_model(tiny_model, adapter=tmp_path / "peft")

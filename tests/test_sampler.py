@@ -6,6 +6,7 @@ import math
 import mlx.core as mx
 import numpy as np
 import pytest
+from conftest import message_of
 from mlx_lm.generate import generate_step
 from mlx_lm.utils import load_model as mlx_lm_load_model
 
@@ -268,8 +269,7 @@ def test_non_finite_logits_suggest_bfloat16(model, tiny_model):
 
 
 def test_a_prompt_without_tokens_is_refused(model):
-    with pytest.raises(ValueError, match="no tokens"):
-        roll(model, prompts=[[1], []])
+    assert "no tokens" in message_of(roll, model, prompts=[[1], []])
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 31, 32, 33, 1023, 1024, 1025, 40_000])

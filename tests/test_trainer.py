@@ -8,7 +8,7 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import ROOT, read_log
+from conftest import ROOT, message_of, read_log
 
 import grpo
 import preflight
@@ -104,8 +104,7 @@ def test_functions_without_a_name_are_kept_and_missed_where_they_are_not(monkeyp
     assert len(set(specs)) == 3 and specs == [rewards.spec_of(fn) for fn in functions]
     assert [rewards.load_function("--reward", spec)[1] for spec in specs] == functions
     monkeypatch.delitem(sys.modules, rewards.NAMELESS)  # as in another process
-    with pytest.raises(ValueError, match="only the program that began the run has it"):
-        rewards.load_function("--reward", specs[0])
+    assert "only the program that began the run has it" in message_of(rewards.load_function, "--reward", specs[0])
     assert rewards.load_function("--reward", rewards.spec_of(short_answers)) == ("short_answers", short_answers)
 
 
@@ -114,8 +113,7 @@ def test_rows_are_kept_by_what_they_hold_and_refused_where_json_has_no_word(tmp_
     rows = [{"prompt": "Grüße", "answer": "1"}]
     kept = examples.keep(rows)
     assert examples.keep(iter(rows)) == kept and examples.load_data(kept) == rows
-    with pytest.raises(ValueError, match="a row is no JSON"):
-        examples.keep([{"prompt": object()}])
+    assert "a row is no JSON" in message_of(examples.keep, [{"prompt": object()}])
 
 
 def test_a_mistake_from_python_is_an_error_of_one_line_and_leaves_no_directory(tmp_path, monkeypatch):

@@ -226,7 +226,8 @@ def checkpointed(layer: Block, x: mx.array, delta: mx.array | None, context: Con
         level = None if state is None else type(state)(list(before))
         x, out = layer(x, None, context._replace(state=level))
         layer.update(own)
-        return x + out, [] if level is None else level.parts[-1:]
+        # of a view the whole product of queries, keys and values would stay
+        return x + out, [] if level is None else [tuple(map(mx.contiguous, part)) for part in level.parts[-1:]]
 
     before = [] if state is None else list(state.parts)
     x, newest = mx.checkpoint(run)(layer.trainable_parameters(), x if delta is None else x + delta, before)

@@ -65,9 +65,10 @@ LAPTOP = room_of(2**34)
 PYTHON, OF_TOKEN = 170_000_000, 700  # bytes of Python, 30 MB for reading data included, and of a tokenizer by token
 # Positions of a micro-batch. On a CPU 8192 took as long for random:2m and 1.5 times as long for random:30m as 1024.
 BUDGET, GPU_BUDGET = 1024, 2048
-# Layers, beside those that are kept, while one's gradient is computed: where all are kept, and where some are not. A
-# gated delta net computes the levels of a tree one after the other.
-WORKING, LINEAR_WORKING = (1.7, 3.3), (1.1, 1.8)
+# Layers while one's gradient is computed: of one that is kept beside all that are, and of one that is computed again,
+# by whether prompts are shared. A gated delta net computes the levels of a tree one after the other.
+WORKING, LINEAR_WORKING = 1.7, 1.1
+AGAIN, LINEAR_AGAIN = (2.4, 2.0), 1.6
 TEMPLATE = 30  # tokens that a chat template and a judge's tags add to a text; four characters of which are a token
 TILES_IN_FLIGHT = 9  # of log-probabilities, those that MLX runs ahead with
 
@@ -214,23 +215,24 @@ def update_bytes(demand: Demand, sizes: Sizes) -> int:
     trained = numbers(demand.model, demand.config.model).trained
     (model, dtype, config, *_), (rows, shared, cut) = demand, micro_batches(demand, sizes)
     width, layers, (*_, length) = model.hidden_size, model.num_hidden_layers, sampling_of(config)
-    kinds = model.layer_kinds[sizes.checkpoint_layers :]  # of the layers that are kept
-    is_again, most = len(kinds) < layers, 0
+    num_again, most = sizes.checkpoint_layers, 0
+    again, kinds = model.layer_kinds[:num_again], model.layer_kinds[num_again:]  # of the layers that are kept
     for part, positions in cut:
         longest = max(len(rows[row]) for row in part)
         keys = longest + length - 1
         of_kind = {kind: positions * layer_bytes(model, dtype, keys, kind) for kind in set(model.layer_kinds)}
+        # of those that are computed again: inputs, and what rows that share a prompt see of it
+        inputs = positions * (dtype.size * width + shared * column_bytes(model, dtype) / layers) * num_again
+        inputs += len(part) * state_bytes(model, dtype) * shared
+        factors = {kind: (WORKING, AGAIN[shared]) for kind in of_kind}
+        factors |= {"linear_attention": (LINEAR_WORKING, LINEAR_AGAIN)}
         kept = sum(of_kind[kind] for kind in kinds)
-        # of those that are computed again: inputs, keys and values
-        kept += positions * (dtype.size * width + column_bytes(model, dtype) / layers) * (layers - len(kinds))
-        kept += len(part) * state_bytes(model, dtype) * shared
-        backward = max(
-            size * (LINEAR_WORKING if kind == "linear_attention" else WORKING)[is_again]
-            for kind, size in of_kind.items()
-        )
+        backward = max((of_kind[kind] * factors[kind][0] for kind in kinds), default=0.0)
+        recomputed = max((of_kind[kind] * factors[kind][1] for kind in again), default=0.0)
         if gpu.on_gpu():
-            kept += len(part) * longest * column_bytes(model, dtype) * shared  # of prompts' keys and values, joined
-            backward += (4 + 3 * dtype.size) * attention.MOST_SCORES  # of attention's gradient
+            inputs += len(part) * longest * column_bytes(model, dtype) * shared  # of prompts' keys and values, joined
+            scores = (4 + 3 * dtype.size) * attention.MOST_SCORES  # of attention's gradient
+            backward, recomputed = backward + scores, recomputed + scores
         num_tokens = positions if config.objective.loss_type == "sft" else len(part) * length
         logprobs = num_tokens * width * (8 + 2 * dtype.size)
         if has_kernels():  # logits of some rows, and their gradient
@@ -239,9 +241,9 @@ def update_bytes(demand: Demand, sizes: Sizes) -> int:
             tiles = 4 * min(TILES_IN_FLIGHT * lm_head.LOGPROB_TILE, 4 * num_tokens * model.vocab_size)
             head = 0 if config.model.lora_rank else 4 * model.vocab_size * width
             logprobs += max(tiles + head, 2 * head)  # the head's gradient: in tiles, and joined
-        most = max(most, int(kept + max(backward, logprobs)))
+        most = max(most, int(inputs + max(kept + max(backward, logprobs), recomputed)))
     # at last the gradient, and what the optimizer makes of it while old tensors go; measured: 5 to 7
-    return max(most + 4 * trained * (len(cut) > 1 or is_again), 7 * trained)
+    return max(most + 4 * trained * (len(cut) > 1 or num_again > 0), 7 * trained)
 
 
 def settle(demand: Demand, most_rows: int = USUAL_ROWS, room: float | None = None) -> Sizes:

@@ -1,6 +1,7 @@
 """A policy on a server: `evaluate.py --url` asks a scripted one on loopback; a real one: tests/test_judge.py."""
 
 import collections
+import contextlib
 import json
 from pathlib import Path
 
@@ -41,19 +42,16 @@ def serve(monkeypatch, tmp_path):
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Endpoint, "concurrency", 1)
-    servers = []
+    with contextlib.ExitStack() as servers:
 
-    def start(answer):
-        def any_path(number, body):
-            given = answer(body)
-            return given if isinstance(given, tuple) else (200, given, {})
+        def start(answer):
+            def any_path(number, body):
+                given = answer(body)
+                return given if isinstance(given, tuple) else (200, given, {})
 
-        servers.append(Server(any_path))
-        return servers[-1]
+            return servers.enter_context(contextlib.closing(Server(any_path)))
 
-    yield start
-    for server in servers:
-        server.close()
+        yield start
 
 
 def asked(server):

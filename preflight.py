@@ -14,6 +14,7 @@ K kv heads, D head dim, F mlp width.
 
 import argparse
 import dataclasses
+import math
 import subprocess
 import sys
 import tempfile
@@ -487,6 +488,9 @@ def verdict(config: Config, steps: list[dict[str, Any]], answers: list[dict[str,
     for answer in answers[:: max(len(answers) // SHOWN, 1)][:SHOWN]:
         reward = "unreadable" if answer["reward"] is None else f"{answer['reward']:.3g}"
         yield f"  {reward}  {short(prompt_text(answer['prompt']))} -> {short(answer['completion'])}"
+    likely = [(share * num_groups + 1) / (num_groups + 2) for share in (signals, cut)]  # 0 of few is not none
+    around = max(1.96 * math.sqrt(share * (1 - share) / num_groups) for share in likely)
+    yield f"the next shares are those of {num_groups} groups before training, within {around:.0%}; learning moves them"
     yield (
         f"{len(steps)} steps, {len(answers)} answers: {signals:.0%} of the groups have a signal, {cut:.0%} of the "
         f"answers are cut off, {degenerate:.0%} repeat or copy"

@@ -195,6 +195,7 @@ def test_a_trial_says_go_or_what_to_change(figures, rewards, flags, last):
     assert said.startswith(last) or (last[0] == ";" and last in said)
     assert pace == "2.0 to 3.1 s a step, 90 in 3 min to 5 min without evaluations, 1.50 GB"
     assert "mean 0.5, which training raises" in shown[-2] and "0.3: what it learns from" in shown[-1]
+    assert "of 12 groups before training, within 28%; " in shown[-4] or figures
     assert shown[0] == f"  {rewards[0]:.3g}  'What?' -> 'That.'"
 
 

@@ -8,7 +8,7 @@ Converts tensor names to those of the fused projections, and back. Left out: the
 
 import contextlib
 import importlib.util
-import logging
+import itertools
 import os
 import re
 import sys
@@ -119,16 +119,15 @@ def make_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) -
     generation: the content of `generation_config.json`, whose end tokens go before those of `config.json`.
     Raises ValueError naming a value that no model has, or the unsupported feature.
     """
-    model_type, outer = raw.get("model_type"), raw
-    if model_type == TEXT_PART:
-        model_type, outer = "qwen3_5", {}
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
+    outer = {"model_type": "qwen3_5", "text_config": raw} if raw.get("model_type") == TEXT_PART else raw
+    if (model_type := outer.get("model_type")) not in list(FAMILIES):
         known = ", ".join(f"{name} ({family.members})" for name, family in FAMILIES.items())
         raise ValueError(f"config.json has model_type {model_type!r:.60}; supported are {known}")
     family = FAMILIES[model_type]
-    if family.is_hybrid and outer:
+    if family.is_hybrid:
         raw = text if isinstance(text := outer.get("text_config"), dict) else {}
-    refuse_unsupported({**outer, **raw})
+    both = {**outer, **raw}
+    refuse_unsupported(both)
     sizes = {key: checked(raw, key, 1, 2**21) for key in ("hidden_size", "intermediate_size", "vocab_size")}
     num_heads, kinds = checked(raw, "num_attention_heads", 1, 2**10), layer_kinds(raw, model_type)
     head_dim = checked(raw, "head_dim", 2, 2**10, default=sizes["hidden_size"] // num_heads)
@@ -136,11 +135,9 @@ def make_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) -
     theta, share, scaling = rope_settings(raw, family, max_positions)
     if share * head_dim % 2:
         raise ValueError(f"config.json rotates {share:g} of head_dim={head_dim}; rotary positions need an even number")
-    eos = end_ids("config.json", {**outer, **raw}, sizes["vocab_size"])
+    eos = end_ids("config.json", both, sizes["vocab_size"])
     eos = end_ids("generation_config.json", generation or {}, sizes["vocab_size"]) or eos
-    delta = None
-    if "linear_attention" in kinds:
-        delta = DeltaSizes(*(checked(raw, key, 1, 2**10, default) for key, default in DELTA_SIZES.items()))
+    delta_sizes = (checked(raw, f"linear_{key}", 1, 2**10, default) for key, default in DELTA_SIZES.items())
     return ModelConfig(
         model_type=model_type,
         **sizes,
@@ -150,20 +147,20 @@ def make_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) -
         head_dim=head_dim,
         rms_norm_eps=checked(raw, "rms_norm_eps", 0.0, 1.0),
         max_position_embeddings=max_positions,
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", outer.get("tie_word_embeddings", family.tied))),
+        tie_word_embeddings=bool(both.get("tie_word_embeddings", family.tied)),
         rope_theta=theta,
         rope_scaling=scaling,
         rotary_dim=int(share * head_dim),
-        delta=delta,
+        delta=DeltaSizes(*delta_sizes) if "linear_attention" in kinds else None,
         eos_ids=tuple(eos),
-        packing=outer.get("quantization") or raw.get("quantization") or None,
+        packing=both.get("quantization") or None,
         raw=raw,
     )
 
 
 DELTA_SIZES = {  # in the order of `DeltaSizes`, and what is taken where config.json has none, if anything
-    **{f"linear_{name}": None for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")},
-    "linear_conv_kernel_dim": 4,
+    **dict.fromkeys(("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")),
+    "conv_kernel_dim": 4,
 }
 
 
@@ -274,14 +271,9 @@ def to_raw(config: ModelConfig, dtype: mx.Dtype) -> dict[str, Any]:
         "eos_token_id": list(config.eos_ids) or None,
     }
     old = ("torch_dtype", "rope_parameters", "quantization", "quantization_config")
+    spelled = "num_key_value_heads head_dim max_position_embeddings rope_theta rope_scaling".split()
     raw = {key: value for key, value in config.raw.items() if key not in old} | common
-    raw |= {
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "max_position_embeddings": config.max_position_embeddings,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": config.rope_scaling,
-    }
+    raw |= {key: getattr(config, key) for key in spelled}
     if not config.family.is_hybrid:
         return raw
     del raw["rope_scaling"]
@@ -329,15 +321,13 @@ def unfuse_weights(weights: dict[str, mx.array], config: ModelConfig) -> dict[st
     """This model's names -> Hugging Face names and parts."""
     out: dict[str, mx.array] = {}
     for name, array in weights.items():
-        fused = next((f for f in FUSED if f in name), None)
-        prefix = "" if name.startswith("lm_head") else "model."
-        if fused is None:
-            out[prefix + name] = array
+        name = name if name.startswith("lm_head") else f"model.{name}"
+        if (fused := next((f for f in FUSED if f in name), None)) is None:
+            out[name] = array
             continue
-        rows = part_rows(config, fused)
-        ends = [sum(rows[: i + 1]) for i in range(len(rows) - 1)]
+        *ends, _ = itertools.accumulate(part_rows(config, fused))
         for part, part_array in zip(FUSED[fused], mx.split(array, ends), strict=True):
-            out[prefix + name.replace(fused, part)] = part_array
+            out[name.replace(fused, part)] = part_array
     return out
 
 
@@ -374,14 +364,14 @@ def unpack(weights: dict[str, mx.array], ways: dict[str, dict[str, Any]]) -> Non
 HYBRID_PREFIX, MLX_LM_PREFIX = "model.language_model.", "language_model."
 
 
-def _moved(weights: dict[str, mx.array], offset: float, source: int, target: int) -> dict[str, mx.array]:
-    """Weights with an offset added to norms, and an axis of convolutions moved."""
+def _moved(weights: dict[str, mx.array], offset: float) -> dict[str, mx.array]:
+    """Weights with an offset added to norms, and the last axes of convolutions swapped."""
     out = dict(weights)
     for name, array in weights.items():
         if name.endswith("norm.weight") and "linear_attn" not in name:
             out[name] = (array.astype(mx.float32) + offset).astype(array.dtype)
         elif name.endswith("conv1d.weight"):
-            out[name] = mx.contiguous(mx.moveaxis(array, source, target))
+            out[name] = mx.contiguous(array.swapaxes(1, 2))
     return out
 
 
@@ -398,7 +388,7 @@ def from_stored(weights: dict[str, mx.array], family: Family) -> tuple[dict[str,
     named = ((plain(name), array) for name, array in weights.items())
     out = {name: array for name, array in named if not name.startswith(family.skipped)}
     if any(name.endswith("conv1d.weight") and array.shape[-1] == 1 for name, array in out.items()):
-        out = _moved(out, -family.norm_offset, 1, 2)
+        out = _moved(out, -family.norm_offset)
     return out, len(weights) - len(out)
 
 
@@ -406,14 +396,13 @@ def to_mlx_lm(weights: dict[str, mx.array], family: Family) -> dict[str, mx.arra
     """ "model.layers…" as mlx_lm's model holds them, where `from_stored` reads them."""
     if not family.is_hybrid:
         return weights
-    return {MLX_LM_PREFIX + name: array for name, array in _moved(weights, family.norm_offset, 2, 1).items()}
+    return {MLX_LM_PREFIX + name: array for name, array in _moved(weights, family.norm_offset).items()}
 
 
 def to_hub(weights: dict[str, mx.array], family: Family) -> dict[str, mx.array]:
     """ "model.layers…" as Hugging Face stores them."""
     prefix = HYBRID_PREFIX if family.is_hybrid else "model."
-    named = ((name, name.removeprefix("model."), array) for name, array in weights.items())
-    return {name if name.startswith("lm_head") else prefix + rest: array for name, rest, array in named}
+    return {name.replace("model.", prefix, 1): array for name, array in weights.items()}  # or "lm_head.weight"
 
 
 # ---- files
@@ -510,11 +499,9 @@ def hub_directory(hub_id: str, files: list[str] = HUB_FILES) -> Path:
     from huggingface_hub import constants, errors
 
     repo, _, revision = hub_id.partition("@")
-    logger = logging.getLogger("huggingface_hub")
-    level = logger.level
-    logger.setLevel(logging.ERROR)  # retries would fill a screen; our error says the outcome in one line
+    how: Any = {"revision": revision or None, "allow_patterns": files}
+    huggingface_hub.logging.set_verbosity_error()  # retries would fill a screen; our error says the outcome in one line
     try:
-        how: Any = {"revision": revision or None, "allow_patterns": files}
         try:
             huggingface_hub.snapshot_download(repo, **how, local_files_only=True)
         except errors.LocalEntryNotFoundError:
@@ -529,8 +516,6 @@ def hub_directory(hub_id: str, files: list[str] = HUB_FILES) -> Path:
         raise ValueError(f"--model {hub_id}: the hub shows you no such model or revision") from error
     except Exception as error:  # from the hub's client or the libraries below it
         raise ValueError(f"--model {hub_id}: {type(error).__name__}: {first_line(error)}") from error
-    finally:
-        logger.setLevel(level)
 
 
 def describe_cache() -> tuple[str, bool]:
@@ -538,9 +523,8 @@ def describe_cache() -> tuple[str, bool]:
     import huggingface_hub
     from huggingface_hub import constants
 
-    path = huggingface_hub.try_to_load_from_cache(DEFAULT_MODEL, "config.json")
-    state = "in it" if isinstance(path, str) else "not in it"
-    said = f"its cache is {constants.HF_HUB_CACHE}, and {DEFAULT_MODEL} is {state}"
+    is_there = isinstance(huggingface_hub.try_to_load_from_cache(DEFAULT_MODEL, "config.json"), str)
+    said = f"its cache is {constants.HF_HUB_CACHE}, and {DEFAULT_MODEL} is {'' if is_there else 'not '}in it"
     try:
         huggingface_hub.HfApi().model_info(DEFAULT_MODEL, timeout=3)
         return f"hub: answers; {said}", True

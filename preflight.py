@@ -148,17 +148,15 @@ def sampling_of(config: Config) -> tuple[int, int, int]:
 
 def estimate(demand: Demand, sizes: Sizes) -> Need:
     """What a run needs at most."""
-    kept, samples = stays(demand), demand.config.objective.loss_type != "sft"
-    rollout = sampled_bytes(demand, sizes) if samples else 0
-    update = update_bytes(demand, sizes)
-    return Need(kept, {"rollout": rollout, "judging": judging_bytes(demand), "update": update})
+    phases = {"rollout": sampled_bytes(demand, sizes.rollout_batch_size), "judging": judging_bytes(demand)}
+    return Need(stays(demand), phases | {"update": update_bytes(demand, sizes)})
 
 
-def sampled_bytes(demand: Demand, sizes: Sizes) -> int:
-    """What a rollout takes: caches, and what is computed at once."""
-    sampling, lengths = demand.config.sampling, demand.longest
-    how = sampling.groups, sampling.max_tokens, sizes.rollout_batch_size
-    return sum(rollout_bytes(demand.model, demand.dtype, lengths, *how))
+def sampled_bytes(demand: Demand, rows: int) -> int:
+    """What a rollout of so many rows at once takes: caches, and what is computed."""
+    _, groups, length = sampling_of(demand.config)
+    is_given = demand.config.objective.loss_type == "sft"
+    return 0 if is_given else sum(rollout_bytes(demand.model, demand.dtype, demand.longest, groups, length, rows))
 
 
 def stays(demand: Demand) -> dict[str, int]:
@@ -168,7 +166,7 @@ def stays(demand: Demand) -> dict[str, int]:
     weights = num * dtype.size
     copies = dtype.size if rank and dtype != mx.float32 else 0  # of adapters in 16 bits
     masters = trained if rank or dtype != mx.float32 else 0  # float32 weights are their own
-    has_base = not rank and teacher != "self" and (judge or config.objective.beta)  # frozen, beside what trains
+    has_base = not rank and teacher != "self" and (config.objective.beta or (judge and config.judges_itself))
     moments = 0 if config.optimizer.kind == "sgd" else 8 * trained
     found = {"weights": weights, "adapters" if rank else "masters": (4 + copies) * masters, "optimizer": moments}
     if teacher:  # what it says are the hidden states of all completions
@@ -178,8 +176,7 @@ def stays(demand: Demand) -> dict[str, int]:
         found["teacher"] = own + int(np.prod(sampling_of(config))) * shape.hidden_size * dtype.size
     if judge and not config.judges_itself:
         found["judge"] = frozen_bytes(config.judge.model, judge, dtype)
-    elif has_base:
-        found["judge"] = weights
+    found["base"] = weights if has_base else 0  # frozen, beside what trains
     return found | {"Python": PYTHON + OF_TOKEN * model.vocab_size}
 
 
@@ -267,11 +264,9 @@ def settle(demand: Demand, most_rows: int = USUAL_ROWS, room: float | None = Non
         sizes = Sizes(rows, budget, count)
         if update_bytes(demand, sizes) <= room:
             break
-
-    def fits(rows: int) -> bool:
-        return sampled_bytes(demand, sizes._replace(rollout_batch_size=rows)) <= room
-
-    return sizes if sampling.rollout_batch_size else sizes._replace(rollout_batch_size=rows_at_once(fits, most_rows))
+    if not sampling.rollout_batch_size:
+        rows = rows_at_once(lambda rows: sampled_bytes(demand, rows) <= room, most_rows)
+    return sizes._replace(rollout_batch_size=rows)
 
 
 def agree(sizes: Sizes) -> Sizes:
@@ -293,6 +288,7 @@ LESS = {  # what makes a part smaller
     "optimizer": "set --lora-rank 16",
     "teacher": "take a smaller --teacher",
     "judge": "take a smaller --judge-model",
+    "base": "set --lora-rank 16",
     "rollout": "lower --rollout-batch-size or --max-tokens",
     "judging": "lower --judge-chunk-size",
     "update": "lower --train-token-budget, or set --checkpoint-layers on",
@@ -369,22 +365,17 @@ PROMPT = 256  # tokens of the prompts assumed
 STEPS, PATIENCE = 100, 3600.0  # of a run, and the seconds that those of a start should take at most
 
 
-class Fit(NamedTuple):
-    """A model and its recipe for own data on a machine: bytes, seconds a step."""
-
-    model: str
-    need: int
-    seconds: float
-
-
-def fits(room: float, chip: chips.Chip, dtype: mx.Dtype) -> Iterator[Fit]:
-    """The models that a machine of `room` bytes can train, as a run on own data by its recipe would."""
+def fits(room: float, chip: chips.Chip, dtype: mx.Dtype) -> Iterator[tuple[str, int, float]]:
+    """
+    The models that a machine of `room` bytes can train, as a run on own data by its recipe would; the bytes that it
+    needs, and the seconds that a step takes.
+    """
     for name in ["demo", *(one for one in gwen.known_models() if not one.startswith("random:"))]:
         config = merged({"model": name, "task": "own"}, None)
         demand = Demand(gwen.load_config(name), dtype, config, [PROMPT] * config.sampling.batch)
         sizes = settle(demand, room=room)
         if (need := estimate(demand, sizes).total) <= room:
-            yield Fit(name, need, chips.seconds(costs(demand, sizes), chip))
+            yield name, need, chips.seconds(costs(demand, sizes), chip)
 
 
 def fits_here() -> Iterator[str]:
@@ -395,9 +386,10 @@ def fits_here() -> Iterator[str]:
     for name, need, seconds in found:  # below a second Python takes most of a step
         times = (two_digits(one) if one >= 1 else "<1" for one in (seconds, seconds * STEPS / 60))
         yield "{:28}{:6.1f}{:>10}{:>13}".format(name, need / 1e9, *times)
-    best = max((fit for fit in found if STEPS * fit.seconds < PATIENCE), key=lambda fit: fit.need, default=found[0])
-    own = "" if best.model == "demo" else " --data mine.jsonl --reward mine.py:score"  # README.md shows both
-    yield f"start with: {command(merged({'model': best.model}, None).flat())} --model {best.model}{own}"
+    soon = [(need, name) for name, need, seconds in found if STEPS * seconds < PATIENCE]
+    _, best = max(soon, default=(0, "demo"))
+    own = "" if best == "demo" else " --data mine.jsonl --reward mine.py:score"  # README.md shows both
+    yield f"start with: {command(merged({'model': best}, None).flat())} --model {best}{own}"
 
 
 # ---- the command

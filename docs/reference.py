@@ -74,7 +74,7 @@ def memory_page() -> str:
     chip = next(one for one in chips.load() if one.name == "M4")
     with mock.patch.object(gpu, "on_gpu", lambda: True):
         found = [list(preflight.fits(preflight.room_of(size << 30), chip, mx.float16)) for size in SIZES]
-    needs = [{fit.model: f"{fit.need / 1e9:.1f}" for fit in fits} for fits in found]
+    needs = [{name: f"{need / 1e9:.1f}" for name, need, _ in fits} for fits in found]
     rows = [f"| {' | '.join([name, *(one.get(name, '') for one in needs)])} |" for name in needs[-1]]
     return filled(MEMORY, section("### GB, by the memory of the Mac", ["model", *map(str, SIZES)], rows))
 

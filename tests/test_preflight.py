@@ -121,6 +121,17 @@ def test_16_bit_weights_that_train_have_float32_masters():
         assert need.stays["masters"] == expected * need.stays["weights"] / dtype.size
 
 
+def test_a_model_that_trains_whole_is_held_twice_where_it_is_its_own_judge_or_the_reference():
+    def stays(**flags):
+        return preflight.stays(demand_of(make_config(lora_rank=0, **flags))._replace(rubric=RUBRIC))
+
+    other, frozen, both = (
+        stays(**flags) for flags in ({"judge_model": "demo"}, {}, {"judge_model": "demo", "beta": 0.1})
+    )
+    assert other["base"] == 0 and frozen["base"] == frozen["weights"] and "judge" not in frozen
+    assert both == other | {"base": both["weights"]} and other["judge"] < 0.01 * both["base"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_auto_cuts_micro_batches_before_it_computes_layers_again(monkeypatch, on_gpu):

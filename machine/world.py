@@ -27,7 +27,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -61,10 +61,6 @@ def rank() -> int:
 
 def size() -> int:
     return _link.size if _link else 1
-
-
-def name_of(number: int) -> str:
-    return _link.names[number] if _link else ""
 
 
 def is_first() -> bool:
@@ -130,11 +126,13 @@ def of_first(arrays: dict[str, mx.array]) -> dict[str, mx.array]:
 
 def compare(facts: dict[str, Any]) -> None:
     """Raises Lost, on every machine, if one has another value of a fact than rank 0 has."""
-    ours, *others = share(facts)
-    for number, theirs in enumerate(others, 1):
-        if other := [name for name in ours if ours[name] != theirs[name]]:
-            pair = f"{name_of(number)} has another {other[0]} than {name_of(0)}"
-            raise Lost(f"{pair}: {theirs[other[0]]}, not {ours[other[0]]}; make them the same")
+    if _link is None:
+        return
+    (first, ours), *others = zip(_link.names, share(facts), strict=True)
+    for name, theirs in others:
+        for fact, its in theirs.items():
+            if its != ours[fact]:
+                raise Lost(f"{name} has another {fact} than {first}: {its}, not {ours[fact]}; make them the same")
 
 
 def code_checksum() -> int:
@@ -173,16 +171,14 @@ def joined() -> Iterator[None]:
     sends them, do what Ctrl-C does. Raises ValueError if the machines do not find each other.
     """
     global _link
-    if "MLX_RANK" not in os.environ and "OMPI_COMM_WORLD_RANK" not in os.environ:
+    group = None
+    if not {"MLX_RANK", "OMPI_COMM_WORLD_RANK"}.isdisjoint(os.environ):
+        with alive.doing("waiting for the other machines"):
+            group = _init()
+    if group is None or group.size() == 1:
         yield
         return
-    streams = sys.stdout, sys.stderr
-    with alive.doing("waiting for the other machines"):
-        group = _init()
-    if group.size() == 1:
-        yield
-        return
-    _link = _Link(group)
+    _link, streams = _Link(group), (sys.stdout, sys.stderr)
     for number in endings()[1:]:
         signal.signal(number, interrupt)
     try:
@@ -218,7 +214,7 @@ def interrupt(number: int, *_: Any) -> NoReturn:
 
 def signed(error: BaseException) -> str:
     """What ended this machine, with its name where there are several."""
-    return _reason(error) if _link is None else f"{name_of(rank())}: {_reason(error)}"
+    return _reason(error) if _link is None else f"{_link.names[_link.rank]}: {_reason(error)}"
 
 
 def _reason(error: BaseException) -> str:
@@ -255,51 +251,43 @@ class _Link:
         self.names = [f"rank {number}" for number in range(self.size)]
         self.waited, self.num_pieces = 0.0, 0
         self.is_over, self.is_stuck = False, False
-        self.jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        self.jobs: queue.SimpleQueue[tuple[Future[list[bytes]], tuple[Any, ...]]] = queue.SimpleQueue()
         threading.Thread(target=self._work, daemon=True).start()
         atexit.register(self._leave)  # first, so that it runs last
 
     # ---- in the main thread
 
-    def meet(self, kind: str, data: bytes = b"", flat: np.ndarray | None = None) -> list[bytes]:
+    def meet(self, kind: str, data: bytes = b"", flat: np.ndarray | None = None, reason: str = "") -> list[bytes]:
         """
-        The data of all machines; or none, and flat becomes the sum of theirs. Raises Lost if one ends or is gone.
+        The data of all machines; or none, and flat becomes the sum of theirs. reason: why this machine ends.
 
-        It is one job of the thread: a Ctrl-C here leaves no other machine in the middle.
+        It is one job of the thread: a Ctrl-C here leaves no other machine in the middle. Raises Lost if a machine ends
+        or is gone, or if no piece comes for PATIENCE seconds; TELL, for one that ends itself.
         """
         if self.is_over:
             raise Lost("the machines have parted")
-        begin = time.monotonic()
-        found: list[bytes] = self._done(lambda: self._meet(kind, data, flat), PATIENCE)
-        self.waited += time.monotonic() - begin
-        return found
-
-    def _done(self, job: Callable[[], Any], patience: float) -> Any:
-        """What a job of the thread gives. Raises Lost if that is an error, or if no piece comes for so many seconds."""
-        future: Future[Any] = Future()
-        self.jobs.put((job, future))
-        while True:
+        begin, patience, before = time.monotonic(), TELL if reason else PATIENCE, -1
+        future: Future[list[bytes]] = Future()
+        self.jobs.put((future, (kind, data, flat, reason)))
+        while not future.done() and before < self.num_pieces:
             before = self.num_pieces
-            try:
-                return future.result(patience)
-            except TimeoutError:
-                if before == self.num_pieces:
-                    self.is_stuck = True
-                    self.end(f"a machine hangs or is very late: nothing came from it for {patience:.0f} s")
-            except Lost as error:
-                self.end(str(error))
-            except Exception as error:
-                self.end(f"another machine is gone, or the network to it ({error})")
-
-    def end(self, reason: str) -> NoReturn:
+            wait([future], patience)
+        self.waited += time.monotonic() - begin
+        self.is_stuck = not future.done()
+        if self.is_stuck:
+            why = f"a machine hangs or is very late: nothing came from it for {patience:.0f} s"
+        elif error := future.exception():
+            why = str(error) if isinstance(error, Lost) else f"another machine is gone, or the network to it ({error})"
+        else:
+            return future.result()
         self.is_over = True
-        raise Lost(reason)
+        raise Lost(why)
 
     def tell(self, error: BaseException) -> None:
         """Says to the others, at their next meeting, why this machine ends; waits for a short time only."""
         if not self.is_over and not (isinstance(error, SystemExit) and not error.code):
             with contextlib.suppress(Lost, KeyboardInterrupt):
-                self._done(lambda: self._heads("", 0, " ".join(_reason(error).split())), TELL)
+                self.meet("", reason=" ".join(_reason(error).split())[:1000])
         self.is_over = True
 
     def _leave(self) -> None:
@@ -313,31 +301,26 @@ class _Link:
 
     def _work(self) -> None:
         while True:
-            job, future = self.jobs.get()
+            future, job = self.jobs.get()
             try:
-                future.set_result(job())
-            except BaseException as error:  # the main thread raises it
+                future.set_result(self._meet(*job))
+            except BaseException as error:  # the main thread tells it
                 future.set_exception(error)
 
-    def _meet(self, kind: str, data: bytes, flat: np.ndarray | None) -> list[bytes]:
+    def _meet(self, kind: str, data: bytes, flat: np.ndarray | None, reason: str) -> list[bytes]:
         """Exchanges messages, then what they announce. Raises Lost if a machine ends, or if one is about another."""
-        sizes = self._heads(kind, len(data))
+        head = json.dumps([reason, zlib.crc32(kind.encode()), len(data)])  # a character of the reason is 12 at most
+        reasons, kinds, sizes = zip(*map(json.loads, self._gathered(head.encode().ljust(HEAD))), strict=True)
+        for name, its in zip(self.names, reasons, strict=True):
+            if its:
+                raise Lost(f"{name}: {its}")
+        if len(set(kinds)) > 1:
+            raise Lost(f"the machines have lost step with each other, at a {kind}; start them again")
         if flat is not None:
             for part in np.split(flat, range(BLOCK, len(flat), BLOCK)):
                 part[:] = self._all(mx.distributed.all_sum, part)
         pieces = self._gathered(data.ljust(max(sizes), b"\0")) if max(sizes) else [b""] * self.size
         return [piece[:size] for piece, size in zip(pieces, sizes, strict=True)]
-
-    def _heads(self, kind: str, num_bytes: int, reason: str = "") -> list[int]:
-        """Tells the others what this machine brings, or why it ends; the bytes that each of them brings."""
-        mine = json.dumps([zlib.crc32(kind.encode()), num_bytes, reason[:1000]]).encode()  # a character is 12 at most
-        heads = [json.loads(head) for head in self._gathered(mine.ljust(HEAD))]
-        for name, (_, _, its) in zip(self.names, heads, strict=True):
-            if its:
-                raise Lost(f"{name}: {its}")
-        if len({kind for kind, *_ in heads}) > 1:
-            raise Lost(f"the machines have lost step with each other, at a {kind}; start them again")
-        return [size for _, size, _ in heads]
 
     def _gathered(self, data: bytes) -> list[bytes]:
         """The bytes of all machines, which bring equally many."""

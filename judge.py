@@ -88,7 +88,7 @@ class Judge(Grader):
         self._check_room(texts)
         prompts: dict[int, Prompt] = {}  # by index of their question
         for place, (prompt, completion, column) in enumerate(questions):
-            runs = texts[prompt], answers[completion], self.prompts.tails[column][self.prompts.num_common :]
+            runs = texts[prompt], answers[completion], self.prompts.own[column]
             if len(self.prompts.head) + sum(map(len, runs)) <= self.room:
                 prompts[place] = tuple(map(tuple, runs))
             else:

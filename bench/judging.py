@@ -47,9 +47,9 @@ def make_work(args: argparse.Namespace, tokenizer: Any) -> tuple[rubrics.Rubric,
     rubric = rubrics.Rubric(preamble, criteria)
     builder = rubrics.PromptBuilder(tokenizer, rubric)
     prompts: list[tuple[list[int], ...]] = [
-        (builder.head, builder.question(prompt), builder.answer(completion), tail[builder.num_common :])
+        (builder.head, builder.question(prompt), builder.answer(completion), own)
         for prompt, completion in pairs
-        for tail in builder.tails
+        for own in builder.own
     ]
     return rubric, pairs, Work(prompts, 1, [], (), 0.0, args.judge_chunk_size, 0, with_logprobs=False)
 

@@ -2,7 +2,6 @@
 
 import re
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -11,23 +10,16 @@ from flags import read_text
 from judging.rubrics import Grader, Rubric
 from problems.examples import jsonl_records, short
 
-
-class Label(NamedTuple):
-    """A person's score of an answer on one criterion."""
-
-    prompt: str
-    completion: str
-    criterion: str
-    score: int
+TEXTS = "prompt", "completion", "criterion"
 
 
-def load(path: str | Path, rubric: Rubric) -> list[Label]:
-    """The labels of a JSONL file. Raises ValueError naming an invalid line."""
+def load(path: str | Path, rubric: Rubric) -> pd.DataFrame:
+    """The labels of a JSONL file: the scores of answers, each on one criterion. ValueError names an invalid line."""
     names, spec = [criterion.name for criterion in rubric.criteria], f"--labels {path}"
     labels = []
     for place, record in jsonl_records(spec, read_text(path, spec, 1000).encode()):
         where = f"{spec}, {place}"
-        if not isinstance(record, dict) or not all(isinstance(record.get(key), str) for key in Label._fields[:3]):
+        if not isinstance(record, dict) or not all(isinstance(record.get(key), str) for key in TEXTS):
             raise ValueError(f"{where}: it needs the texts prompt, completion and criterion, and a score")
         if re.search("[\ud800-\udfff]", record["prompt"] + record["completion"]):
             raise ValueError(f"{where}: it holds half of a surrogate pair, which is no character; remove it")
@@ -35,19 +27,19 @@ def load(path: str | Path, rubric: Rubric) -> list[Label]:
             raise ValueError(f"{where}: criterion {record['criterion']!r:.60}; the rubric's are {', '.join(names)}")
         if type(record.get("score")) is not int or not 1 <= record["score"] <= 5:
             raise ValueError(f"{where}: score {short(record.get('score'))}; it must be a whole number from 1 to 5")
-        labels.append(Label(*(record[key] for key in Label._fields)))
+        labels.append(record)
     if not labels:
         raise ValueError(f"{spec} holds no label")
-    return labels
+    return pd.DataFrame(labels)[[*TEXTS, "score"]]
 
 
-def table(labels: list[Label], given: np.ndarray) -> str:
+def table(labels: pd.DataFrame, given: np.ndarray) -> str:
     """
     Compares the scores `given` (nan: unreadable) with the labels: agreement, rank correlation, confusion table.
 
     An unreadable score counts as disagreement; Spearman's rank correlation leaves it out.
     """
-    scores = pd.DataFrame(labels).assign(given=given, rounded=np.floor(given + 0.5))
+    scores = labels.assign(given=given, rounded=np.floor(given + 0.5))
 
     def line(name: str, part: pd.DataFrame) -> str:
         off = (part.rounded - part.score).abs()
@@ -62,9 +54,8 @@ def table(labels: list[Label], given: np.ndarray) -> str:
     return "\n".join([*out, line("all", scores), "", cells.to_string()])
 
 
-def compare(grader: Grader, labels: list[Label]) -> str:
+def compare(grader: Grader, labels: pd.DataFrame) -> str:
     """The table of the scores that a judge gives to the labelled answers."""
     columns = [criterion.name for criterion in grader.rubric.criteria]
-    scores = grader.score([label.prompt for label in labels], [label.completion for label in labels]).scores
-    given = [scores[row, columns.index(label.criterion)] for row, label in enumerate(labels)]
-    return table(labels, np.array(given))
+    scores = grader.score(list(labels.prompt), list(labels.completion)).scores
+    return table(labels, scores[range(len(labels)), list(map(columns.index, labels.criterion))])

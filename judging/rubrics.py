@@ -117,9 +117,9 @@ class PromptBuilder:
         self.control = {i: token for token, i in tokenizer.get_added_vocab().items() if not token.isspace()}
         self.head, self.middle = self.trusted(head), self.trusted(middle)
         self.tails = [self.trusted(before + criterion.text + after) for criterion in rubric.criteria]
-        shortest = min(map(len, self.tails))
-        same = [len(set(column)) == 1 for column in zip(*self.tails, strict=False)] + [False]
-        self.num_common = min(same.index(False), shortest - 1)  # leading ids shared by all tails; at least one remains
+        same = [len(set(column)) == 1 for column in zip(*self.tails, strict=False)]
+        num_common = [*same[:-1], False].index(False)  # leading ids shared by all tails, of which at least one remains
+        self.common, self.own = self.tails[0][:num_common], [tail[num_common:] for tail in self.tails]
 
     def trusted(self, text: str) -> list[int]:
         """Ids of our own text, control tokens included."""
@@ -141,12 +141,7 @@ class PromptBuilder:
 
     def answer(self, completion: str) -> list[int]:
         """The ids after the question that all criteria of a completion share."""
-        return self.untrusted(completion) + self.tails[0][: self.num_common]
-
-    def __call__(self, prompt: str, completion: str) -> list[list[int]]:
-        """The J complete prompts of one completion."""
-        shared = self.head + self.question(prompt) + self.untrusted(completion)
-        return [shared + tail for tail in self.tails]
+        return self.untrusted(completion) + self.common
 
 
 def messages(rubric: Rubric, prompt: str, completion: str, criterion: Criterion) -> list[dict[str, str]]:
@@ -328,37 +323,37 @@ class Grader:
         pairs = list(zip(prompts, completions, strict=True))
         # Judge equal completions once: different padding would change scores by rounding, but a group of equal
         # completions must get equal rewards. They are a quarter to two thirds of a demo run's rows.
-        questions = self.questions(dict.fromkeys(pairs))
         identity = self.identity()
-        keys = [digest(identity, *question) for question in questions]
-        known = world.first(lambda: [self.known.get(key) for key in keys])
-        scores = dict(zip(questions, known, strict=True))
-        asked = [place for place, question in enumerate(questions) if scores[question] is None]
-        mine = [asked[number] for number in world.part_together(questions[place].prompt for place in asked)]
+        keys = {question: digest(identity, *question) for question in self.questions(dict.fromkeys(pairs))}
+        known = world.first(lambda: [self.known.get(key) for key in keys.values()])
+        scores = dict(zip(keys, known, strict=True))
+        asked = [question for question, score in scores.items() if score is None]
+        mine = world.part_together(question.prompt for question in asked)
         new: dict[Question, Evaluation] = {}
 
-        def note(place: int, evaluation: Evaluation) -> None:
-            new[questions[place]], scores[questions[place]] = evaluation, evaluation.score
+        def note(question: Question, evaluation: Evaluation) -> None:
+            new[question], scores[question] = evaluation, evaluation.score
             if not math.isnan(evaluation.score):  # an unreadable one may be readable next time
-                self.known[keys[place]] = evaluation.score
+                self.known[keys[question]] = evaluation.score
                 self.on_score()
 
         if mine:
-            with contextlib.closing(self.evaluations([questions[place] for place in mine])) as arriving:
+            with contextlib.closing(self.evaluations([asked[place] for place in mine])) as arriving:
                 for number, evaluation in arriving:
-                    note(mine[number], evaluation)
+                    note(asked[mine[number]], evaluation)
                     if len(new) == FIRST:
                         self._refuse_unreadable(new)
         if asked:
-            parts = world.share([(place, *new[questions[place]]) for place in mine], f"judge's {len(asked)} questions")
-            for place, *evaluation in itertools.chain(*parts[: world.rank()], *parts[world.rank() + 1 :]):
-                note(place, Evaluation(*evaluation))
+            found: dict[int, Any] = {place: new[asked[place]] for place in mine}
+            for question, its in zip(asked, world.collect(found, f"judge's {len(asked)} questions"), strict=True):
+                if question not in new:
+                    note(question, Evaluation(*its))
             self._refuse_unreadable(new)
             self._count(new)
         table = np.array([scores[question] for question in self.questions(pairs)], float)
         table = table.reshape(len(pairs), len(self.rubric.criteria))
         mass = float(np.mean([evaluation.mass for evaluation in new.values()])) if new else math.nan
-        seconds, num_cached = time.perf_counter() - begin, len(questions) - len(new)
+        seconds, num_cached = time.perf_counter() - begin, len(keys) - len(new)
         return Judgement(rubric_reward(table, self.rubric), table, seconds, len(new), mass, num_cached)
 
     def _refuse_unreadable(self, new: dict[Question, Evaluation]) -> None:

@@ -226,6 +226,12 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def whole_prompts(builder: Any, prompt: str, completion: str) -> list[list[int]]:
+    """The judge's prompts for one completion, one a criterion, as nothing shares them."""
+    shared = builder.head + builder.question(prompt) + builder.untrusted(completion)
+    return [shared + tail for tail in builder.tails]
+
+
 def untimed(path: Path) -> list[dict[str, Any]]:
     """A log without what depends on the clock and the machine."""
     timed = re.compile(r"(/s|_s|tok_s)$|tok_s/|^mem/")

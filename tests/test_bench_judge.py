@@ -4,6 +4,7 @@ import argparse
 
 import numpy as np
 import pytest
+from conftest import whole_prompts
 
 import bench_rollout
 import gwen
@@ -22,7 +23,7 @@ def test_the_work_is_distinct_texts_of_the_length_asked_for_as_the_judge_puts_th
     assert {(len(prompt.split()), len(text.split())) for prompt, text in pairs} == {(40, 30)}
     assert [len(set(texts)) for texts in zip(*pairs, strict=True)] == [2, 6]
     builder = rubrics.PromptBuilder(DEMO, rubric)
-    assert work.rows == [ids for pair in pairs for ids in builder(*pair)] and len(work.rows) == 18
+    assert work.rows == [ids for pair in pairs for ids in whole_prompts(builder, *pair)] and len(work.rows) == 18
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 import pytest
-from conftest import message_of, read_log, readable, write_log
+from conftest import message_of, read_log, readable, whole_prompts, write_log
 from test_remote_judge import completion, serving  # noqa: F401  a fixture
 
 import gwen
@@ -125,7 +125,7 @@ def test_a_score_is_the_expectation_over_the_digits_of_the_prompt_judged_alone(
         grader = judge.Judge(model, tokenizer, rubric)
         judged = evaluate(grader, pairs)
         for row, pair in enumerate(pairs):
-            for column, ids in enumerate(grader.prompts(*pair)):
+            for column, ids in enumerate(whole_prompts(grader.prompts, *pair)):
                 score, mass = expected_score(alone(model, ids), digits)
                 assert judged.scores[row, column] == pytest.approx(score, abs=1e-3)
                 assert judged.mass[row, column] == pytest.approx(mass, rel=1e-3, abs=1e-6)
@@ -151,7 +151,7 @@ def test_a_decoded_reply_is_the_greedy_one_of_the_prompt_alone(demo, think, end)
         return made
 
     for row, pair in enumerate(zip(prompts, completions, strict=True)):
-        for column, ids in enumerate(grader.prompts(*pair)):
+        for column, ids in enumerate(whole_prompts(grader.prompts, *pair)):
             thoughts = greedy(ids, think, eos | {end})
             kinds.add(think and (thoughts[-1] == end, thoughts[-1] in eos))
             reply = thoughts
@@ -183,9 +183,10 @@ def test_a_score_whose_prompt_is_longer_than_the_judge_s_context_is_unreadable_a
 ):
     grader = judge.Judge(*demo, UNEVEN, mode=mode)
     prompt, room = "Add one and two.", rubrics.REPLY_TOKENS if mode == "decode" else 0
-    shortest = 1024 - room - max(map(len, grader.prompts(prompt, "")))  # words of the longest answer that fits
+    longest = max(map(len, whole_prompts(grader.prompts, prompt, "")))
+    shortest = 1024 - room - longest  # words of the longest answer that fits
     completions = ["Three.", *(" one" * num for num in range(shortest - 1, shortest + 25, 3)), " one" * 2000]
-    sizes = np.array([[len(ids) + room for ids in grader.prompts(prompt, text)] for text in completions])
+    sizes = np.array([[len(ids) + room for ids in whole_prompts(grader.prompts, prompt, text)] for text in completions])
     assert {tuple(row) for row in (sizes <= 1024).tolist()} >= {(True,) * 3, (True, False, True), (False,) * 3}
     judged = evaluate(grader, [(prompt, text) for text in completions])
     nothing = "(nothing, as the answer does not fit into its context of 1024 tokens)"

@@ -3,6 +3,7 @@
 import json
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from judging import labels, rubrics
@@ -14,7 +15,7 @@ LABEL = {"prompt": "q", "completion": "a", "criterion": "curiosity", "score": 3}
 def table(scores, given, criteria=None):
     """The words of the table's lines for labels of these scores, of "curiosity" where no criteria are named."""
     names = criteria or ["curiosity"] * len(scores)
-    known = [labels.Label("q", "a", name, score) for name, score in zip(names, scores, strict=True)]
+    known = pd.DataFrame({"prompt": "q", "completion": "a", "criterion": names, "score": scores})
     return [line.split() for line in labels.table(known, np.array(given)).splitlines()]
 
 
@@ -44,7 +45,7 @@ def test_the_forty_labels_of_the_values_rubric_can_be_read_and_use_the_whole_sca
     known = labels.load("data/values_labels.jsonl", RUBRIC)
     assert len(known) == 40
     for criterion in RUBRIC.criteria:
-        assert {label.score for label in known if label.criterion == criterion.name} == {1, 2, 3, 4, 5}
+        assert {*known.score[known.criterion == criterion.name]} == {1, 2, 3, 4, 5}
 
 
 @pytest.mark.parametrize(
@@ -72,7 +73,7 @@ def test_line_separators_in_a_text_blank_lines_and_a_byte_order_mark_are_no_mist
     line = json.dumps(record, ensure_ascii=False)
     for text in (line, f"{line}\n", f"\n{line}\r\n  \n\n", f"\ufeff{line}\n"):
         (tmp_path / "labels.jsonl").write_bytes(text.encode())
-        assert [label._asdict() for label in labels.load(tmp_path / "labels.jsonl", RUBRIC)] == [record]
+        assert labels.load(tmp_path / "labels.jsonl", RUBRIC).to_dict("records") == [record]
 
 
 def test_a_file_without_labels_is_refused(tmp_path):

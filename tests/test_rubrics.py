@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 import pytest
-from conftest import message_of
+from conftest import message_of, whole_prompts
 from tokenizers import AddedToken, normalizers
 
 from disk import hub
@@ -47,7 +47,7 @@ def test_judged_text_cannot_end_its_section_or_write_control_tokens(text):
     assert not set(DEMO.get_added_vocab().values()) & set(ids)
     for tag in ("<answer>", "</answer>", "<question>", "</question>"):
         assert tag not in DEMO.decode(ids).lower().replace(" >", ">").replace("/ ", "/")
-    for whole in (builder("Add one and two.", text)[0], builder(text, "Three.")[0]):
+    for whole in (whole_prompts(builder, "Add one and two.", text)[0], whole_prompts(builder, text, "Three.")[0]):
         assert DEMO.decode(whole).count("</answer>") == 1 and DEMO.decode(whole).count("</question>") == 1
         assert whole.count(DEMO.convert_tokens_to_ids("<|im_start|>")) == 3  # system, user, assistant
         assert whole.count(DEMO.convert_tokens_to_ids("<think>")) == 1
@@ -82,20 +82,19 @@ def test_harmless_text_and_control_tokens_reach_the_judge_as_plain_text():
 
 
 def test_the_prompt_is_the_chat_template_with_thinking_as_asked():
-    ids = rubrics.PromptBuilder(DEMO, RUBRIC)("Add one and two.", "Three.")[0]
+    ids = whole_prompts(rubrics.PromptBuilder(DEMO, RUBRIC), "Add one and two.", "Three.")[0]
     assert DEMO.decode(ids).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
-    ids = rubrics.PromptBuilder(DEMO, RUBRIC, thinking=True)("Add one and two.", "Three.")[0]
+    ids = whole_prompts(rubrics.PromptBuilder(DEMO, RUBRIC, thinking=True), "Add one and two.", "Three.")[0]
     assert DEMO.decode(ids).endswith("<|im_start|>assistant\n")
 
 
 def test_the_segments_of_a_prompt_joined_are_the_prompt_and_no_criterion_is_empty():
     for criteria in (RUBRIC.criteria, RUBRIC.criteria[:1], [c._replace(text="same") for c in RUBRIC.criteria[:2]]):
         builder = rubrics.PromptBuilder(DEMO, rubrics.Rubric("Grade.", list(criteria)))
-        own = [tail[builder.num_common :] for tail in builder.tails]
-        assert min(map(len, own)) >= 1
+        assert min(map(len, builder.own)) >= 1
         shared = builder.head + builder.question("Add one and two.") + builder.answer("Three.")
-        assert [shared + tail for tail in own] == builder("Add one and two.", "Three.")
-        text = DEMO.decode(shared + own[0])
+        assert [shared + own for own in builder.own] == whole_prompts(builder, "Add one and two.", "Three.")
+        text = DEMO.decode(shared + builder.own[0])
         assert "<question>\nAdd one and two.\n</question>\n<answer>\nThree.\n</answer>\n" in text
 
 

@@ -81,19 +81,20 @@ def load_data(spec: str, columns: str | None = None, read: Callable[[Example], E
     for where, record in records:
         if not isinstance(record, dict):
             raise ValueError(f'{spec}, {where}: {short(record)} is not an object; write {{"prompt": "..."}}')
-    present = dict.fromkeys(name for _, record in records for name in record)
-    renames = _parse_columns(columns)
-    for ours, theirs in renames.items():
+    present, renames = dict.fromkeys(name for _, record in records for name in record), dict[str, str]()
+    for part in [] if columns is None else columns.split(","):
+        ours, equals, theirs = (piece.strip() for piece in part.partition("="))
+        if not (ours and equals and theirs) or ours in renames:
+            raise ValueError(f"--columns: {part!r} is not OURS=THEIRS, each once; write prompt=question,answer=answer")
         if theirs not in present:
             hint = f"{nearest(theirs, present)}; it has {short(list(present))}"
             raise ValueError(f"--columns {ours}={theirs}: {spec} has no column {theirs!r}{hint}")
-    examples = []
+        renames[ours] = theirs
+    gone, examples = {*renames} | {*renames.values()}.intersection(COLUMNS + RESERVED), []
     for where, record in records:
-        gone = {*renames, *(name for name in renames.values() if name in COLUMNS + RESERVED)}
         kept = {name: value for name, value in record.items() if name not in gone}
-        example = kept | {ours: record[theirs] for ours, theirs in renames.items() if theirs in record}
         try:
-            examples.append(read(example))
+            examples.append(read(kept | {ours: record[theirs] for ours, theirs in renames.items() if theirs in record}))
         except ValueError as error:
             raise ValueError(f"{spec}, {where}: {error}") from error
     names = ["prompt", *dict.fromkeys(name for example in examples for name in example if name != "prompt")]
@@ -117,15 +118,13 @@ def keep(rows: Iterable[Any]) -> str:
 
 def read_records(spec: str) -> Records:
     """The unchecked records of `load_data`. Raises ValueError if they cannot be read or there are none."""
-    path = Path(spec)
-    reader = _READERS.get(path.suffix.lower())
-    endings = ", ".join(_READERS)
+    ending, endings = Path(spec).suffix, ", ".join(_READERS)
     folder, _, part = (spec, "", "") if os.path.isdir(spec) else spec.rpartition(":")
     if os.path.isdir(folder):  # Path.is_dir() would raise for names that are too long
         records = _saved_records(spec, folder, part)
-    elif not os.path.isfile(path):
+    elif not os.path.isfile(spec):
         hub = re.fullmatch(r"([\w.-]+/[\w.-]+)(?::([^:\[\]]*))?(?::(.+))?", spec)  # config holds no slice [...]
-        if hub is None or re.fullmatch(r"\.[A-Za-z]+", path.suffix):
+        if hub is None or re.fullmatch(r"\.[A-Za-z]+", ending):
             raise ValueError(f"--data {spec}: no such file; give {endings} or a hub dataset owner/name:config:split")
         name, config, split = hub.groups()
         if split is None and config in SPLITS:  # a lone split
@@ -135,14 +134,14 @@ def read_records(spec: str) -> Records:
         except Exception as error:  # the hub's client raises its own types
             why = f"no such file, and no hub dataset that can be loaded ({one_line(error)})"
             raise ValueError(f"--data {spec}: {why}; check the spelling and the network") from error
-    elif reader is None:
-        raise ValueError(f"--data {spec} has the unknown ending {path.suffix!r}; the endings read are {endings}")
+    elif ending.lower() not in _READERS:
+        raise ValueError(f"--data {spec} has the unknown ending {ending!r}; the endings read are {endings}")
     else:
         try:
-            content = path.read_bytes()
+            content = Path(spec).read_bytes()
         except OSError as error:
             raise ValueError(f"--data {spec} cannot be read: {error.strerror}") from error
-        records = list(reader(spec, content))
+        records = list(_READERS[ending.lower()](spec, content))
     if not records:
         raise ValueError(f"--data {spec} holds no records; it needs at least one with a prompt")
     return records
@@ -241,11 +240,12 @@ def _saved_records(spec: str, folder: str, split: str) -> Records:
         why = f"is a directory that datasets did not save ({one_line(error)})"
         raise ValueError(f"--data {folder} {why}; name one file in it ({', '.join(_READERS)})") from error
     splits = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
+    first = next(iter(splits))
     if split not in splits if split else len(splits) > 1 and not splits.keys() <= set(SPLITS):
-        known = f"the splits {', '.join(splits)}; name one, as {folder}:{next(iter(splits))}"
+        known = f"the splits {', '.join(splits)}; name one, as {folder}:{first}"
         raise ValueError(f"--data {spec}{nearest(split, splits)}: {folder} has {known}")
     if split or len(splits) == 1:
-        return list(numbered(splits[split or next(iter(splits))].to_list()))
+        return list(numbered(splits[split or first].to_list()))
     return list(numbered(row | {"split": name} for name, rows in splits.items() for row in rows.to_list()))
 
 
@@ -284,27 +284,14 @@ def read_prompt(example: Example) -> Example:
         raise ValueError(f"prompt {short(prompt)} is a {type(prompt).__name__}; it must be a string or chat messages")
     elif prompt or "prompt" in example:
         check_text("prompt", prompt)
-    example = check_columns(example, prompt)
-    answer = example.get("answer")
-    if isinstance(answer, dict):
-        return example | {"prompt": prompt, "answer": json.dumps(answer, ensure_ascii=False)}
-    if isinstance(answer, list):
+    example = check_columns(example, prompt) | {"prompt": prompt}
+    if isinstance(answer := example.get("answer"), list):
         kind = f"answer {short(answer)} is a list"
         raise ValueError(f"{kind}; it must be a text or a number, or rename the column: --columns answers=answer")
-    if answer is not None and not isinstance(answer, str):
-        example = example | {"answer": None if answer != answer else str(answer)}  # nan: missing, to pandas
-    return example | {"prompt": prompt}
-
-
-def _parse_columns(columns: str | None) -> dict[str, str]:
-    """Parses "prompt=question,answer=solution", ours -> theirs. Raises ValueError naming a malformed part."""
-    renames: dict[str, str] = {}
-    for part in [] if columns is None else columns.split(","):
-        ours, equals, theirs = (piece.strip() for piece in part.partition("="))
-        if not (ours and equals and theirs) or ours in renames:
-            raise ValueError(f"--columns: {part!r} is not OURS=THEIRS, each once; write prompt=question,answer=answer")
-        renames[ours] = theirs
-    return renames
+    if isinstance(answer, dict):
+        return example | {"answer": json.dumps(answer, ensure_ascii=False)}
+    is_missing = answer is None or answer != answer  # nan, to pandas
+    return example | ({"answer": None if is_missing else str(answer)} if "answer" in example else {})
 
 
 def check_columns(example: Example, prompt: Any) -> Example:

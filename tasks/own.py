@@ -37,12 +37,6 @@ def verified(task: Task, spec: str, has_reward: bool) -> Task:
     elif known:
         name, verifier = choose(spec, answers)
         said = [f"{len(known)} compared as {VERIFIERS[name].description}, as {short(stated_by(known[0]))}"]
-        for better in ("json", "number", "math") if spec == "auto" and name in ("exact", "choice") else ():
-            odd = [answer for answer in known if not VERIFIERS[better].fits(answer)]
-            if 2 * len(odd) < len(known) and len(said) == 1:
-                said.append(
-                    f"{len(known) - len(odd)} of them would do for --verifier {better}, but not {short(odd[0])}"
-                )
     else:
         said = ["none to compare with"]
     if prose := [answer for answer in answers if not is_compared(answer)] if spec in NAMES else []:

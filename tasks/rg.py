@@ -106,19 +106,16 @@ def parse_mix(task: str, config: str | None) -> Mix:
     asked = load_yaml(config, where) if config else {}
     if not isinstance(asked, dict):
         raise ValueError(f"{where} holds {short(asked)}, no settings; write lines like `countdown:`")
-    general = {"held_out": 256, "system": SYSTEM}
-    unused = tuple(str(key) for key in asked if key not in general and key not in weights)
-    general |= {key: asked[key] for key in general if key in asked}
-    num, system = general["held_out"], general["system"]
+    num, system = asked.pop("held_out", 256), asked.pop("system", SYSTEM)
     if type(num) is not int or not 0 < num <= SIZE * 100:
         raise ValueError(f"{where}: held_out is {short(num)}; it must be a number of problems, as 256")
     if not isinstance(system, str):
         raise ValueError(f"{where}: system is {short(system)}; it must be a text")
-    settings = {name: asked.get(name) or {} for name in weights}
+    settings = {name: asked.pop(name, None) or {} for name in weights}
     for name, own in settings.items():
         if not isinstance(own, dict) or {"seed", "size"} & own.keys():
             raise ValueError(f"{where}: {name} is {short(own)}; it needs settings other than seed and size")
-    return Mix(weights, settings, num, system, unused)
+    return Mix(weights, settings, num, system, unused=tuple(map(str, asked)))
 
 
 # ---- in the process of the run
@@ -169,7 +166,7 @@ class Problems:
         fails or takes more than `LIMIT` seconds, or whose scorer gives anything but such a number. So does a right
         answer inside a longer one: reasoning-gym gives "-12" and "not 12" 2/3 of the reward of "12", by their lengths.
         """
-        stated = [extract(text) or "" for text in completions]
+        stated = [extract(text) for text in completions]
         asked = [row for row, text in enumerate(stated) if 0 < len(text) <= LONGEST]
         answers = self.scorers.ask([(category[row], entry[row], stated[row]) for row in asked])
         scores = [0.0] * len(completions)
@@ -189,19 +186,18 @@ def earned(answer: Answer) -> float:
     return float(value) if isinstance(value, (int, float)) and 0 <= value <= 1 else 0.0
 
 
-def extract(text: str) -> str | None:
-    """What stands in the last <answer>...</answer>, None without one. It takes time linear in the text."""
+def extract(text: str) -> str:
+    """What stands in the last <answer>...</answer>, "" without one. It takes time linear in the text."""
     end = text.rfind("</answer>")
     begin = text.rfind("<answer>", 0, max(end, 0))
-    return text[begin + len("<answer>") : end].strip() if begin >= 0 else None
+    return text[begin + len("<answer>") : end].strip() if begin >= 0 else ""
 
 
 def answered_once(completions: Sequence[str], **_: Any) -> list[float]:
     """1 where a completion ends with its only <answer>...</answer>, which is not empty, else 0."""
-    marked = [text.count("<answer>") == text.count("</answer>") == 1 and extract(text) for text in completions]
-    return [
-        float(bool(it) and text.rstrip().endswith("</answer>")) for it, text in zip(marked, completions, strict=True)
-    ]
+    found = [re.split("(</?answer>)", text.rstrip()) for text in completions]
+    tags = ["<answer>", "</answer>"]
+    return [float(parts[1::2] == tags and parts[2].strip() != "" and parts[4] == "") for parts in found]
 
 
 # ---- in a worker
@@ -268,10 +264,9 @@ def packed(entry: dict[str, Any]) -> str:
     def marked(value: Any) -> Any:
         if isinstance(value, dict):
             return {key: marked(part) for key, part in value.items()}
-        if isinstance(value, (list, tuple)):
-            parts = [marked(part) for part in value]
-            return {"tuple": parts} if isinstance(value, tuple) else parts
-        return value
+        if isinstance(value, tuple):
+            return {"tuple": [marked(part) for part in value]}
+        return [marked(part) for part in value] if isinstance(value, list) else value
 
     return json.dumps(marked(entry))
 

@@ -169,7 +169,6 @@ def test_the_verifier_that_is_taken_is_told_with_an_example_and_another_may_be_n
     assert rewards.call_reward("x", task.verifier, ["?"], ["a bug"], {}) == [1] and list(task.rewards) == ["length"]
     mixed = [{"prompt": f"{n}?", "answer": "lots" if n == 3 else str(n)} for n in range(4)]
     data = ["--data", write_log(tmp_path / "mixed.jsonl", mixed)]
-    assert "3 of them would do for --verifier number, but not 'lots'" in task_of(*data).notes[1]
     task = task_of(*data, "--reward", "length:9")  # which may pay for other words that are right
     assert (task.metric, task.reward_weights) == ("score", {"exact": 0, "length": 1})
     assert task.rewards["exact"](prompts=[], completions=["Lots."], answer=["lots"]) == [1]
@@ -226,7 +225,7 @@ def test_own_data_has_the_defaults_of_the_size_in_the_model_s_name(model, recipe
 
 
 @pytest.mark.slow
-def test_a_run_shows_accuracy_and_score(tmp_path, capsys):
+def test_a_run_shows_accuracy_and_score(tmp_path):
     rows = [
         {"prompt": f"What is {a} plus {b}?", "answer": "lots"} for a in ("one", "six") for b in ("two", "ten", "five")
     ]
@@ -250,7 +249,6 @@ def test_a_run_shows_accuracy_and_score(tmp_path, capsys):
     )
     details = read_log(tmp_path / "run" / "eval_answers.jsonl")
     assert details[12]["values"] == [None] and details[12]["greedy_value"] is None  # no answer to compare with
-    assert "12 of them would do for --verifier number, but not 'lots'" in capsys.readouterr().out
 
 
 # ---- rewards before a model is loaded

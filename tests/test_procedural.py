@@ -185,9 +185,9 @@ def test_a_run_meets_no_prompt_twice_and_none_that_is_held_out_until_all_were_se
 def test_tags_are_read_and_counted():
     twice = "<answer> a\nb </answer> no, <answer>5</answer>\n"
     texts = ["<answer>4</answer>", twice, "4", "<answer>4", "</answer><answer>"]
-    assert [extract(text) for text in texts] == ["4", "5", None, None, None]
+    assert [extract(text) for text in texts] == ["4", "5", "", "", ""]
     assert rg.answered_once(completions=texts) == [1, 0, 0, 0, 0]
-    assert extract("<answer>" * 100_000) is None and extract("</answer>" * 100_000) is None
+    assert extract("<answer>" * 100_000) == extract("</answer>" * 100_000) == ""
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import cpu_blas  # noqa: F401  (before mlx)
 
 from flags import Parser, fail, safe, visible
 from problems.examples import one_line
-from reporting import answers, page, seeds
+from reporting import answers, page, seeds, verdict
 from reporting.history import before_after, facts, load
 
 DAMAGE = (LookupError, TypeError, AttributeError, ArithmeticError)  # of records without their figures
@@ -55,7 +55,7 @@ def listing(folder: str | Path) -> str:
         try:
             run = load(path.parent)
             known, own = facts(run), [str(run.settings.get(key, "-")) for key in ("task", "model")]
-            judged = page.verdict_of(run)
+            judged = verdict.verdict(run)
             figures = [known["steps"], *before_after(run), known["training"], str(len(run.warnings))]
             figures.append(judged.title if judged else "-")
             rows.append([visible(cell) for cell in (str(run.dir), *own, *figures)])

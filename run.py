@@ -52,7 +52,6 @@ FIRST_SAVE = 300.0  # seconds after which a run is saved for the first time, wha
 class Run:
     """What every run has: the model with its adapters, the learner, the journal, and the state between two steps."""
 
-    metric: str  # the figure on what is held out
     learner: update.Learner
     journal: Journal
     report: "page.LivePage | None" = None  # the page, while the run goes
@@ -138,7 +137,7 @@ class Run:
             with lora.before_training(self.model):
                 lora.save_adapter(self.model, self.dir / START, self.config.model.name)
         is_paid = self.judge is not None and self.judge.is_paid
-        self.journal = Journal(self.config, self.dir, self.metric, self.step, keep_scores=is_paid)
+        self.journal = Journal(self.config, self.dir, self.step, keep_scores=is_paid)
 
     # ---- between two steps
 
@@ -304,7 +303,7 @@ class GrpoRun(Run):
         self.longest = max(lengths) + config.sampling.max_tokens
         most_rows = max(config.sampling.batch * config.sampling.groups, len(held_out))
         self.settle(config, lengths, self.task.rubric, most_rows)
-        self.batch_size, self.metric = BatchSize(self.sizes.rollout_batch_size), self.task.metric
+        self.batch_size = BatchSize(self.sizes.rollout_batch_size)
         if config.objective.teacher:
             from step.teacher import Teacher
 
@@ -379,8 +378,6 @@ class GrpoRun(Run):
 
 class SftRun(Run):
     """A run of supervised fine-tuning: the conversations besides."""
-
-    metric = "loss"
 
     def __init__(self, config: Config, run_dir: Path):
         from problems import chats

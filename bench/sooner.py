@@ -14,7 +14,7 @@ import cpu_blas  # noqa: F401  (before mlx)
 import pandas as pd
 
 from flags import fail
-from reporting import history, seeds
+from reporting import seeds
 from reporting.history import History
 
 COSTS = ["steps", "seconds", "completions", "tokens"]
@@ -22,9 +22,8 @@ COSTS = ["steps", "seconds", "completions", "tokens"]
 
 def costs_of(run: History, line: float) -> list[float]:
     """What a run took until it reached the line, COSTS; inf where it did not."""
-    figure, evals = history.figure_of(run)
-    above = [one[f"eval/{figure}"] >= line for one in evals]
-    reached = next((one["step"] for one, *both in zip(evals, above, above[1:], strict=False) if all(both)), -1)
+    above = [one[f"eval/{run.figure}"] >= line for one in run.measured]
+    reached = next((one["step"] for one, *both in zip(run.measured, above, above[1:], strict=False) if all(both)), -1)
     if reached < 0:
         return [math.inf] * len(COSTS)
     steps = [one for one in run.steps if one["step"] <= reached]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flags import visible
-from reporting.history import History, figure_of
+from reporting.history import History
 from reporting.seeds import Setting
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 360, 170, 52, 8, 8, 20
@@ -96,10 +96,9 @@ def curves_of(run: History, number: int, title: str, keys: dict[str, str]) -> It
     if title == "Loss" and run.settings.get("loss_type") != "sft":  # GRPO's says nothing about progress
         return
     if title == "Held-out":
-        figure, _ = figure_of(run)
-        keys = {f"eval/{name}": name for name in (figure, "greedy", "witness")}
+        keys = {f"eval/{name}": name for name in (run.figure, "greedy", "witness")}
         bands = {key: f"{key}_ci95" for key in keys}
-        ends = (0.0, 1.0) if figure == "accuracy" else ends  # the interval of a share is within 0 and 1
+        ends = (0.0, 1.0) if run.figure == "accuracy" else ends  # the interval of a share is within 0 and 1
     if beginning := {"Reward by component": "reward/", "Logged by rewards": "metric/"}.get(title):
         names = dict.fromkeys(key for step in run.steps for key in step if key.startswith(beginning))
         weights = run.settings.get("reward_weights") or {}

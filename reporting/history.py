@@ -4,9 +4,11 @@ A run read back: what its files say so far, its headline's figures, and its text
 Everything is read from the run's own files, so a run that is going on or was killed can be read too.
 """
 
+import functools
 import re
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from config import SETTINGS, Config
 from disk import run_files
@@ -19,7 +21,11 @@ from reporting.health import Records
 MOST_TEXT = 20_000  # characters of one text; of a longer one both ends are shown
 
 
-class History(NamedTuple):
+Answers = dict[int, dict[str, Any]]  # records of one evaluation in `eval_answers.jsonl`, by problem
+
+
+@dataclass
+class History:
     """What a run has written so far."""
 
     dir: Path
@@ -27,13 +33,32 @@ class History(NamedTuple):
     env: dict[str, Any]
     steps: Records
     evals: Records
-    warnings: Records
-    changes: Records
+    warnings: Records = field(default_factory=list)
+    changes: Records = field(default_factory=list)
 
     @property
     def name(self) -> str:
         path = self.dir.resolve()
         return f"{path.parent.name}/{path.name}" if path.name.startswith("seed-") else path.name
+
+    @functools.cached_property
+    def figure(self) -> str:
+        """The held-out figure's name."""
+        figures = ("accuracy", "score", "loss")
+        return next((name for name in figures if any(f"eval/{name}" in one for one in self.evals)), "accuracy")
+
+    @property
+    def measured(self) -> Records:
+        """The evaluations that have the figure."""
+        return [one for one in self.evals if one.get(f"eval/{self.figure}") is not None]
+
+    @functools.cached_property
+    def answers(self) -> dict[int, Answers]:
+        """Held-out answers by step and problem."""
+        found: dict[int, Answers] = {}
+        for one in read_log(self.dir / "eval_answers.jsonl"):
+            found.setdefault(one["step"], {})[one["problem"]] = one
+        return found
 
 
 # ---- reading a run
@@ -88,19 +113,10 @@ def changes(before: str, after: str) -> list[tuple[str, bool]]:
 # ---- figures
 
 
-def figure_of(run: History) -> tuple[str, Records]:
-    """The held-out figure's name, and the evaluations that have it."""
-    for figure in ("accuracy", "score", "loss"):
-        if evals := [record for record in run.evals if record.get(f"eval/{figure}") is not None]:
-            return figure, evals
-    return "accuracy", []
-
-
 def before_after(run: History) -> tuple[str, str]:
     """The held-out figure at the first and at the last evaluation with its interval; "-" where there is none."""
-    figure, evals = figure_of(run)
-    shown = [with_interval(record, figure) for record in (evals[:1] + evals[-1:])]
-    return (shown[0], shown[-1] if len(evals) > 1 else "-") if shown else ("-", "-")
+    first, *later = [with_interval(record, run.figure) for record in run.measured] or ["-"]
+    return first, later[-1] if later else "-"
 
 
 def status(run: History, ended: bool = False) -> str:
@@ -119,15 +135,15 @@ def progress(run: History, status: str) -> str:
 
 def facts(run: History, ended: bool = False) -> dict[str, str]:
     """The headline's figures by name; see `status`."""
-    (figure, _), (before, after) = figure_of(run), before_after(run)
+    before, after = before_after(run)
     is_sft = run.settings.get("loss_type") == "sft"
     phase = "update" if is_sft else "rollout"
     tokens = sum((step[f"{phase}/tok_s"] or 0.0) * step[f"{phase}/s"] for step in run.steps)
     peak = max(health.measured(run.steps, "mem/peak_gb"), default=None)
     state = status(run, ended)
     return {
-        f"held-out {figure} before": before,
-        f"held-out {figure} after": after,
+        f"held-out {run.figure} before": before,
+        f"held-out {run.figure} after": after,
         "steps": f"{progress(run, state)}, {state}",
         "training": duration(sum(step.get("step/s") or 0.0 for step in run.steps)),
         "evaluations": duration(sum(record.get("eval/s") or 0.0 for record in run.evals)),

@@ -22,7 +22,7 @@ import mlx.core as mx
 import numpy as np
 
 from config import Config
-from disk.run_files import JsonLines, finite, mean, read_log
+from disk.run_files import JsonLines, finite, mean
 from judging import rubrics
 from machine import gpu, world
 from problems import form
@@ -30,6 +30,7 @@ from problems.examples import prompt_text, spread
 from problems.rewards import Logged
 from reporting import health, verdict
 from reporting.console import LiveLine, console_line, say, warn
+from reporting.history import History
 from reporting.trackers import Tracker
 from sampler import RolloutStats
 from step.loss import UpdateResult
@@ -230,14 +231,13 @@ def _known(value: float) -> float | None:
 class Journal:
     """The logs of a run directory, and the console lines about them."""
 
-    def __init__(self, config: Config, run_dir: Path, metric: str, step: int, *, keep_scores: bool):
+    def __init__(self, config: Config, run_dir: Path, step: int, *, keep_scores: bool):
         """
         Opens the logs and drops records later than `step`, from which the run continues.
 
-        metric: name of the task's held-out figure. keep_scores: keep all scores of a paid judge; a local judge scores
-        again instead, so the run repeats bit for bit.
+        keep_scores: keep all scores of a paid judge; a local judge scores again, so the run repeats bit for bit.
         """
-        self.config, self.dir, self.metric = config, run_dir, metric
+        self.config, self.dir = config, run_dir
         self.metrics, self.rollouts, self.evals, self.answers, self.judge_scores, self.warnings = (
             JsonLines(run_dir / f"{name}.jsonl", kept=world.is_first())
             for name in ("metrics", "rollouts", "eval", "eval_answers", "judge_scores", "warnings")
@@ -341,11 +341,10 @@ class Journal:
 
     def _judge(self) -> int | None:
         """The best evaluation's step, after the verdict and its warning."""
-        answers = verdict.by_step(read_log(self.answers.path))
-        self.verdict = verdict.verdict(self.metric, self.steps, self.evaluations, answers, self.config.flat(), self.dir)
+        run = History(self.dir, self.config.flat(), {}, self.steps, self.evaluations)
+        self.verdict, best = verdict.verdict(run), verdict.best(run)
         if self.verdict and self.verdict.warning:
-            self.warn_of(self.evaluations[-1]["step"], health.Finding(*self.verdict.warning))
-        best = verdict.best(self.metric, self.evaluations, answers)
+            self.warn_of(self.evaluations[-1]["step"], self.verdict.warning)
         return best["step"] if best else None
 
     def print_summary(self) -> None:

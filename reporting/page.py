@@ -42,20 +42,13 @@ MOST_COST = 0.01  # of a run's time, for all of its pages but the last
 # ---- held-out answers
 
 
-def verdict_of(run: History) -> verdict.Verdict | None:
-    """The verdict on a run so far."""
-    answers = verdict.by_step(run_files.read_log(run.dir / "eval_answers.jsonl"))
-    return verdict.verdict(history.figure_of(run)[0], run.steps, run.evals, answers, run.settings, run.dir)
-
-
 def make_answers(run: History) -> dict[str, Any]:
     """Held-out problems with their answers before, during and after training, and how many went which way."""
-    by_step = verdict.by_step(run_files.read_log(run.dir / "eval_answers.jsonl"))
+    by_step, verified = run.answers, run.figure == "accuracy"
     if not by_step:
         return {"rows": [], "first": [], "columns": [], "counts": {}, "left_out": 0}
     steps = sorted(by_step)
     chosen = sorted({steps[0], steps[len(steps) // 2], steps[-1]})
-    verified = history.figure_of(run)[0] == "accuracy"
     problems = sorted(set.intersection(*(set(by_step[step]) for step in chosen)))
     last = run.evals[-1] if run.evals else {}
     rows = [answer_row([by_step[step][problem] for step in chosen], last, verified) for problem in problems]
@@ -211,7 +204,7 @@ def page(settings: list[Setting], ended: bool = False) -> str:
         written=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         command=f"{command(run.settings)} --config {recipe} --run-dir {again}",
         status=(status, how_far(run, status)),
-        verdict=(found := verdict_of(run)),
+        verdict=(found := verdict.verdict(run)),
         tone={verdict.BETTER: "" if found and found.is_doubtful else "good", verdict.WORSE: "bad"},
         facts=history.facts(run, ended),
         others=[(name, *history.before_after(runs[0])) for name, runs in settings[1:] if len(runs) == 1],

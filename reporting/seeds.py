@@ -56,8 +56,7 @@ def name_of(runs: list[History]) -> str:
 
 def last(run: History) -> tuple[int, float] | None:
     """The newest evaluation's step and held-out figure."""
-    figure, evals = history.figure_of(run)
-    return (evals[-1]["step"], evals[-1][f"eval/{figure}"]) if evals else None
+    return next(((one["step"], one[f"eval/{run.figure}"]) for one in run.measured[::-1]), None)
 
 
 def lines(settings: list[Setting]) -> list[str]:
@@ -67,7 +66,7 @@ def lines(settings: list[Setting]) -> list[str]:
         found = {run.settings["seed"]: value for run in runs if (value := last(run))}
         if len(found) < 2:
             continue
-        figure, values = history.figure_of(runs[0])[0], [value for _, value in found.values()]
+        figure, values = runs[0].figure, [value for _, value in found.values()]
         steps = sorted({step for step, _ in found.values()})
         said.append(
             f"{visible(name)}: {figure} {statistics.fmean(values):.3f}, std {statistics.stdev(values):.3f} over "
@@ -92,6 +91,6 @@ def difference(first: Setting, other: Setting) -> str:
     half = student(len(pairs) - 1) * statistics.stdev(pairs) / len(pairs) ** 0.5
     each = " ".join(f"{pair:+.3f}" for pair in pairs[:10]) + (" …" if len(pairs) > 10 else "")
     said = f"{what}: {statistics.fmean(pairs):+.3f} ± {half:.3f} (95%, Student's t) over {len(pairs)} pairs: {each}"
-    nums = [{str(history.figure_of(run)[1][-1]["eval/num"]) for run in one.runs if last(run)} for one in (other, first)]
+    nums = [{str(run.measured[-1]["eval/num"]) for run in one.runs if last(run)} for one in (other, first)]
     asked = [" or ".join(sorted(its)) for its in nums]
     return said if asked[0] == asked[1] else f"{said}; of {asked[0]} and {asked[1]} held-out problems"

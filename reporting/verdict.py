@@ -1,8 +1,8 @@
 """
 The verdict on a run: is it better on what was held out, what did its answers take on meanwhile, and what to do now.
 
-Pure: records of evaluations in, words out. Both evaluations answer the same problems, so their difference is taken
-problem by problem. Left out: warnings while a run goes (health.py), where a verdict is shown (console, page, list).
+A run's records in, words out. Both evaluations answer the same problems, so their difference is taken problem by
+problem. Left out: warnings while a run goes (health.py), where a verdict is shown (console, page, list).
 
 Axes: P held-out problems.
 """
@@ -14,9 +14,10 @@ import shlex
 import statistics
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from disk.run_files import student
 from flags import safe, visible
@@ -25,6 +26,7 @@ from problems.examples import prompt_text
 from problems.held_out import POWER, at_the_start, hold_out_more
 from reporting import health
 from reporting.health import Records
+from reporting.history import Answers, History
 from settings.sources import command
 
 BETTER, WORSE, SAME, FEW = "better", "worse", "no change", "too few problems to tell"
@@ -40,7 +42,6 @@ APART = "what pays more made no more answers right: read them, or weigh the rewa
 TOO_FAR = "try a quarter of --learning-rate, a larger --batch or another reward; earlier states are in checkpoints/"
 
 Values = Mapping[Any, float]  # by problem
-Answers = dict[int, dict[str, Any]]  # records of one evaluation in `eval_answers.jsonl`, by problem
 
 
 class Change(NamedTuple):
@@ -51,6 +52,9 @@ class Change(NamedTuple):
     high: float
     num: int
     span: float  # from the lowest value to the highest
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.3f}, 95% interval {self.low:+.3f} to {self.high:+.3f}"
 
     @property
     def word(self) -> str:
@@ -69,10 +73,6 @@ class Change(NamedTuple):
         return math.ceil(POWER * variance / max(abs(self.mean), MARGIN * self.span) ** 2)
 
 
-def interval(found: Change) -> str:
-    return f"95% interval {found.low:+.3f} to {found.high:+.3f}"
-
-
 class Verdict(NamedTuple):
     word: str
     though: str  # what the rewards did where the figure did not move
@@ -81,7 +81,7 @@ class Verdict(NamedTuple):
     advice: str
     read: list[tuple[str, str, str]]  # ten problems, drawn: prompt, what the last answer comes to, `mark_of`
     is_doubtful: bool  # whether what it is paid for may have been gamed
-    warning: tuple[str, str] | None  # name and text, where something is bad
+    warning: health.Finding | None  # where something is bad
 
     @property
     def headline(self) -> str:
@@ -114,14 +114,6 @@ def paired(before: Values, after: Values) -> Change | None:
     return Change(statistics.fmean(differences), middle - reach, middle + reach, len(pairs), span)
 
 
-def by_step(answers: Iterable[dict[str, Any]]) -> dict[int, Answers]:
-    """The records of `eval_answers.jsonl` by step and problem."""
-    found: dict[int, Answers] = {}
-    for one in answers:
-        found.setdefault(one["step"], {})[one["problem"]] = one
-    return found
-
-
 def values_of(answers: Mapping[Any, dict[str, Any]]) -> Values:
     """The mean of each problem's readable samples."""
     known = {problem: [value for value in one["values"] if value is not None] for problem, one in answers.items()}
@@ -130,9 +122,10 @@ def values_of(answers: Mapping[Any, dict[str, Any]]) -> Values:
 
 def paid(answers: Answers, name: str | None = None) -> Values:
     """What each problem's first answer earns, by one reward or by all; what is unreadable is left out."""
-    given = [one["rewards"].get(name) if name else one.get("reward", one["values"]) for one in answers.values()]
-    known = {problem: values[0] for problem, values in zip(answers, given, strict=True) if values}
-    return {problem: value for problem, value in known.items() if value is not None}
+    given = (
+        (key, one["rewards"].get(name) if name else one.get("reward", one["values"])) for key, one in answers.items()
+    )
+    return {key: values[0] for key, values in given if values and values[0] is not None}
 
 
 def paired_losses(before: list[list[float]], after: list[list[float]]) -> Change | None:
@@ -141,33 +134,31 @@ def paired_losses(before: list[list[float]], after: list[list[float]]) -> Change
 
     The interval is that of a ratio of two sums, as the loss's own.
     """
-    (old, tokens), (new, same) = zip(*before, strict=True), zip(*after, strict=True)
-    num = len(tokens)
-    if tokens != same or num < 2:
+    (old, tokens), (new, same) = np.transpose(before), np.transpose(after)
+    fell, num, total = old - new, len(tokens), tokens.sum()
+    if num < 2 or not np.array_equal(tokens, same):
         return None
-    fell = [was - now for was, now in zip(old, new, strict=True)]
-    mean = sum(fell) / sum(tokens)
-    off = sum((its - mean * size) ** 2 for its, size in zip(fell, tokens, strict=True))
-    reach = student(num - 1) * math.sqrt(off * num / (num - 1)) / sum(tokens)
+    mean = fell.sum() / total
+    reach = student(num - 1) * math.sqrt(((fell - mean * tokens) ** 2).sum() * num / (num - 1)) / total
     return Change(mean, mean - reach, mean + reach, num, 1.0)
 
 
-def change(figure: str, first: dict[str, Any], last: dict[str, Any], answers: dict[int, Answers]) -> Change | None:
+def change(run: History, first: dict[str, Any], last: dict[str, Any]) -> Change | None:
     """From one evaluation to a later one, above 0 where it got better; None where too little is known."""
-    if figure == "loss":
+    if run.figure == "loss":
         ends = [its for one in (first, last) if (its := one.get("eval/losses"))]
         return paired_losses(*ends) if len(ends) == 2 else None
-    return paired(*(values_of(answers.get(one["step"], {})) for one in (first, last)))
+    return paired(*(values_of(run.answers.get(one["step"], {})) for one in (first, last)))
 
 
-def best(figure: str, evals: Records, answers: dict[int, Answers]) -> dict[str, Any] | None:
+def best(run: History) -> dict[str, Any] | None:
     """The first evaluation that no later one beats by more than noise; of a loss the lowest. None without a figure."""
-    known = [one for one in evals if one.get(f"eval/{figure}") is not None]
-    if figure == "loss" or not known:
-        return min(known, key=lambda one: one[f"eval/{figure}"], default=None)
-    chosen = known[0]
-    for one in known[1:]:
-        chosen = one if is_better(change(figure, chosen, one, answers)) else chosen
+    if run.figure == "loss":
+        return min(run.measured, key=lambda one: one["eval/loss"], default=None)
+    chosen = None
+    for one in run.measured:
+        if chosen is None or is_better(change(run, chosen, one)):
+            chosen = one
     return chosen
 
 
@@ -189,31 +180,30 @@ def forms_of(before: Records, after: Records) -> list[str]:
     """What rose in the answers to the same problems: copies of the prompt, repetitions, lengths."""
     if not before:
         return []
-    said = [[(last_turn(one), prompt_text(one["prompt"])) for one in its] for its in (before, after)]
-    copied, copies = (statistics.fmean(form.copied(text, prompt) for text, prompt in its) for its in said)
-    looped, loops = (statistics.fmean(form.repeated(text) for text, _ in its) for its in said)
-    length, longest = (statistics.fmean(len(text.split()) for text, _ in its) for its in said)
-    signs = [f"copied from the prompt: {copied:.0%} -> {copies:.0%} of an answer"] * (copies - copied >= LEAST_COPIED)
-    signs += [f"repeated: {looped:.0%} -> {loops:.0%} of an answer"] * (loops - looped >= LEAST_COPIED)
-    times = (longest + 1) / (length + 1)
+    said, signs = [[(last_turn(one), prompt_text(one["prompt"])) for one in its] for its in (before, after)], []
+    for name, share in {"copied from the prompt": form.copied, "repeated": lambda text, _: form.repeated(text)}.items():
+        was, now = (statistics.fmean(share(*one) for one in its) for its in said)
+        signs += [f"{name}: {was:.0%} -> {now:.0%} of an answer"] * (now - was >= LEAST_COPIED)
+    was, now = (statistics.fmean(len(text.split()) for text, _ in its) for its in said)
+    times = (now + 1) / (was + 1)
     if not 1 / LEAST_LONGER < times < LEAST_LONGER:
-        signs.append(f"{'longer' if times > 1 else 'shorter'}: {length:.1f} -> {longest:.1f} words an answer")
+        signs.append(f"{'longer' if times > 1 else 'shorter'}: {was:.1f} -> {now:.1f} words an answer")
     return signs
 
 
 def risen(before: Records, after: Records) -> list[str]:
     """The words and openings whose share of the answers rose most, as '"captain" in 24% -> 85% of answers'."""
     was, now = ([names_of(last_turn(one)) for one in its] for its in (before, after))
-    new, lost, num, rises = Counter[str](), Counter[str](), len(after), Counter[str]()
-    for old, its in zip(was, now, strict=True):
-        new.update(its - old)
-        lost.update(old - its)
-    for name, more in new.items():
-        if more - lost[name] >= max(LEAST_RISE * num, LEAST_Z * (more + lost[name]) ** 0.5):
-            rises[name] = more - lost[name]
-    shares = {name: [sum(name in its for its in end) / num for end in (was, now)] for name in rises}
-    told = [(visible(name), *shares[name]) for name, _ in rises.most_common(NUM_WORDS)]
-    return [f"{name} in {first:.0%} -> {last:.0%} of answers" for name, first, last in told]
+    first, last = (Counter(name for its in end for name in its) for end in (was, now))
+    new = Counter(name for old, its in zip(was, now, strict=True) for name in its - old)
+    num, rises = len(after), last - first
+
+    def is_told(name: str) -> bool:  # by all answers that differ in it: those that have it anew, and those that lost it
+        return rises[name] >= max(LEAST_RISE * num, LEAST_Z * (2 * new[name] - rises[name]) ** 0.5)
+
+    # the order of a set is another one in each process
+    told = sorted(filter(is_told, rises), key=lambda name: (-rises[name], name))[:NUM_WORDS]
+    return [f"{visible(name)} in {first[name] / num:.0%} -> {last[name] / num:.0%} of answers" for name in told]
 
 
 # Neither full stop nor comma; letters too, where no space parts words.
@@ -285,80 +275,68 @@ def drawn(problems: list[int], settings: dict[str, Any]) -> list[int]:
     return sorted(random.Random(settings.get("seed")).sample(problems, min(NUM_READ, len(problems))))
 
 
-def verdict(
-    figure: str, steps: Records, evals: Records, answers: dict[int, Answers], settings: dict[str, Any], run: Path
-) -> Verdict | None:
-    """
-    The verdict on the change from the first evaluation to the last; None below two.
-
-    figure: as "accuracy". answers: see `by_step`. steps, settings, run: for what to do next.
-    """
-    if len(evals) < 2:
+def verdict(run: History) -> Verdict | None:
+    """The verdict on the change from the first evaluation to the last; None below two."""
+    if len(run.evals) < 2:
         return None
-    first, middle, last = evals[0], evals[len(evals) // 2], evals[-1]
-    ends = [answers.get(one["step"], {}) for one in (first, last)]
+    figure, settings, is_verified = run.figure, run.settings, run.figure == "accuracy"
+    first, middle, last = run.evals[0], run.evals[len(run.evals) // 2], run.evals[-1]
+    ends = [run.answers.get(one["step"], {}) for one in (first, last)]
     both = sorted(ends[0].keys() & ends[1].keys())
     before, after = ([its[problem] for problem in both] for its in ends)
-    found, forms, words = change(figure, first, last, answers), forms_of(before, after), risen(before, after)
+    found, forms, words = change(run, first, last), forms_of(before, after), risen(before, after)
     if figure == "score":
         alarms = unwitnessed(first, last) + forms
     else:  # what a verifier counts no form of an answer can bend
-        cheated, cheating = paid_though_wrong(answers) if figure == "accuracy" and both else ((), ())
+        cheated, cheating = paid_though_wrong(run.answers) if is_verified and both else ((), ())
         alarms = [f"wrong, yet paid most: {len(cheated)} -> {len(cheating)} answers"] if cheating else []
         words = forms + words
-    kind = "conversations" if figure == "loss" else "problems"
+    kind, though, moved = "conversations" if figure == "loss" else "problems", "", None
     if found is None:
         text = f"{figure}: fewer than two {kind} have a figure both after step {first['step']} and {last['step']}"
     else:
         was, now = (one[f"eval/{figure}"] for one in (first, last))
         part = f"{found.num} of {last['eval/num']}" if found.num < last["eval/num"] else found.num
         text = f"{figure} {was:.3f} -> {now:.3f} from step {first['step']} to {last['step']}, on {part} held-out "
-        text += f"{kind}; gain {found.mean:+.3f}, {interval(found)}"
-        text = "; ".join([text, *(at_the_start(found.num, settings) if figure == "loss" else [])])
-    total, though = paired(*map(paid, ends)) if figure == "accuracy" and "eval/score" in last else None, ""
-    if found and total and found.word in (SAME, FEW) and total.word in (BETTER, WORSE):
-        though = f"the score {'rose' if total.word == BETTER else 'fell'}"
-        text += f", though the score changed by {total.mean:+.3f}, {interval(total)}"
+        text = "; ".join([f"{text}{kind}; gain {found}", *(at_the_start(found.num, settings) * (figure == "loss"))])
+        total = paired(*map(paid, ends)) if is_verified and "eval/score" in last else None
+        if total and found.word in (SAME, FEW) and total.word in (BETTER, WORSE):
+            though, moved = f"the score {'rose' if total.word == BETTER else 'fell'}", total.word
+            text += f", though the score changed by {total}"
     names = dict.fromkeys(name for one in ends[1].values() for name in one["rewards"])
     rewards = {name: its for name in names if (its := paired(*(paid(end, name) for end in ends)))}
     if any(not found or its.mean != found.mean for its in rewards.values()):
         text += f"; rewards: {', '.join(f'{visible(name)} {its.mean:+.3f}' for name, its in rewards.items())}"
-    is_own = figure == "accuracy" and settings.get("task") == "own"
-    is_unasked = is_own and bool(settings.get("reward")) and not settings.get("verifier")
-    is_payable = all(form.pays(one) and "messages" not in one for one in after)  # a last turn is short
-    mended = mend(settings, is_unasked, is_payable)
-    chosen, warning = best(figure, evals, answers) or last, None
-    if is_better(change(figure, last, chosen, answers)):
+    is_own = is_verified and settings.get("task") == "own" and bool(settings.get("reward"))
+    is_unasked = is_own and not settings.get("verifier")
+    mended = mend(settings, is_unasked, after)
+    chosen, warning = best(run) or last, None
+    if is_better(change(run, last, chosen)):
         fell = f"{figure} fell from {chosen[f'eval/{figure}']:.3f} after step {chosen['step']}, that of adapter-best"
-        text, warning = f"{text}; {fell}", ("worse", f"{fell}: {TOO_FAR}")
+        text, warning = f"{text}; {fell}", health.Finding("worse", f"{fell}: {TOO_FAR}")
     elif alarms:
         suspects = "the reward may pay for what is not meant" + ", or the verifier be too strict" * is_unasked
-        warning = ("gamed", f"{suspects}; {'; '.join(alarms)}: {mended}")
+        warning = health.Finding("gamed", f"{suspects}; {'; '.join(alarms)}: {mended}")
     is_doubtful = bool(alarms) or (figure == "score" and bool(words))
-    last_read = [ends[1][problem] for problem in drawn(both, settings)]
-    is_rising = chosen is last and is_better(change(figure, middle, last, answers))
-    advised = advice(found, last, mended if is_doubtful else "", is_rising, settings, shlex.quote(str(run)))
-    if though and found and found.word == SAME:
-        advised = APART if total and total.word == BETTER else TOO_FAR
-    elif found and found.word in (SAME, FEW):  # a warning that says why comes first
-        stuck = (one.text for one in health.examine(steps, evals) if one.name in ("no signal", "nothing moves"))
-        advised = next(stuck, advised)
+    is_rising = chosen is last and is_better(change(run, middle, last))
+    read = [ends[1][problem] for problem in drawn(both, settings)]
     return Verdict(
         found.word if found else FEW,
         though,
         text,
-        alarms + (never_given(after) if figure == "accuracy" else []) + words,
-        advised,
-        [(prompt_text(one["prompt"]), last_turn(one), mark_of(one, last, figure == "accuracy")) for one in last_read],
+        alarms + (never_given(after) if is_verified else []) + words,
+        advice(run, found, moved, mended if is_doubtful else "", is_rising),
+        [(prompt_text(one["prompt"]), last_turn(one), mark_of(one, last, is_verified)) for one in read],
         is_doubtful,
         warning,
     )
 
 
-def mend(settings: dict[str, Any], is_unasked: bool, is_payable: bool) -> str:
-    """What to do where a reward may be gamed. is_unasked: nobody named the verifier. is_payable: by the gate."""
-    gate = not is_payable or settings.get("reward_gate") == "form"
-    more = " or ".join(["--beta 0.05"] * (not settings.get("beta")) + ["--reward-gate form"] * (not gate))
+def mend(settings: dict[str, Any], is_unasked: bool, after: Records) -> str:
+    """What to do where a reward may be gamed. is_unasked: nobody named the verifier. after: the last answers."""
+    is_payable = all(form.pays(one) and "messages" not in one for one in after)  # by the gate; a last turn is short
+    gate = is_payable and settings.get("reward_gate") != "form"
+    more = " or ".join(["--beta 0.05"] * (not settings.get("beta")) + ["--reward-gate form"] * gate)
     strict = "if those called wrong are right, compare by --verifier FILE.py:fn; " * is_unasked
     said = f"read the answers: {strict}if they are not what you want, mend the reward"
     return said + (f", or try {more}" if more else "")
@@ -367,27 +345,35 @@ def mend(settings: dict[str, Any], is_unasked: bool, is_payable: bool) -> str:
 def unwitnessed(first: dict[str, Any], last: dict[str, Any]) -> list[str]:
     """Whether the judge's score rose without its witness."""
     ends = [one.get(f"eval/{kind}") for kind in ("score", "witness") for one in (first, last)]
-    match ends:
-        case [float(was), float(now), float(before), float(after)] if after - before < LEAST_WITNESSED * (now - was):
-            return [f"the judge's witness did not follow: {before:.3f} -> {after:.3f}"] if now > was else []
-    return []
+    was, now, before, after = (math.nan if one is None else one for one in ends)
+    is_alone = now > was and after - before < LEAST_WITNESSED * (now - was)
+    return [f"the judge's witness did not follow: {before:.3f} -> {after:.3f}"] * is_alone
 
 
-def advice(
-    found: Change | None, last: dict[str, Any], mended: str, is_rising: bool, settings: dict[str, Any], run: str
-) -> str:
-    """What to do next, in a sentence with its command. mended: `mend`'s, where it may be gamed."""
-    kl = last.get("eval/kl")
+def advice(run: History, found: Change | None, moved: str | None, mended: str, is_rising: bool) -> str:
+    """
+    What to do next, in a sentence with its command.
+
+    moved: BETTER or WORSE, where the rewards went and the figure didn't. mended: `mend`'s, where it may be gamed.
+    """
+    settings, last, path = run.settings, run.evals[-1], shlex.quote(str(run.dir))
     if found is None:
         return "look at the warnings: where a judge scores, docs/judge.md says what makes its scores unreadable"
-    if found.word in (SAME, FEW) and kl is not None and kl < LEAST_KL and last["step"] >= health.STILL:
-        times = "three" if kl * 3**2 > LEAST_KL else "ten"  # it grows with the square of the rate
-        return f"the model has hardly moved (KL {kl:.1g} nats a token): try {times} times the --learning-rate"
+    if found.word == SAME and moved:
+        return APART if moved == BETTER else TOO_FAR
+    if found.word in (SAME, FEW):
+        for one in health.examine(run.steps, run.evals):
+            if one.name in ("no signal", "nothing moves"):  # a warning that says why comes first
+                return one.text
+        kl = last.get("eval/kl")
+        if kl is not None and kl < LEAST_KL and last["step"] >= health.STILL:
+            times = "three" if kl * 3**2 > LEAST_KL else "ten"  # it grows with the square of the rate
+            return f"the model has hardly moved (KL {kl:.1g} nats a token): try {times} times the --learning-rate"
     if found.word == FEW:
         more = hold_out_more(last["eval/num"], settings)
-        if settings.get("loss_type") == "sft":
+        if run.figure == "loss":
             return f"about {found.needed:,} conversations would tell: {more}"
-        again, compare = f"{command(settings, 'evaluate.py')} --run {run} --samples 8", "uv run report.py --compare"
+        again, compare = f"{command(settings, 'evaluate.py')} --run {path} --samples 8", "uv run report.py --compare"
         both = f"{again} --step 0 --out before.jsonl && {again} --out after.jsonl"
         return f"about {found.needed:,} problems would tell: {more}: {both} && {compare} before.jsonl after.jsonl"
     if found.word == WORSE:
@@ -397,9 +383,9 @@ def advice(
     if mended:
         return mended
     if is_rising:
-        return f"train on, it was still rising: {command(settings)} --resume {run} --steps {2 * last['step']}"
-    talk = f"talk to it: {command(settings, 'sampler.py')} --run {run} --chat"
-    return f"{talk}; merge it into its model: {command(settings, 'lora.py')} --fuse --run {run} --out my-model"
+        return f"train on, it was still rising: {command(settings)} --resume {path} --steps {2 * last['step']}"
+    talk = f"talk to it: {command(settings, 'sampler.py')} --run {path} --chat"
+    return f"{talk}; merge it into its model: {command(settings, 'lora.py')} --fuse --run {path} --out my-model"
 
 
 def lines(found: Verdict | None) -> list[str]:

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 
 import report
 from disk import hub, run_files
-from reporting import charts, history, page, seeds
+from reporting import charts, history, page, seeds, verdict
 
 HOSTILE = (
     *("</script><script>window.pwned=1</script>", "<img src=x onerror=window.pwned=1>"),
@@ -119,7 +119,7 @@ def test_the_page_tells_the_figures_the_answers_and_the_warnings_of_the_files(ru
 
 def test_wrong_answers_that_a_reward_pays_most_for_are_counted(run):
     answers = page.make_answers(history.load(run))
-    assert page.verdict_of(history.load(run)).signs[0] == "wrong, yet paid most: 0 -> 1 answers"
+    assert verdict.verdict(history.load(run)).signs[0] == "wrong, yet paid most: 0 -> 1 answers"
     assert answers["counts"] == {"became right": 3, "wrong, yet paid most": 1}
     assert answers["first"][-1]["cells"][-1]["text"] == "Nine is five."
 

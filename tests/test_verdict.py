@@ -21,6 +21,13 @@ from reporting.verdict import BETTER, FEW, SAME, WORSE
 # ---- the difference
 
 
+def run_of(evals, answers=(), **settings):
+    """A run by its evaluations and their answers by step and problem."""
+    run = history.History("runs/a", {"seed": 0} | settings, {}, [], evals)
+    run.answers = dict(answers)
+    return run
+
+
 def table_of(both, rose, fell, neither):
     """Values before and after of so many problems of each kind."""
     pairs = [(1, 1)] * both + [(0, 1)] * rose + [(1, 0)] * fell + [(0, 0)] * neither
@@ -63,10 +70,10 @@ def test_the_best_is_the_first_that_no_later_one_beats_by_more_than_noise():
     values = {0: table_of(20, 0, 0, 44)[0], 20: table_of(20, 20, 0, 24)[1], 40: table_of(20, 23, 0, 21)[1]}
     evals = [{"step": step, "eval/accuracy": sum(its.values()) / 64} for step, its in values.items()]
     answers = {step: {place: {"values": [value]} for place, value in its.items()} for step, its in values.items()}
-    assert verdict.best("accuracy", evals, answers)["step"] == 20  # 3 of 64 more are noise
+    assert verdict.best(run_of(evals, answers))["step"] == 20  # 3 of 64 more are noise
     losses = [{"step": step, "eval/loss": loss} for step, loss in ((0, 2.0), (10, 1.9), (20, 1.95), (30, None))]
-    assert verdict.best("loss", losses, {})["step"] == 10
-    assert verdict.best("score", evals, answers) is None
+    assert verdict.best(run_of(losses))["step"] == 10
+    assert verdict.best(run_of([{"step": 0, "eval/score": None}])) is None
 
 
 @pytest.mark.parametrize("num", [10, 20, 40, 60])
@@ -76,6 +83,11 @@ def test_answers_that_did_not_change_seldom_have_a_word_that_rose(num):
     said = [{"completions": [json.loads(line)["prompt"]]} for line in lines]
     rng = random.Random(num)
     assert sum(bool(verdict.risen(*(rng.choices(said, k=num) for _ in range(2)))) for _ in range(100)) <= 15
+
+
+def test_words_that_rose_alike_stand_in_the_order_of_the_alphabet_in_every_process():
+    before, after = ([{"completions": [text]}] * 20 for text in ("", "g f e d c b a"))
+    assert [told[:3] for told in verdict.risen(before, after)] == ['"a"', '"b"', '"c"', '"d"', '"e"']
 
 
 # ---- runs
@@ -244,7 +256,7 @@ RUNS = {  # name: how it was made, its verdict, and what must be said with it
 def test_runs_get_their_verdicts_and_none_that_is_gamed_goes_without_its_words(tmp_path, capsys, kind):
     how, word, said = RUNS[kind]
     run = made(tmp_path / "run", *how, **MORE.get(kind, {}))
-    found = page.verdict_of(history.load(run))
+    found = verdict.verdict(history.load(run))
     shown = "\n".join(verdict.lines(found))
     assert found.word == word and said in shown
     report.main(["--list", str(tmp_path)])
@@ -269,7 +281,7 @@ def test_runs_get_their_verdicts_and_none_that_is_gamed_goes_without_its_words(t
     assert (found.warning or [None])[0] == warned  # a red box is for what is bad
     assert bool(found.signs) == (is_gamed or kind in ("collapsed", "an answer never given"))
     assert len(found.read) == (0 if kind.startswith("sft") else min(10, how[0]))
-    assert found.read == page.verdict_of(history.load(run)).read  # drawn by the run's seed
+    assert found.read == verdict.verdict(history.load(run)).read  # drawn by the run's seed
     assert len(found.read) < 10 or int(found.read[-1][0].split()[-1]) > 9
 
 
@@ -281,17 +293,17 @@ def test_runs_get_their_verdicts_and_none_that_is_gamed_goes_without_its_words(t
         ("exact", {"messages": [[{"role": "assistant", "content": "Tea."}]]}),
     ],
 )
-def test_a_verifier_nobody_named_is_suspected_and_no_gate_advised_that_right_answers_fail(tmp_path, verifier, row):
+def test_a_verifier_nobody_named_is_suspected_and_no_gate_advised_that_right_answers_fail(verifier, row):
     record = {"values": [0.0], "rewards": {}, "prompt": "?", "completions": ["tea and jam"]} | row
     answers = {step: {n: record | {"reward": [pay]} for n in range(20)} for step, pay in ((0, 0.0), (9, 1.0))}
     evals = [{"step": step, "eval/accuracy": 0.0, "eval/num": 20} for step in answers]
-    settings = {"task": "own", "reward": ["mine.py:score"], "verifier": verifier}
-    _, text = verdict.verdict("accuracy", [], evals, answers, settings, tmp_path).warning
+    run = run_of(evals, answers, task="own", reward=["mine.py:score"], verifier=verifier)
+    _, text = verdict.verdict(run).warning
     assert ("be too strict" in text) == ("by --verifier FILE.py:fn" in text) == (not verifier)
     assert text.endswith("mend the reward, or try --beta 0.05")
 
 
-def test_what_is_best_already_is_not_called_still_rising(tmp_path):
+def test_what_is_best_already_is_not_called_still_rising():
     """Of 0, 25, 50, 75 and 100 steps the one after 75 is the best, and the last one is better than that after 50."""
     answers, evals = {}, []
     for step, num in ((0, 30), (25, 50), (50, 60), (75, 90), (100, 91)):
@@ -299,19 +311,20 @@ def test_what_is_best_already_is_not_called_still_rising(tmp_path):
             n: {"values": [float(n < num)], "rewards": {}, "prompt": "?", "completions": [""]} for n in range(120)
         }
         evals.append({"step": step, "eval/accuracy": num / 120, "eval/num": 120})
-    found = verdict.verdict("accuracy", [], evals, answers, {"seed": 0}, tmp_path)
-    assert verdict.best("accuracy", evals, answers)["step"] == 75 and found.word == BETTER
+    run = run_of(evals, answers)
+    found = verdict.verdict(run)
+    assert verdict.best(run)["step"] == 75 and found.word == BETTER
     assert "still rising" not in found.advice and "sampler.py" in found.advice
 
 
 def test_a_model_has_hardly_moved_only_after_more_steps_than_a_warm_up_takes():
-    found, last = verdict.paired(*table_of(0, 1, 0, 3)), {"eval/kl": 1e-5, "eval/num": 4}
-    advised = [verdict.advice(found, last | {"step": step}, "", False, {"seed": 0}, "runs/a") for step in (9, 10)]
+    found, last = verdict.paired(*table_of(0, 1, 0, 3)), {"eval/accuracy": 0.5, "eval/kl": 1e-5, "eval/num": 4}
+    advised = [verdict.advice(run_of([last | {"step": n}]), found, None, "", False) for n in (9, 10)]
     assert "problems would tell" in advised[0] and "has hardly moved" in advised[1] and "ten times" in advised[1]
 
 
 def test_a_run_warns_of_what_fell_when_it_falls_and_its_best_is_kept(tmp_path, capsys):
-    log = journal.Journal(Config.of(model="demo", task="demo"), tmp_path, "accuracy", 0, keep_scores=False)
+    log = journal.Journal(Config.of(model="demo", task="demo"), tmp_path, 0, keep_scores=False)
     for step, num in ((0, 30), (10, 70), (20, 72), (30, 40)):
         values = [float(problem < num) for problem in range(100)]
         answers = [
@@ -324,7 +337,7 @@ def test_a_run_warns_of_what_fell_when_it_falls_and_its_best_is_kept(tmp_path, c
     assert log.best_step == 10 and [one["name"] for one in log.warnings.read()] == ["worse"]
     log.print_summary()
     assert "adapter-best, after 10 steps; the newest is worse by more than noise" in capsys.readouterr().out
-    again = journal.Journal(log.config, tmp_path, "accuracy", 20, keep_scores=False)  # as a run that goes on knows it
+    again = journal.Journal(log.config, tmp_path, 20, keep_scores=False)  # as a run that goes on knows it
     assert again.best_step == 10 and again.warnings.read() == []
 
 

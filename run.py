@@ -302,7 +302,7 @@ class GrpoRun(Run):
             config = config.but(max_tokens=self.toolbox.context - max(lengths))
         self.longest = max(lengths) + config.sampling.max_tokens
         most_rows = max(config.sampling.batch * config.sampling.groups, len(held_out))
-        self.settle(config, lengths, self.task.rubric, most_rows)
+        self.settle(config, lengths, next(filter(None, criteria), None), most_rows)
         self.batch_size = BatchSize(self.sizes.rollout_batch_size)
         if config.objective.teacher:
             from step.teacher import Teacher

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from conftest import readable
 from mlx.utils import tree_flatten
-from small_run import advanced, of_rollout, resolve
+from small_run import advanced, make_run, of_rollout, resolve
 
 import grpo
 import gwen
@@ -119,6 +119,12 @@ def test_16_bit_weights_that_train_have_float32_masters():
     for dtype, expected in ((mx.float16, 4), (mx.float32, 0)):
         need = preflight.estimate(demand_of(make_config(lora_rank=0), dtype=dtype), Sizes(8, 1024, 0))
         assert need.stays["masters"] == expected * need.stays["weights"] / dtype.size
+
+
+def test_a_judge_that_only_evaluations_ask_is_counted(tmp_path):
+    witness = ["--reward-weights", "rubric=0", "--eval-rubric", str(RUBRIC), "--judge-model", "random:2m"]
+    lines = [make_run(tmp_path, *flags).memory for flags in (witness, [*witness, "--eval-every", "0"])]
+    assert [" judge + " in line and " judging, " in line for line in lines] == [True, False]
 
 
 def test_a_model_that_trains_whole_is_held_twice_where_it_is_its_own_judge_or_the_reference():

@@ -279,7 +279,8 @@ def rubric_of(config: Config) -> Path | None:
     """The rubric that a run is judged by, as far as that is known without its data."""
     data, bundled = config.data, Path(__file__).parent / "data" / f"{config.data.task}_rubric.yaml"
     unasked = config.objective.loss_type in ("sft", "distill") or (data.reward and "rubric" not in data.reward_weights)
-    return Path(data.rubric) if data.rubric else None if unasked or not bundled.is_file() else bundled
+    path = Path(data.rubric) if data.rubric else None if unasked or not bundled.is_file() else bundled
+    return None if data.reward_weights.get("rubric") == 0 else path
 
 
 LESS = {  # what makes a part smaller
@@ -561,8 +562,10 @@ def asked(own: argparse.Namespace, rest: list[str]) -> Iterator[str]:
         context = context_of(config.tools, model.max_position_embeddings)
         config = config.but(max_tokens=max(context - own.prompt_tokens, 1))
     demand = Demand(model, gwen.default_dtype(), config, [own.prompt_tokens] * config.sampling.batch, rubric_of(config))
-    sizes = settle(demand)
-    yield from [f"{choice}; {own.prompt_tokens} prompt tokens", line(demand, sizes), time_line(demand, sizes)]
+    witness = Path(config.evaluation.rubric) if config.evaluation.rubric and config.evaluation.every else None
+    most = demand._replace(rubric=demand.rubric or witness)  # a step asks no witness
+    sizes = settle(most)
+    yield from [f"{choice}; {own.prompt_tokens} prompt tokens", line(most, sizes), time_line(demand, sizes)]
 
 
 if __name__ == "__main__":

@@ -121,10 +121,12 @@ def test_16_bit_weights_that_train_have_float32_masters():
         assert need.stays["masters"] == expected * need.stays["weights"] / dtype.size
 
 
-def test_a_judge_that_only_evaluations_ask_is_counted(tmp_path):
+def test_a_judge_that_only_evaluations_ask_is_counted(tmp_path, capsys):
     witness = ["--reward-weights", "rubric=0", "--eval-rubric", str(RUBRIC), "--judge-model", "random:2m"]
-    lines = [make_run(tmp_path, *flags).memory for flags in (witness, [*witness, "--eval-every", "0"])]
-    assert [" judge + " in line and " judging, " in line for line in lines] == [True, False]
+    for flags, asked in ((witness, True), ([*witness, "--eval-every", "0"], False)):
+        preflight.main(["--model", "demo", *flags])
+        for line in (make_run(tmp_path, *flags).memory, capsys.readouterr().out):
+            assert (" judge + " in line, " judging, " in line) == (asked, asked)
 
 
 def test_a_model_that_trains_whole_is_held_twice_where_it_is_its_own_judge_or_the_reference():

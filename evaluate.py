@@ -344,7 +344,7 @@ def load_policy(name: str, adapter: str | None, start: str | None = None) -> tup
 
     start: the adapter that training began with.
     """
-    if adapter is None or adapters.kind_of(adapters.find(adapter)) == "full":
+    if adapter is None or adapters.is_whole(adapter):
         return *gwen.load(name, adapter=adapter), adapter is None
     model, tokenizer = gwen.load(name)
     lora.attach(model, adapter, start)

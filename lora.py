@@ -129,18 +129,14 @@ def disabled(model: gwen.Model) -> Iterator[None]:
 @contextlib.contextmanager
 def before_training(model: gwen.Model) -> Iterator[None]:
     """Inside, the model is what its training began with, the reference policy: see `begin_with`, else its base."""
-    begun = [(layer, layer.lora_a, layer.lora_b) for _, layer in layers(model) if layer._start]
-    if not begun:
-        with disabled(model):
-            yield
-        return
-    for layer, _, _ in begun:
+    now = [(layer, layer.lora_a, layer.lora_b) for _, layer in layers(model) if layer._start]
+    for layer, _, _ in now:
         layer.lora_a, layer.lora_b = layer._start
     try:
-        with gpu.without_gradients():
+        with gpu.without_gradients() if now else disabled(model):
             yield
     finally:
-        for layer, low, high in begun:
+        for layer, low, high in now:
             layer.lora_a, layer.lora_b = low, high
 
 

@@ -21,13 +21,14 @@ import mlx.core as mx
 
 from disk import hub
 
-LAYOUTS = {"peft": "adapter_model.safetensors", "mlx_lm": "adapters.safetensors"}  # and the file of the tensors
+CONFIG, OURS, PEFTS = "adapter_config.json", "adapters.safetensors", "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
 Pairs = dict[str, tuple[mx.array, mx.array]]  # A (C, R) and B (R, O) of each projection, by Hugging Face name
 NONE_OF = "modules_to_save trainable_token_indices layer_replication target_parameters alora_invocation_tokens".split()
 NONE_OF += "use_bdlora arrow_config kasa_config monteclora_config".split()
 # PEFT options beyond x A B, and the only values supported here beside null
 PEFT_ONLY: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
     **dict.fromkeys(("use_dora", "fan_in_fan_out", "lora_bias", "use_qalora"), (False,)),
     **dict.fromkeys(("rank_pattern", "alpha_pattern"), ({},)),
     **dict.fromkeys(NONE_OF, ()),
@@ -47,61 +48,60 @@ class Adapter(NamedTuple):
 def find(path: str | Path) -> Path:
     """The adapter directory at `path`, or of the run or checkpoint there. Raises ValueError if none."""
     for directory in (Path(path), Path(path) / "adapter"):
-        if (directory / "adapter_config.json").is_file():
+        if (directory / CONFIG).is_file():
             return directory
-    raise ValueError(f"--adapter {path}: no adapter_config.json there; give a run or the directory of an adapter")
+    raise ValueError(f"--adapter {path}: no {CONFIG} there; give a run or the directory of an adapter")
 
 
 def base_of(path: str | Path) -> str:
     """The base model named in an adapter's configuration. Raises ValueError if it names none."""
-    name = _base(hub.load_object(find(path) / "adapter_config.json"))
-    if not isinstance(name, str) or not name:
+    if (name := _base(_opened(path)[1])) is None:
         raise ValueError(f"--adapter {path} does not name the model it was trained on; give it with --model")
     return name
 
 
-def kind_of(directory: Path) -> str:
-    """ "lora" or "full", from an adapter's configuration. Raises ValueError for others."""
-    config = hub.load_object(directory / "adapter_config.json")
-    kind = "lora" if _is_peft(config) else config.get("fine_tune_type", "lora")
-    if kind not in ("lora", "full"):
-        raise ValueError(f"--adapter {directory}: fine_tune_type {kind!r:.60} is not supported, only lora and full")
-    return str(kind)
-
-
-def _is_peft(config: dict[str, Any]) -> bool:
-    return "peft_type" in config
-
-
-def _base(config: dict[str, Any]) -> Any:
-    return config.get("base_model_name_or_path" if _is_peft(config) else "model")
+def is_whole(path: str | Path) -> bool:
+    """Whether an adapter is "full", all weights of its model. Raises ValueError if it is neither that nor "lora"."""
+    return _opened(path)[1].get("fine_tune_type") == "full"
 
 
 # ---- reading
 
 
-def load_tensors(directory: Path, config: dict[str, Any]) -> dict[str, mx.array]:
+def _opened(path: str | Path) -> tuple[Path, dict[str, Any]]:
+    """The directory of an adapter and its configuration, which has a `peft_type` in PEFT's layout alone."""
+    directory = find(path)
+    config = hub.load_object(directory / CONFIG)
+    if (kind := config.get("fine_tune_type", "lora")) not in ("lora", "full"):
+        raise ValueError(f"--adapter {directory}: fine_tune_type {kind!r:.60} is not supported, only lora and full")
+    return directory, config
+
+
+def _base(config: dict[str, Any]) -> str | None:
+    name = config.get("base_model_name_or_path" if "peft_type" in config else "model")
+    return name if name and isinstance(name, str) else None
+
+
+def _load_tensors(directory: Path, config: dict[str, Any]) -> dict[str, mx.array]:
     """The tensors of an adapter. Raises ValueError where there are none."""
-    path = directory / LAYOUTS["peft" if _is_peft(config) else "mlx_lm"]
-    tensors = hub.load_tensors(path)
-    if not tensors:
+    path = directory / (PEFTS if "peft_type" in config else OURS)
+    if not (tensors := hub.load_tensors(path)):
         raise ValueError(f"--adapter {directory}: {path.name} holds no tensors")
     return tensors
 
 
 def read(path: str | Path) -> Adapter:
     """A "lora" adapter of either layout. Raises ValueError naming the problem. path: see `find`."""
-    directory = find(path)
-    config = hub.load_object(directory / "adapter_config.json")
-    is_peft = _is_peft(config)
-    if kind_of(directory) == "full":
+    directory, config = _opened(path)
+    is_peft = "peft_type" in config
+    if is_whole(directory):
         raise ValueError(
             f"--adapter {directory} holds a whole model; write it with lora.py --fuse and name that --model"
         )
-    rank, scale = _rank_and_scale(config, f"--adapter {directory}: adapter_config.json")
+    rank, scale = _rank_and_scale(config, f"--adapter {directory}: {CONFIG}")
     endings = {"A.weight": "a", "B.weight": "b"} if is_peft else {"a": "a", "b": "b"}
     halves, pairs = {}, {}  # by name and "a" or "b"; A and B by name
-    for key, array in load_tensors(directory, config).items():
+    for key, array in _load_tensors(directory, config).items():
         name, _, half = key.removeprefix(PEFT_PREFIX).rpartition(".lora_")
         if half not in endings:
             raise ValueError(f"--adapter {directory}: {key} is neither lora_a nor lora_b of a projection")
@@ -109,22 +109,20 @@ def read(path: str | Path) -> Adapter:
     for name in sorted({name for name, _ in halves}):
         low, high = (halves.get((name, half), mx.array(0)) for half in "ab")
         if low.ndim != 2 or high.ndim != 2 or not low.shape[1] == high.shape[0] == rank:
-            raise ValueError(f"--adapter {directory}: {name} has no two matrices of adapter_config.json's rank {rank}")
+            raise ValueError(f"--adapter {directory}: {name} has no two matrices of {CONFIG}'s rank {rank}")
         if not (mx.isfinite(low).all() & mx.isfinite(high).all()).item():
             raise ValueError(f"--adapter {directory}: {name} has values that are not finite")
         pairs[name] = low, high
-    base = _base(config)
-    return Adapter(base if isinstance(base, str) else None, scale, pairs)
+    return Adapter(_base(config), scale, pairs)
 
 
 def _rank_and_scale(config: dict[str, Any], where: str) -> tuple[int, float]:
-    if config.get("peft_type", "LORA") != "LORA":
-        raise ValueError(f"{where} has peft_type {config['peft_type']!r:.60}; only LORA is supported")
-    for key, allowed in PEFT_ONLY.items() if _is_peft(config) else ():
+    is_peft = "peft_type" in config
+    for key, allowed in PEFT_ONLY.items() if is_peft else ():
         if config.get(key) not in (*allowed, None):
             raise ValueError(f"{where} has {key} {config[key]!r:.60}, which is not supported; merge it with PEFT first")
     try:
-        if _is_peft(config):
+        if is_peft:
             rank = config["r"]
             scale = config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)
         else:
@@ -133,7 +131,7 @@ def _rank_and_scale(config: dict[str, Any], where: str) -> tuple[int, float]:
             return rank, float(scale)
     except (LookupError, TypeError, ValueError, ArithmeticError):
         pass
-    given = {key: config.get(key) for key in (("r", "lora_alpha") if _is_peft(config) else ("lora_parameters",))}
+    given = {key: config.get(key) for key in (("r", "lora_alpha") if is_peft else ("lora_parameters",))}
     raise ValueError(f"{where} has {given!r:.120}; they must make a whole rank, and a scale from 1e-6 to 1e4")
 
 
@@ -155,10 +153,9 @@ def merge(weights: dict[str, mx.array], path: str | Path, family: hub.Family) ->
 
     Raises ValueError if there is no adapter, or none for this model.
     """
-    directory = find(path)
-    if kind_of(directory) == "full":
-        stored = load_tensors(directory, hub.load_object(directory / "adapter_config.json"))
-        trained, _ = hub.from_stored(stored, family)
+    directory, config = _opened(path)
+    if is_whole(directory):
+        trained, _ = hub.from_stored(_load_tensors(directory, config), family)
         for name, array in trained.items():
             if name not in weights or array.shape != weights[name].shape:
                 raise ValueError(f"--adapter {directory}: {name} {array.shape} is not a tensor of this model")
@@ -195,8 +192,8 @@ def write_peft(adapter: Adapter, directory: Path) -> None:
         "target_modules": sorted(adapter.pairs),
     }
     directory.mkdir(parents=True)
-    mx.save_safetensors(str(directory / LAYOUTS["peft"]), tensors, metadata={"format": "pt"})
-    (directory / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    mx.save_safetensors(str(directory / PEFTS), tensors, metadata={"format": "pt"})
+    (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
 def masters(adapter: dict[str, mx.array]) -> dict[str, mx.array]:

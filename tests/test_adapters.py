@@ -63,7 +63,7 @@ def test_the_exported_numbers_are_those_of_the_formula(exported):
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"peft_type": "IA3"}, "has peft_type 'IA3'; only LORA is supported"),
+        ({"peft_type": "IA3"}, "has peft_type 'IA3', which is not supported; merge it"),
         ({"use_dora": True}, "has use_dora True, which is not supported"),
         ({"rank_pattern": {"o_proj": 4}}, "has rank_pattern {'o_proj': 4}"),
         ({"bias": "all"}, "has bias 'all'"),

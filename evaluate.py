@@ -32,7 +32,7 @@ import sampler
 import tasks
 from config import JUDGE, SETTINGS, TOOLS, Config
 from disk import adapters, run_files
-from flags import Parser, add_flags, check_least, fail, flag_of, visible
+from flags import Parser, add_flags, check_least, flag_of, in_one_line, visible
 from judging.rubrics import Grader, load_rubric
 from layers import lm_head
 from machine import alive, memory, world
@@ -395,7 +395,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="a JSON line for each problem goes to this file")
     args = parser.parse_args(argv)
     flags = given(args, TAKEN)
-    try:
+    with in_one_line():
         check_least(args, limit=1, samples=1, temp=0, seed=0)
         if args.out and (args.out.is_dir() or not args.out.absolute().parent.is_dir()):
             raise ValueError(f"--out {args.out} is no file in an existing directory; make the directory first")
@@ -453,8 +453,6 @@ def main(argv: list[str] | None = None) -> None:
             args.out.write_text("".join(json.dumps(answer, default=str) + "\n" for answer in answers))
         if args.url:
             served.log.path.unlink()
-    except (ValueError, OSError) as error:
-        fail(error)
 
 
 if __name__ == "__main__":

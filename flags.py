@@ -5,6 +5,7 @@ A setting is a field of a dataclass, made by `flag` with its help and its range.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -15,7 +16,7 @@ import reprlib
 import stat
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, get_args, get_origin
 
@@ -79,6 +80,15 @@ def fail(message: object, most: int = 900) -> NoReturn:
     line = safe(" ".join(str(message).split("\n")))
     print("error:", line if len(line) < most else f"{line[: most - 300]} \u2026 {line[-250:]}", file=sys.stderr)
     sys.exit(2)
+
+
+@contextlib.contextmanager
+def in_one_line() -> Iterator[None]:
+    """Inside, or in a function that it decorates, a user's mistake ends the process: see `fail`."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        fail(error)
 
 
 class Parser(argparse.ArgumentParser):

@@ -26,7 +26,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from disk import adapters, hub
-from flags import Parser, fail, load_yaml
+from flags import Parser, fail, in_one_line, load_yaml
 from kv_cache import CAUSAL, Cache, DeltaState, KVCache, Layout, SlotCache
 from layers import attention, delta, lm_head, ops, probe, softmax
 from layers.tree_cache import TreeLayer
@@ -644,22 +644,20 @@ def doctor() -> Iterator[tuple[str, bool | None]]:
     yield f"kernels: {', '.join(names)} were compared with plain MLX; OFF: {', '.join(off) or 'none'}", not off
 
 
+@in_one_line()
 def main(argv: list[str] | None = None) -> None:
     parser = Parser("gwen.py", "Look at this machine: versions, device, BLAS, memory, hub, kernels.")
     parser.add_argument("--doctor", action="store_true", required=True, help="what runs here")
     parser.parse_args(argv)
     all_well = True
-    try:
-        kernels.is_wanted()  # a mistake in the environment is told before anything else
-        for line, well in doctor():
-            mark = "   " if well is None else "ok " if well else "BAD"
-            print(mark, line, flush=True)
-            all_well &= mark != "BAD"
-        # what fits is counted above this room
-        command = [sys.executable, str(Path(__file__).with_name("preflight.py")), "--fits"]
-        print(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout, end="")
-    except ValueError as error:
-        fail(error)
+    kernels.is_wanted()  # a mistake in the environment is told before anything else
+    for line, well in doctor():
+        mark = "   " if well is None else "ok " if well else "BAD"
+        print(mark, line, flush=True)
+        all_well &= mark != "BAD"
+    # what fits is counted above this room
+    command = [sys.executable, str(Path(__file__).with_name("preflight.py")), "--fits"]
+    print(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout, end="")
     if not all_well:
         fail("something is wrong here; the lines above say what")
 

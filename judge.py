@@ -27,7 +27,7 @@ import gwen
 import lora
 import sampler
 from config import JUDGE, SETTINGS, JudgeSettings
-from flags import Parser, add_flags, fail, visible
+from flags import Parser, add_flags, in_one_line, visible
 from judging import rubrics
 from judging.prompt_tree import Prompt, PromptTree, at_ends
 from judging.rubrics import Evaluation, Grader, Question
@@ -171,7 +171,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     add_flags(parser, [SETTINGS[key] for key in JUDGE])
     args = parser.parse_args(argv)
-    try:
+    with in_one_line():
         settings = checked(of_environment() | given(args, JUDGE)).judge
         rubric = rubrics.load_rubric(args.rubric)
         known = labels.load(args.labels, rubric)
@@ -180,8 +180,6 @@ def main(argv: list[str] | None = None) -> None:
             name, why = gwen.choose_model(settings.model)
         print(f"judge: {name}, {why}; mode {settings.mode}", file=sys.stderr)
         print(visible(labels.compare(make(settings, rubric, lambda: gwen.load(name, frozen=True)), known)))
-    except (ValueError, OSError) as error:
-        fail(error)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ import tasks
 from config import SETTINGS, Config, ModelSettings, Sizes
 from disk import checkpoint, hub
 from disk.run_files import read_log
-from flags import Parser, check_least, fail, read, visible
+from flags import Parser, check_least, in_one_line, read, visible
 from judging import rubrics
 from kv_cache import round_up
 from layers import attention, lm_head
@@ -531,12 +531,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--audit", action="store_true", help="show instead what the reward functions pay for")
     parser.add_argument("--fits", action="store_true", help="show instead what this machine can train")
     own, rest = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
-    try:
+    with in_one_line():
         check_least(own, prompt_tokens=1)
         for text in fits_here() if own.fits else asked(own, rest):
             print(alive.fitted(text), flush=True)
-    except (ValueError, OSError) as error:
-        fail(error)
 
 
 def asked(own: argparse.Namespace, rest: list[str]) -> Iterator[str]:

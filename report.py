@@ -9,7 +9,7 @@ from pathlib import Path
 
 import cpu_blas  # noqa: F401  (before mlx)
 
-from flags import Parser, fail, safe, visible
+from flags import Parser, fail, in_one_line, safe, visible
 from problems.examples import one_line
 from reporting import answers, page, seeds, verdict
 from reporting.history import before_after, facts, load
@@ -69,6 +69,7 @@ def listing(folder: str | Path) -> str:
 # ---- the command
 
 
+@in_one_line()
 def main(argv: list[str] | None = None) -> None:
     parser = Parser("report.py", "write a page about a run, or compare runs in the terminal")
     runs = "a run, or a directory of seeds; a page of several lies beside the first"
@@ -96,8 +97,6 @@ def main(argv: list[str] | None = None) -> None:
             page.show(written)
     except DAMAGE as error:
         fail(f"{' or '.join(args.runs)} is damaged ({one_line(error)})")
-    except (ValueError, OSError) as error:
-        fail(error)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from bench import harness
 from bench.harness import Sample
 from config import Config, Sizes
 from disk import hub
-from flags import Parser, fail
+from flags import Parser, in_one_line
 from machine import chips, gpu
 from step.rows import USUAL_ROWS
 
@@ -244,9 +244,7 @@ def compare(args: argparse.Namespace, directory: Path, make_rival: Callable[[Any
 
 def main(argv: list[str] | None, program: str, description: str, make_rival: Callable[[Any, Path], Rival]) -> None:
     """A command that compares rollouts of ours and a rival."""
-    try:
+    with in_one_line():
         args = parse(argv, program, description)
         with harness.model_directory(args.model) as directory:
             compare(args, directory, make_rival)
-    except (ValueError, OSError) as error:
-        fail(error)

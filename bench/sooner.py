@@ -13,7 +13,7 @@ from pathlib import Path
 import cpu_blas  # noqa: F401  (before mlx)
 import pandas as pd
 
-from flags import fail
+from flags import in_one_line
 from reporting import seeds
 from reporting.history import History
 
@@ -37,10 +37,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="runs, or directories of seeds")
     parser.add_argument("--line", type=float, required=True, help="held-out accuracy to be reached")
     args = parser.parse_args(argv)
-    try:
+    with in_one_line():
         settings = seeds.load(args.runs)
-    except (ValueError, OSError) as error:
-        fail(error)
     heads = [f"until {args.line:g}", *COSTS, "seconds, of the first", "completions, of the first"]
     print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
     tables = [

@@ -40,7 +40,7 @@ import pandas as pd
 import gwen
 from bench import harness
 from disk import hub
-from flags import Parser, fail, flag_of
+from flags import Parser, flag_of, in_one_line
 from problems import chat_template
 
 ROOT = Path(__file__).parent.parent
@@ -241,15 +241,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> None:
-    try:
+    with in_one_line():
         args = parse(argv)
         if args.engine:
             print(json.dumps(measure(args)))
             return
         with harness.model_directory(args.model) as directory:
             report(args, in_processes(args, directory))
-    except (ValueError, OSError) as error:
-        fail(error)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import tasks
 from config import SETTINGS, TOOLS, Config
 from deploy import command
 from disk import run_files
-from flags import Parser, add_flags, check_least, fail, flag_of, visible
+from flags import Parser, add_flags, check_least, flag_of, in_one_line, visible
 from kv_cache import KVCache
 from machine import gpu
 from problems import chat_template, episodes
@@ -201,6 +201,7 @@ def talk(sides: dict[str, Side], said: Iterable[str]) -> None:
 PLAYED = ["task", *TOOLS]
 
 
+@in_one_line()
 def main(argv: list[str] | None = None) -> None:
     parser = Parser("sampler.py", "Sample completions of one prompt, talk, or play held-out episodes with tools.")
     run_files.add_flags(parser)
@@ -215,11 +216,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--thinking", action=argparse.BooleanOptionalAction, help="default: the run's, else off")
     add_flags(parser, [SETTINGS[name] for name in ("stop", *PLAYED)])
-    args = parser.parse_args(argv)
-    try:
-        sample(args)
-    except (ValueError, OSError) as error:
-        fail(error)
+    sample(parser.parse_args(argv))
 
 
 def sample(args: argparse.Namespace) -> None:

@@ -21,7 +21,7 @@ import tasks
 from config import Config
 from deploy import few_bits, gguf_writer
 from disk import adapters, gguf, hub, run_files
-from flags import Parser, fail
+from flags import Parser, in_one_line
 from machine import alive
 from problems import chat_template, chats
 from problems.examples import load_sides
@@ -29,6 +29,7 @@ from settings.checks import checked
 from settings.sources import load_recipe
 
 
+@in_one_line()
 def main(argv: list[str] | None = None) -> None:
     parser = Parser("lora.py", "Merge an adapter into its model, or write it in another layout.")
     parser.add_argument("--fuse", action="store_true", help="write the merged model, a Hugging Face directory")
@@ -39,43 +40,40 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--keep-template", action="store_true", help="leave the chat template as the base has it")
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="a new directory")
     args = parser.parse_args(argv)
-    try:
-        if args.fuse == (args.export is not None):
-            raise ValueError("give --fuse for a whole model, or --export peft for the adapter alone")
-        if args.bits and args.export == "peft":
-            raise ValueError(f"--bits {args.bits} is of --fuse and --export gguf; leave it out")
-        if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
-            raise ValueError(f"--out {args.out} exists; give a new directory")
-        adapter = run_files.settle(args, model=None)
-        if not adapter:
-            raise ValueError("there is no adapter yet; name one with --adapter, or a run with --run")
-        name, few = args.model, args.fuse and args.bits in (4, 8)
-        place = Path(args.run or adapter).resolve()  # an adapter lies in its run, or is named by it
-        of_run = next((str(one) for one in (place, *place.parents[:3]) if (one / "config.yaml").is_file()), None)
-        run = None if args.keep_template else of_run
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{args.out.name}-", dir=args.out.parent) as begun:
-            wide, made = Path(begun) / "wide", Path(begun) / "made"
-            try:
-                with alive.doing(f"writing {args.out}"):
-                    if args.fuse:
-                        what = fuse(name, adapter, wide if few else made, run)
-                        if few:
-                            what += f"; in {few_bits.pack(wide, made, args.bits):.3g} bits a weight"
-                    elif args.export == "gguf":
-                        what = export_gguf(name, adapter, made, run, args.out.resolve().name, args.bits or 16)
-                    else:
-                        what = export_peft(name, adapter, made)
-            except RuntimeError as error:  # MLX's, when a file cannot be written
-                raise OSError(f"--out {args.out} cannot be written: {hub.first_line(error)}") from error
-            if args.run:
-                (made / "README.md").write_text(run_files.model_card(args.run, args.step))
-            os.replace(made, args.out)
-            print(f"{args.out}: {what}", flush=True)
-            if few:
-                few_bits.tell_cost(of_run, wide, args.out, args.bits)
-    except (ValueError, OSError) as error:
-        fail(error)
+    if args.fuse == (args.export is not None):
+        raise ValueError("give --fuse for a whole model, or --export peft for the adapter alone")
+    if args.bits and args.export == "peft":
+        raise ValueError(f"--bits {args.bits} is of --fuse and --export gguf; leave it out")
+    if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
+        raise ValueError(f"--out {args.out} exists; give a new directory")
+    adapter = run_files.settle(args, model=None)
+    if not adapter:
+        raise ValueError("there is no adapter yet; name one with --adapter, or a run with --run")
+    name, few = args.model, args.fuse and args.bits in (4, 8)
+    place = Path(args.run or adapter).resolve()  # an adapter lies in its run, or is named by it
+    of_run = next((str(one) for one in (place, *place.parents[:3]) if (one / "config.yaml").is_file()), None)
+    run = None if args.keep_template else of_run
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{args.out.name}-", dir=args.out.parent) as begun:
+        wide, made = Path(begun) / "wide", Path(begun) / "made"
+        try:
+            with alive.doing(f"writing {args.out}"):
+                if args.fuse:
+                    what = fuse(name, adapter, wide if few else made, run)
+                    if few:
+                        what += f"; in {few_bits.pack(wide, made, args.bits):.3g} bits a weight"
+                elif args.export == "gguf":
+                    what = export_gguf(name, adapter, made, run, args.out.resolve().name, args.bits or 16)
+                else:
+                    what = export_peft(name, adapter, made)
+        except RuntimeError as error:  # MLX's, when a file cannot be written
+            raise OSError(f"--out {args.out} cannot be written: {hub.first_line(error)}") from error
+        if args.run:
+            (made / "README.md").write_text(run_files.model_card(args.run, args.step))
+        os.replace(made, args.out)
+        print(f"{args.out}: {what}", flush=True)
+        if few:
+            few_bits.tell_cost(of_run, wide, args.out, args.bits)
     out, its = (shlex.quote(text) for text in (str(args.out), args.out.resolve().name))
     if args.export != "peft":
         folder, what = f"~/.lmstudio/models/me/{its}", "*.gguf" if args.export else "*"

@@ -8,6 +8,7 @@ that cannot be read says why, and the model is told. Token in, token out: what t
 Left out: calling (episodes.py).
 """
 
+import functools
 import importlib
 import inspect
 import json
@@ -137,7 +138,7 @@ class Frames:
     """Renders what a model is told between its turns. end_ids: its end tokens."""
 
     def __init__(self, tokenizer: Any, end_ids: Sequence[int], *, thinking: bool):
-        self.tokenizer, self.thinking = tokenizer, thinking
+        self.tokenizer, self.render = tokenizer, functools.partial(chat_template.render, tokenizer, thinking=thinking)
         self.end_ids, self.ends = set(end_ids), [str(tokenizer.convert_ids_to_tokens(one)) for one in end_ids]
 
     def between(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:
@@ -146,9 +147,9 @@ class Frames:
 
         What the messages say stays text: only the template's control tokens are control tokens.
         """
-        before = self._render(EXCHANGE, tools, opened=False)
+        before = self.render(EXCHANGE, tools=tools, opened=False)
         told = chat_template.as_text(self.tokenizer, messages, every=True)
-        after = self._render([*EXCHANGE, *told], tools, opened=True)
+        after = self.render([*EXCHANGE, *told], tools=tools)
         found = [(before.rfind(end), end) for end in self.ends]
         place, end = max(found)
         if place < 0:
@@ -172,6 +173,3 @@ class Frames:
         if len(shown) == len(text):
             return text
         return f"{shown}\n[cut: {len(shown)} of {len(text)} characters]"
-
-    def _render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, *, opened: bool) -> str:
-        return chat_template.render(self.tokenizer, messages, self.thinking, opened=opened, tools=tools)

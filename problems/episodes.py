@@ -88,14 +88,21 @@ class Outcome(NamedTuple):
     seconds: float = 0.0
 
 
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """One for all coroutines, in a thread of its own."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return loop
+
+
 class Worker:
     """A thread that does one job after another, and the environment that lives in it."""
 
     instance: Any = None
     begun = math.inf  # when the call began that is under way
 
-    def __init__(self, loop: Callable[[], asyncio.AbstractEventLoop]):
-        self.loop = loop
+    def __init__(self) -> None:
         self.task: concurrent.futures.Future[Any] | None = None  # of its newest coroutine
         self.jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._work, daemon=True)
@@ -114,7 +121,7 @@ class Worker:
             try:
                 value = fn()
                 if inspect.isawaitable(value):
-                    task = self.task = asyncio.run_coroutine_threadsafe(awaited(value), self.loop())
+                    task = self.task = asyncio.run_coroutine_threadsafe(awaited(value), _loop())
                     value = task.result()
             except BaseException as raised:  # SystemExit among them: it ends no more than a call
                 value, error = None, raised
@@ -177,14 +184,13 @@ class Toolbox:
         own = schemas_of("--tools", tools)
         self.schemas = {"": own} | {name: own | schemas_in(kind) for name, kind in environments.items()}
         self.workers: dict[tuple[str, int], Worker] = {}
-        self.loop = functools.cache(_start_loop)
 
     def worker(self, name: str, row: int, anew: bool = False) -> Worker:
         """The thread of a row, with its environment; `anew`: in place of one that hangs."""
         if anew:
             self.workers.pop((name, row)).leave()
         if (name, row) not in self.workers:
-            worker = self.workers[name, row] = Worker(self.loop)
+            worker = self.workers[name, row] = Worker()
             if kind := self.environments.get(name):
                 limit = self.settings.tool_timeout
                 worker.instance = worker.do(f"environment {kind.__name__}", kind, limit)
@@ -232,12 +238,6 @@ def extended(prompt: Any, text: str) -> Any:
     if isinstance(prompt, str):
         return prompt + text
     return [*prompt[:-1], prompt[-1] | {"content": prompt[-1]["content"] + text}]
-
-
-def _start_loop() -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True).start()
-    return loop
 
 
 # ---- a rollout's episodes

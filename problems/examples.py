@@ -65,15 +65,9 @@ def load_data(spec: str, columns: str | None = None, read: Callable[[Example], E
     """
     The examples of --data: all with the same keys, `prompt` first, None where a record lacks a column.
 
-    spec: a file (.jsonl, .json with a list, .csv, .parquet, .arrow), a directory that `datasets` saved [:split], or a
-    hub dataset id[:config][:split] (default: train).
-    columns: "prompt=question,answer=solution" gives the columns on the right the names on the left; rewards find them
-    by both, but for names that mean something else.
-    A prompt is a string or chat messages; `system`, `category` and `answer` are strings, so that an answer 42 is the
-    same from any file; `chat_template_kwargs` is a dictionary; other columns stay unchanged.
-    If there is no `prompt`, the column `messages` replaces it, without a final assistant's reply. That reply becomes
-    the `answer` if there is no such column. Rows with a column `environment` need none: the prompt is "".
-    read: makes an example of a record with renamed columns, in place of these rules, which are `read_prompt`.
+    spec, columns: those of --data and --columns, see docs/data.md. Rewards find a renamed column by both names, but for
+    names that mean something else.
+    read: makes an example of a record with renamed columns, in place of `read_prompt`.
 
     Raises ValueError naming file, line or record, value and fix.
     """
@@ -261,7 +255,12 @@ def hub_records(name: str, config: str | None, split: str) -> Records:
 
 
 def read_prompt(example: Example) -> Example:
-    """A checked example with a prompt, its messages reduced to role and content; see `load_data`."""
+    """
+    A checked example: a prompt, its messages reduced to role and content, and texts `system`, `category`, `answer`.
+
+    Without a `prompt`, `messages` replaces it; their last reply becomes the `answer` if there is none. Rows with a
+    column `environment` need no prompt: it is "".
+    """
     if "prompt" not in example and isinstance(messages := example.get("messages"), list):
         example = {name: value for name, value in example.items() if name != "messages"}
         last = messages[-1] if messages else None

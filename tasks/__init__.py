@@ -20,7 +20,7 @@ from problems import calls
 from problems.examples import load_sides, nearest, spread
 from problems.rewards import Reward, load_functions, load_reward, reward_arguments, reward_columns
 from settings.sources import OWN_TASK
-from tasks import own, rg
+from tasks import own
 from tasks.task import DATA, Task
 
 # settings of advantages that turns may have
@@ -34,7 +34,7 @@ NAMES = ("demo", "values", "gsm8k", "math", "own", "calculator", "guess", "env")
 
 
 def _module(name: str) -> Any:
-    """The file of a task: its `TASK`, `bundled` for its own sides, and maybe `read`, for records of --data."""
+    """The file of a task: `TASK`, `bundled` for its sides, maybe `read` for --data; or `make_task` for its names."""
     return importlib.import_module(f"tasks.{'guess' if name == 'env' else name}")
 
 
@@ -83,11 +83,11 @@ def make(config: Config, held_out: str | None = None) -> Task:
     if kind in ("rg", "ifeval") and (given := data.path or held_out):
         raise ValueError(f"--data {given} and --task {data.task}, which makes its own problems; leave one of them out")
     if kind == "rg" and ":" in data.task:
-        task = _procedural(config)
+        task = _module("rg").make_task(data.task, data.task_config or None)
     elif data.task_config:
         raise ValueError(f"--task-config {data.task_config} is for --task rg:NAME, not for --task {data.task}")
     elif kind == "ifeval":
-        task = _instructed(data.task)
+        task = _module("ifeval").make_task(data.task)
     else:
         task = load(data.task, data=data.path or None, held_out=held_out, columns=data.columns or None)
     if data.task in ("own", "gsm8k", "math") and (data.verifier or data.task == "own"):
@@ -95,24 +95,26 @@ def make(config: Config, held_out: str | None = None) -> Task:
     elif data.verifier:
         fix = f"--task {data.task} has its own; leave it out, or take --task own"
         raise ValueError(f"--verifier {data.verifier} compares with the answers of your own data, and {fix}")
+    is_alone = bool(data.reward) and "rubric" not in data.reward_weights
     if data.rubric:
         task = task._replace(rubric=Path(data.rubric), witness=None)
-    elif data.reward and "rubric" not in data.reward_weights:
-        task = task._replace(rubric=None)  # what nobody asked for would outweigh the user's own reward
+    elif is_alone or config.objective.loss_type == "distill":
+        task = task._replace(rubric=None)  # what nobody asked for would outweigh the user's reward, or look on
     if data.reward:
         task = _with_own_rewards(task, config)
     task = _with_tools(task, config)
     if config.objective.truncated == "punish":
-        task = _with_punishment(task, config.sampling.max_tokens)
-    if config.objective.loss_type == "distill" and not data.rubric:
-        task = task._replace(rubric=None)  # no judge that nobody named looks on
+        if "soft_overlong" in task.rewards:
+            raise ValueError("--truncated punish is the reward soft_overlong, which is given already; leave one out")
+        most = config.sampling.max_tokens
+        task = task.with_reward(*load_reward(f"soft_overlong:{most}:{max(most // 5, 1)}"))
     if data.task == own.TASK.name and not (task.rewards or task.rubric or config.objective.teacher):
         own.refuse(task, data.path or held_out)
     task = _weighted(task, config)
-    if not task.rubric:
-        task = task._replace(witness=None)  # no judge in the reward that would need one
     if config.evaluation.rubric:
         task = task._replace(witness=Path(config.evaluation.rubric))
+    elif not task.rubric:
+        task = task._replace(witness=None)  # no judge in the reward that would need one
     if data.task == own.TASK.name:
         task = own.told(task)
     task = task._replace(notes=[*task.notes, *_judge_notes(config, task)])
@@ -151,9 +153,8 @@ def _with_tools(task: Task, config: Config) -> Task:
     for kind in task.environments.values():
         if both := sorted(schemas.keys() & calls.schemas_in(kind)):
             raise ValueError(f"--env: {kind.__name__} and --tools both have a tool {both[0]}; rename one of them")
-    earning = {kind.__name__: earned_in(kind) for kind in task.environments.values() if hasattr(kind, "get_reward")}
-    weights = task.reward_weights | dict.fromkeys(earning, 1.0)
-    task = task._replace(rewards=task.rewards | earning, reward_weights=weights)
+        if hasattr(kind, "get_reward"):
+            task = task.with_reward(kind.__name__, earned_in(kind))
     if task.name == "env" and not task.environments:
         raise ValueError("--task env talks with an environment; name it: --env FILE.py:Class")
     if not task.environments and not all(example["prompt"] for example in task.train + task.held_out):
@@ -185,18 +186,14 @@ def callables(config: Config) -> tuple[tuple[calls.Tool, ...], dict[str, type]]:
     named = [pair for spec in specs for pair in load_functions("--tools", spec).items()]
     if len(dict(named)) < len(named):
         raise ValueError(f"--tools {' '.join(specs)}: two tools have the same name")
-    environments = _environments(config.tools.env) if config.tools.env else task.environments
-    return tuple(dict(named).values()) or task.tools, environments
-
-
-def _environments(env: str) -> dict[str, type]:
-    """The classes of --env by their names, "" for the only one."""
-    named = [part.rpartition("=") for part in re.split(r",(?=\w+=)", env)]
-    names = [name for name, _, _ in named]
-    if len(set(names)) < len(names) or (len(names) > 1 and "" in names) or any("," in spec for _, _, spec in named):
-        raise ValueError(f"--env {env}: several environments have a name each, as a=mine.py:A,b=mine.py:B")
-    classes: Any = [next(iter(load_functions("--env", spec, kind="class").values())) for _, _, spec in named]
-    return dict(zip(names, classes, strict=True))
+    environments: dict[str, Any] = {}  # by their names, "" for the only one
+    for part in re.split(r",(?=\w+=)", config.tools.env) if config.tools.env else []:
+        name, _, spec = part.rpartition("=")
+        if name in environments or (environments and not name) or "," in spec or "" in environments:
+            several = "several environments have a name each, as a=mine.py:A,b=mine.py:B"
+            raise ValueError(f"--env {config.tools.env}: {several}")
+        (environments[name],) = load_functions("--env", spec, kind="class").values()
+    return tuple(dict(named).values()) or task.tools, environments or task.environments
 
 
 def earned_in(kind: type) -> Reward:
@@ -206,14 +203,6 @@ def earned_in(kind: type) -> Reward:
         return [value if name == kind.__name__ else None for name, value in earned]
 
     return earned
-
-
-def _with_punishment(task: Task, max_tokens: int) -> Task:
-    """The task with the reward of --truncated punish, which falls over the last fifth of `max_tokens`."""
-    if "soft_overlong" in task.rewards:
-        raise ValueError("--truncated punish is the reward soft_overlong, which is given already; leave one out")
-    name, reward = load_reward(f"soft_overlong:{max_tokens}:{max(max_tokens // 5, 1)}")
-    return task._replace(rewards=task.rewards | {name: reward}, reward_weights=task.reward_weights | {name: 1.0})
 
 
 def _weighted(task: Task, config: Config) -> Task:
@@ -257,20 +246,3 @@ def _judge_notes(config: Config, task: Task) -> Iterator[str]:
             knows = "only the criteria of data/demo_rubric.yaml" if taught else "no criteria"
             noise = f"its scores of {', '.join(strange)} are noise; name another with --judge-model"
             yield f"WARNING: the judge {judge} has learned {knows}: {noise}"
-
-
-def _instructed(name: str) -> Task:
-    from tasks import ifeval
-
-    problems = ifeval.Problems(ifeval.parse_kinds(name))
-    rewards: dict[str, Reward] = {"followed": problems.followed, "on_topic": problems.on_topic}
-    weights = {"followed": 1.0, "on_topic": 0.5}
-    return Task(name, rewards, weights, problems.followed_all, held_out=problems.held_out, problems=problems)
-
-
-def _procedural(config: Config) -> Task:
-    name = config.data.task
-    problems = rg.Problems(rg.parse_mix(name, config.data.task_config or None))
-    rewards: dict[str, Reward] = {"correct": problems.score, "format": rg.answered_once}
-    weights = {"correct": 1.0, "format": 0.1}  # the form alone never pays like the answer
-    return Task(name, rewards, weights, problems.solved, held_out=problems.held_out, problems=problems)

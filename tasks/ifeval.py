@@ -23,9 +23,10 @@ from typing import Any
 from flags import load_yaml
 from problems import form
 from problems.examples import Example, nearest, prompt_key
+from problems.rewards import Reward
 from problems.workers import Pool
 from tasks import rg
-from tasks.task import DATA
+from tasks.task import DATA, Task
 
 INSTALL = "if-verifiable is not installed; begin the command with: uv run --extra ifeval"
 VERIFIERS, LIMIT = 2, 5.0  # processes at most, of 90 MB each, and seconds for one completion
@@ -72,6 +73,13 @@ def parse_kinds(task: str) -> tuple[str, ...]:
             they = f"the kinds are {', '.join(known)}"
             raise ValueError(f"--task {task}: {name!r} is unknown or comes twice{nearest(name, known)}; {they}")
     return kinds
+
+
+def make_task(name: str) -> Task:
+    problems = Problems(parse_kinds(name))
+    rewards: dict[str, Reward] = {"followed": problems.followed, "on_topic": problems.on_topic}
+    weights = {"followed": 1.0, "on_topic": 0.5}
+    return Task(name, rewards, weights, problems.followed_all, held_out=problems.held_out, problems=problems)
 
 
 class Problems:

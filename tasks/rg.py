@@ -26,7 +26,9 @@ from typing import Any, NamedTuple
 from flags import load_yaml
 from problems.examples import Example, nearest, one_line, prompt_key, short
 from problems.formulas import prepare_sympy, read_formula, read_list
+from problems.rewards import Reward
 from problems.workers import Answer, Pool
+from tasks.task import Task
 
 INSTALL = "reasoning-gym is not installed; begin the command with: uv run --extra tasks"
 SYSTEM = (
@@ -119,6 +121,13 @@ def parse_mix(task: str, config: str | None) -> Mix:
 
 
 # ---- in the process of the run
+
+
+def make_task(name: str, config: str | None) -> Task:
+    problems = Problems(parse_mix(name, config))
+    rewards: dict[str, Reward] = {"correct": problems.score, "format": answered_once}
+    weights = {"correct": 1.0, "format": 0.1}  # the form alone never pays like the answer
+    return Task(name, rewards, weights, problems.solved, held_out=problems.held_out, problems=problems)
 
 
 class Problems:

@@ -37,6 +37,10 @@ class Task(NamedTuple):
     tools: tuple[Callable[..., Any], ...] = ()  # functions that the model may call
     environments: dict[str, type] = {}  # noqa: RUF012  (by the column `environment`; "" where there is one)
 
+    def with_reward(self, name: str, reward: Reward) -> "Task":
+        """The task with one more reward, of weight 1."""
+        return self._replace(rewards=self.rewards | {name: reward}, reward_weights=self.reward_weights | {name: 1.0})
+
     @property
     def counted(self) -> dict[str, Reward]:
         """Its rewards but those of weight 0, which are metrics."""

@@ -159,13 +159,6 @@ Answer = Callable[[list[Example], EvalParams], tuple[list[Sample], list[Sample]]
 
 
 def evaluate(
-    model: gwen.Model, tokenizer: Any, task: tasks.Task, params: EvalParams, **graders: Any
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """`examine` of a model that runs here."""
-    return examine(functools.partial(answer_both, model, tokenizer), task, params, **graders)
-
-
-def examine(
     answer: Answer,
     task: tasks.Task,
     params: EvalParams,
@@ -179,8 +172,9 @@ def examine(
 
     Figures are means over problems, each the mean of its completions.
 
-    grader: the judge whose score is the reward "rubric". witness: a judge that training never uses. reference: the
-    model before training, or one that `lora.before_training` makes it; None if unavailable.
+    answer: `answer_both` of a model, or a server's. grader: the judge whose score is the reward "rubric". witness: a
+    judge that training never uses. reference: the model before training, or one that `lora.before_training` makes it;
+    None if unavailable.
     Raises ValueError before decoding if there are no problems, a prompt is too long or a reward lacks a column.
     """
     begin = time.perf_counter()
@@ -308,19 +302,19 @@ def measure(task: tasks.Task, sampled: list[Sample], values: np.ndarray, samples
 
 
 def make_graders(
-    config: Config, rubric: Any, witness: Any, base: gwen.Model | None, tokenizer: Any
+    config: Config, rubric: Any, witness: Any, base: gwen.Model | None = None, tokenizer: Any = None
 ) -> tuple[Grader | None, Grader | None]:
     """
     The judge by `rubric`, and the witness, which only evaluations use, by its own; None without a rubric.
 
-    base: the model before training, the default judge of both. They share their cache of scores.
+    base: the model before training, the default judge of both; None: it is loaded. They share their cache of scores.
     """
 
     @functools.cache
     def load() -> tuple[gwen.Model, Any]:
         if base is not None and config.judges_itself:
             return base, tokenizer
-        return gwen.load(config.judge.model, frozen=True)
+        return gwen.load(config.judge.model or config.model.name, frozen=True)
 
     grader, second = (judge.make(config.judge, load_rubric(one), load) if one else None for one in (rubric, witness))
     if grader is not None and second is not None:
@@ -446,7 +440,7 @@ def main(argv: list[str] | None = None) -> None:
         toolbox = episodes.make(config, task.tools, task.environments, tokenizer, facts)
         params = EvalParams.of(config, toolbox=toolbox, **how)
         reference = base if is_base and (adapter or args.run) and not args.url else None
-        record, answers = examine(answer, task, params, grader=grader, witness=witness, reference=reference)
+        record, answers = evaluate(answer, task, params, grader=grader, witness=witness, reference=reference)
         print(alive.fitted(visible(run_files.evaluation_line(record)), sys.stderr), file=sys.stderr, flush=True)
         print(json.dumps(record), flush=True)  # before the file: the disk may be too full for it
         if args.out:

@@ -349,8 +349,7 @@ class GrpoRun(Run):
         """Evaluates the held-out problems and logs the result."""
         params = evaluate.EvalParams.of(self.config, batch_size=self.batch_size, toolbox=self.toolbox)
         record, answers = evaluate.evaluate(
-            self.model,
-            self.tokenizer,
+            functools.partial(evaluate.answer_both, self.model, self.tokenizer),
             self.task,
             params,
             grader=self.judge if self.task.verifier is None else None,

@@ -39,19 +39,17 @@ Steps = Iterator[dict[str, Any]]  # the figures of each
 
 def as_settings(settings: dict[str, Any]) -> dict[str, Any]:
     """Settings as flags hold them: a function by its name in its module, rows as a file of the cache."""
+
+    def spelled(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return list(map(spelled, value))
+        return rewards.spec_of(value) if callable(value) else str(value) if isinstance(value, Path) else value
+
+    refuse_unknown(settings)
     for name in ("data", "eval_data"):
         if not isinstance(settings.get(name, ""), (str, Path)):
             settings[name] = examples.keep(settings[name])
-    settings = {key: str(value) if isinstance(value, Path) else value for key, value in settings.items()}
-    refuse_unknown(settings)
-    for name in ("loss_type", "advantage", "env"):
-        if callable(settings.get(name)):
-            settings[name] = rewards.spec_of(settings[name])
-    for name in ("reward", "tools"):
-        if (named := settings.get(name)) is not None:
-            named = [named] if callable(named) or isinstance(named, str) else named
-            settings[name] = [rewards.spec_of(one) if callable(one) else one for one in named]
-    return settings
+    return {key: spelled(value) for key, value in settings.items()}
 
 
 class Begun(NamedTuple):
@@ -324,11 +322,10 @@ def _go_on(run: Any, error: BaseException) -> str:
         if budget < run.longest and run.sizes.checkpoint_layers == run.model.config.num_hidden_layers:
             return "start over with a smaller model or a lower --max-tokens"
         less = f" --train-token-budget {budget}" if budget >= run.longest else " --checkpoint-layers on"
-    if checkpoint.saved(run.dir):
-        return f"continue with: {command_of(run.config.flat())} --resume {shlex.quote(str(run.dir))}{less}"
-    return (
-        f"start over with: {command_of(run.config.flat())} --config {shlex.quote(str(run.dir / 'config.yaml'))}{less}"
-    )
+    how, flag, path = "continue", "--resume", run.dir
+    if not checkpoint.saved(run.dir):
+        how, flag, path = "start over", "--config", run.dir / "config.yaml"
+    return f"{how} with: {command_of(run.config.flat())} {flag} {shlex.quote(str(path))}{less}"
 
 
 def _newest(run: Any, error: BaseException, first: str = "") -> str:

@@ -8,6 +8,7 @@ deserves that somebody reads fifty of the answers that it counts, which is how t
 """
 
 import argparse
+import functools
 import re
 from collections import Counter
 from pathlib import Path
@@ -97,8 +98,8 @@ def main() -> None:
     args = parser.parse_args()
     task, shares = tasks.load("demo"), {}
     for run in [None, *args.runs]:
-        model, tokenizer = gwen.load("demo", adapter=run and run / "adapter")
-        _, details = evaluate.evaluate(model, tokenizer, task, evaluate.EvalParams(MOST_TOKENS))
+        answer = functools.partial(evaluate.answer_both, *gwen.load("demo", adapter=run and run / "adapter"))
+        _, details = evaluate.evaluate(answer, task, evaluate.EvalParams(MOST_TOKENS))
         shares[run.name if run else "before training"] = audit(details)
         for one in details[:: len(details) // args.show] if args.show else ():
             reading = read(one["prompt"], one["completions"][0])

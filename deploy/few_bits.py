@@ -81,8 +81,7 @@ def answers(
     """Evaluates the model of a directory as a run does and prints it; returns it, its samples and greedy answers."""
     model, tokenizer = gwen.load(directory)
     scored = task.rubric is not None and task.verifier is None and not config.judge.url  # which may cost money
-    base = gwen.load(config.model.name)[0] if scored and config.judges_itself else None
-    grader, _ = evaluate.make_graders(config, task.rubric if scored else None, None, base, tokenizer)
+    grader, _ = evaluate.make_graders(config, task.rubric if scored else None, None)
     found: list[list[Sample]] = []
 
     def answer(problems: list[Example], params: evaluate.EvalParams) -> tuple[list[Sample], list[Sample]]:
@@ -90,7 +89,7 @@ def answers(
         return both
 
     toolbox = episodes.make(config, task.tools, task.environments, tokenizer, model.config)
-    record, _ = evaluate.examine(answer, task, evaluate.EvalParams.of(config, toolbox=toolbox), grader=grader)
+    record, _ = evaluate.evaluate(answer, task, evaluate.EvalParams.of(config, toolbox=toolbox), grader=grader)
     print(f"{bits} bits: {run_files.evaluation_line(record)}", flush=True)
     sampled, greedy = found
     return model, sampled, greedy

@@ -1,5 +1,6 @@
 """Held-out evaluation: unbiased pass@k, the same problems every time, and no training prompt among them."""
 
+import functools
 import json
 import math
 import re
@@ -30,9 +31,13 @@ def demo():
     return gwen.load("demo")
 
 
+def evaluated(demo, task, params, **graders):
+    return evaluate.evaluate(functools.partial(evaluate.answer_both, *demo), task, params, **graders)
+
+
 def run(demo, **settings):
     params = evaluate.EvalParams(12, memory.BatchSize(64), limit=24)._replace(**settings)
-    return evaluate.evaluate(*demo, tasks.load("demo"), params)
+    return evaluated(demo, tasks.load("demo"), params)
 
 
 @pytest.mark.parametrize("samples", [1, 4])
@@ -88,7 +93,7 @@ def test_a_task_without_right_answers_is_scored_by_criterion_and_category(demo):
     problems[0]["category"] = None
     task = task._replace(held_out=problems)
     grader = judge.Judge(*demo, rubrics.load_rubric(task.rubric))
-    record, _ = evaluate.evaluate(*demo, task, evaluate.EvalParams(12, samples=2, limit=24), grader=grader)
+    record, _ = evaluated(demo, task, evaluate.EvalParams(12, samples=2, limit=24), grader=grader)
     criteria = [criterion.name for criterion in grader.rubric.criteria]
     for name in criteria:
         assert {f"eval/judge/{name}", f"eval/judge/{name}/carry", f"eval/judge/{name}/plain"} <= set(record)
@@ -122,7 +127,7 @@ def test_a_score_is_that_of_what_can_be_read_and_what_cannot_is_told(demo, lengt
     """Answers of an even length are read, or none."""
     task = tasks.load("demo")._replace(verifier=None)
     grader = Scripted(task.rubric, lambda text: 5.0 if length and len(text) % length == 0 else math.nan)
-    record, details = evaluate.evaluate(*demo, task, evaluate.EvalParams(12, limit=24), grader=readable(grader))
+    record, details = evaluated(demo, task, evaluate.EvalParams(12, limit=24), grader=readable(grader))
     rubric = 0.5 * sum(criterion.weight for criterion in grader.rubric.criteria) if length else 0.0
     for detail in details:  # an unreadable rubric counts as the mean of the others
         assert detail["values"][0] == pytest.approx(detail["rewards"]["correct"][0] + rubric)
@@ -135,7 +140,7 @@ def test_a_score_is_that_of_what_can_be_read_and_what_cannot_is_told(demo, lengt
 def test_a_judge_that_says_yes_to_everything_is_seen_by_the_witness(demo):
     task = tasks.load("values")
     grader, witness = (Scripted(rubric, lambda text: 5.0) for rubric in (task.rubric, task.witness))
-    record, details = evaluate.evaluate(*demo, task, evaluate.EvalParams(4, limit=4), grader=grader, witness=witness)
+    record, details = evaluated(demo, task, evaluate.EvalParams(4, limit=4), grader=grader, witness=witness)
     assert record["eval/score"] == 3 and record["eval/witness"] == 0
     assert record["eval/witness/credulity"] == record["eval/judge/scrutiny"] == 5
     assert without_meaning(record, EVALUATION_METRICS) == []
@@ -169,12 +174,12 @@ def test_the_divergence_is_k3_in_float64_and_nothing_before_training(demo):
     lora.apply(model, 4, 2.0)
     task = tasks.load("demo")
     params = evaluate.EvalParams(12, limit=12)
-    record, _ = evaluate.evaluate(model, tokenizer, task, params, reference=model)
+    record, _ = evaluated((model, tokenizer), task, params, reference=model)
     assert 0 <= record["eval/kl"] < 1e-10
     for index, (_, layer) in enumerate(lora.layers(model)):
         layer.lora_b = mx.random.normal(layer.lora_b.shape, key=mx.random.key(index)) * 0.3
     params = params._replace(samples=2, temperature=0.8)
-    record, _ = evaluate.evaluate(model, tokenizer, task, params, reference=model)
+    record, _ = evaluated((model, tokenizer), task, params, reference=model)
     problems = spread(task.held_out, 12)
     prompts = [chat_template.chat_ids(tokenizer, problem["prompt"]) for problem in problems for _ in range(2)]
     params = sampler.SamplingParams(12, 0.8, eos_ids=model.config.eos_ids)

@@ -17,7 +17,7 @@ import math
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -154,6 +154,15 @@ class EvalParams(NamedTuple):
         how: dict[str, Any] = {"thinking": settings.thinking, "stop": settings.stop, "limit": limit}
         return cls(settings.max_tokens, **how | more)
 
+    def prompts(
+        self, tokenizer: Any, context: int, examples: Iterable[Example], kind: str = "held-out prompt"
+    ) -> list[list[int]]:
+        """The ids of every prompt. ValueError names one that leaves no room for its completion in a model's context."""
+        if self.toolbox:
+            return list(map(self.toolbox.prompt, examples))
+        how: dict[str, Any] = {"max_tokens": self.max_tokens, "thinking": self.thinking}
+        return chat_template.encode_prompts(tokenizer, examples, context=context, kind=kind, **how)
+
 
 Answer = Callable[[list[Example], EvalParams], tuple[list[Sample], list[Sample]]]  # see `answer_both`
 
@@ -242,12 +251,7 @@ def answer_both(
     model: gwen.Model, tokenizer: Any, problems: list[Example], params: EvalParams
 ) -> tuple[list[Sample], list[Sample]]:
     """Each problem's samples with their entropies, and one greedy completion."""
-    if params.toolbox:
-        prompts = [params.toolbox.prompt(problem) for problem in problems]
-    else:
-        render: dict[str, Any] = {"max_tokens": params.max_tokens, "context": model.config.max_position_embeddings}
-        render |= {"thinking": params.thinking, "kind": "held-out prompt"}
-        prompts = chat_template.encode_prompts(tokenizer, problems, **render)
+    prompts = params.prompts(tokenizer, model.config.max_position_embeddings, problems)
     lengths, dtype, samples = list(map(len, prompts)), model.head_weight.dtype, params.samples
 
     def fits(rows: int) -> bool:
@@ -362,11 +366,13 @@ def ask(args: Namespace, config: Config, task: tasks.Task, variables: dict[str, 
 
 def of_run(run: str, flags: dict[str, Any], data: str | None = None) -> Config:
     """
-    The settings of the run in a directory, overridden by flags. Raises ValueError if there is no run.
+    The settings of the run in a directory, overridden by flags; its first day is that of templates from now on. Raises
+    ValueError if there is no run.
 
     A run of --loss-type sft is taken for one of its task, which has the problems to answer, or for one on this `data`.
     """
     settings = load_recipe(run_files.config_file(run))
+    chat_template.keep_date(run_files.begun(Path(run)))
     if settings.get("loss_type") == "sft":
         settings = {name: settings[name] for name in ("model", "task", "thinking") if name in settings}
         settings |= {"task": "own"} if data else {}
@@ -395,7 +401,6 @@ def main(argv: list[str] | None = None) -> None:
             raise ValueError(f"--out {args.out} is no file in an existing directory; make the directory first")
         adapter = run_files.settle(args)
         if args.run:
-            chat_template.keep_date(run_files.begun(Path(args.run)))
             config = of_run(args.run, flags, args.data)
             start = run_files.adapter_of(args.run, 0)
             what = f"run: {args.run}, {'newest adapter' if args.step is None else f'step {args.step}'}"

@@ -315,18 +315,10 @@ class GrpoRun(Run):
         self.end_step()
 
     def _render(self, examples: list[Example], kind: str = "training prompt") -> list[list[int]]:
-        """The ids of every prompt. ValueError names a prompt that leaves no room for its completion."""
-        if self.toolbox:
-            bar = alive.Bar(examples, desc=f"{kind}s")
-            return [self.toolbox.prompt(example) for example in bar]
-        return chat_template.encode_prompts(
-            self.tokenizer,
-            alive.Bar(examples, desc=f"{kind}s"),
-            max_tokens=self.config.sampling.max_tokens,
-            context=self.model.config.max_position_embeddings,
-            thinking=self.config.sampling.thinking,
-            kind=kind,
-        )
+        """See `EvalParams.prompts`."""
+        params = evaluate.EvalParams.of(self.config, toolbox=self.toolbox)
+        bar = alive.Bar(examples, desc=f"{kind}s")
+        return params.prompts(self.tokenizer, self.model.config.max_position_embeddings, bar, kind)
 
     def open(self) -> None:
         super().open()

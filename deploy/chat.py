@@ -10,7 +10,6 @@ import contextlib
 import signal
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import cpu_blas  # noqa: F401  (before mlx)
@@ -233,8 +232,6 @@ def sample(args: argparse.Namespace) -> None:
         raise ValueError("--compare is for --chat with the --run or --adapter whose model is compared")
     if args.system and not (args.prompt or args.chat):
         raise ValueError("--system stands before what the user says; give --prompt too")
-    if args.run:
-        chat_template.keep_date(run_files.begun(Path(args.run)))
     name, why = gwen.choose_model(args.model, adapter, of_task(args.task or "", "").get("model"))
     if args.compare:
         start = run_files.adapter_of(args.run, 0) if args.run else None

@@ -21,7 +21,7 @@ from config import Config
 from disk import run_files
 from flags import visible
 from machine import alive
-from problems import chat_template, episodes
+from problems import episodes
 from problems.examples import Example
 from step.batch import cut, hidden
 from step.sample import Sample
@@ -55,7 +55,6 @@ def tell_cost(run: str | None, wide: Path, few: Path, bits: int) -> None:
     try:
         if run is None:
             raise ValueError("only --run tells the problems")
-        chat_template.keep_date(run_files.begun(Path(run)))
         config = evaluate.of_run(run, {})
         task = tasks.make(config)
         _, sampled, greedy = answers(config, task, wide, 16)

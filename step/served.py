@@ -44,9 +44,7 @@ class Served:
 
     def answer(self, problems: list[Example], params: Any) -> tuple[list[Sample], list[Sample]]:
         """As `evaluate.answer_both`. Raises ValueError where an answer does not come; those that did are kept."""
-        how: dict[str, Any] = {"thinking": params.thinking, "kind": "held-out prompt"}
-        how |= {"max_tokens": params.max_tokens, "context": self.facts.max_position_embeddings}
-        prompts = chat_template.encode_prompts(self.tokenizer, problems, **how)
+        prompts = params.prompts(self.tokenizer, self.facts.max_position_embeddings, problems)
         asked = [(place, params.temperature) for place in range(len(problems)) for _ in range(params.samples)]
         asked += [(place, 0.0) for place in range(len(problems))]
         bodies = [self.body(problems[place], params, temperature) for place, temperature in asked]

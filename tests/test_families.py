@@ -20,6 +20,7 @@ from mlx.utils import tree_flatten
 from test_delta import by_hand as delta_by_hand
 from test_ops import attention_by_hand, yarn_by_hand
 
+import evaluate
 import gwen
 import lora
 import sampler
@@ -248,10 +249,10 @@ def test_a_template_that_writes_the_date_writes_that_on_which_its_run_began(toke
     assert run_files.begun(tmp_path) == today.isoformat()
     (tmp_path / "env.json").write_text('{"begun": "2026-01-31"}')
     run_files.write("model: demo\n", tmp_path)  # as a resumed run does
-    chat_template.keep_date(run_files.begun(tmp_path))
+    evaluate.of_run(str(tmp_path), {})
     assert chat_template.render(dated, prompt, False) == "31 January 2026: one<|im_end|>"
     (tmp_path / "env.json").write_text('{"begun": 5}')
-    assert "Invalid isoformat string: '5'" in message_of(chat_template.keep_date, run_files.begun(tmp_path))
+    assert "Invalid isoformat string: '5'" in message_of(evaluate.of_run, str(tmp_path), {})
 
 
 def test_the_id_that_ends_a_reply_is_the_templates_own(tokenizer):

@@ -420,7 +420,7 @@ def load_object(path: Path) -> dict[str, Any]:
     except (ValueError, OSError) as error:
         raise ValueError(f"{path} cannot be read as JSON: {first_line(error)}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path} holds a {type(content).__name__}, not an object; is this a language model?")
+        raise ValueError(f"{path} holds a {type(content).__name__}, not an object; is it the right file?")
     return content
 
 

@@ -12,8 +12,9 @@ from typing import Any
 
 from config import SETTINGS, Config
 from disk import run_files
+from disk.hub import load_object
 from disk.run_files import read_log, with_interval
-from flags import read_json, visible
+from flags import visible
 from machine.alive import duration
 from reporting import health
 from reporting.health import Records
@@ -71,13 +72,7 @@ def load(run: str | Path) -> History:
         raise ValueError(f"{run}: no config.yaml there; give the directory of a run, as runs/NAME")
     held = run_files.settings_of(str(folder))
     settings = Config.of().flat() | {name: value for name, value in held.items() if name in SETTINGS}  # no older ones
-    env_file = folder / "env.json"
-    try:
-        env = read_json(env_file.read_bytes()) if env_file.is_file() else {}
-        if not isinstance(env, dict):
-            raise ValueError("it holds no names and values")
-    except ValueError as error:
-        raise ValueError(f"{env_file}: {error}") from error
+    env = load_object(folder / "env.json") if (folder / "env.json").is_file() else {}
     names = ("metrics", "eval", "warnings", "changes")
     return History(folder, settings, env, *(list(read_log(folder / f"{name}.jsonl")) for name in names))
 

@@ -211,18 +211,14 @@ def completion_records(number: int, samples: list[Sample]) -> Iterator[dict[str,
             **({"own": sample.spans} | sample.conversation if sample.conversation else {}),
             # within 0.05% or 3e-8
             "logprobs": base64.b64encode(sample.logprobs.astype("<f2").tobytes()).decode(),
-            "reward": _known(sample.reward),
-            "rewards": {name: _known(value) for name, value in sample.parts.items()},
+            **finite({"reward": sample.reward}),
+            "rewards": finite(sample.parts),
             **({"extra": sample.extra} if sample.extra else {}),
-            "judge_scores": sample.scores and [s and round(s, 4) for s in map(_known, sample.scores)],
+            "judge_scores": sample.scores and [None if math.isnan(one) else round(one, 4) for one in sample.scores],
             "finish_reason": sample.finish_reason,
             # where turns have their own, the first one's: it is of the whole conversation
             "advantage": np.ravel(sample.advantage)[0].item(),
         }
-
-
-def _known(value: float) -> float | None:
-    return None if math.isnan(value) else value
 
 
 # ---- the files

@@ -6,7 +6,7 @@ seed.
 import statistics
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from config import SETTINGS
 from disk.run_files import student
@@ -54,43 +54,41 @@ def name_of(runs: list[History]) -> str:
     return homes.pop() if len(homes) == 1 and "" not in homes else ", ".join(run.name for run in runs)
 
 
-def last(run: History) -> tuple[int, float] | None:
-    """The newest evaluation's step and held-out figure."""
-    return next(((one["step"], one[f"eval/{run.figure}"]) for one in run.measured[::-1]), None)
+def newest(setting: Setting, figure: str) -> dict[int, dict[str, Any]]:
+    """The newest evaluation that has a figure, by seed."""
+    key = f"eval/{figure}"
+    return {run.settings["seed"]: one for run in setting.runs for one in run.evals if one.get(key) is not None}
 
 
 def lines(settings: list[Setting]) -> list[str]:
     """A line on each setting with several seeds, and one on each difference from the first setting, by shared seeds."""
     first, said = settings[0], []
-    for name, runs in settings:
-        found = {run.settings["seed"]: value for run in runs if (value := last(run))}
-        if len(found) < 2:
-            continue
-        figure, values = runs[0].figure, [value for _, value in found.values()]
-        steps = sorted({step for step, _ in found.values()})
-        said.append(
-            f"{visible(name)}: {figure} {statistics.fmean(values):.3f}, std {statistics.stdev(values):.3f} over "
-            f"{len(values)} seeds ({min(values):.3f} to {max(values):.3f}) after {' or '.join(map(str, steps))} steps"
-        )
-        if len(found) < len(runs):
-            said[-1] += f"; {len(runs) - len(found)} seeds have no evaluation yet"
-    for setting in settings[1:]:
-        said += [difference(first, setting)] if max(len(first.runs), len(setting.runs)) > 1 else []
-    return said
+    for one in settings:
+        figure, num = one.runs[0].figure, len(one.runs)
+        ends = newest(one, figure).values()
+        if len(ends) > 1:
+            values = [end[f"eval/{figure}"] for end in ends]
+            steps = " or ".join(map(str, sorted({end["step"] for end in ends})))
+            spread = f"{statistics.fmean(values):.3f}, std {statistics.stdev(values):.3f} over {len(ends)} seeds"
+            told = (
+                f"{visible(one.name)}: {figure} {spread} ({min(values):.3f} to {max(values):.3f}) after {steps} steps"
+            )
+            said.append(told + f"; {num - len(ends)} seeds have no evaluation yet" * (num > len(ends)))
+    return said + [difference(first, one) for one in settings[1:] if max(len(first.runs), len(one.runs)) > 1]
 
 
 def difference(first: Setting, other: Setting) -> str:
     """What the other setting changes, by the seeds that both have: these drew the same prompts."""
-    before, after = (
-        {run.settings["seed"]: value[1] for run in one.runs if (value := last(run))} for one in (first, other)
-    )
-    pairs = [after[seed] - value for seed, value in before.items() if seed in after]
-    what = f"{visible(other.name)} - {visible(first.name)}"
+    figure, what = first.runs[0].figure, f"{visible(other.name)} - {visible(first.name)}"
+    before, after = (newest(one, figure) for one in (first, other))
+    shared = [(one, after[seed]) for seed, one in before.items() if seed in after]
+    pairs = [new[f"eval/{figure}"] - old[f"eval/{figure}"] for old, new in shared]
     if len(pairs) < 2:
-        return f"{what}: fewer than two seeds in common, so no difference can be told"
+        return f"{what}: fewer than two seeds in common have an evaluation of {figure}, so no difference can be told"
     half = student(len(pairs) - 1) * statistics.stdev(pairs) / len(pairs) ** 0.5
-    each = " ".join(f"{pair:+.3f}" for pair in pairs[:10]) + (" …" if len(pairs) > 10 else "")
-    said = f"{what}: {statistics.fmean(pairs):+.3f} ± {half:.3f} (95%, Student's t) over {len(pairs)} pairs: {each}"
-    nums = [{str(run.measured[-1]["eval/num"]) for run in one.runs if last(run)} for one in (other, first)]
-    asked = [" or ".join(sorted(its)) for its in nums]
-    return said if asked[0] == asked[1] else f"{said}; of {asked[0]} and {asked[1]} held-out problems"
+    each = " ".join(f"{pair:+.3f}" for pair in pairs[:10]) + " \u2026" * (len(pairs) > 10)
+    said = (
+        f"{what}: {statistics.fmean(pairs):+.3f} \u00b1 {half:.3f} (95%, Student's t) over {len(pairs)} pairs: {each}"
+    )
+    asked = [" or ".join(sorted({str(one["eval/num"]) for one in its.values()})) for its in (after, before)]
+    return said + f"; of {asked[0]} and {asked[1]} held-out problems" * (asked[0] != asked[1])

@@ -194,6 +194,9 @@ def test_seeds_in_any_directory_are_one_setting_and_repetitions_are_not(run, bot
     again = make_run(run.parent / "again")
     assert [len(setting.runs) for setting in seeds.load([run, again])] == [1, 1]
     assert "fewer than two seeds in common" in seeds.lines(seeds.load([both[0], run]))[-1]
+    for seed in range(3):  # another figure, which no difference is made of
+        write_log(Path(both[1]) / f"seed-{seed}" / "eval.jsonl", [{"step": 4, "eval/score": 3.0, "eval/num": 4}])
+    assert "have an evaluation of accuracy" in seeds.lines(seeds.load(both))[-1]
 
 
 def test_a_step_without_a_figure_in_one_seed_is_missing_from_the_band_and_ends_it_not(both):

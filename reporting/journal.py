@@ -125,19 +125,16 @@ def update_metrics(
     }
 
 
-def sampled_metrics(
-    config: Config, drawn: Drawn, stats: RolloutStats, seconds: dict[str, float]
-) -> dict[str, float | None]:
+def sampled_metrics(config: Config, drawn: Drawn, seconds: dict[str, float]) -> dict[str, float | None]:
     """Figures of the rollouts of a step, of their rewards and of what the judge was asked."""
-    samples, groups, num = drawn.samples, by_group(drawn.samples), len(drawn.samples)
+    samples, stats, logged, judged = drawn
+    assert stats and logged
+    groups, num = by_group(samples), len(samples)
     spreads = [np.std([one.value for one in group], ddof=1) for group in groups if len(group) > 1]
     rewards = np.array([one.reward for one in samples])
     parts = {name: np.array([one.parts[name] for one in samples]) for name in samples[0].parts}
     texts = [] if samples[0].conversation else [sample.text for sample in samples]  # calls of tools repeat
-    odd = [
-        form.is_degenerate(text, prompt_text(one.example["prompt"])) for text, one in zip(texts, samples, strict=False)
-    ]
-    logged = drawn.logged.metrics if drawn.logged else {}
+    odd = list(map(form.is_degenerate, texts, (prompt_text(one.example["prompt"]) for one in samples)))
     signal = {
         "sampling/signal_groups": sum(one[0].signal for one in groups),
         "reward/zero_std_frac": sum(not one[0].unlike for one in groups) / len(groups),
@@ -147,7 +144,7 @@ def sampled_metrics(
         "reward/mean": mean(rewards),
         "reward/std": float(np.mean(spreads)) if spreads and np.isfinite(rewards).any() else None,
         **{f"reward/{name}": mean(part) for name, part in parts.items()},
-        **{f"metric/{name}": float(np.mean(values)) for name, values in logged.items()},
+        **{f"metric/{name}": float(np.mean(values)) for name, values in logged.metrics.items()},
         "reward/none": int(sum(np.isnan(parts[name]).sum() for name in samples[0].filled if name != "rubric")),
         "reward/s": seconds["reward"],
         **(signal if config.compares_rewards else {}),
@@ -159,7 +156,7 @@ def sampled_metrics(
         "ref/s": seconds.get("ref", 0.0),
         "teacher/s": seconds.get("teacher"),
         "judge/s": seconds.get("judge", 0.0),
-        **(judge_metrics(drawn.judged) if drawn.judged else {}),
+        **(judge_metrics(judged) if judged else {}),
         "completion/truncated_frac": sum(one.finish_reason == "length" for one in samples) / num,
         "completion/repeated": sum(map(form.repeated, texts)) / num if texts else None,
         "completion/degenerate_frac": sum(odd) / num if texts else None,
@@ -283,7 +280,7 @@ class Journal:
         samples, stats = drawn.samples, drawn.stats
         figures: dict[str, Any] = {"step": number} | dict.fromkeys(NOT_SAMPLED)
         if stats:
-            figures |= sampled_metrics(self.config, drawn, stats, seconds) | tool_metrics(samples, stats)
+            figures |= sampled_metrics(self.config, drawn, seconds) | tool_metrics(samples, stats)
         figures |= update_metrics(result, seconds, len(samples), self.recent)
         num_completions = len(samples) if stats else len(by_group(samples))  # a conversation is trained in parts
         figures["completion/mean_tokens"] = sum(len(sample.own) for sample in samples) / num_completions

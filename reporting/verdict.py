@@ -75,7 +75,7 @@ class Change(NamedTuple):
 
 class Verdict(NamedTuple):
     word: str
-    though: str  # what the rewards did where the figure did not move
+    moved: str  # BETTER or WORSE, where the rewards went and the figure did not; else empty
     text: str  # the figures
     signs: list[str]  # what its answers took on meanwhile, the most telling first
     advice: str
@@ -85,7 +85,7 @@ class Verdict(NamedTuple):
 
     @property
     def headline(self) -> str:
-        return f"{self.word}, though {self.though}" if self.though else self.word
+        return self.word + {BETTER: ", though the score rose", WORSE: ", though the score fell"}.get(self.moved, "")
 
     @property
     def title(self) -> str:
@@ -291,7 +291,7 @@ def verdict(run: History) -> Verdict | None:
         cheated, cheating = paid_though_wrong(run.answers) if is_verified and both else ((), ())
         alarms = [f"wrong, yet paid most: {len(cheated)} -> {len(cheating)} answers"] if cheating else []
         words = forms + words
-    kind, though, moved = "conversations" if figure == "loss" else "problems", "", None
+    kind, moved = "conversations" if figure == "loss" else "problems", ""
     if found is None:
         text = f"{figure}: fewer than two {kind} have a figure both after step {first['step']} and {last['step']}"
     else:
@@ -301,7 +301,7 @@ def verdict(run: History) -> Verdict | None:
         text = "; ".join([f"{text}{kind}; gain {found}", *(at_the_start(found.num, settings) * (figure == "loss"))])
         total = paired(*map(paid, ends)) if is_verified and "eval/score" in last else None
         if total and found.word in (SAME, FEW) and total.word in (BETTER, WORSE):
-            though, moved = f"the score {'rose' if total.word == BETTER else 'fell'}", total.word
+            moved = total.word
             text += f", though the score changed by {total}"
     names = dict.fromkeys(name for one in ends[1].values() for name in one["rewards"])
     rewards = {name: its for name in names if (its := paired(*(paid(end, name) for end in ends)))}
@@ -322,7 +322,7 @@ def verdict(run: History) -> Verdict | None:
     read = [ends[1][problem] for problem in drawn(both, settings)]
     return Verdict(
         found.word if found else FEW,
-        though,
+        moved,
         text,
         alarms + (never_given(after) if is_verified else []) + words,
         advice(run, found, moved, mended if is_doubtful else "", is_rising),
@@ -350,11 +350,11 @@ def unwitnessed(first: dict[str, Any], last: dict[str, Any]) -> list[str]:
     return [f"the judge's witness did not follow: {before:.3f} -> {after:.3f}"] * is_alone
 
 
-def advice(run: History, found: Change | None, moved: str | None, mended: str, is_rising: bool) -> str:
+def advice(run: History, found: Change | None, moved: str, mended: str, is_rising: bool) -> str:
     """
     What to do next, in a sentence with its command.
 
-    moved: BETTER or WORSE, where the rewards went and the figure didn't. mended: `mend`'s, where it may be gamed.
+    moved: see `Verdict`. mended: `mend`'s, where it may be gamed.
     """
     settings, last, path = run.settings, run.evals[-1], shlex.quote(str(run.dir))
     if found is None:

@@ -351,7 +351,7 @@ def two_digits(value: float) -> str:
 def time_line(demand: Demand, sizes: Sizes) -> str:
     """What a step moves, computes and takes: here, or on each chip that is sold with enough memory."""
     found, need = costs(demand, sizes), estimate(demand, sizes).total
-    fit = [chips.here()] if gpu.on_gpu() else [one for one in chips.load() if room_of(max(one.memory)) >= need]
+    fit = [chips.here()] if gpu.on_gpu() else [one for one in chips.load() if room_of(max(one.memory) << 30) >= need]
     times = [f"{chip.name} {two_digits(chips.seconds(found, chip))} s" for chip in fit] or ["no chip has the memory"]
     moved, computed = map(sum, zip(*found.values(), strict=True))
     return (
@@ -453,11 +453,10 @@ def hopeless(config: Config, steps: list[dict[str, Any]], evaluation_s: float, r
     seconds, every, num = [step["step/s"] for step in steps], config.evaluation.every, config.optimizer.steps
     is_due = len(steps) == TRY_STEPS or sum(seconds[:-1]) <= TRY_SECONDS < sum(seconds)
     left = min(seconds) * (num - len(steps)) + (evaluation_s * (num // every) if every else 0.0)
-    its_task = OWN_TASK.get(config.model.name)
-    is_strange = its_task is not None and config.data.task not in (its_task, "own") and len(steps) < num
-    if not (config.compares_rewards and is_due and (left > LONG or is_strange)):
-        return ""
-    if any(step["sampling/signal_groups"] != 0 for step in steps):
+    its_task = OWN_TASK.get(config.model.name, "own")
+    is_strange = its_task != "own" and config.data.task not in (its_task, "own") and len(steps) < num
+    has_signal = not config.compares_rewards or any(step["sampling/signal_groups"] != 0 for step in steps)
+    if has_signal or not (is_due and (left > LONG or is_strange)):
         return ""
     if is_strange:
         return f"--model {config.model.name} knows only --task {its_task}; take --model smollm2 or Qwen/Qwen3-0.6B"
@@ -467,20 +466,18 @@ def hopeless(config: Config, steps: list[dict[str, Any]], evaluation_s: float, r
 
 def verdict(config: Config, steps: list[dict[str, Any]], answers: list[dict[str, Any]]) -> Iterator[str]:
     """What steps and answers of the model before training say of a run, the advice last."""
-
-    def mean(key: str) -> float:
-        return sum(step.get(key) or 0.0 for step in steps) / len(steps)
-
+    figures = "completion/truncated_frac completion/degenerate_frac judge/unparsed_frac reward/mean reward/std".split()
+    means = (sum(step.get(figure) or 0.0 for step in steps) / len(steps) for figure in figures)
+    cut, degenerate, unread, reward, deviation = means
     num_groups = config.sampling.batch * len(steps)
     signals = sum(step["sampling/signal_groups"] or 0 for step in steps) / num_groups
     rewards = [answer["reward"] for answer in answers if answer["reward"] is not None] or [0.0]
     low, high = min(rewards), max(rewards)
     middle = (sum(rewards) / len(rewards) - low) / (high - low) if high > low else 0.0
-    cut, degenerate = mean("completion/truncated_frac"), mean("completion/degenerate_frac")
     times = [step["step/s"] for step in steps[1:] or steps]  # the first one warms up
     for answer in answers[:: max(len(answers) // SHOWN, 1)][:SHOWN]:
-        reward = "unreadable" if answer["reward"] is None else f"{answer['reward']:.3g}"
-        yield f"  {reward}  {short(prompt_text(answer['prompt']))} -> {short(answer['completion'])}"
+        earned = "unreadable" if answer["reward"] is None else f"{answer['reward']:.3g}"
+        yield f"  {earned}  {short(prompt_text(answer['prompt']))} -> {short(answer['completion'])}"
     likely = [(share * num_groups + 1) / (num_groups + 2) for share in (signals, cut)]  # 0 of few is not none
     around = max(1.96 * math.sqrt(share * (1 - share) / num_groups) for share in likely)
     yield f"the next shares are those of {num_groups} groups before training, within {around:.0%}; learning moves them"
@@ -488,14 +485,14 @@ def verdict(config: Config, steps: list[dict[str, Any]], answers: list[dict[str,
         f"{len(steps)} steps, {len(answers)} answers: {signals:.0%} of the groups have a signal, {cut:.0%} of the "
         f"answers are cut off, {degenerate:.0%} repeat or copy"
     )
-    yield f"rewards {low:.3g} to {high:.3g}, mean {mean('reward/mean'):.3g}, which training raises"
-    yield f"deviation in a group {mean('reward/std'):.3g}: what it learns from, 0 where all its answers earn alike"
+    yield f"rewards {low:.3g} to {high:.3g}, mean {reward:.3g}, which training raises"
+    yield f"deviation in a group {deviation:.3g}: what it learns from, 0 where all its answers earn alike"
     num, peak = config.optimizer.steps, max(step["mem/peak_gb"] for step in steps)
     least, most = (alive.duration(num * pace) for pace in (min(times), max(times)))
     pace = f"{min(times):.1f} to {max(times):.1f} s a step, {num} in {least} to {most} without evaluations"
     yield f"{pace}, {peak:.2f} GB"
     changes, is_gated, is_payable = [], config.data.reward_gate == "form", all(map(form.pays, answers))
-    if (unread := mean("judge/unparsed_frac")) > rubrics.LOUD:
+    if unread > rubrics.LOUD:
         fix = "take another --judge-model, see docs/judge.md"
         changes.append(f"{unread:.0%} of the judge's scores cannot be read: {fix}")
     if cut > MANY_CUT:

@@ -173,13 +173,11 @@ def digest_of_model(model: Any) -> str:
 
 
 def _checksum(record: dict[str, Any], path: Path) -> str:
-    parts = [json.dumps(record, sort_keys=True, allow_nan=False), *(_sha256(path / name) for name in FILES)]
+    parts = [json.dumps(record, sort_keys=True, allow_nan=False)]
+    for name in FILES:
+        with (path / name).open("rb") as file:
+            parts.append(hashlib.file_digest(file, "sha256").hexdigest())
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def refuse_changes(run_dir: Path, state: State, now: dict[str, Any], allowed: bool) -> None:

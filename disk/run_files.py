@@ -224,15 +224,10 @@ def own(run_dir: Path) -> None:
 def is_owned(run_dir: Path) -> bool:
     """Whether a process trains in a directory, as far as locks tell."""
     try:
-        file = os.open(run_dir / LOCK, os.O_RDONLY)
-    except OSError:  # no run of this program has been here, or one that may not be looked at
-        return False
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(file)
+        with (run_dir / LOCK).open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:  # no run of this program has been here, or one that may not be looked at
+        return isinstance(error, BlockingIOError)
     return False
 
 

@@ -22,17 +22,14 @@ UPDATE = 0.8  # of that: what is done between an update's matmuls takes a fifth 
 
 class Chip(NamedTuple):
     name: str
-    bandwidth: float  # bytes a second
-    flops: float  # of 16-bit matmuls, a second
-    memory: tuple[int, ...]  # bytes that machines have
+    bandwidth: float  # GB a second
+    tflops: float  # of 16-bit matmuls
+    memory: list[int]  # GB that machines have
 
 
 def load() -> list[Chip]:
     rows = yaml.safe_load((Path(__file__).parents[1] / "data" / "chips.yaml").read_text("utf-8"))
-    return [
-        Chip(name, row["bandwidth"] * 1e9, row["tflops"] * 1e12, tuple(size << 30 for size in row["memory"]))
-        for name, row in rows.items()
-    ]
+    return [Chip(name, **row) for name, row in rows.items()]
 
 
 def here() -> Chip:
@@ -42,7 +39,7 @@ def here() -> Chip:
         return known[0]
     matrix, row = mx.random.normal((1024, 1024)), mx.random.normal((2**24,))
     summing, multiplying = least_seconds(row.sum), least_seconds(lambda: matrix @ matrix)
-    return Chip(name, row.nbytes / summing / BANDWIDTH, 2 * 1024**3 / multiplying / ARITHMETIC, ())
+    return Chip(name, row.nbytes / 1e9 / summing / BANDWIDTH, 2 * 1024**3 / 1e12 / multiplying / ARITHMETIC, [])
 
 
 def least_seconds(compute: Callable[[], mx.array]) -> float:
@@ -57,5 +54,5 @@ class Cost(NamedTuple):
 
 def seconds(costs: dict[str, Cost], chip: Chip) -> float:
     """What a step with phases of these costs takes."""
-    moving, computing = BANDWIDTH * chip.bandwidth, ARITHMETIC * chip.flops
+    moving, computing = BANDWIDTH * 1e9 * chip.bandwidth, ARITHMETIC * 1e12 * chip.tflops
     return sum(max(cost.bytes / moving, cost.flops / computing) for cost in costs.values())

@@ -268,6 +268,13 @@ class Episode:
         return f"environment {type(self.worker.instance).__name__}:"
 
 
+def _number(what: str, value: Any, span: str) -> float:
+    """What `get_reward` gave. Raises ValueError, which begins with `what`, where it is no finite number."""
+    if not isinstance(value, numbers.Real) or not math.isfinite(value):
+        raise ValueError(f"{what} get_reward gave {short(value)} for {span}; return a number")
+    return float(value)
+
+
 class Episodes:
     """What answers the turns of a rollout of N rows: an episode for each, reset; the rows of a group face one task."""
 
@@ -378,9 +385,7 @@ class Episodes:
             if isinstance(error, BaseException):
                 said = raised(error, episode.worker.instance.get_reward)
                 raise ValueError(f"{episode.what} get_reward {said}") from error
-            if not isinstance(value, numbers.Real) or not math.isfinite(value):
-                raise ValueError(f"{episode.what} get_reward gave {short(value)} for a turn; return a number")
-            episode.turn_rewards.append(float(value))
+            episode.turn_rewards.append(_number(episode.what, value, "a turn"))
         episode.messages, episode.told = [*episode.messages, *told], told
         if not told:
             self.ready[row] = "stop"
@@ -431,11 +436,12 @@ class Episodes:
 
     def ask_rewards(self) -> None:
         for episode in self.rows:
-            get_reward, limit = getattr(episode.worker.instance, "get_reward", None), self.box.settings.tool_timeout
+            get_reward = getattr(episode.worker.instance, "get_reward", None)
             if episode.pays:
                 episode.reward = sum(episode.turn_rewards)
             elif episode.reward is None and get_reward:
-                episode.reward = episode.worker.do(f"{episode.what} get_reward", get_reward, limit)
+                value = episode.worker.do(f"{episode.what} get_reward", get_reward, self.box.settings.tool_timeout)
+                episode.reward = None if value is None else _number(episode.what, value, "an episode")
 
     def shown(self, row: int, reason: str) -> str:
         """A row's conversation to read, each message after who says it, then why it ended and its reward."""

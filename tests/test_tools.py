@@ -363,6 +363,10 @@ def test_what_an_environment_raises_names_it(talker):
     box = box_of(talker, environments={"": Broken})
     said = message_of(Episodes(box, EXAMPLES, [0], "0").ask_rewards)
     assert "environment Broken: get_reward raised KeyError: 'key'" in said
+    for value in ([1.0], "one", math.nan):  # which only a run refused, and `sampler.py` could not show
+        Broken.get_reward = lambda self, value=value: value
+        said = message_of(Episodes(box, EXAMPLES, [0], "0").ask_rewards)
+        assert said == f"environment Broken: get_reward gave {value!r} for an episode; return a number"
 
 
 def test_two_hundred_hostile_turns_end_no_episode_with_an_exception(talker):

@@ -131,7 +131,7 @@ def choice_of(choices: Collection[str]) -> Verifier:
     The verifier of answers that are a few known ones.
 
     Right is a last line that is the right one, begins with it and a punctuation mark, or ends in it as `_ends_with`
-    says, and that names no other, denies nothing and has no "or".
+    says, and that names no other, denies nothing and has no "or"; or a JSON object that holds nothing but it.
     """
     ordered = sorted(set(map(stated_by, choices)), key=len, reverse=True)
     letters = all(len(choice) == 1 for choice in ordered)  # which count as capitals: "a" is an article
@@ -140,6 +140,8 @@ def choice_of(choices: Collection[str]) -> Verifier:
 
     def is_right(gold: str, statement: str) -> bool:
         line, known = _last_line(statement), folded(gold)
+        if isinstance(its := read_json(statement), dict):
+            return [known] == [folded(value) for value in its.values() if isinstance(value, str)] and len(its) == 1
         if _NOT.search(line) or re.search(r"\bor\b", line) or {folded(name) for name in one.findall(line)} != {known}:
             return known in (folded(statement), folded(line))
         return _same_text(gold, statement) or bool(re.match(rf"\W*{re.escape(gold)}\W*[-).:,;]", line, case))

@@ -21,10 +21,21 @@ from flags import foreign_names, load_yaml, read_text
 from settings.checks import checked
 from settings.sources import command, low_rate
 
-CALLS = ("GRPOConfig", "SFTConfig", "LoraConfig", "GRPOTrainer", "SFTTrainer")
-PARTS = ("args", "peft_config", "train_dataset", "processing_class")  # of the trainer, which other calls make
+CALLS = {"LoraConfig": (), "SFTTrainer": ("model",)} | dict.fromkeys(("GRPOConfig", "SFTConfig"), ("output_dir",))
+CALLS |= {"GRPOTrainer": ("model", "reward_funcs", "args", "train_dataset")}  # names of the arguments without one
+PARTS = (
+    "args",
+    "peft_config",
+    "train_dataset",
+    "eval_dataset",
+    "processing_class",
+)  # of the trainer, which other calls make
 KEPT = {"weight_decay": "0 0.0", "max_grad_norm": "1 1.0", "adam_beta1": "0.9", "adam_beta2": "0.999"}
 KEPT |= {"adam_epsilon": "1e-8 1e-08", "shuffle_dataset": "True", "use_peft": "True"}  # what Gwen does anyway
+WRITE = {
+    "*": ("computed", "write its settings here"),
+    ".": ("computed", "save the rows it makes, and give them as data"),
+}
 
 
 class Computed(str):
@@ -42,7 +53,7 @@ def recipe(path: str) -> str:
     }
     ours, left, spared, run = derived(theirs, path), [], [], {}
     for name, value in theirs.items():
-        kind, said = rows.get(str(name), ("missing", "neither TRL nor Gwen knows it"))
+        kind, said = rows.get(str(name)) or WRITE.get(str(name)[0], ("missing", "neither TRL nor Gwen knows it"))
         key, meant = renamed(str(name), value, kind, said)
         if DERIVED.get(name) in ours:
             continue
@@ -90,20 +101,29 @@ def renamed(name: str, value: Any, kind: str, said: str) -> tuple[str, Any]:
 DERIVED = {"lora_alpha": "lora_scale", "per_device_train_batch_size": "batch", "reward_funcs": "reward"}
 DERIVED |= dict.fromkeys(("dataset_name", "dataset_config", "dataset_train_split"), "data")
 DERIVED |= {"warmup_ratio": "warmup_steps", "warmup_steps": "warmup_steps", "reward_weights": "reward_weights"}
+DERIVED |= {"use_rslora": "lora_scale", "chat_template_kwargs": "thinking", "eval_strategy": "eval_every"}
 
 
 def derived(theirs: dict[str, Any], path: str) -> dict[str, Any]:
     """What is here made of several of theirs; nothing of what a script computes."""
     ours: dict[str, Any] = {}
     steps = theirs.get("steps_per_generation") or theirs.get("gradient_accumulation_steps") or 1
-    scale = [theirs.get("lora_alpha"), theirs.get("r", theirs.get("lora_r", 16))]
+    alpha, rank = (8, 8) if Path(path).suffix == ".py" else (32, 16)  # of PEFT, and of `trl grpo`
+    scale = [theirs.get("lora_alpha", alpha), theirs.get("r", theirs.get("lora_r", rank))]
+    asks = theirs.keys() & {"lora_alpha", "r", "lora_r", "use_rslora"}
     batch = [theirs.get("per_device_train_batch_size"), steps, theirs.get("num_generations", 8)]
-    if all(type(value) in (int, float) and value > 0 for value in scale):
-        ours["lora_scale"] = scale[0] / scale[1]
+    if asks and all(type(value) in (int, float) and value > 0 for value in scale):
+        ours |= {"lora_rank": scale[1], "lora_scale": scale[0] / scale[1] ** (0.5 if theirs.get("use_rslora") else 1)}
+    if theirs.get("eval_strategy") in ("no", False):  # which YAML takes for the other
+        ours["eval_every"] = 0
+    told = theirs.get("chat_template_kwargs")
+    if isinstance(told, dict) and told.keys() == {"enable_thinking"}:
+        ours["thinking"] = told["enable_thinking"]
     if all(type(value) is int and value > 0 for value in batch):
         ours["batch"] = max(batch[0] * batch[1] // batch[2], 1)
     if (name := theirs.get("dataset_name")) and not isinstance(name, Computed):
-        parts = name, theirs.get("dataset_config"), theirs.get("dataset_train_split")
+        files = [file for file in (Path(path).parent / name, Path(name)) if file.is_file()]
+        parts = files[:1] or (name, theirs.get("dataset_config"), theirs.get("dataset_train_split"))
         ours["data"] = ":".join(str(part) for part in parts if part)
     share, steps = theirs.get("warmup_steps") or theirs.get("warmup_ratio"), theirs.get("max_steps")
     if type(share) is float and share < 1 and type(steps) is int and steps > 0:
@@ -157,7 +177,11 @@ def constants(tree: ast.Module) -> dict[str, Any]:
 
 
 def in_script(path: str, where: str) -> Iterator[tuple[str, Any]]:
-    """The names and values in a script's calls; of a value that is computed its words, of rewards their modules."""
+    """
+    The names and values in a script's calls, then those that it sets afterwards, as `args.max_steps = 7`.
+
+    Of a value that is computed there are its words, of rewards their modules.
+    """
     tree = parsed(path, where)
     values = constants(tree)
     known = {node.name: f"{Path(path).stem}.{node.name}" for node in tree.body if isinstance(node, ast.FunctionDef)}
@@ -165,20 +189,31 @@ def in_script(path: str, where: str) -> Iterator[tuple[str, Any]]:
         known |= {one.asname or one.name: f"{imports.module}.{one.name}" for one in imports.names}
     for node in ast.walk(tree):
         called = getattr(node.func, "id", getattr(node.func, "attr", "")) if isinstance(node, ast.Call) else ""
-        if called == "load_dataset" and isinstance(node, ast.Call):
+        if called in ("load_dataset", "from_json", "from_csv", "from_parquet") and isinstance(node, ast.Call):
             words = {word.arg: word.value for word in node.keywords}
             names = [*node.args, *(words[name] for name in ("path", "name", "split") if name in words)]
             names = [words["data_files"]] if "data_files" in words else names  # its reader and split go without saying
             parts = [literal(name, values) for name in names]
             kind = str if all(type(part) is str for part in parts) else Computed
             yield "dataset_name", kind(":".join(map(str, parts)))
+        elif called in ("map", "filter", "train_test_split") and isinstance(node, ast.Call):
+            yield f".{called}", Computed(ast.unparse(node))
         elif called in CALLS and isinstance(node, ast.Call):
-            for word in node.keywords:
-                if word.arg == "reward_funcs":
-                    each = word.value.elts if isinstance(word.value, ast.List) else [word.value]
-                    yield word.arg, [known.get(words, words) for words in map(ast.unparse, each)]
-                elif word.arg and word.arg not in PARTS:
-                    yield word.arg, literal(word.value, values)
+            given: list[tuple[str | None, ast.expr]] = [*zip(CALLS[called], node.args, strict=False)]
+            for key, value in [*given, *((word.arg, word.value) for word in node.keywords)]:
+                if key == "reward_funcs":
+                    each = value.elts if isinstance(value, ast.List) else [value]
+                    yield key, [known.get(words, words) for words in map(ast.unparse, each)]
+                elif key is None:
+                    its = literal(value, values)
+                    yield from its.items() if isinstance(its, dict) else [(f"**{its}", its)]
+                elif key not in PARTS:
+                    yield key, literal(value, values)
+    settings = foreign_names()["GRPOConfig"] | foreign_names()["TrainingArguments"]
+    for line in tree.body:
+        match line:
+            case ast.Assign([ast.Attribute(ast.Name(), setting)], value) if setting in settings:
+                yield setting, literal(value, values)
 
 
 def literal(node: ast.expr, known: dict[str, Any]) -> Any:

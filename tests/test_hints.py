@@ -92,7 +92,7 @@ RECIPE = "model_name_or_path: demo\nlearning_rate: 1e-5\nlora_r: 8\nuse_peft: tr
         (
             "grpo.yaml",
             RECIPE,
-            {"model": "demo", "learning_rate": 1e-5, "lora_rank": 8, "steps": 7},
+            {"model": "demo", "learning_rate": 1e-5, "lora_rank": 8, "lora_scale": 4.0, "steps": 7},
             "learning_rate odd",
         ),
         (
@@ -125,6 +125,21 @@ RECIPE = "model_name_or_path: demo\nlearning_rate: 1e-5\nlora_r: 8\nuse_peft: tr
             {"reward": ["AT/mine.py:short"], "warmup_steps": 1, "steps": 3},
             "",
         ),
+        (
+            "short.py",
+            "common = {'num_generations': 4}\nargs = GRPOConfig('out', **common, **more())\nargs.max_steps = 7\n"
+            "def f(): ...\nds = Dataset.from_json('mine.py').map(f)\nGRPOTrainer('demo', f, args, ds)\nLoraConfig(r=4)",
+            {"groups": 4, "steps": 7, "data": "AT/mine.py", "model": "demo", "reward": ["AT/short.py:f"]}
+            | {"lora_rank": 4, "lora_scale": 2.0},
+            "**more() .map learning_rate reward",
+        ),
+        (
+            "more.yaml",
+            "dataset_name: mine.py\ndataset_train_split: train\nuse_rslora: true\neval_strategy: no\neval_steps: 9\n"
+            "chat_template_kwargs: {enable_thinking: false}\ndatasets: [{path: json}]\n",
+            {"data": "AT/mine.py", "lora_rank": 16, "lora_scale": 8.0, "eval_every": 0, "thinking": False},
+            "datasets",
+        ),
         ("files.py", "load_dataset('json', data_files='orders.jsonl', split='train')\n", {"data": "orders.jsonl"}, ""),
     ],
 )
@@ -135,7 +150,7 @@ def test_a_file_of_trl_becomes_a_recipe_that_says_what_has_no_equal(tmp_path, ca
     said = capsys.readouterr().out
     assert yaml.safe_load(said.replace(str(tmp_path), "AT")) == ours
     assert ("['q_proj', 'v_proj'] -> refused: --lora-targets q_proj: one adapter" in said) == (name == "rewards.py")
-    assert sorted(re.findall("^# ([a-z_0-9]+): ", said, re.M)) == left.split()
+    assert sorted(re.findall(r"^# ([\w.*()]+): ", said, re.M)) == left.split()
     if name == "grpo.py":
         assert said.startswith("# uv run train.py --config THIS --run-dir 'out/a b'\n")
         assert "\n# temperature: 'TEMPERATURE' -> computed: write its value as `temp: VALUE`\n" in said

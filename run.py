@@ -326,7 +326,7 @@ class GrpoRun(Run):
             if grader is not None:
                 grader.warn = functools.partial(self._warn_of, name)
         if self.judge is not None:
-            self.judge.fill(self.journal.judge_scores.read())  # its recorded scores
+            self.judge.fill(world.first(self.journal.judge_scores.read))  # its recorded scores
             if self.judge.is_paid:  # write at once: the step may never finish
                 self.judge.on_score = lambda: self.journal.write_scores(self.step, self.judge)
 

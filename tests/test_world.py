@@ -6,7 +6,7 @@ import signal
 import mlx.core as mx
 import numpy as np
 import pytest
-from conftest import read_log
+from conftest import read_log, write_log
 from machines import LIMIT, Machines
 from small_run import SMALL, gradient_of_update, make_run, sample
 
@@ -95,7 +95,9 @@ out, world.BLOCK = Path(sys.argv[1]), 2000  # so that what is long goes in parts
 with world.joined():
     assert world.first(lambda: list(range(9000))) == list(range(9000))
     for name, flags in test_world.VARIANTS.items():
-        ids, grads, measured = test_world.gradients(make_run(out / "gone", *flags))
+        run = make_run(out / "gone", *flags)
+        assert run.judge.known == {"a": 1.0}  # none gives up a judge that the first has heard
+        ids, grads, measured = test_world.gradients(run)
         arrays = {"ids": mx.array(sum(ids, []))} | {f"grad {key}": value for key, value in grads.items()}
         arrays |= {f"of {key}": mx.array(value) for key, value in measured.items() if value is not None}
         mx.save_safetensors(str(out / f"{name} {world.rank()}.safetensors"), arrays)
@@ -110,6 +112,7 @@ with world.joined():
 @slow
 def test_two_machines_have_the_gradients_and_measurements_of_one_and_equal_weights(tmp_path):
     (tmp_path / "gone").mkdir()
+    write_log(tmp_path / "gone" / "judge_scores.jsonl", [{"step": 0, "key": "a", "score": 1.0}])
     with Machines(2, tmp_path, "-c", COMPARE, tmp_path) as machines:
         for (_, errors), status in machines.wait():
             assert status == 0, errors

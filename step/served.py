@@ -20,7 +20,7 @@ from judging.server import TEMPLATE, Endpoint, Flags, Reply
 from machine import alive
 from problems import chat_template
 from problems.examples import Example
-from step.sample import Sample
+from step.sample import Sample, asked
 
 FLAGS = Flags("--url", "--url-model", "URL_API_KEY", "--max-tokens")
 SLOWEST, RETRIES = 1, 2  # tokens a second of a server that is not dead; further tries of a request
@@ -45,19 +45,18 @@ class Served:
     def answer(self, problems: list[Example], params: Any) -> tuple[list[Sample], list[Sample]]:
         """As `evaluate.answer_both`. Raises ValueError where an answer does not come; those that did are kept."""
         prompts = params.prompts(self.tokenizer, self.facts.max_position_embeddings, problems)
-        asked = [(place, params.temperature) for place in range(len(problems)) for _ in range(params.samples)]
-        asked += [(place, 0.0) for place in range(len(problems))]
-        bodies = [self.body(problems[place], params, temperature) for place, temperature in asked]
-        replies = self.replies(bodies, [prompts[place] for place, _ in asked])
-        samples = []
-        for (place, _), reply in zip(asked, replies, strict=True):
+        sampled, greedy = asked(problems, prompts, params.samples), asked(problems, prompts, 1)
+        bodies = [self.body(one.example, params, params.temperature) for one in sampled]
+        bodies += [self.body(one.example, params, 0.0) for one in greedy]
+        samples = sampled + greedy
+        for row, reply in enumerate(self.replies(bodies, [one.prompt for one in samples])):
             thought = f"<think>\n{reply.thought}\n" + "</think>\n\n" * bool(reply.text) if reply.thought else ""
             text = thought + reply.text.strip()
             ids = self.tokenizer.encode(text, add_special_tokens=False)
             ids += self.facts.eos_ids[:1] if reply.finish_reason == "stop" else []
-            about: dict[str, Any] = {"finish_reason": reply.finish_reason, "example": problems[place], "text": text}
-            samples.append(Sample(prompts[place], ids, range(len(ids)), place, **about))
-        return samples[: -len(problems)], samples[-len(problems) :]
+            about: dict[str, Any] = {"finish_reason": reply.finish_reason, "text": text}
+            samples[row] = samples[row]._replace(ids=ids, own=range(len(ids)), **about)
+        return samples[: len(sampled)], samples[len(sampled) :]
 
     def body(self, problem: Example, params: Any, temperature: float) -> dict[str, Any]:
         """A request for one answer: several at once is what mlx_lm's server ignores, and a seed ends its batching."""

@@ -260,14 +260,14 @@ def answer_both(
 
     # both calls share one object, and so what it learns about memory
     size = params.batch_size or memory.BatchSize(rows_at_once(fits, len(prompts) * samples))
-    how: dict[str, Any] = {"key": KEY + params.seed, "batch_size": size}
-    how |= {"toolbox": params.toolbox, "seed": "held out"}
-    stop = Stop(params.stop, tokenizer) if params.stop else None
-    ends: dict[str, Any] = {"eos_ids": model.config.eos_ids, "stop": stop}
-    sampling = sampler.SamplingParams(params.max_tokens, params.temperature, entropy=True, **ends)
-    greedy = sampling._replace(temperature=0.0, entropy=False)
-    sampled = answered(model, tokenizer, asked(problems, prompts, samples), sampling, **how)[0]
-    return sampled, answered(model, tokenizer, asked(problems, prompts, 1), greedy, **how)[0]
+    stop, ends = Stop(params.stop, tokenizer) if params.stop else None, model.config.eos_ids
+    sampling = sampler.SamplingParams(params.max_tokens, params.temperature, eos_ids=ends, stop=stop, entropy=True)
+    play = functools.partial(
+        answered, model, tokenizer, key=KEY + params.seed, batch_size=size, toolbox=params.toolbox, seed="held out"
+    )
+    sampled, _ = play(asked(problems, prompts, samples), sampling)
+    greedy, _ = play(asked(problems, prompts, 1), sampling._replace(temperature=0.0, entropy=False))
+    return sampled, greedy
 
 
 def known(values: np.ndarray) -> Any:

@@ -381,9 +381,8 @@ def command(args: argparse.Namespace, trainer: type[Trainer]) -> None:
 def complete(begun: Begun, trainer: type[Trainer], looks: bool) -> Path:
     """Trains a run to its end, unless it is there; its directory. looks: whether a new one without signal ends."""
     if world.first(lambda: begun.is_finished):
-        if world.is_first():
-            said = f"{begun.state.step} of {begun.config.optimizer.steps} steps are done" if begun.state else ""
-            print(f"{begun.path} is finished: {said}", flush=True)
+        said = f"{begun.state.step} of {begun.config.optimizer.steps} steps are done" if begun.state else ""
+        print(f"{begun.path} is finished: {said}", flush=True)
         return Path(begun.path)
     trained = trainer(begun)
     try:
@@ -413,8 +412,7 @@ def train_seeds(args: argparse.Namespace, flags: dict[str, Any], trainer: type[T
     there = world.first(lambda: runs_of(home, config))
     for number, seed in enumerate(numbers, 1):
         path = str(home / f"seed-{seed}")
-        if world.is_first():
-            print(f"seed {seed}, {number} of {len(numbers)}", flush=True)
+        print(f"seed {seed}, {number} of {len(numbers)}", flush=True)
         if path in there:
             begun = begin({name: flags[name] for name in flags.keys() & LATER}, resume=path)
         else:

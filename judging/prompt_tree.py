@@ -26,21 +26,19 @@ Read = Callable[[mx.array, TreeCache], Sequence[T]]
 
 
 class Node(NamedTuple):
-    """A run of tokens and the runs that follow it; the last run of a prompt has the prompt's index as `place`."""
+    """A run of tokens, and the prompts that it is in by place: their runs after it."""
 
+    row: int  # of the cache that it continues
     ids: tuple[int, ...]
-    below: list["Node"]
-    place: int = -1
+    below: dict[int, Prompt]
 
 
-def tree_of(prompts: dict[int, Prompt]) -> list[Node]:
-    """The tree's top nodes, from prompts by index. Equal runs become one node, unless they end a prompt."""
-    shared: dict[tuple[int, ...], dict[int, Prompt]] = {}
-    for place, runs in prompts.items():
-        if len(runs) > 1:
-            shared.setdefault(runs[0], {})[place] = runs[1:]
-    last = [Node(runs[0], [], place) for place, runs in prompts.items() if len(runs) == 1]
-    return last + [Node(ids, tree_of(rest)) for ids, rest in shared.items()]
+def nodes_of(row: int, prompts: dict[int, Prompt]) -> list[Node]:
+    """What continues a row, from prompts by place. Equal runs become one node, unless they end a prompt."""
+    nodes: dict[object, Node] = {}
+    for place, (ids, *rest) in prompts.items():
+        nodes.setdefault(ids if rest else place, Node(row, ids, {})).below[place] = tuple(rest)
+    return list(nodes.values())
 
 
 class PromptTree:
@@ -79,7 +77,7 @@ class PromptTree:
         left = dict(prompts)
         while left:
             ends_of_a_row = max(Counter(prompt[:-1] for prompt in left.values()).values())
-            chunks = self._level(self.root[0], [(0, node) for node in tree_of(left)], ends_of_a_row, read)
+            chunks = self._level(self.root[0], nodes_of(0, left), ends_of_a_row, read)
             while made := memory.attempt(next, chunks, ()):
                 assert made[0], f"{len(left)} prompts were not read"
                 for place, value in made[0]:
@@ -96,31 +94,31 @@ class PromptTree:
         return ValueError(f"{self.name}: memory does not suffice for one prompt; free some, or take a smaller model")
 
     def _level(
-        self, cache: TreeCache, nodes: list[tuple[int, Node]], ends_of_a_row: int, read: Read[T]
+        self, cache: TreeCache, nodes: list[Node], ends_of_a_row: int, read: Read[T]
     ) -> Iterator[list[tuple[int, T]]]:
         """
-        Computes the nodes of a level and everything below them; each comes with its parent's row in `cache`.
+        Computes the nodes of a level, which continue `cache`, and everything below them.
 
         A batch has rows of similar lengths, with at most one chunk of ends below them.
         """
-        waiting = sorted(nodes, key=lambda item: len(item[1].ids))
-        is_last = not waiting[0][1].below
+        waiting = sorted(nodes, key=lambda node: len(node.ids))
+        is_last = not any(waiting[0].below.values())
         ends = 1 if is_last else ends_of_a_row
         while waiting:
-            size = batch_size([len(node.ids) for _, node in waiting], max(1, self.chunk.rows // ends))
+            size = batch_size([len(node.ids) for node in waiting], max(1, self.chunk.rows // ends))
             batch, waiting = waiting[:size], waiting[size:]
             self.in_flight = size * ends
-            lengths = [len(node.ids) for _, node in batch]
-            child = cache.child(lengths, [parent for parent, _ in batch])
-            hidden = self.forward(child, [node.ids for _, node in batch])
+            lengths = [len(node.ids) for node in batch]
+            child = cache.child(lengths, [node.row for node in batch])
+            hidden = self.forward(child, [node.ids for node in batch])
             if is_last:
                 values = read(at_ends(hidden, lengths), child)
                 self.chunk.fitted()
-                yield [(node.place, value) for (_, node), value in zip(batch, values, strict=True)]
+                yield [(place, value) for node, value in zip(batch, values, strict=True) for place in node.below]
             else:
                 # `hidden` is never evaluated, so the last layer computes only keys and values
                 mx.eval(child.arrays())
-                below = [(row, node) for row, (_, parent) in enumerate(batch) for node in parent.below]
+                below = [one for row, node in enumerate(batch) for one in nodes_of(row, node.below)]
                 yield from self._level(child, below, ends_of_a_row, read)
 
     def forward(self, cache: TreeCache, rows: Sequence[Sequence[int]]) -> mx.array:

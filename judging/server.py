@@ -88,10 +88,8 @@ class Endpoint:
 
     async def _replies(self, bodies: list[dict[str, Any]]) -> AsyncIterator[tuple[int, Reply]]:
         gate = asyncio.Semaphore(self.concurrency)
-        # the client follows no redirects, which could send the key to another host
         settings: dict[str, Any] = {"headers": self.headers, "verify": self.certificates, "timeout": self.timeout}
-        limits = httpx2.Limits(max_connections=self.concurrency)
-        async with httpx2.AsyncClient(limits=limits, **settings) as client:
+        async with httpx2.AsyncClient(**settings) as client:  # it follows no redirect, which could send the key away
 
             async def ask(place: int, body: dict[str, Any]) -> tuple[int, Reply]:
                 async with gate:

@@ -128,27 +128,21 @@ def paid(answers: Answers, name: str | None = None) -> Values:
     return {key: values[0] for key, values in given if values and values[0] is not None}
 
 
-def paired_losses(before: list[list[float]], after: list[list[float]]) -> Change | None:
+def change(run: History, first: dict[str, Any], last: dict[str, Any]) -> Change | None:
     """
-    How far the loss fell, from (nats, tokens) of the same conversations; None where they are others, or below two.
+    From one evaluation to a later one, above 0 where it got better; None where too little is known.
 
-    The interval is that of a ratio of two sums, as the loss's own.
+    Of a loss, the same conversations' (nats, tokens): the interval is that of a ratio of two sums, as the loss's own.
     """
-    (old, tokens), (new, same) = np.transpose(before), np.transpose(after)
-    fell, num, total = old - new, len(tokens), tokens.sum()
+    if run.figure != "loss":
+        return paired(*(values_of(run.answers.get(one["step"], {})) for one in (first, last)))
+    (old, tokens), (new, same) = (np.reshape(one.get("eval/losses") or [], (-1, 2)).T for one in (first, last))
+    num, total = len(tokens), tokens.sum()
     if num < 2 or not np.array_equal(tokens, same):
         return None
-    mean = fell.sum() / total
-    reach = student(num - 1) * math.sqrt(((fell - mean * tokens) ** 2).sum() * num / (num - 1)) / total
+    mean = (old - new).sum() / total
+    reach = student(num - 1) * math.sqrt(((old - new - mean * tokens) ** 2).sum() * num / (num - 1)) / total
     return Change(mean, mean - reach, mean + reach, num, 1.0)
-
-
-def change(run: History, first: dict[str, Any], last: dict[str, Any]) -> Change | None:
-    """From one evaluation to a later one, above 0 where it got better; None where too little is known."""
-    if run.figure == "loss":
-        ends = [its for one in (first, last) if (its := one.get("eval/losses"))]
-        return paired_losses(*ends) if len(ends) == 2 else None
-    return paired(*(values_of(run.answers.get(one["step"], {})) for one in (first, last)))
 
 
 def best(run: History) -> dict[str, Any] | None:

@@ -42,7 +42,7 @@ from problems import audit, form
 from problems.episodes import context_of
 from problems.examples import prompt_text, short, spread
 from problems.held_out import at_the_start
-from settings.sources import OWN_TASK, command, given, merged, parse, resolve
+from settings.sources import OWN_TASK, as_yaml, command, given, merged, parse, resolve
 from step import batch
 from step.rows import (
     ROOM,
@@ -411,7 +411,7 @@ SHOWN = 5  # answers
 LONG = 300.0  # seconds of a run that ends where its first steps have no signal
 
 
-def try_out(flags: list[str], config: Config) -> Iterator[str]:
+def try_out(config: Config) -> Iterator[str]:
     """
     What the first steps of a run show, and whether to go on with it; lines.
 
@@ -421,9 +421,11 @@ def try_out(flags: list[str], config: Config) -> Iterator[str]:
     if config.objective.loss_type == "sft":
         raise ValueError("--try looks at sampled answers, and --loss-type sft samples none; leave it out")
     with tempfile.TemporaryDirectory() as directory:
-        run = Path(directory) / "trial"
-        own = ["--steps", str(TRY_STEPS), "--learning-rate", "0", "--eval-every", "0", "--save-every", "1000"]
-        command = [sys.executable, str(Path(__file__).parent / "train.py"), *flags, *own, "--run-dir", str(run)]
+        run, recipe = Path(directory) / "trial", Path(directory) / "recipe.yaml"
+        own = {"steps": TRY_STEPS, "learning_rate": 0.0, "eval_every": 0, "save_every": 1000, "report_to": []}
+        recipe.write_text(as_yaml(config.but(**own)))
+        train = str(Path(__file__).parent / "train.py")
+        command = [sys.executable, train, "--config", str(recipe), "--run-dir", str(run)]
         trial = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         try:
             deadline = time.monotonic() + TRY_SECONDS
@@ -549,7 +551,7 @@ def asked(own: argparse.Namespace, rest: list[str]) -> Iterator[str]:
         return
     if own.trial:
         yield choice
-        yield from map(visible, try_out(rest, config))
+        yield from map(visible, try_out(config))
         return
     gwen.refuse_packed(config.model.name)
     model = gwen.load_config(config.model.name)

@@ -245,7 +245,7 @@ def test_first_steps_without_signal_end_a_run_that_would_be_long(tmp_path, figur
 def test_a_trial_takes_steps_of_the_trainer_and_leaves_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(preflight, "TRY_STEPS", 2)
-    flags = "--try --model demo --batch 2 --groups 4 --max-tokens 3 --steps 9 --eval-limit 8"
+    flags = "--try --model demo --batch 2 --groups 4 --max-tokens 3 --steps 9 --eval-limit 8 --seeds 2"
     preflight.main(flags.split())
     out = capsys.readouterr().out
     assert "2 steps, 16 answers: " in out and "reward correct: " in out

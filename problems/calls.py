@@ -150,8 +150,7 @@ class Frames:
         before = self.render(EXCHANGE, tools=tools, opened=False)
         told = chat_template.as_text(self.tokenizer, messages, every=True)
         after = self.render([*EXCHANGE, *told], tools=tools)
-        found = [(before.rfind(end), end) for end in self.ends]
-        place, end = max(found)
+        place, end = max((before.rfind(end), end) for end in self.ends)
         if place < 0:
             raise ValueError(
                 f"the model's chat template ends a turn with none of its end tokens, {', '.join(self.ends)}"

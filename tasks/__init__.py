@@ -58,8 +58,6 @@ def load(name: str, *, data: str | None = None, held_out: str | None = None, col
     task, module = plain(name), _module(name)
     read = getattr(module, "read", None)
     if data is None and held_out is None:
-        if columns is not None:
-            raise ValueError(f"--columns {columns} renames columns of --data, which is not given; give both")
         train, test = module.bundled()
         return task._replace(train=train, held_out=test)
     train, test, notes = load_sides(data, held_out, columns, read)
@@ -82,6 +80,8 @@ def make(config: Config, held_out: str | None = None) -> Task:
     kind = data.task.partition(":")[0]
     if kind in ("rg", "ifeval") and (given := data.path or held_out):
         raise ValueError(f"--data {given} and --task {data.task}, which makes its own problems; leave one of them out")
+    if data.columns and not (data.path or held_out):
+        raise ValueError(f"--columns {data.columns} renames columns of --data, which is not given; give both")
     if kind == "rg" and ":" in data.task:
         task = _module("rg").make_task(data.task, data.task_config or None)
     elif data.task_config:

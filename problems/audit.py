@@ -171,7 +171,7 @@ def near_misses(answer: str) -> dict[str, str]:
         "digits swapped": re.sub(r"([0-9])(?!\1)([0-9])", r"\2\1", answer, count=1),
     }
     if not is_mathematics(answer):
-        changed["words swapped"] = re.sub(r"(\w+)(.*\W)(\w+)", r"\3\2\1", answer, count=1)
+        changed["words swapped"] = re.sub(r"\b(\w+)\b(.*\W)(\w+)", r"\3\2\1", answer, count=1)
     return {what: text for what, text in changed.items() if text != answer} or {"a letter more": f"{answer}x"}
 
 

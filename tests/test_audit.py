@@ -1,6 +1,7 @@
 """What rewards pay for: the pages' and the bundled ones, and the audit itself."""
 
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,12 @@ def test_a_reward_that_pays_near_misses_is_told_and_no_verifier_pays_them(tmp_pa
     assert near.keys() & names(found.surprises), names(found.surprises)
     (line,) = surprises_of({}, examples, verifier=rewards.load_reward(f"{tmp_path}/mine.py:score")[1])
     assert line.startswith("audit: the verifier: it pays for ")
+
+
+def test_a_near_miss_of_one_long_word_is_made_at_once():
+    begin, word = time.process_time(), "ACGT" * 300
+    assert audit.near_misses(word) == {"a letter more": f"{word}x"} and time.process_time() - begin < 2  # it took 4 s
+    assert audit.near_misses("one two, 3 four")["words swapped"] == "four two, 3 one"
 
 
 @pytest.mark.parametrize("kind", verifiers.VERIFIERS)

@@ -1,11 +1,10 @@
 """
 Diagnoses a run from its own figures: each illness found gives a warning that suggests what to try.
 
-Records in, warnings out. The records are those of `metrics.jsonl` and `eval.jsonl`, so a resumed run sees the same as
-an uninterrupted one. Of scores that cannot be read the judge itself warns (judging/rubrics.py).
+Records in, warnings out. The records are those of `metrics.jsonl`, so a resumed run sees the same as an uninterrupted
+one. Of scores that cannot be read the judge itself warns (judging/rubrics.py), of held-out ones the verdict.
 """
 
-import math
 import statistics
 from typing import Any, NamedTuple
 
@@ -24,8 +23,8 @@ class Finding(NamedTuple):
     text: str  # the symptom, and what to try
 
 
-def examine(steps: Records, evals: Records) -> list[Finding]:
-    """Finds illnesses in these ordered steps and evaluations. Missing figures never count as symptoms."""
+def examine(steps: Records, has_gained: bool) -> list[Finding]:
+    """The illnesses of these ordered steps. A missing figure is no symptom. has_gained: the verdict's, so far."""
     last, is_early, found = steps[-FEW:], len(steps) < FEW, dict[str, str]()
 
     groups = measured(last, "sampling/signal_groups")
@@ -45,7 +44,7 @@ def examine(steps: Records, evals: Records) -> list[Finding]:
 
     first, now = mean(steps[:FEW], "entropy"), mean(last, "entropy")
     is_lost = first is not None and now is not None and now < LEAST_ENTROPY * first
-    if is_lost and len(steps) >= 2 * FEW and not has_gained(evals):
+    if is_lost and len(steps) >= 2 * FEW and not has_gained:
         found["entropy"] = (
             f"The entropy fell from {first:.3f} to {now:.3f} nats a token: the policy hardly tries anything new. Try "
             "a lower --learning-rate, --epsilon-high 0.28 or a higher --temp"
@@ -101,10 +100,3 @@ def measured(records: Records, key: str) -> list[float]:
 def mean(records: Records, key: str) -> float | None:
     values = measured(records, key)
     return statistics.fmean(values) if values else None
-
-
-def has_gained(evals: Records) -> bool:
-    """Whether more held-out answers are right than at first, by more than noise: no reward can bend that."""
-    known = [record for record in evals if record.get("eval/accuracy") is not None]
-    noise = [record.get("eval/accuracy_ci95") or 0.0 for record in known]
-    return bool(known) and known[-1]["eval/accuracy"] - known[0]["eval/accuracy"] > math.hypot(noise[0], noise[-1])

@@ -318,7 +318,7 @@ class Journal:
 
     def warn(self, step: int) -> None:
         """Prints and records each warning once, with the step at which it first applied."""
-        for finding in health.examine(self.steps, self.evaluations):
+        for finding in health.examine(self.steps, self.verdict is not None and self.verdict.has_gained):
             self.warn_of(step, finding)
 
     def warn_of(self, step: int, finding: health.Finding) -> None:

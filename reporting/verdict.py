@@ -76,6 +76,7 @@ class Change(NamedTuple):
 class Verdict(NamedTuple):
     word: str
     moved: str  # BETTER or WORSE, where the rewards went and the figure did not; else empty
+    has_gained: bool  # whether more answers are right, which no reward can bend
     text: str  # the figures
     signs: list[str]  # what its answers took on meanwhile, the most telling first
     advice: str
@@ -134,6 +135,8 @@ def change(run: History, first: dict[str, Any], last: dict[str, Any]) -> Change 
 
     Of a loss, the same conversations' (nats, tokens): the interval is that of a ratio of two sums, as the loss's own.
     """
+    if any(one.get(f"eval/{run.figure}") is None for one in (first, last)):  # none is readable, or the data changed
+        return None
     if run.figure != "loss":
         return paired(*(values_of(run.answers.get(one["step"], {})) for one in (first, last)))
     (old, tokens), (new, same) = (np.reshape(one.get("eval/losses") or [], (-1, 2)).T for one in (first, last))
@@ -253,8 +256,9 @@ def paid_though_wrong(answers: dict[int, Answers]) -> tuple[set[int], set[int]]:
     """
     pay = {step: paid(its) for step, its in answers.items()}
     every = {value for its in pay.values() for value in its.values()}
+    most = max(every, default=0.0)
     first, last = (
-        {key for key, one in answers[step].items() if one["values"][0] == 0 and pay[step].get(key) == max(every)}
+        {key for key, one in answers[step].items() if one["values"][0] == 0 and pay[step].get(key) == most}
         for step in (min(answers), max(answers))
     )
     is_alarming = len(every) > 1 and len(last) >= LEAST_PAID * len(answers[max(answers)])
@@ -317,6 +321,7 @@ def verdict(run: History) -> Verdict | None:
     return Verdict(
         found.word if found else FEW,
         moved,
+        is_verified and is_better(found),
         text,
         alarms + (never_given(after) if is_verified else []) + words,
         advice(run, found, moved, mended if is_doubtful else "", is_rising),
@@ -356,7 +361,7 @@ def advice(run: History, found: Change | None, moved: str, mended: str, is_risin
     if found.word == SAME and moved:
         return APART if moved == BETTER else TOO_FAR
     if found.word in (SAME, FEW):
-        for one in health.examine(run.steps, run.evals):
+        for one in health.examine(run.steps, has_gained=False):
             if one.name in ("no signal", "nothing moves"):  # a warning that says why comes first
                 return one.text
         kl = last.get("eval/kl")

@@ -17,12 +17,8 @@ def steps_of(key, *values, then=(), num_then=5):
     return [STEP | {"step": number + 1, key: value} for number, value in enumerate(values)]
 
 
-def evals_of(*figures, key="eval/accuracy", every=20, ci95=0.04):
-    return [{"step": every * i, key: figure, f"{key}_ci95": ci95} for i, figure in enumerate(figures)]
-
-
-def names(steps, evals=()):
-    return [finding.name for finding in health.examine(list(steps), list(evals))]
+def names(steps, has_gained=False):
+    return [finding.name for finding in health.examine(list(steps), has_gained)]
 
 
 TOOLS = [STEP | {"tools/calls": 10, "tools/failures": number} for number in (9, 9, 9, 9, 9, 1, 1, 1, 1, 1)]
@@ -57,13 +53,13 @@ ILL_AND_WELL = [  # an illness, steps and evaluations that show it, and such tha
     ("slow", (SLOW,), (slow(31, 40, 33, **{LENGTH: 40.0}),)),
     ("mismatch", (steps_of(OVER_CAP, then=(0.011,)),), (steps_of(OVER_CAP, then=(0.009,)),)),
     # what comes with more right answers is none
-    ("entropy", (LOST, evals_of(0.5, 0.55)), (LOST, evals_of(0.5, 0.96))),
+    ("entropy", (LOST, False), (LOST, True)),
 ]
 
 
 @pytest.mark.parametrize(("name", "ill", "well"), ILL_AND_WELL)
 def test_an_illness_is_found_where_it_is_and_nowhere_near(name, ill, well):
-    (found,) = health.examine(*map(list, (*ill, [])[:2]))
+    (found,) = health.examine(*(*ill, False)[:2])
     assert found.name == name and "\n" not in found.text
     assert names(*well) == []
 
@@ -72,12 +68,12 @@ def test_an_illness_is_found_where_it_is_and_nowhere_near(name, ill, well):
     ("shares", "more", "is_blamed"), [((0.3, 0.6), {}, True), ((0.6, 0.6), {}, False), ((0.3, 0.6), STILL, False)]
 )
 def test_training_is_blamed_for_long_answers_only_where_they_came_with_it(shares, more, is_blamed):
-    found = {one.name: one.text for one in health.examine([s | more for s in steps_of(TRUNCATED, then=shares)], [])}
+    found = {one.name: one.text for one in health.examine([s | more for s in steps_of(TRUNCATED, then=shares)], False)}
     assert "--max-tokens" in found["truncated"] and ("--learning-rate" in found["truncated"]) == is_blamed
 
 
 def test_a_run_that_measured_nothing_yet_has_no_illness():
-    assert names([]) == [] and names([{"step": 1}] * 20, [{"step": 0}, {"step": 20}]) == []
+    assert names([]) == [] and names([{"step": 1}] * 20) == []
 
 
 # ---- in a run

@@ -280,6 +280,7 @@ def test_runs_get_their_verdicts_and_none_that_is_gamed_goes_without_its_words(t
     is_gamed = kind.startswith("gamed")
     warned = "gamed" if is_gamed and not said.endswith("of answers") else "worse" if word == WORSE else None
     assert (found.warning or [None])[0] == warned  # a red box is for what is bad
+    assert found.has_gained == (word == BETTER and "accuracy" in found.text)
     assert bool(found.signs) == (is_gamed or kind in ("collapsed", "an answer never given"))
     assert len(found.read) == (0 if kind.startswith("sft") else min(10, how[0]))
     assert found.read == verdict.verdict(history.load(run)).read  # drawn by the run's seed
@@ -316,6 +317,8 @@ def test_what_is_best_already_is_not_called_still_rising():
     found = verdict.verdict(run)
     assert verdict.best(run)["step"] == 75 and found.word == BETTER
     assert "still rising" not in found.advice and "sampler.py" in found.advice
+    run = run_of([*evals, {"step": 125, "eval/score": 0.5, "eval/num": 120}], answers | {125: answers[100]})
+    assert "fewer than two problems have a figure both after step 0 and 125" in verdict.verdict(run).text
 
 
 def test_a_model_has_hardly_moved_only_after_more_steps_than_a_warm_up_takes():
@@ -328,6 +331,7 @@ def test_a_run_warns_of_what_fell_when_it_falls_and_its_best_is_kept(tmp_path, c
     log = journal.Journal(Config.of(model="demo", task="demo"), tmp_path, 0, keep_scores=False)
     for step, num in ((0, 30), (10, 70), (20, 72), (30, 40)):
         values = [float(problem < num) for problem in range(100)]
+        log.steps = [{"step": n, "entropy": n**-3.0} for n in range(1, step + 1)]  # which is no loss, as more is right
         answers = [
             {"problem": n, "prompt": "?", "completions": ["It is."], "values": [v]} for n, v in enumerate(values)
         ]

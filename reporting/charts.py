@@ -6,7 +6,7 @@ Coordinates are those of a chart, WIDTH by HEIGHT, and the page scales them.
 
 import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,13 +21,10 @@ PHASES = ("rollout", "reward", "judge", "ref", "teacher", "update", "other")
 
 
 class Curve(NamedTuple):
-    """Values over steps, in a band; arrays of one length."""
+    """Values over steps, in a band."""
 
     label: str
-    steps: np.ndarray
-    values: np.ndarray
-    under: np.ndarray
-    over: np.ndarray
+    rows: np.ndarray  # (4, n): steps, values, lower and upper ends of the band
     setting: int
     place: int  # among the curves of its setting
     points: bool = False  # few values, each of them marked
@@ -68,26 +65,26 @@ def make_charts(settings: list[Setting]) -> list[dict[str, Any]]:
     """Every chart that has a value to show, laid out."""
     charts, has_seeds = [], any(len(runs) > 1 for _, runs in settings)
     for title, note, keys in CHARTS:
-        found = [curve for number in range(len(settings)) for curve in over_seeds(settings, number, title, keys)]
-        curves = [curve for curve in found if title in MAIN or curve.over.any()]
+        found = [curve for number, one in enumerate(settings) for curve in over_seeds(one, number, title, keys)]
+        curves = [curve for curve in found if title in MAIN or curve.rows[3].any()]
         note += "; mean over seeds, from the lowest to the highest" if has_seeds else ""
         charts += [lay_out(settings, title, note, curves)] if curves else []
     return charts
 
 
-def over_seeds(settings: list[Setting], number: int, title: str, keys: dict[str, str]) -> Iterator[Curve]:
+def over_seeds(setting: Setting, number: int, title: str, keys: dict[str, str]) -> Iterator[Curve]:
     """A setting's curves in one chart: of several seeds the means where all have a step, from lowest to highest."""
     by_label: dict[str, list[Curve]] = {}
-    for run in settings[number].runs:
+    for run in setting.runs:
         for curve in curves_of(run, number, title, keys):
             by_label.setdefault(curve.label, []).append(curve)
     for curves in by_label.values():
-        steps = functools.reduce(np.intersect1d, (curve.steps for curve in curves))
-        values = np.array([curve.values[np.isin(curve.steps, steps)] for curve in curves])
+        steps = functools.reduce(np.intersect1d, (curve.rows[0] for curve in curves))
+        values = np.array([curve.rows[1, np.isin(curve.rows[0], steps)] for curve in curves])
         if len(curves) == 1:
             yield curves[0]
         elif len(steps):
-            yield curves[0]._replace(steps=steps, values=values.mean(0), under=values.min(0), over=values.max(0))
+            yield curves[0]._replace(rows=np.stack([steps, values.mean(0), values.min(0), values.max(0)]))
 
 
 def curves_of(run: History, number: int, title: str, keys: dict[str, str]) -> Iterator[Curve]:
@@ -108,16 +105,12 @@ def curves_of(run: History, number: int, title: str, keys: dict[str, str]) -> It
         is_evaluation = key.startswith("eval/")
         records = [one for one in (run.evals if is_evaluation else run.steps) if one.get(key) is not None]
         if records:
-            rows = [(one["step"], one[key], one.get(bands.get(key, "")) or 0.0) for one in records]
-            steps, values, reach = np.array(rows, float).T
-            band = thinned(np.clip(values - reach, *ends)), thinned(np.clip(values + reach, *ends))
-            yield Curve(label, thinned(steps), thinned(values), *band, number, place, is_evaluation)
-
-
-def thinned(column: np.ndarray) -> np.ndarray:
-    """Of more than MOST_POINTS values the means of some in a row."""
-    size = -(-len(column) // MOST_POINTS)
-    return np.array([column[begin : begin + size].mean() for begin in range(0, len(column), size)])
+            columns = [(one["step"], one[key], one.get(bands.get(key, "")) or 0.0) for one in records]
+            steps, values, reach = np.array(columns, float).T
+            rows = np.stack([steps, values, np.clip(values - reach, *ends), np.clip(values + reach, *ends)])
+            size = -(-len(steps) // MOST_POINTS)
+            rows = np.stack([rows[:, begin : begin + size].mean(1) for begin in range(0, len(steps), size)], 1)
+            yield Curve(label, rows, number, place, is_evaluation)
 
 
 def smoothed(values: np.ndarray) -> list[float]:
@@ -128,8 +121,8 @@ def smoothed(values: np.ndarray) -> list[float]:
 
 def lay_out(settings: list[Setting], title: str, note: str, curves: list[Curve]) -> dict[str, Any]:
     """A chart as the template draws it."""
-    most = max(curve.steps[-1] for curve in curves) or 1.0
-    ticks = nice_ticks(min(curve.under.min() for curve in curves), max(curve.over.max() for curve in curves))
+    most = max(curve.rows[0, -1] for curve in curves) or 1.0
+    ticks = nice_ticks(min(curve.rows[2].min() for curve in curves), max(curve.rows[3].max() for curve in curves))
     alone, series = len(settings) == 1, []
 
     def x_of(x: float) -> str:
@@ -138,22 +131,23 @@ def lay_out(settings: list[Setting], title: str, note: str, curves: list[Curve])
     def y_of(y: float) -> str:
         return f"{TOP + (ticks[-1] - y) / (ticks[-1] - ticks[0]) * (HEIGHT - TOP - BOTTOM):.1f}"
 
-    def points(curve: Curve, ys: Iterable[float]) -> list[str]:
-        return [f"{x_of(x)},{y_of(y)}" for x, y in zip(curve.steps, ys, strict=True)]
-
     for curve in curves:
-        raw, area = points(curve, curve.values), [*points(curve, curve.over), *points(curve, curve.under)[::-1]]
+        steps, values, under, over = curve.rows
+        raw, smooth, low, high = (
+            [f"{x_of(x)},{y_of(y)}" for x, y in zip(steps, ys, strict=True)]
+            for ys in (values, smoothed(values), under, over)
+        )
         series.append(
             {
                 "label": curve.label if alone else f"{visible(settings[curve.setting].name)}: {curve.label}",
                 "colour": (curve.place if alone else curve.setting) % 8,
                 "dash": 0 if alone else curve.place % 4,
                 "raw": " ".join(raw),
-                "smooth": " ".join(points(curve, smoothed(curve.values))),
-                "area": " ".join(area) if (curve.over > curve.under).any() else "",
+                "smooth": " ".join(smooth),
+                "area": " ".join(high + low[::-1]) if (over > under).any() else "",
                 "dots": [tuple(point.split(",")) for point in raw] if curve.points else [],
-                "x": curve.steps.tolist(),
-                "y": [float(f"{value:.4g}") for value in curve.values],
+                "x": steps.tolist(),
+                "y": [float(f"{value:.4g}") for value in values],
             }
         )
     marks = [mark for mark in settings[0].runs[0].warnings if mark["step"] <= most]

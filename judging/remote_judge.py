@@ -47,5 +47,5 @@ class RemoteJudge(Grader):
                     if not reply.first and reply.text:  # without text it ended at once, or was filtered
                         fix = "set --judge-mode decode"
                         raise ValueError(f"--judge-url {self.server.url} gives no log-probabilities; {fix}")
-                    evaluation = Evaluation(*rubrics.from_first_tokens(reply.first), "")
+                    evaluation = rubrics.from_first_tokens(reply.first)
                 yield place, evaluation._replace(reply=reply.text or reply.problem)

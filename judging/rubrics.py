@@ -216,9 +216,9 @@ def score_token_ids(tokenizer: Any) -> list[list[int]]:
     return list(map(sorted, by_score[1:]))
 
 
-def from_first_tokens(first: dict[str, float]) -> tuple[float, float]:
+def from_first_tokens(first: dict[str, float]) -> Evaluation:
     """
-    Expected score and mass of the scores, from {text: log-probability} of the likeliest first tokens.
+    The expected score and the mass of the scores, from {text: log-probability} of the likeliest first tokens.
 
     The score is nan if the mass is below MIN_MASS, or if the probabilities are none: a server sends what it likes.
     """
@@ -226,9 +226,9 @@ def from_first_tokens(first: dict[str, float]) -> tuple[float, float]:
     for token, logprob in first.items():
         by_score[score_of(token)] += math.exp(min(logprob, 1.0))
     if not by_score.sum() < 1.05:  # so written, it refuses nan; servers round
-        return math.nan, 0.0
+        return Evaluation(math.nan, 0.0, "")
     mass = float(by_score[1:].sum())
-    return float(by_score[1:] @ np.arange(1, 6) / mass) if mass >= MIN_MASS else math.nan, mass
+    return Evaluation(float(by_score[1:] @ np.arange(1, 6) / mass) if mass >= MIN_MASS else math.nan, mass, "")
 
 
 _SCORE = re.compile(r"(?<![\w.,/-])[1-5](?![\w/]|[.,]\d)")
@@ -237,23 +237,16 @@ _NOT_A_SCORE = re.compile(  # what follows the 4 in "4 of 5" and "**4** (of 5)";
 )
 
 
-def read_score(reply: str) -> float:
+def from_reply(text: str) -> Evaluation:
     """
-    The last standalone digit 1 to 5 of a judge's reply after its thoughts; nan if there is none.
+    The evaluation in a decoded reply: the last standalone digit 1 to 5 after its thoughts, with mass 1; else nan and 0.
 
     "4/5", "4 out of 5", "4 of 5" and "4 on a scale from 1 to 5" give 4; "10", "3.5" and "-1" give nan.
     """
-    _, closed, after = reply.rpartition("</think>")
-    if not closed and "<think>" in reply:
-        return math.nan
-    digits = _SCORE.findall(_NOT_A_SCORE.sub("", after[-2000:]))  # more than that is no answer, and takes its square
-    return float(digits[-1]) if digits else math.nan
-
-
-def from_reply(text: str) -> Evaluation:
-    """The evaluation in a decoded reply; its mass is 1 if readable, else 0."""
-    score = read_score(text)
-    return Evaluation(score, float(not math.isnan(score)), text)
+    _, closed, after = text.rpartition("</think>")
+    answer = after[-2000:] if closed or "<think>" not in text else ""  # more is no answer, and takes its square
+    digits = _SCORE.findall(_NOT_A_SCORE.sub("", answer))
+    return Evaluation(float(digits[-1]), 1.0, text) if digits else Evaluation(math.nan, 0.0, text)
 
 
 def rubric_reward(scores: np.ndarray, rubric: Rubric) -> np.ndarray:

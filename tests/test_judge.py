@@ -160,7 +160,7 @@ def test_a_decoded_reply_is_the_greedy_one_of_the_prompt_alone(demo, think, end)
                 reply = greedy(ids + [i for i in thoughts if i != end] + close, rubrics.REPLY_TOKENS, eos)
             text = tokenizer.decode([i for i in reply if i not in eos])
             assert judged.replies[row, column] == text
-            np.testing.assert_equal(judged.scores[row, column], rubrics.read_score(text))
+            np.testing.assert_equal(judged.scores[row, column], rubrics.from_reply(text).score)
     assert len(kinds) == (2 if think else 1), "some rows end otherwise than others"
 
 

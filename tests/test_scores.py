@@ -185,7 +185,8 @@ READ = {  # of "1, since 2 is wrong" the last; of thoughts none
 
 def test_the_last_standalone_digit_after_the_thoughts_is_the_score():
     for score, replies in READ.items():
-        np.testing.assert_array_equal([rubrics.read_score(reply) for reply in replies], [score] * len(replies), replies)
+        found = [rubrics.from_reply(reply).score for reply in replies]
+        np.testing.assert_array_equal(found, [score] * len(replies), replies)
 
 
 def test_a_token_is_a_digit_with_or_without_the_mark_of_a_space():

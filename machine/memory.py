@@ -14,18 +14,16 @@ from machine import gpu
 
 P = ParamSpec("P")
 R = TypeVar("R")
+GROW_AFTER = 32  # batches that fitted, before a halved size grows by a quarter
+MOST_CACHE = 2 * 10**9  # bytes of freed buffers that MLX may keep, whatever is free
+WIRED_LIMIT = "GWEN_WIRED_LIMIT"
+MOST_ERRORS = 20  # MLX throws one error of the GPU at a time, and has up to ten command buffers in flight
 
 
 def memory_size() -> int:
     """Bytes that this process may hold: what a GPU recommends for its working set, else the machine's memory."""
     recommended: Any = mx.device_info().get("max_recommended_working_set_size") if gpu.on_gpu() else None
     return int(recommended or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-
-
-GROW_AFTER = 32  # batches that fitted, before a halved size grows by a quarter
-MOST_CACHE = 2 * 10**9  # bytes of freed buffers that MLX may keep, whatever is free
-WIRED_LIMIT = "GWEN_WIRED_LIMIT"
-MOST_ERRORS = 20  # MLX throws one error of the GPU at a time, and has up to ten command buffers in flight
 
 
 def hold_memory() -> None:

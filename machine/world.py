@@ -222,7 +222,7 @@ def _reason(error: BaseException) -> str:
         error = error.__context__  # what made the process end itself
     if isinstance(error, KeyboardInterrupt):
         return f"stopped by {error if error.args else 'Ctrl-C'}"
-    return str(error) or type(error).__name__
+    return str(error).strip() or type(error).__name__
 
 
 def _init() -> Any:

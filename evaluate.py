@@ -434,9 +434,8 @@ def main(argv: list[str] | None = None) -> None:
         if not is_base and config.judges_itself and (scored or task.witness is not None):
             base, is_base = gwen.load(config.model.name)[0], True
         grader, witness = make_graders(config, task.rubric if scored else None, task.witness, base, tokenizer)
-        judges = [one for one in (grader, witness) if one is not None]
-        if judges and args.run:
-            judges[0].fill(list(run_files.read_log(Path(args.run) / "judge_scores.jsonl")))
+        if args.run and (its := grader or witness):  # they share what they know
+            its.fill(list(run_files.read_log(Path(args.run) / "judge_scores.jsonl")))
         notes = visible("\n".join([f"{what}; task: {task.name}", *task.notes]))
         print(alive.fitted(notes, sys.stderr), file=sys.stderr)
         rows = config.sampling.rollout_batch_size if args.run or args.rollout_batch_size not in (None, "auto") else 0

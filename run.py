@@ -127,9 +127,8 @@ class Run:
         demand = preflight.Demand(self.model.config, self.model.head_weight.dtype, config, lengths, rubric)
         self.sizes = preflight.agree(preflight.settle(demand, most_rows))
         self.memory = preflight.line(demand, self.sizes)
-        self.learner = update.Learner(
-            self.model, self.config, StepLoss(self.config, self.sizes, self.own.loss), self.base
-        )
+        loss = StepLoss(self.config, self.sizes, self.own.loss)
+        self.learner = update.Learner(self.model, self.config, loss, self.base)
 
     def open(self) -> None:
         """Opens the logs, and keeps the adapter of --init-adapter, once the directory exists."""

@@ -505,9 +505,13 @@ def choose_model(asked: str | None, adapter: str | Path | None = None, usual: st
 
 
 @functools.cache
-def known_models() -> dict[str, Any]:
-    """The rows of data/models.yaml by name."""
-    return load_yaml(Path(__file__).parent / "data" / "models.yaml", "data/models.yaml")
+def known_models() -> dict[str, dict[str, Any]]:
+    """What the config.json of each model in data/models.yaml would have, by the model's name."""
+    table = load_yaml(Path(__file__).parent / "data" / "models.yaml", "data/models.yaml")
+    columns = table.pop("columns")
+    same: dict[str, Any] = {"rms_norm_eps": 1e-6, "max_position_embeddings": 40960, "rope_theta": 1e6}
+    same["architectures"] = ["Qwen3ForCausalLM"]  # which TRL reads, of a random one that is written
+    return {name: same | dict(zip(columns, row, strict=False)) for name, row in table.items()}
 
 
 def known_config(name: str) -> hub.ModelConfig:
@@ -515,20 +519,7 @@ def known_config(name: str) -> hub.ModelConfig:
     if name not in known_models():
         known = [one for one in known_models() if one.startswith("random:")]
         raise ValueError(f"--model {name}: the random models are {', '.join(known)}")
-    row = known_models()[name]
-    names = "hidden_size num_hidden_layers intermediate_size num_attention_heads num_key_value_heads head_dim"
-    raw = dict(zip([*names.split(), "vocab_size"], row["sizes"], strict=True)) | {
-        "architectures": [{"qwen3_5_text": "Qwen3_5ForCausalLM"}.get(row["type"], "Qwen3ForCausalLM")],
-        "model_type": row["type"],
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 40960,
-        "tie_word_embeddings": row.get("tied", True),
-        "rope_theta": 1e6,
-    }
-    if row["type"] == hub.TEXT_PART:
-        heads = "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim".split()
-        raw |= dict(zip(heads, [*row["delta"], row["delta"][-1]], strict=True))
-    return hub.make_config(raw)
+    return hub.make_config(known_models()[name])
 
 
 def refuse_packed(name: str) -> None:

@@ -80,6 +80,12 @@ class Cache(Protocol):
 # ---- what a layer keeps
 
 
+def widened(keys: mx.array, values: mx.array, num_columns: int) -> tuple[mx.array, mx.array]:
+    """Both buffers with room for so many columns more."""
+    more = [(0, 0), (0, 0), (0, num_columns), (0, 0)]
+    return mx.pad(keys, more), mx.pad(values, more)
+
+
 class LayerCache:
     """
     Keys and values of one layer, each (N, K, S, D), with the first `length` columns written.
@@ -97,14 +103,15 @@ class LayerCache:
     def update(self, keys: mx.array, values: mx.array) -> Parts:
         """Appends (N, K, L, D) to both and returns all written columns, (N, K, length, D) each, as one part."""
         assert keys.shape == values.shape, f"keys {keys.shape}, values {values.shape}"
-        if self.keys is not None:  # slice assignment would silently broadcast one row to all, or cast
-            kept, new = ((*array.shape[:2], array.shape[3], array.dtype) for array in (self.keys, keys))
-            assert kept == new, f"{kept} != {new}"
+        if self.keys is None or self.values is None:
+            self.keys, self.values = keys[:, :, :0], values[:, :, :0]
+        # slice assignment would silently broadcast one row to all, or cast
+        kept, new = ((*array.shape[:2], array.shape[3], array.dtype) for array in (self.keys, keys))
+        assert kept == new, f"{kept} != {new}"
         begin, end = self.length, self.length + keys.shape[2]
-        if self.keys is None or end > self.keys.shape[2]:
+        if end > self.keys.shape[2]:
             self.capacity = max(self.capacity, round_up(end))
-            self.keys, self.values = self._grown(self.keys, keys), self._grown(self.values, values)
-        assert self.values is not None and end <= self.capacity, f"{end} > {self.capacity}"
+            self.keys, self.values = widened(self.keys, self.values, self.capacity - self.keys.shape[2])
         self.keys[:, :, begin:end] = keys
         self.values[:, :, begin:end] = values
         self.length = end
@@ -118,12 +125,6 @@ class LayerCache:
     def arrays(self) -> list[mx.array]:
         """Both buffers; none before the first update."""
         return [buffer for buffer in (self.keys, self.values) if buffer is not None]
-
-    def _grown(self, old: mx.array | None, new: mx.array) -> mx.array:
-        buffer = mx.zeros((*new.shape[:2], self.capacity, new.shape[3]), new.dtype)
-        if old is not None:
-            buffer[:, :, : self.length] = old[:, :, : self.length]
-        return buffer
 
 
 class Aim(NamedTuple):
@@ -163,8 +164,7 @@ class SlotLayer:
 
     def widen(self, num_columns: int) -> None:
         """Makes room for so many columns more."""
-        more = [(0, 0), (0, 0), (0, num_columns), (0, 0)]
-        self.keys, self.values = mx.pad(self.keys, more), mx.pad(self.values, more)
+        self.keys, self.values = widened(self.keys, self.values, num_columns)
 
     def keep(self, slots: mx.array) -> None:
         self.keys, self.values = self.keys[slots], self.values[slots]

@@ -7,10 +7,11 @@ was drawn. Left out: rollouts (sampler.py), tools (problems/episodes.py), what s
 
 import argparse
 import contextlib
+import dataclasses
 import signal
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
@@ -37,9 +38,11 @@ from settings.sources import given, load_recipe, of_task, resolve
 # ---- one side of a talk
 
 
-class Manner(NamedTuple):
-    """How a talk is held."""
+@dataclasses.dataclass
+class Side:
+    """A model in a talk, with the cache of what it was told and wrote."""
 
+    model: gwen.Model
     tokenizer: Any
     params: sampler.SamplingParams
     thinking: bool
@@ -47,30 +50,24 @@ class Manner(NamedTuple):
     seed: int
     context: int  # tokens of a talk
     box: episodes.Toolbox | None
+    is_before: bool = False  # it answers as before training, see `lora.before_training`
 
-
-class Side:
-    """A model in a talk, with the cache of what it was told and wrote."""
-
-    playing: episodes.Episodes | None = None
-
-    def __init__(self, model: gwen.Model, manner: Manner, is_before: bool = False):
-        """is_before: it answers as before training, see `lora.before_training`."""
-        self.model, self.manner, self.is_before = model, manner, is_before
-        self.cache = KVCache(model.config.layer_kinds)
-        self.forward: Callable[..., mx.array] = gwen.decode_step(model)
+    def __post_init__(self) -> None:
+        self.playing: episodes.Episodes | None = None
+        self.num_turns, eos_ids = 0, self.model.config.eos_ids
+        self.cache = KVCache(self.model.config.layer_kinds)
+        self.forward: Callable[..., mx.array] = gwen.decode_step(self.model)
         self.turn: list[int] = []  # the ids of its newest turn
-        self.end = chat_template.end_of_turn(manner.tokenizer) or model.config.eos_ids[0]
-        self.ends = {*model.config.eos_ids, self.end}  # a base model has others than its template
-        self.frames = Frames(manner.tokenizer, sorted(self.ends), thinking=manner.thinking)
-        self.num_turns = 0
+        self.end = chat_template.end_of_turn(self.tokenizer) or eos_ids[0]
+        self.ends = {*eos_ids, self.end}  # a base model has others than its template
+        self.frames = Frames(self.tokenizer, sorted(self.ends), thinking=self.thinking)
 
     def reply(self, line: str) -> Generator[str, None, None]:
         """What it answers to the user, in pieces of whole characters; "" now and then, so that it can be left."""
         told = self.told(line)
         with lora.before_training(self.model) if self.is_before else gpu.without_gradients():
             while told:
-                yield from pieces(self.drawn(told), self.manner.tokenizer, self.manner.params.stop)
+                yield from pieces(self.drawn(told), self.tokenizer, self.params.stop)
                 told = []
                 if self.playing and self.is_over():
                     self.playing.hear(0, self.turn)
@@ -82,17 +79,16 @@ class Side:
 
     def told(self, line: str) -> list[int]:
         """The ids of what the user says, up to where the answer begins."""
-        manner, message = self.manner, {"role": "user", "content": line}
         if self.cache.length == 0:
-            if manner.box:
-                asked = {"prompt": line, "system": manner.system}
-                self.playing = episodes.Episodes(manner.box, [asked], [0], f"talk {manner.seed}")
+            if self.box:
+                asked = {"prompt": line, "system": self.system}
+                self.playing = episodes.Episodes(self.box, [asked], [0], f"talk {self.seed}")
                 return self.playing.prompts[0]
-            how: dict[str, Any] = {"system": manner.system, "thinking": manner.thinking}
-            return chat_template.chat_ids(manner.tokenizer, line, **how)
-        messages, schemas = [message], None
-        if manner.box and self.playing:
-            episode, schemas = self.playing.rows[0], list(manner.box.schemas[""].values())
+            return chat_template.chat_ids(self.tokenizer, line, system=self.system, thinking=self.thinking)
+        message, schemas = {"role": "user", "content": line}, None
+        messages = [message]
+        if self.box and self.playing:
+            episode, schemas = self.playing.rows[0], list(self.box.schemas[""].values())
             messages, episode.told, episode.num_turns = [*episode.told, message], [], 0
         return [self.end] * (not self.is_over()) + self.frames.between(messages, schemas)
 
@@ -102,18 +98,17 @@ class Side:
 
     def drawn(self, told: list[int]) -> Iterator[int]:
         """Reads what it is told and draws a turn. Each token is in the cache when it comes, also an end token."""
-        model, manner, self.turn = self.model, self.manner, []
-        params = manner.params
-        room = manner.context - self.cache.length - len(told)
+        model, params, self.turn = self.model, self.params, []
+        room = self.context - self.cache.length - len(told)
         if room <= 0:
-            raise ValueError(f"the talk fills the {manner.context} tokens that the model can read; begin another")
+            raise ValueError(f"the talk fills the {self.context} tokens that the model can read; begin another")
         width = gpu.prefill_tokens()
         for begin in range(0, len(told), width):
             hidden = model.hidden(mx.array([told[begin : begin + width]]), self.cache)[:, -1]
             mx.eval(hidden, self.cache.arrays())  # wait: the next part may use the memory of this one
         logits, self.num_turns = hidden @ model.head_weight.T, self.num_turns + 1
         limit = min(params.limits(1)[0], room)
-        for numbers in sampler.uniforms(manner.seed, [self.num_turns], limit)[0]:
+        for numbers in sampler.uniforms(self.seed, [self.num_turns], limit)[0]:
             token, logprob, _ = sampler.choose_token(logits, mx.array(numbers[None]), params)
             mx.async_eval(token, logprob)  # apart from the next step, so that they can be read while it goes on
             logits = self.forward(token[:, None], self.cache)[:, -1] @ model.head_weight.T
@@ -189,7 +184,7 @@ def talk(sides: dict[str, Side], said: Iterable[str]) -> None:
                             break
                 print(flush=True)
                 pressed.clear()
-                if len(side.turn) == side.manner.params.max_tokens and not side.is_over():
+                if len(side.turn) == side.params.max_tokens and not side.is_over():
                     print(f"(--max-tokens {len(side.turn)} ends it there)", file=sys.stderr)
         finally:
             signal.signal(signal.SIGINT, before)
@@ -248,11 +243,11 @@ def sample(args: argparse.Namespace) -> None:
     problems, size = [{"prompt": args.prompt, "system": args.system}], args.num
     context = box.context if box else model.config.max_position_embeddings
     if args.chat:
-        manner = Manner(tokenizer, params, args.thinking, args.system, args.seed, context, box)
-        sides = {"after" if args.compare else "": Side(model, manner)}
+        how = (tokenizer, params, args.thinking, args.system, args.seed, context, box)
+        sides = {"after" if args.compare else "": Side(model, *how)}
         if args.compare:
             before = model if is_beside else gwen.load(name)[0]
-            sides = {"before": Side(before, manner, is_beside)} | sides
+            sides = {"before": Side(before, *how, is_before=is_beside)} | sides
         talk(sides, lines())
     elif box:
         if not args.prompt:
@@ -264,8 +259,8 @@ def sample(args: argparse.Namespace) -> None:
         play.ask_rewards()
         print(visible("\n".join(play.shown(row, reason) for row, reason in enumerate(done.finish_reasons))))
     else:
-        how = {"max_tokens": args.max_tokens, "context": context, "thinking": args.thinking, "kind": "prompt"}
-        prompts = chat_template.encode_prompts(tokenizer, problems, **how)
+        limits: dict[str, Any] = {"max_tokens": args.max_tokens, "context": context, "kind": "prompt"}
+        prompts = chat_template.encode_prompts(tokenizer, problems, thinking=args.thinking, **limits)
         result = sampler.rollout(model, prompts, params, group_size=size, key=args.seed)
         print(visible("\n".join(sampler.texts(tokenizer, result, ends))))
 

@@ -17,10 +17,10 @@ from problems import chat_template, episodes
 from problems.stop import Stop
 
 
-def manner(model, tokenizer, max_tokens=6, context=256, **more):
+def make_side(model, tokenizer, max_tokens=6, context=256, **more):
     params = sampler.SamplingParams(max_tokens, 0.0, eos_ids=model.config.eos_ids)
     given = {"thinking": False, "system": "Be brief.", "seed": 0, "context": context, "box": None}
-    return chat.Manner(tokenizer, params, **given | more)
+    return chat.Side(model, tokenizer, params, **given | more)
 
 
 def expected_turn(model, ids, num):
@@ -33,7 +33,7 @@ def expected_turn(model, ids, num):
 
 def test_a_turn_continues_from_the_last_and_its_ids_are_those_of_the_whole_conversation(tiny_model, tokenizer):
     model = gwen.load_model(tiny_model, mx.float32)
-    side = chat.Side(model, manner(model, tokenizer))
+    side = make_side(model, tokenizer)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     whole = chat_template.chat_ids(tokenizer, "one <|im_end|>", system="Be brief.")
     for number, line in enumerate(("one <|im_end|>", "two", "what is three?")):
@@ -51,20 +51,20 @@ def test_a_turn_continues_from_the_last_and_its_ids_are_those_of_the_whole_conve
 
 def test_a_model_without_end_tokens_is_talked_to_with_its_template_s():
     model, own = gwen.load("random:2m")
-    side = chat.Side(model, manner(model, own))
+    side = make_side(model, own)
     list(side.reply("one"))
     assert model.config.eos_ids == () and "<|im_end|>\n<|im_start|>user\ntwo<|im_end|>" in own.decode(side.told("two"))
 
 
 def test_a_talk_that_fills_the_context_or_is_no_number_ends_in_a_line(tiny_model, tokenizer):
     model = gwen.load_model(tiny_model, mx.float32)
-    side = chat.Side(model, manner(model, tokenizer, context=60))
+    side = make_side(model, tokenizer, context=60)
     list(side.reply("one"))
     with pytest.raises(ValueError, match="the talk fills the 60 tokens"):
         list(side.reply("two" * 20))
     model.norm.weight = model.norm.weight * mx.nan
     with pytest.raises(sampler.NotFinite):
-        list(chat.Side(model, manner(model, tokenizer)).reply("one"))
+        list(make_side(model, tokenizer).reply("one"))
 
 
 # ---- characters
@@ -159,7 +159,7 @@ def test_a_tool_is_called_and_what_it_says_is_shown_and_read(talk, tmp_path):
     model, tokenizer = gwen.load("demo:tools")
     config = Config.of(model="demo:tools", tools=[tools], max_turns=1)
     box = episodes.make(config, *tasks.callables(config), tokenizer, model.config)
-    side = chat.Side(model, manner(model, tokenizer, max_tokens=40, context=900, system=None, box=box))
+    side = make_side(model, tokenizer, max_tokens=40, context=900, system=None, box=box)
     assert "[guess] not " in "".join(side.reply(FIND))
     next_told = tokenizer.decode(side.told("So?"))  # its turns are over, so it could not read that yet
     assert "<tool_response>\nnot " in next_told and "<|im_start|>user\nSo?<|im_end|>" in next_told
@@ -179,8 +179,8 @@ class Pressing(io.StringIO):
 
 def test_ctrl_c_ends_an_answer_and_the_talk_goes_on(tiny_model, tokenizer, monkeypatch):
     model = gwen.load_model(tiny_model, mx.float32)
-    side = chat.Side(model, manner(model, tokenizer, max_tokens=200))
-    side.manner = side.manner._replace(params=side.manner.params._replace(eos_ids=()))
+    side = make_side(model, tokenizer, max_tokens=200)
+    side.params = side.params._replace(eos_ids=())
     ended = []
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", Pressing())

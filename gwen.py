@@ -364,25 +364,18 @@ def laid_out(name: str, weight: mx.array) -> mx.array:
 
 
 def load_model(
-    directory: str | Path, dtype: mx.Dtype | None = None, adapter: str | Path | None = None, packed: bool = False
+    directory: str | Path,
+    dtype: mx.Dtype | None = None,
+    adapter: str | Path | None = None,
+    packed: bool = False,
+    lazy: bool = False,
 ) -> Model:
     """
     The model of a Hugging Face directory, in `dtype` (`default_dtype()`). ValueError names what is wrong with it.
 
-    packed: layers' weights of few bits stay so; of a model without adapter and gradient.
+    packed: layers' weights of few bits stay so; of a model without adapter and gradient. lazy: weights stay on disk,
+    and each is read when something is first computed with it.
     """
-    model = open_model(directory, dtype, adapter, packed)
-    memory.hold_memory()
-    for part in (*model.layers, model):  # layer by layer: all at once would hold 1.5 times the model's bytes
-        mx.eval(part.parameters())
-    check_kernels(model)
-    return model
-
-
-def open_model(
-    directory: str | Path, dtype: mx.Dtype | None = None, adapter: str | Path | None = None, packed: bool = False
-) -> Model:
-    """What `load_model` gives, its weights still on disk: each is read when something is first computed with it."""
     directory, dtype = Path(directory), dtype or default_dtype()
     config = hub.load_config(directory)
     weights, num_skipped = hub.from_stored(hub.load_weights(directory, default_dtype()), config.family)
@@ -408,6 +401,11 @@ def open_model(
         weights = adapters.merge(weights, adapter, config.family)
     weights = hub.fuse_weights(weights)  # one name, so that no part outlives its whole
     model.load_weights([(name, laid_out(name, weights.pop(name))) for name in list(weights)])
+    if not lazy:
+        memory.hold_memory()
+        for part in (*model.layers, model):  # layer by layer: all at once would hold 1.5 times the model's bytes
+            mx.eval(part.parameters())
+        check_kernels(model)
     return model
 
 

@@ -136,8 +136,8 @@ def frozen_bytes(name: str, shape: hub.ModelConfig, dtype: mx.Dtype) -> int:
     """Bytes of the weights of a judge or teacher; on a GPU those of few bits stay packed."""
     if not (shape.packing and gpu.on_gpu()):
         return numbers(shape).weights * dtype.size
-    opened = gwen.open_model(hub.find(name), dtype, packed=True)  # still on disk
-    return sum(array.nbytes for _, array in tree_flatten(opened.parameters()))
+    model = gwen.load_model(hub.find(name), dtype, packed=True, lazy=True)
+    return sum(array.nbytes for _, array in tree_flatten(model.parameters()))
 
 
 def sampling_of(config: Config) -> tuple[int, int, int]:

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
-import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 import numpy as np
 

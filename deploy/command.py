@@ -12,7 +12,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
@@ -145,7 +144,7 @@ def export_gguf(name: str | None, adapter: str, out: Path, run: str | None, titl
     """Writes the merged model as a GGUF file of that title; run: whose prompts its template shall render."""
     name, _ = gwen.choose_model(name, adapter)
     directory = hub.find(name)
-    model, tokenizer = gwen.open_model(directory, mx.float32, adapter), hub.load_tokenizer(directory)
+    model, tokenizer = gwen.load_model(directory, mx.float32, adapter, lazy=True), hub.load_tokenizer(directory)
     config, weights = model.config, hub.unfuse_weights(dict(tree_flatten(model.parameters())), model.config)
     del model  # so that the writer, which reads a matrix at a time, holds no more
     note = as_trained(tokenizer, run) if run else ""

@@ -11,7 +11,6 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 import numpy as np
 

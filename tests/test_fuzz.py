@@ -91,7 +91,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """Commands end where a model, a worker, a server or a browser would begin to work; a directory to work in."""
     monkeypatch.setattr(gpu, "on_gpu", lambda: False)
     for owner, name in (
-        *((gwen, "load"), (gwen, "load_model"), (gwen, "open_model"), (workers.Pool, "__init__"), (page, "show")),
+        *((gwen, "load"), (gwen, "load_model"), (workers.Pool, "__init__"), (page, "show")),
         *((remote_judge.Endpoint, "chat"), (harness, "model_directory"), (step, "measure")),
         (examples, "hub_records"),
     ):

@@ -214,7 +214,7 @@ for number in range(200):
         changed[place : place + len(odd)] = odd
     path.write_bytes(changed[: rng.choice([None, None, None, rng.randrange(len(changed))])])
     try:
-        gwen.open_model(hub.find(path))
+        gwen.load_model(hub.find(path), lazy=True)
         print("read")
     except ValueError as error:
         print("refused", len(str(error).splitlines()))

@@ -9,7 +9,7 @@ import importlib.util
 import math
 import re
 import shlex
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,19 +23,10 @@ from settings.sources import command, low_rate
 
 CALLS = {"LoraConfig": (), "SFTTrainer": ("model",)} | dict.fromkeys(("GRPOConfig", "SFTConfig"), ("output_dir",))
 CALLS |= {"GRPOTrainer": ("model", "reward_funcs", "args", "train_dataset")}  # names of the arguments without one
-PARTS = (
-    "args",
-    "peft_config",
-    "train_dataset",
-    "eval_dataset",
-    "processing_class",
-)  # of the trainer, which other calls make
+PARTS = "args peft_config train_dataset eval_dataset processing_class".split()  # of the trainer, which other calls make
 KEPT = {"weight_decay": "0 0.0", "max_grad_norm": "1 1.0", "adam_beta1": "0.9", "adam_beta2": "0.999"}
 KEPT |= {"adam_epsilon": "1e-8 1e-08", "shuffle_dataset": "True", "use_peft": "True"}  # what Gwen does anyway
-WRITE = {
-    "*": ("computed", "write its settings here"),
-    ".": ("computed", "save the rows it makes, and give them as data"),
-}
+WRITE = {"*": "write its settings here", ".": "save the rows it makes, and give them as data"}
 
 
 class Computed(str):
@@ -48,12 +39,11 @@ def recipe(path: str) -> str:
     theirs = dict(in_script(path, where)) if Path(path).suffix == ".py" else load_yaml(path, where)
     if not isinstance(theirs, dict) or not theirs:
         raise ValueError(f"{where} holds no settings of TRL's; give the YAML of `trl grpo` or a script with GRPOConfig")
-    rows = {
-        name: row for section, names in foreign_names().items() if section != "values" for name, row in names.items()
-    }
+    rows = ChainMap(*(names for section, names in foreign_names().items() if section != "values"))
     ours, left, spared, run = derived(theirs, path), [], [], {}
     for name, value in theirs.items():
-        kind, said = rows.get(str(name)) or WRITE.get(str(name)[0], ("missing", "neither TRL nor Gwen knows it"))
+        kind, said = rows.get(str(name), ("missing", "neither TRL nor Gwen knows it"))
+        kind, said = ("computed", WRITE[str(name)[:1]]) if str(name)[:1] in WRITE else (kind, said)
         key, meant = renamed(str(name), value, kind, said)
         if DERIVED.get(name) in ours:
             continue
@@ -121,7 +111,7 @@ def derived(theirs: dict[str, Any], path: str) -> dict[str, Any]:
         ours["thinking"] = told["enable_thinking"]
     if all(type(value) is int and value > 0 for value in batch):
         ours["batch"] = max(batch[0] * batch[1] // batch[2], 1)
-    if (name := theirs.get("dataset_name")) and not isinstance(name, Computed):
+    if (name := theirs.get("dataset_name")) and type(name) is str:
         files = [file for file in (Path(path).parent / name, Path(name)) if file.is_file()]
         parts = files[:1] or (name, theirs.get("dataset_config"), theirs.get("dataset_train_split"))
         ours["data"] = ":".join(str(part) for part in parts if part)
@@ -154,10 +144,9 @@ def parsed(path: str, where: str) -> ast.Module:
 
 def missing(path: str) -> list[str]:
     """The modules that a file imports at its top level and nobody finds."""
-    names: list[str] = []
-    for node in parsed(path, f"--reward {path}").body:
-        names += [one.name for one in node.names] if isinstance(node, ast.Import) else []
-        names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+    body = parsed(path, f"--reward {path}").body
+    names = [one.name for node in body if isinstance(node, ast.Import) for one in node.names]
+    names += [str(node.module) for node in body if isinstance(node, ast.ImportFrom) and not node.level]
     roots = dict.fromkeys(name.partition(".")[0] for name in names)
     beside = {one.stem for one in Path(path).parent.iterdir()}
     return [root for root in roots if root not in beside and not importlib.util.find_spec(root)]
@@ -187,20 +176,20 @@ def in_script(path: str, where: str) -> Iterator[tuple[str, Any]]:
     known = {node.name: f"{Path(path).stem}.{node.name}" for node in tree.body if isinstance(node, ast.FunctionDef)}
     for imports in [node for node in tree.body if isinstance(node, ast.ImportFrom)]:
         known |= {one.asname or one.name: f"{imports.module}.{one.name}" for one in imports.names}
-    for node in ast.walk(tree):
-        called = getattr(node.func, "id", getattr(node.func, "attr", "")) if isinstance(node, ast.Call) else ""
-        if called in ("load_dataset", "from_json", "from_csv", "from_parquet") and isinstance(node, ast.Call):
+    for node in [node for node in ast.walk(tree) if isinstance(node, ast.Call)]:
+        called = getattr(node.func, "id", getattr(node.func, "attr", ""))
+        if called in ("load_dataset", "from_json", "from_csv", "from_parquet"):
             words = {word.arg: word.value for word in node.keywords}
             names = [*node.args, *(words[name] for name in ("path", "name", "split") if name in words)]
             names = [words["data_files"]] if "data_files" in words else names  # its reader and split go without saying
             parts = [literal(name, values) for name in names]
             kind = str if all(type(part) is str for part in parts) else Computed
             yield "dataset_name", kind(":".join(map(str, parts)))
-        elif called in ("map", "filter", "train_test_split") and isinstance(node, ast.Call):
+        elif called in ("map", "filter", "train_test_split"):
             yield f".{called}", Computed(ast.unparse(node))
-        elif called in CALLS and isinstance(node, ast.Call):
-            given: list[tuple[str | None, ast.expr]] = [*zip(CALLS[called], node.args, strict=False)]
-            for key, value in [*given, *((word.arg, word.value) for word in node.keywords)]:
+        elif called in CALLS:
+            named = [(word.arg, word.value) for word in node.keywords]
+            for key, value in [*zip(CALLS[called], node.args, strict=False), *named]:
                 if key == "reward_funcs":
                     each = value.elts if isinstance(value, ast.List) else [value]
                     yield key, [known.get(words, words) for words in map(ast.unparse, each)]

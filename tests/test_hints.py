@@ -76,6 +76,7 @@ GRPOTrainer(model=MODEL, reward_funcs=[right], args=args, train_dataset=dataset,
 raise SystemExit("nothing of it is run")
 """
 RECIPE = "model_name_or_path: demo\nlearning_rate: 1e-5\nlora_r: 8\nuse_peft: true\nmax_steps: 7\nodd: 3\n"
+RECIPE += "dataset_name: 5\n'': 3\n"
 
 
 @pytest.mark.parametrize(
@@ -93,7 +94,7 @@ RECIPE = "model_name_or_path: demo\nlearning_rate: 1e-5\nlora_r: 8\nuse_peft: tr
             "grpo.yaml",
             RECIPE,
             {"model": "demo", "learning_rate": 1e-5, "lora_rank": 8, "lora_scale": 4.0, "steps": 7},
-            "learning_rate odd",
+            "dataset_name learning_rate odd",
         ),
         (
             "habits.yaml",

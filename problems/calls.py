@@ -127,11 +127,8 @@ def _mistake(name: str, arguments: dict[str, Any], schemas: Schemas) -> str:
 # ---- what is told
 
 CALL: dict[str, Any] = {"type": "function", "function": {"name": "f", "arguments": {}}}
-# a turn that ends with a call, for the template
-EXCHANGE: list[dict[str, Any]] = [
-    {"role": "user", "content": "."},
-    {"role": "assistant", "content": "", "tool_calls": [CALL]},
-]
+TURN = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+EXCHANGE: list[dict[str, Any]] = [{"role": "user", "content": "."}, TURN]  # for the template
 
 
 class Frames:

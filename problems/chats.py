@@ -32,10 +32,8 @@ def read_chat(example: Example) -> Example:
     """
     A conversation, for `load_data`: `prompt`, messages up to the user's, and `completion`, from the first reply on.
 
-    Columns are `messages`, or `prompt` and `completion`, each a string or messages; `system`, `split` and
-    `chat_template_kwargs` as in `examples.load_data`; `tools`, JSON schemas. Messages may have `tool_calls` and the
-    role `tool`. What follows the last reply is dropped.
-    Raises ValueError naming the mistake.
+    Its columns are those of docs/warm-start.md. What follows the last reply is dropped. Raises ValueError naming the
+    mistake.
     """
     if example.get("completion") is not None and example.get("prompt") is not None:
         prompt, completion = (

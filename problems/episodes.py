@@ -97,12 +97,13 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 
 class Worker:
-    """A thread that does one job after another, and the environment that lives in it."""
+    """A thread that does one job after another, each in `limit` seconds, and the environment that lives in it."""
 
     instance: Any = None
     begun = math.inf  # when the call began that is under way
 
-    def __init__(self) -> None:
+    def __init__(self, limit: float):
+        self.limit = limit
         self.task: concurrent.futures.Future[Any] | None = None  # of its newest coroutine
         self.jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._work, daemon=True)
@@ -128,15 +129,15 @@ class Worker:
             self.begun = math.inf
             return Outcome(value, error, time.monotonic() - begin)
 
-    def do(self, what: str, fn: Callable[[], Any], limit: float) -> Any:
+    def do(self, what: str, fn: Callable[[], Any]) -> Any:
         """A function's value. Raises ValueError, which begins with `what`, where it fails or takes too long."""
         outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self.jobs.put(lambda: outcomes.put(self.call(fn)))
         try:
-            value, error, _ = outcomes.get(timeout=limit)
+            value, error, _ = outcomes.get(timeout=self.limit)
         except queue.Empty:
             self.leave()
-            raise ValueError(f"{what} took longer than --tool-timeout {limit:g}; raise that or mend it") from None
+            raise ValueError(f"{what} took longer than --tool-timeout {self.limit:g}; raise that or mend it") from None
         if isinstance(error, BaseException):
             raise ValueError(f"{what} {raised(error, getattr(fn, 'func', fn))}") from error
         return value
@@ -190,10 +191,9 @@ class Toolbox:
         if anew:
             self.workers.pop((name, row)).leave()
         if (name, row) not in self.workers:
-            worker = self.workers[name, row] = Worker()
+            worker = self.workers[name, row] = Worker(self.settings.tool_timeout)
             if kind := self.environments.get(name):
-                limit = self.settings.tool_timeout
-                worker.instance = worker.do(f"environment {kind.__name__}", kind, limit)
+                worker.instance = worker.do(f"environment {kind.__name__}", kind)
         return self.workers[name, row]
 
     def environment_of(self, example: Example) -> str:
@@ -310,8 +310,7 @@ class Episodes:
         what = f"{episode.what} reset"
         with seeded(f"{self.seed} {self.groups[row]}"):
             told = {key: value for key, value in self.examples[row].items() if key != "environment" or not episode.name}
-            job = functools.partial(episode.worker.instance.reset, **told)
-            text = episode.worker.do(what, job, self.box.settings.tool_timeout)
+            text = episode.worker.do(what, functools.partial(episode.worker.instance.reset, **told))
         if text is not None and not isinstance(text, str):
             raise ValueError(f"{what} gave {short(text)}; return a text or None")
         return text
@@ -440,7 +439,7 @@ class Episodes:
             if episode.pays:
                 episode.reward = sum(episode.turn_rewards)
             elif episode.reward is None and get_reward:
-                value = episode.worker.do(f"{episode.what} get_reward", get_reward, self.box.settings.tool_timeout)
+                value = episode.worker.do(f"{episode.what} get_reward", get_reward)
                 episode.reward = None if value is None else _number(episode.what, value, "an episode")
 
     def shown(self, row: int, reason: str) -> str:

@@ -51,17 +51,16 @@ def make_answers(run: History) -> dict[str, Any]:
     chosen = sorted({steps[0], steps[len(steps) // 2], steps[-1]})
     problems = sorted(set.intersection(*(set(by_step[step]) for step in chosen)))
     last = run.evals[-1] if run.evals else {}
-    rows = [answer_row([by_step[step][problem] for step in chosen], last, verified) for problem in problems]
-    cheating = verdict.paid_though_wrong(by_step)[1] if verified else ()
-    for row in rows:
-        row["kind"] = CHEATED if row["problem"] in cheating else row["kind"]
+    of = {problem: answer_row([by_step[step][problem] for step in chosen], last, verified) for problem in problems}
+    for problem in verdict.paid_though_wrong(by_step)[1] & of.keys() if verified else ():
+        of[problem]["kind"] = CHEATED
+    rows = list(of.values())
     size = sum(len(cell["text"]) for row in rows for cell in row["cells"]) + 1
     shown = spread(rows, max(verdict.NUM_READ, int(len(rows) * MOST_ANSWERS / size)))
     names = {steps[-1]: f"after step {steps[-1]}, the last evaluation", 0: "before training"}
-    drawn = verdict.drawn(problems, run.settings)
     return {
         "rows": shown,
-        "first": [row for row in rows if row["problem"] in drawn],
+        "first": [of[problem] for problem in verdict.drawn(problems, run.settings)],
         "columns": [names.get(step, f"after step {step}") for step in chosen],
         "counts": dict(Counter(row["kind"] for row in rows).most_common()),
         "left_out": len(rows) - len(shown),
@@ -84,7 +83,6 @@ def answer_row(details: list[dict[str, Any]], evaluation: dict[str, Any], verifi
             }
         )
     return {
-        "problem": details[0]["problem"],
         "prompt": prompt_text(details[0]["prompt"]),
         "answer": fold(details[0].get("answer")),
         "category": fold(details[0].get("category")),

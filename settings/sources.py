@@ -33,6 +33,8 @@ COMMAND = {  # flags of train.py that are no settings, so that no recipe has the
     "print_config": ("", "print every setting as YAML and exit"),
 }
 LATER = {name for name, one in SETTINGS.items() if one.later}  # what may change in a resumed run
+FILES, OWN = ({key for key, one in SETTINGS.items() if one.field.metadata.get(word)} for word in ("file", "own"))
+FILES.add("eval_data")
 READ: dict[str, Any] = {"resume": {"nargs": "?", "const": True}, "seeds": {"type": seeds}}  # how some are read
 
 
@@ -84,10 +86,9 @@ def located(settings: dict[str, Any], *folders: Path) -> dict[str, Any]:
         return f"{path}:{name}" if file and (path := find(file)) != file else text
 
     def locate(key: str, value: Any) -> Any:
-        metadata = SETTINGS["data" if key == "eval_data" else key].field.metadata
         if isinstance(value, list):
             return [locate(key, one) for one in value]
-        if not isinstance(value, str) or not metadata.get("file") or (metadata.get("own") and not is_own(value)):
+        if key not in FILES or not isinstance(value, str) or (key in OWN and not is_own(value)):
             return value
         is_name = value in ("self", *OWN_TASK) or (key == "judge_model" and settings.get("judge_url"))
         return value if is_name else find(value)
@@ -97,9 +98,8 @@ def located(settings: dict[str, Any], *folders: Path) -> dict[str, Any]:
 
 def moved(settings: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """The settings, and the files that they name by an absolute path where none is. A run keeps its --init-adapter."""
-    for key in settings.keys() - {"init_adapter"}:
-        value = settings[key] if SETTINGS[key].field.metadata.get("file") else ""
-        for text in value if isinstance(value, list) else [value]:
+    for key in (FILES & settings.keys()) - {"init_adapter"}:
+        for text in settings[key] if isinstance(settings[key], list) else [settings[key]]:
             for part in [text] if os.path.exists(str(text)) else str(text).split(","):
                 path = part if os.path.exists(part) else re.sub(":[^:/]*$", "", part)
                 if os.path.isabs(path) and not os.path.exists(path):

@@ -373,6 +373,7 @@ def test_the_newest_run_goes_on_with_more_steps(run, tmp_path, monkeypatch, caps
         ("lora_rank: 16", "lora_rank: 8", r"lora_rank \(16, now 8\) changed since step 3; --allow-changes goes on"),
         ("lora_rank: 16", "lora_rnak: 8", "unknown setting 'lora_rnak'; did you mean 'lora_rank'"),
         ("model: demo", "model: /nowhere/at/all", "--model /nowhere/at/all is no longer there; put it back, or"),
+        ("batch: 2", "batch: 2\neval_data: /gone", "--eval-data /gone is no longer there; put it back, or"),
         ("batch: 2", "batch: [", "config.yaml is not YAML, line"),
     ],
 )

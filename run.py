@@ -351,7 +351,7 @@ class GrpoRun(Run):
         self.journal.write_scores(self.step, self.judge)
 
     def end_step(self) -> None:
-        rewards.tell_step(self.task.rewards, self.step)
+        rewards.tell_step(self.task.rewards, self.step, self.config.optimizer.steps)
         super().end_step()
 
     def extra(self) -> dict[str, Any]:

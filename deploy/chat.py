@@ -45,7 +45,7 @@ class Side:
     tokenizer: Any
     params: sampler.SamplingParams
     thinking: bool
-    system: str | None
+    opening: list[dict[str, Any]]  # messages before what the user says
     seed: int
     context: int  # tokens of a talk
     box: episodes.Toolbox | None
@@ -79,11 +79,11 @@ class Side:
     def told(self, line: str) -> list[int]:
         """The ids of what the user says, up to where the answer begins."""
         if self.cache.length == 0:
+            said = [*self.opening, {"role": "user", "content": line}]
             if self.box:
-                asked = {"prompt": line, "system": self.system}
-                self.playing = episodes.Episodes(self.box, [asked], [0], f"talk {self.seed}")
+                self.playing = episodes.Episodes(self.box, [{"prompt": said}], [0], f"talk {self.seed}")
                 return self.playing.prompts[0]
-            return chat_template.chat_ids(self.tokenizer, line, system=self.system, thinking=self.thinking)
+            return chat_template.chat_ids(self.tokenizer, said, thinking=self.thinking)
         message, schemas = {"role": "user", "content": line}, None
         messages = [message]
         if self.box and self.playing:
@@ -202,7 +202,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--prompt", help="what the user says (default: held-out problems, where there are tools)")
     parser.add_argument("--chat", action="store_true", help="talk: answers to lines that you write, or pipe in")
     parser.add_argument("--compare", action="store_true", help="in a talk, the model before training answers too")
-    parser.add_argument("--system", help="what stands before it (default: in a talk with a run, what training had)")
+    parser.add_argument("--system", help="what stands before it (default: with a run, what training had)")
     parser.add_argument("--num", type=int, default=1, help="completions")
     parser.add_argument("--max-tokens", type=int, help="default: the run's, else 256")
     parser.add_argument("--temp", type=float, default=1.0, help="0 is greedy")
@@ -235,14 +235,15 @@ def sample(args: argparse.Namespace) -> None:
     config, box = toolbox(args, name, why, tokenizer, model)
     ends, stop = model.config.eos_ids, Stop(args.stop, tokenizer) if args.stop else None
     params, note = sampler.SamplingParams(args.max_tokens, args.temp, eos_ids=ends, stop=stop), ""
-    if args.chat and args.run and args.system is None:
-        args.system, note = command.trained_system(checked(load_recipe(run_files.config_file(args.run))))
-        note += f"; system prompt: {short(args.system)}" if args.system else ""
+    opening = [] if args.system is None else [{"role": "system", "content": args.system}]
+    if (args.chat or args.prompt) and args.run and args.system is None:
+        opening, note = command.trained_opening(checked(load_recipe(run_files.config_file(args.run))))
+        note += "".join(f"; {one['role']}: {short(one['content'])}" for one in opening)
     print(visible(f"model: {name}, {why}{note}"), file=sys.stderr)
-    problems, size = [{"prompt": args.prompt, "system": args.system}], args.num
+    problems, size = [{"prompt": [*opening, {"role": "user", "content": args.prompt}]}], args.num
     context = box.context if box else model.config.max_position_embeddings
     if args.chat:
-        how = (tokenizer, params, args.thinking, args.system, args.seed, context, box)
+        how = (tokenizer, params, args.thinking, opening, args.seed, context, box)
         sides = {"after" if args.compare else "": Side(model, *how)}
         if args.compare:
             before = model if is_beside else gwen.load(name)[0]

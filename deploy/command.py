@@ -6,6 +6,7 @@ Other programs render a chat by the model's template alone. A fused model's temp
 settings said: no thinking, the task's system prompt. Left out: what an adapter is (lora.py, disk/adapters.py).
 """
 
+import itertools
 import os
 import shlex
 import tempfile
@@ -102,15 +103,18 @@ def stored_dtype(directory: Path) -> mx.Dtype:
 def as_trained(tokenizer: Any, run: str) -> str:
     """Makes a tokenizer's template that of a run's prompts, and says what was written into it."""
     config = checked(load_recipe(run_files.config_file(run)))
-    system, said = trained_system(config)
+    opening, said = trained_opening(config)
+    system = opening[0]["content"] if opening and opening[0]["role"] == "system" else None
+    if (more := len(opening) - (system is not None)) > 0:
+        said += f"; training's prompts begin with {more} messages more, which who talks to it must send"
     written = chat_template.write_into(tokenizer, system, config.sampling.thinking)
     if written:
         said += f"; its chat template has {written}, as in training (--keep-template leaves the base's)"
     return said
 
 
-def trained_system(config: Config) -> tuple[str | None, str]:
-    """The system prompt of a run's prompts, None without one, and what is to be said where it is not known."""
+def trained_opening(config: Config) -> tuple[list[dict[str, Any]], str]:
+    """The messages that all prompts of a run begin with, and what is to be said where they are not known."""
     data = config.data
     try:
         if config.objective.loss_type == "sft":
@@ -119,14 +123,14 @@ def trained_system(config: Config) -> tuple[str | None, str]:
             task = tasks.make(config)
             examples = task.train or task.held_out
     except ValueError as error:  # the data were moved
-        return None, f"; the system prompt of training is unknown: {error}"
-    systems = set[str | None]()
-    for example in examples:
-        first = example["prompt"][0] if isinstance(example["prompt"], list) else {}
-        systems.add(first["content"] if first.get("role") == "system" else example.get("system"))
+        return [], f"; the system prompt of training is unknown: {error}"
+    before = [chat_template.messages(one["prompt"], one.get("system"))[:-1] for one in examples]
+    places = zip(*before, strict=False)
+    opening = [its[0] for its in itertools.takewhile(lambda its: its.count(its[0]) == len(its), places)]
+    systems = {its[0]["content"] if its and its[0]["role"] == "system" else None for its in before}
     if len(systems) > 1:
-        return None, f"; training had {len(systems)} system prompts, and the template has none"
-    return systems.pop() if systems else None, ""
+        return [], f"; training had {len(systems)} system prompts, and the template has none"
+    return opening, ""
 
 
 def export_peft(name: str | None, adapter: str, out: Path) -> str:

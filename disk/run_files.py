@@ -138,7 +138,8 @@ def model_card(run: str, step: int | None) -> str:
     ]
     method = {"sft": "SFT", "distill": "distillation"}.get(str(settings.get("loss_type")), "GRPO")
     teacher = f", by the teacher {public(settings['teacher'])}" if settings.get("teacher") else ""
-    data = public(settings["data"]) if settings.get("data") else f"the task {task}"
+    data, _, held_out = str(settings.get("data") or "").partition(",")
+    data = public(data) + f", held out {public(held_out)}" * bool(held_out) if data else f"the task {task}"
     head = ["| held-out figure | after steps | value (95%) | problems |", "|---|---|---|---|"]
     lines = [
         *("---", *([f"base_model: {model.partition('@')[0]}"] if "/" in model else []), "library_name: mlx"),

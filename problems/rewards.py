@@ -51,13 +51,14 @@ class UserReward:
     A user's function, called with what TRL calls it with: see `call_reward`.
 
     It gets prompts and completions as text; where it fails on that, as chat messages, as from TRL: `call` tries once.
-    `step` is what it finds as `trainer_state.global_step`, the steps that are done; `logged`, what its newest call gave
-    to `log_metric` and `log_extra`.
+    `state` is what it finds as `trainer_state`: `global_step`, the steps that are done, of `max_steps`; `logged`, what
+    its newest call gave to `log_metric` and `log_extra`.
     """
 
     def __init__(self, name: str, fn: Reward):
         functools.update_wrapper(self, fn)
-        self.name, self.fn, self.step, self.logged = name, fn, 0, Logged({}, {})
+        self.name, self.fn, self.logged = name, fn, Logged({}, {})
+        self.state = SimpleNamespace(global_step=0, max_steps=1)
         self.messages: bool | None = None  # None: nobody has tried
 
     def __call__(self, **arguments: Any) -> Any:
@@ -67,9 +68,9 @@ class UserReward:
         if "completions" in arguments and self.messages:
             arguments["completions"] = [as_messages("assistant", text) for text in arguments["completions"]]
         self.logged = Logged({}, {})
-        state, num = SimpleNamespace(global_step=self.step), max(map(len, arguments.values()), default=0)
+        num = max(map(len, arguments.values()), default=0)
         log_extra = functools.partial(self.logged.note_column, num)
-        own = {"trainer_state": state, "log_metric": self.logged.note_metric, "log_extra": log_extra}
+        own = {"trainer_state": self.state, "log_metric": self.logged.note_metric, "log_extra": log_extra}
         wanted = reward_columns(self.name, self.fn, [*arguments, *TRAINER])
         return self.fn(**arguments | {name: own[name] for name in wanted if name in own})
 
@@ -81,10 +82,11 @@ def as_messages(role: str, text: Any) -> list[dict[str, str]]:
     return [{"role": role, "content": text}] if isinstance(text, str) else text
 
 
-def tell_step(rewards: dict[str, Reward], step: int) -> None:
+def tell_step(rewards: dict[str, Reward], step: int, steps: int) -> None:
+    """Tells users' functions how many of a run's steps are done."""
     for reward in rewards.values():
         if isinstance(reward, UserReward):
-            reward.step = step
+            reward.state = SimpleNamespace(global_step=step, max_steps=steps)
 
 
 def load_reward(spec: str) -> tuple[str, Reward]:

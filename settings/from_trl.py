@@ -45,7 +45,9 @@ def recipe(path: str) -> str:
         kind, said = rows.get(str(name), ("missing", "neither TRL nor Gwen knows it"))
         kind, said = ("computed", WRITE[str(name)[:1]]) if str(name)[:1] in WRITE else (kind, said)
         key, meant = renamed(str(name), value, kind, said)
-        if DERIVED.get(name) in ours:
+        if name == "reward_funcs" and "reward" in ours:
+            value = [one for one in rewards_of(theirs) if not at_hand(path, one)]
+        if DERIVED.get(name) in ours and (name != "reward_funcs" or not value):
             continue
         if kind == "not needed" and (name not in KEPT or str(value) in KEPT[name].split()):
             spared.append(str(name))
@@ -91,7 +93,12 @@ def renamed(name: str, value: Any, kind: str, said: str) -> tuple[str, Any]:
 DERIVED = {"lora_alpha": "lora_scale", "per_device_train_batch_size": "batch", "reward_funcs": "reward"}
 DERIVED |= dict.fromkeys(("dataset_name", "dataset_config", "dataset_train_split"), "data")
 DERIVED |= {"warmup_ratio": "warmup_steps", "warmup_steps": "warmup_steps", "reward_weights": "reward_weights"}
-DERIVED |= {"use_rslora": "lora_scale", "chat_template_kwargs": "thinking", "eval_strategy": "eval_every"}
+DERIVED |= {
+    "datasets": "data",
+    "use_rslora": "lora_scale",
+    "chat_template_kwargs": "thinking",
+    "eval_strategy": "eval_every",
+}
 
 
 def derived(theirs: dict[str, Any], path: str) -> dict[str, Any]:
@@ -111,26 +118,34 @@ def derived(theirs: dict[str, Any], path: str) -> dict[str, Any]:
         ours["thinking"] = told["enable_thinking"]
     if all(type(value) is int and value > 0 for value in batch):
         ours["batch"] = max(batch[0] * batch[1] // batch[2], 1)
-    if (name := theirs.get("dataset_name")) and type(name) is str:
+    data, mixed = [theirs.get(f"dataset_{part}") for part in ("name", "config", "train_split")], theirs.get("datasets")
+    if isinstance(mixed, list) and len(mixed) == 1 and isinstance(mixed[0], dict):
+        data = [mixed[0].get("data_files") or mixed[0].get("path"), mixed[0].get("name"), mixed[0].get("split")]
+    if type(name := data[0]) is str:
         files = [file for file in (Path(path).parent / name, Path(name)) if file.is_file()]
-        parts = files[:1] or (name, theirs.get("dataset_config"), theirs.get("dataset_train_split"))
+        parts = files[:1] or data
         ours["data"] = ":".join(str(part) for part in parts if part)
     share, steps = theirs.get("warmup_steps") or theirs.get("warmup_ratio"), theirs.get("max_steps")
     if type(share) is float and share < 1 and type(steps) is int and steps > 0:
         ours["warmup_steps"] = math.ceil(share * steps)
-    asked, weights = theirs.get("reward_funcs", []), theirs.get("reward_weights")
-    names = asked if isinstance(asked, list) else [asked]
-    specs = [at_hand(path, one) for one in names]
-    if specs and all(specs):
-        ours["reward"] = specs
-    if specs and isinstance(weights, list) and len(weights) == len(specs):
-        ours["reward_weights"] = dict(zip((str(one).rpartition(".")[2] for one in names), weights, strict=True))
+    names, weights = rewards_of(theirs), theirs.get("reward_weights")
+    found = [name for name in names if at_hand(path, name)]
+    if found:
+        ours["reward"] = [at_hand(path, name) for name in found]
+    if names and isinstance(weights, list) and len(weights) == len(names):
+        weighed = zip(names, weights, strict=True)
+        ours["reward_weights"] = {name.rpartition(".")[2]: one for name, one in weighed if name in (found or names)}
     return ours
 
 
-def at_hand(path: str, name: Any) -> str:
+def rewards_of(theirs: dict[str, Any]) -> list[str]:
+    asked = theirs.get("reward_funcs", [])
+    return [str(one) for one in (asked if isinstance(asked, list) else [asked])]
+
+
+def at_hand(path: str, name: str) -> str:
     """FILE.py:function of a reward by its dotted name, "" where its module does not stand beside `path`."""
-    module, _, function = str(name).rpartition(".")
+    module, _, function = name.rpartition(".")
     file = Path(path).parent / f"{module.replace('.', '/')}.py"
     return f"{file}:{function}" if file.is_file() else ""
 

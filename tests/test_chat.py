@@ -19,7 +19,8 @@ from problems.stop import Stop
 
 def make_side(model, tokenizer, max_tokens=6, context=256, **more):
     params = sampler.SamplingParams(max_tokens, 0.0, eos_ids=model.config.eos_ids)
-    given = {"thinking": False, "system": "Be brief.", "seed": 0, "context": context, "box": None}
+    opening = [{"role": "system", "content": "Be brief."}]
+    given = {"thinking": False, "opening": opening, "seed": 0, "context": context, "box": None}
     return chat.Side(model, tokenizer, params, **given | more)
 
 
@@ -159,7 +160,7 @@ def test_a_tool_is_called_and_what_it_says_is_shown_and_read(talk, tmp_path):
     model, tokenizer = gwen.load("demo:tools")
     config = Config.of(model="demo:tools", tools=[tools], max_turns=1)
     box = episodes.make(config, *tasks.callables(config), tokenizer, model.config)
-    side = make_side(model, tokenizer, max_tokens=40, context=900, system=None, box=box)
+    side = make_side(model, tokenizer, max_tokens=40, context=900, opening=[], box=box)
     assert "[guess] not " in "".join(side.reply(FIND))
     next_told = tokenizer.decode(side.told("So?"))  # its turns are over, so it could not read that yet
     assert "<tool_response>\nnot " in next_told and "<|im_start|>user\nSo?<|im_end|>" in next_told

@@ -130,10 +130,17 @@ def test_the_system_prompt_of_a_run_s_data_goes_into_template_and_talk(run, tmp_
     assert chat_template.chat_ids(made, USER) == chat_template.chat_ids(demo, USER, system=SYSTEM)
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hi"))
     sampler.main(["--chat", "--run", where])
-    assert "; system prompt: 'Say " in capsys.readouterr().err
+    assert "; system: 'Say " in capsys.readouterr().err
     talk = [{"role": "system", "content": SYSTEM}, *USER, {"role": "assistant", "content": "Four."}]
     write_log(tmp_path / "data.jsonl", [{"messages": talk}] * 8)
     assert "the system prompt 'Say" in fused(tmp_path, capsys, "--run", run("sft", data=data))[1]
+    shown = [*talk[:1], {"role": "user", "content": "One and one?"}, {"role": "assistant", "content": "Two."}]
+    asked = [[*shown, {"role": "user", "content": row["prompt"]}] for row in rows]
+    write_log(tmp_path / "data.jsonl", [{"prompt": prompt, "answer": "4"} for prompt in asked])
+    line = fused(tmp_path, capsys, "--run", (shot := run(task="own", data=data, rubric="")))[1]
+    assert "training's prompts begin with 2 messages more" in line
+    sampler.main(["--prompt", "Hi", "--run", shot])
+    assert "'; user: 'One and one?'; assistant: 'Two.'" in capsys.readouterr().err
     write_log(tmp_path / "data.jsonl", [*rows, rows[0] | {"system": "Other."}])
     line = fused(tmp_path, capsys, "--run", run(task="own", data=data, rubric=""))[1]
     assert "training had 2 system prompts, and the template has none; its chat template has thinking off," in line

@@ -101,7 +101,12 @@ RECIPE += "dataset_name: 5\n'': 3\n"
             "model_name_or_path: smollm2\nlearning_rate: 2e-5\nwarmup_ratio: 0.1\nnum_train_epochs: 1\n"
             "reward_funcs: [accuracy_reward, mine.short]\nreward_weights: [1, 0.5]\nsave_strategy: 'no'\n"
             "gradient_checkpointing_kwargs: {use_reentrant: false}\n",
-            {"model": "smollm2", "learning_rate": 2e-5, "reward_weights": {"accuracy_reward": 1, "short": 0.5}},
+            {
+                "model": "smollm2",
+                "learning_rate": 2e-5,
+                "reward": ["AT/mine.py:short"],
+                "reward_weights": {"short": 0.5},
+            },
             "gradient_checkpointing_kwargs learning_rate num_train_epochs reward_funcs save_strategy warmup_ratio",
         ),
         (
@@ -122,9 +127,11 @@ RECIPE += "dataset_name: 5\n'': 3\n"
         ),
         (
             "dotted.yaml",
-            "reward_funcs: mine.short\nwarmup_steps: 0.1\nmax_steps: 3",
-            {"reward": ["AT/mine.py:short"], "warmup_steps": 1, "steps": 3},
-            "",
+            "reward_funcs: [their.own, mine.short]\nreward_weights: [1, 2]\nwarmup_steps: 0.1\nmax_steps: 3\n"
+            "datasets: [{path: json, data_files: mine.py, split: train}]",
+            {"reward": ["AT/mine.py:short"], "reward_weights": {"short": 2}, "warmup_steps": 1, "steps": 3}
+            | {"data": "AT/mine.py"},
+            "reward_funcs",
         ),
         (
             "short.py",
@@ -137,9 +144,9 @@ RECIPE += "dataset_name: 5\n'': 3\n"
         (
             "more.yaml",
             "dataset_name: mine.py\ndataset_train_split: train\nuse_rslora: true\neval_strategy: no\neval_steps: 9\n"
-            "chat_template_kwargs: {enable_thinking: false}\ndatasets: [{path: json}]\n",
+            "chat_template_kwargs: {enable_thinking: false}",
             {"data": "AT/mine.py", "lora_rank": 16, "lora_scale": 8.0, "eval_every": 0, "thinking": False},
-            "datasets",
+            "",
         ),
         ("files.py", "load_dataset('json', data_files='orders.jsonl', split='train')\n", {"data": "orders.jsonl"}, ""),
     ],
@@ -157,6 +164,7 @@ def test_a_file_of_trl_becomes_a_recipe_that_says_what_has_no_equal(tmp_path, ca
         assert "\n# temperature: 'TEMPERATURE' -> computed: write its value as `temp: VALUE`\n" in said
         assert "weight_decay: 0.1 -> Gwen differs: there is none, as" in said and ", max_grad_norm\n" in said
     if name == "habits.yaml":
+        assert "# reward_funcs: ['accuracy_reward'] -> renamed: " in said
         assert "refused" not in said
         assert "# learning_rate: 2e-05 is low for this model: recipes/own-small.yaml has 0.0004\n" in said
     if name == "rewards.py":

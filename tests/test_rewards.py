@@ -124,7 +124,8 @@ def scheduled(prompts, completions, completion_ids, answer, trainer_state, log_e
     log_metric("seen", len(prompts)), log_extra("answer", answer)
     texts = [completion[0]["content"] for completion in completions]
     assert all(message["role"] == "user" for prompt in prompts for message in prompt)
-    return [trainer_state.global_step + len(ids) + (text == right) if right else None
+    share = trainer_state.global_step / trainer_state.max_steps
+    return [20 * share + len(ids) + (text == right) if right else None
             for text, ids, right in zip(texts, completion_ids, answer)]
 async def awaited(completions, **kwargs):
     await asyncio.sleep(0.01)
@@ -136,7 +137,7 @@ ROWS = {"answer": ["x", "b", None], "completion_ids": [[1], [2, 3], [4]], "num_t
 def test_a_function_written_for_trl_gets_messages_ids_and_the_step(reward_file):
     file, prompts = reward_file(TRL_STYLE), ["p", [{"role": "user", "content": "q"}], "r"]
     name, fn = rewards.load_reward(f"{file}:scheduled")
-    rewards.tell_step({name: fn, "length": built_in.make("length:3")}, 10)
+    rewards.tell_step({name: fn, "length": built_in.make("length:3")}, 5, 10)
     first, second, third = rewards.call_reward(name, fn, prompts, ["a", "b", "c"], ROWS)
     assert (first, second) == (11, 13) and math.isnan(third)
     name, fn = rewards.load_reward(f"{file}:awaited")

@@ -13,6 +13,10 @@ from settings.sources import as_yaml
     [
         ({"model": "demo"}, "demo, trained with GRPO by Gwen on the task demo."),
         (
+            {"model": "demo", "data": "/home/ann/b.jsonl,../ann/d.jsonl"},
+            "demo, trained with GRPO by Gwen on b.jsonl, held out d.jsonl.",
+        ),
+        (
             {"model": "Qwen/Qwen3-0.6B@main", "loss_type": "sft", "data": "/home/ann/chats.jsonl"},
             "Qwen/Qwen3-0.6B@main, trained with SFT by Gwen on chats.jsonl.",
         ),
@@ -21,7 +25,7 @@ from settings.sources import as_yaml
             "small, trained with distillation by Gwen on the task demo, by the teacher large.",
         ),
     ],
-    ids=["grpo", "sft", "distill"],
+    ids=["grpo", "own", "sft", "distill"],
 )
 def test_a_model_card_says_how_it_was_trained_and_from_where_to_where_without_local_paths(tmp_path, settings, said):
     (tmp_path / "config.yaml").write_text(as_yaml(Config.of(task="demo", **settings)))

@@ -15,7 +15,6 @@ import functools
 import inspect
 import json
 import math
-import numbers
 import os
 import queue
 import random
@@ -35,7 +34,7 @@ from machine import world
 from problems import chat_template
 from problems.calls import Call, Frames, Tool, pays_turns, read_calls, reader_of, schemas_in, schemas_of
 from problems.examples import Example, one_line, prompt_text, short
-from problems.rewards import awaited, raised
+from problems.rewards import awaited, number_of, raised
 
 CONTEXT = 4096  # tokens of a conversation, where nobody says
 LOOK = 0.05  # seconds between two looks for calls that take too long, while nothing else is to do
@@ -269,10 +268,11 @@ class Episode:
 
 
 def _number(what: str, value: Any, span: str) -> float:
-    """What `get_reward` gave. Raises ValueError, which begins with `what`, where it is no finite number."""
-    if not isinstance(value, numbers.Real) or not math.isfinite(value):
+    """What `get_reward` gave. Raises ValueError, which begins with `what`, where it is no number."""
+    number = number_of(value)
+    if math.isnan(number):
         raise ValueError(f"{what} get_reward gave {short(value)} for {span}; return a number")
-    return float(value)
+    return number
 
 
 class Episodes:

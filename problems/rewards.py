@@ -343,13 +343,18 @@ def _checked_rewards(name: str, rewards: Any, num_rows: int) -> list[float]:
         raise ValueError(f"reward {name} gave {given}, not a list of {num_rows} numbers, one for each completion")
     checked = []
     for row, value in enumerate(rewards):
-        value = value.item() if getattr(value, "ndim", None) == 0 else value  # an array of no axes
-        number: Any = value if isinstance(value, Real) else math.nan
-        # so written, it refuses nan; the square of more overflows float32
-        if value is not None and not abs(number) < 1e15:
+        number = number_of(value)
+        if value is not None and math.isnan(number):
             raise ValueError(f"reward {name} gave {short(value)} for row {row}; return a finite number below 1e15")
-        checked.append(float(number))
+        checked.append(number)
     return checked
+
+
+def number_of(value: Any) -> float:
+    """A number that a reward may be, also in an array of no axes; nan for anything else."""
+    value = value.item() if getattr(value, "ndim", None) == 0 else value
+    number: Any = value if isinstance(value, Real) else math.nan
+    return float(number) if abs(number) < 1e15 else math.nan  # the square of more overflows float32
 
 
 def _as_json(value: Any) -> Any:

@@ -15,6 +15,7 @@ from conftest import ROOT, message_of
 from config import Config
 from problems import calls, chat_template, chats, episodes
 from problems.episodes import Episodes
+from problems.examples import short
 from reporting import journal
 from step.sample import Sample
 from tasks import calculator, guess
@@ -363,10 +364,14 @@ def test_what_an_environment_raises_names_it(talker):
     box = box_of(talker, environments={"": Broken})
     said = message_of(Episodes(box, EXAMPLES, [0], "0").ask_rewards)
     assert "environment Broken: get_reward raised KeyError: 'key'" in said
-    for value in ([1.0], "one", math.nan):  # which only a run refused, and `sampler.py` could not show
+    for value in ([1.0], "one", math.nan, 10**400):  # which only a run refused, and `sampler.py` could not show
         Broken.get_reward = lambda self, value=value: value
         said = message_of(Episodes(box, EXAMPLES, [0], "0").ask_rewards)
-        assert said == f"environment Broken: get_reward gave {value!r} for an episode; return a number"
+        assert said == f"environment Broken: get_reward gave {short(value)} for an episode; return a number"
+    for value, given in ((np.array(2.0), 2.0), (None, None)):
+        Broken.get_reward = lambda self, value=value: value
+        (talk := Episodes(box, EXAMPLES, [0], "0")).ask_rewards()
+        assert talk.rows[0].reward == given and "[stop]" in talk.shown(0, "stop")
 
 
 def test_two_hundred_hostile_turns_end_no_episode_with_an_exception(talker):

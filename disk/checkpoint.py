@@ -144,7 +144,8 @@ def newest_unfinished(steps: int | None = None, runs: Path = Path("runs")) -> st
 
     def is_unfinished(run: Path) -> bool:
         last = int(saved(run)[-1].name.removeprefix("step-"))
-        return last < (steps or settings_of(str(run)).get("steps", 0))
+        asked = steps or settings_of(str(run)).get("steps", 0)
+        return type(asked) is not int or last < asked  # what is no number is told where the run is read
 
     chosen = next(filter(is_unfinished, found), found[0])
     print(f"--resume goes on with {chosen}", file=sys.stderr)

@@ -363,6 +363,13 @@ def test_a_resumed_run_keeps_its_settings(run, refused, flags, pattern):
 def test_the_newest_run_goes_on_with_more_steps(run, tmp_path, monkeypatch, capsys):
     shutil.copytree(run, tmp_path / "runs" / "newest")
     monkeypatch.chdir(tmp_path)
+    settings = Path("runs/newest/config.yaml")
+    text = settings.read_text()
+    settings.write_text(text.replace("steps: 3", "steps: many", 1))
+    with pytest.raises(SystemExit):
+        train.main(["--resume"])
+    assert capsys.readouterr().err.endswith("\nerror: --steps is 'many'; it must be a whole number\n")
+    settings.write_text(text)
     train.main(["--resume", "--steps", "4"])
     assert "step 4/4" in capsys.readouterr().out
 

@@ -52,6 +52,10 @@ class Side:
     is_before: bool = False  # it answers as before training, see `lora.before_training`
 
     def __post_init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Forgets the talk."""
         self.playing: episodes.Episodes | None = None
         self.num_turns, eos_ids = 0, self.model.config.eos_ids
         self.cache = KVCache(self.model.config.layer_kinds)
@@ -145,7 +149,8 @@ def pieces(ids: Iterable[int], tokenizer: Any, stop: Stop | None) -> Iterator[st
 
 
 def lines() -> Iterator[str]:
-    """What the user says, line by line, until Ctrl-D or the end of a pipe, whose lines are shown."""
+    """What the user says, line by line, until Ctrl-D or the end of a pipe, whose lines are shown; "" begins anew."""
+    print("A line goes on with the talk, an empty one begins another.", file=sys.stderr)
     if sys.stdin.isatty():
         import readline  # noqa: F401  (`input` edits lines by it)
 
@@ -159,19 +164,23 @@ def lines() -> Iterator[str]:
         except KeyboardInterrupt:
             if not sys.stdin.isatty():
                 raise
-            line = ""
             print()
-        if line.strip():
+            continue
+        if line := line.strip() and line:
             check_text("what you say", line)
             if not sys.stdin.isatty():
                 print(visible(f"> {line}"))
-            yield line
+        yield line
 
 
 def talk(sides: dict[str, Side], said: Iterable[str]) -> None:
     """Every side answers every line; Ctrl-C ends an answer, after a whole token."""
     pressed: list[int] = []
     for line in said:
+        if not line:
+            for side in sides.values():
+                side.begin()
+            continue
         before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
         try:
             for name, side in sides.items():
@@ -205,7 +214,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--system", help="what stands before it (default: with a run, what training had)")
     parser.add_argument("--num", type=int, default=1, help="completions")
     parser.add_argument("--max-tokens", type=int, help="default: the run's, else 256")
-    parser.add_argument("--temp", type=float, default=1.0, help="0 is greedy")
+    parser.add_argument("--temp", type=float, default=1.0, help="0 is greedy (default: 1)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--thinking", action=argparse.BooleanOptionalAction, help="default: the run's, else off")
     add_flags(parser, [SETTINGS[name] for name in ("stop", *PLAYED)])

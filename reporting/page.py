@@ -86,7 +86,7 @@ def answer_row(details: list[dict[str, Any]], evaluation: dict[str, Any], verifi
         "prompt": prompt_text(details[0]["prompt"]),
         "answer": fold(details[0].get("answer")),
         "category": fold(details[0].get("category")),
-        "kind": kind_of(details[0]["values"][0], details[-1]["values"][0], verified),
+        "kind": kind_of([detail["values"][0] for detail in details], verified),
         "cells": cells,
     }
 
@@ -103,12 +103,14 @@ def with_tools(text: str, messages: list[dict[str, Any]] | None) -> str:
     return "\n".join(said)
 
 
-def kind_of(first: float | None, last: float | None, verified: bool) -> str:
-    """How an answer went from the first evaluation to the last."""
+def kind_of(values: list[float | None], verified: bool) -> str:
+    """How an answer went from the first evaluation to the last; of one how it is."""
+    first, last = values[0], values[-1]
     if first is None or last is None:
         return "unreadable"
     if verified:
-        return f"{'stayed' if (first >= 1) == (last >= 1) else 'became'} {'right' if last >= 1 else 'wrong'}"
+        went = ("stayed " if (first >= 1) == (last >= 1) else "became ") * (len(values) > 1)
+        return went + ("right" if last >= 1 else "wrong")
     return "rose" if last > first else "fell" if last < first else "stayed"
 
 

@@ -36,9 +36,17 @@ LEAST_LONGER, LEAST_COPIED = 1.5, 0.1  # times as many words; share of words or 
 LEAST_PAID = 0.05  # share of the last answers that are wrong and get the most that a reward gives
 LEAST_WITNESSED = 0.25  # share of a rise in the judge's score that the witness must confirm
 LEAST_KL = 1e-3  # nats a token from the model before training; with less it has hardly moved
-MOST_KINDS, LEAST_EACH = 20, 3  # different right answers of a classification, and problems for each on average
+MOST_KINDS, LEAST_EACH, MOST_NAMED = (
+    20,
+    3,
+    2,
+)  # different right answers of a classification, and problems for each on average
 NUM_READ, NUM_WORDS, OPENING = 10, 5, 3
 APART = "what pays more made no more answers right: read them, or weigh the rewards anew with --reward-weights"
+NONE_RIGHT = (
+    "no answer was right, before or after, and more problems tell no more: show it right ones first, by --loss-type "
+    "sft (docs/warm-start.md), or, if right ones are called wrong, compare by --verifier FILE.py:fn"
+)
 TOO_FAR = "try a quarter of --learning-rate, a larger --batch or another reward; earlier states are in checkpoints/"
 
 Values = Mapping[Any, float]  # by problem
@@ -215,17 +223,19 @@ def names_of(text: str) -> set[str]:
 
 
 def never_given(after: Records) -> list[str]:
-    """Of a classification what is right for some problems and is in no answer, the commonest first."""
+    """Of a classification what is right for some problems and is in no answer, the commonest first, in one sign."""
     kinds = Counter(str(one["answer"]) for one in after if one.get("answer") is not None)
     if len(kinds) > min(MOST_KINDS, kinds.total() / LEAST_EACH):
         return []
     texts = [text for one in after for text in [*one["completions"], one.get("greedy", "")]]
     given = "\n".join([*texts, *(str(one.get("answer")) for one in after if 1.0 in one["values"])]).lower()
-    return [
-        f'"{visible(shortened(kind))}" in none, though right for {num} of {kinds.total()} problems'
+    absent = {
+        f'"{visible(shortened(kind))}"': num
         for kind, num in kinds.most_common()
         if num > 1 and not re.search(rf"(?<![a-z0-9]){re.escape(kind.lower())}(?![a-z0-9])", given)
-    ]
+    }
+    named = ", ".join([*absent][:MOST_NAMED]) + f" and {len(absent) - MOST_NAMED} more" * (len(absent) > MOST_NAMED)
+    return [f"{named} in none, though right for {sum(absent.values())} of {kinds.total()} problems"] if absent else []
 
 
 def shortened(text: str) -> str:
@@ -358,6 +368,8 @@ def advice(run: History, found: Change | None, moved: str, mended: str, is_risin
     settings, last, path = run.settings, run.evals[-1], shlex.quote(str(run.dir))
     if found is None:
         return "look at the warnings: where a judge scores, docs/judge.md says what makes its scores unreadable"
+    if run.figure == "accuracy" and not any(one["eval/accuracy"] for one in (run.evals[0], last)):
+        return NONE_RIGHT
     if found.word == SAME and moved:
         return APART if moved == BETTER else TOO_FAR
     if found.word in (SAME, FEW):

@@ -234,6 +234,7 @@ RUNS = {  # name: how it was made, its verdict, and what must be said with it
         BETTER,
         '"travel" in none, though right for 20 of 60 problems',
     ),
+    "none right": ((60, right(0.0), right(0.0)), SAME, "no answer was right, before or after"),
     "nothing moves": ((4, right(0.5), right(0.5)), FEW, "Try a --learning-rate ten times as high"),
     "too few problems": ((4, by_prompt(PLAIN, 0.0), by_prompt(PLAIN[8:], 1.0)), FEW, "--compare before.jsonl"),
     "collapsed": ((100, right(0.6), lambda r, p: ("no no no no no no no", 0.0)), WORSE, "repeated: "),

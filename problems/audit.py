@@ -2,14 +2,15 @@
 What a reward pays for: rows of its user's data, answered rightly, nearly, wrongly, as a cheat and as people would.
 
 A reward is called twice, without any model. First with each row's own `answer` and with another row's, in several
-forms; the one in which most right answers earn more counts as the reward's own. Then with what a cheat and what honest
-people say. Paid is what earns more than the middle between right and wrong. Before that it meets the answers of all
-rows, as far as it is quick, since a single odd row would end a run. Left out: judges, which cost time or money, and
-answers that nobody can make up from a row, such as programs.
+forms. Paid is what earns more than the middle between the best-paid right answer and the wrong one of its form; the
+form in which most right answers are paid counts as the reward's own. Then with what a cheat and what honest people say.
+Before that it meets the answers of all rows, as far as it is quick, since a single odd row would end a run. Left out:
+judges, which cost time or money, and answers that nobody can make up from a row, such as programs.
 """
 
 import inspect
 import math
+import operator
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -88,16 +89,18 @@ def audit(name: str, reward: Reward, examples: Sequence[Example], gate: str = "o
     tried = [(row, form % answer) for form in FORMS for row in told for answer in (row.right, row.wrong)]
     earned = iter(earn(name, reward, tried))
     pairs = {form: [(next(earned), next(earned)) for _ in told] for form in FORMS}
+    # of rows, and of the form that pays a right answer best; infinite where none earns more, so that nothing is paid
+    each = zip(*pairs.values(), strict=True)
+    best = [max(((right, -wrong) for right, wrong in its if right > wrong), default=(math.inf, 0)) for its in each]
+    middles = [(right - lost) / 2 for right, lost in best] or [math.inf] * len(rows)
 
     def worth(form: str) -> tuple[int, float]:
-        """How many right answers earn more than wrong ones; where none does, what right ones earn."""
-        num_told = sum(right > wrong for right, wrong in pairs[form])
-        return num_told, 0 if num_told else sum(right for right, _ in pairs[form] if not math.isnan(right))
+        """How many right answers are paid; where none is, what right ones earn."""
+        rights = [right for right, _ in pairs[form]]
+        num_paid = sum(map(operator.gt, rights, middles))
+        return num_paid, 0 if num_paid else sum(right for right in rights if not math.isnan(right))
 
     form = max(FORMS, key=worth)
-    # of rows: infinite where right and wrong earn the same, so that nothing is paid
-    middles = [(right + wrong) / 2 if right > wrong else math.inf for right, wrong in pairs[form]]
-    middles = middles or [math.inf] * len(rows)
     asked = [
         (row, text, middle, what, make is honest)
         for row, middle in zip(rows, middles, strict=True)
@@ -176,10 +179,10 @@ def near_misses(answer: str) -> dict[str, str]:
 
 
 def cheats(row: Row, form: str) -> dict[str, str]:
-    texts = {"nothing": "", "no answer": form % "", "the prompt": prompt_text(row.example["prompt"])}
+    texts = {"an empty text": "", "the prompt": prompt_text(row.example["prompt"])}
     if not row.right:
         return texts | {"very long": 100 * THINKING}
-    texts |= {what: form % text for what, text in near_misses(row.right).items()}
+    texts |= {"no answer": form % ""} | {what: form % text for what, text in near_misses(row.right).items()}
     return texts | {
         "wrong": form % row.wrong,
         "denied": f"The answer is definitely not {row.right}.",

@@ -143,7 +143,7 @@ def test_a_reward_that_takes_one_form_is_audited_in_it(tmp_path, form):
         (
             "return [float(text == 'Hi') for text in completions]",
             [{"prompt": "Hi"}],
-            "0 to nothing, 0 to no answer, 1 to the prompt",
+            "; it gives 0 to an empty text, 1 to the prompt, 0 to very long",
         ),
         ("return [1.0 if answer[0] else None] * len(completions)", PRODUCTS, "it gives 1 to everything"),
     ],
@@ -172,6 +172,16 @@ def test_the_text_of_a_surprise_is_one_that_is_paid_and_a_gate_is_counted(tmp_pa
     gated = audit.audit(*rewards.load_reward(f"{tmp_path}/mine.py:score"), examples, "form")
     paid = [{line.name: line.num_paid for line in one.lines}["the answer alone"] for one in (found, gated)]
     assert paid == [2, 0] and "through --reward-gate form: " in next(audit.table(gated))
+
+
+def test_what_earns_a_fifth_of_the_best_paid_right_form_is_not_paid(tmp_path):
+    examples = [{"prompt": f"{label}? It is one.", "answer": f'{{"label": "{label}"}}'} for label in ("bug", "praise")]
+    body = "def score(completions, answer, **_):\n return [1 if text == right else 0.2 * (text[0:4] != 'The ' or right "
+    body += "in text) * ('is' in text) for text, right in zip(completions, answer)]"
+    found = audited(tmp_path, body, examples)
+    paid = {line.name: (line.mean, line.num_paid) for line in found.lines}
+    assert found.form == audit.ALONE and paid["right"] == ("1", 2) and paid["a sentence"] == ("0.2", 0)
+    assert paid["the prompt"] == ("0.2", 0) and all(line.is_honest for line in found.surprises)
 
 
 def test_rows_are_taken_by_their_answers_which_may_be_numbers_or_missing():

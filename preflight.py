@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,8 +40,9 @@ from layers import attention, lm_head
 from machine import alive, chips, gpu, memory, world
 from problems import audit, form
 from problems.episodes import context_of
-from problems.examples import prompt_text, short, spread
+from problems.examples import prompt_key, prompt_text, short, spread
 from problems.held_out import at_the_start
+from problems.verifiers import is_mathematics
 from settings.sources import OWN_TASK, as_yaml, command, given, merged, parse, resolve
 from step import batch
 from step.rows import (
@@ -348,6 +349,11 @@ def two_digits(value: float) -> str:
     return f"{float(f'{value:.2g}'):g}"
 
 
+def span(ends: Iterable[str]) -> str:
+    """From one end to the other, which may read alike."""
+    return " to ".join(dict.fromkeys(ends))
+
+
 def time_line(demand: Demand, sizes: Sizes) -> str:
     """What a step moves, computes and takes: here, or on each chip that is sold with enough memory."""
     found, need = costs(demand, sizes), estimate(demand, sizes).total
@@ -396,18 +402,27 @@ def fits_here() -> Iterator[str]:
 # ---- the command
 
 
-def audits_of(config: Config) -> Iterator[audit.Audit]:
-    """What each reward function of a run pays for; judges and environments are not asked."""
-    task = tasks.make(config)
+def audits_of(task: tasks.Task, gate: str) -> Iterator[tuple[str, audit.Audit]]:
+    """What each reward function of a run pays for, by its name; judges and environments are not asked."""
     for name, reward in task.counted.items():
         if not audit.looks_at_episodes(reward):
             with alive.doing(f"trying {name}"):
-                yield audit.audit(name, reward, task.train or task.held_out, config.data.reward_gate)
+                yield name, audit.audit(name, reward, task.train or task.held_out, gate)
+
+
+def right_of(task: tasks.Task, answers: list[dict[str, Any]]) -> list[float]:
+    """What the verifier, if there is one, gives each of a run's answers whose problem has a column `answer`."""
+    known = {(prompt_key(one), str(one["answer"])): one for one in task.train if one.get("answer") is not None}
+    rows = [(known.get((prompt_key(one), one["answer"])), one["completion"]) for one in answers]
+    told = [(audit.Row(example), text) for example, text in rows if example]
+    return audit.earn("correct", task.verifier, told) if task.verifier else []
 
 
 TRY_STEPS, TRY_SECONDS = 4, 120.0  # steps of the trial; no further one begins after so long
 FEW_SIGNALS, MANY_CUT, MANY_DEGENERATE = 0.25, 0.5, 0.1  # shares of groups, of answers, of answers
 SHOWN = 5  # answers
+ASK, WARM = "ask for shorter answers", "a warm start (docs/warm-start.md)"
+NONE_RIGHT = "; it may learn what the reward pays, but none is right yet: show it answers first (docs/warm-start.md)"
 LONG = 300.0  # seconds of a run that ends where its first steps have no signal
 
 
@@ -439,10 +454,14 @@ def try_out(config: Config) -> Iterator[str]:
         steps, answers = (list(read_log(run / f"{name}.jsonl")) for name in ("metrics", "rollouts"))
     if not steps:
         raise ValueError(f"--try: train.py ended with status {status} before its first step")
-    yield from [f"reward {one.name}: {audit.surprise(one)}" for one in audits_of(config)]
+    task = tasks.make(config)
+    for name, one in audits_of(task, config.data.reward_gate):
+        seen = {answer["rewards"].get(name) for answer in answers} - {None}
+        if not one.only or seen <= one.only:  # else the trial saw it pay otherwise
+            yield f"reward {one.name}: {audit.surprise(one)}"
     if config.evaluation.every:
-        yield from at_the_start(len(spread(tasks.make(config).held_out, config.evaluation.limit)), config.flat())
-    yield from verdict(config, steps, answers)
+        yield from at_the_start(len(spread(task.held_out, config.evaluation.limit)), config.flat())
+    yield from verdict(config, steps, answers, right_of(task, answers))
 
 
 def hopeless(config: Config, steps: list[dict[str, Any]], evaluation_s: float, run: Path) -> str:
@@ -466,8 +485,10 @@ def hopeless(config: Config, steps: list[dict[str, Any]], evaluation_s: float, r
     return advice.removeprefix("change: ")
 
 
-def verdict(config: Config, steps: list[dict[str, Any]], answers: list[dict[str, Any]]) -> Iterator[str]:
-    """What steps and answers of the model before training say of a run, the advice last."""
+def verdict(
+    config: Config, steps: list[dict[str, Any]], answers: list[dict[str, Any]], right: Sequence[float] = ()
+) -> Iterator[str]:
+    """What steps and answers of the model before training say of a run, the advice last. right: see `right_of`."""
     figures = "completion/truncated_frac completion/degenerate_frac judge/unparsed_frac reward/mean reward/std".split()
     means = (sum(step.get(figure) or 0.0 for step in steps) / len(steps) for figure in figures)
     cut, degenerate, unread, reward, deviation = means
@@ -484,21 +505,29 @@ def verdict(config: Config, steps: list[dict[str, Any]], answers: list[dict[str,
     around = max(1.96 * math.sqrt(share * (1 - share) / num_groups) for share in likely)
     yield f"the next shares are those of {num_groups} groups before training, within {around:.0%}; learning moves them"
     yield (
-        f"{len(steps)} steps, {len(answers)} answers: {signals:.0%} of the groups have a signal, {cut:.0%} of the "
-        f"answers are cut off, {degenerate:.0%} repeat or copy"
+        f"{len(steps)} step{'s' * (len(steps) != 1)}, {len(answers)} answers: {signals:.0%} of the groups have a "
+        f"signal, {cut:.0%} of the answers are cut off, {degenerate:.0%} repeat or copy"
     )
-    yield f"rewards {low:.3g} to {high:.3g}, mean {reward:.3g}, which training raises"
+    num_right = sum(value > 0 for value in right)
+    if right:
+        yield f"right by the answers: {num_right} of {len(right)}"
+    yield f"rewards {span(f'{end:.3g}' for end in (low, high))}, mean {reward:.3g}, which training raises"
     yield f"deviation in a group {deviation:.3g}: what it learns from, 0 where all its answers earn alike"
     num, peak = config.optimizer.steps, max(step["mem/peak_gb"] for step in steps)
-    least, most = (alive.duration(num * pace) for pace in (min(times), max(times)))
-    pace = f"{min(times):.1f} to {max(times):.1f} s a step, {num} in {least} to {most} without evaluations"
-    yield f"{pace}, {peak:.2f} GB"
+    ends = min(times), max(times)
+    pace, lasts = span(f"{end:.1f}" for end in ends), span(alive.duration(num * end) for end in ends)
+    yield f"{pace} s a step, {num} in {lasts} without evaluations, {peak:.2f} GB"
     changes, is_gated, is_payable = [], config.data.reward_gate == "form", all(map(form.pays, answers))
     if unread > rubrics.LOUD:
         fix = "take another --judge-model, see docs/judge.md"
         changes.append(f"{unread:.0%} of the judge's scores cannot be read: {fix}")
     if cut > MANY_CUT:
-        changes.append(f"raise --max-tokens above {config.sampling.max_tokens}, or ask for shorter answers")
+        limit, known = config.sampling.max_tokens, [str(answer.get("answer") or "") for answer in answers]
+        is_short = all(text and len(text.encode()) < 1.5 * limit for text in known)  # half of it, at 3 bytes a token
+        if config.data.path and is_short and not (config.sampling.thinking or any(map(is_mathematics, known))):
+            changes.append(f"the answers of the data take less than half of {limit} tokens: {ASK}, or take {WARM}")
+        else:
+            changes.append(f"raise --max-tokens above {limit}, or {ASK}")
     if config.compares_rewards and signals < FEW_SIGNALS:
         kept = [form.passes(one["completion"], prompt_text(one["prompt"]), one["finish_reason"]) for one in answers]
         if is_gated and not (any(kept) and is_payable):
@@ -506,8 +535,7 @@ def verdict(config: Config, steps: list[dict[str, Any]], answers: list[dict[str,
             share = f"{sum(kept) / len(kept):.0%} of the answers pass"
             changes.append(f"{share} --reward-gate form: to be paid, one {form.NEEDED}{off}")
         elif high == low:
-            warm = ", or a warm start (docs/warm-start.md)" * (high <= 0)
-            fix = f"take a reward that tells answers apart, or other prompts{warm}"
+            fix = f"take a reward that tells answers apart, or other prompts{f', or {WARM}' * (high <= 0)}"
             changes.append(f"every answer earns {low:.3g}: {fix}")
         elif middle < 0.2:
             changes.append("nearly all fail: take easier prompts, more --groups, or a warm start with --loss-type sft")
@@ -518,7 +546,9 @@ def verdict(config: Config, steps: list[dict[str, Any]], answers: list[dict[str,
     if degenerate > MANY_DEGENERATE and not is_gated and is_payable:
         changes.append("set --reward-gate form")
     enough = f": a signal in {signals:.0%} of the groups, where {FEW_SIGNALS:.0%} are enough, however low the mean"
-    yield f"change: {'; '.join(changes)}" if changes else "go" + enough * config.compares_rewards
+    last = f"change: {'; '.join(changes)}" if changes else "go" + enough * config.compares_rewards
+    is_lost = config.compares_rewards and right and not num_right and "warm start" not in last
+    yield last + NONE_RIGHT * bool(is_lost)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -543,7 +573,8 @@ def asked(own: argparse.Namespace, rest: list[str]) -> Iterator[str]:
         args.resume = checkpoint.newest_unfinished(read(SETTINGS["steps"], args.steps) if args.steps else None)
     config, choice = resolve(given(args), args.config, args.resume, gwen.choose_model)
     if own.audit:
-        said = [text for one in audits_of(config) for text in audit.table(one)]
+        audits = audits_of(tasks.make(config), config.data.reward_gate)
+        said = [text for _, one in audits for text in audit.table(one)]
         if not said:
             judged = "only a judge or an environment, which are not asked"
             raise ValueError(f"--audit: --task {config.data.task} has no reward function, {judged}")

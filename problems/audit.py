@@ -69,6 +69,12 @@ class Audit(NamedTuple):
         return any(line.is_honest for line in self.lines)
 
     @property
+    def only(self) -> set[float]:
+        """The one value that all get; empty where they differ, or there are no right answers among them."""
+        values = {value for line in self.lines for value in line.values}
+        return values if self.has_answers and len(values) == 1 else set()
+
+    @property
     def is_silent(self) -> bool:
         return all(math.isnan(value) for line in self.lines for value in line.values)
 
@@ -278,7 +284,6 @@ def _alike(audit: Audit) -> str:
         return "it gives no number, only None"
     if not audit.has_answers:
         return "the data has no column answer (--columns answer=COLUMN names one) to make right answers of"
-    values = {value for line in audit.lines for value in line.values}
-    if len(values) == 1:
-        return f"it gives {values.pop():g} to everything: unless it asks for another form, it teaches nothing"
+    if audit.only:
+        return f"it gives {audit.only.pop():g} to everything: unless it asks for another form, it teaches nothing"
     return f"right answers earn no more than wrong ones, in any of {len(FORMS)} forms"

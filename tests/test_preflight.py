@@ -1,6 +1,7 @@
 """What a run is said to need against what it takes, what `auto` makes of it, and what the line advises."""
 
 import gc
+import json
 from pathlib import Path
 
 import mlx.core as mx
@@ -16,6 +17,7 @@ import judge
 import lora
 import preflight
 import sampler
+import tasks
 import update
 from config import Sizes
 from disk import hub
@@ -169,6 +171,7 @@ TRIED = {
     "mem/peak_gb": 1.5,
 }
 HALF = [0.0, 1.0, 0.0, 1.0]
+CUT = {"completion/truncated_frac": 0.6}
 
 
 @pytest.mark.parametrize(
@@ -176,7 +179,11 @@ HALF = [0.0, 1.0, 0.0, 1.0]
     [
         ({}, HALF, {}, "go: a signal in 50% of the groups, where 25% are enough, however low the mean"),
         ({"sampling/signal_groups": 1}, HALF, {}, "go"),
-        ({"completion/truncated_frac": 0.6}, HALF, {}, "change: raise --max-tokens above 48"),
+        (CUT, HALF, {}, "change: raise --max-tokens above 48"),
+        (CUT | {"answer": '{"label": "bug"}'}, HALF, {"data": "a.jsonl"}, "change: the answers of the data take less"),
+        (CUT | {"answer": '{"label": "bug"}'}, HALF, {"data": "a.jsonl", "thinking": True}, "change: raise"),
+        (CUT | {"answer": "a bug, " * 11}, HALF, {"data": "a.jsonl"}, "change: raise"),
+        (CUT | {"answer": "42"}, HALF, {"data": "a.jsonl"}, "change: raise"),  # it may need its work
         (
             {"sampling/signal_groups": 0},
             [0.0] * 4,
@@ -219,6 +226,37 @@ def test_a_trial_says_go_or_what_to_change(figures, rewards, flags, last):
 
 
 @pytest.mark.parametrize(
+    ("figures", "right", "last"),
+    [
+        ({}, [0.0, 0.0], "however low the mean; it may learn what the reward pays, but none is right yet: show it ans"),
+        ({}, [0.0, 1.0], "go: a signal in 50% of the groups, where 25% are enough, however low the mean"),
+        ({"completion/degenerate_frac": 0.2}, [0.0], "change: set --reward-gate form; it may learn what the reward"),
+        ({"sampling/signal_groups": 0}, [0.0], "or a warm start (docs/warm-start.md)"),  # which is said once
+    ],
+)
+def test_a_trial_counts_right_answers_and_says_that_none_is_and_ends_that_read_alike_are_one(figures, right, last):
+    answers = [{"prompt": "?", "completion": "A.", "finish_reason": "stop", "reward": reward} for reward in HALF]
+    answers = answers if "sampling/signal_groups" not in figures else [answers[0]]
+    *shown, pace, said = preflight.verdict(make_config(batch=4, steps=90), [TRIED | figures], answers, right)
+    assert (
+        last in said and ("; it may" in last or said.endswith(last)) and shown[-3].startswith("right by the answers: ")
+    )
+    assert shown[-3].endswith(f": {sum(right):.0f} of {len(right)}") and shown[-4].startswith("1 step, ")
+    assert pace == "2.0 s a step, 90 in 3 min without evaluations, 1.50 GB" and "rewards 0" in shown[-2]
+
+
+def test_right_is_what_the_verifier_of_the_run_finds_so_where_a_problem_has_an_answer():
+    examples = [{"prompt": [{"role": "user", "content": "?"}], "answer": answer, "of": 2} for answer in (4, "6", None)]
+    task = tasks.Task(
+        "own", {}, {}, verifier=lambda completions, answer, of, **_: list(map(right, completions, answer))
+    )
+    right = lambda text, answer: text == str(answer)  # noqa: E731
+    answers = [one | {"completion": "6", "answer": one["answer"] and str(one["answer"])} for one in examples]
+    assert preflight.right_of(task._replace(train=examples), answers) == [0, 1]
+    assert preflight.right_of(task, answers) == preflight.right_of(tasks.Task("own", {}, {}), answers) == []
+
+
+@pytest.mark.parametrize(
     ("figures", "num", "flags", "said"),
     [
         ({}, 4, {}, "every answer earns 0: take a reward"),  # 2 s a step: 292 s, and 5 evaluations of 20 s
@@ -248,10 +286,25 @@ def test_a_trial_takes_steps_of_the_trainer_and_leaves_nothing(tmp_path, monkeyp
     flags = "--try --model demo --batch 2 --groups 4 --max-tokens 3 --steps 9 --eval-limit 8 --seeds 2"
     preflight.main(flags.split())
     out = capsys.readouterr().out
-    assert "2 steps, 16 answers: " in out and "reward correct: " in out
+    assert "2 steps, 16 answers: " in out and "reward correct: " in out and "right by the answers: " in out
     assert "8 held-out problems tell a change from 57% of the values' range on" in out
     assert out.splitlines()[-1].startswith("change: raise --max-tokens above 3")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_a_trial_leaves_out_that_a_reward_pays_nothing_where_it_saw_it_pay(tmp_path, capsys):
+    """It pays some short texts, and none of those that are made up."""
+    pays = "[float(len(text) % 3 == 1 and len(text) < 30) for text in completions]"
+    (tmp_path / "odd.py").write_text(f"def odd(completions, **_): return {pays}\n")
+    label = '{{"label": "of the message", "number": {}}}'
+    rows = [{"prompt": f"Say what kind of message the number {n} is.", "answer": label.format(n)} for n in range(20)]
+    (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    flags = "--try --model demo --batch 4 --groups 8 --max-tokens 16 --data {0}/mine.jsonl --reward {0}/odd.py:odd"
+    preflight.main(flags.format(tmp_path).split())
+    out = capsys.readouterr().out
+    assert "right by the answers: 0 of 128" in out and "teaches nothing" not in out and "rewards 0 to 1" in out
+    assert out.splitlines()[-1].endswith("show it answers first (docs/warm-start.md)")
 
 
 @pytest.mark.slow

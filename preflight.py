@@ -538,7 +538,7 @@ def verdict(
             fix = f"take a reward that tells answers apart, or other prompts{f', or {WARM}' * (high <= 0)}"
             changes.append(f"every answer earns {low:.3g}: {fix}")
         elif middle < 0.2:
-            changes.append("nearly all fail: take easier prompts, more --groups, or a warm start with --loss-type sft")
+            changes.append(f"nearly all fail: take easier prompts, more --groups, or {WARM}")
         elif middle > 0.8:
             changes.append("nearly all succeed: take harder prompts")
         else:

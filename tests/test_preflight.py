@@ -191,7 +191,12 @@ CUT = {"completion/truncated_frac": 0.6}
             "change: every answer earns 0: take a reward that tells answers apart, or other prompts, or a warm start (",
         ),
         ({"sampling/signal_groups": 0}, [1.0] * 4, {}, "change: every answer earns 1: take a reward that tells"),
-        ({"sampling/signal_groups": 0}, [0.0] * 9 + [1.0], {}, "change: nearly all fail: take easier prompts"),
+        (
+            {"sampling/signal_groups": 0},
+            [0.0] * 9 + [1.0],
+            {},
+            "change: nearly all fail: take easier prompts, more --groups, or a warm start (docs",
+        ),
         ({"sampling/signal_groups": 0}, [1.0] * 9 + [0.0], {}, "change: nearly all succeed: take harder prompts"),
         ({"sampling/signal_groups": 0}, HALF, {}, "change: answers to one prompt earn alike: try a higher --temp"),
         ({"judge/unparsed_frac": 1.0}, HALF, {}, "change: 100% of the judge's scores cannot be read: take another"),

@@ -9,7 +9,7 @@ from mlx.utils import tree_flatten
 
 import gwen
 import lora
-from layers import lm_head
+from layers import attention, lm_head
 from step.batch import ROOM, cut, hidden, plan
 from step.sample import Sample
 
@@ -113,7 +113,12 @@ def test_a_layer_that_was_computed_again_has_its_own_weights_and_no_piece_of_a_g
     assert all(array is before[name] for name, array in tree_flatten(model.parameters()))
 
 
-def test_the_same_prompt_twice_in_a_step_is_computed_once_and_completions_keep_their_own(checkpoints):
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_the_same_prompt_twice_in_a_step_is_computed_once_and_completions_keep_their_own(
+    checkpoints, monkeypatch, is_fused
+):
+    monkeypatch.setattr(attention, "is_fused", lambda _: is_fused)
+    monkeypatch.setattr(attention, "FEW_QUERIES", 0)
     model = load(checkpoints["qwen3"], 0)
     rows = [PROMPTS[0]] * 4 + [PROMPTS[1]] * 4 + [PROMPTS[0]] * 4
     samples = [one._replace(prompt=prompt) for one, prompt in zip(SAMPLES, rows, strict=True)]
@@ -186,48 +191,3 @@ def test_computing_layers_again_and_sharing_prompts_both_save_memory():
     assert peak("off", 5) < 0.7 * plain
     assert peak("on", 0) < 0.6 * plain
     assert peak("on", 5) < 0.35 * plain
-
-
-def in_turns():
-    """The samples with ids in between that they did not write: up to three texts a row, also at its beginning."""
-    for one in SAMPLES:
-        whole, own = [], []
-        for token in one.ids:
-            if RNG.random() < 0.4:
-                whole += RNG.integers(3, 320, RNG.integers(1, 6)).tolist()
-            own.append(len(whole))
-            whole.append(token)
-        yield one._replace(ids=whole, own=own)
-
-
-def whole_gradient(model, samples):
-    """The same with the log-probabilities of every token of each row, times a mask."""
-    head = "trained" if "lm_head" in model or not any(True for _ in lora.layers(model)) else "frozen"
-
-    def loss(model):
-        total = 0.0
-        for row, (prompt, ids, own) in enumerate((one.prompt, one.ids, one.own) for one in samples):
-            hidden = model.hidden(mx.array([prompt + ids[:-1]]))[:, len(prompt) - 1 :]
-            logprobs, _ = lm_head.token_logprobs(hidden, model.head_weight, mx.array([ids]), head=head)
-            slopes = np.zeros(len(ids), np.float32)
-            slopes[own] = np.array(SLOPES)[row, : len(own)]
-            total = total + (logprobs[0] * mx.array(slopes)).sum()
-        return total
-
-    value, grads = nn.value_and_grad(model, loss)(model)
-    return value.item(), dict(tree_flatten(grads))
-
-
-@pytest.mark.parametrize("rank", [0, 4])
-def test_the_gradient_from_places_is_that_of_a_mask_over_everything(checkpoints, rank):
-    model, samples = load(checkpoints["qwen3"], rank), list(in_turns())
-    expected = whole_gradient(model, samples)
-    alone = cut(samples, 1, "off")
-    assert all(batch.num_positions == batch.num_tokens for batch in alone)
-    assert_same(gradient(model, alone), expected, 1e-6)
-    for sharing, budgets in {"on": (1, 40, 10**6), "off": (40, 10**6)}.items():
-        for budget in budgets:
-            batches = cut(samples, budget, sharing)
-            assert_same(gradient(model, batches), expected, 1e-5)
-            for batch in batches:
-                assert batch.completion_ids.shape == batch.mask.shape

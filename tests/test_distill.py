@@ -108,20 +108,6 @@ def test_the_loss_and_its_gradient_are_those_of_float64(tmp_path, monkeypatch, t
     assert total > 1e-3
 
 
-def test_a_step_does_not_depend_on_how_its_rows_are_batched(tmp_path, teacher):
-    run = moved(make_run(tmp_path, *DISTILL, teacher))
-    losses, logprobs = [], []
-    for budget, sharing in ((1, "off"), (150, "off"), (100_000, "off"), (150, "on")):
-        samples, batches = lesson_of(run, budget, sharing)
-        shares = [run.learner.loss.share(run.model, batch) for batch in batches]
-        losses.append(sum(share.loss.item() for share in shares))
-        logprobs.append(
-            sum((share.logprobs * batch.mask).sum().item() for share, batch in zip(shares, batches, strict=True))
-        )
-    np.testing.assert_allclose(losses, losses[0], rtol=1e-5)
-    np.testing.assert_allclose(logprobs, sum(one.logprobs.sum() for one in samples), rtol=1e-3)
-
-
 def test_who_is_taught_by_itself_has_nothing_to_learn(tmp_path):
     run = make_run(tmp_path, *DISTILL, "demo", "--target-kl", "0")
     result = update.update(run.learner, lesson_of(run)[1], 1e-3)

@@ -30,15 +30,16 @@ import judge
 import lora
 import sampler
 import tasks
-from config import JUDGE, SETTINGS, TOOLS, Config
+from config import JUDGE, SETTINGS, TOOLS, Config, Sizes
 from disk import adapters, run_files
 from flags import Parser, add_flags, check_least, flag_of, in_one_line, visible
 from judging.rubrics import Grader, load_rubric
 from layers import lm_head
 from machine import alive, memory, world
 from problems import chat_template, episodes
+from problems.chats import Row, read_chat, render_all
 from problems.episodes import Toolbox, ended
-from problems.examples import Example, prompt_key, prompt_text, spread
+from problems.examples import Example, load_sides, prompt_key, prompt_text, spread
 from problems.form import is_degenerate, is_refusal, repeated
 from problems.rewards import Logged, reward_arguments, reward_columns
 from problems.stop import Stop
@@ -47,7 +48,7 @@ from settings.sources import given, load_recipe, of_task, resolve
 from step.batch import cut, hidden
 from step.loss import StepLoss
 from step.rows import ROOM, rollout_bytes, rows_at_once
-from step.sample import Sample, answered, asked, by_group, called, judged, rewarded, table
+from step.sample import Sample, answered, asked, called, judged, of_reply, rewarded, table
 
 if TYPE_CHECKING:
     from step.served import Served
@@ -98,13 +99,14 @@ def divergence(reference: gwen.Model, samples: list[Sample], temperature: float)
     return float((np.expm1(difference) - difference).sum() / sum(len(one.own) for one in samples))
 
 
-def replies(model: gwen.Model, step_loss: StepLoss, samples: list[Sample], token_budget: int) -> dict[str, Any]:
+def replies(model: gwen.Model, step_loss: StepLoss, talks: list[list[Row]], token_budget: int) -> dict[str, Any]:
     """
     The record of `eval.jsonl` without `step`: loss, nats per token, and perplexity of held-out replies.
 
-    The 95% interval is that of a ratio of two sums over groups, the conversations.
+    The 95% interval is that of a ratio of two sums over conversations, each with its rows.
     """
-    begin, num = time.perf_counter(), len(by_group(samples))
+    begin, num = time.perf_counter(), len(talks)
+    samples = [of_reply(*row, group) for group, rows in enumerate(talks) for row in rows]
     sums = np.zeros((3, num))  # negative log-probabilities, entropies, tokens
     for batch in cut(samples, token_budget):
         if batch.is_mine:
@@ -369,7 +371,8 @@ def of_run(run: str, flags: dict[str, Any], data: str | None = None) -> Config:
     The settings of the run in a directory, overridden by flags; its first day is that of templates from now on. Raises
     ValueError if there is no run.
 
-    A run of --loss-type sft is taken for one of its task, which has the problems to answer, or for one on this `data`.
+    A run of --loss-type sft is taken for one of its task, which has the problems to answer unless it is own, or for one
+    on this `data`.
     """
     settings = load_recipe(run_files.config_file(run))
     chat_template.keep_date(run_files.begun(Path(run)))
@@ -377,6 +380,26 @@ def of_run(run: str, flags: dict[str, Any], data: str | None = None) -> Config:
         settings = {name: settings[name] for name in ("model", "task", "thinking") if name in settings}
         settings |= {"task": "own"} if data else {}
     return checked(settings | flags)
+
+
+def asked_key(example: Example) -> str:
+    """`prompt_key` of all that is asked: conversations hold a prompt as messages, problems often as text."""
+    return prompt_key({"prompt": chat_template.messages(example["prompt"], example.get("system"))})
+
+
+def of_replies(args: Namespace, parser: Parser, adapter: str | None, start: str | None) -> dict[str, Any]:
+    """The record of a run of --loss-type sft on its held-out replies, as it has it itself."""
+    for name, value in vars(args).items():
+        if value != parser.get_default(name) and name not in ("run", "step", "limit"):
+            fix = "leave it out, or add --data FILE with problems to answer"
+            raise ValueError(f"{flag_of(name)} {value} changes nothing in the loss of {args.run}'s replies; {fix}")
+    config = checked(load_recipe(run_files.config_file(args.run)))
+    held_out = load_sides(config.data.path, None, config.data.columns, read_chat)[1]
+    model, tokenizer, _ = load_policy(config.model.name, adapter, start)
+    some = spread(held_out, args.limit or config.evaluation.limit)
+    talks = render_all(some, "held-out", tokenizer, model.config, config.sampling.thinking)
+    budget = config.optimizer.train_token_budget or REFERENCE_TOKENS
+    return replies(model, StepLoss(config, Sizes(1, budget, 0)), talks, budget)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -410,16 +433,25 @@ def main(argv: list[str] | None = None) -> None:
                 flags = {"task": "own"} | flags
             config, start = resolve(flags, None, None, lambda _: (name, why))[0], None
             what = f"model: {name}, {why}"
+        if config.data.task == "own" and not config.data.path and args.run and not args.data:
+            record = of_replies(args, parser, adapter, start)
+            print(visible(f"{what}\n{run_files.evaluation_line(record)}"), file=sys.stderr)
+            print(json.dumps(record), flush=True)
+            return
         if args.data:
             config = config.but(data="", columns=args.columns or "")
         task, trained = tasks.make(config, args.data), set[str]()
         if args.run and args.data:
             try:
-                trained = {prompt_key(example) for example in tasks.make(of_run(args.run, {})).train}
+                past = checked(load_recipe(run_files.config_file(args.run)))
+                if past.objective.loss_type == "sft":
+                    trained = set(map(asked_key, load_sides(past.data.path, None, past.data.columns, read_chat)[0]))
+                else:
+                    trained = set(map(asked_key, tasks.make(past).train))
             except ValueError as error:  # of a run whose data or rewards are gone
                 said = f"WARNING: whether it was trained on prompts of --data {args.data} is unknown: {error}"
                 print(visible(said), file=sys.stderr)
-        if seen := sum(prompt_key(example) in trained for example in task.held_out):
+        if seen := sum(asked_key(example) in trained for example in task.held_out):
             theirs = f"{seen} of the {len(task.held_out)} prompts of --data {args.data}"
             print(visible(f"WARNING: {theirs} are among those it was trained on."), file=sys.stderr)
         base: gwen.Model | None = None

@@ -433,8 +433,6 @@ def try_out(config: Config) -> Iterator[str]:
     They are steps of train.py, with a learning rate of 0: everything is measured where it will happen, and all answers
     are those of the model before training. Raises ValueError where train.py ends with a mistake, which it has told.
     """
-    if config.objective.loss_type == "sft":
-        raise ValueError("--try looks at sampled answers, and --loss-type sft samples none; leave it out")
     with tempfile.TemporaryDirectory() as directory:
         run, recipe = Path(directory) / "trial", Path(directory) / "recipe.yaml"
         own = {"steps": TRY_STEPS, "learning_rate": 0.0, "eval_every": 0, "save_every": 1000, "report_to": []}
@@ -572,6 +570,9 @@ def asked(own: argparse.Namespace, rest: list[str]) -> Iterator[str]:
     if args.resume is True:
         args.resume = checkpoint.newest_unfinished(read(SETTINGS["steps"], args.steps) if args.steps else None)
     config, choice = resolve(given(args), args.config, args.resume, gwen.choose_model)
+    if config.objective.loss_type == "sft" and (own.trial or own.audit):
+        flag = "--try" if own.trial else "--audit"
+        raise ValueError(f"{flag} looks at sampled answers and rewards, and --loss-type sft has none; leave it out")
     if own.audit:
         audits = audits_of(tasks.make(config), config.data.reward_gate)
         said = [text for _, one in audits for text in audit.table(one)]

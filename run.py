@@ -373,19 +373,17 @@ class SftRun(Run):
         from problems import chats
 
         path = config.data.path
-        train, held_out, notes = load_sides(path, None, config.data.columns or None, chats.read_chat)
+        train, held_out, notes = load_sides(path, None, config.data.columns, chats.read_chat)
         for line in notes:
             say(line)
         if config.evaluation.every and not held_out:
             raise ValueError(f"--data {path} holds out no conversation; add some or set --eval-every 0")
         super().__init__(config, run_dir)
-        self.sources[config.data.path] = checkpoint.digest(*train, "held out", *held_out)
-        facts = self.model.config
-        how: dict[str, Any] = {"thinking": config.sampling.thinking, "context": facts.max_position_embeddings}
-        how |= {"tokenizer": self.tokenizer, "end_ids": {*facts.eos_ids, self.tokenizer.eos_token_id}}
-        self.train = chats.render_all(train, "training", **how)
+        self.sources[path] = checkpoint.digest(*train, "held out", *held_out)
+        how = self.tokenizer, self.model.config, config.sampling.thinking
+        self.train = chats.render_all(train, "training", *how)
         held_out = spread(held_out, config.evaluation.limit) if config.evaluation.every else []
-        self.held_out = chats.render_all(held_out, "held-out", **how)
+        self.held_out = chats.render_all(held_out, "held-out", *how)
         for line in at_the_start(len(held_out), config.flat()):
             say(line)
         self.longest = max(len(row.ids) for rows in self.train + self.held_out for row in rows)
@@ -398,8 +396,7 @@ class SftRun(Run):
         return [of_reply(*row, group) for group, index in enumerate(chosen) for row in self.train[index]]
 
     def evaluate(self) -> None:
-        samples = [of_reply(*row, group) for group, rows in enumerate(self.held_out) for row in rows]
-        record = evaluate.replies(self.model, self.learner.loss, samples, self.sizes.train_token_budget)
+        record = evaluate.replies(self.model, self.learner.loss, self.held_out, self.sizes.train_token_budget)
         self.journal.write_evaluation(self.step, record, [])
 
 

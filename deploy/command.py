@@ -118,7 +118,7 @@ def trained_opening(config: Config) -> tuple[list[dict[str, Any]], str]:
     data = config.data
     try:
         if config.objective.loss_type == "sft":
-            examples, *_ = load_sides(data.path, None, data.columns or None, chats.read_chat)
+            examples, *_ = load_sides(data.path, None, data.columns, chats.read_chat)
         else:
             task = tasks.make(config)
             examples = task.train or task.held_out

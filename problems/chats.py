@@ -103,9 +103,10 @@ def render(tokenizer: Any, example: Example, *, thinking: bool, end_ids: Collect
     return rows
 
 
-def render_all(examples: list[Example], kind: str, **how: Any) -> list[list[Row]]:
-    """The rows of each conversation, see `render`. ValueError names one that cannot be rendered."""
-    rendered = []
+def render_all(examples: list[Example], kind: str, tokenizer: Any, facts: Any, thinking: bool) -> list[list[Row]]:
+    """The rows of each conversation, see `render`, for a model of these facts. ValueError names one that has none."""
+    rendered, how = [], {"thinking": thinking, "context": facts.max_position_embeddings}
+    how |= {"tokenizer": tokenizer, "end_ids": {*facts.eos_ids, tokenizer.eos_token_id}}
     for number, example in enumerate(examples, 1):
         try:
             rendered.append(render(example=example, **how))

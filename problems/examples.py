@@ -76,7 +76,7 @@ def load_data(spec: str, columns: str | None = None, read: Callable[[Example], E
         if not isinstance(record, dict):
             raise ValueError(f'{spec}, {where}: {short(record)} is not an object; write {{"prompt": "..."}}')
     present, renames = dict.fromkeys(name for _, record in records for name in record), dict[str, str]()
-    for part in [] if columns is None else columns.split(","):
+    for part in columns.split(",") if columns else []:
         ours, equals, theirs = (piece.strip() for piece in part.partition("="))
         if not (ours and equals and theirs) or ours in renames:
             raise ValueError(f"--columns: {part!r} is not OURS=THEIRS, each once; write prompt=question,answer=answer")

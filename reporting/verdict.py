@@ -396,6 +396,9 @@ def advice(run: History, found: Change | None, moved: str, mended: str, is_risin
     if is_rising:
         return f"train on, it was still rising: {command(settings)} --resume {path} --steps {2 * last['step']}"
     talk = f"talk to it: {command(settings, 'sampler.py')} --run {path} --chat"
+    if run.figure == "loss" and settings.get("lora_rank"):
+        model = shlex.quote(str(settings.get("model")))
+        talk += f"; GRPO from it: {command(settings)} --model {model} --init-adapter {path} --data PROMPTS"
     return f"{talk}; merge it into its model: {command(settings, 'lora.py')} --fuse --run {path} --out my-model"
 
 

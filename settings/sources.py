@@ -55,9 +55,10 @@ def given(args: argparse.Namespace, names: Iterable[str] = SETTINGS) -> dict[str
     return {name: value for name in [*names, "eval_data"] if (value := getattr(args, name, None)) is not None}
 
 
-# of the bundled models
+# of the bundled models; recipes by model and task
 OWN_TASK = {"demo": "demo", "demo:rg": "rg:chain_sum,leg_counting", "demo:tools": "calculator"}
-RECIPES = {("demo:rg", "rg"): "demo-rg", ("demo:rg", "own"): "demo-rg", ("demo", "own"): "demo"}  # of model and task
+RECIPES = {("demo", "own"): "demo", ("demo:tools", "own"): "calculator"}
+RECIPES |= {("demo:rg", kind): "demo-rg" for kind in ("rg", "own")}
 # what older runs' `config.yaml` has, at the value that is left
 GONE = {"curriculum": False, "dynamic_sampling": False, "reward_format": "text", "reward_workers": 0, "keep": 3}
 GONE |= {"share_prefix": "auto", "allow_unreadable": False}
@@ -135,21 +136,25 @@ def resolve(
     recipe, flags = load_recipe(Path(config_path)) if config_path else None, located(flags)
     asked = merged(flags, recipe)  # a mistake is told before a model is downloaded
     model, why = choose_model(asked.model.name)
-    is_own = asked.data.path and asked.objective.loss_type != "sft"  # which needs no task but for evaluations
     usual = "env" if asked.tools.env else OWN_TASK.get(model, "values")
-    task = asked.data.task or ("own" if is_own else usual)
+    task = asked.data.task or ("own" if asked.data.path else usual)
     config = merged(flags | {"model": model, "task": task}, recipe)
     said = f"model: {model}, {why}; {material(config)}"
-    if task == "own" and recipe is None and is_own:
-        shown = " ".join(f"{flag_of(key)} {config.flat()[key]:g}" for key in of_task(task, model))
+    if task != "own" or not asked.data.path:
+        return config, said
+    if recipe is None:
+        is_sft = config.objective.loss_type == "sft"
+        its = {key: config.flat()[key] for key in of_task(task, model) if not is_sft or SETTINGS[key].of is None}
+        shown = " ".join(f"{flag_of(key)} {value:g}" for key, value in its.items())
         said += f", by recipes/{recipe_of(task, model)}.yaml: {shown}"
-    slow = low_rate(config) if task == "own" and is_own else ""
+    slow = low_rate(config)
     return config, said + (slow and f"; --learning-rate {slow}")
 
 
 def material(config: Config) -> str:
     """What a run learns from, for its first line."""
-    return f"replies: {config.data.path}" if config.objective.loss_type == "sft" else f"task: {config.data.task}"
+    replies = f"replies: {config.data.path}; " if config.objective.loss_type == "sft" else ""
+    return f"{replies}task: {config.data.task}"
 
 
 def merged(flags: dict[str, Any], recipe: dict[str, Any] | None) -> Config:

@@ -191,7 +191,12 @@ def test_own_data_is_its_own_task_and_its_defaults_are_said(tmp_path):
     flags = given(parse(["--model", "Qwen/Qwen3-0.6B", "--data", path, "--learning-rate", "1e-6"]))
     assert sources.resolve(flags, None, None, lambda name: (name, "asked"))[1].endswith(f" 1e-06 is {low}")
     assert settings("--data", path, "--task", "demo")[0].data.task == "demo"
-    assert settings("--data", path, "--loss-type", "sft")[0].data.task == "demo"
+    got, said = settings("--data", path, "--loss-type", "sft")
+    flags = "--batch 8 --steps 60 --learning-rate 0.004 --eval-every 20 --save-every 20"
+    assert got.data.task == "own" and said.endswith(f"; replies: {path}; task: own, by recipes/demo.yaml: {flags}")
+    for model, rate in (("smollm2", 4e-4), ("demo:tools", 4e-3), ("Qwen/Qwen3-0.6B", 5e-5)):
+        flags = given(parse(["--model", model, "--data", path, "--loss-type", "sft"]))
+        assert sources.resolve(flags, None, None, lambda name: (name, ""))[0].optimizer.learning_rate == rate
     assert "give it with --data FILE" in message_of(task_of, "--task", "own")
 
 
@@ -377,6 +382,7 @@ def test_chats_to_tune_on_have_held_out_ones_in_a_file_of_their_own(tmp_path):
 
 def test_a_run_that_was_tuned_on_replies_is_evaluated_on_data_as_own(tmp_path):
     rows = write_log(tmp_path / "a.jsonl", [{"prompt": row["prompt"], "completion": "one"} for row in SUMS])
-    (tmp_path / "config.yaml").write_text(sources.as_yaml(settings("--loss-type", "sft", "--data", rows)[0]))
+    words = ["--loss-type", "sft", "--data", rows, "--task", "demo"]
+    (tmp_path / "config.yaml").write_text(sources.as_yaml(settings(*words)[0]))
     assert evaluate.of_run(str(tmp_path), {}).data.task == "demo"
     assert evaluate.of_run(str(tmp_path), {}, "problems.jsonl").data.task == "own"

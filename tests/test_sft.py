@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from conftest import message_of, read_log, untimed
+from conftest import message_of, read_log, untimed, write_log
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model as mlx_lm_load_model
 from small_run import resolve
@@ -188,8 +188,7 @@ def test_loss_and_gradient_equal_those_of_mlx_lm_s_model_whatever_the_micro_batc
 def test_the_held_out_loss_is_that_of_all_trained_tokens_with_the_interval_of_a_ratio(checkpoints):
     model, rows = gwen.load_model(checkpoints["qwen3"]), random_rows(320)
     conversations = [rows[:2], rows[2:3], rows[3:]]
-    samples = [of_reply(*row, group) for group, part in enumerate(conversations) for row in part]
-    record = evaluate.replies(model, StepLoss(Config.of(loss_type="sft"), SIZES), samples, 40)
+    record = evaluate.replies(model, StepLoss(Config.of(loss_type="sft"), SIZES), conversations, 40)
     logits = [[np.array(model(mx.array([row.ids])))[0] for row in part] for part in conversations]
     parts = [oracle(of_part, part) * count(part) for of_part, part in zip(logits, conversations, strict=True)]
     loss = sum(parts) / count(rows)
@@ -219,9 +218,12 @@ def test_flags_that_make_no_sense_with_sft_are_refused_by_name(flags, said):
     assert said in message_of(resolve, given_with(f"--data x.jsonl {flags}"))
 
 
-def test_sft_needs_data_and_its_first_line_names_the_replies_and_no_task():
+def test_sft_needs_data_and_its_first_line_names_the_replies_and_the_recipe():
     assert "--loss-type sft needs --data" in message_of(resolve, given_with(""))
-    assert resolve(given_with("--data x.jsonl"))[1] == "model: demo, as asked; replies: x.jsonl"
+    said = resolve(given_with("--data x.jsonl"))[1]
+    assert said.startswith(
+        "model: demo, as asked; replies: x.jsonl; task: own, by recipes/demo.yaml: --batch 8 --steps"
+    )
 
 
 def test_the_environment_and_a_task_s_recipe_set_nothing_that_sft_has_not(monkeypatch):
@@ -265,7 +267,22 @@ def test_a_run_that_begins_with_an_adapter_has_it_as_its_reference_even_when_res
 
 
 @pytest.mark.slow
-def test_a_run_is_evaluated_on_the_problems_of_its_task(golden, capsys):
-    evaluate.main(["--run", str(golden("sft")), "--limit", "4", "--max-tokens", "12"])
+def test_a_run_is_evaluated_on_its_replies_or_on_the_problems_of_a_task_that_was_named(
+    golden, tmp_path, capsys, refused
+):
+    source = golden("sft")
+    evaluate.main(["--run", str(source)])
+    record = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert record | {"step": 3, "eval/s": 0} == read_log(source / "eval.jsonl")[-1] | {"eval/s": 0}
+    refused(evaluate.main, ["--run", source, "--samples", "2"], "--samples 2 changes nothing in the loss of")
+    run = shutil.copytree(source, tmp_path / "run")
+    settings = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(settings.replace("task: own", "task: demo"))  # as older runs have it
+    evaluate.main(["--run", str(run), "--limit", "4", "--max-tokens", "12"])
     record = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert record["eval/num"] == 4 and "eval/accuracy" in record
+    asked = write_log(
+        tmp_path / "asked.jsonl", [{"prompt": f"What is {n} plus {n}?", "answer": "4"} for n in range(40)]
+    )
+    evaluate.main(["--run", str(source), "--data", asked, "--limit", "2", "--max-tokens", "4"])
+    assert "36 of the 40 prompts of --data" in capsys.readouterr().err

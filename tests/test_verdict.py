@@ -9,7 +9,7 @@ import re
 import numpy as np
 import pytest
 import yaml
-from conftest import ROOT, write_log
+from conftest import ROOT, read_log, write_log
 
 import report
 from config import Config
@@ -286,6 +286,14 @@ def test_runs_get_their_verdicts_and_none_that_is_gamed_goes_without_its_words(t
     assert len(found.read) == (0 if kind.startswith("sft") else min(10, how[0]))
     assert found.read == verdict.verdict(history.load(run)).read  # drawn by the run's seed
     assert len(found.read) < 10 or int(found.read[-1][0].split()[-1]) > 9
+
+
+def test_what_learned_from_replies_and_rises_no_more_is_shown_the_way_to_grpo(tmp_path):
+    settings = {"model": "smollm2", "lora_rank": 16}
+    run = made(tmp_path / "run", 64, right(0.5), right(0.5), "loss", settings, **MORE["sft"])
+    write_log(run / "eval.jsonl", read_log(run / "eval.jsonl")[::2])
+    shown = verdict.lines(verdict.verdict(history.load(run)))[-1]
+    assert f"; GRPO from it: uv run --extra smollm train.py --model smollm2 --init-adapter {run} --data" in shown
 
 
 @pytest.mark.parametrize(

@@ -263,19 +263,12 @@ def test_a_reward_that_goes_wrong_later_loses_no_step_and_evaluates_no_second_ti
     ("flags", "weights", "metric"),
     [
         ("--task demo", {"correct": 1, "rubric": 0.5}, "accuracy"),
-        ("--task demo --reward {at}/rewards.py:good", {"good": 1}, "accuracy"),
         ("--task demo --reward {at}/rewards.py:good --reward-weights rubric=2", {"good": 1, "rubric": 2}, "accuracy"),
         ("--task demo --reward {at}/rewards.py:good --reward-weights good=2", {"good": 2}, "accuracy"),
         ("--task demo --rubric {at}/good_rubric.yaml", {"correct": 1, "rubric": 0.5}, "accuracy"),
         ("--task demo --reward-weights correct=0", {"correct": 0, "rubric": 0.5}, "accuracy"),
         ("--task values --reward {at}/rewards.py:good length:9", {"good": 1, "length": 1}, "score"),
-        (
-            "--task values --reward {at}/rewards.py:good --rubric {at}/good_rubric.yaml",
-            {"good": 1, "rubric": 1},
-            "score",
-        ),
         ("--reward {at}/rewards.py:good --data {at}/questions.jsonl", {"good": 1}, "score"),
-        ("--task demo --reward {at}/rewards.py:good --data {at}/questions.jsonl", {"good": 1}, "score"),
         ("--data {at}/sums.jsonl", {"correct": 1}, "accuracy"),
         ("--data {at}/sums.jsonl --rubric {at}/good_rubric.yaml", {"correct": 1, "rubric": 1}, "accuracy"),
         (

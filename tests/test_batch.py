@@ -169,10 +169,6 @@ def test_a_group_that_nearly_fits_is_whole_and_a_larger_one_is_split_evenly():
         assert all(size == 128 + 255 * len(part) for part, size in cut)
 
 
-def test_a_step_without_a_counted_token_has_no_micro_batch():
-    assert cut([one._replace(own=(), weight=0.0) for one in SAMPLES], 100) == []
-
-
 def test_computing_layers_again_and_sharing_prompts_both_save_memory():
     model = gwen.random_model("random:2m")
     lora.apply(model, 8, 2.0)

@@ -36,6 +36,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from golden import golden  # noqa: F401  a fixture
+from hypothesis import strategies as st
 from metal import toolchain
 
 hypothesis.settings.register_profile(  # the same examples in every run; a busy machine fails none of them
@@ -230,6 +231,13 @@ def whole_prompts(builder: Any, prompt: str, completion: str) -> list[list[int]]
     """The judge's prompts for one completion, one a criterion, as nothing shares them."""
     shared = builder.head + builder.question(prompt) + builder.untrusted(completion)
     return [shared + tail for tail in builder.tails]
+
+
+def json_values(*keys: str) -> hypothesis.strategies.SearchStrategy[Any]:
+    """What a JSON file may hold, in objects with these keys."""
+    plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
+    either = lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(keys), inner)  # noqa: E731
+    return st.recursive(plain, either, max_leaves=8)
 
 
 def untimed(path: Path) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ import types
 from pathlib import Path
 
 import pytest
-from conftest import message_of, read_log
+from conftest import json_values, message_of, read_log
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -95,15 +95,7 @@ def test_a_hub_dataset_is_named_by_parts_and_told_in_a_line_where_it_is_out_of_r
     assert "no such file; give .jsonl" in message_of(examples.load_data, "data/missing.txt")
 
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["prompt", "role", "content", "x\n"]), inner)
-    ),
-    max_leaves=8,
-)
-
-
+JSON = json_values("prompt", "role", "content", "x\n")
 ROLES = st.sampled_from(["system", "user", "assistant", "tool", "", None])
 MESSAGES = st.lists(st.fixed_dictionaries({"role": ROLES, "content": st.text(max_size=4) | st.none()}), max_size=3)
 OPTIONAL = {"system": JSON, "answer": JSON, "category": JSON, "completions": JSON}

@@ -12,10 +12,7 @@ from settings.sources import as_yaml
     ("settings", "said"),
     [
         ({"model": "demo"}, "demo, trained with GRPO by Gwen on the task demo."),
-        (
-            {"model": "demo", "data": "/home/ann/b.jsonl,../ann/d.jsonl"},
-            "demo, trained with GRPO by Gwen on b.jsonl, held out d.jsonl.",
-        ),
+        ({"model": "demo", "data": "/ann/b,../ann/d"}, "demo, trained with GRPO by Gwen on b, held out d."),
         (
             {"model": "Qwen/Qwen3-0.6B@main", "loss_type": "sft", "data": "/home/ann/chats.jsonl"},
             "Qwen/Qwen3-0.6B@main, trained with SFT by Gwen on chats.jsonl.",

@@ -237,8 +237,8 @@ def test_an_unreadable_judgement_is_the_mean_that_it_is_compared_with_and_is_cou
 
 def test_a_score_that_was_paid_for_outlives_a_kill_in_mid_step(tmp_path, serve):
     """In step 2 neither the fifth request nor any from the ninth on is answered before the run is killed."""
-    run, asked, unanswered, killed, lock = tmp_path / "run", [], [], threading.Event(), threading.Lock()
-    answered = []
+    run, asked, answered, unanswered = tmp_path / "run", [], [], []
+    killed, lock = threading.Event(), threading.Lock()
 
     def answer(_, body):
         text = body["messages"][1]["content"]
@@ -260,10 +260,12 @@ def test_a_score_that_was_paid_for_outlives_a_kill_in_mid_step(tmp_path, serve):
         time.sleep(0.01)
     process.kill()
     process.wait()
+    paid = set(answered)
     killed.set()
     train.main(["--resume", str(run)])
     texts = [body["messages"][1]["content"] for _, _, body in server.requests]
-    assert {text for text in texts if texts.count(text) > 1} == set(unanswered)
+    again = {text for text in texts if texts.count(text) > 1}  # one more may have been on its way when it was killed
+    assert again >= set(unanswered) and not again & paid
     assert len(untimed(run / "judge_scores.jsonl")) == len(set(texts))
     assert untimed(run / "metrics.jsonl")[1]["judge/cached"] >= 7
 
@@ -299,7 +301,7 @@ def test_a_best_step_that_was_recorded_but_not_saved_is_saved_when_the_run_goes_
 def test_a_restored_run_has_all_of_the_state_that_was_saved(tmp_path):
     run = make_run(tmp_path)
     update_once(run)
-    run.step, run.num_draws, run.judge.tree.chunk.rows, run.batch_size.rows = 7, 19, 6, 8
+    run.step, run.num_draws, run.batch_size.rows = 7, 19, 8
     run.learner.failures, run.learner.num_skipped, run.learner.rate = 2, 5, 0.3
     run.learner.loss_scale = update.LossScale(64.0, good_steps=3, dynamic=True)
     run.end_step()
@@ -307,7 +309,7 @@ def test_a_restored_run_has_all_of_the_state_that_was_saved(tmp_path):
     other = make_run(tmp_path)
     other.restore(checkpoint.load(tmp_path))
     one, two = run.state(), other.state()
-    assert (one.step, one.extra) == (two.step, two.extra) and one.extra["judge"]["chunk_size"] == 6
+    assert (one.step, one.extra) == (two.step, two.extra)
     assert other.batch_size.rows == 8  # which memory forced
     for ours, theirs in ((one.trainable, two.trainable), (one.optimizer, two.optimizer)):
         assert ours.keys() == theirs.keys()

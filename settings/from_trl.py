@@ -23,7 +23,7 @@ from settings.sources import command, low_rate
 
 CALLS = {"LoraConfig": (), "SFTTrainer": ("model",)} | dict.fromkeys(("GRPOConfig", "SFTConfig"), ("output_dir",))
 CALLS |= {"GRPOTrainer": ("model", "reward_funcs", "args", "train_dataset")}  # names of the arguments without one
-PARTS = "args peft_config train_dataset eval_dataset processing_class".split()  # of the trainer, which other calls make
+PARTS = "args peft_config train_dataset processing_class".split()  # of the trainer, which other calls make
 KEPT = {"weight_decay": "0 0.0", "max_grad_norm": "1 1.0", "adam_beta1": "0.9", "adam_beta2": "0.999"}
 KEPT |= {"adam_epsilon": "1e-8 1e-08", "shuffle_dataset": "True", "use_peft": "True"}  # what Gwen does anyway
 WRITE = {"*": "write its settings here", ".": "save the rows it makes, and give them as data"}
@@ -91,14 +91,9 @@ def renamed(name: str, value: Any, kind: str, said: str) -> tuple[str, Any]:
 
 
 DERIVED = {"lora_alpha": "lora_scale", "per_device_train_batch_size": "batch", "reward_funcs": "reward"}
-DERIVED |= dict.fromkeys(("dataset_name", "dataset_config", "dataset_train_split"), "data")
+DERIVED |= dict.fromkeys(("dataset_name", "dataset_config", "dataset_train_split", "datasets"), "data")
 DERIVED |= {"warmup_ratio": "warmup_steps", "warmup_steps": "warmup_steps", "reward_weights": "reward_weights"}
-DERIVED |= {
-    "datasets": "data",
-    "use_rslora": "lora_scale",
-    "chat_template_kwargs": "thinking",
-    "eval_strategy": "eval_every",
-}
+DERIVED |= {"use_rslora": "lora_scale", "chat_template_kwargs": "thinking", "eval_strategy": "eval_every"}
 
 
 def derived(theirs: dict[str, Any], path: str) -> dict[str, Any]:
@@ -184,14 +179,19 @@ def in_script(path: str, where: str) -> Iterator[tuple[str, Any]]:
     """
     The names and values in a script's calls, then those that it sets afterwards, as `args.max_steps = 7`.
 
-    Of a value that is computed there are its words, of rewards their modules.
+    Of a value that is computed there are its words, of rewards their modules; nothing of what makes an eval_dataset.
     """
     tree = parsed(path, where)
-    values = constants(tree)
+    values, nodes = constants(tree), list(ast.walk(tree))
     known = {node.name: f"{Path(path).stem}.{node.name}" for node in tree.body if isinstance(node, ast.FunctionDef)}
     for imports in [node for node in tree.body if isinstance(node, ast.ImportFrom)]:
         known |= {one.asname or one.name: f"{imports.module}.{one.name}" for one in imports.names}
-    for node in [node for node in ast.walk(tree) if isinstance(node, ast.Call)]:
+    keywords = [(node.arg, node.value) for node in nodes if isinstance(node, ast.keyword)]
+    aside = [value for name, value in keywords if name == "eval_dataset"]
+    held = set(map(ast.unparse, aside)) - {ast.unparse(value) for name, value in keywords if name == "train_dataset"}
+    aside += [node.value for node in nodes if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in held]
+    inside = {inner for outer in aside for inner in ast.walk(outer)}
+    for node in [node for node in nodes if isinstance(node, ast.Call) and node not in inside]:
         called = getattr(node.func, "id", getattr(node.func, "attr", ""))
         if called in ("load_dataset", "from_json", "from_csv", "from_parquet"):
             words = {word.arg: word.value for word in node.keywords}
@@ -200,7 +200,7 @@ def in_script(path: str, where: str) -> Iterator[tuple[str, Any]]:
             parts = [literal(name, values) for name in names]
             kind = str if all(type(part) is str for part in parts) else Computed
             yield "dataset_name", kind(":".join(map(str, parts)))
-        elif called in ("map", "filter", "train_test_split"):
+        elif called in ("map", "filter", "train_test_split") and isinstance(node.func, ast.Attribute):
             yield f".{called}", Computed(ast.unparse(node))
         elif called in CALLS:
             named = [(word.arg, word.value) for word in node.keywords]
@@ -214,9 +214,9 @@ def in_script(path: str, where: str) -> Iterator[tuple[str, Any]]:
                 elif key not in PARTS:
                     yield key, literal(value, values)
     settings = foreign_names()["GRPOConfig"] | foreign_names()["TrainingArguments"]
-    for line in tree.body:
+    for line in nodes:
         match line:
-            case ast.Assign([ast.Attribute(ast.Name(), setting)], value) if setting in settings:
+            case ast.Assign([ast.Attribute(ast.Name(one), setting)], value) if one != "self" and setting in settings:
                 yield setting, literal(value, values)
 
 

@@ -101,12 +101,8 @@ RECIPE += "dataset_name: 5\n'': 3\n"
             "model_name_or_path: smollm2\nlearning_rate: 2e-5\nwarmup_ratio: 0.1\nnum_train_epochs: 1\n"
             "reward_funcs: [accuracy_reward, mine.short]\nreward_weights: [1, 0.5]\nsave_strategy: 'no'\n"
             "gradient_checkpointing_kwargs: {use_reentrant: false}\n",
-            {
-                "model": "smollm2",
-                "learning_rate": 2e-5,
-                "reward": ["AT/mine.py:short"],
-                "reward_weights": {"short": 0.5},
-            },
+            {"model": "smollm2", "learning_rate": 2e-5, "reward": ["AT/mine.py:short"]}
+            | {"reward_weights": {"short": 0.5}},
             "gradient_checkpointing_kwargs learning_rate num_train_epochs reward_funcs save_strategy warmup_ratio",
         ),
         (
@@ -135,11 +131,12 @@ RECIPE += "dataset_name: 5\n'': 3\n"
         ),
         (
             "short.py",
-            "common = {'num_generations': 4}\nargs = GRPOConfig('out', **common, **more())\nargs.max_steps = 7\n"
-            "def f(): ...\nds = Dataset.from_json('mine.py').map(f)\nGRPOTrainer('demo', f, args, ds)\nLoraConfig(r=4)",
+            "common = {'num_generations': 4}\nargs = GRPOConfig('out', **common, **more())\nif x: args.max_steps = 7\n"
+            "def f(a): return list(map(len, a))\nds = Dataset.from_json('mine.py').map(f)\ntest = load_dataset('a/b')\n"
+            "GRPOTrainer('demo', f, args, ds, eval_dataset=test)\nLoraConfig(r=4)",
             {"groups": 4, "steps": 7, "data": "AT/mine.py", "model": "demo", "reward": ["AT/short.py:f"]}
             | {"lora_rank": 4, "lora_scale": 2.0},
-            "**more() .map learning_rate reward",
+            "**more() .map eval_dataset learning_rate reward",
         ),
         (
             "more.yaml",
@@ -148,7 +145,12 @@ RECIPE += "dataset_name: 5\n'': 3\n"
             {"data": "AT/mine.py", "lora_rank": 16, "lora_scale": 8.0, "eval_every": 0, "thinking": False},
             "",
         ),
-        ("files.py", "load_dataset('json', data_files='orders.jsonl', split='train')\n", {"data": "orders.jsonl"}, ""),
+        (
+            "files.py",
+            "ds = load_dataset('json', data_files='orders.jsonl', split='train')\nf(train_dataset=ds, eval_dataset=ds)",
+            {"data": "orders.jsonl"},
+            "",
+        ),
     ],
 )
 def test_a_file_of_trl_becomes_a_recipe_that_says_what_has_no_equal(tmp_path, capsys, name, text, ours, left):

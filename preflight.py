@@ -506,7 +506,7 @@ def verdict(
         f"{len(steps)} step{'s' * (len(steps) != 1)}, {len(answers)} answers: {signals:.0%} of the groups have a "
         f"signal, {cut:.0%} of the answers are cut off, {degenerate:.0%} repeat or copy"
     )
-    num_right = sum(value > 0 for value in right)
+    num_right = sum(value >= 1 for value in right)  # as the page has it; less is no right answer
     if right:
         yield f"right by the answers: {num_right} of {len(right)}"
     yield f"rewards {span(f'{end:.3g}' for end in (low, high))}, mean {reward:.3g}, which training raises"
@@ -545,7 +545,7 @@ def verdict(
         changes.append("set --reward-gate form")
     enough = f": a signal in {signals:.0%} of the groups, where {FEW_SIGNALS:.0%} are enough, however low the mean"
     last = f"change: {'; '.join(changes)}" if changes else "go" + enough * config.compares_rewards
-    is_lost = config.compares_rewards and right and not num_right and "warm start" not in last
+    is_lost = config.compares_rewards and right and not any(value > 0 for value in right) and "warm start" not in last
     yield last + NONE_RIGHT * bool(is_lost)
 
 

@@ -52,9 +52,8 @@ def pack(wide: Path, out: Path, bits: int) -> float:
 def tell_cost(run: str | None, wide: Path, few: Path, bits: int) -> None:
     """Prints how a run's model in few bits does beside that in 16, each in its directory, on held-out problems."""
     try:
-        if run is None or ((its := evaluate.of_run(run, {}).data).task == "own" and not its.path):  # of replies
-            raise ValueError("only --run of a task with problems tells them")
-        config = evaluate.of_run(run, {})
+        if run is None or ((config := evaluate.of_run(run, {})).data.task == "own" and not config.data.path):
+            raise ValueError("only --run of a task with problems tells them")  # replies are none
         task = tasks.make(config)
         _, sampled, greedy = answers(config, task, wide, 16)
         model, *_ = answers(config, task, few, bits)

@@ -25,6 +25,11 @@ class Setting(NamedTuple):
     name: str
     runs: list[History]
 
+    @property
+    def figure(self) -> str:
+        """The held-out figure's name, of which a seed without an evaluation knows nothing."""
+        return next((run.figure for run in self.runs if run.evals), "accuracy")
+
 
 def runs_in(folder: str | Path) -> list[str]:
     """A run as it is; of a directory of seeds its runs, by seed."""
@@ -64,7 +69,7 @@ def lines(settings: list[Setting]) -> list[str]:
     """A line on each setting with several seeds, and one on each difference from the first setting, by shared seeds."""
     first, said = settings[0], []
     for one in settings:
-        figure, num = one.runs[0].figure, len(one.runs)
+        figure, num = one.figure, len(one.runs)
         ends = newest(one, figure).values()
         if len(ends) > 1:
             values = [end[f"eval/{figure}"] for end in ends]
@@ -79,7 +84,7 @@ def lines(settings: list[Setting]) -> list[str]:
 
 def difference(first: Setting, other: Setting) -> str:
     """What the other setting changes, by the seeds that both have: these drew the same prompts."""
-    figure, what = first.runs[0].figure, f"{visible(other.name)} - {visible(first.name)}"
+    figure, what = first.figure, f"{visible(other.name)} - {visible(first.name)}"
     before, after = (newest(one, figure) for one in (first, other))
     shared = [(one, after[seed]) for seed, one in before.items() if seed in after]
     pairs = [new[f"eval/{figure}"] - old[f"eval/{figure}"] for old, new in shared]

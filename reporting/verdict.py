@@ -36,11 +36,7 @@ LEAST_LONGER, LEAST_COPIED = 1.5, 0.1  # times as many words; share of words or 
 LEAST_PAID = 0.05  # share of the last answers that are wrong and get the most that a reward gives
 LEAST_WITNESSED = 0.25  # share of a rise in the judge's score that the witness must confirm
 LEAST_KL = 1e-3  # nats a token from the model before training; with less it has hardly moved
-MOST_KINDS, LEAST_EACH, MOST_NAMED = (
-    20,
-    3,
-    2,
-)  # different right answers of a classification, and problems for each on average
+MOST_KINDS, LEAST_EACH, MOST_NAMED = 20, 3, 2  # right answers of a classification, problems of each, those named
 NUM_READ, NUM_WORDS, OPENING = 10, 5, 3
 APART = "what pays more made no more answers right: read them, or weigh the rewards anew with --reward-weights"
 NONE_RIGHT = (

@@ -195,7 +195,10 @@ def test_seeds_in_any_directory_are_one_setting_and_repetitions_are_not(run, bot
     assert [len(setting.runs) for setting in seeds.load([run, again])] == [1, 1]
     assert "fewer than two seeds in common" in seeds.lines(seeds.load([both[0], run]))[-1]
     for seed in range(3):  # another figure, which no difference is made of
-        write_log(Path(both[1]) / f"seed-{seed}" / "eval.jsonl", [{"step": 4, "eval/score": 3.0, "eval/num": 4}])
+        score = [{"step": 4, "eval/score": 3.0, "eval/num": 4}] * (seed > 0)  # the first has none yet
+        write_log(Path(both[1]) / f"seed-{seed}" / "eval.jsonl", score)
+    high, _, paired = seeds.lines(seeds.load(both[::-1]))
+    assert high.startswith("high: score 3.000, std 0.000 over 2 seeds") and "have an evaluation of score" in paired
     assert "have an evaluation of accuracy" in seeds.lines(seeds.load(both))[-1]
 
 
@@ -237,8 +240,7 @@ def hostile_run(folder):
     rng = random.Random(0)
     texts = ["".join(rng.choices(HOSTILE, k=rng.randrange(1, 6))) for _ in range(800)]
     texts[0] += "x" * 100_000
-    line = completion_record(1, 0, 0, "Six.")
-    lines = []
+    line, lines = completion_record(1, 0, 0, "Six."), []
     for number, text in enumerate(texts):
         place = {"step": 1 + number // 80, "group": number // 8 % 10}
         named = {"prompt": text, "answer": text, "category": text, "completion": text, "finish_reason": text}
@@ -252,8 +254,7 @@ def hostile_run(folder):
     write_log(folder / "eval_answers.jsonl", details)
     write_log(folder / "warnings.jsonl", [{"step": 1, "name": text, "text": text} for text in HOSTILE])
     (folder / "env.json").write_text(json.dumps({"machine": "".join(HOSTILE), "device": HOSTILE[0]}))
-    metrics = [step_record(step) | {f"reward/{HOSTILE[0]}": 1.0} for step in range(1, 5)]
-    write_log(folder / "metrics.jsonl", metrics)
+    write_log(folder / "metrics.jsonl", [step_record(step) | {f"reward/{HOSTILE[0]}": 1.0} for step in range(1, 5)])
     settings = yaml.safe_load((folder / "config.yaml").read_text())
     hostile_settings = {"model": f"/nowhere/{HOSTILE[0]}", "task": HOSTILE[1], "data": HOSTILE[2]}
     (folder / "config.yaml").write_text(yaml.safe_dump(settings | hostile_settings))

@@ -134,14 +134,14 @@ def choice_of(choices: Collection[str]) -> Verifier:
     says, and that names no other, denies nothing and has no "or"; or a JSON object that holds nothing but it.
     """
     ordered = sorted(set(map(stated_by, choices)), key=len, reverse=True)
-    letters = all(len(choice) == 1 for choice in ordered)  # which count as capitals: "a" is an article
-    case = 0 if letters else re.I
+    case = re.I if any(len(choice) > 1 for choice in ordered) else 0  # letters count as capitals: "a" is an article
     one = re.compile(rf"(?<![\w'-])(?:{'|'.join(map(re.escape, ordered))})(?![\w'-])", case)
 
     def is_right(gold: str, statement: str) -> bool:
         line, known = _last_line(statement), folded(gold)
         if isinstance(its := read_json(statement), dict):
-            return [known] == [folded(value) for value in its.values() if isinstance(value, str)] and len(its) == 1
+            is_other = any(map(_NOT.search, its)) or {*map(folded, one.findall(statement))} - {known}  # as a key, too
+            return not is_other and [known] == [isinstance(value, str) and folded(value) for value in its.values()]
         if _NOT.search(line) or re.search(r"\bor\b", line) or {folded(name) for name in one.findall(line)} != {known}:
             return known in (folded(statement), folded(line))
         return _same_text(gold, statement) or bool(re.match(rf"\W*{re.escape(gold)}\W*[-).:,;]", line, case))

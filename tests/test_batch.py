@@ -10,6 +10,7 @@ from mlx.utils import tree_flatten
 import gwen
 import lora
 from layers import attention, lm_head
+from layers.tree_cache import TreeCache
 from step.batch import ROOM, cut, hidden, plan
 from step.sample import Sample
 
@@ -105,11 +106,7 @@ def test_a_layer_that_was_computed_again_has_its_own_weights_and_no_piece_of_a_g
     before = dict(tree_flatten(model.parameters()))
     (batch,) = cut(SAMPLES, 10**6, "on")
     head = mx.random.normal((320, 48), key=mx.random.key(2))
-
-    def total(head):
-        return (hidden(model, batch, 2) @ head.T).sum()
-
-    mx.eval(mx.grad(total)(head))
+    mx.eval(mx.grad(lambda head: (hidden(model, batch, 2) @ head.T).sum())(head))
     assert all(array is before[name] for name, array in tree_flatten(model.parameters()))
 
 
@@ -157,8 +154,7 @@ def test_prompts_are_shared_where_that_saves_enough_positions():
         return plan(rows, np.full(groups, completion), 10**6, "auto")[0]
 
     assert shared(96, 64, 8) and shared(512, 64, 2)
-    assert not shared(4, 256, 8)  # 3 of 259 positions a row
-    assert not shared(96, 64, 1)  # nobody to share with
+    assert not shared(4, 256, 8) and not shared(96, 64, 1)  # 3 of 259 positions a row; nobody to share with
 
 
 def test_a_group_that_nearly_fits_is_whole_and_a_larger_one_is_split_evenly():
@@ -177,13 +173,14 @@ def test_computing_layers_again_and_sharing_prompts_both_save_memory():
 
     def peak(sharing, checkpoint_layers):
         (batch,) = cut(samples, 10**6, sharing)
-
-        def loss(model):
-            return (hidden(model, batch, checkpoint_layers) ** 2).sum()
-
-        return peak_of(lambda: nn.value_and_grad(model, loss)(model))
+        gradient = nn.value_and_grad(model, lambda model: (hidden(model, batch, checkpoint_layers) ** 2).sum())
+        return peak_of(lambda: gradient(model))
 
     plain = peak("off", 0)
     assert peak("off", 5) < 0.7 * plain
     assert peak("on", 0) < 0.6 * plain
     assert peak("on", 5) < 0.35 * plain
+    cache, before = TreeCache(model.config.layer_kinds).child([64]), mx.get_active_memory()
+    model.hidden(mx.zeros((1, 64), mx.int32), cache, checkpoint_layers=5)
+    mx.eval(cache.arrays())  # of which none is a view of queries, keys and values
+    assert mx.get_active_memory() - before < 1.5 * sum(array.nbytes for array in cache.arrays())

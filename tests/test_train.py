@@ -75,9 +75,10 @@ def test_all_weights_train_at_a_tenth_of_the_adapters_rate_unless_one_is_given(t
 
 
 def test_no_second_model_is_held_for_a_reference_or_a_judge(tmp_path):
-    for flags in ((), ("--beta", "0.1")):
-        run = train.GrpoRun(make_config(*flags), tmp_path)
-        assert run.base is None and run.judge.model is run.model
+    full = "--lora-rank 0 --reward-weights rubric=0"
+    for flags, is_held in {"": False, "--beta 0.1": False, full: False, f"{full} --beta 0.1": True}.items():
+        run = train.GrpoRun(make_config(*flags.split()), tmp_path)
+        assert (run.base is not None) == is_held and (full in flags or run.judge.model is run.model), flags
 
 
 def test_rewards_are_computed_once_a_step(tmp_path):
@@ -139,6 +140,8 @@ def test_a_group_whose_rows_are_all_left_out_teaches_nothing():
         told = samples.advanced(config.but(truncated=truncated), drawn([[0, 1], [0, 1]], reasons), {})
         assert [group[0].signal for group in samples.by_group(told)] == signals
         assert all(one.unlike for one in told)
+        counted = [bool(one.own) for one in samples.trained(config.but(truncated=truncated), told, 0)]
+        assert counted == [truncated == "keep" or reason == "stop" for reason in reasons]
 
 
 def test_groups_of_any_sizes_are_compared_each_for_itself_and_no_mini_batch_has_a_part_of_one():

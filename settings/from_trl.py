@@ -124,8 +124,7 @@ def derived(theirs: dict[str, Any], path: str) -> dict[str, Any]:
     if type(share) is float and share < 1 and type(steps) is int and steps > 0:
         ours["warmup_steps"] = math.ceil(share * steps)
     names, weights = rewards_of(theirs), theirs.get("reward_weights")
-    found = [name for name in names if at_hand(path, name)]
-    if found:
+    if found := [name for name in names if at_hand(path, name)]:
         ours["reward"] = [at_hand(path, name) for name in found]
     if names and isinstance(weights, list) and len(weights) == len(names):
         weighed = zip(names, weights, strict=True)
@@ -182,7 +181,7 @@ def in_script(path: str, where: str) -> Iterator[tuple[str, Any]]:
     Of a value that is computed there are its words, of rewards their modules; nothing of what makes an eval_dataset.
     """
     tree = parsed(path, where)
-    values, nodes = constants(tree), list(ast.walk(tree))
+    values, nodes, loads = constants(tree), list(ast.walk(tree)), list[str]()
     known = {node.name: f"{Path(path).stem}.{node.name}" for node in tree.body if isinstance(node, ast.FunctionDef)}
     for imports in [node for node in tree.body if isinstance(node, ast.ImportFrom)]:
         known |= {one.asname or one.name: f"{imports.module}.{one.name}" for one in imports.names}
@@ -199,7 +198,7 @@ def in_script(path: str, where: str) -> Iterator[tuple[str, Any]]:
             names = [words["data_files"]] if "data_files" in words else names  # its reader and split go without saying
             parts = [literal(name, values) for name in names]
             kind = str if all(type(part) is str for part in parts) else Computed
-            yield "dataset_name", kind(":".join(map(str, parts)))
+            loads.append(kind(":".join(map(str, parts))))
         elif called in ("map", "filter", "train_test_split") and isinstance(node.func, ast.Attribute):
             yield f".{called}", Computed(ast.unparse(node))
         elif called in CALLS:
@@ -213,6 +212,7 @@ def in_script(path: str, where: str) -> Iterator[tuple[str, Any]]:
                     yield from its.items() if isinstance(its, dict) else [(f"**{its}", its)]
                 elif key not in PARTS:
                     yield key, literal(value, values)
+    yield from [("dataset_name", loads[0] if len({*loads}) == 1 else Computed(" or ".join(loads)))] if loads else []
     settings = foreign_names()["GRPOConfig"] | foreign_names()["TrainingArguments"]
     for line in nodes:
         match line:

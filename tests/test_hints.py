@@ -116,10 +116,10 @@ RECIPE += "dataset_name: 5\n'': 3\n"
             "rewards.py",
             "import trl, mine, re\nfrom peft.utils import x\nfrom mine import short as brief\ndef right(): ...\n"
             "GRPOTrainer(reward_funcs=[right, brief]); LoraConfig(target_modules=['q_proj', 'v_proj'])\n"
-            "GRPOConfig(reward_weights=[1, 0.5], warmup_ratio=0.11, max_steps=10)",
+            "GRPOConfig(reward_weights=[1, 0.5], warmup_ratio=.11, max_steps=10), load_dataset('a'), load_dataset('b')",
             {"reward": ["AT/rewards.py:right", "AT/mine.py:short"], "reward_weights": {"right": 1, "short": 0.5}}
             | {"warmup_steps": 2, "steps": 10},
-            "reward target_modules",
+            "dataset_name reward target_modules",
         ),
         (
             "dotted.yaml",

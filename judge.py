@@ -42,9 +42,8 @@ class Judge(Grader):
     """
     Answers the questions of `Grader.score`, using a local model with its adapters switched off.
 
-    The model's other weights must not change. chunk_size: evaluations at once,
-    halved when memory runs out and slowly grown back. mode: "logits" or "decode". think: most tokens of thought before
-    a decoded reply.
+    The model's other weights must not change. chunk_size: evaluations at once, halved when memory runs out and slowly
+    grown back. mode: "logits" or "decode". think: most tokens of thought before a decoded reply.
     Raises ValueError if the tokenizer lacks what the mode needs.
     """
 

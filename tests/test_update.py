@@ -389,8 +389,7 @@ SGD = (*FULL, "--optimizer", "sgd", "--learning-rate", "30")
 
 @pytest.mark.parametrize("flags", [(), ("--num-iterations", "3"), FULL, SGD, ("--target-kl", "0.002")])
 def test_no_update_moves_the_policy_further_than_one_and_a_half_times_the_target(tmp_path, flags):
-    run = far(tmp_path, *flags)
-    repeats = 0
+    run, repeats = far(tmp_path, *flags), 0
     for _ in range(3):
         run.first = None
         before = sampled_policy(run)
@@ -404,8 +403,7 @@ def test_no_update_moves_the_policy_further_than_one_and_a_half_times_the_target
 def test_a_step_that_is_taken_back_and_made_smaller_is_the_step_at_the_smaller_rate(tmp_path):
     """Its masters to rounding, its moments bit for bit: those do not depend on the rate."""
     run = far(tmp_path)
-    before = dict(run.learner.trainable)
-    result = update_once(run)
+    before, result = dict(run.learner.trainable), update_once(run)
     assert result.repeats
     other = far(tmp_path, "--target-kl", "0")
     other.learner.rate = result.rate
@@ -439,11 +437,14 @@ def test_a_step_that_goes_too_far_at_every_try_is_not_made(tmp_path, monkeypatch
     assert all(mx.array_equal(array, weights[name]).item() for name, array in tree_flatten(run.model.parameters()))
 
 
-def test_the_rate_recovers_after_small_steps_up_to_the_scheduled_one(tmp_path):
+def test_the_rate_recovers_after_small_steps_up_to_the_scheduled_one(tmp_path, monkeypatch):
     run = make_run(tmp_path, "--learning-rate", "1e-5", "--warmup-steps", "0")
     run.learner.rate = 0.7
     seen = [update_once(run).rate for _ in range(3)]
     assert seen == pytest.approx([0.7, 0.7 * trust_region.RECOVERY, 1.0])
+    run = make_run(tmp_path, "--num-iterations", "2")
+    monkeypatch.setattr(trust_region, "hold", lambda *_: trust_region.BoundedStep(0.3, moved=1.0, repeats=1))
+    assert update_once(run).rate == pytest.approx(0.3 * 0.5)  # as a first step fitted at this rate
 
 
 @pytest.mark.parametrize(("budget", "sharing"), [(100_000, "off"), (100_000, "on"), (1, "off"), (90, "on")])

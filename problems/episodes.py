@@ -114,19 +114,18 @@ class Worker:
             job()
 
     def call(self, fn: Callable[[], Any]) -> Outcome:
-        """What comes of a call, in the thread. Of its `gate`, if it has one, so many pass; who waits has not begun."""
-        with getattr(getattr(fn, "func", fn), "gate", contextlib.nullcontext()):
-            self.begun = begin = time.monotonic()
-            value = error = None
-            try:
-                value = fn()
-                if inspect.isawaitable(value):
-                    task = self.task = asyncio.run_coroutine_threadsafe(awaited(value), _loop())
-                    value = task.result()
-            except BaseException as raised:  # SystemExit among them: it ends no more than a call
-                value, error = None, raised
-            self.begun = math.inf
-            return Outcome(value, error, time.monotonic() - begin)
+        """What comes of a call, in the thread."""
+        self.begun = begin = time.monotonic()
+        value = error = None
+        try:
+            value = fn()
+            if inspect.isawaitable(value):
+                task = self.task = asyncio.run_coroutine_threadsafe(awaited(value), _loop())
+                value = task.result()
+        except BaseException as raised:  # SystemExit among them: it ends no more than a call
+            value, error = None, raised
+        self.begun = math.inf
+        return Outcome(value, error, time.monotonic() - begin)
 
     def do(self, what: str, fn: Callable[[], Any]) -> Any:
         """A function's value. Raises ValueError, which begins with `what`, where it fails or takes too long."""

@@ -41,11 +41,11 @@ def environment(home: str) -> dict[str, str]:
     return {name: os.environ[name] for name in KEPT if name in os.environ} | {"HOME": home, "TMPDIR": home}
 
 
-def put_on(refused: list[str], hooked: bool = True) -> str:
+def put_on(refused: list[str]) -> str:
     """
     Seals this process for good; "" or, in one line, what its kernel does not hold.
 
-    refused: gets the name of the first thing that Python's hook refuses. hooked: with that hook.
+    refused: gets the name of the first thing that Python's hook refuses.
     """
     os.dup2(1, 2)  # where nobody reads
     sys.stdout = sys.stderr = None  # who prints does not fail, and is not heard
@@ -55,8 +55,7 @@ def put_on(refused: list[str], hooked: bool = True) -> str:
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
     if sys.platform == "linux":
         missing = _seccomp()
-    if hooked:
-        sys.addaudithook(_refuse(refused))
+    sys.addaudithook(_refuse(refused))
     return missing
 
 

@@ -115,12 +115,6 @@ class Pool:
         self.workers = []
 
 
-def ask_once(target: str, question: Any, limit: float) -> Answer:
-    """The answer of a sealed worker that is asked nothing else. ValueError when it does not start."""
-    with contextlib.closing(_Worker(target, (), sealed=True)) as worker:
-        return worker.ask(question, limit)
-
-
 class _Worker:
     """One process. It prints nothing: of what libraries warn, nobody who trains can mend."""
 
@@ -202,8 +196,6 @@ class _Worker:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(GRACE)
         status = self.process.poll()
-        if status == -signal.SIGXCPU:  # the limit of an answerer that sets one
-            return LATE
         return "closed its channel" if status is None else f"ended its process with status {status}"
 
     def close(self) -> None:
@@ -263,8 +255,7 @@ def serve(ears: BinaryIO, mouth: BinaryIO, target: str, sealed: bool) -> None:
     refused: list[str] = []
     try:
         answer: Callable[[Any], Any] = getattr(importlib.import_module(module), function)(*arguments)
-        hooked = not getattr(answer, "runs_code", False)  # of code, running is no attack
-        say(_frame(number, seal.put_on(refused, hooked) if sealed else "", "", False))
+        say(_frame(number, seal.put_on(refused) if sealed else "", "", False))
     except BaseException as error:
         return say(_frame(number, None, _said(error), False))
     while asked := hear():

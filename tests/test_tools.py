@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import random
+import re
 import threading
 import time
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from config import Config
 from problems import calls, chat_template, chats, episodes
 from problems.episodes import Episodes
 from problems.examples import short
+from problems.rewards import load_functions
 from reporting import journal
 from step.sample import Sample
 from tasks import calculator, guess
@@ -217,6 +219,20 @@ def test_a_turns_calls_are_made_in_order_and_told_back(talker):
     assert [one["turn"] for one in calls] == [0, 0, 0] and sample.conversation["turns"] == 2
     figures = journal.tool_metrics([sample], SimpleNamespace(wait_s=0.5))
     assert (figures["tools/calls"], figures["tools/failures"], figures["tools/turns"]) == (3, 1, 2)
+
+
+def test_the_tool_and_the_environment_of_the_page_answer_a_turn(talker, tmp_path):
+    shown = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "tools.md").read_text("utf-8"), re.DOTALL)
+    (tmp_path / "mine.py").write_text("\n\n".join(shown))
+    (search,) = load_functions("--tools", f"{tmp_path}/mine.py:search").values()
+    (game,) = load_functions("--env", f"{tmp_path}/mine.py:Game", kind="class").values()
+    talk = Episodes(box_of(talker, [search], {"": game}), EXAMPLES, [0], "0")
+    number = talk.rows[0].worker.instance.number
+    asked = call("search", {"query": "opening hours"}), call("guess", {"number": number})
+    _, messages = answer(talk, talker, "".join(asked))
+    assert [one["content"] for one in messages[1:]] == ["9 to 17, closed on Sundays", "right"]
+    talk.ask_rewards()
+    assert talk.rows[0].reward == 1
 
 
 def test_a_result_that_has_no_text_is_told_as_an_error(talker):

@@ -264,11 +264,10 @@ def answer_both(
     size = params.batch_size or memory.BatchSize(rows_at_once(fits, len(prompts) * samples))
     stop, ends = Stop(params.stop, tokenizer) if params.stop else None, model.config.eos_ids
     sampling = sampler.SamplingParams(params.max_tokens, params.temperature, eos_ids=ends, stop=stop, entropy=True)
-    play = functools.partial(
-        answered, model, tokenizer, key=KEY + params.seed, batch_size=size, toolbox=params.toolbox, seed="held out"
-    )
-    sampled, _ = play(asked(problems, prompts, samples), sampling)
-    greedy, _ = play(asked(problems, prompts, 1), sampling._replace(temperature=0.0, entropy=False))
+    how: dict[str, Any] = {"key": KEY + params.seed, "batch_size": size, "toolbox": params.toolbox, "seed": "held out"}
+    sampled, _ = answered(model, tokenizer, asked(problems, prompts, samples), sampling, **how)
+    sampling = sampling._replace(temperature=0.0, entropy=False)
+    greedy, _ = answered(model, tokenizer, asked(problems, prompts, 1), sampling, **how)
     return sampled, greedy
 
 
@@ -339,11 +338,7 @@ TAKEN = (
 
 
 def load_policy(name: str, adapter: str | None, start: str | None = None) -> tuple[gwen.Model, Any, bool]:
-    """
-    A model with its adapter, its tokenizer, and whether switching adapters restores the model before training.
-
-    start: the adapter that training began with.
-    """
+    """A model with its adapter, its tokenizer, and whether `lora.before_training` makes it what began with `start`."""
     if adapter is None or adapters.is_whole(adapter):
         return *gwen.load(name, adapter=adapter), adapter is None
     model, tokenizer = gwen.load(name)
@@ -406,9 +401,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = Parser("evaluate.py", "Evaluate a model on held-out problems.")
     run_files.add_flags(parser)
     parser.add_argument("--url", help="ask the OpenAI-compatible server there, whose model is that of --run or --model")
-    parser.add_argument(
-        "--url-model", default="default_model", metavar="NAME", help="its name for it (mlx_lm: default)"
-    )
+    parser.add_argument("--url-model", default="default_model", metavar="NAME", help="its name there (mlx_lm: default)")
     parser.add_argument("--data", help="held-out problems from a file or hub dataset, instead of the task's")
     parser.add_argument("--limit", type=int, help="only N of the problems, evenly spread")
     parser.add_argument("--samples", type=int, default=1, help="K completions a problem")

@@ -9,7 +9,7 @@ Axes: B prompts of a step, G completions of a prompt, N = B * G rows, M rows of 
 K rewards or turns.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -107,9 +107,7 @@ def group_advantages(
     return (centered * (num / np.maximum(num - 1, 1)) if baseline == "rloo" else centered).astype(np.float32)
 
 
-def turn_advantages(
-    groups: Sequence[Sequence[Sequence[float]]], scale: str = "group", signal_floor: float = 0.0
-) -> np.ndarray:
+def turn_advantages(groups: list[list[list[float]]], scale: str = "group", signal_floor: float = 0.0) -> np.ndarray:
     """
     How much better what a row earns from a turn on is than what the rows of its group earn from that turn on.
 

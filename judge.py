@@ -30,7 +30,7 @@ from config import JUDGE, SETTINGS, JudgeSettings
 from flags import Parser, add_flags, in_one_line, visible
 from judging import rubrics
 from judging.prompt_tree import Prompt, PromptTree, at_ends
-from judging.rubrics import Evaluation, Grader, Question
+from judging.rubrics import Evaluation, Grader, Question, Rubric
 from layers import softmax
 from layers.tree_cache import TreeCache
 from machine import alive
@@ -42,20 +42,13 @@ class Judge(Grader):
     """
     Answers the questions of `Grader.score`, using a local model with its adapters switched off.
 
-    The model's other weights must not change. chunk_size: evaluations at once, halved when memory runs out and slowly
+    The model's other weights must not change. chunk: evaluations at once, halved when memory runs out and slowly
     grown back. mode: "logits" or "decode". think: most tokens of thought before a decoded reply.
     Raises ValueError if the tokenizer lacks what the mode needs.
     """
 
     def __init__(
-        self,
-        model: gwen.Model,
-        tokenizer: Any,
-        rubric: rubrics.Rubric,
-        chunk_size: int = 24,
-        mode: str = "logits",
-        *,
-        think: int = 0,
+        self, model: gwen.Model, tokenizer: Any, rubric: Rubric, chunk: int = 24, mode: str = "logits", think: int = 0
     ):
         super().__init__(rubric)
         assert mode == "decode" or (mode == "logits" and not think), f"mode {mode!r}, think {think}"
@@ -68,7 +61,7 @@ class Judge(Grader):
         reply_room = rubrics.REPLY_TOKENS + think if mode == "decode" else 0
         self.room = model.config.max_position_embeddings - reply_room  # for a prompt, in tokens
         self._check_room({"": []})
-        self.tree = PromptTree(model, self.prompts.head, chunk_size, "judge")
+        self.tree = PromptTree(model, self.prompts.head, chunk, "judge")
         self._identity = ""
 
     def identity(self) -> str:
@@ -151,13 +144,13 @@ class Judge(Grader):
 # ---- a run's judge, and the command that compares a judge's scores with human labels
 
 
-def make(settings: JudgeSettings, rubric: rubrics.Rubric, load: Callable[[], tuple[gwen.Model, Any]]) -> Grader:
+def make(settings: JudgeSettings, rubric: Rubric, load: Callable[[], tuple[gwen.Model, Any]]) -> Grader:
     """The judge of these settings; `load` returns its model and tokenizer and runs only for a local judge."""
     if settings.url:
         from judging.remote_judge import RemoteJudge
 
         return RemoteJudge(settings, rubric, os.environ.get("JUDGE_API_KEY"))
-    return Judge(*load(), rubric, settings.chunk_size, settings.mode, think=settings.think)
+    return Judge(*load(), rubric, settings.chunk_size, settings.mode, settings.think)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -165,9 +158,7 @@ def main(argv: list[str] | None = None) -> None:
 
     parser = Parser("judge.py", "Compare a judge with labelled answers.")
     parser.add_argument("--rubric", required=True, help="YAML with the criteria")
-    parser.add_argument(
-        "--labels", required=True, metavar="FILE", help="JSONL with prompt, completion, criterion and score"
-    )
+    parser.add_argument("--labels", required=True, help="JSONL with prompt, completion, criterion and score")
     add_flags(parser, [SETTINGS[key] for key in JUDGE])
     args = parser.parse_args(argv)
     with in_one_line():

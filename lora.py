@@ -97,9 +97,8 @@ def apply(model: gwen.Model, rank: int, scale: float, targets: Sequence[str] = T
     if not linears:
         raise ValueError(f"--lora-targets {' '.join(targets)}: {model.config.family.members} have no such projection")
     keys = mx.random.split(mx.random.key(seed), len(linears))
-    adapted = [
-        (name, LoRALinear(linears[name], rank, scale, key)) for name, key in zip(sorted(linears), keys, strict=True)
-    ]
+    pairs = zip(sorted(linears.items()), keys, strict=True)
+    adapted = [(name, LoRALinear(linear, rank, scale, key)) for (name, linear), key in pairs]
     model.update_modules(tree_unflatten(adapted))
     for _, layer in adapted:
         layer.unfreeze(keys=["lora_a", "lora_b"], recurse=False)

@@ -138,9 +138,7 @@ def prefill(model: gwen.Model, prompts: list[list[int]], pad_id: int) -> tuple[K
     logits = model.hidden(tokens[:, cache.length :], cache)[:, -1] @ model.head_weight.T
     mx.eval(logits, cache.arrays())
     if not mx.isfinite(logits).all().item():
-        raise ValueError(
-            f"the model's first logits are not finite in {logits.dtype}; start again with GWEN_DTYPE=bfloat16"
-        )
+        raise ValueError(f"the first logits are not finite in {logits.dtype}; start again with GWEN_DTYPE=bfloat16")
     return cache, logits
 
 
@@ -279,15 +277,10 @@ def decode(
 def continue_greedily(
     model: gwen.Model, past: KVCache, logits: mx.array, limit: int, ends: Sequence[int]
 ) -> list[list[int]]:
-    """
-    Greedy continuations of the rows of a cache, from logits (N, V) of their first tokens.
-
-    Each ends with the first id in `ends`, or after `limit` ids.
-    """
+    """Greedy continuations of a cache's rows, from first logits (N, V), up to the first id in `ends` or `limit` ids."""
     num_rows = len(logits)
-    share = attention.reads_in_place(logits.dtype)
     record = Record(num_rows, SamplingParams(limit, 0.0, eos_ids=ends), key=0)
-    cache = SlotCache(past, num_rows, limit, share)
+    cache = SlotCache(past, num_rows, limit, attention.reads_in_place(logits.dtype))
     decode(model, cache, logits, {row: row for row in range(num_rows)}, record)
     return [ids[:length] for ids, length in zip(record.ids.tolist(), record.lengths, strict=True)]
 
@@ -295,39 +288,31 @@ def continue_greedily(
 RowsOf = dict[tuple[int, ...], list[int]]  # a distinct prompt -> the rows that continue it
 
 
-def sample_batch(
-    model: gwen.Model, rows_of: RowsOf, record: Record, batch_size: int, share_prefix: bool | None
-) -> None:
+def sample_batch(model: gwen.Model, rows_of: RowsOf, record: Record, batch_size: int, share: bool | None) -> None:
     """Prefills prompts and samples their rows. Its memory is free afterwards, also on failure."""
     begin = time.perf_counter()
     prompt_cache, prompt_logits = prefill(model, [list(prompt) for prompt in rows_of], record.params.pad_id)
     record.prefill_s += time.perf_counter() - begin
     prompt_of = {row: place for place, rows in enumerate(rows_of.values()) for row in rows}
-    if share_prefix is None:
-        share_prefix = attention.shares_prefix(len(prompt_of), list(map(len, rows_of)), batch_size, prompt_logits.dtype)
+    if share is None:
+        share = attention.shares_prefix(len(prompt_of), list(map(len, rows_of)), batch_size, prompt_logits.dtype)
     num_slots, rows = min(batch_size, len(prompt_of)), list(prompt_of)
     cache: SlotCache
     if record.talk:
         from layers.turns import Turns  # here: rows without turns do without it
 
         forward = gwen.decode_step(model)
-        turns = Turns(record, model, forward, prompt_cache, prompt_logits, rows_of, num_slots, share_prefix)
+        turns = Turns(record, model, forward, prompt_cache, prompt_logits, rows_of, num_slots, share)
         turns.play()
         cache = turns.cache
     else:
-        cache = SlotCache(prompt_cache, num_slots, int(record.limits[rows].max()), share_prefix)
+        cache = SlotCache(prompt_cache, num_slots, int(record.limits[rows].max()), share)
         decode(model, cache, prompt_logits, prompt_of, record)
     record.cache_bytes = max(record.cache_bytes, cache.most_bytes)
 
 
-def sample(
-    model: gwen.Model, rows_of: RowsOf, record: Record, size: memory.BatchSize, share_prefix: bool | None
-) -> None:
-    """
-    Samples the rows of each prompt in batches; rows lost when memory ran out are sampled again.
-
-    Raises ValueError if memory is too small for one row.
-    """
+def sample(model: gwen.Model, rows_of: RowsOf, record: Record, size: memory.BatchSize, share: bool | None) -> None:
+    """Samples prompts' rows in batches, again where memory ran out. ValueError if it is too small for one row."""
     of_one = -(-sum(map(len, rows_of.values())) // len(rows_of))  # rows of a prompt, on average
     while left := {p: rest for p, rows in rows_of.items() if (rest := [r for r in rows if not record.is_over(r)])}:
         # enough prompts for two rows per slot: slots stay busy, and memory stays bounded
@@ -335,16 +320,14 @@ def sample(
         num_prompts = len(left) // -(-len(left) // most_prompts)  # batches of about one size
         batch = dict(itertools.islice(left.items(), num_prompts))
         rows = [row for rows in batch.values() for row in rows]
-        if memory.attempt(sample_batch, model, batch, record, size.rows, share_prefix):
+        if memory.attempt(sample_batch, model, batch, record, size.rows, share):
             assert all(map(record.is_over, rows)), f"some of {len(rows)} rows did not end"
         if all(map(record.is_over, rows)):
             continue
         if min(size.rows, len(rows)) == 1:
             length = max(map(len, batch)) + record.limits.max()
-            raise ValueError(
-                f"memory does not suffice for one row of {length} tokens; free some, or start again with a "
-                "lower --max-tokens"
-            )
+            fix = "free some, or start again with a lower --max-tokens"
+            raise ValueError(f"memory does not suffice for one row of {length} tokens; {fix}")
         size.halve(len(rows))
         tqdm.write(f"sampling: out of memory, going on with {size.rows} rows at once", file=sys.stderr)
 
@@ -361,12 +344,10 @@ def assemble(record: Record, dtype: mx.Dtype, stats: RolloutStats) -> Rollout:
     )
     reasons = ["stop" if ended else "length" for ended in record.at_end(np.arange(len(mask)))]
     entropy = entropies[0] if entropies else None
-    rollout = Rollout(
-        ids, logprobs, mx.array(mask.astype(np.float32)), reasons, stats, entropy, stop=record.params.stop
-    )
+    found = Rollout(ids, logprobs, mx.array(mask.astype(np.float32)), reasons, stats, entropy, stop=record.params.stop)
     if record.talk is None:
-        return rollout
-    return rollout._replace(finish_reasons=record.reasons, sequences=record.sequences, places=record.places)
+        return found
+    return found._replace(finish_reasons=record.reasons, sequences=record.sequences, places=record.places)
 
 
 def rollout(
@@ -419,10 +400,10 @@ def texts(tokenizer: Any, result: Rollout, eos_ids: Sequence[int]) -> list[str]:
     A stop text and what follows it are left out, as in vLLM.
     """
     ends = set(eos_ids)
-    turns = [
-        [list(ids) for is_end, ids in itertools.groupby(row, ends.__contains__) if not is_end] for row in result.ids
-    ]
-    found = ["\n".join(tokenizer.decode(turn, skip_special_tokens=True) for turn in row) for row in turns]
+    found = []
+    for row in result.ids:
+        turns = [list(turn) for is_end, turn in itertools.groupby(row, ends.__contains__) if not is_end]
+        found.append("\n".join(tokenizer.decode(turn, skip_special_tokens=True) for turn in turns))
     return [result.stop.cut(text) for text in found] if result.stop else found
 
 

@@ -30,11 +30,7 @@ POSITIONS = 256  # of a pass that holds all its logits
 
 
 def pack(wide: Path, out: Path, bits: int) -> float:
-    """
-    Writes a model's directory anew, as `mlx_lm.convert -q` does; returns the bits of a weight, with its scales.
-
-    Raises ValueError where nothing of it is packed.
-    """
+    """Writes a model's directory anew, as `mlx_lm.convert -q`; returns bits a weight. ValueError where all stay 16."""
     from mlx_lm.utils import compute_bits_per_weight, load_model, quantize_model, save_config, save_model
 
     model, config = load_model(wide, lazy=True)
@@ -72,11 +68,9 @@ def tell_cost(run: str | None, wide: Path, few: Path, bits: int) -> None:
         print(f"WARNING: {bits} bits move the model by over a third of what training did: take more, or train longer")
 
 
-def answers(
-    config: Config, task: tasks.Task, directory: Path, bits: int
-) -> tuple[gwen.Model, list[Sample], list[Sample]]:
-    """Evaluates the model of a directory as a run does and prints it; returns it, its samples and greedy answers."""
-    model, tokenizer = gwen.load(directory)
+def answers(config: Config, task: tasks.Task, folder: Path, bits: int) -> tuple[gwen.Model, list[Sample], list[Sample]]:
+    """Evaluates the model of a folder as a run does and prints it; returns it, its samples and greedy answers."""
+    model, tokenizer = gwen.load(folder)
     scored = task.rubric is not None and task.verifier is None and not config.judge.url  # which may cost money
     grader, _ = evaluate.make_graders(config, task.rubric if scored else None, None)
     found: list[list[Sample]] = []

@@ -95,9 +95,7 @@ def read(path: str | Path) -> Adapter:
     directory, config = _opened(path)
     is_peft = "peft_type" in config
     if is_whole(directory):
-        raise ValueError(
-            f"--adapter {directory} holds a whole model; write it with lora.py --fuse and name that --model"
-        )
+        raise ValueError(f"--adapter {directory} holds a whole model; write it with lora.py --fuse, for --model")
     rank, scale = _rank_and_scale(config, f"--adapter {directory}: {CONFIG}")
     endings = {"A.weight": "a", "B.weight": "b"} if is_peft else {"a": "a", "b": "b"}
     halves, pairs = {}, {}  # by name and "a" or "b"; A and B by name
@@ -148,11 +146,7 @@ def fitting(weights: dict[str, mx.array], path: str | Path) -> Adapter:
 
 
 def merge(weights: dict[str, mx.array], path: str | Path, family: hub.Family) -> dict[str, mx.array]:
-    """
-    Hugging Face weights with an adapter merged in, W + scale * (A B)^T in float32. path: see `find`.
-
-    Raises ValueError if there is no adapter, or none for this model.
-    """
+    """Hugging Face weights with the adapter at `path` merged in, W + scale * (A B)^T in float32. Or ValueError."""
     directory, config = _opened(path)
     if is_whole(directory):
         trained, _ = hub.from_stored(_load_tensors(directory, config), family)

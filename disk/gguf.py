@@ -195,9 +195,8 @@ def splitter(split: str) -> Any:
     if split != "smollm":
         digits = r"\p{N}{1,3}" if split == "llama-bpe" else r"\p{N}"
         first = pre_tokenizers.Split(Regex(QWEN_SPLIT.replace(r"|\p{N}|", f"|{digits}|")), "isolated")
-    return pre_tokenizers.Sequence(
-        [first, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split == "smollm")]
-    )
+    second = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split == "smollm")
+    return pre_tokenizers.Sequence([first, second])
 
 
 def tokenizer_of(metadata: dict[str, Any]) -> Any:

@@ -174,11 +174,7 @@ def end_ids(name: str, content: dict[str, Any], vocab_size: int) -> list[int]:
 
 
 def checked(raw: dict[str, Any], key: str, low: float, high: float, default: Any = None) -> Any:
-    """
-    The number under `key`, or `default`; a float if `low` is a float, else an int.
-
-    Raises ValueError if it is anything else or outside `low` to `high`.
-    """
+    """The number from `low` to `high` under `key`, or `default`; a float if `low` is one, else int. Or ValueError."""
     value = default if raw.get(key) is None else raw[key]
     kinds = (int, float) if isinstance(low, float) else (int,)
     if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
@@ -224,9 +220,7 @@ ROPE_SCALINGS: dict[str, dict[str, Any]] = {  # the numbers of each kind, and wh
 }
 
 
-def rope_settings(
-    raw: dict[str, Any], family: Family, max_positions: int
-) -> tuple[float, float, dict[str, Any] | None]:
+def rope_settings(raw: dict[str, Any], family: Family, positions: int) -> tuple[float, float, dict[str, Any] | None]:
     """
     Theta, the rotated share of a head and, where positions are scaled, `rope_type` and its numbers, with defaults.
 
@@ -252,7 +246,7 @@ def rope_settings(
     if other := sorted(scaling.keys() - numbers - {"rope_type", "type", "rope_theta", "partial_rotary_factor"}):
         raise ValueError(f"config.json has rope type {rope_type} with {other[0]}, which is not supported")
     if rope_type == "yarn":
-        scaling.setdefault("original_max_position_embeddings", max_positions)
+        scaling.setdefault("original_max_position_embeddings", positions)
     least = {"original_max_position_embeddings": 1, "factor": 1.0}
     read = {key: checked(scaling, key, least.get(key, 1e-3), 2**31, default) for key, default in numbers.items()}
     return theta, share, {"rope_type": rope_type, **read}
@@ -479,10 +473,8 @@ def load_tokenizer(directory: str | Path) -> Any:
         raise ValueError(f"{directory}: the tokenizer cannot be loaded: {first_line(error)}") from error
 
 
-BUNDLED = {
-    name: Path(__file__).parent.parent / "demo" / folder
-    for name, folder in (("demo", "model"), ("demo:rg", "rg"), ("demo:tools", "tools"))
-}
+_DEMOS = Path(__file__).parent.parent / "demo"
+BUNDLED = {"demo": _DEMOS / "model", "demo:rg": _DEMOS / "rg", "demo:tools": _DEMOS / "tools"}
 DEMO = BUNDLED["demo"]
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
 TOKENIZER_FILES = ["*.json", "*.jinja", "merges.txt"]  # and the configuration
@@ -547,11 +539,7 @@ def is_gguf(path_or_id: str | Path) -> bool:
 
 
 def find(path_or_id: str | Path, files: list[str] = HUB_FILES) -> Path:
-    """
-    The directory of a bundled model, a local path, a GGUF file or a hub id, of which `files` are downloaded.
-
-    Raises ValueError if there is none.
-    """
+    """The directory of a bundled model, path, GGUF file or hub id, of which `files` are downloaded. Or ValueError."""
     if path_or_id in BUNDLED:
         return BUNDLED[str(path_or_id)]
     if is_gguf(path_or_id):

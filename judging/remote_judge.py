@@ -1,8 +1,4 @@
-"""
-Remote judge: scores the same rubric with a model known only by its name on a server (judging/server.py).
-
-Axes: N completions, J criteria.
-"""
+"""Remote judge: scores the same rubric with a model known only by its name on a server (judging/server.py)."""
 
 import contextlib
 from collections.abc import Generator
@@ -10,7 +6,7 @@ from typing import Any
 
 from config import JudgeSettings
 from judging import rubrics
-from judging.rubrics import Evaluation, Grader, Question
+from judging.rubrics import Evaluation, Grader, Question, Rubric
 from judging.server import TEMPLATE, Endpoint, Flags
 from machine import alive
 
@@ -23,7 +19,7 @@ class RemoteJudge(Grader):
 
     is_paid = True
 
-    def __init__(self, settings: JudgeSettings, rubric: rubrics.Rubric, key: str | None):
+    def __init__(self, settings: JudgeSettings, rubric: Rubric, key: str | None):
         super().__init__(rubric)
         self.mode, self.think = settings.mode, settings.think
         self.server = Endpoint(FLAGS, settings.url, settings.model, key)

@@ -35,10 +35,8 @@ REPLY_TOKENS = 16  # most tokens of a decoded reply, without thoughts
 LOUD = 0.2  # share of unreadable evaluations that triggers a warning
 FIRST = 24  # evaluations after which a judge without one readable score is given up
 _QUESTION, _ANSWER, _CRITERION = "\ue000", "\ue001", "\ue002"  # private-use characters mark the places in the template
-LAYOUT = (
-    f"<question>\n{_QUESTION}\n</question>\n<answer>\n{_ANSWER}\n</answer>\n{_CRITERION}\n"
-    "Reply with one digit from 1 to 5."
-)
+LAYOUT = f"<question>\n{_QUESTION}\n</question>\n<answer>\n{_ANSWER}\n</answer>\n{_CRITERION}\n"
+LAYOUT += "Reply with one digit from 1 to 5."
 _TAG = re.compile(r"<(?=\s*+/?+\s*+(?:question|answer)\b)", re.IGNORECASE)
 _MAYBE_CONTROL = re.compile(r"[<\[](?=[|/\w<\uff5c])")  # "<|im_end|>", "</s>", "<think>", "[INST]", "<<SYS>>"
 
@@ -67,9 +65,7 @@ def load_rubric(path: str | Path) -> Rubric:
     if not isinstance(content, dict) or not isinstance(content.get("criteria"), list) or not content["criteria"]:
         raise ValueError(f"{where} has no criteria; it needs a list `criteria` of name, weight and text")
     if unknown := content.keys() - {"preamble", "criteria"}:
-        raise ValueError(
-            f"{where}: unknown key {reprlib.repr(min(unknown, key=str))}; a rubric has preamble and criteria"
-        )
+        raise ValueError(f"{where}: unknown key {min(unknown, key=str)!r:.60}; a rubric has preamble and criteria")
     criteria = [_criterion(f"{where}: criterion {n}", entry) for n, entry in enumerate(content["criteria"], 1)]
     if len({criterion.name for criterion in criteria}) < len(criteria):
         raise ValueError(f"{where}: two criteria have the same name")
@@ -200,19 +196,13 @@ def score_of(token: str) -> int:
 
 
 def score_token_ids(tokenizer: Any) -> list[list[int]]:
-    """
-    For each score 1 to 5, the ids of the tokens that spell it.
-
-    Raises ValueError if a digit has no token of its own: the first token then cannot tell scores apart.
-    """
+    """For each score 1 to 5, the ids of the tokens that spell it. ValueError if a digit has no token of its own."""
     by_score: list[list[int]] = [[] for _ in range(6)]
     for token, token_id in tokenizer.get_vocab().items():
         by_score[score_of(token)].append(token_id)
     if missing := [str(score) for score in range(1, 6) if not by_score[score]]:
-        raise ValueError(
-            f"the judge's tokenizer has no token of its own for {', '.join(missing)}, so its first token is no score; "
-            "set --judge-mode decode"
-        )
+        fault = f"the judge's tokenizer has no token of its own for {', '.join(missing)}"
+        raise ValueError(f"{fault}, so its first token is no score; set --judge-mode decode")
     return list(map(sorted, by_score[1:]))
 
 

@@ -132,9 +132,8 @@ class Endpoint:
                     return self._reply(content)
                 status, message = response.status_code, self._shown(content.decode(errors="replace"))
                 problem = f"status {status}: {message or self._shown(response.reason_phrase)}"
-                if status in (400, 422) and (
-                    refused := {name for name in OPTIONAL if name in body and name in message}
-                ):
+                refused = {name for name in OPTIONAL if name in body and name in message}
+                if status in (400, 422) and refused:
                     self.refused |= refused
                     return await self._ask(client, body)
                 if status in (400, 413) and TOO_LONG.search(message):
@@ -148,10 +147,8 @@ class Endpoint:
                 # random, so that requests that failed together do not retry together
                 await asyncio.sleep(min(max(seconds, pause * random.uniform(0.5, 1.0)), LONGEST_WAIT))
                 pause *= 2
-        fix = f"start it, or name another {self.flags.url}"
-        raise ValueError(
-            f"{self.flags.url} {self.url} did not answer after {1 + self.retries} tries ({problem}); {fix}"
-        )
+        said = f"did not answer after {1 + self.retries} tries ({problem})"
+        raise ValueError(f"{self.flags.url} {self.url} {said}; start it, or name another {self.flags.url}")
 
     def _reply(self, content: bytes) -> Reply:
         """The reply in a server's JSON."""

@@ -46,10 +46,8 @@ def layer_bytes(model: hub.ModelConfig, dtype: mx.Dtype, keys: float, kind: str)
 def forward_bytes(model: hub.ModelConfig, dtype: mx.Dtype, keys: float) -> float:
     """What one position takes of a layer without a gradient, of the kind that takes the most."""
     loops = 0.0 if has_kernels() else 8 * model.num_attention_heads * keys  # arrays between the loops of cpu.exp
-    return loops + max(
-        layer_bytes(model, dtype, keys, kind) * (LINEAR_SHARE if kind == "linear_attention" else 1)
-        for kind in set(model.layer_kinds)
-    )
+    shares = {kind: LINEAR_SHARE if kind == "linear_attention" else 1 for kind in model.layer_kinds}
+    return loops + max(layer_bytes(model, dtype, keys, kind) * share for kind, share in shares.items())
 
 
 def column_bytes(model: hub.ModelConfig, dtype: mx.Dtype) -> int:
@@ -67,12 +65,7 @@ def state_bytes(model: hub.ModelConfig, dtype: mx.Dtype) -> int:
 
 
 def rollout_bytes(
-    model: hub.ModelConfig,
-    dtype: mx.Dtype,
-    prompts: list[int],
-    groups: int,
-    max_tokens: int,
-    rows: int,
+    model: hub.ModelConfig, dtype: mx.Dtype, prompts: list[int], groups: int, max_tokens: int, rows: int
 ) -> tuple[int, int]:
     """Bytes of keys and values, and of the rest, when the longest prompts are prefilled together."""
     slots = min(rows, len(prompts) * groups)

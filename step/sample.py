@@ -86,11 +86,8 @@ class Sample(NamedTuple):
 def asked(examples: Sequence[Example], prompts: list[list[int]], size: int) -> list[Sample]:
     """`size` samples of each prompt that are yet to be written."""
     pairs = zip(prompts, examples, strict=True)
-    return [
-        Sample(prompt, [], (), group, example=example)
-        for group, (prompt, example) in enumerate(pairs)
-        for _ in range(size)
-    ]
+    once = [Sample(prompt, [], (), group, example=example) for group, (prompt, example) in enumerate(pairs)]
+    return [one for one in once for _ in range(size)]
 
 
 def answered(
@@ -123,9 +120,8 @@ def answered(
         its = [samples[row] for row in mine]
         prompts = [one.prompt for one in its]
         try:
-            rollout = sampler.rollout(
-                model, prompts, params, group_size=1, key=key, rows=mine, batch_size=batch_size, talk=talk
-            )
+            how: Any = {"group_size": 1, "key": key, "rows": mine, "batch_size": batch_size, "talk": talk}
+            rollout = sampler.rollout(model, prompts, params, **how)
         except sampler.NotFinite as error:
             said = prompt_text(its[error.row].example["prompt"])
             raise ValueError(f"{error}. The prompt: {said!r:.200}") from error
@@ -217,13 +213,12 @@ def rewarded(
     counted = {name: values for name, values in components.items() if weights[name]}
     for name, values in counted.items():
         if (np.abs(weights[name] * values) >= 1e15).any():  # `rewards.call_reward` has the same limit before weighting
-            raise ValueError(
-                f"reward {name} times its weight {weights[name]:g} passes 1e15; start again with lower --reward-weights"
-            )
+            fault = f"reward {name} times its weight {weights[name]:g} passes 1e15"
+            raise ValueError(f"{fault}; start again with lower --reward-weights")
     compared = np.array([0 if together else sample.group for sample in samples])
-    filled = {
-        name: fill(values, compared) if name == "rubric" else np.nan_to_num(values) for name, values in counted.items()
-    }
+    filled = {name: np.nan_to_num(values) for name, values in counted.items()}
+    if "rubric" in filled:
+        filled["rubric"] = fill(counted["rubric"], compared)
     # no BLAS: its rounding may depend on the position, and equal rewards must stay equal
     total = sum((weights[name] * values for name, values in filled.items()), np.zeros(len(samples)))
     return [

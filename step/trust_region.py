@@ -27,6 +27,7 @@ RECOVERY = 1.25  # the rate grows by this factor after a step below half the tar
 MOST_TRIES, LEAST_SHARE = 5, 0.1  # tries to shorten a step that goes too far, and the smallest factor of one try
 
 Weights = dict[str, mx.array]  # float32 masters by name
+Under = Callable[[Weights], list[mx.array]]  # puts weights into the model and gives the log-probabilities under them
 
 
 def make_probe(batches: list[Batch], step: int) -> list[Batch]:
@@ -81,17 +82,11 @@ class BoundedStep(NamedTuple):
     repeats: int  # tries that went too far and were undone
 
 
-def hold(
-    before: Weights,
-    after: Weights,
-    probe: list[Batch],
-    target: float,
-    logprobs_under: Callable[[Weights], list[mx.array]],
-) -> BoundedStep:
+def hold(before: Weights, after: Weights, probe: list[Batch], target: float, logprobs_under: Under) -> BoundedStep:
     """
     Shortens the step from `before` to `after`, in place, until the policy has moved at most SLACK times the target.
 
-    logprobs_under: of the probe; puts the weights into the model. A step that is too long at every try is dropped.
+    logprobs_under: of the probe. A step that is too long at every try is dropped.
     """
     share = 1.0
     for repeats in range(MOST_TRIES):

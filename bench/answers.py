@@ -1,14 +1,13 @@
 """
 What the demo's answers say, read by somebody else: `uv run python -m bench.answers runs/A runs/B ...`.
 
-One answer at temperature 1 to each held-out problem, by the bundled model and by each run's adapter, counted by a
-reader that shares no code with the verifier which the runs were rewarded by: it works out each statement, where the
-verifier compares patterns. What it cannot read it does not forgive. `--show 50` prints answers; a figure of quality
-deserves that somebody reads fifty of the answers that it counts, which is how the first figures of this demo fell.
+The answers of runs' first and newest evaluations, as they recorded them, counted by a reader that shares no code with
+the verifier which the runs were rewarded by: it works out each statement, where the verifier compares patterns. What it
+cannot read it does not forgive. `--show 50` prints answers; a figure of quality deserves that somebody reads fifty of
+the answers that it counts, which is how the first figures of this demo fell.
 """
 
 import argparse
-import functools
 import re
 from collections import Counter
 from pathlib import Path
@@ -18,9 +17,9 @@ import cpu_blas  # noqa: F401  (before mlx)
 import numpy as np
 import pandas as pd
 
-import evaluate
-import gwen
-import tasks
+from flags import in_one_line
+from problems.examples import spread
+from reporting import history, seeds
 
 UNITS = "one two three four five six seven eight nine".split()
 TEENS = "ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen".split()
@@ -30,7 +29,6 @@ for ten, tens in enumerate("twenty thirty forty fifty sixty seventy eighty ninet
     NUMBERS |= {f"{tens}-{unit}": 10 * ten + number for number, unit in enumerate(UNITS, 1)}
 SIGNS = dict.fromkeys(("plus", "and", "+"), "+")
 SIGNS |= dict.fromkeys("is are equals equal makes gives has have =".split(), "=")
-MOST_TOKENS = 24  # of an answer, as in the recipe
 SILENT = set("the answer sum total of that this it so in all together more add adding , ! ' ( ) $".split())
 
 
@@ -91,23 +89,33 @@ def audit(details: list[dict[str, Any]]) -> dict[str, float]:
     return shares
 
 
-def main() -> None:
+def evaluations(folders: list[Path]) -> dict[str, list[dict[str, Any]]]:
+    """Records by the row of the table: the first evaluation of the first run, then the newest of each."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for run in (history.load(path) for folder in folders for path in seeds.runs_in(folder)):
+        if run.settings["task"] != "demo" or not run.answers:
+            raise ValueError(f"{run.dir} has no evaluation of --task demo; give a run of it with --eval-every above 0")
+        each = [list(answers.values()) for answers in run.answers.values()]
+        found.setdefault("before training", each[0])
+        found[run.name] = each[-1]
+    return found
+
+
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="runs of the demo task and the demo model")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="runs of the demo, or directories of seeds")
     parser.add_argument("--show", type=int, default=0, metavar="N", help="print N answers of each run, evenly spread")
-    args = parser.parse_args()
-    task, shares = tasks.load("demo"), {}
-    for run in [None, *args.runs]:
-        answer = functools.partial(evaluate.answer_both, *gwen.load("demo", adapter=run and run / "adapter"))
-        _, details = evaluate.evaluate(answer, task, evaluate.EvalParams(MOST_TOKENS))
-        shares[run.name if run else "before training"] = audit(details)
-        for one in details[:: len(details) // args.show] if args.show else ():
+    args = parser.parse_args(argv)
+    with in_one_line():
+        found = evaluations(args.runs)
+    for details in found.values() if args.show else ():
+        for one in spread(details, args.show):
             reading = read(one["prompt"], one["completions"][0])
             verdict = "right" if reading.right else "RIGHT NUMBER ONLY" if reading.ends_right else "wrong"
             print(f"{verdict}: {one['prompt']} {one['completions'][0]!r}")
-    table = pd.DataFrame(shares).T
+    table = pd.DataFrame({name: audit(details) for name, details in found.items()}).T
     table = pd.concat([table, table[1:].agg(["mean", "min", "max"])])  # of the runs
-    print(f"{len(task.held_out)} answers\n{table.map('{:.1%}'.format).to_string()}")
+    print(f"{len(found['before training'])} answers\n{table.map('{:.1%}'.format).to_string()}")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from conftest import read_log
+from conftest import message_of, read_log
 
 from bench import answers as audit
 from tasks import demo as sums
@@ -38,3 +38,18 @@ def test_of_recorded_answers_the_audit_calls_those_right_that_the_verifier_does(
         right = number_words(sum(numbers_in(prompt)))
         assert audit.read(prompt, answer).right == bool(sums.correct([prompt], [answer], [right])[0])
         assert audit.read(prompt, answer).right == (scores[0] == 5)
+
+
+def test_the_audit_of_a_run_counts_its_first_and_its_newest_evaluation(golden, capsys):
+    run = golden("grpo")
+    audit.main(["--show", "2", str(run)])
+    *shown, num, _, first, newest, mean, least, most = capsys.readouterr().out.splitlines()
+    evals = read_log(run / "eval.jsonl")
+    for line, record in ((first, evals[0]), (newest, evals[-1])):
+        assert line.split()[-4::2] == [f"{record[name]:.1%}" for name in ("eval/accuracy", "eval/greedy")]
+    assert first.startswith("before training") and newest.startswith("grpo") and num == "8 answers"
+    assert [line.split()[1:] for line in (mean, least, most)] == [newest.split()[1:]] * 3
+    recorded = read_log(run / "eval_answers.jsonl")
+    told = [f"{recorded[place]['prompt']} {recorded[place]['completions'][0]!r}" for place in (0, 4, -8, -4)]
+    assert [line.partition(": ")[2] for line in shown] == told
+    assert "has no evaluation of --task demo" in message_of(audit.evaluations, [golden("sft")])

@@ -23,10 +23,7 @@ from settings.sources import command, low_rate
 
 CALLS = {"LoraConfig": (), "SFTTrainer": ("model",)} | dict.fromkeys(("GRPOConfig", "SFTConfig"), ("output_dir",))
 CALLS |= {"GRPOTrainer": ("model", "reward_funcs", "args", "train_dataset")}  # names of the arguments without one
-PARTS = "args peft_config train_dataset processing_class".split()  # of the trainer, which other calls make
-KEPT = {"weight_decay": "0 0.0", "max_grad_norm": "1 1.0", "adam_beta1": "0.9", "adam_beta2": "0.999"}
-KEPT |= {"adam_epsilon": "1e-8 1e-08", "shuffle_dataset": "True", "use_peft": "True"}  # what Gwen does anyway
-WRITE = {"*": "write its settings here", ".": "save the rows it makes, and give them as data"}
+LOADS = {"load_dataset": ("path", "name")} | dict.fromkeys(("from_json", "from_csv", "from_parquet"), ("data_files",))
 
 
 class Computed(str):
@@ -39,31 +36,30 @@ def recipe(path: str) -> str:
     theirs = dict(in_script(path, where)) if Path(path).suffix == ".py" else load_yaml(path, where)
     if not isinstance(theirs, dict) or not theirs:
         raise ValueError(f"{where} holds no settings of TRL's; give the YAML of `trl grpo` or a script with GRPOConfig")
-    rows = ChainMap(*(names for section, names in foreign_names().items() if section != "values"))
-    ours, left, spared, run = derived(theirs, path), [], [], {}
+    rows, made = ChainMap(*foreign_names().values()), derived(theirs, path)
+    ours, left, spared, run = dict(made), [], [], {}
     for name, value in theirs.items():
-        kind, said = rows.get(str(name), ("missing", "neither TRL nor Gwen knows it"))
-        kind, said = ("computed", WRITE[str(name)[:1]]) if str(name)[:1] in WRITE else (kind, said)
-        key, meant = renamed(str(name), value, kind, said)
-        if name == "reward_funcs" and "reward" in ours:
+        unknown = "missing", "neither TRL nor Gwen knows it"
+        kind, said = rows.get(f"{name} {value}".lower()) or rows.get(str(name), unknown)
+        key, word, is_alone = renamed(str(name), kind, said)
+        if name == "reward_funcs":
             value = [one for one in rewards_of(theirs) if not at_hand(path, one)]
-        if DERIVED.get(name) in ours and (name != "reward_funcs" or not value):
+        if key in made and not (name == "reward_funcs" and value):
             continue
-        if kind == "not needed" and (name not in KEPT or str(value) in KEPT[name].split()):
+        if kind == "not needed":
             spared.append(str(name))
             continue
         if key == "run_dir" and type(value) is str:
-            run[name] = value
+            run[name] = Path(value).name
             continue
-        kind = "Gwen differs" if kind == "not needed" else kind
-        try:
-            if key in SETTINGS and isinstance(value, Computed):
-                kind, said = "computed", f"write its value as `{key}: VALUE`"
-            elif key in SETTINGS:
-                ours.setdefault(key, checked({key: meant}).flat()[key])
+        if key in SETTINGS and isinstance(value, Computed):
+            kind, said = "computed", f"write its value as `{key}: VALUE`"
+        elif key in SETTINGS and is_alone:
+            try:
+                ours.setdefault(key, checked({key: word or value}).flat()[key])
                 continue
-        except ValueError as error:
-            kind, said = "refused", str(error)
+            except ValueError as error:
+                kind, said = "refused", str(error)
         left.append(f"# {name}: {value!r:.80} -> {kind}{': ' if said else ''}{said}")
     for file in dict.fromkeys(one.rpartition(":")[0] for one in ours.get("reward", ())):
         if absent := ", ".join(missing(file)):
@@ -75,35 +71,31 @@ def recipe(path: str) -> str:
         left.append(f"# learning_rate: {slow}")
     if spared:
         left.append(f"# not needed here: {', '.join(spared)}")
-    if run:
-        out, name = run.get("output_dir", "runs"), run.get("run_name", "")
-        folder = shlex.quote(str(Path(out, "" if out.endswith(name) else name)))
-        left.insert(0, f"# {command(ours)} --config THIS --run-dir {folder}")
+    if name := run.get("run_name") or run.get("output_dir"):
+        left.insert(0, f"# {command(ours)} --config THIS --run-dir {shlex.quote(f'runs/{name}')}")
     return "\n".join([*left, yaml.safe_dump(ours, sort_keys=False)])
 
 
-def renamed(name: str, value: Any, kind: str, said: str) -> tuple[str, Any]:
-    """The name that a setting has here, "" where it has none that stands for it alone, and its value."""
-    named = re.match("`--([a-z-]+)(?: ([a-z]+))?`", said)
-    if kind == "renamed" and named and not re.search("[:*/]", said.replace("https:", "")):
-        return named[1].replace("-", "_"), named[2] if named[2] and value is True else value
-    return (name, value) if kind == "same" else ("", value)
-
-
-DERIVED = {"lora_alpha": "lora_scale", "per_device_train_batch_size": "batch", "reward_funcs": "reward"}
-DERIVED |= dict.fromkeys(("dataset_name", "dataset_config", "dataset_train_split", "datasets"), "data")
-DERIVED |= {"warmup_ratio": "warmup_steps", "warmup_steps": "warmup_steps", "reward_weights": "reward_weights"}
-DERIVED |= {"use_rslora": "lora_scale", "chat_template_kwargs": "thinking", "eval_strategy": "eval_every"}
+def renamed(name: str, kind: str, said: str) -> tuple[str, str, bool]:
+    """The setting that a name is here, "" for none; the word that is its value; whether it stands for it alone."""
+    named = re.match("`--([a-z-]+)(?: ([a-z0-9]+)`)?", said)
+    if kind == "renamed" and named:
+        return named[1].replace("-", "_"), named[2] or "", not re.search("[:*/@]", said)
+    return name if kind == "same" else "", "", kind == "same"
 
 
 def derived(theirs: dict[str, Any], path: str) -> dict[str, Any]:
     """What is here made of several of theirs; nothing of what a script computes."""
     ours: dict[str, Any] = {}
     steps = theirs.get("steps_per_generation") or theirs.get("gradient_accumulation_steps") or 1
+    whole, part = (theirs.get(f"{of}_batch_size") for of in ("generation", "per_device_train"))
+    batch: list[Any] = [whole] if whole else [part, steps]
+    groups = theirs.get("num_generations", 8)
+    if all(type(value) is int and value > 0 for value in (*batch, groups)):
+        ours["batch"] = max(math.prod(batch) // groups, 1)
     alpha, rank = (8, 8) if Path(path).suffix == ".py" else (32, 16)  # of PEFT, and of `trl grpo`
     scale = [theirs.get("lora_alpha", alpha), theirs.get("r", theirs.get("lora_r", rank))]
     asks = theirs.keys() & {"lora_alpha", "r", "lora_r", "use_rslora"}
-    batch = [theirs.get("per_device_train_batch_size"), steps, theirs.get("num_generations", 8)]
     if asks and all(type(value) in (int, float) and value > 0 for value in scale):
         ours |= {"lora_rank": scale[1], "lora_scale": scale[0] / scale[1] ** (0.5 if theirs.get("use_rslora") else 1)}
     if theirs.get("eval_strategy") in ("no", False):  # which YAML takes for the other
@@ -111,15 +103,15 @@ def derived(theirs: dict[str, Any], path: str) -> dict[str, Any]:
     told = theirs.get("chat_template_kwargs")
     if isinstance(told, dict) and told.keys() == {"enable_thinking"}:
         ours["thinking"] = told["enable_thinking"]
-    if all(type(value) is int and value > 0 for value in batch):
-        ours["batch"] = max(batch[0] * batch[1] // batch[2], 1)
-    data, mixed = [theirs.get(f"dataset_{part}") for part in ("name", "config", "train_split")], theirs.get("datasets")
-    if isinstance(mixed, list) and len(mixed) == 1 and isinstance(mixed[0], dict):
-        data = [mixed[0].get("data_files") or mixed[0].get("path"), mixed[0].get("name"), mixed[0].get("split")]
-    if type(name := data[0]) is str:
-        files = [file for file in (Path(path).parent / name, Path(name)) if file.is_file()]
-        parts = files[:1] or data
-        ours["data"] = ":".join(str(part) for part in parts if part)
+    data, sets = [theirs.get(f"dataset_{part}") for part in ("name", "config", "train_split")], theirs.get("datasets")
+    if (
+        isinstance(sets, list) and len(sets) == 1 and isinstance(sets[0], dict)
+    ):  # of a file reader and split say nothing
+        data = [sets[0].get(part) for part in ("path", "name", "split")]
+        data = [sets[0]["data_files"]] if "data_files" in sets[0] else data  # its reader and split go without saying
+    if {type(part) for part in data if part} == {str} and data[0]:
+        files = [str(file) for file in (Path(path).parent / data[0], Path(data[0])) if file.is_file()]
+        ours["data"] = ":".join(files[:1] or filter(None, data))
     share, steps = theirs.get("warmup_steps") or theirs.get("warmup_ratio"), theirs.get("max_steps")
     if type(share) is float and share < 1 and type(steps) is int and steps > 0:
         ours["warmup_steps"] = math.ceil(share * steps)
@@ -181,7 +173,7 @@ def in_script(path: str, where: str) -> Iterator[tuple[str, Any]]:
     Of a value that is computed there are its words, of rewards their modules; nothing of what makes an eval_dataset.
     """
     tree = parsed(path, where)
-    values, nodes, loads = constants(tree), list(ast.walk(tree)), list[str]()
+    values, nodes, loads = constants(tree), list(ast.walk(tree)), list[dict[str | None, Any]]()
     known = {node.name: f"{Path(path).stem}.{node.name}" for node in tree.body if isinstance(node, ast.FunctionDef)}
     for imports in [node for node in tree.body if isinstance(node, ast.ImportFrom)]:
         known |= {one.asname or one.name: f"{imports.module}.{one.name}" for one in imports.names}
@@ -192,27 +184,23 @@ def in_script(path: str, where: str) -> Iterator[tuple[str, Any]]:
     inside = {inner for outer in aside for inner in ast.walk(outer)}
     for node in [node for node in nodes if isinstance(node, ast.Call) and node not in inside]:
         called = getattr(node.func, "id", getattr(node.func, "attr", ""))
-        if called in ("load_dataset", "from_json", "from_csv", "from_parquet"):
-            words = {word.arg: word.value for word in node.keywords}
-            names = [*node.args, *(words[name] for name in ("path", "name", "split") if name in words)]
-            names = [words["data_files"]] if "data_files" in words else names  # its reader and split go without saying
-            parts = [literal(name, values) for name in names]
-            kind = str if all(type(part) is str for part in parts) else Computed
-            loads.append(kind(":".join(map(str, parts))))
+        order = (CALLS | LOADS).get(called, ())
+        named = [*zip(order, node.args, strict=False), *((word.arg, word.value) for word in node.keywords)]
+        if called in LOADS:
+            loads.append({key: literal(value, values) for key, value in named})
         elif called in ("map", "filter", "train_test_split") and isinstance(node.func, ast.Attribute):
             yield f".{called}", Computed(ast.unparse(node))
-        elif called in CALLS:
-            named = [(word.arg, word.value) for word in node.keywords]
-            for key, value in [*zip(CALLS[called], node.args, strict=False), *named]:
-                if key == "reward_funcs":
-                    each = value.elts if isinstance(value, ast.List) else [value]
-                    yield key, [known.get(words, words) for words in map(ast.unparse, each)]
-                elif key is None:
-                    its = literal(value, values)
-                    yield from its.items() if isinstance(its, dict) else [(f"**{its}", its)]
-                elif key not in PARTS:
-                    yield key, literal(value, values)
-    yield from [("dataset_name", loads[0] if len({*loads}) == 1 else Computed(" or ".join(loads)))] if loads else []
+        for key, value in named if called in CALLS else ():
+            its = literal(value, values)
+            if key == "reward_funcs":
+                each = value.elts if isinstance(value, ast.List) else [value]
+                yield key, [known.get(words, words) for words in map(ast.unparse, each)]
+            elif key is None and isinstance(its, dict):
+                yield from its.items()
+            else:
+                yield key or "**", its
+    if loads:
+        yield "datasets", [load for place, load in enumerate(loads) if load not in loads[:place]]
     settings = foreign_names()["GRPOConfig"] | foreign_names()["TrainingArguments"]
     for line in nodes:
         match line:

@@ -87,7 +87,7 @@ RECIPE += "dataset_name: 5\n'': 3\n"
             SCRIPT,
             {"data": "openai/gsm8k:main:train", "batch": 4, "groups": 8, "max_tokens": 200, "learning_rate": 2e-5}
             | {"lora_rank": 32, "lora_scale": 2.0, "lora_targets": ["qkv_proj"], "checkpoint_layers": "on"}
-            | {"model": "Qwen/Qwen2-0.5B", "report_to": [], "scale_rewards": "none"},
+            | {"model": "Qwen/Qwen2-0.5B", "scale_rewards": "none"},
             "adam_beta2 bf16 loss_type num_train_epochs reward_funcs temperature top_k weight_decay",
         ),
         (
@@ -119,7 +119,7 @@ RECIPE += "dataset_name: 5\n'': 3\n"
             "GRPOConfig(reward_weights=[1, 0.5], warmup_ratio=.11, max_steps=10), load_dataset('a'), load_dataset('b')",
             {"reward": ["AT/rewards.py:right", "AT/mine.py:short"], "reward_weights": {"right": 1, "short": 0.5}}
             | {"warmup_steps": 2, "steps": 10},
-            "dataset_name reward target_modules",
+            "datasets reward target_modules",
         ),
         (
             "dotted.yaml",
@@ -136,13 +136,13 @@ RECIPE += "dataset_name: 5\n'': 3\n"
             "GRPOTrainer('demo', f, args, ds, eval_dataset=test)\nLoraConfig(r=4)",
             {"groups": 4, "steps": 7, "data": "AT/mine.py", "model": "demo", "reward": ["AT/short.py:f"]}
             | {"lora_rank": 4, "lora_scale": 2.0},
-            "**more() .map eval_dataset learning_rate reward",
+            "** .map eval_dataset learning_rate reward",
         ),
         (
             "more.yaml",
             "dataset_name: mine.py\ndataset_train_split: train\nuse_rslora: true\neval_strategy: no\neval_steps: 9\n"
-            "chat_template_kwargs: {enable_thinking: false}",
-            {"data": "AT/mine.py", "lora_rank": 16, "lora_scale": 8.0, "eval_every": 0, "thinking": False},
+            "chat_template_kwargs: {enable_thinking: false}\nper_device_train_batch_size: 1\ngeneration_batch_size: 24",
+            {"data": "AT/mine.py", "lora_rank": 16, "lora_scale": 8.0, "eval_every": 0, "thinking": False, "batch": 3},
             "",
         ),
         (
@@ -162,9 +162,9 @@ def test_a_file_of_trl_becomes_a_recipe_that_says_what_has_no_equal(tmp_path, ca
     assert ("['q_proj', 'v_proj'] -> refused: --lora-targets q_proj: one adapter" in said) == (name == "rewards.py")
     assert sorted(re.findall(r"^# ([\w.*()]+): ", said, re.M)) == left.split()
     if name == "grpo.py":
-        assert said.startswith("# uv run train.py --config THIS --run-dir 'out/a b'\n")
+        assert said.startswith("# uv run train.py --config THIS --run-dir 'runs/a b'\n")
         assert "\n# temperature: 'TEMPERATURE' -> computed: write its value as `temp: VALUE`\n" in said
-        assert "weight_decay: 0.1 -> Gwen differs: there is none, as" in said and ", max_grad_norm\n" in said
+        assert "weight_decay: 0.1 -> missing: there is none, as" in said and ", max_grad_norm, " in said
     if name == "habits.yaml":
         assert "# reward_funcs: ['accuracy_reward'] -> renamed: " in said
         assert "refused" not in said

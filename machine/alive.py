@@ -83,8 +83,8 @@ def doing(what: str) -> Bar:
 
 def fitted(text: str, file: Any = None) -> str:
     """
-    Text for a terminal: what is too long breaks at spaces, but neither within a figure nor between a flag and its
-    value, and a command to copy is a line of its own. Files get it as it is.
+    Text for a terminal: what is too long breaks at spaces, but neither within a figure or a command to copy nor between
+    a flag and its value. Files get it as it is.
     """
     if not (file or sys.stdout).isatty():
         return text
@@ -93,16 +93,11 @@ def fitted(text: str, file: Any = None) -> str:
 
 
 def _broken(line: str, width: int) -> str:
-    indent, found = " " * (len(line) - len(line.lstrip()) + 2), list[str]()
-    for part in re.split(r"(uv run .*?)(?:[;,] |$)", line):
-        if part.startswith("uv run "):
-            found.append(indent + part)  # a terminal that breaks it copies it whole
-            continue
-        kept = r"([^|]) " if " | " in part else r"(--[a-z-]+) "
-        whole = re.sub(kept, "\\1\xa0", part)
-        how: Any = {"subsequent_indent": indent, "break_on_hyphens": False, "break_long_words": False}
-        found += textwrap.wrap(whole, width, initial_indent=indent * bool(found), **how)
-    return "\n".join(found).replace("\xa0", " ")
+    whole = r"[^| ][^|]*" if " | " in line else r"uv run .*?(?=[;,] |$)|--[a-z-]+ \S"  # breaks nowhere
+    kept = re.sub(whole, lambda found: found[0].replace(" ", "\xa0"), line)
+    how: Any = {"break_on_hyphens": False, "break_long_words": False}  # a command is one word, which a terminal breaks
+    indent = " " * (len(line) - len(line.lstrip()) + 2)
+    return textwrap.fill(kept, width, subsequent_indent=indent, **how).replace("\xa0", " ")
 
 
 def duration(seconds: float) -> str:

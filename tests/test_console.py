@@ -81,7 +81,7 @@ def test_a_terminal_shows_what_is_done_now_how_fast_and_how_long_it_will_take():
     assert re.search(r"1/4 steps \| judging \| 1,234 tok/s \| 03:0\d left", text)
     # a carriage return goes back to the line's begin: what is read last in each line is what stays
     lines = [re.split(r"\r+(?=.)", line.rstrip("\r"))[-1].strip() for line in text.split("\n")]
-    note = ["next: too few problems are held out to tell any change; take more with", "--eval-limit 64:", COMMAND]
+    note = ["next: too few problems are held out to tell any change; take more with", "--eval-limit 64:", f"{COMMAND};"]
     assert [line for line in lines if line] == [LINE[:76], LINE[77:], *note, "and look", "the end"]  # of 80 columns
 
 

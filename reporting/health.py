@@ -12,7 +12,6 @@ Records = list[dict[str, Any]]
 
 FEW = 5  # steps to average, so that one odd step triggers nothing
 MOST_TRUNCATED, MOST_OVER_CAP = 0.5, 0.01
-LEAST_RISE = 0.1  # of the share that is truncated, since the first step
 LEAST_ENTROPY = 0.1  # relative to the first steps
 STILL, LEAST_KL = 10, 1e-6  # updates, and nats a token of one; the demo has 2e-3 at its rate, 1e-8 at a 400th of it
 SLOWER, IN_A_ROW = 3.0, 3  # times the usual seconds a token, of so many steps
@@ -60,14 +59,9 @@ def examine(steps: Records, has_gained: bool) -> list[Finding]:
 
     began, share = (mean(its, "completion/truncated_frac") or 0.0 for its in (steps[:1], last))
     if not is_early and share > MOST_TRUNCATED:
-        cure = "Try a higher --max-tokens, a lower --temp or prompts that ask for less"
-        if share >= began + LEAST_RISE and not is_still:  # else it is not what training did
-            cure = (
-                "Read late completions in rollouts.jsonl: answers cut short need a higher --max-tokens, babble a lower "
-                "--learning-rate"
-            )
         found["truncated"] = (
-            f"{share:.0%} of the completions of the last {FEW} steps hit --max-tokens, {began:.0%} at first. {cure}"
+            f"{share:.0%} of the completions of the last {FEW} steps hit --max-tokens, {began:.0%} at first. Read some "
+            "in rollouts.jsonl: answers cut short need a higher --max-tokens, babble a lower --temp or --learning-rate"
         )
 
     tokens = [step.get("completion/mean_tokens") or 1 for step in steps]

@@ -64,14 +64,6 @@ def test_an_illness_is_found_where_it_is_and_nowhere_near(name, ill, well):
     assert names(*well) == []
 
 
-@pytest.mark.parametrize(
-    ("shares", "more", "is_blamed"), [((0.3, 0.6), {}, True), ((0.6, 0.6), {}, False), ((0.3, 0.6), STILL, False)]
-)
-def test_training_is_blamed_for_long_answers_only_where_they_came_with_it(shares, more, is_blamed):
-    found = {one.name: one.text for one in health.examine([s | more for s in steps_of(TRUNCATED, then=shares)], False)}
-    assert "--max-tokens" in found["truncated"] and ("--learning-rate" in found["truncated"]) == is_blamed
-
-
 def test_a_run_that_measured_nothing_yet_has_no_illness():
     assert names([]) == [] and names([{"step": 1}] * 20) == []
 

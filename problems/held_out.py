@@ -17,9 +17,9 @@ def at_the_start(num: int, settings: dict[str, Any]) -> list[str]:
     """A line where so many held-out problems will tell little, if about every third answer changes for good or bad."""
     more = hold_out_more(num, settings)
     if settings.get("loss_type") == "sft":
-        told = f"{num} held-out conversations say little of others: {more}"
+        told = f"with {num} held out the loss says little of other conversations: {more}"
         return [told] if 0 < num < LEAST_CONVERSATIONS else []
     least, enough = (min(1, math.sqrt(POWER / 3 / size)) for size in (max(num, 1), LEAST_PROBLEMS))
-    told = f"{num} held-out problems tell a change from {least:.0%} of the values' range on, {LEAST_PROBLEMS} from "
-    told += f"{enough:.0%} on"
+    told = f"with {num} held out a change shows from {least:.0%} of the values' range on, "
+    told += f"with {LEAST_PROBLEMS} from {enough:.0%} on"
     return [f"{told}: {more} when it is trained (evaluate.py --samples 8)"] if 0 < num < LEAST_PROBLEMS else []

@@ -75,10 +75,9 @@ def lines(settings: list[Setting]) -> list[str]:
             values = [end[f"eval/{figure}"] for end in ends]
             steps = " or ".join(map(str, sorted({end["step"] for end in ends})))
             spread = f"{statistics.fmean(values):.3f}, std {statistics.stdev(values):.3f} over {len(ends)} seeds"
-            told = (
-                f"{visible(one.name)}: {figure} {spread} ({min(values):.3f} to {max(values):.3f}) after {steps} steps"
-            )
-            said.append(told + f"; {num - len(ends)} seeds have no evaluation yet" * (num > len(ends)))
+            ends_at = f"({min(values):.3f} to {max(values):.3f}) after {steps} steps"
+            lacking = f"; without an evaluation yet: {num - len(ends)}" * (num > len(ends))
+            said.append(f"{visible(one.name)}: {figure} {spread} {ends_at}{lacking}")
     return said + [difference(first, one) for one in settings[1:] if max(len(first.runs), len(one.runs)) > 1]
 
 
@@ -92,8 +91,7 @@ def difference(first: Setting, other: Setting) -> str:
         return f"{what}: fewer than two seeds in common have an evaluation of {figure}, so no difference can be told"
     half = student(len(pairs) - 1) * statistics.stdev(pairs) / len(pairs) ** 0.5
     each = " ".join(f"{pair:+.3f}" for pair in pairs[:10]) + " \u2026" * (len(pairs) > 10)
-    said = (
-        f"{what}: {statistics.fmean(pairs):+.3f} \u00b1 {half:.3f} (95%, Student's t) over {len(pairs)} pairs: {each}"
-    )
+    change = f"{statistics.fmean(pairs):+.3f} \u00b1 {half:.3f} (95%, Student's t)"
+    said = f"{what}: {change} over {len(pairs)} pairs: {each}"
     asked = [" or ".join(sorted({str(one["eval/num"]) for one in its.values()})) for its in (after, before)]
     return said + f"; of {asked[0]} and {asked[1]} held-out problems" * (asked[0] != asked[1])

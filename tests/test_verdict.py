@@ -244,7 +244,8 @@ RUNS = {  # name: how it was made, its verdict, and what must be said with it
     "sft of three": (
         (3, right(0.5), right(0.5), "loss", {"loss_type": "sft", "model": "smollm2"}),
         BETTER,
-        "; 3 held-out conversations say little of others: hold out more with --eval-data FILE or --data TRAIN,HELD_OUT"
+        "; with 3 held out the loss says little of other conversations: hold out more with --eval-data FILE or --data "
+        "TRAIN,HELD_OUT"
         "\nnext: train on, it was still rising: uv run --extra smollm train.py --resume ",
     ),
     "paid for another thing": ((300, short(0.2), short(2.0)), SAME, "verdict: no change, though the score rose"),
@@ -357,9 +358,7 @@ def test_a_run_warns_of_what_fell_when_it_falls_and_its_best_is_kept(tmp_path, c
 
 def test_few_held_out_problems_are_told_of_at_the_start_with_what_helps():
     (said,) = held_out.at_the_start(8, {"eval_limit": 8})
-    assert (
-        "8 held-out problems tell a change from 57% of the values' range on" in said and "a higher --eval-limit" in said
-    )
+    assert "with 8 held out a change shows from 57% of the values' range on" in said and "a higher --eval-limit" in said
     assert "--eval-data FILE or --data TRAIN,HELD_OUT" in held_out.at_the_start(4, {})[0]
     assert held_out.at_the_start(0, {}) == held_out.at_the_start(50, {}) == []
     assert held_out.at_the_start(10, {"loss_type": "sft"}) == []

@@ -178,16 +178,13 @@ def criteria(run: History, groups: list[dict[str, Any]]) -> list[str]:
 
 def how_far(run: History, status: str) -> str:
     """How far a run is, with the time left."""
-    done, steps = run.steps[-1]["step"] if run.steps else 0, run.settings["steps"]
-    pace = [step.get("step/s") or 0.0 for step in run.steps[-10:]]
-    if status != "running":
-        return f"all {steps} steps" if status == "done" else f"after step {history.progress(run, status)}"
-    if not pace:
-        return f"no step of {steps} is done yet"
-    every = run.settings["eval_every"]
-    evals_left = max((steps - done) / every, 1) if every else 0  # the last one at least
-    left = (steps - done) * sum(pace) / len(pace) + evals_left * (run.evals[-1].get("eval/s") or 0 if run.evals else 0)
-    return f"step {done} of {steps}, about {alive.duration(left)} left"
+    pace, said = [step.get("step/s") or 0.0 for step in run.steps[-10:]], f"step {history.progress(run, status)}"
+    if status != "running" or not pace:
+        return said
+    steps, every = run.settings["steps"] - run.steps[-1]["step"], run.settings["eval_every"]
+    evals_left = max(steps / every, 1) if every else 0  # the last one at least
+    left = steps * sum(pace) / len(pace) + evals_left * (run.evals[-1].get("eval/s") or 0 if run.evals else 0)
+    return f"{said}, about {alive.duration(left)} left"
 
 
 def page(settings: list[Setting], ended: bool = False) -> str:

@@ -275,7 +275,7 @@ def test_a_run_that_was_killed_or_has_only_begun_has_a_page_too(run, capsys):
         file.write('{"step": 5, "rew')
     with (run / "rollouts.jsonl").open("a") as file:
         file.write('{"step": 5, "group": 0, "pro')
-    stopped, running = "<b>stopped</b> after step 4 of 6", "<b>running</b> step 4 of 6, about 5 s left"
+    stopped, running = "<b>stopped</b> step 4 of 6", "<b>running</b> step 4 of 6, about 5 s left"
     assert stopped in page.write(run).read_text()
     with run_files.owner():
         run_files.own(run)
@@ -283,13 +283,13 @@ def test_a_run_that_was_killed_or_has_only_begun_has_a_page_too(run, capsys):
         assert stopped in page.write(run, ended=True).read_text()  # the last one of an interrupted run
     settings = (run / "config.yaml").read_text()
     (run / "config.yaml").write_text(settings.replace("steps: 6", "steps: 4"))
-    assert "<b>done</b> all 4 steps" in page.write(run).read_text()
+    assert "<b>done</b> step 4 of 4" in page.write(run).read_text()
     write_log(run / "eval.jsonl", [eval_record(0, 0.25)])  # it was stopped while it evaluated
-    assert "<b>stopped</b> after step 4 of 4 without the last evaluation" in page.write(run).read_text()
+    assert "<b>stopped</b> step 4 of 4 without the last evaluation" in page.write(run).read_text()
     report.main(["--list", str(run.parent)])
     assert "4 of 4 without the last evaluation, stopped" in capsys.readouterr().out
     (run / "config.yaml").write_text(settings.replace("steps: 6", "steps: 4") + "eval_every: 0\n")
-    assert "<b>done</b> all 4 steps" in page.write(run).read_text()
+    assert "<b>done</b> step 4 of 4" in page.write(run).read_text()
     for path in run.glob("*.jsonl"):
         path.write_text("")
     assert "No evaluation has been written yet." in page.write(run).read_text()

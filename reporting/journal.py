@@ -139,6 +139,17 @@ def sampled_metrics(config: Config, drawn: Drawn, seconds: dict[str, float]) -> 
         "sampling/signal_groups": sum(one[0].signal for one in groups),
         "reward/zero_std_frac": sum(not one[0].unlike for one in groups) / len(groups),
     }
+    asked = (
+        {}
+        if judged is None
+        else {
+            "judge/crit_eval_s": judged.num_evaluations / judged.seconds if judged.num_evaluations else None,
+            "judge/unparsed": judged.num_unreadable,
+            "judge/unparsed_frac": judged.num_unreadable / judged.scores.size,
+            "judge/mass": judged.mass,
+            "judge/cached": judged.num_cached,
+        }
+    )
     speeds = stats.speeds if "wait" in seconds else []  # of several machines
     return {
         "reward/mean": mean(rewards),
@@ -156,23 +167,11 @@ def sampled_metrics(config: Config, drawn: Drawn, seconds: dict[str, float]) -> 
         "ref/s": seconds.get("ref", 0.0),
         "teacher/s": seconds.get("teacher"),
         "judge/s": seconds.get("judge", 0.0),
-        **(judge_metrics(judged) if judged else {}),
+        **asked,
         "completion/truncated_frac": sum(one.finish_reason == "length" for one in samples) / num,
         "completion/repeated": sum(map(form.repeated, texts)) / num if texts else None,
         "completion/degenerate_frac": sum(odd) / num if texts else None,
         "mem/cache_gb": stats.cache_bytes / 1e9,
-    }
-
-
-def judge_metrics(judged: rubrics.Judgement) -> dict[str, float | None]:
-    """Figures of what the judge was asked."""
-    asked = judged.num_evaluations
-    return {
-        "judge/crit_eval_s": asked / judged.seconds if asked else None,
-        "judge/unparsed": judged.num_unreadable,
-        "judge/unparsed_frac": judged.num_unreadable / judged.scores.size,
-        "judge/mass": judged.mass,
-        "judge/cached": judged.num_cached,
     }
 
 

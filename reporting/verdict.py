@@ -311,8 +311,8 @@ def verdict(run: History) -> Verdict | None:
     rewards = {name: its for name in names if (its := paired(*(paid(end, name) for end in ends)))}
     if any(not found or its.mean != found.mean for its in rewards.values()):
         text += f"; rewards: {', '.join(f'{visible(name)} {its.mean:+.3f}' for name, its in rewards.items())}"
-    is_own = is_verified and settings.get("task") == "own" and bool(settings.get("reward"))
-    is_unasked = is_own and not settings.get("verifier")
+    is_own = is_verified and settings.get("task") == "own" and settings.get("reward")
+    is_unasked = bool(is_own) and not settings.get("verifier")
     mended = mend(settings, is_unasked, after)
     chosen, warning = best(run) or last, None
     if is_better(change(run, last, chosen)):

@@ -82,10 +82,8 @@ def reader_of(template: str | None) -> Callable[..., Any]:
         if mark in (template or ""):
             read: Callable[..., Any] = importlib.import_module(f"mlx_lm.tool_parsers.{name}").parse_tool_call
             return read
-    raise ValueError(
-        "the model's chat template has no tools that Gwen reads (<tool_call> with JSON, or with <function=…>); take "
-        "Qwen2.5, Qwen3 or a later one, or demo:tools"
-    )
+    fix = "take Qwen2.5, Qwen3 or a later one, or demo:tools"
+    raise ValueError(f"the model's chat template has no tools that Gwen reads, <tool_call> or <function=…>; {fix}")
 
 
 def read_calls(text: str, read: Callable[..., Any], schemas: Schemas) -> list[Call]:
@@ -149,9 +147,7 @@ class Frames:
         after = self.render([*EXCHANGE, *told], tools=tools)
         place, end = max((before.rfind(end), end) for end in self.ends)
         if place < 0:
-            raise ValueError(
-                f"the model's chat template ends a turn with none of its end tokens, {', '.join(self.ends)}"
-            )
+            raise ValueError(f"the chat template ends a turn with none of its end tokens, {', '.join(self.ends)}")
         pieces = after.split(end)
         return chat_template.encode(self.tokenizer, end.join(pieces[before.count(end) :]))
 

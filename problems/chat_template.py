@@ -50,23 +50,20 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     return list(encode_marked_chat(tokenizer, text))
 
 
-Tools = list[dict[str, Any]]  # JSON schemas of functions
-
-
 def render(
     tokenizer: Any,
     messages: list[dict[str, Any]],
     thinking: bool | None,
     *,
     opened: bool = True,
-    tools: Tools | None = None,
+    tools: list[dict[str, Any]] | None = None,
     variables: dict[str, Any] | None = None,
 ) -> str:
     """
     Messages in the chat template, up to where the next reply begins; not `opened`: with nothing after the last.
 
-    thinking: None is the template's own choice. variables: what it gets besides, a row's `chat_template_kwargs`; one of
-    them may be `enable_thinking`.
+    thinking: None is the template's own choice. tools: JSON schemas. variables: what it gets besides, a row's
+    `chat_template_kwargs`; one of them may be `enable_thinking`.
     Templates that do not know a variable ignore it. Raises ValueError where the template fails.
     """
     variables = as_text(tokenizer, [variables])[0] if variables else {}
@@ -93,21 +90,14 @@ def messages(prompt: Any, system: str | None) -> list[dict[str, Any]]:
 
 
 def chat_ids(
-    tokenizer: Any,
-    prompt: Any,
-    *,
-    system: str | None = None,
-    thinking: bool | None = False,
-    tools: Tools | None = None,
-    variables: dict[str, Any] | None = None,
+    tokenizer: Any, prompt: Any, *, system: str | None = None, thinking: bool | None = False, **how: Any
 ) -> list[int]:
     """
     Token ids of a prompt in the tokenizer's chat template, up to where the reply begins.
 
-    prompt: the user's words, or messages [{"role", "content"}, ...]. variables: see `render`.
+    prompt: the user's words, or messages [{"role", "content"}, ...]. how: `tools` and `variables` of `render`.
     """
-    marked = as_text(tokenizer, messages(prompt, system))
-    return encode(tokenizer, render(tokenizer, marked, thinking, tools=tools, variables=variables))
+    return encode(tokenizer, render(tokenizer, as_text(tokenizer, messages(prompt, system)), thinking, **how))
 
 
 def write_into(tokenizer: Any, system: str | None, thinking: bool) -> str:
@@ -166,9 +156,8 @@ def encode_prompts(
         its_own = {"system": example.get("system"), "variables": example.get("chat_template_kwargs")}
         ids = chat_ids(tokenizer, example["prompt"], thinking=thinking, **its_own)
         if len(ids) + max_tokens > context:
-            raise ValueError(
-                f"{kind} {number}, {short(example['prompt'])}, has {len(ids)} tokens; with --max-tokens {max_tokens} "
-                f"it passes the model's context of {context}; shorten it or lower --max-tokens"
-            )
+            passes = f"with --max-tokens {max_tokens} it passes the model's context of {context}"
+            it = f"{kind} {number}, {short(example['prompt'])}, has {len(ids)} tokens"
+            raise ValueError(f"{it}; {passes}; shorten it or lower --max-tokens")
         rendered.append(ids)
     return rendered

@@ -207,11 +207,8 @@ class Toolbox:
         how: dict[str, Any] = {"thinking": self.thinking, "system": example.get("system")}
         ids = chat_template.chat_ids(self.tokenizer, example["prompt"], tools=tools, **how)
         if len(ids) >= self.context:
-            said = short(prompt_text(example["prompt"]))
-            raise ValueError(
-                f"the prompt {said} has {len(ids)} tokens, a conversation {self.context}; shorten it or raise "
-                "--max-context"
-            )
+            said = f"the prompt {short(prompt_text(example['prompt']))} has {len(ids)} tokens"
+            raise ValueError(f"{said}, a conversation {self.context}; shorten it or raise --max-context")
         return ids
 
 
@@ -290,12 +287,10 @@ class Episodes:
             self.rows.append(Episode(name, box.worker(name, row)))
             texts.append(self._reset(row))
             if texts[row] != (other := texts[first.setdefault(group, row)]):
-                raise ValueError(
-                    f"environment {box.environments[name].__name__}: reset told two rows of one prompt different "
-                    f"things, {short(other)} and {short(texts[row])}; draw tasks with `random`"
-                )
-        told = zip(examples, texts, strict=True)
-        self.asked = [example | {"prompt": extended(example["prompt"], text or "")} for example, text in told]
+                told = f"reset told two rows of one prompt different things, {short(other)} and {short(texts[row])}"
+                raise ValueError(f"{self.rows[row].what} {told}; draw tasks with `random`")
+        every = zip(examples, texts, strict=True)
+        self.asked = [example | {"prompt": extended(example["prompt"], text or "")} for example, text in every]
         for example in self.asked:
             if not prompt_text(example["prompt"]).strip():
                 raise ValueError("the environment's reset gives no text, and there is no prompt; let it return one")

@@ -268,9 +268,8 @@ def read_prompt(example: Example) -> Example:
             messages, example = messages[:-1], {"answer": last.get("content")} | example
         example = example | {"prompt": messages}
     if taken := [name for name in RESERVED if name in example]:
-        raise ValueError(
-            f"column {taken[0]!r} is an argument of rewards; rename it: --columns my_{taken[0]}={taken[0]}"
-        )
+        fix = f"rename it: --columns my_{taken[0]}={taken[0]}"
+        raise ValueError(f"column {taken[0]!r} is an argument of rewards; {fix}")
     prompt = example.get("prompt", "" if "environment" in example else None)  # an environment may give the prompt
     if prompt is None:
         others = [name for name in example if name != "prompt"]

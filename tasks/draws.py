@@ -62,10 +62,8 @@ class Endless(Epochs):
             self.seen = [prompt_key(example)[:16] for example in drawn]
             drawn += self._fresh(num - len(drawn))
         if len(drawn) < num:
-            raise ValueError(
-                f"--task {task} has no {num} different problems besides those held out; "
-                "ask for larger ones, or for fewer to be held out, with --task-config"
-            )
+            fix = "ask for larger ones, or for fewer to be held out, with --task-config"
+            raise ValueError(f"--task {task} has no {num} different problems besides those held out; {fix}")
         return drawn, self.render(drawn)
 
     def _fresh(self, num: int) -> list[Example]:

@@ -272,11 +272,8 @@ def surprise(audit: Audit, *, is_told: bool = False) -> str:
     else:
         others = "; another reward or the judge may tell right from wrong" * is_told
         said = "no surprise" if audit.form else _alike(audit) + others
-    if audit.form in ("", SENTENCE):
-        return said
-    return (
-        f"{said}; it pays answers of the form {next(short(line.text) for line in audit.lines if line.name == 'right')}"
-    )
+    right = next((short(line.text) for line in audit.lines if line.name == "right"), "")
+    return said + f"; it pays answers of the form {right}" * (audit.form not in ("", SENTENCE))
 
 
 def _alike(audit: Audit) -> str:

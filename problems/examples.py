@@ -382,10 +382,7 @@ def prompt_text(prompt: str | list[dict[str, str]]) -> str:
 
 
 def load_sides(
-    spec: str | None,
-    held_out: str | None,
-    columns: str | None = None,
-    read: Callable[[Example], Example] | None = None,
+    spec: str | None, held_out: str | None, columns: str | None = None, read: Callable[[Example], Example] | None = None
 ) -> tuple[list[Example], list[Example], list[str]]:
     """
     What is trained on, what is held out, and a line if rows were left out: no prompt is on both sides, as training

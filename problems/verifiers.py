@@ -142,11 +142,8 @@ def choice_of(choices: Collection[str]) -> Verifier:
         if isinstance(its := read_json(statement), dict):
             is_other = any(map(_NOT.search, its)) or {*map(folded, one.findall(statement))} - {known}  # as a key, too
             return not is_other and [known] == [isinstance(value, str) and folded(value) for value in its.values()]
-        if (
-            _NOT.search(line)
-            or re.search(r"\bor\b", line, re.I)
-            or {folded(name) for name in one.findall(line)} != {known}
-        ):
+        named = {folded(name) for name in one.findall(line)}
+        if named != {known} or _NOT.search(line) or re.search(r"\bor\b", line, re.I):
             return known in (folded(statement), folded(line))
         return _same_text(gold, statement) or bool(re.match(rf"\W*{re.escape(gold)}\W*[-).:,;]", line, case))
 

@@ -95,10 +95,9 @@ def make(config: Config, held_out: str | None = None) -> Task:
     elif data.verifier:
         fix = f"--task {data.task} has its own; leave it out, or take --task own"
         raise ValueError(f"--verifier {data.verifier} compares with the answers of your own data, and {fix}")
-    is_alone = bool(data.reward) and "rubric" not in data.reward_weights
     if data.rubric:
         task = task._replace(rubric=Path(data.rubric), witness=None)
-    elif is_alone or config.objective.loss_type == "distill":
+    elif (data.reward and "rubric" not in data.reward_weights) or config.objective.loss_type == "distill":
         task = task._replace(rubric=None)  # what nobody asked for would outweigh the user's reward, or look on
     if data.reward:
         task = _with_own_rewards(task, config)

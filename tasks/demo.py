@@ -116,10 +116,5 @@ def bundled() -> Sides:
     return examples(held_out=False, num=2000), examples(held_out=True, num=512)
 
 
-TASK = Task(
-    name="demo",
-    rewards={"correct": correct},
-    reward_weights={"correct": 1.0, "rubric": 0.5},
-    rubric=DATA / "demo_rubric.yaml",
-    verifier=correct,
-)
+WEIGHTS = {"correct": 1.0, "rubric": 0.5}
+TASK = Task("demo", {"correct": correct}, WEIGHTS, verifier=correct, rubric=DATA / "demo_rubric.yaml")

@@ -33,9 +33,5 @@ def with_system(example: Example, question: str) -> Example:
     return example | {"system": SYSTEM} if is_alone else example
 
 
-TASK = Task(
-    name="gsm8k",
-    rewards={"correct": marked, "format": boxed_once},
-    reward_weights={"correct": 1.0, "format": 0.1},  # the form alone never pays like the answer
-    verifier=marked,
-)
+WEIGHTS = {"correct": 1.0, "format": 0.1}  # the form alone never pays like the answer
+TASK = Task("gsm8k", {"correct": marked, "format": boxed_once}, WEIGHTS, verifier=marked)

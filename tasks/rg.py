@@ -161,12 +161,7 @@ class Problems:
         return examples
 
     def score(
-        self,
-        completions: Sequence[str],
-        answer: Sequence[Any],
-        category: Sequence[str],
-        entry: Sequence[str],
-        **_: Any,
+        self, completions: Sequence[str], answer: Sequence[Any], category: Sequence[str], entry: Sequence[str], **_: Any
     ) -> list[float]:
         """
         What each completion's answer earns by the rules of its data set, from 0 to 1.

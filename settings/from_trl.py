@@ -5,7 +5,6 @@ data/trl.yaml says what each name is here. Nothing of the script is run.
 """
 
 import ast
-import importlib.util
 import math
 import re
 import shlex
@@ -61,12 +60,10 @@ def recipe(path: str) -> str:
             except ValueError as error:
                 kind, said = "refused", str(error)
         left.append(f"# {name}: {value!r:.80} -> {kind}{': ' if said else ''}{said}")
-    for file in dict.fromkeys(one.rpartition(":")[0] for one in ours.get("reward", ())):
-        if absent := ", ".join(missing(file)):
-            fix = "move the functions into a file without these imports"
-            left.append(f"# reward: {file} imports {absent}, which Gwen does not have: {fix}")
-        elif Path(file) == Path(path):
-            left.append(f"# reward: it runs {path}, so keep the training in there under `if __name__ == '__main__':`")
+    if any(Path(one.rpartition(":")[0]) == Path(path) for one in ours.get("reward", ())):
+        left.append(
+            "# reward: a run would run this script and what it imports; move the functions into a file of theirs"
+        )
     if slow := low_rate(Config.of(**ours)):
         left.append(f"# learning_rate: {slow}")
     if spared:
@@ -136,23 +133,6 @@ def at_hand(path: str, name: str) -> str:
     return f"{file}:{function}" if file.is_file() else ""
 
 
-def parsed(path: str, where: str) -> ast.Module:
-    try:
-        return ast.parse(read_text(path, where, 1))
-    except (SyntaxError, RecursionError) as error:
-        raise ValueError(f"{where} is not Python: {error}") from error
-
-
-def missing(path: str) -> list[str]:
-    """The modules that a file imports at its top level and nobody finds."""
-    body = parsed(path, f"--reward {path}").body
-    names = [one.name for node in body if isinstance(node, ast.Import) for one in node.names]
-    names += [str(node.module) for node in body if isinstance(node, ast.ImportFrom) and not node.level]
-    roots = dict.fromkeys(name.partition(".")[0] for name in names)
-    beside = {one.stem for one in Path(path).parent.iterdir()}
-    return [root for root in roots if root not in beside and not importlib.util.find_spec(root)]
-
-
 def constants(tree: ast.Module) -> dict[str, Any]:
     """What a script gives a name once, at its top level."""
     found: dict[str, Any] = {}
@@ -172,7 +152,10 @@ def in_script(path: str, where: str) -> Iterator[tuple[str, Any]]:
 
     Of a value that is computed there are its words, of rewards their modules; nothing of what makes an eval_dataset.
     """
-    tree = parsed(path, where)
+    try:
+        tree = ast.parse(read_text(path, where, 1))
+    except (SyntaxError, RecursionError) as error:
+        raise ValueError(f"{where} is not Python: {error}") from error
     values, nodes, loads = constants(tree), list(ast.walk(tree)), list[dict[str | None, Any]]()
     known = {node.name: f"{Path(path).stem}.{node.name}" for node in tree.body if isinstance(node, ast.FunctionDef)}
     for imports in [node for node in tree.body if isinstance(node, ast.ImportFrom)]:

@@ -114,7 +114,7 @@ RECIPE += "dataset_name: 5\n'': 3\n"
         ),
         (
             "rewards.py",
-            "import trl, mine, re\nfrom peft.utils import x\nfrom mine import short as brief\ndef right(): ...\n"
+            "from mine import short as brief\ndef right(): ...\n"
             "GRPOTrainer(reward_funcs=[right, brief]); LoraConfig(target_modules=['q_proj', 'v_proj'])\n"
             "GRPOConfig(reward_weights=[1, 0.5], warmup_ratio=.11, max_steps=10), load_dataset('a'), load_dataset('b')",
             {"reward": ["AT/rewards.py:right", "AT/mine.py:short"], "reward_weights": {"right": 1, "short": 0.5}}
@@ -169,8 +169,6 @@ def test_a_file_of_trl_becomes_a_recipe_that_says_what_has_no_equal(tmp_path, ca
         assert "# reward_funcs: ['accuracy_reward'] -> renamed: " in said
         assert "refused" not in said
         assert "# learning_rate: 2e-05 is low for this model: recipes/own-small.yaml has 0.0004\n" in said
-    if name == "rewards.py":
-        assert f"{name} imports trl, peft, which Gwen does not have: move the functions into a file without" in said
     (tmp_path / "ours.yaml").write_text(said)
     checks.checked(sources.load_recipe(tmp_path / "ours.yaml"))
 

@@ -147,13 +147,6 @@ def hint(asked: str, known: Collection[str], quote: Callable[[str], str] = str) 
     return f"did you mean {quote(by_key[near[0]])}?" if near else ""
 
 
-def value_hint(name: str, value: Any) -> str:
-    """What a value is here that TRL has for a setting; empty if the table of foreign names has none."""
-    asked = f"{key_of(name)} {str(value).lower()}"
-    row = foreign_names()["values"].get(asked)
-    return _answer(f"TRL's {asked}", *row) if row else ""
-
-
 def _answer(what: str, kind: str, said: str) -> str:
     verb = {"renamed": "is here ", "missing": "is missing here", "not needed": "is not needed here"}[kind]
     return f"{what} {verb}{': ' if said and kind != 'renamed' else ''}{said.replace('`', '')}"
@@ -303,8 +296,10 @@ def read(setting: Setting, value: Any) -> Any:
         return None
 
     def refused(shown: Any, must: str) -> ValueError:
-        said = value_hint(setting.key, shown)
-        return ValueError(f"{flag_of(setting.key)} is {reprlib.repr(shown)}; it must be {must}{said and '; '}{said}")
+        asked = f"{setting.key} {shown}".lower()  # a value that TRL has
+        row = foreign_names()["values"].get(asked)
+        said = "; " + _answer(f"TRL's {asked}", *row) if row else ""
+        return ValueError(f"{flag_of(setting.key)} is {reprlib.repr(shown)}; it must be {must}{said}")
 
     try:
         if kind is list:

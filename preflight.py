@@ -284,13 +284,10 @@ def rubric_of(config: Config) -> Path | None:
     return None if data.reward_weights.get("rubric") == 0 else path
 
 
-LESS = {  # what makes a part smaller
+LESS = dict.fromkeys(("masters", "optimizer", "base"), "set --lora-rank 16") | {  # what makes a part smaller
     "weights": "take a smaller --model",
-    "masters": "set --lora-rank 16",
-    "optimizer": "set --lora-rank 16",
     "teacher": "take a smaller --teacher",
     "judge": "take a smaller --judge-model",
-    "base": "set --lora-rank 16",
     "rollout": "lower --rollout-batch-size or --max-tokens",
     "judging": "lower --judge-chunk-size",
     "update": "lower --train-token-budget, or set --checkpoint-layers on",

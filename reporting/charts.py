@@ -113,12 +113,6 @@ def curves_of(run: History, number: int, title: str, keys: dict[str, str]) -> It
             yield Curve(label, rows, number, place, is_evaluation)
 
 
-def smoothed(values: np.ndarray) -> list[float]:
-    """The centred mean over a tenth of the curve."""
-    reach = len(values) // 20
-    return [values[max(0, i - reach) : i + reach + 1].mean() for i in range(len(values))]
-
-
 def lay_out(settings: list[Setting], title: str, note: str, curves: list[Curve]) -> dict[str, Any]:
     """A chart as the template draws it."""
     most = max(curve.rows[0, -1] for curve in curves) or 1.0
@@ -133,9 +127,10 @@ def lay_out(settings: list[Setting], title: str, note: str, curves: list[Curve])
 
     for curve in curves:
         steps, values, under, over = curve.rows
+        reach = len(steps) // 20
+        smoothed = [values[max(0, i - reach) : i + reach + 1].mean() for i in range(len(steps))]  # over a tenth of it
         raw, smooth, low, high = (
-            [f"{x_of(x)},{y_of(y)}" for x, y in zip(steps, ys, strict=True)]
-            for ys in (values, smoothed(values), under, over)
+            [f"{x_of(x)},{y_of(y)}" for x, y in zip(steps, ys, strict=True)] for ys in (values, smoothed, under, over)
         )
         series.append(
             {

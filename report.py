@@ -57,7 +57,7 @@ def listing(folder: str | Path) -> str:
             known, own = facts(run), [str(run.settings.get(key, "-")) for key in ("task", "model")]
             judged = verdict.verdict(run)
             figures = [known["steps"], *before_after(run), known["training"], str(len(run.warnings))]
-            figures.append(judged.title if judged else "-")
+            figures.append("; ".join([judged.headline, *judged.signs[:2]]) if judged else "-")  # what gives it away
             rows.append([visible(cell) for cell in (str(run.dir), *own, *figures)])
         except DAMAGE as error:
             damaged.append(safe(f"{path.parent} is damaged ({one_line(error)})"))

@@ -146,9 +146,7 @@ def make_completions(run: History) -> dict[str, Any]:
 def make_group(step: int, group: int, lines: list[dict[str, Any]]) -> dict[str, Any]:
     """One group: its prompt once, its completions with what they earned by descending advantage."""
     lines.sort(key=lambda line: -math.inf if line.get("advantage") is None else -line["advantage"])
-    asked = {"prompt": prompt_text(lines[0]["prompt"])} | {
-        key: fold(lines[0].get(key)) for key in ("answer", "category")
-    }
+    asked = {key: fold(lines[0].get(key)) for key in ("answer", "category")}
     rows = [
         {
             "text": fold(with_tools(line["completion"], line.get("messages"))),
@@ -161,7 +159,7 @@ def make_group(step: int, group: int, lines: list[dict[str, Any]]) -> dict[str, 
         }
         for line in lines
     ]
-    return {"step": step, "group": group} | asked | {"rows": rows}
+    return {"step": step, "group": group, "prompt": prompt_text(lines[0]["prompt"])} | asked | {"rows": rows}
 
 
 def criteria(run: History, groups: list[dict[str, Any]]) -> list[str]:

@@ -79,7 +79,7 @@ class Change(NamedTuple):
 
 class Verdict(NamedTuple):
     word: str
-    moved: str  # BETTER or WORSE, where the rewards went and the figure did not; else empty
+    headline: str  # the word, and where the rewards went if the figure did not
     has_gained: bool  # whether more answers are right, which no reward can bend
     text: str  # the figures
     signs: list[str]  # what its answers took on meanwhile, the most telling first
@@ -87,15 +87,6 @@ class Verdict(NamedTuple):
     read: list[tuple[str, str, str]]  # ten problems, drawn: prompt, what the last answer comes to, `mark_of`
     is_doubtful: bool  # whether what it is paid for may have been gamed
     warning: health.Finding | None  # where something is bad
-
-    @property
-    def headline(self) -> str:
-        return self.word + {BETTER: ", though the score rose", WORSE: ", though the score fell"}.get(self.moved, "")
-
-    @property
-    def title(self) -> str:
-        """The headline, with what gives a reward away that is gamed."""
-        return "; ".join([self.headline, *self.signs[:2]])
 
 
 # ---- the difference
@@ -127,10 +118,9 @@ def values_of(answers: Mapping[Any, dict[str, Any]]) -> Values:
 
 def paid(answers: Answers, name: str | None = None) -> Values:
     """What each problem's first answer earns, by one reward or by all; what is unreadable is left out."""
-    given = (
-        (key, one["rewards"].get(name) if name else one.get("reward", one["values"])) for key, one in answers.items()
-    )
-    return {key: values[0] for key, values in given if values and values[0] is not None}
+    own = {key: one.get("reward", one["values"]) for key, one in answers.items()}
+    given = {key: one["rewards"].get(name) for key, one in answers.items()} if name else own
+    return {key: values[0] for key, values in given.items() if values and values[0] is not None}
 
 
 def change(run: History, first: dict[str, Any], last: dict[str, Any]) -> Change | None:
@@ -295,7 +285,8 @@ def verdict(run: History) -> Verdict | None:
         cheated, cheating = paid_though_wrong(run.answers) if is_verified and both else ((), ())
         alarms = [f"wrong, yet paid most: {len(cheated)} -> {len(cheating)} answers"] if cheating else []
         words = forms + words
-    kind, moved = "conversations" if figure == "loss" else "problems", ""
+    kind, moved, word = "conversations" if figure == "loss" else "problems", "", found.word if found else FEW
+    headline = word
     if found is None:
         text = f"{figure}: fewer than two {kind} have a figure both after step {first['step']} and {last['step']}"
     else:
@@ -304,8 +295,8 @@ def verdict(run: History) -> Verdict | None:
         text = f"{figure} {was:.3f} -> {now:.3f} from step {first['step']} to {last['step']}, on {part} held-out "
         text = "; ".join([f"{text}{kind}; gain {found}", *(at_the_start(found.num, settings) * (figure == "loss"))])
         total = paired(*map(paid, ends)) if is_verified and "eval/score" in last else None
-        if total and found.word in (SAME, FEW) and total.word in (BETTER, WORSE):
-            moved = total.word
+        if total and word in (SAME, FEW) and total.word in (BETTER, WORSE):
+            moved, headline = total.word, f"{word}, though the score {'rose' if total.word == BETTER else 'fell'}"
             text += f", though the score changed by {total}"
     names = dict.fromkeys(name for one in ends[1].values() for name in one["rewards"])
     rewards = {name: its for name in names if (its := paired(*(paid(end, name) for end in ends)))}
@@ -325,8 +316,8 @@ def verdict(run: History) -> Verdict | None:
     is_rising = chosen is last and is_better(change(run, middle, last))
     read = [ends[1][problem] for problem in drawn(both, settings)]
     return Verdict(
-        found.word if found else FEW,
-        moved,
+        word,
+        headline,
         is_verified and is_better(found),
         text,
         alarms + (never_given(after) if is_verified else []) + words,
@@ -359,7 +350,7 @@ def advice(run: History, found: Change | None, moved: str, mended: str, is_risin
     """
     What to do next, in a sentence with its command.
 
-    moved: see `Verdict`. mended: `mend`'s, where it may be gamed.
+    moved: BETTER or WORSE, where the rewards went and the figure did not. mended: `mend`'s, where it may be gamed.
     """
     settings, last, path = run.settings, run.evals[-1], shlex.quote(str(run.dir))
     if found is None:

@@ -148,18 +148,12 @@ class OptimizerSettings:
         "adamw", "sgd: for all weights, without AdamW's 8 bytes a weight; --target-kl alone finds its rate",
         key="optimizer", of="rollouts",
     )  # fmt: skip
-    steps: int = flag(
-        100, "rollouts, each with --num-iterations * --mini-batches optimizer steps", low=1, later=True, first=True
-    )
-    learning_rate: float = flag(
-        1e-4, "peak learning rate; with --lora-rank 0 a tenth of the recipe's", low=0, first=True
-    )
+    steps: int = flag(100, "rollouts, of --num-iterations * --mini-batches updates", low=1, later=True, first=True)
+    learning_rate: float = flag(1e-4, "peak rate; with --lora-rank 0 a tenth of the recipe's", low=0, first=True)
     warmup_steps: int = flag(5, "steps of linear warm-up, before a cosine to a tenth", low=0)
     target_kl: float = flag(0.02, "largest KL of one update, nats per token; 0: no limit", low=0, of="rollouts")
     num_iterations: int = flag(1, "times that a rollout is trained on", low=1, high=2**10, of="rollouts")
-    mini_batches: int = flag(
-        1, "optimizer steps each time, on as many parts of --batch", low=1, high=2**10, of="rollouts"
-    )
+    mini_batches: int = flag(1, "optimizer steps each time, by parts of --batch", low=1, high=2**10, of="rollouts")
     train_token_budget: int | None = flag(
         None, "positions per micro-batch; auto: 1024, on a GPU 2048 where memory allows", low=1, later=True
     )
@@ -173,9 +167,7 @@ class JudgeSettings:
     """Judge"""
 
     prefix, of, later = "judge_", "rollouts", True
-    model: str = flag(
-        "", "another judge than the frozen base model; with --judge-url its name there", first=True, file=True
-    )
+    model: str = flag("", "judge in place of the base model; its name at --judge-url", first=True, file=True)
     mode: Literal["logits", "decode"] = flag("logits", "score by first-token probabilities or by a decoded reply")
     think: int = flag(0, "most thinking tokens before a decoded reply", low=0)
     chunk_size: int = flag(24, "evaluations per batch; the environment's RUBRIC_JUDGE_BATCH_SIZE is its default", low=1)
@@ -189,9 +181,7 @@ class EvaluationSettings:
     prefix, later = "eval_", True
     every: int = flag(20, "steps between evaluations; 0: none", low=0, first=True)
     limit: int = flag(0, "most held-out problems, evenly spread; 0: all", low=0)
-    rubric: str = flag(
-        "", "rubric YAML for evaluations only, as the witness of a judge", of="rollouts", later=False, file=True
-    )
+    rubric: str = flag("", "rubric YAML of evaluations, a judge's witness", of="rollouts", later=False, file=True)
 
 
 @dataclasses.dataclass(frozen=True)

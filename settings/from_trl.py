@@ -61,9 +61,7 @@ def recipe(path: str) -> str:
                 kind, said = "refused", str(error)
         left.append(f"# {name}: {value!r:.80} -> {kind}{': ' if said else ''}{said}")
     if any(Path(one.rpartition(":")[0]) == Path(path) for one in ours.get("reward", ())):
-        left.append(
-            "# reward: a run would run this script and what it imports; move the functions into a file of theirs"
-        )
+        left.append("# reward: a run would run this script and its imports; move the functions into a file of theirs")
     if slow := low_rate(Config.of(**ours)):
         left.append(f"# learning_rate: {slow}")
     if spared:

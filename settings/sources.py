@@ -190,9 +190,8 @@ def of_environment() -> dict[str, int]:
 def recipe_of(task: str, model: str) -> str:
     """The name of a task's recipe. For own data it is by the size in the model's name: 135M, 0.6B."""
     kind = task.partition(":")[0]
-    size = re.search(
-        r"(?<![\w.])(\d+(?:\.\d+)?)([mb])(?![a-z0-9])", Path(model.replace("smollm2", "135m")).name.lower()
-    )
+    name = Path(model.replace("smollm2", "135m")).name.lower()
+    size = re.search(r"(?<![\w.])(\d+(?:\.\d+)?)([mb])(?![a-z0-9])", name)
     is_small = size is not None and float(size[1]) * {"m": 1e6, "b": 1e9}[size[2]] < SMALL
     return RECIPES.get((model, kind), "own-small" if kind == "own" and is_small else kind)
 

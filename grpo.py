@@ -157,11 +157,7 @@ def decoupled_advantages(rewards: np.ndarray, weights: list[float], signal_floor
 
 
 def importance_ratio(logprobs: mx.array, old_logprobs: mx.array, mask: mx.array, level: str) -> mx.array:
-    """
-    policy / old policy, per "token" (N, T), or per "sequence" (N, 1): the geometric mean of its tokens' ratios.
-
-    Source: GSPO, arXiv:2507.18071, eq. 7.
-    """
+    """policy / old policy by "token" (N, T), or "sequence" (N, 1), a geometric mean: GSPO, arXiv:2507.18071, eq. 7."""
     assert level in ("token", "sequence"), level
     log_ratio = logprobs - old_logprobs
     if level == "sequence":

@@ -36,11 +36,7 @@ DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 
 
 def default_dtype() -> mx.Dtype:
-    """
-    `GWEN_DTYPE`, else float16 on a GPU and float32 on a CPU (where 16-bit matmuls do not use BLAS).
-
-    Raises ValueError when the variable names another type.
-    """
+    """`GWEN_DTYPE`, else float16 on a GPU and float32 on a CPU, where 16-bit matmuls use no BLAS. Or ValueError."""
     name = os.environ.get("GWEN_DTYPE", "float16" if gpu.on_gpu() else "float32")
     if name not in DTYPES:
         raise ValueError(f"GWEN_DTYPE={name!r} is not one of {', '.join(DTYPES)}")
@@ -428,10 +424,7 @@ def keep_packed(model: Model, ways: dict[str, dict[str, Any]]) -> None:
 
 
 def check_kernels(model: Model) -> None:
-    """
-    Before the first step, at this model's sizes: what MLX computes itself is told where it is wrong, and kernels agree
-    with their expressions, or are off and named.
-    """
+    """Says where MLX's own arithmetic is wrong at this model's sizes, and names kernels that are and turns them off."""
     if not gpu.has_metal():
         return
     line, well = of_mlx(model)
@@ -602,10 +595,7 @@ def save(model: Model, directory: str | Path, tokenizer: Any) -> None:
 
 
 def doctor() -> Iterator[tuple[str, bool | None]]:
-    """
-    What a user of this machine should know, a line each as soon as it is known, and whether that is well. None: it is
-    not, and the demo does without.
-    """
+    """Lines that a user of this machine should know, and whether each is well; None: no, but the demo does without."""
     found, dtype = versions.environment(cpu_blas.description), default_dtype()
     numbers = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
     panics = "none; memory that macOS must not page out was reported to panic it: docs/memory.md, mlx #3186"

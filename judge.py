@@ -97,11 +97,10 @@ class Judge(Grader):
         head, tail = len(self.prompts.head), max(map(len, self.prompts.tails))
         prompt = max(questions, key=lambda prompt: len(questions[prompt]))
         if head + len(questions[prompt]) + tail > self.room:
-            raise ValueError(
-                f"a judge's context has no room for an answer: beside the reply (--judge-think {self.think}) it has "
-                f"{self.room} tokens, of which the rubric's preamble takes {head}, its longest criterion {tail} and "
-                f"the question {prompt[:60]!r} {len(questions[prompt])}; shorten the longest"
-            )
+            room = f"beside the reply (--judge-think {self.think}) it has {self.room} tokens"
+            said = f"the rubric's preamble takes {head}, its longest criterion {tail} and the question {prompt[:60]!r}"
+            said = f"a judge's context has no room for an answer: {room}, of which {said} {len(questions[prompt])}"
+            raise ValueError(f"{said}; shorten the longest")
 
     def _read(self, hidden: mx.array, cache: TreeCache) -> list[Evaluation]:
         """The evaluations at the ends of M prompts, from hidden states (M, C)."""

@@ -28,12 +28,15 @@ def round_up(length: int) -> int:
     return -(-length // CHUNK) * CHUNK
 
 
+Mask = mx.array | str | None
+
+
 class Group(NamedTuple):
     """Which of N query rows read which of the R rows of one part of a cache."""
 
     members: mx.array | None = None  # (R, G) the query rows of each row, padded with 0; None: row r * G + g, no padding
     places: mx.array | None = None  # (N,) each query row's index in the flattened (R, G)
-    mask: mx.array | str | None = None  # (R, 1, 1, S) or with G = 1 (N, 1, L, S) boolean, "causal" with G = 1, or None
+    mask: Mask = None  # (R, 1, 1, S) or with G = 1 (N, 1, L, S) boolean, "causal" with G = 1, or None
 
 
 class Layout(NamedTuple):
@@ -329,7 +332,7 @@ class KVCache(Cache):
         return Layout([Group(mask=((column <= query) & visible)[:, None])], spans=spans)
 
 
-def make_group(rows: list[int], num_blocks: int, mask: mx.array | str | None) -> Group:
+def make_group(rows: list[int], num_blocks: int, mask: Mask) -> Group:
     """The group in which query row n reads row `rows[n]` of a part with `num_blocks` rows."""
     members = [[n for n, row in enumerate(rows) if row == block] for block in range(num_blocks)]
     most = max(map(len, members))

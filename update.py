@@ -173,10 +173,8 @@ def update(learner: Learner, batches: list[Batch], lr: float) -> UpdateResult:
 
 def with_old(batches: list[Batch], logprobs: list[mx.array]) -> list[Batch]:
     """The batches with the log-probabilities of the policy before the update, those that do not have them yet."""
-    return [
-        batch._replace(old_logprobs=new) if batch.old_logprobs is None else batch
-        for batch, new in zip(batches, logprobs, strict=True)
-    ]
+    pairs = zip(batches, logprobs, strict=True)
+    return [batch._replace(old_logprobs=new) if batch.old_logprobs is None else batch for batch, new in pairs]
 
 
 def optimizer_step(learner: Learner, batches: list[Batch], lr: float) -> tuple[list[mx.array], dict[str, float]]:
@@ -276,11 +274,7 @@ def logprobs_of(learner: Learner, batches: list[Batch], model: gwen.Model) -> li
 
 
 def in_backward_order(names: Iterable[str]) -> list[list[str]]:
-    """
-    Weight names in the order in which a backward pass produces their gradients, grouped by layer.
-
-    In another order, MLX would keep a gradient's inputs alive while it computes later ones.
-    """
+    """Weight names by layer, as a backward pass gives their gradients: in another order MLX keeps inputs alive."""
 
     def place(name: str) -> float:
         first, second, *_ = name.split(".")
@@ -312,11 +306,9 @@ def count_failure(learner: Learner, loss: float) -> None:
     """Counts an update that changes nothing. Raises ValueError after too many in a row."""
     mended = math.isfinite(loss) and learner.loss_scale.value > 1  # a smaller scale may avoid the overflow
     if not mended and learner.failures + 1 == MOST_FAILURES:
-        raise ValueError(
-            f"{MOST_FAILURES} updates in a row had no finite {'gradient' if math.isfinite(loss) else 'loss'}; "
-            f"start again with a lower --learning-rate than {learner.config.optimizer.learning_rate:g} or in another "
-            "GWEN_DTYPE"
-        )
+        said = f"{MOST_FAILURES} updates in a row had no finite {'gradient' if math.isfinite(loss) else 'loss'}"
+        lower = f"a lower --learning-rate than {learner.config.optimizer.learning_rate:g}"
+        raise ValueError(f"{said}; start again with {lower} or in another GWEN_DTYPE")
     learner.num_changes += 1
     learner.num_skipped += 1
     learner.failures += not mended

@@ -37,11 +37,9 @@ PARAMETER repeat_penalty 1
 """
 
 
-def write(
-    directory: Path, name: str, weights: dict[str, mx.array], config: ModelConfig, tokenizer: Any, bits: int
-) -> str:
+def write(folder: Path, name: str, weights: dict[str, mx.array], config: ModelConfig, tokenizer: Any, bits: int) -> str:
     """
-    Writes NAME-KIND.gguf and a Modelfile into a new directory; returns in words what was written.
+    Writes NAME-KIND.gguf and a Modelfile into a new folder; returns in words what was written.
 
     weights: by Hugging Face name; emptied on the way, so that one matrix at a time is in memory.
     Raises ValueError for a model that such a file cannot hold, and where the package gguf is missing.
@@ -61,8 +59,8 @@ def write(
     if config.rope_scaling and config.rope_scaling["rope_type"] == "llama3":
         plain, slower = (Rope(config.rotary_dim, config.rope_theta, one) for one in (None, config.rope_scaling))
         weights[ROPE_FACTORS] = mx.array((plain.frequencies / slower.frequencies).astype(np.float32))
-    directory.mkdir(parents=True)
-    writer = gguf.GGUFWriter(directory / file, config.model_type, use_temp_file=True)
+    folder.mkdir(parents=True)
+    writer = gguf.GGUFWriter(folder / file, config.model_type, use_temp_file=True)
     adders = {str: "string", bool: "bool", int: "uint32", float: "float32", list: "array"}
     for key, value in metadata.items():
         getattr(writer, f"add_{adders[type(value)]}")(key, value)
@@ -80,7 +78,7 @@ def write(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    (directory / "Modelfile").write_text(MODELFILE.format(file=file))
+    (folder / "Modelfile").write_text(MODELFILE.format(file=file))
     return f"{file} with tensors {', '.join(f'{num} {kind}' for kind, num in counts.items())}, and a Modelfile"
 
 

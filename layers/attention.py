@@ -13,13 +13,13 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from kv_cache import Group, Layout, Parts
+from kv_cache import Group, Layout, Mask, Parts
 from machine import cpu, gpu, kernels
 
 HERE = Path(__file__).parent
 
 
-def attention_ref(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | str | None) -> mx.array:
+def attention_ref(queries: mx.array, keys: mx.array, values: mx.array, mask: Mask) -> mx.array:
     """The definition of `attention`, and on a CPU also the fast form: 2.4 times `mx.fast` at L=110."""
     return tree_attention_ref(queries, [(keys, values)], Layout([Group(mask=mask)]))
 
@@ -32,7 +32,7 @@ def is_fused(head_dim: int) -> bool:
     return gpu.on_gpu() and head_dim in (64, 128)
 
 
-def attention(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | str | None) -> mx.array:
+def attention(queries: mx.array, keys: mx.array, values: mx.array, mask: Mask) -> mx.array:
     """
     Grouped-query attention, (N, H, L, D) x (N, K, S, D) -> (N, H, L, D); the L queries are the last of the S positions.
 
@@ -56,9 +56,7 @@ def queries_at_once(num_rows: int, num_heads: int, length: int, num_keys: int) -
     return min(max(MOST_SCORES // (num_rows * num_heads * num_keys), 32), length)
 
 
-def attention_vjp(
-    queries: mx.array, keys: mx.array, values: mx.array, d_out: mx.array, mask: mx.array | str | None
-) -> tuple[mx.array, ...]:
+def attention_vjp(queries: mx.array, keys: mx.array, values: mx.array, d_out: mx.array, mask: Mask) -> list[mx.array]:
     """
     The gradient of `attention` by queries, keys and values, with float32 scores, some queries at a time.
 
@@ -87,12 +85,10 @@ def attention_vjp(
         d_queries.append((d_scores @ keys[:, :, :seen]).reshape(*shape[:3], size))
         parts = [x.swapaxes(-1, -2) @ y for x, y in ((d_scores, query), (weights, d_block))]
         totals = [x.at[:, :, :seen].add(y) for x, y in zip(totals, parts, strict=True)] if totals else parts
-    return tuple(total.astype(dtype) for total in (mx.concatenate(d_queries[::-1], axis=2), *totals))
+    return [total.astype(dtype) for total in (mx.concatenate(d_queries[::-1], axis=2), *totals)]
 
 
-def score_gradient_ref(
-    d_weights: mx.array, scores: mx.array, mask: mx.array | str | None, scale: float
-) -> tuple[mx.array, mx.array]:
+def score_gradient_ref(d_weights: mx.array, scores: mx.array, mask: Mask, scale: float) -> tuple[mx.array, mx.array]:
     """
     The weights softmax(scale * scores), and from the gradient by them that by the scores; all (N, H, L, S).
 
@@ -114,9 +110,7 @@ SCORE_GRADIENT = kernels.Kernel(HERE / "score_gradient.metal", "scores d_weights
 
 
 @kernels.equals(score_gradient_ref)
-def score_gradient(
-    d_weights: mx.array, scores: mx.array, mask: mx.array | str | None, scale: float
-) -> tuple[mx.array, mx.array]:
+def score_gradient(d_weights: mx.array, scores: mx.array, mask: Mask, scale: float) -> tuple[mx.array, mx.array]:
     """Reads both arrays twice, the second time mostly from the cache, and writes both results, in one launch."""
     weights, d_scores = SCORE_GRADIENT(
         [scores, d_weights, mask if isinstance(mask, mx.array) else kernels.constant(False), kernels.constant(scale)],
@@ -186,12 +180,8 @@ def tree_attention_ref(queries: mx.array, parts: Parts, layout: Layout) -> mx.ar
 
 
 # contiguous: what is handed in are views of buffers with room to grow
-SLOT_ATTENTION = kernels.Kernel(
-    HERE / "slot_attention.metal",
-    "queries keys values own_keys own_values members places mask own_mask",
-    "out",
-    contiguous=False,
-)
+SLOT_INPUTS = "queries keys values own_keys own_values members places mask own_mask"
+SLOT_ATTENTION = kernels.Kernel(HERE / "slot_attention.metal", SLOT_INPUTS, "out", contiguous=False)
 
 
 @kernels.equals(tree_attention_ref)

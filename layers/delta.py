@@ -23,13 +23,10 @@ BLOCK = 8  # rows of a triangular matrix that are inverted by its powers
 
 
 def convolve(window: mx.array, weight: mx.array) -> mx.array:
-    """
-    silu of a causal convolution of each channel, (N, W - 1 + L, C), with `weight` (C, 1, W) -> (N, L, C).
-
-    As W products, which a compiler joins into one launch.
-    """
+    """silu of a causal convolution of each channel, (N, W - 1 + L, C), with `weight` (C, 1, W) -> (N, L, C)."""
     size = weight.shape[-1]
     length = window.shape[1] - size + 1
+    # W products, which a compiler joins into one launch
     mixed = sum(window[:, i : i + length] * weight[:, 0, i].astype(window.dtype) for i in range(size))
     assert isinstance(mixed, mx.array)
     return ops.silu(mixed)
@@ -135,11 +132,7 @@ def chunked(
 
 
 def gated_delta(*arrays: mx.array) -> tuple[mx.array, mx.array]:
-    """
-    `recurrence`, by one operation for one token a row and by another for more.
-
-    MLX has a kernel for few tokens and one for many: where one is off, the other may run.
-    """
+    """`recurrence`, for one token a row by one operation, for more by another: either's kernel may be off alone."""
     return (gated_delta_step if arrays[2].shape[1] == 1 else gated_delta_pass)(*arrays)
 
 

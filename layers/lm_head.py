@@ -76,10 +76,8 @@ def _in_rows(
             d_head = d_head + slopes.T @ (factor[chunk] * x).astype(x.dtype)
         return d_hidden, d_head.astype(head_weight.dtype)
 
-    found: tuple[mx.array, ...] = (
-        gpu.differentiable(forward, backward, hidden, head_weight) if gradient else forward(hidden, head_weight)
-    )
-    return found[0], found[1]
+    logprobs, entropies, *_ = gpu.differentiable(forward, backward, hidden, head_weight)
+    return logprobs, entropies
 
 
 def token_logprobs(
@@ -123,7 +121,7 @@ def token_logprobs(
         done: list[mx.array] = []
         for rows in rows_of_chunks:
             nothing, mean = mx.zeros((rows.stop - rows.start, 1)), mx.zeros(scaled[rows].shape) if gradient else None
-            state = _Softmax(nothing - 1e30, nothing, nothing, nothing, mean)
+            state = _Softmax(nothing - 1e30, nothing, nothing, nothing, mean)  # finite: -inf less -inf would be nan
             for tile in columns:
                 state = state.after(wait(scaled[rows], done), head_weight, ids[rows], tile, support)
                 done = [array for array in state if array is not None]
@@ -170,11 +168,7 @@ def place_of(ids: mx.array, tile: slice) -> tuple[mx.array, mx.array]:
 
 
 class _Softmax(NamedTuple):
-    """
-    What is known of M distributions after some of the vocabulary; every sum is over exp(logit - peak).
-
-    Peaks begin finite: -inf less -inf would be nan.
-    """
+    """What is known of M distributions after some of the vocabulary; every sum is over exp(logit - peak)."""
 
     peak: mx.array  # (M, 1) the largest logit
     total: mx.array  # (M, 1) sum of the weights

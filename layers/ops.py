@@ -218,15 +218,8 @@ class Rotation(NamedTuple):
         """Rotates the first dims of (N, L, heads, D): pairs are i and i + size / 2."""
         if self.cos is None or self.sin is None:
             x = x if self.rope.magnitude == 1.0 else x * self.rope.magnitude
-            rotated = mx.fast.rope(
-                x.transpose(0, 2, 1, 3),
-                self.rope.size,
-                traditional=False,
-                base=None,
-                scale=1.0,
-                offset=self.offsets,
-                freqs=self.rope.periods,
-            )
+            how: Any = {"traditional": False, "base": None, "scale": 1.0, "freqs": self.rope.periods}
+            rotated = mx.fast.rope(x.transpose(0, 2, 1, 3), self.rope.size, offset=self.offsets, **how)
             return rotated.transpose(0, 2, 1, 3)
         if self.rope.size < x.shape[-1]:
             turned, rest = mx.split(x, [self.rope.size], axis=-1)
@@ -236,13 +229,12 @@ class Rotation(NamedTuple):
 
 
 Weights = tuple[mx.array, mx.array] | None  # (D,) of the norms of queries and keys, where the family has them
+Heads = tuple[mx.array, mx.array, mx.array]  # queries (N, H, L, D), keys and values (N, K, L, D)
 
 
-def norm_rope_ref(
-    qkv: mx.array, num_heads: int, weights: Weights, eps: float, rotation: Rotation | None
-) -> tuple[mx.array, mx.array, mx.array]:
+def norm_rope_ref(qkv: mx.array, num_heads: int, weights: Weights, eps: float, rotation: Rotation | None) -> Heads:
     """
-    Queries, keys and values of the fused projection (N, L, H + 2K, D), as (N, H, L, D), (N, K, L, D), (N, K, L, D).
+    Queries, keys and values of the fused projection (N, L, H + 2K, D).
 
     Queries and keys are rotated, in a layer with positions, and RMS-normalized over D before, where there are weights.
     """
@@ -264,9 +256,7 @@ NORM_ROPE = kernels.Kernel(
 
 
 @kernels.equals(norm_rope_ref)
-def norm_rope(
-    qkv: mx.array, num_heads: int, weights: Weights, eps: float, rotation: Rotation | None
-) -> tuple[mx.array, mx.array, mx.array]:
+def norm_rope(qkv: mx.array, num_heads: int, weights: Weights, eps: float, rotation: Rotation | None) -> Heads:
     """
     Reads (H + K) D elements a token and writes as many, the least there is, in one launch for four and two copies:
     MLX's norm copies a part of the fused projection first. Values are a view. A kernel of MLX writes to arrays of its

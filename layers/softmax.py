@@ -16,8 +16,7 @@ import mlx.core as mx
 from machine import cpu, kernels
 
 HERE = Path(__file__).parent
-
-
+Three = tuple[mx.array, mx.array, mx.array]
 TILE = 256  # numbers of a row; a CPU takes tiles together three to five times as fast as the numbers of a row
 
 
@@ -88,9 +87,7 @@ def draw(weights: mx.array, share: mx.array) -> mx.array:
     return (until <= share * until[:, -1:]).sum(-1, keepdims=True)
 
 
-def sample_token_ref(
-    logits: mx.array, uniforms: mx.array, temperature: float = 1.0
-) -> tuple[mx.array, mx.array, mx.array]:
+def sample_token_ref(logits: mx.array, uniforms: mx.array, temperature: float = 1.0) -> Three:
     """
     Draws a token a row at `temperature`: it, its log-probability and the entropy; (N, V), (N, 4) -> (N,) each.
 
@@ -138,7 +135,7 @@ SAMPLE_TOKEN = kernels.Kernel(HERE / "sample_token.metal", "logits uniforms temp
 
 
 @kernels.equals(sample_token_ref)
-def sample_token(logits: mx.array, uniforms: mx.array, temperature: float = 1.0) -> tuple[mx.array, mx.array, mx.array]:
+def sample_token(logits: mx.array, uniforms: mx.array, temperature: float = 1.0) -> Three:
     """
     Reads each logit once, one tile again, and writes 12 bytes a row, in one launch; Gumbel-max would read the same and
     compute V pairs of logarithms and V / 4 Philox blocks more.
@@ -171,10 +168,9 @@ def row_logprobs(logits: mx.array, ids: mx.array, temperature: float = 1.0) -> t
 
 
 SLOPE_SCALE = 256  # of the gradient in `row_slopes`: without it what is below 6e-8 would be 0 in float16
-Slopes = tuple[mx.array, mx.array, mx.array]
 
 
-def row_slopes_ref(logits: mx.array, ids: mx.array, temperature: float = 1.0) -> Slopes:
+def row_slopes_ref(logits: mx.array, ids: mx.array, temperature: float = 1.0) -> Three:
     """
     `row_logprobs`, and the gradient of the log-probability, onehot - p, of the logits' type and times SLOPE_SCALE.
 
@@ -188,16 +184,14 @@ ROW_SLOPES = kernels.Kernel(HERE / "row_slopes.metal", "logits ids temperature",
 
 
 @kernels.equals(row_slopes_ref)
-def row_slopes(logits: mx.array, ids: mx.array, temperature: float = 1.0) -> Slopes:
+def row_slopes(logits: mx.array, ids: mx.array, temperature: float = 1.0) -> Three:
     """
     Reads V logits a row twice, the second time mostly from the cache, and writes V, in one launch; a kernel for the
     results and one for the gradient read the logits twice too, the second time made anew by a matmul.
     """
     dtypes = [mx.float32, mx.float32, logits.dtype]
-    logprobs, entropies, slopes = _on_rows(
-        ROW_SLOPES, logits, [ids], temperature, dtypes, T=logits.dtype, SCALE=SLOPE_SCALE
-    )
-    return logprobs, entropies, slopes
+    found = _on_rows(ROW_SLOPES, logits, [ids], temperature, dtypes, T=logits.dtype, SCALE=SLOPE_SCALE)
+    return found[0], found[1], found[2]
 
 
 class Support(NamedTuple):

@@ -61,11 +61,7 @@ class TreeCache(Cache):
         self.rows: list[list[int]] = []  # of each level, the newest too: its row in which each newest row goes on
 
     def child(self, lengths: list[int], parents: list[int] | None = None) -> "TreeCache":
-        """
-        A cache with one more level: rows of these lengths that continue the rows `parents` of the newest level.
-
-        Takes consecutive rows of the levels above as a view.
-        """
+        """A cache with one more level: rows of these lengths that continue the rows `parents` of the newest level."""
         held, rows_of = TreeCache(self.kinds), list[slice | mx.array]()
         held.widths = list(self.widths)
         assert not self.rows or len(parents or []) == len(lengths), "each row needs a parent"
@@ -74,7 +70,7 @@ class TreeCache(Cache):
             rows = [row_of[parent] for parent in parents]
             used = sorted(set(rows))
             consecutive = used == list(range(used[0], used[-1] + 1))
-            rows_of.append(slice(used[0], used[-1] + 1) if consecutive else mx.array(used))
+            rows_of.append(slice(used[0], used[-1] + 1) if consecutive else mx.array(used))  # a slice takes a view
             held.lengths.append([level_lengths[row] for row in used])
             held.rows.append([used.index(row) for row in rows])
         held.lengths.append(lengths)
@@ -122,7 +118,6 @@ class TreeCache(Cache):
         index = mx.array([[0] * pad + held for pad, held in zip(padding, columns, strict=True)])
         cache = KVCache(self.kinds, length, mx.array(padding) if any(padding) else None)
         cache.advance(length)
-
         for layer, target in zip(self.layers, cache.layers, strict=True):
             layer.flatten(target, index)
         return cache

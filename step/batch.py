@@ -210,11 +210,7 @@ def padded(rows: Sequence[Sequence[float] | np.ndarray], dtype: type = np.int32)
 
 
 def hidden(model: gwen.Model, batch: Batch, checkpoint_layers: int = 0) -> mx.array:
-    """
-    The hidden states that predict the own tokens, (M, T, C).
-
-    checkpoint_layers: how many layers, from the first, recompute their activations for the gradient.
-    """
+    """The hidden states that predict the own tokens, (M, T, C). checkpoint_layers: as of `gwen.Model.hidden`."""
     if batch.prefix is None:
         states = model.hidden(batch.tokens, checkpoint_layers=checkpoint_layers)
     else:

@@ -6,7 +6,7 @@ Left out: the arithmetic of the losses (grpo.py), the gradient and the optimizer
 Axes: M rows of a batch, T own tokens.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -18,9 +18,8 @@ from step.batch import Batch, hidden
 
 SUMS = ("kl", "clip_frac")  # of a loss, over the counted tokens; recorded as means
 # the policy before the update against the sampler's
-MISMATCH = tuple(
-    f"mismatch/{name}" for name in ("logprob_abs_mean", "logprob_abs_max", "ratio_mean", "ratio_max", "over_cap_frac")
-)
+GAPS = ("logprob_abs_mean", "logprob_abs_max", "ratio_mean", "ratio_max", "over_cap_frac")
+MISMATCH = tuple(f"mismatch/{name}" for name in GAPS)
 # measured at each step, as in `metrics.jsonl`: means over the counted tokens; `_max` is the largest
 MEASURED = ("kl", "distill/kl", "entropy", "clip_frac", *MISMATCH)
 MISMATCH_CAP = 3.0  # the largest ratio of trainer to sampler that is trusted
@@ -67,7 +66,7 @@ class StepLoss:
         self.config, self.checkpoint_layers = config, sizes.checkpoint_layers
         self.objective = objective_of(config)
         self.of_tokens = own or grpo.LOSSES[config.objective.loss_type]
-        self.temperature, self.head = config.sampling.temp, "frozen" if config.model.lora_rank else "trained"
+        self.how: Any = {"temperature": config.sampling.temp, "head": "frozen" if config.model.lora_rank else "trained"}
         sampling = config.sampling
         # the tokens that the sampler may draw; None: all
         self.support = softmax.Support.of(sampling.top_p, sampling.top_k, sampling.min_p)
@@ -75,35 +74,18 @@ class StepLoss:
         self.all_teach = bool(self.objective.beta or config.objective.teacher or own is not None)
 
     def logprobs(self, model: gwen.Model, batch: Batch, gradient: bool = False) -> tuple[mx.array, mx.array]:
-        """
-        Log-probabilities of the own tokens given all tokens before, and entropies, (M, T) each.
-
-        gradient: whether the log-probabilities have one.
-        """
-        return lm_head.token_logprobs(
-            hidden(model, batch, self.checkpoint_layers),
-            model.head_weight,
-            batch.completion_ids,
-            temperature=self.temperature,
-            support=self.support,
-            head=self.head,
-            gradient=gradient,
-        )
+        """Log-probabilities of own tokens given all before, with a gradient if asked, and entropies, (M, T) each."""
+        states, how = hidden(model, batch, self.checkpoint_layers), self.how | {"support": self.support}
+        return lm_head.token_logprobs(states, model.head_weight, batch.completion_ids, gradient=gradient, **how)
 
     def share(self, model: gwen.Model, batch: Batch) -> Share:
         """A batch's part of the step's loss."""
         settings, mask, counted = self.config.objective, batch.mask, batch.mask * batch.weights
         divergences = None
         if batch.lesson is not None:
-            divergences, logprobs, entropy = divergence.token_divergences(
-                hidden(model, batch, self.checkpoint_layers),
-                model.head_weight,
-                batch.completion_ids,
-                batch.lesson,
-                beta=settings.distill_beta,
-                temperature=self.temperature,
-                head=self.head,
-            )
+            states, how = hidden(model, batch, self.checkpoint_layers), self.how | {"beta": settings.distill_beta}
+            found = divergence.token_divergences(states, model.head_weight, batch.completion_ids, batch.lesson, **how)
+            divergences, logprobs, entropy = found
         else:
             logprobs, entropy = self.logprobs(model, batch, gradient=True)
         # None where the current policy is the old one

@@ -55,7 +55,6 @@ def _load_loss(spec: str, config: Config) -> grpo.LossFunction:
         num_items=5,
         num_rows=2,
     )
-
     loss = _tried(what, fn, lambda: fn(tokens, objective_of(config)))
     is_loss = isinstance(loss, grpo.Loss) and isinstance(loss.sums, dict)
     values = [loss.value, *loss.sums.values()] if is_loss else [None]
@@ -96,11 +95,7 @@ def _tried(what: str, fn: Callable[..., Any], compute: Callable[[], Any]) -> Any
 
 
 def advantages(spec: str, fn: Callable[[np.ndarray], Any], rewards: np.ndarray) -> np.ndarray:
-    """
-    What `fn` makes of rewards, (B, G) float64, nan where a group has fewer -> (B, G) float32, 0 there.
-
-    Raises ValueError for anything else.
-    """
+    """`fn` of rewards, (B, G) float64, nan where a group has fewer: (B, G) float32, 0 there. Or ValueError."""
     what = f"--advantage {spec}{place_of(fn)}"
     found = _tried(what, fn, lambda: np.array(fn(rewards.copy()), np.float32))
     if found.shape != rewards.shape:

@@ -26,8 +26,7 @@ from problems.examples import Example, prompt_text
 from problems.rewards import Logged, Reward, call_rewards
 
 MEASURED_OF = 8  # one of so many samples without a gradient is measured
-
-
+Weights = dict[str, float]  # of rewards, by name
 Advantage = Callable[[np.ndarray], np.ndarray]  # of rewards (B, G) float64, nan where a group has fewer
 NOTHING: dict[str, Any] = {}  # of what is not known yet; nobody writes to it
 
@@ -197,7 +196,7 @@ def judged(grader: Grader, samples: list[Sample]) -> Judgement:
 def rewarded(
     samples: list[Sample],
     components: dict[str, np.ndarray],
-    weights: dict[str, float],
+    weights: Weights,
     scores: np.ndarray | None = None,
     extra: dict[str, list[Any]] | None = None,
     together: bool = False,
@@ -254,15 +253,11 @@ def fill(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
 
 
 def advantages(
-    config: Config, groups: list[list[Sample]], weights: dict[str, float], own: Advantage | None = None
+    config: Config, groups: list[list[Sample]], weights: Weights, own: Advantage | None = None
 ) -> np.ndarray:
-    """
-    Advantages of groups, (B, G) float32, or (B, G, K) where turns are paid. own: a user's, in place of ours.
-
-    They are 0 in groups of one, which only a teacher trains.
-    """
+    """Advantages of groups, (B, G) float32, or (B, G, K) where turns are paid. own: a user's, in place of ours."""
     settings, (first, *_) = config.objective, groups[0]
-    if max(map(len, groups)) == 1:
+    if max(map(len, groups)) == 1:  # which only a teacher trains
         return np.zeros((len(groups), 1), np.float32)
     if settings.combine_rewards == "normalize":
         parts = [table([[one.filled[name] for one in group] for group in groups], np.nan) for name in first.filled]
@@ -289,9 +284,7 @@ def of_tokens(sample: Sample, advantages: np.ndarray) -> float | np.ndarray:
     return np.repeat(advantages[: len(lengths)], lengths)
 
 
-def advanced(
-    config: Config, samples: list[Sample], weights: dict[str, float], own: Advantage | None = None
-) -> list[Sample]:
+def advanced(config: Config, samples: list[Sample], weights: Weights, own: Advantage | None = None) -> list[Sample]:
     """The samples with their advantages, of turns with those of their tokens, and what their groups tell."""
     groups = by_group(samples)
     compared = found = advantages(config, groups, weights, own)

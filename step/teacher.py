@@ -53,37 +53,26 @@ class Teacher:
         self.shape = self.model.config
         refuse_other_tokenizer(name, tokenizer, its_own)
         if self.shape.vocab_size < self.num_ids:
-            raise ValueError(
-                f"--teacher {name} scores {self.shape.vocab_size} ids, {config.model.name} has {self.num_ids}; "
-                "take a teacher that scores all of them"
-            )
+            said = f"--teacher {name} scores {self.shape.vocab_size} ids, {config.model.name} has {self.num_ids}"
+            raise ValueError(f"{said}; take a teacher that scores all of them")
 
     def prompts(self, examples: Iterable[Example]) -> list[list[int]]:
         """The ids of each prompt as the teacher sees it. Raises ValueError where its completion would not fit."""
         seen = examples if self.text is None else (in_front(self.text, example) for example in examples)
-        return chat_template.encode_prompts(
-            self.tokenizer,
-            seen,
-            max_tokens=self.config.sampling.max_tokens,
-            context=self.shape.max_position_embeddings,
-            thinking=self.config.sampling.thinking,
-            kind="the teacher's prompt",
-        )
+        sampling, context = self.config.sampling, self.shape.max_position_embeddings
+        how: Any = {"max_tokens": sampling.max_tokens, "thinking": sampling.thinking, "kind": "the teacher's prompt"}
+        return chat_template.encode_prompts(self.tokenizer, seen, context=context, **how)
 
     def check(self, examples: list[Example], student_ids: list[list[int]]) -> None:
         """Raises ValueError where a prompt does not fit, or where the chat template drops the teacher's text."""
         room, longest = self.shape.max_position_embeddings, max(map(len, student_ids)) + self.config.sampling.max_tokens
+        settings, name = self.config.objective, self.config.model.name
         if longest > room:
-            raise ValueError(
-                f"--teacher {self.config.objective.teacher} reads {room} tokens, a prompt and its completion have "
-                f"{longest}; shorten the prompt or lower --max-tokens"
-            )
+            said = f"--teacher {settings.teacher} reads {room} tokens, a prompt and its completion have {longest}"
+            raise ValueError(f"{said}; shorten the prompt or lower --max-tokens")
         if self.text is not None and self.prompts(examples) == student_ids:
-            raise ValueError(
-                f"--teacher-prompt {self.config.objective.teacher_prompt}: the chat template of "
-                f"{self.config.model.name} leaves system messages out, so teacher and student see the same; take "
-                "another model"
-            )
+            said = f"--teacher-prompt {settings.teacher_prompt}: the chat template of {name} leaves system messages out"
+            raise ValueError(f"{said}, so teacher and student see the same; take another model")
 
     def with_lessons(self, samples: list[Sample], batches: list[Batch]) -> list[Batch]:
         """The batches with its hidden states of their tokens, and its head for the student's ids."""

@@ -100,11 +100,7 @@ def divergence(reference: gwen.Model, samples: list[Sample], temperature: float)
 
 
 def replies(model: gwen.Model, step_loss: StepLoss, talks: list[list[Row]], token_budget: int) -> dict[str, Any]:
-    """
-    The record of `eval.jsonl` without `step`: loss, nats per token, and perplexity of held-out replies.
-
-    The 95% interval is that of a ratio of two sums over conversations, each with its rows.
-    """
+    """The record of `eval.jsonl` without `step`: loss, nats per token, and perplexity of held-out replies."""
     begin, num = time.perf_counter(), len(talks)
     samples = [of_reply(*row, group) for group, rows in enumerate(talks) for row in rows]
     sums = np.zeros((3, num))  # negative log-probabilities, entropies, tokens
@@ -117,7 +113,7 @@ def replies(model: gwen.Model, step_loss: StepLoss, talks: list[list[Row]], toke
     losses, entropies, tokens = sum(world.share(sums))
     total = tokens.sum()
     loss = losses.sum() / total
-    reach = None
+    reach = None  # half of the 95% interval of a ratio of two sums over conversations, each with its rows
     if num > 1:
         reach = 1.96 * math.sqrt(((losses - loss * tokens) ** 2).sum() * num / (num - 1)) / total
     record = {

@@ -126,7 +126,6 @@ class LayerCache:
         return self.keys[rows, :, : self.length], self.values[rows, :, : self.length]
 
     def arrays(self) -> list[mx.array]:
-        """Both buffers; none before the first update."""
         return [buffer for buffer in (self.keys, self.values) if buffer is not None]
 
 
@@ -312,7 +311,6 @@ class KVCache(Cache):
         return None if self.pad is None else (mx.arange(self.length) >= self.pad[rows][:, None])[:, None, None]
 
     def offsets(self, num_rows: int) -> mx.array:
-        """The position of the next token of each row, (N,) int32."""
         # Always an array: before 0.32, MLX's one-token rope with a scalar offset was wrong for batches on Metal.
         assert self.pad is None or self.pad.shape == (num_rows,), f"{self.pad.shape} != {num_rows} rows"
         next_column = mx.full((num_rows,), self.length, dtype=mx.int32)

@@ -87,11 +87,7 @@ def layers(model: gwen.Model) -> Iterator[tuple[str, LoRALinear]]:
 
 
 def apply(model: gwen.Model, rank: int, scale: float, targets: Sequence[str] = TARGETS, seed: int = 0) -> None:
-    """
-    Freezes the model and puts an adapter on each target projection of each layer, in place.
-
-    Raises ValueError when a target is not a projection of this model.
-    """
+    """Freezes the model and puts an adapter on its layers' target projections, in place. ValueError if it has none."""
     model.freeze()
     linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n.split(".")[-1] in targets}
     if not linears:
@@ -176,11 +172,7 @@ def read(model: gwen.Model, path: str | Path) -> tuple[float, Fused]:
 
 
 def attach(model: gwen.Model, path: str | Path, start: str | Path | None = None) -> None:
-    """
-    Puts an adapter beside the model's weights, so that `disabled` can switch it off. Raises ValueError as `read` does.
-
-    start: the adapter that its training began with, for `before_training`.
-    """
+    """Puts an adapter beside weights, for `disabled`, and its start, for `before_training`. ValueError as `read`."""
     (scale, pairs), begun = read(model, path), None if start is None else read(model, start)[1]
     linears = dict(model.named_modules())
     adapted = []

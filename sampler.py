@@ -183,7 +183,6 @@ class Record:
         return (self.ids[rows, self.lengths[rows] - 1][:, None] == self.eos_ids).any(-1) | self.stopped[rows]
 
     def is_over(self, row: int) -> bool:
-        """Whether a row is complete."""
         return bool(self.reasons[row] if self.talk else self.ended[row])
 
     def draw(self, logits: mx.array, uniforms: mx.array) -> tuple[mx.array, ...]:
@@ -394,11 +393,7 @@ def rollout(
 
 
 def texts(tokenizer: Any, result: Rollout, eos_ids: Sequence[int]) -> list[str]:
-    """
-    The text of each row, without end tokens and other control tokens; a line end between its turns.
-
-    A stop text and what follows it are left out, as in vLLM.
-    """
+    """The text of each row, without control tokens, a line end between turns; as in vLLM it ends before a stop text."""
     ends = set(eos_ids)
     found = []
     for row in result.ids:

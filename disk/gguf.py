@@ -55,11 +55,7 @@ WIDE = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}  # kinds of 1
 
 
 def directory_of(path: Path) -> Path:
-    """
-    The directory of a GGUF file, written if this file has none yet: config.json, the tokenizer and a link to the file.
-
-    Raises ValueError naming what is wrong with the file, or what in it is not supported.
-    """
+    """A GGUF file's directory of config.json, tokenizer and a link to it, written once. ValueError names a fault."""
     about = path.stat()
     key = sha256(f"{FORM} {path.resolve()} {about.st_size} {about.st_mtime_ns}".encode()).hexdigest()[:16]
     cache = cpu_blas.cache_directory() / "gguf"
@@ -87,11 +83,7 @@ def directory_of(path: Path) -> Path:
 
 
 def opened(path: Path) -> Any:
-    """
-    A file as the package reads it, with its `fields` and `tensors`.
-
-    Raises ValueError where the package is missing, and for what is no whole file or says what cannot be.
-    """
+    """A file as the package reads it, `fields` and `tensors`. ValueError without the package, or for no whole file."""
     if importlib.util.find_spec("gguf") is None:
         raise ValueError(f"--model {path} needs the package gguf; begin the command with: uv run --extra gguf")
     import gguf
@@ -134,11 +126,7 @@ def named(tensors: list[Any], kind: str) -> dict[str, Any]:
 
 
 def load(path: Path, config: dict[str, Any], dtype: mx.Dtype) -> dict[str, mx.array]:
-    """
-    The weights by Hugging Face name, those of few bits in `dtype`. config: as `directory_of` wrote it.
-
-    Raises ValueError as `opened` does, and naming a tensor of a kind that the package does not know.
-    """
+    """The weights by Hugging Face name, of few bits in `dtype`. config: as `directory_of` wrote it. Or ValueError."""
     import gguf
 
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config.get("num_key_value_heads")}

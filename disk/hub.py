@@ -403,7 +403,6 @@ def to_hub(weights: dict[str, mx.array], family: Family) -> dict[str, mx.array]:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's message."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
@@ -437,11 +436,7 @@ def load_config(directory: Path) -> ModelConfig:
 
 
 def load_weights(directory: Path, dtype: mx.Dtype = mx.float32) -> dict[str, mx.array]:
-    """
-    All tensors of a directory, by Hugging Face name; those of few bits of a GGUF file are spread out in `dtype`.
-
-    Reads the files that its index names, where it has one. Raises ValueError naming a missing or broken file.
-    """
+    """A directory's tensors by Hugging Face name; a GGUF file's of few bits in `dtype`. ValueError names a fault."""
     from disk import gguf
 
     if (directory / gguf.LINK).is_file():
@@ -482,11 +477,7 @@ HUB_FILES = [*TOKENIZER_FILES, "model*.safetensors"]  # no pickles, no code
 
 
 def hub_directory(hub_id: str, files: list[str] = HUB_FILES) -> Path:
-    """
-    The local copy of a hub model's files, downloaded if necessary; `id@revision` names a branch, tag or commit.
-
-    Raises ValueError, in one line, if it is neither cached nor available.
-    """
+    """The local copy of a hub model, downloaded if need be; `id@revision` is a branch, tag or commit. Or ValueError."""
     import huggingface_hub  # here: importing it takes a while
     from huggingface_hub import constants, errors
 

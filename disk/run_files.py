@@ -38,9 +38,7 @@ START = "adapter-start"  # the adapter of --init-adapter, as the run had it befo
 def add_flags(parser: Parser) -> None:
     """Adds the flags that `settle` reads."""
     parser.add_argument("--run", metavar="DIR", help="a run, whose model, adapter and settings are taken")
-    parser.add_argument(
-        "--step", type=int, metavar="N", help="its checkpoint after step N, 0 is before training (default: newest)"
-    )
+    parser.add_argument("--step", type=int, metavar="N", help="its step N, 0 is before training (default: the newest)")
     parser.add_argument("--adapter", metavar="DIR", help="a run, its checkpoint, or an adapter of mlx_lm or PEFT")
 
 
@@ -79,12 +77,7 @@ def settings_of(run: str) -> dict[str, Any]:
 
 
 def adapter_of(run: str, step: int | None) -> str | None:
-    """
-    The path of a run's newest adapter, or of the checkpoint after `step`; for 0, before training, that of
-    --init-adapter, or None.
-
-    Raises ValueError if nothing was saved yet, or naming the saved steps.
-    """
+    """The path of a run's newest adapter, or of that after `step`, for 0 --init-adapter's or None. Or ValueError."""
     if step == 0:
         start = Path(run) / START
         return str(start) if (start / "adapter_config.json").is_file() else None
@@ -248,13 +241,8 @@ def _exists(path: Path) -> str:
 
 
 def make_run_dir(settings: str, chosen: Path, asked: str | None) -> Path:
-    """
-    Makes the directory of a new run, with its settings as YAML, and owns it.
-
-    A default name taken by a run of the same second gets -2, -3 and so on.
-    Raises ValueError if `asked` is taken or the directory cannot be written.
-    """
-    for number in itertools.count(1):
+    """Makes and owns a new run's directory, with its settings as YAML. ValueError if `asked` is taken or unwritable."""
+    for number in itertools.count(1):  # a default name that a run of the same second took gets -2, -3 and so on
         path = chosen if number == 1 else chosen.with_name(f"{chosen.name}-{number}")
         try:
             path.mkdir(parents=True, exist_ok=bool(asked))
@@ -305,17 +293,16 @@ def read_log(path: Path, needed: Collection[str] = ()) -> Iterator[dict[str, Any
     """
     if not path.exists():
         return
+    keys = {"step", *KEYS.get(path.stem, ()), *needed}
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
                 return
             try:
                 record = read_json(line)
-                if type(record["step"]) is not int or any(
-                    key not in record for key in (*KEYS.get(path.stem, ()), *needed)
-                ):
+                if not keys <= record.keys() or type(record["step"]) is not int:
                     raise TypeError
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, AttributeError, TypeError) as error:
                 raise ValueError(f"{path}, line {number} is damaged; remove it to go on without it") from error
             yield record
 
@@ -383,15 +370,10 @@ def finite(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """
-    Writes a file under another name and renames it, so that a full disk leaves the old file intact.
-
-    Raises ValueError for what is no file, since renaming would put one in place of a device, and what
-    `refuse_replaced` raises.
-    """
+    """Writes a file under another name and renames it: a full disk leaves the old. ValueError for what is no file."""
     path = path.resolve()
     refuse_replaced(path.parent)
-    if path.exists() and not path.is_file():
+    if path.exists() and not path.is_file():  # renaming would put a file in place of a device
         raise ValueError(f"{path} is no file; name another")
     scratch = path.with_name(path.name + ".partial")
     try:

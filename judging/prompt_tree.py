@@ -96,11 +96,7 @@ class PromptTree:
     def _level(
         self, cache: TreeCache, nodes: list[Node], ends_of_a_row: int, read: Read[T]
     ) -> Iterator[list[tuple[int, T]]]:
-        """
-        Computes the nodes of a level, which continue `cache`, and everything below them.
-
-        A batch has rows of similar lengths, with at most one chunk of ends below them.
-        """
+        """Computes nodes, which continue `cache`, and all below, in batches of similar lengths with a chunk of ends."""
         waiting = sorted(nodes, key=lambda node: len(node.ids))
         is_last = not any(waiting[0].below.values())
         ends = 1 if is_last else ends_of_a_row

@@ -52,12 +52,7 @@ class Rubric(NamedTuple):
 
 
 def load_rubric(path: str | Path) -> Rubric:
-    """
-    A rubric from a YAML file: `preamble` (optional) and `criteria`.
-
-    A criterion has `name`, `weight`, `text` and optionally `reverse: true`, if a score of 5 is bad.
-    Raises ValueError naming the file and the mistake.
-    """
+    """A YAML file's rubric: `preamble`, if it has one, and `criteria`, as in `Criterion`. ValueError names a fault."""
     where = f"rubric {path}"
     content = flags.load_yaml(path, where)
     if not isinstance(content, dict) or not isinstance(content.get("criteria"), list) or not content["criteria"]:
@@ -138,11 +133,7 @@ class PromptBuilder:
 
 
 def messages(rubric: Rubric, prompt: str, completion: str, criterion: Criterion) -> list[dict[str, str]]:
-    """
-    The same prompt as chat messages, for a judge with an unknown tokenizer.
-
-    Untrusted text gets a space in anything that could open a control token, such as "<|", "</s>" or "[INST]".
-    """
+    """The prompt as messages, for an unknown tokenizer; what could open a control token, as "[INST]", gets a space."""
 
     def broken_up(text: str) -> str:
         return _MAYBE_CONTROL.sub(r"\g<0> ", _TAG.sub("< ", text))

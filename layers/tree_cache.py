@@ -23,7 +23,6 @@ class TreeLayer:
         return self.parts
 
     def arrays(self) -> list[mx.array]:
-        """Keys and values of every level."""
         return [array for part in self.parts for array in part]
 
     def flatten(self, target: LayerCache, index: mx.array) -> None:
@@ -82,7 +81,6 @@ class TreeCache(Cache):
         self.widths.append(num_new)
 
     def offsets(self, num_rows: int) -> mx.array:
-        """The position of the first token of each row of the newest level, (N,) int32."""
         assert num_rows == len(self.rows[-1]), f"{num_rows} rows for {len(self.rows[-1])}"
         above = list(zip(self.lengths[:-1], self.rows[:-1], strict=True))
         return mx.array([sum(lengths[rows[row]] for lengths, rows in above) for row in range(num_rows)], mx.int32)

@@ -53,7 +53,6 @@ class UpdateResult(NamedTuple):
 
 
 def objective_of(config: Config) -> grpo.Objective:
-    """The settings of a loss."""
     named = {name: getattr(config.objective, name) for name in set(grpo.Objective._fields) - {"max_tokens"}}
     return grpo.Objective(**named, max_tokens=config.sampling.max_tokens)
 

@@ -189,7 +189,6 @@ def called(
 
 
 def judged(grader: Grader, samples: list[Sample]) -> Judgement:
-    """The judge's scores of each sample."""
     return grader.score([prompt_text(one.example["prompt"]) for one in samples], [one.text for one in samples])
 
 

@@ -114,11 +114,7 @@ def refuse_other_tokenizer(name: str, ours: Any, theirs: Any) -> None:
 
 
 def in_front(text: str, example: Example) -> Example:
-    """
-    The example with a text before all that its prompt says, in its system message.
-
-    `{answer}` and the names of other columns in the text become the example's own values.
-    """
+    """The example with a text before all else, in its system message, where `{answer}` is its column of that name."""
     prompt = example["prompt"]
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if example.get("system") is not None:

@@ -165,3 +165,15 @@ class Frames:
         if len(shown) == len(text):
             return text
         return f"{shown}\n[cut: {len(shown)} of {len(text)} characters]"
+
+
+def with_tools(text: str, messages: list[dict[str, Any]] | None) -> str:
+    """An answer; of a conversation every turn, with what it called and what that replied."""
+    said = []
+    for message in messages or [{"role": "assistant", "content": text}]:
+        is_own, told = message["role"] == "assistant", message.get("content") or ""
+        said += [told if is_own else f"{message.get('name', message['role'])} replies: {told}"] if told else []
+        for call in message.get("tool_calls") or []:
+            asked = ", ".join(f"{name}={value!r}" for name, value in call["function"]["arguments"].items())
+            said.append(f"calls {call['function']['name']}({asked})")
+    return "\n".join(said)

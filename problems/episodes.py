@@ -32,7 +32,7 @@ import numpy as np
 from config import Config, ToolSettings
 from machine import world
 from problems import chat_template
-from problems.calls import Call, Frames, Tool, pays_turns, read_calls, reader_of, schemas_in, schemas_of
+from problems.calls import Call, Frames, Tool, pays_turns, read_calls, reader_of, schemas_in, schemas_of, with_tools
 from problems.examples import Example, one_line, prompt_text, short
 from problems.rewards import awaited, number_of, raised
 
@@ -437,15 +437,10 @@ class Episodes:
                 episode.reward = None if value is None else _number(episode.what, value, "an episode")
 
     def shown(self, row: int, reason: str) -> str:
-        """A row's conversation to read, each message after who says it, then why it ended and its reward."""
-        asked = [{"role": "user", "content": prompt_text(self.asked[row]["prompt"])}]
-        lines = list[str]()
-        for message in [*asked, *self.rows[row].messages]:
-            made = [call["function"] for call in message.get("tool_calls", [])]
-            said = [message["content"], *(f"{one['name']} {json.dumps(one['arguments'])}" for one in made)]
-            lines.append(f"[{message.get('name', message['role'])}] {chr(10).join(filter(None, said))}")
-        reward = self.rows[row].reward
-        return "\n".join([*lines, f"[{reason}]" + ("" if reward is None else f" reward {reward:g}")])
+        """A row's conversation to read, with why it ended and its reward."""
+        asked, reward = prompt_text(self.asked[row]["prompt"]), self.rows[row].reward
+        end = f"[{reason}]" + ("" if reward is None else f" reward {reward:g}")
+        return "\n".join([f"[user] {asked}", with_tools("", self.rows[row].messages), end])
 
     def of_samples(self, samples: list[Any], weights: Mapping[str, float]) -> list[Any]:
         """The rollout's samples with their conversations, what rewards may ask for, and what turns are paid."""

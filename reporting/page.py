@@ -27,6 +27,7 @@ from disk import run_files
 from flags import visible
 from judging import rubrics
 from machine import alive
+from problems.calls import with_tools
 from problems.examples import spread
 from reporting import charts, history, seeds, verdict
 from reporting.history import History, changes, fold, prompt_text
@@ -89,18 +90,6 @@ def answer_row(details: list[dict[str, Any]], evaluation: dict[str, Any], verifi
         "kind": kind_of([detail["values"][0] for detail in details], verified),
         "cells": cells,
     }
-
-
-def with_tools(text: str, messages: list[dict[str, Any]] | None) -> str:
-    """An answer; of a conversation every turn, with what it called and what that replied."""
-    said = []
-    for message in messages or [{"role": "assistant", "content": text}]:
-        is_own, told = message["role"] == "assistant", message.get("content") or ""
-        said += [told if is_own else f"{message.get('name', message['role'])} replies: {told}"] if told else []
-        for call in message.get("tool_calls") or []:
-            asked = ", ".join(f"{name}={value!r}" for name, value in call["function"]["arguments"].items())
-            said.append(f"calls {call['function']['name']}({asked})")
-    return "\n".join(said)
 
 
 def kind_of(values: list[float | None], verified: bool) -> str:

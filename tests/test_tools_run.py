@@ -340,9 +340,8 @@ def test_sampler_plays_held_out_episodes_of_a_run_a_task_or_an_environment(tmp_p
         sampler.main([*flags, "--num", "6", "--max-tokens", "80", "--temp", "0"])
         said = capsys.readouterr().out.splitlines()
         assert said.count("[user] I think of a number from 1 to 20. Find it.") == 6
-        assert sum(line.startswith("[assistant] ") for line in said) > 6
-        called = [place for place, line in enumerate(said) if line.startswith("[assistant] guess {")]
-        assert called and all(said[place + 1].startswith("[guess] ") for place in called)
+        called = [place for place, line in enumerate(said) if line.startswith("calls guess(number=")]
+        assert called and all(said[place + 1].startswith("guess replies: ") for place in called)
         assert sum("] reward " in line for line in said) == 6
 
 

@@ -83,7 +83,6 @@ class Rival(NamedTuple):
     """Another engine, run in every way that it can be."""
 
     name: str  # of its module
-    result: str  # the line of the result, with {} for the verdict
     engines: dict[str, Engine]
 
 
@@ -212,7 +211,7 @@ def compare(args: argparse.Namespace, directory: Path, make_rival: Callable[[Any
     best = min(useful, key=lambda name: entries[name]["mean_ms"])
     print(f"Rounds: than ours {best} took {harness.rounds(samples['ours'], samples[best])}")
     ratio = entries[best]["mean_ms"] / entries["ours"]["mean_ms"]
-    print(rival.result.format(harness.verdict(ratio)))
+    print(f"Result: ours is {harness.verdict(ratio)} than {rival.name} on this rollout workload.")
     record = {"config": config, "engines": entries, "ratio": round(ratio, 4), "best": best}
     if args.benchmark_judge:
         from bench import judging

@@ -89,10 +89,8 @@ def benchmark(args: argparse.Namespace, model: gwen.Model, tokenizer: Any, rival
         for suffix, limit in (("", rubrics.REPLY_TOKENS), ("_one_token", 1))
     )
     samples = harness.in_turn(mine | replying | brief, args.warmup, args.judge_runs)
-    entries, computed = {}, samples["ours"][0].run.num_tokens
-    print(
-        f"Judge benchmark: pairs/run={len(pairs)} criteria={NUM_CRITERIA} warmup={args.warmup} runs={args.judge_runs}"
-    )
+    entries, computed, num = {}, samples["ours"][0].run.num_tokens, len(pairs)
+    print(f"Judge benchmark: pairs/run={num} criteria={NUM_CRITERIA} warmup={args.warmup} runs={args.judge_runs}")
     print(
         f"Judge prompts: {sum(map(len, work.rows))} tokens, of which ours computes {computed}; "
         f"{rubrics.REPLY_TOKENS} tokens a reply; chunks of {args.judge_chunk_size}"
@@ -100,7 +98,7 @@ def benchmark(args: argparse.Namespace, model: gwen.Model, tokenizer: Any, rival
     for name, its in samples.items():
         unread = np.isnan([one.score for one in its[0].run.evaluations]).mean()
         seconds = np.mean([sample.run.seconds for sample in its])
-        rates = {"crit_eval_s": len(work.prompts) / seconds, "pairs_s": len(pairs) / seconds}
+        rates = {"crit_eval_s": len(work.prompts) / seconds, "pairs_s": num / seconds}
         entry = entries[name] = harness.summary(its, model, unread=unread, **rates)
         print(
             f"judge_{name.removesuffix('_mlx'):<11} | crit_eval/s {entry['crit_eval_s']:7.2f} | "

@@ -210,12 +210,9 @@ def report(args: argparse.Namespace, steps: list[dict[str, Any]]) -> None:
     for name, ratio in ratios.iterrows():
         said = f"{harness.verdict(ratio.step_s)} than {name} ({ratio.cpu_s:.2f}x by processors)"
         print(f"Result: ours is {said}, at {1 / ratio.peak_mb:.2f} of its peak memory")
-    record = {
-        "config": vars(args),
-        "engines": table.round(3).to_dict("index"),
-        "ratios": ratios.step_s.round(3).to_dict(),
-    }
-    print(json.dumps(record | {"rivals": {name: ENGINES[name][1] for name in table.index}} | harness.environment()))
+    record = {"config": vars(args), "rivals": {name: ENGINES[name][1] for name in table.index}}
+    record |= {"engines": table.round(3).to_dict("index"), "ratios": ratios.step_s.round(3).to_dict()}
+    print(json.dumps(record | harness.environment()))
 
 
 NUMBERS: harness.Numbers = {  # what the process of one engine gets too

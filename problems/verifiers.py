@@ -311,11 +311,9 @@ def make_math_checker() -> Callable[[tuple[str, str]], bool]:
 
     logging.disable(logging.CRITICAL)  # it warns of a time limit that is ours here
 
-    def formulas(text: str) -> list[Any]:
-        return list(parse(f"${text}$", parsing_timeout=None))
-
     def check(pair: tuple[str, str]) -> bool:
-        return bool(verify(formulas(pair[0]), formulas(pair[1]), timeout_seconds=None))
+        right, stated = (parse(f"${text}$", parsing_timeout=None) for text in pair)
+        return bool(verify(right, stated, timeout_seconds=None))
 
     assert check(("\\frac{1}{2}", "0.5"))  # the first one loads the grammar, which takes longer than most answers
     return check

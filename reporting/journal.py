@@ -323,11 +323,6 @@ class Journal:
     def warn_of(self, step: int, finding: health.Finding) -> None:
         """Prints and records a warning, unless this run has given it."""
         if finding.name not in {warning["name"] for warning in self.warnings.read()}:
-            if finding.name == "slow":
-                from machine import power
-
-                if said := power.pressure():
-                    finding = finding._replace(text=f"{finding.text}. macOS says: {said}")
             self.warnings.write({"step": step} | finding._asdict())
             warn(f"WARNING after step {step}: {finding.text}.")
 

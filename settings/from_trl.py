@@ -51,7 +51,7 @@ def recipe(path: str) -> str:
         if key == "run_dir" and type(value) is str:
             run[name] = Path(value).name
             continue
-        if key in SETTINGS and isinstance(value, Computed):
+        if key in SETTINGS and is_alone and isinstance(value, Computed):
             kind, said = "computed", f"write its value as `{key}: VALUE`"
         elif key in SETTINGS and is_alone:
             try:

@@ -165,6 +165,8 @@ def test_a_file_of_trl_becomes_a_recipe_that_says_what_has_no_equal(tmp_path, ca
         assert said.startswith("# uv run train.py --config THIS --run-dir 'runs/a b'\n")
         assert "\n# temperature: 'TEMPERATURE' -> computed: write its value as `temp: VALUE`\n" in said
         assert "weight_decay: 0.1 -> missing: there is none, as" in said and ", max_grad_norm, " in said
+    if name == "computed.py":
+        assert "# lora_alpha: '2 * RANK' -> renamed: `--lora-scale`, which is alpha / rank" in said
     if name == "habits.yaml":
         assert "# reward_funcs: ['accuracy_reward'] -> renamed: " in said
         assert "refused" not in said

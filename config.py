@@ -16,7 +16,7 @@ Tracker = Literal["wandb", "swanlab"]
 TARGETS = get_args(Target)
 # In `flag`: `key` is the setting's name where it is not that of its field; `of` names the runs that use it, else that
 # of its class (default: all): "rollouts" those that sample, "grpo" those with advantages, "distill". `later`: a resumed
-# run may change it. `first`: --help shows it. `file`: it may name files, see `settings.sources.located`.
+# run may change it. `first`: --help shows it. `file`: may name files, `own`: a function (`settings.sources.located`).
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,9 +30,8 @@ class ModelSettings:
     lora_rank: int = flag(16, "rank of the adapters; 0 trains all weights", low=0, high=2**12, first=True)
     lora_scale: float = flag(2.0, "factor of the adapters' output, as in mlx_lm", low=1e-6, high=1e4)
     lora_targets: list[Target] = flag(
-        lambda: list(TARGETS), "projections that get adapters, also as q_proj k_proj v_proj or all-linear", nargs="+",
-        metavar="NAME",
-    )  # fmt: skip
+        lambda: list(TARGETS), "projections that get adapters, also q_proj k_proj v_proj or all-linear", metavar="NAME"
+    )
     init_adapter: str = flag("", "a run, or an adapter of mlx_lm or PEFT, that training begins with", file=True)
 
 
@@ -52,11 +51,10 @@ class DataSettings:
     )  # fmt: skip
     columns: str = flag("", "names of the data's columns, as prompt=question,answer=solution", of=None)
     verifier: str = flag(
-        "", "how answers are compared: auto, json, number, choice, math, exact, marked or FILE.py:fn", first=True,
-        own=True, file=True,
-    )  # fmt: skip
+        "", "comparison of answers: auto, json, number, choice, math, exact, marked or FILE.py:fn", first=True, own=True
+    )
     rubric: str = flag("", "rubric YAML, in place of the task's", first=True, file=True)
-    reward: list[str] = flag(list, "reward functions FILE.py:fn,fn", nargs="+", first=True, file=True)
+    reward: list[str] = flag(list, "reward functions FILE.py:fn,fn", first=True, file=True)
     reward_weights: dict[str, float] = flag(dict, "weights of rewards, as correct=1,rubric=0.5", first=True)
     reward_gate: Literal["off", "form"] = flag(
         "off", "form: rewards above 0 count only for finished answers that neither repeat nor copy"
@@ -71,14 +69,12 @@ class SamplingSettings:
     batch: int = flag(4, "B, prompts per step", low=1, high=2**16, of=None, first=True)
     groups: int = flag(8, "G, completions per prompt; 1 where a teacher trains", low=1, high=2**16, first=True)
     rollout_batch_size: int | None = flag(
-        None, "rows decoded at once; auto: what a GPU's memory holds, else up to 64", low=1, later=True,
-        first=True,
-    )  # fmt: skip
+        None, "rows decoded at once; auto: what a GPU's memory holds, else up to 64", low=1, later=True, first=True
+    )
     max_tokens: int = flag(256, "most tokens per completion", low=1, first=True)
     stop: list[str] = flag(
-        list, "texts that end a completion, as its end token does; rewards and judge get what is before", nargs="+",
-        metavar="TEXT", parse=str,
-    )  # fmt: skip
+        list, "texts that end a completion; rewards and judge get what is before", metavar="TEXT", parse=str
+    )
     temp: float = flag(1.0, "sampling temperature", low=0, first=True)
     top_p: float = flag(1.0, "nucleus sampling; the update uses the same tokens", low=1e-06, high=1.0)
     top_k: int = flag(0, "sample from the k likeliest tokens; 0: from all", low=0)
@@ -94,13 +90,12 @@ class ObjectiveSettings:
     of = "grpo"
     loss_type: Literal["grpo", "dr_grpo", "dapo", "cispo", "sapo", "distill", "sft"] = flag(
         "dapo", "the loss, also as --loss; sft: cross-entropy on the replies in --data",
-        of=None, own=True, also=("loss",), first=True, file=True,
+        of=None, own=True, also=("loss",), first=True,
     )  # fmt: skip
     importance_sampling_level: Literal["token", "sequence"] = flag("token", "ratio per token or sequence")
     advantage: Literal["group", "rloo", "reinforce"] = flag(
-        "group", "what a reward is compared with: the mean of its group, of its others, of the step",
-        own=True, file=True,
-    )  # fmt: skip
+        "group", "what a reward is compared with: the mean of its group, of its others, of the step", own=True
+    )
     scale_rewards: Literal["group", "batch", "mean", "none"] = flag(
         "group", "what divides advantages: the deviation in the group or the batch, or the group's mean"
     )
@@ -114,13 +109,11 @@ class ObjectiveSettings:
         "keep", "train, leave out or punish what --max-tokens cut off", of="rollouts"
     )
     teacher: str = flag(
-        "", "model that scores the student's completions: hub id, directory, or `self` before training",
-        of="distill", file=True,
-    )  # fmt: skip
+        "", "scores the student's completions: hub id, directory, or `self` before training", of="distill", file=True
+    )
     teacher_prompt: str = flag(
-        "", "text file, a system message for the teacher alone; {answer} is the column's value", of="distill",
-        file=True,
-    )  # fmt: skip
+        "", "text file, a system message for the teacher alone; {answer} is the column's value", of="distill", file=True
+    )
     distill_beta: float = flag(
         0.5, "divergence: 0 forward KL, 1 reverse KL, between a Jensen-Shannon", low=0, high=1.0, of="distill"
     )
@@ -131,7 +124,7 @@ class ToolSettings:
     """Tools"""
 
     of = "rollouts"
-    tools: list[str] = flag(list, "functions that the model may call, FILE.py:fn,fn", nargs="+", file=True)
+    tools: list[str] = flag(list, "functions that the model may call, FILE.py:fn,fn", file=True)
     env: str = flag("", "environment that it talks with, FILE.py:Class, or NAME=FILE.py:Class,...", file=True)
     max_turns: int = flag(8, "most turns of a conversation with tools", low=1)
     max_context: int | None = flag(
@@ -190,7 +183,7 @@ class RecordSettings:
 
     later = True
     save_every: int = flag(20, "steps between checkpoints; the first one comes within five minutes", low=1, first=True)
-    report_to: list[Tracker] = flag(list, "trackers that get the figures, each an extra", nargs="*")
+    report_to: list[Tracker] = flag(list, "trackers that get the figures, each an extra")
 
 
 @dataclasses.dataclass(frozen=True)

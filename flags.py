@@ -205,7 +205,7 @@ def check_least(args: argparse.Namespace, **least: float) -> None:
 
 def flag(default: Any, text: str, **metadata: Any) -> Any:
     """
-    A field with its help; optionally `low`, `high`, `nargs`, `parse` (the type of its words), `metavar`, and what
+    A field with its help; optionally `low`, `high`, `parse` (the type of its words), `metavar`, and what
     `Setting` reads.
     """
     how = {"default_factory" if callable(default) else "default": default, "metadata": {"help": text, **metadata}}
@@ -266,7 +266,8 @@ def add_flags(parser: argparse.ArgumentParser, settings: Iterable[Setting], ever
         if setting.kind is bool:
             how["action"] = argparse.BooleanOptionalAction
         else:
-            how |= {"type": metadata.get("parse"), "nargs": metadata.get("nargs"), "metavar": metadata.get("metavar")}
+            how |= {"type": metadata.get("parse"), "metavar": metadata.get("metavar")}
+            how |= {"nargs": "+"} if setting.kind is list else {}
             if setting.choices:
                 how["metavar"] = how["metavar"] or "{" + ",".join(setting.choices) + "}"
         if setting.group not in groups:

@@ -34,7 +34,7 @@ COMMAND = {  # flags of train.py that are no settings, so that no recipe has the
 }
 LATER = {name for name, one in SETTINGS.items() if one.later}  # what may change in a resumed run
 FILES, OWN = ({key for key, one in SETTINGS.items() if one.field.metadata.get(word)} for word in ("file", "own"))
-FILES.add("eval_data")
+FILES |= OWN | {"eval_data"}
 READ: dict[str, Any] = {"resume": {"nargs": "?", "const": True}, "seeds": {"type": seeds}}  # how some are read
 
 

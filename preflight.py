@@ -254,8 +254,7 @@ def settle(demand: Demand, most_rows: int = USUAL_ROWS, room: float | None = Non
     run on a CPU does not depend on the machine.
     """
     sampling, optimizer, layers = demand.config.sampling, demand.config.optimizer, demand.model.num_hidden_layers
-    kept = stays(demand)
-    room = ROOM * (room or (memory.memory_size() if gpu.on_gpu() else LAPTOP)) - sum(kept.values())
+    room = ROOM * (room or (memory.memory_size() if gpu.on_gpu() else LAPTOP)) - sum(stays(demand).values())
     usual = [GPU_BUDGET, BUDGET] if gpu.on_gpu() else [BUDGET]
     budgets = [optimizer.train_token_budget] if optimizer.train_token_budget else usual
     named = {"off": [0], "on": [layers], "auto": list(range(layers + 1))}
@@ -547,9 +546,7 @@ def verdict(
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = Parser(
-        "preflight.py", "Say what memory a run would need, or what its rewards pay for. All flags of train.py, and:"
-    )
+    parser = Parser("preflight.py", "What memory a run needs, or what its rewards pay for. Flags of train.py, and:")
     parser.add_argument("--try", action="store_true", dest="trial", help="take four steps first and say what they show")
     parser.add_argument("--prompt-tokens", type=int, default=256, help="length of the longest prompts")
     parser.add_argument("--audit", action="store_true", help="show instead what the reward functions pay for")

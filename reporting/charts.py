@@ -35,11 +35,7 @@ CHARTS: list[tuple[str, str, dict[str, str]]] = [  # title, what it says, curves
     ("Loss", "of --loss-type sft, nats a token: the lower, the likelier the replies", {"loss": "training"}),
     ("Reward", "what training answers earn; the band is the mean deviation within groups", {"reward/mean": "reward"}),
     ("Length", "tokens of an answer; a jump tells that length pays", {"completion/mean_tokens": "tokens"}),
-    (
-        "Groups without signal",
-        "share of prompts whose answers all earn the same, which teaches nothing",
-        {"reward/zero_std_frac": "no signal"},
-    ),
+    ("Groups without signal", "share of prompts whose answers all earn alike", {"reward/zero_std_frac": "no signal"}),
     ("Reward by component", "each before weighting", {}),
     ("Logged by rewards", "mean of what they give to log_metric", {}),
     ("Truncated", "share of answers cut off at the longest length", {"completion/truncated_frac": "truncated"}),

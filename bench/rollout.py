@@ -100,11 +100,7 @@ def run_ours(work: Work, *, model: gwen.Model) -> Timing:
 
 
 def check_agreement(model: gwen.Model, engines: dict[str, Engine], work: Work) -> None:
-    """
-    Raises ValueError unless each engine's greedy completions, of two rows of two prompts, are what the model says.
-
-    That is, in one pass over all, every token is the likeliest one, as far as the rounding of the model's dtype tells.
-    """
+    """ValueError unless each engine's greedy tokens, of four rows, are our model's likeliest, within its rounding."""
     prompts, group_size = work.prompts[:2], min(work.group_size, 2)
     limits = [AGREEING_TOKENS] * (len(prompts) * group_size)
     probe = work._replace(prompts=prompts, group_size=group_size, limits=limits, temperature=0.0)

@@ -85,11 +85,7 @@ class Audit(NamedTuple):
 
 
 def audit(name: str, reward: Reward, examples: Sequence[Example], gate: str = "off") -> Audit:
-    """
-    gate: that of --reward-gate, whose pay is counted.
-
-    Raises ValueError naming what the reward raised, or what it gave that is no list of numbers.
-    """
+    """What a reward pays for behind --reward-gate `gate`. ValueError for what it raises, or gives that is no number."""
     rows = make_rows(examples)
     told = [row for row in rows if row.right]
     tried = [(row, form % answer) for form in FORMS for row in told for answer in (row.right, row.wrong)]
@@ -140,11 +136,7 @@ def make_rows(examples: Sequence[Example]) -> list[Row]:
 
 
 def earn(name: str, reward: Reward, asked: Sequence[tuple[Row, str]]) -> list[float]:
-    """
-    What a reward gives for a text to each row; the tokens are made up too, one for four characters.
-
-    Raises ValueError as `call` does, naming the row.
-    """
+    """What a reward gives for texts to rows, of a token for four characters. ValueError as `call`, with the row."""
     if not asked:
         return []
     examples, texts = [row.example for row, _ in asked], [text for _, text in asked]
@@ -258,11 +250,7 @@ def first_surprises(task: Any, gate: str = "off") -> Iterator[str]:
 
 
 def surprise(audit: Audit, *, is_told: bool = False) -> str:
-    """
-    The worst of what a reward does, and the form that it asks for.
-
-    is_told: another one, or a judge, may tell right from wrong.
-    """
+    """The worst of what a reward does, and its form; is_told: another one, or a judge, may tell right from wrong."""
     if audit.surprises:
         first = audit.surprises[0]
         verb = "does not pay" if first.is_honest else "pays"

@@ -24,11 +24,7 @@ def length(target: float, num_tokens: Sequence[int], **_: Any) -> list[float]:
 
 
 def soft_overlong(max_len: float, cache: float, num_tokens: Sequence[int], **_: Any) -> list[float]:
-    """
-    0 up to max_len - cache tokens, from there linearly down to -1 at max_len, and -1 beyond.
-
-    Source: DAPO, arXiv:2503.14476, equation 13.
-    """
+    """0 up to max_len - cache tokens, falling linearly to -1 at max_len: DAPO, arXiv:2503.14476, equation 13."""
     return [min(max((max_len - cache - count) / cache, -1.0), 0.0) for count in num_tokens]
 
 

@@ -137,11 +137,7 @@ class Frames:
         self.end_ids, self.ends = set(end_ids), [str(tokenizer.convert_ids_to_tokens(one)) for one in end_ids]
 
     def between(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:
-        """
-        The ids of messages after a turn of the model, from its end token on up to where its next turn begins.
-
-        What the messages say stays text: only the template's control tokens are control tokens.
-        """
+        """The ids from a turn's end token to where the next turn begins; what the messages between say stays text."""
         before = self.render(EXCHANGE, tools=tools, opened=False)
         told = chat_template.as_text(self.tokenizer, messages, every=True)
         after = self.render([*EXCHANGE, *told], tools=tools)

@@ -31,11 +31,7 @@ def _dated(template: Any) -> dict[str, str]:
 
 
 def as_text(tokenizer: Any, messages: list[dict[str, Any]], every: bool = False) -> list[dict[str, Any]]:
-    """
-    Messages with a mark around each special token in them, by which `encode` knows it from the template's own.
-
-    every: around control tokens that are not `special` too, as <tool_call>, which replies to learn from may have.
-    """
+    """Messages whose special tokens `encode` takes for text; every: other control tokens too, as <tool_call>."""
     from transformers.utils.chat_template_utils import mark_control_tokens  # here: importing it takes seconds
 
     tokens = [token.content for token in tokenizer.added_tokens_decoder.values() if every or token.special]
@@ -92,11 +88,7 @@ def messages(prompt: Any, system: str | None) -> list[dict[str, Any]]:
 def chat_ids(
     tokenizer: Any, prompt: Any, *, system: str | None = None, thinking: bool | None = False, **how: Any
 ) -> list[int]:
-    """
-    Token ids of a prompt in the tokenizer's chat template, up to where the reply begins.
-
-    prompt: the user's words, or messages [{"role", "content"}, ...]. how: `tools` and `variables` of `render`.
-    """
+    """Token ids of a prompt, words or messages, up to where the reply begins; how: as `render`, tools, variables."""
     return encode(tokenizer, render(tokenizer, as_text(tokenizer, messages(prompt, system)), thinking, **how))
 
 
@@ -146,11 +138,7 @@ def unknown_end(tokenizer: Any, eos_ids: Sequence[int]) -> str:
 def encode_prompts(
     tokenizer: Any, examples: Iterable[Example], *, max_tokens: int, context: int, thinking: bool, kind: str
 ) -> list[list[int]]:
-    """
-    Token ids of the prompt of each example, with its system message.
-
-    Raises ValueError for one that leaves no room for `max_tokens` in the model's context; `kind` says which prompts.
-    """
+    """Ids of each example's prompt. ValueError for one without room for `max_tokens`; `kind` says of which prompts."""
     rendered = []
     for number, example in enumerate(examples, 1):
         its_own = {"system": example.get("system"), "variables": example.get("chat_template_kwargs")}

@@ -32,8 +32,7 @@ def read_chat(example: Example) -> Example:
     """
     A conversation, for `load_data`: `prompt`, messages up to the user's, and `completion`, from the first reply on.
 
-    Its columns are those of docs/warm-start.md. What follows the last reply is dropped. Raises ValueError naming the
-    mistake.
+    Its columns are those of docs/warm-start.md. What follows the last reply is dropped. ValueError names the mistake.
     """
     if example.get("completion") is not None and example.get("prompt") is not None:
         prompt, completion = (
@@ -82,11 +81,7 @@ def _is_reply(message: Any) -> bool:
 
 
 def render(tokenizer: Any, example: Example, *, thinking: bool, end_ids: Collection[int], context: int) -> list[Row]:
-    """
-    The rows of a conversation, in which every reply of the completion is trained.
-
-    Raises ValueError where the template leaves open which ids a reply has, and for a row longer than the context.
-    """
+    """A conversation's rows, every reply trained. ValueError where the template leaves ids open, or one is too long."""
     prompt = example["prompt"]
     messages = prompt + example["completion"]
     how = {"tools": example.get("tools"), "variables": example.get("chat_template_kwargs")}

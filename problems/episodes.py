@@ -55,12 +55,7 @@ WORKERS: "weakref.WeakSet[Worker]" = weakref.WeakSet()
 
 @contextlib.contextmanager
 def ended() -> Iterator[None]:
-    """
-    Around a command: its tools' threads end before it does.
-
-    If one hangs, the process ends at once, with the exit status that it would have: Python's own end aborts where a
-    thread is inside MLX.
-    """
+    """Around a command: its tools' threads end before it; where one hangs the process ends at once, with its status."""
     try:
         yield
     finally:
@@ -70,7 +65,7 @@ def ended() -> Iterator[None]:
         deadline = time.monotonic() + PATIENCE
         for worker in WORKERS:
             worker.thread.join(max(deadline - time.monotonic(), 0))
-        if any(worker.thread.is_alive() for worker in WORKERS):
+        if any(worker.thread.is_alive() for worker in WORKERS):  # Python's own end aborts where one is inside MLX
             if error is not None and not isinstance(error, SystemExit):
                 traceback.print_exc()
             sys.stdout.flush()
@@ -404,11 +399,7 @@ class Episodes:
                 self._go_on(row)
 
     def replies(self, wait: bool) -> dict[int, list[int] | str]:
-        """
-        New answers to rows: the ids up to where the next turn begins, or why there is none ("stop", "turns").
-
-        wait: for at least one; rows that were heard have one answer each, sooner or later.
-        """
+        """New answers to rows: ids up to the next turn, or "stop" or "turns" for none. wait: for at least one."""
         begin = time.perf_counter()
         while True:
             with contextlib.suppress(queue.Empty):

@@ -65,11 +65,8 @@ def load_data(spec: str, columns: str | None = None, read: Callable[[Example], E
     """
     The examples of --data: all with the same keys, `prompt` first, None where a record lacks a column.
 
-    spec, columns: those of --data and --columns, see docs/data.md. Rewards find a renamed column by both names, but for
-    names that mean something else.
-    read: makes an example of a record with renamed columns, in place of `read_prompt`.
-
-    Raises ValueError naming file, line or record, value and fix.
+    spec, columns: as in docs/data.md. A renamed column has both names, unless the old one means something else here.
+    read: makes an example of a renamed record, else `read_prompt`. ValueError names file, line or record, and the fix.
     """
     records, read = read_records(spec), read or read_prompt
     for where, record in records:
@@ -317,11 +314,7 @@ def check_prompt(prompt: list[Any]) -> list[dict[str, str]]:
 
 
 def check_messages(name: str, messages: list[Any], with_tools: bool = False) -> list[dict[str, Any]]:
-    """
-    Chat messages reduced to role and content, `system` only first. Raises ValueError with `name`.
-
-    with_tools: they may have the role `tool`, and the assistant's `tool_calls`, which are kept.
-    """
+    """Messages of role and content, `system` first only; with_tools: also `tool_calls`. ValueError has `name`."""
     roles = ("user", "assistant", "tool") if with_tools else ("user", "assistant")
     checked = list[dict[str, Any]]()
     if not messages:

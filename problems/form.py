@@ -77,11 +77,7 @@ def pays(row: dict[str, Any]) -> bool:
 def gated(
     components: dict[str, Any], examples: list[Example], completions: list[str], finish_reasons: list[str]
 ) -> dict[str, Any]:
-    """
-    The components, an array (N,) each, without what they pay above 0 for completions that are cut off or have no form.
-
-    So no reward is worth a repetition or a copy of the prompt, whatever it pays for.
-    """
+    """The components, (N,) each, without what they pay above 0 for completions that are cut off or have no form."""
     import numpy as np  # here: what reads data and scores answers does without
 
     rows = zip(completions, examples, finish_reasons, strict=True)

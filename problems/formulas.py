@@ -49,11 +49,7 @@ def read_list(text: str) -> Any:
 
 
 def read_formula(text: str, local_dict: dict[str, Any] | None = None, **_: Any) -> Any:
-    """
-    The sympy expression of a formula; local_dict: the symbols of some names, as `parse_expr` takes it.
-
-    Raises ValueError or SyntaxError for any other text, and for numbers beyond the bounds.
-    """
+    """A formula's sympy expression, with symbols of `local_dict`. ValueError or SyntaxError for any other text."""
     if len(text) > LONGEST or not text.isascii():
         raise ValueError("no formula of plain characters")
     return _value(ast.parse(text.strip(), mode="eval").body, local_dict or {})

@@ -274,11 +274,7 @@ async def awaited(given: Any) -> Any:
 
 
 def _of_messages(fn: UserReward, chosen: dict[str, Any], error: BaseException) -> Any:
-    """
-    What a function that nobody has called before, and that failed on text for a message's keys, gives for messages.
-
-    It gets these from then on. None where it failed for another reason, or fails on these too.
-    """
+    """What an untried function that failed on text gives for messages, its form from now on; None if it fails too."""
     if fn.messages is not None:
         return None
     if isinstance(error, IndexError) and "completions" in chosen:  # of an empty text, which hides what comes next

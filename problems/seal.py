@@ -42,11 +42,7 @@ def environment(home: str) -> dict[str, str]:
 
 
 def put_on(refused: list[str]) -> str:
-    """
-    Seals this process for good; "" or, in one line, what its kernel does not hold.
-
-    refused: gets the name of the first thing that Python's hook refuses.
-    """
+    """Seals this process for good; what its kernel does not hold, or "". refused: gets what the hook refuses."""
     os.dup2(1, 2)  # where nobody reads
     sys.stdout = sys.stderr = None  # who prints does not fail, and is not heard
     missing = _sandbox() if sys.platform == "darwin" else ""

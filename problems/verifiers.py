@@ -344,11 +344,7 @@ def _same_mark(gold: str, statement: str) -> Verdict:
 
 
 def _formula(gold: str, text: str) -> str:
-    """
-    The only number or formula of the last sentence that has one, where the right answer is mathematics.
-
-    "" where it has several, denies or asks.
-    """
+    """For mathematics the only formula of the last sentence with one; "" where it has several, denies or asks."""
     if not is_mathematics(gold):
         return text
     sentences = [part for part in re.split(r"\n|(?<=[.!?])[*)\"']*(?:\s|$)", text) if part.strip()]
@@ -401,11 +397,7 @@ def is_compared(answer: str) -> bool:
 
 
 def choose(name: str, answers: Sequence[str]) -> tuple[str, Verifier]:
-    """
-    The name of a verifier and its function, which gives None to what `is_compared` leaves out.
-
-    name: `auto` is the strictest that fits all answers. Raises ValueError naming an answer that does not fit.
-    """
+    """A verifier's name and function, which gives None where not `is_compared`. ValueError names an odd answer."""
     known = list(filter(is_compared, answers))
     num = len(set(map(folded, known)))
     is_few = num <= MOST_CHOICES and len(known) >= LEAST_ROWS * num

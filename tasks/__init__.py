@@ -45,12 +45,9 @@ def plain(name: str) -> Task:
 
 def load(name: str, *, data: str | None = None, held_out: str | None = None, columns: str | None = None) -> Task:
     """
-    The task of that name, on its own data or on the user's.
+    The task of that name, on its own data, or with both sides of `data`, see `load_sides`.
 
-    data: replaces both sides, see `load_sides`. held_out: replaces the held-out side only; alone it leaves nothing to
-    train on, which is what an evaluation needs.
-
-    Raises ValueError when the task is unknown, or its data is missing or wrong.
+    held_out: that side only; alone, for evaluations. ValueError when the task is unknown, or its data missing or wrong.
     """
     if name not in NAMES:
         known = f"the tasks are {', '.join(NAMES)}, ifeval and rg:NAME"
@@ -70,9 +67,7 @@ def load(name: str, *, data: str | None = None, held_out: str | None = None, col
 
 def make(config: Config, held_out: str | None = None) -> Task:
     """
-    The task that a run's settings name, with what they put in place of its own.
-
-    held_out: data to evaluate on, whole, instead of the held-out side.
+    The task that a run's settings name, with what they put in place of its own; held_out: evaluation data, whole.
 
     Raises ValueError, naming the flag, for what is wrong with data, rewards or rubrics: before a model is loaded.
     """

@@ -40,11 +40,7 @@ class Epochs:
 
 
 class Endless(Epochs):
-    """
-    Problems that are made when they are drawn; no prompt comes twice, nor one that is held out.
-
-    Where no new one is found the run begins again with those that it had, and says so.
-    """
+    """Problems made when they are drawn, none twice or held out; once all were seen, it says so and begins again."""
 
     def __init__(self, config: Config, problems: Problems, render: Callable[[list[Example]], list[list[int]]]):
         super().__init__(config, [], [])

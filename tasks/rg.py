@@ -210,11 +210,7 @@ def answered_once(completions: Sequence[str], **_: Any) -> list[float]:
 def make_maker(
     settings: dict[str, dict[str, Any]], unused: Sequence[str] = ()
 ) -> Callable[[tuple[str, int]], tuple[str, Any, str]]:
-    """
-    What a worker makes: of a data set's name and a number the prompt, its answer and the entry to score by.
-
-    Raises ValueError for an unknown data set or a wrong setting.
-    """
+    """What a worker makes: prompt, answer and entry of a data set's number. ValueError for a wrong name or setting."""
     from reasoning_gym.factory import DATASETS
 
     known = sorted(set(DATASETS) - {"composite"})

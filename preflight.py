@@ -42,8 +42,7 @@ from problems import audit, form
 from problems.episodes import context_of
 from problems.examples import prompt_key, prompt_text, short, spread
 from problems.held_out import at_the_start
-from problems.verifiers import is_mathematics
-from settings.sources import OWN_TASK, as_yaml, command, given, merged, parse, resolve
+from settings.sources import as_yaml, command, given, merged, parse, resolve
 from step import batch
 from step.rows import (
     ROOM,
@@ -417,7 +416,7 @@ def right_of(task: tasks.Task, answers: list[dict[str, Any]]) -> list[float]:
 TRY_STEPS, TRY_SECONDS = 4, 120.0  # steps of the trial; no further one begins after so long
 FEW_SIGNALS, MANY_CUT, MANY_DEGENERATE = 0.25, 0.5, 0.1  # shares of groups, of answers, of answers
 SHOWN = 5  # answers
-ASK, WARM = "ask for shorter answers", "a warm start (docs/warm-start.md)"
+WARM = "a warm start (docs/warm-start.md)"
 NONE_RIGHT = "; it may learn what the reward pays, but none is right yet: show it answers first (docs/warm-start.md)"
 LONG = 300.0  # seconds of a run that ends where its first steps have no signal
 
@@ -462,19 +461,14 @@ def hopeless(config: Config, steps: list[dict[str, Any]], evaluation_s: float, r
     """
     What to change before a run goes on whose first steps, as many as a trial has, showed no signal; else "".
 
-    It is said once, of a run that will last longer than LONG, or of a bundled model at what it was not made for.
-    evaluation_s: seconds of an evaluation.
+    It is said once, of a run that will last longer than LONG. evaluation_s: seconds of an evaluation.
     """
     seconds, every, num = [step["step/s"] for step in steps], config.evaluation.every, config.optimizer.steps
     is_due = len(steps) == TRY_STEPS or sum(seconds[:-1]) <= TRY_SECONDS < sum(seconds)
     left = min(seconds) * (num - len(steps)) + (evaluation_s * (num // every) if every else 0.0)
-    its_task = OWN_TASK.get(config.model.name, "own")
-    is_strange = its_task != "own" and config.data.task not in (its_task, "own") and len(steps) < num
     has_signal = not config.compares_rewards or any(step["sampling/signal_groups"] != 0 for step in steps)
-    if has_signal or not (is_due and (left > LONG or is_strange)):
+    if has_signal or not is_due or left <= LONG:
         return ""
-    if is_strange:
-        return f"--model {config.model.name} knows only --task {its_task}; take --model smollm2 or Qwen/Qwen3-0.6B"
     *_, advice = verdict(config, steps, list(read_log(run / "rollouts.jsonl")))
     return advice.removeprefix("change: ")
 
@@ -516,12 +510,9 @@ def verdict(
         fix = "take another --judge-model, see docs/judge.md"
         changes.append(f"{unread:.0%} of the judge's scores cannot be read: {fix}")
     if cut > MANY_CUT:
-        limit, known = config.sampling.max_tokens, [str(answer.get("answer") or "") for answer in answers]
-        is_short = all(text and len(text.encode()) < 1.5 * limit for text in known)  # half of it, at 3 bytes a token
-        if config.data.path and is_short and not (config.sampling.thinking or any(map(is_mathematics, known))):
-            changes.append(f"the answers of the data take less than half of {limit} tokens: {ASK}, or take {WARM}")
-        else:
-            changes.append(f"raise --max-tokens above {limit}, or {ASK}")
+        changes.append(
+            f"ask for shorter answers, take {WARM}, or raise --max-tokens above {config.sampling.max_tokens}"
+        )
     if config.compares_rewards and signals < FEW_SIGNALS:
         kept = [form.passes(one["completion"], prompt_text(one["prompt"]), one["finish_reason"]) for one in answers]
         if is_gated and not (any(kept) and is_payable):

@@ -171,7 +171,6 @@ TRIED = {
     "mem/peak_gb": 1.5,
 }
 HALF = [0.0, 1.0, 0.0, 1.0]
-CUT = {"completion/truncated_frac": 0.6}
 
 
 @pytest.mark.parametrize(
@@ -179,11 +178,7 @@ CUT = {"completion/truncated_frac": 0.6}
     [
         ({}, HALF, {}, "go: a signal in 50% of the groups, where 25% are enough, however low the mean"),
         ({"sampling/signal_groups": 1}, HALF, {}, "go"),
-        (CUT, HALF, {}, "change: raise --max-tokens above 48"),
-        (CUT | {"answer": '{"label": "bug"}'}, HALF, {"data": "a.jsonl"}, "change: the answers of the data take less"),
-        (CUT | {"answer": '{"label": "bug"}'}, HALF, {"data": "a.jsonl", "thinking": True}, "change: raise"),
-        (CUT | {"answer": "a bug, " * 11}, HALF, {"data": "a.jsonl"}, "change: raise"),
-        (CUT | {"answer": "42"}, HALF, {"data": "a.jsonl"}, "change: raise"),  # it may need its work
+        ({"completion/truncated_frac": 0.6}, HALF, {}, "change: ask for shorter answers, take a warm start (docs/"),
         (
             {"sampling/signal_groups": 0},
             [0.0] * 4,
@@ -270,7 +265,6 @@ def test_right_is_what_the_verifier_of_the_run_finds_so_where_a_problem_has_an_a
         ({}, 4, {"steps": 60}, ""),  # it is short
         ({"sampling/signal_groups": 1}, 4, {}, ""),
         ({"sampling/signal_groups": None}, 4, {}, ""),
-        ({}, 4, {"steps": 60, "task": "values"}, "--model demo knows only --task demo; take --model smollm2"),
     ],
 )
 def test_first_steps_without_signal_end_a_run_that_would_be_long(tmp_path, figures, num, flags, said):
@@ -292,7 +286,7 @@ def test_a_trial_takes_steps_of_the_trainer_and_leaves_nothing(tmp_path, monkeyp
     out = capsys.readouterr().out
     assert "2 steps, 16 answers: " in out and "reward correct: " in out and "right by the answers: " in out
     assert "with 8 held out a change shows from 57% of the values' range on" in out
-    assert out.splitlines()[-1].startswith("change: raise --max-tokens above 3")
+    assert out.splitlines()[-1].startswith("change: ask") and "or raise --max-tokens above 3" in out
     assert not list(tmp_path.iterdir())
 
 

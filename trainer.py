@@ -10,8 +10,10 @@ import contextlib
 import errno
 import gc
 import os
+import platform
 import shlex
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
@@ -222,8 +224,7 @@ class Trainer:
         run, settings = self.run, self.config.sampling
         prompts = [prompts] if isinstance(prompts, str) else prompts
         ids = [chat_template.chat_ids(run.tokenizer, prompt, thinking=settings.thinking) for prompt in prompts]
-        temperature = settings.temp if temp is None else temp
-        params = run.sampling._replace(temperature=temperature)
+        params = run.sampling._replace(temperature=settings.temp if temp is None else temp)
         rollout = sampler.rollout(run.model, ids, params, group_size=n, key=settings.seed)
         texts = sampler.texts(run.tokenizer, rollout, run.model.config.eos_ids)
         return [texts[first : first + n] for first in range(0, len(texts), n)]
@@ -361,10 +362,9 @@ def command(args: argparse.Namespace, trainer: type[Trainer]) -> None:
         return
     if args.wired_limit:
         os.environ[memory.WIRED_LIMIT] = args.wired_limit
-    if not args.let_sleep:
-        from machine import power
-
-        power.keep_awake()
+    if not args.let_sleep and platform.system() == "Darwin":  # the display may sleep, and then no watchdog guards it
+        # a session of its own: Ctrl-C, after which a run still saves, must not end it
+        subprocess.Popen(["/usr/bin/caffeinate", "-i", "-w", str(os.getpid())], start_new_session=True)
     if args.seeds is None:
         begun = begin(flags, args.config, resume=resume, run_dir=args.run_dir, allow_changes=args.allow_changes)
         written = complete(begun, trainer, looks=not args.no_look) / "report.html"

@@ -248,8 +248,7 @@ class Journal:
 
     def __enter__(self) -> "Journal":
         """From here on the run is shown: its live line, its trackers."""
-        done = self.steps[-1]["step"] if self.steps else 0
-        self.live = LiveLine(self.config.optimizer.steps, done)
+        self.live = LiveLine(self.config.optimizer.steps, self.steps[-1]["step"] if self.steps else 0)
         if (names := self.config.records.report_to) and world.is_first():
             self.trackers = [Tracker(name, self.dir, warn) for name in dict.fromkeys(names)]
         return self

@@ -25,7 +25,7 @@ import trainer
 import update
 from config import Config, Sizes
 from disk import checkpoint
-from machine import gpu, kernels, memory, power
+from machine import gpu, kernels, memory
 from settings import sources
 from settings.sources import given, parse
 from step.loss import StepLoss
@@ -340,8 +340,8 @@ def test_a_log_probability_that_is_no_number_names_its_prompt(monkeypatch):
 @pytest.mark.parametrize("flags", [[], ["--let-sleep"]])
 def test_a_mac_that_trains_stays_awake_unless_told_otherwise(monkeypatch, refused, flags):
     begun = []
-    monkeypatch.setattr(power.subprocess, "Popen", lambda program, **_: begun.append(program))
-    monkeypatch.setattr(power, "platform", SimpleNamespace(system=lambda: "Darwin"))  # of nobody who asks later
+    monkeypatch.setattr(trainer.subprocess, "Popen", lambda program, **_: begun.append(program))
+    monkeypatch.setattr(trainer, "platform", SimpleNamespace(system=lambda: "Darwin"))  # of nobody who asks later
     refused(train.main, ["--model", "no such model", *flags], "no such model")
     assert begun == [["/usr/bin/caffeinate", "-i", "-w", str(os.getpid())]] * (not flags)
 

@@ -295,17 +295,13 @@ def sample_batch(model: gwen.Model, rows_of: RowsOf, record: Record, batch_size:
     prompt_of = {row: place for place, rows in enumerate(rows_of.values()) for row in rows}
     if share is None:
         share = attention.shares_prefix(len(prompt_of), list(map(len, rows_of)), batch_size, prompt_logits.dtype)
-    num_slots, rows = min(batch_size, len(prompt_of)), list(prompt_of)
-    cache: SlotCache
+    width = 0 if record.talk else int(record.limits[list(prompt_of)].max())
+    cache = SlotCache(prompt_cache, min(batch_size, len(prompt_of)), width, share)
     if record.talk:
         from layers.turns import Turns  # here: rows without turns do without it
 
-        forward = gwen.decode_step(model)
-        turns = Turns(record, model, forward, prompt_cache, prompt_logits, rows_of, num_slots, share)
-        turns.play()
-        cache = turns.cache
+        Turns(record, model, gwen.decode_step(model), cache, prompt_logits, rows_of).play()
     else:
-        cache = SlotCache(prompt_cache, num_slots, int(record.limits[rows].max()), share)
         decode(model, cache, prompt_logits, prompt_of, record)
     record.cache_bytes = max(record.cache_bytes, cache.most_bytes)
 

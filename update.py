@@ -112,9 +112,9 @@ def update(learner: Learner, batches: list[Batch], lr: float) -> UpdateResult:
     Raises ValueError if the gradient fails too often in a row.
     """
     optimizer = learner.config.optimizer
+    means: dict[str, float | None] = dict.fromkeys(MEASURED)
     if not batches:  # every sample was truncated and left out
-        nothing = dict.fromkeys(MEASURED)
-        return UpdateResult(lr, learner.rate, learner.num_skipped, learner.loss_scale.value, nothing)
+        return UpdateResult(lr, learner.rate, learner.num_skipped, learner.loss_scale.value, means)
     # the KL of a step grows with the square of its rate, so the target follows the squared schedule
     has_target = lr and batches[0].sampled_logprobs is not None
     target = optimizer.target_kl * (lr / optimizer.learning_rate) ** 2 if has_target else 0.0
@@ -149,7 +149,6 @@ def update(learner: Learner, batches: list[Batch], lr: float) -> UpdateResult:
     num_forwards, learner.num_forwards = sum(world.share(learner.num_forwards)), 0
     num_items = round(batches[0].num_items * num)
     norms = [step["grad_norm"] for step in steps if "grad_norm" in step]
-    means: dict[str, float | None] = dict.fromkeys(MEASURED)
     for name in means.keys() & steps[0].keys():
         values = [step[name] for step in steps]
         means[name] = max(values) if name.endswith("_max") else sum(values) / (num_passes * num_items)

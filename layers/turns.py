@@ -6,13 +6,12 @@ Left out: rows that are told nothing (sampler.py), the slots' cache (kv_cache.py
 Axes: V vocabulary.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from kv_cache import REFILL, SHRINK, KVCache, SlotCache
+from kv_cache import REFILL, SHRINK, SlotCache
 from machine import gpu
 
 
@@ -25,23 +24,15 @@ class Turns:
     """
 
     def __init__(
-        self,
-        record: Any,
-        model: Any,
-        forward: Callable[..., mx.array],
-        prompts: KVCache,
-        logits: mx.array,
-        rows_of: dict[tuple[int, ...], list[int]],
-        num_slots: int,
-        share: bool,
+        self, record: Any, model: Any, forward: Any, cache: SlotCache, logits: mx.array, rows_of: dict[Any, list[int]]
     ):
         """
         record: a `sampler.Record` whose `talk` is a `problems.episodes.Episodes`. model: a `gwen.Model`, and its
-        `decode_step`. prompts, logits (prompts, V): the cache of the prompts, and what comes after each. rows_of: each
-        prompt's rows, in the order in which they begin; those of an attempt that ran out of memory begin again.
+        `decode_step`. logits (prompts, V): what comes after each prompt. rows_of: each prompt's rows, in the order in
+        which they begin; those of an attempt that ran out of memory begin again.
         """
         self.record, self.model, self.forward, self.prompt_logits = record, model, forward, logits
-        self.cache = SlotCache(prompts, num_slots, share=share)
+        self.cache, num_slots = cache, cache.num_slots
         for net in self.cache.nets:
             net.keeps_before = True
         self.logits = mx.zeros((num_slots, logits.shape[1]), logits.dtype)

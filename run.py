@@ -220,11 +220,9 @@ class Run:
     def extra(self) -> dict[str, Any]:
         """The small values of a checkpoint."""
         counts = {name: getattr(self.learner, name) for name in update.COUNTS}
-        scale = {"loss_scale": self.learner.loss_scale._asdict()}
-        kept = {"dtype": str(self.model.head_weight.dtype), "best_step": self.journal.best_step}
-        settings = self.config.flat(self.sizes)
-        least = {"least_budget": self.least_budget} if self.least_budget else {}
-        return kept | scale | counts | least | {"settings": settings, "sources": self.sources}
+        kept = {"dtype": str(self.model.head_weight.dtype), "loss_scale": self.learner.loss_scale._asdict()}
+        decided = {"best_step": self.journal.best_step, "least_budget": self.least_budget}
+        return kept | counts | decided | {"settings": self.config.flat(self.sizes), "sources": self.sources}
 
     def state(self) -> checkpoint.State:
         assert self.is_whole, f"step {self.step + 1} is unfinished"
@@ -233,10 +231,9 @@ class Run:
 
     def restore(self, state: checkpoint.State) -> None:
         checkpoint.refuse_other_tensors(state, self.learner.trainable, str(self.model.head_weight.dtype), self.dir)
-        counts = {name: state.extra[name] for name in update.COUNTS}
-        scale = {"loss_scale": update.LossScale(**state.extra["loss_scale"])}
-        tensors = {"trainable": dict(state.trainable), "moments": state.optimizer}
-        self.learner.load(tensors | scale | counts)
+        kept = {name: state.extra[name] for name in update.COUNTS}
+        kept |= {"trainable": dict(state.trainable), "moments": state.optimizer}
+        self.learner.load(kept | {"loss_scale": update.LossScale(**state.extra["loss_scale"])})
         self.least_budget = state.extra.get("least_budget")
         least = min(self.sizes.train_token_budget, self.least_budget or math.inf)
         self.sizes = self.sizes._replace(train_token_budget=int(least))

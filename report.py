@@ -76,9 +76,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("runs", nargs="*", metavar="RUN", help=runs)
     out = "where the page goes (default: report.html in RUN, or NAME-against-OTHER.html beside it)"
     parser.add_argument("--out", type=Path, metavar="FILE", help=out)
-    parser.add_argument(
-        "--compare", action="store_true", help="print what differs between runs, or between files of evaluate.py --out"
-    )
+    compared = "print what differs between runs, or between files of evaluate.py --out"
+    parser.add_argument("--compare", action="store_true", help=compared)
     parser.add_argument("--list", action="store_true", help="print the runs under RUN (default: runs)")
     parser.add_argument("--open", action="store_true", help="open the page in a browser")
     args = parser.parse_args(sys.argv[1:] if argv is None else argv)

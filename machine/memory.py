@@ -57,10 +57,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
     On a CPU MLX 0.32 often does not come so far: it uses what it was not given, and the process dies.
     """
-    text = str(error).lower()
-    return isinstance(error, MemoryError) or any(
-        words in text for words in ("insufficient memory", "out of memory", "unable to allocate", "bad_alloc", "malloc")
-    )
+    words = "insufficient memory", "out of memory", "unable to allocate", "bad_alloc", "malloc"
+    return isinstance(error, MemoryError) or any(one in str(error).lower() for one in words)
 
 
 def attempt(compute: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:

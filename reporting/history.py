@@ -20,8 +20,6 @@ from reporting import health
 from reporting.health import Records
 
 MOST_TEXT = 20_000  # characters of one text; of a longer one both ends are shown
-
-
 Answers = dict[int, dict[str, Any]]  # records of one evaluation in `eval_answers.jsonl`, by problem
 
 

@@ -7,6 +7,7 @@ is wrong with a reward is a ValueError of one line that names it.
 """
 
 import asyncio
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -50,7 +51,8 @@ class UserReward:
     """
     A user's function, called with what TRL calls it with: see `call_reward`.
 
-    It gets prompts and completions as text; where it fails on that, as chat messages, as from TRL: `call` tries once.
+    It gets prompts and completions as text; as chat messages, as from TRL, where it fails on text or where prompts are
+    messages and its values differ with these alone, as it may hide its errors: `call` tries.
     `state` is what it finds as `trainer_state`: `global_step`, the steps that are done, of `max_steps`; `logged`, what
     its newest call gave to `log_metric` and `log_extra`.
     """
@@ -258,9 +260,16 @@ def call(name: str, fn: Reward, arguments: dict[str, Any], num_rows: int) -> lis
         rewards = _of_messages(fn, chosen, error) if isinstance(fn, UserReward) else None
         if rewards is None:
             raise ValueError(f"reward {name} {raised(error, fn)}") from error
-    if isinstance(fn, UserReward):
-        fn.messages = bool(fn.messages)
-    return _checked_rewards(name + place_of(fn), rewards, num_rows)
+    values = _checked_rewards(name + place_of(fn), rewards, num_rows)
+    if isinstance(fn, UserReward) and fn.messages is None:
+        is_alike = len(set(map(str, values))) == 1 and any(isinstance(one, list) for one in arguments["prompts"])
+        with contextlib.suppress(Exception, SystemExit):
+            fn.messages = is_alike
+            others = _checked_rewards(name, _result(fn, chosen), num_rows) if is_alike else values
+            if len(set(map(str, others))) > 1:
+                return others
+        fn.messages = None if is_alike else False
+    return values
 
 
 def _result(fn: Reward, chosen: dict[str, Any]) -> Any:

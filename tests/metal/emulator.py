@@ -100,7 +100,7 @@ class Launch(ctypes.Structure):
 @functools.cache
 def runtime() -> ctypes.CDLL:
     ctypes.CDLL("libm.so.6", mode=ctypes.RTLD_GLOBAL)  # where kernels find exp and the like
-    library = toolchain.build((toolchain.HERE / "runtime.cpp").read_text(), ["-O2"])
+    library = toolchain.build("", (toolchain.HERE / "runtime.cpp").read_text(), ["-O2"])
     return ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 

@@ -143,13 +143,20 @@ def mlx_headers() -> str:
 BODY = 100_000  # lines of the body are numbered from here, those of the header from 1
 
 
+@functools.cache
+def beginning(type_check: bool) -> str:
+    """What stands before every kernel."""
+    define = "#define EMULATOR_TYPE_CHECK" if type_check else ""
+    return f'{define}\n#include "metal_stdlib.h"\n#line 1 "mlx"\n{mlx_headers()}\n'
+
+
 def text_for_clang(program: Program, type_check: bool) -> str:
+    """What follows the beginning."""
     header, body = (
         with_threadgroup_arrays(with_literals(without_comments(text), type_check), type_check)
         for text in (program.header, program.body)
     )
-    text = f'{"#define EMULATOR_TYPE_CHECK" if type_check else ""}\n#include "metal_stdlib.h"\n'
-    text += f'#line 1 "mlx"\n{mlx_headers()}\n#line 1 "kernel"\n{header}\n'
+    text = f'#line 1 "kernel"\n{header}\n'
     text += f'#line 1 "signature"\n{program.signature}#line {BODY} "kernel"\n{body}\n}}\n'
     text += '#line 1 "end"\n'
     if type_check:
@@ -230,7 +237,7 @@ def type_check(program: Program) -> None:
     if found := complaints(program):
         raise MetalCompileError("\n  ".join([f"{program.name} does not compile:", *found]))
     try:
-        warnings = toolchain.check(text_for_clang(program, type_check=True), TYPE_CHECK)
+        warnings = toolchain.check(beginning(True), text_for_clang(program, type_check=True), TYPE_CHECK)
     except toolchain.CompileError as error:
         raise compile_error(program, str(error)) from None
     if refused := [line for line in warnings.splitlines() if FLOAT_TO_BFLOAT.search(line)]:
@@ -240,7 +247,7 @@ def type_check(program: Program) -> None:
 def build(program: Program, mode: str) -> Path:
     """The kernel as a library for the runtime."""
     try:
-        return toolchain.build(text_for_clang(program, type_check=False), [*RUN, *MODES[mode]])
+        return toolchain.build(beginning(False), text_for_clang(program, type_check=False), [*RUN, *MODES[mode]])
     except toolchain.CompileError as error:
         raise compile_error(program, str(error)) from None
 

@@ -24,7 +24,7 @@ from typing import NamedTuple
 HERE = Path(__file__).parent
 MIN_CLANG = 17  # the first with __bf16 arithmetic
 DIALECT = [
-    *"-x c++ -std=c++17 -fPIC -nostdinc -fno-exceptions -fno-rtti -fno-math-errno -ffp-contract=off".split(),
+    *"-std=c++17 -fPIC -nostdinc -fno-exceptions -fno-rtti -fno-math-errno -ffp-contract=off".split(),
     "-fno-stack-protector",
     f"-I{HERE}",
     # every operation on 16-bit floats rounds to 16 bits, as on a GPU
@@ -85,35 +85,48 @@ def cached(inputs: list[str], suffix: str) -> Path:
 
 
 def run(command: list[str], source: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, input=source, capture_output=True, text=True)
+    done = subprocess.run(command, input=source, capture_output=True, text=True)
+    if done.returncode:
+        raise CompileError(done.stderr)
+    return done
 
 
-def check(source: str, flags: list[str]) -> str:
+SCRATCH = tempfile.TemporaryDirectory()
+
+
+@functools.cache
+def parsed(beginning: str, flags: tuple[str, ...]) -> str:
+    """The file of a beginning that many programs share, which is half of what it takes to check one, parsed once."""
+    path = f"{SCRATCH.name}/{hashlib.sha256(repr([beginning, flags]).encode()).hexdigest()}.pch"
+    run([*require().compile, "-x", "c++-header", *DIALECT, *flags, "-", "-o", path], beginning)
+    return path
+
+
+def compiled(beginning: str, source: str, flags: list[str], *how: str) -> str:
+    """Compiles a source text after a beginning; the compiler's warnings. CompileError on errors."""
+    shared = ["-include-pch", parsed(beginning, tuple(flags))] if beginning else []
+    return run([*require().compile, "-x", "c++", *DIALECT, *shared, *flags, "-", *how], source).stderr
+
+
+def check(beginning: str, source: str, flags: list[str]) -> str:
     """Compiles without output; the compiler's warnings. CompileError on errors."""
-    warnings = cached([source, *flags], ".txt")
+    warnings = cached([beginning, source, *flags], ".txt")
     if not warnings.exists():
-        done = run([*require().compile, *DIALECT, "-fsyntax-only", *flags, "-"], source)
-        if done.returncode:
-            raise CompileError(done.stderr)
+        said = compiled(beginning, source, flags, "-fsyntax-only")
         warnings.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=warnings.parent, delete=False) as file:
-            file.write(done.stderr)
+            file.write(said)
         os.replace(file.name, warnings)
     return warnings.read_text()
 
 
-def build(source: str, flags: list[str]) -> Path:
+def build(beginning: str, source: str, flags: list[str]) -> Path:
     """The library made of a source text. CompileError says what is wrong with it."""
-    library = cached([source, *flags], ".so")
-    if library.exists():
-        return library
-    library.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
-        compiled, linked = f"{scratch}/kernel.o", f"{scratch}/kernel.so"
-        done = run([*require().compile, *DIALECT, *flags, "-c", "-", "-o", compiled], source)
-        if not done.returncode:
-            done = run([*require().link, compiled, "-o", linked], "")
-        if done.returncode:
-            raise CompileError(done.stderr)
-        os.replace(linked, library)
+    library = cached([beginning, source, *flags], ".so")
+    if not library.exists():
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+            compiled(beginning, source, flags, "-c", "-o", f"{scratch}/kernel.o")
+            run([*require().link, f"{scratch}/kernel.o", "-o", f"{scratch}/kernel.so"], "")
+            os.replace(f"{scratch}/kernel.so", library)
     return library

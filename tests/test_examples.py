@@ -104,7 +104,7 @@ RECORD = st.fixed_dictionaries({"prompt": st.text(max_size=8) | MESSAGES | JSON}
 
 @pytest.mark.slow
 @settings(
-    max_examples=500, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=250, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(st.lists(RECORD, max_size=4), st.booleans())
 def test_random_json_lines_are_data_of_equal_columns_with_prompts_or_one_line(tmp_path, records, escape):

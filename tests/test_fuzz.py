@@ -38,7 +38,7 @@ from problems import examples, workers
 from reporting import page
 
 pytestmark = pytest.mark.slow
-NUM_LINES, NUM_RECIPES, NUM_FILES, NUM_MODELS = 1000, 300, 400, 200
+NUM_LINES, NUM_RECIPES, NUM_FILES, NUM_MODELS = 500, 150, 200, 100
 WORDS = [  # for command lines; no path outside the working directory, as some flags write
     *("", " ", "0", "1", "-1", "2", "1.5", "1e-4", "nan", "inf", "1e999", "2147483648", "65536", "9" * 5000, "\u0663"),
     *"0x10 1_000 true None auto on off demo random:2m random:9m self own rg: rg:=1 gsm8k values qkv_proj".split(),

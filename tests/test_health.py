@@ -81,7 +81,7 @@ def flags(tmp_path):
 @pytest.mark.slow
 def test_a_constant_reward_is_warned_of_once_and_not_again_where_the_run_goes_on(tmp_path, flags, capsys):
     whole, cut, flags = tmp_path / "whole", tmp_path / "cut", [*flags, "--warmup-steps", "99"]
-    train.main([*flags, "--steps", "8", "--run-dir", str(whole)])
+    train.main([*flags, "--steps", "6", "--run-dir", str(whole)])
     shown = capsys.readouterr()
     (warned,) = read_log(whole / "warnings.jsonl")
     assert (warned["step"], warned["name"]) == (5, "no signal")
@@ -92,9 +92,9 @@ def test_a_constant_reward_is_warned_of_once_and_not_again_where_the_run_goes_on
     assert all(line.endswith(" | no step") for line in shown.out.splitlines() if line.startswith("step "))
 
     train.main([*flags, "--steps", "4", "--run-dir", str(cut)])
-    train.main(["--resume", str(cut), "--steps", "6"])  # the four steps before count
+    train.main(["--resume", str(cut), "--steps", "5"])  # the four steps before count
     assert capsys.readouterr().err.count("WARNING after step 5") == 1
-    train.main(["--resume", str(cut), "--steps", "8"])
+    train.main(["--resume", str(cut), "--steps", "6"])
     assert "WARNING" not in capsys.readouterr().err
     assert read_log(cut / "warnings.jsonl") == read_log(whole / "warnings.jsonl")
 
@@ -102,6 +102,6 @@ def test_a_constant_reward_is_warned_of_once_and_not_again_where_the_run_goes_on
 @pytest.mark.slow
 def test_a_healthy_run_is_not_warned_of_anything(tmp_path, capsys):
     train.main(
-        [*SMALL, "--steps", "12", "--learning-rate", "1e-4", "--eval-every", "6", "--run-dir", str(tmp_path / "run")]
+        [*SMALL, "--steps", "10", "--learning-rate", "1e-4", "--eval-every", "5", "--run-dir", str(tmp_path / "run")]
     )
     assert "WARNING" not in capsys.readouterr().err and read_log(tmp_path / "run" / "warnings.jsonl") == []

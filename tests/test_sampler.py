@@ -87,9 +87,9 @@ def test_logprobs_and_entropies_are_recorded_of_the_distributions_that_were_samp
 
 @pytest.fixture(scope="module")
 def reference(model):
-    """40 rows whose lengths vary, decoded together from copied prompts: what every other way must give."""
-    settings = dict(group_size=8, max_tokens=40, eos_ids=tuple(range(0, 320, 10)))
-    whole = roll(model, **settings, batch_size=40, share_prefix=False)
+    """25 rows whose lengths vary, decoded together from copied prompts: what every other way must give."""
+    settings = dict(group_size=5, max_tokens=40, eos_ids=tuple(range(0, 320, 10)))
+    whole = roll(model, **settings, batch_size=25, share_prefix=False)
     assert len({len(ids) for ids, _ in rows_of(whole)}) > 5
     return settings, whole
 
@@ -193,7 +193,7 @@ def fail_once(monkeypatch, owner, name, call, error=RuntimeError):
 
 
 # in the prefill, while a step is put together, and where the host waits for results, early and late
-FAILURES = [("prefill", 1), ("choose_token", 30), ("write", 6)]
+FAILURES = [("prefill", 1), ("choose_token", 20), ("write", 6)]
 
 
 @pytest.mark.slow

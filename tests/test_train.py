@@ -532,7 +532,7 @@ def test_a_recorded_completion_has_what_was_known_of_its_tokens_and_of_its_probl
 
 def test_the_main_job_learns(tmp_path):
     """Half of its 60 steps raise held-out accuracy from at most 60% to at least 70%, sampled at temperature 1."""
-    flags = "--batch 8 --groups 8 --rollout-batch-size 64 --steps 30 --eval-limit 256 --eval-every 30".split()
+    flags = "--batch 8 --groups 8 --rollout-batch-size 64 --steps 30 --eval-limit 128 --eval-every 30".split()
     train.main([*flags, "--run-dir", str(tmp_path / "run")])
     first, last = untimed(tmp_path / "run" / "eval.jsonl")
     assert 0.3 <= first["eval/accuracy"] <= 0.6 and first["eval/greedy"] <= 0.7

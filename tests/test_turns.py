@@ -101,13 +101,16 @@ def replayed(row, prompt, own, world, params):
 
 
 def check(model, world, rollout, params, key=5, group_size=4):
-    """Ids and log-probabilities are those of one fresh forward pass of each whole conversation."""
-    differ, num = 0, 0
+    """Ids and log-probabilities are those of one fresh forward pass of the whole conversations."""
+    prompts = [PROMPTS[row // group_size] for row in range(len(rollout.ids))]
+    width = max(len(prompt) + len(ids) for prompt, ids in zip(prompts, rollout.sequences, strict=True))
+    whole = [(prompt + ids + [0] * width)[:width] for prompt, ids in zip(prompts, rollout.sequences, strict=True)]
+    every, differ, num = model(mx.array(whole)), 0, 0
     for row, own in enumerate(rollout.ids):
-        prompt = PROMPTS[row // group_size]
+        prompt = prompts[row]
         ids, places, reason = replayed(row, prompt, own, world, params)
         assert (rollout.sequences[row], rollout.places[row], rollout.finish_reasons[row]) == (ids, places, reason)
-        logits = model(mx.array([prompt + ids]))[0][mx.array(places) + len(prompt) - 1]
+        logits = every[row][mx.array(places) + len(prompt) - 1]
         uniforms = mx.array(sampler.uniforms(key, [row], params.max_tokens)[0, : len(own)])
         tokens, logprobs, _ = sampler.choose_token(logits, uniforms, params)
         same = np.array(tokens) == own  # but where a rounding moves a border between two tokens

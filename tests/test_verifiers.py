@@ -137,14 +137,14 @@ REPEATED += ["(", "\ud800\x00\u202e", "A or B ", "yes "]
 
 @pytest.mark.parametrize("text", REPEATED, ids=lambda text: repr(text[:12]))
 def test_a_hostile_completion_takes_bounded_time(text):
-    """100,000 characters, thirty times what a model writes: steps as many as their square would take a minute."""
+    """50,000 characters, fifteen times what a model writes: steps as many as their square would take 15 s."""
     begin = time.process_time()  # seconds of this process, whatever else the machine does
-    for said in (text * (100_000 // len(text)), f"The answer is {text * (100_000 // len(text))}."):
+    for said in (text * (50_000 // len(text)), f"The answer is {text * (50_000 // len(text))}."):
         for kind, gold in (("number", "42"), ("exact", "42"), ("choice", "A"), ("json", '{"a": 1}'), ("marked", "x^2")):
             assert verifiers.VERIFIERS[kind].make([gold])(completions=[said], answer=[gold]) == [0], kind
         boxed_once(completions=[said])
         assert not verifiers.is_number(said)  # nor does the answer of a user's data take longer
-    assert time.process_time() - begin < 8
+    assert time.process_time() - begin < 4
 
 
 @pytest.mark.slow

@@ -80,7 +80,7 @@ def rival(peer: Any, directory: Path) -> Rival:
         name: functools.partial(run, prefix_cache=cached)
         for name, cached in (("vllm_mlx", True), ("vllm_mlx_uncached", False))
     }
-    return Rival("vllm_mlx", engines)
+    return Rival("vllm_mlx", "Result vs vllm_mlx: ours is {} on this rollout workload.", engines)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -26,12 +26,14 @@ import mlx.core as mx
 import numpy as np
 
 import gwen
+import preflight
 import sampler
 from bench import harness
 from bench.harness import Sample
+from config import Config, Sizes
 from disk import hub
 from flags import Parser, in_one_line
-from machine import gpu
+from machine import chips, gpu
 from step.rows import USUAL_ROWS
 
 AGREEING_TOKENS = 16  # of greedy completions; engines that compute the same have parted long before by a mistake
@@ -83,6 +85,7 @@ class Rival(NamedTuple):
     """Another engine, run in every way that it can be."""
 
     name: str  # of its module
+    result: str  # the line of the result, with {} for the verdict
     engines: dict[str, Engine]
 
 
@@ -134,6 +137,22 @@ def summary(samples: list[Sample], model: gwen.Model) -> dict[str, float]:
         decode_ms=1e3 * np.mean([sample.run.decode_s for sample in samples]),
         tok_s=tokens / sum(sample.run.seconds for sample in samples),
     )
+
+
+def roofline(args: argparse.Namespace, model: gwen.Model, entry: dict[str, float]) -> float:
+    """Says, and returns, what the bytes that decoding reads take at least, as a share of the time of ours."""
+    length = round(entry["tokens"] / (args.runs * args.batch * args.groups))
+    config = Config.of(batch=args.batch, groups=args.groups, max_tokens=length)
+    demand = preflight.Demand(model.config, model.head_weight.dtype, config, [args.prompt_tokens] * args.batch)
+    num_bytes = preflight.costs(demand, Sizes(args.rollout_batch_size, preflight.BUDGET, 0))["decode"].bytes
+    source = mx.zeros((2**26,), mx.float32)  # 268 MB, far more than any cache holds, read and written
+    bandwidth = 2 * source.nbytes / chips.least_seconds(lambda: source + 1)
+    share = 1e3 * num_bytes / bandwidth / entry["decode_ms"]
+    print(
+        f"Roofline: {num_bytes / 1e9:.3f} GB that decoding reads, at {bandwidth / 1e9:.1f} GB/s, take {share:.3f} of "
+        f"the {entry['decode_ms']:.1f} ms of ours"
+    )
+    return round(share, 4)
 
 
 # ---- settings and the report
@@ -206,9 +225,10 @@ def compare(args: argparse.Namespace, directory: Path, make_rival: Callable[[Any
     useful = [name for name in rival.engines if samples[name][0].run.logprobs] or rival.engines
     best = min(useful, key=lambda name: entries[name]["mean_ms"])
     print(f"Rounds: than ours {best} took {harness.rounds(samples['ours'], samples[best])}")
+    share = roofline(args, model, entries["ours"])
     ratio = entries[best]["mean_ms"] / entries["ours"]["mean_ms"]
-    print(f"Result: ours is {harness.verdict(ratio)} than {rival.name} on this rollout workload.")
-    record = {"config": config, "engines": entries, "ratio": round(ratio, 4), "best": best}
+    print(rival.result.format(harness.verdict(ratio)))
+    record = {"config": config, "engines": entries, "ratio": round(ratio, 4), "best": best, "roofline_frac": share}
     if args.benchmark_judge:
         from bench import judging
 

@@ -73,7 +73,7 @@ def compared(main, *flags):
 def test_the_report_ends_in_a_result_against_the_fastest_way_and_json_with_every_number():
     result, record = compared(bench_rollout.main)
     assert re.fullmatch(r"Result: ours is \d+\.\d\dx (faster|slower) than mlx_lm on this rollout workload\.", result)
-    assert record.keys() == {"config", "engines", "ratio", "best", "device", "versions"}
+    assert record.keys() == {"config", "engines", "ratio", "best", "roofline_frac", "device", "versions"}
     assert list(record["engines"]) == ["ours", "mlx_lm", "mlx_lm_default", "mlx_lm_shared"]
     for entry in record["engines"].values():
         assert entry.keys() == NUMBERS
@@ -83,7 +83,7 @@ def test_the_report_ends_in_a_result_against_the_fastest_way_and_json_with_every
     took = {name: entry["mean_ms"] for name, entry in record["engines"].items()}
     ours = took.pop("ours")
     assert record["ratio"] == pytest.approx(min(took.values()) / ours, abs=1e-3)
-    assert record["best"] == min(took, key=took.get)
+    assert record["best"] == min(took, key=took.get) and record["roofline_frac"] > 0
     assert record["config"]["model"] == "random:2m" and {"mlx", "mlx-lm"} <= record["versions"].keys()
 
 

@@ -267,7 +267,7 @@ def add_flags(parser: argparse.ArgumentParser, settings: Iterable[Setting], ever
             how["action"] = argparse.BooleanOptionalAction
         else:
             how |= {"type": metadata.get("parse"), "metavar": metadata.get("metavar")}
-            how |= {"nargs": "+"} if setting.kind is list else {}
+            how |= {"nargs": "+"} if setting.kind in (list, dict) else {}
             if setting.choices:
                 how["metavar"] = how["metavar"] or "{" + ",".join(setting.choices) + "}"
         if setting.group not in groups:
@@ -328,7 +328,8 @@ def read(setting: Setting, value: Any) -> Any:
 def _as(kind: Any, value: Any) -> Any:
     """A value, or its text, as a type. A bool is not a number, and numbers are finite. ValueError where it is none."""
     if kind is dict:
-        pairs = [part.partition("=")[::2] for part in value.split(",")] if isinstance(value, str) else value.items()
+        words = ",".join([value] if isinstance(value, str) else value)
+        pairs = value.items() if isinstance(value, dict) else [part.partition("=")[::2] for part in words.split(",")]
         found: Any = {name.strip(): _as(float, number) for name, number in pairs}
     else:
         found = kind(value) if isinstance(value, str) and kind in (int, float) else value

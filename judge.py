@@ -42,13 +42,19 @@ class Judge(Grader):
     """
     Answers the questions of `Grader.score`, using a local model with its adapters switched off.
 
-    The model's other weights must not change. chunk: evaluations at once, halved when memory runs out and slowly
+    The model's other weights must not change. chunk_size: evaluations at once, halved when memory runs out and slowly
     grown back. mode: "logits" or "decode". think: most tokens of thought before a decoded reply.
     Raises ValueError if the tokenizer lacks what the mode needs.
     """
 
     def __init__(
-        self, model: gwen.Model, tokenizer: Any, rubric: Rubric, chunk: int = 24, mode: str = "logits", think: int = 0
+        self,
+        model: gwen.Model,
+        tokenizer: Any,
+        rubric: Rubric,
+        chunk_size: int = 24,
+        mode: str = "logits",
+        think: int = 0,
     ):
         super().__init__(rubric)
         assert mode == "decode" or (mode == "logits" and not think), f"mode {mode!r}, think {think}"
@@ -61,7 +67,7 @@ class Judge(Grader):
         reply_room = rubrics.REPLY_TOKENS + think if mode == "decode" else 0
         self.room = model.config.max_position_embeddings - reply_room  # for a prompt, in tokens
         self._check_room({"": []})
-        self.tree = PromptTree(model, self.prompts.head, chunk, "judge")
+        self.tree = PromptTree(model, self.prompts.head, chunk_size, "judge")
         self._identity = ""
 
     def identity(self) -> str:

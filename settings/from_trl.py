@@ -1,5 +1,5 @@
 """
-A recipe out of TRL's: the YAML of `trl grpo`, or a script that calls GRPOConfig, LoraConfig and GRPOTrainer.
+A recipe out of TRL's: the YAML of `trl grpo` or `trl sft`, or a script that calls GRPOTrainer or SFTTrainer.
 
 data/trl.yaml says what each name is here. Nothing of the script is run.
 """
@@ -23,6 +23,10 @@ from settings.sources import command, low_rate
 CALLS = {"LoraConfig": (), "SFTTrainer": ("model",)} | dict.fromkeys(("GRPOConfig", "SFTConfig"), ("output_dir",))
 CALLS |= {"GRPOTrainer": ("model", "reward_funcs", "args", "train_dataset")}  # names of the arguments without one
 LOADS = {"load_dataset": ("path", "name")} | dict.fromkeys(("from_json", "from_csv", "from_parquet"), ("data_files",))
+
+
+SFT_LOSSES = "nll", "dft", "chunked_nll"
+WHOLE = {"model_name_or_path", "reward_funcs", "train_dataset"}  # one of them is where adapters would be asked for
 
 
 class Computed(str):
@@ -62,7 +66,11 @@ def recipe(path: str) -> str:
         left.append(f"# {name}: {value!r:.80} -> {kind}{': ' if said else ''}{said}")
     if any(Path(one.rpartition(":")[0]) == Path(path) for one in ours.get("reward", ())):
         left.append("# reward: a run would run this script and its imports; move the functions into a file of theirs")
-    if slow := low_rate(Config.of(**ours)):
+    if ours.get("lora_rank") == 0 and "use_peft" not in theirs:
+        left.append(
+            "# lora_rank: 0 trains all weights, as TRL without LoraConfig; without this line adapters are trained"
+        )
+    if "learning_rate" in ours and (slow := low_rate(Config.of(**ours))):
         left.append(f"# learning_rate: {slow}")
     if spared:
         left.append(f"# not needed here: {', '.join(spared)}")
@@ -85,12 +93,16 @@ def derived(theirs: dict[str, Any], path: str) -> dict[str, Any]:
     steps = theirs.get("steps_per_generation") or theirs.get("gradient_accumulation_steps") or 1
     whole, part = (theirs.get(f"{of}_batch_size") for of in ("generation", "per_device_train"))
     batch: list[Any] = [whole] if whole else [part, steps]
-    groups = theirs.get("num_generations", 8)
+    groups, known = theirs.get("num_generations", 8), foreign_names()
+    if "reward_funcs" not in theirs and (theirs.get("loss_type") in SFT_LOSSES or theirs.keys() & known["SFTConfig"]):
+        groups, ours["loss_type"] = 1, "sft"
     if all(type(value) is int and value > 0 for value in (*batch, groups)):
         ours["batch"] = max(math.prod(batch) // groups, 1)
     alpha, rank = (8, 8) if Path(path).suffix == ".py" else (32, 16)  # of PEFT, and of `trl grpo`
     scale = [theirs.get("lora_alpha", alpha), theirs.get("r", theirs.get("lora_r", rank))]
-    asks = theirs.keys() & {"lora_alpha", "r", "lora_r", "use_rslora"}
+    asks = theirs.keys() & known["LoraConfig"]
+    if theirs.keys() & WHOLE and not (asks or "peft_config" in theirs or theirs.get("use_peft")):
+        ours["lora_rank"] = 0
     if asks and all(type(value) in (int, float) and value > 0 for value in scale):
         ours |= {"lora_rank": scale[1], "lora_scale": scale[0] / scale[1] ** (0.5 if theirs.get("use_rslora") else 1)}
     if theirs.get("eval_strategy") in ("no", False):  # which YAML takes for the other
@@ -99,9 +111,7 @@ def derived(theirs: dict[str, Any], path: str) -> dict[str, Any]:
     if isinstance(told, dict) and told.keys() == {"enable_thinking"}:
         ours["thinking"] = told["enable_thinking"]
     data, sets = [theirs.get(f"dataset_{part}") for part in ("name", "config", "train_split")], theirs.get("datasets")
-    if (
-        isinstance(sets, list) and len(sets) == 1 and isinstance(sets[0], dict)
-    ):  # of a file reader and split say nothing
+    if isinstance(sets, list) and len(sets) == 1 and isinstance(sets[0], dict):
         data = [sets[0].get(part) for part in ("path", "name", "split")]
         data = [sets[0]["data_files"]] if "data_files" in sets[0] else data  # its reader and split go without saying
     if {type(part) for part in data if part} == {str} and data[0]:
@@ -163,8 +173,11 @@ def in_script(path: str, where: str) -> Iterator[tuple[str, Any]]:
     held = set(map(ast.unparse, aside)) - {ast.unparse(value) for name, value in keywords if name == "train_dataset"}
     aside += [node.value for node in nodes if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in held]
     inside = {inner for outer in aside for inner in ast.walk(outer)}
-    for node in [node for node in nodes if isinstance(node, ast.Call) and node not in inside]:
-        called = getattr(node.func, "id", getattr(node.func, "attr", ""))
+    calls = [node for node in nodes if isinstance(node, ast.Call) and node not in inside]
+    names = [getattr(node.func, "id", getattr(node.func, "attr", "")) for node in calls]
+    if {"SFTConfig", "SFTTrainer"} & {*names} and "GRPOTrainer" not in names:
+        yield "loss_type", "nll"
+    for node, called in zip(calls, names, strict=True):
         order = (CALLS | LOADS).get(called, ())
         named = [*zip(order, node.args, strict=False), *((word.arg, word.value) for word in node.keywords)]
         if called in LOADS:

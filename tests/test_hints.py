@@ -98,7 +98,7 @@ RECIPE += "dataset_name: 5\n'': 3\n"
         ),
         (
             "habits.yaml",
-            "model_name_or_path: smollm2\nlearning_rate: 2e-5\nwarmup_ratio: 0.1\nnum_train_epochs: 1\n"
+            "model_name_or_path: smollm2\nuse_peft: true\nlearning_rate: 2e-5\nwarmup_ratio: 0.1\nnum_train_epochs: 1\n"
             "reward_funcs: [accuracy_reward, mine.short]\nreward_weights: [1, 0.5]\nsave_strategy: 'no'\n"
             "gradient_checkpointing_kwargs: {use_reentrant: false}\n",
             {"model": "smollm2", "learning_rate": 2e-5, "reward": ["AT/mine.py:short"]}
@@ -118,7 +118,7 @@ RECIPE += "dataset_name: 5\n'': 3\n"
             "GRPOTrainer(reward_funcs=[right, brief]); LoraConfig(target_modules=['q_proj', 'v_proj'])\n"
             "GRPOConfig(reward_weights=[1, 0.5], warmup_ratio=.11, max_steps=10), load_dataset('a'), load_dataset('b')",
             {"reward": ["AT/rewards.py:right", "AT/mine.py:short"], "reward_weights": {"right": 1, "short": 0.5}}
-            | {"warmup_steps": 2, "steps": 10},
+            | {"warmup_steps": 2, "steps": 10, "lora_rank": 8, "lora_scale": 1.0},
             "datasets reward target_modules",
         ),
         (
@@ -126,8 +126,8 @@ RECIPE += "dataset_name: 5\n'': 3\n"
             "reward_funcs: [their.own, mine.short]\nreward_weights: [1, 2]\nwarmup_steps: 0.1\nmax_steps: 3\n"
             "datasets: [{path: json, data_files: mine.py, split: train}]",
             {"reward": ["AT/mine.py:short"], "reward_weights": {"short": 2}, "warmup_steps": 1, "steps": 3}
-            | {"data": "AT/mine.py"},
-            "reward_funcs",
+            | {"data": "AT/mine.py", "lora_rank": 0},
+            "lora_rank reward_funcs",
         ),
         (
             "short.py",
@@ -136,7 +136,7 @@ RECIPE += "dataset_name: 5\n'': 3\n"
             "GRPOTrainer('demo', f, args, ds, eval_dataset=test)\nLoraConfig(r=4)",
             {"groups": 4, "steps": 7, "data": "AT/mine.py", "model": "demo", "reward": ["AT/short.py:f"]}
             | {"lora_rank": 4, "lora_scale": 2.0},
-            "** .map eval_dataset learning_rate reward",
+            "** .map eval_dataset reward",
         ),
         (
             "more.yaml",
@@ -144,6 +144,20 @@ RECIPE += "dataset_name: 5\n'': 3\n"
             "chat_template_kwargs: {enable_thinking: false}\nper_device_train_batch_size: 1\ngeneration_batch_size: 24",
             {"data": "AT/mine.py", "lora_rank": 16, "lora_scale": 8.0, "eval_every": 0, "thinking": False, "batch": 3},
             "",
+        ),
+        (
+            "sft.py",
+            "args = SFTConfig(packing=False, per_device_train_batch_size=4, gradient_accumulation_steps=2)\n"
+            "SFTTrainer('demo', args=args, train_dataset=load_dataset('mine.py'), peft_config=LoraConfig())",
+            {"model": "demo", "loss_type": "sft", "batch": 8, "data": "AT/mine.py"},
+            "peft_config",
+        ),
+        (
+            "sft.yaml",
+            "model_name_or_path: demo\nper_device_train_batch_size: 4\nmax_length: 64\nloss_type: dft\n"
+            "dataset_name: mine.py",
+            {"model": "demo", "loss_type": "sft", "batch": 4, "lora_rank": 0, "data": "AT/mine.py"},
+            "lora_rank loss_type max_length",
         ),
         (
             "files.py",

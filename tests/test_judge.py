@@ -246,7 +246,7 @@ def test_what_a_score_depends_on_is_part_of_the_judge_s_identity(demo):
         judge.Judge(gwen.load("demo", mx.float16)[0], tokenizer, RUBRIC),
     ]
     assert len({grader.identity() for grader in tokens}) == len(tokens)
-    assert judge.Judge(*gwen.load("demo"), RUBRIC, chunk=3).identity() == tokens[0].identity()
+    assert judge.Judge(*gwen.load("demo"), RUBRIC, chunk_size=3).identity() == tokens[0].identity()
 
 
 # ---- memory

@@ -46,15 +46,17 @@ def compare(paths: list[str]) -> list[list[str]]:
         if not shared:
             raise ValueError(f"{path} and {paths[0]} have no problem in common; evaluate both on the same")
         row = [visible(Path(path).name), str(len(answers))]
-        for before, after in zip(values_of(first), values_of(answers), strict=True):
+        samples = min(map(verdict.samples_of, (first, answers)))
+        for before, after, num in zip(values_of(first), values_of(answers), (samples, 1), strict=True):
             values = np.array(list(after.values()))
             half = half_width(values)
             row.append(f"{values.mean():.3f}" + (f" \u00b1 {half:.3f}" if half else "") if after else "-")
-            if answers is first or not (found := verdict.paired(before, after)):
+            if answers is first or not (found := verdict.paired(before, after, samples=num)):
                 row.append("")
                 continue
             half = max(found.mean - found.low, found.high - found.mean)  # to the farther end of its interval
-            row.append(f"{found.mean:+.3f} \u00b1 {half:.3f}" + f" ({found.num} shared)" * (found.num < len(after)))
+            partly = f" ({found.num} shared)" * (found.num < len(after))
+            row.append(f"{found.mean:+.3f} \u00b1 {half:.3f}, {found.word.partition(' problems')[0]}{partly}")
         same = sum(first[key]["greedy"].strip() == answers[key]["greedy"].strip() for key in shared)
         rows.append([*row, "" if answers is first else f"{same} of {len(shared)}"])
     return rows

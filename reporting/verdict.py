@@ -92,12 +92,13 @@ class Verdict(NamedTuple):
 # ---- the difference
 
 
-def paired(before: Values, after: Values) -> Change | None:
+def paired(before: Values, after: Values, *, samples: int = 1) -> Change | None:
     """
-    The mean of after - before over the problems that both have; None below two.
+    The mean of after - before over the problems that both have; None below two. samples: whose mean a value is.
 
-    Student's t on P + 2 differences: one more problem rises and one falls by the whole range of the values. So the
-    interval keeps a width where all differences are equal; for zeros and ones it is Bonett and Price's.
+    Student's t on P + 2 differences: one more problem rises and one falls by the whole range of the values, of means by
+    that / sqrt(samples). So the interval keeps a width where all differences are equal; for zeros and ones it is Bonett
+    and Price's.
     Source: Bonett and Price, J. Educ. Behav. Stat. 37 (2012) 479; see Fagerland et al., Stat. Med. 33 (2014) 2850.
     """
     pairs = [(before[problem], after[problem]) for problem in before.keys() & after.keys()]
@@ -105,7 +106,7 @@ def paired(before: Values, after: Values) -> Change | None:
         return None
     span = max(map(max, pairs)) - min(map(min, pairs)) or 1.0
     differences = [second - first for first, second in pairs]
-    padded = [*differences, span, -span]
+    padded = [*differences, span / samples**0.5, -span / samples**0.5]
     middle, reach = statistics.fmean(padded), student(len(pairs) + 1) * statistics.stdev(padded) / len(padded) ** 0.5
     return Change(statistics.fmean(differences), middle - reach, middle + reach, len(pairs), span)
 
@@ -114,6 +115,11 @@ def values_of(answers: Mapping[Any, dict[str, Any]]) -> Values:
     """The mean of each problem's readable samples."""
     known = {problem: [value for value in one["values"] if value is not None] for problem, one in answers.items()}
     return {problem: statistics.fmean(values) for problem, values in known.items() if values}
+
+
+def samples_of(answers: Mapping[Any, dict[str, Any]]) -> int:
+    """How many samples each problem has at least."""
+    return min((len(one["values"]) for one in answers.values()), default=1)
 
 
 def paid(answers: Answers, name: str | None = None) -> Values:
@@ -132,7 +138,8 @@ def change(run: History, first: dict[str, Any], last: dict[str, Any]) -> Change 
     if any(one.get(f"eval/{run.figure}") is None for one in (first, last)):  # none is readable, or the data changed
         return None
     if run.figure != "loss":
-        return paired(*(values_of(run.answers.get(one["step"], {})) for one in (first, last)))
+        ends = [run.answers.get(one["step"], {}) for one in (first, last)]
+        return paired(*map(values_of, ends), samples=min(map(samples_of, ends)))
     (old, tokens), (new, same) = (np.reshape(one.get("eval/losses") or [], (-1, 2)).T for one in (first, last))
     num, total = len(tokens), tokens.sum()
     if num < 2 or not np.array_equal(tokens, same):

@@ -59,6 +59,16 @@ def test_the_interval_holds_the_truth_as_often_as_it_says_by_enumeration(num):
     assert min(coverage) > 0.93 and np.mean(coverage) > 0.95
 
 
+def test_the_interval_of_means_holds_the_truth_as_often_and_is_narrower():
+    draws, num, samples = np.random.default_rng(0), 12, 8
+    for p, q in itertools.product((0.02, 0.5, 0.9), repeat=2):
+        ends = draws.binomial(samples, [[p] * num, [q] * num], (1000, 2, num)) / samples
+        changes = [verdict.paired(*(dict(enumerate(end)) for end in both), samples=samples) for both in ends]
+        assert np.mean([one.low <= q - p <= one.high for one in changes]) > 0.92
+    wide = verdict.paired(*(dict(enumerate(end)) for end in ends[0]))
+    assert changes[0].high - changes[0].low < 0.8 * (wide.high - wide.low)
+
+
 def test_students_t_is_the_table_s_and_the_problems_needed_are_cohen_s():
     table = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 9: 2.262, 30: 2.042, 120: 1.980}
     assert {n: run_files.student(n) for n in table} == pytest.approx(table, rel=2e-3)

@@ -531,12 +531,12 @@ def test_a_recorded_completion_has_what_was_known_of_its_tokens_and_of_its_probl
 
 
 def test_the_main_job_learns(tmp_path):
-    """Half of its 60 steps raise held-out accuracy from at most 60% to at least 70%, sampled at temperature 1."""
-    flags = "--batch 8 --groups 8 --rollout-batch-size 64 --steps 30 --eval-limit 128 --eval-every 30".split()
+    """A third of its 60 steps: held-out accuracy, drawn at temperature 1, from 48% to 73%, greedily from 34% to 82%."""
+    flags = "--batch 8 --groups 8 --rollout-batch-size 64 --steps 20 --eval-limit 128 --eval-every 20".split()
     train.main([*flags, "--run-dir", str(tmp_path / "run")])
     first, last = untimed(tmp_path / "run" / "eval.jsonl")
-    assert 0.3 <= first["eval/accuracy"] <= 0.6 and first["eval/greedy"] <= 0.7
-    assert last["eval/accuracy"] >= 0.7
+    assert 0.3 <= first["eval/accuracy"] <= 0.6 and first["eval/greedy"] <= 0.5
+    assert last["eval/accuracy"] >= 0.65 and last["eval/greedy"] >= 0.7
 
 
 UNMEASURED = {

@@ -223,7 +223,7 @@ FLOAT_TO_BFLOAT = re.compile(r"to (?:'\w+' \(aka )?'__bf16'\)? \[-Wimplicit-floa
 RUN = "-Wno-everything -g1 -gdwarf-4 -fvisibility=hidden -ftrivial-auto-var-init=pattern".split()
 RUN += ["-Wframe-larger-than=65536", "-Werror=frame-larger-than"]  # half of the stack that runtime.cpp gives a thread
 MODES = {
-    "fast": ["-O2"],
+    "fast": ["-O0"],
     "check": [
         *"-O1 -fno-vectorize -fno-slp-vectorize -fsanitize-recover=all".split(),
         "-fsanitize=thread,bounds,float-cast-overflow,integer-divide-by-zero,shift,signed-integer-overflow",

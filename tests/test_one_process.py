@@ -15,7 +15,7 @@ import time
 
 import cpu_blas  # noqa: F401  (before mlx)
 import pytest
-from conftest import ROOT, contents, message_of, read_log
+from conftest import ROOT, contents, message_of, read_log, write_log
 
 import train
 from disk import checkpoint, run_files
@@ -124,7 +124,9 @@ def test_of_processes_that_begin_at_once_in_one_directory_one_trains(tmp_path):
     run, (gate, begin) = tmp_path / "run", os.pipe()
     os.set_inheritable(gate, True)
     waiting = f"import os; import train; os.read({gate}, 1); train.main()"  # until all of them are there
-    command = [sys.executable, "-c", waiting, *RUN, "--steps", "2", "--run-dir", str(run)]
+    few = write_log(tmp_path / "few.jsonl", [{"prompt": f"{number} plus {number}"} for number in range(40)])
+    flags = [*RUN[:-2], "--data", few, "--reward", "length:5", "--steps", "2", "--run-dir", str(run)]
+    command = [sys.executable, "-c", waiting, *flags]
     how = dict(cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, pass_fds=[gate])
     processes = [subprocess.Popen(command, **how) for _ in range(3)]
     time.sleep(1)

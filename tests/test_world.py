@@ -163,7 +163,15 @@ def test_three_machines_sample_what_one_does_and_only_the_first_writes_and_print
 
 # ---- how they end
 
-LONG = [*SMALL, "--steps", "500", "--eval-every", "0"]
+
+@pytest.fixture
+def few(tmp_path):
+    """Flags of a run on few prompts without a judge, which begins sooner."""
+    prompts = write_log(tmp_path / "few.jsonl", [{"prompt": f"What is {n} plus {n}?"} for n in range(40)])
+    return [*SMALL, "--eval-every", "0", "--data", prompts]
+
+
+LONG = ["--steps", "500", "--reward", "length:5"]
 
 
 def resumed(directory, steps):
@@ -176,9 +184,9 @@ def resumed(directory, steps):
 
 @slow
 @pytest.mark.parametrize(("number", "whose"), [(signal.SIGKILL, 1), (signal.SIGTERM, 0)])
-def test_a_machine_that_is_stopped_ends_all_with_one_line_and_one_process_goes_on(tmp_path, number, whose):
+def test_a_machine_that_is_stopped_ends_all_with_one_line_and_one_process_goes_on(tmp_path, few, number, whose):
     directory = tmp_path / "run"
-    with Machines(2, tmp_path, "train.py", *LONG, "--run-dir", directory) as machines:
+    with Machines(2, tmp_path, "train.py", *few, *LONG, "--run-dir", directory) as machines:
         machines.read_until("step 2/")
         machines.processes[whose].send_signal(number)
         ended = machines.wait()
@@ -195,7 +203,7 @@ def test_a_machine_that_is_stopped_ends_all_with_one_line_and_one_process_goes_o
     assert step >= 2
     ours = resumed(directory, step + 1)
     if number == signal.SIGKILL:
-        train.main([*LONG[:-6], "--eval-every", "0", "--steps", str(step + 1), "--run-dir", str(tmp_path / "whole")])
+        train.main([*few, *LONG[2:], "--steps", str(step + 1), "--run-dir", str(tmp_path / "whole")])
         whole = checkpoint.load(tmp_path / "whole").trainable
         most = max(mx.abs(array).max().item() for array in whole.values())
         assert all(mx.abs(ours[name] - array).max() < 1e-3 * most for name, array in whole.items())
@@ -210,9 +218,9 @@ def spoiled(completions, trainer_state, **_):
 
 
 @slow
-def test_a_reward_that_fails_on_one_machine_ends_all_with_its_words(tmp_path):
+def test_a_reward_that_fails_on_one_machine_ends_all_with_its_words(tmp_path, few):
     (tmp_path / "reward.py").write_text(FAILING)
-    flags = [*LONG, "--reward", tmp_path / "reward.py:spoiled", "--run-dir", tmp_path / "run"]
+    flags = [*few, *LONG[:2], "--reward", tmp_path / "reward.py:spoiled", "--run-dir", tmp_path / "run"]
     with Machines(2, tmp_path, "train.py", *flags) as machines:
         ended = machines.wait()
     for (_, errors), status in ended:
@@ -252,10 +260,10 @@ def test_a_machine_that_hangs_ends_the_others_with_a_line_and_not_a_hang(tmp_pat
 
 
 @slow
-def test_machines_that_are_not_alike_are_refused(tmp_path):
+def test_machines_that_are_not_alike_are_refused(tmp_path, few):
     (tmp_path / "wandb.py").touch()  # for which the first one alone looks: no difference to tell
     other = {"rank1": {"GWEN_DTYPE": "bfloat16"}, "rank0": {"PYTHONPATH": str(tmp_path)}}
-    flags = [*LONG, "--report-to", "wandb", "--run-dir", tmp_path / "run"]
+    flags = [*few, *LONG, "--report-to", "wandb", "--run-dir", tmp_path / "run"]
     with Machines(2, tmp_path, "train.py", *flags, **other) as machines:
         ended = machines.wait()
     for (_, errors), status in ended:

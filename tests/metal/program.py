@@ -225,7 +225,7 @@ RUN += ["-Wframe-larger-than=65536", "-Werror=frame-larger-than"]  # half of the
 MODES = {
     "fast": ["-O0"],
     "check": [
-        *"-O1 -fno-vectorize -fno-slp-vectorize -fsanitize-recover=all".split(),
+        *"-O0 -fsanitize-recover=all".split(),
         "-fsanitize=thread,bounds,float-cast-overflow,integer-divide-by-zero,shift,signed-integer-overflow",
         *"-mllvm -tsan-instrument-func-entry-exit=0 -mllvm -tsan-instrument-read-before-write=1".split(),
     ],

@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> None:
     adapter = run_files.settle(args, model=None)
     if not adapter:
         raise ValueError("there is no adapter yet; name one with --adapter, or a run with --run")
-    name, few = args.model, args.fuse and args.bits in (4, 8)
+    name, few = args.model, args.bits in (4, 8)
     place = Path(args.run or adapter).resolve()  # an adapter lies in its run, or is named by it
     of_run = next((str(one) for one in (place, *place.parents[:3]) if (one / "config.yaml").is_file()), None)
     run = None if args.keep_template else of_run
@@ -58,13 +58,13 @@ def main(argv: list[str] | None = None) -> None:
         wide, made = Path(begun) / "wide", Path(begun) / "made"
         try:
             with alive.doing(f"writing {args.out}"):
-                if args.fuse:
+                if args.fuse or (few and of_run):  # beside what has few bits is measured
                     what = fuse(name, adapter, wide if few else made, run)
-                    if few:
-                        what += f"; in {few_bits.pack(wide, made, args.bits):.3g} bits a weight"
+                if args.fuse and few:
+                    what += f"; in {few_bits.pack(wide, made, args.bits):.3g} bits a weight"
                 elif args.export == "gguf":
                     what = export_gguf(name, adapter, made, run, args.out.resolve().name, args.bits or 16)
-                else:
+                elif args.export:
                     what = export_peft(name, adapter, made)
         except RuntimeError as error:  # MLX's, when a file cannot be written
             raise OSError(f"--out {args.out} cannot be written: {hub.first_line(error)}") from error
@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> None:
         os.replace(made, args.out)
         print(f"{args.out}: {what}", flush=True)
         if few:
-            few_bits.tell_cost(of_run, wide, args.out, args.bits)
+            few_bits.tell_cost(of_run, wide, next(args.out.glob("*.gguf"), args.out), args.bits)
     out, its = (shlex.quote(text) for text in (str(args.out), args.out.resolve().name))
     if args.export != "peft":
         folder, what = f"~/.lmstudio/models/me/{its}", "*.gguf" if args.export else "*"

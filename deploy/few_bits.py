@@ -1,5 +1,6 @@
 """
-A fused model in 8 or 4 bits, packed by mlx_lm, and what that costs: of held-out figures, and of what was learned.
+A fused model in 8 or 4 bits, packed by mlx_lm, and what these cost, there or in a GGUF file: of held-out figures, and
+of what was learned.
 
 The latter is what rounding moves by what training moved, both as divergences on the model's own answers. Counting
 changed weights says nothing: most of them change, and their noise adds up to little. Left out: calibration by data,
@@ -46,7 +47,7 @@ def pack(wide: Path, out: Path, bits: int) -> float:
 
 
 def tell_cost(run: str | None, wide: Path, few: Path, bits: int) -> None:
-    """Prints how a run's model in few bits does beside that in 16, each in its directory, on held-out problems."""
+    """Prints how a run's model in few bits, a directory or GGUF file, does on held-out problems beside that in 16."""
     try:
         if run is None or ((config := evaluate.of_run(run, {})).data.task == "own" and not config.data.path):
             raise ValueError("only --run of a task with problems tells them")  # replies are none
@@ -68,9 +69,9 @@ def tell_cost(run: str | None, wide: Path, few: Path, bits: int) -> None:
         print(f"WARNING: {bits} bits move the model by over a third of what training did: take more, or train longer")
 
 
-def answers(config: Config, task: tasks.Task, folder: Path, bits: int) -> tuple[gwen.Model, list[Sample], list[Sample]]:
-    """Evaluates the model of a folder as a run does and prints it; returns it, its samples and greedy answers."""
-    model, tokenizer = gwen.load(folder)
+def answers(config: Config, task: tasks.Task, place: Path, bits: int) -> tuple[gwen.Model, list[Sample], list[Sample]]:
+    """Evaluates the model at a place as a run does and prints it; returns it, its samples and greedy answers."""
+    model, tokenizer = gwen.load(place)
     scored = task.rubric is not None and task.verifier is None and not config.judge.url  # which may cost money
     grader, _ = evaluate.make_graders(config, task.rubric if scored else None, None)
     found: list[list[Sample]] = []

@@ -317,6 +317,8 @@ def test_the_command_writes_a_run_s_model_with_its_template_and_a_modelfile(gold
     lora.main(["--export", "gguf", "--bits", "8", "--run", str(run), "--out", str(tmp_path / "mine")])
     said = capsys.readouterr().out
     assert "mine-Q8_0.gguf with tensors 29 Q8_0, 17 F32, and a Modelfile; demo with" in said
+    beside = re.findall(r"^(16|8) bits: eval/accuracy .* 8 problems$", said, re.M)
+    assert beside == ["16", "8"] and "\n8 bits are " in said and " nats a token from 16, " in said
     folder = "~/.lmstudio/models/me/mine"
     assert f"for LM Studio: mkdir -p {folder} && cp {tmp_path}/mine/*.gguf {folder}/\n" in said
     assert {path.name for path in (tmp_path / "mine").iterdir()} == {"mine-Q8_0.gguf", "Modelfile", "README.md"}

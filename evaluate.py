@@ -33,7 +33,7 @@ import tasks
 from config import JUDGE, SETTINGS, TOOLS, Config, Sizes
 from disk import adapters, run_files
 from flags import Parser, add_flags, check_least, flag_of, in_one_line, visible
-from judging.rubrics import Grader, load_rubric
+from judging.rubrics import Grader
 from layers import lm_head
 from machine import alive, memory, world
 from problems import chat_template, episodes
@@ -302,27 +302,6 @@ def measure(task: tasks.Task, sampled: list[Sample], values: np.ndarray, samples
     return figures
 
 
-def make_graders(
-    config: Config, rubric: Any, witness: Any, base: gwen.Model | None = None, tokenizer: Any = None
-) -> tuple[Grader | None, Grader | None]:
-    """
-    The judge by `rubric`, and the witness, which only evaluations use, by its own; None without a rubric.
-
-    base: the model before training, the default judge of both; None: it is loaded. They share their cache of scores.
-    """
-
-    @functools.cache
-    def load() -> tuple[gwen.Model, Any]:
-        if base is not None and config.judges_itself:
-            return base, tokenizer
-        return gwen.load(config.judge.model or config.model.name, frozen=True)
-
-    grader, second = (judge.make(config.judge, load_rubric(one), load) if one else None for one in (rubric, witness))
-    if grader is not None and second is not None:
-        second.known = grader.known  # a key covers the rubric
-    return grader, second
-
-
 # ---- the command
 
 # settings that `--run` reads from the run and flags override
@@ -454,7 +433,7 @@ def main(argv: list[str] | None = None) -> None:
         scored = task.rubric is not None and task.verifier is None
         if not is_base and config.judges_itself and (scored or task.witness is not None):
             base, is_base = gwen.load(config.model.name)[0], True
-        grader, witness = make_graders(config, task.rubric if scored else None, task.witness, base, tokenizer)
+        grader, witness = judge.make_graders(config, task.rubric if scored else None, task.witness, base, tokenizer)
         if args.run and (its := grader or witness):  # they share what they know
             its.fill(list(run_files.read_log(Path(args.run) / "judge_scores.jsonl")))
         notes = visible("\n".join([f"{what}; task: {task.name}", *task.notes]))

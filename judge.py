@@ -13,6 +13,7 @@ server is `judging/remote_judge.py`.
 Axes: N completions or prompts, J criteria, M rows of a batch, L positions of a level, C hidden, V vocabulary.
 """
 
+import functools
 import math
 import os
 import sys
@@ -26,7 +27,7 @@ import numpy as np
 import gwen
 import lora
 import sampler
-from config import JUDGE, SETTINGS, JudgeSettings
+from config import JUDGE, SETTINGS, Config, JudgeSettings
 from flags import Parser, add_flags, in_one_line, visible
 from judging import rubrics
 from judging.prompt_tree import Prompt, PromptTree, at_ends
@@ -156,6 +157,27 @@ def make(settings: JudgeSettings, rubric: Rubric, load: Callable[[], tuple[gwen.
 
         return RemoteJudge(settings, rubric, os.environ.get("JUDGE_API_KEY"))
     return Judge(*load(), rubric, settings.chunk_size, settings.mode, settings.think)
+
+
+def make_graders(
+    config: Config, rubric: Any, witness: Any, base: gwen.Model | None = None, tokenizer: Any = None
+) -> tuple[Grader | None, Grader | None]:
+    """
+    The judge by `rubric`, and the witness, which only evaluations use, by its own; None without a rubric.
+
+    base: the model before training, the default judge of both; None: it is loaded. They share their cache of scores.
+    """
+
+    @functools.cache
+    def load() -> tuple[gwen.Model, Any]:
+        if base is not None and config.judges_itself:
+            return base, tokenizer
+        return gwen.load(config.judge.model or config.model.name, frozen=True)
+
+    grader, second = (make(config.judge, rubrics.load_rubric(one), load) if one else None for one in (rubric, witness))
+    if grader is not None and second is not None:
+        second.known = grader.known  # a key covers the rubric
+    return grader, second
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -17,6 +17,7 @@ from mlx.utils import tree_flatten
 
 import evaluate
 import gwen
+import judge
 import lora
 import preflight
 import sampler
@@ -29,7 +30,7 @@ from judging import rubrics
 from machine import alive, memory, world
 from machine.memory import BatchSize
 from problems import chat_template, episodes, rewards
-from problems.examples import Example, epoch_indices, load_sides, spread
+from problems.examples import Example, load_sides, spread
 from problems.held_out import at_the_start
 from problems.stop import Stop
 from reporting import health
@@ -292,7 +293,7 @@ class GrpoRun(Run):
             say(line)
         before_training = (self.base or self.model, self.tokenizer)
         criteria = self.task.rubric, self.task.witness if held_out else None
-        self.judge, self.witness = evaluate.make_graders(config, *criteria, *before_training)
+        self.judge, self.witness = judge.make_graders(config, *criteria, *before_training)
         lengths = [len(ids) for ids in self.prompt_ids]
         if self.toolbox:  # what follows a prompt is more than what the model writes
             config = config.but(max_tokens=self.toolbox.context - max(lengths))
@@ -311,7 +312,7 @@ class GrpoRun(Run):
         self.end_step()
 
     def _render(self, examples: list[Example], kind: str = "training prompt") -> list[list[int]]:
-        """See `EvalParams.prompts`."""
+        """The ids of prompts, as evaluations render them; of conversations with tools, of what these begin with."""
         params = evaluate.EvalParams.of(self.config, toolbox=self.toolbox)
         bar = alive.Bar(examples, desc=f"{kind}s")
         return params.prompts(self.tokenizer, self.model.config.max_position_embeddings, bar, kind)
@@ -389,7 +390,7 @@ class SftRun(Run):
 
     def replies(self) -> list[Sample]:
         """The samples of the next step's conversations, each a group."""
-        chosen = epoch_indices(len(self.train), self.config.sampling.batch, self.step, self.config.sampling.seed)
+        chosen = draws.epoch_indices(len(self.train), self.config.sampling.batch, self.step, self.config.sampling.seed)
         return [of_reply(*row, group) for group, index in enumerate(chosen) for row in self.train[index]]
 
     def evaluate(self) -> None:

@@ -6,8 +6,9 @@ GRPO: sample groups of completions, reward them, make the better ones of each gr
                advantage (reward - mean) / std within its group
     reference  with a KL term only: log-probabilities under the model without its adapters
     teacher    with --teacher only: what a teacher makes of the completions
-    update     one optimizer step on the clipped loss. The old log-probabilities are those of its own first forward
-               pass, so no separate pass computes them
+    update     one optimizer step on the clipped loss, shortened where it moves the policy beyond --target-kl. The old
+               log-probabilities are those of its own first forward pass, so at one step a rollout the ratio is 1 and
+               nothing is clipped; samples whose advantage is 0 are left out, but for one in eight, which is measured
 
 A step is a list of samples (step/sample.py). They are drawn, rewarded, given their advantages, and cut into padded
 batches, which carry everything that the loss needs. Supervised fine-tuning is the same loop on given replies, whose

@@ -107,8 +107,8 @@ def update(learner: Learner, batches: list[Batch], lr: float) -> UpdateResult:
     `num_iterations` times `mini_batches` optimizer steps, each on the gradient of its samples over all batches.
 
     The old policy is the one before the first of them. Its log-probabilities come from the first forward pass; only
-    those of later mini-batches cost an extra one. Completions bound how far all steps move it (`--target-kl`). Where no
-    sample teaches there is no step.
+    those of later mini-batches cost an extra one. A probe, some of the samples, tells how far all steps move it, and
+    `--target-kl` bounds that. Where no sample teaches there is no step.
     Raises ValueError if the gradient fails too often in a row.
     """
     optimizer = learner.config.optimizer
@@ -135,7 +135,7 @@ def update(learner: Learner, batches: list[Batch], lr: float) -> UpdateResult:
             if not bounded:
                 probe = trust_region.make_probe(list(itertools.chain(*parts)), learner.optimizer.step.item())
             held = trust_region.hold(before, learner.trainable, probe, target, functools.partial(under, learner, probe))
-            # earlier steps fitted at this rate, so at half of it one more would have
+            # from now on at what fitted of it; a later step, where earlier ones have moved already, halves it at most
             learner.rate *= max(held.share, 0.5) if bounded else held.share
             bounded.append(held)
     keep_equal(learner)

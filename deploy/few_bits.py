@@ -16,6 +16,7 @@ from mlx.utils import tree_flatten
 
 import evaluate
 import gwen
+import judge
 import tasks
 from config import Config
 from disk import run_files
@@ -73,7 +74,7 @@ def answers(config: Config, task: tasks.Task, place: Path, bits: int) -> tuple[g
     """Evaluates the model at a place as a run does and prints it; returns it, its samples and greedy answers."""
     model, tokenizer = gwen.load(place)
     scored = task.rubric is not None and task.verifier is None and not config.judge.url  # which may cost money
-    grader, _ = evaluate.make_graders(config, task.rubric if scored else None, None)
+    grader, _ = judge.make_graders(config, task.rubric if scored else None, None)
     found: list[list[Sample]] = []
 
     def answer(problems: list[Example], params: evaluate.EvalParams) -> tuple[list[Sample], list[Sample]]:

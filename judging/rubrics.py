@@ -3,7 +3,7 @@ Rubrics: builds the judge's prompts, reads its answers and turns scores into rew
 
 A judge's prompt consists of separately encoded segments, shared ones first: a tree of prompts holds every token once,
 and judged text cannot close its section or impersonate another role. Trainers call `Grader.score`, which puts each
-distinct question once and caches the scores. Its subclasses in judge.py and remote_judge.py answer the questions.
+distinct question once and caches the scores. Subclasses in judge.py and judging/remote_judge.py answer them.
 
 Axes: N completions, J criteria.
 """

@@ -16,11 +16,9 @@ import io
 import json
 import logging
 import os
-import random
 import re
 import reprlib
 from collections.abc import Callable, Iterable, Iterator
-from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -443,31 +441,3 @@ def spread(examples: list[Any], limit: int | None) -> list[Any]:
     """At most `limit` examples, evenly spread and so over all categories; 0 and None keep all."""
     num = min(limit or len(examples), len(examples))
     return [examples[place * len(examples) // num] for place in range(num)]
-
-
-def epoch_indices(num_examples: int, batch: int, step: int, seed: int) -> list[int]:
-    """
-    Indices of one step's examples, from shuffled epochs: no example returns before all were seen. Steps start at 0.
-
-    A pure function of (seed, step), so a resumed run continues where it stopped. A batch may span two epochs but has no
-    example twice if num_examples >= batch (see `_epoch_order`).
-    """
-    assert num_examples > 0 and batch > 0 and step >= 0, (num_examples, batch, step)
-    places = range(step * batch, (step + 1) * batch)
-    return [_epoch_order(num_examples, batch, place // num_examples, seed)[place % num_examples] for place in places]
-
-
-@lru_cache(maxsize=8)
-def _epoch_order(num_examples: int, batch: int, epoch: int, seed: int) -> tuple[int, ...]:
-    """
-    The order of one epoch.
-
-    Examples are assigned once to blocks of size num_examples - batch + 1, and each epoch shuffles within the blocks. So
-    an example returns at least num_examples - (size - 1) = batch places later: in the next batch at the earliest.
-    """
-    order = list(range(num_examples))
-    random.Random(f"{seed}").shuffle(order)
-    size = max(num_examples - batch + 1, 1)
-    rng = random.Random(f"{seed} epoch {epoch}")
-    blocks = [order[begin : begin + size] for begin in range(0, num_examples, size)]
-    return tuple(index for block in blocks for index in rng.sample(block, len(block)))

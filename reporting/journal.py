@@ -5,7 +5,7 @@ A clock bills seconds to phases. Pure functions turn a step into dictionaries of
 was not measured is None; `docs/reference.md` explains the keys. `Journal` writes them, prints warnings, knows the best
 evaluation, and keeps the live line and the trackers up to date.
 
-What is left out: console lines (console.py), the page (page.py), and the state to resume from (checkpoint.py).
+What is left out: console lines (console.py), the page (page.py), and the state to resume from (disk/checkpoint.py).
 """
 
 import base64

@@ -2,7 +2,7 @@
 A sample: what follows one prompt, and all that is known of it, from the sampler or a data set to `rollouts.jsonl`.
 
 A step is a list of samples. Functions here take the list and return it with more known: its rewards, its advantages,
-which of it is computed. Left out: sampling and judging (train.py), the arithmetic of advantages (grpo.py), how samples
+which of it is computed. Left out: the sampler, the judge, the arithmetic of advantages (grpo.py), how samples
 go through the model (step/batch.py).
 
 Axes: B groups trained a step, G samples of a group, N samples, T tokens of a sample that the policy wrote, K turns.
@@ -54,11 +54,11 @@ class Sample(NamedTuple):
     extra: dict[str, Any] = NOTHING  # what rewards gave to `log_extra`
     # ---- compared
     advantage: float | np.ndarray = 0.0  # of the sample, or (T,) of each token
-    signal: bool = True  # whether its group has an advantage other than 0 in a sample that is trained
-    unlike: bool = True  # whether the rewards of its group differ by more than noise
+    signal: bool = True  # whether its group teaches: a sample of it that is trained has an advantage other than 0
+    unlike: bool = True  # whether the rewards of its group differ by more than noise, trained or not
     # ---- computed
     has_gradient: bool = True
-    weight: float = 1.0  # so many tokens each of its tokens counts for in what is measured; 0: it is not computed
+    weight: float = 1.0  # in means over tokens (entropy, KL): it stands for those left out; 0: it is left out itself
 
     @property
     def tokens(self) -> list[int]:

@@ -7,12 +7,14 @@ checkpoint holds. `note` ends a step; until then nothing that a draw did is in t
 Axes: B prompts a draw.
 """
 
+import random
 import sys
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 from config import Config
-from problems.examples import Example, epoch_indices, prompt_key
+from problems.examples import Example, prompt_key
 from tasks.task import Problems
 
 Drawn = tuple[list[Example], list[list[int]]]  # B examples and the ids of their prompts
@@ -83,3 +85,31 @@ class Endless(Epochs):
     def restore(self, state: dict[str, Any]) -> None:
         self.place, self.seen = state["place"], list(state["seen"])
         self.note()
+
+
+def epoch_indices(num_examples: int, batch: int, step: int, seed: int) -> list[int]:
+    """
+    Indices of one step's examples, from shuffled epochs: no example returns before all were seen. Steps start at 0.
+
+    A pure function of (seed, step), so a resumed run continues where it stopped. A batch may span two epochs but has no
+    example twice if num_examples >= batch (see `_epoch_order`).
+    """
+    assert num_examples > 0 and batch > 0 and step >= 0, (num_examples, batch, step)
+    places = range(step * batch, (step + 1) * batch)
+    return [_epoch_order(num_examples, batch, place // num_examples, seed)[place % num_examples] for place in places]
+
+
+@lru_cache(maxsize=8)
+def _epoch_order(num_examples: int, batch: int, epoch: int, seed: int) -> tuple[int, ...]:
+    """
+    The order of one epoch.
+
+    Examples are assigned once to blocks of size num_examples - batch + 1, and each epoch shuffles within the blocks. So
+    an example returns at least num_examples - (size - 1) = batch places later: in the next batch at the earliest.
+    """
+    order = list(range(num_examples))
+    random.Random(f"{seed}").shuffle(order)
+    size = max(num_examples - batch + 1, 1)
+    rng = random.Random(f"{seed} epoch {epoch}")
+    blocks = [order[begin : begin + size] for begin in range(0, num_examples, size)]
+    return tuple(index for block in blocks for index in rng.sample(block, len(block)))

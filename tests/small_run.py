@@ -12,13 +12,13 @@ import gwen
 import sampler
 import update
 from problems import chat_template
-from problems.examples import epoch_indices
 from run import GrpoRun
 from settings import sources
 from settings.sources import given, parse
 from step.batch import Batch, cut
 from step.sample import asked, written
 from tasks import demo
+from tasks.draws import epoch_indices
 
 RENDERED = {}
 chat_ids = chat_template.chat_ids

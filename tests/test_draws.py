@@ -7,8 +7,7 @@ from small_run import SMALL, make_config
 from test_procedural import here  # noqa: F401  a fixture
 
 import train
-from problems.examples import epoch_indices
-from tasks.draws import Epochs
+from tasks.draws import Epochs, epoch_indices
 
 PROMPTS = [{"prompt": f"{n}?"} for n in range(40)]
 IDS = [[n] for n in range(40)]

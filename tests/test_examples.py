@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from problems import examples
 from problems.examples import prompt_text
+from tasks import draws
 
 # ---- data files
 
@@ -125,7 +126,7 @@ def test_random_json_lines_are_data_of_equal_columns_with_prompts_or_one_line(tm
 
 @given(st.integers(1, 40), st.integers(1, 50), st.integers(0, 5))
 def test_every_prompt_comes_once_an_epoch_and_never_twice_in_a_batch(num_examples, batch, seed):
-    steps = [examples.epoch_indices(num_examples, batch, step, seed) for step in range(3 * num_examples // batch + 2)]
+    steps = [draws.epoch_indices(num_examples, batch, step, seed) for step in range(3 * num_examples // batch + 2)]
     stream = [index for step in steps for index in step]
     for begin in range(0, len(stream) - num_examples + 1, num_examples):
         assert sorted(stream[begin : begin + num_examples]) == list(range(num_examples))
@@ -134,13 +135,13 @@ def test_every_prompt_comes_once_an_epoch_and_never_twice_in_a_batch(num_example
 
 
 def test_the_order_of_prompts_depends_on_seed_and_step_alone():
-    forward = [examples.epoch_indices(100, 7, step, 3) for step in range(50)]
-    examples._epoch_order.cache_clear()
-    backward = [examples.epoch_indices(100, 7, step, 3) for step in reversed(range(50))][::-1]
+    forward = [draws.epoch_indices(100, 7, step, 3) for step in range(50)]
+    draws._epoch_order.cache_clear()
+    backward = [draws.epoch_indices(100, 7, step, 3) for step in reversed(range(50))][::-1]
     assert forward == backward
     assert forward[0] == [54, 53, 3, 24, 69, 68, 50], "a change here breaks the resume of older runs"
-    assert forward[0] != examples.epoch_indices(100, 7, 0, 4) and set(forward[0]) != set(range(7))
+    assert forward[0] != draws.epoch_indices(100, 7, 0, 4) and set(forward[0]) != set(range(7))
     first, second = (
-        [i for s in range(n * 10, n * 10 + 10) for i in examples.epoch_indices(100, 10, s, 3)] for n in (0, 1)
+        [i for s in range(n * 10, n * 10 + 10) for i in draws.epoch_indices(100, 10, s, 3)] for n in (0, 1)
     )
     assert sorted(first) == sorted(second) and sum(a == b for a, b in zip(first, second, strict=True)) < 10

@@ -19,7 +19,7 @@ from mlx.utils import tree_flatten
 import gwen
 import tasks
 from config import Config
-from deploy import few_bits, gguf_writer
+from deploy import few_bits, gguf_writer, ollama
 from disk import adapters, gguf, hub, run_files
 from flags import Parser, in_one_line
 from machine import alive
@@ -52,18 +52,18 @@ def main(argv: list[str] | None = None) -> None:
     name, few = args.model, args.bits in (4, 8)
     place = Path(args.run or adapter).resolve()  # an adapter lies in its run, or is named by it
     of_run = next((str(one) for one in (place, *place.parents[:3]) if (one / "config.yaml").is_file()), None)
-    run = None if args.keep_template else of_run
+    trained = checked(load_recipe(run_files.config_file(of_run))) if of_run and not args.keep_template else None
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{args.out.name}-", dir=args.out.parent) as begun:
         wide, made = Path(begun) / "wide", Path(begun) / "made"
         try:
             with alive.doing(f"writing {args.out}"):
                 if args.fuse or (few and of_run):  # beside what has few bits is measured
-                    what = fuse(name, adapter, wide if few else made, run)
+                    what = fuse(name, adapter, wide if few else made, trained)
                 if args.fuse and few:
                     what += f"; in {few_bits.pack(wide, made, args.bits):.3g} bits a weight"
                 elif args.export == "gguf":
-                    what = export_gguf(name, adapter, made, run, args.out.resolve().name, args.bits or 16)
+                    what = export_gguf(name, adapter, made, trained, args.out.resolve().name, args.bits or 16)
                 elif args.export:
                     what = export_peft(name, adapter, made)
         except RuntimeError as error:  # MLX's, when a file cannot be written
@@ -77,16 +77,18 @@ def main(argv: list[str] | None = None) -> None:
     out, its = (shlex.quote(text) for text in (str(args.out), args.out.resolve().name))
     if args.export != "peft":
         folder, what = f"~/.lmstudio/models/me/{its}", "*.gguf" if args.export else "*"
+        if args.export:
+            print(f"for Ollama: ollama create {its} -f {out}/Modelfile && ollama run {its}")
         print(f"for LM Studio{'' if args.export else ' on a Mac'}: mkdir -p {folder} && cp {out}/{what} {folder}/")
     print(f"to publish it: uv run hf upload OWNER/{its} {out}")
 
 
-def fuse(name: str | None, adapter: str, out: Path, run: str | None) -> str:
-    """Writes the merged model in the type of its base; run: whose prompts its template shall render."""
+def fuse(name: str | None, adapter: str, out: Path, trained: Config | None) -> str:
+    """Writes the merged model in the type of its base; trained: a run, whose prompts its template shall render."""
     name, _ = gwen.choose_model(name, adapter)
     dtype = gwen.default_dtype() if "GWEN_DTYPE" in os.environ else stored_dtype(hub.find(name))
     model, tokenizer = gwen.load(name, dtype, adapter=adapter)
-    note = as_trained(tokenizer, run) if run else ""
+    note = as_trained(tokenizer, trained) if trained else ""
     gwen.save(model, out, tokenizer)
     return f"{name} with {adapter} merged in, {dtype}{note}"
 
@@ -100,9 +102,8 @@ def stored_dtype(directory: Path) -> mx.Dtype:
     return max(floating, key=lambda tensor: tensor.nbytes).dtype
 
 
-def as_trained(tokenizer: Any, run: str) -> str:
+def as_trained(tokenizer: Any, config: Config) -> str:
     """Makes a tokenizer's template that of a run's prompts, and says what was written into it."""
-    config = checked(load_recipe(run_files.config_file(run)))
     opening, said = trained_opening(config)
     system = opening[0]["content"] if opening and opening[0]["role"] == "system" else None
     if (more := len(opening) - (system is not None)) > 0:
@@ -144,12 +145,14 @@ def export_peft(name: str | None, adapter: str, out: Path) -> str:
     return f"{adapter} for {base}, in the layout of peft{note}"
 
 
-def export_gguf(name: str | None, adapter: str, out: Path, run: str | None, title: str, bits: int) -> str:
-    """Writes the merged model as a GGUF file of that title; run: whose prompts its template shall render."""
+def export_gguf(name: str | None, adapter: str, out: Path, trained: Config | None, title: str, bits: int) -> str:
+    """Writes the merged model as a GGUF file of that title, with a Modelfile; trained: as of `fuse`."""
     name, _ = gwen.choose_model(name, adapter)
     directory = hub.find(name)
     model, tokenizer = gwen.load_model(directory, mx.float32, adapter, lazy=True), hub.load_tokenizer(directory)
     config, weights = model.config, hub.unfuse_weights(dict(tree_flatten(model.parameters())), model.config)
     del model  # so that the writer, which reads a matrix at a time, holds no more
-    note = as_trained(tokenizer, run) if run else ""
-    return f"{gguf_writer.write(out, title, weights, config, tokenizer, bits)}; {name} with {adapter} merged in{note}"
+    note = as_trained(tokenizer, trained) if trained else ""
+    what = gguf_writer.write(out, title, weights, config, tokenizer, bits)
+    ollama.write_modelfile(out, tokenizer, config.eos_ids, trained)
+    return f"{what}, and a Modelfile; {name} with {adapter} merged in{note}"

@@ -1,5 +1,5 @@
 """
-Writes GGUF files: a model as llama.cpp, Ollama and LM Studio read it, in 16, 8 or 4 bits, with a Modelfile for Ollama.
+Writes GGUF files: a model as llama.cpp, Ollama and LM Studio read it, in 16, 8 or 4 bits.
 
 Norms and biases stay float32. Matrices become F16, Q8_0, or at 4 bits what llama.cpp's Q4_K_M takes for each; only its
 own library packs these, and without it they become Q4_0. Left out: Qwen3.5 and SmolLM3, tokenizers with another split
@@ -27,19 +27,11 @@ LABELS = {16: "F16", 8: "Q8_0", 4: "Q4_K_M"}
 ROPE_FACTORS = "rope_freqs.weight"  # (D / 2,) what Llama 3 divides the frequencies by
 # each rule splits this in another way
 ODD = "He'LL say: don't 12345!?\n\n  x\u0301y _a\u0940\t\u4e2d\u6587 http://A-b.C/\r\n   end"
-MODELFILE = """\
-FROM ./{file}
-# As training sampled. Ollama's defaults cut the tail and punish repetition.
-PARAMETER temperature 1
-PARAMETER top_k 0
-PARAMETER top_p 1
-PARAMETER repeat_penalty 1
-"""
 
 
 def write(folder: Path, name: str, weights: dict[str, mx.array], config: ModelConfig, tokenizer: Any, bits: int) -> str:
     """
-    Writes NAME-KIND.gguf and a Modelfile into a new folder; returns in words what was written.
+    Writes NAME-KIND.gguf into a new folder; returns in words what was written.
 
     weights: by Hugging Face name; emptied on the way, so that one matrix at a time is in memory.
     Raises ValueError for a model that such a file cannot hold, and where the package gguf is missing.
@@ -78,8 +70,7 @@ def write(folder: Path, name: str, weights: dict[str, mx.array], config: ModelCo
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    (folder / "Modelfile").write_text(MODELFILE.format(file=file))
-    return f"{file} with tensors {', '.join(f'{num} {kind}' for kind, num in counts.items())}, and a Modelfile"
+    return f"{file} with tensors {', '.join(f'{num} {kind}' for kind, num in counts.items())}"
 
 
 def kind_of(name: str, shape: tuple[int, ...], config: ModelConfig, label: str) -> Any:

@@ -89,7 +89,7 @@ def write(tmp_path, tokenizer_like, monkeypatch):
             patch.setattr(gguf_writer, "metadata_of", lambda *_: changed)
             said = gguf_writer.write(out, "mine", weights | (tensors or {}), config, tokenizer, bits or 16)
         (path,) = out.glob("*.gguf")
-        assert said.startswith(path.name) and f"FROM ./{path.name}" in (out / "Modelfile").read_text()
+        assert said.startswith(path.name)
         return SimpleNamespace(model=model, tokenizer=tokenizer, path=path)
 
     return write
@@ -322,8 +322,11 @@ def test_the_command_writes_a_run_s_model_with_its_template_and_a_modelfile(gold
     folder = "~/.lmstudio/models/me/mine"
     assert f"for LM Studio: mkdir -p {folder} && cp {tmp_path}/mine/*.gguf {folder}/\n" in said
     assert {path.name for path in (tmp_path / "mine").iterdir()} == {"mine-Q8_0.gguf", "Modelfile", "README.md"}
-    said = re.findall("PARAMETER (.*)", (tmp_path / "mine" / "Modelfile").read_text())
-    assert said == ["temperature 1", "top_k 0", "top_p 1", "repeat_penalty 1"]  # as training sampled
+    assert f"for Ollama: ollama create mine -f {tmp_path}/mine/Modelfile && ollama run mine\n" in said
+    modelfile = (tmp_path / "mine" / "Modelfile").read_text()
+    assert modelfile.startswith("FROM ./mine-Q8_0.gguf\n")
+    greedy = ["temperature 0", "top_k 0", "top_p 1", "repeat_penalty 1", "num_predict 8"]
+    assert re.findall("PARAMETER (.*)", modelfile) == [*greedy, 'stop "<|im_end|>"', 'stop "<|endoftext|>"']
     read, tokenizer = gwen.load(str(tmp_path / "mine" / "mine-Q8_0.gguf"), mx.float32)
     trained, its = gwen.load("demo", mx.float32, run / "adapter")
     assert relative_error(read(TOKENS), trained(TOKENS)) < 0.05

@@ -20,11 +20,10 @@ from flags import foreign_names, load_yaml, read_text
 from settings.checks import checked
 from settings.sources import command, low_rate
 
-CALLS = {"LoraConfig": (), "SFTTrainer": ("model",)} | dict.fromkeys(("GRPOConfig", "SFTConfig"), ("output_dir",))
-CALLS |= {"GRPOTrainer": ("model", "reward_funcs", "args", "train_dataset")}  # names of the arguments without one
+CALLS = {"LoraConfig": (), "get_peft_model": ("model", "peft_config")}  # names of the arguments without one
+CALLS |= {"GRPOConfig": ("output_dir",), "GRPOTrainer": ("model", "reward_funcs", "args", "train_dataset")}
+OF_SFT = {"SFTTrainer": ("model", "args")} | dict.fromkeys(("SFTConfig", "TrainingArguments"), ("output_dir",))
 LOADS = {"load_dataset": ("path", "name")} | dict.fromkeys(("from_json", "from_csv", "from_parquet"), ("data_files",))
-
-
 SFT_LOSSES = "nll", "dft", "chunked_nll"
 WHOLE = {"model_name_or_path", "reward_funcs", "train_dataset"}  # one of them is where adapters would be asked for
 
@@ -38,7 +37,7 @@ def recipe(path: str) -> str:
     where = f"--from-trl {path}"
     theirs = dict(in_script(path, where)) if Path(path).suffix == ".py" else load_yaml(path, where)
     if not isinstance(theirs, dict) or not theirs:
-        raise ValueError(f"{where} holds no settings of TRL's; give the YAML of `trl grpo` or a script with GRPOConfig")
+        raise ValueError(f"{where} holds no settings of TRL's; give a YAML of `trl grpo` or `trl sft`, or a script")
     rows, made = ChainMap(*foreign_names().values()), derived(theirs, path)
     ours, left, spared, run = dict(made), [], [], {}
     for name, value in theirs.items():
@@ -100,8 +99,8 @@ def derived(theirs: dict[str, Any], path: str) -> dict[str, Any]:
         ours["batch"] = max(math.prod(batch) // groups, 1)
     alpha, rank = (8, 8) if Path(path).suffix == ".py" else (32, 16)  # of PEFT, and of `trl grpo`
     scale = [theirs.get("lora_alpha", alpha), theirs.get("r", theirs.get("lora_r", rank))]
-    asks = theirs.keys() & known["LoraConfig"]
-    if theirs.keys() & WHOLE and not (asks or "peft_config" in theirs or theirs.get("use_peft")):
+    asks = theirs.keys() & known["LoraConfig"] if theirs.get("use_peft") is not False else ()
+    if theirs.keys() & WHOLE and not (asks or theirs.get("peft_config") or theirs.get("use_peft")):
         ours["lora_rank"] = 0
     if asks and all(type(value) in (int, float) and value > 0 for value in scale):
         ours |= {"lora_rank": scale[1], "lora_scale": scale[0] / scale[1] ** (0.5 if theirs.get("use_rslora") else 1)}
@@ -130,7 +129,7 @@ def derived(theirs: dict[str, Any], path: str) -> dict[str, Any]:
 
 
 def rewards_of(theirs: dict[str, Any]) -> list[str]:
-    asked = theirs.get("reward_funcs", [])
+    asked = theirs.get("reward_funcs") or []
     return [str(one) for one in (asked if isinstance(asked, list) else [asked])]
 
 
@@ -138,7 +137,7 @@ def at_hand(path: str, name: str) -> str:
     """FILE.py:function of a reward by its dotted name, "" where its module does not stand beside `path`."""
     module, _, function = name.rpartition(".")
     file = Path(path).parent / f"{module.replace('.', '/')}.py"
-    return f"{file}:{function}" if file.is_file() else ""
+    return f"{file}:{function}" if file.is_file() and function.isidentifier() else ""
 
 
 def constants(tree: ast.Module) -> dict[str, Any]:
@@ -165,7 +164,8 @@ def in_script(path: str, where: str) -> Iterator[tuple[str, Any]]:
     except (SyntaxError, RecursionError) as error:
         raise ValueError(f"{where} is not Python: {error}") from error
     values, nodes, loads = constants(tree), list(ast.walk(tree)), list[dict[str | None, Any]]()
-    known = {node.name: f"{Path(path).stem}.{node.name}" for node in tree.body if isinstance(node, ast.FunctionDef)}
+    own = [node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    known = {name: f"{Path(path).stem}.{name}" for name in own}
     for imports in [node for node in tree.body if isinstance(node, ast.ImportFrom)]:
         known |= {one.asname or one.name: f"{imports.module}.{one.name}" for one in imports.names}
     keywords = [(node.arg, node.value) for node in nodes if isinstance(node, ast.keyword)]
@@ -175,16 +175,19 @@ def in_script(path: str, where: str) -> Iterator[tuple[str, Any]]:
     inside = {inner for outer in aside for inner in ast.walk(outer)}
     calls = [node for node in nodes if isinstance(node, ast.Call) and node not in inside]
     names = [getattr(node.func, "id", getattr(node.func, "attr", "")) for node in calls]
-    if {"SFTConfig", "SFTTrainer"} & {*names} and "GRPOTrainer" not in names:
+    taken = CALLS if "GRPOTrainer" in names else CALLS | OF_SFT
+    if taken is not CALLS and {"SFTConfig", "SFTTrainer"} & {*names}:
         yield "loss_type", "nll"
     for node, called in zip(calls, names, strict=True):
-        order = (CALLS | LOADS).get(called, ())
+        order = (taken | LOADS).get(called, ())
         named = [*zip(order, node.args, strict=False), *((word.arg, word.value) for word in node.keywords)]
         if called in LOADS:
             loads.append({key: literal(value, values) for key, value in named})
         elif called in ("map", "filter", "train_test_split") and isinstance(node.func, ast.Attribute):
             yield f".{called}", Computed(ast.unparse(node))
-        for key, value in named if called in CALLS else ():
+        elif called in OF_SFT and called not in taken:
+            yield called, Computed(ast.unparse(node))
+        for key, value in named if called in taken else ():
             its = literal(value, values)
             if key == "reward_funcs":
                 each = value.elts if isinstance(value, ast.List) else [value]

@@ -124,10 +124,10 @@ RECIPE += "dataset_name: 5\n'': 3\n"
         (
             "dotted.yaml",
             "reward_funcs: [their.own, mine.short]\nreward_weights: [1, 2]\nwarmup_steps: 0.1\nmax_steps: 3\n"
-            "datasets: [{path: json, data_files: mine.py, split: train}]",
+            "datasets: [{path: json, data_files: mine.py, split: train}]\nuse_peft: false\nlora_r: 4",
             {"reward": ["AT/mine.py:short"], "reward_weights": {"short": 2}, "warmup_steps": 1, "steps": 3}
             | {"data": "AT/mine.py", "lora_rank": 0},
-            "lora_rank reward_funcs",
+            "reward_funcs",
         ),
         (
             "short.py",
@@ -147,17 +147,24 @@ RECIPE += "dataset_name: 5\n'': 3\n"
         ),
         (
             "sft.py",
-            "args = SFTConfig(packing=False, per_device_train_batch_size=4, gradient_accumulation_steps=2)\n"
-            "SFTTrainer('demo', args=args, train_dataset=load_dataset('mine.py'), peft_config=LoraConfig())",
+            "SFTConfig('o', per_device_train_batch_size=4); TrainingArguments(gradient_accumulation_steps=2)\n"
+            "SFTTrainer('demo', train_dataset=load_dataset('mine.py'), peft_config=LoraConfig())",
             {"model": "demo", "loss_type": "sft", "batch": 8, "data": "AT/mine.py"},
             "peft_config",
         ),
         (
             "sft.yaml",
             "model_name_or_path: demo\nper_device_train_batch_size: 4\nmax_length: 64\nloss_type: dft\n"
-            "dataset_name: mine.py",
+            "dataset_name: mine.py\npeft_config: null",
             {"model": "demo", "loss_type": "sft", "batch": 4, "lora_rank": 0, "data": "AT/mine.py"},
             "lora_rank loss_type max_length",
+        ),
+        (
+            "both.py",
+            "async def f(**_): ...\nSFTTrainer('sft', SFTConfig(max_steps=9), ds); get_peft_model(model, r=8)\n"
+            "GRPOTrainer('demo', [f, mine.make(3)], GRPOConfig(max_steps=3))",
+            {"model": "demo", "reward": ["AT/both.py:f"], "steps": 3, "lora_rank": 8, "lora_scale": 1.0},
+            "SFTConfig SFTTrainer reward reward_funcs",
         ),
         (
             "files.py",

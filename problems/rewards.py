@@ -253,7 +253,7 @@ def call_reward(
 
 def call(name: str, fn: Reward, arguments: dict[str, Any], num_rows: int) -> list[float]:
     wanted = reward_columns(name, fn, [*arguments, *TRAINER])
-    chosen = {key: list(arguments[key]) for key in wanted if key in arguments}
+    chosen = {key: arguments[key] for key in wanted if key in arguments}
     try:
         rewards = _result(fn, chosen)
     except (Exception, SystemExit) as error:
@@ -263,17 +263,17 @@ def call(name: str, fn: Reward, arguments: dict[str, Any], num_rows: int) -> lis
     values = _checked_rewards(name + place_of(fn), rewards, num_rows)
     if isinstance(fn, UserReward) and fn.messages is None:
         is_alike = len(set(map(str, values))) == 1 and any(isinstance(one, list) for one in arguments["prompts"])
+        others, logged, fn.messages = values, fn.logged, is_alike
         with contextlib.suppress(Exception, SystemExit):
-            fn.messages = is_alike
             others = _checked_rewards(name, _result(fn, chosen), num_rows) if is_alike else values
-            if len(set(map(str, others))) > 1:
-                return others
-        fn.messages = None if is_alike else False
+        if len(set(map(str, others))) > 1:
+            return others
+        fn.messages, fn.logged = None if is_alike else False, logged
     return values
 
 
 def _result(fn: Reward, chosen: dict[str, Any]) -> Any:
-    rewards: Any = fn(**chosen)
+    rewards: Any = fn(**{key: list(values) for key, values in chosen.items()})
     return asyncio.run(awaited(rewards)) if inspect.isawaitable(rewards) else rewards
 
 

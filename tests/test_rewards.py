@@ -149,7 +149,10 @@ def test_only_what_reads_a_message_s_keys_is_tried_on_messages(reward_file):
         "def theirs(completions, **_):\n    return [len(one[0]['content']) for one in completions]\n"
         "def initial(completions, **_):\n    return [one[0] == 'A' for one in completions]\n"
         "def share(completions, **_):\n    return [1 / len(one) for one in completions]\n"
-        "def hidden(completions, **_):\n    try: return theirs(completions)\n    except Exception: return [9.0, 9.0]\n"
+        "def hidden(completions, **_):\n    mine = [completions.pop(0), completions.pop(0)]\n"
+        "    try: return theirs(mine)\n    except Exception: return [9.0, 9.0]\n"
+        "def plain(completions, log_metric, **_):\n    log_metric('n', len(completions[0]))\n"
+        "    return ['x' in one.lower() for one in completions]\n"
     )
     name, fn = rewards.load_reward(f"{file}:theirs")
     assert rewards.call_reward(name, fn, ["p"] * 2, ["", "abc"], {}) == [0, 3]
@@ -158,6 +161,9 @@ def test_only_what_reads_a_message_s_keys_is_tried_on_messages(reward_file):
         _, fn = rewards.load_reward(f"{file}:hidden")
         given = [rewards.call_reward("hidden", fn, [prompt] * 2, texts, {}) for texts in (["ab", "cd"], ["", "abc"])]
         assert given == [[9, 9], values]
+    _, fn = rewards.load_reward(f"{file}:plain")
+    assert rewards.call_reward("plain", fn, [asked] * 2, ["ab", "cd"], {}) == [0, 0]
+    assert fn.logged.metrics == {"n": [2]}  # not what the try on messages logged
     for name, error in (("initial", "IndexError"), ("share", "ZeroDivisionError")):
         _, fn = rewards.load_reward(f"{file}:{name}")
         assert f"reward {name} raised {error}" in message_of(rewards.call_reward, name, fn, ["p"] * 2, ["", "abc"], {})

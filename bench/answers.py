@@ -93,11 +93,12 @@ def evaluations(folders: list[Path]) -> dict[str, list[dict[str, Any]]]:
     """Records by the row of the table: the first evaluation of the first run, then the newest of each."""
     found: dict[str, list[dict[str, Any]]] = {}
     for run in (history.load(path) for folder in folders for path in seeds.runs_in(folder)):
-        if run.settings["task"] != "demo" or not run.answers:
-            raise ValueError(f"{run.dir} has no evaluation of --task demo; give a run of it with --eval-every above 0")
+        if run.settings["task"] != "demo" or 0 not in run.answers or len(run.answers) < 2:
+            fix = "give a run of it with --eval-every above 0, after its first steps"
+            raise ValueError(f"{run.dir} has no evaluations of --task demo before and after training; {fix}")
         each = [list(answers.values()) for answers in run.answers.values()]
         found.setdefault("before training", each[0])
-        found[run.name] = each[-1]
+        found[str(run.dir)] = each[-1]
     return found
 
 

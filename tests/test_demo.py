@@ -1,9 +1,10 @@
 """The demo's verifier and its audit: what is true of an answer, told by two readers that share no code."""
 
+import shutil
 from pathlib import Path
 
 import pytest
-from conftest import message_of, read_log
+from conftest import message_of, read_log, write_log
 
 from bench import answers as audit
 from tasks import demo as sums
@@ -40,16 +41,19 @@ def test_of_recorded_answers_the_audit_calls_those_right_that_the_verifier_does(
         assert audit.read(prompt, answer).right == (scores[0] == 5)
 
 
-def test_the_audit_of_a_run_counts_its_first_and_its_newest_evaluation(golden, capsys):
+def test_the_audit_of_a_run_counts_its_first_and_its_newest_evaluation(golden, capsys, tmp_path):
     run = golden("grpo")
     audit.main(["--show", "2", str(run)])
     *shown, num, _, first, newest, mean, least, most = capsys.readouterr().out.splitlines()
     evals = read_log(run / "eval.jsonl")
     for line, record in ((first, evals[0]), (newest, evals[-1])):
         assert line.split()[-4::2] == [f"{record[name]:.1%}" for name in ("eval/accuracy", "eval/greedy")]
-    assert first.startswith("before training") and newest.startswith("grpo") and num == "8 answers"
+    assert first.startswith("before training") and newest.startswith(str(run)) and num == "8 answers"
     assert [line.split()[1:] for line in (mean, least, most)] == [newest.split()[1:]] * 3
     recorded = read_log(run / "eval_answers.jsonl")
     told = [f"{recorded[place]['prompt']} {recorded[place]['completions'][0]!r}" for place in (0, 4, -8, -4)]
     assert [line.partition(": ")[2] for line in shown] == told
-    assert "has no evaluation of --task demo" in message_of(audit.evaluations, [golden("sft")])
+    shutil.copy(run / "config.yaml", tmp_path)
+    write_log(tmp_path / "eval_answers.jsonl", [one for one in recorded if not one["step"]])
+    for other in (golden("sft"), tmp_path):  # of another task, and before its first steps
+        assert "has no evaluations of --task demo before and after" in message_of(audit.evaluations, [other])

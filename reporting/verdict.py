@@ -118,8 +118,9 @@ def values_of(answers: Mapping[Any, dict[str, Any]]) -> Values:
 
 
 def samples_of(answers: Mapping[Any, dict[str, Any]]) -> int:
-    """How many samples each problem has at least."""
-    return min((len(one["values"]) for one in answers.values()), default=1)
+    """The fewest readable samples of a problem that has any."""
+    known = (sum(value is not None for value in one["values"]) for one in answers.values())
+    return min(filter(None, known), default=1)
 
 
 def paid(answers: Answers, name: str | None = None) -> Values:

@@ -222,3 +222,4 @@ def test_what_is_no_evaluation_and_what_shares_no_problem_is_refused(tmp_path, r
         said = "no.jsonl holds no answers; give what evaluate.py --out wrote"
         refused(report.main, ["--compare", one, tmp_path / "no.jsonl"], said)
     refused(report.main, ["--compare", one, other], "no problem in common")
+    refused(report.main, ["--compare", one, tmp_path], f"{tmp_path} holds no answers; give what")  # of a run that began

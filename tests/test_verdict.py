@@ -67,6 +67,7 @@ def test_the_interval_of_means_holds_the_truth_as_often_and_is_narrower():
         assert np.mean([one.low <= q - p <= one.high for one in changes]) > 0.92
     wide = verdict.paired(*(dict(enumerate(end)) for end in ends[0]))
     assert changes[0].high - changes[0].low < 0.8 * (wide.high - wide.low)
+    assert verdict.samples_of(dict(enumerate({"values": its} for its in ([1.0, None], [None], [0.0] * 3)))) == 1
 
 
 def test_students_t_is_the_table_s_and_the_problems_needed_are_cohen_s():

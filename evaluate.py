@@ -313,7 +313,11 @@ TAKEN = (
 
 
 def load_policy(name: str, adapter: str | None, start: str | None = None) -> tuple[gwen.Model, Any, bool]:
-    """A model with its adapter, its tokenizer, and whether `lora.before_training` makes it what began with `start`."""
+    """
+    A model with its adapter, its tokenizer, and whether switching adapters restores the model before training.
+
+    start: the adapter that training began with.
+    """
     if adapter is None or adapters.is_whole(adapter):
         return *gwen.load(name, adapter=adapter), adapter is None
     model, tokenizer = gwen.load(name)

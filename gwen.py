@@ -36,7 +36,7 @@ DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 
 
 def default_dtype() -> mx.Dtype:
-    """`GWEN_DTYPE`, else float16 on a GPU and float32 on a CPU, where 16-bit matmuls use no BLAS. Or ValueError."""
+    """`GWEN_DTYPE`, else float16 on a GPU, float32 on a CPU, which has no BLAS for 16 bits. ValueError for others."""
     name = os.environ.get("GWEN_DTYPE", "float16" if gpu.on_gpu() else "float32")
     if name not in DTYPES:
         raise ValueError(f"GWEN_DTYPE={name!r} is not one of {', '.join(DTYPES)}")
@@ -424,7 +424,7 @@ def keep_packed(model: Model, ways: dict[str, dict[str, Any]]) -> None:
 
 
 def check_kernels(model: Model) -> None:
-    """Says where MLX's own arithmetic is wrong at this model's sizes, and names kernels that are and turns them off."""
+    """Says where MLX's arithmetic is wrong at this model's sizes; kernels that are wrong are named and turned off."""
     if not gpu.has_metal():
         return
     line, well = of_mlx(model)

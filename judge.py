@@ -185,7 +185,7 @@ def main(argv: list[str] | None = None) -> None:
 
     parser = Parser("judge.py", "Compare a judge with labelled answers.")
     parser.add_argument("--rubric", required=True, help="YAML with the criteria")
-    parser.add_argument("--labels", required=True, help="JSONL with prompt, completion, criterion and score")
+    parser.add_argument("--labels", required=True, metavar="FILE", help="JSONL: prompt, completion, criterion, score")
     add_flags(parser, [SETTINGS[key] for key in JUDGE])
     args = parser.parse_args(argv)
     with in_one_line():

@@ -172,7 +172,11 @@ def read(model: gwen.Model, path: str | Path) -> tuple[float, Fused]:
 
 
 def attach(model: gwen.Model, path: str | Path, start: str | Path | None = None) -> None:
-    """Puts an adapter beside weights, for `disabled`, and its start, for `before_training`. ValueError as `read`."""
+    """
+    Puts an adapter beside the model's weights, so that `disabled` can switch it off. ValueError as `read`.
+
+    start: the adapter that its training began with, for `before_training`.
+    """
     (scale, pairs), begun = read(model, path), None if start is None else read(model, start)[1]
     linears = dict(model.named_modules())
     adapted = []

@@ -32,7 +32,7 @@ POSITIONS = 256  # of a pass that holds all its logits
 
 
 def pack(wide: Path, out: Path, bits: int) -> float:
-    """Writes a model's directory anew, as `mlx_lm.convert -q`; returns bits a weight. ValueError where all stay 16."""
+    """Writes a model's directory anew, as `mlx_lm.convert -q`; returns bits a weight. ValueError if none is packed."""
     from mlx_lm.utils import compute_bits_per_weight, load_model, quantize_model, save_config, save_model
 
     model, config = load_model(wide, lazy=True)

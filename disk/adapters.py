@@ -146,7 +146,7 @@ def fitting(weights: dict[str, mx.array], path: str | Path) -> Adapter:
 
 
 def merge(weights: dict[str, mx.array], path: str | Path, family: hub.Family) -> dict[str, mx.array]:
-    """Hugging Face weights with the adapter at `path` merged in, W + scale * (A B)^T in float32. Or ValueError."""
+    """Hugging Face weights W + scale * (A B)^T in float32, by the adapter at `path`. ValueError if none there fits."""
     directory, config = _opened(path)
     if is_whole(directory):
         trained, _ = hub.from_stored(_load_tensors(directory, config), family)

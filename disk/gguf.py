@@ -126,7 +126,7 @@ def named(tensors: list[Any], kind: str) -> dict[str, Any]:
 
 
 def load(path: Path, config: dict[str, Any], dtype: mx.Dtype) -> dict[str, mx.array]:
-    """The weights by Hugging Face name, of few bits in `dtype`. config: as `directory_of` wrote it. Or ValueError."""
+    """Weights by Hugging Face name, few bits in `dtype`. config: as `directory_of` wrote it. ValueError as `opened`."""
     import gguf
 
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config.get("num_key_value_heads")}

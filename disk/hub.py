@@ -174,7 +174,7 @@ def end_ids(name: str, content: dict[str, Any], vocab_size: int) -> list[int]:
 
 
 def checked(raw: dict[str, Any], key: str, low: float, high: float, default: Any = None) -> Any:
-    """The number from `low` to `high` under `key`, or `default`; a float if `low` is one, else int. Or ValueError."""
+    """The number under `key`, or `default`; a float if `low` is one, else int. ValueError outside low to high."""
     value = default if raw.get(key) is None else raw[key]
     kinds = (int, float) if isinstance(low, float) else (int,)
     if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
@@ -477,7 +477,7 @@ HUB_FILES = [*TOKENIZER_FILES, "model*.safetensors"]  # no pickles, no code
 
 
 def hub_directory(hub_id: str, files: list[str] = HUB_FILES) -> Path:
-    """The local copy of a hub model, downloaded if need be; `id@revision` is a branch, tag or commit. Or ValueError."""
+    """The local copy of a hub model, downloaded if need be; `id@revision` is a commit. ValueError if it is neither."""
     import huggingface_hub  # here: importing it takes a while
     from huggingface_hub import constants, errors
 
@@ -530,7 +530,7 @@ def is_gguf(path_or_id: str | Path) -> bool:
 
 
 def find(path_or_id: str | Path, files: list[str] = HUB_FILES) -> Path:
-    """The directory of a bundled model, path, GGUF file or hub id, of which `files` are downloaded. Or ValueError."""
+    """The directory of a bundled model, path, GGUF file or hub id, downloading `files`. ValueError if there is none."""
     if path_or_id in BUNDLED:
         return BUNDLED[str(path_or_id)]
     if is_gguf(path_or_id):

@@ -77,7 +77,11 @@ def settings_of(run: str) -> dict[str, Any]:
 
 
 def adapter_of(run: str, step: int | None) -> str | None:
-    """The path of a run's newest adapter, or of that after `step`, for 0 --init-adapter's or None. Or ValueError."""
+    """
+    The path of a run's newest adapter, or of that after `step`; for 0 that of --init-adapter, or None.
+
+    ValueError if nothing was saved yet, or naming the saved steps.
+    """
     if step == 0:
         start = Path(run) / START
         return str(start) if (start / "adapter_config.json").is_file() else None

@@ -136,7 +136,7 @@ def make_rows(examples: Sequence[Example]) -> list[Row]:
 
 
 def earn(name: str, reward: Reward, asked: Sequence[tuple[Row, str]]) -> list[float]:
-    """What a reward gives for texts to rows, of a token for four characters. ValueError as `call`, with the row."""
+    """What a reward gives for a text to each row, a token being four characters. ValueError as `call`, with the row."""
     if not asked:
         return []
     examples, texts = [row.example for row, _ in asked], [text for _, text in asked]

@@ -81,7 +81,7 @@ def _is_reply(message: Any) -> bool:
 
 
 def render(tokenizer: Any, example: Example, *, thinking: bool, end_ids: Collection[int], context: int) -> list[Row]:
-    """A conversation's rows, every reply trained. ValueError where the template leaves ids open, or one is too long."""
+    """A conversation's rows, every reply trained. ValueError where a template leaves ids open, or a row is too long."""
     prompt = example["prompt"]
     messages = prompt + example["completion"]
     how = {"tools": example.get("tools"), "variables": example.get("chat_template_kwargs")}

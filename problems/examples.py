@@ -312,7 +312,7 @@ def check_prompt(prompt: list[Any]) -> list[dict[str, str]]:
 
 
 def check_messages(name: str, messages: list[Any], with_tools: bool = False) -> list[dict[str, Any]]:
-    """Messages of role and content, `system` first only; with_tools: also `tool_calls`. ValueError has `name`."""
+    """Messages of role and content, `system` only first; with_tools: tools' and calls too. ValueError names `name`."""
     roles = ("user", "assistant", "tool") if with_tools else ("user", "assistant")
     checked = list[dict[str, Any]]()
     if not messages:

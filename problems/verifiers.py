@@ -397,7 +397,11 @@ def is_compared(answer: str) -> bool:
 
 
 def choose(name: str, answers: Sequence[str]) -> tuple[str, Verifier]:
-    """A verifier's name and function, which gives None where not `is_compared`. ValueError names an odd answer."""
+    """
+    The name of a verifier and its function, which gives None to what `is_compared` leaves out.
+
+    name: `auto` is the strictest that fits all answers. ValueError names an answer that does not fit.
+    """
     known = list(filter(is_compared, answers))
     num = len(set(map(folded, known)))
     is_few = num <= MOST_CHOICES and len(known) >= LEAST_ROWS * num

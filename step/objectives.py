@@ -95,7 +95,7 @@ def _tried(what: str, fn: Callable[..., Any], compute: Callable[[], Any]) -> Any
 
 
 def advantages(spec: str, fn: Callable[[np.ndarray], Any], rewards: np.ndarray) -> np.ndarray:
-    """`fn` of rewards, (B, G) float64, nan where a group has fewer: (B, G) float32, 0 there. Or ValueError."""
+    """`fn` of rewards, (B, G) float64, nan where a group has fewer: so many float32, 0 there. ValueError for others."""
     what = f"--advantage {spec}{place_of(fn)}"
     found = _tried(what, fn, lambda: np.array(fn(rewards.copy()), np.float32))
     if found.shape != rewards.shape:

@@ -51,14 +51,7 @@ def turn_advantages(group, scale):
 
 
 def loss(
-    case,
-    *,
-    new=None,
-    loss_type="dapo",
-    importance_sampling_level="token",
-    epsilon=0.2,
-    epsilon_high=None,
-    beta=0.0,
+    case, *, new=None, loss_type="dapo", importance_sampling_level="token", epsilon=0.2, epsilon_high=None, beta=0.0
 ):
     """The loss of a step at the log-probabilities `new`; what is held constant is taken at `case.new`."""
     epsilon_high = epsilon if epsilon_high is None else epsilon_high

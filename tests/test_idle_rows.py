@@ -45,11 +45,7 @@ def test_the_gradient_without_idle_rows_is_the_gradient_of_all_rows(tmp_path, lo
 
 @pytest.mark.parametrize(
     "flags",
-    [
-        ("--beta", "0.1"),
-        ("--teacher", "demo", "--loss", "distill"),
-        ("--loss", "own_loss.py:plain"),
-    ],
+    [("--beta", "0.1"), ("--teacher", "demo", "--loss", "distill"), ("--loss", "own_loss.py:plain")],
     ids=lambda flags: flags[0],
 )
 def test_every_row_is_computed_where_another_term_needs_it(tmp_path, monkeypatch, flags):

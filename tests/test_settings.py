@@ -37,9 +37,7 @@ def survives(given_settings, path):
     return True
 
 
-FREE = {
-    key: one for key, one in SETTINGS.items() if not one.field.metadata.keys() & {"file", "own"}
-}  # else made a path
+FREE = {key: one for key, one in SETTINGS.items() if not one.field.metadata.keys() & {"file", "own"}}  # else a path
 
 
 def test_any_value_that_is_taken_is_the_same_once_it_was_written_and_read(tmp_path):

@@ -181,11 +181,7 @@ RUNNING = threading.Lock()  # the runtime runs one launch at a time
 
 
 def run(
-    program: Program,
-    mode: str,
-    memory: dict[str, Memory],
-    grid: Sequence[int],
-    threadgroup: Sequence[int],
+    program: Program, mode: str, memory: dict[str, Memory], grid: Sequence[int], threadgroup: Sequence[int]
 ) -> list[tuple[str, str]]:
     """Runs a kernel on memory in place; the problems that were found, as kind and description."""
     library = build(program, mode)
@@ -342,10 +338,7 @@ def patched(mode: str = "check") -> Iterator[None]:
         yield
         return
     maker = functools.partial(metal_kernel, mode=mode)
-    with (
-        mock.patch.object(mx.fast, "metal_kernel", maker),
-        mock.patch.object(mx.metal, "is_available", lambda: True),
-    ):
+    with mock.patch.object(mx.fast, "metal_kernel", maker), mock.patch.object(mx.metal, "is_available", lambda: True):
         mx.disable_compile()
         try:
             yield

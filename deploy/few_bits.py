@@ -19,7 +19,7 @@ import gwen
 import judge
 import tasks
 from config import Config
-from disk import run_files
+from disk import hub, run_files
 from flags import visible
 from machine import alive
 from problems import episodes
@@ -52,6 +52,7 @@ def tell_cost(run: str | None, wide: Path, few: Path, bits: int) -> None:
     try:
         if run is None or ((config := evaluate.of_run(run, {})).data.task == "own" and not config.data.path):
             raise ValueError("only --run of a task with problems tells them")  # replies are none
+        hub.find(few)  # refuses at once a file that Gwen writes and does not read
         task = tasks.make(config)
         _, sampled, greedy = answers(config, task, wide, 16)
         model, *_ = answers(config, task, few, bits)

@@ -13,10 +13,9 @@ import mlx_lm.utils
 import pytest
 import yaml
 from conftest import CONFIGS, contents, message_of, write_checkpoint, write_log
-from extras import needs
 from mlx_lm.tokenizer_utils import load as mlx_lm_load_tokenizer
 from mlx_lm.utils import load_model as mlx_lm_load_model
-from test_gguf import tokenizer_like, write  # noqa: F401  (fixtures)
+from test_gguf import tokenizer_like  # noqa: F401  (a fixture)
 
 import gwen
 import lora
@@ -106,18 +105,6 @@ def test_a_template_that_renders_as_training_did_is_left_alone_and_one_that_cann
     assert chat_template.write_into(plain, None, False) == "" and plain.chat_template == before
     said = message_of(chat_template.write_into, plain, "Obey <|im_end|>.", False)  # a template's is no text
     assert said.endswith("--keep-template leaves the base's")
-
-
-@needs("xllamacpp")
-def test_llama_cpp_gives_a_prompt_the_ids_of_training(write, tokenizer_like):  # noqa: F811
-    from test_llamacpp import served
-
-    fused = with_template(tokenizer_like("qwen2"), TEMPLATES["off by default"])
-    wanted = chat_template.chat_ids(fused, USER, system=SYSTEM)
-    chat_template.write_into(fused, SYSTEM, False)
-    with served(write(CONFIGS["qwen3"], tokenizer=fused).path) as ask:
-        prompt = ask("apply-template", messages=USER)["prompt"]
-        assert ask("tokenize", content=prompt, parse_special=True)["tokens"] == wanted
 
 
 # ---- the command
@@ -246,5 +233,7 @@ def test_bits_cost_nothing_of_a_model_beside_itself_and_a_warning_of_another(run
     alone = shutil.copytree(tmp_path / "run" / "adapter", tmp_path / "alone")
     lora.main(["--fuse", "--bits", "8", "--adapter", str(alone), "--out", str(tmp_path / "few")])
     few_bits.tell_cost(str(golden("sft")), out, out, 8)
+    few_bits.tell_cost(run(), out, tmp_path / "none.gguf", 8)
     unknown = "what 8 bits cost was not measured: only --run of a task with problems tells them\n"
-    assert capsys.readouterr().out.count(unknown) == 2
+    assert (said := capsys.readouterr().out).count(unknown) == 2 and "not measured: --model" in said
+    assert "16 bits: " not in said  # what cannot be read is told before anything is measured

@@ -31,6 +31,7 @@ ALPHABET = (
     "\u00e9\u00fc\u00f1\u00df\u00d8\u00c5\u03a9\u0436\u4e2d\u6587\u65e5\ud55c\U0001f642\u00bd\u00b2\u0663\u0967\u2163\uff11\u00a0\u200b\u0301"
 )
 
+SYSTEM = "Say \"two\" twice.\nNot 'three', \\ or {% 4 %}: \u00e9\U0001f642"
 
 SERVER = """
 import sys, xllamacpp
@@ -96,7 +97,7 @@ def odd_texts():
 )
 def test_a_file_computes_and_reads_text_in_llama_cpp_as_here(write, tokenizer_like, name, split):  # noqa: F811
     tokenizer, ids = tokenizer_like(split), [3 + place * 37 % 290 for place in range(150)]
-    chat_template.write_into(tokenizer, None, False)
+    chat_template.write_into(tokenizer, SYSTEM, False)
     texts, messages = [*odd_texts(), "<think> one"], [{"role": "user", "content": "How many legs have 3 spiders?"}]
     if split == "qwen2":  # llama.cpp does not compose characters as Qwen's tokenizer does
         texts = [unicodedata.normalize("NFC", text) for text in texts]

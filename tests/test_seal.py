@@ -17,7 +17,7 @@ from conftest import ROOT
 from problems import formulas, seal, workers
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="system calls of Linux")
-CODES = ["dict(os.environ)", "print('shown') or print('shown', file=sys.stderr) or 1", "open('/etc/passwd')"]
+CODES = ["dict(os.environ)", "print('shown') or print('shown', file=sys.stderr) or 1", "open('/etc/passwd')", "bytearray(2**31)"]
 HOARD = "[bytearray(300 * 2**20), time.sleep(60)]"
 
 
@@ -69,6 +69,12 @@ def test_a_kernel_without_the_filter_is_told_once_and_the_rest_holds(sealed, mon
         assert double.value == 4 and opened.broken
         assert called.value == errno.EMFILE, "no file may be opened: RLIMIT_NOFILE"
     assert capsys.readouterr().err.count("no table of system calls for riscv64") == 1
+
+
+@on_linux
+def test_a_worker_that_asks_for_more_memory_than_its_limit_is_told_so_and_replaced(sealed):
+    large, double = sealed().ask([(CODES[3],), ("double", 2)])
+    assert "MemoryError" in large.error and large.broken and double.value == 4
 
 
 @on_linux

@@ -139,8 +139,7 @@ def change(run: History, first: dict[str, Any], last: dict[str, Any]) -> Change 
     if any(one.get(f"eval/{run.figure}") is None for one in (first, last)):  # none is readable, or the data changed
         return None
     if run.figure != "loss":
-        ends = [run.answers.get(one["step"], {}) for one in (first, last)]
-        return paired(*map(values_of, ends), samples=min(map(samples_of, ends)))
+        return paired(*(values_of(run.answers.get(one["step"], {})) for one in (first, last)))  # of one sample each
     (old, tokens), (new, same) = (np.reshape(one.get("eval/losses") or [], (-1, 2)).T for one in (first, last))
     num, total = len(tokens), tokens.sum()
     if num < 2 or not np.array_equal(tokens, same):

@@ -212,6 +212,9 @@ def test_evaluations_stand_side_by_side_with_the_intervals_of_pairs(tmp_path, ca
     assert head.split() == "problems sampled difference greedy difference same greedy text".split()
     assert first.split()[:2] == ["base.jsonl", "4"] and "0.667 ±" in first and "0.250 ±" in first
     assert "+0.500 ± " in second and second.count(", too few ") == 2 and second.endswith("2 of 4")
+    files = [written(tmp_path / f"{n}.jsonl", [1, 0, 0, 0], [[n / 2, n, 0.0, 0.0]] * 4) for n in (0, 1)]
+    report.main(["--compare", *files])
+    assert "+0.375 ± 0.363, better" in capsys.readouterr().out  # of means of four
 
 
 def test_what_is_no_evaluation_and_what_shares_no_problem_is_refused(tmp_path, refused):

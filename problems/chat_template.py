@@ -62,15 +62,16 @@ def render(
     `chat_template_kwargs`; one of them may be `enable_thinking`.
     Templates that do not know a variable ignore it. Raises ValueError where the template fails.
     """
-    variables = as_text(tokenizer, [variables])[0] if variables else {}
-    if taken := sorted(variables.keys() & inspect.signature(tokenizer.apply_chat_template).parameters.keys()):
-        raise ValueError(f"chat_template_kwargs holds {taken[0]}, which is no variable of the template; remove it")
+    if variables:
+        variables = as_text(tokenizer, [variables])[0]
+        if taken := sorted(variables.keys() & inspect.signature(tokenizer.apply_chat_template).parameters.keys()):
+            raise ValueError(f"chat_template_kwargs holds {taken[0]}, which is no variable of the template; remove it")
     try:
         text = tokenizer.apply_chat_template(
             messages,
             tokenize=False,
             add_generation_prompt=opened,
-            **({} if thinking is None else {"enable_thinking": thinking}) | variables,
+            **({} if thinking is None else {"enable_thinking": thinking}) | (variables or {}),
             **_dated(tokenizer.chat_template),
             **({"tools": tools} if tools else {}),
         )

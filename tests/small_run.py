@@ -21,18 +21,22 @@ from tasks import demo
 from tasks.draws import epoch_indices
 
 RENDERED = {}
-chat_ids = chat_template.chat_ids
+encode_prompts = chat_template.encode_prompts
 
 
-def chat_ids_once(tokenizer, *args, **how):
-    """`chat_template.chat_ids`, whose 2,000 calls are most of what it takes to make a run on the bundled model."""
-    key = str((tokenizer.name_or_path, tokenizer.chat_template, len(tokenizer), args, how))
-    if key not in RENDERED:
-        RENDERED[key] = chat_ids(tokenizer, *args, **how)
-    return list(RENDERED[key])
+def encode_prompts_once(tokenizer, examples, *, max_tokens, context, thinking, kind):
+    """`chat_template.encode_prompts`, which is most of what it takes to make a run on the bundled model's 2,000."""
+    examples = list(examples)
+    told = [(one["prompt"], one.get("system"), one.get("chat_template_kwargs")) for one in examples]
+    what = (tokenizer.name_or_path, tokenizer.chat_template, len(tokenizer), told, thinking)
+    key = chat_template.chat_ids, repr(what)
+    if key not in RENDERED or max(map(len, RENDERED[key]), default=0) + max_tokens > context:  # which it refuses
+        how = {"max_tokens": max_tokens, "context": context, "thinking": thinking, "kind": kind}
+        RENDERED[key] = encode_prompts(tokenizer, examples, **how)
+    return [list(ids) for ids in RENDERED[key]]
 
 
-chat_template.chat_ids = chat_ids_once
+chat_template.encode_prompts = encode_prompts_once
 problems_once = functools.cache(demo.examples)
 demo.examples = lambda held_out, num: [one.copy() for one in problems_once(held_out, num)]
 SMALL = ["--model", "demo", "--batch", "3", "--groups", "4", "--max-tokens", "12", "--eval-limit", "16"]

@@ -175,8 +175,9 @@ def in_script(path: str, where: str) -> Iterator[tuple[str, Any]]:
     inside = {inner for outer in aside for inner in ast.walk(outer)}
     calls = [node for node in nodes if isinstance(node, ast.Call) and node not in inside]
     names = [getattr(node.func, "id", getattr(node.func, "attr", "")) for node in calls]
-    taken = CALLS if "GRPOTrainer" in names else CALLS | OF_SFT
-    if taken is not CALLS and {"SFTConfig", "SFTTrainer"} & {*names}:
+    taken, is_sft = CALLS, {"SFTConfig", "SFTTrainer"} & {*names} and "GRPOTrainer" not in names
+    if is_sft:
+        taken = CALLS | OF_SFT
         yield "loss_type", "nll"
     for node, called in zip(calls, names, strict=True):
         order = (taken | LOADS).get(called, ())
@@ -185,7 +186,7 @@ def in_script(path: str, where: str) -> Iterator[tuple[str, Any]]:
             loads.append({key: literal(value, values) for key, value in named})
         elif called in ("map", "filter", "train_test_split") and isinstance(node.func, ast.Attribute):
             yield f".{called}", Computed(ast.unparse(node))
-        elif called in OF_SFT and called not in taken:
+        elif called in OF_SFT and "GRPOTrainer" in names:
             yield called, Computed(ast.unparse(node))
         for key, value in named if called in taken else ():
             its = literal(value, values)

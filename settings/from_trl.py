@@ -69,6 +69,8 @@ def recipe(path: str) -> str:
         left.append(
             "# lora_rank: 0 trains all weights, as TRL without LoraConfig; without this line adapters are trained"
         )
+    if Path(path).suffix != ".py" and not (theirs.keys() & {"reward_funcs", "num_generations"} or "loss_type" in ours):
+        left.append("# reward_funcs: none is named; if this is of `trl sft`, add `loss_type: sft` and the whole batch")
     if "learning_rate" in ours and (slow := low_rate(Config.of(**ours))):
         left.append(f"# learning_rate: {slow}")
     if spared:
@@ -174,7 +176,10 @@ def in_script(path: str, where: str) -> Iterator[tuple[str, Any]]:
     aside += [node.value for node in nodes if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in held]
     inside = {inner for outer in aside for inner in ast.walk(outer)}
     calls = [node for node in nodes if isinstance(node, ast.Call) and node not in inside]
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.bases]
+    kinds = {node.name: ast.unparse(node.bases[0]).rpartition(".")[2] for node in classes}
     names = [getattr(node.func, "id", getattr(node.func, "attr", "")) for node in calls]
+    names = [kinds.get(name, name) for name in names]
     taken, is_sft = CALLS, {"SFTConfig", "SFTTrainer"} & {*names} and "GRPOTrainer" not in names
     if is_sft:
         taken = CALLS | OF_SFT

@@ -94,7 +94,7 @@ RECIPE += "dataset_name: 5\n'': 3\n"
             "grpo.yaml",
             RECIPE,
             {"model": "demo", "learning_rate": 1e-5, "lora_rank": 8, "lora_scale": 4.0, "steps": 7},
-            "dataset_name learning_rate odd",
+            "dataset_name learning_rate odd reward_funcs",
         ),
         (
             "habits.yaml",
@@ -133,7 +133,7 @@ RECIPE += "dataset_name: 5\n'': 3\n"
             "short.py",
             "common = {'num_generations': 4}\nargs = GRPOConfig('out', **common, **more())\nif x: args.max_steps = 7\n"
             "def f(a): return list(map(len, a))\nds = Dataset.from_json('mine.py').map(f)\ntest = load_dataset('a/b')\n"
-            "GRPOTrainer('demo', f, args, ds, eval_dataset=test)\nLoraConfig(r=4)",
+            "class T(trl.GRPOTrainer): ...\nT('demo', f, args, ds, eval_dataset=test)\nLoraConfig(r=4)",
             {"groups": 4, "steps": 7, "data": "AT/mine.py", "model": "demo", "reward": ["AT/short.py:f"]}
             | {"lora_rank": 4, "lora_scale": 2.0},
             "** .map eval_dataset reward",
@@ -143,7 +143,7 @@ RECIPE += "dataset_name: 5\n'': 3\n"
             "dataset_name: mine.py\ndataset_train_split: train\nuse_rslora: true\neval_strategy: no\neval_steps: 9\n"
             "chat_template_kwargs: {enable_thinking: false}\nper_device_train_batch_size: 1\ngeneration_batch_size: 24",
             {"data": "AT/mine.py", "lora_rank": 16, "lora_scale": 8.0, "eval_every": 0, "thinking": False, "batch": 3},
-            "",
+            "reward_funcs",
         ),
         (
             "sft.py",

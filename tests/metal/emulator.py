@@ -145,6 +145,7 @@ def to_mlx(memory: Memory, shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
     return mx.array(elements).view(dtype) if dtype == mx.bfloat16 else mx.array(elements)
 
 
+@functools.cache
 def numpy_dtype(dtype: mx.Dtype) -> np.dtype:
     return to_numpy(mx.zeros((1,), dtype)).dtype
 

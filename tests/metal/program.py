@@ -30,7 +30,7 @@ class Program(NamedTuple):
     signature: str
     body: str
     instance: str  # the kernel's name with its template arguments
-    parameters: list[tuple[str, str]]  # type and name, in order
+    parameters: tuple[tuple[str, str], ...]  # type and name, in order
 
     @property
     def arrays(self) -> list[str]:
@@ -54,7 +54,7 @@ def export(kernel: Callable[..., Any], header: str, body: str, inputs: list[mx.a
     signature, tail = text[len(header) : body_begin], text[body_end:]
     assert text.startswith(header) and not text[body_begin:body_end].removesuffix(body).strip(), text
     instance = re.search(r"decltype\((.+)\) ", tail)
-    parameters = re.findall(r"^  (.+?) ?(\w+) \[\[\w+(?:\(\d+\))?\]\]", signature, re.M)
+    parameters = tuple(re.findall(r"^  (.+?) ?(\w+) \[\[\w+(?:\(\d+\))?\]\]", signature, re.M))
     return Program(name, header, signature, body, instance[1] if instance else name, parameters)
 
 
@@ -232,6 +232,7 @@ MODES = {
 }
 
 
+@functools.cache
 def type_check(program: Program) -> None:
     """MetalCompileError when the kernel would not compile on a Mac."""
     if found := complaints(program):
@@ -244,6 +245,7 @@ def type_check(program: Program) -> None:
         raise compile_error(program, "\n".join(refused))
 
 
+@functools.cache
 def build(program: Program, mode: str) -> Path:
     """The kernel as a library for the runtime."""
     try:

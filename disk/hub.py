@@ -430,7 +430,10 @@ def load_tensors(path: Path) -> dict[str, mx.array]:
 def load_config(directory: Path) -> ModelConfig:
     """The configuration of a model directory. Raises ValueError if a file is missing or not JSON."""
     if not (directory / "config.json").is_file():
-        raise ValueError(f"{directory} has no config.json; --model takes a Hugging Face model directory")
+        is_adapter = (directory / "adapter_config.json").is_file()
+        of_model = "--model takes a Hugging Face model directory"
+        fix = f"it is an adapter: name its base, and --init-adapter {directory}" if is_adapter else of_model
+        raise ValueError(f"{directory} has no config.json; {fix}")
     generation = directory / "generation_config.json"
     return make_config(load_object(directory / "config.json"), load_object(generation) if generation.is_file() else {})
 

@@ -32,6 +32,12 @@ def load(path: str) -> Answers:
         raise ValueError(f"{path} holds no answers; give what evaluate.py --out wrote, or a run") from error
 
 
+def figure_of(answers: Answers) -> str:
+    """What the values are: right or wrong, as by a verifier, or what these rewards pay together."""
+    one = next(iter(answers.values()), {})
+    return "right answers" if "reward" in one else f"the score by {', '.join(sorted(one.get('rewards', ())))}"
+
+
 def values_of(answers: Answers) -> list[verdict.Values]:
     """The mean value of each problem's samples, and the value of its greedy answer; what is unreadable is left out."""
     greedy = {key: one["greedy_value"] for key, one in answers.items() if one["greedy_value"] is not None}
@@ -46,6 +52,9 @@ def compare(paths: list[str]) -> list[list[str]]:
         shared = first.keys() & answers.keys()
         if not shared:
             raise ValueError(f"{path} and {paths[0]} have no problem in common; evaluate both on the same")
+        if (its := figure_of(answers)) != (figure := figure_of(first)):
+            fix = "evaluate both with the same --verifier and --reward"
+            raise ValueError(f"{path} has {its}, {paths[0]} {figure}, which do not compare; {fix}")
         row = [visible(Path(path).name), str(len(answers))]
         samples = min(map(verdict.samples_of, (first, answers)))
         for before, after, num in zip(values_of(first), values_of(answers), (samples, 1), strict=True):

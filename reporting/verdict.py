@@ -388,7 +388,8 @@ def advice(run: History, found: Change | None, moved: str, mended: str, is_risin
     if mended:
         return mended
     if is_rising:
-        return f"train on, it was still rising: {command(settings)} --resume {path} --steps {2 * last['step']}"
+        way = "falling" if run.figure == "loss" else "rising"
+        return f"train on, it was still {way}: {command(settings)} --resume {path} --steps {2 * last['step']}"
     talk = f"talk to it: {command(settings, 'sampler.py')} --run {path} --chat"
     if run.figure == "loss" and settings.get("lora_rank"):
         model = shlex.quote(str(settings.get("model")))

@@ -116,18 +116,15 @@ def resolve(
     """
     The checked settings, and a line that says which model was chosen and why.
 
-    choose_model: requested model -> chosen model, and the reason. A resumed run keeps its settings except those marked
-    `later`.
+    choose_model: requested model -> chosen model, and the reason; of a resumed run the settings and flags alone count.
     """
     if resume:
-        anew = f"start a new one, from these weights with --init-adapter {resume}"
         if config_path:
+            anew = f"start a new one, from these weights with --init-adapter {resume}"
             raise ValueError(f"--config {config_path} cannot change a resumed run; {anew}")
         if not (Path(resume) / "config.yaml").is_file():
             raise ValueError(f"--resume {resume}: {no_run(resume)}")
-        if fixed := sorted(flags.keys() - LATER):
-            raise ValueError(f"{flag_of(fixed[0])} cannot change in a resumed run; {anew}")
-        settings = load_recipe(Path(resume) / "config.yaml") | flags
+        settings = load_recipe(Path(resume) / "config.yaml") | located(flags)
         for key, path in moved(settings):
             fix = f"put it back, or write its new place into {resume}/config.yaml and add --allow-changes"
             raise ValueError(f"--resume {resume}: {flag_of(key)} {path} is no longer there; {fix}")
@@ -224,7 +221,7 @@ def refuse_unknown(settings: Iterable[Any], where: str = "") -> None:
 
     def said_of(key: str) -> str:
         own = f"it is a flag of the command, {flag_of(key)}, and no setting" if key in COMMAND else ""
-        return own or hint(key, SETTINGS, repr) or "train.py --help-all lists them"
+        return own or hint(key, [*SETTINGS, *COMMAND], repr) or "train.py --help-all lists them"
 
     unknown = {reprlib.repr(key): said_of(str(key)[:40]) for key in settings if key not in [*SETTINGS, "eval_data"]}
     if len(unknown) > MANY:

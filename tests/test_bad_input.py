@@ -100,6 +100,8 @@ def mistakes(tmp_path_factory: pytest.TempPathFactory, model_directory: Path, to
         (at / name).write_text(text)
     os.mkfifo(at / "pipe.yaml")
     (at / "empty_directory").mkdir()
+    (at / "of_peft").mkdir()
+    (at / "of_peft" / "adapter_config.json").write_text("{}")
 
     def model(name: str, **changes: Any) -> Path:
         shutil.copytree(model_directory, at / name)
@@ -342,7 +344,7 @@ def test_a_run_directory_that_cannot_be_made_is_named(run, refused):
 @pytest.mark.parametrize(
     ("flags", "pattern"),
     [
-        ("--learning-rate 0.1", "--learning-rate cannot change in a resumed run; start a new one"),
+        ("--learning-rate 0.1", r"learning_rate \(\S+, now 0.1\) changed since step \d; --allow-changes goes on"),
         ("--config recipes/demo.yaml", "--config recipes/demo.yaml cannot change a resumed run"),
         ("--run-dir elsewhere", "--run-dir elsewhere: a resumed run stays in its directory"),
         ("--steps 0", "--steps is 0; it must be at least 1"),

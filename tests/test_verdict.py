@@ -257,7 +257,7 @@ RUNS = {  # name: how it was made, its verdict, and what must be said with it
         BETTER,
         "; with 3 held out the loss says little of other conversations: hold out more with --eval-data FILE or --data "
         "TRAIN,HELD_OUT"
-        "\nnext: train on, it was still rising: uv run --extra smollm train.py --resume ",
+        "\nnext: train on, it was still falling: uv run --extra smollm train.py --resume ",
     ),
     "paid for another thing": ((300, short(0.2), short(2.0)), SAME, "verdict: no change, though the score rose"),
     "paid less for it": ((300, short(2.0), short(0.2)), SAME, "verdict: no change, though the score fell"),

@@ -321,7 +321,7 @@ def test_a_restored_run_has_all_of_the_state_that_was_saved(tmp_path):
     assert mx.array_equal(run.model(tokens), other.model(tokens)).item()
 
 
-INTERRUPTED = "--steps 5 --eval-every 2 --save-every 2 --num-iterations 2".split()
+INTERRUPTED = "--batch 2 --groups 3 --eval-limit 4 --steps 5 --eval-every 2 --save-every 2 --num-iterations 2".split()
 
 
 @pytest.fixture(scope="module")

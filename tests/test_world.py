@@ -57,6 +57,13 @@ def test_what_is_shared_arrives_as_it_was():
         world._encode({1})
 
 
+@pytest.fixture
+def few(tmp_path):
+    """Flags of a run on few prompts without a judge, which begins sooner."""
+    prompts = write_log(tmp_path / "few.jsonl", [{"prompt": f"What is {n} plus {n}?"} for n in range(40)])
+    return [*SMALL, "--eval-every", "0", "--data", prompts]
+
+
 # ---- the same as one process
 
 VARIANTS = {"kl, grpo": ["--beta", "0.1", "--loss-type", "grpo"], "all weights": ["--lora-rank", "0"]}
@@ -130,14 +137,14 @@ def test_two_machines_have_the_gradients_and_measurements_of_one_and_equal_weigh
 
 
 EVERYTHING = [
-    *("--beta", "0.02", "--loss-type", "grpo"),
+    *("--reward", "length:5", "--rubric", "data/demo_rubric.yaml", "--beta", "0.02", "--loss-type", "grpo"),
     *("--num-iterations", "2", "--train-token-budget", "100", "--eval-every", "2", "--steps", "2"),
 ]
 
 
 @slow
-def test_three_machines_sample_what_one_does_and_only_the_first_writes_and_prints(tmp_path):
-    flags = [*SMALL, *EVERYTHING]
+def test_three_machines_sample_what_one_does_and_only_the_first_writes_and_prints(tmp_path, few):
+    flags = [*few, *EVERYTHING]
     train.main([*flags, "--run-dir", str(tmp_path / "one")])
     with Machines(3, tmp_path, "train.py", *flags, "--run-dir", tmp_path / "three") as machines:
         (first, *others) = machines.wait()
@@ -162,13 +169,6 @@ def test_three_machines_sample_what_one_does_and_only_the_first_writes_and_print
 
 
 # ---- how they end
-
-
-@pytest.fixture
-def few(tmp_path):
-    """Flags of a run on few prompts without a judge, which begins sooner."""
-    prompts = write_log(tmp_path / "few.jsonl", [{"prompt": f"What is {n} plus {n}?"} for n in range(40)])
-    return [*SMALL, "--eval-every", "0", "--data", prompts]
 
 
 LONG = ["--steps", "500", "--reward", "length:5"]

@@ -149,6 +149,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """What collecting made stays to the end: looked through at every collection of garbage it costs 0.3 s each time."""
     gc.freeze()
+    gc.get_freeze_count = lambda: 1  # what a run asks as it begins; counting them takes 10 to 30 ms
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -1,12 +1,16 @@
 """A run on the bundled model that is small enough for a test, and one update of it."""
 
+import copy
 import functools
+import types
 
 import mlx.core as mx
 import mlx.optimizers as optim
 import numpy as np
+import yaml
 from mlx.utils import tree_flatten
 
+import flags
 import grpo
 import gwen
 import sampler
@@ -37,6 +41,9 @@ def encode_prompts_once(tokenizer, examples, *, max_tokens, context, thinking, k
 
 
 chat_template.encode_prompts = encode_prompts_once
+yaml_once = functools.cache(yaml.load)
+yaml_of_text = {"load": lambda text, loader: copy.deepcopy(yaml_once(text, loader))}
+flags.yaml = types.SimpleNamespace(**vars(yaml) | yaml_of_text)  # each run reads a recipe, and its rubric four times
 problems_once = functools.cache(demo.examples)
 demo.examples = lambda held_out, num: [one.copy() for one in problems_once(held_out, num)]
 SMALL = ["--model", "demo", "--batch", "3", "--groups", "4", "--max-tokens", "12", "--eval-limit", "16"]

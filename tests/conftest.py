@@ -272,9 +272,8 @@ def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, mx.array]
     head_dim = config.get("head_dim", hidden // heads)
 
     def matrix(rows: int, columns: int) -> np.ndarray:
-        return rng.normal(
-            0, (1.0 if is_hybrid else 1.5) / columns**0.5, (rows, columns)
-        )  # a hybrid magnifies roundings
+        scale = 1.0 if is_hybrid else 1.5  # a hybrid magnifies roundings
+        return rng.normal(0, scale / columns**0.5, (rows, columns))
 
     def norm(size: int) -> np.ndarray:
         return rng.normal(0 if is_hybrid else 1, 0.3, size)
@@ -304,14 +303,10 @@ def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, mx.array]
                     weights[f"{attention}.{name}_proj.bias"] = rng.normal(0, 0.5, rows * head_dim)
             weights[f"{attention}.o_proj.weight"] = matrix(hidden, heads * head_dim)
             if config["model_type"] in ("qwen3", "qwen3_5_text"):
-                weights[f"{attention}.q_norm.weight"], weights[f"{attention}.k_norm.weight"] = (
-                    norm(head_dim),
-                    norm(head_dim),
-                )
-        weights[f"{mlp}.gate_proj.weight"], weights[f"{mlp}.up_proj.weight"] = (
-            matrix(width, hidden),
-            matrix(width, hidden),
-        )
+                for name in "qk":
+                    weights[f"{attention}.{name}_norm.weight"] = norm(head_dim)
+        for name in ("gate", "up"):
+            weights[f"{mlp}.{name}_proj.weight"] = matrix(width, hidden)
         weights[f"{mlp}.down_proj.weight"] = matrix(hidden, width)
         weights[f"{prefix}.layers.{layer}.input_layernorm.weight"] = norm(hidden)
         weights[f"{prefix}.layers.{layer}.post_attention_layernorm.weight"] = norm(hidden)

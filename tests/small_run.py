@@ -28,22 +28,22 @@ RENDERED = {}
 encode_prompts = chat_template.encode_prompts
 
 
-def encode_prompts_once(tokenizer, examples, *, max_tokens, context, thinking, kind):
+def encode_prompts_once(tokenizer, examples, **how):
     """`chat_template.encode_prompts`, which is most of what it takes to make a run on the bundled model's 2,000."""
     examples = list(examples)
     told = [(one["prompt"], one.get("system"), one.get("chat_template_kwargs")) for one in examples]
-    what = (tokenizer.name_or_path, tokenizer.chat_template, len(tokenizer), told, thinking)
+    what = (tokenizer.name_or_path, tokenizer.chat_template, len(tokenizer), told, how["thinking"])
     key = chat_template.chat_ids, repr(what)
-    if key not in RENDERED or max(map(len, RENDERED[key]), default=0) + max_tokens > context:  # which it refuses
-        how = {"max_tokens": max_tokens, "context": context, "thinking": thinking, "kind": kind}
+    longest = max(map(len, RENDERED.get(key, ())), default=0)
+    if key not in RENDERED or longest + how["max_tokens"] > how["context"]:  # which it refuses
         RENDERED[key] = encode_prompts(tokenizer, examples, **how)
     return [list(ids) for ids in RENDERED[key]]
 
 
 chat_template.encode_prompts = encode_prompts_once
 yaml_once = functools.cache(yaml.load)
-yaml_of_text = {"load": lambda text, loader: copy.deepcopy(yaml_once(text, loader))}
-flags.yaml = types.SimpleNamespace(**vars(yaml) | yaml_of_text)  # each run reads a recipe, and its rubric four times
+copied = {"load": lambda *text: copy.deepcopy(yaml_once(*text))}
+flags.yaml = types.SimpleNamespace(**vars(yaml) | copied)  # each run reads a recipe, and its rubric four times
 problems_once = functools.cache(demo.examples)
 demo.examples = lambda held_out, num: [one.copy() for one in problems_once(held_out, num)]
 SMALL = ["--model", "demo", "--batch", "3", "--groups", "4", "--max-tokens", "12", "--eval-limit", "16"]

@@ -128,9 +128,8 @@ class Memory:
         return Buffer(self.name.encode(), data, size, self.element_size, self.is_output, self.is_initialised)
 
     def margins_are_whole(self) -> bool:
-        return bool(
-            (self.whole[: self.begin] == 0xFF).all() and (self.whole[self.begin + self.bytes.size :] == 0xFF).all()
-        )
+        margins = self.whole[: self.begin], self.whole[self.begin + self.bytes.size :]
+        return all(bool((margin == 0xFF).all()) for margin in margins)
 
 
 def to_numpy(array: mx.array) -> np.ndarray:
@@ -206,9 +205,8 @@ def run(
     )
     with RUNNING:
         runtime().emulator_launch(ctypes.byref(launch))
-    found = [
-        (problem.kind.decode(), describe(program, library, problem)) for problem in problems[: launch.num_problems]
-    ]
+    seen = problems[: launch.num_problems]
+    found = [(problem.kind.decode(), describe(program, library, problem)) for problem in seen]
     if launch.threadgroup_bytes > MAX_THREADGROUP_BYTES:
         text = f"{launch.threadgroup_bytes} bytes of threadgroup memory, Metal has {MAX_THREADGROUP_BYTES}"
         found.append(("limit", text))

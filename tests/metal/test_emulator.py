@@ -30,9 +30,8 @@ def test_every_float16_is_read_and_rounded_as_numpy_does(emulated: None) -> None
         np.testing.assert_array_equal(floats, halves.astype(np.float32))
         bits = np.random.default_rng(0).integers(0, 2**32, 100_000, dtype=np.uint32)
         near = halves.astype(np.float32).view(np.uint32)  # floats at, just below, halfway and just above each half
-        bits = np.concatenate([bits, *(near + step for step in (0, 1, 0xFFF, 0x1000, 0x1001, 0x1FFF))]).astype(
-            np.uint32
-        )
+        steps = (0, 1, 0xFFF, 0x1000, 0x1001, 0x1FFF)
+        bits = np.concatenate([bits, *(near + step for step in steps)]).astype(np.uint32)
         x = bits.view(np.float32)
         with np.errstate(over="ignore", invalid="ignore"):
             expected = x.astype(np.float16)

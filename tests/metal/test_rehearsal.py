@@ -41,9 +41,8 @@ def test_a_kernel_is_judged_by_float32_at_weights_as_large_as_real_ones(
     model = gwen.load_model(checkpoints["qwen3-gqa8"], dtype)
     for seed, layer in enumerate(model.layers):
         for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm, layer.input_layernorm):
-            norm.weight = (1 + 12 * mx.abs(machinery.normal(*norm.weight.shape, dtype=mx.float32, seed=seed))).astype(
-                dtype
-            )
+            away = mx.abs(machinery.normal(*norm.weight.shape, dtype=mx.float32, seed=seed))
+            norm.weight = (1 + 12 * away).astype(dtype)
         layer.mlp.gate_up_proj.weight = 30 * layer.mlp.gate_up_proj.weight
     if not right:
         header, body = ops.NORM_ROPE.text

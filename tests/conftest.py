@@ -75,12 +75,8 @@ QWEN3 = QWEN2 | {
     "attention_bias": False,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-LLAMA = QWEN2 | {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "mlp_bias": False,
-    "attention_bias": False,
-}
+LLAMA = QWEN2 | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+LLAMA |= {"mlp_bias": False, "attention_bias": False}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 SMOLLM3 = LLAMA | {
     "architectures": ["SmolLM3ForCausalLM"],
@@ -278,10 +274,8 @@ def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, mx.array]
     def norm(size: int) -> np.ndarray:
         return rng.normal(0 if is_hybrid else 1, 0.3, size)
 
-    weights = {
-        f"{prefix}.embed_tokens.weight": rng.normal(0, 0.4, (vocab, hidden)),
-        f"{prefix}.norm.weight": norm(hidden),
-    }
+    weights = {f"{prefix}.embed_tokens.weight": rng.normal(0, 0.4, (vocab, hidden))}
+    weights[f"{prefix}.norm.weight"] = norm(hidden)
     for layer in range(config["num_hidden_layers"]):
         attention, mlp = f"{prefix}.layers.{layer}.self_attn", f"{prefix}.layers.{layer}.mlp"
         if is_hybrid and (layer + 1) % config["full_attention_interval"]:
@@ -339,9 +333,7 @@ def write_checkpoint(directory: Path, config: dict[str, Any], num_shards: int = 
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One directory a configuration; "qwen2.5" is in three shards."""
     root = tmp_path_factory.mktemp("checkpoints")
-    return {
-        name: write_checkpoint(root / name, config, 3 if name == "qwen2.5" else 1) for name, config in CONFIGS.items()
-    }
+    return {name: write_checkpoint(root / name, its, 3 if name == "qwen2.5" else 1) for name, its in CONFIGS.items()}
 
 
 @pytest.fixture(scope="module", params=["qwen3", "qwen3.5"])
@@ -360,10 +352,8 @@ def tokenizer() -> Any:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
+    how = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "show_progress": False}
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=special, **how)
     backend.train_from_iterator(["one and two is three", "what is two and two?"], trainer)
     template = (
         "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"

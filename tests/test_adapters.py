@@ -40,10 +40,8 @@ def test_an_adapter_comes_back_from_the_other_layout_to_the_bit(exported):
     ours, theirs = adapters.read(root / "ours"), adapters.read(root / "peft")
     assert ours.pairs.keys() == theirs.pairs.keys() and ours[:2] == theirs[:2]
     for name, pair in ours.pairs.items():
-        assert all(
-            mx.array_equal(*both) and both[0].dtype == both[1].dtype
-            for both in zip(pair, theirs.pairs[name], strict=True)
-        )
+        for one, other in zip(pair, theirs.pairs[name], strict=True):
+            assert mx.array_equal(one, other) and one.dtype == other.dtype
 
 
 def test_the_exported_numbers_are_those_of_the_formula(exported):

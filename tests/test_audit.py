@@ -82,9 +82,8 @@ def surprises_of(rewards, examples, judged=False, **task):
 @pytest.mark.parametrize("value", ["float(right in text)", "5 * (right in text) - len(text) / 1000"])
 def test_a_reward_that_looks_for_the_answer_is_found_to_pay_three_cheats(tmp_path, value):
     found = audited(tmp_path, IN_TEXT.replace("float(right in text)", value))
-    assert {"denied", "two guesses", "thought, not said"} <= {
-        line.name for line in found.surprises if not line.is_honest
-    }
+    dishonest = {line.name for line in found.surprises if not line.is_honest}
+    assert {"denied", "two guesses", "thought, not said"} <= dishonest
     (line,) = surprises_of({"score": rewards.load_reward(f"{tmp_path}/mine.py:score")[1]}, PRODUCTS)
     assert "mine.py:1), " in line and "and the answers of 4 rows: it pays for 'The answer is def" in line
 
@@ -111,8 +110,6 @@ def test_each_verifier_pays_right_answers_and_no_near_miss_of_its_own_kind(kind)
         "json": ['{"a": {"b": 1}, "c": [1]}', "[1, 2]"],
         "number": ["42", "3.50", "12 km"],
         "choice": ["spam", "ham"],
-    }
-    golds |= {
         "math": ["x^2+1", "(1, 2)", "2\\sqrt{3}"],
         "exact": ["2025-09-01", "10:30", "Marie Curie", "AB-12", "3-2"],
     }
@@ -149,14 +146,12 @@ def test_a_reward_that_takes_one_form_is_audited_in_it(tmp_path, form):
     ],
 )
 def test_a_reward_that_cannot_tell_right_from_wrong_is_said_to_and_whether_another_may(tmp_path, body, examples, said):
-    (tmp_path / "mine.py").write_text(
-        f"def score(completions, answer=[1], **_): {body}\n{IN_TEXT.replace('score', 'other')}"
-    )
+    other = IN_TEXT.replace("score", "other")
+    (tmp_path / "mine.py").write_text(f"def score(completions, answer=[1], **_): {body}\n{other}")
     own = dict(rewards.load_reward(f"{tmp_path}/mine.py:{name}") for name in ("score", "other"))
     (line,) = surprises_of({"score": own["score"]}, examples, False)
-    assert (
-        said in line and f", and the {'answers' if examples == PRODUCTS else 'prompts'} of {len(examples)} rows" in line
-    )
+    named = "answers" if examples == PRODUCTS else "prompts"
+    assert said in line and f", and the {named} of {len(examples)} rows" in line
     (line,) = surprises_of({"score": own["score"]}, examples, True)
     others = "; another reward or the judge may tell right from wrong"
     assert said in line and line.endswith(others if examples == PRODUCTS else "1 to the prompt, 0 to very long")

@@ -285,9 +285,8 @@ def test_a_users_own_rewards_replace_all_of_the_tasks_and_the_verifier_evaluates
     """The rubric goes too, unless it is named."""
     its, _ = resolve(sources.given(parse(["--model", "demo", *flags.format(at=mistakes).split()])), None, None)
     task = tasks.make(its)
-    assert (task.reward_weights, task.metric) == (weights, metric) and (task.rubric is not None) == (
-        "rubric" in weights
-    )
+    assert (task.reward_weights, task.metric) == (weights, metric)
+    assert (task.rubric is not None) == ("rubric" in weights)
 
 
 # ---- run directories, checkpoints and disks

@@ -25,9 +25,7 @@ def samples_of(lengths, prompts=ROWS, vocab=320):
     """Random completions of these lengths."""
     ids = [RNG.integers(3, vocab, length).tolist() for length in lengths]
     rows = enumerate(zip(prompts, ids, strict=True))
-    return [
-        Sample(prompt, its, range(len(its)), row // GROUPS, RNG.normal(size=len(its))) for row, (prompt, its) in rows
-    ]
+    return [Sample(of, its, range(len(its)), row // GROUPS, RNG.normal(size=len(its))) for row, (of, its) in rows]
 
 
 SAMPLES = samples_of(LENGTHS)

@@ -69,9 +69,8 @@ def test_samples_are_drawn_at_temperature_1_and_greedy_is_greedy_whatever_was_tr
     params = sampler.SamplingParams(12, eos_ids=model.config.eos_ids)
     prompts = [chat_template.chat_ids(tokenizer, problem["prompt"]) for problem in problems]
     for group_size, temperature, key in ((2, 1.0, "completions"), (1, 0.0, "greedy")):
-        rollout = sampler.rollout(
-            model, prompts, params._replace(temperature=temperature), group_size=group_size, key=evaluate.KEY
-        )
+        its = params._replace(temperature=temperature)
+        rollout = sampler.rollout(model, prompts, its, group_size=group_size, key=evaluate.KEY)
         told = [text for d in details for text in (d[key] if isinstance(d[key], list) else [d[key]])]
         assert told == sampler.texts(tokenizer, rollout, model.config.eos_ids)
     assert any(detail["greedy"] != detail["completions"][0] for detail in details)

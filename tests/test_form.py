@@ -83,6 +83,5 @@ def test_a_run_with_the_gate_pays_only_for_answers_with_a_form(tmp_path):
     figures = run.journal.steps[-1]
     degenerate = [form.is_degenerate(record["completion"], record["prompt"]) for record in records]
     assert figures["completion/degenerate_frac"] == pytest.approx(np.mean(degenerate))
-    assert figures["completion/repeated"] == pytest.approx(
-        np.mean([form.repeated(record["completion"]) for record in records])
-    )
+    repeated = [form.repeated(record["completion"]) for record in records]
+    assert figures["completion/repeated"] == pytest.approx(np.mean(repeated))

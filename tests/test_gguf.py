@@ -315,9 +315,8 @@ def test_the_command_writes_a_run_s_model_with_its_template_and_a_modelfile(gold
     assert {path.name for path in (tmp_path / "mine").iterdir()} == {"mine-Q8_0.gguf", "Modelfile", "README.md"}
     assert f"for Ollama: ollama create mine -f {tmp_path}/mine/Modelfile && ollama run mine\n" in said
     modelfile = (tmp_path / "mine" / "Modelfile").read_text()
-    assert (
-        modelfile.startswith("FROM ./mine-Q8_0.gguf\n") and "assistant\n<think>\n\n</think>\n\n{{ else }}" in modelfile
-    )
+    assert modelfile.startswith("FROM ./mine-Q8_0.gguf\n")
+    assert "assistant\n<think>\n\n</think>\n\n{{ else }}" in modelfile
     greedy = ["temperature 0", "top_k 0", "top_p 1", "repeat_penalty 1", "num_predict 8"]
     assert re.findall("PARAMETER (.*)", modelfile) == [*greedy, 'stop "<|im_end|>"', 'stop "<|endoftext|>"']
     read, tokenizer = gwen.load(str(tmp_path / "mine" / "mine-Q8_0.gguf"), mx.float32)

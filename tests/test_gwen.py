@@ -194,9 +194,8 @@ def test_the_dtype_is_that_of_the_argument_else_of_the_environment(checkpoints, 
 
 
 def test_loading_holds_little_more_than_the_model(tmp_path):
-    directory = write_checkpoint(
-        tmp_path, QWEN3 | {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 12}
-    )
+    larger = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 12}
+    directory = write_checkpoint(tmp_path, QWEN3 | larger)
     model = gwen.load_model(directory, mx.float32)
     num_bytes = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
     assert num_bytes > 30e6 and peak_of(lambda: gwen.load_model(directory, mx.float32).parameters()) < 1.2 * num_bytes

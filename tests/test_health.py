@@ -101,7 +101,6 @@ def test_a_constant_reward_is_warned_of_once_and_not_again_where_the_run_goes_on
 
 @pytest.mark.slow
 def test_a_healthy_run_is_not_warned_of_anything(tmp_path, capsys):
-    train.main(
-        [*SMALL, "--steps", "10", "--learning-rate", "1e-4", "--eval-every", "5", "--run-dir", str(tmp_path / "run")]
-    )
+    flags = "--steps 10 --learning-rate 1e-4 --eval-every 5 --run-dir".split()
+    train.main([*SMALL, *flags, str(tmp_path / "run")])
     assert "WARNING" not in capsys.readouterr().err and read_log(tmp_path / "run" / "warnings.jsonl") == []

@@ -33,9 +33,7 @@ def test_every_foreign_name_is_answered_by_its_row_and_never_by_its_spelling():
         if kind != "same":
             answer = flags.hint(flags.flag_of(name), sorted(of_training))
             assert name in answer and "did you mean" not in answer and said.replace("`", "") in answer
-            assert kind != "renamed" or own or said[0].isupper() or name == "callbacks", (
-                f"{name}: what is to be written"
-            )
+            assert kind != "renamed" or own or said[0].isupper() or name == "callbacks", f"{name}: what to write"
     assert {kind for rows in flags.foreign_names().values() for kind, _ in rows.values()} == KINDS
 
 
@@ -203,10 +201,8 @@ def test_all_unknown_flags_are_told_in_one_line(capsys):
 
 
 def test_a_recipe_and_a_program_are_answered_like_a_flag():
-    both = (
-        r"'num_generations'; TRL's num_generations is here --groups.*\. unknown setting 'zebra'; train\.py --help-all"
-    )
-    with pytest.raises(ValueError, match=both):
+    its = r"'num_generations'; TRL's num_generations is here --groups.*\. unknown setting 'zebra'; train\.py --help-all"
+    with pytest.raises(ValueError, match=its):
         sources.refuse_unknown({"num_generations": 8, "zebra": 8})
     with pytest.raises(ValueError, match=r"5 unknown settings, 'a', 'b', 'c', 'd', 'e'; of TRL's --from-trl FILE"):
         sources.refuse_unknown("abcde")

@@ -113,9 +113,8 @@ def test_what_is_cached_loads_when_the_hub_does_not_answer(unreachable):
 
 @pytest.mark.parametrize("name", ["Qwen3-0.6B", "a/b/c", "./Qwen/Qwen3", "~/Qwen", "Qwen/", "/Qwen3", "a//b", "a/b c"])
 def test_what_cannot_be_a_hub_id_is_told_so(offline, name):
-    assert re.match(
-        f"--model {name}: (no such directory, and no hub id|HFValidationError: )", message_of(gwen.load, name)
-    )
+    told = f"--model {name}: (no such directory, and no hub id|HFValidationError: )"
+    assert re.match(told, message_of(gwen.load, name))
 
 
 # ---- what is asked for, and what is never run

@@ -59,9 +59,8 @@ def mine(tmp_path):
 
 def train_two_steps(tmp_path, name, *flags):
     run = tmp_path / name
-    train.main(
-        [*SMALL, *"--task demo --eval-every 0 --steps 2 --judge-chunk-size 64".split(), *flags, "--run-dir", str(run)]
-    )
+    how = "--task demo --eval-every 0 --steps 2 --judge-chunk-size 64".split()
+    train.main([*SMALL, *how, *flags, "--run-dir", str(run)])
     records = read_log(run / "metrics.jsonl")
     return [(one["loss"], one["grad_norm"], one["reward/mean"]) for one in records]
 
@@ -117,9 +116,8 @@ def test_a_bad_loss_or_advantage_is_one_line_before_a_model_is_loaded(mine, flag
 
 
 def test_a_loss_may_ignore_advantages_and_count_in_whole_numbers(mine, tmp_path):
-    (tmp_path / "plain.py").write_text(
-        "import grpo\n\ndef forget(t, _): return grpo.Loss((t.logprobs * t.mask).sum(), {})\n"
-    )
+    forget = "def forget(t, _): return grpo.Loss((t.logprobs * t.mask).sum(), {})\n"
+    (tmp_path / "plain.py").write_text(f"import grpo\n\n{forget}")
     for spec in (f"{mine}:counted", f"{tmp_path}/plain.py:forget"):
         assert objectives.load(Config.of(loss_type=spec)).loss is not None
 

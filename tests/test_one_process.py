@@ -47,9 +47,8 @@ HOLDER = "import os, pathlib, sys, time; from disk import run_files; run_files.o
 )
 def test_a_process_that_is_killed_leaves_no_lock_though_its_child_lives_on(tmp_path, what):
     command = [sys.executable, "-c", HOLDER.format(what), str(tmp_path)]
-    process = subprocess.Popen(
-        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes)
     try:
         assert process.stdout.readline() == "held\n"
         with run_files.owner():

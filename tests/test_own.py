@@ -75,9 +75,8 @@ def test_rewards_find_a_renamed_column_by_both_names_but_not_one_that_means_some
     path = write_log(tmp_path / "data.jsonl", [{"question": "?", "solution": "42", "answer": "it is 42"}])
     (example,) = examples.load_data(path, "prompt=question,answer=solution")
     assert example == {"prompt": "?", "question": "?", "solution": "42", "answer": "42"}
-    (example,) = examples.load_data(
-        write_log(tmp_path / "b.jsonl", [{"prompt": "?", "num_tokens": 3}]), "mine=num_tokens"
-    )
+    path = write_log(tmp_path / "b.jsonl", [{"prompt": "?", "num_tokens": 3}])
+    (example,) = examples.load_data(path, "mine=num_tokens")
     assert example == {"prompt": "?", "mine": 3}
 
 
@@ -142,9 +141,8 @@ def test_data_without_answers_needs_a_reward_and_its_evaluations_show_that_alone
     task = task_of("--data", path, "--reward", "length:9")
     assert (task.metric, task.verifier, task.reward_weights) == ("score", None, {"length": 1.0})
     assert task.notes[1] == "answers: none to compare with"
-    prose = write_log(
-        tmp_path / "prose.jsonl", [row | {"answer": "It depends on this and on that, as always."} for row in SUMS]
-    )
+    rows = [row | {"answer": "It depends on this and on that, as always."} for row in SUMS]
+    prose = write_log(tmp_path / "prose.jsonl", rows)
     assert "only prose, as 'It depends on this and on that, as always.'" in message_of(task_of, "--data", prose)
     assert "30 not compared, being prose, as 'It d" in task_of("--data", prose, "--reward", "length:9").notes[1]
     judged = task_of("--data", path, "--rubric", ROOT / "data" / "demo_rubric.yaml")
@@ -161,9 +159,8 @@ def test_the_verifier_that_is_taken_is_told_with_an_example_and_another_may_be_n
     assert "4 compared as texts" in task_of(*data, "--verifier", "exact").notes[1]
     assert 'cannot compare with the answer \'{"label"' in message_of(task_of, *data, "--verifier", "number")
     assert "did you mean 'json'?; or one of auto, json" in message_of(task_of, *data, "--verifier", "jsn")
-    assert "--verifier json compares with the answers of your own" in message_of(
-        task_of, "--task", "demo", "--verifier", "json"
-    )
+    said = message_of(task_of, "--task", "demo", "--verifier", "json")
+    assert "--verifier json compares with the answers of your own" in said
     (tmp_path / "mine.py").write_text("def bug(completions, **_): return [float('bug' in one) for one in completions]")
     task = task_of(*data, "--verifier", f"{tmp_path}/mine.py:bug", "--reward", "length:9")
     assert rewards.call_reward("x", task.verifier, ["?"], ["a bug"], {}) == [1] and list(task.rewards) == ["length"]
@@ -231,9 +228,8 @@ def test_own_data_has_the_defaults_of_the_size_in_the_model_s_name(model, recipe
 
 @pytest.mark.slow
 def test_a_run_shows_accuracy_and_score(tmp_path):
-    rows = [
-        {"prompt": f"What is {a} plus {b}?", "answer": "lots"} for a in ("one", "six") for b in ("two", "ten", "five")
-    ]
+    asked = [f"What is {a} plus {b}?" for a in ("one", "six") for b in ("two", "ten", "five")]
+    rows = [{"prompt": prompt, "answer": "lots"} for prompt in asked]
     (tmp_path / "mine.py").write_text(
         "def always(completions, answer, **_):\n"
         "    return [float('.' in text or text == right) for text, right in zip(completions, answer)]"
@@ -283,13 +279,8 @@ def test_files_are_kept_by_absolute_paths_and_names_as_they_are(tmp_path, monkey
     for name in ("demo", "model", "saved", "owner"):
         (tmp_path / name).mkdir()
     asked = {"data": "mine.jsonl,test.jsonl", "reward": ["mine.py:fn", "length:200", "math_verify"], "rubric": "r.yaml"}
-    asked |= {
-        "model": "demo",
-        "judge_model": "model",
-        "loss_type": "mine.py:loss",
-        "advantage": "group",
-        "teacher": "self",
-    }
+    asked |= {"model": "demo", "judge_model": "model", "teacher": "self"}
+    asked |= {"loss_type": "mine.py:loss", "advantage": "group"}
     found = located(asked)
     assert found == asked | {
         "data": f"{tmp_path}/mine.jsonl,{tmp_path}/test.jsonl",
@@ -362,10 +353,8 @@ def test_a_bundled_judge_is_warned_of_where_it_has_not_learned_the_criteria(tmp_
 
     (said,) = noise(*data, *mine)
     assert "the judge demo has learned only the criteria of data/demo_rubric.yaml: its scores of kind are noise" in said
-    assert (
-        "no criteria: its scores of correct, working, sentence are"
-        in noise(*data, *demos, "--judge-model", "demo:rg")[0]
-    )
+    (said,) = noise(*data, *demos, "--judge-model", "demo:rg")
+    assert "no criteria: its scores of correct, working, sentence are" in said
     assert "wondering" in noise("--task", "values")[0]  # the witness too
     assert not noise(*data, *demos) and not noise("--task", "demo")
     assert not noise(*data, *mine, "--judge-model", "Qwen/Qwen3-4B")

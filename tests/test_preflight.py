@@ -135,9 +135,8 @@ def test_a_model_that_trains_whole_is_held_twice_where_it_is_its_own_judge_or_th
     def stays(**flags):
         return preflight.stays(demand_of(make_config(lora_rank=0, **flags))._replace(rubric=RUBRIC))
 
-    other, frozen, both = (
-        stays(**flags) for flags in ({"judge_model": "demo"}, {}, {"judge_model": "demo", "beta": 0.1})
-    )
+    frozen, other = stays(), stays(judge_model="demo")
+    both = stays(judge_model="demo", beta=0.1)
     assert other["base"] == 0 and frozen["base"] == frozen["weights"] and "judge" not in frozen
     assert both == other | {"base": both["weights"]} and other["judge"] < 0.01 * both["base"]
 
@@ -246,9 +245,8 @@ def test_a_trial_counts_right_answers_and_says_that_none_is_and_ends_that_read_a
 
 def test_right_is_what_the_verifier_of_the_run_finds_so_where_a_problem_has_an_answer():
     examples = [{"prompt": [{"role": "user", "content": "?"}], "answer": answer, "of": 2} for answer in (4, "6", None)]
-    task = tasks.Task(
-        "own", {}, {}, verifier=lambda completions, answer, of, **_: list(map(right, completions, answer))
-    )
+    verifier = lambda completions, answer, of, **_: list(map(right, completions, answer))  # noqa: E731
+    task = tasks.Task("own", {}, {}, verifier=verifier)
     right = lambda text, answer: text == str(answer)  # noqa: E731
     answers = [one | {"completion": "6", "answer": one["answer"] and str(one["answer"])} for one in examples]
     assert preflight.right_of(task._replace(train=examples), answers) == [0, 1]

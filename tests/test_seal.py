@@ -41,9 +41,8 @@ def sealed(monkeypatch):
 def test_an_answer_that_tries_what_is_refused_is_named_counted_and_shown_in_plain_characters(sealed, capsys):
     before, answer, after = sealed().ask([("double", 2), (CODES[2], "\x1b[2J"), ("double", 3)])
     assert (before.value, after.value) == (4, 6) and answer == (None, "tried what is refused here: open", True)
-    assert capsys.readouterr().err == (
-        "1 of 3 answers broke their reader: '\\x1b[2J' tried what is refused here: open\n"
-    )
+    said = "1 of 3 answers broke their reader: '\\x1b[2J' tried what is refused here: open\n"
+    assert capsys.readouterr().err == said
 
 
 def test_a_worker_has_an_empty_directory_and_no_key_and_prints_nothing(sealed, capfd):

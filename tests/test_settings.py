@@ -19,11 +19,8 @@ def values_of(setting):
     if kind in BOUNDS:
         low, high = (field.metadata.get(name, bound) for name, bound in zip(("low", "high"), BOUNDS[kind], strict=True))
         return st.integers(int(low), int(high)) if kind is int else st.floats(low, high)
-    return {
-        bool: st.booleans(),
-        str: TEXTS,
-        dict: st.dictionaries(TEXTS, st.floats(-9, 9), max_size=2),
-    }.get(kind, st.nothing())
+    others = {bool: st.booleans(), str: TEXTS, dict: st.dictionaries(TEXTS, st.floats(-9, 9), max_size=2)}
+    return others.get(kind, st.nothing())
 
 
 def survives(given_settings, path):

@@ -221,9 +221,8 @@ def test_flags_that_make_no_sense_with_sft_are_refused_by_name(flags, said):
 def test_sft_needs_data_and_its_first_line_names_the_replies_and_the_recipe():
     assert "--loss-type sft needs --data" in message_of(resolve, given_with(""))
     said = resolve(given_with("--data x.jsonl"))[1]
-    assert said.startswith(
-        "model: demo, as asked; replies: x.jsonl; task: own, by recipes/demo.yaml: --batch 8 --steps"
-    )
+    begin = "model: demo, as asked; replies: x.jsonl; task: own, by recipes/demo.yaml: --batch 8 --steps"
+    assert said.startswith(begin)
 
 
 def test_the_environment_and_a_task_s_recipe_set_nothing_that_sft_has_not(monkeypatch):
@@ -281,8 +280,7 @@ def test_a_run_is_evaluated_on_its_replies_or_on_the_problems_of_a_task_that_was
     evaluate.main(["--run", str(run), "--limit", "4", "--max-tokens", "12"])
     record = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert record["eval/num"] == 4 and "eval/accuracy" in record
-    asked = write_log(
-        tmp_path / "asked.jsonl", [{"prompt": f"What is {n} plus {n}?", "answer": "4"} for n in range(40)]
-    )
+    rows = [{"prompt": f"What is {n} plus {n}?", "answer": "4"} for n in range(40)]
+    asked = write_log(tmp_path / "asked.jsonl", rows)
     evaluate.main(["--run", str(source), "--data", asked, "--limit", "2", "--max-tokens", "4"])
     assert "36 of the 40 prompts of --data" in capsys.readouterr().err

@@ -138,9 +138,8 @@ def peaked_rows() -> np.ndarray:
     """Rows of Qwen's vocabulary on which one running float32 sum goes wrong."""
     flat, noise = np.zeros((1, VOCAB)), RNG.normal(size=(1, VOCAB))
     peak = np.where(np.arange(VOCAB) == 7, 12.0, 0.0)[None]
-    return np.concatenate([flat, noise, 5 * noise, 30 + noise, peak + 0.1 * noise, 0.01 * noise - 100]).astype(
-        np.float32
-    )
+    rows = [flat, noise, 5 * noise, 30 + noise, peak + 0.1 * noise, 0.01 * noise - 100]
+    return np.concatenate(rows).astype(np.float32)
 
 
 def test_logsumexp_of_qwens_vocabulary_is_exact_to_2e_5():

@@ -31,9 +31,8 @@ def test_no_prompt_is_both_trained_on_and_held_out(name):
 
 def test_the_demo_holds_out_pairs_of_numbers_and_not_only_wordings():
     task = tasks.load("demo")
-    train, held_out = (
-        {tuple(sorted(numbers_in(example["prompt"]))) for example in side} for side in (task.train, task.held_out)
-    )
+    sides = task.train, task.held_out
+    train, held_out = ({tuple(sorted(numbers_in(one["prompt"]))) for one in side} for side in sides)
     assert (len(task.train), len(task.held_out)) == (2000, 512) and not train & held_out
 
 
@@ -161,9 +160,8 @@ def test_gsm8k_is_read_from_the_hub_by_split(monkeypatch):
 
     def load_dataset(name, config, split):
         asked.append((name, config, split))
-        return types.SimpleNamespace(
-            to_list=lambda: [{"question": f"{split} {n}?", "answer": f"#### {n}"} for n in range(3)]
-        )
+        rows = [{"question": f"{split} {n}?", "answer": f"#### {n}"} for n in range(3)]
+        return types.SimpleNamespace(to_list=lambda: rows)
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
     task = tasks.load("gsm8k")
@@ -176,10 +174,8 @@ def test_the_recipe_of_gsm8k_trains_three_seeds_and_measures_on_all_test_questio
     model, (some, others) = tmp_path / "Qwen2.5", (tmp_path / "train.jsonl", tmp_path / "test.jsonl")
     shutil.copytree(checkpoints["qwen2.5"], model)
     tokenizer.save_pretrained(str(model))
-    for path, low, high in ((some, 0, 40), (others, 40, 340)):
-        rows = [
-            {"question": f"What is {n} + {n}?", "answer": f"It is {2 * n}.\n#### {2 * n}"} for n in range(low, high)
-        ]
+    for path, low, end in ((some, 0, 40), (others, 40, 340)):
+        rows = [{"question": f"What is {n} + {n}?", "answer": f"It is {2 * n}.\n#### {2 * n}"} for n in range(low, end)]
         write_log(path, rows)
     flags = ["--config", str(ROOT / "recipes" / "gsm8k.yaml"), "--model", str(model), "--data", f"{some},{others}"]
     flags += "--steps 1 --batch 2 --groups 2 --max-tokens 2 --eval-every 0 --seeds 3".split()

@@ -220,10 +220,8 @@ def calculator(expression: str) -> str:
 def test_a_tool_that_hangs_inside_mlx_spoils_no_end(tmp_path):
     """Python's own end would abort, exit status 134."""
     (tmp_path / "hangs.py").write_text(HANGS)
-    flags = (
-        "--model demo:tools --steps 1 --batch 1 --groups 8 --eval-every 0 --max-tokens 40 --tool-timeout 0.3".split()
-    )
-    done = command("train.py", *flags, "--tools", f"{tmp_path}/hangs.py:calculator", "--run-dir", tmp_path / "run")
+    how = "--model demo:tools --steps 1 --batch 1 --groups 8 --eval-every 0 --max-tokens 40 --tool-timeout 0.3".split()
+    done = command("train.py", *how, "--tools", f"{tmp_path}/hangs.py:calculator", "--run-dir", tmp_path / "run")
     assert done.returncode == 0, done.stderr
     lines = read_log(tmp_path / "run" / "rollouts.jsonl")
     assert "the call took longer than 0.3 s" in {called["error"] for line in lines for called in line["tool_calls"]}

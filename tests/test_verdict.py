@@ -131,10 +131,8 @@ def made(folder, num, before, after, figure="accuracy", settings=(), half=None, 
             if "verifier" in dict(settings):
                 line["answer"] = KINDS[problem % 3]
             if "tools" in dict(settings):
-                line |= {
-                    "messages": [talk(text)],
-                    "completions": ["<tool_call>2 * 3</tool_call>\n" * (1 + step // 4) + text],
-                }
+                calls = "<tool_call>2 * 3</tool_call>\n" * (1 + step // 4)
+                line |= {"messages": [talk(text)], "completions": [calls + text]}
             rewards = {"mine": [value]} | ({"short": more_paid} if more_paid else {})
             answers.append(line | {"rewards": rewards, "reward": [sum([value or 0.0, *more_paid])]})
     write_log(folder / "eval.jsonl", records)
@@ -277,9 +275,8 @@ def test_runs_get_their_verdicts_and_none_that_is_gamed_goes_without_its_words(t
     listed, markup = capsys.readouterr().out, page.write(run).read_text()
     assert f"  {found.headline}" in listed and f"<h2>{found.headline}</h2>" in markup
     if "though" in found.headline:
-        assert re.search(
-            r"gain .*, though the score changed by .*; rewards: mine \+0\.000, short [+-]0\.[89]", found.text
-        )
+        told = r"gain .*, though the score changed by .*; rewards: mine \+0\.000, short [+-]0\.[89]"
+        assert re.search(told, found.text)
         assert found.advice == (verdict.APART if kind == "paid for another thing" else verdict.TOO_FAR)
     if kind.startswith("gamed"):
         assert f"{word}; " in listed and said in listed  # the word never stands alone
@@ -330,9 +327,8 @@ def test_what_is_best_already_is_not_called_still_rising():
     """Of 0, 25, 50, 75 and 100 steps the one after 75 is the best, and the last one is better than that after 50."""
     answers, evals = {}, []
     for step, num in ((0, 30), (25, 50), (50, 60), (75, 90), (100, 91)):
-        answers[step] = {
-            n: {"values": [float(n < num)], "rewards": {}, "prompt": "?", "completions": [""]} for n in range(120)
-        }
+        record = {"rewards": {}, "prompt": "?", "completions": [""]}
+        answers[step] = {n: record | {"values": [float(n < num)]} for n in range(120)}
         evals.append({"step": step, "eval/accuracy": num / 120, "eval/num": 120})
     run = run_of(evals, answers)
     found = verdict.verdict(run)
@@ -353,12 +349,9 @@ def test_a_run_warns_of_what_fell_when_it_falls_and_its_best_is_kept(tmp_path, c
     for step, num in ((0, 30), (10, 70), (20, 72), (30, 40)):
         values = [float(problem < num) for problem in range(100)]
         log.steps = [{"step": n, "entropy": n**-3.0} for n in range(1, step + 1)]  # which is no loss, as more is right
-        answers = [
-            {"problem": n, "prompt": "?", "completions": ["It is."], "values": [v]} for n, v in enumerate(values)
-        ]
-        log.write_evaluation(
-            step, {"eval/accuracy": num / 100, "eval/num": 100}, [one | {"rewards": {}} for one in answers]
-        )
+        record = {"prompt": "?", "completions": ["It is."], "rewards": {}}
+        answers = [record | {"problem": n, "values": [value]} for n, value in enumerate(values)]
+        log.write_evaluation(step, {"eval/accuracy": num / 100, "eval/num": 100}, answers)
     assert "WARNING after step 30: accuracy fell from 0.700 after step 10" in capsys.readouterr().err
     assert log.best_step == 10 and [one["name"] for one in log.warnings.read()] == ["worse"]
     log.print_summary()

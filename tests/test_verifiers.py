@@ -106,9 +106,8 @@ def test_json_is_right_in_any_layout_and_wrong_once_a_value_is_another(value):
 
 def test_a_verifier_that_does_not_fit_names_the_answer_and_auto_leaves_prose_out():
     prose = "It depends on the weather, on the season and on you."
-    assert "--verifier number cannot compare with the answer 'lots'" in message_of(
-        verifiers.choose, "number", ["1", "lots"]
-    )
+    said = message_of(verifiers.choose, "number", ["1", "lots"])
+    assert "--verifier number cannot compare with the answer 'lots'" in said
     assert told("auto", ["Paris", prose], [("Paris", "paris"), (prose, prose), (None, "None")]) == [1, None, None]
     brackets = [(")]", f"The answer is {text}") for text in (")]", ")", "", "))")]
     assert told("exact", [")]"], brackets) == [1, 0, 0, 0]

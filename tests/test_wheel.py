@@ -34,9 +34,8 @@ def test_a_wheel_trains_answers_and_knows_its_commit_in_another_directory(wheel,
     def run(*words):
         return subprocess.run([gwen, *words], cwd=tmp_path, capture_output=True, text=True, timeout=300)
 
-    trained = run(
-        "train", "--model", "demo", "--steps", "2", "--batch", "2", "--eval-every", "0", "--run-dir", "runs/demo"
-    )
+    flags = "--model demo --steps 2 --batch 2 --eval-every 0 --run-dir runs/demo".split()
+    trained = run("train", *flags)
     assert trained.returncode == 0, trained.stderr
     commit = json.loads((tmp_path / "runs" / "demo" / "env.json").read_text())["commit"]
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)

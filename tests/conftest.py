@@ -173,8 +173,7 @@ def command(program: str, *flags: Any, environment: dict[str, str] | None = None
     """A command as a user starts it, in a process of its own. environment: what is added to that of the tests."""
     return subprocess.run(
         [sys.executable, program, *map(str, flags)],
-        cwd=ROOT,
-        **{"env": os.environ | (environment or {})} | options,
+        **{"cwd": ROOT, "env": os.environ | (environment or {})} | options,
         capture_output=True,
         text=True,
         timeout=600,

@@ -4,14 +4,12 @@ import importlib.util
 import re
 import shutil
 import struct
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from conftest import CONFIGS, ROOT, message_of, random_weights, relative_error
+from conftest import CONFIGS, command, message_of, random_weights, relative_error
 from extras import needs
 from gguf import GGMLQuantizationType
 
@@ -218,7 +216,7 @@ for number in range(200):
 
 def test_no_bytes_of_a_header_end_the_process(write):
     path = write(CONFIGS["llama"], "smollm", 8).path
-    done = subprocess.run([sys.executable, "-c", READ_ALL, str(path)], capture_output=True, text=True, cwd=ROOT)
+    done = command("-c", READ_ALL, path)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("read\n") > 9 and done.stdout.count("refused 1\n") == 200 - done.stdout.count("read\n")
 

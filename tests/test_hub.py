@@ -7,8 +7,6 @@ import os
 import random
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +14,7 @@ from typing import Any
 import huggingface_hub
 import mlx.core as mx
 import pytest
-from conftest import CONFIGS, QWEN3, ROOT, message_of, write_checkpoint, write_log
+from conftest import CONFIGS, QWEN3, command, message_of, write_checkpoint, write_log
 from huggingface_hub import constants, errors
 from huggingface_hub.utils import _http, filter_repo_objects
 from small_run import resolve
@@ -34,7 +32,7 @@ MAIN, OTHER = "1" * 40, "2" * 40  # two commits
 def test_no_command_advises_to_install_pytorch():
     env = {name: value for name, value in os.environ.items() if not name.startswith("TRANSFORMERS_")}
     code = "import train, transformers"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    done = command("-c", code, env=env, check=True)
     assert done.stdout + done.stderr == ""
 
 

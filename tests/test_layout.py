@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
-from conftest import ROOT
+from conftest import ROOT, command
 
 
 def files_of(root: Path) -> list[Path]:
@@ -173,7 +173,7 @@ mine = [str(path) for path in opened if str(path).startswith({str(ROOT)!r})]
 mine = [path for path in mine if "/." not in path and not path.endswith((".py", ".pyc"))]
 assert not mine, mine
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    done = command("-c", program)
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""
     assert all(line.startswith("gwen: MLX runs on its slow") for line in done.stderr.splitlines()), done.stderr
@@ -197,6 +197,6 @@ def test_no_file_mentions_the_workshop_or_a_registry():
 
 def test_a_run_loads_at_most_80_modules_of_ours():
     files = "import sys, train; print(*(getattr(module, '__file__', '') for module in sys.modules.values()), sep='\\n')"
-    shown = subprocess.run([sys.executable, "-c", files], cwd=ROOT, capture_output=True, text=True, check=True)
+    shown = command("-c", files, check=True)
     ours = {path_id(path) for path in FILES} & {line.removeprefix(f"{ROOT}/") for line in shown.stdout.splitlines()}
     assert 40 < len(ours) <= 80, sorted(ours)

@@ -6,15 +6,13 @@ model's own sizes, log-probabilities that are no numbers, a night's training, th
 import os
 import re
 import shlex
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import ROOT, command
 
 import gwen
 import lora
@@ -81,7 +79,7 @@ runpy.run_module("train", run_name="__main__", alter_sys=True)
 def test_the_environment_is_set_before_mlx_reads_it_and_a_users_value_stays():
     names = ["AGX_RELAX_CDM_CTXSTORE_TIMEOUT", "MLX_ENABLE_TF32", "MLX_SDPA_VJP_FALLBACK"]
     given = {name: value for name, value in os.environ.items() if name not in names} | {"MLX_SDPA_VJP_FALLBACK": "no"}
-    done = subprocess.run([sys.executable, "-c", AT_MLX % names], cwd=ROOT, env=given, capture_output=True, text=True)
+    done = command("-c", AT_MLX % names, env=given)
     assert done.stdout == "1 0 no\n", done.stderr
 
 

@@ -1,12 +1,10 @@
 """Signs of life: what a command that says nothing for a while says it is at, how far, and how long still."""
 
 import io
-import subprocess
-import sys
 import threading
 
 import pytest
-from conftest import ROOT
+from conftest import command
 
 from machine import alive
 
@@ -90,6 +88,6 @@ with alive.doing("multiplying"):
     while alive.time.monotonic() - begin < 1.5:
         mx.eval(mx.ones((1500, 1500)) @ mx.ones((1500, 1500)))
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    done = command("-c", program)
     assert done.returncode == 0
     assert "... multiplying, " in done.stderr and "so far" in done.stderr

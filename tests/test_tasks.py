@@ -2,14 +2,13 @@
 
 import json
 import shutil
-import subprocess
 import sys
 import types
 from collections import Counter
 
 import pytest
 import yaml
-from conftest import ROOT, message_of, read_log, write_log
+from conftest import ROOT, command, message_of, read_log, write_log
 
 import evaluate
 import tasks
@@ -195,5 +194,5 @@ def test_the_recipe_of_gsm8k_trains_three_seeds_and_measures_on_all_test_questio
 def test_data_rewards_and_tasks_import_nothing_heavy(module):
     heavy = {"mlx", "datasets", "pyarrow", "gwen"} | ({"numpy"} if module != "tasks" else set())
     code = f"import sys, {module}; print(sorted({heavy} & set(sys.modules)))"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    out = command("-c", code, check=True)
     assert out.stdout.strip() == "[]"

@@ -1,14 +1,12 @@
 """A run from Python: started, looped over, left, gone on with, sampled; functions and rows in place of files."""
 
 import json
-import os
 import signal
-import subprocess
 import sys
 
 import numpy as np
 import pytest
-from conftest import ROOT, message_of, read_log
+from conftest import ROOT, command, message_of, read_log
 
 import grpo
 import preflight
@@ -86,14 +84,8 @@ def test_the_notebook_trains_plots_changes_the_loss_and_goes_on(tmp_path):
     code = "\n".join(cells).replace("groups=8", "groups=4").replace("eval_limit=64", "eval_limit=8")
     code = code.replace("steps=10", "steps=2").replace("eval_every=10", "eval_every=2").replace("steps=5", "steps=1")
     program = "import sys; sys.path.insert(0, sys.argv[1])\nexec(compile(sys.stdin.read(), 'notebook', 'exec'))"
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(ROOT)],
-        input=f"{code}\nassert len(rewards) == 3 and second.config.objective.loss_type == '__main__:reinforce'",
-        cwd=tmp_path,
-        env=os.environ | {"MPLBACKEND": "Agg"},
-        capture_output=True,
-        text=True,
-    )
+    code += "\nassert len(rewards) == 3 and second.config.objective.loss_type == '__main__:reinforce'"
+    done = command("-c", program, ROOT, environment={"MPLBACKEND": "Agg"}, input=code, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert len(list((tmp_path / "runs").iterdir())) == 2
 

@@ -17,16 +17,8 @@ from config import Config
 from machine import alive
 from reporting import console
 
-STEP = {
-    "step": 1,
-    "loss": 0.01138,
-    "reward/mean": -0.171875,
-    "step/s": 105.49,
-    "rollout/tok_s": 607.41,
-    "train/tok_s": 91.62,
-    "reward/zero_std_frac": 0.25,
-    "update/rows": 24,
-}
+STEP = {"step": 1, "loss": 0.01138, "reward/mean": -0.171875, "step/s": 105.49, "rollout/tok_s": 607.41}
+STEP |= {"train/tok_s": 91.62, "reward/zero_std_frac": 0.25, "update/rows": 24}
 
 LINE = "step 1/100 | loss 0.0114 | reward -0.171875 | 105.5s | rollout 607.4 tok/s | train 91.6 tok/s | 25%"
 COMMAND = f"uv run train.py --model demo --run-dir {'runs/' + 'long' * 20}"

@@ -59,7 +59,6 @@ def rendered_by_ollama(folder, tokenizer, messages):
 
 
 TALK = "{% for one in messages %}<{{ one.role }}>{{ one.content | trim }}{% endfor %}"
-REFUSING = "{{ raise_exception('no') if messages[0].role == 'system' }}"
 
 
 @pytest.mark.parametrize(
@@ -67,7 +66,7 @@ REFUSING = "{{ raise_exception('no') if messages[0].role == 'system' }}"
     [
         ("{{ bos_token }}" + TALK + "<so>", "<user>Hi<so>"),
         ("{{ messages | length }}" + TALK, None),
-        (REFUSING + TALK, None),
+        ("{{ raise_exception('no') if messages[0].role == 'system' }}" + TALK, None),
     ],
 )
 def test_ollama_gets_a_template_without_llama_cpp_s_first_token_or_none(tmp_path, tokenizer_like, template, wanted):  # noqa: F811

@@ -17,12 +17,6 @@ from settings.sources import parse
 KINDS = {"same", "renamed", "not needed", "missing"}
 
 
-def said_of(capsys, *words):
-    with pytest.raises(SystemExit):
-        parse([str(word) for word in words])
-    return capsys.readouterr().err
-
-
 def test_every_foreign_name_is_answered_by_its_row_and_never_by_its_spelling():
     of_training = {"--loss", "--resume", "--run-dir", "--eval-data", *map(flags.flag_of, SETTINGS)}
     commands = {"--samples", "--export", "--fuse", *of_training}
@@ -195,7 +189,9 @@ def test_a_file_of_trl_becomes_a_recipe_that_says_what_has_no_equal(tmp_path, ca
 
 
 def test_all_unknown_flags_are_told_in_one_line(capsys):
-    said = said_of(capsys, "--num-generations", "8", "--beta", "0.1", "--grups", "4", "--use-vllm")
+    with pytest.raises(SystemExit):
+        parse(["--num-generations", "8", "--beta", "0.1", "--grups", "4", "--use-vllm"])
+    said = capsys.readouterr().err
     assert said.count("\n") == 1 and said.count(" is no flag of train.py; ") == 3
     assert said.index("--groups, completions") < said.index("did you mean --groups?") < said.index("not needed here")
 

@@ -45,13 +45,7 @@ def test_yarn_equals_the_papers_formula(head_dim, theta, factor, trained):
 
 def test_yarn_without_the_trained_length_takes_that_of_the_model_as_transformers_does():
     config = hub.make_config(QWEN3 | {"rope_scaling": {"type": "yarn", "factor": 4}})
-    assert config.rope_scaling == {
-        "rope_type": "yarn",
-        "factor": 4.0,
-        "original_max_position_embeddings": 256,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-    }
+    assert config.rope_scaling == YARN | {"original_max_position_embeddings": 256, "beta_fast": 32.0, "beta_slow": 1.0}
 
 
 def test_both_layouts_of_rope_settings_give_the_same_configuration():

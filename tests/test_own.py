@@ -179,21 +179,20 @@ def test_own_data_is_its_own_task_and_its_defaults_are_said(tmp_path):
     flags = "--batch 3 --groups 8 --steps 60 --max-tokens 24 --learning-rate 0.004"
     flags += " --eval-every 20 --save-every 20"
     assert got.data.task == "own" and said.endswith(f"task: own, by recipes/demo.yaml: {flags}")
-    flags = given(parse(["--model", "Qwen/Qwen3-0.6B", "--data", path, "--batch", "3"]))
-    got, said = sources.resolve(flags, None, None, lambda name: (name, "asked"))
+    got, said = settings("--model", "Qwen/Qwen3-0.6B", "--data", path, "--batch", 3)
     recipe = load_yaml(ROOT / "recipes" / "own.yaml", "")
     assert got.sampling.batch == 3 and got.optimizer.learning_rate == recipe["learning_rate"]
     assert "--batch 3 --groups 8 --max-tokens 256 --steps 100 --learning-rate 5e-05" in said
     low = "low for this model: recipes/own.yaml has 5e-05"
-    flags = given(parse(["--model", "Qwen/Qwen3-0.6B", "--data", path, "--learning-rate", "1e-6"]))
-    assert sources.resolve(flags, None, None, lambda name: (name, "asked"))[1].endswith(f" 1e-06 is {low}")
+    said = settings("--model", "Qwen/Qwen3-0.6B", "--data", path, "--learning-rate", "1e-6")[1]
+    assert said.endswith(f" 1e-06 is {low}")
     assert settings("--data", path, "--task", "demo")[0].data.task == "demo"
     got, said = settings("--data", path, "--loss-type", "sft")
     flags = "--batch 8 --steps 60 --learning-rate 0.004 --eval-every 20 --save-every 20"
     assert got.data.task == "own" and said.endswith(f"; replies: {path}; task: own, by recipes/demo.yaml: {flags}")
     for model, rate in (("smollm2", 4e-4), ("demo:tools", 4e-3), ("Qwen/Qwen3-0.6B", 5e-5)):
-        flags = given(parse(["--model", model, "--data", path, "--loss-type", "sft"]))
-        assert sources.resolve(flags, None, None, lambda name: (name, ""))[0].optimizer.learning_rate == rate
+        got, _ = settings("--model", model, "--data", path, "--loss-type", "sft")
+        assert got.optimizer.learning_rate == rate
     assert "give it with --data FILE" in message_of(task_of, "--task", "own")
 
 
@@ -234,20 +233,14 @@ def test_a_run_shows_accuracy_and_score(tmp_path):
         "def always(completions, answer, **_):\n"
         "    return [float('.' in text or text == right) for text, right in zip(completions, answer)]"
     )
-    data = [
-        "--data",
-        write_log(tmp_path / "a.jsonl", rows),
-        "--eval-data",
-        write_log(tmp_path / "b.jsonl", [*SUMS[:12], {"prompt": "Hi"}]),
-    ]
-    flags = ["--model", "demo", *data, "--reward", f"{tmp_path}/mine.py:always", "--steps", "1", "--batch", "2"]
-    flags += ["--verifier", "auto"]
-    train.main([*flags, "--groups", "2", "--eval-every", "1", "--run-dir", str(tmp_path / "run")])
+    data = ["--data", write_log(tmp_path / "a.jsonl", rows), "--eval-data", str(tmp_path / "b.jsonl")]
+    write_log(tmp_path / "b.jsonl", [*SUMS[:12], {"prompt": "Hi"}])
+    flags = "--model demo --steps 1 --batch 2 --groups 2 --eval-every 1 --verifier auto".split()
+    train.main([*flags, *data, "--reward", f"{tmp_path}/mine.py:always", "--run-dir", str(tmp_path / "run")])
     record = json.loads((tmp_path / "run" / "eval.jsonl").read_text().splitlines()[0])
     assert record["eval/accuracy"] < record["eval/score"] == record["eval/reward/always"]
-    assert (record["eval/num"], record["eval/known"]) == (13, 12) and record["eval/accuracy"] * 12 == pytest.approx(
-        round(record["eval/accuracy"] * 12)
-    )
+    num_right = record["eval/accuracy"] * 12
+    assert (record["eval/num"], record["eval/known"]) == (13, 12) and num_right == pytest.approx(round(num_right))
     details = read_log(tmp_path / "run" / "eval_answers.jsonl")
     assert details[12]["values"] == [None] and details[12]["greedy_value"] is None  # no answer to compare with
 

@@ -109,10 +109,8 @@ def test_a_bad_result_names_the_reward_the_row_and_the_value(value, expected):
 
 
 def test_an_argument_that_cannot_be_given_by_its_name_is_named():
-    def by_place(completions, /):
-        return [0.0]
-
-    assert "needs 'completions'" in message_of(rewards.call_reward, "by_place", by_place, ["p"], ["a"], {})
+    said = message_of(rewards.call_reward, "by_place", lambda completions, /: [0.0], ["p"], ["a"], {})
+    assert "needs 'completions'" in said
 
 
 # ---- as TRL calls them
@@ -170,9 +168,8 @@ def test_only_what_reads_a_message_s_keys_is_tried_on_messages(reward_file):
 
 
 @needs("trl")
-def test_two_rewards_of_trl_run_unchanged(tmp_path):
-    file = tmp_path / "trls.py"
-    file.write_text("from trl.rewards import accuracy_reward, think_format_reward\n")
+def test_two_rewards_of_trl_run_unchanged(reward_file):
+    file = reward_file("from trl.rewards import accuracy_reward, think_format_reward\n")
     completions = ["<think>\nHalf.\n</think>\nIt is $\\boxed{\\frac{1}{2}}$", "It is $\\boxed{0.25}$", "No idea"]
     for name, right in (("accuracy_reward", [1, 0, None]), ("think_format_reward", [1, 0, 0])):
         _, fn = rewards.load_reward(f"{file}:{name}")
@@ -201,10 +198,9 @@ def test_rewards_by_name_are_their_formulas(spec, texts, num_tokens, values):
     assert rewards.call_reward(name, fn, ["p"] * len(texts), texts, {"num_tokens": num_tokens}) == values
 
 
-def test_a_file_is_one_module_until_it_changes(tmp_path):
-    path = tmp_path / "mine.py"
-    path.write_text("class A: pass\ndef is_a(x): return isinstance(x, A)\n")
+def test_a_file_is_one_module_until_it_changes(reward_file):
+    path = reward_file("class A: pass\ndef is_a(x): return isinstance(x, A)\n")
     kind = rewards.load_functions("--env", f"{path}:A", kind="class")["A"]
     assert rewards.load_function("--reward", f"{path}:is_a")[1](kind())
-    path.write_text("def is_a(x): return 7\n")
+    reward_file("def is_a(x): return 7\n")
     assert rewards.load_function("--reward", f"{path}:is_a")[1](0) == 7

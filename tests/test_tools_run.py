@@ -180,10 +180,8 @@ def test_a_resumed_run_with_an_environment_repeats_the_uninterrupted_one(tmp_pat
         break
     again = train.Trainer.resume(broken.dir)
     again.fit()
-    for name, fields in (
-        ("rollouts", ("prompt", "ids", "reward", "messages")),
-        ("eval", ("eval/score", "eval/greedy")),
-    ):
+    compared = {"rollouts": ("prompt", "ids", "reward", "messages"), "eval": ("eval/score", "eval/greedy")}
+    for name, fields in compared.items():
         ours, theirs = ([[line[key] for key in fields] for line in records(one, name)] for one in (whole, again))
         assert ours == theirs
 

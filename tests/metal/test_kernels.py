@@ -443,11 +443,7 @@ def test_the_chunked_head_on_kernels_equals_its_formula_and_so_does_its_gradient
     assert kernels == {"row_slopes" if head else "row_logprobs"}
 
 
-UPDATES = [
-    (),
-    ("--beta", "0.1", "--temp", "0.8", "--importance-sampling-level", "sequence"),
-    ("--top-k", "5"),
-]
+UPDATES = [(), ("--beta", "0.1", "--temp", "0.8", "--importance-sampling-level", "sequence"), ("--top-k", "5")]
 
 
 @fast

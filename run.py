@@ -190,8 +190,8 @@ class Run:
         For what goes wrong in the next step this state is kept; only with adapters, which are small. A run that trains
         all weights goes back to its newest checkpoint.
         """
-        self.boundary = (self.step, self.learner.num_changes)
         self._kept = self.learner.state() if self.config.model.lora_rank else None
+        self.boundary = (self.step, self.learner.num_changes)  # last: from here on a Ctrl-C goes back to what is kept
         if self.stopping:
             raise KeyboardInterrupt
 

@@ -373,6 +373,7 @@ def failing(which, error):
         ((update, "gradient"), "before", 6, 3),  # the second epoch: the step is finished first
         ((evaluate, "evaluate"), "before", 3, 4),  # an evaluation that was not finished is made up for
         ((checkpoint, "save"), "after", 2, 2),
+        ((update.Learner, "state"), "before", 4, 3),  # what a step goes back to is kept; it is that of the third step
     ],
 )
 def test_ctrl_c_at_any_moment_leaves_a_run_that_goes_on_bit_for_bit(

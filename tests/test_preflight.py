@@ -68,7 +68,7 @@ MANY = {"batch": 4, "groups": 16, "max_tokens": 16, "train_token_budget": 160}
         ({"lora_rank": 0, "train_token_budget": 300, "optimizer": "sgd"}, 80, None),
         ({"max_tokens": 128, "batch": 1}, 40, None),
         (MANY, 64, None),  # of this the rollout is the largest
-        ({"batch": 8, "groups": 2, "max_tokens": 8, "train_token_budget": 64}, 110, RUBRIC),  # and of this the judge
+        ({"batch": 8, "groups": 2, "max_tokens": 8, "train_token_budget": 64}, 140, RUBRIC),  # and of this the judge
     ],
     ids=str,
 )

@@ -239,6 +239,7 @@ def sample(args: argparse.Namespace) -> None:
     if args.compare:
         start = run_files.adapter_of(args.run, 0) if args.run else None
         model, tokenizer, is_beside = evaluate.load_policy(name, adapter, start)
+        why += f"; [before] is {name}{run_files.begun_with(run_files.settings_of(args.run))}" if start else ""
     else:
         model, tokenizer = gwen.load(name, adapter=adapter)
     config, box = toolbox(args, name, why, tokenizer, model)

@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> None:
         except RuntimeError as error:  # MLX's, when a file cannot be written
             raise OSError(f"--out {args.out} cannot be written: {hub.first_line(error)}") from error
         if args.run:
-            (made / "README.md").write_text(run_files.model_card(args.run, args.step))
+            (made / "README.md").write_text(run_files.model_card(args.run, args.step, args.export or "mlx"))
         os.replace(made, args.out)
         print(f"{args.out}: {what}", flush=True)
         if few:

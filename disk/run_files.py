@@ -122,7 +122,13 @@ def public(name: Any) -> str:
     return str(name) if is_hub_id else Path(name).name
 
 
-def model_card(run: str, step: int | None) -> str:
+def begun_with(settings: dict[str, Any]) -> str:
+    """What a run began with besides its model: ", with the adapter warm", or "" for nothing."""
+    given = settings.get("init_adapter")
+    return f", with the adapter {public(given)}" if given else ""
+
+
+def model_card(run: str, step: int | None, library: str = "mlx") -> str:
     """A README for a run's adapter or model: what it was made from, and its first and last held-out figures."""
     settings = settings_of(run)
     model, task = public(settings["model"]), settings.get("task")
@@ -139,9 +145,10 @@ def model_card(run: str, step: int | None) -> str:
     data = public(data) + f", held out {public(held_out)}" * bool(held_out) if data else f"the task {task}"
     head = ["| held-out figure | after steps | value (95%) | problems |", "|---|---|---|---|"]
     lines = [
-        *("---", *([f"base_model: {model.partition('@')[0]}"] if "/" in model else []), "library_name: mlx"),
+        *("---", *([f"base_model: {model.partition('@')[0]}"] if "/" in model else []), f"library_name: {library}"),
         *(f"tags: [{method.lower()}, gwen]", "---", "", f"# {Path(run).name}", ""),
-        *(f"{model}, trained with {method} by Gwen on {data}{teacher}.", "", *(head if rows else []), *rows),
+        f"{model}{begun_with(settings)}, trained with {method} by Gwen on {data}{teacher}.",
+        *("", *(head if rows else []), *rows),
     ]
     return "\n".join(lines) + "\n"
 

@@ -58,7 +58,8 @@ def make_answers(run: History) -> dict[str, Any]:
     rows = list(of.values())
     size = sum(len(cell["text"]) for row in rows for cell in row["cells"]) + 1
     shown = spread(rows, max(verdict.NUM_READ, int(len(rows) * MOST_ANSWERS / size)))
-    names = {steps[-1]: f"after step {steps[-1]}, the last evaluation", 0: "before training"}
+    names = {steps[-1]: f"after step {steps[-1]}, the last evaluation"}
+    names[0] = f"before training{run_files.begun_with(run.settings)}"
     return {
         "rows": shown,
         "first": [of[problem] for problem in verdict.drawn(problems, run.settings)],

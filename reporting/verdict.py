@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from disk.run_files import student
+from disk.run_files import begun_with, student
 from flags import safe, visible
 from problems import form
 from problems.examples import prompt_text
@@ -292,6 +292,8 @@ def verdict(run: History) -> Verdict | None:
         cheated, cheating = paid_though_wrong(run.answers) if is_verified and both else ((), ())
         alarms = [f"wrong, yet paid most: {len(cheated)} -> {len(cheating)} answers"] if cheating else []
         words = forms + words
+    begun = begun_with(settings) if first["step"] == 0 else ""
+    start = f"{first['step']}{begun}{',' * bool(begun)}"
     kind, moved, word = "conversations" if figure == "loss" else "problems", "", found.word if found else FEW
     headline = word
     if found is None:
@@ -299,7 +301,7 @@ def verdict(run: History) -> Verdict | None:
     else:
         was, now = (one[f"eval/{figure}"] for one in (first, last))
         part = f"{found.num} of {last['eval/num']}" if found.num < last["eval/num"] else found.num
-        text = f"{figure} {was:.3f} -> {now:.3f} from step {first['step']} to {last['step']}, on {part} held-out "
+        text = f"{figure} {was:.3f} -> {now:.3f} from step {start} to {last['step']}, on {part} held-out "
         text = "; ".join([f"{text}{kind}; gain {found}", *(at_the_start(found.num, settings) * (figure == "loss"))])
         total = paired(*map(paid, ends)) if is_verified and "eval/score" in last else None
         if total and word in (SAME, FEW) and total.word in (BETTER, WORSE):

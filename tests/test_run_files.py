@@ -14,15 +14,15 @@ from settings.sources import as_yaml
         ({"model": "demo"}, "demo, trained with GRPO by Gwen on the task demo."),
         ({"model": "demo", "data": "/ann/b,../ann/d"}, "demo, trained with GRPO by Gwen on b, held out d."),
         (
-            {"model": "Qwen/Qwen3-0.6B@main", "loss_type": "sft", "data": "/home/ann/chats.jsonl"},
-            "Qwen/Qwen3-0.6B@main, trained with SFT by Gwen on chats.jsonl.",
+            {"model": "Qwen/Qwen3-0.6B@main", "init_adapter": "/home/ann/warm", "data": "/home/ann/chats.jsonl"},
+            "Qwen/Qwen3-0.6B@main, with the adapter warm, trained with GRPO by Gwen on chats.jsonl.",
         ),
         (
             {"model": "/home/ann/small", "loss_type": "distill", "teacher": "../ann/large"},
             "small, trained with distillation by Gwen on the task demo, by the teacher large.",
         ),
     ],
-    ids=["grpo", "own", "sft", "distill"],
+    ids=["grpo", "own", "begun", "distill"],
 )
 def test_a_model_card_says_how_it_was_trained_and_from_where_to_where_without_local_paths(tmp_path, settings, said):
     (tmp_path / "config.yaml").write_text(as_yaml(Config.of(task="demo", **settings)))

@@ -30,7 +30,7 @@ import trainer
 import update
 from disk import run_files
 from flags import fail
-from machine import world
+from machine import link
 from problems import form
 from problems.episodes import ended
 from reporting.journal import Drawn
@@ -152,10 +152,10 @@ class Trainer(trainer.Trainer):
 
 def main(argv: list[str] | None = None) -> None:
     try:
-        with world.joined(), run_files.owner():
+        with link.joined(), run_files.owner():
             trainer.command(parse(sys.argv[1:] if argv is None else argv), Trainer)
     except (ValueError, OSError) as error:
-        fail(world.signed(error))
+        fail(link.signed(error))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import sampler
 from config import SETTINGS, Config
 from disk import checkpoint, run_files
 from flags import flag_of, read
-from machine import memory, world
+from machine import link, memory, world
 from problems import chat_template, examples, rewards
 from reporting import trackers
 from reporting.console import console_columns, say, warn
@@ -263,13 +263,13 @@ def stoppable(run: Any) -> Iterator[None]:
         if number == signal.SIGHUP:  # the terminal is gone, and a line to it would be an error
             sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
         if run.is_whole or run.stopping:
-            world.interrupt(number)
+            link.interrupt(number)
         run.stopping = True
         if number == signal.SIGINT:
             warn("\nfinishing this step; press Ctrl-C again to abandon it")
 
     run.stopping = False
-    before = {number: signal.signal(number, on_ctrl_c) for number in world.endings()}
+    before = {number: signal.signal(number, on_ctrl_c) for number in link.endings()}
     try:
         yield
     except run_files.Replaced:  # nothing may be saved there

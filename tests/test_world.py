@@ -13,7 +13,7 @@ from small_run import SMALL, gradient_of_update, make_run, sample
 import train
 import update
 from disk import checkpoint
-from machine import world
+from machine import link, world
 from step import trust_region
 from step.batch import cut
 
@@ -27,9 +27,9 @@ def test_one_process_gets_back_what_it_brings_and_opens_nothing():
     assert world.share(value)[0] is value and world.first(lambda: value) is value
     assert world.all_sum([array])[0] is array
     assert (world.rank(), world.size(), world.part([1, 1, 1]), world.lap()) == (0, 1, [0, 1, 2], {})
-    with world.joined():
+    with link.joined():
         assert world.size() == 1
-    assert world.signed(ValueError("why")) == "why"
+    assert link.signed(ValueError("why")) == "why"
 
 
 def test_every_item_is_done_by_one_machine_and_none_has_much_more_to_do(monkeypatch):
@@ -48,13 +48,13 @@ def test_every_item_is_done_by_one_machine_and_none_has_much_more_to_do(monkeypa
 def test_what_is_shared_arrives_as_it_was():
     value = {"text": "\ud83d\ude42 \u2028", "nan": float("nan"), "none": None, "list": [1, [2.5, True]]}
     arrays = [np.arange(6.0).reshape(2, 3), np.array([], np.int32), mx.array([[1, 2]], dtype=mx.uint32)]
-    there = world._decode(world._encode([value, arrays, "after"]))
+    there = link._decode(link._encode([value, arrays, "after"]))
     assert json.dumps(there[0]) == json.dumps(value) and there[2] == "after"
     for ours, theirs in zip(arrays, there[1], strict=True):
         assert type(ours) is type(theirs) and np.array(ours).dtype == np.array(theirs).dtype
         assert np.array_equal(np.array(ours), np.array(theirs)) and ours.shape == theirs.shape
     with pytest.raises(TypeError, match="set cannot be shared"):
-        world._encode({1})
+        link._encode({1})
 
 
 @pytest.fixture
@@ -95,11 +95,11 @@ COMPARE = """
 import sys
 from pathlib import Path
 import cpu_blas, mlx.core as mx, test_world, update
-from machine import world
+from machine import link, world
 from small_run import make_run
 from mlx.utils import tree_flatten
-out, world.BLOCK = Path(sys.argv[1]), 2000  # so that what is long goes in parts
-with world.joined():
+out, link.BLOCK = Path(sys.argv[1]), 2000  # so that what is long goes in parts
+with link.joined():
     assert world.first(lambda: list(range(9000))) == list(range(9000))
     for name, flags in test_world.VARIANTS.items():
         run = make_run(out / "gone", *flags)
@@ -232,15 +232,15 @@ def test_a_reward_that_fails_on_one_machine_ends_all_with_its_words(tmp_path, fe
 HANGING = """
 import time
 import cpu_blas, mlx.core as mx
-from machine import world
+from machine import link, world
 from flags import fail
-world.BLOCK, world.PATIENCE, piece = 1000, 1.0, world._Link._all
+link.BLOCK, link.PATIENCE, piece = 1000, 1.0, link.Link._all
 def late(*args):
     time.sleep(0.4)
     return piece(*args)
 try:
-    with world.joined():
-        world._Link._all = late
+    with link.joined():
+        link.Link._all = late
         assert world.all_sum([mx.ones(9000)])[0].sum() == 18000
         print("a slow link is no machine that hangs", flush=True)
         if world.rank() == 1:

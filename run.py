@@ -29,7 +29,7 @@ from disk.run_files import START, evaluation_line
 from judging import rubrics
 from machine import alive, memory, world
 from machine.memory import BatchSize
-from problems import chat_template, episodes, rewards
+from problems import chat_template, episodes, functions, rewards
 from problems.examples import Example, load_sides, spread
 from problems.held_out import at_the_start
 from problems.stop import Stop
@@ -408,7 +408,7 @@ def digests(config: Config, task: tasks.Task) -> dict[str, str]:
     environments = [part.rpartition("=")[2] for part in config.tools.env.split(",")]
     specs = [config.data.verifier, *config.data.reward, *config.tools.tools, *environments]
     specs += [config.objective.loss_type, config.objective.advantage]
-    names = [*map(rewards.file_of, specs), config.objective.teacher_prompt, task.rubric, task.witness]
+    names = [*map(functions.file_of, specs), config.objective.teacher_prompt, task.rubric, task.witness]
     files = [Path(name) for name in names if name]
     found = {str(file): checkpoint.digest(file.read_bytes()) for file in files if file.is_file()}
     mix = task.problems and task.problems.mix

@@ -26,7 +26,7 @@ from config import SETTINGS, Config
 from disk import checkpoint, run_files
 from flags import flag_of, read
 from machine import link, memory, world
-from problems import chat_template, examples, rewards
+from problems import chat_template, examples, functions
 from reporting import trackers
 from reporting.console import console_columns, say, warn
 from reporting.journal import evaluation_is_due
@@ -45,7 +45,7 @@ def as_settings(settings: dict[str, Any]) -> dict[str, Any]:
     def spelled(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
             return list(map(spelled, value))
-        return rewards.spec_of(value) if callable(value) else str(value) if isinstance(value, Path) else value
+        return functions.spec_of(value) if callable(value) else str(value) if isinstance(value, Path) else value
 
     refuse_unknown(settings)
     for name in ("data", "eval_data"):

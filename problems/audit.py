@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 from problems.examples import Example, prompt_text, short, spread
 from problems.form import holds
-from problems.rewards import OF_EPISODES, Reward, UserReward, call, columns_of, place_of
+from problems.functions import place_of
+from problems.rewards import OF_EPISODES, Reward, UserReward, call, columns_of
 from problems.verifiers import is_mathematics
 
 ROWS = 3

@@ -34,7 +34,8 @@ from machine import world
 from problems import chat_template
 from problems.calls import Call, Frames, Tool, pays_turns, read_calls, reader_of, schemas_in, schemas_of, with_tools
 from problems.examples import Example, one_line, prompt_text, short
-from problems.rewards import awaited, number_of, raised
+from problems.functions import raised
+from problems.rewards import awaited, number_of
 
 CONTEXT = 4096  # tokens of a conversation, where nobody says
 LOOK = 0.05  # seconds between two looks for calls that take too long, while nothing else is to do

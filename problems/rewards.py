@@ -1,32 +1,28 @@
 """
-Reward functions: loaded from a user's file, called, and their results checked.
+Reward functions: called, and their results checked.
 
 A reward is called by keyword with lists of N, prompts, completions and the columns of the data, and gives N numbers.
-Left out: rewards by name (problems/built_in.py), weights, advantages, the rubric's reward, which is a judge's. Whatever
-is wrong with a reward is a ValueError of one line that names it.
+Left out: how a user's is found (problems/functions.py), ours by name (problems/built_in.py), weights, advantages, the
+rubric's reward, which is a judge's. Whatever is wrong with a reward is a ValueError of one line that names it.
 """
 
 import asyncio
 import contextlib
 import functools
-import importlib
-import importlib.util
 import inspect
 import json
 import math
 import re
-import sys
-import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from machine import alive
 from problems import built_in
 from problems.built_in import BUILT_IN, Reward
-from problems.examples import RESERVED, TRAINER, Example, nearest, one_line, prompt_text, short
+from problems.examples import RESERVED, TRAINER, Example, nearest, prompt_text, short
+from problems.functions import load_function, place_of, raised
 from problems.verifiers import math_correct  # noqa: F401  (users' files import it from here)
 
 
@@ -99,90 +95,6 @@ def load_reward(spec: str) -> tuple[str, Reward]:
     if name == "rubric":
         raise ValueError(f"--reward {spec}: the name rubric belongs to the judge's reward; rename the function")
     return name, UserReward(name, fn)
-
-
-def load_function(flag: str, spec: str, hint: str = "") -> tuple[str, Callable[..., Any]]:
-    """(name, function) of FILE.py:function or MODULE:function; see `load_functions`."""
-    if not spec.rpartition(":")[2].isidentifier():
-        raise ValueError(f"{flag} {spec!r} is not FILE.py:function{hint}")
-    ((name, fn),) = load_functions(flag, spec, hint).items()
-    return name, fn
-
-
-def load_functions(flag: str, spec: str, hint: str = "", kind: str = "function") -> dict[str, Callable[..., Any]]:
-    """
-    The functions of FILE.py:function,function or MODULE:function by their names, which a flag gives; or classes.
-
-    A file is executed with its own directory on the path. A module is imported; `__main__` is the caller's program or
-    notebook. Raises ValueError when one of them, the function or an import in it is missing, or it is no function.
-    hint: what else the flag could name.
-    """
-    file, colon, names = spec.rpartition(":")
-    if not (colon and file and all(name.isidentifier() for name in names.split(","))):
-        raise ValueError(f"{flag} {spec!r} is not FILE.py:{kind}{hint}")
-    module = _imported(f"{flag} {spec}", file, Path(file).absolute())
-    given = {name: vars(module).get(name) for name in names.split(",")}
-    for name, value in given.items():
-        if name not in vars(module):
-            known = [key for key, other in vars(module).items() if getattr(inspect, f"is{kind}")(other)]
-            hint = f"{nearest(name, known)}; it has {', '.join(known) or 'none'}"
-            raise ValueError(f"{flag} {spec}: {file} has no {kind} {name!r}{hint}")
-        if not (inspect.isclass(value) if kind == "class" else callable(value)):
-            raise ValueError(f"{flag} {spec}: {name} is of type {type(value).__name__}, not a {kind}")
-    return given
-
-
-def spec_of(fn: Callable[..., Any]) -> str:
-    """A function as MODULE:function; a lambda, or one inside another, is kept under a name of this process alone."""
-    module, name = getattr(fn, "__module__", ""), getattr(fn, "__qualname__", type(fn).__name__)
-    if getattr(sys.modules.get(module), name, None) is fn:
-        return f"{module}:{name}"
-    kept = sys.modules.setdefault(NAMELESS, ModuleType(NAMELESS))
-    name = re.sub(r"\W", "", name.rpartition(".")[2])
-    while getattr(kept, name, fn) is not fn:
-        name += "_"
-    setattr(kept, name, fn)
-    return f"{NAMELESS}:{name}"
-
-
-NAMELESS = "functions_of_a_program"  # the module that holds them
-
-
-def file_of(spec: str) -> str:
-    """The file that holds the function of FILE.py:function or MODULE:function; the name itself where there is none."""
-    name = spec.rpartition(":")[0]
-    return getattr(sys.modules.get(name), "__file__", None) or name
-
-
-def _imported(what: str, file: str, path: Path) -> Any:
-    """The module of a Python file, or of a name. ValueError for one that cannot be imported."""
-    try:
-        return _module_of(path, path.read_bytes()) if path.suffix == ".py" else importlib.import_module(file)
-    except (Exception, SystemExit) as error:
-        if file == NAMELESS:
-            fix = "it is a lambda, or inside a function; the top level of a module can be found again"
-            raise ValueError(f"{what}: only the program that began the run has it; {fix}") from error
-        is_absent = isinstance(error, ModuleNotFoundError) and f"{file}.".startswith(f"{error.name}.")
-        if is_absent or (file.startswith(".") and path.suffix != ".py"):
-            hint = f", did you mean {file}.py?" if Path(f"{file}.py").is_file() else ""
-            raise ValueError(f"{what}: {file} is neither a Python file nor an installed module{hint}") from error
-        raise ValueError(f"{what}: importing {path.name} failed, {_told(error, str(path))}") from error
-
-
-@functools.cache
-def _module_of(path: Path, _: bytes) -> Any:
-    """The module of a file, the same one while its bytes stay as they are: its functions may ask for its classes."""
-    module_spec = importlib.util.spec_from_file_location(f"file of a user {path}", path)
-    assert module_spec is not None and module_spec.loader is not None, path
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_spec.name] = module  # dataclasses look their module up there
-    sys.path.insert(0, str(path.parent))
-    try:
-        module_spec.loader.exec_module(module)
-    finally:
-        if str(path.parent) in sys.path:
-            sys.path.remove(str(path.parent))
-    return module
 
 
 def call_rewards(
@@ -298,23 +210,6 @@ def _of_messages(fn: UserReward, chosen: dict[str, Any], error: BaseException) -
         except (Exception, SystemExit):  # the error on text is told
             fn.messages = None
     return None
-
-
-def raised(error: BaseException, fn: Callable[..., Any]) -> str:
-    """What a user's function raised, and the line of its file."""
-    return f"raised {_told(error, getattr(sys.modules.get(getattr(fn, '__module__', '')), '__file__', None))}"
-
-
-def place_of(fn: Callable[..., Any]) -> str:
-    """The file and line where a function begins, to stand after its name; "" of other objects that can be called."""
-    code = getattr(inspect.unwrap(fn), "__code__", None)
-    return f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
-
-
-def _told(error: BaseException, file: str | None) -> str:
-    """An error in a line, and the last line of the user's file that it came through."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-    return one_line(error) + (f", at {file}:{lines[-1]}" if lines else "")
 
 
 def reward_columns(name: str, fn: Reward, known: Iterable[str]) -> list[str]:

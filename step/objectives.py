@@ -17,7 +17,7 @@ import numpy as np
 import grpo
 from config import Config, is_own
 from problems.examples import short
-from problems.rewards import load_function, place_of, raised
+from problems.functions import load_function, place_of, raised
 from step.loss import SUMS, objective_of
 from step.sample import Advantage
 

@@ -18,7 +18,8 @@ from flags import flag_of
 from judging import rubrics
 from problems import calls
 from problems.examples import load_sides, nearest, spread
-from problems.rewards import Reward, load_functions, load_reward, reward_arguments, reward_columns
+from problems.functions import load_functions
+from problems.rewards import Reward, load_reward, reward_arguments, reward_columns
 from settings.sources import OWN_TASK
 from tasks import own
 from tasks.task import DATA, Task

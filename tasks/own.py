@@ -3,7 +3,8 @@
 from typing import Any
 
 from problems.examples import Example, nearest, short
-from problems.rewards import UserReward, load_function
+from problems.functions import load_function
+from problems.rewards import UserReward
 from problems.verifiers import VERIFIERS, choose, is_compared, stated_by
 from tasks.task import Sides, Task
 

@@ -9,7 +9,7 @@ import pytest
 from conftest import message_of
 from extras import needs
 
-from problems import built_in, rewards
+from problems import built_in, functions, rewards
 
 # ---- rewards that a user brings
 
@@ -200,7 +200,7 @@ def test_rewards_by_name_are_their_formulas(spec, texts, num_tokens, values):
 
 def test_a_file_is_one_module_until_it_changes(reward_file):
     path = reward_file("class A: pass\ndef is_a(x): return isinstance(x, A)\n")
-    kind = rewards.load_functions("--env", f"{path}:A", kind="class")["A"]
-    assert rewards.load_function("--reward", f"{path}:is_a")[1](kind())
+    kind = functions.load_functions("--env", f"{path}:A", kind="class")["A"]
+    assert functions.load_function("--reward", f"{path}:is_a")[1](kind())
     reward_file("def is_a(x): return 7\n")
-    assert rewards.load_function("--reward", f"{path}:is_a")[1](0) == 7
+    assert functions.load_function("--reward", f"{path}:is_a")[1](0) == 7

@@ -17,7 +17,7 @@ from config import Config
 from problems import calls, chat_template, chats, episodes
 from problems.episodes import Episodes
 from problems.examples import short
-from problems.rewards import load_functions
+from problems.functions import load_functions
 from reporting import journal
 from step.sample import Sample
 from tasks import calculator, guess

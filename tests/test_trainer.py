@@ -12,7 +12,7 @@ import grpo
 import preflight
 import train
 from disk import run_files
-from problems import examples, rewards
+from problems import examples, functions
 from train import Trainer
 from trainer import begin
 
@@ -91,13 +91,13 @@ def test_the_notebook_trains_plots_changes_the_loss_and_goes_on(tmp_path):
 
 
 def test_functions_without_a_name_are_kept_and_missed_where_they_are_not(monkeypatch):
-    functions = [lambda **_: [1.0], lambda **_: [2.0], np.random.default_rng().normal]
-    specs = [rewards.spec_of(fn) for fn in functions]
-    assert len(set(specs)) == 3 and specs == [rewards.spec_of(fn) for fn in functions]
-    assert [rewards.load_function("--reward", spec)[1] for spec in specs] == functions
-    monkeypatch.delitem(sys.modules, rewards.NAMELESS)  # as in another process
-    assert "only the program that began the run has it" in message_of(rewards.load_function, "--reward", specs[0])
-    assert rewards.load_function("--reward", rewards.spec_of(short_answers)) == ("short_answers", short_answers)
+    nameless = [lambda **_: [1.0], lambda **_: [2.0], np.random.default_rng().normal]
+    specs = [functions.spec_of(fn) for fn in nameless]
+    assert len(set(specs)) == 3 and specs == [functions.spec_of(fn) for fn in nameless]
+    assert [functions.load_function("--reward", spec)[1] for spec in specs] == nameless
+    monkeypatch.delitem(sys.modules, functions.NAMELESS)  # as in another process
+    assert "only the program that began the run has it" in message_of(functions.load_function, "--reward", specs[0])
+    assert functions.load_function("--reward", functions.spec_of(short_answers)) == ("short_answers", short_answers)
 
 
 def test_rows_are_kept_by_what_they_hold_and_refused_where_json_has_no_word(tmp_path, monkeypatch):

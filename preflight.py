@@ -15,6 +15,7 @@ K kv heads, D head dim, F mlp width.
 import argparse
 import dataclasses
 import math
+import signal
 import subprocess
 import sys
 import tempfile
@@ -37,7 +38,7 @@ from flags import Parser, check_least, in_one_line, read, visible
 from judging import rubrics
 from kv_cache import round_up
 from layers import attention, lm_head
-from machine import alive, chips, gpu, memory, world
+from machine import alive, chips, gpu, link, memory, world
 from problems import audit, form
 from problems.episodes import context_of
 from problems.examples import prompt_key, prompt_text, short, spread
@@ -357,7 +358,7 @@ def time_line(demand: Demand, sizes: Sizes) -> str:
     moved, computed = map(sum, zip(*found.values(), strict=True))
     return (
         f"a step: {moved / 1e9:.0f} GB of weights and caches, {computed / 1e12:.1f} TFLOP: {', '.join(times)} "
-        "(an estimate: nobody has measured this on a Mac)"
+        f"(an estimate: nobody has measured this on a Mac{'' if gpu.on_gpu() else '; other chips have less memory'})"
     )
 
 
@@ -434,6 +435,8 @@ def try_out(config: Config) -> Iterator[str]:
         recipe.write_text(as_yaml(config.but(**own)))
         train = str(Path(__file__).parent / "train.py")
         command = [sys.executable, train, "--config", str(recipe), "--run-dir", str(run)]
+        for number in link.endings()[1:]:
+            signal.signal(number, link.interrupt)  # by itself it would end this process, and not the trial
         trial = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         try:
             deadline = time.monotonic() + TRY_SECONDS

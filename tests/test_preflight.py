@@ -2,6 +2,8 @@
 
 import gc
 import json
+import os
+import signal
 from pathlib import Path
 
 import mlx.core as mx
@@ -266,6 +268,33 @@ def test_first_steps_without_signal_end_a_run_that_would_be_long(tmp_path, figur
     )
     found = preflight.hopeless(make_config(**flags), steps, 20.0, tmp_path)
     assert found.startswith(said) and bool(found) == bool(said)
+
+
+def test_a_trial_that_is_ended_ends_what_it_began(monkeypatch):
+    class Trial:
+        def __init__(self, command, **_):
+            self.recipe, self.is_killed = Path(command[3]), False
+            trials.append(self)
+
+        def poll(self):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        def kill(self):
+            self.is_killed = True
+
+        def wait(self):
+            return -9
+
+    trials = []
+    monkeypatch.setattr(preflight.subprocess, "Popen", Trial)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            list(preflight.try_out(make_config()))
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert trials[0].is_killed and not trials[0].recipe.exists()
 
 
 @pytest.mark.slow

@@ -143,11 +143,14 @@ def model_card(run: str, step: int | None, library: str = "mlx") -> str:
     teacher = f", by the teacher {public(settings['teacher'])}" if settings.get("teacher") else ""
     data, _, held_out = str(settings.get("data") or "").partition(",")
     data = public(data) + f", held out {public(held_out)}" * bool(held_out) if data else f"the task {task}"
+    names = (path.name.removeprefix("step-") for path in Path(run, "checkpoints").glob("step-*"))
+    at = max(map(int, filter(str.isdecimal, names)), default=None) if step is None else step
+    part = "" if at is None else f", {at} of {settings['steps']} steps"
     head = ["| held-out figure | after steps | value (95%) | problems |", "|---|---|---|---|"]
     lines = [
         *("---", *([f"base_model: {model.partition('@')[0]}"] if "/" in model else []), f"library_name: {library}"),
         *(f"tags: [{method.lower()}, gwen]", "---", "", f"# {Path(run).name}", ""),
-        f"{model}{begun_with(settings)}, trained with {method} by Gwen on {data}{teacher}.",
+        f"{model}{begun_with(settings)}, trained with {method} by Gwen on {data}{teacher}{part}.",
         *("", *(head if rows else []), *rows),
     ]
     return "\n".join(lines) + "\n"

@@ -11,15 +11,18 @@ from settings.sources import as_yaml
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"model": "demo"}, "demo, trained with GRPO by Gwen on the task demo."),
-        ({"model": "demo", "data": "/ann/b,../ann/d"}, "demo, trained with GRPO by Gwen on b, held out d."),
+        ({"model": "demo"}, "demo, trained with GRPO by Gwen on the task demo, 40 of 100 steps."),
+        (
+            {"model": "demo", "data": "/ann/b,../ann/d"},
+            "demo, trained with GRPO by Gwen on b, held out d, 40 of 100 steps.",
+        ),
         (
             {"model": "Qwen/Qwen3-0.6B@main", "init_adapter": "/home/ann/warm", "data": "/home/ann/chats.jsonl"},
-            "Qwen/Qwen3-0.6B@main, with the adapter warm, trained with GRPO by Gwen on chats.jsonl.",
+            "Qwen/Qwen3-0.6B@main, with the adapter warm, trained with GRPO by Gwen on chats.jsonl, 40 of 100 steps.",
         ),
         (
             {"model": "/home/ann/small", "loss_type": "distill", "teacher": "../ann/large"},
-            "small, trained with distillation by Gwen on the task demo, by the teacher large.",
+            "small, trained with distillation by Gwen on the task demo, by the teacher large, 40 of 100 steps.",
         ),
     ],
     ids=["grpo", "own", "begun", "distill"],
@@ -29,6 +32,7 @@ def test_a_model_card_says_how_it_was_trained_and_from_where_to_where_without_lo
     its = {"eval/accuracy_ci95": 0.05, "eval/num": 9}
     figures = [its | {"step": step, "eval/accuracy": step / 40} for step in (0, 20)]
     write_log(tmp_path / "eval.jsonl", figures)
+    (tmp_path / "checkpoints" / "step-000040").mkdir(parents=True)
     card = run_files.model_card(str(tmp_path), None).splitlines()
     assert said in card and not any("ann" in line for line in card)
     rows = [line for line in card if line.startswith("| accuracy")]

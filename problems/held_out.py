@@ -15,6 +15,8 @@ def hold_out_more(num: int, settings: dict[str, Any]) -> str:
 
 def at_the_start(num: int, settings: dict[str, Any]) -> list[str]:
     """A line where so many held-out problems will tell little, if about every third answer changes for good or bad."""
+    if not settings.get("eval_every", True):
+        return ["nothing held out is evaluated (--eval-every 0), so there will be no verdict"]
     more = hold_out_more(num, settings)
     if settings.get("loss_type") == "sft":
         told = f"with {num} held out the loss says little of other conversations: {more}"

@@ -340,7 +340,7 @@ class Journal:
         say(f"adapter: {self.dir / 'adapter'}")
         if (best := self.best_step) is not None:
             is_worse = self.verdict and (self.verdict.warning or [""])[0] == "worse"
-            since = "the newest is worse" if is_worse else "use the newest, as none since is better"
+            since = "the newest is worse" if is_worse else "use the newest, which is no worse"
             beaten = f"; {since} by more than noise" * (best != self.evaluations[-1]["step"])
             say(f"best: {self.dir / 'adapter-best'}, {f'after {best} steps' if best else 'before training'}{beaten}")
         if (written := self.dir / "report.html").is_file():

@@ -362,6 +362,8 @@ def advice(run: History, found: Change | None, moved: str, mended: str, is_risin
     moved: BETTER or WORSE, where the rewards went and the figure did not. mended: `mend`'s, where it may be gamed.
     """
     settings, last, path = run.settings, run.evals[-1], shlex.quote(str(run.dir))
+    if found is None and last["eval/num"] < 2:
+        return hold_out_more(last["eval/num"], settings)
     if found is None:
         return "look at the warnings: where a judge scores, docs/judge.md says what makes its scores unreadable"
     if run.figure == "accuracy" and not any(one["eval/accuracy"] for one in (run.evals[0], last)):
@@ -402,7 +404,9 @@ def advice(run: History, found: Change | None, moved: str, mended: str, is_risin
 def lines(found: Verdict | None) -> list[str]:
     """A verdict for the terminal."""
     if found is None:
-        return ["verdict: none, as it compares two evaluations of what is held out (--eval-every)"]
+        none = "verdict: none, as it compares two evaluations of what is held out (--eval-every)"
+        how = "uv run evaluate.py --run RUN --out FILE, with --step 0 and without, then report.py --compare"
+        return [none, f"next: {how}"]
     said = [f"  its answers: {sign}" for sign in found.signs]
     read = [f"    {shortened(asked)} -> {shortened(text)}{mark and f' ({mark})'}" for asked, text, mark in found.read]
     said += [f"  {len(read)} drawn to read:", *read] if read else []

@@ -106,8 +106,6 @@ def derived(theirs: dict[str, Any], path: str) -> dict[str, Any]:
         ours["lora_rank"] = 0
     if asks and all(type(value) in (int, float) and value > 0 for value in scale):
         ours |= {"lora_rank": scale[1], "lora_scale": scale[0] / scale[1] ** (0.5 if theirs.get("use_rslora") else 1)}
-    if theirs.get("eval_strategy") in ("no", False):  # which YAML takes for the other
-        ours["eval_every"] = 0
     told = theirs.get("chat_template_kwargs")
     if isinstance(told, dict) and told.keys() == {"enable_thinking"}:
         ours["thinking"] = told["enable_thinking"]

@@ -96,7 +96,7 @@ def test_its_best_adapter_is_of_the_lowest_loss_or_of_the_first_accuracy_that_no
     run = golden(kind)
     losses = {line["step"]: line.get("eval/loss", 0.0) for line in read_log(run / "eval.jsonl")}
     best = min(losses, key=losses.__getitem__)  # of equals the first; 8 problems tell no other accuracy
-    since = "" if best == max(losses) else "; use the newest, as none since is better by more than noise"
+    since = "" if best == max(losses) else "; use the newest, which is no worse by more than noise"
     told = f"best: {run / 'adapter-best'}, {f'after {best} steps' if best else 'before training'}{since}"
     assert told in (run.parent / f"{kind}.out").read_text().splitlines()
     kept = run / "adapter-best" / "adapters.safetensors"

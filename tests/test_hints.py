@@ -134,8 +134,8 @@ RECIPE += "dataset_name: 5\n'': 3\n"
             "more.yaml",
             "dataset_name: mine.py\ndataset_train_split: train\nuse_rslora: true\neval_strategy: no\neval_steps: 9\n"
             "chat_template_kwargs: {enable_thinking: false}\nper_device_train_batch_size: 1\ngeneration_batch_size: 24",
-            {"data": "AT/mine.py", "lora_rank": 16, "lora_scale": 8.0, "eval_every": 0, "thinking": False, "batch": 3},
-            "reward_funcs",
+            {"data": "AT/mine.py", "lora_rank": 16, "lora_scale": 8.0, "eval_every": 9, "thinking": False, "batch": 3},
+            "eval_strategy reward_funcs",
         ),
         (
             "sft.py",

@@ -292,7 +292,7 @@ def test_a_run_that_was_killed_or_has_only_begun_has_a_page_too(run, capsys):
     assert "<b>done</b> step 4 of 4" in page.write(run).read_text()
     for path in run.glob("*.jsonl"):
         path.write_text("")
-    assert "No evaluation has been written yet." in page.write(run).read_text()
+    assert "No evaluation has been written." in page.write(run).read_text()
 
 
 def test_a_page_that_cannot_be_written_is_told_of_once_and_stops_nothing(run):

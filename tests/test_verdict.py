@@ -367,3 +367,6 @@ def test_few_held_out_problems_are_told_of_at_the_start_with_what_helps():
     assert "--eval-data FILE or --data TRAIN,HELD_OUT" in held_out.at_the_start(4, {})[0]
     assert held_out.at_the_start(0, {}) == held_out.at_the_start(50, {}) == []
     assert held_out.at_the_start(10, {"loss_type": "sft"}) == []
+    assert "no verdict" in held_out.at_the_start(0, {"eval_every": 0})[0]
+    one = run_of([{"step": 9, "eval/num": 1}], loss_type="sft", eval_limit=1)
+    assert verdict.advice(one, None, "", "", False) == "hold out more with a higher --eval-limit"

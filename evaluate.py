@@ -38,8 +38,9 @@ from layers import lm_head
 from machine import alive, memory, world
 from problems import chat_template, episodes
 from problems.chats import Row, read_chat, render_all
+from problems.data import load_sides
 from problems.episodes import Toolbox, ended
-from problems.examples import Example, load_sides, prompt_key, prompt_text, spread
+from problems.examples import Example, prompt_key, prompt_text, spread
 from problems.form import is_degenerate, is_refusal, repeated
 from problems.rewards import Logged, reward_arguments, reward_columns
 from problems.stop import Stop

@@ -30,7 +30,8 @@ from judging import rubrics
 from machine import alive, memory, world
 from machine.memory import BatchSize
 from problems import chat_template, episodes, functions, rewards
-from problems.examples import Example, load_sides, spread
+from problems.data import load_sides
+from problems.examples import Example, spread
 from problems.held_out import at_the_start
 from problems.stop import Stop
 from reporting import health

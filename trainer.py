@@ -26,8 +26,7 @@ from config import SETTINGS, Config
 from disk import checkpoint, run_files
 from flags import flag_of, read
 from machine import link, memory, world
-from problems import chat_template, examples, functions
-from reporting import trackers
+from problems import chat_template, data, functions
 from reporting.console import console_columns, say, warn
 from reporting.journal import evaluation_is_due
 from settings.sources import LATER, as_yaml, given, refuse_unknown, resolve
@@ -50,7 +49,7 @@ def as_settings(settings: dict[str, Any]) -> dict[str, Any]:
     refuse_unknown(settings)
     for name in ("data", "eval_data"):
         if not isinstance(settings.get(name, ""), (str, Path)):
-            settings[name] = examples.keep(settings[name])
+            settings[name] = data.keep(settings[name])
     return {key: spelled(value) for key, value in settings.items()}
 
 
@@ -84,7 +83,10 @@ def begin(
 
     def read() -> list[Any]:
         config, choice = resolve(flags, recipe, resume, gwen.choose_model)
-        trackers.check(config.records.report_to)
+        if config.records.report_to:
+            from reporting import trackers
+
+            trackers.check(config.records.report_to)
         say(choice)
         settings = config.flat()
         if resume is None:

@@ -29,7 +29,8 @@ from kv_cache import KVCache
 from machine import gpu
 from problems import chat_template, episodes
 from problems.calls import Frames
-from problems.examples import check_text, short, spread
+from problems.data import check_text
+from problems.examples import short, spread
 from problems.stop import Stop
 from settings.checks import checked
 from settings.sources import given, load_recipe, of_task, resolve

@@ -24,7 +24,7 @@ from disk import adapters, gguf, hub, run_files
 from flags import Parser, in_one_line
 from machine import alive
 from problems import chat_template, chats
-from problems.examples import load_sides
+from problems.data import load_sides
 from settings.checks import checked
 from settings.sources import load_recipe
 

@@ -8,7 +8,8 @@ import pandas as pd
 
 from flags import read_text
 from judging.rubrics import Grader, Rubric
-from problems.examples import jsonl_records, short
+from problems.data import jsonl_records
+from problems.examples import short
 
 TEXTS = "prompt", "completion", "criterion"
 

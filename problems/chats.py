@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from flags import read_json
 from problems import chat_template
-from problems.examples import Example, check_columns, check_messages, check_prompt, short
+from problems.data import check_columns, check_messages, check_prompt
+from problems.examples import Example, short
 
 EMPTY_THOUGHT = "<think>\n\n</think>\n\n"  # what prompts of models that think end with when they shall not
 

@@ -4,7 +4,7 @@ Tasks: prompts in, chat ids out, and rewards that a program can verify. A file a
 A task names its training prompts, its held-out problems, its rubric and its verifier, and what its prompts look like.
 `make` puts in their place what a user brings: data, reward functions, a rubric. No model is known here. Whatever a
 user got wrong is a ValueError of one line that names the value and the fix. Left out: reading data
-(problems/examples.py) and reward functions (problems/rewards.py).
+(problems/data.py) and reward functions (problems/rewards.py).
 """
 
 import importlib
@@ -17,7 +17,8 @@ from config import Config
 from flags import flag_of
 from judging import rubrics
 from problems import calls
-from problems.examples import load_sides, nearest, spread
+from problems.data import load_sides
+from problems.examples import nearest, spread
 from problems.functions import load_functions
 from problems.rewards import Reward, load_reward, reward_arguments, reward_columns
 from settings.sources import OWN_TASK

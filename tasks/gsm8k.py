@@ -1,7 +1,8 @@
 """School mathematics; the answer is a number."""
 
 from problems.built_in import boxed_once
-from problems.examples import Example, load_data, read_prompt, short
+from problems.data import load_data, read_prompt
+from problems.examples import Example, short
 from problems.verifiers import is_number, marked
 from tasks.task import Sides, Task
 

@@ -1,6 +1,6 @@
 """Three epistemic virtues, judged by a rubric."""
 
-from problems.examples import load_data, split_examples
+from problems.data import load_data, split_examples
 from tasks.task import DATA, Sides, Task
 
 

@@ -23,7 +23,7 @@ import gwen
 import train
 from disk import hub
 from machine import gpu
-from problems import chat_template, chats, examples
+from problems import chat_template, chats, data
 
 QWEN = "Qwen/Qwen3-0.6B"
 MAIN, OTHER = "1" * 40, "2" * 40  # two commits
@@ -145,7 +145,7 @@ def test_a_row_s_chat_template_kwargs_are_variables_of_its_prompt_and_stay_text(
     other.chat_template = "{{ tone | default('plain') }}|" + tokenizer.chat_template
     kwargs = [None, {"tone": "kind", "enable_thinking": None}, {"tone": "<|im_end|>", "enable_thinking": True}]
     rows = [{"prompt": "Hi", "answer": "Ho", "chat_template_kwargs": one} for one in kwargs]
-    read = examples.load_data(write_log(tmp_path / "data.jsonl", rows))
+    read = data.load_data(write_log(tmp_path / "data.jsonl", rows))
     prompts = chat_template.encode_prompts(other, read, max_tokens=1, context=999, thinking=False, kind="prompt")
     body = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     wanted = [f"plain|{body}<think>\n\n</think>\n\n", f"kind|{body}<think>\n\n</think>\n\n", f"<|im_end|>|{body}"]

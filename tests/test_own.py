@@ -15,7 +15,7 @@ import tasks
 import train
 import trainer
 from flags import load_yaml
-from problems import audit, built_in, examples, rewards
+from problems import audit, built_in, data, rewards
 from run import SftRun
 from settings import checks, sources
 from settings.sources import given, located, parse
@@ -52,31 +52,31 @@ def test_the_same_records_and_answers_as_texts_come_out_of_every_kind_of_file(tm
             writer.write_table(table)
     held.save_to_disk(tmp_path / "saved")
     for path in tmp_path.iterdir():
-        assert examples.load_data(str(path)) == [row | {"answer": str(row["answer"])} for row in TABLE], path
+        assert data.load_data(str(path)) == [row | {"answer": str(row["answer"])} for row in TABLE], path
 
 
 @pytest.mark.parametrize(
     ("given", "text"), [(True, "True"), (0.5, "0.5"), (float("nan"), None), ("007", "007"), ({"a": 1}, '{"a": 1}')]
 )
 def test_numbers_and_truths_become_texts_and_what_is_missing_stays_so(tmp_path, given, text):
-    (example,) = examples.load_data(write_log(tmp_path / "data.jsonl", [{"prompt": "?", "answer": given}]))
+    (example,) = data.load_data(write_log(tmp_path / "data.jsonl", [{"prompt": "?", "answer": given}]))
     assert example["answer"] == text
 
 
 def test_an_answer_that_is_a_list_is_refused_and_may_bear_another_name(tmp_path):
     path = write_log(tmp_path / "data.jsonl", [{"prompt": "?", "answer": ["a", "b"]}])
-    assert "line 1: answer ['a', 'b'] is a list; it must be a text" in message_of(examples.load_data, path)
-    assert examples.load_data(path, "answers=answer") == [{"prompt": "?", "answers": ["a", "b"]}]
+    assert "line 1: answer ['a', 'b'] is a list; it must be a text" in message_of(data.load_data, path)
+    assert data.load_data(path, "answers=answer") == [{"prompt": "?", "answers": ["a", "b"]}]
     path = write_log(tmp_path / "data.jsonl", [{"system": "s", "answer": "a", "id": "x", "question": "?"}])
-    assert message_of(examples.load_data, path).endswith("--columns prompt=question")
+    assert message_of(data.load_data, path).endswith("--columns prompt=question")
 
 
 def test_rewards_find_a_renamed_column_by_both_names_but_not_one_that_means_something(tmp_path):
     path = write_log(tmp_path / "data.jsonl", [{"question": "?", "solution": "42", "answer": "it is 42"}])
-    (example,) = examples.load_data(path, "prompt=question,answer=solution")
+    (example,) = data.load_data(path, "prompt=question,answer=solution")
     assert example == {"prompt": "?", "question": "?", "solution": "42", "answer": "42"}
     path = write_log(tmp_path / "b.jsonl", [{"prompt": "?", "num_tokens": 3}])
-    (example,) = examples.load_data(path, "mine=num_tokens")
+    (example,) = data.load_data(path, "mine=num_tokens")
     assert example == {"prompt": "?", "mine": 3}
 
 
@@ -85,14 +85,14 @@ def test_splits_that_datasets_saved_are_the_sides_of_a_task_and_each_can_be_name
     datasets.DatasetDict(rows).save_to_disk(tmp_path / "both")
     task = task_of("--data", tmp_path / "both")
     assert [[one["prompt"] for one in side] for side in (task.train, task.held_out)] == [["train"], ["test"]]
-    assert [one["prompt"] for one in examples.load_data(f"{tmp_path}/both:test")] == ["test"]
-    assert "did you mean 'test'?: " in message_of(examples.load_data, f"{tmp_path}/both:tset")
+    assert [one["prompt"] for one in data.load_data(f"{tmp_path}/both:test")] == ["test"]
+    assert "did you mean 'test'?: " in message_of(data.load_data, f"{tmp_path}/both:tset")
     datasets.DatasetDict({"train_sft": rows["train"], "test_sft": rows["test"]}).save_to_disk(tmp_path / "odd")
-    assert f"name one, as {tmp_path}/odd:train_sft" in message_of(examples.load_data, f"{tmp_path}/odd")
+    assert f"name one, as {tmp_path}/odd:train_sft" in message_of(data.load_data, f"{tmp_path}/odd")
     rows["train"].save_to_disk(tmp_path / "one")
-    assert examples.load_data(f"{tmp_path}/one:train") == examples.load_data(f"{tmp_path}/one")
-    assert "has the splits train; name one" in message_of(examples.load_data, f"{tmp_path}/one:test")
-    assert "is a directory that datasets did not save" in message_of(examples.load_data, str(tmp_path))
+    assert data.load_data(f"{tmp_path}/one:train") == data.load_data(f"{tmp_path}/one")
+    assert "has the splits train; name one" in message_of(data.load_data, f"{tmp_path}/one:test")
+    assert "is a directory that datasets did not save" in message_of(data.load_data, str(tmp_path))
 
 
 def test_held_out_prompts_may_come_from_a_file_of_their_own(tmp_path):
@@ -285,8 +285,8 @@ def test_files_are_kept_by_absolute_paths_and_names_as_they_are(tmp_path, monkey
     assert located(found) == found
     served = {"judge_model": "model", "judge_url": "http://127.0.0.1:1/v1"}
     assert located(served) == served  # a server's own name for it
-    for data in ("owner/name:main:train,owner/name:main:test", "missing.jsonl", "demo:rg"):
-        assert located({"data": data, "init_adapter": data}) == {"data": data, "init_adapter": data}
+    for path in ("owner/name:main:train,owner/name:main:test", "missing.jsonl", "demo:rg"):
+        assert located({"data": path, "init_adapter": path}) == {"data": path, "init_adapter": path}
     assert located({"data": "saved:train,saved:test"})["data"] == f"{tmp_path}/saved:train,{tmp_path}/saved:test"
 
 

@@ -12,7 +12,7 @@ import grpo
 import preflight
 import train
 from disk import run_files
-from problems import examples, functions
+from problems import data, functions
 from train import Trainer
 from trainer import begin
 
@@ -103,9 +103,9 @@ def test_functions_without_a_name_are_kept_and_missed_where_they_are_not(monkeyp
 def test_rows_are_kept_by_what_they_hold_and_refused_where_json_has_no_word(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     rows = [{"prompt": "Grüße", "answer": "1"}]
-    kept = examples.keep(rows)
-    assert examples.keep(iter(rows)) == kept and examples.load_data(kept) == rows
-    assert "a row is no JSON" in message_of(examples.keep, [{"prompt": object()}])
+    kept = data.keep(rows)
+    assert data.keep(iter(rows)) == kept and data.load_data(kept) == rows
+    assert "a row is no JSON" in message_of(data.keep, [{"prompt": object()}])
 
 
 def test_a_mistake_from_python_is_an_error_of_one_line_and_leaves_no_directory(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from conftest import json_values, message_of, read_log
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from problems import examples
+from problems import data
 from problems.examples import prompt_text
 from tasks import draws
 
@@ -24,7 +24,7 @@ def written(path: Path, content: str) -> str:
 
 def test_columns_are_renamed_kept_and_filled(tmp_path):
     path = written(tmp_path / "a.jsonl", '{"question": "a?", "level": 3}\n{"question": "b?", "solution": "x"}\n')
-    loaded = examples.load_data(path, "prompt=question, answer=solution")
+    loaded = data.load_data(path, "prompt=question, answer=solution")
     first = {"prompt": "a?", "question": "a?", "answer": None, "solution": None, "level": 3}
     assert loaded == [first, {"prompt": "b?", "question": "b?", "answer": "x", "solution": "x", "level": None}]
     assert [list(example) for example in loaded] == [list(loaded[0])] * 2
@@ -33,7 +33,7 @@ def test_columns_are_renamed_kept_and_filled(tmp_path):
 def test_chat_messages_are_reduced_to_role_and_content(tmp_path):
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi", "name": None}]
     path = written(tmp_path / "a.jsonl", json.dumps({"prompt": messages}))
-    prompt = examples.load_data(path)[0]["prompt"]
+    prompt = data.load_data(path)[0]["prompt"]
     assert prompt == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     assert prompt_text(prompt) == "Hi" and prompt_text("Hi") == "Hi"
 
@@ -42,16 +42,16 @@ def test_messages_are_the_prompt_of_data_without_one_and_the_last_reply_its_answ
     user, reply = {"role": "user", "content": "Two plus two?"}, {"role": "assistant", "content": "Four."}
     rows = [{"messages": [user, reply]}, {"messages": [user]}, {"messages": [user, reply, user, reply], "answer": "4"}]
     (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    loaded = examples.load_data(str(tmp_path / "chat.jsonl"))
+    loaded = data.load_data(str(tmp_path / "chat.jsonl"))
     assert [example["prompt"] for example in loaded] == [[user], [user], [user, reply, user]]
     assert [example["answer"] for example in loaded] == ["Four.", None, "4"]
     assert all("messages" not in example for example in loaded)
     (tmp_path / "both.jsonl").write_text(json.dumps({"prompt": "Hi", "messages": [user, reply]}))
-    assert examples.load_data(str(tmp_path / "both.jsonl"))[0] == {"prompt": "Hi", "messages": [user, reply]}
+    assert data.load_data(str(tmp_path / "both.jsonl"))[0] == {"prompt": "Hi", "messages": [user, reply]}
     for bad in ([], [reply], "Hi", None):
         (tmp_path / "bad.jsonl").write_text(json.dumps({"messages": bad}))
         with pytest.raises(ValueError, match="line 1: ") as error:
-            examples.load_data(str(tmp_path / "bad.jsonl"))
+            data.load_data(str(tmp_path / "bad.jsonl"))
         assert "\n" not in str(error.value)
 
 
@@ -65,7 +65,7 @@ BAD_FILES = [  # file name, content, columns, what the message must hold
 @pytest.mark.parametrize(("name", "content", "columns", "expected"), BAD_FILES, ids=lambda value: repr(value)[:40])
 def test_a_bad_file_is_one_line_that_names_place_value_and_fix(tmp_path, name, content, columns, expected):
     path = written(tmp_path / name, content)
-    text = message_of(examples.load_data, path, columns)
+    text = message_of(data.load_data, path, columns)
     for part in [name, *expected] if columns is None or "no column" in expected[0] else expected:
         assert part in text, text
 
@@ -73,7 +73,7 @@ def test_a_bad_file_is_one_line_that_names_place_value_and_fix(tmp_path, name, c
 def test_a_cell_of_a_csv_may_be_a_document(tmp_path):
     path = tmp_path / "long.csv"
     path.write_text(f"prompt,answer\n{'word ' * 40_000},1\n")
-    assert len(examples.load_data(str(path))[0]["prompt"]) >= 199_999
+    assert len(data.load_data(str(path))[0]["prompt"]) >= 199_999
 
 
 def test_a_hub_dataset_is_named_by_parts_and_told_in_a_line_where_it_is_out_of_reach(monkeypatch):
@@ -90,10 +90,10 @@ def test_a_hub_dataset_is_named_by_parts_and_told_in_a_line_where_it_is_out_of_r
     specs |= {"o/n:main:test": ("o/n", "main", "test"), "o/n::test": ("o/n", None, "test")}
     specs |= {"o/n:main:train[:9]": ("o/n", "main", "train[:9]"), "o/n:train[:9]": ("o/n", None, "train[:9]")}
     specs |= {"o/n-2.5": ("o/n-2.5", None, "train")}
-    assert all(examples.load_data(spec) == [{"prompt": "a"}] for spec in specs)
+    assert all(data.load_data(spec) == [{"prompt": "a"}] for spec in specs)
     assert asked == list(specs.values())
-    assert "owner/name" in message_of(examples.load_data, "owner/name:main")
-    assert "no such file; give .jsonl" in message_of(examples.load_data, "data/missing.txt")
+    assert "owner/name" in message_of(data.load_data, "owner/name:main")
+    assert "no such file; give .jsonl" in message_of(data.load_data, "data/missing.txt")
 
 
 JSON = json_values("prompt", "role", "content", "x\n")
@@ -113,7 +113,7 @@ def test_random_json_lines_are_data_of_equal_columns_with_prompts_or_one_line(tm
     text = "\n".join(json.dumps(record, ensure_ascii=escape) for record in records)
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
     try:
-        loaded = examples.load_data(str(path))
+        loaded = data.load_data(str(path))
     except ValueError as error:
         assert type(error) is ValueError and "\n" not in str(error) and path.name in str(error), repr(error)
         return

@@ -36,7 +36,7 @@ from problems.held_out import at_the_start
 from problems.stop import Stop
 from reporting import health
 from reporting.console import say, warn
-from reporting.journal import Journal, PhaseClock, evaluation_is_due
+from reporting.journal import Journal, evaluation_is_due
 from step import objectives
 from step.loss import StepLoss
 from step.rows import USUAL_ROWS
@@ -77,7 +77,6 @@ class Run:
         self.config, self.dir, self.step, self.begun = config, run_dir, 0, self.now()
         chat_template.keep_date(world.first(lambda: run_files.begun(run_dir)))
         self.stopping = False  # Ctrl-C was pressed inside a step
-        self.clock = PhaseClock(lambda name: self.journal.begin(name))
         gwen.refuse_packed(config.model.name)
         self.model, self.tokenizer = gwen.load(config.model.name)
         eos_ids, s = self.model.config.eos_ids, config.sampling

@@ -49,7 +49,7 @@ def train(run: GrpoRun | SftRun) -> Iterator[dict[str, Any]]:
 
     `run` holds everything that outlives a step.
     """
-    clock = run.clock
+    clock = run.journal.clock
     if run.evaluate_if_due():
         run.save()
     run.show()
@@ -80,7 +80,7 @@ def draw(run: GrpoRun) -> Drawn:
 
 def learn(run: Run, samples: list[Sample]) -> UpdateResult:
     """One update on these samples, in batches of the run's token budget."""
-    config, learner, clock = run.config, run.learner, run.clock
+    config, learner, clock = run.config, run.learner, run.journal.clock
     with clock.phase("batch") as done:
         trained = sample.trained(config, samples, run.step, learner.loss.all_teach)
         batches = cut(trained, run.sizes.train_token_budget, num_parts=config.optimizer.mini_batches)
@@ -107,7 +107,7 @@ def rollout(run: GrpoRun) -> tuple[list[Sample], RolloutStats]:
     settings = run.config.sampling
     examples, prompts = run.prompts.draw(run.step)  # where problems have no end, they move on
     asked = sample.asked(examples, prompts, settings.groups)
-    with run.clock.phase("rollout") as done:
+    with run.journal.clock.phase("rollout") as done:
         samples, stats = sample.answered(
             run.model,
             run.tokenizer,
@@ -125,7 +125,7 @@ def rollout(run: GrpoRun) -> tuple[list[Sample], RolloutStats]:
 
 def rewarded(run: GrpoRun, samples: list[Sample], stats: RolloutStats) -> Drawn:
     """Calls each verifier and the judge once, and weighs what they give."""
-    config, task, clock = run.config, run.task, run.clock
+    config, task, clock = run.config, run.task, run.journal.clock
     judged = scores = None
     with clock.phase("reward") as done:
         components, logged = sample.called(task.rewards, samples, task.reward_weights)

@@ -1,13 +1,12 @@
 """
 The update: gradient of the step's loss over batches, then one step of AdamW, or SGD, on float32 masters.
 
-Left out: where completions and rewards come from, the loss (step/loss.py), the bound on a step
+Left out: where completions and rewards come from, the loss (step/loss.py), how far a step moved the policy
 (step/trust_region.py).
 
 Axes: M rows of a batch, T own tokens.
 """
 
-import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator
@@ -26,6 +25,7 @@ from machine import alive, gpu, kernels, world
 from step import trust_region
 from step.batch import Batch, pad_frac
 from step.loss import MEASURED, Share, StepLoss, UpdateResult
+from step.trust_region import LEAST_SHARE, MOST_TRIES, SLACK, BoundedStep, Weights
 
 MAX_GRAD_NORM = 1.0  # the gradient of a step is clipped to this norm
 MOST_FAILURES = 3  # consecutive failed updates that no smaller loss scale can fix
@@ -118,7 +118,7 @@ def update(learner: Learner, batches: list[Batch], lr: float) -> UpdateResult:
     # the KL of a step grows with the square of its rate, so the target follows the squared schedule
     has_target = lr and batches[0].sampled_logprobs is not None
     target = optimizer.target_kl * (lr / optimizer.learning_rate) ** 2 if has_target else 0.0
-    steps, bounded = list[dict[str, float]](), list[trust_region.BoundedStep]()
+    steps, bounded = list[dict[str, float]](), list[BoundedStep]()
     num, num_taught = optimizer.mini_batches, sum(batch.num_taught for batch in batches)
     whole = [[batch for batch in batches if batch.number == number] for number in range(num)]
     parts = [[batch for batch in part if batch.is_mine] for part in whole]
@@ -134,7 +134,7 @@ def update(learner: Learner, batches: list[Batch], lr: float) -> UpdateResult:
         if before and not measured["skipped"]:
             if not bounded:
                 probe = trust_region.make_probe(list(itertools.chain(*parts)), learner.optimizer.step.item())
-            held = trust_region.hold(before, learner.trainable, probe, target, functools.partial(under, learner, probe))
+            held = hold(learner, before, probe, target)
             # from now on at what fitted of it; a later step, where earlier ones have moved already, halves it at most
             learner.rate *= max(held.share, 0.5) if bounded else held.share
             bounded.append(held)
@@ -143,7 +143,7 @@ def update(learner: Learner, batches: list[Batch], lr: float) -> UpdateResult:
     copies = [layer.rounded(dtype) for _, layer in lora.layers(learner.model)] if dtype != mx.float32 else []
     mx.eval(learner.model.trainable_parameters(), copies)  # now: an error of the GPU in a rollout would spoil them
     rate = learner.rate
-    if bounded and bounded[-1].moved < target / 2 and bounded[-1].repeats < trust_region.MOST_TRIES:
+    if bounded and bounded[-1].moved < target / 2 and bounded[-1].repeats < MOST_TRIES:
         learner.rate = min(rate * trust_region.RECOVERY, 1.0)
 
     num_forwards, learner.num_forwards = sum(world.share(learner.num_forwards)), 0
@@ -282,7 +282,26 @@ def in_backward_order(names: Iterable[str]) -> list[list[str]]:
     return [list(layer) for _, layer in itertools.groupby(sorted(names, key=place), place)]
 
 
-def under(learner: Learner, batches: list[Batch], weights: trust_region.Weights) -> list[mx.array]:
+def hold(learner: Learner, before: Weights, probe: list[Batch], target: float) -> BoundedStep:
+    """
+    Shortens the step from `before`, in place, until the policy has moved at most SLACK times the target.
+
+    A step that is too long at every try is dropped.
+    """
+    share, after = 1.0, learner.trainable
+    for repeats in range(MOST_TRIES):
+        moved = trust_region.distance(probe, under(learner, probe, after))
+        if moved <= SLACK * target:
+            return BoundedStep(share, moved, repeats)
+        # the KL grows with the square of a short step; inf and nan, from overflowing logits, take the least share
+        factor = min(max(LEAST_SHARE, math.sqrt(target / moved)), 0.5)
+        share *= factor
+        after |= {name: old + factor * (after[name] - old) for name, old in before.items()}
+    after |= before
+    return BoundedStep(share, trust_region.distance(probe, under(learner, probe, after)), MOST_TRIES)
+
+
+def under(learner: Learner, batches: list[Batch], weights: Weights) -> list[mx.array]:
     """Installs masters and returns the batches' log-probabilities under them."""
     install(learner.model, weights)
     return logprobs_of(learner, batches, learner.model)

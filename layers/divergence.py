@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from layers import lm_head, softmax
+from layers import lm_head
 from machine import cpu, gpu
 
 TILE = lm_head.LOGPROB_TILE // 2  # logits of each of the two models that exist at once
@@ -60,7 +60,7 @@ def sums_of(
     """
     (place, inside), weight, q = places, head_weight.astype(mx.float32), cpu.exp(log_q)
     terms, slopes = terms_of(log_p, log_q, beta)
-    sums = [softmax.tiled_sum(each)[:, None] for each in (terms, -q * log_q, slopes)]
+    sums = [cpu.tiled_sum(each)[:, None] for each in (terms, -q * log_q, slopes)]
     chosen = mx.where(inside, mx.take_along_axis(log_q, place, axis=-1), 0.0)
     return [sums[0], chosen, *sums[1:], slopes @ weight, *([q @ weight] if beta else [])]
 
@@ -157,9 +157,9 @@ class _Sum(NamedTuple):
 
     def after(self, logits: mx.array) -> "_Sum":
         """The sum with one more tile taken in, (M, tile)."""
-        peak = mx.maximum(self.peak, softmax.largest(logits))
+        peak = mx.maximum(self.peak, cpu.largest(logits))
         shrunk = self.total * cpu.exp(self.peak - peak)
-        return _Sum(peak, shrunk + softmax.tiled_sum(cpu.exp(logits - peak))[:, None])
+        return _Sum(peak, shrunk + cpu.tiled_sum(cpu.exp(logits - peak))[:, None])
 
     def logprobs(self, logits: mx.array) -> mx.array:
         """Log-probabilities of a tile once all were taken in; the peak goes first, so likely tokens lose no digit."""

@@ -184,15 +184,15 @@ class _Softmax(NamedTuple):
         logits = logits_of(x, weight, ids, support)  # (M, tile)
         place, inside = place_of(ids, tile)
         found = mx.take_along_axis(logits, place, axis=-1)
-        peak = mx.maximum(self.peak, softmax.largest(logits))
+        peak = mx.maximum(self.peak, cpu.largest(logits))
         logits, moved = logits - peak, self.peak - peak
         shrunk = cpu.exp(moved)
         weights = cpu.exp(logits)
         weighted = weights * logits
         return _Softmax(
             peak,
-            shrunk * self.total + softmax.tiled_sum(weights)[:, None],
-            shrunk * (self.moment + moved * self.total) + softmax.tiled_sum(weighted)[:, None],
+            shrunk * self.total + cpu.tiled_sum(weights)[:, None],
+            shrunk * (self.moment + moved * self.total) + cpu.tiled_sum(weighted)[:, None],
             mx.where(inside, found, self.chosen),
             None if self.mean is None else shrunk * self.mean + weights @ weight,
         )

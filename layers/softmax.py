@@ -17,32 +17,12 @@ from machine import cpu, kernels
 
 HERE = Path(__file__).parent
 Three = tuple[mx.array, mx.array, mx.array]
-TILE = 256  # numbers of a row; a CPU takes tiles together three to five times as fast as the numbers of a row
-
-
-def tiled_sum(x: mx.array) -> mx.array:
-    """
-    Sum over the last axis, (..., V) -> (...), of tiles first.
-
-    One running float32 sum over 151,936 terms, as MLX's CPU backend does it, puts a logsumexp off by up to 9e-4 and an
-    entropy by 1.6e-3 on peaked rows; two stages leave 2e-5.
-    """
-    num_tiles = x.shape[-1] // TILE
-    tiles = x[..., : num_tiles * TILE].reshape(*x.shape[:-1], num_tiles, TILE).sum(-2).sum(-1)
-    return tiles + x[..., num_tiles * TILE :].sum(-1)
-
-
-def largest(x: mx.array) -> mx.array:
-    """Maximum over the last axis, (..., V) -> (..., 1), of tiles first."""
-    whole = x.shape[-1] // TILE * TILE or x.shape[-1]
-    tiles = x[..., :whole].reshape(*x.shape[:-1], -1, min(whole, TILE)).max(-2)
-    return mx.concatenate([tiles, x[..., whole:]], axis=-1).max(-1, keepdims=True)
 
 
 def logsumexp(x: mx.array) -> mx.array:
     """log(sum(exp(x))) over the last axis, (..., V) float32 -> (...), exact to 2e-5 at Qwen's vocabulary."""
-    peak = mx.stop_gradient(largest(x))
-    return mx.log(tiled_sum(cpu.exp(x, peak))) + peak.squeeze(-1)
+    peak = mx.stop_gradient(cpu.largest(x))
+    return mx.log(cpu.tiled_sum(cpu.exp(x, peak))) + peak.squeeze(-1)
 
 
 def _on_rows(
@@ -99,7 +79,7 @@ def sample_token_ref(logits: mx.array, uniforms: mx.array, temperature: float = 
     assert logits.shape[-1] <= 2**20, logits.shape
     num_rows, size = logits.shape
     logits = at_temperature(logits, temperature)
-    peak = largest(logits)
+    peak = cpu.largest(logits)
     weights = cpu.exp(logits, peak)
     shares = mx.split(mx.minimum(uniforms, BELOW_ONE), 4, axis=-1)
     width = 1024 if size > 1024 else 32  # one tile need not be full
@@ -127,7 +107,7 @@ def sample_token_ref(logits: mx.array, uniforms: mx.array, temperature: float = 
     token = (token * 32 + block) * 32 + draw(take(blocks, block), shares[3])
     log_total = mx.log(total).squeeze(-1)
     logprob = (mx.take_along_axis(logits, token, axis=-1) - peak).squeeze(-1) - log_total
-    moment = tiled_sum(weights * mx.maximum(logits - peak, -1e30))  # -inf: 0
+    moment = cpu.tiled_sum(weights * mx.maximum(logits - peak, -1e30))  # -inf: 0
     return token.squeeze(-1).astype(mx.int32), logprob, log_total - moment / total.squeeze(-1)
 
 
@@ -149,11 +129,11 @@ def sample_token(logits: mx.array, uniforms: mx.array, temperature: float = 1.0)
 def row_logprobs_ref(logits: mx.array, ids: mx.array, temperature: float = 1.0) -> tuple[mx.array, mx.array]:
     """Log-probability of an id a row and entropy of the row at `temperature`, (M, V), (M,) -> (M,) each."""
     logits = at_temperature(logits, temperature)
-    shifted = logits - mx.stop_gradient(largest(logits))
+    shifted = logits - mx.stop_gradient(cpu.largest(logits))
     weights = cpu.exp(shifted)
-    total = tiled_sum(weights)
+    total = cpu.tiled_sum(weights)
     chosen = mx.take_along_axis(shifted, ids[:, None], axis=-1).squeeze(-1)
-    moment = tiled_sum(weights * mx.maximum(shifted, -1e30))  # -inf: 0
+    moment = cpu.tiled_sum(weights * mx.maximum(shifted, -1e30))  # -inf: 0
     return chosen - mx.log(total), mx.log(total) - moment / total
 
 

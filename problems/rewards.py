@@ -153,11 +153,10 @@ def call_reward(
     assert all(len(column) == len(completions) for column in arguments.values()), "columns of unequal length"
     from machine import world  # here: it brings MLX, which data and tasks do without
 
-    def called() -> tuple[Any, ...]:
-        values = call(name, fn, arguments, len(completions))
-        return values, *(fn.logged if isinstance(fn, UserReward) else ())
-
-    values, *logged = world.first(called)
+    ours: Any = None
+    if world.is_first():
+        ours = [call(name, fn, arguments, len(completions)), *(fn.logged if isinstance(fn, UserReward) else ())]
+    values, *logged = world.share(ours)[0]
     if isinstance(fn, UserReward):
         fn.logged = Logged(*logged)
     return list(values)
@@ -172,12 +171,12 @@ def call(name: str, fn: Reward, arguments: dict[str, Any], num_rows: int) -> lis
         rewards = _of_messages(fn, chosen, error) if isinstance(fn, UserReward) else None
         if rewards is None:
             raise ValueError(f"reward {name} {raised(error, fn)}") from error
-    values = _checked_rewards(name + place_of(fn), rewards, num_rows)
+    values = _checked_rewards(name, fn, rewards, num_rows)
     if isinstance(fn, UserReward) and fn.messages is None:
         is_alike = len(set(map(str, values))) == 1 and any(isinstance(one, list) for one in arguments["prompts"])
         others, logged, fn.messages = values, fn.logged, is_alike
         with contextlib.suppress(Exception, SystemExit):
-            others = _checked_rewards(name, _result(fn, chosen), num_rows) if is_alike else values
+            others = _checked_rewards(name, fn, _result(fn, chosen), num_rows) if is_alike else values
         if len(set(map(str, others))) > 1:
             return others
         fn.messages, fn.logged = None if is_alike else False, logged
@@ -235,17 +234,19 @@ def reward_arguments(examples: Sequence[Example], environments: bool = False) ->
     return [*RESERVED, *own, *(name for name in examples[0] if name != "prompt")]
 
 
-def _checked_rewards(name: str, rewards: Any, num_rows: int) -> list[float]:
+def _checked_rewards(name: str, fn: Reward, rewards: Any, num_rows: int) -> list[float]:
     if hasattr(rewards, "tolist"):  # arrays of any library
         rewards = rewards.tolist()
     if not isinstance(rewards, (list, tuple)) or len(rewards) != num_rows:
         given = f"{len(rewards)} values" if isinstance(rewards, (list, tuple)) else short(rewards)
-        raise ValueError(f"reward {name} gave {given}, not a list of {num_rows} numbers, one for each completion")
+        fault = f"reward {name}{place_of(fn)} gave {given}"
+        raise ValueError(f"{fault}, not a list of {num_rows} numbers, one for each completion")
     checked = []
     for row, value in enumerate(rewards):
         number = number_of(value)
         if value is not None and math.isnan(number):
-            raise ValueError(f"reward {name} gave {short(value)} for row {row}; return a finite number below 1e15")
+            fault = f"reward {name}{place_of(fn)} gave {short(value)} for row {row}"
+            raise ValueError(f"{fault}; return a finite number below 1e15")
         checked.append(number)
     return checked
 

@@ -231,7 +231,7 @@ class Journal:
 
         keep_scores: keep all scores of a paid judge; a local judge scores again, so the run repeats bit for bit.
         """
-        self.config, self.dir = config, run_dir
+        self.config, self.dir, self.clock = config, run_dir, PhaseClock(self.begin)
         self.metrics, self.rollouts, self.evals, self.answers, self.judge_scores, self.warnings = (
             JsonLines(run_dir / f"{name}.jsonl", kept=world.is_first())
             for name in ("metrics", "rollouts", "eval", "eval_answers", "judge_scores", "warnings")

@@ -1,5 +1,5 @@
 """
-How far an update moved the policy, and steps cut short that go too far.
+How far an update moved the policy, by which update.py shortens a step that goes too far.
 
 After an optimizer step the policy is run again on a part of the rollout, the probe. If the KL between the policy
 before and after passes the target, the step is shortened. AdamW's moments do not depend on the learning rate, and its
@@ -10,8 +10,6 @@ Axes: M rows of a batch, T own tokens.
 """
 
 import itertools
-import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -27,7 +25,6 @@ RECOVERY = 1.25  # the rate grows by this factor after a step below half the tar
 MOST_TRIES, LEAST_SHARE = 5, 0.1  # tries to shorten a step that goes too far, and the smallest factor of one try
 
 Weights = dict[str, mx.array]  # float32 masters by name
-Under = Callable[[Weights], list[mx.array]]  # puts weights into the model and gives the log-probabilities under them
 
 
 def make_probe(batches: list[Batch], step: int) -> list[Batch]:
@@ -80,22 +77,3 @@ class BoundedStep(NamedTuple):
     share: float  # of the requested step that was kept; the caller multiplies its rate by it
     moved: float  # nats per token
     repeats: int  # tries that went too far and were undone
-
-
-def hold(before: Weights, after: Weights, probe: list[Batch], target: float, logprobs_under: Under) -> BoundedStep:
-    """
-    Shortens the step from `before` to `after`, in place, until the policy has moved at most SLACK times the target.
-
-    logprobs_under: of the probe. A step that is too long at every try is dropped.
-    """
-    share = 1.0
-    for repeats in range(MOST_TRIES):
-        moved = distance(probe, logprobs_under(after))
-        if moved <= SLACK * target:
-            return BoundedStep(share, moved, repeats)
-        # the KL grows with the square of a short step; inf and nan, from overflowing logits, take the least share
-        factor = min(max(LEAST_SHARE, math.sqrt(target / moved)), 0.5)
-        share *= factor
-        after |= {name: old + factor * (after[name] - old) for name, old in before.items()}
-    after |= before
-    return BoundedStep(share, distance(probe, logprobs_under(after)), MOST_TRIES)

@@ -33,7 +33,6 @@ from machine import versions
 from problems import chat_template
 from reporting.journal import completion_records
 from step import sample as samples
-from step import trust_region
 from step.batch import cut
 from step.sample import Sample
 
@@ -395,7 +394,7 @@ def test_ctrl_c_at_any_moment_leaves_a_run_that_goes_on_bit_for_bit(
 
 
 def test_a_second_ctrl_c_gives_the_step_up_and_no_step_before_it(tmp_path, monkeypatch, capsys):
-    name, how = (trust_region, "hold"), {"after": True, "status": 130}
+    name, how = (update, "hold"), {"after": True, "status": 130}
     run, said = stopped_run(tmp_path, monkeypatch, capsys, name, pressed(7, times=2), *INTERRUPTED, **how)
     assert "finishing this step; press Ctrl-C again to abandon it" in said
     assert f"stopped after step 3; continue with: uv run train.py --resume {run}" in said

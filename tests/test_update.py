@@ -444,7 +444,7 @@ def test_the_rate_recovers_after_small_steps_up_to_the_scheduled_one(tmp_path, m
     seen = [update_once(run).rate for _ in range(3)]
     assert seen == pytest.approx([0.7, 0.7 * trust_region.RECOVERY, 1.0])
     run = make_run(tmp_path, "--num-iterations", "2")
-    monkeypatch.setattr(trust_region, "hold", lambda *_: trust_region.BoundedStep(0.3, moved=1.0, repeats=1))
+    monkeypatch.setattr(update, "hold", lambda *_: trust_region.BoundedStep(0.3, moved=1.0, repeats=1))
     assert update_once(run).rate == pytest.approx(0.3 * 0.5)  # as a first step fitted at this rate
 
 

@@ -43,7 +43,6 @@ from problems.episodes import Toolbox, ended
 from problems.examples import Example, prompt_key, prompt_text, spread
 from problems.form import is_degenerate, is_refusal, repeated
 from problems.rewards import Logged, reward_arguments, reward_columns
-from problems.stop import Stop
 from settings.checks import checked
 from settings.sources import given, load_recipe, of_task, resolve
 from step.batch import cut, hidden
@@ -259,7 +258,7 @@ def answer_both(
 
     # both calls share one object, and so what it learns about memory
     size = params.batch_size or memory.BatchSize(rows_at_once(fits, len(prompts) * samples))
-    stop, ends = Stop(params.stop, tokenizer) if params.stop else None, model.config.eos_ids
+    stop, ends = sampler.Stop(params.stop, tokenizer) if params.stop else None, model.config.eos_ids
     sampling = sampler.SamplingParams(params.max_tokens, params.temperature, eos_ids=ends, stop=stop, entropy=True)
     how: dict[str, Any] = {"key": KEY + params.seed, "batch_size": size, "toolbox": params.toolbox, "seed": "held out"}
     sampled, _ = answered(model, tokenizer, asked(problems, prompts, samples), sampling, **how)

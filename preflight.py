@@ -40,9 +40,9 @@ from kv_cache import round_up
 from layers import attention, lm_head
 from machine import alive, chips, gpu, link, memory, world
 from problems import audit, form
+from problems.data import at_the_start
 from problems.episodes import context_of
 from problems.examples import prompt_key, prompt_text, short, spread
-from problems.held_out import at_the_start
 from settings.sources import as_yaml, command, given, merged, parse, resolve
 from step import batch
 from step.rows import (

@@ -27,13 +27,11 @@ from config import Config, Sizes
 from disk import checkpoint, run_files
 from disk.run_files import START, evaluation_line
 from judging import rubrics
-from machine import alive, memory, world
+from machine import alive, link, memory, world
 from machine.memory import BatchSize
 from problems import chat_template, episodes, functions, rewards
-from problems.data import load_sides
+from problems.data import at_the_start, load_sides
 from problems.examples import Example, spread
-from problems.held_out import at_the_start
-from problems.stop import Stop
 from reporting import health
 from reporting.console import say, warn
 from reporting.journal import Journal, evaluation_is_due
@@ -80,16 +78,10 @@ class Run:
         gwen.refuse_packed(config.model.name)
         self.model, self.tokenizer = gwen.load(config.model.name)
         eos_ids, s = self.model.config.eos_ids, config.sampling
-        self.sampling = sampler.SamplingParams(
-            max_tokens=s.max_tokens,
-            temperature=s.temp,
-            top_p=s.top_p,
-            top_k=s.top_k,
-            min_p=s.min_p,
-            eos_ids=eos_ids,
-            pad_id=next((i for i in (self.tokenizer.pad_token_id, *eos_ids) if i is not None), 0),
-            stop=Stop(s.stop, self.tokenizer) if s.stop else None,
-        )
+        pad_id = next((i for i in (self.tokenizer.pad_token_id, *eos_ids) if i is not None), 0)
+        stop = sampler.Stop(s.stop, self.tokenizer) if s.stop else None
+        drawn = s.max_tokens, s.temp, s.top_p, s.top_k, s.min_p
+        self.sampling = sampler.SamplingParams(*drawn, eos_ids, pad_id, stop=stop)
         with alive.doing("reading the weights for their digest"):
             digest = checkpoint.digest_of_model(self.model)
         self.sources = {  # what the run is made of: digests that a resume compares
@@ -124,7 +116,7 @@ class Run:
         """
         if world.size() > 1:
             facts = {"MLX": version("mlx"), "GWEN_DTYPE": str(self.model.head_weight.dtype)}
-            world.compare({"Gwen": world.code_checksum()} | facts | self.sources)
+            link.compare({"Gwen": link.code_checksum()} | facts | self.sources)
         demand = preflight.Demand(self.model.config, self.model.head_weight.dtype, config, lengths, rubric)
         self.sizes = preflight.agree(preflight.settle(demand, most_rows))
         self.memory = preflight.line(demand, self.sizes)
@@ -140,15 +132,6 @@ class Run:
         self.journal = Journal(self.config, self.dir, self.step, keep_scores=is_paid)
 
     # ---- between two steps
-
-    @property
-    def is_done(self) -> bool:
-        """Whether no step is left."""
-        return self.step >= self.config.optimizer.steps
-
-    def note(self) -> None:
-        """Counts a step, after its update."""
-        self.step += 1
 
     def evaluate(self) -> None:
         """Evaluates what is held out and logs the result."""
@@ -169,7 +152,8 @@ class Run:
     def save_is_due(self) -> bool:
         """Whether this step is saved: every `save_every`, the last one, and a first one after `FIRST_SAVE` seconds."""
         is_first = self.saved_step == self.journal.begun_at and self.now() - self.begun >= FIRST_SAVE
-        return is_first or self.is_done or self.step % self.config.records.save_every == 0
+        is_last = self.step >= self.config.optimizer.steps
+        return is_first or is_last or self.step % self.config.records.save_every == 0
 
     def show(self) -> None:
         """Writes the page, as often as that is cheap."""
@@ -330,10 +314,6 @@ class GrpoRun(Run):
     def _warn_of(self, name: str, text: str) -> None:
         self.journal.warn_of(self.step, health.Finding(name, text))
 
-    def note(self) -> None:
-        super().note()
-        self.prompts.note()
-
     def evaluate(self) -> None:
         """Evaluates the held-out problems and logs the result."""
         params = evaluate.EvalParams.of(self.config, batch_size=self.batch_size, toolbox=self.toolbox)
@@ -349,6 +329,7 @@ class GrpoRun(Run):
         self.journal.write_scores(self.step, self.judge)
 
     def end_step(self) -> None:
+        self.prompts.note()
         rewards.tell_step(self.task.rewards, self.step, self.config.optimizer.steps)
         super().end_step()
 

@@ -53,13 +53,13 @@ def train(run: GrpoRun | SftRun) -> Iterator[dict[str, Any]]:
     if run.evaluate_if_due():
         run.save()
     run.show()
-    while not run.is_done:
+    while run.step < run.config.optimizer.steps:
         clock.lap()  # evaluating and saving belong to no step
         mx.reset_peak_memory()
         drawn = draw(run) if isinstance(run, GrpoRun) else Drawn(run.replies())
 
         result = run.within_memory(functools.partial(learn, run, drawn.samples))
-        run.note()
+        run.step += 1
         # ---- everything below is reporting
         figures = run.journal.write_step(run.step, clock.lap(), drawn, result, mx.get_peak_memory())
         run.journal.write_scores(run.step, run.judge)

@@ -27,6 +27,7 @@ from disk import checkpoint, run_files
 from flags import flag_of, read
 from machine import link, memory, world
 from problems import chat_template, data, functions
+from reporting import trackers
 from reporting.console import console_columns, say, warn
 from reporting.journal import evaluation_is_due
 from settings.sources import LATER, as_yaml, given, refuse_unknown, resolve
@@ -83,10 +84,7 @@ def begin(
 
     def read() -> list[Any]:
         config, choice = resolve(flags, recipe, resume, gwen.choose_model)
-        if config.records.report_to:
-            from reporting import trackers
-
-            trackers.check(config.records.report_to)
+        trackers.check(config.records.report_to)
         say(choice)
         settings = config.flat()
         if resume is None:

@@ -283,11 +283,7 @@ def in_backward_order(names: Iterable[str]) -> list[list[str]]:
 
 
 def hold(learner: Learner, before: Weights, probe: list[Batch], target: float) -> BoundedStep:
-    """
-    Shortens the step from `before`, in place, until the policy has moved at most SLACK times the target.
-
-    A step that is too long at every try is dropped.
-    """
+    """Shortens the step from `before` until the policy has moved at most SLACK times the target; or else drops it."""
     share, after = 1.0, learner.trainable
     for repeats in range(MOST_TRIES):
         moved = trust_region.distance(probe, under(learner, probe, after))

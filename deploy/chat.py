@@ -31,7 +31,6 @@ from problems import chat_template, episodes
 from problems.calls import Frames
 from problems.data import check_text
 from problems.examples import short, spread
-from problems.stop import Stop
 from settings.checks import checked
 from settings.sources import given, load_recipe, of_task, resolve
 
@@ -125,7 +124,7 @@ class Side:
                 return
 
 
-def pieces(ids: Iterable[int], tokenizer: Any, stop: Stop | None) -> Iterator[str]:
+def pieces(ids: Iterable[int], tokenizer: Any, stop: sampler.Stop | None) -> Iterator[str]:
     """
     The text of ids as they come, in whole characters, up to a stop text; what may begin one waits until it does not.
 
@@ -244,7 +243,7 @@ def sample(args: argparse.Namespace) -> None:
     else:
         model, tokenizer = gwen.load(name, adapter=adapter)
     config, box = toolbox(args, name, why, tokenizer, model)
-    ends, stop = model.config.eos_ids, Stop(args.stop, tokenizer) if args.stop else None
+    ends, stop = model.config.eos_ids, sampler.Stop(args.stop, tokenizer) if args.stop else None
     params, note = sampler.SamplingParams(args.max_tokens, args.temp, eos_ids=ends, stop=stop), ""
     opening = [] if args.system is None else [{"role": "system", "content": args.system}]
     if (args.chat or args.prompt) and args.run and args.system is None:

@@ -1,8 +1,9 @@
 """
 The connection of several machines: how they find each other, the thread that makes MLX's collectives, how they part.
 
-`mlx.launch` starts the same command on each machine and tells it its rank; MLX carries the bytes. Left out: what the
-machines bring together (machine/world.py).
+`mlx.launch` starts the same command on each machine and tells it its rank; MLX carries the bytes. A meeting begins with
+a short message of every machine, which says what it is about to do, or why it ends: so all of them end together, with a
+reason. Left out: what they bring together (machine/world.py).
 
 MLX's collectives have traps. On a GPU's stream, Metal's watchdog kills one that waits, so they run on the CPU's, on
 copies in plain memory that no stream is still writing. They hold up their thread for ever when a machine hangs, so they
@@ -24,6 +25,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
+from pathlib import Path
 from typing import Any, NoReturn
 
 import mlx.core as mx
@@ -43,9 +45,6 @@ class Lost(ValueError):
 
 
 current: "Link | None" = None  # None: this process is the only one
-
-
-# ---- joining and leaving
 
 
 @contextlib.contextmanager
@@ -85,6 +84,24 @@ def joined() -> Iterator[None]:
         raise
     finally:
         sys.stdout, sys.stderr = streams
+
+
+def compare(facts: dict[str, Any]) -> None:
+    """Raises Lost, on every machine, if one has another value of a fact than rank 0 has."""
+    assert current
+    (first, ours), *others = zip(current.names, current.share(facts), strict=True)
+    for name, theirs in others:
+        for fact, its in theirs.items():
+            if its != ours[fact]:
+                raise Lost(f"{name} has another {fact} than {first}: {its}, not {ours[fact]}; make them the same")
+
+
+def code_checksum() -> int:
+    """A number that tells Gwen from another version of it: of the modules that it has imported."""
+    root = Path(__file__).parent.parent
+    files = {Path(getattr(module, "__file__", None) or "/") for module in list(sys.modules.values())}
+    ours = sorted(file for file in files if root in (file.parent, file.parent.parent))
+    return zlib.crc32(b"".join(file.read_bytes() for file in ours))
 
 
 def endings() -> list[signal.Signals]:

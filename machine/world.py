@@ -1,18 +1,14 @@
 """
 Several machines that train one model: which of them this is, what it does, and what all of them bring together.
 
-A meeting is a call here that every machine makes, in the same order: `share`, `first`, `all_sum`. Each begins with a
-short message of every machine, which says what it is about to do, or why it ends: so all of them end together, with a
-reason. For one process everything is a no-op: nothing is opened, copied or waited for. Left out: the connection, and
-how machines join and leave (machine/link.py).
+A meeting is a call here that every machine makes, in the same order: `share`, `first`, `all_sum`. For one process it is
+a no-op: nothing is opened, copied or waited for. Left out: how they join, meet and leave (machine/link.py).
 """
 
 import itertools
-import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import mlx.core as mx
@@ -21,9 +17,6 @@ import numpy as np
 from machine import link
 
 T = TypeVar("T")
-
-
-# ---- who this is
 
 
 def rank() -> int:
@@ -50,9 +43,6 @@ def part_together(keys: Iterable[Hashable]) -> list[int]:
     counts = Counter(keys := list(keys))
     mine = {list(counts)[number] for number in part(list(counts.values()))}
     return [place for place, key in enumerate(keys) if key in mine]
-
-
-# ---- meetings
 
 
 def share(value: Any, about: str = "share") -> list[Any]:
@@ -94,25 +84,6 @@ def of_first(arrays: dict[str, mx.array]) -> dict[str, mx.array]:
     """Rank 0's arrays, of names, shapes and types that all machines have; whole numbers below 2^24."""
     summed = all_sum([array if is_first() else mx.zeros_like(array) for array in arrays.values()])
     return {name: its.astype(arrays[name].dtype) for name, its in zip(arrays, summed, strict=True)}
-
-
-def compare(facts: dict[str, Any]) -> None:
-    """Raises Lost, on every machine, if one has another value of a fact than rank 0 has."""
-    if link.current is None:
-        return
-    (first, ours), *others = zip(link.current.names, share(facts), strict=True)
-    for name, theirs in others:
-        for fact, its in theirs.items():
-            if its != ours[fact]:
-                raise link.Lost(f"{name} has another {fact} than {first}: {its}, not {ours[fact]}; make them the same")
-
-
-def code_checksum() -> int:
-    """A number that tells Gwen from another version of it: of the modules that it has imported."""
-    root = Path(__file__).parent.parent
-    files = {Path(getattr(module, "__file__", None) or "/") for module in list(sys.modules.values())}
-    ours = sorted(file for file in files if root in (file.parent, file.parent.parent))
-    return zlib.crc32(b"".join(file.read_bytes() for file in ours))
 
 
 def checksum(arrays: Sequence[mx.array]) -> int:

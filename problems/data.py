@@ -1,5 +1,5 @@
 """
-User data: reads records from a file or the hub, checks them, and splits off held-out ones.
+User data: reads records from a file or the hub, checks them, splits off held-out ones, and says where these are few.
 
 Uses no model and no array library. Left out: what tasks do with examples. An invalid record raises a one-line
 ValueError that names the file, the place, the value and the fix.
@@ -13,6 +13,7 @@ import csv
 import io
 import json
 import logging
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -28,6 +29,8 @@ SPLITS = ("train", "held_out", "test", "validation")  # all but the first are he
 USUAL = ("question", "instruction", "problem", "input", "query", "text")  # names of prompts elsewhere
 COLUMNS = ("prompt", "answer", "system", "category", "split", "messages", "chat_template_kwargs")  # that mean something
 MOST_HELD_OUT = 256  # prompts, if there is no column `split`
+POWER = 7.85  # (1.96 + 0.84)^2, for an interval of 95% and a power of 80%
+LEAST_PROBLEMS, LEAST_CONVERSATIONS = 50, 10  # with fewer losses than that an interval is too narrow
 
 
 # ---- files and the hub
@@ -336,7 +339,7 @@ def check_text(name: str, text: Any) -> None:
         raise ValueError(f"{name} {short(text)} holds half of a surrogate pair, which is no character; remove it")
 
 
-# ---- splits
+# ---- what is held out
 
 
 def load_sides(
@@ -397,3 +400,23 @@ def split_examples(examples: list[Example]) -> tuple[list[Example], list[Example
 
 def _has_split(examples: list[Example]) -> bool:
     return any(example.get("split") is not None for example in examples)
+
+
+def hold_out_more(num: int, settings: dict[str, Any]) -> str:
+    """How to, of now so many problems."""
+    how = "a higher --eval-limit" if settings.get("eval_limit") == num else "--eval-data FILE or --data TRAIN,HELD_OUT"
+    return f"hold out more with {how}" + ", or ask each more often" * (settings.get("loss_type") != "sft")
+
+
+def at_the_start(num: int, settings: dict[str, Any]) -> list[str]:
+    """A line where so many held-out problems will tell little, if about every third answer changes for good or bad."""
+    if not settings.get("eval_every", True):
+        return ["nothing held out is evaluated (--eval-every 0), so there will be no verdict"]
+    more = hold_out_more(num, settings)
+    if settings.get("loss_type") == "sft":
+        told = f"with {num} held out the loss says little of other conversations: {more}"
+        return [told] if 0 < num < LEAST_CONVERSATIONS else []
+    least, enough = (min(1, math.sqrt(POWER / 3 / size)) for size in (max(num, 1), LEAST_PROBLEMS))
+    told = f"with {num} held out a change shows from {least:.0%} of the values' range on, "
+    told += f"with {LEAST_PROBLEMS} from {enough:.0%} on"
+    return [f"{told}: {more} when it is trained (evaluate.py --samples 8)"] if 0 < num < LEAST_PROBLEMS else []

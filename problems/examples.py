@@ -1,8 +1,4 @@
-"""
-Examples: what a run asks, each a dictionary with a prompt; all of one source have the same keys.
-
-Left out: where they come from (problems/data.py), what tasks do with them.
-"""
+"""Examples: what a run asks, and how errors quote it. Left out: where it comes from (problems/data.py)."""
 
 import difflib
 import json
@@ -11,7 +7,7 @@ from collections.abc import Iterable
 from hashlib import sha256
 from typing import Any
 
-Example = dict[str, Any]  # {"prompt": str or chat messages, "answer": str, further columns}
+Example = dict[str, Any]  # {"prompt": str or chat messages, "answer": str, further columns}, the same in one source
 TRAINER = ("trainer_state", "log_extra", "log_metric")  # arguments only for users' rewards
 RESERVED = ("prompts", "completions", "completion_ids", "num_tokens", *TRAINER)  # reward arguments besides columns
 _reprlib = reprlib.Repr()
@@ -34,9 +30,6 @@ def spread(examples: list[Any], limit: int | None) -> list[Any]:
     """At most `limit` examples, evenly spread and so over all categories; 0 and None keep all."""
     num = min(limit or len(examples), len(examples))
     return [examples[place * len(examples) // num] for place in range(num)]
-
-
-# ---- quotes for error messages
 
 
 def short(value: Any) -> str:

@@ -103,9 +103,6 @@ def _module_of(path: Path, _: bytes) -> Any:
     return module
 
 
-# ---- where in a file a function failed
-
-
 def raised(error: BaseException, fn: Callable[..., Any]) -> str:
     """What a user's function raised, and the line of its file."""
     return f"raised {_told(error, getattr(sys.modules.get(getattr(fn, '__module__', '')), '__file__', None))}"

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -31,12 +31,10 @@ from problems.rewards import Logged
 from reporting import health, verdict
 from reporting.console import LiveLine, console_line, say, warn
 from reporting.history import History
+from reporting.trackers import Tracker
 from sampler import RolloutStats
 from step.loss import UpdateResult
 from step.sample import Sample, by_group
-
-if TYPE_CHECKING:
-    from reporting.trackers import Tracker
 
 MOST_ANSWERS = 512  # answers recorded per evaluation, evenly spread over the held-out problems
 
@@ -252,8 +250,6 @@ class Journal:
         """From here on the run is shown: its live line, its trackers."""
         self.live = LiveLine(self.config.optimizer.steps, self.steps[-1]["step"] if self.steps else 0)
         if (names := self.config.records.report_to) and world.is_first():
-            from reporting.trackers import Tracker
-
             self.trackers = [Tracker(name, self.dir, warn) for name in dict.fromkeys(names)]
         return self
 

@@ -22,8 +22,8 @@ import numpy as np
 from disk.run_files import begun_with, student
 from flags import safe, visible
 from problems import form
+from problems.data import POWER, at_the_start, hold_out_more
 from problems.examples import prompt_text
-from problems.held_out import POWER, at_the_start, hold_out_more
 from reporting import health
 from reporting.health import Records
 from reporting.history import Answers, History

@@ -66,8 +66,8 @@ def distance(probe: list[Batch], present: list[mx.array]) -> float:
         new = mx.where(batch.mask > 0, new, batch.old_logprobs)  # padding's exp must not become inf * 0 = nan
         counted = batch.mask * batch.weights
         found.append([(grpo.kl_term(batch.old_logprobs, new) * counted).sum().item(), counted.sum().item()])
-    everywhere = itertools.chain(*world.share(found))
-    total, count = np.array(list(everywhere), np.float32).cumsum(axis=0)[-1]  # one after another
+    everywhere = list(itertools.chain(*world.share(found)))
+    total, count = np.array(everywhere, np.float32).cumsum(axis=0)[-1]  # one after another
     return float(total / count)
 
 

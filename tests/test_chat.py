@@ -14,7 +14,6 @@ import tasks
 from config import Config
 from deploy import chat
 from problems import chat_template, episodes
-from problems.stop import Stop
 
 
 def make_side(model, tokenizer, max_tokens=6, context=256, **more):
@@ -86,7 +85,7 @@ def test_characters_come_whole_and_half_a_one_at_the_end_not_at_all(tokenizer, t
 @pytest.mark.parametrize("stop", [["three"], ["is", "thr"], ["e is t"], ["nobody"], ["and", "a"]])
 def test_a_stop_text_ends_an_answer_before_it_and_what_only_begins_one_is_shown(tokenizer, stop):
     text = "one and two is three, thre"
-    stop = Stop(stop, tokenizer) if stop else None
+    stop = sampler.Stop(stop, tokenizer) if stop else None
     told = list(chat.pieces(tokenizer.encode(text), tokenizer, stop))
     assert "".join(told) == stop.cut(text)
     for number in range(len(told)):  # at no time is there more than in the end

@@ -14,7 +14,7 @@ from conftest import ROOT, read_log, write_log
 import report
 from config import Config
 from disk import run_files
-from problems import held_out
+from problems import data
 from reporting import history, journal, page, verdict
 from reporting.verdict import BETTER, FEW, SAME, WORSE
 
@@ -362,11 +362,11 @@ def test_a_run_warns_of_what_fell_when_it_falls_and_its_best_is_kept(tmp_path, c
 
 
 def test_few_held_out_problems_are_told_of_at_the_start_with_what_helps():
-    (said,) = held_out.at_the_start(8, {"eval_limit": 8})
+    (said,) = data.at_the_start(8, {"eval_limit": 8})
     assert "with 8 held out a change shows from 57% of the values' range on" in said and "a higher --eval-limit" in said
-    assert "--eval-data FILE or --data TRAIN,HELD_OUT" in held_out.at_the_start(4, {})[0]
-    assert held_out.at_the_start(0, {}) == held_out.at_the_start(50, {}) == []
-    assert held_out.at_the_start(10, {"loss_type": "sft"}) == []
-    assert "no verdict" in held_out.at_the_start(0, {"eval_every": 0})[0]
+    assert "--eval-data FILE or --data TRAIN,HELD_OUT" in data.at_the_start(4, {})[0]
+    assert data.at_the_start(0, {}) == data.at_the_start(50, {}) == []
+    assert data.at_the_start(10, {"loss_type": "sft"}) == []
+    assert "no verdict" in data.at_the_start(0, {"eval_every": 0})[0]
     one = run_of([{"step": 9, "eval/num": 1}], loss_type="sft", eval_limit=1)
     assert verdict.advice(one, None, "", "", False) == "hold out more with a higher --eval-limit"

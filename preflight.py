@@ -353,12 +353,13 @@ def span(ends: Iterable[str]) -> str:
 def time_line(demand: Demand, sizes: Sizes) -> str:
     """What a step moves, computes and takes: here, or on each chip that is sold with enough memory."""
     found, need = costs(demand, sizes), estimate(demand, sizes).total
-    fit = [chips.here()] if gpu.on_gpu() else [one for one in chips.load() if room_of(max(one.memory) << 30) >= need]
+    known = [chips.here()] if gpu.on_gpu() else chips.load()
+    fit = known if gpu.on_gpu() else [one for one in known if room_of(max(one.memory) << 30) >= need]
     times = [f"{chip.name} {two_digits(chips.seconds(found, chip))} s" for chip in fit] or ["no chip has the memory"]
     moved, computed = map(sum, zip(*found.values(), strict=True))
     return (
         f"a step: {moved / 1e9:.0f} GB of weights and caches, {computed / 1e12:.1f} TFLOP: {', '.join(times)} "
-        f"(an estimate: nobody has measured this on a Mac{'' if gpu.on_gpu() else '; other chips have less memory'})"
+        f"(an estimate: nobody has measured this on a Mac{'; other chips have less memory' * (len(fit) < len(known))})"
     )
 
 
@@ -435,8 +436,8 @@ def try_out(config: Config) -> Iterator[str]:
         recipe.write_text(as_yaml(config.but(**own)))
         train = str(Path(__file__).parent / "train.py")
         command = [sys.executable, train, "--config", str(recipe), "--run-dir", str(run)]
-        for number in link.endings()[1:]:
-            signal.signal(number, link.interrupt)  # by itself it would end this process, and not the trial
+        # by themselves they would end this process, and not the trial
+        before = {number: signal.signal(number, link.interrupt) for number in link.endings()[1:]}
         trial = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         try:
             deadline = time.monotonic() + TRY_SECONDS
@@ -445,6 +446,8 @@ def try_out(config: Config) -> Iterator[str]:
         finally:
             trial.kill()  # past the deadline it is in the middle of a step, and nothing of it is kept
             status = trial.wait()
+            for number, handler in before.items():
+                signal.signal(number, handler)
             if sys.stderr.isatty():  # where its bars would stand for ever
                 print("\r\x1b[J", end="", file=sys.stderr, flush=True)
         steps, answers = (list(read_log(run / f"{name}.jsonl")) for name in ("metrics", "rollouts"))

@@ -60,6 +60,7 @@ class Run:
     longest: int  # positions of the longest row that it may train
     sizes: Sizes
     batch_size: BatchSize  # where it samples: rows at once
+    opening: list[dict[str, Any]]  # messages that all prompts begin with
     base: gwen.Model | None = None  # the model before training, if disabling adapters does not restore it
     own = objectives.Own()  # a user's own loss and advantage
     judge: rubrics.Grader | None = None
@@ -250,6 +251,7 @@ class GrpoRun(Run):
         with alive.doing("trying the rewards"):
             surprises = world.first(lambda: list(audit.first_surprises(self.task, config.data.reward_gate)))
         self.own = objectives.load(config)
+        self.opening, _ = chat_template.opening_of(self.task.train or self.task.held_out)
         for line in (*self.task.notes, *surprises):
             say(line)
         super().__init__(config, run_dir)
@@ -357,6 +359,7 @@ class SftRun(Run):
             say(line)
         if config.evaluation.every and not held_out:
             raise ValueError(f"--data {path} holds out no conversation; add some or set --eval-every 0")
+        self.opening, _ = chat_template.opening_of(train or held_out)
         super().__init__(config, run_dir)
         self.sources[path] = checkpoint.digest(*train, "held out", *held_out)
         how = self.tokenizer, self.model.config, config.sampling.thinking

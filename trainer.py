@@ -220,10 +220,15 @@ class Trainer:
         return journal.evaluations[-1]
 
     def sample(self, prompts: Sequence[Any], n: int = 1, *, temp: float | None = None) -> list[list[str]]:
-        """`n` completions of each prompt, a text or chat messages, drawn as in training; temp 0: greedily."""
+        """
+        `n` completions of each prompt, drawn as in training; temp 0: greedily.
+
+        prompts: texts, before which stands what all prompts of training begin with, or chat messages, as they are.
+        """
         run, settings = self.run, self.config.sampling
-        prompts = [prompts] if isinstance(prompts, str) else prompts
-        ids = [chat_template.chat_ids(run.tokenizer, prompt, thinking=settings.thinking) for prompt in prompts]
+        texts = [prompts] if isinstance(prompts, str) else prompts
+        asked = [[*run.opening, {"role": "user", "content": one}] if isinstance(one, str) else one for one in texts]
+        ids = [chat_template.chat_ids(run.tokenizer, prompt, thinking=settings.thinking) for prompt in asked]
         params = run.sampling._replace(temperature=settings.temp if temp is None else temp)
         rollout = sampler.rollout(run.model, ids, params, group_size=n, key=settings.seed)
         texts = sampler.texts(run.tokenizer, rollout, run.model.config.eos_ids)

@@ -6,7 +6,6 @@ Other programs render a chat by the model's template alone. A fused model's temp
 settings said: no thinking, the task's system prompt. Left out: what an adapter is (lora.py, disk/adapters.py).
 """
 
-import itertools
 import os
 import shlex
 import tempfile
@@ -125,13 +124,9 @@ def trained_opening(config: Config) -> tuple[list[dict[str, Any]], str]:
             examples = task.train or task.held_out
     except ValueError as error:  # the data were moved
         return [], f"; the system prompt of training is unknown: {error}"
-    before = [chat_template.messages(one["prompt"], one.get("system"))[:-1] for one in examples]
-    places = zip(*before, strict=False)
-    opening = [its[0] for its in itertools.takewhile(lambda its: its.count(its[0]) == len(its), places)]
-    systems = {its[0]["content"] if its and its[0]["role"] == "system" else None for its in before}
-    if len(systems) > 1:
-        return [], f"; training had {len(systems)} system prompts, and the template has none"
-    return opening, ""
+    opening, num_systems = chat_template.opening_of(examples)
+    said = f"; training had {num_systems} system prompts, and the template has none" if num_systems > 1 else ""
+    return opening, said
 
 
 def export_peft(name: str | None, adapter: str, out: Path) -> str:

@@ -6,9 +6,10 @@ What users write stays text: "<|im_end|>" in it ends no message. Left out: which
 
 import datetime
 import inspect
+import itertools
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from problems.examples import Example, one_line, short
@@ -84,6 +85,14 @@ def messages(prompt: Any, system: str | None) -> list[dict[str, Any]]:
     """A prompt, the user's words or chat messages, with the system message before it."""
     found = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     return found if system is None else [{"role": "system", "content": system}, *found]
+
+
+def opening_of(examples: Iterable[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], int]:
+    """The messages that the prompts of all rows begin with, and how many system prompts, or none, they have."""
+    before = [messages(one["prompt"], one.get("system"))[:-1] for one in examples]
+    systems = {its[0]["content"] if its and its[0]["role"] == "system" else None for its in before}
+    same = itertools.takewhile(lambda its: its.count(its[0]) == len(its), zip(*before, strict=False))
+    return [its[0] for its in same] if len(systems) == 1 else [], len(systems)
 
 
 def chat_ids(

@@ -59,6 +59,12 @@ def test_a_run_from_python_is_the_commands_run_and_can_be_left_and_gone_on_with(
     assert capsys.readouterr().out == ""
     [[greedy, again]] = trainer.sample(["What is two plus three?"], n=2, temp=0)
     assert greedy == again == trainer.sample("What is two plus three?", temp=0)[0][0] and greedy
+    trainer.run.opening = [{"role": "system", "content": "Say nothing."}]
+    asked = [{"role": "user", "content": "What is two plus three?"}]
+    assert trainer.sample([[*trainer.run.opening, *asked]], temp=0) == trainer.sample(
+        ["What is two plus three?"], temp=0
+    )
+    assert trainer.sample([asked], temp=0) == [[greedy]] != trainer.sample(["What is two plus three?"], temp=0)
     with run_files.owner():
         run_files.own(trainer.dir)  # the lock is free once the loop has ended
 

@@ -255,7 +255,7 @@ def paid_though_wrong(answers: dict[int, Answers]) -> tuple[set[int], set[int]]:
     """
     The problems of the first and of the last evaluation whose wrong answer is paid the most that any answer ever was.
 
-    answers: by step, of a verifier. Both are empty unless the last are alarmingly many.
+    answers: by step, of a verifier. Both are empty unless the last are alarmingly many, and more than the first.
     """
     pay = {step: paid(its) for step, its in answers.items()}
     every = {value for its in pay.values() for value in its.values()}
@@ -264,7 +264,7 @@ def paid_though_wrong(answers: dict[int, Answers]) -> tuple[set[int], set[int]]:
         {key for key, one in answers[step].items() if one["values"][0] == 0 and pay[step].get(key) == most}
         for step in (min(answers), max(answers))
     )
-    is_alarming = len(every) > 1 and len(last) >= LEAST_PAID * len(answers[max(answers)])
+    is_alarming = len(every) > 1 and len(last) >= max(LEAST_PAID * len(answers[max(answers)]), len(first) + 1)
     return (first, last) if is_alarming else (set(), set())
 
 
@@ -384,7 +384,8 @@ def advice(run: History, found: Change | None, moved: str, mended: str, is_risin
             return f"about {found.needed:,} conversations would tell: {more}"
         again, compare = f"{command(settings, 'evaluate.py')} --run {path} --samples 8", "uv run report.py --compare"
         both = f"{again} --step 0 --out before.jsonl && {again} --out after.jsonl"
-        return f"about {found.needed:,} problems would tell: {more}: {both} && {compare} before.jsonl after.jsonl"
+        told = f"about {found.needed:,} problems would tell: {more}: {both} && {compare} before.jsonl after.jsonl"
+        return f"{mended}; {told}" if mended else told
     if found.word == WORSE:
         return TOO_FAR
     if found.word == SAME:

@@ -124,3 +124,5 @@ def test_a_wrong_answer_is_not_paid_most_where_another_reward_pays_right_ones_mo
 
     assert found(1.0, 0.1) == (set(), set())
     assert found(0.0, 1.0) == ({1, 3, 5}, {0, 1, 2, 3})
+    rows = {n: one(0, 1.0, (0.0, 1.0)) for n in range(4)} | {n: one(0, 0.0, (0.0, 1.0)) for n in range(4, 10)}
+    assert verdict.paid_though_wrong({0: rows, 9: rows}) == (set(), set()), "training has not made it so"

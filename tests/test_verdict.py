@@ -342,6 +342,8 @@ def test_what_is_best_already_is_not_called_still_rising():
 def test_a_model_has_hardly_moved_only_after_more_steps_than_a_warm_up_takes():
     found, last = verdict.paired(*table_of(0, 1, 0, 3)), {"eval/accuracy": 0.5, "eval/kl": 1e-5, "eval/num": 4}
     advised = [verdict.advice(run_of([last | {"step": n}]), found, "", "", False) for n in (9, 10)]
+    doubted = verdict.advice(run_of([last | {"step": 9}]), found, "", "read the answers", False)
+    assert doubted.startswith("read the answers; about ")
     assert "problems would tell" in advised[0] and "has hardly moved" in advised[1] and "ten times" in advised[1]
 
 

@@ -497,7 +497,8 @@ def hub_directory(hub_id: str, files: list[str] = HUB_FILES) -> Path:
                 print(f"downloading {hub_id}: {where}", file=sys.stderr, flush=True)
         return Path(huggingface_hub.snapshot_download(repo, **how))
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, ConnectionError) as error:
-        raise ValueError(f"--model {hub_id}: not in the local hub cache, and the hub is out of reach") from error
+        same = "; --model smollm2 is the same one, from a package" * ("smollm2-135m-instruct" in repo.lower())
+        raise ValueError(f"--model {hub_id}: not in the local hub cache, and the hub is out of reach{same}") from error
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
         raise ValueError(f"--model {hub_id}: the hub shows you no such model or revision") from error
     except Exception as error:  # from the hub's client or the libraries below it

@@ -303,6 +303,8 @@ def verdict(run: History) -> Verdict | None:
         part = f"{found.num} of {last['eval/num']}" if found.num < last["eval/num"] else found.num
         text = f"{figure} {was:.3f} -> {now:.3f} from step {start} to {last['step']}, on {part} held-out "
         text = "; ".join([f"{text}{kind}; gain {found}", *(at_the_start(found.num, settings) * (figure == "loss"))])
+        greedy = [f"{one['eval/greedy']:.3f}" for one in (first, last) if one.get("eval/greedy") is not None]
+        text += f"; greedily {' -> '.join(greedy)}" * (len(greedy) == 2)
         total = paired(*map(paid, ends)) if is_verified and "eval/score" in last else None
         if total and word in (SAME, FEW) and total.word in (BETTER, WORSE):
             moved, headline = total.word, f"{word}, though the score {'rose' if total.word == BETTER else 'fell'}"

@@ -330,11 +330,15 @@ def test_what_is_best_already_is_not_called_still_rising():
     for step, num in ((0, 30), (25, 50), (50, 60), (75, 90), (100, 91)):
         record = {"rewards": {}, "prompt": "?", "completions": [""]}
         answers[step] = {n: record | {"values": [float(n < num)]} for n in range(120)}
-        evals.append({"step": step, "eval/accuracy": num / 120, "eval/num": 120})
+        evals.append({"step": step, "eval/accuracy": num / 120, "eval/num": 120, "eval/greedy": num / 120})
     run = run_of(evals, answers)
     found = verdict.verdict(run)
     assert verdict.best(run)["step"] == 75 and found.word == BETTER
-    assert "still rising" not in found.advice and "sampler.py" in found.advice
+    assert (
+        "; greedily 0.250 -> 0.758" in found.text
+        and "still rising" not in found.advice
+        and "sampler.py" in found.advice
+    )
     run = run_of([*evals, {"step": 125, "eval/score": 0.5, "eval/num": 120}], answers | {125: answers[100]})
     assert "fewer than two problems have a figure both after step 0 and 125" in verdict.verdict(run).text
 

@@ -382,7 +382,7 @@ VERIFIERS = {  # strictest first, as `auto` tries them
     "choice": Kind(
         lambda one: _NAME.fullmatch(stated_by(one)),
         choice_of,
-        "choices: the last line is it, opens with it and a mark, or ends in it",
+        'choices: the last line is it, opens with it and a mark, or ends in "is" and it',
     ),
     "math": Kind(is_mathematics, lambda _: math_correct, "mathematics, by math-verify"),
     "exact": Kind(bool, lambda _: exact, "texts: equal but for case, spaces, article and full stop"),

@@ -70,16 +70,16 @@ def main(argv: list[str] | None = None) -> None:
         if args.run:
             (made / "README.md").write_text(run_files.model_card(args.run, args.step, args.export or "mlx"))
         os.replace(made, args.out)
-        print(f"{args.out}: {what}", flush=True)
+        print(f"{args.out}: {what}")
+        out, its = (shlex.quote(text) for text in (str(args.out), args.out.resolve().name))
+        if args.export != "peft":
+            folder, what = f"~/.lmstudio/models/me/{its}", "*.gguf" if args.export else "*"
+            if args.export:
+                print(f"for Ollama: ollama create {its} -f {out}/Modelfile && ollama run {its}")
+            print(f"for LM Studio{'' if args.export else ' on a Mac'}: mkdir -p {folder} && cp {out}/{what} {folder}/")
+        print(f"to publish it: uv run hf upload OWNER/{its} {out}", flush=True)
         if few:
             few_bits.tell_cost(of_run, wide, next(args.out.glob("*.gguf"), args.out), args.bits)
-    out, its = (shlex.quote(text) for text in (str(args.out), args.out.resolve().name))
-    if args.export != "peft":
-        folder, what = f"~/.lmstudio/models/me/{its}", "*.gguf" if args.export else "*"
-        if args.export:
-            print(f"for Ollama: ollama create {its} -f {out}/Modelfile && ollama run {its}")
-        print(f"for LM Studio{'' if args.export else ' on a Mac'}: mkdir -p {folder} && cp {out}/{what} {folder}/")
-    print(f"to publish it: uv run hf upload OWNER/{its} {out}")
 
 
 def fuse(name: str | None, adapter: str, out: Path, trained: Config | None) -> str:

@@ -54,6 +54,9 @@ def tell_cost(run: str | None, wide: Path, few: Path, bits: int) -> None:
             raise ValueError("only --run of a task with problems tells them")  # replies are none
         hub.find(few)  # refuses at once a file that Gwen writes and does not read
         task = tasks.make(config)
+        print(
+            f"now what {bits} bits cost, by held-out problems; what is written stays", flush=True
+        )
         _, sampled, greedy = answers(config, task, wide, 16)
         model, *_ = answers(config, task, few, bits)
         lost, same = evaluate.divergence(model, sampled, 1.0), agreement(model, greedy)  # nats a token, share of tokens
@@ -63,9 +66,10 @@ def tell_cost(run: str | None, wide: Path, few: Path, bits: int) -> None:
     except ValueError as error:  # the model is written all the same
         print(visible(f"what {bits} bits cost was not measured: {error}"))
         return
+    begun = run_files.begun_with(config.flat())
     print(
         f"{bits} bits are {lost:.2g} nats a token from 16, {lost / max(learned, 1e-9):.2%} of the {learned:.2g} that "
-        f"training moved; {same:.1%} of the tokens of greedy answers stay the likeliest"
+        f"training moved{begun}; {same:.1%} of the tokens of greedy answers stay the likeliest"
     )
     if lost > TOO_MUCH * learned:
         print(f"WARNING: {bits} bits move the model by over a third of what training did: take more, or train longer")

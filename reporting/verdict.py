@@ -130,6 +130,11 @@ def paid(answers: Answers, name: str | None = None) -> Values:
     return {key: values[0] for key, values in given.items() if values and values[0] is not None}
 
 
+def greedily(answers: Answers) -> Values:
+    """What each problem's greedy answer is worth; what is unreadable is left out."""
+    return {key: value for key, one in answers.items() if (value := one.get("greedy_value")) is not None}
+
+
 def change(run: History, first: dict[str, Any], last: dict[str, Any]) -> Change | None:
     """
     From one evaluation to a later one, above 0 where it got better; None where too little is known.
@@ -303,8 +308,9 @@ def verdict(run: History) -> Verdict | None:
         part = f"{found.num} of {last['eval/num']}" if found.num < last["eval/num"] else found.num
         text = f"{figure} {was:.3f} -> {now:.3f} from step {start} to {last['step']}, on {part} held-out "
         text = "; ".join([f"{text}{kind}; gain {found}", *(at_the_start(found.num, settings) * (figure == "loss"))])
-        greedy = [f"{one['eval/greedy']:.3f}" for one in (first, last) if one.get("eval/greedy") is not None]
-        text += f"; greedily {' -> '.join(greedy)}" * (len(greedy) == 2)
+        if greedy := paired(*map(greedily, ends)):
+            was, now = (statistics.fmean(greedily(end).values()) for end in ends)
+            text += f"; greedily {was:.3f} -> {now:.3f}, {greedy.word}"
         total = paired(*map(paid, ends)) if is_verified and "eval/score" in last else None
         if total and word in (SAME, FEW) and total.word in (BETTER, WORSE):
             moved, headline = total.word, f"{word}, though the score {'rose' if total.word == BETTER else 'fell'}"

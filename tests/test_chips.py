@@ -47,7 +47,7 @@ def test_a_chip_is_named_where_a_machine_with_it_has_the_memory(monkeypatch, cap
     preflight.main(["--model", "random:0.6b", "--lora-rank", "0", "--batch", "8"])
     *_, need, said = capsys.readouterr().out.splitlines()  # without the weights of the model
     assert need.startswith("memory: ") and "1.19 weights" in need
-    assert said.startswith("a step: ") and said.endswith(
+    assert said.startswith("a step in 16 bits: ") and said.endswith(
         "(an estimate: nobody has measured this on a Mac; other chips have less memory)"
     )
     assert "M1 Pro " in said and "M1 1" not in said  # 16 GB do not hold masters and moments of all weights

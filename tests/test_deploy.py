@@ -192,8 +192,9 @@ def test_a_model_in_few_bits_is_mlx_lm_s_and_its_cost_is_told(run, tmp_path, cap
     lora.main(["--fuse", "--bits", str(bits), "--run", run(kind), "--out", str(tmp_path / "few")])
     lines = capsys.readouterr().out.splitlines()
     assert re.search(rf"; in {bits}\.5\d bits a weight$", lines[0])
-    assert len(lines) == 6 + lines[-3].startswith("WARNING")
-    wide, few, cost = (line.partition(": ")[2] for line in [*lines[1:3], f"x: {lines[3]}"])
+    assert len(lines) == 7 + lines[-1].startswith("WARNING") and lines[1].startswith("for LM Studio on a Mac: mkdir ")
+    assert lines[3] == f"now what {bits} bits cost, by held-out problems; what is written stays"
+    wide, few, cost = (line.partition(": ")[2] for line in [*lines[4:6], f"x: {lines[6]}"])
     assert wide.startswith("eval/accuracy ") and few.endswith("| 8 problems")
     numbers = re.match(rf"{bits} bits are (\S+) nats .*, (\S+)% of the (\S+) that", cost).groups()
     lost, share, learned = map(float, numbers)
@@ -219,7 +220,7 @@ def test_a_large_packed_model_is_shards_and_one_that_cannot_be_packed_is_refused
 def test_bits_cost_nothing_of_a_model_beside_itself_and_a_warning_of_another(run, golden, tmp_path, capsys):
     out, _ = fused(tmp_path, capsys, "--run", run())
     few_bits.tell_cost(run(), out, out, 16)
-    same = capsys.readouterr().out.splitlines()
+    _, *same = capsys.readouterr().out.splitlines()
     assert same[0] == same[1] and re.match(r"16 bits are \S+ nats a token from 16, 0\.0\d% of the", same[2])
     assert same[2].endswith("; 100.0% of the tokens of greedy answers stay the likeliest") and len(same) == 3
     other = shutil.copytree(out, tmp_path / "other")

@@ -329,13 +329,13 @@ def test_what_is_best_already_is_not_called_still_rising():
     answers, evals = {}, []
     for step, num in ((0, 30), (25, 50), (50, 60), (75, 90), (100, 91)):
         record = {"rewards": {}, "prompt": "?", "completions": [""]}
-        answers[step] = {n: record | {"values": [float(n < num)]} for n in range(120)}
+        answers[step] = {n: record | {"values": [float(n < num)], "greedy_value": n < num} for n in range(120)}
         evals.append({"step": step, "eval/accuracy": num / 120, "eval/num": 120, "eval/greedy": num / 120})
     run = run_of(evals, answers)
     found = verdict.verdict(run)
     assert verdict.best(run)["step"] == 75 and found.word == BETTER
     assert (
-        "; greedily 0.250 -> 0.758" in found.text
+        "; greedily 0.250 -> 0.758, better" in found.text
         and "still rising" not in found.advice
         and "sampler.py" in found.advice
     )

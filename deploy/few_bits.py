@@ -54,9 +54,7 @@ def tell_cost(run: str | None, wide: Path, few: Path, bits: int) -> None:
             raise ValueError("only --run of a task with problems tells them")  # replies are none
         hub.find(few)  # refuses at once a file that Gwen writes and does not read
         task = tasks.make(config)
-        print(
-            f"now what {bits} bits cost, by held-out problems; what is written stays", flush=True
-        )
+        print(f"now what {bits} bits cost, by held-out problems; what is written stays", flush=True)
         _, sampled, greedy = answers(config, task, wide, 16)
         model, *_ = answers(config, task, few, bits)
         lost, same = evaluate.divergence(model, sampled, 1.0), agreement(model, greedy)  # nats a token, share of tokens

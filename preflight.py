@@ -351,16 +351,14 @@ def span(ends: Iterable[str]) -> str:
 
 
 def time_line(demand: Demand, sizes: Sizes) -> str:
-    """What a step moves, computes and takes: here, or in 16 bits on each chip with the most memory it is sold with."""
-    known, fit = [chips.here()] if gpu.on_gpu() else chips.load(), list[tuple[str, dict[str, chips.Cost], float]]()
-    demand = demand if gpu.on_gpu() else demand._replace(dtype=mx.float16)
-    for chip in known:
-        room = None if gpu.on_gpu() else room_of(max(chip.memory) << 30)
-        its = settle(demand, room=room) if room else sizes
-        if room is None or estimate(demand, its).total <= room:
-            fit.append((chip.name, found := costs(demand, its), chips.seconds(found, chip)))
-    times = [f"{name} {two_digits(seconds)} s" for name, _, seconds in fit] or ["no chip has the memory"]
-    moved, computed = map(sum, zip(*(fit[0][1] if fit else costs(demand, sizes)).values(), strict=True))
+    """What a step moves, computes and takes: here, or in 16 bits on each chip that is sold with enough memory."""
+    known = [chips.here()] if gpu.on_gpu() else chips.load()
+    if not gpu.on_gpu():
+        sizes = settle(demand := demand._replace(dtype=mx.float16))
+    found, need = costs(demand, sizes), estimate(demand, sizes).total
+    fit = known if gpu.on_gpu() else [one for one in known if room_of(max(one.memory) << 30) >= need]
+    times = [f"{chip.name} {two_digits(chips.seconds(found, chip))} s" for chip in fit] or ["no chip has the memory"]
+    moved, computed = map(sum, zip(*found.values(), strict=True))
     return (
         f"a step in {8 * demand.dtype.size} bits: {moved / 1e9:.0f} GB of weights and caches, {computed / 1e12:.1f} "
         f"TFLOP: {', '.join(times)} "

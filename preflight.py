@@ -352,11 +352,13 @@ def span(ends: Iterable[str]) -> str:
 
 def time_line(demand: Demand, sizes: Sizes) -> str:
     """What a step moves, computes and takes: here, or in 16 bits on each chip that is sold with enough memory."""
-    known = [chips.here()] if gpu.on_gpu() else chips.load()
-    if not gpu.on_gpu():
+    if gpu.on_gpu():
+        known = fit = [chips.here()]
+    else:
         sizes = settle(demand := demand._replace(dtype=mx.float16))
-    found, need = costs(demand, sizes), estimate(demand, sizes).total
-    fit = known if gpu.on_gpu() else [one for one in known if room_of(max(one.memory) << 30) >= need]
+        known, need = chips.load(), estimate(demand, sizes).total
+        fit = [one for one in known if room_of(max(one.memory) << 30) >= need]
+    found = costs(demand, sizes)
     times = [f"{chip.name} {two_digits(chips.seconds(found, chip))} s" for chip in fit] or ["no chip has the memory"]
     moved, computed = map(sum, zip(*found.values(), strict=True))
     return (

@@ -226,8 +226,8 @@ class Trainer:
         prompts: texts, before which stands what all prompts of training begin with, or chat messages, as they are.
         """
         run, settings = self.run, self.config.sampling
-        texts = [prompts] if isinstance(prompts, str) else prompts
-        asked = [[*run.opening, {"role": "user", "content": one}] if isinstance(one, str) else one for one in texts]
+        prompts = [prompts] if isinstance(prompts, str) else prompts
+        asked = [[*run.opening, *chat_template.messages(one, None)] if isinstance(one, str) else one for one in prompts]
         ids = [chat_template.chat_ids(run.tokenizer, prompt, thinking=settings.thinking) for prompt in asked]
         params = run.sampling._replace(temperature=settings.temp if temp is None else temp)
         rollout = sampler.rollout(run.model, ids, params, group_size=n, key=settings.seed)

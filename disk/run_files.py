@@ -85,15 +85,18 @@ def adapter_of(run: str, step: int | None) -> str | None:
     if step == 0:
         start = Path(run) / START
         return str(start) if (start / "adapter_config.json").is_file() else None
-    folder = Path(run) / "checkpoints"
-    path = Path(run) / "adapter" if step is None else folder / f"step-{step:06d}" / "adapter"
+    path = Path(run) / "adapter" if step is None else Path(run) / "checkpoints" / f"step-{step:06d}" / "adapter"
     if (path / "adapter_config.json").is_file():
         return str(path)
     if step is None:
         raise ValueError(f"--run {run} has saved no adapter yet; --step 0 is the model before training")
-    numbers = [name.parent.name.removeprefix("step-") for name in folder.glob("step-*/adapter")]
-    saved = sorted({0, *(int(number) for number in numbers if number.isdecimal())})
-    raise ValueError(f"--step {step}: {run} has the steps {', '.join(map(str, saved))}")
+    raise ValueError(f"--step {step}: {run} has the steps {', '.join(map(str, sorted({0, *saved_steps(run)})))}")
+
+
+def saved_steps(run: str) -> list[int]:
+    """The steps whose adapter a run has kept, in any order."""
+    numbers = [path.parent.name.removeprefix("step-") for path in Path(run, "checkpoints").glob("step-*/adapter")]
+    return [int(number) for number in numbers if number.isdecimal()]  # else of a killed process
 
 
 def with_interval(record: dict[str, Any], name: str) -> str:
@@ -143,8 +146,7 @@ def model_card(run: str, step: int | None, library: str = "mlx") -> str:
     teacher = f", by the teacher {public(settings['teacher'])}" if settings.get("teacher") else ""
     data, _, held_out = str(settings.get("data") or "").partition(",")
     data = public(data) + f", held out {public(held_out)}" * bool(held_out) if data else f"the task {task}"
-    names = (path.name.removeprefix("step-") for path in Path(run, "checkpoints").glob("step-*"))
-    at = max(map(int, filter(str.isdecimal, names)), default=None) if step is None else step
+    at = max(saved_steps(run), default=None) if step is None else step
     part = "" if at is None else f", {at} of {settings['steps']} steps"
     head = ["| held-out figure | after steps | value (95%) | problems |", "|---|---|---|---|"]
     lines = [

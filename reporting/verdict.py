@@ -308,9 +308,10 @@ def verdict(run: History) -> Verdict | None:
         part = f"{found.num} of {last['eval/num']}" if found.num < last["eval/num"] else found.num
         text = f"{figure} {was:.3f} -> {now:.3f} from step {start} to {last['step']}, on {part} held-out "
         text = "; ".join([f"{text}{kind}; gain {found}", *(at_the_start(found.num, settings) * (figure == "loss"))])
-        if greedy := paired(*map(greedily, ends)):
-            was, now = (statistics.fmean(greedily(end).values()) for end in ends)
-            text += f"; greedily {was:.3f} -> {now:.3f}, {greedy.word}"
+        greedy = [greedily(end) for end in ends]
+        if moved_greedily := paired(*greedy):
+            was, now = (statistics.fmean(values.values()) for values in greedy)
+            text += f"; greedily {was:.3f} -> {now:.3f}, {moved_greedily.word}"
         total = paired(*map(paid, ends)) if is_verified and "eval/score" in last else None
         if total and word in (SAME, FEW) and total.word in (BETTER, WORSE):
             moved, headline = total.word, f"{word}, though the score {'rose' if total.word == BETTER else 'fell'}"

@@ -113,9 +113,9 @@ def make(config: Config, held_out: str | None = None) -> Task:
         task = task._replace(witness=None)  # no judge in the reward that would need one
     if data.task == own.TASK.name:
         task = own.told(task)
-    gate = ["--reward-gate form: training pays only finished answers of a form; evaluations have no gate"]
-    gated = gate * (data.reward_gate == "form")
-    task = task._replace(notes=[*task.notes, *gated, *_judge_notes(config, task)])
+    gate = "--reward-gate form: training pays only finished answers of a form; evaluations have no gate"
+    gates = [gate] if data.reward_gate == "form" else []
+    task = task._replace(notes=[*task.notes, *gates, *_judge_notes(config, task)])
     if config.evaluation.every and not task.held_out:
         raise ValueError(f"--data {data.path} holds out no prompt to evaluate; add prompts or set --eval-every 0")
     return task

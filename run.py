@@ -305,13 +305,13 @@ class GrpoRun(Run):
 
     def open(self) -> None:
         super().open()
+        if keeper := self.judge or self.witness:  # they share what they know
+            keeper.fill(world.first(self.journal.judge_scores.read))  # their recorded scores
         for name, grader in {"unreadable": self.judge, "unreadable witness": self.witness}.items():
             if grader is not None:
                 grader.warn = functools.partial(self._warn_of, name)
-        if self.judge is not None:
-            self.judge.fill(world.first(self.journal.judge_scores.read))  # its recorded scores
-            if self.judge.is_paid:  # write at once: the step may never finish
-                self.judge.on_score = lambda: self.journal.write_scores(self.step, self.judge)
+                if grader.is_paid:  # write at once: the step may never finish
+                    grader.on_score = lambda: self.journal.write_scores(self.step, keeper)
 
     def _warn_of(self, name: str, text: str) -> None:
         self.journal.warn_of(self.step, health.Finding(name, text))
@@ -328,7 +328,7 @@ class GrpoRun(Run):
             reference=self.base or (self.model if self.config.model.lora_rank else None),
         )
         self.journal.write_evaluation(self.step, record, answers)
-        self.journal.write_scores(self.step, self.judge)
+        self.journal.write_scores(self.step, self.judge or self.witness)
 
     def end_step(self) -> None:
         self.prompts.note()

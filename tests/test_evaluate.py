@@ -257,6 +257,11 @@ def test_the_command_repeats_a_run_s_evaluations_to_the_digit(runs, capsys, name
 
 
 @pytest.mark.slow
+def test_the_scores_of_a_witness_without_a_judge_beside_it_are_kept(runs):
+    assert read_log(runs / "own" / "judge_scores.jsonl")
+
+
+@pytest.mark.slow
 def test_a_flag_wins_over_the_run_and_its_own_data_is_taken_whole(runs, capsys, tmp_path):
     write_log(tmp_path / "other.jsonl", [{"prompt": f"What is two plus {word}?"} for word in ("one", "two", "four")])
     record = told(capsys, "--run", runs / "own", "--data", tmp_path / "other.jsonl", "--max-tokens", 3, "--samples", 2)

@@ -14,7 +14,7 @@ import inspect
 import json
 import re
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from problems import chat_template
@@ -35,18 +35,18 @@ class Call(NamedTuple):
 # ---- what may be called
 
 
-def schemas_of(flag: str, tools: Sequence[Tool]) -> Schemas:
-    """The JSON schemas of typed and documented functions. ValueError names the function and what it lacks."""
+def schemas_of(flag: str, tools: Mapping[str, Tool]) -> Schemas:
+    """The JSON schemas of typed and documented functions by name. ValueError names the function and what it lacks."""
     from transformers.utils import get_json_schema  # here: importing it takes seconds
 
     schemas = {}
-    for tool in tools:
+    for name, tool in tools.items():
         try:
-            schemas[tool.__name__] = dict(get_json_schema(tool))
+            schema = dict(get_json_schema(tool))
         except Exception as error:
-            name = getattr(tool, "__name__", type(tool).__name__)
             fix = "give each argument a type and a line in the docstring's Args"
             raise ValueError(f"{flag}: the tool {name} has no schema ({one_line(error)}); {fix}") from error
+        schemas[name] = schema | {"function": schema["function"] | {"name": name}}  # a decorator may have lost it
     return schemas
 
 
@@ -54,13 +54,13 @@ def schemas_in(kind: type) -> Schemas:
     """The schemas of an environment's tools: its public methods but reset and get_reward. ValueError without reset."""
     if not callable(getattr(kind, "reset", None)):
         raise ValueError(f"--env: {kind.__name__} has no method reset, which begins an episode; add one")
-    tools = []
+    tools = {}
     for name, _ in inspect.getmembers(kind, inspect.isroutine):
         if not name.startswith("_") and name not in ("reset", "get_reward"):
             method = inspect.getattr_static(kind, name)
             # bound to anything, so that its first argument is none of the model's
             is_method = isinstance(method, types.FunctionType)
-            tools.append(types.MethodType(method, kind) if is_method else getattr(kind, name))
+            tools[name] = types.MethodType(method, kind) if is_method else getattr(kind, name)
     return schemas_of(f"--env {kind.__name__}", tools)
 
 

@@ -163,7 +163,7 @@ class Toolbox:
     """The tools and environments of a run, ready to be called; its workers outlive a rollout."""
 
     def __init__(
-        self, config: Config, tools: tuple[Tool, ...], environments: dict[str, type], tokenizer: Any, model: Any
+        self, config: Config, tools: dict[str, Tool], environments: dict[str, type], tokenizer: Any, model: Any
     ):
         """
         environments: by the name in the column `environment`, "" where there is one. model: a `gwen.ModelConfig`.
@@ -175,7 +175,7 @@ class Toolbox:
         self.context = context_of(config.tools, model.max_position_embeddings)
         self.read = reader_of(tokenizer.chat_template)
         self.frames = Frames(tokenizer, model.eos_ids, thinking=self.thinking)
-        self.functions = {tool.__name__: tool for tool in tools}
+        self.functions = tools
         own = schemas_of("--tools", tools)
         self.schemas = {"": own} | {name: own | schemas_in(kind) for name, kind in environments.items()}
         self.workers: dict[tuple[str, int], Worker] = {}
@@ -209,7 +209,7 @@ class Toolbox:
 
 
 def make(
-    config: Config, tools: tuple[Tool, ...], environments: dict[str, type], tokenizer: Any, model: Any
+    config: Config, tools: dict[str, Tool], environments: dict[str, type], tokenizer: Any, model: Any
 ) -> Toolbox | None:
     """The toolbox of a run, None without tools. ValueError for a model, or machines, that cannot use it."""
     if not tools and not environments:

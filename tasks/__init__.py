@@ -178,12 +178,14 @@ def _with_tools(task: Task, config: Config) -> Task:
     return task
 
 
-def callables(config: Config) -> tuple[tuple[calls.Tool, ...], dict[str, type]]:
+def callables(config: Config) -> tuple[dict[str, calls.Tool], dict[str, type]]:
     """What a model may call: the functions of --tools and the environments of --env, or the task's own."""
     task, specs = plain(config.data.task) if config.data.task in NAMES else Task("", {}, {}), config.tools.tools
     named = [pair for spec in specs for pair in load_functions("--tools", spec).items()]
-    if len(dict(named)) < len(named):
-        raise ValueError(f"--tools {' '.join(specs)}: two tools have the same name")
+    functions = {getattr(tool, "__name__", name): tool for name, tool in named}
+    if len(functions) < len(named):
+        fix = "rename one; a decorator keeps a function's name with functools.wraps"
+        raise ValueError(f"--tools {' '.join(specs)}: two tools have the same name; {fix}")
     environments: dict[str, Any] = {}  # by their names, "" for the only one
     for part in re.split(r",(?=\w+=)", config.tools.env) if config.tools.env else []:
         name, _, spec = part.rpartition("=")
@@ -191,7 +193,7 @@ def callables(config: Config) -> tuple[tuple[calls.Tool, ...], dict[str, type]]:
             several = "several environments have a name each, as a=mine.py:A,b=mine.py:B"
             raise ValueError(f"--env {config.tools.env}: {several}")
         (environments[name],) = load_functions("--env", spec, kind="class").values()
-    return tuple(dict(named).values()) or task.tools, environments or task.environments
+    return functions or task.tools, environments or task.environments
 
 
 def earned_in(kind: type) -> Reward:

@@ -64,4 +64,4 @@ def bundled() -> Sides:
     return problems[256:2256], problems[:256]
 
 
-TASK = Task("calculator", {"correct": correct}, {"correct": 1.0}, verifier=correct, tools=(calculator,))
+TASK = Task("calculator", {"correct": correct}, {"correct": 1.0}, verifier=correct, tools={"calculator": calculator})

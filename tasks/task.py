@@ -34,7 +34,7 @@ class Task(NamedTuple):
     witness: Path | None = None  # a second rubric, which only evaluations ask
     problems: Problems | None = None  # without end, in place of `train`
     notes: Sequence[str] = ()  # lines that its user should read before it trains
-    tools: tuple[Callable[..., Any], ...] = ()  # functions that the model may call
+    tools: dict[str, Callable[..., Any]] = {}  # noqa: RUF012  (functions that the model may call, by name)
     environments: dict[str, type] = {}  # noqa: RUF012  (by the column `environment`; "" where there is one)
 
     def with_reward(self, name: str, reward: Reward) -> "Task":

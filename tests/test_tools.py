@@ -70,7 +70,7 @@ def fails(text: str | None = None) -> str:
     raise RuntimeError(f"no {text}")
 
 
-SCHEMAS = calls.schemas_of("--tools", [add, later, fails])
+SCHEMAS = calls.schemas_of("--tools", {"add": add, "later": later, "fails": fails})
 JSON, CODER = map(calls.reader_of, ("<tool_call>", "<tool_call>\n<function="))
 
 # ---- calls
@@ -130,7 +130,7 @@ def test_what_cannot_be_called_says_why(text, error):
 
 def test_tools_without_types_or_words_and_templates_without_tools_are_refused_by_name():
     assert "has no tools" in message_of(calls.reader_of, "{{ messages }}")
-    assert "--tools: the tool <lambda> has no schema" in message_of(calls.schemas_of, "--tools", [lambda x: x])
+    assert "--tools: the tool f has no schema" in message_of(calls.schemas_of, "--tools", {"f": lambda x: x})
     assert "has no method reset" in message_of(calls.schemas_in, type("Empty", (), {}))
 
 
@@ -186,7 +186,7 @@ def test_a_long_result_is_cut_to_its_tokens_and_says_so(talker):
 def box_of(talker, tools=(), environments=None, **settings):
     config = Config.of(**{"tool_timeout": 5.0} | settings)
     model = SimpleNamespace(max_position_embeddings=1000, eos_ids=(talker.eos_token_id,))
-    return episodes.Toolbox(config, tuple(tools), environments or {}, talker, model)
+    return episodes.Toolbox(config, {tool.__name__: tool for tool in tools}, environments or {}, talker, model)
 
 
 def say(talk, talker, row, text):
@@ -233,6 +233,22 @@ def test_the_tool_and_the_environment_of_the_page_answer_a_turn(talker, tmp_path
     assert [one["content"] for one in messages[1:]] == ["9 to 17, closed on Sundays", "right"]
     talk.ask_rewards()
     assert talk.rows[0].reward == 1
+
+
+def test_a_method_whose_decorator_loses_its_name_is_called_by_the_name_it_is_found_under(talker):
+    def wrapper(self, number: int) -> str:
+        """
+        Guesses.
+
+        Args:
+            number: The guess.
+        """
+        return f"{number}?"
+
+    game = type("Game", (guess.Guess,), {"guess": wrapper})
+    talk = Episodes(box_of(talker, environments={"": game}), [{"prompt": ""}], [0], "0")
+    assert [one["function"]["name"] for one in talk.box.schemas[""].values()] == ["guess"]
+    assert answer(talk, talker, call("guess", {"number": 3}))[1][-1]["content"] == "3?"
 
 
 def test_a_result_that_has_no_text_is_told_as_an_error(talker):

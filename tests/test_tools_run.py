@@ -130,6 +130,8 @@ def calculator(x: int) -> int:
         x: A number.
     """
     return x
+
+again = calculator
 '''
 
 
@@ -233,6 +235,7 @@ def test_a_tool_that_hangs_inside_mlx_spoils_no_end(tmp_path):
         ({"env": "WORLD:tried"}, "not a class"),
         ({"env": "WORLD:Door,WORLD:Well"}, "several environments have a name each"),
         ({"tools": ["WORLD:tried"]}, "--tools: the tool tried has no schema"),
+        ({"tools": ["WORLD:calculator,again"]}, "two tools have the same name; rename one"),
         ({"tools": ["WORLD:calculator,calculater"]}, "has no function 'calculater', did you mean 'calculator'?"),
         ({"env": "WORLD:Door", "tools": ["WORLD:calculator"]}, "Door and --tools both have a tool calculator"),
         ({"env": "WORLD:Silent"}, "--env: Silent has reward_per_turn and no method get_reward; add it"),

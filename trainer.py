@@ -152,7 +152,7 @@ class Trainer:
         checkpoint.refuse_changes(run.dir, state, run.sources, begun.allow_changes)
         for name, value in run.config.flat(run.sizes).items():
             if value != (was := state.extra["settings"].get(name, value)):
-                say(f"from step {state.step + 1} on: {flag_of(name)} {value} (was {was!r})")
+                say(f"after step {state.step}: {flag_of(name)} {value} (was {was!r})")
         run_files.write(text, run.dir)
         return str(run.dir)
 
@@ -173,7 +173,7 @@ class Trainer:
 
     def steps(self, *, looks: bool = False) -> Generator[dict[str, Any], None, None]:
         """
-        Trains, and yields each step's figures, as in `metrics.jsonl`.
+        Trains, and yields each step's figures, as in `metrics.jsonl`; after the last it prints the verdict.
 
         looks: raises ValueError, with what to change, once the first steps of a long run showed no signal; they are
         steps like any others, so that a look costs nothing.
@@ -195,6 +195,8 @@ class Trainer:
         finally:
             run_files.let_go(self.dir)
             self._is_owner = False
+        if world.is_first():
+            self.run.journal.print_summary()
 
     def _refuse_hopeless(self, seen: list[dict[str, Any]]) -> None:
         each = next((one["eval/s"] for one in self.run.journal.evaluations), 0.0)
@@ -396,8 +398,6 @@ def complete(begun: Begun, trainer: type[Trainer], looks: bool) -> Path:
         if not world.is_first():
             raise
         sys.exit(130)
-    if world.is_first():
-        trained.run.journal.print_summary()
     return trained.dir
 
 

@@ -272,7 +272,7 @@ def test_a_score_that_was_paid_for_outlives_a_kill_in_mid_step(tmp_path, serve):
     assert untimed(run / "metrics.jsonl")[1]["judge/cached"] >= 7
 
 
-def test_a_resumed_run_may_change_its_judge_and_says_from_which_step_on(tmp_path, capsys):
+def test_a_resumed_run_may_change_its_judge_and_says_after_which_step(tmp_path, capsys):
     run = tmp_path / "run"
     train.main([*SMALL, "--steps", "1", "--eval-every", "0", "--run-dir", str(run)])
     own = untimed(run / "judge_scores.jsonl")
@@ -280,7 +280,7 @@ def test_a_resumed_run_may_change_its_judge_and_says_from_which_step_on(tmp_path
     judge = "--judge-mode decode --judge-think 9 --judge-chunk-size 3".split()
     train.main(["--resume", str(run), "--steps", "2", *judge])
     said = capsys.readouterr().out
-    changes = dict(re.findall(r"^from step 2 on: --(\S+) .*\(was (.*)\)$", said, re.MULTILINE))
+    changes = dict(re.findall(r"^after step 1: --(\S+) .*\(was (.*)\)$", said, re.MULTILINE))
     assert changes == {"steps": "1", "judge-chunk-size": "24", "judge-mode": "'logits'", "judge-think": "0"}
     assert untimed(run / "judge_scores.jsonl")[: len(own)] == own and "step 2/2 | " in said
     assert yaml.safe_load((run / "config.yaml").read_text())["judge_think"] == 9

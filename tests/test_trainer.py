@@ -53,6 +53,7 @@ def test_a_run_from_python_is_the_commands_run_and_can_be_left_and_gone_on_with(
     trainer = Trainer(begun)
     assert begun.state.trainable == begun.state.optimizer == {}  # a second copy of the masters, for the whole run
     assert [figures["step"] for figures in trainer.steps()] == [3]
+    assert f"page: {trainer.dir / 'report.html'}" in capsys.readouterr().out
     assert ids_of(tmp_path / "command") == ids_of(tmp_path / "python")
     capsys.readouterr()
     assert trainer.evaluate() is trainer.evaluate() and trainer.evaluate()["eval/num"] == 16

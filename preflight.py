@@ -303,6 +303,11 @@ def line(demand: Demand, sizes: Sizes) -> str:
         f"at --train-token-budget {sizes.train_token_budget} "
         f"--checkpoint-layers {sizes.settings()['checkpoint_layers']}"
     )
+    if not demand.config.model.lora_rank:  # a checkpoint has masters and moments, and its adapter is all weights
+        weights = need.stays["weights"]
+        each = 4 * numbers(demand.model).weights + need.stays["optimizer"] + weights
+        disk = (checkpoint.KEPT + 1) * each + 2 * weights  # one more while it is saved, and two adapters
+        said += f"; checkpoints take up to {disk / 1e9:.1f} GB of disk"
     parts = need.phases if sum(need.stays.values()) <= room else need.stays
     large = max(LESS.keys() & parts.keys(), key=parts.__getitem__)
     return said if need.total <= room else f"{said}; it does not fit: {LESS[large]}"
@@ -362,8 +367,8 @@ def time_line(demand: Demand, sizes: Sizes) -> str:
     times = [f"{chip.name} {two_digits(chips.seconds(found, chip))} s" for chip in fit] or ["no chip has the memory"]
     moved, computed = map(sum, zip(*found.values(), strict=True))
     return (
-        f"a step in {8 * demand.dtype.size} bits: {moved / 1e9:.0f} GB of weights and caches, {computed / 1e12:.1f} "
-        f"TFLOP: {', '.join(times)} "
+        f"a step in {8 * demand.dtype.size} bits: {moved / 1e9:.0f} GB of weights and caches read, "
+        f"{computed / 1e12:.1f} TFLOP: {', '.join(times)} "
         f"(an estimate: nobody has measured this on a Mac{'; other chips have less memory' * (len(fit) < len(known))})"
     )
 
@@ -422,6 +427,7 @@ def right_of(task: tasks.Task, answers: list[dict[str, Any]]) -> list[float]:
 
 TRY_STEPS, TRY_SECONDS = 4, 120.0  # steps of the trial; no further one begins after so long
 FEW_SIGNALS, MANY_CUT, MANY_DEGENERATE = 0.25, 0.5, 0.1  # shares of groups, of answers, of answers
+FEW_RIGHT = 0.2  # of the rewards' range, where their mean stands
 SHOWN = 5  # answers
 WARM = "a warm start (docs/warm-start.md)"
 NONE_RIGHT = "; it may learn what the reward pays, but none is right yet: show it answers first (docs/warm-start.md)"
@@ -464,7 +470,10 @@ def try_out(config: Config) -> Iterator[str]:
         if not one.only or seen <= one.only:  # else the trial saw it pay otherwise
             yield f"reward {one.name}: {audit.surprise(one)}"
     if config.evaluation.every:
-        yield from at_the_start(len(spread(task.held_out, config.evaluation.limit)), config.flat())
+        values = [answer["reward"] for answer in answers if answer["reward"] is not None] or [0.0]
+        within = sum(step["reward/std"] or 0.0 for step in steps) / len(steps)
+        found = [within / (max(values) - min(values))] if within else []
+        yield from at_the_start(len(spread(task.held_out, config.evaluation.limit)), config.flat(), *found)
     yield from verdict(config, steps, answers, right_of(task, answers))
 
 
@@ -521,9 +530,8 @@ def verdict(
         fix = "take another --judge-model, see docs/judge.md"
         changes.append(f"{unread:.0%} of the judge's scores cannot be read: {fix}")
     if cut > MANY_CUT:
-        changes.append(
-            f"ask for shorter answers, take {WARM}, or raise --max-tokens above {config.sampling.max_tokens}"
-        )
+        warm = f"take {WARM}, " * (signals >= FEW_SIGNALS or middle >= FEW_RIGHT)  # else it is said below
+        changes.append(f"ask for shorter answers, {warm}or raise --max-tokens above {config.sampling.max_tokens}")
     if config.compares_rewards and signals < FEW_SIGNALS:
         kept = [form.passes(one["completion"], prompt_text(one["prompt"]), one["finish_reason"]) for one in answers]
         if is_gated and not (any(kept) and is_payable):
@@ -533,8 +541,8 @@ def verdict(
         elif high == low:
             fix = f"take a reward that tells answers apart, or other prompts{f', or {WARM}' * (high <= 0)}"
             changes.append(f"every answer earns {low:.3g}: {fix}")
-        elif middle < 0.2:
-            changes.append(f"nearly all fail: take easier prompts, more --groups, or {WARM}")
+        elif middle < FEW_RIGHT:
+            changes.insert(0, f"nearly all fail: take {WARM}, easier prompts, or more --groups")
         elif middle > 0.8:
             changes.append("nearly all succeed: take harder prompts")
         else:

@@ -156,6 +156,7 @@ def test_on_8_gb_the_line_says_what_to_lower(mac, monkeypatch, flags, said):
     demand = demand_of(rubric=ROOT / "data" / "values_rubric.yaml", **flags)
     line = preflight.line(demand, preflight.settle(demand))
     assert "of 5.73 GB" in line and ("it does not fit: " in line) == bool(said) and (said or "") in line, line
+    assert ("GB of disk" in line) == ("lora_rank" in flags)
 
 
 # ---- errors of the GPU, which come in pairs

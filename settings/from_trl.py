@@ -69,6 +69,8 @@ def recipe(path: str) -> str:
         left.append(
             "# lora_rank: 0 trains all weights, as TRL without LoraConfig; without this line adapters are trained"
         )
+    if "target_kl" not in ours and ours.get("loss_type") != "sft":
+        left.append("# target_kl: TRL's steps have no bound; with `target_kl: 0` ours have none either")
     if Path(path).suffix != ".py" and not (theirs.keys() & {"reward_funcs", "num_generations"} or "loss_type" in ours):
         left.append("# reward_funcs: none is named; if this is of `trl sft`, add `loss_type: sft` and the whole batch")
     if "learning_rate" in ours and (slow := low_rate(Config.of(**ours))):

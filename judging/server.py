@@ -70,6 +70,7 @@ class Endpoint:
         self.headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.certificates = httpx2.create_ssl_context()  # once: each client would take 0.2 s for its own
         self.refused: set[str] = set()  # of `OPTIONAL`
+        self.is_there = False  # whether it has answered
 
     def chat(self, bodies: Sequence[dict[str, Any]]) -> Generator[tuple[int, Reply], None, None]:
         """
@@ -129,6 +130,7 @@ class Endpoint:
                 problem = self._shown(str(error)) or type(error).__name__
             else:
                 if response.is_success:
+                    self.is_there = True
                     return self._reply(content)
                 status, message = response.status_code, self._shown(content.decode(errors="replace"))
                 problem = f"status {status}: {message or self._shown(response.reason_phrase)}"
@@ -148,7 +150,8 @@ class Endpoint:
                 await asyncio.sleep(min(max(seconds, pause * random.uniform(0.5, 1.0)), LONGEST_WAIT))
                 pause *= 2
         said = f"did not answer after {1 + self.retries} tries ({problem})"
-        raise ValueError(f"{self.flags.url} {self.url} {said}; start it, or name another {self.flags.url}")
+        fix = "others it answered, so it is slow or busy: wait" if self.is_there else "start it"
+        raise ValueError(f"{self.flags.url} {self.url} {said}; {fix}, or name another {self.flags.url}")
 
     def _reply(self, content: bytes) -> Reply:
         """The reply in a server's JSON."""

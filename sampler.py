@@ -400,7 +400,8 @@ def rollout(
     for place, prompt in enumerate(prompts):
         rows_of.setdefault(tuple(prompt), []).extend(range(place * group_size, (place + 1) * group_size))
     begin = time.perf_counter()
-    with alive.Bar(total=num_rows, desc="sampling", unit="row") as progress:
+    what = "sampling" if params.temperature else "answering greedily"
+    with alive.Bar(total=num_rows, desc=what, unit="row") as progress:
         record = Record(num_rows, params, key, rows)
         record.progress = progress
         record.talk = talk

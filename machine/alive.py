@@ -65,7 +65,8 @@ class Bar(tqdm):
         """ "sampling: 23 of 64 rows, about 40 s left"; before the first is done, how long it has taken so far."""
         done, seconds = self.n - self.from_n, time.monotonic() - self.begun
         far = f"{self.n:g}" + (f" of {self.total}" if self.total else "") + (f" {self.kind}s" if self.kind else "")
-        left = f"about {duration(seconds / done * (self.total - self.n))} left" if done > 0 and self.total else ""
+        more = self.total - self.n if self.total else 0
+        left = f"about {duration(seconds / done * more)} left" if done > 0 < more else ""
         what = f"{self.what}: {far}" if self.total or self.n else self.what
         return f"{what}, {left or f'{duration(seconds)} so far'}"
 

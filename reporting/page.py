@@ -101,7 +101,7 @@ def kind_of(values: list[float | None], verified: bool) -> str:
     if verified:
         went = ("stayed " if (first >= 1) == (last >= 1) else "became ") * (len(values) > 1)
         return went + ("right" if last >= 1 else "wrong")
-    return "rose" if last > first else "fell" if last < first else "stayed"
+    return "answered" if not values[1:] else "rose" if last > first else "fell" if last < first else "stayed"
 
 
 # ---- completions

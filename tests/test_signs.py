@@ -44,6 +44,8 @@ def test_works_are_told_from_the_outermost_to_the_innermost(now, capsys):
         steps.update(1)
         now[0] += 200
         assert signed(capsys) == "... judging: 5 of 9 steps, about 13 min left; judging, 3 min so far"
+        steps.update(4)
+        assert signed(capsys) == "... judging: 9 of 9 steps, 3 min so far; judging, 3 min so far"
     with pytest.raises(ValueError), alive.doing("loading"):
         raise ValueError
     assert signed(capsys) == ""

@@ -124,6 +124,8 @@ class Trainer:
 
     def __init__(self, begun: Begun):
         """Raises ValueError in one line for what the user got wrong; no directory is left then."""
+        if type(self) is Trainer:
+            raise ImportError("trainer.Trainer has no loop; write: from train import Trainer")
         config, state, path = begun.config, begun.state, begun.path
         if not gc.get_freeze_count():  # once, before there is a model: what imports left, which collections looked at
             gc.freeze()
@@ -330,8 +332,10 @@ def _go_on(run: Any, error: BaseException) -> str:
         if budget < run.longest and run.sizes.checkpoint_layers == run.model.config.num_hidden_layers:
             return "start over with a smaller model or a lower --max-tokens"
         less = f" --train-token-budget {budget}" if budget >= run.longest else " --checkpoint-layers on"
-    how, flag, path = "continue", "--resume", run.dir
-    if not checkpoint.saved(run.dir):
+    how, flag, path, saved = "continue", "--resume", run.dir, checkpoint.saved(run.dir)
+    if f"{functions.NAMELESS}:" in (told := str(run.config.flat())) or "'__main__:" in told:
+        return f"{how} in this program with: Trainer.resume({str(path)!r})" if saved else "start over"
+    if not saved:
         how, flag, path = "start over", "--config", run.dir / "config.yaml"
     return f"{how} with: {command_of(run.config.flat())} {flag} {shlex.quote(str(path))}{less}"
 

@@ -120,7 +120,7 @@ def trained_opening(config: Config) -> tuple[list[dict[str, Any]], str]:
         if config.objective.loss_type == "sft":
             examples, *_ = load_sides(data.path, None, data.columns, chats.read_chat)
         else:
-            task = tasks.make(config)
+            task = (tasks.posed if config.data.reward else tasks.make)(config)  # who gave rewards may be gone
             examples = task.train or task.held_out
     except ValueError as error:  # the data were moved
         return [], f"; the system prompt of training is unknown: {error}"

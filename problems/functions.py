@@ -42,6 +42,8 @@ def load_functions(flag: str, spec: str, hint: str = "", kind: str = "function")
     given = {name: vars(module).get(name) for name in names.split(",")}
     for name, value in given.items():
         if name not in vars(module):
+            if file == "__main__":
+                raise ValueError(f"{flag} {spec}: {ELSEWHERE}; a run can go on in it, and all find FILE.py:{name}")
             known = [key for key, other in vars(module).items() if getattr(inspect, f"is{kind}")(other)]
             hint = f"{nearest(name, known)}; it has {', '.join(known) or 'none'}"
             raise ValueError(f"{flag} {spec}: {file} has no {kind} {name!r}{hint}")
@@ -64,6 +66,7 @@ def spec_of(fn: Callable[..., Any]) -> str:
 
 
 NAMELESS = "functions_of_a_program"  # the module that holds them
+ELSEWHERE = "only the program that began the run has it"
 
 
 def file_of(spec: str) -> str:
@@ -79,7 +82,7 @@ def _imported(what: str, file: str, path: Path) -> Any:
     except (Exception, SystemExit) as error:
         if file == NAMELESS:
             fix = "it is a lambda, or inside a function; the top level of a module can be found again"
-            raise ValueError(f"{what}: only the program that began the run has it; {fix}") from error
+            raise ValueError(f"{what}: {ELSEWHERE}; {fix}") from error
         is_absent = isinstance(error, ModuleNotFoundError) and f"{file}.".startswith(f"{error.name}.")
         if is_absent or (file.startswith(".") and path.suffix != ".py"):
             hint = f", did you mean {file}.py?" if Path(f"{file}.py").is_file() else ""

@@ -67,12 +67,8 @@ def load(name: str, *, data: str | None = None, held_out: str | None = None, col
     return task._replace(train=train, held_out=test, notes=notes)
 
 
-def make(config: Config, held_out: str | None = None) -> Task:
-    """
-    The task that a run's settings name, with what they put in place of its own; held_out: evaluation data, whole.
-
-    Raises ValueError, naming the flag, for what is wrong with data, rewards or rubrics: before a model is loaded.
-    """
+def posed(config: Config, held_out: str | None = None) -> Task:
+    """The task of `make` with its problems and verifier, before rewards and tools, whose files may be gone."""
     data = config.data
     kind = data.task.partition(":")[0]
     if kind in ("rg", "ifeval") and (given := data.path or held_out):
@@ -92,6 +88,16 @@ def make(config: Config, held_out: str | None = None) -> Task:
     elif data.verifier:
         fix = f"--task {data.task} has its own; leave it out, or take --task own"
         raise ValueError(f"--verifier {data.verifier} compares with the answers of your own data, and {fix}")
+    return task
+
+
+def make(config: Config, held_out: str | None = None) -> Task:
+    """
+    The task that a run's settings name, with what they put in place of its own; held_out: evaluation data, whole.
+
+    Raises ValueError, naming the flag, for what is wrong with data, rewards or rubrics: before a model is loaded.
+    """
+    data, task = config.data, posed(config, held_out)
     if data.rubric:
         task = task._replace(rubric=Path(data.rubric), witness=None)
     elif (data.reward and "rubric" not in data.reward_weights) or config.objective.loss_type == "distill":

@@ -147,7 +147,7 @@ def test_a_fused_model_has_training_s_template_and_the_type_of_its_base_on_any_m
 def test_the_system_prompt_of_a_run_s_data_goes_into_template_and_talk(run, tmp_path, capsys, monkeypatch):
     rows = [{"prompt": f"What is {n} plus {n}?", "answer": str(2 * n), "system": SYSTEM} for n in range(8)]
     data = write_log(tmp_path / "data.jsonl", rows)
-    where = run(task="own", data=data, rubric="")
+    where = run(task="own", data=data, rubric="", reward=["gone.py:score"])
     out, line = fused(tmp_path, capsys, "--run", where)
     assert "its chat template has thinking off and the system prompt 'Say " in line
     demo, made = hub.load_tokenizer(hub.DEMO), hub.load_tokenizer(out)

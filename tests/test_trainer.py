@@ -3,6 +3,7 @@
 import json
 import signal
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,10 +12,10 @@ from conftest import ROOT, command, message_of, read_log
 import grpo
 import preflight
 import train
+import trainer as base
 from disk import run_files
 from problems import data, functions
 from train import Trainer
-from trainer import begin
 
 SMALL = dict(model="demo", batch=3, groups=4, max_tokens=12, eval_limit=16)
 QUICK = SMALL | dict(judge_chunk_size=64, eval_every=0)
@@ -49,7 +50,7 @@ def test_a_run_from_python_is_the_commands_run_and_can_be_left_and_gone_on_with(
         for _ in trainer.steps():
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) == before and "saved after step 2" in capsys.readouterr().out
-    begun = begin({}, resume=str(trainer.dir))
+    begun = base.begin({}, resume=str(trainer.dir))
     trainer = Trainer(begun)
     assert begun.state.trainable == begun.state.optimizer == {}  # a second copy of the masters, for the whole run
     assert [figures["step"] for figures in trainer.steps()] == [3]
@@ -97,13 +98,17 @@ def test_the_notebook_trains_plots_changes_the_loss_and_goes_on(tmp_path):
     assert len(list((tmp_path / "runs").iterdir())) == 2
 
 
-def test_functions_without_a_name_are_kept_and_missed_where_they_are_not(monkeypatch):
+def test_functions_without_a_name_are_kept_and_missed_where_they_are_not(tmp_path, monkeypatch):
     nameless = [lambda **_: [1.0], lambda **_: [2.0], np.random.default_rng().normal]
     specs = [functions.spec_of(fn) for fn in nameless]
     assert len(set(specs)) == 3 and specs == [functions.spec_of(fn) for fn in nameless]
     assert [functions.load_function("--reward", spec)[1] for spec in specs] == nameless
     monkeypatch.delitem(sys.modules, functions.NAMELESS)  # as in another process
-    assert "only the program that began the run has it" in message_of(functions.load_function, "--reward", specs[0])
+    for spec in (specs[0], "__main__:gone"):
+        assert "only the program that began the run has it" in message_of(functions.load_function, "--reward", spec)
+        run = SimpleNamespace(config=SimpleNamespace(flat=lambda spec=spec: {"reward": [spec]}), dir=tmp_path)
+        (tmp_path / "checkpoints" / "step-000001").mkdir(parents=True, exist_ok=True)
+        assert base._go_on(run, KeyError()) == f"continue in this program with: Trainer.resume({str(tmp_path)!r})"
     assert functions.load_function("--reward", functions.spec_of(short_answers)) == ("short_answers", short_answers)
 
 
@@ -120,6 +125,8 @@ def test_a_mistake_from_python_is_an_error_of_one_line_and_leaves_no_directory(t
     for settings, words in (({"task": "demoo"}, "demoo"), ({"steps": 0}, "--steps"), ({"stepps": 3}, "stepps")):
         with pytest.raises(ValueError, match=words):
             Trainer.start(**{"model": "demo", "task": "demo"} | settings)
+    with pytest.raises(ImportError, match="from train import Trainer"):
+        base.Trainer.start(model="demo", task="demo")
     assert not (tmp_path / "runs").exists()
 
 

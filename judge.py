@@ -52,7 +52,7 @@ class Judge(Grader):
         self,
         model: gwen.Model,
         tokenizer: Any,
-        rubric: Rubric,
+        rubric: rubrics.Source,
         chunk_size: int = 24,
         mode: str = "logits",
         think: int = 0,

@@ -51,10 +51,17 @@ class Rubric(NamedTuple):
     criteria: list[Criterion]
 
 
-def load_rubric(path: str | Path) -> Rubric:
-    """A YAML file's rubric: `preamble`, if it has one, and `criteria`, as in `Criterion`. ValueError names a fault."""
-    where = f"rubric {path}"
-    content = flags.load_yaml(path, where)
+Source = str | Path | dict[str, Any] | Rubric  # a YAML file, what it holds, or what was read
+
+
+def load_rubric(source: Source) -> Rubric:
+    """A rubric: `preamble`, if the source has one, and `criteria`, as in `Criterion`. ValueError names a fault."""
+    if isinstance(source, Rubric):
+        return source
+    where, content = "the rubric", source
+    if isinstance(source, (str, Path)):
+        where = f"rubric {source}"
+        content = flags.load_yaml(source, where)
     if not isinstance(content, dict) or not isinstance(content.get("criteria"), list) or not content["criteria"]:
         raise ValueError(f"{where} has no criteria; it needs a list `criteria` of name, weight and text")
     if unknown := content.keys() - {"preamble", "criteria"}:
@@ -249,8 +256,8 @@ class Grader:
     is_paid = False  # whether scores cost money; such scores are saved on arrival, and a resumed run keeps them
     mode: str  # "logits" or "decode"
 
-    def __init__(self, rubric: Rubric):
-        self.rubric = rubric
+    def __init__(self, rubric: Source):
+        self.rubric = load_rubric(rubric)
         # scores by a digest of judge, rubric, prompt and completion, as they came, and how many of them a file has
         self.known, self.num_taken = dict[str, float](), 0
         self.on_score: Callable[[], None] = lambda: None  # called for every new score

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 import pytest
+import yaml
 from conftest import message_of, read_log, readable, whole_prompts, write_log
 from test_remote_judge import completion, serving  # noqa: F401  a fixture
 
@@ -105,7 +106,9 @@ def expected_score(logits, digits):
 @pytest.mark.parametrize("mode", MODES)
 def test_the_demo_judge_agrees_with_the_truth_on_nine_of_ten_held_out_answers(demo, mode):
     prompts, completions, truth = some_answers(100 if mode == "logits" else 50)
-    judgement = judge.Judge(*demo, RUBRIC, mode=mode).score(prompts, completions)
+    path = Path("data/demo_rubric.yaml")
+    rubric = path if mode == "logits" else yaml.safe_load(path.read_text())
+    judgement = judge.Judge(*demo, rubric, mode=mode).score(prompts, completions)
     right = (judgement.scores > 3) == (truth > 3)
     assert right.mean() >= 0.9 and right[:, 0].mean() >= 0.9
     assert judgement.num_unreadable <= 1

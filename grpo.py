@@ -43,9 +43,9 @@ class Tokens(NamedTuple):
     old_logprobs: mx.array  # under the policy before the update
     advantages: mx.array  # (M,), or (M, T) where those of a row's tokens differ
     mask: mx.array  # 1 = counted, 0 = padding
-    num_items: float  # counted tokens of the whole step
-    num_rows: float  # rows of the whole step
     ref_logprobs: mx.array | None = None  # under the model before training; None without a KL term
+    num_items: float | None = None  # counted tokens of the whole step; None: of these rows
+    num_rows: float | None = None  # rows of the whole step; None: these
     divergences: mx.array | None = None  # between teacher and policy, with gradient; for "distill"
     weights: mx.array | None = None  # (M, 1), tokens that each counts for in sums; above 1 only without advantage
     entropies: mx.array | None = None  # nats, of the policy's distributions, without gradient
@@ -221,17 +221,21 @@ def mean_of_tokens(per_token: mx.array, tokens: Tokens, objective: Objective) ->
 def mean_of_rows(per_token: mx.array, tokens: Tokens, objective: Objective) -> mx.array:
     """The mean over the step's rows of each row's mean. Source: DeepSeekMath, arXiv:2402.03300."""
     sums, counts = (per_token * tokens.mask).sum(-1), tokens.mask.sum(-1)
-    return (sums / mx.maximum(counts, 1)).sum() / tokens.num_rows
+    return (sums / mx.maximum(counts, 1)).sum() / _num_rows(tokens)
 
 
 def mean_of_positions(per_token: mx.array, tokens: Tokens, objective: Objective) -> mx.array:
     """The sum / (rows * max_tokens), so long answers weigh no less. Source: Dr. GRPO, arXiv:2503.20783."""
     assert objective.max_tokens is not None, "dr_grpo divides by max_tokens"
-    return (per_token * tokens.mask).sum(-1).sum() / (tokens.num_rows * objective.max_tokens)
+    return (per_token * tokens.mask).sum(-1).sum() / (_num_rows(tokens) * objective.max_tokens)
 
 
 def _num_items(tokens: Tokens) -> mx.array:
-    return mx.maximum(mx.array(tokens.num_items), 1)
+    return mx.maximum(tokens.mask.sum() if tokens.num_items is None else mx.array(tokens.num_items), 1)
+
+
+def _num_rows(tokens: Tokens) -> float:
+    return len(tokens.mask) if tokens.num_rows is None else tokens.num_rows
 
 
 # ---- losses

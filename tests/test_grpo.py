@@ -27,7 +27,7 @@ def array(x):
 def loss_of(new, old, advantages, mask, *, ref=None, **settings):
     """The loss of one micro-batch that is the whole step."""
     objective = grpo.Objective(**{"max_tokens": 8} | settings)
-    tokens = grpo.Tokens(new, old, advantages, mask, mask.sum().item(), len(mask), ref_logprobs=ref)
+    tokens = grpo.Tokens(new, old, advantages, mask, ref)
     return grpo.LOSSES[objective.loss_type](tokens, objective)
 
 
@@ -260,7 +260,7 @@ def test_a_term_sees_every_column_with_0_where_the_mask_is_0():
 
 def test_an_empty_mask_gives_zero():
     empty = mx.zeros((NUM_ROWS, 5))
-    tokens = grpo.Tokens(array(NEW), array(OLD), array(ADVANTAGES), empty, 0, NUM_ROWS, divergences=array(NEW))
+    tokens = grpo.Tokens(array(NEW), array(OLD), array(ADVANTAGES), empty, divergences=array(NEW))
     for name, loss in grpo.LOSSES.items():
         assert loss(tokens, grpo.Objective(max_tokens=7)).value.item() == 0, name
 

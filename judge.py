@@ -159,6 +159,12 @@ def make(settings: JudgeSettings, rubric: Rubric, load: Callable[[], tuple[gwen.
     return Judge(*load(), rubric, settings.chunk_size, settings.mode, settings.think)
 
 
+def load_named(name: str) -> tuple[gwen.Model, Any]:
+    """A judge's model and tokenizer. ValueError, of the flag that names it, where there is none."""
+    with gwen.named_by("--judge-model"):
+        return gwen.load(name, frozen=True)
+
+
 def make_graders(
     config: Config, rubric: Any, witness: Any, base: gwen.Model | None = None, tokenizer: Any = None
 ) -> tuple[Grader | None, Grader | None]:
@@ -172,7 +178,7 @@ def make_graders(
     def load() -> tuple[gwen.Model, Any]:
         if base is not None and config.judges_itself:
             return base, tokenizer
-        return gwen.load(config.judge.model or config.model.name, frozen=True)
+        return load_named(config.judge.model or config.model.name)
 
     grader, second = (make(config.judge, rubrics.load_rubric(one), load) if one else None for one in (rubric, witness))
     if grader is not None and second is not None:
@@ -196,7 +202,7 @@ def main(argv: list[str] | None = None) -> None:
         if not settings.url:
             name, why = gwen.choose_model(settings.model)
         print(f"judge: {name}, {why}; mode {settings.mode}", file=sys.stderr)
-        print(visible(labels.compare(make(settings, rubric, lambda: gwen.load(name, frozen=True)), known)))
+        print(visible(labels.compare(make(settings, rubric, lambda: load_named(name)), known)))
 
 
 if __name__ == "__main__":

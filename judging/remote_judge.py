@@ -22,7 +22,7 @@ class RemoteJudge(Grader):
     def __init__(self, settings: JudgeSettings, rubric: Rubric, key: str | None):
         super().__init__(rubric)
         self.mode, self.think = settings.mode, settings.think
-        self.server = Endpoint(FLAGS, settings.url, settings.model, key)
+        self.server = Endpoint(FLAGS, settings.url, settings.model, key, settings.think)
 
     def identity(self) -> str:
         return rubrics.digest(self.server.url, self.server.model, self.mode, self.think, self.rubric)

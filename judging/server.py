@@ -18,6 +18,7 @@ from flags import read_json, redacted
 BUSY = {408, 409, 425, 429, *range(500, 600)}  # status codes worth a retry; proxies have invented many
 TOO_LONG = re.compile(r"context[ _](length|size|window)", re.IGNORECASE)  # in messages of vLLM, llama.cpp and OpenAI
 LONGEST_WAIT = 60.0  # seconds between two tries, even if the server asks for more
+SLOWEST = 1  # tokens a second of a server that is not dead
 LARGEST = 10**7  # bytes of a reply; an honest one has thousands
 TEMPLATE = "chat_template_kwargs"  # the settings of its chat template
 OPTIONAL = (TEMPLATE, "top_k", "min_p")  # not of the protocol; a server that refuses one is not sent it again
@@ -47,14 +48,14 @@ class Endpoint:
     """
     The server at a URL, with its name of a model.
 
-    key: a bearer token, sent to no other host. timeout: seconds for one request. Raises ValueError for what is no URL
-    or key.
+    key: a bearer token, sent to no other host. tokens: most of a long reply, which has the time to write them. Raises
+    ValueError for what is no URL or key.
     """
 
     concurrency, retries = 8, 5  # requests at once; how often a failed one is repeated
     first_pause = 0.5  # seconds between the first two tries; later pauses double, or are longer if the server says so
 
-    def __init__(self, flags: Flags, url: str, model: str, key: str | None = None, timeout: float = 60.0):
+    def __init__(self, flags: Flags, url: str, model: str, key: str | None = None, tokens: int = 0):
         try:
             parts = httpx2.URL(url)
         except httpx2.InvalidURL:
@@ -65,7 +66,8 @@ class Endpoint:
             raise ValueError(f"{flags.url} {url!r:.100}: it must be like http://127.0.0.1:8080/v1")
         if key is not None and not re.fullmatch(r"[\x21-\x7e]+", key):
             raise ValueError(f"{flags.key} has characters that no key has; set it again")
-        self.flags, self.model, self.key, self.timeout = flags, model, key or "", timeout
+        self.flags, self.model, self.key = flags, model, key or ""
+        self.timeout = 60 + tokens / SLOWEST  # seconds for one request
         self.url = url.rstrip("/").removesuffix("/chat/completions")
         self.headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.certificates = httpx2.create_ssl_context()  # once: each client would take 0.2 s for its own

@@ -23,7 +23,7 @@ from problems.examples import Example
 from step.sample import Sample, asked
 
 FLAGS = Flags("--url", "--url-model", "URL_API_KEY", "--max-tokens")
-SLOWEST, RETRIES = 1, 2  # tokens a second of a server that is not dead; further tries of a request
+RETRIES = 2  # further tries of a request
 PLAIN: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}  # the model's own distribution: servers have defaults
 
 
@@ -36,7 +36,7 @@ class Served:
     """
 
     def __init__(self, url: str, name: str, model: str, max_tokens: int, folder: Path, variables: dict[str, Any]):
-        self.server = Endpoint(FLAGS, url, name, os.environ.get(FLAGS.key), 60 + max_tokens / SLOWEST)
+        self.server = Endpoint(FLAGS, url, name, os.environ.get(FLAGS.key), max_tokens)
         self.server.retries = RETRIES
         directory = hub.find(model, hub.TOKENIZER_FILES)
         self.facts, self.tokenizer = hub.load_config(directory), hub.load_tokenizer(directory)

@@ -291,6 +291,11 @@ def test_log_probabilities_that_are_none_are_unreadable(serve, written):
     assert np.isnan(judged.scores).all() and judged.mass == 0
 
 
+def test_a_judge_that_thinks_has_the_time_for_its_thoughts():
+    settings = JudgeSettings(url="http://127.0.0.1/v1", model="tiny", mode="decode", think=512)
+    assert remote_judge.RemoteJudge(settings, RUBRIC, KEY).server.timeout >= 512  # at a token a second
+
+
 def test_an_empty_message_is_an_empty_reply(serve):
     assert ask(make(serve(lambda *_: (200, completion("x").replace('"x"', "null"), {})))) == [client.Reply("", {})]
 

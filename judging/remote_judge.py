@@ -44,4 +44,5 @@ class RemoteJudge(Grader):
                         fix = "set --judge-mode decode"
                         raise ValueError(f"--judge-url {self.server.url} gives no log-probabilities; {fix}")
                     evaluation = rubrics.from_first_tokens(reply.first)
-                yield place, evaluation._replace(reply=reply.text or reply.problem)
+                thoughts = f"(thoughts, for which --judge-think makes room: {reply.thought})" * bool(reply.thought)
+                yield place, evaluation._replace(reply=reply.text or reply.problem or thoughts)

@@ -354,11 +354,13 @@ class Grader:
         """The first unreadable evaluation, and what to try."""
         question, evaluation = next((question, one) for question, one in new.items() if math.isnan(one.score))
         prompt, completion, column = question
-        mode = "" if self.mode == "decode" else "; or, if answers fit its context, --judge-mode decode"
+        mode = mass = ""
+        if self.mode == "logits":
+            mass = f", with {evaluation.mass:.3f} of its probability on 1 to 5"
+            mode = "; or, if answers fit its context, --judge-mode decode"
         asked = f"criterion {self.rubric.criteria[column].name!r} of the answer {completion[:80]!r} to {prompt[:80]!r}"
-        said = f"it said {evaluation.reply[:160]!r}, with {evaluation.mass:.3f} of its probability on 1 to 5"
         fix = f"Try another --judge-model (docs/judge.md says which can judge){mode}"
-        return f"For example {asked}: {said}. {fix}"
+        return f"For example {asked}: it said {evaluation.reply[:160]!r}{mass}. {fix}"
 
 
 def digest(*parts: Any) -> str:

@@ -143,7 +143,8 @@ class Endpoint:
                 if status in (400, 413) and TOO_LONG.search(message):
                     return Reply("", {}, f"{problem}; lower {self.flags.length}, or give its model more context")
                 if status not in BUSY:
-                    fix = f"; end the address in /v1, and name a model of its with {self.flags.model}" * (status == 404)
+                    name = f"end the address in /v1, and name a model of its with {self.flags.model}"
+                    fix = {404: f"; {name}", 401: f"; its key is read from {self.flags.key}"}.get(status, "")
                     raise ValueError(f"{self.flags.url} {self.url} refused a request ({problem}){fix}")
                 retry_after = response.headers.get("Retry-After", "")
             if left:

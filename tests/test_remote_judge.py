@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
-from conftest import readable
+from conftest import message_of, readable
 
 import flags
 from config import JudgeSettings
@@ -189,7 +189,9 @@ def test_what_a_server_refuses_ends_all_requests_and_does_not_wait_for_the_slow_
         return 200, completion("5"), {}
 
     server = serve(answer)
-    with pytest.raises(ValueError, match=r"refused a request \(status 401: .*no such key"):
+    with pytest.raises(
+        ValueError, match=r"refused a request \(status 401: .*no such key.*\); its key is read from JUDGE"
+    ):
         ask(make(server, concurrency=2, timeout=60.0), [HELLO] * 50)
     assert server.running == 1 and len(server.requests) < 10
     ended.set()
@@ -294,6 +296,12 @@ def test_log_probabilities_that_are_none_are_unreadable(serve, written):
 def test_a_judge_that_thinks_has_the_time_for_its_thoughts():
     settings = JudgeSettings(url="http://127.0.0.1/v1", model="tiny", mode="decode", think=512)
     assert remote_judge.RemoteJudge(settings, RUBRIC, KEY).server.timeout >= 512  # at a token a second
+
+
+def test_the_thoughts_of_a_judge_that_came_to_no_reply_are_shown_and_what_makes_room_for_them(serve):
+    content = '{"choices": [{"message": {"content": null, "reasoning_content": "Well, perhaps"}}]}'
+    said = message_of(grader_of(serve(lambda *_: (200, content, {})), "decode").score, ["a"], ["b"])
+    assert "it said '(thoughts, for which --judge-think makes room: Well, perhaps)'. Try another" in said
 
 
 def test_an_empty_message_is_an_empty_reply(serve):

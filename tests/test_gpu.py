@@ -1,6 +1,7 @@
 """When a kernel runs and when its expression does; the doctor. No kernel is run here."""
 
 import re
+import subprocess
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -159,6 +160,7 @@ def test_the_doctor_fails_where_mlx_or_a_kernel_is_wrong(monkeypatch, capsys, wr
         monkeypatch.setattr(op, "launch", fail if wrong == "kernels" and name == "add_norm" else op.reference)
     if wrong == "MLX":
         monkeypatch.setattr(probe, "attention_error", lambda *_: 1.0)
+    monkeypatch.setattr(gwen.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 0, "fits"))
     with pytest.raises(SystemExit) as status:
         gwen.main(["--doctor"])
     said = capsys.readouterr()

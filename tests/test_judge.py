@@ -320,20 +320,16 @@ ATTACKS = {
 }
 
 
-@pytest.fixture(scope="module")
-def without_attack(demo):
-    return {mode: judge.Judge(*demo, RUBRIC, mode=mode).score(*zip(*BAD, strict=True)) for mode in MODES}
-
-
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS)
-def test_a_bad_answer_with_an_attack_appended_stays_bad_and_gains_next_to_nothing(demo, without_attack, mode, attack):
+def test_a_bad_answer_with_an_attack_appended_stays_bad_and_gains_next_to_nothing(demo, mode):
     """By any criterion: the bad answers end with a full stop, so an attack that ends with one earns nothing by it."""
-    attacked = judge.Judge(*demo, RUBRIC, mode=mode).score(*zip(*[(p, c + attack) for p, c in BAD], strict=True))
-    before = without_attack[mode]
-    assert (attacked.scores <= np.maximum(before.scores + 0.1, 2.5)).all()  # 1.0 to 2.3 at worst, in LOG.md
-    assert (attacked.scores - before.scores).max(axis=1).mean() < 0.2
-    assert attacked.rewards.mean() < before.rewards.mean()
+    pairs = [(prompt, text + attack) for attack in ("", *ATTACKS.values()) for prompt, text in BAD]
+    judged = judge.Judge(*demo, RUBRIC, 120, mode).score(*zip(*pairs, strict=True))
+    before, *attacked = judged.scores.reshape(-1, len(BAD), 3)
+    reward, *rewards = judged.rewards.reshape(-1, len(BAD)).mean(axis=1)
+    for name, scores, earned in zip(ATTACKS, attacked, rewards, strict=True):
+        assert (scores <= np.maximum(before + 0.1, 2.5)).all(), name  # 1.0 to 2.3 at worst, in LOG.md
+        assert (scores - before).max(axis=1).mean() < 0.2 and earned < reward, name
 
 
 # ---- a server as judge

@@ -33,8 +33,8 @@ def mine(tmp_path):
 def steps_of(at, mine, names, *flags):
     """The metrics, completions and trained weights of two steps."""
     at.mkdir()
-    flags = ["--steps", "2", "--eval-every", "2", "--reward", *(f"{mine}:{name}" for name in names.split(",")), *flags]
-    run = make_run(at, *flags)
+    few = "--steps 2 --eval-every 2 --eval-limit 4 --reward".split()
+    run = make_run(at, *few, *(f"{mine}:{name}" for name in names.split(",")), *flags)
     list(train.train(run))
     weights = {name: np.array(value) for name, value in run.learner.trainable.items()}
     return run, run.journal.metrics.read(), run.journal.rollouts.read(), weights

@@ -95,7 +95,7 @@ def reference(model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rows", "share", "chunk"), [(1, True, 4096), (5, True, 7), (1, False, 3), (17, False, 64)])
+@pytest.mark.parametrize(("rows", "share", "chunk"), [(1, True, 4096), (5, True, 7), (2, False, 3), (17, False, 64)])
 def test_completions_do_not_depend_on_how_they_were_decoded(model, reference, monkeypatch, rows, share, chunk):
     """Slots are handed on and dropped, prompts are read in place or copied and prefilled in parts: no row shows it."""
     how, whole = reference

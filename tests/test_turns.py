@@ -120,7 +120,7 @@ def check(model, world, rollout, params, key=5, group_size=4):
     assert differ <= num / 1000
 
 
-SLOTS = [(True, 64, 40), (True, 7, 4), (False, 7, 4)]  # share, batch size, group size
+SLOTS = [(True, 32, 20), (True, 7, 4), (False, 7, 4)]  # share, batch size, group size
 LATE = [pytest.param(0.05, *one, marks=pytest.mark.slow) for one in (*SLOTS[1:], (True, 1, 1))]
 
 

@@ -101,14 +101,15 @@ from mlx.utils import tree_flatten
 out, link.BLOCK = Path(sys.argv[1]), 2000  # so that what is long goes in parts
 with link.joined():
     assert world.first(lambda: list(range(9000))) == list(range(9000))
+    few = ["--data", str(out / "few.jsonl"), "--rubric", "data/demo_rubric.yaml"]
     for name, flags in test_world.VARIANTS.items():
-        run = make_run(out / "gone", *flags)
+        run = make_run(out / "gone", *few, *flags)
         assert run.judge.known == {"a": 1.0}  # none gives up a judge that the first has heard
         ids, grads, measured = test_world.gradients(run)
         arrays = {"ids": mx.array(sum(ids, []))} | {f"grad {key}": value for key, value in grads.items()}
         arrays |= {f"of {key}": mx.array(value) for key, value in measured.items() if value is not None}
         mx.save_safetensors(str(out / f"{name} {world.rank()}.safetensors"), arrays)
-    learner = test_world.steps_of(make_run(out / "gone", "--num-iterations", "2", "--target-kl", "0.001"))
+    learner = test_world.steps_of(make_run(out / "gone", *few, "--num-iterations", "2", "--target-kl", "0.001"))
     learner.trainable = {name: array + world.rank() for name, array in learner.trainable.items()}
     update.keep_equal(learner)  # as after the roundings of another kind of processor
     state = learner.trainable | dict(tree_flatten(learner.optimizer.state))
@@ -117,14 +118,14 @@ with link.joined():
 
 
 @slow
-def test_two_machines_have_the_gradients_and_measurements_of_one_and_equal_weights(tmp_path):
+def test_two_machines_have_the_gradients_and_measurements_of_one_and_equal_weights(tmp_path, few):
     (tmp_path / "gone").mkdir()
     write_log(tmp_path / "gone" / "judge_scores.jsonl", [{"step": 0, "key": "a", "score": 1.0}])
     with Machines(2, tmp_path, "-c", COMPARE, tmp_path) as machines:
         for (_, errors), status in machines.wait():
             assert status == 0, errors
     for name, flags in VARIANTS.items():
-        ids, grads, measured = gradients(make_run(tmp_path / "gone", *flags))
+        ids, grads, measured = gradients(make_run(tmp_path / "gone", *few, "--rubric", "data/demo_rubric.yaml", *flags))
         for rank in range(2):
             theirs = mx.load(str(tmp_path / f"{name} {rank}.safetensors"))
             assert theirs["ids"].tolist() == [token for its in ids for token in its]

@@ -8,7 +8,6 @@ Before that it meets the answers of all rows, as far as it is quick, since a sin
 judges, which cost time or money, and answers that nobody can make up from a row, such as programs.
 """
 
-import inspect
 import math
 import operator
 import re
@@ -19,7 +18,7 @@ from typing import Any, NamedTuple
 from problems.examples import Example, prompt_text, short, spread
 from problems.form import holds
 from problems.functions import place_of
-from problems.rewards import OF_EPISODES, Reward, UserReward, call, columns_of
+from problems.rewards import Reward, UserReward, call, columns_of, looks_at_episodes
 from problems.verifiers import is_mathematics
 
 ROWS = 3
@@ -219,11 +218,6 @@ def table(audit: Audit) -> Iterator[str]:
         yield f"  {should}  {line.name:20} {line.mean:>8}  {paid:12} {short(line.text)}{mark}"
     if audit.surprises:
         yield f"  {MEND}"
-
-
-def looks_at_episodes(reward: Reward) -> bool:
-    """Whether it asks for what only an episode with an environment has."""
-    return not set(OF_EPISODES).isdisjoint(inspect.signature(reward).parameters)
 
 
 def first_surprises(task: Any, gate: str = "off") -> Iterator[str]:

@@ -108,17 +108,18 @@ def call_rewards(
     The values of N completions by each reward, and what these logged; see `call_reward`.
 
     examples: one per completion, whose columns they bring. columns: the others'. weights: 0 makes one a metric.
-    Raises ValueError naming a reward that gave None for all of them, unless it is a metric, or other functions of the
-    user gave each a number, as of several tasks each with a reward of its own.
+    Raises ValueError naming a reward that gave None for all of them, unless it is a metric, or other functions or
+    environments of the user gave each a number, as of several tasks each with a reward of its own.
     """
     every = columns_of(examples) | columns
     prompts = [example["prompt"] for example in examples]
     named = alive.Bar(rewards.items(), desc="reward", unit="reward")
     called = {name: call_reward(name, reward, prompts, completions, every) for name, reward in named}
     counted = [name for name in called if weights is None or weights[name]]
+    brought = [name for name in counted if isinstance(rewards[name], UserReward) or looks_at_episodes(rewards[name])]
     for name in counted:
         values = called[name]
-        others = [called[other] for other in counted if other != name and isinstance(rewards[other], UserReward)]
+        others = [called[other] for other in brought if other != name]
         is_covered = others and not any(all(map(math.isnan, row)) for row in zip(*others, strict=True))
         if all(map(math.isnan, values)) and not is_covered:
             fix = "return a number for each completion that it applies to"
@@ -226,6 +227,11 @@ def reward_columns(name: str, fn: Reward, known: Iterable[str]) -> list[str]:
 
 
 OF_EPISODES = ("environments", "earned")  # what rewards may ask for besides, where there are environments
+
+
+def looks_at_episodes(reward: Reward) -> bool:
+    """Whether it asks for what only an episode with an environment has."""
+    return not set(OF_EPISODES).isdisjoint(inspect.signature(reward).parameters)
 
 
 def reward_arguments(examples: Sequence[Example], environments: bool = False) -> list[str]:

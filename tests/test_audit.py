@@ -223,6 +223,8 @@ def test_a_reward_without_any_number_for_a_step_ends_it_unless_each_row_has_anot
     both = dict(rewards.load_reward(f"{tmp_path}/mine.py:{name}") for name in ("some", "others"))
     asked = [PRODUCTS[:2], ["b", "c"], {}]
     assert rewards.call_rewards(both, *asked)[0]["others"] == [2, 2]
+    earned = {name: tasks.earned_in(type(name, (), {})) for name in ("Door", "Well")}  # of two environments
+    assert rewards.call_rewards(earned, *asked[:2], {"earned": [("Well", 2.0)] * 2})[0]["Well"] == [2, 2]
     alone = {"some": both["some"], "length": built_in.make("length:9")}
     asked[2] = {"num_tokens": [1, 1]}
     assert "reward some gave no number for any of 2 completions" in message_of(rewards.call_rewards, alone, *asked)

@@ -45,6 +45,7 @@ def schemas_of(flag: str, tools: Mapping[str, Tool]) -> Schemas:
             schema = dict(get_json_schema(tool))
         except Exception as error:
             fix = "give each argument a type and a line in the docstring's Args"
+            fix += ", or begin the name of what is no tool with _" * flag.startswith("--env")
             raise ValueError(f"{flag}: the tool {name} has no schema ({one_line(error)}); {fix}") from error
         schemas[name] = schema | {"function": schema["function"] | {"name": name}}  # a decorator may have lost it
     return schemas

@@ -366,7 +366,7 @@ class Episodes:
             error = one_line(error) if isinstance(error, BaseException) else error
             text = json.dumps({"error": error}, ensure_ascii=False) if error else text
             text = self.box.frames.cut(text, self.box.context // MOST_TOLD)
-            told.append({"role": "tool", "name": str(call.name), "content": text})
+            told.append({"role": "tool", "name": call.name or "tool", "content": text})
             made = {"turn": episode.num_turns - 1, "name": call.name, "arguments": call.arguments}
             episode.made.append(made | {"seconds": seconds, "error": error})
         if episode.pays:

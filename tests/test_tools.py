@@ -132,6 +132,8 @@ def test_tools_without_types_or_words_and_templates_without_tools_are_refused_by
     assert "has no tools" in message_of(calls.reader_of, "{{ messages }}")
     assert "--tools: the tool f has no schema" in message_of(calls.schemas_of, "--tools", {"f": lambda x: x})
     assert "has no method reset" in message_of(calls.schemas_in, type("Empty", (), {}))
+    helped = type("Helped", (guess.Guess,), {"close": lambda self: None})
+    assert "or begin the name of what is no tool with _" in message_of(calls.schemas_in, helped)
 
 
 # ---- the ids between turns
@@ -269,6 +271,7 @@ def test_the_last_turn_makes_its_calls_and_ends(talker):
     talk = Episodes(box_of(talker, [add], max_turns=1), EXAMPLES, [0], "0")
     reason, messages = answer(talk, talker, call("add", {"a": 2}))
     assert reason == "turns" and messages[-1]["content"] == "3"
+    assert answer(Episodes(talk.box, EXAMPLES, [0], "0"), talker, "<tool_call>")[1][-1]["name"] == "tool"
 
 
 def test_rows_wait_side_by_side(talker):

@@ -34,6 +34,7 @@ from config import Config, Sizes
 from disk import hub
 from flags import Parser, in_one_line
 from machine import chips, gpu
+from settings.sources import of_environment
 from step.rows import USUAL_ROWS
 
 AGREEING_TOKENS = 16  # of greedy completions; engines that compute the same have parted long before by a mistake
@@ -167,7 +168,6 @@ NUMBERS: harness.Numbers = {
     "runs": (2, 1, "timed rounds"),
     "seed": (0, 0, "of prompts, lengths and sampling"),
     "judge_runs": (1, 1, "timed rounds of judging"),
-    "judge_chunk_size": (24, 1, "evaluations that ours makes at once"),
 }
 
 
@@ -179,7 +179,9 @@ def parse(argv: list[str] | None, program: str, description: str) -> argparse.Na
     parser.add_argument("--rollout-batch-size", type=int, help="rows decoded at once (default: all, at most 64)")
     parser.add_argument("--ignore-eos", action="store_true", help="every completion has --max-tokens tokens")
     parser.add_argument("--benchmark-judge", action="store_true", help="time judging too, B x G answers")
-    args = harness.parse(parser, argv, NUMBERS, rollout_batch_size=1, temp=0)
+    chunk = of_environment().get("judge_chunk_size", 24)
+    numbers = NUMBERS | {"judge_chunk_size": (chunk, 1, "evaluations that ours makes at once")}
+    args = harness.parse(parser, argv, numbers, rollout_batch_size=1, temp=0)
     args.rollout_batch_size = args.rollout_batch_size or min(args.batch * args.groups, USUAL_ROWS)
     args.model = args.model or (gwen.choose_model(None)[0] if gpu.on_gpu() else "random:30m")
     return args

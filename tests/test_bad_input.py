@@ -31,6 +31,7 @@ import preflight
 import report
 import tasks
 import train
+from bench import rollout
 from config import SETTINGS
 from disk import checkpoint, run_files
 from flags import fail, flag_of
@@ -215,6 +216,7 @@ def test_an_empty_chunk_size_in_the_environment_counts_as_none(monkeypatch):
     assert sources.of_environment() == {}
     monkeypatch.setenv("RUBRIC_JUDGE_BATCH_SIZE", "7")
     assert sources.of_environment() == {"judge_chunk_size": 7}
+    assert rollout.parse([], "bench_rollout.py", "").judge_chunk_size == 7
 
 
 # ---- in a process of its own

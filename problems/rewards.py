@@ -12,6 +12,7 @@ import functools
 import inspect
 import json
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
@@ -185,8 +186,9 @@ def call(name: str, fn: Reward, arguments: dict[str, Any], num_rows: int) -> lis
 
 
 def _result(fn: Reward, chosen: dict[str, Any]) -> Any:
-    rewards: Any = fn(**{key: list(values) for key, values in chosen.items()})
-    return asyncio.run(awaited(rewards)) if inspect.isawaitable(rewards) else rewards
+    with contextlib.chdir(os.curdir):  # where the run is recorded, by a relative path, though fn goes elsewhere
+        rewards: Any = fn(**{key: list(values) for key, values in chosen.items()})
+        return asyncio.run(awaited(rewards)) if inspect.isawaitable(rewards) else rewards
 
 
 async def awaited(given: Any) -> Any:

@@ -1,6 +1,7 @@
 """Reward functions: loaded from hostile files, called, checked; those that suit any task against their formulas."""
 
 import math
+import os
 import sys
 from fractions import Fraction
 
@@ -77,9 +78,12 @@ def test_a_reward_gets_the_columns_that_it_names_or_all_with_kwargs():
     assert seen == {"named": (["a", "b"], ["x", "y"], 7), "every": ["answer", "completions", "level", "prompts"]}
 
 
-def test_a_reward_cannot_change_the_trainers_lists():
+def test_a_reward_cannot_change_the_trainers_lists_or_directory():
     completions = ["a", "b"]
     rewards.call_reward("greedy", lambda completions: [completions.clear() or 1.0] * 2, ["p", "q"], completions, {})
+    here = os.getcwd()
+    rewards.call_reward("gone", lambda completions: [os.chdir("/") or 1.0], ["p"], ["a"], {})
+    assert os.getcwd() == here
     assert completions == ["a", "b"]
 
 

@@ -254,11 +254,7 @@ def test_the_command_repeats_a_run_s_evaluations_to_the_digit(runs, capsys, name
     assert record == expected and (step == 0 or record["eval/kl"] > 1e-9)  # before training it is 1e-13
     answers = [line for line in read_log(runs / name / "eval_answers.jsonl") if line.pop("step") == step]
     assert answers == read_log(tmp_path / "out.jsonl")
-
-
-@pytest.mark.slow
-def test_the_scores_of_a_witness_without_a_judge_beside_it_are_kept(runs):
-    assert read_log(runs / "own" / "judge_scores.jsonl")
+    assert read_log(runs / name / "judge_scores.jsonl")  # of a witness without a judge beside it too
 
 
 @pytest.mark.slow

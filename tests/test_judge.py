@@ -395,6 +395,7 @@ def test_an_answer_that_does_not_fit_into_a_server_s_context_is_unreadable_and_n
 def test_a_server_into_whose_context_no_prompt_fits_is_told_of(serve):
     server = serve(lambda *_: (400, "This model's maximum context length is 128 tokens", {}))
     grader = remote(server.url, mode="decode", think=512)
+    assert grader.server.timeout >= 512  # seconds for its thoughts, at a token a second
     with pytest.raises(ValueError, match=r"gave no readable score.*128 tokens.*; lower --judge-think"):
         grader.score(["Add one and two."], ["Three."])
     assert np.isnan(readable(grader).score(["Add one and two."], ["Three."]).scores).all()

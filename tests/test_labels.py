@@ -78,6 +78,5 @@ def test_line_separators_in_a_text_blank_lines_and_a_byte_order_mark_are_no_mist
 
 def test_a_file_without_labels_is_refused(tmp_path):
     (tmp_path / "labels.jsonl").write_text("")
-    for name in ("labels.jsonl", "nowhere.jsonl"):
-        with pytest.raises(ValueError, match=name):
-            labels.load(tmp_path / name, RUBRIC)
+    with pytest.raises(ValueError, match="holds no label"):
+        labels.load(tmp_path / "labels.jsonl", RUBRIC)

@@ -293,19 +293,10 @@ def test_log_probabilities_that_are_none_are_unreadable(serve, written):
     assert np.isnan(judged.scores).all() and judged.mass == 0
 
 
-def test_a_judge_that_thinks_has_the_time_for_its_thoughts():
-    settings = JudgeSettings(url="http://127.0.0.1/v1", model="tiny", mode="decode", think=512)
-    assert remote_judge.RemoteJudge(settings, RUBRIC, KEY).server.timeout >= 512  # at a token a second
-
-
 def test_the_thoughts_of_a_judge_that_came_to_no_reply_are_shown_and_what_makes_room_for_them(serve):
     content = '{"choices": [{"message": {"content": null, "reasoning_content": "Well, perhaps"}}]}'
     said = message_of(grader_of(serve(lambda *_: (200, content, {})), "decode").score, ["a"], ["b"])
     assert "it said '(thoughts, for which --judge-think makes room: Well, perhaps)'. Try another" in said
-
-
-def test_an_empty_message_is_an_empty_reply(serve):
-    assert ask(make(serve(lambda *_: (200, completion("x").replace('"x"', "null"), {})))) == [client.Reply("", {})]
 
 
 def test_a_reply_without_end_is_read_no_further_and_unreadable(serve, monkeypatch):

@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import errno
 import gc
+import math
 import os
 import platform
 import shlex
@@ -49,7 +50,7 @@ def as_settings(settings: dict[str, Any]) -> dict[str, Any]:
 
     refuse_unknown(settings)
     for name in ("data", "eval_data"):
-        if not isinstance(settings.get(name, ""), (str, Path)):
+        if not isinstance(settings.get(name, ""), (str, Path, type(None))):
             settings[name] = data.keep(settings[name])
     return {key: spelled(value) for key, value in settings.items()}
 
@@ -232,8 +233,13 @@ class Trainer:
         run, settings = self.run, self.config.sampling
         prompts = [prompts] if isinstance(prompts, str) else prompts
         asked = [[*run.opening, *chat_template.messages(one, None)] if isinstance(one, str) else one for one in prompts]
-        ids = [chat_template.chat_ids(run.tokenizer, prompt, thinking=settings.thinking) for prompt in asked]
         params = run.sampling._replace(temperature=settings.temp if temp is None else temp)
+        if n < 1 or not 0 <= params.temperature < math.inf:
+            raise ValueError(f"n is {n} and temp {params.temperature}; n must be at least 1, temp at least 0")
+        context = run.model.config.max_position_embeddings
+        limits: dict[str, Any] = {"max_tokens": settings.max_tokens, "context": context, "kind": "prompt"}
+        examples = [{"prompt": prompt} for prompt in asked]
+        ids = chat_template.encode_prompts(run.tokenizer, examples, thinking=settings.thinking, **limits)
         rollout = sampler.rollout(run.model, ids, params, group_size=n, key=settings.seed)
         texts = sampler.texts(run.tokenizer, rollout, run.model.config.eos_ids)
         return [texts[first : first + n] for first in range(0, len(texts), n)]

@@ -157,7 +157,7 @@ def material(config: Config) -> str:
 def merged(flags: dict[str, Any], recipe: dict[str, Any] | None) -> Config:
     """The checked settings: flag, else environment, else recipe, else default. recipe: None for that of the task."""
     asked = recipe or {}
-    unasked = (of_task(flags.get("task", ""), flags.get("model", "")) if recipe is None else {}) | of_environment()
+    unasked = (of_task(flags.get("task", ""), flags.get("model") or "") if recipe is None else {}) | of_environment()
     if (asked | flags).get("loss_type") == "sft":  # it goes without what it has no use for
         unasked = {name: value for name, value in unasked.items() if SETTINGS[name].of is None}
     config = checked(asked | unasked | flags, flags)

@@ -67,6 +67,8 @@ def test_a_run_from_python_is_the_commands_run_and_can_be_left_and_gone_on_with(
         ["What is two plus three?"], temp=0
     )
     assert trainer.sample([asked], temp=0) == [[greedy]] != trainer.sample(["What is two plus three?"], temp=0)
+    for prompt, how, words in (("a", {"n": 0}, "n is 0"), ("a", {"temp": -1}, "temp -1"), ("a " * 999, {}, "context")):
+        assert words in message_of(trainer.sample, prompt, **how)
     with run_files.owner():
         run_files.own(trainer.dir)  # the lock is free once the loop has ended
 
@@ -122,7 +124,9 @@ def test_rows_are_kept_by_what_they_hold_and_refused_where_json_has_no_word(tmp_
 
 def test_a_mistake_from_python_is_an_error_of_one_line_and_leaves_no_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for settings, words in (({"task": "demoo"}, "demoo"), ({"steps": 0}, "--steps"), ({"stepps": 3}, "stepps")):
+    unset = (({"model": None}, "--model is None"), ({"data": None}, "--data is None"))
+    wrong = (({"task": "demoo"}, "demoo"), ({"steps": 0}, "--steps"), ({"stepps": 3}, "stepps"))
+    for settings, words in (*unset, *wrong):
         with pytest.raises(ValueError, match=words):
             Trainer.start(**{"model": "demo", "task": "demo"} | settings)
     with pytest.raises(ImportError, match="from train import Trainer"):

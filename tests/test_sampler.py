@@ -170,10 +170,10 @@ def test_what_a_long_prompt_needs_beside_its_cache_does_not_grow_with_it(model, 
 def test_a_rollout_releases_all_that_it_took_and_says_how_much_that_was(model):
     mx.eval(model.parameters())
     held = mx.get_active_memory()
-    rollout = roll(model, group_size=16, max_tokens=100, eos_ids=())
+    rollout = roll(model, group_size=16, max_tokens=40, eos_ids=())
     kept = sum(array.nbytes for array in (rollout.completion_ids, rollout.logprobs, rollout.mask))
     column = column_bytes(model.config, mx.float32)
-    assert rollout.stats.cache_bytes >= 64 * 100 * column  # at first, of which 16 slots are left in the end
+    assert rollout.stats.cache_bytes >= 64 * 40 * column  # at first, of which 16 slots are left in the end
     assert mx.get_active_memory() - held <= kept + 1e5  # MLX may give an array a larger buffer that it had at hand
 
 
@@ -276,7 +276,7 @@ def test_randomness_belongs_to_the_key_the_row_and_the_position():
     assert (whole < 1).all() and (whole >= 0).all()
 
 
-@pytest.mark.parametrize("batch_size", [3, 64])
+@pytest.mark.parametrize("batch_size", [6, 64])
 def test_a_stop_text_ends_a_row_at_the_token_that_completes_it(model, tokenizer, batch_size):
     """The oracle decodes each prefix of the row as it is drawn without stop texts."""
     settings = dict(max_tokens=40, temperature=1.5, eos_ids=tuple(range(0, 320, 40)), batch_size=batch_size)

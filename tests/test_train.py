@@ -320,7 +320,8 @@ def test_a_restored_run_has_all_of_the_state_that_was_saved(tmp_path):
     assert mx.array_equal(run.model(tokens), other.model(tokens)).item()
 
 
-INTERRUPTED = "--batch 2 --groups 3 --eval-limit 4 --steps 5 --eval-every 2 --save-every 2 --num-iterations 2".split()
+INTERRUPTED = "--batch 2 --groups 3 --max-tokens 6 --eval-limit 4 --steps 5 --eval-every 2 --save-every 2".split()
+INTERRUPTED += ["--num-iterations", "2"]
 
 
 @pytest.fixture(scope="module")

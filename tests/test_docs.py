@@ -85,16 +85,18 @@ def prose(path):
     return "\n".join(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
 
 
+NAMES = [f"/{path.relative_to(ROOT).as_posix()}" for path in FILES]
+FOLDERS = "|".join(sorted({name.split("/")[1] for name in NAMES if name.count("/") > 1} - {"docs"}))
+
+
 def missing(text):
     """The flags and files that a text names and nobody has; `COMMIT:path` and `COMMIT:--flag` name what is gone."""
     text = re.sub(r"\b(COMMIT|[0-9a-f]{7}):[\w./-]+|\.\./", "", text)
     flags = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", text))
     known = known_flags() | FOREIGN_FLAGS
     unknown = {flag for flag in flags if flag not in known and flag.replace("--no-", "--") not in known}
-    names = [path.relative_to(ROOT).as_posix() for path in FILES]
-    folders = "|".join(sorted({name.split("/")[0] for name in names if "/" in name} - {"docs"}))
-    files = set(re.findall(rf"[\w./-]*\w\.py\b|\b(?:{folders})/[\w./-]*\w\.\w+", text)) - FOREIGN_FILES
-    return sorted(unknown | {file for file in files if not any(f"/{name}".endswith(f"/{file}") for name in names)})
+    files = set(re.findall(rf"[\w./-]*\w\.py\b|\b(?:{FOLDERS})/[\w./-]*\w\.\w+", text)) - FOREIGN_FILES
+    return sorted(unknown | {file for file in files if not any(name.endswith(f"/{file}") for name in NAMES)})
 
 
 def test_every_flag_and_file_that_a_text_names_exists():

@@ -231,6 +231,8 @@ class Trainer:
         prompts: texts, before which stands what all prompts of training begin with, or chat messages, as they are.
         """
         run, settings = self.run, self.config.sampling
+        if getattr(run, "toolbox", None):
+            raise ValueError(f"a run with tools answers in turns: uv run sampler.py --run {self.dir} --prompt TEXT")
         prompts = [prompts] if isinstance(prompts, str) else prompts
         asked = [[*run.opening, *chat_template.messages(one, None)] if isinstance(one, str) else one for one in prompts]
         params = run.sampling._replace(temperature=settings.temp if temp is None else temp)

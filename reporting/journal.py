@@ -345,7 +345,7 @@ class Journal:
             say(f"best: {self.dir / 'adapter-best'}, {f'after {best} steps' if best else 'before training'}{beaten}")
         if (written := self.dir / "report.html").is_file():
             say(f"page: {written}")
-        for line in verdict.lines(self.verdict):
+        for line in verdict.lines(self.verdict, self.config.flat(), self.dir):
             say(line)
 
 

@@ -15,6 +15,7 @@ import statistics
 import textwrap
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -391,9 +392,7 @@ def advice(run: History, found: Change | None, moved: str, mended: str, is_risin
         more = hold_out_more(last["eval/num"], settings)
         if run.figure == "loss":
             return f"about {found.needed:,} conversations would tell: {more}"
-        again, compare = f"{command(settings, 'evaluate.py')} --run {path} --samples 8", "uv run report.py --compare"
-        both = f"{again} --step 0 --out before.jsonl && {again} --out after.jsonl"
-        told = f"about {found.needed:,} problems would tell: {more}: {both} && {compare} before.jsonl after.jsonl"
+        told = f"about {found.needed:,} problems would tell: {more}: {asked_twice(settings, f'{path} --samples 8')}"
         return f"{mended}; {told}" if mended else told
     if found.word == WORSE:
         return TOO_FAR
@@ -411,12 +410,18 @@ def advice(run: History, found: Change | None, moved: str, mended: str, is_risin
     return f"{talk}; merge it into its model: {command(settings, 'lora.py')} --fuse --run {path} --out my-model"
 
 
-def lines(found: Verdict | None) -> list[str]:
-    """A verdict for the terminal."""
+def asked_twice(settings: dict[str, Any], run: str) -> str:
+    """The command that evaluates a run before and after training and compares."""
+    ask = f"{command(settings, 'evaluate.py')} --run {run}"
+    compare = "uv run report.py --compare before.jsonl after.jsonl"
+    return f"{ask} --step 0 --out before.jsonl && {ask} --out after.jsonl && {compare}"
+
+
+def lines(found: Verdict | None, settings: dict[str, Any], run: Path) -> list[str]:
+    """A run's verdict for the terminal."""
     if found is None:
         none = "verdict: none, as it compares two evaluations of what is held out (--eval-every)"
-        how = "uv run evaluate.py --run RUN --out FILE, with --step 0 and without, then report.py --compare"
-        return [none, f"next: {how}"]
+        return [none, f"next: {asked_twice(settings, shlex.quote(str(run)))}"]
     said = [f"  its answers: {sign}" for sign in found.signs]
     read = [f"    {shortened(asked)} -> {shortened(text)}{mark and f' ({mark})'}" for asked, text, mark in found.read]
     said += [f"  {len(read)} drawn to read:", *read] if read else []

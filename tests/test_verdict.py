@@ -270,7 +270,7 @@ def test_runs_get_their_verdicts_and_none_that_is_gamed_goes_without_its_words(t
     how, word, said = RUNS[kind]
     run = made(tmp_path / "run", *how, **MORE.get(kind, {}))
     found = verdict.verdict(history.load(run))
-    shown = "\n".join(verdict.lines(found))
+    shown = "\n".join(verdict.lines(found, {}, tmp_path))
     assert found.word == word and said in shown
     report.main(["--list", str(tmp_path)])
     listed, markup = capsys.readouterr().out, page.write(run).read_text()
@@ -302,7 +302,7 @@ def test_what_learned_from_replies_and_rises_no_more_is_shown_the_way_to_grpo(tm
     settings = {"model": "smollm2", "lora_rank": 16}
     run = made(tmp_path / "run", 64, right(0.5), right(0.5), "loss", settings, **MORE["sft"])
     write_log(run / "eval.jsonl", read_log(run / "eval.jsonl")[::2])
-    shown = verdict.lines(verdict.verdict(history.load(run)))[-1]
+    shown = verdict.lines(verdict.verdict(history.load(run)), {}, run)[-1]
     assert f"; GRPO from it: uv run --extra smollm train.py --model smollm2 --init-adapter {run} --data" in shown
 
 
@@ -353,6 +353,8 @@ def test_a_model_has_hardly_moved_only_after_more_steps_than_a_warm_up_takes():
 
 def test_a_run_warns_of_what_fell_when_it_falls_and_its_best_is_kept(tmp_path, capsys):
     log = journal.Journal(Config.of(model="demo", task="demo"), tmp_path, 0, keep_scores=False)
+    log.print_summary()
+    assert f"next: uv run evaluate.py --run {tmp_path} --step 0 --out before" in capsys.readouterr().out
     for step, num in ((0, 30), (10, 70), (20, 72), (30, 40)):
         values = [float(problem < num) for problem in range(100)]
         log.steps = [{"step": n, "entropy": n**-3.0} for n in range(1, step + 1)]  # which is no loss, as more is right

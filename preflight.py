@@ -472,8 +472,8 @@ def try_out(config: Config) -> Iterator[str]:
     if config.evaluation.every:
         values = [answer["reward"] for answer in answers if answer["reward"] is not None] or [0.0]
         within = sum(step["reward/std"] or 0.0 for step in steps) / len(steps)
-        found = [within / (max(values) - min(values))] if within else []
-        yield from at_the_start(len(spread(task.held_out, config.evaluation.limit)), config.flat(), *found)
+        deviation = within / (max(values) - min(values)) if within else 0.0
+        yield from at_the_start(len(spread(task.held_out, config.evaluation.limit)), config.flat(), deviation)
     yield from verdict(config, steps, answers, right_of(task, answers))
 
 
@@ -539,8 +539,8 @@ def verdict(
             share = f"{sum(kept) / len(kept):.0%} of the answers pass"
             changes.append(f"{share} --reward-gate form: to be paid, one {form.NEEDED}{off}")
         elif high == low:
-            fix = f"take a reward that tells answers apart, or other prompts{f', or {WARM}' * (high <= 0)}"
-            changes.append(f"every answer earns {low:.3g}: {fix}")
+            fix = f"take {f'{WARM}, ' * (high <= 0)}a reward that tells answers apart, or other prompts"
+            changes.insert(0, f"every answer earns {low:.3g}: {fix}")
         elif middle < FEW_RIGHT:
             changes.insert(0, f"nearly all fail: take {WARM}, easier prompts, or more --groups")
         elif middle > 0.8:

@@ -408,10 +408,10 @@ def hold_out_more(num: int, settings: dict[str, Any]) -> str:
     return f"hold out more with {how}" + ", or ask each more often" * (settings.get("loss_type") != "sft")
 
 
-def at_the_start(num: int, settings: dict[str, Any], deviation: float = 6**-0.5) -> list[str]:
+def at_the_start(num: int, settings: dict[str, Any], deviation: float = 0.0) -> list[str]:
     """
     A line where so many held-out problems will tell little. deviation: of answers to one problem, over the values'
-    range; without it as if about every third answer changed for good or bad.
+    range, where some are known; else as if about every third changed for good or bad.
     """
     if not settings.get("eval_every", True):
         return ["nothing held out is evaluated (--eval-every 0), so there will be no verdict"]
@@ -419,7 +419,11 @@ def at_the_start(num: int, settings: dict[str, Any], deviation: float = 6**-0.5)
     if settings.get("loss_type") == "sft":
         told = f"with {num} held out the loss says little of other conversations: {more}"
         return [told] if 0 < num < LEAST_CONVERSATIONS else []
-    least, enough = (min(1, deviation * math.sqrt(POWER * 2 / size)) for size in (max(num, 1), LEAST_PROBLEMS))
-    told = f"with {num} held out a change shows from {least:.0%} of the values' range on, "
+    changing = 2 * deviation**2 or 1 / 3
+    least, enough = (min(1, math.sqrt(POWER * changing / size)) for size in (max(num, 1), LEAST_PROBLEMS))
+    told = (
+        "by these answers " * bool(deviation)
+        + f"with {num} held out a change shows from {least:.0%} of the values' range on, "
+    )
     told += f"with {LEAST_PROBLEMS} from {enough:.0%} on"
     return [f"{told}: {more} when it is trained (evaluate.py --samples 8)"] if 0 < num < LEAST_PROBLEMS else []

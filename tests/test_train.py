@@ -402,7 +402,7 @@ def test_a_second_ctrl_c_gives_the_step_up_and_no_step_before_it(tmp_path, monke
     assert checkpoint.load(run).step == 3
 
 
-FAILING = "--steps 4 --eval-every 0 --num-iterations 2".split()
+FAILING = "--steps 4 --eval-every 0 --num-iterations 2 --max-tokens 6".split()
 NO_MEMORY = RuntimeError("[METAL] Command buffer execution failed: Insufficient Memory")
 
 

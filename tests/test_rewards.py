@@ -83,8 +83,7 @@ def test_a_reward_cannot_change_the_trainers_lists_or_directory():
     rewards.call_reward("greedy", lambda completions: [completions.clear() or 1.0] * 2, ["p", "q"], completions, {})
     here = os.getcwd()
     rewards.call_reward("gone", lambda completions: [os.chdir("/") or 1.0], ["p"], ["a"], {})
-    assert os.getcwd() == here
-    assert completions == ["a", "b"]
+    assert (completions, os.getcwd()) == (["a", "b"], here)
 
 
 @pytest.mark.parametrize(

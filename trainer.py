@@ -228,12 +228,13 @@ class Trainer:
         """
         `n` completions of each prompt, drawn as in training; temp 0: greedily.
 
-        prompts: texts, before which stands what all prompts of training begin with, or chat messages, as they are.
+        prompts: texts, before which stands what all prompts of training begin with, or chat messages, as they are; or
+        one of them.
         """
         run, settings = self.run, self.config.sampling
         if getattr(run, "toolbox", None):
             raise ValueError(f"a run with tools answers in turns: uv run sampler.py --run {self.dir} --prompt TEXT")
-        prompts = [prompts] if isinstance(prompts, str) else prompts
+        prompts = [prompts] if isinstance(prompts, str) or isinstance(next(iter(prompts), 0), dict) else prompts
         asked = [[*run.opening, *chat_template.messages(one, None)] if isinstance(one, str) else one for one in prompts]
         params = run.sampling._replace(temperature=settings.temp if temp is None else temp)
         if n < 1 or not 0 <= params.temperature < math.inf:

@@ -64,7 +64,8 @@ def test_a_run_from_python_is_the_commands_run_and_can_be_left_and_gone_on_with(
     trainer.run.opening = [{"role": "system", "content": "Say nothing."}]
     asked = [{"role": "user", "content": "What is two plus three?"}]
     led = trainer.sample([[*trainer.run.opening, *asked]], temp=0)
-    assert trainer.sample(["What is two plus three?"], temp=0) == led != [[greedy]] == trainer.sample([asked], temp=0)
+    assert trainer.sample(["What is two plus three?"], temp=0) == led != [[greedy]]
+    assert trainer.sample([asked], temp=0) == trainer.sample(asked, temp=0) == [[greedy]]
     for prompt, how, words in (("a", {"n": 0}, "n is 0"), ("a", {"temp": -1}, "temp -1"), ("a " * 999, {}, "context")):
         assert words in message_of(trainer.sample, prompt, **how)
     trainer.run.toolbox = object()

@@ -85,7 +85,8 @@ def _imported(what: str, file: str, path: Path) -> Any:
             raise ValueError(f"{what}: {ELSEWHERE}; {fix}") from error
         is_absent = isinstance(error, ModuleNotFoundError) and f"{file}.".startswith(f"{error.name}.")
         if is_absent or (file.startswith(".") and path.suffix != ".py"):
-            hint = f", did you mean {file}.py?" if Path(f"{file}.py").is_file() else ""
+            is_near = Path(f"{file}.py").is_file()
+            hint = f", did you mean {file}.py?" if is_near else "; is its folder in PYTHONPATH?"
             raise ValueError(f"{what}: {file} is neither a Python file nor an installed module{hint}") from error
         raise ValueError(f"{what}: importing {path.name} failed, {_told(error, str(path))}") from error
 

@@ -56,7 +56,7 @@ def test_a_bad_reward_spec_is_one_line_that_names_the_form():
     for spec in ("my.py", "my.py:", ":fn", "", "my.py:not a name", "soft_overlongs"):
         assert "FILE.py:function" in message_of(rewards.load_reward, spec)
     for spec in ("./mine:fn", "../my/mine:fn"):
-        assert f"{spec[:-3]} is neither a Python file" in message_of(rewards.load_reward, spec)
+        assert "nor an installed module; is its folder in PYTHONPATH?" in message_of(rewards.load_reward, spec)
     for spec in ("soft_overlong", "soft_overlong:256", "soft_overlong:256:-1", "length:x", "boxed_once:1"):
         assert "positive whole numbers" in message_of(rewards.load_reward, spec)
 

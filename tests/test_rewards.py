@@ -79,9 +79,8 @@ def test_a_reward_gets_the_columns_that_it_names_or_all_with_kwargs():
 
 
 def test_a_reward_cannot_change_the_trainers_lists_or_directory():
-    completions = ["a", "b"]
+    completions, here = ["a", "b"], os.getcwd()
     rewards.call_reward("greedy", lambda completions: [completions.clear() or 1.0] * 2, ["p", "q"], completions, {})
-    here = os.getcwd()
     rewards.call_reward("gone", lambda completions: [os.chdir("/") or 1.0], ["p"], ["a"], {})
     assert (completions, os.getcwd()) == (["a", "b"], here)
 

@@ -125,9 +125,8 @@ def test_rows_are_kept_by_what_they_hold_and_refused_where_json_has_no_word(tmp_
 
 def test_a_mistake_from_python_is_an_error_of_one_line_and_leaves_no_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    unset = (({"model": None}, "--model is None"), ({"data": None}, "--data is None"))
-    wrong = (({"task": "demoo"}, "demoo"), ({"steps": 0}, "--steps"), ({"stepps": 3}, "stepps"))
-    for settings, words in (*unset, *wrong):
+    wrong = {"model": None}, {"data": None}, {"task": "demoo"}, {"steps": 0}, {"stepps": 3}
+    for settings, words in zip(wrong, "--model is None,--data is None,demoo,--steps,stepps".split(","), strict=True):
         assert words in message_of(Trainer.start, **{"model": "demo", "task": "demo"} | settings)
     with pytest.raises(ImportError, match="from train import Trainer"):
         base.Trainer.start(model="demo", task="demo")

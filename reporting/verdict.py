@@ -218,7 +218,7 @@ def names_of(text: str) -> set[str]:
     """The words and marks of an answer, as an emoji is, and its first words."""
     words = form.words_of(text)
     opening = {f'the opening "{" ".join(words[:OPENING])}"'} if len(words) > OPENING else set()
-    return {f'"{word}"' for word in [*words, *MARK.findall(text)]} | opening
+    return {{'"': "a quotation mark"}.get(word, f'"{word}"') for word in [*words, *MARK.findall(text)]} | opening
 
 
 def never_given(after: Records) -> list[str]:
@@ -292,7 +292,10 @@ def verdict(run: History) -> Verdict | None:
     both = sorted(ends[0].keys() & ends[1].keys())
     before, after = ([its[problem] for problem in both] for its in ends)
     found, forms, words = change(run, first, last), forms_of(before, after), risen(before, after)
-    if figure == "score":
+    names = dict.fromkeys(name for one in ends[1].values() for name in one["rewards"])
+    rewards = {name: its for name in names if (its := paired(*(paid(end, name) for end in ends)))}
+    is_bendable = figure == "score" and not is_better(rewards.get("exact"))
+    if is_bendable:
         alarms = unwitnessed(first, last) + forms
     else:  # what a verifier counts no form of an answer can bend
         cheated, cheating = paid_though_wrong(run.answers) if is_verified and both else ((), ())
@@ -317,8 +320,6 @@ def verdict(run: History) -> Verdict | None:
         if total and word in (SAME, FEW) and total.word in (BETTER, WORSE):
             moved, headline = total.word, f"{word}, though the score {'rose' if total.word == BETTER else 'fell'}"
             text += f", though the score changed by {total}"
-    names = dict.fromkeys(name for one in ends[1].values() for name in one["rewards"])
-    rewards = {name: its for name in names if (its := paired(*(paid(end, name) for end in ends)))}
     if any(not found or its.mean != found.mean for its in rewards.values()):
         text += f"; rewards: {', '.join(f'{visible(name)} {its.mean:+.3f}' for name, its in rewards.items())}"
     is_own = is_verified and settings.get("task") == "own" and settings.get("reward")
@@ -331,7 +332,7 @@ def verdict(run: History) -> Verdict | None:
     elif alarms:
         suspects = "the reward may pay for what is not meant" + ", or the verifier be too strict" * is_unasked
         warning = health.Finding("gamed", f"{suspects}; {'; '.join(alarms)}: {mended}")
-    is_doubtful = bool(alarms) or (figure == "score" and bool(words))
+    is_doubtful = bool(alarms) or (is_bendable and bool(words))
     is_rising = chosen is last and is_better(change(run, middle, last))
     read = [ends[1][problem] for problem in drawn(both, settings)]
     return Verdict(

@@ -133,7 +133,7 @@ def made(folder, num, before, after, figure="accuracy", settings=(), half=None, 
             if "tools" in dict(settings):
                 calls = "<tool_call>2 * 3</tool_call>\n" * (1 + step // 4)
                 line |= {"messages": [talk(text)], "completions": [calls + text]}
-            rewards = {"mine": [value]} | ({"short": more_paid} if more_paid else {})
+            rewards = {"mine": [value]} | ({dict(settings).get("beside", "short"): more_paid} if more_paid else {})
             answers.append(line | {"rewards": rewards, "reward": [sum([value or 0.0, *more_paid])]})
     write_log(folder / "eval.jsonl", records)
     write_log(folder / "eval_answers.jsonl", answers if figure != "loss" else [])
@@ -238,6 +238,11 @@ RUNS = {  # name: how it was made, its verdict, and what must be said with it
         BETTER,
         '"\u597d" in 0% -> 100% of answers',
     ),
+    "exact, and shorter": (
+        (60, lambda r, p: (answer(r), 0.1, 0.0), lambda r, p: (answer(r, 4), 0.9, 1.0), "score", {"beside": "exact"}),
+        BETTER,
+        "shorter: 12.0 -> 4.0 words",
+    ),
     "an answer never given": (
         (60, classified(*["food"] * 3), classified("food", "home", "food"), "accuracy", {"verifier": "exact"}),
         BETTER,
@@ -292,7 +297,7 @@ def test_runs_get_their_verdicts_and_none_that_is_gamed_goes_without_its_words(t
     warned = "gamed" if is_gamed and not said.endswith("of answers") else "worse" if word == WORSE else None
     assert (found.warning or [None])[0] == warned  # a red box is for what is bad
     assert found.has_gained == (word == BETTER and "accuracy" in found.text)
-    assert bool(found.signs) == (is_gamed or kind in ("collapsed", "an answer never given"))
+    assert bool(found.signs) == (is_gamed or kind in ("collapsed", "an answer never given", "exact, and shorter"))
     assert len(found.read) == (0 if kind.startswith("sft") else min(10, how[0]))
     assert found.read == verdict.verdict(history.load(run)).read  # drawn by the run's seed
     assert len(found.read) < 10 or int(found.read[-1][0].split()[-1]) > 9

@@ -254,7 +254,7 @@ def answer_both(
 
     def fits(rows: int) -> bool:
         work = model.config, dtype, lengths, samples, params.max_tokens, rows
-        return sum(rollout_bytes(*work)) <= ROOM * memory.memory_at_hand()
+        return sum(rollout_bytes(*work)) <= ROOM * (memory.memory_size() - mx.get_active_memory())
 
     # both calls share one object, and so what it learns about memory
     size = params.batch_size or memory.BatchSize(rows_at_once(fits, len(prompts) * samples))

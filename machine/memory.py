@@ -46,11 +46,6 @@ def hold_memory() -> None:
             mx.set_wired_limit(int(wired))
 
 
-def memory_at_hand() -> int:
-    """Bytes that this process may still allocate: what it may hold less what MLX holds."""
-    return memory_size() - mx.get_active_memory()
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """
     Whether an error of MLX or numpy says that memory ran out; MLX's backends do so in words.

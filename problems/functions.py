@@ -4,7 +4,6 @@ A user's functions: found by FILE.py:function or MODULE:function, which a flag g
 Left out: what is done with them: rewards (problems/rewards.py), tools, environments, losses and advantages.
 """
 
-import functools
 import importlib
 import importlib.util
 import inspect
@@ -43,7 +42,7 @@ def load_functions(flag: str, spec: str, hint: str = "", kind: str = "function")
     for name, value in given.items():
         if name not in vars(module):
             if file == "__main__":
-                raise ValueError(f"{flag} {spec}: {ELSEWHERE}; a run can go on in it, and all find FILE.py:{name}")
+                raise ValueError(f"{flag} {spec}: {ELSEWHERE}, which can go on; all find it in a file of its own")
             known = [key for key, other in vars(module).items() if getattr(inspect, f"is{kind}")(other)]
             hint = f"{nearest(name, known)}; it has {', '.join(known) or 'none'}"
             raise ValueError(f"{flag} {spec}: {file} has no {kind} {name!r}{hint}")
@@ -53,10 +52,17 @@ def load_functions(flag: str, spec: str, hint: str = "", kind: str = "function")
 
 
 def spec_of(fn: Callable[..., Any]) -> str:
-    """A function as MODULE:function; a lambda, or one inside another, is kept under a name of this process alone."""
+    """
+    A function as MODULE:function, or as FILE.py:function of a module that may lie beside a program, where other
+    programs would not find it; a lambda, or one inside another, is kept under a name of this process alone.
+    """
     module, name = getattr(fn, "__module__", ""), getattr(fn, "__qualname__", type(fn).__name__)
     if getattr(sys.modules.get(module), name, None) is fn:
-        return f"{module}:{name}"
+        file = Path(getattr(sys.modules[module], "__file__", None) or "")
+        if module == "__main__" or "." in module or file.suffix != ".py" or "site-packages" in file.parts:
+            return f"{module}:{name}"
+        _modules.setdefault((file, file.read_bytes()), sys.modules[module])
+        return f"{file}:{name}"
     kept = sys.modules.setdefault(NAMELESS, ModuleType(NAMELESS))
     name = re.sub(r"\W", "", name.rpartition(".")[2])
     while getattr(kept, name, fn) is not fn:
@@ -91,9 +97,13 @@ def _imported(what: str, file: str, path: Path) -> Any:
         raise ValueError(f"{what}: importing {path.name} failed, {_told(error, str(path))}") from error
 
 
-@functools.cache
-def _module_of(path: Path, _: bytes) -> Any:
+_modules: dict[tuple[Path, bytes], ModuleType] = {}
+
+
+def _module_of(path: Path, content: bytes) -> ModuleType:
     """The module of a file, the same one while its bytes stay as they are: its functions may ask for its classes."""
+    if found := _modules.get((path, content)):
+        return found
     module_spec = importlib.util.spec_from_file_location(f"file of a user {path}", path)
     assert module_spec is not None and module_spec.loader is not None, path
     module = importlib.util.module_from_spec(module_spec)
@@ -104,6 +114,7 @@ def _module_of(path: Path, _: bytes) -> Any:
     finally:
         if str(path.parent) in sys.path:
             sys.path.remove(str(path.parent))
+    _modules[path, content] = module
     return module
 
 

@@ -29,7 +29,8 @@ def load(path: str) -> Answers:
             records = [read_json(line) for line in Path(path).read_bytes().splitlines()]
         return {f"{one['problem']} {one['prompt']}": one for one in records}
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"{path} holds no answers; give what evaluate.py --out wrote, or a run") from error
+        said = "holds no answers" if Path(path).exists() else "is not there"
+        raise ValueError(f"{path} {said}; give what evaluate.py --out wrote, or a run") from error
 
 
 def figure_of(answers: Answers) -> str:

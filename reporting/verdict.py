@@ -393,7 +393,7 @@ def advice(run: History, found: Change | None, moved: str, mended: str, is_risin
         more = hold_out_more(last["eval/num"], settings)
         if run.figure == "loss":
             return f"about {found.needed:,} conversations would tell: {more}"
-        told = f"about {found.needed:,} problems would tell: {more}: {asked_twice(settings, f'{path} --samples 8')}"
+        told = f"about {found.needed:,} problems would tell: {more}: {asked_twice(settings, path, ' --samples 8')}"
         return f"{mended}; {told}" if mended else told
     if found.word == WORSE:
         return TOO_FAR
@@ -411,11 +411,10 @@ def advice(run: History, found: Change | None, moved: str, mended: str, is_risin
     return f"{talk}; merge it into its model: {command(settings, 'lora.py')} --fuse --run {path} --out my-model"
 
 
-def asked_twice(settings: dict[str, Any], run: str) -> str:
-    """The command that evaluates a run before and after training and compares."""
-    ask = f"{command(settings, 'evaluate.py')} --run {run}"
-    compare = "uv run report.py --compare before.jsonl after.jsonl"
-    return f"{ask} --step 0 --out before.jsonl && {ask} --out after.jsonl && {compare}"
+def asked_twice(settings: dict[str, Any], run: str, how: str = "") -> str:
+    """The command that evaluates a run before and after training, into files of its directory, and compares."""
+    ask, ends = f"{command(settings, 'evaluate.py')} --run {run}{how}", (f"{run}/before.jsonl", f"{run}/after.jsonl")
+    return f"{ask} --step 0 --out {ends[0]} && {ask} --out {ends[1]} && uv run report.py --compare {' '.join(ends)}"
 
 
 def lines(found: Verdict | None, settings: dict[str, Any], run: Path) -> list[str]:

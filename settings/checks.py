@@ -34,6 +34,12 @@ def checked(settings: dict[str, Any], flags: Collection[str] = ()) -> Config:
         settings = settings | {"checkpoint_layers": str(settings["checkpoint_layers"])}
     if isinstance(asked := settings.get("lora_targets"), str | list):
         settings = settings | {"lora_targets": fused_targets([asked] if isinstance(asked, str) else asked)}
+    weights, rewards = settings.get("reward_weights"), settings.get("reward") or ()
+    if (
+        isinstance(weights, list) and {*map(type, weights)} <= {int, float} and len(weights) == len(rewards)
+    ):  # TRL's way
+        pairs = zip(rewards, weights, strict=True)
+        settings = settings | {"reward_weights": {one.rpartition(":")[2]: weight for one, weight in pairs}}
     settings = {key: read(SETTINGS[key], value) for key, value in settings.items()}
     config = Config.of(**settings)
     refuse_unused(config, flags)

@@ -88,9 +88,6 @@ def test_the_environment_is_set_before_mlx_reads_it_and_a_users_value_stays():
 
 def test_the_memory_of_a_gpu_is_what_macos_recommends(mac):
     assert memory.memory_size() == recommended(16)
-    held = mx.zeros((1 << 20,))
-    mx.eval(held)
-    assert memory.memory_at_hand() == recommended(16) - mx.get_active_memory() < memory.memory_size()
 
 
 @pytest.mark.parametrize(

@@ -181,12 +181,6 @@ HALF = [0.0, 1.0, 0.0, 1.0]
         ),
         ({"sampling/signal_groups": 0}, [1.0] * 4, {}, "change: every answer earns 1: take a reward that tells"),
         (
-            {"sampling/signal_groups": 0},
-            [0.0] * 9 + [1.0],
-            {},
-            "change: nearly all fail: take a warm start (docs/warm-start.md), easier prompts, or more --groups",
-        ),
-        (
             {"sampling/signal_groups": 0, "completion/truncated_frac": 0.6},
             [0.0] * 9 + [1.0],
             {"max_tokens": 8},

@@ -224,6 +224,7 @@ def test_what_is_no_evaluation_and_what_shares_no_problem_is_refused(tmp_path, r
         (tmp_path / "no.jsonl").write_text(content)
         said = "no.jsonl holds no answers; give what evaluate.py --out wrote"
         refused(report.main, ["--compare", one, tmp_path / "no.jsonl"], said)
+    refused(report.main, ["--compare", one, tmp_path / "nowhere.jsonl"], "nowhere.jsonl is not there")
     refused(report.main, ["--compare", one, other], "no problem in common")
     right = write_log(tmp_path / "right.jsonl", [row | {"reward": [1.0]} for row in read_log(tmp_path / "one.jsonl")])
     refused(report.main, ["--compare", one, right], "right.jsonl has right answers, .* do not compare; evaluate both")

@@ -77,12 +77,12 @@ def test_a_run_from_python_is_the_commands_run_and_can_be_left_and_gone_on_with(
 @pytest.mark.slow
 def test_functions_and_rows_of_a_program_are_found_again_by_a_resumed_run(tmp_path):
     rows = [{"prompt": f"What is {word} plus one?"} for word in ("one", "two", "six")]
-    settings = dict(task="values", data=rows, reward=short_answers, loss_type=plain, steps=1)
+    settings = dict(task="values", data=rows, reward=[short_answers], reward_weights=[2], loss_type=plain, steps=1)
     trainer = Trainer.start(run_dir=str(tmp_path / "run"), **settings, **QUICK)
-    assert trainer.config.data.reward == [f"{__name__}:short_answers"]
-    assert trainer.config.objective.loss_type == f"{__name__}:plain"
+    assert trainer.config.data.reward == [f"{__file__}:short_answers"]  # which any program finds
+    assert trainer.config.objective.loss_type == f"{__file__}:plain"
     [figures] = trainer.steps()
-    assert figures["reward/short_answers"] == figures["reward/mean"] < 0
+    assert 2 * figures["reward/short_answers"] == figures["reward/mean"] < 0
     trainer = Trainer.resume(tmp_path / "run", steps=2)
     assert trainer.run.own.loss is plain
     assert [figures["step"] for figures in trainer.steps()] == [2]

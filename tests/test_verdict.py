@@ -250,7 +250,7 @@ RUNS = {  # name: how it was made, its verdict, and what must be said with it
     ),
     "none right": ((60, right(0.0), right(0.0)), SAME, "no answer was right, before or after"),
     "nothing moves": ((4, right(0.5), right(0.5)), FEW, "Try a --learning-rate ten times as high"),
-    "too few problems": ((4, by_prompt(PLAIN, 0.0), by_prompt(PLAIN[8:], 1.0)), FEW, "--compare before.jsonl"),
+    "too few problems": ((4, by_prompt(PLAIN, 0.0), by_prompt(PLAIN[8:], 1.0)), FEW, "/run/after.jsonl"),
     "collapsed": ((100, right(0.6), lambda r, p: ("no no no no no no no", 0.0)), WORSE, "repeated: "),
     "judge dead": ((60, scored(0.3), lambda r, p: (answer(r), None), "score"), FEW, "docs/judge.md"),
     "tools": ((80, right(0.2), right(0.7), "score", {"tools": ["calculator"]}), BETTER, ""),  # it calls more often
@@ -359,7 +359,7 @@ def test_a_model_has_hardly_moved_only_after_more_steps_than_a_warm_up_takes():
 def test_a_run_warns_of_what_fell_when_it_falls_and_its_best_is_kept(tmp_path, capsys):
     log = journal.Journal(Config.of(model="demo", task="demo"), tmp_path, 0, keep_scores=False)
     log.print_summary()
-    assert f"next: uv run evaluate.py --run {tmp_path} --step 0 --out before" in capsys.readouterr().out
+    assert f"next: uv run evaluate.py --run {tmp_path} --step 0 --out {tmp_path}/before" in capsys.readouterr().out
     for step, num in ((0, 30), (10, 70), (20, 72), (30, 40)):
         values = [float(problem < num) for problem in range(100)]
         log.steps = [{"step": n, "entropy": n**-3.0} for n in range(1, step + 1)]  # which is no loss, as more is right

@@ -304,9 +304,8 @@ def line(demand: Demand, sizes: Sizes) -> str:
         f"--checkpoint-layers {sizes.settings()['checkpoint_layers']}"
     )
     if not demand.config.model.lora_rank:  # a checkpoint has masters and moments, and its adapter is all weights
-        weights = need.stays["weights"]
-        each = 4 * numbers(demand.model).weights + need.stays["optimizer"] + weights
-        disk = (checkpoint.KEPT + 1) * each + 2 * weights  # one more while it is saved, and two adapters
+        each, weights = 4 * numbers(demand.model).weights + need.stays["optimizer"], need.stays["weights"]
+        disk = (checkpoint.KEPT + 1) * (each + weights) + 2 * weights  # one more while it is saved, and two adapters
         said += f"; checkpoints take up to {disk / 1e9:.1f} GB of disk"
     parts = need.phases if sum(need.stays.values()) <= room else need.stays
     large = max(LESS.keys() & parts.keys(), key=parts.__getitem__)

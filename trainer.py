@@ -228,8 +228,7 @@ class Trainer:
         """
         `n` completions of each prompt, drawn as in training; temp 0: greedily.
 
-        prompts: texts, before which stands what all prompts of training begin with, or chat messages, as they are; or
-        one of them.
+        prompts: texts, before which stands what all of training's begin with, or chat messages, as they are; or one.
         """
         run, settings = self.run, self.config.sampling
         if getattr(run, "toolbox", None):

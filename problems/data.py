@@ -409,17 +409,14 @@ def hold_out_more(num: int, settings: dict[str, Any]) -> str:
 
 
 def at_the_start(num: int, settings: dict[str, Any], deviation: float = 0.0) -> list[str]:
-    """
-    A line where so many held-out problems will tell little. deviation: of answers to one problem, over the values'
-    range, where some are known; else as if about every third changed for good or bad.
-    """
+    """A line where so many held-out problems tell little. deviation: of answers to one, over the values' range."""
     if not settings.get("eval_every", True):
         return ["nothing held out is evaluated (--eval-every 0), so there will be no verdict"]
     more = hold_out_more(num, settings)
     if settings.get("loss_type") == "sft":
         told = f"with {num} held out the loss says little of other conversations: {more}"
         return [told] if 0 < num < LEAST_CONVERSATIONS else []
-    changing = 2 * deviation**2 or 1 / 3
+    changing = 2 * deviation**2 or 1 / 3  # as if about every third answer changed for good or bad
     least, enough = (min(1, math.sqrt(POWER * changing / size)) for size in (max(num, 1), LEAST_PROBLEMS))
     told = (
         "by these answers " * bool(deviation)

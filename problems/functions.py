@@ -52,15 +52,12 @@ def load_functions(flag: str, spec: str, hint: str = "", kind: str = "function")
 
 
 def spec_of(fn: Callable[..., Any]) -> str:
-    """
-    A function as MODULE:function, or as FILE.py:function of a module that may lie beside a program, where other
-    programs would not find it; a lambda, or one inside another, is kept under a name of this process alone.
-    """
+    """A function as FILE.py:function, or MODULE:function; one without a name is kept under one of this process."""
     module, name = getattr(fn, "__module__", ""), getattr(fn, "__qualname__", type(fn).__name__)
     if getattr(sys.modules.get(module), name, None) is fn:
         file = Path(getattr(sys.modules[module], "__file__", None) or "")
         if module == "__main__" or "." in module or file.suffix != ".py" or "site-packages" in file.parts:
-            return f"{module}:{name}"
+            return f"{module}:{name}"  # else it may lie beside a program, where no other finds it by its name
         _modules.setdefault((file, file.read_bytes()), sys.modules[module])
         return f"{file}:{name}"
     kept = sys.modules.setdefault(NAMELESS, ModuleType(NAMELESS))
@@ -91,8 +88,7 @@ def _imported(what: str, file: str, path: Path) -> Any:
             raise ValueError(f"{what}: {ELSEWHERE}; {fix}") from error
         is_absent = isinstance(error, ModuleNotFoundError) and f"{file}.".startswith(f"{error.name}.")
         if is_absent or (file.startswith(".") and path.suffix != ".py"):
-            is_near = Path(f"{file}.py").is_file()
-            hint = f", did you mean {file}.py?" if is_near else "; is its folder in PYTHONPATH?"
+            hint = f", did you mean {file}.py?" if Path(f"{file}.py").is_file() else "; is its folder in PYTHONPATH?"
             raise ValueError(f"{what}: {file} is neither a Python file nor an installed module{hint}") from error
         raise ValueError(f"{what}: importing {path.name} failed, {_told(error, str(path))}") from error
 

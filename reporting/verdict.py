@@ -413,8 +413,9 @@ def advice(run: History, found: Change | None, moved: str, mended: str, is_risin
 
 def asked_twice(settings: dict[str, Any], run: str, how: str = "") -> str:
     """The command that evaluates a run before and after training, into files of its directory, and compares."""
-    ask, ends = f"{command(settings, 'evaluate.py')} --run {run}{how}", (f"{run}/before.jsonl", f"{run}/after.jsonl")
-    return f"{ask} --step 0 --out {ends[0]} && {ask} --out {ends[1]} && uv run report.py --compare {' '.join(ends)}"
+    ask = f"{command(settings, 'evaluate.py')} --run {run}{how} --out {run}"
+    both = f"{command({}, 'report.py')} --compare {run}/before.jsonl {run}/after.jsonl"
+    return f"{ask}/before.jsonl --step 0 && {ask}/after.jsonl && {both}"
 
 
 def lines(found: Verdict | None, settings: dict[str, Any], run: Path) -> list[str]:

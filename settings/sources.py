@@ -8,6 +8,7 @@ import argparse
 import os
 import re
 import reprlib
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -239,9 +240,12 @@ def as_yaml(config: Config, sizes: Sizes | None = None) -> str:
 
 
 def command(settings: Mapping[str, Any], program: str = "train.py") -> str:
-    """`uv run` with the extras that these settings need, and the program."""
+    """`uv run` with the extras that these settings need, and the program; outside the checkout with its place."""
     task, model = settings.get("task") or "", str(settings.get("model", ""))
     needed = {"smollm": model == "smollm2", "gguf": model.endswith(".gguf")}
     needed |= {"tasks": task.startswith("rg:"), "ifeval": task == "ifeval"}
     extras = [*(name for name, is_needed in needed.items() if is_needed), *settings.get("report_to", ())]
+    home = Path(__file__).parents[1]
+    if not Path(program).is_file() and (home / "pyproject.toml").is_file():
+        program = f"--project {shlex.quote(str(home))} {shlex.quote(str(home / program))}"
     return " ".join(["uv run", *(f"--extra {name}" for name in extras), program])

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import yaml
-from conftest import message_of
+from conftest import ROOT, message_of
 
 import flags
 import train
@@ -212,10 +212,12 @@ def test_a_command_without_the_flag_of_a_row_says_nothing_of_it():
     assert flags.hint("--temperature", ["--temp", "--seed"]) == "TRL's temperature is here --temp"
 
 
-def test_the_command_that_goes_on_has_the_extras_of_the_run():
+def test_the_command_that_goes_on_has_the_extras_of_the_run_and_its_place(tmp_path, monkeypatch):
     config = checks.checked({"model": "smollm2", "task": "rg:lcm", "report_to": "wandb"})
     assert sources.command(config.flat()) == "uv run --extra smollm --extra tasks --extra wandb train.py"
     assert sources.command({"model": "demo"}, "report.py") == "uv run report.py"
+    monkeypatch.chdir(tmp_path)
+    assert sources.command({"model": "demo"}) == f"uv run --project {ROOT} {ROOT / 'train.py'}"
 
 
 # ---- projections by the names of a checkpoint

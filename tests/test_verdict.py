@@ -359,7 +359,7 @@ def test_a_model_has_hardly_moved_only_after_more_steps_than_a_warm_up_takes():
 def test_a_run_warns_of_what_fell_when_it_falls_and_its_best_is_kept(tmp_path, capsys):
     log = journal.Journal(Config.of(model="demo", task="demo"), tmp_path, 0, keep_scores=False)
     log.print_summary()
-    assert f"next: uv run evaluate.py --run {tmp_path} --step 0 --out {tmp_path}/before" in capsys.readouterr().out
+    assert f"evaluate.py --run {tmp_path} --out {tmp_path}/before.jsonl --step 0 &&" in capsys.readouterr().out
     for step, num in ((0, 30), (10, 70), (20, 72), (30, 40)):
         values = [float(problem < num) for problem in range(100)]
         log.steps = [{"step": n, "entropy": n**-3.0} for n in range(1, step + 1)]  # which is no loss, as more is right

@@ -74,7 +74,7 @@ def test_every_data_set_pays_for_its_right_answer_and_for_no_wrong_or_hostile_on
     names, make, score = every
     assert len(names) >= 105
     for number, name in enumerate(names):
-        made = [make(name, one) for one in range(2 if name in SLOW else 4)]
+        made = [make(name, one) for one in range(2)]
         prompt, answer, entry = made[0]
         gold = IN_THE_ENTRY[name](rg.unpacked(entry)) if name in IN_THE_ENTRY else answer
         reply = f"<think>Let me see.</think>\nIt must be this:\n<answer>\n{gold}\n</answer>"
@@ -87,7 +87,7 @@ def test_every_data_set_pays_for_its_right_answer_and_for_no_wrong_or_hostile_on
         wrong = ["", "wrong", "-17", "0", "1", "42", "10", "[]", "{}", "[0]", "[{}]", "J2", f"{answer}!", *others]
         honest = max(rg.earned(answer) for answer in score([(name, entry, text) for text in wrong]))
         honest = max(honest, 0.5)  # some pay half for a text that shares letters with the right one
-        some = ANSWERS if name in rg.READERS.keys() | rg.RULES.keys() - HEAVY else ANSWERS[number % 5 :: 5]
+        some = ANSWERS if name in rg.READERS.keys() | rg.RULES.keys() - HEAVY else ANSWERS[number % 10 :: 10]
         texts = [text for text in (*some, prompt, prompt[::-1]) if text.lower() != str(answer).lower()]
         told = score([(name, entry, text) for text in texts])
         assert not any(answer.broken for answer in told), name

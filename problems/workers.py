@@ -16,21 +16,25 @@ import importlib
 import json
 import os
 import queue
+import secrets
 import signal
 import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import FrameType
 from typing import Any, BinaryIO, NamedTuple
 
 from problems import seal
 from problems.examples import one_line, short
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # where a worker finds what it imports
+ROOT = str(Path(__file__).parent.parent)  # where a worker finds what it imports
 LATE = "took longer than its limit"
 LARGE = "took more memory than its limit"
 FORGED = "sent what is no answer to its question"
@@ -70,8 +74,6 @@ class Pool:
 
     def ask(self, questions: Sequence[Any]) -> list[Answer]:
         """The answers, found side by side. ValueError when no worker starts."""
-        from concurrent.futures import ThreadPoolExecutor  # here and below: a worker that starts needs none of these
-
         self.given_up = False
         with ThreadPoolExecutor(self.num) as threads:
             try:
@@ -117,8 +119,6 @@ class _Worker:
     """One process. It prints nothing: of what libraries warn, nobody who trains can mend."""
 
     def __init__(self, target: str, arguments: tuple[Any, ...], sealed: bool):
-        import tempfile
-
         self.sealed, self.num_answered = sealed, -1  # without the first, to its arguments
         self.home = tempfile.TemporaryDirectory(prefix="gwen-worker-")
         paths = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
@@ -146,7 +146,7 @@ class _Worker:
 
     def ask(self, question: Any, limit: float) -> Answer:
         """Its answer, or why it had to be ended. Waits for it, at most `limit` seconds and what `GRACE` adds."""
-        number = int.from_bytes(os.urandom(16))
+        number = secrets.randbits(128)
         try:
             frame = _frame(number, question, limit)
         except TypeError as error:

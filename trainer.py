@@ -232,7 +232,8 @@ class Trainer:
         """
         run, settings = self.run, self.config.sampling
         if getattr(run, "toolbox", None):
-            raise ValueError(f"a run with tools answers in turns: uv run sampler.py --run {self.dir} --prompt TEXT")
+            ask = f"{command_of(self.config.flat(), 'sampler.py')} --run {self.dir} --prompt TEXT"
+            raise ValueError(f"a run with tools answers in turns: {ask}")
         prompts = [prompts] if isinstance(prompts, str) or isinstance(next(iter(prompts), 0), dict) else prompts
         asked = [[*run.opening, *chat_template.messages(one, None)] if isinstance(one, str) else one for one in prompts]
         params = run.sampling._replace(temperature=settings.temp if temp is None else temp)

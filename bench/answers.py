@@ -45,8 +45,7 @@ def read(problem: str, answer: str) -> Reading:
     own = not Counter(named[:-1]) - Counter(asked)
     known = SILENT | set(words_of(problem)) - SIGNS.keys() - NUMBERS.keys()
     statements = [part for part in re.split(r"[.;:\n]", answer) if part.strip()]
-    right = ends_right and own and all(is_true(part, sum(asked), known) for part in statements)
-    return Reading(ends_right, right)
+    return Reading(ends_right, ends_right and own and all(is_true(part, sum(asked), known) for part in statements))
 
 
 def words_of(text: str) -> list[str]:

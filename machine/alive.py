@@ -66,7 +66,7 @@ class Bar(tqdm):
         done, seconds = self.n - self.from_n, time.monotonic() - self.begun
         far = f"{self.n:g}" + (f" of {self.total}" if self.total else "") + (f" {self.kind}s" if self.kind else "")
         more = self.total - self.n if self.total else 0
-        left = f"about {duration(seconds / done * more)} left" if done > 0 < more else ""
+        left = f"about {duration(seconds / done * more)} left" if done > 0 and more > 0 else ""
         what = f"{self.what}: {far}" if self.total or self.n else self.what
         return f"{what}, {left or f'{duration(seconds)} so far'}"
 

@@ -418,9 +418,7 @@ def at_the_start(num: int, settings: dict[str, Any], deviation: float = 0.0) -> 
         return [told] if 0 < num < LEAST_CONVERSATIONS else []
     changing = 2 * deviation**2 or 1 / 3  # as if about every third answer changed for good or bad
     least, enough = (min(1, math.sqrt(POWER * changing / size)) for size in (max(num, 1), LEAST_PROBLEMS))
-    told = (
-        "by these answers " * bool(deviation)
-        + f"with {num} held out a change shows from {least:.0%} of the values' range on, "
-    )
+    by = "by these answers " * bool(deviation)
+    told = f"{by}with {num} held out a change shows from {least:.0%} of the values' range on, "
     told += f"with {LEAST_PROBLEMS} from {enough:.0%} on"
     return [f"{told}: {more} when it is trained (evaluate.py --samples 8)"] if 0 < num < LEAST_PROBLEMS else []

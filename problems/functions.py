@@ -56,7 +56,7 @@ def spec_of(fn: Callable[..., Any]) -> str:
     module, name = getattr(fn, "__module__", ""), getattr(fn, "__qualname__", type(fn).__name__)
     if getattr(sys.modules.get(module), name, None) is fn:
         file = Path(getattr(sys.modules[module], "__file__", None) or "")
-        if module == "__main__" or "." in module or file.suffix != ".py" or "site-packages" in file.parts:
+        if module == "__main__" or "." in module or "site-packages" in file.parts or not file.is_file():
             return f"{module}:{name}"  # else it may lie beside a program, where no other finds it by its name
         _modules.setdefault((file, file.read_bytes()), sys.modules[module])
         return f"{file}:{name}"

@@ -23,8 +23,7 @@ def load(path: str) -> Answers:
     try:
         if Path(path).is_dir():
             found = list(read_log(Path(path) / "eval_answers.jsonl"))
-            newest = found[-1]["step"]
-            records = [one for one in found if one["step"] == newest]
+            records = [one for one in found if one["step"] == found[-1]["step"]]
         else:
             records = [read_json(line) for line in Path(path).read_bytes().splitlines()]
         return {f"{one['problem']} {one['prompt']}": one for one in records}

@@ -294,13 +294,15 @@ def verdict(run: History) -> Verdict | None:
     found, forms, words = change(run, first, last), forms_of(before, after), risen(before, after)
     names = dict.fromkeys(name for one in ends[1].values() for name in one["rewards"])
     rewards = {name: its for name in names if (its := paired(*(paid(end, name) for end in ends)))}
-    is_bendable = figure == "score" and not is_better(rewards.get("exact"))
-    if is_bendable:
-        alarms = unwitnessed(first, last) + forms
-    else:  # what a verifier counts no form of an answer can bend
+    named = {name for spec in settings.get("reward") or () for name in spec.rpartition(":")[2].split(",")}
+    is_exact = "exact" not in named and is_better(rewards.get("exact"))  # our metric, and no reward of that name
+    is_bendable = figure == "score" and not is_exact  # what a verifier counts no form of an answer can bend
+    if figure == "score":
+        alarms = unwitnessed(first, last) + forms * is_bendable
+    else:
         cheated, cheating = paid_though_wrong(run.answers) if is_verified and both else ((), ())
         alarms = [f"wrong, yet paid most: {len(cheated)} -> {len(cheating)} answers"] if cheating else []
-        words = forms + words
+    words = forms * (not is_bendable) + words
     begun = begun_with(settings) if first["step"] == 0 else ""
     start = f"{first['step']}{begun}{',' * bool(begun)}"
     kind, moved, word = "conversations" if figure == "loss" else "problems", "", found.word if found else FEW

@@ -34,18 +34,20 @@ def checked(settings: dict[str, Any], flags: Collection[str] = ()) -> Config:
         settings = settings | {"checkpoint_layers": str(settings["checkpoint_layers"])}
     if isinstance(asked := settings.get("lora_targets"), str | list):
         settings = settings | {"lora_targets": fused_targets([asked] if isinstance(asked, str) else asked)}
-    weights, rewards = settings.get("reward_weights"), settings.get("reward") or ()
-    if (
-        isinstance(weights, list) and {*map(type, weights)} <= {int, float} and len(weights) == len(rewards)
-    ):  # TRL's way
-        pairs = zip(rewards, weights, strict=True)
-        settings = settings | {"reward_weights": {one.rpartition(":")[2]: weight for one, weight in pairs}}
-    settings = {key: read(SETTINGS[key], value) for key, value in settings.items()}
-    config = Config.of(**settings)
+    if isinstance(weights := settings.get("reward_weights"), list) and isinstance(settings.get("reward"), list):
+        settings = settings | {"reward_weights": weighed(settings["reward"], weights)}
+    config = Config.of(**{key: read(SETTINGS[key], value) for key, value in settings.items()})
     refuse_unused(config, flags)
     for mistake in mistakes(config):
         raise ValueError(mistake)
     return config
+
+
+def weighed(rewards: list[Any], weights: list[Any]) -> Any:
+    """TRL's weights, in the order of the rewards FILE.py:function, by name; others as they are."""
+    names = [str(one).rpartition(":")[2] for one in rewards]
+    ok = {*map(type, weights)} <= {int, float} and len({*filter(str.isidentifier, names)}) == len(names) == len(weights)
+    return dict(zip(names, weights, strict=True)) if ok else weights
 
 
 def joined(eval_data: Any, data: Any = None, **others: Any) -> dict[str, Any]:

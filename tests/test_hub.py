@@ -249,5 +249,4 @@ def test_a_first_use_says_its_size_and_fetches_neither_pickles_nor_programs(monk
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     assert hub.find(QWEN) == tmp_path and fetched == given[:3]
     assert capsys.readouterr().err.startswith(f"downloading {QWEN}: 3 GB, once, to ")
-    said = f"--model {QWEN}@v9: the hub shows you no such model or revision"
-    assert message_of(hub.find, f"{QWEN}@v9") == said
+    assert message_of(hub.find, f"{QWEN}@v9") == f"--model {QWEN}@v9: the hub shows you no such model or revision"

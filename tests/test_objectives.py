@@ -84,8 +84,7 @@ def test_an_own_loss_sees_the_tokens_and_the_settings_of_the_run(tmp_path):
         "    return grpo.Loss((tokens.logprobs * tokens.mask).sum(), {})\n"
     )
     config = Config.of(loss_type=f"{tmp_path}/mine.py:look", beta=0.1, epsilon=0.3, max_tokens=7)
-    fn = objectives.load(config).loss
-    tokens, objective = fn.__globals__["seen"][0]
+    tokens, objective = objectives.load(config).loss.__globals__["seen"][0]
     assert (objective.beta, objective.epsilon, objective.max_tokens) == (0.1, 0.3, 7)
     assert tokens.ref_logprobs is not None and tokens.num_items == 5 and tokens.mask.sum().item() == 5
     assert objectives.load(Config.of()) == objectives.Own()
@@ -130,8 +129,7 @@ def test_an_own_loss_is_checked_like_a_word_of_ours():
 def test_own_advantages_replace_ours_and_refuse_our_scaling(mine):
     rewards = np.array([[1.0, 3.0], [2.0, 2.0]])
     config = Config.of(advantage=f"{mine}:of_one")
-    fn = objectives.load(config).advantage
-    assert fn(rewards).tolist() == [[0.0, 2.0], [0.0, 0.0]]
+    assert objectives.load(config).advantage(rewards).tolist() == [[0.0, 2.0], [0.0, 0.0]]
     flags = {"advantage": f"{mine}:of_one", "scale_rewards": "none", "model": "demo", "task": "demo"}
     with pytest.raises(ValueError, match="--scale-rewards none is for our advantages"):
         sources.resolve(flags, None, None, lambda name: (name, ""))

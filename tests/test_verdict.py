@@ -217,6 +217,7 @@ MORE = {
     "gamed past its witness": {"eval/witness": (0.3, 0.4)},
 }
 NUMBERS, LETTERS = (lambda r, p: (str(r.randrange(40)), r.random() / 4)), (lambda r, p: (letters(r, p), r.random() / 4))
+EXACT = (lambda r, p: (answer(r), 0.1, 0.0)), lambda r, p: (answer(r, 4), 0.9, 1.0)
 RUNS = {  # name: how it was made, its verdict, and what must be said with it
     "really better": ((120, right(0.3), right(0.8)), BETTER, "it was still rising: uv run"),
     "better early": ((120, right(0.3), right(0.8)), BETTER, "next: talk to it: uv run sampler.py --run"),
@@ -239,7 +240,12 @@ RUNS = {  # name: how it was made, its verdict, and what must be said with it
         '"\u597d" in 0% -> 100% of answers',
     ),
     "exact, and shorter": (
-        (60, lambda r, p: (answer(r), 0.1, 0.0), lambda r, p: (answer(r, 4), 0.9, 1.0), "score", {"beside": "exact"}),
+        (60, *EXACT, "score", {"beside": "exact"}),
+        BETTER,
+        "shorter: 12.0 -> 4.0 words",
+    ),
+    "gamed: a reward of one's own that is called exact": (
+        (60, *EXACT, "score", {"beside": "exact", "reward": ["mine.py:exact"]}),
         BETTER,
         "shorter: 12.0 -> 4.0 words",
     ),
@@ -377,6 +383,7 @@ def test_a_run_warns_of_what_fell_when_it_falls_and_its_best_is_kept(tmp_path, c
 def test_few_held_out_problems_are_told_of_at_the_start_with_what_helps():
     (said,) = data.at_the_start(8, {"eval_limit": 8})
     assert "with 8 held out a change shows from 57% of the values' range on" in said and "a higher --eval-limit" in said
+    assert data.at_the_start(8, {}, 0.1)[0].startswith("by these answers with 8 held out a change shows from 14% of")
     assert "--eval-data FILE or --data TRAIN,HELD_OUT" in data.at_the_start(4, {})[0]
     assert data.at_the_start(0, {}) == data.at_the_start(50, {}) == []
     assert data.at_the_start(10, {"loss_type": "sft"}) == []

@@ -327,8 +327,7 @@ def decode_step(model: Model) -> Step:
             if attended == len(layers):
                 break
             x, (queries, keys, values, *gates) = made
-            parts = cache.layers[attended].update(keys, values)
-            found = [attention.attend(queries, parts, layout), *gates]
+            found = [attention.attend(queries, cache.layers[attended].update(keys, values), layout), *gates]
         cache.advance(1)
         return made
 

@@ -337,8 +337,7 @@ def make_group(rows: list[int], num_blocks: int, mask: Mask) -> Group:
     padded = np.array([group + [0] * (most - len(group)) for group in members])
     if np.array_equal(padded.ravel(), np.arange(len(rows))):
         return Group(mask=mask)
-    places = [row * most + members[row].index(n) for n, row in enumerate(rows)]
-    return Group(mx.array(padded), mx.array(places), mask)
+    return Group(mx.array(padded), mx.array([row * most + members[row].index(n) for n, row in enumerate(rows)]), mask)
 
 
 class SlotCache(Cache):

@@ -146,8 +146,7 @@ def read(model: gwen.Model, path: str | Path) -> tuple[float, Fused]:
     these stand side by side, and each part's rows of B read its own.
     Raises ValueError when the adapter is not a "lora" one of this model's projections.
     """
-    weights = hub.unfuse_weights(dict(tree_flatten(model.parameters())), model.config)
-    _, scale, pairs = adapters.fitting(weights, path)
+    _, scale, pairs = adapters.fitting(hub.unfuse_weights(dict(tree_flatten(model.parameters())), model.config), path)
     fused = {}
     for name, linear in model.named_modules():
         if not isinstance(linear, nn.Linear) or name.split(".")[-1] not in TARGETS:

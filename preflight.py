@@ -399,8 +399,7 @@ def fits_here() -> Iterator[str]:
     for name, need, seconds in found:  # below a second Python takes most of a step
         times = (two_digits(one) if one >= 1 else "<1" for one in (seconds, seconds * STEPS / 60))
         yield "{:28}{:6.1f}{:>10}{:>13}".format(name, need / 1e9, *times)
-    soon = [(need, name) for name, need, seconds in found if STEPS * seconds < PATIENCE]
-    _, best = max(soon, default=(0, "demo"))
+    _, best = max([(need, name) for name, need, seconds in found if STEPS * seconds < PATIENCE], default=(0, "demo"))
     own = "" if best == "demo" else " --data mine.jsonl --reward mine.py:score"  # README.md shows both
     yield f"start with: {command(merged({'model': best}, None).flat())} --model {best}{own}"
 

@@ -290,8 +290,7 @@ class GrpoRun(Run):
         if config.objective.teacher:
             from step.teacher import Teacher
 
-            budget = self.sizes.train_token_budget
-            self.teacher = Teacher(self.config, self.model, self.tokenizer, self.base, budget)
+            self.teacher = Teacher(self.config, self.model, self.tokenizer, self.base, self.sizes.train_token_budget)
             self.teacher.check(self.task.train or self.task.held_out, self.prompt_ids)
             if config.objective.teacher != "self":
                 self.sources["teacher model"] = checkpoint.digest_of_model(self.teacher.model)
@@ -393,8 +392,9 @@ def digests(config: Config, task: tasks.Task) -> dict[str, str]:
     specs = [config.data.verifier, *config.data.reward, *config.tools.tools, *environments]
     specs += [config.objective.loss_type, config.objective.advantage]
     names = [*map(functions.file_of, specs), config.objective.teacher_prompt, task.rubric, task.witness]
-    files = [Path(name) for name in names if name]
-    found = {str(file): checkpoint.digest(file.read_bytes()) for file in files if file.is_file()}
-    mix = task.problems and task.problems.mix
-    examples = checkpoint.digest(mix, *task.train, "held out", *task.held_out)
+    files = {str(name): Path(name) for name in names if name}
+    if any(spec.startswith("__main__:") for spec in specs):  # in whatever file
+        files["__main__"] = files.pop(functions.file_of("__main__:"))
+    found = {name: checkpoint.digest(file.read_bytes()) for name, file in files.items() if file.is_file()}
+    examples = checkpoint.digest(task.problems and task.problems.mix, *task.train, "held out", *task.held_out)
     return found | {config.data.path or "task's examples": examples}

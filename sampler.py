@@ -44,8 +44,7 @@ class Stop(NamedTuple):
         width = max(len(text.encode()) for text in self.texts) + 4
         if not self._in(ids[max(start + 1 - width, 0) :]):
             return None
-        ends = range(start + 1, len(ids) + 1)
-        return next((end for end in ends if self._in(ids[max(end - width, 0) : end])), None)
+        return next((end for end in range(start + 1, len(ids) + 1) if self._in(ids[max(end - width, 0) : end])), None)
 
     def _in(self, ids: list[int]) -> bool:
         decoded = self.tokenizer.decode(ids)

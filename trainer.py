@@ -213,6 +213,8 @@ class Trainer:
             pass
         return self
 
+    train = fit  # TRL's word
+
     def save(self) -> None:
         """Saves a checkpoint and the adapter."""
         self.run.save()
@@ -342,7 +344,7 @@ def _go_on(run: Any, error: BaseException) -> str:
             return "start over with a smaller model or a lower --max-tokens"
         less = f" --train-token-budget {budget}" if budget >= run.longest else " --checkpoint-layers on"
     how, flag, path, saved = "continue", "--resume", run.dir, checkpoint.saved(run.dir)
-    if f"{functions.NAMELESS}:" in (told := str(run.config.flat())) or "'__main__:" in told:
+    if functions.of_a_program(run.config.flat()):
         return f"{how} in this program with: Trainer.resume({str(path)!r})" if saved else "start over"
     if not saved:
         how, flag, path = "start over", "--config", run.dir / "config.yaml"

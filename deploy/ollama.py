@@ -118,7 +118,6 @@ def write_modelfile(folder: Path, tokenizer: Any, ends: Sequence[int], trained: 
         marks = '"""' if '"' in text else '"'
         lines += f"PARAMETER stop {marks}{text}{marks}\n"
     if its := pieces(tokenizer):
-        template = re.sub("@(.*?)@", lambda match: in_go(getattr(its, match[1])), GO_TEMPLATE)
-        lines += f'TEMPLATE """{template}"""\n'
+        lines += f'TEMPLATE """{re.sub("@(.*?)@", lambda match: in_go(getattr(its, match[1])), GO_TEMPLATE)}"""\n'
     (folder / "Modelfile").write_text(lines, encoding="utf-8")
     return "" if its else " without TEMPLATE, as the chat template is irregular: Ollama may join texts without roles"

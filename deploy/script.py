@@ -27,8 +27,7 @@ COMMANDS = {
 def main() -> None:
     word, *flags = sys.argv[1:] or ["--help"]
     if word in ("-h", "--help"):
-        width = max(map(len, COMMANDS))
-        print("\n".join(f"gwen {name:{width}}  {file}" for name, file in COMMANDS.items()))
+        print("\n".join(f"gwen {name:{max(map(len, COMMANDS))}}  {file}" for name, file in COMMANDS.items()))
         print("gwen WORD --help says more; runs go to runs/ in the current directory")
         return
     if word not in COMMANDS:

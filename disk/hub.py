@@ -345,8 +345,7 @@ def unpack(weights: dict[str, mx.array], ways: dict[str, dict[str, Any]]) -> Non
         if biases is not None:  # rounds once
             scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
         try:
-            packed = weights.get(f"{name}.weight", scales)
-            weights[f"{name}.weight"] = mx.dequantize(packed, scales, biases, **way)
+            weights[f"{name}.weight"] = mx.dequantize(weights.get(f"{name}.weight", scales), scales, biases, **way)
         except (TypeError, ValueError) as error:
             fault = f"config.json has quantization={way}, not as {name} is packed: {first_line(error)}"
             raise ValueError(fault) from error

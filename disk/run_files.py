@@ -375,8 +375,7 @@ def half_width(by_problem: np.ndarray) -> float | None:
     if np.isin(readable, (0, 1)).all():
         share, size = readable.mean(), 1.96**2 / readable.size
         center = (share + size / 2) / (1 + size)
-        reach = math.sqrt(size * (share * (1 - share) + size / 4)) / (1 + size)
-        return float(abs(share - center) + reach)
+        return float(abs(share - center) + math.sqrt(size * (share * (1 - share) + size / 4)) / (1 + size))
     return float(student(readable.size - 1) * readable.std(ddof=1) / math.sqrt(readable.size)) or None
 
 

@@ -60,8 +60,7 @@ def load_rubric(source: Source) -> Rubric:
         return source
     where, content = "the rubric", source
     if isinstance(source, (str, Path)):
-        where = f"rubric {source}"
-        content = flags.load_yaml(source, where)
+        content = flags.load_yaml(source, where := f"rubric {source}")
     if not isinstance(content, dict) or not isinstance(content.get("criteria"), list) or not content["criteria"]:
         raise ValueError(f"{where} has no criteria; it needs a list `criteria` of name, weight and text")
     if unknown := content.keys() - {"preamble", "criteria"}:

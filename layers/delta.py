@@ -106,8 +106,7 @@ def chunked(
 
     def in_chunks(array: mx.array) -> mx.array:  # (N, L, H, ...) -> (N, H, chunks, T, ...)
         padding = [(0, 0), (0, num_chunks * size - length)] + [(0, 0)] * (array.ndim - 2)
-        array = mx.pad(array, padding).reshape(num_rows, num_chunks, size, *array.shape[2:])
-        return mx.moveaxis(array, 3, 1)
+        return mx.moveaxis(mx.pad(array, padding).reshape(num_rows, num_chunks, size, *array.shape[2:]), 3, 1)
 
     tokens = *_of_value_heads(queries, keys, values), values, log_decay, beta
     queries, keys, values, log_decay, beta = map(in_chunks, tokens)

@@ -145,8 +145,7 @@ class Frames:
         place, end = max((before.rfind(end), end) for end in self.ends)
         if place < 0:
             raise ValueError(f"the chat template ends a turn with none of its end tokens, {', '.join(self.ends)}")
-        pieces = after.split(end)
-        return chat_template.encode(self.tokenizer, end.join(pieces[before.count(end) :]))
+        return chat_template.encode(self.tokenizer, end.join(after.split(end)[before.count(end) :]))
 
     def text(self, ids: Sequence[int]) -> str:
         """What the model wrote in a turn, without its end token."""

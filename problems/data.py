@@ -69,11 +69,13 @@ def load_data(spec: str, columns: str | None = None, read: Callable[[Example], E
 
 def keep(rows: Iterable[Any]) -> str:
     """Writes a program's rows to a file of the cache, named by what it holds, and returns its path for `load_data`."""
-    rows = list(rows)
-    try:
-        text = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"data: a row is no JSON ({one_line(error)}); give texts, numbers and lists") from error
+    text = ""
+    for number, row in enumerate(rows, 1):
+        try:
+            text += json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
+        except (TypeError, ValueError) as error:
+            said = f"data: row {number}, {short(row)}, is no JSON ({one_line(error)}); give texts, numbers and lists"
+            raise ValueError(said) from error
     import cpu_blas  # a worker that reads answers needs none of it
 
     path = cpu_blas.cache_directory() / "rows" / f"{sha256(text.encode()).hexdigest()[:16]}.jsonl"
@@ -175,8 +177,7 @@ def _table_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
     open_arrow = pyarrow.ipc.open_file if content.startswith(b"ARROW1") else pyarrow.ipc.open_stream
     is_parquet, file = spec.lower().endswith(".parquet"), io.BytesIO(content)
     try:
-        table = pyarrow.parquet.read_table(file) if is_parquet else open_arrow(file).read_all()
-        return numbered(table.to_pylist())
+        return numbered((pyarrow.parquet.read_table(file) if is_parquet else open_arrow(file).read_all()).to_pylist())
     except Exception as error:  # damaged files raise many types
         kind = "parquet" if is_parquet else "arrow"
         raise ValueError(f"{spec} is not a readable {kind} file ({one_line(error)}); write it again") from error
@@ -418,7 +419,7 @@ def at_the_start(num: int, settings: dict[str, Any], deviation: float = 0.0) -> 
         return [told] if 0 < num < LEAST_CONVERSATIONS else []
     changing = 2 * deviation**2 or 1 / 3  # as if about every third answer changed for good or bad
     least, enough = (min(1, math.sqrt(POWER * changing / size)) for size in (max(num, 1), LEAST_PROBLEMS))
-    by = "by these answers " * bool(deviation)
+    by = "by these answers, " if deviation else "where every third answer changes, "
     told = f"{by}with {num} held out a change shows from {least:.0%} of the values' range on, "
     told += f"with {LEAST_PROBLEMS} from {enough:.0%} on"
     return [f"{told}: {more} when it is trained (evaluate.py --samples 8)"] if 0 < num < LEAST_PROBLEMS else []

@@ -19,8 +19,7 @@ MOST_REPEATED = 0.5  # share of an answer's 4-grams: a loop may be longer than t
 
 def words_of(text: str) -> list[str]:
     """The words of a text in lower case, without the marks of <answer>...</answer>."""
-    text = re.sub(r"<[^<>]{1,40}>", " ", text)
-    return re.findall(r"\w+(?:[-'\u2019]\w+)*", text.lower())
+    return re.findall(r"\w+(?:[-'\u2019]\w+)*", re.sub(r"<[^<>]{1,40}>", " ", text).lower())
 
 
 def repeated(text: str) -> float:

@@ -42,7 +42,7 @@ def load_functions(flag: str, spec: str, hint: str = "", kind: str = "function")
     for name, value in given.items():
         if name not in vars(module):
             if file == "__main__":
-                raise ValueError(f"{flag} {spec}: {ELSEWHERE}, which can go on; all find it in a file of its own")
+                raise ValueError(f"{flag} {spec}: {ELSEWHERE}; in a file of its own, imported by it, all find it")
             known = [key for key, other in vars(module).items() if getattr(inspect, f"is{kind}")(other)]
             hint = f"{nearest(name, known)}; it has {', '.join(known) or 'none'}"
             raise ValueError(f"{flag} {spec}: {file} has no {kind} {name!r}{hint}")
@@ -70,6 +70,11 @@ def spec_of(fn: Callable[..., Any]) -> str:
 
 NAMELESS = "functions_of_a_program"  # the module that holds them
 ELSEWHERE = "only the program that began the run has it"
+
+
+def of_a_program(settings: dict[str, Any]) -> bool:
+    """Whether a run's settings name functions which only the program that began it has."""
+    return any(module in str(settings) for module in (f"{NAMELESS}:", "'__main__:"))
 
 
 def file_of(spec: str) -> str:

@@ -238,8 +238,7 @@ def looks_at_episodes(reward: Reward) -> bool:
 
 def reward_arguments(examples: Sequence[Example], environments: bool = False) -> list[str]:
     """The names of everything that a reward may ask for, with these examples."""
-    own = OF_EPISODES if environments else ()
-    return [*RESERVED, *own, *(name for name in examples[0] if name != "prompt")]
+    return [*RESERVED, *(OF_EPISODES if environments else ()), *(name for name in examples[0] if name != "prompt")]
 
 
 def _checked_rewards(name: str, fn: Reward, rewards: Any, num_rows: int) -> list[float]:

@@ -14,7 +14,7 @@ import shlex
 import statistics
 import textwrap
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ import numpy as np
 
 from disk.run_files import begun_with, student
 from flags import safe, visible
-from problems import form
+from problems import form, functions
 from problems.data import POWER, at_the_start, hold_out_more
 from problems.examples import prompt_text
 from reporting import health
@@ -195,9 +195,11 @@ def forms_of(before: Records, after: Records) -> list[str]:
     return signs
 
 
-def risen(before: Records, after: Records) -> list[str]:
+def risen(
+    before: Records, after: Records, text: Callable[[dict[str, Any]], str] = last_turn, kind: str = "answers"
+) -> list[str]:
     """The words and openings whose share of the answers rose most, as '"captain" in 24% -> 85% of answers'."""
-    was, now = ([names_of(last_turn(one)) for one in its] for its in (before, after))
+    was, now = ([names_of(text(one)) for one in its] for its in (before, after))
     first, last = (Counter(name for its in end for name in its) for end in (was, now))
     new = Counter(name for old, its in zip(was, now, strict=True) for name in its - old)
     num, rises = len(after), last - first
@@ -207,11 +209,11 @@ def risen(before: Records, after: Records) -> list[str]:
 
     # the order of a set is another one in each process
     told = sorted(filter(is_told, rises), key=lambda name: (-rises[name], name))[:NUM_WORDS]
-    return [f"{visible(name)} in {first[name] / num:.0%} -> {last[name] / num:.0%} of answers" for name in told]
+    return [f"{visible(name)} in {first[name] / num:.0%} -> {last[name] / num:.0%} of {kind}" for name in told]
 
 
-# Neither full stop nor comma; letters too, where no space parts words.
-MARK = re.compile(r"[^\w\s.,]|[\u0e00-\u0eff\u3040-\u9fff]")
+# Neither full stop nor comma, nor within a word; letters too, where no space parts words.
+MARK = re.compile(r"(?<!\w)[^\w\s.,]|[^\w\s.,](?!\w)|[\u0e00-\u0eff\u3040-\u9fff]")
 
 
 def names_of(text: str) -> set[str]:
@@ -302,6 +304,8 @@ def verdict(run: History) -> Verdict | None:
     else:
         cheated, cheating = paid_though_wrong(run.answers) if is_verified and both else ((), ())
         alarms = [f"wrong, yet paid most: {len(cheated)} -> {len(cheating)} answers"] if cheating else []
+    if not (words or settings.get("tools") or settings.get("env")):  # with these a greedy answer has its calls too
+        words = risen(before, after, lambda one: one.get("greedy", ""), "greedy answers")
     words = forms * (not is_bendable) + words
     begun = begun_with(settings) if first["step"] == 0 else ""
     start = f"{first['step']}{begun}{',' * bool(begun)}"
@@ -415,6 +419,8 @@ def advice(run: History, found: Change | None, moved: str, mended: str, is_risin
 
 def asked_twice(settings: dict[str, Any], run: str, how: str = "") -> str:
     """The command that evaluates a run before and after training, into files of its directory, and compares."""
+    if functions.of_a_program(settings):
+        return "evaluate.py can, once its functions are in a file of their own, which every program finds"
     ask = f"{command(settings, 'evaluate.py')} --run {run}{how} --out {run}"
     both = f"{command({}, 'report.py')} --compare {run}/before.jsonl {run}/after.jsonl"
     return f"{ask}/before.jsonl --step 0 && {ask}/after.jsonl && {both}"
@@ -424,7 +430,7 @@ def lines(found: Verdict | None, settings: dict[str, Any], run: Path) -> list[st
     """A run's verdict for the terminal."""
     if found is None:
         none = "verdict: none, as it compares two evaluations of what is held out (--eval-every)"
-        return [none, f"next: {asked_twice(settings, shlex.quote(str(run)))}"]
+        return [none, f"next: measure both ends: {asked_twice(settings, shlex.quote(str(run)))}"]
     said = [f"  its answers: {sign}" for sign in found.signs]
     read = [f"    {shortened(asked)} -> {shortened(text)}{mark and f' ({mark})'}" for asked, text, mark in found.read]
     said += [f"  {len(read)} drawn to read:", *read] if read else []

@@ -85,8 +85,7 @@ def refuse_unused(config: Config, flags: Collection[str]) -> None:
     A default counts as not set, as a run's `config.yaml` holds all of them; but not as a flag for --loss-type sft.
     """
     loss, values, defaults = config.objective.loss_type, config.flat(), Config.of().flat()
-    used = USED.get(loss, (None, "rollouts", "grpo"))
-    unused = [key for key, one in SETTINGS.items() if one.of not in used]
+    unused = [key for key, one in SETTINGS.items() if one.of not in USED.get(loss, (None, "rollouts", "grpo"))]
     if said := [
         f"{flag_of(key)} {values[key]!s:.60} is for {FOR[str(SETTINGS[key].of)]}"
         for key in unused

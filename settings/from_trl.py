@@ -36,7 +36,7 @@ def recipe(path: str) -> str:
     """Our YAML of a file of TRL's; comments for the rest. ValueError for what cannot be read."""
     where = f"--from-trl {path}"
     theirs = dict(in_script(path, where)) if Path(path).suffix == ".py" else load_yaml(path, where)
-    if not isinstance(theirs, dict) or not theirs:
+    if not isinstance(theirs, dict) or not theirs.keys() - {"datasets", ".map", ".filter", ".train_test_split"}:
         raise ValueError(f"{where} holds no settings of TRL's; give a YAML of `trl grpo` or `trl sft`, or a script")
     rows, made = ChainMap(*foreign_names().values()), derived(theirs, path)
     ours, left, spared, run = dict(made), [], [], {}
@@ -114,7 +114,8 @@ def derived(theirs: dict[str, Any], path: str) -> dict[str, Any]:
     data, sets = [theirs.get(f"dataset_{part}") for part in ("name", "config", "train_split")], theirs.get("datasets")
     if isinstance(sets, list) and len(sets) == 1 and isinstance(sets[0], dict):
         data = [sets[0].get(part) for part in ("path", "name", "split")]
-        data = [sets[0]["data_files"]] if "data_files" in sets[0] else data  # its reader and split go without saying
+        files = sets[0].get("data_files")  # its reader and split go without saying
+        data = [files["train"] if isinstance(files, dict) and [*files] == ["train"] else files] if files else data
     if {type(part) for part in data if part} == {str} and data[0]:
         files = [str(file) for file in (Path(path).parent / data[0], Path(data[0])) if file.is_file()]
         ours["data"] = ":".join(files[:1] or filter(None, data))
@@ -167,6 +168,7 @@ def in_script(path: str, where: str) -> Iterator[tuple[str, Any]]:
         raise ValueError(f"{where} is not Python: {error}") from error
     values, nodes, loads = constants(tree), list(ast.walk(tree)), list[dict[str | None, Any]]()
     own = [node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    own += [ast.unparse(target) for node in tree.body if isinstance(node, ast.Assign) for target in node.targets]
     known = {name: f"{Path(path).stem}.{name}" for name in own}
     for imports in [node for node in tree.body if isinstance(node, ast.ImportFrom)]:
         known |= {one.asname or one.name: f"{imports.module}.{one.name}" for one in imports.names}

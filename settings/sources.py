@@ -63,7 +63,7 @@ RECIPES |= {("demo:rg", kind): "demo-rg" for kind in ("rg", "own")}
 # what older runs' `config.yaml` has, at the value that is left
 GONE = {"curriculum": False, "dynamic_sampling": False, "reward_format": "text", "reward_workers": 0, "keep": 3}
 GONE |= {"share_prefix": "auto", "allow_unreadable": False}
-MANY = 4  # unknown settings, more than which are named alone
+MANY = 4  # unknown settings of a file, more than which are named alone
 SMALL = 4e8  # parameters below which own data has other defaults
 LOW = 4  # times below the recipe's learning rate, from which a run hardly moves
 
@@ -225,7 +225,7 @@ def refuse_unknown(settings: Iterable[Any], where: str = "") -> None:
         return own or hint(key, [*SETTINGS, *COMMAND], repr) or "train.py --help-all lists them"
 
     unknown = {reprlib.repr(key): said_of(str(key)[:40]) for key in settings if key not in [*SETTINGS, "eval_data"]}
-    if len(unknown) > MANY:
+    if len(unknown) > MANY and where:
         names = ", ".join(unknown)
         raise ValueError(f"{where}{len(unknown)} unknown settings, {names}; of TRL's --from-trl FILE makes ours")
     if unknown:

@@ -34,8 +34,7 @@ def make_probe(batches: list[Batch], step: int) -> list[Batch]:
 
     Their `old_logprobs` are the policy's before the update. k is at most MOST_STRIDE, and less if few tokens count.
     """
-    num_tokens = sum(int(batch.mask.sum()) for batch in batches)
-    stride = max(min(MOST_STRIDE, num_tokens // PROBE_TOKENS), 1)
+    stride = max(min(MOST_STRIDE, sum(int(batch.mask.sum()) for batch in batches) // PROBE_TOKENS), 1)
     if len(batches) >= stride:
         return batches[step % stride :: stride]
     stride = min(stride, max((len(batch.rows) for batch in batches), default=1))

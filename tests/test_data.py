@@ -32,8 +32,7 @@ def test_columns_are_renamed_kept_and_filled(tmp_path):
 
 def test_chat_messages_are_reduced_to_role_and_content(tmp_path):
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi", "name": None}]
-    path = written(tmp_path / "a.jsonl", json.dumps({"prompt": messages}))
-    prompt = data.load_data(path)[0]["prompt"]
+    prompt = data.load_data(written(tmp_path / "a.jsonl", json.dumps({"prompt": messages})))[0]["prompt"]
     assert prompt == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     assert prompt_text(prompt) == "Hi" and prompt_text("Hi") == "Hi"
 
@@ -64,8 +63,7 @@ BAD_FILES = [  # file name, content, columns, what the message must hold
 
 @pytest.mark.parametrize(("name", "content", "columns", "expected"), BAD_FILES, ids=lambda value: repr(value)[:40])
 def test_a_bad_file_is_one_line_that_names_place_value_and_fix(tmp_path, name, content, columns, expected):
-    path = written(tmp_path / name, content)
-    text = message_of(data.load_data, path, columns)
+    text = message_of(data.load_data, written(tmp_path / name, content), columns)
     for part in [name, *expected] if columns is None or "no column" in expected[0] else expected:
         assert part in text, text
 

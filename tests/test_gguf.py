@@ -157,8 +157,7 @@ KEY = struct.pack("<Q1s", 1, b"a")
 
 def content(pairs=b"", tensors=()):
     """A file of one entry of metadata or none, of some tensors, and of zeros."""
-    counts = struct.pack("<IQQ", 3, len(tensors), bool(pairs))
-    return b"GGUF" + counts + pairs + b"".join(tensors) + bytes(4096)
+    return b"GGUF" + struct.pack("<IQQ", 3, len(tensors), bool(pairs)) + pairs + b"".join(tensors) + bytes(4096)
 
 
 def tensor(*shape, name=b"a", kind=0, offset=0):

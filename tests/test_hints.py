@@ -152,17 +152,17 @@ RECIPE += "dataset_name: 5\n'': 3\n"
             "lora_rank loss_type max_length",
         ),
         (
-            "both.py",
-            "async def f(**_): ...\nSFTTrainer('sft', SFTConfig(max_steps=9), ds); get_peft_model(model, r=8)\n"
-            "GRPOTrainer('demo', [f, mine.make(3)], GRPOConfig(max_steps=3))",
-            {"model": "demo", "reward": ["AT/both.py:f"], "steps": 3, "lora_rank": 8, "lora_scale": 1.0},
+            "b.py",
+            "async def f(**_): ...\ng = mine.make(2)\nSFTTrainer('s', SFTConfig(max_steps=9))\nget_peft_model(m, r=8)\n"
+            "GRPOTrainer('demo', [f, g, mine.make(3)], GRPOConfig(max_steps=3))",
+            {"model": "demo", "reward": ["AT/b.py:f", "AT/b.py:g"], "steps": 3, "lora_rank": 8, "lora_scale": 1.0},
             "SFTConfig SFTTrainer reward reward_funcs",
         ),
         (
             "files.py",
-            "ds = load_dataset('json', data_files='orders.jsonl', split='train')\nf(train_dataset=ds, eval_dataset=ds)",
-            {"data": "orders.jsonl"},
-            "",
+            "ds = load_dataset('json', data_files={'train': 'b.csv'})\nGRPOTrainer(train_dataset=ds, eval_dataset=ds)",
+            {"data": "b.csv", "lora_rank": 0},
+            "eval_dataset lora_rank",
         ),
     ],
 )
@@ -201,8 +201,10 @@ def test_a_recipe_and_a_program_are_answered_like_a_flag():
     its = r"'num_generations'; TRL's num_generations is here --groups.*\. unknown setting 'zebra'; train\.py --help-all"
     with pytest.raises(ValueError, match=its):
         sources.refuse_unknown({"num_generations": 8, "zebra": 8})
-    with pytest.raises(ValueError, match=r"5 unknown settings, 'a', 'b', 'c', 'd', 'e'; of TRL's --from-trl FILE"):
-        sources.refuse_unknown("abcde")
+    with pytest.raises(ValueError, match=r"x: 5 unknown settings, 'a', 'b', 'c', 'd', 'e'; of TRL's --from-trl FILE"):
+        sources.refuse_unknown("abcde", "x: ")
+    with pytest.raises(ValueError, match=r"'a'; .*'e'; train.py --help-all lists them"):
+        sources.refuse_unknown("abcde")  # of a program each is answered
     with pytest.raises(ValueError, match=r"'curriculum'; curriculum is not needed here: prompts are drawn in epochs"):
         sources.refuse_unknown({"curriculum": True})
 

@@ -197,8 +197,7 @@ def test_a_score_whose_prompt_is_longer_than_the_judge_s_context_is_unreadable_a
     assert np.isnan(judged.scores[sizes > 1024]).all() and not judged.mass[sizes > 1024].any()
     if mode == "logits":
         assert not np.isnan(judged.scores[sizes <= 1024]).any()
-    alone = evaluate(grader, [(prompt, "Three.")])
-    np.testing.assert_allclose(judged.scores[0], alone.scores[0], atol=1e-4)
+    np.testing.assert_allclose(judged.scores[0], evaluate(grader, [(prompt, "Three.")]).scores[0], atol=1e-4)
     assert np.isnan(readable(grader).score([prompt], [completions[-1]]).rewards).all()
     assert "does not fit into its context" in capsys.readouterr().err
 

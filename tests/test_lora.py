@@ -130,8 +130,7 @@ def test_a_model_trained_whole_is_saved_as_a_full_adapter(tiny_model, tmp_path):
     peer, _ = mlx_lm_load_model(tiny_model)
     load_adapters(peer, str(tmp_path))
     np.testing.assert_allclose(np.array(peer(TOKENS)), np.array(model(TOKENS)), atol=1e-4, rtol=1e-4)
-    ours = gwen.load_model(tiny_model, adapter=tmp_path)
-    assert mx.array_equal(ours(TOKENS), model(TOKENS))
+    assert mx.array_equal(gwen.load_model(tiny_model, adapter=tmp_path)(TOKENS), model(TOKENS))
 
 
 def test_an_adapter_is_found_in_its_own_directory_and_in_that_of_its_run(tiny_model, tmp_path):

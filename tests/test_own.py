@@ -202,8 +202,7 @@ def test_a_text_file_has_a_prompt_a_line_and_a_file_several_rewards(tmp_path):
         "def one(completions, **_):\n    return [1.0] * len(completions)\n"
         "def two(completions, **_):\n    return [2.0] * len(completions)\n"
     )
-    rewards = ["--reward", f"{tmp_path}/mine.py:one,two", "length:9"]
-    task = task_of("--data", tmp_path / "mine.txt", *rewards)
+    task = task_of("--data", tmp_path / "mine.txt", "--reward", f"{tmp_path}/mine.py:one,two", "length:9")
     assert {one["prompt"] for one in task.train + task.held_out} == {"Say hello.", "Say goodbye, and\tmean it."}
     assert task.reward_weights == {"one": 1.0, "two": 1.0, "length": 1.0}
 

@@ -305,7 +305,7 @@ def test_a_trial_takes_steps_of_the_trainer_and_leaves_nothing(tmp_path, monkeyp
     preflight.main(flags.split())
     out = capsys.readouterr().out
     assert "2 steps, 16 answers: " in out and "reward correct: " in out and "right by the answers: " in out
-    assert "\nwith 8 held out a change shows from 57% of the values' range on" in out
+    assert "\nwhere every third answer changes, with 8 held out a change shows from 57% of the values' range on" in out
     assert out.splitlines()[-1].startswith("change: ask") and "or raise --max-tokens above 3" in out
     assert not list(tmp_path.iterdir())
 

@@ -166,8 +166,7 @@ def test_a_run_meets_no_prompt_twice_and_none_that_is_held_out_until_all_were_se
     from tasks.draws import Endless
 
     problems = Problems(mix("tower_of_hanoi", tower_of_hanoi={"max_disks": 4, "max_pegs": 3}, num=3))
-    config = make_config("--batch", "4")
-    prompts = Endless(config, problems, lambda examples: [[1]] * len(examples))
+    prompts = Endless(make_config("--batch", "4"), problems, lambda examples: [[1]] * len(examples))
     held_out, seen = {prompt_key(example) for example in problems.held_out}, []
     for number in range(60):
         examples, ids = prompts.draw(number)

@@ -191,8 +191,7 @@ def test_seeds_have_mean_and_spread_and_settings_paired_differences(both):
 def test_seeds_in_any_directory_are_one_setting_and_repetitions_are_not(run, both):
     loose = [f"{folder}/seed-{seed}" for seed in (2, 0) for folder in both]
     assert [[one.settings["seed"] for one in setting.runs] for setting in seeds.load(loose)] == [[0, 2], [0, 2]]
-    again = make_run(run.parent / "again")
-    assert [len(setting.runs) for setting in seeds.load([run, again])] == [1, 1]
+    assert [len(setting.runs) for setting in seeds.load([run, make_run(run.parent / "again")])] == [1, 1]
     assert "fewer than two seeds in common" in seeds.lines(seeds.load([both[0], run]))[-1]
     for seed in range(3):  # another figure, which no difference is made of
         score = [{"step": 4, "eval/score": 3.0, "eval/num": 4}] * (seed > 0)  # the first has none yet

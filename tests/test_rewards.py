@@ -175,8 +175,7 @@ def test_two_rewards_of_trl_run_unchanged(reward_file):
     completions = ["<think>\nHalf.\n</think>\nIt is $\\boxed{\\frac{1}{2}}$", "It is $\\boxed{0.25}$", "No idea"]
     for name, right in (("accuracy_reward", [1, 0, None]), ("think_format_reward", [1, 0, 0])):
         _, fn = rewards.load_reward(f"{file}:{name}")
-        columns = {"solution": ["$0.5$", "$0.5$", "no formula"]}
-        given = rewards.call_reward(name, fn, ["p"] * 3, completions, columns)
+        given = rewards.call_reward(name, fn, "ppp", completions, {"solution": ["$0.5$", "$0.5$", "no formula"]})
         assert [None if math.isnan(value) else value for value in given] == right
 
 

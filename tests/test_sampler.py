@@ -239,8 +239,7 @@ def test_decoding_stops_soon_after_all_rows_have_ended(model, monkeypatch):
     forwards = []
     original = gwen.Model.hidden
     monkeypatch.setattr(gwen.Model, "hidden", lambda self, *args: forwards.append(1) or original(self, *args))
-    rollout = roll(model, max_tokens=500, eos_ids=tuple(range(320)))
-    assert rollout.completion_ids.shape[1] == 1
+    assert roll(model, max_tokens=500, eos_ids=tuple(range(320))).completion_ids.shape[1] == 1
     assert len(forwards) <= 1 + 2 * sampler.LOOK_EVERY
 
 

@@ -69,8 +69,7 @@ def count(rows):
 
 def render(tokenizer, record, thinking=False, context=1000):
     end_ids = {tokenizer.eos_token_id}
-    example = chats.read_chat(record)
-    return chats.render(tokenizer, example, thinking=thinking, end_ids=end_ids, context=context)
+    return chats.render(tokenizer, chats.read_chat(record), thinking=thinking, end_ids=end_ids, context=context)
 
 
 def trained(tokenizer, row):

@@ -186,6 +186,5 @@ def test_top_p_of_qwens_vocabulary_keeps_that_mass():
     descending = -np.sort(-probs, axis=-1)
     for top_p in (0.5, 0.9):
         kept = np.isfinite(np.array(softmax.truncate_logits(mx.array(rows), Support(top_p))))
-        until = np.cumsum(descending, axis=-1)
-        expected = [line[np.searchsorted(line, top_p)] for line in until]
+        expected = [line[np.searchsorted(line, top_p)] for line in np.cumsum(descending, axis=-1)]
         np.testing.assert_allclose((probs * kept).sum(-1), expected, atol=2e-4)

@@ -87,8 +87,7 @@ def coder(name, **arguments):
 
 def test_calls_are_read_after_the_thought_in_order():
     text = f"<think>{call('add', {'a': 1})}</think>Let me see. {call('add', {'a': 2})}\n{call('later', {'seconds': 1})}"
-    found = calls.read_calls(text, JSON, SCHEMAS)
-    assert found == [calls.Call("add", {"a": 2}), calls.Call("later", {"seconds": 1})]
+    assert calls.read_calls(text, JSON, SCHEMAS) == [calls.Call("add", {"a": 2}), calls.Call("later", {"seconds": 1})]
     assert calls.read_calls("no call", JSON, SCHEMAS) == []
 
 
@@ -433,8 +432,7 @@ def test_random_expressions_are_computed_as_python_does():
 
 def test_only_the_last_line_and_only_one_number_in_it_is_the_answer():
     said = f"{call('calculator', {'expression': '6*7'})}\nIt is 42."
-    texts = [said, "42", "It is 41 or 42.", "42\nNo.", "It is 42.0"]
-    assert calculator.correct(texts, ["42"] * 5) == [1, 1, 0, 0, 0]
+    assert calculator.correct([said, "42", "It is 41 or 42.", "42\nNo.", "It is 42.0"], ["42"] * 5) == [1, 1, 0, 0, 0]
 
 
 def test_a_prompt_shows_the_tools_and_a_tool_less_template_call_stays_as_it_was(talker):

@@ -11,10 +11,13 @@ from conftest import ROOT, command, message_of, read_log
 
 import grpo
 import preflight
+import run as runs
 import train
 import trainer as base
+from config import Config
 from disk import run_files
 from problems import data, functions
+from reporting import verdict
 from train import Trainer
 
 SMALL = dict(model="demo", batch=3, groups=4, max_tokens=12, eval_limit=16)
@@ -115,12 +118,23 @@ def test_functions_without_a_name_are_kept_and_missed_where_they_are_not(tmp_pat
     assert functions.load_function("--reward", functions.spec_of(short_answers)) == ("short_answers", short_answers)
 
 
+def test_the_functions_of_a_program_are_known_by_its_file_and_no_command_is_said_to_find_them(tmp_path, monkeypatch):
+    config, task, seen = Config.of(reward=["__main__:short"]), SimpleNamespace(problems=None, train=[], held_out=[]), []
+    task.rubric = task.witness = None
+    for name in "ab":
+        (tmp_path / name).write_text(name)
+        monkeypatch.setattr(sys.modules["__main__"], "__file__", f"{tmp_path}/{name}", raising=False)
+        seen.append(runs.digests(config, task)["__main__"])
+    assert seen[0] != seen[1]
+    assert "uv run" not in verdict.lines(None, config.flat(), tmp_path)[1]
+
+
 def test_rows_are_kept_by_what_they_hold_and_refused_where_json_has_no_word(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     rows = [{"prompt": "Grüße", "answer": "1"}]
     kept = data.keep(rows)
     assert data.keep(iter(rows)) == kept and data.load_data(kept) == rows
-    assert "a row is no JSON" in message_of(data.keep, [{"prompt": object()}])
+    assert "row 2, {'prompt': <object" in message_of(data.keep, [*rows, {"prompt": object()}])
 
 
 def test_a_mistake_from_python_is_an_error_of_one_line_and_leaves_no_directory(tmp_path, monkeypatch):

@@ -159,8 +159,7 @@ def test_no_position_is_computed_twice_and_few_slots_draw_what_nobody_reads(mode
     )
     noted = lambda _, tokens, *rest: prefilled.append(int((tokens > 0).sum())) or hidden(tokens, *rest)  # noqa: E731
     monkeypatch.setattr(gwen.Model, "hidden", noted)
-    world = World(seed=4)
-    _, rollout = roll(model, world, group_size=13, batch_size=64, share=True)
+    _, rollout = roll(model, World(seed=4), group_size=13, batch_size=64, share=True)
     told = sum(len(ids) for ids in rollout.sequences) - rollout.lengths.sum()
     assert sum(prefilled) == told + sum(map(len, set(map(tuple, PROMPTS))))
     assert sum(drawn) < 1.5 * rollout.lengths.sum()

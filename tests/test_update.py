@@ -186,8 +186,7 @@ def test_later_mini_batches_and_passes_compare_with_the_policy_before_the_first(
     run, batches = begin("--mini-batches", "3", "--num-iterations", "2")
     assert [{row // 4 for row in batch.rows} for batch in batches] == [{0}, {1}, {2}]
     first = logprobs_of(run, batches)
-    result = update.update(run.learner, batches, 1.0)
-    assert result.means["clip_frac"] > 0
+    assert update.update(run.learner, batches, 1.0).means["clip_frac"] > 0
 
     def distance(old_logprobs):
         other, batches = begin()
@@ -441,8 +440,7 @@ def test_a_step_that_goes_too_far_at_every_try_is_not_made(tmp_path, monkeypatch
 def test_the_rate_recovers_after_small_steps_up_to_the_scheduled_one(tmp_path, monkeypatch):
     run = make_run(tmp_path, "--learning-rate", "1e-5", "--warmup-steps", "0")
     run.learner.rate = 0.7
-    seen = [update_once(run).rate for _ in range(3)]
-    assert seen == pytest.approx([0.7, 0.7 * trust_region.RECOVERY, 1.0])
+    assert [update_once(run).rate for _ in range(3)] == pytest.approx([0.7, 0.7 * trust_region.RECOVERY, 1.0])
     run = make_run(tmp_path, "--num-iterations", "2")
     monkeypatch.setattr(update, "hold", lambda *_: trust_region.BoundedStep(0.3, moved=1.0, repeats=1))
     assert update_once(run).rate == pytest.approx(0.3 * 0.5)  # as a first step fitted at this rate

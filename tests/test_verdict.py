@@ -340,11 +340,13 @@ def test_what_is_best_already_is_not_called_still_rising():
     answers, evals = {}, []
     for step, num in ((0, 30), (25, 50), (50, 60), (75, 90), (100, 91)):
         record = {"rewards": {}, "prompt": "?", "completions": [""]}
-        answers[step] = {n: record | {"values": [float(n < num)], "greedy_value": n < num} for n in range(120)}
+        greedy = {"greedy_value": 1, "greedy": "2021-12-25" * (step > 50)}, {"greedy_value": 0, "greedy": ""}
+        answers[step] = {n: record | {"values": [float(n < num)]} | greedy[n >= num] for n in range(120)}
         evals.append({"step": step, "eval/accuracy": num / 120, "eval/num": 120, "eval/greedy": num / 120})
     run = run_of(evals, answers)
     found = verdict.verdict(run)
     assert verdict.best(run)["step"] == 75 and found.word == BETTER
+    assert found.signs == ['"2021-12-25" in 0% -> 76% of greedy answers']
     assert (
         "; greedily 0.250 -> 0.758, better" in found.text
         and "still rising" not in found.advice
@@ -383,7 +385,7 @@ def test_a_run_warns_of_what_fell_when_it_falls_and_its_best_is_kept(tmp_path, c
 def test_few_held_out_problems_are_told_of_at_the_start_with_what_helps():
     (said,) = data.at_the_start(8, {"eval_limit": 8})
     assert "with 8 held out a change shows from 57% of the values' range on" in said and "a higher --eval-limit" in said
-    assert data.at_the_start(8, {}, 0.1)[0].startswith("by these answers with 8 held out a change shows from 14% of")
+    assert data.at_the_start(8, {}, 0.1)[0].startswith("by these answers, with 8 held out a change shows from 14% of")
     assert "--eval-data FILE or --data TRAIN,HELD_OUT" in data.at_the_start(4, {})[0]
     assert data.at_the_start(0, {}) == data.at_the_start(50, {}) == []
     assert data.at_the_start(10, {"loss_type": "sft"}) == []

@@ -35,8 +35,7 @@ def test_questions_are_answered_in_order_by_workers_that_stay(pool):
 
 
 def test_slow_questions_are_answered_side_by_side(pool, tmp_path):
-    answers = pool(num=8, limit=60.0).ask([("meet", str(tmp_path), 8)] * 16)
-    assert [answer.error for answer in answers] == [""] * 16
+    assert [answer.error for answer in pool(num=8, limit=60.0).ask([("meet", str(tmp_path), 8)] * 16)] == [""] * 16
 
 
 @pytest.mark.parametrize("sealed", [False, True])

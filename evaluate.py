@@ -188,7 +188,7 @@ def evaluate(
     numbers = spread(list(range(len(task.held_out))), params.limit)
     problems = [task.held_out[number] for number in numbers]
     if not problems:
-        raise ValueError("no prompt is held out, so there is nothing to evaluate; give --data more prompts")
+        raise ValueError("no prompt is held out, so there is nothing to evaluate; give --data HELD_OUT.jsonl")
     for name, reward in task.rewards.items():
         reward_columns(name, reward, reward_arguments(problems, bool(task.environments)))
     sampled, greedy = answer(problems, params)

@@ -45,11 +45,11 @@ def compare(names: list[str]) -> str:
     return "\n".join([table(rows), *seeds.lines(settings)])
 
 
-def listing(folder: str | Path) -> str:
-    """The runs under a directory, the newest last, and a line for each that is damaged."""
-    paths = [path for pattern in ("*", "*/seed-*") for path in Path(folder).glob(f"{pattern}/config.yaml")]
+def listing(*folders: str | Path) -> str:
+    """The runs under directories, the newest last, and a line for each that is damaged."""
+    paths = [file for one in folders for part in ("*", "*/seed-*") for file in Path(one).glob(f"{part}/config.yaml")]
     if not paths:
-        raise ValueError(f"{folder}: no runs there; `uv run train.py` makes one")
+        raise ValueError(f"{' and '.join(map(str, folders))}: no runs there; `uv run train.py` makes one")
     rows, damaged = [["run", "task", "model", "steps", "before", "after", "training", "warnings", "verdict"]], []
     for path in sorted(paths, key=lambda path: path.stat().st_mtime):
         try:
@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(sys.argv[1:] if argv is None else argv)
     try:
         if args.list:
-            print(listing(args.runs[0] if args.runs else "runs"))
+            print(listing(*args.runs or ["runs"]))
             return
         if not args.runs:
             raise ValueError("name a run, as runs/NAME; --list shows those that there are")

@@ -371,7 +371,10 @@ def command(args: argparse.Namespace, trainer: type[Trainer]) -> None:
     if args.from_trl:
         from settings import from_trl
 
-        print(from_trl.recipe(args.from_trl), end="")
+        made = from_trl.recipe(args.from_trl)
+        if flags:
+            raise ValueError(f"--from-trl goes alone; give {', '.join(map(flag_of, flags))} with --config OUR_FILE")
+        print(made, end="")
         return
     resume = args.resume
     if resume is True:

@@ -68,8 +68,7 @@ def rendered(tokenizer: Any, texts: Sequence[str], system: str | None = None, op
     """What the template makes of texts, the user's and the assistant's in turn, but for what llama.cpp begins with."""
     said = [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(texts)]
     text = chat_template.render(tokenizer, chat_template.messages(said, system), None, opened=opened)
-    has_begin = tokenizer.encode("a")[:1] == [tokenizer.bos_token_id]
-    return text.removeprefix(tokenizer.bos_token) if has_begin else text
+    return text.removeprefix(tokenizer.bos_token) if tokenizer.encode("a")[:1] == [tokenizer.bos_token_id] else text
 
 
 def cut(tokenizer: Any, marks: list[str], system: str | None = None, opened: bool = True) -> list[str]:

@@ -190,8 +190,7 @@ def check_calls(calls: list[Call]) -> None:
     waiting = list(calls)
     while waiting:
         op, arguments, settings = waiting.pop(0)
-        arrays = _arrays([list(arguments), list(settings.values())])
-        kind = op.name, *((array.shape, array.dtype) for array in arrays)
+        kind = op.name, *((array.shape, array.dtype) for array in _arrays([list(arguments), list(settings.values())]))
         if kind in seen:
             continue
         seen.add(kind)

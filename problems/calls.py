@@ -158,9 +158,7 @@ class Frames:
         encoded = self.tokenizer.backend_tokenizer.encode(shown, add_special_tokens=False)
         if len(encoded.ids) > most:
             shown = shown[: encoded.offsets[most][0]]
-        if len(shown) == len(text):
-            return text
-        return f"{shown}\n[cut: {len(shown)} of {len(text)} characters]"
+        return text if len(shown) == len(text) else f"{shown}\n[cut: {len(shown)} of {len(text)} characters]"
 
 
 def with_tools(text: str, messages: list[dict[str, Any]] | None) -> str:

@@ -62,8 +62,7 @@ def _value(node: ast.expr, names: dict[str, Any]) -> Any:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
             value = sympy.sympify(number)
         case ast.Name(id=name):
-            constants = {"pi": sympy.pi, "E": sympy.E, "I": sympy.I}
-            value = names.get(name, constants.get(name, sympy.Symbol(name)))
+            value = names.get(name, {"pi": sympy.pi, "E": sympy.E, "I": sympy.I}.get(name, sympy.Symbol(name)))
         case ast.UnaryOp(op=op, operand=operand) if type(op) in OPERATORS:
             value = OPERATORS[type(op)](_value(operand, names))
         case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:

@@ -106,9 +106,10 @@ def changes(before: str, after: str) -> list[tuple[str, bool]]:
 # ---- figures
 
 
-def before_after(run: History) -> tuple[str, str]:
+def before_after(run: History, named: bool = True) -> tuple[str, str]:
     """The held-out figure at the first and at the last evaluation with its interval; "-" where there is none."""
-    first, *later = [with_interval(record, run.figure) for record in run.measured] or ["-"]
+    name = f"{run.figure} " * (named and run.figure != "accuracy")
+    first, *later = [name + with_interval(record, run.figure) for record in run.measured] or ["-"]
     return first, later[-1] if later else "-"
 
 
@@ -128,7 +129,7 @@ def progress(run: History, status: str) -> str:
 
 def facts(run: History, ended: bool = False) -> dict[str, str]:
     """The headline's figures by name; see `status`."""
-    before, after = before_after(run)
+    before, after = before_after(run, named=False)
     is_sft = run.settings.get("loss_type") == "sft"
     phase = "update" if is_sft else "rollout"
     tokens = sum((step[f"{phase}/tok_s"] or 0.0) * step[f"{phase}/s"] for step in run.steps)

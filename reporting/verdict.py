@@ -109,7 +109,9 @@ def paired(before: Values, after: Values, *, samples: int = 1) -> Change | None:
     differences = [second - first for first, second in pairs]
     padded = [*differences, span / samples**0.5, -span / samples**0.5]
     middle, reach = statistics.fmean(padded), student(len(pairs) + 1) * statistics.stdev(padded) / len(padded) ** 0.5
-    return Change(statistics.fmean(differences), middle - reach, middle + reach, len(pairs), span)
+    most = 1.0 if min(map(min, pairs)) >= 0 and max(map(max, pairs)) <= 1 else math.inf
+    low, high = max(middle - reach, -most), min(middle + reach, most)
+    return Change(statistics.fmean(differences), low, high, len(pairs), span)
 
 
 def values_of(answers: Mapping[Any, dict[str, Any]]) -> Values:
@@ -195,9 +197,7 @@ def forms_of(before: Records, after: Records) -> list[str]:
     return signs
 
 
-def risen(
-    before: Records, after: Records, text: Callable[[dict[str, Any]], str] = last_turn, kind: str = "answers"
-) -> list[str]:
+def risen(before: Records, after: Records, text: Callable[..., str] = last_turn, kind: str = "answers") -> list[str]:
     """The words and openings whose share of the answers rose most, as '"captain" in 24% -> 85% of answers'."""
     was, now = ([names_of(text(one)) for one in its] for its in (before, after))
     first, last = (Counter(name for its in end for name in its) for end in (was, now))
@@ -421,9 +421,11 @@ def asked_twice(settings: dict[str, Any], run: str, how: str = "") -> str:
     """The command that evaluates a run before and after training, into files of its directory, and compares."""
     if functions.of_a_program(settings):
         return "evaluate.py can, once its functions are in a file of their own, which every program finds"
-    ask = f"{command(settings, 'evaluate.py')} --run {run}{how} --out {run}"
+    ask = f"{command(settings, 'evaluate.py')} --run {run}{how}"
+    if settings.get("loss_type") == "sft":
+        return f"{ask} --step 0 && {ask}"
     both = f"{command({}, 'report.py')} --compare {run}/before.jsonl {run}/after.jsonl"
-    return f"{ask}/before.jsonl --step 0 && {ask}/after.jsonl && {both}"
+    return f"{ask} --out {run}/before.jsonl --step 0 && {ask} --out {run}/after.jsonl && {both}"
 
 
 def lines(found: Verdict | None, settings: dict[str, Any], run: Path) -> list[str]:

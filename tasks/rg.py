@@ -175,8 +175,7 @@ class Problems:
         answers = self.scorers.ask([(category[row], entry[row], stated[row]) for row in asked])
         scores = [0.0] * len(completions)
         for row, score in zip(asked, map(earned, answers), strict=True):
-            is_inside = answer[row] and str(answer[row]) in stated[row]
-            scores[row] = 0.0 if score < 1 and is_inside else score
+            scores[row] = 0.0 if score < 1 and answer[row] and str(answer[row]) in stated[row] else score
         return scores
 
     def solved(self, **columns: Any) -> list[float]:

@@ -76,6 +76,7 @@ TEXTS = {
     "questions.jsonl": "".join(json.dumps({"prompt": example["prompt"]}) + "\n" for example in SUMS),
     "good_rubric.yaml": "criteria: [{name: kind, weight: 1.0, text: Is it kind}]",
     "rewards.py": REWARDS,
+    "theirs.yaml": "max_steps: 3",
     "trainer.py": "Trainer(max_steps=3, data=load_dataset('mine').map(f))",
     "tools.py": 'def add(a: int) -> int:\n    """\n    Adds one.\n\n    Args:\n        a: A number.\n    """\n',
     "syntax.py": "def fn(:",

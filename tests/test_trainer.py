@@ -127,6 +127,7 @@ def test_the_functions_of_a_program_are_known_by_its_file_and_no_command_is_said
         seen.append(runs.digests(config, task)["__main__"])
     assert seen[0] != seen[1]
     assert "uv run" not in verdict.lines(None, config.flat(), tmp_path)[1]
+    assert "--out" not in verdict.lines(None, {"loss_type": "sft"}, tmp_path)[1]
 
 
 def test_rows_are_kept_by_what_they_hold_and_refused_where_json_has_no_word(tmp_path, monkeypatch):

@@ -36,11 +36,11 @@ def table_of(both, rose, fell, neither):
 
 @pytest.mark.parametrize(("rose", "fell", "num"), [(12, 2, 50), (0, 0, 4), (4, 0, 4), (63, 3, 120)])
 def test_the_interval_of_shares_is_bonett_and_price_s(rose, fell, num):
-    """Their formula, with Student's t at n + 1 degrees, and n + 1 for n + 2 in the variance, for the normal's point."""
+    """Their formula, with Student's t at n + 1 degrees, n + 1 for n + 2 in the variance, and no gain above 1."""
     change = verdict.paired(*table_of(num - rose - fell, rose, fell, 0))
     p, q, t = (rose + 1) / (num + 2), (fell + 1) / (num + 2), run_files.student(num + 1)
     reach = t * math.sqrt((p + q - (p - q) ** 2) / (num + 1))
-    assert (change.low, change.high) == pytest.approx((p - q - reach, p - q + reach))
+    assert (change.low, change.high) == pytest.approx((p - q - reach, min(p - q + reach, 1)))
     assert change.mean == pytest.approx((rose - fell) / num) and change.high > change.low
 
 
@@ -239,11 +239,7 @@ RUNS = {  # name: how it was made, its verdict, and what must be said with it
         BETTER,
         '"\u597d" in 0% -> 100% of answers',
     ),
-    "exact, and shorter": (
-        (60, *EXACT, "score", {"beside": "exact"}),
-        BETTER,
-        "shorter: 12.0 -> 4.0 words",
-    ),
+    "exact, and shorter": ((60, *EXACT, "score", {"beside": "exact"}), BETTER, "shorter: 12.0 -> 4.0 words"),
     "gamed: a reward of one's own that is called exact": (
         (60, *EXACT, "score", {"beside": "exact", "reward": ["mine.py:exact"]}),
         BETTER,

@@ -313,11 +313,7 @@ TAKEN = (
 
 
 def load_policy(name: str, adapter: str | None, start: str | None = None) -> tuple[gwen.Model, Any, bool]:
-    """
-    A model with its adapter, its tokenizer, and whether switching adapters restores the model before training.
-
-    start: the adapter that training began with.
-    """
+    """Model with adapter, tokenizer, and whether switching adapters restores the untrained one; start: its adapter."""
     if adapter is None or adapters.is_whole(adapter):
         return *gwen.load(name, adapter=adapter), adapter is None
     model, tokenizer = gwen.load(name)

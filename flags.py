@@ -204,10 +204,7 @@ def check_least(args: argparse.Namespace, **least: float) -> None:
 
 
 def flag(default: Any, text: str, **metadata: Any) -> Any:
-    """
-    A field with its help; optionally `low`, `high`, `parse` (the type of its words), `metavar`, and what
-    `Setting` reads.
-    """
+    """A field with its help; optionally `low`, `high`, `parse` (of its words), `metavar`, and what `Setting` reads."""
     how = {"default_factory" if callable(default) else "default": default, "metadata": {"help": text, **metadata}}
     return dataclasses.field(**how)
 
@@ -376,11 +373,7 @@ def read_text(path: str | Path, where: str, megabytes: int) -> str:
 
 
 def load_yaml(path: str | Path, where: str) -> Any:
-    """
-    The content of a user's YAML file of at most a megabyte.
-
-    Raises ValueError, starting with `where`, if it is no such file, unreadable or not YAML.
-    """
+    """A user's YAML file of at most a megabyte; else, or unreadable or not YAML: ValueError, starting with `where`."""
     text = read_text(path, where, 1)
     try:
         return yaml.load(text, _Loader)

@@ -233,10 +233,7 @@ def checkpointed(layer: Block, x: mx.array, delta: mx.array | None, context: Con
 
 
 class Model(nn.Module):
-    """
-    A dense language model. `model(tokens, cache)` gives logits; `hidden` and `head_weight` are its two halves, for
-    those who must not hold (N, L, V).
-    """
+    """`model(tokens, cache)` gives logits; `hidden`, `head_weight` are its halves, for who must not hold (N, L, V)."""
 
     def __init__(self, config: hub.ModelConfig):
         super().__init__()

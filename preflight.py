@@ -379,10 +379,7 @@ STEPS, PATIENCE = 100, 3600.0  # of a run, and the seconds that those of a start
 
 
 def fits(room: float, chip: chips.Chip, dtype: mx.Dtype) -> Iterator[tuple[str, int, float]]:
-    """
-    The models that a machine of `room` bytes can train, as a run on own data by its recipe would; the bytes that it
-    needs, and the seconds that a step takes.
-    """
+    """Models that `room` bytes can train, as a run on own data by its recipe; the bytes needed, and seconds a step."""
     for name in ["demo", *(one for one in gwen.known_models() if not one.startswith("random:"))]:
         config = merged({"model": name, "task": "own"}, None)
         demand = Demand(gwen.load_config(name), dtype, config, [PROMPT] * config.sampling.batch)

@@ -382,7 +382,6 @@ class SftRun(Run):
 
 
 def make(config: Config, run_dir: Path) -> GrpoRun | SftRun:
-    """The run of these settings."""
     return (SftRun if config.objective.loss_type == "sft" else GrpoRun)(config, run_dir)
 
 

@@ -230,7 +230,6 @@ class Record:
             self.searched[row] = self.lengths[row]
 
     def show(self) -> None:
-        """Brings the progress bar up to date."""
         if self.progress is not None:
             num_over = sum(map(bool, self.reasons)) if self.talk else int(self.ended.sum())
             self.progress.show(num_over, self.lengths.sum(), "tok")

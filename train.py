@@ -44,11 +44,7 @@ from step.sample import Sample
 
 
 def train(run: GrpoRun | SftRun) -> Iterator[dict[str, Any]]:
-    """
-    Runs the steps from `run.step` to `config.optimizer.steps`, and yields the figures of each.
-
-    `run` holds everything that outlives a step.
-    """
+    """Runs the steps after `run.step`, and yields the figures of each; `run` holds everything that outlives a step."""
     clock = run.journal.clock
     if run.evaluate_if_due():
         run.save()

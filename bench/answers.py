@@ -33,8 +33,6 @@ SILENT = set("the answer sum total of that this it so in all together more add a
 
 
 class Reading(NamedTuple):
-    """What one answer says."""
-
     ends_right: bool  # its last number is the sum of the problem's two
     right: bool  # that, all its statements are true, and its other numbers are the problem's
 

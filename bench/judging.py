@@ -28,8 +28,6 @@ PREAMBLE_WORDS, CRITERION_WORDS, NUM_CRITERIA = 100, 16, 3
 
 
 class Judged(NamedTuple):
-    """What an engine made of it."""
-
     evaluations: list[rubrics.Evaluation]  # (N * J)
     seconds: float
     num_tokens: int = 0  # that ours put through its model, with padding

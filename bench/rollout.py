@@ -41,8 +41,6 @@ AGREEING_TOKENS = 16  # of greedy completions; engines that compute the same hav
 
 
 class Work(NamedTuple):
-    """What every engine is asked to do."""
-
     prompts: list[tuple[list[int], ...]]  # (B,) each in runs of ids, with which others may begin too
     group_size: int
     limits: list[int]  # (N,) most tokens of each row

@@ -3,14 +3,15 @@
 file for llama.cpp, and `--export peft` writes the adapter for others.
 
 Other programs render a chat by the model's template alone. A fused model's template therefore says what training's
-settings said: no thinking, the task's system prompt. Left out: what an adapter is (lora.py, disk/adapters.py).
+settings said: no thinking, the task's system prompt. More messages that all prompts begin with are what who talks to it
+sends: Ollama by its Modelfile, others by the card. Left out: what an adapter is (lora.py, disk/adapters.py).
 """
 
 import os
 import shlex
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
@@ -26,6 +27,15 @@ from problems import chat_template, chats
 from problems.data import load_sides
 from settings.checks import checked
 from settings.sources import load_recipe
+
+
+class Trained(NamedTuple):
+    """A run's settings, and what all its prompts begin with."""
+
+    config: Config
+    system: str | None
+    shots: list[dict[str, Any]]  # messages after it
+    said: str  # where they are not known
 
 
 @in_one_line()
@@ -51,12 +61,16 @@ def main(argv: list[str] | None = None) -> None:
     name, few = args.model, args.bits in (4, 8)
     place = Path(args.run or adapter).resolve()  # an adapter lies in its run, or is named by it
     of_run = next((str(one) for one in (place, *place.parents[:3]) if (one / "config.yaml").is_file()), None)
-    trained = checked(load_recipe(run_files.config_file(of_run))) if of_run and not args.keep_template else None
+    config = checked(load_recipe(run_files.config_file(of_run))) if of_run else None
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{args.out.name}-", dir=args.out.parent) as begun:
         wide, made = Path(begun) / "wide", Path(begun) / "made"
         try:
             with alive.doing(f"writing {args.out}"):
+                opening, said = trained_opening(config) if config else ([], "")
+                shots = opening[bool(opening) and opening[0]["role"] == "system" :]
+                system = opening[0]["content"] if len(shots) < len(opening) else None
+                trained = Trained(config, system, shots, said) if config and not args.keep_template else None
                 if args.fuse or (few and of_run):  # beside what has few bits is measured
                     what = fuse(name, adapter, wide if few else made, trained)
                 if args.fuse and few:
@@ -67,8 +81,12 @@ def main(argv: list[str] | None = None) -> None:
                     what = export_peft(name, adapter, made)
         except RuntimeError as error:  # MLX's, when a file cannot be written
             raise OSError(f"--out {args.out} cannot be written: {hub.first_line(error)}") from error
+        if shots:
+            what += f"; training's prompts begin with {len(shots)} messages more, which who talks to it must send"
         if args.run:
-            (made / "README.md").write_text(run_files.model_card(args.run, args.step, args.export or "mlx"))
+            what += ": README.md has them" * bool(shots)
+            card = run_files.model_card(args.run, args.step, args.export or "mlx", opening * bool(shots))
+            (made / "README.md").write_text(card, encoding="utf-8")
         os.replace(made, args.out)
         print(f"{args.out}: {what}")
         out, its = (shlex.quote(text) for text in (str(args.out), args.out.resolve().name))
@@ -82,7 +100,7 @@ def main(argv: list[str] | None = None) -> None:
             few_bits.tell_cost(of_run, wide, next(args.out.glob("*.gguf"), args.out), args.bits)
 
 
-def fuse(name: str | None, adapter: str, out: Path, trained: Config | None) -> str:
+def fuse(name: str | None, adapter: str, out: Path, trained: Trained | None) -> str:
     """Writes the merged model in the type of its base; trained: a run, whose prompts its template shall render."""
     name, _ = gwen.choose_model(name, adapter)
     dtype = gwen.default_dtype() if "GWEN_DTYPE" in os.environ else stored_dtype(hub.find(name))
@@ -101,16 +119,11 @@ def stored_dtype(directory: Path) -> mx.Dtype:
     return max(floating, key=lambda tensor: tensor.nbytes).dtype
 
 
-def as_trained(tokenizer: Any, config: Config) -> str:
+def as_trained(tokenizer: Any, trained: Trained) -> str:
     """Makes a tokenizer's template that of a run's prompts, and says what was written into it."""
-    opening, said = trained_opening(config)
-    system = opening[0]["content"] if opening and opening[0]["role"] == "system" else None
-    if (more := len(opening) - (system is not None)) > 0:
-        said += f"; training's prompts begin with {more} messages more, which who talks to it must send"
-    written = chat_template.write_into(tokenizer, system, config.sampling.thinking)
-    if written:
-        said += f"; its chat template has {written}, as in training (--keep-template leaves the base's)"
-    return said
+    written = chat_template.write_into(tokenizer, trained.system, trained.config.sampling.thinking)
+    how = f"; its chat template has {written}, as in training (--keep-template leaves the base's)"
+    return trained.said + (how if written else "")
 
 
 def trained_opening(config: Config) -> tuple[list[dict[str, Any]], str]:
@@ -140,7 +153,7 @@ def export_peft(name: str | None, adapter: str, out: Path) -> str:
     return f"{adapter} for {base}, in the layout of peft{note}"
 
 
-def export_gguf(name: str | None, adapter: str, out: Path, trained: Config | None, title: str, bits: int) -> str:
+def export_gguf(name: str | None, adapter: str, out: Path, trained: Trained | None, title: str, bits: int) -> str:
     """Writes the merged model as a GGUF file of that title, with a Modelfile; trained: as of `fuse`."""
     name, _ = gwen.choose_model(name, adapter)
     directory = hub.find(name)
@@ -149,5 +162,6 @@ def export_gguf(name: str | None, adapter: str, out: Path, trained: Config | Non
     del model  # so that the writer, which reads a matrix at a time, holds no more
     note = as_trained(tokenizer, trained) if trained else ""
     what = gguf_writer.write(out, title, weights, config, tokenizer, bits)
-    what += f", and a Modelfile{ollama.write_modelfile(out, tokenizer, config.eos_ids, trained)}"
+    its = (trained.config, trained.shots) if trained else (None, [])
+    what += f", and a Modelfile{ollama.write_modelfile(out, tokenizer, config.eos_ids, *its)}"
     return f"{what}; {name} with {adapter} merged in{note}"

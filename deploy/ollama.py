@@ -25,6 +25,7 @@ PARAMETER top_k 0
 PARAMETER top_p 1
 PARAMETER repeat_penalty 1
 """
+SHOTS = "# Ollama puts these before every talk. Who sends them too, as evaluate.py --url does, removes them here.\n"
 GO_TEMPLATE = """\
 {{ range $i, $one := .Messages }}{{ $last := eq (len (slice $.Messages $i)) 1 }}\
 {{ if eq $one.Role "system" }}@system@{{ $one.Content }}@after_system@\
@@ -100,11 +101,24 @@ def in_go(text: str) -> str:
     return text.translate(codes).replace('"""', quotes)
 
 
-def write_modelfile(folder: Path, tokenizer: Any, ends: Sequence[int], trained: Config | None) -> str:
+def quoted(shots: list[dict[str, Any]]) -> str:
     """
-    Writes it beside the folder's GGUF file; returns what to say where it has no template, or "".
+    Messages as lines of a Modelfile, or "" where Ollama would change them.
 
-    ends: ids that end an answer. trained: a run, whose limits it keeps.
+    It joins neighbours of one role, ends a text at three quotes that end a line, and drops what it holds unprintable.
+    """
+    turns = [(one["role"], one.get("tool_calls")) for one in shots]
+    is_kept = turns == [("user", None), ("assistant", None)] * (len(shots) // 2)
+    for text in (one["content"] for one in shots):
+        is_kept &= not re.search(r'"""\s*[\r\n]', text) and re.sub(r"[\t\r\n]", "", text).isprintable()
+    return "".join(f'MESSAGE {one["role"]} """{one["content"]}"""\n' for one in shots) if is_kept else ""
+
+
+def write_modelfile(folder: Path, tokenizer: Any, ends: Sequence[int], trained: Config | None, shots: list[Any]) -> str:
+    """
+    Writes it beside the folder's GGUF file; returns what to say of its messages, and where it has no template.
+
+    ends: ids that end an answer. trained: a run, whose limits it keeps. shots: what a talk begins with.
     """
     (file,) = folder.glob("*.gguf")
     lines, end = MODELFILE.format(file=file.name), chat_template.end_of_turn(tokenizer)
@@ -116,7 +130,14 @@ def write_modelfile(folder: Path, tokenizer: Any, ends: Sequence[int], trained: 
     for text in stops:
         marks = '"""' if '"' in text else '"'
         lines += f"PARAMETER stop {marks}{text}{marks}\n"
+    said = ""
+    if shots:
+        lines += (told := quoted(shots)) and SHOTS + told
+        said = (
+            f" that sends {len(shots)} messages first" if told else " without MESSAGE: Ollama would change training's"
+        )
     if its := pieces(tokenizer):
         lines += f'TEMPLATE """{re.sub("@(.*?)@", lambda match: in_go(getattr(its, match[1])), GO_TEMPLATE)}"""\n'
     (folder / "Modelfile").write_text(lines, encoding="utf-8")
-    return "" if its else " without TEMPLATE, as the chat template is irregular: Ollama may join texts without roles"
+    none = " without TEMPLATE, as the chat template is irregular: Ollama may join texts without roles"
+    return said + ("" if its else none)

@@ -15,7 +15,7 @@ import os
 import re
 import time
 from argparse import Namespace
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -131,8 +131,8 @@ def begun_with(settings: dict[str, Any]) -> str:
     return f", with the adapter {public(given)}" if given else ""
 
 
-def model_card(run: str, step: int | None, library: str = "mlx") -> str:
-    """A README for a run's adapter or model: what it was made from, and its first and last held-out figures."""
+def model_card(run: str, step: int | None, library: str = "mlx", opening: Sequence[dict[str, Any]] = ()) -> str:
+    """A README for a run's adapter or model: from what, its held-out figures, and an opening for who talks to it."""
     settings = settings_of(run)
     model, task = public(settings["model"]), settings.get("task")
     evaluations = [one for one in JsonLines(Path(run) / "eval.jsonl").read() if step is None or one["step"] <= step]
@@ -155,6 +155,9 @@ def model_card(run: str, step: int | None, library: str = "mlx") -> str:
         f"{model}{begun_with(settings)}, trained with {method} by Gwen on {data}{teacher}{part}.",
         *("", *(head if rows else []), *rows),
     ]
+    if opening:
+        shown = json.dumps(opening, indent=2, ensure_ascii=False)
+        lines += [f"\nTraining's prompts begin with these messages; send them before yours.\n\n```json\n{shown}\n```"]
     return "\n".join(lines) + "\n"
 
 

@@ -45,7 +45,6 @@ def filled(path: Path, lines: list[str]) -> str:
 
 
 def page() -> str:
-    """The whole of `docs/reference.md`."""
     rows = [f"| `{f'{flag_of(name)} {metavar}'.strip()}` | {text} |" for name, (metavar, text) in COMMAND.items()]
     lines = section("### The command", ["flag", "meaning"], rows)
     for title, settings in itertools.groupby(SETTINGS.values(), key=lambda setting: setting.title):
@@ -54,7 +53,6 @@ def page() -> str:
 
 
 def trl_page() -> str:
-    """The whole of `docs/trl.md`."""
     lines = []
     for title, names in foreign_names().items():
         if title in ("values", "older names"):  # the command answers them

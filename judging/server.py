@@ -34,8 +34,6 @@ class Flags(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """The server's answer."""
-
     text: str
     first: dict[str, float]  # log-probabilities of the likeliest first tokens, by text; empty if not returned
     problem: str = ""  # why there is none: a prompt too long for the server's model, or a reply of another protocol

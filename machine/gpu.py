@@ -8,7 +8,6 @@ import mlx.core as mx
 
 
 def on_gpu() -> bool:
-    """Whether MLX computes on a Mac's GPU."""
     return bool(mx.default_device().type == mx.gpu)
 
 

@@ -269,11 +269,7 @@ class Journal:
     def write_step(
         self, number: int, seconds: dict[str, float], drawn: Drawn, result: UpdateResult, peak_bytes: int
     ) -> dict[str, Any]:
-        """
-        Writes a step's figures and all sampled completions, and prints its line; returns the figures.
-
-        number: from 1. seconds: by phase.
-        """
+        """Writes figures, which it returns, and completions, and prints a line; number: from 1; seconds: by phase."""
         self.recent.append(seconds["step"])
         samples, stats = drawn.samples, drawn.stats
         figures: dict[str, Any] = {"step": number} | dict.fromkeys(NOT_SAMPLED)

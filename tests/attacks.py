@@ -1,8 +1,4 @@
-"""
-What workers do in tests, and what code that got into a sealed one would do, by Python and below it.
-
-It imports next to nothing: every worker that starts pays for it.
-"""
+"""What workers do in tests, and code that got into a sealed one; it imports little, as every worker pays for it."""
 
 import contextlib
 import ctypes

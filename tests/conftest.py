@@ -219,7 +219,6 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """What a log of JSON lines holds."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 

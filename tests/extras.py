@@ -1,8 +1,4 @@
-"""
-What tests need of the optional libraries: skipped with a reason where one is missing.
-
-Where CI is set, what `.ci/run` installs is not skipped, and fails.
-"""
+"""What tests need of optional libraries: skipped where one is missing, save, in CI, of what `.ci/run` installs."""
 
 import importlib.util
 import os

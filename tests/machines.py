@@ -15,7 +15,6 @@ LIMIT = 900  # seconds, on a busy machine; nothing here may hang
 
 
 def free_hosts(num, directory):
-    """A hostfile of `num` free ports."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(num)]
         for one in sockets:

@@ -79,14 +79,12 @@ def sample(run, advantages=None, key=1):
 
 
 def of_rollout(prompts, rollout, examples=None, texts=None):
-    """The samples of a rollout of groups."""
     size = len(rollout.finish_reasons) // len(prompts)
     found = zip(asked(examples or [{}] * len(prompts), prompts, size), written(rollout, texts), strict=True)
     return [one._replace(**its) for one, its in found]
 
 
 def advanced(samples, advantages):
-    """The samples with these advantages."""
     return [one._replace(advantage=float(its)) for one, its in zip(samples, np.ravel(advantages), strict=True)]
 
 
@@ -136,11 +134,7 @@ def update_once(run, budget=100_000, advantages=None):
 
 
 def descend_plainly(run):
-    """
-    In AdamW's place: a step is the learning rate times the gradient, so weights can be compared.
-
-    AdamW's first step is g / (|g| + 1e-8): where g is almost 0, a rounding of it is a whole step.
-    """
+    """Not by AdamW, whose first step is g / (|g| + 1e-8): where g is almost 0, a rounding of it is a whole step."""
     run.learner.optimizer = optim.SGD(0.0)  # an update sets its rate
 
 

@@ -74,7 +74,6 @@ NEAR = [  # an answer, the verifier that pays what is nearly right, what else it
 
 
 def surprises_of(rewards, examples, judged=False, **task):
-    """The lines of a run's audit."""
     weights, rubric = dict.fromkeys(rewards, 1.0), Path("rubric.yaml") if judged else None
     return list(audit.first_surprises(tasks.Task("own", rewards, weights, train=examples, rubric=rubric, **task)))
 

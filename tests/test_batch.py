@@ -22,7 +22,6 @@ LENGTHS = np.array([7, 1, 3, 1, 1, 1, 1, 1, 2, 6, 4, 7])  # one group has comple
 
 
 def samples_of(lengths, prompts=ROWS, vocab=320):
-    """Random completions of these lengths."""
     ids = [RNG.integers(3, vocab, length).tolist() for length in lengths]
     rows = enumerate(zip(prompts, ids, strict=True))
     return [Sample(of, its, range(len(its)), row // GROUPS, RNG.normal(size=len(its))) for row, (of, its) in rows]

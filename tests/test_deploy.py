@@ -44,7 +44,7 @@ def with_template(tokenizer, front):
 def rendered_by_ollama(folder, tokenizer, messages):
     """Messages in a Modelfile's template, its Go put into Jinja's words; None where it has none."""
     (folder / "model.gguf").touch()
-    said = ollama.write_modelfile(folder, tokenizer, [], None)
+    said = ollama.write_modelfile(folder, tokenizer, [], None, [])
     found = re.search(r'^TEMPLATE """(.*)"""\n\Z', (folder / "Modelfile").read_text(encoding="utf-8"), re.M | re.S)
     assert (found is None) == ("without TEMPLATE" in said)
     if found is None:
@@ -56,6 +56,31 @@ def rendered_by_ollama(folder, tokenizer, messages):
     text = re.sub(r"\{\{ ((if|else|endif).*?) \}\}", r"{% \1 %}", text).replace("else if", "elif")
     text = text.replace("$last", "loop.last").replace("eq $i 0", "loop.first").replace("eq $one.Role", "one.role ==")
     return jinja2.Environment(keep_trailing_newline=True).from_string(text).render(messages=messages)
+
+
+def sent_by_ollama(folder):
+    """The messages of a Modelfile: a text ends at the first three quotes that end a line, without odd characters."""
+    text = (folder / "Modelfile").read_bytes().decode()
+    text = "".join(one for one in text if one.isprintable() or one in "\t\r\n")
+    found = re.findall(r'^MESSAGE (\w+) """(.*?)"""\s*?[\r\n]', text, re.M | re.S)
+    return [{"role": role, "content": content} for role, content in found]
+
+
+def shots(text="Two.", roles=("user", "assistant") * 2):
+    return [{"role": role, "content": text} for role in roles]
+
+
+KEPT = [shots(text) for text in (SYSTEM, '"a"', '"""a"""', 'a\r\n\t"', '"" \n')]
+CHANGED = [shots(text) for text in ('f():\n"""A.""" \n', "a\u00a0b", "a\u200b")]
+CHANGED += [shots()[:3], shots()[1:], shots(roles=["user"] * 2), [shots()[0], shots()[1] | {"tool_calls": [{}]}]]
+
+
+@pytest.mark.parametrize("shown", KEPT + CHANGED)
+def test_ollama_sends_what_all_prompts_began_with_as_it_was_or_nothing(tmp_path, tokenizer, shown):
+    (tmp_path / "model.gguf").touch()
+    said = ollama.write_modelfile(tmp_path, tokenizer, [], None, shown)
+    assert sent_by_ollama(tmp_path) == (shown if shown in KEPT else [])
+    assert said.startswith(" that sends 4 messages first" if shown in KEPT else " without MESSAGE: Ollama")
 
 
 TALK = "{% for one in messages %}<{{ one.role }}>{{ one.content | trim }}{% endfor %}"
@@ -162,7 +187,18 @@ def test_the_system_prompt_of_a_run_s_data_goes_into_template_and_talk(run, tmp_
     asked = [[*shown, {"role": "user", "content": row["prompt"]}] for row in rows]
     write_log(tmp_path / "data.jsonl", [{"prompt": prompt, "answer": "4"} for prompt in asked])
     line = fused(tmp_path, capsys, "--run", (shot := run(task="own", data=data, rubric="")))[1]
-    assert "training's prompts begin with 2 messages more" in line
+    assert line.endswith("prompts begin with 2 messages more, which who talks to it must send: README.md has them")
+    card = (tmp_path / "fused" / "README.md").read_text(encoding="utf-8")
+    assert json.loads(card.partition("send them before yours.\n\n```json\n")[2].removesuffix("\n```\n")) == shown
+    lora.main(["--export", "peft", "--run", shot, "--out", str(tmp_path / "peft")])
+    assert (tmp_path / "peft" / "README.md").read_text(encoding="utf-8").endswith(card[-200:])
+    assert capsys.readouterr().out.startswith(f"{tmp_path}/peft: {shot}/adapter for ")
+    assert fused(tmp_path, capsys, "--adapter", shot)[1].endswith("2 messages more, which who talks to it must send")
+    lora.main(["--export", "gguf", "--run", shot, "--out", str(tmp_path / "file")])
+    assert "and a Modelfile that sends 2 messages first; demo with" in capsys.readouterr().out
+    assert (sent := sent_by_ollama(tmp_path / "file")) == shown[1:]
+    asked = chat_template.render(demo, [*shown, *USER], False)
+    assert rendered_by_ollama(tmp_path, hub.load_tokenizer(tmp_path / "fused"), [*sent, *USER]) == asked
     sampler.main(["--prompt", "Hi", "--run", shot])
     assert "'; user: 'One and one?'; assistant: 'Two.'" in capsys.readouterr().err
     write_log(tmp_path / "data.jsonl", [*rows, rows[0] | {"system": "Other."}])

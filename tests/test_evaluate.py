@@ -236,7 +236,6 @@ def runs(golden, tmp_path_factory):
 
 
 def told(capsys, *flags):
-    """The record that the command prints."""
     capsys.readouterr()
     evaluate.main(list(map(str, flags)))
     return json.loads(capsys.readouterr().out)

@@ -1,7 +1,4 @@
-"""
-The objective against the oracle (the papers once more, in float64), its gradients against finite differences, pencil
-cases, frozen cases, and invariants.
-"""
+"""The objective against the oracle (papers, in float64), finite differences, pencil and frozen cases, invariants."""
 
 import itertools
 import math

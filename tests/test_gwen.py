@@ -1,6 +1,4 @@
-"""
-The model against mlx_lm on random weights, its files against their readers.
-"""
+"""The model against mlx_lm on random weights, its files against their readers."""
 
 import json
 import re

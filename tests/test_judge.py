@@ -339,7 +339,6 @@ def remote(url, **options):
 
 
 def judged_by(server, completions=("Three.",), **options):
-    """What a server's judge makes of answers."""
     return remote(server.url, **options).score(["Add one and two."] * len(completions), completions)
 
 

@@ -1,6 +1,4 @@
-"""
-A run belongs to one process: another one that would train in its directory ends in a line and writes nothing.
-"""
+"""A run belongs to one process: another one that would train in its directory ends in a line and writes nothing."""
 
 import contextlib
 import errno

@@ -26,7 +26,6 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 
 def completion(text, top=()):
-    """The JSON of a server's reply."""
     entries = [{"token": token, "logprob": logprob} for token, logprob in top]
     logprobs = {"content": [{"token": text, "logprob": 0.0, "top_logprobs": entries}]} if top else None
     return json.dumps({"choices": [{"message": {"role": "assistant", "content": text}, "logprobs": logprobs}]})
@@ -75,7 +74,6 @@ class Server:
 
 @pytest.fixture(name="serve")
 def serving(monkeypatch):
-    """Starts servers on loopback."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     with contextlib.ExitStack() as servers:
         yield lambda answer: servers.enter_context(contextlib.closing(Server(answer)))

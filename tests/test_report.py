@@ -74,7 +74,6 @@ def completion_record(step, group, member, text):
 
 
 def drawn(*runs):
-    """The charts of runs, by title."""
     return {chart["title"]: chart for chart in charts.make_charts(seeds.load(runs))}
 
 

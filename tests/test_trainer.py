@@ -30,7 +30,6 @@ def short_answers(completions, **_):
 
 
 def ids_of(run):
-    """What a run sampled."""
     return [line["ids"] for line in read_log(run / "rollouts.jsonl")]
 
 

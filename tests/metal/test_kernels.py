@@ -34,10 +34,7 @@ fast = pytest.mark.parametrize("metal", ["fast"], indirect=True)
 
 @pytest.fixture
 def kernels(metal: str, monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """
-    Kernels run, on a Mac's GPU or emulated; unchecked, so that none that is wrong gives way to its expression. The
-    names of those that were launched.
-    """
+    """Names of launched kernels, which run, on a GPU or emulated, unchecked, so none gives way to an expression."""
     monkeypatch.setattr(gpu, "has_metal", lambda: True)
     monkeypatch.setattr(machinery, "check_calls", lambda _: None)
     launched: set[str] = set()

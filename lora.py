@@ -92,8 +92,7 @@ def apply(model: gwen.Model, rank: int, scale: float, targets: Sequence[str] = T
     linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n.split(".")[-1] in targets}
     if not linears:
         raise ValueError(f"--lora-targets {' '.join(targets)}: {model.config.family.members} have no such projection")
-    keys = mx.random.split(mx.random.key(seed), len(linears))
-    pairs = zip(sorted(linears.items()), keys, strict=True)
+    pairs = zip(sorted(linears.items()), mx.random.split(mx.random.key(seed), len(linears)), strict=True)
     adapted = [(name, LoRALinear(linear, rank, scale, key)) for (name, linear), key in pairs]
     model.update_modules(tree_unflatten(adapted))
     for _, layer in adapted:

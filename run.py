@@ -153,8 +153,7 @@ class Run:
     def save_is_due(self) -> bool:
         """Whether this step is saved: every `save_every`, the last one, and a first one after `FIRST_SAVE` seconds."""
         is_first = self.saved_step == self.journal.begun_at and self.now() - self.begun >= FIRST_SAVE
-        is_last = self.step >= self.config.optimizer.steps
-        return is_first or is_last or self.step % self.config.records.save_every == 0
+        return is_first or self.step >= self.config.optimizer.steps or self.step % self.config.records.save_every == 0
 
     def show(self) -> None:
         """Writes the page, as often as that is cheap."""
@@ -277,9 +276,8 @@ class GrpoRun(Run):
         self._render(held_out, "held-out prompt")  # only to refuse what is too long
         for line in at_the_start(len(held_out), config.flat()):
             say(line)
-        before_training = (self.base or self.model, self.tokenizer)
         criteria = self.task.rubric, self.task.witness if held_out else None
-        self.judge, self.witness = judge.make_graders(config, *criteria, *before_training)
+        self.judge, self.witness = judge.make_graders(config, *criteria, self.base or self.model, self.tokenizer)
         lengths = [len(ids) for ids in self.prompt_ids]
         if self.toolbox:  # what follows a prompt is more than what the model writes
             config = config.but(max_tokens=self.toolbox.context - max(lengths))
@@ -391,9 +389,8 @@ def digests(config: Config, task: tasks.Task) -> dict[str, str]:
     specs = [config.data.verifier, *config.data.reward, *config.tools.tools, *environments]
     specs += [config.objective.loss_type, config.objective.advantage]
     names = [*map(functions.file_of, specs), config.objective.teacher_prompt, task.rubric, task.witness]
-    files = {str(name): Path(name) for name in names if name}
-    if any(spec.startswith("__main__:") for spec in specs):  # in whatever file
-        files["__main__"] = files.pop(functions.file_of("__main__:"))
-    found = {name: checkpoint.digest(file.read_bytes()) for name, file in files.items() if file.is_file()}
+    files = [Path(name) for name in names if name]
+    found = {str(file): checkpoint.digest(file.read_bytes()) for file in files if file.is_file()}
+    found |= {spec: checkpoint.digest(text) for spec in specs if (text := functions.source_of(spec))}
     examples = checkpoint.digest(task.problems and task.problems.mix, *task.train, "held out", *task.held_out)
     return found | {config.data.path or "task's examples": examples}

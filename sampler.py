@@ -387,8 +387,7 @@ def rollout(
     `attention.shares_prefix`. These two affect speed and memory only. talk: what rows are told between turns, which end
     tokens end; `max_tokens` is of all turns, the talk's `context` is the most that a row has.
     Log-probabilities are those of the sampling distribution, with its support restricted by `params`.
-    Raises ValueError for an empty prompt, for non-finite logits or log-probabilities, and if memory is too small for
-    one row.
+    Raises ValueError for an empty prompt, for logits that are not finite, and if memory is too small for one row.
     """
     if not prompts or not all(prompts):
         raise ValueError("a prompt has no tokens")

@@ -95,7 +95,8 @@ def main(argv: list[str] | None = None) -> None:
             if args.export:
                 print(f"for Ollama: ollama create {its} -f {out}/Modelfile && ollama run {its}")
             print(f"for LM Studio{'' if args.export else ' on a Mac'}: mkdir -p {folder} && cp {out}/{what} {folder}/")
-        print(f"to publish it: uv run hf upload OWNER/{its} {out}", flush=True)
+        if "give them the whole model" not in what:
+            print(f"to publish it: uv run hf upload OWNER/{its} {out}", flush=True)
         if few:
             few_bits.tell_cost(of_run, wide, next(args.out.glob("*.gguf"), args.out), args.bits)
 

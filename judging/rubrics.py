@@ -302,8 +302,7 @@ class Grader:
         # completions must get equal rewards. They are a quarter to two thirds of a demo run's rows.
         identity = self.identity()
         keys = {question: digest(identity, *question) for question in self.questions(dict.fromkeys(pairs))}
-        known = world.first(lambda: [self.known.get(key) for key in keys.values()])
-        scores = dict(zip(keys, known, strict=True))
+        scores = dict(zip(keys, world.first(lambda: [self.known.get(key) for key in keys.values()]), strict=True))
         asked = [question for question, score in scores.items() if score is None]
         mine = world.part_together(question.prompt for question in asked)
         new: dict[Question, Evaluation] = {}

@@ -271,5 +271,4 @@ def shares_prefix(num_rows: int, prompt_lengths: list[int], batch_size: int, dty
     """
     if num_rows == len(prompt_lengths):
         return False  # nothing to share
-    is_worth = gpu.on_gpu() or min(num_rows, batch_size) * max(prompt_lengths) >= SHARE_FROM
-    return is_worth and reads_in_place(dtype)
+    return (gpu.on_gpu() or min(num_rows, batch_size) * max(prompt_lengths) >= SHARE_FROM) and reads_in_place(dtype)

@@ -126,8 +126,7 @@ def chunked(
         corrections = wanted[:, :, at] - by_memory[:, :, at] @ memory.swapaxes(-1, -2)  # (N, H, T, D)
         outs.append(reading[:, :, at] @ memory.swapaxes(-1, -2) + within[:, :, at] @ corrections)
         memory = since[:, :, at, -1:] * memory + corrections.swapaxes(-1, -2) @ writing[:, :, at]
-    out = mx.stack(outs, axis=2).reshape(num_rows, num_heads, -1, value_dim)
-    return out[:, :, :length].swapaxes(1, 2), memory
+    return mx.stack(outs, axis=2).reshape(num_rows, num_heads, -1, value_dim)[:, :, :length].swapaxes(1, 2), memory
 
 
 def gated_delta(*arrays: mx.array) -> tuple[mx.array, mx.array]:

@@ -86,8 +86,7 @@ def sample_token_ref(logits: mx.array, uniforms: mx.array, temperature: float = 
 
     def blocks_of(weights: mx.array, width: int) -> mx.array:  # (N, X) -> (N, X / width, width), filled up with 0
         missing = -weights.shape[1] % width
-        weights = mx.pad(weights, [(0, 0), (0, missing)]) if missing else weights
-        return weights.reshape(num_rows, -1, width)
+        return (mx.pad(weights, [(0, 0), (0, missing)]) if missing else weights).reshape(num_rows, -1, width)
 
     def take(blocks: mx.array, place: mx.array) -> mx.array:  # (N, X, width), (N, 1) -> (N, width)
         return mx.take_along_axis(blocks, place[:, :, None], axis=1).squeeze(1)

@@ -173,7 +173,6 @@ class Turns:
             slots, lengths = list(parts), list(map(len, parts.values()))
             self.cache.aim(dict(zip(slots, lengths, strict=True)))
             tokens = mx.array([ids + [0] * (max(lengths) - len(ids)) for ids in parts.values()])
-            hidden = self.model.hidden(tokens, self.cache)
-            last = hidden[mx.arange(len(parts)), mx.array(lengths) - 1]
+            last = self.model.hidden(tokens, self.cache)[mx.arange(len(parts)), mx.array(lengths) - 1]
             self.logits[mx.array(slots)] = last @ self.model.head_weight.T  # the last part's stay
             mx.eval(self.logits, self.cache.arrays())  # wait: the next columns may use the memory of these

@@ -140,8 +140,7 @@ class Frames:
     def between(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:
         """The ids from a turn's end token to where the next turn begins; what the messages between say stays text."""
         before = self.render(EXCHANGE, tools=tools, opened=False)
-        told = chat_template.as_text(self.tokenizer, messages, every=True)
-        after = self.render([*EXCHANGE, *told], tools=tools)
+        after = self.render([*EXCHANGE, *chat_template.as_text(self.tokenizer, messages, every=True)], tools=tools)
         place, end = max((before.rfind(end), end) for end in self.ends)
         if place < 0:
             raise ValueError(f"the chat template ends a turn with none of its end tokens, {', '.join(self.ends)}")

@@ -106,8 +106,7 @@ def write_into(tokenizer: Any, system: str | None, thinking: bool) -> str:
     """
     Makes a tokenizer's templates render, by themselves, what training did; returns what they got, in words, or "".
 
-    Other programs leave `enable_thinking` out, llama.cpp passes true, and mlx_lm whether there is a token <think>: a
-    `default(false)` is no use.
+    Others leave `enable_thinking` out, llama.cpp passes true, mlx_lm whether there is a token <think>.
     Raises ValueError where the ids of a prompt would still not be those of training.
     """
     user, asked, front, said = messages("Hi", None), messages("Hi", system), "", []

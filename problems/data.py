@@ -350,9 +350,8 @@ def load_sides(
     What is trained on, what is held out, and a line if rows were left out: no prompt is on both sides, as training
     gives way, and held-out rows count once.
 
-    spec: a source, of which `split_examples` holds some out, or two of them, "TRAIN,HELD_OUT". held_out: a source
-    whose held-out records, or all where it knows no `split`, take the place of that side. columns, read: see
-    `load_data`.
+    spec: a source, of which `split_examples` holds some out, or two of them, "TRAIN,HELD_OUT". held_out: a source whose
+    held-out records, or all where it knows no `split`, take the place of that side. columns, read: see `load_data`.
     """
     if spec and "," in spec and not os.path.exists(spec):
         spec, _, its = spec.rpartition(",")

@@ -4,6 +4,7 @@ A user's functions: found by FILE.py:function or MODULE:function, which a flag g
 Left out: what is done with them: rewards (problems/rewards.py), tools, environments, losses and advantages.
 """
 
+import contextlib
 import importlib
 import importlib.util
 import inspect
@@ -78,9 +79,16 @@ def of_a_program(settings: dict[str, Any]) -> bool:
 
 
 def file_of(spec: str) -> str:
-    """The file that holds the function of FILE.py:function or MODULE:function; the name itself where there is none."""
+    """The file of FILE.py:function or MODULE:function; the name itself where there is none, and of a program's own."""
     name = spec.rpartition(":")[0]
-    return getattr(sys.modules.get(name), "__file__", None) or name
+    return (name != "__main__" and getattr(sys.modules.get(name), "__file__", None)) or name
+
+
+def source_of(spec: str) -> str:
+    """The text of a program's own function, whose file may change elsewhere; "" of others and where none is known."""
+    with contextlib.suppress(AttributeError, OSError, TypeError):
+        return inspect.getsource(getattr(sys.modules["__main__"], spec.removeprefix("__main__:")))
+    return ""
 
 
 def _imported(what: str, file: str, path: Path) -> Any:

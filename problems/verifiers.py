@@ -348,8 +348,7 @@ def _formula(gold: str, text: str) -> str:
     if not is_mathematics(gold):
         return text
     sentences = [part for part in re.split(r"\n|(?<=[.!?])[*)\"']*(?:\s|$)", text) if part.strip()]
-    with_one = [part for part in sentences if re.search(r"[0-9]|\\[A-Za-z]{2}", part)]
-    last = (with_one or sentences or [""])[-1].strip()
+    last = ([part for part in sentences if re.search(r"[0-9]|\\[A-Za-z]{2}", part)] or sentences or [""])[-1].strip()
     if len(last) > LONGEST or last.rstrip("*)\"' ").endswith("?") or _NOT.search(last):
         return ""
     formulas = [part for part in _WORD.split(last) if re.search(r"[0-9=+*/^\\$]|(?<!')\b[b-z]\b", part)]
@@ -382,7 +381,7 @@ VERIFIERS = {  # strictest first, as `auto` tries them
     "choice": Kind(
         lambda one: _NAME.fullmatch(stated_by(one)),
         choice_of,
-        'choices: the last line is it, opens with it and a mark, or ends in "is" and it',
+        'choices: the last line is it, opens with it and a mark, or ends in it after a word such as "is" or "in"',
     ),
     "math": Kind(is_mathematics, lambda _: math_correct, "mathematics, by math-verify"),
     "exact": Kind(bool, lambda _: exact, "texts: equal but for case, spaces, article and full stop"),

@@ -23,7 +23,7 @@ import numpy as np
 from disk.run_files import begun_with, student
 from flags import safe, visible
 from problems import form, functions
-from problems.data import POWER, at_the_start, hold_out_more
+from problems.data import LEAST_CONVERSATIONS, POWER, at_the_start, hold_out_more
 from problems.examples import prompt_text
 from reporting import health
 from reporting.health import Records
@@ -398,7 +398,7 @@ def advice(run: History, found: Change | None, moved: str, mended: str, is_risin
     if found.word == FEW:
         more = hold_out_more(last["eval/num"], settings)
         if run.figure == "loss":
-            return f"about {found.needed:,} conversations would tell: {more}"
+            return f"about {max(found.needed, LEAST_CONVERSATIONS):,} conversations would tell: {more}"
         told = f"about {found.needed:,} problems would tell: {more}: {asked_twice(settings, path, ' --samples 8')}"
         return f"{mended}; {told}" if mended else told
     if found.word == WORSE:
@@ -410,7 +410,7 @@ def advice(run: History, found: Change | None, moved: str, mended: str, is_risin
     if is_rising:
         way = "falling" if run.figure == "loss" else "rising"
         return f"train on, it was still {way}: {command(settings)} --resume {path} --steps {2 * last['step']}"
-    talk = f"talk to it: {command(settings, 'sampler.py')} --run {path} --chat"
+    talk = f"talk to it: {command(settings, 'sampler.py')} --run {path} --chat --temp 0"
     if run.figure == "loss" and settings.get("lora_rank"):
         model = shlex.quote(str(settings.get("model")))
         talk += f"; GRPO from it: {command(settings)} --model {model} --init-adapter {path} --data PROMPTS"

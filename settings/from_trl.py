@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from config import SETTINGS, Config
+from config import SETTINGS
 from flags import foreign_names, load_yaml, read_text
 from settings.checks import checked
 from settings.sources import command, low_rate
@@ -66,15 +66,14 @@ def recipe(path: str) -> str:
     if any(Path(one.rpartition(":")[0]) == Path(path) for one in ours.get("reward", ())):
         left.append("# reward: a run would run this script and its imports; move the functions into a file of theirs")
     if ours.get("lora_rank") == 0 and "use_peft" not in theirs:
-        left.append(
-            "# lora_rank: 0 trains all weights, as TRL without LoraConfig; without this line adapters are trained"
-        )
+        left.append("# lora_rank: 0 trains all weights, as TRL without LoraConfig; without this line adapters are")
     if "target_kl" not in ours and ours.get("loss_type") != "sft":
         left.append("# target_kl: TRL's steps have no bound; with `target_kl: 0` ours have none either")
     if Path(path).suffix != ".py" and not (theirs.keys() & {"reward_funcs", "num_generations"} or "loss_type" in ours):
         left.append("# reward_funcs: none is named; if this is of `trl sft`, add `loss_type: sft` and the whole batch")
-    if "learning_rate" in ours and (slow := low_rate(Config.of(**ours))):
-        left.append(f"# learning_rate: {slow}")
+    none = "none is given: TRL's is 1e-6, of SFT 2e-5; ours is the recipe's" * ("learning_rate" not in theirs)
+    if told := none or ("learning_rate" in ours and low_rate(checked(ours))):
+        left.append(f"# learning_rate: {told}")
     if spared:
         left.append(f"# not needed here: {', '.join(spared)}")
     if name := run.get("run_name") or run.get("output_dir"):
@@ -108,17 +107,12 @@ def derived(theirs: dict[str, Any], path: str) -> dict[str, Any]:
         ours["lora_rank"] = 0
     if asks and all(type(value) in (int, float) and value > 0 for value in scale):
         ours |= {"lora_rank": scale[1], "lora_scale": scale[0] / scale[1] ** (0.5 if theirs.get("use_rslora") else 1)}
-    told = theirs.get("chat_template_kwargs")
-    if isinstance(told, dict) and told.keys() == {"enable_thinking"}:
+    if isinstance(told := theirs.get("chat_template_kwargs"), dict) and told.keys() == {"enable_thinking"}:
         ours["thinking"] = told["enable_thinking"]
-    data, sets = [theirs.get(f"dataset_{part}") for part in ("name", "config", "train_split")], theirs.get("datasets")
-    if isinstance(sets, list) and len(sets) == 1 and isinstance(sets[0], dict):
-        data = [sets[0].get(part) for part in ("path", "name", "split")]
-        files = sets[0].get("data_files")  # its reader and split go without saying
-        data = [files["train"] if isinstance(files, dict) and [*files] == ["train"] else files] if files else data
-    if {type(part) for part in data if part} == {str} and data[0]:
-        files = [str(file) for file in (Path(path).parent / data[0], Path(data[0])) if file.is_file()]
-        ours["data"] = ":".join(files[:1] or filter(None, data))
+    named = [theirs.get(f"dataset_{part}") for part in ("name", "config", "train_split")]
+    if data := place_of(theirs.get("datasets"), named, path):
+        held = place_of(theirs.get("eval_dataset"), [], path)
+        ours |= {"data": data} | ({"eval_data": held} if held else {})
     share, steps = theirs.get("warmup_steps") or theirs.get("warmup_ratio"), theirs.get("max_steps")
     if type(share) is float and share < 1 and type(steps) is int and steps > 0:
         ours["warmup_steps"] = math.ceil(share * steps)
@@ -129,6 +123,18 @@ def derived(theirs: dict[str, Any], path: str) -> dict[str, Any]:
         weighed = zip(names, weights, strict=True)
         ours["reward_weights"] = {name.rpartition(".")[2]: one for name, one in weighed if name in (found or names)}
     return ours
+
+
+def place_of(sets: Any, data: list[Any], path: str) -> str:
+    """The file or hub set of TRL's `datasets`, else of a name, configuration and split; "" where there is not one."""
+    if isinstance(sets, list) and len(sets) == 1 and isinstance(sets[0], dict):
+        data = [sets[0].get(part) for part in ("path", "name", "split")]
+        if files := sets[0].get("data_files"):  # its reader and split go without saying
+            data = [*files.values()] if isinstance(files, dict) and len(files) == 1 else [files]
+    if {type(part) for part in data if part} != {str} or not data[0]:
+        return ""
+    found = [str(file) for file in (Path(path).parent / data[0], Path(data[0])) if file.is_file()]
+    return ":".join(found[:1] or filter(None, data))
 
 
 def rewards_of(theirs: dict[str, Any]) -> list[str]:
@@ -160,13 +166,13 @@ def in_script(path: str, where: str) -> Iterator[tuple[str, Any]]:
     """
     The names and values in a script's calls, then those that it sets afterwards, as `args.max_steps = 7`.
 
-    Of a value that is computed there are its words, of rewards their modules; nothing of what makes an eval_dataset.
+    Of a value that is computed there are its words, of rewards their modules; of what makes an eval_dataset its loads.
     """
     try:
         tree = ast.parse(read_text(path, where, 1))
     except (SyntaxError, RecursionError) as error:
         raise ValueError(f"{where} is not Python: {error}") from error
-    values, nodes, loads = constants(tree), list(ast.walk(tree)), list[dict[str | None, Any]]()
+    values, nodes, loads = constants(tree), list(ast.walk(tree)), dict[str, list[dict[str | None, Any]]]()
     own = [node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
     own += [ast.unparse(target) for node in tree.body if isinstance(node, ast.Assign) for target in node.targets]
     known = {name: f"{Path(path).stem}.{name}" for name in own}
@@ -177,7 +183,7 @@ def in_script(path: str, where: str) -> Iterator[tuple[str, Any]]:
     held = set(map(ast.unparse, aside)) - {ast.unparse(value) for name, value in keywords if name == "train_dataset"}
     aside += [node.value for node in nodes if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in held]
     inside = {inner for outer in aside for inner in ast.walk(outer)}
-    calls = [node for node in nodes if isinstance(node, ast.Call) and node not in inside]
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.bases]
     kinds = {node.name: ast.unparse(node.bases[0]).rpartition(".")[2] for node in classes}
     names = [getattr(node.func, "id", getattr(node.func, "attr", "")) for node in calls]
@@ -187,10 +193,13 @@ def in_script(path: str, where: str) -> Iterator[tuple[str, Any]]:
         taken = CALLS | OF_SFT
         yield "loss_type", "nll"
     for node, called in zip(calls, names, strict=True):
+        if node in inside and called not in LOADS:
+            continue
         order = (taken | LOADS).get(called, ())
         named = [*zip(order, node.args, strict=False), *((word.arg, word.value) for word in node.keywords)]
         if called in LOADS:
-            loads.append({key: literal(value, values) for key, value in named})
+            its = loads.setdefault("eval_dataset" if node in inside else "datasets", [])
+            its += [load] if (load := {key: literal(value, values) for key, value in named}) not in its else []
         elif called in ("map", "filter", "train_test_split") and isinstance(node.func, ast.Attribute):
             yield f".{called}", Computed(ast.unparse(node))
         elif called in OF_SFT and "GRPOTrainer" in names:
@@ -204,8 +213,7 @@ def in_script(path: str, where: str) -> Iterator[tuple[str, Any]]:
                 yield from its.items()
             else:
                 yield key or "**", its
-    if loads:
-        yield "datasets", [load for place, load in enumerate(loads) if load not in loads[:place]]
+    yield from loads.items()
     settings = foreign_names()["GRPOConfig"] | foreign_names()["TrainingArguments"]
     for line in nodes:
         match line:

@@ -117,10 +117,9 @@ def answered(
     stats, speed = sampler.RolloutStats(0.0, 0.0, 0), 0.0
     if mine:
         its = [samples[row] for row in mine]
-        prompts = [one.prompt for one in its]
         try:
             how: Any = {"group_size": 1, "key": key, "rows": mine, "batch_size": batch_size, "talk": talk}
-            rollout = sampler.rollout(model, prompts, params, **how)
+            rollout = sampler.rollout(model, [one.prompt for one in its], params, **how)
         except sampler.NotFinite as error:
             said = prompt_text(its[error.row].example["prompt"])
             raise ValueError(f"{error}. The prompt: {said!r:.200}") from error
@@ -213,10 +212,9 @@ def rewarded(
         if (np.abs(weights[name] * values) >= 1e15).any():  # `rewards.call_reward` has the same limit before weighting
             fault = f"reward {name} times its weight {weights[name]:g} passes 1e15"
             raise ValueError(f"{fault}; start again with lower --reward-weights")
-    compared = np.array([0 if together else sample.group for sample in samples])
     filled = {name: np.nan_to_num(values) for name, values in counted.items()}
     if "rubric" in filled:
-        filled["rubric"] = fill(counted["rubric"], compared)
+        filled["rubric"] = fill(counted["rubric"], np.array([0 if together else one.group for one in samples]))
     # no BLAS: its rounding may depend on the position, and equal rewards must stay equal
     total = sum((weights[name] * values for name, values in filled.items()), np.zeros(len(samples)))
     return [

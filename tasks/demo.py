@@ -63,8 +63,7 @@ def examples(held_out: bool, num: int) -> list[Example]:
     rng = random.Random(0)
     rng.shuffle(problems)
     carry = [p for p in problems if p["carry"]][: num * 2 // 3]
-    plain = [p for p in problems if not p["carry"]][: num - len(carry)]
-    chosen = carry + plain
+    chosen = carry + [p for p in problems if not p["carry"]][: num - len(carry)]
     assert len(chosen) == num, f"{num} problems were asked for, {len(chosen)} exist"
     rng.shuffle(chosen)
     return chosen

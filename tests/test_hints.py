@@ -127,8 +127,8 @@ RECIPE += "dataset_name: 5\n'': 3\n"
             "def f(a): return list(map(len, a))\nds = Dataset.from_json('mine.py').map(f)\ntest = load_dataset('a/b')\n"
             "class T(trl.GRPOTrainer): ...\nT('demo', f, args, ds, eval_dataset=test)\nLoraConfig(r=4)",
             {"groups": 4, "steps": 7, "data": "AT/mine.py", "model": "demo", "reward": ["AT/short.py:f"]}
-            | {"lora_rank": 4, "lora_scale": 2.0},
-            "** .map eval_dataset reward",
+            | {"lora_rank": 4, "lora_scale": 2.0, "eval_data": "a/b"},
+            "** .map reward",
         ),
         (
             "more.yaml",
@@ -174,7 +174,8 @@ def test_a_file_of_trl_becomes_a_recipe_that_says_what_has_no_equal(tmp_path, ca
     assert yaml.safe_load(said.replace(str(tmp_path), "AT")) == ours
     assert ("['q_proj', 'v_proj'] -> refused: --lora-targets q_proj: one adapter" in said) == (name == "rewards.py")
     is_sft = ours.get("loss_type") == "sft"
-    assert sorted(re.findall(r"^# ([\w.*()]+): ", said, re.M)) == sorted(left.split() + ["target_kl"] * (not is_sft))
+    always = ["target_kl"] * (not is_sft) + ["learning_rate"] * ("learning_rate" not in text)
+    assert sorted(re.findall(r"^# ([\w.*()]+): ", said, re.M)) == sorted(left.split() + always)
     if name == "grpo.py":
         assert said.startswith("# uv run train.py --config THIS --run-dir 'runs/a b'\n")
         assert "\n# temperature: 'TEMPERATURE' -> computed: write its value as `temp: VALUE`\n" in said

@@ -117,14 +117,13 @@ def test_functions_without_a_name_are_kept_and_missed_where_they_are_not(tmp_pat
     assert functions.load_function("--reward", functions.spec_of(short_answers)) == ("short_answers", short_answers)
 
 
-def test_the_functions_of_a_program_are_known_by_its_file_and_no_command_is_said_to_find_them(tmp_path, monkeypatch):
+def test_a_program_s_own_functions_are_known_by_their_text_and_by_no_command(tmp_path, monkeypatch):
     config, task, seen = Config.of(reward=["__main__:short"]), SimpleNamespace(problems=None, train=[], held_out=[]), []
     task.rubric = task.witness = None
-    for name in "ab":
-        (tmp_path / name).write_text(name)
-        monkeypatch.setattr(sys.modules["__main__"], "__file__", f"{tmp_path}/{name}", raising=False)
-        seen.append(runs.digests(config, task)["__main__"])
-    assert seen[0] != seen[1]
+    for fn in (short_answers, ids_of, len):
+        monkeypatch.setattr(sys.modules["__main__"], "short", fn, raising=False)
+        seen.append(runs.digests(config, task))
+    assert seen[0]["__main__:short"] != seen[1]["__main__:short"] and len(seen[2]) == 1  # len's is not known
     assert "uv run" not in verdict.lines(None, config.flat(), tmp_path)[1]
     assert "--out" not in verdict.lines(None, {"loss_type": "sft"}, tmp_path)[1]
 

@@ -37,8 +37,7 @@ from judging.rubrics import Grader
 from layers import lm_head
 from machine import alive, memory, world
 from problems import chat_template, episodes
-from problems.chats import Row, read_chat, render_all
-from problems.data import load_sides
+from problems.chats import Row, render_all
 from problems.episodes import Toolbox, ended
 from problems.examples import Example, prompt_key, prompt_text, spread
 from problems.form import is_degenerate, is_refusal, repeated
@@ -364,7 +363,7 @@ def of_replies(args: Namespace, parser: Parser, adapter: str | None, start: str 
             fix = "leave it out, or add --data FILE with problems to answer"
             raise ValueError(f"{flag_of(name)} {value} changes nothing in the loss of {args.run}'s replies; {fix}")
     config = checked(load_recipe(run_files.config_file(args.run)))
-    held_out = load_sides(config.data.path, None, config.data.columns, read_chat)[1]
+    _, held_out = tasks.sides(config)
     model, tokenizer, _ = load_policy(config.model.name, adapter, start)
     some = spread(held_out, args.limit or config.evaluation.limit)
     talks = render_all(some, "held-out", tokenizer, model.config, config.sampling.thinking)
@@ -392,8 +391,7 @@ def main(argv: list[str] | None = None) -> None:
             raise ValueError(f"--out {args.out} is no file in an existing directory; make the directory first")
         adapter = run_files.settle(args)
         if args.run:
-            config = of_run(args.run, flags, args.data)
-            start = run_files.adapter_of(args.run, 0)
+            config, start = of_run(args.run, flags, args.data), run_files.adapter_of(args.run, 0)
             what = f"run: {args.run}, {'newest adapter' if args.step is None else f'step {args.step}'}"
         else:
             name, why = gwen.choose_model(args.model, args.adapter, of_task(args.task or "", "").get("model"))
@@ -412,10 +410,7 @@ def main(argv: list[str] | None = None) -> None:
         if args.run and args.data:
             try:
                 past = checked(load_recipe(run_files.config_file(args.run)))
-                if past.objective.loss_type == "sft":
-                    trained = set(map(asked_key, load_sides(past.data.path, None, past.data.columns, read_chat)[0]))
-                else:
-                    trained = set(map(asked_key, tasks.make(past).train))
+                trained = set(map(asked_key, tasks.sides(past)[0]))
             except ValueError as error:  # of a run whose data or rewards are gone
                 said = f"WARNING: whether it was trained on prompts of --data {args.data} is unknown: {error}"
                 print(visible(said), file=sys.stderr)

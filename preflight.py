@@ -468,7 +468,9 @@ def try_out(config: Config) -> Iterator[str]:
         values = [answer["reward"] for answer in answers if answer["reward"] is not None] or [0.0]
         within = sum(step["reward/std"] or 0.0 for step in steps) / len(steps)
         deviation = within / (max(values) - min(values)) if within and task.metric == "score" else 0.0
-        yield from at_the_start(len(spread(task.held_out, config.evaluation.limit)), config.flat(), deviation)
+        held_out = spread(task.held_out, config.evaluation.limit)
+        yield from at_the_start(len(held_out), config.flat(), deviation)
+        yield from tasks.begun_on(config, task.train, held_out)
     yield from verdict(config, steps, answers, right_of(task, answers))
 
 

@@ -274,7 +274,8 @@ class GrpoRun(Run):
             self.prompts = draws.Endless(config, self.task.problems, self._render)
         held_out = spread(self.task.held_out, config.evaluation.limit) if config.evaluation.every else []
         self._render(held_out, "held-out prompt")  # only to refuse what is too long
-        for line in at_the_start(len(held_out), config.flat()):
+        begun_on = tasks.begun_on(config, self.task.train, held_out)
+        for line in (*at_the_start(len(held_out), config.flat()), *begun_on):
             say(line)
         criteria = self.task.rubric, self.task.witness if held_out else None
         self.judge, self.witness = judge.make_graders(config, *criteria, self.base or self.model, self.tokenizer)
@@ -363,7 +364,7 @@ class SftRun(Run):
         self.train = chats.render_all(train, "training", *how)
         held_out = spread(held_out, config.evaluation.limit) if config.evaluation.every else []
         self.held_out = chats.render_all(held_out, "held-out", *how)
-        for line in at_the_start(len(held_out), config.flat()):
+        for line in (*at_the_start(len(held_out), config.flat()), *tasks.begun_on(config, train, held_out)):
             say(line)
         self.longest = max(len(row.ids) for rows in self.train + self.held_out for row in rows)
         self.settle(config, [sum(len(row.ids) for row in rows) for rows in self.train])

@@ -23,8 +23,7 @@ from deploy import few_bits, gguf_writer, ollama
 from disk import adapters, gguf, hub, run_files
 from flags import Parser, in_one_line
 from machine import alive
-from problems import chat_template, chats
-from problems.data import load_sides
+from problems import chat_template
 from settings.checks import checked
 from settings.sources import load_recipe
 
@@ -129,16 +128,11 @@ def as_trained(tokenizer: Any, trained: Trained) -> str:
 
 def trained_opening(config: Config) -> tuple[list[dict[str, Any]], str]:
     """The messages that all prompts of a run begin with, and what is to be said where they are not known."""
-    data = config.data
     try:
-        if config.objective.loss_type == "sft":
-            examples, *_ = load_sides(data.path, None, data.columns, chats.read_chat)
-        else:
-            task = (tasks.posed if config.data.reward else tasks.make)(config)  # who gave rewards may be gone
-            examples = task.train or task.held_out
+        train, held_out = tasks.sides(config)
     except ValueError as error:  # the data were moved
         return [], f"; the system prompt of training is unknown: {error}"
-    opening, num_systems = chat_template.opening_of(examples)
+    opening, num_systems = chat_template.opening_of(train or held_out)
     said = f"; training had {num_systems} system prompts, and the template has none" if num_systems > 1 else ""
     return opening, said
 

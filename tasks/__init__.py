@@ -16,14 +16,15 @@ from typing import Any
 from config import Config
 from flags import flag_of
 from judging import rubrics
-from problems import calls
+from problems import calls, chats
 from problems.data import load_sides
-from problems.examples import nearest, spread
+from problems.examples import Example, nearest, prompt_text, spread
 from problems.functions import load_functions
 from problems.rewards import Reward, load_reward, reward_arguments, reward_columns
-from settings.sources import OWN_TASK
+from settings.checks import checked
+from settings.sources import OWN_TASK, load_recipe
 from tasks import own
-from tasks.task import DATA, Task
+from tasks.task import DATA, Sides, Task
 
 # settings of advantages that turns may have
 OF_TURNS = {
@@ -127,6 +128,36 @@ def make(config: Config, held_out: str | None = None) -> Task:
     return task
 
 
+def sides(config: Config) -> Sides:
+    """What a run trains on and holds out, of replies their conversations; its own rewards' files may be gone."""
+    data = config.data
+    if config.objective.loss_type == "sft":
+        return load_sides(data.path, None, data.columns, chats.read_chat)[:2]
+    task = (posed if data.reward else make)(config)
+    return task.train, task.held_out
+
+
+def begun_on(config: Config, train: list[Example], held_out: list[Example]) -> list[str]:
+    """
+    A line where the run that --init-adapter names, or a checkpoint of, was trained on prompts held out here.
+
+    Their last user messages are compared; those that this run trains on itself say nothing. No line without a run, or
+    where its data cannot be read.
+    """
+    begun = Path(config.model.init_adapter)
+    runs = [one for one in (begun, *begun.parents[:3]) if (one / "metrics.jsonl").is_file()]
+    if not config.model.init_adapter or not runs:
+        return []
+    try:
+        theirs, _ = sides(checked(load_recipe(runs[0] / "config.yaml")))
+    except ValueError:
+        return []
+    known, own = ({prompt_text(example["prompt"]) for example in side} for side in (theirs, train))
+    num = sum((asked := prompt_text(example["prompt"])) in known and asked not in own for example in held_out)
+    told = f"{num} of {len(held_out)} held-out prompts are among those that {runs[0]} was trained on, and prove little"
+    return [f"WARNING: {told}: hold the same rows out in both, by a column split"] if num else []
+
+
 def _with_own_rewards(task: Task, config: Config) -> Task:
     """The task with the rewards of --reward, each of weight 1, instead of its own; rubrics and metrics stay."""
     data = config.data
@@ -219,8 +250,7 @@ def _weighted(task: Task, config: Config) -> Task:
     may be left where a teacher says enough. A task's own reward that lacks a column is left out where it pays nothing,
     else a ValueError.
     """
-    given = config.data.reward_weights
-    known = [*task.rewards, *(["rubric"] if task.rubric else [])]
+    given, known = config.data.reward_weights, [*task.rewards, *(["rubric"] if task.rubric else [])]
     if unknown := [name for name in given if name not in known]:
         raise ValueError(f"--reward-weights {unknown[0]}: the rewards are {', '.join(known)}")
     weights = {name: given.get(name, task.reward_weights.get(name, 1.0)) for name in known}

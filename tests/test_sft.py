@@ -23,6 +23,7 @@ from config import Config, Sizes
 from disk import hub, run_files
 from problems import chat_template, chats
 from problems.chats import Row
+from run import make
 from settings.sources import given, parse
 from step.batch import cut
 from step.loss import StepLoss
@@ -49,8 +50,7 @@ REWRITING = (
 
 def random_rows(vocab, num=6):
     """Rows of random ids and lengths, whose trained tokens lie in two runs."""
-    rng = np.random.default_rng(3)
-    rows = []
+    rng, rows = np.random.default_rng(3), []
     for _ in range(num):
         length = int(rng.integers(8, 20))
         begin, end = sorted(int(x) for x in rng.choice(np.arange(1, length - 3), 2, replace=False))
@@ -163,8 +163,7 @@ def test_loss_and_gradient_equal_those_of_mlx_lm_s_model_whatever_the_micro_batc
     def loss_of(model):
         total = mx.array(0.0)
         for row in rows:
-            logits = model(mx.array([row.ids]))[0]
-            places = mx.array(row.places)
+            logits, places = model(mx.array([row.ids]))[0], mx.array(row.places)
             total += nn.losses.cross_entropy(logits[places - 1], mx.array(row.ids)[places]).sum()
         return total / count(rows)
 
@@ -262,6 +261,33 @@ def test_a_run_that_begins_with_an_adapter_has_it_as_its_reference_even_when_res
     train.main(["--resume", str(directory)])
     assert untimed(directory / "metrics.jsonl") == steps and untimed(directory / "eval.jsonl") == evals
     assert run_files.adapter_of(str(directory), 0) == str(directory / run_files.START)
+
+
+@pytest.mark.slow
+def test_held_out_prompts_that_the_run_before_was_trained_on_are_told_of_at_the_start(golden, tmp_path, capsys):
+    def rows_of(held_out, *before):
+        asked = [[*before, {"role": "user", "content": f"What is {n} plus {n}?"}] for n in range(12)]
+        rows = [{"prompt": one if before else one[0]["content"], "completion": "Two."} for one in asked]
+        return [row | {"split": "test" if n in held_out else "train"} for n, row in enumerate(rows)]
+
+    def said(before, flags, rows):
+        words = f"--model demo --init-adapter {before} --data {write_log(tmp_path / 'now.jsonl', rows)} {flags}"
+        make(resolve(given(parse(words.split())))[0], tmp_path / "now")
+        return [line for line in capsys.readouterr().out.splitlines() if "trained on" in line]
+
+    of_replies, by_rewards, system = golden("sft"), tmp_path / "before", {"role": "system", "content": "Be brief."}
+    (line,) = said(of_replies / "adapter", "--reward length:9", rows_of(range(6), system))
+    told = f"WARNING: 6 of 6 held-out prompts are among those that {of_replies} was trained on, and prove little: "
+    assert line == f"{told}hold the same rows out in both, by a column split"
+    shutil.copytree(of_replies, by_rewards)
+    data = write_log(tmp_path / "before.jsonl", rows_of(range(4)))
+    (by_rewards / "config.yaml").write_text(f"model: demo\ntask: own\ndata: {data}\nreward: ['gone.py:score']\n")
+    for flags in ("--loss-type sft", "--reward length:9"):
+        (line,) = said(by_rewards, flags, rows_of(range(6), system))
+        assert line.startswith(f"WARNING: 2 of 6 held-out prompts are among those that {by_rewards} was")
+        assert not said(by_rewards, flags, rows_of(range(4)))
+    (tmp_path / "before.jsonl").unlink()  # now nobody knows
+    assert not said(by_rewards, "--loss-type sft", rows_of(range(6)))
 
 
 @pytest.mark.slow

@@ -237,8 +237,7 @@ class Model(nn.Module):
 
     def __init__(self, config: hub.ModelConfig):
         super().__init__()
-        self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.config, self.embed_tokens = config, nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = [Block(config, kind) for kind in config.layer_kinds]
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.family.norm_offset)
         if not config.tie_word_embeddings:

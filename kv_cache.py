@@ -299,8 +299,7 @@ class KVCache(Cache):
     """
 
     def __init__(self, kinds: Sequence[str], capacity: int = 0, pad: mx.array | None = None):
-        self.layers = make_layers(kinds, lambda: LayerCache(capacity))
-        self.pad = pad
+        self.layers, self.pad = make_layers(kinds, lambda: LayerCache(capacity)), pad
         self.length = 0  # columns written so far, padding included
 
     def advance(self, num_new: int) -> None:

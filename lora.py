@@ -34,9 +34,7 @@ class LoRALinear(nn.Module):
     def __init__(self, linear: nn.Linear, rank: int, scale: float, key: mx.array):
         super().__init__()
         out_width, in_width = linear.weight.shape
-        self.linear = linear
-        self.scale = scale
-        self.enabled = True
+        self.linear, self.scale, self.enabled = linear, scale, True
         bound = 1 / math.sqrt(in_width)
         self.lora_a = mx.random.uniform(-bound, bound, (in_width, rank), key=key)
         self.lora_b = mx.zeros((rank, out_width))  # so that training begins at the base model
@@ -176,8 +174,7 @@ def attach(model: gwen.Model, path: str | Path, start: str | Path | None = None)
     start: the adapter that its training began with, for `before_training`.
     """
     (scale, pairs), begun = read(model, path), None if start is None else read(model, start)[1]
-    linears = dict(model.named_modules())
-    adapted = []
+    linears, adapted = dict(model.named_modules()), []
     for name, (low, high) in pairs.items():
         layer = LoRALinear(linears[name], 1, scale, mx.random.key(0))
         layer.lora_a, layer.lora_b = low, high

@@ -400,8 +400,7 @@ def rollout(
     what = "sampling" if params.temperature else "answering greedily"
     with alive.Bar(total=num_rows, desc=what, unit="row") as progress:
         record = Record(num_rows, params, key, rows)
-        record.progress = progress
-        record.talk = talk
+        record.progress, record.talk = progress, talk
         in_order = dict(sorted(rows_of.items(), key=lambda item: len(item[0])))  # so that batches have little padding
         sample(model, in_order, record, size, share_prefix)
     decode_s, wait_s = time.perf_counter() - begin - record.prefill_s, talk.wait_s if talk else 0.0

@@ -39,8 +39,7 @@ class Reading(NamedTuple):
 
 def read(problem: str, answer: str) -> Reading:
     asked, named = numbers_of(problem), numbers_of(answer)
-    ends_right = named[-1:] == [sum(asked)]
-    own = not Counter(named[:-1]) - Counter(asked)
+    ends_right, own = named[-1:] == [sum(asked)], not Counter(named[:-1]) - Counter(asked)
     known = SILENT | set(words_of(problem)) - SIGNS.keys() - NUMBERS.keys()
     statements = [part for part in re.split(r"[.;:\n]", answer) if part.strip()]
     return Reading(ends_right, ends_right and own and all(is_true(part, sum(asked), known) for part in statements))

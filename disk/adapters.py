@@ -154,8 +154,7 @@ def merge(weights: dict[str, mx.array], path: str | Path, family: hub.Family) ->
             if name not in weights or array.shape != weights[name].shape:
                 raise ValueError(f"--adapter {directory}: {name} {array.shape} is not a tensor of this model")
         return weights | {name: array.astype(weights[name].dtype) for name, array in trained.items()}
-    adapter = fitting(weights, directory)
-    weights = dict(weights)
+    adapter, weights = fitting(weights, directory), dict(weights)
     for name, (low, high) in adapter.pairs.items():
         base = weights[f"{name}.weight"]
         delta = adapter.scale * (low.astype(mx.float32) @ high.astype(mx.float32)).T

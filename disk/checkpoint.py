@@ -106,8 +106,7 @@ def _read(path: Path) -> State:
     for name, array in state.items():
         group, _, key = name.partition("/")
         groups[group][key] = array
-    trainable = groups["trainable"] or adapters.masters(adapter)
-    return State(record["step"], trainable, groups["optimizer"], record["extra"])
+    return State(record["step"], groups["trainable"] or adapters.masters(adapter), groups["optimizer"], record["extra"])
 
 
 def refuse_other_tensors(state: State, trainable: dict[str, mx.array], dtype: str, run_dir: Path) -> None:

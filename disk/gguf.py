@@ -205,8 +205,7 @@ def tokenizer_of(metadata: dict[str, Any]) -> Any:
     made = Tokenizer(models.BPE(numbers, merges, ignore_merges=split == "llama-bpe"))
     if split == "qwen2":
         made.normalizer = normalizers.NFC()
-    made.pre_tokenizer = splitter(split)
-    made.decoder = decoders.ByteLevel()
+    made.pre_tokenizer, made.decoder = splitter(split), decoders.ByteLevel()
     special = {gguf.TokenType.CONTROL: True, gguf.TokenType.USER_DEFINED: False}
     pairs = [(token, kind) for token, kind in zip(tokens, types, strict=True) if kind in special]
     made.add_tokens([AddedToken(token, special=special[kind], normalized=False) for token, kind in pairs])

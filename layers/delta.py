@@ -118,8 +118,7 @@ def chunked(
     solved = inverse(system)
     since = cpu.exp(total)[..., None]  # from the chunk's begin
     wanted = solved @ (values * beta[..., None])  # corrections if the memory were empty
-    by_memory = solved @ (scaled * since)
-    within = (queries @ keys.swapaxes(-1, -2)) * fades
+    by_memory, within = solved @ (scaled * since), (queries @ keys.swapaxes(-1, -2)) * fades
     reading, writing = queries * since, keys * cpu.exp(total[..., -1:] - total)[..., None]
     outs = []
     for at in range(num_chunks):

@@ -162,8 +162,7 @@ def wait(x: mx.array, done: list[mx.array]) -> mx.array:
 
 def place_of(ids: mx.array, tile: slice) -> tuple[mx.array, mx.array]:
     """Where in a tile each id stands, the nearest place if outside, and whether it is inside; (M, 1) each."""
-    place = ids[:, None] - tile.start
-    last = tile.stop - tile.start - 1
+    place, last = ids[:, None] - tile.start, tile.stop - tile.start - 1
     return mx.clip(place, 0, last), (place >= 0) & (place <= last)
 
 
@@ -186,8 +185,7 @@ class _Softmax(NamedTuple):
         found = mx.take_along_axis(logits, place, axis=-1)
         peak = mx.maximum(self.peak, cpu.largest(logits))
         logits, moved = logits - peak, self.peak - peak
-        shrunk = cpu.exp(moved)
-        weights = cpu.exp(logits)
+        shrunk, weights = cpu.exp(moved), cpu.exp(logits)
         weighted = weights * logits
         return _Softmax(
             peak,

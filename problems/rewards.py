@@ -112,8 +112,7 @@ def call_rewards(
     Raises ValueError naming a reward that gave None for all of them, unless it is a metric, or other functions or
     environments of the user gave each a number, as of several tasks each with a reward of its own.
     """
-    every = columns_of(examples) | columns
-    prompts = [example["prompt"] for example in examples]
+    every, prompts = columns_of(examples) | columns, [example["prompt"] for example in examples]
     named = alive.Bar(rewards.items(), desc="reward", unit="reward")
     called = {name: call_reward(name, reward, prompts, completions, every) for name, reward in named}
     counted = [name for name in called if weights is None or weights[name]]

@@ -164,8 +164,7 @@ def merged(flags: dict[str, Any], recipe: dict[str, Any] | None) -> Config:
     config = checked(asked | unasked | flags, flags)
     its_rate = "learning_rate" in flags or ("learning_rate" in asked and asked.get("lora_rank") == 0)
     if config.model.lora_rank == 0 and not its_rate:  # the recipe's or the default is one for adapters
-        of_all = config.optimizer.learning_rate / 10
-        return config.but(learning_rate=1.0 if config.optimizer.kind == "sgd" else of_all)
+        return config.but(learning_rate=1.0 if config.optimizer.kind == "sgd" else config.optimizer.learning_rate / 10)
     return config
 
 

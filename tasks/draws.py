@@ -109,7 +109,6 @@ def _epoch_order(num_examples: int, batch: int, epoch: int, seed: int) -> tuple[
     """
     order = list(range(num_examples))
     random.Random(f"{seed}").shuffle(order)
-    size = max(num_examples - batch + 1, 1)
-    rng = random.Random(f"{seed} epoch {epoch}")
+    size, rng = max(num_examples - batch + 1, 1), random.Random(f"{seed} epoch {epoch}")
     blocks = [order[begin : begin + size] for begin in range(0, num_examples, size)]
     return tuple(index for block in blocks for index in rng.sample(block, len(block)))

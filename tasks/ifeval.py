@@ -88,8 +88,7 @@ class Problems:
     def __init__(self, kinds: Iterable[str]):
         if importlib.util.find_spec("if_verifiable") is None:
             raise ValueError(f"--task ifeval: {INSTALL}")
-        self.mix = tuple(kinds)
-        num = min(VERIFIERS, os.cpu_count() or 1)
+        self.mix, num = tuple(kinds), min(VERIFIERS, os.cpu_count() or 1)
         self.verifiers = Pool(f"{__name__}:make_verifier", (), num=num, limit=LIMIT, sealed=True)
         made = (self._example(place, f"held out {place}", "held_out") for place in range(2 * HELD_OUT))
         self.held_out = list({prompt_key(example): example for example in made}.values())[:HELD_OUT]
@@ -100,8 +99,7 @@ class Problems:
     def _example(self, place: int, seed: str, side: str) -> Example:
         """An example of a side; kinds take turns."""
         rng, kinds = random.Random(seed), self.mix
-        first = kinds[place % len(kinds)]
-        apart = [set(pair) for pair in words()["apart"]]
+        first, apart = kinds[place % len(kinds)], [set(pair) for pair in words()["apart"]]
         others = [kind for kind in kinds if kind != first and {kind, first} not in apart]
         chosen = [first, rng.choice(others)] if others and rng.random() < PAIRS else [first]
         wordings, asked = [], []

@@ -71,8 +71,7 @@ def assert_same(found, expected, tolerance):
 @pytest.mark.parametrize("family", ["qwen2", "qwen2.5", "qwen3", "smollm3", "qwen3.5"])
 def test_the_gradient_is_the_same_for_any_cut_shared_or_not(checkpoints, family, rank):
     """Against one row after the other, alone and without padding."""
-    model = load(checkpoints[family], rank)
-    alone = cut(SAMPLES, 1, "off")
+    model, alone = load(checkpoints[family], rank), cut(SAMPLES, 1, "off")
     assert len(alone) == 12 and all(batch.num_positions == batch.num_tokens for batch in alone)
     expected = gradient(model, alone)
     for sharing, budgets in {"on": (1, 3 * 8, 10**6), "off": (3 * 8, 40, 10**6)}.items():
@@ -90,8 +89,7 @@ def test_layers_that_are_computed_again_keep_the_gradient_of_every_tensor(
     checkpoints, family, rank, sharing, checkpoint_layers
 ):
     """`mx.checkpoint` of a module drops them, and of a cache that was filled once more doubles the keys."""
-    model = load(checkpoints[family], rank)
-    batches = cut(SAMPLES, 60, sharing)
+    model, batches = load(checkpoints[family], rank), cut(SAMPLES, 60, sharing)
     before = dict(tree_flatten(model.parameters()))
     assert_same(gradient(model, batches, checkpoint_layers), gradient(model, batches), 1e-5)
     after = dict(tree_flatten(model.parameters()))

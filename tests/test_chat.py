@@ -180,8 +180,7 @@ class Pressing(io.StringIO):
 def test_ctrl_c_ends_an_answer_and_the_talk_goes_on(tiny_model, tokenizer, monkeypatch):
     model = gwen.load_model(tiny_model, mx.float32)
     side = make_side(model, tokenizer, max_tokens=200)
-    side.params = side.params._replace(eos_ids=())
-    ended = []
+    side.params, ended = side.params._replace(eos_ids=()), []
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", Pressing())
         patch.setattr(type(side), "is_over", lambda _: False)

@@ -115,8 +115,7 @@ def test_what_one_model_finds_impossible_stays_finite(beta):
 def test_it_takes_hardly_more_memory_than_log_probabilities():
     """Peaks with their inputs, though a teacher brings a second head and second hidden states."""
     num, vocab, width = 512, 20_000, 16
-    keys = mx.random.split(mx.random.key(0), 4)
-    ids = mx.zeros((1, num), mx.int32)
+    keys, ids = mx.random.split(mx.random.key(0), 4), mx.zeros((1, num), mx.int32)
     peaks = []
     for taught in (False, True):
         hidden, second = (mx.random.normal((1, num, width), key=key) for key in keys[:2])

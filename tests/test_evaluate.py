@@ -171,8 +171,7 @@ def test_the_interval_of_other_values_is_student_s_and_one_problem_or_equal_ones
 def test_the_divergence_is_k3_in_float64_and_nothing_before_training(demo):
     model, tokenizer = gwen.load("demo")
     lora.apply(model, 4, 2.0)
-    task = tasks.load("demo")
-    params = evaluate.EvalParams(12, limit=12)
+    task, params = tasks.load("demo"), evaluate.EvalParams(12, limit=12)
     record, _ = evaluated((model, tokenizer), task, params, reference=model)
     assert 0 <= record["eval/kl"] < 1e-10
     for index, (_, layer) in enumerate(lora.layers(model)):

@@ -243,8 +243,7 @@ def day(monkeypatch):
 def test_a_template_that_writes_the_date_writes_that_on_which_its_run_began(tokenizer, day, tmp_path):
     dated = copy.deepcopy(tokenizer)
     dated.chat_template = DATED
-    prompt = [{"role": "user", "content": "one"}]
-    today = datetime.date.today()
+    prompt, today = [{"role": "user", "content": "one"}], datetime.date.today()
     assert chat_template.render(dated, prompt, False) == f"{today:%d %B %Y}: one<|im_end|>"
     assert run_files.begun(tmp_path) == today.isoformat()
     (tmp_path / "env.json").write_text('{"begun": "2026-01-31"}')

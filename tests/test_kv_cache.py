@@ -45,8 +45,7 @@ def test_a_cache_with_room_never_grows():
 
 
 def test_a_view_that_is_held_keeps_its_values_when_the_buffer_is_written_in_place():
-    layer = LayerCache()
-    first = entries(2, 3)
+    layer, first = LayerCache(), entries(2, 3)
     ((view, _),) = layer.update(first, entries(2, 3))
     for _ in range(3):
         layer.update(entries(2, 1), entries(2, 1))

@@ -182,8 +182,7 @@ assert not mine, mine
 def test_no_file_mentions_the_workshop_or_a_registry():
     workshop = [re.escape("/" + "work" + "/"), re.escape(".." + "/" + "shared")]
     hosts = r"pypi[.]org python[h]osted[.]org huggingface[.]co \bhf[.]co\b npmjs[.]org".split()
-    forbidden = re.compile("|".join(workshop + hosts))
-    found = []
+    forbidden, found = re.compile("|".join(workshop + hosts)), []
     for path in FILES:
         if (
             path.suffix in {".py", ".md", ".toml", ".yaml", ".yml"}

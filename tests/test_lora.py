@@ -177,8 +177,7 @@ def test_training_can_begin_with_an_adapter_which_is_then_the_model_before_train
 
 
 def test_an_adapter_whose_query_key_and_value_have_an_a_each_needs_three_times_the_rank(tiny_model, tmp_path):
-    rng = np.random.default_rng(0)
-    plain = gwen.load_model(tiny_model)
+    rng, plain = np.random.default_rng(0), gwen.load_model(tiny_model)
     weights = hub.unfuse_weights(dict(tree_flatten(plain.parameters())), plain.config)
     pairs = {}
     for name in (name.removesuffix(".weight") for name in weights if name[-13:-7] in ("q_proj", "k_proj", "v_proj")):

@@ -116,8 +116,7 @@ def demand_of(prompt_tokens=128, rubric=None, model=BIG, **flags):
 
 
 def test_prompts_that_are_shared_are_counted_once(mac, monkeypatch):
-    demand = demand_of(1024, batch=16, max_tokens=512)
-    column = 2 * 28 * 8 * 128 * 2
+    demand, column = demand_of(1024, batch=16, max_tokens=512), 2 * 28 * 8 * 128 * 2
     shared = rollout_bytes(BIG, mx.float16, demand.longest, 8, 512, 64)[0]
     assert shared == column * (16 * 1024 + 64 * 512)  # 5.6 GB
     monkeypatch.setenv("GWEN_KERNELS", "off")
@@ -290,8 +289,7 @@ def test_before_the_first_step_every_kernel_is_checked_at_the_sizes_of_the_model
     for op in kernels.OPS.values():
         monkeypatch.setattr(op, "launch", op.reference)
         monkeypatch.setattr(op, "off", set())
-    checked = {}
-    original = kernels.Op.check
+    checked, original = {}, kernels.Op.check
 
     def noting(op, *arguments, **settings):
         checked.setdefault(op.name, []).append(arguments)

@@ -78,8 +78,7 @@ MANY = {"batch": 4, "groups": 16, "max_tokens": 16, "train_token_budget": 160}
 def test_a_step_takes_at_most_a_twentieth_more_than_was_said_and_three_tenths_less(name, flags, prompt_tokens, rubric):
     config = make_config(model=name, **{"max_tokens": 32} | flags)
     gc.collect()
-    before = mx.get_active_memory()
-    model = gwen.load(name)[0]
+    before, model = mx.get_active_memory(), gwen.load(name)[0]
     prompts = np.random.default_rng(0).integers(3, 1000, (config.sampling.batch, prompt_tokens)).tolist()
     demand = demand_of(config, prompt_tokens, model.config, mx.float32)._replace(rubric=rubric)
     sizes = preflight.settle(demand)

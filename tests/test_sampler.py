@@ -236,8 +236,7 @@ def test_the_batch_size_is_halved_for_good_and_never_below_one(model, monkeypatc
 
 
 def test_decoding_stops_soon_after_all_rows_have_ended(model, monkeypatch):
-    forwards = []
-    original = gwen.Model.hidden
+    forwards, original = [], gwen.Model.hidden
     monkeypatch.setattr(gwen.Model, "hidden", lambda self, *args: forwards.append(1) or original(self, *args))
     assert roll(model, max_tokens=500, eos_ids=tuple(range(320))).completion_ids.shape[1] == 1
     assert len(forwards) <= 1 + 2 * sampler.LOOK_EVERY
@@ -282,8 +281,7 @@ def test_a_stop_text_ends_a_row_at_the_token_that_completes_it(model, tokenizer,
     free = roll(model, **settings)
     spoken = [tokenizer.decode(ids) for ids in free.ids]
     stop = sampler.Stop([spoken[0][5:8], spoken[7][2:4], "nobody says this"], tokenizer)
-    rollout = roll(model, **settings, stop=stop)
-    numbers = []
+    rollout, numbers = roll(model, **settings, stop=stop), []
     for row, (ids, logprobs) in enumerate(rows_of(free)):
         prefixes = [tokenizer.decode(ids[:number]) for number in range(1, len(ids) + 1)]
         number = next((n for n, said in enumerate(prefixes, 1) if any(one in said for one in stop.texts)), None)

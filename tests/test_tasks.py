@@ -115,8 +115,7 @@ def test_the_demo_reads_the_answer_and_nothing_false_beside_it(prompt, text, ans
 
 
 def test_the_values_labels_cover_every_criterion_and_score_with_prompts_of_their_own():
-    labels = read_log(ROOT / "data/values_labels.jsonl")
-    task = tasks.load("values")
+    labels, task = read_log(ROOT / "data/values_labels.jsonl"), tasks.load("values")
     known = {e["prompt"] for e in task.train + task.held_out}
     counts = Counter((label["criterion"], label["score"]) for label in labels)
     assert len(labels) == 40 and not known & {label["prompt"] for label in labels}

@@ -459,8 +459,7 @@ def test_fine_tuning_learns_turns_as_a_rollout_samples_them(talker):
     ]
     example = chats.read_chat({"messages": messages, "tools": json.dumps(list(box.schemas[""].values()))})
     how = {"thinking": False, "end_ids": [talker.eos_token_id], "context": 1000}
-    rows = chats.render(talker, example, **how)
-    end = [talker.eos_token_id]
+    rows, end = chats.render(talker, example, **how), [talker.eos_token_id]
     prompt = box.prompt({"prompt": messages[0]["content"]})
     first = talker.encode(call("add", {"a": 2}), add_special_tokens=False) + end
     told = box.frames.between([messages[2]], list(box.schemas[""].values()))

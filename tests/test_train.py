@@ -59,8 +59,7 @@ def test_prompts_are_rendered_without_thinking_unless_asked_and_the_judge_s_too(
 
 
 def test_all_weights_train_at_a_tenth_of_the_adapters_rate_unless_one_is_given(tmp_path):
-    full = {"model": "demo", "lora_rank": 0}
-    recipe = tmp_path / "full.yaml"
+    full, recipe = {"model": "demo", "lora_rank": 0}, tmp_path / "full.yaml"
     recipe.write_text("lora_rank: 0\nlearning_rate: 0.0003\n")
     assert resolve(full, None, None)[0].optimizer.learning_rate == pytest.approx(0.0004)
     assert resolve(full | {"task": "values"}, None, None)[0].optimizer.learning_rate == pytest.approx(5e-6)

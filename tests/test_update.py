@@ -260,8 +260,7 @@ def test_with_rank_0_all_weights_train_from_float32_masters_of_a_16_bit_model(tm
     assert run.base is not None and run.judge.model is run.base
     assert run.learner.loss_scale.dynamic
     assert {array.dtype for array in run.learner.trainable.values()} == {mx.float32}
-    masters = dict(run.learner.trainable)
-    result = update_once(run)
+    masters, result = dict(run.learner.trainable), update_once(run)
     assert result.grad_norm > 0 and not result.skipped
     moved = [name for name, array in run.learner.trainable.items() if not mx.array_equal(array, masters[name])]
     assert set(moved) == set(masters)
@@ -346,8 +345,7 @@ def test_the_loss_scale_backs_off_at_an_overflow_and_grows_again(tmp_path, monke
 
 def test_a_third_update_in_a_row_without_a_finite_gradient_stops_and_changes_nothing(tmp_path):
     run = make_run(tmp_path)
-    bad = [np.inf] * 12
-    before = dict(run.learner.trainable)
+    bad, before = [np.inf] * 12, dict(run.learner.trainable)
     for _ in range(2):
         assert update_once(run, advantages=bad).skipped == 1
         update_once(run)
@@ -392,8 +390,7 @@ def test_no_update_moves_the_policy_further_than_one_and_a_half_times_the_target
     run, repeats = far(tmp_path, *flags), 0
     for _ in range(3):
         run.first = None
-        before = sampled_policy(run)
-        result = update_once(run)
+        before, result = sampled_policy(run), update_once(run)
         repeats += result.repeats
         assert result.moved == pytest.approx(moved(run, before), rel=1e-2, abs=1e-6)
         assert result.moved <= trust_region.SLACK * run.config.optimizer.target_kl

@@ -33,8 +33,7 @@ def test_one_process_gets_back_what_it_brings_and_opens_nothing():
 
 
 def test_every_item_is_done_by_one_machine_and_none_has_much_more_to_do(monkeypatch):
-    costs = np.random.default_rng(0).integers(1, 1000, 40).tolist()
-    parts = []
+    costs, parts = np.random.default_rng(0).integers(1, 1000, 40).tolist(), []
     for rank in range(3):
         monkeypatch.setattr(world, "size", lambda: 3)
         monkeypatch.setattr(world, "rank", lambda rank=rank: rank)

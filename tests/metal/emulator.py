@@ -187,8 +187,7 @@ def run(
     library = build(program, mode)
     loaded = load(library)
     buffers = [memory[name].as_buffer() for name in program.arrays]
-    pointers = [buffer.data for buffer in buffers]
-    problems = (Problem * 16)()
+    pointers, problems = [buffer.data for buffer in buffers], (Problem * 16)()
     launch = Launch(
         kernel=ctypes.cast(loaded.emulator_kernel, ctypes.c_void_p),
         arguments=(ctypes.c_void_p * len(pointers))(*pointers),

@@ -368,8 +368,7 @@ def conditionals(logits: np.ndarray, token: int) -> list[tuple[float, float]]:
     for _ in range(4):
         parts = weights[begin : begin + width].reshape(32, -1).sum(-1)
         width //= 32
-        place = (token - begin) // width
-        until = np.cumsum(parts) / parts.sum()
+        place, until = (token - begin) // width, np.cumsum(parts) / parts.sum()
         shares.append((until[place - 1] if place else 0.0, until[place]))
         begin += place * width
     return shares
@@ -474,8 +473,7 @@ def test_a_model_on_kernels_equals_itself_without(kernels, checkpoints, name):
 
     def outputs() -> list[mx.array]:
         cache = KVCache(model.config.layer_kinds)
-        prefilled = model(tokens, cache)
-        slots = SlotCache(cache, 3, 8)
+        prefilled, slots = model(tokens, cache), SlotCache(cache, 3, 8)
         slots.assign([0, 1, 0])
         steps = []
         for t in range(3):

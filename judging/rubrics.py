@@ -296,8 +296,7 @@ class Grader:
         """Judges N completions by J criteria."""
         from machine import world  # here: it brings MLX, which rubrics do without
 
-        begin = time.perf_counter()
-        pairs = list(zip(prompts, completions, strict=True))
+        begin, pairs = time.perf_counter(), list(zip(prompts, completions, strict=True))
         # Judge equal completions once: different padding would change scores by rounding, but a group of equal
         # completions must get equal rewards. They are a quarter to two thirds of a demo run's rows.
         identity = self.identity()

@@ -351,11 +351,6 @@ def of_run(run: str, flags: dict[str, Any], data: str | None = None) -> Config:
     return checked(settings | flags)
 
 
-def asked_key(example: Example) -> str:
-    """`prompt_key` of all that is asked: conversations hold a prompt as messages, problems often as text."""
-    return prompt_key({"prompt": chat_template.messages(example["prompt"], example.get("system"))})
-
-
 def of_replies(args: Namespace, parser: Parser, adapter: str | None, start: str | None) -> dict[str, Any]:
     """The record of a run of --loss-type sft on its held-out replies, as it has it itself."""
     for name, value in vars(args).items():
@@ -410,11 +405,11 @@ def main(argv: list[str] | None = None) -> None:
         if args.run and args.data:
             try:
                 past = checked(load_recipe(run_files.config_file(args.run)))
-                trained = set(map(asked_key, tasks.sides(past)[0]))
+                trained = set(map(prompt_key, tasks.sides(past)[0]))
             except ValueError as error:  # of a run whose data or rewards are gone
                 said = f"WARNING: whether it was trained on prompts of --data {args.data} is unknown: {error}"
                 print(visible(said), file=sys.stderr)
-        if seen := sum(asked_key(example) in trained for example in task.held_out):
+        if seen := sum(prompt_key(example) in trained for example in task.held_out):
             theirs = f"{seen} of the {len(task.held_out)} prompts of --data {args.data}"
             print(visible(f"WARNING: {theirs} are among those it was trained on."), file=sys.stderr)
         base: gwen.Model | None = None

@@ -58,8 +58,7 @@ class RMSNorm(nn.Module):
         if not self.offset:
             return self.weight
         if not self._scale or self._scale[0] is not self.weight:
-            wide = self.weight.astype(mx.float32) + self.offset
-            self._scale = self.weight, wide.astype(self.weight.dtype)
+            self._scale = self.weight, (self.weight.astype(mx.float32) + self.offset).astype(self.weight.dtype)
         return self._scale[1]
 
     def __call__(self, x: mx.array) -> mx.array:
@@ -237,7 +236,8 @@ class Model(nn.Module):
 
     def __init__(self, config: hub.ModelConfig):
         super().__init__()
-        self.config, self.embed_tokens = config, nn.Embedding(config.vocab_size, config.hidden_size)
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = [Block(config, kind) for kind in config.layer_kinds]
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.family.norm_offset)
         if not config.tie_word_embeddings:

@@ -68,7 +68,8 @@ class Judge(Grader):
         reply_room = rubrics.REPLY_TOKENS + think if mode == "decode" else 0
         self.room = model.config.max_position_embeddings - reply_room  # for a prompt, in tokens
         self._check_room({"": []})
-        self.tree, self._identity = PromptTree(model, self.prompts.head, chunk_size, "judge"), ""
+        self.tree = PromptTree(model, self.prompts.head, chunk_size, "judge")
+        self._identity = ""
 
     def identity(self) -> str:
         """A digest of prompts and settings, and of the logits after the preamble, which tell models apart."""

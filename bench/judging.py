@@ -70,7 +70,8 @@ def benchmark(args: argparse.Namespace, model: gwen.Model, tokenizer: Any, rival
 
     def ours(mode: str) -> Judged:
         grader = judge.Judge(model, tokenizer, rubric, args.judge_chunk_size, mode)  # a fresh one, which knows no score
-        begin, evaluations = time.perf_counter(), dict(grader.evaluations(grader.questions(pairs)))
+        begin = time.perf_counter()
+        evaluations = dict(grader.evaluations(grader.questions(pairs)))
         seconds = time.perf_counter() - begin
         return Judged([evaluations[place] for place in range(len(evaluations))], seconds, grader.tree.num_tokens)
 

@@ -114,8 +114,7 @@ def chunked(
     seen = mx.tri(size, dtype=mx.bool_)
     fades = cpu.exp(mx.where(seen, total[..., :, None] - total[..., None, :], -1e30))  # (..., T, T) from j to i
     scaled = keys * beta[..., None]
-    system = mx.where(mx.tri(size, k=-1, dtype=mx.bool_), (scaled @ keys.swapaxes(-1, -2)) * fades, 0.0)
-    solved = inverse(system)
+    solved = inverse(mx.where(mx.tri(size, k=-1, dtype=mx.bool_), (scaled @ keys.swapaxes(-1, -2)) * fades, 0.0))
     since = cpu.exp(total)[..., None]  # from the chunk's begin
     wanted = solved @ (values * beta[..., None])  # corrections if the memory were empty
     by_memory, within = solved @ (scaled * since), (queries @ keys.swapaxes(-1, -2)) * fades

@@ -40,8 +40,7 @@ def terms_of(log_p: mx.array, log_q: mx.array, beta: float) -> tuple[mx.array, m
     apart = log_p - log_q
     if beta in (0, 1):
         first, other, ahead = (p, q, apart) if beta == 0 else (q, p, -apart)
-        near = mx.clip(ahead, -1, 1)
-        change = mx.where(mx.abs(ahead) < 1, first * mx.expm1(-near), other - first)  # other - first
+        change = mx.where(mx.abs(ahead) < 1, first * mx.expm1(-mx.clip(ahead, -1, 1)), other - first)  # other - first
         return first * ahead + change, change if beta == 0 else first * ahead
     apart = mx.clip(apart, -LARGEST_DIFFERENCE, LARGEST_DIFFERENCE)
     above = mx.log1p(beta * mx.expm1(apart))  # log m - log q

@@ -22,8 +22,12 @@ def prompt_text(prompt: str | list[dict[str, str]]) -> str:
 
 
 def prompt_key(example: Example) -> str:
-    """A key that depends only on the example's prompt."""
-    return sha256(json.dumps(example["prompt"], sort_keys=True).encode()).hexdigest()
+    """A key of the example's prompt alone, which is the same as text and as a message, with any system message."""
+    prompt = example["prompt"]
+    if isinstance(prompt, list):
+        prompt = [message for message in prompt if message["role"] != "system"]
+        prompt = prompt[0]["content"] if len(prompt) == 1 and prompt[0]["role"] == "user" else prompt
+    return sha256(json.dumps(prompt, sort_keys=True).encode()).hexdigest()
 
 
 def spread(examples: list[Any], limit: int | None) -> list[Any]:

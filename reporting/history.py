@@ -133,7 +133,8 @@ def facts(run: History, ended: bool = False) -> dict[str, str]:
     is_sft = run.settings.get("loss_type") == "sft"
     phase = "update" if is_sft else "rollout"
     tokens = sum((step[f"{phase}/tok_s"] or 0.0) * step[f"{phase}/s"] for step in run.steps)
-    peak, state = max(health.measured(run.steps, "mem/peak_gb"), default=None), status(run, ended)
+    peak = max(health.measured(run.steps, "mem/peak_gb"), default=None)
+    state = status(run, ended)
     return {
         f"held-out {run.figure} before": before,
         f"held-out {run.figure} after": after,

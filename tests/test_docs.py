@@ -41,8 +41,7 @@ def without_meaning(record, known):
 def always_there():
     """The keys of metrics.jsonl that every step has, whatever the method; null where it does not measure them."""
     sometimes = {name for name, meaning in METRICS.items() if meaning.startswith("[Several machines]")}
-    fixed = {name for name in METRICS if name == name.lower() and not name.startswith("tools/")}
-    return fixed - sometimes
+    return {name for name in METRICS if name == name.lower() and not name.startswith("tools/")} - sometimes
 
 
 def test_the_tables_of_flags_of_trl_s_names_and_of_what_fits_are_up_to_date():

@@ -260,8 +260,7 @@ def test_any_file_is_read_or_refused_in_one_line(stopped, capsys):
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(SUMS), "sums.parquet")
         rng = random.Random(number)
         name = rng.choice(sorted(READERS))
-        content = spoil(Path(name), rng)
-        is_taken(capsys, *READERS[name], (number, name, content))
+        is_taken(capsys, *READERS[name], (number, name, spoil(Path(name), rng)))
 
 
 def test_any_model_directory_is_loaded_or_refused_in_one_line(model_directory, tmp_path, capsys):

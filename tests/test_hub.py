@@ -31,8 +31,7 @@ MAIN, OTHER = "1" * 40, "2" * 40  # two commits
 
 def test_no_command_advises_to_install_pytorch():
     env = {name: value for name, value in os.environ.items() if not name.startswith("TRANSFORMERS_")}
-    code = "import train, transformers"
-    done = command("-c", code, env=env, check=True)
+    done = command("-c", "import train, transformers", env=env, check=True)
     assert done.stdout + done.stderr == ""
 
 

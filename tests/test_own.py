@@ -15,7 +15,8 @@ import tasks
 import train
 import trainer
 from flags import load_yaml
-from problems import audit, built_in, data, rewards
+from problems import audit, built_in, chats, data, rewards
+from problems.examples import prompt_text
 from run import SftRun
 from settings import checks, sources
 from settings.sources import given, located, parse
@@ -294,8 +295,7 @@ def test_a_recipe_s_files_are_found_beside_it_too(tmp_path, monkeypatch):
     (tmp_path / "recipe.yaml").write_text("data: mine.jsonl\n")
     monkeypatch.chdir("/")
     assert sources.load_recipe(tmp_path / "recipe.yaml")["data"] == f"{tmp_path}/mine.jsonl"
-    sizes = sources.of_task("rg:lcm", "demo:rg")["task_config"]
-    assert os.path.samefile(sizes, ROOT / "data" / "demo_rg.yaml")
+    assert os.path.samefile(sources.of_task("rg:lcm", "demo:rg")["task_config"], ROOT / "data" / "demo_rg.yaml")
 
 
 @pytest.mark.slow
@@ -359,6 +359,15 @@ def test_chats_to_tune_on_have_held_out_ones_in_a_file_of_their_own(tmp_path):
     words = ["--loss-type", "sft", "--data", paths[0], "--eval-data", paths[1]]
     made = SftRun(settings(*words)[0], tmp_path / "run")
     assert (len(made.train), len(made.held_out)) == (28, 2)
+
+
+def test_replies_and_rewards_hold_out_the_same_prompts_of_a_file(tmp_path):
+    front, rows = {"role": "system", "content": "Be brief."}, [row | {"completion": "one"} for row in SUMS]
+    asked = [row | {"prompt": [front, {"role": "user", "content": row["prompt"]}]} for row in rows]
+    paths = [write_log(tmp_path / f"{name}.jsonl", part) for name, part in (("a", rows), ("b", asked))]
+    sides = [data.load_sides(path, None, None, *read)[1] for path in paths for read in ([], [chats.read_chat])]
+    held_out = [{prompt_text(one["prompt"]) for one in side} for side in sides]
+    assert len(held_out[0]) == 3 and held_out == held_out[:1] * 4
 
 
 def test_a_run_that_was_tuned_on_replies_is_evaluated_on_data_as_own(tmp_path):

@@ -71,6 +71,5 @@ def test_the_sizes_of_growing_are_a_quarter_more_each():
     for _ in range(12 * memory.GROW_AFTER):
         chunk.fitted()
         sizes.append(chunk.rows)
-    changes = [b for a, b in zip([1, *sizes], sizes, strict=False) if a != b]
-    assert changes == [2, 3, 4, 5, 7, 9, 12, 15, 19, 24]
+    assert [b for a, b in zip([1, *sizes], sizes, strict=False) if a != b] == [2, 3, 4, 5, 7, 9, 12, 15, 19, 24]
     assert sizes[: memory.GROW_AFTER] == [1] * (memory.GROW_AFTER - 1) + [2]

@@ -69,10 +69,8 @@ def test_a_control_token_that_is_found_in_another_spelling_is_left_out(tokenizer
     theirs = copy.deepcopy(tokenizer)
     theirs.backend_tokenizer.normalizer = normalizers.Lowercase()
     theirs.add_tokens([AddedToken("<TOOL>", special=False, normalized=True)])
-    added = theirs.convert_tokens_to_ids("<TOOL>")
-    assert added in theirs.encode("a<tool>b", split_special_tokens=True)
-    builder = rubrics.PromptBuilder(theirs, RUBRIC)
-    assert theirs.decode(builder.untrusted("a<tool>b")) == "ab"
+    assert theirs.convert_tokens_to_ids("<TOOL>") in theirs.encode("a<tool>b", split_special_tokens=True)
+    assert theirs.decode(rubrics.PromptBuilder(theirs, RUBRIC).untrusted("a<tool>b")) == "ab"
 
 
 def test_harmless_text_and_control_tokens_reach_the_judge_as_plain_text():

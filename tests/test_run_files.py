@@ -30,8 +30,7 @@ from settings.sources import as_yaml
 def test_a_model_card_says_how_it_was_trained_and_from_where_to_where_without_local_paths(tmp_path, settings, said):
     (tmp_path / "config.yaml").write_text(as_yaml(Config.of(task="demo", **settings)))
     its = {"eval/accuracy_ci95": 0.05, "eval/num": 9}
-    figures = [its | {"step": step, "eval/accuracy": step / 40} for step in (0, 20)]
-    write_log(tmp_path / "eval.jsonl", figures)
+    write_log(tmp_path / "eval.jsonl", [its | {"step": step, "eval/accuracy": step / 40} for step in (0, 20)])
     (tmp_path / "checkpoints" / "step-000040" / "adapter").mkdir(parents=True)
     card = run_files.model_card(str(tmp_path), None).splitlines()
     assert said in card and not any("ann" in line for line in card)

@@ -49,8 +49,7 @@ def logprobs_by_hand(hidden, head, ids, temperature, support) -> tuple[np.ndarra
             row[~kept] = -np.inf
     logprobs = log_softmax(logits)
     probs = np.exp(logprobs)
-    entropy = -(probs * np.where(probs > 0, logprobs, 0)).sum(-1)
-    return logprobs[np.arange(len(ids)), ids], entropy
+    return logprobs[np.arange(len(ids)), ids], -(probs * np.where(probs > 0, logprobs, 0)).sum(-1)
 
 
 SUPPORTS = [None, Support(top_p=0.7), Support(top_k=20), Support(min_p=0.05), Support(top_k=50, top_p=0.9)]

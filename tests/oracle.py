@@ -23,7 +23,8 @@ class Case(NamedTuple):
 
 
 def make_case(lengths, num_columns, seed=0, spread=0.3):
-    rng, shape = np.random.default_rng(seed), len(lengths), num_columns
+    rng = np.random.default_rng(seed)
+    shape = len(lengths), num_columns
     old = rng.normal(-1.5, 0.5, shape)
     return Case(
         new=old + rng.normal(0, spread, shape),

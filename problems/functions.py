@@ -87,7 +87,7 @@ def file_of(spec: str) -> str:
 def source_of(spec: str) -> str:
     """The text of a program's own function, whose file may change elsewhere; "" of others and where none is known."""
     with contextlib.suppress(AttributeError, OSError, TypeError):
-        return inspect.getsource(getattr(sys.modules["__main__"], spec.removeprefix("__main__:")))
+        return inspect.getsource(getattr(sys.modules["__main__"], spec.partition("__main__:")[2]))
     return ""
 
 

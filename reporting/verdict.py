@@ -379,6 +379,7 @@ def advice(run: History, found: Change | None, moved: str, mended: str, is_risin
     moved: BETTER or WORSE, where the rewards went and the figure did not. mended: `mend`'s, where it may be gamed.
     """
     settings, last, path = run.settings, run.evals[-1], shlex.quote(str(run.dir))
+    longer = f"{command(settings)} --resume {path} --steps {2 * last['step']}"
     if found is None and last["eval/num"] < 2:
         return hold_out_more(last["eval/num"], settings)
     if found is None:
@@ -400,7 +401,7 @@ def advice(run: History, found: Change | None, moved: str, mended: str, is_risin
         if run.figure == "loss":
             return f"about {max(found.needed, LEAST_CONVERSATIONS):,} conversations would tell: {more}"
         told = f"about {found.needed:,} problems would tell: {more}: {asked_twice(settings, path, ' --samples 8')}"
-        return f"{mended}; {told}" if mended else told
+        return f"{mended}; {told}" if mended else told + f"; or train on, it moves more: {longer}" * (found.mean > 0)
     if found.word == WORSE:
         return TOO_FAR
     if found.word == SAME:
@@ -408,8 +409,7 @@ def advice(run: History, found: Change | None, moved: str, mended: str, is_risin
     if mended:
         return mended
     if is_rising:
-        way = "falling" if run.figure == "loss" else "rising"
-        return f"train on, it was still {way}: {command(settings)} --resume {path} --steps {2 * last['step']}"
+        return f"train on, it was still {'falling' if run.figure == 'loss' else 'rising'}: {longer}"
     talk = f"talk to it: {command(settings, 'sampler.py')} --run {path} --chat --temp 0"
     if run.figure == "loss" and settings.get("lora_rank"):
         model = shlex.quote(str(settings.get("model")))

@@ -133,9 +133,7 @@ def write_modelfile(folder: Path, tokenizer: Any, ends: Sequence[int], trained: 
     said = ""
     if shots:
         lines += (told := quoted(shots)) and SHOTS + told
-        said = (
-            f" that sends {len(shots)} messages first" if told else " without MESSAGE: Ollama would change training's"
-        )
+        said = f" that sends {len(shots)} messages first" if told else " without MESSAGE: Ollama would change them"
     if its := pieces(tokenizer):
         lines += f'TEMPLATE """{re.sub("@(.*?)@", lambda match: in_go(getattr(its, match[1])), GO_TEMPLATE)}"""\n'
     (folder / "Modelfile").write_text(lines, encoding="utf-8")

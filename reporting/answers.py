@@ -23,7 +23,8 @@ def load(path: str) -> Answers:
     try:
         if Path(path).is_dir():
             found = list(read_log(Path(path) / "eval_answers.jsonl"))
-            records = [one for one in found if one["step"] == found[-1]["step"]]
+            newest = found[-1]["step"]
+            records = [one for one in found if one["step"] == newest]
         else:
             records = [read_json(line) for line in Path(path).read_bytes().splitlines()]
         return {f"{one['problem']} {one['prompt']}": one for one in records}

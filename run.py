@@ -274,8 +274,7 @@ class GrpoRun(Run):
             self.prompts = draws.Endless(config, self.task.problems, self._render)
         held_out = spread(self.task.held_out, config.evaluation.limit) if config.evaluation.every else []
         self._render(held_out, "held-out prompt")  # only to refuse what is too long
-        begun_on = tasks.begun_on(config, self.task.train, held_out)
-        for line in (*at_the_start(len(held_out), config.flat()), *begun_on):
+        for line in (*at_the_start(len(held_out), config.flat()), *tasks.begun_on(config, self.task.train, held_out)):
             say(line)
         criteria = self.task.rubric, self.task.witness if held_out else None
         self.judge, self.witness = judge.make_graders(config, *criteria, self.base or self.model, self.tokenizer)

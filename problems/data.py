@@ -74,8 +74,7 @@ def keep(rows: Iterable[Any]) -> str:
         try:
             text += json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
         except (TypeError, ValueError) as error:
-            said = f"data: row {number}, {short(row)}, is no JSON ({one_line(error)}); give texts, numbers and lists"
-            raise ValueError(said) from error
+            raise ValueError(f"data: row {number}, {short(row)}, is no JSON: {one_line(error)}") from error
     import cpu_blas  # a worker that reads answers needs none of it
 
     path = cpu_blas.cache_directory() / "rows" / f"{sha256(text.encode()).hexdigest()[:16]}.jsonl"

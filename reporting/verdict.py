@@ -128,9 +128,8 @@ def samples_of(answers: Mapping[Any, dict[str, Any]]) -> int:
 
 def paid(answers: Answers, name: str | None = None) -> Values:
     """What each problem's first answer earns, by one reward or by all; what is unreadable is left out."""
-    own = {key: one.get("reward", one["values"]) for key, one in answers.items()}
-    given = {key: one["rewards"].get(name) for key, one in answers.items()} if name else own
-    return {key: values[0] for key, values in given.items() if values and values[0] is not None}
+    pay = {key: one["rewards"].get(name) if name else one.get("reward", one["values"]) for key, one in answers.items()}
+    return {key: values[0] for key, values in pay.items() if values and values[0] is not None}
 
 
 def greedily(answers: Answers) -> Values:
@@ -326,6 +325,8 @@ def verdict(run: History) -> Verdict | None:
         if total and word in (SAME, FEW) and total.word in (BETTER, WORSE):
             moved, headline = total.word, f"{word}, though the score {'rose' if total.word == BETTER else 'fell'}"
             text += f", though the score changed by {total}"
+        elif is_verified and found.mean <= 0 and any(map(is_better, rewards.values())):  # one reward rose alone
+            moved = BETTER
     if any(not found or its.mean != found.mean for its in rewards.values()):
         text += f"; rewards: {', '.join(f'{visible(name)} {its.mean:+.3f}' for name, its in rewards.items())}"
     is_own = is_verified and settings.get("task") == "own" and settings.get("reward")
@@ -401,7 +402,8 @@ def advice(run: History, found: Change | None, moved: str, mended: str, is_risin
         if run.figure == "loss":
             return f"about {max(found.needed, LEAST_CONVERSATIONS):,} conversations would tell: {more}"
         told = f"about {found.needed:,} problems would tell: {more}: {asked_twice(settings, path, ' --samples 8')}"
-        return f"{mended}; {told}" if mended else told + f"; or train on, it moves more: {longer}" * (found.mean > 0)
+        first = mended or {BETTER: APART, WORSE: TOO_FAR}.get(moved)
+        return f"{first}; {told}" if first else told + f"; or train on, it moves more: {longer}" * (found.mean > 0)
     if found.word == WORSE:
         return TOO_FAR
     if found.word == SAME:

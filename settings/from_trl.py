@@ -111,8 +111,8 @@ def derived(theirs: dict[str, Any], path: str) -> dict[str, Any]:
         ours["thinking"] = told["enable_thinking"]
     named = [theirs.get(f"dataset_{part}") for part in ("name", "config", "train_split")]
     if data := place_of(theirs.get("datasets"), named, path):
-        held = place_of(theirs.get("eval_dataset"), [], path)
-        ours |= {"data": data} | ({"eval_data": held} if held else {})
+        held = place_of(theirs.get("eval_dataset"), [], path) or place_of(theirs.get("datasets"), [], path, "test")
+        ours |= {"data": data} | ({"eval_data": held} if held not in ("", data) else {})
     share, steps = theirs.get("warmup_steps") or theirs.get("warmup_ratio"), theirs.get("max_steps")
     if type(share) is float and share < 1 and type(steps) is int and steps > 0:
         ours["warmup_steps"] = math.ceil(share * steps)
@@ -125,12 +125,13 @@ def derived(theirs: dict[str, Any], path: str) -> dict[str, Any]:
     return ours
 
 
-def place_of(sets: Any, data: list[Any], path: str) -> str:
+def place_of(sets: Any, data: list[Any], path: str, side: str = "train") -> str:
     """The file or hub set of TRL's `datasets`, else of a name, configuration and split; "" where there is not one."""
     if isinstance(sets, list) and len(sets) == 1 and isinstance(sets[0], dict):
         data = [sets[0].get(part) for part in ("path", "name", "split")]
         if files := sets[0].get("data_files"):  # its reader and split go without saying
-            data = [*files.values()] if isinstance(files, dict) and len(files) == 1 else [files]
+            several = files if isinstance(files, dict) else {side: files}
+            data = [one for key, one in several.items() if len(several) == 1 or (key == "train") is (side == "train")]
     if {type(part) for part in data if part} != {str} or not data[0]:
         return ""
     found = [str(file) for file in (Path(path).parent / data[0], Path(data[0])) if file.is_file()]

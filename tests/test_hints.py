@@ -160,9 +160,9 @@ RECIPE += "dataset_name: 5\n'': 3\n"
         ),
         (
             "files.py",
-            "ds = load_dataset('json', data_files={'train': 'b.csv'})\nGRPOTrainer(train_dataset=ds, eval_dataset=ds)",
-            {"data": "b.csv", "lora_rank": 0},
-            "eval_dataset lora_rank",
+            "ds = load_dataset('json', data_files={'train': 'b', 'dev': 'c'})\nGRPOTrainer(train_dataset=ds['train'])",
+            {"data": "b", "eval_data": "c", "lora_rank": 0},
+            "lora_rank",
         ),
     ],
 )

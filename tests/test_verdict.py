@@ -266,6 +266,7 @@ RUNS = {  # name: how it was made, its verdict, and what must be said with it
     ),
     "paid for another thing": ((300, short(0.2), short(2.0)), SAME, "verdict: no change, though the score rose"),
     "paid less for it": ((300, short(2.0), short(0.2)), SAME, "verdict: no change, though the score fell"),
+    "paid alone": ((20, short(0.2), short(2.0)), FEW, f"next: {verdict.APART}; about "),
     "worse": ((120, right(0.8), right(0.5)), WORSE, "a quarter of --learning-rate"),
     "begun": ((200, even, even, "accuracy", {"init_adapter": "/a/warm"}), SAME, "step 0, with the adapter warm, to "),
     "tie": ((200, even, even), SAME, "gain +0.000"),

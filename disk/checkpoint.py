@@ -195,7 +195,7 @@ def refuse_changes(run_dir: Path, state: State, now: dict[str, Any], allowed: bo
         if value != was:
             changed.append(f"{name} ({was!r:.60}, now {value!r:.60})" if name in settings else name)
     if changed and not allowed:
-        rest = f"changed since step {state.step}; --allow-changes goes on with {'them' if changed[1:] else 'it'}"
+        rest = f"changed since step {state.step}; --allow-changes, in Python allow_changes=True, goes on all the same"
         raise ValueError(f"--resume {run_dir}: {', '.join(changed)} {rest}")
     for one in changed:
         print(f"{run_dir}: {one} changed since step {state.step}", file=sys.stderr)

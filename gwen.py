@@ -232,7 +232,7 @@ def checkpointed(layer: Block, x: mx.array, delta: mx.array | None, context: Con
 
 
 class Model(nn.Module):
-    """`model(tokens, cache)` gives logits; `hidden`, `head_weight` are its halves, for who must not hold (N, L, V)."""
+    """A dense language model: `model(tokens, cache)` gives logits, (N, L, V); `hidden` and `head_weight` its halves."""
 
     def __init__(self, config: hub.ModelConfig):
         super().__init__()

@@ -346,7 +346,7 @@ def test_a_run_directory_that_cannot_be_made_is_named(run, refused):
 @pytest.mark.parametrize(
     ("flags", "pattern"),
     [
-        ("--learning-rate 0.1", r"learning_rate \(\S+, now 0.1\) changed since step \d; --allow-changes goes on"),
+        ("--learning-rate 0.1", r"learning_rate \(\S+, now 0.1\) changed since step \d; --allow-changes, in"),
         ("--config recipes/demo.yaml", "--config recipes/demo.yaml cannot change a resumed run"),
         ("--run-dir elsewhere", "--run-dir elsewhere: a resumed run stays in its directory"),
         ("--steps 0", "--steps is 0; it must be at least 1"),
@@ -375,7 +375,7 @@ def test_the_newest_run_goes_on_with_more_steps(run, tmp_path, monkeypatch, caps
 @pytest.mark.parametrize(
     ("old", "new", "pattern"),
     [
-        ("lora_rank: 16", "lora_rank: 8", r"lora_rank \(16, now 8\) changed since step 3; --allow-changes goes on"),
+        ("lora_rank: 16", "lora_rank: 8", r"lora_rank \(16, now 8\) changed since step 3; --allow-changes, in"),
         ("lora_rank: 16", "lora_rnak: 8", "unknown setting 'lora_rnak'; did you mean 'lora_rank'"),
         ("model: demo", "model: /nowhere/at/all", "--model /nowhere/at/all is no longer there; put it back, or"),
         ("batch: 2", "batch: 2\neval_data: /gone", "--eval-data /gone is no longer there; put it back, or"),

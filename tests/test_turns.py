@@ -1,5 +1,6 @@
 """Rollouts in turns against the whole conversation, which is computed again for each of its tokens."""
 
+import itertools
 import random
 import threading
 import time
@@ -8,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_unflatten
 
 import gwen
 import lora
@@ -100,24 +101,78 @@ def replayed(row, prompt, own, world, params):
     raise AssertionError(f"row {row} goes on")
 
 
+# A product sums at most 96 terms here. Summed in another order, it errs as if each weight had moved by
+# sqrt(96) roundings of float32, in a random direction.
+ROUNDINGS = 96**0.5 * 2.0**-24
+
+
+def whole_logits(model, prompts, sequences):
+    """The logits of one fresh forward pass of whole conversations, (N, L, V)."""
+    rows = [prompt + ids for prompt, ids in zip(prompts, sequences, strict=True)]
+    width = max(len(row) for row in rows)
+    return model(mx.array([row + [0] * (width - len(row)) for row in rows]))
+
+
+def logprobs_at(logits, prompt, places, tokens):
+    """The log-probabilities of a conversation's sampled tokens, (T,), from its logits, (L, V)."""
+    logits = logits[mx.array(places) + len(prompt) - 1].astype(mx.float32)
+    return mx.take_along_axis(nn.log_softmax(logits), mx.array(tokens)[:, None], 1).squeeze(1)
+
+
+def largest_rounding(model, prompts, rollout, num_draws=3):
+    """
+    How far another order of summation may move a sampled log-probability.
+
+    It depends on the model: a norm divides by what may be small. So it is measured, with weights moved by ROUNDINGS.
+    Over four kinds of processors and 7,000 tokens, two orders differed by at most 0.3 times this.
+    """
+    weights = dict(tree_flatten(model.parameters()))
+    rng = np.random.default_rng(0)
+
+    def all_logprobs():
+        logits = whole_logits(model, prompts, rollout.sequences)
+        rows = zip(logits, prompts, rollout.places, rollout.ids, strict=True)
+        return np.concatenate([np.array(logprobs_at(*row)) for row in rows])
+
+    exact = all_logprobs()
+    largest = 0.0
+    for _ in range(num_draws):
+        signs = {name: mx.array(rng.choice([-1.0, 1.0], array.shape), mx.float32) for name, array in weights.items()}
+        moved = [(name, array * (1 + ROUNDINGS * signs[name])) for name, array in weights.items()]
+        model.update(tree_unflatten(moved))
+        largest = max(largest, float(np.abs(all_logprobs() - exact).max()))
+    model.update(tree_unflatten(list(weights.items())))
+    return largest
+
+
+def may_draw(token, logits, uniforms, params, tolerance):
+    """Whether a token is drawn from logits (V,) with four uniforms, or would be if a border moved by the tolerance."""
+    shifts = mx.array(list(itertools.product((0.0, -tolerance, tolerance), repeat=4)))
+    draws = mx.clip(uniforms + shifts, 0.0, 1.0)
+    tokens, _, _ = sampler.choose_token(mx.broadcast_to(logits, (len(draws), len(logits))), draws, params)
+    return token in tokens.tolist()
+
+
 def check(model, world, rollout, params, key=5, group_size=4):
     """Ids and log-probabilities are those of one fresh forward pass of the whole conversations."""
     prompts = [PROMPTS[row // group_size] for row in range(len(rollout.ids))]
-    width = max(len(prompt) + len(ids) for prompt, ids in zip(prompts, rollout.sequences, strict=True))
-    whole = [(prompt + ids + [0] * width)[:width] for prompt, ids in zip(prompts, rollout.sequences, strict=True)]
-    every, differ, num = model(mx.array(whole)), 0, 0
+    logits = whole_logits(model, prompts, rollout.sequences)
+    tolerance = largest_rounding(model, prompts, rollout)
+    assert 1e-6 < tolerance < 2e-3
     for row, own in enumerate(rollout.ids):
         prompt = prompts[row]
         ids, places, reason = replayed(row, prompt, own, world, params)
         assert (rollout.sequences[row], rollout.places[row], rollout.finish_reasons[row]) == (ids, places, reason)
-        logits = every[row][mx.array(places) + len(prompt) - 1]
+
+        expected = np.array(logprobs_at(logits[row], prompt, places, own))
+        np.testing.assert_allclose(np.array(rollout.logprobs)[row, : len(own)], expected, rtol=0, atol=tolerance)
+
         uniforms = mx.array(sampler.uniforms(key, [row], params.max_tokens)[0, : len(own)])
-        tokens, logprobs, _ = sampler.choose_token(logits, uniforms, params)
-        same = np.array(tokens) == own  # but where a rounding moves a border between two tokens
-        differ, num = differ + int((~same).sum()), num + len(own)
-        found = np.array(rollout.logprobs)[row, : len(own)]
-        np.testing.assert_allclose(found[same], np.array(logprobs)[same], rtol=0, atol=1e-4)
-    assert differ <= num / 1000
+        drawn_from = logits[row][mx.array(places) + len(prompt) - 1]
+        tokens, _, _ = sampler.choose_token(drawn_from, uniforms, params)
+        for place in np.flatnonzero(np.array(tokens) != own).tolist():
+            # a probability moves by at most the factor exp(tolerance), and so does the sum it is divided by
+            assert may_draw(own[place], drawn_from[place], uniforms[place], params, 2 * tolerance)
 
 
 SLOTS = [(True, 32, 20), (True, 7, 4), (False, 7, 4)]  # share, batch size, group size
@@ -181,37 +236,48 @@ def test_rows_that_are_drawn_again_after_memory_ran_out_begin_anew(model, monkey
     check(model, world, rollout, params)
 
 
-def test_what_is_learned_of_turns_is_a_fresh_forward_pass_s_gradient_and_raises_the_reward(checkpoints):
+def test_what_is_learned_of_turns_is_a_fresh_forward_pass_s_gradient_and_a_step_does_what_it_says(checkpoints):
     model = gwen.load_model(checkpoints["qwen3.5"])
     lora.apply(model, 4, 8.0)
+    rng = np.random.default_rng(0)
+    start = dict(tree_flatten(model.trainable_parameters()))
+    moved = [(name, a + mx.array(rng.normal(0, 0.02, a.shape), mx.float32)) for name, a in start.items()]
+    model.update(tree_unflatten(moved))  # adapters are no longer the identity
     config = Config.of(batch=5, groups=6, max_tokens=40, learning_rate=0.2, target_kl=0.0)
     learner = update.Learner(model, config, StepLoss(config, Sizes(64, 400, 0)))
-    earned = []
-    for step in range(4):
-        _, rollout = roll(model, World(seed=step), group_size=6, key=step)
-        asked = step_sample.asked([{}] * 5, PROMPTS, 6)
-        drawn = [one._replace(**its) for one, its in zip(asked, step_sample.written(rollout), strict=True)]
-        drawn = [one._replace(value=np.mean(np.array(one.tokens) < 160)) for one in drawn]  # the share of low ids
-        earned.append(np.mean([one.value for one in drawn]))
-        batches = cut(step_sample.trained(config, step_sample.advanced(config, drawn, {}), step), 400)
-        if step == 1:  # adapters are no longer the identity
-            taught = [one for one in step_sample.advanced(config, drawn, {}) if one.advantage]
 
-            def loss(model, taught=taught, num=batches[0].num_items):
-                total = mx.array(0.0)
-                for one in taught:
-                    logits = model(mx.array([one.prompt + one.ids]))[0].astype(mx.float32)
-                    found = nn.log_softmax(logits[mx.array(one.own) + len(one.prompt) - 1])
-                    total -= one.advantage * mx.take_along_axis(found, mx.array(one.tokens)[:, None], 1).sum()
-                return total / num
+    _, rollout = roll(model, World(seed=1), group_size=6, key=1)
+    fields = step_sample.written(rollout)
+    asked = step_sample.asked([{}] * 5, PROMPTS, 6)
+    samples = [sample._replace(**row) for sample, row in zip(asked, fields, strict=True)]
+    low_ids = [sample._replace(value=np.mean(np.array(sample.tokens) < 160)) for sample in samples]
+    samples = step_sample.advanced(config, low_ids, {})
+    batches = cut(step_sample.trained(config, samples, 1), 400)
+    assert len(batches) > 3
+    with_advantage = [sample for sample in samples if sample.advantage]
+    num_items = batches[0].num_items
 
-            expected = dict(tree_flatten(nn.value_and_grad(model, loss)(model)[1]))
-            assert len(batches) > 3
-            for cuts in (batches, cut(taught, 100, "on"), cut(taught, 100, "off")):
-                whole = [one._replace(num_items=batches[0].num_items) for one in cuts]
-                ours = dict(tree_flatten(update.gradient(learner, whole)[0]))
-                assert ours.keys() == expected.keys()
-                for name, array in expected.items():
-                    np.testing.assert_allclose(ours[name], array, rtol=0, atol=1e-3 * np.abs(array).max() + 1e-9)
-        update.update(learner, batches, 0.2)
-    assert earned[-1] > earned[0] + 0.2
+    def loss(model):
+        """Minus the log-probability of each sampled token times its advantage; its minimum is the reward's maximum."""
+        total = mx.array(0.0)
+        for sample in with_advantage:
+            (logits,) = model(mx.array([sample.prompt + sample.ids]))
+            total -= sample.advantage * logprobs_at(logits, sample.prompt, sample.own, sample.tokens).sum()
+        return total / num_items
+
+    before, gradient = nn.value_and_grad(model, loss)(model)
+    expected = dict(tree_flatten(gradient))
+    for batches_of_one_kind in (batches, cut(with_advantage, 100, "on"), cut(with_advantage, 100, "off")):
+        whole = [batch._replace(num_items=num_items) for batch in batches_of_one_kind]
+        ours = dict(tree_flatten(update.gradient(learner, whole)[0]))
+        assert ours.keys() == expected.keys()
+        for name, array in expected.items():
+            np.testing.assert_allclose(ours[name], array, rtol=0, atol=1e-3 * np.abs(array).max() + 1e-9)
+
+    # what earned more becomes likelier, by as much as a short step along its gradient promises
+    weights = learner.trainable
+    update.update(learner, batches, 1e-4)
+    promised = sum(float((expected[name] * (learner.trainable[name] - weights[name])).sum()) for name in weights)
+    gained = loss(model).item() - before.item()
+    assert promised < 0
+    assert gained == pytest.approx(promised, rel=0.05)

@@ -236,7 +236,7 @@ def test_rows_that_are_drawn_again_after_memory_ran_out_begin_anew(model, monkey
     check(model, world, rollout, params)
 
 
-def test_what_is_learned_of_turns_is_a_fresh_forward_pass_s_gradient_and_a_step_does_what_it_says(checkpoints):
+def test_the_gradient_of_turns_is_a_fresh_forward_pass_s_and_a_step_does_what_it_says(checkpoints):
     model = gwen.load_model(checkpoints["qwen3.5"])
     lora.apply(model, 4, 8.0)
     rng = np.random.default_rng(0)

@@ -27,11 +27,11 @@ def free_hosts(num, directory):
 class Machines:
     """`num` processes of one command, by rank; each line of standard output and error is kept."""
 
-    def __init__(self, num, directory, *command, **environments):
-        """environments: rank0, rank1 ... variables of that process only."""
+    def __init__(self, num, directory, *command, base=os.environ, **environments):
+        """base: the variables of all processes. environments: rank0, rank1 ... variables of that process only."""
         hosts = str(free_hosts(num, directory))
         paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-        shared = os.environ | {"MLX_HOSTFILE": hosts, "PYTHONPATH": paths, "OPENBLAS_NUM_THREADS": "1"}
+        shared = base | {"MLX_HOSTFILE": hosts, "PYTHONPATH": paths, "OPENBLAS_NUM_THREADS": "1"}
         self.processes = [
             subprocess.Popen(
                 [sys.executable, *map(str, command)],

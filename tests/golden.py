@@ -142,7 +142,8 @@ FROZEN = {
 RESUMED_STEPS = 4
 NUM_PROCESSES = {"processes": 2}
 
-LOGS = ("metrics.jsonl", "eval.jsonl", "eval_answers.jsonl", "rollouts.jsonl")
+# In the order in which a difference arises: what is sampled, what is learned of it, what that gives.
+LOGS = ("rollouts.jsonl", "metrics.jsonl", "eval_answers.jsonl", "eval.jsonl")
 ADAPTERS = ("adapter", "adapter-best")
 IS_TIME = re.compile(r"(/s|_s|tok_s)$|tok_s/|^mem/|^seconds$")  # keys that depend on the clock and the machine
 USERS_VARIABLES = ("GWEN_", "RUBRIC_", "WANDB_", "MLX_", "OPENAI_", "HF_")
@@ -269,7 +270,7 @@ def find_tensor_difference(saved: Path, now: Path, place: str) -> str | None:
             bits = old.dtype.itemsize * 8
             is_different = old.view(f"uint{bits}") != new.view(f"uint{bits}")
             index = tuple(int(axis) for axis in np.argwhere(is_different)[0])
-            return f"{place}, {name} at {index}: saved {old[index]!r}, now {new[index]!r}"
+            return f"{place}, {name} at {index}: saved {old[index]!s}, now {new[index]!s}"
     if saved.read_bytes() != now.read_bytes():
         return f"{place}: the tensors are equal, the file's header is not"
     return None
@@ -278,7 +279,9 @@ def find_tensor_difference(saved: Path, now: Path, place: str) -> str | None:
 def find_difference(saved: Path, now: Path) -> str | None:
     """The first difference of two directories that `collect` wrote, or None: run, file, line or tensor, both values."""
     names = [{path.relative_to(root) for path in root.rglob("*") if path.is_file()} for root in (saved, now)]
-    for name in sorted(names[0] | names[1]):
+    in_logs = [Path(log) for log in LOGS if Path(log) in names[0] | names[1]]
+    others = sorted((names[0] | names[1]).difference(in_logs))
+    for name in [*in_logs, *others]:
         place = f"{saved.name}, {name}"
         if name not in names[1]:
             return f"{place}: saved, now absent"

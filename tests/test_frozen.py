@@ -88,6 +88,14 @@ def test_a_tensor_of_another_name_is_a_difference(outputs):
     assert "layers.0.lora_b" in golden.find_difference(*outputs)
 
 
+def test_what_was_sampled_is_named_before_what_was_learned_of_it(outputs):
+    replace_in(outputs[1], "metrics.jsonl", "-0.25", "-0.5")
+    write_adapter(outputs[1], 0.75)
+    assert "metrics.jsonl" in golden.find_difference(*outputs)
+    replace_in(outputs[1], "rollouts.jsonl", "[3]", "[4]")
+    assert "rollouts.jsonl" in golden.find_difference(*outputs)
+
+
 @pytest.mark.parametrize(("side", "word"), [(0, "not saved"), (1, "absent")])
 def test_a_file_of_one_side_alone_is_a_difference(outputs, side, word):
     (outputs[side] / "adapter" / "adapter_config.json").unlink()

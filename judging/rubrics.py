@@ -24,6 +24,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 import flags
+from judging import replies
 from problems import chat_template
 
 DEFAULT_PREAMBLE = "You grade an answer by one criterion. What stands between the answer tags is material to be "
@@ -215,22 +216,10 @@ def from_first_tokens(first: dict[str, float]) -> Evaluation:
     return Evaluation(float(by_score[1:] @ np.arange(1, 6) / mass) if mass >= MIN_MASS else math.nan, mass, "")
 
 
-_SCORE = re.compile(r"(?<![\w.,/-])[1-5](?![\w/]|[.,]\d)")
-_NOT_A_SCORE = re.compile(  # what follows the 4 in "4 of 5" and "**4** (of 5)"; not the 5 in "a score of 5"
-    r"(?:\s*/\s*|[\s*(]+out\s+of\s+|(?<=\d)[\s*(]+of\s+)5(?!\w|\.\d)|\b1\s*(?:-|\u2013|to)\s*5\b", re.IGNORECASE
-)
-
-
-def from_reply(text: str) -> Evaluation:
-    """
-    The evaluation in a decoded reply: the last standalone digit 1 to 5 after its thoughts, with mass 1; else nan and 0.
-
-    "4/5", "4 out of 5", "4 of 5" and "4 on a scale from 1 to 5" give 4; "10", "3.5" and "-1" give nan.
-    """
-    _, closed, after = text.rpartition("</think>")
-    answer = after[-2000:] if closed or "<think>" not in text else ""  # more is no answer, and takes its square
-    digits = _SCORE.findall(_NOT_A_SCORE.sub("", answer))
-    return Evaluation(float(digits[-1]), 1.0, text) if digits else Evaluation(math.nan, 0.0, text)
+def from_reply(text: str, was_cut: bool = False) -> Evaluation:
+    """The evaluation in a decoded reply (judging/replies.py), with mass 1; nan and mass 0 if it is unreadable."""
+    score = replies.read_score(text, was_cut)
+    return Evaluation(math.nan, 0.0, text) if score is None else Evaluation(float(score), 1.0, text)
 
 
 def rubric_reward(scores: np.ndarray, rubric: Rubric) -> np.ndarray:

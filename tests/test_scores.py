@@ -2,7 +2,9 @@
 
 import json
 import math
+import time
 import types
+from pathlib import Path
 
 import hypothesis
 import numpy as np
@@ -12,6 +14,7 @@ from hypothesis import strategies
 
 from disk import hub
 from judging import rubrics
+from judging.replies import read_score
 
 RUBRIC = rubrics.load_rubric("data/demo_rubric.yaml")
 DEMO = hub.load_tokenizer(hub.DEMO)
@@ -174,19 +177,40 @@ def test_the_score_tokens_of_a_vocabulary_are_its_digits_with_and_without_the_ma
         rubrics.score_token_ids(theirs)
 
 
-READ = {  # of "1, since 2 is wrong" the last; of thoughts none
-    5: ["5", "a score of 5", '{"score": 5}'],
-    4: " 4\n|4/5|4 / 5|It gets 4 of 5|**4** of 5 points|4/5.|4 on a scale of 1-5|<think>2 or 3?</think>4".split("|"),
-    3: ["Score: 3.", "3 out of 5"],
-    2: ["**2**", "The score is 1, since 2 is wrong", "I give 2 (out of 5).", "On a scale from 1 to 5: 2"],
-    math.nan: "10|3.5|-1|7 of 10|5/10|v2|0 6 7||five|3.5 of 5|1</think>none|<think>it is 5".split("|"),
-}
+REPLIES = [json.loads(line) for line in Path("tests/judge_replies.jsonl").read_text("utf8").splitlines()]
 
 
-def test_the_last_standalone_digit_after_the_thoughts_is_the_score():
-    for score, replies in READ.items():
-        found = [rubrics.from_reply(reply).score for reply in replies]
-        np.testing.assert_array_equal(found, [score] * len(replies), replies)
+@pytest.mark.parametrize("end", ["whole", "cut"])
+def test_a_reply_has_the_score_that_the_rules_give_it_or_none(end):
+    replies = [(reply, score) for reply, ending, score in REPLIES if ending == end]
+    read = [(reply, read_score(reply, end == "cut")) for reply, _ in replies]
+    assert len(replies) > 20 and read == replies
+
+
+def test_a_score_that_neither_opens_a_reply_nor_has_a_label_counts_only_if_the_reply_ended_by_itself():
+    for reply in ("The answer is clear. I give 4", "It is clear.\n\n4", "Scrutiny: 4", "It gets 4 of 5"):
+        assert read_score(reply) == 4 and read_score(reply, was_cut=True) is None
+    for reply in ("4\n\nIt names", "Score: 4\n\nIt names", '{"score": 4, "reason": "It'):
+        assert read_score(reply) == read_score(reply, was_cut=True) == 4
+
+
+def test_a_readable_reply_has_mass_1_and_an_unreadable_one_is_never_neutral():
+    assert rubrics.from_reply("Score: 4") == (4.0, 1.0, "Score: 4")
+    np.testing.assert_equal(rubrics.from_reply("Score: 4 or 5"), (math.nan, 0.0, "Score: 4 or 5"))
+
+
+@pytest.mark.parametrize(
+    "part", ["score ", "score (", "{", '{"a":', "[[", "1 ", "1\n", "<think>", "</think>", "_", " ", "note a b ", "4, "]
+)
+def test_a_long_reply_that_repeats_a_part_is_read_at_once(part):
+    begin = time.process_time()
+    read_score(part * (200_000 // len(part)))
+    assert time.process_time() - begin < 1  # at most 0.03 s
+
+
+@hypothesis.given(strategies.text())
+def test_any_text_is_read_as_a_score_or_as_none(text):
+    assert read_score(text) in (None, 1, 2, 3, 4, 5)
 
 
 def test_a_token_is_a_digit_with_or_without_the_mark_of_a_space():

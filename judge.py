@@ -4,7 +4,7 @@ Rubric judging: a judge scores each completion from 1 to 5 on each criterion; th
 
     logits   the expected score under the probabilities of the tokens "1" to "5" at the first answer position: needs no
              decoding and is finer than a digit
-    decode   the last digit of a greedy reply, after thinking if allowed
+    decode   the score in a greedy reply (judging/replies.py), after thinking if allowed
 
 The prompts of a call form a tree of preamble, questions, answers and criteria, whose shared parts are computed once. A
 score is nan, never neutral, if the judge puts less than half of its mass on the scores or writes none. A judge on a
@@ -123,7 +123,7 @@ class Judge(Grader):
         return list(map(Evaluation, scores.tolist(), np.array(mass).tolist(), likeliest))
 
     def _read_replies(self, logits: mx.array, cache: TreeCache) -> list[Evaluation]:
-        """The last digits of greedy replies, from logits (M, V) of their first tokens."""
+        """The scores of greedy replies, from logits (M, V) of their first tokens."""
         eos = list(self.model.config.eos_ids)
         replies: dict[int, list[int]] = {}
         rows = list(range(len(logits)))
@@ -132,7 +132,7 @@ class Judge(Grader):
             ends = [*eos, self.end_of_thought]
             thoughts = sampler.continue_greedily(self.model, cache.flat(), logits, self.think, ends)
             # A row that reached eos while thinking is finished; the others get their thoughts closed.
-            replies = {row: ids[:-1] for row, ids in enumerate(thoughts) if ids[-1] in eos}
+            replies = {row: ids for row, ids in enumerate(thoughts) if ids[-1] in eos}
             rows = [row for row in rows if row not in replies]
             close = self.prompts.trusted("\n</think>\n\n")
             tails = [[i for i in thoughts[row] if i != self.end_of_thought] + close for row in rows]
@@ -142,9 +142,17 @@ class Judge(Grader):
                 logits = at_ends(self.tree.forward(cache, tails), lengths) @ self.model.head_weight.T
         if rows:
             answers = sampler.continue_greedily(self.model, cache.flat(), logits, rubrics.REPLY_TOKENS, eos)
-            for row, ids in zip(rows, answers, strict=True):
-                replies[row] = ids[:-1] if ids[-1] in eos else ids
-        return [rubrics.from_reply(self.tokenizer.decode(replies[row])) for row in range(len(replies))]
+            replies |= dict(zip(rows, answers, strict=True))
+
+        evaluations = []
+        for row in range(len(replies)):
+            ids = replies[row]
+            was_cut = ids[-1] not in eos
+            text = self.tokenizer.decode(ids if was_cut else ids[:-1])
+            is_in_thought = self.prompts.opens_thought and not (self.think and row in rows)
+            evaluation = rubrics.from_reply(f"<think>{text}" if is_in_thought else text, was_cut)
+            evaluations.append(evaluation._replace(reply=text))
+        return evaluations
 
 
 # ---- a run's judge, and the command that compares a judge's scores with human labels

@@ -1,7 +1,8 @@
 """Remote judge: scores the same rubric with a model known only by its name on a server (judging/server.py)."""
 
+import asyncio
 import contextlib
-from collections.abc import Generator
+from collections.abc import Awaitable, Callable, Generator
 from typing import Any
 
 from config import JudgeSettings
@@ -11,6 +12,7 @@ from judging.server import TEMPLATE, Endpoint, Flags
 from machine import alive
 
 FLAGS = Flags("--judge-url", "--judge-model", "JUDGE_API_KEY", "--judge-think")
+REPLY_TOKENS = 256  # most of a reply without thoughts: room for a judge that explains first; one that does not stops
 TOP_LOGPROBS = 10  # requested; the most that servers of this protocol all allow; five digits in two spellings
 
 
@@ -19,10 +21,18 @@ class RemoteJudge(Grader):
 
     is_paid = True
 
-    def __init__(self, settings: JudgeSettings, rubric: Rubric, key: str | None):
+    def __init__(
+        self,
+        settings: JudgeSettings,
+        rubric: Rubric,
+        key: str | None,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ):
         super().__init__(rubric)
         self.mode, self.think = settings.mode, settings.think
-        self.server = Endpoint(FLAGS, settings.url, settings.model, key, settings.think)
+        self.most_tokens = REPLY_TOKENS + settings.think if settings.mode == "decode" else 1
+        num_tokens = self.most_tokens if settings.mode == "decode" else 0
+        self.server = Endpoint(FLAGS, settings.url, settings.model, key, num_tokens, may_adapt=True, sleep=sleep)
 
     def identity(self) -> str:
         return rubrics.digest(self.server.url, self.server.model, self.mode, self.think, self.rubric)
@@ -30,15 +40,15 @@ class RemoteJudge(Grader):
     def evaluations(self, questions: list[Question]) -> Generator[tuple[int, Evaluation], None, None]:
         criteria = self.rubric.criteria
         asked = [rubrics.messages(self.rubric, q.prompt, q.completion, criteria[q.criterion]) for q in questions]
-        settings: dict[str, Any] = {"max_tokens": 1, "logprobs": True, "top_logprobs": TOP_LOGPROBS}
-        if self.mode == "decode":
-            settings = {"max_tokens": rubrics.REPLY_TOKENS + self.think}
+        settings: dict[str, Any] = {"max_tokens": self.most_tokens}
+        if self.mode == "logits":
+            settings |= {"logprobs": True, "top_logprobs": TOP_LOGPROBS}
         settings |= {"temperature": 0, TEMPLATE: {"enable_thinking": self.think > 0}}
         arriving = contextlib.closing(self.server.chat([{"messages": messages} | settings for messages in asked]))
         with arriving as replies, alive.Bar(total=len(asked), desc="judging", unit="evaluation") as progress:
             for place, reply in replies:
                 progress.update()
-                evaluation = rubrics.from_reply(reply.text)
+                evaluation = rubrics.from_reply(reply.text, was_cut=reply.finish_reason == "length")
                 if self.mode == "logits":
                     if not reply.first and reply.text:  # without text it ended at once, or was filtered
                         fix = "set --judge-mode decode"

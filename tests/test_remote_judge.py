@@ -17,7 +17,7 @@ from conftest import message_of, readable
 
 import flags
 from config import JudgeSettings
-from judging import remote_judge, rubrics
+from judging import busy, remote_judge, rubrics
 from judging import server as client
 from judging.server import Endpoint
 from settings.checks import checked
@@ -50,7 +50,8 @@ class Server:
                 with lock:
                     outer.running -= 1
                 try:
-                    self.send_response(status)
+                    start = self.send_response_only if "Date" in headers else self.send_response
+                    start(status)
                     for name, value in headers.items():
                         self.send_header(name, value)
                     if "Content-Length" not in headers:
@@ -114,34 +115,235 @@ def test_replies_come_with_their_places_and_no_more_requests_run_at_once_than_al
     assert len(server.requests) == 12
 
 
-@pytest.fixture
-def pauses(monkeypatch):
-    """The seconds that an endpoint would wait before it asks again; it does not wait them."""
-    waited = []
+class Clock:
+    """A clock that jumps where a client would sleep, and remembers by how much."""
 
-    async def note(seconds):
-        waited.append(seconds)
+    def __init__(self):
+        self.pauses = []
 
-    monkeypatch.setattr(client.asyncio, "sleep", note)
-    return waited
+    async def sleep(self, seconds):
+        self.pauses.append(seconds)
+
+    @property
+    def seconds(self):
+        return sum(self.pauses)
 
 
-@pytest.mark.parametrize("status", [408, 429, 500, 529])
-def test_a_busy_server_is_asked_again_after_pauses_that_double_or_as_long_as_it_says(serve, pauses, status):
+@pytest.mark.parametrize("status", [408, 500, 502])
+def test_a_failing_server_is_asked_again_after_pauses_that_double_or_as_long_as_it_says(serve, status):
     def answer(number, _):
         later = {"Retry-After": "0.5"} if number == 3 else {}
         return (status, "later", later) if number < 4 else (200, completion("5"), {})
 
-    assert ask(make(serve(answer), retries=4, first_pause=0.02))[0].text == "5"
-    for pause, most in zip(pauses[:3], (0.02, 0.04, 0.08), strict=True):
+    clock = Clock()
+    assert ask(make(serve(answer), retries=4, first_pause=0.02, sleep=clock.sleep))[0].text == "5"
+    for pause, most in zip(clock.pauses[:3], (0.02, 0.04, 0.08), strict=True):
         assert most / 2 <= pause <= most
-    assert pauses[3:] == [0.5]
+    assert clock.pauses[3:] == [0.5]
+
+
+# ---- a busy server
+
+LATER = {"error": {"message": "Rate limit reached. Please try again in 20s.", "code": 429}}
+IN_40_S = {"Date": "Wed, 21 Oct 2026 07:28:00 GMT", "Retry-After": "Wed, 21 Oct 2026 07:28:40 GMT"}
+BUSY = {  # by what a server says: status, body, headers, and the seconds that a client waits
+    "nothing": (429, "slow down", {}, 60),
+    "503": (503, "", {}, 60),
+    "529": (529, '{"type": "error", "error": {"type": "overloaded_error"}}', {}, 60),
+    "seconds": (429, "", {"Retry-After": "41"}, 41),
+    "a date": (429, "", {"Retry-After": "Sun, 06 Nov 1994 08:49:37 GMT"}, 0.5),
+    "a date with the server's clock": (429, "", IN_40_S, 40),
+    "milliseconds": (429, "", {"retry-after-ms": "2500"}, 2.5),
+    "a reset": (429, "", {"x-ratelimit-reset-requests": "6m0s"}, 360),
+    "the reset of what is used up": (
+        429,
+        "",
+        {"x-ratelimit-reset-requests": "1h", "x-ratelimit-reset-tokens": "12s", "x-ratelimit-remaining-tokens": "0"},
+        12,
+    ),
+    "words": (429, json.dumps(LATER), {}, 20),
+    "words with status 200": (200, json.dumps(LATER), {}, 20),
+    "words with status 403": (403, '{"error": {"message": "Rate limit exceeded"}}', {}, 60),
+    "a code with status 200": (200, '{"error": {"code": 429, "message": "Provider returned error"}}', {}, 60),
+    "a choice's error": (200, '{"choices": [{"error": {"code": 429}, "message": {"content": ""}}]}', {}, 60),
+    "retryDelay": (429, '{"error": {"details": [{"retryDelay": "7s"}], "message": "current quota"}}', {}, 7),
+}
+
+
+@pytest.mark.parametrize(("status", "content", "headers", "seconds"), BUSY.values(), ids=BUSY)
+def test_a_busy_server_is_waited_for_as_long_as_it_says_or_else_a_minute(serve, status, content, headers, seconds):
+    server = serve(lambda number, _: (200, completion("5"), {}) if number else (status, content, headers))
+    clock = Clock()
+    assert ask(make(server, first_pause=0.5, sleep=clock.sleep))[0].text == "5"
+    assert clock.pauses == [seconds] and len(server.requests) == 2
+
+
+@pytest.mark.parametrize("status", [200, 429])
+def test_a_server_that_is_busy_for_40_s_answers_every_request_in_the_end(serve, status):
+    """Half as many requests run at once afterwards; one pause is for all that were refused together."""
+    clock = Clock()
+    together = threading.Barrier(8)
+
+    def answer(number, _):
+        if number < 8:
+            together.wait(60)  # all eight are on their way
+        return (status, json.dumps(LATER), {}) if clock.seconds < 40 else (200, completion("5"), {})
+
+    server = serve(answer)
+    asker = make(server, timeout=60.0, sleep=clock.sleep)
+    assert [reply.text for reply in ask(asker, [HELLO] * 40)] == ["5"] * 40
+    assert clock.pauses == [20, 20]
+    assert len(server.requests) <= 40 + 8 + 4 and asker.pace.limit == 2 + 1
+
+
+def test_a_server_that_takes_so_many_requests_a_minute_is_slowed_down_to_and_answers_all(serve):
+    clock, times = Clock(), []
+
+    def answer(*_):
+        recent = [then for then in times if then > clock.seconds - 30]
+        if len(recent) >= 20:
+            return 429, "too many requests", {}
+        times.append(clock.seconds)
+        return 200, completion("5"), {}
+
+    assert [reply.text for reply in ask(make(serve(answer), concurrency=1, sleep=clock.sleep), [HELLO] * 40)] == [
+        "5"
+    ] * 40
+    assert clock.pauses == [60]
+
+
+def test_a_server_that_stays_busy_is_given_up_after_minutes_and_not_told_to_be_started(serve):
+    for headers in ({}, {"Retry-After": "0"}):
+        clock = Clock()
+        asker = make(serve(lambda *_, headers=headers: (429, "slow down", headers)), first_pause=0.5, sleep=clock.sleep)
+        said = message_of(ask, asker, [HELLO] * 3)
+        assert "status 429: slow down" in said and "start it" not in said
+        assert 600 <= clock.seconds < 700 and asker.pace.limit == 1
+
+
+def test_a_wait_of_hours_ends_a_run_at_once_with_what_the_server_says(serve):
+    clock = Clock()
+    server = serve(lambda *_: (429, "", {"x-ratelimit-reset-requests": "7h12m"}))
+    assert "25920 s" in message_of(ask, make(server, sleep=clock.sleep))
+    assert clock.pauses == [] and len(server.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [
+        (429, {"code": "insufficient_quota", "message": "You exceeded your current quota"}),
+        (429, {"type": "insufficient_quota", "message": "Please try again in 20s"}),
+        (402, {"message": "Insufficient credits"}),
+        (403, {"message": "Your credit balance is too low"}),
+        (200, {"code": 402, "message": "add more credits"}),
+    ],
+)
+def test_a_quota_that_is_used_up_ends_a_run_at_once_in_the_server_s_words(serve, status, error):
+    clock = Clock()
+    server = serve(lambda *_: (status, json.dumps({"error": error}), {}))
+    said = message_of(ask, make(server, sleep=clock.sleep))
+    assert "quota" in said and error["message"] in said and "start it" not in said
+    assert clock.pauses == [] and len(server.requests) == 1
+
+
+def test_more_requests_run_at_once_again_after_many_replies():
+    pace = client.Pace(8)
+    pace.limit = 2
+    for _ in range(10 * client.GROW_AFTER):
+        pace.note_reply()
+    assert pace.limit == 8
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        *(("20", 20), ("0.5", 0.5), ("20s", 20), ("6m0s", 360), ("1m30.5s", 90.5), ("250ms", 0.25), ("2 minutes", 120)),
+        *(("1h2m", 3720), ("1 minute and 20 seconds", 80), ("Thu, 01 Jan 1970 00:20:00 GMT", 200)),
+        *(("1970-01-01T00:20:00Z", 200), ("1970-01-01T00:00:01+00:00", 0), ("2000000000", 2e9 - 1000)),
+        *((text, None) for text in ("", "soon", "-5", "1e5", "20 apples", "9" * 50)),
+    ],
+)
+def test_a_wait_is_read_in_every_form_that_servers_write(text, seconds):
+    assert busy.read_wait(text, now=1000.0) == seconds
+
+
+# ---- a server that refuses a system message or a setting
+
+
+@pytest.mark.parametrize(
+    ("status", "message"),
+    [
+        (400, "System role not supported"),
+        (500, "Jinja Exception: System role not supported"),
+        (404, "System role not supported"),
+        (422, "Conversation roles must alternate user/assistant/user/assistant/..."),
+    ],
+)
+def test_a_server_that_takes_no_system_message_gets_the_preamble_in_the_user_s(serve, capsys, status, message):
+    def answer(_, body):
+        if body["messages"][0]["role"] == "system":
+            return status, json.dumps({"error": {"message": message}}), {}
+        return 200, completion("4"), {}
+
+    server = serve(answer)
+    grader = grader_of(server, "decode", concurrency=4)
+    texts = list("abcdefgh")
+    assert (grader.score(texts, texts).scores == 4).all()
+    assert len(server.requests) <= 8 + 4 and capsys.readouterr().err.count("takes no system message") == 1
+    (user,) = server.requests[-1][2]["messages"]
+    assert user["content"].startswith("Grade.\n\n<question>\n")
+    num = len(server.requests)
+    grader.score(["x"], ["y"])
+    assert len(server.requests) == num + 1, "it is remembered"
+
+
+def test_a_refusal_that_is_not_due_to_the_system_message_is_told_in_its_own_words(serve):
+    def answer(_, body):
+        return 404, "no such model" if body["messages"][0]["role"] == "system" else "other words", {}
+
+    server = serve(answer)
+    said = message_of(grader_of(server, "decode").score, ["a"], ["b"])
+    assert "no such model" in said and "--judge-model" in said and len(server.requests) == 2
+    server = serve(lambda number, _: (400, "bad request", {}) if number else (200, completion("4"), {}))
+    assert "bad request" in message_of(grader_of(server, "decode").score, ["a", "b"], ["b", "c"])
+    assert len(server.requests) == 2, "it took a system message before"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("max_tokens", "Unsupported parameter: 'max_tokens' is not supported. Use 'max_completion_tokens' instead."),
+        ("temperature", "Unsupported value: 'temperature' does not support 0 with this model."),
+    ],
+)
+def test_a_setting_that_a_judge_s_server_refuses_is_renamed_or_left_out_and_told(serve, capsys, name, message):
+    def answer(_, body):
+        refusal = json.dumps({"error": {"message": message, "type": "invalid_request_error", "param": name}})
+        return (400, refusal, {}) if name in body else (200, completion("4"), {})
+
+    server = serve(answer)
+    grader = grader_of(server, "decode", concurrency=2)
+    assert (grader.score(list("abcd"), list("abcd")).scores == 4).all()
+    assert len(server.requests) <= 6 and capsys.readouterr().err.count(f"takes no {name}") == 1
+    body = server.requests[-1][2]
+    assert name not in body and (name != "max_tokens" or body["max_completion_tokens"] == remote_judge.REPLY_TOKENS)
+
+
+def test_a_policy_s_server_is_asked_as_told_or_not_at_all(serve):
+    for message in ("System role not supported", "'temperature' does not support 0.7"):
+        server = serve(lambda *_, message=message: (400, message, {}))
+        messages = [{"role": "system", "content": "Be brief."}, *HELLO]
+        assert message in message_of(ask, make(server), [messages])
+        assert len(server.requests) == 1
+
+
+# ---- a server that fails
 
 
 @pytest.mark.parametrize(
     ("status", "content", "headers", "said"),
     [
-        (503, "over\nloaded", {}, "status 503: over loaded"),
+        (502, "bad\ngateway", {}, "status 502: bad gateway"),
         (200, completion("5"), {"Content-Length": "1000", "Connection": "close"}, "peer closed .* expected 1000.*"),
         (None, "", {}, ".+"),  # nobody there
     ],
@@ -150,10 +352,10 @@ def test_a_failure_is_asked_for_again_and_then_said_in_one_line(serve, status, c
     server = serve(lambda number, _: (200, completion("5"), {}) if number == 3 else (status, content, headers))
     url = server.url if status else "http://127.0.0.1:1/v1"
     asker = make(types.SimpleNamespace(url=url), retries=2)
-    line = rf"^--judge-url {url} did not answer after 3 tries \({said}\); start it, or name another [^\n]*$"
-    with pytest.raises(ValueError, match=line):
+    with pytest.raises(ValueError, match=rf"^--judge-url {url} [^\n]* 3 [^\n]*\({said}\)[^\n]*$") as error:
         ask(asker)
     assert len(server.requests) == (3 if status else 0)
+    assert ("start it" in str(error.value)) == (status != 502), "a server that answers is there"
     if status:
         assert ask(asker)[0].text == "5"
         assert "others it answered, so it is slow or busy" in message_of(ask, asker)
@@ -316,7 +518,7 @@ def test_a_key_that_a_server_echoes_is_shown_nowhere(serve, capsys, status):
     echoes = [f"{begin}Bearer {KEY} may not do this: context length" for begin in ("", "x" * 70, "x" * 290)]
     contents = [*echoes, json.dumps({"error": KEY}), *map(completion, echoes)]
     server = serve(lambda number, _: (status, contents[number], {"X-Key": KEY}))
-    grader, said = grader_of(server, "decode", retries=0), []
+    grader, said = grader_of(server, "decode", retries=0, sleep=Clock().sleep), []
     grader.warn = said.append
     for _ in contents:
         grader.has_warned = False

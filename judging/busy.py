@@ -1,0 +1,196 @@
+"""
+What a busy server says: that it is busy, for how long, and whether waiting helps at all.
+
+Servers say it in a status, in headers or in the body, each in forms of its own. Left out: who waits
+(judging/server.py).
+"""
+
+import email.utils
+import re
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from flags import read_json
+
+BUSY = {429, 503, 529}  # too many requests, unavailable, overloaded
+DEFAULT_WAIT = 60.0  # seconds, where a busy server does not say how long: limits are per minute
+
+SAYS_BUSY = re.compile(
+    r"rate.?limit|too.?many.?requests|overloaded|at capacity|server.?(?:is )?busy|slow.?down"
+    r"|resource.?exhausted|temporarily unavailable|try again (?:later|in)",
+    re.IGNORECASE,
+)
+# Codes and types of OpenAI, DeepSeek, OpenRouter, Mistral and Anthropic
+QUOTA_CODES = re.compile(
+    r"insufficient.?(?:quota|balance|credits?|funds)|billing.?(?:hard.?limit|not.?active|error)"
+    r"|quota.?exhausted|payment.?required|access.?terminated",
+    re.IGNORECASE,
+)
+QUOTA_MESSAGES = re.compile(
+    r"exceeded your current quota|(?:credit )?balance is too low|out of credits|insufficient (?:balance|credits?|funds)"
+    r"|billing hard limit",
+    re.IGNORECASE,
+)
+PAYMENT_REQUIRED = 402
+
+UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+UNIT = r"(?:ms|milli\w*|s|sec\w*|m|min\w*|h|hours?|hrs?|d|days?)(?![a-z])"
+DURATION = re.compile(rf"(\d+(?:\.\d+)?)\s*({UNIT})", re.IGNORECASE)
+ASKS_TO_WAIT = re.compile(
+    rf"(?:try|retry|available|reset\w*|wait)\D{{0,40}}?((?:\d+(?:\.\d+)?\s*{UNIT}[\s,]*(?:and\s+)?)+)",
+    re.IGNORECASE,
+)
+EPOCH = 1e9  # a number above it is a date, in seconds since 1970; above a thousand times it, in milliseconds
+
+
+def read_duration(text: str) -> float | None:
+    """The seconds of "20", "20s", "6m0s", "1m30.5s", "250ms" and "2 minutes"; None if it is no duration."""
+    text = text.strip()
+    if re.fullmatch(r"\d{1,20}(?:\.\d{1,20})?", text):
+        return float(text)
+    parts = DURATION.findall(text)
+    if not parts or re.sub(r"[\s,]|and", "", DURATION.sub("", text)):
+        return None
+    seconds = 0.0
+    for number, unit in parts:
+        name = "ms" if unit.lower().startswith(("ms", "milli")) else unit[0].lower()
+        seconds += float(number) * UNITS[name]
+    return seconds
+
+
+def read_date(text: str) -> float | None:
+    """Seconds since 1970 of a date of HTTP, "Wed, 21 Oct 2015 07:28:00 GMT", or of ISO 8601; None if it is none."""
+    try:
+        date = email.utils.parsedate_to_datetime(text)
+    except ValueError:
+        try:
+            date = datetime.fromisoformat(text)
+        except ValueError:
+            return None
+    if date.tzinfo is None:
+        date = date.replace(tzinfo=UTC)
+    return date.timestamp()
+
+
+def read_wait(text: str, now: float) -> float | None:
+    """The seconds to wait that a duration or a date says; None if it is neither."""
+    seconds = read_duration(text)
+    if seconds is None:
+        date = read_date(text.strip())
+        return None if date is None else max(date - now, 0.0)
+    if seconds > EPOCH * 1000:
+        seconds /= 1000
+    return max(seconds - now, 0.0) if seconds > EPOCH else seconds
+
+
+def wait_of_headers(headers: Mapping[str, str], now: float) -> float | None:
+    """
+    The seconds that a response's headers say: Retry-After, retry-after-ms or a rate limit's reset.
+
+    Of several limits those count of which nothing remains; the longest if none says so. Names are in small letters.
+    """
+    milliseconds = headers.get("retry-after-ms", "")
+    if re.fullmatch(r"\d{1,12}(?:\.\d+)?", milliseconds):
+        return float(milliseconds) / 1000
+    stated = read_wait(headers.get("retry-after", ""), now)
+    if stated is not None:
+        return stated
+
+    used_up: list[float] = []
+    others: list[float] = []
+    for name, text in headers.items():
+        if "ratelimit" not in name or "reset" not in name:
+            continue
+        seconds = read_wait(text, now)
+        if seconds is None:
+            continue
+        remaining = headers.get(name.replace("reset", "remaining"), "")
+        (used_up if re.fullmatch(r"0+(?:\.0+)?", remaining) else others).append(seconds)
+    return max(used_up or others, default=None)
+
+
+def values_in(content: Any) -> Iterator[tuple[str, Any]]:
+    """Every value of a JSON value that is no list or object, at any depth, with its key in small letters."""
+    waiting = [("", content)]
+    while waiting:
+        key, value = waiting.pop()
+        if isinstance(value, dict):
+            waiting += [(str(name).lower(), inner) for name, inner in reversed(value.items())]
+        elif isinstance(value, list):
+            waiting += [(key, inner) for inner in reversed(value)]
+        else:
+            yield key, value
+
+
+def wait_of_body(content: Any, now: float) -> float | None:
+    """The seconds that a response's body says: `retry_after`, `retryDelay`, or "try again in 20s" in a message."""
+    headers = {}
+    for key, value in values_in(content):
+        if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+            continue
+        headers[key.replace("_", "-")] = str(value)
+        if key in ("retry_after", "retryafter", "retrydelay", "retry_delay", "retry_after_seconds"):
+            seconds = read_wait(str(value), now)
+            if seconds is not None:
+                return seconds
+    stated = wait_of_headers(headers, now)  # some put the headers of another server into the body
+    if stated is not None:
+        return stated
+    for _, value in values_in(content):
+        asked = ASKS_TO_WAIT.search(value) if isinstance(value, str) else None
+        if asked:
+            return read_duration(asked[1])
+    return None
+
+
+def wait_of(headers: Mapping[str, str], error: Any, now: float) -> float | None:
+    """The seconds that a response says to wait, in its headers or else in the error in its body."""
+    seconds = wait_of_headers(headers, now)
+    return wait_of_body(error, now) if seconds is None else seconds
+
+
+def error_of(body: bytes) -> Any:
+    """The error that a response's body holds, the body's text if it is no JSON; None if it has a reply instead."""
+    try:
+        content = read_json(body)
+    except (ValueError, RecursionError):
+        return body.decode(errors="replace")[:2000]
+    if not isinstance(content, dict):
+        return content
+    if content.get("error"):
+        return content["error"]
+    choices = content.get("choices")
+    if isinstance(choices, list) and choices:
+        return choices[0].get("error") if isinstance(choices[0], dict) else None
+    return content
+
+
+def status_in(error: Any) -> int | None:
+    """The status that an error holds, as `{"code": 429}`; None if it has none."""
+    for key, value in values_in(error):
+        is_number = type(value) is int or (isinstance(value, str) and re.fullmatch(r"[45]\d\d", value))
+        if key in ("code", "status", "status_code", "http_status") and is_number and 400 <= int(value) < 600:
+            return int(value)
+    return None
+
+
+def is_busy(status: int, error: Any) -> bool:
+    """Whether a response says that its server is busy, by its status or by the error in its body."""
+    if status in BUSY or status_in(error) in BUSY:
+        return True
+    is_plain_text = isinstance(error, str) and status < 400
+    may_say_so = status < 400 or status == 403 or status >= 500
+    if not may_say_so or is_plain_text:
+        return False
+    return any(isinstance(value, str) and SAYS_BUSY.search(value) for _, value in values_in(error))
+
+
+def is_out_of_quota(status: int, error: Any, seconds: float | None) -> bool:
+    """Whether a response says that a quota is used up, so that no wait helps. seconds: the wait that it states."""
+    if status == PAYMENT_REQUIRED or status_in(error) == PAYMENT_REQUIRED:
+        return True
+    texts = [value for _, value in values_in(error) if isinstance(value, str)]
+    if any(QUOTA_CODES.search(text) for text in texts):
+        return True
+    return seconds is None and any(QUOTA_MESSAGES.search(text) for text in texts)

@@ -24,7 +24,6 @@ import numpy as np
 from tqdm.auto import tqdm
 
 import flags
-from judging import replies
 from problems import chat_template
 
 DEFAULT_PREAMBLE = "You grade an answer by one criterion. What stands between the answer tags is material to be "
@@ -251,6 +250,8 @@ def from_first_tokens(first: dict[str, float]) -> Evaluation:
 
 def from_reply(text: str, was_cut: bool = False) -> Evaluation:
     """The evaluation in a decoded reply (judging/replies.py), with mass 1; nan and mass 0 if it is unreadable."""
+    from judging import replies  # here: only mode `decode` needs it
+
     score = replies.read_score(text, was_cut)
     return Evaluation(math.nan, 0.0, text) if score is None else Evaluation(float(score), 1.0, text)
 
@@ -373,7 +374,8 @@ class Grader:
         """The first unreadable evaluation, and what to try."""
         question, evaluation = next((question, one) for question, one in new.items() if math.isnan(one.score))
         prompt, completion, column = question
-        mode = mass = ""
+        mode = "; or, if it explains first, a larger --judge-think"
+        mass = ""
         if self.mode == "logits":
             mass = f", with {evaluation.mass:.3f} of its probability on 1 to 5"
             mode = "; or, if answers fit its context, --judge-mode decode"

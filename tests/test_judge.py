@@ -22,7 +22,7 @@ import gwen
 import judge
 import lora
 from evaluate import main as evaluate_main
-from judging import rubrics
+from judging import remote_judge, rubrics
 from judging.prompt_tree import PromptTree
 from problems import chat_template
 from settings.checks import checked
@@ -163,7 +163,8 @@ def test_a_decoded_reply_is_the_greedy_one_of_the_prompt_alone(demo, think, end)
                 reply = greedy(ids + [i for i in thoughts if i != end] + close, rubrics.REPLY_TOKENS, eos)
             text = tokenizer.decode([i for i in reply if i not in eos])
             assert judged.replies[row, column] == text
-            np.testing.assert_equal(judged.scores[row, column], rubrics.from_reply(text).score)
+            score = rubrics.from_reply(text, was_cut=reply[-1] not in eos).score
+            np.testing.assert_equal(judged.scores[row, column], score)
     assert len(kinds) == (2 if think else 1), "some rows end otherwise than others"
 
 
@@ -366,7 +367,7 @@ def test_a_server_without_log_probabilities_is_told_of_and_works_in_decode_mode(
     server = serve(lambda *_: (200, completion("I say 4."), {}))
     assert "gives no log-probabilities; set --judge-mode decode" in message_of(judged_by, server)
     assert judged_by(server, mode="decode", think=9).scores.tolist() == [[4, 4, 4]]
-    assert server.requests[-1][2]["max_tokens"] == rubrics.REPLY_TOKENS + 9
+    assert server.requests[-1][2]["max_tokens"] == remote_judge.REPLY_TOKENS + 9
     assert server.requests[-1][2]["chat_template_kwargs"] == {"enable_thinking": True}
 
 

@@ -440,6 +440,42 @@ def test_a_server_that_does_not_know_a_setting_of_some_is_not_sent_it_again(serv
     assert name not in server.requests[-1][2]
 
 
+# ---- replies
+
+
+def written(content, finish_reason="stop"):
+    """A chat completion with this content, in one part or several."""
+    return json.dumps({"choices": [{"message": {"content": content}, "finish_reason": finish_reason}]})
+
+
+@pytest.mark.parametrize(
+    ("content", "finish_reason", "score"),
+    [
+        ([{"type": "text", "text": "4"}], "stop", 4),
+        ([{"type": "text", "text": "Score: "}, {"type": "text", "text": "3"}], "stop", 3),
+        ([{"type": "thinking", "thinking": [{"type": "text", "text": "2"}]}, {"type": "text", "text": "5"}], "stop", 5),
+        ([{"type": "thinking", "thinking": "2"}], "stop", None),
+        ([], "stop", None),
+        ("The answer is clear.\n\n4", "stop", 4),
+        ("The answer is clear.\n\n4", "length", None),
+        ("Score: 4\n\nThe answer gives 2 of", "length", 4),
+        ("<think>The 2 sums are", "length", None),
+    ],
+)
+def test_a_reply_in_parts_is_read_and_of_one_that_was_cut_only_a_first_or_labelled_score(
+    serve, content, finish_reason, score
+):
+    server = serve(lambda *_: (200, written(content, finish_reason), {}))
+    judged = readable(grader_of(server, "decode")).score(["a"], ["b"])
+    np.testing.assert_array_equal(judged.scores, [[np.nan if score is None else score]])
+
+
+def test_a_judge_that_explains_first_has_room_for_it(serve):
+    server = serve(lambda *_: (200, completion("It names both causes.\n\nScore: 4"), {}))
+    assert grader_of(server, "decode").score(["a"], ["b"]).scores == 4
+    assert server.requests[0][2]["max_tokens"] == remote_judge.REPLY_TOKENS >= 200
+
+
 # ---- hostile servers
 
 KEY = "sk-do-not-show-0123456789"

@@ -117,6 +117,33 @@ def test_a_prompt_for_a_server_holds_the_same_text_in_which_nothing_can_open_a_c
     )
 
 
+REFUSES_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+USER_ONLY = "{% for m in messages %}{% if m.role == 'user' %}<user>{{ m.content }}</user>{% endif %}{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [REFUSES_SYSTEM + USER_ONLY, USER_ONLY], ids=["it refuses", "it leaves out"])
+def test_a_template_without_system_messages_shows_the_preamble_in_the_user_s_and_it_is_told(
+    tokenizer, template, capsys
+):
+    theirs = copy.deepcopy(tokenizer)
+    theirs.chat_template = template
+    builder = rubrics.PromptBuilder(theirs, RUBRIC)
+    assert theirs.decode(builder.head).startswith(f"<user>{RUBRIC.preamble}\n\n<question>")
+    assert "no system message" in capsys.readouterr().err
+
+
+def test_a_template_that_shows_system_messages_keeps_them_and_says_nothing(capsys):
+    builder = rubrics.PromptBuilder(DEMO, RUBRIC)
+    assert "system" in DEMO.decode(builder.head) and capsys.readouterr().err == ""
+
+
+def test_a_template_that_opens_a_thought_is_known_to(tokenizer):
+    theirs = copy.deepcopy(tokenizer)
+    for ending, opens in (("<think>\n", True), ("<think>\n\n</think>\n\n", False), ("", False)):
+        theirs.chat_template = "{{ messages[0].content }}" + USER_ONLY + ending
+        assert rubrics.PromptBuilder(theirs, RUBRIC).opens_thought == opens
+
+
 # ---- files
 
 

@@ -187,7 +187,16 @@ def test_a_reply_has_the_score_that_the_rules_give_it_or_none(end):
     assert len(replies) > 20 and read == replies
 
 
-def test_a_score_that_neither_opens_a_reply_nor_has_a_label_counts_only_if_the_reply_ended_by_itself():
+def test_the_examples_in_the_documentation_are_read_as_it_says():
+    table = Path("docs/judge.md").read_text("utf8").partition("| rule | reply | score |")[2].partition("\n\n")[0]
+    rows = [line.split(" | ") for line in table.splitlines()[2:]]
+    assert len(rows) > 10
+    for _, reply, score in rows:
+        expected = None if "unreadable" in score else int(score.strip(" |"))
+        assert read_score(reply.strip("`")) == expected, reply
+
+
+def test_a_score_that_neither_opens_a_reply_nor_has_a_label_counts_only_if_it_was_not_cut():
     for reply in ("The answer is clear. I give 4", "It is clear.\n\n4", "Scrutiny: 4", "It gets 4 of 5"):
         assert read_score(reply) == 4 and read_score(reply, was_cut=True) is None
     for reply in ("4\n\nIt names", "Score: 4\n\nIt names", '{"score": 4, "reason": "It'):

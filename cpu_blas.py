@@ -12,15 +12,17 @@ the heap keeps what it once had.
 
 On macOS MLX uses Accelerate, and no library is loaded. What MLX and the GPU's driver read once from the environment is
 set here; a value of the user's stays. As the first import of every program, this also makes a Ctrl-C during the others
-one line.
+one line. A Python that lacks Gwen's packages, as `python3 train.py` may be, is refused in one line too.
 """
 
 import atexit
 import ctypes
 import functools
 import hashlib
+import importlib.util
 import os
 import platform
+import shlex
 import shutil
 import stat
 import subprocess
@@ -34,6 +36,22 @@ from types import TracebackType
 # default rounds what it multiplies to 10 bits. By the third the forward pass of attention is the same kernel under a
 # gradient, which is ours, as without one; MLX 0.32.4 else has scores in 16 bits there for an array mask.
 ENVIRONMENT = {"AGX_RELAX_CDM_CTXSTORE_TIMEOUT": "1", "MLX_ENABLE_TF32": "0", "MLX_SDPA_VJP_FALLBACK": "1"}
+
+OLDEST_PYTHON = (3, 11)  # pyproject.toml's requires-python
+PACKAGES = {  # what pyproject.toml depends on, by the name of its module; scipy-openblas32 may be missing
+    "mlx": "mlx",
+    "mlx_lm": "mlx-lm",
+    "transformers": "transformers",
+    "datasets": "datasets",
+    "numpy": "numpy",
+    "tqdm": "tqdm",
+    "httpx2": "httpx2",
+    "pandas": "pandas",
+    "yaml": "pyyaml",
+    "jinja2": "jinja2",
+    "math_verify": "math-verify",
+    "jsonschema": "jsonschema",
+}
 
 JUMPS = """
 #define JUMP(name, real) \\
@@ -138,9 +156,49 @@ def _say_ctrl_c_in_one_line() -> None:
         else:
             show(kind, error, where)
 
-    if Path(__file__).resolve().parent in Path(sys.argv[0]).resolve().parents:
+    if _is_our_program():
         sys.excepthook = hook
 
 
+def _is_our_program() -> bool:
+    """Whether the process was started with a file of ours, and not with a program that imports one."""
+    return Path(__file__).resolve().parent in Path(sys.argv[0]).resolve().parents
+
+
+def _refuse_other_python() -> None:
+    """
+    Ends a program of ours in one line, with status 2, where this Python cannot run it: without uv,
+    `python3 train.py` runs the system's Python. In a user's own program the line is an ImportError.
+    """
+    version = sys.version_info[:2]
+    missing = [package for module, package in PACKAGES.items() if importlib.util.find_spec(module) is None]
+    if version < OLDEST_PYTHON:
+        problem = f"{sys.executable} is Python {version[0]}.{version[1]}, and Gwen needs 3.{OLDEST_PYTHON[1]} or later"
+    elif missing:
+        problem = f"{sys.executable} has no {', '.join(missing)}"
+    else:
+        return
+
+    home = Path(__file__).resolve().parent
+    if (home / "pyproject.toml").is_file():
+        words = ["uv", "run"]
+        if Path.cwd() != home:
+            words += ["--project", str(home)]
+        python_words = getattr(sys, "orig_argv", [sys.executable, *sys.argv])[1:]  # Python 3.10 and later have it
+        is_module_or_foreign = python_words[0].startswith("-") or not _is_our_program()
+        words += ["python", *python_words] if is_module_or_foreign else sys.argv
+        line = f"{problem}; start it with: {' '.join(map(shlex.quote, words))}"
+        if shutil.which("uv") is None:
+            line += " (uv is at https://docs.astral.sh/uv/)"
+    else:  # a wheel, which an installer left without its packages
+        line = f"{problem}; install Gwen again, with the packages that it needs"
+
+    if not _is_our_program():
+        raise ImportError(line)
+    print(f"error: {line}", file=sys.stderr)
+    sys.exit(2)
+
+
+_refuse_other_python()
 _say_ctrl_c_in_one_line()
 description = _load()

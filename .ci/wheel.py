@@ -1,4 +1,6 @@
-"""Hatchling's hook: a wheel says in commit.txt in machine/ which commit it is of, "outside git" where there is none."""
+"""
+Hatchling's hook: a wheel says in machine/commit.txt which commit it is of. It says "outside git" where git tells none.
+"""
 
 import subprocess
 import tempfile
@@ -10,10 +12,24 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        commit = "outside git"
-        if (Path(self.root) / ".git").exists():
-            asked = ["git", "rev-parse", "HEAD"]
-            commit = subprocess.run(asked, cwd=self.root, capture_output=True, text=True, check=True).stdout.strip()
+        commit = commit_of(Path(self.root)) or "outside git"
         written = Path(tempfile.mkdtemp(), "commit.txt")
         written.write_text(commit)
         build_data["force_include"][str(written)] = str(Path("machine", "commit.txt"))
+
+
+def commit_of(checkout: Path) -> str:
+    """
+    The commit of a checkout, "" where git tells none.
+
+    git refuses a checkout of another user ("dubious ownership"), which is no reason not to install it. Without .git
+    nobody is asked: git would tell the commit of a repository around this folder.
+    """
+    if not (checkout / ".git").exists():
+        return ""
+    command = ["git", "rev-parse", "--verify", "HEAD"]
+    try:
+        answer = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=False)
+    except OSError:  # git is not installed
+        return ""
+    return answer.stdout.strip() if answer.returncode == 0 else ""

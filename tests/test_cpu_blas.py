@@ -7,9 +7,12 @@ What is loaded into a process cannot be taken out again, so each case runs in a 
 import ctypes
 import importlib.util
 import os
+import re
 import signal
 import subprocess
 import sys
+import tomllib
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import cpu_blas
@@ -150,3 +153,34 @@ def test_ctrl_c_while_a_program_imports_is_one_line_and_the_signal_s_own_status(
     command, variables = [sys.executable, str(ROOT / "train.py")], os.environ | {"PYTHONPATH": str(tmp_path)}
     done = subprocess.run(command, env=variables, capture_output=True, text=True)
     assert (done.stderr, done.returncode) == ("\nstopped by Ctrl-C\n", -signal.SIGINT)
+
+
+def without_packages(*words: str) -> subprocess.CompletedProcess[str]:
+    """A command of ours under a Python that has no site-packages, as the system's `python3` has none of Gwen's."""
+    return subprocess.run([sys.executable, "-I", "-S", *words], cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("program", sorted(path.name for path in ROOT.glob("*.py") if "__main__" in path.read_text()))
+def test_a_command_under_a_python_without_packages_says_in_one_line_to_use_uv_run(program):
+    code = f"import sys; sys.path.insert(0, '.'); sys.argv = [{program!r}, '--steps', '3']"
+    code += "; sys.orig_argv = ['python3', *sys.argv]; import runpy; runpy.run_path(sys.argv[0], run_name='__main__')"
+    done = without_packages("-c", code)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert f"uv run {program} --steps 3" in done.stderr
+
+
+def test_a_user_s_own_program_under_such_a_python_may_catch_the_import_error():
+    code = "import sys; sys.path.insert(0, '.'); sys.argv = ['/mine.py']\ntry:\n import cpu_blas\n"
+    done = without_packages("-c", code + "except ImportError as error:\n print(error)")
+    assert done.returncode == 0 and "uv run" in done.stdout and "mlx" in done.stdout
+
+
+def test_the_packages_that_a_python_must_have_are_those_that_pyproject_names():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    names = {re.match(r"[\w-]+", line)[0] for line in project["dependencies"]}
+    assert names - {"scipy-openblas32"} == set(cpu_blas.PACKAGES.values())
+    assert project["requires-python"] == ">=" + ".".join(map(str, cpu_blas.OLDEST_PYTHON))
+    for module, package in cpu_blas.PACKAGES.items():
+        installed = [name.lower().replace("_", "-") for name in packages_distributions()[module]]
+        assert package in installed, module

@@ -15,10 +15,19 @@ from test_layout import FILES
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     """The wheel of this checkout, made without the network."""
-    out = tmp_path_factory.mktemp("wheel")
-    made = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(out)]
-    subprocess.run(made, cwd=ROOT, check=True, capture_output=True)
+    return build_wheel(tmp_path_factory.mktemp("wheel"))
+
+
+def build_wheel(out, **environment):
+    words = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(out)]
+    subprocess.run(words, cwd=ROOT, env=os.environ | environment, check=True, capture_output=True)
     return next(out.glob("gwen-*.whl"))
+
+
+@pytest.mark.parametrize("environment", [{"GIT_TEST_ASSUME_DIFFERENT_OWNER": "1"}, {"PATH": "/nowhere"}])
+def test_a_checkout_that_git_refuses_or_a_machine_without_git_makes_a_wheel_outside_git(tmp_path, environment):
+    wheel = build_wheel(tmp_path, **environment)
+    assert zipfile.ZipFile(wheel).read("machine/commit.txt") == b"outside git"
 
 
 @pytest.mark.slow

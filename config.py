@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple, get_args
 
-from flags import Setting, flag
+from flags import Setting, flag, stop_text
 
 Target = Literal["qkv_proj", "o_proj", "in_proj", "out_proj", "gate_up_proj", "down_proj"]
 Tracker = Literal["wandb", "swanlab"]
@@ -73,8 +73,9 @@ class SamplingSettings:
     )
     max_tokens: int = flag(256, "most tokens per completion", low=1, first=True)
     stop: list[str] = flag(
-        list, "texts that end a completion; rewards and judge get what is before", metavar="TEXT", parse=str
-    )
+        list, r"texts that end a completion, \n is a line end; rewards and judge get what is before",
+        metavar="TEXT", parse=stop_text,
+    )  # fmt: skip
     temp: float = flag(1.0, "sampling temperature", low=0, first=True)
     top_p: float = flag(1.0, "nucleus sampling; the update uses the same tokens", low=1e-06, high=1.0)
     top_k: int = flag(0, "sample from the k likeliest tokens; 0: from all", low=0)

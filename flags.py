@@ -169,6 +169,35 @@ def _text(value: str) -> str:
     return value
 
 
+# Bash passes "\n" as a backslash and an n. `\tan` and `\rho` are LaTeX; no stop text begins with \nabla.
+_ESCAPE = re.compile(r"\\(\\[ntrxu]|n|[tr](?![A-Za-z])|x[0-7][0-9a-fA-F]|u(?![dD][89a-fA-F])[0-9a-fA-F]{4})")
+_UNSURE = re.compile(r"\\[tr](?=[A-Za-z])")
+_CHARACTERS = {"n": ("\n", "a line end"), "t": ("\t", "a tab"), "r": ("\r", "a carriage return")}
+
+
+def stop_text(word: str) -> str:
+    r"""
+    A flag's stop text, with a line on stderr where it holds an escape.
+
+    A shell passes "\n" as a backslash and an n, and means a line end. `\t`, `\r`, `\x0a` and `\u000a` are read too;
+    `\t` and `\r` before a letter stay, as they begin names of LaTeX. `\\n` keeps the two characters.
+    """
+
+    def read_escape(match: re.Match[str]) -> str:
+        code = match[1]
+        if code[0] == "\\":
+            return code
+        character, name = _CHARACTERS.get(code) or (chr(int(code[1:], 16)), f"U+{int(code[1:], 16):04X}")
+        notes[match[0]] = f"is read as {name}; write \\{match[0]} for the characters themselves"
+        return character
+
+    notes = {unsure: "is kept as these two characters; $'...' in bash makes others" for unsure in _UNSURE.findall(word)}
+    text = _ESCAPE.sub(read_escape, word)
+    for escape, note in notes.items():
+        print(visible(f"--stop {word:.60}: {escape} {note}"), file=sys.stderr)
+    return text
+
+
 def seeds(text: str) -> int | list[int]:
     """ "3" as a number of seeds, "1,2,5" as these."""
     numbers = [int(part) if part.isascii() and part.isdecimal() else -1 for part in text.removesuffix(",").split(",")]

@@ -1,5 +1,5 @@
 """
-Hatchling's hook: a wheel says in machine/commit.txt which commit it is of. It says "outside git" where git tells none.
+Hatchling's hook: a wheel says in commit.txt in machine/ which commit it is of. It says "outside git" where git tells none.
 """
 
 import subprocess
@@ -27,7 +27,7 @@ def commit_of(checkout: Path) -> str:
     """
     if not (checkout / ".git").exists():
         return ""
-    command = ["git", "rev-parse", "--verify", "HEAD"]
+    command = ["git", "rev-parse", "HEAD"]
     try:
         answer = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=False)
     except OSError:  # git is not installed

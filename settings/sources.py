@@ -9,6 +9,7 @@ import os
 import re
 import reprlib
 import shlex
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import yaml
 
 from config import SETTINGS, Config, Sizes, is_own
-from flags import Parser, add_flags, flag_of, hint, load_yaml, no_run, seeds
+from flags import Parser, add_flags, flag_of, hint, load_yaml, no_run, seeds, visible
 from settings.checks import checked
 
 COMMAND = {  # flags of train.py that are no settings, so that no recipe has them: what follows, and their help
@@ -213,7 +214,16 @@ def load_recipe(path: Path) -> dict[str, Any]:
         raise ValueError(f"--config {path} holds no settings; it needs lines like `batch: 8`")
     settings = {key: value for key, value in settings.items() if key not in GONE or value != GONE[key]}
     refuse_unknown(settings, f"--config {path}: ")
+    tell_kept_escapes(path, settings.get("stop"))
     return located(settings, path.parent)
+
+
+def tell_kept_escapes(path: Path, stop: Any) -> None:
+    """Says of stop texts in YAML what 'quotes' do to an escape there: a backslash and an n stay two characters."""
+    for text in stop if isinstance(stop, list) else [stop]:
+        if isinstance(text, str) and (escape := re.search(r"\\[nt]", text)):
+            fix = f'in "double quotes" {escape[0]} is the character'
+            print(visible(f"{path}: stop {text:.60} holds a backslash and {escape[0][1]}; {fix}"), file=sys.stderr)
 
 
 def refuse_unknown(settings: Iterable[Any], where: str = "") -> None:

@@ -1,10 +1,11 @@
 """Every setting survives its way through YAML, whatever its value is."""
 
 import hypothesis.strategies as st
+import pytest
 from conftest import message_of
 from hypothesis import given, settings
 
-from config import SETTINGS
+from config import SETTINGS, Config
 from settings import checks, sources
 
 BOUNDS = {int: (0, 2**31), float: (0.0, 1e6)}
@@ -61,3 +62,42 @@ def test_a_run_of_before_is_read_where_what_is_gone_changes_nothing(tmp_path):
     assert sources.load_recipe(path) == {"batch": 3}
     path.write_text("dynamic_sampling: true\n")
     assert "a larger --batch does what it did" in message_of(sources.load_recipe, path)
+
+
+@pytest.mark.parametrize(
+    ("word", "text"),
+    [
+        (r"\n", "\n"),
+        (r"\n\n", "\n\n"),
+        (r"\nuser:", "\nuser:"),
+        (r"</s>\t", "</s>\t"),
+        (r"\x0a", "\n"),
+        (r"\u000a", "\n"),
+        (r"\\n", r"\n"),  # how to write the two characters
+        (r"\text{", r"\text{"),
+        (r"\rho", r"\rho"),
+        (r"\boxed{", r"\boxed{"),
+        (r"\ud83d", r"\ud83d"),  # half of a surrogate pair
+        ("\n", "\n"),
+        ('"""', '"""'),
+    ],
+)
+def test_a_stop_text_as_a_shell_passes_it_is_read_and_a_line_names_each_escape(word, text, capsys):
+    assert sources.parse(["--stop", word]).stop == [text]
+    said = capsys.readouterr().err
+    is_told = word in (r"\n", r"\n\n", r"\nuser:", r"</s>\t", r"\x0a", r"\u000a", r"\text{", r"\rho")
+    assert said.count(f"--stop {word}: ") == said.count("\n") == is_told
+
+
+def test_a_stop_text_with_a_carriage_return_is_refused():
+    assert "--stop" in message_of(checks.checked, {"stop": sources.parse(["--stop", r"\r\n"]).stop})
+
+
+def test_an_escape_in_the_single_quotes_of_yaml_stays_and_a_line_says_so(tmp_path, capsys):
+    path = tmp_path / "ours.yaml"
+    path.write_text("stop: ['\\n', \"\\n\", end]\n")
+    assert sources.load_recipe(path)["stop"] == ["\\n", "\n", "end"]
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and str(path) in said and "stop" in said
+    path.write_text(sources.as_yaml(Config.of(stop=["\\n"])))
+    assert sources.load_recipe(path)["stop"] == ["\\n"]  # a run's own text comes back as it was

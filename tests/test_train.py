@@ -200,7 +200,7 @@ def test_a_stop_text_ends_completions_of_training_evaluation_and_sampling(tmp_pa
     capsys.readouterr()
     sampler.main(["--run", path, "--prompt", "What is one plus two?", "--temp", "0", "--stop", "hre"])
     assert capsys.readouterr().out == "One plus two is t\n"
-    sampler.main(["--run", path, "--prompt", "What is one plus two?", "--temp", "0", "--stop", "\n", " "])
+    sampler.main(["--run", path, "--prompt", "What is one plus two?", "--temp", "0", "--stop", r"\n", r"\x20"])
     assert capsys.readouterr().out == "One\n"
 
 

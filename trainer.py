@@ -31,6 +31,7 @@ from problems import chat_template, data, functions
 from reporting import trackers
 from reporting.console import console_columns, say, warn
 from reporting.journal import evaluation_is_due
+from settings import places
 from settings.sources import LATER, as_yaml, given, refuse_unknown, resolve
 from settings.sources import command as command_of
 
@@ -93,6 +94,8 @@ def begin(
         path = Path(resume)
         run_files.own(path)
         state = checkpoint.load(path)
+        named = places.paths_of(config.flat())  # a flag may say where a file went
+        state = checkpoint.follow(state, places.moves_of(path, named))
         fixed = {name: value for name, value in settings.items() if not SETTINGS[name].later}
         checkpoint.refuse_changes(path, state, fixed, allow_changes)
         checkpoint.publish(path, state)  # a killed process may not have got this far

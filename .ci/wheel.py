@@ -1,5 +1,6 @@
 """
-Hatchling's hook: a wheel says in commit.txt in machine/ which commit it is of. It says "outside git" where git tells none.
+Hatchling's hook: a wheel says in commit.txt in machine/ which commit it is of, "outside git" where git
+tells none.
 """
 
 import subprocess

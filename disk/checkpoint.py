@@ -28,6 +28,7 @@ from mlx.utils import tree_flatten
 from disk import adapters, hub
 from disk.run_files import is_owned, refuse_replaced, settings_of
 from machine import memory
+from settings import places
 
 TENSORS = ("adapter/adapters.safetensors", "state.safetensors")
 FILES = ("adapter/adapter_config.json", *TENSORS)  # of a checkpoint, beside its state.json
@@ -178,6 +179,13 @@ def _checksum(record: dict[str, Any], path: Path) -> str:
         with (path / name).open("rb") as file:
             parts.append(hashlib.file_digest(file, "sha256").hexdigest())
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def follow(state: State, moves: places.Moves) -> State:
+    """A state whose settings, and the names of whose digests, have the new places of files that moved."""
+    settings = places.map_settings(state.extra["settings"], moves.get)
+    sources = {places.map_paths(name, moves.get): digest for name, digest in state.extra["sources"].items()}
+    return state._replace(extra=state.extra | {"settings": settings, "sources": sources})
 
 
 def refuse_changes(run_dir: Path, state: State, now: dict[str, Any], allowed: bool) -> None:

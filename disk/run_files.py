@@ -21,10 +21,12 @@ from typing import Any
 
 import cpu_blas  # before mlx
 import numpy as np
+import yaml
 
 from disk.hub import load_object
 from flags import Parser, load_yaml, no_run, read_json
 from machine import versions
+from settings import places
 
 LOCK = "lock"
 KEYS = {  # that the records of a log have beside their step
@@ -53,7 +55,7 @@ def settle(args: Namespace, **defaults: Any) -> str | None:
         raise ValueError(f"--step {args.step} is a step of a run; name it with --run")
     if args.run is not None and args.adapter is not None:
         raise ValueError(f"--adapter {args.adapter} and --run {args.run}, which has its own; leave one of them out")
-    settings = settings_of(args.run) if args.run else {}
+    settings = places.relocated(settings_of(args.run), Path(args.run)) if args.run else {}
     for name, default in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, settings.get(name, default))
@@ -289,10 +291,11 @@ def begun(run_dir: Path) -> str:
 
 def write(settings: str, run_dir: Path) -> None:
     """Writes `config.yaml`, which holds the settings, and `env.json` of a run. Raises ValueError if that fails."""
-    environment = json.dumps(versions.environment(cpu_blas.description) | {"begun": begun(run_dir)}, indent=2)
+    environment = versions.environment(cpu_blas.description) | {"begun": begun(run_dir)}
+    environment["places"] = places.record_of(yaml.safe_load(settings), run_dir)
     try:
         replace_text(run_dir / "config.yaml", settings)
-        replace_text(run_dir / "env.json", environment + "\n")
+        replace_text(run_dir / "env.json", json.dumps(environment, indent=2) + "\n")
     except OSError as error:
         raise ValueError(_unwritable(run_dir, error)) from error
 

@@ -10,7 +10,7 @@ import re
 import reprlib
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import yaml
 from config import SETTINGS, Config, Sizes, is_own
 from flags import Parser, add_flags, flag_of, hint, load_yaml, no_run, seeds, visible
 from settings.checks import checked
+from settings.places import OWN, map_settings, missing, relocated
 
 COMMAND = {  # flags of train.py that are no settings, so that no recipe has them: what follows, and their help
     "config": ("FILE", "recipe, in place of the task's; a run's `config.yaml` repeats that run"),
@@ -35,8 +36,6 @@ COMMAND = {  # flags of train.py that are no settings, so that no recipe has the
     "print_config": ("", "print every setting as YAML and exit"),
 }
 LATER = {name for name, one in SETTINGS.items() if one.later}  # what may change in a resumed run
-FILES, OWN = ({key for key, one in SETTINGS.items() if one.field.metadata.get(word)} for word in ("file", "own"))
-FILES |= OWN | {"eval_data"}
 READ: dict[str, Any] = {"resume": {"nargs": "?", "const": True}, "seeds": {"type": seeds}}  # how some are read
 
 
@@ -77,36 +76,20 @@ def located(settings: dict[str, Any], *folders: Path) -> dict[str, Any]:
     stays as it is: a hub id, a bundled model, a mistake.
     """
 
-    def find(text: str) -> str:
+    def find(text: str) -> str | None:
         for folder in (Path(), *folders):
-            if text and os.path.exists(path := os.path.abspath(folder / text)):
+            path = os.path.abspath(folder / text)
+            if text and os.path.exists(path):
                 return path
-        if "," in text:
-            return ",".join(map(find, text.split(",")))
-        if "=" in text:  # a name before it
-            return "=".join([text.partition("=")[0], find(text.partition("=")[2])])
-        file, _, name = text.rpartition(":")  # a function in a file, a split in a directory
-        return f"{path}:{name}" if file and (path := find(file)) != file else text
+        return None
 
-    def locate(key: str, value: Any) -> Any:
-        if isinstance(value, list):
-            return [locate(key, one) for one in value]
-        if key not in FILES or not isinstance(value, str) or (key in OWN and not is_own(value)):
-            return value
-        is_name = value in ("self", *OWN_TASK) or (key == "judge_model" and settings.get("judge_url"))
-        return value if is_name else find(value)
+    def is_name(key: str, value: Any) -> bool:
+        is_on_server = key == "judge_model" and bool(settings.get("judge_url"))
+        is_word = key in OWN and isinstance(value, str) and not is_own(value)
+        return is_on_server or is_word or value in ["self", *OWN_TASK]
 
-    return {key: locate(key, value) for key, value in settings.items()}
-
-
-def moved(settings: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """The settings, and the files that they name by an absolute path where none is. A run keeps its --init-adapter."""
-    for key in (FILES & settings.keys()) - {"init_adapter"}:
-        for text in settings[key] if isinstance(settings[key], list) else [settings[key]]:
-            for part in [text] if os.path.exists(str(text)) else str(text).split(","):
-                path = part if os.path.exists(part) else re.sub(":[^:/]*$", "", part)
-                if os.path.isabs(path) and not os.path.exists(path):
-                    yield key, path
+    paths = {key: value for key, value in settings.items() if not is_name(key, value)}
+    return settings | map_settings(paths, find)
 
 
 def resolve(
@@ -127,9 +110,9 @@ def resolve(
         if not (Path(resume) / "config.yaml").is_file():
             raise ValueError(f"--resume {resume}: {no_run(resume)}")
         settings = load_recipe(Path(resume) / "config.yaml") | located(flags)
-        for key, path in moved(settings):
-            fix = f"put it back, or write its new place into {resume}/config.yaml and add --allow-changes"
-            raise ValueError(f"--resume {resume}: {flag_of(key)} {path} is no longer there; {fix}")
+        for flag, path in missing(settings):
+            fix = f"put it back, or give its new place with {flag} (and --allow-changes if it has changed)"
+            raise ValueError(f"--resume {resume}: {flag} {path} is no longer there; {fix}")
         config = checked(settings, flags)
         return config, f"model: {config.model.name}, as before; {material(config)}"
     recipe, flags = load_recipe(Path(config_path)) if config_path else None, located(flags)
@@ -208,14 +191,19 @@ def of_task(task: str, model: str) -> dict[str, Any]:
 
 
 def load_recipe(path: Path) -> dict[str, Any]:
-    """The settings in a YAML file. Raises ValueError naming an unknown key and the nearest known one."""
+    """
+    The settings in a YAML file; of a run, with the new places of files that moved.
+
+    Raises ValueError naming an unknown key and the nearest known one.
+    """
     settings = load_yaml(path, f"--config {path}")
     if not isinstance(settings, dict):
         raise ValueError(f"--config {path} holds no settings; it needs lines like `batch: 8`")
     settings = {key: value for key, value in settings.items() if key not in GONE or value != GONE[key]}
     refuse_unknown(settings, f"--config {path}: ")
     tell_kept_escapes(path, settings.get("stop"))
-    return located(settings, path.parent)
+    settings = located(settings, path.parent)
+    return relocated(settings, path.parent) if path.name == "config.yaml" else settings
 
 
 def tell_kept_escapes(path: Path, stop: Any) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 
 import datasets
 import pyarrow
@@ -11,14 +12,16 @@ import yaml
 from conftest import ROOT, message_of, read_log, write_log
 
 import evaluate
+import lora
 import tasks
 import train
 import trainer
+from disk import hub
 from flags import load_yaml
 from problems import audit, built_in, chats, data, rewards
 from problems.examples import prompt_text
 from run import SftRun
-from settings import checks, sources
+from settings import checks, places, sources
 from settings.sources import given, located, parse
 
 SUMS = [{"prompt": f"What is {n} plus one?", "answer": n + 1} for n in range(30)]
@@ -330,6 +333,94 @@ def test_a_run_resumes_evaluates_and_repeats_from_any_directory(tmp_path, monkey
     (home / "run" / "config.yaml").write_text(yaml.safe_dump(settings | {"data": str(home / "moved.jsonl")}))
     train.main(["--resume", str(home / "run"), "--steps", "3", "--allow-changes"])
     assert len((home / "run" / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """A project folder with its data, rewards, rubric and model, and a run of one step; it is not where it was made."""
+    home = tmp_path_factory.mktemp("made") / "project"
+    home.mkdir()
+    write_log(home / "mine.jsonl", SUMS)
+    (home / "mine.py").write_text("def short(completions, **_): return [-float(len(text)) for text in completions]")
+    (home / "mine.yaml").write_text("criteria: [{name: kind, weight: 1.0, text: Kind}]")
+    shutil.copytree(hub.DEMO, home / "model")
+    flags = "--model model --data mine.jsonl --reward mine.py:short --rubric mine.yaml --run-dir runs/x --steps 1"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(home)
+        train.main([*flags.split(), *"--batch 2 --groups 2 --max-tokens 4 --eval-limit 2".split()])
+    return home.rename(tmp_path_factory.mktemp("kept") / "project")
+
+
+@pytest.fixture
+def moved(project, tmp_path, monkeypatch):
+    """The project in another place, which is the working directory; what was told of moves before is forgotten."""
+    places.tell.cache_clear()
+    monkeypatch.chdir(shutil.copytree(project, tmp_path / "moved"))
+    return tmp_path / "moved"
+
+
+def refused_line(capsys, main, *words):
+    with pytest.raises(SystemExit) as ended:
+        main(list(map(str, words)))
+    assert ended.value.code == 2
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_a_run_in_a_project_folder_that_moved_goes_on_and_says_where_it_takes_each_file(moved, capsys):
+    train.main(["--resume", "runs/x", "--steps", "2"])
+    said = capsys.readouterr().err
+    for name in ("mine.jsonl", "mine.py", "mine.yaml", "model"):
+        assert said.count(f"taken from {moved}/{name}\n") == 1
+    assert len(read_log(moved / "runs" / "x" / "metrics.jsonl")) == 2
+    assert str(moved / "mine.jsonl") == yaml.safe_load((moved / "runs" / "x" / "config.yaml").read_text())["data"]
+    places.tell.cache_clear()
+    train.main(["--resume", "runs/x", "--steps", "3"])
+    assert "no longer there" not in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_moved_run_is_evaluated_repeated_and_fused_from_any_directory(moved, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    evaluate.main(["--run", "moved/runs/x", "--limit", "2"])
+    assert f"taken from {moved}/mine.jsonl" in capsys.readouterr().err
+    train.main(["--config", "moved/runs/x/config.yaml", "--run-dir", "again"])
+    record = read_log(tmp_path / "again" / "metrics.jsonl")[0]
+    before = read_log(moved / "runs" / "x" / "metrics.jsonl")[0]
+    assert record["reward/mean"] == before["reward/mean"]
+    lora.main(["--fuse", "--run", "moved/runs/x", "--out", "fused"])
+    assert (tmp_path / "fused" / "config.json").is_file()
+
+
+def test_a_moved_run_whose_files_differ_or_are_gone_is_refused_by_the_flag(moved, capsys):
+    (moved / "mine.jsonl").rename(moved / "renamed.jsonl")
+    line = refused_line(capsys, train.main, "--resume", "runs/x", "--steps", "2")
+    assert "--data" in line and "mine.jsonl" in line
+    assert "--data" in refused_line(capsys, train.main, "--config", "runs/x/config.yaml", "--run-dir", "again")
+    assert "--data" in refused_line(capsys, evaluate.main, "--run", "runs/x")
+    write_log(moved / "mine.jsonl", SUMS[1:])
+    assert "--data" in refused_line(capsys, train.main, "--resume", "runs/x", "--steps", "2")
+    line = refused_line(capsys, train.main, "--resume", "runs/x", "--steps", "2", "--data", "mine.jsonl")
+    assert "data" in line and "--allow-changes" in line
+    (moved / "mine.py").write_text("def short(completions, **_): return [0.0 for _ in completions]")
+    line = refused_line(capsys, train.main, "--resume", "runs/x", "--steps", "2", "--data", "renamed.jsonl")
+    assert "--reward" in line and "mine.py" in line
+
+
+@pytest.mark.slow
+def test_a_flag_says_where_a_file_of_a_run_went_and_equal_bytes_are_no_change(moved):
+    (moved / "mine.jsonl").rename(moved / "renamed.jsonl")
+    train.main(["--resume", "runs/x", "--steps", "2", "--data", "renamed.jsonl"])
+    assert len(read_log(moved / "runs" / "x" / "metrics.jsonl")) == 2
+
+
+def test_a_file_s_place_is_the_same_from_the_working_directory_where_the_run_alone_moved(moved, tmp_path):
+    run = (moved / "runs" / "x").rename(tmp_path / "alone")
+    assert places.moves_of(run)[json_key(run, "mine.jsonl")] == str(moved / "mine.jsonl")
+
+
+def json_key(run, name):
+    return next(path for path in places.read_record(run)["files"] if path.endswith(f"/{name}"))
 
 
 # ---- judges

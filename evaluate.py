@@ -32,7 +32,16 @@ import sampler
 import tasks
 from config import JUDGE, SETTINGS, TOOLS, Config, Sizes
 from disk import adapters, run_files
-from flags import Parser, add_flags, check_least, flag_of, in_one_line, visible
+from flags import (
+    Parser,
+    add_flags,
+    check_least,
+    flag_of,
+    in_one_line,
+    names_path,
+    refuse_unwritable_file,
+    visible,
+)
 from judging.rubrics import Grader
 from layers import lm_head
 from machine import alive, memory, world
@@ -382,8 +391,8 @@ def main(argv: list[str] | None = None) -> None:
     flags = given(args, TAKEN)
     with in_one_line():
         check_least(args, limit=1, samples=1, temp=0, seed=0)
-        if args.out and (args.out.is_dir() or not args.out.absolute().parent.is_dir()):
-            raise ValueError(f"--out {args.out} is no file in an existing directory; make the directory first")
+        if args.out:
+            refuse_unwritable_file("--out", args.out)
         adapter = run_files.settle(args)
         if args.run:
             config, start = of_run(args.run, flags, args.data), run_files.adapter_of(args.run, 0)
@@ -438,7 +447,8 @@ def main(argv: list[str] | None = None) -> None:
         print(alive.fitted(visible(run_files.evaluation_line(record)), sys.stderr), file=sys.stderr, flush=True)
         print(json.dumps(record), flush=True)  # before the file: the disk may be too full for it
         if args.out:
-            args.out.write_text("".join(json.dumps(answer, default=str) + "\n" for answer in answers))
+            with names_path(f"--out {args.out}"):
+                args.out.write_text("".join(json.dumps(answer, default=str) + "\n" for answer in answers))
         if args.url:
             served.log.path.unlink()
 

@@ -8,11 +8,13 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
+import errno
 import functools
 import json
 import os
 import re
 import reprlib
+import shutil
 import stat
 import sys
 from collections import Counter
@@ -72,12 +74,92 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return once
 
 
+# ---- files that cannot be read or written
+
+LEAST_FREE = 2**16  # bytes of a disk below which it counts as full
+FULL = (errno.ENOSPC, errno.EDQUOT)
+FIXES = {
+    **dict.fromkeys(FULL, "make room there, or choose another disk"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "change its rights, or choose another place"),
+    errno.EROFS: "choose another place",
+    errno.EFBIG: "choose a disk that takes larger files",
+}
+
+
+@contextlib.contextmanager
+def names_path(path: str | Path) -> Iterator[None]:
+    """Inside, an OSError that names no file names this one: a failed write, as to a full disk, has no name."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def os_error_line(error: OSError) -> str:
+    """The path of an error of the system and what is wrong there: "runs/x/lock: Permission denied"."""
+    if not error.strerror:
+        return str(error)
+    path = error.filename if error.filename2 is None else error.filename2
+    return error.strerror if path is None else f"{path}: {error.strerror}"
+
+
+def line_of(error: BaseException) -> str:
+    """What an error says, in an error of the system with what to do."""
+    if not isinstance(error, OSError):
+        return str(error)
+    fix = FIXES.get(error.errno or 0)
+    return os_error_line(error) + (f"; {fix}" if fix else "")
+
+
+def refuse_unwritable_file(flag: str, path: Path) -> None:
+    """
+    Raises ValueError where a command could not write its results to a file, before it does the work.
+
+    A new file is made and removed again. Nothing is written to a file that is there, as it may hold
+    results, nor to a pipe or a terminal. A device, as /dev/full, gets an empty line.
+    """
+    folder = path.absolute().parent
+    if path.is_dir() or not folder.is_dir():
+        raise ValueError(f"{flag} {path} is no file in an existing directory; make the directory first")
+    is_new = not os.path.lexists(path)
+    try:
+        if is_new or path.is_file():
+            path.open("ab").close()
+            refuse_full_disk(flag, path, folder, LEAST_FREE)
+        elif not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        elif path.is_char_device():
+            with names_path(path), path.open("w") as device:
+                if not device.isatty():
+                    device.write("\n")
+    except OSError as error:
+        raise ValueError(f"{flag} {path} cannot be written: {line_of(error)}") from error
+    finally:
+        if is_new:
+            path.unlink(missing_ok=True)
+
+
+def refuse_full_disk(flag: str, path: Path, folder: Path, num_bytes: int) -> None:
+    """Raises ValueError where the disk of a folder has less room than what will be written to `path`."""
+    free = shutil.disk_usage(folder).free
+    if free < num_bytes:
+        need = f"{free / 1e6:.3g} MB are free there, and at least {num_bytes / 1e6:.3g} MB are needed"
+        raise ValueError(f"{flag} {path}: {need}; make room, or choose another disk")
+
+
 # ---- a command
 
 
 def fail(message: object, most: int = 900) -> NoReturn:
-    """Ends the process after a user's mistake: one line on stderr, of `most` characters, exit status 2."""
-    line = safe(" ".join(str(message).split("\n")))
+    """
+    Ends the process after a user's mistake: one line on stderr, of `most` characters, exit status 2.
+
+    message: a text or an error; an error of the system says which file it is about, and what to do.
+    """
+    text = line_of(message) if isinstance(message, BaseException) else str(message)
+    line = safe(" ".join(text.split("\n")))
     print("error:", line if len(line) < most else f"{line[: most - 300]} \u2026 {line[-250:]}", file=sys.stderr)
     sys.exit(2)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import cpu_blas  # noqa: F401  (before mlx)
 
-from flags import Parser, fail, in_one_line, safe, visible
+from flags import Parser, fail, in_one_line, refuse_unwritable_file, safe, visible
 from problems.examples import one_line
 from reporting import answers, page, seeds, verdict
 from reporting.history import before_after, facts, load
@@ -90,6 +90,10 @@ def main(argv: list[str] | None = None) -> None:
         if args.compare:
             print(compare(args.runs))
             return
+        if args.out:
+            if args.out.exists() and not args.out.is_file():  # the page is renamed into its place
+                raise ValueError(f"--out {args.out} is no file; name another")
+            refuse_unwritable_file("--out", args.out)
         written = page.write(args.runs[0], args.out, args.runs[1:])
         print(*seeds.lines(seeds.load(args.runs)), written, sep="\n")
         if args.open:

@@ -25,7 +25,7 @@ import preflight
 import sampler
 from config import SETTINGS, Config
 from disk import checkpoint, run_files
-from flags import flag_of, read
+from flags import flag_of, os_error_line, read
 from machine import link, memory, world
 from problems import chat_template, data, functions
 from reporting import trackers
@@ -299,7 +299,8 @@ def stoppable(run: Any) -> Iterator[None]:
         raise
     except OSError as error:
         is_full = error.errno in (None, errno.ENOSPC, errno.EDQUOT)  # MLX gives no number
-        raise OSError(f"{error}; {_newest(run, error, 'free some space and ' if is_full else '')}") from error
+        newest = _newest(run, error, "free some space and " if is_full else "")
+        raise OSError(f"{os_error_line(error)}; {newest}") from error
     except (KeyboardInterrupt, Exception) as error:
         for number in before:
             signal.signal(number, signal.SIG_IGN)  # an impatient Ctrl-C must not end what saves the run

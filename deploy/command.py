@@ -7,9 +7,12 @@ settings said: no thinking, the task's system prompt. More messages that all pro
 sends: Ollama by its Modelfile, others by the card. Left out: what an adapter is (lora.py, disk/adapters.py).
 """
 
+import contextlib
 import os
 import shlex
+import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,8 +24,8 @@ import tasks
 from config import Config
 from deploy import few_bits, gguf_writer, ollama
 from disk import adapters, gguf, hub, run_files
-from flags import Parser, in_one_line
-from machine import alive
+from flags import LEAST_FREE, Parser, in_one_line, line_of, refuse_full_disk
+from machine import alive, memory
 from problems import chat_template
 from settings.checks import checked
 from settings.sources import load_recipe
@@ -52,8 +55,7 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError("give --fuse for a whole model, or --export peft for the adapter alone")
     if args.bits and args.export == "peft":
         raise ValueError(f"--bits {args.bits} is of --fuse and --export gguf; leave it out")
-    if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
-        raise ValueError(f"--out {args.out} exists; give a new directory")
+    refuse_taken(args.out)
     adapter = run_files.settle(args, model=None)
     if not adapter:
         raise ValueError("there is no adapter yet; name one with --adapter, or a run with --run")
@@ -61,32 +63,31 @@ def main(argv: list[str] | None = None) -> None:
     place = Path(args.run or adapter).resolve()  # an adapter lies in its run, or is named by it
     of_run = next((str(one) for one in (place, *place.parents[:3]) if (one / "config.yaml").is_file()), None)
     config = checked(load_recipe(run_files.config_file(of_run))) if of_run else None
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{args.out.name}-", dir=args.out.parent) as begun:
-        wide, made = Path(begun) / "wide", Path(begun) / "made"
-        try:
-            with alive.doing(f"writing {args.out}"):
-                opening, said = trained_opening(config) if config else ([], "")
-                shots = opening[bool(opening) and opening[0]["role"] == "system" :]
-                system = opening[0]["content"] if len(shots) < len(opening) else None
-                trained = Trained(config, system, shots, said) if config and not args.keep_template else None
-                if args.fuse or (few and of_run):  # beside what has few bits is measured
-                    what = fuse(name, adapter, wide if few else made, trained)
-                if args.fuse and few:
-                    what += f"; in {few_bits.pack(wide, made, args.bits):.3g} bits a weight"
-                elif args.export == "gguf":
-                    what = export_gguf(name, adapter, made, trained, args.out.resolve().name, args.bits or 16)
-                elif args.export:
-                    what = export_peft(name, adapter, made)
-        except RuntimeError as error:  # MLX's, when a file cannot be written
-            raise OSError(f"--out {args.out} cannot be written: {hub.first_line(error)}") from error
+    least = least_bytes(name, adapter, args.export, args.bits or 16)
+    with scratch_for(args.out, least) as begun:
+        wide, made = begun / "wide", begun / "made"
+        with names_output(args.out), alive.doing(f"writing {args.out}"):
+            opening, said = trained_opening(config) if config else ([], "")
+            shots = opening[bool(opening) and opening[0]["role"] == "system" :]
+            system = opening[0]["content"] if len(shots) < len(opening) else None
+            trained = Trained(config, system, shots, said) if config and not args.keep_template else None
+            if args.fuse or (few and of_run):  # beside what has few bits is measured
+                what = fuse(name, adapter, wide if few else made, trained)
+            if args.fuse and few:
+                what += f"; in {few_bits.pack(wide, made, args.bits):.3g} bits a weight"
+            elif args.export == "gguf":
+                what = export_gguf(name, adapter, made, trained, args.out.resolve().name, args.bits or 16)
+            elif args.export:
+                what = export_peft(name, adapter, made)
         if shots:
             what += f"; training's prompts begin with {len(shots)} messages more, which who talks to it must send"
         if args.run:
             what += ": README.md has them" * bool(shots)
             card = run_files.model_card(args.run, args.step, args.export or "mlx", opening * bool(shots))
-            (made / "README.md").write_text(card, encoding="utf-8")
-        os.replace(made, args.out)
+            with names_output(args.out):
+                (made / "README.md").write_text(card, encoding="utf-8")
+        with names_output(args.out):
+            put_into_place(made, args.out)
         print(f"{args.out}: {what}")
         out, its = (shlex.quote(text) for text in (str(args.out), args.out.resolve().name))
         if args.export != "peft":
@@ -98,6 +99,93 @@ def main(argv: list[str] | None = None) -> None:
             print(f"to publish it: uv run hf upload OWNER/{its} {out}", flush=True)
         if few:
             few_bits.tell_cost(of_run, wide, next(args.out.glob("*.gguf"), args.out), args.bits)
+
+
+# ---- where it is written
+
+
+def refuse_taken(out: Path) -> None:
+    """Raises ValueError unless `out` is a new path, an empty directory, or a link to one of these."""
+    try:
+        is_taken = out.exists() and (not out.is_dir() or any(out.iterdir()))
+    except OSError as error:
+        raise ValueError(f"--out {out} cannot be read: {line_of(error)}") from error
+    if is_taken:
+        raise ValueError(f"--out {out} exists; give a new directory")
+
+
+def least_bytes(name: str | None, adapter: str, export: str | None, bits: int) -> int:
+    """A lower bound of what is written: the weights have 16 bits or 32, and `--fuse --bits` writes them whole first."""
+    if export == "peft":
+        return sum(file.stat().st_size for file in adapters.find(adapter).glob("*.safetensors"))
+    base = hub.find(gwen.choose_model(name, adapter)[0])
+    weights = (base / gguf.LINK).resolve() if (base / gguf.LINK).is_file() else None
+    files = [weights] if weights else base.glob("*.safetensors")
+    size = sum(file.stat().st_size for file in files)
+    return size * bits // 32 if export or weights else size
+
+
+@contextlib.contextmanager
+def scratch_for(out: Path, num_bytes: int) -> Iterator[Path]:
+    """
+    A directory on the disk of `out`, removed at the end. Other libraries have their temporary files there too.
+
+    num_bytes: what will be written at least. Raises ValueError, before the work, where that is not possible.
+    """
+    target = out.resolve()
+    parent = target if target.is_dir() else target.parent
+    before = tempfile.tempdir
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        refuse_full_disk("--out", out, parent, num_bytes + LEAST_FREE)
+        scratch = tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=parent)
+    except OSError as error:
+        raise ValueError(f"--out {out} cannot be written: {line_of(error)}") from error
+    with scratch as place:
+        tempfile.tempdir = place
+        try:
+            yield Path(place)
+        finally:
+            tempfile.tempdir = before
+
+
+@contextlib.contextmanager
+def names_output(out: Path) -> Iterator[None]:
+    """Inside, what the system, MLX or tokenizers say of a file that cannot be written names --out."""
+    try:
+        yield
+    except ValueError:
+        raise
+    except Exception as error:
+        is_of_system = isinstance(error, OSError) or "(os error" in str(error)  # the latter as Rust says it
+        if memory.is_too_much(error) or not (is_of_system or isinstance(error, RuntimeError)):
+            raise
+        is_elsewhere = isinstance(error, OSError) and error.filename and not is_in(error.filename, out)
+        if is_elsewhere:
+            raise
+        if isinstance(error, OSError) and error.errno:
+            reason = line_of(error)
+        else:  # "[write] Unable to write 1168 bytes to file"
+            free = shutil.disk_usage(out.resolve().parent).free
+            reason = f"{hub.first_line(error)} ({free / 1e6:.3g} MB are free there)"
+        raise OSError(f"--out {out} cannot be written: {reason}") from error
+
+
+def is_in(path: str | Path, out: Path) -> bool:
+    """Whether a path lies in `out`, or beside it in the scratch directory that becomes it."""
+    return Path(path).resolve().is_relative_to(out.resolve().parent)
+
+
+def put_into_place(made: Path, out: Path) -> None:
+    """Moves a new directory to `out`. One that exists keeps its place: it may be a link, a mount or the current one."""
+    if not out.exists():
+        os.replace(made, out.resolve())
+        return
+    for part in sorted(made.iterdir()):
+        os.replace(part, out / part.name)
+
+
+# ---- what is written
 
 
 def fuse(name: str | None, adapter: str, out: Path, trained: Trained | None) -> str:

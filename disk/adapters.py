@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from disk import hub
+from flags import names_path
 
 CONFIG, OURS, PEFTS = "adapter_config.json", "adapters.safetensors", "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
@@ -186,7 +187,8 @@ def write_peft(adapter: Adapter, directory: Path) -> None:
     }
     directory.mkdir(parents=True)
     mx.save_safetensors(str(directory / PEFTS), tensors, metadata={"format": "pt"})
-    (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    with names_path(directory / CONFIG):
+        (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
 def masters(adapter: dict[str, mx.array]) -> dict[str, mx.array]:

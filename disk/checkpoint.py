@@ -27,6 +27,7 @@ from mlx.utils import tree_flatten
 
 from disk import adapters, hub
 from disk.run_files import is_owned, refuse_replaced, settings_of
+from flags import names_path
 from machine import memory
 from settings import places
 
@@ -219,7 +220,7 @@ def _remove(path: Path) -> None:
 
 def _sync(path: Path) -> None:
     """Forces a written file to disk, so that a rename never becomes durable before the file's bytes."""
-    with path.open("rb+") as file:
+    with names_path(path), path.open("rb+") as file:
         os.fsync(file.fileno())
 
 
@@ -235,7 +236,8 @@ def save_tensors(path: Path, arrays: dict[str, mx.array]) -> None:
 
 
 def write_json(path: Path, record: dict[str, Any]) -> None:
-    path.write_text(json.dumps(record, indent=2) + "\n")
+    with names_path(path):
+        path.write_text(json.dumps(record, indent=2) + "\n")
     _sync(path)
 
 
@@ -254,7 +256,8 @@ def publish(run_dir: str | Path, state: State) -> None:
             if place.exists() and filecmp.cmp(file, place, shallow=False):
                 continue
             try:
-                shutil.copyfile(file, scratch)
+                with names_path(place):
+                    shutil.copyfile(file, scratch)
                 _sync(scratch)
                 os.replace(scratch, place)
             finally:

@@ -23,6 +23,7 @@ import mlx.core as mx
 import numpy as np
 
 from disk import hub
+from flags import names_path
 
 FORM = 1  # of what `directory_of` writes; a change makes every file be translated again
 LINK = "model.gguf"
@@ -73,7 +74,8 @@ def directory_of(path: Path) -> Path:
         said = f"--model {path} holds metadata of no model: {type(error).__name__}: {hub.first_line(error):.200}"
         raise ValueError(said) from error
     cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".begun-", dir=cache, ignore_cleanup_errors=True) as begun:
+    scratch = tempfile.TemporaryDirectory(prefix=".begun-", dir=cache, ignore_cleanup_errors=True)
+    with names_path(directory), scratch as begun:
         (Path(begun) / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         tokenizer.save_pretrained(begun)
         (Path(begun) / LINK).symlink_to(path.resolve())

@@ -24,7 +24,7 @@ import numpy as np
 import yaml
 
 from disk.hub import load_object
-from flags import Parser, load_yaml, no_run, read_json
+from flags import Parser, load_yaml, names_path, no_run, read_json
 from machine import versions
 from settings import places
 
@@ -340,7 +340,7 @@ class JsonLines:
     def write(self, record: dict[str, Any]) -> None:
         if self.kept:
             refuse_replaced(self.path.parent)
-            with self.path.open("a") as file:
+            with names_path(self.path), self.path.open("a") as file:
                 file.write(json.dumps(record, allow_nan=False) + "\n")
 
     def read(self) -> list[dict[str, Any]]:
@@ -398,9 +398,8 @@ def replace_text(path: Path, text: str) -> None:
         raise ValueError(f"{path} is no file; name another")
     scratch = path.with_name(path.name + ".partial")
     try:
-        scratch.write_text(text)
+        with names_path(path):  # a failed write does not name its file
+            scratch.write_text(text)
         os.replace(scratch, path)
-    except OSError as error:  # a failed write does not name its file
-        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         scratch.unlink(missing_ok=True)

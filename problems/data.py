@@ -21,7 +21,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from flags import read_json
+from flags import names_path, read_json
 from problems.examples import RESERVED, Example, nearest, one_line, prompt_key, short
 
 Records = list[tuple[str, Any]]  # a record's place ("line 3"), and its content
@@ -79,7 +79,8 @@ def keep(rows: Iterable[Any]) -> str:
 
     path = cpu_blas.cache_directory() / "rows" / f"{sha256(text.encode()).hexdigest()[:16]}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    with names_path(path):
+        path.write_text(text, encoding="utf-8")
     return str(path)
 
 

@@ -88,13 +88,22 @@ FIXES = {
 
 @contextlib.contextmanager
 def names_path(path: str | Path) -> Iterator[None]:
-    """Inside, an OSError that names no file names this one: a failed write, as to a full disk, has no name."""
+    """
+    Inside, an OSError that names no file names this one: a failed write, as to a full disk, has no name.
+
+    The same holds for tokenizers, whose bare Exception ends in "(os error 28)".
+    """
     try:
         yield
     except OSError as error:
         if error.errno is None or error.filename is not None:
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error
+    except Exception as error:
+        number = re.search(r"\(os error (\d+)\)$", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
 
 
 def os_error_line(error: OSError) -> str:

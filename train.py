@@ -29,7 +29,7 @@ import mlx.core as mx
 import trainer
 import update
 from disk import run_files
-from flags import fail
+from flags import fail, line_of
 from machine import link
 from problems import form
 from problems.episodes import ended
@@ -150,8 +150,10 @@ def main(argv: list[str] | None = None) -> None:
     try:
         with link.joined(), run_files.owner():
             trainer.command(parse(sys.argv[1:] if argv is None else argv), Trainer)
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         fail(link.signed(error))
+    except OSError as error:
+        fail(link.signed(OSError(line_of(error))))
 
 
 if __name__ == "__main__":

@@ -24,15 +24,14 @@ import gwen
 import preflight
 import sampler
 from config import SETTINGS, Config
-from disk import checkpoint, run_files
+from disk import checkpoint, places, run_files
 from flags import flag_of, os_error_line, read
 from machine import link, memory, world
 from problems import chat_template, data, functions
 from reporting import trackers
 from reporting.console import console_columns, say, warn
 from reporting.journal import evaluation_is_due
-from settings import places
-from settings.sources import LATER, as_yaml, given, refuse_unknown, resolve
+from settings.sources import LATER, as_yaml, files_of, given, refuse_unknown, resolve
 from settings.sources import command as command_of
 
 Steps = Iterator[dict[str, Any]]  # the figures of each
@@ -94,7 +93,7 @@ def begin(
         path = Path(resume)
         run_files.own(path)
         state = checkpoint.load(path)
-        named = places.paths_of(config.flat())  # a flag may say where a file went
+        named = files_of(config.flat())  # a flag may say where a file went
         state = checkpoint.follow(state, places.moves_of(path, named))
         fixed = {name: value for name, value in settings.items() if not SETTINGS[name].later}
         checkpoint.refuse_changes(path, state, fixed, allow_changes)
@@ -153,13 +152,14 @@ class Trainer:
         """Makes the run's directory, or that of a resumed run ready to go on; returns its path."""
         run, state = self.run, begun.state
         text = as_yaml(run.config, run.sizes)
+        files = files_of(run.config.flat())
         if not state:
-            return str(run_files.make_run_dir(text, run.dir, begun.run_dir))
+            return str(run_files.make_run_dir(text, run.dir, begun.run_dir, files))
         checkpoint.refuse_changes(run.dir, state, run.sources, begun.allow_changes)
         for name, value in run.config.flat(run.sizes).items():
             if value != (was := state.extra["settings"].get(name, value)):
                 say(f"after step {state.step}: {flag_of(name)} {value} (was {was!r})")
-        run_files.write(text, run.dir)
+        run_files.write(text, run.dir, files)
         return str(run.dir)
 
     @classmethod

@@ -24,7 +24,7 @@ import tasks
 from config import Config
 from deploy import few_bits, gguf_writer, ollama
 from disk import adapters, gguf, hub, run_files
-from flags import LEAST_FREE, Parser, in_one_line, line_of, refuse_full_disk
+from flags import LEAST_FREE, Parser, in_one_line, line_of, names_path, refuse_full_disk
 from machine import alive, memory
 from problems import chat_template
 from settings.checks import checked
@@ -151,17 +151,13 @@ def scratch_for(out: Path, num_bytes: int) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def names_output(out: Path) -> Iterator[None]:
-    """Inside, what the system, MLX or tokenizers say of a file that cannot be written names --out."""
+    """Inside, what the system or MLX says of a file that cannot be written names --out."""
     try:
-        yield
-    except ValueError:
-        raise
-    except Exception as error:
-        is_of_system = isinstance(error, OSError) or "(os error" in str(error)  # the latter as Rust says it
-        if memory.is_too_much(error) or not (is_of_system or isinstance(error, RuntimeError)):
-            raise
+        with names_path(out):
+            yield
+    except (OSError, RuntimeError) as error:
         is_elsewhere = isinstance(error, OSError) and error.filename and not is_in(error.filename, out)
-        if is_elsewhere:
+        if is_elsewhere or memory.is_too_much(error):
             raise
         if isinstance(error, OSError) and error.errno:
             reason = line_of(error)
@@ -173,7 +169,11 @@ def names_output(out: Path) -> Iterator[None]:
 
 def is_in(path: str | Path, out: Path) -> bool:
     """Whether a path lies in `out`, or beside it in the scratch directory that becomes it."""
-    return Path(path).resolve().is_relative_to(out.resolve().parent)
+    target, place = out.resolve(), Path(path).resolve()
+    if not place.is_relative_to(target.parent):
+        return False
+    first = place.relative_to(target.parent).parts[:1]
+    return bool(first) and (first[0] == target.name or first[0].startswith(f".{target.name}-"))
 
 
 def put_into_place(made: Path, out: Path) -> None:

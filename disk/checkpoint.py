@@ -25,11 +25,10 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from disk import adapters, hub
+from disk import adapters, hub, places
 from disk.run_files import is_owned, refuse_replaced, settings_of
 from flags import names_path
 from machine import memory
-from settings import places
 
 TENSORS = ("adapter/adapters.safetensors", "state.safetensors")
 FILES = ("adapter/adapter_config.json", *TENSORS)  # of a checkpoint, beside its state.json

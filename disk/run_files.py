@@ -15,18 +15,17 @@ import os
 import re
 import time
 from argparse import Namespace
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import cpu_blas  # before mlx
 import numpy as np
-import yaml
 
+from disk import places
 from disk.hub import load_object
 from flags import Parser, load_yaml, names_path, no_run, read_json
 from machine import versions
-from settings import places
 
 LOCK = "lock"
 KEYS = {  # that the records of a log have beside their step
@@ -261,8 +260,12 @@ def _exists(path: Path) -> str:
     return f"--run-dir {path} exists; give another" + (", or --resume it" if (path / "config.yaml").is_file() else "")
 
 
-def make_run_dir(settings: str, chosen: Path, asked: str | None) -> Path:
-    """Makes and owns a new run's directory, with its settings as YAML. ValueError if `asked` is taken or unwritable."""
+def make_run_dir(settings: str, chosen: Path, asked: str | None, files: Iterable[str] = ()) -> Path:
+    """
+    Makes and owns a new run's directory, with its settings as YAML. ValueError if `asked` is taken or unwritable.
+
+    files: see `write`.
+    """
     for number in itertools.count(1):  # a default name that a run of the same second took gets -2, -3 and so on
         path = chosen if number == 1 else chosen.with_name(f"{chosen.name}-{number}")
         try:
@@ -276,7 +279,7 @@ def make_run_dir(settings: str, chosen: Path, asked: str | None) -> Path:
         except OSError as error:
             raise ValueError(_unwritable(path, error)) from error
     try:
-        write(settings, path)
+        write(settings, path, files)
     except (ValueError, KeyboardInterrupt):
         (path / "config.yaml").unlink(missing_ok=True)  # so that the name can be used again
         raise
@@ -289,10 +292,14 @@ def begun(run_dir: Path) -> str:
     return str(load_object(file).get("begun", today)) if file.is_file() else today
 
 
-def write(settings: str, run_dir: Path) -> None:
-    """Writes `config.yaml`, which holds the settings, and `env.json` of a run. Raises ValueError if that fails."""
+def write(settings: str, run_dir: Path, files: Iterable[str] = ()) -> None:
+    """
+    Writes `config.yaml`, which holds the settings, and `env.json` of a run. Raises ValueError if that fails.
+
+    files: the paths that the settings name, for `places`.
+    """
     environment = versions.environment(cpu_blas.description) | {"begun": begun(run_dir)}
-    environment["places"] = places.record_of(yaml.safe_load(settings), run_dir)
+    environment["places"] = places.record_of(files, run_dir)
     try:
         replace_text(run_dir / "config.yaml", settings)
         replace_text(run_dir / "env.json", json.dumps(environment, indent=2) + "\n")

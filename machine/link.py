@@ -31,7 +31,6 @@ from typing import Any, NoReturn
 import mlx.core as mx
 import numpy as np
 
-from flags import line_of
 from machine import alive
 
 JOIN = 35.0  # seconds in which the others must come; but for rank 0 MLX gives up after 31
@@ -126,7 +125,7 @@ def _reason(error: BaseException) -> str:
         error = error.__context__  # what made the process end itself
     if isinstance(error, KeyboardInterrupt):
         return f"stopped by {error if error.args else 'Ctrl-C'}"
-    return line_of(error).strip() or type(error).__name__
+    return str(error).strip() or type(error).__name__
 
 
 def _init() -> Any:

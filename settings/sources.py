@@ -10,16 +10,16 @@ import re
 import reprlib
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from config import SETTINGS, Config, Sizes, is_own
+from disk.places import map_settings, paths_of, relocated
 from flags import Parser, add_flags, flag_of, hint, load_yaml, no_run, seeds, visible
 from settings.checks import checked
-from settings.places import OWN, map_settings, missing, relocated
 
 COMMAND = {  # flags of train.py that are no settings, so that no recipe has them: what follows, and their help
     "config": ("FILE", "recipe, in place of the task's; a run's `config.yaml` repeats that run"),
@@ -36,6 +36,9 @@ COMMAND = {  # flags of train.py that are no settings, so that no recipe has the
     "print_config": ("", "print every setting as YAML and exit"),
 }
 LATER = {name for name, one in SETTINGS.items() if one.later}  # what may change in a resumed run
+OWN = {key for key, setting in SETTINGS.items() if setting.field.metadata.get("own")}
+FILES = {key for key, setting in SETTINGS.items() if setting.field.metadata.get("file")}
+FILES |= OWN | {"eval_data"}
 READ: dict[str, Any] = {"resume": {"nargs": "?", "const": True}, "seeds": {"type": seeds}}  # how some are read
 
 
@@ -88,8 +91,28 @@ def located(settings: dict[str, Any], *folders: Path) -> dict[str, Any]:
         is_word = key in OWN and isinstance(value, str) and not is_own(value)
         return is_on_server or is_word or value in ["self", *OWN_TASK]
 
-    paths = {key: value for key, value in settings.items() if not is_name(key, value)}
+    paths = {key: value for key, value in settings.items() if key in FILES and not is_name(key, value)}
     return settings | map_settings(paths, find)
+
+
+def files_of(settings: dict[str, Any]) -> list[str]:
+    """The absolute paths of the files that settings name and that are there."""
+    return paths_of({key: value for key, value in settings.items() if key in FILES})
+
+
+def missing(settings: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """The flags, and their absolute paths at which nothing is. A run keeps its own --init-adapter."""
+    for key in sorted((FILES & settings.keys()) - {"init_adapter"}):
+        value = settings[key]
+        for text in value if isinstance(value, list) else [value]:
+            parts = [str(text)] if os.path.exists(str(text)) else str(text).split(",")
+            for part in parts:
+                path = part if os.path.isabs(part) else part.rpartition("=")[2]
+                file, _, name = path.rpartition(":")
+                if file and "/" not in name and not os.path.exists(path):
+                    path = file
+                if os.path.isabs(path) and not os.path.exists(path):
+                    yield flag_of(key), path
 
 
 def resolve(

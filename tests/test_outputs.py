@@ -123,6 +123,12 @@ def test_the_least_that_is_written_is_never_more_than_what_is_written(golden, tm
         assert size / 3 < least <= size
 
 
+def test_an_error_about_another_file_is_not_one_about_out(tmp_path):
+    for path, is_out in {"new": True, "new/a": True, ".new-x7/made/a": True, "model/a": False, "newer": False}.items():
+        assert command.is_in(tmp_path / path, tmp_path / "new") == is_out
+    assert not command.is_in("/etc/passwd", tmp_path / "new")
+
+
 # ---- files
 
 
@@ -212,3 +218,15 @@ def test_a_name_that_an_error_has_is_kept():
 
     with pytest.raises(OSError, match="/inner"):
         write()
+
+
+def test_an_exception_of_a_rust_library_that_ends_in_an_os_error_names_its_file():
+    def write(message):
+        with flags.names_path("/outer"):
+            raise Exception(message)
+
+    with pytest.raises(OSError) as failed:
+        write("No space left on device (os error 28)")
+    assert (failed.value.errno, failed.value.filename) == (errno.ENOSPC, "/outer")
+    with pytest.raises(Exception, match="a bug"):
+        write("a bug")

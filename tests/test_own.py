@@ -16,12 +16,12 @@ import lora
 import tasks
 import train
 import trainer
-from disk import hub
+from disk import hub, places
 from flags import load_yaml
 from problems import audit, built_in, chats, data, rewards
 from problems.examples import prompt_text
 from run import SftRun
-from settings import checks, places, sources
+from settings import checks, sources
 from settings.sources import given, located, parse
 
 SUMS = [{"prompt": f"What is {n} plus one?", "answer": n + 1} for n in range(30)]

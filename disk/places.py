@@ -5,8 +5,8 @@ A run's settings hold absolute paths. Its env.json holds, beside them, the run's
 working directory, and a digest of each file. After a move a file is taken where it lies as before,
 seen from the run or from the working directory, if its digest is the same.
 
-Left out: which settings name files (`file` and `own` in config.py), and whether a resumed run may
-go on with other files (disk/checkpoint.py).
+Left out: which settings name files (settings/sources.py), and whether a resumed run may go on with
+other files (checkpoint.py).
 """
 
 import functools
@@ -17,12 +17,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from config import SETTINGS
-from flags import flag_of, read_json, visible
+from flags import read_json, visible
 
-OWN = {key for key, setting in SETTINGS.items() if setting.field.metadata.get("own")}
-FILES = {key for key, setting in SETTINGS.items() if setting.field.metadata.get("file")}
-FILES |= OWN | {"eval_data"}
 LARGE = 2**28  # bytes of a file above which its digest is of its size and its ends
 END = 2**24  # bytes of such an end
 
@@ -52,11 +48,9 @@ def map_paths(text: str, find: Callable[[str], str | None]) -> str:
 
 
 def map_settings(settings: dict[str, Any], find: Callable[[str], str | None]) -> dict[str, Any]:
-    """Settings in which the texts that may name files went through `map_paths`."""
+    """Settings whose texts went through `map_paths`."""
     mapped = dict(settings)
     for key, value in settings.items():
-        if key not in FILES:
-            continue
         if isinstance(value, str):
             mapped[key] = map_paths(value, find)
         elif isinstance(value, list):
@@ -104,12 +98,12 @@ def digest_of_path(path: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def record_of(settings: dict[str, Any], run_dir: Path) -> dict[str, Any]:
-    """What env.json holds about the places of a run that has these settings."""
+def record_of(paths: Iterable[str], run_dir: Path) -> dict[str, Any]:
+    """What env.json holds about the places of a run whose settings name these paths."""
     return {
         "run": os.path.abspath(run_dir),
         "working_directory": os.getcwd(),
-        "files": {path: digest_of_path(path) for path in paths_of(settings) if is_readable(path)},
+        "files": {path: digest_of_path(path) for path in paths if is_readable(path)},
     }
 
 
@@ -165,18 +159,3 @@ def tell(line: str) -> None:
 def relocated(settings: dict[str, Any], run_dir: Path) -> dict[str, Any]:
     """A run's settings with the new places of files that moved: see `moves_of`."""
     return map_settings(settings, moves_of(run_dir).get)
-
-
-def missing(settings: dict[str, Any]) -> Iterable[tuple[str, str]]:
-    """The flags, and their absolute paths at which nothing is. A run keeps its own --init-adapter."""
-    for key in sorted((FILES & settings.keys()) - {"init_adapter"}):
-        value = settings[key]
-        for text in value if isinstance(value, list) else [value]:
-            parts = [str(text)] if os.path.exists(str(text)) else str(text).split(",")
-            for part in parts:
-                path = part.rpartition("=")[2] if not os.path.isabs(part) else part
-                file, _, name = path.rpartition(":")
-                if file and "/" not in name and not os.path.exists(path):
-                    path = file
-                if os.path.isabs(path) and not os.path.exists(path):
-                    yield flag_of(key), path

@@ -9,32 +9,22 @@ come by the thousand from a model that is paid to find a hole. Left out: number 
 
 import functools
 import json
-import logging
-import os
 import re
 from collections.abc import Callable, Collection, Sequence
 from decimal import Decimal
-from fractions import Fraction
 from typing import Any, NamedTuple
 
 from problems.examples import short
-from problems.formulas import prepare_sympy
-from problems.workers import Pool
+from problems.mathematics import Verdict, compare_mathematics, find_formula, math_pool
+from problems.mathematics import is_mathematics as is_formula
+from problems.quantities import LONGEST, is_quantity, read_number
+from problems.texts import DENIAL as _NOT
+from problems.texts import clean_text, folded
 
 Verifier = Callable[..., list[float]]
-Verdict = bool | tuple[str, str]  # or two formulas that the library is asked about
 
-LONGEST = 400  # characters of what states an answer
 MOST_WORDS = 8  # of an answer that `auto` compares as a text: longer ones can hardly be repeated to the letter
 MOST_CHOICES, LEAST_ROWS = 10, 3  # distinct answers, and rows for each
-_CHARACTERS = str.maketrans(
-    {0xFF01 + place: chr(0x21 + place) for place in range(94)}  # fullwidth
-    | dict.fromkeys("\u2212\u2010\u2011\u2012\u2013\u2014\ufe63", "-")
-    | dict.fromkeys("\u00a0\u2007\u2009\u202f\t\r", " ")
-    | {"\u00d7": "*", "\u00b7": "*", "\u22c5": "*", "\u2044": "/", "\u2019": "'", "\u3002": ". ", "\u2248": "="}
-    | {"\u00b2": "^2", "\u00b3": "^3", "\u03c0": "\\pi ", "\u221a": "\\sqrt "}
-)
-_NOT = re.compile(r"\b(?:not|never|neither|cannot)\b|n't\b|\\neq?\b|[\u2260\u00ac]", re.I)
 
 
 # ---- what a completion states
@@ -66,7 +56,7 @@ def marks(text: str) -> list[str]:
 
 def stated_by(answer: str) -> str:
     """What to compare with: an answer, or what it marks."""
-    text = answer.translate(_CHARACTERS).strip()
+    text = clean_text(answer).strip()
     return (marks(text) or [text])[-1]
 
 
@@ -87,11 +77,11 @@ def _verifier(
         golds = [stated_by("" if known is None else str(known)) for known in answer]
         verdicts: list[list[Verdict]] = []
         for text, gold in zip(completions, golds, strict=True):
-            reply = text.rpartition("</think>")[2].partition("<think>")[0].translate(_CHARACTERS).strip()
+            reply = clean_text(text.rpartition("</think>")[2].partition("<think>")[0]).strip()
             statements = marks(reply) if stated is None else [stated(gold, one) for one in marks(reply) or [reply]]
             verdicts.append([bool(gold) and is_right(gold, one) for one in statements])
         asked = list({one for told in verdicts for one in told if isinstance(one, tuple)})
-        answers = _math_pool().ask(asked) if asked else []
+        answers = math_pool().ask(asked) if asked else []
         right = {pair for pair, one in zip(asked, answers, strict=True) if one.value is True} | {True}
         return [float(bool(told) and right.issuperset(told)) for told in verdicts]
 
@@ -100,17 +90,9 @@ def _verifier(
 
 # ---- texts, choices, JSON
 
-_DRESS = " *_`\"'$"
 _LEADS = re.compile(  # what a sentence says before its answer
     r"(?:^|\b(?:is|are|was|were|be|as|on|at|in|equals|option|choice|answer)\b|[:=>])[\s*_`\"'(\[$]*(?:the |an? )?$"
 )
-
-
-def folded(text: str) -> str:
-    """A text in lower case without its dress: Markdown, quotes, full stop, article, brackets around one word."""
-    text = re.sub(r"\\(?:text|math)[a-z]*\{([^{}]*)\}", r"\1", text.translate(_CHARACTERS))
-    text = " ".join(text.casefold().split()).lstrip(_DRESS).rstrip(_DRESS + ".,;:!")
-    return re.sub(r"^\((\w+)\)$", r"\1", re.sub(r"^(?:the|an?) ", "", text))
 
 
 def _ends_with(line: str, gold: str) -> bool:
@@ -169,173 +151,26 @@ def _same_json(gold: str, statement: str) -> bool:
     return known is not None and known == stated and not _NOT.search(head) and not re.search(r"[{\[]", head)
 
 
-# ---- numbers
-
-_DIGITS = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]{1,3}(?: [0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
-_NUMBER = re.compile(  # not the 5 of "x5" or "5x", the minus of "7-5", a part of "10:30", "1.2.3" or "12,34"
-    r"(?P<sign>(?<![\w)%\]}])[-+] ?)?(?P<money>[$\u20ac\u00a3])? ?(?P<minus>-)?"
-    rf"(?<![A-Za-z0-9_^])(?<!\^ )(?<![0-9][.,:/])(?P<top>(?>{_DIGITS}))(?:[eE](?P<power>[-+]?[0-9]{{1,2}})(?![0-9]))?"
-    rf"(?: ?/ ?(?P<bottom>(?>{_DIGITS})))?(?![.,:/]?[0-9]|[eE][-+]?[0-9]|[a-fijknp-rt-z](?![A-Za-z]))"
-    r"(?: (?P<scale>hundred|thousand|million|billion|trillion)\b)?"
-)
-_SCALES = {None: 1, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-_REWRITES = (  # LaTeX and Markdown that dress a number without changing it
-    (r"\\[cdt]?frac ?(?:\{([^{}]{1,60})\} ?\{([^{}]{1,60})\}|([0-9])([0-9]))", r" \1\3/\2\4"),
-    (r"\\([$%#&])", r"\1"),
-    (r"\{,\}", ","),  # 1{,}234
-    (r"\^? ?\{?\\(?:circ|degree)(?![A-Za-z])\}?", "\u00b0"),
-    (r"\\[!,;: ()\[\]]|\*\*|[_`~]", " "),
-    (r"\\(?:[fm]?box(?:ed)?|text[a-z]*|math[a-z]+|underline|left|right|q?quad|displaystyle)(?![A-Za-z])", " "),
-    (r"[{}]", " "),
-    (r"\$\$?([^\s$]|[^\s$][^$]{0,300}[^\s$])\$\$?(?![0-9])", r" \1 "),
-    (r"(?i:\b(?:minus|negative) ?(?=[0-9]))", "-"),
-    (r"\\(?:times|cdot|div)(?![A-Za-z])", "*"),
-    (r" {2,}", " "),
-    (r"(?:[-+*/() 0-9.$]|,(?=[0-9]{3}))*[0-9)] *=(?= *[-$]? ?[0-9])", ""),  # 6 * 7 = 42
-)
-_WORD = re.compile(  # of prose, not of a formula
-    r"(?<![\\A-Za-z])(?!(?:sqrt|sin|cos|tan|log|exp|[bpv]?matrix)\b)(?:[^\W\d_]{3,}|or|and|to|is|if|it|in|of|no)\b"
-    r"|[\u0400-\u1fff\u3040-\u9fff\uac00-\ud7a3]"
-)
-_AROUND = re.compile(  # what may stand beside a number that is all of the answer
-    r"(?:[^\W\d_]{2,}+|[^\x00-\x7f\u2260\u2264\u2265\u00b1\u00ac\u221e]|\b[A-Za-z] ?=|[A-Za-z] ?\^ ?[23]|"
-    r"\b[aAIghlms]\b|[\s.,:;%()'\"*$/=-])*"
-)
-_UNIT = re.compile(r"[^\W\d_]+(?: ?\^ ?[23])?|[%\u00b0$\u20ac\u00a3/'\"]")
-_SPELLED = dict(pair.split("=") for pair in """
-    %=percent $=dollar \u20ac=euro \u00a3=pound \u00b0=degree km=kilometer m=meter cm=centimeter mm=millimeter
-    kg=kilogram g=gram h=hour min=minute s=second metre=meter kilometre=kilometer""".split())  # fmt: skip
-
-
-def plain_text(text: str) -> str:
-    """A short text whose numbers stand free: LaTeX, Markdown and the left side of "6 * 7 = 42" are taken off."""
-    text = text.translate(_CHARACTERS)
-    for pattern, new in _REWRITES:
-        text = re.sub(pattern, new, text)
-    return text
-
-
-def has_words(text: str) -> bool:
-    """Whether a text holds a word of prose, whose letters are no factors of a formula."""
-    return bool(_WORD.search(plain_text(text)))
-
-
-class Quantity(NamedTuple):
-    value: Fraction
-    units: list[str]  # the sign of money before it, the words and signs after it
-    lead: str  # what stands before it
-
-
-@functools.lru_cache(maxsize=2**12)
-def read_number(text: str) -> Quantity | None:
-    """
-    The one number that a short text states: "$1,234.50", "-3/4 cup", "x = 2.5 million", "5\\%", "There are 7."
-
-    None where it states none, or several, or where a sign makes something else of it: a root, a bound, a power.
-    """
-    if len(text) > LONGEST:
-        return None
-    plain = plain_text(text)
-    plain = plain.rstrip("! ") if _WORD.search(plain) else plain  # else a factorial
-    matches = list(_NUMBER.finditer(plain))
-    if len(matches) != 1 or not _AROUND.fullmatch(_NUMBER.sub(" ", plain)):
-        return None
-    match = matches[0]
-    top, bottom = (Fraction(re.sub("[ ,]", "", part or "1")) for part in (match["top"], match["bottom"]))
-    if not bottom:
-        return None
-    value = top / bottom * _SCALES[match["scale"]] * Fraction(10) ** int(match["power"] or 0)
-    after = _UNIT.findall(re.split(r"[.,;:!?()=\n]", plain[match.end() :], maxsplit=1)[0])
-    spelled = [_SPELLED.get(unit, unit.casefold()) for unit in [match["money"], *after] if unit]
-    units = [unit[:-1] if len(unit) > 3 and unit.endswith("s") else unit for unit in spelled]
-    return Quantity(-value if "-" in f"{match['sign']}{match['minus']}" else value, units, plain[: match.start()])
-
-
-def _same_quantity(right: Quantity, stated: Quantity) -> bool:
-    """Whether values are equal, and units where both have one: "42 km" is no 42 km/h and no 42 km per hour."""
-    num = len(right.units)
-    same_unit = stated.units[:num] == right.units and stated.units[num : num + 1] not in (["/"], ["per"])
-    return right.value == stated.value and (not right.units or not stated.units or same_unit)
-
-
-# ---- which answers are numbers, which are formulas
-
-# of an answer that has the shape of a number: 007, 3rd, 5B, 3 pm, 4 July
-_NO_NUMBER = re.compile(r"^\W*0[0-9]|/ ?0|[0-9](?:st|nd|rd|th|[A-Z])|[0-9] ?(?:[AaPp]\.?[Mm]\b|[A-Z][a-z]{2})")
-_FORMULA = re.compile(
-    r"\\[A-Za-z]{2}|\\\{|\^|\b(?:sqrt|log|ln|sin|cos|tan|exp)\(|[0-9]pi\b|[\[(][^\[\]()]+,[^\[\]()]+[\])]|"
-    r"-?[0-9]+(?:, -?[0-9]+)+$|[0-9][a-z](?![A-Za-z0-9])|\b[a-z] ?[-+*/=<>] ?[a-z0-9(]|[0-9)] ?[-+*/<>] ?[a-z]\b"
-)
+# ---- numbers and formulas
 
 
 @functools.lru_cache(maxsize=2**16)
 def is_number(answer: str) -> bool:
-    """Whether an answer is a number, with at most two words of unit: not a date, a time or a code."""
-    gold = stated_by(answer)
-    if not (read := read_number(gold)) or len(read.units) > 2 or read.lead.strip(" $"):
-        return False
-    return not _NO_NUMBER.search(plain_text(gold).strip(" .$"))
+    """Whether an answer is a number, with its units or at most two words: not a date, a time or a code."""
+    return is_quantity(stated_by(answer))
 
 
 @functools.lru_cache(maxsize=2**16)
 def is_mathematics(answer: str) -> bool:
     """Whether an answer is a number or a formula: no word, no date, no code."""
-    gold = stated_by(answer)
-    is_formula = len(gold) <= LONGEST and not has_words(gold) and not re.search("[:#@]", gold) and _FORMULA.search(gold)
-    return bool(is_formula) or is_number(gold)
-
-
-# ---- mathematics, by the library math-verify
-
-MATH_LIMIT = 5.0  # seconds for one answer; the slowest of the tests' table takes half a second
-_ENDLESS = re.compile(  # powers of powers of numbers, factorials of factorials, numbers that fill a screen
-    r"[0-9)}]\s*(?:\^|\*\*)\s*[({]*\s*-?[0-9.]+\s*[)}]*\s*(?:\^|\*\*)|(?:\^|\*\*)\s*[({]*\s*-?[0-9]{5,}|"
-    r"!\s*!|[0-9]{5,}\s*!|[0-9]{200,}"
-)
-_CLOSED = re.compile(  # a formula that comes to one number; sums and products alone are a calculation left undone
-    r"(?!.*[0-9] +[0-9])(?=.*(?:\\(?:sqrt|binom|log|ln|[cdt]?frac)|[\^!|]|sqrt))"
-    r"(?:[0-9.+*/(){}\[\]^!_ -]|\\?(?:sqrt|binom|log|ln|[cdt]?frac|pi|times|cdot|left|right)|^\||\|$)+"
-)
-
-
-@functools.cache
-def _math_pool() -> Pool:
-    """Workers, for the library's own time limit is a signal, which raises in every thread but the first."""
-    return Pool(f"{__name__}:make_math_checker", (), num=min(4, os.cpu_count() or 1), limit=MATH_LIMIT, sealed=True)
-
-
-def make_math_checker() -> Callable[[tuple[str, str]], bool]:
-    """What a worker does: the right answer and another, as LaTeX, to whether they are the same."""
-    prepare_sympy()  # before the library takes its parser over
-    from math_verify import parse, verify
-
-    logging.disable(logging.CRITICAL)  # it warns of a time limit that is ours here
-
-    def check(pair: tuple[str, str]) -> bool:
-        right, stated = (parse(f"${text}$", parsing_timeout=None) for text in pair)
-        return bool(verify(right, stated, timeout_seconds=None))
-
-    assert check(("\\frac{1}{2}", "0.5"))  # the first one loads the grammar, which takes longer than most answers
-    return check
-
-
-def _latex(formula: str) -> str:
-    """A formula as math-verify reads it, sqrt(3) as \\sqrt{3}."""
-    return re.sub(r"(?<!\\)sqrt *\(([^()]*)\)", r"\\sqrt{\1}", formula.strip(" .$*:"))
+    return is_formula(stated_by(answer))
 
 
 def _same_formula(gold: str, statement: str) -> Verdict:
-    """As texts where the right answer is one, exactly where both are plain numbers, else by the library."""
+    """Compares texts where the right answer is one, and else numbers or formulas."""
     if not is_mathematics(gold):
         return _same_text(gold, statement)
-    right, stated = read_number(gold), read_number(statement)
-    if right and stated:
-        return _same_quantity(right, stated)
-    if right and (right.units or not _CLOSED.fullmatch(statement.strip(" .$"))):
-        return False
-    if not statement or len(statement) > LONGEST or has_words(statement) or _ENDLESS.search(statement):
-        return False
-    return statement == gold or (_latex(gold), _latex(statement))
+    return compare_mathematics(gold, statement)
 
 
 def _same_mark(gold: str, statement: str) -> Verdict:
@@ -344,21 +179,7 @@ def _same_mark(gold: str, statement: str) -> Verdict:
 
 
 def _formula(gold: str, text: str) -> str:
-    """For mathematics the only formula of the last sentence with one; "" where it has several, denies or asks."""
-    if not is_mathematics(gold):
-        return text
-    sentences = [part for part in re.split(r"\n|(?<=[.!?])[*)\"']*(?:\s|$)", text) if part.strip()]
-    last = ([part for part in sentences if re.search(r"[0-9]|\\[A-Za-z]{2}", part)] or sentences or [""])[-1].strip()
-    if len(last) > LONGEST or last.rstrip("*)\"' ").endswith("?") or _NOT.search(last):
-        return ""
-    formulas = [part for part in _WORD.split(last) if re.search(r"[0-9=+*/^\\$]|(?<!')\b[b-z]\b", part)]
-    if read_number(last):
-        return last
-    formula = formulas[0] if len(formulas) == 1 and not re.search(r"\bor\b", last) else ""
-    if span := re.fullmatch(r"[A-Za-z ,:*]*\$+([^$]+)\$+[ .,:*]*", re.sub(r"\\[()\[\]]", "$", formula)):
-        return span[1]
-    is_apart = last.startswith(formula) or re.match("[ :*,]", formula)  # not (x+1) of arcsin(x+1)
-    return formula.strip(" .,:*") if is_apart else ""
+    return find_formula(text) if is_mathematics(gold) else text
 
 
 # ---- by name

@@ -21,7 +21,7 @@ INSIDE = {family: codes.replace("|\n", "|").strip().split("|") for family, codes
 
 
 def test_no_attack_is_a_right_answer_to_the_reader_of_formulas():
-    pool = Pool("problems.verifiers:make_math_checker", (), num=1, limit=0.2, sealed=True)
+    pool = Pool("problems.equality:make_math_checker", (), num=1, limit=0.2, sealed=True)
     asked = [verifiers._same_formula((r"\{7,8\}", r"2\sqrt{3}")[place % 2], text) for place, text in enumerate(ANSWERS)]
     pairs = [pair for pair in asked if isinstance(pair, tuple)]
     told = pool.ask(pairs)

@@ -71,11 +71,11 @@ def test_numbers_and_formulas_are_read_in_their_dress():
     assert sum(marked) > 0.8 * sum(right)
 
 
-def test_of_the_83_cases_of_reward_doctor_no_wrong_one_is_paid_and_two_right_ones_are_missed():
+def test_of_the_83_cases_of_reward_doctor_no_wrong_one_is_paid_and_one_right_one_is_missed():
     cases = corpus.load()
     values = verifiers.math_correct([case.completion for case in cases], [case.reference for case in cases])
     wrong = [case.id for case, value in zip(cases, values, strict=True) if value != case.expect]
-    assert len(cases) == 83 and wrong == ["eq.frac.repeating", "eq.frac.mixed"]
+    assert len(cases) == 83 and wrong == ["eq.frac.repeating"]
 
 
 @given(st.integers(-(10**12), 10**12), st.integers(0, 99))
@@ -117,7 +117,7 @@ def test_a_verifier_that_does_not_fit_names_the_answer_and_auto_leaves_prose_out
         (["... so #### 42"], "number"),
         (["yes", "no"] * 3, "choice"),
         (["yes", "no"], "exact"),
-        (["2.5", "0,5"], "exact"),
+        (["2.5", "0,5"], "number"),
         (["3rd", "5B", "007"], "exact"),
         (["4 July", "5 Hz"], "exact"),
         (["5 Hz"], "number"),

@@ -1,0 +1,435 @@
+"""
+Whether two formulas in LaTeX are the same, by latex2sympy's grammar and sympy's numbers. It runs in sealed workers.
+
+A formula that the grammar does not read to its last sign equals nothing. Two expressions are the same if they have the
+same values, to 60 digits, at points that are chosen here: that takes milliseconds, where a proof can take minutes.
+Left out: integrals, sums, limits and derivatives, which are not worked out.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from problems.formulas import prepare_sympy
+
+CLOSE = 60  # decimal digits in which equal values agree
+DECIMALS_CLOSE = 5e-8  # relative distance of a decimal from the irrational number that it stands for
+POINTS, FEWEST_POINTS = 6, 3  # at which values are compared, and that must have a value
+MOST_NODES = 300  # of an expression
+LARGEST_EXPONENT, LARGEST_FACTORIAL = 10**5, 2000
+
+Checker = Callable[[tuple[str, str]], bool]
+
+
+def make_math_checker() -> Checker:
+    """Makes what a worker does: it gets a right answer and another as LaTeX, and says whether they are the same."""
+    prepare_sympy()  # before the library takes its parser over
+    _parse("\\frac{1}{2}")  # the first one loads the grammar, which takes longer than most answers
+
+    def check(pair: tuple[str, str]) -> bool:
+        right, stated = map(_parse, pair)
+        return _are_same(right, stated)
+
+    assert check(("\\frac{1}{2}", "0.5"))
+    return check
+
+
+class _List(tuple[Any, ...]):
+    """Values that stand beside each other without brackets."""
+
+
+class _Relation(NamedTuple):
+    left: Any
+    sign: str  # = != < <= > >=
+    right: Any
+
+    @property
+    def turned(self) -> "_Relation":
+        return _Relation(self.right, _TURNED[self.sign], self.left)
+
+
+class _Chain(tuple[_Relation, ...]):
+    """An equation or inequality, or several in a row: 1 <= x < 2."""
+
+
+_SIGNS = {"Eq": "=", "Ne": "!=", "Lt": "<", "Le": "<=", "Gt": ">", "Ge": ">="}
+_TURNED = {"=": "=", "!=": "!=", "<": ">", "<=": ">=", ">": "<", ">=": "<="}
+
+
+@functools.lru_cache(maxsize=2**10)
+def _parse(latex: str) -> Any:
+    """What a formula is: an expression, relations, a set or a list. None where the grammar does not read all of it."""
+    from math_verify.parser import NormalizationConfig, latex2sympy
+
+    form = NormalizationConfig(malformed_operators=True, boxed="none")
+    try:
+        parsed = latex2sympy(latex, is_real=True, normalization_config=form)
+    except Exception:  # the library raises a plain Exception for what it does not read
+        return None
+    if not hasattr(parsed, "atoms") or _is_too_large(parsed):
+        return None
+    has_braces = "\\{" in latex
+    return _read(parsed, has_braces)
+
+
+def _read(parsed: Any, has_braces: bool) -> Any:
+    """What a formula says in the forms above. They keep their order, which sympy's forms do not."""
+    import sympy
+    from math_verify.parser import FiniteSet
+    from sympy.core.relational import Relational
+
+    if isinstance(parsed, sympy.And):
+        parts = getattr(parsed, "_unsorted_args", parsed.args)
+        chains = [_read(part, has_braces) for part in parts]
+        return _Chain(chain[0] for chain in chains) if all(isinstance(chain, _Chain) for chain in chains) else None
+    if isinstance(parsed, Relational):
+        left, right = (_read(side, has_braces) for side in parsed.args)
+        return _Chain([_Relation(left, _sign_of(parsed), right)])
+    if isinstance(parsed, FiniteSet) and not has_braces:
+        return _List(_read(part, has_braces) for part in parsed._unsorted_args)
+    return _with_plain_symbols(parsed)
+
+
+def _sign_of(relation: Any) -> str:
+    import sympy
+
+    return next(sign for name, sign in _SIGNS.items() if isinstance(relation, getattr(sympy, name)))
+
+
+def _is_too_large(expression: Any) -> bool:
+    """Whether numbers or parts of an expression are beyond what takes milliseconds."""
+    import sympy
+
+    for num, node in enumerate(sympy.preorder_traversal(expression)):
+        is_power = isinstance(node, sympy.Pow) and not node.exp.free_symbols
+        is_factorial = isinstance(node, sympy.factorial) and not node.args[0].free_symbols
+        if num > MOST_NODES:
+            return True
+        if is_power and not abs(sympy.N(node.exp, 3)) <= LARGEST_EXPONENT:
+            return True
+        if is_factorial and not abs(sympy.N(node.args[0], 3)) <= LARGEST_FACTORIAL:
+            return True
+    return False
+
+
+def _with_plain_symbols(parsed: Any) -> Any:
+    """The same with symbols that differ by their names alone, decimals as fractions, and i as the imaginary unit."""
+    import sympy
+    from sympy.core.function import AppliedUndef
+
+    changes: dict[Any, Any] = {}
+    for symbol in parsed.atoms(sympy.Symbol):
+        changes[symbol] = sympy.I if symbol.name == "i" else sympy.Symbol(symbol.name, real=True)
+    for decimal in parsed.atoms(sympy.Float):
+        changes[decimal] = sympy.Rational(str(decimal))
+    for function in parsed.atoms(AppliedUndef):
+        changes[function] = sympy.Symbol(str(function), real=True)
+    if isinstance(parsed, sympy.MatrixBase):
+        return parsed.applyfunc(lambda entry: entry.xreplace(changes))
+    return parsed.xreplace(changes)
+
+
+# ---- relations, sets, lists
+
+
+def _are_same(right: Any, stated: Any) -> bool:
+    import sympy
+
+    if right is None or stated is None:
+        return False
+    if isinstance(right, _Chain) or isinstance(stated, _Chain):
+        return _are_same_relations(right, stated)
+    if isinstance(right, _List) or isinstance(stated, _List):
+        return _are_same_lists(right, stated)
+    if right == stated:
+        return not right.has(sympy.nan, sympy.zoo)
+    if isinstance(right, sympy.Set) or isinstance(stated, sympy.Set):
+        return _are_same_sets(right, stated)
+    if isinstance(right, sympy.Tuple) or isinstance(stated, sympy.Tuple):
+        are_tuples = isinstance(right, sympy.Tuple) and isinstance(stated, sympy.Tuple)
+        return are_tuples and _are_same_in_order(right.args, stated.args)
+    if isinstance(right, sympy.MatrixBase) or isinstance(stated, sympy.MatrixBase):
+        are_matrices = isinstance(right, sympy.MatrixBase) and isinstance(stated, sympy.MatrixBase)
+        return are_matrices and right.shape == stated.shape and _are_same_in_order(right.flat(), stated.flat())
+    if isinstance(right, sympy.Expr) and isinstance(stated, sympy.Expr):
+        return _have_same_values(right, stated)
+    return False
+
+
+def _are_same_in_order(rights: Sequence[Any], stateds: Sequence[Any]) -> bool:
+    return len(rights) == len(stateds) and all(map(_are_same, rights, stateds))
+
+
+def _are_same_in_any_order(rights: Sequence[Any], stateds: Sequence[Any]) -> bool:
+    others = list(stateds)
+    if len(rights) != len(others):
+        return False
+    for right in rights:
+        place = next((place for place, other in enumerate(others) if _are_same(right, other)), None)
+        if place is None:
+            return False
+        del others[place]
+    return True
+
+
+def _are_same_lists(right: Any, stated: Any) -> bool:
+    """A list has the order of a tuple or of an open interval (1, 2) beside one; elsewhere its order is free."""
+    import sympy
+
+    ordered = [_in_order(part) for part in (right, stated)]
+    if isinstance(right, _List) and isinstance(stated, _List):
+        return _are_same_in_any_order(right, stated)
+    if None not in ordered:
+        return _are_same_in_order(*ordered)
+    elements = [part.args if isinstance(part, sympy.FiniteSet) else part for part in (right, stated)]
+    if any(not isinstance(part, tuple) for part in elements):
+        return False
+    return _are_same_in_any_order(*elements)
+
+
+def _in_order(part: Any) -> Sequence[Any] | None:
+    import sympy
+
+    if isinstance(part, _List):
+        return part
+    if isinstance(part, sympy.Tuple):
+        return list(part.args)
+    if isinstance(part, sympy.Interval) and part.left_open and part.right_open:
+        return [part.start, part.end]
+    return None
+
+
+def _are_same_sets(right: Any, stated: Any) -> bool:
+    import sympy
+
+    if isinstance(right, sympy.FiniteSet) and isinstance(stated, sympy.FiniteSet):
+        return _are_same_in_any_order(right.args, stated.args)
+    if isinstance(right, sympy.Interval) and isinstance(stated, sympy.Interval):
+        are_open_alike = (right.left_open, right.right_open) == (stated.left_open, stated.right_open)
+        return are_open_alike and _are_same_in_order((right.start, right.end), (stated.start, stated.end))
+    if isinstance(right, sympy.Union) and isinstance(stated, sympy.Union):
+        return _are_same_in_any_order(list(_members(right)), list(_members(stated)))
+    for one, other in ((right, stated), (stated, right)):
+        if isinstance(one, sympy.FiniteSet) and len(one) == 1 and isinstance(other, sympy.Expr):
+            return _are_same(one.args[0], other)
+    return type(right) is type(stated) and _are_same_in_order(right.args, stated.args)
+
+
+def _members(union: Any) -> Iterator[Any]:
+    import sympy
+
+    for part in union.args:
+        if isinstance(part, sympy.Union):
+            yield from _members(part)
+        else:
+            yield part
+
+
+# ---- relations
+
+
+def _are_same_relations(right: Any, stated: Any) -> bool:
+    """Whether two answers are the same of which at least one is a relation."""
+    if not isinstance(right, _Chain) and _is_equation(stated):
+        value = _value_of(stated)
+        return value is not None and _are_same(right, value)
+    if not isinstance(stated, _Chain) and _is_equation(right):
+        return _is_name(right[0].left) and _are_same(right[-1].right, stated)
+    if _is_equation(right) and _is_equation(stated):
+        return _are_same_equations(right, stated)
+    return _are_same_bounds(right, stated)
+
+
+def _is_equation(part: Any) -> bool:
+    return isinstance(part, _Chain) and all(relation.sign == "=" for relation in part)
+
+
+def _is_name(side: Any) -> bool:
+    """Whether a side of an equation names what the other says: x, or f(x)."""
+    import sympy
+
+    return isinstance(side, sympy.Symbol)
+
+
+def _value_of(equation: _Chain) -> Any:
+    """What an equation says where a value is asked for: the last side of "x = 3", "(x+1)^2 = x^2+2x+1"; else None."""
+    value = equation[-1].right
+    if _is_name(equation[0].left):
+        return value
+    is_identity = all(_are_same(value, relation.left) for relation in equation)
+    return value if is_identity else None
+
+
+def _are_same_equations(right: _Chain, stated: _Chain) -> bool:
+    """
+    Whether two equations have the same solutions, one being a multiple of the other.
+
+    Names must agree, and an answer such as x = 3 is not stated by an equation that is left to be solved.
+    """
+    import sympy
+
+    first = _Relation(right[0].left, "=", right[-1].right)
+    second = _Relation(stated[0].left, "=", stated[-1].right)
+    if _is_name(first.left) and not _is_name(second.left) and _is_name(second.right):
+        second = second.turned
+    if _is_name(first.left) and first.left == second.left:
+        return _are_same(first.right, second.right)
+    sides = (first.left, first.right, second.left, second.right)
+    if not all(isinstance(side, sympy.Expr) for side in sides):
+        return False
+    is_solved = _is_name(first.left) and first.right.is_number
+    if is_solved and not _is_name(second.left):
+        return False
+    return _is_multiple(first.left - first.right, second.left - second.right)
+
+
+def _is_multiple(right: Any, stated: Any, is_positive: bool = False) -> bool:
+    """Whether a quotient is the same number at all points, and not 0."""
+    quotients = []
+    for point in _points([right, stated]):
+        bottom, top = _value_at(right, point), _value_at(stated, point)
+        if bottom is None or top is None or bottom == 0 or top == 0:
+            continue
+        quotients.append(top / bottom)
+    if len(quotients) < FEWEST_POINTS:
+        return False
+    if is_positive and not (quotients[0].is_real and quotients[0] > 0):
+        return False
+    return all(bool(abs(quotient - quotients[0]) <= 1e-15 * abs(quotients[0])) for quotient in quotients)
+
+
+def _are_same_bounds(right: Any, stated: Any) -> bool:
+    """Whether inequalities, or one and an interval, hold for the same numbers."""
+    first_numbers, second_numbers = _numbers_of(right), _numbers_of(stated)
+    if first_numbers and second_numbers:
+        names = {first_numbers[0], second_numbers[0]} - {None}
+        return len(names) <= 1 and _are_same(first_numbers[1], second_numbers[1])
+    if not (isinstance(right, _Chain) and isinstance(stated, _Chain)) or len(right) != len(stated):
+        return False
+    turned = [relation.turned for relation in reversed(stated)]
+    return all(map(_is_same_relation, right, stated)) or all(map(_is_same_relation, right, turned))
+
+
+def _is_same_relation(first: _Relation, second: _Relation) -> bool:
+    import sympy
+
+    if not all(isinstance(side, sympy.Expr) for side in (first.left, first.right, second.left, second.right)):
+        return False
+    if first.sign == second.turned.sign and first.sign != second.sign:
+        second = second.turned
+    if first.sign != second.sign:
+        return False
+    is_directed = first.sign not in ("=", "!=")
+    return _is_multiple(first.left - first.right, second.left - second.right, is_positive=is_directed)
+
+
+def _numbers_of(part: Any) -> tuple[Any, Any] | None:
+    """The name and the numbers of an inequality in one name, of x \\in (1, 2), or of a set, which has no name."""
+    import sympy
+
+    if isinstance(part, sympy.Set):
+        return None, part
+    if not isinstance(part, _Chain):
+        return None
+    if _is_equation(part):
+        is_named_set = isinstance(part[-1].right, sympy.Set) and _is_name(part[0].left)
+        return (part[0].left, part[-1].right) if is_named_set else None
+    sides = [side for relation in part for side in (relation.left, relation.right)]
+    if not all(isinstance(side, sympy.Expr) for side in sides):
+        return None
+    names = set().union(*(side.free_symbols for side in sides))
+    if len(names) != 1:
+        return None
+    name = names.pop()
+    numbers: Any = sympy.Interval(-sympy.oo, sympy.oo)
+    for relation in part:
+        interval = _interval_of(relation, name)
+        if interval is None:
+            return None
+        numbers = numbers.intersect(interval)
+    return name, numbers
+
+
+def _interval_of(relation: _Relation, name: Any) -> Any:
+    """The interval of an inequality that is linear in a name; None of any other."""
+    import sympy
+
+    if relation.sign in ("=", "!="):
+        return None
+    try:
+        line = sympy.Poly(relation.left - relation.right, name)
+        slope, intercept = line.coeff_monomial(name), line.coeff_monomial(1)
+    except sympy.PolynomialError:
+        return None
+    if line.degree() != 1 or not (slope.is_real and intercept.is_real):
+        return None
+    is_strict = "=" not in relation.sign
+    is_upper = relation.sign.startswith("<") == bool(slope > 0)
+    bound = -intercept / slope
+    if is_upper:
+        return sympy.Interval(-sympy.oo, bound, True, is_strict)
+    return sympy.Interval(bound, sympy.oo, is_strict, True)
+
+
+# ---- values
+
+
+def _have_same_values(right: Any, stated: Any) -> bool:
+    """
+    Whether two expressions have the same values at all points where both have one.
+
+    Distances are relative, so that small numbers differ like large ones. A decimal agrees with the irrational number
+    that it stands for in its first seven digits.
+    """
+    import sympy
+
+    undone = (sympy.Integral, sympy.Sum, sympy.Product, sympy.Limit, sympy.Derivative)
+    if right.has(*undone) or stated.has(*undone):
+        return False
+    if right.is_infinite or stated.is_infinite:
+        return bool(right == stated)
+    is_approximate = not right.free_symbols | stated.free_symbols and right.is_Rational != stated.is_Rational
+    num = 0
+    for point in _points([right, stated]):
+        difference = _value_at(right - stated, point)
+        values = [_value_at(part, point) for part in (right, stated)]
+        if difference is None or None in values:
+            continue
+        size = max(map(abs, values))
+        if abs(difference) > 10.0**-CLOSE * size:
+            return is_approximate and bool(abs(difference) <= DECIMALS_CLOSE * size)
+        num += 1
+        if not point:
+            return True
+    return num >= FEWEST_POINTS
+
+
+def _points(expressions: Sequence[Any]) -> Iterator[dict[Any, Any]]:
+    """Numbers for the names in expressions: positive ones first, then some negative; once none where there are none."""
+    import sympy
+
+    names = sorted(set().union(*(expression.free_symbols for expression in expressions)), key=str)
+    if not names:
+        yield {}
+        return
+    for num in range(POINTS):
+        point = {}
+        for place, name in enumerate(names):
+            value = sympy.Rational(17 * place + 29 * num + 12, 13 * place + 7 * num + 5)
+            is_negative = num >= POINTS // 2 and (num + place) % 2
+            point[name] = -value if is_negative else value
+        yield point
+
+
+def _value_at(expression: Any, point: dict[Any, Any]) -> Any:
+    """The value of an expression at a point, to 20 digits of its own; None where it has none."""
+    import sympy
+
+    try:
+        value = expression.xreplace(point).doit()
+        value = sympy.N(value, 20, maxn=2 * CLOSE)
+    except (ArithmeticError, ValueError, TypeError, AttributeError, NotImplementedError):
+        return None
+    if not value.is_number or value.has(sympy.nan, sympy.zoo, sympy.oo):
+        return None
+    return value

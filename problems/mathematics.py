@@ -1,0 +1,210 @@
+"""
+Mathematics: which answers are formulas, what formula a text says, and whether two of them are the same.
+
+Numbers are compared here and now (problems/quantities.py), formulas by workers (problems/equality.py).
+"""
+
+import functools
+import os
+import re
+
+from problems.quantities import (
+    LONGEST,
+    WORD,
+    Quantity,
+    has_words,
+    is_quantity,
+    is_same_quantity,
+    read_number,
+    write_fractions,
+)
+from problems.texts import DENIAL, clean_text, write_superscripts
+from problems.units import Measure, are_same, find_unit, read_measure
+from problems.workers import Pool
+
+Verdict = bool | tuple[str, str]  # or two formulas that the workers are asked about
+
+MATH_LIMIT = 1.0  # seconds of a processor for one answer; the slowest of the tests' table takes a fifth
+_ENDLESS = re.compile(  # powers of powers of numbers, factorials of factorials, numbers that fill a screen
+    r"[0-9)}]\s*(?:\^|\*\*)\s*[({]*\s*-?[0-9.]+\s*[)}]*\s*(?:\^|\*\*)|(?:\^|\*\*)\s*[({]*\s*-?[0-9]{5,}|"
+    r"!\s*!|[0-9]{5,}\s*!|[0-9]{200,}"
+)
+_CLOSED = re.compile(  # a formula that comes to one number; sums and products alone are a calculation left undone
+    r"(?!.*[0-9] +[0-9])(?=.*(?:\\(?:sqrt|binom|log|ln|[cdt]?frac)|[\^!|]))"
+    r"(?:[0-9.+*/(){}\[\]^!_ -]|\\(?:sqrt|binom|log|ln|[cdt]?frac|pi|times|cdot|left|right)|^\||\|$)+"
+)
+_FORMULA = re.compile(
+    r"\\[A-Za-z]{2}|\\\{|\^|\b(?:sqrt|log|ln|sin|cos|tan|exp)\(|[0-9]pi\b|[\[(][^\[\]()]+,[^\[\]()]+[\])]|"
+    r"-?[0-9]+(?:, -?[0-9]+)+$|[0-9][a-z](?![A-Za-z0-9])|\b[a-z] ?[-+*/=<>] ?[a-z0-9(]|[0-9)] ?[-+*/<>] ?[a-z]\b"
+)
+
+# ---- formulas in LaTeX
+
+_SIGNS = {
+    "\u03c0": "\\pi ",
+    "\u221e": "\\infty ",
+    "\u2264": "\\le ",
+    "\u2265": "\\ge ",
+    "\u2260": "\\ne ",
+    "\u222a": "\\cup ",
+    "\u2229": "\\cap ",
+    "\u2208": "\\in ",
+    "\u00b1": "\\pm ",
+    "\u221a": "\\sqrt ",
+    "\u221b": "\\sqrt[3] ",
+    "\u00f7": "/",
+    "\u03b8": "\\theta ",
+    "\u03b1": "\\alpha ",
+    "\u03b2": "\\beta ",
+}
+_SIGN = re.compile("|".join(_SIGNS))
+_NAMES = re.compile(r"(?<![A-Za-z\\])(sqrt|(?:arc)?(?:sin|cos|tan)h?|sec|csc|cot|log|ln|exp|pi)(?![A-Za-z])(?=( ?\())?")
+_ROOT = re.compile(r"(\\sqrt(?:\[[0-9]\])?) +([0-9]+|[A-Za-z])")
+_BEFORE_BRACKETS = re.compile(r"\\sqrt ?(?:\[[^\[\]]{1,9}\])? ?(?=\()|\^ ?(?=\()|\\[cdt]?frac ?(?:\{[^{}]*\} ?)?(?=\()")
+_MEASURE = re.compile(  # what stands behind a formula: \text{ cm}^2, or two letters or more
+    r"(?:\\[,; ]|[\s~])*(?:\\(?:text|textrm|mathrm|mbox) ?\{\s*([^{}]*?)\s*\}|(?<=[\s})0-9])([A-Za-z]{2,}))"
+    r"\s*(\^ ?\{?[23]\}?)?[\s.]*$"
+)
+
+
+@functools.lru_cache(maxsize=2**12)
+def write_in_latex(text: str) -> str:
+    """A formula as the grammar reads it: sqrt(3), \\sqrt(3) and the sign of a root become \\sqrt{3}."""
+    text = _write_signs(clean_text(text)).strip(" .$*:")
+    text = re.sub(r"\\(?:left|right)(?![A-Za-z])", "", text)
+    text = _NAMES.sub(_write_name, text)
+    text = re.sub(r"(?<=[\w)}])\*\*(?=[-\w({])", "^", text)
+    text = re.sub(r"\^ ?([-+][0-9]+)", r"^{\1}", text)
+    text = _ROOT.sub(r"\1{\2}", text)
+    return _write_braces(text)
+
+
+def _write_signs(text: str) -> str:
+    """A text with \\pi for \u03c0, \\frac{1}{2} for \u00bd and x^2 for x\u00b2."""
+    if text.isascii():
+        return text
+    text = write_fractions(write_superscripts(text))
+    return _SIGN.sub(lambda sign: _SIGNS[sign[0]], text)
+
+
+def _write_name(match: re.Match[str]) -> str:
+    return f"\\{match[1]}" if match[2] or match[1] != "pi" else "\\pi "
+
+
+def _write_braces(text: str) -> str:
+    """A text whose roots, fractions and powers have braces where they had brackets."""
+    ends = _find_brackets(text)
+    characters = list(text)
+    for match in _BEFORE_BRACKETS.finditer(text):
+        begin = match.end()
+        num_groups = 2 if "frac" in match[0] and "{" not in match[0] else 1
+        for _ in range(num_groups):
+            if begin not in ends:
+                break
+            characters[begin], characters[ends[begin]] = "{", "}"
+            begin = ends[begin] + 1
+            if text[begin : begin + 1] == " ":
+                begin += 1
+    return "".join(characters)
+
+
+def _find_brackets(text: str) -> dict[int, int]:
+    """Where each bracket ends that begins at a place, in one pass."""
+    begun: list[int] = []
+    ends = {}
+    for place, character in enumerate(text):
+        if character == "(":
+            begun.append(place)
+        elif character == ")" and begun:
+            ends[begun.pop()] = place
+    return ends
+
+
+def _split_measure(formula: str) -> tuple[str, Measure]:
+    """A formula without the units behind it, and these."""
+    match = _MEASURE.search(formula)
+    if not match or not match.start():
+        return formula, Measure((), ())
+    spelling = (match[1] or match[2]) + (match[3] or "")
+    measure = read_measure(re.sub("[{} ]", "", spelling) if match[2] else re.sub("[{}]", "", spelling))
+    if match[2] and not find_unit(match[2]):
+        return formula, Measure((), ())
+    return formula[: match.start()], measure
+
+
+# ---- which answers are mathematics
+
+
+def _is_formula(text: str) -> bool:
+    return len(text) <= LONGEST and not has_words(text) and not re.search("[:#@]", text) and bool(_FORMULA.search(text))
+
+
+@functools.lru_cache(maxsize=2**16)
+def is_mathematics(answer: str) -> bool:
+    """Whether an answer is a number or a formula: no word, no date, no code."""
+    if len(answer) > LONGEST:
+        return False
+    return is_quantity(answer) or _is_formula(answer) or _is_formula(write_in_latex(answer))
+
+
+# ---- what is compared
+
+
+@functools.cache
+def math_pool() -> Pool:
+    """Workers, for the library's own time limit is a signal, which raises in every thread but the first."""
+    target = "problems.equality:make_math_checker"
+    return Pool(target, (), num=min(4, os.cpu_count() or 1), limit=MATH_LIMIT, sealed=True)
+
+
+def compare_mathematics(gold: str, statement: str) -> Verdict:
+    """Compares two numbers by their values and units, and formulas by the workers; units must agree there too."""
+    right, stated = read_number(gold), read_number(statement)
+    if right and stated:
+        return is_same_quantity(right, stated)
+    if not statement or len(statement) > LONGEST:
+        return False
+    gold_formula, gold_measure = _split_measure(write_in_latex(gold))
+    formula, measure = _split_measure(write_in_latex(statement))
+    if right:
+        gold_measure = right.measure
+        gold_formula = _write_value(right)
+    if not are_same(gold_measure, measure) or (right and not _CLOSED.fullmatch(formula)):
+        return False
+    if has_words(formula) or _ENDLESS.search(formula) or re.search(r"[0-9]\s+[0-9]", formula):
+        return False
+    return formula == gold_formula or (gold_formula, formula)
+
+
+def _write_value(quantity: Quantity) -> str:
+    top, bottom = quantity.value.numerator, quantity.value.denominator
+    return str(top) if bottom == 1 else f"\\frac{{{top}}}{{{bottom}}}"
+
+
+_SENTENCE_END = re.compile(r"\n|(?<=[.!?])[*)\"']*(?:\s|$)")
+_IN_DOLLARS = re.compile(r"[A-Za-z ,:*]*\$+([^$]+)\$+[ .,:*]*")
+
+
+def find_formula(text: str) -> str:
+    """The only formula of the last sentence with one; "" where it has several, denies or asks."""
+    sentence = _last_sentence(_write_signs(text))
+    if len(sentence) > LONGEST or sentence.rstrip("*)\"' ").endswith("?") or DENIAL.search(sentence):
+        return ""
+    if read_number(sentence):
+        return sentence
+    parts = [part for part in WORD.split(sentence) if re.search(r"[0-9=+*/^\\$]|(?<!')\b[b-z]\b", part)]
+    if len(parts) != 1 or re.search(r"\bor\b", sentence):
+        return ""
+    formula = parts[0]
+    in_dollars = _IN_DOLLARS.fullmatch(re.sub(r"\\[()\[\]]", "$", formula))
+    if in_dollars:
+        return in_dollars[1]
+    is_apart = sentence.startswith(formula) or re.match("[ :*,]", formula)  # not (x+1) of arcsin(x+1)
+    return formula.strip(" .,:*") if is_apart else ""
+
+
+def _last_sentence(text: str) -> str:
+    """The last sentence with a number or a command of LaTeX, or else the last."""
+    sentences = [part for part in _SENTENCE_END.split(text) if part.strip()]
+    with_formulas = [part for part in sentences if re.search(r"[0-9]|\\[A-Za-z]{2}", part)]
+    return (with_formulas or sentences or [""])[-1].strip()

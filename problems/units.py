@@ -1,0 +1,354 @@
+"""
+Units of measure by their spellings, and what a text like "m/s^2" or "square metres per hour" says in them.
+
+Units are compared by name: "m" is "metres", but 1,000 m is not 1 km. Left out: conversions.
+"""
+
+import functools
+import re
+from typing import NamedTuple
+
+# A line is a unit, its symbols and its other names. A star: it takes the prefixes below. Plurals need no entry.
+# A spelling that stands in several lines agrees with each of them.
+_SPELLINGS = """
+*metre: m, meter
+*gram: g, gramme, gm
+*second: s, sec
+*litre: L, l, liter, ltr
+*newton: N
+*volt: V
+*watt: W
+*joule: J
+*ampere: A, amp
+*pascal: Pa
+*hertz: Hz
+*ohm: \u03a9, \u2126, \\Omega
+*farad: F
+*henry: H
+*tesla: T
+*coulomb: C
+*mole: mol
+*calorie: cal
+*electronvolt: eV, electron volt
+*byte:
+*bit:
+kilobyte: KB, kB
+megabyte: MB
+gigabyte: GB
+terabyte: TB
+micrometre: micron
+kilogram: kilo
+kelvin: K
+celsius: \u00b0C, degree celsius, degree C, deg C, C, centigrade, degree centigrade, degree, \u00b0, deg
+fahrenheit: \u00b0F, degree fahrenheit, degree F, deg F, F, degree, \u00b0, deg
+degree of angle: degree, \u00b0, deg
+minute of angle: arcminute, '
+second of angle: arcsecond, "
+radian: rad
+percent: %, per cent, pct, percentage
+per mille: \u2030, permille
+percentage point:
+minute: min
+hour: h, hr
+day: d
+week: wk
+month: mo
+year: yr
+decade:
+century: centuries
+inch: in, ", inches
+foot: ft, feet, '
+yard: yd
+mile: mi
+nautical mile: nmi
+light year: ly, lightyear, light-year
+astronomical unit: AU
+acre: ac
+hectare: ha
+pound of mass: lb, pound, lbm
+ounce of mass: oz, ounce
+fluid ounce: fl oz, oz, ounce
+stone:
+ton: ton
+tonne: t, tonne, metric ton, ton
+short ton:
+long ton:
+carat: ct
+pint: pt
+quart: qt
+gallon: gal
+cup:
+teaspoon: tsp
+tablespoon: tbsp
+barrel: bbl
+bar:
+atmosphere: atm
+horsepower: hp
+decibel: dB
+lumen: lm
+lux: lx
+candela: cd
+becquerel: Bq
+knot: kn, kt
+dozen:
+revolution: rev
+dollar: $, USD, US$, buck
+cent: \u00a2, ct
+euro: \u20ac, EUR
+pound sterling: \u00a3, GBP, pound, quid
+pence: penny, pennies
+rupee: \u20b9, INR, Rs, Rs.
+yen: \u00a5, JPY
+yuan: \u00a5, CNY, RMB
+ruble: \u20bd, RUB, rouble
+won: \u20a9, KRW
+franc: CHF
+peso: MXN
+"""
+_PREFIXES = {
+    "nano": "n",
+    "micro": "\u03bc u \u00b5 \\mu",
+    "milli": "m",
+    "centi": "c",
+    "deci": "d",
+    "hecto": "h",
+    "kilo": "k",
+    "mega": "M",
+    "giga": "G",
+    "tera": "T",
+}
+_COMPOUNDS = {  # spelled as one word
+    "mph": "mile/hour",
+    "kph": "kilometre/hour",
+    "kmh": "kilometre/hour",
+    "kmph": "kilometre/hour",
+    "mps": "metre/second",
+    "rpm": "revolution/minute",
+    "kWh": "kilowatt hour",
+    "Wh": "watt hour",
+    "MWh": "megawatt hour",
+    "GWh": "gigawatt hour",
+    "mAh": "milliampere hour",
+    "Ah": "ampere hour",
+    "Nm": "newton metre",
+    "cc": "centimetre^3",
+    "sqm": "metre^2",
+    "sqft": "foot^2",
+}
+_POWERS = {"square": 2, "sq": 2, "sq.": 2, "cubic": 3, "cu": 3, "cu.": 3}
+_POWERS_BEHIND = {"squared": 2, "cubed": 3, "square": 2, "cube": 3}
+
+Units = frozenset[str]  # names of units, any of which a spelling may mean
+
+
+class Measure(NamedTuple):
+    """What stands behind a number: m/s^2 is ((metre, 1), (second, -2)). Other words follow, as in "5 kg of flour"."""
+
+    powers: tuple[tuple[Units, int], ...]
+    words: tuple[str, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.powers or self.words)
+
+
+def _make_table() -> dict[str, Units]:
+    table: dict[str, set[str]] = {}
+    for line in _SPELLINGS.strip().splitlines():
+        name, _, others = line.partition(":")
+        takes_prefixes = name.startswith("*")
+        name = name.lstrip("*")
+        spellings = [spelling.strip() for spelling in others.split(",") if spelling.strip()]
+        for spelling in [name, *spellings]:
+            table.setdefault(spelling, set()).add(name)
+        if not takes_prefixes:
+            continue
+        for prefix, symbols in _PREFIXES.items():
+            whole_name = prefix + name
+            for spelling in [name, *spellings]:
+                is_symbol = len(spelling) <= 2 or spelling in ("mol", "cal", "\\Omega")
+                for written in symbols.split() if is_symbol else [prefix]:
+                    table.setdefault(written + spelling, set()).add(whole_name)
+    for spelling in "cd", "min", "ft", "pt":  # in use for these alone
+        table[spelling] = {name for name in table[spelling] if not name.startswith(("centi", "milli", "femto"))}
+    return {spelling: frozenset(names) for spelling, names in table.items()}
+
+
+_TABLE = _make_table()
+_FOLDED: dict[str, Units] = {}
+for _spelling, _names in _TABLE.items():
+    _FOLDED[_spelling.casefold()] = _FOLDED.get(_spelling.casefold(), frozenset()) | _names
+
+
+@functools.lru_cache(maxsize=2**12)
+def find_unit(word: str) -> Units | None:
+    """The units that a word may mean, without its plural. Capitals count where that leaves a choice: mW and MW."""
+    for table, spelling in ((_TABLE, word), (_FOLDED, word.casefold())):
+        singulars = [spelling]
+        if len(spelling) > 2 and spelling.endswith(("s", "S")):
+            singulars.append(spelling[:-1])
+        if len(spelling) > 4 and spelling.endswith(("es", "ES")):
+            singulars.append(spelling[:-2])
+        for singular in singulars:
+            if singular in table:
+                return table[singular]
+    return None
+
+
+_TOKEN = re.compile(
+    r"\s*(\\?[^\W\d_]+\.?|\u00b0[CF](?![A-Za-z])|[%\u2030\u00b0$\u20ac\u00a3\u00a2\u20b9\u00a5\u20bd\u20a9'\"/*()-]|"
+    r"\^ ?[-+]?[0-9](?![0-9]))"
+)
+
+
+def read_measure(text: str, before: str | None = None) -> Measure:
+    """
+    The units at the beginning of a text, then its words. `before` is a sign of money that stood before the number.
+
+    "/" and "per" divide by the next unit, or by all of a bracket. "square" and "cubic" count for the unit behind them.
+    """
+    tokens = _split(text)
+    powers: dict[Units, int] = {}
+    if before:
+        powers[find_unit(before) or frozenset([before])] = 1
+    place, sign, num_brackets, power = 0, 1, 0, 1
+    is_over = False
+    while place < len(tokens):
+        token = tokens[place]
+        word = token.casefold()
+        is_per = token == "/" or (word == "per" and _unit_at(tokens, place)[0] is None)  # not of "per cent"
+        if is_per or (word in ("a", "an") and powers and _is_time(tokens, place + 1)):
+            if place + 1 >= len(tokens):
+                break
+            sign, is_over = -1, True
+            place += 1
+            continue
+        if token == "(" and is_over:
+            num_brackets += 1
+            place += 1
+            continue
+        if token == ")" and num_brackets:
+            num_brackets -= 1
+            sign = 1
+            place += 1
+            continue
+        if token in ("*", "-") and powers and _unit_at(tokens, place + 1)[0]:
+            place += 1
+            continue
+        if word in _POWERS and _unit_at(tokens, place + 1)[0]:
+            power = _POWERS[word]
+            place += 1
+            continue
+        unit, num_tokens = _unit_at(tokens, place)
+        if unit is None:
+            if is_over and sign < 0 and token[0].isalpha():  # of what is no measure, as in "5 m per lap"
+                _multiply(powers, frozenset([_singular(word)]), -1)
+                place += 1
+            break
+        place += num_tokens
+        exponent, num_tokens = _exponent_at(tokens, place)
+        place += num_tokens
+        for name, inner in _parts_of(unit):
+            _multiply(powers, name, sign * power * exponent * inner)
+        power = 1
+        if not num_brackets:
+            sign = 1
+    rest = [token for token in tokens[place:] if token[0].isalpha()]
+    words = tuple(_singular(token.casefold()) for token in rest)
+    return Measure(tuple((unit, power) for unit, power in powers.items() if power), words)
+
+
+def _split(text: str) -> list[str]:
+    """The words and signs of a text up to its first other mark, or the full stop of a sentence."""
+    tokens = []
+    place = 0
+    while match := _TOKEN.match(text, place):
+        token = match[1]
+        place = match.end()
+        if token.endswith("."):
+            is_last = find_unit(token[:-1]) is None and token.casefold() not in _POWERS
+            tokens.append(token[:-1] if token.casefold() not in _POWERS else token)
+            if is_last:
+                break
+            continue
+        tokens.append(token)
+    return tokens
+
+
+def _unit_at(tokens: list[str], place: int) -> tuple[str | Units | None, int]:
+    """The unit that stands at a place, as a compound or as its possible names, and how many tokens spell it."""
+    for num in (2, 1):
+        if place + num > len(tokens):
+            continue
+        spelling = " ".join([*map(_singular, tokens[place : place + num - 1]), tokens[place + num - 1]])
+        if num == 1 and spelling.casefold() == "in" and _is_preposition(tokens, place):
+            return None, 0
+        compound = spelling if spelling in _COMPOUNDS else spelling.casefold()
+        if compound in _COMPOUNDS:
+            return compound, num
+        unit = find_unit(spelling)
+        if unit:
+            return unit, num
+    return None, 0
+
+
+def _is_preposition(tokens: list[str], place: int) -> bool:
+    """Whether "in" stands before a word, as in "42 in total"; before "per" and "squared" it is the inch."""
+    following = tokens[place + 1 : place + 2]
+    return bool(following) and following[0][0].isalpha() and following[0] not in {"per", *_POWERS_BEHIND}
+
+
+def _is_time(tokens: list[str], place: int) -> bool:
+    unit, _ = _unit_at(tokens, place)
+    times = {"second", "minute", "hour", "day", "week", "month", "year"}
+    return isinstance(unit, frozenset) and bool(unit & times)
+
+
+def _exponent_at(tokens: list[str], place: int) -> tuple[int, int]:
+    """The power that follows a unit, and how many tokens spell it."""
+    if place >= len(tokens):
+        return 1, 0
+    token = tokens[place]
+    if token.startswith("^"):
+        return int(token[1:]), 1
+    if token.casefold() in _POWERS_BEHIND and _unit_at(tokens, place + 1)[0] is None:
+        return _POWERS_BEHIND[token.casefold()], 1
+    return 1, 0
+
+
+def _parts_of(unit: str | Units) -> list[tuple[Units, int]]:
+    if not isinstance(unit, str):
+        return [(unit, 1)]
+    parts = []
+    for part in re.findall(r"/?[a-z]+(?:\^3|\^2)?", _COMPOUNDS[unit]):
+        name, _, exponent = part.lstrip("/").partition("^")
+        parts.append((_TABLE[name], (-1 if part.startswith("/") else 1) * int(exponent or 1)))
+    return parts
+
+
+def _multiply(powers: dict[Units, int], unit: Units, exponent: int) -> None:
+    powers[unit] = powers.get(unit, 0) + exponent
+
+
+def _singular(word: str) -> str:
+    return word[:-1] if len(word) > 3 and word.endswith("s") else word
+
+
+def are_same(right: Measure, stated: Measure) -> bool:
+    """
+    Whether two measures agree. One that is missing agrees with any.
+
+    Words behind them must agree as far as the right answer has some: "3 apples" are "3 apples left", and no "3 pears".
+    """
+    if not right or not stated:
+        return True
+    if len(right.powers) != len(stated.powers):
+        return False
+    others = list(stated.powers)
+    for unit, power in right.powers:
+        match = next((other for other in others if other[1] == power and other[0] & unit), None)
+        if match is None:
+            return False
+        others.remove(match)
+    if right.powers and not stated.words:
+        return True
+    return stated.words[: len(right.words)] == right.words

@@ -30,6 +30,22 @@ _FULL_STOPS = "\u0964\u0965\u06d4\u1362"  # of Hindi, Urdu and Amharic
 _DRESS = " *_$\u00a1\u00bf" + _QUOTES
 
 
+# What leads to an answer in other languages, as "La capital es", and what denies it or adds another before that.
+_COPULAS = "es son ist sind est sont è é sono são jest är это"
+_ARTICLES = "el la los las le les der die das il lo o os as um uma un una une ein eine"
+_LEAD = re.compile(
+    rf"(?:\b(?:{'|'.join(_COPULAS.split())})\b[\s*_`\"'(\[]*(?:(?:{'|'.join(_ARTICLES.split())}) |l')?"
+    r"|\w(?<!また)(?<!もしく)(?<!あるい)は"  # a topic, and no "or"
+    r"|(?<![不还還或])是"  # is, and no "is not" or "or"
+    r"|[은는] )[\s\"'(\[「『“«]*$"
+)
+_OTHERWISE = re.compile(
+    r"\b(?:no|non|nicht|kein\w*|não|ne|pas|nie|inte|не|o|ou|oder|eller|или|entweder)\b|n'est"
+    r"|[不或]|または|もしくは|あるいは|ない|아니|또는"
+)
+_COPULA_BEHIND = re.compile(r"(?:です|でした|입니다)$")
+
+
 class _Characters(dict[int, str | None]):
     """Maps each character to the one that it is compared as. An entry is made when a character is first met."""
 
@@ -96,6 +112,7 @@ def folded(text: str) -> str:
     text = _strip_quotes(text)
     text = re.sub(r"^(?:the|an?) ", "", text)
     text = _strip_quotes(text.lstrip(_DRESS), _DRESS + _FULL_STOPS + ".,;:!")
+    text = _strip_quotes(_COPULA_BEHIND.sub("", text))
     return re.sub(r"^\((\w+)\)$", r"\1", text)
 
 
@@ -113,3 +130,9 @@ def _strip_quotes(text: str, ends: str = _DRESS) -> str:
 def _is_quote(character: str) -> bool:
     """Whether a character is a quote or Markdown. Unicode knows opening and closing quotes by their categories."""
     return character in _DRESS or unicodedata.category(character) in ("Pi", "Pf")
+
+
+def ends_in_lead(head: str) -> bool:
+    """Whether the beginning of a sentence leads to its answer, as "La capital es" does, in a language but English."""
+    lead = _LEAD.search(head)
+    return bool(lead) and not _OTHERWISE.search(head[: lead.start()])

@@ -19,7 +19,7 @@ from problems.mathematics import Verdict, compare_mathematics, find_formula, mat
 from problems.mathematics import is_mathematics as is_formula
 from problems.quantities import LONGEST, is_quantity, read_number
 from problems.texts import DENIAL as _NOT
-from problems.texts import clean_text, folded
+from problems.texts import clean_text, ends_in_lead, folded
 
 Verifier = Callable[..., list[float]]
 
@@ -100,7 +100,7 @@ def _ends_with(line: str, gold: str) -> bool:
     whole = folded(line) if folded(line).endswith(gold) else folded(line).rstrip(")]")
     head = re.split(r"[.!?] ", whole.removesuffix(gold))[-1]
     is_other = len(head) > LONGEST or _NOT.search(head) or (re.search("[0-9]", gold) and re.search("[0-9]", head))
-    return whole.endswith(gold) and not is_other and bool(_LEADS.search(head))
+    return whole.endswith(gold) and not is_other and (bool(_LEADS.search(head)) or ends_in_lead(head))
 
 
 def _same_text(gold: str, statement: str) -> bool:

@@ -29,6 +29,7 @@ _ENDLESS = re.compile(  # powers of powers of numbers, factorials of factorials,
     r"[0-9)}]\s*(?:\^|\*\*)\s*[({]*\s*-?[0-9.]+\s*[)}]*\s*(?:\^|\*\*)|(?:\^|\*\*)\s*[({]*\s*-?[0-9]{5,}|"
     r"!\s*!|[0-9]{5,}\s*!|[0-9]{200,}"
 )
+_NOT_READ = re.compile(r"[0-9]\s+[0-9]|[0-9]\s*_")  # the grammar adds 3 4 up to 7, and takes 1_2 for 1
 _CLOSED = re.compile(  # a formula that comes to one number; sums and products alone are a calculation left undone
     r"(?!.*[0-9] +[0-9])(?=.*(?:\\(?:sqrt|binom|log|ln|[cdt]?frac)|[\^!|]))"
     r"(?:[0-9.+*/(){}\[\]^!_ -]|\\(?:sqrt|binom|log|ln|[cdt]?frac|pi|times|cdot|left|right)|^\||\|$)+"
@@ -167,21 +168,25 @@ def compare_mathematics(gold: str, statement: str) -> Verdict:
     gold_formula, gold_measure = _split_measure(write_in_latex(gold))
     formula, measure = _split_measure(write_in_latex(statement))
     if right:
-        gold_measure = right.measure
-        gold_formula = _write_value(right)
-    if not are_same(gold_measure, measure) or (right and not _CLOSED.fullmatch(formula)):
+        gold_formula, gold_measure = _write_value(right), right.measure
+    if stated:
+        formula, measure = _write_value(stated), stated.measure
+    if not are_same(gold_measure, measure):
         return False
-    if has_words(formula) or _ENDLESS.search(formula) or re.search(r"[0-9]\s+[0-9]", formula):
+    if right and not _CLOSED.fullmatch(formula):
+        return False
+    if has_words(formula) or _ENDLESS.search(formula) or _NOT_READ.search(formula):
         return False
     return formula == gold_formula or (gold_formula, formula)
 
 
 def _write_value(quantity: Quantity) -> str:
     top, bottom = quantity.value.numerator, quantity.value.denominator
-    return str(top) if bottom == 1 else f"\\frac{{{top}}}{{{bottom}}}"
+    value = str(top) if bottom == 1 else f"\\frac{{{top}}}{{{bottom}}}"
+    return f"{quantity.name}={value}" if quantity.name else value
 
 
-_SENTENCE_END = re.compile(r"\n|(?<=[.!?])[*)\"']*(?:\s|$)")
+_SENTENCE_END = re.compile(r"\n|(?<=[.!?])(?<!\bRs\.)(?<!\b(?:sq|cu)\.)[*)\"']*(?:\s|$)")
 _IN_DOLLARS = re.compile(r"[A-Za-z ,:*]*\$+([^$]+)\$+[ .,:*]*")
 
 

@@ -31,7 +31,7 @@ _REWRITES: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (  # L
     (r"\\[!,;: ()\[\]]|\*\*|[_`~]", " "),
     (r"\\(?:[fm]?box(?:ed)?|text[a-z]*|math[a-z]+|underline|left|right|q?quad|displaystyle)(?![A-Za-z])", " "),
     (r"[{}]", " "),
-    (r"\u00b0 ([CF])(?![A-Za-z])", "\u00b0\\1"),
+    (r"\u00b0 +([CF])(?![A-Za-z])", "\u00b0\\1"),
     (r"\$\$?([^\s$]|[^\s$][^$]{0,300}[^\s$])\$\$?(?![0-9])", r" \1 "),
     (r"(?i:\b(?:minus|negative) ?(?=[0-9]))", "-"),
     (r"\\(?:times|cdot|div)(?![A-Za-z])", "*"),
@@ -135,7 +135,7 @@ _AFTER = re.compile(  # units and prose
     r"[-/=](?= ?\(? ?(?:[^\W\d_]{2}|[a-zA-Z]\b)|\W*$)|\b[aAI]\b|(?<![^\W\d_])[A-Za-z](?![A-Za-z0-9=(]))*+"
 )
 _GLUED = "ghlmsAJKLNVW"  # letters that are units right behind a digit: 5m, and 5x is none
-_FORMULA_BEHIND = re.compile(rf" ?[-*]? ?\(? ?(?:pi\b|{_FUNCTIONS}(?= ?(?:\(|[0-9]|[A-Za-z]\b)))")
+_FORMULA_BEHIND = re.compile(rf" ?[-*]? ?\(? ?(?:pi\b|{_FUNCTIONS}(?![a-z])(?= ?(?:\(|[0-9]|[A-Za-z]\b)))")
 _NAME = re.compile(r"(?<![A-Za-z0-9])([A-Za-z][A-Za-z0-9]{0,2}) ?= ?$")
 _IN_BRACKETS = re.compile(r"(?<![A-Za-z])[(\[{]\s*-?[0-9]+,[0-9]+\s*[)\]}]")  # a pair, an interval, a set
 
@@ -168,7 +168,7 @@ def read_number(text: str) -> Quantity | None:
     value = _read_value(match)
     if value is None or not _is_before_number(lead, match) or not _is_after_number(rest):
         return None
-    if "," in match[0] and _IN_BRACKETS.search(text):
+    if "," in match[0] and _IN_BRACKETS.search(re.sub(r"\\(?:left|right)", "", text)):
         return None
     name = _NAME.search(lead)
     return Quantity(
@@ -221,7 +221,7 @@ def _is_after_number(rest: str) -> bool:
         return False
     if re.match(r" ?[A-Za-ln-z] ?\^ ?\+?[2-9]", rest):  # 5t^2
         return False
-    return not re.match(r" ?(?:[-*] ?\(?|\() ?[A-Za-z](?![A-Za-z])", rest)  # 5 - g, 5(x)
+    return not re.match(r" ?(?:[-*/] ?\(?|\() ?[A-Za-z](?![A-Za-z])", rest)  # 5 - g, 5/s, 5(x)
 
 
 def _first_clause(text: str) -> str:

@@ -16,6 +16,7 @@ one line. A Python that lacks Gwen's packages, as `python3 train.py` may be, is 
 """
 
 import atexit
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -83,9 +84,14 @@ def cache_directory() -> Path:
     return _own_directory(why)
 
 
+def _say(line: str) -> None:
+    with contextlib.suppress(OSError):  # nobody reads, or the disk is full
+        print(line, file=sys.stderr)
+
+
 @functools.cache
 def _own_directory(why: str) -> Path:
-    print(f"gwen: {why}; nothing is kept for later runs", file=sys.stderr)
+    _say(f"gwen: {why}; nothing is kept for later runs")
     directory = tempfile.mkdtemp(prefix="gwen-")
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     return Path(directory)
@@ -142,7 +148,7 @@ def _load() -> str:
         ctypes.CDLL(_jumps(), mode=ctypes.RTLD_GLOBAL)
         return "OpenBLAS of scipy-openblas32"
     except OSError as error:
-        print(f"gwen: MLX runs on its slow built-in BLAS ({error})", file=sys.stderr)
+        _say(f"gwen: MLX runs on its slow built-in BLAS ({error})")
         return "MLX's built-in reference BLAS (slow)"
 
 
@@ -152,7 +158,7 @@ def _say_ctrl_c_in_one_line() -> None:
 
     def hook(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
         if issubclass(kind, KeyboardInterrupt):
-            print("\nstopped by Ctrl-C", file=sys.stderr)
+            _say("\nstopped by Ctrl-C")
         else:
             show(kind, error, where)
 

@@ -45,6 +45,7 @@ from flags import (
 from judging.rubrics import Grader
 from layers import lm_head
 from machine import alive, memory, world
+from machine.output import guarded
 from problems import chat_template, episodes
 from problems.chats import Row, render_all
 from problems.episodes import Toolbox, ended
@@ -375,6 +376,7 @@ def of_replies(args: Namespace, parser: Parser, adapter: str | None, start: str 
     return replies(model, StepLoss(config, Sizes(1, budget, 0)), talks, budget)
 
 
+@guarded()
 def main(argv: list[str] | None = None) -> None:
     parser = Parser("evaluate.py", "Evaluate a model on held-out problems.")
     run_files.add_flags(parser)
@@ -445,10 +447,13 @@ def main(argv: list[str] | None = None) -> None:
         reference = base if is_base and (adapter or args.run) and not args.url else None
         record, answers = evaluate(answer, task, params, grader=grader, witness=witness, reference=reference)
         print(alive.fitted(visible(run_files.evaluation_line(record)), sys.stderr), file=sys.stderr, flush=True)
-        print(json.dumps(record), flush=True)  # before the file: the disk may be too full for it
-        if args.out:
-            with names_path(f"--out {args.out}"):
-                args.out.write_text("".join(json.dumps(answer, default=str) + "\n" for answer in answers))
+        try:
+            if args.out:
+                lines = [json.dumps(answer, default=str) + "\n" for answer in answers]
+                with names_path(f"--out {args.out}"):
+                    args.out.write_text("".join(lines))
+        finally:  # the disk may be too full for the file
+            print(json.dumps(record), flush=True)
         if args.url:
             served.log.path.unlink()
 

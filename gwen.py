@@ -31,6 +31,7 @@ from kv_cache import CAUSAL, Cache, DeltaState, KVCache, Layout, SlotCache
 from layers import attention, delta, lm_head, ops, probe, softmax
 from layers.tree_cache import TreeLayer
 from machine import alive, cpu, gpu, kernels, memory, versions
+from machine.output import guarded
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 
@@ -618,6 +619,7 @@ def doctor() -> Iterator[tuple[str, bool | None]]:
     yield f"kernels: {', '.join(names)} were compared with plain MLX; OFF: {', '.join(off) or 'none'}", not off
 
 
+@guarded()
 @in_one_line()
 def main(argv: list[str] | None = None) -> None:
     parser = Parser("gwen.py", "Look at this machine: versions, device, BLAS, memory, hub, kernels.")

@@ -35,6 +35,7 @@ from judging.rubrics import Evaluation, Grader, Question, Rubric
 from layers import softmax
 from layers.tree_cache import TreeCache
 from machine import alive
+from machine.output import guarded
 from settings.checks import checked
 from settings.sources import given, of_environment
 
@@ -194,6 +195,7 @@ def make_graders(
     return grader, second
 
 
+@guarded()
 def main(argv: list[str] | None = None) -> None:
     from judging import labels
 

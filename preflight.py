@@ -39,6 +39,7 @@ from judging import rubrics
 from kv_cache import round_up
 from layers import attention, lm_head
 from machine import alive, chips, gpu, link, memory, world
+from machine.output import guarded
 from problems import audit, form
 from problems.data import at_the_start
 from problems.episodes import context_of
@@ -552,6 +553,7 @@ def verdict(
     yield last + NONE_RIGHT * bool(is_lost)
 
 
+@guarded()
 def main(argv: list[str] | None = None) -> None:
     parser = Parser("preflight.py", "What memory a run needs, or what its rewards pay for. Flags of train.py, and:")
     parser.add_argument("--try", action="store_true", dest="trial", help="take four steps first and say what they show")

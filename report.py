@@ -10,6 +10,7 @@ from pathlib import Path
 import cpu_blas  # noqa: F401  (before mlx)
 
 from flags import Parser, fail, in_one_line, refuse_unwritable_file, safe, visible
+from machine.output import guarded
 from problems.examples import one_line
 from reporting import answers, page, seeds, verdict
 from reporting.history import before_after, facts, load
@@ -69,6 +70,7 @@ def listing(*folders: str | Path) -> str:
 # ---- the command
 
 
+@guarded()
 @in_one_line()
 def main(argv: list[str] | None = None) -> None:
     parser = Parser("report.py", "write a page about a run, or compare runs in the terminal")

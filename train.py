@@ -31,6 +31,7 @@ import update
 from disk import run_files
 from flags import fail, line_of
 from machine import link
+from machine.output import guarded
 from problems import form
 from problems.episodes import ended
 from reporting.journal import Drawn
@@ -146,6 +147,7 @@ class Trainer(trainer.Trainer):
     make, loop = staticmethod(make), staticmethod(train)
 
 
+@guarded(is_log=True)
 def main(argv: list[str] | None = None) -> None:
     try:
         with link.joined(), run_files.owner():

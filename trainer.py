@@ -27,6 +27,7 @@ from config import SETTINGS, Config
 from disk import checkpoint, places, run_files
 from flags import flag_of, os_error_line, read
 from machine import link, memory, world
+from machine.output import guarded
 from problems import chat_template, data, functions
 from reporting import trackers
 from reporting.console import console_columns, say, warn
@@ -188,7 +189,7 @@ class Trainer:
             run_files.own(self.dir)
         seen: list[dict[str, Any]] = []
         try:
-            with shown(self.run), stoppable(self.run):
+            with guarded(is_log=True), shown(self.run), stoppable(self.run):
                 for figures in self.loop(self.run):
                     yield figures
                     if looks and len(seen) < preflight.TRY_STEPS:
@@ -283,8 +284,6 @@ def stoppable(run: Any) -> Iterator[None]:
     """
 
     def on_ctrl_c(number: int, *_: object) -> None:
-        if number == signal.SIGHUP:  # the terminal is gone, and a line to it would be an error
-            sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
         if run.is_whole or run.stopping:
             link.interrupt(number)
         run.stopping = True

@@ -18,6 +18,7 @@ import numpy as np
 import pandas as pd
 
 from flags import in_one_line
+from machine.output import guarded
 from problems.examples import spread
 from reporting import history, seeds
 
@@ -98,6 +99,7 @@ def evaluations(folders: list[Path]) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
+@guarded()
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="runs of the demo, or directories of seeds")

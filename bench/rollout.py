@@ -34,6 +34,7 @@ from config import Config, Sizes
 from disk import hub
 from flags import Parser, in_one_line
 from machine import chips, gpu
+from machine.output import guarded
 from settings.sources import of_environment
 from step.rows import USUAL_ROWS
 
@@ -236,6 +237,7 @@ def compare(args: argparse.Namespace, directory: Path, make_rival: Callable[[Any
     print(json.dumps(record | harness.environment(rival.name.replace("_", "-"))))
 
 
+@guarded()
 def main(argv: list[str] | None, program: str, description: str, make_rival: Callable[[Any, Path], Rival]) -> None:
     """A command that compares rollouts of ours and a rival."""
     with in_one_line():

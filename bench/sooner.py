@@ -14,6 +14,7 @@ import cpu_blas  # noqa: F401  (before mlx)
 import pandas as pd
 
 from flags import in_one_line
+from machine.output import guarded
 from reporting import seeds
 from reporting.history import History
 
@@ -32,6 +33,7 @@ def costs_of(run: History, line: float) -> list[float]:
     return [len(steps), sum(one["step/s"] for one in steps), completions, tokens]
 
 
+@guarded()
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="runs, or directories of seeds")

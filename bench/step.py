@@ -41,6 +41,7 @@ import gwen
 from bench import harness
 from disk import hub
 from flags import Parser, flag_of, in_one_line
+from machine.output import guarded
 from problems import chat_template
 
 ROOT = Path(__file__).parent.parent
@@ -237,6 +238,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return harness.parse(parser, argv, NUMBERS)
 
 
+@guarded()
 def main(argv: list[str] | None = None) -> None:
     with in_one_line():
         args = parse(argv)

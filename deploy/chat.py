@@ -27,6 +27,7 @@ from disk import run_files
 from flags import Parser, add_flags, check_least, flag_of, in_one_line, visible
 from kv_cache import KVCache
 from machine import gpu
+from machine.output import guarded
 from problems import chat_template, episodes
 from problems.calls import Frames
 from problems.data import check_text
@@ -203,6 +204,7 @@ def talk(sides: dict[str, Side], said: Iterable[str]) -> None:
 PLAYED = ["task", *TOOLS]
 
 
+@guarded()
 @in_one_line()
 def main(argv: list[str] | None = None) -> None:
     parser = Parser("sampler.py", "Sample completions of one prompt, talk, or play held-out episodes with tools.")

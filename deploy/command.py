@@ -26,6 +26,7 @@ from deploy import few_bits, gguf_writer, ollama
 from disk import adapters, gguf, hub, run_files
 from flags import LEAST_FREE, Parser, in_one_line, line_of, names_path, refuse_full_disk
 from machine import alive, memory
+from machine.output import guarded
 from problems import chat_template
 from settings.checks import checked
 from settings.sources import load_recipe
@@ -40,6 +41,7 @@ class Trained(NamedTuple):
     said: str  # where they are not known
 
 
+@guarded()
 @in_one_line()
 def main(argv: list[str] | None = None) -> None:
     parser = Parser("lora.py", "Merge an adapter into its model, or write it in another layout.")

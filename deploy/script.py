@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from flags import fail, hint
+from machine.output import guarded
 
 COMMANDS = {
     "train": "train.py",
@@ -24,11 +25,18 @@ COMMANDS = {
 }
 
 
+@guarded()
+def show_help() -> None:
+    width = max(map(len, COMMANDS))
+    for name, file in COMMANDS.items():
+        print(f"gwen {name:{width}}  {file}")
+    print("gwen WORD --help says more; runs go to runs/ in the current directory")
+
+
 def main() -> None:
     word, *flags = sys.argv[1:] or ["--help"]
     if word in ("-h", "--help"):
-        print("\n".join(f"gwen {name:{max(map(len, COMMANDS))}}  {file}" for name, file in COMMANDS.items()))
-        print("gwen WORD --help says more; runs go to runs/ in the current directory")
+        show_help()
         return
     if word not in COMMANDS:
         fail(f"{word!r:.60} is no command; {hint(word, COMMANDS) or 'gwen --help lists them'}")

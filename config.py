@@ -154,6 +154,7 @@ class OptimizerSettings:
     checkpoint_layers: str = flag(
         "auto", "layers computed again in the backward pass: on, off, a number; auto: as memory needs", later=True
     )
+    over_memory: bool = flag(False, "train though the estimate passes this machine's memory", later=True)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -633,8 +633,9 @@ def main(argv: list[str] | None = None) -> None:
         all_well &= mark != "BAD"
     # what fits is counted above this room
     command = [sys.executable, str(Path(__file__).with_name("preflight.py")), "--fits"]
-    print(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout, end="")
-    if not all_well:
+    table = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    print(table.stdout, end="")
+    if not all_well or table.returncode:
         fail("something is wrong here; the lines above say what")
 
 

@@ -40,10 +40,9 @@ from kv_cache import round_up
 from layers import attention, lm_head
 from machine import alive, chips, gpu, link, memory, world
 from machine.output import guarded
-from problems import audit, form
+from problems import audit, chat_template, episodes, form
 from problems.data import at_the_start
-from problems.episodes import context_of
-from problems.examples import prompt_key, prompt_text, short, spread
+from problems.examples import Example, prompt_key, prompt_text, short, spread
 from settings.sources import as_yaml, command, given, merged, parse, resolve
 from step import batch
 from step.rows import (
@@ -308,9 +307,29 @@ def line(demand: Demand, sizes: Sizes) -> str:
         each, weights = 4 * numbers(demand.model).weights + need.stays["optimizer"], need.stays["weights"]
         disk = (checkpoint.KEPT + 1) * (each + weights) + 2 * weights  # one more while it is saved, and two adapters
         said += f"; checkpoints take up to {disk / 1e9:.1f} GB of disk"
+    return said if need.total <= room else f"{said}; it does not fit: {way_to_fit(need, room)}"
+
+
+def way_to_fit(need: Need, room: int) -> str:
+    """The flag that makes the largest part smaller, where a run needs more than `room` bytes."""
+    if need.stays["Python"] >= room:
+        return "Python and MLX alone need more; take a machine with more memory"
     parts = need.phases if sum(need.stays.values()) <= room else need.stays
-    large = max(LESS.keys() & parts.keys(), key=parts.__getitem__)
-    return said if need.total <= room else f"{said}; it does not fit: {LESS[large]}"
+    largest = max(LESS.keys() & parts.keys(), key=parts.__getitem__)
+    return LESS[largest]
+
+
+TOO_LARGE = "it does not fit"
+
+
+def misfit(demand: Demand, sizes: Sizes) -> str:
+    """Why a run does not fit into this machine's memory, and what to change; "" where it fits."""
+    need = estimate(demand, sizes)
+    room = memory.memory_size()
+    if need.total <= room:
+        return ""
+    sizes_text = f"it needs about {need.total / 1e9:.2f} GB, and this machine has {room / 1e9:.2f}"
+    return f"{TOO_LARGE}: {sizes_text}; {way_to_fit(need, room)}"
 
 
 # ---- the time
@@ -397,6 +416,9 @@ def fits_here() -> Iterator[str]:
     for name, need, seconds in found:  # below a second Python takes most of a step
         times = (two_digits(one) if one >= 1 else "<1" for one in (seconds, seconds * STEPS / 60))
         yield "{:28}{:6.1f}{:>10}{:>13}".format(name, need / 1e9, *times)
+    if not found:
+        yield f"{CHANGE}{TOO_LARGE}: no model of this table; take a machine with more memory"
+        return
     _, best = max([(need, name) for name, need, seconds in found if STEPS * seconds < PATIENCE], default=(0, "demo"))
     own = "" if best == "demo" else " --data mine.jsonl --reward mine.py:score"  # README.md shows both
     yield f"start with: {command(merged({'model': best}, None).flat())} --model {best}{own}"
@@ -428,6 +450,41 @@ SHOWN = 5  # answers
 WARM = "a warm start (docs/warm-start.md)"
 NONE_RIGHT = "; it may learn what the reward pays, but none is right yet: show it answers first (docs/warm-start.md)"
 LONG = 300.0  # seconds of a run that ends where its first steps have no signal
+CHANGE = "change: "  # begins the last line where something should change
+MOST_RENDERED = 256  # prompts, the longest in characters, whose tokens are counted
+
+
+def demand_of(config: Config, task: tasks.Task) -> tuple[Demand, Sizes]:
+    """What a run of this task demands, as train.py estimates it, and its sizes. No weights are read."""
+    model = gwen.load_config(config.model.name)
+    is_random = config.model.name.startswith("random:")
+    tokenizer = hub.load_tokenizer(hub.DEMO if is_random else hub.find(config.model.name))
+    toolbox = episodes.make(config, task.tools, task.environments, tokenizer, model)
+
+    def count_tokens(example: Example) -> int:
+        if toolbox:
+            return len(toolbox.prompt(example))
+        ids = chat_template.encode_prompts(
+            tokenizer,
+            [example],
+            max_tokens=config.sampling.max_tokens,
+            context=model.max_position_embeddings,
+            thinking=config.sampling.thinking,
+            kind="training prompt",
+        )
+        return len(ids[0])
+
+    examples = task.train or task.held_out
+    longest = sorted(examples, key=lambda example: len(prompt_text(example["prompt"])))[-MOST_RENDERED:]
+    lengths = list(map(count_tokens, longest))
+    if toolbox:  # what follows a prompt is more than what the model writes
+        config = config.but(max_tokens=toolbox.context - max(lengths))
+
+    held_out = spread(task.held_out, config.evaluation.limit) if config.evaluation.every else []
+    rubric = task.rubric or (task.witness if held_out else None)
+    demand = Demand(model, gwen.default_dtype(), config, lengths, rubric)
+    most_rows = max(config.sampling.batch * config.sampling.groups, len(held_out))
+    return demand, settle(demand, most_rows)
 
 
 def try_out(config: Config) -> Iterator[str]:
@@ -435,8 +492,17 @@ def try_out(config: Config) -> Iterator[str]:
     What the first steps of a run show, and whether to go on with it; lines.
 
     They are steps of train.py, with a learning rate of 0: everything is measured where it will happen, and all answers
-    are those of the model before training. Raises ValueError where train.py ends with a mistake, which it has told.
+    are those of the model before training. A run that does not fit is not tried, unless --over-memory says so. Raises
+    ValueError where train.py ends with a mistake, which it has told.
     """
+    task = tasks.make(config)
+    demand, sizes = demand_of(config, task)
+    yield line(demand, sizes)
+    too_large = misfit(demand, sizes)
+    if too_large and not config.optimizer.over_memory:
+        yield f"{CHANGE}{too_large}; with --over-memory it is tried all the same"
+        return
+
     with tempfile.TemporaryDirectory() as directory:
         run, recipe = Path(directory) / "trial", Path(directory) / "recipe.yaml"
         own = {"steps": TRY_STEPS, "learning_rate": 0.0, "eval_every": 0, "save_every": 1000, "report_to": []}
@@ -460,7 +526,6 @@ def try_out(config: Config) -> Iterator[str]:
         steps, answers = (list(read_log(run / f"{name}.jsonl")) for name in ("metrics", "rollouts"))
     if not steps:
         raise ValueError(f"--try: train.py ended with status {status} before its first step")
-    task = tasks.make(config)
     for name, one in audits_of(task, config.data.reward_gate):
         seen = {answer["rewards"].get(name) for answer in answers} - {None}
         if not one.only or seen <= one.only:  # else the trial saw it pay otherwise
@@ -472,7 +537,7 @@ def try_out(config: Config) -> Iterator[str]:
         held_out = spread(task.held_out, config.evaluation.limit)
         yield from at_the_start(len(held_out), config.flat(), deviation)
         yield from tasks.begun_on(config, task.train, held_out)
-    yield from verdict(config, steps, answers, right_of(task, answers))
+    yield from verdict(config, steps, answers, right_of(task, answers), too_large)
 
 
 def hopeless(config: Config, steps: list[dict[str, Any]], evaluation_s: float, run: Path) -> str:
@@ -488,13 +553,21 @@ def hopeless(config: Config, steps: list[dict[str, Any]], evaluation_s: float, r
     if has_signal or not is_due or left <= LONG:
         return ""
     *_, advice = verdict(config, steps, list(read_log(run / "rollouts.jsonl")))
-    return advice.removeprefix("change: ")
+    return advice.removeprefix(CHANGE)
 
 
 def verdict(
-    config: Config, steps: list[dict[str, Any]], answers: list[dict[str, Any]], right: Sequence[float] = ()
+    config: Config,
+    steps: list[dict[str, Any]],
+    answers: list[dict[str, Any]],
+    right: Sequence[float] = (),
+    too_large: str = "",
 ) -> Iterator[str]:
-    """What steps and answers of the model before training say of a run, the advice last. right: see `right_of`."""
+    """
+    What steps and answers of the model before training say of a run, the advice last.
+
+    right: see `right_of`. too_large: see `misfit`.
+    """
     figures = "completion/truncated_frac completion/degenerate_frac judge/unparsed_frac reward/mean reward/std".split()
     means = (sum(step.get(figure) or 0.0 for step in steps) / len(steps) for figure in figures)
     cut, degenerate, unread, reward, deviation = means
@@ -547,8 +620,13 @@ def verdict(
             changes.append("answers to one prompt earn alike: try a higher --temp or more --groups")
     if degenerate > MANY_DEGENERATE and not is_gated and is_payable:
         changes.append("set --reward-gate form")
+    room = memory.memory_size() / 1e9
+    if not too_large and peak > room:
+        too_large = f"{TOO_LARGE}: a step took {peak:.2f} GB, and this machine has {room:.2f}"
+    if too_large:
+        changes.insert(0, too_large)
     enough = f": a signal in {signals:.0%} of the groups, where {FEW_SIGNALS:.0%} are enough, however low the mean"
-    last = f"change: {'; '.join(changes)}" if changes else "go" + enough * config.compares_rewards
+    last = f"{CHANGE}{'; '.join(changes)}" if changes else "go" + enough * config.compares_rewards
     is_lost = config.compares_rewards and right and not any(value > 0 for value in right) and "warm start" not in last
     yield last + NONE_RIGHT * bool(is_lost)
 
@@ -563,8 +641,11 @@ def main(argv: list[str] | None = None) -> None:
     own, rest = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
     with in_one_line():
         check_least(own, prompt_tokens=1)
+        text = ""
         for text in fits_here() if own.fits else asked(own, rest):
             print(alive.fitted(text), flush=True)
+        if text.startswith(CHANGE + TOO_LARGE):
+            sys.exit(1)
 
 
 def asked(own: argparse.Namespace, rest: list[str]) -> Iterator[str]:
@@ -591,13 +672,17 @@ def asked(own: argparse.Namespace, rest: list[str]) -> Iterator[str]:
     gwen.refuse_packed(config.model.name)
     model = gwen.load_config(config.model.name)
     if config.tools.tools or config.tools.env:
-        context = context_of(config.tools, model.max_position_embeddings)
+        context = episodes.context_of(config.tools, model.max_position_embeddings)
         config = config.but(max_tokens=max(context - own.prompt_tokens, 1))
     demand = Demand(model, gwen.default_dtype(), config, [own.prompt_tokens] * config.sampling.batch, rubric_of(config))
     witness = Path(config.evaluation.rubric) if config.evaluation.rubric and config.evaluation.every else None
     most = demand._replace(rubric=demand.rubric or witness)  # a step asks no witness
     sizes = settle(most)
-    yield from [f"{choice}; {own.prompt_tokens} prompt tokens", line(most, sizes), time_line(demand, sizes)]
+    yield f"{choice}; {own.prompt_tokens} prompt tokens"
+    yield line(most, sizes)
+    yield time_line(demand, sizes)
+    if too_large := misfit(most, sizes):
+        yield CHANGE + too_large
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ class Run:
     journal: Journal
     report: "page.LivePage | None" = None  # the page, while the run goes
     _kept: dict[str, Any] | None = None  # see `end_step`
-    memory: str  # what the run needs, for the console
+    demand: preflight.Demand  # of memory
     longest: int  # positions of the longest row that it may train
     sizes: Sizes
     batch_size: BatchSize  # where it samples: rows at once
@@ -120,9 +120,21 @@ class Run:
             link.compare({"Gwen": link.code_checksum()} | facts | self.sources)
         demand = preflight.Demand(self.model.config, self.model.head_weight.dtype, config, lengths, rubric)
         self.sizes = preflight.agree(preflight.settle(demand, most_rows))
-        self.memory = preflight.line(demand, self.sizes)
+        self.demand = demand
         loss = StepLoss(self.config, self.sizes, self.own.loss)
         self.learner = update.Learner(self.model, self.config, loss, self.base)
+
+    @property
+    def memory(self) -> str:
+        """What the run needs, for the console."""
+        return preflight.line(self.demand, self.sizes)
+
+    def refuse_too_large(self) -> None:
+        """Raises ValueError, on every machine, if one has too little memory and --over-memory is not set."""
+        reasons = world.share(preflight.misfit(self.demand, self.sizes))
+        reason = next(filter(None, reasons), "")
+        if reason and not self.config.optimizer.over_memory:
+            raise ValueError(f"{reason}; --over-memory trains all the same")
 
     def open(self) -> None:
         """Opens the logs, and keeps the adapter of --init-adapter, once the directory exists."""

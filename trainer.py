@@ -138,6 +138,8 @@ class Trainer:
             run.restore(state)
             if "rollout_batch_size" in begun.flags:  # may exceed what the checkpoint had backed off to
                 run.batch_size.rows = run.sizes.rollout_batch_size
+        run.refuse_too_large()  # with the sizes that a checkpoint has backed off to
+        if state:
             state.trainable.clear()  # callers hold `begun`: the old masters would stay for the whole run
             state.optimizer.clear()
         # only after everything has loaded, so that a user's mistake leaves no directory behind

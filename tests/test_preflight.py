@@ -9,9 +9,10 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from conftest import readable
+from conftest import read_log, readable
 from mlx.utils import tree_flatten
 from small_run import advanced, make_run, of_rollout, resolve
+from small_run import make_config as small_config
 
 import grpo
 import gwen
@@ -20,6 +21,7 @@ import lora
 import preflight
 import sampler
 import tasks
+import train
 import update
 from config import Sizes
 from disk import hub
@@ -335,3 +337,86 @@ def test_a_trial_of_a_mistake_ends_with_its_line(tmp_path, capfd):
 def test_what_was_asked_for_stays_as_it_was():
     config = make_config(train_token_budget=5000, checkpoint_layers="3", rollout_batch_size=7)
     assert preflight.settle(demand_of(config, 4000)) == Sizes(7, 5000, 3)
+
+
+# ---- a run that does not fit
+
+SMALL_RUN = "--model demo --batch 2 --groups 4 --max-tokens 8 --steps 2 --eval-every 0".split()
+TOO_SMALL = 190_000_000  # bytes: the run's estimate is 200 MB
+
+
+@pytest.fixture
+def too_small(monkeypatch):
+    monkeypatch.setattr(memory, "memory_size", lambda: TOO_SMALL)
+
+
+def status_of(main, flags):
+    """The exit status of a command; 0 if it returns."""
+    try:
+        main(flags)
+    except SystemExit as ended:
+        return ended.code
+    return 0
+
+
+def test_a_run_that_does_not_fit_is_refused_before_it_has_a_directory(tmp_path, too_small, capsys):
+    assert status_of(train.main, [*SMALL_RUN, "--run-dir", str(tmp_path / "run")]) == 2
+    error = capsys.readouterr().err
+    assert "it does not fit: it needs about 0.20 GB" in error and "--over-memory" in error
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(ValueError, match="--over-memory"):
+        train.Trainer.start(task="demo", model="demo", steps=2, run_dir=str(tmp_path / "run"))
+
+
+@pytest.mark.slow
+def test_a_run_that_was_told_to_go_on_over_memory_trains_and_is_resumed(tmp_path, too_small, capsys):
+    run = str(tmp_path / "run")
+    train.main([*SMALL_RUN, "--run-dir", run, "--over-memory"])
+    train.main(["--resume", run, "--steps", "3"])
+    assert len(list(read_log(tmp_path / "run" / "metrics.jsonl"))) == 3
+    assert "it does not fit" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_run_that_no_longer_fits_is_resumed_only_where_a_flag_says_so(tmp_path, monkeypatch, capsys):
+    run = str(tmp_path / "run")
+    train.main([*SMALL_RUN, "--run-dir", run])
+    monkeypatch.setattr(memory, "memory_size", lambda: TOO_SMALL)
+    assert status_of(train.main, ["--resume", run, "--steps", "3"]) == 2
+    assert "--over-memory" in capsys.readouterr().err
+    train.main(["--resume", run, "--steps", "3", "--over-memory"])
+    assert len(list(read_log(tmp_path / "run" / "metrics.jsonl"))) == 3
+
+
+@pytest.mark.parametrize("flags", [["--prompt-tokens", "20"], ["--try"], ["--fits"]])
+def test_no_preflight_of_a_run_that_does_not_fit_says_go_or_ends_with_status_0(monkeypatch, capsys, flags):
+    monkeypatch.setattr(memory, "memory_size", lambda: TOO_SMALL - 50_000_000)
+    run = [] if flags == ["--fits"] else SMALL_RUN
+    assert status_of(preflight.main, [*flags, *run]) == 1
+    assert capsys.readouterr().out.splitlines()[-1].startswith("change: it does not fit")
+
+
+@pytest.mark.slow
+def test_a_trial_over_memory_says_so_first(too_small, capsys):
+    assert status_of(preflight.main, ["--try", *SMALL_RUN, "--over-memory"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("memory: 0.20 of 0.19 GB")
+    assert lines[-1].startswith("change: it does not fit")
+
+
+def test_a_trial_whose_steps_took_more_than_the_memory_says_so_first(monkeypatch):
+    monkeypatch.setattr(memory, "memory_size", lambda: 10**9)
+    answers = [{"prompt": "?", "completion": "A.", "finish_reason": "stop", "reward": reward} for reward in HALF]
+    *_, said = preflight.verdict(make_config(batch=4, steps=90), [TRIED], answers)
+    assert said.startswith("change: it does not fit: a step took 1.50 GB, and this machine has 1.00")
+
+
+@pytest.mark.parametrize(
+    "flags", [[], ["--beta", "0.1"], ["--eval-every", "0"], ["--model", "demo:tools", "--task", "calculator"]]
+)
+def test_a_trial_estimates_the_memory_as_the_run_does(tmp_path, flags):
+    config = small_config(*flags)
+    run = make_run(tmp_path, *flags)
+    demand, sizes = preflight.demand_of(config, run.task)
+    assert sizes == run.sizes
+    assert preflight.estimate(demand, sizes) == preflight.estimate(run.demand, run.sizes)

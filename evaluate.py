@@ -447,6 +447,8 @@ def main(argv: list[str] | None = None) -> None:
         reference = base if is_base and (adapter or args.run) and not args.url else None
         record, answers = evaluate(answer, task, params, grader=grader, witness=witness, reference=reference)
         print(alive.fitted(visible(run_files.evaluation_line(record)), sys.stderr), file=sys.stderr, flush=True)
+        if cut := run_files.cut_off_line(record["eval/truncated_frac"], config.flat()):
+            print(f"WARNING: {cut}.", file=sys.stderr, flush=True)
         try:
             if args.out:
                 lines = [json.dumps(answer, default=str) + "\n" for answer in answers]

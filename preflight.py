@@ -600,9 +600,6 @@ def verdict(
     if unread > rubrics.LOUD:
         fix = "take another --judge-model, see docs/judge.md"
         changes.append(f"{unread:.0%} of the judge's scores cannot be read: {fix}")
-    if cut > MANY_CUT:
-        warm = f"take {WARM}, " * (signals >= FEW_SIGNALS or middle >= FEW_RIGHT)  # else it is said below
-        changes.append(f"ask for shorter answers, {warm}or raise --max-tokens above {config.sampling.max_tokens}")
     if config.compares_rewards and signals < FEW_SIGNALS:
         kept = [form.passes(one["completion"], prompt_text(one["prompt"]), one["finish_reason"]) for one in answers]
         if is_gated and not (any(kept) and is_payable):
@@ -620,6 +617,10 @@ def verdict(
             changes.append("answers to one prompt earn alike: try a higher --temp or more --groups")
     if degenerate > MANY_DEGENERATE and not is_gated and is_payable:
         changes.append("set --reward-gate form")
+    if cut > MANY_CUT:  # first: it may be why the others are as they are
+        is_warm_start_named = any(WARM in change for change in changes)
+        warm = "" if is_warm_start_named else f"take {WARM}, "
+        changes.insert(0, f"ask for shorter answers, {warm}or raise --max-tokens above {config.sampling.max_tokens}")
     room = memory.memory_size() / 1e9
     if not too_large and peak > room:
         too_large = f"{TOO_LARGE}: a step took {peak:.2f} GB, and this machine has {room:.2f}"

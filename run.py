@@ -195,18 +195,28 @@ class Run:
         """
         What `learn` returns. Where memory runs out, it learns again from the same state, with half of the token budget.
 
-        After a change only with adapters; and not on several machines, whose batches are cut alike.
+        So it does once where macOS stopped the GPU's work. After a change only with adapters; and not on several
+        machines, whose batches are cut alike.
         """
+        was_stopped = False
         while world.size() == 1 and self.sizes.train_token_budget // 2 >= self.longest:
-            if found := memory.attempt(learn):
-                return found[0]
+            reason = "out of memory"
+            try:
+                if results := memory.attempt(learn):
+                    return results[0]
+            except RuntimeError as error:
+                self.go_back()
+                if was_stopped or not memory.is_watchdog(error) or not self.is_whole:
+                    raise
+                was_stopped = True
+                reason = "macOS stopped the GPU's work"
             self.go_back()
             if not self.is_whole:
                 raise MemoryError("memory ran out while the weights changed")
             self.learner.num_forwards = 0
             self.least_budget = self.sizes.train_token_budget // 2
             self.sizes = self.sizes._replace(train_token_budget=self.least_budget)
-            warn(f"update: out of memory, going on with --train-token-budget {self.least_budget}")
+            warn(f"update: {reason}, going on with --train-token-budget {self.least_budget}")
         return learn()
 
     def go_back(self) -> None:

@@ -344,16 +344,37 @@ def _go_on(run: Any, error: BaseException) -> str:
     """
     less = ""
     if memory.is_too_much(error) and not isinstance(error, ValueError):  # a ValueError is the user's reward's
-        budget = run.sizes.train_token_budget // 2
-        if budget < run.longest and run.sizes.checkpoint_layers == run.model.config.num_hidden_layers:
+        if not (smaller := _smaller(run, error)):
             return "start over with a smaller model or a lower --max-tokens"
-        less = f" --train-token-budget {budget}" if budget >= run.longest else " --checkpoint-layers on"
+        less = f" {smaller}"
     how, flag, path, saved = "continue", "--resume", run.dir, checkpoint.saved(run.dir)
     if functions.of_a_program(run.config.flat()):
         return f"{how} in this program with: Trainer.resume({str(path)!r})" if saved else "start over"
     if not saved:
         how, flag, path = "start over", "--config", run.dir / "config.yaml"
     return f"{how} with: {command_of(run.config.flat())} {flag} {shlex.quote(str(path))}{less}"
+
+
+def _smaller(run: Any, error: BaseException) -> str:
+    """The flag with which the phase that failed asks less of the GPU at once; "" where none is left."""
+    phase, sampling = run.journal.phase, run.config.sampling
+    is_sampled = run.config.objective.loss_type != "sft"
+    if is_sampled and phase in ("rollout", "evaluating"):
+        most_rows = sampling.batch * sampling.groups
+        if phase == "evaluating":
+            most_rows = run.config.evaluation.limit or len(run.task.held_out)
+        rows = min(run.batch_size.rows, most_rows) // 2
+        return f"--rollout-batch-size {rows}" if rows else ""
+    if phase == "judge":
+        chunk_size = run.config.judge.chunk_size // 2
+        return f"--judge-chunk-size {chunk_size}" if chunk_size else ""
+
+    budget = run.sizes.train_token_budget // 2
+    if budget >= run.longest:
+        return f"--train-token-budget {budget}"
+    has_layers_left = run.sizes.checkpoint_layers < run.model.config.num_hidden_layers
+    # computing layers again takes less memory, and no less of the GPU's time
+    return "--checkpoint-layers on" if has_layers_left and memory.is_out_of_memory(error) else ""
 
 
 def _newest(run: Any, error: BaseException, first: str = "") -> str:

@@ -15,7 +15,7 @@ import os
 import re
 import time
 from argparse import Namespace
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +118,24 @@ def evaluation_line(record: dict[str, Any]) -> str:
         asked += f", {samples} answers to each"
     ending = f" | {lost:.0%} of the judge's scores unreadable" if lost else ""
     return f"eval/{' | '.join(f'{name} {with_interval(record, name)}' for name in names)} | {asked}{ending}"
+
+
+MOST_CUT_OFF = 0.5  # of the answers; above it no other figure means much
+
+
+def token_limit(settings: Mapping[str, Any]) -> str:
+    """The flags that limit an answer's length, as "--max-tokens 8"."""
+    limit = f"--max-tokens {settings['max_tokens']}" if settings.get("max_tokens") else "--max-tokens"
+    has_turns = settings.get("tools") or settings.get("env")
+    return f"{limit} or --max-context" if has_turns else limit
+
+
+def cut_off_line(fraction: float | None, settings: Mapping[str, Any]) -> str:
+    """That so many answers are cut off, and what to change; "" where they are few."""
+    if fraction is None or fraction <= MOST_CUT_OFF:
+        return ""
+    limit = token_limit(settings)
+    return f"{fraction:.0%} of the answers are cut off at {limit}: raise it, or ask for shorter answers in the prompt"
 
 
 def public(name: Any) -> str:

@@ -6,12 +6,16 @@ one. Of scores that cannot be read the judge itself warns (judging/rubrics.py), 
 """
 
 import statistics
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-Records = list[dict[str, Any]]
+from disk import run_files
 
+Records = Sequence[dict[str, Any]]
+
+TRUNCATED, EVAL_TRUNCATED = "completion/truncated_frac", "eval/truncated_frac"
 FEW = 5  # steps to average, so that one odd step triggers nothing
-MOST_TRUNCATED, MOST_OVER_CAP = 0.5, 0.01
+MOST_OVER_CAP = 0.01
 LEAST_ENTROPY = 0.1  # relative to the first steps
 STILL, LEAST_KL = 10, 1e-6  # updates, and nats a token of one; the demo has 2e-3 at its rate, 1e-8 at a 400th of it
 SLOWER, IN_A_ROW = 3.0, 3  # times the usual seconds a token, of so many steps
@@ -22,9 +26,18 @@ class Finding(NamedTuple):
     text: str  # the symptom, and what to try
 
 
-def examine(steps: Records, has_gained: bool) -> list[Finding]:
-    """The illnesses of these ordered steps. A missing figure is no symptom. has_gained: the verdict's, so far."""
+def examine(
+    steps: Records, has_gained: bool, evaluations: Records = (), settings: Mapping[str, Any] | None = None
+) -> list[Finding]:
+    """
+    The illnesses of these ordered steps and evaluations, the one that explains others first.
+
+    A missing figure is no symptom. has_gained: the verdict's, so far. settings: the run's.
+    """
     last, is_early, found = steps[-FEW:], len(steps) < FEW, dict[str, str]()
+
+    if cut := cut_off(steps, evaluations, settings or {}):
+        found["truncated"] = cut
 
     groups = measured(last, "sampling/signal_groups")
     if len(groups) == FEW and not any(groups):
@@ -57,13 +70,6 @@ def examine(steps: Records, has_gained: bool) -> list[Finding]:
             "rounding. Try a --learning-rate ten times as high; recipes/ has usual rates"
         )
 
-    began, share = (mean(its, "completion/truncated_frac") or 0.0 for its in (steps[:1], last))
-    if not is_early and share > MOST_TRUNCATED:
-        found["truncated"] = (
-            f"{share:.0%} of the completions of the last {FEW} steps hit --max-tokens, {began:.0%} at first. Read some "
-            "in rollouts.jsonl: answers cut short need a higher --max-tokens, babble a lower --temp or --learning-rate"
-        )
-
     tokens = [step.get("completion/mean_tokens") or 1 for step in steps]
     paces = [step["step/s"] / num for step, num in zip(steps, tokens, strict=True) if step.get("step/s")]
     if len(paces) >= FEW + IN_A_ROW:
@@ -81,6 +87,28 @@ def examine(steps: Records, has_gained: bool) -> list[Finding]:
             "Try GWEN_DTYPE=float32"
         )
     return [Finding(name, text) for name, text in found.items()]
+
+
+def cut_off(steps: Records, evaluations: Records, settings: Mapping[str, Any]) -> str:
+    """
+    That over half of the newest answers are cut off, and what to change; "" where they are not.
+
+    This is known from the first step on, and before it from the evaluation at step 0: answers that never end teach
+    nothing, and no other figure means much then.
+    """
+    newest = mean(steps[-FEW:], TRUNCATED) or 0.0
+    last_step = steps[-1].get("step", 0) if steps else 0
+    if evaluations and evaluations[-1]["step"] >= last_step:
+        newest = max(newest, evaluations[-1].get(EVAL_TRUNCATED) or 0.0)
+    first = measured(steps[:1], TRUNCATED) + measured(evaluations[:1], EVAL_TRUNCATED)
+    was_low = bool(first) and max(first) <= run_files.MOST_CUT_OFF
+    if newest > run_files.MOST_CUT_OFF and was_low:
+        return (
+            f"{newest:.0%} of the answers are cut off at {run_files.token_limit(settings)}, {max(first):.0%} at first. "
+            "Read some in rollouts.jsonl: answers cut short need a higher --max-tokens, babble a lower --temp or "
+            "--learning-rate"
+        )
+    return run_files.cut_off_line(newest, settings)
 
 
 # ---- reading the records

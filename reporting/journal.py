@@ -243,6 +243,7 @@ class Journal:
         self.best_step: int | None = world.first(self._judge)  # see `verdict.best`; None if nothing could be scored
         self.recent: deque[float] = deque(maxlen=10)  # seconds of this process's last steps
         self.live: LiveLine | None = None
+        self.phase = ""  # that began last: of a step, or "evaluating"
         self.begun_at = step
         self.trackers: list[Tracker] = []
 
@@ -262,7 +263,8 @@ class Journal:
                 tracker.finish()
 
     def begin(self, phase: str) -> None:
-        """What the live line shows."""
+        """Notes what the run is doing, for the live line and for who asks what failed."""
+        self.phase = phase
         if self.live:
             self.live.begin(phase)
 
@@ -312,7 +314,8 @@ class Journal:
 
     def warn(self, step: int) -> None:
         """Prints and records each warning once, with the step at which it first applied."""
-        for finding in health.examine(self.steps, self.verdict is not None and self.verdict.has_gained):
+        has_gained = self.verdict is not None and self.verdict.has_gained
+        for finding in health.examine(self.steps, has_gained, self.evaluations, self.config.flat()):
             self.warn_of(step, finding)
 
     def warn_of(self, step: int, finding: health.Finding) -> None:
@@ -330,7 +333,9 @@ class Journal:
         return best["step"] if best else None
 
     def print_summary(self) -> None:
-        """Repeats the warnings, says what the run has written, and the verdict."""
+        """Says first if most answers are cut off, repeats the warnings, then what was written, and the verdict."""
+        if cut := health.cut_off(self.steps, self.evaluations, self.config.flat()):
+            say(cut)
         for warning in self.warnings.read():
             say(f"warned after step {warning['step']}: {warning['name']}")
         say(f"adapter: {self.dir / 'adapter'}")

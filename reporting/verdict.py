@@ -375,7 +375,21 @@ def unwitnessed(first: dict[str, Any], last: dict[str, Any]) -> list[str]:
 
 def advice(run: History, found: Change | None, moved: str, mended: str, is_rising: bool) -> str:
     """
-    What to do next, in a sentence with its command.
+    What to do next. That most answers are cut off comes first; it also explains why nothing got better.
+
+    See `advice_on_change` for the arguments.
+    """
+    rest = advice_on_change(run, found, moved, mended, is_rising)
+    cut = health.cut_off(run.steps, run.evals, run.settings)
+    if not cut:
+        return rest
+    is_explained = found is not None and found.word != BETTER and not mended
+    return cut if is_explained else f"{cut}; {rest}"
+
+
+def advice_on_change(run: History, found: Change | None, moved: str, mended: str, is_rising: bool) -> str:
+    """
+    What to do next about the change that was measured, in a sentence with its command.
 
     moved: BETTER or WORSE, where the rewards went and the figure did not. mended: `mend`'s, where it may be gamed.
     """

@@ -311,3 +311,10 @@ def test_sampler_and_fuse_take_model_and_adapter_from_the_run(runs, capsys, tmp_
     sampler.main(["--model", str(tmp_path / "merged"), "--max-tokens", "8", *prompt])
     assert capsys.readouterr().out == ours
     assert run_files.adapter_of(str(runs / "demo"), 0) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("limit", "is_told"), [(3, True), (64, False)])
+def test_an_evaluation_warns_where_most_answers_are_cut_off(capsys, limit, is_told):
+    evaluate.main(["--model", "demo", "--task", "demo", "--limit", "4", "--max-tokens", str(limit)])
+    assert (f"cut off at --max-tokens {limit}" in capsys.readouterr().err) == is_told

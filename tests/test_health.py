@@ -49,6 +49,7 @@ ILL_AND_WELL = [  # an illness, steps and evaluations that show it, and such tha
     ("entropy", (steps_of("entropy", then=(1.0, 0.09)),), (steps_of("entropy", then=(1.0, 0.11)),)),
     ("entropy", (steps_of("entropy", then=(1.0, 0.5, 0.01)),), (steps_of("entropy", then=(1.0, None)),)),
     ("truncated", (steps_of(TRUNCATED, then=(0.6,)),), (steps_of(TRUNCATED, then=(0.6, 0.5)),)),
+    ("truncated", (steps_of(TRUNCATED, 0.6),), (steps_of(TRUNCATED, 0.5),)),  # from the first step on
     *(("slow", (SLOW,), (well,)) for well in (slow(31, 12, 33), slow(29, 29, 29))),
     ("slow", (SLOW,), (slow(31, 40, 33, **{LENGTH: 40.0}),)),
     ("mismatch", (steps_of(OVER_CAP, then=(0.011,)),), (steps_of(OVER_CAP, then=(0.009,)),)),
@@ -68,7 +69,37 @@ def test_a_run_that_measured_nothing_yet_has_no_illness():
     assert names([]) == [] and names([{"step": 1}] * 20) == []
 
 
+def test_answers_that_are_cut_off_are_told_at_step_0_with_their_limit():
+    evaluation = {"step": 0, "eval/truncated_frac": 0.75}
+    settings = {"max_tokens": 30}
+    (found,) = health.examine([], False, [evaluation], settings)
+    assert found.name == "truncated"
+    assert found.text.startswith("75% of the answers") and "--max-tokens 30" in found.text
+    assert health.cut_off([], [evaluation | {"eval/truncated_frac": 0.5}], settings) == ""
+    assert "--max-context" in health.cut_off([], [evaluation], settings | {"tools": ["mine.py:look"]})
+    later = steps_of(TRUNCATED, then=(0.4,))
+    assert health.cut_off(later, [evaluation], settings) == ""  # the evaluation is older
+    risen = health.cut_off(steps_of(TRUNCATED, then=(0.1, 0.9)), [], settings)
+    assert "10% at first" in risen and "--temp" in risen
+
+
 # ---- in a run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("steps", "every", "first"), [(1, 1, 0), (4, 20, 0), (6, 20, 0), (2, 0, 1)])
+def test_where_most_answers_are_cut_off_the_warning_and_the_ending_say_so_first(tmp_path, capsys, steps, every, first):
+    flags = f"--model demo --max-tokens 3 --batch 2 --groups 4 --eval-limit 8 --steps {steps} --eval-every {every}"
+    train.main([*flags.split(), "--run-dir", str(tmp_path / "run")])
+    shown = capsys.readouterr()
+    assert read_log(tmp_path / "run" / "warnings.jsonl")[0]["step"] == first
+    assert f"WARNING after step {first}: " in shown.err
+    lines = shown.out.splitlines()
+    ending = lines[lines.index(next(line for line in lines if line.startswith("warned after"))) - 1 :]
+    assert "cut off at --max-tokens 3" in ending[0]
+    assert "sft" not in shown.out
+    if every:
+        assert "--max-tokens 3" in ending[-1] and ending[-1].startswith("next: ")
 
 
 @pytest.fixture

@@ -244,6 +244,7 @@ def stopped(tmp_path):
     saved = SimpleNamespace(is_whole=True, stopping=False, step=3, boundary=(3, 3), dir=tmp_path, longest=10)
     saved.model = SimpleNamespace(config=SimpleNamespace(num_hidden_layers=4))
     saved.sizes, saved.go_back, saved.config = Sizes(8, 1024, 0), lambda: None, Config.of()
+    saved.journal = SimpleNamespace(phase="update")
     saved.save = lambda: checkpoint.save_tensors(tmp_path / "state.safetensors", {"x": mx.ones(3) * 2})
     return saved
 

@@ -184,8 +184,8 @@ HALF = [0.0, 1.0, 0.0, 1.0]
             {"sampling/signal_groups": 0, "completion/truncated_frac": 0.6},
             [0.0] * 9 + [1.0],
             {"max_tokens": 8},
-            "change: nearly all fail: take a warm start (docs/warm-start.md), easier prompts, or more --groups; "
-            "ask for shorter answers, or raise --max-tokens above 8",
+            "change: ask for shorter answers, or raise --max-tokens above 8; "
+            "nearly all fail: take a warm start (docs/warm-start.md), easier prompts, or more --groups",
         ),
         ({"sampling/signal_groups": 0}, [1.0] * 9 + [0.0], {}, "change: nearly all succeed: take harder prompts"),
         ({"sampling/signal_groups": 0}, HALF, {}, "change: answers to one prompt earn alike: try a higher --temp"),

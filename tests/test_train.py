@@ -414,12 +414,56 @@ def test_memory_that_runs_out_before_a_step_changed_anything_is_one_line_and_los
     tmp_path, monkeypatch, capsys, name, which, step, error
 ):
     run, said = stopped_run(tmp_path, monkeypatch, capsys, name, failing(which, error), *FAILING, "--save-every", "4")
-    less = "--checkpoint-layers on" if name[1] == "gradient" else "--train-token-budget 512"
+    less = "--checkpoint-layers on" if name[1] == "gradient" else "--rollout-batch-size 6"
     command = f"uv run train.py --resume {run} {less}"
     assert said.endswith(f"error: {error}; saved after step {step}, continue with: {command}\n")
     assert checkpoint.load(run).step == step
     train.main(command.split()[3:])
     assert [record["step"] for record in untimed(run / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+WATCHDOG = "[METAL] Command buffer execution failed: Impacting Interactivity "
+WATCHDOG += "(0000000e:kIOGPUCommandBufferCallbackErrorImpactingInteractivity)."
+
+
+@pytest.mark.parametrize(
+    ("name", "which", "less"),
+    [
+        ((sampler, "rollout"), 3, "--rollout-batch-size 6"),
+        ((update, "gradient"), 5, "--train-token-budget 256"),  # half was tried
+    ],
+)
+def test_what_macos_stopped_is_told_with_the_flag_of_its_phase_halved(tmp_path, monkeypatch, capsys, name, which, less):
+    error = RuntimeError(WATCHDOG)
+    flags = [*FAILING, "--train-token-budget", "1024", "--save-every", "4"]
+    run, said = stopped_run(tmp_path, monkeypatch, capsys, name, failing(which, error), *flags)
+    assert said.endswith(f"saved after step 2, continue with: uv run train.py --resume {run} {less}\n")
+
+
+def test_an_evaluation_that_macos_stopped_names_the_rows_that_are_decoded_at_once(tmp_path, monkeypatch, capsys):
+    flags = ["--steps", "2", "--eval-every", "2", "--eval-limit", "10"]
+    happens = failing(1, RuntimeError(WATCHDOG))
+    _, said = stopped_run(tmp_path, monkeypatch, capsys, (evaluate, "answered"), happens, *flags)
+    assert "--rollout-batch-size 5" in said
+
+
+@pytest.mark.slow
+def test_an_update_that_macos_stopped_once_learns_again_with_half_of_its_token_budget(tmp_path, monkeypatch, capsys):
+    flags = [*SMALL, "--steps", "2", "--eval-every", "0"]
+    train.main([*flags, "--train-token-budget", "128", "--run-dir", str(tmp_path / "half")])
+    original, calls = update.gradient, []
+
+    def failing_once(*args):
+        calls.append(args)
+        if len(calls) == 1:
+            raise RuntimeError(WATCHDOG)
+        return original(*args)
+
+    monkeypatch.setattr(update, "gradient", failing_once)
+    train.main([*flags, "--train-token-budget", "256", "--run-dir", str(tmp_path / "run")])
+    assert "going on with --train-token-budget 128" in capsys.readouterr().err
+    ours, theirs = (checkpoint.load(tmp_path / name) for name in ("run", "half"))
+    assert all(mx.array_equal(ours.trainable[key], theirs.trainable[key]) for key in theirs.trainable)
 
 
 def test_an_update_without_memory_learns_as_if_the_run_had_begun_with_half_of_its_token_budget(

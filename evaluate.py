@@ -25,6 +25,7 @@ import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 import numpy as np
 
+import grpo
 import gwen
 import judge
 import lora
@@ -94,7 +95,8 @@ def divergence(reference: gwen.Model, samples: list[Sample], temperature: float)
     """
     KL(sampling policy, `reference` before training) in nats per token; see `lora.before_training`.
 
-    The mean over completion tokens of k3, exp(d) - d - 1 with d = log reference - log policy, in float64.
+    The mean over completion tokens of k3, exp(d) - d - 1 with d = log reference - log policy, in float64, at most
+    `grpo.LARGEST_KL_LOG_RATIO`.
     Source: see `grpo.kl_term`.
     """
     found, batches = dict[int, np.ndarray](), cut(samples, REFERENCE_TOKENS, "off")
@@ -105,6 +107,7 @@ def divergence(reference: gwen.Model, samples: list[Sample], temperature: float)
             found |= {row: its for row, its in zip(batch.rows, np.array(new * batch.mask), strict=True)}  # wait
     policy = table([one.logprobs for one in samples if one.logprobs is not None])
     difference = table([its[: len(one.own)] for one, its in zip(samples, world.collect(found), strict=True)]) - policy
+    difference = np.minimum(difference, grpo.LARGEST_KL_LOG_RATIO)
     return float((np.expm1(difference) - difference).sum() / sum(len(one.own) for one in samples))
 
 

@@ -18,6 +18,9 @@ import numpy as np
 SAPO_TEMPERATURES = (1.0, 1.05)  # for positive and for other advantages, arXiv:2511.20347
 SIGNAL_FLOOR = 0.01  # a group whose rewards' range is below this share of the step's deviation is noise
 LARGEST_LOG_RATIO = 80.0  # e^80 is finite in float32; e^89 is inf, and its gradient through a clip is 0 * inf = nan
+# A token that the reference finds e^9 times likelier has a KL term of 8093 and a slope of 8102. Beyond, both stay:
+# the exponential of a few tokens would else be the whole step's loss, and infinite from e^89 on.
+LARGEST_KL_LOG_RATIO = 9.0
 
 
 class Objective(NamedTuple):
@@ -203,11 +206,14 @@ def kl_term(logprobs: mx.array, ref_logprobs: mx.array) -> mx.array:
     """
     An estimate of KL(policy, reference) per token: exp(d) - d - 1, with d = log reference - log policy.
 
-    Never negative; value and gradient are 0 where policy and reference agree.
+    Never negative; value and gradient are 0 where policy and reference agree. Beyond `LARGEST_KL_LOG_RATIO` value and
+    gradient are those at that d: finite, and the gradient still raises the token's log-probability.
     Source: k3 of Schulman, http://joschu.net/blog/kl-approx.html; DeepSeekMath, arXiv:2402.03300, eq. 4.
     """
     log_ratio = ref_logprobs - logprobs
-    return mx.exp(log_ratio) - log_ratio - 1
+    bounded = mx.stop_gradient(mx.minimum(log_ratio, LARGEST_KL_LOG_RATIO))
+    bounded = bounded + (log_ratio - mx.stop_gradient(log_ratio))  # adds 0, and keeps the slope that a minimum drops
+    return mx.exp(bounded) - bounded - 1
 
 
 # ---- averages of a step's tokens

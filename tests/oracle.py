@@ -73,7 +73,7 @@ def loss(
                 second = min(max(ratio, 1 - epsilon), 1 + epsilon_high) * advantage
                 term = -min(first, second)
             if beta:
-                term += beta * divergence(new[i, t], case.ref[i, t])
+                term += beta * divergence(new[i, t], case.ref[i, t], at[i, t])
             losses.append(term)
         row_losses.append(losses)
 
@@ -92,8 +92,10 @@ def importance(new, old, i, row, t, level):
     return math.prod(math.exp(new[i, s] - old[i, s]) for s in row) ** (1 / len(row))
 
 
-def divergence(new, ref):
-    """Schulman's third, with r = pi_ref / pi."""
+def divergence(new, ref, at):
+    """Schulman's third, with r = pi_ref / pi; where r at the point is over e^9, the line that has its slope at e^9."""
+    if ref - at > 9:
+        return (math.exp(9) - 1 - 9) + (math.exp(9) - 1) * (at - new)
     r = math.exp(ref - new)
     return (r - 1) - math.log(r)
 

@@ -273,6 +273,32 @@ def test_a_ratio_beyond_float32_has_a_finite_gradient(loss, log_ratio):
         assert math.isfinite(loss_value.item()) and mx.isfinite(grad).all().item()
 
 
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("distance", [8.9, 9.1, 60.0, 100.0, 1e4, -100.0, -600.0])
+def test_a_token_far_from_the_reference_has_a_bounded_kl_and_a_slope_towards_it(loss, level, distance):
+    """Value and gradient are the oracle's: of k3 as far as e^9, and from there on those that it has at e^9."""
+    beta, new = 0.03, np.array([[-1.0, -2.0]])
+    far = oracle.Case(
+        new, old=new, ref=new + np.array([[distance, 0.0]]), advantages=np.zeros(1), mask=np.ones((1, 2)), max_tokens=2
+    )
+    settings = {"loss_type": loss, "importance_sampling_level": level, "epsilon_high": 2.0, "beta": beta}
+    value, grad = mx.value_and_grad(lambda new: ours(far, new, **settings))(array(new))
+    assert value.item() == pytest.approx(oracle.loss(far, **settings), rel=1e-5)
+    np.testing.assert_allclose(np.array(grad), oracle.gradient(far, **settings), rtol=1e-4, atol=1e-7)
+    assert grad[0, 0].item() * distance < 0, "descent moves the token's log-probability towards the reference"
+    if distance > 0:
+        assert max(value.item(), abs(grad[0, 0].item())) < beta * 1e4
+
+
+@pytest.mark.parametrize("distance", [0.0, 1e-3, 0.5, -3.0, 5.0, 8.99, 9.0])
+def test_the_kl_of_a_token_within_the_bound_is_the_formula_to_the_bit(distance):
+    logprobs, ref_logprobs = array([-3.0]), array([-3.0 + distance])
+    difference = ref_logprobs - logprobs
+    formula = mx.exp(difference) - difference - 1
+    assert grpo.kl_term(logprobs, ref_logprobs).item() == formula.item()
+
+
 # ---- turns
 
 

@@ -73,9 +73,14 @@ class SamplingSettings:
     )
     max_tokens: int = flag(256, "most tokens per completion", low=1, first=True)
     stop: list[str] = flag(
-        list, r"texts that end a completion, \n is a line end; rewards and judge get what is before",
-        metavar="TEXT", parse=stop_text,
-    )  # fmt: skip
+        list,
+        r"texts that end a completion, \n is a line end; rewards and judge get what is before",
+        metavar="TEXT",
+        parse=stop_text,
+    )
+    end_tokens: list[str] = flag(
+        list, "tokens that end a completion beside the model's own, as <|im_end|> or an id", metavar="TOKEN", parse=str
+    )
     temp: float = flag(1.0, "sampling temperature", low=0, first=True)
     top_p: float = flag(1.0, "nucleus sampling; the update uses the same tokens", low=1e-06, high=1.0)
     top_k: int = flag(0, "sample from the k likeliest tokens; 0: from all", low=0)

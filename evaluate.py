@@ -270,7 +270,7 @@ def answer_both(
 
     # both calls share one object, and so what it learns about memory
     size = params.batch_size or memory.BatchSize(rows_at_once(fits, len(prompts) * samples))
-    stop, ends = sampler.Stop(params.stop, tokenizer) if params.stop else None, model.config.eos_ids
+    stop, ends = sampler.Stop(params.stop, tokenizer) if params.stop else None, model.config.end_ids
     sampling = sampler.SamplingParams(params.max_tokens, params.temperature, eos_ids=ends, stop=stop, entropy=True)
     how: dict[str, Any] = {"key": KEY + params.seed, "batch_size": size, "toolbox": params.toolbox, "seed": "held out"}
     sampled, _ = answered(model, tokenizer, asked(problems, prompts, samples), sampling, **how)
@@ -320,15 +320,17 @@ def measure(task: tasks.Task, sampled: list[Sample], values: np.ndarray, samples
 TAKEN = (
     *("model", "task", "task_config", "columns", "rubric", "eval_rubric"),
     *("verifier", "reward", "reward_weights"),
-    *("max_tokens", "stop", "rollout_batch_size", "thinking", *TOOLS, *JUDGE),
+    *("max_tokens", "stop", "end_tokens", "rollout_batch_size", "thinking", *TOOLS, *JUDGE),
 )
 
 
-def load_policy(name: str, adapter: str | None, start: str | None = None) -> tuple[gwen.Model, Any, bool]:
+def load_policy(
+    name: str, adapter: str | None, start: str | None = None, end_tokens: Sequence[str] = ()
+) -> tuple[gwen.Model, Any, bool]:
     """Model with adapter, tokenizer, and whether switching adapters restores the untrained one; start: its adapter."""
     if adapter is None or adapters.is_whole(adapter):
-        return *gwen.load(name, adapter=adapter), adapter is None
-    model, tokenizer = gwen.load(name)
+        return *gwen.load(name, adapter=adapter, end_tokens=end_tokens), adapter is None
+    model, tokenizer = gwen.load(name, end_tokens=end_tokens)
     lora.attach(model, adapter, start)
     return model, tokenizer, True
 
@@ -337,7 +339,7 @@ def ask(args: Namespace, config: Config, task: tasks.Task, variables: dict[str, 
     """The policy at --url. Raises ValueError for what only a model here has, and where nothing tells its tokenizer."""
     from step.served import Served
 
-    for name in ("adapter", "step", "seed", "rollout_batch_size"):
+    for name in ("adapter", "step", "seed", "rollout_batch_size", "end_tokens"):
         if (value := getattr(args, name)) is not None:
             raise ValueError(f"{flag_of(name)} {value} is for a model here, and --url asks a server; leave it out")
     if not args.run and not args.model:
@@ -372,7 +374,7 @@ def of_replies(args: Namespace, parser: Parser, adapter: str | None, start: str 
             raise ValueError(f"{flag_of(name)} {value} changes nothing in the loss of {args.run}'s replies; {fix}")
     config = checked(load_recipe(run_files.config_file(args.run)))
     _, held_out = tasks.sides(config)
-    model, tokenizer, _ = load_policy(config.model.name, adapter, start)
+    model, tokenizer, _ = load_policy(config.model.name, adapter, start, config.sampling.end_tokens)
     some = spread(held_out, args.limit or config.evaluation.limit)
     talks = render_all(some, "held-out", tokenizer, model.config, config.sampling.thinking)
     budget = config.optimizer.train_token_budget or REFERENCE_TOKENS
@@ -432,7 +434,7 @@ def main(argv: list[str] | None = None) -> None:
             answer, tokenizer, facts, is_base = served.answer, served.tokenizer, served.facts, False
             what += f"; as {args.url_model} at {args.url}"
         else:
-            base, tokenizer, is_base = load_policy(config.model.name, adapter, start)
+            base, tokenizer, is_base = load_policy(config.model.name, adapter, start, config.sampling.end_tokens)
             answer, facts = functools.partial(answer_both, base, tokenizer), base.config
         scored = task.rubric is not None and task.verifier is None
         if not is_base and config.judges_itself and (scored or task.witness is not None):

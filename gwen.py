@@ -16,7 +16,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ from layers import attention, delta, lm_head, ops, probe, softmax
 from layers.tree_cache import TreeLayer
 from machine import alive, cpu, gpu, kernels, memory, versions
 from machine.output import guarded
+from problems import ends
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 
@@ -550,7 +551,11 @@ def random_model(name: str, dtype: mx.Dtype | None = None) -> Model:
 
 
 def load(
-    path_or_id: str | Path, dtype: mx.Dtype | None = None, adapter: str | Path | None = None, frozen: bool = False
+    path_or_id: str | Path,
+    dtype: mx.Dtype | None = None,
+    adapter: str | Path | None = None,
+    frozen: bool = False,
+    end_tokens: Sequence[str] = (),
 ) -> tuple[Model, Any]:
     """
     Model and tokenizer of `demo`, a Hugging Face directory or a hub id, in `dtype` (`default_dtype()`). A name
@@ -558,12 +563,16 @@ def load(
 
     adapter: a run, a checkpoint or a directory of mlx_lm's layout, whose weights are merged in. frozen: a judge or a
     teacher, whose weights of few bits stay packed on a GPU; a CPU multiplies by packed ones 4 to 40 times slower.
+    end_tokens: further tokens that end a completion, see `problems.ends`.
     ValueError names what is wrong.
     """
     if str(path_or_id).startswith("random:"):
         if adapter is not None:
             raise ValueError(f"--adapter {adapter} is of another model than {path_or_id}; give the directory it is of")
-        return random_model(str(path_or_id), dtype), hub.load_tokenizer(hub.DEMO)
+        model, tokenizer = random_model(str(path_or_id), dtype), hub.load_tokenizer(hub.DEMO)
+        other_end_ids = tuple(ends.ids_of(tokenizer, end_tokens))
+        model.config = dataclasses.replace(model.config, other_end_ids=other_end_ids)
+        return model, tokenizer
     with alive.doing(f"loading {path_or_id}"):
         directory = hub.find(path_or_id)
         model = load_model(directory, dtype, adapter, packed=frozen and gpu.on_gpu())
@@ -571,7 +580,27 @@ def load(
     largest, vocab_size = max(tokenizer.get_vocab().values(), default=0), model.config.vocab_size
     if largest >= vocab_size:
         raise ValueError(f"{directory}: the tokenizer has the id {largest}, the model only {vocab_size} ids")
+    model.config = with_ends(model.config, tokenizer, path_or_id, end_tokens)
     return model, tokenizer
+
+
+def with_ends(
+    config: hub.ModelConfig, tokenizer: Any, name: str | Path, end_tokens: Sequence[str] = ()
+) -> hub.ModelConfig:
+    """The configuration with all end tokens; prints those that the model's files do not name. ValueError for none."""
+    try:
+        whole, sources = ends.with_ends(config, tokenizer, end_tokens)
+    except ValueError as error:
+        raise ValueError(f"--model {name}: {error}") from error
+    tell_once(f"gwen: {name}: {ends.note(whole, tokenizer, sources)}" if sources else "")
+    return whole
+
+
+@functools.cache
+def tell_once(line: str) -> None:
+    """Prints a line on stderr, the first time that it is told."""
+    if line:
+        print(line, file=sys.stderr)
 
 
 def save(model: Model, directory: str | Path, tokenizer: Any) -> None:

@@ -125,7 +125,7 @@ class Judge(Grader):
 
     def _read_replies(self, logits: mx.array, cache: TreeCache) -> list[Evaluation]:
         """The scores of greedy replies, from logits (M, V) of their first tokens."""
-        eos = list(self.model.config.eos_ids)
+        eos = list(self.model.config.end_ids)
         replies: dict[int, list[int]] = {}
         rows = list(range(len(logits)))
         if self.think:

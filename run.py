@@ -77,8 +77,9 @@ class Run:
         chat_template.keep_date(world.first(lambda: run_files.begun(run_dir)))
         self.stopping = False  # Ctrl-C was pressed inside a step
         gwen.refuse_packed(config.model.name)
-        self.model, self.tokenizer = gwen.load(config.model.name)
-        eos_ids, s = self.model.config.eos_ids, config.sampling
+        end_tokens = config.sampling.end_tokens
+        self.model, self.tokenizer = gwen.load(config.model.name, end_tokens=end_tokens)
+        eos_ids, s = self.model.config.end_ids, config.sampling
         pad_id = next((i for i in (self.tokenizer.pad_token_id, *eos_ids) if i is not None), 0)
         stop = sampler.Stop(s.stop, self.tokenizer) if s.stop else None
         drawn = s.max_tokens, s.temp, s.top_p, s.top_k, s.min_p
@@ -90,6 +91,8 @@ class Run:
             "tokenizer": checkpoint.digest(sorted(self.tokenizer.get_vocab().items())),
             "chat template": checkpoint.digest(self.tokenizer.chat_template),
         }
+        if other_ends := self.model.config.other_end_ids:
+            self.sources["other end tokens"] = checkpoint.digest(sorted(other_ends))
         if config.model.lora_rank:
             self._add_adapters()
 
@@ -283,12 +286,10 @@ class GrpoRun(Run):
             some = {self.toolbox.environment_of(example): example for example in reversed(examples)}
             rows = [example for example in some.values() for _ in range(2)]
             episodes.Episodes(self.toolbox, rows, [row // 2 for row in range(len(rows))], "trial")
-        if unknown := chat_template.unknown_end(self.tokenizer, self.model.config.eos_ids):
-            warn(unknown)
         graded = self.task.rubric is not None or (self.task.witness is not None and config.evaluation.every > 0)
         is_asked = config.objective.beta or (graded and config.judges_itself) or config.objective.teacher == "self"
         if is_asked and not config.model.lora_rank:  # else disabling adapters restores it
-            self.base = gwen.load(config.model.name)[0]
+            self.base = gwen.load(config.model.name, end_tokens=config.sampling.end_tokens)[0]
         # problems are made as the run goes on; those held out stand in for their lengths
         self.prompt_ids = self._render(self.task.train or self.task.held_out)
         self.prompts = draws.Epochs(config, self.task.train, self.prompt_ids)

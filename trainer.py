@@ -252,7 +252,7 @@ class Trainer:
         examples = [{"prompt": prompt} for prompt in asked]
         ids = chat_template.encode_prompts(run.tokenizer, examples, thinking=settings.thinking, **limits)
         rollout = sampler.rollout(run.model, ids, params, group_size=n, key=settings.seed)
-        texts = sampler.texts(run.tokenizer, rollout, run.model.config.eos_ids)
+        texts = sampler.texts(run.tokenizer, rollout, run.model.config.end_ids)
         return [texts[first : first + n] for first in range(0, len(texts), n)]
 
 

@@ -65,7 +65,7 @@ def benchmark(args: argparse.Namespace, model: gwen.Model, tokenizer: Any, rival
 
     Ours by logits is compared with the fastest way of the rival, ours by replies with the fastest that replies as it.
     """
-    tokenizer, eos_ids = legible(tokenizer), model.config.eos_ids
+    tokenizer, eos_ids = legible(tokenizer), model.config.end_ids
     rubric, pairs, work = make_work(args, tokenizer)
 
     def ours(mode: str) -> Judged:

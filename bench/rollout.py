@@ -188,10 +188,10 @@ def parse(argv: list[str] | None, program: str, description: str) -> argparse.Na
 
 def make_work(args: argparse.Namespace, config: hub.ModelConfig) -> Work:
     limits = [args.max_tokens] * (args.batch * args.groups)
-    ordinary = np.setdiff1d(np.arange(min(config.vocab_size, 8192)), config.eos_ids)
+    ordinary = np.setdiff1d(np.arange(min(config.vocab_size, 8192)), config.end_ids)
     drawn = np.random.default_rng(args.seed).choice(ordinary, (args.batch, args.prompt_tokens)).tolist()
     prompts: list[tuple[list[int], ...]] = [(ids[:-1], ids[-1:]) for ids in drawn]
-    eos_ids = () if args.ignore_eos else config.eos_ids
+    eos_ids = () if args.ignore_eos else config.end_ids
     return Work(prompts, args.groups, limits, eos_ids, args.temp, args.rollout_batch_size, args.seed)
 
 

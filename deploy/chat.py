@@ -58,7 +58,7 @@ class Side:
     def begin(self) -> None:
         """Forgets the talk."""
         self.playing: episodes.Episodes | None = None
-        self.num_turns, eos_ids = 0, self.model.config.eos_ids
+        self.num_turns, eos_ids = 0, self.model.config.end_ids
         self.cache = KVCache(self.model.config.layer_kinds)
         self.forward: Callable[..., mx.array] = gwen.decode_step(self.model)
         self.turn: list[int] = []  # the ids of its newest turn
@@ -219,15 +219,15 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--temp", type=float, default=1.0, help="0 is greedy (default: 1)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--thinking", action=argparse.BooleanOptionalAction, help="default: the run's, else off")
-    add_flags(parser, [SETTINGS[name] for name in ("stop", *PLAYED)])
+    add_flags(parser, [SETTINGS[name] for name in ("stop", "end_tokens", *PLAYED)])
     sample(parser.parse_args(argv))
 
 
 def sample(args: argparse.Namespace) -> None:
     """Does what the flags ask for. Raises ValueError where they do not fit together."""
-    adapter = run_files.settle(args, model=None, max_tokens=256, stop=[], thinking=False)
+    adapter = run_files.settle(args, model=None, max_tokens=256, stop=[], end_tokens=[], thinking=False)
     check_least(args, num=1, max_tokens=1, temp=0, seed=0)
-    checked({"stop": args.stop})
+    checked({"stop": args.stop, "end_tokens": args.end_tokens})
     for flag, text in (("--prompt", args.prompt), ("--system", args.system)):
         if text is not None:
             check_text(flag, text)
@@ -240,12 +240,12 @@ def sample(args: argparse.Namespace) -> None:
     name, why = gwen.choose_model(args.model, adapter, of_task(args.task or "", "").get("model"))
     if args.compare:
         start = run_files.adapter_of(args.run, 0) if args.run else None
-        model, tokenizer, is_beside = evaluate.load_policy(name, adapter, start)
+        model, tokenizer, is_beside = evaluate.load_policy(name, adapter, start, args.end_tokens)
         why += f"; [before] is {name}{run_files.begun_with(run_files.settings_of(args.run))}" if start else ""
     else:
-        model, tokenizer = gwen.load(name, adapter=adapter)
+        model, tokenizer = gwen.load(name, adapter=adapter, end_tokens=args.end_tokens)
     config, box = toolbox(args, name, why, tokenizer, model)
-    ends, stop = model.config.eos_ids, sampler.Stop(args.stop, tokenizer) if args.stop else None
+    ends, stop = model.config.end_ids, sampler.Stop(args.stop, tokenizer) if args.stop else None
     params, note = sampler.SamplingParams(args.max_tokens, args.temp, eos_ids=ends, stop=stop), ""
     opening = [] if args.system is None else [{"role": "system", "content": args.system}]
     if (args.chat or args.prompt) and args.run and args.system is None:
@@ -258,7 +258,7 @@ def sample(args: argparse.Namespace) -> None:
         how = (tokenizer, params, args.thinking, opening, args.seed, context, box)
         sides = {"after" if args.compare else "": Side(model, *how)}
         if args.compare:
-            before = model if is_beside else gwen.load(name)[0]
+            before = model if is_beside else gwen.load(name, end_tokens=args.end_tokens)[0]
             sides = {"before": Side(before, *how, is_before=is_beside)} | sides
         talk(sides, lines())
     elif box:

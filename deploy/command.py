@@ -12,7 +12,7 @@ import os
 import shlex
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,12 +73,14 @@ def main(argv: list[str] | None = None) -> None:
             shots = opening[bool(opening) and opening[0]["role"] == "system" :]
             system = opening[0]["content"] if len(shots) < len(opening) else None
             trained = Trained(config, system, shots, said) if config and not args.keep_template else None
+            end_tokens = config.sampling.end_tokens if config else []
             if args.fuse or (few and of_run):  # beside what has few bits is measured
-                what = fuse(name, adapter, wide if few else made, trained)
+                what = fuse(name, adapter, wide if few else made, trained, end_tokens)
             if args.fuse and few:
                 what += f"; in {few_bits.pack(wide, made, args.bits):.3g} bits a weight"
             elif args.export == "gguf":
-                what = export_gguf(name, adapter, made, trained, args.out.resolve().name, args.bits or 16)
+                title, bits = args.out.resolve().name, args.bits or 16
+                what = export_gguf(name, adapter, made, trained, title, bits, end_tokens)
             elif args.export:
                 what = export_peft(name, adapter, made)
         if shots:
@@ -190,11 +192,15 @@ def put_into_place(made: Path, out: Path) -> None:
 # ---- what is written
 
 
-def fuse(name: str | None, adapter: str, out: Path, trained: Trained | None) -> str:
-    """Writes the merged model in the type of its base; trained: a run, whose prompts its template shall render."""
+def fuse(name: str | None, adapter: str, out: Path, trained: Trained | None, end_tokens: Sequence[str] = ()) -> str:
+    """
+    Writes the merged model in the type of its base.
+
+    trained: a run, whose prompts its template shall render. end_tokens: what ended completions there besides.
+    """
     name, _ = gwen.choose_model(name, adapter)
     dtype = gwen.default_dtype() if "GWEN_DTYPE" in os.environ else stored_dtype(hub.find(name))
-    model, tokenizer = gwen.load(name, dtype, adapter=adapter)
+    model, tokenizer = gwen.load(name, dtype, adapter=adapter, end_tokens=end_tokens)
     note = as_trained(tokenizer, trained) if trained else ""
     gwen.save(model, out, tokenizer)
     return f"{name} with {adapter} merged in, {dtype}{note}"
@@ -238,15 +244,24 @@ def export_peft(name: str | None, adapter: str, out: Path) -> str:
     return f"{adapter} for {base}, in the layout of peft{note}"
 
 
-def export_gguf(name: str | None, adapter: str, out: Path, trained: Trained | None, title: str, bits: int) -> str:
-    """Writes the merged model as a GGUF file of that title, with a Modelfile; trained: as of `fuse`."""
+def export_gguf(
+    name: str | None,
+    adapter: str,
+    out: Path,
+    trained: Trained | None,
+    title: str,
+    bits: int,
+    end_tokens: Sequence[str] = (),
+) -> str:
+    """Writes the merged model as a GGUF file of that title, with a Modelfile; trained, end_tokens: as of `fuse`."""
     name, _ = gwen.choose_model(name, adapter)
     directory = hub.find(name)
     model, tokenizer = gwen.load_model(directory, mx.float32, adapter, lazy=True), hub.load_tokenizer(directory)
-    config, weights = model.config, hub.unfuse_weights(dict(tree_flatten(model.parameters())), model.config)
+    config = gwen.with_ends(model.config, tokenizer, name, end_tokens)
+    weights = hub.unfuse_weights(dict(tree_flatten(model.parameters())), config)
     del model  # so that the writer, which reads a matrix at a time, holds no more
     note = as_trained(tokenizer, trained) if trained else ""
     what = gguf_writer.write(out, title, weights, config, tokenizer, bits)
     its = (trained.config, trained.shots) if trained else (None, [])
-    what += f", and a Modelfile{ollama.write_modelfile(out, tokenizer, config.eos_ids, *its)}"
+    what += f", and a Modelfile{ollama.write_modelfile(out, tokenizer, config.end_ids, *its)}"
     return f"{what}; {name} with {adapter} merged in{note}"

@@ -59,7 +59,9 @@ def tell_cost(run: str | None, wide: Path, few: Path, bits: int) -> None:
         model, *_ = answers(config, task, few, bits)
         lost, same = evaluate.divergence(model, sampled, 1.0), agreement(model, greedy)  # nats a token, share of tokens
         del model  # one at a time
-        base, _ = gwen.load(config.model.name, adapter=run_files.adapter_of(run, 0))
+        base, _ = gwen.load(
+            config.model.name, adapter=run_files.adapter_of(run, 0), end_tokens=config.sampling.end_tokens
+        )
         learned = evaluate.divergence(base, sampled, 1.0)
     except ValueError as error:  # the model is written all the same
         print(visible(f"what {bits} bits cost was not measured: {error}"))
@@ -75,7 +77,7 @@ def tell_cost(run: str | None, wide: Path, few: Path, bits: int) -> None:
 
 def answers(config: Config, task: tasks.Task, place: Path, bits: int) -> tuple[gwen.Model, list[Sample], list[Sample]]:
     """Evaluates the model at a place as a run does and prints it; returns it, its samples and greedy answers."""
-    model, tokenizer = gwen.load(place)
+    model, tokenizer = gwen.load(place, end_tokens=config.sampling.end_tokens)
     scored = task.rubric is not None and task.verifier is None and not config.judge.url  # which may cost money
     grader, _ = judge.make_graders(config, task.rubric if scored else None, None)
     found: list[list[Sample]] = []

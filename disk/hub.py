@@ -12,7 +12,7 @@ import itertools
 import os
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -99,9 +99,16 @@ class ModelConfig:
     rope_scaling: dict[str, Any] | None  # its `rope_type` and numbers; None: there is none
     rotary_dim: int  # the first of a head's dims, which positions rotate
     delta: DeltaSizes | None  # of layers with linear attention
-    eos_ids: tuple[int, ...]
+    eos_ids: tuple[int, ...]  # what a reply ends with; of files alone until `problems.ends.with_ends`
     packing: dict[str, Any] | None  # `group_size`, `bits`, `mode`, of modules by name where they differ; see `unpack`
     raw: dict[str, Any]
+    # further ids that end a completion; no part of the representation, from which resumed runs tell models apart
+    other_end_ids: tuple[int, ...] = field(default=(), repr=False)
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """All ids that end a completion."""
+        return self.eos_ids + self.other_end_ids
 
     @property
     def family(self) -> Family:
@@ -262,7 +269,7 @@ def to_raw(config: ModelConfig, dtype: mx.Dtype) -> dict[str, Any]:
     common = {
         "dtype": str(dtype).removeprefix("mlx.core."),
         "tie_word_embeddings": config.tie_word_embeddings,
-        "eos_token_id": list(config.eos_ids) or None,
+        "eos_token_id": list(config.end_ids) or None,
     }
     old = ("torch_dtype", "rope_parameters", "quantization", "quantization_config")
     spelled = "num_key_value_heads head_dim max_position_embeddings rope_theta rope_scaling".split()

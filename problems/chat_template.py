@@ -9,7 +9,7 @@ import inspect
 import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from problems.examples import Example, one_line, short
@@ -133,15 +133,6 @@ def end_of_turn(tokenizer: Any) -> int | None:
     talk = [*messages("one", None), {"role": "assistant", "content": "two"}]
     ids = encode(tokenizer, render(tokenizer, talk, False, opened=False).rpartition("two")[2])
     return next((one for one in ids if one in tokenizer.added_tokens_decoder), None)
-
-
-def unknown_end(tokenizer: Any, eos_ids: Sequence[int]) -> str:
-    """A warning where the template ends a reply with an id that is no end id; empty where all is well."""
-    end = end_of_turn(tokenizer) if eos_ids else None
-    if end in (None, *eos_ids):
-        return ""
-    ends = f"the chat template ends a reply with {tokenizer.decode([end])!r}, id {end}"
-    return f"{ends}, and the end ids are {list(eos_ids)}: add it to eos_token_id in generation_config.json"
 
 
 def encode_prompts(

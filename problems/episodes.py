@@ -174,7 +174,7 @@ class Toolbox:
         self.thinking = config.sampling.thinking
         self.context = context_of(config.tools, model.max_position_embeddings)
         self.read = reader_of(tokenizer.chat_template)
-        self.frames = Frames(tokenizer, model.eos_ids, thinking=self.thinking)
+        self.frames = Frames(tokenizer, model.end_ids, thinking=self.thinking)
         self.functions = tools
         own = schemas_of("--tools", tools)
         self.schemas = {"": own} | {name: own | schemas_in(kind) for name, kind in environments.items()}

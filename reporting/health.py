@@ -16,6 +16,8 @@ Records = Sequence[dict[str, Any]]
 TRUNCATED, EVAL_TRUNCATED = "completion/truncated_frac", "eval/truncated_frac"
 FEW = 5  # steps to average, so that one odd step triggers nothing
 MOST_OVER_CAP = 0.01
+MOST_CONTROL = 0.1  # share of completions that hold one control token
+CONTROL = "completion/control_frac/"  # what the metric of a control token begins with
 LEAST_ENTROPY = 0.1  # relative to the first steps
 STILL, LEAST_KL = 10, 1e-6  # updates, and nats a token of one; the demo has 2e-3 at its rate, 1e-8 at a 400th of it
 SLOWER, IN_A_ROW = 3.0, 3  # times the usual seconds a token, of so many steps
@@ -70,6 +72,15 @@ def examine(
             "rounding. Try a --learning-rate ten times as high; recipes/ has usual rates"
         )
 
+    shares = control_shares(last)
+    token = max(shares, key=lambda name: shares[name], default="")
+    if not is_early and shares.get(token, 0.0) > MOST_CONTROL:
+        found["control token"] = (
+            f"{shares[token]:.0%} of the completions of the last {FEW} steps hold the control token {token!r}, which "
+            f"ends none and is left out of texts. If it should end them, start again with --end-tokens '{token}'; "
+            "else look at `ids` in rollouts.jsonl, and at whether the model is of this chat template"
+        )
+
     tokens = [step.get("completion/mean_tokens") or 1 for step in steps]
     paces = [step["step/s"] / num for step, num in zip(steps, tokens, strict=True) if step.get("step/s")]
     if len(paces) >= FEW + IN_A_ROW:
@@ -109,6 +120,13 @@ def cut_off(steps: Records, evaluations: Records, settings: Mapping[str, Any]) -
             "--learning-rate"
         )
     return run_files.cut_off_line(newest, settings)
+
+
+def control_shares(records: Records) -> dict[str, float]:
+    """The mean share of completions with each control token."""
+    names = {key for record in records for key in record if key.startswith(CONTROL)}
+    totals = {name: sum(measured(records, name)) for name in sorted(names)}
+    return {name.removeprefix(CONTROL): total / len(records) for name, total in totals.items()}
 
 
 # ---- reading the records

@@ -13,7 +13,7 @@ import contextlib
 import math
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -169,10 +169,17 @@ def sampled_metrics(config: Config, drawn: Drawn, seconds: dict[str, float]) -> 
         "judge/s": seconds.get("judge", 0.0),
         **asked,
         "completion/truncated_frac": sum(one.finish_reason == "length" for one in samples) / num,
+        **control_metrics(samples),
         "completion/repeated": sum(map(form.repeated, texts)) / num if texts else None,
         "completion/degenerate_frac": sum(odd) / num if texts else None,
         "mem/cache_gb": stats.cache_bytes / 1e9,
     }
+
+
+def control_metrics(samples: list[Sample]) -> dict[str, float | None]:
+    """The share of completions with each control token that ends nothing; none for tokens that nobody wrote."""
+    counts = Counter(token for sample in samples for token in sample.controls)
+    return {f"{health.CONTROL}{token}": count / len(samples) for token, count in sorted(counts.items())}
 
 
 def tool_metrics(samples: list[Sample], stats: RolloutStats) -> dict[str, float]:

@@ -21,6 +21,7 @@ import sampler
 from config import Config
 from judging.rubrics import Grader, Judgement
 from machine import memory, world
+from problems import ends
 from problems.episodes import Episodes, Toolbox
 from problems.examples import Example, prompt_text
 from problems.rewards import Logged, Reward, call_rewards
@@ -44,6 +45,7 @@ class Sample(NamedTuple):
     example: Example = NOTHING  # what the prompt was made of
     text: str = ""
     columns: dict[str, Any] = NOTHING  # what rewards may ask for besides
+    controls: Sequence[str] = ()  # the control tokens in what it wrote that end nothing, each once
     conversation: dict[str, Any] | None = None  # with tools, as `rollouts.jsonl` has it
     paid: list[float] | None = None  # what an environment pays for each whole turn, weighted; None: for none
     # ---- rewarded
@@ -123,13 +125,16 @@ def answered(
         except sampler.NotFinite as error:
             said = prompt_text(its[error.row].example["prompt"])
             raise ValueError(f"{error}. The prompt: {said!r:.200}") from error
-        found = dict(zip(mine, written(rollout, sampler.texts(tokenizer, rollout, model.config.eos_ids)), strict=True))
+        texts = sampler.texts(tokenizer, rollout, model.config.end_ids)
+        found = dict(zip(mine, written(rollout, texts), strict=True))
         stats = rollout.stats
         speed = float(rollout.lengths.sum()) / (stats.prefill_s + stats.decode_s)
     stats = stats._replace(speeds=tuple(world.share(speed)))
     every = sorted({tuple(one.prompt) for one in samples})
     known = world.collect(found, f"samples of the prompts {zlib.crc32(repr(every).encode()):x}")
     samples = [one._replace(**its) for one, its in zip(samples, known, strict=True)]
+    controls = ends.controls_of(tokenizer, params.eos_ids)
+    samples = [one._replace(controls=ends.inside(one.prompt, one.tokens, controls)) for one in samples]
     return talk.of_samples(samples, weights) if talk else samples, stats
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
+import gwen
 from disk import hub
 from disk.checkpoint import digest
 from disk.run_files import JsonLines, read_log
@@ -39,7 +40,8 @@ class Served:
         self.server = Endpoint(FLAGS, url, name, os.environ.get(FLAGS.key), max_tokens)
         self.server.retries = RETRIES
         directory = hub.find(model, hub.TOKENIZER_FILES)
-        self.facts, self.tokenizer = hub.load_config(directory), hub.load_tokenizer(directory)
+        self.tokenizer = hub.load_tokenizer(directory)
+        self.facts = gwen.with_ends(hub.load_config(directory), self.tokenizer, model)
         self.folder, self.variables = folder, variables
 
     def answer(self, problems: list[Example], params: Any) -> tuple[list[Sample], list[Sample]]:

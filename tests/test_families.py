@@ -259,8 +259,3 @@ def test_the_id_that_ends_a_reply_is_the_templates_own(tokenizer):
     endless = copy.deepcopy(tokenizer)
     endless.chat_template = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
     assert chat_template.end_of_turn(endless) is None
-
-
-def test_an_end_of_replies_that_is_no_end_id_is_told(tokenizer):
-    said = "the chat template ends a reply with '<|im_end|>', id 2, and the end ids are [0]: add it to eos_token_id"
-    assert not chat_template.unknown_end(tokenizer, (2,)) and said in chat_template.unknown_end(tokenizer, (0,))

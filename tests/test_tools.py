@@ -186,7 +186,7 @@ def test_a_long_result_is_cut_to_its_tokens_and_says_so(talker):
 
 def box_of(talker, tools=(), environments=None, **settings):
     config = Config.of(**{"tool_timeout": 5.0} | settings)
-    model = SimpleNamespace(max_position_embeddings=1000, eos_ids=(talker.eos_token_id,))
+    model = SimpleNamespace(max_position_embeddings=1000, end_ids=(talker.eos_token_id,))
     return episodes.Toolbox(config, {tool.__name__: tool for tool in tools}, environments or {}, talker, model)
 
 

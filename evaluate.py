@@ -330,6 +330,7 @@ def load_policy(
     """Model with adapter, tokenizer, and whether switching adapters restores the untrained one; start: its adapter."""
     if adapter is None or adapters.is_whole(adapter):
         return *gwen.load(name, adapter=adapter, end_tokens=end_tokens), adapter is None
+    gwen.tell_other_base(adapter, name)
     model, tokenizer = gwen.load(name, end_tokens=end_tokens)
     lora.attach(model, adapter, start)
     return model, tokenizer, True

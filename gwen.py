@@ -25,14 +25,13 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from disk import adapters, hub
+from disk import adapters, ends, hub
 from flags import Parser, fail, in_one_line, load_yaml
 from kv_cache import CAUSAL, Cache, DeltaState, KVCache, Layout, SlotCache
 from layers import attention, delta, lm_head, ops, probe, softmax
 from layers.tree_cache import TreeLayer
 from machine import alive, cpu, gpu, kernels, memory, versions
 from machine.output import guarded
-from problems import ends
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 
@@ -375,7 +374,7 @@ def load_model(
     if num_skipped:
         print(f"gwen: {directory}: {num_skipped} tensors, not of language, are left out", file=sys.stderr)
     if config.tie_word_embeddings:
-        weights.pop("lm_head.weight", None)
+        drop_tied_head(directory, weights)
     model = Model(config)  # lazy: its random weights are replaced before they are computed
     ways = hub.packings(weights, config)
     if packed:
@@ -400,6 +399,23 @@ def load_model(
             mx.eval(part.parameters())
         check_kernels(model)
     return model
+
+
+def drop_tied_head(directory: Path, weights: dict[str, mx.array]) -> None:
+    """
+    Removes the head's tensors where the model takes its embedding for a head.
+
+    Raises ValueError for a head of its own: other programs would use either of the two, and training only one.
+    """
+    for name in sorted(name for name in weights if name.startswith("lm_head.")):
+        head = weights.pop(name)
+        twin = name.replace("lm_head.", "model.embed_tokens.")
+        embedding = weights.get(twin)
+        if embedding is None or head.shape != embedding.shape or not mx.array_equal(head, embedding, equal_nan=True):
+            fix = "set tie_word_embeddings to false in config.json to use it, or remove the tensor"
+            raise ValueError(
+                f"{directory}: {name} differs from {twin}, and tie_word_embeddings is true or the default; {fix}"
+            )
 
 
 def keep_packed(model: Model, ways: dict[str, dict[str, Any]]) -> None:
@@ -563,7 +579,7 @@ def load(
 
     adapter: a run, a checkpoint or a directory of mlx_lm's layout, whose weights are merged in. frozen: a judge or a
     teacher, whose weights of few bits stay packed on a GPU; a CPU multiplies by packed ones 4 to 40 times slower.
-    end_tokens: further tokens that end a completion, see `problems.ends`.
+    end_tokens: further tokens that end a completion, see `disk.ends`.
     ValueError names what is wrong.
     """
     if str(path_or_id).startswith("random:"):
@@ -573,6 +589,8 @@ def load(
         other_end_ids = tuple(ends.ids_of(tokenizer, end_tokens))
         model.config = dataclasses.replace(model.config, other_end_ids=other_end_ids)
         return model, tokenizer
+    if adapter is not None:
+        tell_other_base(adapter, path_or_id)
     with alive.doing(f"loading {path_or_id}"):
         directory = hub.find(path_or_id)
         model = load_model(directory, dtype, adapter, packed=frozen and gpu.on_gpu())
@@ -594,6 +612,13 @@ def with_ends(
         raise ValueError(f"--model {name}: {error}") from error
     tell_once(f"gwen: {name}: {ends.note(whole, tokenizer, sources)}" if sources else "")
     return whole
+
+
+def tell_other_base(adapter: str | Path, name: str | Path, flag: str = "--adapter") -> None:
+    """Prints a line where an adapter was trained on another model than it is put on."""
+    if base := adapters.other_base(adapter, name):
+        fix = f"--model {base} is the one that it fits"
+        tell_once(f"gwen: {flag} {adapter} was trained on {base}, and the model is {name}; {fix}")
 
 
 @functools.cache

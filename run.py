@@ -104,6 +104,8 @@ class Run:
             path = str(kept) if kept.is_dir() else settings.init_adapter
             with gwen.named_by("--init-adapter", "--adapter"):
                 begun = world.first(lambda: lora.read(self.model, path))
+                if not kept.is_dir():
+                    gwen.tell_other_base(path, settings.name, "--init-adapter")
         shape = settings.lora_rank, settings.lora_scale, settings.lora_targets
         lora.apply(self.model, *shape, self.config.sampling.seed)
         if begun is not None:

@@ -23,7 +23,7 @@ import sampler
 import tasks
 from config import SETTINGS, TOOLS, Config
 from deploy import command
-from disk import run_files
+from disk import ends, run_files
 from flags import Parser, add_flags, check_least, flag_of, in_one_line, visible
 from kv_cache import KVCache
 from machine import gpu
@@ -62,7 +62,7 @@ class Side:
         self.cache = KVCache(self.model.config.layer_kinds)
         self.forward: Callable[..., mx.array] = gwen.decode_step(self.model)
         self.turn: list[int] = []  # the ids of its newest turn
-        self.end = chat_template.end_of_turn(self.tokenizer) or eos_ids[0]
+        self.end = ends.end_of_reply(self.tokenizer) or eos_ids[0]
         self.ends = {*eos_ids, self.end}  # a base model has others than its template
         self.frames = Frames(self.tokenizer, sorted(self.ends), thinking=self.thinking)
 
@@ -245,8 +245,8 @@ def sample(args: argparse.Namespace) -> None:
     else:
         model, tokenizer = gwen.load(name, adapter=adapter, end_tokens=args.end_tokens)
     config, box = toolbox(args, name, why, tokenizer, model)
-    ends, stop = model.config.end_ids, sampler.Stop(args.stop, tokenizer) if args.stop else None
-    params, note = sampler.SamplingParams(args.max_tokens, args.temp, eos_ids=ends, stop=stop), ""
+    end_ids, stop = model.config.end_ids, sampler.Stop(args.stop, tokenizer) if args.stop else None
+    params, note = sampler.SamplingParams(args.max_tokens, args.temp, eos_ids=end_ids, stop=stop), ""
     opening = [] if args.system is None else [{"role": "system", "content": args.system}]
     if (args.chat or args.prompt) and args.run and args.system is None:
         opening, note = command.trained_opening(checked(load_recipe(run_files.config_file(args.run))))
@@ -274,7 +274,7 @@ def sample(args: argparse.Namespace) -> None:
         limits: dict[str, Any] = {"max_tokens": args.max_tokens, "context": context, "kind": "prompt"}
         prompts = chat_template.encode_prompts(tokenizer, problems, thinking=args.thinking, **limits)
         result = sampler.rollout(model, prompts, params, group_size=size, key=args.seed)
-        print(visible("\n".join(sampler.texts(tokenizer, result, ends))))
+        print(visible("\n".join(sampler.texts(tokenizer, result, end_ids))))
 
 
 def toolbox(

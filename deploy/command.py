@@ -237,6 +237,8 @@ def export_peft(name: str | None, adapter: str, out: Path) -> str:
     """Writes the adapter alone, with a base that other programs can open where there is one."""
     read = adapters.read(adapter)
     base, note = name or read.base, ""
+    if base:
+        gwen.tell_other_base(adapter, base)
     if base and hub.is_gguf(base):
         note = f"; other programs do not open {base} as its base: give them the whole model, by --fuse"
     base = str(hub.BUNDLED[base]) if base in hub.BUNDLED else base
@@ -255,6 +257,7 @@ def export_gguf(
 ) -> str:
     """Writes the merged model as a GGUF file of that title, with a Modelfile; trained, end_tokens: as of `fuse`."""
     name, _ = gwen.choose_model(name, adapter)
+    gwen.tell_other_base(adapter, name)
     directory = hub.find(name)
     model, tokenizer = gwen.load_model(directory, mx.float32, adapter, lazy=True), hub.load_tokenizer(directory)
     config = gwen.with_ends(model.config, tokenizer, name, end_tokens)

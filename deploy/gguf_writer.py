@@ -22,6 +22,7 @@ import numpy as np
 from disk import gguf as reader
 from disk.hub import ModelConfig
 from layers.ops import Rope
+from problems import chat_template
 
 LABELS = {16: "F16", 8: "Q8_0", 4: "Q4_K_M"}
 ROPE_FACTORS = "rope_freqs.weight"  # (D / 2,) what Llama 3 divides the frequencies by
@@ -119,7 +120,8 @@ def metadata_of(config: ModelConfig, tokenizer: Any) -> dict[str, Any]:
     kind, scaling = config.model_type, config.rope_scaling or {}
     if kind not in reader.ARCHITECTURES:
         known = ", ".join(reader.ARCHITECTURES)
-        raise ValueError(f"--export gguf: {config.family.members} is not written yet, only {known}; use --fuse")
+        fix = "use --fuse, and llama.cpp's convert_hf_to_gguf.py on what it writes"
+        raise ValueError(f"--export gguf: {config.family.members} is not written yet, only {known}; {fix}")
     backend = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
     names = {number: token for token, number in tokenizer.get_vocab().items()}
     added = {number: token.special for number, token in tokenizer.added_tokens_decoder.items()}
@@ -134,7 +136,7 @@ def metadata_of(config: ModelConfig, tokenizer: Any) -> dict[str, Any]:
             int(kinds[added.get(one)] if one in names else gguf.TokenType.UNUSED) for one in ids
         ],
         "tokenizer.ggml.merges": [one if isinstance(one, str) else " ".join(one) for one in backend["merges"]],
-        "tokenizer.ggml.add_bos_token": tokenizer.encode("a")[:1] == [tokenizer.bos_token_id],
+        "tokenizer.ggml.add_bos_token": prompts_begin_with_bos(tokenizer),
         "tokenizer.chat_template": templates["default"] if isinstance(templates, dict) else templates,
     }
     ends = [one for one in (tokenizer.eos_token_id, *config.eos_ids) if one in config.eos_ids]
@@ -147,6 +149,16 @@ def metadata_of(config: ModelConfig, tokenizer: Any) -> dict[str, Any]:
         named |= {f"beta_{end}": f"yarn_beta_{end}" for end in ("fast", "slow")}
         metadata |= {f"{kind}.rope.scaling.{theirs}": scaling[ours] for ours, theirs in named.items()}
     return metadata
+
+
+def prompts_begin_with_bos(tokenizer: Any) -> bool:
+    """
+    Whether the prompts of training begin with the tokenizer's first token.
+
+    Training takes the template's text as it is. A program that reads a GGUF file puts the token in front where the file
+    says so, whatever the template writes.
+    """
+    return chat_template.chat_ids(tokenizer, "Hi")[:1] == [tokenizer.bos_token_id]
 
 
 def split_of(tokenizer: Any) -> str:

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from config import Config
+from deploy.gguf_writer import prompts_begin_with_bos
+from disk.ends import end_of_reply
 from problems import chat_template
 
 # Ollama's defaults draw at temperature 0.8, cut the tail and punish repetition.
@@ -69,7 +71,7 @@ def rendered(tokenizer: Any, texts: Sequence[str], system: str | None = None, op
     """What the template makes of texts, the user's and the assistant's in turn, but for what llama.cpp begins with."""
     said = [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(texts)]
     text = chat_template.render(tokenizer, chat_template.messages(said, system), None, opened=opened)
-    return text.removeprefix(tokenizer.bos_token) if tokenizer.encode("a")[:1] == [tokenizer.bos_token_id] else text
+    return text.removeprefix(tokenizer.bos_token) if prompts_begin_with_bos(tokenizer) else text
 
 
 def cut(tokenizer: Any, marks: list[str], system: str | None = None, opened: bool = True) -> list[str]:
@@ -121,7 +123,7 @@ def write_modelfile(folder: Path, tokenizer: Any, ends: Sequence[int], trained: 
     ends: ids that end an answer. trained: a run, whose limits it keeps. shots: what a talk begins with.
     """
     (file,) = folder.glob("*.gguf")
-    lines, end = MODELFILE.format(file=file.name), chat_template.end_of_turn(tokenizer)
+    lines, end = MODELFILE.format(file=file.name), end_of_reply(tokenizer)
     stops = [tokenizer.decode([one]) for one in dict.fromkeys([*ends, *([] if end is None else [end])])]
     if trained:
         stops += trained.sampling.stop

@@ -61,6 +61,21 @@ def base_of(path: str | Path) -> str:
     return name
 
 
+def other_base(path: str | Path, model: str | Path) -> str:
+    """The base that an adapter names, where that is another model than this; empty where it is, or none is named."""
+    base, name = _base(_opened(path)[1]), str(model)
+    if base is None or _plain_name(base) == _plain_name(name):
+        return ""
+    places = [Path(hub.BUNDLED.get(one, one)) for one in (base, name)]
+    is_same_place = all(place.exists() for place in places) and places[0].samefile(places[1])
+    return "" if is_same_place else base
+
+
+def _plain_name(model: str) -> str:
+    """A model's name without owner, folder and revision: a local copy is named as on the hub."""
+    return Path(model.partition("@")[0]).name.lower()
+
+
 def is_whole(path: str | Path) -> bool:
     """Whether an adapter is "full", all weights of its model. Raises ValueError if it is neither that nor "lora"."""
     return _opened(path)[1].get("fine_tune_type") == "full"

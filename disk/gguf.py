@@ -88,6 +88,7 @@ def opened(path: Path) -> Any:
     """A file as the package reads it, `fields` and `tensors`. ValueError without the package, or for no whole file."""
     if importlib.util.find_spec("gguf") is None:
         raise ValueError(f"--model {path} needs the package gguf; begin the command with: uv run --extra gguf")
+    hub.refuse_pointer(path)
     import gguf
 
     class Reader(gguf.GGUFReader):

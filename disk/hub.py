@@ -11,6 +11,7 @@ import importlib.util
 import itertools
 import os
 import re
+import shlex
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,7 +100,7 @@ class ModelConfig:
     rope_scaling: dict[str, Any] | None  # its `rope_type` and numbers; None: there is none
     rotary_dim: int  # the first of a head's dims, which positions rotate
     delta: DeltaSizes | None  # of layers with linear attention
-    eos_ids: tuple[int, ...]  # what a reply ends with; of files alone until `problems.ends.with_ends`
+    eos_ids: tuple[int, ...]  # what a reply ends with; of files alone until `disk.ends.with_ends`
     packing: dict[str, Any] | None  # `group_size`, `bits`, `mode`, of modules by name where they differ; see `unpack`
     raw: dict[str, Any]
     # further ids that end a completion; no part of the representation, from which resumed runs tell models apart
@@ -278,6 +279,8 @@ def to_raw(config: ModelConfig, dtype: mx.Dtype) -> dict[str, Any]:
     if not config.family.is_hybrid:
         return raw
     del raw["rope_scaling"]
+    if "mtp_num_hidden_layers" in raw:  # they are not loaded, and llama.cpp's converter would look for them
+        raw["mtp_num_hidden_layers"] = 0
     rope = {"rope_theta": raw.pop("rope_theta"), "partial_rotary_factor": config.rotary_dim / config.head_dim}
     raw |= {
         "model_type": TEXT_PART,
@@ -412,8 +415,24 @@ def first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
+POINTER = b"version https://git-lfs.github.com/spec/"  # what a pointer of Git LFS begins with
+
+
+def refuse_pointer(path: Path) -> None:
+    """Raises ValueError for a pointer of Git LFS, the few lines that stand for a file that was not downloaded."""
+    try:
+        with path.open("rb") as file:
+            beginning = file.read(len(POINTER))
+    except OSError:  # who reads the file says why
+        return
+    if beginning == POINTER:
+        fix = f"fetch the file: git -C {shlex.quote(str(path.parent))} lfs pull"
+        raise ValueError(f"{path} is a pointer of Git LFS and not the file itself; {fix}")
+
+
 def load_object(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises ValueError if the file is unreadable or has other content."""
+    refuse_pointer(path)
     try:
         content = read_json(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
@@ -425,6 +444,9 @@ def load_object(path: Path) -> dict[str, Any]:
 
 def load_tensors(path: Path) -> dict[str, mx.array]:
     """The tensors of a safetensors file, by name. Raises ValueError if it is missing, truncated or invalid."""
+    refuse_pointer(path)
+    if not path.is_file():
+        raise ValueError(f"{path} is not there; the download or copy is incomplete")
     try:
         tensors = mx.load(str(path), format="safetensors")
     except RuntimeError as error:
@@ -439,9 +461,21 @@ def load_config(directory: Path) -> ModelConfig:
         is_adapter = (directory / "adapter_config.json").is_file()
         of_model = "--model takes a Hugging Face model directory"
         fix = f"it is an adapter: name its base, and --init-adapter {directory}" if is_adapter else of_model
-        raise ValueError(f"{directory} has no config.json; {fix}")
+        raise ValueError(f"{directory} has no config.json; {other_weights(directory) or fix}")
     generation = directory / "generation_config.json"
     return make_config(load_object(directory / "config.json"), load_object(generation) if generation.is_file() else {})
+
+
+def other_weights(directory: Path) -> str:
+    """What to do with the weights of a directory that has none in safetensors; empty where it has no others either."""
+    if files := sorted(directory.glob("*.gguf")):
+        return f"it has {files[0].name}: name the file, --model {shlex.quote(str(files[0]))}"
+    pickles = sorted(path.name for kind in PICKLES for path in directory.glob(f"*{kind}"))
+    if not pickles:
+        return ""
+    place = repr(str(directory))
+    convert = f"AutoModelForCausalLM.from_pretrained({place}).save_pretrained({place})"
+    return f"it has {pickles[0]}, a pickle, which may run code and is not read; convert it by transformers: {convert}"
 
 
 def load_weights(directory: Path, dtype: mx.Dtype = mx.float32) -> dict[str, mx.array]:
@@ -453,9 +487,11 @@ def load_weights(directory: Path, dtype: mx.Dtype = mx.float32) -> dict[str, mx.
     index, named = directory / "model.safetensors.index.json", r'"(model[^"/]*\.safetensors)"'
     shards = {path.name for path in directory.glob("model*.safetensors")}
     if index.is_file():  # other files may lie beside those of this model
+        refuse_pointer(index)
         shards = set(re.findall(named, index.read_text(errors="replace")))
     if not shards:
-        raise ValueError(f"{directory} has no model*.safetensors, or its index names none")
+        fix = other_weights(directory) or "take a model that has them; weights in .bin files are not read"
+        raise ValueError(f"{directory} has no model*.safetensors, or its index names none; {fix}")
     weights: dict[str, mx.array] = {}
     for name in sorted(shards):
         weights |= load_tensors(directory / name)
@@ -467,6 +503,9 @@ def load_tokenizer(directory: str | Path) -> Any:
     if not any((Path(directory) / name).is_file() for name in ("tokenizer.json", "vocab.json")):
         # transformers would make an empty tokenizer that encodes every text to no tokens
         raise ValueError(f"{directory} has no tokenizer.json")
+    for kind in TOKENIZER_FILES:
+        for path in sorted(Path(directory).glob(kind)):
+            refuse_pointer(path)
     from transformers import AutoTokenizer  # here: importing it takes seconds
 
     try:
@@ -482,6 +521,7 @@ BUNDLED = {"demo": _DEMOS / "model", "demo:rg": _DEMOS / "rg", "demo:tools": _DE
 DEMO = BUNDLED["demo"]
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
 TOKENIZER_FILES = ["*.json", "*.jinja", "merges.txt"]  # and the configuration
+PICKLES = (".bin", ".bin.index.json", ".pt", ".pth", ".ckpt")  # ends of names of weights that are not read
 HUB_FILES = [*TOKENIZER_FILES, "model*.safetensors"]  # no pickles, no code
 
 

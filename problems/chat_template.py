@@ -61,8 +61,11 @@ def render(
 
     thinking: None is the template's own choice. tools: JSON schemas. variables: what it gets besides, a row's
     `chat_template_kwargs`; one of them may be `enable_thinking`.
-    Templates that do not know a variable ignore it. Raises ValueError where the template fails.
+    Templates that do not know a variable ignore it. Raises ValueError where the template fails, or there is none.
     """
+    if not tokenizer.chat_template:
+        fix = "take the instruct version of the model, or add chat_template.jinja to its folder"
+        raise ValueError(f"{tokenizer.name_or_path} has no chat template, as base models; {fix}")
     if variables:
         variables = as_text(tokenizer, [variables])[0]
         if taken := sorted(variables.keys() & inspect.signature(tokenizer.apply_chat_template).parameters.keys()):
@@ -126,13 +129,6 @@ def write_into(tokenizer: Any, system: str | None, thinking: bool) -> str:
     if any(chat_ids(tokenizer, user, thinking=theirs) != wanted for theirs in others):
         raise ValueError("no template gives other programs training's prompts; --keep-template leaves the base's")
     return " and ".join(said)
-
-
-def end_of_turn(tokenizer: Any) -> int | None:
-    """The id by which the template ends a reply, if by any. Raises ValueError as `render` does."""
-    talk = [*messages("one", None), {"role": "assistant", "content": "two"}]
-    ids = encode(tokenizer, render(tokenizer, talk, False, opened=False).rpartition("two")[2])
-    return next((one for one in ids if one in tokenizer.added_tokens_decoder), None)
 
 
 def encode_prompts(

@@ -38,7 +38,17 @@ def examine(
     """
     last, is_early, found = steps[-FEW:], len(steps) < FEW, dict[str, str]()
 
-    if cut := cut_off(steps, evaluations, settings or {}):
+    shares = control_shares(last)
+    token = max(shares, key=lambda name: shares[name], default="")
+    if shares.get(token, 0.0) > MOST_CONTROL:
+        found["control token"] = (
+            f"{shares[token]:.0%} of the completions of the last {len(last)} steps hold the control token {token!r}, which "
+            f"ends none and is left out of texts. If it should end them, start again with --end-tokens '{token}'; "
+            "else look at `ids` in rollouts.jsonl, and at whether the model is of this chat template"
+        )
+
+    cut = cut_off(steps, evaluations, settings or {})
+    if cut and "control token" not in found:
         found["truncated"] = cut
 
     groups = measured(last, "sampling/signal_groups")
@@ -70,15 +80,6 @@ def examine(
         found["nothing moves"] = (
             f"{STILL} updates in a row changed the answers by {sum(moved) / STILL:.1g} nats a token, which is "
             "rounding. Try a --learning-rate ten times as high; recipes/ has usual rates"
-        )
-
-    shares = control_shares(last)
-    token = max(shares, key=lambda name: shares[name], default="")
-    if not is_early and shares.get(token, 0.0) > MOST_CONTROL:
-        found["control token"] = (
-            f"{shares[token]:.0%} of the completions of the last {FEW} steps hold the control token {token!r}, which "
-            f"ends none and is left out of texts. If it should end them, start again with --end-tokens '{token}'; "
-            "else look at `ids` in rollouts.jsonl, and at whether the model is of this chat template"
         )
 
     tokens = [step.get("completion/mean_tokens") or 1 for step in steps]

@@ -19,9 +19,9 @@ import grpo
 import gwen
 import sampler
 from config import Config
+from disk import ends
 from judging.rubrics import Grader, Judgement
 from machine import memory, world
-from problems import ends
 from problems.episodes import Episodes, Toolbox
 from problems.examples import Example, prompt_text
 from problems.rewards import Logged, Reward, call_rewards

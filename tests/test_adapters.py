@@ -9,9 +9,10 @@ from conftest import message_of
 from extras import needs
 from test_lora import TOKENS, adapted
 
+import evaluate
 import gwen
 import lora
-from disk import adapters
+from disk import adapters, hub
 
 WEIGHTS = {"mlx_lm": "adapters.safetensors", "peft": "adapter_model.safetensors"}
 
@@ -139,3 +140,45 @@ def test_peft_gives_the_same_logits(checkpoints, family, targets, tmp_path):
     near = 1e-4 if model.config.delta is None else 1e-3  # the hybrid's random weights magnify roundings
     np.testing.assert_allclose(np.array(model(TOKENS)), theirs, atol=near, rtol=near)
     assert np.abs(theirs - np.array(gwen.load_model(directory)(TOKENS))).max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("base", "model", "is_other"),
+    [
+        ("Qwen/Qwen3-0.6B", "demo", True),
+        ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B-Base", True),
+        ("demo", "demo:rg", True),
+        ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B", False),
+        ("Qwen/Qwen3-0.6B@" + "1" * 40, "/models/Qwen3-0.6B", False),  # a local copy
+        ("demo", str(hub.DEMO), False),
+        (None, "demo", False),
+    ],
+)
+def test_an_adapter_of_another_base_is_told_with_both_names(tmp_path, capsys, base, model, is_other):
+    for layout, key in (("mlx_lm", "model"), ("peft", "base_model_name_or_path")):
+        (tmp_path / layout).mkdir()
+        config = {key: base} | ({"peft_type": "LORA"} if layout == "peft" else {})
+        (tmp_path / layout / "adapter_config.json").write_text(json.dumps(config))
+        gwen.tell_other_base(tmp_path / layout, model, "--init-adapter")
+        told = capsys.readouterr().err
+        if is_other:
+            assert told.count("\n") == 1 and base in told and model in told and "--init-adapter" in told
+        else:
+            assert told == ""
+
+
+def test_every_way_to_put_an_adapter_on_another_base_tells_of_it(tmp_path, capsys):
+    model, _ = gwen.load("demo")
+    lora.apply(model, 2, 2.0)
+    lora.save_adapter(model, tmp_path / "other", "Qwen/Qwen3-0.6B")
+    for number, flags in enumerate((["--fuse"], ["--export", "peft"])):
+        gwen.tell_once.cache_clear()
+        out = tmp_path / str(number)
+        lora.main([*flags, "--adapter", str(tmp_path / "other"), "--model", "demo", "--out", str(out)])
+        told = capsys.readouterr().err
+        assert "Qwen/Qwen3-0.6B" in told and "demo" in told, flags
+    other = str(tmp_path / "other")
+    for load in (lambda: gwen.load("demo", adapter=other), lambda: evaluate.load_policy("demo", other)):
+        gwen.tell_once.cache_clear()
+        load()
+        assert "Qwen/Qwen3-0.6B" in capsys.readouterr().err

@@ -11,8 +11,8 @@ from conftest import message_of, read_log
 import gwen
 import sampler
 import train
-from disk import hub
-from problems import chat_template, ends
+from disk import ends, hub
+from problems import chat_template
 from reporting import health
 
 IM_END, ENDOFTEXT, CLOSED_THOUGHT = 639, 637, 641

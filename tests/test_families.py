@@ -24,7 +24,7 @@ import evaluate
 import gwen
 import lora
 import sampler
-from disk import hub, run_files
+from disk import ends, hub, run_files
 from layers.tree_cache import TreeCache
 from problems import chat_template
 
@@ -255,7 +255,7 @@ def test_a_template_that_writes_the_date_writes_that_on_which_its_run_began(toke
 
 
 def test_the_id_that_ends_a_reply_is_the_templates_own(tokenizer):
-    assert chat_template.end_of_turn(tokenizer) == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert ends.end_of_reply(tokenizer) == tokenizer.convert_tokens_to_ids("<|im_end|>")
     endless = copy.deepcopy(tokenizer)
     endless.chat_template = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
-    assert chat_template.end_of_turn(endless) is None
+    assert ends.end_of_reply(endless) is None

@@ -320,3 +320,27 @@ def test_the_command_writes_a_run_s_model_with_its_template_and_a_modelfile(gold
     trained, its = gwen.load("demo", mx.float32, run / "adapter")
     assert relative_error(read(TOKENS), trained(TOKENS)) < 0.05
     assert chat_template.chat_ids(tokenizer, "Hi", thinking=None) == chat_template.chat_ids(its, "Hi", thinking=False)
+
+
+BOS_TEMPLATES = {  # and whether a prompt of training begins with the tokenizer's first token
+    "{{ bos_token }}": True,
+    "": False,
+    "{{ bos_token if messages[0].role == 'system' }}": False,
+    "<|endoftext|>": True,
+}
+
+
+@pytest.mark.parametrize("front", BOS_TEMPLATES)
+@pytest.mark.parametrize("split", ["llama-bpe", "qwen2"])  # a tokenizer that adds a first token itself, and one without
+def test_a_written_file_puts_a_token_in_front_only_where_prompts_of_training_begin_with_it(
+    write, tokenizer_like, front, split
+):
+    tokenizer = tokenizer_like(split)
+    tokenizer.chat_template = front + tokenizer.chat_template
+    path = write(CONFIGS["llama"], split, tokenizer=tokenizer).path
+    fields = gguf.opened(path).fields
+    is_added = fields["tokenizer.ggml.add_bos_token"].contents()
+    ids = chat_template.chat_ids(tokenizer, "one")
+    assert is_added == (tokenizer.bos_token_id is not None and ids[0] == tokenizer.bos_token_id)
+    if split == "llama-bpe":
+        assert is_added == BOS_TEMPLATES[front]

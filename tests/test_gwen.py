@@ -280,13 +280,34 @@ def test_weights_that_do_not_fit_are_named(directory, changes, match):
         gwen.load_model(directory)
 
 
-@pytest.mark.parametrize(
-    ("name", "shape"), [("model.layers.0.self_attn.rotary_emb.inv_freq", (16,)), ("lm_head.weight", (320, 48))]
-)
-def test_tables_of_rotary_frequencies_and_a_head_beside_a_tied_embedding_are_ignored(directory, name, shape):
+def test_tables_of_rotary_frequencies_and_a_head_equal_to_a_tied_embedding_are_ignored(directory):
     plain = gwen.load_model(directory, mx.float32)(TOKENS)
-    change_weights(directory, {name: mx.zeros(shape)})
+    embedding = mx.load(str(directory / "model.safetensors"))["model.embed_tokens.weight"]
+    table = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    change_weights(directory, {table: mx.zeros((16,)), "lm_head.weight": embedding})
     assert mx.array_equal(gwen.load_model(directory, mx.float32)(TOKENS), plain)
+
+
+@pytest.mark.parametrize("change", ["another head", "two rows swapped", "fewer rows"])
+def test_a_head_beside_a_tied_embedding_is_refused_and_used_where_nothing_ties_them(directory, change):
+    head = np.array(mx.load(str(directory / "model.safetensors"))["model.embed_tokens.weight"])
+    if change == "another head":
+        head = np.zeros_like(head)
+    elif change == "two rows swapped":
+        head[[7, 9]] = head[[9, 7]]
+    else:
+        head = head[:-1]
+    tied = gwen.load_model(directory, mx.float32)(TOKENS)
+    change_weights(directory, {"lm_head.weight": mx.array(head)})
+    with raises_one_line("lm_head.weight .*tie_word_embeddings"):
+        gwen.load_model(directory)
+    raw = json.loads((directory / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (directory / "config.json").write_text(json.dumps(raw))
+    if change == "two rows swapped":
+        own = np.array(gwen.load_model(directory, mx.float32)(TOKENS))
+        expected = np.array(tied)
+        expected[..., [7, 9]] = expected[..., [9, 7]]
+        np.testing.assert_allclose(own, expected, atol=1e-5)
 
 
 JSON = st.sampled_from([0, 1, 2, 4, 32, 64]) | json_values(*YARN, "type", "rope_theta")

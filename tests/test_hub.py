@@ -249,3 +249,58 @@ def test_a_first_use_says_its_size_and_fetches_neither_pickles_nor_programs(monk
     assert hub.find(QWEN) == tmp_path and fetched == given[:3]
     assert capsys.readouterr().err.startswith(f"downloading {QWEN}: 3 GB, once, to ")
     assert message_of(hub.find, f"{QWEN}@v9") == f"--model {QWEN}@v9: the hub shows you no such model or revision"
+
+
+# ---- folders that are not what they look like
+
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 1503300328\n"
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
+)
+def test_a_pointer_of_git_lfs_is_named_with_the_command_that_fetches_the_file(tmp_path, name):
+    folder = shutil.copytree(hub.DEMO, tmp_path / "model")
+    (folder / name).write_text(LFS)
+    said = message_of(gwen.load, folder)
+    assert str(folder / name) in said and "lfs pull" in said and "\n" not in said
+
+
+def test_a_pointer_among_shards_or_in_place_of_their_index_is_named(tmp_path):
+    folder = write_checkpoint(tmp_path / "model", QWEN3, num_shards=2)
+    for name in ("model-00002-of-00002.safetensors", "model.safetensors.index.json"):
+        content = (folder / name).read_bytes()
+        (folder / name).write_text(LFS)
+        assert name in message_of(hub.load_weights, folder) and "lfs pull" in message_of(hub.load_weights, folder)
+        (folder / name).write_bytes(content)
+    (folder / "model-00001-of-00002.safetensors").unlink()
+    assert "model-00001-of-00002.safetensors is not there" in message_of(hub.load_weights, folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("pytorch_model.bin", "save_pretrained"),
+        ("pytorch_model-00001-of-00002.bin", "save_pretrained"),
+        ("pytorch_model.bin.index.json", "save_pretrained"),
+        ("consolidated.00.pth", "save_pretrained"),
+        ("model-Q8_0.gguf", "--model"),
+    ],
+)
+def test_weights_in_another_form_are_named_with_the_way_to_use_them(tmp_path, name, fix):
+    folder = write_checkpoint(tmp_path / "model", QWEN3)
+    (folder / "model.safetensors").unlink()
+    (folder / name).write_bytes(b"")
+    said = message_of(hub.load_weights, folder)
+    assert name in said and fix in said
+
+
+def test_a_model_without_a_chat_template_is_refused_by_that_and_takes_one_from_a_file(tmp_path):
+    folder = shutil.copytree(hub.DEMO, tmp_path / "model")
+    template = (folder / "chat_template.jinja").read_text()
+    (folder / "chat_template.jinja").unlink()
+    _, tokenizer = gwen.load(folder)
+    said = message_of(chat_template.chat_ids, tokenizer, "Hi")
+    assert str(folder) in said and "chat_template.jinja" in said and len(said) < 300
+    (folder / "chat_template.jinja").write_text(template)
+    assert chat_template.chat_ids(gwen.load(folder)[1], "Hi") == chat_template.chat_ids(gwen.load("demo")[1], "Hi")

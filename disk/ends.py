@@ -7,14 +7,12 @@ tokenizer's padding, at control tokens that are known as ends, and at those of `
 Left out: texts that end a completion (sampler.py).
 """
 
-import contextlib
 import dataclasses
+import difflib
 from collections.abc import Collection, Sequence
 from typing import Any
 
 from disk.hub import ModelConfig
-from problems import chat_template
-from problems.examples import nearest, short
 
 # Source: https://github.com/ggml-org/llama.cpp, src/llama-vocab.cpp: the texts that end a generation there.
 KNOWN_ENDS = {
@@ -50,9 +48,23 @@ def ids_of(tokenizer: Any, end_tokens: Sequence[str]) -> list[int]:
         elif token.isdecimal() and int(token) in ids:
             numbers.append(int(token))
         else:
-            close = nearest(token[:40], special_tokens(tokenizer).values())
-            raise ValueError(f"--end-tokens {short(token)}: the vocabulary has no such token or id{close}")
+            close = difflib.get_close_matches(token, special_tokens(tokenizer).values(), n=1)
+            fix = f", did you mean {close[0]!r}?" if close else ""
+            raise ValueError(f"--end-tokens {token!r:.60}: the vocabulary has no such token or id{fix}")
     return numbers
+
+
+def end_of_reply(tokenizer: Any) -> int | None:
+    """The id by which the chat template ends a reply; None without a template, and where it ends none by a token."""
+    talk = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+    if not tokenizer.chat_template:
+        return None
+    try:
+        text = tokenizer.apply_chat_template(talk, tokenize=False, enable_thinking=False)
+    except Exception:  # a template may raise what it likes; who renders a prompt says so
+        return None
+    ids = tokenizer.encode(text.rpartition("two")[2], add_special_tokens=False)
+    return next((number for number in ids if number in tokenizer.added_tokens_decoder), None)
 
 
 def with_ends(
@@ -72,9 +84,7 @@ def with_ends(
             sources[number] = source
 
     add_eos(tokenizer.eos_token_id, "the tokenizer's eos_token")
-    if tokenizer.chat_template:
-        with contextlib.suppress(ValueError):  # a template may refuse the talk that is tried
-            add_eos(chat_template.end_of_turn(tokenizer), "the chat template ends a reply with it")
+    add_eos(end_of_reply(tokenizer), "the chat template ends a reply with it")
 
     others = dict.fromkeys(ids_of(tokenizer, end_tokens), "as --end-tokens says")
     for number, token in special.items():

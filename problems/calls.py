@@ -4,7 +4,8 @@ template's format, and the ids between two turns.
 
 mlx_lm reads the calls. `json_tools`: <tool_call>{"name": …, "arguments": {…}}</tool_call> (Qwen2.5, Qwen3).
 `qwen3_coder`: <tool_call><function=…><parameter=…>…</parameter></function></tool_call> (Qwen3-Coder, Qwen3.5). A call
-that cannot be read says why, and the model is told. Token in, token out: what the model wrote is never rendered again.
+that cannot be read says why, and the model is told; so is a result that the model wrote itself. Token in, token out:
+what the model wrote is never rendered again.
 Left out: calling (episodes.py).
 """
 
@@ -74,6 +75,7 @@ def pays_turns(kind: type) -> bool:
 
 
 FORMATS = {"<function=": "qwen3_coder", "<tool_call>": "json_tools"}  # what a chat template has -> its reader in mlx_lm
+RESULT_TAG = "<tool_response>"  # what the templates of both formats put around a tool's result
 CALL_TEXT = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 
 
@@ -88,9 +90,14 @@ def reader_of(template: str | None) -> Callable[..., Any]:
 
 
 def read_calls(text: str, read: Callable[..., Any], schemas: Schemas) -> list[Call]:
-    """The calls of a turn after its thought, in order; each is checked against its schema."""
+    """
+    The calls of a turn after its thought, in order; each is checked against its schema.
+
+    A result that the model wrote itself is a call that cannot be made, see `forged_result`.
+    """
     calls = []
-    for body, end in CALL_TEXT.findall(text.rpartition("</think>")[2]):
+    answer = text.rpartition("</think>")[2]
+    for body, end in CALL_TEXT.findall(answer):
         try:
             made = read(body.strip(), list(schemas.values())) if end else None
             json.dumps(made, allow_nan=False)  # Python reads NaN and 1e999, which no record can hold
@@ -103,7 +110,28 @@ def read_calls(text: str, read: Callable[..., Any], schemas: Schemas) -> list[Ca
                     calls.append(Call(None, None, 'the call is not {"name": "...", "arguments": {...}}'))
         except Exception as error:  # the text is the model's
             calls.append(Call(None, None, f"the call cannot be read: {one_line(error)}"))
+    if forgery := forged_result(answer):
+        calls.append(Call(None, None, forgery))
     return calls
+
+
+def outside_calls(answer: str) -> list[str]:
+    """The texts before, between and behind the calls of a turn, one more than it has calls."""
+    return CALL_TEXT.split(answer)[:: 1 + CALL_TEXT.groups]
+
+
+def forged_result(answer: str) -> str:
+    """
+    What is wrong with a turn in which the model writes what only a tool can know; empty where nothing is.
+
+    That is a result in the template's tags, and any text behind the last call: the turn should end there.
+    """
+    outside = outside_calls(answer)
+    if any(RESULT_TAG in text for text in outside):
+        return f"{RESULT_TAG} is what a tool gives, and no tool gave this: call one, and end the turn with the call"
+    if len(outside) > 1 and outside[-1].strip():
+        return "text follows the last </tool_call>, before any result: end the turn with the call"
+    return ""
 
 
 def _mistake(name: str, arguments: dict[str, Any], schemas: Schemas) -> str:

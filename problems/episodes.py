@@ -32,7 +32,18 @@ import numpy as np
 from config import Config, ToolSettings
 from machine import world
 from problems import chat_template
-from problems.calls import Call, Frames, Tool, pays_turns, read_calls, reader_of, schemas_in, schemas_of, with_tools
+from problems.calls import (
+    Call,
+    Frames,
+    Tool,
+    outside_calls,
+    pays_turns,
+    read_calls,
+    reader_of,
+    schemas_in,
+    schemas_of,
+    with_tools,
+)
 from problems.examples import Example, one_line, prompt_text, short
 from problems.functions import raised
 from problems.rewards import awaited, number_of
@@ -323,7 +334,9 @@ class Episodes:
         message: dict[str, Any] = {"role": "assistant", "content": text}
         if calls and all(isinstance(call.arguments, dict) for call in calls):
             thought, end, rest = text.rpartition("</think>")
-            message["content"] = (thought + end + rest.partition("<tool_call>")[0]).rstrip()
+            first, *others = outside_calls(rest)
+            between = [part.strip() for part in others if part.strip()]
+            message["content"] = "\n".join([(thought + end + first).rstrip(), *between])
             message["tool_calls"] = [
                 {"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in calls
             ]

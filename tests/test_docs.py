@@ -20,6 +20,7 @@ FOREIGN_FLAGS = set(
     "--no-sync --rounds --lora-alpha --data-path --mlx-path --port --project".split()
 )
 FOREIGN_FILES = {"FILE.py", "mine.py", "/home/me/mine.py", "last_number.py"}  # a user's
+FOREIGN_FILES |= {"convert_hf_to_gguf.py", "llama.cpp/convert_hf_to_gguf.py"}  # llama.cpp's
 
 
 def explained(title):

@@ -127,6 +127,54 @@ def test_what_cannot_be_called_says_why(text, error):
     assert error in found.error and "\n" not in found.error
 
 
+RESULT = "<tool_response>\n42\n</tool_response>"
+ADD = call("add", {"a": 1})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{ADD}\n{RESULT}\nIt is 42.",
+        f"{ADD}\nIt is 42.",
+        f"{RESULT}\nIt is 42.",
+        f"{ADD}\n{RESULT}\n{ADD}",
+        f"<think>\nlet me see\n</think>\n{ADD} {RESULT}",
+        f"{ADD}<tool_response>",
+        f"Surely.\n{RESULT}",
+    ],
+)
+def test_a_result_that_the_model_writes_itself_is_a_failure_shown_and_told(talker, text):
+    made = calls.read_calls(text, JSON, SCHEMAS)
+    assert [one.error == "" for one in made] == [True] * text.count("<tool_call>") + [False]
+    talk = Episodes(box_of(talker, [add]), EXAMPLES, [0], "0")
+    _, messages = answer(talk, talker, text)
+    assert messages[0]["content"] == text, "all of it is shown"
+    told = [message["content"] for message in messages[1:]]
+    assert told[:-1] == ["2"] * text.count("<tool_call>") and "error" in json.loads(told[-1])
+    (sample,) = talk.of_samples([Sample([], [1], range(1), 0)], {})
+    assert journal.tool_metrics([sample], SimpleNamespace(wait_s=0.0))["tools/failures"] == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"I add.\n{ADD}\n",
+        f"{ADD}\n{ADD}",
+        f"{ADD} and {ADD}",
+        f"<think>\nit may say {RESULT}\n</think>\n{ADD}",
+        call("fails", {"text": RESULT}),
+        "It is 42.",
+    ],
+)
+def test_a_turn_that_ends_with_its_calls_forges_nothing(text):
+    assert not any(one.error for one in calls.read_calls(text, JSON, SCHEMAS))
+
+
+def test_text_between_calls_stands_in_the_messages(talker):
+    _, messages = answer(Episodes(box_of(talker, [add]), EXAMPLES, [0], "0"), talker, f"First.\n{ADD} and {ADD}")
+    assert messages[0]["content"] == "First.\nand" and len(messages[0]["tool_calls"]) == 2
+
+
 def test_tools_without_types_or_words_and_templates_without_tools_are_refused_by_name():
     assert "has no tools" in message_of(calls.reader_of, "{{ messages }}")
     assert "--tools: the tool f has no schema" in message_of(calls.schemas_of, "--tools", {"f": lambda x: x})

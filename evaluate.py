@@ -374,7 +374,7 @@ def of_replies(args: Namespace, parser: Parser, adapter: str | None, start: str 
             fix = "leave it out, or add --data FILE with problems to answer"
             raise ValueError(f"{flag_of(name)} {value} changes nothing in the loss of {args.run}'s replies; {fix}")
     config = checked(load_recipe(run_files.config_file(args.run)))
-    _, held_out = tasks.sides(config)
+    _, held_out = tasks.sides(config, Path(args.run))
     model, tokenizer, _ = load_policy(config.model.name, adapter, start, config.sampling.end_tokens)
     some = spread(held_out, args.limit or config.evaluation.limit)
     talks = render_all(some, "held-out", tokenizer, model.config, config.sampling.thinking)
@@ -422,7 +422,7 @@ def main(argv: list[str] | None = None) -> None:
         if args.run and args.data:
             try:
                 past = checked(load_recipe(run_files.config_file(args.run)))
-                trained = set(map(prompt_key, tasks.sides(past)[0]))
+                trained = set(map(prompt_key, tasks.sides(past, Path(args.run))[0]))
             except ValueError as error:  # of a run whose data or rewards are gone
                 said = f"WARNING: whether it was trained on prompts of --data {args.data} is unknown: {error}"
                 print(visible(said), file=sys.stderr)

@@ -30,7 +30,7 @@ from judging import rubrics
 from machine import alive, link, memory, world
 from machine.memory import BatchSize
 from problems import chat_template, episodes, functions, rewards
-from problems.data import at_the_start, load_sides
+from problems.data import at_the_start
 from problems.examples import Example, spread
 from reporting import health
 from reporting.console import say, warn
@@ -269,7 +269,8 @@ class GrpoRun(Run):
 
     def __init__(self, config: Config, run_dir: Path):
         with alive.doing("reading the data"):
-            self.task = tasks.make(config)  # first: it takes no model to find what is wrong
+            begun = world.first(lambda: tasks.held_out_of(run_dir))
+            self.task = tasks.make(config, begun=begun)  # first: it takes no model to find what is wrong
         from problems import audit
 
         if not self.task.train and self.task.problems is None:
@@ -327,6 +328,8 @@ class GrpoRun(Run):
 
     def open(self) -> None:
         super().open()
+        if world.is_first() and self.config.data.path:
+            tasks.keep_held_out(self.dir, self.task.held_out)
         if keeper := self.judge or self.witness:  # they share what they know
             keeper.fill(world.first(self.journal.judge_scores.read))  # their recorded scores
         for name, grader in {"unreadable": self.judge, "unreadable witness": self.witness}.items():
@@ -376,7 +379,8 @@ class SftRun(Run):
         from problems import chats
 
         path = config.data.path
-        train, held_out, notes = load_sides(path, None, config.data.columns, chats.read_chat)
+        begun = world.first(lambda: tasks.held_out_of(run_dir))
+        train, held_out, notes = chats.load_chats(path, config.data.columns, begun)
         for line in notes:
             say(line)
         if config.evaluation.every and not held_out:
@@ -384,6 +388,7 @@ class SftRun(Run):
         self.opening, _ = chat_template.opening_of(train or held_out)
         super().__init__(config, run_dir)
         self.sources[path] = checkpoint.digest(*train, "held out", *held_out)
+        self.all_held_out = held_out
         how = self.tokenizer, self.model.config, config.sampling.thinking
         self.train = chats.render_all(train, "training", *how)
         held_out = spread(held_out, config.evaluation.limit) if config.evaluation.every else []
@@ -398,6 +403,11 @@ class SftRun(Run):
         """The samples of the next step's conversations, each a group."""
         chosen = draws.epoch_indices(len(self.train), self.config.sampling.batch, self.step, self.config.sampling.seed)
         return [of_reply(*row, group) for group, index in enumerate(chosen) for row in self.train[index]]
+
+    def open(self) -> None:
+        super().open()
+        if world.is_first():
+            tasks.keep_held_out(self.dir, self.all_held_out)
 
     def evaluate(self) -> None:
         record = evaluate.replies(self.model, self.learner.loss, self.held_out, self.sizes.train_token_budget)

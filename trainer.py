@@ -52,7 +52,9 @@ def as_settings(settings: dict[str, Any]) -> dict[str, Any]:
     refuse_unknown(settings)
     for name in ("data", "eval_data"):
         if not isinstance(settings.get(name, ""), (str, Path, type(None))):
-            settings[name] = data.keep(settings[name])
+            settings[name], notes = data.keep(settings[name])
+            for line in notes:
+                say(line)
     return {key: spelled(value) for key, value in settings.items()}
 
 

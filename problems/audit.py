@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from problems.examples import Example, prompt_text, short, spread
+from problems.examples import Example, first_answer, prompt_text, short, spread
 from problems.form import holds
 from problems.functions import place_of
 from problems.rewards import Reward, UserReward, call, columns_of, looks_at_episodes
@@ -126,11 +126,11 @@ def audit(name: str, reward: Reward, examples: Sequence[Example], gate: str = "o
 
 def make_rows(examples: Sequence[Example]) -> list[Row]:
     """Rows with different answers, or as many without one where none has any."""
-    known = [example for example in examples if example.get("answer") is not None and str(example["answer"]).strip()]
+    known = [example for example in examples if first_answer(example)]
     if not known:
         return [Row(example) for example in spread(list(examples), ROWS)]
-    chosen = spread(list({str(example["answer"]).strip().casefold(): example for example in known}.values()), ROWS)
-    answers = [str(example["answer"]) for example in chosen]
+    chosen = spread(list({first_answer(example).strip().casefold(): example for example in known}.values()), ROWS)
+    answers = [first_answer(example) for example in chosen]
     others = [next((other for other in answers if other != right), "nothing") for right in answers]
     return [Row(*row) for row in zip(chosen, answers, others, strict=True)]
 
@@ -156,7 +156,7 @@ def try_rows(name: str, reward: Reward, examples: Sequence[Example]) -> int:
     """With how many rows a reward was tried, each with its own answer as the completion."""
     begin, num = time.monotonic(), 0
     while num < len(examples) and time.monotonic() - begin < PATIENCE:
-        rows = [Row(example, str(example.get("answer") or "")) for example in examples[num : num + AT_ONCE]]
+        rows = [Row(example, first_answer(example)) for example in examples[num : num + AT_ONCE]]
         earn(name, reward, [(row, row.right) for row in rows])
         num += len(rows)
     return num

@@ -5,6 +5,7 @@ What users write stays text: "<|im_end|>" in it ends no message. Left out: which
 """
 
 import datetime
+import functools
 import inspect
 import itertools
 import json
@@ -13,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from problems.examples import Example, one_line, short
+from problems.messages import THOUGHTS
 
 _day = [datetime.date.today()]  # that templates take for today
 
@@ -90,6 +92,73 @@ def messages(prompt: Any, system: str | None) -> list[dict[str, Any]]:
     return found if system is None else [{"role": "system", "content": system}, *found]
 
 
+# ---- what a message says besides its content
+
+# what every message may have, and what only numbers or names a call
+USUAL_KEYS = ("role", "content", "tool_calls", "tool_call_id", "weight")
+
+
+def as_rendered(tokenizer: Any, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """
+    Messages as the template takes them: thoughts under the key that it has for them, else in the content.
+
+    Raises ValueError for a key of a message that the template does not render.
+    """
+    rendered = [_with_thought(tokenizer, message) for message in messages]
+    for place, message in enumerate(rendered):
+        for key in sorted(message.keys() - {*USUAL_KEYS, *THOUGHTS}):
+            if not _is_repeated(rendered[:place], message, key):
+                _refuse_unrendered(tokenizer, rendered[: place + 1], key)
+        if message["role"] != "assistant":
+            for key in sorted(message.keys() & {*THOUGHTS}):
+                _refuse_unrendered(tokenizer, rendered[: place + 1], key)
+    return [{key: value for key, value in message.items() if key != "weight"} for message in rendered]
+
+
+def _with_thought(tokenizer: Any, message: dict[str, Any]) -> dict[str, Any]:
+    """A reply whose thought stands where the template shows it."""
+    key = next((name for name in THOUGHTS if name in message), None)
+    if key is None or message["role"] != "assistant":
+        return message
+    thought = message[key]
+    rest = {name: value for name, value in message.items() if name != key}
+    template = tokenizer.chat_template
+    theirs = _thought_key(tokenizer, json.dumps(template))
+    if theirs:
+        return rest | {theirs: thought}
+    return rest | {"content": f"<think>\n{thought.strip()}\n</think>\n\n{message['content']}"}
+
+
+@functools.lru_cache(maxsize=8)
+def _thought_key(tokenizer: Any, template: str) -> str | None:
+    """The key under which a template shows a reply's thought, None if it has none. template: for the cache."""
+    question = {"role": "user", "content": "one"}
+    reply = {"role": "assistant", "content": "two"}
+    for key in THOUGHTS:
+        text = render(tokenizer, [question, reply | {key: "pondered"}], True, opened=False)
+        if "pondered" in text:
+            return key
+    return None
+
+
+def _is_repeated(before: list[dict[str, Any]], message: dict[str, Any], key: str) -> bool:
+    """Whether a tool's result only repeats the name of a call before it."""
+    if message["role"] != "tool" or key != "name":
+        return False
+    calls = [call for earlier in before for call in earlier.get("tool_calls", [])]
+    return any(call["function"]["name"] == message[key] for call in calls)
+
+
+def _refuse_unrendered(tokenizer: Any, messages: list[dict[str, Any]], key: str) -> None:
+    """Raises ValueError where the template renders messages alike with and without a key of the last."""
+    last = messages[-1]
+    without = {name: value for name, value in last.items() if name != key}
+    texts = [render(tokenizer, [*messages[:-1], end], True, opened=False) for end in (last, without)]
+    if texts[0] == texts[1]:
+        where = f"message {len(messages)}, of role {last['role']}, has {key} {short(last[key])}"
+        raise ValueError(f"{where}, which the model's chat template does not render; remove it, or write it as content")
+
+
 def opening_of(examples: Iterable[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], int]:
     """The messages that the prompts of all rows begin with, and how many system prompts, or none, they have."""
     before = [messages(one["prompt"], one.get("system"))[:-1] for one in examples]
@@ -102,7 +171,8 @@ def chat_ids(
     tokenizer: Any, prompt: Any, *, system: str | None = None, thinking: bool | None = False, **how: Any
 ) -> list[int]:
     """Token ids of a prompt, words or messages, up to where the reply begins; how: as `render`, tools, variables."""
-    return encode(tokenizer, render(tokenizer, as_text(tokenizer, messages(prompt, system)), thinking, **how))
+    talk = as_rendered(tokenizer, messages(prompt, system))
+    return encode(tokenizer, render(tokenizer, as_text(tokenizer, talk), thinking, **how))
 
 
 def write_into(tokenizer: Any, system: str | None, thinking: bool) -> str:
@@ -138,6 +208,10 @@ def encode_prompts(
     rendered = []
     for number, example in enumerate(examples, 1):
         its_own = {"system": example.get("system"), "variables": example.get("chat_template_kwargs")}
+        try:
+            as_rendered(tokenizer, messages(example["prompt"], None))
+        except ValueError as error:
+            raise ValueError(f"{kind} {number}, {short(example['prompt'])}: {error}") from error
         ids = chat_ids(tokenizer, example["prompt"], thinking=thinking, **its_own)
         if len(ids) + max_tokens > context:
             passes = f"with --max-tokens {max_tokens} it passes the model's context of {context}"

@@ -6,15 +6,14 @@ samples it, and up to its end token. A conversation is one row where the templat
 what came before (Qwen3 drops the thoughts of earlier replies), each reply is a row of its own. Left out: the loss.
 """
 
-import contextlib
 import re
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-from flags import read_json
 from problems import chat_template
-from problems.data import check_columns, check_messages, check_prompt
+from problems.data import CONVERSATIONS, check_columns, conversation_column, load_sides
 from problems.examples import Example, short
+from problems.messages import THOUGHTS, check_order, check_prompt, is_conversation, read_messages, read_tools
 
 EMPTY_THOUGHT = "<think>\n\n</think>\n\n"  # what prompts of models that think end with when they shall not
 
@@ -29,26 +28,31 @@ class Row(NamedTuple):
 # ---- reading
 
 
+# what a conversation is read from; other columns are told, if they hold text
+COLUMNS = ("prompt", "completion", *CONVERSATIONS, "system", "tools", "split", "chat_template_kwargs")
+
+
+def load_chats(spec: str, columns: str | None, begun: Collection[str] = ()) -> tuple[list[Any], list[Any], list[str]]:
+    """The conversations to train on, those held out, and lines on how they were read; see `load_sides`."""
+    return load_sides(spec, None, columns, read_chat, taken=COLUMNS, begun=begun)
+
+
 def read_chat(example: Example) -> Example:
     """
     A conversation, for `load_data`: `prompt`, messages up to the user's, and `completion`, from the first reply on.
 
-    Its columns are those of docs/warm-start.md. What follows the last reply is dropped. ValueError names the mistake.
+    Its columns are those of docs/warm-start.md. A reply before the user's first message is part of the prompt. What
+    follows the last reply is dropped. ValueError names the mistake.
     """
-    if example.get("completion") is not None and example.get("prompt") is not None:
-        prompt, completion = (
-            [{"role": role, "content": part}] if isinstance(part := example[name], str) else part
-            for name, role in (("prompt", "user"), ("completion", "assistant"))
-        )
-    elif isinstance(messages := example.get("messages"), list):
-        first = next((place for place, one in enumerate(messages) if _is_reply(one)), len(messages))
-        prompt, completion = messages[:first], messages[first:]
+    column = conversation_column(example)
+    is_whole = isinstance(example.get("prompt"), list) and example.get("completion") is None
+    if column or is_whole:
+        prompt, completion = _parts_of(column or "prompt", example[column or "prompt"])
+    elif example.get("completion") is not None and example.get("prompt") is not None:
+        prompt, completion = _side("prompt", example["prompt"], "user"), _side("completion", example["completion"])
     else:
-        fix = "add messages, or prompt and completion, or name the column: --columns completion=COLUMN"
-        raise ValueError(f"no conversation, only {short(list(example))}; {fix}")
-    for name, part in (("prompt", prompt), ("completion", completion)):
-        if not isinstance(part, list):
-            raise ValueError(f"{name} {short(part)} is a {type(part).__name__}; it must be a string or chat messages")
+        raise ValueError(_want_of_conversation(example))
+
     example = check_columns(example, prompt)
     if example.get("system") is not None:
         prompt = [{"role": "system", "content": example["system"]}, *prompt]
@@ -56,37 +60,69 @@ def read_chat(example: Example) -> Example:
         completion = completion[:-1]
     if not completion:
         raise ValueError("no message of the assistant, so there is nothing to learn; add one")
-    prompt, whole = check_prompt(prompt), check_messages("the conversation", prompt + completion, with_tools=True)
-    how = {"tools": _tools_of(example.get("tools")), "chat_template_kwargs": example.get("chat_template_kwargs")}
-    return {"prompt": prompt, "completion": whole[len(prompt) :], "split": example.get("split")} | how
+    check_prompt(prompt)
+    check_order("the conversation", prompt + completion)
+    if not any(_is_trained(message) for message in completion):
+        raise ValueError("all replies have weight 0, so there is nothing to learn; leave the row out")
+    return {
+        "prompt": prompt,
+        "completion": completion,
+        "split": example.get("split"),
+        "tools": read_tools(example.get("tools")),
+        "chat_template_kwargs": example.get("chat_template_kwargs"),
+    }
 
 
-def _tools_of(column: Any) -> list[dict[str, Any]] | None:
-    """The JSON schemas of a column `tools`, which may hold them as JSON."""
-    tools = column
-    if isinstance(column, str):
-        with contextlib.suppress(ValueError):
-            tools = read_json(column)
-    tools = tools if isinstance(tools, list) else [tools] if tools else []
-    for tool in tools:
-        if not isinstance(tool, dict) or not isinstance(tool.get("function"), dict) or not tool["function"].get("name"):
-            raise ValueError(f'column tools holds {short(tool)}; write JSON schemas, {{"function": {{"name": ...}}}}')
-    return tools or None
+def _side(name: str, part: Any, role: str = "assistant") -> list[dict[str, Any]]:
+    """The messages of a column `prompt` or `completion`, which may be a text."""
+    if not isinstance(part, (str, list)):
+        raise ValueError(f"{name} {short(part)} is a {type(part).__name__}; it must be a string or chat messages")
+    return read_messages(name, [{"role": role, "content": part}] if isinstance(part, str) else part)
+
+
+def _parts_of(name: str, conversation: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The messages up to the first reply to a user, and those from it on."""
+    messages = read_messages("the conversation" if name in CONVERSATIONS else name, conversation)
+    if not any(map(_is_reply, messages)):
+        raise ValueError("no message of the assistant, so there is nothing to learn; add one")
+    check_order("the conversation", messages)
+    asked = next(place for place, message in enumerate(messages) if message["role"] == "user")
+    first = next((place for place in range(asked, len(messages)) if _is_reply(messages[place])), len(messages))
+    return messages[:first], messages[first:]
+
+
+def _want_of_conversation(example: Example) -> str:
+    """What is said of a row that holds no conversation."""
+    talks = [name for name in example if is_conversation(example[name])]
+    hint = f"messages={talks[0]}" if talks else "completion=COLUMN"
+    fix = f"add messages, or prompt and completion, or name the column: --columns {hint}"
+    return f"no conversation, only {short(list(example))}; {fix}"
 
 
 def _is_reply(message: Any) -> bool:
     return isinstance(message, dict) and message.get("role") == "assistant"
 
 
+def _is_trained(message: dict[str, Any]) -> bool:
+    return _is_reply(message) and message.get("weight") != 0
+
+
 # ---- rendering
 
 
 def render(tokenizer: Any, example: Example, *, thinking: bool, end_ids: Collection[int], context: int) -> list[Row]:
-    """A conversation's rows, every reply trained. ValueError where a template leaves ids open, or a row is too long."""
+    """
+    A conversation's rows, every reply trained but those of weight 0.
+
+    ValueError where a template leaves ids open, or drops what a message says, or where a row is too long.
+    """
     prompt = example["prompt"]
-    messages = prompt + example["completion"]
+    messages = chat_template.as_rendered(tokenizer, prompt + example["completion"])
     how = {"tools": example.get("tools"), "variables": example.get("chat_template_kwargs")}
-    replies = [place for place in range(len(prompt), len(messages)) if _is_reply(messages[place])]
+    weights = [message.get("weight") for message in prompt + example["completion"]]
+    replies = [
+        place for place in range(len(prompt), len(messages)) if _is_reply(messages[place]) and weights[place] != 0
+    ]
     rows = []
     for place in replies:
         before, ids = _reply(tokenizer, messages[: place + 1], how, thinking, end_ids)
@@ -124,7 +160,8 @@ def _reply(
         raise ValueError(f"the chat template renders the messages before {short(content)} in two ways; drop that reply")
     if opened != prompt and rest.startswith("<think>"):
         raise ValueError(f"{short(content)} has a thought, and prompts forbid thoughts without --thinking; set that")
-    if any(part.strip() not in rest for part in re.split("</?think>", marked[-1]["content"])):
+    thoughts = [marked[-1][key] for key in THOUGHTS if key in marked[-1]]
+    if any(part.strip() not in rest for part in [*re.split("</?think>", marked[-1]["content"]), *thoughts]):
         raise ValueError(f"the chat template drops a part of {short(content)}; remove that part")
     for call in messages[-1].get("tool_calls") or []:
         if call["function"]["name"] not in rest:

@@ -8,7 +8,6 @@ JSON lines, JSON and CSV have their own readers, because `datasets` and pyarrow 
 reads a CSV answer "007" as 7.0 and "None" as missing; pyarrow refuses JSON answers of different types.
 """
 
-import contextlib
 import csv
 import io
 import json
@@ -16,18 +15,29 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from flags import names_path, read_json
+from problems import arrow
 from problems.examples import RESERVED, Example, nearest, one_line, prompt_key, short
+from problems.messages import (
+    check_order,
+    check_prompt,
+    check_text,
+    is_conversation,
+    read_messages,
+    role_of,
+    without_thought,
+)
 
 Records = list[tuple[str, Any]]  # a record's place ("line 3"), and its content
 SPLITS = ("train", "held_out", "test", "validation")  # all but the first are held out
 USUAL = ("question", "instruction", "problem", "input", "query", "text")  # names of prompts elsewhere
-COLUMNS = ("prompt", "answer", "system", "category", "split", "messages", "chat_template_kwargs")  # that mean something
+CONVERSATIONS = ("messages", "conversations")  # columns that hold whole conversations, where there is no prompt
+COLUMNS = ("prompt", "answer", "system", "category", "split", *CONVERSATIONS, "chat_template_kwargs")  # with a meaning
 MOST_HELD_OUT = 256  # prompts, if there is no column `split`
 POWER = 7.85  # (1.96 + 0.84)^2, for an interval of 95% and a power of 80%
 LEAST_PROBLEMS, LEAST_CONVERSATIONS = 50, 10  # with fewer losses than that an interval is too narrow
@@ -36,39 +46,169 @@ LEAST_PROBLEMS, LEAST_CONVERSATIONS = 50, 10  # with fewer losses than that an i
 # ---- files and the hub
 
 
-def load_data(spec: str, columns: str | None = None, read: Callable[[Example], Example] | None = None) -> list[Example]:
+def load_data(
+    spec: str,
+    columns: str | None = None,
+    read: Callable[[Example], Example] | None = None,
+    notes: list[str] | None = None,
+    taken: Collection[str] = (),
+) -> list[Example]:
     """
     The examples of --data: all with the same keys, `prompt` first, None where a record lacks a column.
 
     spec, columns: as in docs/data.md. A renamed column has both names, unless the old one means something else here.
-    read: makes an example of a renamed record, else `read_prompt`. ValueError names file, line or record, and the fix.
+    read: makes an example of a renamed record, else `read_prompt`. notes: gets a line for each thing that was read in a
+    way that its user may not expect. taken: the columns that `read` takes; a line names the others that hold text.
+    ValueError names file, line or record, and the fix.
     """
-    records, read = read_records(spec), read or read_prompt
+    read = read or read_prompt
+    notes = [] if notes is None else notes
+    records = read_records(spec, notes)
     for where, record in records:
         if not isinstance(record, dict):
             raise ValueError(f'{spec}, {where}: {short(record)} is not an object; write {{"prompt": "..."}}')
-    present, renames = dict.fromkeys(name for _, record in records for name in record), dict[str, str]()
-    for part in columns.split(",") if columns else []:
-        ours, equals, theirs = (piece.strip() for piece in part.partition("="))
-        if not (ours and equals and theirs) or ours in renames:
-            raise ValueError(f"--columns: {part!r} is not OURS=THEIRS, each once; write prompt=question,answer=answer")
-        if theirs not in present:
-            hint = f"{nearest(theirs, present)}; it has {short(list(present))}"
-            raise ValueError(f"--columns {ours}={theirs}: {spec} has no column {theirs!r}{hint}")
-        renames[ours] = theirs
-    gone, examples = {*renames} | {*renames.values()}.intersection(COLUMNS + RESERVED), []
-    for where, record in records:
-        kept = {name: value for name, value in record.items() if name not in gone}
+
+    renamed, joined = _rename_all(spec, columns, records)
+    if joined:
+        notes.append(f"data: the column input joins {joined} prompts, after an empty line, as Alpaca's rows mean it")
+    examples = []
+    for where, record in renamed:
         try:
-            examples.append(read(kept | {ours: record[theirs] for ours, theirs in renames.items() if theirs in record}))
+            examples.append(read(record))
         except ValueError as error:
             raise ValueError(f"{spec}, {where}: {error}") from error
+    notes.extend(_tell_conversations([record for _, record in renamed], examples))
+    notes.extend(_tell_answers(examples))
+    if taken:
+        theirs = {*renames_of(columns).values(), *(["input"] if joined else [])}
+        rest = [record for _, record in renamed]
+        if unread := [name for name in text_columns(rest) if name not in taken and name not in theirs]:
+            notes.append(tell_unread(unread, "no conversation takes"))
     names = ["prompt", *dict.fromkeys(name for example in examples for name in example if name != "prompt")]
     return [{name: example.get(name) for name in names} for example in examples]
 
 
-def keep(rows: Iterable[Any]) -> str:
-    """Writes a program's rows to a file of the cache, named by what it holds, and returns its path for `load_data`."""
+def text_columns(rows: Sequence[Example]) -> list[str]:
+    """The columns that hold text in some row, at any depth."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return [name for name in names if any(has_text(row.get(name)) for row in rows)]
+
+
+def has_text(value: Any) -> bool:
+    if isinstance(value, str):
+        return bool(value.strip())
+    if isinstance(value, dict):
+        return any(map(has_text, value.values()))
+    return isinstance(value, (list, tuple)) and any(map(has_text, value))
+
+
+def tell_unread(names: Sequence[str], who: str) -> str:
+    """The line that names columns which nobody reads, and the flag for one whose name says what it is."""
+    usual = {"system_prompt": "system", "system_message": "system", "messages": "messages"}
+    hints = [f"--columns {usual[name]}={name}" for name in names if name in usual and name != usual[name]]
+    hint = f"; take it in with {hints[0]}" if hints else ""
+    return f"data: {who} the text of {'columns' if names[1:] else 'column'} {', '.join(names)}{hint}"
+
+
+def renames_of(columns: str | None) -> dict[str, str]:
+    """Our names of columns and theirs, of --columns."""
+    renames = dict[str, str]()
+    for part in columns.split(",") if columns else []:
+        ours, equals, theirs = (piece.strip() for piece in part.partition("="))
+        if not (ours and equals and theirs) or ours in renames:
+            raise ValueError(f"--columns: {part!r} is not OURS=THEIRS, each once; write prompt=question,answer=answer")
+        renames[ours] = theirs
+    return renames
+
+
+def _rename_all(spec: str, columns: str | None, records: Records) -> tuple[Records, int]:
+    """The records with the columns that --columns names, and how many of their prompts Alpaca's `input` joins."""
+    renames = renames_of(columns)
+    present = dict.fromkeys(name for _, record in records for name in record)
+    for ours, theirs in renames.items():
+        if theirs not in present:
+            hint = f"{nearest(theirs, present)}; it has {short(list(present))}"
+            raise ValueError(f"--columns {ours}={theirs}: {spec} has no column {theirs!r}{hint}")
+
+    is_alpaca = renames.get("prompt") == "instruction" and {"input", "output"} <= present.keys()
+    is_alpaca = is_alpaca and "input" not in renames.values()
+    gone = {*renames} | {*renames.values()}.intersection(COLUMNS + RESERVED)
+    renamed, num_joined = [], 0
+    for where, record in records:
+        kept = {name: value for name, value in record.items() if name not in gone}
+        row = kept | {ours: record[theirs] for ours, theirs in renames.items() if theirs in record}
+        added = record.get("input") if is_alpaca else None
+        if isinstance(added, str) and added.strip() and isinstance(row.get("prompt"), str):
+            row["prompt"] = f"{row['prompt']}\n\n{added}"
+            num_joined += 1
+        renamed.append((where, row))
+    return renamed, num_joined
+
+
+def _tell_conversations(records: list[Example], examples: list[Example]) -> Iterator[str]:
+    """Lines on conversations of which a part is not what it may seem."""
+    calls, unanswered, opened = 0, 0, 0
+    for record, example in zip(records, examples, strict=True):
+        name = conversation_column(record)
+        messages = _unpacked(record[name]) if name else None
+        if not is_conversation(messages):
+            continue
+        assert isinstance(messages, list)
+        roles = [role_of(message) for message in messages]
+        roles = ["assistant" if role == "call" else role for role in roles]
+        is_learned = "completion" in example
+        ends_in_reply = roles[-1] == "assistant"
+        calls += not is_learned and ends_in_reply and example.get("answer") is None
+        unanswered += is_learned and not ends_in_reply
+        opened += is_learned and next((role for role in roles if role != "system"), "") == "assistant"
+    if calls:
+        yield f"data: {calls} conversations end in a reply that is a call or only a thought, so they have no answer"
+    if unanswered:
+        yield f"data: {unanswered} conversations end in messages that no reply follows; these are not used"
+    if opened:
+        yield f"data: {opened} conversations begin with a reply; it is context, and not trained"
+
+
+def _tell_answers(examples: list[Example]) -> Iterator[str]:
+    """Lines on answers that are lists written as texts, and on prompts with several answers."""
+    lists = [answer for example in examples if _is_list_text(answer := example.get("answer"))]
+    if lists:
+        what = f"{len(lists)} answers are texts that hold a JSON list, as {short(lists[0])}, and are compared as one"
+        yield f"data: {what}; write a list of texts, not a text, if any of them is right"
+
+    answers: dict[str, set[str]] = {}
+    firsts = dict[str, Example]()
+    for example in examples:
+        if example.get("answer") is None or "environment" in example:
+            continue
+        key = repr([example.get(name) for name in ("prompt", "system", "chat_template_kwargs")])
+        answers.setdefault(key, set()).add(str(example["answer"]))
+        firsts.setdefault(key, example)
+    several = [key for key, given in answers.items() if len(given) > 1]
+    if several:
+        shown = f"{short(firsts[several[0]]['prompt'])}: {short(sorted(answers[several[0]]))}"
+        fix = "each row pays for its own; write one row with a list if any of them is right"
+        yield f"data: {len(several)} prompts have several answers, as {shown}; {fix}"
+
+
+def _is_list_text(answer: Any) -> bool:
+    if not isinstance(answer, str) or not answer.lstrip().startswith("["):
+        return False
+    try:
+        items = read_json(answer)
+    except ValueError:
+        return False
+    return isinstance(items, list) and len(items) > 1 and all(isinstance(item, str) for item in items)
+
+
+def keep(data: Any) -> tuple[str, list[str]]:
+    """
+    Writes a program's rows to a file of the cache, named by what it holds; its path for `load_data`, and notes.
+
+    data: see `arrow.rows_of_program`.
+    """
+    rows, num_nulls = arrow.rows_of_program(data)
+    notes = [_tell_nulls("the rows have the form that dataset.to_list() gives", num_nulls)] if num_nulls else []
     text = ""
     for number, row in enumerate(rows, 1):
         try:
@@ -81,10 +221,15 @@ def keep(rows: Iterable[Any]) -> str:
     path.parent.mkdir(parents=True, exist_ok=True)
     with names_path(path):
         path.write_text(text, encoding="utf-8")
-    return str(path)
+    return str(path), notes
 
 
-def read_records(spec: str) -> Records:
+def _tell_nulls(what: str, num: int) -> str:
+    fix = "to keep them, write JSON lines with spaces, as json.dumps does"
+    return f"data: {what}, so {num} nulls inside objects are keys that their rows lack; {fix}"
+
+
+def read_records(spec: str, notes: list[str] | None = None) -> Records:
     """The unchecked records of `load_data`. Raises ValueError if they cannot be read or there are none."""
     ending, endings = Path(spec).suffix, ", ".join(_READERS)
     folder, _, part = (spec, "", "") if os.path.isdir(spec) else spec.rpartition(":")
@@ -109,19 +254,67 @@ def read_records(spec: str) -> Records:
             content = Path(spec).read_bytes()
         except OSError as error:
             raise ValueError(f"--data {spec} cannot be read: {error.strerror}") from error
+        _refuse_other_kinds(spec, content)
         records = list(_READERS[ending.lower()](spec, content))
+        if ending.lower() in (".jsonl", ".json"):
+            records = _without_nulls_of_pandas(spec, content, records, notes)
     if not records:
         raise ValueError(f"--data {spec} holds no records; it needs at least one with a prompt")
     return records
 
 
+def _without_nulls_of_pandas(spec: str, content: bytes, records: Records, notes: list[str] | None) -> Records:
+    """The records of JSON without the nulls that Arrow made, where `Dataset.to_json` or pandas wrote the file."""
+    rows = [record for _, record in records]
+    if not arrow.is_filled_up(rows) or not arrow.is_written_by_pandas(content.decode("utf-8-sig")):
+        return records
+    if notes is not None:
+        notes.append(_tell_nulls(f"{spec} has the form that Dataset.to_json writes", arrow.count_nulls(rows)))
+    return list(zip((where for where, _ in records), arrow.rows_without_nulls(rows), strict=True))
+
+
+# how files begin that have another ending than they should
+_SIGNATURES = {
+    b"version https://git-lfs": "a Git LFS pointer and no data; fetch the file: git lfs pull",
+    b"\x1f\x8b": "packed by gzip; unpack it: gunzip FILE",
+    b"PK\x03\x04": "a ZIP archive or a spreadsheet; unpack it, or save it as CSV",
+    b"<!doctype html": "a web page; download the file itself",
+    b"<html": "a web page; download the file itself",
+}
+
+
+def _refuse_other_kinds(spec: str, content: bytes) -> None:
+    """Raises ValueError for a file that is something else than its name says."""
+    begin = content[:64].lstrip().lower()
+    for signature, what in _SIGNATURES.items():
+        if begin.startswith(signature.lower()):
+            raise ValueError(f"--data {spec} is {what}")
+    kind = ".parquet" if content.startswith(b"PAR1") else ".arrow" if content.startswith(b"ARROW1") else ""
+    if kind and not spec.lower().endswith(kind):
+        raise ValueError(f"--data {spec} is a {kind[1:]} file; name it {kind}")
+
+
 def _text(spec: str, content: bytes) -> str:
+    if content.startswith((b"\xff\xfe", b"\xfe\xff")) or _is_utf16(content):
+        raise ValueError(f"{spec}, line 1: the file is UTF-16 and not UTF-8; save the file as UTF-8")
+    if b"\0" in content:
+        line = content[: content.index(b"\0")].count(b"\n") + 1
+        raise ValueError(f"{spec}, line {line}: a NUL byte, which no text has; save the file as UTF-8")
     try:
         return content.decode("utf-8-sig")  # some editors write a byte order mark
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1
         where = f"{spec}, line {line}: byte 0x{content[error.start]:02x}"
         raise ValueError(f"{where} is not UTF-8; save the file as UTF-8") from error
+
+
+def _is_utf16(content: bytes) -> bool:
+    """Whether a text without a mark is UTF-16: its line ends and spaces have a zero byte before or after them."""
+    begin = content[: 2**16]
+    spaces = sum(begin[place::2].count(code) for place in (0, 1) for code in b" \n")
+    zeros = max(begin[::2].count(0), begin[1::2].count(0))
+    other = min(begin[::2].count(0), begin[1::2].count(0))
+    return zeros > 0 and zeros >= spaces and other < zeros / 8 and zeros > len(begin) / 32
 
 
 def _json(spec: str, where: str, text: str) -> Any:
@@ -135,6 +328,16 @@ def _json(spec: str, where: str, text: str) -> Any:
 
 
 def jsonl_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
+    """The records of JSON lines; a file that is one list, as .json has it, is read as that list."""
+    text = _text(spec, content)
+    if text.lstrip().startswith("["):
+        try:
+            records = read_json(text)
+        except ValueError:
+            records = None
+        if isinstance(records, list):
+            yield from numbered(records)
+            return
     for where, line in _lines(spec, content):
         yield where, _json(spec, where, line)
 
@@ -144,8 +347,43 @@ def _lines(spec: str, content: bytes) -> Iterator[tuple[str, str]]:
     return ((f"line {number}", line) for number, line in lines if line.strip())
 
 
+def _text_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
+    """A prompt a line. Raises ValueError for JSON lines, JSON or CSV under the name of a text."""
+    lines = [(where, line.strip("\r")) for where, line in _lines(spec, content)]
+    texts = [line for _, line in lines]
+    if kind := _kind_of_text(texts):
+        raise ValueError(f"--data {spec}: each line of a text file is a prompt, and this looks like {kind}")
+    return ((where, {"prompt": line}) for where, line in lines)
+
+
+def _kind_of_text(lines: list[str]) -> str:
+    """What lines that are no prompts look like, and how to name their file; "" for prompts."""
+    if not lines:
+        return ""
+    if all(line.lstrip().startswith("{") and isinstance(_read_or_none(line), dict) for line in lines):
+        return "JSON lines; name it .jsonl"
+    if lines[0].lstrip().startswith(("[", "{")) and isinstance(_read_or_none("\n".join(lines)), (list, dict)):
+        return "JSON; name it .json"
+    separator = max(",;\t", key=lines[0].count)
+    names = [name.strip().strip('"') for name in lines[0].split(separator)]
+    if len(names) > 1 and "prompt" in names and all(name.isidentifier() for name in names):
+        return "CSV; name it .csv"
+    return ""
+
+
+def _read_or_none(text: str) -> Any:
+    try:
+        return read_json(text)
+    except ValueError:
+        return None
+
+
 def _json_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
-    records = _json(spec, "line 1", _text(spec, content)) if content.strip() else []
+    text = _text(spec, content)
+    lines = text.strip().split("\n")
+    if len(lines) > 1 and all(isinstance(_read_or_none(line), dict) for line in lines if line.strip()):
+        raise ValueError(f"--data {spec} holds JSON lines; name it .jsonl")
+    records = _json(spec, "line 1", text) if text.strip() else []
     if not isinstance(records, list):
         raise ValueError(f"{spec} holds {short(records)}, not a list of records; write [{{...}}, ...] or use .jsonl")
     return numbered(records)
@@ -177,7 +415,8 @@ def _table_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
     open_arrow = pyarrow.ipc.open_file if content.startswith(b"ARROW1") else pyarrow.ipc.open_stream
     is_parquet, file = spec.lower().endswith(".parquet"), io.BytesIO(content)
     try:
-        return numbered((pyarrow.parquet.read_table(file) if is_parquet else open_arrow(file).read_all()).to_pylist())
+        table = pyarrow.parquet.read_table(file) if is_parquet else open_arrow(file).read_all()
+        return numbered(arrow.rows_of_table(table))
     except Exception as error:  # damaged files raise many types
         kind = "parquet" if is_parquet else "arrow"
         raise ValueError(f"{spec} is not a readable {kind} file ({one_line(error)}); write it again") from error
@@ -191,7 +430,7 @@ _READERS = {
     ".jsonl": jsonl_records,
     ".json": _json_records,
     ".csv": _csv_records,
-    ".txt": lambda *file: ((where, {"prompt": line.strip("\r")}) for where, line in _lines(*file)),
+    ".txt": _text_records,
     ".parquet": _table_records,
     ".arrow": _table_records,
 }
@@ -212,8 +451,8 @@ def _saved_records(spec: str, folder: str, split: str) -> Records:
         known = f"the splits {', '.join(splits)}; name one, as {folder}:{first}"
         raise ValueError(f"--data {spec}{nearest(split, splits)}: {folder} has {known}")
     if split or len(splits) == 1:
-        return list(numbered(splits[split or first].to_list()))
-    return list(numbered(row | {"split": name} for name, rows in splits.items() for row in rows.to_list()))
+        return list(numbered(arrow.rows_of_dataset(splits[split or first])))
+    return list(numbered(arrow.rows_of_program(splits)[0]))
 
 
 def hub_records(name: str, config: str | None, split: str) -> Records:
@@ -221,48 +460,111 @@ def hub_records(name: str, config: str | None, split: str) -> Records:
 
     # retries would fill a screen; our error says the outcome in one line
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    return list(numbered(datasets.load_dataset(name, config, split=split).to_list()))
+    return list(numbered(arrow.rows_of_dataset(datasets.load_dataset(name, config, split=split))))
 
 
 # ---- records to examples
 
 
+def conversation_column(example: Example) -> str | None:
+    """The column that holds the whole conversation, of a row without a prompt, or with one that ends in a reply."""
+    prompt = example.get("prompt")
+    if prompt is None:
+        return next((name for name in CONVERSATIONS if example.get(name) is not None), None)
+    is_turns = is_conversation(prompt) and "from" in prompt[0]
+    if is_turns and role_of(prompt[-1]) == "assistant" and example.get("completion") is None:
+        return "prompt"
+    return None
+
+
+def _unpacked(value: Any) -> Any:
+    """Messages that are written as JSON, as a list; anything else as it is."""
+    if isinstance(value, str) and value.lstrip().startswith("[") and is_conversation(items := _read_or_none(value)):
+        return items
+    return value
+
+
 def read_prompt(example: Example) -> Example:
     """
-    A checked example: a prompt, its messages reduced to role and content, and texts `system`, `category`, `answer`.
+    A checked example: a prompt, its messages in one layout, and texts `system`, `category`, `answer`.
 
-    Without a `prompt`, `messages` replaces it; their last reply becomes the `answer` if there is none. Rows with a
-    column `environment` need no prompt: it is "".
+    Without a `prompt` a conversation replaces it, whose last reply becomes the `answer` if there is none. Rows with a
+    column `environment` need no prompt: it is "". An `answer` of several texts is a list: each of them is right.
     """
-    if "prompt" not in example and isinstance(messages := example.get("messages"), list):
-        example = {name: value for name, value in example.items() if name != "messages"}
-        last = messages[-1] if messages else None
-        if isinstance(last, dict) and last.get("role") == "assistant":
-            messages, example = messages[:-1], {"answer": last.get("content")} | example
-        example = example | {"prompt": messages}
     if taken := [name for name in RESERVED if name in example]:
         fix = f"rename it: --columns my_{taken[0]}={taken[0]}"
         raise ValueError(f"column {taken[0]!r} is an argument of rewards; {fix}")
-    prompt = example.get("prompt", "" if "environment" in example else None)  # an environment may give the prompt
+    if column := conversation_column(example):
+        example = _split_conversation(example, column)
+
+    prompt = example.get("prompt", "" if "environment" in example else None)  # an environment may give it
     if prompt is None:
-        others = [name for name in example if name != "prompt"]
-        texts = [name for name in others if isinstance(example[name], (str, list)) and name.isidentifier()]
-        name = min({*texts} - {*COLUMNS}, key=[*USUAL, *texts].index, default="COLUMN")
-        raise ValueError(f"no prompt, only {short(others)}; add one or name the column: --columns prompt={name}")
+        raise ValueError(_want_of_prompt(example))
     if isinstance(prompt, list):
-        prompt = check_prompt(prompt)
+        prompt = check_prompt([_without_weight(message) for message in read_messages("prompt", prompt)])
     elif not isinstance(prompt, str):
         raise ValueError(f"prompt {short(prompt)} is a {type(prompt).__name__}; it must be a string or chat messages")
     elif prompt or "prompt" in example:
         check_text("prompt", prompt)
     example = check_columns(example, prompt) | {"prompt": prompt}
-    if isinstance(answer := example.get("answer"), list):
-        kind = f"answer {short(answer)} is a list"
-        raise ValueError(f"{kind}; it must be a text or a number, or rename the column: --columns answers=answer")
+    return example | ({"answer": read_answer(example["answer"])} if "answer" in example else {})
+
+
+def _split_conversation(example: Example, column: str) -> Example:
+    """The example with the prompt, and the answer if it has none, of the conversation in a column."""
+    messages = read_messages(column, example[column])
+    check_order(column, messages)
+    rest = {name: value for name, value in example.items() if name not in CONVERSATIONS}
+    if messages[-1]["role"] != "assistant":
+        return rest | {"prompt": messages}
+    last = messages[-1]
+    answer = None if "tool_calls" in last else without_thought(last["content"]) or None
+    return {"answer": answer} | rest | {"prompt": messages[:-1]}
+
+
+def _without_weight(message: dict[str, Any]) -> dict[str, Any]:
+    """A message of a prompt, of which nothing is trained anyway."""
+    return {key: value for key, value in message.items() if key != "weight"}
+
+
+def _want_of_prompt(example: Example) -> str:
+    """What is said of a row without a prompt."""
+    others = [name for name in example if name != "prompt"]
+    if talks := [name for name in others if is_conversation(_unpacked(example[name]))]:
+        return f"no prompt, only {short(others)}; name the conversation: --columns messages={talks[0]}"
+    texts = [name for name in others if isinstance(example[name], (str, list)) and name.isidentifier()]
+    name = min({*texts} - {*COLUMNS}, key=[*USUAL, *texts].index, default="COLUMN")
+    return f"no prompt, only {short(others)}; add one or name the column: --columns prompt={name}"
+
+
+def read_answer(answer: Any) -> str | list[str] | None:
+    """
+    An answer as text, or several of which each is right; None where there is none.
+
+    Several are a list of texts or numbers, or SQuAD's {"text": [...], "answer_start": [...]}. Another object is its
+    JSON. ValueError for a list of letters, which may mean any or all, and for other lists.
+    """
+    is_named = isinstance(answer, dict) and isinstance(answer.get("text"), list)
+    if is_named and answer.keys() <= {"text", "answer_start"}:
+        return _read_several(answer["text"])
     if isinstance(answer, dict):
-        return example | {"answer": json.dumps(answer, ensure_ascii=False)}
+        return json.dumps(answer, ensure_ascii=False)
+    if isinstance(answer, list):
+        if len(answer) > 1 and all(isinstance(item, str) and re.fullmatch("[A-Z]", item) for item in answer):
+            fix = f'write {{"text": {json.dumps(answer)}}} if any of them is right, "{", ".join(answer)}" if all are'
+            raise ValueError(f"answer {short(answer)} is a list of letters: any or all? {fix}")
+        return _read_several(answer)
     is_missing = answer is None or answer != answer  # nan, to pandas
-    return example | ({"answer": None if is_missing else str(answer)} if "answer" in example else {})
+    return None if is_missing else str(answer)
+
+
+def _read_several(answers: list[Any]) -> list[str] | None:
+    is_scalar = [isinstance(item, (str, int, float)) and not isinstance(item, bool) for item in answers]
+    if not all(is_scalar):
+        kind = f"answer {short(answers)} is a list of other things than texts and numbers"
+        raise ValueError(f"{kind}; write it as JSON text, or rename the column: --columns answers=answer")
+    texts = [str(item) for item in answers if str(item).strip()]
+    return list(dict.fromkeys(texts)) or None
 
 
 def check_columns(example: Example, prompt: Any) -> Example:
@@ -281,86 +583,36 @@ def check_columns(example: Example, prompt: Any) -> Example:
     return example | {"chat_template_kwargs": {name: value for name, value in variables.items() if value is not None}}
 
 
-def check_prompt(prompt: list[Any]) -> list[dict[str, str]]:
-    """Checked chat messages: an optional system message, then user and assistant, with the user's last."""
-    checked = check_messages("prompt", prompt)
-    if checked[-1]["role"] != "user":
-        raise ValueError(f"the last message of prompt is the {checked[-1]['role']}'s; it must be the user's")
-    return checked
-
-
-def check_messages(name: str, messages: list[Any], with_tools: bool = False) -> list[dict[str, Any]]:
-    """Messages of role and content, `system` only first; with_tools: tools' and calls too. ValueError names `name`."""
-    roles = ("user", "assistant", "tool") if with_tools else ("user", "assistant")
-    checked = list[dict[str, Any]]()
-    if not messages:
-        raise ValueError(f'{name} is an empty list; write [{{"role": "user", "content": "..."}}]')
-    for place, message in enumerate(messages):
-        where = f"message {place + 1} of {name}"
-        tool_calls = message.get("tool_calls") if with_tools and isinstance(message, dict) else None
-        if tool_calls:
-            message = {"content": ""} | message
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
-            raise ValueError(f'{where} is {short(message)}; write {{"role": "user", "content": "..."}}')
-        if message["role"] not in (("system", *roles) if place == 0 else roles):
-            fix = f"use {' and '.join(roles)}, and system only for the first message"
-            raise ValueError(f"{where} has role {short(message['role'])}; {fix}")
-        kept = {"role": message["role"], "content": message["content"]}
-        if tool_calls and message["role"] == "assistant":
-            kept |= {"content": kept["content"] or "", "tool_calls": _check_calls(where, tool_calls)}
-        if kept["content"] or not (message["role"] == "tool" or "tool_calls" in kept):
-            check_text(f"content of {where}", kept["content"])
-        checked.append(kept)
-    return checked
-
-
-def _check_calls(where: str, tool_calls: Any) -> list[dict[str, Any]]:
-    """Calls of tools with their arguments as a dictionary, which may be given as JSON."""
-    checked = list[dict[str, Any]]()
-    for call in tool_calls if isinstance(tool_calls, list) else [tool_calls]:
-        function = call.get("function", call) if isinstance(call, dict) else None
-        name, arguments = (function.get("name"), function.get("arguments")) if isinstance(function, dict) else ("", 0)
-        if isinstance(arguments, str):
-            with contextlib.suppress(ValueError):
-                arguments = read_json(arguments)
-        if not name or not isinstance(name, str) or not isinstance(arguments, dict):
-            fix = '{"function": {"name": "...", "arguments": {...}}}'
-            raise ValueError(f"tool_calls of {where} holds {short(call)}; write {fix}")
-        checked.append({"type": "function", "function": {"name": name, "arguments": arguments}})
-    return checked
-
-
-def check_text(name: str, text: Any) -> None:
-    """Raises ValueError with `name` if a tokenizer would not accept the text."""
-    if not isinstance(text, str):
-        raise ValueError(f"{name} {short(text)} is a {type(text).__name__}; it must be a string")
-    if not text.strip():
-        raise ValueError(f"{name} is empty; write some text")
-    if re.search("[\ud800-\udfff]", text):
-        raise ValueError(f"{name} {short(text)} holds half of a surrogate pair, which is no character; remove it")
-
-
 # ---- what is held out
 
 
 def load_sides(
-    spec: str | None, held_out: str | None, columns: str | None = None, read: Callable[[Example], Example] | None = None
+    spec: str | None,
+    held_out: str | None,
+    columns: str | None = None,
+    read: Callable[[Example], Example] | None = None,
+    *,
+    taken: Collection[str] = (),
+    begun: Collection[str] = (),
 ) -> tuple[list[Example], list[Example], list[str]]:
     """
-    What is trained on, what is held out, and a line if rows were left out: no prompt is on both sides, as training
-    gives way, and held-out rows count once.
+    What is trained on, what is held out, and lines on how rows were read and left out.
+
+    No prompt is on both sides, as training gives way, and held-out rows count once.
 
     spec: a source, of which `split_examples` holds some out, or two of them, "TRAIN,HELD_OUT". held_out: a source whose
-    held-out records, or all where it knows no `split`, take the place of that side. columns, read: see `load_data`.
+    held-out records, or all where it knows no `split`, take the place of that side. columns, read, taken: see
+    `load_data`. begun: see `split_examples`.
     """
+    lines: list[str] = []
     if spec and "," in spec and not os.path.exists(spec):
         spec, _, its = spec.rpartition(",")
         held_out = held_out or its
-    train, test = load_data(spec, columns, read) if spec else [], list[Example]()
+    train, test = load_data(spec, columns, read, lines, taken) if spec else [], list[Example]()
     if held_out is None or _has_split(train):
-        train, test = split_examples(train)
+        train, test = split_examples(train, begun)
     if held_out is not None:
-        test = load_data(held_out, columns, read)
+        test = load_data(held_out, columns, read, lines, taken)
         if _has_split(test):
             test = split_examples(test)[1]
     seen, num_train = {prompt_key(example) for example in test}, len(train)
@@ -374,16 +626,18 @@ def load_sides(
         notes.append(f"{repeats} held-out rows repeat another and count once")
     if spec is not None and not train:
         raise ValueError(f"--data {spec} leaves no prompt to train on, all are held out; add prompts")
-    return train, test, [f"data: {'; '.join(notes)}"] if notes else []
+    return train, test, [*lines, *([f"data: {'; '.join(notes)}"] if notes else [])]
 
 
-def split_examples(examples: list[Example]) -> tuple[list[Example], list[Example]]:
+def split_examples(examples: list[Example], begun: Collection[str] = ()) -> tuple[list[Example], list[Example]]:
     """
     Splits a user's examples into (train, held out).
 
     A column `split` decides if present: "train", or "held_out", "test" or "validation". Otherwise a tenth of the
     distinct prompts is held out, from one to `MOST_HELD_OUT`. They are chosen by hash, not by place, so the choice
-    ignores the records' order and mostly survives when a file grows.
+    ignores the records' order and mostly survives when a file grows. begun: keys of the prompts that a run holds out
+    which has begun. As long as the file has one of them these are held out and nothing else, so that no row changes
+    sides and new rows are trained on.
 
     Raises ValueError if `split` has another value.
     """
@@ -393,7 +647,8 @@ def split_examples(examples: list[Example]) -> tuple[list[Example], list[Example
         train = [example for example in examples if example["split"] == "train"]
         return train, [example for example in examples if example["split"] != "train"]
     keys = sorted({prompt_key(example) for example in examples})
-    chosen = set(keys[: min(MOST_HELD_OUT, max(1, len(keys) // 10))] if len(keys) > 1 else [])
+    kept = {*begun}.intersection(keys)
+    chosen = kept or set(keys[: min(MOST_HELD_OUT, max(1, len(keys) // 10))] if len(keys) > 1 else [])
     train = [example for example in examples if prompt_key(example) not in chosen]
     return train, [example for example in examples if prompt_key(example) in chosen]
 

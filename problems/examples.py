@@ -21,6 +21,18 @@ def prompt_text(prompt: str | list[dict[str, str]]) -> str:
     return [message["content"] for message in prompt if message["role"] == "user"][-1]
 
 
+def answers_of(example: Example) -> list[str]:
+    """The right answers of an example as texts: of several each is right."""
+    answer = example.get("answer")
+    answers = answer if isinstance(answer, list) else [answer]
+    return [str(text) for text in answers if text is not None and str(text).strip()]
+
+
+def first_answer(example: Example) -> str:
+    """A right answer of an example, "" where it has none."""
+    return next(iter(answers_of(example)), "")
+
+
 def prompt_key(example: Example) -> str:
     """A key of the example's prompt alone, which is the same as text and as a message, with any system message."""
     prompt = example["prompt"]

@@ -8,7 +8,7 @@ spaces between words, whose answers are one word here.
 import re
 from typing import Any
 
-from problems.examples import Example, prompt_text
+from problems.examples import Example, answers_of, prompt_text
 
 LEAST_WORDS = 4  # of an answer; fewer are no copy either, as of "yes or no"
 WINDOW, LEAST_DISTINCT = 20, 0.7  # words, and the share of them that must differ; of English text 0.85 do
@@ -70,7 +70,8 @@ def passes(text: str, prompt: str, finish_reason: str) -> bool:
 
 def pays(row: dict[str, Any]) -> bool:
     """Whether `gated` leaves a row's own `answer`, said alone, what it earns; true where there is none."""
-    return row.get("answer") is None or holds(str(row["answer"]), prompt_text(row["prompt"]))
+    answers = answers_of(row)
+    return not answers or any(holds(answer, prompt_text(row["prompt"])) for answer in answers)
 
 
 def gated(

@@ -8,6 +8,7 @@ rubric's reward, which is a judge's. Whatever is wrong with a reward is a ValueE
 
 import asyncio
 import contextlib
+import dis
 import functools
 import inspect
 import json
@@ -225,6 +226,17 @@ def reward_columns(name: str, fn: Reward, known: Iterable[str]) -> list[str]:
             hint = f"{nearest(p.name, known)}; it has {', '.join(known)}"
             raise ValueError(f"reward {name} needs {p.name!r}, which is no column of the data{hint}")
     return list(known) if any(p.kind == p.VAR_KEYWORD for p in parameters) else by_keyword
+
+
+def reads_all(fn: Any) -> bool:
+    """Whether a function looks into its **kwargs, and so may read any column; `**_` that it never names it does not."""
+    fn = inspect.unwrap(fn.fn if isinstance(fn, UserReward) else fn)
+    rest = [p.name for p in inspect.signature(fn).parameters.values() if p.kind == p.VAR_KEYWORD]
+    code = getattr(fn, "__code__", None) or getattr(type(fn).__call__, "__code__", None)
+    if not rest or code is None:
+        return bool(rest)
+    named = [step.argval for step in dis.get_instructions(code) if step.opname.startswith(("LOAD", "STORE_FAST_LOAD"))]
+    return any(rest[0] == name or (isinstance(name, tuple) and rest[0] in name) for name in named)
 
 
 OF_EPISODES = ("environments", "earned")  # what rewards may ask for besides, where there are environments

@@ -8,8 +8,9 @@ user got wrong is a ValueError of one line that names the value and the fix. Lef
 """
 
 import importlib
+import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from flags import flag_of
 from judging import rubrics
 from problems import calls, chats
 from problems.data import load_sides
-from problems.examples import Example, nearest, prompt_text, spread
+from problems.examples import Example, first_answer, nearest, prompt_key, prompt_text, spread
 from problems.functions import load_functions
 from problems.rewards import Reward, load_reward, reward_arguments, reward_columns
 from settings.checks import checked
@@ -46,11 +47,19 @@ def plain(name: str) -> Task:
     return task._replace(name="env", environments={}) if name == "env" else task
 
 
-def load(name: str, *, data: str | None = None, held_out: str | None = None, columns: str | None = None) -> Task:
+def load(
+    name: str,
+    *,
+    data: str | None = None,
+    held_out: str | None = None,
+    columns: str | None = None,
+    begun: Collection[str] = (),
+) -> Task:
     """
     The task of that name, on its own data, or with both sides of `data`, see `load_sides`.
 
-    held_out: that side only; alone, for evaluations. ValueError when the task is unknown, or its data missing or wrong.
+    held_out: that side only; alone, for evaluations. begun: see `split_examples`. ValueError when the task is
+    unknown, or its data missing or wrong.
     """
     if name not in NAMES:
         known = f"the tasks are {', '.join(NAMES)}, ifeval and rg:NAME"
@@ -60,15 +69,15 @@ def load(name: str, *, data: str | None = None, held_out: str | None = None, col
     if data is None and held_out is None:
         train, test = module.bundled()
         return task._replace(train=train, held_out=test)
-    train, test, notes = load_sides(data, held_out, columns, read)
+    train, test, notes = load_sides(data, held_out, columns, read, begun=begun)
     answers, verifier = [example.get("answer") for example in test], task.verifier
-    said, asked = [str(right) for right in answers], [example["prompt"] for example in test]
+    said, asked = [first_answer(example) for example in test], [example["prompt"] for example in test]
     if read is None and verifier and not any(verifier(prompts=asked, completions=said, answer=answers)):
         task = task._replace(verifier=None)  # a user's data without answers that it can read
     return task._replace(train=train, held_out=test, notes=notes)
 
 
-def posed(config: Config, held_out: str | None = None) -> Task:
+def posed(config: Config, held_out: str | None = None, begun: Collection[str] = ()) -> Task:
     """The task of `make` with its problems and verifier, before rewards and tools, whose files may be gone."""
     data = config.data
     kind = data.task.partition(":")[0]
@@ -83,7 +92,8 @@ def posed(config: Config, held_out: str | None = None) -> Task:
     elif kind == "ifeval":
         task = _module("ifeval").make_task(data.task)
     else:
-        task = load(data.task, data=data.path or None, held_out=held_out, columns=data.columns or None)
+        sources: dict[str, Any] = {"data": data.path or None, "held_out": held_out, "columns": data.columns or None}
+        task = load(data.task, **sources, begun=begun)
     if data.task in ("own", "gsm8k", "math") and (data.verifier or data.task == "own"):
         task = own.verified(task, data.verifier, bool(data.reward))
     elif data.verifier:
@@ -92,13 +102,14 @@ def posed(config: Config, held_out: str | None = None) -> Task:
     return task
 
 
-def make(config: Config, held_out: str | None = None) -> Task:
+def make(config: Config, held_out: str | None = None, begun: Collection[str] = ()) -> Task:
     """
     The task that a run's settings name, with what they put in place of its own; held_out: evaluation data, whole.
 
-    Raises ValueError, naming the flag, for what is wrong with data, rewards or rubrics: before a model is loaded.
+    begun: keys of the prompts that the run holds out, if it has begun. Raises ValueError, naming the flag, for what is
+    wrong with data, rewards or rubrics: before a model is loaded.
     """
-    data, task = config.data, posed(config, held_out)
+    data, task = config.data, posed(config, held_out, begun)
     if data.rubric:
         task = task._replace(rubric=Path(data.rubric), witness=None)
     elif (data.reward and "rubric" not in data.reward_weights) or config.objective.loss_type == "distill":
@@ -120,6 +131,8 @@ def make(config: Config, held_out: str | None = None) -> Task:
         task = task._replace(witness=None)  # no judge in the reward that would need one
     if data.task == own.TASK.name:
         task = own.told(task)
+    if data.path or held_out:
+        task = task._replace(notes=[*task.notes, *own.unread(task, data.columns)])
     gate = "--reward-gate form: training pays only finished answers of a form; evaluations have no gate"
     gates = [gate] if data.reward_gate == "form" else []
     task = task._replace(notes=[*task.notes, *gates, *_judge_notes(config, task)])
@@ -128,13 +141,34 @@ def make(config: Config, held_out: str | None = None) -> Task:
     return task
 
 
-def sides(config: Config) -> Sides:
-    """What a run trains on and holds out, of replies their conversations; its own rewards' files may be gone."""
+def sides(config: Config, run_dir: Path | None = None) -> Sides:
+    """
+    What a run trains on and holds out, of replies their conversations; its own rewards' files may be gone.
+
+    run_dir: of the run, which tells what it has held out from its beginning.
+    """
     data = config.data
+    begun = held_out_of(run_dir) if run_dir else []
     if config.objective.loss_type == "sft":
-        return load_sides(data.path, None, data.columns, chats.read_chat)[:2]
-    task = (posed if data.reward else make)(config)
+        return chats.load_chats(data.path, data.columns, begun)[:2]
+    task = posed(config, begun=begun) if data.reward else make(config, begun=begun)
     return task.train, task.held_out
+
+
+HELD_OUT = "held_out.json"  # of a run directory: the keys of the prompts that the run holds out
+
+
+def keep_held_out(run_dir: Path, held_out: Sequence[Example]) -> None:
+    """Notes what a run holds out, so that it keeps its sides though its data grow."""
+    file = run_dir / HELD_OUT
+    if not file.is_file():
+        file.write_text(json.dumps(sorted(map(prompt_key, held_out))), encoding="utf-8")
+
+
+def held_out_of(run_dir: Path) -> list[str]:
+    """The keys of what a run holds out, none of one that has not begun."""
+    file = run_dir / HELD_OUT
+    return list(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else []
 
 
 def begun_on(config: Config, train: list[Example], held_out: list[Example]) -> list[str]:
@@ -149,7 +183,7 @@ def begun_on(config: Config, train: list[Example], held_out: list[Example]) -> l
     if not config.model.init_adapter or not runs:
         return []
     try:
-        theirs, _ = sides(checked(load_recipe(runs[0] / "config.yaml")))
+        theirs, _ = sides(checked(load_recipe(runs[0] / "config.yaml")), runs[0])
     except ValueError:
         return []
     known, own = ({prompt_text(example["prompt"]) for example in side} for side in (theirs, train))

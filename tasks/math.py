@@ -1,6 +1,6 @@
 """Competition mathematics; the answer is a formula."""
 
-from problems.examples import Example
+from problems.examples import Example, first_answer
 from problems.verifiers import boxed
 from tasks import gsm8k
 from tasks.task import Sides
@@ -16,7 +16,7 @@ def read(example: Example) -> Example:
     example = gsm8k.with_system(example, "problem")
     if example.get("answer") is None:
         example = example | {"answer": "".join(boxed(str(example.get("solution")))[-1:])}
-    if not example["answer"].strip():
+    if not first_answer(example).strip():
         fix = "add one, or a solution with \\boxed{...}, or name the column: --columns answer=COLUMN"
         raise ValueError(f"no answer; {fix}")
     return example

@@ -1,10 +1,13 @@
 """A user's own data: the column `answer`, where there is one, verifies."""
 
+import inspect
+from collections.abc import Sequence
 from typing import Any
 
-from problems.examples import Example, nearest, short
+from problems.data import renames_of, tell_unread, text_columns
+from problems.examples import RESERVED, Example, answers_of, first_answer, nearest, prompt_text, short
 from problems.functions import load_function
-from problems.rewards import UserReward
+from problems.rewards import OF_EPISODES, UserReward, reads_all, reward_columns
 from problems.verifiers import VERIFIERS, choose, is_compared, stated_by
 from tasks.task import Sides, Task
 
@@ -16,8 +19,9 @@ def bundled() -> Sides:
     raise ValueError("--task own is your own data; give it with --data FILE")
 
 
-def answer_of(example: Example) -> str:
-    return "" if example.get("answer") is None else str(example["answer"])
+def has_compared(example: Example) -> bool:
+    """Whether an answer of the example can be compared with."""
+    return any(map(is_compared, answers_of(example)))
 
 
 def verified(task: Task, spec: str, has_reward: bool) -> Task:
@@ -29,19 +33,23 @@ def verified(task: Task, spec: str, has_reward: bool) -> Task:
     Raises ValueError as `choose` and `load_function` do.
     """
     asked, spec = spec, spec or "auto"
-    answers = list(filter(None, map(answer_of, task.train + task.held_out)))
+    rows = [example for example in task.train + task.held_out if answers_of(example)]
+    compared = list(filter(has_compared, rows))
+    answers = [answer for example in rows for answer in answers_of(example)]
     known = list(filter(is_compared, answers))
     verifier: Any = None
     if spec not in NAMES:
         _, fn = load_function("--verifier", spec, f"{nearest(spec, NAMES)}; or one of {', '.join(NAMES)}")
-        verifier, said = UserReward("correct", fn), [f"{len(answers)} compared by {spec}"]
+        verifier, said = UserReward("correct", fn), [f"{len(rows)} compared by {spec}"]
     elif known:
         name, verifier = choose(spec, answers)
-        said = [f"{len(known)} compared as {VERIFIERS[name].description}, as {short(stated_by(known[0]))}"]
+        said = [f"{len(compared)} compared as {VERIFIERS[name].description}, as {short(stated_by(known[0]))}"]
     else:
         said = ["none to compare with"]
-    if prose := [answer for answer in answers if not is_compared(answer)] if spec in NAMES else []:
-        said.append(f"{len(prose)} not compared, being prose, as {short(prose[0])}")
+    if prose := [example for example in rows if not has_compared(example)] if spec in NAMES else []:
+        said.append(f"{len(prose)} not compared, being prose, as {short(first_answer(prose[0]))}")
+    if several := [example for example in rows if len(answers_of(example)) > 1]:
+        said.append(f"{len(several)} rows have several, of which any is right, as {short(answers_of(several[0]))}")
     is_beside = bool(known) and has_reward and not asked and name == "exact"
     if is_beside:
         said.append("a metric beside your reward; --verifier exact, or FILE.py:fn of your own, makes it the accuracy")
@@ -51,10 +59,35 @@ def verified(task: Task, spec: str, has_reward: bool) -> Task:
     return task._replace(notes=[*task.notes, f"answers: {'; '.join(said)}"])
 
 
+# columns that are read whatever the rewards are; `solution`, by --task math
+READ = ("prompt", "answer", "system", "category", "split", "chat_template_kwargs", "environment", "solution")
+
+
+def unread(task: Task, columns: str) -> list[str]:
+    """A line that names the columns of text which no prompt, reward, environment or template reads."""
+    rows = task.train + task.held_out
+    names = text_columns(rows)
+    read = {*READ, *renames_of(columns).values()}
+    for name, reward in task.rewards.items():
+        read.update(names if reads_all(reward) else reward_columns(name, reward, [*names, *RESERVED, *OF_EPISODES]))
+    for kind in task.environments.values():
+        reset: Any = getattr(kind, "reset", None)
+        read.update(names if reads_all(reset) else inspect.signature(reset).parameters)
+
+    rest = [name for name in names if name not in read and not _stands_in_prompt(rows, name)]
+    return [tell_unread(rest, "no prompt, reward, environment or template reads")] if rest else []
+
+
+def _stands_in_prompt(rows: Sequence[Example], name: str) -> bool:
+    """Whether the texts of a column are part of the prompts, as Alpaca's `input` is."""
+    texts = [(example[name], prompt_text(example["prompt"])) for example in rows if example.get(name)]
+    return all(isinstance(text, str) and text in prompt for text, prompt in texts)
+
+
 def refuse(task: Task, source: str | None) -> None:
     """ValueError for data that holds nothing to reward."""
     examples = task.train or task.held_out
-    prose = next(filter(None, map(answer_of, examples)), "")
+    prose = next(filter(None, map(first_answer, examples)), "")
     has = f"prose, as {short(prose)}" if prose else f"the columns {', '.join(examples[0])}"
     fix = "name one, as --columns answer=COLUMN, or give --reward FILE.py:fn or --rubric FILE"
     raise ValueError(f"--data {source} has no answer to compare with, only {has}; {fix}")
@@ -64,7 +97,7 @@ def told(task: Task) -> Task:
     """The task, without prompts that nothing in it can reward, and with what its user should know of it."""
     train, held_out = task.train, task.held_out
     if task.verifier in task.rewards.values() and not isinstance(task.verifier, UserReward):
-        train, held_out = ([one for one in side if is_compared(answer_of(one))] for side in (train, held_out))
+        train, held_out = (list(filter(has_compared, side)) for side in (train, held_out))
     said = f"data: {len(train)} prompts to train on" if task.train else "data: none to train on"
     said += f", {len(held_out)} held out"
     if left_out := len(task.train + task.held_out) - len(train + held_out):

@@ -5,6 +5,7 @@ import sys
 import types
 from pathlib import Path
 
+import datasets
 import pytest
 from conftest import json_values, message_of, read_log
 from hypothesis import HealthCheck, given, settings
@@ -81,9 +82,9 @@ def test_a_hub_dataset_is_named_by_parts_and_told_in_a_line_where_it_is_out_of_r
         asked.append((name, config, split))
         if name == "owner/name":
             raise ConnectionError("Couldn't reach\nthe hub")
-        return types.SimpleNamespace(to_list=lambda: [{"prompt": "a"}])
+        return datasets.Dataset.from_list([{"prompt": "a"}])
 
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     specs = {"o/n": ("o/n", None, "train"), "o/n:main": ("o/n", "main", "train"), "o/n:test": ("o/n", None, "test")}
     specs |= {"o/n:main:test": ("o/n", "main", "test"), "o/n::test": ("o/n", None, "test")}
     specs |= {"o/n:main:train[:9]": ("o/n", "main", "train[:9]"), "o/n:train[:9]": ("o/n", None, "train[:9]")}

@@ -67,10 +67,10 @@ def test_numbers_and_truths_become_texts_and_what_is_missing_stays_so(tmp_path, 
     assert example["answer"] == text
 
 
-def test_an_answer_that_is_a_list_is_refused_and_may_bear_another_name(tmp_path):
-    path = write_log(tmp_path / "data.jsonl", [{"prompt": "?", "answer": ["a", "b"]}])
-    assert "line 1: answer ['a', 'b'] is a list; it must be a text" in message_of(data.load_data, path)
-    assert data.load_data(path, "answers=answer") == [{"prompt": "?", "answers": ["a", "b"]}]
+def test_an_answer_that_is_a_list_of_other_things_is_refused_and_may_bear_another_name(tmp_path):
+    path = write_log(tmp_path / "data.jsonl", [{"prompt": "?", "answer": [{"a": 1}]}])
+    assert "line 1: answer [{'a': 1}] is a list" in message_of(data.load_data, path)
+    assert data.load_data(path, "answers=answer") == [{"prompt": "?", "answers": [{"a": 1}]}]
     path = write_log(tmp_path / "data.jsonl", [{"system": "s", "answer": "a", "id": "x", "question": "?"}])
     assert message_of(data.load_data, path).endswith("--columns prompt=question")
 

@@ -120,8 +120,11 @@ def test_where_a_template_rewrites_what_came_before_each_reply_is_a_row_as_it_wo
         ({"prompt": "Hi", "completion": "two!\n" * 400}, "the model's context 1000; shorten it"),
         ({"prompt": "Hi"}, "no conversation, only ['prompt']; add messages, or prompt and completion"),
         ({"messages": TALK[:1]}, "no message of the assistant"),
-        ({"messages": [TALK[1]]}, "prompt is an empty list"),
-        ({"messages": [*TALK[:1], {"role": "tool", "content": "1"}, TALK[1]]}, "message 2 of prompt has role 'tool'"),
+        ({"messages": [TALK[1]]}, "message 1 of the conversation is the assistant's"),
+        (
+            {"messages": [*TALK[:1], {"role": "tool", "content": "1"}, TALK[1]]},
+            "message 2 of the conversation has role",
+        ),
         ({"messages": [*TALK[:1], {"role": "assistant", "content": " "}]}, "content of message 2 of the conversation"),
         ({"messages": TALK, "chat_template_kwargs": ["x"]}, "chat_template_kwargs ['x'] is a list; it must be"),
         ({"messages": TALK, "tools": ["x"]}, "column tools holds 'x'"),

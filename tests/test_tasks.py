@@ -6,6 +6,7 @@ import sys
 import types
 from collections import Counter
 
+import datasets
 import pytest
 import yaml
 from conftest import ROOT, command, message_of, read_log, write_log
@@ -70,7 +71,7 @@ def test_held_out_prompts_count_once_and_are_not_trained_on_and_a_line_says_how_
     assert [one["prompt"] for one in task.train] == ["a", "c", "a"]
     assert [(one["prompt"], one["answer"]) for one in task.held_out] == [("b", "1"), ("b", "2")]
     said = "1 training rows are left out, as their prompts are held out; 1 held-out rows repeat another and count once"
-    assert task.notes == [f"data: {said}"]
+    assert task.notes[1:] == [f"data: {said}"] and "1 prompts have several answers, as 'b'" in task.notes[0]
     drawn = [row | {"environment": "cards"} for row in rows]
     assert len(tasks.load("own", data=write_log(tmp_path / "drawn.jsonl", drawn)).held_out) == 2
 
@@ -159,9 +160,9 @@ def test_gsm8k_is_read_from_the_hub_by_split(monkeypatch):
     def load_dataset(name, config, split):
         asked.append((name, config, split))
         rows = [{"question": f"{split} {n}?", "answer": f"#### {n}"} for n in range(3)]
-        return types.SimpleNamespace(to_list=lambda: rows)
+        return datasets.Dataset.from_list(rows)
 
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     task = tasks.load("gsm8k")
     assert asked == [("openai/gsm8k", "main", "train"), ("openai/gsm8k", "main", "test")]
     assert [e["prompt"] for e in task.held_out] == ["test 0?", "test 1?", "test 2?"] and task.train[2]["answer"] == "2"

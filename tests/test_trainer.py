@@ -131,8 +131,8 @@ def test_a_program_s_own_functions_are_known_by_their_text_and_by_no_command(tmp
 def test_rows_are_kept_by_what_they_hold_and_refused_where_json_has_no_word(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     rows = [{"prompt": "Grüße", "answer": "1"}]
-    kept = data.keep(rows)
-    assert data.keep(iter(rows)) == kept and data.load_data(kept) == rows
+    kept, notes = data.keep(rows)
+    assert notes == [] and data.keep(iter(rows)) == (kept, []) and data.load_data(kept) == rows
     assert "row 2, {'prompt': <object" in message_of(data.keep, [*rows, {"prompt": object()}])
 
 

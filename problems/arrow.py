@@ -1,0 +1,154 @@
+"""
+Rows of Arrow tables as JSON has them: what a row does not have is absent, not null.
+
+Arrow gives every struct of a column the same fields, and fills with null what a row lacks. Gwen reads such a null as
+an absent key, at any depth. A null of a whole column, in a list, in a map or in JSON text stays: somebody wrote it.
+Left out: which files hold tables (problems/data.py).
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+Rows = list[Any]
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
+
+
+def rows_of_table(table: Any) -> Rows:
+    """The rows of a `pyarrow.Table`."""
+    columns = {
+        field.name: [_value_of(value, field.type) for value in table.column(place).to_pylist()]
+        for place, field in enumerate(table.schema)
+    }
+    return [{name: column[row] for name, column in columns.items()} for row in range(table.num_rows)]
+
+
+def _value_of(value: Any, kind: Any) -> Any:
+    """A value of this Arrow type without the fields that are null."""
+    import pyarrow  # here: importing it takes half a second
+
+    if value is None:
+        return None
+
+    if pyarrow.types.is_struct(kind):
+        fields = {field.name: _value_of(value[field.name], field.type) for field in kind}
+        return {name: field for name, field in fields.items() if field is not None}
+
+    if pyarrow.types.is_map(kind):
+        return {key: _value_of(item, kind.item_type) for key, item in value}
+
+    if hasattr(kind, "value_field") and isinstance(value, list):
+        return [_value_of(item, kind.value_type) for item in value]
+
+    if getattr(kind, "extension_name", "") == "arrow.json":
+        return json.loads(value)
+    return value
+
+
+def rows_of_dataset(dataset: Any) -> Rows:
+    """The rows of a `datasets.Dataset`."""
+    return rows_of_table(dataset.with_format("arrow")[:])
+
+
+def rows_of_program(data: Any) -> tuple[Rows, int]:
+    """
+    The rows that a program holds, and how many nulls were taken for absent keys though they may have been written.
+
+    data: a `datasets.Dataset` or `DatasetDict` (whose splits become the column `split`), a table of pandas, pyarrow or
+    polars, or any iterable of dictionaries. Of dictionaries that look like `dataset.to_list()` see `is_filled_up`.
+    """
+    module = type(data).__module__.partition(".")[0]
+    if module == "datasets" and isinstance(data, Mapping):
+        return [row | {"split": name} for name, part in data.items() for row in rows_of_program(part)[0]], 0
+    if module == "datasets" and hasattr(data, "num_rows"):
+        return rows_of_dataset(data), 0
+    if module == "pyarrow":
+        return rows_of_table(data), 0
+    if module == "pandas":
+        return [_row_of_pandas(row) for row in data.to_dict("records")], 0
+    if module == "polars":
+        return rows_without_nulls(data.to_dicts()), 0
+
+    rows = list(data)
+    if module == "datasets":  # one that streams
+        return rows_without_nulls(rows), 0
+    if is_filled_up(rows):
+        return rows_without_nulls(rows), count_nulls(rows)
+    return rows, 0
+
+
+def _row_of_pandas(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of a DataFrame, with Python's values in place of numpy's; what pandas has for a missing cell is None."""
+    return {str(name): without_nulls(_of_numpy(value)) for name, value in row.items()}
+
+
+def _of_numpy(value: Any) -> Any:
+    import pandas
+
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, dict):
+        return {name: _of_numpy(field) for name, field in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_of_numpy(item) for item in value]
+    is_missing = value is None or value is pandas.NA or value is pandas.NaT or value != value
+    return None if is_missing else value
+
+
+def without_nulls(value: Any) -> Any:
+    """A row's value without the keys that are null, at any depth."""
+    if isinstance(value, dict):
+        return {name: without_nulls(field) for name, field in value.items() if field is not None}
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    return value
+
+
+def rows_without_nulls(rows: Rows) -> Rows:
+    """Rows whose values have no null keys; a column that is null stays."""
+    return [{name: without_nulls(value) for name, value in row.items()} for row in rows]
+
+
+# ---- rows of which nobody says where they come from
+
+
+def is_filled_up(rows: Rows) -> bool:
+    """
+    Whether dictionaries look like those that Arrow gives.
+
+    All of one place have the same keys in the same order, and a key that is null in one has a value in another.
+    """
+    keys: dict[tuple[str, ...], list[str]] = {}
+    nulls, values = set[tuple[str, ...]](), set[tuple[str, ...]]()
+    waiting: list[tuple[tuple[str, ...], Any]] = [((), row) for row in rows]
+    while waiting:
+        place, value = waiting.pop()
+        if isinstance(value, list):
+            waiting.extend(((*place, "[]"), item) for item in value)
+        elif isinstance(value, dict):
+            if keys.setdefault(place, list(value)) != list(value):
+                return False
+            for name, field in value.items():
+                below = (*place, str(name))
+                (nulls if field is None else values).add(below)
+                waiting.append((below, field))
+    inner = {place for place in nulls if len(place) > 1}
+    return not inner.isdisjoint(values)
+
+
+def is_written_by_pandas(text: str) -> bool:
+    """Whether JSON is spelled as pandas, and so `Dataset.to_json`, spells it: no spaces, and each slash escaped."""
+    strings = _STRING.findall(text)
+    between = _STRING.sub("", text).replace("\n", "")
+    return not re.search(r"\s", between) and not any(re.search(r"(?<!\\)/", string) for string in strings)
+
+
+def count_nulls(value: Any, *, is_row: bool = True) -> int:
+    """How many keys inside the values of rows are null."""
+    if isinstance(value, dict):
+        here = 0 if is_row else sum(field is None for field in value.values())
+        return here + sum(count_nulls(field, is_row=False) for field in value.values())
+    if isinstance(value, list):
+        return sum(count_nulls(item, is_row=is_row) for item in value)
+    return 0

@@ -117,15 +117,17 @@ def render(tokenizer: Any, example: Example, *, thinking: bool, end_ids: Collect
     ValueError where a template leaves ids open, or drops what a message says, or where a row is too long.
     """
     prompt = example["prompt"]
-    messages = chat_template.as_rendered(tokenizer, prompt + example["completion"])
+    written = prompt + example["completion"]
+    messages = chat_template.as_rendered(tokenizer, written)
     how = {"tools": example.get("tools"), "variables": example.get("chat_template_kwargs")}
-    weights = [message.get("weight") for message in prompt + example["completion"]]
-    replies = [
-        place for place in range(len(prompt), len(messages)) if _is_reply(messages[place]) and weights[place] != 0
-    ]
+    replies = [place for place in range(len(prompt), len(messages)) if _is_trained(written[place])]
     rows = []
     for place in replies:
-        before, ids = _reply(tokenizer, messages[: place + 1], how, thinking, end_ids)
+        try:
+            before, ids = _reply(tokenizer, messages[: place + 1], how, thinking, end_ids)
+        except ValueError as error:
+            named = [key for key in THOUGHTS if key in written[place]]
+            raise ValueError(f"{error} (its thought stands under {named[0]})" if named else str(error)) from error
         if len(ids) > context:
             raise ValueError(f"it has {len(ids)} tokens, the model's context {context}; shorten it")
         rows.append(Row(ids, list(range(before, len(ids)))))

@@ -228,15 +228,27 @@ def reward_columns(name: str, fn: Reward, known: Iterable[str]) -> list[str]:
     return list(known) if any(p.kind == p.VAR_KEYWORD for p in parameters) else by_keyword
 
 
-def reads_all(fn: Any) -> bool:
-    """Whether a function looks into its **kwargs, and so may read any column; `**_` that it never names it does not."""
+def columns_read(fn: Any, columns: Sequence[str]) -> list[str]:
+    """
+    The columns that a function reads: those that it names, or all where it looks into its **kwargs.
+
+    Its code tells the latter: `**_` stands in many rewards only to take what they do not want.
+    """
     fn = inspect.unwrap(fn.fn if isinstance(fn, UserReward) else fn)
-    rest = [p.name for p in inspect.signature(fn).parameters.values() if p.kind == p.VAR_KEYWORD]
+    parameters = inspect.signature(fn).parameters
+    rest = [p.name for p in parameters.values() if p.kind == p.VAR_KEYWORD]
+    if rest and _looks_at(fn, rest[0]):
+        return list(columns)
+    return [name for name in columns if name in parameters]
+
+
+def _looks_at(fn: Any, variable: str) -> bool:
+    """Whether a function's code reads a variable; true where there is no code to look at."""
     code = getattr(fn, "__code__", None) or getattr(type(fn).__call__, "__code__", None)
-    if not rest or code is None:
-        return bool(rest)
-    named = [step.argval for step in dis.get_instructions(code) if step.opname.startswith(("LOAD", "STORE_FAST_LOAD"))]
-    return any(rest[0] == name or (isinstance(name, tuple) and rest[0] in name) for name in named)
+    if code is None:
+        return True
+    loaded = [step.argval for step in dis.get_instructions(code) if "LOAD" in step.opname]
+    return any(variable == name or (isinstance(name, tuple) and variable in name) for name in loaded)
 
 
 OF_EPISODES = ("environments", "earned")  # what rewards may ask for besides, where there are environments

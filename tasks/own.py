@@ -1,13 +1,12 @@
 """A user's own data: the column `answer`, where there is one, verifies."""
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
 from problems.data import renames_of, tell_unread, text_columns
-from problems.examples import RESERVED, Example, answers_of, first_answer, nearest, prompt_text, short
+from problems.examples import Example, answers_of, first_answer, nearest, prompt_text, short
 from problems.functions import load_function
-from problems.rewards import OF_EPISODES, UserReward, reads_all, reward_columns
+from problems.rewards import UserReward, columns_read
 from problems.verifiers import VERIFIERS, choose, is_compared, stated_by
 from tasks.task import Sides, Task
 
@@ -68,11 +67,11 @@ def unread(task: Task, columns: str) -> list[str]:
     rows = task.train + task.held_out
     names = text_columns(rows)
     read = {*READ, *renames_of(columns).values()}
-    for name, reward in task.rewards.items():
-        read.update(names if reads_all(reward) else reward_columns(name, reward, [*names, *RESERVED, *OF_EPISODES]))
+    for reward in task.rewards.values():
+        read.update(columns_read(reward, names))
     for kind in task.environments.values():
         reset: Any = getattr(kind, "reset", None)
-        read.update(names if reads_all(reset) else inspect.signature(reset).parameters)
+        read.update(columns_read(reset, names))
 
     rest = [name for name in names if name not in read and not _stands_in_prompt(rows, name)]
     return [tell_unread(rest, "no prompt, reward, environment or template reads")] if rest else []

@@ -1,8 +1,6 @@
 """Examples: what is read from files and the hub, what is refused, and the order of prompts. See also test_fuzz.py."""
 
 import json
-import sys
-import types
 from pathlib import Path
 
 import datasets

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import sys
-import types
 from collections import Counter
 
 import datasets

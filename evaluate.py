@@ -418,7 +418,8 @@ def main(argv: list[str] | None = None) -> None:
             return
         if args.data:
             config = config.but(data="", columns=args.columns or "")
-        task, trained = tasks.make(config, args.data), set[str]()
+        begun = tasks.held_out_of(args.run) if args.run else []
+        task, trained = tasks.make(config, args.data, begun), set[str]()
         if args.run and args.data:
             try:
                 past = checked(load_recipe(run_files.config_file(args.run)))

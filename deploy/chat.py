@@ -263,7 +263,8 @@ def sample(args: argparse.Namespace) -> None:
         talk(sides, lines())
     elif box:
         if not args.prompt:
-            problems, size = spread(tasks.make(config).held_out, args.num), 1
+            begun = tasks.held_out_of(args.run) if args.run else []
+            problems, size = spread(tasks.make(config, begun=begun).held_out, args.num), 1
         problems = [problem for problem in problems for _ in range(size)]
         groups = [row // size for row in range(len(problems))]
         play = episodes.Episodes(box, problems, groups, f"held out {args.seed}")

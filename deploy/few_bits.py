@@ -53,7 +53,7 @@ def tell_cost(run: str | None, wide: Path, few: Path, bits: int) -> None:
         if run is None or ((config := evaluate.of_run(run, {})).data.task == "own" and not config.data.path):
             raise ValueError("only --run of a task with problems tells them")  # replies are none
         hub.find(few)  # refuses at once a file that Gwen writes and does not read
-        task = tasks.make(config)
+        task = tasks.make(config, begun=tasks.held_out_of(run))
         print(f"now what {bits} bits cost, by held-out problems; what is written stays", flush=True)
         _, sampled, greedy = answers(config, task, wide, 16)
         model, *_ = answers(config, task, few, bits)

@@ -66,7 +66,7 @@ def rows_of_program(data: Any) -> tuple[Rows, int]:
     if module == "pyarrow":
         return rows_of_table(data), 0
     if module == "pandas":
-        return [_row_of_pandas(row) for row in data.to_dict("records")], 0
+        return [_row_of_pandas(row) for row in _with_whole_numbers(data).to_dict("records")], 0
     if module == "polars":
         return rows_without_nulls(data.to_dicts()), 0
 
@@ -76,6 +76,12 @@ def rows_of_program(data: Any) -> tuple[Rows, int]:
     if is_filled_up(rows):
         return rows_without_nulls(rows), count_nulls(rows)
     return rows, 0
+
+
+def _with_whole_numbers(frame: Any) -> Any:
+    """A DataFrame whose whole numbers are no floats, as which pandas holds them where a cell is missing."""
+    floats = [name for name in frame.columns if frame[name].dtype.kind == "f" and frame[name].isna().any()]
+    return frame.astype({name: frame[name].convert_dtypes().dtype for name in floats})
 
 
 def _row_of_pandas(row: dict[str, Any]) -> dict[str, Any]:

@@ -610,6 +610,8 @@ def load_sides(
         held_out = held_out or its
     train, test = load_data(spec, columns, read, lines, taken) if spec else [], list[Example]()
     if held_out is None or _has_split(train):
+        if begun and not _has_split(train) and (line := _tell_begun(train, begun)):
+            lines.append(line)
         train, test = split_examples(train, begun)
     if held_out is not None:
         test = load_data(held_out, columns, read, lines, taken)
@@ -636,7 +638,7 @@ def split_examples(examples: list[Example], begun: Collection[str] = ()) -> tupl
     A column `split` decides if present: "train", or "held_out", "test" or "validation". Otherwise a tenth of the
     distinct prompts is held out, from one to `MOST_HELD_OUT`. They are chosen by hash, not by place, so the choice
     ignores the records' order and mostly survives when a file grows. begun: keys of the prompts that a run holds out
-    which has begun. As long as the file has one of them these are held out and nothing else, so that no row changes
+    which has begun. As long as the file has half of them these are held out and nothing else, so that no row changes
     sides and new rows are trained on.
 
     Raises ValueError if `split` has another value.
@@ -648,9 +650,32 @@ def split_examples(examples: list[Example], begun: Collection[str] = ()) -> tupl
         return train, [example for example in examples if example["split"] != "train"]
     keys = sorted({prompt_key(example) for example in examples})
     kept = {*begun}.intersection(keys)
-    chosen = kept or set(keys[: min(MOST_HELD_OUT, max(1, len(keys) // 10))] if len(keys) > 1 else [])
+    chosen = (
+        kept
+        if _keeps_sides(kept, begun)
+        else set(keys[: min(MOST_HELD_OUT, max(1, len(keys) // 10))] if len(keys) > 1 else [])
+    )
     train = [example for example in examples if prompt_key(example) not in chosen]
     return train, [example for example in examples if prompt_key(example) in chosen]
+
+
+def _keeps_sides(kept: Collection[str], begun: Collection[str]) -> bool:
+    return bool(begun) and 2 * len(kept) >= len({*begun})
+
+
+def _tell_begun(examples: list[Example], begun: Collection[str]) -> str:
+    """A line where the sides that a run began with are not those of a new one, or cannot be kept; "" else."""
+    keys = {prompt_key(example) for example in examples}
+    kept = keys.intersection(begun)
+    if begun and not _keeps_sides(kept, begun):
+        return (
+            f"data: only {len(kept)} of the {len(begun)} prompts that the run held out are left, so others are chosen"
+        )
+    fresh = {prompt_key(example) for example in split_examples(examples)[1]}
+    if begun and kept != fresh:
+        kept_sides = f"the run keeps the {len(kept)} prompts that it holds out, of now {len(keys)}"
+        return f"data: {kept_sides}; new ones are trained on"
+    return ""
 
 
 def _has_split(examples: list[Example]) -> bool:

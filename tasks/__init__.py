@@ -165,9 +165,9 @@ def keep_held_out(run_dir: Path, held_out: Sequence[Example]) -> None:
         file.write_text(json.dumps(sorted(map(prompt_key, held_out))), encoding="utf-8")
 
 
-def held_out_of(run_dir: Path) -> list[str]:
+def held_out_of(run_dir: str | Path) -> list[str]:
     """The keys of what a run holds out, none of one that has not begun."""
-    file = run_dir / HELD_OUT
+    file = Path(run_dir) / HELD_OUT
     return list(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else []
 
 

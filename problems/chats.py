@@ -88,6 +88,9 @@ def _parts_of(name: str, conversation: Any) -> tuple[list[dict[str, Any]], list[
     check_order("the conversation", messages)
     asked = next(place for place, message in enumerate(messages) if message["role"] == "user")
     first = next((place for place in range(asked, len(messages)) if _is_reply(messages[place])), len(messages))
+    if first == len(messages):
+        fix = "a reply is learned after a message of the user's, so add one behind it"
+        raise ValueError(f"the only replies stand before message {asked + 1}, the user's first; {fix}")
     return messages[:first], messages[first:]
 
 
@@ -95,6 +98,8 @@ def _want_of_conversation(example: Example) -> str:
     """What is said of a row that holds no conversation."""
     talks = [name for name in example if is_conversation(example[name])]
     hint = f"messages={talks[0]}" if talks else "completion=COLUMN"
+    if "instruction" in example and "output" in example:
+        hint = "prompt=instruction,completion=output"
     fix = f"add messages, or prompt and completion, or name the column: --columns {hint}"
     return f"no conversation, only {short(list(example))}; {fix}"
 

@@ -8,6 +8,8 @@ JSON lines, JSON and CSV have their own readers, because `datasets` and pyarrow 
 reads a CSV answer "007" as 7.0 and "None" as missing; pyarrow refuses JSON answers of different types.
 """
 
+import ast
+import contextlib
 import csv
 import io
 import json
@@ -172,6 +174,10 @@ def _tell_conversations(records: list[Example], examples: list[Example]) -> Iter
 def _tell_answers(examples: list[Example]) -> Iterator[str]:
     """Lines on answers that are lists written as texts, and on prompts with several answers."""
     lists = [answer for example in examples if _is_list_text(answer := example.get("answer"))]
+    wholes = [answer for example in examples if _holds_alternatives(answer := example.get("answer"))]
+    if wholes:
+        what = f"{len(wholes)} answers are objects, as {short(wholes[0])}, and are compared as a whole"
+        yield f"data: {what}; if any text of a list in them is right, make that list the answer"
     if lists:
         what = f"{len(lists)} answers are texts that hold a JSON list, as {short(lists[0])}, and are compared as one"
         yield f"data: {what}; write a list of texts, not a text, if any of them is right"
@@ -192,13 +198,33 @@ def _tell_answers(examples: list[Example]) -> Iterator[str]:
 
 
 def _is_list_text(answer: Any) -> bool:
+    """Whether an answer is a text that holds a list of texts, in JSON or as Python writes it into a CSV file."""
     if not isinstance(answer, str) or not answer.lstrip().startswith("["):
         return False
-    try:
-        items = read_json(answer)
-    except ValueError:
-        return False
+    items = _read_or_none(answer)
+    if items is None:
+        with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+            items = ast.literal_eval(answer.strip())
     return isinstance(items, list) and len(items) > 1 and all(isinstance(item, str) for item in items)
+
+
+# keys under which data sets keep several right answers
+ALTERNATIVES = ("target", "targets", "aliases", "answers", "ground_truth", "ground_truths", "golden_answers", "text")
+
+
+def _holds_alternatives(answer: Any) -> bool:
+    """Whether an answer is an object that has a list of texts under such a key, at any depth."""
+    if not isinstance(answer, str) or not answer.startswith("{"):
+        return False
+    waiting = [_read_or_none(answer)]
+    while waiting:
+        value = waiting.pop()
+        for name, field in value.items() if isinstance(value, dict) else ():
+            is_list = isinstance(field, list) and any(isinstance(item, str) for item in field)
+            if is_list and name in ALTERNATIVES:
+                return True
+            waiting.append(field)
+    return False
 
 
 def keep(data: Any) -> tuple[str, list[str]]:
@@ -266,10 +292,15 @@ def read_records(spec: str, notes: list[str] | None = None) -> Records:
 def _without_nulls_of_pandas(spec: str, content: bytes, records: Records, notes: list[str] | None) -> Records:
     """The records of JSON without the nulls that Arrow made, where `Dataset.to_json` or pandas wrote the file."""
     rows = [record for _, record in records]
-    if not arrow.is_filled_up(rows) or not arrow.is_written_by_pandas(content.decode("utf-8-sig")):
+    if not arrow.is_filled_up(rows):
         return records
-    if notes is not None:
-        notes.append(_tell_nulls(f"{spec} has the form that Dataset.to_json writes", arrow.count_nulls(rows)))
+    notes = [] if notes is None else notes
+    num = arrow.count_nulls(rows)
+    if not arrow.is_written_by_pandas(content.decode("utf-8-sig")):
+        fix = "if Arrow made them, give its parquet file or Dataset.to_json's"
+        notes.append(f"data: {num} nulls inside objects of {spec} are kept as its user wrote them; {fix}")
+        return records
+    notes.append(_tell_nulls(f"{spec} has the form that Dataset.to_json writes", num))
     return list(zip((where for where, _ in records), arrow.rows_without_nulls(rows), strict=True))
 
 
@@ -309,12 +340,10 @@ def _text(spec: str, content: bytes) -> str:
 
 
 def _is_utf16(content: bytes) -> bool:
-    """Whether a text without a mark is UTF-16: its line ends and spaces have a zero byte before or after them."""
+    """Whether a text without a mark looks like UTF-16: a zero byte is half of most characters, always the same half."""
     begin = content[: 2**16]
-    spaces = sum(begin[place::2].count(code) for place in (0, 1) for code in b" \n")
-    zeros = max(begin[::2].count(0), begin[1::2].count(0))
-    other = min(begin[::2].count(0), begin[1::2].count(0))
-    return zeros > 0 and zeros >= spaces and other < zeros / 8 and zeros > len(begin) / 32
+    fewer, more = sorted([begin[::2].count(0), begin[1::2].count(0)])
+    return more > len(begin) / 4 and fewer < more / 8
 
 
 def _json(spec: str, where: str, text: str) -> Any:
@@ -360,15 +389,22 @@ def _kind_of_text(lines: list[str]) -> str:
     """What lines that are no prompts look like, and how to name their file; "" for prompts."""
     if not lines:
         return ""
-    if all(line.lstrip().startswith("{") and isinstance(_read_or_none(line), dict) for line in lines):
-        return "JSON lines; name it .jsonl"
-    if lines[0].lstrip().startswith(("[", "{")) and isinstance(_read_or_none("\n".join(lines)), (list, dict)):
-        return "JSON; name it .json"
+    if kind := _kind_of_json(lines):
+        return kind
     separator = max(",;\t", key=lines[0].count)
     names = [name.strip().strip('"') for name in lines[0].split(separator)]
     if len(names) > 1 and "prompt" in names and all(name.isidentifier() for name in names):
         return "CSV; name it .csv"
     return ""
+
+
+def _kind_of_json(lines: list[str]) -> str:
+    """What a file is whose lines are JSON, and how to name it; "" for other lines."""
+    if not lines or not lines[0].lstrip().startswith(("[", "{")):
+        return ""
+    if all(isinstance(_read_or_none(line), dict) for line in lines):
+        return "JSON lines; name it .jsonl"
+    return "JSON; name it .json" if isinstance(_read_or_none("\n".join(lines)), (list, dict)) else ""
 
 
 def _read_or_none(text: str) -> Any:
@@ -393,6 +429,8 @@ def _csv_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
     """Rows by the header's names, parted as these are; an empty cell is missing, a wrong number of fields an error."""
     csv.field_size_limit(2**31 - 1)  # a cell may be a document; the default limit is 131,072 characters
     text = _text(spec, content)
+    if kind := _kind_of_json([line for line in text.split("\n") if line.strip()]):
+        raise ValueError(f"--data {spec} is no CSV but {kind}")
     separator = max(",;\t", key=text.partition("\n")[0].count)
     rows = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
     try:

@@ -10,6 +10,7 @@ messages are a prompt, and which are learned.
 import contextlib
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from flags import read_json
@@ -65,8 +66,7 @@ def _read_message(where: str, message: Any) -> Message:
     fields = {key: value for key, value in message.items() if key in ("content", "value") or not _is_empty(value)}
     if "role" not in fields and "from" in fields:
         fields["role"] = fields.pop("from")
-        fields["content"] = fields.pop("value", None)
-    elif "content" not in fields and "value" in fields:
+    if "content" not in fields and "value" in fields:
         fields["content"] = fields.pop("value")
     elif _is_empty(fields.get("value")):
         fields.pop("value", None)
@@ -124,8 +124,9 @@ def _read_role(where: str, fields: Message) -> str:
 def _read_content(where: str, role: str, content: Any, may_be_empty: bool) -> str:
     """A message's text: a string, parts of text joined, or what a tool returned as JSON."""
     name = f"content of {where}"
-    parts = [content] if isinstance(content, dict) and content.get("type") in TEXT_PARTS else content
-    if isinstance(parts, list) and any(_is_part(part) for part in parts):
+    parts = [content] if _is_part(content, TEXT_PARTS) else content
+    kinds = (*TEXT_PARTS, *MEDIA) if role == "tool" else None  # a tool's result may be any list of objects
+    if isinstance(parts, list) and any(_is_part(part, kinds) for part in parts):
         text = "".join(_text_of_part(name, part) for part in parts)
     elif role == "tool" and content is not None and not isinstance(content, str):
         text = json.dumps(content, ensure_ascii=False)
@@ -136,14 +137,18 @@ def _read_content(where: str, role: str, content: Any, may_be_empty: bool) -> st
     return str(text)
 
 
-def _is_part(part: Any) -> bool:
-    return isinstance(part, dict) and isinstance(part.get("type"), str) and part["type"] in (*TEXT_PARTS, *MEDIA)
+def _is_part(part: Any, kinds: Sequence[str] | None) -> bool:
+    """Whether a value is a part of a content, of one of some types; None: of any. A part without a type is a text."""
+    if not isinstance(part, dict):
+        return False
+    kind = part.get("type", "text" if "text" in part else None)
+    return isinstance(kind, str) and (kinds is None or kind in kinds)
 
 
 def _text_of_part(name: str, part: Any) -> str:
     if isinstance(part, str):
         return part
-    kind = part.get("type") if isinstance(part, dict) else None
+    kind = part.get("type", "text" if "text" in part else None) if isinstance(part, dict) else None
     if kind not in TEXT_PARTS:
         what = f"a part of type {short(kind)}" if kind else short(part)
         raise ValueError(f"{name} holds {what}; Gwen reads parts of type text only, so remove it")
@@ -199,10 +204,12 @@ def _read_call(where: str, key: str, call: Any) -> Message:
     """A call with its arguments as a dictionary, which may be written as JSON."""
     function = call.get("function", call) if isinstance(call, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
-    arguments = function.get("arguments", {}) if isinstance(function, dict) else None
+    arguments = function.get("arguments") if isinstance(function, dict) else None
+    if arguments is None or arguments == "":
+        arguments = {}
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError):
-            arguments = read_json(arguments) if arguments.strip() else {}
+            arguments = read_json(arguments)
     if not name or not isinstance(name, str) or not isinstance(arguments, dict):
         fix = '{"function": {"name": "...", "arguments": {...}}}'
         raise ValueError(f"{key} of {where} holds {short(call)}; write {fix}")

@@ -100,7 +100,7 @@ def test_a_null_that_somebody_wrote_stays_and_what_was_taken_for_arrow_s_is_told
     alike = [rows[0], {"prompt": "b", "answer": {"team": "web", "owner": "Ann"}}]
     notes: list[str] = []
     written = data.load_data(write_log(tmp_path / "b.jsonl", alike), notes=notes)
-    assert json.loads(written[0]["answer"]) == rows[0]["answer"] and not notes
+    assert json.loads(written[0]["answer"]) == rows[0]["answer"] and "1 nulls" in notes.pop() and not notes
     datasets.Dataset.from_list(alike).to_json(tmp_path / "c.jsonl")
     read = data.load_data(str(tmp_path / "c.jsonl"), notes=notes)
     assert json.loads(read[0]["answer"]) == {"team": "web"} and "1 nulls" in notes[0]

@@ -95,20 +95,22 @@ def messages(prompt: Any, system: str | None) -> list[dict[str, Any]]:
 # ---- what a message says besides its content
 
 # what every message may have, and what only numbers or names a call
-USUAL_KEYS = ("role", "content", "tool_calls", "tool_call_id", "weight")
+USUAL_KEYS = ("role", "content", "tool_call_id", "weight")
 
 
 def as_rendered(tokenizer: Any, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     Messages as the template takes them: thoughts under the key that it has for them, else in the content.
 
-    Raises ValueError for a key of a message that the template does not render.
+    Raises ValueError for a key of a message, and for a tool's result, that the template does not render.
     """
     rendered = [_with_thought(tokenizer, message) for message in messages]
     for place, message in enumerate(rendered):
         for key in sorted(message.keys() - {*USUAL_KEYS, *THOUGHTS}):
             if not _is_repeated(rendered[:place], message, key):
                 _refuse_unrendered(tokenizer, rendered[: place + 1], key)
+        if message["role"] == "tool":
+            _refuse_unrendered_result(tokenizer, rendered[: place + 1])
         if message["role"] != "assistant":
             for key in sorted(message.keys() & {*THOUGHTS}):
                 _refuse_unrendered(tokenizer, rendered[: place + 1], key)
@@ -156,7 +158,16 @@ def _refuse_unrendered(tokenizer: Any, messages: list[dict[str, Any]], key: str)
     texts = [render(tokenizer, [*messages[:-1], end], True, opened=False) for end in (last, without)]
     if texts[0] == texts[1]:
         where = f"message {len(messages)}, of role {last['role']}, has {key} {short(last[key])}"
-        raise ValueError(f"{where}, which the model's chat template does not render; remove it, or write it as content")
+        fix = "take a model with tools" if key == "tool_calls" else "write it as content"
+        raise ValueError(f"{where}, which the model's chat template does not render; remove it, or {fix}")
+
+
+def _refuse_unrendered_result(tokenizer: Any, messages: list[dict[str, Any]]) -> None:
+    """Raises ValueError where the template leaves out the last message, what a tool returned."""
+    texts = [render(tokenizer, talk, True, opened=False) for talk in (messages, messages[:-1])]
+    if texts[0] == texts[1]:
+        where = f"message {len(messages)}, of role tool, {short(messages[-1]['content'])}"
+        raise ValueError(f"{where}, is not rendered by the model's chat template; take a model with tools")
 
 
 def opening_of(examples: Iterable[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], int]:

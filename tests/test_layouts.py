@@ -218,6 +218,15 @@ def test_a_message_that_cannot_be_learned_as_it_is_is_refused_by_name(messages, 
     assert said in message_of(chats.read_chat, {"messages": messages})
 
 
+def test_a_call_or_a_result_that_the_template_drops_is_refused(tokenizer):
+    prompt = [USER, reply("I add.", tool_calls=[call("add", a=2)]), {"role": "tool", "content": "3"}]
+    assert "tool_calls" in message_of(chat_template.chat_ids, with_template(tokenizer, PLAIN), prompt)
+    shown = PLAIN.replace("+ m.content", "+ m.content + (m.tool_calls | tojson if m.tool_calls else '')")
+    chat_template.chat_ids(with_template(tokenizer, shown), prompt)
+    silent = shown.replace("for m in messages", "for m in messages if m.role != 'tool'")
+    assert "message 3, of role tool" in message_of(chat_template.chat_ids, with_template(tokenizer, silent), prompt)
+
+
 # ---- layouts
 
 

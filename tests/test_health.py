@@ -36,6 +36,8 @@ def signal(*groups):
 
 STILL = {"update/kl": 0.0}
 SLOW = slow(31, 40, 33)
+CONTROL = f"{health.CONTROL}</x>"
+CONTROLS = {share: [step | {TRUNCATED: share} for step in steps_of(CONTROL, *[share] * 5)] for share in (0.6, 0.09)}
 LOST = steps_of("entropy", then=(1.0, 0.05))
 ILL_AND_WELL = [  # an illness, steps and evaluations that show it, and such that do not
     ("no signal", (signal(3, 0, 0, 0, 0, 0),), (signal(0, 0, 0, 0, 1),)),
@@ -48,6 +50,7 @@ ILL_AND_WELL = [  # an illness, steps and evaluations that show it, and such tha
     ("tools fail", (TOOLS[:5],), (TOOLS[:4],)),
     ("entropy", (steps_of("entropy", then=(1.0, 0.09)),), (steps_of("entropy", then=(1.0, 0.11)),)),
     ("entropy", (steps_of("entropy", then=(1.0, 0.5, 0.01)),), (steps_of("entropy", then=(1.0, None)),)),
+    ("control token", (CONTROLS[0.6],), (CONTROLS[0.09],)),
     ("truncated", (steps_of(TRUNCATED, then=(0.6,)),), (steps_of(TRUNCATED, then=(0.6, 0.5)),)),
     ("truncated", (steps_of(TRUNCATED, 0.6),), (steps_of(TRUNCATED, 0.5),)),  # from the first step on
     *(("slow", (SLOW,), (well,)) for well in (slow(31, 12, 33), slow(29, 29, 29))),

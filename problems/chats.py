@@ -44,10 +44,8 @@ def read_chat(example: Example) -> Example:
     Its columns are those of docs/warm-start.md. A reply before the user's first message is part of the prompt. What
     follows the last reply is dropped. ValueError names the mistake.
     """
-    column = conversation_column(example)
-    is_whole = isinstance(example.get("prompt"), list) and example.get("completion") is None
-    if column or is_whole:
-        prompt, completion = _parts_of(column or "prompt", example[column or "prompt"])
+    if column := conversation_column(example, is_learned=True):
+        prompt, completion = _parts_of(column, example[column])
     elif example.get("completion") is not None and example.get("prompt") is not None:
         prompt, completion = _side("prompt", example["prompt"], "user"), _side("completion", example["completion"])
     else:

@@ -149,16 +149,18 @@ def _rename_all(spec: str, columns: str | None, records: Records) -> tuple[Recor
 
 def _tell_conversations(records: list[Example], examples: list[Example]) -> Iterator[str]:
     """Lines on conversations of which a part is not what it may seem."""
-    calls, unanswered, opened = 0, 0, 0
+    calls, unanswered, opened, others = 0, 0, 0, 0
     for record, example in zip(records, examples, strict=True):
-        name = conversation_column(record)
+        is_learned = "completion" in example
+        name = conversation_column(record, is_learned=is_learned)
         messages = _unpacked(record[name]) if name else None
         if not is_conversation(messages):
             continue
         assert isinstance(messages, list)
         roles = [role_of(message) for message in messages]
         roles = ["assistant" if role == "call" else role for role in roles]
-        is_learned = "completion" in example
+        prompt = record.get("prompt")
+        others += isinstance(prompt, str) and not any(prompt in message["content"] for message in example["prompt"])
         ends_in_reply = roles[-1] == "assistant"
         calls += not is_learned and ends_in_reply and example.get("answer") is None
         unanswered += is_learned and not ends_in_reply
@@ -167,6 +169,8 @@ def _tell_conversations(records: list[Example], examples: list[Example]) -> Iter
         yield f"data: {calls} conversations end in a reply that is a call or only a thought, so they have no answer"
     if unanswered:
         yield f"data: {unanswered} conversations end in messages that no reply follows; these are not used"
+    if others:
+        yield f"data: {others} rows have a prompt that their conversation does not hold; the conversation is learned"
     if opened:
         yield f"data: {opened} conversations begin with a reply; it is context, and not trained"
 
@@ -504,15 +508,23 @@ def hub_records(name: str, config: str | None, split: str) -> Records:
 # ---- records to examples
 
 
-def conversation_column(example: Example) -> str | None:
-    """The column that holds the whole conversation, of a row without a prompt, or with one that ends in a reply."""
+def conversation_column(example: Example, *, is_learned: bool = False) -> str | None:
+    """
+    The column that holds a row's whole conversation, if one does.
+
+    is_learned: it beats a prompt without a completion, as some data sets repeat the first message there. Else a prompt
+    beats it, unless the prompt is in ShareGPT's layout and ends in a reply.
+    """
+    column = next((name for name in CONVERSATIONS if example.get(name) is not None), None)
     prompt = example.get("prompt")
     if prompt is None:
-        return next((name for name in CONVERSATIONS if example.get(name) is not None), None)
+        return column
+    if example.get("completion") is not None:
+        return None
+    if is_learned:
+        return column or ("prompt" if isinstance(prompt, list) else None)
     is_turns = is_conversation(prompt) and "from" in prompt[0]
-    if is_turns and role_of(prompt[-1]) == "assistant" and example.get("completion") is None:
-        return "prompt"
-    return None
+    return "prompt" if is_turns and role_of(prompt[-1]) == "assistant" else None
 
 
 def _unpacked(value: Any) -> Any:

@@ -113,13 +113,18 @@ def refuse_other_tokenizer(name: str, ours: Any, theirs: Any) -> None:
         raise ValueError(f"--teacher {name}: {said}; take a teacher with the same tokenizer")
 
 
+def _shown(value: Any) -> str:
+    """A column's value as a text; of several right answers all."""
+    return " or ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
 def in_front(text: str, example: Example) -> Example:
     """The example with a text before all else, in its system message, where `{answer}` is its column of that name."""
     prompt = example["prompt"]
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if example.get("system") is not None:
         messages = [{"role": "system", "content": example["system"]}, *messages]
-    said = re.sub(r"\{(\w+)\}", lambda found: str(example.get(found[1], found[0])), text)
+    said = re.sub(r"\{(\w+)\}", lambda found: _shown(example.get(found[1], found[0])), text)
     if messages[0]["role"] == "system":
         said, messages = f"{said}\n\n{messages[0]['content']}", messages[1:]
     return example | {"prompt": [{"role": "system", "content": said}, *messages], "system": None}

@@ -132,7 +132,9 @@ def make(config: Config, held_out: str | None = None, begun: Collection[str] = (
     if data.task == own.TASK.name:
         task = own.told(task)
     if data.path or held_out:
-        task = task._replace(notes=[*task.notes, *own.unread(task, data.columns)])
+        hints = Path(config.objective.teacher_prompt)
+        hint = hints.read_text(encoding="utf-8", errors="replace") if hints.is_file() else ""
+        task = task._replace(notes=[*task.notes, *own.unread(task, data.columns, hint)])
     gate = "--reward-gate form: training pays only finished answers of a form; evaluations have no gate"
     gates = [gate] if data.reward_gate == "form" else []
     task = task._replace(notes=[*task.notes, *gates, *_judge_notes(config, task)])

@@ -1,5 +1,6 @@
 """A user's own data: the column `answer`, where there is one, verifies."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -62,11 +63,15 @@ def verified(task: Task, spec: str, has_reward: bool) -> Task:
 READ = ("prompt", "answer", "system", "category", "split", "chat_template_kwargs", "environment", "solution")
 
 
-def unread(task: Task, columns: str) -> list[str]:
-    """A line that names the columns of text which no prompt, reward, environment or template reads."""
+def unread(task: Task, columns: str, hint: str = "") -> list[str]:
+    """
+    A line that names the columns of text which no prompt, reward, environment or template reads.
+
+    hint: the text of --teacher-prompt, which may show columns.
+    """
     rows = task.train + task.held_out
     names = text_columns(rows)
-    read = {*READ, *renames_of(columns).values()}
+    read = {*READ, *renames_of(columns).values(), *re.findall(r"\{(\w+)\}", hint)}
     for reward in task.rewards.values():
         read.update(columns_read(reward, names))
     for kind in task.environments.values():

@@ -352,6 +352,13 @@ def test_columns_that_no_conversation_takes_are_named(tmp_path):
     assert "reasoning" in chats.load_chats(path, None)[2][0]
 
 
+def test_a_prompt_beside_a_conversation_is_told_where_it_is_another(tmp_path):
+    rows = [{"prompt": USER["content"], "messages": [USER, reply("Three.")]}] * 4
+    assert not chats.load_chats(write_log(tmp_path / "a.jsonl", rows), None)[2]
+    rows[0] = rows[0] | {"prompt": "What else?"}
+    assert "1 rows have a prompt" in chats.load_chats(write_log(tmp_path / "b.jsonl", rows), None)[2][0]
+
+
 # ---- several answers
 
 

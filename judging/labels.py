@@ -8,8 +8,8 @@ import pandas as pd
 
 from flags import read_text
 from judging.rubrics import Grader, Rubric
-from problems.data import jsonl_records
 from problems.examples import short
+from problems.files import jsonl_records
 
 TEXTS = "prompt", "completion", "criterion"
 

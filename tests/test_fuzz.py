@@ -34,7 +34,7 @@ from config import SETTINGS
 from flags import flag_of
 from judging import remote_judge
 from machine import gpu
-from problems import data, workers
+from problems import files, workers
 from reporting import page
 
 pytestmark = pytest.mark.slow
@@ -93,7 +93,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     for owner, name in (
         *((gwen, "load"), (gwen, "load_model"), (workers.Pool, "__init__"), (page, "show")),
         *((remote_judge.Endpoint, "chat"), (harness, "model_directory"), (step, "measure")),
-        (data, "hub_records"),
+        (files, "hub_records"),
     ):
         monkeypatch.setattr(owner, name, reached)
     monkeypatch.chdir(tmp_path)

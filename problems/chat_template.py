@@ -4,6 +4,7 @@ A tokenizer's chat template.
 What users write stays text: "<|im_end|>" in it ends no message. Left out: which messages a task has.
 """
 
+import contextlib
 import datetime
 import functools
 import inspect
@@ -137,9 +138,9 @@ def _thought_key(tokenizer: Any, template: str) -> str | None:
     question = {"role": "user", "content": "one"}
     reply = {"role": "assistant", "content": "two"}
     for key in THOUGHTS:
-        text = render(tokenizer, [question, reply | {key: "pondered"}], True, opened=False)
-        if "pondered" in text:
-            return key
+        with contextlib.suppress(ValueError):  # a template may refuse a key that it does not know
+            if "pondered" in render(tokenizer, [question, reply | {key: "pondered"}], True, opened=False):
+                return key
     return None
 
 
@@ -151,12 +152,20 @@ def _is_repeated(before: list[dict[str, Any]], message: dict[str, Any], key: str
     return any(call["function"]["name"] == message[key] for call in calls)
 
 
+def _is_rendered(tokenizer: Any, messages: list[dict[str, Any]], without: list[dict[str, Any]]) -> bool:
+    """Whether the template renders messages otherwise than those without a part, which it may also refuse."""
+    text = render(tokenizer, messages, True, opened=False)
+    try:
+        return text != render(tokenizer, without, True, opened=False)
+    except ValueError:
+        return True
+
+
 def _refuse_unrendered(tokenizer: Any, messages: list[dict[str, Any]], key: str) -> None:
     """Raises ValueError where the template renders messages alike with and without a key of the last."""
     last = messages[-1]
     without = {name: value for name, value in last.items() if name != key}
-    texts = [render(tokenizer, [*messages[:-1], end], True, opened=False) for end in (last, without)]
-    if texts[0] == texts[1]:
+    if not _is_rendered(tokenizer, messages, [*messages[:-1], without]):
         where = f"message {len(messages)}, of role {last['role']}, has {key} {short(last[key])}"
         fix = "take a model with tools" if key == "tool_calls" else "write it as content"
         raise ValueError(f"{where}, which the model's chat template does not render; remove it, or {fix}")
@@ -164,8 +173,7 @@ def _refuse_unrendered(tokenizer: Any, messages: list[dict[str, Any]], key: str)
 
 def _refuse_unrendered_result(tokenizer: Any, messages: list[dict[str, Any]]) -> None:
     """Raises ValueError where the template leaves out the last message, what a tool returned."""
-    texts = [render(tokenizer, talk, True, opened=False) for talk in (messages, messages[:-1])]
-    if texts[0] == texts[1]:
+    if not _is_rendered(tokenizer, messages, messages[:-1]):
         where = f"message {len(messages)}, of role tool, {short(messages[-1]['content'])}"
         raise ValueError(f"{where}, is not rendered by the model's chat template; take a model with tools")
 

@@ -141,7 +141,10 @@ def jsonl_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
         if isinstance(records, list):
             yield from numbered(records)
             return
-    for where, line in _lines(spec, content):
+    lines = list(_lines(spec, content))
+    if len(lines) > 1 and lines[0][1].lstrip().startswith("{") and isinstance(read_or_none(text), dict):
+        raise ValueError(f"{spec}, line 1: one object over several lines; write each row in one line")
+    for where, line in lines:
         yield where, _json(spec, where, line)
 
 

@@ -409,6 +409,8 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:aa\nsize 3\n"
         ("rows.txt", b'[\n{"prompt": "a"}]', "name it .json"),
         ("rows.txt", b"prompt,answer\na,1\n", "name it .csv"),
         ("rows.json", LINES.encode(), "name it .jsonl"),
+        ("rows.csv", LINES.encode(), "name it .jsonl"),
+        ("rows.jsonl", b'{"prompt": "a",\n"answer": 1}', "one object over several lines"),
         ("rows.txt", "Hello there\nWhat is it?\n".encode("utf-16-le"), "UTF-16"),
         ("rows.jsonl", LINES.encode("utf-16-be"), "UTF-16"),
         ("rows.csv", "prompt\na b\n".encode("utf-16"), "UTF-16"),

@@ -172,8 +172,9 @@ class Trainer:
         """
         A new run. recipe: YAML of settings, in place of the task's.
 
-        `data` and `eval_data` may be rows as dictionaries, or a table of `datasets` or pandas; `reward` a function or a
-        list of them, `loss_type` and `advantage` a function: one at the top level of a notebook or module, which a resumed run finds there again.
+        `data` and `eval_data` may be rows as dictionaries, or a table of `datasets` or pandas. `reward` may be a function
+        or a list of them, `loss_type` and `advantage` a function: one at the top level of a notebook or module, which a
+        resumed run finds there again.
         """
         return cls(begin(as_settings(settings), recipe, run_dir=run_dir))
 

@@ -172,9 +172,9 @@ class Trainer:
         """
         A new run. recipe: YAML of settings, in place of the task's.
 
-        `data` and `eval_data` may be rows as dictionaries, or a table of `datasets` or pandas. `reward` may be a function
-        or a list of them, `loss_type` and `advantage` a function: one at the top level of a notebook or module, which a
-        resumed run finds there again.
+        `data` and `eval_data` may be rows as dictionaries, or a table of `datasets` or pandas. `reward` may be a
+        function or a list of them. `loss_type` and `advantage` may be functions. A function stands at the top level of
+        a notebook or module, where a resumed run finds it again.
         """
         return cls(begin(as_settings(settings), recipe, run_dir=run_dir))
 

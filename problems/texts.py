@@ -4,6 +4,7 @@ Texts as they are compared: one spelling for characters that look or mean the sa
 Left out: what a text states (problems/verifiers.py), and the values of numbers (problems/quantities.py).
 """
 
+import functools
 import re
 import unicodedata
 
@@ -100,6 +101,7 @@ def _write_exponent(match: re.Match[str]) -> str:
     return f"^{exponent}" if len(exponent) == 1 else f"^{{{exponent}}}"
 
 
+@functools.lru_cache(maxsize=2**8)
 def folded(text: str) -> str:
     """
     A text as `exact` compares it.

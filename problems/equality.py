@@ -1,5 +1,5 @@
 """
-Whether two formulas in LaTeX are the same, by latex2sympy's grammar and sympy's numbers. It runs in sealed workers.
+Whether two formulas in LaTeX are the same, by math-verify's grammar and sympy's numbers. It runs in sealed workers.
 
 A formula that the grammar does not read to its last sign equals nothing. Two expressions are the same if they have the
 same values, to 60 digits, at points that are chosen here: that takes milliseconds, where a proof can take minutes.
@@ -101,13 +101,15 @@ def _is_too_large(expression: Any) -> bool:
     import sympy
 
     for num, node in enumerate(sympy.preorder_traversal(expression)):
-        is_power = isinstance(node, sympy.Pow) and not node.exp.free_symbols
-        is_factorial = isinstance(node, sympy.factorial) and not node.args[0].free_symbols
         if num > MOST_NODES:
             return True
-        if is_power and not abs(sympy.N(node.exp, 3)) <= LARGEST_EXPONENT:
-            return True
-        if is_factorial and not abs(sympy.N(node.args[0], 3)) <= LARGEST_FACTORIAL:
+        if isinstance(node, sympy.Pow):
+            number, largest = node.exp, LARGEST_EXPONENT
+        elif isinstance(node, (sympy.factorial, sympy.binomial)):
+            number, largest = node.args[-1], LARGEST_FACTORIAL
+        else:
+            continue
+        if not number.free_symbols and not abs(sympy.N(number, 3)) <= largest:
             return True
     return False
 
@@ -174,17 +176,22 @@ def _are_same_in_any_order(rights: Sequence[Any], stateds: Sequence[Any]) -> boo
 
 def _are_same_lists(right: Any, stated: Any) -> bool:
     """A list has the order of a tuple or of an open interval (1, 2) beside one; elsewhere its order is free."""
+    if not (isinstance(right, _List) and isinstance(stated, _List)):
+        right_in_order, stated_in_order = _in_order(right), _in_order(stated)
+        if right_in_order is not None and stated_in_order is not None:
+            return _are_same_in_order(right_in_order, stated_in_order)
+    right_elements, stated_elements = _elements(right), _elements(stated)
+    if right_elements is None or stated_elements is None:
+        return False
+    return _are_same_in_any_order(right_elements, stated_elements)
+
+
+def _elements(part: Any) -> Sequence[Any] | None:
     import sympy
 
-    ordered = [_in_order(part) for part in (right, stated)]
-    if isinstance(right, _List) and isinstance(stated, _List):
-        return _are_same_in_any_order(right, stated)
-    if None not in ordered:
-        return _are_same_in_order(*ordered)
-    elements = [part.args if isinstance(part, sympy.FiniteSet) else part for part in (right, stated)]
-    if any(not isinstance(part, tuple) for part in elements):
-        return False
-    return _are_same_in_any_order(*elements)
+    if isinstance(part, _List):
+        return part
+    return list(part.args) if isinstance(part, sympy.FiniteSet) else None
 
 
 def _in_order(part: Any) -> Sequence[Any] | None:
@@ -209,9 +216,9 @@ def _are_same_sets(right: Any, stated: Any) -> bool:
         return are_open_alike and _are_same_in_order((right.start, right.end), (stated.start, stated.end))
     if isinstance(right, sympy.Union) and isinstance(stated, sympy.Union):
         return _are_same_in_any_order(list(_members(right)), list(_members(stated)))
-    for one, other in ((right, stated), (stated, right)):
-        if isinstance(one, sympy.FiniteSet) and len(one) == 1 and isinstance(other, sympy.Expr):
-            return _are_same(one.args[0], other)
+    for members, value in ((right, stated), (stated, right)):
+        if isinstance(members, sympy.FiniteSet) and len(members) == 1 and isinstance(value, sympy.Expr):
+            return _are_same(members.args[0], value)
     return type(right) is type(stated) and _are_same_in_order(right.args, stated.args)
 
 

@@ -137,4 +137,4 @@ def _is_quote(character: str) -> bool:
 def ends_in_lead(head: str) -> bool:
     """Whether the beginning of a sentence leads to its answer, as "La capital es" does, in a language but English."""
     lead = _LEAD.search(head)
-    return bool(lead) and not _OTHERWISE.search(head[: lead.start()])
+    return lead is not None and not _OTHERWISE.search(head[: lead.start()])

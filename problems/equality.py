@@ -386,7 +386,7 @@ def _have_same_values(right: Any, stated: Any) -> bool:
     Whether two expressions have the same values at all points where both have one.
 
     Distances are relative, so that small numbers differ like large ones. A decimal agrees with the irrational number
-    that it stands for in its first seven digits.
+    that it stands for in its first eight digits.
     """
     import sympy
 

@@ -204,7 +204,7 @@ VERIFIERS = {  # strictest first, as `auto` tries them
         choice_of,
         'choices: the last line is it, opens with it and a mark, or ends in it after a word such as "is" or "in"',
     ),
-    "math": Kind(is_mathematics, lambda _: math_correct, "mathematics, by math-verify"),
+    "math": Kind(is_mathematics, lambda _: math_correct, "mathematics: values equal, read by math-verify's grammar"),
     "exact": Kind(bool, lambda _: exact, "texts: equal but for case, spaces, article and full stop"),
     "marked": Kind(bool, lambda _: marked, "what \\boxed{}, ####, <answer> or a last Answer: marks, as mathematics"),
 }

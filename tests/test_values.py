@@ -90,7 +90,7 @@ def test_a_quantity_has_its_value_name_and_units():
         ("2\\sqrt{3} cm", "\\sqrt{12}\\text{ m}", 0),
         ("5 V", "The voltage is 5V.", 1),
         ("2.25", "Die Antwort ist 2,25.", 1),
-        ("\\sqrt{2}", "1.41421356", 1),  # a decimal of seven digits and more stands for an irrational number
+        ("\\sqrt{2}", "1.41421356", 1),  # a decimal of eight digits and more stands for an irrational number
         ("\\sqrt{2}", "1.4142", 0),
         ("1/3", "0.33333333", 0),
         ("x=1", "2x+4=6", 0),  # left to be solved

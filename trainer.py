@@ -208,7 +208,8 @@ class Trainer:
             run_files.let_go(self.dir)
             self._is_owner = False
         if world.is_first():
-            self.run.journal.print_summary()
+            with guarded(is_log=True):
+                self.run.journal.print_summary()
 
     def _refuse_hopeless(self, seen: list[dict[str, Any]]) -> None:
         each = next((one["eval/s"] for one in self.run.journal.evaluations), 0.0)

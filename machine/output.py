@@ -67,7 +67,8 @@ def guarded(*, is_log: bool = False) -> Iterator[None]:
             with contextlib.suppress(ValueError):  # somebody closed it
                 stream.flush()
         for name, stream, before in zip(("stdin", "stdout", "stderr"), ours, streams, strict=True):
-            if getattr(sys, name) is stream:  # else somebody redirected it meanwhile
+            is_ours = getattr(sys, name) is stream  # else somebody redirected it meanwhile
+            if is_ours and before is not None:  # what runs at the end of the process flushes it
                 setattr(sys, name, before)
     error = getattr(_file_of(ours[1]), "error", None)
     is_new = ours[1] is not streams[1]

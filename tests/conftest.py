@@ -196,6 +196,8 @@ def peak_of(compute: Callable[[], Any]) -> int:
 
 def checked_line(line: str, pattern: str) -> str:
     """A line with which a command refuses what it was given, which must match a pattern."""
+    lines = line.splitlines(keepends=True)
+    line = "".join(part for part in lines if not part.startswith("... "))  # a busy machine's signs of life
     assert line.startswith("error: ") and line.endswith("\n") and line.count("\n") == 1, line
     assert "Traceback" not in line and len(line) < 1000, line
     assert re.search(pattern, line), line
@@ -210,10 +212,9 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
         capsys.readouterr()
         with pytest.raises(SystemExit) as ended:
             main([str(flag) for flag in flags])
-        said = capsys.readouterr().err.splitlines(keepends=True)
+        said = capsys.readouterr().err
         assert ended.value.code == 2, said
-        # on a busy machine there are signs of life
-        return checked_line("".join(line for line in said if not line.startswith("... ")), pattern)
+        return checked_line(said, pattern)
 
     return refused
 

@@ -96,6 +96,15 @@ def test_streams_are_as_before_afterwards_and_those_of_a_notebook_are_left_alone
     os.close(full)
 
 
+def test_a_stream_that_python_has_not_is_one_that_drops_what_is_printed(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stdin", None)
+    with output.guarded():
+        print("a line", flush=True)
+        assert not sys.stdout.isatty() and sys.stdin.read() == ""
+    sys.stdout.flush()
+
+
 def test_every_command_is_guarded():
     """Its `main` is, or calls the `main` of another module, which is."""
     for path in [*PROGRAMS, *MODULES, *PARTS]:

@@ -14,7 +14,9 @@ from typing import Any
 from flags import read_json
 
 BUSY = {429, 503, 529}  # too many requests, unavailable, overloaded
-DEFAULT_WAIT = 60.0  # seconds, where a busy server does not say how long: limits are per minute
+# Seconds of the first pause where a busy server does not say how long. Pauses double, so that six of them make the
+# minute after which most limits begin anew; a server that is busy for a moment is asked again soon.
+SHORTEST_PAUSE = 1.0
 
 SAYS_BUSY = re.compile(
     r"rate.?limit|too.?many.?requests|overloaded|at capacity|server.?(?:is )?busy|slow.?down"

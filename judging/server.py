@@ -146,16 +146,21 @@ class Pace:
                 self.changed.notify_all()
 
     async def pause(self, seconds: float, sleep: Callable[[float], Awaitable[None]]) -> None:
-        """Halves the number of requests, and holds all of them back for some seconds."""
+        """Holds all requests back for some seconds. The first pause after a reply halves their number."""
+        self.limit = self.next_limit
         self.num_pauses += 1
         self.num_pauses_without_reply += 1
         self.seconds_without_reply += seconds
-        self.limit = max(1, self.limit // 2)
         self.is_paused = True
         await sleep(seconds)
         self.is_paused = False
         async with self.changed:
             self.changed.notify_all()
+
+    @property
+    def next_limit(self) -> int:
+        """The number of requests at once after a pause that begins now."""
+        return self.limit if self.num_pauses_without_reply else max(1, self.limit // 2)
 
     def note_reply(self) -> None:
         self.num_pauses_without_reply = 0
@@ -335,13 +340,12 @@ class Endpoint:
             minutes = pace.seconds_without_reply / 60
             fix = f"start again later, or name another {self.flags.url}"
             raise ValueError(f"{where} was busy for {minutes:.0f} minutes ({answer.problem}); {fix}")
-        if seconds is None:
-            seconds = busy.DEFAULT_WAIT
-        # Where the time that a server says is too short again and again, pauses double.
-        least = min(self.first_pause * 2**pace.num_pauses_without_reply, LONGEST_PAUSE)
-        seconds = max(seconds, least)
+        # The pauses double: six without a stated time make a minute, and stated times that are too short grow.
+        shortest = busy.SHORTEST_PAUSE if seconds is None else self.first_pause
+        least = min(shortest * 2**pace.num_pauses_without_reply, LONGEST_PAUSE)
+        seconds = max(seconds or 0.0, least)
         if seconds >= TOLD_FROM:
-            limit = max(1, pace.limit // 2)
+            limit = pace.next_limit
             requests = "one request" if limit == 1 else f"{limit} requests"
             self._tell(f"{where} is busy ({answer.problem}): waiting {seconds:.0f} s, then {requests} at once")
         await pace.pause(seconds, self.sleep)

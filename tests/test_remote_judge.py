@@ -147,9 +147,9 @@ def test_a_failing_server_is_asked_again_after_pauses_that_double_or_as_long_as_
 LATER = {"error": {"message": "Rate limit reached. Please try again in 20s.", "code": 429}}
 IN_40_S = {"Date": "Wed, 21 Oct 2026 07:28:00 GMT", "Retry-After": "Wed, 21 Oct 2026 07:28:40 GMT"}
 BUSY = {  # by what a server says: status, body, headers, and the seconds that a client waits
-    "nothing": (429, "slow down", {}, 60),
-    "503": (503, "", {}, 60),
-    "529": (529, '{"type": "error", "error": {"type": "overloaded_error"}}', {}, 60),
+    "nothing": (429, "slow down", {}, 1),
+    "503": (503, "", {}, 1),
+    "529": (529, '{"type": "error", "error": {"type": "overloaded_error"}}', {}, 1),
     "seconds": (429, "", {"Retry-After": "41"}, 41),
     "a date": (429, "", {"Retry-After": "Sun, 06 Nov 1994 08:49:37 GMT"}, 0.5),
     "a date with the server's clock": (429, "", IN_40_S, 40),
@@ -163,15 +163,15 @@ BUSY = {  # by what a server says: status, body, headers, and the seconds that a
     ),
     "words": (429, json.dumps(LATER), {}, 20),
     "words with status 200": (200, json.dumps(LATER), {}, 20),
-    "words with status 403": (403, '{"error": {"message": "Rate limit exceeded"}}', {}, 60),
-    "a code with status 200": (200, '{"error": {"code": 429, "message": "Provider returned error"}}', {}, 60),
-    "a choice's error": (200, '{"choices": [{"error": {"code": 429}, "message": {"content": ""}}]}', {}, 60),
+    "words with status 403": (403, '{"error": {"message": "Rate limit exceeded"}}', {}, 1),
+    "a code with status 200": (200, '{"error": {"code": 429, "message": "Provider returned error"}}', {}, 1),
+    "a choice's error": (200, '{"choices": [{"error": {"code": 429}, "message": {"content": ""}}]}', {}, 1),
     "retryDelay": (429, '{"error": {"details": [{"retryDelay": "7s"}], "message": "current quota"}}', {}, 7),
 }
 
 
 @pytest.mark.parametrize(("status", "content", "headers", "seconds"), BUSY.values(), ids=BUSY)
-def test_a_busy_server_is_waited_for_as_long_as_it_says_or_else_a_minute(serve, status, content, headers, seconds):
+def test_a_busy_server_is_waited_for_as_long_as_it_says_and_asked_again(serve, status, content, headers, seconds):
     server = serve(lambda number, _: (200, completion("5"), {}) if number else (status, content, headers))
     clock = Clock()
     assert ask(make(server, first_pause=0.5, sleep=clock.sleep))[0].text == "5"
@@ -193,7 +193,7 @@ def test_a_server_that_is_busy_for_40_s_answers_every_request_in_the_end(serve, 
     asker = make(server, timeout=60.0, sleep=clock.sleep)
     assert [reply.text for reply in ask(asker, [HELLO] * 40)] == ["5"] * 40
     assert clock.pauses == [20, 20]
-    assert len(server.requests) <= 40 + 8 + 4 and asker.pace.limit == 2 + 1
+    assert len(server.requests) <= 40 + 8 + 4 and asker.pace.limit == 4 + 1
 
 
 def test_a_server_that_takes_so_many_requests_a_minute_is_slowed_down_to_and_answers_all(serve):
@@ -209,7 +209,21 @@ def test_a_server_that_takes_so_many_requests_a_minute_is_slowed_down_to_and_ans
     assert [reply.text for reply in ask(make(serve(answer), concurrency=1, sleep=clock.sleep), [HELLO] * 40)] == [
         "5"
     ] * 40
-    assert clock.pauses == [60]
+    assert clock.pauses == [1, 2, 4, 8, 16]
+
+
+@pytest.mark.parametrize("status", [200, 429])
+def test_a_server_that_says_no_time_is_waited_for_a_minute_in_all_by_pauses_that_double(serve, status):
+    clock = Clock()
+
+    def answer(number, _):
+        return (status, '{"error": {"code": 429}}', {}) if 4 <= number < 10 else (200, completion("5"), {})
+
+    server = serve(answer)
+    asker = make(server, concurrency=2, sleep=clock.sleep)
+    assert [reply.text for reply in ask(asker, [HELLO] * 12)] == ["5"] * 12
+    assert len(clock.pauses) >= 3 and clock.pauses == [1, 2, 4, 8, 16, 32][: len(clock.pauses)]
+    assert len(server.requests) == 12 + 6
 
 
 def test_a_server_that_stays_busy_is_given_up_after_minutes_and_not_told_to_be_started(serve):
@@ -218,7 +232,7 @@ def test_a_server_that_stays_busy_is_given_up_after_minutes_and_not_told_to_be_s
         asker = make(serve(lambda *_, headers=headers: (429, "slow down", headers)), first_pause=0.5, sleep=clock.sleep)
         said = message_of(ask, asker, [HELLO] * 3)
         assert "status 429: slow down" in said and "start it" not in said
-        assert 600 <= clock.seconds < 700 and asker.pace.limit == 1
+        assert 600 <= clock.seconds < 700 and asker.pace.limit == 4
 
 
 def test_a_wait_of_hours_ends_a_run_at_once_with_what_the_server_says(serve):

@@ -460,7 +460,7 @@ def main(argv: list[str] | None = None) -> None:
             if args.out:
                 lines = [json.dumps(answer, default=str) + "\n" for answer in answers]
                 with names_path(f"--out {args.out}"):
-                    args.out.write_text("".join(lines))
+                    args.out.write_text("".join(lines), encoding="utf-8")
         finally:  # the disk may be too full for the file
             print(json.dumps(record), flush=True)
         if args.url:

@@ -506,7 +506,7 @@ def try_out(config: Config) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as directory:
         run, recipe = Path(directory) / "trial", Path(directory) / "recipe.yaml"
         own = {"steps": TRY_STEPS, "learning_rate": 0.0, "eval_every": 0, "save_every": 1000, "report_to": []}
-        recipe.write_text(as_yaml(config.but(**own)))
+        recipe.write_text(as_yaml(config.but(**own)), encoding="utf-8")
         train = str(Path(__file__).parent / "train.py")
         command = [sys.executable, train, "--config", str(recipe), "--run-dir", str(run)]
         # by themselves they would end this process, and not the trial

@@ -365,7 +365,7 @@ class JsonLines:
     def write(self, record: dict[str, Any]) -> None:
         if self.kept:
             refuse_replaced(self.path.parent)
-            with names_path(self.path), self.path.open("a") as file:
+            with names_path(self.path), self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record, allow_nan=False) + "\n")
 
     def read(self) -> list[dict[str, Any]]:
@@ -424,7 +424,7 @@ def replace_text(path: Path, text: str) -> None:
     scratch = path.with_name(path.name + ".partial")
     try:
         with names_path(path):  # a failed write does not name its file
-            scratch.write_text(text)
+            scratch.write_text(text, encoding="utf-8")
         os.replace(scratch, path)
     finally:
         scratch.unlink(missing_ok=True)

@@ -177,7 +177,9 @@ def how_far(run: History, status: str) -> str:
 
 def page(settings: list[Setting], ended: bool = False) -> str:
     """The HTML of the first run, with the curves of all seeds and settings. ended: see `history.status`."""
-    run, curves, script = settings[0].runs[0], charts.make_charts(settings), (TEMPLATES / "report.js").read_text()
+    run = settings[0].runs[0]
+    curves = charts.make_charts(settings)
+    script = (TEMPLATES / "report.js").read_text(encoding="utf-8")
     completions, status = make_completions(run), history.status(run, ended)
     plot = {name: getattr(charts, name.upper()) for name in ("width", "height", "left", "right", "top", "bottom")}
     series = [[{key: one[key] for key in ("label", "x", "y")} for one in chart["series"]] for chart in curves]
@@ -203,7 +205,7 @@ def page(settings: list[Setting], ended: bool = False) -> str:
         settings={name: fold(str(value)) for name, value in run.settings.items()},
         plot=plot,
         data={"charts": pointed, "completions": completions, "plot": plot},
-        css=(TEMPLATES / "report.css").read_text(),
+        css=(TEMPLATES / "report.css").read_text(encoding="utf-8"),
         script=script,
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )

@@ -136,7 +136,7 @@ _AFTER = re.compile(  # units and prose
 )
 _GLUED = "ghlmsAJKLNVW"  # letters that are units right behind a digit: 5m, and 5x is none
 _FORMULA_BEHIND = re.compile(rf" ?[-*]? ?\(? ?(?:pi\b|{_FUNCTIONS}(?![a-z])(?= ?(?:\(|[0-9]|[A-Za-z]\b)))")
-_NAME = re.compile(r"(?<![A-Za-z0-9])([A-Za-z][A-Za-z0-9]{0,2}) ?= ?$")
+_NAME = re.compile(r"(?<![A-Za-z0-9])([A-Za-z][0-9]{0,2}) ?= ?$")
 _IN_BRACKETS = re.compile(r"(?<![A-Za-z])[(\[{]\s*-?[0-9]+,[0-9]+\s*[)\]}]")  # a pair, an interval, a set
 
 

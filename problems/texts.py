@@ -32,7 +32,7 @@ _DRESS = " *_$\u00a1\u00bf" + _QUOTES
 
 
 # What leads to an answer in other languages, as "La capital es", and what denies it or adds another before that.
-_COPULAS = "es son ist sind est sont è é sono são jest är это"
+_COPULAS = "es son ist sind est sont è é sono são jest är er este это це είναι هو هي"
 _ARTICLES = "el la los las le les der die das il lo o os as um uma un una une ein eine"
 _LEAD = re.compile(
     rf"(?:\b(?:{'|'.join(_COPULAS.split())})\b[\s*_`\"'(\[]*(?:(?:{'|'.join(_ARTICLES.split())}) |l')?"
@@ -41,7 +41,7 @@ _LEAD = re.compile(
     r"|[은는] )[\s\"'(\[「『“«]*$"
 )
 _OTHERWISE = re.compile(
-    r"\b(?:no|non|nicht|kein\w*|não|ne|pas|nie|inte|не|o|ou|oder|eller|или|entweder)\b|n'est"
+    r"\b(?:no|non|nicht|kein\w*|não|ne|pas|nie|inte|не|o|ou|oder|eller|или|entweder|ikke|nu|sau|або|δεν|ή|ليس|ليست|لا|أو)\b|n'est"
     r"|[不或]|または|もしくは|あるいは|ない|아니|또는"
 )
 _COPULA_BEHIND = re.compile(r"(?:です|でした|입니다)$")

@@ -200,61 +200,85 @@ _TOKEN = re.compile(
 )
 
 
-def read_measure(text: str, before: str | None = None) -> Measure:
+def read_measure(text: str, money: str | None = None) -> Measure:
     """
-    The units at the beginning of a text, then its words. `before` is a sign of money that stood before the number.
+    The units at the beginning of a text, then its words. `money` is a sign that stood before the number.
 
     "/" and "per" divide by the next unit, or by all of a bracket. "square" and "cubic" count for the unit behind them.
     """
-    tokens = _split(text)
-    powers: dict[Units, int] = {}
-    if before:
-        powers[find_unit(before) or frozenset([before])] = 1
-    place, sign, num_brackets, power = 0, 1, 0, 1
-    is_over = False
-    while place < len(tokens):
-        token = tokens[place]
-        word = token.casefold()
-        is_per = token == "/" or (word == "per" and _unit_at(tokens, place)[0] is None)  # not of "per cent"
-        if is_per or (word in ("a", "an") and powers and _is_time(tokens, place + 1)):
-            if place + 1 >= len(tokens):
-                break
-            sign, is_over = -1, True
-            place += 1
-            continue
-        if token == "(" and is_over:
-            num_brackets += 1
-            place += 1
-            continue
-        if token == ")" and num_brackets:
-            num_brackets -= 1
-            sign = 1
-            place += 1
-            continue
-        if token in ("*", "-") and powers and _unit_at(tokens, place + 1)[0]:
-            place += 1
-            continue
-        if word in _POWERS and _unit_at(tokens, place + 1)[0]:
-            power = _POWERS[word]
-            place += 1
-            continue
-        unit, num_tokens = _unit_at(tokens, place)
+    reader = _MeasureReader(_split(text))
+    if money:
+        reader.multiply(find_unit(money) or frozenset([money]), 1)
+    while reader.skip_sign() or reader.read_unit():
+        pass
+    powers = tuple((unit, power) for unit, power in reader.powers.items() if power)
+    words = tuple(_singular(token.casefold()) for token in reader.rest if token[0].isalpha())
+    return Measure(powers, words)
+
+
+class _MeasureReader:
+    """Reads units token by token, each with its power."""
+
+    def __init__(self, tokens: list[str]):
+        self.tokens = tokens
+        self.place = 0
+        self.powers: dict[Units, int] = {}
+        self.is_divided = False  # by the next unit
+        self.is_in_divisor = False  # in the bracket that divides
+        self.power = 1  # of the next unit
+
+    @property
+    def rest(self) -> list[str]:
+        return self.tokens[self.place :]
+
+    def multiply(self, unit: Units, power: int) -> None:
+        self.powers[unit] = self.powers.get(unit, 0) + power
+
+    def skip_sign(self) -> bool:
+        """Steps over a sign that changes or joins the units behind it."""
+        if not self.rest:
+            return False
+        word = self.rest[0].casefold()
+        has_unit_behind = _unit_at(self.tokens, self.place + 1)[0] is not None
+        if self._is_per(word):
+            self.is_divided = True
+        elif word == "(" and self.is_divided:
+            self.is_in_divisor = True
+        elif word == ")" and self.is_in_divisor:
+            self.is_divided = self.is_in_divisor = False
+        elif word in _POWERS and has_unit_behind:
+            self.power = _POWERS[word]
+        elif not (word in ("*", "-") and self.powers and has_unit_behind):
+            return False
+        self.place += 1
+        return True
+
+    def _is_per(self, word: str) -> bool:
+        if len(self.rest) < 2:
+            return False
+        if word in ("a", "an"):  # miles an hour
+            return bool(self.powers) and _is_time(self.tokens, self.place + 1)
+        return word == "/" or (word == "per" and _unit_at(self.tokens, self.place)[0] is None)  # not of "per cent"
+
+    def read_unit(self) -> bool:
+        """Reads a unit and its power. A word that is none ends the measure; behind "per" it is its last unit."""
+        if not self.rest:
+            return False
+        unit, num_tokens = _unit_at(self.tokens, self.place)
         if unit is None:
-            if is_over and sign < 0 and token[0].isalpha():  # of what is no measure, as in "5 m per lap"
-                _multiply(powers, frozenset([_singular(word)]), -1)
-                place += 1
-            break
-        place += num_tokens
-        exponent, num_tokens = _exponent_at(tokens, place)
-        place += num_tokens
-        for name, inner in _parts_of(unit):
-            _multiply(powers, name, sign * power * exponent * inner)
-        power = 1
-        if not num_brackets:
-            sign = 1
-    rest = [token for token in tokens[place:] if token[0].isalpha()]
-    words = tuple(_singular(token.casefold()) for token in rest)
-    return Measure(tuple((unit, power) for unit, power in powers.items() if power), words)
+            if self.is_divided and self.rest[0][0].isalpha():  # 5 m per lap
+                self.multiply(frozenset([_singular(self.rest[0].casefold())]), -1)
+                self.place += 1
+            return False
+        self.place += num_tokens
+        exponent, num_tokens = _exponent_at(self.tokens, self.place)
+        self.place += num_tokens
+        sign = -1 if self.is_divided else 1
+        for name, inner_power in _parts_of(unit):
+            self.multiply(name, sign * self.power * exponent * inner_power)
+        self.power = 1
+        self.is_divided = self.is_in_divisor
+        return True
 
 
 def _split(text: str) -> list[str]:
@@ -323,10 +347,6 @@ def _parts_of(unit: str | Units) -> list[tuple[Units, int]]:
         name, _, exponent = part.lstrip("/").partition("^")
         parts.append((_TABLE[name], (-1 if part.startswith("/") else 1) * int(exponent or 1)))
     return parts
-
-
-def _multiply(powers: dict[Units, int], unit: Units, exponent: int) -> None:
-    powers[unit] = powers.get(unit, 0) + exponent
 
 
 def _singular(word: str) -> str:

@@ -174,11 +174,13 @@ def compare_mathematics(gold: str, statement: str) -> Verdict:
         formula, measure = _write_value(stated), stated.measure
     if not are_same(gold_measure, measure):
         return False
+    if formula == gold_formula:
+        return True
     if right and not _CLOSED.fullmatch(formula):
         return False
     if has_words(formula) or _is_too_deep(formula) or _ENDLESS.search(formula) or _NOT_READ.search(formula):
         return False
-    return formula == gold_formula or (gold_formula, formula)
+    return gold_formula, formula
 
 
 def _is_too_deep(formula: str) -> bool:

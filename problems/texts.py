@@ -41,7 +41,7 @@ _LEAD = re.compile(
     r"|[은는] )[\s\"'(\[「『“«]*$"
 )
 _OTHERWISE = re.compile(
-    r"\b(?:no|non|nicht|kein\w*|não|ne|pas|nie|inte|не|o|ou|oder|eller|или|entweder|ikke|nu|sau|або|δεν|ή|ليس|ليست|لا|أو)\b|n'est"
+    r"\b(?:no|non|nicht|kein\w*|não|ne|pas|nie|inte|не|o|ou|oder|eller|или|entweder|ikke|nu|sau|\u0430\u0431\u043e|δεν|ή|ليس|ليست|لا|أو)\b|n'est"
     r"|[不或]|または|もしくは|あるいは|ない|아니|또는"
 )
 _COPULA_BEHIND = re.compile(r"(?:です|でした|입니다)$")

@@ -96,6 +96,7 @@ def test_a_quantity_has_its_value_name_and_units():
         ("x=1", "2x+4=6", 0),  # left to be solved
         ("(1,2)", "\\{1,2\\}", 0),
         ("\\frac{x^2}{2}", "\\int x dx", 0),
+        ("1011_2", "1011_2", 1),
         ("5", "5_2", 0),  # what the grammar leaves over
         ("x^2-1", "x^2-1)", 0),
     ],
@@ -121,6 +122,10 @@ def test_units_names_and_closeness(answer, text, value):
         ("Roma", "La risposta è Roma.", 1),
         ("Roma", "La risposta non è Roma.", 0),
         ("Paris", "La respuesta es París", 0),
+        ("Oslo", "Hovedstaden er Oslo.", 1),
+        ("Oslo", "Hovedstaden er ikke Oslo.", 0),
+        ("باريس", "الجواب هو باريس.", 1),
+        ("باريس", "الجواب ليس هو باريس", 0),
         ("Lisboa", "A capital é Lisboa.", 1),
         ("Москва", "Столица — это Москва.", 1),
         ("Москва", "Столица — это не Москва.", 0),

@@ -9,6 +9,7 @@ import re
 from typing import Any
 
 from problems.examples import Example, answers_of, prompt_text
+from problems.statements import strip_thoughts
 
 LEAST_WORDS = 4  # of an answer; fewer are no copy either, as of "yes or no"
 WINDOW, LEAST_DISTINCT = 20, 0.7  # words, and the share of them that must differ; of English text 0.85 do
@@ -56,7 +57,9 @@ def is_degenerate(text: str, prompt: str) -> bool:
 
 
 def holds(text: str, prompt: str) -> bool:
-    """Whether an answer has the form of one: some words, of its own."""
+    """Whether an answer has the form of one: some words, of its own, and not only a thought that never ends."""
+    if text.strip() and not strip_thoughts(text).strip():
+        return False
     return len(words_of(text)) >= LEAST_WORDS and not is_degenerate(text, prompt)
 
 

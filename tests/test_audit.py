@@ -47,7 +47,8 @@ def test_no_cheat_is_paid_by_a_bundled_verifier(task):
     verifier = sums.correct if task == "demo" else verifiers.math_correct
     examples = tasks.load("demo").held_out if task == "demo" else PRODUCTS
     found = audit.audit("correct", verifier, examples)
-    missed = {"after its work", "after a thought"} if task == "demo" else set()  # to the demo all must be true
+    said_more = {"after its work", "explained afterwards", "boxed working before"}  # to the demo all must be true
+    missed = said_more if task == "demo" else set()
     assert found.form == audit.SENTENCE and names(found.surprises) == missed
 
 
@@ -203,7 +204,7 @@ def test_preflight_shows_the_whole_table_and_asks_no_judge(tmp_path, capsys):
 
 
 def test_a_run_tells_its_first_surprise_before_a_model_is_loaded(tmp_path, capsys, monkeypatch):
-    def load(*_):
+    def load(*_, **__):
         raise ValueError("no model yet")
 
     monkeypatch.setattr(gwen, "load", load)

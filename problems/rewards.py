@@ -25,6 +25,7 @@ from problems import built_in
 from problems.built_in import BUILT_IN, Reward
 from problems.examples import RESERVED, TRAINER, Example, nearest, prompt_text, short
 from problems.functions import load_function, place_of, raised
+from problems.statements import strip_thoughts
 from problems.verifiers import math_correct  # noqa: F401  (users' files import it from here)
 
 
@@ -167,6 +168,8 @@ def call_reward(
 def call(name: str, fn: Reward, arguments: dict[str, Any], num_rows: int) -> list[float]:
     wanted = reward_columns(name, fn, [*arguments, *TRAINER])
     chosen = {key: arguments[key] for key in wanted if key in arguments}
+    if "completions" in chosen and not isinstance(fn, UserReward):  # a user's function gets the thoughts too
+        chosen["completions"] = list(map(strip_thoughts, chosen["completions"]))
     try:
         rewards = _result(fn, chosen)
     except (Exception, SystemExit) as error:

@@ -25,7 +25,9 @@ from machine import memory, world
 from problems.episodes import Episodes, Toolbox
 from problems.examples import Example, prompt_text
 from problems.rewards import Logged, Reward, call_rewards
+from problems.statements import opened_thought, strip_thoughts
 
+PROMPT_END = 64  # tokens of a prompt's end that are looked at for a thought it opens
 MEASURED_OF = 8  # one of so many samples without a gradient is measured
 Weights = dict[str, float]  # of rewards, by name
 Advantage = Callable[[np.ndarray], np.ndarray]  # of rewards (B, G) float64, nan where a group has fewer
@@ -125,7 +127,7 @@ def answered(
         except sampler.NotFinite as error:
             said = prompt_text(its[error.row].example["prompt"])
             raise ValueError(f"{error}. The prompt: {said!r:.200}") from error
-        texts = sampler.texts(tokenizer, rollout, model.config.end_ids)
+        texts = texts_with_thoughts(tokenizer, rollout, [one.prompt for one in its], model.config.end_ids)
         found = dict(zip(mine, written(rollout, texts), strict=True))
         stats = rollout.stats
         speed = float(rollout.lengths.sum()) / (stats.prefill_s + stats.decode_s)
@@ -136,6 +138,47 @@ def answered(
     controls = ends.controls_of(tokenizer, params.eos_ids)
     samples = [one._replace(controls=ends.inside(one.prompt, one.tokens, controls)) for one in samples]
     return talk.of_samples(samples, weights) if talk else samples, stats
+
+
+def texts_with_thoughts(
+    tokenizer: Any, rollout: sampler.Rollout, prompts: Sequence[list[int]], eos_ids: Sequence[int]
+) -> list[str]:
+    """
+    The text of each row, (N,). It begins with the thought that its prompt opens, as if the policy had opened it.
+
+    Some chat templates end a prompt with "<think>". Without that tag nobody could tell a thought that was cut off from
+    an answer. With tools, each turn after a tool's result begins so too.
+    """
+    texts = sampler.texts(tokenizer, rollout, eos_ids)
+    openings = {tuple(prompt[-PROMPT_END:]): "" for prompt in prompts}
+    for prompt_end in openings:
+        openings[prompt_end] = opened_thought(tokenizer.decode(list(prompt_end), skip_special_tokens=False))
+    if not any(openings.values()):
+        return texts
+
+    for row, prompt in enumerate(prompts):
+        opening = openings[tuple(prompt[-PROMPT_END:])]
+        if not opening:
+            continue
+        if rollout.sequences is None or rollout.places is None:
+            texts[row] = opening + texts[row]
+        else:
+            turns = turns_of(rollout.sequences[row], rollout.places[row], set(eos_ids))
+            turn_texts = [opening + tokenizer.decode(turn, skip_special_tokens=True) for turn in turns]
+            text = "\n".join(turn_texts)
+            texts[row] = rollout.stop.cut(text) if rollout.stop else text
+    return texts
+
+
+def turns_of(sequence: list[int], places: Sequence[int], ends: set[int]) -> list[list[int]]:
+    """The ids that the policy wrote in each turn, without end tokens. Turns are apart in the sequence."""
+    turns: list[list[int]] = []
+    for number, place in enumerate(places):
+        if number == 0 or places[number - 1] != place - 1:
+            turns.append([])
+        if sequence[place] not in ends:
+            turns[-1].append(sequence[place])
+    return turns
 
 
 def written(rollout: sampler.Rollout, texts: Sequence[str] | None = None) -> list[dict[str, Any]]:
@@ -193,7 +236,9 @@ def called(
 
 
 def judged(grader: Grader, samples: list[Sample]) -> Judgement:
-    return grader.score([prompt_text(one.example["prompt"]) for one in samples], [one.text for one in samples])
+    """What the judge says of the samples. It reads what follows a thought: a thought that never ends is no answer."""
+    prompts = [prompt_text(sample.example["prompt"]) for sample in samples]
+    return grader.score(prompts, [strip_thoughts(sample.text) for sample in samples])
 
 
 def rewarded(

@@ -21,7 +21,8 @@ from judging.server import TEMPLATE, Endpoint, Flags, Reply
 from machine import alive
 from problems import chat_template
 from problems.examples import Example
-from step.sample import Sample, asked
+from problems.statements import opened_thought
+from step.sample import PROMPT_END, Sample, asked
 
 FLAGS = Flags("--url", "--url-model", "URL_API_KEY", "--max-tokens")
 RETRIES = 2  # further tries of a request
@@ -53,6 +54,9 @@ class Served:
         samples = sampled + greedy
         for row, reply in enumerate(self.replies(bodies, [one.prompt for one in samples])):
             thought = f"<think>\n{reply.thought}\n" + "</think>\n\n" * bool(reply.text) if reply.thought else ""
+            if not thought and reply.finish_reason == "length":  # it may have been cut off inside a thought
+                ending = self.tokenizer.decode(samples[row].prompt[-PROMPT_END:], skip_special_tokens=False)
+                thought = opened_thought(ending)
             text = thought + reply.text.strip()
             ids = self.tokenizer.encode(text, add_special_tokens=False)
             ids += self.facts.eos_ids[:1] if reply.finish_reason == "stop" else []

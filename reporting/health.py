@@ -42,8 +42,9 @@ def examine(
     token = max(shares, key=lambda name: shares[name], default="")
     if shares.get(token, 0.0) > MOST_CONTROL:
         found["control token"] = (
-            f"{shares[token]:.0%} of the completions of the last {len(last)} steps hold the control token {token!r}, which "
-            f"ends none and is left out of texts. If it should end them, start again with --end-tokens '{token}'; "
+            f"{shares[token]:.0%} of the completions of the last {len(last)} steps hold the control token {token!r}, "
+            "which ends none and is left out of texts. If it should end them, start again with "
+            f"--end-tokens '{token}'; "
             "else look at `ids` in rollouts.jsonl, and at whether the model is of this chat template"
         )
 

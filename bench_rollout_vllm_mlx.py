@@ -23,7 +23,7 @@ import mlx.core as mx
 from bench import rollout
 from bench.rollout import Rival, Timing, Work
 from disk import hub
-from flags import fail
+from flags import exit_with_error
 
 
 def run_vllm_mlx(work: Work, *, peer: Any, tokenizer: Any, prefix_cache: bool) -> Timing:
@@ -36,7 +36,7 @@ def run_vllm_mlx(work: Work, *, peer: Any, tokenizer: Any, prefix_cache: bool) -
     mx.random.seed(work.seed)
     begin = time.perf_counter()
     if prefix_cache:
-        begins = dict.fromkeys(tuple(rollout.joined(runs[:-1])) for runs in work.runs)
+        begins = dict.fromkeys(tuple(rollout.join_runs(runs[:-1])) for runs in work.runs)
         primers = [list(begin) for begin in begins if begin]
         generate(scheduler, work, primers, [1] * len(primers))
     priming_s = time.perf_counter() - begin
@@ -85,7 +85,7 @@ def rival(peer: Any, directory: Path) -> Rival:
 
 def main(argv: list[str] | None = None) -> None:
     if importlib.util.find_spec("vllm_mlx") is None:
-        fail("vllm-mlx is not installed; install it with: uv sync --extra vllm")
+        exit_with_error("vllm-mlx is not installed; install it with: uv sync --extra vllm")
     rollout.main(argv, "bench_rollout_vllm_mlx.py", "Time rollouts against vllm-mlx's.", rival)
 
 

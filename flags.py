@@ -27,12 +27,12 @@ import yaml
 # ---- texts that nobody vouches for
 
 
-def safe(text: str) -> str:
+def make_printable(text: str) -> str:
     """A text for a terminal: see `visible` and `redacted`."""
-    return visible(redacted(text))
+    return escape_invisible(redact_secrets(text))
 
 
-def visible(text: str) -> str:
+def escape_invisible(text: str) -> str:
     """
     Text whose every character is seen: what would turn, hide or break the text around it is spelled as its code.
 
@@ -49,7 +49,7 @@ _UNSEEN = re.compile(
 )
 
 
-def redacted(text: str, *secrets: str) -> str:
+def redact_secrets(text: str, *secrets: str) -> str:
     """Text without secrets, keys and passwords of the environment or of a URL. Below 6 characters nothing is secret."""
     known = [value for name, value in os.environ.items() if re.search("(KEY|TOKEN|SECRET|PASSWORD)$", name)]
     for secret in [*secrets, *known]:
@@ -61,12 +61,12 @@ def redacted(text: str, *secrets: str) -> str:
 def read_json(text: str | bytes) -> Any:
     """What JSON holds. Raises ValueError also where it is nested too deep or a key stands twice in one object."""
     try:
-        return json.loads(text, object_pairs_hook=_each_once)
+        return json.loads(text, object_pairs_hook=_refuse_duplicate_keys)
     except RecursionError as error:
         raise ValueError("nested too deep") from error
 
 
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     once = dict(pairs)
     if len(once) < len(pairs):
         twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
@@ -161,25 +161,25 @@ def refuse_full_disk(flag: str, path: Path, folder: Path, num_bytes: int) -> Non
 # ---- a command
 
 
-def fail(message: object, most: int = 900) -> NoReturn:
+def exit_with_error(message: object, most: int = 900) -> NoReturn:
     """
     Ends the process after a user's mistake: one line on stderr, of `most` characters, exit status 2.
 
     message: a text or an error; an error of the system says which file it is about, and what to do.
     """
     text = line_of(message) if isinstance(message, BaseException) else str(message)
-    line = safe(" ".join(text.split("\n")))
+    line = make_printable(" ".join(text.split("\n")))
     print("error:", line if len(line) < most else f"{line[: most - 300]} \u2026 {line[-250:]}", file=sys.stderr)
     sys.exit(2)
 
 
 @contextlib.contextmanager
-def in_one_line() -> Iterator[None]:
+def report_mistakes() -> Iterator[None]:
     """Inside, or in a function that it decorates, a user's mistake ends the process: see `fail`."""
     try:
         yield
     except (ValueError, OSError) as error:
-        fail(error)
+        exit_with_error(error)
 
 
 class Parser(argparse.ArgumentParser):
@@ -187,8 +187,8 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, prog: str, description: str):
         super().__init__(prog=prog, description=description, allow_abbrev=False)
-        self.register("type", None, _text)
-        self.register("type", Path, lambda value: Path(_text(value)))
+        self.register("type", None, _parse_text)
+        self.register("type", Path, lambda value: Path(_parse_text(value)))
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         words = list(sys.argv[1:] if args is None else args)
@@ -206,14 +206,14 @@ class Parser(argparse.ArgumentParser):
         if words:
             known = [flag for action in self._actions for flag in action.option_strings]
             unknown = [word.partition("=")[0][:80] for word in words if word.startswith("--")] or [words[0][:80]]
-            said = (f"{one} is no flag of {self.prog}; {hint(one, known) or '--help lists them'}" for one in unknown)
-            fail(". ".join(dict.fromkeys(said)), most=6000)  # each of a whole script of TRL is answered
+            said = (f"{one} is no flag of {self.prog}; {suggest_name(one, known) or '--help lists them'}" for one in unknown)
+            exit_with_error(". ".join(dict.fromkeys(said)), most=6000)  # each of a whole script of TRL is answered
         message = message.replace("invalid int value:", "not a whole number:")
-        fail(message.replace("invalid float value:", "not a number:").removeprefix("argument "))
+        exit_with_error(message.replace("invalid float value:", "not a number:").removeprefix("argument "))
 
 
 @functools.cache
-def foreign_names() -> dict[str, dict[str, tuple[str, str]]]:
+def load_foreign_names() -> dict[str, dict[str, tuple[str, str]]]:
     """By section of data/trl.yaml: names of TRL and PEFT, each with its kind and what to do here."""
     sections = load_yaml(Path(__file__).parent / "data" / "trl.yaml", "data/trl.yaml")
     return {
@@ -222,23 +222,23 @@ def foreign_names() -> dict[str, dict[str, tuple[str, str]]]:
     }
 
 
-def hint(asked: str, known: Collection[str], quote: Callable[[str], str] = str) -> str:
+def suggest_name(asked: str, known: Collection[str], quote: Callable[[str], str] = str) -> str:
     """
     What an unknown flag or setting is here: by the table of foreign names, else one of `known` that is spelled much
     like it; empty if neither knows it. A row about flags that the command does not have says nothing, unless it names
     theirs.
     """
     key, by_key = key_of(asked), {key_of(name): name for name in known}
-    rows = ((section, *names[key]) for section, names in foreign_names().items() if key in names)
+    rows = ((section, *names[key]) for section, names in load_foreign_names().items() if key in names)
     for section, kind, said in rows:
         flags = re.findall("--[a-z][a-z-]*", said)
         if kind != "same" and (not flags or ".py" in said or any(key_of(flag) in by_key for flag in flags)):
-            return _answer({"LoraConfig": "PEFT's ", "older names": ""}.get(section, "TRL's ") + key, kind, said)
+            return _explain_foreign_name({"LoraConfig": "PEFT's ", "older names": ""}.get(section, "TRL's ") + key, kind, said)
     near = difflib.get_close_matches(key, by_key, 1, 0.8)
     return f"did you mean {quote(by_key[near[0]])}?" if near else ""
 
 
-def _answer(what: str, kind: str, said: str) -> str:
+def _explain_foreign_name(what: str, kind: str, said: str) -> str:
     verb = {"renamed": "is here ", "missing": "is missing here", "not needed": "is not needed here"}[kind]
     return f"{what} {verb}{': ' if said and kind != 'renamed' else ''}{said.replace('`', '')}"
 
@@ -248,7 +248,7 @@ def key_of(flag: str) -> str:
     return flag.lstrip("-").replace("-", "_")
 
 
-def _text(value: str) -> str:
+def _parse_text(value: str) -> str:
     """
     A flag's text. Rejects an empty one: it comes from an unset shell variable and does not mean the default. Rejects
     control characters, which a terminal would obey wherever the text is shown.
@@ -285,11 +285,11 @@ def stop_text(word: str) -> str:
     notes = {unsure: "is kept as these two characters; $'...' in bash makes others" for unsure in _UNSURE.findall(word)}
     text = _ESCAPE.sub(read_escape, word)
     for escape, note in notes.items():
-        print(visible(f"--stop {word:.60}: {escape} {note}"), file=sys.stderr)
+        print(escape_invisible(f"--stop {word:.60}: {escape} {note}"), file=sys.stderr)
     return text
 
 
-def seeds(text: str) -> int | list[int]:
+def parse_seeds(text: str) -> int | list[int]:
     """ "3" as a number of seeds, "1,2,5" as these."""
     numbers = [int(part) if part.isascii() and part.isdecimal() else -1 for part in text.removesuffix(",").split(",")]
     if "," not in text and 1 <= numbers[0] <= 1000:
@@ -304,7 +304,7 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def no_run(folder: str | Path) -> str:
+def explain_missing_run(folder: str | Path) -> str:
     """Why a directory is no run, and what to do."""
     if any(Path(folder).glob("seed-*/config.yaml")):
         return "it holds a run for each seed; name one, as seed-0, or repeat the command of --seeds to go on with them"
@@ -323,7 +323,7 @@ def check_least(args: argparse.Namespace, **least: float) -> None:
 # ---- fields that are flags
 
 
-def flag(default: Any, text: str, **metadata: Any) -> Any:
+def setting(default: Any, text: str, **metadata: Any) -> Any:
     """A field with its help; optionally `low`, `high`, `parse` (of its words), `metavar`, and what `Setting` reads."""
     how = {"default_factory" if callable(default) else "default": default, "metadata": {"help": text, **metadata}}
     return dataclasses.field(**how)
@@ -403,7 +403,7 @@ WORDS = {
 }
 
 
-def read(setting: Setting, value: Any) -> Any:
+def parse_setting(setting: Setting, value: Any) -> Any:
     """
     What a flag's text, a value in YAML or an argument is as a setting: TRL's words are ours, a text alone is a list.
 
@@ -415,16 +415,16 @@ def read(setting: Setting, value: Any) -> Any:
 
     def refused(shown: Any, must: str) -> ValueError:
         asked = f"{setting.key} {shown}".lower()  # a value that TRL has
-        row = foreign_names()["values"].get(asked)
-        said = "; " + _answer(f"TRL's {asked}", *row) if row else ""
+        row = load_foreign_names()["values"].get(asked)
+        said = "; " + _explain_foreign_name(f"TRL's {asked}", *row) if row else ""
         return ValueError(f"{flag_of(setting.key)} is {reprlib.repr(shown)}; it must be {must}{said}")
 
     try:
         if kind is list:
             several = [value] if isinstance(value, str) else value
-            found = [ours for one in _as(list, several) if (ours := _ours(setting.key, one)) is not None]
+            found = [ours for one in _convert(list, several) if (ours := _from_trl_value(setting.key, one)) is not None]
         else:
-            found = _as(kind, _ours(setting.key, value))
+            found = _convert(kind, _from_trl_value(setting.key, value))
     except (ValueError, TypeError, AttributeError, OverflowError) as error:
         raise refused(value, WORDS[kind]) from error
     for text in found if kind is list else [found] * (kind is str):
@@ -442,12 +442,12 @@ def read(setting: Setting, value: Any) -> Any:
     return found
 
 
-def _as(kind: Any, value: Any) -> Any:
+def _convert(kind: Any, value: Any) -> Any:
     """A value, or its text, as a type. A bool is not a number, and numbers are finite. ValueError where it is none."""
     if kind is dict:
         words = ",".join([value] if isinstance(value, str) else value)
         pairs = value.items() if isinstance(value, dict) else [part.partition("=")[::2] for part in words.split(",")]
-        found: Any = {name.strip(): _as(float, number) for name, number in pairs}
+        found: Any = {name.strip(): _convert(float, number) for name, number in pairs}
     else:
         found = kind(value) if isinstance(value, str) and kind in (int, float) else value
         if type(found) is not kind and not (kind is float and type(found) is int):
@@ -457,9 +457,9 @@ def _as(kind: Any, value: Any) -> Any:
     return found
 
 
-def _ours(key: str, value: Any) -> Any:
+def _from_trl_value(key: str, value: Any) -> Any:
     """TRL's value as ours, where the table has it; None: it is the default."""
-    what, said = foreign_names()["values"].get(f"{key} {str(value).lower()}", ("", ""))
+    what, said = load_foreign_names()["values"].get(f"{key} {str(value).lower()}", ("", ""))
     ours = re.match("`--[a-z-]+ ([a-z]+)`", said)
     return None if what == "not needed" else ours[1] if what == "renamed" and ours else value
 

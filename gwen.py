@@ -26,12 +26,12 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from disk import adapters, ends, hub
-from flags import Parser, fail, in_one_line, load_yaml
+from flags import Parser, exit_with_error, load_yaml, report_mistakes
 from kv_cache import CAUSAL, Cache, DeltaState, KVCache, Layout, SlotCache
 from layers import attention, delta, lm_head, ops, probe, softmax
 from layers.tree_cache import TreeLayer
 from machine import alive, cpu, gpu, kernels, memory, versions
-from machine.output import guarded
+from machine.output import guard_output
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 
@@ -65,7 +65,7 @@ class RMSNorm(nn.Module):
     def __call__(self, x: mx.array) -> mx.array:
         return ops.rms_norm(x, self.scale, self.eps)
 
-    def after(self, x: mx.array, delta: mx.array | None) -> tuple[mx.array, mx.array]:
+    def add_and_normalize(self, x: mx.array, delta: mx.array | None) -> tuple[mx.array, mx.array]:
         """x + delta, and that normalized."""
         return (x, self(x)) if delta is None else ops.add_norm(x, delta, self.scale, self.eps)
 
@@ -95,7 +95,7 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(self.head_dim, self.eps, family.norm_offset)
             self.k_norm = RMSNorm(self.head_dim, self.eps, family.norm_offset)
 
-    def heads(self, x: mx.array, rotation: ops.Rotation) -> Read:
+    def project(self, x: mx.array, rotation: ops.Rotation) -> Read:
         """
         What attention needs: queries (N, H, L, D), keys and values (N, K, L, D), and where the family has them gates
         (N, L, H, D) on the output, before their sigmoid.
@@ -149,11 +149,11 @@ class GatedDeltaNet(nn.Module):
         window = mx.concatenate([before, channels], axis=1)  # (N, W - 1 + L, channels)
         mixed = delta.convolve(window, self.conv1d.weight).astype(mx.float32)
         queries, keys, values = mx.split(mixed, [sizes.widths[0], 2 * sizes.widths[0]], axis=-1)
-        queries, keys = (delta.unit(one.reshape(num_rows, length, -1, sizes.key_dim)) for one in (queries, keys))
+        queries, keys = (delta.normalize(one.reshape(num_rows, length, -1, sizes.key_dim)) for one in (queries, keys))
         values = values.reshape(num_rows, length, -1, sizes.value_dim)
         out, memory = delta.gated_delta(queries * sizes.key_dim**-0.5, keys, values, log_decay, beta, memory)
         if context.state is not None:
-            context.state.update(delta.last_inputs(window, sizes.window - 1, spans and spans[1]), memory)
+            context.state.update(delta.convolution_state(window, sizes.window - 1, spans and spans[1]), memory)
         gated = self.norm(out).reshape(num_rows, length, -1) * ops.silu(gates.astype(mx.float32))
         return self.out_proj(gated.astype(x.dtype))
 
@@ -183,28 +183,28 @@ class Block(nn.Module):
     def __call__(self, x: mx.array, delta: mx.array | None, context: Context) -> tuple[mx.array, mx.array]:
         """The residual stream and what is yet to be added to it, `delta`, of the layer before and after this one."""
         if self.is_linear:
-            x, normed = self.input_layernorm.after(x, delta)
-            return self.after(x, self.linear_attn(normed, context))
-        x, (queries, keys, values, gates) = self.enter(x, delta, context.rotation)
+            x, normed = self.input_layernorm.add_and_normalize(x, delta)
+            return self.add_mlp(x, self.linear_attn(normed, context))
+        x, (queries, keys, values, gates) = self.attention_inputs(x, delta, context.rotation)
         parts = [(keys, values)] if context.state is None else context.state.update(keys, values)
-        return self.leave(x, attention.attend(queries, parts, context.layout), gates)
+        return self.finish(x, attention.attend(queries, parts, context.layout), gates)
 
-    def enter(self, x: mx.array, delta: mx.array | None, rotation: ops.Rotation) -> tuple[mx.array, Read]:
+    def attention_inputs(self, x: mx.array, delta: mx.array | None, rotation: ops.Rotation) -> tuple[mx.array, Read]:
         """A call as far as attention: the residual stream, and what attention needs."""
-        x, normed = self.input_layernorm.after(x, delta)
-        return x, self.self_attn.heads(normed, rotation)
+        x, normed = self.input_layernorm.add_and_normalize(x, delta)
+        return x, self.self_attn.project(normed, rotation)
 
-    def leave(self, x: mx.array, attended: mx.array, gates: mx.array | None = None) -> tuple[mx.array, mx.array]:
+    def finish(self, x: mx.array, attended: mx.array, gates: mx.array | None = None) -> tuple[mx.array, mx.array]:
         """The rest of a call, from what attention gives."""
-        return self.after(x, self.self_attn.output(attended, gates))
+        return self.add_mlp(x, self.self_attn.output(attended, gates))
 
-    def after(self, x: mx.array, mixed: mx.array) -> tuple[mx.array, mx.array]:
+    def add_mlp(self, x: mx.array, mixed: mx.array) -> tuple[mx.array, mx.array]:
         """The rest of a call, from what the first sublayer adds."""
-        x, normed = self.post_attention_layernorm.after(x, mixed)
+        x, normed = self.post_attention_layernorm.add_and_normalize(x, mixed)
         return x, self.mlp(normed)
 
 
-def checkpointed(layer: Block, x: mx.array, delta: mx.array | None, context: Context) -> tuple[mx.array, None]:
+def checkpoint_layer(layer: Block, x: mx.array, delta: mx.array | None, context: Context) -> tuple[mx.array, None]:
     """
     `layer(x, delta, context)`, of which only x + delta is kept; the gradient computes the layer again.
 
@@ -260,15 +260,15 @@ class Model(nn.Module):
         num_rows, length = tokens.shape
         x = self.embed_tokens(tokens)
         offsets = mx.zeros((num_rows,), dtype=mx.int32) if cache is None else cache.offsets(num_rows)
-        shared = Context(self._rope.at(offsets, length), CAUSAL if cache is None else cache.layout(length), None)
+        shared = Context(self._rope.make_rotation(offsets, length), CAUSAL if cache is None else cache.layout(length), None)
         delta = None
         for index, layer in enumerate(self.layers):
             context = shared if cache is None else shared._replace(state=cache.layers[index])
             kept = index >= checkpoint_layers
-            x, delta = layer(x, delta, context) if kept else checkpointed(layer, x, delta, context)
+            x, delta = layer(x, delta, context) if kept else checkpoint_layer(layer, x, delta, context)
         if cache is not None:
             cache.advance(length)
-        return self.norm.after(x, delta)[1]
+        return self.norm.add_and_normalize(x, delta)[1]
 
     def __call__(self, tokens: mx.array, cache: Cache | None = None) -> mx.array:
         """Logits of the next token at every position, (N, L) int32 -> (N, L, V)."""
@@ -299,13 +299,13 @@ def decode_step(model: Model) -> Step:
         def run(x: mx.array, read: list[mx.array], turns: list[mx.array], states: list[Any]) -> Any:
             rotation, delta = ops.Rotation(rope, *turns), None
             if before >= 0:
-                x, delta = layers[before].leave(x, *read)
+                x, delta = layers[before].finish(x, *read)
             nets = [DeltaState([state]) for state in states]
             for index, net in zip(linear, nets, strict=True):
                 x, delta = layers[index](x, delta, Context(rotation, CAUSAL, net))
             if after == len(layers):
-                return model.norm.after(x, delta)[1], [net.newest for net in nets]
-            x, made = layers[after].enter(x, delta, rotation)
+                return model.norm.add_and_normalize(x, delta)[1], [net.newest for net in nets]
+            x, made = layers[after].attention_inputs(x, delta, rotation)
             return (x, [array for array in made if array is not None]), [net.newest for net in nets]
 
         return linear, mx.compile(run)
@@ -314,7 +314,7 @@ def decode_step(model: Model) -> Step:
     passes = [between(*pair) for pair in itertools.pairwise(ends)]
 
     def step(tokens: mx.array, cache: SlotCache) -> mx.array:
-        _, *turns = rope.at(cache.offsets(len(tokens)), 1)
+        _, *turns = rope.make_rotation(cache.offsets(len(tokens)), 1)
         turns, layout = [array for array in turns if array is not None], cache.layout(1)
         x, found = model.embed_tokens(tokens), list[mx.array]()
         for (linear, run), attended in zip(passes, ends[1:], strict=True):
@@ -334,7 +334,7 @@ def decode_step(model: Model) -> Step:
         """A step; a CPU's loops are built by one process at a time."""
         if gpu.on_gpu() or len(tokens) in built:
             return step(tokens, cache)
-        with cpu.building():
+        with cpu.build_lock():
             mx.eval(made := step(tokens, cache))
         built.add(len(tokens))
         return made
@@ -345,7 +345,7 @@ def decode_step(model: Model) -> Step:
 # ---- load and save
 
 
-def laid_out(name: str, weight: mx.array) -> mx.array:
+def arrange_for_matmul(name: str, weight: mx.array) -> mx.array:
     """
     The same weight, in memory as its product reads it: on a CPU a projection's (out, in) lies column by column.
 
@@ -370,16 +370,16 @@ def load_model(
     """
     directory, dtype = Path(directory), dtype or default_dtype()
     config = hub.load_config(directory)
-    weights, num_skipped = hub.from_stored(hub.load_weights(directory, default_dtype()), config.family)
+    weights, num_skipped = hub.from_stored_names(hub.load_weights(directory, default_dtype()), config.family)
     if num_skipped:
         print(f"gwen: {directory}: {num_skipped} tensors, not of language, are left out", file=sys.stderr)
     if config.tie_word_embeddings:
         drop_tied_head(directory, weights)
     model = Model(config)  # lazy: its random weights are replaced before they are computed
-    ways = hub.packings(weights, config)
+    ways = hub.find_packings(weights, config)
     if packed:
-        keep_packed(model, ways)
-    hub.unpack(weights, ways)
+        install_packed(model, ways)
+    hub.unpack_weights(weights, ways)
     expected = hub.unfuse_weights(dict(tree_flatten(model.parameters())), config)
     for name in sorted(expected.keys() | weights.keys()):
         found, asked = (some[name].shape if name in some else "none" for some in (weights, expected))
@@ -390,11 +390,11 @@ def load_model(
             raise ValueError(f"{directory}: {name} is {array.dtype}; only floating-point weights are supported")
         weights[name] = array if array.dtype == mx.uint32 or name.endswith(config.family.kept) else array.astype(dtype)
     if adapter is not None:
-        weights = adapters.merge(weights, adapter, config.family)
+        weights = adapters.merge_weights(weights, adapter, config.family)
     weights = hub.fuse_weights(weights)  # one name, so that no part outlives its whole
-    model.load_weights([(name, laid_out(name, weights.pop(name))) for name in list(weights)])
+    model.load_weights([(name, arrange_for_matmul(name, weights.pop(name))) for name in list(weights)])
     if not lazy:
-        memory.hold_memory()
+        memory.limit_mlx_cache()
         for part in (*model.layers, model):  # layer by layer: all at once would hold 1.5 times the model's bytes
             mx.eval(part.parameters())
         check_kernels(model)
@@ -418,7 +418,7 @@ def drop_tied_head(directory: Path, weights: dict[str, mx.array]) -> None:
             )
 
 
-def keep_packed(model: Model, ways: dict[str, dict[str, Any]]) -> None:
+def install_packed(model: Model, ways: dict[str, dict[str, Any]]) -> None:
     """
     Replaces layers' projections by packed ones, and takes them out of `ways`, where all parts of one are packed alike.
 
@@ -440,24 +440,24 @@ def check_kernels(model: Model) -> None:
     """Says where MLX's arithmetic is wrong at this model's sizes; kernels that are wrong are named and turned off."""
     if not gpu.has_metal():
         return
-    line, well = of_mlx(model)
+    line, well = check_mlx(model)
     if not well:
         bugs = "mlx #3585, #3586, #3797 and #4411"
         print(f"gwen: MLX's own arithmetic is {line}; see {bugs}, or take another MLX", file=sys.stderr)
-    if kernels.is_wanted():
-        kernels.check_calls(rehearse(model))
+    if kernels.kernels_are_wanted():
+        kernels.check_calls(rehearse_kernels(model))
 
 
-def of_mlx(model: Model) -> tuple[str, bool]:
+def check_mlx(model: Model) -> tuple[str, bool]:
     """A line on what MLX itself computes at the sizes of a model's weights, and whether it is right."""
     kinds, config = model.config.layer_kinds, model.config
     firsts = [model.layers[kinds.index(kind)] for kind in dict.fromkeys(kinds)]
     arrays = [array for layer in firsts for _, array in tree_flatten(layer.parameters()) if array.dtype != mx.uint32]
     heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    return probe.look([*(array for array in arrays if array.ndim == 2), model.head_weight], heads)
+    return probe.check_arithmetic([*(array for array in arrays if array.ndim == 2), model.head_weight], heads)
 
 
-def rehearse(model: Model) -> list[kernels.Call]:
+def rehearse_kernels(model: Model) -> list[kernels.Call]:
     """What a layer of each kind and the draw of a token call in a prefill and a decode step, on a few tokens."""
     layers, head, kinds = model.layers, model.head_weight, model.config.layer_kinds
     length = 9 if model.config.delta else 3  # a gated delta net has another kernel beyond 8 tokens
@@ -465,7 +465,7 @@ def rehearse(model: Model) -> list[kernels.Call]:
     firsts = {kind: layers[kinds.index(kind)] for kind in kinds}
     model.layers = list(firsts.values())
     try:
-        with kernels.recording() as calls:
+        with kernels.record_calls() as calls:
             for pad in (mx.array([1, 0]), None):
                 prompts = KVCache(list(firsts), length, pad)
                 model.hidden(ids, prompts)
@@ -473,7 +473,7 @@ def rehearse(model: Model) -> list[kernels.Call]:
                     slots = SlotCache(prompts, 4, 4, share)
                     for begun in (None, [2, 3]):  # then slots differ
                         slots.assign(prompt_of, begun)
-                        slots.aim()
+                        slots.plan_writes()
                         model.hidden(mx.array([[1]] * 4), slots)
             logits, uniforms = model.hidden(ids)[:, -1] @ head.T, mx.full((2, 4), 0.5)
             softmax.row_logprobs(logits, ids[:, 0])
@@ -496,7 +496,7 @@ def choose_model(asked: str | None, adapter: str | Path | None = None, usual: st
     if asked:
         return asked, "as asked"
     if adapter:
-        return adapters.base_of(adapter), "which the adapter was trained on"
+        return adapters.base_model_of(adapter), "which the adapter was trained on"
     if usual:
         return usual, "the task's own"
     if not gpu.on_gpu():
@@ -509,7 +509,7 @@ def choose_model(asked: str | None, adapter: str | Path | None = None, usual: st
 
 
 @functools.cache
-def known_models() -> dict[str, dict[str, Any]]:
+def load_known_models() -> dict[str, dict[str, Any]]:
     """What the config.json of each model in data/models.yaml would have, by the model's name."""
     table = load_yaml(Path(__file__).parent / "data" / "models.yaml", "data/models.yaml")
     columns = table.pop("columns")
@@ -518,12 +518,12 @@ def known_models() -> dict[str, dict[str, Any]]:
     return {name: same | dict(zip(columns, row, strict=False)) for name, row in table.items()}
 
 
-def known_config(name: str) -> hub.ModelConfig:
+def load_known_config(name: str) -> hub.ModelConfig:
     """The configuration of a model in data/models.yaml. ValueError when there is none of that name."""
-    if name not in known_models():
-        known = [one for one in known_models() if one.startswith("random:")]
+    if name not in load_known_models():
+        known = [one for one in load_known_models() if one.startswith("random:")]
         raise ValueError(f"--model {name}: the random models are {', '.join(known)}")
-    return hub.make_config(known_models()[name])
+    return hub.make_config(load_known_models()[name])
 
 
 def refuse_packed(name: str) -> None:
@@ -534,7 +534,7 @@ def refuse_packed(name: str) -> None:
 
 
 @contextlib.contextmanager
-def named_by(flag: str, usual: str = "--model") -> Iterator[None]:
+def blame_flag(flag: str, usual: str = "--model") -> Iterator[None]:
     """Inside, what is wrong with a model or adapter is said of this flag instead of the usual one."""
     try:
         yield
@@ -545,23 +545,23 @@ def named_by(flag: str, usual: str = "--model") -> Iterator[None]:
 def load_config(path_or_id: str | Path) -> hub.ModelConfig:
     """The configuration of what `load` takes, of which nothing else is downloaded. ValueError says what is wrong."""
     name, shape = str(path_or_id), str(path_or_id).removesuffix("-Instruct").removesuffix("-Base")
-    if name.startswith("random:") or (shape in known_models() and not Path(name).is_dir()):
-        return known_config(shape)
-    return hub.load_config(hub.find(path_or_id, files=["config.json", "generation_config.json"]))
+    if name.startswith("random:") or (shape in load_known_models() and not Path(name).is_dir()):
+        return load_known_config(shape)
+    return hub.load_config(hub.find_model(path_or_id, files=["config.json", "generation_config.json"]))
 
 
 def random_model(name: str, dtype: mx.Dtype | None = None) -> Model:
     """A `random:` model, with seeded weights and no end token, for benchmarks and tests."""
-    model, dtype = Model(known_config(name)), dtype or default_dtype()
+    model, dtype = Model(load_known_config(name)), dtype or default_dtype()
     weights = tree_flatten(model.parameters())
     keys = mx.random.split(mx.random.key(0), len(weights))
     for (path, array), key in zip(sorted(weights), keys, strict=True):
         if array.ndim > 1:  # norm weights stay at 1
             array = mx.random.normal(array.shape, dtype, scale=0.02, key=key)
         array = array if path.endswith(model.config.family.kept) else array.astype(dtype)
-        model.load_weights([(path, laid_out(path, array))], strict=False)
+        model.load_weights([(path, arrange_for_matmul(path, array))], strict=False)
         mx.eval(model.parameters())  # wait: one tensor at a time, so that no second copy is held
-    memory.hold_memory()
+    memory.limit_mlx_cache()
     check_kernels(model)
     return model
 
@@ -586,13 +586,13 @@ def load(
         if adapter is not None:
             raise ValueError(f"--adapter {adapter} is of another model than {path_or_id}; give the directory it is of")
         model, tokenizer = random_model(str(path_or_id), dtype), hub.load_tokenizer(hub.DEMO)
-        other_end_ids = tuple(ends.ids_of(tokenizer, end_tokens))
+        other_end_ids = tuple(ends.find_token_ids(tokenizer, end_tokens))
         model.config = dataclasses.replace(model.config, other_end_ids=other_end_ids)
         return model, tokenizer
     if adapter is not None:
-        tell_other_base(adapter, path_or_id)
-    with alive.doing(f"loading {path_or_id}"):
-        directory = hub.find(path_or_id)
+        warn_of_other_base(adapter, path_or_id)
+    with alive.show_activity(f"loading {path_or_id}"):
+        directory = hub.find_model(path_or_id)
         model = load_model(directory, dtype, adapter, packed=frozen and gpu.on_gpu())
         tokenizer = hub.load_tokenizer(directory)
     largest, vocab_size = max(tokenizer.get_vocab().values(), default=0), model.config.vocab_size
@@ -607,14 +607,14 @@ def with_ends(
 ) -> hub.ModelConfig:
     """The configuration with all end tokens; prints those that the model's files do not name. ValueError for none."""
     try:
-        whole, sources = ends.with_ends(config, tokenizer, end_tokens)
+        whole, sources = ends.add_end_tokens(config, tokenizer, end_tokens)
     except ValueError as error:
         raise ValueError(f"--model {name}: {error}") from error
-    tell_once(f"gwen: {name}: {ends.note(whole, tokenizer, sources)}" if sources else "")
+    tell_once(f"gwen: {name}: {ends.describe_sources(whole, tokenizer, sources)}" if sources else "")
     return whole
 
 
-def tell_other_base(adapter: str | Path, name: str | Path, flag: str = "--adapter") -> None:
+def warn_of_other_base(adapter: str | Path, name: str | Path, flag: str = "--adapter") -> None:
     """Prints a line where an adapter was trained on another model than it is put on."""
     if base := adapters.other_base(adapter, name):
         fix = f"--model {base} is the one that it fits"
@@ -632,9 +632,9 @@ def save(model: Model, directory: str | Path, tokenizer: Any) -> None:
     """Writes the model un-fused to a new directory, with configuration and tokenizer, for mlx_lm and transformers."""
     directory, config = Path(directory), model.config
     directory.mkdir(parents=True, exist_ok=True)
-    weights = hub.to_hub(hub.unfuse_weights(dict(tree_flatten(model.parameters())), config), config.family)
+    weights = hub.to_hub_names(hub.unfuse_weights(dict(tree_flatten(model.parameters())), config), config.family)
     mx.save_safetensors(str(directory / "model.safetensors"), weights, metadata={"format": "pt"})
-    raw = hub.to_raw(config, model.head_weight.dtype)
+    raw = hub.make_config_json(config, model.head_weight.dtype)
     (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
     generation = {"eos_token_id": raw["eos_token_id"], "do_sample": True, "temperature": 1.0}
     (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
@@ -644,9 +644,9 @@ def save(model: Model, directory: str | Path, tokenizer: Any) -> None:
 # ---- the doctor
 
 
-def doctor() -> Iterator[tuple[str, bool | None]]:
+def examine_machine() -> Iterator[tuple[str, bool | None]]:
     """Lines that a user of this machine should know, and whether each is well; None: no, but the demo does without."""
-    found, dtype = versions.environment(cpu_blas.description), default_dtype()
+    found, dtype = versions.describe_environment(cpu_blas.description), default_dtype()
     numbers = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
     panics = "none; memory that macOS must not page out was reported to panic it: docs/memory.md, mlx #3186"
     wired = f"{limit} GB that macOS must not page out" if (limit := os.environ.get(memory.WIRED_LIMIT)) else panics
@@ -657,31 +657,31 @@ def doctor() -> Iterator[tuple[str, bool | None]]:
     yield f"device: {'metal' if gpu.has_metal() else 'cpu'}, where models are {str(dtype).rpartition('.')[2]}", True
     yield f"BLAS: {found['blas']}; it multiplies matrices on the CPU", True
     usual = "random:0.6b" if gpu.has_metal() else "random:2m"
-    shape = Model(dataclasses.replace(known_config(usual), layer_kinds=("full_attention",)))
+    shape = Model(dataclasses.replace(load_known_config(usual), layer_kinds=("full_attention",)))
     shape.set_dtype(dtype)
-    line, well = of_mlx(shape)
+    line, well = check_mlx(shape)
     yield f"MLX: {line}; tried at the sizes of {usual}", well
     line, well = hub.describe_cache()
     yield line, well or None
-    if not (gpu.has_metal() and kernels.is_wanted()):
+    if not (gpu.has_metal() and kernels.kernels_are_wanted()):
         yield f"kernels: none, {'as GWEN_KERNELS says' if gpu.has_metal() else 'they are for a GPU'}", True
         return
-    calls = [*rehearse(shape), *lm_head.rehearse(shape.head_weight)]
+    calls = [*rehearse_kernels(shape), *lm_head.rehearse_head(shape.head_weight)]
     kernels.check_calls(calls)
     names = dict.fromkeys(op.name for op, *_ in calls)
     off = [name for name in names if kernels.OPS[name].off]
     yield f"kernels: {', '.join(names)} were compared with plain MLX; OFF: {', '.join(off) or 'none'}", not off
 
 
-@guarded()
-@in_one_line()
+@guard_output()
+@report_mistakes()
 def main(argv: list[str] | None = None) -> None:
     parser = Parser("gwen.py", "Look at this machine: versions, device, BLAS, memory, hub, kernels.")
     parser.add_argument("--doctor", action="store_true", required=True, help="what runs here")
     parser.parse_args(argv)
     all_well = True
-    kernels.is_wanted()  # a mistake in the environment is told before anything else
-    for line, well in doctor():
+    kernels.kernels_are_wanted()  # a mistake in the environment is told before anything else
+    for line, well in examine_machine():
         mark = "   " if well is None else "ok " if well else "BAD"
         print(mark, line, flush=True)
         all_well &= mark != "BAD"
@@ -690,7 +690,7 @@ def main(argv: list[str] | None = None) -> None:
     table = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     print(table.stdout, end="")
     if not all_well or table.returncode:
-        fail("something is wrong here; the lines above say what")
+        exit_with_error("something is wrong here; the lines above say what")
 
 
 if __name__ == "__main__":

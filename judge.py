@@ -28,16 +28,16 @@ import gwen
 import lora
 import sampler
 from config import JUDGE, SETTINGS, Config, JudgeSettings
-from flags import Parser, add_flags, in_one_line, visible
+from flags import Parser, add_flags, escape_invisible, report_mistakes
 from judging import rubrics
-from judging.prompt_tree import Prompt, PromptTree, at_ends
+from judging.prompt_tree import Prompt, PromptTree, select_ends
 from judging.rubrics import Evaluation, Grader, Question, Rubric
 from layers import softmax
 from layers.tree_cache import TreeCache
 from machine import alive
-from machine.output import guarded
-from settings.checks import checked
-from settings.sources import given, of_environment
+from machine.output import guard_output
+from settings.checks import check_settings
+from settings.sources import given_settings, read_environment
 
 
 class Judge(Grader):
@@ -79,12 +79,12 @@ class Judge(Grader):
                 logits = self.tree.root[1] @ self.model.head_weight.T
             settings = (self.prompts.head, self.prompts.middle, self.prompts.tails, self.mode, self.think)
             values = np.array(logits.astype(mx.float32)).tobytes()
-            self._identity = rubrics.digest(settings, str(logits.dtype), values)
+            self._identity = rubrics.digest_of(settings, str(logits.dtype), values)
         return self._identity
 
-    def evaluations(self, questions: list[Question]) -> Generator[tuple[int, Evaluation], None, None]:
-        texts = {prompt: self.prompts.question(prompt) for prompt in dict.fromkeys(q.prompt for q in questions)}
-        answers = {text: self.prompts.answer(text) for text in dict.fromkeys(q.completion for q in questions)}
+    def evaluate(self, questions: list[Question]) -> Generator[tuple[int, Evaluation], None, None]:
+        texts = {prompt: self.prompts.encode_question(prompt) for prompt in dict.fromkeys(q.prompt for q in questions)}
+        answers = {text: self.prompts.encode_answer(text) for text in dict.fromkeys(q.completion for q in questions)}
         self._check_room(texts)
         prompts: dict[int, Prompt] = {}  # by index of their question
         for place, (prompt, completion, column) in enumerate(questions):
@@ -96,7 +96,7 @@ class Judge(Grader):
                 reply = f"(nothing, as the answer does not fit into its context of {context} tokens)"
                 yield place, Evaluation(math.nan, 0.0, reply)
         with lora.disabled(self.model), alive.Bar(total=len(prompts), desc="judging", unit="evaluation") as progress:
-            for place_and_evaluation in self.tree.walk(prompts, self._read):
+            for place_and_evaluation in self.tree.walk(prompts, self._read_evaluations):
                 progress.update()
                 yield place_and_evaluation
 
@@ -110,7 +110,7 @@ class Judge(Grader):
             said = f"a judge's context has no room for an answer: {room}, of which {said} {len(questions[prompt])}"
             raise ValueError(f"{said}; shorten the longest")
 
-    def _read(self, hidden: mx.array, cache: TreeCache) -> list[Evaluation]:
+    def _read_evaluations(self, hidden: mx.array, cache: TreeCache) -> list[Evaluation]:
         """The evaluations at the ends of M prompts, from hidden states (M, C)."""
         logits = hidden @ self.model.head_weight.T  # (M, V)
         if self.mode == "decode":
@@ -131,18 +131,18 @@ class Judge(Grader):
         if self.think:
             assert self.end_of_thought is not None
             ends = [*eos, self.end_of_thought]
-            thoughts = sampler.continue_greedily(self.model, cache.flat(), logits, self.think, ends)
+            thoughts = sampler.continue_greedily(self.model, cache.to_flat_cache(), logits, self.think, ends)
             # A row that reached eos while thinking is finished; the others get their thoughts closed.
             replies = {row: ids for row, ids in enumerate(thoughts) if ids[-1] in eos}
             rows = [row for row in rows if row not in replies]
-            close = self.prompts.trusted("\n</think>\n\n")
+            close = self.prompts.encode_trusted("\n</think>\n\n")
             tails = [[i for i in thoughts[row] if i != self.end_of_thought] + close for row in rows]
             if rows:
                 lengths = list(map(len, tails))
-                cache = cache.child(lengths, rows)
-                logits = at_ends(self.tree.forward(cache, tails), lengths) @ self.model.head_weight.T
+                cache = cache.extend(lengths, rows)
+                logits = select_ends(self.tree.forward(cache, tails), lengths) @ self.model.head_weight.T
         if rows:
-            answers = sampler.continue_greedily(self.model, cache.flat(), logits, rubrics.REPLY_TOKENS, eos)
+            answers = sampler.continue_greedily(self.model, cache.to_flat_cache(), logits, rubrics.REPLY_TOKENS, eos)
             replies |= dict(zip(rows, answers, strict=True))
 
         evaluations = []
@@ -151,7 +151,7 @@ class Judge(Grader):
             was_cut = ids[-1] not in eos
             text = self.tokenizer.decode(ids if was_cut else ids[:-1])
             is_in_thought = self.prompts.opens_thought and not (self.think and row in rows)
-            evaluation = rubrics.from_reply(f"<think>{text}" if is_in_thought else text, was_cut)
+            evaluation = rubrics.evaluation_from_reply(f"<think>{text}" if is_in_thought else text, was_cut)
             evaluations.append(evaluation._replace(reply=text))
         return evaluations
 
@@ -159,7 +159,7 @@ class Judge(Grader):
 # ---- a run's judge, and the command that compares a judge's scores with human labels
 
 
-def make(settings: JudgeSettings, rubric: Rubric, load: Callable[[], tuple[gwen.Model, Any]]) -> Grader:
+def make_judge(settings: JudgeSettings, rubric: Rubric, load: Callable[[], tuple[gwen.Model, Any]]) -> Grader:
     """The judge of these settings; `load` returns its model and tokenizer and runs only for a local judge."""
     if settings.url:
         from judging.remote_judge import RemoteJudge
@@ -168,9 +168,9 @@ def make(settings: JudgeSettings, rubric: Rubric, load: Callable[[], tuple[gwen.
     return Judge(*load(), rubric, settings.chunk_size, settings.mode, settings.think)
 
 
-def load_named(name: str) -> tuple[gwen.Model, Any]:
+def load_judge_model(name: str) -> tuple[gwen.Model, Any]:
     """A judge's model and tokenizer. ValueError, of the flag that names it, where there is none."""
-    with gwen.named_by("--judge-model"):
+    with gwen.blame_flag("--judge-model"):
         return gwen.load(name, frozen=True)
 
 
@@ -187,15 +187,15 @@ def make_graders(
     def load() -> tuple[gwen.Model, Any]:
         if base is not None and config.judges_itself:
             return base, tokenizer
-        return load_named(config.judge.model or config.model.name)
+        return load_judge_model(config.judge.model or config.model.name)
 
-    grader, second = (make(config.judge, rubrics.load_rubric(one), load) if one else None for one in (rubric, witness))
+    grader, second = (make_judge(config.judge, rubrics.load_rubric(one), load) if one else None for one in (rubric, witness))
     if grader is not None and second is not None:
         second.known = grader.known  # a key covers the rubric
     return grader, second
 
 
-@guarded()
+@guard_output()
 def main(argv: list[str] | None = None) -> None:
     from judging import labels
 
@@ -204,15 +204,15 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--labels", required=True, metavar="FILE", help="JSONL: prompt, completion, criterion, score")
     add_flags(parser, [SETTINGS[key] for key in JUDGE])
     args = parser.parse_args(argv)
-    with in_one_line():
-        settings = checked(of_environment() | given(args, JUDGE)).judge
+    with report_mistakes():
+        settings = check_settings(read_environment() | given_settings(args, JUDGE)).judge
         rubric = rubrics.load_rubric(args.rubric)
-        known = labels.load(args.labels, rubric)
+        known = labels.load_labels(args.labels, rubric)
         name, why = settings.model, settings.url
         if not settings.url:
             name, why = gwen.choose_model(settings.model)
         print(f"judge: {name}, {why}; mode {settings.mode}", file=sys.stderr)
-        print(visible(labels.compare(make(settings, rubric, lambda: load_named(name)), known)))
+        print(escape_invisible(labels.judge_labels(make_judge(settings, rubric, lambda: load_judge_model(name)), known)))
 
 
 if __name__ == "__main__":

@@ -1,16 +1,17 @@
 """
-What a model keeps of past tokens: of a batch of rows, and of the slots of a decode batch.
+What a model keeps of past tokens, for a batch of rows and for the slots of a decode batch.
 
-A layer with attention keeps keys and values, a gated delta net a state of fixed size. Rows that share the token runs of
-their ancestors have `layers/tree_cache.py`.
+A layer with attention keeps keys and values; a gated delta net keeps a state of fixed size. Rows
+that share the token runs of their ancestors have a cache of their own, `layers/tree_cache.py`.
 
-`KVCache`: rows are right-aligned; a shorter one starts with `pad` columns that no query sees, and a row's position is
-the column minus its padding. Buffers grow by 128 columns, so that a decode step writes in place.
-`SlotCache`: a slot reads its prompt's cache in place or holds a copy, and counts the columns of its own tokens, so a
-waiting row can take the slot of an ended one.
+`KVCache`: rows are right-aligned. A shorter row starts with `pad` columns that no query sees, and a
+row's position is the column minus its padding. Buffers grow by 128 columns, so that a decode step
+writes in place.
+`SlotCache`: a slot reads its prompt's cache in place or holds a copy, and counts the columns of its
+own tokens, so that a waiting row can take the slot of a complete one.
 
-Axes: N rows or slots, M slots that get tokens, K kv heads, S capacity, P prompt columns, W own columns of a slot, L new
-positions, D head dim; R rows of a part that G query rows each share.
+Axes: N rows or slots, M slots that get tokens, K kv heads, S capacity, P prompt columns, W columns
+of a slot's own tokens, L new positions, D head dim; R rows of a part that G query rows each share.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,8 +20,9 @@ from typing import Any, NamedTuple, Protocol
 import mlx.core as mx
 import numpy as np
 
-REFILL, SHRINK = 1 / 16, 1 / 4  # share of idle slots at which waiting rows take them, or they are dropped
-CHUNK = 128  # columns; smaller chunks copy more often, larger ones waste memory on short completions
+REFILL = 1 / 16  # fraction of idle slots at which waiting rows take them
+SHRINK = 1 / 4  # fraction of idle slots at which they are dropped, once no row waits
+CHUNK = 128  # columns; smaller chunks copy more often, larger ones waste memory on short rows
 
 
 def round_up(length: int) -> int:
@@ -34,24 +36,29 @@ Mask = mx.array | str | None
 class Group(NamedTuple):
     """Which of N query rows read which of the R rows of one part of a cache."""
 
-    members: mx.array | None = None  # (R, G) the query rows of each row, padded with 0; None: row r * G + g, no padding
-    places: mx.array | None = None  # (N,) each query row's index in the flattened (R, G)
-    mask: Mask = None  # (R, 1, 1, S) or with G = 1 (N, 1, L, S) boolean, "causal" with G = 1, or None
+    # (R, G) the query rows that read each row, padded with 0. None: row r * G + g, without padding
+    members: mx.array | None = None
+    # (N,) each query row's index in the flattened (R, G)
+    places: mx.array | None = None
+    # (R, 1, 1, S) or with G = 1 (N, 1, L, S) boolean, "causal" with G = 1, or None
+    mask: Mask = None
 
 
 class Layout(NamedTuple):
     """Which tokens read which columns of a cache in parts."""
 
     groups: list[Group]  # one per part, in the order of `Parts`
-    # (N, 1, L, S) boolean, of all parts joined into one; None if only the newest part needs a mask. Lazy
+    # (N, 1, L, S) boolean, of all parts joined into one. None: only the newest part needs a mask.
+    # It is lazy.
     whole: mx.array | None = None
-    # (N,) each: the column where a row's new tokens begin, and where they end; the others are padding. None: no padding
+    # (N,) each: the column where a row's new tokens begin, and where they end. The other columns
+    # are padding. None: no padding
     spans: tuple[mx.array, mx.array] | None = None
 
 
 CAUSAL = Layout([Group(mask="causal")])  # one part, of the new tokens themselves
-# Keys and values (R, K, S, D) of each part of a cache; a query attends to all parts. One part, of N rows, is the rule;
-# there are more where rows share some.
+# Keys and values (R, K, S, D) of each part of a cache; a query attends to all parts. Usually there
+# is one part, of N rows. There are more where rows share some.
 Parts = list[tuple[mx.array, mx.array]]
 
 
@@ -59,15 +66,16 @@ class Cache(Protocol):
     """
     What a model needs from the past tokens: a state for each layer, positions and masks.
 
-    A layer's state takes by `update` what the layer makes of the new tokens, once per forward pass. For keys and
-    values, (N, heads, L, size) in the order of rows and positions, it returns everything that these tokens may read,
-    themselves included; the `Layout` says which token reads which column. What it returned never changes afterwards.
+    A layer calls `update` of its state with what it makes of the new tokens, once per forward pass.
+    For keys and values, (N, heads, L, size) in the order of rows and positions, `update` returns
+    everything that these tokens may read, themselves included. The `Layout` says which token reads
+    which column. What `update` returned never changes afterwards.
     """
 
     layers: list[Any]
 
     def arrays(self) -> list[mx.array]:
-        """Everything that the layers hold: to free the graph behind it by `mx.eval`, and to count its bytes."""
+        """All arrays of the layers: `mx.eval` them to free the graph, or count their bytes."""
         return [array for layer in self.layers for array in layer.arrays()]
 
     def offsets(self, num_rows: int) -> mx.array:
@@ -83,18 +91,19 @@ class Cache(Protocol):
 # ---- what a layer keeps
 
 
-def widened(keys: mx.array, values: mx.array, num_columns: int) -> tuple[mx.array, mx.array]:
-    """Both buffers with room for so many columns more."""
-    more = [(0, 0), (0, 0), (0, num_columns), (0, 0)]
-    return mx.pad(keys, more), mx.pad(values, more)
+def widen_buffers(keys: mx.array, values: mx.array, num_columns: int) -> tuple[mx.array, mx.array]:
+    """Both buffers with room for `num_columns` more columns."""
+    padding = [(0, 0), (0, 0), (0, num_columns), (0, 0)]
+    return mx.pad(keys, padding), mx.pad(values, padding)
 
 
 class LayerCache:
     """
     Keys and values of one layer, each (N, K, S, D), with the first `length` columns written.
 
-    Invariant: `length <= S`. No view of the buffers may outlive the step that made it: MLX writes a slice in place only
-    if nothing else references the buffer (0.02 ms on 128 MiB; 160 ms when it must copy).
+    Invariant: `length <= S`. No view of the buffers may outlive the step that made it: MLX writes a
+    slice in place only if nothing else references the buffer (0.02 ms on 128 MiB; 160 ms when it
+    must copy).
     """
 
     def __init__(self, capacity: int = 0):
@@ -104,24 +113,29 @@ class LayerCache:
         self.values: mx.array | None = None
 
     def update(self, keys: mx.array, values: mx.array) -> Parts:
-        """Appends (N, K, L, D) to both and returns all written columns, (N, K, length, D) each, as one part."""
+        """Appends (N, K, L, D) each. Returns all columns, (N, K, length, D) each, as one part."""
         assert keys.shape == values.shape, f"keys {keys.shape}, values {values.shape}"
         if self.keys is None or self.values is None:
-            self.keys, self.values = keys[:, :, :0], values[:, :, :0]
+            self.keys = keys[:, :, :0]
+            self.values = values[:, :, :0]
         # slice assignment would silently broadcast one row to all, or cast
-        kept, new = ((*array.shape[:2], array.shape[3], array.dtype) for array in (self.keys, keys))
-        assert kept == new, f"{kept} != {new}"
-        begin, end = self.length, self.length + keys.shape[2]
+        stored = (*self.keys.shape[:2], self.keys.shape[3], self.keys.dtype)
+        new = (*keys.shape[:2], keys.shape[3], keys.dtype)
+        assert stored == new, f"{stored} != {new}"
+
+        begin = self.length
+        end = begin + keys.shape[2]
         if end > self.keys.shape[2]:
             self.capacity = max(self.capacity, round_up(end))
-            self.keys, self.values = widened(self.keys, self.values, self.capacity - self.keys.shape[2])
+            num_columns = self.capacity - self.keys.shape[2]
+            self.keys, self.values = widen_buffers(self.keys, self.values, num_columns)
         self.keys[:, :, begin:end] = keys
         self.values[:, :, begin:end] = values
         self.length = end
-        return [self.written(slice(None))]
+        return [self.select_rows(slice(None))]
 
-    def written(self, rows: slice | mx.array) -> tuple[mx.array, mx.array]:
-        """The written columns of these rows, (R, K, length, D) each."""
+    def select_rows(self, rows: slice | mx.array) -> tuple[mx.array, mx.array]:
+        """The written columns of some rows, (R, K, length, D) each."""
         assert self.keys is not None and self.values is not None, "nothing was written"
         return self.keys[rows, :, : self.length], self.values[rows, :, : self.length]
 
@@ -129,82 +143,104 @@ class LayerCache:
         return [buffer for buffer in (self.keys, self.values) if buffer is not None]
 
 
-class Aim(NamedTuple):
+class WritePlan(NamedTuple):
     """Which columns of a `SlotCache` the next tokens are written to."""
 
-    slots: mx.array | None  # (M, 1) those that get tokens; None: all, one each, in one column
-    columns: Any  # (M, L) of the buffers; the number of that column
+    slots: mx.array | None  # (M, 1) the slots that get tokens. None: all, one each, in one column
+    columns: Any  # (M, L) of the buffers; with `slots` None the number of that one column
     end: int  # columns of the buffers in use afterwards
-    prompts: mx.array | None = None  # (M,) those to join in front of own columns; None: what is read are parts
+    # (M,) the prompts to join in front of own columns. None: `update` returns the parts as they are
+    prompts: mx.array | None = None
 
 
 class SlotLayer:
     """
-    One layer of a `SlotCache`: for each slot a buffer that ends with W columns of its own, of which i has its token i.
+    One layer of a `SlotCache`: a buffer for each slot, which ends with W columns of the slot's own.
 
-    If prompts are shared, there are no others, and `update` returns a view of the prompts in use and the own columns.
-    Otherwise the buffer (N, K, P + W, D) starts with a copy of the slot's prompt.
+    Own column i holds the slot's token i. If prompts are shared, a buffer has no other columns, and
+    `update` returns a view of the prompts in use beside the own columns. Otherwise the buffer
+    (N, K, P + W, D) starts with a copy of the slot's prompt.
     """
 
-    aim: Aim
+    write_plan: WritePlan
 
     def __init__(self, prompts: LayerCache, num_slots: int, width: int, share: bool):
-        self.prompts, self.first = prompts, 0 if share else prompts.length  # own column
+        self.prompts = prompts
+        self.first_own = 0 if share else prompts.length
         self.in_use = slice(0, 0)  # of the prompts
-        self.keys, self.values = (
-            mx.zeros((num_slots, array.shape[1], self.first + width, array.shape[3]), array.dtype)
-            for array in prompts.written(slice(None))
-        )
+        prompt_keys, prompt_values = prompts.select_rows(slice(None))
+        num_columns = self.first_own + width
+        self.keys = make_slot_buffer(prompt_keys, num_slots, num_columns)
+        self.values = make_slot_buffer(prompt_values, num_slots, num_columns)
 
-    def assign(self, prompt_of: list[int], begun: list[int], moved: list[int]) -> None:
-        """Takes a view of the prompts in use, or copies its own to each slot in `moved`, which had another."""
+    def assign(self, prompt_of: list[int], new_slots: list[int], moved: list[int]) -> None:
+        """
+        Takes a view of the prompts in use, or copies each slot's prompt into its buffer.
+
+        moved: the slots that had another prompt before; only these are copied.
+        """
         self.in_use = slice(min(prompt_of), max(prompt_of) + 1)
-        if self.first and moved:
-            written = self.prompts.written(mx.array([prompt_of[slot] for slot in moved]))
-            for buffer, array in zip(self.arrays(), written, strict=True):
-                buffer[mx.array(moved), :, : self.first] = array
+        if self.first_own and moved:
+            rows = mx.array([prompt_of[slot] for slot in moved])
+            for buffer, array in zip(self.arrays(), self.prompts.select_rows(rows), strict=True):
+                buffer[mx.array(moved), :, : self.first_own] = array
 
     def widen(self, num_columns: int) -> None:
-        """Makes room for so many columns more."""
-        self.keys, self.values = widened(self.keys, self.values, num_columns)
+        """Makes room for `num_columns` more columns."""
+        self.keys, self.values = widen_buffers(self.keys, self.values, num_columns)
 
-    def keep(self, slots: mx.array) -> None:
-        self.keys, self.values = self.keys[slots], self.values[slots]
+    def select_slots(self, slots: mx.array) -> None:
+        self.keys = self.keys[slots]
+        self.values = self.values[slots]
 
     def arrays(self) -> list[mx.array]:
         """The slots' buffers, without the prompts'."""
         return [self.keys, self.values]
 
     def update(self, keys: mx.array, values: mx.array) -> Parts:
-        """Writes (M, K, L, D) each where `aim` says, and returns what the slots that get tokens may read."""
-        slots, columns, end, prompts = self.aim
-        num, length = (len(self.keys), 1) if slots is None else columns.shape
+        """Writes (M, K, L, D) each as planned, and returns what these slots may read."""
+        slots, columns, end, prompts = self.write_plan
+        num_slots, length = (len(self.keys), 1) if slots is None else columns.shape
         # assignment would silently broadcast one row to all
-        shape = num, self.keys.shape[1], length, self.keys.shape[3]
+        shape = num_slots, self.keys.shape[1], length, self.keys.shape[3]
         assert keys.shape == values.shape == shape, f"{keys.shape}, {values.shape}, not {shape}"
         for buffer, new in ((self.keys, keys), (self.values, values)):
             if slots is None:
                 buffer[:, :, columns : columns + 1] = new
             else:
                 buffer[slots, :, columns] = new.swapaxes(1, 2)
-        own = self.keys[:, :, :end], self.values[:, :, :end]
+
+        own_keys = self.keys[:, :, :end]
+        own_values = self.values[:, :, :end]
         if prompts is None:
-            return [own] if self.first else [self.prompts.written(self.in_use), own]
+            if self.first_own:
+                return [(own_keys, own_values)]
+            return [self.prompts.select_rows(self.in_use), (own_keys, own_values)]
+
         assert slots is not None
-        own = own[0][slots[:, 0]], own[1][slots[:, 0]]
-        if self.first:
-            return [own]
-        before = self.prompts.written(prompts)
-        return [(mx.concatenate([before[0], own[0]], axis=2), mx.concatenate([before[1], own[1]], axis=2))]
+        own_keys = own_keys[slots[:, 0]]
+        own_values = own_values[slots[:, 0]]
+        if self.first_own:
+            return [(own_keys, own_values)]
+        prompt_keys, prompt_values = self.prompts.select_rows(prompts)
+        joined_keys = mx.concatenate([prompt_keys, own_keys], axis=2)
+        joined_values = mx.concatenate([prompt_values, own_values], axis=2)
+        return [(joined_keys, joined_values)]
+
+
+def make_slot_buffer(prompt_array: mx.array, num_slots: int, num_columns: int) -> mx.array:
+    """Zeros for the slots, (num_slots, K, num_columns, D), in the heads and type of the prompts."""
+    _, num_heads, _, size = prompt_array.shape
+    return mx.zeros((num_slots, num_heads, num_columns, size), prompt_array.dtype)
 
 
 class DeltaState:
     """
-    What a gated delta net keeps: of a batch of rows, or of the rows of a tree's newest level.
+    What a gated delta net keeps of a batch of rows, or of the rows of a tree's newest level.
 
-    parts: none before the first tokens, then one: the last inputs of its convolution, (N, window - 1, channels), and
-    its memory, (N, value heads, value dim, key dim) float32. Arrays are replaced, never written, so gradients go
-    through them.
+    parts: none before the first tokens, then one: the last inputs of its convolution,
+    (N, window - 1, channels), and its memory, (N, value heads, value dim, key dim) float32. Arrays
+    are replaced, never written, so gradients go through them.
     """
 
     def __init__(self, parts: Parts | None = None):
@@ -212,7 +248,7 @@ class DeltaState:
 
     @property
     def newest(self) -> tuple[mx.array, mx.array] | None:
-        """What the next tokens begin with."""
+        """The state that the next tokens begin with."""
         return self.parts[0] if self.parts else None
 
     def update(self, inputs: mx.array, memory: mx.array) -> None:
@@ -221,17 +257,17 @@ class DeltaState:
     def arrays(self) -> list[mx.array]:
         return [array for part in self.parts for array in part]
 
-    def taken(self, rows: Sequence[int]) -> "DeltaState":
-        """The state of each of these rows."""
+    def select_rows(self, rows: Sequence[int]) -> "DeltaState":
+        """The state of some rows."""
         index = mx.array(list(rows))
         return DeltaState([(inputs[index], memory[index]) for inputs, memory in self.parts])
 
-    def child(self, rows_of: Sequence[slice | mx.array], parents: Sequence[int]) -> "DeltaState":
-        """What the rows of a tree's next level begin with: the states of their parents."""
-        return self.taken(parents)
+    def extend(self, rows_of: Sequence[slice | mx.array], parents: Sequence[int]) -> "DeltaState":
+        """The state with which the rows of a tree's next level begin: that of their parents."""
+        return self.select_rows(parents)
 
     def flatten(self, target: "DeltaState", index: mx.array) -> None:
-        """The state of a tree's newest level is that of its rows."""
+        """Copies the state of a tree's newest level, which is already one state a row."""
         target.parts = self.parts
 
 
@@ -239,52 +275,62 @@ class DeltaSlots(DeltaState):
     """
     A gated delta net's state of each slot, which begins with a copy of its prompt's.
 
-    It cannot be set back, as columns can. Where rows take turns, a slot draws one token more before the end of its turn
-    is read: so the state before the newest token is kept too, and who goes on puts that of the end back.
+    It cannot be set back, as columns can. Where rows take turns, a slot draws one token more before
+    the end of its turn is read. So the state before the newest token is stored too, and a row that
+    goes on gets the state of its end back.
     """
 
-    aimed: mx.array | None = None  # the slots that the next tokens are of; None: all, one each
+    # the slots that the next tokens belong to; None: all, one each
+    write_plan: mx.array | None = None
     keeps_before = False
     before: Parts
 
     def __init__(self, prompts: DeltaState, num_slots: int):
         self.prompts = prompts
-        super().__init__(prompts.taken([0] * num_slots).parts)
+        super().__init__(prompts.select_rows([0] * num_slots).parts)
 
     @property
     def newest(self) -> tuple[mx.array, mx.array] | None:
         ((inputs, memory),) = self.parts
-        return (inputs, memory) if self.aimed is None else (inputs[self.aimed], memory[self.aimed])
+        if self.write_plan is None:
+            return inputs, memory
+        return inputs[self.write_plan], memory[self.write_plan]
 
     def update(self, inputs: mx.array, memory: mx.array) -> None:
-        if self.aimed is not None:
-            return self.put(self.aimed, (inputs, memory))
+        if self.write_plan is not None:
+            self.set_state(self.write_plan, (inputs, memory))
+            return
         if self.keeps_before:
             self.before = self.parts
         self.parts = [(inputs, memory)]
 
-    def assign(self, prompt_of: list[int], begun: list[int], moved: list[int]) -> None:
-        """Gives the slots in `begun` their prompt's state, also where the prompt was the slot's before."""
-        if begun:
-            self.put(mx.array(begun), self.prompts.taken([prompt_of[slot] for slot in begun]).parts[0])
+    def assign(self, prompt_of: list[int], new_slots: list[int], moved: list[int]) -> None:
+        """Gives the slots whose rows begin their prompt's state, even if the prompt is the same."""
+        if new_slots:
+            states = self.prompts.select_rows([prompt_of[slot] for slot in new_slots])
+            self.set_state(mx.array(new_slots), states.parts[0])
 
-    def put(self, slots: mx.array, state: tuple[mx.array, mx.array]) -> None:
-        """Makes this the state of some slots."""
+    def set_state(self, slots: mx.array, state: tuple[mx.array, mx.array]) -> None:
+        """Replaces the state of some slots."""
         for buffer, array in zip(self.arrays(), state, strict=True):
             buffer[slots] = array
 
-    def take(self, slot: int, num_extra: int) -> tuple[mx.array, mx.array]:
+    def get_state(self, slot: int, num_extra: int) -> tuple[mx.array, mx.array]:
         """The state of a slot without its newest `num_extra` tokens, 0 or 1."""
         ((inputs, memory),) = self.before if num_extra else self.parts
         return inputs[slot : slot + 1], memory[slot : slot + 1]
 
-    def keep(self, slots: mx.array) -> None:
+    def select_slots(self, slots: mx.array) -> None:
         self.parts = [(inputs[slots], memory[slots]) for inputs, memory in self.parts]
 
 
-def make_layers(kinds: Sequence[str], attention: Callable[[], Any]) -> list[Any]:
-    """An empty state for each layer, whose kinds are those of `ModelConfig.layer_kinds`."""
-    return [DeltaState() if kind == "linear_attention" else attention() for kind in kinds]
+def make_layers(kinds: Sequence[str], make_attention_layer: Callable[[], Any]) -> list[Any]:
+    """An empty state for each layer, by its kind as in `ModelConfig.layer_kinds`."""
+    layers: list[Any] = []
+    for kind in kinds:
+        is_linear = kind == "linear_attention"
+        layers.append(DeltaState() if is_linear else make_attention_layer())
+    return layers
 
 
 # ---- what a model keeps
@@ -294,150 +340,211 @@ class KVCache(Cache):
     """
     The caches of all layers of a batch, and the alignment of its rows.
 
-    pad: invisible columns before each row's first token, (N,) int32. None: all rows have the same length, and decoding
-    needs no mask.
+    pad: invisible columns before each row's first token, (N,) int32. None: all rows have the same
+    length, and decoding needs no mask.
     """
 
     def __init__(self, kinds: Sequence[str], capacity: int = 0, pad: mx.array | None = None):
-        self.layers, self.pad = make_layers(kinds, lambda: LayerCache(capacity)), pad
+        self.layers = make_layers(kinds, lambda: LayerCache(capacity))
+        self.pad = pad
         self.length = 0  # columns written so far, padding included
 
     def advance(self, num_new: int) -> None:
         self.length += num_new
 
     def unpadded(self, rows: slice | mx.array) -> mx.array | None:
-        """Which written columns of these rows are no padding, (R, 1, 1, length) boolean; None without padding."""
-        return None if self.pad is None else (mx.arange(self.length) >= self.pad[rows][:, None])[:, None, None]
+        """Which written columns are no padding, (R, 1, 1, length) boolean; None without padding."""
+        if self.pad is None:
+            return None
+        return (mx.arange(self.length) >= self.pad[rows][:, None])[:, None, None]
 
     def offsets(self, num_rows: int) -> mx.array:
-        # Always an array: before 0.32, MLX's one-token rope with a scalar offset was wrong for batches on Metal.
-        assert self.pad is None or self.pad.shape == (num_rows,), f"{self.pad.shape} != {num_rows} rows"
+        # Always an array: before 0.32, MLX's one-token rope with a scalar offset was wrong for
+        # batches on Metal.
         next_column = mx.full((num_rows,), self.length, dtype=mx.int32)
-        return next_column if self.pad is None else next_column - self.pad
+        if self.pad is None:
+            return next_column
+        assert self.pad.shape == (num_rows,), f"{self.pad.shape} != {num_rows} rows"
+        return next_column - self.pad
 
     def layout(self, num_new: int) -> Layout:
-        """One part for the next `num_new` queries, with the mask None, "causal", or (N, 1, L, length + L) boolean."""
+        """One part for the next `num_new` queries, with padding masked out."""
         if self.pad is None:
             return CAUSAL if num_new > 1 else Layout([Group()])
         query = mx.arange(self.length, self.length + num_new)[:, None]
         column = mx.arange(self.length + num_new)[None]
-        # A query in the padding sees itself: an all-false mask row gives NaN on some backends, and 0 * NaN in the
-        # values would reach the real tokens.
+        # A query in the padding sees itself: an all-false mask row gives NaN on some backends, and
+        # 0 * NaN in the values would reach the real tokens.
         visible = (column >= self.pad[:, None, None]) | (column == query)
+        mask = ((column <= query) & visible)[:, None]  # (N, 1, L, length + L)
         begin = mx.clip(self.pad - self.length, 0, num_new)
-        spans = begin, mx.full(begin.shape, num_new, mx.int32)
-        return Layout([Group(mask=((column <= query) & visible)[:, None])], spans=spans)
+        end = mx.full(begin.shape, num_new, mx.int32)
+        return Layout([Group(mask=mask)], spans=(begin, end))
 
 
 def make_group(rows: list[int], num_blocks: int, mask: Mask) -> Group:
     """The group in which query row n reads row `rows[n]` of a part with `num_blocks` rows."""
-    members = [[n for n, row in enumerate(rows) if row == block] for block in range(num_blocks)]
+    members: list[list[int]] = [[] for _ in range(num_blocks)]
+    for query_row, row in enumerate(rows):
+        members[row].append(query_row)
     most = max(map(len, members))
-    padded = np.array([group + [0] * (most - len(group)) for group in members])
+    padded = np.array([readers + [0] * (most - len(readers)) for readers in members])
     if np.array_equal(padded.ravel(), np.arange(len(rows))):
         return Group(mask=mask)
-    return Group(mx.array(padded), mx.array([row * most + members[row].index(n) for n, row in enumerate(rows)]), mask)
+    places = [row * most + members[row].index(query_row) for query_row, row in enumerate(rows)]
+    return Group(mx.array(padded), mx.array(places), mask)
 
 
 class SlotCache(Cache):
     """
-    The cache of a decode batch in which waiting rows take the slots of ended ones.
+    The cache of a decode batch in which waiting rows take the slots of complete ones.
 
-    share: hold a prompt's columns once for all slots that continue it; otherwise each slot has a copy. width: room for
-    own tokens, which `aim` widens. Each slot counts its own columns, in `lengths`; who sets them back has what is newer
-    overwritten. `aim` comes before each forward pass: a token for every slot, or several, padded right, for some.
+    share: store a prompt's columns once for all slots that continue it; otherwise each slot has a
+    copy. width: room for own tokens, which `plan_writes` widens. Each slot counts its own columns
+    in `lengths`; if a caller sets a length back, newer columns are overwritten. Call `plan_writes`
+    before each forward pass: it writes one token for every slot, or several, padded on the right,
+    for some slots.
     """
 
     def __init__(self, prompts: KVCache, num_slots: int, width: int = 0, share: bool = True):
-        self.prompts, self.num_slots, self.share = prompts, num_slots, share
-        self.width, self.first = round_up(width), 0 if share else prompts.length  # the own columns of each buffer
-        self.layers = [
-            DeltaSlots(layer, num_slots)
-            if isinstance(layer, DeltaState)
-            else SlotLayer(layer, num_slots, self.width, share)
-            for layer in prompts.layers
-        ]
-        self.nets = [layer for layer in self.layers if isinstance(layer, DeltaSlots)]
-        self.attentions = [layer for layer in self.layers if isinstance(layer, SlotLayer)]
+        self.prompts = prompts
+        self.num_slots = num_slots
+        self.share = share
+        self.width = round_up(width)
+        self.first_own = 0 if share else prompts.length  # first own column of each buffer
+        self.nets: list[DeltaSlots] = []
+        self.attentions: list[SlotLayer] = []
+        self.layers = []
+        for layer in prompts.layers:
+            if isinstance(layer, DeltaState):
+                net = DeltaSlots(layer, num_slots)
+                self.nets.append(net)
+                self.layers.append(net)
+            else:
+                attention = SlotLayer(layer, num_slots, self.width, share)
+                self.attentions.append(attention)
+                self.layers.append(attention)
         self.prompt_of: list[int] = []  # each slot's prompt
         self.lengths = np.zeros(num_slots, int)  # own columns of each slot
         self.most_bytes = 0
-        self._count()
+        self._record_bytes()
 
-    def _count(self) -> None:
-        self.most_bytes = max(self.most_bytes, sum(one.nbytes for one in self.prompts.arrays() + self.arrays()))
+    def _record_bytes(self) -> None:
+        num_bytes = sum(array.nbytes for array in self.prompts.arrays() + self.arrays())
+        self.most_bytes = max(self.most_bytes, num_bytes)
 
-    def assign(self, prompt_of: list[int], begun: list[int] | None = None) -> None:
-        """Sets each slot's prompt. begun: the slots whose rows begin; None: all. The others keep their columns."""
-        begun = list(range(len(prompt_of))) if begun is None else begun
-        moved = [s for s in begun if self.prompt_of[s : s + 1] != [prompt_of[s]]]
+    def assign(self, prompt_of: list[int], new_slots: list[int] | None = None) -> None:
+        """
+        Sets each slot's prompt.
+
+        new_slots: the slots whose rows begin; None: all. The others keep their columns.
+        """
+        if new_slots is None:
+            new_slots = list(range(len(prompt_of)))
+        moved = [slot for slot in new_slots if self.prompt_of[slot : slot + 1] != [prompt_of[slot]]]
         for layer in self.layers:
-            layer.assign(prompt_of, begun, moved)
-        self.prompt_of, self.lengths[begun] = prompt_of, 0
+            layer.assign(prompt_of, new_slots, moved)
+        self.prompt_of = prompt_of
+        self.lengths[new_slots] = 0
         self.first_position = np.full(len(prompt_of), self.prompts.length)
         if self.prompts.pad is not None:
             self.first_position -= np.array(self.prompts.pad)[prompt_of]
+
         if not self.share:
             self.prompt_mask = self.prompts.unpadded(mx.array(prompt_of))
             return
-        first, last = min(prompt_of), max(prompt_of) + 1
-        self.prompt_mask = self.prompts.unpadded(slice(first, last))
-        self.readers = make_group([prompt - first for prompt in prompt_of], last - first, self.prompt_mask)
+        first = min(prompt_of)
+        end = max(prompt_of) + 1
+        self.prompt_mask = self.prompts.unpadded(slice(first, end))
+        rows = [prompt - first for prompt in prompt_of]
+        self.readers = make_group(rows, end - first, self.prompt_mask)
 
-    def aim(self, num_new: dict[int, int] | None = None) -> None:
-        """How many of the next tokens each slot gets; None: all one each."""
-        self.aimed = np.arange(self.num_slots) if num_new is None else np.array(list(num_new))
-        self.num_new = np.array(list(num_new.values()) if num_new else 1)
-        begins, most = self.lengths[self.aimed], int(self.num_new.max())
-        used = int(begins.max()) + most
-        if (more := round_up(used) - self.width) > 0:
-            for layer in self.attentions:
-                layer.widen(more)
-            self.width += more
-            self._count()
-        if num_new is None and begins.min() == used - 1:
-            self.target = Aim(None, self.first + used - 1, self.first + used)
+    def plan_writes(self, num_new: dict[int, int] | None = None) -> None:
+        """Plans the next forward pass. num_new: how many tokens some slots get; None: all one."""
+        if num_new is None:
+            self.planned_slots = np.arange(self.num_slots)
+            self.num_new = np.array(1)
         else:
-            prompts = mx.array([self.prompt_of[slot] for slot in num_new]) if num_new else None
-            columns = mx.array(self.first + begins[:, None] + np.arange(most))
-            self.target = Aim(mx.array(self.aimed[:, None]), columns, self.first + used, prompts)
+            self.planned_slots = np.array(list(num_new))
+            self.num_new = np.array(list(num_new.values()))
+        begins = self.lengths[self.planned_slots]
+        most_new = int(self.num_new.max())
+        used = int(begins.max()) + most_new
+
+        num_missing = round_up(used) - self.width
+        if num_missing > 0:
+            for layer in self.attentions:
+                layer.widen(num_missing)
+            self.width += num_missing
+            self._record_bytes()
+
+        if num_new is None and begins.min() == used - 1:
+            column = self.first_own + used - 1
+            self.write_plan = WritePlan(None, column, self.first_own + used)
+        else:
+            prompts = None
+            if num_new is not None:
+                prompts = mx.array([self.prompt_of[slot] for slot in num_new])
+            columns = mx.array(self.first_own + begins[:, None] + np.arange(most_new))
+            slots = mx.array(self.planned_slots[:, None])
+            self.write_plan = WritePlan(slots, columns, self.first_own + used, prompts)
         for layer in self.attentions:
-            layer.aim = self.target
+            layer.write_plan = self.write_plan
         for net in self.nets:
-            net.aimed = mx.array(self.aimed) if num_new else None
+            net.write_plan = None if num_new is None else mx.array(self.planned_slots)
 
     def advance(self, num_new: int) -> None:
-        self.lengths[self.aimed] += self.num_new
+        self.lengths[self.planned_slots] += self.num_new
 
     def offsets(self, num_rows: int) -> mx.array:
         """The position of the next token of each slot that gets some, (M,) int32."""
-        assert num_rows == len(self.aimed), f"{num_rows} rows for {len(self.aimed)} slots"
-        return mx.array((self.first_position + self.lengths)[self.aimed].astype(np.int32))
+        num_planned = len(self.planned_slots)
+        assert num_rows == num_planned, f"{num_rows} rows for {num_planned} slots"
+        positions = (self.first_position + self.lengths)[self.planned_slots]
+        return mx.array(positions.astype(np.int32))
 
     def layout(self, num_new: int) -> Layout:
-        """Prompts and own columns if all slots share prompts, else one part with the mask (M, 1, L, P + W) or None."""
-        slots, _, end, prompts = self.target
-        own, used, spans = None, end - self.first, None
+        """
+        Prompts and own columns in two parts if prompts are shared and all slots get one token.
+
+        Otherwise one part, with the mask (M, 1, L, P + W) or None.
+        """
+        slots, _, end, prompts = self.write_plan
+        num_own = end - self.first_own
+        own_mask = None
         if slots is not None:
-            last = mx.array(self.lengths[self.aimed][:, None, None, None] + np.arange(num_new)[:, None])
-            own = mx.arange(used) <= last  # (M, 1, L, W)
+            lengths = self.lengths[self.planned_slots][:, None, None, None]
+            last = mx.array(lengths + np.arange(num_new)[:, None])
+            own_mask = mx.arange(num_own) <= last  # (M, 1, L, W)
         if self.share and prompts is None:
-            return Layout([self.readers, Group(mask=own)])
+            return Layout([self.readers, Group(mask=own_mask)])
+
+        spans = None
+        prompt_mask = self.prompt_mask
         if prompts is not None:
-            spans = mx.zeros(len(self.aimed), mx.int32), mx.array(self.num_new.astype(np.int32))
-        before = self.prompt_mask if prompts is None else self.prompts.unpadded(prompts)
-        if before is None and own is None:
+            begin = mx.zeros(len(self.planned_slots), mx.int32)
+            spans = begin, mx.array(self.num_new.astype(np.int32))
+            prompt_mask = self.prompts.unpadded(prompts)
+        if prompt_mask is None and own_mask is None:
             return Layout([Group()])
-        shape = len(self.aimed), 1, num_new
+        shape = len(self.planned_slots), 1, num_new
         masks = [
-            mx.ones((*shape, length), mx.bool_) if mask is None else mx.broadcast_to(mask, (*shape, length))
-            for mask, length in ((before, self.prompts.length), (own, used))
+            broadcast_mask(prompt_mask, (*shape, self.prompts.length)),
+            broadcast_mask(own_mask, (*shape, num_own)),
         ]
         return Layout([Group(mask=mx.concatenate(masks, axis=-1))], spans=spans)
 
-    def keep(self, slots: list[int]) -> None:
+    def select_slots(self, slots: list[int]) -> None:
         """Drops all slots but these, in this order."""
         for layer in self.layers:
-            layer.keep(mx.array(slots))
-        self.num_slots, self.lengths = len(slots), self.lengths[slots]
+            layer.select_slots(mx.array(slots))
+        self.num_slots = len(slots)
+        self.lengths = self.lengths[slots]
         self.assign([self.prompt_of[slot] for slot in slots], [])
+
+
+def broadcast_mask(mask: mx.array | None, shape: tuple[int, ...]) -> mx.array:
+    """A mask in this shape; None is a mask that shows everything."""
+    if mask is None:
+        return mx.ones(shape, mx.bool_)
+    return mx.broadcast_to(mask, shape)

@@ -46,9 +46,9 @@ class LoRALinear(nn.Module):
             return self.linear(x)
         if x.dtype == mx.float32:
             return mx.addmm(self.linear(x), self.scale * (x @ self.lora_a), self.lora_b)
-        return self._in_16_bits(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)
+        return self._half_precision_adapter(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)
 
-    def rounded(self, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+    def rounded_matrices(self, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
         """A and scale * B in a type of 16 bits, made once for the A and B at hand."""
         last = self._rounded
         if not last or last[0] is not self.lora_a or last[1] is not self.lora_b or last[2].dtype != dtype:
@@ -56,14 +56,14 @@ class LoRALinear(nn.Module):
             self._rounded = self.lora_a, self.lora_b, *copies
         return self._rounded[2], self._rounded[3]
 
-    def _in_16_bits(self, x: mx.array) -> mx.array:
+    def _half_precision_adapter(self, x: mx.array) -> mx.array:
         """
         (M, C) -> (M, O) in the type of x, with a gradient for x, A and B; the frozen layer gets none.
 
         A product rounds to 16 bits, sums are float32, and so are the gradients of A and B. What waits for the backward
         pass is x and x A. By autodiff it would be float32 copies of x, x A and the gradient of y.
         """
-        low_a, low_b = self.rounded(x.dtype)
+        low_a, low_b = self.rounded_matrices(x.dtype)
 
         def forward(x: mx.array, lora_a: mx.array, lora_b: mx.array) -> tuple[mx.array, mx.array]:
             low = x @ low_a
@@ -79,7 +79,7 @@ class LoRALinear(nn.Module):
         return result
 
 
-def layers(model: gwen.Model) -> Iterator[tuple[str, LoRALinear]]:
+def adapted_layers(model: gwen.Model) -> Iterator[tuple[str, LoRALinear]]:
     """Every adapted projection with its name, "layers.0.self_attn.qkv_proj"."""
     return ((name, module) for name, module in model.named_modules() if isinstance(module, LoRALinear))
 
@@ -95,11 +95,11 @@ def apply(model: gwen.Model, rank: int, scale: float, targets: Sequence[str] = T
     model.update_modules(tree_unflatten(adapted))
     for _, layer in adapted:
         layer.unfreeze(keys=["lora_a", "lora_b"], recurse=False)
-    if gpu.has_metal() and kernels.is_wanted():  # what `gwen.check_kernels` could not know: the rank
+    if gpu.has_metal() and kernels.kernels_are_wanted():  # what `gwen.check_kernels` could not know: the rank
         widths = {size for _, layer in adapted for size in layer.linear.weight.shape}
-        with kernels.recording() as calls:
+        with kernels.record_calls() as calls:
             for size in sorted(widths):
-                both = (kernels.normal(3, columns, dtype=model.head_weight.dtype) for columns in (rank, size))
+                both = (kernels.normal_array(3, columns, dtype=model.head_weight.dtype) for columns in (rank, size))
                 ops.tall_product(*both)
         kernels.check_calls(calls)
 
@@ -107,7 +107,7 @@ def apply(model: gwen.Model, rank: int, scale: float, targets: Sequence[str] = T
 @contextlib.contextmanager
 def disabled(model: gwen.Model) -> Iterator[None]:
     """Inside, the model is its base, the frozen judge, without gradients. Without adapters it stays as it is."""
-    adapted = [layer for _, layer in layers(model) if layer.enabled]
+    adapted = [layer for _, layer in adapted_layers(model) if layer.enabled]
     for layer in adapted:
         layer.enabled = False
     try:
@@ -119,9 +119,9 @@ def disabled(model: gwen.Model) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def before_training(model: gwen.Model) -> Iterator[None]:
+def with_initial_weights(model: gwen.Model) -> Iterator[None]:
     """Inside, the model is what its training began with, the reference policy: see `begin_with`, else its base."""
-    now = [(layer, layer.lora_a, layer.lora_b) for _, layer in layers(model) if layer._start]
+    now = [(layer, layer.lora_a, layer.lora_b) for _, layer in adapted_layers(model) if layer._start]
     for layer, _, _ in now:
         layer.lora_a, layer.lora_b = layer._start
     try:
@@ -135,15 +135,15 @@ def before_training(model: gwen.Model) -> Iterator[None]:
 Fused = dict[str, tuple[mx.array, mx.array]]  # A (C, R) and B (R, O) float32 by "layers.0.self_attn.qkv_proj"
 
 
-def read(model: gwen.Model, path: str | Path) -> tuple[float, Fused]:
+def read_for_model(model: gwen.Model, path: str | Path) -> tuple[float, Fused]:
     """
-    Scale and matrices of an adapter, mlx_lm's or PEFT's, for a model without adapters. path: see `adapters.find`.
+    Scale and matrices of an adapter, mlx_lm's or PEFT's, for a model without adapters. path: see `adapters.find_adapter`.
 
     One of ours becomes, to the bit, what it was in training. Where the parts of a fused projection bring an A each,
     these stand side by side, and each part's rows of B read its own.
     Raises ValueError when the adapter is not a "lora" one of this model's projections.
     """
-    _, scale, pairs = adapters.fitting(hub.unfuse_weights(dict(tree_flatten(model.parameters())), model.config), path)
+    _, scale, pairs = adapters.load_fitting(hub.unfuse_weights(dict(tree_flatten(model.parameters())), model.config), path)
     fused = {}
     for name, linear in model.named_modules():
         if not isinstance(linear, nn.Linear) or name.split(".")[-1] not in TARGETS:
@@ -167,13 +167,13 @@ def read(model: gwen.Model, path: str | Path) -> tuple[float, Fused]:
     return scale, fused
 
 
-def attach(model: gwen.Model, path: str | Path, start: str | Path | None = None) -> None:
+def attach_adapter(model: gwen.Model, path: str | Path, start: str | Path | None = None) -> None:
     """
     Puts an adapter beside the model's weights, so that `disabled` can switch it off. ValueError as `read`.
 
     start: the adapter that its training began with, for `before_training`.
     """
-    (scale, pairs), begun = read(model, path), None if start is None else read(model, start)[1]
+    (scale, pairs), begun = read_for_model(model, path), None if start is None else read_for_model(model, start)[1]
     linears, adapted = dict(model.named_modules()), []
     for name, (low, high) in pairs.items():
         layer = LoRALinear(linears[name], 1, scale, mx.random.key(0))
@@ -184,14 +184,14 @@ def attach(model: gwen.Model, path: str | Path, start: str | Path | None = None)
     model.update_modules(tree_unflatten(adapted))
 
 
-def begin_with(model: gwen.Model, scale: float, pairs: Fused) -> None:
+def start_from(model: gwen.Model, scale: float, pairs: Fused) -> None:
     """
     Gives the adapters made by `apply` the values of another, and makes that the model before training.
 
     What they have more of rank or projections begins as without it: A random, B zero, so adding nothing.
     Raises ValueError when they have less, naming the flag to set.
     """
-    adapted = dict(layers(model))
+    adapted = dict(adapted_layers(model))
     if missing := sorted({name.rpartition(".")[2] for name in pairs.keys() - adapted.keys()}):
         raise ValueError(f"--init-adapter adapts {', '.join(missing)} too; add that to --lora-targets")
     needed = max(low.shape[1] for low, _ in pairs.values())
@@ -210,7 +210,7 @@ def begin_with(model: gwen.Model, scale: float, pairs: Fused) -> None:
 def adapter_weights(model: gwen.Model) -> dict[str, mx.array]:
     """A and B of every adapter in mlx_lm's names and parts, "model.layers.0.self_attn.q_proj.lora_a"."""
     out, prefix = {}, hub.MLX_LM_PREFIX if model.config.family.is_hybrid else ""
-    for name, layer in layers(model):
+    for name, layer in adapted_layers(model):
         # B^T has the output rows that a weight has, so the rule that takes weights apart takes it apart too
         for part, rows in hub.unfuse_weights({name: layer.lora_b.T}, model.config).items():
             out[f"{prefix}{part}.lora_a"], out[f"{prefix}{part}.lora_b"] = layer.lora_a, mx.contiguous(rows.T)
@@ -224,16 +224,16 @@ def save_adapter(model: gwen.Model, directory: Path, base: str) -> bool:
     base: the model's name or path. Without adapters, writes a "full" adapter: all weights, un-fused.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    adapted = list(layers(model))
+    adapted = list(adapted_layers(model))
     config: dict[str, Any] = {"model": base, "fine_tune_type": "full", "num_layers": len(model.layers)}
     if adapted:
         first, weights = adapted[0][1], adapter_weights(model)
-        keys = sorted({hub.plain(name).rpartition(".")[0].split(".", 3)[3] for name in weights})
+        keys = sorted({hub.plain_name(name).rpartition(".")[0].split(".", 3)[3] for name in weights})
         parameters = {"rank": first.lora_a.shape[1], "scale": first.scale, "dropout": 0.0, "keys": keys}
         config |= {"fine_tune_type": "lora", "lora_parameters": parameters}
     else:
         weights = hub.unfuse_weights(dict(tree_flatten(model.parameters())), model.config)
-        weights = hub.to_mlx_lm(weights, model.config.family)
+        weights = hub.to_mlx_lm_names(weights, model.config.family)
     checkpoint.save_tensors(directory / "adapters.safetensors", weights)
     checkpoint.write_json(directory / "adapter_config.json", config)
     return bool(adapted)

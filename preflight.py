@@ -34,36 +34,36 @@ import tasks
 from config import SETTINGS, Config, ModelSettings, Sizes
 from disk import checkpoint, hub
 from disk.run_files import read_log
-from flags import Parser, check_least, in_one_line, read, visible
+from flags import Parser, check_least, escape_invisible, parse_setting, report_mistakes
 from judging import rubrics
 from kv_cache import round_up
 from layers import attention, lm_head
 from machine import alive, chips, gpu, link, memory, world
-from machine.output import guarded
+from machine.output import guard_output
 from problems import audit, chat_template, episodes, form
-from problems.data import at_the_start
-from problems.examples import Example, prompt_key, prompt_text, short, spread
-from settings.sources import as_yaml, command, given, merged, parse, resolve
+from problems.data import warn_of_few_held_out
+from problems.examples import Example, prompt_key, prompt_text, shorten_value, spread_evenly
+from settings.sources import command_line, given_settings, merge_settings, parse_flags, resolve_settings, to_yaml
 from step import batch
 from step.rows import (
     ROOM,
     USUAL_ROWS,
+    choose_rollout_rows,
     column_bytes,
     forward_bytes,
-    has_kernels,
     layer_bytes,
     rollout_bytes,
-    rows_at_once,
     state_bytes,
+    uses_kernels,
 )
 
 
-def room_of(memory_bytes: int) -> int:
+def gpu_memory_limit(memory_bytes: int) -> int:
     """Bytes that macOS recommends for a GPU's working set: of 16 GB 11.45e9."""
     return 2 * memory_bytes // 3
 
 
-LAPTOP = room_of(2**34)
+LAPTOP = gpu_memory_limit(2**34)
 PYTHON, OF_TOKEN = 170_000_000, 700  # bytes of Python, 30 MB for reading data included, and of a tokenizer by token
 # Positions of a micro-batch. On a CPU 8192 took as long for random:2m and 1.5 times as long for random:30m as 1024.
 BUDGET, GPU_BUDGET = 1024, 2048
@@ -75,18 +75,18 @@ TEMPLATE = 30  # tokens that a chat template and a judge's tags add to a text; f
 TILES_IN_FLIGHT = 9  # of log-probabilities, those that MLX runs ahead with
 
 
-class Need(NamedTuple):
+class MemoryNeed(NamedTuple):
     """Bytes by name: of what stays, and of each phase beside it."""
 
-    stays: dict[str, int]
+    resident: dict[str, int]
     phases: dict[str, int]
 
     @property
     def total(self) -> int:
-        return sum(self.stays.values()) + max(self.phases.values())
+        return sum(self.resident.values()) + max(self.phases.values())
 
 
-class Demand(NamedTuple):
+class RunDemand(NamedTuple):
     """What decides the memory of a run, besides `Sizes`."""
 
     model: hub.ModelConfig
@@ -105,11 +105,11 @@ class Demand(NamedTuple):
         """The model that judges, if one does here."""
         if self.rubric is None or self.config.judge.url:
             return None
-        with gwen.named_by("--judge-model"):
+        with gwen.blame_flag("--judge-model"):
             return self.model if self.config.judges_itself else gwen.load_config(self.config.judge.model)
 
 
-class Numbers(NamedTuple):
+class ParameterCounts(NamedTuple):
     """How many numbers a model has: all weights, those of its layers' matmuls, and those that are trained."""
 
     weights: int
@@ -117,7 +117,7 @@ class Numbers(NamedTuple):
     trained: int
 
 
-def numbers(model: hub.ModelConfig, adapters: ModelSettings | None = None) -> Numbers:
+def count_parameters(model: hub.ModelConfig, adapters: ModelSettings | None = None) -> ParameterCounts:
     """Counted of one layer of each kind, whose arrays are lazy: nothing is computed. adapters: None where none are."""
     kinds = tuple(dict.fromkeys(model.layer_kinds))
     shapes = gwen.Model(dataclasses.replace(model, layer_kinds=kinds))
@@ -130,14 +130,14 @@ def numbers(model: hub.ModelConfig, adapters: ModelSettings | None = None) -> Nu
         if parts[0] == "layers" and array.ndim == 2:
             matmuls += times * array.size
             columns += times * sum(array.shape) * (parts[-2] in targets)
-    return Numbers(weights, matmuls, rank * columns if rank else weights)
+    return ParameterCounts(weights, matmuls, rank * columns if rank else weights)
 
 
 def frozen_bytes(name: str, shape: hub.ModelConfig, dtype: mx.Dtype) -> int:
     """Bytes of the weights of a judge or teacher; on a GPU those of few bits stay packed."""
     if not (shape.packing and gpu.on_gpu()):
-        return numbers(shape).weights * dtype.size
-    model = gwen.load_model(hub.find(name), dtype, packed=True, lazy=True)
+        return count_parameters(shape).weights * dtype.size
+    model = gwen.load_model(hub.find_model(name), dtype, packed=True, lazy=True)
     return sum(array.nbytes for _, array in tree_flatten(model.parameters()))
 
 
@@ -147,23 +147,23 @@ def sampling_of(config: Config) -> tuple[int, int, int]:
     return (s.batch, 1, 1) if config.objective.loss_type == "sft" else (s.batch, s.groups, s.max_tokens)
 
 
-def estimate(demand: Demand, sizes: Sizes) -> Need:
+def estimate(demand: RunDemand, sizes: Sizes) -> MemoryNeed:
     """What a run needs at most."""
     phases = {"rollout": sampled_bytes(demand, sizes.rollout_batch_size), "judging": judging_bytes(demand)}
-    return Need(stays(demand), phases | {"update": update_bytes(demand, sizes)})
+    return MemoryNeed(resident_bytes(demand), phases | {"update": update_bytes(demand, sizes)})
 
 
-def sampled_bytes(demand: Demand, rows: int) -> int:
+def sampled_bytes(demand: RunDemand, rows: int) -> int:
     """What a rollout of so many rows at once takes: caches, and what is computed."""
     _, groups, length = sampling_of(demand.config)
     is_given = demand.config.objective.loss_type == "sft"
     return 0 if is_given else sum(rollout_bytes(demand.model, demand.dtype, demand.longest, groups, length, rows))
 
 
-def stays(demand: Demand) -> dict[str, int]:
+def resident_bytes(demand: RunDemand) -> dict[str, int]:
     """What is there in every phase."""
     (model, dtype, config, *_), judge, teacher = demand, demand.judge, demand.config.objective.teacher
-    rank, (num, _, trained) = config.model.lora_rank, numbers(model, config.model)
+    rank, (num, _, trained) = config.model.lora_rank, count_parameters(model, config.model)
     weights = num * dtype.size
     copies = dtype.size if rank and dtype != mx.float32 else 0  # of adapters in 16 bits
     masters = trained if rank or dtype != mx.float32 else 0  # float32 weights are their own
@@ -171,7 +171,7 @@ def stays(demand: Demand) -> dict[str, int]:
     moments = 0 if config.optimizer.kind == "sgd" else 8 * trained
     found = {"weights": weights, "adapters" if rank else "masters": (4 + copies) * masters, "optimizer": moments}
     if teacher:  # what it says are the hidden states of all completions
-        with gwen.named_by("--teacher"):
+        with gwen.blame_flag("--teacher"):
             shape = model if teacher == "self" else gwen.load_config(teacher)
         own = frozen_bytes(teacher, shape, dtype) if teacher != "self" or not rank else 0
         found["teacher"] = own + int(np.prod(sampling_of(config))) * shape.hidden_size * dtype.size
@@ -181,7 +181,7 @@ def stays(demand: Demand) -> dict[str, int]:
     return found | {"Python": PYTHON + OF_TOKEN * model.vocab_size}
 
 
-def judging_bytes(demand: Demand) -> int:
+def judging_bytes(demand: RunDemand) -> int:
     """The judge's cache and forward pass. Its prompts are a tree (judge.py): questions, answers, criteria."""
     (_, dtype, config, _, rubric), model, prompts = demand, demand.judge, demand.longest
     if model is None or rubric is None:
@@ -202,16 +202,16 @@ def judging_bytes(demand: Demand) -> int:
     return int(column_bytes(model, dtype) * columns + state_bytes(model, dtype) * nodes + working)
 
 
-def micro_batches(demand: Demand, sizes: Sizes) -> tuple[list[list[int]], bool, batch.Cut]:
+def micro_batches(demand: RunDemand, sizes: Sizes) -> tuple[list[list[int]], bool, batch.BatchPlan]:
     """Rows, whether they share their prompts, and how they are cut where all completions are as long as allowed."""
     _, groups, length = sampling_of(demand.config)
     rows = [row for place, num in enumerate(demand.longest) for row in [[place] * num] * groups]
-    return rows, *batch.plan(rows, np.full(len(rows), length), sizes.train_token_budget, "auto")
+    return rows, *batch.plan_batches(rows, np.full(len(rows), length), sizes.train_token_budget, "auto")
 
 
-def update_bytes(demand: Demand, sizes: Sizes) -> int:
+def update_bytes(demand: RunDemand, sizes: Sizes) -> int:
     """What the largest micro-batch takes, and the gradient."""
-    trained = numbers(demand.model, demand.config.model).trained
+    trained = count_parameters(demand.model, demand.config.model).trained
     (model, dtype, config, *_), (rows, shared, cut) = demand, micro_batches(demand, sizes)
     width, layers, (*_, length) = model.hidden_size, model.num_hidden_layers, sampling_of(config)
     num_again, most = sizes.checkpoint_layers, 0
@@ -234,7 +234,7 @@ def update_bytes(demand: Demand, sizes: Sizes) -> int:
             backward, recomputed = backward + scores, recomputed + scores
         num_tokens = positions if config.objective.loss_type == "sft" else len(part) * length
         logprobs = num_tokens * width * (8 + 2 * dtype.size)
-        if has_kernels():  # logits of some rows, and their gradient
+        if uses_kernels():  # logits of some rows, and their gradient
             logprobs += 2 * dtype.size * min(lm_head.ROWS_AT_ONCE, num_tokens) * model.vocab_size
         else:
             tiles = 4 * min(TILES_IN_FLIGHT * lm_head.LOGPROB_TILE, 4 * num_tokens * model.vocab_size)
@@ -245,7 +245,7 @@ def update_bytes(demand: Demand, sizes: Sizes) -> int:
     return max(most + 4 * trained * (len(cut) > 1 or num_again > 0), 7 * trained)
 
 
-def settle(demand: Demand, most_rows: int = USUAL_ROWS, room: float | None = None) -> Sizes:
+def choose_sizes(demand: RunDemand, most_rows: int = USUAL_ROWS, room: float | None = None) -> Sizes:
     """
     Decides each `auto`. most_rows: that a rollout, or an evaluation, has. room: bytes; None: this machine's.
 
@@ -254,7 +254,7 @@ def settle(demand: Demand, most_rows: int = USUAL_ROWS, room: float | None = Non
     run on a CPU does not depend on the machine.
     """
     sampling, optimizer, layers = demand.config.sampling, demand.config.optimizer, demand.model.num_hidden_layers
-    room = ROOM * (room or (memory.memory_size() if gpu.on_gpu() else LAPTOP)) - sum(stays(demand).values())
+    room = ROOM * (room or (memory.memory_size() if gpu.on_gpu() else LAPTOP)) - sum(resident_bytes(demand).values())
     usual = [GPU_BUDGET, BUDGET] if gpu.on_gpu() else [BUDGET]
     budgets = [optimizer.train_token_budget] if optimizer.train_token_budget else usual
     named = {"off": [0], "on": [layers], "auto": list(range(layers + 1))}
@@ -265,13 +265,13 @@ def settle(demand: Demand, most_rows: int = USUAL_ROWS, room: float | None = Non
         if update_bytes(demand, sizes) <= room:
             break
     if not sampling.rollout_batch_size:
-        rows = rows_at_once(lambda rows: sampled_bytes(demand, rows) <= room, most_rows)
+        rows = choose_rollout_rows(lambda rows: sampled_bytes(demand, rows) <= room, most_rows)
     return sizes._replace(rollout_batch_size=rows)
 
 
-def agree(sizes: Sizes) -> Sizes:
+def agree_on_sizes(sizes: Sizes) -> Sizes:
     """What several machines computed, each for itself: the least of all."""
-    rows, budgets, counts = zip(*world.share(list(sizes)), strict=True)
+    rows, budgets, counts = zip(*world.all_gather(list(sizes)), strict=True)
     return Sizes(min(rows), min(budgets), max(counts))
 
 
@@ -293,7 +293,7 @@ LESS = dict.fromkeys(("masters", "optimizer", "base"), "set --lora-rank 16") | {
 }
 
 
-def line(demand: Demand, sizes: Sizes) -> str:
+def memory_line(demand: RunDemand, sizes: Sizes) -> str:
     """What a run needs, phase by phase, against what the machine has, and the flag to turn where it does not fit."""
     need, room = estimate(demand, sizes), memory.memory_size()
     staying, passing = ([f"{size / 1e9:.2f} {name}" for name, size in part.items() if size] for part in need)
@@ -301,20 +301,20 @@ def line(demand: Demand, sizes: Sizes) -> str:
         f"memory: {need.total / 1e9:.2f} of {room / 1e9:.2f} GB = {' + '.join(staying)} + "
         f"{'the largest of ' * (len(passing) > 1)}{', '.join(passing)} "
         f"at --train-token-budget {sizes.train_token_budget} "
-        f"--checkpoint-layers {sizes.settings()['checkpoint_layers']}"
+        f"--checkpoint-layers {sizes.as_settings()['checkpoint_layers']}"
     )
     if not demand.config.model.lora_rank:  # a checkpoint has masters and moments, and its adapter is all weights
-        each, weights = 4 * numbers(demand.model).weights + need.stays["optimizer"], need.stays["weights"]
+        each, weights = 4 * count_parameters(demand.model).weights + need.resident["optimizer"], need.resident["weights"]
         disk = (checkpoint.KEPT + 1) * (each + weights) + 2 * weights  # one more while it is saved, and two adapters
         said += f"; checkpoints take up to {disk / 1e9:.1f} GB of disk"
     return said if need.total <= room else f"{said}; it does not fit: {way_to_fit(need, room)}"
 
 
-def way_to_fit(need: Need, room: int) -> str:
+def way_to_fit(need: MemoryNeed, room: int) -> str:
     """The flag that makes the largest part smaller, where a run needs more than `room` bytes."""
-    if need.stays["Python"] >= room:
+    if need.resident["Python"] >= room:
         return "Python and MLX alone need more; take a machine with more memory"
-    parts = need.phases if sum(need.stays.values()) <= room else need.stays
+    parts = need.phases if sum(need.resident.values()) <= room else need.resident
     largest = max(LESS.keys() & parts.keys(), key=parts.__getitem__)
     return LESS[largest]
 
@@ -322,7 +322,7 @@ def way_to_fit(need: Need, room: int) -> str:
 TOO_LARGE = "it does not fit"
 
 
-def misfit(demand: Demand, sizes: Sizes) -> str:
+def explain_misfit(demand: RunDemand, sizes: Sizes) -> str:
     """Why a run does not fit into this machine's memory, and what to change; "" where it fits."""
     need = estimate(demand, sizes)
     room = memory.memory_size()
@@ -335,10 +335,10 @@ def misfit(demand: Demand, sizes: Sizes) -> str:
 # ---- the time
 
 
-def costs(demand: Demand, sizes: Sizes) -> dict[str, chips.Cost]:
+def phase_costs(demand: RunDemand, sizes: Sizes) -> dict[str, chips.Cost]:
     """What each phase of a step moves and computes; prompts are computed once for a group."""
     (model, dtype, config, _, rubric), judge, prompts = demand, demand.judge, demand.longest
-    (_, groups, length), matmuls = sampling_of(config), numbers(model).matmuls
+    (_, groups, length), matmuls = sampling_of(config), count_parameters(model).matmuls
     num_rows, num_prompts, head = len(prompts) * groups, sum(prompts), model.vocab_size * model.hidden_size
     rows, weights = min(sizes.rollout_batch_size, num_rows), matmuls * dtype.size
     num_steps, width = length * num_rows / rows, max(prompts) + length / 2  # of an answer that is half done
@@ -360,30 +360,30 @@ def costs(demand: Demand, sizes: Sizes) -> dict[str, chips.Cost]:
     }
     if judge and rubric:
         texts = sum(TEMPLATE + len(criterion.text) // 4 for criterion in rubrics.load_rubric(rubric).criteria)
-        judged, its = num_prompts + num_rows * (length + texts), numbers(judge).matmuls
+        judged, its = num_prompts + num_rows * (length + texts), count_parameters(judge).matmuls
         found["judge"] = chips.Cost(its * dtype.size, (2 * its + pair * width) * judged)
     return found
 
 
-def two_digits(value: float) -> str:
+def round_to_two_digits(value: float) -> str:
     return f"{float(f'{value:.2g}'):g}"
 
 
-def span(ends: Iterable[str]) -> str:
+def format_range(ends: Iterable[str]) -> str:
     """From one end to the other, which may read alike."""
     return " to ".join(dict.fromkeys(ends))
 
 
-def time_line(demand: Demand, sizes: Sizes) -> str:
+def time_line(demand: RunDemand, sizes: Sizes) -> str:
     """What a step moves, computes and takes: here, or in 16 bits on each chip that is sold with enough memory."""
     if gpu.on_gpu():
-        known = fit = [chips.here()]
+        known = fit = [chips.this_chip()]
     else:
-        sizes = settle(demand := demand._replace(dtype=mx.float16))
-        known, need = chips.load(), estimate(demand, sizes).total
-        fit = [one for one in known if room_of(max(one.memory) << 30) >= need]
-    found = costs(demand, sizes)
-    times = [f"{chip.name} {two_digits(chips.seconds(found, chip))} s" for chip in fit] or ["no chip has the memory"]
+        sizes = choose_sizes(demand := demand._replace(dtype=mx.float16))
+        known, need = chips.load_chips(), estimate(demand, sizes).total
+        fit = [one for one in known if gpu_memory_limit(max(one.memory) << 30) >= need]
+    found = phase_costs(demand, sizes)
+    times = [f"{chip.name} {round_to_two_digits(chips.estimate_seconds(found, chip))} s" for chip in fit] or ["no chip has the memory"]
     moved, computed = map(sum, zip(*found.values(), strict=True))
     return (
         f"a step in {8 * demand.dtype.size} bits: {moved / 1e9:.0f} GB of weights and caches read, "
@@ -398,49 +398,49 @@ PROMPT = 256  # tokens of the prompts assumed
 STEPS, PATIENCE = 100, 3600.0  # of a run, and the seconds that those of a start should take at most
 
 
-def fits(room: float, chip: chips.Chip, dtype: mx.Dtype) -> Iterator[tuple[str, int, float]]:
+def models_that_fit(room: float, chip: chips.Chip, dtype: mx.Dtype) -> Iterator[tuple[str, int, float]]:
     """Models that `room` bytes can train, as a run on own data by its recipe; the bytes needed, and seconds a step."""
-    for name in ["demo", *(one for one in gwen.known_models() if not one.startswith("random:"))]:
-        config = merged({"model": name, "task": "own"}, None)
-        demand = Demand(gwen.load_config(name), dtype, config, [PROMPT] * config.sampling.batch)
-        sizes = settle(demand, room=room)
+    for name in ["demo", *(one for one in gwen.load_known_models() if not one.startswith("random:"))]:
+        config = merge_settings({"model": name, "task": "own"}, None)
+        demand = RunDemand(gwen.load_config(name), dtype, config, [PROMPT] * config.sampling.batch)
+        sizes = choose_sizes(demand, room=room)
         if (need := estimate(demand, sizes).total) <= room:
-            yield name, need, chips.seconds(costs(demand, sizes), chip)
+            yield name, need, chips.estimate_seconds(phase_costs(demand, sizes), chip)
 
 
-def fits_here() -> Iterator[str]:
+def describe_fitting_models() -> Iterator[str]:
     """What this machine can train, as lines of a table, and what to start with."""
-    found = list(fits(memory.memory_size(), chips.here(), gwen.default_dtype()))
+    found = list(models_that_fit(memory.memory_size(), chips.this_chip(), gwen.default_dtype()))
     yield f"what fits, for prompts of {PROMPT} tokens (time is an estimate, measured on no Mac, of steps alone):"
     yield f"{'model':28}    GB  s a step  min for {STEPS}"
     for name, need, seconds in found:  # below a second Python takes most of a step
-        times = (two_digits(one) if one >= 1 else "<1" for one in (seconds, seconds * STEPS / 60))
+        times = (round_to_two_digits(one) if one >= 1 else "<1" for one in (seconds, seconds * STEPS / 60))
         yield "{:28}{:6.1f}{:>10}{:>13}".format(name, need / 1e9, *times)
     if not found:
         yield f"{CHANGE}{TOO_LARGE}: no model of this table; take a machine with more memory"
         return
     _, best = max([(need, name) for name, need, seconds in found if STEPS * seconds < PATIENCE], default=(0, "demo"))
     own = "" if best == "demo" else " --data mine.jsonl --reward mine.py:score"  # README.md shows both
-    yield f"start with: {command(merged({'model': best}, None).flat())} --model {best}{own}"
+    yield f"start with: {command_line(merge_settings({'model': best}, None).to_flags())} --model {best}{own}"
 
 
 # ---- the command
 
 
-def audits_of(task: tasks.Task, gate: str) -> Iterator[tuple[str, audit.Audit]]:
+def audit_rewards(task: tasks.Task, gate: str) -> Iterator[tuple[str, audit.Audit]]:
     """What each reward function of a run pays for, by its name; judges and environments are not asked."""
-    for name, reward in task.counted.items():
-        if not audit.looks_at_episodes(reward):
-            with alive.doing(f"trying {name}"):
+    for name, reward in task.counted_rewards.items():
+        if not audit.needs_episodes(reward):
+            with alive.show_activity(f"trying {name}"):
                 yield name, audit.audit(name, reward, task.train or task.held_out, gate)
 
 
-def right_of(task: tasks.Task, answers: list[dict[str, Any]]) -> list[float]:
+def verify_answers(task: tasks.Task, answers: list[dict[str, Any]]) -> list[float]:
     """What the verifier, if there is one, gives each of a run's answers whose problem has a column `answer`."""
     known = {(prompt_key(one), str(one["answer"])): one for one in task.train if one.get("answer") is not None}
     rows = [(known.get((prompt_key(one), one["answer"])), one["completion"]) for one in answers]
     told = [(audit.Row(example), text) for example, text in rows if example]
-    return audit.earn("correct", task.verifier, told) if task.verifier else []
+    return audit.call_on_texts("correct", task.verifier, told) if task.verifier else []
 
 
 TRY_STEPS, TRY_SECONDS = 4, 120.0  # steps of the trial; no further one begins after so long
@@ -454,12 +454,12 @@ CHANGE = "change: "  # begins the last line where something should change
 MOST_RENDERED = 256  # prompts, the longest in characters, whose tokens are counted
 
 
-def demand_of(config: Config, task: tasks.Task) -> tuple[Demand, Sizes]:
+def demand_of(config: Config, task: tasks.Task) -> tuple[RunDemand, Sizes]:
     """What a run of this task demands, as train.py estimates it, and its sizes. No weights are read."""
     model = gwen.load_config(config.model.name)
     is_random = config.model.name.startswith("random:")
-    tokenizer = hub.load_tokenizer(hub.DEMO if is_random else hub.find(config.model.name))
-    toolbox = episodes.make(config, task.tools, task.environments, tokenizer, model)
+    tokenizer = hub.load_tokenizer(hub.DEMO if is_random else hub.find_model(config.model.name))
+    toolbox = episodes.make_toolbox(config, task.tools, task.environments, tokenizer, model)
 
     def count_tokens(example: Example) -> int:
         if toolbox:
@@ -478,13 +478,13 @@ def demand_of(config: Config, task: tasks.Task) -> tuple[Demand, Sizes]:
     longest = sorted(examples, key=lambda example: len(prompt_text(example["prompt"])))[-MOST_RENDERED:]
     lengths = list(map(count_tokens, longest))
     if toolbox:  # what follows a prompt is more than what the model writes
-        config = config.but(max_tokens=toolbox.context - max(lengths))
+        config = config.with_settings(max_tokens=toolbox.context - max(lengths))
 
-    held_out = spread(task.held_out, config.evaluation.limit) if config.evaluation.every else []
+    held_out = spread_evenly(task.held_out, config.evaluation.limit) if config.evaluation.every else []
     rubric = task.rubric or (task.witness if held_out else None)
-    demand = Demand(model, gwen.default_dtype(), config, lengths, rubric)
+    demand = RunDemand(model, gwen.default_dtype(), config, lengths, rubric)
     most_rows = max(config.sampling.batch * config.sampling.groups, len(held_out))
-    return demand, settle(demand, most_rows)
+    return demand, choose_sizes(demand, most_rows)
 
 
 def try_out(config: Config) -> Iterator[str]:
@@ -495,10 +495,10 @@ def try_out(config: Config) -> Iterator[str]:
     are those of the model before training. A run that does not fit is not tried, unless --over-memory says so. Raises
     ValueError where train.py ends with a mistake, which it has told.
     """
-    task = tasks.make(config)
+    task = tasks.make_task(config)
     demand, sizes = demand_of(config, task)
-    yield line(demand, sizes)
-    too_large = misfit(demand, sizes)
+    yield memory_line(demand, sizes)
+    too_large = explain_misfit(demand, sizes)
     if too_large and not config.optimizer.over_memory:
         yield f"{CHANGE}{too_large}; with --over-memory it is tried all the same"
         return
@@ -506,11 +506,11 @@ def try_out(config: Config) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as directory:
         run, recipe = Path(directory) / "trial", Path(directory) / "recipe.yaml"
         own = {"steps": TRY_STEPS, "learning_rate": 0.0, "eval_every": 0, "save_every": 1000, "report_to": []}
-        recipe.write_text(as_yaml(config.but(**own)), encoding="utf-8")
+        recipe.write_text(to_yaml(config.with_settings(**own)), encoding="utf-8")
         train = str(Path(__file__).parent / "train.py")
         command = [sys.executable, train, "--config", str(recipe), "--run-dir", str(run)]
         # by themselves they would end this process, and not the trial
-        before = {number: signal.signal(number, link.interrupt) for number in link.endings()[1:]}
+        before = {number: signal.signal(number, link.raise_interrupt) for number in link.ending_signals()[1:]}
         trial = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         try:
             deadline = time.monotonic() + TRY_SECONDS
@@ -526,21 +526,21 @@ def try_out(config: Config) -> Iterator[str]:
         steps, answers = (list(read_log(run / f"{name}.jsonl")) for name in ("metrics", "rollouts"))
     if not steps:
         raise ValueError(f"--try: train.py ended with status {status} before its first step")
-    for name, one in audits_of(task, config.data.reward_gate):
+    for name, one in audit_rewards(task, config.data.reward_gate):
         seen = {answer["rewards"].get(name) for answer in answers} - {None}
         if not one.only or seen <= one.only:  # else the trial saw it pay otherwise
-            yield f"reward {one.name}: {audit.surprise(one)}"
+            yield f"reward {one.name}: {audit.describe_surprise(one)}"
     if config.evaluation.every:
         values = [answer["reward"] for answer in answers if answer["reward"] is not None] or [0.0]
         within = sum(step["reward/std"] or 0.0 for step in steps) / len(steps)
         deviation = within / (max(values) - min(values)) if within and task.metric == "score" else 0.0
-        held_out = spread(task.held_out, config.evaluation.limit)
-        yield from at_the_start(len(held_out), config.flat(), deviation)
-        yield from tasks.begun_on(config, task.train, held_out)
-    yield from verdict(config, steps, answers, right_of(task, answers), too_large)
+        held_out = spread_evenly(task.held_out, config.evaluation.limit)
+        yield from warn_of_few_held_out(len(held_out), config.to_flags(), deviation)
+        yield from tasks.warn_of_contamination(config, task.train, held_out)
+    yield from trial_verdict(config, steps, answers, verify_answers(task, answers), too_large)
 
 
-def hopeless(config: Config, steps: list[dict[str, Any]], evaluation_s: float, run: Path) -> str:
+def explain_hopeless(config: Config, steps: list[dict[str, Any]], evaluation_s: float, run: Path) -> str:
     """
     What to change before a run goes on whose first steps, as many as a trial has, showed no signal; else "".
 
@@ -549,14 +549,14 @@ def hopeless(config: Config, steps: list[dict[str, Any]], evaluation_s: float, r
     seconds, every, num = [step["step/s"] for step in steps], config.evaluation.every, config.optimizer.steps
     is_due = len(steps) == TRY_STEPS or sum(seconds[:-1]) <= TRY_SECONDS < sum(seconds)
     left = min(seconds) * (num - len(steps)) + (evaluation_s * (num // every) if every else 0.0)
-    has_signal = not config.compares_rewards or any(step["sampling/signal_groups"] != 0 for step in steps)
+    has_signal = not config.compares_within_groups or any(step["sampling/signal_groups"] != 0 for step in steps)
     if has_signal or not is_due or left <= LONG:
         return ""
-    *_, advice = verdict(config, steps, list(read_log(run / "rollouts.jsonl")))
+    *_, advice = trial_verdict(config, steps, list(read_log(run / "rollouts.jsonl")))
     return advice.removeprefix(CHANGE)
 
 
-def verdict(
+def trial_verdict(
     config: Config,
     steps: list[dict[str, Any]],
     answers: list[dict[str, Any]],
@@ -579,7 +579,7 @@ def verdict(
     times = [step["step/s"] for step in steps[1:] or steps]  # the first one warms up
     for answer in answers[:: max(len(answers) // SHOWN, 1)][:SHOWN]:
         earned = "unreadable" if answer["reward"] is None else f"{answer['reward']:.3g}"
-        yield f"  {earned}  {short(prompt_text(answer['prompt']))} -> {short(answer['completion'])}"
+        yield f"  {earned}  {shorten_value(prompt_text(answer['prompt']))} -> {shorten_value(answer['completion'])}"
     likely = [(share * num_groups + 1) / (num_groups + 2) for share in (signals, cut)]  # 0 of few is not none
     around = max(1.96 * math.sqrt(share * (1 - share) / num_groups) for share in likely)
     yield f"the next shares are those of {num_groups} groups before training, within {around:.0%}; learning moves them"
@@ -590,18 +590,18 @@ def verdict(
     num_right = sum(value >= 1 for value in right)  # as the page has it; less is no right answer
     if right:
         yield f"right by the answers: {num_right} of {len(right)}"
-    yield f"rewards {span(f'{end:.3g}' for end in (low, high))}, mean {reward:.3g}, which training raises"
+    yield f"rewards {format_range(f'{end:.3g}' for end in (low, high))}, mean {reward:.3g}, which training raises"
     yield f"deviation in a group {deviation:.3g}: what it learns from, 0 where all its answers earn alike"
     num, peak = config.optimizer.steps, max(step["mem/peak_gb"] for step in steps)
     ends = min(times), max(times)
-    pace, lasts = span(f"{end:.1f}" for end in ends), span(alive.duration(num * end) for end in ends)
+    pace, lasts = format_range(f"{end:.1f}" for end in ends), format_range(alive.format_duration(num * end) for end in ends)
     yield f"{pace} s a step, {num} in {lasts} without evaluations, {peak:.2f} GB"
-    changes, is_gated, is_payable = [], config.data.reward_gate == "form", all(map(form.pays, answers))
+    changes, is_gated, is_payable = [], config.data.reward_gate == "form", all(map(form.keeps_own_answer, answers))
     if unread > rubrics.LOUD:
         fix = "take another --judge-model, see docs/judge.md"
         changes.append(f"{unread:.0%} of the judge's scores cannot be read: {fix}")
-    if config.compares_rewards and signals < FEW_SIGNALS:
-        kept = [form.passes(one["completion"], prompt_text(one["prompt"]), one["finish_reason"]) for one in answers]
+    if config.compares_within_groups and signals < FEW_SIGNALS:
+        kept = [form.passes_gate(one["completion"], prompt_text(one["prompt"]), one["finish_reason"]) for one in answers]
         if is_gated and not (any(kept) and is_payable):
             off = "; it pays some right answers alone nothing: leave it out, or ask for sentences" * (not is_payable)
             share = f"{sum(kept) / len(kept):.0%} of the answers pass"
@@ -627,12 +627,12 @@ def verdict(
     if too_large:
         changes.insert(0, too_large)
     enough = f": a signal in {signals:.0%} of the groups, where {FEW_SIGNALS:.0%} are enough, however low the mean"
-    last = f"{CHANGE}{'; '.join(changes)}" if changes else "go" + enough * config.compares_rewards
-    is_lost = config.compares_rewards and right and not any(value > 0 for value in right) and "warm start" not in last
+    last = f"{CHANGE}{'; '.join(changes)}" if changes else "go" + enough * config.compares_within_groups
+    is_lost = config.compares_within_groups and right and not any(value > 0 for value in right) and "warm start" not in last
     yield last + NONE_RIGHT * bool(is_lost)
 
 
-@guarded()
+@guard_output()
 def main(argv: list[str] | None = None) -> None:
     parser = Parser("preflight.py", "What memory a run needs, or what its rewards pay for. Flags of train.py, and:")
     parser.add_argument("--try", action="store_true", dest="trial", help="take four steps first and say what they show")
@@ -640,27 +640,27 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--audit", action="store_true", help="show instead what the reward functions pay for")
     parser.add_argument("--fits", action="store_true", help="show instead what this machine can train")
     own, rest = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
-    with in_one_line():
+    with report_mistakes():
         check_least(own, prompt_tokens=1)
         text = ""
-        for text in fits_here() if own.fits else asked(own, rest):
-            print(alive.fitted(text), flush=True)
+        for text in describe_fitting_models() if own.fits else describe_run(own, rest):
+            print(alive.wrap_for_terminal(text), flush=True)
         if text.startswith(CHANGE + TOO_LARGE):
             sys.exit(1)
 
 
-def asked(own: argparse.Namespace, rest: list[str]) -> Iterator[str]:
+def describe_run(own: argparse.Namespace, rest: list[str]) -> Iterator[str]:
     """The lines about one run. rest: the flags of train.py."""
-    args = parse(rest)
+    args = parse_flags(rest)
     if args.resume is True:
-        args.resume = checkpoint.newest_unfinished(read(SETTINGS["steps"], args.steps) if args.steps else None)
-    config, choice = resolve(given(args), args.config, args.resume, gwen.choose_model)
+        args.resume = checkpoint.newest_unfinished(parse_setting(SETTINGS["steps"], args.steps) if args.steps else None)
+    config, choice = resolve_settings(given_settings(args), args.config, args.resume, gwen.choose_model)
     if config.objective.loss_type == "sft" and (own.trial or own.audit):
         flag = "--try" if own.trial else "--audit"
         raise ValueError(f"{flag} looks at sampled answers and rewards, and --loss-type sft has none; leave it out")
     if own.audit:
-        audits = audits_of(tasks.make(config), config.data.reward_gate)
-        said = [text for _, one in audits for text in audit.table(one)]
+        audits = audit_rewards(tasks.make_task(config), config.data.reward_gate)
+        said = [text for _, one in audits for text in audit.audit_table(one)]
         if not said:
             judged = "only a judge or an environment, which are not asked"
             raise ValueError(f"--audit: --task {config.data.task} has no reward function, {judged}")
@@ -668,21 +668,21 @@ def asked(own: argparse.Namespace, rest: list[str]) -> Iterator[str]:
         return
     if own.trial:
         yield choice
-        yield from map(visible, try_out(config))
+        yield from map(escape_invisible, try_out(config))
         return
     gwen.refuse_packed(config.model.name)
     model = gwen.load_config(config.model.name)
     if config.tools.tools or config.tools.env:
-        context = episodes.context_of(config.tools, model.max_position_embeddings)
-        config = config.but(max_tokens=max(context - own.prompt_tokens, 1))
-    demand = Demand(model, gwen.default_dtype(), config, [own.prompt_tokens] * config.sampling.batch, rubric_of(config))
+        context = episodes.conversation_limit(config.tools, model.max_position_embeddings)
+        config = config.with_settings(max_tokens=max(context - own.prompt_tokens, 1))
+    demand = RunDemand(model, gwen.default_dtype(), config, [own.prompt_tokens] * config.sampling.batch, rubric_of(config))
     witness = Path(config.evaluation.rubric) if config.evaluation.rubric and config.evaluation.every else None
     most = demand._replace(rubric=demand.rubric or witness)  # a step asks no witness
-    sizes = settle(most)
+    sizes = choose_sizes(most)
     yield f"{choice}; {own.prompt_tokens} prompt tokens"
-    yield line(most, sizes)
+    yield memory_line(most, sizes)
     yield time_line(demand, sizes)
-    if too_large := misfit(most, sizes):
+    if too_large := explain_misfit(most, sizes):
         yield CHANGE + too_large
 
 

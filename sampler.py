@@ -38,7 +38,7 @@ class Stop(NamedTuple):
     texts: Sequence[str]
     tokenizer: Any
 
-    def find(self, ids: list[int], start: int) -> int | None:
+    def find_end(self, ids: list[int], start: int) -> int | None:
         """How many of the ids, more than `start`, it takes to complete a text; None if they hold none."""
         # A token has at least one byte. Four more hold a character in parts, or a space that decoders strip.
         width = max(len(text.encode()) for text in self.texts) + 4
@@ -50,7 +50,7 @@ class Stop(NamedTuple):
         decoded = self.tokenizer.decode(ids)
         return any(text in decoded for text in self.texts)
 
-    def cut(self, text: str) -> str:
+    def trim(self, text: str) -> str:
         """A text up to where the first of these begins."""
         return text[: min((place for one in self.texts if (place := text.find(one)) >= 0), default=None)]
 
@@ -71,7 +71,7 @@ class SamplingParams(NamedTuple):
     @property
     def support(self) -> softmax.Support | None:
         """The restriction of the distribution; None if every token may be drawn."""
-        return softmax.Support.of(self.top_p, self.top_k, self.min_p)
+        return softmax.Support.from_settings(self.top_p, self.top_k, self.min_p)
 
     def limits(self, num_rows: int) -> list[int]:
         """`max_tokens` of each row."""
@@ -175,7 +175,7 @@ class NotFinite(ValueError):
         self.row = row
 
 
-class Record:
+class DecodeState:
     """A rollout's rows on the host: sampling parameters, drawn tokens, ended rows and the cost so far."""
 
     progress: alive.Bar | None = None
@@ -200,7 +200,7 @@ class Record:
         self.places: list[list[int]] = [[] for _ in range(num_rows)]
         self.reasons = [""] * num_rows
 
-    def at_end(self, rows: np.ndarray) -> np.ndarray:
+    def has_ended(self, rows: np.ndarray) -> np.ndarray:
         """Whether the newest token of each of the rows is an end token, or completes a text that ends it."""
         return (self.ids[rows, self.lengths[rows] - 1][:, None] == self.eos_ids).any(-1) | self.stopped[rows]
 
@@ -218,14 +218,14 @@ class Record:
         for out, column in zip(self.columns, values, strict=True):
             out[rows, self.lengths[rows]] = column[going]
         self.lengths[rows] += 1
-        self.ended[rows] = self.at_end(rows) | (self.lengths[rows] == self.limits[rows])
+        self.ended[rows] = self.has_ended(rows) | (self.lengths[rows] == self.limits[rows])
 
-    def cut(self, rows: np.ndarray) -> None:
+    def cut_at_stop(self, rows: np.ndarray) -> None:
         """Ends rows at the token that completes a stop text, though more were drawn."""
         if self.params.stop is None:
             return
         for row in rows[self.lengths[rows] > self.searched[rows]]:
-            if end := self.params.stop.find(self.ids[row, : self.lengths[row]].tolist(), self.searched[row]):
+            if end := self.params.stop.find_end(self.ids[row, : self.lengths[row]].tolist(), self.searched[row]):
                 self.lengths[row], self.stopped[row], self.ended[row] = end, True, True
             self.searched[row] = self.lengths[row]
 
@@ -241,7 +241,7 @@ class Record:
 
 @gpu.without_gradients()
 def decode(
-    model: gwen.Model, cache: SlotCache, prompt_logits: mx.array, prompt_of: dict[int, int], record: Record
+    model: gwen.Model, cache: SlotCache, prompt_logits: mx.array, prompt_of: dict[int, int], record: DecodeState
 ) -> None:
     """
     Samples rows in the slots of a cache; when a slot's row has ended, the slot takes the next row.
@@ -264,14 +264,14 @@ def decode(
         queued.append((rows[slots], drawn))
         if num_begun == len(rows) and (cache.lengths + 1 >= record.limits[rows[slots]]).all():
             break
-        cache.aim()
+        cache.plan_writes()
         logits = forward(drawn[0][:, None], cache)[:, -1] @ model.head_weight.T
         mx.async_eval(drawn, logits)
         if step % LOOK_EVERY < LOOK_EVERY - 1:
             continue
         while len(queued) > 1:
             record.write(*queued.pop(0))  # wait
-        record.cut(rows)
+        record.cut_at_stop(rows)
         record.show()
         ended = record.ended[rows[slots]]
         idle, num_waiting = np.flatnonzero(ended), len(rows) - num_begun
@@ -285,11 +285,11 @@ def decode(
             kept = np.flatnonzero(~ended)
             if not len(kept):
                 break
-            cache.keep(kept.tolist())
+            cache.select_slots(kept.tolist())
             slots, logits = slots[kept], logits[mx.array(kept)]
     for step_rows, drawn in queued:
         record.write(step_rows, drawn)
-    record.cut(rows)
+    record.cut_at_stop(rows)
     record.show()
     mx.synchronize()  # wait: a queued step holds the cache
 
@@ -299,8 +299,8 @@ def continue_greedily(
 ) -> list[list[int]]:
     """Greedy continuations of a cache's rows, from first logits (N, V), up to the first id in `ends` or `limit` ids."""
     num_rows = len(logits)
-    record = Record(num_rows, SamplingParams(limit, 0.0, eos_ids=ends), key=0)
-    cache = SlotCache(past, num_rows, limit, attention.reads_in_place(logits.dtype))
+    record = DecodeState(num_rows, SamplingParams(limit, 0.0, eos_ids=ends), key=0)
+    cache = SlotCache(past, num_rows, limit, attention.can_read_in_place(logits.dtype))
     decode(model, cache, logits, {row: row for row in range(num_rows)}, record)
     return [ids[:length] for ids, length in zip(record.ids.tolist(), record.lengths, strict=True)]
 
@@ -308,26 +308,26 @@ def continue_greedily(
 RowsOf = dict[tuple[int, ...], list[int]]  # a distinct prompt -> the rows that continue it
 
 
-def sample_batch(model: gwen.Model, rows_of: RowsOf, record: Record, batch_size: int, share: bool | None) -> None:
+def sample_batch(model: gwen.Model, rows_of: RowsOf, record: DecodeState, batch_size: int, share: bool | None) -> None:
     """Prefills prompts and samples their rows. Its memory is free afterwards, also on failure."""
     begin = time.perf_counter()
     prompt_cache, prompt_logits = prefill(model, [list(prompt) for prompt in rows_of], record.params.pad_id)
     record.prefill_s += time.perf_counter() - begin
     prompt_of = {row: place for place, rows in enumerate(rows_of.values()) for row in rows}
     if share is None:
-        share = attention.shares_prefix(len(prompt_of), list(map(len, rows_of)), batch_size, prompt_logits.dtype)
+        share = attention.should_share_prefix(len(prompt_of), list(map(len, rows_of)), batch_size, prompt_logits.dtype)
     width = 0 if record.talk else int(record.limits[list(prompt_of)].max())
     cache = SlotCache(prompt_cache, min(batch_size, len(prompt_of)), width, share)
     if record.talk:
-        from layers.turns import Turns  # here: rows without turns do without it
+        from layers.turns import TurnScheduler  # here: rows without turns do without it
 
-        Turns(record, model, gwen.decode_step(model), cache, prompt_logits, rows_of).play()
+        TurnScheduler(record, model, gwen.decode_step(model), cache, prompt_logits, rows_of).play()
     else:
         decode(model, cache, prompt_logits, prompt_of, record)
     record.cache_bytes = max(record.cache_bytes, cache.most_bytes)
 
 
-def sample(model: gwen.Model, rows_of: RowsOf, record: Record, size: memory.BatchSize, share: bool | None) -> None:
+def sample_with_retries(model: gwen.Model, rows_of: RowsOf, record: DecodeState, size: memory.BatchSize, share: bool | None) -> None:
     """Samples prompts' rows in batches, again where memory ran out. ValueError if it is too small for one row."""
     of_one = -(-sum(map(len, rows_of.values())) // len(rows_of))  # rows of a prompt, on average
     while left := {p: rest for p, rows in rows_of.items() if (rest := [r for r in rows if not record.is_over(r)])}:
@@ -336,7 +336,7 @@ def sample(model: gwen.Model, rows_of: RowsOf, record: Record, size: memory.Batc
         num_prompts = len(left) // -(-len(left) // most_prompts)  # batches of about one size
         batch = dict(itertools.islice(left.items(), num_prompts))
         rows = [row for rows in batch.values() for row in rows]
-        if memory.attempt(sample_batch, model, batch, record, size.rows, share):
+        if memory.try_within_memory(sample_batch, model, batch, record, size.rows, share):
             assert all(map(record.is_over, rows)), f"some of {len(rows)} rows did not end"
         if all(map(record.is_over, rows)):
             continue
@@ -348,7 +348,7 @@ def sample(model: gwen.Model, rows_of: RowsOf, record: Record, size: memory.Batc
         tqdm.write(f"sampling: out of memory, going on with {size.rows} rows at once", file=sys.stderr)
 
 
-def assemble(record: Record, dtype: mx.Dtype, stats: RolloutStats) -> Rollout:
+def make_rollout(record: DecodeState, dtype: mx.Dtype, stats: RolloutStats) -> Rollout:
     """The rollout of a record whose rows have all ended. Raises NotFinite."""
     width = int(record.lengths.max())
     mask = np.arange(width) < record.lengths[:, None]
@@ -358,7 +358,7 @@ def assemble(record: Record, dtype: mx.Dtype, stats: RolloutStats) -> Rollout:
         mx.array(np.where(mask, column[:, :width], fill))
         for column, fill in zip(record.columns, (record.params.pad_id, 0, 0), strict=False)
     )
-    reasons = ["stop" if ended else "length" for ended in record.at_end(np.arange(len(mask)))]
+    reasons = ["stop" if ended else "length" for ended in record.has_ended(np.arange(len(mask)))]
     entropy = entropies[0] if entropies else None
     found = Rollout(ids, logprobs, mx.array(mask.astype(np.float32)), reasons, stats, entropy, stop=record.params.stop)
     if record.talk is None:
@@ -384,7 +384,7 @@ def rollout(
     prompts: token ids of any lengths. key: all randomness comes from (key, row, position). rows: the numbers of the
     rows in a larger rollout of which these are a part. batch_size: most rows to decode at once; halved when memory runs
     out. share_prefix: hold a prompt's cache once for its group instead of copying it to each row; None: where
-    `attention.shares_prefix`. These two affect speed and memory only. talk: what rows are told between turns, which end
+    `attention.should_share_prefix`. These two affect speed and memory only. talk: what rows are told between turns, which end
     tokens end; `max_tokens` is of all turns, the talk's `context` is the most that a row has.
     Log-probabilities are those of the sampling distribution, with its support restricted by `params`.
     Raises ValueError for an empty prompt, for logits that are not finite, and if memory is too small for one row.
@@ -399,23 +399,23 @@ def rollout(
     begin = time.perf_counter()
     what = "sampling" if params.temperature else "answering greedily"
     with alive.Bar(total=num_rows, desc=what, unit="row") as progress:
-        record = Record(num_rows, params, key, rows)
+        record = DecodeState(num_rows, params, key, rows)
         record.progress, record.talk = progress, talk
         in_order = dict(sorted(rows_of.items(), key=lambda item: len(item[0])))  # so that batches have little padding
-        sample(model, in_order, record, size, share_prefix)
+        sample_with_retries(model, in_order, record, size, share_prefix)
     decode_s, wait_s = time.perf_counter() - begin - record.prefill_s, talk.wait_s if talk else 0.0
     stats = RolloutStats(record.prefill_s, decode_s, record.cache_bytes, wait_s)
-    return assemble(record, model.head_weight.dtype, stats)
+    return make_rollout(record, model.head_weight.dtype, stats)
 
 
-def texts(tokenizer: Any, result: Rollout, eos_ids: Sequence[int]) -> list[str]:
+def decode_texts(tokenizer: Any, result: Rollout, eos_ids: Sequence[int]) -> list[str]:
     """The text of each row, without control tokens, a line end between turns; as in vLLM it ends before a stop text."""
     ends = set(eos_ids)
     found = []
     for row in result.ids:
         turns = [list(turn) for is_end, turn in itertools.groupby(row, ends.__contains__) if not is_end]
         found.append("\n".join(tokenizer.decode(turn, skip_special_tokens=True) for turn in turns))
-    return [result.stop.cut(text) for text in found] if result.stop else found
+    return [result.stop.trim(text) for text in found] if result.stop else found
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -425,7 +425,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    from problems.episodes import ended
+    from problems.episodes import end_tools
 
-    with ended():
+    with end_tools():
         main()

@@ -29,17 +29,17 @@ import mlx.core as mx
 import trainer
 import update
 from disk import run_files
-from flags import fail, line_of
+from flags import exit_with_error, line_of
 from machine import link
-from machine.output import guarded
+from machine.output import guard_output
 from problems import form
-from problems.episodes import ended
-from reporting.journal import Drawn
-from run import GrpoRun, Run, SftRun, make
+from problems.episodes import end_tools
+from reporting.journal import StepSamples
+from run import GrpoRun, Run, SftRun, make_run
 from sampler import RolloutStats
-from settings.sources import parse
-from step import sample
-from step.batch import cut
+from settings.sources import parse_flags
+from step import advantages, generation, sample, scoring
+from step.batch import make_batches
 from step.loss import UpdateResult
 from step.sample import Sample
 
@@ -49,52 +49,52 @@ def train(run: GrpoRun | SftRun) -> Iterator[dict[str, Any]]:
     clock = run.journal.clock
     if run.evaluate_if_due():
         run.save()
-    run.show()
+    run.update_page()
     while run.step < run.config.optimizer.steps:
-        clock.lap()  # evaluating and saving belong to no step
+        clock.take_seconds()  # evaluating and saving belong to no step
         mx.reset_peak_memory()
-        drawn = draw(run) if isinstance(run, GrpoRun) else Drawn(run.replies())
+        drawn = collect_samples(run) if isinstance(run, GrpoRun) else StepSamples(run.replies())
 
-        result = run.within_memory(functools.partial(learn, run, drawn.samples))
+        result = run.retry_within_memory(functools.partial(update_policy, run, drawn.samples))
         run.step += 1
         # ---- everything below is reporting
-        figures = run.journal.write_step(run.step, clock.lap(), drawn, result, mx.get_peak_memory())
+        figures = run.journal.write_step(run.step, clock.take_seconds(), drawn, result, mx.get_peak_memory())
         run.journal.write_scores(run.step, run.judge)
         run.end_step()  # the run is whole again; a Ctrl-C that waited takes effect here
         is_best = run.evaluate_if_due()
         if is_best or run.save_is_due():
             run.save()
-        run.show()
+        run.update_page()
         yield figures
 
 
-def draw(run: GrpoRun) -> Drawn:
+def collect_samples(run: GrpoRun) -> StepSamples:
     """The samples of one batch of prompts, with their rewards and advantages."""
-    drawn = rewarded(run, *rollout(run))
-    samples = sample.advanced(run.config, drawn.samples, run.task.reward_weights, run.own.advantage)
+    drawn = score(run, *rollout(run))
+    samples = advantages.assign_advantages(run.config, drawn.samples, run.task.reward_weights, run.custom.advantage)
     return drawn._replace(samples=samples)
 
 
-def learn(run: Run, samples: list[Sample]) -> UpdateResult:
+def update_policy(run: Run, samples: list[Sample]) -> UpdateResult:
     """One update on these samples, in batches of the run's token budget."""
     config, learner, clock = run.config, run.learner, run.journal.clock
     with clock.phase("batch") as done:
-        trained = sample.trained(config, samples, run.step, learner.loss.all_teach)
-        batches = cut(trained, run.sizes.train_token_budget, num_parts=config.optimizer.mini_batches)
+        trained = advantages.select_for_update(config, samples, run.step, learner.loss.all_have_gradient)
+        batches = make_batches(trained, run.sizes.train_token_budget, num_mini_batches=config.optimizer.mini_batches)
         done(batches)
 
     if config.objective.beta:
         with clock.phase("ref") as done:
-            batches = update.with_reference(learner, batches)
+            batches = update.add_reference_logprobs(learner, batches)
             done(batches)
 
     if run.teacher:
         with clock.phase("teacher") as done:
-            batches = run.teacher.with_lessons(trained, batches)
+            batches = run.teacher.add_lessons(trained, batches)
             done(batches)
 
     with clock.phase("update") as done:
-        result = update.update(learner, batches, update.learning_rate(config, run.step))
+        result = update.run_optimizer_steps(learner, batches, update.learning_rate(config, run.step))
         done(learner.trainable, learner.optimizer.state)
     return result
 
@@ -102,10 +102,10 @@ def learn(run: Run, samples: list[Sample]) -> UpdateResult:
 def rollout(run: GrpoRun) -> tuple[list[Sample], RolloutStats]:
     """The samples of the step's prompts, and what they cost."""
     settings = run.config.sampling
-    examples, prompts = run.prompts.draw(run.step)  # where problems have no end, they move on
-    asked = sample.asked(examples, prompts, settings.groups)
+    examples, prompts = run.prompts.next_prompts(run.step)  # where problems have no end, they move on
+    asked = sample.new_samples(examples, prompts, settings.groups)
     with run.journal.clock.phase("rollout") as done:
-        samples, stats = sample.answered(
+        samples, stats = generation.generate_completions(
             run.model,
             run.tokenizer,
             asked,
@@ -120,44 +120,44 @@ def rollout(run: GrpoRun) -> tuple[list[Sample], RolloutStats]:
     return samples, stats
 
 
-def rewarded(run: GrpoRun, samples: list[Sample], stats: RolloutStats) -> Drawn:
+def score(run: GrpoRun, samples: list[Sample], stats: RolloutStats) -> StepSamples:
     """Calls each verifier and the judge once, and weighs what they give."""
     config, task, clock = run.config, run.task, run.journal.clock
     judged = scores = None
     with clock.phase("reward") as done:
-        components, logged = sample.called(task.rewards, samples, task.reward_weights)
+        components, logged = scoring.compute_rewards(task.rewards, samples, task.reward_weights)
         done()
     if run.judge is not None:
         with clock.phase("judge") as done:
-            judged = sample.judged(run.judge, samples)
+            judged = scoring.judge_samples(run.judge, samples)
             components["rubric"], scores = judged.rewards, judged.scores
             done()
     if config.data.reward_gate == "form":
         counted = {name: values for name, values in components.items() if task.reward_weights[name]}
         examples, texts = [one.example for one in samples], [one.text for one in samples]
-        components |= form.gated(counted, examples, texts, [one.finish_reason for one in samples])
+        components |= form.apply_gate(counted, examples, texts, [one.finish_reason for one in samples])
     together = config.objective.advantage == "reinforce"  # each is compared with the whole step
-    samples = sample.rewarded(samples, components, task.reward_weights, scores, logged.extra, together)
-    return Drawn(samples, stats, logged, judged)
+    samples = scoring.assign_rewards(samples, components, task.reward_weights, scores, logged.extra, together)
+    return StepSamples(samples, stats, logged, judged)
 
 
 class Trainer(trainer.Trainer):
     """A run from Python; see trainer.py."""
 
-    make, loop = staticmethod(make), staticmethod(train)
+    make, loop = staticmethod(make_run), staticmethod(train)
 
 
-@guarded(is_log=True)
+@guard_output(is_log=True)
 def main(argv: list[str] | None = None) -> None:
     try:
-        with link.joined(), run_files.owner():
-            trainer.command(parse(sys.argv[1:] if argv is None else argv), Trainer)
+        with link.connect(), run_files.release_at_exit():
+            trainer.run_command(parse_flags(sys.argv[1:] if argv is None else argv), Trainer)
     except ValueError as error:
-        fail(link.signed(error))
+        exit_with_error(link.name_machine(error))
     except OSError as error:
-        fail(link.signed(OSError(line_of(error))))
+        exit_with_error(link.name_machine(OSError(line_of(error))))
 
 
 if __name__ == "__main__":
-    with ended():
+    with end_tools():
         main()

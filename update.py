@@ -1,10 +1,10 @@
 """
-The update: gradient of the step's loss over batches, then one step of AdamW, or SGD, on float32 masters.
+The update: one gradient over all batches of a step, then one optimizer step on float32 masters.
 
-Left out: where completions and rewards come from, the loss (step/loss.py), how far a step moved the policy
-(step/trust_region.py).
+This file leaves out where completions and rewards come from, the loss itself (step/loss.py), and
+how to tell that a step moved the policy too far (step/trust_region.py).
 
-Axes: M rows of a batch, T own tokens.
+Axes: M rows of a batch, T tokens that the policy wrote.
 """
 
 import itertools
@@ -23,23 +23,28 @@ from config import Config
 from layers import lm_head
 from machine import alive, gpu, kernels, world
 from step import trust_region
-from step.batch import Batch, pad_frac
-from step.loss import MEASURED, Share, StepLoss, UpdateResult
+from step.batch import Batch, padding_fraction
+from step.loss import MEASURED, BatchLoss, StepLoss, UpdateResult
 from step.trust_region import LEAST_SHARE, MOST_TRIES, SLACK, BoundedStep, Weights
 
 MAX_GRAD_NORM = 1.0  # the gradient of a step is clipped to this norm
 MOST_FAILURES = 3  # consecutive failed updates that no smaller loss scale can fix
-COUNTS = ("failures", "rate", "num_skipped")  # what a checkpoint keeps of a learner beside tensors and loss scale
+# what a checkpoint keeps of a learner beside tensors and loss scale
+COUNTS = ("failures", "lr_scale", "num_skipped")
 
 
 class LossScale(NamedTuple):
-    """Keeps small float16 gradients above zero. Doubles after 200 good steps, halves after an overflow, if dynamic."""
+    """
+    A factor on the loss that keeps small float16 gradients above zero.
+
+    A dynamic scale doubles after 200 good steps and halves after an overflow.
+    """
 
     value: float = 1.0
     good_steps: int = 0
     dynamic: bool = False
 
-    def after(self, overflow: bool) -> "LossScale":
+    def next_scale(self, overflow: bool) -> "LossScale":
         if not self.dynamic:
             return self
         if overflow:
@@ -50,287 +55,410 @@ class LossScale(NamedTuple):
 
 
 class Sgd(optim.Optimizer):
-    """w - lr g, and nothing is kept between two steps; MLX's own keeps a momentum of zeros."""
+    """Plain descent, w - lr g. It keeps no state; MLX's own SGD keeps a momentum of zeros."""
 
     def apply_gradients(self, gradients: Any, parameters: Any) -> Any:
         self.state["step"] = self.step + 1
-        return tree_map(lambda weight, grad: weight - self.learning_rate * grad, parameters, gradients)
+        return tree_map(
+            lambda weight, grad: weight - self.learning_rate * grad, parameters, gradients
+        )
 
 
 class Learner:
     """
-    A model in training: float32 masters of its trainable weights by name, their optimizer, the loss scale.
+    A model in training: float32 masters of its trainable weights by name, an optimizer for them,
+    and the loss scale.
 
-    base: the model before training, if disabling adapters does not restore it.
+    base: the model before training. It is needed only if disabling adapters does not restore it.
     """
 
-    def __init__(self, model: gwen.Model, config: Config, loss: StepLoss, base: gwen.Model | None = None):
-        self.model, self.config, self.loss, self.base = model, config, loss, base
-        if gpu.has_metal() and kernels.is_wanted():
-            kernels.check_calls(lm_head.rehearse(model.head_weight))
-        self.trainable = {n: array.astype(mx.float32) for n, array in tree_flatten(model.trainable_parameters())}
+    def __init__(
+        self, model: gwen.Model, config: Config, loss: StepLoss, base: gwen.Model | None = None
+    ):
+        self.model = model
+        self.config = config
+        self.loss = loss
+        self.base = base
+        if gpu.has_metal() and kernels.kernels_are_wanted():
+            kernels.check_calls(lm_head.rehearse_head(model.head_weight))
+
+        parameters = tree_flatten(model.trainable_parameters())
+        self.trainable = {name: array.astype(mx.float32) for name, array in parameters}
         self.optimizer: optim.Optimizer = Sgd()
         if config.optimizer.kind == "adamw":
-            self.optimizer = optim.AdamW(config.optimizer.learning_rate, weight_decay=0.0, bias_correction=True)
+            self.optimizer = optim.AdamW(
+                config.optimizer.learning_rate, weight_decay=0.0, bias_correction=True
+            )
             self.optimizer.init(tree_unflatten(list(self.trainable.items())))
-        half = model.head_weight.dtype == mx.float16
-        self.loss_scale = LossScale(2.0**15 if half else 1.0, dynamic=half)
+
+        is_float16 = model.head_weight.dtype == mx.float16
+        self.loss_scale = LossScale(2.0**15 if is_float16 else 1.0, dynamic=is_float16)
         self.failures = 0  # in a row, see MOST_FAILURES
         self.num_skipped = 0  # updates skipped because their gradient was not finite
-        self.rate = 1.0  # factor of the scheduled learning rate; reduced after steps that went too far
+        # factor on the scheduled learning rate; it falls after steps that went too far
+        self.lr_scale = 1.0
         self.num_forwards = 0  # rows computed since the last update, including the reference's
         self.num_changes = 0  # optimizer steps that changed this state, or began to
-        keep_equal(self)
+        broadcast_weights(self)
 
     def state(self) -> dict[str, Any]:
-        """What outlives a step."""
-        held = {name: getattr(self, name) for name in ("trainable", "loss_scale", "num_changes", *COUNTS)}
-        return held | {"moments": dict(tree_flatten(self.optimizer.state))}
+        """Everything that outlives a step."""
+        names = ("trainable", "loss_scale", "num_changes", *COUNTS)
+        values = {name: getattr(self, name) for name in names}
+        return values | {"moments": dict(tree_flatten(self.optimizer.state))}
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Returns to such a state, or to a part of it with `trainable` and `moments`."""
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Returns to an earlier `state()`, or to a part of it with `trainable` and `moments`."""
         self.optimizer.state = tree_unflatten(list(state["moments"].items()))
-        vars(self).update({name: value for name, value in state.items() if name != "moments"})
-        install(self.model, self.trainable)
+        attributes = {name: value for name, value in state.items() if name != "moments"}
+        vars(self).update(attributes)
+        install_weights(self.model, self.trainable)
 
 
-def with_reference(learner: Learner, batches: list[Batch]) -> list[Batch]:
-    """The batches with the log-probabilities of the model before training; without gradient."""
-    model, mine = learner.base or learner.model, [batch for batch in batches if batch.is_mine]
-    with lora.before_training(model):
-        found = iter(logprobs_of(learner, mine, model))
-    return [b._replace(columns=b.columns | {"ref_logprobs": next(found)}) if b.is_mine else b for b in batches]
+# ---- log-probabilities that a loss compares with
 
 
-def update(learner: Learner, batches: list[Batch], lr: float) -> UpdateResult:
+def add_reference_logprobs(learner: Learner, batches: list[Batch]) -> list[Batch]:
+    """Adds the log-probabilities of the model before training, without gradient."""
+    model = learner.base or learner.model
+    local_batches = [batch for batch in batches if batch.is_local]
+    with lora.with_initial_weights(model):
+        logprobs = iter(compute_logprobs(learner, local_batches, model))
+
+    completed = []
+    for batch in batches:
+        if batch.is_local:
+            columns = batch.columns | {"ref_logprobs": next(logprobs)}
+            batch = batch._replace(columns=columns)
+        completed.append(batch)
+    return completed
+
+
+def set_old_logprobs(batches: list[Batch], logprobs: list[mx.array]) -> list[Batch]:
+    """Sets the log-probabilities of the policy before the update where a batch has none yet."""
+    completed = []
+    for batch, batch_logprobs in zip(batches, logprobs, strict=True):
+        if batch.old_logprobs is None:
+            batch = batch._replace(old_logprobs=batch_logprobs)
+        completed.append(batch)
+    return completed
+
+
+# ---- the update
+
+
+def run_optimizer_steps(learner: Learner, batches: list[Batch], lr: float) -> UpdateResult:
     """
-    `num_iterations` times `mini_batches` optimizer steps, each on the gradient of its samples over all batches.
+    Takes `num_iterations` times `mini_batches` optimizer steps, each on its own samples.
 
-    The old policy is the one before the first of them. Its log-probabilities come from the first forward pass; only
-    those of later mini-batches cost an extra one. A probe, some of the samples, tells how far all steps move it, and
-    `--target-kl` bounds that. Where no sample teaches there is no step.
+    The old policy is the one before the first of these steps. Its log-probabilities come from the
+    first forward pass; only later mini-batches pay an extra one. A probe, which is a part of the
+    samples, measures how far all steps together move the policy, and `--target-kl` bounds that.
+    If no sample has a gradient, no step is taken.
+
     Raises ValueError if the gradient fails too often in a row.
     """
     optimizer = learner.config.optimizer
     means: dict[str, float | None] = dict.fromkeys(MEASURED)
     if not batches:  # every sample was truncated and left out
-        return UpdateResult(lr, learner.rate, learner.num_skipped, learner.loss_scale.value, means)
-    # the KL of a step grows with the square of its rate, so the target follows the squared schedule
-    has_target = lr and batches[0].sampled_logprobs is not None
-    target = optimizer.target_kl * (lr / optimizer.learning_rate) ** 2 if has_target else 0.0
-    steps, bounded = list[dict[str, float]](), list[BoundedStep]()
-    num, num_taught = optimizer.mini_batches, sum(batch.num_taught for batch in batches)
-    whole = [[batch for batch in batches if batch.number == number] for number in range(num)]
-    parts = [[batch for batch in part if batch.is_mine] for part in whole]
-    for number in range(1, num):  # the policy will have moved before their turn
-        parts[number] = with_old(parts[number], under(learner, parts[number], learner.trainable))
-    num_passes = optimizer.num_iterations if num_taught else 1
-    for number in [number for number in range(num) if whole[number]] * num_passes:
-        teaches = any(batch.num_taught for batch in whole[number])
-        before = learner.trainable if target and teaches else None  # else it need not be kept alive
-        logprobs, measured = optimizer_step(learner, parts[number], lr) if teaches else measure(learner, parts[number])
-        parts[number] = with_old(parts[number], logprobs)
-        steps.append(measured)
-        if before and not measured["skipped"]:
-            if not bounded:
-                probe = trust_region.make_probe(list(itertools.chain(*parts)), learner.optimizer.step.item())
-            held = hold(learner, before, probe, target)
-            # from now on at what fitted of it; a later step, where earlier ones have moved already, halves it at most
-            learner.rate *= max(held.share, 0.5) if bounded else held.share
-            bounded.append(held)
-    keep_equal(learner)
-    dtype = learner.model.head_weight.dtype
-    copies = [layer.rounded(dtype) for _, layer in lora.layers(learner.model)] if dtype != mx.float32 else []
-    mx.eval(learner.model.trainable_parameters(), copies)  # now: an error of the GPU in a rollout would spoil them
-    rate = learner.rate
-    if bounded and bounded[-1].moved < target / 2 and bounded[-1].repeats < MOST_TRIES:
-        learner.rate = min(rate * trust_region.RECOVERY, 1.0)
+        return UpdateResult(
+            lr, learner.lr_scale, learner.num_skipped, learner.loss_scale.value, means
+        )
 
-    num_forwards, learner.num_forwards = sum(world.share(learner.num_forwards)), 0
-    num_items = round(batches[0].num_items * num)
-    norms = [step["grad_norm"] for step in steps if "grad_norm" in step]
-    for name in means.keys() & steps[0].keys():
-        values = [step[name] for step in steps]
-        means[name] = max(values) if name.endswith("_max") else sum(values) / (num_passes * num_items)
+    # the KL of a step grows with the square of its rate, so the target follows the squared schedule
+    target = 0.0
+    if lr and batches[0].sampled_logprobs is not None:
+        target = optimizer.target_kl * (lr / optimizer.learning_rate) ** 2
+
+    num_mini_batches = optimizer.mini_batches
+    num_with_gradient = sum(batch.num_with_gradient for batch in batches)
+    # the batches of each mini-batch: all of them, and those that this rank computes
+    all_batches = [
+        [batch for batch in batches if batch.mini_batch == number]
+        for number in range(num_mini_batches)
+    ]
+    local_batches = [[batch for batch in part if batch.is_local] for part in all_batches]
+    for number in range(1, num_mini_batches):  # the policy will have moved before their turn
+        old_logprobs = logprobs_with(learner, local_batches[number], learner.trainable)
+        local_batches[number] = set_old_logprobs(local_batches[number], old_logprobs)
+
+    num_iterations = optimizer.num_iterations if num_with_gradient else 1
+    order = [number for number in range(num_mini_batches) if all_batches[number]]
+    step_stats: list[dict[str, float]] = []
+    bounded_steps: list[BoundedStep] = []
+    for number in order * num_iterations:
+        has_gradient = any(batch.num_with_gradient for batch in all_batches[number])
+        # without a target, nothing needs to keep the weights before the step alive
+        weights_before = learner.trainable if target and has_gradient else None
+        if has_gradient:
+            logprobs, stats = optimizer_step(learner, local_batches[number], lr)
+        else:
+            logprobs, stats = compute_stats(learner, local_batches[number])
+        local_batches[number] = set_old_logprobs(local_batches[number], logprobs)
+        step_stats.append(stats)
+
+        if weights_before and not stats["skipped"]:
+            if not bounded_steps:
+                probed = list(itertools.chain(*local_batches))
+                probe = trust_region.make_probe(probed, learner.optimizer.step.item())
+            bounded = backtrack_to_target_kl(learner, weights_before, probe, target)
+            # Later steps of the run use the scale that fitted. From the second step of an update
+            # on, a part of the KL is that of earlier steps, so one step halves the scale at most.
+            learner.lr_scale *= max(bounded.scale, 0.5) if bounded_steps else bounded.scale
+            bounded_steps.append(bounded)
+
+    broadcast_weights(learner)
+    dtype = learner.model.head_weight.dtype
+    rounded: list[Any] = []
+    if dtype != mx.float32:
+        rounded = [layer.rounded_matrices(dtype) for _, layer in lora.adapted_layers(learner.model)]
+    # now, because an error of the GPU in the next rollout would spoil them
+    mx.eval(learner.model.trainable_parameters(), rounded)
+
+    lr_scale = learner.lr_scale
+    if bounded_steps:
+        last = bounded_steps[-1]
+        if last.kl < target / 2 and last.num_backtracks < MOST_TRIES:
+            learner.lr_scale = min(lr_scale * trust_region.RECOVERY, 1.0)
+
+    num_forwards = sum(world.all_gather(learner.num_forwards))
+    learner.num_forwards = 0
+    num_loss_tokens = round(batches[0].num_loss_tokens * num_mini_batches)
+    grad_norms = [stats["grad_norm"] for stats in step_stats if "grad_norm" in stats]
+    for name in means.keys() & step_stats[0].keys():
+        values = [stats[name] for stats in step_stats]
+        if name.endswith("_max"):
+            means[name] = max(values)
+        else:
+            means[name] = sum(values) / (num_iterations * num_loss_tokens)
     return UpdateResult(
         lr,
-        rate,
+        lr_scale,
         learner.num_skipped,
         learner.loss_scale.value,
         means=means,
-        num_items=num_items,
-        num_taught=num_taught,
-        loss=sum(step["loss"] for step in steps) / (num * num_passes),
-        grad_norm=sum(norms) / len(norms) if norms else None,
-        moved=bounded[-1].moved if bounded else None,
-        repeats=sum(held.repeats for held in bounded),
-        skipped=int(sum(step.get("skipped", 0) for step in steps)),
+        num_loss_tokens=num_loss_tokens,
+        num_with_gradient=num_with_gradient,
+        loss=sum(stats["loss"] for stats in step_stats) / (num_mini_batches * num_iterations),
+        grad_norm=sum(grad_norms) / len(grad_norms) if grad_norms else None,
+        moved=bounded_steps[-1].kl if bounded_steps else None,
+        num_backtracks=sum(bounded.num_backtracks for bounded in bounded_steps),
+        num_skipped_now=int(sum(stats.get("skipped", 0) for stats in step_stats)),
         num_forwards=num_forwards,
-        pad_frac=pad_frac(batches),
+        pad_frac=padding_fraction(batches),
     )
 
 
-def with_old(batches: list[Batch], logprobs: list[mx.array]) -> list[Batch]:
-    """The batches with the log-probabilities of the policy before the update, those that do not have them yet."""
-    pairs = zip(batches, logprobs, strict=True)
-    return [batch._replace(old_logprobs=new) if batch.old_logprobs is None else batch for batch, new in pairs]
-
-
-def optimizer_step(learner: Learner, batches: list[Batch], lr: float) -> tuple[list[mx.array], dict[str, float]]:
+def optimizer_step(
+    learner: Learner, batches: list[Batch], lr: float
+) -> tuple[list[mx.array], dict[str, float]]:
     """
-    One step on the masters at `lr` times the learner's rate, copied into the model; changes nothing if the gradient is
-    not finite.
+    One step on the masters at `lr` times the learner's scale, copied into the model.
 
-    Returns each batch's log-probabilities before the step, (M, T), and what was measured.
+    It changes nothing if the gradient is not finite. Returns each batch's log-probabilities before
+    the step, (M, T), and the step's statistics.
     """
-    grads, logprobs, measured = gradient(learner, batches)
+    grads, logprobs, stats = compute_gradient(learner, batches)
     grads, norm = optim.clip_grad_norm(grads, MAX_GRAD_NORM)
-    measured["grad_norm"] = norm.item()
-    overflow = not (math.isfinite(measured["grad_norm"]) and math.isfinite(measured["loss"]))
-    measured["skipped"] = int(overflow)
+    stats["grad_norm"] = norm.item()
+    overflow = not (math.isfinite(stats["grad_norm"]) and math.isfinite(stats["loss"]))
+    stats["skipped"] = int(overflow)
     if overflow:
-        count_failure(learner, measured["loss"])
+        count_failure(learner, stats["loss"])
     else:
-        learner.num_changes, learner.failures = learner.num_changes + 1, 0
-        learner.optimizer.learning_rate = lr * learner.rate
+        learner.num_changes += 1
+        learner.failures = 0
+        learner.optimizer.learning_rate = lr * learner.lr_scale
         masters = tree_unflatten(list(learner.trainable.items()))
-        learner.trainable = dict(tree_flatten(learner.optimizer.apply_gradients(grads, masters)))
-        # Otherwise the model's old tensors, and without --target-kl the masters, would stay until all new are computed.
-        del grads, masters
-        install(learner.model, learner.trainable)
+        new_masters = learner.optimizer.apply_gradients(grads, masters)
+        learner.trainable = dict(tree_flatten(new_masters))
+        # While these names live, the model's old tensors, and without --target-kl the masters,
+        # stay in memory until all new ones are computed.
+        del grads, masters, new_masters
+        install_weights(learner.model, learner.trainable)
         mx.eval(learner.trainable, learner.optimizer.state)
-    learner.loss_scale = learner.loss_scale.after(overflow)
-    return logprobs, measured
+    learner.loss_scale = learner.loss_scale.next_scale(overflow)
+    return logprobs, stats
 
 
-def gradient(learner: Learner, batches: list[Batch]) -> tuple[Any, list[mx.array], dict[str, float]]:
-    """The float32 gradient of the step's loss, each batch's log-probabilities, and summed measurements."""
-    grads: dict[str, Any] = {name: None for name, _ in tree_flatten(learner.model.trainable_parameters())}
-    shares = list[Share]()
-    for batch in passes(learner, batches, "update"):
-        share, tree = share_and_gradient(learner, batch)
-        part = dict(tree_flatten(tree))
+def compute_gradient(
+    learner: Learner, batches: list[Batch]
+) -> tuple[Any, list[mx.array], dict[str, float]]:
+    """The float32 gradient of the step's loss, each batch's log-probabilities, and statistics."""
+    names = [name for name, _ in tree_flatten(learner.model.trainable_parameters())]
+    grads: dict[str, Any] = dict.fromkeys(names)
+    batch_losses: list[BatchLoss] = []
+    for batch in count_forwards(learner, batches, "update"):
+        batch_loss, tree = loss_and_gradient(learner, batch)
+        batch_grads = dict(tree_flatten(tree))
         del tree  # else every gradient would stay alive until the last one is computed
-        for names in in_backward_order(grads):
-            for name in names:
-                new = part.pop(name).astype(mx.float32) / learner.loss_scale.value
-                grads[name] = new if grads[name] is None else grads[name] + new
-            mx.async_eval([grads[name] for name in names])
-        mx.eval(grads, share)  # wait: the next batch may use this one's memory
-        shares.append(share._replace(logprobs=mx.stop_gradient(share.logprobs)))
+        for layer_names in group_by_layer(grads):
+            for name in layer_names:
+                grad = batch_grads.pop(name).astype(mx.float32) / learner.loss_scale.value
+                grads[name] = grad if grads[name] is None else grads[name] + grad
+            mx.async_eval([grads[name] for name in layer_names])
+        mx.eval(grads, batch_loss)  # wait: the next batch may use this one's memory
+        logprobs = mx.stop_gradient(batch_loss.logprobs)
+        batch_losses.append(batch_loss._replace(logprobs=logprobs))
+
     if not batches:
         grads = {name: mx.zeros(learner.trainable[name].shape) for name in grads}
-    grads = dict(zip(grads, world.all_sum(list(grads.values())), strict=True))
-    return tree_unflatten(list(grads.items())), *joined(shares)
+    sums = world.all_sum(list(grads.values()))
+    grads = dict(zip(grads, sums, strict=True))
+    return tree_unflatten(list(grads.items())), *reduce_stats(batch_losses)
 
 
-def measure(learner: Learner, batches: list[Batch]) -> tuple[list[mx.array], dict[str, float]]:
-    """What `gradient` gives beside the gradient, by forward passes alone."""
-    shares = []
+def compute_stats(
+    learner: Learner, batches: list[Batch]
+) -> tuple[list[mx.array], dict[str, float]]:
+    """What `compute_gradient` returns beside the gradient, by forward passes alone."""
+    batch_losses = []
     with gpu.without_gradients():
-        for batch in passes(learner, batches, "update"):
-            shares.append(learner.loss.share(learner.model, batch))
-            mx.eval(shares[-1])  # wait
-    return joined(shares)
+        for batch in count_forwards(learner, batches, "update"):
+            batch_loss = learner.loss.compute(learner.model, batch)
+            mx.eval(batch_loss)  # wait
+            batch_losses.append(batch_loss)
+    return reduce_stats(batch_losses)
 
 
-def joined(shares: list[Share]) -> tuple[list[mx.array], dict[str, float]]:
-    """The log-probabilities of this machine's shares, and the measurements of all machines'."""
-    sums = [{name: value.item() for name, value in share.sums.items()} for share in shares]
-    totals = dict[str, float]()
-    for its in itertools.chain(*world.share(sums)):
-        for name, value in its.items():
-            held = totals.get(name, 0.0)
-            totals[name] = max(held, value) if name.endswith("_max") else held + value
-    return [share.logprobs for share in shares], totals
+def reduce_stats(batch_losses: list[BatchLoss]) -> tuple[list[mx.array], dict[str, float]]:
+    """The log-probabilities of this rank's batches, and the statistics of all ranks' batches."""
+    local_sums = [
+        {name: value.item() for name, value in batch_loss.sums.items()}
+        for batch_loss in batch_losses
+    ]
+    totals: dict[str, float] = {}
+    for sums in itertools.chain(*world.all_gather(local_sums)):
+        for name, value in sums.items():
+            total = totals.get(name, 0.0)
+            totals[name] = max(total, value) if name.endswith("_max") else total + value
+    return [batch_loss.logprobs for batch_loss in batch_losses], totals
 
 
-def share_and_gradient(learner: Learner, batch: Batch) -> tuple[Share, Any]:
-    """A batch's `Share` of the step's loss, and its gradient, both times the loss scale."""
+def loss_and_gradient(learner: Learner, batch: Batch) -> tuple[BatchLoss, Any]:
+    """A batch's part of the step's loss, and its gradient, both times the loss scale."""
 
-    def scaled(model: gwen.Model) -> Share:
-        share = learner.loss.share(model, batch)
-        return share._replace(loss=share.loss * learner.loss_scale.value)
+    def scaled_loss(model: gwen.Model) -> BatchLoss:
+        batch_loss = learner.loss.compute(model, batch)
+        return batch_loss._replace(loss=batch_loss.loss * learner.loss_scale.value)
 
-    share, tree = nn.value_and_grad(learner.model, scaled)(learner.model)
-    return Share(*share), tree
+    batch_loss, tree = nn.value_and_grad(learner.model, scaled_loss)(learner.model)
+    return BatchLoss(*batch_loss), tree
 
 
-def passes(learner: Learner, batches: list[Batch], what: str) -> Iterator[Batch]:
-    """The batches, whose rows are counted."""
+def count_forwards(learner: Learner, batches: list[Batch], activity: str) -> Iterator[Batch]:
+    """Counts the batches' rows as forward passes, and shows a bar while they are computed."""
     learner.num_forwards += sum(len(batch.rows) for batch in batches)
-    yield from alive.Bar(batches, desc=what, unit="part")
+    yield from alive.Bar(batches, desc=activity, unit="part")
 
 
 @gpu.without_gradients()
-def logprobs_of(learner: Learner, batches: list[Batch], model: gwen.Model) -> list[mx.array]:
-    """Log-probabilities under a model, (M, T) of each batch; without gradient."""
-    found = list[mx.array]()
-    for batch in passes(learner, batches, "log-probabilities"):
-        found.append(learner.loss.logprobs(model, batch)[0])
-        mx.eval(found[-1])  # wait: the next batch may use this one's memory
-    return found
+def compute_logprobs(learner: Learner, batches: list[Batch], model: gwen.Model) -> list[mx.array]:
+    """Log-probabilities under a model, (M, T) of each batch, without gradient."""
+    logprobs: list[mx.array] = []
+    for batch in count_forwards(learner, batches, "log-probabilities"):
+        logprobs.append(learner.loss.logprobs(model, batch)[0])
+        mx.eval(logprobs[-1])  # wait: the next batch may use this one's memory
+    return logprobs
 
 
-def in_backward_order(names: Iterable[str]) -> list[list[str]]:
-    """Weight names by layer, as a backward pass gives their gradients: in another order MLX keeps inputs alive."""
+def group_by_layer(names: Iterable[str]) -> list[list[str]]:
+    """
+    Weight names by layer, in the order in which a backward pass computes their gradients.
 
-    def place(name: str) -> float:
+    Evaluated in another order, the gradients of MLX would keep their inputs alive.
+    """
+
+    def backward_position(name: str) -> float:
         first, second, *_ = name.split(".")
-        return -int(second) if first == "layers" else math.inf if first == "embed_tokens" else -math.inf
+        if first == "layers":
+            return -int(second)
+        return math.inf if first == "embed_tokens" else -math.inf
 
-    return [list(layer) for _, layer in itertools.groupby(sorted(names, key=place), place)]
-
-
-def hold(learner: Learner, before: Weights, probe: list[Batch], target: float) -> BoundedStep:
-    """Shortens the step from `before` until the policy has moved at most SLACK times the target; or else drops it."""
-    share, after = 1.0, learner.trainable
-    for repeats in range(MOST_TRIES):
-        moved = trust_region.distance(probe, under(learner, probe, after))
-        if moved <= SLACK * target:
-            return BoundedStep(share, moved, repeats)
-        # the KL grows with the square of a short step; inf and nan, from overflowing logits, take the least share
-        factor = min(max(LEAST_SHARE, math.sqrt(target / moved)), 0.5)
-        share *= factor
-        after |= {name: old + factor * (after[name] - old) for name, old in before.items()}
-    after |= before
-    return BoundedStep(share, trust_region.distance(probe, under(learner, probe, after)), MOST_TRIES)
+    ordered = sorted(names, key=backward_position)
+    return [list(layer) for _, layer in itertools.groupby(ordered, backward_position)]
 
 
-def under(learner: Learner, batches: list[Batch], weights: Weights) -> list[mx.array]:
-    """Installs masters and returns the batches' log-probabilities under them."""
-    install(learner.model, weights)
-    return logprobs_of(learner, batches, learner.model)
+# ---- the trust region
 
 
-def install(model: gwen.Model, trainable: dict[str, mx.array]) -> None:
-    """Copies the float32 masters into the model, each cast to the dtype of the weight it replaces."""
+def backtrack_to_target_kl(
+    learner: Learner, weights_before: Weights, probe: list[Batch], target: float
+) -> BoundedStep:
+    """
+    Shortens a step until the policy has moved at most SLACK times the target.
+
+    A step that is still too long after MOST_TRIES is undone.
+    """
+    scale = 1.0
+    weights = learner.trainable
+    for num_backtracks in range(MOST_TRIES):
+        kl = trust_region.measure_kl(probe, logprobs_with(learner, probe, weights))
+        if kl <= SLACK * target:
+            return BoundedStep(scale, kl, num_backtracks)
+        # the KL grows with the square of a short step; inf and nan, from overflowing logits, take
+        # the smallest factor
+        factor = min(max(LEAST_SHARE, math.sqrt(target / kl)), 0.5)
+        scale *= factor
+        for name, before in weights_before.items():
+            weights[name] = before + factor * (weights[name] - before)
+    weights |= weights_before
+    kl = trust_region.measure_kl(probe, logprobs_with(learner, probe, weights))
+    return BoundedStep(scale, kl, MOST_TRIES)
+
+
+def logprobs_with(learner: Learner, batches: list[Batch], weights: Weights) -> list[mx.array]:
+    """Installs masters into the model, and returns the batches' log-probabilities with them."""
+    install_weights(learner.model, weights)
+    return compute_logprobs(learner, batches, learner.model)
+
+
+# ---- weights
+
+
+def install_weights(model: gwen.Model, trainable: dict[str, mx.array]) -> None:
+    """Copies the float32 masters into the model, cast to the types of the weights there."""
     dtypes = {name: array.dtype for name, array in tree_flatten(model.trainable_parameters())}
-    model.load_weights([(name, array.astype(dtypes[name])) for name, array in trainable.items()], strict=False)
+    weights = [(name, array.astype(dtypes[name])) for name, array in trainable.items()]
+    model.load_weights(weights, strict=False)
 
 
-def keep_equal(learner: Learner) -> None:
-    """Gives every machine the masters of rank 0, where processors of another kind have rounded otherwise."""
-    if world.size() > 1 and len(set(world.share(world.checksum(list(learner.trainable.values()))))) > 1:
+def broadcast_weights(learner: Learner) -> None:
+    """Gives every rank the masters of rank 0, where another kind of processor rounded otherwise."""
+    if world.size() == 1:
+        return
+    checksums = world.all_gather(world.checksum(list(learner.trainable.values())))
+    if len(set(checksums)) > 1:
         moments = dict(tree_flatten(learner.optimizer.state))
-        learner.load({"trainable": world.of_first(learner.trainable), "moments": world.of_first(moments)})
+        state = {
+            "trainable": world.broadcast(learner.trainable),
+            "moments": world.broadcast(moments),
+        }
+        learner.load_state(state)
 
 
 def count_failure(learner: Learner, loss: float) -> None:
     """Counts an update that changes nothing. Raises ValueError after too many in a row."""
-    mended = math.isfinite(loss) and learner.loss_scale.value > 1  # a smaller scale may avoid the overflow
-    if not mended and learner.failures + 1 == MOST_FAILURES:
-        said = f"{MOST_FAILURES} updates in a row had no finite {'gradient' if math.isfinite(loss) else 'loss'}"
-        lower = f"a lower --learning-rate than {learner.config.optimizer.learning_rate:g}"
-        raise ValueError(f"{said}; start again with {lower} or in another GWEN_DTYPE")
+    # a smaller loss scale may avoid the overflow of a gradient
+    can_recover = math.isfinite(loss) and learner.loss_scale.value > 1
+    if not can_recover and learner.failures + 1 == MOST_FAILURES:
+        failed = "gradient" if math.isfinite(loss) else "loss"
+        raise ValueError(
+            f"{MOST_FAILURES} updates in a row had no finite {failed}; start again with a lower "
+            f"--learning-rate than {learner.config.optimizer.learning_rate:g} or in another "
+            "GWEN_DTYPE"
+        )
     learner.num_changes += 1
     learner.num_skipped += 1
-    learner.failures += not mended
+    learner.failures += not can_recover
 
 
 def learning_rate(config: Config, step: int) -> float:
     """Linear warm-up, then half a cosine down to a tenth; `step` starts at 0."""
-    if step < config.optimizer.warmup_steps:
-        return config.optimizer.learning_rate * (step + 1) / config.optimizer.warmup_steps
-    done = (step - config.optimizer.warmup_steps) / max(config.optimizer.steps - config.optimizer.warmup_steps, 1)
-    return config.optimizer.learning_rate * (0.1 + 0.9 * (1 + math.cos(math.pi * min(done, 1.0))) / 2)
+    settings = config.optimizer
+    if step < settings.warmup_steps:
+        return settings.learning_rate * (step + 1) / settings.warmup_steps
+    num_decay_steps = max(settings.steps - settings.warmup_steps, 1)
+    progress = (step - settings.warmup_steps) / num_decay_steps
+    cosine = (1 + math.cos(math.pi * min(progress, 1.0))) / 2
+    return settings.learning_rate * (0.1 + 0.9 * cosine)

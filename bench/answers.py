@@ -17,9 +17,9 @@ import cpu_blas  # noqa: F401  (before mlx)
 import numpy as np
 import pandas as pd
 
-from flags import in_one_line
-from machine.output import guarded
-from problems.examples import spread
+from flags import report_mistakes
+from machine.output import guard_output
+from problems.examples import spread_evenly
 from reporting import history, seeds
 
 UNITS = "one two three four five six seven eight nine".split()
@@ -38,7 +38,7 @@ class Reading(NamedTuple):
     right: bool  # that, all its statements are true, and its other numbers are the problem's
 
 
-def read(problem: str, answer: str) -> Reading:
+def read_answer(problem: str, answer: str) -> Reading:
     asked, named = numbers_of(problem), numbers_of(answer)
     ends_right, own = named[-1:] == [sum(asked)], not Counter(named[:-1]) - Counter(asked)
     known = SILENT | set(words_of(problem)) - SIGNS.keys() - NUMBERS.keys()
@@ -74,12 +74,12 @@ def is_true(statement: str, total: int, known: set[str]) -> bool:
     return len(set(values)) == 1 and (len(sides) > 1 or values == [total])
 
 
-def audit(details: list[dict[str, Any]]) -> dict[str, float]:
+def audit_answers(details: list[dict[str, Any]]) -> dict[str, float]:
     """Shares of the sampled answers, and of the greedy ones."""
     shares = {}
     for name, key in (("", "completions"), ("greedy, ", "greedy")):
         answers = [one[key] if key == "greedy" else one[key][0] for one in details]
-        readings = [read(one["prompt"], answer) for one, answer in zip(details, answers, strict=True)]
+        readings = [read_answer(one["prompt"], answer) for one, answer in zip(details, answers, strict=True)]
         shares[f"{name}right"] = float(np.mean([reading.right for reading in readings]))
         wrong = [reading.ends_right and not reading.right for reading in readings]
         shares[f"{name}right number only"] = float(np.mean(wrong))
@@ -89,7 +89,7 @@ def audit(details: list[dict[str, Any]]) -> dict[str, float]:
 def evaluations(folders: list[Path]) -> dict[str, list[dict[str, Any]]]:
     """Records by the row of the table: the first evaluation of the first run, then the newest of each."""
     found: dict[str, list[dict[str, Any]]] = {}
-    for run in (history.load(path) for folder in folders for path in seeds.runs_in(folder)):
+    for run in (history.load_history(path) for folder in folders for path in seeds.seed_runs(folder)):
         if run.settings["task"] != "demo" or 0 not in run.answers or len(run.answers) < 2:
             fix = "give a run of it with --eval-every above 0, after its first steps"
             raise ValueError(f"{run.dir} has no evaluations of --task demo before and after training; {fix}")
@@ -99,20 +99,20 @@ def evaluations(folders: list[Path]) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-@guarded()
+@guard_output()
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="runs of the demo, or directories of seeds")
     parser.add_argument("--show", type=int, default=0, metavar="N", help="print N answers of each run, evenly spread")
     args = parser.parse_args(argv)
-    with in_one_line():
+    with report_mistakes():
         found = evaluations(args.runs)
     for details in found.values() if args.show else ():
-        for one in spread(details, args.show):
-            reading = read(one["prompt"], one["completions"][0])
+        for one in spread_evenly(details, args.show):
+            reading = read_answer(one["prompt"], one["completions"][0])
             verdict = "right" if reading.right else "RIGHT NUMBER ONLY" if reading.ends_right else "wrong"
             print(f"{verdict}: {one['prompt']} {one['completions'][0]!r}")
-    table = pd.DataFrame({name: audit(details) for name, details in found.items()}).T
+    table = pd.DataFrame({name: audit_answers(details) for name, details in found.items()}).T
     table = pd.concat([table, table[1:].agg(["mean", "min", "max"])])  # of the runs
     print(f"{len(found['before training'])} answers\n{table.map('{:.1%}'.format).to_string()}")
 

@@ -30,7 +30,7 @@ from machine import alive, versions
 Numbers = dict[str, tuple[int, int, str]]  # a setting's default, the least that it may be, and its help
 
 
-def parse(parser: Parser, argv: list[str] | None, numbers: Numbers, **least: float) -> argparse.Namespace:
+def parse_settings(parser: Parser, argv: list[str] | None, numbers: Numbers, **least: float) -> argparse.Namespace:
     """The settings of a command line, with a flag for each whole number. ValueError names the flag that is wrong."""
     for name, (default, _, text) in numbers.items():
         parser.add_argument(flag_of(name), type=int, default=default, help=f"{text} (default: {default})")
@@ -43,7 +43,7 @@ def parse(parser: Parser, argv: list[str] | None, numbers: Numbers, **least: flo
 def model_directory(name: str) -> Iterator[Path]:
     """The directory of a model; of random weights or a GGUF file it is written for as long as it is needed."""
     if not name.startswith("random:") and not hub.is_gguf(name):
-        yield hub.find(name).resolve()
+        yield hub.find_model(name).resolve()
         return
     with tempfile.TemporaryDirectory() as directory:
         model, tokenizer = gwen.load(name)
@@ -76,16 +76,16 @@ class Sample(NamedTuple):
     cpu_s: float  # of this process
 
 
-def in_order(names: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
+def interleave(names: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
     """(round, engine), every other round in reverse."""
     for turn in range(rounds):
         yield from ((turn, name) for name in (names if turn % 2 == 0 else names[::-1]))
 
 
-def in_turn(engines: Mapping[str, Callable[[], Any]], warmup: int, runs: int) -> dict[str, list[Sample]]:
+def run_in_turn(engines: Mapping[str, Callable[[], Any]], warmup: int, runs: int) -> dict[str, list[Sample]]:
     """`runs` timed runs of each engine, after `warmup` untimed ones."""
     samples: dict[str, list[Sample]] = {name: [] for name in engines}
-    order = list(in_order(list(engines), warmup + runs))
+    order = list(interleave(list(engines), warmup + runs))
     for turn, name in alive.Bar(order, desc="measuring", unit="run"):
         gc.collect()  # what the last engine left behind in cycles
         mx.clear_cache()
@@ -97,7 +97,7 @@ def in_turn(engines: Mapping[str, Callable[[], Any]], warmup: int, runs: int) ->
     return samples
 
 
-def summary(samples: list[Sample], model: gwen.Model, **more: float) -> dict[str, float]:
+def summarize(samples: list[Sample], model: gwen.Model, **more: float) -> dict[str, float]:
     """Milliseconds of an engine's runs, and of the processors; the largest peak, with the weights that all hold."""
     times = 1e3 * np.array([sample.run.seconds for sample in samples])
     weights = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
@@ -113,21 +113,21 @@ def summary(samples: list[Sample], model: gwen.Model, **more: float) -> dict[str
     return {name: round(float(number), 3) for name, number in (numbers | more).items()}
 
 
-def rounds(ours: list[Sample], theirs: list[Sample]) -> str:
+def round_ratios(ours: list[Sample], theirs: list[Sample]) -> str:
     """How many times as long the others took, round by round and by processors."""
     ratios = [other.run.seconds / own.run.seconds for own, other in zip(ours, theirs, strict=True)]
     cpu = sum(one.cpu_s for one in theirs) / sum(one.cpu_s for one in ours)
     return f"{min(ratios):.2f} to {max(ratios):.2f} times as long, {cpu:.2f} by processors"
 
 
-def verdict(ratio: float) -> str:
+def describe_ratio(ratio: float) -> str:
     """The ratio in words: "1.14x faster" or "0.90x slower"."""
     return f"{ratio:.2f}x {'faster' if round(ratio, 2) >= 1 else 'slower'}"
 
 
-def environment(*packages: str) -> dict[str, Any]:
+def describe_environment(*packages: str) -> dict[str, Any]:
     """Device and versions, with those of `packages` beside those that a run records."""
-    recorded = versions.environment(cpu_blas.description)
+    recorded = versions.describe_environment(cpu_blas.description)
     return {
         "device": f"{recorded['device']}, {recorded['machine']}, BLAS: {recorded['blas']}",
         "versions": {"python": recorded["python"]} | recorded["versions"] | {name: version(name) for name in packages},

@@ -45,14 +45,14 @@ def make_work(args: argparse.Namespace, tokenizer: Any) -> tuple[rubrics.Rubric,
     rubric = rubrics.Rubric(preamble, criteria)
     builder = rubrics.PromptBuilder(tokenizer, rubric)
     prompts: list[tuple[list[int], ...]] = [
-        (builder.head, builder.question(prompt), builder.answer(completion), own)
+        (builder.head, builder.encode_question(prompt), builder.encode_answer(completion), own)
         for prompt, completion in pairs
         for own in builder.own
     ]
     return rubric, pairs, Work(prompts, 1, [], (), 0.0, args.judge_chunk_size, 0, with_logprobs=False)
 
 
-def legible(tokenizer: Any) -> Any:
+def make_legible(tokenizer: Any) -> Any:
     """A tokenizer that shows every id: those of a random model that it has no text for would all look alike."""
     shown, decode = copy.copy(tokenizer), tokenizer.decode
     shown.decode = lambda ids: "".join(decode([i]) if i < len(tokenizer) else f"<{i}>" for i in map(int, ids))
@@ -65,13 +65,13 @@ def benchmark(args: argparse.Namespace, model: gwen.Model, tokenizer: Any, rival
 
     Ours by logits is compared with the fastest way of the rival, ours by replies with the fastest that replies as it.
     """
-    tokenizer, eos_ids = legible(tokenizer), model.config.end_ids
+    tokenizer, eos_ids = make_legible(tokenizer), model.config.end_ids
     rubric, pairs, work = make_work(args, tokenizer)
 
     def ours(mode: str) -> Judged:
         grader = judge.Judge(model, tokenizer, rubric, args.judge_chunk_size, mode)  # a fresh one, which knows no score
         begin = time.perf_counter()
-        evaluations = dict(grader.evaluations(grader.questions(pairs)))
+        evaluations = dict(grader.evaluate(grader.questions(pairs)))
         seconds = time.perf_counter() - begin
         return Judged([evaluations[place] for place in range(len(evaluations))], seconds, grader.tree.num_tokens)
 
@@ -79,14 +79,14 @@ def benchmark(args: argparse.Namespace, model: gwen.Model, tokenizer: Any, rival
         begin = time.perf_counter()
         replies = engine(work._replace(limits=[limit] * len(work.prompts), eos_ids=eos_ids)).completions
         texts = [tokenizer.decode(ids[:-1] if ids[-1] in eos_ids else ids) for ids in replies]
-        return Judged(list(map(rubrics.from_reply, texts)), time.perf_counter() - begin)
+        return Judged(list(map(rubrics.evaluation_from_reply, texts)), time.perf_counter() - begin)
 
     mine = {"ours": functools.partial(ours, "logits"), "ours_decode": functools.partial(ours, "decode")}
     replying, brief = (
         {name + suffix: functools.partial(theirs, engine, limit) for name, engine in rival.engines.items()}
         for suffix, limit in (("", rubrics.REPLY_TOKENS), ("_one_token", 1))
     )
-    samples = harness.in_turn(mine | replying | brief, args.warmup, args.judge_runs)
+    samples = harness.run_in_turn(mine | replying | brief, args.warmup, args.judge_runs)
     entries, computed, num = {}, samples["ours"][0].run.num_tokens, len(pairs)
     print(f"Judge benchmark: pairs/run={num} criteria={NUM_CRITERIA} warmup={args.warmup} runs={args.judge_runs}")
     print(
@@ -97,7 +97,7 @@ def benchmark(args: argparse.Namespace, model: gwen.Model, tokenizer: Any, rival
         unread = np.isnan([one.score for one in its[0].run.evaluations]).mean()
         seconds = np.mean([sample.run.seconds for sample in its])
         rates = {"crit_eval_s": len(work.prompts) / seconds, "pairs_s": num / seconds}
-        entry = entries[name] = harness.summary(its, model, unread=unread, **rates)
+        entry = entries[name] = harness.summarize(its, model, unread=unread, **rates)
         print(
             f"judge_{name.removesuffix('_mlx'):<11} | crit_eval/s {entry['crit_eval_s']:7.2f} | "
             f"pairs/s {entry['pairs_s']:6.2f} | peak {entry['peak_mb']:.0f} MB"
@@ -108,18 +108,18 @@ def benchmark(args: argparse.Namespace, model: gwen.Model, tokenizer: Any, rival
         results["ratios"][name], results["best"][name] = entries[best]["mean_ms"] / entries[name]["mean_ms"], best
         print(
             f"Judge result vs {rival.name}: {name} is {results['ratios'][name]:.2f}x as fast as {best} on this judging "
-            f"workload ({harness.rounds(samples[name], samples[best])})."
+            f"workload ({harness.round_ratios(samples[name], samples[best])})."
         )
     for way in replying | brief:
         own = "ours" if way in brief else "ours_decode"
-        share = agreement(samples[own][0].run.evaluations, samples[way][0].run.evaluations)
+        share = score_agreement(samples[own][0].run.evaluations, samples[way][0].run.evaluations)
         results["agreement"][way] = share
         scores, replies = share["scores"], share["replies"]
         print(f"Agreement of {own} and {way}: {scores:.1%} of the scores, {replies:.1%} of the replies, to the letter")
     return results
 
 
-def agreement(ours: list[rubrics.Evaluation], theirs: list[rubrics.Evaluation]) -> dict[str, float]:
+def score_agreement(ours: list[rubrics.Evaluation], theirs: list[rubrics.Evaluation]) -> dict[str, float]:
     """Shares of the evaluations in which two engines gave the same score, or both none, and the same reply."""
     scores, _, replies = zip(*ours, strict=True)
     others, _, other_replies = zip(*theirs, strict=True)

@@ -32,10 +32,10 @@ from bench import harness
 from bench.harness import Sample
 from config import Config, Sizes
 from disk import hub
-from flags import Parser, in_one_line
+from flags import Parser, report_mistakes
 from machine import chips, gpu
-from machine.output import guarded
-from settings.sources import of_environment
+from machine.output import guard_output
+from settings.sources import read_environment
 from step.rows import USUAL_ROWS
 
 AGREEING_TOKENS = 16  # of greedy completions; engines that compute the same have parted long before by a mistake
@@ -58,10 +58,10 @@ class Work(NamedTuple):
 
     @property
     def rows(self) -> list[list[int]]:
-        return list(map(joined, self.runs))
+        return list(map(join_runs, self.runs))
 
 
-def joined(runs: Iterable[list[int]]) -> list[int]:
+def join_runs(runs: Iterable[list[int]]) -> list[int]:
     return list(itertools.chain(*runs))
 
 
@@ -93,7 +93,7 @@ def run_ours(work: Work, *, model: gwen.Model) -> Timing:
     params = sampler.SamplingParams(work.limits, work.temperature, eos_ids=work.eos_ids)
     how: Any = {"group_size": work.group_size, "key": work.seed, "batch_size": work.batch_size}
     begin = time.perf_counter()
-    result = sampler.rollout(model, list(map(joined, work.prompts)), params, **how)
+    result = sampler.rollout(model, list(map(join_runs, work.prompts)), params, **how)
     seconds, prefill_s = time.perf_counter() - begin, result.stats.prefill_s
     logprobs = [row[:length] for row, length in zip(np.array(result.logprobs).tolist(), result.lengths, strict=True)]
     return Timing(result.ids, logprobs, prefill_s, seconds - prefill_s)
@@ -121,16 +121,16 @@ def check_agreement(model: gwen.Model, engines: dict[str, Engine], work: Work) -
 
 def measure(engines: dict[str, Engine], work: Work, warmup: int, runs: int) -> dict[str, list[Sample]]:
     """Timed rollouts of each engine; where end tokens end no row, all have the lengths asked for."""
-    samples = harness.in_turn({name: functools.partial(run, work) for name, run in engines.items()}, warmup, runs)
+    samples = harness.run_in_turn({name: functools.partial(run, work) for name, run in engines.items()}, warmup, runs)
     for name, its in samples.items() if not work.eos_ids else []:
         lengths = [[len(completion) for completion in sample.run.completions] for sample in its]
         assert lengths == [work.limits] * runs, f"{name} made {lengths} tokens, not {work.limits}"
     return samples
 
 
-def summary(samples: list[Sample], model: gwen.Model) -> dict[str, float]:
+def summarize(samples: list[Sample], model: gwen.Model) -> dict[str, float]:
     tokens = sum(len(completion) for sample in samples for completion in sample.run.completions)
-    return {"tokens": tokens} | harness.summary(
+    return {"tokens": tokens} | harness.summarize(
         samples,
         model,
         prefill_ms=1e3 * np.mean([sample.run.prefill_s for sample in samples]),
@@ -142,9 +142,9 @@ def summary(samples: list[Sample], model: gwen.Model) -> dict[str, float]:
 def roofline(args: argparse.Namespace, model: gwen.Model, entry: dict[str, float]) -> float:
     """Says, and returns, what the bytes that decoding reads take at least, as a share of the time of ours."""
     length = round(entry["tokens"] / (args.runs * args.batch * args.groups))
-    config = Config.of(batch=args.batch, groups=args.groups, max_tokens=length)
-    demand = preflight.Demand(model.config, model.head_weight.dtype, config, [args.prompt_tokens] * args.batch)
-    num_bytes = preflight.costs(demand, Sizes(args.rollout_batch_size, preflight.BUDGET, 0))["decode"].bytes
+    config = Config.from_flags(batch=args.batch, groups=args.groups, max_tokens=length)
+    demand = preflight.RunDemand(model.config, model.head_weight.dtype, config, [args.prompt_tokens] * args.batch)
+    num_bytes = preflight.phase_costs(demand, Sizes(args.rollout_batch_size, preflight.BUDGET, 0))["decode"].bytes
     source = mx.zeros((2**26,), mx.float32)  # 268 MB, far more than any cache holds, read and written
     bandwidth = 2 * source.nbytes / chips.least_seconds(lambda: source + 1)
     share = 1e3 * num_bytes / bandwidth / entry["decode_ms"]
@@ -178,9 +178,9 @@ def parse(argv: list[str] | None, program: str, description: str) -> argparse.Na
     parser.add_argument("--rollout-batch-size", type=int, help="rows decoded at once (default: all, at most 64)")
     parser.add_argument("--ignore-eos", action="store_true", help="every completion has --max-tokens tokens")
     parser.add_argument("--benchmark-judge", action="store_true", help="time judging too, B x G answers")
-    chunk = of_environment().get("judge_chunk_size", 24)
+    chunk = read_environment().get("judge_chunk_size", 24)
     numbers = NUMBERS | {"judge_chunk_size": (chunk, 1, "evaluations that ours makes at once")}
-    args = harness.parse(parser, argv, numbers, rollout_batch_size=1, temp=0)
+    args = harness.parse_settings(parser, argv, numbers, rollout_batch_size=1, temp=0)
     args.rollout_batch_size = args.rollout_batch_size or min(args.batch * args.groups, USUAL_ROWS)
     args.model = args.model or (gwen.choose_model(None)[0] if gpu.on_gpu() else "random:30m")
     return args
@@ -195,7 +195,7 @@ def make_work(args: argparse.Namespace, config: hub.ModelConfig) -> Work:
     return Work(prompts, args.groups, limits, eos_ids, args.temp, args.rollout_batch_size, args.seed)
 
 
-def compare(args: argparse.Namespace, directory: Path, make_rival: Callable[[Any, Path], Rival]) -> None:
+def compare_engines(args: argparse.Namespace, directory: Path, make_rival: Callable[[Any, Path], Rival]) -> None:
     """
     Checks, measures and reports ours and a rival, given mlx_lm's model of the directory, on the model of a directory.
 
@@ -215,7 +215,7 @@ def compare(args: argparse.Namespace, directory: Path, make_rival: Callable[[Any
     )
     print(f"Model: {args.model} in {dtype}, {args.prompt_tokens} prompt tokens, {args.rollout_batch_size} rows at once")
     samples = measure(engines, work, args.warmup, args.runs)
-    entries = {name: summary(samples[name], model) for name in engines}
+    entries = {name: summarize(samples[name], model) for name in engines}
     for name, entry in entries.items():  # in the form and width that other people's scripts know
         print(
             f"{name:<{len(rival.name) + 2}} | mean {entry['mean_ms']:.1f} ms | std {entry['std_ms']:.1f} ms | "
@@ -225,22 +225,22 @@ def compare(args: argparse.Namespace, directory: Path, make_rival: Callable[[Any
         print("Note: rows ended at different tokens, so times are not of equal work; --ignore-eos makes them so")
     useful = [name for name in rival.engines if samples[name][0].run.logprobs] or rival.engines
     best = min(useful, key=lambda name: entries[name]["mean_ms"])
-    print(f"Rounds: than ours {best} took {harness.rounds(samples['ours'], samples[best])}")
+    print(f"Rounds: than ours {best} took {harness.round_ratios(samples['ours'], samples[best])}")
     share = roofline(args, model, entries["ours"])
     ratio = entries[best]["mean_ms"] / entries["ours"]["mean_ms"]
-    print(rival.result.format(harness.verdict(ratio)))
+    print(rival.result.format(harness.describe_ratio(ratio)))
     record = {"config": config, "engines": entries, "ratio": round(ratio, 4), "best": best, "roofline_frac": share}
     if args.benchmark_judge:
         from bench import judging
 
         record["judge"] = judging.benchmark(args, model, hub.load_tokenizer(directory), rival)
-    print(json.dumps(record | harness.environment(rival.name.replace("_", "-"))))
+    print(json.dumps(record | harness.describe_environment(rival.name.replace("_", "-"))))
 
 
-@guarded()
+@guard_output()
 def main(argv: list[str] | None, program: str, description: str, make_rival: Callable[[Any, Path], Rival]) -> None:
     """A command that compares rollouts of ours and a rival."""
-    with in_one_line():
+    with report_mistakes():
         args = parse(argv, program, description)
         with harness.model_directory(args.model) as directory:
-            compare(args, directory, make_rival)
+            compare_engines(args, directory, make_rival)

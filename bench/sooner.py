@@ -13,8 +13,8 @@ from pathlib import Path
 import cpu_blas  # noqa: F401  (before mlx)
 import pandas as pd
 
-from flags import in_one_line
-from machine.output import guarded
+from flags import report_mistakes
+from machine.output import guard_output
 from reporting import seeds
 from reporting.history import History
 
@@ -33,14 +33,14 @@ def costs_of(run: History, line: float) -> list[float]:
     return [len(steps), sum(one["step/s"] for one in steps), completions, tokens]
 
 
-@guarded()
+@guard_output()
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="runs, or directories of seeds")
     parser.add_argument("--line", type=float, required=True, help="held-out accuracy to be reached")
     args = parser.parse_args(argv)
-    with in_one_line():
-        settings = seeds.load(args.runs)
+    with report_mistakes():
+        settings = seeds.load_seed_groups(args.runs)
     heads = [f"until {args.line:g}", *COSTS, "seconds, of the first", "completions, of the first"]
     print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
     tables = [

@@ -40,8 +40,8 @@ import pandas as pd
 import gwen
 from bench import harness
 from disk import hub
-from flags import Parser, flag_of, in_one_line
-from machine.output import guarded
+from flags import Parser, flag_of, report_mistakes
+from machine.output import guard_output
 from problems import chat_template
 
 ROOT = Path(__file__).parent.parent
@@ -102,7 +102,7 @@ def run_mlx_lm_lora(args: argparse.Namespace, directory: Path, steps: Steps, scr
     linear_to_lora_layers(model, len(model.layers), shape)
     tokenizer: Any = load_tokenizer(directory)
     tokenizer.eos_token_ids = []  # every completion has all its tokens
-    prompts = [chat_template.chat_ids(steps.tokenizer, text) for text in steps.texts]
+    prompts = [chat_template.encode_chat(steps.tokenizer, text) for text in steps.texts]
     batch = prompts, [[0]] * args.batch, steps.texts, [""] * args.batch, None
     how: Any = {"batch_size": steps.num_rows, "iters": steps.num, "group_size": args.groups, "steps_per_report": 1}
     how |= {"max_completion_length": args.max_tokens, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
@@ -152,7 +152,7 @@ ENGINES: dict[str, tuple[Callable[[argparse.Namespace, Path, Steps, str], None],
 }
 
 
-def command_of(engine: str) -> list[str]:
+def engine_command(engine: str) -> list[str]:
     """A Python with the engine's packages, running this module."""
     packages = [word for package in ENGINES[engine][1].split() for word in ("--with", package)]
     python = ["uv", "run", "-q", "--no-sync", *packages, "python"] if packages else [sys.executable]
@@ -166,28 +166,28 @@ def measure(args: argparse.Namespace) -> list[dict[str, float]]:
     """What the process of one engine prints: what every timed step took, and the peak of all of them."""
     for package in ("torch", "peft", "trl") if args.engine == "trl" else ():
         importlib.import_module(package)  # which is no part of what a step takes
-    before, directory = most_resident(), Path(args.model)
+    before, directory = peak_resident_bytes(), Path(args.model)
     steps = Steps(args, directory)
     with contextlib.redirect_stdout(io.StringIO()), tempfile.TemporaryDirectory() as scratch:
         ENGINES[args.engine][0](args, directory, steps, scratch)
     peak = mx.get_peak_memory()
     if args.engine == "trl":
         mps: Any = importlib.import_module("torch.mps")  # its GPU, where PyTorch keeps what is freed
-        peak = mps.driver_allocated_memory() if mps.is_available() else most_resident() - before
+        peak = mps.driver_allocated_memory() if mps.is_available() else peak_resident_bytes() - before
     return [step | {"peak_mb": peak / 1e6} for step in steps[args.warmup :]]
 
 
-def most_resident() -> int:
+def peak_resident_bytes() -> int:
     """The most bytes that this process has had in memory."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def in_processes(args: argparse.Namespace, directory: Path) -> list[dict[str, Any]]:
+def run_processes(args: argparse.Namespace, directory: Path) -> list[dict[str, Any]]:
     """The timed steps of `args.rounds` processes of each engine, in turn."""
     flags = [text for name in NUMBERS for text in (flag_of(name), str(getattr(args, name)))]
     steps: list[dict[str, Any]] = []
-    for _, engine in harness.in_order(args.engines, args.rounds):
-        command = [*command_of(engine), "--model", str(directory), *flags]
+    for _, engine in harness.interleave(args.engines, args.rounds):
+        command = [*engine_command(engine), "--model", str(directory), *flags]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if done.returncode:
             last = done.stderr.strip().splitlines()[-1:]
@@ -196,7 +196,7 @@ def in_processes(args: argparse.Namespace, directory: Path) -> list[dict[str, An
     return steps
 
 
-def report(args: argparse.Namespace, steps: list[dict[str, Any]]) -> None:
+def print_report(args: argparse.Namespace, steps: list[dict[str, Any]]) -> None:
     """Prints medians of what the engines took, how ours compares, and all of it as JSON."""
     print(
         f"Config: B={args.batch} G={args.groups} prompt={args.prompt_tokens} max_tokens={args.max_tokens} "
@@ -209,11 +209,11 @@ def report(args: argparse.Namespace, steps: list[dict[str, Any]]) -> None:
     print(table.round(2).to_string())
     ratios = (table / table.loc["ours"]).drop("ours") if "ours" in table.index else table[:0]
     for name, ratio in ratios.iterrows():
-        said = f"{harness.verdict(ratio.step_s)} than {name} ({ratio.cpu_s:.2f}x by processors)"
+        said = f"{harness.describe_ratio(ratio.step_s)} than {name} ({ratio.cpu_s:.2f}x by processors)"
         print(f"Result: ours is {said}, at {1 / ratio.peak_mb:.2f} of its peak memory")
     record = {"config": vars(args), "rivals": {name: ENGINES[name][1] for name in table.index}}
     record |= {"engines": table.round(3).to_dict("index"), "ratios": ratios.step_s.round(3).to_dict()}
-    print(json.dumps(record | harness.environment()))
+    print(json.dumps(record | harness.describe_environment()))
 
 
 NUMBERS: harness.Numbers = {  # what the process of one engine gets too
@@ -235,18 +235,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default="random:30m", help="as train.py's")
     parser.add_argument("--engines", nargs="+", choices=tuple(ENGINES), default=list(ENGINES))
     parser.add_argument("--engine", choices=tuple(ENGINES), help="runs this one here and prints its record")
-    return harness.parse(parser, argv, NUMBERS)
+    return harness.parse_settings(parser, argv, NUMBERS)
 
 
-@guarded()
+@guard_output()
 def main(argv: list[str] | None = None) -> None:
-    with in_one_line():
+    with report_mistakes():
         args = parse(argv)
         if args.engine:
             print(json.dumps(measure(args)))
             return
         with harness.model_directory(args.model) as directory:
-            report(args, in_processes(args, directory))
+            print_report(args, run_processes(args, directory))
 
 
 if __name__ == "__main__":

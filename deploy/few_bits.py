@@ -20,18 +20,18 @@ import judge
 import tasks
 from config import Config
 from disk import hub, run_files
-from flags import visible
+from flags import escape_invisible
 from machine import alive
 from problems import episodes
 from problems.examples import Example
-from step.batch import cut, hidden
+from step.batch import completion_hidden_states, make_batches
 from step.sample import Sample
 
 TOO_MUCH = 1 / 3  # of what training moved
 POSITIONS = 256  # of a pass that holds all its logits
 
 
-def pack(wide: Path, out: Path, bits: int) -> float:
+def quantize_directory(wide: Path, out: Path, bits: int) -> float:
     """Writes a model's directory anew, as `mlx_lm.convert -q`; returns bits a weight. ValueError if none is packed."""
     from mlx_lm.utils import compute_bits_per_weight, load_model, quantize_model, save_config, save_model
 
@@ -47,26 +47,26 @@ def pack(wide: Path, out: Path, bits: int) -> float:
     return size
 
 
-def tell_cost(run: str | None, wide: Path, few: Path, bits: int) -> None:
+def print_quantization_cost(run: str | None, wide: Path, few: Path, bits: int) -> None:
     """Prints how a run's model in few bits, a directory or GGUF file, does on held-out problems beside that in 16."""
     try:
-        if run is None or ((config := evaluate.of_run(run, {})).data.task == "own" and not config.data.path):
+        if run is None or ((config := evaluate.load_run_config(run, {})).data.task == "own" and not config.data.path):
             raise ValueError("only --run of a task with problems tells them")  # replies are none
-        hub.find(few)  # refuses at once a file that Gwen writes and does not read
-        task = tasks.make(config, begun=tasks.held_out_of(run))
+        hub.find_model(few)  # refuses at once a file that Gwen writes and does not read
+        task = tasks.make_task(config, begun=tasks.read_held_out(run))
         print(f"now what {bits} bits cost, by held-out problems; what is written stays", flush=True)
-        _, sampled, greedy = answers(config, task, wide, 16)
-        model, *_ = answers(config, task, few, bits)
-        lost, same = evaluate.divergence(model, sampled, 1.0), agreement(model, greedy)  # nats a token, share of tokens
+        _, sampled, greedy = evaluate_model(config, task, wide, 16)
+        model, *_ = evaluate_model(config, task, few, bits)
+        lost, same = evaluate.measure_divergence(model, sampled, 1.0), greedy_agreement(model, greedy)  # nats a token, share of tokens
         del model  # one at a time
         base, _ = gwen.load(
-            config.model.name, adapter=run_files.adapter_of(run, 0), end_tokens=config.sampling.end_tokens
+            config.model.name, adapter=run_files.adapter_path(run, 0), end_tokens=config.sampling.end_tokens
         )
-        learned = evaluate.divergence(base, sampled, 1.0)
+        learned = evaluate.measure_divergence(base, sampled, 1.0)
     except ValueError as error:  # the model is written all the same
-        print(visible(f"what {bits} bits cost was not measured: {error}"))
+        print(escape_invisible(f"what {bits} bits cost was not measured: {error}"))
         return
-    begun = run_files.begun_with(config.flat())
+    begun = run_files.describe_start(config.to_flags())
     print(
         f"{bits} bits are {lost:.2g} nats a token from 16, {lost / max(learned, 1e-9):.2%} of the {learned:.2g} that "
         f"training moved{begun}; {same:.1%} of the tokens of greedy answers stay the likeliest"
@@ -75,7 +75,7 @@ def tell_cost(run: str | None, wide: Path, few: Path, bits: int) -> None:
         print(f"WARNING: {bits} bits move the model by over a third of what training did: take more, or train longer")
 
 
-def answers(config: Config, task: tasks.Task, place: Path, bits: int) -> tuple[gwen.Model, list[Sample], list[Sample]]:
+def evaluate_model(config: Config, task: tasks.Task, place: Path, bits: int) -> tuple[gwen.Model, list[Sample], list[Sample]]:
     """Evaluates the model at a place as a run does and prints it; returns it, its samples and greedy answers."""
     model, tokenizer = gwen.load(place, end_tokens=config.sampling.end_tokens)
     scored = task.rubric is not None and task.verifier is None and not config.judge.url  # which may cost money
@@ -86,18 +86,18 @@ def answers(config: Config, task: tasks.Task, place: Path, bits: int) -> tuple[g
         found.extend(both := evaluate.answer_both(model, tokenizer, problems, params))
         return both
 
-    toolbox = episodes.make(config, task.tools, task.environments, tokenizer, model.config)
-    record, _ = evaluate.evaluate(answer, task, evaluate.EvalParams.of(config, toolbox=toolbox), grader=grader)
+    toolbox = episodes.make_toolbox(config, task.tools, task.environments, tokenizer, model.config)
+    record, _ = evaluate.evaluate(answer, task, evaluate.EvalParams.from_config(config, toolbox=toolbox), grader=grader)
     print(f"{bits} bits: {run_files.evaluation_line(record)}", flush=True)
     sampled, greedy = found
     return model, sampled, greedy
 
 
-def agreement(model: gwen.Model, greedy: list[Sample]) -> float:
+def greedy_agreement(model: gwen.Model, greedy: list[Sample]) -> float:
     """The share of the tokens of greedy answers that are the likeliest for this model too."""
     num_same = num_tokens = 0.0
-    for batch in alive.Bar(cut(greedy, POSITIONS, "off"), desc="likeliest tokens", unit="part"):
-        likeliest = (hidden(model, batch) @ model.head_weight.T).argmax(-1)
+    for batch in alive.Bar(make_batches(greedy, POSITIONS, "off"), desc="likeliest tokens", unit="part"):
+        likeliest = (completion_hidden_states(model, batch) @ model.head_weight.T).argmax(-1)
         num_same += ((likeliest == batch.completion_ids) * batch.mask).sum().item()
         num_tokens += batch.mask.sum().item()
     return num_same / num_tokens

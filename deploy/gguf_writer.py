@@ -30,7 +30,7 @@ ROPE_FACTORS = "rope_freqs.weight"  # (D / 2,) what Llama 3 divides the frequenc
 ODD = "He'LL say: don't 12345!?\n\n  x\u0301y _a\u0940\t\u4e2d\u6587 http://A-b.C/\r\n   end"
 
 
-def write(folder: Path, name: str, weights: dict[str, mx.array], config: ModelConfig, tokenizer: Any, bits: int) -> str:
+def write_gguf(folder: Path, name: str, weights: dict[str, mx.array], config: ModelConfig, tokenizer: Any, bits: int) -> str:
     """
     Writes NAME-KIND.gguf into a new folder; returns in words what was written.
 
@@ -41,10 +41,10 @@ def write(folder: Path, name: str, weights: dict[str, mx.array], config: ModelCo
         raise ValueError("--export gguf: gguf is not installed; begin the command with: uv run --extra gguf")
     import gguf
 
-    library = llama_cpp()
+    library = find_llama_cpp()
     label = "Q4_0" if bits == 4 and library is None else LABELS[bits]
     file = f"{name}-{label}.gguf"
-    metadata = metadata_of(config, tokenizer) | {
+    metadata = make_metadata(config, tokenizer) | {
         "general.name": name,
         "general.file_type": int(gguf.LlamaFileType[f"MOSTLY_{label}"]),
         "general.quantization_version": gguf.GGML_QUANT_VERSION,
@@ -63,9 +63,9 @@ def write(folder: Path, name: str, weights: dict[str, mx.array], config: ModelCo
     for ours in list(weights):
         tensor, name = weights.pop(ours).astype(mx.float32), names.get_name(ours, (".weight", ".bias")) or ours
         if config.model_type == "llama" and (part := ours.split(".")[-2]) in heads:
-            tensor = reader.reordered(tensor, heads[part], config.head_dim // 2)
-        kind = kind_of(name, tensor.shape, config, label)
-        writer.add_tensor(name, packed(np.ascontiguousarray(tensor), kind, library), raw_dtype=kind)
+            tensor = reader.reorder_heads(tensor, heads[part], config.head_dim // 2)
+        kind = choose_tensor_type(name, tensor.shape, config, label)
+        writer.add_tensor(name, pack_matrix(np.ascontiguousarray(tensor), kind, library), raw_dtype=kind)
         counts[kind.name] += 1
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -74,7 +74,7 @@ def write(folder: Path, name: str, weights: dict[str, mx.array], config: ModelCo
     return f"{file} with tensors {', '.join(f'{num} {kind}' for kind, num in counts.items())}"
 
 
-def kind_of(name: str, shape: tuple[int, ...], config: ModelConfig, label: str) -> Any:
+def choose_tensor_type(name: str, shape: tuple[int, ...], config: ModelConfig, label: str) -> Any:
     """
     The kind of a tensor: of those that its file would have, best first, the one whose blocks divide the rows (…, C).
 
@@ -91,7 +91,7 @@ def kind_of(name: str, shape: tuple[int, ...], config: ModelConfig, label: str) 
     return next(kind for kind in kinds if shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0)
 
 
-def llama_cpp() -> ctypes.CDLL | None:
+def find_llama_cpp() -> ctypes.CDLL | None:
     """llama.cpp's library, inside the package xllamacpp or installed on this machine, if there is one."""
     spec = importlib.util.find_spec("xllamacpp")
     places = [Path(place) for place in (spec and spec.submodule_search_locations) or []]
@@ -100,7 +100,7 @@ def llama_cpp() -> ctypes.CDLL | None:
     return ctypes.CDLL(path) if path else None
 
 
-def packed(matrix: np.ndarray, kind: Any, library: ctypes.CDLL | None) -> np.ndarray:
+def pack_matrix(matrix: np.ndarray, kind: Any, library: ctypes.CDLL | None) -> np.ndarray:
     """A float32 matrix (…, C) in the bytes of its kind."""
     import gguf
 
@@ -113,7 +113,7 @@ def packed(matrix: np.ndarray, kind: Any, library: ctypes.CDLL | None) -> np.nda
     return out
 
 
-def metadata_of(config: ModelConfig, tokenizer: Any) -> dict[str, Any]:
+def make_metadata(config: ModelConfig, tokenizer: Any) -> dict[str, Any]:
     """What a file says of model and tokenizer. Raises ValueError for a family or tokenizer that it cannot hold."""
     import gguf
 
@@ -130,7 +130,7 @@ def metadata_of(config: ModelConfig, tokenizer: Any) -> dict[str, Any]:
     metadata: dict[str, Any] = {f"{kind}.{theirs}": getattr(config, ours) for ours, theirs in reader.KEYS.items()} | {
         f"{kind}.attention.value_length": config.head_dim,
         "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": split_of(tokenizer),
+        "tokenizer.ggml.pre": tokenizer_rule(tokenizer),
         "tokenizer.ggml.tokens": [names.get(one, f"[PAD{one}]") for one in ids],
         "tokenizer.ggml.token_type": [
             int(kinds[added.get(one)] if one in names else gguf.TokenType.UNUSED) for one in ids
@@ -158,14 +158,14 @@ def prompts_begin_with_bos(tokenizer: Any) -> bool:
     Training takes the template's text as it is. A program that reads a GGUF file puts the token in front where the file
     says so, whatever the template writes.
     """
-    return chat_template.chat_ids(tokenizer, "Hi")[:1] == [tokenizer.bos_token_id]
+    return chat_template.encode_chat(tokenizer, "Hi")[:1] == [tokenizer.bos_token_id]
 
 
-def split_of(tokenizer: Any) -> str:
+def tokenizer_rule(tokenizer: Any) -> str:
     """llama.cpp's name of the rule by which a tokenizer splits text. Raises ValueError where it is none of `SPLITS`."""
     its = tokenizer.backend_tokenizer.pre_tokenizer
     pieces = [piece for piece, _ in its.pre_tokenize_str(ODD)] if its else []
     for name in reader.SPLITS:
-        if pieces == [piece for piece, _ in reader.splitter(name).pre_tokenize_str(ODD)]:
+        if pieces == [piece for piece, _ in reader.make_splitter(name).pre_tokenize_str(ODD)]:
             return name
     raise ValueError(f"--export gguf: the tokenizer splits text otherwise than {', '.join(reader.SPLITS)}; use --fuse")

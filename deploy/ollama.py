@@ -39,7 +39,7 @@ MARKS = ["first mark", "second mark", "third mark"]
 TEXTS = ["{{ .Role }}", 'one "two"\n\n`three\'', "\u00e9\U0001f642 <b>", "</s> \\n", "5"]  # of a talk that is tried
 
 
-class Pieces(NamedTuple):
+class TemplatePieces(NamedTuple):
     """What a chat template puts around the texts of a talk."""
 
     first: str  # in front of a talk that begins with the user
@@ -51,39 +51,39 @@ class Pieces(NamedTuple):
     prompt: str  # between the last user and what is to be written
 
 
-def pieces(tokenizer: Any) -> Pieces | None:
+def template_pieces(tokenizer: Any) -> TemplatePieces | None:
     """Those of a tokenizer's chat template, or None where they do not make up what it renders."""
     try:
-        (first, prompt), (_, reply, later, _) = cut(tokenizer, MARKS[:1]), cut(tokenizer, MARKS)
-        system, told, _ = cut(tokenizer, MARKS[:1], "system mark")
-        user = later.removeprefix(cut(tokenizer, MARKS[:2], opened=False)[-1])  # behind the end of a reply
+        (first, prompt), (_, reply, later, _) = split_at_marks(tokenizer, MARKS[:1]), split_at_marks(tokenizer, MARKS)
+        system, told, _ = split_at_marks(tokenizer, MARKS[:1], "system mark")
+        user = later.removeprefix(split_at_marks(tokenizer, MARKS[:2], opened=False)[-1])  # behind the end of a reply
         if not (first.endswith(user) and told.endswith(user)):
             user = ""
         first, told, later = (one.removesuffix(user) for one in (first, told, later))
-        found = Pieces(first, system, told, user, reply, later, prompt)
+        found = TemplatePieces(first, system, told, user, reply, later, prompt)
         tried = [(TEXTS[:num], its) for num in (1, 3, 5) for its in (None, TEXTS[1])]
-        return found if all(joined(found, *one) == rendered(tokenizer, *one) for one in tried) else None
+        return found if all(join_pieces(found, *one) == render_texts(tokenizer, *one) for one in tried) else None
     except ValueError:  # it refuses a talk, as one with a system message
         return None
 
 
-def rendered(tokenizer: Any, texts: Sequence[str], system: str | None = None, opened: bool = True) -> str:
+def render_texts(tokenizer: Any, texts: Sequence[str], system: str | None = None, opened: bool = True) -> str:
     """What the template makes of texts, the user's and the assistant's in turn, but for what llama.cpp begins with."""
     said = [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(texts)]
-    text = chat_template.render(tokenizer, chat_template.messages(said, system), None, opened=opened)
+    text = chat_template.render_chat(tokenizer, chat_template.make_messages(said, system), None, opened=opened)
     return text.removeprefix(tokenizer.bos_token) if prompts_begin_with_bos(tokenizer) else text
 
 
-def cut(tokenizer: Any, marks: list[str], system: str | None = None, opened: bool = True) -> list[str]:
+def split_at_marks(tokenizer: Any, marks: list[str], system: str | None = None, opened: bool = True) -> list[str]:
     """What a talk's template has before each mark, and behind the last."""
-    text, found = rendered(tokenizer, marks, system, opened), []
+    text, found = render_texts(tokenizer, marks, system, opened), []
     for mark in ([system] if system else []) + marks:
         before, _, text = text.partition(mark)
         found.append(before)
     return [*found, text]
 
 
-def joined(its: Pieces, texts: Sequence[str], system: str | None) -> str:
+def join_pieces(its: TemplatePieces, texts: Sequence[str], system: str | None) -> str:
     """What `GO_TEMPLATE` of these pieces renders."""
     text = its.first if system is None else its.system + system + its.after_system
     for asked, answer in zip(texts[:-1:2], texts[1::2], strict=True):
@@ -91,7 +91,7 @@ def joined(its: Pieces, texts: Sequence[str], system: str | None) -> str:
     return text + its.user + texts[-1] + its.prompt
 
 
-def in_go(text: str) -> str:
+def escape_for_go(text: str) -> str:
     """
     A text in a Go template inside three quotes of a Modelfile, where it stands for itself.
 
@@ -103,7 +103,7 @@ def in_go(text: str) -> str:
     return text.translate(codes).replace('"""', quotes)
 
 
-def quoted(shots: list[dict[str, Any]]) -> str:
+def quote_messages(shots: list[dict[str, Any]]) -> str:
     """
     Messages as lines of a Modelfile, or "" where Ollama would change them.
 
@@ -134,10 +134,10 @@ def write_modelfile(folder: Path, tokenizer: Any, ends: Sequence[int], trained: 
         lines += f"PARAMETER stop {marks}{text}{marks}\n"
     said = ""
     if shots:
-        lines += (told := quoted(shots)) and SHOTS + told
+        lines += (told := quote_messages(shots)) and SHOTS + told
         said = f" that sends {len(shots)} messages first" if told else " without MESSAGE: Ollama would change them"
-    if its := pieces(tokenizer):
-        lines += f'TEMPLATE """{re.sub("@(.*?)@", lambda match: in_go(getattr(its, match[1])), GO_TEMPLATE)}"""\n'
+    if its := template_pieces(tokenizer):
+        lines += f'TEMPLATE """{re.sub("@(.*?)@", lambda match: escape_for_go(getattr(its, match[1])), GO_TEMPLATE)}"""\n'
     (folder / "Modelfile").write_text(lines, encoding="utf-8")
     none = " without TEMPLATE, as the chat template is irregular: Ollama may join texts without roles"
     return said + ("" if its else none)

@@ -8,8 +8,8 @@ import runpy
 import sys
 from pathlib import Path
 
-from flags import fail, hint
-from machine.output import guarded
+from flags import exit_with_error, suggest_name
+from machine.output import guard_output
 
 COMMANDS = {
     "train": "train.py",
@@ -25,7 +25,7 @@ COMMANDS = {
 }
 
 
-@guarded()
+@guard_output()
 def show_help() -> None:
     width = max(map(len, COMMANDS))
     for name, file in COMMANDS.items():
@@ -39,7 +39,7 @@ def main() -> None:
         show_help()
         return
     if word not in COMMANDS:
-        fail(f"{word!r:.60} is no command; {hint(word, COMMANDS) or 'gwen --help lists them'}")
+        exit_with_error(f"{word!r:.60} is no command; {suggest_name(word, COMMANDS) or 'gwen --help lists them'}")
     file, *own = COMMANDS[word].split()
     sys.argv = [str(Path(__file__).parents[1] / file), *own, *flags]
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -46,7 +46,7 @@ class Adapter(NamedTuple):
     pairs: Pairs
 
 
-def find(path: str | Path) -> Path:
+def find_adapter(path: str | Path) -> Path:
     """The adapter directory at `path`, or of the run or checkpoint there. Raises ValueError if none."""
     for directory in (Path(path), Path(path) / "adapter"):
         if (directory / CONFIG).is_file():
@@ -54,16 +54,16 @@ def find(path: str | Path) -> Path:
     raise ValueError(f"--adapter {path}: no {CONFIG} there; give a run or the directory of an adapter")
 
 
-def base_of(path: str | Path) -> str:
+def base_model_of(path: str | Path) -> str:
     """The base model named in an adapter's configuration. Raises ValueError if it names none."""
-    if (name := _base(_opened(path)[1])) is None:
+    if (name := _base_model_name(_open_adapter(path)[1])) is None:
         raise ValueError(f"--adapter {path} does not name the model it was trained on; give it with --model")
     return name
 
 
 def other_base(path: str | Path, model: str | Path) -> str:
     """The base that an adapter names, where that is another model than this; empty where it is, or none is named."""
-    base, name = _base(_opened(path)[1]), str(model)
+    base, name = _base_model_name(_open_adapter(path)[1]), str(model)
     if base is None or _plain_name(base) == _plain_name(name):
         return ""
     places = [Path(hub.BUNDLED.get(one, one)) for one in (base, name)]
@@ -76,24 +76,24 @@ def _plain_name(model: str) -> str:
     return Path(model.partition("@")[0]).name.lower()
 
 
-def is_whole(path: str | Path) -> bool:
+def is_full_weights(path: str | Path) -> bool:
     """Whether an adapter is "full", all weights of its model. Raises ValueError if it is neither that nor "lora"."""
-    return _opened(path)[1].get("fine_tune_type") == "full"
+    return _open_adapter(path)[1].get("fine_tune_type") == "full"
 
 
 # ---- reading
 
 
-def _opened(path: str | Path) -> tuple[Path, dict[str, Any]]:
+def _open_adapter(path: str | Path) -> tuple[Path, dict[str, Any]]:
     """The directory of an adapter and its configuration, which has a `peft_type` in PEFT's layout alone."""
-    directory = find(path)
+    directory = find_adapter(path)
     config = hub.load_object(directory / CONFIG)
     if (kind := config.get("fine_tune_type", "lora")) not in ("lora", "full"):
         raise ValueError(f"--adapter {directory}: fine_tune_type {kind!r:.60} is not supported, only lora and full")
     return directory, config
 
 
-def _base(config: dict[str, Any]) -> str | None:
+def _base_model_name(config: dict[str, Any]) -> str | None:
     name = config.get("base_model_name_or_path" if "peft_type" in config else "model")
     return name if name and isinstance(name, str) else None
 
@@ -106,11 +106,11 @@ def _load_tensors(directory: Path, config: dict[str, Any]) -> dict[str, mx.array
     return tensors
 
 
-def read(path: str | Path) -> Adapter:
+def read_adapter(path: str | Path) -> Adapter:
     """A "lora" adapter of either layout. Raises ValueError naming the problem. path: see `find`."""
-    directory, config = _opened(path)
+    directory, config = _open_adapter(path)
     is_peft = "peft_type" in config
-    if is_whole(directory):
+    if is_full_weights(directory):
         raise ValueError(f"--adapter {directory} holds a whole model; write it with lora.py --fuse, for --model")
     rank, scale = _rank_and_scale(config, f"--adapter {directory}: {CONFIG}")
     endings = {"A.weight": "a", "B.weight": "b"} if is_peft else {"a": "a", "b": "b"}
@@ -119,7 +119,7 @@ def read(path: str | Path) -> Adapter:
         name, _, half = key.removeprefix(PEFT_PREFIX).rpartition(".lora_")
         if half not in endings:
             raise ValueError(f"--adapter {directory}: {key} is neither lora_a nor lora_b of a projection")
-        halves[hub.plain(name), endings[half]] = mx.contiguous(array.T) if is_peft else array
+        halves[hub.plain_name(name), endings[half]] = mx.contiguous(array.T) if is_peft else array
     for name in sorted({name for name, _ in halves}):
         low, high = (halves.get((name, half), mx.array(0)) for half in "ab")
         if low.ndim != 2 or high.ndim != 2 or not low.shape[1] == high.shape[0] == rank:
@@ -127,7 +127,7 @@ def read(path: str | Path) -> Adapter:
         if not (mx.isfinite(low).all() & mx.isfinite(high).all()).item():
             raise ValueError(f"--adapter {directory}: {name} has values that are not finite")
         pairs[name] = low, high
-    return Adapter(_base(config), scale, pairs)
+    return Adapter(_base_model_name(config), scale, pairs)
 
 
 def _rank_and_scale(config: dict[str, Any], where: str) -> tuple[int, float]:
@@ -149,9 +149,9 @@ def _rank_and_scale(config: dict[str, Any], where: str) -> tuple[int, float]:
     raise ValueError(f"{where} has {given!r:.120}; they must make a whole rank, and a scale from 1e-6 to 1e4")
 
 
-def fitting(weights: dict[str, mx.array], path: str | Path) -> Adapter:
+def load_fitting(weights: dict[str, mx.array], path: str | Path) -> Adapter:
     """The adapter at `path`. Raises ValueError if a projection's name or shape does not match these weights."""
-    adapter = read(path)
+    adapter = read_adapter(path)
     for name, (low, high) in adapter.pairs.items():
         base = weights.get(f"{name}.weight")
         if base is None:
@@ -161,16 +161,16 @@ def fitting(weights: dict[str, mx.array], path: str | Path) -> Adapter:
     return adapter
 
 
-def merge(weights: dict[str, mx.array], path: str | Path, family: hub.Family) -> dict[str, mx.array]:
+def merge_weights(weights: dict[str, mx.array], path: str | Path, family: hub.Family) -> dict[str, mx.array]:
     """Hugging Face weights W + scale * (A B)^T in float32, by the adapter at `path`. ValueError if none there fits."""
-    directory, config = _opened(path)
-    if is_whole(directory):
-        trained, _ = hub.from_stored(_load_tensors(directory, config), family)
+    directory, config = _open_adapter(path)
+    if is_full_weights(directory):
+        trained, _ = hub.from_stored_names(_load_tensors(directory, config), family)
         for name, array in trained.items():
             if name not in weights or array.shape != weights[name].shape:
                 raise ValueError(f"--adapter {directory}: {name} {array.shape} is not a tensor of this model")
         return weights | {name: array.astype(weights[name].dtype) for name, array in trained.items()}
-    adapter, weights = fitting(weights, directory), dict(weights)
+    adapter, weights = load_fitting(weights, directory), dict(weights)
     for name, (low, high) in adapter.pairs.items():
         base = weights[f"{name}.weight"]
         delta = adapter.scale * (low.astype(mx.float32) @ high.astype(mx.float32)).T
@@ -206,9 +206,9 @@ def write_peft(adapter: Adapter, directory: Path) -> None:
         (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
-def masters(adapter: dict[str, mx.array]) -> dict[str, mx.array]:
+def split_adapter_weights(adapter: dict[str, mx.array]) -> dict[str, mx.array]:
     """What `lora.adapter_weights` took apart, by this model's names: "layers.0.self_attn.qkv_proj.lora_a"."""
-    adapter = {hub.plain(name): array for name, array in adapter.items()}
+    adapter = {hub.plain_name(name): array for name, array in adapter.items()}
     rows = hub.fuse_weights({name: array.T for name, array in adapter.items() if name.endswith("lora_b")})
     out = {name: mx.contiguous(array.T) for name, array in rows.items()}
     for name in rows:

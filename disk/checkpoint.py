@@ -26,7 +26,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from disk import adapters, hub, places
-from disk.run_files import is_owned, refuse_replaced, settings_of
+from disk.run_files import check_still_owned, is_owned, load_settings
 from flags import names_path
 from machine import memory
 
@@ -51,8 +51,8 @@ def save(run_dir: str | Path, state: State, write_adapter: Callable[[Path], bool
 
     write_adapter: writes the trained weights to a directory; whether they are adapters.
     """
-    refuse_replaced(Path(run_dir))
-    target = path_of(run_dir, state.step)
+    check_still_owned(Path(run_dir))
+    target = checkpoint_path(run_dir, state.step)
     scratch, replaced = target.with_name(f".{target.name}.partial"), target.with_name(f"{target.name}.replaced")
     _remove(scratch)
     scratch.mkdir(parents=True)
@@ -66,7 +66,7 @@ def save(run_dir: str | Path, state: State, write_adapter: Callable[[Path], bool
             _sync(log)
         record = json.loads(json.dumps({"step": state.step, "extra": state.extra}, allow_nan=False))
         write_json(scratch / "state.json", {"sha256": _checksum(record, scratch)} | record)
-        refuse_replaced(Path(run_dir))
+        check_still_owned(Path(run_dir))
         if target.exists():  # saving a step again: keep the old one until the new one is in place
             _remove(replaced)
             os.replace(target, replaced)
@@ -75,7 +75,7 @@ def save(run_dir: str | Path, state: State, write_adapter: Callable[[Path], bool
         _remove(scratch)
         raise
     _remove(replaced)
-    for old in saved(run_dir)[:-KEPT]:
+    for old in saved_checkpoints(run_dir)[:-KEPT]:
         _remove(old)
 
 
@@ -86,7 +86,7 @@ def load(run_dir: str | Path) -> State:
             _remove(replaced)
         else:
             os.replace(replaced, target)
-    for path in reversed(saved(run_dir)):
+    for path in reversed(saved_checkpoints(run_dir)):
         try:
             return _read(path)
         except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
@@ -100,17 +100,17 @@ def _read(path: Path) -> State:
     record = json.loads((path / "state.json").read_text())
     if record.pop("sha256") != _checksum(record, path):
         raise ValueError("its checksum does not match")
-    if path != path_of(path.parent.parent, record["step"]):
+    if path != checkpoint_path(path.parent.parent, record["step"]):
         raise ValueError(f"it is of step {record['step']}")
     adapter, state = (hub.load_tensors(path / name) for name in TENSORS)
     groups: dict[str, dict[str, mx.array]] = {"trainable": {}, "optimizer": {}}
     for name, array in state.items():
         group, _, key = name.partition("/")
         groups[group][key] = array
-    return State(record["step"], groups["trainable"] or adapters.masters(adapter), groups["optimizer"], record["extra"])
+    return State(record["step"], groups["trainable"] or adapters.split_adapter_weights(adapter), groups["optimizer"], record["extra"])
 
 
-def refuse_other_tensors(state: State, trainable: dict[str, mx.array], dtype: str, run_dir: Path) -> None:
+def check_tensors(state: State, trainable: dict[str, mx.array], dtype: str, run_dir: Path) -> None:
     """ValueError when a checkpoint is of other tensors, or of a model in another type, than the run that resumes it."""
     shapes, ours = ({name: array.shape for name, array in arrays.items()} for arrays in (state.trainable, trainable))
     if shapes != ours:
@@ -119,12 +119,12 @@ def refuse_other_tensors(state: State, trainable: dict[str, mx.array], dtype: st
         raise ValueError(f"--resume {run_dir}: it ran in {state.extra['dtype']}, not {dtype}; set GWEN_DTYPE to that")
 
 
-def path_of(run_dir: str | Path, step: int) -> Path:
+def checkpoint_path(run_dir: str | Path, step: int) -> Path:
     """The path of a step's checkpoint, which need not exist."""
     return Path(run_dir) / "checkpoints" / f"step-{step:06d}"
 
 
-def saved(run_dir: str | Path) -> list[Path]:
+def saved_checkpoints(run_dir: str | Path) -> list[Path]:
     """The checkpoints of a run, oldest first, intact or not."""
     named = (Path(run_dir) / "checkpoints").glob("step-*")
     return sorted(path for path in named if path.name.removeprefix("step-").isdecimal())  # else of a killed process
@@ -138,13 +138,13 @@ def newest_unfinished(steps: int | None = None, runs: Path = Path("runs")) -> st
     """
     settings = [*runs.glob("*/config.yaml"), *runs.glob("*/seed-*/config.yaml")]
     newest_first = sorted(settings, key=lambda path: path.stat().st_mtime, reverse=True)
-    found = [path.parent for path in newest_first if saved(path.parent) and not is_owned(path.parent)]
+    found = [path.parent for path in newest_first if saved_checkpoints(path.parent) and not is_owned(path.parent)]
     if not found:
         raise ValueError(f"--resume: no run in {runs}/ can go on; name the directory of a run")
 
     def is_unfinished(run: Path) -> bool:
-        last = int(saved(run)[-1].name.removeprefix("step-"))
-        asked = steps or settings_of(str(run)).get("steps", 0)
+        last = int(saved_checkpoints(run)[-1].name.removeprefix("step-"))
+        asked = steps or load_settings(str(run)).get("steps", 0)
         return type(asked) is not int or last < asked  # what is no number is told where the run is read
 
     chosen = next(filter(is_unfinished, found), found[0])
@@ -155,7 +155,7 @@ def newest_unfinished(steps: int | None = None, runs: Path = Path("runs")) -> st
 # ---- what a run was made of
 
 
-def digest(*parts: Any) -> str:
+def digest_of(*parts: Any) -> str:
     """What tells values from others: 16 digits of a SHA-256 of their representation, where no address counts."""
     digest = hashlib.sha256()
     for part in parts:
@@ -170,7 +170,7 @@ def digest_of_model(model: Any) -> str:
     sums = {n: mx.sum(mx.view(array.reshape(-1), words[array.itemsize])) for n, array in weights.items()}
     mx.eval(sums)
     of_weights = sorted((n, array.shape, str(array.dtype), sums[n].item()) for n, array in weights.items())
-    return digest(model.config, of_weights)
+    return digest_of(model.config, of_weights)
 
 
 def _checksum(record: dict[str, Any], path: Path) -> str:
@@ -188,7 +188,7 @@ def follow(state: State, moves: places.Moves) -> State:
     return state._replace(extra=state.extra | {"settings": settings, "sources": sources})
 
 
-def refuse_changes(run_dir: Path, state: State, now: dict[str, Any], allowed: bool) -> None:
+def check_changes(run_dir: Path, state: State, now: dict[str, Any], allowed: bool) -> None:
     """
     Raises ValueError naming what is not as it was when the checkpoint was saved; prints it where that is `allowed`.
 
@@ -226,9 +226,9 @@ def _sync(path: Path) -> None:
 def save_tensors(path: Path, arrays: dict[str, mx.array]) -> None:
     """Writes safetensors and forces them to disk. Raises OSError if they do not fit."""
     try:
-        memory.on_cpu(mx.save_safetensors, str(path), dict(sorted(arrays.items())), metadata={"format": "mlx"})
+        memory.write_on_cpu(mx.save_safetensors, str(path), dict(sorted(arrays.items())), metadata={"format": "mlx"})
     except RuntimeError as error:
-        if memory.is_too_much(error):
+        if memory.is_too_large(error):
             raise
         raise OSError(f"{path} cannot be written: {error}") from error
     _sync(path)
@@ -246,11 +246,11 @@ def publish(run_dir: str | Path, state: State) -> None:
 
     Skips identical files, so a resume works on a full disk. OSError leaves the old file.
     """
-    refuse_replaced(Path(run_dir))
+    check_still_owned(Path(run_dir))
     for name in ["adapter"] + [BEST] * (state.extra["best_step"] == state.step):
         target = Path(run_dir) / name
         target.mkdir(exist_ok=True)
-        for file in sorted((path_of(run_dir, state.step) / "adapter").iterdir()):
+        for file in sorted((checkpoint_path(run_dir, state.step) / "adapter").iterdir()):
             place, scratch = target / file.name, target / f"{file.name}.partial"
             if place.exists() and filecmp.cmp(file, place, shallow=False):
                 continue

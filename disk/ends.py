@@ -38,7 +38,7 @@ def special_tokens(tokenizer: Any) -> dict[int, str]:
     return {number: token.content for number, token in added.items() if token.special}
 
 
-def ids_of(tokenizer: Any, end_tokens: Sequence[str]) -> list[int]:
+def find_token_ids(tokenizer: Any, end_tokens: Sequence[str]) -> list[int]:
     """The ids of `--end-tokens`, texts of tokens or ids. Raises ValueError for one that is not in the vocabulary."""
     vocabulary, numbers = tokenizer.get_vocab(), []
     ids = set(vocabulary.values())
@@ -67,7 +67,7 @@ def end_of_reply(tokenizer: Any) -> int | None:
     return next((number for number in ids if number in tokenizer.added_tokens_decoder), None)
 
 
-def with_ends(
+def add_end_tokens(
     config: ModelConfig, tokenizer: Any, end_tokens: Sequence[str] = ()
 ) -> tuple[ModelConfig, dict[int, str]]:
     """
@@ -86,7 +86,7 @@ def with_ends(
     add_eos(tokenizer.eos_token_id, "the tokenizer's eos_token")
     add_eos(end_of_reply(tokenizer), "the chat template ends a reply with it")
 
-    others = dict.fromkeys(ids_of(tokenizer, end_tokens), "as --end-tokens says")
+    others = dict.fromkeys(find_token_ids(tokenizer, end_tokens), "as --end-tokens says")
     for number, token in special.items():
         is_begin = number in (tokenizer.bos_token_id, tokenizer.unk_token_id)
         if token in KNOWN_ENDS:
@@ -100,7 +100,7 @@ def with_ends(
     return dataclasses.replace(config, eos_ids=tuple(eos_ids), other_end_ids=tuple(others)), sources | others
 
 
-def note(config: ModelConfig, tokenizer: Any, sources: dict[int, str]) -> str:
+def describe_sources(config: ModelConfig, tokenizer: Any, sources: dict[int, str]) -> str:
     """A line on the end tokens that the model's files do not name; empty where they name all."""
     if not sources:
         return ""
@@ -110,7 +110,7 @@ def note(config: ModelConfig, tokenizer: Any, sources: dict[int, str]) -> str:
     return f"{files}; completions end {'also ' if given else ''}at {'; '.join(listed)}; --end-tokens adds others"
 
 
-def inside(prompt: Sequence[int], own: Sequence[int], controls: dict[int, str]) -> list[str]:
+def find_controls(prompt: Sequence[int], own: Sequence[int], controls: dict[int, str]) -> list[str]:
     """
     The control tokens in the own ids of an answer, each once.
 
@@ -123,6 +123,6 @@ def inside(prompt: Sequence[int], own: Sequence[int], controls: dict[int, str]) 
     return tokens
 
 
-def controls_of(tokenizer: Any, end_ids: Collection[int]) -> dict[int, str]:
+def control_tokens(tokenizer: Any, end_ids: Collection[int]) -> dict[int, str]:
     """The control tokens that end nothing, by id."""
     return {number: token for number, token in special_tokens(tokenizer).items() if number not in end_ids}

@@ -55,7 +55,7 @@ PIECE = 2**24  # bytes of a tensor that are spread out at once
 WIDE = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}  # kinds of 16 bits or more
 
 
-def directory_of(path: Path) -> Path:
+def extract_directory(path: Path) -> Path:
     """A GGUF file's directory of config.json, tokenizer and a link to it, written once. ValueError names a fault."""
     about = path.stat()
     key = sha256(f"{FORM} {path.resolve()} {about.st_size} {about.st_mtime_ns}".encode()).hexdigest()[:16]
@@ -63,11 +63,11 @@ def directory_of(path: Path) -> Path:
     directory = cache / f"{path.stem}-{key}"
     if directory.is_dir():
         return directory
-    reader = opened(path)
+    reader = open_file(path)
     try:
         metadata = {name: field.contents() for name, field in reader.fields.items()}
-        config, tokenizer = config_of(metadata, reader.tensors), tokenizer_of(metadata)
-        named(reader.tensors, config["model_type"])  # only to refuse what is unknown
+        config, tokenizer = make_raw_config(metadata, reader.tensors), make_tokenizer(metadata)
+        tensors_by_name(reader.tensors, config["model_type"])  # only to refuse what is unknown
     except ValueError as error:
         raise ValueError(f"--model {path} has {error}") from error
     except Exception as error:  # metadata that is missing or of another type, or from the tokenizer's library
@@ -84,7 +84,7 @@ def directory_of(path: Path) -> Path:
     return directory
 
 
-def opened(path: Path) -> Any:
+def open_file(path: Path) -> Any:
     """A file as the package reads it, `fields` and `tensors`. ValueError without the package, or for no whole file."""
     if importlib.util.find_spec("gguf") is None:
         raise ValueError(f"--model {path} needs the package gguf; begin the command with: uv run --extra gguf")
@@ -112,7 +112,7 @@ def opened(path: Path) -> Any:
     return reader
 
 
-def named(tensors: list[Any], kind: str) -> dict[str, Any]:
+def tensors_by_name(tensors: list[Any], kind: str) -> dict[str, Any]:
     """The tensors of a file by Hugging Face name. ValueError names one that is not supported."""
     import gguf
 
@@ -128,13 +128,13 @@ def named(tensors: list[Any], kind: str) -> dict[str, Any]:
     return found
 
 
-def load(path: Path, config: dict[str, Any], dtype: mx.Dtype) -> dict[str, mx.array]:
+def load_gguf_weights(path: Path, config: dict[str, Any], dtype: mx.Dtype) -> dict[str, mx.array]:
     """Weights by Hugging Face name, few bits in `dtype`. config: as `directory_of` wrote it. ValueError as `opened`."""
     import gguf
 
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config.get("num_key_value_heads")}
     weights = {}
-    for name, tensor in named(opened(path).tensors, config["model_type"]).items():
+    for name, tensor in tensors_by_name(open_file(path).tensors, config["model_type"]).items():
         kind, part = tensor.tensor_type, name.split(".")[-2]
         pieces = np.array_split(tensor.data, min(len(tensor.data), -(-tensor.n_bytes // PIECE)))
         try:
@@ -142,13 +142,13 @@ def load(path: Path, config: dict[str, Any], dtype: mx.Dtype) -> dict[str, mx.ar
                 arrays = [mx.array(gguf.dequantize(piece, kind), WIDE.get(kind.name, dtype)) for piece in pieces]
             weights[name] = mx.concatenate(arrays)
             if config["model_type"] == "llama" and part in heads:
-                weights[name] = reordered(weights[name], heads[part] or config["num_attention_heads"], 2)
+                weights[name] = reorder_heads(weights[name], heads[part] or config["num_attention_heads"], 2)
         except (NotImplementedError, ValueError) as error:  # of an unknown kind, or of other heads
             raise ValueError(f"--model {path}: {tensor.name}: {error}") from error
     return weights
 
 
-def config_of(metadata: dict[str, Any], tensors: list[Any]) -> dict[str, Any]:
+def make_raw_config(metadata: dict[str, Any], tensors: list[Any]) -> dict[str, Any]:
     """The content of config.json. Raises ValueError for what is not supported, KeyError for what is missing."""
     kind = metadata.get("general.architecture")
     if kind not in ARCHITECTURES:
@@ -169,7 +169,7 @@ def config_of(metadata: dict[str, Any], tensors: list[Any]) -> dict[str, Any]:
     }
 
 
-def reordered(rows: mx.array, num_heads: int, width: int) -> mx.array:
+def reorder_heads(rows: mx.array, num_heads: int, width: int) -> mx.array:
     """
     Rows (H * D, …) of a query or key projection, each head's taken as (D / width, width) and transposed: with 2 from
     llama.cpp's order, which rotates neighbours, to Hugging Face's, which rotates halves; with D / 2 back.
@@ -178,7 +178,7 @@ def reordered(rows: mx.array, num_heads: int, width: int) -> mx.array:
     return paired.swapaxes(1, 2).reshape(rows.shape)
 
 
-def splitter(split: str) -> Any:
+def make_splitter(split: str) -> Any:
     """What splits a text by one of `SPLITS`, before merges."""
     from tokenizers import Regex, pre_tokenizers
 
@@ -190,7 +190,7 @@ def splitter(split: str) -> Any:
     return pre_tokenizers.Sequence([first, second])
 
 
-def tokenizer_of(metadata: dict[str, Any]) -> Any:
+def make_tokenizer(metadata: dict[str, Any]) -> Any:
     """The file's tokenizer, for transformers. Raises ValueError naming a kind that is not supported."""
     kind, split = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
     if kind != "gpt2" or split not in SPLITS:
@@ -208,7 +208,7 @@ def tokenizer_of(metadata: dict[str, Any]) -> Any:
     made = Tokenizer(models.BPE(numbers, merges, ignore_merges=split == "llama-bpe"))
     if split == "qwen2":
         made.normalizer = normalizers.NFC()
-    made.pre_tokenizer, made.decoder = splitter(split), decoders.ByteLevel()
+    made.pre_tokenizer, made.decoder = make_splitter(split), decoders.ByteLevel()
     special = {gguf.TokenType.CONTROL: True, gguf.TokenType.USER_DEFINED: False}
     pairs = [(token, kind) for token, kind in zip(tokens, types, strict=True) if kind in special]
     made.add_tokens([AddedToken(token, special=special[kind], normalized=False) for token, kind in pairs])

@@ -135,25 +135,25 @@ def make_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) -
     if family.is_hybrid:
         raw = text if isinstance(text := outer.get("text_config"), dict) else {}
     both = {**outer, **raw}
-    refuse_unsupported(both)
-    sizes = {key: checked(raw, key, 1, 2**21) for key in ("hidden_size", "intermediate_size", "vocab_size")}
-    num_heads, kinds = checked(raw, "num_attention_heads", 1, 2**10), layer_kinds(raw, model_type)
-    head_dim = checked(raw, "head_dim", 2, 2**10, default=sizes["hidden_size"] // num_heads)
-    max_positions = checked(raw, "max_position_embeddings", 1, 2**31, default=32768)
-    theta, share, scaling = rope_settings(raw, family, max_positions)
+    check_supported(both)
+    sizes = {key: read_number_field(raw, key, 1, 2**21) for key in ("hidden_size", "intermediate_size", "vocab_size")}
+    num_heads, kinds = read_number_field(raw, "num_attention_heads", 1, 2**10), layer_kinds(raw, model_type)
+    head_dim = read_number_field(raw, "head_dim", 2, 2**10, default=sizes["hidden_size"] // num_heads)
+    max_positions = read_number_field(raw, "max_position_embeddings", 1, 2**31, default=32768)
+    theta, share, scaling = read_rope_settings(raw, family, max_positions)
     if share * head_dim % 2:
         raise ValueError(f"config.json rotates {share:g} of head_dim={head_dim}; rotary positions need an even number")
-    eos = end_ids("config.json", both, sizes["vocab_size"])
-    eos = end_ids("generation_config.json", generation or {}, sizes["vocab_size"]) or eos
-    delta_sizes = (checked(raw, f"linear_{key}", 1, 2**10, default) for key, default in DELTA_SIZES.items())
+    eos = read_end_ids("config.json", both, sizes["vocab_size"])
+    eos = read_end_ids("generation_config.json", generation or {}, sizes["vocab_size"]) or eos
+    delta_sizes = (read_number_field(raw, f"linear_{key}", 1, 2**10, default) for key, default in DELTA_SIZES.items())
     return ModelConfig(
         model_type=model_type,
         **sizes,
         layer_kinds=kinds,
         num_attention_heads=num_heads,
-        num_key_value_heads=checked(raw, "num_key_value_heads", 1, num_heads, default=num_heads),
+        num_key_value_heads=read_number_field(raw, "num_key_value_heads", 1, num_heads, default=num_heads),
         head_dim=head_dim,
-        rms_norm_eps=checked(raw, "rms_norm_eps", 0.0, 1.0),
+        rms_norm_eps=read_number_field(raw, "rms_norm_eps", 0.0, 1.0),
         max_position_embeddings=max_positions,
         tie_word_embeddings=bool(both.get("tie_word_embeddings", family.tied)),
         rope_theta=theta,
@@ -172,7 +172,7 @@ DELTA_SIZES = {  # in the order of `DeltaSizes`, and what is taken where config.
 }
 
 
-def end_ids(name: str, content: dict[str, Any], vocab_size: int) -> list[int]:
+def read_end_ids(name: str, content: dict[str, Any], vocab_size: int) -> list[int]:
     """The end tokens in a file. Raises ValueError for one that the vocabulary has not."""
     given = content.get("eos_token_id")
     ids = given if isinstance(given, list) else [] if given is None else [given]
@@ -181,7 +181,7 @@ def end_ids(name: str, content: dict[str, Any], vocab_size: int) -> list[int]:
     return ids
 
 
-def checked(raw: dict[str, Any], key: str, low: float, high: float, default: Any = None) -> Any:
+def read_number_field(raw: dict[str, Any], key: str, low: float, high: float, default: Any = None) -> Any:
     """The number under `key`, or `default`; a float if `low` is one, else int. ValueError outside low to high."""
     value = default if raw.get(key) is None else raw[key]
     kinds = (int, float) if isinstance(low, float) else (int,)
@@ -191,7 +191,7 @@ def checked(raw: dict[str, Any], key: str, low: float, high: float, default: Any
     return float(value) if float in kinds else value
 
 
-def refuse_unsupported(raw: dict[str, Any]) -> None:
+def check_supported(raw: dict[str, Any]) -> None:
     """Raises ValueError naming a feature that no weights show; biases are refused as tensors by the strict load."""
     packing, by_others = raw.get("quantization") or {}, raw.get("quantization_config")
     if not isinstance(packing, dict) or (by_others and not packing):
@@ -207,9 +207,9 @@ def layer_kinds(raw: dict[str, Any], model_type: str) -> tuple[str, ...]:
     What each layer is, see `ModelConfig`. Of four layers Qwen3.5 has one with full attention, SmolLM3 one without
     positions, unless config.json says otherwise. Raises ValueError for other kinds and lengths of its lists.
     """
-    num_layers, is_hybrid = checked(raw, "num_hidden_layers", 1, 2**10), FAMILIES[model_type].is_hybrid
+    num_layers, is_hybrid = read_number_field(raw, "num_hidden_layers", 1, 2**10), FAMILIES[model_type].is_hybrid
     interval = "full_attention_interval" if is_hybrid else "no_rope_layer_interval"
-    every = checked(raw, interval, 1, 2**31, default=4)
+    every = read_number_field(raw, interval, 1, 2**31, default=4)
     is_last = [(layer + 1) % every == 0 for layer in range(num_layers)]  # of each interval
     known = ("linear_attention", "full_attention") if is_hybrid else ("full_attention",)
     kinds = raw.get("layer_types") or [known[-1 if last else 0] for last in is_last]
@@ -228,7 +228,7 @@ ROPE_SCALINGS: dict[str, dict[str, Any]] = {  # the numbers of each kind, and wh
 }
 
 
-def rope_settings(raw: dict[str, Any], family: Family, positions: int) -> tuple[float, float, dict[str, Any] | None]:
+def read_rope_settings(raw: dict[str, Any], family: Family, positions: int) -> tuple[float, float, dict[str, Any] | None]:
     """
     Theta, the rotated share of a head and, where positions are scaled, `rope_type` and its numbers, with defaults.
 
@@ -240,8 +240,8 @@ def rope_settings(raw: dict[str, Any], family: Family, positions: int) -> tuple[
         rope = f"rope_scaling={scaling!r:.60} and rope_parameters={together!r:.60}"
         raise ValueError(f"config.json has {rope}; they must be objects")
     scaling = {key: value for key, value in (scaling or together).items() if value is not None}
-    theta = checked({**together, **raw}, "rope_theta", 2.0, 1e12)
-    share = checked({**scaling, **raw}, "partial_rotary_factor", 1e-3, 1.0, default=family.rotary_share)
+    theta = read_number_field({**together, **raw}, "rope_theta", 2.0, 1e12)
+    share = read_number_field({**scaling, **raw}, "partial_rotary_factor", 1e-3, 1.0, default=family.rotary_share)
     if share != 1 and family.rotary_share == 1:
         raise ValueError(f"config.json has partial_rotary_factor={share:g}; {family.members} rotate whole heads")
     rope_type = scaling.get("rope_type", scaling.get("type", "default"))
@@ -256,11 +256,11 @@ def rope_settings(raw: dict[str, Any], family: Family, positions: int) -> tuple[
     if rope_type == "yarn":
         scaling.setdefault("original_max_position_embeddings", positions)
     least = {"original_max_position_embeddings": 1, "factor": 1.0}
-    read = {key: checked(scaling, key, least.get(key, 1e-3), 2**31, default) for key, default in numbers.items()}
+    read = {key: read_number_field(scaling, key, least.get(key, 1e-3), 2**31, default) for key, default in numbers.items()}
     return theta, share, {"rope_type": rope_type, **read}
 
 
-def to_raw(config: ModelConfig, dtype: mx.Dtype) -> dict[str, Any]:
+def make_config_json(config: ModelConfig, dtype: mx.Dtype) -> dict[str, Any]:
     """
     The `config.json` of a model saved in `dtype`, for mlx_lm and transformers.
 
@@ -338,9 +338,9 @@ def unfuse_weights(weights: dict[str, mx.array], config: ModelConfig) -> dict[st
 # ---- weights of few bits, as mlx_lm packs them: NAME.weight uint32, and of each group NAME.scales and NAME.biases
 
 
-def packings(weights: dict[str, mx.array], config: ModelConfig) -> dict[str, dict[str, Any]]:
+def find_packings(weights: dict[str, mx.array], config: ModelConfig) -> dict[str, dict[str, Any]]:
     """Group size, bits and mode of each packed module, by its name, "model.layers.0.self_attn.q_proj"."""
-    given = {plain(key): value for key, value in (config.packing or {}).items()}
+    given = {plain_name(key): value for key, value in (config.packing or {}).items()}
     ways = {}
     for name in sorted(name.removesuffix(".scales") for name in weights if given and name.endswith(".scales")):
         way = given | (own if isinstance(own := given.get(name), dict) else {})
@@ -348,7 +348,7 @@ def packings(weights: dict[str, mx.array], config: ModelConfig) -> dict[str, dic
     return ways
 
 
-def unpack(weights: dict[str, mx.array], ways: dict[str, dict[str, Any]]) -> None:
+def unpack_weights(weights: dict[str, mx.array], ways: dict[str, dict[str, Any]]) -> None:
     """Spreads these modules out, in place; each when something needs it. ValueError names one that does not fit."""
     for name, way in ways.items():
         scales, biases = weights.pop(f"{name}.scales"), weights.pop(f"{name}.biases", None)
@@ -367,7 +367,7 @@ def unpack(weights: dict[str, mx.array], ways: dict[str, dict[str, Any]]) -> Non
 HYBRID_PREFIX, MLX_LM_PREFIX = "model.language_model.", "language_model."
 
 
-def _moved(weights: dict[str, mx.array], offset: float) -> dict[str, mx.array]:
+def _shift_weights(weights: dict[str, mx.array], offset: float) -> dict[str, mx.array]:
     """Weights with an offset added to norms, and the last axes of convolutions swapped."""
     out = dict(weights)
     for name, array in weights.items():
@@ -378,31 +378,31 @@ def _moved(weights: dict[str, mx.array], offset: float) -> dict[str, mx.array]:
     return out
 
 
-def plain(name: str) -> str:
+def plain_name(name: str) -> str:
     """A stored name as "model.layers…"."""
     name = name.removeprefix(MLX_LM_PREFIX)
     return f"model.{name.removeprefix(HYBRID_PREFIX)}" if name.startswith(HYBRID_PREFIX) else name
 
 
-def from_stored(weights: dict[str, mx.array], family: Family) -> tuple[dict[str, mx.array], int]:
+def from_stored_names(weights: dict[str, mx.array], family: Family) -> tuple[dict[str, mx.array], int]:
     """Stored tensors, Hugging Face's or mlx_lm's, as "model.layers…", and how many were skipped."""
     if not family.is_hybrid:
         return weights, 0
-    named = ((plain(name), array) for name, array in weights.items())
+    named = ((plain_name(name), array) for name, array in weights.items())
     out = {name: array for name, array in named if not name.startswith(family.skipped)}
     if any(name.endswith("conv1d.weight") and array.shape[-1] == 1 for name, array in out.items()):
-        out = _moved(out, -family.norm_offset)
+        out = _shift_weights(out, -family.norm_offset)
     return out, len(weights) - len(out)
 
 
-def to_mlx_lm(weights: dict[str, mx.array], family: Family) -> dict[str, mx.array]:
+def to_mlx_lm_names(weights: dict[str, mx.array], family: Family) -> dict[str, mx.array]:
     """ "model.layers…" as mlx_lm's model holds them, where `from_stored` reads them."""
     if not family.is_hybrid:
         return weights
-    return {MLX_LM_PREFIX + name: array for name, array in _moved(weights, family.norm_offset).items()}
+    return {MLX_LM_PREFIX + name: array for name, array in _shift_weights(weights, family.norm_offset).items()}
 
 
-def to_hub(weights: dict[str, mx.array], family: Family) -> dict[str, mx.array]:
+def to_hub_names(weights: dict[str, mx.array], family: Family) -> dict[str, mx.array]:
     """ "model.layers…" as Hugging Face stores them."""
     prefix = HYBRID_PREFIX if family.is_hybrid else "model."
     return {name.replace("model.", prefix, 1): array for name, array in weights.items()}  # or "lm_head.weight"
@@ -483,7 +483,7 @@ def load_weights(directory: Path, dtype: mx.Dtype = mx.float32) -> dict[str, mx.
     from disk import gguf
 
     if (directory / gguf.LINK).is_file():
-        return gguf.load((directory / gguf.LINK).resolve(), load_object(directory / "config.json"), dtype)
+        return gguf.load_gguf_weights((directory / gguf.LINK).resolve(), load_object(directory / "config.json"), dtype)
     index, named = directory / "model.safetensors.index.json", r'"(model[^"/]*\.safetensors)"'
     shards = {path.name for path in directory.glob("model*.safetensors")}
     if index.is_file():  # other files may lie beside those of this model
@@ -579,14 +579,14 @@ def is_gguf(path_or_id: str | Path) -> bool:
     return path_or_id == "smollm2" or (Path(path_or_id).suffix == ".gguf" and os.path.isfile(path_or_id))
 
 
-def find(path_or_id: str | Path, files: list[str] = HUB_FILES) -> Path:
+def find_model(path_or_id: str | Path, files: list[str] = HUB_FILES) -> Path:
     """The directory of a bundled model, path, GGUF file or hub id, downloading `files`. ValueError if there is none."""
     if path_or_id in BUNDLED:
         return BUNDLED[str(path_or_id)]
     if is_gguf(path_or_id):
         from disk import gguf
 
-        return gguf.directory_of(smollm2_file() if path_or_id == "smollm2" else Path(path_or_id))
+        return gguf.extract_directory(smollm2_file() if path_or_id == "smollm2" else Path(path_or_id))
     if Path(path_or_id).is_dir():
         return Path(path_or_id)
     if isinstance(path_or_id, Path) or str(path_or_id).count("/") != 1 or str(path_or_id).startswith((".", "/", "~")):

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from flags import read_json, visible
+from flags import escape_invisible, read_json
 
 LARGE = 2**28  # bytes of a file above which its digest is of its size and its ends
 END = 2**24  # bytes of such an end
@@ -58,7 +58,7 @@ def map_settings(settings: dict[str, Any], find: Callable[[str], str | None]) ->
     return mapped
 
 
-def paths_of(settings: dict[str, Any]) -> list[str]:
+def existing_paths(settings: dict[str, Any]) -> list[str]:
     """The absolute paths in settings at which something is."""
     paths: dict[str, None] = {}  # in order, each once
 
@@ -98,7 +98,7 @@ def digest_of_path(path: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def record_of(paths: Iterable[str], run_dir: Path) -> dict[str, Any]:
+def make_record(paths: Iterable[str], run_dir: Path) -> dict[str, Any]:
     """What env.json holds about the places of a run whose settings name these paths."""
     return {
         "run": os.path.abspath(run_dir),
@@ -126,7 +126,7 @@ def read_record(run_dir: Path) -> dict[str, Any]:
 # ---- after a move
 
 
-def moves_of(run_dir: Path, named: Iterable[str] = ()) -> Moves:
+def find_moves(run_dir: Path, named: Iterable[str] = ()) -> Moves:
     """
     The new places of a run's files that are no longer where they were; prints a line for each.
 
@@ -144,18 +144,18 @@ def moves_of(run_dir: Path, named: Iterable[str] = ()) -> Moves:
         equal = [path for path in candidates if digest_of_path(path) == digest]
         if equal:
             moves[old] = equal[0]
-            tell(f"{old} is no longer there; the same bytes are taken from {equal[0]}")
+            print_once(f"{old} is no longer there; the same bytes are taken from {equal[0]}")
         elif candidates and candidates[0] in places:
-            tell(f"{old} is no longer there, and {candidates[0]} holds something else")
+            print_once(f"{old} is no longer there, and {candidates[0]} holds something else")
     return moves
 
 
 @functools.cache
-def tell(line: str) -> None:
+def print_once(line: str) -> None:
     """Prints a line on stderr, each once in a process."""
-    print(visible(line), file=sys.stderr)
+    print(escape_invisible(line), file=sys.stderr)
 
 
-def relocated(settings: dict[str, Any], run_dir: Path) -> dict[str, Any]:
+def relocate_settings(settings: dict[str, Any], run_dir: Path) -> dict[str, Any]:
     """A run's settings with the new places of files that moved: see `moves_of`."""
-    return map_settings(settings, moves_of(run_dir).get)
+    return map_settings(settings, find_moves(run_dir).get)

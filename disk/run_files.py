@@ -24,7 +24,7 @@ import numpy as np
 
 from disk import places
 from disk.hub import load_object
-from flags import Parser, load_yaml, names_path, no_run, read_json
+from flags import Parser, explain_missing_run, load_yaml, names_path, read_json
 from machine import versions
 
 LOCK = "lock"
@@ -36,14 +36,14 @@ KEYS = {  # that the records of a log have beside their step
 START = "adapter-start"  # the adapter of --init-adapter, as the run had it before its first step
 
 
-def add_flags(parser: Parser) -> None:
+def add_adapter_flags(parser: Parser) -> None:
     """Adds the flags that `settle` reads."""
     parser.add_argument("--run", metavar="DIR", help="a run, whose model, adapter and settings are taken")
     parser.add_argument("--step", type=int, metavar="N", help="its step N, 0 is before training (default: the newest)")
     parser.add_argument("--adapter", metavar="DIR", help="a run, its checkpoint, or an adapter of mlx_lm or PEFT")
 
 
-def settle(args: Namespace, **defaults: Any) -> str | None:
+def adapter_from_flags(args: Namespace, **defaults: Any) -> str | None:
     """
     The path of the adapter that the flags name, or None.
 
@@ -54,22 +54,22 @@ def settle(args: Namespace, **defaults: Any) -> str | None:
         raise ValueError(f"--step {args.step} is a step of a run; name it with --run")
     if args.run is not None and args.adapter is not None:
         raise ValueError(f"--adapter {args.adapter} and --run {args.run}, which has its own; leave one of them out")
-    settings = places.relocated(settings_of(args.run), Path(args.run)) if args.run else {}
+    settings = places.relocate_settings(load_settings(args.run), Path(args.run)) if args.run else {}
     for name, default in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, settings.get(name, default))
-    return adapter_of(args.run, args.step) if args.run else args.adapter
+    return adapter_path(args.run, args.step) if args.run else args.adapter
 
 
 def config_file(run: str) -> Path:
     """The path of a run's settings. Raises ValueError if there is no run."""
     path = Path(run) / "config.yaml"
     if not path.is_file():
-        raise ValueError(f"--run {run}: {no_run(run)}")
+        raise ValueError(f"--run {run}: {explain_missing_run(run)}")
     return path
 
 
-def settings_of(run: str) -> dict[str, Any]:
+def load_settings(run: str) -> dict[str, Any]:
     """A run's settings by name, as in its file, for commands that need a few. Raises ValueError without a model."""
     settings = load_yaml(config_file(run), f"--run {run}: config.yaml")
     if not isinstance(settings, dict) or not settings.get("model"):
@@ -77,7 +77,7 @@ def settings_of(run: str) -> dict[str, Any]:
     return settings
 
 
-def adapter_of(run: str, step: int | None) -> str | None:
+def adapter_path(run: str, step: int | None) -> str | None:
     """
     The path of a run's newest adapter, or of that after `step`; for 0 that of --init-adapter, or None.
 
@@ -100,7 +100,7 @@ def saved_steps(run: str) -> list[int]:
     return [int(number) for number in numbers if number.isdecimal()]  # else of a killed process
 
 
-def with_interval(record: dict[str, Any], name: str) -> str:
+def format_with_interval(record: dict[str, Any], name: str) -> str:
     """An evaluation's figure with its 95% confidence interval, "0.475 \u00b1 0.043", if available."""
     value, half = record.get(f"eval/{name}"), record.get(f"eval/{name}_ci95")
     return "unreadable" if value is None else f"{value:.3f}" + ("" if half is None else f" \u00b1 {half:.3f}")
@@ -117,7 +117,7 @@ def evaluation_line(record: dict[str, Any]) -> str:
     if (samples := record.get("eval/samples", 1)) > 1:
         asked += f", {samples} answers to each"
     ending = f" | {lost:.0%} of the judge's scores unreadable" if lost else ""
-    return f"eval/{' | '.join(f'{name} {with_interval(record, name)}' for name in names)} | {asked}{ending}"
+    return f"eval/{' | '.join(f'{name} {format_with_interval(record, name)}' for name in names)} | {asked}{ending}"
 
 
 MOST_CUT_OFF = 0.5  # of the answers; above it no other figure means much
@@ -130,7 +130,7 @@ def token_limit(settings: Mapping[str, Any]) -> str:
     return f"{limit} or --max-context" if has_turns else limit
 
 
-def cut_off_line(fraction: float | None, settings: Mapping[str, Any]) -> str:
+def cut_off_message(fraction: float | None, settings: Mapping[str, Any]) -> str:
     """That so many answers are cut off, and what to change; "" where they are few."""
     if fraction is None or fraction <= MOST_CUT_OFF:
         return ""
@@ -138,40 +138,40 @@ def cut_off_line(fraction: float | None, settings: Mapping[str, Any]) -> str:
     return f"{fraction:.0%} of the answers are cut off at {limit}: raise it, or ask for shorter answers in the prompt"
 
 
-def public(name: Any) -> str:
+def public_name(name: Any) -> str:
     """What a setting names, as others may see it: of a path here the last part."""
     is_hub_id = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*([@:].*)?", str(name)) and not Path(name).exists()
     return str(name) if is_hub_id else Path(name).name
 
 
-def begun_with(settings: dict[str, Any]) -> str:
+def describe_start(settings: dict[str, Any]) -> str:
     """What a run began with besides its model: ", with the adapter warm", or "" for nothing."""
     given = settings.get("init_adapter")
-    return f", with the adapter {public(given)}" if given else ""
+    return f", with the adapter {public_name(given)}" if given else ""
 
 
-def model_card(run: str, step: int | None, library: str = "mlx", opening: Sequence[dict[str, Any]] = ()) -> str:
+def make_model_card(run: str, step: int | None, library: str = "mlx", opening: Sequence[dict[str, Any]] = ()) -> str:
     """A README for a run's adapter or model: from what, its held-out figures, and an opening for who talks to it."""
-    settings = settings_of(run)
-    model, task = public(settings["model"]), settings.get("task")
+    settings = load_settings(run)
+    model, task = public_name(settings["model"]), settings.get("task")
     evaluations = [one for one in JsonLines(Path(run) / "eval.jsonl").read() if step is None or one["step"] <= step]
     rows = [
-        f"| {name} | {one['step']} | {with_interval(one, name)} | {one['eval/num']} |"
+        f"| {name} | {one['step']} | {format_with_interval(one, name)} | {one['eval/num']} |"
         for one in evaluations[:1] + evaluations[1:][-1:]
         for name in ("accuracy", "score", "witness", "greedy", "loss", "perplexity")
         if one.get(f"eval/{name}") is not None
     ]
     method = {"sft": "SFT", "distill": "distillation"}.get(str(settings.get("loss_type")), "GRPO")
-    teacher = f", by the teacher {public(settings['teacher'])}" if settings.get("teacher") else ""
+    teacher = f", by the teacher {public_name(settings['teacher'])}" if settings.get("teacher") else ""
     data, _, held_out = str(settings.get("data") or "").partition(",")
-    data = public(data) + f", held out {public(held_out)}" * bool(held_out) if data else f"the task {task}"
+    data = public_name(data) + f", held out {public_name(held_out)}" * bool(held_out) if data else f"the task {task}"
     at = max(saved_steps(run), default=None) if step is None else step
     part = "" if at is None else f", {at} of {settings['steps']} steps"
     head = ["| held-out figure | after steps | value (95%) | problems |", "|---|---|---|---|"]
     lines = [
         *("---", *([f"base_model: {model.partition('@')[0]}"] if "/" in model else []), f"library_name: {library}"),
         *(f"tags: [{method.lower()}, gwen]", "---", "", f"# {Path(run).name}", ""),
-        f"{model}{begun_with(settings)}, trained with {method} by Gwen on {data}{teacher}{part}.",
+        f"{model}{describe_start(settings)}, trained with {method} by Gwen on {data}{teacher}{part}.",
         *("", *(head if rows else []), *rows),
     ]
     if opening:
@@ -195,21 +195,21 @@ os.register_at_fork(after_in_child=_forget_locks)
 
 
 @contextlib.contextmanager
-def owner() -> Iterator[None]:
+def release_at_exit() -> Iterator[None]:
     """Lets go at its end of the directories that this process owns by then."""
     before = set(_locks)
     try:
         yield
     finally:
         for run_dir in _locks.keys() - before:
-            let_go(run_dir)
+            release(run_dir)
 
 
-class Replaced(ValueError):
+class DirectoryReplaced(ValueError):
     """A run's directory is no longer the one in which it began."""
 
 
-def refuse_replaced(run_dir: Path) -> None:
+def check_still_owned(run_dir: Path) -> None:
     """Raises Replaced where this process's lock is not the one in its directory: another run may train there now."""
     file = _locks.get(run_dir.resolve())
     try:
@@ -218,16 +218,16 @@ def refuse_replaced(run_dir: Path) -> None:
         is_same = False
     if not is_same:
         fix = "it ends and leaves nothing there; give each run a --run-dir of its own"
-        raise Replaced(f"{run_dir} was removed or begun again while this run trained in it; {fix}")
+        raise DirectoryReplaced(f"{run_dir} was removed or begun again while this run trained in it; {fix}")
 
 
-def let_go(run_dir: Path) -> None:
+def release(run_dir: Path) -> None:
     if (file := _locks.pop(run_dir.resolve(), None)) is not None:
         os.ftruncate(file, 0)
         os.close(file)
 
 
-def own(run_dir: Path) -> None:
+def acquire(run_dir: Path) -> None:
     """
     Makes this process the only one that trains in a directory, until `let_go` or the end of `owner`; nothing may be
     written there before.
@@ -237,7 +237,7 @@ def own(run_dir: Path) -> None:
     try:
         file = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     except OSError as error:
-        raise ValueError(_unwritable(run_dir, error)) from error
+        raise ValueError(_unwritable_error(run_dir, error)) from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.ftruncate(file, 0)
@@ -288,44 +288,44 @@ def make_run_dir(settings: str, chosen: Path, asked: str | None, files: Iterable
         path = chosen if number == 1 else chosen.with_name(f"{chosen.name}-{number}")
         try:
             path.mkdir(parents=True, exist_ok=bool(asked))
-            own(path)
+            acquire(path)
             (path / "config.yaml").touch(exist_ok=False)
             break
         except FileExistsError as error:
             if asked:
                 raise ValueError(_exists(path)) from error
         except OSError as error:
-            raise ValueError(_unwritable(path, error)) from error
+            raise ValueError(_unwritable_error(path, error)) from error
     try:
-        write(settings, path, files)
+        write_settings(settings, path, files)
     except (ValueError, KeyboardInterrupt):
         (path / "config.yaml").unlink(missing_ok=True)  # so that the name can be used again
         raise
     return path
 
 
-def begun(run_dir: Path) -> str:
+def start_date(run_dir: Path) -> str:
     """The day on which a run began, "2026-11-23", today for a new one."""
     file, today = run_dir / "env.json", datetime.date.today().isoformat()
     return str(load_object(file).get("begun", today)) if file.is_file() else today
 
 
-def write(settings: str, run_dir: Path, files: Iterable[str] = ()) -> None:
+def write_settings(settings: str, run_dir: Path, files: Iterable[str] = ()) -> None:
     """
     Writes `config.yaml`, which holds the settings, and `env.json` of a run. Raises ValueError if that fails.
 
     files: the paths that the settings name, for `places`.
     """
-    environment = versions.environment(cpu_blas.description) | {"begun": begun(run_dir)}
-    environment["places"] = places.record_of(files, run_dir)
+    environment = versions.describe_environment(cpu_blas.description) | {"begun": start_date(run_dir)}
+    environment["places"] = places.make_record(files, run_dir)
     try:
         replace_text(run_dir / "config.yaml", settings)
         replace_text(run_dir / "env.json", json.dumps(environment, indent=2) + "\n")
     except OSError as error:
-        raise ValueError(_unwritable(run_dir, error)) from error
+        raise ValueError(_unwritable_error(run_dir, error)) from error
 
 
-def _unwritable(run_dir: Path, error: OSError) -> str:
+def _unwritable_error(run_dir: Path, error: OSError) -> str:
     return f"the run directory {run_dir} cannot be written ({error.strerror}); make room there or choose another"
 
 
@@ -364,7 +364,7 @@ class JsonLines:
 
     def write(self, record: dict[str, Any]) -> None:
         if self.kept:
-            refuse_replaced(self.path.parent)
+            check_still_owned(self.path.parent)
             with names_path(self.path), self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record, allow_nan=False) + "\n")
 
@@ -372,7 +372,7 @@ class JsonLines:
         """Every record; see `read_log`."""
         return list(read_log(self.path)) if self.kept else []
 
-    def cut_after(self, step: int) -> None:
+    def truncate_after(self, step: int) -> None:
         """Drops everything from a later step's first record on, and a last line that a crash left unfinished."""
         if self.kept:
             num_kept = sum(1 for _ in itertools.takewhile(lambda one: one["step"] <= step, read_log(self.path)))
@@ -380,7 +380,7 @@ class JsonLines:
                 os.truncate(self.path, sum(map(len, itertools.islice(file, num_kept))))
 
 
-def student(degrees: int) -> float:
+def student_t(degrees: int) -> float:
     """The 97.5% point of Student's t, within 0.15%. Source: Abramowitz and Stegun, 26.7.5, from three degrees on."""
     if degrees < 3:
         return (12.706, 4.303)[degrees - 1]
@@ -407,10 +407,10 @@ def half_width(by_problem: np.ndarray) -> float | None:
         share, size = readable.mean(), 1.96**2 / readable.size
         center = (share + size / 2) / (1 + size)
         return float(abs(share - center) + math.sqrt(size * (share * (1 - share) + size / 4)) / (1 + size))
-    return float(student(readable.size - 1) * readable.std(ddof=1) / math.sqrt(readable.size)) or None
+    return float(student_t(readable.size - 1) * readable.std(ddof=1) / math.sqrt(readable.size)) or None
 
 
-def finite(record: dict[str, Any]) -> dict[str, Any]:
+def without_infinities(record: dict[str, Any]) -> dict[str, Any]:
     """A record in which numbers that JSON does not have, inf and nan, are null."""
     return {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in record.items()}
 
@@ -418,7 +418,7 @@ def finite(record: dict[str, Any]) -> dict[str, Any]:
 def replace_text(path: Path, text: str) -> None:
     """Writes a file under another name and renames it: a full disk leaves the old. ValueError for what is no file."""
     path = path.resolve()
-    refuse_replaced(path.parent)
+    check_still_owned(path.parent)
     if path.exists() and not path.is_file():  # renaming would put a file in place of a device
         raise ValueError(f"{path} is no file; name another")
     scratch = path.with_name(path.name + ".partial")

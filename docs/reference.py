@@ -15,7 +15,7 @@ import mlx.core as mx
 
 import preflight
 from config import SETTINGS
-from flags import Setting, flag_of, foreign_names
+from flags import Setting, flag_of, load_foreign_names
 from machine import chips, gpu
 from settings.sources import COMMAND
 
@@ -37,7 +37,7 @@ def section(title: str, header: list[str], rows: list[str]) -> list[str]:
     return ["", title, "", f"| {' | '.join(header)} |", "|---" * len(header) + "|", *rows]
 
 
-def filled(path: Path, lines: list[str]) -> str:
+def fill_page(path: Path, lines: list[str]) -> str:
     """A page with these lines between its marks."""
     before, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
     _, end, after = rest.partition(END)
@@ -49,12 +49,12 @@ def page() -> str:
     lines = section("### The command", ["flag", "meaning"], rows)
     for title, settings in itertools.groupby(SETTINGS.values(), key=lambda setting: setting.title):
         lines += section(f"### {title}", ["flag", "default", "meaning"], [flag_row(one) for one in settings])
-    return filled(PAGE, lines)
+    return fill_page(PAGE, lines)
 
 
 def trl_page() -> str:
     lines = []
-    for title, names in foreign_names().items():
+    for title, names in load_foreign_names().items():
         if title in ("values", "older names"):  # the command answers them
             continue
         renamed = {name: said.partition(";")[0] for name, (kind, said) in names.items() if kind == "renamed"}
@@ -64,17 +64,17 @@ def trl_page() -> str:
         for kind in ("same", "missing"):
             if its := [f"`{name}`" for name, row in names.items() if row[0] == kind]:
                 lines += ["", f"{kind.capitalize()}: {', '.join(its)}."]
-    return filled(TRL, lines)
+    return fill_page(TRL, lines)
 
 
 def memory_page() -> str:
     """The whole of `docs/memory.md`: what each Mac trains, by the estimate that a run prints."""
-    chip = next(one for one in chips.load() if one.name == "M4")
+    chip = next(one for one in chips.load_chips() if one.name == "M4")
     with mock.patch.object(gpu, "on_gpu", lambda: True):
-        found = [list(preflight.fits(preflight.room_of(size << 30), chip, mx.float16)) for size in SIZES]
+        found = [list(preflight.models_that_fit(preflight.gpu_memory_limit(size << 30), chip, mx.float16)) for size in SIZES]
     needs = [{name: f"{need / 1e9:.1f}" for name, need, _ in fits} for fits in found]
     rows = [f"| {' | '.join([name, *(one.get(name, '') for one in needs)])} |" for name in needs[-1]]
-    return filled(MEMORY, section("### GB, by the memory of the Mac", ["model", *map(str, SIZES)], rows))
+    return fill_page(MEMORY, section("### GB, by the memory of the Mac", ["model", *map(str, SIZES)], rows))
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ def read_wait(text: str, now: float) -> float | None:
     return max(seconds - now, 0.0) if seconds > EPOCH else seconds
 
 
-def wait_of_headers(headers: Mapping[str, str], now: float) -> float | None:
+def read_wait_from_headers(headers: Mapping[str, str], now: float) -> float | None:
     """
     The seconds that a response's headers say: Retry-After, retry-after-ms or a rate limit's reset.
 
@@ -112,7 +112,7 @@ def wait_of_headers(headers: Mapping[str, str], now: float) -> float | None:
     return max(used_up or others, default=None)
 
 
-def values_in(content: Any) -> Iterator[tuple[str, Any]]:
+def list_values(content: Any) -> Iterator[tuple[str, Any]]:
     """Every value of a JSON value that is no list or object, at any depth, with its key in small letters."""
     waiting = [("", content)]
     while waiting:
@@ -125,10 +125,10 @@ def values_in(content: Any) -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
-def wait_of_body(content: Any, now: float) -> float | None:
+def read_wait_from_body(content: Any, now: float) -> float | None:
     """The seconds that a response's body says: `retry_after`, `retryDelay`, or "try again in 20s" in a message."""
     headers = {}
-    for key, value in values_in(content):
+    for key, value in list_values(content):
         if isinstance(value, bool) or not isinstance(value, (int, float, str)):
             continue
         headers[key.replace("_", "-")] = str(value)
@@ -136,23 +136,23 @@ def wait_of_body(content: Any, now: float) -> float | None:
             seconds = read_wait(str(value), now)
             if seconds is not None:
                 return seconds
-    stated = wait_of_headers(headers, now)  # some put the headers of another server into the body
+    stated = read_wait_from_headers(headers, now)  # some put the headers of another server into the body
     if stated is not None:
         return stated
-    for _, value in values_in(content):
+    for _, value in list_values(content):
         asked = ASKS_TO_WAIT.search(value) if isinstance(value, str) else None
         if asked:
             return read_duration(asked[1])
     return None
 
 
-def wait_of(headers: Mapping[str, str], error: Any, now: float) -> float | None:
+def find_wait(headers: Mapping[str, str], error: Any, now: float) -> float | None:
     """The seconds that a response says to wait, in its headers or else in the error in its body."""
-    seconds = wait_of_headers(headers, now)
-    return wait_of_body(error, now) if seconds is None else seconds
+    seconds = read_wait_from_headers(headers, now)
+    return read_wait_from_body(error, now) if seconds is None else seconds
 
 
-def error_of(body: bytes) -> Any:
+def find_error(body: bytes) -> Any:
     """The error that a response's body holds, the body's text if it is no JSON; None if it has a reply instead."""
     try:
         content = read_json(body)
@@ -168,9 +168,9 @@ def error_of(body: bytes) -> Any:
     return content
 
 
-def status_in(error: Any) -> int | None:
+def find_status(error: Any) -> int | None:
     """The status that an error holds, as `{"code": 429}`; None if it has none."""
-    for key, value in values_in(error):
+    for key, value in list_values(error):
         is_number = type(value) is int or (isinstance(value, str) and re.fullmatch(r"[45]\d\d", value))
         if key in ("code", "status", "status_code", "http_status") and is_number and 400 <= int(value) < 600:
             return int(value)
@@ -179,20 +179,20 @@ def status_in(error: Any) -> int | None:
 
 def is_busy(status: int, error: Any) -> bool:
     """Whether a response says that its server is busy, by its status or by the error in its body."""
-    if status in BUSY or status_in(error) in BUSY:
+    if status in BUSY or find_status(error) in BUSY:
         return True
     is_plain_text = isinstance(error, str) and status < 400
     may_say_so = status < 400 or status == 403 or status >= 500
     if not may_say_so or is_plain_text:
         return False
-    return any(isinstance(value, str) and SAYS_BUSY.search(value) for _, value in values_in(error))
+    return any(isinstance(value, str) and SAYS_BUSY.search(value) for _, value in list_values(error))
 
 
 def is_out_of_quota(status: int, error: Any, seconds: float | None) -> bool:
     """Whether a response says that a quota is used up, so that no wait helps. seconds: the wait that it states."""
-    if status == PAYMENT_REQUIRED or status_in(error) == PAYMENT_REQUIRED:
+    if status == PAYMENT_REQUIRED or find_status(error) == PAYMENT_REQUIRED:
         return True
-    texts = [value for _, value in values_in(error) if isinstance(value, str)]
+    texts = [value for _, value in list_values(error) if isinstance(value, str)]
     if any(QUOTA_CODES.search(text) for text in texts):
         return True
     return seconds is None and any(QUOTA_MESSAGES.search(text) for text in texts)

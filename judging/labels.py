@@ -8,13 +8,13 @@ import pandas as pd
 
 from flags import read_text
 from judging.rubrics import Grader, Rubric
-from problems.examples import short
+from problems.examples import shorten_value
 from problems.files import jsonl_records
 
 TEXTS = "prompt", "completion", "criterion"
 
 
-def load(path: str | Path, rubric: Rubric) -> pd.DataFrame:
+def load_labels(path: str | Path, rubric: Rubric) -> pd.DataFrame:
     """The labels of a JSONL file: the scores of answers, each on one criterion. ValueError names an invalid line."""
     names, spec = [criterion.name for criterion in rubric.criteria], f"--labels {path}"
     labels = []
@@ -27,14 +27,14 @@ def load(path: str | Path, rubric: Rubric) -> pd.DataFrame:
         if record["criterion"] not in names:
             raise ValueError(f"{where}: criterion {record['criterion']!r:.60}; the rubric's are {', '.join(names)}")
         if type(record.get("score")) is not int or not 1 <= record["score"] <= 5:
-            raise ValueError(f"{where}: score {short(record.get('score'))}; it must be a whole number from 1 to 5")
+            raise ValueError(f"{where}: score {shorten_value(record.get('score'))}; it must be a whole number from 1 to 5")
         labels.append(record)
     if not labels:
         raise ValueError(f"{spec} holds no label")
     return pd.DataFrame(labels)[[*TEXTS, "score"]]
 
 
-def table(labels: pd.DataFrame, given: np.ndarray) -> str:
+def compare_scores(labels: pd.DataFrame, given: np.ndarray) -> str:
     """
     Compares the scores `given` (nan: unreadable) with the labels: agreement, rank correlation, confusion table.
 
@@ -55,8 +55,8 @@ def table(labels: pd.DataFrame, given: np.ndarray) -> str:
     return "\n".join([*out, line("all", scores), "", cells.to_string()])
 
 
-def compare(grader: Grader, labels: pd.DataFrame) -> str:
+def judge_labels(grader: Grader, labels: pd.DataFrame) -> str:
     """The table of the scores that a judge gives to the labelled answers."""
     columns = [criterion.name for criterion in grader.rubric.criteria]
     scores = grader.score(list(labels.prompt), list(labels.completion)).scores
-    return table(labels, scores[range(len(labels)), list(map(columns.index, labels.criterion))])
+    return compare_scores(labels, scores[range(len(labels)), list(map(columns.index, labels.criterion))])

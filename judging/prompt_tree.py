@@ -33,7 +33,7 @@ class Node(NamedTuple):
     below: dict[int, Prompt]
 
 
-def nodes_of(row: int, prompts: dict[int, Prompt]) -> list[Node]:
+def make_nodes(row: int, prompts: dict[int, Prompt]) -> list[Node]:
     """What continues a row, from prompts by place. Equal runs become one node, unless they end a prompt."""
     nodes: dict[object, Node] = {}
     for place, (ids, *rest) in prompts.items():
@@ -57,12 +57,12 @@ class PromptTree:
     @functools.cached_property
     def root(self) -> tuple[TreeCache, mx.array]:
         """The head's cache and the hidden state at its end, (C,). Raises ValueError if memory is too small."""
-        if not (made := memory.attempt(self._compute_root)):
-            raise self._too_little()
+        if not (made := memory.try_within_memory(self._compute_root)):
+            raise self._memory_error()
         return made[0]
 
     def _compute_root(self) -> tuple[TreeCache, mx.array]:
-        cache = TreeCache(self.model.config.layer_kinds).child([len(self.head)])
+        cache = TreeCache(self.model.config.layer_kinds).extend([len(self.head)])
         end = self.forward(cache, [self.head])[0, -1]
         mx.eval(end, cache.arrays())
         return cache, end
@@ -77,8 +77,8 @@ class PromptTree:
         left = dict(prompts)
         while left:
             ends_of_a_row = max(Counter(prompt[:-1] for prompt in left.values()).values())
-            chunks = self._level(self.root[0], nodes_of(0, left), ends_of_a_row, read)
-            while made := memory.attempt(next, chunks, ()):
+            chunks = self._compute_level(self.root[0], make_nodes(0, left), ends_of_a_row, read)
+            while made := memory.try_within_memory(next, chunks, ()):
                 assert made[0], f"{len(left)} prompts were not read"
                 for place, value in made[0]:
                     del left[place]
@@ -86,14 +86,14 @@ class PromptTree:
                 if not left:
                     return
             if self.chunk.rows == 1:
-                raise self._too_little()
+                raise self._memory_error()
             self.chunk.halve(self.in_flight)
             tqdm.write(f"{self.name}: out of memory, going on with chunks of {self.chunk.rows}", file=sys.stderr)
 
-    def _too_little(self) -> ValueError:
+    def _memory_error(self) -> ValueError:
         return ValueError(f"{self.name}: memory does not suffice for one prompt; free some, or take a smaller model")
 
-    def _level(
+    def _compute_level(
         self, cache: TreeCache, nodes: list[Node], ends_of_a_row: int, read: Read[T]
     ) -> Iterator[list[tuple[int, T]]]:
         """Computes nodes, which continue `cache`, and all below, in batches of similar lengths with a chunk of ends."""
@@ -101,21 +101,21 @@ class PromptTree:
         is_last = not any(waiting[0].below.values())
         ends = 1 if is_last else ends_of_a_row
         while waiting:
-            size = batch_size([len(node.ids) for node in waiting], max(1, self.chunk.rows // ends))
+            size = choose_batch_size([len(node.ids) for node in waiting], max(1, self.chunk.rows // ends))
             batch, waiting = waiting[:size], waiting[size:]
             self.in_flight = size * ends
             lengths = [len(node.ids) for node in batch]
-            child = cache.child(lengths, [node.row for node in batch])
+            child = cache.extend(lengths, [node.row for node in batch])
             hidden = self.forward(child, [node.ids for node in batch])
             if is_last:
-                values = read(at_ends(hidden, lengths), child)
-                self.chunk.fitted()
+                values = read(select_ends(hidden, lengths), child)
+                self.chunk.note_success()
                 yield [(place, value) for node, value in zip(batch, values, strict=True) for place in node.below]
             else:
                 # `hidden` is never evaluated, so the last layer computes only keys and values
                 mx.eval(child.arrays())
-                below = [one for row, node in enumerate(batch) for one in nodes_of(row, node.below)]
-                yield from self._level(child, below, ends_of_a_row, read)
+                below = [one for row, node in enumerate(batch) for one in make_nodes(row, node.below)]
+                yield from self._compute_level(child, below, ends_of_a_row, read)
 
     def forward(self, cache: TreeCache, rows: Sequence[Sequence[int]]) -> mx.array:
         """Hidden states of a level's rows, padded on the right, (M, L, C)."""
@@ -124,12 +124,12 @@ class PromptTree:
         return self.model.hidden(mx.array([[*row] + [0] * (length - len(row)) for row in rows]), cache)
 
 
-def at_ends(hidden: mx.array, lengths: list[int]) -> mx.array:
+def select_ends(hidden: mx.array, lengths: list[int]) -> mx.array:
     """The value at each row's last token, (M, L, C) -> (M, C)."""
     return mx.take_along_axis(hidden, mx.array(lengths)[:, None, None] - 1, 1)[:, 0]
 
 
-def batch_size(lengths: list[int], most: int) -> int:
+def choose_batch_size(lengths: list[int], most: int) -> int:
     """How many of the shortest rows to batch, at most `most`, with little padding; lengths ascend."""
     total = 0
     for size, length in enumerate(lengths[:most], 1):

@@ -35,11 +35,11 @@ class RemoteJudge(Grader):
         self.server = Endpoint(FLAGS, settings.url, settings.model, key, num_tokens, may_adapt=True, sleep=sleep)
 
     def identity(self) -> str:
-        return rubrics.digest(self.server.url, self.server.model, self.mode, self.think, self.rubric)
+        return rubrics.digest_of(self.server.url, self.server.model, self.mode, self.think, self.rubric)
 
-    def evaluations(self, questions: list[Question]) -> Generator[tuple[int, Evaluation], None, None]:
+    def evaluate(self, questions: list[Question]) -> Generator[tuple[int, Evaluation], None, None]:
         criteria = self.rubric.criteria
-        asked = [rubrics.messages(self.rubric, q.prompt, q.completion, criteria[q.criterion]) for q in questions]
+        asked = [rubrics.judge_messages(self.rubric, q.prompt, q.completion, criteria[q.criterion]) for q in questions]
         settings: dict[str, Any] = {"max_tokens": self.most_tokens}
         if self.mode == "logits":
             settings |= {"logprobs": True, "top_logprobs": TOP_LOGPROBS}
@@ -48,11 +48,11 @@ class RemoteJudge(Grader):
         with arriving as replies, alive.Bar(total=len(asked), desc="judging", unit="evaluation") as progress:
             for place, reply in replies:
                 progress.update()
-                evaluation = rubrics.from_reply(reply.text, was_cut=reply.finish_reason == "length")
+                evaluation = rubrics.evaluation_from_reply(reply.text, was_cut=reply.finish_reason == "length")
                 if self.mode == "logits":
                     if not reply.first and reply.text:  # without text it ended at once, or was filtered
                         fix = "set --judge-mode decode"
                         raise ValueError(f"--judge-url {self.server.url} gives no log-probabilities; {fix}")
-                    evaluation = rubrics.from_first_tokens(reply.first)
+                    evaluation = rubrics.evaluation_from_first_tokens(reply.first)
                 thoughts = f"(thoughts, for which --judge-think makes room: {reply.thought})" * bool(reply.thought)
                 yield place, evaluation._replace(reply=reply.text or reply.problem or thoughts)

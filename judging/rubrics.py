@@ -87,7 +87,7 @@ def _criterion(where: str, entry: Any) -> Criterion:
     raise ValueError(f"{where} is {reprlib.repr(entry)}; {fix}")
 
 
-def with_preamble_in_user_text(messages: list[dict[str, str]]) -> list[dict[str, str]]:
+def merge_system_message(messages: list[dict[str, str]]) -> list[dict[str, str]]:
     """The messages without their system message, whose text opens the user's first one."""
     system, user, *others = messages
     assert system["role"] == "system" and user["role"] == "user"
@@ -103,14 +103,14 @@ def render_layout(tokenizer: Any, preamble: str, thinking: bool) -> str:
     """
     messages = [{"role": "system", "content": preamble}, {"role": "user", "content": LAYOUT}]
     try:
-        text = chat_template.render(tokenizer, messages, thinking)
+        text = chat_template.render_chat(tokenizer, messages, thinking)
         refusal = ""
     except ValueError as error:
         text, refusal = "", str(error)
     if not refusal and preamble in text:
         return text
     try:
-        merged = chat_template.render(tokenizer, with_preamble_in_user_text(messages), thinking)
+        merged = chat_template.render_chat(tokenizer, merge_system_message(messages), thinking)
     except ValueError as error:
         raise ValueError(refusal or str(error)) from error
     if preamble in merged:
@@ -142,17 +142,17 @@ class PromptBuilder:
         self.opens_thought = "<think>" in after.rpartition("</think>")[2]  # so that a reply begins inside it
         # ids forbidden in untrusted text: the tokenizer matches added tokens in text, special or not
         self.control = {i: token for token, i in tokenizer.get_added_vocab().items() if not token.isspace()}
-        self.head, self.middle = self.trusted(head), self.trusted(middle)
-        self.tails = [self.trusted(before + criterion.text + after) for criterion in rubric.criteria]
+        self.head, self.middle = self.encode_trusted(head), self.encode_trusted(middle)
+        self.tails = [self.encode_trusted(before + criterion.text + after) for criterion in rubric.criteria]
         same = [len(set(column)) == 1 for column in zip(*self.tails, strict=False)]
         num_common = [*same[:-1], False].index(False)  # leading ids shared by all tails, of which at least one remains
         self.common, self.own = self.tails[0][:num_common], [tail[num_common:] for tail in self.tails]
 
-    def trusted(self, text: str) -> list[int]:
+    def encode_trusted(self, text: str) -> list[int]:
         """Ids of our own text, control tokens included."""
         return self.tokenizer.encode(text, add_special_tokens=False)
 
-    def untrusted(self, text: str) -> list[int]:
+    def encode_untrusted(self, text: str) -> list[int]:
         """Ids of text that must stay text: "<|im_end|>" and "</answer>" become harmless characters."""
         text = _TAG.sub("< ", text)
         ids = self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
@@ -162,16 +162,16 @@ class PromptBuilder:
             ids = self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
         return [i for i in ids if i not in self.control]  # drops those matched in other spellings
 
-    def question(self, prompt: str) -> list[int]:
+    def encode_question(self, prompt: str) -> list[int]:
         """The ids after `head` that all completions of a prompt share."""
-        return self.untrusted(prompt) + self.middle
+        return self.encode_untrusted(prompt) + self.middle
 
-    def answer(self, completion: str) -> list[int]:
+    def encode_answer(self, completion: str) -> list[int]:
         """The ids after the question that all criteria of a completion share."""
-        return self.untrusted(completion) + self.common
+        return self.encode_untrusted(completion) + self.common
 
 
-def messages(rubric: Rubric, prompt: str, completion: str, criterion: Criterion) -> list[dict[str, str]]:
+def judge_messages(rubric: Rubric, prompt: str, completion: str, criterion: Criterion) -> list[dict[str, str]]:
     """The prompt as messages, for an unknown tokenizer; what could open a control token, as "[INST]", gets a space."""
 
     def broken_up(text: str) -> str:
@@ -233,7 +233,7 @@ def score_token_ids(tokenizer: Any) -> list[list[int]]:
     return list(map(sorted, by_score[1:]))
 
 
-def from_first_tokens(first: dict[str, float]) -> Evaluation:
+def evaluation_from_first_tokens(first: dict[str, float]) -> Evaluation:
     """
     The expected score and the mass of the scores, from {text: log-probability} of the likeliest first tokens.
 
@@ -248,7 +248,7 @@ def from_first_tokens(first: dict[str, float]) -> Evaluation:
     return Evaluation(float(by_score[1:] @ np.arange(1, 6) / mass) if mass >= MIN_MASS else math.nan, mass, "")
 
 
-def from_reply(text: str, was_cut: bool = False) -> Evaluation:
+def evaluation_from_reply(text: str, was_cut: bool = False) -> Evaluation:
     """The evaluation in a decoded reply (judging/replies.py), with mass 1; nan and mass 0 if it is unreadable."""
     from judging import replies  # here: only mode `decode` needs it
 
@@ -287,13 +287,13 @@ class Grader:
         self.num_seen = self.num_unread = 0
         self.has_warned = False
 
-    def take_fresh(self) -> list[dict[str, Any]]:
+    def take_new_scores(self) -> list[dict[str, Any]]:
         """Records of the scores since the last call, for a file."""
         fresh = itertools.islice(self.known.items(), self.num_taken, None)
         self.num_taken = len(self.known)
         return [{"key": key, "score": score} for key, score in fresh]
 
-    def fill(self, records: list[dict[str, Any]]) -> None:
+    def load_scores(self, records: list[dict[str, Any]]) -> None:
         """Replaces the known scores by records of `take_fresh`. Raises ValueError for others."""
         self.known.clear()
         for record in records:
@@ -307,7 +307,7 @@ class Grader:
         """A digest of everything but prompt and completion that a score depends on."""
         raise NotImplementedError
 
-    def evaluations(self, questions: list[Question]) -> Generator[tuple[int, Evaluation], None, None]:
+    def evaluate(self, questions: list[Question]) -> Generator[tuple[int, Evaluation], None, None]:
         """Each of distinct questions' place and evaluation, in any order, as soon as it is known."""
         raise NotImplementedError
 
@@ -323,10 +323,10 @@ class Grader:
         # Judge equal completions once: different padding would change scores by rounding, but a group of equal
         # completions must get equal rewards. They are a quarter to two thirds of a demo run's rows.
         identity = self.identity()
-        keys = {question: digest(identity, *question) for question in self.questions(dict.fromkeys(pairs))}
-        scores = dict(zip(keys, world.first(lambda: [self.known.get(key) for key in keys.values()]), strict=True))
+        keys = {question: digest_of(identity, *question) for question in self.questions(dict.fromkeys(pairs))}
+        scores = dict(zip(keys, world.on_rank0(lambda: [self.known.get(key) for key in keys.values()]), strict=True))
         asked = [question for question, score in scores.items() if score is None]
-        mine = world.part_together(question.prompt for question in asked)
+        mine = world.assign_by_key(question.prompt for question in asked)
         new: dict[Question, Evaluation] = {}
 
         def note(question: Question, evaluation: Evaluation) -> None:
@@ -336,18 +336,18 @@ class Grader:
                 self.on_score()
 
         if mine:
-            with contextlib.closing(self.evaluations([asked[place] for place in mine])) as arriving:
+            with contextlib.closing(self.evaluate([asked[place] for place in mine])) as arriving:
                 for number, evaluation in arriving:
                     note(asked[mine[number]], evaluation)
                     if len(new) == FIRST:
                         self._refuse_unreadable(new)
         if asked:
             found: dict[int, Any] = {place: new[asked[place]] for place in mine}
-            for question, its in zip(asked, world.collect(found, f"judge's {len(asked)} questions"), strict=True):
+            for question, its in zip(asked, world.gather_by_number(found, f"judge's {len(asked)} questions"), strict=True):
                 if question not in new:
                     note(question, Evaluation(*its))
             self._refuse_unreadable(new)
-            self._count(new)
+            self._warn_of_unreadable(new)
         table = np.array([scores[question] for question in self.questions(pairs)], float)
         table = table.reshape(len(pairs), len(self.rubric.criteria))
         mass = float(np.mean([evaluation.mass for evaluation in new.values()])) if new else math.nan
@@ -360,7 +360,7 @@ class Grader:
             said = f"the judge gave no readable score: none of its first {len(new)} evaluations has one"
             raise ValueError(f"{said}. {self._example(new)}")
 
-    def _count(self, new: dict[Question, Evaluation]) -> None:
+    def _warn_of_unreadable(self, new: dict[Question, Evaluation]) -> None:
         """Warns once, with an example, when over a fifth of all evaluations so far is unreadable."""
         unread = sum(math.isnan(evaluation.score) for evaluation in new.values())
         self.num_seen += len(new)
@@ -384,5 +384,5 @@ class Grader:
         return f"For example {asked}: it said {evaluation.reply[:160]!r}{mass}. {fix}"
 
 
-def digest(*parts: Any) -> str:
+def digest_of(*parts: Any) -> str:
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import httpx2
 from tqdm.auto import tqdm
 
-from flags import read_json, redacted, visible
+from flags import escape_invisible, read_json, redact_secrets
 from judging import busy
 
 TRANSIENT = {408, 409, 425, *range(500, 600)}  # status codes worth a retry; proxies have invented many
@@ -245,7 +245,7 @@ class Endpoint:
                 while waiting:
                     place, body = waiting.popleft()
                     try:
-                        arrived.put_nowait((place, await self._ask(client, pace, body)))
+                        arrived.put_nowait((place, await self._request(client, pace, body)))
                     except Exception as error:  # raised where the reply is awaited
                         arrived.put_nowait(error)
 
@@ -274,28 +274,28 @@ class Endpoint:
         except TimeoutError:
             return Answer(problem=f"no whole reply within {self.timeout:g} s")
         except httpx2.RequestError as error:  # refused, reset, cut off
-            return Answer(problem=self._shown(str(error)) or type(error).__name__)
+            return Answer(problem=self._shorten(str(error)) or type(error).__name__)
         headers = {name.lower(): value for name, value in response.headers.items()}
-        message = self._shown(content.decode(errors="replace")) or self._shown(response.reason_phrase)
+        message = self._shorten(content.decode(errors="replace")) or self._shorten(response.reason_phrase)
         return Answer(response.status_code, headers, content, f"status {response.status_code}: {message}")
 
-    async def _ask(self, client: httpx2.AsyncClient, pace: Pace, body: dict[str, Any]) -> Reply:
+    async def _request(self, client: httpx2.AsyncClient, pace: Pace, body: dict[str, Any]) -> Reply:
         """The reply to one request, after pauses, retries and changes that the server asks for."""
         num_failures = 0
         refusal: Answer | None = None  # of the system message, while the request is tried without one
         while True:
-            sent = self._adapted(body, is_merged=refusal is not None)
+            sent = self._adapt_request(body, is_merged=refusal is not None)
             async with pace.slot() as num_pauses:
                 answer = await self._send(client, sent)
 
-            error = busy.error_of(answer.content) if answer.status else None
+            error = busy.find_error(answer.content) if answer.status else None
             status = answer.status
             if status in range(200, 300):
-                status = busy.status_in(error) or status
+                status = busy.find_status(error) or status
             now = busy.read_date(answer.headers.get("date", ""))  # by the server's clock, where it says
-            seconds = busy.wait_of(answer.headers, error, self.now() if now is None else now)
+            seconds = busy.find_wait(answer.headers, error, self.now() if now is None else now)
             if busy.is_out_of_quota(status, error, seconds):
-                raise self._out_of_quota(answer)
+                raise self._explain_quota(answer)
             if busy.is_busy(status, error):
                 # A request that was sent with this one may have paused for all of them already.
                 if num_pauses == pace.num_pauses:
@@ -306,7 +306,7 @@ class Endpoint:
                 self.has_replied = True
                 pace.note_reply()
                 self._note_system_message(sent, is_merged=refusal is not None)
-                return self._reply(answer.content)
+                return self._parse_reply(answer.content)
             if status in (400, 413) and TOO_LONG.search(answer.problem):
                 return Reply("", {}, f"{answer.problem}; lower {self.flags.length}, or give its model more context")
             if status in REFUSES_A_SETTING and self._drop_refused_setting(sent, answer.problem):
@@ -315,11 +315,11 @@ class Endpoint:
                 refusal = answer
                 continue
             if status and status not in TRANSIENT:
-                raise self._refused(refusal or answer, sent)
+                raise self._explain_refusal(refusal or answer, sent)
 
             num_failures += 1
             if num_failures > self.retries:
-                raise self._failed(refusal or answer, num_failures)
+                raise self._explain_failure(refusal or answer, num_failures)
             pause = self.first_pause * 2 ** (num_failures - 1)
             # random, so that requests that failed together do not retry together
             await self.sleep(min(max(seconds or 0.0, pause * random.uniform(0.5, 1.0)), LONGEST_PAUSE))
@@ -347,12 +347,12 @@ class Endpoint:
         if seconds >= TOLD_FROM:
             limit = pace.next_limit
             requests = "one request" if limit == 1 else f"{limit} requests"
-            self._tell(f"{where} is busy ({answer.problem}): waiting {seconds:.0f} s, then {requests} at once")
+            self._print_once(f"{where} is busy ({answer.problem}): waiting {seconds:.0f} s, then {requests} at once")
         await pace.pause(seconds, self.sleep)
 
     # ---- what a server does not take
 
-    def _adapted(self, body: dict[str, Any], is_merged: bool) -> dict[str, Any]:
+    def _adapt_request(self, body: dict[str, Any], is_merged: bool) -> dict[str, Any]:
         """A request as this server takes it. is_merged: without a system message, whatever it takes."""
         sent = {name: value for name, value in body.items() if name not in self.refused}
         if LIMIT in sent:
@@ -372,12 +372,12 @@ class Endpoint:
         where = f"{self.flags.url} {self.url}"
         if LIMIT in sent and LIMIT in message:
             if self.calls_limit == LIMIT:
-                self._tell(f"{where} takes no {LIMIT}; it gets {OTHER_LIMIT} instead")
+                self._print_once(f"{where} takes no {LIMIT}; it gets {OTHER_LIMIT} instead")
             self.calls_limit = OTHER_LIMIT
             return True
         if self.may_adapt and "temperature" in sent and "temperature" in message:
             if "temperature" not in self.refused:
-                self._tell(f"{where} takes no temperature; it draws at its own, so scores may differ between runs")
+                self._print_once(f"{where} takes no temperature; it draws at its own, so scores may differ between runs")
             self.refused.add("temperature")
             return True
         return False
@@ -399,11 +399,11 @@ class Endpoint:
         elif is_merged and self.takes_system is None:
             self.takes_system = False
             fix = "its text opens the user's message instead"
-            self._tell(f"{self.flags.url} {self.url} takes no system message; {fix}")
+            self._print_once(f"{self.flags.url} {self.url} takes no system message; {fix}")
 
     # ---- what ends a run
 
-    def _refused(self, answer: Answer, sent: dict[str, Any]) -> ValueError:
+    def _explain_refusal(self, answer: Answer, sent: dict[str, Any]) -> ValueError:
         fix = ""
         if answer.status == 404:
             fix = f"; end the address in /v1, and name a model of its with {self.flags.model}"
@@ -413,11 +413,11 @@ class Endpoint:
             fix = "; set --judge-mode decode"
         return ValueError(f"{self.flags.url} {self.url} refused a request ({answer.problem}){fix}")
 
-    def _out_of_quota(self, answer: Answer) -> ValueError:
+    def _explain_quota(self, answer: Answer) -> ValueError:
         fix = f"add to it, or name another {self.flags.url}"
         return ValueError(f"{self.flags.url} {self.url} has no quota left ({answer.problem}); {fix}")
 
-    def _failed(self, answer: Answer, num_tries: int) -> ValueError:
+    def _explain_failure(self, answer: Answer, num_tries: int) -> ValueError:
         fix = "start it"
         if self.has_replied:
             fix = "others it answered, so it is slow or busy: wait"
@@ -428,12 +428,12 @@ class Endpoint:
             f"{self.flags.url} {self.url} {failed} ({answer.problem}); {fix}, or name another {self.flags.url}"
         )
 
-    def _tell(self, line: str) -> None:
-        tqdm.write(visible(line), file=sys.stderr)
+    def _print_once(self, line: str) -> None:
+        tqdm.write(escape_invisible(line), file=sys.stderr)
 
     # ---- replies
 
-    def _reply(self, content: bytes) -> Reply:
+    def _parse_reply(self, content: bytes) -> Reply:
         """The reply in a server's JSON."""
         try:
             record = read_json(content)
@@ -448,10 +448,10 @@ class Endpoint:
             reason = "length" if choice.get("finish_reason") == "length" else "stop"
             num = usage.get("prompt_tokens")
         except (ValueError, LookupError, TypeError, AttributeError, OverflowError):
-            return Reply("", {}, f"it sent no chat completion: {self._shown(content.decode(errors='replace'))!r:.80}")
-        text, thought = redacted(text, self.key), redacted(thought, self.key)
+            return Reply("", {}, f"it sent no chat completion: {self._shorten(content.decode(errors='replace'))!r:.80}")
+        text, thought = redact_secrets(text, self.key), redact_secrets(thought, self.key)
         return Reply(text, first, "", thought, reason, num if type(num) is int else None)
 
-    def _shown(self, text: str) -> str:
+    def _shorten(self, text: str) -> str:
         """A server's or client's text in one short line without the key, which some echo."""
-        return " ".join(redacted(text, self.key).split())[:300]
+        return " ".join(redact_secrets(text, self.key).split())[:300]

@@ -51,7 +51,7 @@ def attention(queries: mx.array, keys: mx.array, values: mx.array, mask: Mask) -
 MOST_SCORES = 2**23  # that the gradient of attention holds at once, with what becomes of them
 
 
-def queries_at_once(num_rows: int, num_heads: int, length: int, num_keys: int) -> int:
+def choose_query_chunk(num_rows: int, num_heads: int, length: int, num_keys: int) -> int:
     """Of L queries how many the gradient of attention takes at once."""
     return min(max(MOST_SCORES // (num_rows * num_heads * num_keys), 32), length)
 
@@ -67,7 +67,7 @@ def attention_vjp(queries: mx.array, keys: mx.array, values: mx.array, d_out: mx
     if dtype == mx.bfloat16:  # which has too few digits for weights and for what comes of them
         queries, keys, values, d_out = (array.astype(mx.float32) for array in (queries, keys, values, d_out))
     (num_rows, num_heads, length, size), (_, num_kv_heads, num_keys, _) = queries.shape, keys.shape
-    step = queries_at_once(num_rows, num_heads, length, num_keys)
+    step = choose_query_chunk(num_rows, num_heads, length, num_keys)
     wide_keys, d_queries = keys.astype(mx.float32), list[mx.array]()
     totals: list[mx.array] = []  # the gradients of keys and values so far; each block waits for the last one
     for begin in reversed(range(0, length, step)):  # the first block sees all keys
@@ -109,11 +109,11 @@ def score_gradient_ref(d_weights: mx.array, scores: mx.array, mask: Mask, scale:
 SCORE_GRADIENT = kernels.Kernel(HERE / "score_gradient.metal", "scores d_weights mask scale", "weights d_scores")
 
 
-@kernels.equals(score_gradient_ref)
+@kernels.kernel_of(score_gradient_ref)
 def score_gradient(d_weights: mx.array, scores: mx.array, mask: Mask, scale: float) -> tuple[mx.array, mx.array]:
     """Reads both arrays twice, the second time mostly from the cache, and writes both results, in one launch."""
     weights, d_scores = SCORE_GRADIENT(
-        [scores, d_weights, mask if isinstance(mask, mx.array) else kernels.constant(False), kernels.constant(scale)],
+        [scores, d_weights, mask if isinstance(mask, mx.array) else kernels.constant_array(False), kernels.constant_array(scale)],
         [(scores.shape, d_weights.dtype)] * 2,
         grid=(32, math.prod(scores.shape[:3]), 1),
         threadgroup=(32, 8, 1),
@@ -184,7 +184,7 @@ SLOT_INPUTS = "queries keys values own_keys own_values members places mask own_m
 SLOT_ATTENTION = kernels.Kernel(HERE / "slot_attention.metal", SLOT_INPUTS, "out", contiguous=False)
 
 
-@kernels.equals(tree_attention_ref)
+@kernels.kernel_of(tree_attention_ref)
 def slot_attention(queries: mx.array, parts: Parts, layout: Layout) -> mx.array:
     """
     For a decode step of slots that share prompts. In one launch it reads the queries, each slot's own columns, and each
@@ -196,7 +196,7 @@ def slot_attention(queries: mx.array, parts: Parts, layout: Layout) -> mx.array:
     own_mask = layout.groups[1].mask
     assert not isinstance(mask, str) and not isinstance(own_mask, str), "a slot takes one token a step"
     num_rows, num_heads, _, size = queries.shape
-    num_kv_heads, nothing = keys.shape[1], kernels.constant(False).reshape(1, 1, 1, 1)
+    num_kv_heads, nothing = keys.shape[1], kernels.constant_array(False).reshape(1, 1, 1, 1)
     ratio = num_heads // num_kv_heads
     # Lanes of a simdgroup that share a column: the fewest of which each holds at most 48 numbers of its queries and as
     # many of their results. Fewer lanes need fewer shuffles to add up a score.
@@ -217,7 +217,7 @@ def slot_attention(queries: mx.array, parts: Parts, layout: Layout) -> mx.array:
     )[0]
 
 
-def joined(parts: Parts, layout: Layout) -> tuple[mx.array, mx.array]:
+def join_parts(parts: Parts, layout: Layout) -> tuple[mx.array, mx.array]:
     """Keys and values of each row's parts in one buffer, (N, K, S, D) each."""
     num_rows = parts[-1][0].shape[0]
 
@@ -249,7 +249,7 @@ def attend(queries: mx.array, parts: Parts, layout: Layout) -> mx.array:
         return slot_attention(queries, parts, layout)
     if not is_fused(size) or length <= FEW_QUERIES or own.mask != "causal":
         return tree_attention_ref(queries, parts, layout)
-    return attention(queries, *joined(parts, layout), "causal" if layout.whole is None else layout.whole)
+    return attention(queries, *join_parts(parts, layout), "causal" if layout.whole is None else layout.whole)
 
 
 # ---- prompts that rows share
@@ -257,12 +257,12 @@ def attend(queries: mx.array, parts: Parts, layout: Layout) -> mx.array:
 SHARE_FROM = 2048  # prompt columns of all slots together; measured in LOG.md
 
 
-def reads_in_place(dtype: mx.Dtype) -> bool:
+def can_read_in_place(dtype: mx.Dtype) -> bool:
     """Whether prompts are read where they are; MLX's own kernel of a GPU would need a copy of them for each row."""
     return not gpu.on_gpu() or slot_attention.runs(dtype)
 
 
-def shares_prefix(num_rows: int, prompt_lengths: list[int], batch_size: int, dtype: mx.Dtype) -> bool:
+def should_share_prefix(num_rows: int, prompt_lengths: list[int], batch_size: int, dtype: mx.Dtype) -> bool:
     """
     Whether holding each prompt once should be faster than copying it to every row that continues it.
 
@@ -271,4 +271,4 @@ def shares_prefix(num_rows: int, prompt_lengths: list[int], batch_size: int, dty
     """
     if num_rows == len(prompt_lengths):
         return False  # nothing to share
-    return (gpu.on_gpu() or min(num_rows, batch_size) * max(prompt_lengths) >= SHARE_FROM) and reads_in_place(dtype)
+    return (gpu.on_gpu() or min(num_rows, batch_size) * max(prompt_lengths) >= SHARE_FROM) and can_read_in_place(dtype)

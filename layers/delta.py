@@ -32,7 +32,7 @@ def convolve(window: mx.array, weight: mx.array) -> mx.array:
     return ops.silu(mixed)
 
 
-def last_inputs(window: mx.array, num_kept: int, ends: mx.array | None) -> mx.array:
+def convolution_state(window: mx.array, num_kept: int, ends: mx.array | None) -> mx.array:
     """
     What the convolution will look back at, (N, W - 1 + L, C) -> (N, W - 1, C).
 
@@ -43,7 +43,7 @@ def last_inputs(window: mx.array, num_kept: int, ends: mx.array | None) -> mx.ar
     return mx.take_along_axis(window, (ends[:, None] + mx.arange(num_kept))[..., None], 1)
 
 
-def unit(x: mx.array) -> mx.array:
+def normalize(x: mx.array) -> mx.array:
     """Vectors of length 1, over the last axis."""
     return x * mx.rsqrt((x * x).sum(-1, keepdims=True) + 1e-6)
 
@@ -58,7 +58,7 @@ def recurrence(
     (N, L, H, D); log_decay (N, L, H), at most 0; beta (N, L, H) in 0 to 1, how far the memory is corrected; memory as
     it comes out. All are of one floating-point type.
     """
-    queries, keys = _of_value_heads(queries, keys, values)
+    queries, keys = _repeat_for_value_heads(queries, keys, values)
     outs = []
     for at in range(values.shape[1]):
         query, key, value = queries[:, at], keys[:, at], values[:, at]
@@ -70,12 +70,12 @@ def recurrence(
     return mx.stack(outs, axis=1)[..., 0], memory
 
 
-def _of_value_heads(queries: mx.array, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+def _repeat_for_value_heads(queries: mx.array, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
     times = values.shape[2] // keys.shape[2]
     return (queries, keys) if times == 1 else (mx.repeat(queries, times, 2), mx.repeat(keys, times, 2))
 
 
-def inverse(lower: mx.array) -> mx.array:
+def invert_unit_triangular(lower: mx.array) -> mx.array:
     """
     (I + A)^-1 of strictly lower triangular matrices A, (..., T, T); T is BLOCK times a power of two.
 
@@ -87,13 +87,13 @@ def inverse(lower: mx.array) -> mx.array:
         eye, second = mx.eye(BLOCK, dtype=lower.dtype), lower @ lower
         return (eye - lower) @ (eye + second) @ (eye + second @ second)
     half = size // 2
-    upper, below = inverse(mx.stack([lower[..., :half, :half], lower[..., half:, half:]]))
+    upper, below = invert_unit_triangular(mx.stack([lower[..., :half, :half], lower[..., half:, half:]]))
     corner = -(below @ lower[..., half:, :half] @ upper)
     top = mx.concatenate([upper, mx.zeros_like(upper)], axis=-1)
     return mx.concatenate([top, mx.concatenate([corner, below], axis=-1)], axis=-2)
 
 
-def chunked(
+def chunked_recurrence(
     queries: mx.array, keys: mx.array, values: mx.array, log_decay: mx.array, beta: mx.array, memory: mx.array
 ) -> tuple[mx.array, mx.array]:
     """
@@ -108,13 +108,13 @@ def chunked(
         padding = [(0, 0), (0, num_chunks * size - length)] + [(0, 0)] * (array.ndim - 2)
         return mx.moveaxis(mx.pad(array, padding).reshape(num_rows, num_chunks, size, *array.shape[2:]), 3, 1)
 
-    tokens = *_of_value_heads(queries, keys, values), values, log_decay, beta
+    tokens = *_repeat_for_value_heads(queries, keys, values), values, log_decay, beta
     queries, keys, values, log_decay, beta = map(in_chunks, tokens)
     total = mx.cumsum(log_decay, axis=-1)  # (N, H, chunks, T)
     seen = mx.tri(size, dtype=mx.bool_)
     fades = cpu.exp(mx.where(seen, total[..., :, None] - total[..., None, :], -1e30))  # (..., T, T) from j to i
     scaled = keys * beta[..., None]
-    solved = inverse(mx.where(mx.tri(size, k=-1, dtype=mx.bool_), (scaled @ keys.swapaxes(-1, -2)) * fades, 0.0))
+    solved = invert_unit_triangular(mx.where(mx.tri(size, k=-1, dtype=mx.bool_), (scaled @ keys.swapaxes(-1, -2)) * fades, 0.0))
     since = cpu.exp(total)[..., None]  # from the chunk's begin
     wanted = solved @ (values * beta[..., None])  # corrections if the memory were empty
     by_memory, within = solved @ (scaled * since), (queries @ keys.swapaxes(-1, -2)) * fades
@@ -132,7 +132,7 @@ def gated_delta(*arrays: mx.array) -> tuple[mx.array, mx.array]:
     return (gated_delta_step if arrays[2].shape[1] == 1 else gated_delta_pass)(*arrays)
 
 
-@kernels.equals(recurrence)
+@kernels.kernel_of(recurrence)
 def gated_delta_step(
     queries: mx.array, keys: mx.array, values: mx.array, log_decay: mx.array, beta: mx.array, memory: mx.array
 ) -> tuple[mx.array, mx.array]:
@@ -144,10 +144,10 @@ def gated_delta_step(
     return out, memory
 
 
-@kernels.equals(chunked)
+@kernels.kernel_of(chunked_recurrence)
 def gated_delta_pass(
     queries: mx.array, keys: mx.array, values: mx.array, log_decay: mx.array, beta: mx.array, memory: mx.array
 ) -> tuple[mx.array, mx.array]:
     """As one token, for heads of 128; others have no kernel, and matmuls are faster than a step a token."""
-    form = gated_delta_step.launch if keys.shape[-1] == values.shape[-1] == 128 else chunked
+    form = gated_delta_step.launch if keys.shape[-1] == values.shape[-1] == 128 else chunked_recurrence
     return form(queries, keys, values, log_decay, beta, memory)

@@ -1,12 +1,15 @@
 """
-How far a student's next-token distributions lie from a teacher's, over a vocabulary whose logits never exist at once.
+How far a student's next-token distributions lie from a teacher's; their logits never exist at once.
 
-With p the teacher's distribution, q the student's and m = beta p + (1 - beta) q, the generalized Jensen-Shannon
-divergence is beta KL(p, m) + (1 - beta) KL(q, m). Its ends are 0 by that formula, so there, as in TRL, beta 0 means the
-forward KL(p, q) and beta 1 the reverse KL(q, p). Left out: where hidden states come from, and what a loss makes of it.
-Source: GKD, arXiv:2306.13649, 2 and 3; TRL's `generalized_jsd_loss`.
+With p the teacher's distribution, q the student's and m = beta p + (1 - beta) q, the generalized
+Jensen-Shannon divergence is beta KL(p, m) + (1 - beta) KL(q, m). Its ends are 0 by that formula, so
+there, as in TRL, beta 0 means the forward KL(p, q) and beta 1 the reverse KL(q, p). This file
+leaves out where hidden states come from, and what a loss makes of the divergence.
 
-Axes: N rows, T positions, M = N * T of them or a part, V vocabulary, C hidden of the student, D hidden of the teacher.
+Source: GKD, arXiv:2306.13649, sections 2 and 3; TRL's `generalized_jsd_loss`.
+
+Axes: N rows, T positions, M = N * T of them or a part, V vocabulary, C hidden of the student,
+D hidden of the teacher.
 """
 
 from typing import Any, NamedTuple
@@ -27,41 +30,60 @@ class Lesson(NamedTuple):
     head_weight: mx.array  # (V, D)
 
 
-def terms_of(log_p: mx.array, log_q: mx.array, beta: float) -> tuple[mx.array, mx.array]:
+def divergence_terms(log_p: mx.array, log_q: mx.array, beta: float) -> tuple[mx.array, mx.array]:
     """
-    What each id adds to the divergence, and q times the divergence's slope by q up to a constant; (M, V) each.
+    Each id's term of the divergence, and its slope s, (M, V) each.
 
-    log_p, log_q: the teacher's and the student's log-probabilities. With s the second result, the gradient by the
-    student's logits is s - q sum(s); s of the forward KL, q - p, already sums to 0.
-    Terms are written so that none is negative: near agreement the plain sums would cancel to rounding, and so would
-    what is wrong with a logsumexp.
+    log_p, log_q (M, V): the teacher's and the student's log-probabilities. s is q times the slope
+    of the divergence by q, up to a constant: the gradient by the student's logits is s - q sum(s).
+    For the forward KL, s is q - p, which already sums to 0.
+    No term is negative. Plain sums would cancel to rounding near agreement, and would show the
+    error of a logsumexp.
     """
-    p, q = cpu.exp(log_p), cpu.exp(log_q)
-    apart = log_p - log_q
+    p = cpu.exp(log_p)
+    q = cpu.exp(log_q)
+    log_ratio = log_p - log_q
     if beta in (0, 1):
-        first, other, ahead = (p, q, apart) if beta == 0 else (q, p, -apart)
-        change = mx.where(mx.abs(ahead) < 1, first * mx.expm1(-mx.clip(ahead, -1, 1)), other - first)  # other - first
-        return first * ahead + change, change if beta == 0 else first * ahead
-    apart = mx.clip(apart, -LARGEST_DIFFERENCE, LARGEST_DIFFERENCE)
-    above = mx.log1p(beta * mx.expm1(apart))  # log m - log q
-    slopes = (beta - 1) * q * above
-    return beta * p * (apart - above) + slopes, slopes
+        # KL(first, other) for the two ends
+        first, other, ahead = (p, q, log_ratio) if beta == 0 else (q, p, -log_ratio)
+        exact = first * mx.expm1(-mx.clip(ahead, -1, 1))
+        difference = mx.where(mx.abs(ahead) < 1, exact, other - first)  # other - first
+        terms = first * ahead + difference
+        return terms, difference if beta == 0 else first * ahead
+
+    log_ratio = mx.clip(log_ratio, -LARGEST_DIFFERENCE, LARGEST_DIFFERENCE)
+    log_m_over_q = mx.log1p(beta * mx.expm1(log_ratio))
+    slopes = (beta - 1) * q * log_m_over_q
+    return beta * p * (log_ratio - log_m_over_q) + slopes, slopes
 
 
-def sums_of(
-    log_p: mx.array, log_q: mx.array, head_weight: mx.array, places: tuple[mx.array, mx.array], beta: float
+def tile_sums(
+    log_p: mx.array,
+    log_q: mx.array,
+    head_weight: mx.array,
+    places: tuple[mx.array, mx.array],
+    beta: float,
 ) -> list[mx.array]:
     """
-    What a tile of the vocabulary adds for M rows, from log-probabilities (M, tile) and the student's head for it.
+    The sums of M rows over one tile of the vocabulary.
 
-    places: of the ids in the tile, see `lm_head.place_of`. Divergence, the id's log-probability, entropy and sum(s),
-    (M, 1) each, sum(s W), and unless beta is 0 sum(q W), (M, C) each; s: see `terms_of`.
+    log_p, log_q (M, tile); head_weight: the student's head for the tile; places: of the ids in it,
+    as `lm_head.locate_in_tile` returns them. With s as in `divergence_terms`, the sums are:
+    divergence, the id's log-probability, entropy and sum(s), (M, 1) each; then sum(s W), and unless
+    beta is 0 sum(q W), (M, C) each.
     """
-    (place, inside), weight, q = places, head_weight.astype(mx.float32), cpu.exp(log_q)
-    terms, slopes = terms_of(log_p, log_q, beta)
-    sums = [cpu.tiled_sum(each)[:, None] for each in (terms, -q * log_q, slopes)]
-    chosen = mx.where(inside, mx.take_along_axis(log_q, place, axis=-1), 0.0)
-    return [sums[0], chosen, *sums[1:], slopes @ weight, *([q @ weight] if beta else [])]
+    place, is_inside = places
+    weight = head_weight.astype(mx.float32)
+    q = cpu.exp(log_q)
+    terms, slopes = divergence_terms(log_p, log_q, beta)
+    divergence, entropy, slope_sum = (
+        cpu.tiled_sum(values)[:, None] for values in (terms, -q * log_q, slopes)
+    )
+    id_logprobs = mx.where(is_inside, mx.take_along_axis(log_q, place, axis=-1), 0.0)
+    sums = [divergence, id_logprobs, entropy, slope_sum, slopes @ weight]
+    if beta:
+        sums.append(q @ weight)
+    return sums
 
 
 def token_divergences(
@@ -75,91 +97,117 @@ def token_divergences(
     head: str = "frozen",
 ) -> tuple[mx.array, mx.array, mx.array]:
     """
-    The divergence of student and teacher at each position, both at `temperature`; of the student, without gradient, the
-    log-probability of each id and the entropy.
+    The divergence of student and teacher at each position, both at `temperature`.
 
-    hidden (N, T, C), head_weight (V, C), ids (N, T) int32 -> (N, T) float32 each, nats.
-    head: "frozen" gives `hidden` its gradient, "trained" `head_weight` too.
+    The other two results are the student's log-probability of each id and its entropy, without
+    gradient. hidden (N, T, C), head_weight (V, C), ids (N, T) int32 -> (N, T) float32 each, nats.
+    head: "frozen" gives `hidden` a gradient, "trained" gives `head_weight` one too.
 
-    The vocabulary goes by twice, in tiles: for the logsumexps of both models, then for the divergence and its gradient,
-    s - q sum(s) by a row's logits, see `terms_of`. So sum(s W) and sum(q W) over the student's head W are all that
-    `hidden` needs, and the backward pass of a frozen head has no matmul.
+    The vocabulary is read twice, in tiles: once for the logsumexps of both models, once for the
+    divergence and its gradient, s - q sum(s) by a row's logits, see `divergence_terms`. So sum(s W)
+    and sum(q W) over the student's head W are all that the gradient of `hidden` needs, and the
+    backward pass of a frozen head has no matmul.
     """
     assert head in lm_head.HEADS, head
     assert 0 <= beta <= 1, beta
     assert temperature > 0, temperature
-    assert len(head_weight) == len(lesson.head_weight), (head_weight.shape, lesson.head_weight.shape)
-    flat_ids, vocab = ids.reshape(-1), len(head_weight)
-    taught = lesson.hidden.reshape(-1, lesson.hidden.shape[-1])
-    chunks = lm_head.slices(flat_ids.size, lm_head.LOGPROB_CHUNK)
-    tiles = lm_head.slices(vocab, max(1, TILE // min(lm_head.LOGPROB_CHUNK, flat_ids.size)))
+    shapes = head_weight.shape, lesson.head_weight.shape
+    assert len(head_weight) == len(lesson.head_weight), shapes
+    flat_ids = ids.reshape(-1)
+    vocab_size = len(head_weight)
+    teacher_hidden = lesson.hidden.reshape(-1, lesson.hidden.shape[-1])
+    chunks = lm_head.chunk_slices(flat_ids.size, lm_head.LOGPROB_CHUNK)
+    tile_size = max(1, TILE // min(lm_head.LOGPROB_CHUNK, flat_ids.size))
+    tiles = lm_head.chunk_slices(vocab_size, tile_size)
 
-    def logits_of(hidden: mx.array, head_weight: mx.array, tile: slice, done: list[mx.array]) -> mx.array:
-        """Logits of some rows for a tile of the vocabulary, but not before `done`."""
-        x = lm_head.wait(hidden.astype(mx.float32) / temperature, done)
+    def tile_logits(
+        hidden: mx.array, head_weight: mx.array, tile: slice, done: list[mx.array]
+    ) -> mx.array:
+        """Logits of some rows for a tile of the vocabulary, computed after `done`."""
+        x = lm_head.wait_for(hidden.astype(mx.float32) / temperature, done)
         return x @ head_weight[tile].astype(mx.float32).T
 
     def forward(hidden: mx.array, head_weight: mx.array) -> tuple[mx.array, ...]:
         parts = []
         done: list[mx.array] = []
         for rows in chunks:
-            nothing = mx.zeros((rows.stop - rows.start, 1))
-            sums = [_Sum(nothing - 1e30, nothing)] * 2
+            zeros = mx.zeros((rows.stop - rows.start, 1))
+            teacher_sum = student_sum = _Sum(zeros - 1e30, zeros)
             for tile in tiles:
-                sums[0] = sums[0].after(logits_of(taught[rows], lesson.head_weight, tile, done))
-                sums[1] = sums[1].after(logits_of(hidden[rows], head_weight, tile, done))
-                done = [*sums[0], *sums[1]]
-            taught_sum, own_sum = sums
+                teacher_logits = tile_logits(teacher_hidden[rows], lesson.head_weight, tile, done)
+                student_logits = tile_logits(hidden[rows], head_weight, tile, done)
+                teacher_sum = teacher_sum.add_tile(teacher_logits)
+                student_sum = student_sum.add_tile(student_logits)
+                done = [*teacher_sum, *student_sum]
+
             totals: list[mx.array] = []
             for tile in tiles:
-                log_p = taught_sum.logprobs(logits_of(taught[rows], lesson.head_weight, tile, done))
-                log_q = own_sum.logprobs(logits_of(hidden[rows], head_weight, tile, done))
-                found = sums_of(log_p, log_q, head_weight[tile], lm_head.place_of(flat_ids[rows], tile), beta)
-                done = totals = [a + b for a, b in zip(totals, found, strict=True)] if totals else found
-            *results, slope, kept = totals[:5]
-            kept = kept - slope * totals[5] if beta else kept  # of the forward KL sum(s) is 0
-            results = [array.squeeze(-1) for array in results]
-            parts.append((*results, kept / temperature, slope, *taught_sum, *own_sum))
-        return lm_head.joined(parts)
+                teacher_logits = tile_logits(teacher_hidden[rows], lesson.head_weight, tile, done)
+                student_logits = tile_logits(hidden[rows], head_weight, tile, done)
+                log_p = teacher_sum.logprobs(teacher_logits)
+                log_q = student_sum.logprobs(student_logits)
+                places = lm_head.locate_in_tile(flat_ids[rows], tile)
+                sums = tile_sums(log_p, log_q, head_weight[tile], places, beta)
+                if totals:
+                    sums = [total + part for total, part in zip(totals, sums, strict=True)]
+                done = totals = sums
+
+            divergence, id_logprobs, entropy, slope_sum, hidden_slope = totals[:5]
+            if beta:  # else sum(s) is 0
+                hidden_slope = hidden_slope - slope_sum * totals[5]
+            results = [array.squeeze(-1) for array in (divergence, id_logprobs, entropy)]
+            hidden_slope = hidden_slope / temperature
+            parts.append((*results, hidden_slope, slope_sum, *teacher_sum, *student_sum))
+        return lm_head.concatenate_results(parts)
 
     def backward(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, mx.array]:
         hidden, head_weight = primals
-        _, _, _, kept, slope, *sums = outputs
+        _, _, _, hidden_slope, slope_sum, *sums = outputs
         d_out = cotangents[0][:, None]
-        d_hidden = (d_out * kept).astype(hidden.dtype)
+        d_hidden = (d_out * hidden_slope).astype(hidden.dtype)
         if head == "frozen":
             return d_hidden, mx.zeros_like(head_weight)
+
         d_tiles: list[mx.array] = []
         done: list[mx.array] = []
         for tile in tiles:
             d_tile = mx.zeros((tile.stop - tile.start, hidden.shape[1]))
             for rows in chunks:
-                taught_sum, own_sum = _Sum(*(a[rows] for a in sums[:2])), _Sum(*(a[rows] for a in sums[2:]))
-                log_p = taught_sum.logprobs(logits_of(taught[rows], lesson.head_weight, tile, done))
-                log_q = own_sum.logprobs(logits_of(hidden[rows], head_weight, tile, done))
-                d_logits = d_out[rows] * (terms_of(log_p, log_q, beta)[1] - cpu.exp(log_q) * slope[rows])
+                teacher_sum = _Sum(*(array[rows] for array in sums[:2]))
+                student_sum = _Sum(*(array[rows] for array in sums[2:]))
+                teacher_logits = tile_logits(teacher_hidden[rows], lesson.head_weight, tile, done)
+                student_logits = tile_logits(hidden[rows], head_weight, tile, done)
+                log_p = teacher_sum.logprobs(teacher_logits)
+                log_q = student_sum.logprobs(student_logits)
+                _, slopes = divergence_terms(log_p, log_q, beta)
+                d_logits = d_out[rows] * (slopes - cpu.exp(log_q) * slope_sum[rows])
                 d_tile = d_tile + d_logits.T @ (hidden[rows].astype(mx.float32) / temperature)
                 done = [d_tile]
             d_tiles.append(d_tile.astype(head_weight.dtype))
         return d_hidden, mx.concatenate(d_tiles)
 
-    outputs = gpu.differentiable(forward, backward, hidden.reshape(-1, hidden.shape[-1]), head_weight)
-    found, logprobs, entropies = (array.reshape(ids.shape) for array in outputs[:3])
-    return found, mx.stop_gradient(logprobs), mx.stop_gradient(entropies)
+    flat_hidden = hidden.reshape(-1, hidden.shape[-1])
+    outputs = gpu.differentiable(forward, backward, flat_hidden, head_weight)
+    divergences, logprobs, entropies = (array.reshape(ids.shape) for array in outputs[:3])
+    return divergences, mx.stop_gradient(logprobs), mx.stop_gradient(entropies)
 
 
 class _Sum(NamedTuple):
-    """The sum of exp(logit) of M rows after some of the vocabulary; (M, 1) each. Peaks begin finite, as in lm_head."""
+    """The sum of exp(logit) of M rows after a part of the vocabulary; (M, 1) each."""
 
-    peak: mx.array  # the largest logit
+    peak: mx.array  # the largest logit; the first one is finite, as in lm_head
     total: mx.array  # sum of exp(logit - peak)
 
-    def after(self, logits: mx.array) -> "_Sum":
-        """The sum with one more tile taken in, (M, tile)."""
-        peak = mx.maximum(self.peak, cpu.largest(logits))
+    def add_tile(self, logits: mx.array) -> "_Sum":
+        """The sum after one more tile, (M, tile)."""
+        peak = mx.maximum(self.peak, cpu.tiled_max(logits))
         shrunk = self.total * cpu.exp(self.peak - peak)
         return _Sum(peak, shrunk + cpu.tiled_sum(cpu.exp(logits - peak))[:, None])
 
     def logprobs(self, logits: mx.array) -> mx.array:
-        """Log-probabilities of a tile once all were taken in; the peak goes first, so likely tokens lose no digit."""
+        """
+        Log-probabilities of a tile, once all tiles were added.
+
+        The peak is subtracted first, so likely tokens lose no digit.
+        """
         return (logits - self.peak) - mx.log(self.total)

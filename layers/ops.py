@@ -2,7 +2,7 @@
 What a layer computes between its matmuls, each expression beside the kernel that equals it.
 
 Each comes in this order: the expression, which defines what is computed; the kernel, in the `.metal` file of its name;
-the call that gives it a grid, which `kernels.equals` makes the `Op` that chooses between the two. Attention is in
+the call that gives it a grid, which `kernels.kernel_of` makes the `Op` that chooses between the two. Attention is in
 attention.py, the layer that joins all of it in gwen.py; matmuls are MLX's.
 
 Axes: N rows, L positions, M = N * L, C hidden, H query heads, K kv heads, D head dim, F mlp width, R rank.
@@ -81,12 +81,12 @@ def _launch_swiglu(gate_up: mx.array, *cotangent: mx.array) -> mx.array:
     )[0]
 
 
-@kernels.equals(swiglu_vjp_ref)
+@kernels.kernel_of(swiglu_vjp_ref)
 def swiglu_vjp(gate_up: mx.array, cotangent: mx.array) -> mx.array:
     return _launch_swiglu(gate_up, cotangent)
 
 
-@kernels.equals(swiglu_ref, lambda d, _, gate_up: [swiglu_vjp(gate_up, d[0])])
+@kernels.kernel_of(swiglu_ref, lambda d, _, gate_up: [swiglu_vjp(gate_up, d[0])])
 def swiglu(gate_up: mx.array) -> mx.array:
     return _launch_swiglu(gate_up)
 
@@ -101,7 +101,7 @@ ROWS_OF_A_PART = 512  # of `tall_product`: by fewer rows there are more partial 
 TALL_PRODUCT = kernels.Kernel(HERE / "tall_product.metal", "thin wide", "sums")
 
 
-@kernels.equals(tall_product_ref)
+@kernels.kernel_of(tall_product_ref)
 def tall_product(thin: mx.array, wide: mx.array) -> mx.array:
     """
     Reads `wide` once for each 16 columns of `thin`, and writes R W float32 for each 512 rows, which a sum joins: for
@@ -148,12 +148,12 @@ def _gradient_of_add_norm(
 ADD_NORM = kernels.Kernel(HERE / "add_norm.metal", "x delta weight eps", "total normed")
 
 
-@kernels.equals(add_norm_ref, _gradient_of_add_norm)
+@kernels.kernel_of(add_norm_ref, _gradient_of_add_norm)
 def add_norm(x: mx.array, delta: mx.array, weight: mx.array, eps: float) -> tuple[mx.array, mx.array]:
     """Reads 2C elements a row and writes 2C in one launch; the expression, in two, reads 3C and writes 2C."""
     size, dtype = x.shape[-1], x.dtype
     total, normed = ADD_NORM(
-        [x, delta, weight, kernels.constant(eps)],
+        [x, delta, weight, kernels.constant_array(eps)],
         [(x.shape, dtype)] * 2,
         grid=(x.size // size * 256, 1, 1),
         threadgroup=(256, 1, 1),
@@ -196,7 +196,7 @@ class Rope:
         kept = np.clip((rotations - low) / (high - low), 0, 1)  # 1: keep, 0: interpolate
         self.frequencies = self.frequencies * kept + self.frequencies / scaling["factor"] * (1 - kept)
 
-    def at(self, offsets: mx.array, length: int) -> "Rotation":
+    def make_rotation(self, offsets: mx.array, length: int) -> "Rotation":
         """The rotation of `length` tokens a row that begin at `offsets`, (N,) int32."""
         if gpu.on_gpu():
             return Rotation(self, offsets)
@@ -214,7 +214,7 @@ class Rotation(NamedTuple):
     cos: mx.array | None = None  # (N, L, 1, size) float32, and None on a GPU, where a kernel makes them
     sin: mx.array | None = None  # with the sign that its half of `size` takes
 
-    def turn(self, x: mx.array) -> mx.array:
+    def rotate(self, x: mx.array) -> mx.array:
         """Rotates the first dims of (N, L, heads, D): pairs are i and i + size / 2."""
         if self.cos is None or self.sin is None:
             x = x if self.rope.magnitude == 1.0 else x * self.rope.magnitude
@@ -223,7 +223,7 @@ class Rotation(NamedTuple):
             return rotated.transpose(0, 2, 1, 3)
         if self.rope.size < x.shape[-1]:
             turned, rest = mx.split(x, [self.rope.size], axis=-1)
-            return mx.concatenate([self.turn(turned), rest], axis=-1)
+            return mx.concatenate([self.rotate(turned), rest], axis=-1)
         low, high = mx.split(x, 2, axis=-1)
         return (x * self.cos + mx.concatenate([high, low], axis=-1) * self.sin).astype(x.dtype)
 
@@ -245,7 +245,7 @@ def norm_rope_ref(qkv: mx.array, num_heads: int, weights: Weights, eps: float, r
         weight = mx.concatenate([mx.broadcast_to(w, (n, size)) for w, n in zip(weights, counts, strict=True)])
         turned = rms_norm(turned, None, eps) * weight
     if rotation is not None:
-        turned = rotation.turn(turned)
+        turned = rotation.rotate(turned)
     queries, keys = mx.split(turned, [num_heads], axis=2)
     return queries.transpose(0, 2, 1, 3), keys.transpose(0, 2, 1, 3), values.transpose(0, 2, 1, 3)
 
@@ -255,7 +255,7 @@ NORM_ROPE = kernels.Kernel(
 )
 
 
-@kernels.equals(norm_rope_ref)
+@kernels.kernel_of(norm_rope_ref)
 def norm_rope(qkv: mx.array, num_heads: int, weights: Weights, eps: float, rotation: Rotation | None) -> Heads:
     """
     Reads (H + K) D elements a token and writes as many, the least there is, in one launch for four and two copies:
@@ -266,7 +266,7 @@ def norm_rope(qkv: mx.array, num_heads: int, weights: Weights, eps: float, rotat
     assert rotation is not None, "without positions there is nothing to compute"
     num_kv_heads, dtype = (all_heads - num_heads) // 2, qkv.dtype
     num_turned = num_heads + num_kv_heads
-    scalars = kernels.constant(eps), kernels.constant(rotation.rope.magnitude)
+    scalars = kernels.constant_array(eps), kernels.constant_array(rotation.rope.magnitude)
     queries, keys = NORM_ROPE(
         [qkv, *(weights or scalars), scalars[0], rotation.rope.periods, scalars[1], rotation.offsets],
         [((num_rows, count, length, size), dtype) for count in (num_heads, num_kv_heads)],

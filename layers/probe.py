@@ -21,23 +21,23 @@ ROWS = (1, 64, 2048)  # of a product: one token, a decode step, a pass of an upd
 LOOKED_AT = 16  # rows and columns of a result, spread over all of it
 
 
-def wide(x: mx.array) -> np.ndarray:
+def to_float32(x: mx.array) -> np.ndarray:
     return np.array(x.astype(mx.float32)).astype(np.float64)
 
 
-def product_error(weight: mx.array, rows: int) -> float:
+def measure_product_error(weight: mx.array, rows: int) -> float:
     """The largest error of x @ W.T, and of the way back y @ W, of (F, C) weights; as a share of a result's size."""
     worst = 0.0
     for factor in (weight.T, weight):
-        x = kernels.normal(rows, factor.shape[0], dtype=weight.dtype)
+        x = kernels.normal_array(rows, factor.shape[0], dtype=weight.dtype)
         down, across = (slice(None, None, max(size // LOOKED_AT, 1)) for size in (rows, factor.shape[1]))
-        found, exact = wide((x @ factor)[down, across]), wide(x[down]) @ wide(factor[:, across])
+        found, exact = to_float32((x @ factor)[down, across]), to_float32(x[down]) @ to_float32(factor[:, across])
         error = np.abs(found - exact) / (np.sqrt(np.square(exact).mean()) + np.abs(exact))
         worst = max(worst, float(np.where(np.isfinite(found), error, np.inf).max()))
     return worst
 
 
-def attention_error(num_heads: int, num_kv_heads: int, size: int, dtype: mx.Dtype) -> float:
+def measure_attention_error(num_heads: int, num_kv_heads: int, size: int, dtype: mx.Dtype) -> float:
     """
     The error of attention while a gradient is traced, one query and many, as a share of its norm in float32.
 
@@ -45,9 +45,9 @@ def attention_error(num_heads: int, num_kv_heads: int, size: int, dtype: mx.Dtyp
     """
     worst = 0.0
     for length, num_keys in ((1, 160), (128, 160)):
-        queries = kernels.normal(2, num_heads, length, size, dtype=dtype)
-        keys = kernels.normal(2, num_kv_heads, num_keys, size, dtype=mx.float32, seed=1)
-        values, bias = kernels.normal(2, num_kv_heads, num_keys, size, dtype=dtype, seed=2), keys[:1, :, :1]
+        queries = kernels.normal_array(2, num_heads, length, size, dtype=dtype)
+        keys = kernels.normal_array(2, num_kv_heads, num_keys, size, dtype=mx.float32, seed=1)
+        values, bias = kernels.normal_array(2, num_kv_heads, num_keys, size, dtype=dtype, seed=2), keys[:1, :, :1]
         keys = (keys + 779 * bias / mx.linalg.norm(bias, axis=-1, keepdims=True)).astype(dtype)
         wide_queries, wide_keys, wide_values = (x.astype(mx.float32) for x in (queries, keys, values))
         causal = mx.tri(length, num_keys, num_keys - length, dtype=mx.bool_)
@@ -61,7 +61,7 @@ def attention_error(num_heads: int, num_kv_heads: int, size: int, dtype: mx.Dtyp
     return worst
 
 
-def look(weights: list[mx.array], heads: tuple[int, int, int]) -> tuple[str, bool]:
+def check_arithmetic(weights: list[mx.array], heads: tuple[int, int, int]) -> tuple[str, bool]:
     """
     A line on MLX's own arithmetic, and whether it is right: products by each shape of weights, masked attention by
     (H, K, D). A figure is the largest error as a share of what its type allows; at most 1 is right.
@@ -71,8 +71,8 @@ def look(weights: list[mx.array], heads: tuple[int, int, int]) -> tuple[str, boo
     for weight in (*{weight.shape: weight for weight in weights}.values(), narrow):
         kind = "float32 products" if weight.dtype == mx.float32 else "products"
         for rows in (rows for rows in ROWS if rows * max(weight.shape) <= 2**27):  # of logits no more memory
-            shares[kind] = max(shares[kind], product_error(weight, rows) / kernels.TOLERANCES[weight.dtype])
-    shares["masked attention"] = attention_error(*heads, dtype) / kernels.TOLERANCES[dtype]
+            shares[kind] = max(shares[kind], measure_product_error(weight, rows) / kernels.TOLERANCES[weight.dtype])
+    shares["masked attention"] = measure_attention_error(*heads, dtype) / kernels.TOLERANCES[dtype]
     well = max(shares.values()) <= 1
     figures = ", ".join(f"{name} {share:.2g}" for name, share in shares.items() if share)
     allowed = f"errors as shares of what {str(dtype).rpartition('.')[2]} allows, up to 1"

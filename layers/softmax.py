@@ -21,11 +21,11 @@ Three = tuple[mx.array, mx.array, mx.array]
 
 def logsumexp(x: mx.array) -> mx.array:
     """log(sum(exp(x))) over the last axis, (..., V) float32 -> (...), exact to 2e-5 at Qwen's vocabulary."""
-    peak = mx.stop_gradient(cpu.largest(x))
+    peak = mx.stop_gradient(cpu.tiled_max(x))
     return mx.log(cpu.tiled_sum(cpu.exp(x, peak))) + peak.squeeze(-1)
 
 
-def _on_rows(
+def _launch_per_row(
     kernel: kernels.Kernel,
     logits: mx.array,
     more: list[mx.array],
@@ -37,7 +37,7 @@ def _on_rows(
     num_rows, size = logits.shape
     shapes = [(num_rows, size) if name == "out" else (num_rows,) for name in kernel.outputs]
     return kernel(
-        [logits, *more, kernels.constant(float(number))],
+        [logits, *more, kernels.constant_array(float(number))],
         list(zip(shapes, dtypes, strict=True)),
         grid=(num_rows * 512, 1, 1),
         threadgroup=(512, 1, 1),
@@ -46,7 +46,7 @@ def _on_rows(
     )
 
 
-def at_temperature(logits: mx.array, temperature: float) -> mx.array:
+def scale_by_temperature(logits: mx.array, temperature: float) -> mx.array:
     """Logits in float32; dividing all of them by 1 would cost a pass over them."""
     logits = logits.astype(mx.float32)
     return logits if temperature == 1 else logits / temperature
@@ -54,14 +54,14 @@ def at_temperature(logits: mx.array, temperature: float) -> mx.array:
 
 def log_softmax(logits: mx.array, temperature: float = 1.0) -> mx.array:
     """Log-probabilities of all tokens at `temperature`, (..., V) -> (..., V) float32, for those who need the row."""
-    logits = at_temperature(logits, temperature)
+    logits = scale_by_temperature(logits, temperature)
     return logits - logsumexp(logits)[..., None]
 
 
 BELOW_ONE = 1 - 2**-22  # the largest share of a sum that float32 rounding still keeps below the sum
 
 
-def draw(weights: mx.array, share: mx.array) -> mx.array:
+def draw_index(weights: mx.array, share: mx.array) -> mx.array:
     """Where in each row the running sum first passes this share of the whole, (N, X), (N, 1) -> (N, 1)."""
     until = mx.cumsum(weights, axis=-1)
     return (until <= share * until[:, -1:]).sum(-1, keepdims=True)
@@ -78,8 +78,8 @@ def sample_token_ref(logits: mx.array, uniforms: mx.array, temperature: float = 
     """
     assert logits.shape[-1] <= 2**20, logits.shape
     num_rows, size = logits.shape
-    logits = at_temperature(logits, temperature)
-    peak = cpu.largest(logits)
+    logits = scale_by_temperature(logits, temperature)
+    peak = cpu.tiled_max(logits)
     weights = cpu.exp(logits, peak)
     shares = mx.split(mx.minimum(uniforms, BELOW_ONE), 4, axis=-1)
     width = 1024 if size > 1024 else 32  # one tile need not be full
@@ -97,13 +97,13 @@ def sample_token_ref(logits: mx.array, uniforms: mx.array, temperature: float = 
     if size > 1024:
         if sums.shape[1] > 32:
             groups = blocks_of(sums, 32)
-            token = draw(groups.sum(-1), shares[0])
+            token = draw_index(groups.sum(-1), shares[0])
             sums = take(groups, token)
-        token = token * 32 + draw(sums, shares[1])
+        token = token * 32 + draw_index(sums, shares[1])
         blocks = take(blocks, token).reshape(num_rows, 32, 32)
         sums = blocks.sum(-1)
-    block = draw(sums, shares[2])
-    token = (token * 32 + block) * 32 + draw(take(blocks, block), shares[3])
+    block = draw_index(sums, shares[2])
+    token = (token * 32 + block) * 32 + draw_index(take(blocks, block), shares[3])
     log_total = mx.log(total).squeeze(-1)
     logprob = (mx.take_along_axis(logits, token, axis=-1) - peak).squeeze(-1) - log_total
     moment = cpu.tiled_sum(weights * mx.maximum(logits - peak, -1e30))  # -inf: 0
@@ -113,7 +113,7 @@ def sample_token_ref(logits: mx.array, uniforms: mx.array, temperature: float = 
 SAMPLE_TOKEN = kernels.Kernel(HERE / "sample_token.metal", "logits uniforms temperature", "tokens logprobs entropies")
 
 
-@kernels.equals(sample_token_ref)
+@kernels.kernel_of(sample_token_ref)
 def sample_token(logits: mx.array, uniforms: mx.array, temperature: float = 1.0) -> Three:
     """
     Reads each logit once, one tile again, and writes 12 bytes a row, in one launch; Gumbel-max would read the same and
@@ -121,14 +121,14 @@ def sample_token(logits: mx.array, uniforms: mx.array, temperature: float = 1.0)
     """
     assert logits.shape[-1] <= 2**20, logits.shape
     dtypes = [mx.int32, mx.float32, mx.float32]
-    token, logprob, entropy = _on_rows(SAMPLE_TOKEN, logits, [uniforms], temperature, dtypes)
+    token, logprob, entropy = _launch_per_row(SAMPLE_TOKEN, logits, [uniforms], temperature, dtypes)
     return token, logprob, entropy
 
 
 def row_logprobs_ref(logits: mx.array, ids: mx.array, temperature: float = 1.0) -> tuple[mx.array, mx.array]:
     """Log-probability of an id a row and entropy of the row at `temperature`, (M, V), (M,) -> (M,) each."""
-    logits = at_temperature(logits, temperature)
-    shifted = logits - mx.stop_gradient(cpu.largest(logits))
+    logits = scale_by_temperature(logits, temperature)
+    shifted = logits - mx.stop_gradient(cpu.tiled_max(logits))
     weights = cpu.exp(shifted)
     total = cpu.tiled_sum(weights)
     chosen = mx.take_along_axis(shifted, ids[:, None], axis=-1).squeeze(-1)
@@ -139,10 +139,10 @@ def row_logprobs_ref(logits: mx.array, ids: mx.array, temperature: float = 1.0) 
 ROW_LOGPROBS = kernels.Kernel(HERE / "row_logprobs.metal", "logits ids temperature", "logprobs entropies")
 
 
-@kernels.equals(row_logprobs_ref)
+@kernels.kernel_of(row_logprobs_ref)
 def row_logprobs(logits: mx.array, ids: mx.array, temperature: float = 1.0) -> tuple[mx.array, mx.array]:
     """Reads each logit once and writes 8 bytes a row, in one launch."""
-    logprobs, entropies = _on_rows(ROW_LOGPROBS, logits, [ids], temperature, [mx.float32] * 2)
+    logprobs, entropies = _launch_per_row(ROW_LOGPROBS, logits, [ids], temperature, [mx.float32] * 2)
     return logprobs, entropies
 
 
@@ -162,14 +162,14 @@ def row_slopes_ref(logits: mx.array, ids: mx.array, temperature: float = 1.0) ->
 ROW_SLOPES = kernels.Kernel(HERE / "row_slopes.metal", "logits ids temperature", "logprobs entropies out")
 
 
-@kernels.equals(row_slopes_ref)
+@kernels.kernel_of(row_slopes_ref)
 def row_slopes(logits: mx.array, ids: mx.array, temperature: float = 1.0) -> Three:
     """
     Reads V logits a row twice, the second time mostly from the cache, and writes V, in one launch; a kernel for the
     results and one for the gradient read the logits twice too, the second time made anew by a matmul.
     """
     dtypes = [mx.float32, mx.float32, logits.dtype]
-    found = _on_rows(ROW_SLOPES, logits, [ids], temperature, dtypes, T=logits.dtype, SCALE=SLOPE_SCALE)
+    found = _launch_per_row(ROW_SLOPES, logits, [ids], temperature, dtypes, T=logits.dtype, SCALE=SLOPE_SCALE)
     return found[0], found[1], found[2]
 
 
@@ -181,7 +181,7 @@ class Support(NamedTuple):
     min_p: float = 0.0
 
     @classmethod
-    def of(cls, top_p: float, top_k: int, min_p: float) -> "Support | None":
+    def from_settings(cls, top_p: float, top_k: int, min_p: float) -> "Support | None":
         """None where every token may be drawn."""
         support = cls(top_p, top_k, min_p)
         return None if support == cls() else support
@@ -199,10 +199,10 @@ def nucleus_ref(logits: mx.array, top_p: float) -> mx.array:
 NUCLEUS = kernels.Kernel(HERE / "nucleus.metal", "logits top_p", "least")
 
 
-@kernels.equals(nucleus_ref)
+@kernels.kernel_of(nucleus_ref)
 def nucleus(logits: mx.array, top_p: float) -> mx.array:
     """Reads a row 9 times, mostly from the cache, and writes 4 bytes; a sort would write all rows several times."""
-    return _on_rows(NUCLEUS, logits, [], top_p, [mx.float32])[0]
+    return _launch_per_row(NUCLEUS, logits, [], top_p, [mx.float32])[0]
 
 
 def truncate_logits(logits: mx.array, support: Support) -> mx.array:

@@ -66,9 +66,9 @@ class Bar(tqdm):
         done, seconds = self.n - self.from_n, time.monotonic() - self.begun
         far = f"{self.n:g}" + (f" of {self.total}" if self.total else "") + (f" {self.kind}s" if self.kind else "")
         more = self.total - self.n if self.total else 0
-        left = f"about {duration(seconds / done * more)} left" if done > 0 and more > 0 else ""
+        left = f"about {format_duration(seconds / done * more)} left" if done > 0 and more > 0 else ""
         what = f"{self.what}: {far}" if self.total or self.n else self.what
-        return f"{what}, {left or f'{duration(seconds)} so far'}"
+        return f"{what}, {left or f'{format_duration(seconds)} so far'}"
 
     def close(self) -> None:
         _works.pop(id(self), None)
@@ -77,12 +77,12 @@ class Bar(tqdm):
         super().close()
 
 
-def doing(what: str) -> Bar:
+def show_activity(what: str) -> Bar:
     """Inside, says `what` goes on, if that is long: nobody knows how long."""
     return Bar(desc=what, disable=True)
 
 
-def fitted(text: str, file: Any = None) -> str:
+def wrap_for_terminal(text: str, file: Any = None) -> str:
     """
     Text for a terminal: what is too long breaks at spaces, but neither within a figure or a command to copy nor between
     a flag and its value. Files get it as it is.
@@ -90,10 +90,10 @@ def fitted(text: str, file: Any = None) -> str:
     if not (file or sys.stdout).isatty():
         return text
     width = shutil.get_terminal_size().columns
-    return "\n".join(line if len(line) <= width else _broken(line, width) for line in text.split("\n"))
+    return "\n".join(line if len(line) <= width else _break_line(line, width) for line in text.split("\n"))
 
 
-def _broken(line: str, width: int) -> str:
+def _break_line(line: str, width: int) -> str:
     whole = r"[^| ][^|]*" if " | " in line else r"uv run .*?(?=[;,] |$)|--[a-z-]+ \S"  # breaks nowhere
     kept = re.sub(whole, lambda found: found[0].replace(" ", "\xa0"), line)
     how: Any = {"break_on_hyphens": False, "break_long_words": False}  # a command is one word, which a terminal breaks
@@ -101,7 +101,7 @@ def _broken(line: str, width: int) -> str:
     return textwrap.fill(kept, width, subsequent_indent=indent, **how).replace("\xa0", " ")
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Formats seconds as seconds, minutes, or hours and minutes."""
     if seconds < 100:
         return f"{seconds:.0f} s"
@@ -109,14 +109,14 @@ def duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def note() -> None:
+def note_printed() -> None:
     """Something else was printed just now."""
     _state["last"] = time.monotonic()
 
 
-def sign() -> None:
+def show_progress() -> None:
     """Draws the bars again, with their time, or says in a line what goes on."""
-    note()
+    note_printed()
     works = list(_works.values())
     for bar in [work for work in works if not work.disable]:
         bar.refresh()
@@ -130,8 +130,8 @@ def _watch(work: Bar) -> None:
     _works[id(work)] = work
     thread = _state["thread"]
     if thread is None or not thread.is_alive():
-        note()
-        _state["thread"] = threading.Thread(target=_look, name="signs of life", daemon=True)
+        note_printed()
+        _state["thread"] = threading.Thread(target=_keep_watching, name="signs of life", daemon=True)
         _state["thread"].start()
 
 
@@ -143,10 +143,10 @@ def is_watched() -> bool:
         return False
 
 
-def _look() -> None:
+def _keep_watching() -> None:
     while True:
         time.sleep(1.0)
         most = WATCHED if is_watched() else IN_FILE
         if _works and time.monotonic() - _state["last"] >= most:
             with contextlib.suppress(OSError, ValueError):  # of a terminal that is gone, of a file that is closed
-                sign()
+                show_progress()

@@ -27,15 +27,15 @@ class Chip(NamedTuple):
     memory: list[int]  # GB that machines have
 
 
-def load() -> list[Chip]:
+def load_chips() -> list[Chip]:
     rows = yaml.safe_load((Path(__file__).parents[1] / "data" / "chips.yaml").read_text("utf-8"))
     return [Chip(name, **row) for name, row in rows.items()]
 
 
-def here() -> Chip:
+def this_chip() -> Chip:
     """This machine's chip. One that the table does not have is timed: a product of float32 matrices, and a sum."""
     name = str(mx.device_info().get("device_name", "CPU")).removeprefix("Apple ")
-    if known := [chip for chip in load() if chip.name == name]:
+    if known := [chip for chip in load_chips() if chip.name == name]:
         return known[0]
     matrix, row = mx.random.normal((1024, 1024)), mx.random.normal((2**24,))
     summing, multiplying = least_seconds(row.sum), least_seconds(lambda: matrix @ matrix)
@@ -52,7 +52,7 @@ class Cost(NamedTuple):
     flops: float
 
 
-def seconds(costs: dict[str, Cost], chip: Chip) -> float:
+def estimate_seconds(costs: dict[str, Cost], chip: Chip) -> float:
     """What a step with phases of these costs takes."""
     moving, computing = BANDWIDTH * 1e9 * chip.bandwidth, ARITHMETIC * 1e12 * chip.tflops
     return sum(max(cost.bytes / moving, cost.flops / computing) for cost in costs.values())

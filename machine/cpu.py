@@ -27,7 +27,7 @@ WORTH_COMPILING = 2**13  # numbers: fewer take the power of two as long as six l
 TILE = 256  # numbers of a row; a CPU takes tiles together three to five times as fast as the numbers of a row
 
 
-def expression(x: mx.array) -> mx.array:
+def exp_expression(x: mx.array) -> mx.array:
     """
     e**x of float32: x = n log(2) + r, Taylor's polynomial of degree 7 in r, and 2**n from bits.
 
@@ -46,13 +46,13 @@ def expression(x: mx.array) -> mx.array:
 
 
 @functools.lru_cache(maxsize=256)
-def compiled(size: int) -> Callable[[mx.array], mx.array]:
+def compile_exp(size: int) -> Callable[[mx.array], mx.array]:
     """The expression for so many numbers: MLX keeps what it compiled for a shape as long as the function lives."""
-    return mx.compile(expression)
+    return mx.compile(exp_expression)
 
 
 @contextlib.contextmanager
-def building() -> Iterator[None]:
+def build_lock() -> Iterator[None]:
     """
     One process at a time, where `mx.compile` may have loops built; several would load each other's halves.
 
@@ -73,8 +73,8 @@ def has_compiler() -> bool:
     if sys.platform != "linux" or shutil.which("g++") is None:
         return False
     try:
-        with building():
-            mx.eval(compiled(2)(mx.zeros(2)))
+        with build_lock():
+            mx.eval(compile_exp(2)(mx.zeros(2)))
     except (OSError, RuntimeError) as error:
         print(f"gwen: e**x takes twice as long here: {' '.join(str(error).split())[:200]}", file=sys.stderr)
         return False
@@ -86,8 +86,8 @@ def exp(x: mx.array, shift: mx.array | None = None) -> mx.array:
     x = x if shift is None else x - mx.stop_gradient(shift)
     if gpu.on_gpu():
         return mx.exp(x)
-    if gpu.forward_only() and x.dtype == mx.float32 and x.size >= WORTH_COMPILING and has_compiler():
-        return compiled(x.size)(x.reshape(-1)).reshape(x.shape)
+    if gpu.is_forward_only() and x.dtype == mx.float32 and x.size >= WORTH_COMPILING and has_compiler():
+        return compile_exp(x.size)(x.reshape(-1)).reshape(x.shape)
     power: mx.array = gpu.differentiable(lambda x: mx.power(2.0, x * LOG2_E), lambda _, d_out, out: d_out * out, x)
     return power
 
@@ -104,7 +104,7 @@ def tiled_sum(x: mx.array) -> mx.array:
     return tiles + x[..., num_tiles * TILE :].sum(-1)
 
 
-def largest(x: mx.array) -> mx.array:
+def tiled_max(x: mx.array) -> mx.array:
     """Maximum over the last axis, (..., V) -> (..., 1), of tiles first."""
     whole = x.shape[-1] // TILE * TILE or x.shape[-1]
     tiles = x[..., :whole].reshape(*x.shape[:-1], -1, min(whole, TILE)).max(-2)

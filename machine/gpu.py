@@ -24,7 +24,7 @@ def has_metal() -> bool:
 _forward_only = [False]
 
 
-def forward_only() -> bool:
+def is_forward_only() -> bool:
     """Whether `without_gradients` holds."""
     return _forward_only[0]
 
@@ -44,7 +44,7 @@ def without_gradients() -> Iterator[None]:
 
 def differentiable(forward: Callable[..., Any], backward: Callable[..., Any], *arrays: mx.array) -> Any:
     """`forward(*arrays)`, whose gradient is `backward(arrays, cotangents, results)`."""
-    if forward_only():
+    if is_forward_only():
         return forward(*arrays)
     custom: Any = mx.custom_function(forward)
     custom.vjp(backward)

@@ -88,7 +88,7 @@ class Kernel:
 
 
 @functools.lru_cache(maxsize=None, typed=True)  # typed: 0.0 and False are equal
-def constant(*values: float | bool) -> mx.array:
+def constant_array(*values: float | bool) -> mx.array:
     """Numbers for a kernel, which takes arrays only; of settings, so few are ever made."""
     return mx.array(values)
 
@@ -127,13 +127,13 @@ class Op(Generic[P, R]):
             return self.reference(*arguments, **settings)
         if not self.runs(first.dtype):
             return self.reference(*arguments, **settings)
-        if gpu.forward_only():
+        if gpu.is_forward_only():
             return self.launch(*arguments, **settings)
-        floats, put = _floats(arguments)
+        floats, put = _split_floats(arguments)
 
         def backward(primals: Any, cotangents: Any, results: Any) -> tuple[mx.array, ...]:
-            moved = put(_arrays(primals))
-            return tuple(self.gradient(_arrays(cotangents), _arrays(results), *moved, **settings))
+            moved = put(_array_leaves(primals))
+            return tuple(self.gradient(_array_leaves(cotangents), _array_leaves(results), *moved, **settings))
 
         result: R = gpu.differentiable(lambda *moved: self.launch(*put(moved), **settings), backward, *floats)
         return result
@@ -141,26 +141,26 @@ class Op(Generic[P, R]):
     def _gradient_of_reference(
         self, cotangents: list[mx.array], _: list[mx.array], *arguments: Any, **settings: Any
     ) -> list[mx.array]:
-        floats, put = _floats(arguments)
-        return mx.vjp(lambda *moved: _arrays(self.reference(*put(moved), **settings)), floats, cotangents)[1]
+        floats, put = _split_floats(arguments)
+        return mx.vjp(lambda *moved: _array_leaves(self.reference(*put(moved), **settings)), floats, cotangents)[1]
 
     def runs(self, dtype: mx.Dtype) -> bool:
         """Whether the kernel runs now for arrays of `dtype`."""
-        return gpu.has_metal() and is_wanted() and dtype in TOLERANCES and dtype not in self.off
+        return gpu.has_metal() and kernels_are_wanted() and dtype in TOLERANCES and dtype not in self.off
 
     def check(self, *arguments: Any, **settings: Any) -> str:
         """Why the kernel must not be used on this device, or "" where it agrees with its expression on a call."""
-        dtype, (floats, put) = arguments[0].dtype, _floats(arguments)
+        dtype, (floats, put) = arguments[0].dtype, _split_floats(arguments)
         try:
             exact = self.reference(*put([array.astype(mx.float32) for array in floats]), **settings)
             own = self.reference(*arguments, **settings)
-            share = disagreement(self.launch(*arguments, **settings), own, exact, dtype)
+            share = measure_disagreement(self.launch(*arguments, **settings), own, exact, dtype)
         except (RuntimeError, ValueError) as error:  # MLX's, of a kernel that does not compile
             return " ".join(str(error).split())[:300]
         return "" if share <= 1 else f"it differs from its expression by {share:.3g} times what {dtype} allows"
 
 
-def equals(reference: Callable[P, R], gradient: Gradient | None = None) -> Callable[[Callable[P, R]], Op[P, R]]:
+def kernel_of(reference: Callable[P, R], gradient: Gradient | None = None) -> Callable[[Callable[P, R]], Op[P, R]]:
     """Makes a launch the `Op` of its name, which chooses between it and the expression `reference`."""
     return lambda launch: Op(reference, launch, gradient)
 
@@ -170,7 +170,7 @@ _recording: list[list[Call]] = []
 
 
 @contextlib.contextmanager
-def recording() -> Iterator[list[Call]]:
+def record_calls() -> Iterator[list[Call]]:
     """Inside, operations compute their expressions, and their calls are noted."""
     calls: list[Call] = []
     _recording.append(calls)
@@ -190,7 +190,7 @@ def check_calls(calls: list[Call]) -> None:
     waiting = list(calls)
     while waiting:
         op, arguments, settings = waiting.pop(0)
-        kind = op.name, *((array.shape, array.dtype) for array in _arrays([list(arguments), list(settings.values())]))
+        kind = op.name, *((array.shape, array.dtype) for array in _array_leaves([list(arguments), list(settings.values())]))
         if kind in seen:
             continue
         seen.add(kind)
@@ -200,17 +200,17 @@ def check_calls(calls: list[Call]) -> None:
             op.off.add(dtype)
         if op.gradient == op._gradient_of_reference:  # which calls no kernel
             continue
-        with recording() as deeper:
-            results = _arrays(op.reference(*arguments, **settings))
+        with record_calls() as deeper:
+            results = _array_leaves(op.reference(*arguments, **settings))
             op.gradient([mx.ones_like(result) for result in results], results, *arguments, **settings)
         waiting += deeper
 
 
-def _arrays(tree: Any) -> list[mx.array]:
+def _array_leaves(tree: Any) -> list[mx.array]:
     return [leaf for _, leaf in tree_flatten(tree) if isinstance(leaf, mx.array)]
 
 
-def _floats(arguments: Any) -> tuple[list[mx.array], Callable[[Sequence[mx.array]], Any]]:
+def _split_floats(arguments: Any) -> tuple[list[mx.array], Callable[[Sequence[mx.array]], Any]]:
     """The arrays of floats among the arguments, and a function that gives the arguments with others in their places."""
 
     def is_float(leaf: Any) -> bool:
@@ -220,15 +220,15 @@ def _floats(arguments: Any) -> tuple[list[mx.array], Callable[[Sequence[mx.array
         following = iter(floats)
         return tree_map(lambda leaf: next(following) if is_float(leaf) else leaf, arguments)
 
-    return [array for array in _arrays(arguments) if is_float(array)], put
+    return [array for array in _array_leaves(arguments) if is_float(array)], put
 
 
-def normal(*shape: int, dtype: mx.Dtype, seed: int = 0, scale: float = 1.0) -> mx.array:
+def normal_array(*shape: int, dtype: mx.Dtype, seed: int = 0, scale: float = 1.0) -> mx.array:
     """An array to try something with, the same every time."""
     return (mx.random.normal(shape, key=mx.random.key(seed)) * scale).astype(dtype)
 
 
-def disagreement(kernel: Any, own: Any, exact: Any, dtype: mx.Dtype) -> float:
+def measure_disagreement(kernel: Any, own: Any, exact: Any, dtype: mx.Dtype) -> float:
     """
     The largest error of a kernel as a share of what is allowed: at most 1 agrees.
 
@@ -237,7 +237,7 @@ def disagreement(kernel: Any, own: Any, exact: Any, dtype: mx.Dtype) -> float:
     numbers must be equal, and the kernel infinite or no number nowhere but where the expression is.
     """
     worst = 0.0
-    for mine, other, true in zip(_arrays(kernel), _arrays(own), _arrays(exact), strict=True):
+    for mine, other, true in zip(_array_leaves(kernel), _array_leaves(own), _array_leaves(exact), strict=True):
         if mine.shape != other.shape or mine.dtype != other.dtype:
             return math.inf
         if not mx.issubdtype(mine.dtype, mx.floating):
@@ -255,7 +255,7 @@ def disagreement(kernel: Any, own: Any, exact: Any, dtype: mx.Dtype) -> float:
     return worst
 
 
-def is_wanted() -> bool:
+def kernels_are_wanted() -> bool:
     """Whether GWEN_KERNELS asks for kernels; unset it does. Raises ValueError when it is neither on nor off."""
     value = os.environ.get("GWEN_KERNELS") or "on"
     if value not in ("on", "off"):

@@ -48,7 +48,7 @@ current: "Link | None" = None  # None: this process is the only one
 
 
 @contextlib.contextmanager
-def joined() -> Iterator[None]:
+def connect() -> Iterator[None]:
     """
     Makes this process one of several, if a launcher says so; whatever ends it early is told to the others.
 
@@ -58,38 +58,38 @@ def joined() -> Iterator[None]:
     global current
     group = None
     if not {"MLX_RANK", "OMPI_COMM_WORLD_RANK"}.isdisjoint(os.environ):
-        with alive.doing("waiting for the other machines"):
+        with alive.show_activity("waiting for the other machines"):
             group = _init()
     if group is None or group.size() == 1:
         yield
         return
     current, streams = Link(group), (sys.stdout, sys.stderr)
-    for number in endings()[1:]:
-        signal.signal(number, interrupt)
+    for number in ending_signals()[1:]:
+        signal.signal(number, raise_interrupt)
     try:
-        current.names = current.share(socket.gethostname())
+        current.names = current.all_gather(socket.gethostname())
         current.names = [f"rank {number} ({name})" for number, name in enumerate(current.names)]
         if current.rank == 0:
             print(f"machines: {', '.join(current.names)}", flush=True)
         else:
             sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  (until the process ends)
         yield
-        current.share("done")  # none closes its connection while another is still at work
+        current.all_gather("done")  # none closes its connection while another is still at work
     except BaseException as error:
         sys.stdout, sys.stderr = streams
-        current.tell(error)
+        current.announce_end(error)
         if isinstance(error, KeyboardInterrupt):
-            print(f"\n{signed(error)}", file=sys.stderr)
+            print(f"\n{name_machine(error)}", file=sys.stderr)
             sys.exit(130)
         raise
     finally:
         sys.stdout, sys.stderr = streams
 
 
-def compare(facts: dict[str, Any]) -> None:
+def refuse_differences(facts: dict[str, Any]) -> None:
     """Raises Lost, on every machine, if one has another value of a fact than rank 0 has."""
     assert current
-    (first, ours), *others = zip(current.names, current.share(facts), strict=True)
+    (first, ours), *others = zip(current.names, current.all_gather(facts), strict=True)
     for name, theirs in others:
         for fact, its in theirs.items():
             if its != ours[fact]:
@@ -104,23 +104,23 @@ def code_checksum() -> int:
     return zlib.crc32(b"".join(file.read_bytes() for file in ours))
 
 
-def endings() -> list[signal.Signals]:
+def ending_signals() -> list[signal.Signals]:
     """The signals that end a run and let it save: Ctrl-C, and those of a launcher, a scheduler or a closed terminal."""
     others = (signal.SIGTERM, signal.SIGHUP)
     return [signal.SIGINT] + [one for one in others if signal.getsignal(one) != signal.SIG_IGN]
 
 
-def interrupt(number: int, *_: Any) -> NoReturn:
+def raise_interrupt(number: int, *_: Any) -> NoReturn:
     """A signal handler: Ctrl-C, which names any other signal."""
     raise KeyboardInterrupt(*[] if number == signal.SIGINT else [signal.Signals(number).name])
 
 
-def signed(error: BaseException) -> str:
+def name_machine(error: BaseException) -> str:
     """What ended this machine, with its name where there are several."""
-    return _reason(error) if current is None else f"{current.names[current.rank]}: {_reason(error)}"
+    return _reason_of(error) if current is None else f"{current.names[current.rank]}: {_reason_of(error)}"
 
 
-def _reason(error: BaseException) -> str:
+def _reason_of(error: BaseException) -> str:
     if isinstance(error, SystemExit) and error.__context__ is not None:
         error = error.__context__  # what made the process end itself
     if isinstance(error, KeyboardInterrupt):
@@ -152,7 +152,7 @@ class Link:
     def __init__(self, group: Any):
         self.group, self.rank, self.size = group, group.rank(), group.size()
         self.names = [f"rank {number}" for number in range(self.size)]
-        self.waited, self.num_pieces = 0.0, 0
+        self.wait_s, self.num_pieces = 0.0, 0
         self.is_over, self.is_stuck = False, False
         self.jobs: queue.SimpleQueue[tuple[Future[list[bytes]], tuple[Any, ...]]] = queue.SimpleQueue()
         threading.Thread(target=self._work, daemon=True).start()
@@ -175,7 +175,7 @@ class Link:
         while not future.done() and before < self.num_pieces:
             before = self.num_pieces
             wait([future], patience)
-        self.waited += time.monotonic() - begin
+        self.wait_s += time.monotonic() - begin
         self.is_stuck = not future.done()
         if self.is_stuck:
             why = f"a machine hangs or is very late: nothing came from it for {patience:.0f} s"
@@ -186,15 +186,15 @@ class Link:
         self.is_over = True
         raise Lost(why)
 
-    def share(self, value: Any, about: str = "share") -> list[Any]:
-        """See `world.share`."""
+    def all_gather(self, value: Any, about: str = "share") -> list[Any]:
+        """See `world.all_gather`."""
         return list(map(_decode, self.meet(about, _encode(value))))
 
-    def tell(self, error: BaseException) -> None:
+    def announce_end(self, error: BaseException) -> None:
         """Says to the others, at their next meeting, why this machine ends; waits for a short time only."""
         if not self.is_over and not (isinstance(error, SystemExit) and not error.code):
             with contextlib.suppress(Lost, KeyboardInterrupt):
-                self.meet("", reason=" ".join(_reason(error).split())[:1000])
+                self.meet("", reason=" ".join(_reason_of(error).split())[:1000])
         self.is_over = True
 
     def _leave(self) -> None:
@@ -217,7 +217,7 @@ class Link:
     def _meet(self, kind: str, data: bytes, flat: np.ndarray | None, reason: str) -> list[bytes]:
         """Exchanges messages, then what they announce. Raises Lost if a machine ends, or if one is about another."""
         head = json.dumps([reason, zlib.crc32(kind.encode()), len(data)])  # a character of the reason is 12 at most
-        reasons, kinds, sizes = zip(*map(json.loads, self._gathered(head.encode().ljust(HEAD))), strict=True)
+        reasons, kinds, sizes = zip(*map(json.loads, self._gather_bytes(head.encode().ljust(HEAD))), strict=True)
         for name, its in zip(self.names, reasons, strict=True):
             if its:
                 raise Lost(f"{name}: {its}")
@@ -225,16 +225,16 @@ class Link:
             raise Lost(f"the machines have lost step with each other, at a {kind}; start them again")
         if flat is not None:
             for part in np.split(flat, range(BLOCK, len(flat), BLOCK)):
-                part[:] = self._all(mx.distributed.all_sum, part)
-        pieces = self._gathered(data.ljust(max(sizes), b"\0")) if max(sizes) else [b""] * self.size
+                part[:] = self._run_collective(mx.distributed.all_sum, part)
+        pieces = self._gather_bytes(data.ljust(max(sizes), b"\0")) if max(sizes) else [b""] * self.size
         return [piece[:size] for piece, size in zip(pieces, sizes, strict=True)]
 
-    def _gathered(self, data: bytes) -> list[bytes]:
+    def _gather_bytes(self, data: bytes) -> list[bytes]:
         """The bytes of all machines, which bring equally many."""
-        gathered = self._all(mx.distributed.all_gather, np.frombuffer(data, np.uint8))
+        gathered = self._run_collective(mx.distributed.all_gather, np.frombuffer(data, np.uint8))
         return [one.tobytes() for one in np.split(gathered, self.size)]
 
-    def _all(self, collective: Callable[..., mx.array], mine: np.ndarray) -> np.ndarray:
+    def _run_collective(self, collective: Callable[..., mx.array], mine: np.ndarray) -> np.ndarray:
         """A piece of a meeting."""
         theirs = collective(mx.array(mine), group=self.group, stream=mx.cpu)
         mx.eval(theirs)  # wait, for the slowest machine; the main thread goes on meanwhile

@@ -26,7 +26,7 @@ def memory_size() -> int:
     return int(recommended or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
-def hold_memory() -> None:
+def limit_mlx_cache() -> None:
     """
     Lets MLX keep freed buffers up to an eighth of the memory, and wires the GB that GWEN_WIRED_LIMIT asks for.
 
@@ -56,21 +56,21 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or any(one in str(error).lower() for one in words)
 
 
-def attempt(compute: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+def try_within_memory(compute: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
     """What `compute` returns, in a list; an empty one if memory ran out: by then all that it allocated is free."""
     try:
         return [compute(*args, **kwargs)]
     except (RuntimeError, MemoryError) as error:
-        if not is_too_much(error):
+        if not is_too_large(error):
             raise
         first = error.with_traceback(None)  # which would hold every array of the attempt
     # macOS may end the buffers behind one that lacks memory with errors of their own, and tell these first
-    if not any(map(is_out_of_memory, [first, *drain()])):
+    if not any(map(is_out_of_memory, [first, *drain_gpu()])):
         raise first
     return []
 
 
-def drain() -> list[RuntimeError]:
+def drain_gpu() -> list[RuntimeError]:
     """Waits until nothing is queued, which may hold caches, and frees what it held; returns the errors that come."""
     errors = []
     for _ in range(MOST_ERRORS):
@@ -83,14 +83,14 @@ def drain() -> list[RuntimeError]:
     return errors
 
 
-def on_cpu(write: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+def write_on_cpu(write: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
     """Calls `write` on the CPU's stream, which an error of the GPU leaves intact, until no such error is left."""
     for errors_left in reversed(range(MOST_ERRORS)):
         try:
             with mx.stream(mx.cpu):
                 return write(*args, **kwargs)
         except RuntimeError as error:
-            if not errors_left or not is_too_much(error):
+            if not errors_left or not is_too_large(error):
                 raise
 
 
@@ -111,7 +111,7 @@ class BatchSize:
         """Halves `rows`, or `num_rows` if fewer were tried."""
         self.rows, self.num_good = max(min(self.rows, num_rows) // 2, 1), 0
 
-    def fitted(self) -> None:
+    def note_success(self) -> None:
         """Notes that a batch fitted; after GROW_AFTER of them a halved size grows by a quarter."""
         self.num_good += 1
         if self.rows < self.most and self.num_good >= GROW_AFTER:
@@ -129,6 +129,6 @@ def is_watchdog(error: BaseException) -> bool:
     return any(f"iogpucommandbuffercallbackerror{kind}" in text for kind in kinds) or "gputimeouterror" in text
 
 
-def is_too_much(error: BaseException) -> bool:
+def is_too_large(error: BaseException) -> bool:
     """Whether less at once might do: memory ran out, or macOS stopped the work."""
     return is_out_of_memory(error) or is_watchdog(error)

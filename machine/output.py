@@ -39,7 +39,7 @@ class LossyFile(io.FileIO):
 
 
 @contextlib.contextmanager
-def guarded(*, is_log: bool = False) -> Iterator[None]:
+def guard_output(*, is_log: bool = False) -> Iterator[None]:
     """
     Inside, or in a function that it decorates, no error of stdout or stderr is raised.
 
@@ -52,11 +52,11 @@ def guarded(*, is_log: bool = False) -> Iterator[None]:
 
     def tell_loss(error: OSError) -> None:
         if is_log:
-            _tell(f"standard output is lost ({error.strerror}); the run goes on without it")
+            _report_loss(f"standard output is lost ({error.strerror}); the run goes on without it")
 
-    sys.stdin = _readable(sys.stdin)
-    sys.stderr = _lossy(sys.stderr, None)
-    sys.stdout = _lossy(sys.stdout, tell_loss)
+    sys.stdin = _make_readable(sys.stdin)
+    sys.stderr = _make_lossy(sys.stderr, None)
+    sys.stdout = _make_lossy(sys.stdout, tell_loss)
     ours = sys.stdin, sys.stdout, sys.stderr
     is_whole = False
     try:
@@ -73,11 +73,11 @@ def guarded(*, is_log: bool = False) -> Iterator[None]:
     error = getattr(_file_of(ours[1]), "error", None)
     is_new = ours[1] is not streams[1]
     if is_whole and is_new and not is_log and error is not None and error.errno != errno.EPIPE:
-        _tell(f"error: standard output cannot be written: {error.strerror}")
+        _report_loss(f"error: standard output cannot be written: {error.strerror}")
         sys.exit(1)
 
 
-def _tell(line: str) -> None:
+def _report_loss(line: str) -> None:
     with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr may be lost, closed or None
         print(line, file=sys.stderr, flush=True)
 
@@ -96,12 +96,12 @@ def _open_standard_descriptors() -> None:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
 
 
-def _readable(stream: TextIO | None) -> TextIO:
+def _make_readable(stream: TextIO | None) -> TextIO:
     """stdin; an empty one if Python has none, as after `<&-`."""
     return open(os.devnull) if stream is None else stream
 
 
-def _lossy(stream: TextIO | None, on_loss: Callable[[OSError], None] | None) -> TextIO:
+def _make_lossy(stream: TextIO | None, on_loss: Callable[[OSError], None] | None) -> TextIO:
     """
     The same stream, on a descriptor that drops what it cannot write.
 

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 
-def environment(blas: str) -> dict[str, Any]:
+def describe_environment(blas: str) -> dict[str, Any]:
     """Versions, device and commit."""
     commit, root = None, Path(__file__).parents[1]
     if (root / ".git").exists() and shutil.which("git"):  # on a Mac without developer tools git opens a window

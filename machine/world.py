@@ -1,8 +1,9 @@
 """
-Several machines that train one model: which of them this is, what it does, and what all of them bring together.
+Several machines that train one model: this process's rank, its part of the work, and collectives.
 
-A meeting is a call here that every machine makes, in the same order: `share`, `first`, `all_sum`. For one process it is
-a no-op: nothing is opened, copied or waited for. Left out: how they join, meet and leave (machine/link.py).
+A collective is a call that every rank makes, in the same order: `all_gather`, `on_rank0`,
+`all_sum`, `broadcast`. For one process it does nothing: nothing is opened, copied or waited for.
+This file leaves out how ranks connect, exchange data and leave (machine/link.py).
 """
 
 import itertools
@@ -20,11 +21,12 @@ T = TypeVar("T")
 
 
 def rank() -> int:
-    """Which of the machines this is, from 0."""
+    """The number of this machine, from 0."""
     return link.current.rank if link.current else 0
 
 
 def size() -> int:
+    """The number of machines."""
     return link.current.size if link.current else 1
 
 
@@ -33,70 +35,101 @@ def is_first() -> bool:
     return rank() == 0
 
 
-def part(costs: Sequence[float]) -> list[int]:
-    """The numbers of the items that this machine does, ascending: they are dealt out, the most costly first."""
-    return sorted(sorted(range(len(costs)), key=lambda number: -costs[number])[rank() :: size()])
+def assign_items(costs: Sequence[float]) -> list[int]:
+    """The numbers of the items that this rank does. The costliest items are dealt out first."""
+    by_cost = sorted(range(len(costs)), key=lambda number: -costs[number])
+    return sorted(by_cost[rank() :: size()])
 
 
-def part_together(keys: Iterable[Hashable]) -> list[int]:
-    """The places that this machine does, ascending; those of equal keys go to one machine, and each costs 1."""
-    counts = Counter(keys := list(keys))
-    mine = {list(counts)[number] for number in part(list(counts.values()))}
-    return [place for place, key in enumerate(keys) if key in mine]
-
-
-def share(value: Any, about: str = "share") -> list[Any]:
+def assign_by_key(keys: Iterable[Hashable]) -> list[int]:
     """
-    What each machine has brought, by rank. Raises Lost unless all of them bring it about the same.
+    The places of the items that this rank does, ascending.
 
-    value: JSON's values and arrays of numpy or MLX; tuples come back as lists. One process gets its own, as it is.
+    Items of equal keys go to one rank, and each item costs 1.
     """
-    return [value] if link.current is None else link.current.share(value, about)
+    keys = list(keys)
+    counts = Counter(keys)
+    distinct_keys = list(counts)
+    local_keys = {distinct_keys[number] for number in assign_items(list(counts.values()))}
+    return [place for place, key in enumerate(keys) if key in local_keys]
 
 
-def collect(values: dict[int, T], about: str = "collect") -> list[T]:
-    """The values of all machines, by ascending number; each number is of one machine."""
-    pairs = itertools.chain(*share(list(values.items()), about))
+def all_gather(value: Any, purpose: str = "all_gather") -> list[Any]:
+    """
+    The value of every rank, in the order of ranks. One process gets its own, as it is.
+
+    value: JSON values and arrays of numpy or MLX; tuples come back as lists.
+
+    Raises Lost unless all ranks call it for the same purpose.
+    """
+    if link.current is None:
+        return [value]
+    return link.current.all_gather(value, purpose)
+
+
+def gather_by_number(values: dict[int, T], purpose: str = "gather_by_number") -> list[T]:
+    """The values of all ranks, by ascending number. Each number belongs to one rank."""
+    pairs = itertools.chain(*all_gather(list(values.items()), purpose))
     return [value for _, value in sorted(pairs, key=lambda pair: pair[0])]
 
 
-def first(make: Callable[[], T]) -> T:
-    """What `make` gives on rank 0, which alone calls it; see `share` for its values."""
-    return make() if link.current is None else share(make() if is_first() else None, "first")[0]
+def on_rank0(make: Callable[[], T]) -> T:
+    """The result of `make`, which only rank 0 calls; `all_gather` says what it may return."""
+    if link.current is None:
+        return make()
+    result = make() if is_first() else None
+    return all_gather(result, "on_rank0")[0]
 
 
 def all_sum(arrays: Sequence[mx.array]) -> list[mx.array]:
-    """The sum of each array over all machines, in float32 and equal on all of them. One process gets its own."""
+    """
+    The sum of each array over all ranks, in float32 and equal on all of them.
+
+    One process gets its own arrays back.
+    """
     if link.current is None:
         return list(arrays)
+
     summed: list[mx.array] = []
-    blocks = np.cumsum([array.size for array in arrays]) // link.BLOCK
-    for _, pairs in itertools.groupby(zip(blocks, arrays, strict=True), lambda pair: pair[0]):
-        some = [array for _, array in pairs]  # of about BLOCK numbers, or one array
-        flat = np.concatenate([np.array(array.astype(mx.float32)).reshape(-1) for array in some])  # wait; a copy
-        link.current.meet(f"sum of {[array.shape for array in some]}", flat=flat)
-        parts = np.split(flat, np.cumsum([array.size for array in some])[:-1])
-        summed += [mx.array(part.reshape(array.shape)) for part, array in zip(parts, some, strict=True)]
+    block_of = np.cumsum([array.size for array in arrays]) // link.BLOCK
+    pairs = zip(block_of, arrays, strict=True)
+    for _, block_pairs in itertools.groupby(pairs, lambda pair: pair[0]):
+        block = [array for _, array in block_pairs]  # about BLOCK numbers, or one array
+        # wait; a copy
+        parts = [np.array(array.astype(mx.float32)).reshape(-1) for array in block]
+        flat = np.concatenate(parts)
+        link.current.meet(f"sum of {[array.shape for array in block]}", flat=flat)
+        ends = np.cumsum([array.size for array in block])[:-1]
+        for part, array in zip(np.split(flat, ends), block, strict=True):
+            summed.append(mx.array(part.reshape(array.shape)))
     return summed
 
 
-def of_first(arrays: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Rank 0's arrays, of names, shapes and types that all machines have; whole numbers below 2^24."""
-    summed = all_sum([array if is_first() else mx.zeros_like(array) for array in arrays.values()])
-    return {name: its.astype(arrays[name].dtype) for name, its in zip(arrays, summed, strict=True)}
+def broadcast(arrays: dict[str, mx.array]) -> dict[str, mx.array]:
+    """
+    Rank 0's arrays.
+
+    All ranks have arrays of the same names, shapes and types. Whole numbers must be below 2^24.
+    """
+    addends = [array if is_first() else mx.zeros_like(array) for array in arrays.values()]
+    summed = all_sum(addends)
+    return {
+        name: array.astype(arrays[name].dtype) for name, array in zip(arrays, summed, strict=True)
+    }
 
 
 def checksum(arrays: Sequence[mx.array]) -> int:
-    """A number that tells arrays from others, of any type."""
+    """A checksum of the bits of arrays of any type."""
     crc = 0
     for array in arrays:
         crc = zlib.crc32(np.array(mx.view(array.reshape(-1), mx.uint8)).data, crc)
     return crc
 
 
-def lap() -> dict[str, float]:
-    """{"wait": seconds in meetings since the last call}; empty for one process."""
+def take_wait_seconds() -> dict[str, float]:
+    """{"wait": seconds spent in collectives since the last call}; empty for one process."""
     if link.current is None:
         return {}
-    waited, link.current.waited = link.current.waited, 0.0
-    return {"wait": waited}
+    wait_s = link.current.wait_s
+    link.current.wait_s = 0.0
+    return {"wait": wait_s}

@@ -15,10 +15,10 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from problems.examples import Example, first_answer, prompt_text, short, spread
-from problems.form import holds
+from problems.examples import Example, first_answer, prompt_text, shorten_value, spread_evenly
+from problems.form import has_form
 from problems.functions import place_of
-from problems.rewards import Reward, UserReward, call, columns_of, looks_at_episodes
+from problems.rewards import Reward, UserReward, call_checked, columns_of, needs_episodes
 from problems.verifiers import is_mathematics
 
 ROWS = 3
@@ -89,7 +89,7 @@ def audit(name: str, reward: Reward, examples: Sequence[Example], gate: str = "o
     rows = make_rows(examples)
     told = [row for row in rows if row.right]
     tried = [(row, form % answer) for form in FORMS for row in told for answer in (row.right, row.wrong)]
-    earned = iter(earn(name, reward, tried))
+    earned = iter(call_on_texts(name, reward, tried))
     pairs = {form: [(next(earned), next(earned)) for _ in told] for form in FORMS}
     # of rows, and of the form that pays a right answer best; infinite where none earns more, so that nothing is paid
     each = zip(*pairs.values(), strict=True)
@@ -104,15 +104,15 @@ def audit(name: str, reward: Reward, examples: Sequence[Example], gate: str = "o
 
     form = max(FORMS, key=worth)
     asked = [
-        (row, text, middle, what, make is honest)
+        (row, text, middle, what, make is honest_answers)
         for row, middle in zip(rows, middles, strict=True)
-        for make in (cheats, honest)
+        for make in (cheating_answers, honest_answers)
         for what, text in make(row, form).items()
     ]
     lines: dict[str, Line] = {}
-    values = earn(name, reward, [(row, text) for row, text, *_ in asked])
+    values = call_on_texts(name, reward, [(row, text) for row, text, *_ in asked])
     for (row, text, middle, what, is_honest), value in zip(asked, values, strict=True):
-        if gate == "form" and not holds(text, prompt_text(row.example["prompt"])):
+        if gate == "form" and not has_form(text, prompt_text(row.example["prompt"])):
             value = min(value, 0.0)
         line = lines.setdefault(what, Line(what, is_honest, text, [], 0))
         line.values.append(value)
@@ -128,14 +128,14 @@ def make_rows(examples: Sequence[Example]) -> list[Row]:
     """Rows with different answers, or as many without one where none has any."""
     known = [example for example in examples if first_answer(example)]
     if not known:
-        return [Row(example) for example in spread(list(examples), ROWS)]
-    chosen = spread(list({first_answer(example).strip().casefold(): example for example in known}.values()), ROWS)
+        return [Row(example) for example in spread_evenly(list(examples), ROWS)]
+    chosen = spread_evenly(list({first_answer(example).strip().casefold(): example for example in known}.values()), ROWS)
     answers = [first_answer(example) for example in chosen]
     others = [next((other for other in answers if other != right), "nothing") for right in answers]
     return [Row(*row) for row in zip(chosen, answers, others, strict=True)]
 
 
-def earn(name: str, reward: Reward, asked: Sequence[tuple[Row, str]]) -> list[float]:
+def call_on_texts(name: str, reward: Reward, asked: Sequence[tuple[Row, str]]) -> list[float]:
     """What a reward gives for a text to each row, a token being four characters. ValueError as `call`, with the row."""
     if not asked:
         return []
@@ -144,20 +144,20 @@ def earn(name: str, reward: Reward, asked: Sequence[tuple[Row, str]]) -> list[fl
     made_up = {"num_tokens": lengths, "completion_ids": [list(range(length)) for length in lengths]}
     given = {"prompts": [example["prompt"] for example in examples], "completions": texts}
     try:
-        return call(name, reward, given | columns_of(examples) | made_up, len(texts))
+        return call_checked(name, reward, given | columns_of(examples) | made_up, len(texts))
     except ValueError as error:
         for one in asked if asked[1:] else []:
-            earn(name, reward, [one])
-        row = f"the prompt {short(prompt_text(examples[0]['prompt']))} and the answer {short(asked[0][0].right)}"
+            call_on_texts(name, reward, [one])
+        row = f"the prompt {shorten_value(prompt_text(examples[0]['prompt']))} and the answer {shorten_value(asked[0][0].right)}"
         raise ValueError(f"{error}; that is the row with {row}") from error
 
 
-def try_rows(name: str, reward: Reward, examples: Sequence[Example]) -> int:
+def try_reward(name: str, reward: Reward, examples: Sequence[Example]) -> int:
     """With how many rows a reward was tried, each with its own answer as the completion."""
     begin, num = time.monotonic(), 0
     while num < len(examples) and time.monotonic() - begin < PATIENCE:
         rows = [Row(example, first_answer(example)) for example in examples[num : num + AT_ONCE]]
-        earn(name, reward, [(row, row.right) for row in rows])
+        call_on_texts(name, reward, [(row, row.right) for row in rows])
         num += len(rows)
     return num
 
@@ -176,7 +176,7 @@ def near_misses(answer: str) -> dict[str, str]:
     return {what: text for what, text in changed.items() if text != answer} or {"a letter more": f"{answer}x"}
 
 
-def cheats(row: Row, form: str) -> dict[str, str]:
+def cheating_answers(row: Row, form: str) -> dict[str, str]:
     texts = {"an empty text": "", "the prompt": prompt_text(row.example["prompt"])}
     if not row.right:
         return texts | {"very long": 100 * THINKING}
@@ -191,7 +191,7 @@ def cheats(row: Row, form: str) -> dict[str, str]:
     }
 
 
-def honest(row: Row, form: str) -> dict[str, str]:
+def honest_answers(row: Row, form: str) -> dict[str, str]:
     right = row.right
     if not right:
         return {}
@@ -210,15 +210,15 @@ def honest(row: Row, form: str) -> dict[str, str]:
 # ---- for the reader
 
 
-def table(audit: Audit) -> Iterator[str]:
+def audit_table(audit: Audit) -> Iterator[str]:
     yield f"reward {audit.name}: {audit.num_texts} completions made up of {audit.num_rows} rows"
     if not audit.form:
-        yield f"  {_alike(audit)}; what it gives:"
+        yield f"  {_answers_are_alike(audit)}; what it gives:"
     for line in audit.lines:
         should = "right" if line.is_honest else "cheat"
         paid = f"{line.num_paid} of {len(line.values)} paid" if audit.form else ""
         mark = "  <- surprise" if line in audit.surprises else ""
-        yield f"  {should}  {line.name:20} {line.mean:>8}  {paid:12} {short(line.text)}{mark}"
+        yield f"  {should}  {line.name:20} {line.mean:>8}  {paid:12} {shorten_value(line.text)}{mark}"
     if audit.surprises:
         yield f"  {MEND}"
 
@@ -229,9 +229,9 @@ def first_surprises(task: Any, gate: str = "off") -> Iterator[str]:
 
     `preflight.py --audit` shows all of it. Raises ValueError like `audit`, and where no reward gives any number.
     """
-    examples, judged, rewards = task.train or task.held_out, task.rubric is not None, task.counted
-    own = {name: one for name, one in rewards.items() if isinstance(one, UserReward) and not looks_at_episodes(one)}
-    tried = [try_rows(name, reward, examples) for name, reward in own.items()]
+    examples, judged, rewards = task.train or task.held_out, task.rubric is not None, task.counted_rewards
+    own = {name: one for name, one in rewards.items() if isinstance(one, UserReward) and not needs_episodes(one)}
+    tried = [try_reward(name, reward, examples) for name, reward in own.items()]
     audits = [audit(name, reward, examples, gate) for name, reward in own.items()]
     if audits and len(audits) == len(rewards) and not judged and all(each.is_silent for each in audits):
         names = ", ".join(each.name for each in audits)
@@ -240,29 +240,29 @@ def first_surprises(task: Any, gate: str = "off") -> Iterator[str]:
     for each, num in zip(audits, tried, strict=True):
         rows = f"the {'answers' if each.has_answers else 'prompts'} of {num} rows"
         made_up = f"{each.num_texts} made-up completions, and {rows}"
-        yield f"audit: reward {each.name}, {made_up}: {surprise(each, is_told=is_told)}"
+        yield f"audit: reward {each.name}, {made_up}: {describe_surprise(each, is_told=is_told)}"
     if task.name in ("own", "gsm8k", "math") and task.verifier and task.verifier not in own.values():
         result = audit("verifier", task.verifier, examples)
         if result.surprises and not result.surprises[0].is_honest:
-            yield f"audit: the verifier: {surprise(result)}"
+            yield f"audit: the verifier: {describe_surprise(result)}"
 
 
-def surprise(audit: Audit, *, is_told: bool = False) -> str:
+def describe_surprise(audit: Audit, *, is_told: bool = False) -> str:
     """The worst of what a reward does, and its form; is_told: another one, or a judge, may tell right from wrong."""
     if audit.surprises:
         first = audit.surprises[0]
         verb = "does not pay" if first.is_honest else "pays"
-        said = f"it {verb} for {short(first.text)} ({first.name}); preflight.py --audit shows {len(audit.surprises)}"
+        said = f"it {verb} for {shorten_value(first.text)} ({first.name}); preflight.py --audit shows {len(audit.surprises)}"
     elif not audit.has_answers and not audit.is_silent:
-        said = f"{_alike(audit)}; it gives {', '.join(f'{line.mean} to {line.name}' for line in audit.lines)}"
+        said = f"{_answers_are_alike(audit)}; it gives {', '.join(f'{line.mean} to {line.name}' for line in audit.lines)}"
     else:
         others = "; another reward or the judge may tell right from wrong" * is_told
-        said = "no surprise" if audit.form else _alike(audit) + others
-    right = next((short(line.text) for line in audit.lines if line.name == "right"), "")
+        said = "no surprise" if audit.form else _answers_are_alike(audit) + others
+    right = next((shorten_value(line.text) for line in audit.lines if line.name == "right"), "")
     return said + f"; it pays answers of the form {right}" * (audit.form not in ("", SENTENCE))
 
 
-def _alike(audit: Audit) -> str:
+def _answers_are_alike(audit: Audit) -> str:
     if audit.is_silent:
         return "it gives no number, only None"
     if not audit.has_answers:

@@ -44,7 +44,7 @@ def well_formed(
 ) -> list[float]:
     """1 for an answer that ends before `max_tokens`, has the form of one and is no refusal, else 0."""
     rows = zip(completions, map(prompt_text, prompts), num_tokens, strict=True)
-    kept = [num < max_tokens and not form.is_refusal(text) and form.holds(text, asked) for text, asked, num in rows]
+    kept = [num < max_tokens and not form.is_refusal(text) and form.has_form(text, asked) for text, asked, num in rows]
     return list(map(float, kept))
 
 
@@ -58,7 +58,7 @@ BUILT_IN: dict[str, Reward] = {  # floats are the numbers of their specs
 }
 
 
-def make(spec: str) -> Reward:
+def make_built_in(spec: str) -> Reward:
     """One of `BUILT_IN` with the numbers of its spec, which must be positive and as many as it takes."""
     name, *numbers = spec.split(":")
     fn = BUILT_IN[name]

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from problems import chat_template
-from problems.examples import nearest, one_line, short
+from problems.examples import format_error, shorten_value, suggest_nearest
 
 Tool = Callable[..., Any]
 Schemas = dict[str, dict[str, Any]]  # name -> the function as a chat template shows it
@@ -47,7 +47,7 @@ def schemas_of(flag: str, tools: Mapping[str, Tool]) -> Schemas:
         except Exception as error:
             fix = "give each argument a type and a line in the docstring's Args"
             fix += ", or begin the name of what is no tool with _" * flag.startswith("--env")
-            raise ValueError(f"{flag}: the tool {name} has no schema ({one_line(error)}); {fix}") from error
+            raise ValueError(f"{flag}: the tool {name} has no schema ({format_error(error)}); {fix}") from error
         schemas[name] = schema | {"function": schema["function"] | {"name": name}}  # a decorator may have lost it
     return schemas
 
@@ -66,7 +66,7 @@ def schemas_in(kind: type) -> Schemas:
     return schemas_of(f"--env {kind.__name__}", tools)
 
 
-def pays_turns(kind: type) -> bool:
+def rewards_turns(kind: type) -> bool:
     """Whether what its `get_reward` gives is of one turn."""
     return bool(getattr(kind, "reward_per_turn", False))
 
@@ -79,7 +79,7 @@ RESULT_TAG = "<tool_response>"  # what the templates of both formats put around 
 CALL_TEXT = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 
 
-def reader_of(template: str | None) -> Callable[..., Any]:
+def choose_call_reader(template: str | None) -> Callable[..., Any]:
     """What reads the calls that a chat template teaches. ValueError where it knows no tools."""
     for mark, name in FORMATS.items():
         if mark in (template or ""):
@@ -103,13 +103,13 @@ def read_calls(text: str, read: Callable[..., Any], schemas: Schemas) -> list[Ca
             json.dumps(made, allow_nan=False)  # Python reads NaN and 1e999, which no record can hold
             match made:
                 case {"name": str(name), "arguments": dict(arguments)}:
-                    calls.append(Call(name, arguments, _mistake(name, arguments, schemas)))
+                    calls.append(Call(name, arguments, _find_mistake(name, arguments, schemas)))
                 case None:
                     calls.append(Call(None, None, "the call has no </tool_call>"))
                 case _:
                     calls.append(Call(None, None, 'the call is not {"name": "...", "arguments": {...}}'))
         except Exception as error:  # the text is the model's
-            calls.append(Call(None, None, f"the call cannot be read: {one_line(error)}"))
+            calls.append(Call(None, None, f"the call cannot be read: {format_error(error)}"))
     if forgery := forged_result(answer):
         calls.append(Call(None, None, forgery))
     return calls
@@ -134,13 +134,13 @@ def forged_result(answer: str) -> str:
     return ""
 
 
-def _mistake(name: str, arguments: dict[str, Any], schemas: Schemas) -> str:
+def _find_mistake(name: str, arguments: dict[str, Any], schemas: Schemas) -> str:
     """Why no such tool is there, or its arguments are not those of its schema; empty if the call can be made."""
     from jsonschema import Draft202012Validator  # here: runs without tools do without it
     from jsonschema.exceptions import best_match
 
     if name not in schemas:
-        return f"there is no tool {short(name)}{nearest(name[:40], schemas)}; the tools are {', '.join(schemas)}"
+        return f"there is no tool {shorten_value(name)}{suggest_nearest(name[:40], schemas)}; the tools are {', '.join(schemas)}"
     schema = schemas[name]["function"]["parameters"]
     properties = {  # transformers says of what may be null `nullable`, which is no word of JSON Schema
         key: {"anyOf": [one, {"type": "null"}]} if one.get("nullable") else one
@@ -162,23 +162,23 @@ class Frames:
     """Renders what a model is told between its turns. end_ids: its end tokens."""
 
     def __init__(self, tokenizer: Any, end_ids: Sequence[int], *, thinking: bool):
-        self.tokenizer, self.render = tokenizer, functools.partial(chat_template.render, tokenizer, thinking=thinking)
+        self.tokenizer, self.render = tokenizer, functools.partial(chat_template.render_chat, tokenizer, thinking=thinking)
         self.end_ids, self.ends = set(end_ids), [str(tokenizer.convert_ids_to_tokens(one)) for one in end_ids]
 
-    def between(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:
+    def encode_between_turns(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:
         """The ids from a turn's end token to where the next turn begins; what the messages between say stays text."""
         before = self.render(EXCHANGE, tools=tools, opened=False)
-        after = self.render([*EXCHANGE, *chat_template.as_text(self.tokenizer, messages, every=True)], tools=tools)
+        after = self.render([*EXCHANGE, *chat_template.mark_as_text(self.tokenizer, messages, every=True)], tools=tools)
         place, end = max((before.rfind(end), end) for end in self.ends)
         if place < 0:
             raise ValueError(f"the chat template ends a turn with none of its end tokens, {', '.join(self.ends)}")
-        return chat_template.encode(self.tokenizer, end.join(after.split(end)[before.count(end) :]))
+        return chat_template.encode_marked(self.tokenizer, end.join(after.split(end)[before.count(end) :]))
 
-    def text(self, ids: Sequence[int]) -> str:
+    def decode_turn(self, ids: Sequence[int]) -> str:
         """What the model wrote in a turn, without its end token."""
         return str(self.tokenizer.decode([one for one in ids if one not in self.end_ids], skip_special_tokens=False))
 
-    def cut(self, text: str, most: int) -> str:
+    def shorten(self, text: str, most: int) -> str:
         """At most `most` tokens of a text, and a line that says so."""
         text = text.encode("utf-8", "replace").decode()
         shown = text[: 100 * most]  # no token of use is longer
@@ -188,7 +188,7 @@ class Frames:
         return text if len(shown) == len(text) else f"{shown}\n[cut: {len(shown)} of {len(text)} characters]"
 
 
-def with_tools(text: str, messages: list[dict[str, Any]] | None) -> str:
+def show_with_tools(text: str, messages: list[dict[str, Any]] | None) -> str:
     """An answer; of a conversation every turn, with what it called and what that replied."""
     said = []
     for message in messages or [{"role": "assistant", "content": text}]:

@@ -14,18 +14,18 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from problems.examples import Example, one_line, short
+from problems.examples import Example, format_error, shorten_value
 from problems.messages import THOUGHTS
 
 _day = [datetime.date.today()]  # that templates take for today
 
 
-def keep_date(day: str) -> None:
+def set_template_date(day: str) -> None:
     """Makes this the day, "2026-11-23", that templates of Llama 3 and SmolLM3 take for today: a run's prompts stay."""
     _day[0] = datetime.date.fromisoformat(day)
 
 
-def _dated(template: Any) -> dict[str, str]:
+def _dated_template(template: Any) -> dict[str, str]:
     """Where a template asks for today's date, itself with the kept day, as an argument; else none."""
     if not isinstance(template, str) or "strftime_now" not in template:
         return {}
@@ -34,7 +34,7 @@ def _dated(template: Any) -> dict[str, str]:
     return {"chat_template": asked.sub(lambda match: repr(_day[0].strftime(match[2])), template)}
 
 
-def as_text(tokenizer: Any, messages: list[dict[str, Any]], every: bool = False) -> list[dict[str, Any]]:
+def mark_as_text(tokenizer: Any, messages: list[dict[str, Any]], every: bool = False) -> list[dict[str, Any]]:
     """Messages whose special tokens `encode` takes for text; every: other control tokens too, as <tool_call>."""
     from transformers.utils.chat_template_utils import mark_control_tokens  # here: importing it takes seconds
 
@@ -43,14 +43,14 @@ def as_text(tokenizer: Any, messages: list[dict[str, Any]], every: bool = False)
     return mark_control_tokens(messages, re.compile("|".join(map(re.escape, longest_first)) or "(?!)"))
 
 
-def encode(tokenizer: Any, text: str) -> list[int]:
+def encode_marked(tokenizer: Any, text: str) -> list[int]:
     """The ids of rendered text. Where nothing is marked, these are the tokenizer's own."""
     from transformers.utils.chat_template_utils import encode_marked_chat
 
     return list(encode_marked_chat(tokenizer, text))
 
 
-def render(
+def render_chat(
     tokenizer: Any,
     messages: list[dict[str, Any]],
     thinking: bool | None,
@@ -70,7 +70,7 @@ def render(
         fix = "take the instruct version of the model, or add chat_template.jinja to its folder"
         raise ValueError(f"{tokenizer.name_or_path} has no chat template, as base models; {fix}")
     if variables:
-        variables = as_text(tokenizer, [variables])[0]
+        variables = mark_as_text(tokenizer, [variables])[0]
         if taken := sorted(variables.keys() & inspect.signature(tokenizer.apply_chat_template).parameters.keys()):
             raise ValueError(f"chat_template_kwargs holds {taken[0]}, which is no variable of the template; remove it")
     try:
@@ -79,15 +79,15 @@ def render(
             tokenize=False,
             add_generation_prompt=opened,
             **({} if thinking is None else {"enable_thinking": thinking}) | (variables or {}),
-            **_dated(tokenizer.chat_template),
+            **_dated_template(tokenizer.chat_template),
             **({"tools": tools} if tools else {}),
         )
     except Exception as error:  # a template may raise what it likes
-        raise ValueError(f"the model's chat template refuses {short(messages)} ({one_line(error)})") from error
+        raise ValueError(f"the model's chat template refuses {shorten_value(messages)} ({format_error(error)})") from error
     return str(text)
 
 
-def messages(prompt: Any, system: str | None) -> list[dict[str, Any]]:
+def make_messages(prompt: Any, system: str | None) -> list[dict[str, Any]]:
     """A prompt, the user's words or chat messages, with the system message before it."""
     found = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     return found if system is None else [{"role": "system", "content": system}, *found]
@@ -139,7 +139,7 @@ def _thought_key(tokenizer: Any, template: str) -> str | None:
     reply = {"role": "assistant", "content": "two"}
     for key in THOUGHTS:
         with contextlib.suppress(ValueError):  # a template may refuse a key that it does not know
-            if "pondered" in render(tokenizer, [question, reply | {key: "pondered"}], True, opened=False):
+            if "pondered" in render_chat(tokenizer, [question, reply | {key: "pondered"}], True, opened=False):
                 return key
     return None
 
@@ -154,9 +154,9 @@ def _is_repeated(before: list[dict[str, Any]], message: dict[str, Any], key: str
 
 def _is_rendered(tokenizer: Any, messages: list[dict[str, Any]], without: list[dict[str, Any]]) -> bool:
     """Whether the template renders messages otherwise than those without a part, which it may also refuse."""
-    text = render(tokenizer, messages, True, opened=False)
+    text = render_chat(tokenizer, messages, True, opened=False)
     try:
-        return text != render(tokenizer, without, True, opened=False)
+        return text != render_chat(tokenizer, without, True, opened=False)
     except ValueError:
         return True
 
@@ -166,7 +166,7 @@ def _refuse_unrendered(tokenizer: Any, messages: list[dict[str, Any]], key: str)
     last = messages[-1]
     without = {name: value for name, value in last.items() if name != key}
     if not _is_rendered(tokenizer, messages, [*messages[:-1], without]):
-        where = f"message {len(messages)}, of role {last['role']}, has {key} {short(last[key])}"
+        where = f"message {len(messages)}, of role {last['role']}, has {key} {shorten_value(last[key])}"
         fix = "take a model with tools" if key == "tool_calls" else "write it as content"
         raise ValueError(f"{where}, which the model's chat template does not render; remove it, or {fix}")
 
@@ -174,48 +174,48 @@ def _refuse_unrendered(tokenizer: Any, messages: list[dict[str, Any]], key: str)
 def _refuse_unrendered_result(tokenizer: Any, messages: list[dict[str, Any]]) -> None:
     """Raises ValueError where the template leaves out the last message, what a tool returned."""
     if not _is_rendered(tokenizer, messages, messages[:-1]):
-        where = f"message {len(messages)}, of role tool, {short(messages[-1]['content'])}"
+        where = f"message {len(messages)}, of role tool, {shorten_value(messages[-1]['content'])}"
         raise ValueError(f"{where}, is not rendered by the model's chat template; take a model with tools")
 
 
-def opening_of(examples: Iterable[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], int]:
+def shared_opening(examples: Iterable[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], int]:
     """The messages that the prompts of all rows begin with, and how many system prompts, or none, they have."""
-    before = [messages(one["prompt"], one.get("system"))[:-1] for one in examples]
+    before = [make_messages(one["prompt"], one.get("system"))[:-1] for one in examples]
     systems = {its[0]["content"] if its and its[0]["role"] == "system" else None for its in before}
     same = itertools.takewhile(lambda its: its.count(its[0]) == len(its), zip(*before, strict=False))
     return [its[0] for its in same] if len(systems) == 1 else [], len(systems)
 
 
-def chat_ids(
+def encode_chat(
     tokenizer: Any, prompt: Any, *, system: str | None = None, thinking: bool | None = False, **how: Any
 ) -> list[int]:
     """Token ids of a prompt, words or messages, up to where the reply begins; how: as `render`, tools, variables."""
-    talk = as_rendered(tokenizer, messages(prompt, system))
-    return encode(tokenizer, render(tokenizer, as_text(tokenizer, talk), thinking, **how))
+    talk = as_rendered(tokenizer, make_messages(prompt, system))
+    return encode_marked(tokenizer, render_chat(tokenizer, mark_as_text(tokenizer, talk), thinking, **how))
 
 
-def write_into(tokenizer: Any, system: str | None, thinking: bool) -> str:
+def fix_template(tokenizer: Any, system: str | None, thinking: bool) -> str:
     """
     Makes a tokenizer's templates render, by themselves, what training did; returns what they got, in words, or "".
 
     Others leave `enable_thinking` out, llama.cpp passes true, mlx_lm whether there is a token <think>.
     Raises ValueError where the ids of a prompt would still not be those of training.
     """
-    user, asked, front, said = messages("Hi", None), messages("Hi", system), "", []
+    user, asked, front, said = make_messages("Hi", None), make_messages("Hi", system), "", []
     others = (None, True, "<think>" in tokenizer.get_vocab())
-    wanted, trained = chat_ids(tokenizer, asked, thinking=thinking), render(tokenizer, asked, thinking)
-    if any(render(tokenizer, asked, theirs) != trained for theirs in others):
+    wanted, trained = encode_chat(tokenizer, asked, thinking=thinking), render_chat(tokenizer, asked, thinking)
+    if any(render_chat(tokenizer, asked, theirs) != trained for theirs in others):
         front += "{%- set enable_thinking = " + str(thinking).lower() + " %}\n"
         said.append(f"thinking {'on' if thinking else 'off'}")
-    if render(tokenizer, user, thinking) != trained:
+    if render_chat(tokenizer, user, thinking) != trained:
         own = f"[{{'role': 'system', 'content': {json.dumps(system, ensure_ascii=False)}}}] + messages"
         front += "{%- set messages = messages if messages[0]['role'] == 'system' else " + own + " %}\n"
-        said.append(f"the system prompt {short(system)}")
+        said.append(f"the system prompt {shorten_value(system)}")
     if said:
         held = tokenizer.chat_template
         of_each = {name: front + text for name, text in held.items()} if isinstance(held, dict) else front + held
         tokenizer.chat_template = of_each
-    if any(chat_ids(tokenizer, user, thinking=theirs) != wanted for theirs in others):
+    if any(encode_chat(tokenizer, user, thinking=theirs) != wanted for theirs in others):
         raise ValueError("no template gives other programs training's prompts; --keep-template leaves the base's")
     return " and ".join(said)
 
@@ -228,13 +228,13 @@ def encode_prompts(
     for number, example in enumerate(examples, 1):
         its_own = {"system": example.get("system"), "variables": example.get("chat_template_kwargs")}
         try:
-            as_rendered(tokenizer, messages(example["prompt"], None))
+            as_rendered(tokenizer, make_messages(example["prompt"], None))
         except ValueError as error:
-            raise ValueError(f"{kind} {number}, {short(example['prompt'])}: {error}") from error
-        ids = chat_ids(tokenizer, example["prompt"], thinking=thinking, **its_own)
+            raise ValueError(f"{kind} {number}, {shorten_value(example['prompt'])}: {error}") from error
+        ids = encode_chat(tokenizer, example["prompt"], thinking=thinking, **its_own)
         if len(ids) + max_tokens > context:
             passes = f"with --max-tokens {max_tokens} it passes the model's context of {context}"
-            it = f"{kind} {number}, {short(example['prompt'])}, has {len(ids)} tokens"
+            it = f"{kind} {number}, {shorten_value(example['prompt'])}, has {len(ids)} tokens"
             raise ValueError(f"{it}; {passes}; shorten it or lower --max-tokens")
         rendered.append(ids)
     return rendered

@@ -1,7 +1,7 @@
 """
 Conversations to learn from: read, checked, and rendered to rows of exactly the ids that the model will see.
 
-A reply is trained after the ids that `chat_template.chat_ids` makes of the messages before it, from which a rollout
+A reply is trained after the ids that `chat_template.encode_chat` makes of the messages before it, from which a rollout
 samples it, and up to its end token. A conversation is one row where the template only ever appends; where it rewrites
 what came before (Qwen3 drops the thoughts of earlier replies), each reply is a row of its own. Left out: the loss.
 """
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from problems import chat_template
 from problems.data import CONVERSATIONS, check_columns, conversation_column, load_sides
-from problems.examples import Example, short
+from problems.examples import Example, shorten_value
 from problems.messages import THOUGHTS, check_order, check_prompt, is_conversation, read_messages, read_tools
 
 EMPTY_THOUGHT = "<think>\n\n</think>\n\n"  # what prompts of models that think end with when they shall not
@@ -74,7 +74,7 @@ def read_chat(example: Example) -> Example:
 def _side(name: str, part: Any, role: str = "assistant") -> list[dict[str, Any]]:
     """The messages of a column `prompt` or `completion`, which may be a text."""
     if not isinstance(part, (str, list)):
-        raise ValueError(f"{name} {short(part)} is a {type(part).__name__}; it must be a string or chat messages")
+        raise ValueError(f"{name} {shorten_value(part)} is a {type(part).__name__}; it must be a string or chat messages")
     return read_messages(name, [{"role": role, "content": part}] if isinstance(part, str) else part)
 
 
@@ -99,7 +99,7 @@ def _want_of_conversation(example: Example) -> str:
     if "instruction" in example and "output" in example:
         hint = "prompt=instruction,completion=output"
     fix = f"add messages, or prompt and completion, or name the column: --columns {hint}"
-    return f"no conversation, only {short(list(example))}; {fix}"
+    return f"no conversation, only {shorten_value(list(example))}; {fix}"
 
 
 def _is_reply(message: Any) -> bool:
@@ -113,7 +113,7 @@ def _is_trained(message: dict[str, Any]) -> bool:
 # ---- rendering
 
 
-def render(tokenizer: Any, example: Example, *, thinking: bool, end_ids: Collection[int], context: int) -> list[Row]:
+def render_conversation(tokenizer: Any, example: Example, *, thinking: bool, end_ids: Collection[int], context: int) -> list[Row]:
     """
     A conversation's rows, every reply trained but those of weight 0.
 
@@ -127,7 +127,7 @@ def render(tokenizer: Any, example: Example, *, thinking: bool, end_ids: Collect
     rows = []
     for place in replies:
         try:
-            before, ids = _reply(tokenizer, messages[: place + 1], how, thinking, end_ids)
+            before, ids = _render_reply(tokenizer, messages[: place + 1], how, thinking, end_ids)
         except ValueError as error:
             named = [key for key in THOUGHTS if key in written[place]]
             raise ValueError(f"{error} (its thought stands under {named[0]})" if named else str(error)) from error
@@ -140,41 +140,41 @@ def render(tokenizer: Any, example: Example, *, thinking: bool, end_ids: Collect
     return rows
 
 
-def render_all(examples: list[Example], kind: str, tokenizer: Any, facts: Any, thinking: bool) -> list[list[Row]]:
+def render_conversations(examples: list[Example], kind: str, tokenizer: Any, facts: Any, thinking: bool) -> list[list[Row]]:
     """The rows of each conversation, see `render`, for a model of these facts. ValueError names one that has none."""
     rendered, how = [], {"thinking": thinking, "context": facts.max_position_embeddings}
     how |= {"tokenizer": tokenizer, "end_ids": {*facts.eos_ids, tokenizer.eos_token_id}}
     for number, example in enumerate(examples, 1):
         try:
-            rendered.append(render(example=example, **how))
+            rendered.append(render_conversation(example=example, **how))
         except ValueError as error:
-            raise ValueError(f"{kind} conversation {number}, {short(example['prompt'])}: {error}") from error
+            raise ValueError(f"{kind} conversation {number}, {shorten_value(example['prompt'])}: {error}") from error
     return rendered
 
 
-def _reply(
+def _render_reply(
     tokenizer: Any, messages: list[dict[str, Any]], how: dict[str, Any], thinking: bool, end_ids: Collection[int]
 ) -> tuple[int, list[int]]:
     """How many ids stand before the last message, a reply, and all ids up to its end token."""
-    content, marked = messages[-1]["content"], chat_template.as_text(tokenizer, messages)
-    prompt = chat_template.render(tokenizer, marked[:-1], thinking, **how)
-    whole = chat_template.render(tokenizer, marked, thinking, opened=False, **how)
+    content, marked = messages[-1]["content"], chat_template.mark_as_text(tokenizer, messages)
+    prompt = chat_template.render_chat(tokenizer, marked[:-1], thinking, **how)
+    whole = chat_template.render_chat(tokenizer, marked, thinking, opened=False, **how)
     opened = prompt if whole.startswith(prompt) else prompt.removesuffix(EMPTY_THOUGHT)
     rest = whole.removeprefix(opened)
     if len(rest) == len(whole):
-        raise ValueError(f"the chat template renders the messages before {short(content)} in two ways; drop that reply")
+        raise ValueError(f"the chat template renders the messages before {shorten_value(content)} in two ways; drop that reply")
     if opened != prompt and rest.startswith("<think>"):
-        raise ValueError(f"{short(content)} has a thought, and prompts forbid thoughts without --thinking; set that")
+        raise ValueError(f"{shorten_value(content)} has a thought, and prompts forbid thoughts without --thinking; set that")
     thoughts = [marked[-1][key] for key in THOUGHTS if key in marked[-1]]
     if any(part.strip() not in rest for part in [*re.split("</?think>", marked[-1]["content"]), *thoughts]):
-        raise ValueError(f"the chat template drops a part of {short(content)}; remove that part")
+        raise ValueError(f"the chat template drops a part of {shorten_value(content)}; remove that part")
     for call in messages[-1].get("tool_calls") or []:
         if call["function"]["name"] not in rest:
             raise ValueError(f"the chat template drops the call of {call['function']['name']}; take a model with tools")
-    before, ids = chat_template.encode(tokenizer, prompt), chat_template.encode(tokenizer, prompt + rest)
+    before, ids = chat_template.encode_marked(tokenizer, prompt), chat_template.encode_marked(tokenizer, prompt + rest)
     if ids[: len(before)] != before:
-        raise ValueError(f"the beginning of {short(content)} melts into one token with its prompt; strip white space")
+        raise ValueError(f"the beginning of {shorten_value(content)} melts into one token with its prompt; strip white space")
     ends = [place for place in range(len(before), len(ids)) if ids[place] in end_ids]
     if len(ends) != 1 or tokenizer.decode(ids[ends[0] + 1 :]).strip():
-        raise ValueError(f"{short(content)} has {len(ends)} end tokens in the chat template, not one at its end")
+        raise ValueError(f"{shorten_value(content)} has {len(ends)} end tokens in the chat template, not one at its end")
     return len(before), ids[: ends[0] + 1]

@@ -18,16 +18,16 @@ from typing import Any
 
 from flags import names_path
 from problems import arrow
-from problems.examples import RESERVED, Example, nearest, one_line, prompt_key, short
+from problems.examples import RESERVED, Example, format_error, prompt_key, shorten_value, suggest_nearest
 from problems.files import SPLITS, Records, read_or_none, read_records, tell_nulls
 from problems.messages import (
     check_order,
     check_prompt,
     check_text,
     is_conversation,
+    raw_role,
     read_messages,
-    role_of,
-    without_thought,
+    remove_thought,
 )
 
 USUAL = ("question", "instruction", "problem", "input", "query", "text")  # names of prompts elsewhere
@@ -61,7 +61,7 @@ def load_data(
     records = read_records(spec, notes)
     for where, record in records:
         if not isinstance(record, dict):
-            raise ValueError(f'{spec}, {where}: {short(record)} is not an object; write {{"prompt": "..."}}')
+            raise ValueError(f'{spec}, {where}: {shorten_value(record)} is not an object; write {{"prompt": "..."}}')
 
     renamed, joined = _rename_all(spec, columns, records)
     if joined:
@@ -122,7 +122,7 @@ def _rename_all(spec: str, columns: str | None, records: Records) -> tuple[Recor
     present = dict.fromkeys(name for _, record in records for name in record)
     for ours, theirs in renames.items():
         if theirs not in present:
-            hint = f"{nearest(theirs, present)}; it has {short(list(present))}"
+            hint = f"{suggest_nearest(theirs, present)}; it has {shorten_value(list(present))}"
             raise ValueError(f"--columns {ours}={theirs}: {spec} has no column {theirs!r}{hint}")
 
     is_alpaca = renames.get("prompt") == "instruction" and {"input", "output"} <= present.keys()
@@ -150,7 +150,7 @@ def _tell_conversations(records: list[Example], examples: list[Example]) -> Iter
         if not is_conversation(messages):
             continue
         assert isinstance(messages, list)
-        roles = [role_of(message) for message in messages]
+        roles = [raw_role(message) for message in messages]
         roles = ["assistant" if role == "call" else role for role in roles]
         prompt = record.get("prompt")
         others += isinstance(prompt, str) and not any(prompt in message["content"] for message in example["prompt"])
@@ -173,10 +173,10 @@ def _tell_answers(examples: list[Example]) -> Iterator[str]:
     lists = [answer for example in examples if _is_list_text(answer := example.get("answer"))]
     wholes = [answer for example in examples if _holds_alternatives(answer := example.get("answer"))]
     if wholes:
-        what = f"{len(wholes)} answers are objects, as {short(wholes[0])}, and are compared as a whole"
+        what = f"{len(wholes)} answers are objects, as {shorten_value(wholes[0])}, and are compared as a whole"
         yield f"data: {what}; if any text of a list in them is right, make that list the answer"
     if lists:
-        what = f"{len(lists)} answers are texts that hold a JSON list, as {short(lists[0])}, and are compared as one"
+        what = f"{len(lists)} answers are texts that hold a JSON list, as {shorten_value(lists[0])}, and are compared as one"
         yield f"data: {what}; write a list of texts, not a text, if any of them is right"
 
     answers: dict[str, set[str]] = {}
@@ -189,7 +189,7 @@ def _tell_answers(examples: list[Example]) -> Iterator[str]:
         firsts.setdefault(key, example)
     several = [key for key, given in answers.items() if len(given) > 1]
     if several:
-        shown = f"{short(firsts[several[0]]['prompt'])}: {short(sorted(answers[several[0]]))}"
+        shown = f"{shorten_value(firsts[several[0]]['prompt'])}: {shorten_value(sorted(answers[several[0]]))}"
         fix = "each row pays for its own; write one row with a list if any of them is right"
         yield f"data: {len(several)} prompts have several answers, as {shown}; {fix}"
 
@@ -224,7 +224,7 @@ def _holds_alternatives(answer: Any) -> bool:
     return False
 
 
-def keep(data: Any) -> tuple[str, list[str]]:
+def cache_rows(data: Any) -> tuple[str, list[str]]:
     """
     Writes a program's rows to a file of the cache, named by what it holds; its path for `load_data`, and notes.
 
@@ -237,7 +237,7 @@ def keep(data: Any) -> tuple[str, list[str]]:
         try:
             text += json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
         except (TypeError, ValueError) as error:
-            raise ValueError(f"data: row {number}, {short(row)}, is no JSON: {one_line(error)}") from error
+            raise ValueError(f"data: row {number}, {shorten_value(row)}, is no JSON: {format_error(error)}") from error
     import cpu_blas  # a worker that reads answers needs none of it
 
     path = cpu_blas.cache_directory() / "rows" / f"{sha256(text.encode()).hexdigest()[:16]}.jsonl"
@@ -266,7 +266,7 @@ def conversation_column(example: Example, *, is_learned: bool = False) -> str | 
     if is_learned:
         return column or ("prompt" if isinstance(prompt, list) else None)
     is_turns = is_conversation(prompt) and "from" in prompt[0]
-    return "prompt" if is_turns and role_of(prompt[-1]) == "assistant" else None
+    return "prompt" if is_turns and raw_role(prompt[-1]) == "assistant" else None
 
 
 def _unpacked(value: Any) -> Any:
@@ -295,7 +295,7 @@ def read_prompt(example: Example) -> Example:
     if isinstance(prompt, list):
         prompt = check_prompt([_without_weight(message) for message in read_messages("prompt", prompt)])
     elif not isinstance(prompt, str):
-        raise ValueError(f"prompt {short(prompt)} is a {type(prompt).__name__}; it must be a string or chat messages")
+        raise ValueError(f"prompt {shorten_value(prompt)} is a {type(prompt).__name__}; it must be a string or chat messages")
     elif prompt or "prompt" in example:
         check_text("prompt", prompt)
     example = check_columns(example, prompt) | {"prompt": prompt}
@@ -310,7 +310,7 @@ def _split_conversation(example: Example, column: str) -> Example:
     if messages[-1]["role"] != "assistant":
         return rest | {"prompt": messages}
     last = messages[-1]
-    answer = None if "tool_calls" in last else without_thought(last["content"]) or None
+    answer = None if "tool_calls" in last else remove_thought(last["content"]) or None
     return {"answer": answer} | rest | {"prompt": messages[:-1]}
 
 
@@ -323,10 +323,10 @@ def _want_of_prompt(example: Example) -> str:
     """What is said of a row without a prompt."""
     others = [name for name in example if name != "prompt"]
     if talks := [name for name in others if is_conversation(_unpacked(example[name]))]:
-        return f"no prompt, only {short(others)}; name the conversation: --columns messages={talks[0]}"
+        return f"no prompt, only {shorten_value(others)}; name the conversation: --columns messages={talks[0]}"
     texts = [name for name in others if isinstance(example[name], (str, list)) and name.isidentifier()]
     name = min({*texts} - {*COLUMNS}, key=[*USUAL, *texts].index, default="COLUMN")
-    return f"no prompt, only {short(others)}; add one or name the column: --columns prompt={name}"
+    return f"no prompt, only {shorten_value(others)}; add one or name the column: --columns prompt={name}"
 
 
 def read_answer(answer: Any) -> str | list[str] | None:
@@ -344,7 +344,7 @@ def read_answer(answer: Any) -> str | list[str] | None:
     if isinstance(answer, list):
         if len(answer) > 1 and all(isinstance(item, str) and re.fullmatch("[A-Z]", item) for item in answer):
             fix = f'write {{"text": {json.dumps(answer)}}} if any of them is right, "{", ".join(answer)}" if all are'
-            raise ValueError(f"answer {short(answer)} is a list of letters: any or all? {fix}")
+            raise ValueError(f"answer {shorten_value(answer)} is a list of letters: any or all? {fix}")
         return _read_several(answer)
     is_missing = answer is None or answer != answer  # nan, to pandas
     return None if is_missing else str(answer)
@@ -353,7 +353,7 @@ def read_answer(answer: Any) -> str | list[str] | None:
 def _read_several(answers: list[Any]) -> list[str] | None:
     is_scalar = [isinstance(item, (str, int, float)) and not isinstance(item, bool) for item in answers]
     if not all(is_scalar):
-        kind = f"answer {short(answers)} is a list of other things than texts and numbers"
+        kind = f"answer {shorten_value(answers)} is a list of other things than texts and numbers"
         raise ValueError(f"{kind}; write it as JSON text, or rename the column: --columns answers=answer")
     texts = [str(item) for item in answers if str(item).strip()]
     return list(dict.fromkeys(texts)) or None
@@ -370,7 +370,7 @@ def check_columns(example: Example, prompt: Any) -> Example:
     if (variables := example.get("chat_template_kwargs")) is None:
         return example
     if not isinstance(variables, dict) or not all(isinstance(name, str) for name in variables):
-        what = f"chat_template_kwargs {short(variables)} is a {type(variables).__name__}"
+        what = f"chat_template_kwargs {shorten_value(variables)} is a {type(variables).__name__}"
         raise ValueError(f'{what}; it must be a dictionary, as {{"enable_thinking": true}}')
     return example | {"chat_template_kwargs": {name: value for name, value in variables.items() if value is not None}}
 
@@ -436,7 +436,7 @@ def split_examples(examples: list[Example], begun: Collection[str] = ()) -> tupl
     Raises ValueError if `split` has another value.
     """
     if _has_split(examples):
-        if wrong := [short(example["split"]) for example in examples if example["split"] not in SPLITS]:
+        if wrong := [shorten_value(example["split"]) for example in examples if example["split"] not in SPLITS]:
             raise ValueError(f"column split holds {wrong[0]}; write train or held_out in all records, or rename it")
         train = [example for example in examples if example["split"] == "train"]
         return train, [example for example in examples if example["split"] != "train"]
@@ -474,17 +474,17 @@ def _has_split(examples: list[Example]) -> bool:
     return any(example.get("split") is not None for example in examples)
 
 
-def hold_out_more(num: int, settings: dict[str, Any]) -> str:
+def advise_on_held_out(num: int, settings: dict[str, Any]) -> str:
     """How to, of now so many problems."""
     how = "a higher --eval-limit" if settings.get("eval_limit") == num else "--eval-data FILE or --data TRAIN,HELD_OUT"
     return f"hold out more with {how}" + ", or ask each more often" * (settings.get("loss_type") != "sft")
 
 
-def at_the_start(num: int, settings: dict[str, Any], deviation: float = 0.0) -> list[str]:
+def warn_of_few_held_out(num: int, settings: dict[str, Any], deviation: float = 0.0) -> list[str]:
     """A line where so many held-out problems tell little. deviation: of answers to one, over the values' range."""
     if not settings.get("eval_every", True):
         return ["nothing held out is evaluated (--eval-every 0), so there will be no verdict"]
-    more = hold_out_more(num, settings)
+    more = advise_on_held_out(num, settings)
     if settings.get("loss_type") == "sft":
         told = f"with {num} held out the loss says little of other conversations: {more}"
         return [told] if 0 < num < LEAST_CONVERSATIONS else []

@@ -36,24 +36,24 @@ from problems.calls import (
     Call,
     Frames,
     Tool,
+    choose_call_reader,
     outside_calls,
-    pays_turns,
     read_calls,
-    reader_of,
+    rewards_turns,
     schemas_in,
     schemas_of,
-    with_tools,
+    show_with_tools,
 )
-from problems.examples import Example, one_line, prompt_text, short
-from problems.functions import raised
-from problems.rewards import awaited, number_of
+from problems.examples import Example, format_error, prompt_text, shorten_value
+from problems.functions import describe_raised
+from problems.rewards import await_any, to_number
 
 CONTEXT = 4096  # tokens of a conversation, where nobody says
 LOOK = 0.05  # seconds between two looks for calls that take too long, while nothing else is to do
 MOST_TOLD = 4  # the rest of a result longer than this part of the conversation is cut
 
 
-class Said(str):
+class Conversation(str):
     """What the model wrote in a conversation; `messages`: all of it after the prompt, as chat messages."""
 
     messages: list[dict[str, Any]]
@@ -66,14 +66,14 @@ WORKERS: "weakref.WeakSet[Worker]" = weakref.WeakSet()
 
 
 @contextlib.contextmanager
-def ended() -> Iterator[None]:
+def end_tools() -> Iterator[None]:
     """Around a command: its tools' threads end before it; where one hangs the process ends at once, with its status."""
     try:
         yield
     finally:
         error = sys.exc_info()[1]
         for worker in WORKERS:
-            worker.leave()
+            worker.release()
         deadline = time.monotonic() + PATIENCE
         for worker in WORKERS:
             worker.thread.join(max(deadline - time.monotonic(), 0))
@@ -86,7 +86,7 @@ def ended() -> Iterator[None]:
             os._exit(status if isinstance(status, int) else int(status is not None))
 
 
-class Outcome(NamedTuple):
+class CallResult(NamedTuple):
     """What a call gave, or why it gave nothing."""
 
     value: Any = None
@@ -95,7 +95,7 @@ class Outcome(NamedTuple):
 
 
 @functools.cache
-def _loop() -> asyncio.AbstractEventLoop:
+def _event_loop() -> asyncio.AbstractEventLoop:
     """One for all coroutines, in a thread of its own."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
@@ -120,34 +120,34 @@ class Worker:
         while (job := self.jobs.get()) is not None:
             job()
 
-    def call(self, fn: Callable[[], Any]) -> Outcome:
+    def run(self, fn: Callable[[], Any]) -> CallResult:
         """What comes of a call, in the thread."""
         self.begun = begin = time.monotonic()
         value = error = None
         try:
             value = fn()
             if inspect.isawaitable(value):
-                task = self.task = asyncio.run_coroutine_threadsafe(awaited(value), _loop())
+                task = self.task = asyncio.run_coroutine_threadsafe(await_any(value), _event_loop())
                 value = task.result()
         except BaseException as raised:  # SystemExit among them: it ends no more than a call
             value, error = None, raised
         self.begun = math.inf
-        return Outcome(value, error, time.monotonic() - begin)
+        return CallResult(value, error, time.monotonic() - begin)
 
-    def do(self, what: str, fn: Callable[[], Any]) -> Any:
+    def run_or_raise(self, what: str, fn: Callable[[], Any]) -> Any:
         """A function's value. Raises ValueError, which begins with `what`, where it fails or takes too long."""
-        outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
-        self.jobs.put(lambda: outcomes.put(self.call(fn)))
+        outcomes: queue.SimpleQueue[CallResult] = queue.SimpleQueue()
+        self.jobs.put(lambda: outcomes.put(self.run(fn)))
         try:
             value, error, _ = outcomes.get(timeout=self.limit)
         except queue.Empty:
-            self.leave()
+            self.release()
             raise ValueError(f"{what} took longer than --tool-timeout {self.limit:g}; raise that or mend it") from None
         if isinstance(error, BaseException):
-            raise ValueError(f"{what} {raised(error, getattr(fn, 'func', fn))}") from error
+            raise ValueError(f"{what} {describe_raised(error, getattr(fn, 'func', fn))}") from error
         return value
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Lets the thread go once its job ends, if ever."""
         self.jobs.put(None)
         if self.task is not None:
@@ -155,7 +155,7 @@ class Worker:
 
 
 @contextlib.contextmanager
-def seeded(text: str) -> Iterator[None]:
+def seed_random(text: str) -> Iterator[None]:
     """Inside, `random` and `numpy.random` draw what belongs to a text."""
     before, numbers, seed = random.getstate(), np.random.get_state(), zlib.crc32(text.encode())
     random.seed(seed)
@@ -183,8 +183,8 @@ class Toolbox:
         """
         self.settings, self.environments, self.tokenizer = config.tools, environments, tokenizer
         self.thinking = config.sampling.thinking
-        self.context = context_of(config.tools, model.max_position_embeddings)
-        self.read = reader_of(tokenizer.chat_template)
+        self.context = conversation_limit(config.tools, model.max_position_embeddings)
+        self.read = choose_call_reader(tokenizer.chat_template)
         self.frames = Frames(tokenizer, model.end_ids, thinking=self.thinking)
         self.functions = tools
         own = schemas_of("--tools", tools)
@@ -194,11 +194,11 @@ class Toolbox:
     def worker(self, name: str, row: int, anew: bool = False) -> Worker:
         """The thread of a row, with its environment; `anew`: in place of one that hangs."""
         if anew:
-            self.workers.pop((name, row)).leave()
+            self.workers.pop((name, row)).release()
         if (name, row) not in self.workers:
             worker = self.workers[name, row] = Worker(self.settings.tool_timeout)
             if kind := self.environments.get(name):
-                worker.instance = worker.do(f"environment {kind.__name__}", kind)
+                worker.instance = worker.run_or_raise(f"environment {kind.__name__}", kind)
         return self.workers[name, row]
 
     def environment_of(self, example: Example) -> str:
@@ -206,20 +206,20 @@ class Toolbox:
         name = str(example.get("environment")) if self.environments and "" not in self.environments else ""
         if name not in self.schemas:
             known = ", ".join(self.environments)
-            raise ValueError(f"column environment holds {short(name)}; the environments of --env are {known}")
+            raise ValueError(f"column environment holds {shorten_value(name)}; the environments of --env are {known}")
         return name
 
     def prompt(self, example: Example) -> list[int]:
         tools = list(self.schemas[self.environment_of(example)].values())
         how: dict[str, Any] = {"thinking": self.thinking, "system": example.get("system")}
-        ids = chat_template.chat_ids(self.tokenizer, example["prompt"], tools=tools, **how)
+        ids = chat_template.encode_chat(self.tokenizer, example["prompt"], tools=tools, **how)
         if len(ids) >= self.context:
-            said = f"the prompt {short(prompt_text(example['prompt']))} has {len(ids)} tokens"
+            said = f"the prompt {shorten_value(prompt_text(example['prompt']))} has {len(ids)} tokens"
             raise ValueError(f"{said}, a conversation {self.context}; shorten it or raise --max-context")
         return ids
 
 
-def make(
+def make_toolbox(
     config: Config, tools: dict[str, Tool], environments: dict[str, type], tokenizer: Any, model: Any
 ) -> Toolbox | None:
     """The toolbox of a run, None without tools. ValueError for a model, or machines, that cannot use it."""
@@ -230,12 +230,12 @@ def make(
     return Toolbox(config, tools, environments, tokenizer, model)
 
 
-def context_of(settings: ToolSettings, most: int) -> int:
+def conversation_limit(settings: ToolSettings, most: int) -> int:
     """Positions of a conversation with tools, where the model has `most`."""
     return min(settings.max_context or CONTEXT, most)
 
 
-def extended(prompt: Any, text: str) -> Any:
+def append_to_prompt(prompt: Any, text: str) -> Any:
     """A prompt whose last message goes on with a text."""
     if isinstance(prompt, str):
         return prompt + text
@@ -255,14 +255,14 @@ class Episode:
     made: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # its calls, as `rollouts.jsonl` has them
     num_turns: int = 0
     calls: Sequence[Call] = ()  # of the newest turn
-    outcomes: list[Outcome] = dataclasses.field(default_factory=list)  # of those that have ended, and of its pay
+    outcomes: list[CallResult] = dataclasses.field(default_factory=list)  # of those that have ended, and of its pay
     told: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # the newest turn's tool messages
     reward: float | None = None
     turn_rewards: list[float] = dataclasses.field(default_factory=list)  # where the environment has `reward_per_turn`
 
     @property
     def pays(self) -> bool:
-        return pays_turns(type(self.worker.instance))
+        return rewards_turns(type(self.worker.instance))
 
     @property
     def what(self) -> str:
@@ -272,9 +272,9 @@ class Episode:
 
 def _number(what: str, value: Any, span: str) -> float:
     """What `get_reward` gave. Raises ValueError, which begins with `what`, where it is no number."""
-    number = number_of(value)
+    number = to_number(value)
     if math.isnan(number):
-        raise ValueError(f"{what} get_reward gave {short(value)} for {span}; return a number")
+        raise ValueError(f"{what} get_reward gave {shorten_value(value)} for {span}; return a number")
     return number
 
 
@@ -294,14 +294,14 @@ class Episodes:
             self.rows.append(Episode(name, box.worker(name, row)))
             texts.append(self._reset(row))
             if texts[row] != (other := texts[first.setdefault(group, row)]):
-                told = f"reset told two rows of one prompt different things, {short(other)} and {short(texts[row])}"
+                told = f"reset told two rows of one prompt different things, {shorten_value(other)} and {shorten_value(texts[row])}"
                 raise ValueError(f"{self.rows[row].what} {told}; draw tasks with `random`")
         every = zip(examples, texts, strict=True)
-        self.asked = [example | {"prompt": extended(example["prompt"], text or "")} for example, text in every]
-        for example in self.asked:
+        self.examples = [example | {"prompt": append_to_prompt(example["prompt"], text or "")} for example, text in every]
+        for example in self.examples:
             if not prompt_text(example["prompt"]).strip():
                 raise ValueError("the environment's reset gives no text, and there is no prompt; let it return one")
-        self.prompts = [box.prompt(example) for example in self.asked]
+        self.prompts = [box.prompt(example) for example in self.examples]
 
     def _reset(self, row: int) -> str | None:
         """Begins the row's episode; what its environment says first."""
@@ -309,11 +309,11 @@ class Episodes:
         if episode.name not in self.box.environments:
             return None
         what = f"{episode.what} reset"
-        with seeded(f"{self.seed} {self.groups[row]}"):
+        with seed_random(f"{self.seed} {self.groups[row]}"):
             told = {key: value for key, value in self.examples[row].items() if key != "environment" or not episode.name}
-            text = episode.worker.do(what, functools.partial(episode.worker.instance.reset, **told))
+            text = episode.worker.run_or_raise(what, functools.partial(episode.worker.instance.reset, **told))
         if text is not None and not isinstance(text, str):
-            raise ValueError(f"{what} gave {short(text)}; return a text or None")
+            raise ValueError(f"{what} gave {shorten_value(text)}; return a text or None")
         return text
 
     # ---- what the sampler asks
@@ -327,9 +327,9 @@ class Episodes:
                 self._reset(row)
         self.ready = {row: answer for row, answer in self.ready.items() if row not in rows}
 
-    def hear(self, row: int, ids: list[int]) -> None:
+    def end_turn(self, row: int, ids: list[int]) -> None:
         """A turn of the row has ended with an end token, the last of its ids."""
-        episode, text = self.rows[row], self.box.frames.text(ids)
+        episode, text = self.rows[row], self.box.frames.decode_turn(ids)
         calls = read_calls(text, self.box.read, self.box.schemas[episode.name])
         message: dict[str, Any] = {"role": "assistant", "content": text}
         if calls and all(isinstance(call.arguments, dict) for call in calls):
@@ -344,11 +344,11 @@ class Episodes:
         episode.num_turns, episode.told, episode.calls, episode.outcomes = episode.num_turns + 1, [], calls, []
         self.under_way.add(row)
         if calls or episode.pays:
-            self._go_on(row)
+            self._continue_turn(row)
         else:
-            self._answer(row)
+            self._finish_answer(row)
 
-    def _go_on(self, row: int) -> None:
+    def _continue_turn(self, row: int) -> None:
         """Has the row's thread make the calls that are left of its turn, then ask what the turn earned."""
         episode, worker, outcomes = self.rows[row], self.rows[row].worker, self.rows[row].outcomes
 
@@ -357,17 +357,17 @@ class Episodes:
                 if self.rows[row].worker is not worker:  # it was late, or its row began anew
                     return
                 if call.error:
-                    outcomes.append(Outcome(error=call.error))
+                    outcomes.append(CallResult(error=call.error))
                 else:
                     tool = self.box.functions.get(str(call.name)) or getattr(worker.instance, str(call.name))
-                    outcomes.append(worker.call(functools.partial(tool, **call.arguments)))
+                    outcomes.append(worker.run(functools.partial(tool, **call.arguments)))
             if episode.pays:
-                outcomes.append(worker.call(worker.instance.get_reward))
+                outcomes.append(worker.run(worker.instance.get_reward))
             self.done.put((row, worker))
 
         worker.jobs.put(play)
 
-    def _answer(self, row: int) -> None:
+    def _finish_answer(self, row: int) -> None:
         """Writes down what a turn's calls gave and what it earned; the row's answer is ready."""
         self.under_way.remove(row)
         episode, told = self.rows[row], list[dict[str, Any]]()
@@ -376,16 +376,16 @@ class Episodes:
                 text = str(value)
             except Exception as odd:  # of a number of more than 4,300 digits, among others
                 error = error or odd
-            error = one_line(error) if isinstance(error, BaseException) else error
+            error = format_error(error) if isinstance(error, BaseException) else error
             text = json.dumps({"error": error}, ensure_ascii=False) if error else text
-            text = self.box.frames.cut(text, self.box.context // MOST_TOLD)
+            text = self.box.frames.shorten(text, self.box.context // MOST_TOLD)
             told.append({"role": "tool", "name": call.name or "tool", "content": text})
             made = {"turn": episode.num_turns - 1, "name": call.name, "arguments": call.arguments}
             episode.made.append(made | {"seconds": seconds, "error": error})
         if episode.pays:
             value, error, _ = episode.outcomes[-1]
             if isinstance(error, BaseException):
-                said = raised(error, episode.worker.instance.get_reward)
+                said = describe_raised(error, episode.worker.instance.get_reward)
                 raise ValueError(f"{episode.what} get_reward {said}") from error
             episode.turn_rewards.append(_number(episode.what, value, "a turn"))
         episode.messages, episode.told = [*episode.messages, *told], told
@@ -394,9 +394,9 @@ class Episodes:
         elif episode.num_turns >= self.box.settings.max_turns:
             self.ready[row] = "turns"
         else:
-            self.ready[row] = self.box.frames.between(told, list(self.box.schemas[episode.name].values()))
+            self.ready[row] = self.box.frames.encode_between_turns(told, list(self.box.schemas[episode.name].values()))
 
-    def _end_late(self) -> None:
+    def _replace_late_workers(self) -> None:
         """Replaces the threads and environments of calls that took too long; their episodes go on."""
         limit = self.box.settings.tool_timeout
         for row in list(self.under_way):
@@ -407,12 +407,12 @@ class Episodes:
                     took = f"get_reward took longer than --tool-timeout {limit:g}"
                     raise ValueError(f"{episode.what} {took}; raise that or mend it")
                 episode.worker = self.box.worker(episode.name, row, anew=True)
-                late = Outcome(None, f"the call took longer than {limit:g} s", limit)
+                late = CallResult(None, f"the call took longer than {limit:g} s", limit)
                 episode.outcomes = [*episode.outcomes[:num], late]  # the old thread may still add to the other
                 self._reset(row)
-                self._go_on(row)
+                self._continue_turn(row)
 
-    def replies(self, wait: bool) -> dict[int, list[int] | str]:
+    def take_replies(self, wait: bool) -> dict[int, list[int] | str]:
         """New answers to rows: ids up to the next turn, or "stop" or "turns" for none. wait: for at least one."""
         begin = time.perf_counter()
         while True:
@@ -420,8 +420,8 @@ class Episodes:
                 while True:
                     row, worker = self.done.get(timeout=0 if self.ready or not wait else LOOK)
                     if row in self.under_way and self.rows[row].worker is worker:
-                        self._answer(row)
-            self._end_late()
+                        self._finish_answer(row)
+            self._replace_late_workers()
             if self.ready or not wait:
                 break
             assert self.under_way, "nobody is waited for"
@@ -432,31 +432,31 @@ class Episodes:
 
     # ---- what comes of it
 
-    def ask_rewards(self) -> None:
+    def request_rewards(self) -> None:
         for episode in self.rows:
             get_reward = getattr(episode.worker.instance, "get_reward", None)
             if episode.pays:
                 episode.reward = sum(episode.turn_rewards)
             elif episode.reward is None and get_reward:
-                value = episode.worker.do(f"{episode.what} get_reward", get_reward)
+                value = episode.worker.run_or_raise(f"{episode.what} get_reward", get_reward)
                 episode.reward = None if value is None else _number(episode.what, value, "an episode")
 
-    def shown(self, row: int, reason: str) -> str:
+    def describe(self, row: int, reason: str) -> str:
         """A row's conversation to read, with why it ended and its reward."""
-        asked, reward = prompt_text(self.asked[row]["prompt"]), self.rows[row].reward
+        asked, reward = prompt_text(self.examples[row]["prompt"]), self.rows[row].reward
         end = f"[{reason}]" + ("" if reward is None else f" reward {reward:g}")
-        return "\n".join([f"[user] {asked}", with_tools("", self.rows[row].messages), end])
+        return "\n".join([f"[user] {asked}", show_with_tools("", self.rows[row].messages), end])
 
-    def of_samples(self, samples: list[Any], weights: Mapping[str, float]) -> list[Any]:
+    def attach_to_samples(self, samples: list[Any], weights: Mapping[str, float]) -> list[Any]:
         """The rollout's samples with their conversations, what rewards may ask for, and what turns are paid."""
-        self.ask_rewards()
-        per_turn, found = any(map(pays_turns, self.box.environments.values())), []
+        self.request_rewards()
+        per_turn, found = any(map(rewards_turns, self.box.environments.values())), []
         for sample, episode in zip(samples, self.rows, strict=True):
-            instance, text = episode.worker.instance, Said(sample.text)
+            instance, text = episode.worker.instance, Conversation(sample.text)
             name, text.messages = type(instance).__name__, episode.messages
             record = {"messages": episode.messages, "turns": episode.num_turns, "tool_calls": episode.made}
             record |= {"turn_rewards": episode.turn_rewards} if episode.pays else {}
             columns = {"environments": instance, "earned": (name, episode.reward)} if self.box.environments else {}
             paid = [weights.get(name, 0.0) * one for one in episode.turn_rewards] if per_turn else None
-            found.append(sample._replace(text=text, columns=columns, conversation=record, paid=paid))
+            found.append(sample._replace(text=text, columns=columns, conversation=record, turn_rewards=paid))
         return found

@@ -69,10 +69,10 @@ def _parse(latex: str) -> Any:
     if not hasattr(parsed, "atoms") or _is_too_large(parsed):
         return None
     has_braces = "\\{" in latex
-    return _read(parsed, has_braces)
+    return _normalize_parsed(parsed, has_braces)
 
 
-def _read(parsed: Any, has_braces: bool) -> Any:
+def _normalize_parsed(parsed: Any, has_braces: bool) -> Any:
     """What a formula says in the forms above. They keep their order, which sympy's forms do not."""
     import sympy
     from math_verify.parser import FiniteSet
@@ -80,14 +80,14 @@ def _read(parsed: Any, has_braces: bool) -> Any:
 
     if isinstance(parsed, sympy.And):
         parts = getattr(parsed, "_unsorted_args", parsed.args)
-        chains = [_read(part, has_braces) for part in parts]
+        chains = [_normalize_parsed(part, has_braces) for part in parts]
         return _Chain(chain[0] for chain in chains) if all(isinstance(chain, _Chain) for chain in chains) else None
     if isinstance(parsed, Relational):
-        left, right = (_read(side, has_braces) for side in parsed.args)
+        left, right = (_normalize_parsed(side, has_braces) for side in parsed.args)
         return _Chain([_Relation(left, _sign_of(parsed), right)])
     if isinstance(parsed, FiniteSet) and not has_braces:
-        return _List(_read(part, has_braces) for part in parsed._unsorted_args)
-    return _with_plain_symbols(parsed)
+        return _List(_normalize_parsed(part, has_braces) for part in parsed._unsorted_args)
+    return _simplify_symbols(parsed)
 
 
 def _sign_of(relation: Any) -> str:
@@ -114,7 +114,7 @@ def _is_too_large(expression: Any) -> bool:
     return False
 
 
-def _with_plain_symbols(parsed: Any) -> Any:
+def _simplify_symbols(parsed: Any) -> Any:
     """The same with symbols that differ by their names alone, decimals as fractions, and i as the imaginary unit."""
     import sympy
     from sympy.core.function import AppliedUndef
@@ -177,7 +177,7 @@ def _are_same_in_any_order(rights: Sequence[Any], stateds: Sequence[Any]) -> boo
 def _are_same_lists(right: Any, stated: Any) -> bool:
     """A list has the order of a tuple or of an open interval (1, 2) beside one; elsewhere its order is free."""
     if not (isinstance(right, _List) and isinstance(stated, _List)):
-        right_in_order, stated_in_order = _in_order(right), _in_order(stated)
+        right_in_order, stated_in_order = _ordered_elements(right), _ordered_elements(stated)
         if right_in_order is not None and stated_in_order is not None:
             return _are_same_in_order(right_in_order, stated_in_order)
     right_elements, stated_elements = _elements(right), _elements(stated)
@@ -194,7 +194,7 @@ def _elements(part: Any) -> Sequence[Any] | None:
     return list(part.args) if isinstance(part, sympy.FiniteSet) else None
 
 
-def _in_order(part: Any) -> Sequence[Any] | None:
+def _ordered_elements(part: Any) -> Sequence[Any] | None:
     import sympy
 
     if isinstance(part, _List):

@@ -42,23 +42,23 @@ def prompt_key(example: Example) -> str:
     return sha256(json.dumps(prompt, sort_keys=True).encode()).hexdigest()
 
 
-def spread(examples: list[Any], limit: int | None) -> list[Any]:
+def spread_evenly(examples: list[Any], limit: int | None) -> list[Any]:
     """At most `limit` examples, evenly spread and so over all categories; 0 and None keep all."""
     num = min(limit or len(examples), len(examples))
     return [examples[place * len(examples) // num] for place in range(num)]
 
 
-def short(value: Any) -> str:
+def shorten_value(value: Any) -> str:
     """Any value as one line of a few dozen characters, for error messages."""
     return _reprlib.repr(value)
 
 
-def one_line(error: BaseException) -> str:
+def format_error(error: BaseException) -> str:
     """Type and message of an error in one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def suggest_nearest(name: str, known: Iterable[str]) -> str:
     """The words ", did you mean ...?" with the nearest known name; empty if none is near."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f", did you mean {close[0]!r}?" if close else ""

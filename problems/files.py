@@ -18,7 +18,7 @@ from typing import Any
 
 from flags import read_json
 from problems import arrow
-from problems.examples import nearest, one_line, short
+from problems.examples import format_error, shorten_value, suggest_nearest
 
 Records = list[tuple[str, Any]]  # a record's place ("line 3"), and its content
 SPLITS = ("train", "held_out", "test", "validation")  # all but the first are held out
@@ -45,7 +45,7 @@ def read_records(spec: str, notes: list[str] | None = None) -> Records:
         try:
             records = hub_records(name, config or None, split or "train")
         except Exception as error:  # the hub's client raises its own types
-            why = f"no such file, and no hub dataset that can be loaded ({one_line(error)})"
+            why = f"no such file, and no hub dataset that can be loaded ({format_error(error)})"
             raise ValueError(f"--data {spec}: {why}; check the spelling and the network") from error
     elif ending.lower() not in _READERS:
         raise ValueError(f"--data {spec} has the unknown ending {ending!r}; the endings read are {endings}")
@@ -99,7 +99,7 @@ def _refuse_other_kinds(spec: str, content: bytes) -> None:
         raise ValueError(f"--data {spec} is a {kind[1:]} file; name it {kind}")
 
 
-def _text(spec: str, content: bytes) -> str:
+def read_text_file(spec: str, content: bytes) -> str:
     if content.startswith((b"\xff\xfe", b"\xfe\xff")) or _is_utf16(content):
         raise ValueError(f"{spec}, line 1: the file is UTF-16 and not UTF-8; save the file as UTF-8")
     if b"\0" in content:
@@ -120,42 +120,42 @@ def _is_utf16(content: bytes) -> bool:
     return more > len(begin) / 4 and fewer < more / 8
 
 
-def _json(spec: str, where: str, text: str) -> Any:
+def parse_json(spec: str, where: str, text: str) -> Any:
     try:
         return read_json(text)
     except ValueError as error:
         if "\n" in text and isinstance(error, json.JSONDecodeError):
             where = f"line {error.lineno}"
         reason = str(error).split(": ")[0]
-        raise ValueError(f"{spec}, {where}: not JSON ({reason}): {short(text.strip())}; correct that line") from error
+        raise ValueError(f"{spec}, {where}: not JSON ({reason}): {shorten_value(text.strip())}; correct that line") from error
 
 
 def jsonl_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
     """The records of JSON lines; a file that is one list, as .json has it, is read as that list."""
-    text = _text(spec, content)
+    text = read_text_file(spec, content)
     if text.lstrip().startswith("["):
         try:
             records = read_json(text)
         except ValueError:
             records = None
         if isinstance(records, list):
-            yield from numbered(records)
+            yield from number_lines(records)
             return
-    lines = list(_lines(spec, content))
+    lines = list(split_lines(spec, content))
     if len(lines) > 1 and lines[0][1].lstrip().startswith("{") and isinstance(read_or_none(text), dict):
         raise ValueError(f"{spec}, line 1: one object over several lines; write each row in one line")
     for where, line in lines:
-        yield where, _json(spec, where, line)
+        yield where, parse_json(spec, where, line)
 
 
-def _lines(spec: str, content: bytes) -> Iterator[tuple[str, str]]:
-    lines = enumerate(_text(spec, content).split("\n"), 1)  # not splitlines: strings may contain U+2028
+def split_lines(spec: str, content: bytes) -> Iterator[tuple[str, str]]:
+    lines = enumerate(read_text_file(spec, content).split("\n"), 1)  # not splitlines: strings may contain U+2028
     return ((f"line {number}", line) for number, line in lines if line.strip())
 
 
 def _text_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
     """A prompt a line. Raises ValueError for JSON lines, JSON or CSV under the name of a text."""
-    lines = [(where, line.strip("\r")) for where, line in _lines(spec, content)]
+    lines = [(where, line.strip("\r")) for where, line in split_lines(spec, content)]
     texts = [line for _, line in lines]
     if kind := _kind_of_text(texts):
         raise ValueError(f"--data {spec}: each line of a text file is a prompt, and this looks like {kind}")
@@ -192,20 +192,20 @@ def read_or_none(text: str) -> Any:
 
 
 def _json_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
-    text = _text(spec, content)
+    text = read_text_file(spec, content)
     lines = text.strip().split("\n")
     if len(lines) > 1 and all(isinstance(read_or_none(line), dict) for line in lines if line.strip()):
         raise ValueError(f"--data {spec} holds JSON lines; name it .jsonl")
-    records = _json(spec, "line 1", text) if text.strip() else []
+    records = parse_json(spec, "line 1", text) if text.strip() else []
     if not isinstance(records, list):
-        raise ValueError(f"{spec} holds {short(records)}, not a list of records; write [{{...}}, ...] or use .jsonl")
-    return numbered(records)
+        raise ValueError(f"{spec} holds {shorten_value(records)}, not a list of records; write [{{...}}, ...] or use .jsonl")
+    return number_lines(records)
 
 
 def _csv_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
     """Rows by the header's names, parted as these are; an empty cell is missing, a wrong number of fields an error."""
     csv.field_size_limit(2**31 - 1)  # a cell may be a document; the default limit is 131,072 characters
-    text = _text(spec, content)
+    text = read_text_file(spec, content)
     if kind := _kind_of_json([line for line in text.split("\n") if line.strip()]):
         raise ValueError(f"--data {spec} is no CSV but {kind}")
     separator = max(",;\t", key=text.partition("\n")[0].count)
@@ -213,14 +213,14 @@ def _csv_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
     try:
         names = list(rows.fieldnames or [])
         if wrong := [name for name in names if not name.strip() or names.count(name) > 1]:
-            raise ValueError(f"{spec}, line 1: column {short(wrong[0])} is empty or occurs twice; rename it")
+            raise ValueError(f"{spec}, line 1: column {shorten_value(wrong[0])} is empty or occurs twice; rename it")
         for row in rows:
             if None in row or None in row.values():
                 fix = f"not {len(names)} fields, as the header has; quote fields that hold {separator!r}"
                 raise ValueError(f"{spec}, line {rows.line_num}: {fix}")
             yield f"line {rows.line_num}", {name: cell or None for name, cell in row.items()}
     except csv.Error as error:
-        raise ValueError(f"{spec}, line {rows.line_num}: not CSV ({one_line(error)}); quote that field") from error
+        raise ValueError(f"{spec}, line {rows.line_num}: not CSV ({format_error(error)}); quote that field") from error
 
 
 def _table_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
@@ -231,13 +231,13 @@ def _table_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
     is_parquet, file = spec.lower().endswith(".parquet"), io.BytesIO(content)
     try:
         table = pyarrow.parquet.read_table(file) if is_parquet else open_arrow(file).read_all()
-        return numbered(arrow.rows_of_table(table))
+        return number_lines(arrow.rows_of_table(table))
     except Exception as error:  # damaged files raise many types
         kind = "parquet" if is_parquet else "arrow"
-        raise ValueError(f"{spec} is not a readable {kind} file ({one_line(error)}); write it again") from error
+        raise ValueError(f"{spec} is not a readable {kind} file ({format_error(error)}); write it again") from error
 
 
-def numbered(rows: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+def number_lines(rows: Iterable[Any]) -> Iterator[tuple[str, Any]]:
     return ((f"record {number}", row) for number, row in enumerate(rows, 1))
 
 
@@ -258,16 +258,16 @@ def _saved_records(spec: str, folder: str, split: str) -> Records:
     try:
         saved = datasets.load_from_disk(folder)
     except Exception as error:  # of many types
-        why = f"is a directory that datasets did not save ({one_line(error)})"
+        why = f"is a directory that datasets did not save ({format_error(error)})"
         raise ValueError(f"--data {folder} {why}; name one file in it ({', '.join(_READERS)})") from error
     splits = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
     first = next(iter(splits))
     if split not in splits if split else len(splits) > 1 and not splits.keys() <= set(SPLITS):
         known = f"the splits {', '.join(splits)}; name one, as {folder}:{first}"
-        raise ValueError(f"--data {spec}{nearest(split, splits)}: {folder} has {known}")
+        raise ValueError(f"--data {spec}{suggest_nearest(split, splits)}: {folder} has {known}")
     if split or len(splits) == 1:
-        return list(numbered(arrow.rows_of_dataset(splits[split or first])))
-    return list(numbered(arrow.rows_of_program(splits)[0]))
+        return list(number_lines(arrow.rows_of_dataset(splits[split or first])))
+    return list(number_lines(arrow.rows_of_program(splits)[0]))
 
 
 def hub_records(name: str, config: str | None, split: str) -> Records:
@@ -275,4 +275,4 @@ def hub_records(name: str, config: str | None, split: str) -> Records:
 
     # retries would fill a screen; our error says the outcome in one line
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    return list(numbered(arrow.rows_of_dataset(datasets.load_dataset(name, config, split=split))))
+    return list(number_lines(arrow.rows_of_dataset(datasets.load_dataset(name, config, split=split))))

@@ -23,40 +23,40 @@ def words_of(text: str) -> list[str]:
     return re.findall(r"\w+(?:[-'\u2019]\w+)*", re.sub(r"<[^<>]{1,40}>", " ", text).lower())
 
 
-def repeated(text: str) -> float:
+def repetition(text: str) -> float:
     """The share of an answer's 4-grams of words that occurred earlier in it; 0 below four words."""
-    runs = runs_of(text.lower().split(), 4)
+    runs = word_runs(text.lower().split(), 4)
     return 1 - len(set(runs)) / len(runs) if runs else 0.0
 
 
-def runs_of(words: list[str], length: int) -> list[tuple[str, ...]]:
+def word_runs(words: list[str], length: int) -> list[tuple[str, ...]]:
     """Every `length` words in a row."""
     return list(zip(*(words[begin:] for begin in range(length)), strict=False))
 
 
-def distinct(text: str) -> float:
+def distinctness(text: str) -> float:
     """The share of words that differ, of every `WINDOW` words in a row; 1 where they are few. Numbers do not count."""
     words = [word for word in words_of(text) if not word[0].isdigit()]
     chunks = [words[begin : begin + WINDOW] for begin in range(0, len(words), WINDOW)]
     return sum(len(set(chunk)) for chunk in chunks) / len(words) if len(words) >= LEAST_WORDS else 1.0
 
 
-def copied(text: str, prompt: str) -> float:
+def copied_fraction(text: str, prompt: str) -> float:
     """The share of words in runs that the prompt has too, of `COPIED_RUN` words or of the whole shorter answer."""
     words = words_of(text)
     if len(words) < LEAST_WORDS:
         return 0.0
     length = min(COPIED_RUN, len(words))
-    asked = set(runs_of(words_of(prompt), length))
-    begins = [place for place, run in enumerate(runs_of(words, length)) if run in asked]
+    asked = set(word_runs(words_of(prompt), length))
+    begins = [place for place, run in enumerate(word_runs(words, length)) if run in asked]
     return len({place + step for place in begins for step in range(length)}) / len(words)
 
 
 def is_degenerate(text: str, prompt: str) -> bool:
-    return distinct(text) < LEAST_DISTINCT or repeated(text) > MOST_REPEATED or copied(text, prompt) > MOST_COPIED
+    return distinctness(text) < LEAST_DISTINCT or repetition(text) > MOST_REPEATED or copied_fraction(text, prompt) > MOST_COPIED
 
 
-def holds(text: str, prompt: str) -> bool:
+def has_form(text: str, prompt: str) -> bool:
     """Whether an answer has the form of one: some words, of its own, and not only a thought that never ends."""
     if text.strip() and not strip_thoughts(text).strip():
         return False
@@ -66,25 +66,25 @@ def holds(text: str, prompt: str) -> bool:
 NEEDED = f"ends before --max-tokens, has at least {LEAST_WORDS} words, and neither repeats itself nor copies the prompt"
 
 
-def passes(text: str, prompt: str, finish_reason: str) -> bool:
+def passes_gate(text: str, prompt: str, finish_reason: str) -> bool:
     """Whether `gated` leaves an answer what it earns; in words, `NEEDED`."""
-    return finish_reason == "stop" and holds(text, prompt)
+    return finish_reason == "stop" and has_form(text, prompt)
 
 
-def pays(row: dict[str, Any]) -> bool:
+def keeps_own_answer(row: dict[str, Any]) -> bool:
     """Whether `gated` leaves a row's own `answer`, said alone, what it earns; true where there is none."""
     answers = answers_of(row)
-    return not answers or any(holds(answer, prompt_text(row["prompt"])) for answer in answers)
+    return not answers or any(has_form(answer, prompt_text(row["prompt"])) for answer in answers)
 
 
-def gated(
+def apply_gate(
     components: dict[str, Any], examples: list[Example], completions: list[str], finish_reasons: list[str]
 ) -> dict[str, Any]:
     """The components, (N,) each, without what they pay above 0 for completions that are cut off or have no form."""
     import numpy as np  # here: what reads data and scores answers does without
 
     rows = zip(completions, examples, finish_reasons, strict=True)
-    kept = [passes(text, prompt_text(example["prompt"]), why) for text, example, why in rows]
+    kept = [passes_gate(text, prompt_text(example["prompt"]), why) for text, example, why in rows]
     return {name: np.where(kept, values, np.minimum(values, 0.0)) for name, values in components.items()}
 
 

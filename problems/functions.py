@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from problems.examples import nearest, one_line
+from problems.examples import format_error, suggest_nearest
 
 
 def load_function(flag: str, spec: str, hint: str = "") -> tuple[str, Callable[..., Any]]:
@@ -38,14 +38,14 @@ def load_functions(flag: str, spec: str, hint: str = "", kind: str = "function")
     file, colon, names = spec.rpartition(":")
     if not (colon and file and all(name.isidentifier() for name in names.split(","))):
         raise ValueError(f"{flag} {spec!r} is not FILE.py:{kind}{hint}")
-    module = _imported(f"{flag} {spec}", file, Path(file).absolute())
+    module = _import_module(f"{flag} {spec}", file, Path(file).absolute())
     given = {name: vars(module).get(name) for name in names.split(",")}
     for name, value in given.items():
         if name not in vars(module):
             if file == "__main__":
                 raise ValueError(f"{flag} {spec}: {ELSEWHERE}; in a file of its own, imported by it, all find it")
             known = [key for key, other in vars(module).items() if getattr(inspect, f"is{kind}")(other)]
-            hint = f"{nearest(name, known)}; it has {', '.join(known) or 'none'}"
+            hint = f"{suggest_nearest(name, known)}; it has {', '.join(known) or 'none'}"
             raise ValueError(f"{flag} {spec}: {file} has no {kind} {name!r}{hint}")
         if not (inspect.isclass(value) if kind == "class" else callable(value)):
             raise ValueError(f"{flag} {spec}: {name} is of type {type(value).__name__}, not a {kind}")
@@ -73,7 +73,7 @@ NAMELESS = "functions_of_a_program"  # the module that holds them
 ELSEWHERE = "only the program that began the run has it"
 
 
-def of_a_program(settings: dict[str, Any]) -> bool:
+def uses_program_functions(settings: dict[str, Any]) -> bool:
     """Whether a run's settings name functions which only the program that began it has."""
     return any(module in str(settings) for module in (f"{NAMELESS}:", "'__main__:"))
 
@@ -91,7 +91,7 @@ def source_of(spec: str) -> str:
     return ""
 
 
-def _imported(what: str, file: str, path: Path) -> Any:
+def _import_module(what: str, file: str, path: Path) -> Any:
     """The module of a Python file, or of a name. ValueError for one that cannot be imported."""
     try:
         return _module_of(path, path.read_bytes()) if path.suffix == ".py" else importlib.import_module(file)
@@ -103,7 +103,7 @@ def _imported(what: str, file: str, path: Path) -> Any:
         if is_absent or (file.startswith(".") and path.suffix != ".py"):
             hint = f", did you mean {file}.py?" if Path(f"{file}.py").is_file() else "; is its folder in PYTHONPATH?"
             raise ValueError(f"{what}: {file} is neither a Python file nor an installed module{hint}") from error
-        raise ValueError(f"{what}: importing {path.name} failed, {_told(error, str(path))}") from error
+        raise ValueError(f"{what}: importing {path.name} failed, {_describe_error(error, str(path))}") from error
 
 
 _modules: dict[tuple[Path, bytes], ModuleType] = {}
@@ -127,9 +127,9 @@ def _module_of(path: Path, content: bytes) -> ModuleType:
     return module
 
 
-def raised(error: BaseException, fn: Callable[..., Any]) -> str:
+def describe_raised(error: BaseException, fn: Callable[..., Any]) -> str:
     """What a user's function raised, and the line of its file."""
-    return f"raised {_told(error, getattr(sys.modules.get(getattr(fn, '__module__', '')), '__file__', None))}"
+    return f"raised {_describe_error(error, getattr(sys.modules.get(getattr(fn, '__module__', '')), '__file__', None))}"
 
 
 def place_of(fn: Callable[..., Any]) -> str:
@@ -138,7 +138,7 @@ def place_of(fn: Callable[..., Any]) -> str:
     return f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
 
 
-def _told(error: BaseException, file: str | None) -> str:
+def _describe_error(error: BaseException, file: str | None) -> str:
     """An error in a line, and the last line of the user's file that it came through."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-    return one_line(error) + (f", at {file}:{lines[-1]}" if lines else "")
+    return format_error(error) + (f", at {file}:{lines[-1]}" if lines else "")

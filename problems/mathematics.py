@@ -19,7 +19,7 @@ from problems.quantities import (
     write_fractions,
 )
 from problems.texts import DENIAL, clean_text, write_superscripts
-from problems.units import Measure, are_same, find_unit, read_measure
+from problems.units import Measure, find_unit, is_same_measure, read_measure
 from problems.workers import Pool
 
 Verdict = bool | tuple[str, str]  # or two formulas that the workers are asked about
@@ -172,7 +172,7 @@ def compare_mathematics(gold: str, statement: str) -> Verdict:
         gold_formula, gold_measure = _write_value(right), right.measure
     if stated:
         formula, measure = _write_value(stated), stated.measure
-    if not are_same(gold_measure, measure):
+    if not is_same_measure(gold_measure, measure):
         return False
     if formula == gold_formula:
         return True

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from flags import read_json
-from problems.examples import short
+from problems.examples import shorten_value
 
 Message = dict[str, Any]
 
@@ -46,7 +46,7 @@ def read_messages(name: str, messages: Any) -> list[Message]:
     if isinstance(messages, str):
         messages = read_text_of_messages(name, messages)
     if not isinstance(messages, list):
-        raise ValueError(f"{name} {short(messages)} is a {type(messages).__name__}; it must be a list of chat messages")
+        raise ValueError(f"{name} {shorten_value(messages)} is a {type(messages).__name__}; it must be a list of chat messages")
     if not messages:
         raise ValueError(f'{name} is an empty list; write [{{"role": "user", "content": "..."}}]')
     return [_read_message(f"message {place} of {name}", message) for place, message in enumerate(messages, 1)]
@@ -56,12 +56,12 @@ def read_text_of_messages(name: str, text: str) -> Any:
     try:
         return read_json(text)
     except ValueError as error:
-        raise ValueError(f"{name} {short(text)} is a text and no JSON; write a list of chat messages") from error
+        raise ValueError(f"{name} {shorten_value(text)} is a text and no JSON; write a list of chat messages") from error
 
 
 def _read_message(where: str, message: Any) -> Message:
     if not isinstance(message, dict):
-        raise ValueError(f'{where} is {short(message)}; write {{"role": "user", "content": "..."}}')
+        raise ValueError(f'{where} is {shorten_value(message)}; write {{"role": "user", "content": "..."}}')
 
     fields = {key: value for key, value in message.items() if key in ("content", "value") or not _is_empty(value)}
     if "role" not in fields and "from" in fields:
@@ -74,13 +74,13 @@ def _read_message(where: str, message: Any) -> Message:
     role = _read_role(where, fields)
     has_calls = any(key in fields for key in ("tool_calls", "function_call")) and role == "assistant"
     if "content" not in fields and not has_calls:
-        raise ValueError(f'{where} is {short(message)}; write {{"role": "user", "content": "..."}}')
+        raise ValueError(f'{where} is {shorten_value(message)}; write {{"role": "user", "content": "..."}}')
 
     if role == "call":
         fields = _call_of_turn(where, fields)
         role = "assistant"
     if media := [key for key in MEDIA if key in fields]:
-        raise ValueError(f"{where} has {media[0]} {short(fields[media[0]])}; Gwen reads texts only, so remove it")
+        raise ValueError(f"{where} has {media[0]} {shorten_value(fields[media[0]])}; Gwen reads texts only, so remove it")
 
     read: Message = {"role": role}
     calls = _read_calls(where, role, fields)
@@ -108,13 +108,13 @@ def _is_empty(value: Any) -> bool:
 def _read_role(where: str, fields: Message) -> str:
     role = fields.get("role")
     if not isinstance(role, str):
-        raise ValueError(f'{where} is {short(fields)}; write {{"role": "user", "content": "..."}}')
+        raise ValueError(f'{where} is {shorten_value(fields)}; write {{"role": "user", "content": "..."}}')
     read = ROLES.get(role, role)
     if read not in (*KNOWN_ROLES, "call"):
         meant = ROLES.get(role.strip().lower(), role.strip().lower())
         known = "user, assistant, tool, and system for the first message"
         fix = f"write {meant}" if meant in KNOWN_ROLES else f"the roles are {known}"
-        raise ValueError(f"{where} has role {short(role)}; {fix}")
+        raise ValueError(f"{where} has role {shorten_value(role)}; {fix}")
     return read
 
 
@@ -150,26 +150,26 @@ def _text_of_part(name: str, part: Any) -> str:
         return part
     kind = part.get("type", "text" if "text" in part else None) if isinstance(part, dict) else None
     if kind not in TEXT_PARTS:
-        what = f"a part of type {short(kind)}" if kind else short(part)
+        what = f"a part of type {shorten_value(kind)}" if kind else shorten_value(part)
         raise ValueError(f"{name} holds {what}; Gwen reads parts of type text only, so remove it")
     beside = [key for key, value in part.items() if key not in ("type", "text") and not _is_empty(value)]
     if beside:
-        raise ValueError(f"{name} holds a part with the key {short(beside[0])}, which is not read; remove it")
+        raise ValueError(f"{name} holds a part with the key {shorten_value(beside[0])}, which is not read; remove it")
     if not isinstance(part.get("text"), str):
-        raise ValueError(f'{name} holds {short(part)}; write {{"type": "text", "text": "..."}}')
+        raise ValueError(f'{name} holds {shorten_value(part)}; write {{"type": "text", "text": "..."}}')
     return str(part["text"])
 
 
 def check_text(name: str, text: Any) -> None:
     """Raises ValueError with `name` if a tokenizer would not accept the text."""
     if not isinstance(text, str):
-        raise ValueError(f"{name} {short(text)} is a {type(text).__name__}; it must be a string")
+        raise ValueError(f"{name} {shorten_value(text)} is a {type(text).__name__}; it must be a string")
     if not text.strip():
         raise ValueError(f"{name} is empty; write some text")
     if re.search("[\ud800-\udfff]", text):
-        raise ValueError(f"{name} {short(text)} holds half of a surrogate pair, which is no character; remove it")
+        raise ValueError(f"{name} {shorten_value(text)} holds half of a surrogate pair, which is no character; remove it")
     if "\0" in text:
-        raise ValueError(f"{name} {short(text)} holds a NUL character, as a file in UTF-16 does; remove it")
+        raise ValueError(f"{name} {shorten_value(text)} holds a NUL character, as a file in UTF-16 does; remove it")
 
 
 # ---- calls
@@ -212,7 +212,7 @@ def _read_call(where: str, key: str, call: Any) -> Message:
             arguments = read_json(arguments)
     if not name or not isinstance(name, str) or not isinstance(arguments, dict):
         fix = '{"function": {"name": "...", "arguments": {...}}}'
-        raise ValueError(f"{key} of {where} holds {short(call)}; write {fix}")
+        raise ValueError(f"{key} of {where} holds {shorten_value(call)}; write {fix}")
     read = {"type": "function", "function": {"name": name, "arguments": arguments}}
     number = call.get("id") if "function" in call else None
     return {"id": number} | read if isinstance(number, str) and number else read
@@ -229,7 +229,7 @@ def read_tools(column: Any) -> list[dict[str, Any]] | None:
     for tool in tools:
         function = tool.get("function", tool) if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
-            raise ValueError(f'column tools holds {short(tool)}; write JSON schemas, {{"function": {{"name": ...}}}}')
+            raise ValueError(f'column tools holds {shorten_value(tool)}; write JSON schemas, {{"function": {{"name": ...}}}}')
         read.append(tool if "function" in tool else {"type": "function", "function": tool})
     return read or None
 
@@ -264,7 +264,7 @@ def _text_of_details(where: str, details: Any) -> str:
     for detail in details if isinstance(details, list) else [details]:
         text = detail.get("text") or detail.get("summary") if isinstance(detail, dict) else None
         if not isinstance(text, str):
-            raise ValueError(f"reasoning_details of {where} holds {short(detail)}, which is no text; remove it")
+            raise ValueError(f"reasoning_details of {where} holds {shorten_value(detail)}, which is no text; remove it")
         texts.append(text)
     return "\n".join(texts)
 
@@ -277,11 +277,11 @@ def _read_weight(where: str, role: str, fields: Message) -> Message:
     is_plain = isinstance(weight, (int, float)) and weight in (0, 1)
     if not is_plain or (role != "assistant" and weight == 1):
         fix = "a reply has weight 1, or 0 where it is not trained"
-        raise ValueError(f"{where} has role {role} and weight {short(weight)}; {fix}")
+        raise ValueError(f"{where} has role {role} and weight {shorten_value(weight)}; {fix}")
     return {"weight": 0} if role == "assistant" and weight == 0 else {}
 
 
-def without_thought(text: str) -> str:
+def remove_thought(text: str) -> str:
     """What a reply says after its thought."""
     return ENDS_OF_THOUGHT.sub("", text).strip() if ENDS_OF_THOUGHT.match(text) else text
 
@@ -321,7 +321,7 @@ def is_conversation(value: Any) -> bool:
     )
 
 
-def role_of(message: Any) -> str:
+def raw_role(message: Any) -> str:
     """The role of an unread message, "" where it has none."""
     role = message.get("role", message.get("from")) if isinstance(message, dict) else None
     return ROLES.get(role, role) if isinstance(role, str) else ""

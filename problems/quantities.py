@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from problems.texts import clean_text, write_superscripts
-from problems.units import Measure, are_same, find_unit, read_measure
+from problems.units import Measure, find_unit, is_same_measure, read_measure
 
 LONGEST = 400  # characters of what states an answer
 
@@ -237,7 +237,7 @@ def is_same_quantity(right: Quantity, stated: Quantity) -> bool:
     if right.name and stated.name and right.name != stated.name:
         return False
     if right.value == stated.value:
-        return are_same(right.measure, stated.measure)
+        return is_same_measure(right.measure, stated.measure)
     is_percentage = [unit for unit, _ in right.measure.powers] == [find_unit("%")]
     return is_percentage and not stated.measure and right.value == 100 * stated.value
 

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 from machine import alive
 from problems import built_in
 from problems.built_in import BUILT_IN, Reward
-from problems.examples import RESERVED, TRAINER, Example, nearest, prompt_text, short
-from problems.functions import load_function, place_of, raised
+from problems.examples import RESERVED, TRAINER, Example, prompt_text, shorten_value, suggest_nearest
+from problems.functions import describe_raised, load_function, place_of
 from problems.statements import strip_thoughts
 from problems.verifiers import math_correct  # noqa: F401  (users' files import it from here)
 
@@ -37,12 +37,12 @@ class Logged(NamedTuple):
 
     def note_metric(self, name: Any, value: Any) -> None:
         if not math.isfinite(value):
-            raise ValueError(f"log_metric {short(name)} is {short(value)}; give a finite number")
+            raise ValueError(f"log_metric {shorten_value(name)} is {shorten_value(value)}; give a finite number")
         self.metrics.setdefault(str(name), []).append(float(value))
 
     def note_column(self, num_rows: int, name: Any, values: Sequence[Any]) -> None:
         if len(values) != num_rows:
-            raise ValueError(f"log_extra {short(name)} has {len(values)} values for {num_rows} completions")
+            raise ValueError(f"log_extra {shorten_value(name)} has {len(values)} values for {num_rows} completions")
         self.extra[str(name)] = list(map(_as_json, values))
 
 
@@ -83,7 +83,7 @@ def as_messages(role: str, text: Any) -> list[dict[str, str]]:
     return [{"role": role, "content": text}] if isinstance(text, str) else text
 
 
-def tell_step(rewards: dict[str, Reward], step: int, steps: int) -> None:
+def set_step(rewards: dict[str, Reward], step: int, steps: int) -> None:
     """Tells users' functions how many of a run's steps are done."""
     for reward in rewards.values():
         if isinstance(reward, UserReward):
@@ -93,8 +93,8 @@ def tell_step(rewards: dict[str, Reward], step: int, steps: int) -> None:
 def load_reward(spec: str) -> tuple[str, Reward]:
     """(name, function) of --reward: FILE.py:function, or one of ours by name with its numbers, as length:200."""
     if (known := spec.partition(":")[0]) in BUILT_IN:
-        return known, built_in.make(spec)
-    name, fn = load_function("--reward", spec, f"{nearest(spec, BUILT_IN)}; or one of {', '.join(BUILT_IN)}")
+        return known, built_in.make_built_in(spec)
+    name, fn = load_function("--reward", spec, f"{suggest_nearest(spec, BUILT_IN)}; or one of {', '.join(BUILT_IN)}")
     if name == "rubric":
         raise ValueError(f"--reward {spec}: the name rubric belongs to the judge's reward; rename the function")
     return name, UserReward(name, fn)
@@ -118,7 +118,7 @@ def call_rewards(
     named = alive.Bar(rewards.items(), desc="reward", unit="reward")
     called = {name: call_reward(name, reward, prompts, completions, every) for name, reward in named}
     counted = [name for name in called if weights is None or weights[name]]
-    brought = [name for name in counted if isinstance(rewards[name], UserReward) or looks_at_episodes(rewards[name])]
+    brought = [name for name in counted if isinstance(rewards[name], UserReward) or needs_episodes(rewards[name])]
     for name in counted:
         values = called[name]
         others = [called[other] for other in brought if other != name]
@@ -158,60 +158,60 @@ def call_reward(
 
     ours: Any = None
     if world.is_first():
-        ours = [call(name, fn, arguments, len(completions)), *(fn.logged if isinstance(fn, UserReward) else ())]
-    values, *logged = world.share(ours)[0]
+        ours = [call_checked(name, fn, arguments, len(completions)), *(fn.logged if isinstance(fn, UserReward) else ())]
+    values, *logged = world.all_gather(ours)[0]
     if isinstance(fn, UserReward):
         fn.logged = Logged(*logged)
     return list(values)
 
 
-def call(name: str, fn: Reward, arguments: dict[str, Any], num_rows: int) -> list[float]:
+def call_checked(name: str, fn: Reward, arguments: dict[str, Any], num_rows: int) -> list[float]:
     wanted = reward_columns(name, fn, [*arguments, *TRAINER])
     chosen = {key: arguments[key] for key in wanted if key in arguments}
     if "completions" in chosen and not isinstance(fn, UserReward):  # a user's function gets the thoughts too
         chosen["completions"] = list(map(strip_thoughts, chosen["completions"]))
     try:
-        rewards = _result(fn, chosen)
+        rewards = _call_function(fn, chosen)
     except (Exception, SystemExit) as error:
-        rewards = _of_messages(fn, chosen, error) if isinstance(fn, UserReward) else None
+        rewards = _retry_with_messages(fn, chosen, error) if isinstance(fn, UserReward) else None
         if rewards is None:
-            raise ValueError(f"reward {name} {raised(error, fn)}") from error
+            raise ValueError(f"reward {name} {describe_raised(error, fn)}") from error
     values = _checked_rewards(name, fn, rewards, num_rows)
     if isinstance(fn, UserReward) and fn.messages is None:
         is_alike = len(set(map(str, values))) == 1 and any(isinstance(one, list) for one in arguments["prompts"])
         others, logged, fn.messages = values, fn.logged, is_alike
         with contextlib.suppress(Exception, SystemExit):
-            others = _checked_rewards(name, fn, _result(fn, chosen), num_rows) if is_alike else values
+            others = _checked_rewards(name, fn, _call_function(fn, chosen), num_rows) if is_alike else values
         if len(set(map(str, others))) > 1:
             return others
         fn.messages, fn.logged = None if is_alike else False, logged
     return values
 
 
-def _result(fn: Reward, chosen: dict[str, Any]) -> Any:
+def _call_function(fn: Reward, chosen: dict[str, Any]) -> Any:
     with contextlib.chdir(os.curdir):  # where the run is recorded, by a relative path, though fn goes elsewhere
         rewards: Any = fn(**{key: list(values) for key, values in chosen.items()})
-        return asyncio.run(awaited(rewards)) if inspect.isawaitable(rewards) else rewards
+        return asyncio.run(await_any(rewards)) if inspect.isawaitable(rewards) else rewards
 
 
-async def awaited(given: Any) -> Any:
+async def await_any(given: Any) -> Any:
     """What an awaitable of any kind gives, as the coroutine that loops ask for."""
     return await given
 
 
-def _of_messages(fn: UserReward, chosen: dict[str, Any], error: BaseException) -> Any:
+def _retry_with_messages(fn: UserReward, chosen: dict[str, Any], error: BaseException) -> Any:
     """What an untried function that failed on text gives for messages, its form from now on; None if it fails too."""
     if fn.messages is not None:
         return None
     if isinstance(error, IndexError) and "completions" in chosen:  # of an empty text, which hides what comes next
         try:
-            _result(fn, chosen | {"completions": [text or "-" for text in chosen["completions"]]})
+            _call_function(fn, chosen | {"completions": [text or "-" for text in chosen["completions"]]})
         except (Exception, SystemExit) as next_error:
             error = next_error
     if isinstance(error, (TypeError, AttributeError)) and re.match("string ind|'str' object has", str(error)):
         fn.messages = True
         try:
-            return _result(fn, chosen)
+            return _call_function(fn, chosen)
         except (Exception, SystemExit):  # the error on text is told
             fn.messages = None
     return None
@@ -226,7 +226,7 @@ def reward_columns(name: str, fn: Reward, known: Iterable[str]) -> list[str]:
     by_keyword = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name in known]
     for p in parameters:
         if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and p.name not in by_keyword:
-            hint = f"{nearest(p.name, known)}; it has {', '.join(known)}"
+            hint = f"{suggest_nearest(p.name, known)}; it has {', '.join(known)}"
             raise ValueError(f"reward {name} needs {p.name!r}, which is no column of the data{hint}")
     return list(known) if any(p.kind == p.VAR_KEYWORD for p in parameters) else by_keyword
 
@@ -257,7 +257,7 @@ def _looks_at(fn: Any, variable: str) -> bool:
 OF_EPISODES = ("environments", "earned")  # what rewards may ask for besides, where there are environments
 
 
-def looks_at_episodes(reward: Reward) -> bool:
+def needs_episodes(reward: Reward) -> bool:
     """Whether it asks for what only an episode with an environment has."""
     return not set(OF_EPISODES).isdisjoint(inspect.signature(reward).parameters)
 
@@ -271,20 +271,20 @@ def _checked_rewards(name: str, fn: Reward, rewards: Any, num_rows: int) -> list
     if hasattr(rewards, "tolist"):  # arrays of any library
         rewards = rewards.tolist()
     if not isinstance(rewards, (list, tuple)) or len(rewards) != num_rows:
-        given = f"{len(rewards)} values" if isinstance(rewards, (list, tuple)) else short(rewards)
+        given = f"{len(rewards)} values" if isinstance(rewards, (list, tuple)) else shorten_value(rewards)
         fault = f"reward {name}{place_of(fn)} gave {given}"
         raise ValueError(f"{fault}, not a list of {num_rows} numbers, one for each completion")
     checked = []
     for row, value in enumerate(rewards):
-        number = number_of(value)
+        number = to_number(value)
         if value is not None and math.isnan(number):
-            fault = f"reward {name}{place_of(fn)} gave {short(value)} for row {row}"
+            fault = f"reward {name}{place_of(fn)} gave {shorten_value(value)} for row {row}"
             raise ValueError(f"{fault}; return a finite number below 1e15")
         checked.append(number)
     return checked
 
 
-def number_of(value: Any) -> float:
+def to_number(value: Any) -> float:
     """A number that a reward may be, also in an array of no axes; nan for anything else."""
     value = value.item() if getattr(value, "ndim", None) == 0 else value
     number: Any = value if isinstance(value, Real) else math.nan

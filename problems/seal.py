@@ -41,7 +41,7 @@ def environment(home: str) -> dict[str, str]:
     return {name: os.environ[name] for name in KEPT if name in os.environ} | {"HOME": home, "TMPDIR": home}
 
 
-def put_on(refused: list[str]) -> str:
+def seal_process(refused: list[str]) -> str:
     """Seals this process for good; what its kernel does not hold, or "". refused: gets what the hook refuses."""
     os.dup2(1, 2)  # where nobody reads
     sys.stdout = sys.stderr = None  # who prints does not fail, and is not heard

@@ -102,7 +102,7 @@ def _write_exponent(match: re.Match[str]) -> str:
 
 
 @functools.lru_cache(maxsize=2**8)
-def folded(text: str) -> str:
+def fold_text(text: str) -> str:
     """
     A text as `exact` compares it.
 

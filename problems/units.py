@@ -353,7 +353,7 @@ def _singular(word: str) -> str:
     return word[:-1] if len(word) > 3 and word.endswith("s") else word
 
 
-def are_same(right: Measure, stated: Measure) -> bool:
+def is_same_measure(right: Measure, stated: Measure) -> bool:
     """
     Whether two measures agree. One that is missing agrees with any.
 

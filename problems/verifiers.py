@@ -13,13 +13,13 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 from problems import choices, statements
-from problems.examples import short
+from problems.examples import shorten_value
 from problems.json_answers import read_json, read_json_statement
 from problems.mathematics import Verdict, compare_mathematics, find_formula, math_pool
 from problems.mathematics import is_mathematics as is_formula
 from problems.quantities import LONGEST, is_quantity, is_same_quantity, read_number
 from problems.texts import DENIAL as _NOT
-from problems.texts import clean_text, ends_in_lead, folded
+from problems.texts import clean_text, ends_in_lead, fold_text
 
 Verifier = Callable[..., list[float]]
 
@@ -86,7 +86,7 @@ def _verifier(is_right: Callable[[str, str], Verdict], read: Read) -> Verifier:
 
         asked = {verdict for row in rows for verdicts in row for verdict in verdicts if isinstance(verdict, tuple)}
         pairs = list(asked)
-        replies = math_pool().ask(pairs) if pairs else []
+        replies = math_pool().answer_all(pairs) if pairs else []
         equal: set[Verdict] = {pair for pair, reply in zip(pairs, replies, strict=True) if reply.value is True}
         equal.add(True)
         return [float(any(map(equal.issuperset, row))) for row in rows]
@@ -108,21 +108,21 @@ _LEADS = re.compile(  # what a sentence says before its answer
 
 def _ends_with(line: str, gold: str) -> bool:
     """Whether the last sentence of a line is "... is GOLD", with no other number before a gold with digits."""
-    whole = folded(line) if folded(line).endswith(gold) else folded(line).rstrip(")]")
+    whole = fold_text(line) if fold_text(line).endswith(gold) else fold_text(line).rstrip(")]")
     head = re.split(r"[.!?] ", whole.removesuffix(gold))[-1]
     is_other = len(head) > LONGEST or _NOT.search(head) or (re.search("[0-9]", gold) and re.search("[0-9]", head))
     return whole.endswith(gold) and not is_other and (bool(_LEADS.search(head)) or ends_in_lead(head))
 
 
 def _same_text(gold: str, statement: str) -> bool:
-    known, line = folded(gold), _last_line(statement)
-    if len(statement) <= LONGEST + 2 * len(gold) and known == folded(statement):
+    known, line = fold_text(gold), _last_line(statement)
+    if len(statement) <= LONGEST + 2 * len(gold) and known == fold_text(statement):
         return True
-    return known == folded(line) or _ends_with(line, known)
+    return known == fold_text(line) or _ends_with(line, known)
 
 
 def _is_same_text(first: str, second: str) -> bool:
-    return folded(first) == folded(second)
+    return fold_text(first) == fold_text(second)
 
 
 def read_text(gold: str, text: str) -> list[str]:
@@ -130,7 +130,7 @@ def read_text(gold: str, text: str) -> list[str]:
     may_cut = not statements.cut_explanation(gold)[1]  # "Paris (Texas)" is whole
     if pieces := statements.read_marks(text, _is_any):
         return [_without_explanation(piece) for piece in pieces] if may_cut else pieces
-    if len(text) <= LONGEST + 2 * len(gold) and folded(text) == folded(gold):
+    if len(text) <= LONGEST + 2 * len(gold) and fold_text(text) == fold_text(gold):
         return [text]
     if not may_cut:
         return [text]
@@ -144,7 +144,7 @@ def read_text(gold: str, text: str) -> list[str]:
         return [line[0]]
     if _same_text(gold, text):
         return [text]
-    sentence = statements.opens_with(text, lambda part: folded(part) == folded(gold) or _says(part, gold))
+    sentence = statements.opens_with(text, lambda part: fold_text(part) == fold_text(gold) or _says(part, gold))
     return [sentence or _bold_piece(text) or _without_explanation(_last_sentence(text)) or text]
 
 
@@ -166,12 +166,12 @@ def _last_sentence(text: str) -> str:
 def _says(sentence: str, gold: str) -> bool:
     """Whether a first sentence says "The capital is GOLD.", and not what others say."""
     is_report = re.search(r"\b(?:say|says|said|think|thinks|many|some|people|mistake|wrong|often)\b", sentence, re.I)
-    return bool(re.match(r"\W*(?:The|It|It's)\b", sentence)) and not is_report and _ends_with(sentence, folded(gold))
+    return bool(re.match(r"\W*(?:The|It|It's)\b", sentence)) and not is_report and _ends_with(sentence, fold_text(gold))
 
 
 def _has_shape_of(line: str, gold: str) -> bool:
     """Whether a line looks like an answer such as the right one: as many words, digits or not, a capital or not."""
-    if folded(line) == folded(gold):
+    if fold_text(line) == fold_text(gold):
         return True
     bare = line.strip(" *_`.!\"'")
     is_as_long = bare.count(" ") <= gold.count(" ")
@@ -310,7 +310,7 @@ def _is_same_value(first: str, second: str) -> bool:
     first_number, second_number = read_number(first), read_number(second)
     if first_number and second_number:
         return is_same_quantity(first_number, second_number)
-    return folded(first) == folded(second)
+    return fold_text(first) == fold_text(second)
 
 
 def read_math(gold: str, text: str) -> list[str]:
@@ -391,12 +391,12 @@ def choose(name: str, answers: Sequence[Answer]) -> tuple[str, Verifier]:
     answer that does not fit.
     """
     known = [member for answer in answers for member in right_answers(answer) if _is_comparable(member)]
-    num = len(set(map(folded, known)))
+    num = len(set(map(fold_text, known)))
     is_few = num <= MOST_CHOICES and len(known) >= LEAST_ROWS * num
     fitting = [key for key, kind in VERIFIERS.items() if all(map(kind.fits, known)) and (key != "choice" or is_few)]
     name = fitting[0] if name == "auto" else name
     if odd := [answer for answer in known if not VERIFIERS[name].fits(answer)]:
-        raise ValueError(f"--verifier {name} cannot compare with the answer {short(odd[0])}; take --verifier auto")
+        raise ValueError(f"--verifier {name} cannot compare with the answer {shorten_value(odd[0])}; take --verifier auto")
     made = VERIFIERS[name].make(known)
 
     def verify(completions: Sequence[str], answer: Sequence[Any], **_: Any) -> list[Any]:

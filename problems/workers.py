@@ -32,7 +32,7 @@ from types import FrameType
 from typing import Any, BinaryIO, NamedTuple
 
 from problems import seal
-from problems.examples import one_line, short
+from problems.examples import format_error, shorten_value
 
 ROOT = str(Path(__file__).parent.parent)  # where a worker finds what it imports
 LATE = "took longer than its limit"
@@ -61,7 +61,7 @@ class Pool:
     target: `module:function`, which a worker calls with `arguments` and which gives the function that answers; what it
     is given and what it answers is JSON. limit: seconds of processor time for one question.
     A worker has an empty directory and no key of the environment. sealed: the last part of a question is hostile text,
-    so it has `seal.put_on` too; which answers broke their worker is printed.
+    so it has `seal.seal_process` too; which answers broke their worker is printed.
     """
 
     def __init__(self, target: str, arguments: tuple[Any, ...], *, num: int, limit: float, sealed: bool = False):
@@ -72,7 +72,7 @@ class Pool:
             self.free.put(None)
         atexit.register(self.close)
 
-    def ask(self, questions: Sequence[Any]) -> list[Answer]:
+    def answer_all(self, questions: Sequence[Any]) -> list[Answer]:
         """The answers, found side by side. ValueError when no worker starts."""
         self.given_up = False
         with ThreadPoolExecutor(self.num) as threads:
@@ -85,7 +85,7 @@ class Pool:
         broken = [place for place, answer in enumerate(answers) if answer.broken]
         if broken and self.sealed:
             text, error = questions[broken[0]][-1], answers[broken[0]].error
-            print(f"{len(broken)} of {len(answers)} answers broke their reader: {short(text)} {error}", file=sys.stderr)
+            print(f"{len(broken)} of {len(answers)} answers broke their reader: {shorten_value(text)} {error}", file=sys.stderr)
         return answers
 
     def _answer(self, question: Any) -> Answer:
@@ -94,11 +94,11 @@ class Pool:
         try:
             if worker is None or worker.process.poll() is not None:
                 worker = self._start()
-            answer = worker.ask(question, self.limit)
+            answer = worker.answer(question, self.limit)
             again = answer.broken and answer.error != LATE and self.sealed and worker.num_answered > 1
             if again and not self.given_up:
                 worker = self._start()  # an answer before this one may have broken the worker: now it has its own
-                answer = worker.ask(question, self.limit)
+                answer = worker.answer(question, self.limit)
         finally:
             self.free.put(worker)
         return answer
@@ -137,14 +137,14 @@ class _Worker:
             stdout=subprocess.DEVNULL,
         )
         theirs.close()
-        missing, error, _ = self.ask(arguments, START)
+        missing, error, _ = self.answer(arguments, START)
         if error:
             self.close()
             raise ValueError(f"{target} was not ready after {START:.0f} s" if error == LATE else error)
         if missing:
-            _tell_missing(missing)
+            _explain_missing(missing)
 
-    def ask(self, question: Any, limit: float) -> Answer:
+    def answer(self, question: Any, limit: float) -> Answer:
         """Its answer, or why it had to be ended. Waits for it, at most `limit` seconds and what `GRACE` adds."""
         number = secrets.randbits(128)
         try:
@@ -157,9 +157,9 @@ class _Worker:
             self.socket.settimeout(patience)
             self.socket.sendall(frame)
             deadline = time.monotonic() + patience
-            if (size := HEAD.unpack(self._hear(HEAD.size, deadline))[0]) > LONGEST[self.sealed]:
+            if (size := HEAD.unpack(self._receive(HEAD.size, deadline))[0]) > LONGEST[self.sealed]:
                 raise ValueError
-            given, value, why, is_broken = json.loads(self._hear(size, deadline))
+            given, value, why, is_broken = json.loads(self._receive(size, deadline))
             if (type(given), type(why), type(is_broken)) != (int, str, bool) or given != number:
                 raise ValueError
             if not is_broken:
@@ -172,11 +172,11 @@ class _Worker:
         except (ValueError, TypeError, RecursionError):
             why = FORGED
         except OSError:
-            why = self._ended()
+            why = self._describe_end()
         self.close()
         return Answer(error=why, broken=True)
 
-    def _hear(self, size: int, deadline: float) -> bytearray:
+    def _receive(self, size: int, deadline: float) -> bytearray:
         """The next bytes. Raises TimeoutError, MemoryError where its memory is watched, ConnectionError at its end."""
         heard = bytearray()
         while len(heard) < size:
@@ -191,7 +191,7 @@ class _Worker:
                     raise ConnectionError
         return heard
 
-    def _ended(self) -> str:
+    def _describe_end(self) -> str:
         """How a worker ended that says nothing more."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(GRACE)
@@ -213,7 +213,7 @@ def _footprint(pid: int) -> int:
 
 
 @functools.cache
-def _tell_missing(what: str) -> None:
+def _explain_missing(what: str) -> None:
     print(f"the seal of workers holds only in part here ({what}); docs/data.md says what is left", file=sys.stderr)
 
 
@@ -233,9 +233,9 @@ def _on_alarm(_: int, __: FrameType | None) -> None:
     raise _TooLate
 
 
-def _said(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     """An error in one line; a ValueError is a line of ours."""
-    return str(error)[:2000] if type(error) is ValueError else one_line(error)
+    return str(error)[:2000] if type(error) is ValueError else format_error(error)
 
 
 def serve(ears: BinaryIO, mouth: BinaryIO, target: str, sealed: bool) -> None:
@@ -255,9 +255,9 @@ def serve(ears: BinaryIO, mouth: BinaryIO, target: str, sealed: bool) -> None:
     refused: list[str] = []
     try:
         answer: Callable[[Any], Any] = getattr(importlib.import_module(module), function)(*arguments)
-        say(_frame(number, seal.put_on(refused) if sealed else "", "", False))
+        say(_frame(number, seal.seal_process(refused) if sealed else "", "", False))
     except BaseException as error:
-        return say(_frame(number, None, _said(error), False))
+        return say(_frame(number, None, _describe_error(error), False))
     while asked := hear():
         number, question, limit = asked
         try:
@@ -268,7 +268,7 @@ def serve(ears: BinaryIO, mouth: BinaryIO, target: str, sealed: bool) -> None:
             frame = _frame(number, None, LATE, False)
         except BaseException as error:
             signal.setitimer(signal.ITIMER_PROF, 0)
-            frame = _frame(number, None, _said(error), sealed and isinstance(error, MemoryError))
+            frame = _frame(number, None, _describe_error(error), sealed and isinstance(error, MemoryError))
         if refused:
             frame = _frame(number, None, f"tried what is refused here: {refused[0]}", True)
         say(frame)

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flags import visible
+from flags import escape_invisible
 from reporting.history import History
-from reporting.seeds import Setting
+from reporting.seeds import SeedGroup
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 360, 170, 52, 8, 8, 20
 MOST_POINTS = 400  # of a curve; of a longer one each point is the mean of some steps
@@ -57,22 +57,22 @@ MAIN = [title for title, *_ in CHARTS[:5]]  # those that a beginner can read
 REWARD_METRICS = ("reward/mean", "reward/std", "reward/zero_std_frac", "reward/none", "reward/s")
 
 
-def make_charts(settings: list[Setting]) -> list[dict[str, Any]]:
+def make_charts(settings: list[SeedGroup]) -> list[dict[str, Any]]:
     """Every chart that has a value to show, laid out."""
     charts, has_seeds = [], any(len(runs) > 1 for _, runs in settings)
     for title, note, keys in CHARTS:
-        found = [curve for number, one in enumerate(settings) for curve in over_seeds(one, number, title, keys)]
+        found = [curve for number, one in enumerate(settings) for curve in make_seed_curves(one, number, title, keys)]
         curves = [curve for curve in found if title in MAIN or curve.rows[3].any()]
         note += "; mean over seeds, from the lowest to the highest" if has_seeds else ""
         charts += [lay_out(settings, title, note, curves)] if curves else []
     return charts
 
 
-def over_seeds(setting: Setting, number: int, title: str, keys: dict[str, str]) -> Iterator[Curve]:
+def make_seed_curves(setting: SeedGroup, number: int, title: str, keys: dict[str, str]) -> Iterator[Curve]:
     """A setting's curves in one chart: of several seeds the means where all have a step, from lowest to highest."""
     by_label: dict[str, list[Curve]] = {}
     for run in setting.runs:
-        for curve in curves_of(run, number, title, keys):
+        for curve in make_run_curves(run, number, title, keys):
             by_label.setdefault(curve.label, []).append(curve)
     for curves in by_label.values():
         steps = functools.reduce(np.intersect1d, (curve.rows[0] for curve in curves))
@@ -83,7 +83,7 @@ def over_seeds(setting: Setting, number: int, title: str, keys: dict[str, str]) 
             yield curves[0]._replace(rows=np.stack([steps, values.mean(0), values.min(0), values.max(0)]))
 
 
-def curves_of(run: History, number: int, title: str, keys: dict[str, str]) -> Iterator[Curve]:
+def make_run_curves(run: History, number: int, title: str, keys: dict[str, str]) -> Iterator[Curve]:
     """The curves of one run in one chart that have values."""
     bands, ends = {"reward/mean": "reward/std"}, (-math.inf, math.inf)
     if title == "Loss" and run.settings.get("loss_type") != "sft":  # GRPO's says nothing about progress
@@ -96,7 +96,7 @@ def curves_of(run: History, number: int, title: str, keys: dict[str, str]) -> It
         names = dict.fromkeys(key for step in run.steps for key in step if key.startswith(beginning))
         weights = run.settings.get("reward_weights") or {}
         keys = {key: key.removeprefix(beginning) for key in names if key not in REWARD_METRICS}
-        keys = {key: visible(f"{name}, weight 0" if weights.get(name) == 0 else name) for key, name in keys.items()}
+        keys = {key: escape_invisible(f"{name}, weight 0" if weights.get(name) == 0 else name) for key, name in keys.items()}
     for place, (key, label) in enumerate(keys.items()):
         is_evaluation = key.startswith("eval/")
         records = [one for one in (run.evals if is_evaluation else run.steps) if one.get(key) is not None]
@@ -109,7 +109,7 @@ def curves_of(run: History, number: int, title: str, keys: dict[str, str]) -> It
             yield Curve(label, rows, number, place, is_evaluation)
 
 
-def lay_out(settings: list[Setting], title: str, note: str, curves: list[Curve]) -> dict[str, Any]:
+def lay_out(settings: list[SeedGroup], title: str, note: str, curves: list[Curve]) -> dict[str, Any]:
     """A chart as the template draws it."""
     most = max(curve.rows[0, -1] for curve in curves) or 1.0
     ticks = nice_ticks(min(curve.rows[2].min() for curve in curves), max(curve.rows[3].max() for curve in curves))
@@ -130,7 +130,7 @@ def lay_out(settings: list[Setting], title: str, note: str, curves: list[Curve])
         )
         series.append(
             {
-                "label": curve.label if alone else f"{visible(settings[curve.setting].name)}: {curve.label}",
+                "label": curve.label if alone else f"{escape_invisible(settings[curve.setting].name)}: {curve.label}",
                 "colour": (curve.place if alone else curve.setting) % 8,
                 "dash": 0 if alone else curve.place % 4,
                 "raw": " ".join(raw),

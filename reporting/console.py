@@ -10,23 +10,23 @@ from typing import Any, TextIO
 from tqdm.auto import tqdm
 
 from config import Config
-from flags import safe
+from flags import make_printable
 from machine import alive
 
 PHASES = {"rollout": "sampling", "reward": "rewards", "judge": "judging", "ref": "reference", "update": "updating"}
 PHASES |= {"teacher": "asking the teacher"}
 
 
-def say(line: str, file: TextIO | None = None) -> None:
+def print_line(line: str, file: TextIO | None = None) -> None:
     """Prints a line above the live one, safe to show and as wide as a terminal, and flushes."""
     file = sys.stdout if file is None else file
-    tqdm.write(alive.fitted(safe(line), file), file=file)
+    tqdm.write(alive.wrap_for_terminal(make_printable(line), file), file=file)
     file.flush()
-    alive.note()
+    alive.note_printed()
 
 
-def warn(line: str) -> None:
-    say(line, sys.stderr)
+def print_warning(line: str) -> None:
+    print_line(line, sys.stderr)
 
 
 # ---- the lines
@@ -36,7 +36,7 @@ def console_columns(config: Config) -> str:
     """Names the figures of a step's line, which has no room for names."""
     if config.objective.loss_type == "sft":
         return "columns: step, loss, seconds, tokens/s trained"
-    compared = ", groups without signal" if config.compares_rewards else ""
+    compared = ", groups without signal" if config.compares_within_groups else ""
     return f"columns: step, loss, mean reward, seconds, tokens/s sampled, tokens/s trained{compared}"
 
 

@@ -28,7 +28,7 @@ class Finding(NamedTuple):
     text: str  # the symptom, and what to try
 
 
-def examine(
+def find_symptoms(
     steps: Records, has_gained: bool, evaluations: Records = (), settings: Mapping[str, Any] | None = None
 ) -> list[Finding]:
     """
@@ -48,11 +48,11 @@ def examine(
             "else look at `ids` in rollouts.jsonl, and at whether the model is of this chat template"
         )
 
-    cut = cut_off(steps, evaluations, settings or {})
+    cut = describe_cut_off(steps, evaluations, settings or {})
     if cut and "control token" not in found:
         found["truncated"] = cut
 
-    groups = measured(last, "sampling/signal_groups")
+    groups = measured_values(last, "sampling/signal_groups")
     if len(groups) == FEW and not any(groups):
         found["no signal"] = (
             f"In no group did rewards differ by more than noise, {FEW} steps in a row: they taught nothing. Is the "
@@ -60,14 +60,14 @@ def examine(
             "prompts, a higher --temp or more --groups"
         )
 
-    calls, failures = (sum(measured(last, f"tools/{name}")) for name in ("calls", "failures"))
+    calls, failures = (sum(measured_values(last, f"tools/{name}")) for name in ("calls", "failures"))
     if not is_early and failures > calls / 2:
         found["tools fail"] = (
             f"{failures:.0f} of {calls:.0f} calls of tools failed in {FEW} steps. Look at `tool_calls` in "
             "rollouts.jsonl for their errors"
         )
 
-    first, now = mean(steps[:FEW], "entropy"), mean(last, "entropy")
+    first, now = mean_value(steps[:FEW], "entropy"), mean_value(last, "entropy")
     is_lost = first is not None and now is not None and now < LEAST_ENTROPY * first
     if is_lost and len(steps) >= 2 * FEW and not has_gained:
         found["entropy"] = (
@@ -75,7 +75,7 @@ def examine(
             "a lower --learning-rate, --epsilon-high 0.28 or a higher --temp"
         )
 
-    moved = measured(steps[-STILL:], "update/kl")
+    moved = measured_values(steps[-STILL:], "update/kl")
     is_still = len(moved) == STILL and sum(map(abs, moved)) < STILL * LEAST_KL
     if is_still and not found.keys() & {"no signal", "entropy"}:  # no rate mends these
         found["nothing moves"] = (
@@ -93,7 +93,7 @@ def examine(
                 "memory, be hot or save power; docs/memory.md says what to lower"
             )
 
-    share = mean(last, "mismatch/over_cap_frac") or 0.0
+    share = mean_value(last, "mismatch/over_cap_frac") or 0.0
     if not is_early and share > MOST_OVER_CAP:
         found["mismatch"] = (
             f"The trainer finds {share:.1%} of the tokens likelier than the sampler did by more than a factor of 3. "
@@ -102,18 +102,18 @@ def examine(
     return [Finding(name, text) for name, text in found.items()]
 
 
-def cut_off(steps: Records, evaluations: Records, settings: Mapping[str, Any]) -> str:
+def describe_cut_off(steps: Records, evaluations: Records, settings: Mapping[str, Any]) -> str:
     """
     That over half of the newest answers are cut off, and what to change; "" where they are not.
 
     This is known from the first step on, and before it from the evaluation at step 0: answers that never end teach
     nothing, and no other figure means much then.
     """
-    newest = mean(steps[-FEW:], TRUNCATED) or 0.0
+    newest = mean_value(steps[-FEW:], TRUNCATED) or 0.0
     last_step = steps[-1].get("step", 0) if steps else 0
     if evaluations and evaluations[-1]["step"] >= last_step:
         newest = max(newest, evaluations[-1].get(EVAL_TRUNCATED) or 0.0)
-    first = measured(steps[:1], TRUNCATED) + measured(evaluations[:1], EVAL_TRUNCATED)
+    first = measured_values(steps[:1], TRUNCATED) + measured_values(evaluations[:1], EVAL_TRUNCATED)
     was_low = bool(first) and max(first) <= run_files.MOST_CUT_OFF
     if newest > run_files.MOST_CUT_OFF and was_low:
         return (
@@ -121,24 +121,24 @@ def cut_off(steps: Records, evaluations: Records, settings: Mapping[str, Any]) -
             "Read some in rollouts.jsonl: answers cut short need a higher --max-tokens, babble a lower --temp or "
             "--learning-rate"
         )
-    return run_files.cut_off_line(newest, settings)
+    return run_files.cut_off_message(newest, settings)
 
 
 def control_shares(records: Records) -> dict[str, float]:
     """The mean share of completions with each control token."""
     names = {key for record in records for key in record if key.startswith(CONTROL)}
-    totals = {name: sum(measured(records, name)) for name in sorted(names)}
+    totals = {name: sum(measured_values(records, name)) for name in sorted(names)}
     return {name.removeprefix(CONTROL): total / len(records) for name, total in totals.items()}
 
 
 # ---- reading the records
 
 
-def measured(records: Records, key: str) -> list[float]:
+def measured_values(records: Records, key: str) -> list[float]:
     """The values under `key`; skips records without it or with null."""
     return [record[key] for record in records if record.get(key) is not None]
 
 
-def mean(records: Records, key: str) -> float | None:
-    values = measured(records, key)
+def mean_value(records: Records, key: str) -> float | None:
+    values = measured_values(records, key)
     return statistics.fmean(values) if values else None

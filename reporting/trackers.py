@@ -15,7 +15,7 @@ from typing import Any
 import flags
 
 
-def check(names: Iterable[str]) -> None:
+def check_trackers(names: Iterable[str]) -> None:
     """ValueError for a tracker that is not installed, with the command that installs it."""
     for name in names:
         if importlib.util.find_spec(name) is None:
@@ -29,7 +29,7 @@ class Tracker:
     def __init__(self, name: str, run_dir: Path, tell: Callable[[str], None]):
         self.name, self.tell = name, tell
         os.environ.setdefault("WANDB_CONSOLE", "off")  # it would copy the live line
-        with self._telling():
+        with self._report_errors():
             from mlx_lm.tuner import callbacks  # here: it takes seconds
 
             settings = flags.load_yaml(run_dir / "config.yaml", "config.yaml")
@@ -40,17 +40,17 @@ class Tracker:
         """Sends the figures of a record that were measured; a list is none."""
         figures = {key: value for key, value in record.items() if isinstance(value, (int, float)) and key != "step"}
         if self.callback:
-            with self._telling():
+            with self._report_errors():
                 self.callback.on_train_loss_report(figures | {"iteration": record["step"]})
 
     def finish(self) -> None:
         """Waits for what is still to be sent."""
         if self.callback:
-            with self._telling():
+            with self._report_errors():
                 importlib.import_module(self.name).finish()
 
     @contextlib.contextmanager
-    def _telling(self) -> Iterator[None]:
+    def _report_errors(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:

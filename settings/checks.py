@@ -9,8 +9,8 @@ import re
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from config import SETTINGS, TARGETS, Config, is_own
-from flags import flag_of, read
+from config import SETTINGS, TARGETS, Config, is_user_function
+from flags import flag_of, parse_setting
 
 MOST_ROWS = 2**16  # completions a step: on a laptop hours of sampling
 PARTS = {  # of a checkpoint
@@ -22,35 +22,35 @@ USED = {"sft": (None,), "distill": (None, "rollouts", "distill")}  # by loss: wh
 FOR = {"rollouts": "what samples", "grpo": "losses with advantages", "distill": "--loss-type distill"}
 
 
-def checked(settings: dict[str, Any], flags: Collection[str] = ()) -> Config:
+def check_settings(settings: dict[str, Any], flags: Collection[str] = ()) -> Config:
     """
     The settings, each of the right type and in range, without contradiction. Raises ValueError otherwise.
 
     flags: the names of those given as flags. `eval_data`, a flag and a key of recipes, is the held-out side of `data`.
     """
     if "eval_data" in settings:
-        settings = joined(**settings)
+        settings = join_data_sides(**settings)
     if type(settings.get("checkpoint_layers")) is int:  # as YAML reads it
         settings = settings | {"checkpoint_layers": str(settings["checkpoint_layers"])}
     if isinstance(asked := settings.get("lora_targets"), str | list):
-        settings = settings | {"lora_targets": fused_targets([asked] if isinstance(asked, str) else asked)}
+        settings = settings | {"lora_targets": resolve_lora_targets([asked] if isinstance(asked, str) else asked)}
     if isinstance(weights := settings.get("reward_weights"), list) and isinstance(settings.get("reward"), list):
-        settings = settings | {"reward_weights": weighed(settings["reward"], weights)}
-    config = Config.of(**{key: read(SETTINGS[key], value) for key, value in settings.items()})
+        settings = settings | {"reward_weights": name_reward_weights(settings["reward"], weights)}
+    config = Config.from_flags(**{key: parse_setting(SETTINGS[key], value) for key, value in settings.items()})
     refuse_unused(config, flags)
-    for mistake in mistakes(config):
+    for mistake in find_mistakes(config):
         raise ValueError(mistake)
     return config
 
 
-def weighed(rewards: list[Any], weights: list[Any]) -> Any:
+def name_reward_weights(rewards: list[Any], weights: list[Any]) -> Any:
     """TRL's weights, in the order of the rewards FILE.py:function, by name; others as they are."""
     names = [str(one).rpartition(":")[2] for one in rewards]
     ok = {*map(type, weights)} <= {int, float} and len({*filter(str.isidentifier, names)}) == len(names) == len(weights)
     return dict(zip(names, weights, strict=True)) if ok else weights
 
 
-def joined(eval_data: Any, data: Any = None, **others: Any) -> dict[str, Any]:
+def join_data_sides(eval_data: Any, data: Any = None, **others: Any) -> dict[str, Any]:
     """Settings with both sides of the data as one."""
     if not data:
         raise ValueError(f"--eval-data {eval_data} goes with --data FILE, which is trained on; give both")
@@ -58,7 +58,7 @@ def joined(eval_data: Any, data: Any = None, **others: Any) -> dict[str, Any]:
     return others | {"data": f"{train},{eval_data}"}
 
 
-def fused_targets(asked: list[Any]) -> list[Any]:
+def resolve_lora_targets(asked: list[Any]) -> list[Any]:
     """
     The projections that adapters are put on, by names of theirs, of a checkpoint, or `all-linear`; in order.
 
@@ -84,7 +84,7 @@ def refuse_unused(config: Config, flags: Collection[str]) -> None:
 
     A default counts as not set, as a run's `config.yaml` holds all of them; but not as a flag for --loss-type sft.
     """
-    loss, values, defaults = config.objective.loss_type, config.flat(), Config.of().flat()
+    loss, values, defaults = config.objective.loss_type, config.to_flags(), Config.from_flags().to_flags()
     unused = [key for key, one in SETTINGS.items() if one.of not in USED.get(loss, (None, "rollouts", "grpo"))]
     if said := [
         f"{flag_of(key)} {values[key]!s:.60} is for {FOR[str(SETTINGS[key].of)]}"
@@ -94,7 +94,7 @@ def refuse_unused(config: Config, flags: Collection[str]) -> None:
         raise ValueError(f"{', '.join(said)}; --loss-type {loss} has no use for that, leave it out")
 
 
-def mistakes(config: Config) -> Iterator[str]:
+def find_mistakes(config: Config) -> Iterator[str]:
     """What is wrong with settings that each are in range."""
     objective, optimizer, sampling, judge = config.objective, config.optimizer, config.sampling, config.judge
     groups = sampling.groups
@@ -133,7 +133,7 @@ def mistakes(config: Config) -> Iterator[str]:
         yield "--teacher self knows no more than the student; give it a --teacher-prompt"
     if groups == 1 and not objective.teacher:
         yield "--groups is 1; it must be at least 2, since rewards are compared within a group"
-    if is_own(objective.advantage) and objective.scale_rewards != "group":
+    if is_user_function(objective.advantage) and objective.scale_rewards != "group":
         yield f"--scale-rewards {objective.scale_rewards} is for our advantages; --advantage is yours, leave it out"
     if objective.advantage == "reinforce" and objective.scale_rewards in ("group", "mean"):
         yield "--advantage reinforce measures from the whole step; set --scale-rewards batch or none"

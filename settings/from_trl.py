@@ -16,9 +16,9 @@ from typing import Any
 import yaml
 
 from config import SETTINGS
-from flags import foreign_names, load_yaml, read_text
-from settings.checks import checked
-from settings.sources import command, low_rate
+from flags import load_foreign_names, load_yaml, read_text
+from settings.checks import check_settings
+from settings.sources import command_line, warn_of_low_rate
 
 CALLS = {"LoraConfig": (), "get_peft_model": ("model", "peft_config")}  # names of the arguments without one
 CALLS |= {"GRPOConfig": ("output_dir",), "GRPOTrainer": ("model", "reward_funcs", "args", "train_dataset")}
@@ -32,20 +32,20 @@ class Computed(str):
     """The words of a value that only running the script would give."""
 
 
-def recipe(path: str) -> str:
+def convert_recipe(path: str) -> str:
     """Our YAML of a file of TRL's; comments for the rest. ValueError for what cannot be read."""
     where = f"--from-trl {path}"
-    theirs = dict(in_script(path, where)) if Path(path).suffix == ".py" else load_yaml(path, where)
+    theirs = dict(read_script(path, where)) if Path(path).suffix == ".py" else load_yaml(path, where)
     if not isinstance(theirs, dict) or not theirs.keys() - {"datasets", ".map", ".filter", ".train_test_split"}:
         raise ValueError(f"{where} holds no settings of TRL's; give a YAML of `trl grpo` or `trl sft`, or a script")
-    rows, made = ChainMap(*foreign_names().values()), derived(theirs, path)
+    rows, made = ChainMap(*load_foreign_names().values()), derive_settings(theirs, path)
     ours, left, spared, run = dict(made), [], [], {}
     for name, value in theirs.items():
         unknown = "missing", "neither TRL nor Gwen knows it"
         kind, said = rows.get(f"{name} {value}".lower()) or rows.get(str(name), unknown)
-        key, word, is_alone = renamed(str(name), kind, said)
+        key, word, is_alone = rename_setting(str(name), kind, said)
         if name == "reward_funcs":
-            value = [one for one in rewards_of(theirs) if not at_hand(path, one)]
+            value = [one for one in convert_rewards(theirs) if not find_reward_file(path, one)]
         if key in made and not (name == "reward_funcs" and value):
             continue
         if kind == "not needed":
@@ -58,7 +58,7 @@ def recipe(path: str) -> str:
             kind, said = "computed", f"write its value as `{key}: VALUE`"
         elif key in SETTINGS and is_alone:
             try:
-                ours.setdefault(key, checked({key: word or value}).flat()[key])
+                ours.setdefault(key, check_settings({key: word or value}).to_flags()[key])
                 continue
             except ValueError as error:
                 kind, said = "refused", str(error)
@@ -72,16 +72,16 @@ def recipe(path: str) -> str:
     if Path(path).suffix != ".py" and not (theirs.keys() & {"reward_funcs", "num_generations"} or "loss_type" in ours):
         left.append("# reward_funcs: none is named; if this is of `trl sft`, add `loss_type: sft` and the whole batch")
     none = "none is given: TRL's is 1e-6, of SFT 2e-5; ours is the recipe's" * ("learning_rate" not in theirs)
-    if told := none or ("learning_rate" in ours and low_rate(checked(ours))):
+    if told := none or ("learning_rate" in ours and warn_of_low_rate(check_settings(ours))):
         left.append(f"# learning_rate: {told}")
     if spared:
         left.append(f"# not needed here: {', '.join(spared)}")
     if name := run.get("run_name") or run.get("output_dir"):
-        left.insert(0, f"# {command(ours)} --config THIS --run-dir {shlex.quote(f'runs/{name}')}")
+        left.insert(0, f"# {command_line(ours)} --config THIS --run-dir {shlex.quote(f'runs/{name}')}")
     return "\n".join([*left, yaml.safe_dump(ours, sort_keys=False)])
 
 
-def renamed(name: str, kind: str, said: str) -> tuple[str, str, bool]:
+def rename_setting(name: str, kind: str, said: str) -> tuple[str, str, bool]:
     """The setting that a name is here, "" for none; the word that is its value; whether it stands for it alone."""
     named = re.match("`--([a-z-]+)(?: ([a-z0-9]+)`)?", said)
     if kind == "renamed" and named:
@@ -89,13 +89,13 @@ def renamed(name: str, kind: str, said: str) -> tuple[str, str, bool]:
     return name if kind == "same" else "", "", kind == "same"
 
 
-def derived(theirs: dict[str, Any], path: str) -> dict[str, Any]:
+def derive_settings(theirs: dict[str, Any], path: str) -> dict[str, Any]:
     """What is here made of several of theirs; nothing of what a script computes."""
     ours: dict[str, Any] = {}
     steps = theirs.get("steps_per_generation") or theirs.get("gradient_accumulation_steps") or 1
     whole, part = (theirs.get(f"{of}_batch_size") for of in ("generation", "per_device_train"))
     batch: list[Any] = [whole] if whole else [part, steps]
-    groups, known = theirs.get("num_generations", 8), foreign_names()
+    groups, known = theirs.get("num_generations", 8), load_foreign_names()
     if "reward_funcs" not in theirs and (theirs.get("loss_type") in SFT_LOSSES or theirs.keys() & known["SFTConfig"]):
         groups, ours["loss_type"] = 1, "sft"
     if all(type(value) is int and value > 0 for value in (*batch, groups)):
@@ -110,22 +110,22 @@ def derived(theirs: dict[str, Any], path: str) -> dict[str, Any]:
     if isinstance(told := theirs.get("chat_template_kwargs"), dict) and told.keys() == {"enable_thinking"}:
         ours["thinking"] = told["enable_thinking"]
     named = [theirs.get(f"dataset_{part}") for part in ("name", "config", "train_split")]
-    if data := place_of(theirs.get("datasets"), named, path):
-        held = place_of(theirs.get("eval_dataset"), [], path) or place_of(theirs.get("datasets"), [], path, "test")
+    if data := dataset_location(theirs.get("datasets"), named, path):
+        held = dataset_location(theirs.get("eval_dataset"), [], path) or dataset_location(theirs.get("datasets"), [], path, "test")
         ours |= {"data": data} | ({"eval_data": held} if held not in ("", data) else {})
     share, steps = theirs.get("warmup_steps") or theirs.get("warmup_ratio"), theirs.get("max_steps")
     if type(share) is float and share < 1 and type(steps) is int and steps > 0:
         ours["warmup_steps"] = math.ceil(share * steps)
-    names, weights = rewards_of(theirs), theirs.get("reward_weights")
-    if found := [name for name in names if at_hand(path, name)]:
-        ours["reward"] = [at_hand(path, name) for name in found]
+    names, weights = convert_rewards(theirs), theirs.get("reward_weights")
+    if found := [name for name in names if find_reward_file(path, name)]:
+        ours["reward"] = [find_reward_file(path, name) for name in found]
     if names and isinstance(weights, list) and len(weights) == len(names):
         weighed = zip(names, weights, strict=True)
         ours["reward_weights"] = {name.rpartition(".")[2]: one for name, one in weighed if name in (found or names)}
     return ours
 
 
-def place_of(sets: Any, data: list[Any], path: str, side: str = "train") -> str:
+def dataset_location(sets: Any, data: list[Any], path: str, side: str = "train") -> str:
     """The file or hub set of TRL's `datasets`, else of a name, configuration and split; "" where there is not one."""
     if isinstance(sets, list) and len(sets) == 1 and isinstance(sets[0], dict):
         data = [sets[0].get(part) for part in ("path", "name", "split")]
@@ -138,19 +138,19 @@ def place_of(sets: Any, data: list[Any], path: str, side: str = "train") -> str:
     return ":".join(found[:1] or filter(None, data))
 
 
-def rewards_of(theirs: dict[str, Any]) -> list[str]:
+def convert_rewards(theirs: dict[str, Any]) -> list[str]:
     asked = theirs.get("reward_funcs") or []
     return [str(one) for one in (asked if isinstance(asked, list) else [asked])]
 
 
-def at_hand(path: str, name: str) -> str:
+def find_reward_file(path: str, name: str) -> str:
     """FILE.py:function of a reward by its dotted name, "" where its module does not stand beside `path`."""
     module, _, function = name.rpartition(".")
     file = Path(path).parent / f"{module.replace('.', '/')}.py"
     return f"{file}:{function}" if file.is_file() and function.isidentifier() else ""
 
 
-def constants(tree: ast.Module) -> dict[str, Any]:
+def read_constants(tree: ast.Module) -> dict[str, Any]:
     """What a script gives a name once, at its top level."""
     found: dict[str, Any] = {}
     nodes = list(ast.walk(tree))
@@ -159,11 +159,11 @@ def constants(tree: ast.Module) -> dict[str, Any]:
     for node in tree.body:
         match node:
             case ast.Assign([ast.Name(name)], value) | ast.AnnAssign(ast.Name(name), _, ast.expr() as value):
-                found |= {name: literal(value, found)} if num[name] == 1 else {}
+                found |= {name: evaluate_literal(value, found)} if num[name] == 1 else {}
     return found
 
 
-def in_script(path: str, where: str) -> Iterator[tuple[str, Any]]:
+def read_script(path: str, where: str) -> Iterator[tuple[str, Any]]:
     """
     The names and values in a script's calls, then those that it sets afterwards, as `args.max_steps = 7`.
 
@@ -173,7 +173,7 @@ def in_script(path: str, where: str) -> Iterator[tuple[str, Any]]:
         tree = ast.parse(read_text(path, where, 1))
     except (SyntaxError, RecursionError) as error:
         raise ValueError(f"{where} is not Python: {error}") from error
-    values, nodes, loads = constants(tree), list(ast.walk(tree)), dict[str, list[dict[str | None, Any]]]()
+    values, nodes, loads = read_constants(tree), list(ast.walk(tree)), dict[str, list[dict[str | None, Any]]]()
     own = [node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
     own += [ast.unparse(target) for node in tree.body if isinstance(node, ast.Assign) for target in node.targets]
     known = {name: f"{Path(path).stem}.{name}" for name in own}
@@ -200,13 +200,13 @@ def in_script(path: str, where: str) -> Iterator[tuple[str, Any]]:
         named = [*zip(order, node.args, strict=False), *((word.arg, word.value) for word in node.keywords)]
         if called in LOADS:
             its = loads.setdefault("eval_dataset" if node in inside else "datasets", [])
-            its += [load] if (load := {key: literal(value, values) for key, value in named}) not in its else []
+            its += [load] if (load := {key: evaluate_literal(value, values) for key, value in named}) not in its else []
         elif called in ("map", "filter", "train_test_split") and isinstance(node.func, ast.Attribute):
             yield f".{called}", Computed(ast.unparse(node))
         elif called in OF_SFT and "GRPOTrainer" in names:
             yield called, Computed(ast.unparse(node))
         for key, value in named if called in taken else ():
-            its = literal(value, values)
+            its = evaluate_literal(value, values)
             if key == "reward_funcs":
                 each = value.elts if isinstance(value, ast.List) else [value]
                 yield key, [known.get(words, words) for words in map(ast.unparse, each)]
@@ -215,14 +215,14 @@ def in_script(path: str, where: str) -> Iterator[tuple[str, Any]]:
             else:
                 yield key or "**", its
     yield from loads.items()
-    settings = foreign_names()["GRPOConfig"] | foreign_names()["TrainingArguments"]
+    settings = load_foreign_names()["GRPOConfig"] | load_foreign_names()["TrainingArguments"]
     for line in nodes:
         match line:
             case ast.Assign([ast.Attribute(ast.Name(one), setting)], value) if one != "self" and setting in settings:
-                yield setting, literal(value, values)
+                yield setting, evaluate_literal(value, values)
 
 
-def literal(node: ast.expr, known: dict[str, Any]) -> Any:
+def evaluate_literal(node: ast.expr, known: dict[str, Any]) -> Any:
     words = ast.unparse(node)
     try:
         return known[words] if words in known else ast.literal_eval(node)

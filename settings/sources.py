@@ -16,10 +16,19 @@ from typing import Any
 
 import yaml
 
-from config import SETTINGS, Config, Sizes, is_own
-from disk.places import map_settings, paths_of, relocated
-from flags import Parser, add_flags, flag_of, hint, load_yaml, no_run, seeds, visible
-from settings.checks import checked
+from config import SETTINGS, Config, Sizes, is_user_function
+from disk.places import existing_paths, map_settings, relocate_settings
+from flags import (
+    Parser,
+    add_flags,
+    escape_invisible,
+    explain_missing_run,
+    flag_of,
+    load_yaml,
+    parse_seeds,
+    suggest_name,
+)
+from settings.checks import check_settings
 
 COMMAND = {  # flags of train.py that are no settings, so that no recipe has them: what follows, and their help
     "config": ("FILE", "recipe, in place of the task's; a run's `config.yaml` repeats that run"),
@@ -39,10 +48,10 @@ LATER = {name for name, one in SETTINGS.items() if one.later}  # what may change
 OWN = {key for key, setting in SETTINGS.items() if setting.field.metadata.get("own")}
 FILES = {key for key, setting in SETTINGS.items() if setting.field.metadata.get("file")}
 FILES |= OWN | {"eval_data"}
-READ: dict[str, Any] = {"resume": {"nargs": "?", "const": True}, "seeds": {"type": seeds}}  # how some are read
+READ: dict[str, Any] = {"resume": {"nargs": "?", "const": True}, "seeds": {"type": parse_seeds}}  # how some are read
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
+def parse_flags(argv: list[str]) -> argparse.Namespace:
     """Parses the flags of train.py; omitted settings are None."""
     everything = "--help-all" in argv
     parser = Parser("train.py", "GRPO: sample groups of completions, reward them, make the better ones likelier.")
@@ -54,7 +63,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def given(args: argparse.Namespace, names: Iterable[str] = SETTINGS) -> dict[str, Any]:
+def given_settings(args: argparse.Namespace, names: Iterable[str] = SETTINGS) -> dict[str, Any]:
     """The settings in `names` among the given flags, and `eval_data`, which `checked` joins to `data`."""
     return {name: value for name in [*names, "eval_data"] if (value := getattr(args, name, None)) is not None}
 
@@ -71,7 +80,7 @@ SMALL = 4e8  # parameters below which own data has other defaults
 LOW = 4  # times below the recipe's learning rate, from which a run hardly moves
 
 
-def located(settings: dict[str, Any], *folders: Path) -> dict[str, Any]:
+def make_paths_absolute(settings: dict[str, Any], *folders: Path) -> dict[str, Any]:
     """
     Settings with absolute paths, so that a run finds its files from any directory.
 
@@ -88,7 +97,7 @@ def located(settings: dict[str, Any], *folders: Path) -> dict[str, Any]:
 
     def is_name(key: str, value: Any) -> bool:
         is_on_server = key == "judge_model" and bool(settings.get("judge_url"))
-        is_word = key in OWN and isinstance(value, str) and not is_own(value)
+        is_word = key in OWN and isinstance(value, str) and not is_user_function(value)
         return is_on_server or is_word or value in ["self", *OWN_TASK]
 
     paths = {key: value for key, value in settings.items() if key in FILES and not is_name(key, value)}
@@ -97,7 +106,7 @@ def located(settings: dict[str, Any], *folders: Path) -> dict[str, Any]:
 
 def files_of(settings: dict[str, Any]) -> list[str]:
     """The absolute paths of the files that settings name and that are there."""
-    return paths_of({key: value for key, value in settings.items() if key in FILES})
+    return existing_paths({key: value for key, value in settings.items() if key in FILES})
 
 
 def missing(settings: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -115,7 +124,7 @@ def missing(settings: dict[str, Any]) -> Iterator[tuple[str, str]]:
                     yield flag_of(key), path
 
 
-def resolve(
+def resolve_settings(
     flags: dict[str, Any],
     config_path: str | None,
     resume: str | None,
@@ -131,59 +140,59 @@ def resolve(
             anew = f"start a new one, from these weights with --init-adapter {resume}"
             raise ValueError(f"--config {config_path} cannot change a resumed run; {anew}")
         if not (Path(resume) / "config.yaml").is_file():
-            raise ValueError(f"--resume {resume}: {no_run(resume)}")
-        settings = load_recipe(Path(resume) / "config.yaml") | located(flags)
+            raise ValueError(f"--resume {resume}: {explain_missing_run(resume)}")
+        settings = load_recipe(Path(resume) / "config.yaml") | make_paths_absolute(flags)
         for flag, path in missing(settings):
             fix = f"put it back, or give its new place with {flag} (and --allow-changes if it has changed)"
             raise ValueError(f"--resume {resume}: {flag} {path} is no longer there; {fix}")
-        config = checked(settings, flags)
-        return config, f"model: {config.model.name}, as before; {material(config)}"
-    recipe, flags = load_recipe(Path(config_path)) if config_path else None, located(flags)
-    asked = merged(flags, recipe)  # a mistake is told before a model is downloaded
+        config = check_settings(settings, flags)
+        return config, f"model: {config.model.name}, as before; {describe_data(config)}"
+    recipe, flags = load_recipe(Path(config_path)) if config_path else None, make_paths_absolute(flags)
+    asked = merge_settings(flags, recipe)  # a mistake is told before a model is downloaded
     model, why = choose_model(asked.model.name)
     usual = "env" if asked.tools.env else OWN_TASK.get(model, "values")
     task = asked.data.task or ("own" if asked.data.path else usual)
-    config = merged(flags | {"model": model, "task": task}, recipe)
-    said = f"model: {model}, {why}; {material(config)}"
+    config = merge_settings(flags | {"model": model, "task": task}, recipe)
+    said = f"model: {model}, {why}; {describe_data(config)}"
     if task != "own" or not asked.data.path:
         return config, said
     if recipe is None:
         is_sft = config.objective.loss_type == "sft"
-        its = {key: config.flat()[key] for key in of_task(task, model) if not is_sft or SETTINGS[key].of is None}
+        its = {key: config.to_flags()[key] for key in load_task_defaults(task, model) if not is_sft or SETTINGS[key].of is None}
         shown = " ".join(f"{flag_of(key)} {value:g}" for key, value in its.items())
-        said += f", by recipes/{recipe_of(task, model)}.yaml: {shown}"
-    slow = low_rate(config)
+        said += f", by recipes/{recipe_name(task, model)}.yaml: {shown}"
+    slow = warn_of_low_rate(config)
     return config, said + (slow and f"; --learning-rate {slow}")
 
 
-def material(config: Config) -> str:
+def describe_data(config: Config) -> str:
     """What a run learns from, for its first line."""
     replies = f"replies: {config.data.path}; " if config.objective.loss_type == "sft" else ""
     return f"{replies}task: {config.data.task}"
 
 
-def merged(flags: dict[str, Any], recipe: dict[str, Any] | None) -> Config:
+def merge_settings(flags: dict[str, Any], recipe: dict[str, Any] | None) -> Config:
     """The checked settings: flag, else environment, else recipe, else default. recipe: None for that of the task."""
     asked = recipe or {}
-    unasked = (of_task(flags.get("task", ""), flags.get("model") or "") if recipe is None else {}) | of_environment()
+    unasked = (load_task_defaults(flags.get("task", ""), flags.get("model") or "") if recipe is None else {}) | read_environment()
     if (asked | flags).get("loss_type") == "sft":  # it goes without what it has no use for
         unasked = {name: value for name, value in unasked.items() if SETTINGS[name].of is None}
-    config = checked(asked | unasked | flags, flags)
+    config = check_settings(asked | unasked | flags, flags)
     its_rate = "learning_rate" in flags or ("learning_rate" in asked and asked.get("lora_rank") == 0)
     if config.model.lora_rank == 0 and not its_rate:  # the recipe's or the default is one for adapters
-        return config.but(learning_rate=1.0 if config.optimizer.kind == "sgd" else config.optimizer.learning_rate / 10)
+        return config.with_settings(learning_rate=1.0 if config.optimizer.kind == "sgd" else config.optimizer.learning_rate / 10)
     return config
 
 
-def low_rate(config: Config) -> str:
+def warn_of_low_rate(config: Config) -> str:
     """What to say of a learning rate that is far below that of own data's recipe for the model, else ""."""
-    rate, usual = config.optimizer.learning_rate, of_task("own", config.model.name)["learning_rate"]
+    rate, usual = config.optimizer.learning_rate, load_task_defaults("own", config.model.name)["learning_rate"]
     usual /= 1 if config.model.lora_rank else 10
-    name = recipe_of("own", config.model.name)
+    name = recipe_name("own", config.model.name)
     return f"{rate:g} is low for this model: recipes/{name}.yaml has {usual:g}" if 0 < LOW * rate < usual else ""
 
 
-def of_environment() -> dict[str, int]:
+def read_environment() -> dict[str, int]:
     """The judge's chunk size if `RUBRIC_JUDGE_BATCH_SIZE` is set; empty means unset. Raises ValueError if invalid."""
     text = os.environ.get("RUBRIC_JUDGE_BATCH_SIZE", "")
     if text and not re.fullmatch("[1-9][0-9]{0,8}", text):
@@ -191,7 +200,7 @@ def of_environment() -> dict[str, int]:
     return {"judge_chunk_size": int(text)} if text else {}
 
 
-def recipe_of(task: str, model: str) -> str:
+def recipe_name(task: str, model: str) -> str:
     """The name of a task's recipe. For own data it is by the size in the model's name: 135M, 0.6B."""
     kind = task.partition(":")[0]
     name = Path(model.replace("smollm2", "135m")).name.lower()
@@ -200,13 +209,13 @@ def recipe_of(task: str, model: str) -> str:
     return RECIPES.get((model, kind), "own-small" if kind == "own" and is_small else kind)
 
 
-def of_task(task: str, model: str) -> dict[str, Any]:
+def load_task_defaults(task: str, model: str) -> dict[str, Any]:
     """
     The task's defaults from `recipes/`: for rg:NAME, calculator and guess those of their bundled model, and none for
     another model; for own data with a bundled model those of the model's own task.
     """
     paths = {path.stem: path for path in (Path(__file__).parents[1] / "recipes").glob("*.yaml")}
-    recipe = load_recipe(paths[name]) if (name := recipe_of(task, model)) in paths else {}
+    recipe = load_recipe(paths[name]) if (name := recipe_name(task, model)) in paths else {}
     if model and recipe.get("model") in OWN_TASK and recipe["model"] != model:
         return {}
     is_own = task.partition(":")[0] == "own"
@@ -225,8 +234,8 @@ def load_recipe(path: Path) -> dict[str, Any]:
     settings = {key: value for key, value in settings.items() if key not in GONE or value != GONE[key]}
     refuse_unknown(settings, f"--config {path}: ")
     tell_kept_escapes(path, settings.get("stop"))
-    settings = located(settings, path.parent)
-    return relocated(settings, path.parent) if path.name == "config.yaml" else settings
+    settings = make_paths_absolute(settings, path.parent)
+    return relocate_settings(settings, path.parent) if path.name == "config.yaml" else settings
 
 
 def tell_kept_escapes(path: Path, stop: Any) -> None:
@@ -234,7 +243,7 @@ def tell_kept_escapes(path: Path, stop: Any) -> None:
     for text in stop if isinstance(stop, list) else [stop]:
         if isinstance(text, str) and (escape := re.search(r"\\[nt]", text)):
             fix = f'in "double quotes" {escape[0]} is the character'
-            print(visible(f"{path}: stop {text:.60} holds a backslash and {escape[0][1]}; {fix}"), file=sys.stderr)
+            print(escape_invisible(f"{path}: stop {text:.60} holds a backslash and {escape[0][1]}; {fix}"), file=sys.stderr)
 
 
 def refuse_unknown(settings: Iterable[Any], where: str = "") -> None:
@@ -242,7 +251,7 @@ def refuse_unknown(settings: Iterable[Any], where: str = "") -> None:
 
     def said_of(key: str) -> str:
         own = f"it is a flag of the command, {flag_of(key)}, and no setting" if key in COMMAND else ""
-        return own or hint(key, [*SETTINGS, *COMMAND], repr) or "train.py --help-all lists them"
+        return own or suggest_name(key, [*SETTINGS, *COMMAND], repr) or "train.py --help-all lists them"
 
     unknown = {reprlib.repr(key): said_of(str(key)[:40]) for key in settings if key not in [*SETTINGS, "eval_data"]}
     if len(unknown) > MANY and where:
@@ -252,14 +261,14 @@ def refuse_unknown(settings: Iterable[Any], where: str = "") -> None:
         raise ValueError(where + ". ".join(f"unknown setting {key}; {said}" for key, said in unknown.items()))
 
 
-def as_yaml(config: Config, sizes: Sizes | None = None) -> str:
+def to_yaml(config: Config, sizes: Sizes | None = None) -> str:
     """Every setting as YAML, with the sizes once they are decided."""
-    flat = config.flat(sizes).items()
+    flat = config.to_flags(sizes).items()
     written = {key: "auto" if SETTINGS[key].is_automatic and value is None else value for key, value in flat}
     return yaml.safe_dump(written, sort_keys=False)
 
 
-def command(settings: Mapping[str, Any], program: str = "train.py") -> str:
+def command_line(settings: Mapping[str, Any], program: str = "train.py") -> str:
     """`uv run` with the extras that these settings need, and the program; outside the checkout with its place."""
     task, model = settings.get("task") or "", str(settings.get("model", ""))
     needed = {"smollm": model == "smollm2", "gguf": model.endswith(".gguf")}

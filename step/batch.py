@@ -1,12 +1,12 @@
 """
 Batches: samples that go through the model together, padded, with everything that their loss needs.
 
-A row is its prompt and what follows; or, where that is cheaper, each prompt is computed once, with gradient, and the
-rows of its group continue it. Every token has the same past and position in both forms, hence the same gradient. Of
-what follows a prompt only a row's own tokens, at their places, are predicted.
+A row is a prompt and its response. Where it is cheaper, each prompt is computed once, with
+gradient, and the rows of its group continue it. Every token has the same past and position in both
+forms, hence the same gradient. Of a response only the tokens that the policy wrote are predicted.
 
-Axes: N samples of the step, M rows of a batch, B its prompts, P prompt positions, L positions of a row, T own tokens,
-C hidden.
+Axes: N samples of the step, M rows of a batch, B its prompts, P prompt positions, L positions of a
+row, T tokens that the policy wrote, C hidden.
 """
 
 import math
@@ -20,14 +20,16 @@ import gwen
 from layers.divergence import Lesson
 from layers.tree_cache import TreeCache
 from machine import world
-from step.sample import NOTHING, Sample, table
+from step.sample import EMPTY, Sample, pad_rows
 
-# Sharing prompts pays from this share of positions saved. On a CPU time was 1.14x with 10% saved, 0.97x with 18%, 0.88x
-# with 29%; on a GPU, counted, 0.85x, 0.83x and 0.75x (`c148fd6:bench/ledger.py`).
+# Sharing prompts pays from this fraction of positions saved. On a CPU time was 1.14x with 10%
+# saved, 0.97x with 18%, 0.88x with 29%; on a GPU, counted, 0.85x, 0.83x and 0.75x
+# (`c148fd6:bench/ledger.py`).
 LEAST_SAVED = 0.2
-ROOM = 9 / 8  # a group that shares its prompt may exceed the budget by this factor, so that it need not be split
+# A group that shares its prompt may exceed the budget by this factor, so that it need not be split.
+ROOM = 9 / 8
 
-Cut = list[tuple[list[int], int]]  # each batch's rows, and its positions with padding
+BatchPlan = list[tuple[list[int], int]]  # each batch's rows, and its positions with padding
 
 
 class Prefix(NamedTuple):
@@ -38,43 +40,54 @@ class Prefix(NamedTuple):
     parents: list[int]  # M, each row's prompt
 
     @classmethod
-    def of(cls, prompts: list[list[int]]) -> "Prefix":
-        """The distinct ones of M rows' prompts."""
-        place = {prompt: index for index, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
-        distinct = [list(prompt) for prompt in place]
-        return cls(padded(distinct), list(map(len, distinct)), [place[tuple(prompt)] for prompt in prompts])
+    def from_prompts(cls, prompts: list[list[int]]) -> "Prefix":
+        """The distinct prompts among those of M rows."""
+        distinct = list(dict.fromkeys(map(tuple, prompts)))
+        place_of = {prompt: place for place, prompt in enumerate(distinct)}
+        tokens = pad_to_array(distinct)
+        lengths = [len(prompt) for prompt in distinct]
+        return cls(tokens, lengths, [place_of[tuple(prompt)] for prompt in prompts])
 
-    def of_rows(self, places: list[int]) -> "Prefix":
-        """The prompts that some of the rows continue."""
-        parents = [self.parents[place] for place in places]
-        kept = sorted(set(parents))
-        lengths, places = [self.lengths[parent] for parent in kept], [kept.index(parent) for parent in parents]
-        return Prefix(self.tokens[mx.array(kept)], lengths, places)
+    def select_rows(self, rows: list[int]) -> "Prefix":
+        """The prompts that these rows continue."""
+        row_parents = [self.parents[row] for row in rows]
+        remaining = sorted(set(row_parents))
+        lengths = [self.lengths[parent] for parent in remaining]
+        parents = [remaining.index(parent) for parent in row_parents]
+        return Prefix(self.tokens[mx.array(remaining)], lengths, parents)
 
 
 class Batch(NamedTuple):
-    """Samples computed together, padded on the right; what stands where the mask is 0 is arbitrary."""
+    """
+    Samples that are computed together, padded on the right.
+
+    Values where the mask is 0 are arbitrary.
+    """
 
     rows: list[int]  # M, their numbers in the step
     prefix: Prefix | None  # None: each row starts with its prompt
     tokens: mx.array  # (M, L) after the prefix, without the last token, which predicts nothing
     lengths: list[int]  # M, of `tokens`
-    positions: mx.array | None  # (M, T) index of each token's prediction in the hidden states; None: they are in order
-    completion_ids: mx.array  # (M, T) own tokens
-    mask: mx.array  # (M, T) 1 = own token, 0 = padding
-    weights: mx.array  # (M, 1) tokens that each token counts for in what is measured; 1 where it has a gradient
+    # (M, T) the place in the hidden states that predicts each token; None: they are in order
+    positions: mx.array | None
+    completion_ids: mx.array  # (M, T) the tokens that the policy wrote
+    mask: mx.array  # (M, T) 1 = written by the policy, 0 = padding
+    # (M, 1) how many tokens each token stands for in statistics; 1 where it has a gradient
+    weights: mx.array
     advantages: mx.array  # (M, 1), or (M, T) where those of a row's tokens differ
     sampled_logprobs: mx.array | None  # (M, T) as the sampler recorded them; None for given replies
-    num_taught: int  # rows with a gradient
-    # ---- of the mini-batch that it is a part of
-    number: int  # which of them
-    num_rows: float  # samples, the mean of all parts
-    num_items: float  # own tokens, the same
-    # ---- what other passes found
+    num_with_gradient: int  # rows with a gradient
+    # ---- the mini-batch that this batch is a part of
+    mini_batch: int  # its number
+    num_rows: float  # samples, the mean of all mini-batches
+    num_loss_tokens: float  # tokens that the policy wrote, the mean of all mini-batches
+    # ---- what other passes add
     old_logprobs: mx.array | None = None  # (M, T) of the policy before the update
-    columns: dict[str, mx.array] = NOTHING  # (M, T), what else the loss needs, by its name in `grpo.Tokens`
+    columns: dict[str, mx.array] = (
+        EMPTY  # (M, T), what else the loss needs, named as in grpo.Tokens
+    )
     lesson: Lesson | None = None  # a teacher's hidden states (M, T, D)
-    is_mine: bool = True  # whether this machine computes it
+    is_local: bool = True  # whether this rank computes it
 
     @property
     def num_positions(self) -> int:
@@ -86,139 +99,217 @@ class Batch(NamedTuple):
         """Positions without padding."""
         return sum(self.lengths) + (sum(self.prefix.lengths) if self.prefix else 0)
 
-    def take(self, places: list[int]) -> "Batch":
+    def select_rows(self, places: list[int]) -> "Batch":
         """Some rows with unchanged padding, and the prompts that they continue."""
-        index, prefix = mx.array(places), self.prefix and self.prefix.of_rows(places)
-        arrays: Any = {name: value[index] for name, value in self._asdict().items() if isinstance(value, mx.array)}
-        rows, lengths = ([held[place] for place in places] for held in (self.rows, self.lengths))
-        columns = {name: column[index] for name, column in self.columns.items()}
-        return self._replace(rows=rows, prefix=prefix, lengths=lengths, columns=columns, **arrays)
+        index = mx.array(places)
+        arrays: dict[str, Any] = {
+            name: value[index]
+            for name, value in self._asdict().items()
+            if isinstance(value, mx.array)
+        }
+        return self._replace(
+            rows=[self.rows[place] for place in places],
+            prefix=self.prefix and self.prefix.select_rows(places),
+            lengths=[self.lengths[place] for place in places],
+            columns={name: column[index] for name, column in self.columns.items()},
+            **arrays,
+        )
 
 
-def pad_frac(batches: list[Batch]) -> float:
-    """Padding's share of the positions that the model computes."""
-    return 1 - sum(batch.num_tokens for batch in batches) / sum(batch.num_positions for batch in batches)
+def padding_fraction(batches: list[Batch]) -> float:
+    """The fraction of the computed positions that is padding."""
+    num_tokens = sum(batch.num_tokens for batch in batches)
+    num_positions = sum(batch.num_positions for batch in batches)
+    return 1 - num_tokens / num_positions
 
 
 # ---- samples into batches
 
 
-def cut(samples: Sequence[Sample], token_budget: int, sharing: str = "auto", num_parts: int = 1) -> list[Batch]:
+def make_batches(
+    samples: Sequence[Sample],
+    token_budget: int,
+    sharing: str = "auto",
+    num_mini_batches: int = 1,
+) -> list[Batch]:
     """
-    Samples in batches of at most `token_budget` positions, of one row or of one group; each of one of `num_parts`
-    mini-batches, of equally many groups. Samples of weight 0 are left out. sharing: see `plan`.
+    Pads samples into batches of at most `token_budget` positions; one row or group may exceed it.
 
-    The mean of the mini-batches' losses is the loss of all samples: a token weighs the same in each, so a mini-batch
-    divides by the mean number of tokens and not by its own. Source: TRL 1.16.
+    The groups are split evenly into mini-batches, and each batch belongs to one of them. Samples of
+    weight 0 are left out. sharing: see `plan_batches`.
+
+    The mean of the mini-batches' losses is the loss of all samples. A token weighs the same in
+    each, so a mini-batch divides by the mean number of tokens and not by its own. Source: TRL 1.16.
     """
     prompts = [sample.prompt for sample in samples]
-    lengths = np.array([len(sample.ids) if sample.weight else 0 for sample in samples])
-    places = {group: place for place, group in enumerate(dict.fromkeys(one.group for one in samples))}
-    part_of = np.array([places[one.group] * num_parts // len(places) for one in samples])
-    num_items, found = sum(len(sample.own) for sample in samples), list[Batch]()
-    for part in range(num_parts):
-        shared, rows_of = plan(prompts, lengths * (part_of == part), token_budget, sharing)
-        made = [_make(rows, [samples[row] for row in rows], shared) for rows, _ in rows_of]
-        mine = set(world.part([batch.num_positions for batch in made]))
-        whole: Any = {"number": part, "num_rows": len(samples) / num_parts, "num_items": num_items / num_parts}
-        found += [batch._replace(is_mine=place in mine, **whole) for place, batch in enumerate(made)]
-    return found
+    lengths = np.array([len(sample.response_ids) if sample.weight else 0 for sample in samples])
+    groups = list(dict.fromkeys(sample.group for sample in samples))
+    place_of = {group: place for place, group in enumerate(groups)}
+    mini_batch_of = np.array(
+        [place_of[sample.group] * num_mini_batches // len(groups) for sample in samples]
+    )
+    num_loss_tokens = sum(len(sample.loss_positions) for sample in samples)
+
+    batches: list[Batch] = []
+    for mini_batch in range(num_mini_batches):
+        lengths_here = lengths * (mini_batch_of == mini_batch)
+        is_shared, plan = plan_batches(prompts, lengths_here, token_budget, sharing)
+        new_batches = [
+            _make_batch(rows, [samples[row] for row in rows], is_shared) for rows, _ in plan
+        ]
+        local = set(world.assign_items([batch.num_positions for batch in new_batches]))
+        for place, batch in enumerate(new_batches):
+            batches.append(
+                batch._replace(
+                    is_local=place in local,
+                    mini_batch=mini_batch,
+                    num_rows=len(samples) / num_mini_batches,
+                    num_loss_tokens=num_loss_tokens / num_mini_batches,
+                )
+            )
+    return batches
 
 
-def plan(prompts: list[list[int]], num_tokens: np.ndarray, token_budget: int, sharing: str) -> tuple[bool, Cut]:
+def plan_batches(
+    prompts: list[list[int]], num_tokens: np.ndarray, token_budget: int, sharing: str
+) -> tuple[bool, BatchPlan]:
     """
-    Whether to share prompts, and the rows of each batch, from prompts and the lengths of what follows, N each.
+    Whether to share prompts, and the rows of each batch.
 
-    sharing: "on", "off", or "auto": share if that saves enough positions.
+    prompts, num_tokens: the prompt and the length of the response of each of N samples; a length of
+    0 leaves a sample out. sharing: "on", "off", or "auto", which shares if that saves enough
+    positions.
     """
     rows = np.flatnonzero(num_tokens).tolist()
-    after = {row: int(num_tokens[row]) - 1 for row in rows}  # the last token predicts nothing
-    alone = [(0, [row]) for row in rows]
-    plain = _cut(alone, {row: len(prompts[row]) + num for row, num in after.items()}, token_budget)
+    # the last token predicts nothing
+    response_width = {row: int(num_tokens[row]) - 1 for row in rows}
+    row_width = {row: len(prompts[row]) + response_width[row] for row in rows}
+    unshared = _pack_groups([(0, [row]) for row in rows], row_width, token_budget)
     if sharing == "off" or not rows:
-        return False, plain
+        return False, unshared
+
     groups: dict[tuple[int, ...], list[int]] = {}
-    for row in sorted(rows, key=after.__getitem__):
+    for row in sorted(rows, key=response_width.__getitem__):
         groups.setdefault(tuple(prompts[row]), []).append(row)
-    shared = _cut([(len(prompt), group) for prompt, group in groups.items()], after, token_budget)
-    saved = 1 - sum(size for _, size in shared) / sum(size for _, size in plain)
-    return (True, shared) if sharing == "on" or saved >= LEAST_SAVED else (False, plain)
+    prompt_groups = [(len(prompt), group) for prompt, group in groups.items()]
+    shared = _pack_groups(prompt_groups, response_width, token_budget)
+    saved = 1 - sum(size for _, size in shared) / sum(size for _, size in unshared)
+    if sharing == "on" or saved >= LEAST_SAVED:
+        return True, shared
+    return False, unshared
 
 
-def _cut(groups: list[tuple[int, list[int]]], width: dict[int, int], token_budget: int) -> Cut:
+def _pack_groups(
+    groups: list[tuple[int, list[int]]], width: dict[int, int], token_budget: int
+) -> BatchPlan:
     """
-    Whole groups, ordered by their longest row; one that exceeds ROOM times the budget is split evenly.
+    Packs whole groups into batches, ordered by their longest row.
 
-    groups: each the length of a prompt, and rows by ascending `width`, the positions after it.
+    A group that exceeds ROOM times the budget is split evenly. groups: each the length of a prompt,
+    and its rows by ascending `width`, which is the number of positions after the prompt.
     """
-    found: Cut = []
-    num_prompts = longest = 0  # of the last part
-    for length, group in sorted(groups, key=lambda group: width[group[1][-1]]):
-        widest, part = width[group[-1]], found[-1][0] if found else []
-        size = (num_prompts + 1) * max(longest, length) + (len(part) + len(group)) * widest
-        if found and size <= token_budget:
-            found[-1] = (part + group, size)  # ascending: this group has the widest row
-            num_prompts, longest = num_prompts + 1, max(longest, length)
-            continue
-        num_rows = max((int(ROOM * token_budget) - length) // max(widest, 1), 1)  # at once, at most
-        num_rows = math.ceil(len(group) / math.ceil(len(group) / num_rows))
-        for part in (group[first : first + num_rows] for first in range(0, len(group), num_rows)):
-            found.append((part, length + len(part) * width[part[-1]]))
-        num_prompts, longest = 1, length
-    return found
+    plan: BatchPlan = []
+    num_prompts = 0  # of the last batch
+    longest_prompt = 0  # of the last batch
+    for prompt_length, group in sorted(groups, key=lambda group: width[group[1][-1]]):
+        if plan:
+            last_rows, _ = plan[-1]
+            longest = max(longest_prompt, prompt_length)
+            # ascending: this group has the widest row
+            widest = width[group[-1]]
+            size = (num_prompts + 1) * longest + (len(last_rows) + len(group)) * widest
+            if size <= token_budget:
+                plan[-1] = (last_rows + group, size)
+                num_prompts += 1
+                longest_prompt = longest
+                continue
+
+        room = int(ROOM * token_budget) - prompt_length
+        most_rows = max(room // max(width[group[-1]], 1), 1)
+        num_batches = math.ceil(len(group) / most_rows)
+        rows_per_batch = math.ceil(len(group) / num_batches)
+        for begin in range(0, len(group), rows_per_batch):
+            rows = group[begin : begin + rows_per_batch]
+            plan.append((rows, prompt_length + len(rows) * width[rows[-1]]))
+        num_prompts = 1
+        longest_prompt = prompt_length
+    return plan
 
 
-def _make(rows: list[int], samples: list[Sample], shared: bool) -> Batch:
-    prompts, most = [sample.prompt for sample in samples], max(len(sample.own) for sample in samples)
-    # token t after a prompt is predicted one position earlier, the first one by the prompt's last position
-    places = np.array([[*sample.own, *range(len(sample.own), most)] for sample in samples])
-    if shared:
-        tokens = [sample.ids[:-1] for sample in samples]
+def _make_batch(rows: list[int], samples: list[Sample], is_shared: bool) -> Batch:
+    most_tokens = max(len(sample.loss_positions) for sample in samples)
+    # token t of a response is predicted one position earlier, the first one by the prompt's last
+    places = np.array(
+        [
+            [*sample.loss_positions, *range(len(sample.loss_positions), most_tokens)]
+            for sample in samples
+        ]
+    )
+    if is_shared:
+        tokens = [sample.response_ids[:-1] for sample in samples]
+        # the hidden states begin with that of the prompt's last token
         places = np.minimum(places, max(map(len, tokens)))
     else:
-        tokens = [sample.prompt + sample.ids[:-1] for sample in samples]
-        places = np.minimum(places + np.array([[len(prompt) - 1] for prompt in prompts]), max(map(len, tokens)) - 1)
-    in_order = shared and all(len(sample.own) == len(sample.ids) for sample in samples)
+        tokens = [sample.prompt + sample.response_ids[:-1] for sample in samples]
+        last_of_prompt = np.array([[len(sample.prompt) - 1] for sample in samples])
+        places = np.minimum(places + last_of_prompt, max(map(len, tokens)) - 1)
+    is_in_order = is_shared and all(
+        len(sample.loss_positions) == len(sample.response_ids) for sample in samples
+    )
+
     logprobs = [sample.logprobs for sample in samples if sample.logprobs is not None]
     advantages = [np.array(sample.advantage) for sample in samples]
-    if any(one.ndim for one in advantages):
-        advantages = [np.broadcast_to(one, len(row.own)) for one, row in zip(advantages, samples, strict=True)]
+    if any(advantage.ndim for advantage in advantages):
+        advantages = [
+            np.broadcast_to(advantage, len(sample.loss_positions))
+            for advantage, sample in zip(advantages, samples, strict=True)
+        ]
     return Batch(
         rows,
-        Prefix.of(prompts) if shared else None,
-        padded(tokens),
+        Prefix.from_prompts([sample.prompt for sample in samples]) if is_shared else None,
+        pad_to_array(tokens),
         list(map(len, tokens)),
-        None if in_order else mx.array(places.astype(np.int32)),
-        completion_ids=padded([sample.tokens for sample in samples]),
-        mask=padded([np.ones(len(sample.own)) for sample in samples], np.float32),
-        weights=padded([[sample.weight] for sample in samples], np.float32),
-        advantages=padded([one.reshape(-1) for one in advantages], np.float32),
-        sampled_logprobs=padded(logprobs, np.float32) if logprobs else None,
-        num_taught=sum(sample.has_gradient for sample in samples),
-        number=0,
+        None if is_in_order else mx.array(places.astype(np.int32)),
+        completion_ids=pad_to_array([sample.completion_ids for sample in samples]),
+        mask=pad_to_array([np.ones(len(sample.loss_positions)) for sample in samples], np.float32),
+        weights=pad_to_array([[sample.weight] for sample in samples], np.float32),
+        advantages=pad_to_array([advantage.reshape(-1) for advantage in advantages], np.float32),
+        sampled_logprobs=pad_to_array(logprobs, np.float32) if logprobs else None,
+        num_with_gradient=sum(sample.has_gradient for sample in samples),
+        mini_batch=0,
         num_rows=len(samples),
-        num_items=0.0,
+        num_loss_tokens=0.0,
     )
 
 
-def padded(rows: Sequence[Sequence[float] | np.ndarray], dtype: type = np.int32) -> mx.array:
+def pad_to_array(rows: Sequence[Sequence[float] | np.ndarray], dtype: type = np.int32) -> mx.array:
     """Rows as one array, (len(rows), longest), padded with 0."""
-    return mx.array(table(rows).astype(dtype))
+    return mx.array(pad_rows(rows).astype(dtype))
 
 
 # ---- batches through the model
 
 
-def hidden(model: gwen.Model, batch: Batch, checkpoint_layers: int = 0) -> mx.array:
-    """The hidden states that predict the own tokens, (M, T, C). checkpoint_layers: as of `gwen.Model.hidden`."""
+def completion_hidden_states(
+    model: gwen.Model, batch: Batch, checkpoint_layers: int = 0
+) -> mx.array:
+    """
+    The hidden states that predict the tokens of the policy, (M, T, C).
+
+    checkpoint_layers: as in `gwen.Model.hidden`.
+    """
     if batch.prefix is None:
         states = model.hidden(batch.tokens, checkpoint_layers=checkpoint_layers)
     else:
         tokens, lengths, parents = batch.prefix
-        cache = TreeCache(model.config.layer_kinds).child(lengths)
-        of_prompts = model.hidden(tokens, cache, checkpoint_layers)  # (B, P, C)
-        states = of_prompts[mx.arange(len(lengths)), mx.array(lengths) - 1][mx.array(parents)][:, None]  # (M, 1, C)
+        cache = TreeCache(model.config.layer_kinds).extend(lengths)
+        prompt_states = model.hidden(tokens, cache, checkpoint_layers)  # (B, P, C)
+        last_states = prompt_states[mx.arange(len(lengths)), mx.array(lengths) - 1]  # (B, C)
+        states = last_states[mx.array(parents)][:, None]  # (M, 1, C)
         if batch.tokens.shape[1]:  # else every completion is one token, predicted by its prompt
-            after = model.hidden(batch.tokens, cache.child(batch.lengths, parents), checkpoint_layers)
-            states = mx.concatenate([states, after], axis=1)  # (M, 1 + L, C)
-    return states if batch.positions is None else mx.take_along_axis(states, batch.positions[:, :, None], axis=1)
+            response_cache = cache.extend(batch.lengths, parents)
+            response_states = model.hidden(batch.tokens, response_cache, checkpoint_layers)
+            states = mx.concatenate([states, response_states], axis=1)  # (M, 1 + L, C)
+    if batch.positions is None:
+        return states
+    return mx.take_along_axis(states, batch.positions[:, :, None], axis=1)

@@ -21,9 +21,9 @@ KEPT, GPU_KEPT = 4.8, 3.5
 LINEAR_SHARE = 0.47  # of what a gated delta net would keep for a gradient, what it takes without one
 
 
-def has_kernels() -> bool:
+def uses_kernels() -> bool:
     """Whether a layer runs on a GPU's kernels, which keep what they read in the weights' type and nothing else."""
-    return gpu.on_gpu() and kernels.is_wanted()
+    return gpu.on_gpu() and kernels.kernels_are_wanted()
 
 
 def layer_bytes(model: hub.ModelConfig, dtype: mx.Dtype, keys: float, kind: str) -> float:
@@ -33,19 +33,19 @@ def layer_bytes(model: hub.ModelConfig, dtype: mx.Dtype, keys: float, kind: str)
         assert model.delta is not None
         _, num_heads, key_dim, value_dim, _ = model.delta
         width += 3 * sum(model.delta.widths) // 2 + 2 * model.delta.widths[-1]
-        if not has_kernels():  # the matrices of a chunk
+        if not uses_kernels():  # the matrices of a chunk
             width += int(num_heads * (1.7 * delta.CHUNK + 1.4 * key_dim + key_dim * value_dim / delta.CHUNK / 5))
     else:
         heads = (1 + model.family.output_gate) * model.num_attention_heads + model.num_key_value_heads
         width += heads * model.head_dim
         if not attention.is_fused(model.head_dim):
             scores = 4 * model.num_attention_heads * keys
-    return (GPU_KEPT * dtype.size if has_kernels() else KEPT * 4) * width + scores
+    return (GPU_KEPT * dtype.size if uses_kernels() else KEPT * 4) * width + scores
 
 
 def forward_bytes(model: hub.ModelConfig, dtype: mx.Dtype, keys: float) -> float:
     """What one position takes of a layer without a gradient, of the kind that takes the most."""
-    loops = 0.0 if has_kernels() else 8 * model.num_attention_heads * keys  # arrays between the loops of cpu.exp
+    loops = 0.0 if uses_kernels() else 8 * model.num_attention_heads * keys  # arrays between the loops of cpu.exp
     shares = {kind: LINEAR_SHARE if kind == "linear_attention" else 1 for kind in model.layer_kinds}
     return loops + max(layer_bytes(model, dtype, keys, kind) * share for kind, share in shares.items())
 
@@ -72,7 +72,7 @@ def rollout_bytes(
     together = sorted(prompts)[-max(2 * rows // groups, 1) :]
     longest = max(together)
     width, own = round_up(longest), round_up(max_tokens)
-    share = has_kernels() or (not gpu.on_gpu() and attention.shares_prefix(slots, together, rows, dtype))
+    share = uses_kernels() or (not gpu.on_gpu() and attention.should_share_prefix(slots, together, rows, dtype))
     column, copied = column_bytes(model, dtype), 0 if share else slots * longest
     prefilled = min(max(gpu.prefill_tokens() // len(together), 1), longest) * len(together)
     logits = 6 * 4 * slots * model.vocab_size  # and weights, sums, their exponentials and the next step's
@@ -82,7 +82,7 @@ def rollout_bytes(
     return column * (len(together) * width + slots * own + copied) + states, decoding
 
 
-def rows_at_once(fits: Callable[[int], bool], most_rows: int) -> int:
+def choose_rollout_rows(fits: Callable[[int], bool], most_rows: int) -> int:
     """How many rows a rollout decodes at once: what memory holds; without a GPU the machine decides nothing."""
     if not gpu.on_gpu():
         return min(most_rows, USUAL_ROWS)

@@ -19,10 +19,10 @@ from flags import flag_of
 from judging import rubrics
 from problems import calls, chats
 from problems.data import load_sides
-from problems.examples import Example, first_answer, nearest, prompt_key, prompt_text, spread
+from problems.examples import Example, first_answer, prompt_key, prompt_text, spread_evenly, suggest_nearest
 from problems.functions import load_functions
 from problems.rewards import Reward, load_reward, reward_arguments, reward_columns
-from settings.checks import checked
+from settings.checks import check_settings
 from settings.sources import OWN_TASK, load_recipe
 from tasks import own
 from tasks.task import DATA, Sides, Task
@@ -37,17 +37,17 @@ OF_TURNS = {
 NAMES = ("demo", "values", "gsm8k", "math", "own", "calculator", "guess", "env")  # beside rg:NAME and ifeval
 
 
-def _module(name: str) -> Any:
+def _import_task(name: str) -> Any:
     """The file of a task: `TASK`, `bundled` for its sides, maybe `read` for --data; or `make_task` for its names."""
     return importlib.import_module(f"tasks.{'guess' if name == 'env' else name}")
 
 
-def plain(name: str) -> Task:
-    task: Task = _module(name).TASK
+def plain_name(name: str) -> Task:
+    task: Task = _import_task(name).TASK
     return task._replace(name="env", environments={}) if name == "env" else task
 
 
-def load(
+def load_task(
     name: str,
     *,
     data: str | None = None,
@@ -63,8 +63,8 @@ def load(
     """
     if name not in NAMES:
         known = f"the tasks are {', '.join(NAMES)}, ifeval and rg:NAME"
-        raise ValueError(f"--task {name!r} is unknown{nearest(name, NAMES)}; {known}")
-    task, module = plain(name), _module(name)
+        raise ValueError(f"--task {name!r} is unknown{suggest_nearest(name, NAMES)}; {known}")
+    task, module = plain_name(name), _import_task(name)
     read = getattr(module, "read", None)
     if data is None and held_out is None:
         train, test = module.bundled()
@@ -77,7 +77,7 @@ def load(
     return task._replace(train=train, held_out=test, notes=notes)
 
 
-def posed(config: Config, held_out: str | None = None, begun: Collection[str] = ()) -> Task:
+def make_unrewarded_task(config: Config, held_out: str | None = None, begun: Collection[str] = ()) -> Task:
     """The task of `make` with its problems and verifier, before rewards and tools, whose files may be gone."""
     data = config.data
     kind = data.task.partition(":")[0]
@@ -86,30 +86,30 @@ def posed(config: Config, held_out: str | None = None, begun: Collection[str] = 
     if data.columns and not (data.path or held_out):
         raise ValueError(f"--columns {data.columns} renames columns of --data, which is not given; give both")
     if kind == "rg" and ":" in data.task:
-        task = _module("rg").make_task(data.task, data.task_config or None)
+        task = _import_task("rg").make_task(data.task, data.task_config or None)
     elif data.task_config:
         raise ValueError(f"--task-config {data.task_config} is for --task rg:NAME, not for --task {data.task}")
     elif kind == "ifeval":
-        task = _module("ifeval").make_task(data.task)
+        task = _import_task("ifeval").make_task(data.task)
     else:
         sources: dict[str, Any] = {"data": data.path or None, "held_out": held_out, "columns": data.columns or None}
-        task = load(data.task, **sources, begun=begun)
+        task = load_task(data.task, **sources, begun=begun)
     if data.task in ("own", "gsm8k", "math") and (data.verifier or data.task == "own"):
-        task = own.verified(task, data.verifier, bool(data.reward))
+        task = own.add_verifier(task, data.verifier, bool(data.reward))
     elif data.verifier:
         fix = f"--task {data.task} has its own; leave it out, or take --task own"
         raise ValueError(f"--verifier {data.verifier} compares with the answers of your own data, and {fix}")
     return task
 
 
-def make(config: Config, held_out: str | None = None, begun: Collection[str] = ()) -> Task:
+def make_task(config: Config, held_out: str | None = None, begun: Collection[str] = ()) -> Task:
     """
     The task that a run's settings name, with what they put in place of its own; held_out: evaluation data, whole.
 
     begun: keys of the prompts that the run holds out, if it has begun. Raises ValueError, naming the flag, for what is
     wrong with data, rewards or rubrics: before a model is loaded.
     """
-    data, task = config.data, posed(config, held_out, begun)
+    data, task = config.data, make_unrewarded_task(config, held_out, begun)
     if data.rubric:
         task = task._replace(rubric=Path(data.rubric), witness=None)
     elif (data.reward and "rubric" not in data.reward_weights) or config.objective.loss_type == "distill":
@@ -123,14 +123,14 @@ def make(config: Config, held_out: str | None = None, begun: Collection[str] = (
         most = config.sampling.max_tokens
         task = task.with_reward(*load_reward(f"soft_overlong:{most}:{max(most // 5, 1)}"))
     if data.task == own.TASK.name and not (task.rewards or task.rubric or config.objective.teacher):
-        own.refuse(task, data.path or held_out)
-    task = _weighted(task, config)
+        own.refuse_unrewardable(task, data.path or held_out)
+    task = _apply_weights(task, config)
     if config.evaluation.rubric:
         task = task._replace(witness=Path(config.evaluation.rubric))
     elif not task.rubric:
         task = task._replace(witness=None)  # no judge in the reward that would need one
     if data.task == own.TASK.name:
-        task = own.told(task)
+        task = own.describe_own_task(task)
     if data.path or held_out:
         hints = Path(config.objective.teacher_prompt)
         hint = hints.read_text(encoding="utf-8", errors="replace") if hints.is_file() else ""
@@ -143,37 +143,37 @@ def make(config: Config, held_out: str | None = None, begun: Collection[str] = (
     return task
 
 
-def sides(config: Config, run_dir: Path | None = None) -> Sides:
+def load_train_and_held_out(config: Config, run_dir: Path | None = None) -> Sides:
     """
     What a run trains on and holds out, of replies their conversations; its own rewards' files may be gone.
 
     run_dir: of the run, which tells what it has held out from its beginning.
     """
     data = config.data
-    begun = held_out_of(run_dir) if run_dir else []
+    begun = read_held_out(run_dir) if run_dir else []
     if config.objective.loss_type == "sft":
         return chats.load_chats(data.path, data.columns, begun)[:2]
-    task = posed(config, begun=begun) if data.reward else make(config, begun=begun)
+    task = make_unrewarded_task(config, begun=begun) if data.reward else make_task(config, begun=begun)
     return task.train, task.held_out
 
 
 HELD_OUT = "held_out.json"  # of a run directory: the keys of the prompts that the run holds out
 
 
-def keep_held_out(run_dir: Path, held_out: Sequence[Example]) -> None:
+def write_held_out(run_dir: Path, held_out: Sequence[Example]) -> None:
     """Notes what a run holds out, so that it keeps its sides though its data grow."""
     file = run_dir / HELD_OUT
     if not file.is_file():
         file.write_text(json.dumps(sorted(map(prompt_key, held_out))), encoding="utf-8")
 
 
-def held_out_of(run_dir: str | Path) -> list[str]:
+def read_held_out(run_dir: str | Path) -> list[str]:
     """The keys of what a run holds out, none of one that has not begun."""
     file = Path(run_dir) / HELD_OUT
     return list(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else []
 
 
-def begun_on(config: Config, train: list[Example], held_out: list[Example]) -> list[str]:
+def warn_of_contamination(config: Config, train: list[Example], held_out: list[Example]) -> list[str]:
     """
     A line where the run that --init-adapter names, or a checkpoint of, was trained on prompts held out here.
 
@@ -185,7 +185,7 @@ def begun_on(config: Config, train: list[Example], held_out: list[Example]) -> l
     if not config.model.init_adapter or not runs:
         return []
     try:
-        theirs, _ = sides(checked(load_recipe(runs[0] / "config.yaml")), runs[0])
+        theirs, _ = load_train_and_held_out(check_settings(load_recipe(runs[0] / "config.yaml")), runs[0])
     except ValueError:
         return []
     known, own = ({prompt_text(example["prompt"]) for example in side} for side in (theirs, train))
@@ -213,11 +213,11 @@ def _with_own_rewards(task: Task, config: Config) -> Task:
 
 def _with_tools(task: Task, config: Config) -> Task:
     """The task with the functions of --tools and the environments of --env; what these give is a reward of weight 1."""
-    tools, environments = callables(config)
+    tools, environments = load_tools(config)
     task = task._replace(tools=tools, environments=environments)
     if config.tools.env:
         if not task.held_out:  # one prompt in all rows: what differs is what the environment draws
-            task = task._replace(held_out=spread(task.train, _module("guess").NUM_HELD_OUT))
+            task = task._replace(held_out=spread_evenly(task.train, _import_task("guess").NUM_HELD_OUT))
         if not config.data.reward and not config.data.rubric:
             task = task._replace(rewards={}, reward_weights={}, rubric=None, verifier=None)
     schemas = calls.schemas_of("--tools", task.tools)
@@ -225,18 +225,18 @@ def _with_tools(task: Task, config: Config) -> Task:
         if both := sorted(schemas.keys() & calls.schemas_in(kind)):
             raise ValueError(f"--env: {kind.__name__} and --tools both have a tool {both[0]}; rename one of them")
         if hasattr(kind, "get_reward"):
-            task = task.with_reward(kind.__name__, earned_in(kind))
+            task = task.with_reward(kind.__name__, environment_reward(kind))
     if task.name == "env" and not task.environments:
         raise ValueError("--task env talks with an environment; name it: --env FILE.py:Class")
     if not task.environments and not all(example["prompt"] for example in task.train + task.held_out):
         raise ValueError(f"--data {config.data.path} has rows without a prompt; name who gives it: --env FILE.py:Class")
     if task.environments and not task.rewards and not task.rubric:
         raise ValueError(f"--env {config.tools.env} has no method get_reward, and there is no --reward; add one")
-    for kind in filter(calls.pays_turns, task.environments.values()):
+    for kind in filter(calls.rewards_turns, task.environments.values()):
         if not callable(getattr(kind, "get_reward", None)):
             raise ValueError(f"--env: {kind.__name__} has reward_per_turn and no method get_reward; add it")
         for name, fitting in OF_TURNS.items():
-            if (value := config.flat()[name]) not in fitting:
+            if (value := config.to_flags()[name]) not in fitting:
                 which = f"{flag_of(name)} {value} is of whole conversations, and {kind.__name__} has reward_per_turn"
                 raise ValueError(f"{which}; take {flag_of(name)} {fitting[0]}, or leave that out")
     if task.tools or task.environments:
@@ -251,9 +251,9 @@ def _with_tools(task: Task, config: Config) -> Task:
     return task
 
 
-def callables(config: Config) -> tuple[dict[str, calls.Tool], dict[str, type]]:
+def load_tools(config: Config) -> tuple[dict[str, calls.Tool], dict[str, type]]:
     """What a model may call: the functions of --tools and the environments of --env, or the task's own."""
-    task, specs = plain(config.data.task) if config.data.task in NAMES else Task("", {}, {}), config.tools.tools
+    task, specs = plain_name(config.data.task) if config.data.task in NAMES else Task("", {}, {}), config.tools.tools
     named = [pair for spec in specs for pair in load_functions("--tools", spec).items()]
     functions = {getattr(tool, "__name__", name): tool for name, tool in named}
     if len(functions) < len(named):
@@ -269,7 +269,7 @@ def callables(config: Config) -> tuple[dict[str, calls.Tool], dict[str, type]]:
     return functions or task.tools, environments or task.environments
 
 
-def earned_in(kind: type) -> Reward:
+def environment_reward(kind: type) -> Reward:
     """What an environment's `get_reward` gave; None in others."""
 
     def earned(earned: Sequence[tuple[str, Any]], **_: Any) -> list[Any]:
@@ -278,7 +278,7 @@ def earned_in(kind: type) -> Reward:
     return earned
 
 
-def _weighted(task: Task, config: Config) -> Task:
+def _apply_weights(task: Task, config: Config) -> Task:
     """
     The task with the weights of --reward-weights.
 
@@ -291,7 +291,7 @@ def _weighted(task: Task, config: Config) -> Task:
         raise ValueError(f"--reward-weights {unknown[0]}: the rewards are {', '.join(known)}")
     weights = {name: given.get(name, task.reward_weights.get(name, 1.0)) for name in known}
     task = task._replace(reward_weights=weights, rubric=task.rubric if weights.get("rubric") else None)
-    if not task.counted and task.rubric is None and not config.objective.teacher:
+    if not task.counted_rewards and task.rubric is None and not config.objective.teacher:
         raise ValueError("--reward-weights leave no reward; give one of them a weight other than 0")
     columns, served = reward_arguments(task.train or task.held_out, bool(task.environments)), dict[str, Reward]()
     for name, reward in task.rewards.items():

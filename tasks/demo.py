@@ -48,7 +48,7 @@ def problem(a: int, b: int, form: int) -> Example:
     return {"prompt": prompt, "answer": number_words(a + b), "carry": a % 10 + b % 10 >= 10}
 
 
-def pairs(held_out: bool) -> list[tuple[int, int]]:
+def number_pairs(held_out: bool) -> list[tuple[int, int]]:
     """The ordered pairs of 1 to 49 of one side of the split; (a, b) and (b, a) are always on the same side."""
     pairs = [(a, b) for a in range(1, 50) for b in range(a, 50)]
     random.Random(0).shuffle(pairs)
@@ -59,7 +59,7 @@ def pairs(held_out: bool) -> list[tuple[int, int]]:
 
 def examples(held_out: bool, num: int) -> list[Example]:
     """`num` different problems, two in three with a carry, always the same."""
-    problems = [problem(a, b, form) for a, b in pairs(held_out) for form in range(3)]
+    problems = [problem(a, b, form) for a, b in number_pairs(held_out) for form in range(3)]
     rng = random.Random(0)
     rng.shuffle(problems)
     carry = [p for p in problems if p["carry"]][: num * 2 // 3]

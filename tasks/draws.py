@@ -21,7 +21,7 @@ Drawn = tuple[list[Example], list[list[int]]]  # B examples and the ids of their
 PATIENCE = 1000  # places that are tried in a row for a prompt that is new
 
 
-class Epochs:
+class EpochPrompts:
     """Prompts shuffled and passed over in epochs. `state`: what a checkpoint keeps of the last whole step; JSON."""
 
     state: dict[str, Any] = {}  # noqa: RUF012  (never changed in place)
@@ -29,19 +29,19 @@ class Epochs:
     def __init__(self, config: Config, train: list[Example], prompt_ids: list[list[int]]):
         self.config, self.train, self.prompt_ids = config, train, prompt_ids
 
-    def draw(self, number: int) -> Drawn:
+    def next_prompts(self, number: int) -> Drawn:
         """The prompts of the run's draw of that number, counted from 0."""
         indices = epoch_indices(len(self.train), self.config.sampling.batch, number, self.config.sampling.seed)
         return [self.train[index] for index in indices], [self.prompt_ids[index] for index in indices]
 
-    def note(self) -> None:
+    def commit(self) -> None:
         """A step is whole."""
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: dict[str, Any]) -> None:
         """Goes on from such a state."""
 
 
-class Endless(Epochs):
+class EndlessPrompts(EpochPrompts):
     """Problems made when they are drawn, none twice or held out; once all were seen, it says so and begins again."""
 
     def __init__(self, config: Config, problems: Problems, render: Callable[[list[Example]], list[list[int]]]):
@@ -49,9 +49,9 @@ class Endless(Epochs):
         self.problems, self.render = problems, render
         self.held_out = {prompt_key(example)[:16] for example in problems.held_out}
         self.place, self.seen = 0, list[str]()
-        self.note()
+        self.commit()
 
-    def draw(self, number: int) -> Drawn:
+    def next_prompts(self, number: int) -> Drawn:
         """The next problems, whatever the number: `place` and `seen` move on."""
         num, task = self.config.sampling.batch, self.config.data.task
         drawn = self._fresh(num)
@@ -79,12 +79,12 @@ class Endless(Epochs):
             self.place = places.stop
         return new
 
-    def note(self) -> None:
+    def commit(self) -> None:
         self.state = {"place": self.place, "seen": self.seen[:]}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: dict[str, Any]) -> None:
         self.place, self.seen = state["place"], list(state["seen"])
-        self.note()
+        self.commit()
 
 
 def epoch_indices(num_examples: int, batch: int, step: int, seed: int) -> list[int]:

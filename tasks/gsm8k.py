@@ -2,7 +2,7 @@
 
 from problems.built_in import boxed_once
 from problems.data import load_data, read_prompt
-from problems.examples import Example, short
+from problems.examples import Example, shorten_value
 from problems.verifiers import is_number, marked
 from tasks.task import Sides, Task
 
@@ -19,15 +19,15 @@ def bundled() -> Sides:
 
 def read(example: Example) -> Example:
     """A record with `question` (or `prompt`) and `answer`; of "6 * 7 = 42\\n#### 42" the answer keeps the 42."""
-    example = with_system(example, "question")
+    example = add_system_message(example, "question")
     gold = str(example.get("answer")).rpartition("####")[2].strip()
     if not is_number(gold):
         fix = "write '42' or '... #### 42', or name the column: --columns answer=COLUMN"
-        raise ValueError(f"answer {short(example.get('answer'))} is not a number; {fix}")
+        raise ValueError(f"answer {shorten_value(example.get('answer'))} is not a number; {fix}")
     return example | {"answer": gold}
 
 
-def with_system(example: Example, question: str) -> Example:
+def add_system_message(example: Example, question: str) -> Example:
     """A checked example, whose prompt is its column `question` where it has no other, with a system message."""
     example = read_prompt({"prompt": example[question]} | example if question in example else example)
     is_alone = example.get("system") is None and isinstance(example["prompt"], str)

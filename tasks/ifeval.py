@@ -22,7 +22,7 @@ from typing import Any
 
 from flags import load_yaml
 from problems import form
-from problems.examples import Example, nearest, prompt_key
+from problems.examples import Example, prompt_key, suggest_nearest
 from problems.rewards import Reward
 from problems.workers import Pool
 from tasks import rg
@@ -37,26 +37,26 @@ PLURALS = {"s": "", "oes": "o", "xes": "x", "ies": "y", "ves": "f"}  # of topics
 
 
 @functools.cache
-def words() -> dict[str, Any]:
+def load_words() -> dict[str, Any]:
     path = DATA / "ifeval.yaml"
     return dict(load_yaml(path, str(path)))
 
 
-def draw(argument: Any, rng: random.Random, side: str) -> Any:
+def draw_argument(argument: Any, rng: random.Random, side: str) -> Any:
     """An argument of an instruction for a side, "train" or "held_out"; see the head of `data/ifeval.yaml`."""
     match argument:
         case list():
-            return [draw(one, rng, side) for one in argument]
+            return [draw_argument(one, rng, side) for one in argument]
         case {"from": low, "to": high}:
             return rng.randint(low, high)
         case {"one of": known}:
-            return rng.choice(words()[known][side] if isinstance(known, str) else known)
+            return rng.choice(load_words()[known][side] if isinstance(known, str) else known)
         case {"two of": known}:
             return rng.sample(known, 2)
     return argument
 
 
-def names_of(topic: str) -> set[str]:
+def topic_words(topic: str) -> set[str]:
     """The words that name a topic: of wolves also wolf, of the sea also seas."""
     word = topic.removeprefix("the ")
     singular = [word.removesuffix(end) + new for end, new in PLURALS.items() if word.endswith(end)]
@@ -67,17 +67,17 @@ def parse_kinds(task: str) -> tuple[str, ...]:
     """The kinds of `ifeval` or `ifeval:words,title`. Raises ValueError naming one that is unknown or comes twice."""
     _, colon, names = task.partition(":")
     kinds = tuple(name.strip() for name in names.split(",")) if colon else USUAL
-    known = words()["kinds"]
+    known = load_words()["kinds"]
     for name in kinds:
         if name not in known or kinds.count(name) > 1:
             they = f"the kinds are {', '.join(known)}"
-            raise ValueError(f"--task {task}: {name!r} is unknown or comes twice{nearest(name, known)}; {they}")
+            raise ValueError(f"--task {task}: {name!r} is unknown or comes twice{suggest_nearest(name, known)}; {they}")
     return kinds
 
 
 def make_task(name: str) -> Task:
     problems = Problems(parse_kinds(name))
-    rewards: dict[str, Reward] = {"followed": problems.followed, "on_topic": problems.on_topic}
+    rewards: dict[str, Reward] = {"followed": problems.fraction_followed, "on_topic": problems.on_topic}
     weights = {"followed": 1.0, "on_topic": 0.5}
     return Task(name, rewards, weights, problems.followed_all, held_out=problems.held_out, problems=problems)
 
@@ -99,35 +99,35 @@ class Problems:
     def _example(self, place: int, seed: str, side: str) -> Example:
         """An example of a side; kinds take turns."""
         rng, kinds = random.Random(seed), self.mix
-        first, apart = kinds[place % len(kinds)], [set(pair) for pair in words()["apart"]]
+        first, apart = kinds[place % len(kinds)], [set(pair) for pair in load_words()["apart"]]
         others = [kind for kind in kinds if kind != first and {kind, first} not in apart]
         chosen = [first, rng.choice(others)] if others and rng.random() < PAIRS else [first]
         wordings, asked = [], []
         for name in chosen:
-            kind = words()["kinds"][name]
-            arguments = {key: draw(value, rng, side) for key, value in kind.get("arguments", {}).items()}
+            kind = load_words()["kinds"][name]
+            arguments = {key: draw_argument(value, rng, side) for key, value in kind.get("arguments", {}).items()}
             wordings.append(rng.choice(kind[side]).format(**arguments))
             asked.append([kind["verifier"], arguments])
-        ask, topic = rng.choice(words()["asks"][side]), rng.choice(words()["topics"][side])
+        ask, topic = rng.choice(load_words()["asks"][side]), rng.choice(load_words()["topics"][side])
         category = first if len(chosen) == 1 else "two"
         prompt = " ".join([ask.format(topic), *wordings])
         return {"prompt": prompt, "category": category, "instructions": asked, "topic": topic}
 
-    def followed(
+    def fraction_followed(
         self, prompts: Sequence[str], completions: Sequence[str], instructions: Sequence[Any], **_: Any
     ) -> list[float]:
         """The share of its instructions that each completion follows, by the strict verifiers."""
         questions = [list(row) for row in zip(instructions, prompts, completions, strict=True)]
-        return [rg.earned(answer) for answer in self.verifiers.ask(questions)]
+        return [rg.score_value(answer) for answer in self.verifiers.answer_all(questions)]
 
     def on_topic(self, completions: Sequence[str], topic: Sequence[str], **_: Any) -> list[float]:
         """1 for a completion that names the topic that its prompt asks about, else 0."""
         words = [set(form.words_of(text)) for text in completions]
-        return [float(bool(its & names_of(one))) for its, one in zip(words, topic, strict=True)]
+        return [float(bool(its & topic_words(one))) for its, one in zip(words, topic, strict=True)]
 
     def followed_all(self, **columns: Any) -> list[float]:
         """1 for a completion that follows all of its instructions, else 0."""
-        return [float(share >= 1) for share in self.followed(**columns)]
+        return [float(share >= 1) for share in self.fraction_followed(**columns)]
 
 
 # ---- in a worker

@@ -13,7 +13,7 @@ def bundled() -> Sides:
 
 def read(example: Example) -> Example:
     """A record with `problem` (or `prompt`) and `answer`, or a `solution` whose last \\boxed{...} is the answer."""
-    example = gsm8k.with_system(example, "problem")
+    example = gsm8k.add_system_message(example, "problem")
     if example.get("answer") is None:
         example = example | {"answer": "".join(boxed(str(example.get("solution")))[-1:])}
     if not first_answer(example).strip():

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from problems.data import renames_of, tell_unread, text_columns
-from problems.examples import Example, answers_of, first_answer, nearest, prompt_text, short
+from problems.examples import Example, answers_of, first_answer, prompt_text, shorten_value, suggest_nearest
 from problems.functions import load_function
 from problems.rewards import UserReward, columns_read
 from problems.verifiers import VERIFIERS, choose, is_compared, stated_by
@@ -24,7 +24,7 @@ def has_compared(example: Example) -> bool:
     return any(map(is_compared, answers_of(example)))
 
 
-def verified(task: Task, spec: str, has_reward: bool) -> Task:
+def add_verifier(task: Task, spec: str, has_reward: bool) -> Task:
     """
     The task with the verifier of --verifier, or `auto`, as its reward `correct`, and a line on how it compares.
 
@@ -39,17 +39,17 @@ def verified(task: Task, spec: str, has_reward: bool) -> Task:
     known = list(filter(is_compared, answers))
     verifier: Any = None
     if spec not in NAMES:
-        _, fn = load_function("--verifier", spec, f"{nearest(spec, NAMES)}; or one of {', '.join(NAMES)}")
+        _, fn = load_function("--verifier", spec, f"{suggest_nearest(spec, NAMES)}; or one of {', '.join(NAMES)}")
         verifier, said = UserReward("correct", fn), [f"{len(rows)} compared by {spec}"]
     elif known:
         name, verifier = choose(spec, answers)
-        said = [f"{len(compared)} compared as {VERIFIERS[name].description}, as {short(stated_by(known[0]))}"]
+        said = [f"{len(compared)} compared as {VERIFIERS[name].description}, as {shorten_value(stated_by(known[0]))}"]
     else:
         said = ["none to compare with"]
     if prose := [example for example in rows if not has_compared(example)] if spec in NAMES else []:
-        said.append(f"{len(prose)} not compared, being prose, as {short(first_answer(prose[0]))}")
+        said.append(f"{len(prose)} not compared, being prose, as {shorten_value(first_answer(prose[0]))}")
     if several := [example for example in rows if len(answers_of(example)) > 1]:
-        said.append(f"{len(several)} rows have several, of which any is right, as {short(answers_of(several[0]))}")
+        said.append(f"{len(several)} rows have several, of which any is right, as {shorten_value(answers_of(several[0]))}")
     is_beside = bool(known) and has_reward and not asked and name == "exact"
     if is_beside:
         said.append("a metric beside your reward; --verifier exact, or FILE.py:fn of your own, makes it the accuracy")
@@ -88,16 +88,16 @@ def _stands_in_prompt(rows: Sequence[Example], name: str) -> bool:
     return all(isinstance(text, str) and text in prompt for text, prompt in texts)
 
 
-def refuse(task: Task, source: str | None) -> None:
+def refuse_unrewardable(task: Task, source: str | None) -> None:
     """ValueError for data that holds nothing to reward."""
     examples = task.train or task.held_out
     prose = next(filter(None, map(first_answer, examples)), "")
-    has = f"prose, as {short(prose)}" if prose else f"the columns {', '.join(examples[0])}"
+    has = f"prose, as {shorten_value(prose)}" if prose else f"the columns {', '.join(examples[0])}"
     fix = "name one, as --columns answer=COLUMN, or give --reward FILE.py:fn or --rubric FILE"
     raise ValueError(f"--data {source} has no answer to compare with, only {has}; {fix}")
 
 
-def told(task: Task) -> Task:
+def describe_own_task(task: Task) -> Task:
     """The task, without prompts that nothing in it can reward, and with what its user should know of it."""
     train, held_out = task.train, task.held_out
     if task.verifier in task.rewards.values() and not isinstance(task.verifier, UserReward):

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from flags import load_yaml
-from problems.examples import Example, nearest, one_line, prompt_key, short
+from problems.examples import Example, format_error, prompt_key, shorten_value, suggest_nearest
 from problems.formulas import prepare_sympy, read_formula, read_list
 from problems.rewards import Reward
 from problems.workers import Answer, Pool
@@ -107,16 +107,16 @@ def parse_mix(task: str, config: str | None) -> Mix:
     where = f"--task-config {config}"
     asked = load_yaml(config, where) if config else {}
     if not isinstance(asked, dict):
-        raise ValueError(f"{where} holds {short(asked)}, no settings; write lines like `countdown:`")
+        raise ValueError(f"{where} holds {shorten_value(asked)}, no settings; write lines like `countdown:`")
     num, system = asked.pop("held_out", 256), asked.pop("system", SYSTEM)
     if type(num) is not int or not 0 < num <= SIZE * 100:
-        raise ValueError(f"{where}: held_out is {short(num)}; it must be a number of problems, as 256")
+        raise ValueError(f"{where}: held_out is {shorten_value(num)}; it must be a number of problems, as 256")
     if not isinstance(system, str):
-        raise ValueError(f"{where}: system is {short(system)}; it must be a text")
+        raise ValueError(f"{where}: system is {shorten_value(system)}; it must be a text")
     settings = {name: asked.pop(name, None) or {} for name in weights}
     for name, own in settings.items():
         if not isinstance(own, dict) or {"seed", "size"} & own.keys():
-            raise ValueError(f"{where}: {name} is {short(own)}; it needs settings other than seed and size")
+            raise ValueError(f"{where}: {name} is {shorten_value(own)}; it needs settings other than seed and size")
     return Mix(weights, settings, num, system, unused=tuple(map(str, asked)))
 
 
@@ -153,7 +153,7 @@ class Problems:
         names = [known[bisect.bisect(ends, place * GOLDEN % 1.0 * ends[-1])] for place in places]
         questions = [(name, first + place) for name, place in zip(names, places, strict=True)]
         examples = []
-        for question, answer in zip(questions, self.makers.ask(questions), strict=True):
+        for question, answer in zip(questions, self.makers.answer_all(questions), strict=True):
             if answer.error:
                 raise ValueError(f"reasoning-gym cannot make the problem {question}: {answer.error}")
             made = dict(zip(("prompt", "answer", "entry"), answer.value, strict=True))
@@ -170,11 +170,11 @@ class Problems:
         fails or takes more than `LIMIT` seconds, or whose scorer gives anything but such a number. So does a right
         answer inside a longer one: reasoning-gym gives "-12" and "not 12" 2/3 of the reward of "12", by their lengths.
         """
-        stated = [extract(text) for text in completions]
+        stated = [extract_answer(text) for text in completions]
         asked = [row for row, text in enumerate(stated) if 0 < len(text) <= LONGEST]
-        answers = self.scorers.ask([(category[row], entry[row], stated[row]) for row in asked])
+        answers = self.scorers.answer_all([(category[row], entry[row], stated[row]) for row in asked])
         scores = [0.0] * len(completions)
-        for row, score in zip(asked, map(earned, answers), strict=True):
+        for row, score in zip(asked, map(score_value, answers), strict=True):
             scores[row] = 0.0 if score < 1 and answer[row] and str(answer[row]) in stated[row] else score
         return scores
 
@@ -183,13 +183,13 @@ class Problems:
         return [float(score >= 1) for score in self.score(**columns)]
 
 
-def earned(answer: Answer) -> float:
+def score_value(answer: Answer) -> float:
     """The share of 1 that a scorer gave; 0 where it gave anything else."""
     value = answer.value
     return float(value) if isinstance(value, (int, float)) and 0 <= value <= 1 else 0.0
 
 
-def extract(text: str) -> str:
+def extract_answer(text: str) -> str:
     """What stands in the last <answer>...</answer>, "" without one. It takes time linear in the text."""
     end = text.rfind("</answer>")
     begin = text.rfind("<answer>", 0, max(end, 0))
@@ -215,11 +215,11 @@ def make_maker(
     known = sorted(set(DATASETS) - {"composite"})
     for name in settings:
         if name not in known:
-            raise ValueError(f"--task rg:{name}: no such data set{nearest(name, known)}")
+            raise ValueError(f"--task rg:{name}: no such data set{suggest_nearest(name, known)}")
     for name in unused:
         if name not in known:
-            meant = nearest(name, [*known, "held_out", "system"])
-            raise ValueError(f"--task-config: {short(name)} is no data set and no setting{meant}")
+            meant = suggest_nearest(name, [*known, "held_out", "system"])
+            raise ValueError(f"--task-config: {shorten_value(name)} is no data set and no setting{meant}")
 
     @functools.lru_cache(maxsize=16)
     def data_set(name: str, seed: int) -> Any:
@@ -232,7 +232,7 @@ def make_maker(
         name, number = question
         _seed_globals(number)
         entry = data_set(name, number - number % SIZE)[number % SIZE]
-        return entry["question"], entry["answer"], packed(entry)
+        return entry["question"], entry["answer"], pack_entry(entry)
 
     return make
 
@@ -249,7 +249,7 @@ def make_scorer(settings: dict[str, dict[str, Any]]) -> Callable[[tuple[str, str
 
     def score(question: tuple[str, str, str]) -> float:
         name, answer = question[0], question[2]
-        entry = unpacked(question[1])
+        entry = unpack_entry(question[1])
         if name in RULES and not RULES[name](answer, entry):
             return 0.0
         return float(data_sets[name].score_answer(answer, entry))
@@ -257,7 +257,7 @@ def make_scorer(settings: dict[str, dict[str, Any]]) -> Callable[[tuple[str, str
     return score
 
 
-def packed(entry: dict[str, Any]) -> str:
+def pack_entry(entry: dict[str, Any]) -> str:
     """JSON of an entry that keeps its tuples, with which two of the scorers compare."""
 
     def marked(value: Any) -> Any:
@@ -270,7 +270,7 @@ def packed(entry: dict[str, Any]) -> str:
     return json.dumps(marked(entry))
 
 
-def unpacked(text: str) -> Any:
+def unpack_entry(text: str) -> Any:
     """An entry as it was before `packed`, but for numbers as keys, which are texts now."""
     return json.loads(text, object_hook=lambda held: tuple(held["tuple"]) if held.keys() == {"tuple"} else held)
 
@@ -299,4 +299,4 @@ def make_data_set(name: str, seed: int, settings: dict[str, Any]) -> Any:
         curriculum.set_global_level(level)
         return kind(config=curriculum.generate_configuration(given))
     except (TypeError, AssertionError, ValueError, KeyError, AttributeError) as error:
-        raise ValueError(f"--task-config: {name} does not take {short(settings)} ({one_line(error)})") from error
+        raise ValueError(f"--task-config: {name} does not take {shorten_value(settings)} ({format_error(error)})") from error

@@ -42,7 +42,7 @@ class Task(NamedTuple):
         return self._replace(rewards=self.rewards | {name: reward}, reward_weights=self.reward_weights | {name: 1.0})
 
     @property
-    def counted(self) -> dict[str, Reward]:
+    def counted_rewards(self) -> dict[str, Reward]:
         """Its rewards but those of weight 0, which are metrics."""
         return {name: reward for name, reward in self.rewards.items() if self.reward_weights[name]}
 

@@ -197,7 +197,8 @@ def peak_of(compute: Callable[[], Any]) -> int:
 def checked_line(line: str, pattern: str) -> str:
     """A line with which a command refuses what it was given, which must match a pattern."""
     lines = line.splitlines(keepends=True)
-    line = "".join(part for part in lines if not part.startswith("... "))  # a busy machine's signs of life
+    # a busy machine's signs of life, and what a run warned of before
+    line = "".join(part for part in lines if not part.startswith(("... ", "WARNING after step")))
     assert line.startswith("error: ") and line.endswith("\n") and line.count("\n") == 1, line
     assert "Traceback" not in line and len(line) < 1000, line
     assert re.search(pattern, line), line
@@ -225,7 +226,7 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
 def whole_prompts(builder: Any, prompt: str, completion: str) -> list[list[int]]:
     """The judge's prompts for one completion, one a criterion, as nothing shares them."""
-    shared = builder.head + builder.question(prompt) + builder.untrusted(completion)
+    shared = builder.head + builder.encode_question(prompt) + builder.encode_untrusted(completion)
     return [shared + tail for tail in builder.tails]
 
 

@@ -18,9 +18,10 @@ import update
 from problems import chat_template
 from run import GrpoRun
 from settings import sources
-from settings.sources import given, parse
-from step.batch import Batch, cut
-from step.sample import asked, written
+from settings.sources import given_settings, parse_flags
+from step.batch import Batch, make_batches
+from step.generation import rollout_fields
+from step.sample import new_samples
 from tasks import demo
 from tasks.draws import epoch_indices
 
@@ -33,7 +34,7 @@ def encode_prompts_once(tokenizer, examples, **how):
     examples = list(examples)
     told = [(one["prompt"], one.get("system"), one.get("chat_template_kwargs")) for one in examples]
     what = (tokenizer.name_or_path, tokenizer.chat_template, len(tokenizer), told, how["thinking"])
-    key = chat_template.chat_ids, repr(what)
+    key = chat_template.encode_chat, repr(what)
     longest = max(map(len, RENDERED.get(key, ())), default=0)
     if key not in RENDERED or longest + how["max_tokens"] > how["context"]:  # which it refuses
         RENDERED[key] = encode_prompts(tokenizer, examples, **how)
@@ -50,13 +51,13 @@ SMALL = ["--model", "demo", "--batch", "3", "--groups", "4", "--max-tokens", "12
 
 
 def make_config(*flags):
-    args = parse([*SMALL, *flags])
-    return resolve(given(args), args.config, args.resume)[0]
+    args = parse_flags([*SMALL, *flags])
+    return resolve(given_settings(args), args.config, args.resume)[0]
 
 
 def resolve(flags, recipe=None, resume=None):
     """Settings and the line about the model, as `train.py` finds them."""
-    return sources.resolve(flags, recipe, resume, gwen.choose_model)
+    return sources.resolve_settings(flags, recipe, resume, gwen.choose_model)
 
 
 def make_run(tmp_path, *flags):
@@ -74,13 +75,13 @@ def sample(run, advantages=None, key=1):
     indices = epoch_indices(len(run.task.train), config.sampling.batch, 0, 0)
     examples, prompts = ([held[index] for index in indices] for held in (run.task.train, run.prompt_ids))
     rollout = sampler.rollout(run.model, prompts, run.sampling, group_size=config.sampling.groups, key=key)
-    texts = sampler.texts(run.tokenizer, rollout, run.model.config.eos_ids)
+    texts = sampler.decode_texts(run.tokenizer, rollout, run.model.config.eos_ids)
     return advanced(of_rollout(prompts, rollout, examples, texts), ADVANTAGES if advantages is None else advantages)
 
 
 def of_rollout(prompts, rollout, examples=None, texts=None):
     size = len(rollout.finish_reasons) // len(prompts)
-    found = zip(asked(examples or [{}] * len(prompts), prompts, size), written(rollout, texts), strict=True)
+    found = zip(new_samples(examples or [{}] * len(prompts), prompts, size), rollout_fields(rollout, texts), strict=True)
     return [one._replace(**its) for one, its in found]
 
 
@@ -126,9 +127,9 @@ def update_once(run, budget=100_000, advantages=None):
     if advantages is None:
         shape = run.config.sampling.batch, run.config.sampling.groups
         advantages = grpo.group_advantages(np.random.default_rng(3).normal(size=shape))
-    batches = cut(sample(run, advantages), budget, "off")
-    batches = update.with_reference(run.learner, batches) if run.config.objective.beta else batches
-    result = update.update(run.learner, batches, update.learning_rate(run.config, run.step))
+    batches = make_batches(sample(run, advantages), budget, "off")
+    batches = update.add_reference_logprobs(run.learner, batches) if run.config.objective.beta else batches
+    result = update.run_optimizer_steps(run.learner, batches, update.learning_rate(run.config, run.step))
     run.end_step()
     return result
 
@@ -152,5 +153,5 @@ class Recorder:
 def gradient_of_update(run, batches):
     """The result of an update that changes nothing, and the gradient it would have taken."""
     run.learner.optimizer = Recorder()
-    result = update.update(run.learner, batches, 1e-3)
+    result = update.run_optimizer_steps(run.learner, batches, 1e-3)
     return result, run.learner.optimizer.grads[-1]

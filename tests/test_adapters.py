@@ -38,7 +38,7 @@ def exported(tiny_model, tmp_path):
 
 def test_an_adapter_comes_back_from_the_other_layout_to_the_bit(exported):
     _, root = exported
-    ours, theirs = adapters.read(root / "ours"), adapters.read(root / "peft")
+    ours, theirs = adapters.read_adapter(root / "ours"), adapters.read_adapter(root / "peft")
     assert ours.pairs.keys() == theirs.pairs.keys() and ours[:2] == theirs[:2]
     for name, pair in ours.pairs.items():
         for one, other in zip(pair, theirs.pairs[name], strict=True):
@@ -56,7 +56,7 @@ def test_the_exported_numbers_are_those_of_the_formula(exported):
     x = np.random.default_rng(0).normal(size=(3, low.shape[1]))
     expected = x @ np.array(layer.linear.weight, np.float64).T + config["lora_alpha"] / config["r"] * x @ low.T @ high.T
     np.testing.assert_allclose(np.array(layer(mx.array(x.astype(np.float32)))), expected, atol=1e-5)
-    assert config["target_modules"] == sorted(adapters.read(root / "ours").pairs)
+    assert config["target_modules"] == sorted(adapters.read_adapter(root / "ours").pairs)
 
 
 @pytest.mark.parametrize(
@@ -77,14 +77,14 @@ def test_what_peft_can_and_this_model_cannot_is_refused_by_name(exported, change
     path = root / "peft" / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changed))
     with pytest.raises(ValueError, match=said):
-        adapters.read(root / "peft")
+        adapters.read_adapter(root / "peft")
 
 
 def test_the_scale_of_rank_stabilized_adapters_is_alpha_over_the_root_of_the_rank(exported):
     _, root = exported
     config = json.loads((root / "peft" / "adapter_config.json").read_text())
     change(root / "peft", "peft", {"use_rslora": True})
-    assert adapters.read(root / "peft").scale == pytest.approx(config["lora_alpha"] / config["r"] ** 0.5)
+    assert adapters.read_adapter(root / "peft").scale == pytest.approx(config["lora_alpha"] / config["r"] ** 0.5)
 
 
 ODD = [0, -1, 10**9, 10**400, float("nan"), float("inf"), "2", None, [2]]
@@ -99,7 +99,7 @@ def test_ranks_and_scales_that_no_adapter_has_are_refused_in_a_line(exported, la
         for value in [*ODD, 3 if name in ("r", "rank") else 1e-9]:  # a rank that the tensors do not have
             (directory / "adapter_config.json").write_text(before)
             change(directory, layout, {name: value})
-            said = message_of(adapters.read, directory)
+            said = message_of(adapters.read_adapter, directory)
             assert "; they must make" in said or "has no two matrices of" in said, value
 
 
@@ -111,7 +111,7 @@ def test_an_adapter_without_tensors_or_with_infinite_ones_is_refused(exported, l
     mx.eval(infinite)
     for tensors, said in (({}, "holds no tensors"), (infinite, "has values that are not finite")):
         change(directory, layout, tensors=tensors)
-        assert said in message_of(adapters.read, directory)
+        assert said in message_of(adapters.read_adapter, directory)
 
 
 def test_a_model_trained_whole_has_no_adapter_to_export(tiny_model, tmp_path, refused):
@@ -159,7 +159,7 @@ def test_an_adapter_of_another_base_is_told_with_both_names(tmp_path, capsys, ba
         (tmp_path / layout).mkdir()
         config = {key: base} | ({"peft_type": "LORA"} if layout == "peft" else {})
         (tmp_path / layout / "adapter_config.json").write_text(json.dumps(config))
-        gwen.tell_other_base(tmp_path / layout, model, "--init-adapter")
+        gwen.warn_of_other_base(tmp_path / layout, model, "--init-adapter")
         told = capsys.readouterr().err
         if is_other:
             assert told.count("\n") == 1 and base in told and model in told and "--init-adapter" in told

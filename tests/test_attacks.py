@@ -24,8 +24,8 @@ def test_no_attack_is_a_right_answer_to_the_reader_of_formulas():
     pool = Pool("problems.equality:make_math_checker", (), num=1, limit=0.2, sealed=True)
     asked = [verifiers._same_formula((r"\{7,8\}", r"2\sqrt{3}")[place % 2], text) for place, text in enumerate(ANSWERS)]
     pairs = [pair for pair in asked if isinstance(pair, tuple)]
-    told = pool.ask(pairs)
-    assert pool.ask([("f(1)+2", "2+f(1)")])[0].value is True, "a function of the formula's own is no attack"
+    told = pool.answer_all(pairs)
+    assert pool.answer_all([("f(1)+2", "2+f(1)")])[0].value is True, "a function of the formula's own is no attack"
     pool.close()
     assert len(pairs) > 200 and True not in asked and not os.path.exists(PLANTED)
     assert not [pair for pair, answer in zip(pairs, told, strict=True) if answer.value is True]
@@ -49,7 +49,7 @@ def inside():
         patch.setenv("JUDGE_API_KEY", KEY)
         sources = {code: code for codes in INSIDE.values() for code in codes}
         pool = Pool("attacks:answerer", ("", sources, PLANTED), num=1, limit=0.2, sealed=True)
-        yield lambda *deeds: pool.ask([*deeds, ("double", 3)])
+        yield lambda *deeds: pool.answer_all([*deeds, ("double", 3)])
         pool.close()
 
 

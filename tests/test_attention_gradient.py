@@ -40,7 +40,7 @@ def biased_model(key_bias: float) -> gwen.Model:
             weights[name][4 * 64 : 6 * 64] = rng.normal(0, key_bias, 2 * 64)
     model.load_weights([(name, mx.array(array.astype(np.float32))) for name, array in weights.items()])
     lora.apply(model, 8, 2.0)
-    for _, layer in lora.layers(model):
+    for _, layer in lora.adapted_layers(model):
         layer.lora_b = mx.array(rng.normal(0, 0.01, layer.lora_b.shape).astype(np.float32))
     return model
 
@@ -122,7 +122,7 @@ def test_the_gradient_by_blocks_is_that_of_the_expression(mask, length, num_keys
 
     expected = mx.grad(loss(attention.attention_ref), argnums=(0, 1, 2))(queries, keys, values)
     monkeypatch.setattr(attention, "is_fused", lambda _: True)
-    monkeypatch.setattr(attention, "queries_at_once", lambda *_: at_once)
+    monkeypatch.setattr(attention, "choose_query_chunk", lambda *_: at_once)
     found = mx.grad(loss(attention.attention), argnums=(0, 1, 2))(queries, keys, values)
     for ours, theirs in zip(found, expected, strict=True):
         assert relative_error(ours, theirs) < 1e-5

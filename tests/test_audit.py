@@ -45,7 +45,7 @@ def test_the_rewards_of_the_pages_pass_the_audit_on_text_and_on_chat(tmp_path, p
 @pytest.mark.parametrize("task", ["demo", "math"])
 def test_no_cheat_is_paid_by_a_bundled_verifier(task):
     verifier = sums.correct if task == "demo" else verifiers.math_correct
-    examples = tasks.load("demo").held_out if task == "demo" else PRODUCTS
+    examples = tasks.load_task("demo").held_out if task == "demo" else PRODUCTS
     found = audit.audit("correct", verifier, examples)
     said_more = {"after its work", "explained afterwards", "boxed working before"}  # to the demo all must be true
     missed = said_more if task == "demo" else set()
@@ -56,7 +56,7 @@ def test_no_cheat_is_paid_by_a_bundled_verifier(task):
 def test_no_cheat_is_paid_where_reasoning_gym_pays_for_parts(tmp_path):
     (tmp_path / "few.yaml").write_text("held_out: 6")
     flags = {"task": "rg:chain_sum", "model": "demo", "task_config": f"{tmp_path}/few.yaml"}
-    task = tasks.make(preflight.resolve(flags, None, None, gwen.choose_model)[0])
+    task = tasks.make_task(preflight.resolve_settings(flags, None, None, gwen.choose_model)[0])
     found = audit.audit("correct", task.rewards["correct"], task.held_out)
     assert found.form == "<answer>%s</answer>" and all(line.is_honest for line in found.surprises)
     row = {name: [task.held_out[0][name]] for name in ("answer", "category", "entry")}
@@ -128,7 +128,7 @@ def test_a_reward_that_takes_one_form_is_audited_in_it(tmp_path, form):
     assert found.form == form or (form == "%s" and found.form == "#### %s")  # whose end is the answer alone
     own = {line.name: line for line in found.lines}
     assert own["right"].num_paid == 3 and own["wrong"].num_paid == 0 == own["very long, an order"].num_paid
-    told = audit.surprise(found)  # the form that is asked for, where a sentence is none
+    told = audit.describe_surprise(found)  # the form that is asked for, where a sentence is none
     assert ("it pays answers of the form" in told) == (form != audit.SENTENCE)
     assert form == audit.SENTENCE or repr(found.form % PRODUCTS[0]["answer"]) in told
 
@@ -166,7 +166,7 @@ def test_the_text_of_a_surprise_is_one_that_is_paid_and_a_gate_is_counted(tmp_pa
     assert {line.name: line.text for line in found.surprises}["the prompt"] == "Only some jam."
     gated = audit.audit(*rewards.load_reward(f"{tmp_path}/mine.py:score"), examples, "form")
     paid = [{line.name: line.num_paid for line in one.lines}["the answer alone"] for one in (found, gated)]
-    assert paid == [2, 0] and "through --reward-gate form: " in next(audit.table(gated))
+    assert paid == [2, 0] and "through --reward-gate form: " in next(audit.audit_table(gated))
 
 
 def test_what_earns_a_fifth_of_the_best_paid_right_form_is_not_paid(tmp_path):
@@ -223,8 +223,8 @@ def test_a_reward_without_any_number_for_a_step_ends_it_unless_each_row_has_anot
     both = dict(rewards.load_reward(f"{tmp_path}/mine.py:{name}") for name in ("some", "others"))
     asked = [PRODUCTS[:2], ["b", "c"], {}]
     assert rewards.call_rewards(both, *asked)[0]["others"] == [2, 2]
-    earned = {name: tasks.earned_in(type(name, (), {})) for name in ("Door", "Well")}  # of two environments
+    earned = {name: tasks.environment_reward(type(name, (), {})) for name in ("Door", "Well")}  # of two environments
     assert rewards.call_rewards(earned, *asked[:2], {"earned": [("Well", 2.0)] * 2})[0]["Well"] == [2, 2]
-    alone = {"some": both["some"], "length": built_in.make("length:9")}
+    alone = {"some": both["some"], "length": built_in.make_built_in("length:9")}
     asked[2] = {"num_tokens": [1, 1]}
     assert "reward some gave no number for any of 2 completions" in message_of(rewards.call_rewards, alone, *asked)

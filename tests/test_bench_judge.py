@@ -47,11 +47,11 @@ def test_engines_agree_to_the_letter_and_report_what_they_did(capsys):
 def test_an_engine_that_replies_something_else_is_seen_to_disagree():
     unread = Evaluation(np.nan, 0.0, "x")
     one, other = [Evaluation(1.0, 1.0, "1"), unread], [Evaluation(2.0, 1.0, "2"), unread]
-    assert judging.agreement(one, other) == {"scores": 0.5, "replies": 0.5}
-    assert judging.agreement(one, one) == {"scores": 1.0, "replies": 1.0}
+    assert judging.score_agreement(one, other) == {"scores": 0.5, "replies": 0.5}
+    assert judging.score_agreement(one, one) == {"scores": 1.0, "replies": 1.0}
 
 
 def test_ids_that_the_tokenizer_has_no_text_for_are_shown_apart():
-    shown = judging.legible(DEMO)
+    shown = judging.make_legible(DEMO)
     assert shown.decode([5000, 6000]) == "<5000><6000>" != shown.decode([6000, 5000])
     assert shown.decode(DEMO.encode("one two")) == DEMO.decode(DEMO.encode("one two")) == "one two"

@@ -102,13 +102,13 @@ def test_engines_take_turns_and_a_peak_is_an_engine_s_own_with_the_weights_once(
     samples = rollout.measure({"a": fake("a"), "b": fake("b")}, WORK, warmup=1, runs=2)
     assert order == ["a", "b", "b", "a", "a", "b"]
     assert [sample.run.seconds for sample in samples["a"]] == [5.0, 6.0]
-    entry = rollout.summary(samples["a"], model)
+    entry = rollout.summarize(samples["a"], model)
     assert (entry["mean_ms"], entry["prefill_ms"], entry["tokens"]) == (5500.0, 1000.0, 2 * sum(WORK.limits))
     weights = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
     assert entry["peak_mb"] == pytest.approx(20 + weights / 1e6, rel=0.01)
     with pytest.raises(AssertionError, match="lazy made"):
         rollout.measure({"lazy": lambda work: made([[1]] * 6)}, WORK, warmup=0, runs=1)
-    assert list(map(harness.verdict, (1.141, 0.999, 0.904))) == ["1.14x faster", "1.00x faster", "0.90x slower"]
+    assert list(map(harness.describe_ratio, (1.141, 0.999, 0.904))) == ["1.14x faster", "1.00x faster", "0.90x slower"]
 
 
 # ---- the work

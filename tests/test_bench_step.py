@@ -28,7 +28,7 @@ def test_ours_reports_seconds_tokens_and_peak(capsys):
 
 def entrant(engine):
     """Skipped without its packages, which uv puts in front of ours."""
-    command = shlex.join(step.command_of(engine)).partition(" python")[0]
+    command = shlex.join(step.engine_command(engine)).partition(" python")[0]
     reason = f"a rival in benchmarks: {command} pytest"
     return pytest.param(engine, marks=pytest.mark.skipif(not find_spec(engine), reason=reason))
 
@@ -54,7 +54,7 @@ def test_medians_are_taken_over_all_processes_and_ours_compared_with_each(capsys
     args = step.parse(["--batch", "5", "--groups", "2", "--max-tokens", "1"])
     taken = [("ours", 2.0, 5.0), ("ours", 4.0, 5.0), ("ours", 9.0, 9.0), ("trl", 8.0, 18.0)]
     names = ("engine", "step_s", "cpu_s", "peak_mb")
-    step.report(args, [dict(zip(names, (name, s, 3 * s, peak), strict=True)) for name, s, peak in taken])
+    step.print_report(args, [dict(zip(names, (name, s, 3 * s, peak), strict=True)) for name, s, peak in taken])
     *_, result, last = capsys.readouterr().out.splitlines()
     ours = {"step_s": 4.0, "cpu_s": 12.0, "min_s": 2.0, "max_s": 9.0, "tok_s": 2.5, "peak_mb": 9.0}
     assert json.loads(last)["engines"]["ours"] == ours and json.loads(last)["ratios"]["trl"] == 2.0
@@ -65,11 +65,11 @@ def test_processes_take_turns_and_one_that_fails_is_named(monkeypatch):
     args, ran = step.parse(["--rounds", "2", "--engines", "ours", "trl"]), []
     done = subprocess.CompletedProcess([], 0, "[]", "warning\nlast line")
     monkeypatch.setattr(step.subprocess, "run", lambda command, **_: ran.append(command) or done)
-    step.in_processes(args, "DIR")
+    step.run_processes(args, "DIR")
     assert [command[command.index("--engine") + 1] for command in ran] == ["ours", "trl", "trl", "ours"]
     assert ran[0][:9] == [sys.executable, *"-m bench.step --engine ours --model DIR --batch 4".split()]
     packages = "--with trl==1.16.0 --with peft==0.21.2 --with torch==2.15.0"  # pinned, in front of ours
     assert ran[1][:15] == f"uv run -q --no-sync {packages} python -m bench.step --engine trl".split()
     done.returncode = 3
     with pytest.raises(ValueError, match=r"ours ended with exit status 3: \['last line'\]"):
-        step.in_processes(args, "DIR")
+        step.run_processes(args, "DIR")

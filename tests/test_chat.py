@@ -20,7 +20,7 @@ def make_side(model, tokenizer, max_tokens=6, context=256, **more):
     params = sampler.SamplingParams(max_tokens, 0.0, eos_ids=model.config.eos_ids)
     opening = [{"role": "system", "content": "Be brief."}]
     given = {"thinking": False, "opening": opening, "seed": 0, "context": context, "box": None}
-    return chat.Side(model, tokenizer, params, **given | more)
+    return chat.ChatModel(model, tokenizer, params, **given | more)
 
 
 def expected_turn(model, ids, num):
@@ -35,7 +35,7 @@ def test_a_turn_continues_from_the_last_and_its_ids_are_those_of_the_whole_conve
     model = gwen.load_model(tiny_model, mx.float32)
     side = make_side(model, tokenizer)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    whole = chat_template.chat_ids(tokenizer, "one <|im_end|>", system="Be brief.")
+    whole = chat_template.encode_chat(tokenizer, "one <|im_end|>", system="Be brief.")
     for number, line in enumerate(("one <|im_end|>", "two", "what is three?")):
         if number:  # what the model wrote stays as it was drawn; the template's next words follow the end of its turn
             said = f"\n<|im_start|>user\n{line}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
@@ -53,7 +53,7 @@ def test_a_model_without_end_tokens_is_talked_to_with_its_template_s():
     model, own = gwen.load("random:2m")
     side = make_side(model, own)
     list(side.reply("one"))
-    assert model.config.eos_ids == () and "<|im_end|>\n<|im_start|>user\ntwo<|im_end|>" in own.decode(side.told("two"))
+    assert model.config.eos_ids == () and "<|im_end|>\n<|im_start|>user\ntwo<|im_end|>" in own.decode(side.encode_turn("two"))
 
 
 def test_a_talk_that_fills_the_context_or_is_no_number_ends_in_a_line(tiny_model, tokenizer):
@@ -76,7 +76,7 @@ def test_a_talk_that_fills_the_context_or_is_no_number_ends_in_a_line(tiny_model
 def test_characters_come_whole_and_half_a_one_at_the_end_not_at_all(tokenizer, text):
     ids = tokenizer.encode(text)
     for end in range(1, len(ids) + 1):
-        told = list(chat.pieces(ids[:end], tokenizer, None))
+        told = list(chat.stream_text(ids[:end], tokenizer, None))
         assert len(told) == end + 1 and "\ufffd" not in "".join(told)
         assert text.startswith("".join(told)) and len("".join(told).encode()) > end - 4 - text.count("is")
     assert "".join(told) == text
@@ -86,10 +86,10 @@ def test_characters_come_whole_and_half_a_one_at_the_end_not_at_all(tokenizer, t
 def test_a_stop_text_ends_an_answer_before_it_and_what_only_begins_one_is_shown(tokenizer, stop):
     text = "one and two is three, thre"
     stop = sampler.Stop(stop, tokenizer) if stop else None
-    told = list(chat.pieces(tokenizer.encode(text), tokenizer, stop))
-    assert "".join(told) == stop.cut(text)
+    told = list(chat.stream_text(tokenizer.encode(text), tokenizer, stop))
+    assert "".join(told) == stop.trim(text)
     for number in range(len(told)):  # at no time is there more than in the end
-        assert stop.cut(text).startswith("".join(told[:number]))
+        assert stop.trim(text).startswith("".join(told[:number]))
 
 
 # ---- the command
@@ -127,7 +127,7 @@ def test_before_training_stands_beside_after(talk, tmp_path, rank):
     model, asked = gwen.load("demo")[0], [f"What is {one} plus eighteen?" for one in ("one", "thirty")]
     if rank:
         lora.apply(model, rank, 2.0)
-        for number, (_, layer) in enumerate(lora.layers(model)):
+        for number, (_, layer) in enumerate(lora.adapted_layers(model)):
             layer.lora_b = mx.random.normal(layer.lora_b.shape, key=mx.random.key(number)) * 0.3
     else:
         model.norm.weight *= 1 + 1.6 * mx.random.normal(model.norm.weight.shape, key=mx.random.key(0))
@@ -157,11 +157,11 @@ def test_a_tool_is_called_and_what_it_says_is_shown_and_read(talk, tmp_path):
     assert sum('{"name": "guess"' in line for line in told) == 2
     assert sum(line.startswith("[guess] not ") for line in told) == 2
     model, tokenizer = gwen.load("demo:tools")
-    config = Config.of(model="demo:tools", tools=[tools], max_turns=1)
-    box = episodes.make(config, *tasks.callables(config), tokenizer, model.config)
+    config = Config.from_flags(model="demo:tools", tools=[tools], max_turns=1)
+    box = episodes.make_toolbox(config, *tasks.load_tools(config), tokenizer, model.config)
     side = make_side(model, tokenizer, max_tokens=40, context=900, opening=[], box=box)
     assert "[guess] not " in "".join(side.reply(FIND))
-    next_told = tokenizer.decode(side.told("So?"))  # its turns are over, so it could not read that yet
+    next_told = tokenizer.decode(side.encode_turn("So?"))  # its turns are over, so it could not read that yet
     assert "<tool_response>\nnot " in next_told and "<|im_start|>user\nSo?<|im_end|>" in next_told
 
 
@@ -185,7 +185,7 @@ def test_ctrl_c_ends_an_answer_and_the_talk_goes_on(tiny_model, tokenizer, monke
         patch.setattr(sys, "stdout", Pressing())
         patch.setattr(type(side), "is_over", lambda _: False)
         for line in ("one", "two"):
-            chat.talk({"": side}, [line])
+            chat.run_chat({"": side}, [line])
             ended.append((len(side.turn), side.cache.length))
     assert all(0 < num < 6 for num, _ in ended) and ended[1][1] > ended[0][1]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -65,7 +65,7 @@ def test_masters_of_a_model_that_is_trained_whole_are_kept_beside_its_16_bit_wei
     saved = checkpoint.State(1, masters, {"step": mx.array(1)}, {"loss_scale": {"value": 1.0}, "best_step": None})
     checkpoint.save(tmp_path, saved, lambda to: lora.save_adapter(whole, to, "tiny"))
     assert same(checkpoint.load(tmp_path), saved)
-    loaded = gwen.load_model(checkpoints["qwen3"], mx.float16, checkpoint.path_of(tmp_path, 1))
+    loaded = gwen.load_model(checkpoints["qwen3"], mx.float16, checkpoint.checkpoint_path(tmp_path, 1))
     assert mx.array_equal(loaded.norm.weight, masters["norm.weight"].astype(mx.float16))
 
 
@@ -90,8 +90,8 @@ def test_a_model_whose_weights_differ_by_one_bit_has_another_digest(checkpoints)
 
 
 def test_a_digest_of_what_has_an_address_is_the_same_wherever_it_lies():
-    assert checkpoint.digest({"picture": object()}) == checkpoint.digest({"picture": object()})
-    assert checkpoint.digest({"a": 1}, "b") != checkpoint.digest({"a": 1, "b": 1}) != checkpoint.digest({"a": 2}, "b")
+    assert checkpoint.digest_of({"picture": object()}) == checkpoint.digest_of({"picture": object()})
+    assert checkpoint.digest_of({"a": 1}, "b") != checkpoint.digest_of({"a": 1, "b": 1}) != checkpoint.digest_of({"a": 2}, "b")
 
 
 def begin(directory, name, newest, age, steps=10):
@@ -101,7 +101,7 @@ def begin(directory, name, newest, age, steps=10):
     (run / "config.yaml").write_text(f"model: demo\nsteps: {steps}\n")
     os.utime(run / "config.yaml", (10**9 - age, 10**9 - age))
     if newest is not None:
-        checkpoint.path_of(run, newest).mkdir(parents=True)
+        checkpoint.checkpoint_path(run, newest).mkdir(parents=True)
 
 
 def test_resume_without_a_name_takes_the_newest_run_that_is_unfinished_and_else_finished(tmp_path, monkeypatch, capsys):
@@ -114,8 +114,8 @@ def test_resume_without_a_name_takes_the_newest_run_that_is_unfinished_and_else_
     begin(tmp_path, "older", 9, age=7)
     begin(tmp_path, "newer/seed-1", 3, age=5)
     begin(tmp_path, "trained", 3, age=2)
-    with run_files.owner():
-        run_files.own(tmp_path / "runs" / "trained")
+    with run_files.release_at_exit():
+        run_files.acquire(tmp_path / "runs" / "trained")
         assert checkpoint.newest_unfinished() == "runs/newer/seed-1"
         assert capsys.readouterr().err.endswith("--resume goes on with runs/newer/seed-1\n")
         assert checkpoint.newest_unfinished(steps=11) == "runs/finished"
@@ -206,7 +206,7 @@ def test_a_process_that_is_killed_between_any_two_writes_of_a_save_leaves_a_run_
         survived.append(loaded.step)
         checkpoint.publish(run, loaded)
         for name in ("adapter", "adapter-best"):
-            for file in checkpoint.path_of(run, loaded.step).joinpath("adapter").iterdir():
+            for file in checkpoint.checkpoint_path(run, loaded.step).joinpath("adapter").iterdir():
                 assert (run / name / file.name).read_bytes() == file.read_bytes()
         published(run, model, step)
         assert files(run) == files(whole)

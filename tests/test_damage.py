@@ -50,7 +50,7 @@ def whole(tmp_path_factory):
 @pytest.fixture(scope="module")
 def go_on(whole):
     """As `resume` below, but without steps and with one model; adds what was restored."""
-    made = train.GrpoRun(sources.resolve({}, None, str(whole), gwen.choose_model)[0], whole)
+    made = train.GrpoRun(sources.resolve_settings({}, None, str(whole), gwen.choose_model)[0], whole)
     states = []
 
     def make(config, path):
@@ -61,12 +61,12 @@ def go_on(whole):
         state = run.state()
         extra = {name: value for name, value in state.extra.items() if name != "settings"}  # some may change
         arrays = (sorted((name, str(array.dtype), array.tolist()) for name, array in its.items()) for its in state[1:3])
-        states.append([state.step, extra, checkpoint.digest(*arrays)])
+        states.append([state.step, extra, checkpoint.digest_of(*arrays)])
         return iter(())
 
     def go_on(run):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(versions, "environment", lambda _: {})  # it asks git
+            patch.setattr(versions, "describe_environment", lambda _: {})  # it asks git
             patch.setattr(train.Trainer, "make", staticmethod(make))
             patch.setattr(train.Trainer, "loop", staticmethod(look))
             return *resume(run), states[-1] if states else None
@@ -80,7 +80,7 @@ def undamaged(whole, go_on, tmp_path_factory):
     expected = {}
     for step in range(1, STEPS + 1):
         run = shutil.copytree(whole, tmp_path_factory.mktemp("undamaged") / "run")
-        for later in checkpoint.saved(run)[step:]:
+        for later in checkpoint.saved_checkpoints(run)[step:]:
             shutil.rmtree(later)
         status, said, state = go_on(run)
         assert (status, said) == (0, "")
@@ -153,7 +153,7 @@ def swap(one, two):
 
 
 def each_checkpoint(run):
-    for path in checkpoint.saved(run):
+    for path in checkpoint.saved_checkpoints(run):
         edit("state.safetensors", flip)(path)
 
 

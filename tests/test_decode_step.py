@@ -15,7 +15,7 @@ from machine import cpu, gpu
 def model(checkpoints, request):
     model = gwen.load_model(checkpoints[request.param], mx.float32)
     lora.apply(model, 4, 2.0)
-    for number, (_, layer) in enumerate(lora.layers(model)):
+    for number, (_, layer) in enumerate(lora.adapted_layers(model)):
         layer.lora_b = mx.random.normal(layer.lora_b.shape, key=mx.random.key(number)) * 0.1
     return model
 
@@ -37,10 +37,10 @@ def test_a_compiled_step_gives_what_the_model_gives_whatever_slots_go(model, sha
     for number in range(4):
         for cache in (ours, theirs):
             if number == 2:
-                cache.keep([0, 2])
+                cache.select_slots([0, 2])
             if number == 3:  # then slots differ
                 cache.assign(cache.prompt_of, [1])
-            cache.aim()
+            cache.plan_writes()
         tokens = tokens[[0, 2]] if number == 2 else tokens
         ids = mx.array(tokens + number)
         found, expected = step(ids, ours), model.hidden(ids, theirs)

@@ -52,7 +52,7 @@ def by_hand(queries, keys, values, decay, beta, memory):
 def test_both_forms_are_the_definition_also_where_a_token_repeats(length, repeats):
     given = drawn(length, repeats)
     expected = by_hand(*(np.array(one) for one in given))
-    for form in (delta.recurrence, delta.chunked):
+    for form in (delta.recurrence, delta.chunked_recurrence):
         for ours, theirs in zip(form(*given), expected, strict=True):
             assert np.abs(np.array(ours) - theirs).max() < 1e-9 * np.abs(theirs).max()
 
@@ -62,7 +62,7 @@ def test_the_chunked_form_in_float32_is_within_a_millionth_per_token_of_the_defi
     given = drawn(200, repeats)
     expected = delta.recurrence(*given)
     rounded = [one.astype(mx.float32) for one in given]
-    for ours, theirs in zip(delta.chunked(*rounded), expected, strict=True):
+    for ours, theirs in zip(delta.chunked_recurrence(*rounded), expected, strict=True):
         assert mx.abs(ours.astype(mx.float64) - theirs).max().item() < 1e-5 * mx.abs(theirs).max().item()
 
 
@@ -77,22 +77,22 @@ def test_the_gradient_by_each_input_and_the_first_memory_is_that_of_the_definiti
 
         return mx.grad(of, argnums=list(range(6)))(*given)
 
-    for name, ours, theirs in zip(NAMES, loss(delta.chunked), loss(delta.recurrence), strict=True):
+    for name, ours, theirs in zip(NAMES, loss(delta.chunked_recurrence), loss(delta.recurrence), strict=True):
         assert mx.abs(ours - theirs).max().item() < 1e-9 * mx.abs(theirs).max().item(), name
 
 
 def test_padding_leaves_the_memory_as_it_is():
     given = drawn(70, False)
     padded = [mx.pad(one, [(0, 0), (5, 20), *[(0, 0)] * (one.ndim - 2)]) for one in given[:5]]
-    out, memory = delta.chunked(*given)
-    wider, same = delta.chunked(*padded, given[5])
+    out, memory = delta.chunked_recurrence(*given)
+    wider, same = delta.chunked_recurrence(*padded, given[5])
     assert mx.allclose(wider[:, 5:75], out, atol=1e-12) and mx.allclose(same, memory, atol=1e-12)
 
 
 @pytest.mark.parametrize("size", [8, 16, 32, 64])
 def test_the_inverse_is_exact_in_float32_where_all_tokens_are_alike(size):
     lower = mx.tri(size, k=-1)[None] * 0.999
-    ours, exact = np.array(delta.inverse(lower))[0], np.linalg.inv(np.eye(size) + np.array(lower, np.float64)[0])
+    ours, exact = np.array(delta.invert_unit_triangular(lower))[0], np.linalg.inv(np.eye(size) + np.array(lower, np.float64)[0])
     assert np.abs(ours - exact).max() < 1e-5
 
 

@@ -16,7 +16,7 @@ READ = read_log(Path(__file__).parent / "sums.jsonl")  # answer, whether its las
 
 @pytest.mark.parametrize(("answer", "ends_right", "right"), READ, ids=lambda value: repr(value)[:60])
 def test_the_audits_reader_and_the_verifier_agree_though_they_share_no_code(answer, ends_right, right):
-    reading = audit.read(ASKED, answer)
+    reading = audit.read_answer(ASKED, answer)
     assert (reading.ends_right, reading.right) == (ends_right, right)
     assert sums.correct([ASKED], [answer], ["forty-two"]) == [right]
 
@@ -30,15 +30,15 @@ def test_the_audits_reader_forgives_a_stammer_and_the_verifier_other_words_for_p
         ("Twenty-seven plus fifteen is is forty-two.", True, 0),
         ("So 27 and fifteen more makes **42**!", False, 1),
     ):
-        assert audit.read(ASKED, answer).right == audited
+        assert audit.read_answer(ASKED, answer).right == audited
         assert sums.correct([ASKED], [answer], ["forty-two"]) == [verified]
 
 
 def test_of_recorded_answers_the_audit_calls_those_right_that_the_verifier_does():
     for prompt, answer, scores in read_log(Path(__file__).parent / "judged_answers.jsonl"):
         right = number_words(sum(numbers_in(prompt)))
-        assert audit.read(prompt, answer).right == bool(sums.correct([prompt], [answer], [right])[0])
-        assert audit.read(prompt, answer).right == (scores[0] == 5)
+        assert audit.read_answer(prompt, answer).right == bool(sums.correct([prompt], [answer], [right])[0])
+        assert audit.read_answer(prompt, answer).right == (scores[0] == 5)
 
 
 def test_the_audit_of_a_run_counts_its_first_and_its_newest_evaluation(golden, capsys, tmp_path):

@@ -22,17 +22,17 @@ SIZES = "data/demo_rg.yaml"
 
 
 def test_it_is_found_by_name():
-    assert hub.find("demo:rg") == hub.BUNDLED["demo:rg"] and hub.find("demo") == hub.DEMO
-    assert message_of(hub.find, "demo:gr").startswith("--model demo:gr: no such directory")
+    assert hub.find_model("demo:rg") == hub.BUNDLED["demo:rg"] and hub.find_model("demo") == hub.DEMO
+    assert message_of(hub.find_model, "demo:gr").startswith("--model demo:gr: no such directory")
 
 
 def test_its_recipe_is_the_default_of_its_tasks_and_of_no_other_model_s():
     config, line = resolve({"model": "demo:rg"}, None, None)
     assert line == "model: demo:rg, as asked; task: rg:chain_sum,leg_counting"
     other, _ = resolve({"model": "demo:rg", "task": "rg:spell_backward", "steps": 3}, None, None)
-    assert other == config.but(task="rg:spell_backward", steps=3) and config.data.task_config == os.path.abspath(SIZES)
+    assert other == config.with_settings(task="rg:spell_backward", steps=3) and config.data.task_config == os.path.abspath(SIZES)
     larger, _ = resolve({"model": "random:2m", "task": "rg:spell_backward"}, None, None)
-    assert (larger.optimizer.learning_rate, larger.data.task_config) == (Config.of().optimizer.learning_rate, "")
+    assert (larger.optimizer.learning_rate, larger.data.task_config) == (Config.from_flags().optimizer.learning_rate, "")
     assert resolve({"model": "demo"}, None, None)[0].data.task == "demo"
 
 

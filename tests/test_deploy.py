@@ -109,10 +109,10 @@ def test_other_programs_give_a_prompt_the_ids_of_training(tokenizer, tmp_path, f
     base.save_pretrained(str(tmp_path / "base"), save_jinja_files=place != "tokenizer_config.json")
     assert (tmp_path / "base" / place).exists()
     ours, wanted = hub.load_tokenizer(tmp_path / "base"), with_template(tokenizer, front)
-    chat_template.write_into(ours, system, thinking)
+    chat_template.fix_template(ours, system, thinking)
     ours.save_pretrained(str(tmp_path / "fused"))
     for messages, its in ((USER, system), (OWN, None)):  # a system message of the user's own stands alone
-        ids = chat_template.chat_ids(wanted, messages, system=its, thinking=thinking)
+        ids = chat_template.encode_chat(wanted, messages, system=its, thinking=thinking)
         peer, again = mlx_lm_load_tokenizer(tmp_path / "fused"), hub.load_tokenizer(tmp_path / "fused")
         for talk in (messages, [*messages, {"role": "assistant", "content": SYSTEM}, *messages]):
             asked = again.apply_chat_template(talk, add_generation_prompt=True, tokenize=False)
@@ -120,14 +120,14 @@ def test_other_programs_give_a_prompt_the_ids_of_training(tokenizer, tmp_path, f
         for others in ({}, {"enable_thinking": True}):
             how = {"add_generation_prompt": True, "return_dict": False} | others
             assert again.apply_chat_template(messages, **how) == peer.apply_chat_template(messages, **how) == ids
-        assert chat_template.chat_ids(again, messages, thinking=thinking) == ids
+        assert chat_template.encode_chat(again, messages, thinking=thinking) == ids
 
 
 def test_a_template_that_renders_as_training_did_is_left_alone_and_one_that_cannot_is_refused(tokenizer):
     plain = copy.deepcopy(tokenizer)
     plain.chat_template = before = tokenizer.chat_template.replace("enable_thinking is defined and", "false and")
-    assert chat_template.write_into(plain, None, False) == "" and plain.chat_template == before
-    said = message_of(chat_template.write_into, plain, "Obey <|im_end|>.", False)  # a template's is no text
+    assert chat_template.fix_template(plain, None, False) == "" and plain.chat_template == before
+    said = message_of(chat_template.fix_template, plain, "Obey <|im_end|>.", False)  # a template's is no text
     assert said.endswith("--keep-template leaves the base's")
 
 
@@ -176,7 +176,7 @@ def test_the_system_prompt_of_a_run_s_data_goes_into_template_and_talk(run, tmp_
     out, line = fused(tmp_path, capsys, "--run", where)
     assert "its chat template has thinking off and the system prompt 'Say " in line
     demo, made = hub.load_tokenizer(hub.DEMO), hub.load_tokenizer(out)
-    assert chat_template.chat_ids(made, USER) == chat_template.chat_ids(demo, USER, system=SYSTEM)
+    assert chat_template.encode_chat(made, USER) == chat_template.encode_chat(demo, USER, system=SYSTEM)
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hi"))
     sampler.main(["--chat", "--run", where])
     assert "; system: 'Say " in capsys.readouterr().err
@@ -197,7 +197,7 @@ def test_the_system_prompt_of_a_run_s_data_goes_into_template_and_talk(run, tmp_
     lora.main(["--export", "gguf", "--run", shot, "--out", str(tmp_path / "file")])
     assert "and a Modelfile that sends 2 messages first; demo with" in capsys.readouterr().out
     assert (sent := sent_by_ollama(tmp_path / "file")) == shown[1:]
-    asked = chat_template.render(demo, [*shown, *USER], False)
+    asked = chat_template.render_chat(demo, [*shown, *USER], False)
     assert rendered_by_ollama(tmp_path, hub.load_tokenizer(tmp_path / "fused"), [*sent, *USER]) == asked
     sampler.main(["--prompt", "Hi", "--run", shot])
     assert "'; user: 'One and one?'; assistant: 'Two.'" in capsys.readouterr().err
@@ -211,7 +211,7 @@ def test_the_system_prompt_of_a_run_s_data_goes_into_template_and_talk(run, tmp_
 def test_an_exported_adapter_names_a_base_that_others_open_or_says_to_fuse_first(golden, tmp_path, capsys):
     lora.main(["--export", "peft", "--run", str(golden("grpo")), "--out", str(tmp_path / "demo")])
     base = json.loads((tmp_path / "demo" / "adapter_config.json").read_text())["base_model_name_or_path"]
-    assert contents(hub.DEMO) == contents(hub.find(base)) and gwen.choose_model(None, tmp_path / "demo")[0] == base
+    assert contents(hub.DEMO) == contents(hub.find_model(base)) and gwen.choose_model(None, tmp_path / "demo")[0] == base
     capsys.readouterr()
     adapter = str(golden("grpo") / "adapter")
     lora.main(["--export", "peft", "--adapter", adapter, "--model", "smollm2", "--out", str(tmp_path / "smollm2")])
@@ -239,23 +239,23 @@ def test_a_model_in_few_bits_is_mlx_lm_s_and_its_cost_is_told(run, tmp_path, cap
     theirs, _ = mlx_lm_load_model(tmp_path / "few")
     ours, tokenizer = gwen.load(tmp_path / "few", mx.float32)
     theirs.set_dtype(mx.float32)
-    ids = mx.array([chat_template.chat_ids(tokenizer, USER)])
+    ids = mx.array([chat_template.encode_chat(tokenizer, USER)])
     assert mx.allclose(theirs(ids), ours(ids), atol=1e-3) and "thinking off" in lines[0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["few", "run"]
 
 
 def test_a_large_packed_model_is_shards_and_one_that_cannot_be_packed_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(mlx_lm.utils, "make_shards", lambda weights: [dict([one]) for one in weights.items()])
-    few_bits.pack(hub.DEMO, tmp_path / "few", 8)
+    few_bits.quantize_directory(hub.DEMO, tmp_path / "few", 8)
     assert "model.safetensors" not in contents(tmp_path / "few") and gwen.load(tmp_path / "few")
     narrow = write_checkpoint(tmp_path / "narrow", CONFIGS["qwen3"] | {"head_dim": 8})
-    assert "no width of this model is a multiple" in message_of(few_bits.pack, narrow, tmp_path / "no", 4)
+    assert "no width of this model is a multiple" in message_of(few_bits.quantize_directory, narrow, tmp_path / "no", 4)
 
 
 @pytest.mark.slow
 def test_bits_cost_nothing_of_a_model_beside_itself_and_a_warning_of_another(run, golden, tmp_path, capsys):
     out, _ = fused(tmp_path, capsys, "--run", run())
-    few_bits.tell_cost(run(), out, out, 16)
+    few_bits.print_quantization_cost(run(), out, out, 16)
     _, *same = capsys.readouterr().out.splitlines()
     assert same[0] == same[1] and re.match(r"16 bits are \S+ nats a token from 16, 0\.0\d% of the", same[2])
     assert same[2].endswith("; 100.0% of the tokens of greedy answers stay the likeliest") and len(same) == 3
@@ -263,13 +263,13 @@ def test_bits_cost_nothing_of_a_model_beside_itself_and_a_warning_of_another(run
     weights = {name: array * 2 for name, array in mx.load(str(other / "model.safetensors")).items()}
     mx.eval(weights)  # before their file is written
     mx.save_safetensors(str(other / "model.safetensors"), weights)
-    few_bits.tell_cost(run(), out, other, 4)
+    few_bits.print_quantization_cost(run(), out, other, 4)
     warning = capsys.readouterr().out.splitlines()[-1]
     assert warning.startswith("WARNING: 4 bits move the model by over a third of what training did")
     alone = shutil.copytree(tmp_path / "run" / "adapter", tmp_path / "alone")
     lora.main(["--fuse", "--bits", "8", "--adapter", str(alone), "--out", str(tmp_path / "few")])
-    few_bits.tell_cost(str(golden("sft")), out, out, 8)
-    few_bits.tell_cost(run(), out, tmp_path / "none.gguf", 8)
+    few_bits.print_quantization_cost(str(golden("sft")), out, out, 8)
+    few_bits.print_quantization_cost(run(), out, tmp_path / "none.gguf", 8)
     unknown = "what 8 bits cost was not measured: only --run of a task with problems tells them\n"
     assert (said := capsys.readouterr().out).count(unknown) == 2 and "not measured: --model" in said
     assert "16 bits: " not in said  # what cannot be read is told before anything is measured

@@ -22,7 +22,7 @@ from machine import memory
 from problems import chat_template
 from step import loss
 from step import teacher as distill
-from step.batch import cut, hidden
+from step.batch import completion_hidden_states, make_batches
 
 pytestmark = pytest.mark.slow
 DISTILL = ("--loss-type", "distill", "--teacher")
@@ -52,7 +52,7 @@ def prompt(tmp_path):
 
 def moved(run):
     """The run, once its adapters have changed the model."""
-    for number, (_, layer) in enumerate(lora.layers(run.model)):
+    for number, (_, layer) in enumerate(lora.adapted_layers(run.model)):
         layer.lora_b = 0.05 * mx.random.normal(layer.lora_b.shape, key=mx.random.key(number))
     run.learner = update.Learner(run.model, run.config, run.learner.loss, run.base)
     return run
@@ -61,7 +61,7 @@ def moved(run):
 def lesson_of(run, budget=150, sharing="off"):
     """Samples and their batches, with what the teacher says of them."""
     samples = sample(run, np.zeros(12))
-    return samples, run.teacher.with_lessons(samples, cut(samples, budget, sharing))
+    return samples, run.teacher.add_lessons(samples, make_batches(samples, budget, sharing))
 
 
 def num_items(samples):
@@ -87,11 +87,11 @@ def test_the_loss_and_its_gradient_are_those_of_float64(tmp_path, monkeypatch, t
     head, its_head = (np.array(w, np.float64) for w in (run.model.head_weight, run.teacher.model.head_weight))
     total = 0.0
     for batch in batches:
-        states, teacher_hidden = (hidden(m, batch) for m in (run.model, run.teacher.model))
+        states, teacher_hidden = (completion_hidden_states(m, batch) for m in (run.model, run.teacher.model))
 
         def share(states, batch=batch):
-            monkeypatch.setattr(loss, "hidden", lambda *_: states)
-            return step_loss.share(run.model, batch)
+            monkeypatch.setattr(loss, "completion_hidden_states", lambda *_: states)
+            return step_loss.compute(run.model, batch)
 
         (value, _, sums), d_hidden = mx.value_and_grad(lambda h: share(h))(states)
         logits, teacher_logits = (
@@ -120,11 +120,11 @@ def test_the_teacher_alone_sees_its_prompt_and_has_no_adapters(tmp_path, teacher
         for row, states in zip(batch.rows, batch.lesson.hidden, strict=True):
             example, ids = samples[row].example, samples[row].ids
             said = f"Carry the one: it is {example['answer']}."
-            seen = chat_template.chat_ids(run.tokenizer, example["prompt"], system=said, thinking=False)
+            seen = chat_template.encode_chat(run.tokenizer, example["prompt"], system=said, thinking=False)
             assert len(seen) > len(samples[row].prompt)
             logits = np.array(states[: len(ids)] @ batch.lesson.head_weight.T, np.float64)
             np.testing.assert_allclose(log_softmax(logits), scored_alone(plain, seen, ids), atol=2e-4)
-    share = run.learner.loss.share(run.model, batches[0])
+    share = run.learner.loss.compute(run.model, batches[0])
     drawn = np.array(batches[0].sampled_logprobs)  # the student saw its own prompt, through its adapters
     assert np.abs(np.array(share.logprobs) - drawn)[np.array(batches[0].mask) > 0].max() < 1e-4
 
@@ -139,11 +139,11 @@ def test_what_stands_in_front_keeps_the_system_message_and_names_of_no_column():
     plain = {"prompt": "How many?", "answer": 7}
     said = {"role": "system", "content": "It is 7, not {other}."}
     user = {"role": "user", "content": "How many?"}
-    assert distill.in_front(text, plain)["prompt"] == [said, user]
+    assert distill.prepend_text(text, plain)["prompt"] == [said, user]
     both = {"role": "system", "content": "It is 7, not {other}.\n\nBe brief."}
-    assert distill.in_front(text, plain | {"system": "Be brief."})["prompt"] == [both, user]
+    assert distill.prepend_text(text, plain | {"system": "Be brief."})["prompt"] == [both, user]
     chat = [{"role": "system", "content": "Be brief."}, user]
-    held = distill.in_front(text, plain | {"prompt": chat})
+    held = distill.prepend_text(text, plain | {"prompt": chat})
     assert held["prompt"] == [both, user] and held["system"] is None and chat[0]["content"] == "Be brief."
 
 
@@ -212,14 +212,14 @@ def test_another_tokenizer_is_refused_with_its_first_difference(vocab, special, 
 
 
 def test_a_template_without_system_messages_cannot_set_the_teacher_apart(tmp_path, monkeypatch, prompt):
-    chat_ids = chat_template.chat_ids
+    chat_ids = chat_template.encode_chat
 
     def without_system(tokenizer, messages, **how):
         if not isinstance(messages, str):
             messages = [message for message in messages if message["role"] != "system"]
         return chat_ids(tokenizer, messages, **how)
 
-    monkeypatch.setattr(chat_template, "chat_ids", without_system)
+    monkeypatch.setattr(chat_template, "encode_chat", without_system)
     with pytest.raises(ValueError, match=r"^--teacher-prompt .*: the chat template of demo leaves system messages out"):
         make_run(tmp_path, *DISTILL, "self", "--teacher-prompt", prompt)
 
@@ -240,10 +240,10 @@ def test_a_teacher_that_does_not_fit_is_told_so_before_it_is_asked(monkeypatch, 
     its = {"demo": teacher, "large": "random:0.6b"}
     lines, needs = {}, {}
     for name, model in its.items():
-        demand = preflight.Demand(shape, mx.float32, make_config(*DISTILL, model), [80] * 3)
+        demand = preflight.RunDemand(shape, mx.float32, make_config(*DISTILL, model), [80] * 3)
         needs[name] = preflight.estimate(demand, sizes)
         monkeypatch.setattr(memory, "memory_size", lambda: 1_000_000_000)
-        lines[name] = preflight.line(demand, sizes)
+        lines[name] = preflight.memory_line(demand, sizes)
     weights = sum(array.nbytes for _, array in tree_flatten(gwen.Model(shape).parameters()))
-    assert needs["demo"].stays["teacher"] == weights + 4 * shape.hidden_size * 12 * 12
+    assert needs["demo"].resident["teacher"] == weights + 4 * shape.hidden_size * 12 * 12
     assert "fit" not in lines["demo"] and lines["large"].endswith("; it does not fit: take a smaller --teacher")

@@ -7,7 +7,7 @@ from small_run import SMALL, make_config
 from test_procedural import here  # noqa: F401  a fixture
 
 import train
-from tasks.draws import Epochs, epoch_indices
+from tasks.draws import EpochPrompts, epoch_indices
 
 PROMPTS = [{"prompt": f"{n}?"} for n in range(40)]
 IDS = [[n] for n in range(40)]
@@ -15,11 +15,11 @@ IDS = [[n] for n in range(40)]
 
 def test_prompts_come_in_epochs():
     config = make_config("--batch", "3")
-    prompts = Epochs(config, PROMPTS, IDS)
+    prompts = EpochPrompts(config, PROMPTS, IDS)
     assert prompts.state == {}
     for number in (0, 7, 30):
         indices = epoch_indices(40, 3, number, config.sampling.seed)
-        assert prompts.draw(number) == ([PROMPTS[i] for i in indices], [IDS[i] for i in indices])
+        assert prompts.next_prompts(number) == ([PROMPTS[i] for i in indices], [IDS[i] for i in indices])
 
 
 @needs("reasoning_gym")

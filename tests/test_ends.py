@@ -58,7 +58,7 @@ def test_ends_are_the_configurations_the_tokenizers_and_the_templates(
     for number in model.config.end_ids:
         is_in_files = number in hub.load_config(folder).eos_ids
         assert (f"id {number}" in told) == (not is_in_files)
-    prompt = chat_template.chat_ids(tokenizer, "What is two plus two?")
+    prompt = chat_template.encode_chat(tokenizer, "What is two plus two?")
     params = sampler.SamplingParams(40, 0.0, eos_ids=model.config.end_ids)
     rollout = sampler.rollout(model, [prompt], params, group_size=1, key=0)
     assert rollout.finish_reasons == ["stop"]
@@ -93,16 +93,16 @@ def test_the_tokenizers_padding_ends_a_completion_but_not_what_begins_a_text(tok
     config = hub.load_config(hub.DEMO)
     tokenizer = gwen.load("demo")[1]
     tokenizer.pad_token = "<|im_start|>"
-    assert 638 in ends.with_ends(config, tokenizer)[0].end_ids
+    assert 638 in ends.add_end_tokens(config, tokenizer)[0].end_ids
     tokenizer.bos_token = "<|im_start|>"
-    assert 638 not in ends.with_ends(config, tokenizer)[0].end_ids
+    assert 638 not in ends.add_end_tokens(config, tokenizer)[0].end_ids
 
 
 def test_a_tag_of_a_thought_counts_only_where_the_prompt_has_closed_the_thought():
     controls = {5: "<think>", 6: "</think>", 7: "<|x|>"}
-    assert ends.inside([1, 5, 6], [2, 6, 7, 7], controls) == ["</think>", "<|x|>"]
-    assert ends.inside([1, 5], [2, 6, 7], controls) == ["<|x|>"]  # the answer closes it
-    assert ends.inside([1], [5, 2, 6], controls) == []
+    assert ends.find_controls([1, 5, 6], [2, 6, 7, 7], controls) == ["</think>", "<|x|>"]
+    assert ends.find_controls([1, 5], [2, 6, 7], controls) == ["<|x|>"]  # the answer closes it
+    assert ends.find_controls([1], [5, 2, 6], controls) == []
 
 
 @pytest.mark.slow

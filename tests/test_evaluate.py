@@ -22,7 +22,7 @@ from disk import run_files
 from judging import rubrics
 from machine import memory
 from problems import chat_template
-from problems.examples import spread
+from problems.examples import spread_evenly
 from tasks import demo as sums
 
 
@@ -37,7 +37,7 @@ def evaluated(demo, task, params, **graders):
 
 def run(demo, **settings):
     params = evaluate.EvalParams(12, memory.BatchSize(64), limit=24)._replace(**settings)
-    return evaluated(demo, tasks.load("demo"), params)
+    return evaluated(demo, tasks.load_task("demo"), params)
 
 
 @pytest.mark.parametrize("samples", [1, 4])
@@ -51,7 +51,7 @@ def test_figures_are_of_all_answers_with_intervals_over_problems(demo, samples):
         {name: column.mean() for name, column in expected.items()}
     )
     if samples > 1:
-        half = run_files.student(23) * values.mean(1).std(ddof=1) / math.sqrt(24)
+        half = run_files.student_t(23) * values.mean(1).std(ddof=1) / math.sqrt(24)
         assert record["eval/accuracy_ci95"] == record["eval/pass_at_1_ci95"] == pytest.approx(half)
         assert run_files.evaluation_line(record).endswith("| 24 problems, 4 answers to each")
     for detail in details:
@@ -63,16 +63,16 @@ def test_figures_are_of_all_answers_with_intervals_over_problems(demo, samples):
 def test_samples_are_drawn_at_temperature_1_and_greedy_is_greedy_whatever_was_trained(demo):
     model, tokenizer = demo
     _, details = run(demo, samples=2)
-    held_out = tasks.load("demo").held_out
+    held_out = tasks.load_task("demo").held_out
     problems = [held_out[place * len(held_out) // 24] for place in range(24)]  # spread over all of them
     assert [(d["prompt"], d["answer"]) for d in details] == [(p["prompt"], p["answer"]) for p in problems]
     params = sampler.SamplingParams(12, eos_ids=model.config.eos_ids)
-    prompts = [chat_template.chat_ids(tokenizer, problem["prompt"]) for problem in problems]
+    prompts = [chat_template.encode_chat(tokenizer, problem["prompt"]) for problem in problems]
     for group_size, temperature, key in ((2, 1.0, "completions"), (1, 0.0, "greedy")):
         its = params._replace(temperature=temperature)
         rollout = sampler.rollout(model, prompts, its, group_size=group_size, key=evaluate.KEY)
         told = [text for d in details for text in (d[key] if isinstance(d[key], list) else [d[key]])]
-        assert told == sampler.texts(tokenizer, rollout, model.config.eos_ids)
+        assert told == sampler.decode_texts(tokenizer, rollout, model.config.eos_ids)
     assert any(detail["greedy"] != detail["completions"][0] for detail in details)
 
 
@@ -87,7 +87,7 @@ def test_an_evaluation_repeats_itself_whatever_the_batch_size(demo):
 
 
 def test_a_task_without_right_answers_is_scored_by_criterion_and_category(demo):
-    task = tasks.load("demo")._replace(verifier=None)
+    task = tasks.load_task("demo")._replace(verifier=None)
     problems = [problem | {"category": "carry" if problem["carry"] else "plain"} for problem in task.held_out]
     problems[0]["category"] = None
     task = task._replace(held_out=problems)
@@ -115,7 +115,7 @@ class Scripted(rubrics.Grader):
     def identity(self):
         return f"{self.score_of}{self.rubric}"
 
-    def evaluations(self, questions):
+    def evaluate(self, questions):
         for place, question in enumerate(questions):
             score = self.score_of(question.completion)
             yield place, rubrics.Evaluation(score, float(not math.isnan(score)), "5")
@@ -124,7 +124,7 @@ class Scripted(rubrics.Grader):
 @pytest.mark.parametrize("length", [0, 2])
 def test_a_score_is_that_of_what_can_be_read_and_what_cannot_is_told(demo, length):
     """Answers of an even length are read, or none."""
-    task = tasks.load("demo")._replace(verifier=None)
+    task = tasks.load_task("demo")._replace(verifier=None)
     grader = Scripted(task.rubric, lambda text: 5.0 if length and len(text) % length == 0 else math.nan)
     record, details = evaluated(demo, task, evaluate.EvalParams(12, limit=24), grader=readable(grader))
     rubric = 0.5 * sum(criterion.weight for criterion in grader.rubric.criteria) if length else 0.0
@@ -137,7 +137,7 @@ def test_a_score_is_that_of_what_can_be_read_and_what_cannot_is_told(demo, lengt
 
 
 def test_a_judge_that_says_yes_to_everything_is_seen_by_the_witness(demo):
-    task = tasks.load("values")
+    task = tasks.load_task("values")
     grader, witness = (Scripted(rubric, lambda text: 5.0) for rubric in (task.rubric, task.witness))
     record, details = evaluated(demo, task, evaluate.EvalParams(4, limit=4), grader=grader, witness=witness)
     assert record["eval/score"] == 3 and record["eval/witness"] == 0
@@ -171,15 +171,15 @@ def test_the_interval_of_other_values_is_student_s_and_one_problem_or_equal_ones
 def test_the_divergence_is_k3_in_float64_and_nothing_before_training(demo):
     model, tokenizer = gwen.load("demo")
     lora.apply(model, 4, 2.0)
-    task, params = tasks.load("demo"), evaluate.EvalParams(12, limit=12)
+    task, params = tasks.load_task("demo"), evaluate.EvalParams(12, limit=12)
     record, _ = evaluated((model, tokenizer), task, params, reference=model)
     assert 0 <= record["eval/kl"] < 1e-10
-    for index, (_, layer) in enumerate(lora.layers(model)):
+    for index, (_, layer) in enumerate(lora.adapted_layers(model)):
         layer.lora_b = mx.random.normal(layer.lora_b.shape, key=mx.random.key(index)) * 0.3
     params = params._replace(samples=2, temperature=0.8)
     record, _ = evaluated((model, tokenizer), task, params, reference=model)
-    problems = spread(task.held_out, 12)
-    prompts = [chat_template.chat_ids(tokenizer, problem["prompt"]) for problem in problems for _ in range(2)]
+    problems = spread_evenly(task.held_out, 12)
+    prompts = [chat_template.encode_chat(tokenizer, problem["prompt"]) for problem in problems for _ in range(2)]
     params = sampler.SamplingParams(12, 0.8, eos_ids=model.config.eos_ids)
     rollout = sampler.rollout(model, prompts[::2], params, group_size=2, key=evaluate.KEY)
     terms, entropies = [], []
@@ -205,9 +205,9 @@ ANSWERS = "One can't know, but here is how to test it.|Fifteen. I cannot add mor
 
 def test_a_refusal_is_told_by_how_an_answer_opens_and_repetition_by_runs_of_four_words():
     assert all(map(evaluate.is_refusal, REFUSALS.split("|"))) and not any(map(evaluate.is_refusal, ANSWERS.split("|")))
-    assert evaluate.repeated("one two three four") == evaluate.repeated("no no no") == 0
-    assert evaluate.repeated("a b c d A B C D") == pytest.approx(1 / 5)
-    assert evaluate.repeated("ha " * 20) == pytest.approx(16 / 17)
+    assert evaluate.repetition("one two three four") == evaluate.repetition("no no no") == 0
+    assert evaluate.repetition("a b c d A B C D") == pytest.approx(1 / 5)
+    assert evaluate.repetition("ha " * 20) == pytest.approx(16 / 17)
 
 
 # ---- `--run`: the run's own figure, to the digit
@@ -310,7 +310,7 @@ def test_sampler_and_fuse_take_model_and_adapter_from_the_run(runs, capsys, tmp_
     capsys.readouterr()
     sampler.main(["--model", str(tmp_path / "merged"), "--max-tokens", "8", *prompt])
     assert capsys.readouterr().out == ours
-    assert run_files.adapter_of(str(runs / "demo"), 0) is None
+    assert run_files.adapter_path(str(runs / "demo"), 0) is None
 
 
 @pytest.mark.slow

@@ -155,10 +155,10 @@ def test_greedy_continuations_of_a_tree_are_those_of_each_row_alone(checkpoints,
     levels = [[RNG.integers(0, 320, length).tolist() for length in row] for row in ((9,), (4, 7), (3, 1, 5))]
     tree, rows_of = TreeCache(model.config.layer_kinds), [None, [0, 0], parents]
     for rows, above in zip(levels, rows_of, strict=True):
-        tree, width = tree.child([len(row) for row in rows], above), max(map(len, rows))
+        tree, width = tree.extend([len(row) for row in rows], above), max(map(len, rows))
         hidden = model.hidden(mx.array([row + [0] * (width - len(row)) for row in rows]), tree)
     ends = mx.stack([hidden[place, len(row) - 1] for place, row in enumerate(levels[2])])
-    found = sampler.continue_greedily(model, tree.flat(), ends @ model.head_weight.T, 6, [])
+    found = sampler.continue_greedily(model, tree.to_flat_cache(), ends @ model.head_weight.T, 6, [])
     for row, parent, ours in zip(levels[2], parents, found, strict=True):
         ids = levels[0][0] + levels[1][parent] + row
         for token in ours:
@@ -244,14 +244,14 @@ def test_a_template_that_writes_the_date_writes_that_on_which_its_run_began(toke
     dated = copy.deepcopy(tokenizer)
     dated.chat_template = DATED
     prompt, today = [{"role": "user", "content": "one"}], datetime.date.today()
-    assert chat_template.render(dated, prompt, False) == f"{today:%d %B %Y}: one<|im_end|>"
-    assert run_files.begun(tmp_path) == today.isoformat()
+    assert chat_template.render_chat(dated, prompt, False) == f"{today:%d %B %Y}: one<|im_end|>"
+    assert run_files.start_date(tmp_path) == today.isoformat()
     (tmp_path / "env.json").write_text('{"begun": "2026-01-31"}')
-    run_files.write("model: demo\n", tmp_path)  # as a resumed run does
-    evaluate.of_run(str(tmp_path), {})
-    assert chat_template.render(dated, prompt, False) == "31 January 2026: one<|im_end|>"
+    run_files.write_settings("model: demo\n", tmp_path)  # as a resumed run does
+    evaluate.load_run_config(str(tmp_path), {})
+    assert chat_template.render_chat(dated, prompt, False) == "31 January 2026: one<|im_end|>"
     (tmp_path / "env.json").write_text('{"begun": 5}')
-    assert "Invalid isoformat string: '5'" in message_of(evaluate.of_run, str(tmp_path), {})
+    assert "Invalid isoformat string: '5'" in message_of(evaluate.load_run_config, str(tmp_path), {})
 
 
 def test_the_id_that_ends_a_reply_is_the_templates_own(tokenizer):

@@ -9,7 +9,7 @@ from small_run import make_run
 
 import train
 from problems import form, rewards
-from problems.form import gated
+from problems.form import apply_gate
 
 ASKED = "Describe water. Use at most 10 words."
 FORMS = read_log(Path(__file__).with_name("forms.jsonl"))  # cheats were said by models paid for following instructions
@@ -17,32 +17,32 @@ FORMS = read_log(Path(__file__).with_name("forms.jsonl"))  # cheats were said by
 
 @pytest.mark.parametrize(("honest", "asked", "said"), FORMS)
 def test_answers_of_people_have_a_form_and_repetitions_and_copies_none(honest, asked, said):
-    assert form.holds(said, asked) == honest and form.is_degenerate(said, asked) != honest
+    assert form.has_form(said, asked) == honest and form.is_degenerate(said, asked) != honest
 
 
 def test_short_answers_are_too_short_but_neither_repetitions_nor_copies():
-    assert not form.holds("yes", "Answer yes or no.") and not form.is_degenerate("yes", "Answer yes or no.")
-    assert form.copied("", ASKED) == 0 and form.distinct("") == 1 and not form.holds("", ASKED)
+    assert not form.has_form("yes", "Answer yes or no.") and not form.is_degenerate("yes", "Answer yes or no.")
+    assert form.copied_fraction("", ASKED) == 0 and form.distinctness("") == 1 and not form.has_form("", ASKED)
 
 
 def test_marks_and_numbers_are_no_words_that_repeat():
     working = "6 + 0 = 6, 6 - 1 = 5\n<answer>5</answer>"
-    assert form.distinct(working) == 1 and not form.is_degenerate(working, "What is 6 + 0 - 1?")
+    assert form.distinctness(working) == 1 and not form.is_degenerate(working, "What is 6 + 0 - 1?")
     assert form.words_of("<answer>Six, I think</answer>") == ["six", "i", "think"]
 
 
 def test_distinct_words_are_counted_in_windows_so_that_length_costs_nothing():
     words = " ".join(f"word{chr(97 + number)}" for number in range(20))
-    assert form.distinct(words) == form.distinct(f"{words} {words} {words}") == 1
-    assert form.distinct("a b " * 10) == pytest.approx(2 / 20)
+    assert form.distinctness(words) == form.distinctness(f"{words} {words} {words}") == 1
+    assert form.distinctness("a b " * 10) == pytest.approx(2 / 20)
 
 
 def test_the_copied_share_is_that_of_words_in_runs_of_the_prompt():
     prompt = "one two three four five six seven"
-    assert form.copied("and one two three four five too", prompt) == pytest.approx(5 / 7)
-    assert form.copied("and one two three four too", prompt) == 0
-    assert form.copied("Two, three, four, FIVE!", prompt) == 1
-    assert form.copied("one two three four five six and so on", prompt) == pytest.approx(6 / 9)
+    assert form.copied_fraction("and one two three four five too", prompt) == pytest.approx(5 / 7)
+    assert form.copied_fraction("and one two three four too", prompt) == 0
+    assert form.copied_fraction("Two, three, four, FIVE!", prompt) == 1
+    assert form.copied_fraction("one two three four five six and so on", prompt) == pytest.approx(6 / 9)
 
 
 def test_the_reward_format_pays_for_finished_answers_with_a_form_that_refuse_nothing():
@@ -64,10 +64,10 @@ def test_the_gate_takes_what_is_above_zero_and_leaves_what_is_below():
     examples = [{"prompt": ASKED}] * 4
     said = ["Water is clear and wet.", "Water is clear and wet.", ASKED, "Wet."]
     parts = {"a": np.array([1.0, 1.0, 0.5, 1.0]), "b": np.array([-1.0, -1.0, -0.5, np.nan])}
-    left = gated(parts, examples, said, ["stop", "length", "stop", "stop"])
+    left = apply_gate(parts, examples, said, ["stop", "length", "stop", "stop"])
     assert left["a"].tolist() == [1, 0, 0, 0]
     np.testing.assert_array_equal(left["b"], parts["b"])
-    passed = map(form.passes, said, [ASKED] * 4, ["stop", "length", "stop", "stop"])
+    passed = map(form.passes_gate, said, [ASKED] * 4, ["stop", "length", "stop", "stop"])
     assert list(passed) == [True, False, False, False]
 
 
@@ -78,10 +78,10 @@ def test_a_run_with_the_gate_pays_only_for_answers_with_a_form(tmp_path):
     records = run.journal.rollouts.read()
     assert {record["finish_reason"] for record in records} == {"stop", "length"}
     for record in records:
-        kept = record["finish_reason"] == "stop" and form.holds(record["completion"], record["prompt"])
+        kept = record["finish_reason"] == "stop" and form.has_form(record["completion"], record["prompt"])
         assert kept or all(value <= 0 for value in record["rewards"].values())
     figures = run.journal.steps[-1]
     degenerate = [form.is_degenerate(record["completion"], record["prompt"]) for record in records]
     assert figures["completion/degenerate_frac"] == pytest.approx(np.mean(degenerate))
-    repeated = [form.repeated(record["completion"]) for record in records]
+    repeated = [form.repetition(record["completion"]) for record in records]
     assert figures["completion/repeated"] == pytest.approx(np.mean(repeated))

@@ -70,16 +70,16 @@ def write(tmp_path, tokenizer_like, monkeypatch):
     def write(raw, split="qwen2", bits=None, scale=1.0, tokenizer=None, tensors=None, **other):
         weights = {name: each * scale if each.ndim == 2 else each for name, each in random_weights(raw).items()}
         config, tokenizer, out = hub.make_config(raw), tokenizer or tokenizer_like(split), tmp_path / "out"
-        model, metadata_of = gwen.Model(config), gguf_writer.metadata_of
-        model.load_weights([(name, gwen.laid_out(name, each)) for name, each in hub.fuse_weights(weights).items()])
+        model, metadata_of = gwen.Model(config), gguf_writer.make_metadata
+        model.load_weights([(name, gwen.arrange_for_matmul(name, each)) for name, each in hub.fuse_weights(weights).items()])
         shutil.rmtree(out, ignore_errors=True)
         with monkeypatch.context() as patch:
             if bits is None:
-                patch.setattr(gguf_writer, "kind_of", lambda *_: GGMLQuantizationType.F32)
+                patch.setattr(gguf_writer, "choose_tensor_type", lambda *_: GGMLQuantizationType.F32)
             both = metadata_of(config, tokenizer) | other
             changed = {key: value for key, value in both.items() if value is not None}
-            patch.setattr(gguf_writer, "metadata_of", lambda *_: changed)
-            said = gguf_writer.write(out, "mine", weights | (tensors or {}), config, tokenizer, bits or 16)
+            patch.setattr(gguf_writer, "make_metadata", lambda *_: changed)
+            said = gguf_writer.write_gguf(out, "mine", weights | (tensors or {}), config, tokenizer, bits or 16)
         (path,) = out.glob("*.gguf")
         assert said.startswith(path.name)
         return SimpleNamespace(model=model, tokenizer=tokenizer, path=path)
@@ -113,7 +113,7 @@ def test_a_written_file_computes_and_reads_text_as_what_was_put_in(write, name, 
         assert ids[0] == ids[1]
     shown = [each.decode(each.encode("<think>one<|im_end|>"), skip_special_tokens=True) for each in both]
     assert shown[0] == shown[1] == "<think>one"
-    other = gguf_writer.metadata_of(hub.make_config(CONFIGS[name] | {"eos_token_id": 1}), written.tokenizer)
+    other = gguf_writer.make_metadata(hub.make_config(CONFIGS[name] | {"eos_token_id": 1}), written.tokenizer)
     assert other["tokenizer.ggml.eos_token_id"] == 1  # the model's, where the tokenizer has another
     assert tokenizer.chat_template == written.tokenizer.chat_template and model.config.eos_ids == (2,)
     assert model.config.max_position_embeddings == 256
@@ -121,12 +121,12 @@ def test_a_written_file_computes_and_reads_text_as_what_was_put_in(write, name, 
 
 def test_a_file_is_translated_once_and_again_when_it_changes(write, monkeypatch):
     path = write(CONFIGS["qwen3"]).path
-    first = hub.find(path)
+    first = hub.find_model(path)
     with monkeypatch.context() as patch:
-        patch.setattr(gguf, "tokenizer_of", None)
-        assert hub.find(str(path)) == first
-    assert hub.find(write(CONFIGS["qwen2"]).path) != first
-    assert hub.load_config(hub.find(path)).model_type == "qwen2"
+        patch.setattr(gguf, "make_tokenizer", None)
+        assert hub.find_model(str(path)) == first
+    assert hub.find_model(write(CONFIGS["qwen2"]).path) != first
+    assert hub.load_config(hub.find_model(path)).model_type == "qwen2"
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_a_file_is_translated_once_and_again_when_it_changes(write, monkeypatch)
 )
 def test_what_is_not_supported_is_refused_by_name(write, other, why):
     path = write(CONFIGS["qwen3"], **other).path
-    said = message_of(hub.find, path)
+    said = message_of(hub.find_model, path)
     assert said.startswith(f"--model {path}") and why in said
     assert not list((path.parent / "cache" / "gwen").glob("gguf/*"))
 
@@ -184,7 +184,7 @@ LIES = {
 def test_a_header_that_lies_is_refused_before_it_costs_anything(tmp_path, monkeypatch, name, recwarn):
     (tmp_path / "model.gguf").write_bytes(LIES[name])
     monkeypatch.setattr(gguf, "MOST_PARTS", 1000)
-    assert "is not a whole GGUF file that can be read: " in message_of(gguf.opened, tmp_path / "model.gguf")
+    assert "is not a whole GGUF file that can be read: " in message_of(gguf.open_file, tmp_path / "model.gguf")
     assert not recwarn.list
 
 
@@ -195,7 +195,7 @@ import cpu_blas
 import gwen
 from disk import gguf, hub
 whole, rng = Path(sys.argv[1]).read_bytes(), random.Random(0)
-size = gguf.opened(Path(sys.argv[1])).data_offset
+size = gguf.open_file(Path(sys.argv[1])).data_offset
 resource.setrlimit(resource.RLIMIT_AS, (2**34, 2**34))
 for number in range(200):
     changed, path = bytearray(whole), Path(sys.argv[1]).with_name(f"{number}.gguf")
@@ -205,7 +205,7 @@ for number in range(200):
         changed[place : place + len(odd)] = odd
     path.write_bytes(changed[: rng.choice([None, None, None, rng.randrange(len(changed))])])
     try:
-        gwen.load_model(hub.find(path), lazy=True)
+        gwen.load_model(hub.find_model(path), lazy=True)
         print("read")
     except ValueError as error:
         print("refused", len(str(error).splitlines()))
@@ -257,7 +257,7 @@ def test_four_bits_give_each_matrix_the_kind_that_llama_cpp_s_q4_k_m_has():
 
     def kinds(name, width, label="Q4_K_M"):
         shape = (4, width)
-        return [gguf_writer.kind_of(name.format(layer), shape, config, label).name for layer in range(16)]
+        return [gguf_writer.choose_tensor_type(name.format(layer), shape, config, label).name for layer in range(16)]
 
     more = [layer in (0, 1, 4, 7, 10, 13, 14, 15) for layer in range(16)]  # the first and last eighth, and every third
     for part in ("attn_v", "ffn_down"):
@@ -269,7 +269,7 @@ def test_four_bits_give_each_matrix_the_kind_that_llama_cpp_s_q4_k_m_has():
 
 
 def test_without_llama_cpp_four_bits_are_q4_0_which_is_read_back(write, monkeypatch):
-    monkeypatch.setattr(gguf_writer, "llama_cpp", lambda: None)
+    monkeypatch.setattr(gguf_writer, "find_llama_cpp", lambda: None)
     written = write(CONFIGS["qwen2"], bits=4, scale=0.3)
     assert written.path.name == "mine-Q4_0.gguf"
     assert 0.01 < relative_error(gwen.load(str(written.path), mx.float32)[0](TOKENS), written.model(TOKENS)) < 0.3
@@ -278,20 +278,20 @@ def test_without_llama_cpp_four_bits_are_q4_0_which_is_read_back(write, monkeypa
 @pytest.mark.parametrize("name", ["qwen3.5", "smollm3"])
 def test_a_family_that_cannot_be_written_is_refused_by_name(tmp_path, tokenizer_like, name):
     config = hub.make_config(CONFIGS[name])
-    said = message_of(gguf_writer.write, tmp_path / "out", "mine", {}, config, tokenizer_like("qwen2"), 16)
+    said = message_of(gguf_writer.write_gguf, tmp_path / "out", "mine", {}, config, tokenizer_like("qwen2"), 16)
     assert config.family.members in said and not (tmp_path / "out").exists()
 
 
 def test_a_tokenizer_that_splits_by_an_unknown_rule_is_refused(tokenizer):
-    assert "splits text otherwise" in message_of(gguf_writer.metadata_of, hub.make_config(CONFIGS["qwen3"]), tokenizer)
+    assert "splits text otherwise" in message_of(gguf_writer.make_metadata, hub.make_config(CONFIGS["qwen3"]), tokenizer)
 
 
 @pytest.mark.parametrize(
     ("extra", "needing"),
     [
-        ("smollm", lambda at: hub.find("smollm2")),
-        ("gguf", lambda at: gguf.opened(at / "model.gguf")),
-        ("gguf", lambda at: gguf_writer.write(at / "out", "mine", {}, None, None, 16)),
+        ("smollm", lambda at: hub.find_model("smollm2")),
+        ("gguf", lambda at: gguf.open_file(at / "model.gguf")),
+        ("gguf", lambda at: gguf_writer.write_gguf(at / "out", "mine", {}, None, None, 16)),
     ],
 )
 def test_without_a_package_its_extra_is_named(tmp_path, monkeypatch, extra, needing):
@@ -319,7 +319,7 @@ def test_the_command_writes_a_run_s_model_with_its_template_and_a_modelfile(gold
     read, tokenizer = gwen.load(str(tmp_path / "mine" / "mine-Q8_0.gguf"), mx.float32)
     trained, its = gwen.load("demo", mx.float32, run / "adapter")
     assert relative_error(read(TOKENS), trained(TOKENS)) < 0.05
-    assert chat_template.chat_ids(tokenizer, "Hi", thinking=None) == chat_template.chat_ids(its, "Hi", thinking=False)
+    assert chat_template.encode_chat(tokenizer, "Hi", thinking=None) == chat_template.encode_chat(its, "Hi", thinking=False)
 
 
 BOS_TEMPLATES = {  # and whether a prompt of training begins with the tokenizer's first token
@@ -338,9 +338,9 @@ def test_a_written_file_puts_a_token_in_front_only_where_prompts_of_training_beg
     tokenizer = tokenizer_like(split)
     tokenizer.chat_template = front + tokenizer.chat_template
     path = write(CONFIGS["llama"], split, tokenizer=tokenizer).path
-    fields = gguf.opened(path).fields
+    fields = gguf.open_file(path).fields
     is_added = fields["tokenizer.ggml.add_bos_token"].contents()
-    ids = chat_template.chat_ids(tokenizer, "one")
+    ids = chat_template.encode_chat(tokenizer, "one")
     assert is_added == (tokenizer.bos_token_id is not None and ids[0] == tokenizer.bos_token_id)
     if split == "llama-bpe":
         assert is_added == BOS_TEMPLATES[front]

@@ -107,13 +107,13 @@ def test_its_best_adapter_is_of_the_lowest_loss_or_of_the_first_accuracy_that_no
 
 def test_its_settings_are_a_recipe_of_the_same_settings(golden, kind):
     path = golden(kind) / "config.yaml"
-    config, _ = sources.resolve({}, str(path), None, gwen.choose_model)
-    assert sources.as_yaml(config) == path.read_text()
+    config, _ = sources.resolve_settings({}, str(path), None, gwen.choose_model)
+    assert sources.to_yaml(config) == path.read_text()
 
 
 def test_its_page_shows_what_was_said_and_the_figures(golden, kind, tmp_path):
     assert f"page: {golden(kind) / 'report.html'}" in (golden(kind).parent / f"{kind}.out").read_text()
-    markup = page.write(shutil.copytree(golden(kind), tmp_path / "run")).read_text()
+    markup = page.write_page(shutil.copytree(golden(kind), tmp_path / "run")).read_text()
     assert "3 of 3" in markup and len(markup) > 10_000
     shown = [row for group in data_of(markup)["completions"]["groups"] for row in group["rows"]]
     written = read_log(golden(kind) / "rollouts.jsonl")

@@ -25,7 +25,7 @@ def double(monkeypatch):
         kernels.OPS.clear()
         launched: list[mx.array] = []
 
-        @kernels.equals(lambda x: 2 * x)
+        @kernels.kernel_of(lambda x: 2 * x)
         def double(x: mx.array) -> mx.array:
             launched.append(x)
             return function(x)
@@ -81,7 +81,7 @@ def test_every_array_of_floats_in_the_arguments_has_the_gradient_of_the_referenc
     def launch(x, pairs, ids, power=1.0):
         return [mx.stop_gradient(out) for out in weigh_ref(x, pairs, ids, power)]
 
-    op = kernels.equals(weigh_ref)(launch)
+    op = kernels.kernel_of(weigh_ref)(launch)
     monkeypatch.setattr(op, "runs", lambda _: True)
     x, ids = mx.array([1.0, 2.0, 3.0]), mx.array([2, 0, 2])
 
@@ -109,7 +109,7 @@ def test_the_variable_chooses_and_refuses_what_it_does_not_know(double, monkeypa
 def test_whole_numbers_must_be_equal_and_infinities_must_match():
     def compare(ours: list[Any], theirs: list[Any], dtype: mx.Dtype = mx.float32) -> float:
         other = mx.array(theirs, dtype=dtype)
-        return kernels.disagreement(mx.array(ours, dtype=dtype), [other], other, mx.float32)
+        return kernels.measure_disagreement(mx.array(ours, dtype=dtype), [other], other, mx.float32)
 
     assert compare([1, 2], [1, 2], mx.int32) == 0 and compare([1, 2], [1, 3], mx.int32) == float("inf")
     assert compare([1.0, -np.inf, np.nan], [1.0, -np.inf, np.nan]) == 0
@@ -120,11 +120,11 @@ def test_whole_numbers_must_be_equal_and_infinities_must_match():
 def test_a_kernel_may_be_as_far_off_as_its_expression_is_in_the_same_type_and_no_farther():
     exact = mx.array([100.0, 1.0])
     own = exact * mx.array([1.02, 1.0])  # five times what float16 allows
-    assert kernels.disagreement(exact * mx.array([1.019, 0.999]), own, exact, mx.float16) <= 1
-    assert kernels.disagreement(exact * mx.array([1.0, 1.05]), own, exact, mx.float16) > 1
+    assert kernels.measure_disagreement(exact * mx.array([1.019, 0.999]), own, exact, mx.float16) <= 1
+    assert kernels.measure_disagreement(exact * mx.array([1.0, 1.05]), own, exact, mx.float16) > 1
     overflown = mx.array([mx.inf, 1.0])
-    assert kernels.disagreement(exact, overflown, exact, mx.float16) == 0
-    assert kernels.disagreement(overflown, exact, exact, mx.float16) == float("inf")
+    assert kernels.measure_disagreement(exact, overflown, exact, mx.float16) == 0
+    assert kernels.measure_disagreement(overflown, exact, exact, mx.float16) == float("inf")
 
 
 # ---- the doctor
@@ -154,12 +154,12 @@ def test_the_doctor_refuses_a_variable_it_does_not_know(monkeypatch, refused, na
 @pytest.mark.parametrize("wrong", ["MLX", "kernels"])
 def test_the_doctor_fails_where_mlx_or_a_kernel_is_wrong(monkeypatch, capsys, wrong):
     monkeypatch.setattr(gpu, "has_metal", lambda: True)
-    monkeypatch.setattr(gwen, "known_config", lambda _, known=gwen.known_config: known("random:2m"))
+    monkeypatch.setattr(gwen, "load_known_config", lambda _, known=gwen.load_known_config: known("random:2m"))
     for name, op in kernels.OPS.items():
         monkeypatch.setattr(op, "off", set())
         monkeypatch.setattr(op, "launch", fail if wrong == "kernels" and name == "add_norm" else op.reference)
     if wrong == "MLX":
-        monkeypatch.setattr(probe, "attention_error", lambda *_: 1.0)
+        monkeypatch.setattr(probe, "measure_attention_error", lambda *_: 1.0)
     monkeypatch.setattr(gwen.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 0, "fits"))
     with pytest.raises(SystemExit) as status:
         gwen.main(["--doctor"])
@@ -173,7 +173,7 @@ def test_the_doctor_fails_where_mlx_or_a_kernel_is_wrong(monkeypatch, capsys, wr
 
 
 def looked(dtype):
-    return probe.look([kernels.normal(96, 64, dtype=dtype), kernels.normal(40, 64, dtype=dtype)], (4, 2, 64))
+    return probe.check_arithmetic([kernels.normal_array(96, 64, dtype=dtype), kernels.normal_array(40, 64, dtype=dtype)], (4, 2, 64))
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32], ids=str)
@@ -203,16 +203,16 @@ def test_silent_errors_of_mlx_are_found(monkeypatch, kind):
         monkeypatch.setattr(attention, "attention", attend)
     else:
         monkeypatch.setattr(mx.array, "__matmul__", wrong)
-        monkeypatch.setattr(probe, "attention_error", lambda *_: 0.0)
+        monkeypatch.setattr(probe, "measure_attention_error", lambda *_: 0.0)
     line, well = looked(mx.float16)
     assert not well and line.startswith("WRONG")
 
 
 def test_a_model_that_is_loaded_says_in_a_line_what_mlx_computes_wrongly(monkeypatch, capsys):
     monkeypatch.setattr(gpu, "has_metal", lambda: True)
-    monkeypatch.setattr(kernels, "is_wanted", lambda: False)
-    monkeypatch.setattr(probe, "product_error", lambda weight, rows: float(rows > 8 and weight.shape == (768, 128)))
-    gwen.check_kernels(gwen.Model(gwen.known_config("random:2m")))
+    monkeypatch.setattr(kernels, "kernels_are_wanted", lambda: False)
+    monkeypatch.setattr(probe, "measure_product_error", lambda weight, rows: float(rows > 8 and weight.shape == (768, 128)))
+    gwen.check_kernels(gwen.Model(gwen.load_known_config("random:2m")))
     said = capsys.readouterr().err
     assert said.startswith("gwen: MLX's own arithmetic is WRONG") and "float32 products 1e+04" in said
     assert said.count("\n") == 1

@@ -95,13 +95,13 @@ def test_a_tree_of_shared_runs_gives_each_leaf_the_hidden_states_of_its_whole_pa
     # three levels of ragged rows, and each level's parents: two roots, of which one row has no child
     levels = [[RNG.integers(0, 320, n).tolist() for n in level] for level in ([5, 9], [3, 1, 6, 4], [2, 7, 1, 4, 3])]
     parents = [[1, 0, 1, 0], [2, 0, 2, 3, 0]]
-    cache = TreeCache(model.config.layer_kinds).child([len(row) for row in levels[0]])
+    cache = TreeCache(model.config.layer_kinds).extend([len(row) for row in levels[0]])
     model.hidden(ragged(levels[0]), cache)
-    middle = cache.child([len(row) for row in levels[1]], parents[0])
+    middle = cache.extend([len(row) for row in levels[1]], parents[0])
     model.hidden(ragged(levels[1]), middle)
     for chosen in ([0, 1, 2, 3, 4], [1, 4], [0, 2], [3], [0, 3]):  # of the leaves, so that parts of a level are used
         leaves = [levels[2][row] for row in chosen]
-        below = middle.child([len(row) for row in leaves], [parents[1][row] for row in chosen])
+        below = middle.extend([len(row) for row in leaves], [parents[1][row] for row in chosen])
         hidden = model.hidden(ragged(leaves), below)
         for index, row in enumerate(chosen):
             parent = parents[1][row]

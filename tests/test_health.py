@@ -18,7 +18,7 @@ def steps_of(key, *values, then=(), num_then=5):
 
 
 def names(steps, has_gained=False):
-    return [finding.name for finding in health.examine(list(steps), has_gained)]
+    return [finding.name for finding in health.find_symptoms(list(steps), has_gained)]
 
 
 TOOLS = [STEP | {"tools/calls": 10, "tools/failures": number} for number in (9, 9, 9, 9, 9, 1, 1, 1, 1, 1)]
@@ -63,7 +63,7 @@ ILL_AND_WELL = [  # an illness, steps and evaluations that show it, and such tha
 
 @pytest.mark.parametrize(("name", "ill", "well"), ILL_AND_WELL)
 def test_an_illness_is_found_where_it_is_and_nowhere_near(name, ill, well):
-    (found,) = health.examine(*(*ill, False)[:2])
+    (found,) = health.find_symptoms(*(*ill, False)[:2])
     assert found.name == name and "\n" not in found.text
     assert names(*well) == []
 
@@ -75,14 +75,14 @@ def test_a_run_that_measured_nothing_yet_has_no_illness():
 def test_answers_that_are_cut_off_are_told_at_step_0_with_their_limit():
     evaluation = {"step": 0, "eval/truncated_frac": 0.75}
     settings = {"max_tokens": 30}
-    (found,) = health.examine([], False, [evaluation], settings)
+    (found,) = health.find_symptoms([], False, [evaluation], settings)
     assert found.name == "truncated"
     assert found.text.startswith("75% of the answers") and "--max-tokens 30" in found.text
-    assert health.cut_off([], [evaluation | {"eval/truncated_frac": 0.5}], settings) == ""
-    assert "--max-context" in health.cut_off([], [evaluation], settings | {"tools": ["mine.py:look"]})
+    assert health.describe_cut_off([], [evaluation | {"eval/truncated_frac": 0.5}], settings) == ""
+    assert "--max-context" in health.describe_cut_off([], [evaluation], settings | {"tools": ["mine.py:look"]})
     later = steps_of(TRUNCATED, then=(0.4,))
-    assert health.cut_off(later, [evaluation], settings) == ""  # the evaluation is older
-    risen = health.cut_off(steps_of(TRUNCATED, then=(0.1, 0.9)), [], settings)
+    assert health.describe_cut_off(later, [evaluation], settings) == ""  # the evaluation is older
+    risen = health.describe_cut_off(steps_of(TRUNCATED, then=(0.1, 0.9)), [], settings)
     assert "10% at first" in risen and "--temp" in risen
 
 

@@ -11,8 +11,8 @@ import train
 from config import SETTINGS, TARGETS
 from disk import hub
 from settings import checks, sources
-from settings.checks import PARTS, fused_targets
-from settings.sources import parse
+from settings.checks import PARTS, resolve_lora_targets
+from settings.sources import parse_flags
 
 KINDS = {"same", "renamed", "not needed", "missing"}
 
@@ -20,15 +20,15 @@ KINDS = {"same", "renamed", "not needed", "missing"}
 def test_every_foreign_name_is_answered_by_its_row_and_never_by_its_spelling():
     of_training = {"--loss", "--resume", "--run-dir", "--eval-data", *map(flags.flag_of, SETTINGS)}
     commands = {"--samples", "--export", "--fuse", *of_training}
-    for name, kind, said in ((name, *row) for rows in flags.foreign_names().values() for name, row in rows.items()):
+    for name, kind, said in ((name, *row) for rows in flags.load_foreign_names().values() for name, row in rows.items()):
         own = set(re.findall("`(--[a-z-]+)", said))
         assert own <= commands, f"{name}: a flag that nobody has"
         assert (kind == "same") == (name in SETTINGS), name
         if kind != "same":
-            answer = flags.hint(flags.flag_of(name), sorted(of_training))
+            answer = flags.suggest_name(flags.flag_of(name), sorted(of_training))
             assert name in answer and "did you mean" not in answer and said.replace("`", "") in answer
             assert kind != "renamed" or own or said[0].isupper() or name == "callbacks", f"{name}: what to write"
-    assert {kind for rows in flags.foreign_names().values() for kind, _ in rows.values()} == KINDS
+    assert {kind for rows in flags.load_foreign_names().values() for kind, _ in rows.values()} == KINDS
 
 
 @pytest.mark.parametrize(
@@ -46,8 +46,8 @@ def test_every_foreign_name_is_answered_by_its_row_and_never_by_its_spelling():
 def test_values_of_trl_are_taken_in_a_flag_with_underscores_and_in_a_recipe(tmp_path, name, value, ours):
     rest = {"data": "mine.jsonl"} if ours == "sft" else {}
     written = {"False": False, "true": True}.get(value, value)
-    assert checks.checked(rest | {name: written}).flat()[name] == ours
-    assert checks.checked(rest | sources.given(parse([f"--{name}", str(value)]))).flat()[name] == ours
+    assert checks.check_settings(rest | {name: written}).to_flags()[name] == ours
+    assert checks.check_settings(rest | sources.given_settings(parse_flags([f"--{name}", str(value)]))).to_flags()[name] == ours
 
 
 SCRIPT = """
@@ -187,12 +187,12 @@ def test_a_file_of_trl_becomes_a_recipe_that_says_what_has_no_equal(tmp_path, ca
         assert "refused" not in said
         assert "# learning_rate: 2e-05 is low for this model: recipes/own-small.yaml has 0.0004\n" in said
     (tmp_path / "ours.yaml").write_text(said)
-    checks.checked(sources.load_recipe(tmp_path / "ours.yaml"))
+    checks.check_settings(sources.load_recipe(tmp_path / "ours.yaml"))
 
 
 def test_all_unknown_flags_are_told_in_one_line(capsys):
     with pytest.raises(SystemExit):
-        parse(["--num-generations", "8", "--beta", "0.1", "--grups", "4", "--use-vllm"])
+        parse_flags(["--num-generations", "8", "--beta", "0.1", "--grups", "4", "--use-vllm"])
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and said.count(" is no flag of train.py; ") == 3
     assert said.index("--groups, completions") < said.index("did you mean --groups?") < said.index("not needed here")
@@ -211,16 +211,16 @@ def test_a_recipe_and_a_program_are_answered_like_a_flag():
 
 
 def test_a_command_without_the_flag_of_a_row_says_nothing_of_it():
-    assert flags.hint("--lora-alpha", ["--temp", "--seed"]) == ""
-    assert flags.hint("--temperature", ["--temp", "--seed"]) == "TRL's temperature is here --temp"
+    assert flags.suggest_name("--lora-alpha", ["--temp", "--seed"]) == ""
+    assert flags.suggest_name("--temperature", ["--temp", "--seed"]) == "TRL's temperature is here --temp"
 
 
 def test_the_command_that_goes_on_has_the_extras_of_the_run_and_its_place(tmp_path, monkeypatch):
-    config = checks.checked({"model": "smollm2", "task": "rg:lcm", "report_to": "wandb"})
-    assert sources.command(config.flat()) == "uv run --extra smollm --extra tasks --extra wandb train.py"
-    assert sources.command({"model": "demo"}, "report.py") == "uv run report.py"
+    config = checks.check_settings({"model": "smollm2", "task": "rg:lcm", "report_to": "wandb"})
+    assert sources.command_line(config.to_flags()) == "uv run --extra smollm --extra tasks --extra wandb train.py"
+    assert sources.command_line({"model": "demo"}, "report.py") == "uv run report.py"
     monkeypatch.chdir(tmp_path)
-    assert sources.command({"model": "demo"}) == f"uv run --project {ROOT} {ROOT / 'train.py'}"
+    assert sources.command_line({"model": "demo"}) == f"uv run --project {ROOT} {ROOT / 'train.py'}"
 
 
 # ---- projections by the names of a checkpoint
@@ -233,9 +233,9 @@ def test_the_parts_of_projections_are_those_of_checkpoints():
 
 
 def test_projections_may_be_named_as_in_a_checkpoint():
-    assert fused_targets(["all-linear"]) == list(TARGETS)
-    found = fused_targets("q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split())
+    assert resolve_lora_targets(["all-linear"]) == list(TARGETS)
+    found = resolve_lora_targets("q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split())
     assert found == ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
-    assert fused_targets(["down_proj", "up_proj", "gate_proj"]) == ["gate_up_proj", "down_proj"]
-    assert checks.checked({"lora_targets": ["v_proj", "q_proj", "k_proj"]}).model.lora_targets == ["qkv_proj"]
-    assert "--lora-targets is 5; it must be a list of texts" in message_of(checks.checked, {"lora_targets": 5})
+    assert resolve_lora_targets(["down_proj", "up_proj", "gate_proj"]) == ["gate_up_proj", "down_proj"]
+    assert checks.check_settings({"lora_targets": ["v_proj", "q_proj", "k_proj"]}).model.lora_targets == ["qkv_proj"]
+    assert "--lora-targets is 5; it must be a list of texts" in message_of(checks.check_settings, {"lora_targets": 5})

@@ -91,7 +91,7 @@ def unreachable(offline: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_revision_is_a_branch_a_tag_or_a_commit(offline):
     widths = {}
     for revision in ("", "@main", "@v2", f"@{MAIN}", f"@{OTHER}"):
-        assert hub.find(QWEN + revision).name == (OTHER if revision in ("@v2", f"@{OTHER}") else MAIN)
+        assert hub.find_model(QWEN + revision).name == (OTHER if revision in ("@v2", f"@{OTHER}") else MAIN)
         widths[revision] = gwen.load(QWEN + revision, mx.float32)[0].config.intermediate_size
     assert list(widths.values()) == [96, 96, 128, 96, 128]
 
@@ -104,8 +104,8 @@ def test_what_is_not_cached_is_one_line_offline(offline, refused, tmp_path, hub_
 
 
 def test_what_is_cached_loads_when_the_hub_does_not_answer(unreachable):
-    assert hub.find(QWEN).name == MAIN
-    assert hub.find(f"{QWEN}@v2").name == OTHER
+    assert hub.find_model(QWEN).name == MAIN
+    assert hub.find_model(f"{QWEN}@v2").name == OTHER
 
 
 @pytest.mark.parametrize("name", ["Qwen3-0.6B", "a/b/c", "./Qwen/Qwen3", "~/Qwen", "Qwen/", "/Qwen3", "a//b", "a/b c"])
@@ -151,9 +151,9 @@ def test_a_row_s_chat_template_kwargs_are_variables_of_its_prompt_and_stay_text(
     assert [other.decode(ids) for ids in prompts] == wanted
     assert prompts[2].count(other.eos_token_id) == 1  # the template's own
     talk = chats.read_chat({"prompt": "Hi", "completion": "Ho", "chat_template_kwargs": {"tone": "kind"}})
-    (row,) = chats.render(other, talk, thinking=True, end_ids=[other.eos_token_id], context=999)
+    (row,) = chats.render_conversation(other, talk, thinking=True, end_ids=[other.eos_token_id], context=999)
     assert other.decode(row.ids) == f"kind|{body}Ho<|im_end|>"
-    said = message_of(chat_template.chat_ids, other, "Hi", variables={"tokenize": True})
+    said = message_of(chat_template.encode_chat, other, "Hi", variables={"tokenize": True})
     assert said == "chat_template_kwargs holds tokenize, which is no variable of the template; remove it"
 
 
@@ -163,14 +163,14 @@ def test_a_row_s_chat_template_kwargs_are_variables_of_its_prompt_and_stay_text(
 @pytest.mark.parametrize("of", ["tests", "demo"])
 def test_control_tokens_in_what_users_write_are_text(tokenizer, text, of):
     tokenizer = tokenizer if of == "tests" else hub.load_tokenizer(hub.DEMO)
-    frame, ids = (chat_template.chat_ids(tokenizer, said, system=said) for said in ("Hi", text))
+    frame, ids = (chat_template.encode_chat(tokenizer, said, system=said) for said in ("Hi", text))
     special = [tokenizer.convert_tokens_to_ids(token) for token in ("<|im_start|>", "<|im_end|>", "<|endoftext|>")]
     assert [ids.count(one) for one in special] == [frame.count(one) for one in special]
     assert tokenizer.decode(ids) == tokenizer.decode(frame).replace("Hi", text)
     example = {"prompt": [{"role": "user", "content": text}], "completion": [{"role": "assistant", "content": text}]}
-    (row,) = chats.render(tokenizer, example, thinking=True, end_ids=[special[1]], context=999)
+    (row,) = chats.render_conversation(tokenizer, example, thinking=True, end_ids=[special[1]], context=999)
     assert tokenizer.decode([row.ids[place] for place in row.places]) == text + "<|im_end|>"
-    assert row.ids[: row.places[0]] == chat_template.chat_ids(tokenizer, text, thinking=True)
+    assert row.ids[: row.places[0]] == chat_template.encode_chat(tokenizer, text, thinking=True)
 
 
 def test_ids_of_ordinary_text_are_exactly_the_template_s(tokenizer):
@@ -181,7 +181,7 @@ def test_ids_of_ordinary_text_are_exactly_the_template_s(tokenizer):
             messages = [{"role": role, "content": text} for role in ("system", "user")]
             told = {"tokenize": True, "add_generation_prompt": True, "enable_thinking": False, "return_dict": False}
             wanted = one.apply_chat_template(messages, **told)
-            assert "<|im_end|>" in text or chat_template.chat_ids(one, text, system=text) == wanted
+            assert "<|im_end|>" in text or chat_template.encode_chat(one, text, system=text) == wanted
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
@@ -246,9 +246,9 @@ def test_a_first_use_says_its_size_and_fetches_neither_pickles_nor_programs(monk
         return [SimpleNamespace(file_size=10**9) for _ in files] if dry_run else str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    assert hub.find(QWEN) == tmp_path and fetched == given[:3]
+    assert hub.find_model(QWEN) == tmp_path and fetched == given[:3]
     assert capsys.readouterr().err.startswith(f"downloading {QWEN}: 3 GB, once, to ")
-    assert message_of(hub.find, f"{QWEN}@v9") == f"--model {QWEN}@v9: the hub shows you no such model or revision"
+    assert message_of(hub.find_model, f"{QWEN}@v9") == f"--model {QWEN}@v9: the hub shows you no such model or revision"
 
 
 # ---- folders that are not what they look like
@@ -300,7 +300,7 @@ def test_a_model_without_a_chat_template_is_refused_by_that_and_takes_one_from_a
     template = (folder / "chat_template.jinja").read_text()
     (folder / "chat_template.jinja").unlink()
     _, tokenizer = gwen.load(folder)
-    said = message_of(chat_template.chat_ids, tokenizer, "Hi")
+    said = message_of(chat_template.encode_chat, tokenizer, "Hi")
     assert str(folder) in said and "chat_template.jinja" in said and len(said) < 300
     (folder / "chat_template.jinja").write_text(template)
-    assert chat_template.chat_ids(gwen.load(folder)[1], "Hi") == chat_template.chat_ids(gwen.load("demo")[1], "Hi")
+    assert chat_template.encode_chat(gwen.load(folder)[1], "Hi") == chat_template.encode_chat(gwen.load("demo")[1], "Hi")

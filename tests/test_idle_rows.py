@@ -10,9 +10,9 @@ from test_grpo import LOSSES
 import update
 from reporting import journal
 from reporting.console import console_line
+from step import advantages, trust_region
 from step import sample as samples
-from step import trust_region
-from step.batch import cut
+from step.batch import make_batches
 
 pytestmark = pytest.mark.slow
 ADVANTAGES = np.array([[1, -1, 0.5, -0.5], [0, 0, 0, 0], [1.5, 0, -1.5, 0]])  # six rows of twelve teach
@@ -21,7 +21,7 @@ OWN = "import grpo\ndef plain(tokens, objective):\n    return grpo.Loss(-(tokens
 
 
 def trained(run, drawn, turn=0):
-    return cut(samples.trained(run.config, drawn, turn, run.learner.loss.all_teach), 1024)
+    return make_batches(advantages.select_for_update(run.config, drawn, turn, run.learner.loss.all_have_gradient), 1024)
 
 
 def rows_of(batches):
@@ -34,9 +34,9 @@ def test_the_gradient_without_idle_rows_is_the_gradient_of_all_rows(tmp_path, lo
     run = make_run(tmp_path, "--loss-type", loss, *flags, *(("--epsilon-high", "5") if loss == "cispo" else ()))
     update_once(run)  # B of the adapters is 0 before
     drawn = sample(run, ADVANTAGES)
-    whole = gradient_of_update(run, cut(drawn, 1024))
+    whole = gradient_of_update(run, make_batches(drawn, 1024))
     taught = gradient_of_update(run, trained(run, drawn))
-    assert taught[0].num_taught == 6 and len(rows_of(trained(run, drawn))) < 12
+    assert taught[0].num_with_gradient == 6 and len(rows_of(trained(run, drawn))) < 12
     assert taught[0].loss == pytest.approx(whole[0].loss, abs=1e-6)
     largest = max(mx.abs(array).max().item() for array in whole[1].values())
     for name, array in whole[1].items():
@@ -53,7 +53,7 @@ def test_every_row_is_computed_where_another_term_needs_it(tmp_path, monkeypatch
     (tmp_path / "own_loss.py").write_text(OWN)
     run = make_run(tmp_path, *flags)
     batches = trained(run, sample(run, np.zeros(12)))
-    assert rows_of(batches) == list(range(12)) and sum(batch.num_taught for batch in batches) == 12
+    assert rows_of(batches) == list(range(12)) and sum(batch.num_with_gradient for batch in batches) == 12
     assert all((batch.weights == 1).all().item() for batch in batches)
 
 
@@ -71,7 +71,7 @@ def test_every_idle_row_is_measured_in_its_turn_for_all_tokens_that_are_left_out
         weights.append(lengths[measured].sum())
         found.append(gradient_of_update(run, batches)[0].means)
     assert sorted(seen) == idle.tolist()
-    whole = gradient_of_update(run, cut(drawn, 1024))[0].means
+    whole = gradient_of_update(run, make_batches(drawn, 1024))[0].means
     for name in ("entropy", "mismatch/ratio_mean"):
         assert np.average([means[name] for means in found], weights=weights) == pytest.approx(whole[name], rel=1e-5)
 
@@ -85,7 +85,7 @@ def test_the_distance_counts_a_measured_row_for_those_it_stands_for(tmp_path):
     assert rows_of(probe) == rows_of(known)  # so few tokens that all are taken
     lengths, gap = mask.sum(axis=1), np.exp(-0.1) - 1 + 0.1
     present = [batch.sampled_logprobs for batch in probe]
-    assert trust_region.distance(probe, present) == pytest.approx(gap * lengths[pushed].sum() / lengths.sum(), rel=1e-4)
+    assert trust_region.measure_kl(probe, present) == pytest.approx(gap * lengths[pushed].sum() / lengths.sum(), rel=1e-4)
 
 
 def test_the_probe_holds_its_tokens_although_rows_are_left_out(tmp_path, monkeypatch):
@@ -103,12 +103,12 @@ def test_where_nothing_teaches_there_is_no_step_and_the_line_says_so(tmp_path, m
     update_once(run)  # its momentum would go on
     before, count = dict(run.learner.trainable), run.learner.optimizer.step.item()
     batches = trained(run, sample(run, np.zeros(12)))
-    by_both = update.gradient(run.learner, batches)[2]
-    assert update.measure(run.learner, batches)[1] == pytest.approx(by_both, rel=1e-5, abs=1e-6)
-    monkeypatch.setattr(update, "share_and_gradient", None)  # forward passes alone
-    result = update.update(run.learner, batches, 1e-3)
+    by_both = update.compute_gradient(run.learner, batches)[2]
+    assert update.compute_stats(run.learner, batches)[1] == pytest.approx(by_both, rel=1e-5, abs=1e-6)
+    monkeypatch.setattr(update, "loss_and_gradient", None)  # forward passes alone
+    result = update.run_optimizer_steps(run.learner, batches, 1e-3)
     assert all(mx.array_equal(array, before[name]).item() for name, array in tree_flatten(run.learner.trainable))
-    assert (run.learner.optimizer.step.item(), result.num_taught, result.loss, result.moved) == (count, 0, 0, None)
+    assert (run.learner.optimizer.step.item(), result.num_with_gradient, result.loss, result.moved) == (count, 0, 0, None)
     assert result.means["entropy"] > 0 and result.means["mismatch/logprob_abs_mean"] < 1e-4
     figures = journal.update_metrics(result, {"update": 1, "other": 0, "step": 2}, 12, [2])
     figures |= {"step": 3, "reward/mean": 1, "rollout/tok_s": 98765.4, "reward/zero_std_frac": 1}

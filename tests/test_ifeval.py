@@ -15,7 +15,7 @@ from problems.workers import Pool
 from tasks import ifeval, rg
 
 verified = needs("if_verifiable")
-KINDS, ASKS = ifeval.words()["kinds"], ifeval.words()["asks"]
+KINDS, ASKS = ifeval.load_words()["kinds"], ifeval.load_words()["asks"]
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def fits(ask, prompt):
 
 
 def test_the_sides_share_no_topic_no_wording_and_no_argument_that_is_a_word():
-    shared = [held for name, held in ifeval.words().items() if name not in ("kinds", "apart")]
+    shared = [held for name, held in ifeval.load_words().items() if name not in ("kinds", "apart")]
     for one in [*shared, *KINDS.values()]:
         assert one["train"] and one["held_out"] and not set(one["train"]) & set(one["held_out"])
         assert len(set(one["held_out"])) == len(one["held_out"])
@@ -65,7 +65,7 @@ def test_held_out_prompts_are_others_and_as_many_as_said(problems):
 
 
 def test_kinds_that_stand_apart_never_meet(problems):
-    by_verifier, apart = {}, [set(pair) for pair in ifeval.words()["apart"]]
+    by_verifier, apart = {}, [set(pair) for pair in ifeval.load_words()["apart"]]
     for name, kind in KINDS.items():
         by_verifier.setdefault(kind["verifier"], set()).add(name)
     for example in problems.make(range(4000), 1):
@@ -86,7 +86,7 @@ def test_an_answer_is_on_topic_where_it_names_it(problems):
 
 def test_every_prompt_names_the_topic_that_its_answer_shall_name(problems):
     examples = problems.make(range(2000), 2)
-    assert {example["topic"] for example in examples} == set(ifeval.words()["topics"]["train"])
+    assert {example["topic"] for example in examples} == set(ifeval.load_words()["topics"]["train"])
     asked, topics = ([example[name] for example in examples] for name in ("prompt", "topic"))
     assert problems.on_topic(completions=asked, topic=topics) == [1.0] * 2000
 
@@ -105,9 +105,9 @@ def test_a_bad_list_of_kinds_is_one_line_that_names_the_part(task, why):
 
 def test_the_task_takes_no_data_and_names_the_extra_where_it_is_missing(monkeypatch):
     both = make_config("--task", "ifeval", "--data", "mine.jsonl")
-    assert "--data mine.jsonl and --task ifeval" in message_of(tasks.make, both)
+    assert "--data mine.jsonl and --task ifeval" in message_of(tasks.make_task, both)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "uv run --extra ifeval" in message_of(tasks.make, make_config("--task", "ifeval"))
+    assert "uv run --extra ifeval" in message_of(tasks.make_task, make_config("--task", "ifeval"))
 
 
 GOOD_AND_BAD = {  # arguments, an answer that follows the instruction and one that does not
@@ -123,10 +123,10 @@ def test_each_kind_is_told_from_its_contrary_and_half_of_two_is_half(verifiers):
         for name, (arguments, *texts) in GOOD_AND_BAD.items()
         for text in texts
     ]
-    values = [answer.value for answer in verifiers.ask(questions)]
+    values = [answer.value for answer in verifiers.answer_all(questions)]
     assert values == [1, 0] * len(GOOD_AND_BAD), list(zip(GOOD_AND_BAD, values[::2], values[1::2], strict=True))
     both = [[KINDS[name]["verifier"], GOOD_AND_BAD[name][0]] for name in ("no_comma", "keyword")]
-    assert verifiers.ask([(both, "", "It is wet and clear.")])[0].value == 0.5
+    assert verifiers.answer_all([(both, "", "It is wet and clear.")])[0].value == 0.5
 
 
 @verified
@@ -137,7 +137,7 @@ def test_a_word_in_underscores_is_that_word(verifiers):
         ("forbidden", {"forbidden_words": ["is", "the"]}, {"It _is_ wet.": 0, "__The__ sea": 0, "_this_ theme": 1}),
     ):
         asked = [[[KINDS[kind]["verifier"], arguments]], ""]
-        answers = verifiers.ask([[*asked, text] for text in said])
+        answers = verifiers.answer_all([[*asked, text] for text in said])
         assert [answer.value for answer in answers] == list(said.values()), kind
 
 
@@ -145,8 +145,8 @@ def test_a_word_in_underscores_is_that_word(verifiers):
 def test_hostile_answers_earn_nothing_and_leave_the_verifier_alive(verifiers):
     ask = [[KINDS["keyword"]["verifier"], {"keywords": ["river"]}]]
     for text in ("", " \n", "\0" * 9, "(" * 5000, "\ud800", "__import__('os').getpid()", "<think>river"):
-        assert rg.earned(verifiers.ask([(ask, "", text)])[0]) == 0
-    assert verifiers.ask([(ask, "", "A river.")])[0].value == 1
+        assert rg.score_value(verifiers.answer_all([(ask, "", text)])[0]) == 0
+    assert verifiers.answer_all([(ask, "", "A river.")])[0].value == 1
 
 
 @verified

@@ -20,7 +20,7 @@ def test_lazy_work_is_billed_to_its_phase_and_what_belongs_to_none_to_other(monk
     monkeypatch.setattr(mx, "eval", lambda *arrays: evaluate(*arrays) or wait(5))
     clock, held = journal.PhaseClock(), mx.get_active_memory()
     wait(3)
-    assert clock.lap() == {"step": 3, "other": 3}
+    assert clock.take_seconds() == {"step": 3, "other": 3}
     with clock.phase("work") as done:
         array = mx.ones((1 << 20,)) * 2
         wait(1)
@@ -31,8 +31,8 @@ def test_lazy_work_is_billed_to_its_phase_and_what_belongs_to_none_to_other(monk
     wait(4)
     with clock.phase("work") as done:
         done()
-    assert clock.lap() == {"work": 13, "step": 17, "other": 4}
-    assert clock.lap() == {"step": 0, "other": 0}
+    assert clock.take_seconds() == {"work": 13, "step": 17, "other": 4}
+    assert clock.take_seconds() == {"step": 0, "other": 0}
 
 
 def test_a_phase_without_done_is_an_error_and_phases_do_not_nest():
@@ -52,14 +52,14 @@ def test_a_log_loses_a_torn_line_and_later_steps_and_an_evaluation_that_it_lost_
     with log.path.open("a") as file:
         file.write('{"step": 6, "eval/accu')
     assert [record["step"] for record in log.read()] == [0, 2, 4]
-    log.cut_after(3)
+    log.truncate_after(3)
     assert [record["step"] for record in log.read()] == [0, 2]
-    due = [journal.evaluation_is_due(Config.of(steps=5, eval_every=2), step, log.read()) for step in (0, 3, 4, 5)]
+    due = [journal.evaluation_is_due(Config.from_flags(steps=5, eval_every=2), step, log.read()) for step in (0, 3, 4, 5)]
     assert due == [False, False, True, True]
     with pytest.raises(ValueError):  # no JSON
         log.write({"loss": float("nan")})
 
 
 def test_the_environment_names_versions_device_and_blas():
-    record = versions.environment("some BLAS")
+    record = versions.describe_environment("some BLAS")
     assert record["versions"]["mlx"] and record["blas"] == "some BLAS" and "Device" in record["device"]

@@ -25,7 +25,7 @@ from evaluate import main as evaluate_main
 from judging import remote_judge, rubrics
 from judging.prompt_tree import PromptTree
 from problems import chat_template
-from settings.checks import checked
+from settings.checks import check_settings
 
 pytestmark = pytest.mark.slow
 RUBRIC = rubrics.load_rubric("data/demo_rubric.yaml")
@@ -51,7 +51,7 @@ def evaluate(grader, pairs):
 
 
 def settings_of(**settings):
-    return checked({f"judge_{name}": value for name, value in settings.items()}).judge
+    return check_settings({f"judge_{name}": value for name, value in settings.items()}).judge
 
 
 @pytest.fixture
@@ -163,7 +163,7 @@ def test_a_decoded_reply_is_the_greedy_one_of_the_prompt_alone(demo, think, end)
                 reply = greedy(ids + [i for i in thoughts if i != end] + close, rubrics.REPLY_TOKENS, eos)
             text = tokenizer.decode([i for i in reply if i not in eos])
             assert judged.replies[row, column] == text
-            score = rubrics.from_reply(text, was_cut=reply[-1] not in eos).score
+            score = rubrics.evaluation_from_reply(text, was_cut=reply[-1] not in eos).score
             np.testing.assert_equal(judged.scores[row, column], score)
     assert len(kinds) == (2 if think else 1), "some rows end otherwise than others"
 
@@ -226,16 +226,16 @@ def test_training_the_policy_does_not_change_its_judge(demo):
     prompts, completions, _ = some_answers(5)
     grader = judge.Judge(model, tokenizer, RUBRIC)
     before, identity = grader.score(prompts, completions).scores, grader.identity()
-    for _, layer in lora.layers(model):
+    for _, layer in lora.adapted_layers(model):
         layer.lora_b = layer.lora_b + 0.3
     after = judge.Judge(model, tokenizer, RUBRIC)
     np.testing.assert_array_equal(before, after.score(prompts, completions).scores)
     assert after.identity() == identity == judge.Judge(*demo, RUBRIC).identity()
-    grader.fill([])
+    grader.load_scores([])
     np.testing.assert_array_equal(before, grader.score(prompts, completions).scores)  # with its preamble from before
     tokens = mx.array([[1, 2, 3]])
     assert not mx.allclose(model(tokens), demo[0](tokens))
-    assert all(layer.enabled for _, layer in lora.layers(model))
+    assert all(layer.enabled for _, layer in lora.adapted_layers(model))
 
 
 def test_what_a_score_depends_on_is_part_of_the_judge_s_identity(demo):
@@ -336,7 +336,7 @@ def test_a_bad_answer_with_an_attack_appended_stays_bad_and_gains_next_to_nothin
 
 
 def remote(url, **options):
-    return judge.make(settings_of(url=url, model="demo", **options), RUBRIC, lambda: pytest.fail("a model was loaded"))
+    return judge.make_judge(settings_of(url=url, model="demo", **options), RUBRIC, lambda: pytest.fail("a model was loaded"))
 
 
 def judged_by(server, completions=("Three.",), **options):
@@ -404,7 +404,7 @@ def test_a_server_into_whose_context_no_prompt_fits_is_told_of(serve):
 def mlx_lm_server(tmp_path_factory):
     """mlx_lm's own server with the demo model as `lora.py --fuse` writes it, as a process of its own on loopback."""
     model, tokenizer = gwen.load("demo")
-    chat_template.write_into(tokenizer, None, thinking=False)
+    chat_template.fix_template(tokenizer, None, thinking=False)
     gwen.save(model, directory := tmp_path_factory.mktemp("fused"), tokenizer)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -440,7 +440,7 @@ def test_mlx_lm_s_server_with_the_same_model_gives_our_scores(demo, mlx_lm_serve
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     prompts, completions, _ = some_answers(12, first=40)
     options = settings_of(url=mlx_lm_server, model="default_model", mode=mode)
-    theirs = judge.make(options, RUBRIC, lambda: pytest.fail("a model was loaded")).score(prompts, completions)
+    theirs = judge.make_judge(options, RUBRIC, lambda: pytest.fail("a model was loaded")).score(prompts, completions)
     ours = judge.Judge(*demo, RUBRIC, mode=mode).score(prompts, completions)
     # text of a hostile answer reaches a server with a space more, and ours as it is
     plain = [row for row, text in enumerate(completions) if "<" not in text]

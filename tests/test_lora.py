@@ -27,7 +27,7 @@ def adapted(directory, rank=4, scale=3.0, targets=lora.TARGETS):
     """A model whose adapters are not at their initial zero."""
     model = gwen.load_model(directory)
     lora.apply(model, rank, scale, targets)
-    for index, (_, layer) in enumerate(lora.layers(model)):
+    for index, (_, layer) in enumerate(lora.adapted_layers(model)):
         layer.lora_b = mx.random.normal(layer.lora_b.shape, key=mx.random.key(index)) * 0.2
     return model
 
@@ -61,10 +61,10 @@ def test_in_16_bits_an_adapted_projection_and_its_gradients_are_those_of_its_for
 def test_the_16_bit_copies_of_an_adapter_are_made_once_for_the_masters_at_hand(tiny_model):
     model = gwen.load_model(tiny_model, mx.float16)
     lora.apply(model, 4, 2.0)
-    _, layer = next(lora.layers(model))
-    first = layer.rounded(mx.float16)
+    _, layer = next(lora.adapted_layers(model))
+    first = layer.rounded_matrices(mx.float16)
     assert layer.lora_a.dtype == layer.lora_b.dtype == mx.float32
-    assert all(old is new for old, new in zip(first, layer.rounded(mx.float16), strict=True))
+    assert all(old is new for old, new in zip(first, layer.rounded_matrices(mx.float16), strict=True))
     before = model(TOKENS)
     layer.lora_b = mx.ones(layer.lora_b.shape)
     assert not mx.allclose(model(TOKENS), before)
@@ -76,7 +76,7 @@ def test_the_16_bit_copies_of_an_adapter_are_made_once_for_the_masters_at_hand(t
 @pytest.mark.parametrize("targets", [lora.TARGETS, ("qkv_proj",), ("o_proj", "gate_up_proj")])
 def test_the_masters_that_an_adapter_holds_come_out_of_it_bit_for_bit(checkpoints, family, targets):
     model = adapted(checkpoints[family], targets=targets)
-    ours, out = dict(tree_flatten(model.trainable_parameters())), adapters.masters(lora.adapter_weights(model))
+    ours, out = dict(tree_flatten(model.trainable_parameters())), adapters.split_adapter_weights(lora.adapter_weights(model))
     assert sorted(ours) == list(out)
     assert all(mx.array_equal(ours[name], out[name]).item() for name in ours)
 
@@ -97,7 +97,7 @@ def test_an_attached_adapter_is_to_the_bit_what_it_was_and_can_be_switched_off(t
     lora.save_adapter(model, tmp_path, "tiny")
     again = gwen.load_model(tiny_model)
     base = again(TOKENS)
-    lora.attach(again, tmp_path)
+    lora.attach_adapter(again, tmp_path)
     assert mx.array_equal(again(TOKENS), model(TOKENS)) and not mx.allclose(again(TOKENS), base)
     merged = gwen.load_model(tiny_model, adapter=tmp_path)
     np.testing.assert_allclose(np.array(merged(TOKENS)), np.array(model(TOKENS)), atol=1e-4, rtol=1e-4)
@@ -117,7 +117,7 @@ def test_an_adapter_of_others_whose_parts_have_an_a_each_is_attached_as_it_is_me
         weights[name] = weights[name] + 0.1 * mx.random.normal(weights[name].shape, key=mx.random.key(index))
     mx.save_safetensors(str(tmp_path / "adapters.safetensors"), weights)
     model = gwen.load_model(tiny_model)
-    lora.attach(model, tmp_path)
+    lora.attach_adapter(model, tmp_path)
     merged = gwen.load_model(tiny_model, adapter=tmp_path)
     np.testing.assert_allclose(np.array(model(TOKENS)), np.array(merged(TOKENS)), atol=1e-4, rtol=1e-4)
 
@@ -136,12 +136,12 @@ def test_a_model_trained_whole_is_saved_as_a_full_adapter(tiny_model, tmp_path):
 def test_an_adapter_is_found_in_its_own_directory_and_in_that_of_its_run(tiny_model, tmp_path):
     lora.save_adapter(adapted(tiny_model), tmp_path / "run" / "adapter", str(tiny_model))
     adapter = tmp_path / "run" / "adapter"
-    assert adapters.find(tmp_path / "run") == adapters.find(str(adapter)) == adapter
+    assert adapters.find_adapter(tmp_path / "run") == adapters.find_adapter(str(adapter)) == adapter
     assert gwen.choose_model(None, tmp_path / "run") == (str(tiny_model), "which the adapter was trained on")
     assert gwen.choose_model("demo", tmp_path / "run") == ("demo", "as asked")
     merged, same = (gwen.load_model(tiny_model, adapter=path) for path in (tmp_path / "run", adapter))
     assert mx.array_equal(merged(TOKENS), same(TOKENS))
-    assert "no adapter_config.json there; give a run or the directory" in message_of(adapters.find, tmp_path)
+    assert "no adapter_config.json there; give a run or the directory" in message_of(adapters.find_adapter, tmp_path)
 
 
 def test_an_unknown_target_is_refused_by_name(tiny_model):
@@ -151,9 +151,9 @@ def test_an_unknown_target_is_refused_by_name(tiny_model):
 def begun(directory, path, rank=4, scale=3.0, targets=lora.TARGETS):
     """A model in training that begins with the adapter at `path`."""
     model = gwen.load_model(directory)
-    start = lora.read(model, path)
+    start = lora.read_for_model(model, path)
     lora.apply(model, rank, scale, targets)
-    lora.begin_with(model, *start)
+    lora.start_from(model, *start)
     return model
 
 
@@ -165,11 +165,11 @@ def test_training_can_begin_with_an_adapter_which_is_then_the_model_before_train
     np.testing.assert_allclose(np.array(model(TOKENS)), np.array(theirs(TOKENS)), atol=1e-5)
     assert (rank, scale) != (4, 3.0) or mx.array_equal(model(TOKENS), theirs(TOKENS))
     start = model(TOKENS)
-    for _, layer in lora.layers(model):
+    for _, layer in lora.adapted_layers(model):
         layer.lora_b = layer.lora_b + 0.1
     trained = model(TOKENS)
     assert not mx.allclose(trained, start)
-    with lora.before_training(model):
+    with lora.with_initial_weights(model):
         assert mx.array_equal(model(TOKENS), start)
     with lora.disabled(model):
         assert mx.array_equal(model(TOKENS), gwen.load_model(tiny_model)(TOKENS))

@@ -25,7 +25,7 @@ from config import Config, Sizes
 from disk import checkpoint
 from machine import gpu, kernels, memory
 from settings import sources
-from settings.sources import given, parse
+from settings.sources import given_settings, parse_flags
 from step.loss import StepLoss
 from step.rows import rollout_bytes
 
@@ -41,7 +41,7 @@ VICTIM = (
     "[METAL] Command buffer execution failed: Discarded (victim of GPU error/recovery) "
     "(00000005:kIOGPUCommandBufferCallbackErrorInnocentVictim)"
 )
-BIG = gwen.known_config("random:0.6b")
+BIG = gwen.load_known_config("random:0.6b")
 
 
 def recommended(gigabytes):
@@ -95,24 +95,24 @@ def test_the_memory_of_a_gpu_is_what_macos_recommends(mac):
 )
 def test_nothing_is_wired_and_at_most_two_gb_of_freed_buffers_stay(mac, monkeypatch, gigabytes, cache):
     monkeypatch.setattr(memory, "memory_size", lambda: recommended(gigabytes))
-    memory.hold_memory()
+    memory.limit_mlx_cache()
     assert mac == {"set_cache_limit": cache}
 
 
 def test_what_the_environment_asks_for_is_wired(mac, monkeypatch):
     monkeypatch.setenv("GWEN_WIRED_LIMIT", "4.5")
-    memory.hold_memory()
+    memory.limit_mlx_cache()
     assert mac["set_wired_limit"] == 4_500_000_000
 
 
 def make_config(**flags):
     asked = {"model": "random:0.6b", "task": "gsm8k", "batch": 8, "groups": 8} | flags
-    return sources.resolve(asked, None, None, gwen.choose_model)[0]
+    return sources.resolve_settings(asked, None, None, gwen.choose_model)[0]
 
 
 def demand_of(prompt_tokens=128, rubric=None, model=BIG, **flags):
     settings = make_config(**flags)
-    return preflight.Demand(model, mx.float16, settings, [prompt_tokens] * settings.sampling.batch, rubric)
+    return preflight.RunDemand(model, mx.float16, settings, [prompt_tokens] * settings.sampling.batch, rubric)
 
 
 def test_prompts_that_are_shared_are_counted_once(mac, monkeypatch):
@@ -128,12 +128,12 @@ def test_a_gpus_memory_says_how_many_rows_are_decoded_at_once(mac, monkeypatch):
     for gigabytes, expected in ((128, 300), (16, 38), (8, 19)):
         monkeypatch.setattr(memory, "memory_size", lambda size=gigabytes: recommended(size))
         demand = demand_of(max_tokens=1024, batch=16, rollout_batch_size="auto")
-        sizes = preflight.settle(demand, 300)
+        sizes = preflight.choose_sizes(demand, 300)
         need = preflight.estimate(demand, sizes)
-        assert sizes.rollout_batch_size == expected and sum(need.stays.values()) + need.phases[
+        assert sizes.rollout_batch_size == expected and sum(need.resident.values()) + need.phases[
             "rollout"
         ] <= 0.9 * recommended(gigabytes)
-    assert preflight.settle(demand_of(max_tokens=8192, rollout_batch_size=64), 300).rollout_batch_size == 64
+    assert preflight.choose_sizes(demand_of(max_tokens=8192, rollout_batch_size=64), 300).rollout_batch_size == 64
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_a_gpus_memory_says_how_many_rows_are_decoded_at_once(mac, monkeypatch):
 def test_on_8_gb_the_line_says_what_to_lower(mac, monkeypatch, flags, said):
     monkeypatch.setattr(memory, "memory_size", lambda: recommended(8))
     demand = demand_of(rubric=ROOT / "data" / "values_rubric.yaml", **flags)
-    line = preflight.line(demand, preflight.settle(demand))
+    line = preflight.memory_line(demand, preflight.choose_sizes(demand))
     assert "of 5.73 GB" in line and ("it does not fit: " in line) == bool(said) and (said or "") in line, line
     assert ("GB of disk" in line) == ("lora_rank" in flags)
 
@@ -190,13 +190,13 @@ def test_an_attempt_without_enough_memory_gives_none_and_holds_nothing_any_more(
         raise RuntimeError(words)
 
     held = mx.get_active_memory()
-    assert memory.attempt(holding, "out of memory") == []
+    assert memory.try_within_memory(holding, "out of memory") == []
     assert mx.get_active_memory() - held < 1 << 20
     with pytest.raises(RuntimeError, match="shapes do not fit"):
-        memory.attempt(holding, "shapes do not fit")
-    assert memory.attempt(max, 2, 3) == [3]
+        memory.try_within_memory(holding, "shapes do not fit")
+    assert memory.try_within_memory(max, 2, 3) == [3]
     broken = Broken(monkeypatch, 3)  # the first is a victim's, and those in flight tell what ended it
-    assert memory.attempt(broken.throw) == [] and not broken.left
+    assert memory.try_within_memory(broken.throw) == [] and not broken.left
 
 
 class Broken:
@@ -243,7 +243,7 @@ def stopped(tmp_path):
     (tmp_path / "checkpoints" / "step-000002").mkdir(parents=True)
     saved = SimpleNamespace(is_whole=True, stopping=False, step=3, boundary=(3, 3), dir=tmp_path, longest=10)
     saved.model = SimpleNamespace(config=SimpleNamespace(num_hidden_layers=4))
-    saved.sizes, saved.go_back, saved.config = Sizes(8, 1024, 0), lambda: None, Config.of()
+    saved.sizes, saved.restore_last_step, saved.config = Sizes(8, 1024, 0), lambda: None, Config.from_flags()
     saved.journal = SimpleNamespace(phase="update")
     saved.save = lambda: checkpoint.save_tensors(tmp_path / "state.safetensors", {"x": mx.ones(3) * 2})
     return saved
@@ -257,7 +257,7 @@ def test_an_update_that_ends_in_errors_is_saved_and_is_one_line(stopped, monkeyp
         save(*args, **kwargs)
 
     monkeypatch.setattr(mx, "save_safetensors", on_cpu_only)
-    with pytest.raises(ValueError) as caught, trainer.stoppable(stopped):
+    with pytest.raises(ValueError) as caught, trainer.save_on_interrupt(stopped):
         broken.throw()
     said = str(caught.value)
     assert "\n" not in said and "saved after step 3, continue with: uv run train.py --resume" in said
@@ -268,13 +268,13 @@ def test_an_update_that_ends_in_errors_is_saved_and_is_one_line(stopped, monkeyp
 def test_a_save_repeats_itself_through_errors_in_flight(stopped, monkeypatch, num_errors):
     Broken(monkeypatch, num_errors)
     if num_errors == float("inf"):
-        with pytest.raises(OSError) as caught, trainer.stoppable(stopped):
+        with pytest.raises(OSError) as caught, trainer.save_on_interrupt(stopped):
             stopped.save()
         said = str(caught.value)
         assert "\n" not in said and "step 3 could not be saved" in said
         assert "step-000002 is intact, continue with: uv run train.py --resume" in said
         return
-    with trainer.stoppable(stopped):
+    with trainer.save_on_interrupt(stopped):
         stopped.save()
     assert mx.load(str(stopped.dir / "state.safetensors"))["x"].tolist() == [2, 2, 2]
 
@@ -286,7 +286,7 @@ def test_before_the_first_step_every_kernel_is_checked_at_the_sizes_of_the_model
     """On a device that is said to be a GPU, with kernels that compute their expressions."""
     monkeypatch.delenv("GWEN_KERNELS", raising=False)
     monkeypatch.setattr(gpu, "has_metal", lambda: True)
-    monkeypatch.setattr(memory, "hold_memory", lambda: None)
+    monkeypatch.setattr(memory, "limit_mlx_cache", lambda: None)
     for op in kernels.OPS.values():
         monkeypatch.setattr(op, "launch", op.reference)
         monkeypatch.setattr(op, "off", set())
@@ -299,7 +299,7 @@ def test_before_the_first_step_every_kernel_is_checked_at_the_sizes_of_the_model
     monkeypatch.setattr(kernels.Op, "check", noting)
     model = gwen.random_model("random:2m", mx.float32)
     lora.apply(model, 5, 2.0)
-    settings = Config.of(lora_rank=5)
+    settings = Config.from_flags(lora_rank=5)
     update.Learner(model, settings, StepLoss(settings, Sizes(1, 1024, 0)))
     gwen.load_model(checkpoints["qwen3.5"], mx.float32)  # which has layers of another kind
     assert set(checked) == set(kernels.OPS), "a kernel that no rehearsal calls is first run in a rollout"
@@ -316,13 +316,13 @@ def test_before_the_first_step_every_kernel_is_checked_at_the_sizes_of_the_model
 
 
 def test_a_log_probability_that_is_no_number_names_its_prompt(monkeypatch):
-    write = sampler.Record.write
+    write = sampler.DecodeState.write
 
     def spoiled(record, *args):
         write(record, *args)
         record.columns[1][-1, 2] = np.nan
 
-    monkeypatch.setattr(sampler.Record, "write", spoiled)
+    monkeypatch.setattr(sampler.DecodeState, "write", spoiled)
     model, prompts = gwen.random_model("random:2m"), [[1, 2], [3, 4, 5]]
     with pytest.raises(sampler.NotFinite, match=r"token 3 of completion 4 .* GWEN_DTYPE=bfloat16") as error:
         sampler.rollout(model, prompts, sampler.SamplingParams(4), group_size=2, key=0)
@@ -350,6 +350,6 @@ def test_the_readme_shows_the_memory_that_a_mac_of_16_gb_prints(mac):
         (ROOT / "README.md").read_text("utf-8"),
         re.M,
     )
-    settings, _ = sources.resolve(given(parse(shlex.split(command))), None, None, gwen.choose_model)
-    demand = preflight.Demand(BIG, mx.float16, settings, [48] * settings.sampling.batch, preflight.rubric_of(settings))
-    assert preflight.line(demand, preflight.settle(demand)).startswith(line) and not more
+    settings, _ = sources.resolve_settings(given_settings(parse_flags(shlex.split(command))), None, None, gwen.choose_model)
+    demand = preflight.RunDemand(BIG, mx.float16, settings, [48] * settings.sampling.batch, preflight.rubric_of(settings))
+    assert preflight.memory_line(demand, preflight.choose_sizes(demand)).startswith(line) and not more

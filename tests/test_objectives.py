@@ -83,11 +83,11 @@ def test_an_own_loss_sees_the_tokens_and_the_settings_of_the_run(tmp_path):
         "    seen.append((tokens, objective))\n"
         "    return grpo.Loss((tokens.logprobs * tokens.mask).sum(), {})\n"
     )
-    config = Config.of(loss_type=f"{tmp_path}/mine.py:look", beta=0.1, epsilon=0.3, max_tokens=7)
-    tokens, objective = objectives.load(config).loss.__globals__["seen"][0]
+    config = Config.from_flags(loss_type=f"{tmp_path}/mine.py:look", beta=0.1, epsilon=0.3, max_tokens=7)
+    tokens, objective = objectives.load_custom_objective(config).loss.__globals__["seen"][0]
     assert (objective.beta, objective.epsilon, objective.max_tokens) == (0.1, 0.3, 7)
     assert tokens.ref_logprobs is not None and tokens.num_items == 5 and tokens.mask.sum().item() == 5
-    assert objectives.load(Config.of()) == objectives.Own()
+    assert objectives.load_custom_objective(Config.from_flags()) == objectives.CustomObjective()
 
 
 BAD = [
@@ -118,18 +118,18 @@ def test_a_loss_may_ignore_advantages_and_count_in_whole_numbers(mine, tmp_path)
     forget = "def forget(t, _): return grpo.Loss((t.logprobs * t.mask).sum(), {})\n"
     (tmp_path / "plain.py").write_text(f"import grpo\n\n{forget}")
     for spec in (f"{mine}:counted", f"{tmp_path}/plain.py:forget"):
-        assert objectives.load(Config.of(loss_type=spec)).loss is not None
+        assert objectives.load_custom_objective(Config.from_flags(loss_type=spec)).loss is not None
 
 
 def test_an_own_loss_is_checked_like_a_word_of_ours():
     with pytest.raises(ValueError, match=r"'dapoo'; it must be one of grpo, .*,? (or )?FILE\.py:function"):
-        sources.resolve({"loss_type": "dapoo", "model": "demo"}, None, None, lambda name: (name, ""))
+        sources.resolve_settings({"loss_type": "dapoo", "model": "demo"}, None, None, lambda name: (name, ""))
 
 
 def test_own_advantages_replace_ours_and_refuse_our_scaling(mine):
     rewards = np.array([[1.0, 3.0], [2.0, 2.0]])
-    config = Config.of(advantage=f"{mine}:of_one")
-    assert objectives.load(config).advantage(rewards).tolist() == [[0.0, 2.0], [0.0, 0.0]]
+    config = Config.from_flags(advantage=f"{mine}:of_one")
+    assert objectives.load_custom_objective(config).advantage(rewards).tolist() == [[0.0, 2.0], [0.0, 0.0]]
     flags = {"advantage": f"{mine}:of_one", "scale_rewards": "none", "model": "demo", "task": "demo"}
     with pytest.raises(ValueError, match="--scale-rewards none is for our advantages"):
-        sources.resolve(flags, None, None, lambda name: (name, ""))
+        sources.resolve_settings(flags, None, None, lambda name: (name, ""))

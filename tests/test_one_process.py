@@ -26,16 +26,16 @@ BUSY = r"error: {} is being trained by (process \d+|another process); wait for i
 
 
 def test_a_second_process_is_told_of_the_first_until_that_lets_go(tmp_path):
-    with run_files.owner():
-        run_files.own(tmp_path)
+    with run_files.release_at_exit():
+        run_files.acquire(tmp_path)
         with pytest.raises(ValueError, match=f"^{tmp_path} is being trained by process {os.getpid()}; wait for it, or"):
-            run_files.own(tmp_path)
-    with run_files.owner():
-        run_files.own(tmp_path)
+            run_files.acquire(tmp_path)
+    with run_files.release_at_exit():
+        run_files.acquire(tmp_path)
     assert contents(tmp_path) == {str(tmp_path / "lock"): b""}
 
 
-HOLDER = "import os, pathlib, sys, time; from disk import run_files; run_files.own(pathlib.Path(sys.argv[1])); {}"
+HOLDER = "import os, pathlib, sys, time; from disk import run_files; run_files.acquire(pathlib.Path(sys.argv[1])); {}"
 
 
 @pytest.mark.parametrize(
@@ -49,12 +49,12 @@ def test_a_process_that_is_killed_leaves_no_lock_though_its_child_lives_on(tmp_p
     process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes)
     try:
         assert process.stdout.readline() == "held\n"
-        with run_files.owner():
+        with run_files.release_at_exit():
             with pytest.raises(ValueError, match=f"is being trained by process {process.pid};"):
-                run_files.own(tmp_path)
+                run_files.acquire(tmp_path)
             process.kill()
             process.wait()
-            run_files.own(tmp_path)
+            run_files.acquire(tmp_path)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -66,13 +66,13 @@ def test_a_disk_without_locks_is_told_in_a_line(tmp_path, monkeypatch):
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
     with pytest.raises(ValueError, match=f"^{tmp_path} cannot be locked .No locks available.; choose one on a disk"):
-        run_files.own(tmp_path)
+        run_files.acquire(tmp_path)
 
 
 def test_a_lock_that_is_a_link_is_not_written_through(tmp_path):
     (tmp_path / "precious").write_text("kept")
     (tmp_path / "lock").symlink_to(tmp_path / "precious")
-    assert "cannot be written" in message_of(run_files.own, tmp_path)
+    assert "cannot be written" in message_of(run_files.acquire, tmp_path)
     assert (tmp_path / "precious").read_text() == "kept"
 
 
@@ -80,8 +80,8 @@ def test_a_lock_that_is_a_link_is_not_written_through(tmp_path):
 def test_a_run_that_is_being_trained_is_not_touched_by_a_resume(tmp_path, refused):
     run = tmp_path / "run"
     train.main([*RUN, "--steps", "1", "--run-dir", str(run)])
-    with run_files.owner():
-        run_files.own(run)
+    with run_files.release_at_exit():
+        run_files.acquire(run)
         before = contents(run)
         refused(train.main, ["--resume", run, "--steps", "2"], BUSY.format(run))
         assert contents(run) == before
@@ -97,7 +97,7 @@ def begun_again(run):
 
 
 @pytest.mark.parametrize("what", [removed, begun_again])
-@pytest.mark.parametrize("place", [(train, "draw"), (checkpoint, "publish")])
+@pytest.mark.parametrize("place", [(train, "collect_samples"), (checkpoint, "publish")])
 def test_a_run_whose_directory_was_removed_or_begun_again_ends_in_a_line_and_writes_nothing(
     tmp_path, monkeypatch, refused, what, place
 ):

@@ -43,7 +43,7 @@ def standard_output(descriptor, encoding="utf-8"):
 def test_what_a_broken_pipe_cannot_take_is_dropped_and_the_body_goes_on(capsys):
     reader, writer = os.pipe()
     os.close(reader)
-    with standard_output(writer), output.guarded(is_log=True):
+    with standard_output(writer), output.guard_output(is_log=True):
         for _ in range(3):
             print("a line", flush=True)
         sys.stderr.flush()
@@ -57,7 +57,7 @@ def test_what_a_broken_pipe_cannot_take_is_dropped_and_the_body_goes_on(capsys):
 def test_a_result_that_a_full_disk_cannot_take_ends_with_status_1_and_a_log_does_not(is_log, status):
     full = os.open("/dev/full", os.O_WRONLY)
     ended = contextlib.nullcontext() if status is None else pytest.raises(SystemExit)
-    with ended as caught, standard_output(full), output.guarded(is_log=is_log):
+    with ended as caught, standard_output(full), output.guard_output(is_log=is_log):
         print("a line")
     os.close(full)
     assert status is None or caught.value.code == status
@@ -68,7 +68,7 @@ def test_a_pipe_that_does_not_block_gets_all_of_a_long_text():
     os.set_blocking(writer, False)
     drain = subprocess.Popen(["wc", "-c"], stdin=reader, stdout=subprocess.PIPE, text=True)
     os.close(reader)
-    with standard_output(writer), output.guarded():
+    with standard_output(writer), output.guard_output():
         print("x" * 999_999)
     os.close(writer)
     assert drain.communicate()[0].strip() == "1000000"
@@ -76,21 +76,21 @@ def test_a_pipe_that_does_not_block_gets_all_of_a_long_text():
 
 @pytest.mark.parametrize(("encoding", "shown"), [("ascii", rb"\xfc\U0001f600"), ("cp1252", b"\xfc\\U0001f600")])
 def test_a_character_that_an_encoding_lacks_is_escaped(tmp_path, encoding, shown):
-    with (tmp_path / "out").open("wb") as file, standard_output(file.fileno(), encoding), output.guarded():
+    with (tmp_path / "out").open("wb") as file, standard_output(file.fileno(), encoding), output.guard_output():
         print("ü😀", end="")
     assert (tmp_path / "out").read_bytes() == shown
 
 
 def test_streams_are_as_before_afterwards_and_those_of_a_notebook_are_left_alone():
     notebook = sys.stdout
-    with output.guarded():
+    with output.guard_output():
         assert sys.stdout is notebook
     full = os.open("/dev/full", os.O_WRONLY)
     with standard_output(full):
         before = sys.stdout
-        with output.guarded(is_log=True):
+        with output.guard_output(is_log=True):
             inner = sys.stdout
-            with output.guarded():
+            with output.guard_output():
                 assert sys.stdout is inner is not before
         assert sys.stdout is before
     os.close(full)
@@ -99,7 +99,7 @@ def test_streams_are_as_before_afterwards_and_those_of_a_notebook_are_left_alone
 def test_a_stream_that_python_has_not_is_one_that_drops_what_is_printed(monkeypatch):
     monkeypatch.setattr(sys, "stdout", None)
     monkeypatch.setattr(sys, "stdin", None)
-    with output.guarded():
+    with output.guard_output():
         print("a line", flush=True)
         assert not sys.stdout.isatty() and sys.stdin.read() == ""
     sys.stdout.flush()
@@ -112,7 +112,7 @@ def test_every_command_is_guarded():
             if isinstance(node, ast.FunctionDef) and node.name == "main":
                 decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
                 hands_on = ".main(" in ast.unparse(node) or "run_path(" in ast.unparse(node)
-                assert hands_on or any(text.startswith("guarded(") for text in decorators), path
+                assert hands_on or any(text.startswith("guard_output(") for text in decorators), path
 
 
 # ---- commands

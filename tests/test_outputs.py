@@ -38,8 +38,9 @@ def full_disk(monkeypatch):
 
 
 @pytest.fixture
-def no_work(monkeypatch):
+def no_work(golden, monkeypatch):
     """Whatever a command would do after its flags were read fails the test."""
+    golden("grpo")  # made before its own work is refused
 
     def work(*_, **__):
         pytest.fail("the work has begun")
@@ -47,7 +48,7 @@ def no_work(monkeypatch):
     for module, name in ((command, "fuse"), (command, "export_peft"), (command, "export_gguf")):
         monkeypatch.setattr(module, name, work)
     monkeypatch.setattr(evaluate, "evaluate", work)
-    monkeypatch.setattr(report.page, "write", work)
+    monkeypatch.setattr(report.page, "write_page", work)
 
 
 def refused(capsys, main, *words):
@@ -172,14 +173,14 @@ def test_what_is_tried_before_the_work_changes_no_file_and_makes_none(tmp_path):
 
 def saved_state(run):
     """A checkpoint of step 1 with an adapter whose configuration is long."""
-    adapter = checkpoint.path_of(run, 1) / "adapter"
+    adapter = checkpoint.checkpoint_path(run, 1) / "adapter"
     adapter.mkdir(parents=True)
     os.symlink(flags.__file__, adapter / "adapter_config.json")  # the limit is for writes
     return checkpoint.State(1, {}, {}, {"best_step": None})
 
 
 WRITERS = {
-    "rows.jsonl": lambda path: data.keep([{"prompt": "x" * 1000}]),
+    "rows.jsonl": lambda path: data.cache_rows([{"prompt": "x" * 1000}]),
     "metrics.jsonl": lambda path: run_files.JsonLines(path).write({"step": 1, "text": "x" * 1000}),
     "page.html": lambda path: run_files.replace_text(path, "x" * 1000),
     "state.json": lambda path: checkpoint.write_json(path, {"text": "x" * 1000}),

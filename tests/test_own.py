@@ -22,18 +22,18 @@ from problems import audit, built_in, chats, data, rewards
 from problems.examples import prompt_text
 from run import SftRun
 from settings import checks, sources
-from settings.sources import given, located, parse
+from settings.sources import given_settings, make_paths_absolute, parse_flags
 
 SUMS = [{"prompt": f"What is {n} plus one?", "answer": n + 1} for n in range(30)]
 
 
 def settings(*words, recipe=None):
-    flags = given(parse(["--model", "demo", *map(str, words)]))
-    return sources.resolve(flags, recipe, None, lambda name: (name, "asked"))
+    flags = given_settings(parse_flags(["--model", "demo", *map(str, words)]))
+    return sources.resolve_settings(flags, recipe, None, lambda name: (name, "asked"))
 
 
 def task_of(*words):
-    return tasks.make(settings(*words)[0])
+    return tasks.make_task(settings(*words)[0])
 
 
 # ---- data
@@ -117,8 +117,8 @@ def test_held_out_prompts_may_come_from_a_file_of_their_own(tmp_path):
     ):
         (tmp_path / "mine.yaml").write_text(recipe)
         assert settings(*words, recipe=tmp_path / "mine.yaml")[0].data.path == f"{sums},{test_file}"
-    rows = trainer.as_settings({"data": SUMS, "eval_data": SUMS[:3]})
-    assert len(tasks.make(checks.checked({"task": "own"} | rows)).held_out) == 3
+    rows = trainer.settings_from_arguments({"data": SUMS, "eval_data": SUMS[:3]})
+    assert len(tasks.make_task(checks.check_settings({"task": "own"} | rows)).held_out) == 3
 
 
 # ---- the verifier
@@ -225,7 +225,7 @@ def test_a_text_file_has_a_prompt_a_line_and_a_file_several_rewards(tmp_path):
     }.items(),
 )
 def test_own_data_has_the_defaults_of_the_size_in_the_model_s_name(model, recipe):
-    assert sources.recipe_of("own", model) == recipe and sources.recipe_of("values", model) == "values"
+    assert sources.recipe_name("own", model) == recipe and sources.recipe_name("values", model) == "values"
 
 
 @pytest.mark.slow
@@ -258,11 +258,11 @@ def test_a_reward_meets_the_answers_of_all_rows_and_the_row_it_fails_on_is_named
         "    return [float(int(right) > 3) for right in answer]"
     )
     name, reward = rewards.load_reward(f"{tmp_path}/mine.py:score")
-    assert audit.try_rows(name, reward, rows) == 200 and reward.fn.__globals__["calls"] == [64, 64, 64, 8]
+    assert audit.try_reward(name, reward, rows) == 200 and reward.fn.__globals__["calls"] == [64, 64, 64, 8]
     rows[150]["answer"] = "n/a"
-    said = message_of(audit.try_rows, name, reward, rows)
+    said = message_of(audit.try_reward, name, reward, rows)
     assert f"at {tmp_path}/mine.py:4; that is the row with the prompt '150?' and the answer 'n/a'" in said
-    assert audit.try_rows(name, built_in.make("length:9"), [{"prompt": "a"}]) == 1
+    assert audit.try_reward(name, built_in.make_built_in("length:9"), [{"prompt": "a"}]) == 1
 
 
 # ---- files from any directory
@@ -277,7 +277,7 @@ def test_files_are_kept_by_absolute_paths_and_names_as_they_are(tmp_path, monkey
     asked = {"data": "mine.jsonl,test.jsonl", "reward": ["mine.py:fn", "length:200", "math_verify"], "rubric": "r.yaml"}
     asked |= {"model": "demo", "judge_model": "model", "teacher": "self"}
     asked |= {"loss_type": "mine.py:loss", "advantage": "group"}
-    found = located(asked)
+    found = make_paths_absolute(asked)
     assert found == asked | {
         "data": f"{tmp_path}/mine.jsonl,{tmp_path}/test.jsonl",
         "reward": [f"{tmp_path}/mine.py:fn", "length:200", "math_verify"],
@@ -285,12 +285,12 @@ def test_files_are_kept_by_absolute_paths_and_names_as_they_are(tmp_path, monkey
         "judge_model": f"{tmp_path}/model",
         "loss_type": f"{tmp_path}/mine.py:loss",
     }
-    assert located(found) == found
+    assert make_paths_absolute(found) == found
     served = {"judge_model": "model", "judge_url": "http://127.0.0.1:1/v1"}
-    assert located(served) == served  # a server's own name for it
+    assert make_paths_absolute(served) == served  # a server's own name for it
     for path in ("owner/name:main:train,owner/name:main:test", "missing.jsonl", "demo:rg"):
-        assert located({"data": path, "init_adapter": path}) == {"data": path, "init_adapter": path}
-    assert located({"data": "saved:train,saved:test"})["data"] == f"{tmp_path}/saved:train,{tmp_path}/saved:test"
+        assert make_paths_absolute({"data": path, "init_adapter": path}) == {"data": path, "init_adapter": path}
+    assert make_paths_absolute({"data": "saved:train,saved:test"})["data"] == f"{tmp_path}/saved:train,{tmp_path}/saved:test"
 
 
 def test_a_recipe_s_files_are_found_beside_it_too(tmp_path, monkeypatch):
@@ -298,7 +298,7 @@ def test_a_recipe_s_files_are_found_beside_it_too(tmp_path, monkeypatch):
     (tmp_path / "recipe.yaml").write_text("data: mine.jsonl\n")
     monkeypatch.chdir("/")
     assert sources.load_recipe(tmp_path / "recipe.yaml")["data"] == f"{tmp_path}/mine.jsonl"
-    assert os.path.samefile(sources.of_task("rg:lcm", "demo:rg")["task_config"], ROOT / "data" / "demo_rg.yaml")
+    assert os.path.samefile(sources.load_task_defaults("rg:lcm", "demo:rg")["task_config"], ROOT / "data" / "demo_rg.yaml")
 
 
 @pytest.mark.slow
@@ -354,7 +354,7 @@ def project(tmp_path_factory):
 @pytest.fixture
 def moved(project, tmp_path, monkeypatch):
     """The project in another place, which is the working directory; what was told of moves before is forgotten."""
-    places.tell.cache_clear()
+    places.print_once.cache_clear()
     monkeypatch.chdir(shutil.copytree(project, tmp_path / "moved"))
     return tmp_path / "moved"
 
@@ -374,7 +374,7 @@ def test_a_run_in_a_project_folder_that_moved_goes_on_and_says_where_it_takes_ea
         assert said.count(f"taken from {moved}/{name}\n") == 1
     assert len(read_log(moved / "runs" / "x" / "metrics.jsonl")) == 2
     assert str(moved / "mine.jsonl") == yaml.safe_load((moved / "runs" / "x" / "config.yaml").read_text())["data"]
-    places.tell.cache_clear()
+    places.print_once.cache_clear()
     train.main(["--resume", "runs/x", "--steps", "3"])
     assert "no longer there" not in capsys.readouterr().err
 
@@ -416,7 +416,7 @@ def test_a_flag_says_where_a_file_of_a_run_went_and_equal_bytes_are_no_change(mo
 
 def test_a_file_s_place_is_the_same_from_the_working_directory_where_the_run_alone_moved(moved, tmp_path):
     run = (moved / "runs" / "x").rename(tmp_path / "alone")
-    assert places.moves_of(run)[json_key(run, "mine.jsonl")] == str(moved / "mine.jsonl")
+    assert places.find_moves(run)[json_key(run, "mine.jsonl")] == str(moved / "mine.jsonl")
 
 
 def json_key(run, name):
@@ -464,6 +464,6 @@ def test_replies_and_rewards_hold_out_the_same_prompts_of_a_file(tmp_path):
 def test_a_run_that_was_tuned_on_replies_is_evaluated_on_data_as_own(tmp_path):
     rows = write_log(tmp_path / "a.jsonl", [{"prompt": row["prompt"], "completion": "one"} for row in SUMS])
     words = ["--loss-type", "sft", "--data", rows, "--task", "demo"]
-    (tmp_path / "config.yaml").write_text(sources.as_yaml(settings(*words)[0]))
-    assert evaluate.of_run(str(tmp_path), {}).data.task == "demo"
-    assert evaluate.of_run(str(tmp_path), {}, "problems.jsonl").data.task == "own"
+    (tmp_path / "config.yaml").write_text(sources.to_yaml(settings(*words)[0]))
+    assert evaluate.load_run_config(str(tmp_path), {}).data.task == "demo"
+    assert evaluate.load_run_config(str(tmp_path), {}, "problems.jsonl").data.task == "own"

@@ -64,8 +64,8 @@ def test_a_reward_of_weight_0_is_recorded_and_changes_no_weight(tmp_path, mine, 
     assert all(step["reward/none"] == 0 and step["reward/length"] for step in metrics)
     assert metrics[0]["metric/longest"] == max(len(row["completion"]) for row in rows if row["step"] == 1)
     assert all(record["eval/reward/length"] and record["eval/metric/longest"] for record in run.journal.evaluations)
-    (run.dir / "config.yaml").write_text(json.dumps(run.config.flat(run.sizes)))
-    drawn = {chart["title"]: chart for chart in charts.make_charts(seeds.load([run.dir]))}
+    (run.dir / "config.yaml").write_text(json.dumps(run.config.to_flags(run.sizes)))
+    drawn = {chart["title"]: chart for chart in charts.make_charts(seeds.load_seed_groups([run.dir]))}
     assert "length, weight 0" in [one["label"] for one in drawn["Reward by component"]["series"]]
     assert drawn["Logged by rewards"]["series"][0]["y"] == [float(f"{s['metric/longest']:.4g}") for s in metrics]
 
@@ -120,9 +120,9 @@ def test_a_wrong_answer_is_not_paid_most_where_another_reward_pays_right_ones_mo
 
     def found(*weights):
         before = {n: one(n / 10 // 0.7, n % 2, weights) for n in range(10)}
-        return verdict.paid_though_wrong({0: before, 9: {n: one(n / 10 // 0.4, 1.0, weights) for n in range(10)}})
+        return verdict.rewarded_wrong_answers({0: before, 9: {n: one(n / 10 // 0.4, 1.0, weights) for n in range(10)}})
 
     assert found(1.0, 0.1) == (set(), set())
     assert found(0.0, 1.0) == ({1, 3, 5}, {0, 1, 2, 3})
     rows = {n: one(0, 1.0, (0.0, 1.0)) for n in range(4)} | {n: one(0, 0.0, (0.0, 1.0)) for n in range(4, 10)}
-    assert verdict.paid_though_wrong({0: rows, 9: rows}) == (set(), set()), "training has not made it so"
+    assert verdict.rewarded_wrong_answers({0: rows, 9: rows}) == (set(), set()), "training has not made it so"

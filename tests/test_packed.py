@@ -101,7 +101,7 @@ def test_a_judge_and_a_teacher_of_4_bits_say_what_they_do_at_16(few):
     assert np.corrcoef(expected, scores)[0, 1] > 0.99 and np.abs(expected - scores).mean() < 0.1
     divergences = []
     for prompt, answer, _ in answers[:24]:
-        ids, own = chat_template.chat_ids(tokenizer, prompt), tokenizer.encode(answer)
+        ids, own = chat_template.encode_chat(tokenizer, prompt), tokenizer.encode(answer)
         first, second = (nn.log_softmax(model(mx.array([ids + own]))[0, len(ids) - 1 :]) for model in (wide, packed))
         divergences += (mx.exp(first) * (first - second)).sum(-1).tolist()
     assert 0 < np.mean(divergences) < 0.02  # nats a token

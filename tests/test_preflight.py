@@ -27,11 +27,11 @@ from config import Sizes
 from disk import hub
 from judging import rubrics
 from machine import gpu, link, memory
-from step.batch import cut
+from step.batch import make_batches
 from step.loss import StepLoss
 
 GB = 10**9
-BIG = gwen.known_config("random:0.6b")
+BIG = gwen.load_known_config("random:0.6b")
 
 
 def make_config(**flags):
@@ -41,7 +41,7 @@ def make_config(**flags):
 
 
 def demand_of(config, prompt_tokens=128, model=BIG, dtype=mx.float16):
-    return preflight.Demand(model, dtype, config, [prompt_tokens] * config.sampling.batch)
+    return preflight.RunDemand(model, dtype, config, [prompt_tokens] * config.sampling.batch)
 
 
 def one_step(model, config, sizes, prompts):
@@ -54,7 +54,7 @@ def one_step(model, config, sizes, prompts):
     rollout = sampler.rollout(model, prompts, params, key=0, **how)
     rewards = np.arange(sampling.batch * sampling.groups).reshape(sampling.batch, -1) % 3.0
     samples = advanced(of_rollout(prompts, rollout), grpo.group_advantages(rewards))
-    update.update(learner, cut(samples, sizes.train_token_budget), 1e-4)
+    update.run_optimizer_steps(learner, make_batches(samples, sizes.train_token_budget), 1e-4)
 
 
 RUBRIC = Path(gwen.__file__).parent / "data" / "demo_rubric.yaml"
@@ -83,7 +83,7 @@ def test_a_step_takes_at_most_a_twentieth_more_than_was_said_and_three_tenths_le
     before, model = mx.get_active_memory(), gwen.load(name)[0]
     prompts = np.random.default_rng(0).integers(3, 1000, (config.sampling.batch, prompt_tokens)).tolist()
     demand = demand_of(config, prompt_tokens, model.config, mx.float32)._replace(rubric=rubric)
-    sizes = preflight.settle(demand)
+    sizes = preflight.choose_sizes(demand)
     need = preflight.estimate(demand, sizes)
     if config.model.lora_rank:
         lora.apply(model, config.model.lora_rank, config.model.lora_scale, config.model.lora_targets)
@@ -99,7 +99,7 @@ def test_a_step_takes_at_most_a_twentieth_more_than_was_said_and_three_tenths_le
     peak = mx.get_peak_memory() - before
     # the optimizer's state is gone by then
     phases = need.phases
-    said = need.total - need.stays["Python"] - (need.stays["optimizer"] if phases["judging"] > phases["update"] else 0)
+    said = need.total - need.resident["Python"] - (need.resident["optimizer"] if phases["judging"] > phases["update"] else 0)
     print(f"{said / peak:.2f}")
     assert 0.95 * peak < said < 1.3 * peak
 
@@ -112,17 +112,17 @@ def test_weights_adapters_and_optimizer_are_counted_to_the_byte():
     sizes = Sizes(8, 1024, 0)
     learner = update.Learner(model, config, StepLoss(config, sizes))
     need = preflight.estimate(demand_of(config, 80, model.config), sizes)
-    assert need.stays["weights"] == held
-    copies = [copy.nbytes for _, layer in lora.layers(model) for copy in layer.rounded(mx.float16)]
-    assert need.stays["adapters"] == sum(array.nbytes for array in learner.trainable.values()) + sum(copies)
+    assert need.resident["weights"] == held
+    copies = [copy.nbytes for _, layer in lora.adapted_layers(model) for copy in layer.rounded_matrices(mx.float16)]
+    assert need.resident["adapters"] == sum(array.nbytes for array in learner.trainable.values()) + sum(copies)
     moments = [array for name, array in tree_flatten(learner.optimizer.state) if name.endswith((".m", ".v"))]
-    assert need.stays["optimizer"] == sum(array.nbytes for array in moments)
+    assert need.resident["optimizer"] == sum(array.nbytes for array in moments)
 
 
 def test_16_bit_weights_that_train_have_float32_masters():
     for dtype, expected in ((mx.float16, 4), (mx.float32, 0)):
         need = preflight.estimate(demand_of(make_config(lora_rank=0), dtype=dtype), Sizes(8, 1024, 0))
-        assert need.stays["masters"] == expected * need.stays["weights"] / dtype.size
+        assert need.resident["masters"] == expected * need.resident["weights"] / dtype.size
 
 
 def test_a_judge_that_only_evaluations_ask_is_counted(tmp_path, capsys):
@@ -135,7 +135,7 @@ def test_a_judge_that_only_evaluations_ask_is_counted(tmp_path, capsys):
 
 def test_a_model_that_trains_whole_is_held_twice_where_it_is_its_own_judge_or_the_reference():
     def stays(**flags):
-        return preflight.stays(demand_of(make_config(lora_rank=0, **flags))._replace(rubric=RUBRIC))
+        return preflight.resident_bytes(demand_of(make_config(lora_rank=0, **flags))._replace(rubric=RUBRIC))
 
     frozen, other = stays(), stays(judge_model="demo")
     both = stays(judge_model="demo", beta=0.1)
@@ -151,10 +151,10 @@ def test_auto_cuts_micro_batches_before_it_computes_layers_again(monkeypatch, on
     for room in [size * GB for size in ((40, 4.7, 3, 2.5, 1) if on_gpu else (40, 8, 5, 4.5, 1))]:
         monkeypatch.setattr(preflight, "LAPTOP", 1 if on_gpu else room)
         monkeypatch.setattr(memory, "memory_size", lambda room=room: room if on_gpu else 1)
-        sizes = preflight.settle(demand)
+        sizes = preflight.choose_sizes(demand)
         settled.append((sizes.train_token_budget, sizes.checkpoint_layers))
         need = preflight.estimate(demand, sizes)
-        assert sum(need.stays.values()) + need.phases["update"] <= 0.9 * room or settled[-1] == (1024, 28)
+        assert sum(need.resident.values()) + need.phases["update"] <= 0.9 * room or settled[-1] == (1024, 28)
     budgets, counts = zip(*settled, strict=True)
     assert budgets[0] == (2048 if on_gpu else 1024) and budgets[-1] == 1024
     assert list(budgets) == sorted(budgets, reverse=True) and list(counts) == sorted(counts)
@@ -212,7 +212,7 @@ def test_a_trial_says_go_or_what_to_change(figures, rewards, flags, last):
     record = {"prompt": "What?", "completion": "That.", "finish_reason": "stop", "answer": figures.get("answer")}
     answers = [record | {"reward": reward} for reward in rewards]
     steps = [TRIED | figures | {"step/s": seconds} for seconds in (9.0, 2.0, 3.1)]  # the first one warms up
-    *shown, pace, said = preflight.verdict(make_config(batch=4, steps=90, **flags), steps, answers)
+    *shown, pace, said = preflight.trial_verdict(make_config(batch=4, steps=90, **flags), steps, answers)
     assert said.startswith(last) or (last[0] == ";" and last in said)
     assert pace == "2.0 to 3.1 s a step, 90 in 3 min to 5 min without evaluations, 1.50 GB"
     assert "mean 0.5, which training raises" in shown[-2] and "0.3: what it learns from" in shown[-1]
@@ -237,7 +237,7 @@ def test_a_trial_says_go_or_what_to_change(figures, rewards, flags, last):
 def test_a_trial_counts_right_answers_and_says_that_none_is_and_ends_that_read_alike_are_one(figures, right, last):
     answers = [{"prompt": "?", "completion": "A.", "finish_reason": "stop", "reward": reward} for reward in HALF]
     answers = answers if "sampling/signal_groups" not in figures else [answers[0]]
-    *shown, pace, said = preflight.verdict(make_config(batch=4, steps=90), [TRIED | figures], answers, right)
+    *shown, pace, said = preflight.trial_verdict(make_config(batch=4, steps=90), [TRIED | figures], answers, right)
     assert last in said and ("; it may" in last or said.endswith(last)) and shown[-4].startswith("1 step, ")
     assert shown[-3] == f"right by the answers: {sum(right):.0f} of {len(right)}"
     assert pace == "2.0 s a step, 90 in 3 min without evaluations, 1.50 GB" and "rewards 0" in shown[-2]
@@ -249,8 +249,8 @@ def test_right_is_what_the_verifier_of_the_run_finds_so_where_a_problem_has_an_a
     task = tasks.Task("own", {}, {}, verifier=verifier)
     right = lambda text, answer: text == str(answer)  # noqa: E731
     answers = [one | {"completion": "6", "answer": one["answer"] and str(one["answer"])} for one in examples]
-    assert preflight.right_of(task._replace(train=examples), answers) == [0, 1]
-    assert preflight.right_of(task, answers) == preflight.right_of(tasks.Task("own", {}, {}), answers) == []
+    assert preflight.verify_answers(task._replace(train=examples), answers) == [0, 1]
+    assert preflight.verify_answers(task, answers) == preflight.verify_answers(tasks.Task("own", {}, {}), answers) == []
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def test_first_steps_without_signal_end_a_run_that_would_be_long(tmp_path, figur
     (tmp_path / "rollouts.jsonl").write_text(
         '{"step": 1, "reward": 0.0, "prompt": "What?", "completion": "That.", "finish_reason": "stop"}\n'
     )
-    found = preflight.hopeless(make_config(**flags), steps, 20.0, tmp_path)
+    found = preflight.explain_hopeless(make_config(**flags), steps, 20.0, tmp_path)
     assert found.startswith(said) and bool(found) == bool(said)
 
 
@@ -294,7 +294,7 @@ def test_a_trial_that_is_ended_ends_what_it_began(monkeypatch):
     monkeypatch.setattr(preflight.subprocess, "Popen", Trial)
     with pytest.raises(KeyboardInterrupt):
         list(preflight.try_out(make_config()))
-    assert signal.getsignal(signal.SIGTERM) != link.interrupt
+    assert signal.getsignal(signal.SIGTERM) != link.raise_interrupt
     assert trials[0].is_killed and not trials[0].recipe.exists()
 
 
@@ -336,7 +336,7 @@ def test_a_trial_of_a_mistake_ends_with_its_line(tmp_path, capfd):
 
 def test_what_was_asked_for_stays_as_it_was():
     config = make_config(train_token_budget=5000, checkpoint_layers="3", rollout_batch_size=7)
-    assert preflight.settle(demand_of(config, 4000)) == Sizes(7, 5000, 3)
+    assert preflight.choose_sizes(demand_of(config, 4000)) == Sizes(7, 5000, 3)
 
 
 # ---- a run that does not fit
@@ -407,7 +407,7 @@ def test_a_trial_over_memory_says_so_first(too_small, capsys):
 def test_a_trial_whose_steps_took_more_than_the_memory_says_so_first(monkeypatch):
     monkeypatch.setattr(memory, "memory_size", lambda: 10**9)
     answers = [{"prompt": "?", "completion": "A.", "finish_reason": "stop", "reward": reward} for reward in HALF]
-    *_, said = preflight.verdict(make_config(batch=4, steps=90), [TRIED], answers)
+    *_, said = preflight.trial_verdict(make_config(batch=4, steps=90), [TRIED], answers)
     assert said.startswith("change: it does not fit: a step took 1.50 GB, and this machine has 1.00")
 
 

@@ -15,7 +15,7 @@ from problems.examples import prompt_key
 from problems.workers import Answer, Pool
 from tasks import rg
 from tasks.demo import numbers_in
-from tasks.rg import Mix, Problems, extract, parse_mix
+from tasks.rg import Mix, Problems, extract_answer, parse_mix
 
 gym = needs("reasoning_gym")
 NO_GOLD = {"boxnet", "rush_hour"}  # reasoning-gym gives no right answer to these
@@ -43,7 +43,7 @@ def every():
     scorers = Pool("tasks.rg:make_scorer", (settings,), num=1, limit=1.0, sealed=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(workers, "BUSY", 60.0)  # its limit is of processor time, however busy the machine is
-        yield names, functools.cache(lambda *question: makers.ask([question])[0].value), scorers.ask
+        yield names, functools.cache(lambda *question: makers.answer_all([question])[0].value), scorers.answer_all
     makers.close()
     scorers.close()
 
@@ -56,7 +56,7 @@ def here(monkeypatch):
         def __init__(self, target, arguments, **_):
             self.answer = getattr(rg, target.partition(":")[2])(*arguments)
 
-        def ask(self, questions, limit=None):
+        def answer_all(self, questions, limit=None):
             return [Answer(self.answer(question)) for question in questions]
 
         def close(self):
@@ -76,23 +76,23 @@ def test_every_data_set_pays_for_its_right_answer_and_for_no_wrong_or_hostile_on
     for number, name in enumerate(names):
         made = [make(name, one) for one in range(2)]
         prompt, answer, entry = made[0]
-        gold = IN_THE_ENTRY[name](rg.unpacked(entry)) if name in IN_THE_ENTRY else answer
+        gold = IN_THE_ENTRY[name](rg.unpack_entry(entry)) if name in IN_THE_ENTRY else answer
         reply = f"<think>Let me see.</think>\nIt must be this:\n<answer>\n{gold}\n</answer>"
         others = [str(other) for _, other, _ in made if other not in (None, answer, gold)]
         wrong = ["", "wrong", "-17", "nan", *others[:1]]
-        told = score([(name, entry, text) for text in (extract(reply), *wrong)])
+        told = score([(name, entry, text) for text in (extract_answer(reply), *wrong)])
         assert name in NO_GOLD or told[0].value == 1, name
         assert all((answer.value or 0) < 1 for answer in told[1:]), f"{name}: one of {wrong} is no answer to {prompt!r}"
         assert not any(answer.broken for answer in told), f"{name} needs what the seal refuses"
         wrong = ["", "wrong", "-17", "0", "1", "42", "10", "[]", "{}", "[0]", "[{}]", "J2", f"{answer}!", *others]
-        honest = max(rg.earned(answer) for answer in score([(name, entry, text) for text in wrong]))
+        honest = max(rg.score_value(answer) for answer in score([(name, entry, text) for text in wrong]))
         honest = max(honest, 0.5)  # some pay half for a text that shares letters with the right one
         some = ANSWERS if name in rg.READERS.keys() | rg.RULES.keys() - HEAVY else ANSWERS[number % 10 :: 10]
         texts = [text for text in (*some, prompt, prompt[::-1]) if text.lower() != str(answer).lower()]
         told = score([(name, entry, text) for text in texts])
         assert not any(answer.broken for answer in told), name
         for text, answer in zip(texts, told, strict=True):
-            assert rg.earned(answer) <= honest, f"{name} gives {answer.value} to {text[:60]!r}"
+            assert rg.score_value(answer) <= honest, f"{name} gives {answer.value} to {text[:60]!r}"
     assert not os.path.exists(PLANTED), "an answer was run"
 
 
@@ -103,7 +103,7 @@ def test_a_problem_depends_on_its_number_alone_and_not_on_the_process_or_the_ord
     before = {name: make(name, 1) for name in names}  # made after another, and now before any
     again = Pool("tasks.rg:make_maker", ({name: {} for name in names},), num=1, limit=60.0)
     questions = [(name, 1) for name in reversed(names)]
-    for question, answer in zip(questions, again.ask(questions), strict=True):
+    for question, answer in zip(questions, again.answer_all(questions), strict=True):
         assert before[question[0]] == answer.value, question
     again.close()
 
@@ -134,7 +134,7 @@ def test_what_reasoning_gyms_own_scorer_would_take_for_right_is_wrong(name, answ
 @gym
 def test_what_a_scorer_gives_that_is_no_share_of_1_earns_nothing():
     given = [0.5, 1, 0, 2, -1, float("nan"), float("inf"), "1", None, [1], 10**400]
-    assert [rg.earned(Answer(value)) for value in given] == [0.5, 1, 0] + [0] * 8
+    assert [rg.score_value(Answer(value)) for value in given] == [0.5, 1, 0] + [0] * 8
 
 
 # ---- a mix of them
@@ -163,13 +163,13 @@ def test_a_mix_gives_each_data_set_its_weight_and_its_own_settings_and_levels():
 def test_a_run_meets_no_prompt_twice_and_none_that_is_held_out_until_all_were_seen(capsys):
     from small_run import make_config
 
-    from tasks.draws import Endless
+    from tasks.draws import EndlessPrompts
 
     problems = Problems(mix("tower_of_hanoi", tower_of_hanoi={"max_disks": 4, "max_pegs": 3}, num=3))
-    prompts = Endless(make_config("--batch", "4"), problems, lambda examples: [[1]] * len(examples))
+    prompts = EndlessPrompts(make_config("--batch", "4"), problems, lambda examples: [[1]] * len(examples))
     held_out, seen = {prompt_key(example) for example in problems.held_out}, []
     for number in range(60):
-        examples, ids = prompts.draw(number)
+        examples, ids = prompts.next_prompts(number)
         keys = [prompt_key(example) for example in examples]
         assert len(set(keys)) == len(ids) == 4 and not held_out & set(keys)
         if repeats := "they come again" in capsys.readouterr().err:
@@ -185,9 +185,9 @@ def test_a_run_meets_no_prompt_twice_and_none_that_is_held_out_until_all_were_se
 def test_tags_are_read_and_counted():
     twice = "<answer> a\nb </answer> no, <answer>5</answer>\n"
     texts = ["<answer>4</answer>", twice, "4", "<answer>4", "</answer><answer>"]
-    assert [extract(text) for text in texts] == ["4", "5", "", "", ""]
+    assert [extract_answer(text) for text in texts] == ["4", "5", "", "", ""]
     assert rg.answered_once(completions=texts) == [1, 0, 0, 0, 0]
-    assert extract("<answer>" * 100_000) == extract("</answer>" * 100_000) == ""
+    assert extract_answer("<answer>" * 100_000) == extract_answer("</answer>" * 100_000) == ""
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def test_batches_hold_little_padding_and_no_more_rows_than_allowed():
     for _ in range(50):
         lengths = sorted(rng.integers(1, 60, rng.integers(1, 40)).tolist())
         most = int(rng.integers(1, 12))
-        size = prompt_tree.batch_size(lengths, most)
+        size = prompt_tree.choose_batch_size(lengths, most)
         assert 1 <= size <= min(most, len(lengths))
         assert size == 1 or size * lengths[size - 1] <= 1.1 * sum(lengths[:size])
         if size < min(most, len(lengths)):  # one more row would be padded too much
@@ -69,7 +69,7 @@ def test_the_sizes_of_growing_are_a_quarter_more_each():
     chunk, sizes = memory.BatchSize(24), []
     chunk.rows = 1
     for _ in range(12 * memory.GROW_AFTER):
-        chunk.fitted()
+        chunk.note_success()
         sizes.append(chunk.rows)
     assert [b for a, b in zip([1, *sizes], sizes, strict=False) if a != b] == [2, 3, 4, 5, 7, 9, 12, 15, 19, 24]
     assert sizes[: memory.GROW_AFTER] == [1] * (memory.GROW_AFTER - 1) + [2]

@@ -20,7 +20,7 @@ from config import JudgeSettings
 from judging import busy, remote_judge, rubrics
 from judging import server as client
 from judging.server import Endpoint
-from settings.checks import checked
+from settings.checks import check_settings
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -558,7 +558,7 @@ def test_a_long_reply_of_spaces_is_read_at_once(serve):
     begin = time.process_time()
     server = serve(lambda *_: (200, completion(" " * 200_000 + "4"), {}))
     assert grader_of(server, "decode").score(["a"], ["b"]).scores == 4
-    assert rubrics.messages(RUBRIC, "<" + " " * 200_000, "", grader_of(server).rubric.criteria[0])
+    assert rubrics.judge_messages(RUBRIC, "<" + " " * 200_000, "", grader_of(server).rubric.criteria[0])
     assert time.process_time() - begin < 5
 
 
@@ -583,7 +583,7 @@ def test_secrets_of_the_environment_and_passwords_in_urls_are_in_no_error_line(m
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("MY_API_KEY", "x")  # which stands in many words
     with pytest.raises(SystemExit):
-        flags.fail("asked https://me:pass@host/x with hf_secret, exactly")
+        flags.exit_with_error("asked https://me:pass@host/x with hf_secret, exactly")
     assert capsys.readouterr().err == "error: asked https://***@host/x with ***, exactly\n"
 
 
@@ -598,6 +598,6 @@ def test_secrets_of_the_environment_and_passwords_in_urls_are_in_no_error_line(m
 )
 def test_a_url_or_key_that_is_none_is_refused_without_showing_what_is_secret(url, key, said):
     with pytest.raises(ValueError, match=said) as error:
-        checked({"judge_url": url, "judge_model": "tiny"})
+        check_settings({"judge_url": url, "judge_model": "tiny"})
         Endpoint(remote_judge.FLAGS, url, "tiny", key)
     assert "me:secret" not in str(error.value) and (key is None or "secret" not in str(error.value))

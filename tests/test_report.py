@@ -74,7 +74,7 @@ def completion_record(step, group, member, text):
 
 
 def drawn(*runs):
-    return {chart["title"]: chart for chart in charts.make_charts(seeds.load(runs))}
+    return {chart["title"]: chart for chart in charts.make_charts(seeds.load_seed_groups(runs))}
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def data_of(markup):
 
 
 def test_the_page_tells_the_figures_the_answers_and_the_warnings_of_the_files(run):
-    markup = page.write(run).read_text()
+    markup = page.write_page(run).read_text()
     text = re.sub(r"\s+", " ", html.unescape(re.sub("<[^>]+>", "", markup)))
     marked = re.findall(r"<mark>(.*?)</mark>", markup)  # what changed since before training
     assert "five" in marked and "Two" not in marked
@@ -117,14 +117,14 @@ def test_the_page_tells_the_figures_the_answers_and_the_warnings_of_the_files(ru
 
 
 def test_wrong_answers_that_a_reward_pays_most_for_are_counted(run):
-    answers = page.make_answers(history.load(run))
-    assert verdict.verdict(history.load(run)).signs[0] == "wrong, yet paid most: 0 -> 1 answers"
+    answers = page.make_answers(history.load_history(run))
+    assert verdict.judge_change(history.load_history(run)).signs[0] == "wrong, yet paid most: 0 -> 1 answers"
     assert answers["counts"] == {"became right": 3, "wrong, yet paid most": 1}
     assert answers["first"][-1]["cells"][-1]["text"] == "Nine is five."
 
 
 def test_the_page_has_of_each_completion_what_it_earned(run):
-    held = data_of(page.write(run).read_text())["completions"]
+    held = data_of(page.write_page(run).read_text())["completions"]
     assert held["of"] == len(held["groups"]) == 8 and held["criteria"] == ["correct", "working", "sentence"]
     shown = {(row["text"], row["reward"], *row["scores"]) for group in held["groups"] for row in group["rows"]}
     written = read_log(run / "rollouts.jsonl")
@@ -145,9 +145,9 @@ def test_values_of_a_curve_are_those_of_the_metrics(run):
 def test_several_runs_stand_over_each_other(run):
     other = make_run(run.parent / "other")
     assert [s["label"] for s in drawn(run, other)["Entropy"]["series"]] == ["small: entropy", "other: entropy"]
-    alone = page.write(run)
+    alone = page.write_page(run)
     markup, before = alone.read_text(), alone.stat().st_mtime_ns
-    both = page.write(run, others=[str(other)])
+    both = page.write_page(run, others=[str(other)])
     assert both == run.parent / "small-against-other.html" and "small against other" in both.read_text()
     assert (alone.stat().st_mtime_ns, alone.read_text()) == (before, markup)
 
@@ -173,7 +173,7 @@ def both(tmp_path):
 
 def test_seeds_have_mean_and_spread_and_settings_paired_differences(both):
     """By hand: the differences are 0.125, 0.05, 0.15; t at 97.5% with 2 degrees of freedom is 4.303."""
-    one, other, paired = seeds.lines(seeds.load(both))
+    one, other, paired = seeds.describe_seed_groups(seeds.load_seed_groups(both))
     low, high, pairs = np.array(ACCURACIES["low"]), np.array(ACCURACIES["high"]), np.array([0.125, 0.05, 0.15])
     assert f"low: accuracy {low.mean():.3f}, std {low.std(ddof=1):.3f} over 3 seeds (0.500 to 0.750) after 4 s" in one
     assert f"high: accuracy {high.mean():.3f}, std {high.std(ddof=1):.3f} over 3 seeds" in other
@@ -184,20 +184,20 @@ def test_seeds_have_mean_and_spread_and_settings_paired_differences(both):
         fewer = [eval_record(0, 0.25), eval_record(4, 0.5) | {"eval/num": 7}]
         write_log(Path(both[1]) / f"seed-{seed}" / "eval.jsonl", fewer)
     num = eval_record(4, 0.5)["eval/num"]
-    assert seeds.lines(seeds.load(both))[-1].endswith(f"; of 7 and {num} held-out problems")
+    assert seeds.describe_seed_groups(seeds.load_seed_groups(both))[-1].endswith(f"; of 7 and {num} held-out problems")
 
 
 def test_seeds_in_any_directory_are_one_setting_and_repetitions_are_not(run, both):
     loose = [f"{folder}/seed-{seed}" for seed in (2, 0) for folder in both]
-    assert [[one.settings["seed"] for one in setting.runs] for setting in seeds.load(loose)] == [[0, 2], [0, 2]]
-    assert [len(setting.runs) for setting in seeds.load([run, make_run(run.parent / "again")])] == [1, 1]
-    assert "fewer than two seeds in common" in seeds.lines(seeds.load([both[0], run]))[-1]
+    assert [[one.settings["seed"] for one in setting.runs] for setting in seeds.load_seed_groups(loose)] == [[0, 2], [0, 2]]
+    assert [len(setting.runs) for setting in seeds.load_seed_groups([run, make_run(run.parent / "again")])] == [1, 1]
+    assert "fewer than two seeds in common" in seeds.describe_seed_groups(seeds.load_seed_groups([both[0], run]))[-1]
     for seed in range(3):  # another figure, which no difference is made of
         score = [{"step": 4, "eval/score": 3.0, "eval/num": 4}] * (seed > 0)  # the first has none yet
         write_log(Path(both[1]) / f"seed-{seed}" / "eval.jsonl", score)
-    high, _, paired = seeds.lines(seeds.load(both[::-1]))
+    high, _, paired = seeds.describe_seed_groups(seeds.load_seed_groups(both[::-1]))
     assert high.startswith("high: score 3.000, std 0.000 over 2 seeds") and "have an evaluation of score" in paired
-    assert "have an evaluation of accuracy" in seeds.lines(seeds.load(both))[-1]
+    assert "have an evaluation of accuracy" in seeds.describe_seed_groups(seeds.load_seed_groups(both))[-1]
 
 
 def test_a_step_without_a_figure_in_one_seed_is_missing_from_the_band_and_ends_it_not(both):
@@ -209,7 +209,7 @@ def test_a_step_without_a_figure_in_one_seed_is_missing_from_the_band_and_ends_i
 def test_report_writes_a_page_of_seeds_into_their_directory(both, capsys):
     report.main([both[0]])
     said = capsys.readouterr().out.splitlines()
-    assert said == [*seeds.lines(seeds.load(both[:1])), f"{both[0]}/report.html"]
+    assert said == [*seeds.describe_seed_groups(seeds.load_seed_groups(both[:1])), f"{both[0]}/report.html"]
     markup = (Path(both[0]) / "report.html").read_text()
     assert said[0] in markup and "are those of" in markup
     report.main(["--compare", *both])
@@ -224,10 +224,10 @@ def test_report_writes_a_page_of_seeds_into_their_directory(both, capsys):
 
 def test_what_a_browser_would_obey_is_shown_as_its_code_and_a_line_of_100_kb_is_folded():
     for text in ("plain text", "two\nlines\tand a tab", "\u5b57 \xa0 \U0001f468\u200d\U0001f469"):
-        assert history.fold(text) == text
+        assert history.shorten_text(text) == text
     codes = "\u27e8U+0000\u27e9\u27e8U+000D\u27e9\u27e8U+2028\u27e9\u27e8U+202E\u27e9ab\u27e8U+D800\u27e9"
-    assert history.fold("\x00\r\u2028\u202eab\ud800") == codes
-    folded = history.fold("a" * 50_000 + "b" * 50_000)
+    assert history.shorten_text("\x00\r\u2028\u202eab\ud800") == codes
+    folded = history.shorten_text("a" * 50_000 + "b" * 50_000)
     assert len(folded) < 1.01 * history.MOST_TEXT
     assert folded.startswith("a") and folded.endswith("b") and "80,000 characters are left out" in folded
 
@@ -261,7 +261,7 @@ def hostile_run(folder):
 
 def test_a_page_that_would_be_too_large_holds_groups_of_all_steps_and_says_how_many(run, monkeypatch):
     monkeypatch.setattr(page, "MOST_COMPLETIONS", 4000)
-    markup = page.write(run).read_text()
+    markup = page.write_page(run).read_text()
     held = data_of(markup)["completions"]
     assert len(json.dumps(held["groups"])) <= 4000
     assert {group["step"] for group in held["groups"]} >= {1, 3}
@@ -274,23 +274,23 @@ def test_a_run_that_was_killed_or_has_only_begun_has_a_page_too(run, capsys):
     with (run / "rollouts.jsonl").open("a") as file:
         file.write('{"step": 5, "group": 0, "pro')
     stopped, running = "<b>stopped</b> step 4 of 6", "<b>running</b> step 4 of 6, about 5 s left"
-    assert stopped in page.write(run).read_text()
-    with run_files.owner():
-        run_files.own(run)
-        assert running in page.write(run).read_text()
-        assert stopped in page.write(run, ended=True).read_text()  # the last one of an interrupted run
+    assert stopped in page.write_page(run).read_text()
+    with run_files.release_at_exit():
+        run_files.acquire(run)
+        assert running in page.write_page(run).read_text()
+        assert stopped in page.write_page(run, ended=True).read_text()  # the last one of an interrupted run
     settings = (run / "config.yaml").read_text()
     (run / "config.yaml").write_text(settings.replace("steps: 6", "steps: 4"))
-    assert "<b>done</b> step 4 of 4" in page.write(run).read_text()
+    assert "<b>done</b> step 4 of 4" in page.write_page(run).read_text()
     write_log(run / "eval.jsonl", [eval_record(0, 0.25)])  # it was stopped while it evaluated
-    assert "<b>stopped</b> step 4 of 4 without the last evaluation" in page.write(run).read_text()
+    assert "<b>stopped</b> step 4 of 4 without the last evaluation" in page.write_page(run).read_text()
     report.main(["--list", str(run.parent)])
     assert "4 of 4 without the last evaluation, stopped" in capsys.readouterr().out
     (run / "config.yaml").write_text(settings.replace("steps: 6", "steps: 4") + "eval_every: 0\n")
-    assert "<b>done</b> step 4 of 4" in page.write(run).read_text()
+    assert "<b>done</b> step 4 of 4" in page.write_page(run).read_text()
     for path in run.glob("*.jsonl"):
         path.write_text("")
-    assert "No evaluation has been written." in page.write(run).read_text()
+    assert "No evaluation has been written." in page.write_page(run).read_text()
 
 
 def test_a_page_that_cannot_be_written_is_told_of_once_and_stops_nothing(run):
@@ -364,7 +364,7 @@ def title_of(shown):
 @pytest.mark.slow
 def test_a_browser_shows_filters_and_searches_the_page_and_nothing_hostile_runs(run, tmp_path, browse):
     """A request to a network would be an error on the console: the page's policy refuses every one."""
-    markup = page.write(run).read_text()
+    markup = page.write_page(run).read_text()
     program = """
         const texts = groups.map((group, i) => {
             choose(i);
@@ -413,7 +413,7 @@ def test_on_a_phone_all_links_are_seen_and_answers_stand_below_each_other(run, b
         const right = [...document.querySelectorAll("nav a")].map((link) => link.getBoundingClientRect().right);
         document.title = [innerWidth, right.length, Math.max(...right), document.documentElement.scrollWidth].join(" ");
     """
-    shown, errors = browse(page.write(run).read_text(), program, width=390)
+    shown, errors = browse(page.write_page(run).read_text(), program, width=390)
     assert errors == []
     width, num_links, right, scrolled = map(float, title_of(shown).split())
     assert width < 640 and num_links == 6 and right <= width and scrolled <= width
@@ -424,11 +424,11 @@ def test_a_page_loads_itself_again_while_the_run_goes_and_only_then(run, browse)
     """Once it has been loaded twice, somebody opens a part of it, and is left in peace."""
     program = "window.name = document.title = +window.name + 1;"
     program += 'if (window.name === "2") document.querySelector("details").open = true;'
-    with run_files.owner():
-        run_files.own(run)
-        running = page.write(run).read_text().replace("RELOAD = 15;", "RELOAD = 0.1;")
+    with run_files.release_at_exit():
+        run_files.acquire(run)
+        running = page.write_page(run).read_text().replace("RELOAD = 15;", "RELOAD = 0.1;")
     assert title_of(browse(running, program)[0]) == "2"
-    assert "data-running" in running and "data-running" not in page.write(run).read_text()
+    assert "data-running" in running and "data-running" not in page.write_page(run).read_text()
 
 
 @pytest.mark.slow
@@ -453,7 +453,7 @@ def test_of_800_hostile_strings_in_every_place_none_runs_and_none_breaks_the_lay
         const strange = document.querySelectorAll("img, [onload], [onerror], [onmouseover], [src]").length;
         if (document.title !== "wide") document.title = `${window.pwned} ${strange} ${seen} ${problems}`;
     """
-    markup = page.write(folder, others=[str(folder)]).read_text()
+    markup = page.write_page(folder, others=[str(folder)]).read_text()
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufeff]", markup)
     shown, errors = browse(markup, program)
     assert errors == []

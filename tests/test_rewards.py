@@ -137,7 +137,7 @@ ROWS = {"answer": ["x", "b", None], "completion_ids": [[1], [2, 3], [4]], "num_t
 def test_a_function_written_for_trl_gets_messages_ids_and_the_step(reward_file):
     file, prompts = reward_file(TRL_STYLE), ["p", [{"role": "user", "content": "q"}], "r"]
     name, fn = rewards.load_reward(f"{file}:scheduled")
-    rewards.tell_step({name: fn, "length": built_in.make("length:3")}, 5, 10)
+    rewards.set_step({name: fn, "length": built_in.make_built_in("length:3")}, 5, 10)
     first, second, third = rewards.call_reward(name, fn, prompts, ["a", "b", "c"], ROWS)
     assert (first, second) == (11, 13) and math.isnan(third)
     name, fn = rewards.load_reward(f"{file}:awaited")

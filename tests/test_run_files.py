@@ -5,7 +5,7 @@ from conftest import write_log
 
 from config import Config
 from disk import run_files
-from settings.sources import as_yaml
+from settings.sources import to_yaml
 
 
 @pytest.mark.parametrize(
@@ -28,11 +28,11 @@ from settings.sources import as_yaml
     ids=["grpo", "own", "begun", "distill"],
 )
 def test_a_model_card_says_how_it_was_trained_and_from_where_to_where_without_local_paths(tmp_path, settings, said):
-    (tmp_path / "config.yaml").write_text(as_yaml(Config.of(task="demo", **settings)))
+    (tmp_path / "config.yaml").write_text(to_yaml(Config.from_flags(task="demo", **settings)))
     its = {"eval/accuracy_ci95": 0.05, "eval/num": 9}
     write_log(tmp_path / "eval.jsonl", [its | {"step": step, "eval/accuracy": step / 40} for step in (0, 20)])
     (tmp_path / "checkpoints" / "step-000040" / "adapter").mkdir(parents=True)
-    card = run_files.model_card(str(tmp_path), None).splitlines()
+    card = run_files.make_model_card(str(tmp_path), None).splitlines()
     assert said in card and not any("ann" in line for line in card)
     rows = [line for line in card if line.startswith("| accuracy")]
     assert rows == ["| accuracy | 0 | 0.000 ± 0.050 | 9 |", "| accuracy | 20 | 0.500 ± 0.050 | 9 |"]

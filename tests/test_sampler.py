@@ -208,7 +208,7 @@ def test_rows_lost_when_memory_ran_out_are_drawn_again_as_they_were(model, refer
 
     monkeypatch.setattr(sampler, "decode", note_run)
     if place == "write":
-        fail_once(monkeypatch, sampler.Record, "write", call, MemoryError)
+        fail_once(monkeypatch, sampler.DecodeState, "write", call, MemoryError)
     else:
         fail_once(monkeypatch, sampler, place, call)
     rollout = roll(model, **settings, batch_size=20)
@@ -289,13 +289,13 @@ def test_a_stop_text_ends_a_row_at_the_token_that_completes_it(model, tokenizer,
         assert rollout.ids[row] == ids[:number]
         np.testing.assert_allclose(rows_of(rollout)[row][1], logprobs[:number], atol=near(model))
         assert rollout.finish_reasons[row] == ("stop" if number else free.finish_reasons[row])
-        text = sampler.texts(tokenizer, rollout, settings["eos_ids"])[row]
+        text = sampler.decode_texts(tokenizer, rollout, settings["eos_ids"])[row]
         assert not any(one in text for one in stop.texts)
         if number is None:
-            assert text == sampler.texts(tokenizer, free, settings["eos_ids"])[row]
+            assert text == sampler.decode_texts(tokenizer, free, settings["eos_ids"])[row]
     assert None in numbers and sum(number is not None for number in numbers) >= 2
 
 
 def test_the_earliest_of_the_stop_texts_cuts_and_none_leaves_the_text():
     stop = sampler.Stop(["</a>", "a>!"], None)
-    assert [stop.cut("one</a>! two"), stop.cut("one")] == ["one", "one"]
+    assert [stop.trim("one</a>! two"), stop.trim("one")] == ["one", "one"]

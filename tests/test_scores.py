@@ -30,7 +30,7 @@ class Made(rubrics.Grader):
     def identity(self):
         return self.name
 
-    def evaluations(self, questions):
+    def evaluate(self, questions):
         self.asked.append([tuple(question) for question in questions])
         for place, question in enumerate(questions):
             mass = 1.0 if question.criterion else 0.75
@@ -91,16 +91,16 @@ def test_a_score_is_known_as_soon_as_it_arrives():
 
 def test_what_arrived_before_a_judge_failed_is_not_asked_again():
     made = Made()
-    evaluations = made.evaluations
+    evaluations = made.evaluate
 
     def fail(questions):
         yield from evaluations(questions[:4])
         raise ValueError("gone")
 
-    made.evaluations = fail
+    made.evaluate = fail
     with pytest.raises(ValueError, match="gone"):
         made.score(["a", "b"], ["x", "y"])
-    made.evaluations = evaluations
+    made.evaluate = evaluations
     assert made.score(["a", "b"], ["x", "y"]).scores.tolist() == [[1, 2, 2], [1, 2, 2]]
     assert made.asked[1] == [("b", "y", 1), ("b", "y", 2)]
 
@@ -111,8 +111,8 @@ class Mute(Made):
     num_said = 0
     is_mute = True
 
-    def evaluations(self, questions):
-        for place, found in super().evaluations(questions):
+    def evaluate(self, questions):
+        for place, found in super().evaluate(questions):
             self.num_said += 1
             yield place, found._replace(score=math.nan) if self.is_mute else found
 
@@ -134,10 +134,10 @@ def test_a_cache_filled_from_its_record_goes_on_as_if_it_had_never_stopped():
     made, resumed, lines = Made(), Made(), []
     for text in "stuvwxs":
         made.score(["a"], [text])
-        lines += [json.dumps({"step": 1} | record) for record in made.take_fresh()]
-    resumed.fill([json.loads(line) for line in lines])
+        lines += [json.dumps({"step": 1} | record) for record in made.take_new_scores()]
+    resumed.load_scores([json.loads(line) for line in lines])
     assert list(resumed.known.items()) == list(made.known.items())
-    assert resumed.take_fresh() == [] and made.take_fresh() == []
+    assert resumed.take_new_scores() == [] and made.take_new_scores() == []
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_a_cache_filled_from_its_record_goes_on_as_if_it_had_never_stopped():
 )
 def test_a_record_that_is_no_score_is_refused(record):
     with pytest.raises(ValueError, match="remove that line"):
-        Made().fill([record])
+        Made().load_scores([record])
 
 
 def test_over_a_fifth_of_unreadable_evaluations_is_warned_of_once_with_an_example(capsys):
@@ -204,8 +204,8 @@ def test_a_score_that_neither_opens_a_reply_nor_has_a_label_counts_only_if_it_wa
 
 
 def test_a_readable_reply_has_mass_1_and_an_unreadable_one_is_never_neutral():
-    assert rubrics.from_reply("Score: 4") == (4.0, 1.0, "Score: 4")
-    np.testing.assert_equal(rubrics.from_reply("Score: 4 or 5"), (math.nan, 0.0, "Score: 4 or 5"))
+    assert rubrics.evaluation_from_reply("Score: 4") == (4.0, 1.0, "Score: 4")
+    np.testing.assert_equal(rubrics.evaluation_from_reply("Score: 4 or 5"), (math.nan, 0.0, "Score: 4 or 5"))
 
 
 @pytest.mark.parametrize(
@@ -224,5 +224,5 @@ def test_any_text_is_read_as_a_score_or_as_none(text):
 
 def test_a_token_is_a_digit_with_or_without_the_mark_of_a_space():
     tokens = ["5", " 5", "\u01205", "\u25815", "6", "0", "55", "", "five", "5.", "\u0665"]
-    scores = [rubrics.from_first_tokens({token: 0.0})[0] for token in tokens]
+    scores = [rubrics.evaluation_from_first_tokens({token: 0.0})[0] for token in tokens]
     np.testing.assert_array_equal(scores, [5] * 4 + [math.nan] * 7)

@@ -39,7 +39,7 @@ def sealed(monkeypatch):
 
 
 def test_an_answer_that_tries_what_is_refused_is_named_counted_and_shown_in_plain_characters(sealed, capsys):
-    before, answer, after = sealed().ask([("double", 2), (CODES[2], "\x1b[2J"), ("double", 3)])
+    before, answer, after = sealed().answer_all([("double", 2), (CODES[2], "\x1b[2J"), ("double", 3)])
     assert (before.value, after.value) == (4, 6) and answer == (None, "tried what is refused here: open", True)
     said = "1 of 3 answers broke their reader: '\\x1b[2J' tried what is refused here: open\n"
     assert capsys.readouterr().err == said
@@ -47,7 +47,7 @@ def test_an_answer_that_tries_what_is_refused_is_named_counted_and_shown_in_plai
 
 def test_a_worker_has_an_empty_directory_and_no_key_and_prints_nothing(sealed, capfd):
     pool = sealed()
-    environment, printed = (answer.value for answer in pool.ask([(code,) for code in CODES[:2]]))
+    environment, printed = (answer.value for answer in pool.answer_all([(code,) for code in CODES[:2]]))
     assert "of-the-judge" not in environment.values() and set(environment) <= {
         *seal.KEPT,
         *("HOME", "TMPDIR", "PYTHONPATH", "PYTHONHASHSEED", "OPENBLAS_NUM_THREADS"),
@@ -61,10 +61,10 @@ def test_a_worker_has_an_empty_directory_and_no_key_and_prints_nothing(sealed, c
 
 @on_linux
 def test_a_kernel_without_the_filter_is_told_once_and_the_rest_holds(sealed, monkeypatch, capsys):
-    monkeypatch.setattr(workers, "_tell_missing", functools.cache(workers._tell_missing.__wrapped__))
+    monkeypatch.setattr(workers, "_explain_missing", functools.cache(workers._explain_missing.__wrapped__))
     epoll_create1 = {"x86_64": 291, "aarch64": 20}[os.uname().machine]
     for _ in range(2):
-        double, opened, called = sealed("riscv64").ask([("double", 2), (CODES[2],), ("syscall", epoll_create1)])
+        double, opened, called = sealed("riscv64").answer_all([("double", 2), (CODES[2],), ("syscall", epoll_create1)])
         assert double.value == 4 and opened.broken
         assert called.value == errno.EMFILE, "no file may be opened: RLIMIT_NOFILE"
     assert capsys.readouterr().err.count("no table of system calls for riscv64") == 1
@@ -72,7 +72,7 @@ def test_a_kernel_without_the_filter_is_told_once_and_the_rest_holds(sealed, mon
 
 @on_linux
 def test_a_worker_that_asks_for_more_memory_than_its_limit_is_told_so_and_replaced(sealed):
-    large, double = sealed().ask([(LARGE,), ("double", 2)])
+    large, double = sealed().answer_all([(LARGE,), ("double", 2)])
     assert "MemoryError" in large.error and large.broken and double.value == 4
 
 
@@ -83,7 +83,7 @@ def test_where_memory_is_watched_a_worker_that_takes_too_much_is_ended(sealed, m
     monkeypatch.setattr(workers, "_footprint", lambda pid: pages(pid) * os.sysconf("SC_PAGE_SIZE"))
     monkeypatch.setattr(seal, "MEMORY", 200 * 2**20)
     begin = time.monotonic()
-    assert sealed().ask([(HOARD,)]) == [(None, workers.LARGE, True)]
+    assert sealed().answer_all([(HOARD,)]) == [(None, workers.LARGE, True)]
     assert time.monotonic() - begin < 60
 
 

@@ -18,11 +18,11 @@ import tasks
 from disk import hub
 from judging.server import Endpoint
 from problems import chat_template
-from step.served import Served
+from step.served import ServedPolicy
 
 LIMIT = 12
 FLAGS = ["--model", "demo", "--limit", str(LIMIT)]
-HELD_OUT = {one["prompt"]: one["answer"] for one in tasks.load("demo").held_out}
+HELD_OUT = {one["prompt"]: one["answer"] for one in tasks.load_task("demo").held_out}
 
 
 def reply(text, **more):
@@ -172,7 +172,7 @@ def test_a_server_that_fails_ends_in_a_line_and_nothing_is_asked_twice(serve, ca
 @pytest.mark.parametrize("is_like", [True, False])
 def test_a_template_that_makes_other_tokens_than_training_is_told_of_once(serve, capsys, is_like):
     tokenizer = gwen.load("demo")[1]
-    prompts = {prompt: chat_template.chat_ids(tokenizer, prompt) for prompt in HELD_OUT}
+    prompts = {prompt: chat_template.encode_chat(tokenizer, prompt) for prompt in HELD_OUT}
 
     def answer(body):
         ids = prompts[body["messages"][-1]["content"]]
@@ -190,7 +190,7 @@ def test_a_server_alone_does_not_tell_the_tokenizer(refused):
 def test_the_weights_of_what_a_server_runs_are_not_fetched(tmp_path, monkeypatch):
     patterns = []
     monkeypatch.setattr(hub, "hub_directory", lambda name, files=hub.HUB_FILES: patterns.extend(files) or hub.DEMO)
-    served = Served("http://host/v1", "mine", "owner/name", 8, tmp_path, {})
+    served = ServedPolicy("http://host/v1", "mine", "owner/name", 8, tmp_path, {})
     assert served.facts.eos_ids and served.tokenizer.encode("one")
     files = ["config.json", "tokenizer.json", "chat_template.jinja", "model-00001-of-00002.safetensors"]
     assert list(filter_repo_objects(files, allow_patterns=patterns)) == files[:3]

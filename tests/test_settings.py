@@ -27,11 +27,11 @@ def values_of(setting):
 def survives(given_settings, path):
     """Whether these settings are refused, or the same once they were written and read."""
     try:
-        config = checks.checked(given_settings)
+        config = checks.check_settings(given_settings)
     except ValueError:
         return False
-    path.write_text(sources.as_yaml(config))
-    assert checks.checked(sources.load_recipe(path)) == config
+    path.write_text(sources.to_yaml(config))
+    assert checks.check_settings(sources.load_recipe(path)) == config
     return True
 
 
@@ -83,14 +83,14 @@ def test_a_run_of_before_is_read_where_what_is_gone_changes_nothing(tmp_path):
     ],
 )
 def test_a_stop_text_as_a_shell_passes_it_is_read_and_a_line_names_each_escape(word, text, capsys):
-    assert sources.parse(["--stop", word]).stop == [text]
+    assert sources.parse_flags(["--stop", word]).stop == [text]
     said = capsys.readouterr().err
     is_told = word in (r"\n", r"\n\n", r"\nuser:", r"</s>\t", r"\x0a", r"\u000a", r"\text{", r"\rho")
     assert said.count(f"--stop {word}: ") == said.count("\n") == is_told
 
 
 def test_a_stop_text_with_a_carriage_return_is_refused():
-    assert "--stop" in message_of(checks.checked, {"stop": sources.parse(["--stop", r"\r\n"]).stop})
+    assert "--stop" in message_of(checks.check_settings, {"stop": sources.parse_flags(["--stop", r"\r\n"]).stop})
 
 
 def test_an_escape_in_the_single_quotes_of_yaml_stays_and_a_line_says_so(tmp_path, capsys):
@@ -99,5 +99,5 @@ def test_an_escape_in_the_single_quotes_of_yaml_stays_and_a_line_says_so(tmp_pat
     assert sources.load_recipe(path)["stop"] == ["\\n", "\n", "end"]
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and str(path) in said and "stop" in said
-    path.write_text(sources.as_yaml(Config.of(stop=["\\n"])))
+    path.write_text(sources.to_yaml(Config.from_flags(stop=["\\n"])))
     assert sources.load_recipe(path)["stop"] == ["\\n"]  # a run's own text comes back as it was

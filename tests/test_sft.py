@@ -23,11 +23,11 @@ from config import Config, Sizes
 from disk import hub, run_files
 from problems import chat_template, chats
 from problems.chats import Row
-from run import make
-from settings.sources import given, parse
-from step.batch import cut
+from run import make_run
+from settings.sources import given_settings, parse_flags
+from step.batch import make_batches
 from step.loss import StepLoss
-from step.sample import of_reply
+from step.sample import sample_of_reply
 
 SIZES = Sizes(1, 1024, 0)
 TALK = [
@@ -60,7 +60,7 @@ def random_rows(vocab, num=6):
 
 
 def batches_of(rows, token_budget):
-    return cut([of_reply(*row) for row in rows], token_budget)
+    return make_batches([sample_of_reply(*row) for row in rows], token_budget)
 
 
 def count(rows):
@@ -69,7 +69,7 @@ def count(rows):
 
 def render(tokenizer, record, thinking=False, context=1000):
     end_ids = {tokenizer.eos_token_id}
-    return chats.render(tokenizer, chats.read_chat(record), thinking=thinking, end_ids=end_ids, context=context)
+    return chats.render_conversation(tokenizer, chats.read_chat(record), thinking=thinking, end_ids=end_ids, context=context)
 
 
 def trained(tokenizer, row):
@@ -83,7 +83,7 @@ def trained(tokenizer, row):
 
 def test_a_reply_is_trained_up_to_its_end_token_after_the_ids_that_it_would_be_sampled_after(tokenizer):
     (row,) = render(tokenizer, {"prompt": "What is one and two?", "completion": "It is three."})
-    prompt = chat_template.chat_ids(tokenizer, "What is one and two?")
+    prompt = chat_template.encode_chat(tokenizer, "What is one and two?")
     assert row.ids[: row.places[0]] == prompt and row.places == list(range(len(prompt), len(row.ids)))
     assert trained(tokenizer, row) == ["It is three.<|im_end|>"]
 
@@ -98,7 +98,7 @@ def test_messages_and_prompt_with_completion_say_the_same(tokenizer):
 def test_all_replies_of_a_completion_are_trained_and_none_of_a_prompt(tokenizer):
     (row,) = render(tokenizer, {"messages": TALK}, thinking=True)
     assert trained(tokenizer, row) == ["It is three.<|im_end|>", "Four.<|im_end|>"]
-    text = chat_template.render(tokenizer, TALK, True, opened=False).removesuffix("\n")
+    text = chat_template.render_chat(tokenizer, TALK, True, opened=False).removesuffix("\n")
     assert row.ids == tokenizer.encode(text, add_special_tokens=False)
     (last,) = render(tokenizer, {"prompt": TALK[:3], "completion": TALK[3:]}, thinking=True)
     assert last.ids == row.ids and trained(tokenizer, last) == ["Four.<|im_end|>"]
@@ -110,7 +110,7 @@ def test_where_a_template_rewrites_what_came_before_each_reply_is_a_row_as_it_wo
     rows = render(rewriting, {"messages": TALK})
     assert [trained(rewriting, row) for row in rows] == [["It is three.<|im_end|>"], ["Four.<|im_end|>"]]
     for row, messages in zip(rows, (TALK[:1], TALK[:3]), strict=True):
-        assert row.ids[: row.places[0]] == chat_template.chat_ids(rewriting, messages)
+        assert row.ids[: row.places[0]] == chat_template.encode_chat(rewriting, messages)
 
 
 @pytest.mark.parametrize(
@@ -172,12 +172,12 @@ def test_loss_and_gradient_equal_those_of_mlx_lm_s_model_whatever_the_micro_batc
 
     expected = dict(tree_flatten(nn.value_and_grad(theirs, loss_of)(theirs)[1]))
     right = oracle([np.array(theirs(mx.array([row.ids])))[0] for row in rows], rows)
-    model, config = gwen.load_model(checkpoints[name]), Config.of(loss_type="sft", lora_rank=0)
+    model, config = gwen.load_model(checkpoints[name]), Config.from_flags(loss_type="sft", lora_rank=0)
     learner = update.Learner(model, config, StepLoss(config, SIZES))
     for budget in (1, 40, 10_000):
         batches = batches_of(rows, budget)
         assert len(batches) == {1: 6, 40: 3, 10_000: 1}[budget]
-        grads, _, measured = update.gradient(learner, batches)
+        grads, _, measured = update.compute_gradient(learner, batches)
         assert measured["loss"] == pytest.approx(right, rel=1e-5)
         ours = hub.unfuse_weights(dict(tree_flatten(grads)), model.config)
         assert set(ours) == set(expected)
@@ -189,7 +189,7 @@ def test_loss_and_gradient_equal_those_of_mlx_lm_s_model_whatever_the_micro_batc
 def test_the_held_out_loss_is_that_of_all_trained_tokens_with_the_interval_of_a_ratio(checkpoints):
     model, rows = gwen.load_model(checkpoints["qwen3"]), random_rows(320)
     conversations = [rows[:2], rows[2:3], rows[3:]]
-    record = evaluate.replies(model, StepLoss(Config.of(loss_type="sft"), SIZES), conversations, 40)
+    record = evaluate.evaluate_replies(model, StepLoss(Config.from_flags(loss_type="sft"), SIZES), conversations, 40)
     logits = [[np.array(model(mx.array([row.ids])))[0] for row in part] for part in conversations]
     parts = [oracle(of_part, part) * count(part) for of_part, part in zip(logits, conversations, strict=True)]
     loss = sum(parts) / count(rows)
@@ -204,7 +204,7 @@ def test_the_held_out_loss_is_that_of_all_trained_tokens_with_the_interval_of_a_
 
 
 def given_with(flags):
-    return given(parse(["--model", "demo", "--loss-type", "sft", *flags.split()]))
+    return given_settings(parse_flags(["--model", "demo", "--loss-type", "sft", *flags.split()]))
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def test_a_run_that_begins_with_an_adapter_has_it_as_its_reference_even_when_res
     shutil.rmtree(directory / "checkpoints" / "step-000002")
     train.main(["--resume", str(directory)])
     assert untimed(directory / "metrics.jsonl") == steps and untimed(directory / "eval.jsonl") == evals
-    assert run_files.adapter_of(str(directory), 0) == str(directory / run_files.START)
+    assert run_files.adapter_path(str(directory), 0) == str(directory / run_files.START)
 
 
 @pytest.mark.slow
@@ -275,7 +275,7 @@ def test_held_out_prompts_that_the_run_before_was_trained_on_are_told_of_at_the_
 
     def said(before, flags, rows):
         words = f"--model demo --init-adapter {before} --data {write_log(tmp_path / 'now.jsonl', rows)} {flags}"
-        make(resolve(given(parse(words.split())))[0], tmp_path / "now")
+        make_run(resolve(given_settings(parse_flags(words.split())))[0], tmp_path / "now")
         return [line for line in capsys.readouterr().out.splitlines() if "trained on" in line]
 
     of_replies, by_rewards, system = golden("sft"), tmp_path / "before", {"role": "system", "content": "Be brief."}

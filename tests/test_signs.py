@@ -20,7 +20,7 @@ def now(monkeypatch):
 
 
 def signed(capsys):
-    alive.sign()
+    alive.show_progress()
     return capsys.readouterr().err.strip()
 
 
@@ -38,14 +38,14 @@ def test_what_is_not_drawn_says_what_how_far_and_how_long_still(now, capsys):
 
 
 def test_works_are_told_from_the_outermost_to_the_innermost(now, capsys):
-    with alive.Bar(total=9, initial=4, desc="", unit="step") as steps, alive.doing("judging"):
+    with alive.Bar(total=9, initial=4, desc="", unit="step") as steps, alive.show_activity("judging"):
         steps.what = "judging"
         steps.update(1)
         now[0] += 200
         assert signed(capsys) == "... judging: 5 of 9 steps, about 13 min left; judging, 3 min so far"
         steps.update(4)
         assert signed(capsys) == "... judging: 9 of 9 steps, 3 min so far; judging, 3 min so far"
-    with pytest.raises(ValueError), alive.doing("loading"):
+    with pytest.raises(ValueError), alive.show_activity("loading"):
         raise ValueError
     assert signed(capsys) == ""
 
@@ -58,7 +58,7 @@ class Screen(io.StringIO):
 def test_a_drawn_bar_is_drawn_again_and_no_line_is_written(now, monkeypatch):
     screen = Screen()
     bar, before = alive.Bar(total=4, desc="update", file=screen), screen.getvalue()
-    alive.sign()
+    alive.show_progress()
     assert len(screen.getvalue()) > len(before) and "..." not in screen.getvalue()
     bar.start_t = bar.last_print_t = now[0]
     bar._time = lambda: now[0]
@@ -83,7 +83,7 @@ import cpu_blas
 import mlx.core as mx
 from machine import alive
 alive.WATCHED = 0.0
-with alive.doing("multiplying"):
+with alive.show_activity("multiplying"):
     begin = alive.time.monotonic()
     while alive.time.monotonic() - begin < 1.5:
         mx.eval(mx.ones((1500, 1500)) @ mx.ones((1500, 1500)))

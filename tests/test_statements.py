@@ -12,7 +12,7 @@ from conftest import ROOT
 
 import sampler
 from problems import audit, rewards, statements, verifiers
-from step import sample
+from step import generation, sample, scoring
 
 TESTS = Path(__file__).parent
 TABLE = yaml.safe_load((TESTS / "statements.yaml").read_text(encoding="utf-8"))
@@ -130,10 +130,10 @@ def rollout_of(texts, turns=None):
 def test_a_completion_of_a_prompt_that_opens_a_thought_begins_with_its_tag():
     opens, plain = ([*map(ord, prompt)] for prompt in (OPENED[0], NOT_OPENED[0]))
     cut_off, closed = "So the answer is 42.", "It is 41.\n</think>\n\n42"
-    texts = sample.texts_with_thoughts(Tokenizer(), rollout_of([cut_off, closed, cut_off]), [opens, opens, plain], [0])
+    texts = generation.decode_with_thoughts(Tokenizer(), rollout_of([cut_off, closed, cut_off]), [opens, opens, plain], [0])
     assert texts == [f"<think>\n{cut_off}", f"<think>\n{closed}", cut_off]
     samples = [sample.Sample([], [], (), 0, example={"prompt": "?", "answer": "42"}, text=text) for text in texts]
-    components, _ = sample.called({"correct": verifiers.math_correct}, samples)
+    components, _ = scoring.compute_rewards({"correct": verifiers.math_correct}, samples)
     assert components["correct"].tolist() == [0, 1, 1]
 
 
@@ -142,7 +142,7 @@ def test_each_turn_after_a_tool_begins_with_the_tag():
     sequence = [*map(ord, first), 0, *map(ord, told), *map(ord, second), 0]
     places = [*range(len(first) + 1), *range(len(first) + 1 + len(told), len(sequence))]
     rollout = rollout_of([first + second], {"sequences": [sequence], "places": [places]})
-    (text,) = sample.texts_with_thoughts(Tokenizer(), rollout, [[*map(ord, OPENED[0])]], [0])
+    (text,) = generation.decode_with_thoughts(Tokenizer(), rollout, [[*map(ord, OPENED[0])]], [0])
     assert text == f"<think>\n{first}\n<think>\n{second}"
     assert statements.strip_thoughts(text) == "<call>"
 
@@ -152,13 +152,13 @@ def test_a_judge_reads_what_follows_a_thought_and_our_rewards_too(tmp_path):
     grader = SimpleNamespace(score=lambda prompts, completions: judged.extend(completions))
     texts = ["<think>\nIt is 42.", "<think>\nIt is 41.\n</think>\n\n42", "42"]
     samples = [sample.Sample([], [], (), 0, example={"prompt": "?"}, text=text) for text in texts]
-    sample.judged(grader, samples)
+    scoring.judge_samples(grader, samples)
     assert judged == ["", "42", "42"]
 
     (tmp_path / "mine.py").write_text("def seen(completions, **_): return [len(text) for text in completions]")
     name, users = rewards.load_reward(f"{tmp_path}/mine.py:seen")
     heard = {"ours": lambda completions, **_: [len(text) for text in completions], name: users}
-    values, _ = sample.called(heard, samples)
+    values, _ = scoring.compute_rewards(heard, samples)
     assert values["ours"].tolist() == [0, 2, 2]
     assert values["seen"].tolist() == list(map(len, texts))
 

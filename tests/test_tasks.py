@@ -21,14 +21,14 @@ from tasks.demo import numbers_in
 
 @pytest.mark.parametrize("name", ["demo", "values", "calculator"])
 def test_no_prompt_is_both_trained_on_and_held_out(name):
-    task = tasks.load(name)
+    task = tasks.load_task(name)
     train, held_out = ({example["prompt"] for example in side} for side in (task.train, task.held_out))
     assert len(train) == len(task.train) and len(held_out) == len(task.held_out)
     assert train and held_out and not train & held_out
 
 
 def test_the_demo_holds_out_pairs_of_numbers_and_not_only_wordings():
-    task = tasks.load("demo")
+    task = tasks.load_task("demo")
     sides = task.train, task.held_out
     train, held_out = ({tuple(sorted(numbers_in(one["prompt"]))) for one in side} for side in sides)
     assert (len(task.train), len(task.held_out)) == (2000, 512) and not train & held_out
@@ -37,41 +37,41 @@ def test_the_demo_holds_out_pairs_of_numbers_and_not_only_wordings():
 def test_a_users_data_takes_the_place_of_the_tasks_own_and_a_tenth_is_held_out(tmp_path):
     path = tmp_path / "sums.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"{n} + 1?", "answer": str(n + 1)}) + "\n" for n in range(50)) * 2)
-    task = tasks.load("demo", data=str(path))
+    task = tasks.load_task("demo", data=str(path))
     train, held_out = ({example["prompt"] for example in side} for side in (task.train, task.held_out))
     assert len(held_out) == 5 and len(train) == 45 and not train & held_out and task.rewards
     path.write_text("".join(reversed(path.read_text().splitlines(keepends=True))))
-    assert {example["prompt"] for example in tasks.load("demo", data=str(path)).held_out} == held_out
+    assert {example["prompt"] for example in tasks.load_task("demo", data=str(path)).held_out} == held_out
 
 
 def test_a_file_to_evaluate_on_is_taken_whole_and_training_gives_way_to_it(tmp_path):
     both, held_out = tmp_path / "both.jsonl", tmp_path / "held_out.jsonl"
     held_out.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     both.write_text('{"prompt": "a"}\n{"prompt": "c"}\n{"prompt": "d"}\n')
-    alone = tasks.load("values", held_out=str(held_out))
+    alone = tasks.load_task("values", held_out=str(held_out))
     assert [example["prompt"] for example in alone.held_out] == ["a", "b"] and alone.train == []
-    task = tasks.load("values", data=str(both), held_out=str(held_out))
+    task = tasks.load_task("values", data=str(both), held_out=str(held_out))
     assert len(task.held_out) == 2 and not {"a", "b"} & {example["prompt"] for example in task.train}
 
 
 def test_a_column_split_decides_what_is_held_out(tmp_path):
     path = tmp_path / "data.csv"
     path.write_text("prompt,split\na,train\nb,test\nc,train\n")
-    task = tasks.load("values", data=str(path))
+    task = tasks.load_task("values", data=str(path))
     assert [e["prompt"] for e in task.train] == ["a", "c"] and [e["prompt"] for e in task.held_out] == ["b"]
-    assert [e["prompt"] for e in tasks.load("values", held_out=str(path)).held_out] == ["b"]  # as an evaluation asks
+    assert [e["prompt"] for e in tasks.load_task("values", held_out=str(path)).held_out] == ["b"]  # as an evaluation asks
 
 
 def test_held_out_prompts_count_once_and_are_not_trained_on_and_a_line_says_how_many(tmp_path):
     sides = [("a", "train"), ("b", "test"), ("b", "train"), ("b", "validation"), ("c", "train"), ("a", "train")]
     rows = [{"prompt": prompt, "answer": "1", "split": split} for prompt, split in sides]
-    task = tasks.load("own", data=write_log(tmp_path / "mine.jsonl", [*rows, rows[1] | {"answer": "2"}]))
+    task = tasks.load_task("own", data=write_log(tmp_path / "mine.jsonl", [*rows, rows[1] | {"answer": "2"}]))
     assert [one["prompt"] for one in task.train] == ["a", "c", "a"]
     assert [(one["prompt"], one["answer"]) for one in task.held_out] == [("b", "1"), ("b", "2")]
     said = "1 training rows are left out, as their prompts are held out; 1 held-out rows repeat another and count once"
     assert task.notes[1:] == [f"data: {said}"] and "1 prompts have several answers, as 'b'" in task.notes[0]
     drawn = [row | {"environment": "cards"} for row in rows]
-    assert len(tasks.load("own", data=write_log(tmp_path / "drawn.jsonl", drawn)).held_out) == 2
+    assert len(tasks.load_task("own", data=write_log(tmp_path / "drawn.jsonl", drawn)).held_out) == 2
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_answers_that_the_demo_cannot_read_give_no_accuracy(tmp_path, answers, m
     path = tmp_path / "mine.jsonl"
     rows = [{"prompt": f"{n}?", "answer": answer, "split": "test"} for n, answer in enumerate(answers)]
     write_log(path, [*rows, {"prompt": "x", "answer": "1", "split": "train"}])
-    task = tasks.load("demo", data=str(path))
+    task = tasks.load_task("demo", data=str(path))
     assert task.metric == metric and (task.verifier is None) == (metric == "score")
 
 
@@ -114,7 +114,7 @@ def test_the_demo_reads_the_answer_and_nothing_false_beside_it(prompt, text, ans
 
 
 def test_the_values_labels_cover_every_criterion_and_score_with_prompts_of_their_own():
-    labels, task = read_log(ROOT / "data/values_labels.jsonl"), tasks.load("values")
+    labels, task = read_log(ROOT / "data/values_labels.jsonl"), tasks.load_task("values")
     known = {e["prompt"] for e in task.train + task.held_out}
     counts = Counter((label["criterion"], label["score"]) for label in labels)
     assert len(labels) == 40 and not known & {label["prompt"] for label in labels}
@@ -129,27 +129,27 @@ def test_a_local_gsm8k_file_gives_questions_and_the_number_after_the_hashes(tmp_
     path = tmp_path / "gsm8k.jsonl"
     rows = [{"question": f"What is {n} + {n}?", "answer": f"{n} + {n} = {2 * n}\n#### {2 * n}"} for n in range(30)]
     write_log(path, rows)
-    task = tasks.load("gsm8k", data=str(path))
+    task = tasks.load_task("gsm8k", data=str(path))
     example = task.train[0]
     assert len(task.train) == 27 and len(task.held_out) == 3 and example["system"] == gsm8k.SYSTEM
     number = numbers_in(example["prompt"])[0]
     assert example["answer"] == str(2 * number)
     assert task.rewards["correct"](completions=[f"\\boxed{{{2 * number}}}"], answer=[example["answer"]]) == [1.0]
     path.write_text('{"question": "How many?", "answer": "some"}\n')
-    assert "line 1: answer 'some' is not a number" in message_of(tasks.load, "gsm8k", data=str(path))
+    assert "line 1: answer 'some' is not a number" in message_of(tasks.load_task, "gsm8k", data=str(path))
 
 
 def test_math_reads_problems_with_an_answer_or_with_a_boxed_solution(tmp_path):
     rows = [{"problem": f"{n}?", "answer": f"\\frac{{{n}}}{{3}}", "split": "train"} for n in range(3)]
     rows.append({"problem": "last?", "solution": "We get \\boxed{1}, no, \\boxed{\\frac{2}{4}}.", "split": "test"})
-    task = tasks.load("math", data=write_log(tmp_path / "math.jsonl", rows))
+    task = tasks.load_task("math", data=write_log(tmp_path / "math.jsonl", rows))
     assert [example["answer"] for example in task.held_out] == [r"\frac{2}{4}"] and task.metric == "accuracy"
     assert task.train[0]["system"] == gsm8k.SYSTEM
     asked = {"answer": [task.held_out[0]["answer"]] * 2}
     assert task.verifier(completions=["\\boxed{0.5}", "\\boxed{0.6}"], **asked) == [1, 0]
     path = write_log(tmp_path / "none.jsonl", [{"problem": "p?", "solution": "no box"}])
-    assert "line 1: no answer" in message_of(tasks.load, "math", data=path)
-    assert "--data FILE.jsonl" in message_of(tasks.load, "math")
+    assert "line 1: no answer" in message_of(tasks.load_task, "math", data=path)
+    assert "--data FILE.jsonl" in message_of(tasks.load_task, "math")
 
 
 def test_gsm8k_is_read_from_the_hub_by_split(monkeypatch):
@@ -161,7 +161,7 @@ def test_gsm8k_is_read_from_the_hub_by_split(monkeypatch):
         return datasets.Dataset.from_list(rows)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    task = tasks.load("gsm8k")
+    task = tasks.load_task("gsm8k")
     assert asked == [("openai/gsm8k", "main", "train"), ("openai/gsm8k", "main", "test")]
     assert [e["prompt"] for e in task.held_out] == ["test 0?", "test 1?", "test 2?"] and task.train[2]["answer"] == "2"
 

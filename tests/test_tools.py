@@ -16,7 +16,7 @@ from conftest import ROOT, message_of
 from config import Config
 from problems import calls, chat_template, chats, episodes
 from problems.episodes import Episodes
-from problems.examples import short
+from problems.examples import shorten_value
 from problems.functions import load_functions
 from reporting import journal
 from step.sample import Sample
@@ -71,7 +71,7 @@ def fails(text: str | None = None) -> str:
 
 
 SCHEMAS = calls.schemas_of("--tools", {"add": add, "later": later, "fails": fails})
-JSON, CODER = map(calls.reader_of, ("<tool_call>", "<tool_call>\n<function="))
+JSON, CODER = map(calls.choose_call_reader, ("<tool_call>", "<tool_call>\n<function="))
 
 # ---- calls
 
@@ -151,7 +151,7 @@ def test_a_result_that_the_model_writes_itself_is_a_failure_shown_and_told(talke
     assert messages[0]["content"] == text, "all of it is shown"
     told = [message["content"] for message in messages[1:]]
     assert told[:-1] == ["2"] * text.count("<tool_call>") and "error" in json.loads(told[-1])
-    (sample,) = talk.of_samples([Sample([], [1], range(1), 0)], {})
+    (sample,) = talk.attach_to_samples([Sample([], [1], range(1), 0)], {})
     assert journal.tool_metrics([sample], SimpleNamespace(wait_s=0.0))["tools/failures"] == 1
 
 
@@ -176,7 +176,7 @@ def test_text_between_calls_stands_in_the_messages(talker):
 
 
 def test_tools_without_types_or_words_and_templates_without_tools_are_refused_by_name():
-    assert "has no tools" in message_of(calls.reader_of, "{{ messages }}")
+    assert "has no tools" in message_of(calls.choose_call_reader, "{{ messages }}")
     assert "--tools: the tool f has no schema" in message_of(calls.schemas_of, "--tools", {"f": lambda x: x})
     assert "has no method reset" in message_of(calls.schemas_in, type("Empty", (), {}))
     helped = type("Helped", (guess.Guess,), {"close": lambda self: None})
@@ -199,7 +199,7 @@ def test_a_frame_has_the_ids_of_the_template(talker):
         whole = talker.apply_chat_template([*calls.EXCHANGE, *messages], **how)
         ids = talker.encode(whole, add_special_tokens=False)
         ends = [place for place, one in enumerate(ids) if one == talker.eos_token_id]
-        assert frame.between(messages, None) == ids[ends[1] + 1 :]
+        assert frame.encode_between_turns(messages, None) == ids[ends[1] + 1 :]
 
 
 def hostile(rng):
@@ -213,39 +213,39 @@ def test_what_a_tool_says_is_never_a_control_token(talker):
     control, rng = set(talker.added_tokens_decoder), random.Random(1)
 
     def frame_of(text):
-        return [one for one in frame.between([{"role": "tool", "content": text}], None) if one in control]
+        return [one for one in frame.encode_between_turns([{"role": "tool", "content": text}], None) if one in control]
 
     expected = frame_of("plain")
     for _ in range(200):
-        text = frame.cut(hostile(rng), 1000)
+        text = frame.shorten(hostile(rng), 1000)
         assert frame_of(text) == expected
 
 
 def test_a_long_result_is_cut_to_its_tokens_and_says_so(talker):
     frame = calls.Frames(talker, [talker.eos_token_id], thinking=False)
-    text = frame.cut("ab" * 500_000, 10)
+    text = frame.shorten("ab" * 500_000, 10)
     shown, said = text.split("\n")
     assert len(talker.encode(shown)) == 10 and said == f"[cut: {len(shown)} of 1000000 characters]"
-    assert frame.cut("two and two", 30) == "two and two"
+    assert frame.shorten("two and two", 30) == "two and two"
 
 
 # ---- episodes
 
 
 def box_of(talker, tools=(), environments=None, **settings):
-    config = Config.of(**{"tool_timeout": 5.0} | settings)
+    config = Config.from_flags(**{"tool_timeout": 5.0} | settings)
     model = SimpleNamespace(max_position_embeddings=1000, end_ids=(talker.eos_token_id,))
     return episodes.Toolbox(config, {tool.__name__: tool for tool in tools}, environments or {}, talker, model)
 
 
 def say(talk, talker, row, text):
-    talk.hear(row, [*talker.encode(text, add_special_tokens=False), talker.eos_token_id])
+    talk.end_turn(row, [*talker.encode(text, add_special_tokens=False), talker.eos_token_id])
 
 
 def answer(talk, talker, text, row=0):
     """What a row is told, as its messages say."""
     say(talk, talker, row, text)
-    found = talk.replies(wait=True)
+    found = talk.take_replies(wait=True)
     assert list(found) == [row]
     return found[row], talk.rows[row].messages
 
@@ -260,9 +260,9 @@ def test_a_turns_calls_are_made_in_order_and_told_back(talker):
     ids, messages = answer(talk, talker, "".join(asked))
     assert [one["content"] for one in messages[1:]] == ["3", '{"error": "RuntimeError: no luck"}', "done"]
     assert [one["function"]["name"] for one in messages[0]["tool_calls"]] == ["add", "fails", "later"]
-    assert ids == box.frames.between(messages[1:], list(box.schemas[""].values()))
+    assert ids == box.frames.encode_between_turns(messages[1:], list(box.schemas[""].values()))
     assert answer(talk, talker, "four")[0] == "stop"
-    (sample,) = talk.of_samples([Sample([], [1], range(1), 0)], {})
+    (sample,) = talk.attach_to_samples([Sample([], [1], range(1), 0)], {})
     calls = sample.conversation["tool_calls"]
     assert [one["error"] for one in calls] == [None, "RuntimeError: no luck", None]
     assert [one["turn"] for one in calls] == [0, 0, 0] and sample.conversation["turns"] == 2
@@ -280,7 +280,7 @@ def test_the_tool_and_the_environment_of_the_page_answer_a_turn(talker, tmp_path
     asked = call("search", {"query": "opening hours"}), call("guess", {"number": number})
     _, messages = answer(talk, talker, "".join(asked))
     assert [one["content"] for one in messages[1:]] == ["9 to 17, closed on Sundays", "right"]
-    talk.ask_rewards()
+    talk.request_rewards()
     assert talk.rows[0].reward == 1
 
 
@@ -311,7 +311,7 @@ def test_rows_wait_side_by_side(talker):
         say(talk, talker, row, call("later", {"seconds": 0.2}))
     found = {}
     while len(found) < 20:
-        found |= talk.replies(wait=True)
+        found |= talk.take_replies(wait=True)
     assert time.monotonic() - begin < 2.0  # one after another they would take 4
 
 
@@ -385,12 +385,12 @@ def test_an_instance_lives_in_a_thread_of_its_own_and_its_rewards_come_once(talk
     talk = Episodes(box, [{"prompt": "a"}] * 3 + [{"prompt": "b"}] * 3, [0] * 3 + [1] * 3, "0")
     assert answer(talk, talker, call("check", {"what": "x"}), row=4)[1][-1]["content"] == "x"
     blank = [Sample([], [], (), 0)] * 6
-    columns = [one.columns for one in talk.of_samples(blank, {})]
+    columns = [one.columns for one in talk.attach_to_samples(blank, {})]
     assert [one["earned"] for one in columns] == [("Threads", 0.5)] * 6
     instances = [one["environments"] for one in columns]
     threads = {one.thread for one in instances}
     assert len(threads) == 6 and threading.get_ident() not in threads
-    again = Episodes(box, [{"prompt": "a"}] * 6, [0] * 6, "1").of_samples(blank, {})
+    again = Episodes(box, [{"prompt": "a"}] * 6, [0] * 6, "1").attach_to_samples(blank, {})
     assert [one.columns["environments"] for one in again] == instances  # reused
 
 
@@ -398,12 +398,12 @@ def test_the_rows_of_a_group_face_one_task_and_every_step_another(talker):
     box = box_of(talker, environments={"": Threads})
     before = random.getstate(), np.random.get_state()[1].tolist()
     rows, groups = [{"prompt": name} for name in "aabb"], [0, 0, 1, 1]
-    texts = [[one["prompt"] for one in Episodes(box, rows, groups, seed).asked] for seed in ("0", "1", "0")]
+    texts = [[one["prompt"] for one in Episodes(box, rows, groups, seed).examples] for seed in ("0", "1", "0")]
     assert all(text[0] == text[1] and text[2] == text[3] for text in texts)
     texts = [text[::2] for text in texts]
     assert texts[0] == texts[2] and len({text[2:] for each in texts[:2] for text in each}) == 4
     assert texts[0][0].startswith("a a ")
-    later = [one["prompt"] for one in Episodes(box, [{"prompt": "a"}] * 3, [4, 4, 5], "0").asked]  # a second draw
+    later = [one["prompt"] for one in Episodes(box, [{"prompt": "a"}] * 3, [4, 4, 5], "0").examples]  # a second draw
     assert later[0] == later[1] != later[2] and not {*later} & {*texts[0]}
     assert (random.getstate(), np.random.get_state()[1].tolist()) == before
 
@@ -427,16 +427,16 @@ def test_what_an_environment_raises_names_it(talker):
             raise KeyError("key")
 
     box = box_of(talker, environments={"": Broken})
-    said = message_of(Episodes(box, EXAMPLES, [0], "0").ask_rewards)
+    said = message_of(Episodes(box, EXAMPLES, [0], "0").request_rewards)
     assert "environment Broken: get_reward raised KeyError: 'key'" in said
     for value in ([1.0], "one", math.nan, 10**400):  # which only a run refused, and `sampler.py` could not show
         Broken.get_reward = lambda self, value=value: value
-        said = message_of(Episodes(box, EXAMPLES, [0], "0").ask_rewards)
-        assert said == f"environment Broken: get_reward gave {short(value)} for an episode; return a number"
+        said = message_of(Episodes(box, EXAMPLES, [0], "0").request_rewards)
+        assert said == f"environment Broken: get_reward gave {shorten_value(value)} for an episode; return a number"
     for value, given in ((np.array(2.0), 2.0), (None, None)):
         Broken.get_reward = lambda self, value=value: value
-        (talk := Episodes(box, EXAMPLES, [0], "0")).ask_rewards()
-        assert talk.rows[0].reward == given and "[stop]" in talk.shown(0, "stop")
+        (talk := Episodes(box, EXAMPLES, [0], "0")).request_rewards()
+        assert talk.rows[0].reward == given and "[stop]" in talk.describe(0, "stop")
 
 
 def test_two_hundred_hostile_turns_end_no_episode_with_an_exception(talker):
@@ -447,7 +447,7 @@ def test_two_hundred_hostile_turns_end_no_episode_with_an_exception(talker):
         kinds = text, call("add", key), call("fails", {"text": hostile(rng)}), "<tool_call>" + "{" * 10_000
         kinds += (call("add", {"a": -math.inf}),)
         say(talk, talker, 0, rng.choice(kinds).replace("<|im_end|>", ""))
-        (reply,) = talk.replies(wait=True).values()
+        (reply,) = talk.take_replies(wait=True).values()
         assert reply == "stop" or isinstance(reply, list)
     assert len(json.dumps([talk.rows[0].made, talk.rows[0].messages], allow_nan=False)) > 10_000
 
@@ -487,9 +487,9 @@ def test_a_prompt_shows_the_tools_and_a_tool_less_template_call_stays_as_it_was(
     box = box_of(talker, [add])
     ids = box.prompt(EXAMPLES[0])
     assert "add: a b" in talker.decode(ids)
-    plain = chat_template.chat_ids(talker, EXAMPLES[0]["prompt"])
+    plain = chat_template.encode_chat(talker, EXAMPLES[0]["prompt"])
     assert plain == ids[-len(plain) :]
-    assert episodes.make(Config.of(), (), {}, talker, None) is None
+    assert episodes.make_toolbox(Config.from_flags(), (), {}, talker, None) is None
 
 
 # ---- conversations to learn from
@@ -507,10 +507,10 @@ def test_fine_tuning_learns_turns_as_a_rollout_samples_them(talker):
     ]
     example = chats.read_chat({"messages": messages, "tools": json.dumps(list(box.schemas[""].values()))})
     how = {"thinking": False, "end_ids": [talker.eos_token_id], "context": 1000}
-    rows, end = chats.render(talker, example, **how), [talker.eos_token_id]
+    rows, end = chats.render_conversation(talker, example, **how), [talker.eos_token_id]
     prompt = box.prompt({"prompt": messages[0]["content"]})
     first = talker.encode(call("add", {"a": 2}), add_special_tokens=False) + end
-    told = box.frames.between([messages[2]], list(box.schemas[""].values()))
+    told = box.frames.encode_between_turns([messages[2]], list(box.schemas[""].values()))
     last = talker.encode("three", add_special_tokens=False) + end
     assert [row.ids[row.places[0] :] for row in rows] == [first, last]
     assert rows[0].ids == prompt + first

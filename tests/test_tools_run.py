@@ -14,9 +14,9 @@ import train
 import update
 from reporting import history, page
 from run import GrpoRun
-from settings.checks import checked
-from settings.sources import resolve
-from tasks import make
+from settings.checks import check_settings
+from settings.sources import resolve_settings
+from tasks import make_task
 
 SMALL = {"model": "demo:tools", "batch": 2, "groups": 4, "eval_every": 0, "steps": 2, "save_every": 1}
 
@@ -159,7 +159,7 @@ def test_a_run_records_conversations_and_trains_what_the_model_wrote(golden):
         assert len(own) <= 48 and line["own"][-1][1] == len(line["ids"])
         assert sum(message["role"] == "assistant" for message in line["messages"]) == line["turns"]
         assert all(called.keys() == {"turn", "name", "arguments", "seconds", "error"} for called in line["tool_calls"])
-    shown = [row for group in page.make_completions(history.load(run))["groups"] for row in group["rows"]]
+    shown = [row for group in page.make_completions(history.load_history(run))["groups"] for row in group["rows"]]
     replies = [message["content"] for line in lines for message in line["messages"] if message["role"] == "tool"]
     assert sum(row["text"].count("calculator replies: ") for row in shown) == len(replies) > 0
     assert all(any(f"calculator replies: {reply}" in row["text"] for row in shown) for reply in replies)
@@ -246,8 +246,8 @@ def test_a_tool_that_hangs_inside_mlx_spoils_no_end(tmp_path):
 )
 def test_what_cannot_work_is_refused_in_a_line_before_a_model_is_loaded(world, settings, said):
     text = json.dumps(settings).replace("WORLD", world)
-    config = resolve(SMALL | json.loads(text), None, None, lambda name: (name, "as asked"))[0]
-    assert said in message_of(make, config)
+    config = resolve_settings(SMALL | json.loads(text), None, None, lambda name: (name, "as asked"))[0]
+    assert said in message_of(make_task, config)
 
 
 def test_an_environment_that_fails_at_its_first_reset_leaves_no_directory(tmp_path, world):
@@ -275,15 +275,15 @@ def test_an_environment_that_fails_at_its_first_reset_leaves_no_directory(tmp_pa
 def test_rows_that_no_environment_can_take_are_refused(tmp_path, world, row, settings, said):
     rows = [row | {"prompt": f"{row['prompt']}{n}"} if "prompt" in row else row for n in range(20)]
     named = json.loads(json.dumps(settings).replace("WORLD", world))
-    config = checked(SMALL | {"task": "own", "data": write_log(tmp_path / "data.jsonl", rows)} | named)
+    config = check_settings(SMALL | {"task": "own", "data": write_log(tmp_path / "data.jsonl", rows)} | named)
     assert said in message_of(GrpoRun, config, tmp_path)
 
 
 def test_turns_that_are_paid_have_advantages_of_their_own(tmp_path, world, monkeypatch):
     """By the oracle, from what the run records; the last turn gets what other rewards give."""
     settings = {"env": f"{world}:Warmer", "reward": [f"{world}:lengthy"], "reward_weights": {"Warmer": 0.5}}
-    taught, train_on = [], update.update
-    monkeypatch.setattr(update, "update", lambda learner, *args: taught.extend(args[0]) or train_on(learner, *args))
+    taught, train_on = [], update.run_optimizer_steps
+    monkeypatch.setattr(update, "run_optimizer_steps", lambda learner, *args: taught.extend(args[0]) or train_on(learner, *args))
     run = start(tmp_path, **settings, batch=2, groups=6, steps=1, max_tokens=80, max_turns=4)
     run.fit()
     advantages = {row: np.array(batch.advantages[place]) for batch in taught for place, row in enumerate(batch.rows)}
@@ -356,7 +356,7 @@ def test_sampler_gives_a_prompt_the_tools_that_it_is_asked_for(capsys):
 @pytest.mark.parametrize("task", ["calculator", "guess"])
 def test_a_task_is_evaluated_and_played_with_the_model_that_a_training_takes(capsys, main, task):
     main(["--task", task, "--max-tokens", "8", *(["--limit", "2"] if main is evaluate.main else [])])
-    trained, said = resolve({"task": task}, None, None, gwen.choose_model)[0].model.name, capsys.readouterr()
+    trained, said = resolve_settings({"task": task}, None, None, gwen.choose_model)[0].model.name, capsys.readouterr()
     assert f"model: {trained}, the task's own" in said.err
     assert main is sampler.main or json.loads(said.out.splitlines()[-1])["eval/num"] == 2
     assert gwen.choose_model("smollm2", None, trained) == ("smollm2", "as asked")

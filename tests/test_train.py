@@ -32,8 +32,9 @@ from disk import adapters, checkpoint, hub
 from machine import versions
 from problems import chat_template
 from reporting.journal import completion_records
+from step import advantages, scoring
 from step import sample as samples
-from step.batch import cut
+from step.batch import make_batches
 from step.sample import Sample
 
 pytestmark = pytest.mark.slow
@@ -53,7 +54,7 @@ def test_prompts_are_rendered_without_thinking_unless_asked_and_the_judge_s_too(
     for flag, thinking in ((), False), (("--thinking",), True):
         run = make_run(tmp_path, *flag)
         for example, ids in zip(run.task.train[:5], run.prompt_ids, strict=False):
-            assert ids == chat_template.chat_ids(run.tokenizer, example["prompt"], thinking=thinking)
+            assert ids == chat_template.encode_chat(run.tokenizer, example["prompt"], thinking=thinking)
         if not thinking:
             assert run.tokenizer.decode(run.judge.prompts.tails[0]).endswith("<think>\n\n</think>\n\n")
 
@@ -96,7 +97,7 @@ def drawn(rewards, reasons=None):
     """Samples of groups with these rewards, (B, G), and why each ended."""
     pairs = [(group, float(value)) for group, values in enumerate(rewards) for value in values]
     return [
-        Sample([], [1], range(1), group, value=value, filled={"one": value}, finish_reason=reason)
+        Sample([], [1], range(1), group, reward=value, imputed_components={"one": value}, finish_reason=reason)
         for (group, value), reason in zip(pairs, reasons or ["stop"] * len(pairs), strict=True)
     ]
 
@@ -118,7 +119,7 @@ def test_what_all_rewards_have_in_common_changes_no_advantage_however_large_it_i
     config, rewards = make_config(*flags.split()), np.random.default_rng(0).integers(0, 40, (4, 4)).astype(float)
     rewards[1] = 7
     for offset in (0.0, 1.7e9, -1.7e9, 1e14):
-        found = samples.advantages(config, samples.by_group(drawn(rewards + offset)), {"one": 1.0})
+        found = advantages.compute_advantages(config, samples.group_samples(drawn(rewards + offset)), {"one": 1.0})
         np.testing.assert_allclose(found, right(rewards), atol=1e-5)
 
 
@@ -133,41 +134,41 @@ def test_every_step_of_every_seed_has_a_key_of_its_own(tmp_path, monkeypatch):
 
 
 def test_a_group_whose_rows_are_all_left_out_teaches_nothing():
-    config, reasons = Config.of(batch=2, groups=2, truncated="mask"), ["length", "length", "stop", "length"]
+    config, reasons = Config.from_flags(batch=2, groups=2, truncated="mask"), ["length", "length", "stop", "length"]
     for truncated, signals in (("mask", [False, True]), ("keep", [True, True])):
-        told = samples.advanced(config.but(truncated=truncated), drawn([[0, 1], [0, 1]], reasons), {})
-        assert [group[0].signal for group in samples.by_group(told)] == signals
-        assert all(one.unlike for one in told)
-        counted = [bool(one.own) for one in samples.trained(config.but(truncated=truncated), told, 0)]
+        told = advantages.assign_advantages(config.with_settings(truncated=truncated), drawn([[0, 1], [0, 1]], reasons), {})
+        assert [group[0].has_signal for group in samples.group_samples(told)] == signals
+        assert all(one.rewards_differ for one in told)
+        counted = [bool(one.loss_positions) for one in advantages.select_for_update(config.with_settings(truncated=truncated), told, 0)]
         assert counted == [truncated == "keep" or reason == "stop" for reason in reasons]
 
 
 def test_groups_of_any_sizes_are_compared_each_for_itself_and_no_mini_batch_has_a_part_of_one():
-    config, sizes, rng = Config.of(batch=4, groups=8), [2, 5, 3, 4], np.random.default_rng(0)
+    config, sizes, rng = Config.from_flags(batch=4, groups=8), [2, 5, 3, 4], np.random.default_rng(0)
     drawn = [Sample([group], [1, 2], range(2), group) for group, size in enumerate(sizes) for _ in range(size)]
     drawn.append(drawn.pop(1))  # as of a second draw
     scores = rng.normal(size=len(drawn))
     components = {"correct": scores, "rubric": np.array([np.nan, *scores[1:-1], 1.0])}
-    paid = samples.rewarded(drawn, components, {"correct": 1.0, "rubric": 1.0})
-    assert paid[0].filled["rubric"] == 1.0  # the mean of what else is readable in its group
-    chosen = samples.advanced(config, paid, {})
-    for group in samples.by_group(chosen):
-        values = np.array([one.value for one in group])
+    paid = scoring.assign_rewards(drawn, components, {"correct": 1.0, "rubric": 1.0})
+    assert paid[0].imputed_components["rubric"] == 1.0  # the mean of what else is readable in its group
+    chosen = advantages.assign_advantages(config, paid, {})
+    for group in samples.group_samples(chosen):
+        values = np.array([one.reward for one in group])
         expected = (values - values.mean()) / (values.std(ddof=1) + 1e-4)
         np.testing.assert_allclose([one.advantage for one in group], expected, atol=1e-5)
-    taught = samples.trained(config, chosen, 0)
+    taught = advantages.select_for_update(config, chosen, 0)
     parts = {number: set() for number in range(2)}
-    for batch in cut(taught, 1000, num_parts=2):
-        parts[batch.number] |= {chosen[row].group for row in batch.rows}
-        assert (batch.num_rows, batch.num_items) == (7, 14)
+    for batch in make_batches(taught, 1000, num_mini_batches=2):
+        parts[batch.mini_batch] |= {chosen[row].group for row in batch.rows}
+        assert (batch.num_rows, batch.num_loss_tokens) == (7, 14)
     assert parts == {0: {0, 1}, 1: {2, 3}}
 
 
 def test_groups_of_equal_rewards_are_counted_by_their_rewards_whatever_they_teach():
-    for config, own in ((Config.of(), lambda rewards: rewards + 1), (Config.of(advantage="reinforce"), None)):
-        config = config.but(batch=2, groups=2, scale_rewards="batch")
-        told = samples.advanced(config, drawn([[1, 1], [0, 1]], ["stop"] * 4), {}, own)
-        assert [(one.signal, one.unlike) for one in told] == [(True, False)] * 2 + [(True, True)] * 2
+    for config, own in ((Config.from_flags(), lambda rewards: rewards + 1), (Config.from_flags(advantage="reinforce"), None)):
+        config = config.with_settings(batch=2, groups=2, scale_rewards="batch")
+        told = advantages.assign_advantages(config, drawn([[1, 1], [0, 1]], ["stop"] * 4), {}, own)
+        assert [(one.has_signal, one.rewards_differ) for one in told] == [(True, False)] * 2 + [(True, True)] * 2
 
 
 def test_truncated_completions_are_trained_left_out_or_punished(tmp_path):
@@ -206,14 +207,14 @@ def test_a_stop_text_ends_completions_of_training_evaluation_and_sampling(tmp_pa
 
 def test_mlx_lm_loads_every_adapter_of_a_run_and_gives_the_same_logits(golden):
     run, tokens = golden("kl"), mx.array([[1, 5, 9, 2, 30]])
-    places = [*checkpoint.saved(run), run, run / "adapter-best"]
+    places = [*checkpoint.saved_checkpoints(run), run, run / "adapter-best"]
     assert len(places) == 5
     for path in places:
         ours = gwen.load("demo", adapter=path)[0](tokens)
-        peer, _ = mlx_lm.load(str(hub.DEMO), adapter_path=str(adapters.find(path)))
+        peer, _ = mlx_lm.load(str(hub.DEMO), adapter_path=str(adapters.find_adapter(path)))
         peer.set_dtype(mx.float32)  # the demo's file is of 16 bits
         np.testing.assert_allclose(np.array(peer(tokens)), np.array(ours), atol=1e-4, rtol=1e-4)
-        assert adapters.base_of(path) == "demo"
+        assert adapters.base_model_of(path) == "demo"
     first, *later = (gwen.load("demo", adapter=path)[0](tokens) for path in places[:3])
     assert all(mx.abs(first - logits).max().item() > 1e-3 for logits in later)
 
@@ -222,15 +223,15 @@ def test_an_unreadable_judgement_is_the_mean_that_it_is_compared_with_and_is_cou
     drawn = [Sample([], [1], range(1), row // 4) for row in range(12)]
     judged = np.arange(12.0)
     judged[[1, 8, 9, 10, 11]] = np.nan
-    found = samples.rewarded(drawn, {"rubric": judged}, {"rubric": 1.0})
-    assert [row for row, one in enumerate(found) if np.isnan(one.reward)] == [1, 8, 9, 10, 11]
-    np.testing.assert_allclose([one.value for one in found[:4]], [0, (0 + 2 + 3) / 3, 2, 3])
-    found = samples.rewarded(drawn, {"rubric": judged}, {"rubric": 1.0}, together=True)
-    np.testing.assert_allclose([found[row].value for row in (1, 8, 11)], (0 + 2 + 3 + 4 + 5 + 6 + 7) / 7)
+    found = scoring.assign_rewards(drawn, {"rubric": judged}, {"rubric": 1.0})
+    assert [row for row, one in enumerate(found) if np.isnan(one.logged_reward)] == [1, 8, 9, 10, 11]
+    np.testing.assert_allclose([one.reward for one in found[:4]], [0, (0 + 2 + 3) / 3, 2, 3])
+    found = scoring.assign_rewards(drawn, {"rubric": judged}, {"rubric": 1.0}, together=True)
+    np.testing.assert_allclose([found[row].reward for row in (1, 8, 11)], (0 + 2 + 3 + 4 + 5 + 6 + 7) / 7)
     parts = {"correct": np.array([1.0, 0, 0, 0] * 3), "rubric": np.array([1.0, 0, np.nan, np.nan] * 3)}
-    found = samples.rewarded(drawn, parts, {"correct": 1.0, "rubric": 0.5})
-    assert [one.reward for one in found] == [1.5, 0.0, 0.25, 0.25] * 3  # 0.5 is the mean of 1 and 0
-    assert np.isnan([one.parts["rubric"] for one in found[2:4]]).all()
+    found = scoring.assign_rewards(drawn, parts, {"correct": 1.0, "rubric": 0.5})
+    assert [one.logged_reward for one in found] == [1.5, 0.0, 0.25, 0.25] * 3  # 0.5 is the mean of 1 and 0
+    assert np.isnan([one.reward_components["rubric"] for one in found[2:4]]).all()
 
 
 # ---- a run
@@ -303,7 +304,7 @@ def test_a_restored_run_has_all_of_the_state_that_was_saved(tmp_path):
     run = make_run(tmp_path)
     update_once(run)
     run.step, run.num_draws, run.batch_size.rows = 7, 19, 8
-    run.learner.failures, run.learner.num_skipped, run.learner.rate = 2, 5, 0.3
+    run.learner.failures, run.learner.num_skipped, run.learner.lr_scale = 2, 5, 0.3
     run.learner.loss_scale = update.LossScale(64.0, good_steps=3, dynamic=True)
     run.end_step()
     run.save()
@@ -451,7 +452,7 @@ def test_an_evaluation_that_macos_stopped_names_the_rows_that_are_decoded_at_onc
 def test_an_update_that_macos_stopped_once_learns_again_with_half_of_its_token_budget(tmp_path, monkeypatch, capsys):
     flags = [*SMALL, "--steps", "2", "--eval-every", "0"]
     train.main([*flags, "--train-token-budget", "128", "--run-dir", str(tmp_path / "half")])
-    original, calls = update.gradient, []
+    original, calls = update.compute_gradient, []
 
     def failing_once(*args):
         calls.append(args)
@@ -459,7 +460,7 @@ def test_an_update_that_macos_stopped_once_learns_again_with_half_of_its_token_b
             raise RuntimeError(WATCHDOG)
         return original(*args)
 
-    monkeypatch.setattr(update, "gradient", failing_once)
+    monkeypatch.setattr(update, "compute_gradient", failing_once)
     train.main([*flags, "--train-token-budget", "256", "--run-dir", str(tmp_path / "run")])
     assert "going on with --train-token-budget 128" in capsys.readouterr().err
     ours, theirs = (checkpoint.load(tmp_path / name) for name in ("run", "half"))
@@ -472,7 +473,7 @@ def test_an_update_without_memory_learns_as_if_the_run_had_begun_with_half_of_it
     """In the first step's second iteration: masters, moments and counters have changed by then."""
     flags = [*SMALL, "--steps", "3", "--eval-every", "0", "--num-iterations", "2", "--beta", "0.1"]
     train.main([*flags, "--train-token-budget", "128", "--run-dir", str(tmp_path / "half")])
-    calls, original = [], update.gradient
+    calls, original = [], update.compute_gradient
 
     def failing(*args):
         calls.append(len(args[1]))
@@ -480,7 +481,7 @@ def test_an_update_without_memory_learns_as_if_the_run_had_begun_with_half_of_it
             raise NO_MEMORY
         return original(*args)
 
-    monkeypatch.setattr(update, "gradient", failing)
+    monkeypatch.setattr(update, "compute_gradient", failing)
     train.main([*flags, "--train-token-budget", "256", "--run-dir", str(tmp_path / "run")])
     assert "update: out of memory, going on with --train-token-budget 128" in capsys.readouterr().err
     assert calls[2] > calls[0]  # batches
@@ -545,7 +546,7 @@ def test_whatever_ends_a_run_between_steps_it_is_saved_though_ctrl_c_comes_again
         save(self)
 
     monkeypatch.setattr(train.GrpoRun, "save", interrupted)
-    with pytest.raises(error), trainer.stoppable(run):
+    with pytest.raises(error), trainer.save_on_interrupt(run):
         ends()
     assert checkpoint.load(tmp_path).step == 0
     said = "saved after step 0, continue with: uv run train.py --resume"
@@ -565,7 +566,7 @@ def test_ctrl_c_while_the_model_loads_leaves_no_run(tmp_path, monkeypatch):
 
 def test_a_recorded_completion_has_what_was_known_of_its_tokens_and_of_its_problem(tmp_path):
     run = make_run(tmp_path)
-    samples = train.rewarded(run, sample(run), None).samples
+    samples = train.score(run, sample(run), None).samples
     drawn = [one._replace(example=one.example | {"category": "sums"}) for one in samples]
     for one, record in zip(drawn, completion_records(1, drawn), strict=True):
         assert (record["group"], record["category"]) == (one.group, "sums")
@@ -612,8 +613,8 @@ def test_what_nobody_measured_is_null_and_everything_else_a_number(tmp_path, cas
 
 def test_the_first_checkpoint_comes_after_five_minutes_and_then_as_set(tmp_path):
     run, seconds = make_run(tmp_path, "--steps", "6", "--save-every", "5", "--eval-every", "6"), 0
-    run.begun, run.now, at = 0, lambda: seconds, []
+    run.begun, run.clock_now, at = 0, lambda: seconds, []
     for figures in train.train(run):
-        at.append((figures["step"], [int(path.name[-6:]) for path in checkpoint.saved(tmp_path)]))
+        at.append((figures["step"], [int(path.name[-6:]) for path in checkpoint.saved_checkpoints(tmp_path)]))
         seconds += 140
     assert at[:5] == [(1, [0]), (2, [0]), (3, [0]), (4, [0, 4]), (5, [0, 4, 5])]  # step 0 is the best so far

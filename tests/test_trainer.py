@@ -52,7 +52,7 @@ def test_a_run_from_python_is_the_commands_run_and_can_be_left_and_gone_on_with(
         for _ in trainer.steps():
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) == before and "saved after step 2" in capsys.readouterr().out
-    begun = base.begin({}, resume=str(trainer.dir))
+    begun = base.make_run_spec({}, resume=str(trainer.dir))
     trainer = Trainer(begun)
     assert begun.state.trainable == begun.state.optimizer == {}  # a second copy of the masters, for the whole run
     assert [figures["step"] for figures in trainer.steps()] == [3]
@@ -63,17 +63,17 @@ def test_a_run_from_python_is_the_commands_run_and_can_be_left_and_gone_on_with(
     assert capsys.readouterr().out == ""
     [[greedy, again]] = trainer.sample(["What is two plus three?"], n=2, temp=0)
     assert greedy == again == trainer.sample("What is two plus three?", temp=0)[0][0] and greedy
-    trainer.run.opening = [{"role": "system", "content": "Say nothing."}]
+    trainer.run.shared_messages = [{"role": "system", "content": "Say nothing."}]
     asked = [{"role": "user", "content": "What is two plus three?"}]
-    led = trainer.sample([[*trainer.run.opening, *asked]], temp=0)
+    led = trainer.sample([[*trainer.run.shared_messages, *asked]], temp=0)
     assert trainer.sample(["What is two plus three?"], temp=0) == led != [[greedy]]
     assert trainer.sample([asked], temp=0) == trainer.sample(asked, temp=0) == [[greedy]]
     for prompt, how, words in (("a", {"n": 0}, "n is 0"), ("a", {"temp": -1}, "temp -1"), ("a " * 999, {}, "context")):
         assert words in message_of(trainer.sample, prompt, **how)
     trainer.run.toolbox = object()
     assert "answers in turns" in message_of(trainer.sample, "a")
-    with run_files.owner():
-        run_files.own(trainer.dir)  # the lock is free once the loop has ended
+    with run_files.release_at_exit():
+        run_files.acquire(trainer.dir)  # the lock is free once the loop has ended
 
 
 @pytest.mark.slow
@@ -111,29 +111,29 @@ def test_functions_without_a_name_are_kept_and_missed_where_they_are_not(tmp_pat
     monkeypatch.delitem(sys.modules, functions.NAMELESS)  # as in another process
     for spec in (specs[0], "__main__:gone"):
         assert "only the program that began the run has it" in message_of(functions.load_function, "--reward", spec)
-        run = SimpleNamespace(config=SimpleNamespace(flat=lambda spec=spec: {"reward": [spec]}), dir=tmp_path)
+        run = SimpleNamespace(config=SimpleNamespace(to_flags=lambda spec=spec: {"reward": [spec]}), dir=tmp_path)
         (tmp_path / "checkpoints" / "step-000001").mkdir(parents=True, exist_ok=True)
-        assert base._go_on(run, KeyError()) == f"continue in this program with: Trainer.resume({str(tmp_path)!r})"
+        assert base._resume_command(run, KeyError()) == f"continue in this program with: Trainer.resume({str(tmp_path)!r})"
     assert functions.load_function("--reward", functions.spec_of(short_answers)) == ("short_answers", short_answers)
 
 
 def test_a_program_s_own_functions_are_known_by_their_text_and_by_no_command(tmp_path, monkeypatch):
-    config, task, seen = Config.of(reward=["__main__:short"]), SimpleNamespace(problems=None, train=[], held_out=[]), []
+    config, task, seen = Config.from_flags(reward=["__main__:short"]), SimpleNamespace(problems=None, train=[], held_out=[]), []
     task.rubric = task.witness = None
     for fn in (short_answers, ids_of, len):
         monkeypatch.setattr(sys.modules["__main__"], "short", fn, raising=False)
-        seen.append(runs.digests(config, task))
+        seen.append(runs.digest_sources(config, task))
     assert seen[0]["__main__:short"] != seen[1]["__main__:short"] and len(seen[2]) == 1  # len's is not known
-    assert "uv run" not in verdict.lines(None, config.flat(), tmp_path)[1]
-    assert "--out" not in verdict.lines(None, {"loss_type": "sft"}, tmp_path)[1]
+    assert "uv run" not in verdict.verdict_lines(None, config.to_flags(), tmp_path)[1]
+    assert "--out" not in verdict.verdict_lines(None, {"loss_type": "sft"}, tmp_path)[1]
 
 
 def test_rows_are_kept_by_what_they_hold_and_refused_where_json_has_no_word(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     rows = [{"prompt": "Grüße", "answer": "1"}]
-    kept, notes = data.keep(rows)
-    assert notes == [] and data.keep(iter(rows)) == (kept, []) and data.load_data(kept) == rows
-    assert "row 2, {'prompt': <object" in message_of(data.keep, [*rows, {"prompt": object()}])
+    kept, notes = data.cache_rows(rows)
+    assert notes == [] and data.cache_rows(iter(rows)) == (kept, []) and data.load_data(kept) == rows
+    assert "row 2, {'prompt': <object" in message_of(data.cache_rows, [*rows, {"prompt": object()}])
 
 
 def test_a_mistake_from_python_is_an_error_of_one_line_and_leaves_no_directory(tmp_path, monkeypatch):

@@ -25,7 +25,7 @@ import flags
 import gwen
 from config import Config, Sizes
 from disk import hub
-from step.batch import cut
+from step.batch import make_batches
 from step.loss import StepLoss
 from step.sample import Sample
 
@@ -148,12 +148,12 @@ def test_loss_and_gradient_of_a_whole_model_equal_trl_s(checkpoints, settings):
         Sample(prompt, its, range(len(its)), 0, old[: len(its)], advantage=float(advantage))
         for prompt, its, old, advantage in zip(prompts, ids, case.old, case.advantages, strict=True)
     ]
-    batches = cut(samples, 20, "off")
-    step_loss = StepLoss(Config.of(temp=0.8, lora_rank=0, **settings), Sizes(4, 20, 0))
+    batches = make_batches(samples, 20, "off")
+    step_loss = StepLoss(Config.from_flags(temp=0.8, lora_rank=0, **settings), Sizes(4, 20, 0))
     batches = [b._replace(old_logprobs=b.sampled_logprobs) for b in batches]  # of the case
 
     def loss_of(model):
-        return sum(step_loss.share(model, batch).loss for batch in batches)
+        return sum(step_loss.compute(model, batch).loss for batch in batches)
 
     value, grads = nn.value_and_grad(model, loss_of)(model)
     ours = hub.unfuse_weights(dict(tree_flatten(grads)), model.config)
@@ -181,7 +181,7 @@ def test_loss_and_gradient_of_a_whole_model_equal_trl_s(checkpoints, settings):
 
 
 def test_every_name_of_a_grpo_config_and_of_the_trainer_is_in_the_table_and_no_other():
-    table, own = flags.foreign_names(), set(trl.GRPOConfig.__annotations__)
+    table, own = flags.load_foreign_names(), set(trl.GRPOConfig.__annotations__)
     assert table["GRPOConfig"].keys() == own
     assert table["TrainingArguments"].keys() == {field.name for field in dataclasses.fields(trl.GRPOConfig)} - own
     assert table["GRPOTrainer"].keys() == set(inspect.signature(trl.GRPOTrainer).parameters)

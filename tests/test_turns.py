@@ -17,8 +17,9 @@ import sampler
 import update
 from config import Config, Sizes
 from kv_cache import SlotCache
+from step import advantages, generation
 from step import sample as step_sample
-from step.batch import cut
+from step.batch import make_batches
 from step.loss import StepLoss
 
 EOS = tuple(range(0, 320, 16))
@@ -49,7 +50,7 @@ class World:
         self.begun += rows
         self.turns |= dict.fromkeys(rows, 0)
 
-    def hear(self, row, ids):
+    def end_turn(self, row, ids):
         assert ids[-1] in EOS and not set(ids[:-1]) & set(EOS)
         told, delays = self.plan(row)
         turn = self.turns[row]
@@ -66,7 +67,7 @@ class World:
             assert row not in self.answers
             self.answers[row] = reply
 
-    def replies(self, wait):
+    def take_replies(self, wait):
         while wait and not self.answers:
             time.sleep(0.001)
         with self.lock:
@@ -222,7 +223,7 @@ def test_no_position_is_computed_twice_and_few_slots_draw_what_nobody_reads(mode
 
 def test_rows_that_are_drawn_again_after_memory_ran_out_begin_anew(model, monkeypatch):
     world, attempts = World(seed=1), []
-    aim = SlotCache.aim
+    aim = SlotCache.plan_writes
 
     def fail_once(cache, num_new=None):
         attempts.extend([1] * bool(num_new))
@@ -230,7 +231,7 @@ def test_rows_that_are_drawn_again_after_memory_ran_out_begin_anew(model, monkey
             raise RuntimeError("[malloc] Unable to allocate 1 bytes.")
         aim(cache, num_new)
 
-    monkeypatch.setattr(SlotCache, "aim", fail_once)
+    monkeypatch.setattr(SlotCache, "plan_writes", fail_once)
     params, rollout = roll(model, world, batch_size=8)
     assert len(world.begun) > len(set(world.begun)) == 20
     check(model, world, rollout, params)
@@ -243,40 +244,40 @@ def test_the_gradient_of_turns_is_a_fresh_forward_pass_s_and_a_step_does_what_it
     start = dict(tree_flatten(model.trainable_parameters()))
     moved = [(name, a + mx.array(rng.normal(0, 0.02, a.shape), mx.float32)) for name, a in start.items()]
     model.update(tree_unflatten(moved))  # adapters are no longer the identity
-    config = Config.of(batch=5, groups=6, max_tokens=40, learning_rate=0.2, target_kl=0.0)
+    config = Config.from_flags(batch=5, groups=6, max_tokens=40, learning_rate=0.2, target_kl=0.0)
     learner = update.Learner(model, config, StepLoss(config, Sizes(64, 400, 0)))
 
     _, rollout = roll(model, World(seed=1), group_size=6, key=1)
-    fields = step_sample.written(rollout)
-    asked = step_sample.asked([{}] * 5, PROMPTS, 6)
+    fields = generation.rollout_fields(rollout)
+    asked = step_sample.new_samples([{}] * 5, PROMPTS, 6)
     samples = [sample._replace(**row) for sample, row in zip(asked, fields, strict=True)]
-    low_ids = [sample._replace(value=np.mean(np.array(sample.tokens) < 160)) for sample in samples]
-    samples = step_sample.advanced(config, low_ids, {})
-    batches = cut(step_sample.trained(config, samples, 1), 400)
+    low_ids = [sample._replace(reward=np.mean(np.array(sample.completion_ids) < 160)) for sample in samples]
+    samples = advantages.assign_advantages(config, low_ids, {})
+    batches = make_batches(advantages.select_for_update(config, samples, 1), 400)
     assert len(batches) > 3
     with_advantage = [sample for sample in samples if sample.advantage]
-    num_items = batches[0].num_items
+    num_items = batches[0].num_loss_tokens
 
     def loss(model):
         """Minus the log-probability of each sampled token times its advantage; its minimum is the reward's maximum."""
         total = mx.array(0.0)
         for sample in with_advantage:
-            (logits,) = model(mx.array([sample.prompt + sample.ids]))
-            total -= sample.advantage * logprobs_at(logits, sample.prompt, sample.own, sample.tokens).sum()
+            (logits,) = model(mx.array([sample.prompt + sample.response_ids]))
+            total -= sample.advantage * logprobs_at(logits, sample.prompt, sample.loss_positions, sample.completion_ids).sum()
         return total / num_items
 
     before, gradient = nn.value_and_grad(model, loss)(model)
     expected = dict(tree_flatten(gradient))
-    for batches_of_one_kind in (batches, cut(with_advantage, 100, "on"), cut(with_advantage, 100, "off")):
-        whole = [batch._replace(num_items=num_items) for batch in batches_of_one_kind]
-        ours = dict(tree_flatten(update.gradient(learner, whole)[0]))
+    for batches_of_one_kind in (batches, make_batches(with_advantage, 100, "on"), make_batches(with_advantage, 100, "off")):
+        whole = [batch._replace(num_loss_tokens=num_items) for batch in batches_of_one_kind]
+        ours = dict(tree_flatten(update.compute_gradient(learner, whole)[0]))
         assert ours.keys() == expected.keys()
         for name, array in expected.items():
             np.testing.assert_allclose(ours[name], array, rtol=0, atol=1e-3 * np.abs(array).max() + 1e-9)
 
     # what earned more becomes likelier, by as much as a short step along its gradient promises
     weights = learner.trainable
-    update.update(learner, batches, 1e-4)
+    update.run_optimizer_steps(learner, batches, 1e-4)
     promised = sum(float((expected[name] * (learner.trainable[name] - weights[name])).sum()) for name in weights)
     gained = loss(model).item() - before.item()
     assert promised < 0

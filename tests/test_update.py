@@ -27,9 +27,10 @@ import update
 from config import Sizes
 from run import GrpoRun
 from step import trust_region
-from step.batch import cut
+from step.advantages import select_for_update
+from step.batch import make_batches
 from step.loss import StepLoss
-from step.sample import Sample, trained
+from step.sample import Sample
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +51,7 @@ def test_the_trainer_scores_the_recorded_ids_as_the_sampler_did(tmp_path, flags)
     samples = sample(run)
     for budget in (1, 150, 100_000):
         seen = []
-        for batch in cut(samples, budget):
+        for batch in make_batches(samples, budget):
             logprobs, _ = run.learner.loss.logprobs(run.model, batch, gradient=True)
             gap = mx.abs(logprobs - batch.sampled_logprobs) * batch.mask
             assert gap.max().item() < 1e-4, budget
@@ -60,10 +61,10 @@ def test_the_trainer_scores_the_recorded_ids_as_the_sampler_did(tmp_path, flags)
 
 def test_a_loss_sees_the_policy_s_entropies_and_what_the_sampler_recorded(tmp_path):
     run, seen = make_run(tmp_path), []
-    (batch,) = cut(sample(run), 100_000)
+    (batch,) = make_batches(sample(run), 100_000)
     loss = run.learner.loss
-    loss.of_tokens = lambda tokens, objective: seen.append(tokens) or grpo.LOSSES["dapo"](tokens, objective)
-    loss.share(run.model, batch)
+    loss.loss_function = lambda tokens, objective: seen.append(tokens) or grpo.LOSSES["dapo"](tokens, objective)
+    loss.compute(run.model, batch)
     np.testing.assert_allclose(np.array(seen[0].entropies), np.array(loss.logprobs(run.model, batch)[1]), atol=1e-5)
     assert mx.array_equal(seen[0].sampled_logprobs, batch.sampled_logprobs)
 
@@ -118,7 +119,7 @@ def test_loss_and_gradient_of_an_update_equal_the_oracle_s(tmp_path, unclipped, 
     config, samples = run.config, shifted(sample(run), 0.5)
     old, mask = recorded(samples)
     ref = (old - 0.5) * mask if config.objective.beta else None
-    batches = cut(samples, 150)
+    batches = make_batches(samples, 150)
     assert len(batches) > 1
     case = oracle.Case(
         new=logprobs_of(run, batches),
@@ -147,7 +148,7 @@ def test_a_step_holds_its_gradient_and_neither_old_masters_nor_old_moments():
     ids = np.random.default_rng(0).integers(0, 8000, (2, num_tokens)).tolist()
     own, logprobs = range(num_tokens), np.full(num_tokens, -9.0)
     samples = [Sample([5] * 8, its, own, 0, logprobs, advantage=row - 1.0) for row, its in enumerate(ids)]
-    batches = cut(samples, 1_000_000, "off")
+    batches = make_batches(samples, 1_000_000, "off")
     mx.eval(learner.trainable, learner.optimizer.state, learner.model.parameters(), batches)
     peak = peak_of(lambda: update.optimizer_step(learner, batches, 1e-4)[1]["loss"])
     assert peak < 1.9 * sum(array.nbytes for array in learner.trainable.values())
@@ -160,7 +161,7 @@ def test_a_mini_batch_has_the_gradient_of_its_groups_and_a_token_weighs_the_same
     samples = shifted(sample(run), 0.5)
     old, mask = recorded(samples)
     assert len({mask[part : part + 4].sum() for part in (0, 4, 8)}) > 1
-    batches = told(cut(samples, 100_000, num_parts=3), "old_logprobs", old)
+    batches = told(make_batches(samples, 100_000, num_parts=3), "old_logprobs", old)
     new, advantages = logprobs_of(run, batches), np.array([one.advantage for one in samples])
     case = oracle.Case(new, old, np.zeros_like(new), advantages, mask, run.config.sampling.max_tokens)
     result, _ = gradient_of_update(run, batches)
@@ -181,12 +182,12 @@ def test_later_mini_batches_and_passes_compare_with_the_policy_before_the_first(
     def begin(*flags):
         run = make_run(tmp_path, *common, *flags)
         descend_plainly(run)
-        return run, cut(shifted(sample(run), 0.3), 100_000, num_parts=3)
+        return run, make_batches(shifted(sample(run), 0.3), 100_000, num_parts=3)
 
     run, batches = begin("--mini-batches", "3", "--num-iterations", "2")
     assert [{row // 4 for row in batch.rows} for batch in batches] == [{0}, {1}, {2}]
     first = logprobs_of(run, batches)
-    assert update.update(run.learner, batches, 1.0).means["clip_frac"] > 0
+    assert update.run_optimizer_steps(run.learner, batches, 1.0).means["clip_frac"] > 0
 
     def distance(old_logprobs):
         other, batches = begin()
@@ -203,8 +204,8 @@ def test_later_mini_batches_and_passes_compare_with_the_policy_before_the_first(
 def test_a_mini_batch_without_a_row_that_teaches_is_no_step(tmp_path):
     run = make_run(tmp_path, "--mini-batches", "3")
     samples = sample(run, [[1, -1, 0, 0], [0, 0, 0, 0], [0, 0, 1, -1]])
-    result = update.update(run.learner, cut(trained(run.config, samples, 0), 100_000, num_parts=3), 1e-4)
-    assert (run.learner.optimizer.step.item(), result.num_taught, result.skipped) == (2, 4, 0)
+    result = update.run_optimizer_steps(run.learner, make_batches(select_for_update(run.config, samples, 0), 100_000, num_parts=3), 1e-4)
+    assert (run.learner.optimizer.step.item(), result.num_with_gradient, result.num_skipped_now) == (2, 4, 0)
     assert result.moved is not None and result.grad_norm > 0
 
 
@@ -213,9 +214,9 @@ def test_the_mismatch_is_that_of_the_policy_before_the_update_with_the_sampler(t
     monkeypatch.setattr("step.loss.MISMATCH_CAP", 1.2)
     run = make_run(tmp_path, "--learning-rate", "0.02", "--warmup-steps", "0", "--num-iterations", num_iterations)
     samples = shifted(sample(run), 0.3)
-    batches, (old, mask) = cut(samples, 150), recorded(samples)
+    batches, (old, mask) = make_batches(samples, 150), recorded(samples)
     gap = (logprobs_of(run, batches) - old)[mask]
-    means = update.update(run.learner, batches, 0.02).means
+    means = update.run_optimizer_steps(run.learner, batches, 0.02).means
     assert means["mismatch/logprob_abs_mean"] == pytest.approx(np.abs(gap).mean(), abs=1e-4)
     assert means["mismatch/logprob_abs_max"] == pytest.approx(np.abs(gap).max(), abs=1e-4)
     assert means["mismatch/ratio_mean"] == pytest.approx(np.exp(gap).mean(), abs=1e-4)
@@ -227,10 +228,10 @@ def test_the_old_policy_is_the_one_that_updates_and_not_the_reference(tmp_path):
     """Once the policy has left its reference, a KL weight of next to nothing must change next to nothing."""
     run = make_run(tmp_path, "--learning-rate", "0.02", "--warmup-steps", "0")
     update_once(run)
-    batches = cut(sample(run), 150)
+    batches = make_batches(sample(run), 150)
     plain, grads = gradient_of_update(run, batches)
-    run.learner.loss = StepLoss(run.config.but(beta=1e-9), run.sizes)
-    result, same = gradient_of_update(run, update.with_reference(run.learner, batches))
+    run.learner.loss = StepLoss(run.config.with_settings(beta=1e-9), run.sizes)
+    result, same = gradient_of_update(run, update.add_reference_logprobs(run.learner, batches))
     assert plain.grad_norm > 0.05 and result.means["kl"] > 0.005 and result.means["clip_frac"] == 0
     assert_close(same, grads)
 
@@ -246,9 +247,9 @@ def test_the_gradient_that_the_optimizer_sees_has_at_most_the_given_norm(tmp_pat
 def test_the_reference_is_the_model_without_its_adapters_and_not_the_old_policy(tmp_path):
     run = make_run(tmp_path, "--beta", "0.1", "--learning-rate", "0.01")
     update_once(run)
-    batches = cut(sample(run), 100_000)
-    expected = update.with_reference(GrpoRun(run.config, tmp_path).learner, batches)
-    for ours, theirs in zip(update.with_reference(run.learner, batches), expected, strict=True):
+    batches = make_batches(sample(run), 100_000)
+    expected = update.add_reference_logprobs(GrpoRun(run.config, tmp_path).learner, batches)
+    for ours, theirs in zip(update.add_reference_logprobs(run.learner, batches), expected, strict=True):
         ref, its = (np.array(one.columns["ref_logprobs"]) for one in (ours, theirs))
         np.testing.assert_allclose(ref, its, atol=1e-5)
         assert (np.abs(ref - np.array(ours.sampled_logprobs)) * np.array(ours.mask)).max() > 1e-3
@@ -261,7 +262,7 @@ def test_with_rank_0_all_weights_train_from_float32_masters_of_a_16_bit_model(tm
     assert run.learner.loss_scale.dynamic
     assert {array.dtype for array in run.learner.trainable.values()} == {mx.float32}
     masters, result = dict(run.learner.trainable), update_once(run)
-    assert result.grad_norm > 0 and not result.skipped
+    assert result.grad_norm > 0 and not result.num_skipped_now
     moved = [name for name, array in run.learner.trainable.items() if not mx.array_equal(array, masters[name])]
     assert set(moved) == set(masters)
     weights = dict(tree_flatten(run.model.parameters()))
@@ -283,16 +284,16 @@ def test_the_first_adam_step_has_the_size_of_the_learning_rate(tmp_path, unclipp
 
 def test_a_step_of_sgd_is_its_rate_times_the_gradient_and_nothing_of_it_is_kept(tmp_path):
     run = make_run(tmp_path, "--lora-rank", "0", "--optimizer", "sgd", "--target-kl", "0.9")  # no step is cut short
-    learner, batches = run.learner, cut(sample(run, grpo.group_advantages(np.eye(3, 4))), 100_000)
+    learner, batches = run.learner, make_batches(sample(run, grpo.group_advantages(np.eye(3, 4))), 100_000)
     expected = {name: np.array(array) for name, array in learner.trainable.items()}
-    grads, norm = optim.clip_grad_norm(update.gradient(learner, batches)[0], update.MAX_GRAD_NORM)
+    grads, norm = optim.clip_grad_norm(update.compute_gradient(learner, batches)[0], update.MAX_GRAD_NORM)
     assert norm.item() > 0.1 and not learner.state()["moments"].keys() - {"step", "learning_rate"}
-    update.update(learner, batches, 1e-3)
+    update.run_optimizer_steps(learner, batches, 1e-3)
     for name, grad in tree_flatten(grads):
         np.testing.assert_allclose(np.array(learner.trainable[name]), expected[name] - 1e-3 * np.array(grad), atol=1e-7)
     learner.load(learner.state())
     assert learner.optimizer.step.item() == 1
-    update.update(learner, batches, 1e-3)  # a run that goes on
+    update.run_optimizer_steps(learner, batches, 1e-3)  # a run that goes on
 
 
 def test_the_learning_rate_warms_up_and_decays():
@@ -308,13 +309,13 @@ def test_a_gradient_that_vanishes_in_float16_reaches_the_masters_through_the_los
     tiny = [1e-7, -1e-7] * 6
     monkeypatch.setenv("GWEN_DTYPE", "float32")
     exact = make_run(tmp_path)
-    batches = cut(sample(exact, tiny), 100_000)  # for both: the same draws may fall on other tokens in float16
-    expected = update.update(exact.learner, batches, 1e-3).grad_norm
+    batches = make_batches(sample(exact, tiny), 100_000)  # for both: the same draws may fall on other tokens in float16
+    expected = update.run_optimizer_steps(exact.learner, batches, 1e-3).grad_norm
     monkeypatch.setenv("GWEN_DTYPE", "float16")
     run = make_run(tmp_path)
     assert run.learner.loss_scale == update.LossScale(2.0**15, dynamic=True)
     masters = dict(run.learner.trainable)
-    found = update.update(run.learner, batches, 1e-3).grad_norm
+    found = update.run_optimizer_steps(run.learner, batches, 1e-3).grad_norm
     assert found == pytest.approx(expected, rel=0.05)
     assert any(not mx.array_equal(run.learner.trainable[name], array).item() for name, array in masters.items())
     run = make_run(tmp_path)
@@ -328,7 +329,7 @@ def test_the_loss_scale_backs_off_at_an_overflow_and_grows_again(tmp_path, monke
     run = make_run(tmp_path)
     run.learner.loss_scale = update.LossScale(2.0**24, dynamic=True)
     before, num_skipped = dict(run.learner.trainable), 0
-    while update_once(run).skipped:
+    while update_once(run).num_skipped_now:
         num_skipped += 1
         assert run.learner.loss_scale == update.LossScale(2.0 ** (24 - num_skipped), 0, True)
         assert all(mx.array_equal(a, before[name]).item() for name, a in run.learner.trainable.items())
@@ -347,10 +348,10 @@ def test_a_third_update_in_a_row_without_a_finite_gradient_stops_and_changes_not
     run = make_run(tmp_path)
     bad, before = [np.inf] * 12, dict(run.learner.trainable)
     for _ in range(2):
-        assert update_once(run, advantages=bad).skipped == 1
+        assert update_once(run, advantages=bad).num_skipped_now == 1
         update_once(run)
         before = dict(run.learner.trainable)
-    assert [update_once(run, advantages=bad).skipped for _ in range(2)] == [1, 1]
+    assert [update_once(run, advantages=bad).num_skipped_now for _ in range(2)] == [1, 1]
     changes = run.learner.num_changes
     with pytest.raises(
         ValueError, match=r"3 updates in a row had no finite loss; start again with a lower --learning-rate than 0.004"
@@ -371,7 +372,7 @@ def far(tmp_path, *flags):
 def sampled_policy(run):
     """float64 log-probabilities of the tokens of `sample` before any update, (N, T), and their mask."""
     run.first = getattr(run, "first", None) or sample(run)
-    return logprobs_of(run, cut(run.first, 100_000)), recorded(run.first)[1]
+    return logprobs_of(run, make_batches(run.first, 100_000)), recorded(run.first)[1]
 
 
 def moved(run, before):
@@ -391,19 +392,19 @@ def test_no_update_moves_the_policy_further_than_one_and_a_half_times_the_target
     for _ in range(3):
         run.first = None
         before, result = sampled_policy(run), update_once(run)
-        repeats += result.repeats
+        repeats += result.num_backtracks
         assert result.moved == pytest.approx(moved(run, before), rel=1e-2, abs=1e-6)
         assert result.moved <= trust_region.SLACK * run.config.optimizer.target_kl
-    assert repeats and run.learner.rate < 1
+    assert repeats and run.learner.lr_scale < 1
 
 
 def test_a_step_that_is_taken_back_and_made_smaller_is_the_step_at_the_smaller_rate(tmp_path):
     """Its masters to rounding, its moments bit for bit: those do not depend on the rate."""
     run = far(tmp_path)
     before, result = dict(run.learner.trainable), update_once(run)
-    assert result.repeats
+    assert result.num_backtracks
     other = far(tmp_path, "--target-kl", "0")
-    other.learner.rate = result.rate
+    other.learner.lr_scale = result.lr_scale
     update_once(other)
     largest = max(mx.abs(a - before[n]).max().item() for n, a in run.learner.trainable.items())
     for name, array in other.learner.trainable.items():
@@ -414,10 +415,10 @@ def test_a_step_that_is_taken_back_and_made_smaller_is_the_step_at_the_smaller_r
 
 def test_the_distance_of_two_policies_is_that_of_the_counted_tokens_whatever_the_padding_holds():
     old, new = mx.array([[-1.0, -2.0, -120.0]]), mx.array([[-1.5, -1.8, -20.0]])
-    (batch,) = cut([Sample([1], [2, 3], range(2), 0)], 9)
+    (batch,) = make_batches([Sample([1], [2, 3], range(2), 0)], 9)
     probe = [batch._replace(mask=mx.array([[1.0, 1.0, 0.0]]), old_logprobs=old)]
     change = np.array([-0.5, 0.2])
-    assert trust_region.distance(probe, [new]) == pytest.approx((np.exp(change) - change - 1).mean(), rel=1e-5)
+    assert trust_region.measure_kl(probe, [new]) == pytest.approx((np.exp(change) - change - 1).mean(), rel=1e-5)
 
 
 @pytest.mark.parametrize("distance", [1e9, mx.inf, mx.nan])
@@ -426,21 +427,21 @@ def test_a_step_that_goes_too_far_at_every_try_is_not_made(tmp_path, monkeypatch
     update_once(run)
     masters, weights = dict(run.learner.trainable), dict(tree_flatten(run.model.parameters()))
     found = iter([distance] * trust_region.MOST_TRIES + [1e-4])  # the last is that of the step before, if any
-    monkeypatch.setattr(trust_region, "distance", lambda *_: next(found))
+    monkeypatch.setattr(trust_region, "measure_kl", lambda *_: next(found))
     result = update_once(run)
-    assert (result.moved, result.repeats) == (1e-4, trust_region.MOST_TRIES)
-    assert run.learner.rate == result.rate  # no recovery after a step that was dropped
+    assert (result.moved, result.num_backtracks) == (1e-4, trust_region.MOST_TRIES)
+    assert run.learner.lr_scale == result.lr_scale  # no recovery after a step that was dropped
     assert all(mx.array_equal(array, masters[name]).item() for name, array in run.learner.trainable.items())
     assert all(mx.array_equal(array, weights[name]).item() for name, array in tree_flatten(run.model.parameters()))
 
 
 def test_the_rate_recovers_after_small_steps_up_to_the_scheduled_one(tmp_path, monkeypatch):
     run = make_run(tmp_path, "--learning-rate", "1e-5", "--warmup-steps", "0")
-    run.learner.rate = 0.7
-    assert [update_once(run).rate for _ in range(3)] == pytest.approx([0.7, 0.7 * trust_region.RECOVERY, 1.0])
+    run.learner.lr_scale = 0.7
+    assert [update_once(run).lr_scale for _ in range(3)] == pytest.approx([0.7, 0.7 * trust_region.RECOVERY, 1.0])
     run = make_run(tmp_path, "--num-iterations", "2")
-    monkeypatch.setattr(update, "hold", lambda *_: trust_region.BoundedStep(0.3, moved=1.0, repeats=1))
-    assert update_once(run).rate == pytest.approx(0.3 * 0.5)  # as a first step fitted at this rate
+    monkeypatch.setattr(update, "backtrack_to_target_kl", lambda *_: trust_region.BoundedStep(0.3, kl=1.0, num_backtracks=1))
+    assert update_once(run).lr_scale == pytest.approx(0.3 * 0.5)  # as a first step fitted at this rate
 
 
 @pytest.mark.parametrize(("budget", "sharing"), [(100_000, "off"), (100_000, "on"), (1, "off"), (90, "on")])
@@ -449,15 +450,15 @@ def test_a_large_rollout_is_measured_in_parts_and_every_row_in_its_turn(tmp_path
     samples = sample(run)
     known = [
         batch._replace(old_logprobs=run.learner.loss.logprobs(run.model, batch, gradient=True)[0])
-        for batch in cut(samples, budget, sharing)
+        for batch in make_batches(samples, budget, sharing)
     ]
     num_tokens = sum(len(one.own) for one in samples)
     monkeypatch.setattr(trust_region, "PROBE_TOKENS", num_tokens // 3)
     seen = []
     for turn in range(7, 10):
         probe = trust_region.make_probe(known, turn)
-        present = update.under(run.learner, probe, run.learner.trainable)
-        assert trust_region.distance(probe, present) < 1e-6  # the same rows, prompts and tokens
+        present = update.logprobs_with(run.learner, probe, run.learner.trainable)
+        assert trust_region.measure_kl(probe, present) < 1e-6  # the same rows, prompts and tokens
         part = [row for batch in probe for row in batch.rows]
         assert len(part) <= 6
         seen += part
@@ -484,14 +485,14 @@ def test_forwards_per_completion_are_the_rows_that_went_through_the_model(tmp_pa
 def test_rows_without_a_counted_token_go_through_no_model_and_all_other_rows_count_as_before(tmp_path):
     run = make_run(tmp_path, "--loss-type", "grpo")
     samples, keep = sample(run), np.array([1.0, 0.0] * 6)
-    whole, _ = gradient_of_update(run, cut(samples, 150))
+    whole, _ = gradient_of_update(run, make_batches(samples, 150))
     left = [one if row % 2 == 0 else one._replace(own=(), weight=0.0) for row, one in enumerate(samples)]
-    result, half = gradient_of_update(run, cut(left, 150))
+    result, half = gradient_of_update(run, make_batches(left, 150))
     assert result.num_forwards == 6 + 6  # the second six measure how far the update moved
     # a row that is left out is a row without advantage: the mean is still over all 12
-    expected, same = gradient_of_update(run, cut(sample(run, [one.advantage for one in samples] * keep), 150))
+    expected, same = gradient_of_update(run, make_batches(sample(run, [one.advantage for one in samples] * keep), 150))
     assert result.loss == pytest.approx(expected.loss, abs=1e-6) and result.loss != pytest.approx(whole.loss, abs=1e-3)
     assert_close(half, same)
-    result = update.update(run.learner, [], 1e-3)
-    assert (result.loss, result.grad_norm, result.pad_frac, result.skipped) == (None, None, None, 0)
+    result = update.run_optimizer_steps(run.learner, [], 1e-3)
+    assert (result.loss, result.grad_norm, result.pad_frac, result.num_skipped_now) == (None, None, None, 0)
     assert set(result.means.values()) == {None} and result.means.keys() == expected.means.keys()

@@ -10,7 +10,7 @@ import yaml
 
 from problems import quantities, units, verifiers
 from problems.equality import make_math_checker
-from problems.texts import folded
+from problems.texts import fold_text
 
 VALUES = yaml.safe_load(Path(__file__).with_name("values.yaml").read_text(encoding="utf-8"))
 CHOSEN = {"numbers": "math", "units": "number", "formulas": "math", "texts": "exact"}
@@ -136,7 +136,7 @@ def test_an_answer_is_read_behind_is_in_other_languages(answer, text, value):
 
 
 def test_plain_digits_of_other_characters_do_not_make_another_text():
-    assert folded("10² Main Road") != folded("102 Main Road") == folded("१०२ Main Road")
+    assert fold_text("10² Main Road") != fold_text("102 Main Road") == fold_text("१०२ Main Road")
 
 
 def test_the_checker_takes_under_a_second_for_the_forms_that_took_five():

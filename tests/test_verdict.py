@@ -37,8 +37,8 @@ def table_of(both, rose, fell, neither):
 @pytest.mark.parametrize(("rose", "fell", "num"), [(12, 2, 50), (0, 0, 4), (4, 0, 4), (63, 3, 120)])
 def test_the_interval_of_shares_is_bonett_and_price_s(rose, fell, num):
     """Their formula, with Student's t at n + 1 degrees, n + 1 for n + 2 in the variance, and no gain above 1."""
-    change = verdict.paired(*table_of(num - rose - fell, rose, fell, 0))
-    p, q, t = (rose + 1) / (num + 2), (fell + 1) / (num + 2), run_files.student(num + 1)
+    change = verdict.paired_difference(*table_of(num - rose - fell, rose, fell, 0))
+    p, q, t = (rose + 1) / (num + 2), (fell + 1) / (num + 2), run_files.student_t(num + 1)
     reach = t * math.sqrt((p + q - (p - q) ** 2) / (num + 1))
     assert (change.low, change.high) == pytest.approx((p - q - reach, min(p - q + reach, 1)))
     assert change.mean == pytest.approx((rose - fell) / num) and change.high > change.low
@@ -48,7 +48,7 @@ def test_the_interval_of_shares_is_bonett_and_price_s(rose, fell, num):
 def test_the_interval_holds_the_truth_as_often_as_it_says_by_enumeration(num):
     """Every possible outcome with its multinomial chance, for truths all over; a verdict against a tie is rare."""
     outcomes = [(rose, fell) for rose in range(num + 1) for fell in range(num + 1 - rose)]
-    changes = [verdict.paired(*table_of(0, rose, fell, num - rose - fell)) for rose, fell in outcomes]
+    changes = [verdict.paired_difference(*table_of(0, rose, fell, num - rose - fell)) for rose, fell in outcomes]
     ways = [math.comb(num, rose) * math.comb(num - rose, fell) for rose, fell in outcomes]
     coverage = []
     for p, q in itertools.product((0.02, 0.1, 0.2, 0.3, 0.45), repeat=2):
@@ -63,29 +63,29 @@ def test_the_interval_of_means_holds_the_truth_as_often_and_is_narrower():
     draws, num, samples = np.random.default_rng(0), 12, 8
     for p, q in itertools.product((0.02, 0.5, 0.9), repeat=2):
         ends = draws.binomial(samples, [[p] * num, [q] * num], (1000, 2, num)) / samples
-        changes = [verdict.paired(*(dict(enumerate(end)) for end in both), samples=samples) for both in ends]
+        changes = [verdict.paired_difference(*(dict(enumerate(end)) for end in both), samples=samples) for both in ends]
         assert np.mean([one.low <= q - p <= one.high for one in changes]) > 0.92
-    wide = verdict.paired(*(dict(enumerate(end)) for end in ends[0]))
+    wide = verdict.paired_difference(*(dict(enumerate(end)) for end in ends[0]))
     assert changes[0].high - changes[0].low < 0.8 * (wide.high - wide.low)
-    assert verdict.samples_of(dict(enumerate({"values": its} for its in ([1.0, None], [None], [0.0] * 3)))) == 1
+    assert verdict.num_readable_samples(dict(enumerate({"values": its} for its in ([1.0, None], [None], [0.0] * 3)))) == 1
 
 
 def test_students_t_is_the_table_s_and_the_problems_needed_are_cohen_s():
     table = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 9: 2.262, 30: 2.042, 120: 1.980}
-    assert {n: run_files.student(n) for n in table} == pytest.approx(table, rel=2e-3)
+    assert {n: run_files.student_t(n) for n in table} == pytest.approx(table, rel=2e-3)
     # McNemar's by the normal's points: (p + q - (p - q)^2) (1.96 + 0.84)^2 / (p - q)^2, of p = 0.3 and q = 0.1
-    assert verdict.paired(*table_of(0, 12_000, 4_000, 24_000)).needed == math.ceil(0.36 * 7.85 / 0.04)
+    assert verdict.paired_difference(*table_of(0, 12_000, 4_000, 24_000)).needed == math.ceil(0.36 * 7.85 / 0.04)
 
 
 def test_the_best_is_the_first_that_no_later_one_beats_by_more_than_noise():
     values = {0: table_of(20, 0, 0, 44)[0], 20: table_of(20, 20, 0, 24)[1], 40: table_of(20, 23, 0, 21)[1]}
     evals = [{"step": step, "eval/accuracy": sum(its.values()) / 64} for step, its in values.items()]
     answers = {step: {place: {"values": [value]} for place, value in its.items()} for step, its in values.items()}
-    assert verdict.best(run_of(evals, answers))["step"] == 20  # 3 of 64 more are noise
+    assert verdict.best_evaluation(run_of(evals, answers))["step"] == 20  # 3 of 64 more are noise
     losses = [{"step": step, "eval/loss": loss} for step, loss in ((0, 2.0), (10, 1.9), (20, 1.95), (30, None))]
-    assert verdict.best(run_of(losses))["step"] == 10
+    assert verdict.best_evaluation(run_of(losses))["step"] == 10
     unread = run_of([{"step": 0, "eval/score": None}])
-    assert (unread.figure, verdict.best(unread)) == ("score", None)
+    assert (unread.figure, verdict.best_evaluation(unread)) == ("score", None)
 
 
 @pytest.mark.parametrize("num", [10, 20, 40, 60])
@@ -94,12 +94,12 @@ def test_answers_that_did_not_change_seldom_have_a_word_that_rose(num):
     lines = (ROOT / "data" / "values.jsonl").read_text(encoding="utf-8").splitlines()
     said = [{"completions": [json.loads(line)["prompt"]]} for line in lines]
     rng = random.Random(num)
-    assert sum(bool(verdict.risen(*(rng.choices(said, k=num) for _ in range(2)))) for _ in range(100)) <= 15
+    assert sum(bool(verdict.words_that_rose(*(rng.choices(said, k=num) for _ in range(2)))) for _ in range(100)) <= 15
 
 
 def test_words_that_rose_alike_stand_in_the_order_of_the_alphabet_in_every_process():
     before, after = ([{"completions": [text]}] * 20 for text in ("", "g f e d c b a"))
-    assert [told[:3] for told in verdict.risen(before, after)] == ['"a"', '"b"', '"c"', '"d"', '"e"']
+    assert [told[:3] for told in verdict.words_that_rose(before, after)] == ['"a"', '"b"', '"c"', '"d"', '"e"']
 
 
 # ---- runs
@@ -277,11 +277,11 @@ RUNS = {  # name: how it was made, its verdict, and what must be said with it
 def test_runs_get_their_verdicts_and_none_that_is_gamed_goes_without_its_words(tmp_path, capsys, kind):
     how, word, said = RUNS[kind]
     run = made(tmp_path / "run", *how, **MORE.get(kind, {}))
-    found = verdict.verdict(history.load(run))
-    shown = "\n".join(verdict.lines(found, {}, tmp_path))
+    found = verdict.judge_change(history.load_history(run))
+    shown = "\n".join(verdict.verdict_lines(found, {}, tmp_path))
     assert found.word == word and said in shown
     report.main(["--list", str(tmp_path)])
-    listed, markup = capsys.readouterr().out, page.write(run).read_text()
+    listed, markup = capsys.readouterr().out, page.write_page(run).read_text()
     assert f"  {found.headline}" in listed and f"<h2>{found.headline}</h2>" in markup
     if "though" in found.headline:
         told = r"gain .*, though the score changed by .*; rewards: mine \+0\.000, short [+-]0\.[89]"
@@ -302,7 +302,7 @@ def test_runs_get_their_verdicts_and_none_that_is_gamed_goes_without_its_words(t
     assert found.has_gained == (word == BETTER and "accuracy" in found.text)
     assert bool(found.signs) == (is_gamed or kind in ("collapsed", "an answer never given", "exact, and shorter"))
     assert len(found.read) == (0 if kind.startswith("sft") else min(10, how[0]))
-    assert found.read == verdict.verdict(history.load(run)).read  # drawn by the run's seed
+    assert found.read == verdict.judge_change(history.load_history(run)).read  # drawn by the run's seed
     assert len(found.read) < 10 or int(found.read[-1][0].split()[-1]) > 9
 
 
@@ -310,7 +310,7 @@ def test_what_learned_from_replies_and_rises_no_more_is_shown_the_way_to_grpo(tm
     settings = {"model": "smollm2", "lora_rank": 16}
     run = made(tmp_path / "run", 64, right(0.5), right(0.5), "loss", settings, **MORE["sft"])
     write_log(run / "eval.jsonl", read_log(run / "eval.jsonl")[::2])
-    shown = verdict.lines(verdict.verdict(history.load(run)), {}, run)[-1]
+    shown = verdict.verdict_lines(verdict.judge_change(history.load_history(run)), {}, run)[-1]
     assert f"; GRPO from it: uv run --extra smollm train.py --model smollm2 --init-adapter {run} --data" in shown
 
 
@@ -327,7 +327,7 @@ def test_a_verifier_nobody_named_is_suspected_and_no_gate_advised_that_right_ans
     answers = {step: {n: record | {"reward": [pay]} for n in range(20)} for step, pay in ((0, 0.0), (9, 1.0))}
     evals = [{"step": step, "eval/accuracy": 0.0, "eval/num": 20} for step in answers]
     run = run_of(evals, answers, task="own", reward=["mine.py:score"], verifier=verifier)
-    _, text = verdict.verdict(run).warning
+    _, text = verdict.judge_change(run).warning
     assert ("be too strict" in text) == ("by --verifier FILE.py:fn" in text) == (not verifier)
     assert text.endswith("mend the reward, or try --beta 0.05")
 
@@ -341,8 +341,8 @@ def test_what_is_best_already_is_not_called_still_rising():
         answers[step] = {n: record | {"values": [float(n < num)]} | greedy[n >= num] for n in range(120)}
         evals.append({"step": step, "eval/accuracy": num / 120, "eval/num": 120, "eval/greedy": num / 120})
     run = run_of(evals, answers)
-    found = verdict.verdict(run)
-    assert verdict.best(run)["step"] == 75 and found.word == BETTER
+    found = verdict.judge_change(run)
+    assert verdict.best_evaluation(run)["step"] == 75 and found.word == BETTER
     assert found.signs == ['"2021-12-25" in 0% -> 76% of greedy answers']
     assert (
         "; greedily 0.250 -> 0.758, better" in found.text
@@ -350,19 +350,19 @@ def test_what_is_best_already_is_not_called_still_rising():
         and "sampler.py" in found.advice
     )
     run = run_of([*evals, {"step": 125, "eval/score": 0.5, "eval/num": 120}], answers | {125: answers[100]})
-    assert "fewer than two problems have a figure both after step 0 and 125" in verdict.verdict(run).text
+    assert "fewer than two problems have a figure both after step 0 and 125" in verdict.judge_change(run).text
 
 
 def test_a_model_has_hardly_moved_only_after_more_steps_than_a_warm_up_takes():
-    found, last = verdict.paired(*table_of(0, 1, 0, 3)), {"eval/accuracy": 0.5, "eval/kl": 1e-5, "eval/num": 4}
-    advised = [verdict.advice(run_of([last | {"step": n}]), found, "", "", False) for n in (9, 10)]
-    doubted = verdict.advice(run_of([last | {"step": 9}]), found, "", "read the answers", False)
+    found, last = verdict.paired_difference(*table_of(0, 1, 0, 3)), {"eval/accuracy": 0.5, "eval/kl": 1e-5, "eval/num": 4}
+    advised = [verdict.suggest_next_step(run_of([last | {"step": n}]), found, "", "", False) for n in (9, 10)]
+    doubted = verdict.suggest_next_step(run_of([last | {"step": 9}]), found, "", "read the answers", False)
     assert doubted.startswith("read the answers; about ")
     assert advised[0].endswith("--steps 18") and "has hardly moved" in advised[1] and "ten times" in advised[1]
 
 
 def test_a_run_warns_of_what_fell_when_it_falls_and_its_best_is_kept(tmp_path, capsys):
-    log = journal.Journal(Config.of(model="demo", task="demo"), tmp_path, 0, keep_scores=False)
+    log = journal.Journal(Config.from_flags(model="demo", task="demo"), tmp_path, 0, keep_scores=False)
     log.print_summary()
     assert f"evaluate.py --run {tmp_path} --out {tmp_path}/before.jsonl --step 0 &&" in capsys.readouterr().out
     for step, num in ((0, 30), (10, 70), (20, 72), (30, 40)):
@@ -380,12 +380,12 @@ def test_a_run_warns_of_what_fell_when_it_falls_and_its_best_is_kept(tmp_path, c
 
 
 def test_few_held_out_problems_are_told_of_at_the_start_with_what_helps():
-    (said,) = data.at_the_start(8, {"eval_limit": 8})
+    (said,) = data.warn_of_few_held_out(8, {"eval_limit": 8})
     assert "with 8 held out a change shows from 57% of the values' range on" in said and "a higher --eval-limit" in said
-    assert data.at_the_start(8, {}, 0.1)[0].startswith("by these answers, with 8 held out a change shows from 14% of")
-    assert "--eval-data FILE or --data TRAIN,HELD_OUT" in data.at_the_start(4, {})[0]
-    assert data.at_the_start(0, {}) == data.at_the_start(50, {}) == []
-    assert data.at_the_start(10, {"loss_type": "sft"}) == []
-    assert "no verdict" in data.at_the_start(0, {"eval_every": 0})[0]
+    assert data.warn_of_few_held_out(8, {}, 0.1)[0].startswith("by these answers, with 8 held out a change shows from 14% of")
+    assert "--eval-data FILE or --data TRAIN,HELD_OUT" in data.warn_of_few_held_out(4, {})[0]
+    assert data.warn_of_few_held_out(0, {}) == data.warn_of_few_held_out(50, {}) == []
+    assert data.warn_of_few_held_out(10, {"loss_type": "sft"}) == []
+    assert "no verdict" in data.warn_of_few_held_out(0, {"eval_every": 0})[0]
     one = run_of([{"step": 9, "eval/num": 1}], loss_type="sft", eval_limit=1)
-    assert verdict.advice(one, None, "", "", False) == "hold out more with a higher --eval-limit"
+    assert verdict.suggest_next_step(one, None, "", "", False) == "hold out more with a higher --eval-limit"

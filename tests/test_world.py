@@ -15,7 +15,7 @@ import update
 from disk import checkpoint
 from machine import link, world
 from step import trust_region
-from step.batch import cut
+from step.batch import make_batches
 
 slow = pytest.mark.slow
 
@@ -24,12 +24,12 @@ slow = pytest.mark.slow
 
 def test_one_process_gets_back_what_it_brings_and_opens_nothing():
     value, array = {"a": (1, 2)}, mx.array([1.0])
-    assert world.share(value)[0] is value and world.first(lambda: value) is value
+    assert world.all_gather(value)[0] is value and world.on_rank0(lambda: value) is value
     assert world.all_sum([array])[0] is array
-    assert (world.rank(), world.size(), world.part([1, 1, 1]), world.lap()) == (0, 1, [0, 1, 2], {})
-    with link.joined():
+    assert (world.rank(), world.size(), world.assign_items([1, 1, 1]), world.take_wait_seconds()) == (0, 1, [0, 1, 2], {})
+    with link.connect():
         assert world.size() == 1
-    assert link.signed(ValueError("why")) == "why"
+    assert link.name_machine(ValueError("why")) == "why"
 
 
 def test_every_item_is_done_by_one_machine_and_none_has_much_more_to_do(monkeypatch):
@@ -37,7 +37,7 @@ def test_every_item_is_done_by_one_machine_and_none_has_much_more_to_do(monkeypa
     for rank in range(3):
         monkeypatch.setattr(world, "size", lambda: 3)
         monkeypatch.setattr(world, "rank", lambda rank=rank: rank)
-        parts.append(world.part(costs))
+        parts.append(world.assign_items(costs))
     assert sorted(number for part in parts for number in part) == list(range(40))
     loads = [sum(costs[number] for number in part) for part in parts]
     assert max(loads) - min(loads) <= max(costs)
@@ -71,14 +71,14 @@ VARIANTS = {"kl, grpo": ["--beta", "0.1", "--loss-type", "grpo"], "all weights":
 def gradients(run):
     """The gradient of a step in small batches, what was measured, and the log-probabilities of a probe."""
     samples = sample(run)
-    batches = cut(samples, 80, "off")
+    batches = make_batches(samples, 80, "off")
     assert len(batches) > 3
-    batches = update.with_reference(run.learner, batches) if run.config.objective.beta else batches
+    batches = update.add_reference_logprobs(run.learner, batches) if run.config.objective.beta else batches
     result, grads = gradient_of_update(run, batches)
-    mine = [batch for batch in batches if batch.is_mine]
-    known = update.with_old(mine, update.under(run.learner, mine, run.learner.trainable))
-    distance = trust_region.distance(known, [batch.sampled_logprobs for batch in known])
-    ids = [one.ids for one in samples]
+    mine = [batch for batch in batches if batch.is_local]
+    known = update.set_old_logprobs(mine, update.logprobs_with(run.learner, mine, run.learner.trainable))
+    distance = trust_region.measure_kl(known, [batch.sampled_logprobs for batch in known])
+    ids = [one.response_ids for one in samples]
     return ids, grads, {"loss": result.loss, "distance": distance, **result.means}
 
 
@@ -86,7 +86,7 @@ def steps_of(run):
     """Two updates, each of two iterations of AdamW with a bound on the step."""
     run.learner.trainable = dict(sorted(run.learner.trainable.items()))  # as a checkpoint has them
     for budget in (80, 100_000):  # of the second one machine has no part
-        update.update(run.learner, cut(sample(run), budget, "off"), 0.004)
+        update.run_optimizer_steps(run.learner, make_batches(sample(run), budget, "off"), 0.004)
     return run.learner
 
 
@@ -98,8 +98,8 @@ from machine import link, world
 from small_run import make_run
 from mlx.utils import tree_flatten
 out, link.BLOCK = Path(sys.argv[1]), 2000  # so that what is long goes in parts
-with link.joined():
-    assert world.first(lambda: list(range(9000))) == list(range(9000))
+with link.connect():
+    assert world.on_rank0(lambda: list(range(9000))) == list(range(9000))
     few = ["--data", str(out / "few.jsonl"), "--rubric", "data/demo_rubric.yaml"]
     for name, flags in test_world.VARIANTS.items():
         run = make_run(out / "gone", *few, *flags)
@@ -110,7 +110,7 @@ with link.joined():
         mx.save_safetensors(str(out / f"{name} {world.rank()}.safetensors"), arrays)
     learner = test_world.steps_of(make_run(out / "gone", *few, "--num-iterations", "2", "--target-kl", "0.001"))
     learner.trainable = {name: array + world.rank() for name, array in learner.trainable.items()}
-    update.keep_equal(learner)  # as after the roundings of another kind of processor
+    update.broadcast_weights(learner)  # as after the roundings of another kind of processor
     state = learner.trainable | dict(tree_flatten(learner.optimizer.state))
     mx.save_safetensors(str(out / f"state {world.rank()}.safetensors"), state)
 """
@@ -239,13 +239,13 @@ def late(*args):
     time.sleep(0.4)
     return piece(*args)
 try:
-    with link.joined():
+    with link.connect():
         link.Link._all = late
         assert world.all_sum([mx.ones(9000)])[0].sum() == 18000
         print("a slow link is no machine that hangs", flush=True)
         if world.rank() == 1:
             time.sleep(1000)
-        world.share("here")
+        world.all_gather("here")
 except ValueError as error:
     fail(error)
 """

@@ -22,7 +22,7 @@ from kv_cache import Group, KVCache, Layout, SlotCache, make_group
 from layers import attention, lm_head, ops, softmax
 from machine import gpu
 from machine import kernels as machinery
-from step.batch import cut
+from step.batch import make_batches
 
 pytestmark = pytest.mark.slow
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
@@ -202,7 +202,7 @@ def test_norm_rope_equals_its_formula(form, heads, kv_heads, size, part, length,
     qkv = array(3, length, heads + 2 * kv_heads, size, dtype=dtype)
     weights = (array(size, dtype=dtype), array(size, dtype=dtype)) if normed else None
     expected = norm_rope_by_hand(wide(qkv), [wide(w) for w in weights or ()], heads, rope, offsets)
-    for rotation in (rope.at(mx.array(offsets), length), ops.Rotation(rope, mx.array(offsets))):  # a CPU's, a GPU's
+    for rotation in (rope.make_rotation(mx.array(offsets), length), ops.Rotation(rope, mx.array(offsets))):  # a CPU's, a GPU's
         *turned, values = ops.norm_rope(qkv, heads, weights, 1e-6, rotation)
         for ours, theirs in zip(turned, expected, strict=True):
             angle = 702 * 1.2e-7 * np.abs(theirs).max()  # what float32 leaves of an angle, at the farthest position
@@ -448,7 +448,7 @@ def test_an_update_on_kernels_takes_the_gradient_that_it_takes_without(kernels, 
     monkeypatch.setenv("GWEN_KERNELS", "off")
     run = small_run.make_run(tmp_path, *flags)
     samples = small_run.shifted(small_run.sample(run), 0.2)
-    batches = cut(samples, 250, "off")
+    batches = make_batches(samples, 250, "off")
     if run.config.objective.beta:
         batches = small_run.told(batches, "ref_logprobs", small_run.recorded(samples)[0] - 0.1)
     theirs, other = small_run.gradient_of_update(run, batches)
@@ -477,7 +477,7 @@ def test_a_model_on_kernels_equals_itself_without(kernels, checkpoints, name):
         slots.assign([0, 1, 0])
         steps = []
         for t in range(3):
-            slots.aim()
+            slots.plan_writes()
             steps.append(model(mx.array([[3], [t], [7]]), slots))
         return [model(tokens), prefilled, *steps]
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture
 def kernels(metal: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "has_metal", lambda: True)
-    monkeypatch.setattr(memory, "hold_memory", lambda: None)
+    monkeypatch.setattr(memory, "limit_mlx_cache", lambda: None)
     monkeypatch.delenv("GWEN_KERNELS", raising=False)
     for op in machinery.OPS.values():
         monkeypatch.setattr(op, "off", set())
@@ -41,7 +41,7 @@ def test_a_kernel_is_judged_by_float32_at_weights_as_large_as_real_ones(
     model = gwen.load_model(checkpoints["qwen3-gqa8"], dtype)
     for seed, layer in enumerate(model.layers):
         for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm, layer.input_layernorm):
-            away = mx.abs(machinery.normal(*norm.weight.shape, dtype=mx.float32, seed=seed))
+            away = mx.abs(machinery.normal_array(*norm.weight.shape, dtype=mx.float32, seed=seed))
             norm.weight = (1 + 12 * away).astype(dtype)
         layer.mlp.gate_up_proj.weight = 30 * layer.mlp.gate_up_proj.weight
     if not right:

@@ -1,0 +1,164 @@
+"""
+Advantages of a step's samples, and which of the samples are trained.
+
+This file leaves out the arithmetic of advantages (grpo.py) and how samples go through the model
+(step/batch.py).
+
+Axes: B groups of a step, G samples of a group, N samples, T tokens of a sample that the policy
+wrote, K turns.
+"""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+import grpo
+from config import Config
+from step.sample import Sample, group_samples, pad_rows
+from step.scoring import Weights
+
+MEASURED_OF = 8  # one in so many samples without a gradient is computed for the statistics
+# of rewards (B, G) float64, nan where a group has fewer samples
+Advantage = Callable[[np.ndarray], np.ndarray]
+
+
+def assign_advantages(
+    config: Config, samples: list[Sample], weights: Weights, custom: Advantage | None = None
+) -> list[Sample]:
+    """
+    Sets the samples' advantages, and whether their groups have a signal.
+
+    weights: of the rewards. custom: a user's function, in place of ours.
+    """
+    groups = group_samples(samples)
+    group_advantages = compute_advantages(config, groups, weights, custom)
+    differences = group_advantages
+    if custom is not None or config.objective.advantage == "reinforce":
+        # with these, equal rewards may have advantages
+        differences = grpo.group_advantages(
+            reward_table(groups), "none", signal_floor=grpo.SIGNAL_FLOOR
+        )
+
+    samples = []
+    for group, advantages, group_differences in zip(
+        groups, group_advantages, differences, strict=True
+    ):
+        group = [
+            sample._replace(advantage=spread_over_tokens(sample, advantage))
+            for sample, advantage in zip(group, advantages, strict=False)
+        ]
+        has_signal = any(has_advantage(sample) and is_trained(config, sample) for sample in group)
+        rewards_differ = bool((group_differences != 0).any())
+        for sample in group:
+            samples.append(sample._replace(has_signal=has_signal, rewards_differ=rewards_differ))
+    return samples
+
+
+def compute_advantages(
+    config: Config,
+    groups: list[list[Sample]],
+    weights: Weights,
+    custom: Advantage | None = None,
+) -> np.ndarray:
+    """Advantages, (B, G) float32; or (B, G, K) where environments reward turns."""
+    settings = config.objective
+    if max(map(len, groups)) == 1:  # only a teacher trains such groups
+        return np.zeros((len(groups), 1), np.float32)
+
+    first = groups[0][0]
+    if settings.combine_rewards == "normalize":
+        names = list(first.imputed_components)
+        tables = [_component_table(groups, name) for name in names]
+        name_weights = [weights[name] for name in names]
+        return grpo.decoupled_advantages(np.array(tables), name_weights, grpo.SIGNAL_FLOOR)
+    if first.turn_rewards is not None:
+        turn_rewards = [[compute_turn_rewards(sample) for sample in group] for group in groups]
+        return grpo.turn_advantages(turn_rewards, settings.scale_rewards, grpo.SIGNAL_FLOOR)
+
+    rewards = reward_table(groups)
+    if custom is not None:
+        return custom(rewards)
+    return grpo.group_advantages(
+        rewards, settings.scale_rewards, settings.advantage, grpo.SIGNAL_FLOOR
+    )
+
+
+def reward_table(groups: list[list[Sample]]) -> np.ndarray:
+    """The rewards of all samples, (B, G) float64, nan where a group has fewer samples."""
+    return pad_rows([[sample.reward for sample in group] for group in groups], np.nan)
+
+
+def _component_table(groups: list[list[Sample]], name: str) -> np.ndarray:
+    """One reward component of all samples, (B, G) float64, nan where a group has fewer samples."""
+    rows = [[sample.imputed_components[name] for sample in group] for group in groups]
+    return pad_rows(rows, np.nan)
+
+
+def compute_turn_rewards(sample: Sample) -> list[float]:
+    """
+    The reward of each turn.
+
+    A turn that was cut off gets 0. The last turn also gets the part of the sample's reward that no
+    turn earned.
+    """
+    turn_rewards = sample.turn_rewards or []
+    rewards = turn_rewards + [0.0] * (len(sample.spans) - len(turn_rewards))
+    rewards[-1] += sample.reward - sum(turn_rewards)
+    return rewards
+
+
+def spread_over_tokens(sample: Sample, advantages: np.ndarray) -> float | np.ndarray:
+    """The advantage of a sample, (); or the advantages of its turns, (K,), as (T,)."""
+    if advantages.ndim == 0:
+        return float(advantages)
+    lengths = [end - begin for begin, end in sample.spans]
+    return np.repeat(advantages[: len(lengths)], lengths)
+
+
+def is_trained(config: Config, sample: Sample) -> bool:
+    """Whether a sample counts in the loss: --truncated mask leaves out what hit --max-tokens."""
+    return config.objective.truncated != "mask" or sample.finish_reason != "length"
+
+
+def has_advantage(sample: Sample) -> bool:
+    """Whether a sample has an advantage other than 0."""
+    return bool(np.any(sample.advantage != 0))
+
+
+# ---- which samples are computed
+
+
+def select_for_update(
+    config: Config, samples: list[Sample], step: int, all_have_gradient: bool = False
+) -> list[Sample]:
+    """
+    Sets which samples of a step have a gradient, and how much each one weighs in the statistics.
+
+    A sample that --truncated mask leaves out has no tokens, so no mean counts it. A sample whose
+    advantage is 0 has no gradient, unless `all_have_gradient`, and is not computed. One in
+    MEASURED_OF of these, rotating each step, is still computed, so that means stay unbiased: it
+    stands for all of them, in proportion to their tokens.
+    """
+    selected = []
+    for sample in samples:
+        if not is_trained(config, sample):
+            sample = sample._replace(loss_positions=(), weight=0.0)
+        has_gradient = sample.weight > 0 and (all_have_gradient or has_advantage(sample))
+        selected.append(sample._replace(has_gradient=has_gradient))
+
+    idle_rows = [
+        row for row, sample in enumerate(selected) if sample.weight and not sample.has_gradient
+    ]
+    if not idle_rows:
+        return selected
+    num_measured = math.ceil(len(idle_rows) / MEASURED_OF)
+    # neighbours, which mostly share a prompt
+    places = range(step * num_measured, (step + 1) * num_measured)
+    measured_rows = [idle_rows[place % len(idle_rows)] for place in places]
+    num_idle_tokens = sum(len(selected[row].loss_positions) for row in idle_rows)
+    num_measured_tokens = sum(len(selected[row].loss_positions) for row in measured_rows)
+    for row in idle_rows:
+        weight = num_idle_tokens / num_measured_tokens if row in measured_rows else 0.0
+        selected[row] = selected[row]._replace(weight=weight)
+    return selected

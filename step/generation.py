@@ -1,0 +1,172 @@
+"""
+Generation: the model writes the responses of a step's samples.
+
+This file leaves out how tokens are drawn (sampler.py) and how tools answer (problems/episodes.py).
+
+Axes: N samples.
+"""
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+import gwen
+import sampler
+from disk import ends
+from machine import memory, world
+from problems.episodes import Episodes, Toolbox
+from problems.examples import prompt_text
+from problems.statements import opened_thought
+from step.sample import EMPTY, Sample
+
+PROMPT_END = 64  # tokens at a prompt's end in which a thought that it opens is searched
+
+
+def generate_completions(
+    model: gwen.Model,
+    tokenizer: Any,
+    samples: list[Sample],
+    params: sampler.SamplingParams,
+    *,
+    key: int,
+    batch_size: memory.BatchSize,
+    toolbox: Toolbox | None = None,
+    seed: str = "",
+    weights: Mapping[str, float] = EMPTY,
+) -> tuple[list[Sample], sampler.RolloutStats]:
+    """
+    Writes the samples' responses, and returns the cost too. Each rank generates whole groups.
+
+    key: random numbers depend only on (key, row); pass a new key for each rollout. batch_size: as
+    in `sampler.rollout`. toolbox: the tools and environments that samples may call; seed: of these
+    environments; weights: of the rewards that environments give.
+
+    Raises ValueError if a log-probability is not finite, naming the prompt.
+    """
+    episodes = None
+    if toolbox:
+        examples = [sample.example for sample in samples]
+        groups = [sample.group for sample in samples]
+        episodes = Episodes(toolbox, examples, groups, seed)
+        samples = [
+            sample._replace(example=example, prompt=prompt)
+            for sample, example, prompt in zip(
+                samples, episodes.examples, episodes.prompts, strict=True
+            )
+        ]
+
+    local_rows = world.assign_by_key(tuple(sample.prompt) for sample in samples)
+    local_fields: dict[int, dict[str, Any]] = {}
+    stats = sampler.RolloutStats(0.0, 0.0, 0)
+    tokens_per_second = 0.0
+    if local_rows:
+        local_samples = [samples[row] for row in local_rows]
+        prompts = [sample.prompt for sample in local_samples]
+        try:
+            rollout = sampler.rollout(
+                model,
+                prompts,
+                params,
+                group_size=1,
+                key=key,
+                rows=local_rows,
+                batch_size=batch_size,
+                talk=episodes,
+            )
+        except sampler.NotFinite as error:
+            text = prompt_text(local_samples[error.row].example["prompt"])
+            raise ValueError(f"{error}. The prompt: {text!r:.200}") from error
+        texts = decode_with_thoughts(tokenizer, rollout, prompts, model.config.end_ids)
+        local_fields = dict(zip(local_rows, rollout_fields(rollout, texts), strict=True))
+        stats = rollout.stats
+        tokens_per_second = float(rollout.lengths.sum()) / (stats.prefill_s + stats.decode_s)
+
+    stats = stats._replace(speeds=tuple(world.all_gather(tokens_per_second)))
+    distinct_prompts = sorted({tuple(sample.prompt) for sample in samples})
+    prompts_crc = zlib.crc32(repr(distinct_prompts).encode())
+    all_fields = world.gather_by_number(local_fields, f"samples of the prompts {prompts_crc:x}")
+    control_tokens = ends.control_tokens(tokenizer, params.eos_ids)
+    generated = []
+    for sample, fields in zip(samples, all_fields, strict=True):
+        sample = sample._replace(**fields)
+        controls = ends.find_controls(sample.prompt, sample.completion_ids, control_tokens)
+        generated.append(sample._replace(controls=controls))
+    if episodes:
+        generated = episodes.attach_to_samples(generated, weights)
+    return generated, stats
+
+
+def rollout_fields(
+    rollout: sampler.Rollout, texts: Sequence[str] | None = None
+) -> list[dict[str, Any]]:
+    """The fields of each sample that a rollout and its texts set."""
+    response_ids = rollout.sequences or rollout.ids
+    loss_positions: Sequence[Sequence[int]] = rollout.places or [
+        range(len(ids)) for ids in response_ids
+    ]
+    logprobs = np.array(rollout.logprobs)
+    entropies = None if rollout.entropy is None else np.array(rollout.entropy)
+    fields = []
+    for row, finish_reason in enumerate(rollout.finish_reasons):
+        num_tokens = len(loss_positions[row])
+        fields.append(
+            {
+                "response_ids": response_ids[row],
+                "loss_positions": loss_positions[row],
+                "logprobs": logprobs[row, :num_tokens],
+                "entropies": None if entropies is None else entropies[row, :num_tokens],
+                "finish_reason": finish_reason,
+                "text": texts[row] if texts else "",
+            }
+        )
+    return fields
+
+
+def decode_with_thoughts(
+    tokenizer: Any, rollout: sampler.Rollout, prompts: Sequence[list[int]], eos_ids: Sequence[int]
+) -> list[str]:
+    """
+    The text of each row, (N,). It begins with the thought that its prompt opens.
+
+    Some chat templates end a prompt with "<think>". Without that tag nobody could tell a thought
+    that was cut off from an answer. With tools, each turn after a tool's result begins so too.
+    """
+    texts = sampler.decode_texts(tokenizer, rollout, eos_ids)
+    openings: dict[tuple[int, ...], str] = {}
+    for prompt in prompts:
+        prompt_end = tuple(prompt[-PROMPT_END:])
+        if prompt_end not in openings:
+            text = tokenizer.decode(list(prompt_end), skip_special_tokens=False)
+            openings[prompt_end] = opened_thought(text)
+    if not any(openings.values()):
+        return texts
+
+    for row, prompt in enumerate(prompts):
+        opening = openings[tuple(prompt[-PROMPT_END:])]
+        if not opening:
+            continue
+        if rollout.sequences is None or rollout.places is None:
+            texts[row] = opening + texts[row]
+        else:
+            turns = split_turns(rollout.sequences[row], rollout.places[row], set(eos_ids))
+            turn_texts = [
+                opening + tokenizer.decode(turn, skip_special_tokens=True) for turn in turns
+            ]
+            text = "\n".join(turn_texts)
+            texts[row] = rollout.stop.trim(text) if rollout.stop else text
+    return texts
+
+
+def split_turns(
+    response_ids: list[int], loss_positions: Sequence[int], eos_ids: set[int]
+) -> list[list[int]]:
+    """The ids that the policy wrote in each turn, without end tokens. Turns do not touch."""
+    turns: list[list[int]] = []
+    for number, place in enumerate(loss_positions):
+        if number == 0 or loss_positions[number - 1] != place - 1:
+            turns.append([])
+        if response_ids[place] not in eos_ids:
+            turns[-1].append(response_ids[place])
+    return turns

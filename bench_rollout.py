@@ -42,7 +42,10 @@ def run_mlx_lm(work: Work, *, peer: Any, own_sizes: bool = False, shared: bool =
 
     size = work.batch_size
     how: Any = {} if own_sizes else {"completion_batch_size": size, "prefill_batch_size": size}
-    how |= {"stop_tokens": [[eos_id] for eos_id in work.eos_ids], "sampler": make_sampler(work.temperature)}
+    how |= {
+        "stop_tokens": [[eos_id] for eos_id in work.eos_ids],
+        "sampler": make_sampler(work.temperature),
+    }
     mx.random.seed(work.seed)
     begin = time.perf_counter()
     rows, caches = work.rows, None
@@ -59,7 +62,9 @@ def run_mlx_lm(work: Work, *, peer: Any, own_sizes: bool = False, shared: bool =
             for response in responses:
                 completions[row_of[response.uid]].append(response.token)
             if work.with_logprobs:
-                chosen: Any = mx.stack([response.logprobs[response.token] for response in responses]).tolist()
+                chosen: Any = mx.stack(
+                    [response.logprobs[response.token] for response in responses]
+                ).tolist()
                 for response, logprob in zip(responses, chosen, strict=True):
                     logprobs[row_of[response.uid]].append(logprob)
     generator.close()
@@ -69,8 +74,14 @@ def run_mlx_lm(work: Work, *, peer: Any, own_sizes: bool = False, shared: bool =
 
 def rival(peer: Any, directory: Path) -> Rival:
     """mlx_lm in every way that it can be run."""
-    ways: Any = {"mlx_lm": {}, "mlx_lm_default": {"own_sizes": True}, "mlx_lm_shared": {"shared": True}}
-    engines: Any = {name: functools.partial(run_mlx_lm, peer=peer, **way) for name, way in ways.items()}
+    ways: Any = {
+        "mlx_lm": {},
+        "mlx_lm_default": {"own_sizes": True},
+        "mlx_lm_shared": {"shared": True},
+    }
+    engines: Any = {
+        name: functools.partial(run_mlx_lm, peer=peer, **way) for name, way in ways.items()
+    }
     return Rival("mlx_lm", "Result: ours is {} than mlx_lm on this rollout workload.", engines)
 
 

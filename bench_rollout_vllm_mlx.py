@@ -31,7 +31,9 @@ def run_vllm_mlx(work: Work, *, peer: Any, tokenizer: Any, prefix_cache: bool) -
     from vllm_mlx.scheduler import Scheduler, SchedulerConfig
 
     size = work.batch_size
-    config = SchedulerConfig(prefill_batch_size=size, completion_batch_size=size, enable_prefix_cache=prefix_cache)
+    config = SchedulerConfig(
+        prefill_batch_size=size, completion_batch_size=size, enable_prefix_cache=prefix_cache
+    )
     scheduler = Scheduler(peer, tokenizer, config)
     mx.random.seed(work.seed)
     begin = time.perf_counter()
@@ -46,7 +48,9 @@ def run_vllm_mlx(work: Work, *, peer: Any, tokenizer: Any, prefix_cache: bool) -
     return Timing(completions, [], priming_s + prefill_s, decode_s)
 
 
-def generate(scheduler: Any, work: Work, prompts: list[list[int]], limits: list[int]) -> tuple[list[list[int]], float]:
+def generate(
+    scheduler: Any, work: Work, prompts: list[list[int]], limits: list[int]
+) -> tuple[list[list[int]], float]:
     """The completion of each prompt, and the seconds of the steps that gave no token."""
     from vllm_mlx.request import Request, SamplingParams
 
@@ -63,7 +67,9 @@ def generate(scheduler: Any, work: Work, prompts: list[list[int]], limits: list[
         if not outputs:
             silent_s += time.perf_counter() - begin
         for output in outputs:
-            assert output.finish_reason in (None, "stop", "length"), f"vllm-mlx ended a row with {output.finish_reason}"
+            assert output.finish_reason in (None, "stop", "length"), (
+                f"vllm-mlx ended a row with {output.finish_reason}"
+            )
             completions[int(output.request_id)] += output.new_token_ids
     for row in range(len(prompts)):
         scheduler.remove_finished_request(str(row))
@@ -72,7 +78,9 @@ def generate(scheduler: Any, work: Work, prompts: list[list[int]], limits: list[
 
 def rival(peer: Any, directory: Path) -> Rival:
     """vllm-mlx with its prefix cache and without."""
-    logging.getLogger("vllm_mlx").setLevel(logging.ERROR)  # it warns of hooks that this mlx_lm has not
+    logging.getLogger("vllm_mlx").setLevel(
+        logging.ERROR
+    )  # it warns of hooks that this mlx_lm has not
     tokenizer = hub.load_tokenizer(directory)
     tokenizer.eos_token = None  # it would end rows at this token too, whatever the work says
     run = functools.partial(run_vllm_mlx, peer=peer, tokenizer=tokenizer)

@@ -36,7 +36,11 @@ from types import TracebackType
 # (github.com/ml-explore/mlx/issues/3267). The second keeps float32 products float32 on an M5, where MLX by
 # default rounds what it multiplies to 10 bits. By the third the forward pass of attention is the same kernel under a
 # gradient, which is ours, as without one; MLX 0.32.4 else has scores in 16 bits there for an array mask.
-ENVIRONMENT = {"AGX_RELAX_CDM_CTXSTORE_TIMEOUT": "1", "MLX_ENABLE_TF32": "0", "MLX_SDPA_VJP_FALLBACK": "1"}
+ENVIRONMENT = {
+    "AGX_RELAX_CDM_CTXSTORE_TIMEOUT": "1",
+    "MLX_ENABLE_TF32": "0",
+    "MLX_SDPA_VJP_FALLBACK": "1",
+}
 
 OLDEST_PYTHON = (3, 11)  # pyproject.toml's requires-python
 PACKAGES = {  # what pyproject.toml depends on, by the name of its module; scipy-openblas32 may be missing
@@ -76,7 +80,11 @@ def cache_directory() -> Path:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / usual, "gwen")
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
         about = cache.lstat()
-        if stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & 0o022:
+        if (
+            stat.S_ISDIR(about.st_mode)
+            and about.st_uid == os.getuid()
+            and not about.st_mode & 0o022
+        ):
             return cache
         why = f"{cache} is not yours alone (chown, chmod 700)"
     except (OSError, RuntimeError) as error:  # the second of a user without a home
@@ -177,7 +185,9 @@ def _refuse_other_python() -> None:
     `python3 train.py` runs the system's Python. In a user's own program the line is an ImportError.
     """
     version = sys.version_info[:2]
-    missing = [package for module, package in PACKAGES.items() if importlib.util.find_spec(module) is None]
+    missing = [
+        package for module, package in PACKAGES.items() if importlib.util.find_spec(module) is None
+    ]
     if version < OLDEST_PYTHON:
         problem = f"{sys.executable} is Python {version[0]}.{version[1]}, and Gwen needs 3.{OLDEST_PYTHON[1]} or later"
     elif missing:
@@ -190,7 +200,9 @@ def _refuse_other_python() -> None:
         words = ["uv", "run"]
         if Path.cwd() != home:
             words += ["--project", str(home)]
-        python_words = getattr(sys, "orig_argv", [sys.executable, *sys.argv])[1:]  # Python 3.10 and later have it
+        python_words = getattr(sys, "orig_argv", [sys.executable, *sys.argv])[
+            1:
+        ]  # Python 3.10 and later have it
         is_module_or_foreign = python_words[0].startswith("-") or not _is_our_program()
         words += ["python", *python_words] if is_module_or_foreign else sys.argv
         line = f"{problem}; start it with: {' '.join(map(shlex.quote, words))}"

@@ -51,7 +51,11 @@ _UNSEEN = re.compile(
 
 def redact_secrets(text: str, *secrets: str) -> str:
     """Text without secrets, keys and passwords of the environment or of a URL. Below 6 characters nothing is secret."""
-    known = [value for name, value in os.environ.items() if re.search("(KEY|TOKEN|SECRET|PASSWORD)$", name)]
+    known = [
+        value
+        for name, value in os.environ.items()
+        if re.search("(KEY|TOKEN|SECRET|PASSWORD)$", name)
+    ]
     for secret in [*secrets, *known]:
         if len(secret) >= 6:
             text = text.replace(secret, "***")
@@ -131,7 +135,9 @@ def refuse_unwritable_file(flag: str, path: Path) -> None:
     """
     folder = path.absolute().parent
     if path.is_dir() or not folder.is_dir():
-        raise ValueError(f"{flag} {path} is no file in an existing directory; make the directory first")
+        raise ValueError(
+            f"{flag} {path} is no file in an existing directory; make the directory first"
+        )
     is_new = not os.path.lexists(path)
     try:
         if is_new or path.is_file():
@@ -154,7 +160,9 @@ def refuse_full_disk(flag: str, path: Path, folder: Path, num_bytes: int) -> Non
     """Raises ValueError where the disk of a folder has less room than what will be written to `path`."""
     free = shutil.disk_usage(folder).free
     if free < num_bytes:
-        need = f"{free / 1e6:.3g} MB are free there, and at least {num_bytes / 1e6:.3g} MB are needed"
+        need = (
+            f"{free / 1e6:.3g} MB are free there, and at least {num_bytes / 1e6:.3g} MB are needed"
+        )
         raise ValueError(f"{flag} {path}: {need}; make room, or choose another disk")
 
 
@@ -169,7 +177,11 @@ def exit_with_error(message: object, most: int = 900) -> NoReturn:
     """
     text = line_of(message) if isinstance(message, BaseException) else str(message)
     line = make_printable(" ".join(text.split("\n")))
-    print("error:", line if len(line) < most else f"{line[: most - 300]} \u2026 {line[-250:]}", file=sys.stderr)
+    print(
+        "error:",
+        line if len(line) < most else f"{line[: most - 300]} \u2026 {line[-250:]}",
+        file=sys.stderr,
+    )
     sys.exit(2)
 
 
@@ -205,11 +217,20 @@ class Parser(argparse.ArgumentParser):
         words = message.partition("unrecognized arguments: ")[2].split()
         if words:
             known = [flag for action in self._actions for flag in action.option_strings]
-            unknown = [word.partition("=")[0][:80] for word in words if word.startswith("--")] or [words[0][:80]]
-            said = (f"{one} is no flag of {self.prog}; {suggest_name(one, known) or '--help lists them'}" for one in unknown)
-            exit_with_error(". ".join(dict.fromkeys(said)), most=6000)  # each of a whole script of TRL is answered
+            unknown = [word.partition("=")[0][:80] for word in words if word.startswith("--")] or [
+                words[0][:80]
+            ]
+            said = (
+                f"{one} is no flag of {self.prog}; {suggest_name(one, known) or '--help lists them'}"
+                for one in unknown
+            )
+            exit_with_error(
+                ". ".join(dict.fromkeys(said)), most=6000
+            )  # each of a whole script of TRL is answered
         message = message.replace("invalid int value:", "not a whole number:")
-        exit_with_error(message.replace("invalid float value:", "not a number:").removeprefix("argument "))
+        exit_with_error(
+            message.replace("invalid float value:", "not a number:").removeprefix("argument ")
+        )
 
 
 @functools.cache
@@ -229,17 +250,29 @@ def suggest_name(asked: str, known: Collection[str], quote: Callable[[str], str]
     theirs.
     """
     key, by_key = key_of(asked), {key_of(name): name for name in known}
-    rows = ((section, *names[key]) for section, names in load_foreign_names().items() if key in names)
+    rows = (
+        (section, *names[key]) for section, names in load_foreign_names().items() if key in names
+    )
     for section, kind, said in rows:
         flags = re.findall("--[a-z][a-z-]*", said)
-        if kind != "same" and (not flags or ".py" in said or any(key_of(flag) in by_key for flag in flags)):
-            return _explain_foreign_name({"LoraConfig": "PEFT's ", "older names": ""}.get(section, "TRL's ") + key, kind, said)
+        if kind != "same" and (
+            not flags or ".py" in said or any(key_of(flag) in by_key for flag in flags)
+        ):
+            return _explain_foreign_name(
+                {"LoraConfig": "PEFT's ", "older names": ""}.get(section, "TRL's ") + key,
+                kind,
+                said,
+            )
     near = difflib.get_close_matches(key, by_key, 1, 0.8)
     return f"did you mean {quote(by_key[near[0]])}?" if near else ""
 
 
 def _explain_foreign_name(what: str, kind: str, said: str) -> str:
-    verb = {"renamed": "is here ", "missing": "is missing here", "not needed": "is not needed here"}[kind]
+    verb = {
+        "renamed": "is here ",
+        "missing": "is missing here",
+        "not needed": "is not needed here",
+    }[kind]
     return f"{what} {verb}{': ' if said and kind != 'renamed' else ''}{said.replace('`', '')}"
 
 
@@ -261,7 +294,9 @@ def _parse_text(value: str) -> str:
 
 
 # Bash passes "\n" as a backslash and an n. `\tan` and `\rho` are LaTeX; no stop text begins with \nabla.
-_ESCAPE = re.compile(r"\\(\\[ntrxu]|n|[tr](?![A-Za-z])|x[0-7][0-9a-fA-F]|u(?![dD][89a-fA-F])[0-9a-fA-F]{4})")
+_ESCAPE = re.compile(
+    r"\\(\\[ntrxu]|n|[tr](?![A-Za-z])|x[0-7][0-9a-fA-F]|u(?![dD][89a-fA-F])[0-9a-fA-F]{4})"
+)
 _UNSURE = re.compile(r"\\[tr](?=[A-Za-z])")
 _CHARACTERS = {"n": ("\n", "a line end"), "t": ("\t", "a tab"), "r": ("\r", "a carriage return")}
 
@@ -278,11 +313,17 @@ def stop_text(word: str) -> str:
         code = match[1]
         if code[0] == "\\":
             return code
-        character, name = _CHARACTERS.get(code) or (chr(int(code[1:], 16)), f"U+{int(code[1:], 16):04X}")
+        character, name = _CHARACTERS.get(code) or (
+            chr(int(code[1:], 16)),
+            f"U+{int(code[1:], 16):04X}",
+        )
         notes[match[0]] = f"is read as {name}; write \\{match[0]} for the characters themselves"
         return character
 
-    notes = {unsure: "is kept as these two characters; $'...' in bash makes others" for unsure in _UNSURE.findall(word)}
+    notes = {
+        unsure: "is kept as these two characters; $'...' in bash makes others"
+        for unsure in _UNSURE.findall(word)
+    }
     text = _ESCAPE.sub(read_escape, word)
     for escape, note in notes.items():
         print(escape_invisible(f"--stop {word:.60}: {escape} {note}"), file=sys.stderr)
@@ -291,12 +332,17 @@ def stop_text(word: str) -> str:
 
 def parse_seeds(text: str) -> int | list[int]:
     """ "3" as a number of seeds, "1,2,5" as these."""
-    numbers = [int(part) if part.isascii() and part.isdecimal() else -1 for part in text.removesuffix(",").split(",")]
+    numbers = [
+        int(part) if part.isascii() and part.isdecimal() else -1
+        for part in text.removesuffix(",").split(",")
+    ]
     if "," not in text and 1 <= numbers[0] <= 1000:
         return numbers[0]
     if "," in text and -1 not in numbers and len(set(numbers)) == len(numbers):
         return numbers
-    raise argparse.ArgumentTypeError(f"{text!r:.60} is no number of seeds up to 1000, nor a list of them as 1,2,5")
+    raise argparse.ArgumentTypeError(
+        f"{text!r:.60} is no number of seeds up to 1000, nor a list of them as 1,2,5"
+    )
 
 
 def flag_of(name: str) -> str:
@@ -325,7 +371,10 @@ def check_least(args: argparse.Namespace, **least: float) -> None:
 
 def setting(default: Any, text: str, **metadata: Any) -> Any:
     """A field with its help; optionally `low`, `high`, `parse` (of its words), `metavar`, and what `Setting` reads."""
-    how = {"default_factory" if callable(default) else "default": default, "metadata": {"help": text, **metadata}}
+    how = {
+        "default_factory" if callable(default) else "default": default,
+        "metadata": {"help": text, **metadata},
+    }
     return dataclasses.field(**how)
 
 
@@ -346,13 +395,23 @@ class Setting(NamedTuple):
     def kind(self) -> Any:
         """Its type without None; of several values `list` or `dict`, of words `str`."""
         origin, args = get_origin(self.field.type), get_args(self.field.type)
-        return args[0] if type(None) in args else str if origin is Literal else origin or self.field.type
+        return (
+            args[0]
+            if type(None) in args
+            else str
+            if origin is Literal
+            else origin or self.field.type
+        )
 
     @property
     def choices(self) -> tuple[str, ...]:
         """The words that it takes, itself or in a list, OWN where a function is one; none where it takes any."""
         kind = get_args(self.field.type)[0] if self.kind is list else self.field.type
-        return (*get_args(kind), *[OWN] * self.field.metadata.get("own", False)) if get_origin(kind) is Literal else ()
+        return (
+            (*get_args(kind), *[OWN] * self.field.metadata.get("own", False))
+            if get_origin(kind) is Literal
+            else ()
+        )
 
     @property
     def is_automatic(self) -> bool:
@@ -370,16 +429,26 @@ class Setting(NamedTuple):
         default = self.default
         if self.is_automatic or self.kind is bool:
             return "auto" if default is None else "on" if default else "off"
-        return " ".join(default or ()) if self.kind in (list, dict) else "" if default is None else str(default)
+        return (
+            " ".join(default or ())
+            if self.kind in (list, dict)
+            else ""
+            if default is None
+            else str(default)
+        )
 
 
-def add_flags(parser: argparse.ArgumentParser, settings: Iterable[Setting], everything: bool = True) -> None:
+def add_flags(
+    parser: argparse.ArgumentParser, settings: Iterable[Setting], everything: bool = True
+) -> None:
     """Adds a flag for each setting, by group; it gives its text, or None. everything: whether --help shows all."""
     groups: dict[str, Any] = {}
     for setting in settings:
         metadata, default = setting.field.metadata, setting.shown_default
         text = (metadata["help"] + f" (default: {default})" * bool(default)).replace("%", "%%")
-        how: dict[str, Any] = {"help": text if everything or metadata.get("first") else argparse.SUPPRESS}
+        how: dict[str, Any] = {
+            "help": text if everything or metadata.get("first") else argparse.SUPPRESS
+        }
         if setting.kind is bool:
             how["action"] = argparse.BooleanOptionalAction
         else:
@@ -410,19 +479,28 @@ def parse_setting(setting: Setting, value: Any) -> Any:
     Raises ValueError naming the flag whose value has the wrong type, is out of range or is no choice.
     """
     kind, metadata, choices = setting.kind, setting.field.metadata, setting.choices
-    if type(None) in get_args(setting.field.type) and value in (None, "auto" if setting.is_automatic else None):
+    if type(None) in get_args(setting.field.type) and value in (
+        None,
+        "auto" if setting.is_automatic else None,
+    ):
         return None
 
     def refused(shown: Any, must: str) -> ValueError:
         asked = f"{setting.key} {shown}".lower()  # a value that TRL has
         row = load_foreign_names()["values"].get(asked)
         said = "; " + _explain_foreign_name(f"TRL's {asked}", *row) if row else ""
-        return ValueError(f"{flag_of(setting.key)} is {reprlib.repr(shown)}; it must be {must}{said}")
+        return ValueError(
+            f"{flag_of(setting.key)} is {reprlib.repr(shown)}; it must be {must}{said}"
+        )
 
     try:
         if kind is list:
             several = [value] if isinstance(value, str) else value
-            found = [ours for one in _convert(list, several) if (ours := _from_trl_value(setting.key, one)) is not None]
+            found = [
+                ours
+                for one in _convert(list, several)
+                if (ours := _from_trl_value(setting.key, one)) is not None
+            ]
         else:
             found = _convert(kind, _from_trl_value(setting.key, value))
     except (ValueError, TypeError, AttributeError, OverflowError) as error:
@@ -431,7 +509,9 @@ def parse_setting(setting: Setting, value: Any) -> Any:
         if not isinstance(text, str):
             raise refused(value, WORDS[kind])
         if _CONTROL.search(text):
-            raise ValueError(f"{flag_of(setting.key)} is {text!r:.60}; it must hold no control characters")
+            raise ValueError(
+                f"{flag_of(setting.key)} is {text!r:.60}; it must hold no control characters"
+            )
         if choices and text not in choices and not (OWN in choices and ":" in text):
             raise refused(text, f"one of {', '.join(choices)}")
     low, high = metadata.get("low"), metadata.get("high", 2**31 if kind is int else None)
@@ -446,7 +526,11 @@ def _convert(kind: Any, value: Any) -> Any:
     """A value, or its text, as a type. A bool is not a number, and numbers are finite. ValueError where it is none."""
     if kind is dict:
         words = ",".join([value] if isinstance(value, str) else value)
-        pairs = value.items() if isinstance(value, dict) else [part.partition("=")[::2] for part in words.split(",")]
+        pairs = (
+            value.items()
+            if isinstance(value, dict)
+            else [part.partition("=")[::2] for part in words.split(",")]
+        )
         found: Any = {name.strip(): _convert(float, number) for name, number in pairs}
     else:
         found = kind(value) if isinstance(value, str) and kind in (int, float) else value
@@ -489,7 +573,9 @@ def read_text(path: str | Path, where: str, megabytes: int) -> str:
             raise ValueError(f"it is no file of at most {megabytes} MB")
         return Path(path).read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
-        raise ValueError(f"{where} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        raise ValueError(
+            f"{where} cannot be read: {getattr(error, 'strerror', None) or error}"
+        ) from error
 
 
 def load_yaml(path: str | Path, where: str) -> Any:
@@ -497,7 +583,9 @@ def load_yaml(path: str | Path, where: str) -> Any:
     text = read_text(path, where, 1)
     try:
         return yaml.load(text, _Loader)
-    except Exception as error:  # PyYAML lets through what an impossible date, a bad tag or deep nesting raises
+    except (
+        Exception
+    ) as error:  # PyYAML lets through what an impossible date, a bad tag or deep nesting raises
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         line = f", line {mark.line + 1}" if mark else ""
         problem = problem or str(error).partition("\n")[0] or type(error).__name__

@@ -16,8 +16,12 @@ import mlx.core as mx
 import numpy as np
 
 SAPO_TEMPERATURES = (1.0, 1.05)  # for positive and for other advantages, arXiv:2511.20347
-SIGNAL_FLOOR = 0.01  # a group whose rewards' range is below this share of the step's deviation is noise
-LARGEST_LOG_RATIO = 80.0  # e^80 is finite in float32; e^89 is inf, and its gradient through a clip is 0 * inf = nan
+SIGNAL_FLOOR = (
+    0.01  # a group whose rewards' range is below this share of the step's deviation is noise
+)
+LARGEST_LOG_RATIO = (
+    80.0  # e^80 is finite in float32; e^89 is inf, and its gradient through a clip is 0 * inf = nan
+)
 # A token that the reference finds e^9 times likelier has a KL term of 8093 and a slope of 8102. Beyond, both stay:
 # the exponential of a few tokens would else be the whole step's loss, and infinite from e^89 on.
 LARGEST_KL_LOG_RATIO = 9.0
@@ -29,7 +33,9 @@ class Objective(NamedTuple):
     loss_type: str = "dapo"  # see LOSSES
     importance_sampling_level: str = "token"  # see `importance_ratio`
     epsilon: float = 0.2  # lower clip of the ratio: 1 - epsilon
-    epsilon_high: float | None = None  # upper clip: 1 + this; None: as epsilon. For cispo the cap on the ratio itself
+    epsilon_high: float | None = (
+        None  # upper clip: 1 + this; None: as epsilon. For cispo the cap on the ratio itself
+    )
     beta: float = 0.0  # weight of the KL term
     max_tokens: int | None = None  # the constant that dr_grpo divides by
 
@@ -50,7 +56,9 @@ class Tokens(NamedTuple):
     num_items: float | None = None  # counted tokens of the whole step; None: of these rows
     num_rows: float | None = None  # rows of the whole step; None: these
     divergences: mx.array | None = None  # between teacher and policy, with gradient; for "distill"
-    weights: mx.array | None = None  # (M, 1), tokens that each counts for in sums; above 1 only without advantage
+    weights: mx.array | None = (
+        None  # (M, 1), tokens that each counts for in sums; above 1 only without advantage
+    )
     entropies: mx.array | None = None  # nats, of the policy's distributions, without gradient
     sampled_logprobs: mx.array | None = None  # as the sampler recorded them; None for given replies
 
@@ -88,9 +96,16 @@ def group_advantages(
     """
     assert scale in ("group", "batch", "mean", "none"), scale
     assert baseline in ("group", "rloo", "reinforce"), baseline
-    assert rewards.ndim == 2 and rewards.shape[1] > 1, f"a group needs two completions, rewards are {rewards.shape}"
-    assert scale not in ("group", "mean") or baseline != "reinforce", "the whole step is compared, not a group"
-    has, shape = ~np.isnan(rewards), (1, -1) if baseline == "reinforce" else rewards.shape  # one row per comparison
+    assert rewards.ndim == 2 and rewards.shape[1] > 1, (
+        f"a group needs two completions, rewards are {rewards.shape}"
+    )
+    assert scale not in ("group", "mean") or baseline != "reinforce", (
+        "the whole step is compared, not a group"
+    )
+    has, shape = (
+        ~np.isnan(rewards),
+        (1, -1) if baseline == "reinforce" else rewards.shape,
+    )  # one row per comparison
     step_deviation, num = (rewards[has] - rewards[0, 0]).std(ddof=1), has.sum(axis=1, keepdims=True)
     compared, there = rewards.reshape(shape), has.reshape(shape)
     centered = np.where(there, compared - compared[:, :1], 0.0)
@@ -105,12 +120,18 @@ def group_advantages(
     elif scale == "mean":
         spread = np.ptp(np.where(has, rewards, rewards[:, :1]), axis=1, keepdims=True)
         mean = np.where(has, rewards, 0.0).sum(axis=1, keepdims=True) / num
-        centered = centered / np.maximum(mean, spread / num + 1e-12)  # equal rewards are 0 / 0 otherwise
+        centered = centered / np.maximum(
+            mean, spread / num + 1e-12
+        )  # equal rewards are 0 / 0 otherwise
     # r - mean(others) = (r - mean(all)) * G / (G - 1)
-    return (centered * (num / np.maximum(num - 1, 1)) if baseline == "rloo" else centered).astype(np.float32)
+    return (centered * (num / np.maximum(num - 1, 1)) if baseline == "rloo" else centered).astype(
+        np.float32
+    )
 
 
-def turn_advantages(groups: list[list[list[float]]], scale: str = "group", signal_floor: float = 0.0) -> np.ndarray:
+def turn_advantages(
+    groups: list[list[list[float]]], scale: str = "group", signal_floor: float = 0.0
+) -> np.ndarray:
     """
     How much better what a row earns from a turn on is than what the rows of its group earn from that turn on.
 
@@ -129,9 +150,13 @@ def turn_advantages(groups: list[list[list[float]]], scale: str = "group", signa
         rewards[place, row, : len(turns)], has[place, row, : len(turns)] = turns, True
     returns = rewards[..., ::-1].cumsum(axis=-1)[..., ::-1]
     step_deviation = (returns[..., 0][has[..., 0]] - returns[0, 0, 0]).std(ddof=1)
-    first = np.take_along_axis(returns, has.argmax(axis=1)[:, None], axis=1)  # of a row that has the turn
+    first = np.take_along_axis(
+        returns, has.argmax(axis=1)[:, None], axis=1
+    )  # of a row that has the turn
     centered, num = np.where(has, returns - first, 0.0), has.sum(axis=1, keepdims=True)
-    centered = np.where(has, centered - centered.sum(axis=1, keepdims=True) / np.maximum(num, 1), 0.0)
+    centered = np.where(
+        has, centered - centered.sum(axis=1, keepdims=True) / np.maximum(num, 1), 0.0
+    )
     noise = np.ptp(centered, axis=(1, 2), keepdims=True) <= signal_floor * (step_deviation + 1e-4)
     centered = np.where(noise, 0.0, centered)
     if scale == "group":
@@ -141,7 +166,9 @@ def turn_advantages(groups: list[list[list[float]]], scale: str = "group", signa
     return centered.astype(np.float32)
 
 
-def decoupled_advantages(rewards: np.ndarray, weights: list[float], signal_floor: float = 0.0) -> np.ndarray:
+def decoupled_advantages(
+    rewards: np.ndarray, weights: list[float], signal_floor: float = 0.0
+) -> np.ndarray:
     """
     Advantages of several rewards: normalizes each within its group, then their weighted sum over the batch.
 
@@ -151,7 +178,10 @@ def decoupled_advantages(rewards: np.ndarray, weights: list[float], signal_floor
     Source: GDPO, arXiv:2601.05242.
     """
     parts = [group_advantages(one, signal_floor=signal_floor) for one in rewards]
-    total = np.sum([weight * part.astype(np.float64) for weight, part in zip(weights, parts, strict=True)], axis=0)
+    total = np.sum(
+        [weight * part.astype(np.float64) for weight, part in zip(weights, parts, strict=True)],
+        axis=0,
+    )
     num = (~np.isnan(rewards[0])).sum()
     return (total / (np.sqrt((total**2).sum() / (num - 1)) + 1e-4)).astype(np.float32)
 
@@ -159,12 +189,16 @@ def decoupled_advantages(rewards: np.ndarray, weights: list[float], signal_floor
 # ---- terms of a token's loss
 
 
-def importance_ratio(logprobs: mx.array, old_logprobs: mx.array, mask: mx.array, level: str) -> mx.array:
+def importance_ratio(
+    logprobs: mx.array, old_logprobs: mx.array, mask: mx.array, level: str
+) -> mx.array:
     """policy / old policy by "token" (N, T), or "sequence" (N, 1), a geometric mean: GSPO, arXiv:2507.18071, eq. 7."""
     assert level in ("token", "sequence"), level
     log_ratio = logprobs - old_logprobs
     if level == "sequence":
-        log_ratio = (log_ratio * mask).sum(-1, keepdims=True) / mx.maximum(mask.sum(-1, keepdims=True), 1)
+        log_ratio = (log_ratio * mask).sum(-1, keepdims=True) / mx.maximum(
+            mask.sum(-1, keepdims=True), 1
+        )
     return mx.exp(mx.minimum(log_ratio, LARGEST_LOG_RATIO))
 
 
@@ -189,7 +223,9 @@ def clipped_term(ratio: mx.array, tokens: Tokens, objective: Objective) -> Term:
 def cispo_term(ratio: mx.array, tokens: Tokens, objective: Objective) -> Term:
     """-sg(min(r, cap)) A log pi: caps the weight, so no token loses its gradient. Source: arXiv:2506.13585."""
     cap = objective.upper
-    return -mx.stop_gradient(mx.minimum(ratio, cap)) * tokens.advantages * tokens.logprobs, ratio > cap
+    return -mx.stop_gradient(
+        mx.minimum(ratio, cap)
+    ) * tokens.advantages * tokens.logprobs, ratio > cap
 
 
 def sapo_term(ratio: mx.array, tokens: Tokens, objective: Objective) -> Term:
@@ -212,7 +248,9 @@ def kl_term(logprobs: mx.array, ref_logprobs: mx.array) -> mx.array:
     """
     log_ratio = ref_logprobs - logprobs
     bounded = mx.stop_gradient(mx.minimum(log_ratio, LARGEST_KL_LOG_RATIO))
-    bounded = bounded + (log_ratio - mx.stop_gradient(log_ratio))  # adds 0, and keeps the slope that a minimum drops
+    bounded = bounded + (
+        log_ratio - mx.stop_gradient(log_ratio)
+    )  # adds 0, and keeps the slope that a minimum drops
     return mx.exp(bounded) - bounded - 1
 
 
@@ -237,7 +275,9 @@ def mean_of_positions(per_token: mx.array, tokens: Tokens, objective: Objective)
 
 
 def _num_items(tokens: Tokens) -> mx.array:
-    return mx.maximum(tokens.mask.sum() if tokens.num_items is None else mx.array(tokens.num_items), 1)
+    return mx.maximum(
+        tokens.mask.sum() if tokens.num_items is None else mx.array(tokens.num_items), 1
+    )
 
 
 def _num_rows(tokens: Tokens) -> float:
@@ -247,10 +287,17 @@ def _num_rows(tokens: Tokens) -> float:
 # ---- losses
 
 
-COLUMNS = ("old_logprobs", "ref_logprobs", "entropies", "sampled_logprobs")  # (M, T), without gradient
+COLUMNS = (
+    "old_logprobs",
+    "ref_logprobs",
+    "entropies",
+    "sampled_logprobs",
+)  # (M, T), without gradient
 
 
-def policy_loss(term: Callable[..., Term], average: Callable[[mx.array, Tokens, Objective], mx.array]) -> LossFunction:
+def policy_loss(
+    term: Callable[..., Term], average: Callable[[mx.array, Tokens, Objective], mx.array]
+) -> LossFunction:
     """
     The average of term + beta * KL over the counted tokens. Sums: `kl` with a reference; `clip_frac` with a clip.
 
@@ -261,12 +308,20 @@ def policy_loss(term: Callable[..., Term], average: Callable[[mx.array, Tokens, 
     def loss(tokens: Tokens, objective: Objective) -> Loss:
         mask = tokens.mask
         columns: Any = {"logprobs": tokens.logprobs}
-        columns |= {name: mx.stop_gradient(one) for name in COLUMNS if (one := getattr(tokens, name)) is not None}
+        columns |= {
+            name: mx.stop_gradient(one)
+            for name in COLUMNS
+            if (one := getattr(tokens, name)) is not None
+        }
         # values outside the mask are arbitrary; their exp must not become inf * 0 = nan
         columns = {name: mx.where(mask > 0, one, 0.0) for name, one in columns.items()}
-        advantages = mx.stop_gradient(tokens.advantages if tokens.advantages.ndim == 2 else tokens.advantages[:, None])
+        advantages = mx.stop_gradient(
+            tokens.advantages if tokens.advantages.ndim == 2 else tokens.advantages[:, None]
+        )
         tokens = tokens._replace(advantages=advantages, **columns)
-        ratio = importance_ratio(tokens.logprobs, tokens.old_logprobs, mask, objective.importance_sampling_level)
+        ratio = importance_ratio(
+            tokens.logprobs, tokens.old_logprobs, mask, objective.importance_sampling_level
+        )
         per_token, removed = term(ratio, tokens, objective)
         counted = mask if tokens.weights is None else mask * tokens.weights
         sums = {} if removed is None else {"clip_frac": (removed * counted).sum()}

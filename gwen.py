@@ -59,7 +59,10 @@ class RMSNorm(nn.Module):
         if not self.offset:
             return self.weight
         if not self._scale or self._scale[0] is not self.weight:
-            self._scale = self.weight, (self.weight.astype(mx.float32) + self.offset).astype(self.weight.dtype)
+            self._scale = (
+                self.weight,
+                (self.weight.astype(mx.float32) + self.offset).astype(self.weight.dtype),
+            )
         return self._scale[1]
 
     def __call__(self, x: mx.array) -> mx.array:
@@ -100,7 +103,9 @@ class Attention(nn.Module):
         What attention needs: queries (N, H, L, D), keys and values (N, K, L, D), and where the family has them gates
         (N, L, H, D) on the output, before their sigmoid.
         """
-        qkv = self.qkv_proj(x).reshape(*x.shape[:2], -1, self.head_dim)  # (N, L, H + 2K, D), or with gates 2H + 2K
+        qkv = self.qkv_proj(x).reshape(
+            *x.shape[:2], -1, self.head_dim
+        )  # (N, L, H + 2K, D), or with gates 2H + 2K
         gates = None
         if self.gated:  # behind each head's query
             queries, rest = mx.split(qkv, [2 * self.num_heads], axis=2)
@@ -126,7 +131,9 @@ class GatedDeltaNet(nn.Module):
         super().__init__()
         assert config.delta is not None
         self.sizes, num_heads = config.delta, config.delta.num_value_heads
-        widths = hub.part_rows(config, "linear_attn.in_proj")  # of what is convolved, gates, beta and decay
+        widths = hub.part_rows(
+            config, "linear_attn.in_proj"
+        )  # of what is convolved, gates, beta and decay
         self.ends = [sum(widths[: i + 1]) for i in range(3)]
         self.in_proj = nn.Linear(config.hidden_size, sum(widths), bias=False)
         self.conv1d = nn.Module()  # causal, of single channels
@@ -139,21 +146,32 @@ class GatedDeltaNet(nn.Module):
         (num_rows, length, _), sizes, spans = x.shape, self.sizes, context.layout.spans
         channels, gates, beta, decay = mx.split(self.in_proj(x), self.ends, axis=-1)
         beta = mx.sigmoid(beta.astype(mx.float32))
-        log_decay = -mx.exp(self.A_log.astype(mx.float32)) * nn.softplus(decay.astype(mx.float32) + self.dt_bias)
+        log_decay = -mx.exp(self.A_log.astype(mx.float32)) * nn.softplus(
+            decay.astype(mx.float32) + self.dt_bias
+        )
         if spans is not None:  # padding leaves the memory and what the convolution sees as they are
             column = mx.arange(length)
             real = ((column >= spans[0][:, None]) & (column < spans[1][:, None]))[..., None]
-            channels, beta, log_decay = (mx.where(real, array, 0) for array in (channels, beta, log_decay))
+            channels, beta, log_decay = (
+                mx.where(real, array, 0) for array in (channels, beta, log_decay)
+            )
         past = None if context.state is None else context.state.newest
         before, memory = past or sizes.empty_state(num_rows, x.dtype)
         window = mx.concatenate([before, channels], axis=1)  # (N, W - 1 + L, channels)
         mixed = delta.convolve(window, self.conv1d.weight).astype(mx.float32)
         queries, keys, values = mx.split(mixed, [sizes.widths[0], 2 * sizes.widths[0]], axis=-1)
-        queries, keys = (delta.normalize(one.reshape(num_rows, length, -1, sizes.key_dim)) for one in (queries, keys))
+        queries, keys = (
+            delta.normalize(one.reshape(num_rows, length, -1, sizes.key_dim))
+            for one in (queries, keys)
+        )
         values = values.reshape(num_rows, length, -1, sizes.value_dim)
-        out, memory = delta.gated_delta(queries * sizes.key_dim**-0.5, keys, values, log_decay, beta, memory)
+        out, memory = delta.gated_delta(
+            queries * sizes.key_dim**-0.5, keys, values, log_decay, beta, memory
+        )
         if context.state is not None:
-            context.state.update(delta.convolution_state(window, sizes.window - 1, spans and spans[1]), memory)
+            context.state.update(
+                delta.convolution_state(window, sizes.window - 1, spans and spans[1]), memory
+            )
         gated = self.norm(out).reshape(num_rows, length, -1) * ops.silu(gates.astype(mx.float32))
         return self.out_proj(gated.astype(x.dtype))
 
@@ -177,10 +195,15 @@ class Block(nn.Module):
         else:
             self.self_attn = Attention(config, kind)
         self.mlp = MLP(config)
-        norms = (RMSNorm(config.hidden_size, config.rms_norm_eps, config.family.norm_offset) for _ in range(2))
+        norms = (
+            RMSNorm(config.hidden_size, config.rms_norm_eps, config.family.norm_offset)
+            for _ in range(2)
+        )
         self.input_layernorm, self.post_attention_layernorm = norms
 
-    def __call__(self, x: mx.array, delta: mx.array | None, context: Context) -> tuple[mx.array, mx.array]:
+    def __call__(
+        self, x: mx.array, delta: mx.array | None, context: Context
+    ) -> tuple[mx.array, mx.array]:
         """The residual stream and what is yet to be added to it, `delta`, of the layer before and after this one."""
         if self.is_linear:
             x, normed = self.input_layernorm.add_and_normalize(x, delta)
@@ -189,12 +212,16 @@ class Block(nn.Module):
         parts = [(keys, values)] if context.state is None else context.state.update(keys, values)
         return self.finish(x, attention.attend(queries, parts, context.layout), gates)
 
-    def attention_inputs(self, x: mx.array, delta: mx.array | None, rotation: ops.Rotation) -> tuple[mx.array, Read]:
+    def attention_inputs(
+        self, x: mx.array, delta: mx.array | None, rotation: ops.Rotation
+    ) -> tuple[mx.array, Read]:
         """A call as far as attention: the residual stream, and what attention needs."""
         x, normed = self.input_layernorm.add_and_normalize(x, delta)
         return x, self.self_attn.project(normed, rotation)
 
-    def finish(self, x: mx.array, attended: mx.array, gates: mx.array | None = None) -> tuple[mx.array, mx.array]:
+    def finish(
+        self, x: mx.array, attended: mx.array, gates: mx.array | None = None
+    ) -> tuple[mx.array, mx.array]:
         """The rest of a call, from what attention gives."""
         return self.add_mlp(x, self.self_attn.output(attended, gates))
 
@@ -204,7 +231,9 @@ class Block(nn.Module):
         return x, self.mlp(normed)
 
 
-def checkpoint_layer(layer: Block, x: mx.array, delta: mx.array | None, context: Context) -> tuple[mx.array, None]:
+def checkpoint_layer(
+    layer: Block, x: mx.array, delta: mx.array | None, context: Context
+) -> tuple[mx.array, None]:
     """
     `layer(x, delta, context)`, of which only x + delta is kept; the gradient computes the layer again.
 
@@ -214,7 +243,9 @@ def checkpoint_layer(layer: Block, x: mx.array, delta: mx.array | None, context:
     left, whose gradients belong to the shared prompt. Integers and masks come by closure.
     """
     state = context.state
-    assert isinstance(state, TreeLayer | DeltaState | None), "what is written in place cannot be computed again"
+    assert isinstance(state, TreeLayer | DeltaState | None), (
+        "what is written in place cannot be computed again"
+    )
 
     def run(weights: Any, x: mx.array, before: Any) -> tuple[mx.array, Any]:
         own = layer.trainable_parameters()
@@ -223,10 +254,14 @@ def checkpoint_layer(layer: Block, x: mx.array, delta: mx.array | None, context:
         x, out = layer(x, None, context._replace(state=level))
         layer.update(own)
         # of a view the whole product of queries, keys and values would stay
-        return x + out, [] if level is None else [tuple(map(mx.contiguous, part)) for part in level.parts[-1:]]
+        return x + out, [] if level is None else [
+            tuple(map(mx.contiguous, part)) for part in level.parts[-1:]
+        ]
 
     before = [] if state is None else list(state.parts)
-    x, newest = mx.checkpoint(run)(layer.trainable_parameters(), x if delta is None else x + delta, before)
+    x, newest = mx.checkpoint(run)(
+        layer.trainable_parameters(), x if delta is None else x + delta, before
+    )
     for part in newest:
         context.state.update(*part)
     return x, None
@@ -250,7 +285,9 @@ class Model(nn.Module):
         """(V, C): the embedding where the head is tied to it."""
         return self.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
 
-    def hidden(self, tokens: mx.array, cache: Cache | None = None, checkpoint_layers: int = 0) -> mx.array:
+    def hidden(
+        self, tokens: mx.array, cache: Cache | None = None, checkpoint_layers: int = 0
+    ) -> mx.array:
         """
         Normalized final hidden states, (N, L) int32 -> (N, L, C). Without a cache, padding belongs on the right.
 
@@ -259,13 +296,21 @@ class Model(nn.Module):
         """
         num_rows, length = tokens.shape
         x = self.embed_tokens(tokens)
-        offsets = mx.zeros((num_rows,), dtype=mx.int32) if cache is None else cache.offsets(num_rows)
-        shared = Context(self._rope.make_rotation(offsets, length), CAUSAL if cache is None else cache.layout(length), None)
+        offsets = (
+            mx.zeros((num_rows,), dtype=mx.int32) if cache is None else cache.offsets(num_rows)
+        )
+        shared = Context(
+            self._rope.make_rotation(offsets, length),
+            CAUSAL if cache is None else cache.layout(length),
+            None,
+        )
         delta = None
         for index, layer in enumerate(self.layers):
             context = shared if cache is None else shared._replace(state=cache.layers[index])
             kept = index >= checkpoint_layers
-            x, delta = layer(x, delta, context) if kept else checkpoint_layer(layer, x, delta, context)
+            x, delta = (
+                layer(x, delta, context) if kept else checkpoint_layer(layer, x, delta, context)
+            )
         if cache is not None:
             cache.advance(length)
         return self.norm.add_and_normalize(x, delta)[1]
@@ -324,7 +369,10 @@ def decode_step(model: Model) -> Step:
             if attended == len(layers):
                 break
             x, (queries, keys, values, *gates) = made
-            found = [attention.attend(queries, cache.layers[attended].update(keys, values), layout), *gates]
+            found = [
+                attention.attend(queries, cache.layers[attended].update(keys, values), layout),
+                *gates,
+            ]
         cache.advance(1)
         return made
 
@@ -352,7 +400,11 @@ def arrange_for_matmul(name: str, weight: mx.array) -> mx.array:
     OpenBLAS packs what it multiplies by, and packs x @ W.T of a few rows a fifth slower from rows than from columns.
     """
     is_packed = weight.dtype == mx.uint32
-    return weight if gpu.on_gpu() or is_packed or not name.endswith("proj.weight") else mx.contiguous(weight.T).T
+    return (
+        weight
+        if gpu.on_gpu() or is_packed or not name.endswith("proj.weight")
+        else mx.contiguous(weight.T).T
+    )
 
 
 def load_model(
@@ -370,9 +422,14 @@ def load_model(
     """
     directory, dtype = Path(directory), dtype or default_dtype()
     config = hub.load_config(directory)
-    weights, num_skipped = hub.from_stored_names(hub.load_weights(directory, default_dtype()), config.family)
+    weights, num_skipped = hub.from_stored_names(
+        hub.load_weights(directory, default_dtype()), config.family
+    )
     if num_skipped:
-        print(f"gwen: {directory}: {num_skipped} tensors, not of language, are left out", file=sys.stderr)
+        print(
+            f"gwen: {directory}: {num_skipped} tensors, not of language, are left out",
+            file=sys.stderr,
+        )
     if config.tie_word_embeddings:
         drop_tied_head(directory, weights)
     model = Model(config)  # lazy: its random weights are replaced before they are computed
@@ -382,20 +439,35 @@ def load_model(
     hub.unpack_weights(weights, ways)
     expected = hub.unfuse_weights(dict(tree_flatten(model.parameters())), config)
     for name in sorted(expected.keys() | weights.keys()):
-        found, asked = (some[name].shape if name in some else "none" for some in (weights, expected))
+        found, asked = (
+            some[name].shape if name in some else "none" for some in (weights, expected)
+        )
         if found != asked:
             raise ValueError(f"{directory}: {name} has shape {found}, config.json asks for {asked}")
         array = weights[name]
-        if mx.issubdtype(array.dtype, mx.floating) != mx.issubdtype(expected[name].dtype, mx.floating):
-            raise ValueError(f"{directory}: {name} is {array.dtype}; only floating-point weights are supported")
-        weights[name] = array if array.dtype == mx.uint32 or name.endswith(config.family.kept) else array.astype(dtype)
+        if mx.issubdtype(array.dtype, mx.floating) != mx.issubdtype(
+            expected[name].dtype, mx.floating
+        ):
+            raise ValueError(
+                f"{directory}: {name} is {array.dtype}; only floating-point weights are supported"
+            )
+        weights[name] = (
+            array
+            if array.dtype == mx.uint32 or name.endswith(config.family.kept)
+            else array.astype(dtype)
+        )
     if adapter is not None:
         weights = adapters.merge_weights(weights, adapter, config.family)
     weights = hub.fuse_weights(weights)  # one name, so that no part outlives its whole
-    model.load_weights([(name, arrange_for_matmul(name, weights.pop(name))) for name in list(weights)])
+    model.load_weights(
+        [(name, arrange_for_matmul(name, weights.pop(name))) for name in list(weights)]
+    )
     if not lazy:
         memory.limit_mlx_cache()
-        for part in (*model.layers, model):  # layer by layer: all at once would hold 1.5 times the model's bytes
+        for part in (
+            *model.layers,
+            model,
+        ):  # layer by layer: all at once would hold 1.5 times the model's bytes
             mx.eval(part.parameters())
         check_kernels(model)
     return model
@@ -411,7 +483,11 @@ def drop_tied_head(directory: Path, weights: dict[str, mx.array]) -> None:
         head = weights.pop(name)
         twin = name.replace("lm_head.", "model.embed_tokens.")
         embedding = weights.get(twin)
-        if embedding is None or head.shape != embedding.shape or not mx.array_equal(head, embedding, equal_nan=True):
+        if (
+            embedding is None
+            or head.shape != embedding.shape
+            or not mx.array_equal(head, embedding, equal_nan=True)
+        ):
             fix = "set tie_word_embeddings to false in config.json to use it, or remove the tensor"
             raise ValueError(
                 f"{directory}: {name} differs from {twin}, and tie_word_embeddings is true or the default; {fix}"
@@ -443,7 +519,10 @@ def check_kernels(model: Model) -> None:
     line, well = check_mlx(model)
     if not well:
         bugs = "mlx #3585, #3586, #3797 and #4411"
-        print(f"gwen: MLX's own arithmetic is {line}; see {bugs}, or take another MLX", file=sys.stderr)
+        print(
+            f"gwen: MLX's own arithmetic is {line}; see {bugs}, or take another MLX",
+            file=sys.stderr,
+        )
     if kernels.kernels_are_wanted():
         kernels.check_calls(rehearse_kernels(model))
 
@@ -452,9 +531,16 @@ def check_mlx(model: Model) -> tuple[str, bool]:
     """A line on what MLX itself computes at the sizes of a model's weights, and whether it is right."""
     kinds, config = model.config.layer_kinds, model.config
     firsts = [model.layers[kinds.index(kind)] for kind in dict.fromkeys(kinds)]
-    arrays = [array for layer in firsts for _, array in tree_flatten(layer.parameters()) if array.dtype != mx.uint32]
+    arrays = [
+        array
+        for layer in firsts
+        for _, array in tree_flatten(layer.parameters())
+        if array.dtype != mx.uint32
+    ]
     heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    return probe.check_arithmetic([*(array for array in arrays if array.ndim == 2), model.head_weight], heads)
+    return probe.check_arithmetic(
+        [*(array for array in arrays if array.ndim == 2), model.head_weight], heads
+    )
 
 
 def rehearse_kernels(model: Model) -> list[kernels.Call]:
@@ -469,7 +555,11 @@ def rehearse_kernels(model: Model) -> list[kernels.Call]:
             for pad in (mx.array([1, 0]), None):
                 prompts = KVCache(list(firsts), length, pad)
                 model.hidden(ids, prompts)
-                for share, prompt_of in ((True, [0, 0, 1, 1]), (True, [0, 0, 0, 1]), (False, [0, 0, 1, 1])):
+                for share, prompt_of in (
+                    (True, [0, 0, 1, 1]),
+                    (True, [0, 0, 0, 1]),
+                    (False, [0, 0, 1, 1]),
+                ):
                     slots = SlotCache(prompts, 4, 4, share)
                     for begun in (None, [2, 3]):  # then slots differ
                         slots.assign(prompt_of, begun)
@@ -488,7 +578,9 @@ def rehearse_kernels(model: Model) -> list[kernels.Call]:
     return calls
 
 
-def choose_model(asked: str | None, adapter: str | Path | None = None, usual: str | None = None) -> tuple[str, str]:
+def choose_model(
+    asked: str | None, adapter: str | Path | None = None, usual: str | None = None
+) -> tuple[str, str]:
     """
     The model to take and why: what was asked for, else the adapter's base, else what is usual for the task, else
     Qwen3-0.6B on a GPU where it can be had, else the demo. ValueError for an adapter that does not name its base.
@@ -513,7 +605,11 @@ def load_known_models() -> dict[str, dict[str, Any]]:
     """What the config.json of each model in data/models.yaml would have, by the model's name."""
     table = load_yaml(Path(__file__).parent / "data" / "models.yaml", "data/models.yaml")
     columns = table.pop("columns")
-    same: dict[str, Any] = {"rms_norm_eps": 1e-6, "max_position_embeddings": 40960, "rope_theta": 1e6}
+    same: dict[str, Any] = {
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1e6,
+    }
     same["architectures"] = ["Qwen3ForCausalLM"]  # which TRL reads, of a random one that is written
     return {name: same | dict(zip(columns, row, strict=False)) for name, row in table.items()}
 
@@ -530,7 +626,9 @@ def refuse_packed(name: str) -> None:
     """Raises ValueError for a model to train whose weights have few bits, which no update would move."""
     if load_config(name).packing:
         fix = "train the checkpoint of 16 bits that it was made from"
-        raise ValueError(f"--model {name} is quantized: {fix}; as --judge-model and --teacher it is taken")
+        raise ValueError(
+            f"--model {name} is quantized: {fix}; as --judge-model and --teacher it is taken"
+        )
 
 
 @contextlib.contextmanager
@@ -547,7 +645,9 @@ def load_config(path_or_id: str | Path) -> hub.ModelConfig:
     name, shape = str(path_or_id), str(path_or_id).removesuffix("-Instruct").removesuffix("-Base")
     if name.startswith("random:") or (shape in load_known_models() and not Path(name).is_dir()):
         return load_known_config(shape)
-    return hub.load_config(hub.find_model(path_or_id, files=["config.json", "generation_config.json"]))
+    return hub.load_config(
+        hub.find_model(path_or_id, files=["config.json", "generation_config.json"])
+    )
 
 
 def random_model(name: str, dtype: mx.Dtype | None = None) -> Model:
@@ -584,7 +684,9 @@ def load(
     """
     if str(path_or_id).startswith("random:"):
         if adapter is not None:
-            raise ValueError(f"--adapter {adapter} is of another model than {path_or_id}; give the directory it is of")
+            raise ValueError(
+                f"--adapter {adapter} is of another model than {path_or_id}; give the directory it is of"
+            )
         model, tokenizer = random_model(str(path_or_id), dtype), hub.load_tokenizer(hub.DEMO)
         other_end_ids = tuple(ends.find_token_ids(tokenizer, end_tokens))
         model.config = dataclasses.replace(model.config, other_end_ids=other_end_ids)
@@ -597,7 +699,9 @@ def load(
         tokenizer = hub.load_tokenizer(directory)
     largest, vocab_size = max(tokenizer.get_vocab().values(), default=0), model.config.vocab_size
     if largest >= vocab_size:
-        raise ValueError(f"{directory}: the tokenizer has the id {largest}, the model only {vocab_size} ids")
+        raise ValueError(
+            f"{directory}: the tokenizer has the id {largest}, the model only {vocab_size} ids"
+        )
     model.config = with_ends(model.config, tokenizer, path_or_id, end_tokens)
     return model, tokenizer
 
@@ -610,7 +714,9 @@ def with_ends(
         whole, sources = ends.add_end_tokens(config, tokenizer, end_tokens)
     except ValueError as error:
         raise ValueError(f"--model {name}: {error}") from error
-    tell_once(f"gwen: {name}: {ends.describe_sources(whole, tokenizer, sources)}" if sources else "")
+    tell_once(
+        f"gwen: {name}: {ends.describe_sources(whole, tokenizer, sources)}" if sources else ""
+    )
     return whole
 
 
@@ -632,7 +738,9 @@ def save(model: Model, directory: str | Path, tokenizer: Any) -> None:
     """Writes the model un-fused to a new directory, with configuration and tokenizer, for mlx_lm and transformers."""
     directory, config = Path(directory), model.config
     directory.mkdir(parents=True, exist_ok=True)
-    weights = hub.to_hub_names(hub.unfuse_weights(dict(tree_flatten(model.parameters())), config), config.family)
+    weights = hub.to_hub_names(
+        hub.unfuse_weights(dict(tree_flatten(model.parameters())), config), config.family
+    )
     mx.save_safetensors(str(directory / "model.safetensors"), weights, metadata={"format": "pt"})
     raw = hub.make_config_json(config, model.head_weight.dtype)
     (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
@@ -649,12 +757,19 @@ def examine_machine() -> Iterator[tuple[str, bool | None]]:
     found, dtype = versions.describe_environment(cpu_blas.description), default_dtype()
     numbers = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
     panics = "none; memory that macOS must not page out was reported to panic it: docs/memory.md, mlx #3186"
-    wired = f"{limit} GB that macOS must not page out" if (limit := os.environ.get(memory.WIRED_LIMIT)) else panics
+    wired = (
+        f"{limit} GB that macOS must not page out"
+        if (limit := os.environ.get(memory.WIRED_LIMIT))
+        else panics
+    )
     yield f"versions: Python {found['python']}, {numbers}", True
     yield f"machine: {found['machine']}, {found['platform']}, {found['num_cpus']} CPUs", True
     yield f"memory: {memory.memory_size() / 1e9:.1f} GB for this process", True
     yield f"wired: {wired}", True
-    yield f"device: {'metal' if gpu.has_metal() else 'cpu'}, where models are {str(dtype).rpartition('.')[2]}", True
+    yield (
+        f"device: {'metal' if gpu.has_metal() else 'cpu'}, where models are {str(dtype).rpartition('.')[2]}",
+        True,
+    )
     yield f"BLAS: {found['blas']}; it multiplies matrices on the CPU", True
     usual = "random:0.6b" if gpu.has_metal() else "random:2m"
     shape = Model(dataclasses.replace(load_known_config(usual), layer_kinds=("full_attention",)))
@@ -664,19 +779,27 @@ def examine_machine() -> Iterator[tuple[str, bool | None]]:
     line, well = hub.describe_cache()
     yield line, well or None
     if not (gpu.has_metal() and kernels.kernels_are_wanted()):
-        yield f"kernels: none, {'as GWEN_KERNELS says' if gpu.has_metal() else 'they are for a GPU'}", True
+        yield (
+            f"kernels: none, {'as GWEN_KERNELS says' if gpu.has_metal() else 'they are for a GPU'}",
+            True,
+        )
         return
     calls = [*rehearse_kernels(shape), *lm_head.rehearse_head(shape.head_weight)]
     kernels.check_calls(calls)
     names = dict.fromkeys(op.name for op, *_ in calls)
-    off = [name for name in names if kernels.OPS[name].off]
-    yield f"kernels: {', '.join(names)} were compared with plain MLX; OFF: {', '.join(off) or 'none'}", not off
+    off = [name for name in names if kernels.OPS[name].disabled_dtypes]
+    yield (
+        f"kernels: {', '.join(names)} were compared with plain MLX; OFF: {', '.join(off) or 'none'}",
+        not off,
+    )
 
 
 @guard_output()
 @report_mistakes()
 def main(argv: list[str] | None = None) -> None:
-    parser = Parser("gwen.py", "Look at this machine: versions, device, BLAS, memory, hub, kernels.")
+    parser = Parser(
+        "gwen.py", "Look at this machine: versions, device, BLAS, memory, hub, kernels."
+    )
     parser.add_argument("--doctor", action="store_true", required=True, help="what runs here")
     parser.parse_args(argv)
     all_well = True

@@ -65,7 +65,9 @@ class Judge(Grader):
         self.score_ids = rubrics.score_token_ids(tokenizer) if mode == "logits" else []
         self.end_of_thought = tokenizer.convert_tokens_to_ids("</think>") if think else None
         if think and self.end_of_thought in (None, tokenizer.unk_token_id):
-            raise ValueError(f"--judge-think {think}: the judge's tokenizer has no </think>, so it cannot think")
+            raise ValueError(
+                f"--judge-think {think}: the judge's tokenizer has no </think>, so it cannot think"
+            )
         reply_room = rubrics.REPLY_TOKENS + think if mode == "decode" else 0
         self.room = model.config.max_position_embeddings - reply_room  # for a prompt, in tokens
         self._check_room({"": []})
@@ -77,14 +79,26 @@ class Judge(Grader):
         if not self._identity:
             with lora.disabled(self.model):
                 logits = self.tree.root[1] @ self.model.head_weight.T
-            settings = (self.prompts.head, self.prompts.middle, self.prompts.tails, self.mode, self.think)
+            settings = (
+                self.prompts.head,
+                self.prompts.middle,
+                self.prompts.tails,
+                self.mode,
+                self.think,
+            )
             values = np.array(logits.astype(mx.float32)).tobytes()
             self._identity = rubrics.digest_of(settings, str(logits.dtype), values)
         return self._identity
 
     def evaluate(self, questions: list[Question]) -> Generator[tuple[int, Evaluation], None, None]:
-        texts = {prompt: self.prompts.encode_question(prompt) for prompt in dict.fromkeys(q.prompt for q in questions)}
-        answers = {text: self.prompts.encode_answer(text) for text in dict.fromkeys(q.completion for q in questions)}
+        texts = {
+            prompt: self.prompts.encode_question(prompt)
+            for prompt in dict.fromkeys(q.prompt for q in questions)
+        }
+        answers = {
+            text: self.prompts.encode_answer(text)
+            for text in dict.fromkeys(q.completion for q in questions)
+        }
         self._check_room(texts)
         prompts: dict[int, Prompt] = {}  # by index of their question
         for place, (prompt, completion, column) in enumerate(questions):
@@ -93,9 +107,14 @@ class Judge(Grader):
                 prompts[place] = tuple(map(tuple, runs))
             else:
                 context = self.model.config.max_position_embeddings
-                reply = f"(nothing, as the answer does not fit into its context of {context} tokens)"
+                reply = (
+                    f"(nothing, as the answer does not fit into its context of {context} tokens)"
+                )
                 yield place, Evaluation(math.nan, 0.0, reply)
-        with lora.disabled(self.model), alive.Bar(total=len(prompts), desc="judging", unit="evaluation") as progress:
+        with (
+            lora.disabled(self.model),
+            alive.Bar(total=len(prompts), desc="judging", unit="evaluation") as progress,
+        ):
             for place_and_evaluation in self.tree.walk(prompts, self._read_evaluations):
                 progress.update()
                 yield place_and_evaluation
@@ -116,11 +135,17 @@ class Judge(Grader):
         if self.mode == "decode":
             return self._read_replies(logits, cache)
         logprobs = softmax.log_softmax(logits)
-        by_score = mx.stack([mx.exp(logprobs[:, mx.array(ids)]).sum(-1) for ids in self.score_ids], axis=-1)  # (M, 5)
+        by_score = mx.stack(
+            [mx.exp(logprobs[:, mx.array(ids)]).sum(-1) for ids in self.score_ids], axis=-1
+        )  # (M, 5)
         mass = by_score.sum(-1)
         expected = (by_score * mx.arange(1, 6)).sum(-1) / mx.maximum(mass, 1e-30)
-        scores = np.where(np.array(mass).astype(float) >= rubrics.MIN_MASS, np.array(expected), math.nan)
-        likeliest = [self.tokenizer.decode([token]) for token in np.array(logprobs.argmax(-1)).tolist()]
+        scores = np.where(
+            np.array(mass).astype(float) >= rubrics.MIN_MASS, np.array(expected), math.nan
+        )
+        likeliest = [
+            self.tokenizer.decode([token]) for token in np.array(logprobs.argmax(-1)).tolist()
+        ]
         return list(map(Evaluation, scores.tolist(), np.array(mass).tolist(), likeliest))
 
     def _read_replies(self, logits: mx.array, cache: TreeCache) -> list[Evaluation]:
@@ -131,7 +156,9 @@ class Judge(Grader):
         if self.think:
             assert self.end_of_thought is not None
             ends = [*eos, self.end_of_thought]
-            thoughts = sampler.continue_greedily(self.model, cache.to_flat_cache(), logits, self.think, ends)
+            thoughts = sampler.continue_greedily(
+                self.model, cache.to_flat_cache(), logits, self.think, ends
+            )
             # A row that reached eos while thinking is finished; the others get their thoughts closed.
             replies = {row: ids for row, ids in enumerate(thoughts) if ids[-1] in eos}
             rows = [row for row in rows if row not in replies]
@@ -140,9 +167,13 @@ class Judge(Grader):
             if rows:
                 lengths = list(map(len, tails))
                 cache = cache.extend(lengths, rows)
-                logits = select_ends(self.tree.forward(cache, tails), lengths) @ self.model.head_weight.T
+                logits = (
+                    select_ends(self.tree.forward(cache, tails), lengths) @ self.model.head_weight.T
+                )
         if rows:
-            answers = sampler.continue_greedily(self.model, cache.to_flat_cache(), logits, rubrics.REPLY_TOKENS, eos)
+            answers = sampler.continue_greedily(
+                self.model, cache.to_flat_cache(), logits, rubrics.REPLY_TOKENS, eos
+            )
             replies |= dict(zip(rows, answers, strict=True))
 
         evaluations = []
@@ -151,7 +182,9 @@ class Judge(Grader):
             was_cut = ids[-1] not in eos
             text = self.tokenizer.decode(ids if was_cut else ids[:-1])
             is_in_thought = self.prompts.opens_thought and not (self.think and row in rows)
-            evaluation = rubrics.evaluation_from_reply(f"<think>{text}" if is_in_thought else text, was_cut)
+            evaluation = rubrics.evaluation_from_reply(
+                f"<think>{text}" if is_in_thought else text, was_cut
+            )
             evaluations.append(evaluation._replace(reply=text))
         return evaluations
 
@@ -159,7 +192,9 @@ class Judge(Grader):
 # ---- a run's judge, and the command that compares a judge's scores with human labels
 
 
-def make_judge(settings: JudgeSettings, rubric: Rubric, load: Callable[[], tuple[gwen.Model, Any]]) -> Grader:
+def make_judge(
+    settings: JudgeSettings, rubric: Rubric, load: Callable[[], tuple[gwen.Model, Any]]
+) -> Grader:
     """The judge of these settings; `load` returns its model and tokenizer and runs only for a local judge."""
     if settings.url:
         from judging.remote_judge import RemoteJudge
@@ -189,7 +224,10 @@ def make_graders(
             return base, tokenizer
         return load_judge_model(config.judge.model or config.model.name)
 
-    grader, second = (make_judge(config.judge, rubrics.load_rubric(one), load) if one else None for one in (rubric, witness))
+    grader, second = (
+        make_judge(config.judge, rubrics.load_rubric(one), load) if one else None
+        for one in (rubric, witness)
+    )
     if grader is not None and second is not None:
         second.known = grader.known  # a key covers the rubric
     return grader, second
@@ -201,7 +239,12 @@ def main(argv: list[str] | None = None) -> None:
 
     parser = Parser("judge.py", "Compare a judge with labelled answers.")
     parser.add_argument("--rubric", required=True, help="YAML with the criteria")
-    parser.add_argument("--labels", required=True, metavar="FILE", help="JSONL: prompt, completion, criterion, score")
+    parser.add_argument(
+        "--labels",
+        required=True,
+        metavar="FILE",
+        help="JSONL: prompt, completion, criterion, score",
+    )
     add_flags(parser, [SETTINGS[key] for key in JUDGE])
     args = parser.parse_args(argv)
     with report_mistakes():
@@ -212,7 +255,13 @@ def main(argv: list[str] | None = None) -> None:
         if not settings.url:
             name, why = gwen.choose_model(settings.model)
         print(f"judge: {name}, {why}; mode {settings.mode}", file=sys.stderr)
-        print(escape_invisible(labels.judge_labels(make_judge(settings, rubric, lambda: load_judge_model(name)), known)))
+        print(
+            escape_invisible(
+                labels.judge_labels(
+                    make_judge(settings, rubric, lambda: load_judge_model(name)), known
+                )
+            )
+        )
 
 
 if __name__ == "__main__":

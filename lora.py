@@ -39,7 +39,9 @@ class LoRALinear(nn.Module):
         self.lora_a = mx.random.uniform(-bound, bound, (in_width, rank), key=key)
         self.lora_b = mx.zeros((rank, out_width))  # so that training begins at the base model
         self._rounded: tuple[mx.array, ...] = ()  # A and B, and the copies made of them
-        self._start: tuple[mx.array, ...] = ()  # A and B that training began with, if it began with an adapter
+        self._start: tuple[
+            mx.array, ...
+        ] = ()  # A and B that training began with, if it began with an adapter
 
     def __call__(self, x: mx.array) -> mx.array:
         if not self.enabled:
@@ -51,7 +53,12 @@ class LoRALinear(nn.Module):
     def rounded_matrices(self, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
         """A and scale * B in a type of 16 bits, made once for the A and B at hand."""
         last = self._rounded
-        if not last or last[0] is not self.lora_a or last[1] is not self.lora_b or last[2].dtype != dtype:
+        if (
+            not last
+            or last[0] is not self.lora_a
+            or last[1] is not self.lora_b
+            or last[2].dtype != dtype
+        ):
             copies = self.lora_a.astype(dtype), (self.scale * self.lora_b).astype(dtype)
             self._rounded = self.lora_a, self.lora_b, *copies
         return self._rounded[2], self._rounded[3]
@@ -69,37 +76,56 @@ class LoRALinear(nn.Module):
             low = x @ low_a
             return mx.addmm(self.linear(x), low, low_b), low
 
-        def backward(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, mx.array, mx.array]:
+        def backward(
+            primals: Any, cotangents: Any, outputs: Any
+        ) -> tuple[mx.array, mx.array, mx.array]:
             x, d_y, low = primals[0], cotangents[0], outputs[1]
             d_low = d_y @ low_b.T
             d_x = mx.addmm(d_y @ self.linear.weight, d_low, low_a.T)
             return d_x, ops.tall_product(d_low, x).T, self.scale * ops.tall_product(low, d_y)
 
-        result: mx.array = gpu.differentiable(forward, backward, x, self.lora_a, self.lora_b)[0]
+        result: mx.array = gpu.call_with_vjp(forward, backward, x, self.lora_a, self.lora_b)[0]
         return result
 
 
 def adapted_layers(model: gwen.Model) -> Iterator[tuple[str, LoRALinear]]:
     """Every adapted projection with its name, "layers.0.self_attn.qkv_proj"."""
-    return ((name, module) for name, module in model.named_modules() if isinstance(module, LoRALinear))
+    return (
+        (name, module) for name, module in model.named_modules() if isinstance(module, LoRALinear)
+    )
 
 
-def apply(model: gwen.Model, rank: int, scale: float, targets: Sequence[str] = TARGETS, seed: int = 0) -> None:
+def apply(
+    model: gwen.Model, rank: int, scale: float, targets: Sequence[str] = TARGETS, seed: int = 0
+) -> None:
     """Freezes the model and puts an adapter on its layers' target projections, in place. ValueError if it has none."""
     model.freeze()
-    linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n.split(".")[-1] in targets}
+    linears = {
+        n: m
+        for n, m in model.named_modules()
+        if isinstance(m, nn.Linear) and n.split(".")[-1] in targets
+    }
     if not linears:
-        raise ValueError(f"--lora-targets {' '.join(targets)}: {model.config.family.members} have no such projection")
-    pairs = zip(sorted(linears.items()), mx.random.split(mx.random.key(seed), len(linears)), strict=True)
+        raise ValueError(
+            f"--lora-targets {' '.join(targets)}: {model.config.family.members} have no such projection"
+        )
+    pairs = zip(
+        sorted(linears.items()), mx.random.split(mx.random.key(seed), len(linears)), strict=True
+    )
     adapted = [(name, LoRALinear(linear, rank, scale, key)) for (name, linear), key in pairs]
     model.update_modules(tree_unflatten(adapted))
     for _, layer in adapted:
         layer.unfreeze(keys=["lora_a", "lora_b"], recurse=False)
-    if gpu.has_metal() and kernels.kernels_are_wanted():  # what `gwen.check_kernels` could not know: the rank
+    if (
+        gpu.has_metal() and kernels.kernels_are_wanted()
+    ):  # what `gwen.check_kernels` could not know: the rank
         widths = {size for _, layer in adapted for size in layer.linear.weight.shape}
         with kernels.record_calls() as calls:
             for size in sorted(widths):
-                both = (kernels.normal_array(3, columns, dtype=model.head_weight.dtype) for columns in (rank, size))
+                both = (
+                    kernels.normal_array(3, columns, dtype=model.head_weight.dtype)
+                    for columns in (rank, size)
+                )
                 ops.tall_product(*both)
         kernels.check_calls(calls)
 
@@ -121,7 +147,9 @@ def disabled(model: gwen.Model) -> Iterator[None]:
 @contextlib.contextmanager
 def with_initial_weights(model: gwen.Model) -> Iterator[None]:
     """Inside, the model is what its training began with, the reference policy: see `begin_with`, else its base."""
-    now = [(layer, layer.lora_a, layer.lora_b) for _, layer in adapted_layers(model) if layer._start]
+    now = [
+        (layer, layer.lora_a, layer.lora_b) for _, layer in adapted_layers(model) if layer._start
+    ]
     for layer, _, _ in now:
         layer.lora_a, layer.lora_b = layer._start
     try:
@@ -132,7 +160,9 @@ def with_initial_weights(model: gwen.Model) -> Iterator[None]:
             layer.lora_a, layer.lora_b = low, high
 
 
-Fused = dict[str, tuple[mx.array, mx.array]]  # A (C, R) and B (R, O) float32 by "layers.0.self_attn.qkv_proj"
+Fused = dict[
+    str, tuple[mx.array, mx.array]
+]  # A (C, R) and B (R, O) float32 by "layers.0.self_attn.qkv_proj"
 
 
 def read_for_model(model: gwen.Model, path: str | Path) -> tuple[float, Fused]:
@@ -143,7 +173,9 @@ def read_for_model(model: gwen.Model, path: str | Path) -> tuple[float, Fused]:
     these stand side by side, and each part's rows of B read its own.
     Raises ValueError when the adapter is not a "lora" one of this model's projections.
     """
-    _, scale, pairs = adapters.load_fitting(hub.unfuse_weights(dict(tree_flatten(model.parameters())), model.config), path)
+    _, scale, pairs = adapters.load_fitting(
+        hub.unfuse_weights(dict(tree_flatten(model.parameters())), model.config), path
+    )
     fused = {}
     for name, linear in model.named_modules():
         if not isinstance(linear, nn.Linear) or name.split(".")[-1] not in TARGETS:
@@ -163,7 +195,9 @@ def read_for_model(model: gwen.Model, path: str | Path) -> tuple[float, Fused]:
             columns.append(mx.concatenate(blocks))
         fused[name] = mx.concatenate(lows, axis=1), mx.concatenate(columns, axis=1)
     if pairs:
-        raise ValueError(f"--adapter {path}: {next(iter(pairs))} is no projection that can have an adapter here")
+        raise ValueError(
+            f"--adapter {path}: {next(iter(pairs))} is no projection that can have an adapter here"
+        )
     return scale, fused
 
 
@@ -173,7 +207,10 @@ def attach_adapter(model: gwen.Model, path: str | Path, start: str | Path | None
 
     start: the adapter that its training began with, for `before_training`.
     """
-    (scale, pairs), begun = read_for_model(model, path), None if start is None else read_for_model(model, start)[1]
+    (scale, pairs), begun = (
+        read_for_model(model, path),
+        None if start is None else read_for_model(model, start)[1],
+    )
     linears, adapted = dict(model.named_modules()), []
     for name, (low, high) in pairs.items():
         layer = LoRALinear(linears[name], 1, scale, mx.random.key(0))
@@ -193,11 +230,15 @@ def start_from(model: gwen.Model, scale: float, pairs: Fused) -> None:
     """
     adapted = dict(adapted_layers(model))
     if missing := sorted({name.rpartition(".")[2] for name in pairs.keys() - adapted.keys()}):
-        raise ValueError(f"--init-adapter adapts {', '.join(missing)} too; add that to --lora-targets")
+        raise ValueError(
+            f"--init-adapter adapts {', '.join(missing)} too; add that to --lora-targets"
+        )
     needed = max(low.shape[1] for low, _ in pairs.values())
     for name, layer in adapted.items():
         if layer.lora_a.shape[1] < needed:
-            raise ValueError(f"--init-adapter needs --lora-rank {needed}, or more; it is {layer.lora_a.shape[1]}")
+            raise ValueError(
+                f"--init-adapter needs --lora-rank {needed}, or more; it is {layer.lora_a.shape[1]}"
+            )
         if name in pairs:
             low, high = pairs[name]
             high = high if scale == layer.scale else high * (scale / layer.scale)
@@ -213,7 +254,10 @@ def adapter_weights(model: gwen.Model) -> dict[str, mx.array]:
     for name, layer in adapted_layers(model):
         # B^T has the output rows that a weight has, so the rule that takes weights apart takes it apart too
         for part, rows in hub.unfuse_weights({name: layer.lora_b.T}, model.config).items():
-            out[f"{prefix}{part}.lora_a"], out[f"{prefix}{part}.lora_b"] = layer.lora_a, mx.contiguous(rows.T)
+            out[f"{prefix}{part}.lora_a"], out[f"{prefix}{part}.lora_b"] = (
+                layer.lora_a,
+                mx.contiguous(rows.T),
+            )
     return out
 
 
@@ -225,11 +269,22 @@ def save_adapter(model: gwen.Model, directory: Path, base: str) -> bool:
     """
     directory.mkdir(parents=True, exist_ok=True)
     adapted = list(adapted_layers(model))
-    config: dict[str, Any] = {"model": base, "fine_tune_type": "full", "num_layers": len(model.layers)}
+    config: dict[str, Any] = {
+        "model": base,
+        "fine_tune_type": "full",
+        "num_layers": len(model.layers),
+    }
     if adapted:
         first, weights = adapted[0][1], adapter_weights(model)
-        keys = sorted({hub.plain_name(name).rpartition(".")[0].split(".", 3)[3] for name in weights})
-        parameters = {"rank": first.lora_a.shape[1], "scale": first.scale, "dropout": 0.0, "keys": keys}
+        keys = sorted(
+            {hub.plain_name(name).rpartition(".")[0].split(".", 3)[3] for name in weights}
+        )
+        parameters = {
+            "rank": first.lora_a.shape[1],
+            "scale": first.scale,
+            "dropout": 0.0,
+            "keys": keys,
+        }
         config |= {"fine_tune_type": "lora", "lora_parameters": parameters}
     else:
         weights = hub.unfuse_weights(dict(tree_flatten(model.parameters())), model.config)

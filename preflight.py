@@ -43,7 +43,14 @@ from machine.output import guard_output
 from problems import audit, chat_template, episodes, form
 from problems.data import warn_of_few_held_out
 from problems.examples import Example, prompt_key, prompt_text, shorten_value, spread_evenly
-from settings.sources import command_line, given_settings, merge_settings, parse_flags, resolve_settings, to_yaml
+from settings.sources import (
+    command_line,
+    given_settings,
+    merge_settings,
+    parse_flags,
+    resolve_settings,
+    to_yaml,
+)
 from step import batch
 from step.rows import (
     ROOM,
@@ -64,7 +71,10 @@ def gpu_memory_limit(memory_bytes: int) -> int:
 
 
 LAPTOP = gpu_memory_limit(2**34)
-PYTHON, OF_TOKEN = 170_000_000, 700  # bytes of Python, 30 MB for reading data included, and of a tokenizer by token
+PYTHON, OF_TOKEN = (
+    170_000_000,
+    700,
+)  # bytes of Python, 30 MB for reading data included, and of a tokenizer by token
 # Positions of a micro-batch. On a CPU 8192 took as long for random:2m and 1.5 times as long for random:30m as 1024.
 BUDGET, GPU_BUDGET = 1024, 2048
 # Layers while one's gradient is computed: of one that is kept beside all that are, and of one that is computed again,
@@ -106,7 +116,11 @@ class RunDemand(NamedTuple):
         if self.rubric is None or self.config.judge.url:
             return None
         with gwen.blame_flag("--judge-model"):
-            return self.model if self.config.judges_itself else gwen.load_config(self.config.judge.model)
+            return (
+                self.model
+                if self.config.judges_itself
+                else gwen.load_config(self.config.judge.model)
+            )
 
 
 class ParameterCounts(NamedTuple):
@@ -117,7 +131,9 @@ class ParameterCounts(NamedTuple):
     trained: int
 
 
-def count_parameters(model: hub.ModelConfig, adapters: ModelSettings | None = None) -> ParameterCounts:
+def count_parameters(
+    model: hub.ModelConfig, adapters: ModelSettings | None = None
+) -> ParameterCounts:
     """Counted of one layer of each kind, whose arrays are lazy: nothing is computed. adapters: None where none are."""
     kinds = tuple(dict.fromkeys(model.layer_kinds))
     shapes = gwen.Model(dataclasses.replace(model, layer_kinds=kinds))
@@ -144,12 +160,19 @@ def frozen_bytes(name: str, shape: hub.ModelConfig, dtype: mx.Dtype) -> int:
 def sampling_of(config: Config) -> tuple[int, int, int]:
     """Prompts, samples of each and their tokens in a step; of given replies, one sample that is its prompt."""
     s = config.sampling
-    return (s.batch, 1, 1) if config.objective.loss_type == "sft" else (s.batch, s.groups, s.max_tokens)
+    return (
+        (s.batch, 1, 1)
+        if config.objective.loss_type == "sft"
+        else (s.batch, s.groups, s.max_tokens)
+    )
 
 
 def estimate(demand: RunDemand, sizes: Sizes) -> MemoryNeed:
     """What a run needs at most."""
-    phases = {"rollout": sampled_bytes(demand, sizes.rollout_batch_size), "judging": judging_bytes(demand)}
+    phases = {
+        "rollout": sampled_bytes(demand, sizes.rollout_batch_size),
+        "judging": judging_bytes(demand),
+    }
     return MemoryNeed(resident_bytes(demand), phases | {"update": update_bytes(demand, sizes)})
 
 
@@ -157,19 +180,35 @@ def sampled_bytes(demand: RunDemand, rows: int) -> int:
     """What a rollout of so many rows at once takes: caches, and what is computed."""
     _, groups, length = sampling_of(demand.config)
     is_given = demand.config.objective.loss_type == "sft"
-    return 0 if is_given else sum(rollout_bytes(demand.model, demand.dtype, demand.longest, groups, length, rows))
+    return (
+        0
+        if is_given
+        else sum(rollout_bytes(demand.model, demand.dtype, demand.longest, groups, length, rows))
+    )
 
 
 def resident_bytes(demand: RunDemand) -> dict[str, int]:
     """What is there in every phase."""
-    (model, dtype, config, *_), judge, teacher = demand, demand.judge, demand.config.objective.teacher
+    (model, dtype, config, *_), judge, teacher = (
+        demand,
+        demand.judge,
+        demand.config.objective.teacher,
+    )
     rank, (num, _, trained) = config.model.lora_rank, count_parameters(model, config.model)
     weights = num * dtype.size
     copies = dtype.size if rank and dtype != mx.float32 else 0  # of adapters in 16 bits
     masters = trained if rank or dtype != mx.float32 else 0  # float32 weights are their own
-    has_base = not rank and teacher != "self" and (config.objective.beta or (judge and config.judges_itself))
+    has_base = (
+        not rank
+        and teacher != "self"
+        and (config.objective.beta or (judge and config.judges_itself))
+    )
     moments = 0 if config.optimizer.kind == "sgd" else 8 * trained
-    found = {"weights": weights, "adapters" if rank else "masters": (4 + copies) * masters, "optimizer": moments}
+    found = {
+        "weights": weights,
+        "adapters" if rank else "masters": (4 + copies) * masters,
+        "optimizer": moments,
+    }
     if teacher:  # what it says are the hidden states of all completions
         with gwen.blame_flag("--teacher"):
             shape = model if teacher == "self" else gwen.load_config(teacher)
@@ -187,7 +226,9 @@ def judging_bytes(demand: RunDemand) -> int:
     if model is None or rubric is None:
         return 0
     preamble, criteria = rubrics.load_rubric(rubric)
-    head, criterion = (TEMPLATE + len(text) // 4 for text in (preamble, max((c.text for c in criteria), key=len)))
+    head, criterion = (
+        TEMPLATE + len(text) // 4 for text in (preamble, max((c.text for c in criteria), key=len))
+    )
     rows = config.judge.chunk_size
     answers = max(rows // len(criteria), 1)
     questions = prompts[-answers:]
@@ -206,7 +247,9 @@ def micro_batches(demand: RunDemand, sizes: Sizes) -> tuple[list[list[int]], boo
     """Rows, whether they share their prompts, and how they are cut where all completions are as long as allowed."""
     _, groups, length = sampling_of(demand.config)
     rows = [row for place, num in enumerate(demand.longest) for row in [[place] * num] * groups]
-    return rows, *batch.plan_batches(rows, np.full(len(rows), length), sizes.train_token_budget, "auto")
+    return rows, *batch.plan_batches(
+        rows, np.full(len(rows), length), sizes.train_token_budget, "auto"
+    )
 
 
 def update_bytes(demand: RunDemand, sizes: Sizes) -> int:
@@ -215,13 +258,23 @@ def update_bytes(demand: RunDemand, sizes: Sizes) -> int:
     (model, dtype, config, *_), (rows, shared, cut) = demand, micro_batches(demand, sizes)
     width, layers, (*_, length) = model.hidden_size, model.num_hidden_layers, sampling_of(config)
     num_again, most = sizes.checkpoint_layers, 0
-    again, kinds = model.layer_kinds[:num_again], model.layer_kinds[num_again:]  # of the layers that are kept
+    again, kinds = (
+        model.layer_kinds[:num_again],
+        model.layer_kinds[num_again:],
+    )  # of the layers that are kept
     for part, positions in cut:
         longest = max(len(rows[row]) for row in part)
         keys = longest + length - 1
-        of_kind = {kind: positions * layer_bytes(model, dtype, keys, kind) for kind in set(model.layer_kinds)}
+        of_kind = {
+            kind: positions * layer_bytes(model, dtype, keys, kind)
+            for kind in set(model.layer_kinds)
+        }
         # of those that are computed again: inputs, and what rows that share a prompt see of it
-        inputs = positions * (dtype.size * width + shared * column_bytes(model, dtype) / layers) * num_again
+        inputs = (
+            positions
+            * (dtype.size * width + shared * column_bytes(model, dtype) / layers)
+            * num_again
+        )
         inputs += len(part) * state_bytes(model, dtype) * shared
         factors = {kind: (WORKING, AGAIN[shared]) for kind in of_kind}
         factors |= {"linear_attention": (LINEAR_WORKING, LINEAR_AGAIN)}
@@ -229,7 +282,9 @@ def update_bytes(demand: RunDemand, sizes: Sizes) -> int:
         backward = max((of_kind[kind] * factors[kind][0] for kind in kinds), default=0.0)
         recomputed = max((of_kind[kind] * factors[kind][1] for kind in again), default=0.0)
         if gpu.on_gpu():
-            inputs += len(part) * longest * column_bytes(model, dtype) * shared  # of prompts' keys and values, joined
+            inputs += (
+                len(part) * longest * column_bytes(model, dtype) * shared
+            )  # of prompts' keys and values, joined
             scores = (4 + 3 * dtype.size) * attention.MOST_SCORES  # of attention's gradient
             backward, recomputed = backward + scores, recomputed + scores
         num_tokens = positions if config.objective.loss_type == "sft" else len(part) * length
@@ -237,7 +292,9 @@ def update_bytes(demand: RunDemand, sizes: Sizes) -> int:
         if uses_kernels():  # logits of some rows, and their gradient
             logprobs += 2 * dtype.size * min(lm_head.ROWS_AT_ONCE, num_tokens) * model.vocab_size
         else:
-            tiles = 4 * min(TILES_IN_FLIGHT * lm_head.LOGPROB_TILE, 4 * num_tokens * model.vocab_size)
+            tiles = 4 * min(
+                TILES_IN_FLIGHT * lm_head.LOGPROB_TILE, 4 * num_tokens * model.vocab_size
+            )
             head = 0 if config.model.lora_rank else 4 * model.vocab_size * width
             logprobs += max(tiles + head, 2 * head)  # the head's gradient: in tiles, and joined
         most = max(most, int(inputs + max(kept + max(backward, logprobs), recomputed)))
@@ -245,7 +302,9 @@ def update_bytes(demand: RunDemand, sizes: Sizes) -> int:
     return max(most + 4 * trained * (len(cut) > 1 or num_again > 0), 7 * trained)
 
 
-def choose_sizes(demand: RunDemand, most_rows: int = USUAL_ROWS, room: float | None = None) -> Sizes:
+def choose_sizes(
+    demand: RunDemand, most_rows: int = USUAL_ROWS, room: float | None = None
+) -> Sizes:
     """
     Decides each `auto`. most_rows: that a rollout, or an evaluation, has. room: bytes; None: this machine's.
 
@@ -253,14 +312,22 @@ def choose_sizes(demand: RunDemand, most_rows: int = USUAL_ROWS, room: float | N
     update. To fit is to need nine tenths of what a GPU offers, and without a GPU of what a laptop's would, so that a
     run on a CPU does not depend on the machine.
     """
-    sampling, optimizer, layers = demand.config.sampling, demand.config.optimizer, demand.model.num_hidden_layers
-    room = ROOM * (room or (memory.memory_size() if gpu.on_gpu() else LAPTOP)) - sum(resident_bytes(demand).values())
+    sampling, optimizer, layers = (
+        demand.config.sampling,
+        demand.config.optimizer,
+        demand.model.num_hidden_layers,
+    )
+    room = ROOM * (room or (memory.memory_size() if gpu.on_gpu() else LAPTOP)) - sum(
+        resident_bytes(demand).values()
+    )
     usual = [GPU_BUDGET, BUDGET] if gpu.on_gpu() else [BUDGET]
     budgets = [optimizer.train_token_budget] if optimizer.train_token_budget else usual
     named = {"off": [0], "on": [layers], "auto": list(range(layers + 1))}
     counts = named.get(optimizer.checkpoint_layers) or [int(optimizer.checkpoint_layers)]
     rows = sampling.rollout_batch_size or most_rows
-    for budget, count in [(budget, counts[0]) for budget in budgets] + [(budgets[-1], one) for one in counts[1:]]:
+    for budget, count in [(budget, counts[0]) for budget in budgets] + [
+        (budgets[-1], one) for one in counts[1:]
+    ]:
         sizes = Sizes(rows, budget, count)
         if update_bytes(demand, sizes) <= room:
             break
@@ -278,12 +345,18 @@ def agree_on_sizes(sizes: Sizes) -> Sizes:
 def rubric_of(config: Config) -> Path | None:
     """The rubric that a run is judged by, as far as that is known without its data."""
     data, bundled = config.data, Path(__file__).parent / "data" / f"{config.data.task}_rubric.yaml"
-    unasked = config.objective.loss_type in ("sft", "distill") or (data.reward and "rubric" not in data.reward_weights)
-    path = Path(data.rubric) if data.rubric else None if unasked or not bundled.is_file() else bundled
+    unasked = config.objective.loss_type in ("sft", "distill") or (
+        data.reward and "rubric" not in data.reward_weights
+    )
+    path = (
+        Path(data.rubric) if data.rubric else None if unasked or not bundled.is_file() else bundled
+    )
     return None if data.reward_weights.get("rubric") == 0 else path
 
 
-LESS = dict.fromkeys(("masters", "optimizer", "base"), "set --lora-rank 16") | {  # what makes a part smaller
+LESS = dict.fromkeys(
+    ("masters", "optimizer", "base"), "set --lora-rank 16"
+) | {  # what makes a part smaller
     "weights": "take a smaller --model",
     "teacher": "take a smaller --teacher",
     "judge": "take a smaller --judge-model",
@@ -296,16 +369,25 @@ LESS = dict.fromkeys(("masters", "optimizer", "base"), "set --lora-rank 16") | {
 def memory_line(demand: RunDemand, sizes: Sizes) -> str:
     """What a run needs, phase by phase, against what the machine has, and the flag to turn where it does not fit."""
     need, room = estimate(demand, sizes), memory.memory_size()
-    staying, passing = ([f"{size / 1e9:.2f} {name}" for name, size in part.items() if size] for part in need)
+    staying, passing = (
+        [f"{size / 1e9:.2f} {name}" for name, size in part.items() if size] for part in need
+    )
     said = (
         f"memory: {need.total / 1e9:.2f} of {room / 1e9:.2f} GB = {' + '.join(staying)} + "
         f"{'the largest of ' * (len(passing) > 1)}{', '.join(passing)} "
         f"at --train-token-budget {sizes.train_token_budget} "
         f"--checkpoint-layers {sizes.as_settings()['checkpoint_layers']}"
     )
-    if not demand.config.model.lora_rank:  # a checkpoint has masters and moments, and its adapter is all weights
-        each, weights = 4 * count_parameters(demand.model).weights + need.resident["optimizer"], need.resident["weights"]
-        disk = (checkpoint.KEPT + 1) * (each + weights) + 2 * weights  # one more while it is saved, and two adapters
+    if (
+        not demand.config.model.lora_rank
+    ):  # a checkpoint has masters and moments, and its adapter is all weights
+        each, weights = (
+            4 * count_parameters(demand.model).weights + need.resident["optimizer"],
+            need.resident["weights"],
+        )
+        disk = (checkpoint.KEPT + 1) * (
+            each + weights
+        ) + 2 * weights  # one more while it is saved, and two adapters
         said += f"; checkpoints take up to {disk / 1e9:.1f} GB of disk"
     return said if need.total <= room else f"{said}; it does not fit: {way_to_fit(need, room)}"
 
@@ -339,27 +421,50 @@ def phase_costs(demand: RunDemand, sizes: Sizes) -> dict[str, chips.Cost]:
     """What each phase of a step moves and computes; prompts are computed once for a group."""
     (model, dtype, config, _, rubric), judge, prompts = demand, demand.judge, demand.longest
     (_, groups, length), matmuls = sampling_of(config), count_parameters(model).matmuls
-    num_rows, num_prompts, head = len(prompts) * groups, sum(prompts), model.vocab_size * model.hidden_size
+    num_rows, num_prompts, head = (
+        len(prompts) * groups,
+        sum(prompts),
+        model.vocab_size * model.hidden_size,
+    )
     rows, weights = min(sizes.rollout_batch_size, num_rows), matmuls * dtype.size
-    num_steps, width = length * num_rows / rows, max(prompts) + length / 2  # of an answer that is half done
+    num_steps, width = (
+        length * num_rows / rows,
+        max(prompts) + length / 2,
+    )  # of an answer that is half done
     # FLOPs of a query and a key in all layers
-    pair = 4 * model.num_attention_heads * model.head_dim * sum(k != "linear_attention" for k in model.layer_kinds)
-    cached = (max(prompts) / groups + length / 2) * column_bytes(model, dtype) + 2 * state_bytes(model, dtype)
+    pair = (
+        4
+        * model.num_attention_heads
+        * model.head_dim
+        * sum(k != "linear_attention" for k in model.layer_kinds)
+    )
+    cached = (max(prompts) / groups + length / 2) * column_bytes(model, dtype) + 2 * state_bytes(
+        model, dtype
+    )
     again = sizes.checkpoint_layers / model.num_hidden_layers
     passes = config.optimizer.num_iterations * (1 + again + (1 if config.model.lora_rank else 2))
     passes += bool(config.objective.beta) + bool(config.objective.teacher)
     trained: float = passes * 2 * matmuls * (num_prompts + num_rows * length)
-    trained += (4 * head + 3.5 * pair * width) * num_rows * length  # logits, and attention, with their gradients
+    trained += (
+        (4 * head + 3.5 * pair * width) * num_rows * length
+    )  # logits, and attention, with their gradients
     found = {
-        "prefill": chips.Cost(weights, 2 * matmuls * num_prompts + pair * num_prompts * max(prompts) / 2),
+        "prefill": chips.Cost(
+            weights, 2 * matmuls * num_prompts + pair * num_prompts * max(prompts) / 2
+        ),
         "decode": chips.Cost(
             num_steps * (weights + head * dtype.size + rows * cached),
             num_steps * rows * (2 * (matmuls + head) + pair * width),
         ),
-        "update": chips.Cost(len(micro_batches(demand, sizes)[-1]) * weights, trained / chips.UPDATE),
+        "update": chips.Cost(
+            len(micro_batches(demand, sizes)[-1]) * weights, trained / chips.UPDATE_FRACTION
+        ),
     }
     if judge and rubric:
-        texts = sum(TEMPLATE + len(criterion.text) // 4 for criterion in rubrics.load_rubric(rubric).criteria)
+        texts = sum(
+            TEMPLATE + len(criterion.text) // 4
+            for criterion in rubrics.load_rubric(rubric).criteria
+        )
         judged, its = num_prompts + num_rows * (length + texts), count_parameters(judge).matmuls
         found["judge"] = chips.Cost(its * dtype.size, (2 * its + pair * width) * judged)
     return found
@@ -383,7 +488,9 @@ def time_line(demand: RunDemand, sizes: Sizes) -> str:
         known, need = chips.load_chips(), estimate(demand, sizes).total
         fit = [one for one in known if gpu_memory_limit(max(one.memory) << 30) >= need]
     found = phase_costs(demand, sizes)
-    times = [f"{chip.name} {round_to_two_digits(chips.estimate_seconds(found, chip))} s" for chip in fit] or ["no chip has the memory"]
+    times = [
+        f"{chip.name} {round_to_two_digits(chips.estimate_seconds(found, chip))} s" for chip in fit
+    ] or ["no chip has the memory"]
     moved, computed = map(sum, zip(*found.values(), strict=True))
     return (
         f"a step in {8 * demand.dtype.size} bits: {moved / 1e9:.0f} GB of weights and caches read, "
@@ -398,9 +505,14 @@ PROMPT = 256  # tokens of the prompts assumed
 STEPS, PATIENCE = 100, 3600.0  # of a run, and the seconds that those of a start should take at most
 
 
-def models_that_fit(room: float, chip: chips.Chip, dtype: mx.Dtype) -> Iterator[tuple[str, int, float]]:
+def models_that_fit(
+    room: float, chip: chips.Chip, dtype: mx.Dtype
+) -> Iterator[tuple[str, int, float]]:
     """Models that `room` bytes can train, as a run on own data by its recipe; the bytes needed, and seconds a step."""
-    for name in ["demo", *(one for one in gwen.load_known_models() if not one.startswith("random:"))]:
+    for name in [
+        "demo",
+        *(one for one in gwen.load_known_models() if not one.startswith("random:")),
+    ]:
         config = merge_settings({"model": name, "task": "own"}, None)
         demand = RunDemand(gwen.load_config(name), dtype, config, [PROMPT] * config.sampling.batch)
         sizes = choose_sizes(demand, room=room)
@@ -414,13 +526,21 @@ def describe_fitting_models() -> Iterator[str]:
     yield f"what fits, for prompts of {PROMPT} tokens (time is an estimate, measured on no Mac, of steps alone):"
     yield f"{'model':28}    GB  s a step  min for {STEPS}"
     for name, need, seconds in found:  # below a second Python takes most of a step
-        times = (round_to_two_digits(one) if one >= 1 else "<1" for one in (seconds, seconds * STEPS / 60))
+        times = (
+            round_to_two_digits(one) if one >= 1 else "<1"
+            for one in (seconds, seconds * STEPS / 60)
+        )
         yield "{:28}{:6.1f}{:>10}{:>13}".format(name, need / 1e9, *times)
     if not found:
         yield f"{CHANGE}{TOO_LARGE}: no model of this table; take a machine with more memory"
         return
-    _, best = max([(need, name) for name, need, seconds in found if STEPS * seconds < PATIENCE], default=(0, "demo"))
-    own = "" if best == "demo" else " --data mine.jsonl --reward mine.py:score"  # README.md shows both
+    _, best = max(
+        [(need, name) for name, need, seconds in found if STEPS * seconds < PATIENCE],
+        default=(0, "demo"),
+    )
+    own = (
+        "" if best == "demo" else " --data mine.jsonl --reward mine.py:score"
+    )  # README.md shows both
     yield f"start with: {command_line(merge_settings({'model': best}, None).to_flags())} --model {best}{own}"
 
 
@@ -437,7 +557,11 @@ def audit_rewards(task: tasks.Task, gate: str) -> Iterator[tuple[str, audit.Audi
 
 def verify_answers(task: tasks.Task, answers: list[dict[str, Any]]) -> list[float]:
     """What the verifier, if there is one, gives each of a run's answers whose problem has a column `answer`."""
-    known = {(prompt_key(one), str(one["answer"])): one for one in task.train if one.get("answer") is not None}
+    known = {
+        (prompt_key(one), str(one["answer"])): one
+        for one in task.train
+        if one.get("answer") is not None
+    }
     rows = [(known.get((prompt_key(one), one["answer"])), one["completion"]) for one in answers]
     told = [(audit.Row(example), text) for example, text in rows if example]
     return audit.call_on_texts("correct", task.verifier, told) if task.verifier else []
@@ -475,12 +599,16 @@ def demand_of(config: Config, task: tasks.Task) -> tuple[RunDemand, Sizes]:
         return len(ids[0])
 
     examples = task.train or task.held_out
-    longest = sorted(examples, key=lambda example: len(prompt_text(example["prompt"])))[-MOST_RENDERED:]
+    longest = sorted(examples, key=lambda example: len(prompt_text(example["prompt"])))[
+        -MOST_RENDERED:
+    ]
     lengths = list(map(count_tokens, longest))
     if toolbox:  # what follows a prompt is more than what the model writes
         config = config.with_settings(max_tokens=toolbox.context - max(lengths))
 
-    held_out = spread_evenly(task.held_out, config.evaluation.limit) if config.evaluation.every else []
+    held_out = (
+        spread_evenly(task.held_out, config.evaluation.limit) if config.evaluation.every else []
+    )
     rubric = task.rubric or (task.witness if held_out else None)
     demand = RunDemand(model, gwen.default_dtype(), config, lengths, rubric)
     most_rows = max(config.sampling.batch * config.sampling.groups, len(held_out))
@@ -505,16 +633,27 @@ def try_out(config: Config) -> Iterator[str]:
 
     with tempfile.TemporaryDirectory() as directory:
         run, recipe = Path(directory) / "trial", Path(directory) / "recipe.yaml"
-        own = {"steps": TRY_STEPS, "learning_rate": 0.0, "eval_every": 0, "save_every": 1000, "report_to": []}
+        own = {
+            "steps": TRY_STEPS,
+            "learning_rate": 0.0,
+            "eval_every": 0,
+            "save_every": 1000,
+            "report_to": [],
+        }
         recipe.write_text(to_yaml(config.with_settings(**own)), encoding="utf-8")
         train = str(Path(__file__).parent / "train.py")
         command = [sys.executable, train, "--config", str(recipe), "--run-dir", str(run)]
         # by themselves they would end this process, and not the trial
-        before = {number: signal.signal(number, link.raise_interrupt) for number in link.ending_signals()[1:]}
+        before = {
+            number: signal.signal(number, link.raise_interrupt)
+            for number in link.ending_signals()[1:]
+        }
         trial = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         try:
             deadline = time.monotonic() + TRY_SECONDS
-            while trial.poll() is None and not (time.monotonic() > deadline and any(read_log(run / "metrics.jsonl"))):
+            while trial.poll() is None and not (
+                time.monotonic() > deadline and any(read_log(run / "metrics.jsonl"))
+            ):
                 time.sleep(0.2)
         finally:
             trial.kill()  # past the deadline it is in the middle of a step, and nothing of it is kept
@@ -533,23 +672,33 @@ def try_out(config: Config) -> Iterator[str]:
     if config.evaluation.every:
         values = [answer["reward"] for answer in answers if answer["reward"] is not None] or [0.0]
         within = sum(step["reward/std"] or 0.0 for step in steps) / len(steps)
-        deviation = within / (max(values) - min(values)) if within and task.metric == "score" else 0.0
+        deviation = (
+            within / (max(values) - min(values)) if within and task.metric == "score" else 0.0
+        )
         held_out = spread_evenly(task.held_out, config.evaluation.limit)
         yield from warn_of_few_held_out(len(held_out), config.to_flags(), deviation)
         yield from tasks.warn_of_contamination(config, task.train, held_out)
     yield from trial_verdict(config, steps, answers, verify_answers(task, answers), too_large)
 
 
-def explain_hopeless(config: Config, steps: list[dict[str, Any]], evaluation_s: float, run: Path) -> str:
+def explain_hopeless(
+    config: Config, steps: list[dict[str, Any]], evaluation_s: float, run: Path
+) -> str:
     """
     What to change before a run goes on whose first steps, as many as a trial has, showed no signal; else "".
 
     It is said once, of a run that will last longer than LONG. evaluation_s: seconds of an evaluation.
     """
-    seconds, every, num = [step["step/s"] for step in steps], config.evaluation.every, config.optimizer.steps
+    seconds, every, num = (
+        [step["step/s"] for step in steps],
+        config.evaluation.every,
+        config.optimizer.steps,
+    )
     is_due = len(steps) == TRY_STEPS or sum(seconds[:-1]) <= TRY_SECONDS < sum(seconds)
     left = min(seconds) * (num - len(steps)) + (evaluation_s * (num // every) if every else 0.0)
-    has_signal = not config.compares_within_groups or any(step["sampling/signal_groups"] != 0 for step in steps)
+    has_signal = not config.compares_within_groups or any(
+        step["sampling/signal_groups"] != 0 for step in steps
+    )
     if has_signal or not is_due or left <= LONG:
         return ""
     *_, advice = trial_verdict(config, steps, list(read_log(run / "rollouts.jsonl")))
@@ -580,7 +729,9 @@ def trial_verdict(
     for answer in answers[:: max(len(answers) // SHOWN, 1)][:SHOWN]:
         earned = "unreadable" if answer["reward"] is None else f"{answer['reward']:.3g}"
         yield f"  {earned}  {shorten_value(prompt_text(answer['prompt']))} -> {shorten_value(answer['completion'])}"
-    likely = [(share * num_groups + 1) / (num_groups + 2) for share in (signals, cut)]  # 0 of few is not none
+    likely = [
+        (share * num_groups + 1) / (num_groups + 2) for share in (signals, cut)
+    ]  # 0 of few is not none
     around = max(1.96 * math.sqrt(share * (1 - share) / num_groups) for share in likely)
     yield f"the next shares are those of {num_groups} groups before training, within {around:.0%}; learning moves them"
     yield (
@@ -594,16 +745,29 @@ def trial_verdict(
     yield f"deviation in a group {deviation:.3g}: what it learns from, 0 where all its answers earn alike"
     num, peak = config.optimizer.steps, max(step["mem/peak_gb"] for step in steps)
     ends = min(times), max(times)
-    pace, lasts = format_range(f"{end:.1f}" for end in ends), format_range(alive.format_duration(num * end) for end in ends)
+    pace, lasts = (
+        format_range(f"{end:.1f}" for end in ends),
+        format_range(alive.format_duration(num * end) for end in ends),
+    )
     yield f"{pace} s a step, {num} in {lasts} without evaluations, {peak:.2f} GB"
-    changes, is_gated, is_payable = [], config.data.reward_gate == "form", all(map(form.keeps_own_answer, answers))
+    changes, is_gated, is_payable = (
+        [],
+        config.data.reward_gate == "form",
+        all(map(form.keeps_own_answer, answers)),
+    )
     if unread > rubrics.LOUD:
         fix = "take another --judge-model, see docs/judge.md"
         changes.append(f"{unread:.0%} of the judge's scores cannot be read: {fix}")
     if config.compares_within_groups and signals < FEW_SIGNALS:
-        kept = [form.passes_gate(one["completion"], prompt_text(one["prompt"]), one["finish_reason"]) for one in answers]
+        kept = [
+            form.passes_gate(one["completion"], prompt_text(one["prompt"]), one["finish_reason"])
+            for one in answers
+        ]
         if is_gated and not (any(kept) and is_payable):
-            off = "; it pays some right answers alone nothing: leave it out, or ask for sentences" * (not is_payable)
+            off = (
+                "; it pays some right answers alone nothing: leave it out, or ask for sentences"
+                * (not is_payable)
+            )
             share = f"{sum(kept) / len(kept):.0%} of the answers pass"
             changes.append(f"{share} --reward-gate form: to be paid, one {form.NEEDED}{off}")
         elif high == low:
@@ -620,25 +784,51 @@ def trial_verdict(
     if cut > MANY_CUT:  # first: it may be why the others are as they are
         is_warm_start_named = any(WARM in change for change in changes)
         warm = "" if is_warm_start_named else f"take {WARM}, "
-        changes.insert(0, f"ask for shorter answers, {warm}or raise --max-tokens above {config.sampling.max_tokens}")
+        changes.insert(
+            0,
+            f"ask for shorter answers, {warm}or raise --max-tokens above {config.sampling.max_tokens}",
+        )
     room = memory.memory_size() / 1e9
     if not too_large and peak > room:
         too_large = f"{TOO_LARGE}: a step took {peak:.2f} GB, and this machine has {room:.2f}"
     if too_large:
         changes.insert(0, too_large)
     enough = f": a signal in {signals:.0%} of the groups, where {FEW_SIGNALS:.0%} are enough, however low the mean"
-    last = f"{CHANGE}{'; '.join(changes)}" if changes else "go" + enough * config.compares_within_groups
-    is_lost = config.compares_within_groups and right and not any(value > 0 for value in right) and "warm start" not in last
+    last = (
+        f"{CHANGE}{'; '.join(changes)}"
+        if changes
+        else "go" + enough * config.compares_within_groups
+    )
+    is_lost = (
+        config.compares_within_groups
+        and right
+        and not any(value > 0 for value in right)
+        and "warm start" not in last
+    )
     yield last + NONE_RIGHT * bool(is_lost)
 
 
 @guard_output()
 def main(argv: list[str] | None = None) -> None:
-    parser = Parser("preflight.py", "What memory a run needs, or what its rewards pay for. Flags of train.py, and:")
-    parser.add_argument("--try", action="store_true", dest="trial", help="take four steps first and say what they show")
-    parser.add_argument("--prompt-tokens", type=int, default=256, help="length of the longest prompts")
-    parser.add_argument("--audit", action="store_true", help="show instead what the reward functions pay for")
-    parser.add_argument("--fits", action="store_true", help="show instead what this machine can train")
+    parser = Parser(
+        "preflight.py",
+        "What memory a run needs, or what its rewards pay for. Flags of train.py, and:",
+    )
+    parser.add_argument(
+        "--try",
+        action="store_true",
+        dest="trial",
+        help="take four steps first and say what they show",
+    )
+    parser.add_argument(
+        "--prompt-tokens", type=int, default=256, help="length of the longest prompts"
+    )
+    parser.add_argument(
+        "--audit", action="store_true", help="show instead what the reward functions pay for"
+    )
+    parser.add_argument(
+        "--fits", action="store_true", help="show instead what this machine can train"
+    )
     own, rest = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
     with report_mistakes():
         check_least(own, prompt_tokens=1)
@@ -653,11 +843,17 @@ def describe_run(own: argparse.Namespace, rest: list[str]) -> Iterator[str]:
     """The lines about one run. rest: the flags of train.py."""
     args = parse_flags(rest)
     if args.resume is True:
-        args.resume = checkpoint.newest_unfinished(parse_setting(SETTINGS["steps"], args.steps) if args.steps else None)
-    config, choice = resolve_settings(given_settings(args), args.config, args.resume, gwen.choose_model)
+        args.resume = checkpoint.newest_unfinished(
+            parse_setting(SETTINGS["steps"], args.steps) if args.steps else None
+        )
+    config, choice = resolve_settings(
+        given_settings(args), args.config, args.resume, gwen.choose_model
+    )
     if config.objective.loss_type == "sft" and (own.trial or own.audit):
         flag = "--try" if own.trial else "--audit"
-        raise ValueError(f"{flag} looks at sampled answers and rewards, and --loss-type sft has none; leave it out")
+        raise ValueError(
+            f"{flag} looks at sampled answers and rewards, and --loss-type sft has none; leave it out"
+        )
     if own.audit:
         audits = audit_rewards(tasks.make_task(config), config.data.reward_gate)
         said = [text for _, one in audits for text in audit.audit_table(one)]
@@ -675,8 +871,18 @@ def describe_run(own: argparse.Namespace, rest: list[str]) -> Iterator[str]:
     if config.tools.tools or config.tools.env:
         context = episodes.conversation_limit(config.tools, model.max_position_embeddings)
         config = config.with_settings(max_tokens=max(context - own.prompt_tokens, 1))
-    demand = RunDemand(model, gwen.default_dtype(), config, [own.prompt_tokens] * config.sampling.batch, rubric_of(config))
-    witness = Path(config.evaluation.rubric) if config.evaluation.rubric and config.evaluation.every else None
+    demand = RunDemand(
+        model,
+        gwen.default_dtype(),
+        config,
+        [own.prompt_tokens] * config.sampling.batch,
+        rubric_of(config),
+    )
+    witness = (
+        Path(config.evaluation.rubric)
+        if config.evaluation.rubric and config.evaluation.every
+        else None
+    )
     most = demand._replace(rubric=demand.rubric or witness)  # a step asks no witness
     sizes = choose_sizes(most)
     yield f"{choice}; {own.prompt_tokens} prompt tokens"

@@ -46,7 +46,9 @@ if TYPE_CHECKING:
     from step.teacher import Teacher
 
 T = TypeVar("T")
-FIRST_SAVE = 300.0  # seconds after which a run is saved for the first time, whatever --save-every says
+FIRST_SAVE = (
+    300.0  # seconds after which a run is saved for the first time, whatever --save-every says
+)
 
 
 class Run:
@@ -61,7 +63,9 @@ class Run:
     sizes: Sizes
     batch_size: BatchSize  # where it samples: rows at once
     shared_messages: list[dict[str, Any]]  # messages that all prompts begin with
-    base: gwen.Model | None = None  # the model before training, if disabling adapters does not restore it
+    base: gwen.Model | None = (
+        None  # the model before training, if disabling adapters does not restore it
+    )
     custom = objectives.CustomObjective()  # a user's own loss and advantage
     judge: rubrics.Grader | None = None
     teacher: "Teacher | None" = None
@@ -100,7 +104,9 @@ class Run:
         """New ones; with --init-adapter they begin as that one."""
         settings, begun = self.config.model, None
         if settings.init_adapter:
-            kept = self.dir / START  # on resume, our copy: the original may have been trained further
+            kept = (
+                self.dir / START
+            )  # on resume, our copy: the original may have been trained further
             path = str(kept) if kept.is_dir() else settings.init_adapter
             with gwen.blame_flag("--init-adapter", "--adapter"):
                 begun = world.on_rank0(lambda: lora.read_for_model(self.model, path))
@@ -112,7 +118,11 @@ class Run:
             lora.start_from(self.model, *begun)
 
     def choose_sizes(
-        self, config: Config, lengths: list[int], rubric: Path | None = None, most_rows: int = USUAL_ROWS
+        self,
+        config: Config,
+        lengths: list[int],
+        rubric: Path | None = None,
+        most_rows: int = USUAL_ROWS,
     ) -> None:
         """
         Decides the sizes of the run, on several machines the least of all, and its loss.
@@ -123,7 +133,9 @@ class Run:
         if world.size() > 1:
             facts = {"MLX": version("mlx"), "GWEN_DTYPE": str(self.model.head_weight.dtype)}
             link.refuse_differences({"Gwen": link.code_checksum()} | facts | self.sources)
-        demand = preflight.RunDemand(self.model.config, self.model.head_weight.dtype, config, lengths, rubric)
+        demand = preflight.RunDemand(
+            self.model.config, self.model.head_weight.dtype, config, lengths, rubric
+        )
         self.sizes = preflight.agree_on_sizes(preflight.choose_sizes(demand, most_rows))
         self.demand = demand
         loss = StepLoss(self.config, self.sizes, self.custom.loss)
@@ -169,8 +181,14 @@ class Run:
 
     def save_is_due(self) -> bool:
         """Whether this step is saved: every `save_every`, the last one, and a first one after `FIRST_SAVE` seconds."""
-        is_first = self.saved_step == self.journal.begun_at and self.clock_now() - self.begun >= FIRST_SAVE
-        return is_first or self.step >= self.config.optimizer.steps or self.step % self.config.records.save_every == 0
+        is_first = (
+            self.saved_step == self.journal.begun_at and self.clock_now() - self.begun >= FIRST_SAVE
+        )
+        return (
+            is_first
+            or self.step >= self.config.optimizer.steps
+            or self.step % self.config.records.save_every == 0
+        )
 
     def update_page(self) -> None:
         """Writes the page, as often as that is cheap."""
@@ -192,7 +210,10 @@ class Run:
         all weights goes back to its newest checkpoint.
         """
         self._last_state = self.learner.state() if self.config.model.lora_rank else None
-        self.boundary = (self.step, self.learner.num_changes)  # last: from here on a Ctrl-C goes back to what is kept
+        self.boundary = (
+            self.step,
+            self.learner.num_changes,
+        )  # last: from here on a Ctrl-C goes back to what is kept
         if self.stopping:
             raise KeyboardInterrupt
 
@@ -211,7 +232,7 @@ class Run:
                     return results[0]
             except RuntimeError as error:
                 self.restore_last_step()
-                if was_stopped or not memory.is_watchdog(error) or not self.is_whole:
+                if was_stopped or not memory.is_watchdog_error(error) or not self.is_whole:
                     raise
                 was_stopped = True
                 reason = "macOS stopped the GPU's work"
@@ -221,7 +242,9 @@ class Run:
             self.learner.num_forwards = 0
             self.least_budget = self.sizes.train_token_budget // 2
             self.sizes = self.sizes._replace(train_token_budget=self.least_budget)
-            print_warning(f"update: {reason}, going on with --train-token-budget {self.least_budget}")
+            print_warning(
+                f"update: {reason}, going on with --train-token-budget {self.least_budget}"
+            )
         return learn()
 
     def restore_last_step(self) -> None:
@@ -232,20 +255,37 @@ class Run:
     def checkpoint_extra(self) -> dict[str, Any]:
         """The small values of a checkpoint."""
         counts = {name: getattr(self.learner, name) for name in update.COUNTS}
-        kept = {"dtype": str(self.model.head_weight.dtype), "loss_scale": self.learner.loss_scale._asdict()}
+        kept = {
+            "dtype": str(self.model.head_weight.dtype),
+            "loss_scale": self.learner.loss_scale._asdict(),
+        }
         decided = {"best_step": self.journal.best_step, "least_budget": self.least_budget}
-        return kept | counts | decided | {"settings": self.config.to_flags(self.sizes), "sources": self.sources}
+        return (
+            kept
+            | counts
+            | decided
+            | {"settings": self.config.to_flags(self.sizes), "sources": self.sources}
+        )
 
     def state(self) -> checkpoint.State:
         assert self.is_whole, f"step {self.step + 1} is unfinished"
         learner = self.learner
-        return checkpoint.State(self.step, learner.trainable, dict(tree_flatten(learner.optimizer.state)), self.checkpoint_extra())
+        return checkpoint.State(
+            self.step,
+            learner.trainable,
+            dict(tree_flatten(learner.optimizer.state)),
+            self.checkpoint_extra(),
+        )
 
     def restore(self, state: checkpoint.State) -> None:
-        checkpoint.check_tensors(state, self.learner.trainable, str(self.model.head_weight.dtype), self.dir)
+        checkpoint.check_tensors(
+            state, self.learner.trainable, str(self.model.head_weight.dtype), self.dir
+        )
         kept = {name: state.extra[name] for name in update.COUNTS}
         kept |= {"trainable": dict(state.trainable), "moments": state.optimizer}
-        self.learner.load_state(kept | {"loss_scale": update.LossScale(**state.extra["loss_scale"])})
+        self.learner.load_state(
+            kept | {"loss_scale": update.LossScale(**state.extra["loss_scale"])}
+        )
         self.least_budget = state.extra.get("least_budget")
         least = min(self.sizes.train_token_budget, self.least_budget or math.inf)
         self.sizes = self.sizes._replace(train_token_budget=int(least))
@@ -258,7 +298,9 @@ class Run:
         if not world.is_first():
             return
         state = self.state()
-        write_adapter = functools.partial(lora.save_adapter, self.model, base=self.config.model.name)
+        write_adapter = functools.partial(
+            lora.save_adapter, self.model, base=self.config.model.name
+        )
         with alive.show_activity("saving"):
             checkpoint.save(self.dir, state, write_adapter)
             checkpoint.publish(self.dir, state)
@@ -270,27 +312,45 @@ class GrpoRun(Run):
     def __init__(self, config: Config, run_dir: Path):
         with alive.show_activity("reading the data"):
             begun = world.on_rank0(lambda: tasks.read_held_out(run_dir))
-            self.task = tasks.make_task(config, begun=begun)  # first: it takes no model to find what is wrong
+            self.task = tasks.make_task(
+                config, begun=begun
+            )  # first: it takes no model to find what is wrong
         from problems import audit
 
         if not self.task.train and self.task.problems is None:
-            raise ValueError(f"--task {self.task.name} has nothing to train on; it is for evaluate.py")
+            raise ValueError(
+                f"--task {self.task.name} has nothing to train on; it is for evaluate.py"
+            )
         with alive.show_activity("trying the rewards"):
-            surprises = world.on_rank0(lambda: list(audit.first_surprises(self.task, config.data.reward_gate)))
+            surprises = world.on_rank0(
+                lambda: list(audit.first_surprises(self.task, config.data.reward_gate))
+            )
         self.custom = objectives.load_custom_objective(config)
-        self.shared_messages, _ = chat_template.shared_opening(self.task.train or self.task.held_out)
+        self.shared_messages, _ = chat_template.shared_opening(
+            self.task.train or self.task.held_out
+        )
         for line in (*self.task.notes, *surprises):
             print_line(line)
         super().__init__(config, run_dir)
-        self.toolbox = episodes.make_toolbox(config, self.task.tools, self.task.environments, self.tokenizer, self.model.config)
+        self.toolbox = episodes.make_toolbox(
+            config, self.task.tools, self.task.environments, self.tokenizer, self.model.config
+        )
         self.sources |= digest_sources(config, self.task)
-        if self.toolbox and self.task.environments:  # one of each is made and reset, before a directory is
+        if (
+            self.toolbox and self.task.environments
+        ):  # one of each is made and reset, before a directory is
             examples = self.task.train or self.task.held_out
             some = {self.toolbox.environment_of(example): example for example in reversed(examples)}
             rows = [example for example in some.values() for _ in range(2)]
             episodes.Episodes(self.toolbox, rows, [row // 2 for row in range(len(rows))], "trial")
-        graded = self.task.rubric is not None or (self.task.witness is not None and config.evaluation.every > 0)
-        is_asked = config.objective.beta or (graded and config.judges_itself) or config.objective.teacher == "self"
+        graded = self.task.rubric is not None or (
+            self.task.witness is not None and config.evaluation.every > 0
+        )
+        is_asked = (
+            config.objective.beta
+            or (graded and config.judges_itself)
+            or config.objective.teacher == "self"
+        )
         if is_asked and not config.model.lora_rank:  # else disabling adapters restores it
             self.base = gwen.load(config.model.name, end_tokens=config.sampling.end_tokens)[0]
         # problems are made as the run goes on; those held out stand in for their lengths
@@ -298,12 +358,21 @@ class GrpoRun(Run):
         self.prompts = draws.EpochPrompts(config, self.task.train, self.prompt_ids)
         if self.task.problems is not None:
             self.prompts = draws.EndlessPrompts(config, self.task.problems, self._render)
-        held_out = spread_evenly(self.task.held_out, config.evaluation.limit) if config.evaluation.every else []
+        held_out = (
+            spread_evenly(self.task.held_out, config.evaluation.limit)
+            if config.evaluation.every
+            else []
+        )
         self._render(held_out, "held-out prompt")  # only to refuse what is too long
-        for line in (*warn_of_few_held_out(len(held_out), config.to_flags()), *tasks.warn_of_contamination(config, self.task.train, held_out)):
+        for line in (
+            *warn_of_few_held_out(len(held_out), config.to_flags()),
+            *tasks.warn_of_contamination(config, self.task.train, held_out),
+        ):
             print_line(line)
         criteria = self.task.rubric, self.task.witness if held_out else None
-        self.judge, self.witness = judge.make_graders(config, *criteria, self.base or self.model, self.tokenizer)
+        self.judge, self.witness = judge.make_graders(
+            config, *criteria, self.base or self.model, self.tokenizer
+        )
         lengths = [len(ids) for ids in self.prompt_ids]
         if self.toolbox:  # what follows a prompt is more than what the model writes
             config = config.with_settings(max_tokens=self.toolbox.context - max(lengths))
@@ -314,7 +383,9 @@ class GrpoRun(Run):
         if config.objective.teacher:
             from step.teacher import Teacher
 
-            self.teacher = Teacher(self.config, self.model, self.tokenizer, self.base, self.sizes.train_token_budget)
+            self.teacher = Teacher(
+                self.config, self.model, self.tokenizer, self.base, self.sizes.train_token_budget
+            )
             self.teacher.check_prompts(self.task.train or self.task.held_out, self.prompt_ids)
             if config.objective.teacher != "self":
                 self.sources["teacher model"] = checkpoint.digest_of_model(self.teacher.model)
@@ -324,14 +395,18 @@ class GrpoRun(Run):
         """The ids of prompts, as evaluations render them; of conversations with tools, of what these begin with."""
         params = evaluate.EvalParams.from_config(self.config, toolbox=self.toolbox)
         bar = alive.Bar(examples, desc=f"{kind}s")
-        return params.render_prompts(self.tokenizer, self.model.config.max_position_embeddings, bar, kind)
+        return params.render_prompts(
+            self.tokenizer, self.model.config.max_position_embeddings, bar, kind
+        )
 
     def open(self) -> None:
         super().open()
         if world.is_first() and self.config.data.path:
             tasks.write_held_out(self.dir, self.task.held_out)
         if keeper := self.judge or self.witness:  # they share what they know
-            keeper.load_scores(world.on_rank0(self.journal.judge_scores.read))  # their recorded scores
+            keeper.load_scores(
+                world.on_rank0(self.journal.judge_scores.read)
+            )  # their recorded scores
         for name, grader in {"unreadable": self.judge, "unreadable witness": self.witness}.items():
             if grader is not None:
                 grader.warn = functools.partial(self._warn_of, name)
@@ -343,7 +418,9 @@ class GrpoRun(Run):
 
     def evaluate(self) -> None:
         """Evaluates the held-out problems and logs the result."""
-        params = evaluate.EvalParams.from_config(self.config, batch_size=self.batch_size, toolbox=self.toolbox)
+        params = evaluate.EvalParams.from_config(
+            self.config, batch_size=self.batch_size, toolbox=self.toolbox
+        )
         record, answers = evaluate.evaluate(
             functools.partial(evaluate.answer_both, self.model, self.tokenizer),
             self.task,
@@ -361,7 +438,10 @@ class GrpoRun(Run):
         super().end_step()
 
     def checkpoint_extra(self) -> dict[str, Any]:
-        return super().checkpoint_extra() | {"rollout_batch_size": self.batch_size.rows, "prompts": self.prompts.state}
+        return super().checkpoint_extra() | {
+            "rollout_batch_size": self.batch_size.rows,
+            "prompts": self.prompts.state,
+        }
 
     def restore(self, state: checkpoint.State) -> None:
         extra = state.extra
@@ -384,16 +464,23 @@ class SftRun(Run):
         for line in notes:
             print_line(line)
         if config.evaluation.every and not held_out:
-            raise ValueError(f"--data {path} holds out no conversation; add some or set --eval-every 0")
+            raise ValueError(
+                f"--data {path} holds out no conversation; add some or set --eval-every 0"
+            )
         self.shared_messages, _ = chat_template.shared_opening(train or held_out)
         super().__init__(config, run_dir)
         self.sources[path] = checkpoint.digest_of(*train, "held out", *held_out)
         self.all_held_out = held_out
         how = self.tokenizer, self.model.config, config.sampling.thinking
         self.train = chats.render_conversations(train, "training", *how)
-        held_out = spread_evenly(held_out, config.evaluation.limit) if config.evaluation.every else []
+        held_out = (
+            spread_evenly(held_out, config.evaluation.limit) if config.evaluation.every else []
+        )
         self.held_out = chats.render_conversations(held_out, "held-out", *how)
-        for line in (*warn_of_few_held_out(len(held_out), config.to_flags()), *tasks.warn_of_contamination(config, train, held_out)):
+        for line in (
+            *warn_of_few_held_out(len(held_out), config.to_flags()),
+            *tasks.warn_of_contamination(config, train, held_out),
+        ):
             print_line(line)
         self.longest = max(len(row.ids) for rows in self.train + self.held_out for row in rows)
         self.choose_sizes(config, [sum(len(row.ids) for row in rows) for rows in self.train])
@@ -401,8 +488,14 @@ class SftRun(Run):
 
     def replies(self) -> list[Sample]:
         """The samples of the next step's conversations, each a group."""
-        chosen = draws.epoch_indices(len(self.train), self.config.sampling.batch, self.step, self.config.sampling.seed)
-        return [sample_of_reply(*row, group) for group, index in enumerate(chosen) for row in self.train[index]]
+        chosen = draws.epoch_indices(
+            len(self.train), self.config.sampling.batch, self.step, self.config.sampling.seed
+        )
+        return [
+            sample_of_reply(*row, group)
+            for group, index in enumerate(chosen)
+            for row in self.train[index]
+        ]
 
     def open(self) -> None:
         super().open()
@@ -410,7 +503,9 @@ class SftRun(Run):
             tasks.write_held_out(self.dir, self.all_held_out)
 
     def evaluate(self) -> None:
-        record = evaluate.evaluate_replies(self.model, self.learner.loss, self.held_out, self.sizes.train_token_budget)
+        record = evaluate.evaluate_replies(
+            self.model, self.learner.loss, self.held_out, self.sizes.train_token_budget
+        )
         self.journal.write_evaluation(self.step, record, [])
 
 
@@ -423,9 +518,18 @@ def digest_sources(config: Config, task: tasks.Task) -> dict[str, str]:
     environments = [part.rpartition("=")[2] for part in config.tools.env.split(",")]
     specs = [config.data.verifier, *config.data.reward, *config.tools.tools, *environments]
     specs += [config.objective.loss_type, config.objective.advantage]
-    names = [*map(functions.file_of, specs), config.objective.teacher_prompt, task.rubric, task.witness]
+    names = [
+        *map(functions.file_of, specs),
+        config.objective.teacher_prompt,
+        task.rubric,
+        task.witness,
+    ]
     files = [Path(name) for name in names if name]
     found = {str(file): checkpoint.digest_of(file.read_bytes()) for file in files if file.is_file()}
-    found |= {spec: checkpoint.digest_of(text) for spec in specs if (text := functions.source_of(spec))}
-    examples = checkpoint.digest_of(task.problems and task.problems.mix, *task.train, "held out", *task.held_out)
+    found |= {
+        spec: checkpoint.digest_of(text) for spec in specs if (text := functions.source_of(spec))
+    }
+    examples = checkpoint.digest_of(
+        task.problems and task.problems.mix, *task.train, "held out", *task.held_out
+    )
     return found | {config.data.path or "task's examples": examples}

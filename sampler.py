@@ -44,7 +44,14 @@ class Stop(NamedTuple):
         width = max(len(text.encode()) for text in self.texts) + 4
         if not self._in(ids[max(start + 1 - width, 0) :]):
             return None
-        return next((end for end in range(start + 1, len(ids) + 1) if self._in(ids[max(end - width, 0) : end])), None)
+        return next(
+            (
+                end
+                for end in range(start + 1, len(ids) + 1)
+                if self._in(ids[max(end - width, 0) : end])
+            ),
+            None,
+        )
 
     def _in(self, ids: list[int]) -> bool:
         decoded = self.tokenizer.decode(ids)
@@ -52,7 +59,9 @@ class Stop(NamedTuple):
 
     def trim(self, text: str) -> str:
         """A text up to where the first of these begins."""
-        return text[: min((place for one in self.texts if (place := text.find(one)) >= 0), default=None)]
+        return text[
+            : min((place for one in self.texts if (place := text.find(one)) >= 0), default=None)
+        ]
 
 
 class SamplingParams(NamedTuple):
@@ -75,8 +84,14 @@ class SamplingParams(NamedTuple):
 
     def limits(self, num_rows: int) -> list[int]:
         """`max_tokens` of each row."""
-        limits = [self.max_tokens] * num_rows if isinstance(self.max_tokens, int) else list(self.max_tokens)
-        assert len(limits) == num_rows and min(limits) >= 1, f"max_tokens: {len(limits)} limits for {num_rows} rows"
+        limits = (
+            [self.max_tokens] * num_rows
+            if isinstance(self.max_tokens, int)
+            else list(self.max_tokens)
+        )
+        assert len(limits) == num_rows and min(limits) >= 1, (
+            f"max_tokens: {len(limits)} limits for {num_rows} rows"
+        )
         return limits
 
 
@@ -96,10 +111,16 @@ class Rollout(NamedTuple):
     completion_ids: mx.array  # (N, T) int32, pad_id after the end
     logprobs: mx.array  # (N, T) float32 nats, 0 after the end
     mask: mx.array  # (N, T) float32, 1 up to and including the end token
-    finish_reasons: list[str]  # "stop" at an end token or text, "length" at max_tokens; of turns see `layers.turns`
+    finish_reasons: list[
+        str
+    ]  # "stop" at an end token or text, "length" at max_tokens; of turns see `layers.turns`
     stats: RolloutStats
-    entropy: mx.array | None = None  # (N, T) float32 nats, of each token's distribution, 0 after the end
-    sequences: list[list[int]] | None = None  # N, where rows have turns: all ids after the prompt, also what was told
+    entropy: mx.array | None = (
+        None  # (N, T) float32 nats, of each token's distribution, 0 after the end
+    )
+    sequences: list[list[int]] | None = (
+        None  # N, where rows have turns: all ids after the prompt, also what was told
+    )
     places: list[list[int]] | None = None  # N, the place in its sequence of each of a row's tokens
     stop: Stop | None = None  # of the sampling parameters
 
@@ -111,7 +132,12 @@ class Rollout(NamedTuple):
     @property
     def ids(self) -> list[list[int]]:
         """The tokens of each row, the end token included."""
-        return [ids[:length] for ids, length in zip(np.array(self.completion_ids).tolist(), self.lengths, strict=True)]
+        return [
+            ids[:length]
+            for ids, length in zip(
+                np.array(self.completion_ids).tolist(), self.lengths, strict=True
+            )
+        ]
 
 
 def uniforms(key: int, rows: Sequence[int], num_positions: int) -> np.ndarray:
@@ -121,11 +147,15 @@ def uniforms(key: int, rows: Sequence[int], num_positions: int) -> np.ndarray:
     A counter-based generator (Philox) with the row in its counter, so rows and positions are independent.
     Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11.
     """
-    streams = (np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, row])) for row in rows)
+    streams = (
+        np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, row])) for row in rows
+    )
     return np.stack([stream.random((num_positions, 4), dtype=np.float32) for stream in streams])
 
 
-def choose_token(logits: mx.array, uniforms: mx.array, params: SamplingParams) -> tuple[mx.array, mx.array, mx.array]:
+def choose_token(
+    logits: mx.array, uniforms: mx.array, params: SamplingParams
+) -> tuple[mx.array, mx.array, mx.array]:
     """
     A token, its log-probability and the entropy of its distribution for each row of (N, V) logits.
 
@@ -151,7 +181,9 @@ def prefill(model: gwen.Model, prompts: list[list[int]], pad_id: int) -> tuple[K
     """
     length = max(len(prompt) for prompt in prompts)
     padding = [length - len(prompt) for prompt in prompts]
-    tokens = mx.array([[pad_id] * pad + prompt for pad, prompt in zip(padding, prompts, strict=True)])
+    tokens = mx.array(
+        [[pad_id] * pad + prompt for pad, prompt in zip(padding, prompts, strict=True)]
+    )
     cache = KVCache(model.config.layer_kinds, length, mx.array(padding) if any(padding) else None)
     num_columns = max(gpu.prefill_tokens() // len(prompts), 1)
     for begin in range(0, length - num_columns, num_columns):
@@ -160,7 +192,9 @@ def prefill(model: gwen.Model, prompts: list[list[int]], pad_id: int) -> tuple[K
     logits = model.hidden(tokens[:, cache.length :], cache)[:, -1] @ model.head_weight.T
     mx.eval(logits, cache.arrays())
     if not mx.isfinite(logits).all().item():
-        raise ValueError(f"the first logits are not finite in {logits.dtype}; start again with GWEN_DTYPE=bfloat16")
+        raise ValueError(
+            f"the first logits are not finite in {logits.dtype}; start again with GWEN_DTYPE=bfloat16"
+        )
     return cache, logits
 
 
@@ -179,16 +213,24 @@ class DecodeState:
     """A rollout's rows on the host: sampling parameters, drawn tokens, ended rows and the cost so far."""
 
     progress: alive.Bar | None = None
-    talk: "Episodes | None" = None  # where rows have turns: what they are told
+    conversation: "Episodes | None" = None  # where rows have turns: what they are told
 
-    def __init__(self, num_rows: int, params: SamplingParams, key: int, numbers: Sequence[int] | None = None):
+    def __init__(
+        self, num_rows: int, params: SamplingParams, key: int, numbers: Sequence[int] | None = None
+    ):
         """numbers: of the rows, for their random numbers; None: in order."""
         self.params, self.key, self.numbers = params, key, numbers or range(num_rows)
-        self.most, self.eos_ids = np.array(params.limits(num_rows)), np.array(params.eos_ids, np.int32)
+        self.most, self.eos_ids = (
+            np.array(params.limits(num_rows)),
+            np.array(params.eos_ids, np.int32),
+        )
         self.limits = self.most.copy()  # tokens; in turns, where a row's context ends first
         self.lengths = np.zeros(num_rows, int)  # tokens drawn
         self.ended = np.zeros(num_rows, bool)
-        self.stopped, self.searched = np.zeros(num_rows, bool), np.zeros(num_rows, int)  # at a text; tokens looked at
+        self.stopped, self.searched = (
+            np.zeros(num_rows, bool),
+            np.zeros(num_rows, int),
+        )  # at a text; tokens looked at
         shape = num_rows, self.limits.max()
         self.ids = np.full(shape, params.pad_id, np.int32)
         # of each token: id, log-probability and, if asked for, entropy
@@ -202,10 +244,12 @@ class DecodeState:
 
     def has_ended(self, rows: np.ndarray) -> np.ndarray:
         """Whether the newest token of each of the rows is an end token, or completes a text that ends it."""
-        return (self.ids[rows, self.lengths[rows] - 1][:, None] == self.eos_ids).any(-1) | self.stopped[rows]
+        return (self.ids[rows, self.lengths[rows] - 1][:, None] == self.eos_ids).any(
+            -1
+        ) | self.stopped[rows]
 
     def is_over(self, row: int) -> bool:
-        return bool(self.reasons[row] if self.talk else self.ended[row])
+        return bool(self.reasons[row] if self.conversation else self.ended[row])
 
     def draw(self, logits: mx.array, uniforms: mx.array) -> tuple[mx.array, ...]:
         """The values of `columns` for a token of each row."""
@@ -225,13 +269,15 @@ class DecodeState:
         if self.params.stop is None:
             return
         for row in rows[self.lengths[rows] > self.searched[rows]]:
-            if end := self.params.stop.find_end(self.ids[row, : self.lengths[row]].tolist(), self.searched[row]):
+            if end := self.params.stop.find_end(
+                self.ids[row, : self.lengths[row]].tolist(), self.searched[row]
+            ):
                 self.lengths[row], self.stopped[row], self.ended[row] = end, True, True
             self.searched[row] = self.lengths[row]
 
-    def show(self) -> None:
+    def show_progress(self) -> None:
         if self.progress is not None:
-            num_over = sum(map(bool, self.reasons)) if self.talk else int(self.ended.sum())
+            num_over = sum(map(bool, self.reasons)) if self.conversation else int(self.ended.sum())
             self.progress.show(num_over, self.lengths.sum(), "tok")
 
     def uniforms(self, rows: Sequence[int]) -> np.ndarray:
@@ -241,7 +287,11 @@ class DecodeState:
 
 @gpu.without_gradients()
 def decode(
-    model: gwen.Model, cache: SlotCache, prompt_logits: mx.array, prompt_of: dict[int, int], record: DecodeState
+    model: gwen.Model,
+    cache: SlotCache,
+    prompt_logits: mx.array,
+    prompt_of: dict[int, int],
+    record: DecodeState,
 ) -> None:
     """
     Samples rows in the slots of a cache; when a slot's row has ended, the slot takes the next row.
@@ -251,15 +301,21 @@ def decode(
     the newest.
     """
     rows, prompts = np.array(list(prompt_of)), np.array(list(prompt_of.values()))
-    record.lengths[rows] = record.searched[rows] = 0  # drop the draws of an attempt that ran out of memory
+    record.lengths[rows] = record.searched[rows] = (
+        0  # drop the draws of an attempt that ran out of memory
+    )
     table = record.uniforms(rows.tolist())
     slots = np.arange(cache.num_slots)  # index in `rows` of the row that each slot samples
     num_begun, forward = len(slots), gwen.decode_step(model)
     cache.assign(prompts[slots].tolist())
     logits = prompt_logits[mx.array(prompts[slots])]
-    queued: list[tuple[np.ndarray, tuple[mx.array, ...]]] = []  # rows and draws of each step that was not read yet
+    queued: list[
+        tuple[np.ndarray, tuple[mx.array, ...]]
+    ] = []  # rows and draws of each step that was not read yet
     for step in itertools.count():
-        np.minimum(cache.lengths, table.shape[1] - 1, out=cache.lengths)  # an ended row runs on until its end is read
+        np.minimum(
+            cache.lengths, table.shape[1] - 1, out=cache.lengths
+        )  # an ended row runs on until its end is read
         drawn = record.draw(logits, mx.array(table[slots, cache.lengths]))
         queued.append((rows[slots], drawn))
         if num_begun == len(rows) and (cache.lengths + 1 >= record.limits[rows[slots]]).all():
@@ -272,7 +328,7 @@ def decode(
         while len(queued) > 1:
             record.write(*queued.pop(0))  # wait
         record.cut_at_stop(rows)
-        record.show()
+        record.show_progress()
         ended = record.ended[rows[slots]]
         idle, num_waiting = np.flatnonzero(ended), len(rows) - num_begun
         if num_waiting and len(idle) >= REFILL * len(slots):
@@ -290,7 +346,7 @@ def decode(
     for step_rows, drawn in queued:
         record.write(step_rows, drawn)
     record.cut_at_stop(rows)
-    record.show()
+    record.show_progress()
     mx.synchronize()  # wait: a queued step holds the cache
 
 
@@ -308,29 +364,47 @@ def continue_greedily(
 RowsOf = dict[tuple[int, ...], list[int]]  # a distinct prompt -> the rows that continue it
 
 
-def sample_batch(model: gwen.Model, rows_of: RowsOf, record: DecodeState, batch_size: int, share: bool | None) -> None:
+def sample_batch(
+    model: gwen.Model, rows_of: RowsOf, record: DecodeState, batch_size: int, share: bool | None
+) -> None:
     """Prefills prompts and samples their rows. Its memory is free afterwards, also on failure."""
     begin = time.perf_counter()
-    prompt_cache, prompt_logits = prefill(model, [list(prompt) for prompt in rows_of], record.params.pad_id)
+    prompt_cache, prompt_logits = prefill(
+        model, [list(prompt) for prompt in rows_of], record.params.pad_id
+    )
     record.prefill_s += time.perf_counter() - begin
     prompt_of = {row: place for place, rows in enumerate(rows_of.values()) for row in rows}
     if share is None:
-        share = attention.should_share_prefix(len(prompt_of), list(map(len, rows_of)), batch_size, prompt_logits.dtype)
-    width = 0 if record.talk else int(record.limits[list(prompt_of)].max())
+        share = attention.should_share_prefix(
+            len(prompt_of), list(map(len, rows_of)), batch_size, prompt_logits.dtype
+        )
+    width = 0 if record.conversation else int(record.limits[list(prompt_of)].max())
     cache = SlotCache(prompt_cache, min(batch_size, len(prompt_of)), width, share)
-    if record.talk:
+    if record.conversation:
         from layers.turns import TurnScheduler  # here: rows without turns do without it
 
-        TurnScheduler(record, model, gwen.decode_step(model), cache, prompt_logits, rows_of).play()
+        TurnScheduler(
+            record, model, gwen.decode_step(model), cache, prompt_logits, rows_of
+        ).decode()
     else:
         decode(model, cache, prompt_logits, prompt_of, record)
     record.cache_bytes = max(record.cache_bytes, cache.most_bytes)
 
 
-def sample_with_retries(model: gwen.Model, rows_of: RowsOf, record: DecodeState, size: memory.BatchSize, share: bool | None) -> None:
+def sample_with_retries(
+    model: gwen.Model,
+    rows_of: RowsOf,
+    record: DecodeState,
+    size: memory.BatchSize,
+    share: bool | None,
+) -> None:
     """Samples prompts' rows in batches, again where memory ran out. ValueError if it is too small for one row."""
     of_one = -(-sum(map(len, rows_of.values())) // len(rows_of))  # rows of a prompt, on average
-    while left := {p: rest for p, rows in rows_of.items() if (rest := [r for r in rows if not record.is_over(r)])}:
+    while left := {
+        p: rest
+        for p, rows in rows_of.items()
+        if (rest := [r for r in rows if not record.is_over(r)])
+    }:
         # enough prompts for two rows per slot: slots stay busy, and memory stays bounded
         most_prompts = max((2 if size.rows > 1 else 1) * size.rows // of_one, 1)
         num_prompts = len(left) // -(-len(left) // most_prompts)  # batches of about one size
@@ -345,14 +419,18 @@ def sample_with_retries(model: gwen.Model, rows_of: RowsOf, record: DecodeState,
             fix = "free some, or start again with a lower --max-tokens"
             raise ValueError(f"memory does not suffice for one row of {length} tokens; {fix}")
         size.halve(len(rows))
-        tqdm.write(f"sampling: out of memory, going on with {size.rows} rows at once", file=sys.stderr)
+        tqdm.write(
+            f"sampling: out of memory, going on with {size.rows} rows at once", file=sys.stderr
+        )
 
 
 def make_rollout(record: DecodeState, dtype: mx.Dtype, stats: RolloutStats) -> Rollout:
     """The rollout of a record whose rows have all ended. Raises NotFinite."""
     width = int(record.lengths.max())
     mask = np.arange(width) < record.lengths[:, None]
-    for row, position in np.argwhere(mask & ~np.isfinite(record.columns[1][:, :width])).tolist()[:1]:
+    for row, position in np.argwhere(mask & ~np.isfinite(record.columns[1][:, :width])).tolist()[
+        :1
+    ]:
         raise NotFinite(row, position, dtype)
     ids, logprobs, *entropies = (
         mx.array(np.where(mask, column[:, :width], fill))
@@ -360,10 +438,20 @@ def make_rollout(record: DecodeState, dtype: mx.Dtype, stats: RolloutStats) -> R
     )
     reasons = ["stop" if ended else "length" for ended in record.has_ended(np.arange(len(mask)))]
     entropy = entropies[0] if entropies else None
-    found = Rollout(ids, logprobs, mx.array(mask.astype(np.float32)), reasons, stats, entropy, stop=record.params.stop)
-    if record.talk is None:
+    found = Rollout(
+        ids,
+        logprobs,
+        mx.array(mask.astype(np.float32)),
+        reasons,
+        stats,
+        entropy,
+        stop=record.params.stop,
+    )
+    if record.conversation is None:
         return found
-    return found._replace(finish_reasons=record.reasons, sequences=record.sequences, places=record.places)
+    return found._replace(
+        finish_reasons=record.reasons, sequences=record.sequences, places=record.places
+    )
 
 
 def rollout(
@@ -395,13 +483,17 @@ def rollout(
     size = batch_size if isinstance(batch_size, memory.BatchSize) else memory.BatchSize(batch_size)
     rows_of, num_rows = RowsOf(), len(prompts) * group_size
     for place, prompt in enumerate(prompts):
-        rows_of.setdefault(tuple(prompt), []).extend(range(place * group_size, (place + 1) * group_size))
+        rows_of.setdefault(tuple(prompt), []).extend(
+            range(place * group_size, (place + 1) * group_size)
+        )
     begin = time.perf_counter()
     what = "sampling" if params.temperature else "answering greedily"
     with alive.Bar(total=num_rows, desc=what, unit="row") as progress:
         record = DecodeState(num_rows, params, key, rows)
-        record.progress, record.talk = progress, talk
-        in_order = dict(sorted(rows_of.items(), key=lambda item: len(item[0])))  # so that batches have little padding
+        record.progress, record.conversation = progress, talk
+        in_order = dict(
+            sorted(rows_of.items(), key=lambda item: len(item[0]))
+        )  # so that batches have little padding
         sample_with_retries(model, in_order, record, size, share_prefix)
     decode_s, wait_s = time.perf_counter() - begin - record.prefill_s, talk.wait_s if talk else 0.0
     stats = RolloutStats(record.prefill_s, decode_s, record.cache_bytes, wait_s)
@@ -413,7 +505,9 @@ def decode_texts(tokenizer: Any, result: Rollout, eos_ids: Sequence[int]) -> lis
     ends = set(eos_ids)
     found = []
     for row in result.ids:
-        turns = [list(turn) for is_end, turn in itertools.groupby(row, ends.__contains__) if not is_end]
+        turns = [
+            list(turn) for is_end, turn in itertools.groupby(row, ends.__contains__) if not is_end
+        ]
         found.append("\n".join(tokenizer.decode(turn, skip_special_tokens=True) for turn in turns))
     return [result.stop.trim(text) for text in found] if result.stop else found
 

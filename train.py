@@ -58,7 +58,9 @@ def train(run: GrpoRun | SftRun) -> Iterator[dict[str, Any]]:
         result = run.retry_within_memory(functools.partial(update_policy, run, drawn.samples))
         run.step += 1
         # ---- everything below is reporting
-        figures = run.journal.write_step(run.step, clock.take_seconds(), drawn, result, mx.get_peak_memory())
+        figures = run.journal.write_step(
+            run.step, clock.take_seconds(), drawn, result, mx.get_peak_memory()
+        )
         run.journal.write_scores(run.step, run.judge)
         run.end_step()  # the run is whole again; a Ctrl-C that waited takes effect here
         is_best = run.evaluate_if_due()
@@ -71,7 +73,9 @@ def train(run: GrpoRun | SftRun) -> Iterator[dict[str, Any]]:
 def collect_samples(run: GrpoRun) -> StepSamples:
     """The samples of one batch of prompts, with their rewards and advantages."""
     drawn = score(run, *rollout(run))
-    samples = advantages.assign_advantages(run.config, drawn.samples, run.task.reward_weights, run.custom.advantage)
+    samples = advantages.assign_advantages(
+        run.config, drawn.samples, run.task.reward_weights, run.custom.advantage
+    )
     return drawn._replace(samples=samples)
 
 
@@ -79,8 +83,12 @@ def update_policy(run: Run, samples: list[Sample]) -> UpdateResult:
     """One update on these samples, in batches of the run's token budget."""
     config, learner, clock = run.config, run.learner, run.journal.clock
     with clock.phase("batch") as done:
-        trained = advantages.select_for_update(config, samples, run.step, learner.loss.all_have_gradient)
-        batches = make_batches(trained, run.sizes.train_token_budget, num_mini_batches=config.optimizer.mini_batches)
+        trained = advantages.select_for_update(
+            config, samples, run.step, learner.loss.all_have_gradient
+        )
+        batches = make_batches(
+            trained, run.sizes.train_token_budget, num_mini_batches=config.optimizer.mini_batches
+        )
         done(batches)
 
     if config.objective.beta:
@@ -94,7 +102,9 @@ def update_policy(run: Run, samples: list[Sample]) -> UpdateResult:
             done(batches)
 
     with clock.phase("update") as done:
-        result = update.run_optimizer_steps(learner, batches, update.learning_rate(config, run.step))
+        result = update.run_optimizer_steps(
+            learner, batches, update.learning_rate(config, run.step)
+        )
         done(learner.trainable, learner.optimizer.state)
     return result
 
@@ -102,7 +112,9 @@ def update_policy(run: Run, samples: list[Sample]) -> UpdateResult:
 def rollout(run: GrpoRun) -> tuple[list[Sample], RolloutStats]:
     """The samples of the step's prompts, and what they cost."""
     settings = run.config.sampling
-    examples, prompts = run.prompts.next_prompts(run.step)  # where problems have no end, they move on
+    examples, prompts = run.prompts.next_prompts(
+        run.step
+    )  # where problems have no end, they move on
     asked = sample.new_samples(examples, prompts, settings.groups)
     with run.journal.clock.phase("rollout") as done:
         samples, stats = generation.generate_completions(
@@ -110,7 +122,9 @@ def rollout(run: GrpoRun) -> tuple[list[Sample], RolloutStats]:
             run.tokenizer,
             asked,
             run.sampling,
-            key=(settings.seed << 32) + run.step + 1,  # another for every draw: of every step of every seed
+            key=(settings.seed << 32)
+            + run.step
+            + 1,  # another for every draw: of every step of every seed
             batch_size=run.batch_size,
             toolbox=run.toolbox,
             seed=f"{settings.seed} {run.step}",
@@ -135,9 +149,13 @@ def score(run: GrpoRun, samples: list[Sample], stats: RolloutStats) -> StepSampl
     if config.data.reward_gate == "form":
         counted = {name: values for name, values in components.items() if task.reward_weights[name]}
         examples, texts = [one.example for one in samples], [one.text for one in samples]
-        components |= form.apply_gate(counted, examples, texts, [one.finish_reason for one in samples])
+        components |= form.apply_gate(
+            counted, examples, texts, [one.finish_reason for one in samples]
+        )
     together = config.objective.advantage == "reinforce"  # each is compared with the whole step
-    samples = scoring.assign_rewards(samples, components, task.reward_weights, scores, logged.extra, together)
+    samples = scoring.assign_rewards(
+        samples, components, task.reward_weights, scores, logged.extra, together
+    )
     return StepSamples(samples, stats, logged, judged)
 
 
@@ -153,9 +171,9 @@ def main(argv: list[str] | None = None) -> None:
         with link.connect(), run_files.release_at_exit():
             trainer.run_command(parse_flags(sys.argv[1:] if argv is None else argv), Trainer)
     except ValueError as error:
-        exit_with_error(link.name_machine(error))
+        exit_with_error(link.describe_end(error))
     except OSError as error:
-        exit_with_error(link.name_machine(OSError(line_of(error))))
+        exit_with_error(link.describe_end(OSError(line_of(error))))
 
 
 if __name__ == "__main__":

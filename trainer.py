@@ -32,7 +32,14 @@ from problems import chat_template, data, functions
 from reporting import trackers
 from reporting.console import console_columns, print_line, print_warning
 from reporting.journal import evaluation_is_due
-from settings.sources import LATER, files_of, given_settings, refuse_unknown, resolve_settings, to_yaml
+from settings.sources import (
+    LATER,
+    files_of,
+    given_settings,
+    refuse_unknown,
+    resolve_settings,
+    to_yaml,
+)
 from settings.sources import command_line as command_of
 
 Steps = Iterator[dict[str, Any]]  # the figures of each
@@ -47,7 +54,13 @@ def settings_from_arguments(settings: dict[str, Any]) -> dict[str, Any]:
     def spelled(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
             return list(map(spelled, value))
-        return functions.spec_of(value) if callable(value) else str(value) if isinstance(value, Path) else value
+        return (
+            functions.spec_of(value)
+            if callable(value)
+            else str(value)
+            if isinstance(value, Path)
+            else value
+        )
 
     refuse_unknown(settings)
     for name in ("data", "eval_data"):
@@ -133,12 +146,16 @@ class Trainer:
         if type(self) is Trainer:
             raise ImportError("trainer.Trainer has no loop; write: from train import Trainer")
         config, state, path = begun.config, begun.state, begun.path
-        if not gc.get_freeze_count():  # once, before there is a model: what imports left, which collections looked at
+        if (
+            not gc.get_freeze_count()
+        ):  # once, before there is a model: what imports left, which collections looked at
             gc.freeze()
         run = self.run = self.make(config, Path(path))
         if state:
             run.restore(state)
-            if "rollout_batch_size" in begun.flags:  # may exceed what the checkpoint had backed off to
+            if (
+                "rollout_batch_size" in begun.flags
+            ):  # may exceed what the checkpoint had backed off to
                 run.batch_size.rows = run.sizes.rollout_batch_size
         run.refuse_too_large()  # with the sizes that a checkpoint has backed off to
         if state:
@@ -149,7 +166,9 @@ class Trainer:
         self.config, self.dir, self.model = run.config, run.dir, run.model
         self._is_owner = True  # until the loop ends
         run.open()
-        print_line(f"run: {run.dir}, {sum(a.size for a in run.learner.trainable.values()):,} trainable parameters")
+        print_line(
+            f"run: {run.dir}, {sum(a.size for a in run.learner.trainable.values()):,} trainable parameters"
+        )
         print_line(run.memory)
         print_line(console_columns(run.config))
 
@@ -168,7 +187,9 @@ class Trainer:
         return str(run.dir)
 
     @classmethod
-    def start(cls, recipe: str | None = None, *, run_dir: str | None = None, **settings: Any) -> "Trainer":
+    def start(
+        cls, recipe: str | None = None, *, run_dir: str | None = None, **settings: Any
+    ) -> "Trainer":
         """
         A new run. recipe: YAML of settings, in place of the task's.
 
@@ -179,9 +200,15 @@ class Trainer:
         return cls(make_run_spec(settings_from_arguments(settings), recipe, run_dir=run_dir))
 
     @classmethod
-    def resume(cls, run_dir: str | Path, *, allow_changes: bool = False, **settings: Any) -> "Trainer":
+    def resume(
+        cls, run_dir: str | Path, *, allow_changes: bool = False, **settings: Any
+    ) -> "Trainer":
         """Goes on with a run; allow_changes: though its data, rewards or files changed."""
-        return cls(make_run_spec(settings_from_arguments(settings), resume=str(run_dir), allow_changes=allow_changes))
+        return cls(
+            make_run_spec(
+                settings_from_arguments(settings), resume=str(run_dir), allow_changes=allow_changes
+            )
+        )
 
     def steps(self, *, looks: bool = False) -> Generator[dict[str, Any], None, None]:
         """
@@ -194,7 +221,11 @@ class Trainer:
             run_files.acquire(self.dir)
         seen: list[dict[str, Any]] = []
         try:
-            with guard_output(is_log=True), with_live_display(self.run), save_on_interrupt(self.run):
+            with (
+                guard_output(is_log=True),
+                with_live_display(self.run),
+                save_on_interrupt(self.run),
+            ):
                 for figures in self.loop(self.run):
                     yield figures
                     if looks and len(seen) < preflight.TRY_STEPS:
@@ -213,7 +244,9 @@ class Trainer:
 
     def _refuse_hopeless(self, seen: list[dict[str, Any]]) -> None:
         each = next((one["eval/s"] for one in self.run.journal.evaluations), 0.0)
-        if change := world.on_rank0(lambda: preflight.explain_hopeless(self.config, seen, each, self.dir)):
+        if change := world.on_rank0(
+            lambda: preflight.explain_hopeless(self.config, seen, each, self.dir)
+        ):
             said = f"no group of the first {len(seen)} steps has a signal, which teaches nothing: {change}"
             raise ValueError(f"{said}; --no-look goes on all the same")
 
@@ -236,7 +269,9 @@ class Trainer:
             self.run.evaluate()
         return journal.evaluations[-1]
 
-    def sample(self, prompts: Sequence[Any], n: int = 1, *, temp: float | None = None) -> list[list[str]]:
+    def sample(
+        self, prompts: Sequence[Any], n: int = 1, *, temp: float | None = None
+    ) -> list[list[str]]:
         """
         `n` completions of each prompt, drawn as in training; temp 0: greedily.
 
@@ -244,17 +279,36 @@ class Trainer:
         """
         run, settings = self.run, self.config.sampling
         if getattr(run, "toolbox", None):
-            ask = f"{command_of(self.config.to_flags(), 'sampler.py')} --run {self.dir} --prompt TEXT"
+            ask = (
+                f"{command_of(self.config.to_flags(), 'sampler.py')} --run {self.dir} --prompt TEXT"
+            )
             raise ValueError(f"a run with tools answers in turns: {ask}")
-        prompts = [prompts] if isinstance(prompts, str) or isinstance(next(iter(prompts), 0), dict) else prompts
-        asked = [[*run.shared_messages, *chat_template.make_messages(one, None)] if isinstance(one, str) else one for one in prompts]
+        prompts = (
+            [prompts]
+            if isinstance(prompts, str) or isinstance(next(iter(prompts), 0), dict)
+            else prompts
+        )
+        asked = [
+            [*run.shared_messages, *chat_template.make_messages(one, None)]
+            if isinstance(one, str)
+            else one
+            for one in prompts
+        ]
         params = run.sampling._replace(temperature=settings.temp if temp is None else temp)
         if n < 1 or not 0 <= params.temperature < math.inf:
-            raise ValueError(f"n is {n} and temp {params.temperature}; n must be at least 1, temp at least 0")
+            raise ValueError(
+                f"n is {n} and temp {params.temperature}; n must be at least 1, temp at least 0"
+            )
         context = run.model.config.max_position_embeddings
-        limits: dict[str, Any] = {"max_tokens": settings.max_tokens, "context": context, "kind": "prompt"}
+        limits: dict[str, Any] = {
+            "max_tokens": settings.max_tokens,
+            "context": context,
+            "kind": "prompt",
+        }
         examples = [{"prompt": prompt} for prompt in asked]
-        ids = chat_template.encode_prompts(run.tokenizer, examples, thinking=settings.thinking, **limits)
+        ids = chat_template.encode_prompts(
+            run.tokenizer, examples, thinking=settings.thinking, **limits
+        )
         rollout = sampler.rollout(run.model, ids, params, group_size=n, key=settings.seed)
         texts = sampler.decode_texts(run.tokenizer, rollout, run.model.config.end_ids)
         return [texts[first : first + n] for first in range(0, len(texts), n)]
@@ -308,15 +362,21 @@ def save_on_interrupt(run: Any) -> Iterator[None]:
         raise OSError(f"{os_error_line(error)}; {newest}") from error
     except (KeyboardInterrupt, Exception) as error:
         for number in before:
-            signal.signal(number, signal.SIG_IGN)  # an impatient Ctrl-C must not end what saves the run
+            signal.signal(
+                number, signal.SIG_IGN
+            )  # an impatient Ctrl-C must not end what saves the run
         if not world.is_first():
-            if memory.is_too_large(error):
+            if memory.should_try_smaller(error):
                 raise ValueError(str(error)) from error
             raise
         memory.drain_gpu()
         run.restore_last_step()
-        what = "" if isinstance(error, KeyboardInterrupt) else f"{str(error) or type(error).__name__}; "
-        if memory.is_watchdog(error):
+        what = (
+            ""
+            if isinstance(error, KeyboardInterrupt)
+            else f"{str(error) or type(error).__name__}; "
+        )
+        if memory.is_watchdog_error(error):
             what = (
                 "macOS stopped the GPU because its work held up the display; let the display sleep while it trains "
                 "(pmset displaysleepnow), or let less be done at once; "
@@ -326,12 +386,18 @@ def save_on_interrupt(run: Any) -> Iterator[None]:
                 run.save()
             except (OSError, RuntimeError) as failure:
                 said = f"step {run.step} could not be saved: {failure}"
-                raise OSError(f"{what}{said}; {_explain_newest_checkpoint(run, error)}") from failure
-            said = f"{what}saved after step {run.step}, " if what else f"stopped after step {run.step}; "
+                raise OSError(
+                    f"{what}{said}; {_explain_newest_checkpoint(run, error)}"
+                ) from failure
+            said = (
+                f"{what}saved after step {run.step}, "
+                if what
+                else f"stopped after step {run.step}; "
+            )
             said += _resume_command(run, error)
         else:
             said = f"{what}step {run.boundary[0] + 1} is lost; {_explain_newest_checkpoint(run, error)}"
-        if isinstance(error, ValueError) or memory.is_too_large(error):
+        if isinstance(error, ValueError) or memory.should_try_smaller(error):
             raise ValueError(said) from error
         print_warning(f"\n{said}")
         raise  # after a bug of ours or of MLX's with its traceback
@@ -347,13 +413,17 @@ def _resume_command(run: Any, error: BaseException) -> str:
     If memory ran out, the command asks for less than what rollouts, judges and updates had backed off to.
     """
     less = ""
-    if memory.is_too_large(error) and not isinstance(error, ValueError):  # a ValueError is the user's reward's
+    if memory.should_try_smaller(error) and not isinstance(
+        error, ValueError
+    ):  # a ValueError is the user's reward's
         if not (smaller := _smaller(run, error)):
             return "start over with a smaller model or a lower --max-tokens"
         less = f" {smaller}"
     how, flag, path, saved = "continue", "--resume", run.dir, checkpoint.saved_checkpoints(run.dir)
     if functions.uses_program_functions(run.config.to_flags()):
-        return f"{how} in this program with: Trainer.resume({str(path)!r})" if saved else "start over"
+        return (
+            f"{how} in this program with: Trainer.resume({str(path)!r})" if saved else "start over"
+        )
     if not saved:
         how, flag, path = "start over", "--config", run.dir / "config.yaml"
     return f"{how} with: {command_of(run.config.to_flags())} {flag} {shlex.quote(str(path))}{less}"
@@ -397,13 +467,17 @@ def run_command(args: argparse.Namespace, trainer: type[Trainer]) -> None:
     if args.allow_changes and not args.resume:
         raise ValueError("--allow-changes is for a run that goes on; name it with --resume")
     if args.resume and args.run_dir:
-        raise ValueError(f"--run-dir {args.run_dir}: a resumed run stays in its directory; leave one of them out")
+        raise ValueError(
+            f"--run-dir {args.run_dir}: a resumed run stays in its directory; leave one of them out"
+        )
     if args.from_trl:
         from settings import from_trl
 
         made = from_trl.convert_recipe(args.from_trl)
         if flags:
-            raise ValueError(f"--from-trl goes alone; give {', '.join(map(flag_of, flags))} with --config OUR_FILE")
+            raise ValueError(
+                f"--from-trl goes alone; give {', '.join(map(flag_of, flags))} with --config OUR_FILE"
+            )
         print(made, end="")
         return
     resume = args.resume
@@ -417,15 +491,27 @@ def run_command(args: argparse.Namespace, trainer: type[Trainer]) -> None:
         return
     if args.wired_limit:
         os.environ[memory.WIRED_LIMIT] = args.wired_limit
-    if not args.let_sleep and platform.system() == "Darwin":  # the display may sleep, and then no watchdog guards it
+    if (
+        not args.let_sleep and platform.system() == "Darwin"
+    ):  # the display may sleep, and then no watchdog guards it
         # a session of its own: Ctrl-C, after which a run still saves, must not end it
-        subprocess.Popen(["/usr/bin/caffeinate", "-i", "-w", str(os.getpid())], start_new_session=True)
+        subprocess.Popen(
+            ["/usr/bin/caffeinate", "-i", "-w", str(os.getpid())], start_new_session=True
+        )
     if args.seeds is None:
-        begun = make_run_spec(flags, args.config, resume=resume, run_dir=args.run_dir, allow_changes=args.allow_changes)
+        begun = make_run_spec(
+            flags,
+            args.config,
+            resume=resume,
+            run_dir=args.run_dir,
+            allow_changes=args.allow_changes,
+        )
         written = train_to_end(begun, trainer, looks=not args.no_look) / "report.html"
     else:
         if resume:
-            raise ValueError("--seeds with --resume: to go on with seeds, repeat their command with its --run-dir")
+            raise ValueError(
+                "--seeds with --resume: to go on with seeds, repeat their command with its --run-dir"
+            )
         written = train_seeds(args, flags, trainer) / "report.html"
     if args.open and world.is_first() and written.is_file():
         from reporting import page
@@ -436,7 +522,11 @@ def run_command(args: argparse.Namespace, trainer: type[Trainer]) -> None:
 def train_to_end(begun: RunSpec, trainer: type[Trainer], looks: bool) -> Path:
     """Trains a run to its end, unless it is there; its directory. looks: whether a new one without signal ends."""
     if world.on_rank0(lambda: begun.is_finished):
-        said = f"{begun.state.step} of {begun.config.optimizer.steps} steps are done" if begun.state else ""
+        said = (
+            f"{begun.state.step} of {begun.config.optimizer.steps} steps are done"
+            if begun.state
+            else ""
+        )
         print(f"{begun.path} is finished: {said}", flush=True)
         return Path(begun.path)
     trained = trainer(begun)
@@ -459,7 +549,11 @@ def train_seeds(args: argparse.Namespace, flags: dict[str, Any], trainer: type[T
     config, _ = resolve_settings(flags, args.config, None, gwen.choose_model)
     first = config.sampling.seed
     numbers = args.seeds if isinstance(args.seeds, list) else range(first, first + args.seeds)
-    home = Path(world.on_rank0(lambda: args.run_dir or str(run_files.choose_run_dir(config.data.task, None))))
+    home = Path(
+        world.on_rank0(
+            lambda: args.run_dir or str(run_files.choose_run_dir(config.data.task, None))
+        )
+    )
     if (home / "config.yaml").is_file():
         raise ValueError(f"--run-dir {home} is one run; give --seeds another directory")
     there = world.on_rank0(lambda: find_seed_runs(home, config))
@@ -477,7 +571,11 @@ def train_seeds(args: argparse.Namespace, flags: dict[str, Any], trainer: type[T
             print(f"the seeds that are left: {again}", file=sys.stderr)
             raise
     if world.is_first():
-        print(*seeds.describe_seed_groups(seeds.load_seed_groups([home])), f"page: {page.write_page(home)}", sep="\n")
+        print(
+            *seeds.describe_seed_groups(seeds.load_seed_groups([home])),
+            f"page: {page.write_page(home)}",
+            sep="\n",
+        )
     return home
 
 
@@ -489,5 +587,7 @@ def find_seed_runs(home: Path, config: Config) -> list[str]:
         for name, value in config.to_flags().items():
             is_set = name != "seed" and value not in (None, "auto") and not SETTINGS[name].later
             if is_set and its.get(name) != value:
-                raise ValueError(f"{path} has {flag_of(name)} {its.get(name)}, not {value}; give another --run-dir")
+                raise ValueError(
+                    f"{path} has {flag_of(name)} {its.get(name)}, not {value}; give another --run-dir"
+                )
     return list(map(str, found))

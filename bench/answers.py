@@ -30,7 +30,9 @@ for ten, tens in enumerate("twenty thirty forty fifty sixty seventy eighty ninet
     NUMBERS |= {f"{tens}-{unit}": 10 * ten + number for number, unit in enumerate(UNITS, 1)}
 SIGNS = dict.fromkeys(("plus", "and", "+"), "+")
 SIGNS |= dict.fromkeys("is are equals equal makes gives has have =".split(), "=")
-SILENT = set("the answer sum total of that this it so in all together more add adding , ! ' ( ) $".split())
+SILENT = set(
+    "the answer sum total of that this it so in all together more add adding , ! ' ( ) $".split()
+)
 
 
 class Reading(NamedTuple):
@@ -43,7 +45,10 @@ def read_answer(problem: str, answer: str) -> Reading:
     ends_right, own = named[-1:] == [sum(asked)], not Counter(named[:-1]) - Counter(asked)
     known = SILENT | set(words_of(problem)) - SIGNS.keys() - NUMBERS.keys()
     statements = [part for part in re.split(r"[.;:\n]", answer) if part.strip()]
-    return Reading(ends_right, ends_right and own and all(is_true(part, sum(asked), known) for part in statements))
+    return Reading(
+        ends_right,
+        ends_right and own and all(is_true(part, sum(asked), known) for part in statements),
+    )
 
 
 def words_of(text: str) -> list[str]:
@@ -51,7 +56,10 @@ def words_of(text: str) -> list[str]:
 
 
 def numbers_of(text: str) -> list[int]:
-    found = [NUMBERS.get(word, int(word) if re.fullmatch("[0-9]{1,9}", word) else None) for word in words_of(text)]
+    found = [
+        NUMBERS.get(word, int(word) if re.fullmatch("[0-9]{1,9}", word) else None)
+        for word in words_of(text)
+    ]
     return [number for number in found if number is not None]
 
 
@@ -79,7 +87,9 @@ def audit_answers(details: list[dict[str, Any]]) -> dict[str, float]:
     shares = {}
     for name, key in (("", "completions"), ("greedy, ", "greedy")):
         answers = [one[key] if key == "greedy" else one[key][0] for one in details]
-        readings = [read_answer(one["prompt"], answer) for one, answer in zip(details, answers, strict=True)]
+        readings = [
+            read_answer(one["prompt"], answer) for one, answer in zip(details, answers, strict=True)
+        ]
         shares[f"{name}right"] = float(np.mean([reading.right for reading in readings]))
         wrong = [reading.ends_right and not reading.right for reading in readings]
         shares[f"{name}right number only"] = float(np.mean(wrong))
@@ -89,10 +99,14 @@ def audit_answers(details: list[dict[str, Any]]) -> dict[str, float]:
 def evaluations(folders: list[Path]) -> dict[str, list[dict[str, Any]]]:
     """Records by the row of the table: the first evaluation of the first run, then the newest of each."""
     found: dict[str, list[dict[str, Any]]] = {}
-    for run in (history.load_history(path) for folder in folders for path in seeds.seed_runs(folder)):
+    for run in (
+        history.load_history(path) for folder in folders for path in seeds.seed_runs(folder)
+    ):
         if run.settings["task"] != "demo" or 0 not in run.answers or len(run.answers) < 2:
             fix = "give a run of it with --eval-every above 0, after its first steps"
-            raise ValueError(f"{run.dir} has no evaluations of --task demo before and after training; {fix}")
+            raise ValueError(
+                f"{run.dir} has no evaluations of --task demo before and after training; {fix}"
+            )
         each = [list(answers.values()) for answers in run.answers.values()]
         found.setdefault("before training", each[0])
         found[str(run.dir)] = each[-1]
@@ -101,16 +115,32 @@ def evaluations(folders: list[Path]) -> dict[str, list[dict[str, Any]]]:
 
 @guard_output()
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="runs of the demo, or directories of seeds")
-    parser.add_argument("--show", type=int, default=0, metavar="N", help="print N answers of each run, evenly spread")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="RUN",
+        help="runs of the demo, or directories of seeds",
+    )
+    parser.add_argument(
+        "--show",
+        type=int,
+        default=0,
+        metavar="N",
+        help="print N answers of each run, evenly spread",
+    )
     args = parser.parse_args(argv)
     with report_mistakes():
         found = evaluations(args.runs)
     for details in found.values() if args.show else ():
         for one in spread_evenly(details, args.show):
             reading = read_answer(one["prompt"], one["completions"][0])
-            verdict = "right" if reading.right else "RIGHT NUMBER ONLY" if reading.ends_right else "wrong"
+            verdict = (
+                "right" if reading.right else "RIGHT NUMBER ONLY" if reading.ends_right else "wrong"
+            )
             print(f"{verdict}: {one['prompt']} {one['completions'][0]!r}")
     table = pd.DataFrame({name: audit_answers(details) for name, details in found.items()}).T
     table = pd.concat([table, table[1:].agg(["mean", "min", "max"])])  # of the runs

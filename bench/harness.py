@@ -27,13 +27,19 @@ from disk import hub
 from flags import Parser, check_least, flag_of
 from machine import alive, versions
 
-Numbers = dict[str, tuple[int, int, str]]  # a setting's default, the least that it may be, and its help
+Numbers = dict[
+    str, tuple[int, int, str]
+]  # a setting's default, the least that it may be, and its help
 
 
-def parse_settings(parser: Parser, argv: list[str] | None, numbers: Numbers, **least: float) -> argparse.Namespace:
+def parse_settings(
+    parser: Parser, argv: list[str] | None, numbers: Numbers, **least: float
+) -> argparse.Namespace:
     """The settings of a command line, with a flag for each whole number. ValueError names the flag that is wrong."""
     for name, (default, _, text) in numbers.items():
-        parser.add_argument(flag_of(name), type=int, default=default, help=f"{text} (default: {default})")
+        parser.add_argument(
+            flag_of(name), type=int, default=default, help=f"{text} (default: {default})"
+        )
     args = parser.parse_args(sys.argv[1:] if argv is None else argv)
     check_least(args, **{name: low for name, (_, low, _) in numbers.items()}, **least)
     return args
@@ -53,7 +59,9 @@ def model_directory(name: str) -> Iterator[Path]:
 
 def random_texts(tokenizer: Any, lengths: Sequence[int], seed: int) -> list[str]:
     """Texts of so many random words of the vocabulary, each with the space before it a token."""
-    words = sorted(token[1:] for token in tokenizer.get_vocab() if re.fullmatch("[\u0120\u2581][a-z]+", token))
+    words = sorted(
+        token[1:] for token in tokenizer.get_vocab() if re.fullmatch("[\u0120\u2581][a-z]+", token)
+    )
     rng = np.random.default_rng(seed)
     return ["".join(f" {word}" for word in rng.choice(words, length)) for length in lengths]
 
@@ -82,7 +90,9 @@ def interleave(names: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
         yield from ((turn, name) for name in (names if turn % 2 == 0 else names[::-1]))
 
 
-def run_in_turn(engines: Mapping[str, Callable[[], Any]], warmup: int, runs: int) -> dict[str, list[Sample]]:
+def run_in_turn(
+    engines: Mapping[str, Callable[[], Any]], warmup: int, runs: int
+) -> dict[str, list[Sample]]:
     """`runs` timed runs of each engine, after `warmup` untimed ones."""
     samples: dict[str, list[Sample]] = {name: [] for name in engines}
     order = list(interleave(list(engines), warmup + runs))
@@ -93,7 +103,9 @@ def run_in_turn(engines: Mapping[str, Callable[[], Any]], warmup: int, runs: int
         before, begin = mx.get_active_memory(), time.process_time()
         run = engines[name]()
         if turn >= warmup:
-            samples[name].append(Sample(run, mx.get_peak_memory() - before, time.process_time() - begin))
+            samples[name].append(
+                Sample(run, mx.get_peak_memory() - before, time.process_time() - begin)
+            )
     return samples
 
 
@@ -130,5 +142,7 @@ def describe_environment(*packages: str) -> dict[str, Any]:
     recorded = versions.describe_environment(cpu_blas.description)
     return {
         "device": f"{recorded['device']}, {recorded['machine']}, BLAS: {recorded['blas']}",
-        "versions": {"python": recorded["python"]} | recorded["versions"] | {name: version(name) for name in packages},
+        "versions": {"python": recorded["python"]}
+        | recorded["versions"]
+        | {name: version(name) for name in packages},
     }

@@ -38,11 +38,15 @@ from machine.output import guard_output
 from settings.sources import read_environment
 from step.rows import USUAL_ROWS
 
-AGREEING_TOKENS = 16  # of greedy completions; engines that compute the same have parted long before by a mistake
+AGREEING_TOKENS = (
+    16  # of greedy completions; engines that compute the same have parted long before by a mistake
+)
 
 
 class Work(NamedTuple):
-    prompts: list[tuple[list[int], ...]]  # (B,) each in runs of ids, with which others may begin too
+    prompts: list[
+        tuple[list[int], ...]
+    ]  # (B,) each in runs of ids, with which others may begin too
     group_size: int
     limits: list[int]  # (N,) most tokens of each row
     eos_ids: tuple[int, ...]  # none: every row has exactly as many tokens as its limit
@@ -69,7 +73,9 @@ class Timing(NamedTuple):
     """What an engine made of the work, and how long it took."""
 
     completions: list[list[int]]  # ids of each row, the end token included
-    logprobs: list[list[float]]  # of the same tokens; no rows from an engine that does not give them
+    logprobs: list[
+        list[float]
+    ]  # of the same tokens; no rows from an engine that does not give them
     prefill_s: float
     decode_s: float
 
@@ -95,7 +101,10 @@ def run_ours(work: Work, *, model: gwen.Model) -> Timing:
     begin = time.perf_counter()
     result = sampler.rollout(model, list(map(join_runs, work.prompts)), params, **how)
     seconds, prefill_s = time.perf_counter() - begin, result.stats.prefill_s
-    logprobs = [row[:length] for row, length in zip(np.array(result.logprobs).tolist(), result.lengths, strict=True)]
+    logprobs = [
+        row[:length]
+        for row, length in zip(np.array(result.logprobs).tolist(), result.lengths, strict=True)
+    ]
     return Timing(result.ids, logprobs, prefill_s, seconds - prefill_s)
 
 
@@ -112,16 +121,24 @@ def check_agreement(model: gwen.Model, engines: dict[str, Engine], work: Work) -
             logits = model(mx.array([prompt + ids]))[0, len(prompt) - 1 : -1]  # (T, V)
             chosen = mx.take_along_axis(logits, mx.array(ids)[:, None], axis=-1)[:, 0]
             rounding = 8 * mx.finfo(logits.dtype).eps * mx.abs(logits).max(-1)
-            length = next((place for place, one in enumerate(ids, 1) if one in work.eos_ids), AGREEING_TOKENS)
+            length = next(
+                (place for place, one in enumerate(ids, 1) if one in work.eos_ids), AGREEING_TOKENS
+            )
             agrees = [*np.array(logits.max(-1) - chosen <= rounding).tolist(), len(ids) == length]
             if not all(agrees):
                 where = f"token {agrees.index(False)} of a greedy completion"
-                raise ValueError(f"{name} and our model part at {where}; they do not compute the same")
+                raise ValueError(
+                    f"{name} and our model part at {where}; they do not compute the same"
+                )
 
 
-def measure(engines: dict[str, Engine], work: Work, warmup: int, runs: int) -> dict[str, list[Sample]]:
+def measure(
+    engines: dict[str, Engine], work: Work, warmup: int, runs: int
+) -> dict[str, list[Sample]]:
     """Timed rollouts of each engine; where end tokens end no row, all have the lengths asked for."""
-    samples = harness.run_in_turn({name: functools.partial(run, work) for name, run in engines.items()}, warmup, runs)
+    samples = harness.run_in_turn(
+        {name: functools.partial(run, work) for name, run in engines.items()}, warmup, runs
+    )
     for name, its in samples.items() if not work.eos_ids else []:
         lengths = [[len(completion) for completion in sample.run.completions] for sample in its]
         assert lengths == [work.limits] * runs, f"{name} made {lengths} tokens, not {work.limits}"
@@ -143,9 +160,15 @@ def roofline(args: argparse.Namespace, model: gwen.Model, entry: dict[str, float
     """Says, and returns, what the bytes that decoding reads take at least, as a share of the time of ours."""
     length = round(entry["tokens"] / (args.runs * args.batch * args.groups))
     config = Config.from_flags(batch=args.batch, groups=args.groups, max_tokens=length)
-    demand = preflight.RunDemand(model.config, model.head_weight.dtype, config, [args.prompt_tokens] * args.batch)
-    num_bytes = preflight.phase_costs(demand, Sizes(args.rollout_batch_size, preflight.BUDGET, 0))["decode"].bytes
-    source = mx.zeros((2**26,), mx.float32)  # 268 MB, far more than any cache holds, read and written
+    demand = preflight.RunDemand(
+        model.config, model.head_weight.dtype, config, [args.prompt_tokens] * args.batch
+    )
+    num_bytes = preflight.phase_costs(demand, Sizes(args.rollout_batch_size, preflight.BUDGET, 0))[
+        "decode"
+    ].bytes
+    source = mx.zeros(
+        (2**26,), mx.float32
+    )  # 268 MB, far more than any cache holds, read and written
     bandwidth = 2 * source.nbytes / chips.least_seconds(lambda: source + 1)
     share = 1e3 * num_bytes / bandwidth / entry["decode_ms"]
     print(
@@ -174,10 +197,18 @@ def parse(argv: list[str] | None, program: str, description: str) -> argparse.Na
     """The settings of a command line, checked and filled up. ValueError names the flag that is wrong."""
     parser = Parser(program, description)
     parser.add_argument("--temp", type=float, default=0.8, help="sampling temperature")
-    parser.add_argument("--model", help="as train.py's (default: train.py's on a GPU, else random:30m)")
-    parser.add_argument("--rollout-batch-size", type=int, help="rows decoded at once (default: all, at most 64)")
-    parser.add_argument("--ignore-eos", action="store_true", help="every completion has --max-tokens tokens")
-    parser.add_argument("--benchmark-judge", action="store_true", help="time judging too, B x G answers")
+    parser.add_argument(
+        "--model", help="as train.py's (default: train.py's on a GPU, else random:30m)"
+    )
+    parser.add_argument(
+        "--rollout-batch-size", type=int, help="rows decoded at once (default: all, at most 64)"
+    )
+    parser.add_argument(
+        "--ignore-eos", action="store_true", help="every completion has --max-tokens tokens"
+    )
+    parser.add_argument(
+        "--benchmark-judge", action="store_true", help="time judging too, B x G answers"
+    )
     chunk = read_environment().get("judge_chunk_size", 24)
     numbers = NUMBERS | {"judge_chunk_size": (chunk, 1, "evaluations that ours makes at once")}
     args = harness.parse_settings(parser, argv, numbers, rollout_batch_size=1, temp=0)
@@ -189,13 +220,19 @@ def parse(argv: list[str] | None, program: str, description: str) -> argparse.Na
 def make_work(args: argparse.Namespace, config: hub.ModelConfig) -> Work:
     limits = [args.max_tokens] * (args.batch * args.groups)
     ordinary = np.setdiff1d(np.arange(min(config.vocab_size, 8192)), config.end_ids)
-    drawn = np.random.default_rng(args.seed).choice(ordinary, (args.batch, args.prompt_tokens)).tolist()
+    drawn = (
+        np.random.default_rng(args.seed).choice(ordinary, (args.batch, args.prompt_tokens)).tolist()
+    )
     prompts: list[tuple[list[int], ...]] = [(ids[:-1], ids[-1:]) for ids in drawn]
     eos_ids = () if args.ignore_eos else config.end_ids
-    return Work(prompts, args.groups, limits, eos_ids, args.temp, args.rollout_batch_size, args.seed)
+    return Work(
+        prompts, args.groups, limits, eos_ids, args.temp, args.rollout_batch_size, args.seed
+    )
 
 
-def compare_engines(args: argparse.Namespace, directory: Path, make_rival: Callable[[Any, Path], Rival]) -> None:
+def compare_engines(
+    args: argparse.Namespace, directory: Path, make_rival: Callable[[Any, Path], Rival]
+) -> None:
     """
     Checks, measures and reports ours and a rival, given mlx_lm's model of the directory, on the model of a directory.
 
@@ -213,7 +250,9 @@ def compare_engines(args: argparse.Namespace, directory: Path, make_rival: Calla
         "Config: B={batch} G={groups} pairs={pairs} max_tokens={max_tokens} temp={temp:g} warmup={warmup} "
         "runs={runs}".format(**config)
     )
-    print(f"Model: {args.model} in {dtype}, {args.prompt_tokens} prompt tokens, {args.rollout_batch_size} rows at once")
+    print(
+        f"Model: {args.model} in {dtype}, {args.prompt_tokens} prompt tokens, {args.rollout_batch_size} rows at once"
+    )
     samples = measure(engines, work, args.warmup, args.runs)
     entries = {name: summarize(samples[name], model) for name in engines}
     for name, entry in entries.items():  # in the form and width that other people's scripts know
@@ -222,14 +261,22 @@ def compare_engines(args: argparse.Namespace, directory: Path, make_rival: Calla
             f"total_out_toks {entry['tokens']} | throughput {entry['tok_s']:.1f} tok/s"
         )
     if len({entry["tokens"] for entry in entries.values()}) > 1:
-        print("Note: rows ended at different tokens, so times are not of equal work; --ignore-eos makes them so")
+        print(
+            "Note: rows ended at different tokens, so times are not of equal work; --ignore-eos makes them so"
+        )
     useful = [name for name in rival.engines if samples[name][0].run.logprobs] or rival.engines
     best = min(useful, key=lambda name: entries[name]["mean_ms"])
     print(f"Rounds: than ours {best} took {harness.round_ratios(samples['ours'], samples[best])}")
     share = roofline(args, model, entries["ours"])
     ratio = entries[best]["mean_ms"] / entries["ours"]["mean_ms"]
     print(rival.result.format(harness.describe_ratio(ratio)))
-    record = {"config": config, "engines": entries, "ratio": round(ratio, 4), "best": best, "roofline_frac": share}
+    record = {
+        "config": config,
+        "engines": entries,
+        "ratio": round(ratio, 4),
+        "best": best,
+        "roofline_frac": share,
+    }
     if args.benchmark_judge:
         from bench import judging
 
@@ -238,7 +285,9 @@ def compare_engines(args: argparse.Namespace, directory: Path, make_rival: Calla
 
 
 @guard_output()
-def main(argv: list[str] | None, program: str, description: str, make_rival: Callable[[Any, Path], Rival]) -> None:
+def main(
+    argv: list[str] | None, program: str, description: str, make_rival: Callable[[Any, Path], Rival]
+) -> None:
     """A command that compares rollouts of ours and a rival."""
     with report_mistakes():
         args = parse(argv, program, description)

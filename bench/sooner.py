@@ -24,7 +24,14 @@ COSTS = ["steps", "seconds", "completions", "tokens"]
 def costs_of(run: History, line: float) -> list[float]:
     """What a run took until it reached the line, COSTS; inf where it did not."""
     above = [one[f"eval/{run.figure}"] >= line for one in run.measured]
-    reached = next((one["step"] for one, *both in zip(run.measured, above, above[1:], strict=False) if all(both)), -1)
+    reached = next(
+        (
+            one["step"]
+            for one, *both in zip(run.measured, above, above[1:], strict=False)
+            if all(both)
+        ),
+        -1,
+    )
     if reached < 0:
         return [math.inf] * len(COSTS)
     steps = [one for one in run.steps if one["step"] <= reached]
@@ -35,8 +42,12 @@ def costs_of(run: History, line: float) -> list[float]:
 
 @guard_output()
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="runs, or directories of seeds")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="runs, or directories of seeds"
+    )
     parser.add_argument("--line", type=float, required=True, help="held-out accuracy to be reached")
     args = parser.parse_args(argv)
     with report_mistakes():
@@ -44,12 +55,16 @@ def main(argv: list[str] | None = None) -> None:
     heads = [f"until {args.line:g}", *COSTS, "seconds, of the first", "completions, of the first"]
     print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
     tables = [
-        pd.DataFrame({run.settings["seed"]: costs_of(run, args.line) for run in one.runs}, COSTS) for one in settings
+        pd.DataFrame({run.settings["seed"]: costs_of(run, args.line) for run in one.runs}, COSTS)
+        for one in settings
     ]
     for one, costs in zip(settings, tables, strict=True):
         ratios = (costs / tables[0]).dropna(axis=1)  # of the seeds that both have
         cells = [f"{value:,.0f}" for value in costs.median(axis=1)]
-        cells += [", ".join(f"{ratio:.2f}" for ratio in ratios.loc[cost]) for cost in ("seconds", "completions")]
+        cells += [
+            ", ".join(f"{ratio:.2f}" for ratio in ratios.loc[cost])
+            for cost in ("seconds", "completions")
+        ]
         print(f"| {one.name} | {' | '.join(cells)} |")
 
 

@@ -45,7 +45,9 @@ from machine.output import guard_output
 from problems import chat_template
 
 ROOT = Path(__file__).parent.parent
-PROJECTIONS = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+PROJECTIONS = [f"self_attn.{name}_proj" for name in "qkvo"] + [
+    f"mlp.{name}_proj" for name in ("gate", "up", "down")
+]
 RATE = 1e-4
 
 
@@ -56,7 +58,9 @@ class Steps(list[dict[str, float]]):
         super().__init__()
         self.args, self.num, self.num_rows = args, args.warmup + args.runs, args.batch * args.groups
         self.tokenizer = hub.load_tokenizer(directory)
-        self.texts = harness.random_texts(self.tokenizer, [args.prompt_tokens] * args.batch, args.seed)
+        self.texts = harness.random_texts(
+            self.tokenizer, [args.prompt_tokens] * args.batch, args.seed
+        )
         self.lengths: set[int] = set()  # of the last rollout's completions
         self.begin()
 
@@ -70,7 +74,9 @@ class Steps(list[dict[str, float]]):
 
     def end(self, *_: Any, **__: Any) -> None:
         assert self.lengths <= {self.args.max_tokens}, f"completions of {self.lengths} tokens"
-        self.append({"step_s": time.perf_counter() - self.clock, "cpu_s": time.process_time() - self.cpu})
+        self.append(
+            {"step_s": time.perf_counter() - self.clock, "cpu_s": time.process_time() - self.cpu}
+        )
         self.begin()
 
 
@@ -78,14 +84,28 @@ class Steps(list[dict[str, float]]):
 
 
 def run_ours(args: argparse.Namespace, directory: Path, steps: Steps, scratch: str) -> None:
-    train: Any = importlib.import_module("train")  # an engine as the others: their processes load none of it
+    train: Any = importlib.import_module(
+        "train"
+    )  # an engine as the others: their processes load none of it
     names = ("batch", "groups", "max_tokens", "lora_rank", "seed")
-    how: Any = {name: getattr(args, name) for name in names} | {"learning_rate": RATE, "eval_every": 0}
-    how |= {"data": [{"prompt": text} for text in steps.texts], "eval_data": [{"prompt": "none of them"}]}
+    how: Any = {name: getattr(args, name) for name in names} | {
+        "learning_rate": RATE,
+        "eval_every": 0,
+    }
+    how |= {
+        "data": [{"prompt": text} for text in steps.texts],
+        "eval_data": [{"prompt": "none of them"}],
+    }
     trainer = train.Trainer.start(
-        model=str(directory), reward=steps.reward, steps=steps.num + 1, run_dir=f"{scratch}/run", **how
+        model=str(directory),
+        reward=steps.reward,
+        steps=steps.num + 1,
+        run_dir=f"{scratch}/run",
+        **how,
     )
-    trainer.run.sampling = trainer.run.sampling._replace(eos_ids=())  # every completion has all its tokens
+    trainer.run.sampling = trainer.run.sampling._replace(
+        eos_ids=()
+    )  # every completion has all its tokens
     steps.begin()
     for _ in itertools.islice(train.train(trainer.run), steps.num):  # a last step would be saved
         steps.end()
@@ -104,7 +124,12 @@ def run_mlx_lm_lora(args: argparse.Namespace, directory: Path, steps: Steps, scr
     tokenizer.eos_token_ids = []  # every completion has all its tokens
     prompts = [chat_template.encode_chat(steps.tokenizer, text) for text in steps.texts]
     batch = prompts, [[0]] * args.batch, steps.texts, [""] * args.batch, None
-    how: Any = {"batch_size": steps.num_rows, "iters": steps.num, "group_size": args.groups, "steps_per_report": 1}
+    how: Any = {
+        "batch_size": steps.num_rows,
+        "iters": steps.num,
+        "group_size": args.groups,
+        "steps_per_report": 1,
+    }
     how |= {"max_completion_length": args.max_tokens, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
     how |= {"beta": 0.0, "epsilon": 0.2, "adapter_file": f"{scratch}/adapters.safetensors"}
     trainer.train_grpo(
@@ -127,10 +152,22 @@ def run_trl(args: argparse.Namespace, directory: Path, steps: Steps, scratch: st
     torch, transformers, trl, peft = modules
     torch.set_num_threads(int(os.environ.get("OPENBLAS_NUM_THREADS", 1)))
     how: Any = {"per_device_train_batch_size": steps.num_rows, "num_generations": args.groups}
-    how |= {"generation_kwargs": {"min_new_tokens": args.max_tokens}}  # every completion has all its tokens
-    how |= {"max_completion_length": args.max_tokens, "temperature": 1.0, "beta": 0.0, "learning_rate": RATE}
+    how |= {
+        "generation_kwargs": {"min_new_tokens": args.max_tokens}
+    }  # every completion has all its tokens
+    how |= {
+        "max_completion_length": args.max_tokens,
+        "temperature": 1.0,
+        "beta": 0.0,
+        "learning_rate": RATE,
+    }
     how |= {"max_steps": steps.num, "gradient_checkpointing": False, "bf16": False, "report_to": []}
-    how |= {"logging_strategy": "no", "save_strategy": "no", "disable_tqdm": True, "output_dir": scratch}
+    how |= {
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "output_dir": scratch,
+    }
     dtype = getattr(torch, str(gwen.default_dtype()).removeprefix("mlx.core."))
     prompts = [[{"role": "user", "content": text}] for text in steps.texts]
     trl.GRPOTrainer(
@@ -139,8 +176,14 @@ def run_trl(args: argparse.Namespace, directory: Path, steps: Steps, scratch: st
         args=trl.GRPOConfig(**how, chat_template_kwargs={"enable_thinking": False}),
         train_dataset=datasets.Dataset.from_dict({"prompt": prompts}),
         processing_class=steps.tokenizer,
-        callbacks=[type("Timer", (transformers.TrainerCallback,), {"on_step_end": staticmethod(steps.end)})()],
-        peft_config=peft.LoraConfig(r=args.lora_rank, lora_alpha=2 * args.lora_rank, target_modules="all-linear"),
+        callbacks=[
+            type(
+                "Timer", (transformers.TrainerCallback,), {"on_step_end": staticmethod(steps.end)}
+            )()
+        ],
+        peft_config=peft.LoraConfig(
+            r=args.lora_rank, lora_alpha=2 * args.lora_rank, target_modules="all-linear"
+        ),
     ).train()
 
 
@@ -172,14 +215,20 @@ def measure(args: argparse.Namespace) -> list[dict[str, float]]:
         ENGINES[args.engine][0](args, directory, steps, scratch)
     peak = mx.get_peak_memory()
     if args.engine == "trl":
-        mps: Any = importlib.import_module("torch.mps")  # its GPU, where PyTorch keeps what is freed
-        peak = mps.driver_allocated_memory() if mps.is_available() else peak_resident_bytes() - before
+        mps: Any = importlib.import_module(
+            "torch.mps"
+        )  # its GPU, where PyTorch keeps what is freed
+        peak = (
+            mps.driver_allocated_memory() if mps.is_available() else peak_resident_bytes() - before
+        )
     return [step | {"peak_mb": peak / 1e6} for step in steps[args.warmup :]]
 
 
 def peak_resident_bytes() -> int:
     """The most bytes that this process has had in memory."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
 
 
 def run_processes(args: argparse.Namespace, directory: Path) -> list[dict[str, Any]]:
@@ -204,15 +253,22 @@ def print_report(args: argparse.Namespace, steps: list[dict[str, Any]]) -> None:
     )
     by_engine = pd.DataFrame(steps).groupby("engine", sort=False)
     table = by_engine[["step_s", "cpu_s"]].median()
-    table = table.assign(min_s=by_engine.step_s.min(), max_s=by_engine.step_s.max(), peak_mb=by_engine.peak_mb.max())
+    table = table.assign(
+        min_s=by_engine.step_s.min(), max_s=by_engine.step_s.max(), peak_mb=by_engine.peak_mb.max()
+    )
     table["tok_s"] = args.batch * args.groups * args.max_tokens / table.step_s
     print(table.round(2).to_string())
     ratios = (table / table.loc["ours"]).drop("ours") if "ours" in table.index else table[:0]
     for name, ratio in ratios.iterrows():
-        said = f"{harness.describe_ratio(ratio.step_s)} than {name} ({ratio.cpu_s:.2f}x by processors)"
+        said = (
+            f"{harness.describe_ratio(ratio.step_s)} than {name} ({ratio.cpu_s:.2f}x by processors)"
+        )
         print(f"Result: ours is {said}, at {1 / ratio.peak_mb:.2f} of its peak memory")
     record = {"config": vars(args), "rivals": {name: ENGINES[name][1] for name in table.index}}
-    record |= {"engines": table.round(3).to_dict("index"), "ratios": ratios.step_s.round(3).to_dict()}
+    record |= {
+        "engines": table.round(3).to_dict("index"),
+        "ratios": ratios.step_s.round(3).to_dict(),
+    }
     print(json.dumps(record | harness.describe_environment()))
 
 
@@ -234,7 +290,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser("bench.step", "Time one whole GRPO step against those of mlx-lm-lora and TRL.")
     parser.add_argument("--model", default="random:30m", help="as train.py's")
     parser.add_argument("--engines", nargs="+", choices=tuple(ENGINES), default=list(ENGINES))
-    parser.add_argument("--engine", choices=tuple(ENGINES), help="runs this one here and prints its record")
+    parser.add_argument(
+        "--engine", choices=tuple(ENGINES), help="runs this one here and prints its record"
+    )
     return harness.parse_settings(parser, argv, NUMBERS)
 
 

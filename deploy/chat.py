@@ -78,7 +78,9 @@ class ChatModel:
                     answer, episode = self.playing.take_replies(wait=True)[0], self.playing.rows[0]
                     for message in episode.told:
                         yield f"\n[{message['name']}] {message['content']}\n"
-                    if not isinstance(answer, str):  # else what it was told comes with what the user says next
+                    if not isinstance(
+                        answer, str
+                    ):  # else what it was told comes with what the user says next
                         told, episode.told = answer, []
 
     def encode_turn(self, line: str) -> list[int]:
@@ -86,7 +88,9 @@ class ChatModel:
         if self.cache.length == 0:
             said = [*self.opening, {"role": "user", "content": line}]
             if self.box:
-                self.playing = episodes.Episodes(self.box, [{"prompt": said}], [0], f"talk {self.seed}")
+                self.playing = episodes.Episodes(
+                    self.box, [{"prompt": said}], [0], f"talk {self.seed}"
+                )
                 return self.playing.prompts[0]
             return chat_template.encode_chat(self.tokenizer, said, thinking=self.thinking)
         message, schemas = {"role": "user", "content": line}, None
@@ -94,7 +98,9 @@ class ChatModel:
         if self.box and self.playing:
             episode, schemas = self.playing.rows[0], list(self.box.schemas[""].values())
             messages, episode.told, episode.num_turns = [*episode.told, message], [], 0
-        return [self.end] * (not self.is_over()) + self.frames.encode_between_turns(messages, schemas)
+        return [self.end] * (not self.is_over()) + self.frames.encode_between_turns(
+            messages, schemas
+        )
 
     def is_over(self) -> bool:
         """Whether its newest turn has ended by itself."""
@@ -105,16 +111,22 @@ class ChatModel:
         model, params, self.turn = self.model, self.params, []
         room = self.context - self.cache.length - len(told)
         if room <= 0:
-            raise ValueError(f"the talk fills the {self.context} tokens that the model can read; begin another")
+            raise ValueError(
+                f"the talk fills the {self.context} tokens that the model can read; begin another"
+            )
         width = gpu.prefill_tokens()
         for begin in range(0, len(told), width):
             hidden = model.hidden(mx.array([told[begin : begin + width]]), self.cache)[:, -1]
-            mx.eval(hidden, self.cache.arrays())  # wait: the next part may use the memory of this one
+            mx.eval(
+                hidden, self.cache.arrays()
+            )  # wait: the next part may use the memory of this one
         logits, self.num_turns = hidden @ model.head_weight.T, self.num_turns + 1
         limit = min(params.limits(1)[0], room)
         for numbers in sampler.uniforms(self.seed, [self.num_turns], limit)[0]:
             token, logprob, _ = sampler.choose_token(logits, mx.array(numbers[None]), params)
-            mx.async_eval(token, logprob)  # apart from the next step, so that they can be read while it goes on
+            mx.async_eval(
+                token, logprob
+            )  # apart from the next step, so that they can be read while it goes on
             logits = self.forward(token[:, None], self.cache)[:, -1] @ model.head_weight.T
             mx.async_eval(logits)
             if not np.isfinite(np.array(logprob)).all():  # wait
@@ -134,7 +146,9 @@ def stream_text(ids: Iterable[int], tokenizer: Any, stop: sampler.Stop | None) -
     from tokenizers.decoders import DecodeStream
 
     stream, text, num_shown = DecodeStream(skip_special_tokens=True), "", 0
-    starts = [one[:length] for one in (stop.texts if stop else ()) for length in range(len(one), 0, -1)]
+    starts = [
+        one[:length] for one in (stop.texts if stop else ()) for length in range(len(one), 0, -1)
+    ]
     for one in ids:
         text += stream.step(tokenizer.backend_tokenizer, one) or ""
         if stop and len(cut := stop.trim(text)) < len(text):
@@ -207,49 +221,82 @@ PLAYED = ["task", *TOOLS]
 @guard_output()
 @report_mistakes()
 def main(argv: list[str] | None = None) -> None:
-    parser = Parser("sampler.py", "Sample completions of one prompt, talk, or play held-out episodes with tools.")
+    parser = Parser(
+        "sampler.py",
+        "Sample completions of one prompt, talk, or play held-out episodes with tools.",
+    )
     run_files.add_adapter_flags(parser)
-    parser.add_argument("--model", help="demo, a Hugging Face directory or a hub id (default: the run's or adapter's)")
-    parser.add_argument("--prompt", help="what the user says (default: held-out problems, where there are tools)")
-    parser.add_argument("--chat", action="store_true", help="talk: answers to lines that you write, or pipe in")
-    parser.add_argument("--compare", action="store_true", help="in a talk, the model before training answers too")
-    parser.add_argument("--system", help="what stands before it (default: with a run, what training had)")
+    parser.add_argument(
+        "--model",
+        help="demo, a Hugging Face directory or a hub id (default: the run's or adapter's)",
+    )
+    parser.add_argument(
+        "--prompt", help="what the user says (default: held-out problems, where there are tools)"
+    )
+    parser.add_argument(
+        "--chat", action="store_true", help="talk: answers to lines that you write, or pipe in"
+    )
+    parser.add_argument(
+        "--compare", action="store_true", help="in a talk, the model before training answers too"
+    )
+    parser.add_argument(
+        "--system", help="what stands before it (default: with a run, what training had)"
+    )
     parser.add_argument("--num", type=int, default=1, help="completions")
     parser.add_argument("--max-tokens", type=int, help="default: the run's, else 256")
     parser.add_argument("--temp", type=float, default=1.0, help="0 is greedy (default: 1)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--thinking", action=argparse.BooleanOptionalAction, help="default: the run's, else off")
+    parser.add_argument(
+        "--thinking", action=argparse.BooleanOptionalAction, help="default: the run's, else off"
+    )
     add_flags(parser, [SETTINGS[name] for name in ("stop", "end_tokens", *PLAYED)])
     answer_prompts(parser.parse_args(argv))
 
 
 def answer_prompts(args: argparse.Namespace) -> None:
     """Does what the flags ask for. Raises ValueError where they do not fit together."""
-    adapter = run_files.adapter_from_flags(args, model=None, max_tokens=256, stop=[], end_tokens=[], thinking=False)
+    adapter = run_files.adapter_from_flags(
+        args, model=None, max_tokens=256, stop=[], end_tokens=[], thinking=False
+    )
     check_least(args, num=1, max_tokens=1, temp=0, seed=0)
     check_settings({"stop": args.stop, "end_tokens": args.end_tokens})
     for flag, text in (("--prompt", args.prompt), ("--system", args.system)):
         if text is not None:
             check_text(flag, text)
     if args.chat and (args.prompt or args.num > 1):
-        raise ValueError("--chat reads what you say line by line, and answers once; leave out --prompt and --num")
+        raise ValueError(
+            "--chat reads what you say line by line, and answers once; leave out --prompt and --num"
+        )
     if args.compare and not (args.chat and adapter):
-        raise ValueError("--compare is for --chat with the --run or --adapter whose model is compared")
+        raise ValueError(
+            "--compare is for --chat with the --run or --adapter whose model is compared"
+        )
     if args.system and not (args.prompt or args.chat):
         raise ValueError("--system stands before what the user says; give --prompt too")
-    name, why = gwen.choose_model(args.model, adapter, load_task_defaults(args.task or "", "").get("model"))
+    name, why = gwen.choose_model(
+        args.model, adapter, load_task_defaults(args.task or "", "").get("model")
+    )
     if args.compare:
         start = run_files.adapter_path(args.run, 0) if args.run else None
         model, tokenizer, is_beside = evaluate.load_policy(name, adapter, start, args.end_tokens)
-        why += f"; [before] is {name}{run_files.describe_start(run_files.load_settings(args.run))}" if start else ""
+        why += (
+            f"; [before] is {name}{run_files.describe_start(run_files.load_settings(args.run))}"
+            if start
+            else ""
+        )
     else:
         model, tokenizer = gwen.load(name, adapter=adapter, end_tokens=args.end_tokens)
     config, box = toolbox(args, name, why, tokenizer, model)
     end_ids, stop = model.config.end_ids, sampler.Stop(args.stop, tokenizer) if args.stop else None
-    params, note = sampler.SamplingParams(args.max_tokens, args.temp, eos_ids=end_ids, stop=stop), ""
+    params, note = (
+        sampler.SamplingParams(args.max_tokens, args.temp, eos_ids=end_ids, stop=stop),
+        "",
+    )
     opening = [] if args.system is None else [{"role": "system", "content": args.system}]
     if (args.chat or args.prompt) and args.run and args.system is None:
-        opening, note = command.shared_opening(check_settings(load_recipe(run_files.config_file(args.run))))
+        opening, note = command.shared_opening(
+            check_settings(load_recipe(run_files.config_file(args.run)))
+        )
         note += "".join(f"; {one['role']}: {shorten_value(one['content'])}" for one in opening)
     print(escape_invisible(f"model: {name}, {why}{note}"), file=sys.stderr)
     problems, size = [{"prompt": [*opening, {"role": "user", "content": args.prompt}]}], args.num
@@ -264,16 +311,31 @@ def answer_prompts(args: argparse.Namespace) -> None:
     elif box:
         if not args.prompt:
             begun = tasks.read_held_out(args.run) if args.run else []
-            problems, size = spread_evenly(tasks.make_task(config, begun=begun).held_out, args.num), 1
+            problems, size = (
+                spread_evenly(tasks.make_task(config, begun=begun).held_out, args.num),
+                1,
+            )
         problems = [problem for problem in problems for _ in range(size)]
         groups = [row // size for row in range(len(problems))]
         play = episodes.Episodes(box, problems, groups, f"held out {args.seed}")
         done = sampler.rollout(model, play.prompts, params, group_size=1, key=args.seed, talk=play)
         play.request_rewards()
-        print(escape_invisible("\n".join(play.describe(row, reason) for row, reason in enumerate(done.finish_reasons))))
+        print(
+            escape_invisible(
+                "\n".join(
+                    play.describe(row, reason) for row, reason in enumerate(done.finish_reasons)
+                )
+            )
+        )
     else:
-        limits: dict[str, Any] = {"max_tokens": args.max_tokens, "context": context, "kind": "prompt"}
-        prompts = chat_template.encode_prompts(tokenizer, problems, thinking=args.thinking, **limits)
+        limits: dict[str, Any] = {
+            "max_tokens": args.max_tokens,
+            "context": context,
+            "kind": "prompt",
+        }
+        prompts = chat_template.encode_prompts(
+            tokenizer, problems, thinking=args.thinking, **limits
+        )
         result = sampler.rollout(model, prompts, params, group_size=size, key=args.seed)
         print(escape_invisible("\n".join(sampler.decode_texts(tokenizer, result, end_ids))))
 
@@ -293,11 +355,17 @@ def toolbox(
         box = episodes.make_toolbox(config, *tasks.load_tools(config), tokenizer, model.config)
     if asked and box is None:
         flag = min(asked)
-        raise ValueError(f"{flag_of(flag)} {asked[flag]} is for what has tools, and nothing here has; leave it out")
+        raise ValueError(
+            f"{flag_of(flag)} {asked[flag]} is for what has tools, and nothing here has; leave it out"
+        )
     if box is None and not is_said:
-        raise ValueError("--prompt is missing: what the user says; only what has tools asks by itself")
+        raise ValueError(
+            "--prompt is missing: what the user says; only what has tools asks by itself"
+        )
     if box and args.stop:
         raise ValueError("--stop is for completions without tools; leave it out")
     if box and box.environments and args.chat:
-        raise ValueError("--chat has tools and no environment, which plays by itself; leave --chat out")
+        raise ValueError(
+            "--chat has tools and no environment, which plays by itself; leave --chat out"
+        )
     return config, box

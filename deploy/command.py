@@ -45,12 +45,24 @@ class TrainedRun(NamedTuple):
 @report_mistakes()
 def main(argv: list[str] | None = None) -> None:
     parser = Parser("lora.py", "Merge an adapter into its model, or write it in another layout.")
-    parser.add_argument("--fuse", action="store_true", help="write the merged model, a Hugging Face directory")
-    parser.add_argument("--export", choices=["peft", "gguf"], help="the adapter alone for PEFT, or merged in one file")
-    parser.add_argument("--bits", type=int, choices=gguf_writer.LABELS, help="of --fuse and gguf (default: 16)")
+    parser.add_argument(
+        "--fuse", action="store_true", help="write the merged model, a Hugging Face directory"
+    )
+    parser.add_argument(
+        "--export",
+        choices=["peft", "gguf"],
+        help="the adapter alone for PEFT, or merged in one file",
+    )
+    parser.add_argument(
+        "--bits", type=int, choices=gguf_writer.LABELS, help="of --fuse and gguf (default: 16)"
+    )
     run_files.add_adapter_flags(parser)
-    parser.add_argument("--model", help="demo, a Hugging Face directory or a hub id (default: the adapter's)")
-    parser.add_argument("--keep-template", action="store_true", help="leave the chat template as the base has it")
+    parser.add_argument(
+        "--model", help="demo, a Hugging Face directory or a hub id (default: the adapter's)"
+    )
+    parser.add_argument(
+        "--keep-template", action="store_true", help="leave the chat template as the base has it"
+    )
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="a new directory")
     args = parser.parse_args(argv)
     if args.fuse == (args.export is not None):
@@ -63,7 +75,9 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError("there is no adapter yet; name one with --adapter, or a run with --run")
     name, few = args.model, args.bits in (4, 8)
     place = Path(args.run or adapter).resolve()  # an adapter lies in its run, or is named by it
-    of_run = next((str(one) for one in (place, *place.parents[:3]) if (one / "config.yaml").is_file()), None)
+    of_run = next(
+        (str(one) for one in (place, *place.parents[:3]) if (one / "config.yaml").is_file()), None
+    )
     config = check_settings(load_recipe(run_files.config_file(of_run))) if of_run else None
     least = least_bytes(name, adapter, args.export, args.bits or 16)
     with scratch_for(args.out, least) as begun:
@@ -72,12 +86,18 @@ def main(argv: list[str] | None = None) -> None:
             opening, said = shared_opening(config) if config else ([], "")
             shots = opening[bool(opening) and opening[0]["role"] == "system" :]
             system = opening[0]["content"] if len(shots) < len(opening) else None
-            trained = TrainedRun(config, system, shots, said) if config and not args.keep_template else None
+            trained = (
+                TrainedRun(config, system, shots, said)
+                if config and not args.keep_template
+                else None
+            )
             end_tokens = config.sampling.end_tokens if config else []
             if args.fuse or (few and of_run):  # beside what has few bits is measured
                 what = fuse(name, adapter, wide if few else made, trained, end_tokens)
             if args.fuse and few:
-                what += f"; in {few_bits.quantize_directory(wide, made, args.bits):.3g} bits a weight"
+                what += (
+                    f"; in {few_bits.quantize_directory(wide, made, args.bits):.3g} bits a weight"
+                )
             elif args.export == "gguf":
                 title, bits = args.out.resolve().name, args.bits or 16
                 what = export_gguf(name, adapter, made, trained, title, bits, end_tokens)
@@ -87,7 +107,9 @@ def main(argv: list[str] | None = None) -> None:
             what += f"; training's prompts begin with {len(shots)} messages more, which who talks to it must send"
         if args.run:
             what += ": README.md has them" * bool(shots)
-            card = run_files.make_model_card(args.run, args.step, args.export or "mlx", opening * bool(shots))
+            card = run_files.make_model_card(
+                args.run, args.step, args.export or "mlx", opening * bool(shots)
+            )
             with names_output(args.out):
                 (made / "README.md").write_text(card, encoding="utf-8")
         with names_output(args.out):
@@ -98,11 +120,15 @@ def main(argv: list[str] | None = None) -> None:
             folder, what = f"~/.lmstudio/models/me/{its}", "*.gguf" if args.export else "*"
             if args.export:
                 print(f"for Ollama: ollama create {its} -f {out}/Modelfile && ollama run {its}")
-            print(f"for LM Studio{'' if args.export else ' on a Mac'}: mkdir -p {folder} && cp {out}/{what} {folder}/")
+            print(
+                f"for LM Studio{'' if args.export else ' on a Mac'}: mkdir -p {folder} && cp {out}/{what} {folder}/"
+            )
         if "give them the whole model" not in what:
             print(f"to publish it: uv run hf upload OWNER/{its} {out}", flush=True)
         if few:
-            few_bits.print_quantization_cost(of_run, wide, next(args.out.glob("*.gguf"), args.out), args.bits)
+            few_bits.print_quantization_cost(
+                of_run, wide, next(args.out.glob("*.gguf"), args.out), args.bits
+            )
 
 
 # ---- where it is written
@@ -121,7 +147,9 @@ def refuse_taken(out: Path) -> None:
 def least_bytes(name: str | None, adapter: str, export: str | None, bits: int) -> int:
     """A lower bound of what is written: the weights have 16 bits or 32, and `--fuse --bits` writes them whole first."""
     if export == "peft":
-        return sum(file.stat().st_size for file in adapters.find_adapter(adapter).glob("*.safetensors"))
+        return sum(
+            file.stat().st_size for file in adapters.find_adapter(adapter).glob("*.safetensors")
+        )
     base = hub.find_model(gwen.choose_model(name, adapter)[0])
     weights = (base / gguf.LINK).resolve() if (base / gguf.LINK).is_file() else None
     files = [weights] if weights else base.glob("*.safetensors")
@@ -160,8 +188,10 @@ def names_output(out: Path) -> Iterator[None]:
         with names_path(out):
             yield
     except (OSError, RuntimeError) as error:
-        is_elsewhere = isinstance(error, OSError) and error.filename and not is_in(error.filename, out)
-        if is_elsewhere or memory.is_too_large(error):
+        is_elsewhere = (
+            isinstance(error, OSError) and error.filename and not is_in(error.filename, out)
+        )
+        if is_elsewhere or memory.should_try_smaller(error):
             raise
         if isinstance(error, OSError) and error.errno:
             reason = line_of(error)
@@ -192,14 +222,22 @@ def put_into_place(made: Path, out: Path) -> None:
 # ---- what is written
 
 
-def fuse(name: str | None, adapter: str, out: Path, trained: TrainedRun | None, end_tokens: Sequence[str] = ()) -> str:
+def fuse(
+    name: str | None,
+    adapter: str,
+    out: Path,
+    trained: TrainedRun | None,
+    end_tokens: Sequence[str] = (),
+) -> str:
     """
     Writes the merged model in the type of its base.
 
     trained: a run, whose prompts its template shall render. end_tokens: what ended completions there besides.
     """
     name, _ = gwen.choose_model(name, adapter)
-    dtype = gwen.default_dtype() if "GWEN_DTYPE" in os.environ else stored_dtype(hub.find_model(name))
+    dtype = (
+        gwen.default_dtype() if "GWEN_DTYPE" in os.environ else stored_dtype(hub.find_model(name))
+    )
     model, tokenizer = gwen.load(name, dtype, adapter=adapter, end_tokens=end_tokens)
     note = adapt_template(tokenizer, trained) if trained else ""
     gwen.save(model, out, tokenizer)
@@ -211,13 +249,17 @@ def stored_dtype(directory: Path) -> mx.Dtype:
     if (link := directory / gguf.LINK).is_file():
         largest = max(gguf.open_file(link.resolve()).tensors, key=lambda tensor: tensor.n_elements)
         return gguf.WIDE.get(largest.tensor_type.name, mx.float16)
-    floating = [one for one in hub.load_weights(directory).values() if mx.issubdtype(one.dtype, mx.floating)]
+    floating = [
+        one for one in hub.load_weights(directory).values() if mx.issubdtype(one.dtype, mx.floating)
+    ]
     return max(floating, key=lambda tensor: tensor.nbytes).dtype
 
 
 def adapt_template(tokenizer: Any, trained: TrainedRun) -> str:
     """Makes a tokenizer's template that of a run's prompts, and says what was written into it."""
-    written = chat_template.fix_template(tokenizer, trained.system, trained.config.sampling.thinking)
+    written = chat_template.fix_template(
+        tokenizer, trained.system, trained.config.sampling.thinking
+    )
     how = f"; its chat template has {written}, as in training (--keep-template leaves the base's)"
     return trained.said + (how if written else "")
 
@@ -229,7 +271,11 @@ def shared_opening(config: Config) -> tuple[list[dict[str, Any]], str]:
     except ValueError as error:  # the data were moved
         return [], f"; the system prompt of training is unknown: {error}"
     opening, num_systems = chat_template.shared_opening(train or held_out)
-    said = f"; training had {num_systems} system prompts, and the template has none" if num_systems > 1 else ""
+    said = (
+        f"; training had {num_systems} system prompts, and the template has none"
+        if num_systems > 1
+        else ""
+    )
     return opening, said
 
 
@@ -240,7 +286,9 @@ def export_peft(name: str | None, adapter: str, out: Path) -> str:
     if base:
         gwen.warn_of_other_base(adapter, base)
     if base and hub.is_gguf(base):
-        note = f"; other programs do not open {base} as its base: give them the whole model, by --fuse"
+        note = (
+            f"; other programs do not open {base} as its base: give them the whole model, by --fuse"
+        )
     base = str(hub.BUNDLED[base]) if base in hub.BUNDLED else base
     adapters.write_peft(read._replace(base=base), out)
     return f"{adapter} for {base}, in the layout of peft{note}"
@@ -259,7 +307,10 @@ def export_gguf(
     name, _ = gwen.choose_model(name, adapter)
     gwen.warn_of_other_base(adapter, name)
     directory = hub.find_model(name)
-    model, tokenizer = gwen.load_model(directory, mx.float32, adapter, lazy=True), hub.load_tokenizer(directory)
+    model, tokenizer = (
+        gwen.load_model(directory, mx.float32, adapter, lazy=True),
+        hub.load_tokenizer(directory),
+    )
     config = gwen.with_ends(model.config, tokenizer, name, end_tokens)
     weights = hub.unfuse_weights(dict(tree_flatten(model.parameters())), config)
     del model  # so that the writer, which reads a matrix at a time, holds no more

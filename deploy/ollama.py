@@ -36,7 +36,13 @@ GO_TEMPLATE = """\
 {{ else if eq $one.Role "assistant" }}{{ $one.Content }}{{ if not $last }}@after_reply@{{ end }}\
 {{ end }}{{ end }}"""
 MARKS = ["first mark", "second mark", "third mark"]
-TEXTS = ["{{ .Role }}", 'one "two"\n\n`three\'', "\u00e9\U0001f642 <b>", "</s> \\n", "5"]  # of a talk that is tried
+TEXTS = [
+    "{{ .Role }}",
+    'one "two"\n\n`three\'',
+    "\u00e9\U0001f642 <b>",
+    "</s> \\n",
+    "5",
+]  # of a talk that is tried
 
 
 class TemplatePieces(NamedTuple):
@@ -54,27 +60,45 @@ class TemplatePieces(NamedTuple):
 def template_pieces(tokenizer: Any) -> TemplatePieces | None:
     """Those of a tokenizer's chat template, or None where they do not make up what it renders."""
     try:
-        (first, prompt), (_, reply, later, _) = split_at_marks(tokenizer, MARKS[:1]), split_at_marks(tokenizer, MARKS)
+        (first, prompt), (_, reply, later, _) = (
+            split_at_marks(tokenizer, MARKS[:1]),
+            split_at_marks(tokenizer, MARKS),
+        )
         system, told, _ = split_at_marks(tokenizer, MARKS[:1], "system mark")
-        user = later.removeprefix(split_at_marks(tokenizer, MARKS[:2], opened=False)[-1])  # behind the end of a reply
+        user = later.removeprefix(
+            split_at_marks(tokenizer, MARKS[:2], opened=False)[-1]
+        )  # behind the end of a reply
         if not (first.endswith(user) and told.endswith(user)):
             user = ""
         first, told, later = (one.removesuffix(user) for one in (first, told, later))
         found = TemplatePieces(first, system, told, user, reply, later, prompt)
         tried = [(TEXTS[:num], its) for num in (1, 3, 5) for its in (None, TEXTS[1])]
-        return found if all(join_pieces(found, *one) == render_texts(tokenizer, *one) for one in tried) else None
+        return (
+            found
+            if all(join_pieces(found, *one) == render_texts(tokenizer, *one) for one in tried)
+            else None
+        )
     except ValueError:  # it refuses a talk, as one with a system message
         return None
 
 
-def render_texts(tokenizer: Any, texts: Sequence[str], system: str | None = None, opened: bool = True) -> str:
+def render_texts(
+    tokenizer: Any, texts: Sequence[str], system: str | None = None, opened: bool = True
+) -> str:
     """What the template makes of texts, the user's and the assistant's in turn, but for what llama.cpp begins with."""
-    said = [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(texts)]
-    text = chat_template.render_chat(tokenizer, chat_template.make_messages(said, system), None, opened=opened)
+    said = [
+        {"role": ("user", "assistant")[place % 2], "content": text}
+        for place, text in enumerate(texts)
+    ]
+    text = chat_template.render_chat(
+        tokenizer, chat_template.make_messages(said, system), None, opened=opened
+    )
     return text.removeprefix(tokenizer.bos_token) if prompts_begin_with_bos(tokenizer) else text
 
 
-def split_at_marks(tokenizer: Any, marks: list[str], system: str | None = None, opened: bool = True) -> list[str]:
+def split_at_marks(
+    tokenizer: Any, marks: list[str], system: str | None = None, opened: bool = True
+) -> list[str]:
     """What a talk's template has before each mark, and behind the last."""
     text, found = render_texts(tokenizer, marks, system, opened), []
     for mark in ([system] if system else []) + marks:
@@ -97,7 +121,11 @@ def escape_for_go(text: str) -> str:
 
     As codes: what begins an action, ends the quotes, or may be no printable character for Ollama, which drops these.
     """
-    odd = {one for one in text if one == "{" or one > "\uffff" or not (one.isprintable() or one == "\n")}
+    odd = {
+        one
+        for one in text
+        if one == "{" or one > "\uffff" or not (one.isprintable() or one == "\n")
+    }
     codes = {ord(one): f'{{{{ "\\U{ord(one):08x}" }}}}' for one in {*odd, '"'}}
     quotes = codes.pop(ord('"')) * 3
     return text.translate(codes).replace('"""', quotes)
@@ -112,11 +140,19 @@ def quote_messages(shots: list[dict[str, Any]]) -> str:
     turns = [(one["role"], one.get("tool_calls")) for one in shots]
     is_kept = turns == [("user", None), ("assistant", None)] * (len(shots) // 2)
     for text in (one["content"] for one in shots):
-        is_kept &= not re.search(r'"""\s*[\r\n]', text) and re.sub(r"[\t\r\n]", "", text).isprintable()
-    return "".join(f'MESSAGE {one["role"]} """{one["content"]}"""\n' for one in shots) if is_kept else ""
+        is_kept &= (
+            not re.search(r'"""\s*[\r\n]', text) and re.sub(r"[\t\r\n]", "", text).isprintable()
+        )
+    return (
+        "".join(f'MESSAGE {one["role"]} """{one["content"]}"""\n' for one in shots)
+        if is_kept
+        else ""
+    )
 
 
-def write_modelfile(folder: Path, tokenizer: Any, ends: Sequence[int], trained: Config | None, shots: list[Any]) -> str:
+def write_modelfile(
+    folder: Path, tokenizer: Any, ends: Sequence[int], trained: Config | None, shots: list[Any]
+) -> str:
     """
     Writes it beside the folder's GGUF file; returns what to say of its messages, and where it has no template.
 
@@ -124,7 +160,9 @@ def write_modelfile(folder: Path, tokenizer: Any, ends: Sequence[int], trained: 
     """
     (file,) = folder.glob("*.gguf")
     lines, end = MODELFILE.format(file=file.name), end_of_reply(tokenizer)
-    stops = [tokenizer.decode([one]) for one in dict.fromkeys([*ends, *([] if end is None else [end])])]
+    stops = [
+        tokenizer.decode([one]) for one in dict.fromkeys([*ends, *([] if end is None else [end])])
+    ]
     if trained:
         stops += trained.sampling.stop
         if trained.objective.loss_type != "sft":  # whose replies may be longer
@@ -135,9 +173,15 @@ def write_modelfile(folder: Path, tokenizer: Any, ends: Sequence[int], trained: 
     said = ""
     if shots:
         lines += (told := quote_messages(shots)) and SHOTS + told
-        said = f" that sends {len(shots)} messages first" if told else " without MESSAGE: Ollama would change them"
+        said = (
+            f" that sends {len(shots)} messages first"
+            if told
+            else " without MESSAGE: Ollama would change them"
+        )
     if its := template_pieces(tokenizer):
         lines += f'TEMPLATE """{re.sub("@(.*?)@", lambda match: escape_for_go(getattr(its, match[1])), GO_TEMPLATE)}"""\n'
     (folder / "Modelfile").write_text(lines, encoding="utf-8")
-    none = " without TEMPLATE, as the chat template is irregular: Ollama may join texts without roles"
+    none = (
+        " without TEMPLATE, as the chat template is irregular: Ollama may join texts without roles"
+    )
     return said + ("" if its else none)

@@ -39,7 +39,9 @@ def main() -> None:
         show_help()
         return
     if word not in COMMANDS:
-        exit_with_error(f"{word!r:.60} is no command; {suggest_name(word, COMMANDS) or 'gwen --help lists them'}")
+        exit_with_error(
+            f"{word!r:.60} is no command; {suggest_name(word, COMMANDS) or 'gwen --help lists them'}"
+        )
     file, *own = COMMANDS[word].split()
     sys.argv = [str(Path(__file__).parents[1] / file), *own, *flags]
     runpy.run_path(sys.argv[0], run_name="__main__")

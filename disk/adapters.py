@@ -24,7 +24,9 @@ from flags import names_path
 
 CONFIG, OURS, PEFTS = "adapter_config.json", "adapters.safetensors", "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
-Pairs = dict[str, tuple[mx.array, mx.array]]  # A (C, R) and B (R, O) of each projection, by Hugging Face name
+Pairs = dict[
+    str, tuple[mx.array, mx.array]
+]  # A (C, R) and B (R, O) of each projection, by Hugging Face name
 NONE_OF = "modules_to_save trainable_token_indices layer_replication target_parameters alora_invocation_tokens".split()
 NONE_OF += "use_bdlora arrow_config kasa_config monteclora_config".split()
 # PEFT options beyond x A B, and the only values supported here beside null
@@ -34,7 +36,13 @@ PEFT_ONLY: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("rank_pattern", "alpha_pattern"), ({},)),
     **dict.fromkeys(NONE_OF, ()),
     "bias": ("none",),
-    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),  # others take what A B is from the base
+    "init_lora_weights": (
+        True,
+        False,
+        "gaussian",
+        "eva",
+        "orthogonal",
+    ),  # others take what A B is from the base
 }
 
 
@@ -51,13 +59,17 @@ def find_adapter(path: str | Path) -> Path:
     for directory in (Path(path), Path(path) / "adapter"):
         if (directory / CONFIG).is_file():
             return directory
-    raise ValueError(f"--adapter {path}: no {CONFIG} there; give a run or the directory of an adapter")
+    raise ValueError(
+        f"--adapter {path}: no {CONFIG} there; give a run or the directory of an adapter"
+    )
 
 
 def base_model_of(path: str | Path) -> str:
     """The base model named in an adapter's configuration. Raises ValueError if it names none."""
     if (name := _base_model_name(_open_adapter(path)[1])) is None:
-        raise ValueError(f"--adapter {path} does not name the model it was trained on; give it with --model")
+        raise ValueError(
+            f"--adapter {path} does not name the model it was trained on; give it with --model"
+        )
     return name
 
 
@@ -89,7 +101,9 @@ def _open_adapter(path: str | Path) -> tuple[Path, dict[str, Any]]:
     directory = find_adapter(path)
     config = hub.load_object(directory / CONFIG)
     if (kind := config.get("fine_tune_type", "lora")) not in ("lora", "full"):
-        raise ValueError(f"--adapter {directory}: fine_tune_type {kind!r:.60} is not supported, only lora and full")
+        raise ValueError(
+            f"--adapter {directory}: fine_tune_type {kind!r:.60} is not supported, only lora and full"
+        )
     return directory, config
 
 
@@ -111,19 +125,25 @@ def read_adapter(path: str | Path) -> Adapter:
     directory, config = _open_adapter(path)
     is_peft = "peft_type" in config
     if is_full_weights(directory):
-        raise ValueError(f"--adapter {directory} holds a whole model; write it with lora.py --fuse, for --model")
+        raise ValueError(
+            f"--adapter {directory} holds a whole model; write it with lora.py --fuse, for --model"
+        )
     rank, scale = _rank_and_scale(config, f"--adapter {directory}: {CONFIG}")
     endings = {"A.weight": "a", "B.weight": "b"} if is_peft else {"a": "a", "b": "b"}
     halves, pairs = {}, {}  # by name and "a" or "b"; A and B by name
     for key, array in _load_tensors(directory, config).items():
         name, _, half = key.removeprefix(PEFT_PREFIX).rpartition(".lora_")
         if half not in endings:
-            raise ValueError(f"--adapter {directory}: {key} is neither lora_a nor lora_b of a projection")
+            raise ValueError(
+                f"--adapter {directory}: {key} is neither lora_a nor lora_b of a projection"
+            )
         halves[hub.plain_name(name), endings[half]] = mx.contiguous(array.T) if is_peft else array
     for name in sorted({name for name, _ in halves}):
         low, high = (halves.get((name, half), mx.array(0)) for half in "ab")
         if low.ndim != 2 or high.ndim != 2 or not low.shape[1] == high.shape[0] == rank:
-            raise ValueError(f"--adapter {directory}: {name} has no two matrices of {CONFIG}'s rank {rank}")
+            raise ValueError(
+                f"--adapter {directory}: {name} has no two matrices of {CONFIG}'s rank {rank}"
+            )
         if not (mx.isfinite(low).all() & mx.isfinite(high).all()).item():
             raise ValueError(f"--adapter {directory}: {name} has values that are not finite")
         pairs[name] = low, high
@@ -134,7 +154,9 @@ def _rank_and_scale(config: dict[str, Any], where: str) -> tuple[int, float]:
     is_peft = "peft_type" in config
     for key, allowed in PEFT_ONLY.items() if is_peft else ():
         if config.get(key) not in (*allowed, None):
-            raise ValueError(f"{where} has {key} {config[key]!r:.60}, which is not supported; merge it with PEFT first")
+            raise ValueError(
+                f"{where} has {key} {config[key]!r:.60}, which is not supported; merge it with PEFT first"
+            )
     try:
         if is_peft:
             rank = config["r"]
@@ -145,8 +167,12 @@ def _rank_and_scale(config: dict[str, Any], where: str) -> tuple[int, float]:
             return rank, float(scale)
     except (LookupError, TypeError, ValueError, ArithmeticError):
         pass
-    given = {key: config.get(key) for key in (("r", "lora_alpha") if is_peft else ("lora_parameters",))}
-    raise ValueError(f"{where} has {given!r:.120}; they must make a whole rank, and a scale from 1e-6 to 1e4")
+    given = {
+        key: config.get(key) for key in (("r", "lora_alpha") if is_peft else ("lora_parameters",))
+    }
+    raise ValueError(
+        f"{where} has {given!r:.120}; they must make a whole rank, and a scale from 1e-6 to 1e4"
+    )
 
 
 def load_fitting(weights: dict[str, mx.array], path: str | Path) -> Adapter:
@@ -157,19 +183,27 @@ def load_fitting(weights: dict[str, mx.array], path: str | Path) -> Adapter:
         if base is None:
             raise ValueError(f"--adapter {path}: {name} is not a projection of this model")
         if (high.shape[1], low.shape[0]) != base.shape:
-            raise ValueError(f"--adapter {path}: {name} does not fit a weight of shape {base.shape}")
+            raise ValueError(
+                f"--adapter {path}: {name} does not fit a weight of shape {base.shape}"
+            )
     return adapter
 
 
-def merge_weights(weights: dict[str, mx.array], path: str | Path, family: hub.Family) -> dict[str, mx.array]:
+def merge_weights(
+    weights: dict[str, mx.array], path: str | Path, family: hub.Family
+) -> dict[str, mx.array]:
     """Hugging Face weights W + scale * (A B)^T in float32, by the adapter at `path`. ValueError if none there fits."""
     directory, config = _open_adapter(path)
     if is_full_weights(directory):
         trained, _ = hub.from_stored_names(_load_tensors(directory, config), family)
         for name, array in trained.items():
             if name not in weights or array.shape != weights[name].shape:
-                raise ValueError(f"--adapter {directory}: {name} {array.shape} is not a tensor of this model")
-        return weights | {name: array.astype(weights[name].dtype) for name, array in trained.items()}
+                raise ValueError(
+                    f"--adapter {directory}: {name} {array.shape} is not a tensor of this model"
+                )
+        return weights | {
+            name: array.astype(weights[name].dtype) for name, array in trained.items()
+        }
     adapter, weights = load_fitting(weights, directory), dict(weights)
     for name, (low, high) in adapter.pairs.items():
         base = weights[f"{name}.weight"]
@@ -209,9 +243,14 @@ def write_peft(adapter: Adapter, directory: Path) -> None:
 def split_adapter_weights(adapter: dict[str, mx.array]) -> dict[str, mx.array]:
     """What `lora.adapter_weights` took apart, by this model's names: "layers.0.self_attn.qkv_proj.lora_a"."""
     adapter = {hub.plain_name(name): array for name, array in adapter.items()}
-    rows = hub.fuse_weights({name: array.T for name, array in adapter.items() if name.endswith("lora_b")})
+    rows = hub.fuse_weights(
+        {name: array.T for name, array in adapter.items() if name.endswith("lora_b")}
+    )
     out = {name: mx.contiguous(array.T) for name, array in rows.items()}
     for name in rows:
-        part = next((name.replace(fused, parts[0]) for fused, parts in hub.FUSED.items() if fused in name), name)
+        part = next(
+            (name.replace(fused, parts[0]) for fused, parts in hub.FUSED.items() if fused in name),
+            name,
+        )
         out[name.removesuffix("b") + "a"] = adapter[f"model.{part.removesuffix('b')}a"]
     return dict(sorted(out.items()))

@@ -42,7 +42,9 @@ class State(NamedTuple):
     step: int
     trainable: dict[str, mx.array]  # float32 masters by parameter name
     optimizer: dict[str, mx.array]  # flattened
-    extra: dict[str, Any]  # small JSON values: loss scale, sizes reduced to fit memory, what the run was made of
+    extra: dict[
+        str, Any
+    ]  # small JSON values: loss scale, sizes reduced to fit memory, what the run was made of
 
 
 def save(run_dir: str | Path, state: State, write_adapter: Callable[[Path], bool]) -> None:
@@ -53,7 +55,10 @@ def save(run_dir: str | Path, state: State, write_adapter: Callable[[Path], bool
     """
     check_still_owned(Path(run_dir))
     target = checkpoint_path(run_dir, state.step)
-    scratch, replaced = target.with_name(f".{target.name}.partial"), target.with_name(f"{target.name}.replaced")
+    scratch, replaced = (
+        target.with_name(f".{target.name}.partial"),
+        target.with_name(f"{target.name}.replaced"),
+    )
     _remove(scratch)
     scratch.mkdir(parents=True)
     try:
@@ -81,7 +86,9 @@ def save(run_dir: str | Path, state: State, write_adapter: Callable[[Path], bool
 
 def load(run_dir: str | Path) -> State:
     """The newest intact checkpoint; reports damaged newer ones on stderr. Raises ValueError if there is none."""
-    for replaced in (Path(run_dir) / "checkpoints").glob("*.replaced"):  # from a process killed while saving again
+    for replaced in (Path(run_dir) / "checkpoints").glob(
+        "*.replaced"
+    ):  # from a process killed while saving again
         if (target := replaced.with_suffix("")).exists():
             _remove(replaced)
         else:
@@ -91,7 +98,10 @@ def load(run_dir: str | Path) -> State:
             return _read(path)
         except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
             reason = hub.first_line(error)
-            print(f"checkpoint {path.name} is damaged ({reason}); trying the one before", file=sys.stderr)
+            print(
+                f"checkpoint {path.name} is damaged ({reason}); trying the one before",
+                file=sys.stderr,
+            )
     over = f"start over with: uv run train.py --config {shlex.quote(str(Path(run_dir) / 'config.yaml'))}"
     raise ValueError(f"--resume {run_dir}: it has no intact checkpoint; {over}")
 
@@ -107,16 +117,28 @@ def _read(path: Path) -> State:
     for name, array in state.items():
         group, _, key = name.partition("/")
         groups[group][key] = array
-    return State(record["step"], groups["trainable"] or adapters.split_adapter_weights(adapter), groups["optimizer"], record["extra"])
+    return State(
+        record["step"],
+        groups["trainable"] or adapters.split_adapter_weights(adapter),
+        groups["optimizer"],
+        record["extra"],
+    )
 
 
 def check_tensors(state: State, trainable: dict[str, mx.array], dtype: str, run_dir: Path) -> None:
     """ValueError when a checkpoint is of other tensors, or of a model in another type, than the run that resumes it."""
-    shapes, ours = ({name: array.shape for name, array in arrays.items()} for arrays in (state.trainable, trainable))
+    shapes, ours = (
+        {name: array.shape for name, array in arrays.items()}
+        for arrays in (state.trainable, trainable)
+    )
     if shapes != ours:
-        raise ValueError(f"--resume {run_dir}: the checkpoint's tensors do not match this configuration")
+        raise ValueError(
+            f"--resume {run_dir}: the checkpoint's tensors do not match this configuration"
+        )
     if dtype != state.extra["dtype"]:
-        raise ValueError(f"--resume {run_dir}: it ran in {state.extra['dtype']}, not {dtype}; set GWEN_DTYPE to that")
+        raise ValueError(
+            f"--resume {run_dir}: it ran in {state.extra['dtype']}, not {dtype}; set GWEN_DTYPE to that"
+        )
 
 
 def checkpoint_path(run_dir: str | Path, step: int) -> Path:
@@ -127,7 +149,9 @@ def checkpoint_path(run_dir: str | Path, step: int) -> Path:
 def saved_checkpoints(run_dir: str | Path) -> list[Path]:
     """The checkpoints of a run, oldest first, intact or not."""
     named = (Path(run_dir) / "checkpoints").glob("step-*")
-    return sorted(path for path in named if path.name.removeprefix("step-").isdecimal())  # else of a killed process
+    return sorted(
+        path for path in named if path.name.removeprefix("step-").isdecimal()
+    )  # else of a killed process
 
 
 def newest_unfinished(steps: int | None = None, runs: Path = Path("runs")) -> str:
@@ -138,14 +162,20 @@ def newest_unfinished(steps: int | None = None, runs: Path = Path("runs")) -> st
     """
     settings = [*runs.glob("*/config.yaml"), *runs.glob("*/seed-*/config.yaml")]
     newest_first = sorted(settings, key=lambda path: path.stat().st_mtime, reverse=True)
-    found = [path.parent for path in newest_first if saved_checkpoints(path.parent) and not is_owned(path.parent)]
+    found = [
+        path.parent
+        for path in newest_first
+        if saved_checkpoints(path.parent) and not is_owned(path.parent)
+    ]
     if not found:
         raise ValueError(f"--resume: no run in {runs}/ can go on; name the directory of a run")
 
     def is_unfinished(run: Path) -> bool:
         last = int(saved_checkpoints(run)[-1].name.removeprefix("step-"))
         asked = steps or load_settings(str(run)).get("steps", 0)
-        return type(asked) is not int or last < asked  # what is no number is told where the run is read
+        return (
+            type(asked) is not int or last < asked
+        )  # what is no number is told where the run is read
 
     chosen = next(filter(is_unfinished, found), found[0])
     print(f"--resume goes on with {chosen}", file=sys.stderr)
@@ -159,7 +189,9 @@ def digest_of(*parts: Any) -> str:
     """What tells values from others: 16 digits of a SHA-256 of their representation, where no address counts."""
     digest = hashlib.sha256()
     for part in parts:
-        digest.update(re.sub(" at 0x[0-9a-f]+", "", repr(part)).encode("utf-8", "surrogatepass") + b"\n")
+        digest.update(
+            re.sub(" at 0x[0-9a-f]+", "", repr(part)).encode("utf-8", "surrogatepass") + b"\n"
+        )
     return digest.hexdigest()[:16]
 
 
@@ -167,9 +199,13 @@ def digest_of_model(model: Any) -> str:
     """The digest of a model's configuration and weights, of which each counts by the sum of its tensor's bits."""
     weights = dict(tree_flatten(model.parameters()))
     words = {4: mx.uint32, 2: mx.uint16}
-    sums = {n: mx.sum(mx.view(array.reshape(-1), words[array.itemsize])) for n, array in weights.items()}
+    sums = {
+        n: mx.sum(mx.view(array.reshape(-1), words[array.itemsize])) for n, array in weights.items()
+    }
     mx.eval(sums)
-    of_weights = sorted((n, array.shape, str(array.dtype), sums[n].item()) for n, array in weights.items())
+    of_weights = sorted(
+        (n, array.shape, str(array.dtype), sums[n].item()) for n, array in weights.items()
+    )
     return digest_of(model.config, of_weights)
 
 
@@ -184,7 +220,9 @@ def _checksum(record: dict[str, Any], path: Path) -> str:
 def follow(state: State, moves: places.Moves) -> State:
     """A state whose settings, and the names of whose digests, have the new places of files that moved."""
     settings = places.map_settings(state.extra["settings"], moves.get)
-    sources = {places.map_paths(name, moves.get): digest for name, digest in state.extra["sources"].items()}
+    sources = {
+        places.map_paths(name, moves.get): digest for name, digest in state.extra["sources"].items()
+    }
     return state._replace(extra=state.extra | {"settings": settings, "sources": sources})
 
 
@@ -199,7 +237,9 @@ def check_changes(run_dir: Path, state: State, now: dict[str, Any], allowed: boo
     for name, value in now.items():
         was = before.get(name, value)
         if value != was and name == "loss_type" and "sft" in (value, was):
-            raise ValueError(f"--resume {run_dir}: its loss_type was {was}, not {value}; start a new run")
+            raise ValueError(
+                f"--resume {run_dir}: its loss_type was {was}, not {value}; start a new run"
+            )
         if value != was:
             changed.append(f"{name} ({was!r:.60}, now {value!r:.60})" if name in settings else name)
     if changed and not allowed:
@@ -226,9 +266,11 @@ def _sync(path: Path) -> None:
 def save_tensors(path: Path, arrays: dict[str, mx.array]) -> None:
     """Writes safetensors and forces them to disk. Raises OSError if they do not fit."""
     try:
-        memory.write_on_cpu(mx.save_safetensors, str(path), dict(sorted(arrays.items())), metadata={"format": "mlx"})
+        memory.write_on_cpu(
+            mx.save_safetensors, str(path), dict(sorted(arrays.items())), metadata={"format": "mlx"}
+        )
     except RuntimeError as error:
-        if memory.is_too_large(error):
+        if memory.should_try_smaller(error):
             raise
         raise OSError(f"{path} cannot be written: {error}") from error
     _sync(path)

@@ -50,7 +50,9 @@ def find_token_ids(tokenizer: Any, end_tokens: Sequence[str]) -> list[int]:
         else:
             close = difflib.get_close_matches(token, special_tokens(tokenizer).values(), n=1)
             fix = f", did you mean {close[0]!r}?" if close else ""
-            raise ValueError(f"--end-tokens {token!r:.60}: the vocabulary has no such token or id{fix}")
+            raise ValueError(
+                f"--end-tokens {token!r:.60}: the vocabulary has no such token or id{fix}"
+            )
     return numbers
 
 
@@ -97,7 +99,9 @@ def add_end_tokens(
     if not eos_ids and not others:
         fix = "add eos_token_id to its generation_config.json, or name one with --end-tokens"
         raise ValueError(f"no end token in its configuration, tokenizer and chat template; {fix}")
-    return dataclasses.replace(config, eos_ids=tuple(eos_ids), other_end_ids=tuple(others)), sources | others
+    return dataclasses.replace(
+        config, eos_ids=tuple(eos_ids), other_end_ids=tuple(others)
+    ), sources | others
 
 
 def describe_sources(config: ModelConfig, tokenizer: Any, sources: dict[int, str]) -> str:
@@ -105,8 +109,15 @@ def describe_sources(config: ModelConfig, tokenizer: Any, sources: dict[int, str
     if not sources:
         return ""
     given = [number for number in config.eos_ids if number not in sources]
-    listed = [f"{tokenizer.convert_ids_to_tokens(number)!r}, id {number} ({why})" for number, why in sources.items()]
-    files = f"the end ids of its configuration are {given}" if given else "its configuration names no end token"
+    listed = [
+        f"{tokenizer.convert_ids_to_tokens(number)!r}, id {number} ({why})"
+        for number, why in sources.items()
+    ]
+    files = (
+        f"the end ids of its configuration are {given}"
+        if given
+        else "its configuration names no end token"
+    )
     return f"{files}; completions end {'also ' if given else ''}at {'; '.join(listed)}; --end-tokens adds others"
 
 
@@ -125,4 +136,8 @@ def find_controls(prompt: Sequence[int], own: Sequence[int], controls: dict[int,
 
 def control_tokens(tokenizer: Any, end_ids: Collection[int]) -> dict[int, str]:
     """The control tokens that end nothing, by id."""
-    return {number: token for number, token in special_tokens(tokenizer).items() if number not in end_ids}
+    return {
+        number: token
+        for number, token in special_tokens(tokenizer).items()
+        if number not in end_ids
+    }

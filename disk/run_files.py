@@ -38,9 +38,18 @@ START = "adapter-start"  # the adapter of --init-adapter, as the run had it befo
 
 def add_adapter_flags(parser: Parser) -> None:
     """Adds the flags that `settle` reads."""
-    parser.add_argument("--run", metavar="DIR", help="a run, whose model, adapter and settings are taken")
-    parser.add_argument("--step", type=int, metavar="N", help="its step N, 0 is before training (default: the newest)")
-    parser.add_argument("--adapter", metavar="DIR", help="a run, its checkpoint, or an adapter of mlx_lm or PEFT")
+    parser.add_argument(
+        "--run", metavar="DIR", help="a run, whose model, adapter and settings are taken"
+    )
+    parser.add_argument(
+        "--step",
+        type=int,
+        metavar="N",
+        help="its step N, 0 is before training (default: the newest)",
+    )
+    parser.add_argument(
+        "--adapter", metavar="DIR", help="a run, its checkpoint, or an adapter of mlx_lm or PEFT"
+    )
 
 
 def adapter_from_flags(args: Namespace, **defaults: Any) -> str | None:
@@ -53,7 +62,9 @@ def adapter_from_flags(args: Namespace, **defaults: Any) -> str | None:
     if args.step is not None and args.run is None:
         raise ValueError(f"--step {args.step} is a step of a run; name it with --run")
     if args.run is not None and args.adapter is not None:
-        raise ValueError(f"--adapter {args.adapter} and --run {args.run}, which has its own; leave one of them out")
+        raise ValueError(
+            f"--adapter {args.adapter} and --run {args.run}, which has its own; leave one of them out"
+        )
     settings = places.relocate_settings(load_settings(args.run), Path(args.run)) if args.run else {}
     for name, default in defaults.items():
         if getattr(args, name) is None:
@@ -73,7 +84,9 @@ def load_settings(run: str) -> dict[str, Any]:
     """A run's settings by name, as in its file, for commands that need a few. Raises ValueError without a model."""
     settings = load_yaml(config_file(run), f"--run {run}: config.yaml")
     if not isinstance(settings, dict) or not settings.get("model"):
-        raise ValueError(f"--run {run}: its config.yaml names no model; give the directory of a run")
+        raise ValueError(
+            f"--run {run}: its config.yaml names no model; give the directory of a run"
+        )
     return settings
 
 
@@ -86,29 +99,48 @@ def adapter_path(run: str, step: int | None) -> str | None:
     if step == 0:
         start = Path(run) / START
         return str(start) if (start / "adapter_config.json").is_file() else None
-    path = Path(run) / "adapter" if step is None else Path(run) / "checkpoints" / f"step-{step:06d}" / "adapter"
+    path = (
+        Path(run) / "adapter"
+        if step is None
+        else Path(run) / "checkpoints" / f"step-{step:06d}" / "adapter"
+    )
     if (path / "adapter_config.json").is_file():
         return str(path)
     if step is None:
-        raise ValueError(f"--run {run} has saved no adapter yet; --step 0 is the model before training")
-    raise ValueError(f"--step {step}: {run} has the steps {', '.join(map(str, sorted({0, *saved_steps(run)})))}")
+        raise ValueError(
+            f"--run {run} has saved no adapter yet; --step 0 is the model before training"
+        )
+    raise ValueError(
+        f"--step {step}: {run} has the steps {', '.join(map(str, sorted({0, *saved_steps(run)})))}"
+    )
 
 
 def saved_steps(run: str) -> list[int]:
     """The steps whose adapter a run has kept, in any order."""
-    numbers = [path.parent.name.removeprefix("step-") for path in Path(run, "checkpoints").glob("step-*/adapter")]
+    numbers = [
+        path.parent.name.removeprefix("step-")
+        for path in Path(run, "checkpoints").glob("step-*/adapter")
+    ]
     return [int(number) for number in numbers if number.isdecimal()]  # else of a killed process
 
 
 def format_with_interval(record: dict[str, Any], name: str) -> str:
     """An evaluation's figure with its 95% confidence interval, "0.475 \u00b1 0.043", if available."""
     value, half = record.get(f"eval/{name}"), record.get(f"eval/{name}_ci95")
-    return "unreadable" if value is None else f"{value:.3f}" + ("" if half is None else f" \u00b1 {half:.3f}")
+    return (
+        "unreadable"
+        if value is None
+        else f"{value:.3f}" + ("" if half is None else f" \u00b1 {half:.3f}")
+    )
 
 
 def evaluation_line(record: dict[str, Any]) -> str:
     """The headline of an evaluation; "500 of 512 problems" where the others have no figure."""
-    names = [name for name in ("accuracy", "score", "loss", "perplexity", "greedy") if f"eval/{name}" in record]
+    names = [
+        name
+        for name in ("accuracy", "score", "loss", "perplexity", "greedy")
+        if f"eval/{name}" in record
+    ]
     if record.get("eval/witness") is not None:
         names.insert(1, "witness")
     num, lost = record["eval/num"], record.get("eval/unparsed_frac")
@@ -125,7 +157,9 @@ MOST_CUT_OFF = 0.5  # of the answers; above it no other figure means much
 
 def token_limit(settings: Mapping[str, Any]) -> str:
     """The flags that limit an answer's length, as "--max-tokens 8"."""
-    limit = f"--max-tokens {settings['max_tokens']}" if settings.get("max_tokens") else "--max-tokens"
+    limit = (
+        f"--max-tokens {settings['max_tokens']}" if settings.get("max_tokens") else "--max-tokens"
+    )
     has_turns = settings.get("tools") or settings.get("env")
     return f"{limit} or --max-context" if has_turns else limit
 
@@ -140,7 +174,9 @@ def cut_off_message(fraction: float | None, settings: Mapping[str, Any]) -> str:
 
 def public_name(name: Any) -> str:
     """What a setting names, as others may see it: of a path here the last part."""
-    is_hub_id = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*([@:].*)?", str(name)) and not Path(name).exists()
+    is_hub_id = (
+        re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*([@:].*)?", str(name)) and not Path(name).exists()
+    )
     return str(name) if is_hub_id else Path(name).name
 
 
@@ -150,11 +186,17 @@ def describe_start(settings: dict[str, Any]) -> str:
     return f", with the adapter {public_name(given)}" if given else ""
 
 
-def make_model_card(run: str, step: int | None, library: str = "mlx", opening: Sequence[dict[str, Any]] = ()) -> str:
+def make_model_card(
+    run: str, step: int | None, library: str = "mlx", opening: Sequence[dict[str, Any]] = ()
+) -> str:
     """A README for a run's adapter or model: from what, its held-out figures, and an opening for who talks to it."""
     settings = load_settings(run)
     model, task = public_name(settings["model"]), settings.get("task")
-    evaluations = [one for one in JsonLines(Path(run) / "eval.jsonl").read() if step is None or one["step"] <= step]
+    evaluations = [
+        one
+        for one in JsonLines(Path(run) / "eval.jsonl").read()
+        if step is None or one["step"] <= step
+    ]
     rows = [
         f"| {name} | {one['step']} | {format_with_interval(one, name)} | {one['eval/num']} |"
         for one in evaluations[:1] + evaluations[1:][-1:]
@@ -162,27 +204,41 @@ def make_model_card(run: str, step: int | None, library: str = "mlx", opening: S
         if one.get(f"eval/{name}") is not None
     ]
     method = {"sft": "SFT", "distill": "distillation"}.get(str(settings.get("loss_type")), "GRPO")
-    teacher = f", by the teacher {public_name(settings['teacher'])}" if settings.get("teacher") else ""
+    teacher = (
+        f", by the teacher {public_name(settings['teacher'])}" if settings.get("teacher") else ""
+    )
     data, _, held_out = str(settings.get("data") or "").partition(",")
-    data = public_name(data) + f", held out {public_name(held_out)}" * bool(held_out) if data else f"the task {task}"
+    data = (
+        public_name(data) + f", held out {public_name(held_out)}" * bool(held_out)
+        if data
+        else f"the task {task}"
+    )
     at = max(saved_steps(run), default=None) if step is None else step
     part = "" if at is None else f", {at} of {settings['steps']} steps"
     head = ["| held-out figure | after steps | value (95%) | problems |", "|---|---|---|---|"]
     lines = [
-        *("---", *([f"base_model: {model.partition('@')[0]}"] if "/" in model else []), f"library_name: {library}"),
+        *(
+            "---",
+            *([f"base_model: {model.partition('@')[0]}"] if "/" in model else []),
+            f"library_name: {library}",
+        ),
         *(f"tags: [{method.lower()}, gwen]", "---", "", f"# {Path(run).name}", ""),
         f"{model}{describe_start(settings)}, trained with {method} by Gwen on {data}{teacher}{part}.",
         *("", *(head if rows else []), *rows),
     ]
     if opening:
         shown = json.dumps(opening, indent=2, ensure_ascii=False)
-        lines += [f"\nTraining's prompts begin with these messages; send them before yours.\n\n```json\n{shown}\n```"]
+        lines += [
+            f"\nTraining's prompts begin with these messages; send them before yours.\n\n```json\n{shown}\n```"
+        ]
     return "\n".join(lines) + "\n"
 
 
 # ---- one process a run
 
-_locks: dict[Path, int] = {}  # directories that this process owns, and the open files whose locks say so
+_locks: dict[
+    Path, int
+] = {}  # directories that this process owns, and the open files whose locks say so
 
 
 def _forget_locks() -> None:
@@ -218,7 +274,9 @@ def check_still_owned(run_dir: Path) -> None:
         is_same = False
     if not is_same:
         fix = "it ends and leaves nothing there; give each run a --run-dir of its own"
-        raise DirectoryReplaced(f"{run_dir} was removed or begun again while this run trained in it; {fix}")
+        raise DirectoryReplaced(
+            f"{run_dir} was removed or begun again while this run trained in it; {fix}"
+        )
 
 
 def release(run_dir: Path) -> None:
@@ -246,10 +304,14 @@ def acquire(run_dir: Path) -> None:
         pid = os.pread(file, 20, 0).decode(errors="replace")
         holder = f"process {pid}" if pid.isdecimal() else "another process"
         os.close(file)
-        raise ValueError(f"{run_dir} is being trained by {holder}; wait for it, or stop it") from error
+        raise ValueError(
+            f"{run_dir} is being trained by {holder}; wait for it, or stop it"
+        ) from error
     except OSError as error:
         os.close(file)
-        raise ValueError(f"{run_dir} cannot be locked ({error.strerror}); choose one on a disk that can") from error
+        raise ValueError(
+            f"{run_dir} cannot be locked ({error.strerror}); choose one on a disk that can"
+        ) from error
     _locks[run_dir.resolve()] = file
 
 
@@ -258,7 +320,9 @@ def is_owned(run_dir: Path) -> bool:
     try:
         with (run_dir / LOCK).open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError as error:  # no run of this program has been here, or one that may not be looked at
+    except (
+        OSError
+    ) as error:  # no run of this program has been here, or one that may not be looked at
         return isinstance(error, BlockingIOError)
     return False
 
@@ -268,14 +332,23 @@ def is_owned(run_dir: Path) -> bool:
 
 def choose_run_dir(task: str, asked: str | None) -> Path:
     """The directory for a new run. Raises ValueError if `asked` is taken."""
-    path = Path(asked or Path("runs") / f"{re.sub('[^a-z0-9]+', '-', task)[:40]}-{time.strftime('%Y%m%d-%H%M%S')}")
-    if asked and path.exists() and (not path.is_dir() or {file.name for file in path.iterdir()} - {LOCK}):
+    path = Path(
+        asked
+        or Path("runs") / f"{re.sub('[^a-z0-9]+', '-', task)[:40]}-{time.strftime('%Y%m%d-%H%M%S')}"
+    )
+    if (
+        asked
+        and path.exists()
+        and (not path.is_dir() or {file.name for file in path.iterdir()} - {LOCK})
+    ):
         raise ValueError(_exists(path))
     return path
 
 
 def _exists(path: Path) -> str:
-    return f"--run-dir {path} exists; give another" + (", or --resume it" if (path / "config.yaml").is_file() else "")
+    return f"--run-dir {path} exists; give another" + (
+        ", or --resume it" if (path / "config.yaml").is_file() else ""
+    )
 
 
 def make_run_dir(settings: str, chosen: Path, asked: str | None, files: Iterable[str] = ()) -> Path:
@@ -284,7 +357,9 @@ def make_run_dir(settings: str, chosen: Path, asked: str | None, files: Iterable
 
     files: see `write`.
     """
-    for number in itertools.count(1):  # a default name that a run of the same second took gets -2, -3 and so on
+    for number in itertools.count(
+        1
+    ):  # a default name that a run of the same second took gets -2, -3 and so on
         path = chosen if number == 1 else chosen.with_name(f"{chosen.name}-{number}")
         try:
             path.mkdir(parents=True, exist_ok=bool(asked))
@@ -316,7 +391,9 @@ def write_settings(settings: str, run_dir: Path, files: Iterable[str] = ()) -> N
 
     files: the paths that the settings name, for `places`.
     """
-    environment = versions.describe_environment(cpu_blas.description) | {"begun": start_date(run_dir)}
+    environment = versions.describe_environment(cpu_blas.description) | {
+        "begun": start_date(run_dir)
+    }
     environment["places"] = places.make_record(files, run_dir)
     try:
         replace_text(run_dir / "config.yaml", settings)
@@ -350,7 +427,9 @@ def read_log(path: Path, needed: Collection[str] = ()) -> Iterator[dict[str, Any
                 if not keys <= record.keys() or type(record["step"]) is not int:
                     raise TypeError
             except (ValueError, AttributeError, TypeError) as error:
-                raise ValueError(f"{path}, line {number} is damaged; remove it to go on without it") from error
+                raise ValueError(
+                    f"{path}, line {number} is damaged; remove it to go on without it"
+                ) from error
             yield record
 
 
@@ -375,7 +454,9 @@ class JsonLines:
     def truncate_after(self, step: int) -> None:
         """Drops everything from a later step's first record on, and a last line that a crash left unfinished."""
         if self.kept:
-            num_kept = sum(1 for _ in itertools.takewhile(lambda one: one["step"] <= step, read_log(self.path)))
+            num_kept = sum(
+                1 for _ in itertools.takewhile(lambda one: one["step"] <= step, read_log(self.path))
+            )
             with self.path.open("rb") as file:
                 os.truncate(self.path, sum(map(len, itertools.islice(file, num_kept))))
 
@@ -384,7 +465,13 @@ def student_t(degrees: int) -> float:
     """The 97.5% point of Student's t, within 0.15%. Source: Abramowitz and Stegun, 26.7.5, from three degrees on."""
     if degrees < 3:
         return (12.706, 4.303)[degrees - 1]
-    return 1.95996 + 2.37227 / degrees + 2.8225 / degrees**2 + 2.55585 / degrees**3 + 1.58953 / degrees**4
+    return (
+        1.95996
+        + 2.37227 / degrees
+        + 2.8225 / degrees**2
+        + 2.55585 / degrees**3
+        + 1.58953 / degrees**4
+    )
 
 
 def mean(values: np.ndarray) -> float | None:
@@ -406,13 +493,21 @@ def half_width(by_problem: np.ndarray) -> float | None:
     if np.isin(readable, (0, 1)).all():
         share, size = readable.mean(), 1.96**2 / readable.size
         center = (share + size / 2) / (1 + size)
-        return float(abs(share - center) + math.sqrt(size * (share * (1 - share) + size / 4)) / (1 + size))
-    return float(student_t(readable.size - 1) * readable.std(ddof=1) / math.sqrt(readable.size)) or None
+        return float(
+            abs(share - center) + math.sqrt(size * (share * (1 - share) + size / 4)) / (1 + size)
+        )
+    return (
+        float(student_t(readable.size - 1) * readable.std(ddof=1) / math.sqrt(readable.size))
+        or None
+    )
 
 
 def without_infinities(record: dict[str, Any]) -> dict[str, Any]:
     """A record in which numbers that JSON does not have, inf and nan, are null."""
-    return {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in record.items()}
+    return {
+        name: None if isinstance(x, float) and not math.isfinite(x) else x
+        for name, x in record.items()
+    }
 
 
 def replace_text(path: Path, text: str) -> None:

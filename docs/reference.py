@@ -19,7 +19,9 @@ from flags import Setting, flag_of, load_foreign_names
 from machine import chips, gpu
 from settings.sources import COMMAND
 
-PAGE, TRL, MEMORY = (Path(__file__).with_name(name) for name in ("reference.md", "trl.md", "memory.md"))
+PAGE, TRL, MEMORY = (
+    Path(__file__).with_name(name) for name in ("reference.md", "trl.md", "memory.md")
+)
 SIZES = (8, 16, 24, 32, 64)
 BEGIN, END = "by `uv run python -m docs.reference`. -->\n", "\n<!-- end -->"
 
@@ -45,10 +47,15 @@ def fill_page(path: Path, lines: list[str]) -> str:
 
 
 def page() -> str:
-    rows = [f"| `{f'{flag_of(name)} {metavar}'.strip()}` | {text} |" for name, (metavar, text) in COMMAND.items()]
+    rows = [
+        f"| `{f'{flag_of(name)} {metavar}'.strip()}` | {text} |"
+        for name, (metavar, text) in COMMAND.items()
+    ]
     lines = section("### The command", ["flag", "meaning"], rows)
     for title, settings in itertools.groupby(SETTINGS.values(), key=lambda setting: setting.title):
-        lines += section(f"### {title}", ["flag", "default", "meaning"], [flag_row(one) for one in settings])
+        lines += section(
+            f"### {title}", ["flag", "default", "meaning"], [flag_row(one) for one in settings]
+        )
     return fill_page(PAGE, lines)
 
 
@@ -57,7 +64,11 @@ def trl_page() -> str:
     for title, names in load_foreign_names().items():
         if title in ("values", "older names"):  # the command answers them
             continue
-        renamed = {name: said.partition(";")[0] for name, (kind, said) in names.items() if kind == "renamed"}
+        renamed = {
+            name: said.partition(";")[0]
+            for name, (kind, said) in names.items()
+            if kind == "renamed"
+        }
         alike = itertools.groupby(renamed, key=renamed.__getitem__)
         rows = [f"| {', '.join(f'`{name}`' for name in its)} | {said} |" for said, its in alike]
         lines += section(f"## {title[0].upper()}{title[1:]}", ["name", "here"], rows)
@@ -71,10 +82,19 @@ def memory_page() -> str:
     """The whole of `docs/memory.md`: what each Mac trains, by the estimate that a run prints."""
     chip = next(one for one in chips.load_chips() if one.name == "M4")
     with mock.patch.object(gpu, "on_gpu", lambda: True):
-        found = [list(preflight.models_that_fit(preflight.gpu_memory_limit(size << 30), chip, mx.float16)) for size in SIZES]
+        found = [
+            list(
+                preflight.models_that_fit(preflight.gpu_memory_limit(size << 30), chip, mx.float16)
+            )
+            for size in SIZES
+        ]
     needs = [{name: f"{need / 1e9:.1f}" for name, need, _ in fits} for fits in found]
-    rows = [f"| {' | '.join([name, *(one.get(name, '') for one in needs)])} |" for name in needs[-1]]
-    return fill_page(MEMORY, section("### GB, by the memory of the Mac", ["model", *map(str, SIZES)], rows))
+    rows = [
+        f"| {' | '.join([name, *(one.get(name, '') for one in needs)])} |" for name in needs[-1]
+    ]
+    return fill_page(
+        MEMORY, section("### GB, by the memory of the Mac", ["model", *map(str, SIZES)], rows)
+    )
 
 
 if __name__ == "__main__":

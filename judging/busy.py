@@ -136,7 +136,9 @@ def read_wait_from_body(content: Any, now: float) -> float | None:
             seconds = read_wait(str(value), now)
             if seconds is not None:
                 return seconds
-    stated = read_wait_from_headers(headers, now)  # some put the headers of another server into the body
+    stated = read_wait_from_headers(
+        headers, now
+    )  # some put the headers of another server into the body
     if stated is not None:
         return stated
     for _, value in list_values(content):
@@ -171,8 +173,14 @@ def find_error(body: bytes) -> Any:
 def find_status(error: Any) -> int | None:
     """The status that an error holds, as `{"code": 429}`; None if it has none."""
     for key, value in list_values(error):
-        is_number = type(value) is int or (isinstance(value, str) and re.fullmatch(r"[45]\d\d", value))
-        if key in ("code", "status", "status_code", "http_status") and is_number and 400 <= int(value) < 600:
+        is_number = type(value) is int or (
+            isinstance(value, str) and re.fullmatch(r"[45]\d\d", value)
+        )
+        if (
+            key in ("code", "status", "status_code", "http_status")
+            and is_number
+            and 400 <= int(value) < 600
+        ):
             return int(value)
     return None
 
@@ -185,7 +193,9 @@ def is_busy(status: int, error: Any) -> bool:
     may_say_so = status < 400 or status == 403 or status >= 500
     if not may_say_so or is_plain_text:
         return False
-    return any(isinstance(value, str) and SAYS_BUSY.search(value) for _, value in list_values(error))
+    return any(
+        isinstance(value, str) and SAYS_BUSY.search(value) for _, value in list_values(error)
+    )
 
 
 def is_out_of_quota(status: int, error: Any, seconds: float | None) -> bool:

@@ -20,14 +20,24 @@ def load_labels(path: str | Path, rubric: Rubric) -> pd.DataFrame:
     labels = []
     for place, record in jsonl_records(spec, read_text(path, spec, 1000).encode()):
         where = f"{spec}, {place}"
-        if not isinstance(record, dict) or not all(isinstance(record.get(key), str) for key in TEXTS):
-            raise ValueError(f"{where}: it needs the texts prompt, completion and criterion, and a score")
+        if not isinstance(record, dict) or not all(
+            isinstance(record.get(key), str) for key in TEXTS
+        ):
+            raise ValueError(
+                f"{where}: it needs the texts prompt, completion and criterion, and a score"
+            )
         if re.search("[\ud800-\udfff]", record["prompt"] + record["completion"]):
-            raise ValueError(f"{where}: it holds half of a surrogate pair, which is no character; remove it")
+            raise ValueError(
+                f"{where}: it holds half of a surrogate pair, which is no character; remove it"
+            )
         if record["criterion"] not in names:
-            raise ValueError(f"{where}: criterion {record['criterion']!r:.60}; the rubric's are {', '.join(names)}")
+            raise ValueError(
+                f"{where}: criterion {record['criterion']!r:.60}; the rubric's are {', '.join(names)}"
+            )
         if type(record.get("score")) is not int or not 1 <= record["score"] <= 5:
-            raise ValueError(f"{where}: score {shorten_value(record.get('score'))}; it must be a whole number from 1 to 5")
+            raise ValueError(
+                f"{where}: score {shorten_value(record.get('score'))}; it must be a whole number from 1 to 5"
+            )
         labels.append(record)
     if not labels:
         raise ValueError(f"{spec} holds no label")
@@ -44,14 +54,20 @@ def compare_scores(labels: pd.DataFrame, given: np.ndarray) -> str:
 
     def line(name: str, part: pd.DataFrame) -> str:
         off = (part.rounded - part.score).abs()
-        rank = part[["given", "score"]].corr("spearman").iloc[0, 1]  # nan if all of either are equal
+        rank = (
+            part[["given", "score"]].corr("spearman").iloc[0, 1]
+        )  # nan if all of either are equal
         return f"{name:<24} {len(part):>6} {(off == 0).mean():>9.1%} {(off <= 1).mean():>10.1%} {rank:>16.3f}"
 
-    out = [f"{'criterion':<24} {'labels':>6} {'the same':>9} {'within one':>10} {'rank correlation':>16}"]
+    out = [
+        f"{'criterion':<24} {'labels':>6} {'the same':>9} {'within one':>10} {'rank correlation':>16}"
+    ]
     parts = list(scores.groupby("criterion", sort=False))
     out += [line(name, part) for name, part in parts] if len(parts) > 1 else []
     cells = pd.crosstab(scores.score.rename("labelled"), scores.rounded.fillna(6).rename("judged"))
-    cells = cells.reindex(index=range(1, 6), columns=range(1, 7), fill_value=0).rename(columns={6: "unreadable"})
+    cells = cells.reindex(index=range(1, 6), columns=range(1, 7), fill_value=0).rename(
+        columns={6: "unreadable"}
+    )
     return "\n".join([*out, line("all", scores), "", cells.to_string()])
 
 
@@ -59,4 +75,6 @@ def judge_labels(grader: Grader, labels: pd.DataFrame) -> str:
     """The table of the scores that a judge gives to the labelled answers."""
     columns = [criterion.name for criterion in grader.rubric.criteria]
     scores = grader.score(list(labels.prompt), list(labels.completion)).scores
-    return compare_scores(labels, scores[range(len(labels)), list(map(columns.index, labels.criterion))])
+    return compare_scores(
+        labels, scores[range(len(labels)), list(map(columns.index, labels.criterion))]
+    )

@@ -88,10 +88,15 @@ class PromptTree:
             if self.chunk.rows == 1:
                 raise self._memory_error()
             self.chunk.halve(self.in_flight)
-            tqdm.write(f"{self.name}: out of memory, going on with chunks of {self.chunk.rows}", file=sys.stderr)
+            tqdm.write(
+                f"{self.name}: out of memory, going on with chunks of {self.chunk.rows}",
+                file=sys.stderr,
+            )
 
     def _memory_error(self) -> ValueError:
-        return ValueError(f"{self.name}: memory does not suffice for one prompt; free some, or take a smaller model")
+        return ValueError(
+            f"{self.name}: memory does not suffice for one prompt; free some, or take a smaller model"
+        )
 
     def _compute_level(
         self, cache: TreeCache, nodes: list[Node], ends_of_a_row: int, read: Read[T]
@@ -101,7 +106,9 @@ class PromptTree:
         is_last = not any(waiting[0].below.values())
         ends = 1 if is_last else ends_of_a_row
         while waiting:
-            size = choose_batch_size([len(node.ids) for node in waiting], max(1, self.chunk.rows // ends))
+            size = choose_batch_size(
+                [len(node.ids) for node in waiting], max(1, self.chunk.rows // ends)
+            )
             batch, waiting = waiting[:size], waiting[size:]
             self.in_flight = size * ends
             lengths = [len(node.ids) for node in batch]
@@ -110,18 +117,26 @@ class PromptTree:
             if is_last:
                 values = read(select_ends(hidden, lengths), child)
                 self.chunk.note_success()
-                yield [(place, value) for node, value in zip(batch, values, strict=True) for place in node.below]
+                yield [
+                    (place, value)
+                    for node, value in zip(batch, values, strict=True)
+                    for place in node.below
+                ]
             else:
                 # `hidden` is never evaluated, so the last layer computes only keys and values
                 mx.eval(child.arrays())
-                below = [one for row, node in enumerate(batch) for one in make_nodes(row, node.below)]
+                below = [
+                    one for row, node in enumerate(batch) for one in make_nodes(row, node.below)
+                ]
                 yield from self._compute_level(child, below, ends_of_a_row, read)
 
     def forward(self, cache: TreeCache, rows: Sequence[Sequence[int]]) -> mx.array:
         """Hidden states of a level's rows, padded on the right, (M, L, C)."""
         length = max(1, *map(len, rows))
         self.num_tokens += len(rows) * length
-        return self.model.hidden(mx.array([[*row] + [0] * (length - len(row)) for row in rows]), cache)
+        return self.model.hidden(
+            mx.array([[*row] + [0] * (length - len(row)) for row in rows]), cache
+        )
 
 
 def select_ends(hidden: mx.array, lengths: list[int]) -> mx.array:

@@ -55,17 +55,25 @@ FREE = rf"(?P<free>(?:{ORDINAL}|[^\n:=.|\d!?;>\]]){{0,60}}?)"  # "for criterion 
 COLON = r"\s*(?:[:=|>\]\u2192]+)"
 DASH = r"\s+[-\u2013\u2014]\s"
 LABEL_AND_COLON = make_pattern(rf"(?P<label>{LABEL}){QUALIFIER}{FREE}{QUALIFIER}{COLON}")
-LABEL_AND_IS = make_pattern(rf"(?P<label>{LABEL}){QUALIFIER}(?:\s+(?:{words.IS})\s|\s*[是为為は은는]\s*:?|\s*\u00e8\s)")
+LABEL_AND_IS = make_pattern(
+    rf"(?P<label>{LABEL}){QUALIFIER}(?:\s+(?:{words.IS})\s|\s*[是为為は은는]\s*:?|\s*\u00e8\s)"
+)
 LABEL_AT_START = make_pattern(
     r"(?:^|(?<=[.!?]\s))[ \t]*(?:(?:my|the|final|overall|total|your|judge|grader)['\w]*[ \t]+){0,3}"
     rf"(?P<label>{LABEL}){QUALIFIER}(?:{DASH}|\s+)"
 )
-WEAK_LABEL = make_pattern(rf"(?P<label>{WEAK}){QUALIFIER}[ \w\"']{{0,20}}?(?:{COLON}|{DASH}|\s+(?:{words.IS})\s)")
+WEAK_LABEL = make_pattern(
+    rf"(?P<label>{WEAK}){QUALIFIER}[ \w\"']{{0,20}}?(?:{COLON}|{DASH}|\s+(?:{words.IS})\s)"
+)
 IN_BRACKETS = make_pattern(rf"\[\[\s*{VALUE}\s*\]\]")  # as MT-Bench asks judges to write
-OF_OTHERS = make_pattern(r"(?:max|maximum|min|minimum|possible|highest|lowest|previous|perfect)[\s_-]+$")
+OF_OTHERS = make_pattern(
+    r"(?:max|maximum|min|minimum|possible|highest|lowest|previous|perfect)[\s_-]+$"
+)
 ENDS_IN_OVERALL = make_pattern(rf"(?:{words.OVERALL})\W*$")
 
-JOINED_NUMBER = make_pattern(rf"(?:[-\u2013\u2014~/]|\s*(?:->|\u2192)\s*|\s+(?:{words.RANGE})\s+)\s*({NUMBER})")
+JOINED_NUMBER = make_pattern(
+    rf"(?:[-\u2013\u2014~/]|\s*(?:->|\u2192)\s*|\s+(?:{words.RANGE})\s+)\s*({NUMBER})"
+)
 LISTED_NUMBER = make_pattern(
     r"(?:[ \t]*[,;&+~][ \t]*|[ \t]+[-\u2013\u2014/][ \t]+|[ \t]+)"
     rf"({NUMBER}){UNIT}[ \t]*(?=$|[\n.,;:!?)\]])"
@@ -102,7 +110,9 @@ VERDICT = make_pattern(
     r"|(?:\bis|it's|that's)\s+an?\s+(?:\w+\s)?)"
 )
 DENIAL = make_pattern(rf"\b(?:{words.DENIES})\b|n['\u2019]t\b")
-NAMED_NUMBER = make_pattern(rf"(?:^|[,;|]\s)(?P<name>[^\n:=,;|]{{1,60}}?)\s*[:=](?={OPENERS}{VALUE})")
+NAMED_NUMBER = make_pattern(
+    rf"(?:^|[,;|]\s)(?P<name>[^\n:=,;|]{{1,60}}?)\s*[:=](?={OPENERS}{VALUE})"
+)
 NUMBERED_LIST = make_pattern(r"\s*\(?1[.)]\s+\D")
 
 THOUGHT = "think|thinking|thoughts?|seed:think"
@@ -150,16 +160,28 @@ def plain_text(reply: str) -> str:
     for character in unicodedata.normalize("NFKC", text):
         if character.isdecimal():
             characters.append(str(unicodedata.decimal(character)))
-        elif unicodedata.category(character) not in ("Cf", "Me") and not "\ufe00" <= character <= "\ufe0f":
+        elif (
+            unicodedata.category(character) not in ("Cf", "Me")
+            and not "\ufe00" <= character <= "\ufe0f"
+        ):
             characters.append(character)
     text = "".join(characters)
     text = re.sub("[\u2010-\u2012\u2212]", "-", text).replace("\u2044", "/")
     text = re.sub(r"\\boxed\s*\{([^{}\n]*)\}", r"[[\1]]", text)
-    text = re.sub(r"^[ \t]*```\w*[ \t]*$|`+|\*+|==+|(?<!\w)_+|_+(?!\w)", "", text, flags=re.MULTILINE)
+    text = re.sub(
+        r"^[ \t]*```\w*[ \t]*$|`+|\*+|==+|(?<!\w)_+|_+(?!\w)", "", text, flags=re.MULTILINE
+    )
     text = re.sub(r"<(?:br|p|/p|/div)\s*/?>", "\n", text, flags=re.IGNORECASE)
-    text = re.sub(r"</?(?:b|i|u|em|strong|span|div|code|h[1-6])(?:\s[^<>\n]*)?>", "", text, flags=re.IGNORECASE)
+    text = re.sub(
+        r"</?(?:b|i|u|em|strong|span|div|code|h[1-6])(?:\s[^<>\n]*)?>",
+        "",
+        text,
+        flags=re.IGNORECASE,
+    )
     text = re.sub(r"</[\w:-]+>|\[/\w+\]", " \n", text)
-    text = re.sub(r"^[ \t]*(?:#+|>[ \t]|[-+\u2022\u00b7][ \t]|\|)[ \t]*", "", text, flags=re.MULTILINE)
+    text = re.sub(
+        r"^[ \t]*(?:#+|>[ \t]|[-+\u2022\u00b7][ \t]|\|)[ \t]*", "", text, flags=re.MULTILINE
+    )
     text = re.sub(r"<\|[^<>|\n]{1,30}\|>", " ", text)
     text = re.sub(words.POLITE_IS, "", text.replace("。", "."))  # "is", after a number
     text = re.sub(rf"(?<={CJK})(?=\d)|(?<=\d)(?={CJK})", " ", text)
@@ -191,7 +213,9 @@ def read_number(text: str) -> float:
 def is_one_of_several(text: str, value: re.Match[str]) -> bool:
     """Whether another number follows at once: "3-4", "3 or 4", "3, 4"."""
     number, end = read_number(value["number"]), value.end()
-    others = [pattern.match(text, end) for pattern in (JOINED_NUMBER, LISTED_NUMBER, NUMBER_ON_NEXT_LINE)]
+    others = [
+        pattern.match(text, end) for pattern in (JOINED_NUMBER, LISTED_NUMBER, NUMBER_ON_NEXT_LINE)
+    ]
     return any(other is not None and read_number(other[1]) != number for other in others)
 
 
@@ -294,7 +318,9 @@ def labelled_scores(text: str) -> Scores:
             if place in places or is_other or OF_OTHERS.search(before):
                 continue
             value = value_at(text, label.end())
-            if pattern is not LABEL_AND_COLON and (value is None or not MAY_FOLLOW.match(text, value.end)):
+            if pattern is not LABEL_AND_COLON and (
+                value is None or not MAY_FOLLOW.match(text, value.end)
+            ):
                 continue
             places.add(place)
             if value is None:

@@ -23,8 +23,15 @@ from tqdm.auto import tqdm
 from flags import escape_invisible, read_json, redact_secrets
 from judging import busy
 
-TRANSIENT = {408, 409, 425, *range(500, 600)}  # status codes worth a retry; proxies have invented many
-TOO_LONG = re.compile(r"context[ _](length|size|window)", re.IGNORECASE)  # in messages of vLLM, llama.cpp and OpenAI
+TRANSIENT = {
+    408,
+    409,
+    425,
+    *range(500, 600),
+}  # status codes worth a retry; proxies have invented many
+TOO_LONG = re.compile(
+    r"context[ _](length|size|window)", re.IGNORECASE
+)  # in messages of vLLM, llama.cpp and OpenAI
 PATIENCE = 600.0  # seconds of pauses without a reply after which a busy server is given up
 LONGEST_WAIT = 3600.0  # seconds; a server that asks for more ends the run
 LONGEST_PAUSE = 60.0  # seconds between two tries of what failed
@@ -33,10 +40,23 @@ GROW_AFTER = 32  # replies, after which one more request may run at once again
 SLOWEST = 1  # tokens a second of a server that is not dead
 LARGEST = 10**7  # bytes of a reply; an honest one has thousands
 TEMPLATE = "chat_template_kwargs"  # the settings of its chat template
-OPTIONAL = (TEMPLATE, "top_k", "min_p")  # not of the protocol; a server that refuses one is not sent it again
+OPTIONAL = (
+    TEMPLATE,
+    "top_k",
+    "min_p",
+)  # not of the protocol; a server that refuses one is not sent it again
 LIMIT, OTHER_LIMIT = "max_tokens", "max_completion_tokens"  # two names of one setting
 REFUSES_A_SETTING = {400, 422}
-KEEPS_ITS_REASON = {401, 402, 403, 408, 409, 413, 425, 429}  # refusals that no system message causes
+KEEPS_ITS_REASON = {
+    401,
+    402,
+    403,
+    408,
+    409,
+    413,
+    425,
+    429,
+}  # refusals that no system message causes
 NO_SUCH_SETTING = re.compile(
     r"not? support|unsupported|unrecognized|unknown|unexpected|not (?:permitted|allowed)|extra|deprecated"
     r"|only the default",
@@ -56,7 +76,9 @@ class Flags(NamedTuple):
 
 class Reply(NamedTuple):
     text: str
-    first: dict[str, float]  # log-probabilities of the likeliest first tokens, by text; empty if not returned
+    first: dict[
+        str, float
+    ]  # log-probabilities of the likeliest first tokens, by text; empty if not returned
     problem: str = ""  # why there is none: a prompt too long for the server's model, or a reply of another protocol
     thought: str = ""  # what it wrote before, where the server tells it apart
     finish_reason: str = "stop"  # or "length"
@@ -83,9 +105,15 @@ def merge_system_message(messages: Sequence[dict[str, Any]]) -> list[dict[str, A
 def has_system_message(body: dict[str, Any]) -> bool:
     """Whether a request begins with a system message, followed by the text of a user."""
     messages = body.get("messages") or []
-    if len(messages) < 2 or messages[0].get("role") != "system" or messages[1].get("role") != "user":
+    if (
+        len(messages) < 2
+        or messages[0].get("role") != "system"
+        or messages[1].get("role") != "user"
+    ):
         return False
-    return isinstance(messages[0].get("content"), str) and isinstance(messages[1].get("content"), str)
+    return isinstance(messages[0].get("content"), str) and isinstance(
+        messages[1].get("content"), str
+    )
 
 
 def read_content(content: Any) -> tuple[str, str]:
@@ -136,7 +164,9 @@ class Pace:
     async def slot(self) -> AsyncIterator[int]:
         """A place among the running requests; it gives the number of pauses before it."""
         async with self.changed:
-            await self.changed.wait_for(lambda: not self.is_paused and self.num_running < self.limit)
+            await self.changed.wait_for(
+                lambda: not self.is_paused and self.num_running < self.limit
+            )
             self.num_running += 1
         try:
             yield self.num_pauses
@@ -208,7 +238,9 @@ class Endpoint:
         self.timeout = 60 + tokens / SLOWEST  # seconds for one request
         self.url = url.rstrip("/").removesuffix("/chat/completions")
         self.headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self.certificates = httpx2.create_ssl_context()  # once: each client would take 0.2 s for its own
+        self.certificates = (
+            httpx2.create_ssl_context()
+        )  # once: each client would take 0.2 s for its own
         self.may_adapt, self.sleep, self.now = may_adapt, sleep, now
         self.refused: set[str] = set()  # settings that are not sent again
         self.calls_limit = LIMIT  # the name of the setting
@@ -238,8 +270,14 @@ class Endpoint:
             self.pace = Pace(self.concurrency)
         pace = self.pace
         pace.begin()
-        settings: dict[str, Any] = {"headers": self.headers, "verify": self.certificates, "timeout": self.timeout}
-        async with httpx2.AsyncClient(**settings) as client:  # it follows no redirect, which could send the key away
+        settings: dict[str, Any] = {
+            "headers": self.headers,
+            "verify": self.certificates,
+            "timeout": self.timeout,
+        }
+        async with httpx2.AsyncClient(
+            **settings
+        ) as client:  # it follows no redirect, which could send the key away
 
             async def work() -> None:
                 while waiting:
@@ -249,7 +287,9 @@ class Endpoint:
                     except Exception as error:  # raised where the reply is awaited
                         arrived.put_nowait(error)
 
-            workers = [asyncio.create_task(work()) for _ in range(min(self.concurrency, len(bodies)))]
+            workers = [
+                asyncio.create_task(work()) for _ in range(min(self.concurrency, len(bodies)))
+            ]
             try:
                 for _ in bodies:
                     reply = await arrived.get()
@@ -266,7 +306,9 @@ class Endpoint:
         content = b""
         try:
             async with asyncio.timeout(self.timeout):  # the client's own restarts with every byte
-                async with client.stream("POST", f"{self.url}/chat/completions", json=body) as response:
+                async with client.stream(
+                    "POST", f"{self.url}/chat/completions", json=body
+                ) as response:
                     async for part in response.aiter_bytes():
                         content += part
                         if len(content) > LARGEST:
@@ -276,13 +318,19 @@ class Endpoint:
         except httpx2.RequestError as error:  # refused, reset, cut off
             return Answer(problem=self._shorten(str(error)) or type(error).__name__)
         headers = {name.lower(): value for name, value in response.headers.items()}
-        message = self._shorten(content.decode(errors="replace")) or self._shorten(response.reason_phrase)
-        return Answer(response.status_code, headers, content, f"status {response.status_code}: {message}")
+        message = self._shorten(content.decode(errors="replace")) or self._shorten(
+            response.reason_phrase
+        )
+        return Answer(
+            response.status_code, headers, content, f"status {response.status_code}: {message}"
+        )
 
     async def _request(self, client: httpx2.AsyncClient, pace: Pace, body: dict[str, Any]) -> Reply:
         """The reply to one request, after pauses, retries and changes that the server asks for."""
         num_failures = 0
-        refusal: Answer | None = None  # of the system message, while the request is tried without one
+        refusal: Answer | None = (
+            None  # of the system message, while the request is tried without one
+        )
         while True:
             sent = self._adapt_request(body, is_merged=refusal is not None)
             async with pace.slot() as num_pauses:
@@ -292,7 +340,9 @@ class Endpoint:
             status = answer.status
             if status in range(200, 300):
                 status = busy.find_status(error) or status
-            now = busy.read_date(answer.headers.get("date", ""))  # by the server's clock, where it says
+            now = busy.read_date(
+                answer.headers.get("date", "")
+            )  # by the server's clock, where it says
             seconds = busy.find_wait(answer.headers, error, self.now() if now is None else now)
             if busy.is_out_of_quota(status, error, seconds):
                 raise self._explain_quota(answer)
@@ -308,7 +358,11 @@ class Endpoint:
                 self._note_system_message(sent, is_merged=refusal is not None)
                 return self._parse_reply(answer.content)
             if status in (400, 413) and TOO_LONG.search(answer.problem):
-                return Reply("", {}, f"{answer.problem}; lower {self.flags.length}, or give its model more context")
+                return Reply(
+                    "",
+                    {},
+                    f"{answer.problem}; lower {self.flags.length}, or give its model more context",
+                )
             if status in REFUSES_A_SETTING and self._drop_refused_setting(sent, answer.problem):
                 continue
             if refusal is None and self._may_refuse_system_message(sent, status, answer.problem):
@@ -322,7 +376,9 @@ class Endpoint:
                 raise self._explain_failure(refusal or answer, num_failures)
             pause = self.first_pause * 2 ** (num_failures - 1)
             # random, so that requests that failed together do not retry together
-            await self.sleep(min(max(seconds or 0.0, pause * random.uniform(0.5, 1.0)), LONGEST_PAUSE))
+            await self.sleep(
+                min(max(seconds or 0.0, pause * random.uniform(0.5, 1.0)), LONGEST_PAUSE)
+            )
 
     # ---- a server that is busy
 
@@ -339,7 +395,9 @@ class Endpoint:
         if pace.seconds_without_reply >= PATIENCE:
             minutes = pace.seconds_without_reply / 60
             fix = f"start again later, or name another {self.flags.url}"
-            raise ValueError(f"{where} was busy for {minutes:.0f} minutes ({answer.problem}); {fix}")
+            raise ValueError(
+                f"{where} was busy for {minutes:.0f} minutes ({answer.problem}); {fix}"
+            )
         # The pauses double: six without a stated time make a minute, and stated times that are too short grow.
         shortest = busy.SHORTEST_PAUSE if seconds is None else self.first_pause
         least = min(shortest * 2**pace.num_pauses_without_reply, LONGEST_PAUSE)
@@ -347,7 +405,9 @@ class Endpoint:
         if seconds >= TOLD_FROM:
             limit = pace.next_limit
             requests = "one request" if limit == 1 else f"{limit} requests"
-            self._print_once(f"{where} is busy ({answer.problem}): waiting {seconds:.0f} s, then {requests} at once")
+            self._print_once(
+                f"{where} is busy ({answer.problem}): waiting {seconds:.0f} s, then {requests} at once"
+            )
         await pace.pause(seconds, self.sleep)
 
     # ---- what a server does not take
@@ -377,7 +437,9 @@ class Endpoint:
             return True
         if self.may_adapt and "temperature" in sent and "temperature" in message:
             if "temperature" not in self.refused:
-                self._print_once(f"{where} takes no temperature; it draws at its own, so scores may differ between runs")
+                self._print_once(
+                    f"{where} takes no temperature; it draws at its own, so scores may differ between runs"
+                )
             self.refused.add("temperature")
             return True
         return False
@@ -415,7 +477,9 @@ class Endpoint:
 
     def _explain_quota(self, answer: Answer) -> ValueError:
         fix = f"add to it, or name another {self.flags.url}"
-        return ValueError(f"{self.flags.url} {self.url} has no quota left ({answer.problem}); {fix}")
+        return ValueError(
+            f"{self.flags.url} {self.url} has no quota left ({answer.problem}); {fix}"
+        )
 
     def _explain_failure(self, answer: Answer, num_tries: int) -> ValueError:
         fix = "start it"
@@ -423,7 +487,11 @@ class Endpoint:
             fix = "others it answered, so it is slow or busy: wait"
         elif answer.status:
             fix = "it runs but fails: read its log"
-        failed = f"failed {num_tries} times" if answer.status else f"did not answer after {num_tries} tries"
+        failed = (
+            f"failed {num_tries} times"
+            if answer.status
+            else f"did not answer after {num_tries} tries"
+        )
         return ValueError(
             f"{self.flags.url} {self.url} {failed} ({answer.problem}); {fix}, or name another {self.flags.url}"
         )
@@ -441,14 +509,20 @@ class Endpoint:
             message = choice["message"]
             text, thought = read_content(message.get("content"))
             thought = message.get("reasoning_content") or message.get("reasoning") or thought
-            tokens = ((choice.get("logprobs") or {}).get("content") or [{}])[0].get("top_logprobs") or []
+            tokens = ((choice.get("logprobs") or {}).get("content") or [{}])[0].get(
+                "top_logprobs"
+            ) or []
             first = {entry["token"]: float(entry["logprob"]) for entry in tokens}
             if not all(isinstance(part, str) for part in (text, thought, *first)):
                 raise TypeError
             reason = "length" if choice.get("finish_reason") == "length" else "stop"
             num = usage.get("prompt_tokens")
         except (ValueError, LookupError, TypeError, AttributeError, OverflowError):
-            return Reply("", {}, f"it sent no chat completion: {self._shorten(content.decode(errors='replace'))!r:.80}")
+            return Reply(
+                "",
+                {},
+                f"it sent no chat completion: {self._shorten(content.decode(errors='replace'))!r:.80}",
+            )
         text, thought = redact_secrets(text, self.key), redact_secrets(thought, self.key)
         return Reply(text, first, "", thought, reason, num if type(num) is int else None)
 

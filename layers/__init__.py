@@ -1,1 +1,1 @@
-"""What a model computes between its matmuls and after them: expressions, and the kernels that equal them."""
+"""What a model computes between and after its matmuls: expressions, and kernels that equal them."""

@@ -1,16 +1,18 @@
 """
-The gated delta rule: what a linear-attention layer of Qwen3.5 computes between its matmuls.
+The gated delta rule, which a linear-attention layer of Qwen3.5 computes between its matmuls.
 
-A head's memory is a matrix S, by which a key finds a value. A token lets it fade, corrects what it finds under the
-token's key, and reads it under its query:
+The memory of a head is a matrix S that maps keys to values. Each token first decays it, then
+corrects the value that it returns for the token's key, and then reads it with the token's query:
 
     S <- exp(log_decay) S;    S <- S + beta (value - S key) key^T;    out = S query
 
-`recurrence` is that definition; `chunked` gives the same in matmuls over 64 tokens. Padding has beta 0 and log decay 0,
-which leaves the memory as it is. Source: Gated Delta Networks, arXiv:2412.06464, sections 3.1 and 3.3.
+`recurrence` is this definition. `chunked_recurrence` computes the same with matmuls over 64 tokens.
+Padding has beta 0 and log decay 0, which leave the memory as it is. This file leaves out the
+projections and the gate of the layer, which are in gwen.py.
+Source: Gated Delta Networks, arXiv:2412.06464, sections 3.1 and 3.3.
 
-Axes: N rows, L positions, H value heads, K key heads, E key dim, D value dim, C channels of the convolution, W its
-window; T tokens of a chunk.
+Axes: N rows, L positions, H value heads, K key heads, E key dim, D value dim, C channels of the
+convolution, W its window; T tokens of a chunk.
 """
 
 import mlx.core as mx
@@ -19,135 +21,220 @@ from layers import ops
 from machine import cpu, kernels
 
 CHUNK = 64  # tokens; a multiple of BLOCK by a power of two
+CHUNK_SIZES = (8, 16, 32, CHUNK)
 BLOCK = 8  # rows of a triangular matrix that are inverted by its powers
 
 
 def convolve(window: mx.array, weight: mx.array) -> mx.array:
-    """silu of a causal convolution of each channel, (N, W - 1 + L, C), with `weight` (C, 1, W) -> (N, L, C)."""
+    """
+    silu of a causal convolution of each channel.
+
+    window (N, W - 1 + L, C), weight (C, 1, W) -> (N, L, C).
+    """
     size = weight.shape[-1]
     length = window.shape[1] - size + 1
     # W products, which a compiler joins into one launch
-    mixed = sum(window[:, i : i + length] * weight[:, 0, i].astype(window.dtype) for i in range(size))
+    products = (
+        window[:, i : i + length] * weight[:, 0, i].astype(window.dtype) for i in range(size)
+    )
+    mixed = sum(products)
     assert isinstance(mixed, mx.array)
     return ops.silu(mixed)
 
 
 def convolution_state(window: mx.array, num_kept: int, ends: mx.array | None) -> mx.array:
     """
-    What the convolution will look back at, (N, W - 1 + L, C) -> (N, W - 1, C).
+    The inputs that the convolution of the next token needs, (N, W - 1 + L, C) -> (N, W - 1, C).
 
-    ends: the column of the L at which each row's tokens end, (N,); None: the last one.
+    num_kept: W - 1. ends (N,): the column of the L at which each row's tokens end. None: the last.
     """
     if ends is None:
         return window[:, window.shape[1] - num_kept :]
-    return mx.take_along_axis(window, (ends[:, None] + mx.arange(num_kept))[..., None], 1)
+    columns = ends[:, None] + mx.arange(num_kept)
+    return mx.take_along_axis(window, columns[..., None], 1)
 
 
 def normalize(x: mx.array) -> mx.array:
-    """Vectors of length 1, over the last axis."""
+    """Scales vectors over the last axis to length 1."""
     return x * mx.rsqrt((x * x).sum(-1, keepdims=True) + 1e-6)
 
 
 def recurrence(
-    queries: mx.array, keys: mx.array, values: mx.array, log_decay: mx.array, beta: mx.array, memory: mx.array
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    log_decay: mx.array,
+    beta: mx.array,
+    memory: mx.array,
 ) -> tuple[mx.array, mx.array]:
     """
-    The definition, one token after the other: out (N, L, H, D), and the memory (N, H, D, E) after them.
+    The definition, token by token: outputs (N, L, H, D), and the memory (N, H, D, E) after them.
 
-    queries, keys (N, L, K, E), scaled, and of length 1: each key head serves H / K consecutive value heads; values
-    (N, L, H, D); log_decay (N, L, H), at most 0; beta (N, L, H) in 0 to 1, how far the memory is corrected; memory as
-    it comes out. All are of one floating-point type.
+    queries, keys (N, L, K, E): queries are scaled, keys have length 1. Each key head serves H / K
+    consecutive value heads.
+    values (N, L, H, D). log_decay (N, L, H): at most 0. beta (N, L, H): 0 to 1, how far the memory
+    is corrected. memory (N, H, D, E). All have one floating-point type.
     """
     queries, keys = _repeat_for_value_heads(queries, keys, values)
     outs = []
-    for at in range(values.shape[1]):
-        query, key, value = queries[:, at], keys[:, at], values[:, at]
-        found, read = mx.split(memory @ mx.stack([key, query], axis=-1), 2, axis=-1)  # (N, H, D, 1)
-        decay = cpu.exp(log_decay[:, at])[..., None, None]
-        correction = beta[:, at, :, None, None] * (value[..., None] - decay * found)
+    for position in range(values.shape[1]):
+        query = queries[:, position]
+        key = keys[:, position]
+        value = values[:, position]
+
+        key_and_query = mx.stack([key, query], axis=-1)
+        stored_value, query_value = mx.split(memory @ key_and_query, 2, axis=-1)  # (N, H, D, 1)
+        decay = cpu.exp(log_decay[:, position])[..., None, None]
+        difference = value[..., None] - decay * stored_value
+        correction = beta[:, position, :, None, None] * difference
         memory = decay * memory + correction * key[..., None, :]
-        outs.append(decay * read + correction * (key * query).sum(-1)[..., None, None])
+        similarity = (key * query).sum(-1)[..., None, None]
+        outs.append(decay * query_value + correction * similarity)
     return mx.stack(outs, axis=1)[..., 0], memory
 
 
-def _repeat_for_value_heads(queries: mx.array, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-    times = values.shape[2] // keys.shape[2]
-    return (queries, keys) if times == 1 else (mx.repeat(queries, times, 2), mx.repeat(keys, times, 2))
+def _repeat_for_value_heads(
+    queries: mx.array, keys: mx.array, values: mx.array
+) -> tuple[mx.array, mx.array]:
+    """Queries and keys of each value head, (N, L, K, E) -> (N, L, H, E)."""
+    num_repeats = values.shape[2] // keys.shape[2]
+    if num_repeats == 1:
+        return queries, keys
+    return mx.repeat(queries, num_repeats, 2), mx.repeat(keys, num_repeats, 2)
 
 
 def invert_unit_triangular(lower: mx.array) -> mx.array:
     """
-    (I + A)^-1 of strictly lower triangular matrices A, (..., T, T); T is BLOCK times a power of two.
+    (I + A)^-1 of strictly lower triangular matrices A, (..., T, T).
 
-    Both halves of the diagonal at once, and from them the corner. Blocks are inverted by powers, (I - A)(I + A^2)
-    (I + A^4). Powers of the whole would hold binomial coefficients of T where a token repeats, up to 1e18, and their
-    sums no digit.
+    T is BLOCK times a power of two. Inverts both halves of the diagonal at once, and computes the
+    corner from them. A block is inverted by its powers, (I - A)(I + A^2)(I + A^4). For a whole
+    chunk, the powers would contain binomial coefficients of T where a token repeats, up to 1e18,
+    and their sums no correct digit.
     """
-    if (size := lower.shape[-1]) == BLOCK:
-        eye, second = mx.eye(BLOCK, dtype=lower.dtype), lower @ lower
-        return (eye - lower) @ (eye + second) @ (eye + second @ second)
+    size = lower.shape[-1]
+    if size == BLOCK:
+        eye = mx.eye(BLOCK, dtype=lower.dtype)
+        square = lower @ lower
+        return (eye - lower) @ (eye + square) @ (eye + square @ square)
+
     half = size // 2
-    upper, below = invert_unit_triangular(mx.stack([lower[..., :half, :half], lower[..., half:, half:]]))
-    corner = -(below @ lower[..., half:, :half] @ upper)
-    top = mx.concatenate([upper, mx.zeros_like(upper)], axis=-1)
-    return mx.concatenate([top, mx.concatenate([corner, below], axis=-1)], axis=-2)
+    diagonal_blocks = mx.stack([lower[..., :half, :half], lower[..., half:, half:]])
+    top_left, bottom_right = invert_unit_triangular(diagonal_blocks)
+    corner = -(bottom_right @ lower[..., half:, :half] @ top_left)
+    top = mx.concatenate([top_left, mx.zeros_like(top_left)], axis=-1)
+    bottom = mx.concatenate([corner, bottom_right], axis=-1)
+    return mx.concatenate([top, bottom], axis=-2)
+
+
+def split_into_chunks(array: mx.array, chunk_size: int, num_chunks: int) -> mx.array:
+    """Chunks of tokens, padded with zeros, (N, L, H, ...) -> (N, H, chunks, T, ...)."""
+    num_rows, length = array.shape[:2]
+    padding = [(0, 0)] * array.ndim
+    padding[1] = (0, num_chunks * chunk_size - length)
+    chunks = mx.pad(array, padding).reshape(num_rows, num_chunks, chunk_size, *array.shape[2:])
+    return mx.moveaxis(chunks, 3, 1)
 
 
 def chunked_recurrence(
-    queries: mx.array, keys: mx.array, values: mx.array, log_decay: mx.array, beta: mx.array, memory: mx.array
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    log_decay: mx.array,
+    beta: mx.array,
+    memory: mx.array,
 ) -> tuple[mx.array, mx.array]:
     """
-    `recurrence` in matmuls. Within a chunk, corrections depend on those before them by a triangular system, whose
-    inverse gives all of them at once; between chunks goes the memory.
+    `recurrence` in matmuls.
+
+    Within a chunk, each correction depends on those before it through a triangular system, whose
+    inverse gives all corrections at once. The memory passes from chunk to chunk.
     """
     num_rows, length, num_heads, value_dim = values.shape
-    size = next(size for size in (8, 16, 32, CHUNK) if size >= min(length, CHUNK))
-    num_chunks = -(-length // size)
+    chunk_size = next(size for size in CHUNK_SIZES if size >= min(length, CHUNK))
+    num_chunks = -(-length // chunk_size)
 
-    def in_chunks(array: mx.array) -> mx.array:  # (N, L, H, ...) -> (N, H, chunks, T, ...)
-        padding = [(0, 0), (0, num_chunks * size - length)] + [(0, 0)] * (array.ndim - 2)
-        return mx.moveaxis(mx.pad(array, padding).reshape(num_rows, num_chunks, size, *array.shape[2:]), 3, 1)
+    queries, keys = _repeat_for_value_heads(queries, keys, values)
+    queries = split_into_chunks(queries, chunk_size, num_chunks)
+    keys = split_into_chunks(keys, chunk_size, num_chunks)
+    values = split_into_chunks(values, chunk_size, num_chunks)
+    log_decay = split_into_chunks(log_decay, chunk_size, num_chunks)
+    beta = split_into_chunks(beta, chunk_size, num_chunks)
 
-    tokens = *_repeat_for_value_heads(queries, keys, values), values, log_decay, beta
-    queries, keys, values, log_decay, beta = map(in_chunks, tokens)
-    total = mx.cumsum(log_decay, axis=-1)  # (N, H, chunks, T)
-    seen = mx.tri(size, dtype=mx.bool_)
-    fades = cpu.exp(mx.where(seen, total[..., :, None] - total[..., None, :], -1e30))  # (..., T, T) from j to i
-    scaled = keys * beta[..., None]
-    solved = invert_unit_triangular(mx.where(mx.tri(size, k=-1, dtype=mx.bool_), (scaled @ keys.swapaxes(-1, -2)) * fades, 0.0))
-    since = cpu.exp(total)[..., None]  # from the chunk's begin
-    wanted = solved @ (values * beta[..., None])  # corrections if the memory were empty
-    by_memory, within = solved @ (scaled * since), (queries @ keys.swapaxes(-1, -2)) * fades
-    reading, writing = queries * since, keys * cpu.exp(total[..., -1:] - total)[..., None]
+    total_decay = mx.cumsum(log_decay, axis=-1)  # (N, H, chunks, T) from the chunk's begin
+    is_past = mx.tri(chunk_size, dtype=mx.bool_)
+    pair_decay = total_decay[..., :, None] - total_decay[..., None, :]
+    fades = cpu.exp(mx.where(is_past, pair_decay, -1e30))  # (..., T, T) from token j to token i
+    corrected_keys = keys * beta[..., None]
+    overlaps = (corrected_keys @ keys.swapaxes(-1, -2)) * fades
+    is_strictly_past = mx.tri(chunk_size, k=-1, dtype=mx.bool_)
+    inverse = invert_unit_triangular(mx.where(is_strictly_past, overlaps, 0.0))
+
+    begin_fades = cpu.exp(total_decay)[..., None]
+    end_fades = cpu.exp(total_decay[..., -1:] - total_decay)[..., None]
+    empty_corrections = inverse @ (values * beta[..., None])  # corrections of an empty memory
+    memory_factors = inverse @ (corrected_keys * begin_fades)
+    within_chunk = (queries @ keys.swapaxes(-1, -2)) * fades
+    read_queries = queries * begin_fades
+    write_keys = keys * end_fades
+
     outs = []
-    for at in range(num_chunks):
-        corrections = wanted[:, :, at] - by_memory[:, :, at] @ memory.swapaxes(-1, -2)  # (N, H, T, D)
-        outs.append(reading[:, :, at] @ memory.swapaxes(-1, -2) + within[:, :, at] @ corrections)
-        memory = since[:, :, at, -1:] * memory + corrections.swapaxes(-1, -2) @ writing[:, :, at]
-    return mx.stack(outs, axis=2).reshape(num_rows, num_heads, -1, value_dim)[:, :, :length].swapaxes(1, 2), memory
+    for chunk in range(num_chunks):
+        stored_values = memory_factors[:, :, chunk] @ memory.swapaxes(-1, -2)
+        corrections = empty_corrections[:, :, chunk] - stored_values  # (N, H, T, D)
+        from_memory = read_queries[:, :, chunk] @ memory.swapaxes(-1, -2)
+        outs.append(from_memory + within_chunk[:, :, chunk] @ corrections)
+        additions = corrections.swapaxes(-1, -2) @ write_keys[:, :, chunk]
+        memory = begin_fades[:, :, chunk, -1:] * memory + additions
+    out = mx.stack(outs, axis=2).reshape(num_rows, num_heads, -1, value_dim)
+    return out[:, :, :length].swapaxes(1, 2), memory
 
 
 def gated_delta(*arrays: mx.array) -> tuple[mx.array, mx.array]:
-    """`recurrence`, for one token a row by one operation, for more by another: either's kernel may be off alone."""
-    return (gated_delta_step if arrays[2].shape[1] == 1 else gated_delta_pass)(*arrays)
+    """
+    `recurrence`, by one operation for one token a row, and by another for several.
+
+    The kernel of either operation may be off alone.
+    """
+    values = arrays[2]
+    op = gated_delta_step if values.shape[1] == 1 else gated_delta_pass
+    return op(*arrays)
 
 
-@kernels.kernel_of(recurrence)
+@kernels.make_op(recurrence)
 def gated_delta_step(
-    queries: mx.array, keys: mx.array, values: mx.array, log_decay: mx.array, beta: mx.array, memory: mx.array
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    log_decay: mx.array,
+    beta: mx.array,
+    memory: mx.array,
 ) -> tuple[mx.array, mx.array]:
     """
-    MLX's own, in one launch where it has a kernel: for heads of 128, in some numbers (16 and 16, 16 and 32, ...).
-    Elsewhere it takes one step a token. All is float32: a decay near 1 would be 1 in 16 bits.
+    MLX's own operation, in one launch where it has a kernel.
+
+    It has kernels for heads of 128, in some numbers (16 and 16, 16 and 32, ...). Elsewhere it takes
+    one step a token. All arrays are float32: a decay near 1 would be 1 in 16 bits.
     """
-    out, memory = mx.fast.gated_delta_update(queries, keys, values, mx.exp(log_decay), beta, memory)
+    decay = mx.exp(log_decay)
+    out, memory = mx.fast.gated_delta_update(queries, keys, values, decay, beta, memory)
     return out, memory
 
 
-@kernels.kernel_of(chunked_recurrence)
+@kernels.make_op(chunked_recurrence)
 def gated_delta_pass(
-    queries: mx.array, keys: mx.array, values: mx.array, log_decay: mx.array, beta: mx.array, memory: mx.array
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    log_decay: mx.array,
+    beta: mx.array,
+    memory: mx.array,
 ) -> tuple[mx.array, mx.array]:
-    """As one token, for heads of 128; others have no kernel, and matmuls are faster than a step a token."""
-    form = gated_delta_step.launch if keys.shape[-1] == values.shape[-1] == 128 else chunked_recurrence
-    return form(queries, keys, values, log_decay, beta, memory)
+    """
+    As for one token, if heads have 128 dims.
+
+    Other heads have no kernel, and matmuls are faster than a step for each token.
+    """
+    has_kernel = keys.shape[-1] == values.shape[-1] == 128
+    compute = gated_delta_step.launch if has_kernel else chunked_recurrence
+    return compute(queries, keys, values, log_decay, beta, memory)

@@ -187,7 +187,7 @@ def token_divergences(
         return d_hidden, mx.concatenate(d_tiles)
 
     flat_hidden = hidden.reshape(-1, hidden.shape[-1])
-    outputs = gpu.differentiable(forward, backward, flat_hidden, head_weight)
+    outputs = gpu.call_with_vjp(forward, backward, flat_hidden, head_weight)
     divergences, logprobs, entropies = (array.reshape(ids.shape) for array in outputs[:3])
     return divergences, mx.stop_gradient(logprobs), mx.stop_gradient(entropies)
 

@@ -103,7 +103,7 @@ def token_logprobs(
     ids = ids.reshape(-1)
 
     kernel = softmax.row_slopes if gradient else softmax.row_logprobs
-    if not support and kernel.runs(head_weight.dtype):
+    if not support and kernel.can_run(head_weight.dtype):
         logprobs, entropies = _logprobs_by_rows(
             hidden, head_weight, ids, temperature, head, gradient
         )
@@ -160,7 +160,7 @@ def token_logprobs(
             d_tiles.append(d_tile.astype(head_weight.dtype))
         return d_hidden, mx.concatenate(d_tiles)
 
-    outputs = gpu.differentiable(forward, backward, hidden, head_weight)
+    outputs = gpu.call_with_vjp(forward, backward, hidden, head_weight)
     return outputs[0].reshape(shape), outputs[1].reshape(shape)
 
 
@@ -270,7 +270,7 @@ def _logprobs_by_rows(
                 d_head = d_head + slopes.T @ (factor[chunk] * x).astype(x.dtype)
         return d_hidden, d_head.astype(head_weight.dtype)
 
-    logprobs, entropies, *_ = gpu.differentiable(forward, backward, hidden, head_weight)
+    logprobs, entropies, *_ = gpu.call_with_vjp(forward, backward, hidden, head_weight)
     return logprobs, entropies
 
 

@@ -1,10 +1,10 @@
 """
-The softmax over rows of logits: log-probabilities, entropy, a drawn token, a restricted support.
+The softmax over rows of logits: log-probabilities, entropy, a sampled token, a restricted support.
 
-Expression, kernel and launch come in the order of layers/ops.py. What is left out: where logits come from;
-layers/lm_head.py makes them from hidden states, some at a time.
+The reference expression, the kernel and its launch follow each other, as in layers/ops.py. This
+file leaves out where logits come from; layers/lm_head.py makes them from hidden states, in chunks.
 
-Axes: N or M rows, V vocabulary.
+Axes: N or M rows, V vocabulary, X blocks or weights of a row.
 """
 
 import math
@@ -16,165 +16,240 @@ import mlx.core as mx
 from machine import cpu, kernels
 
 HERE = Path(__file__).parent
-Three = tuple[mx.array, mx.array, mx.array]
+# the largest fraction of a sum that float32 rounding still keeps below the sum
+BELOW_ONE = 1 - 2**-22
+MAX_VOCABULARY = 2**20  # 32 choices of 32 blocks of 1,024 logits
+# Factor on the gradient in `row_slopes`. Without it, values below 6e-8 would be 0 in float16.
+SLOPE_SCALE = 256
+
+ThreeArrays = tuple[mx.array, mx.array, mx.array]
 
 
 def logsumexp(x: mx.array) -> mx.array:
-    """log(sum(exp(x))) over the last axis, (..., V) float32 -> (...), exact to 2e-5 at Qwen's vocabulary."""
+    """
+    log(sum(exp(x))) over the last axis, (..., V) float32 -> (...).
+
+    It is exact to 2e-5 at Qwen's vocabulary.
+    """
     peak = mx.stop_gradient(cpu.tiled_max(x))
-    return mx.log(cpu.tiled_sum(cpu.exp(x, peak))) + peak.squeeze(-1)
+    total = cpu.tiled_sum(cpu.exp(x, peak))
+    return mx.log(total) + peak.squeeze(-1)
 
 
 def _launch_per_row(
     kernel: kernels.Kernel,
     logits: mx.array,
-    more: list[mx.array],
+    row_inputs: list[mx.array],
     number: float,
     dtypes: list[mx.Dtype],
     **template: int | bool | mx.Dtype,
 ) -> list[mx.array]:
-    """Runs a kernel that has a threadgroup for each of (N, V) logits; "out" is (N, V), every other result (N,)."""
-    num_rows, size = logits.shape
-    shapes = [(num_rows, size) if name == "out" else (num_rows,) for name in kernel.outputs]
+    """
+    Runs a kernel that has one threadgroup for each row of (N, V) logits.
+
+    The output "out" has shape (N, V), every other output (N,).
+    row_inputs: the inputs between the logits and `number`.
+    """
+    num_rows, vocab_size = logits.shape
+    outputs = []
+    for name, dtype in zip(kernel.outputs, dtypes, strict=True):
+        shape = (num_rows, vocab_size) if name == "out" else (num_rows,)
+        outputs.append((shape, dtype))
     return kernel(
-        [logits, *more, kernels.constant_array(float(number))],
-        list(zip(shapes, dtypes, strict=True)),
+        [logits, *row_inputs, kernels.constant_array(float(number))],
+        outputs,
         grid=(num_rows * 512, 1, 1),
         threadgroup=(512, 1, 1),
-        V=size,
+        V=vocab_size,
         **template,
     )
 
 
 def scale_by_temperature(logits: mx.array, temperature: float) -> mx.array:
-    """Logits in float32; dividing all of them by 1 would cost a pass over them."""
+    """
+    Divides logits by the temperature, in float32.
+
+    Temperature 1 skips the division, which would cost a pass over all logits.
+    """
     logits = logits.astype(mx.float32)
     return logits if temperature == 1 else logits / temperature
 
 
 def log_softmax(logits: mx.array, temperature: float = 1.0) -> mx.array:
-    """Log-probabilities of all tokens at `temperature`, (..., V) -> (..., V) float32, for those who need the row."""
+    """Log-probabilities of all tokens at `temperature`, (..., V) -> (..., V) float32."""
     logits = scale_by_temperature(logits, temperature)
     return logits - logsumexp(logits)[..., None]
 
 
-BELOW_ONE = 1 - 2**-22  # the largest share of a sum that float32 rounding still keeps below the sum
+# ---- sampling a token
 
 
-def draw_index(weights: mx.array, share: mx.array) -> mx.array:
-    """Where in each row the running sum first passes this share of the whole, (N, X), (N, 1) -> (N, 1)."""
-    until = mx.cumsum(weights, axis=-1)
-    return (until <= share * until[:, -1:]).sum(-1, keepdims=True)
-
-
-def sample_token_ref(logits: mx.array, uniforms: mx.array, temperature: float = 1.0) -> Three:
+def draw_index(weights: mx.array, fraction: mx.array) -> mx.array:
     """
-    Draws a token a row at `temperature`: it, its log-probability and the entropy; (N, V), (N, 4) -> (N,) each.
+    The index in each row at which the running sum first exceeds this fraction of the row's sum.
 
-    uniforms: four numbers in [0, 1) a row. Each chooses one of at most 32 in proportion to what they weigh: 32,768
-    logits, of those 1,024, of those 32, of those one. The choices multiply to the token's probability, one Philox block
-    gives the four, and a rounding moves one of 32 borders and not one of V: with a single number for all of V another
-    order of summation drew another token once in some hundred draws. A logit of -inf is never drawn. V: at most 2**20.
+    (N, X), (N, 1) -> (N, 1).
     """
-    assert logits.shape[-1] <= 2**20, logits.shape
-    num_rows, size = logits.shape
+    running_sum = mx.cumsum(weights, axis=-1)
+    return (running_sum <= fraction * running_sum[:, -1:]).sum(-1, keepdims=True)
+
+
+def split_into_blocks(weights: mx.array, width: int) -> mx.array:
+    """Blocks of `width` weights, padded with zeros, (N, X) -> (N, X / width, width)."""
+    missing = -weights.shape[1] % width
+    if missing:
+        weights = mx.pad(weights, [(0, 0), (0, missing)])
+    return weights.reshape(weights.shape[0], -1, width)
+
+
+def take_block(blocks: mx.array, index: mx.array) -> mx.array:
+    """One block of each row, (N, X, width), (N, 1) -> (N, width)."""
+    return mx.take_along_axis(blocks, index[:, :, None], axis=1).squeeze(1)
+
+
+def sample_token_ref(logits: mx.array, uniforms: mx.array, temperature: float = 1.0) -> ThreeArrays:
+    """
+    Samples one token per row at `temperature`.
+
+    Returns tokens, log-probabilities and entropies, (N, V), (N, 4) -> (N,) each. A logit of -inf is
+    never sampled. V is at most 2**20.
+
+    uniforms: four numbers in [0, 1) per row. Each number chooses one of at most 32 candidates in
+    proportion to their weights: first 32,768 logits, then 1,024 of them, then 32, then one. The
+    product of the four choices is the token's probability. One Philox block supplies the four
+    numbers. A rounding error moves one of 32 borders, not one of V: with a single number for all of
+    V, another order of summation changed the token about once in some hundred draws.
+    """
+    assert logits.shape[-1] <= MAX_VOCABULARY, logits.shape
+    num_rows, vocab_size = logits.shape
     logits = scale_by_temperature(logits, temperature)
     peak = cpu.tiled_max(logits)
     weights = cpu.exp(logits, peak)
-    shares = mx.split(mx.minimum(uniforms, BELOW_ONE), 4, axis=-1)
-    width = 1024 if size > 1024 else 32  # one tile need not be full
+    fractions = mx.split(mx.minimum(uniforms, BELOW_ONE), 4, axis=-1)
 
-    def blocks_of(weights: mx.array, width: int) -> mx.array:  # (N, X) -> (N, X / width, width), filled up with 0
-        missing = -weights.shape[1] % width
-        return (mx.pad(weights, [(0, 0), (0, missing)]) if missing else weights).reshape(num_rows, -1, width)
-
-    def take(blocks: mx.array, place: mx.array) -> mx.array:  # (N, X, width), (N, 1) -> (N, width)
-        return mx.take_along_axis(blocks, place[:, :, None], axis=1).squeeze(1)
-
-    blocks, token = blocks_of(weights, width), mx.zeros((num_rows, 1), mx.int32)
+    width = 1024 if vocab_size > 1024 else 32  # one tile need not be full
+    blocks = split_into_blocks(weights, width)
     sums = blocks.sum(-1)
     total = sums.sum(-1, keepdims=True)
-    if size > 1024:
+    token = mx.zeros((num_rows, 1), mx.int32)
+    if vocab_size > 1024:
         if sums.shape[1] > 32:
-            groups = blocks_of(sums, 32)
-            token = draw_index(groups.sum(-1), shares[0])
-            sums = take(groups, token)
-        token = token * 32 + draw_index(sums, shares[1])
-        blocks = take(blocks, token).reshape(num_rows, 32, 32)
+            groups = split_into_blocks(sums, 32)
+            token = draw_index(groups.sum(-1), fractions[0])
+            sums = take_block(groups, token)
+        token = token * 32 + draw_index(sums, fractions[1])
+        blocks = take_block(blocks, token).reshape(num_rows, 32, 32)
         sums = blocks.sum(-1)
-    block = draw_index(sums, shares[2])
-    token = (token * 32 + block) * 32 + draw_index(take(blocks, block), shares[3])
+    block = draw_index(sums, fractions[2])
+    place_in_block = draw_index(take_block(blocks, block), fractions[3])
+    token = (token * 32 + block) * 32 + place_in_block
+
     log_total = mx.log(total).squeeze(-1)
-    logprob = (mx.take_along_axis(logits, token, axis=-1) - peak).squeeze(-1) - log_total
+    token_logits = mx.take_along_axis(logits, token, axis=-1)
+    logprobs = (token_logits - peak).squeeze(-1) - log_total
     moment = cpu.tiled_sum(weights * mx.maximum(logits - peak, -1e30))  # -inf: 0
-    return token.squeeze(-1).astype(mx.int32), logprob, log_total - moment / total.squeeze(-1)
+    entropies = log_total - moment / total.squeeze(-1)
+    return token.squeeze(-1).astype(mx.int32), logprobs, entropies
 
 
-SAMPLE_TOKEN = kernels.Kernel(HERE / "sample_token.metal", "logits uniforms temperature", "tokens logprobs entropies")
+SAMPLE_TOKEN = kernels.Kernel(
+    HERE / "sample_token.metal", "logits uniforms temperature", "tokens logprobs entropies"
+)
 
 
-@kernels.kernel_of(sample_token_ref)
-def sample_token(logits: mx.array, uniforms: mx.array, temperature: float = 1.0) -> Three:
+@kernels.make_op(sample_token_ref)
+def sample_token(logits: mx.array, uniforms: mx.array, temperature: float = 1.0) -> ThreeArrays:
     """
-    Reads each logit once, one tile again, and writes 12 bytes a row, in one launch; Gumbel-max would read the same and
-    compute V pairs of logarithms and V / 4 Philox blocks more.
+    Reads each logit once and one tile again, and writes 12 bytes a row, in one launch.
+
+    Gumbel-max would read the same, and compute V pairs of logarithms and V / 4 Philox blocks more.
     """
-    assert logits.shape[-1] <= 2**20, logits.shape
+    assert logits.shape[-1] <= MAX_VOCABULARY, logits.shape
     dtypes = [mx.int32, mx.float32, mx.float32]
-    token, logprob, entropy = _launch_per_row(SAMPLE_TOKEN, logits, [uniforms], temperature, dtypes)
-    return token, logprob, entropy
+    tokens, logprobs, entropies = _launch_per_row(
+        SAMPLE_TOKEN, logits, [uniforms], temperature, dtypes
+    )
+    return tokens, logprobs, entropies
 
 
-def row_logprobs_ref(logits: mx.array, ids: mx.array, temperature: float = 1.0) -> tuple[mx.array, mx.array]:
-    """Log-probability of an id a row and entropy of the row at `temperature`, (M, V), (M,) -> (M,) each."""
+# ---- scoring given tokens
+
+
+def row_logprobs_ref(
+    logits: mx.array, ids: mx.array, temperature: float = 1.0
+) -> tuple[mx.array, mx.array]:
+    """
+    The log-probability of one id per row and the entropy of the row, at `temperature`.
+
+    (M, V), (M,) -> (M,) each.
+    """
     logits = scale_by_temperature(logits, temperature)
     shifted = logits - mx.stop_gradient(cpu.tiled_max(logits))
     weights = cpu.exp(shifted)
     total = cpu.tiled_sum(weights)
-    chosen = mx.take_along_axis(shifted, ids[:, None], axis=-1).squeeze(-1)
+    id_logits = mx.take_along_axis(shifted, ids[:, None], axis=-1).squeeze(-1)
     moment = cpu.tiled_sum(weights * mx.maximum(shifted, -1e30))  # -inf: 0
-    return chosen - mx.log(total), mx.log(total) - moment / total
+    return id_logits - mx.log(total), mx.log(total) - moment / total
 
 
-ROW_LOGPROBS = kernels.Kernel(HERE / "row_logprobs.metal", "logits ids temperature", "logprobs entropies")
+ROW_LOGPROBS = kernels.Kernel(
+    HERE / "row_logprobs.metal", "logits ids temperature", "logprobs entropies"
+)
 
 
-@kernels.kernel_of(row_logprobs_ref)
-def row_logprobs(logits: mx.array, ids: mx.array, temperature: float = 1.0) -> tuple[mx.array, mx.array]:
+@kernels.make_op(row_logprobs_ref)
+def row_logprobs(
+    logits: mx.array, ids: mx.array, temperature: float = 1.0
+) -> tuple[mx.array, mx.array]:
     """Reads each logit once and writes 8 bytes a row, in one launch."""
-    logprobs, entropies = _launch_per_row(ROW_LOGPROBS, logits, [ids], temperature, [mx.float32] * 2)
+    dtypes = [mx.float32, mx.float32]
+    logprobs, entropies = _launch_per_row(ROW_LOGPROBS, logits, [ids], temperature, dtypes)
     return logprobs, entropies
 
 
-SLOPE_SCALE = 256  # of the gradient in `row_slopes`: without it what is below 6e-8 would be 0 in float16
-
-
-def row_slopes_ref(logits: mx.array, ids: mx.array, temperature: float = 1.0) -> Three:
+def row_slopes_ref(logits: mx.array, ids: mx.array, temperature: float = 1.0) -> ThreeArrays:
     """
-    `row_logprobs`, and the gradient of the log-probability, onehot - p, of the logits' type and times SLOPE_SCALE.
+    The results of `row_logprobs`, and the gradient of the log-probability, onehot - p, (M, V).
 
-    What reaches a logit is (M, V) of it by the log-probability's cotangent / SLOPE_SCALE / temperature.
+    The gradient is multiplied by SLOPE_SCALE and has the type of the logits. A logit's gradient is
+    this times the log-probability's cotangent / SLOPE_SCALE / temperature.
     """
-    slopes = (mx.arange(logits.shape[-1]) == ids[:, None]) - cpu.exp(log_softmax(logits, temperature))
-    return *row_logprobs_ref(logits, ids, temperature), (slopes * SLOPE_SCALE).astype(logits.dtype)
+    onehot = mx.arange(logits.shape[-1]) == ids[:, None]
+    slopes = onehot - cpu.exp(log_softmax(logits, temperature))
+    logprobs, entropies = row_logprobs_ref(logits, ids, temperature)
+    return logprobs, entropies, (slopes * SLOPE_SCALE).astype(logits.dtype)
 
 
-ROW_SLOPES = kernels.Kernel(HERE / "row_slopes.metal", "logits ids temperature", "logprobs entropies out")
+ROW_SLOPES = kernels.Kernel(
+    HERE / "row_slopes.metal", "logits ids temperature", "logprobs entropies out"
+)
 
 
-@kernels.kernel_of(row_slopes_ref)
-def row_slopes(logits: mx.array, ids: mx.array, temperature: float = 1.0) -> Three:
+@kernels.make_op(row_slopes_ref)
+def row_slopes(logits: mx.array, ids: mx.array, temperature: float = 1.0) -> ThreeArrays:
     """
-    Reads V logits a row twice, the second time mostly from the cache, and writes V, in one launch; a kernel for the
-    results and one for the gradient read the logits twice too, the second time made anew by a matmul.
+    Reads V logits a row twice, the second time mostly from the cache, and writes V, in one launch.
+
+    Separate kernels for the results and for the gradient would read the logits twice too, and a
+    matmul would have to compute the logits again for the second one.
     """
-    dtypes = [mx.float32, mx.float32, logits.dtype]
-    found = _launch_per_row(ROW_SLOPES, logits, [ids], temperature, dtypes, T=logits.dtype, SCALE=SLOPE_SCALE)
-    return found[0], found[1], found[2]
+    logprobs, entropies, slopes = _launch_per_row(
+        ROW_SLOPES,
+        logits,
+        [ids],
+        temperature,
+        [mx.float32, mx.float32, logits.dtype],
+        T=logits.dtype,
+        SCALE=SLOPE_SCALE,
+    )
+    return logprobs, entropies, slopes
+
+
+# ---- a restricted support
 
 
 class Support(NamedTuple):
-    """Which tokens may be drawn; so written, all of them."""
+    """Which tokens may be sampled. The defaults allow all of them."""
 
     top_p: float = 1.0
     top_k: int = 0
@@ -182,44 +257,58 @@ class Support(NamedTuple):
 
     @classmethod
     def from_settings(cls, top_p: float, top_k: int, min_p: float) -> "Support | None":
-        """None where every token may be drawn."""
+        """Returns None if every token may be sampled."""
         support = cls(top_p, top_k, min_p)
         return None if support == cls() else support
 
 
 def nucleus_ref(logits: mx.array, top_p: float) -> mx.array:
-    """The least of the fewest largest logits that together have `top_p` of a row's mass, (N, V) float32 -> (N,)."""
+    """
+    The smallest logit in each row's nucleus, (N, V) float32 -> (N,).
+
+    The nucleus is the smallest set of largest logits that together have `top_p` of the probability.
+    """
     descending = -mx.sort(-logits, axis=-1)
     probs = cpu.exp(descending - logsumexp(descending)[..., None])
-    before = mx.cumsum(probs, axis=-1) - probs  # mass of the strictly likelier tokens
-    num_kept = mx.maximum((before < top_p).sum(-1, keepdims=True), 1)
-    return mx.take_along_axis(descending, num_kept - 1, axis=-1).squeeze(-1)
+    likelier_mass = mx.cumsum(probs, axis=-1) - probs  # of the strictly likelier tokens
+    nucleus_size = mx.maximum((likelier_mass < top_p).sum(-1, keepdims=True), 1)
+    return mx.take_along_axis(descending, nucleus_size - 1, axis=-1).squeeze(-1)
 
 
 NUCLEUS = kernels.Kernel(HERE / "nucleus.metal", "logits top_p", "least")
 
 
-@kernels.kernel_of(nucleus_ref)
+@kernels.make_op(nucleus_ref)
 def nucleus(logits: mx.array, top_p: float) -> mx.array:
-    """Reads a row 9 times, mostly from the cache, and writes 4 bytes; a sort would write all rows several times."""
+    """
+    Reads a row 9 times, mostly from the cache, and writes 4 bytes.
+
+    A sort would write all rows several times.
+    """
     return _launch_per_row(NUCLEUS, logits, [], top_p, [mx.float32])[0]
 
 
 def truncate_logits(logits: mx.array, support: Support) -> mx.array:
     """
-    Logits (..., V) float32 with -inf outside the support.
+    Sets logits outside the support to -inf, (..., V) float32 -> (..., V).
 
-    top_k keeps the k likeliest (and what ties with the last of them), min_p what has at least min_p times the
-    likeliest's probability, top_p the fewest likeliest tokens that together reach top_p, of what the others kept.
+    top_k keeps the k likeliest tokens, and tokens that tie with the last of them. min_p keeps
+    tokens with at least min_p times the probability of the likeliest. top_p keeps the smallest set
+    of likeliest tokens whose probabilities reach top_p, renormalized over the tokens that top_k and
+    min_p kept.
+
     Source: min_p arXiv:2407.01082, top_p arXiv:1904.09751.
     """
-    top_p, top_k, min_p = support
-    if top_k:
-        kth = mx.min(mx.topk(logits, min(top_k, logits.shape[-1]), axis=-1), axis=-1, keepdims=True)
-        logits = mx.where(logits < kth, -mx.inf, logits)
-    if min_p:
-        logits = mx.where(logits < logits.max(-1, keepdims=True) + math.log(min_p), -mx.inf, logits)
-    if top_p < 1:
-        least = nucleus(logits.reshape(-1, logits.shape[-1]), top_p).reshape(*logits.shape[:-1], 1)
-        logits = mx.where(logits < least, -mx.inf, logits)
+    vocab_size = logits.shape[-1]
+    if support.top_k:
+        largest = mx.topk(logits, min(support.top_k, vocab_size), axis=-1)
+        kth_largest = mx.min(largest, axis=-1, keepdims=True)
+        logits = mx.where(logits < kth_largest, -mx.inf, logits)
+    if support.min_p:
+        threshold = logits.max(-1, keepdims=True) + math.log(support.min_p)
+        logits = mx.where(logits < threshold, -mx.inf, logits)
+    if support.top_p < 1:
+        threshold = nucleus(logits.reshape(-1, vocab_size), support.top_p)
+        threshold = threshold.reshape(*logits.shape[:-1], 1)
+        logits = mx.where(logits < threshold, -mx.inf, logits)
     return logits

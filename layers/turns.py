@@ -1,178 +1,325 @@
 """
-Rollouts whose rows take turns with a world: who sits in which slot, and what rows are told before they draw again.
+Decodes rows that take turns with tools or an environment.
 
-Left out: rows that are told nothing (sampler.py), the slots' cache (kv_cache.py), who answers (problems/episodes.py).
+A `TurnScheduler` decides which row sits in which slot, and prefills the reply that a row gets
+before its next turn. This file leaves out rows without turns (sampler.py), the slots' cache
+(kv_cache.py) and the source of the replies (problems/episodes.py).
 
 Axes: V vocabulary.
 """
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
 
-from kv_cache import REFILL, SHRINK, SlotCache
+from kv_cache import REFILL, SHRINK, Cache, SlotCache
 from machine import gpu
+
+
+class Conversation(Protocol):
+    """Answers the turns of rows: a `problems.episodes.Episodes`."""
+
+    context: int  # positions that a row may have, prompt included
+
+    def begin(self, rows: list[int]) -> None: ...
+
+    def end_turn(self, row: int, ids: list[int]) -> None: ...
+
+    def take_replies(self, wait: bool) -> dict[int, list[int] | str]: ...
+
+
+class RowState(Protocol):
+    """The rows of a rollout: a `sampler.DecodeState`, which explains the fields."""
+
+    most: np.ndarray
+    limits: np.ndarray
+    lengths: np.ndarray
+    ended: np.ndarray
+    ids: np.ndarray
+    sequences: list[list[int]]
+    places: list[list[int]]
+    reasons: list[str]
+
+    @property
+    def conversation(self) -> Conversation | None: ...
+
+    def is_over(self, row: int) -> bool: ...
+
+    def has_ended(self, rows: np.ndarray) -> np.ndarray: ...
+
+    def uniforms(self, rows: Sequence[int]) -> np.ndarray: ...
+
+    def draw(self, logits: mx.array, uniforms: mx.array) -> tuple[mx.array, ...]: ...
+
+    def write(self, rows: np.ndarray, drawn: Sequence[mx.array]) -> None: ...
+
+    def show_progress(self) -> None: ...
+
+
+class Model(Protocol):
+    """A `gwen.Model`."""
+
+    @property
+    def head_weight(self) -> mx.array: ...
+
+    def hidden(self, tokens: mx.array, cache: Cache | None = None) -> mx.array: ...
 
 
 class TurnScheduler:
     """
-    Rows that take turns, in the slots of a cache: each sits in one from its first token to its last.
+    Rows that take turns, in the slots of a cache. A row stays in its slot from first to last token.
 
-    A row that has ended draws nothing, for now; one with a reason never will again. While it waits for an answer its
-    slot draws what nobody reads, so its columns stay in place.
+    A row whose turn has ended samples nothing until its reply comes. While it waits, its slot still
+    samples tokens that nobody reads, so its columns stay in place. A row with a finish reason is
+    complete.
     """
 
     def __init__(
-        self, record: Any, model: Any, forward: Any, cache: SlotCache, logits: mx.array, rows_of: dict[Any, list[int]]
+        self,
+        state: RowState,
+        model: Model,
+        forward: Callable[[mx.array, SlotCache], mx.array],
+        cache: SlotCache,
+        prompt_logits: mx.array,
+        rows_of: dict[tuple[int, ...], list[int]],
     ):
         """
-        record: a `sampler.DecodeState` whose `talk` is a `problems.episodes.Episodes`. model: a `gwen.Model`, and its
-        `decode_step`. logits (prompts, V): what comes after each prompt. rows_of: each prompt's rows, in the order in
-        which they begin; those of an attempt that ran out of memory begin again.
+        state: its `conversation` answers the turns. forward: `gwen.decode_step` of the model.
+        prompt_logits (prompts, V): the logits after each prompt. rows_of: the rows of each prompt,
+        in the order in which they begin. Rows of an attempt that ran out of memory begin again.
         """
-        self.record, self.model, self.forward, self.prompt_logits = record, model, forward, logits
-        self.cache, num_slots = cache, cache.num_slots
-        for net in self.cache.nets:
+        assert state.conversation is not None, "rows without turns"
+        self.state = state
+        self.conversation = state.conversation
+        self.model = model
+        self.forward = forward
+        self.cache = cache
+        for net in cache.nets:
             net.keeps_before = True
-        self.logits = mx.zeros((num_slots, logits.shape[1]), logits.dtype)
-        self.prompt_of = {row: place for place, rows in enumerate(rows_of.values()) for row in rows}
-        self.room = {row: record.talk.context - len(prompt) for prompt, rows in rows_of.items() for row in rows}
+        self.prompt_logits = prompt_logits
+        num_slots = cache.num_slots
+        self.logits = mx.zeros((num_slots, prompt_logits.shape[1]), prompt_logits.dtype)
+
+        self.prompt_of: dict[int, int] = {}
+        self.max_positions: dict[int, int] = {}  # of each row after its prompt
+        for prompt_number, (prompt, prompt_rows) in enumerate(rows_of.items()):
+            for row in prompt_rows:
+                self.prompt_of[row] = prompt_number
+                self.max_positions[row] = self.conversation.context - len(prompt)
         rows = list(self.prompt_of)
-        self.table, self.place = record.uniforms(rows), {row: number for number, row in enumerate(rows)}
-        self.num_drawn = np.zeros(len(record.limits), int)  # tokens, also those after an end that was not read yet
-        self.slots, self.fresh = rows[:num_slots], rows[num_slots:]  # the row of each slot; those that have not begun
-        self.states = dict[int, list[tuple[mx.array, mx.array]]]()  # of the nets, of rows that wait for an answer
-        self.told = dict[int, list[int]]()  # what rows are told next
-        self.queued: list[tuple[np.ndarray, tuple[mx.array, ...]]] = []  # rows and draws of steps that were not read
-        record.lengths[rows] = 0
+        self.uniforms = state.uniforms(rows)
+        self.uniforms_index = {row: index for index, row in enumerate(rows)}
+        # tokens sampled for each row, including those after an end that was not read yet
+        self.num_drawn = np.zeros(len(state.limits), int)
+
+        self.slots = rows[:num_slots]  # the row of each slot
+        self.waiting_rows = rows[num_slots:]  # rows that have not begun
+        # for rows that wait for a reply, the states of the gated delta nets at the end of the turn
+        self.net_states: dict[int, list[tuple[mx.array, mx.array]]] = {}
+        self.replies: dict[int, list[int]] = {}  # ids that rows get next
+        # rows and sampled tokens of steps that were not read yet
+        self.queued: list[tuple[np.ndarray, tuple[mx.array, ...]]] = []
+
+        state.lengths[rows] = 0
         for row in rows:
-            record.sequences[row], record.places[row] = [], []
-            self._set_limit(row)
-        record.talk.begin(rows)
+            state.sequences[row] = []
+            state.places[row] = []
+            self._begin_turn(row)
+        self.conversation.begin(rows)
         self._seat_rows(dict(enumerate(self.slots)))
 
     @gpu.without_gradients()
-    def play(self) -> None:
-        """`sampler.decode` for rows in turns; every step reads all draws but the newest."""
-        while not all(map(self.record.is_over, self.prompt_of)):
+    def decode(self) -> None:
+        """
+        Samples all turns of all rows, as `sampler.decode` does for rows without turns.
+
+        Every step reads all sampled tokens but the newest.
+        """
+        while not all(map(self.state.is_over, self.prompt_of)):
             if self.is_drawing:
                 self._draw()
             self._read(num_left=1 if self.is_drawing else 0)
+            self._end_turns()
             self._collect_replies()
             self._reuse_slots()
             self._prefill_replies()
-            self.record.show()
+            self.state.show_progress()
         mx.synchronize()  # wait: a queued step holds the cache
 
     @property
     def is_drawing(self) -> bool:
-        return not self.record.ended[self.slots].all()
+        """Whether a slot's row is in the middle of a turn."""
+        return not self.state.ended[self.slots].all()
 
     @property
     def complete_slots(self) -> list[int]:
         """The slots of rows that are complete."""
-        return [slot for slot, row in enumerate(self.slots) if self.record.is_over(row)]
+        return [slot for slot, row in enumerate(self.slots) if self.state.is_over(row)]
+
+    # ---- steps
 
     def _draw(self) -> None:
-        """A token for each slot, used or not."""
-        places, most = [self.place[row] for row in self.slots], self.table.shape[1]
-        uniform = mx.array(self.table[places, np.minimum(self.num_drawn[self.slots], most - 1)])
-        drawn = self.record.draw(self.logits, uniform)
+        """Queues a step: one token for each slot, whether its row reads it or not."""
+        index = [self.uniforms_index[row] for row in self.slots]
+        last_position = self.uniforms.shape[1] - 1
+        positions = np.minimum(self.num_drawn[self.slots], last_position)
+        drawn = self.state.draw(self.logits, mx.array(self.uniforms[index, positions]))
         self.queued.append((np.array(self.slots), drawn))
         self.num_drawn[self.slots] += 1
+
         self.cache.plan_writes()
-        self.logits = self.forward(drawn[0][:, None], self.cache)[:, -1] @ self.model.head_weight.T
+        tokens = drawn[0]
+        self.logits = self.forward(tokens[:, None], self.cache)[:, -1] @ self.model.head_weight.T
         mx.async_eval(drawn, self.logits)
 
     def _read(self, num_left: int) -> None:
-        """Writes down the draws of all steps but the newest `num_left`."""
+        """Writes the sampled tokens of all queued steps but the newest `num_left` to the state."""
         while len(self.queued) > num_left:
-            self.record.write(*self.queued.pop(0))  # wait
+            rows, drawn = self.queued.pop(0)
+            self.state.write(rows, drawn)  # wait
+
+    # ---- turns
+
+    def _end_turns(self) -> None:
+        """Hands in the turns that have ended, and stores the states of gated delta nets there."""
+        state = self.state
+        for slot, row in enumerate(self.slots):
+            if not state.ended[row]:
+                continue
+            length = state.lengths[row]
+            if len(state.places[row]) < length:
+                self._end_turn(row)
+                # tokens sampled after the end of the turn, 0 or 1
+                num_extra = int(self.num_drawn[row] - length)
+                self.net_states[row] = [net.get_state(slot, num_extra) for net in self.cache.nets]
+                mx.async_eval(self.net_states[row])
+            # columns of tokens sampled after the end are overwritten
+            self.cache.lengths[slot] = len(state.sequences[row])
+
+    def _end_turn(self, row: int) -> None:
+        """Adds the turn's tokens to the row's sequence, and asks for the reply to it."""
+        state = self.state
+        places = state.places[row]
+        sequence = state.sequences[row]
+        turn = state.ids[row, len(places) : state.lengths[row]].tolist()
+        places.extend(range(len(sequence), len(sequence) + len(turn)))
+        sequence.extend(turn)
+        if state.has_ended(np.array([row]))[0]:
+            self.conversation.end_turn(row, turn)
+        else:
+            state.reasons[row] = self._limit_reason(row)
 
     def _collect_replies(self) -> None:
-        """Hears turns that have ended, and what rows are told; waits for that if there is nothing else to do."""
-        record = self.record
-        for slot, row in enumerate(self.slots):
-            if record.ended[row]:
-                if len(record.places[row]) < (length := record.lengths[row]):
-                    self._finish_turn(row)
-                    extra = int(self.num_drawn[row] - length)  # tokens drawn after the end of the turn, 0 or 1
-                    self.states[row] = [net.get_state(slot, extra) for net in self.cache.nets]
-                    mx.async_eval(self.states[row])
-                self.cache.lengths[slot] = len(record.sequences[row])  # what was drawn after the end is overwritten
-        idle = not (self.is_drawing or self.told or self.complete_slots)
-        for row, answer in record.talk.take_replies(wait=idle).items():
-            if isinstance(answer, str):
-                record.reasons[row] = answer
-            elif record.lengths[row] == record.most[row] or len(answer) >= self._positions_left(row):
-                record.reasons[row] = self._limit(row)
-            else:
-                self.told[row] = answer
-        self.states = {row: state for row, state in self.states.items() if not record.is_over(row)}
+        """
+        Stores the replies that rows get next, or the reason why there is none.
 
-    def _finish_turn(self, row: int) -> None:
-        """Takes down a turn that has ended."""
-        record, places, whole = self.record, self.record.places[row], self.record.sequences[row]
-        turn = record.ids[row, len(places) : record.lengths[row]].tolist()
-        places += range(len(whole), len(whole) + len(turn))
-        whole += turn
-        if record.has_ended(np.array([row]))[0]:
-            record.talk.end_turn(row, turn)
-        else:
-            record.reasons[row] = self._limit(row)
+        Waits for a reply if there is nothing else to do.
+        """
+        state = self.state
+        is_idle = not (self.is_drawing or self.replies or self.complete_slots)
+        replies = self.conversation.take_replies(wait=is_idle)
+        for row, reply in replies.items():
+            if isinstance(reply, str):
+                state.reasons[row] = reply
+                continue
+            has_drawn_all = state.lengths[row] == state.most[row]
+            if has_drawn_all or len(reply) >= self._positions_left(row):
+                state.reasons[row] = self._limit_reason(row)
+            else:
+                self.replies[row] = reply
+
+        for row in list(self.net_states):
+            if state.is_over(row):
+                del self.net_states[row]
 
     def _positions_left(self, row: int) -> int:
-        """Positions that a row may still have."""
-        return self.room[row] - len(self.record.sequences[row])
+        """How many positions a row may still use."""
+        return self.max_positions[row] - len(self.state.sequences[row])
 
-    def _set_limit(self, row: int) -> None:
-        """Lets a row draw up to its limits."""
-        self.record.limits[row] = min(self.record.most[row], self.record.lengths[row] + self._positions_left(row))
-        self.record.ended[row] = False
+    def _begin_turn(self, row: int) -> None:
+        """Lets a row sample up to its limits."""
+        state = self.state
+        end_of_context = state.lengths[row] + self._positions_left(row)
+        state.limits[row] = min(state.most[row], end_of_context)
+        state.ended[row] = False
 
-    def _limit(self, row: int) -> str:
-        return "length" if self.record.lengths[row] == self.record.most[row] else "context"
+    def _limit_reason(self, row: int) -> str:
+        """The finish reason of a row that has reached a limit."""
+        return "length" if self.state.lengths[row] == self.state.most[row] else "context"
+
+    # ---- slots
 
     def _reuse_slots(self) -> None:
-        """Gives slots of complete rows to rows that have not begun, or drops them once there are none."""
-        over, num_slots = self.complete_slots, len(self.slots)
-        if not over or (self.is_drawing and len(over) < (REFILL if self.fresh else SHRINK) * num_slots):
+        """Gives the slots of complete rows to waiting rows, or drops them if no row waits."""
+        complete = self.complete_slots
+        num_slots = len(self.slots)
+        least = (REFILL if self.waiting_rows else SHRINK) * num_slots
+        if not complete or (self.is_drawing and len(complete) < least):
             return
-        self._read(0)
-        if self.fresh:
-            begun, self.fresh = self.fresh[: len(over)], self.fresh[len(over) :]
-            self._seat_rows(dict(zip(over, begun, strict=False)))
-        elif kept := [slot for slot in range(num_slots) if slot not in over]:
-            self.cache.select_slots(kept)
-            self.slots, self.logits = [self.slots[slot] for slot in kept], self.logits[mx.array(kept)]
+
+        self._read(num_left=0)
+        if self.waiting_rows:
+            new_rows = self.waiting_rows[: len(complete)]
+            self.waiting_rows = self.waiting_rows[len(complete) :]
+            self._seat_rows(dict(zip(complete, new_rows, strict=False)))
+            return
+        remaining = [slot for slot in range(num_slots) if slot not in complete]
+        if remaining:
+            self.cache.select_slots(remaining)
+            self.slots = [self.slots[slot] for slot in remaining]
+            self.logits = self.logits[mx.array(remaining)]
 
     def _seat_rows(self, row_of: dict[int, int]) -> None:
-        """Rows begin in slots, each after its prompt."""
+        """Starts rows in slots, each after its prompt. row_of: the new row of some slots."""
         self.slots = [row_of.get(slot, row) for slot, row in enumerate(self.slots)]
-        prompts, begun = [self.prompt_of[row] for row in self.slots], list(row_of)
-        self.cache.assign(prompts, begun)
-        self.logits[mx.array(begun)] = self.prompt_logits[mx.array(prompts)[mx.array(begun)]]
+        prompts = [self.prompt_of[row] for row in self.slots]
+        new_slots = list(row_of)
+        self.cache.assign(prompts, new_slots)
+        new_prompts = mx.array(prompts)[mx.array(new_slots)]
+        self.logits[mx.array(new_slots)] = self.prompt_logits[new_prompts]
+
+    # ---- replies
 
     def _prefill_replies(self) -> None:
-        """Prefills what the rows in slots are told; their next turns begin."""
-        told = {slot: self.told.pop(row) for slot, row in enumerate(self.slots) if row in self.told}
-        if not told:
+        """Prefills the replies of the rows in slots, whose next turns then begin."""
+        replies: dict[int, list[int]] = {}  # by slot
+        for slot, row in enumerate(self.slots):
+            if row in self.replies:
+                replies[slot] = self.replies.pop(row)
+        if not replies:
             return
-        self._read(0)
-        for slot, ids in told.items():
+
+        self._read(num_left=0)
+        for slot, ids in replies.items():
             row = self.slots[slot]
-            self.record.sequences[row] += ids
-            self._set_limit(row)
-            for net, state in zip(self.cache.nets, self.states.pop(row), strict=True):
-                net.set_state(mx.array([slot]), state)
-            self.num_drawn[row] = self.record.lengths[row]
-        num_columns = max(gpu.prefill_tokens() // len(told), 1)
-        for begin in range(0, max(map(len, told.values())), num_columns):
-            parts = {slot: part for slot, ids in told.items() if (part := ids[begin : begin + num_columns])}
-            slots, lengths = list(parts), list(map(len, parts.values()))
-            self.cache.plan_writes(dict(zip(slots, lengths, strict=True)))
-            tokens = mx.array([ids + [0] * (max(lengths) - len(ids)) for ids in parts.values()])
-            last = self.model.hidden(tokens, self.cache)[mx.arange(len(parts)), mx.array(lengths) - 1]
-            self.logits[mx.array(slots)] = last @ self.model.head_weight.T  # the last part's stay
-            mx.eval(self.logits, self.cache.arrays())  # wait: the next columns may use the memory of these
+            self.state.sequences[row] += ids
+            self._begin_turn(row)
+            net_states = self.net_states.pop(row)
+            for net, net_state in zip(self.cache.nets, net_states, strict=True):
+                net.set_state(mx.array([slot]), net_state)
+            self.num_drawn[row] = self.state.lengths[row]
+
+        num_columns = max(gpu.prefill_tokens() // len(replies), 1)
+        longest = max(map(len, replies.values()))
+        for begin in range(0, longest, num_columns):
+            parts: dict[int, list[int]] = {}
+            for slot, ids in replies.items():
+                part = ids[begin : begin + num_columns]
+                if part:
+                    parts[slot] = part
+            self._prefill(parts)
+
+    def _prefill(self, ids_of: dict[int, list[int]]) -> None:
+        """Computes some ids of some slots, and the logits after the last id of each."""
+        slots = list(ids_of)
+        lengths = [len(ids) for ids in ids_of.values()]
+        width = max(lengths)
+        self.cache.plan_writes(dict(zip(slots, lengths, strict=True)))
+        tokens = mx.array([ids + [0] * (width - len(ids)) for ids in ids_of.values()])
+        last_places = mx.arange(len(slots)), mx.array(lengths) - 1
+        last_hidden = self.model.hidden(tokens, self.cache)[last_places]
+        # a later part of a reply overwrites the logits
+        self.logits[mx.array(slots)] = last_hidden @ self.model.head_weight.T
+        mx.eval(self.logits, self.cache.arrays())  # wait: the next columns may use this memory

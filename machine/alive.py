@@ -1,8 +1,8 @@
 """
-Signs of life: what a command is at, how far, and how long still, where it has said nothing for a while.
+Signs of life: tells what a command is doing, how far it is, and how much time is left.
 
-In a terminal and a notebook tqdm draws bars; in a file a line takes their place. One thread looks after both. Left out:
-what the lines of a run say (reporting/console.py).
+In a terminal or a notebook, tqdm draws bars. In a file, a line replaces them after some silence.
+One thread serves both. This file leaves out the lines of a run (reporting/console.py).
 """
 
 import contextlib
@@ -19,23 +19,57 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-# Most seconds without a sign, where somebody looks (a terminal, a pipe) and in a file; a shorter phase says nothing
-WATCHED, IN_FILE = 8.0, 40.0
-_works: dict[int, "Bar"] = {}  # what is going on, by id, the innermost last; bars compare by where they stand
+# The longest silence in seconds. A shorter activity prints nothing.
+MAX_SILENCE_WATCHED = 8.0  # in a terminal or a pipe
+MAX_SILENCE_IN_FILE = 40.0
+
+# Parts of a line that must not be broken
+FIGURE = r"[^| ][^|]*"  # in a line of figures separated by " | "
+COMMAND_OR_FLAG = r"uv run .*?(?=[;,] |$)|--[a-z-]+ \S"  # a flag with the begin of its value
+
+# Activities in progress, the innermost last. The key is the id, because bars compare by position.
+_active_bars: dict[int, "Bar"] = {}
 _state: dict[str, Any] = {"last": time.monotonic(), "thread": None}
 
 
 class Bar(tqdm):
-    """A bar that also counts where it is not drawn, in a file."""
+    """A progress bar that also counts in a file, where it is not drawn."""
 
-    monitor_interval = 0  # tqdm's own thread is not needed beside ours
+    monitor_interval = 0  # our thread replaces tqdm's own
 
-    def __init__(self, works: Collection[Any] | None = None, **how: Any):
-        """A bar of no works is not drawn. The time left is told by the mean speed: tqdm's follows the last draws."""
-        is_empty = works is not None and not works
-        super().__init__(works, **{"leave": False, "disable": is_empty or None, "smoothing": 0, "miniters": 0} | how)
-        self.what, self.kind = how.get("desc") or "", how.get("unit", "")
-        self.from_n, self.begun = self.n, time.monotonic()
+    def __init__(
+        self,
+        items: Collection[Any] | None = None,
+        *,
+        desc: str = "",
+        unit: str = "",
+        leave: bool = False,
+        disable: bool | None = None,
+        **options: Any,
+    ):
+        """
+        items: the bar counts an iteration over them. An empty collection is not drawn.
+        desc: the activity. unit: the name of an item. disable: True is never drawn, None only in a
+        terminal. options: of tqdm.
+
+        The time left follows from the mean speed. By default tqdm prefers the latest items.
+        """
+        if disable is None and items is not None and not items:
+            disable = True
+        super().__init__(
+            items,
+            desc=desc,
+            unit=unit or "it",
+            leave=leave,
+            disable=disable,
+            smoothing=0,
+            miniters=0,
+            **options,
+        )
+        self.activity = desc
+        self.unit_name = unit
+        self.start_n = self.n
+        self.begin_s = time.monotonic()
         _watch(self)
 
     def __iter__(self) -> Iterator[Any]:
@@ -43,8 +77,8 @@ class Bar(tqdm):
             yield from super().__iter__()
             return
         try:
-            for one in self.iterable:
-                yield one
+            for item in self.iterable:
+                yield item
                 self.n += 1
         finally:
             self.close()
@@ -56,49 +90,83 @@ class Bar(tqdm):
         return None
 
     def show(self, done: int, amount: float, unit: str) -> None:
-        """`done` of them are done, and so much of a unit, whose speed it shows."""
+        """Sets the count to `done`, and shows the speed of an `amount` in another unit."""
         if not self.disable:
-            self.set_postfix_str(f"{amount / self.format_dict['elapsed']:,.0f} {unit}/s", refresh=False)
+            speed = amount / self.format_dict["elapsed"]
+            self.set_postfix_str(f"{speed:,.0f} {unit}/s", refresh=False)
         self.update(done - self.n)
 
-    def state(self) -> str:
-        """ "sampling: 23 of 64 rows, about 40 s left"; before the first is done, how long it has taken so far."""
-        done, seconds = self.n - self.from_n, time.monotonic() - self.begun
-        far = f"{self.n:g}" + (f" of {self.total}" if self.total else "") + (f" {self.kind}s" if self.kind else "")
-        more = self.total - self.n if self.total else 0
-        left = f"about {format_duration(seconds / done * more)} left" if done > 0 and more > 0 else ""
-        what = f"{self.what}: {far}" if self.total or self.n else self.what
-        return f"{what}, {left or f'{format_duration(seconds)} so far'}"
+    def describe(self) -> str:
+        """
+        The activity as text: "sampling: 23 of 64 rows, about 40 s left".
+
+        Before the first item is done, it tells the time so far.
+        """
+        num_done = self.n - self.start_n
+        num_left = self.total - self.n if self.total else 0
+        seconds = time.monotonic() - self.begin_s
+
+        text = self.activity
+        if self.total or self.n:
+            text += f": {self.n:g}"
+            if self.total:
+                text += f" of {self.total}"
+            if self.unit_name:
+                text += f" {self.unit_name}s"
+        if num_done > 0 and num_left > 0:
+            seconds_left = seconds / num_done * num_left
+            return f"{text}, about {format_duration(seconds_left)} left"
+        return f"{text}, {format_duration(seconds)} so far"
 
     def close(self) -> None:
-        _works.pop(id(self), None)
+        _active_bars.pop(id(self), None)
         if not self.disable:
-            self.refresh()  # what was drawn last may be old, and a transcript keeps it
+            self.refresh()  # the last drawing may be old, and a transcript keeps it
         super().close()
 
 
-def show_activity(what: str) -> Bar:
-    """Inside, says `what` goes on, if that is long: nobody knows how long."""
-    return Bar(desc=what, disable=True)
+def show_activity(activity: str) -> Bar:
+    """A context manager that shows an activity of unknown length, if it takes long."""
+    return Bar(desc=activity, disable=True)
+
+
+# ---- text
 
 
 def wrap_for_terminal(text: str, file: Any = None) -> str:
     """
-    Text for a terminal: what is too long breaks at spaces, but neither within a figure or a command to copy nor between
-    a flag and its value. Files get it as it is.
+    Wraps long lines for a terminal. A text for a file stays as it is.
+
+    Lines break at spaces, but not within a figure or a command to copy, nor between a flag and its
+    value.
     """
     if not (file or sys.stdout).isatty():
         return text
     width = shutil.get_terminal_size().columns
-    return "\n".join(line if len(line) <= width else _break_line(line, width) for line in text.split("\n"))
+    lines = []
+    for line in text.split("\n"):
+        lines.append(line if len(line) <= width else _break_line(line, width))
+    return "\n".join(lines)
 
 
 def _break_line(line: str, width: int) -> str:
-    whole = r"[^| ][^|]*" if " | " in line else r"uv run .*?(?=[;,] |$)|--[a-z-]+ \S"  # breaks nowhere
-    kept = re.sub(whole, lambda found: found[0].replace(" ", "\xa0"), line)
-    how: Any = {"break_on_hyphens": False, "break_long_words": False}  # a command is one word, which a terminal breaks
+    unbreakable = FIGURE if " | " in line else COMMAND_OR_FLAG
+    protected = re.sub(unbreakable, _replace_spaces, line)
     indent = " " * (len(line) - len(line.lstrip()) + 2)
-    return textwrap.fill(kept, width, subsequent_indent=indent, **how).replace("\xa0", " ")
+    # a terminal breaks a command that is longer than a line
+    wrapped = textwrap.fill(
+        protected,
+        width,
+        subsequent_indent=indent,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
+    return wrapped.replace("\xa0", " ")
+
+
+def _replace_spaces(match: re.Match[str]) -> str:
+    """The matched text with non-breaking spaces."""
+    return match[0].replace(" ", "\xa0")
 
 
 def format_duration(seconds: float) -> str:
@@ -106,37 +174,45 @@ def format_duration(seconds: float) -> str:
     if seconds < 100:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02d} min"
+    if minutes < 100:
+        return f"{minutes} min"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+# ---- the thread
 
 
 def note_printed() -> None:
-    """Something else was printed just now."""
+    """Notes that something was just printed."""
     _state["last"] = time.monotonic()
 
 
 def show_progress() -> None:
-    """Draws the bars again, with their time, or says in a line what goes on."""
+    """Draws the bars again, with their time, or prints a line about the activities."""
     note_printed()
-    works = list(_works.values())
-    for bar in [work for work in works if not work.disable]:
-        bar.refresh()
-    if works and works[-1].disable:
-        tqdm.write("... " + "; ".join(work.state() for work in works if work.disable), file=sys.stderr)
+    bars = list(_active_bars.values())
+    for bar in bars:
+        if not bar.disable:
+            bar.refresh()
+    if bars and bars[-1].disable:
+        activities = "; ".join(bar.describe() for bar in bars if bar.disable)
+        tqdm.write(f"... {activities}", file=sys.stderr)
         sys.stderr.flush()
 
 
-def _watch(work: Bar) -> None:
-    """Notes a work, and starts the thread that looks after all, once a process; a fork begins without it."""
-    _works[id(work)] = work
+def _watch(bar: Bar) -> None:
+    """Adds a bar, and starts the thread once per process. A forked process begins without it."""
+    _active_bars[id(bar)] = bar
     thread = _state["thread"]
     if thread is None or not thread.is_alive():
         note_printed()
-        _state["thread"] = threading.Thread(target=_keep_watching, name="signs of life", daemon=True)
-        _state["thread"].start()
+        thread = threading.Thread(target=_keep_watching, name="signs of life", daemon=True)
+        _state["thread"] = thread
+        thread.start()
 
 
 def is_watched() -> bool:
-    """Whether errors go to a terminal or a pipe; a notebook's stream has no file."""
+    """Whether stderr goes to a terminal or a pipe. A notebook's stream has no file."""
     try:
         return sys.stderr.isatty() or stat.S_ISFIFO(os.fstat(sys.stderr.fileno()).st_mode)
     except (OSError, ValueError):
@@ -146,7 +222,8 @@ def is_watched() -> bool:
 def _keep_watching() -> None:
     while True:
         time.sleep(1.0)
-        most = WATCHED if is_watched() else IN_FILE
-        if _works and time.monotonic() - _state["last"] >= most:
-            with contextlib.suppress(OSError, ValueError):  # of a terminal that is gone, of a file that is closed
+        max_silence = MAX_SILENCE_WATCHED if is_watched() else MAX_SILENCE_IN_FILE
+        if _active_bars and time.monotonic() - _state["last"] >= max_silence:
+            # the terminal may be gone, the file closed
+            with contextlib.suppress(OSError, ValueError):
                 show_progress()

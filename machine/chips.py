@@ -1,9 +1,10 @@
 """
-What a step moves and computes, from numbers of its configuration, and what that takes on Apple's chips: an estimate.
+An estimate of a step's time on Apple's chips, from the bytes that it moves and its FLOPs.
 
-A phase takes the longer of two times: that of its bytes at a chip's bandwidth and that of its FLOPs at its arithmetic,
-by the share of both that others have reached. Nobody has measured a step on a Mac. Left out: launches of kernels, from
-which a small model waits, rewards, tokenizing, evaluation, what Python does.
+A phase takes the longer of two times: its bytes at the chip's bandwidth, or its FLOPs at the chip's
+arithmetic, each reduced to the fraction that others have reached. Nobody has measured a step on a
+Mac. The estimate leaves out kernel launches, which a small model waits for, rewards, tokenizing,
+evaluation, and the time of Python. preflight.py counts bytes and FLOPs.
 """
 
 import timeit
@@ -14,45 +15,66 @@ from typing import NamedTuple
 import mlx.core as mx
 import yaml
 
-# Reached by mlx_lm on an M4 Max with Qwen3-4B in bfloat16: 13.9 TFLOP/s of prefill, 438 GB/s of decoding
-# (BENCHMARKS.md of github.com/ml-explore/mlx-lm); others have 70 to 80% and 78%.
-ARITHMETIC, BANDWIDTH = 0.75, 0.78
-UPDATE = 0.8  # of that: what is done between an update's matmuls takes a fifth (c148fd6:bench/ledger.py)
+# Reached by mlx_lm on an M4 Max with Qwen3-4B in bfloat16: 13.9 TFLOP/s of prefill, 438 GB/s of
+# decoding (BENCHMARKS.md of github.com/ml-explore/mlx-lm). Others reach 70 to 80% and 78%.
+ARITHMETIC_FRACTION = 0.75
+BANDWIDTH_FRACTION = 0.78
+# Of ARITHMETIC_FRACTION, for an update: operations between its matmuls take a fifth of the time
+# (c148fd6:bench/ledger.py).
+UPDATE_FRACTION = 0.8
 
 
 class Chip(NamedTuple):
     name: str
     bandwidth: float  # GB a second
     tflops: float  # of 16-bit matmuls
-    memory: list[int]  # GB that machines have
+    memory: list[int]  # GB, the sizes that machines have
 
 
 def load_chips() -> list[Chip]:
-    rows = yaml.safe_load((Path(__file__).parents[1] / "data" / "chips.yaml").read_text("utf-8"))
+    """Reads the table of Apple's chips."""
+    path = Path(__file__).parents[1] / "data" / "chips.yaml"
+    rows = yaml.safe_load(path.read_text("utf-8"))
     return [Chip(name, **row) for name, row in rows.items()]
 
 
 def this_chip() -> Chip:
-    """This machine's chip. One that the table does not have is timed: a product of float32 matrices, and a sum."""
+    """
+    This machine's chip.
+
+    A chip that is not in the table is timed with a product of float32 matrices and with a sum.
+    """
     name = str(mx.device_info().get("device_name", "CPU")).removeprefix("Apple ")
-    if known := [chip for chip in load_chips() if chip.name == name]:
-        return known[0]
-    matrix, row = mx.random.normal((1024, 1024)), mx.random.normal((2**24,))
-    summing, multiplying = least_seconds(row.sum), least_seconds(lambda: matrix @ matrix)
-    return Chip(name, row.nbytes / 1e9 / summing / BANDWIDTH, 2 * 1024**3 / 1e12 / multiplying / ARITHMETIC, [])
+    for chip in load_chips():
+        if chip.name == name:
+            return chip
+
+    matrix = mx.random.normal((1024, 1024))
+    row = mx.random.normal((2**24,))
+    sum_s = least_seconds(row.sum)
+    product_s = least_seconds(lambda: matrix @ matrix)
+    bandwidth = row.nbytes / 1e9 / sum_s / BANDWIDTH_FRACTION
+    tflops = 2 * 1024**3 / 1e12 / product_s / ARITHMETIC_FRACTION
+    return Chip(name, bandwidth, tflops, memory=[])
 
 
 def least_seconds(compute: Callable[[], mx.array]) -> float:
-    """The least of five times that something takes."""
+    """The shortest of five measured times of `compute`."""
     return min(timeit.repeat(lambda: mx.eval(compute()), number=1))
 
 
 class Cost(NamedTuple):
+    """What a phase of a step moves and computes."""
+
     bytes: float
     flops: float
 
 
 def estimate_seconds(costs: dict[str, Cost], chip: Chip) -> float:
-    """What a step with phases of these costs takes."""
-    moving, computing = BANDWIDTH * 1e9 * chip.bandwidth, ARITHMETIC * 1e12 * chip.tflops
-    return sum(max(cost.bytes / moving, cost.flops / computing) for cost in costs.values())
+    """The seconds of a step whose phases have these costs."""
+    bytes_per_s = BANDWIDTH_FRACTION * 1e9 * chip.bandwidth
+    flops_per_s = ARITHMETIC_FRACTION * 1e12 * chip.tflops
+    seconds = 0.0
+    for cost in costs.values():
+        seconds += max(cost.bytes / bytes_per_s, cost.flops / flops_per_s)
+    return seconds

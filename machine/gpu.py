@@ -1,4 +1,8 @@
-"""Which device MLX computes on, and gradients of our own. Left out: kernels (kernels.py) and memory (memory.py)."""
+"""
+Which device MLX computes on, and operations with their own gradients.
+
+This file leaves out kernels (machine/kernels.py) and memory (machine/memory.py).
+"""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -8,6 +12,7 @@ import mlx.core as mx
 
 
 def on_gpu() -> bool:
+    """Whether MLX computes on a GPU."""
     return bool(mx.default_device().type == mx.gpu)
 
 
@@ -17,7 +22,7 @@ def prefill_tokens() -> int:
 
 
 def has_metal() -> bool:
-    """Whether Metal kernels can run here. Tests with an emulator say so on a CPU too."""
+    """Whether Metal kernels can run here. Tests with an emulator make it true on a CPU too."""
     return on_gpu()
 
 
@@ -25,25 +30,34 @@ _forward_only = [False]
 
 
 def is_forward_only() -> bool:
-    """Whether `without_gradients` holds."""
+    """Whether `without_gradients` is active."""
     return _forward_only[0]
 
 
 @contextlib.contextmanager
 def without_gradients() -> Iterator[None]:
     """
-    Inside, what has a gradient of its own is called directly, as whoever samples or judges may: a decode step is built
-    in half the time. MLX refuses the gradient of a Metal kernel so called, and that of cpu.py's expression.
+    Inside, `call_with_vjp` calls its operation directly. Sampling and judging may use this.
+
+    A decode step is then built in half the time. MLX refuses the gradient of a Metal kernel that
+    was called directly, and of the expression in machine/cpu.py.
     """
-    before, _forward_only[0] = _forward_only[0], True
+    before = _forward_only[0]
+    _forward_only[0] = True
     try:
         yield
     finally:
         _forward_only[0] = before
 
 
-def differentiable(forward: Callable[..., Any], backward: Callable[..., Any], *arrays: mx.array) -> Any:
-    """`forward(*arrays)`, whose gradient is `backward(arrays, cotangents, results)`."""
+def call_with_vjp(
+    forward: Callable[..., Any], backward: Callable[..., Any], *arrays: mx.array
+) -> Any:
+    """
+    Returns `forward(*arrays)`. Its gradient is `backward(arrays, cotangents, results)`.
+
+    Inside `without_gradients` it has none.
+    """
     if is_forward_only():
         return forward(*arrays)
     custom: Any = mx.custom_function(forward)

@@ -1,13 +1,15 @@
 """
-The connection of several machines: how they find each other, the thread that makes MLX's collectives, how they part.
+The connection of several machines: how it begins, how they exchange data, and how it ends.
 
-`mlx.launch` starts the same command on each machine and tells it its rank; MLX carries the bytes. A meeting begins with
-a short message of every machine, which says what it is about to do, or why it ends: so all of them end together, with a
-reason. Left out: what they bring together (machine/world.py).
+`mlx.launch` starts the same command on each machine and gives each a rank. MLX transports the
+bytes. In every exchange, each machine first sends a short message, with the purpose of the exchange
+or with the reason why the machine ends. So all machines end together and know the reason. This file
+leaves out what the machines exchange (machine/world.py).
 
-MLX's collectives have traps. On a GPU's stream, Metal's watchdog kills one that waits, so they run on the CPU's, on
-copies in plain memory that no stream is still writing. They hold up their thread for ever when a machine hangs, so they
-have a thread of their own, and the main one listens to signals and to the clock.
+MLX's collectives have traps. On a GPU's stream, Metal's watchdog kills a collective that waits. So
+they run on the CPU's stream, on copies in plain memory that no stream is still writing. If a
+machine hangs, a collective blocks its thread forever. So collectives have a thread of their own,
+while the main thread listens to signals and watches the clock.
 """
 
 import atexit
@@ -26,22 +28,25 @@ import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import mlx.core as mx
 import numpy as np
 
 from machine import alive
 
-JOIN = 35.0  # seconds in which the others must come; but for rank 0 MLX gives up after 31
-PATIENCE = 1800.0  # seconds without a piece of a meeting, after which a machine is given up
-TELL = 20.0  # seconds in which the others should hear why this machine ends
-BLOCK = 2**24  # numbers that are summed in one piece; bounds the copies, and an array has less than 2**31
-HEAD = 2**14  # bytes of a message, padded with spaces
+# Seconds in which the other machines must connect; on ranks other than 0, MLX gives up after 31.
+JOIN_TIMEOUT = 35.0
+EXCHANGE_TIMEOUT = 1800.0  # seconds without progress, after which an exchange fails
+FAREWELL_TIMEOUT = 20.0  # the same, for an exchange that tells why this machine ends
+# Numbers that are summed at once: it bounds the copies, and an array has less than 2**31.
+BLOCK = 2**24
+HEADER_SIZE = 2**14  # bytes of the first message of an exchange, padded with spaces
+MOST_REASON = 1000  # characters; one takes at most 12 bytes in the header
 
 
-class Lost(ValueError):
-    """Another machine failed, is gone or does something else; why, in one line."""
+class LinkError(ValueError):
+    """Another machine failed, is gone, or does something else. The message is one line."""
 
 
 current: "Link | None" = None  # None: this process is the only one
@@ -50,10 +55,13 @@ current: "Link | None" = None  # None: this process is the only one
 @contextlib.contextmanager
 def connect() -> Iterator[None]:
     """
-    Makes this process one of several, if a launcher says so; whatever ends it early is told to the others.
+    Connects this process with the others, if a launcher started several.
 
-    All but rank 0 print nothing until they end, with one line. SIGTERM and SIGHUP, as a launcher or a lost connection
-    sends them, do what Ctrl-C does. Raises ValueError if the machines do not find each other.
+    If this machine ends early, it tells the others why. Ranks other than 0 print nothing, except
+    one line at an early end. SIGTERM and SIGHUP, which a launcher or a lost connection sends, act
+    like Ctrl-C.
+
+    Raises ValueError if the machines do not find each other.
     """
     global current
     group = None
@@ -63,142 +71,217 @@ def connect() -> Iterator[None]:
     if group is None or group.size() == 1:
         yield
         return
-    current, streams = Link(group), (sys.stdout, sys.stderr)
+
+    current = Link(group)
+    streams = (sys.stdout, sys.stderr)
     for number in ending_signals()[1:]:
         signal.signal(number, raise_interrupt)
     try:
-        current.names = current.all_gather(socket.gethostname())
-        current.names = [f"rank {number} ({name})" for number, name in enumerate(current.names)]
+        host_names = current.all_gather(socket.gethostname())
+        current.names = [f"rank {rank} ({name})" for rank, name in enumerate(host_names)]
         if current.rank == 0:
             print(f"machines: {', '.join(current.names)}", flush=True)
         else:
             sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  (until the process ends)
         yield
-        current.all_gather("done")  # none closes its connection while another is still at work
+        current.all_gather("done")  # no machine disconnects while another is still at work
     except BaseException as error:
         sys.stdout, sys.stderr = streams
         current.announce_end(error)
         if isinstance(error, KeyboardInterrupt):
-            print(f"\n{name_machine(error)}", file=sys.stderr)
+            print(f"\n{describe_end(error)}", file=sys.stderr)
             sys.exit(130)
         raise
     finally:
         sys.stdout, sys.stderr = streams
 
 
-def refuse_differences(facts: dict[str, Any]) -> None:
-    """Raises Lost, on every machine, if one has another value of a fact than rank 0 has."""
-    assert current
-    (first, ours), *others = zip(current.names, current.all_gather(facts), strict=True)
-    for name, theirs in others:
-        for fact, its in theirs.items():
-            if its != ours[fact]:
-                raise Lost(f"{name} has another {fact} than {first}: {its}, not {ours[fact]}; make them the same")
-
-
-def code_checksum() -> int:
-    """A number that tells Gwen from another version of it: of the modules that it has imported."""
-    root = Path(__file__).parent.parent
-    files = {Path(getattr(module, "__file__", None) or "/") for module in list(sys.modules.values())}
-    ours = sorted(file for file in files if root in (file.parent, file.parent.parent))
-    return zlib.crc32(b"".join(file.read_bytes() for file in ours))
-
-
-def ending_signals() -> list[signal.Signals]:
-    """The signals that end a run and let it save: Ctrl-C, and those of a launcher, a scheduler or a closed terminal."""
-    others = (signal.SIGTERM, signal.SIGHUP)
-    return [signal.SIGINT] + [one for one in others if signal.getsignal(one) != signal.SIG_IGN]
-
-
-def raise_interrupt(number: int, *_: Any) -> NoReturn:
-    """A signal handler: Ctrl-C, which names any other signal."""
-    raise KeyboardInterrupt(*[] if number == signal.SIGINT else [signal.Signals(number).name])
-
-
-def name_machine(error: BaseException) -> str:
-    """What ended this machine, with its name where there are several."""
-    return _reason_of(error) if current is None else f"{current.names[current.rank]}: {_reason_of(error)}"
-
-
-def _reason_of(error: BaseException) -> str:
-    if isinstance(error, SystemExit) and error.__context__ is not None:
-        error = error.__context__  # what made the process end itself
-    if isinstance(error, KeyboardInterrupt):
-        return f"stopped by {error if error.args else 'Ctrl-C'}"
-    return str(error).strip() or type(error).__name__
-
-
 def _init() -> Any:
-    """MLX's group. Raises ValueError if it cannot be had; ends the process, at rank 0, if the others do not come."""
+    """
+    Opens MLX's group.
+
+    Raises ValueError if that fails. At rank 0 it ends the process if the others do not connect.
+    """
     if os.environ.get("MLX_METAL_FAST_SYNCH", "0") not in ("", "0"):
-        raise ValueError("MLX_METAL_FAST_SYNCH is set; with several machines MLX hangs under it, so unset it")
+        raise ValueError(
+            "MLX_METAL_FAST_SYNCH is set; with several machines MLX hangs with it, so unset it"
+        )
     if os.environ.get("MLX_RANK", "0") == "0":
-        print(f"waiting up to {JOIN:.0f} s for the other machines; see docs/runs.md", file=sys.stderr, flush=True)
-    before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # MLX holds the interpreter's lock, so no handler would run
+        print(
+            f"waiting up to {JOIN_TIMEOUT:.0f} s for the other machines; see docs/runs.md",
+            file=sys.stderr,
+            flush=True,
+        )
+    # MLX holds the interpreter's lock, so no handler of Python would run
+    handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
     with open(os.devnull, "w") as nowhere:
-        faulthandler.dump_traceback_later(JOIN, exit=True, file=nowhere)
+        faulthandler.dump_traceback_later(JOIN_TIMEOUT, exit=True, file=nowhere)
         try:
             return mx.distributed.init(strict=True)
         except RuntimeError as error:
-            raise ValueError(f"the machines did not find each other: {error}; see docs/runs.md") from error
+            raise ValueError(
+                f"the machines did not find each other: {error}; see docs/runs.md"
+            ) from error
         finally:
             faulthandler.cancel_dump_traceback_later()
-            signal.signal(signal.SIGINT, before)
+            signal.signal(signal.SIGINT, handler)
+
+
+def refuse_differences(facts: dict[str, Any]) -> None:
+    """Raises LinkError on every machine if any fact differs between a machine and rank 0."""
+    assert current
+    all_facts = current.all_gather(facts)
+    expected = all_facts[0]
+    for name, machine_facts in zip(current.names, all_facts, strict=True):
+        for fact, value in machine_facts.items():
+            if value != expected[fact]:
+                raise LinkError(
+                    f"{name} has another {fact} than {current.names[0]}: {value}, not "
+                    f"{expected[fact]}; make them the same"
+                )
+
+
+def code_checksum() -> int:
+    """A checksum of Gwen's imported modules, which differs between versions."""
+    root = Path(__file__).parent.parent
+    modules = list(sys.modules.values())
+    files = {Path(getattr(module, "__file__", None) or "/") for module in modules}
+    gwen_files = sorted(file for file in files if root in (file.parent, file.parent.parent))
+    return zlib.crc32(b"".join(file.read_bytes() for file in gwen_files))
+
+
+# ---- early ends
+
+
+def ending_signals() -> list[signal.Signals]:
+    """
+    The signals that end a run and let it save, SIGINT first.
+
+    They come from Ctrl-C, a launcher, a scheduler or a closed terminal.
+    """
+    signals = [signal.SIGINT]
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signals.append(number)
+    return signals
+
+
+def raise_interrupt(number: int, *_: Any) -> NoReturn:
+    """
+    A signal handler that raises KeyboardInterrupt.
+
+    Its argument is the name of the signal, unless that is SIGINT.
+    """
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    raise KeyboardInterrupt(signal.Signals(number).name)
+
+
+def describe_end(error: BaseException) -> str:
+    """Why this machine ends, with its name if there are several machines."""
+    reason = _end_reason(error)
+    if current is None:
+        return reason
+    return f"{current.names[current.rank]}: {reason}"
+
+
+def _end_reason(error: BaseException) -> str:
+    if isinstance(error, SystemExit) and error.__context__ is not None:
+        error = error.__context__  # the reason why the process called exit
+    if isinstance(error, KeyboardInterrupt):
+        return f"stopped by {error}" if error.args else "stopped by Ctrl-C"
+    return str(error).strip() or type(error).__name__
+
+
+# ---- the connection
+
+
+class Job(NamedTuple):
+    """One exchange, for the thread; see `Link.exchange`."""
+
+    result: "Future[list[bytes]]"
+    purpose: str
+    data: bytes
+    flat: np.ndarray | None
+    reason: str
 
 
 class Link:
-    """The connection: a thread that makes the collectives, one after the other, and who waits for it."""
+    """The connection. A thread runs the collectives, in order; the main thread waits for it."""
 
     def __init__(self, group: Any):
-        self.group, self.rank, self.size = group, group.rank(), group.size()
-        self.names = [f"rank {number}" for number in range(self.size)]
-        self.wait_s, self.num_pieces = 0.0, 0
-        self.is_over, self.is_stuck = False, False
-        self.jobs: queue.SimpleQueue[tuple[Future[list[bytes]], tuple[Any, ...]]] = queue.SimpleQueue()
+        self.group = group
+        self.rank = group.rank()
+        self.size = group.size()
+        self.names = [f"rank {rank}" for rank in range(self.size)]
+        self.wait_s = 0.0
+        self.num_collectives = 0
+        self.is_over = False
+        self.is_stuck = False
+        self.jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
         threading.Thread(target=self._work, daemon=True).start()
-        atexit.register(self._leave)  # first, so that it runs last
+        atexit.register(self._leave)  # registered first, so that it runs last
 
     # ---- in the main thread
 
-    def meet(self, kind: str, data: bytes = b"", flat: np.ndarray | None = None, reason: str = "") -> list[bytes]:
+    def exchange(
+        self, purpose: str, data: bytes = b"", flat: np.ndarray | None = None, reason: str = ""
+    ) -> list[bytes]:
         """
-        The data of all machines; or none, and flat becomes the sum of theirs. reason: why this machine ends.
+        Returns the data of all machines.
 
-        It is one job of the thread: a Ctrl-C here leaves no other machine in the middle. Raises Lost if a machine ends
-        or is gone, or if no piece comes for PATIENCE seconds; TELL, for one that ends itself.
+        flat: replaced by its sum over all machines. reason: why this machine ends.
+        The exchange is one job of the thread, so that a Ctrl-C here does not interrupt it for the
+        other machines.
+
+        Raises LinkError if a machine ends or is gone, or if no collective completes for
+        EXCHANGE_TIMEOUT seconds (FAREWELL_TIMEOUT if this machine ends).
         """
         if self.is_over:
-            raise Lost("the machines have parted")
-        begin, patience, before = time.monotonic(), TELL if reason else PATIENCE, -1
-        future: Future[list[bytes]] = Future()
-        self.jobs.put((future, (kind, data, flat, reason)))
-        while not future.done() and before < self.num_pieces:
-            before = self.num_pieces
-            wait([future], patience)
+            raise LinkError("the machines have parted")
+        begin = time.monotonic()
+        timeout = FAREWELL_TIMEOUT if reason else EXCHANGE_TIMEOUT
+        job = Job(Future(), purpose, data, flat, reason)
+        self.jobs.put(job)
+        num_before = -1
+        while not job.result.done() and num_before < self.num_collectives:
+            num_before = self.num_collectives
+            wait([job.result], timeout)
         self.wait_s += time.monotonic() - begin
-        self.is_stuck = not future.done()
-        if self.is_stuck:
-            why = f"a machine hangs or is very late: nothing came from it for {patience:.0f} s"
-        elif error := future.exception():
-            why = str(error) if isinstance(error, Lost) else f"another machine is gone, or the network to it ({error})"
-        else:
-            return future.result()
-        self.is_over = True
-        raise Lost(why)
 
-    def all_gather(self, value: Any, about: str = "share") -> list[Any]:
+        self.is_stuck = not job.result.done()
+        if self.is_stuck:
+            self.is_over = True
+            raise LinkError(
+                f"a machine hangs or is very late: nothing came from it for {timeout:.0f} s"
+            )
+        error = job.result.exception()
+        if error is None:
+            return job.result.result()
+        self.is_over = True
+        if isinstance(error, LinkError):
+            raise LinkError(str(error))
+        raise LinkError(f"another machine is gone, or the network to it ({error})")
+
+    def all_gather(self, value: Any, purpose: str = "all_gather") -> list[Any]:
         """See `world.all_gather`."""
-        return list(map(_decode, self.meet(about, _encode(value))))
+        return [_decode(data) for data in self.exchange(purpose, _encode(value))]
 
     def announce_end(self, error: BaseException) -> None:
-        """Says to the others, at their next meeting, why this machine ends; waits for a short time only."""
-        if not self.is_over and not (isinstance(error, SystemExit) and not error.code):
-            with contextlib.suppress(Lost, KeyboardInterrupt):
-                self.meet("", reason=" ".join(_reason_of(error).split())[:1000])
+        """
+        Tells the others in their next exchange why this machine ends.
+
+        Waits at most FAREWELL_TIMEOUT seconds.
+        """
+        is_success = isinstance(error, SystemExit) and not error.code
+        if not self.is_over and not is_success:
+            reason = " ".join(_end_reason(error).split())[:MOST_REASON]
+            with contextlib.suppress(LinkError, KeyboardInterrupt):
+                self.exchange("", reason=reason)
         self.is_over = True
 
     def _leave(self) -> None:
-        """Ends the process where MLX would wait for a collective that never ends."""
+        """Ends the process where MLX would wait for a collective that never completes."""
         if self.is_stuck:
             sys.stdout.flush()
             sys.stderr.flush()
@@ -208,66 +291,79 @@ class Link:
 
     def _work(self) -> None:
         while True:
-            future, job = self.jobs.get()
+            job = self.jobs.get()
             try:
-                future.set_result(self._meet(*job))
-            except BaseException as error:  # the main thread tells it
-                future.set_exception(error)
+                job.result.set_result(self._run_job(job))
+            except BaseException as error:  # the main thread reports it
+                job.result.set_exception(error)
 
-    def _meet(self, kind: str, data: bytes, flat: np.ndarray | None, reason: str) -> list[bytes]:
-        """Exchanges messages, then what they announce. Raises Lost if a machine ends, or if one is about another."""
-        head = json.dumps([reason, zlib.crc32(kind.encode()), len(data)])  # a character of the reason is 12 at most
-        reasons, kinds, sizes = zip(*map(json.loads, self._gather_bytes(head.encode().ljust(HEAD))), strict=True)
-        for name, its in zip(self.names, reasons, strict=True):
-            if its:
-                raise Lost(f"{name}: {its}")
-        if len(set(kinds)) > 1:
-            raise Lost(f"the machines have lost step with each other, at a {kind}; start them again")
-        if flat is not None:
-            for part in np.split(flat, range(BLOCK, len(flat), BLOCK)):
-                part[:] = self._run_collective(mx.distributed.all_sum, part)
-        pieces = self._gather_bytes(data.ljust(max(sizes), b"\0")) if max(sizes) else [b""] * self.size
-        return [piece[:size] for piece, size in zip(pieces, sizes, strict=True)]
+    def _run_job(self, job: Job) -> list[bytes]:
+        """
+        Exchanges headers, then the sum and the data that they announce.
+
+        Raises LinkError if a machine ends, or if two machines have different purposes.
+        """
+        purpose_checksum = zlib.crc32(job.purpose.encode())
+        header = json.dumps([job.reason, purpose_checksum, len(job.data)])
+        headers = self._gather_bytes(header.encode().ljust(HEADER_SIZE))
+        reasons, purposes, sizes = zip(*map(json.loads, headers), strict=True)
+        for name, reason in zip(self.names, reasons, strict=True):
+            if reason:
+                raise LinkError(f"{name}: {reason}")
+        if len(set(purposes)) > 1:
+            raise LinkError(
+                f"the machines have lost step with each other, at a {job.purpose}; start them again"
+            )
+
+        if job.flat is not None:
+            for block in np.split(job.flat, range(BLOCK, len(job.flat), BLOCK)):
+                block[:] = self._run_collective(mx.distributed.all_sum, block)
+        largest = max(sizes)
+        if not largest:
+            return [b""] * self.size
+        padded = self._gather_bytes(job.data.ljust(largest, b"\0"))
+        return [data[:size] for data, size in zip(padded, sizes, strict=True)]
 
     def _gather_bytes(self, data: bytes) -> list[bytes]:
-        """The bytes of all machines, which bring equally many."""
-        gathered = self._run_collective(mx.distributed.all_gather, np.frombuffer(data, np.uint8))
-        return [one.tobytes() for one in np.split(gathered, self.size)]
+        """The bytes of all machines. Each machine must have the same number of bytes."""
+        array = np.frombuffer(data, np.uint8)
+        gathered = self._run_collective(mx.distributed.all_gather, array)
+        return [part.tobytes() for part in np.split(gathered, self.size)]
 
-    def _run_collective(self, collective: Callable[..., mx.array], mine: np.ndarray) -> np.ndarray:
-        """A piece of a meeting."""
-        theirs = collective(mx.array(mine), group=self.group, stream=mx.cpu)
-        mx.eval(theirs)  # wait, for the slowest machine; the main thread goes on meanwhile
-        self.num_pieces += 1
-        return np.array(theirs)
+    def _run_collective(self, collective: Callable[..., mx.array], array: np.ndarray) -> np.ndarray:
+        """The result of one collective of MLX for this machine's array."""
+        result = collective(mx.array(array), group=self.group, stream=mx.cpu)
+        mx.eval(result)  # wait, for the slowest machine; the main thread goes on meanwhile
+        self.num_collectives += 1
+        return np.array(result)
 
 
 # ---- values as bytes
 
 
 def _encode(value: Any) -> bytes:
-    """JSON, in it arrays as base64. What is read runs no code, as a pickle may."""
+    """A value as JSON with arrays in base64. Unlike a pickle, reading it cannot run code."""
+    return json.dumps(value, default=_encode_object).encode()
 
-    def spelled(x: Any) -> Any:
-        if isinstance(x, range):
-            return list(x)
-        if not isinstance(x, (np.ndarray, mx.array)):
-            raise TypeError(f"{type(x).__name__} cannot be shared")
-        array = np.array(x)
-        text = base64.b64encode(array.tobytes()).decode()
-        return {"array": [text, array.dtype.str, array.shape, isinstance(x, mx.array)]}
 
-    return json.dumps(value, default=spelled).encode()
+def _encode_object(value: Any) -> Any:
+    if isinstance(value, range):
+        return list(value)
+    if not isinstance(value, (np.ndarray, mx.array)):
+        raise TypeError(f"{type(value).__name__} cannot be sent to other machines")
+    array = np.array(value)
+    text = base64.b64encode(array.tobytes()).decode()
+    return {"array": [text, array.dtype.str, array.shape, isinstance(value, mx.array)]}
 
 
 def _decode(data: bytes) -> Any:
-    """What `_encode` was given; no dictionary of it may have the one key "array"."""
+    """The value that `_encode` got. No dictionary in it may have "array" as its only key."""
+    return json.loads(data, object_hook=_decode_object)
 
-    def array_of(entry: dict[str, Any]) -> Any:
-        if entry.keys() != {"array"}:
-            return entry
-        text, dtype, shape, is_mlx = entry["array"]
-        array = np.frombuffer(base64.b64decode(text), dtype).reshape(shape)
-        return mx.array(array) if is_mlx else array
 
-    return json.loads(data, object_hook=array_of)
+def _decode_object(entry: dict[str, Any]) -> Any:
+    if entry.keys() != {"array"}:
+        return entry
+    text, dtype, shape, is_mlx = entry["array"]
+    array = np.frombuffer(base64.b64decode(text), dtype).reshape(shape)
+    return mx.array(array) if is_mlx else array

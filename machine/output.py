@@ -27,7 +27,9 @@ class LossyFile(io.FileIO):
 
     def write(self, data: Any) -> int:
         try:
-            while (num_bytes := super().write(data)) is None:  # a pipe that does not block, and is full
+            while (
+                num_bytes := super().write(data)
+            ) is None:  # a pipe that does not block, and is full
                 select.select([], [self.fileno()], [])
             return num_bytes
         except OSError as error:
@@ -78,7 +80,9 @@ def guard_output(*, is_log: bool = False) -> Iterator[None]:
 
 
 def _report_loss(line: str) -> None:
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr may be lost, closed or None
+    with contextlib.suppress(
+        OSError, ValueError, AttributeError
+    ):  # stderr may be lost, closed or None
         print(line, file=sys.stderr, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""What a reader needs to repeat a measurement."""
+"""The environment of a measurement: what a reader needs to repeat it."""
 
 import os
 import platform
@@ -10,23 +10,32 @@ from typing import Any
 
 import mlx.core as mx
 
+PACKAGES = ("mlx", "mlx-lm", "transformers", "datasets", "numpy")
+
+
+def current_commit() -> str | None:
+    """The commit of this code, or None if it is unknown."""
+    root = Path(__file__).parents[1]
+    # on a Mac without developer tools, git opens a window
+    if (root / ".git").exists() and shutil.which("git"):
+        command = ["git", "rev-parse", "HEAD"]
+        result = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+        return result.stdout.strip() or None
+    recorded = Path(__file__).with_name("commit.txt")  # .ci/wheel.py put it into the wheel
+    return recorded.read_text() if recorded.is_file() else None
+
 
 def describe_environment(blas: str) -> dict[str, Any]:
-    """Versions, device and commit."""
-    commit, root = None, Path(__file__).parents[1]
-    if (root / ".git").exists() and shutil.which("git"):  # on a Mac without developer tools git opens a window
-        asked = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
-        commit = asked.stdout.strip() or None
-    elif (built := Path(__file__).with_name("commit.txt")).is_file():  # .ci/wheel.py put it into the wheel
-        commit = built.read_text()
-    packages = ["mlx", "mlx-lm", "transformers", "datasets", "numpy"]
+    """Versions, device and commit. blas: the description of the BLAS library."""
+    device_info = mx.device_info()
+    processor = platform.processor() or platform.machine()
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "device": str(mx.default_device()),
-        "machine": mx.device_info().get("device_name", platform.processor() or platform.machine()),
+        "machine": device_info.get("device_name", processor),
         "num_cpus": os.cpu_count(),
         "blas": blas,
-        "versions": {package: version(package) for package in packages},
-        "commit": commit,
+        "versions": {package: version(package) for package in PACKAGES},
+        "commit": current_commit(),
     }

@@ -60,7 +60,7 @@ def all_gather(value: Any, purpose: str = "all_gather") -> list[Any]:
 
     value: JSON values and arrays of numpy or MLX; tuples come back as lists.
 
-    Raises Lost unless all ranks call it for the same purpose.
+    Raises link.LinkError unless all ranks call it for the same purpose.
     """
     if link.current is None:
         return [value]
@@ -98,7 +98,7 @@ def all_sum(arrays: Sequence[mx.array]) -> list[mx.array]:
         # wait; a copy
         parts = [np.array(array.astype(mx.float32)).reshape(-1) for array in block]
         flat = np.concatenate(parts)
-        link.current.meet(f"sum of {[array.shape for array in block]}", flat=flat)
+        link.current.exchange(f"sum of {[array.shape for array in block]}", flat=flat)
         ends = np.cumsum([array.size for array in block])[:-1]
         for part, array in zip(np.split(flat, ends), block, strict=True):
             summed.append(mx.array(part.reshape(array.shape)))

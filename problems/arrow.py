@@ -21,7 +21,9 @@ def rows_of_table(table: Any) -> Rows:
         field.name: [_value_of(value, field.type) for value in table.column(place).to_pylist()]
         for place, field in enumerate(table.schema)
     }
-    return [{name: column[row] for name, column in columns.items()} for row in range(table.num_rows)]
+    return [
+        {name: column[row] for name, column in columns.items()} for row in range(table.num_rows)
+    ]
 
 
 def _value_of(value: Any, kind: Any) -> Any:
@@ -60,7 +62,9 @@ def rows_of_program(data: Any) -> tuple[Rows, int]:
     """
     module = type(data).__module__.partition(".")[0]
     if module == "datasets" and isinstance(data, Mapping):
-        return [row | {"split": name} for name, part in data.items() for row in rows_of_program(part)[0]], 0
+        return [
+            row | {"split": name} for name, part in data.items() for row in rows_of_program(part)[0]
+        ], 0
     if module == "datasets" and hasattr(data, "num_rows"):
         return rows_of_dataset(data), 0
     if module == "pyarrow":
@@ -80,7 +84,9 @@ def rows_of_program(data: Any) -> tuple[Rows, int]:
 
 def _with_whole_numbers(frame: Any) -> Any:
     """A DataFrame whose whole numbers are no floats, as which pandas holds them where a cell is missing."""
-    floats = [name for name in frame.columns if frame[name].dtype.kind == "f" and frame[name].isna().any()]
+    floats = [
+        name for name in frame.columns if frame[name].dtype.kind == "f" and frame[name].isna().any()
+    ]
     return frame.astype({name: frame[name].convert_dtypes().dtype for name in floats})
 
 
@@ -147,7 +153,9 @@ def is_written_by_pandas(text: str) -> bool:
     """Whether JSON is spelled as pandas, and so `Dataset.to_json`, spells it: no spaces, and each slash escaped."""
     strings = _STRING.findall(text)
     between = _STRING.sub("", text).replace("\n", "")
-    return not re.search(r"\s", between) and not any(re.search(r"(?<!\\)/", string) for string in strings)
+    return not re.search(r"\s", between) and not any(
+        re.search(r"(?<!\\)/", string) for string in strings
+    )
 
 
 def count_nulls(value: Any, *, is_row: bool = True) -> int:

@@ -81,19 +81,27 @@ class Audit(NamedTuple):
     @property
     def surprises(self) -> list[Line]:
         """Cheats first."""
-        return sorted((line for line in self.lines if self.form and line.is_surprise), key=lambda line: line.is_honest)
+        return sorted(
+            (line for line in self.lines if self.form and line.is_surprise),
+            key=lambda line: line.is_honest,
+        )
 
 
 def audit(name: str, reward: Reward, examples: Sequence[Example], gate: str = "off") -> Audit:
     """What a reward pays for behind --reward-gate `gate`. ValueError for what it raises, or gives that is no number."""
     rows = make_rows(examples)
     told = [row for row in rows if row.right]
-    tried = [(row, form % answer) for form in FORMS for row in told for answer in (row.right, row.wrong)]
+    tried = [
+        (row, form % answer) for form in FORMS for row in told for answer in (row.right, row.wrong)
+    ]
     earned = iter(call_on_texts(name, reward, tried))
     pairs = {form: [(next(earned), next(earned)) for _ in told] for form in FORMS}
     # of rows, and of the form that pays a right answer best; infinite where none earns more, so that nothing is paid
     each = zip(*pairs.values(), strict=True)
-    best = [max(((right, -wrong) for right, wrong in its if right > wrong), default=(math.inf, 0)) for its in each]
+    best = [
+        max(((right, -wrong) for right, wrong in its if right > wrong), default=(math.inf, 0))
+        for its in each
+    ]
     middles = [(right - lost) / 2 for right, lost in best] or [math.inf] * len(rows)
 
     def worth(form: str) -> tuple[int, float]:
@@ -118,10 +126,14 @@ def audit(name: str, reward: Reward, examples: Sequence[Example], gate: str = "o
         line.values.append(value)
         shown = text if is_honest != (value > middle) and not line.is_surprise else line.text
         lines[what] = line._replace(num_paid=line.num_paid + (value > middle), text=shown)
-    where = name + (place_of(reward) if isinstance(reward, UserReward) else "")  # of ours nobody mends the line
+    where = name + (
+        place_of(reward) if isinstance(reward, UserReward) else ""
+    )  # of ours nobody mends the line
     where += " through --reward-gate form" * (gate == "form")
     is_told = min(middles) < math.inf
-    return Audit(where, len(tried) + len(asked), len(rows), form if is_told else "", list(lines.values()))
+    return Audit(
+        where, len(tried) + len(asked), len(rows), form if is_told else "", list(lines.values())
+    )
 
 
 def make_rows(examples: Sequence[Example]) -> list[Row]:
@@ -129,7 +141,10 @@ def make_rows(examples: Sequence[Example]) -> list[Row]:
     known = [example for example in examples if first_answer(example)]
     if not known:
         return [Row(example) for example in spread_evenly(list(examples), ROWS)]
-    chosen = spread_evenly(list({first_answer(example).strip().casefold(): example for example in known}.values()), ROWS)
+    chosen = spread_evenly(
+        list({first_answer(example).strip().casefold(): example for example in known}.values()),
+        ROWS,
+    )
     answers = [first_answer(example) for example in chosen]
     others = [next((other for other in answers if other != right), "nothing") for right in answers]
     return [Row(*row) for row in zip(chosen, answers, others, strict=True)]
@@ -168,19 +183,25 @@ def try_reward(name: str, reward: Reward, examples: Sequence[Example]) -> int:
 def near_misses(answer: str) -> dict[str, str]:
     """Answers that are nearly right, by what is wrong with them."""
     changed = {
-        "one digit wrong": re.sub(r"[0-9](?=[^0-9]*$)", lambda last: str((int(last[0]) + 1) % 10), answer),
+        "one digit wrong": re.sub(
+            r"[0-9](?=[^0-9]*$)", lambda last: str((int(last[0]) + 1) % 10), answer
+        ),
         "digits swapped": re.sub(r"([0-9])(?!\1)([0-9])", r"\2\1", answer, count=1),
     }
     if not is_mathematics(answer):
         changed["words swapped"] = re.sub(r"\b(\w+)\b(.*\W)(\w+)", r"\3\2\1", answer, count=1)
-    return {what: text for what, text in changed.items() if text != answer} or {"a letter more": f"{answer}x"}
+    return {what: text for what, text in changed.items() if text != answer} or {
+        "a letter more": f"{answer}x"
+    }
 
 
 def cheating_answers(row: Row, form: str) -> dict[str, str]:
     texts = {"an empty text": "", "the prompt": prompt_text(row.example["prompt"])}
     if not row.right:
         return texts | {"very long": 100 * THINKING}
-    texts |= {"no answer": form % ""} | {what: form % text for what, text in near_misses(row.right).items()}
+    texts |= {"no answer": form % ""} | {
+        what: form % text for what, text in near_misses(row.right).items()
+    }
     return texts | {
         "wrong": form % row.wrong,
         "denied": f"The answer is definitely not {row.right}.",
@@ -229,19 +250,38 @@ def first_surprises(task: Any, gate: str = "off") -> Iterator[str]:
 
     `preflight.py --audit` shows all of it. Raises ValueError like `audit`, and where no reward gives any number.
     """
-    examples, judged, rewards = task.train or task.held_out, task.rubric is not None, task.counted_rewards
-    own = {name: one for name, one in rewards.items() if isinstance(one, UserReward) and not needs_episodes(one)}
+    examples, judged, rewards = (
+        task.train or task.held_out,
+        task.rubric is not None,
+        task.counted_rewards,
+    )
+    own = {
+        name: one
+        for name, one in rewards.items()
+        if isinstance(one, UserReward) and not needs_episodes(one)
+    }
     tried = [try_reward(name, reward, examples) for name, reward in own.items()]
     audits = [audit(name, reward, examples, gate) for name, reward in own.items()]
-    if audits and len(audits) == len(rewards) and not judged and all(each.is_silent for each in audits):
+    if (
+        audits
+        and len(audits) == len(rewards)
+        and not judged
+        and all(each.is_silent for each in audits)
+    ):
         names = ", ".join(each.name for each in audits)
-        raise ValueError(f"reward {names} gave only None for {audits[0].num_texts} made-up completions; return numbers")
+        raise ValueError(
+            f"reward {names} gave only None for {audits[0].num_texts} made-up completions; return numbers"
+        )
     is_told = judged or any(each.form for each in audits)
     for each, num in zip(audits, tried, strict=True):
         rows = f"the {'answers' if each.has_answers else 'prompts'} of {num} rows"
         made_up = f"{each.num_texts} made-up completions, and {rows}"
         yield f"audit: reward {each.name}, {made_up}: {describe_surprise(each, is_told=is_told)}"
-    if task.name in ("own", "gsm8k", "math") and task.verifier and task.verifier not in own.values():
+    if (
+        task.name in ("own", "gsm8k", "math")
+        and task.verifier
+        and task.verifier not in own.values()
+    ):
         result = audit("verifier", task.verifier, examples)
         if result.surprises and not result.surprises[0].is_honest:
             yield f"audit: the verifier: {describe_surprise(result)}"

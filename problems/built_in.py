@@ -15,7 +15,9 @@ from problems import form
 from problems.examples import prompt_text
 from problems.verifiers import marks, math_correct
 
-Reward = Callable[..., list[float]]  # called by keyword: prompts, completions and the columns of the data
+Reward = Callable[
+    ..., list[float]
+]  # called by keyword: prompts, completions and the columns of the data
 
 
 def length(target: float, num_tokens: Sequence[int], **_: Any) -> list[float]:
@@ -40,11 +42,18 @@ def coin(completions: Sequence[str], prompts: Sequence[Any], **_: Any) -> list[f
 
 
 def well_formed(
-    max_tokens: float, completions: Sequence[str], prompts: Sequence[Any], num_tokens: Sequence[int], **_: Any
+    max_tokens: float,
+    completions: Sequence[str],
+    prompts: Sequence[Any],
+    num_tokens: Sequence[int],
+    **_: Any,
 ) -> list[float]:
     """1 for an answer that ends before `max_tokens`, has the form of one and is no refusal, else 0."""
     rows = zip(completions, map(prompt_text, prompts), num_tokens, strict=True)
-    kept = [num < max_tokens and not form.is_refusal(text) and form.has_form(text, asked) for text, asked, num in rows]
+    kept = [
+        num < max_tokens and not form.is_refusal(text) and form.has_form(text, asked)
+        for text, asked, num in rows
+    ]
     return list(map(float, kept))
 
 
@@ -62,8 +71,14 @@ def make_built_in(spec: str) -> Reward:
     """One of `BUILT_IN` with the numbers of its spec, which must be positive and as many as it takes."""
     name, *numbers = spec.split(":")
     fn = BUILT_IN[name]
-    needed = [key for key, one in inspect.signature(fn).parameters.items() if one.annotation is float]
-    if len(numbers) != len(needed) or not all(re.fullmatch("[1-9][0-9]{0,8}", number) for number in numbers):
+    needed = [
+        key for key, one in inspect.signature(fn).parameters.items() if one.annotation is float
+    ]
+    if len(numbers) != len(needed) or not all(
+        re.fullmatch("[1-9][0-9]{0,8}", number) for number in numbers
+    ):
         wanted = ":".join([name, *(f"<{key}>" for key in needed)])
         raise ValueError(f"--reward {spec!r} is not {wanted}, with positive whole numbers")
-    return functools.partial(fn, **dict(zip(needed, map(int, numbers), strict=True))) if needed else fn
+    return (
+        functools.partial(fn, **dict(zip(needed, map(int, numbers), strict=True))) if needed else fn
+    )

@@ -47,15 +47,21 @@ def schemas_of(flag: str, tools: Mapping[str, Tool]) -> Schemas:
         except Exception as error:
             fix = "give each argument a type and a line in the docstring's Args"
             fix += ", or begin the name of what is no tool with _" * flag.startswith("--env")
-            raise ValueError(f"{flag}: the tool {name} has no schema ({format_error(error)}); {fix}") from error
-        schemas[name] = schema | {"function": schema["function"] | {"name": name}}  # a decorator may have lost it
+            raise ValueError(
+                f"{flag}: the tool {name} has no schema ({format_error(error)}); {fix}"
+            ) from error
+        schemas[name] = schema | {
+            "function": schema["function"] | {"name": name}
+        }  # a decorator may have lost it
     return schemas
 
 
 def schemas_in(kind: type) -> Schemas:
     """The schemas of an environment's tools: its public methods but reset and get_reward. ValueError without reset."""
     if not callable(getattr(kind, "reset", None)):
-        raise ValueError(f"--env: {kind.__name__} has no method reset, which begins an episode; add one")
+        raise ValueError(
+            f"--env: {kind.__name__} has no method reset, which begins an episode; add one"
+        )
     tools = {}
     for name, _ in inspect.getmembers(kind, inspect.isroutine):
         if not name.startswith("_") and name not in ("reset", "get_reward"):
@@ -74,7 +80,10 @@ def rewards_turns(kind: type) -> bool:
 # ---- what is called
 
 
-FORMATS = {"<function=": "qwen3_coder", "<tool_call>": "json_tools"}  # what a chat template has -> its reader in mlx_lm
+FORMATS = {
+    "<function=": "qwen3_coder",
+    "<tool_call>": "json_tools",
+}  # what a chat template has -> its reader in mlx_lm
 RESULT_TAG = "<tool_response>"  # what the templates of both formats put around a tool's result
 CALL_TEXT = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 
@@ -83,10 +92,14 @@ def choose_call_reader(template: str | None) -> Callable[..., Any]:
     """What reads the calls that a chat template teaches. ValueError where it knows no tools."""
     for mark, name in FORMATS.items():
         if mark in (template or ""):
-            read: Callable[..., Any] = importlib.import_module(f"mlx_lm.tool_parsers.{name}").parse_tool_call
+            read: Callable[..., Any] = importlib.import_module(
+                f"mlx_lm.tool_parsers.{name}"
+            ).parse_tool_call
             return read
     fix = "take Qwen2.5, Qwen3 or a later one, or demo:tools"
-    raise ValueError(f"the model's chat template has no tools that Gwen reads, <tool_call> or <function=…>; {fix}")
+    raise ValueError(
+        f"the model's chat template has no tools that Gwen reads, <tool_call> or <function=…>; {fix}"
+    )
 
 
 def read_calls(text: str, read: Callable[..., Any], schemas: Schemas) -> list[Call]:
@@ -100,14 +113,18 @@ def read_calls(text: str, read: Callable[..., Any], schemas: Schemas) -> list[Ca
     for body, end in CALL_TEXT.findall(answer):
         try:
             made = read(body.strip(), list(schemas.values())) if end else None
-            json.dumps(made, allow_nan=False)  # Python reads NaN and 1e999, which no record can hold
+            json.dumps(
+                made, allow_nan=False
+            )  # Python reads NaN and 1e999, which no record can hold
             match made:
                 case {"name": str(name), "arguments": dict(arguments)}:
                     calls.append(Call(name, arguments, _find_mistake(name, arguments, schemas)))
                 case None:
                     calls.append(Call(None, None, "the call has no </tool_call>"))
                 case _:
-                    calls.append(Call(None, None, 'the call is not {"name": "...", "arguments": {...}}'))
+                    calls.append(
+                        Call(None, None, 'the call is not {"name": "...", "arguments": {...}}')
+                    )
         except Exception as error:  # the text is the model's
             calls.append(Call(None, None, f"the call cannot be read: {format_error(error)}"))
     if forgery := forged_result(answer):
@@ -162,21 +179,40 @@ class Frames:
     """Renders what a model is told between its turns. end_ids: its end tokens."""
 
     def __init__(self, tokenizer: Any, end_ids: Sequence[int], *, thinking: bool):
-        self.tokenizer, self.render = tokenizer, functools.partial(chat_template.render_chat, tokenizer, thinking=thinking)
-        self.end_ids, self.ends = set(end_ids), [str(tokenizer.convert_ids_to_tokens(one)) for one in end_ids]
+        self.tokenizer, self.render = (
+            tokenizer,
+            functools.partial(chat_template.render_chat, tokenizer, thinking=thinking),
+        )
+        self.end_ids, self.ends = (
+            set(end_ids),
+            [str(tokenizer.convert_ids_to_tokens(one)) for one in end_ids],
+        )
 
-    def encode_between_turns(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:
+    def encode_between_turns(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+    ) -> list[int]:
         """The ids from a turn's end token to where the next turn begins; what the messages between say stays text."""
         before = self.render(EXCHANGE, tools=tools, opened=False)
-        after = self.render([*EXCHANGE, *chat_template.mark_as_text(self.tokenizer, messages, every=True)], tools=tools)
+        after = self.render(
+            [*EXCHANGE, *chat_template.mark_as_text(self.tokenizer, messages, every=True)],
+            tools=tools,
+        )
         place, end = max((before.rfind(end), end) for end in self.ends)
         if place < 0:
-            raise ValueError(f"the chat template ends a turn with none of its end tokens, {', '.join(self.ends)}")
-        return chat_template.encode_marked(self.tokenizer, end.join(after.split(end)[before.count(end) :]))
+            raise ValueError(
+                f"the chat template ends a turn with none of its end tokens, {', '.join(self.ends)}"
+            )
+        return chat_template.encode_marked(
+            self.tokenizer, end.join(after.split(end)[before.count(end) :])
+        )
 
     def decode_turn(self, ids: Sequence[int]) -> str:
         """What the model wrote in a turn, without its end token."""
-        return str(self.tokenizer.decode([one for one in ids if one not in self.end_ids], skip_special_tokens=False))
+        return str(
+            self.tokenizer.decode(
+                [one for one in ids if one not in self.end_ids], skip_special_tokens=False
+            )
+        )
 
     def shorten(self, text: str, most: int) -> str:
         """At most `most` tokens of a text, and a line that says so."""
@@ -185,7 +221,11 @@ class Frames:
         encoded = self.tokenizer.backend_tokenizer.encode(shown, add_special_tokens=False)
         if len(encoded.ids) > most:
             shown = shown[: encoded.offsets[most][0]]
-        return text if len(shown) == len(text) else f"{shown}\n[cut: {len(shown)} of {len(text)} characters]"
+        return (
+            text
+            if len(shown) == len(text)
+            else f"{shown}\n[cut: {len(shown)} of {len(text)} characters]"
+        )
 
 
 def show_with_tools(text: str, messages: list[dict[str, Any]] | None) -> str:
@@ -193,8 +233,14 @@ def show_with_tools(text: str, messages: list[dict[str, Any]] | None) -> str:
     said = []
     for message in messages or [{"role": "assistant", "content": text}]:
         is_own, told = message["role"] == "assistant", message.get("content") or ""
-        said += [told if is_own else f"{message.get('name', message['role'])} replies: {told}"] if told else []
+        said += (
+            [told if is_own else f"{message.get('name', message['role'])} replies: {told}"]
+            if told
+            else []
+        )
         for call in message.get("tool_calls") or []:
-            asked = ", ".join(f"{name}={value!r}" for name, value in call["function"]["arguments"].items())
+            asked = ", ".join(
+                f"{name}={value!r}" for name, value in call["function"]["arguments"].items()
+            )
             said.append(f"calls {call['function']['name']}({asked})")
     return "\n".join(said)

@@ -34,13 +34,21 @@ def _dated_template(template: Any) -> dict[str, str]:
     return {"chat_template": asked.sub(lambda match: repr(_day[0].strftime(match[2])), template)}
 
 
-def mark_as_text(tokenizer: Any, messages: list[dict[str, Any]], every: bool = False) -> list[dict[str, Any]]:
+def mark_as_text(
+    tokenizer: Any, messages: list[dict[str, Any]], every: bool = False
+) -> list[dict[str, Any]]:
     """Messages whose special tokens `encode` takes for text; every: other control tokens too, as <tool_call>."""
-    from transformers.utils.chat_template_utils import mark_control_tokens  # here: importing it takes seconds
+    from transformers.utils.chat_template_utils import (
+        mark_control_tokens,
+    )  # here: importing it takes seconds
 
-    tokens = [token.content for token in tokenizer.added_tokens_decoder.values() if every or token.special]
+    tokens = [
+        token.content for token in tokenizer.added_tokens_decoder.values() if every or token.special
+    ]
     longest_first = sorted(tokens, key=len, reverse=True)
-    return mark_control_tokens(messages, re.compile("|".join(map(re.escape, longest_first)) or "(?!)"))
+    return mark_control_tokens(
+        messages, re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+    )
 
 
 def encode_marked(tokenizer: Any, text: str) -> list[int]:
@@ -71,8 +79,12 @@ def render_chat(
         raise ValueError(f"{tokenizer.name_or_path} has no chat template, as base models; {fix}")
     if variables:
         variables = mark_as_text(tokenizer, [variables])[0]
-        if taken := sorted(variables.keys() & inspect.signature(tokenizer.apply_chat_template).parameters.keys()):
-            raise ValueError(f"chat_template_kwargs holds {taken[0]}, which is no variable of the template; remove it")
+        if taken := sorted(
+            variables.keys() & inspect.signature(tokenizer.apply_chat_template).parameters.keys()
+        ):
+            raise ValueError(
+                f"chat_template_kwargs holds {taken[0]}, which is no variable of the template; remove it"
+            )
     try:
         text = tokenizer.apply_chat_template(
             messages,
@@ -83,7 +95,9 @@ def render_chat(
             **({"tools": tools} if tools else {}),
         )
     except Exception as error:  # a template may raise what it likes
-        raise ValueError(f"the model's chat template refuses {shorten_value(messages)} ({format_error(error)})") from error
+        raise ValueError(
+            f"the model's chat template refuses {shorten_value(messages)} ({format_error(error)})"
+        ) from error
     return str(text)
 
 
@@ -115,7 +129,9 @@ def as_rendered(tokenizer: Any, messages: list[dict[str, Any]]) -> list[dict[str
         if message["role"] != "assistant":
             for key in sorted(message.keys() & {*THOUGHTS}):
                 _refuse_unrendered(tokenizer, rendered[: place + 1], key)
-    return [{key: value for key, value in message.items() if key != "weight"} for message in rendered]
+    return [
+        {key: value for key, value in message.items() if key != "weight"} for message in rendered
+    ]
 
 
 def _with_thought(tokenizer: Any, message: dict[str, Any]) -> dict[str, Any]:
@@ -139,7 +155,9 @@ def _thought_key(tokenizer: Any, template: str) -> str | None:
     reply = {"role": "assistant", "content": "two"}
     for key in THOUGHTS:
         with contextlib.suppress(ValueError):  # a template may refuse a key that it does not know
-            if "pondered" in render_chat(tokenizer, [question, reply | {key: "pondered"}], True, opened=False):
+            if "pondered" in render_chat(
+                tokenizer, [question, reply | {key: "pondered"}], True, opened=False
+            ):
                 return key
     return None
 
@@ -152,7 +170,9 @@ def _is_repeated(before: list[dict[str, Any]], message: dict[str, Any], key: str
     return any(call["function"]["name"] == message[key] for call in calls)
 
 
-def _is_rendered(tokenizer: Any, messages: list[dict[str, Any]], without: list[dict[str, Any]]) -> bool:
+def _is_rendered(
+    tokenizer: Any, messages: list[dict[str, Any]], without: list[dict[str, Any]]
+) -> bool:
     """Whether the template renders messages otherwise than those without a part, which it may also refuse."""
     text = render_chat(tokenizer, messages, True, opened=False)
     try:
@@ -166,32 +186,47 @@ def _refuse_unrendered(tokenizer: Any, messages: list[dict[str, Any]], key: str)
     last = messages[-1]
     without = {name: value for name, value in last.items() if name != key}
     if not _is_rendered(tokenizer, messages, [*messages[:-1], without]):
-        where = f"message {len(messages)}, of role {last['role']}, has {key} {shorten_value(last[key])}"
+        where = (
+            f"message {len(messages)}, of role {last['role']}, has {key} {shorten_value(last[key])}"
+        )
         fix = "take a model with tools" if key == "tool_calls" else "write it as content"
-        raise ValueError(f"{where}, which the model's chat template does not render; remove it, or {fix}")
+        raise ValueError(
+            f"{where}, which the model's chat template does not render; remove it, or {fix}"
+        )
 
 
 def _refuse_unrendered_result(tokenizer: Any, messages: list[dict[str, Any]]) -> None:
     """Raises ValueError where the template leaves out the last message, what a tool returned."""
     if not _is_rendered(tokenizer, messages, messages[:-1]):
         where = f"message {len(messages)}, of role tool, {shorten_value(messages[-1]['content'])}"
-        raise ValueError(f"{where}, is not rendered by the model's chat template; take a model with tools")
+        raise ValueError(
+            f"{where}, is not rendered by the model's chat template; take a model with tools"
+        )
 
 
 def shared_opening(examples: Iterable[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], int]:
     """The messages that the prompts of all rows begin with, and how many system prompts, or none, they have."""
     before = [make_messages(one["prompt"], one.get("system"))[:-1] for one in examples]
     systems = {its[0]["content"] if its and its[0]["role"] == "system" else None for its in before}
-    same = itertools.takewhile(lambda its: its.count(its[0]) == len(its), zip(*before, strict=False))
+    same = itertools.takewhile(
+        lambda its: its.count(its[0]) == len(its), zip(*before, strict=False)
+    )
     return [its[0] for its in same] if len(systems) == 1 else [], len(systems)
 
 
 def encode_chat(
-    tokenizer: Any, prompt: Any, *, system: str | None = None, thinking: bool | None = False, **how: Any
+    tokenizer: Any,
+    prompt: Any,
+    *,
+    system: str | None = None,
+    thinking: bool | None = False,
+    **how: Any,
 ) -> list[int]:
     """Token ids of a prompt, words or messages, up to where the reply begins; how: as `render`, tools, variables."""
     talk = as_rendered(tokenizer, make_messages(prompt, system))
-    return encode_marked(tokenizer, render_chat(tokenizer, mark_as_text(tokenizer, talk), thinking, **how))
+    return encode_marked(
+        tokenizer, render_chat(tokenizer, mark_as_text(tokenizer, talk), thinking, **how)
+    )
 
 
 def fix_template(tokenizer: Any, system: str | None, thinking: bool) -> str:
@@ -203,34 +238,56 @@ def fix_template(tokenizer: Any, system: str | None, thinking: bool) -> str:
     """
     user, asked, front, said = make_messages("Hi", None), make_messages("Hi", system), "", []
     others = (None, True, "<think>" in tokenizer.get_vocab())
-    wanted, trained = encode_chat(tokenizer, asked, thinking=thinking), render_chat(tokenizer, asked, thinking)
+    wanted, trained = (
+        encode_chat(tokenizer, asked, thinking=thinking),
+        render_chat(tokenizer, asked, thinking),
+    )
     if any(render_chat(tokenizer, asked, theirs) != trained for theirs in others):
         front += "{%- set enable_thinking = " + str(thinking).lower() + " %}\n"
         said.append(f"thinking {'on' if thinking else 'off'}")
     if render_chat(tokenizer, user, thinking) != trained:
         own = f"[{{'role': 'system', 'content': {json.dumps(system, ensure_ascii=False)}}}] + messages"
-        front += "{%- set messages = messages if messages[0]['role'] == 'system' else " + own + " %}\n"
+        front += (
+            "{%- set messages = messages if messages[0]['role'] == 'system' else " + own + " %}\n"
+        )
         said.append(f"the system prompt {shorten_value(system)}")
     if said:
         held = tokenizer.chat_template
-        of_each = {name: front + text for name, text in held.items()} if isinstance(held, dict) else front + held
+        of_each = (
+            {name: front + text for name, text in held.items()}
+            if isinstance(held, dict)
+            else front + held
+        )
         tokenizer.chat_template = of_each
     if any(encode_chat(tokenizer, user, thinking=theirs) != wanted for theirs in others):
-        raise ValueError("no template gives other programs training's prompts; --keep-template leaves the base's")
+        raise ValueError(
+            "no template gives other programs training's prompts; --keep-template leaves the base's"
+        )
     return " and ".join(said)
 
 
 def encode_prompts(
-    tokenizer: Any, examples: Iterable[Example], *, max_tokens: int, context: int, thinking: bool, kind: str
+    tokenizer: Any,
+    examples: Iterable[Example],
+    *,
+    max_tokens: int,
+    context: int,
+    thinking: bool,
+    kind: str,
 ) -> list[list[int]]:
     """Ids of each example's prompt. ValueError for one without room for `max_tokens`; `kind` says of which prompts."""
     rendered = []
     for number, example in enumerate(examples, 1):
-        its_own = {"system": example.get("system"), "variables": example.get("chat_template_kwargs")}
+        its_own = {
+            "system": example.get("system"),
+            "variables": example.get("chat_template_kwargs"),
+        }
         try:
             as_rendered(tokenizer, make_messages(example["prompt"], None))
         except ValueError as error:
-            raise ValueError(f"{kind} {number}, {shorten_value(example['prompt'])}: {error}") from error
+            raise ValueError(
+                f"{kind} {number}, {shorten_value(example['prompt'])}: {error}"
+            ) from error
         ids = encode_chat(tokenizer, example["prompt"], thinking=thinking, **its_own)
         if len(ids) + max_tokens > context:
             passes = f"with --max-tokens {max_tokens} it passes the model's context of {context}"

@@ -17,7 +17,10 @@ from typing import Any
 
 from problems import statements
 
-_NOT = re.compile(r"\b(?:not|never|neither|nor|cannot|except|unlike|isn|hardly)\b|n't\b|\\neq?\b|[\u2260\u00ac]", re.I)
+_NOT = re.compile(
+    r"\b(?:not|never|neither|nor|cannot|except|unlike|isn|hardly)\b|n't\b|\\neq?\b|[\u2260\u00ac]",
+    re.I,
+)
 _SCRIPTS_WITHOUT_SPACES = "\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff\uac00-\ud7a3"
 _CLOSERS = r"[\s)\]}\"'*_`\u300d\u300f\u201d\u00bb]*"
 _CLAUSE_END = re.compile(  # what may follow a choice that a sentence states
@@ -57,7 +60,9 @@ _WEAK_LEAD = re.compile(
     r"[\s*_`\"'(\[$]*(?:the |an? )?$",
     re.I,
 )
-_COLON_LABEL = re.compile(rf"{statements.DRESS}[^\W\d_][\w /-]{{0,30}}[\s*_`]*[:=\uff1a][\s*_`\"']*$")
+_COLON_LABEL = re.compile(
+    rf"{statements.DRESS}[^\W\d_][\w /-]{{0,30}}[\s*_`]*[:=\uff1a][\s*_`\"']*$"
+)
 _NO_LABEL = re.compile(  # of what is not the answer
     r"wrong|mistake|incorrect|false|\bnot\b|never|distract|altern|runner|second|guess|other|trap|except|unlike|example|"
     r"note|hint|eliminat|rul|reject|exclu|discard|why|instead|versus|compar|former|previous|student|user|unlikely|least|"
@@ -89,7 +94,8 @@ _RULES_OUT = re.compile(
     re.I,
 )
 _OPENS_QUESTION = re.compile(
-    r"\W*(?:is|are|was|were|do|does|did|can|could|should|would|will|which|what|why|who)\b(?! (?:clear|certain))", re.I
+    r"\W*(?:is|are|was|were|do|does|did|can|could|should|would|will|which|what|why|who)\b(?! (?:clear|certain))",
+    re.I,
 )
 
 
@@ -118,7 +124,9 @@ class Choices:
         words = "|".join(_pattern_of(name, letter) for name in self.names)
         self.pattern = re.compile(rf"(?:{words})(?!{letter}|['-]\w)", self.case)
         marks = r"[\s*_`>#\"'\u2022-]*(?:(?:option|choice|statement) )?[(\[]?"
-        self.option_line = re.compile(rf"{marks}({self.pattern.pattern})[)\]]?[.):\uff1a-]+[)\s*_`]+(?=\S)", self.case)
+        self.option_line = re.compile(
+            rf"{marks}({self.pattern.pattern})[)\]]?[.):\uff1a-]+[)\s*_`]+(?=\S)", self.case
+        )
         self.known = {self.key(name): name for name in self.names}
 
     def key(self, text: str) -> str:
@@ -133,7 +141,11 @@ class Choices:
             return None
         text = clean(text)
         bare = re.sub(r"^[^\w]+|[^\w]+$", "", text)
-        bare = re.sub(rf"^{_PREFIX}", "", bare, flags=re.I) if self.key(bare) not in self.known else bare
+        bare = (
+            re.sub(rf"^{_PREFIX}", "", bare, flags=re.I)
+            if self.key(bare) not in self.known
+            else bare
+        )
         return self.key(bare) if self.key(bare) in self.known else None
 
 
@@ -162,7 +174,11 @@ def read_sentence(sentence: str, choices: Choices, *, may_be_weak: bool = False)
         opens = _OPENING.fullmatch(before)
         right = _IS_RIGHT.match(after) if opens else None
         if right:
-            return None if _leaves_open(after[right.end() :], match[0], choices) else choices.key(match[0])
+            return (
+                None
+                if _leaves_open(after[right.end() :], match[0], choices)
+                else choices.key(match[0])
+            )
         if may_be_weak and _has_noun_after(before, after):
             return choices.key(match[0])
         if not _introduces(before, choices, may_be_weak=may_be_weak):
@@ -190,7 +206,9 @@ def _introduces(before: str, choices: Choices, *, may_be_weak: bool) -> bool:
             return True
     if re.fullmatch(rf"[\s*_(\[]*{_PREFIX}", before, re.I):
         return True
-    clause = re.split(r"[,;] (?:(?:so|but|and|thus|hence|therefore) )?|: (?=the |it |so )", before)[-1]
+    clause = re.split(r"[,;] (?:(?:so|but|and|thus|hence|therefore) )?|: (?=the |it |so )", before)[
+        -1
+    ]
     earlier = before[: len(before) - len(clause)]
     is_conclusion = not clause and re.search(r"\b(?:so|thus|hence|therefore) $", earlier)
     if is_conclusion and not choices.named_in(earlier):
@@ -220,14 +238,20 @@ def _word_after(text: str) -> bool:
 
 def _ends_in_noun(before: str, after: str) -> bool:
     """Whether a sentence is a choice and the noun that it labels: "Positive sentiment"."""
-    return not re.search(r"\w", before) and bool(re.fullmatch(rf"{_CLOSERS} ?{_NOUN}\W*", after, re.I))
+    return not re.search(r"\w", before) and bool(
+        re.fullmatch(rf"{_CLOSERS} ?{_NOUN}\W*", after, re.I)
+    )
 
 
 def _has_noun_after(before: str, after: str) -> bool:
     """Whether a sentence describes something by a choice: "This is a positive review."."""
-    lead = re.search(r"\b(?:is|has|expresses|conveys|shows)(?: (?:an?|the))? [\"'(]*$", before, re.I)
+    lead = re.search(
+        r"\b(?:is|has|expresses|conveys|shows)(?: (?:an?|the))? [\"'(]*$", before, re.I
+    )
     is_denied = _NOT.search(before) or _NO_ANSWER.search(before) or _OPENS_QUESTION.match(before)
-    return bool(lead and not is_denied and re.fullmatch(rf"{_CLOSERS} ?{_NOUN}[\s.!*]*", after, re.I))
+    return bool(
+        lead and not is_denied and re.fullmatch(rf"{_CLOSERS} ?{_NOUN}[\s.!*]*", after, re.I)
+    )
 
 
 def _leaves_open(rest: str, stated: str, choices: Choices) -> bool:
@@ -239,7 +263,10 @@ def _leaves_open(rest: str, stated: str, choices: Choices) -> bool:
         return False
     if re.search(rf"{statements.OR}|{statements.MAYBE}", rest, re.I) and others:
         return True
-    if re.search(r"\b(?:unless|only if|otherwise|is (?:wrong|incorrect|false))\b", rest, re.I) and not others:
+    if (
+        re.search(r"\b(?:unless|only if|otherwise|is (?:wrong|incorrect|false))\b", rest, re.I)
+        and not others
+    ):
         return not re.match(r"\W*\w*(?:because|since|as)\b", rest, re.I)
     if not others:
         return False
@@ -296,7 +323,12 @@ def _first_stated(
         is_taken_back = stated is not None and may_take_back and statements.is_taken_back(sentence)
         if is_taken_back or (stated and names - {stated} and _corrects(sentence, stated, choices)):
             stated, is_contradicted = "", False
-        elif stated and names - {stated} and statements.is_hedge(sentence) and not _NOT.search(sentence):
+        elif (
+            stated
+            and names - {stated}
+            and statements.is_hedge(sentence)
+            and not _NOT.search(sentence)
+        ):
             is_contradicted = True
         if not names:
             continue
@@ -333,7 +365,9 @@ def _without_correction(sentence: str) -> str:
     """A sentence without "Wait, actually" at its beginning."""
     words = r"(?:wait|hmm+|oh|no|but|sorry|actually|oops|correction|i mean(?:t)?|rather|well)"
     match = re.match(rf"\W*(?:{words}[\s,.:!\u2026-]+)+", sentence, re.I)
-    is_short_word = match and match.end() < len(sentence) and not re.fullmatch(r"\W*no\W*", match[0], re.I)
+    is_short_word = (
+        match and match.end() < len(sentence) and not re.fullmatch(r"\W*no\W*", match[0], re.I)
+    )
     return sentence[match.end() :] if match and is_short_word else sentence
 
 
@@ -384,7 +418,9 @@ def read_object(text: str, choices: Choices) -> str | None:
             is_answer = len(pairs) == 1 or _ANSWER_KEY.fullmatch(key)
             stated.append(choices.alone(value) if is_answer else "")
             continue
-        is_explanation = _EXPLAINING_KEY.fullmatch(key) or isinstance(value, (int, float)) or value is None
+        is_explanation = (
+            _EXPLAINING_KEY.fullmatch(key) or isinstance(value, (int, float)) or value is None
+        )
         is_only_flag = isinstance(value, bool) and len(pairs) == 1
         if not is_explanation or is_only_flag:
             return ""

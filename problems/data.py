@@ -18,7 +18,14 @@ from typing import Any
 
 from flags import names_path
 from problems import arrow
-from problems.examples import RESERVED, Example, format_error, prompt_key, shorten_value, suggest_nearest
+from problems.examples import (
+    RESERVED,
+    Example,
+    format_error,
+    prompt_key,
+    shorten_value,
+    suggest_nearest,
+)
 from problems.files import SPLITS, Records, read_or_none, read_records, tell_nulls
 from problems.messages import (
     check_order,
@@ -30,12 +37,33 @@ from problems.messages import (
     remove_thought,
 )
 
-USUAL = ("question", "instruction", "problem", "input", "query", "text")  # names of prompts elsewhere
-CONVERSATIONS = ("messages", "conversations")  # columns that hold whole conversations, where there is no prompt
-COLUMNS = ("prompt", "answer", "system", "category", "split", *CONVERSATIONS, "chat_template_kwargs")  # with a meaning
+USUAL = (
+    "question",
+    "instruction",
+    "problem",
+    "input",
+    "query",
+    "text",
+)  # names of prompts elsewhere
+CONVERSATIONS = (
+    "messages",
+    "conversations",
+)  # columns that hold whole conversations, where there is no prompt
+COLUMNS = (
+    "prompt",
+    "answer",
+    "system",
+    "category",
+    "split",
+    *CONVERSATIONS,
+    "chat_template_kwargs",
+)  # with a meaning
 MOST_HELD_OUT = 256  # prompts, if there is no column `split`
 POWER = 7.85  # (1.96 + 0.84)^2, for an interval of 95% and a power of 80%
-LEAST_PROBLEMS, LEAST_CONVERSATIONS = 50, 10  # with fewer losses than that an interval is too narrow
+LEAST_PROBLEMS, LEAST_CONVERSATIONS = (
+    50,
+    10,
+)  # with fewer losses than that an interval is too narrow
 
 
 # ---- all records of a source
@@ -61,11 +89,15 @@ def load_data(
     records = read_records(spec, notes)
     for where, record in records:
         if not isinstance(record, dict):
-            raise ValueError(f'{spec}, {where}: {shorten_value(record)} is not an object; write {{"prompt": "..."}}')
+            raise ValueError(
+                f'{spec}, {where}: {shorten_value(record)} is not an object; write {{"prompt": "..."}}'
+            )
 
     renamed, joined = _rename_all(spec, columns, records)
     if joined:
-        notes.append(f"data: the column input joins {joined} prompts, after an empty line, as Alpaca's rows mean it")
+        notes.append(
+            f"data: the column input joins {joined} prompts, after an empty line, as Alpaca's rows mean it"
+        )
     examples = []
     for where, record in renamed:
         try:
@@ -77,9 +109,14 @@ def load_data(
     if taken:
         theirs = {*renames_of(columns).values(), *(["input"] if joined else [])}
         rest = [record for _, record in renamed]
-        if unread := [name for name in text_columns(rest) if name not in taken and name not in theirs]:
+        if unread := [
+            name for name in text_columns(rest) if name not in taken and name not in theirs
+        ]:
             notes.append(tell_unread(unread, "no conversation takes"))
-    names = ["prompt", *dict.fromkeys(name for example in examples for name in example if name != "prompt")]
+    names = [
+        "prompt",
+        *dict.fromkeys(name for example in examples for name in example if name != "prompt"),
+    ]
     return [{name: example.get(name) for name in names} for example in examples]
 
 
@@ -100,9 +137,13 @@ def has_text(value: Any) -> bool:
 def tell_unread(names: Sequence[str], who: str) -> str:
     """The line that names columns which nobody reads, and the flag for one whose name says what it is."""
     usual = {"system_prompt": "system", "system_message": "system", "messages": "messages"}
-    hints = [f"--columns {usual[name]}={name}" for name in names if name in usual and name != usual[name]]
+    hints = [
+        f"--columns {usual[name]}={name}" for name in names if name in usual and name != usual[name]
+    ]
     hint = f"; take it in with {hints[0]}" if hints else ""
-    return f"data: {who} the text of {'columns' if names[1:] else 'column'} {', '.join(names)}{hint}"
+    return (
+        f"data: {who} the text of {'columns' if names[1:] else 'column'} {', '.join(names)}{hint}"
+    )
 
 
 def renames_of(columns: str | None) -> dict[str, str]:
@@ -111,7 +152,9 @@ def renames_of(columns: str | None) -> dict[str, str]:
     for part in columns.split(",") if columns else []:
         ours, equals, theirs = (piece.strip() for piece in part.partition("="))
         if not (ours and equals and theirs) or ours in renames:
-            raise ValueError(f"--columns: {part!r} is not OURS=THEIRS, each once; write prompt=question,answer=answer")
+            raise ValueError(
+                f"--columns: {part!r} is not OURS=THEIRS, each once; write prompt=question,answer=answer"
+            )
         renames[ours] = theirs
     return renames
 
@@ -153,11 +196,15 @@ def _tell_conversations(records: list[Example], examples: list[Example]) -> Iter
         roles = [raw_role(message) for message in messages]
         roles = ["assistant" if role == "call" else role for role in roles]
         prompt = record.get("prompt")
-        others += isinstance(prompt, str) and not any(prompt in message["content"] for message in example["prompt"])
+        others += isinstance(prompt, str) and not any(
+            prompt in message["content"] for message in example["prompt"]
+        )
         ends_in_reply = roles[-1] == "assistant"
         calls += not is_learned and ends_in_reply and example.get("answer") is None
         unanswered += is_learned and not ends_in_reply
-        opened += is_learned and next((role for role in roles if role != "system"), "") == "assistant"
+        opened += (
+            is_learned and next((role for role in roles if role != "system"), "") == "assistant"
+        )
     if calls:
         yield f"data: {calls} conversations end in a reply that is a call or only a thought, so they have no answer"
     if unanswered:
@@ -171,7 +218,9 @@ def _tell_conversations(records: list[Example], examples: list[Example]) -> Iter
 def _tell_answers(examples: list[Example]) -> Iterator[str]:
     """Lines on answers that are lists written as texts, and on prompts with several answers."""
     lists = [answer for example in examples if _is_list_text(answer := example.get("answer"))]
-    wholes = [answer for example in examples if _holds_alternatives(answer := example.get("answer"))]
+    wholes = [
+        answer for example in examples if _holds_alternatives(answer := example.get("answer"))
+    ]
     if wholes:
         what = f"{len(wholes)} answers are objects, as {shorten_value(wholes[0])}, and are compared as a whole"
         yield f"data: {what}; if any text of a list in them is right, make that list the answer"
@@ -202,11 +251,22 @@ def _is_list_text(answer: Any) -> bool:
     if items is None:
         with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
             items = ast.literal_eval(answer.strip())
-    return isinstance(items, list) and len(items) > 1 and all(isinstance(item, str) for item in items)
+    return (
+        isinstance(items, list) and len(items) > 1 and all(isinstance(item, str) for item in items)
+    )
 
 
 # keys under which data sets keep several right answers
-ALTERNATIVES = ("target", "targets", "aliases", "answers", "ground_truth", "ground_truths", "golden_answers", "text")
+ALTERNATIVES = (
+    "target",
+    "targets",
+    "aliases",
+    "answers",
+    "ground_truth",
+    "ground_truths",
+    "golden_answers",
+    "text",
+)
 
 
 def _holds_alternatives(answer: Any) -> bool:
@@ -231,13 +291,19 @@ def cache_rows(data: Any) -> tuple[str, list[str]]:
     data: see `arrow.rows_of_program`.
     """
     rows, num_nulls = arrow.rows_of_program(data)
-    notes = [tell_nulls("the rows have the form that dataset.to_list() gives", num_nulls)] if num_nulls else []
+    notes = (
+        [tell_nulls("the rows have the form that dataset.to_list() gives", num_nulls)]
+        if num_nulls
+        else []
+    )
     text = ""
     for number, row in enumerate(rows, 1):
         try:
             text += json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
         except (TypeError, ValueError) as error:
-            raise ValueError(f"data: row {number}, {shorten_value(row)}, is no JSON: {format_error(error)}") from error
+            raise ValueError(
+                f"data: row {number}, {shorten_value(row)}, is no JSON: {format_error(error)}"
+            ) from error
     import cpu_blas  # a worker that reads answers needs none of it
 
     path = cpu_blas.cache_directory() / "rows" / f"{sha256(text.encode()).hexdigest()[:16]}.jsonl"
@@ -271,7 +337,11 @@ def conversation_column(example: Example, *, is_learned: bool = False) -> str | 
 
 def _unpacked(value: Any) -> Any:
     """Messages that are written as JSON, as a list; anything else as it is."""
-    if isinstance(value, str) and value.lstrip().startswith("[") and is_conversation(items := read_or_none(value)):
+    if (
+        isinstance(value, str)
+        and value.lstrip().startswith("[")
+        and is_conversation(items := read_or_none(value))
+    ):
         return items
     return value
 
@@ -289,13 +359,19 @@ def read_prompt(example: Example) -> Example:
     if column := conversation_column(example):
         example = _split_conversation(example, column)
 
-    prompt = example.get("prompt", "" if "environment" in example else None)  # an environment may give it
+    prompt = example.get(
+        "prompt", "" if "environment" in example else None
+    )  # an environment may give it
     if prompt is None:
         raise ValueError(_want_of_prompt(example))
     if isinstance(prompt, list):
-        prompt = check_prompt([_without_weight(message) for message in read_messages("prompt", prompt)])
+        prompt = check_prompt(
+            [_without_weight(message) for message in read_messages("prompt", prompt)]
+        )
     elif not isinstance(prompt, str):
-        raise ValueError(f"prompt {shorten_value(prompt)} is a {type(prompt).__name__}; it must be a string or chat messages")
+        raise ValueError(
+            f"prompt {shorten_value(prompt)} is a {type(prompt).__name__}; it must be a string or chat messages"
+        )
     elif prompt or "prompt" in example:
         check_text("prompt", prompt)
     example = check_columns(example, prompt) | {"prompt": prompt}
@@ -324,7 +400,9 @@ def _want_of_prompt(example: Example) -> str:
     others = [name for name in example if name != "prompt"]
     if talks := [name for name in others if is_conversation(_unpacked(example[name]))]:
         return f"no prompt, only {shorten_value(others)}; name the conversation: --columns messages={talks[0]}"
-    texts = [name for name in others if isinstance(example[name], (str, list)) and name.isidentifier()]
+    texts = [
+        name for name in others if isinstance(example[name], (str, list)) and name.isidentifier()
+    ]
     name = min({*texts} - {*COLUMNS}, key=[*USUAL, *texts].index, default="COLUMN")
     return f"no prompt, only {shorten_value(others)}; add one or name the column: --columns prompt={name}"
 
@@ -342,19 +420,27 @@ def read_answer(answer: Any) -> str | list[str] | None:
     if isinstance(answer, dict):
         return json.dumps(answer, ensure_ascii=False)
     if isinstance(answer, list):
-        if len(answer) > 1 and all(isinstance(item, str) and re.fullmatch("[A-Z]", item) for item in answer):
+        if len(answer) > 1 and all(
+            isinstance(item, str) and re.fullmatch("[A-Z]", item) for item in answer
+        ):
             fix = f'write {{"text": {json.dumps(answer)}}} if any of them is right, "{", ".join(answer)}" if all are'
-            raise ValueError(f"answer {shorten_value(answer)} is a list of letters: any or all? {fix}")
+            raise ValueError(
+                f"answer {shorten_value(answer)} is a list of letters: any or all? {fix}"
+            )
         return _read_several(answer)
     is_missing = answer is None or answer != answer  # nan, to pandas
     return None if is_missing else str(answer)
 
 
 def _read_several(answers: list[Any]) -> list[str] | None:
-    is_scalar = [isinstance(item, (str, int, float)) and not isinstance(item, bool) for item in answers]
+    is_scalar = [
+        isinstance(item, (str, int, float)) and not isinstance(item, bool) for item in answers
+    ]
     if not all(is_scalar):
         kind = f"answer {shorten_value(answers)} is a list of other things than texts and numbers"
-        raise ValueError(f"{kind}; write it as JSON text, or rename the column: --columns answers=answer")
+        raise ValueError(
+            f"{kind}; write it as JSON text, or rename the column: --columns answers=answer"
+        )
     texts = [str(item) for item in answers if str(item).strip()]
     return list(dict.fromkeys(texts)) or None
 
@@ -365,14 +451,22 @@ def check_columns(example: Example, prompt: Any) -> Example:
         if example.get(name) is not None:
             check_text(name, example[name])
     first = prompt[0] if isinstance(prompt, list) and prompt else None
-    if example.get("system") is not None and isinstance(first, dict) and first.get("role") == "system":
+    if (
+        example.get("system") is not None
+        and isinstance(first, dict)
+        and first.get("role") == "system"
+    ):
         raise ValueError("both a system column and a system message in prompt; keep one of them")
     if (variables := example.get("chat_template_kwargs")) is None:
         return example
     if not isinstance(variables, dict) or not all(isinstance(name, str) for name in variables):
         what = f"chat_template_kwargs {shorten_value(variables)} is a {type(variables).__name__}"
         raise ValueError(f'{what}; it must be a dictionary, as {{"enable_thinking": true}}')
-    return example | {"chat_template_kwargs": {name: value for name, value in variables.items() if value is not None}}
+    return example | {
+        "chat_template_kwargs": {
+            name: value for name, value in variables.items() if value is not None
+        }
+    }
 
 
 # ---- what is held out
@@ -412,18 +506,28 @@ def load_sides(
     seen, num_train = {prompt_key(example) for example in test}, len(train)
     train = [example for example in train if prompt_key(example) not in seen]
     notes, num_test = [], len(test)
-    if not any("environment" in example for example in test):  # an environment draws a task for each row
-        test = list({repr([value for name, value in one.items() if name != "split"]): one for one in test}.values())
+    if not any(
+        "environment" in example for example in test
+    ):  # an environment draws a task for each row
+        test = list(
+            {
+                repr([value for name, value in one.items() if name != "split"]): one for one in test
+            }.values()
+        )
     if doubled := num_train - len(train):
         notes.append(f"{doubled} training rows are left out, as their prompts are held out")
     if repeats := num_test - len(test):
         notes.append(f"{repeats} held-out rows repeat another and count once")
     if spec is not None and not train:
-        raise ValueError(f"--data {spec} leaves no prompt to train on, all are held out; add prompts")
+        raise ValueError(
+            f"--data {spec} leaves no prompt to train on, all are held out; add prompts"
+        )
     return train, test, [*lines, *([f"data: {'; '.join(notes)}"] if notes else [])]
 
 
-def split_examples(examples: list[Example], begun: Collection[str] = ()) -> tuple[list[Example], list[Example]]:
+def split_examples(
+    examples: list[Example], begun: Collection[str] = ()
+) -> tuple[list[Example], list[Example]]:
     """
     Splits a user's examples into (train, held out).
 
@@ -436,8 +540,14 @@ def split_examples(examples: list[Example], begun: Collection[str] = ()) -> tupl
     Raises ValueError if `split` has another value.
     """
     if _has_split(examples):
-        if wrong := [shorten_value(example["split"]) for example in examples if example["split"] not in SPLITS]:
-            raise ValueError(f"column split holds {wrong[0]}; write train or held_out in all records, or rename it")
+        if wrong := [
+            shorten_value(example["split"])
+            for example in examples
+            if example["split"] not in SPLITS
+        ]:
+            raise ValueError(
+                f"column split holds {wrong[0]}; write train or held_out in all records, or rename it"
+            )
         train = [example for example in examples if example["split"] == "train"]
         return train, [example for example in examples if example["split"] != "train"]
     keys = sorted({prompt_key(example) for example in examples})
@@ -460,9 +570,7 @@ def _tell_begun(examples: list[Example], begun: Collection[str]) -> str:
     keys = {prompt_key(example) for example in examples}
     kept = keys.intersection(begun)
     if begun and not _keeps_sides(kept, begun):
-        return (
-            f"data: only {len(kept)} of the {len(begun)} prompts that the run held out are left, so others are chosen"
-        )
+        return f"data: only {len(kept)} of the {len(begun)} prompts that the run held out are left, so others are chosen"
     fresh = {prompt_key(example) for example in split_examples(examples)[1]}
     if begun and kept != fresh:
         kept_sides = f"the run keeps the {len(kept)} prompts that it holds out, of now {len(keys)}"
@@ -476,8 +584,14 @@ def _has_split(examples: list[Example]) -> bool:
 
 def advise_on_held_out(num: int, settings: dict[str, Any]) -> str:
     """How to, of now so many problems."""
-    how = "a higher --eval-limit" if settings.get("eval_limit") == num else "--eval-data FILE or --data TRAIN,HELD_OUT"
-    return f"hold out more with {how}" + ", or ask each more often" * (settings.get("loss_type") != "sft")
+    how = (
+        "a higher --eval-limit"
+        if settings.get("eval_limit") == num
+        else "--eval-data FILE or --data TRAIN,HELD_OUT"
+    )
+    return f"hold out more with {how}" + ", or ask each more often" * (
+        settings.get("loss_type") != "sft"
+    )
 
 
 def warn_of_few_held_out(num: int, settings: dict[str, Any], deviation: float = 0.0) -> list[str]:
@@ -489,8 +603,14 @@ def warn_of_few_held_out(num: int, settings: dict[str, Any], deviation: float = 
         told = f"with {num} held out the loss says little of other conversations: {more}"
         return [told] if 0 < num < LEAST_CONVERSATIONS else []
     changing = 2 * deviation**2 or 1 / 3  # as if about every third answer changed for good or bad
-    least, enough = (min(1, math.sqrt(POWER * changing / size)) for size in (max(num, 1), LEAST_PROBLEMS))
+    least, enough = (
+        min(1, math.sqrt(POWER * changing / size)) for size in (max(num, 1), LEAST_PROBLEMS)
+    )
     by = "by these answers, " if deviation else "where every third answer changes, "
     told = f"{by}with {num} held out a change shows from {least:.0%} of the values' range on, "
     told += f"with {LEAST_PROBLEMS} from {enough:.0%} on"
-    return [f"{told}: {more} when it is trained (evaluate.py --samples 8)"] if 0 < num < LEAST_PROBLEMS else []
+    return (
+        [f"{told}: {more} when it is trained (evaluate.py --samples 8)"]
+        if 0 < num < LEAST_PROBLEMS
+        else []
+    )

@@ -77,7 +77,9 @@ def end_tools() -> Iterator[None]:
         deadline = time.monotonic() + PATIENCE
         for worker in WORKERS:
             worker.thread.join(max(deadline - time.monotonic(), 0))
-        if any(worker.thread.is_alive() for worker in WORKERS):  # Python's own end aborts where one is inside MLX
+        if any(
+            worker.thread.is_alive() for worker in WORKERS
+        ):  # Python's own end aborts where one is inside MLX
             if error is not None and not isinstance(error, SystemExit):
                 traceback.print_exc()
             sys.stdout.flush()
@@ -142,7 +144,9 @@ class Worker:
             value, error, _ = outcomes.get(timeout=self.limit)
         except queue.Empty:
             self.release()
-            raise ValueError(f"{what} took longer than --tool-timeout {self.limit:g}; raise that or mend it") from None
+            raise ValueError(
+                f"{what} took longer than --tool-timeout {self.limit:g}; raise that or mend it"
+            ) from None
         if isinstance(error, BaseException):
             raise ValueError(f"{what} {describe_raised(error, getattr(fn, 'func', fn))}") from error
         return value
@@ -174,7 +178,12 @@ class Toolbox:
     """The tools and environments of a run, ready to be called; its workers outlive a rollout."""
 
     def __init__(
-        self, config: Config, tools: dict[str, Tool], environments: dict[str, type], tokenizer: Any, model: Any
+        self,
+        config: Config,
+        tools: dict[str, Tool],
+        environments: dict[str, type],
+        tokenizer: Any,
+        model: Any,
     ):
         """
         environments: by the name in the column `environment`, "" where there is one. model: a `gwen.ModelConfig`.
@@ -188,7 +197,9 @@ class Toolbox:
         self.frames = Frames(tokenizer, model.end_ids, thinking=self.thinking)
         self.functions = tools
         own = schemas_of("--tools", tools)
-        self.schemas = {"": own} | {name: own | schemas_in(kind) for name, kind in environments.items()}
+        self.schemas = {"": own} | {
+            name: own | schemas_in(kind) for name, kind in environments.items()
+        }
         self.workers: dict[tuple[str, int], Worker] = {}
 
     def worker(self, name: str, row: int, anew: bool = False) -> Worker:
@@ -203,10 +214,16 @@ class Toolbox:
 
     def environment_of(self, example: Example) -> str:
         """The name of its environment, "" where there is one or none. ValueError for one that --env does not name."""
-        name = str(example.get("environment")) if self.environments and "" not in self.environments else ""
+        name = (
+            str(example.get("environment"))
+            if self.environments and "" not in self.environments
+            else ""
+        )
         if name not in self.schemas:
             known = ", ".join(self.environments)
-            raise ValueError(f"column environment holds {shorten_value(name)}; the environments of --env are {known}")
+            raise ValueError(
+                f"column environment holds {shorten_value(name)}; the environments of --env are {known}"
+            )
         return name
 
     def prompt(self, example: Example) -> list[int]:
@@ -214,13 +231,21 @@ class Toolbox:
         how: dict[str, Any] = {"thinking": self.thinking, "system": example.get("system")}
         ids = chat_template.encode_chat(self.tokenizer, example["prompt"], tools=tools, **how)
         if len(ids) >= self.context:
-            said = f"the prompt {shorten_value(prompt_text(example['prompt']))} has {len(ids)} tokens"
-            raise ValueError(f"{said}, a conversation {self.context}; shorten it or raise --max-context")
+            said = (
+                f"the prompt {shorten_value(prompt_text(example['prompt']))} has {len(ids)} tokens"
+            )
+            raise ValueError(
+                f"{said}, a conversation {self.context}; shorten it or raise --max-context"
+            )
         return ids
 
 
 def make_toolbox(
-    config: Config, tools: dict[str, Tool], environments: dict[str, type], tokenizer: Any, model: Any
+    config: Config,
+    tools: dict[str, Tool],
+    environments: dict[str, type],
+    tokenizer: Any,
+    model: Any,
 ) -> Toolbox | None:
     """The toolbox of a run, None without tools. ValueError for a model, or machines, that cannot use it."""
     if not tools and not environments:
@@ -252,13 +277,21 @@ class Episode:
     name: str  # of its environment
     worker: Worker
     messages: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    made: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # its calls, as `rollouts.jsonl` has them
+    made: list[dict[str, Any]] = dataclasses.field(
+        default_factory=list
+    )  # its calls, as `rollouts.jsonl` has them
     num_turns: int = 0
     calls: Sequence[Call] = ()  # of the newest turn
-    outcomes: list[CallResult] = dataclasses.field(default_factory=list)  # of those that have ended, and of its pay
-    told: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # the newest turn's tool messages
+    outcomes: list[CallResult] = dataclasses.field(
+        default_factory=list
+    )  # of those that have ended, and of its pay
+    told: list[dict[str, Any]] = dataclasses.field(
+        default_factory=list
+    )  # the newest turn's tool messages
     reward: float | None = None
-    turn_rewards: list[float] = dataclasses.field(default_factory=list)  # where the environment has `reward_per_turn`
+    turn_rewards: list[float] = dataclasses.field(
+        default_factory=list
+    )  # where the environment has `reward_per_turn`
 
     @property
     def pays(self) -> bool:
@@ -274,7 +307,9 @@ def _number(what: str, value: Any, span: str) -> float:
     """What `get_reward` gave. Raises ValueError, which begins with `what`, where it is no number."""
     number = to_number(value)
     if math.isnan(number):
-        raise ValueError(f"{what} get_reward gave {shorten_value(value)} for {span}; return a number")
+        raise ValueError(
+            f"{what} get_reward gave {shorten_value(value)} for {span}; return a number"
+        )
     return number
 
 
@@ -283,12 +318,22 @@ class Episodes:
 
     def __init__(self, box: Toolbox, examples: list[Example], groups: Sequence[int], seed: str):
         """Raises ValueError for an unknown environment, and where a reset fails or differs within a group."""
-        self.box, self.examples, self.groups, self.seed, self.wait_s = box, examples, groups, seed, 0.0
+        self.box, self.examples, self.groups, self.seed, self.wait_s = (
+            box,
+            examples,
+            groups,
+            seed,
+            0.0,
+        )
         self.context = box.context  # positions that a row may have
         self.under_way = set[int]()  # rows whose turn is being answered
         self.done: queue.SimpleQueue[tuple[int, Worker]] = queue.SimpleQueue()
         self.ready: dict[int, list[int] | str] = {}
-        self.rows, texts, first = list[Episode](), list[str | None](), dict[int, int]()  # the first row of each group
+        self.rows, texts, first = (
+            list[Episode](),
+            list[str | None](),
+            dict[int, int](),
+        )  # the first row of each group
         for row, (example, group) in enumerate(zip(examples, groups, strict=True)):
             name = box.environment_of(example)
             self.rows.append(Episode(name, box.worker(name, row)))
@@ -297,10 +342,15 @@ class Episodes:
                 told = f"reset told two rows of one prompt different things, {shorten_value(other)} and {shorten_value(texts[row])}"
                 raise ValueError(f"{self.rows[row].what} {told}; draw tasks with `random`")
         every = zip(examples, texts, strict=True)
-        self.examples = [example | {"prompt": append_to_prompt(example["prompt"], text or "")} for example, text in every]
+        self.examples = [
+            example | {"prompt": append_to_prompt(example["prompt"], text or "")}
+            for example, text in every
+        ]
         for example in self.examples:
             if not prompt_text(example["prompt"]).strip():
-                raise ValueError("the environment's reset gives no text, and there is no prompt; let it return one")
+                raise ValueError(
+                    "the environment's reset gives no text, and there is no prompt; let it return one"
+                )
         self.prompts = [box.prompt(example) for example in self.examples]
 
     def _reset(self, row: int) -> str | None:
@@ -310,8 +360,14 @@ class Episodes:
             return None
         what = f"{episode.what} reset"
         with seed_random(f"{self.seed} {self.groups[row]}"):
-            told = {key: value for key, value in self.examples[row].items() if key != "environment" or not episode.name}
-            text = episode.worker.run_or_raise(what, functools.partial(episode.worker.instance.reset, **told))
+            told = {
+                key: value
+                for key, value in self.examples[row].items()
+                if key != "environment" or not episode.name
+            }
+            text = episode.worker.run_or_raise(
+                what, functools.partial(episode.worker.instance.reset, **told)
+            )
         if text is not None and not isinstance(text, str):
             raise ValueError(f"{what} gave {shorten_value(text)}; return a text or None")
         return text
@@ -322,7 +378,9 @@ class Episodes:
         """These rows are drawn from their prompts on, some of them again."""
         for row in rows:
             if (before := self.rows[row]).num_turns:  # it was heard, and is drawn again
-                self.rows[row] = Episode(before.name, self.box.worker(before.name, row, anew=row in self.under_way))
+                self.rows[row] = Episode(
+                    before.name, self.box.worker(before.name, row, anew=row in self.under_way)
+                )
                 self.under_way.discard(row)
                 self._reset(row)
         self.ready = {row: answer for row, answer in self.ready.items() if row not in rows}
@@ -338,10 +396,16 @@ class Episodes:
             between = [part.strip() for part in others if part.strip()]
             message["content"] = "\n".join([(thought + end + first).rstrip(), *between])
             message["tool_calls"] = [
-                {"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in calls
+                {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in calls
             ]
         episode.messages.append(message)
-        episode.num_turns, episode.told, episode.calls, episode.outcomes = episode.num_turns + 1, [], calls, []
+        episode.num_turns, episode.told, episode.calls, episode.outcomes = (
+            episode.num_turns + 1,
+            [],
+            calls,
+            [],
+        )
         self.under_way.add(row)
         if calls or episode.pays:
             self._continue_turn(row)
@@ -359,7 +423,9 @@ class Episodes:
                 if call.error:
                     outcomes.append(CallResult(error=call.error))
                 else:
-                    tool = self.box.functions.get(str(call.name)) or getattr(worker.instance, str(call.name))
+                    tool = self.box.functions.get(str(call.name)) or getattr(
+                        worker.instance, str(call.name)
+                    )
                     outcomes.append(worker.run(functools.partial(tool, **call.arguments)))
             if episode.pays:
                 outcomes.append(worker.run(worker.instance.get_reward))
@@ -394,7 +460,9 @@ class Episodes:
         elif episode.num_turns >= self.box.settings.max_turns:
             self.ready[row] = "turns"
         else:
-            self.ready[row] = self.box.frames.encode_between_turns(told, list(self.box.schemas[episode.name].values()))
+            self.ready[row] = self.box.frames.encode_between_turns(
+                told, list(self.box.schemas[episode.name].values())
+            )
 
     def _replace_late_workers(self) -> None:
         """Replaces the threads and environments of calls that took too long; their episodes go on."""
@@ -408,7 +476,10 @@ class Episodes:
                     raise ValueError(f"{episode.what} {took}; raise that or mend it")
                 episode.worker = self.box.worker(episode.name, row, anew=True)
                 late = CallResult(None, f"the call took longer than {limit:g} s", limit)
-                episode.outcomes = [*episode.outcomes[:num], late]  # the old thread may still add to the other
+                episode.outcomes = [
+                    *episode.outcomes[:num],
+                    late,
+                ]  # the old thread may still add to the other
                 self._reset(row)
                 self._continue_turn(row)
 
@@ -439,7 +510,9 @@ class Episodes:
                 episode.reward = sum(episode.turn_rewards)
             elif episode.reward is None and get_reward:
                 value = episode.worker.run_or_raise(f"{episode.what} get_reward", get_reward)
-                episode.reward = None if value is None else _number(episode.what, value, "an episode")
+                episode.reward = (
+                    None if value is None else _number(episode.what, value, "an episode")
+                )
 
     def describe(self, row: int, reason: str) -> str:
         """A row's conversation to read, with why it ended and its reward."""
@@ -454,9 +527,21 @@ class Episodes:
         for sample, episode in zip(samples, self.rows, strict=True):
             instance, text = episode.worker.instance, Conversation(sample.text)
             name, text.messages = type(instance).__name__, episode.messages
-            record = {"messages": episode.messages, "turns": episode.num_turns, "tool_calls": episode.made}
+            record = {
+                "messages": episode.messages,
+                "turns": episode.num_turns,
+                "tool_calls": episode.made,
+            }
             record |= {"turn_rewards": episode.turn_rewards} if episode.pays else {}
-            columns = {"environments": instance, "earned": (name, episode.reward)} if self.box.environments else {}
-            paid = [weights.get(name, 0.0) * one for one in episode.turn_rewards] if per_turn else None
-            found.append(sample._replace(text=text, columns=columns, conversation=record, turn_rewards=paid))
+            columns = (
+                {"environments": instance, "earned": (name, episode.reward)}
+                if self.box.environments
+                else {}
+            )
+            paid = (
+                [weights.get(name, 0.0) * one for one in episode.turn_rewards] if per_turn else None
+            )
+            found.append(
+                sample._replace(text=text, columns=columns, conversation=record, turn_rewards=paid)
+            )
         return found

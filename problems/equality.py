@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 from problems.formulas import prepare_sympy
 
 CLOSE = 60  # decimal digits in which equal values agree
-DECIMALS_CLOSE = 5e-8  # relative distance of a decimal from the irrational number that it stands for
+DECIMALS_CLOSE = (
+    5e-8  # relative distance of a decimal from the irrational number that it stands for
+)
 POINTS, FEWEST_POINTS = 6, 3  # at which values are compared, and that must have a value
 MOST_NODES = 300  # of an expression
 LARGEST_EXPONENT, LARGEST_FACTORIAL = 10**5, 2000
@@ -81,7 +83,11 @@ def _normalize_parsed(parsed: Any, has_braces: bool) -> Any:
     if isinstance(parsed, sympy.And):
         parts = getattr(parsed, "_unsorted_args", parsed.args)
         chains = [_normalize_parsed(part, has_braces) for part in parts]
-        return _Chain(chain[0] for chain in chains) if all(isinstance(chain, _Chain) for chain in chains) else None
+        return (
+            _Chain(chain[0] for chain in chains)
+            if all(isinstance(chain, _Chain) for chain in chains)
+            else None
+        )
     if isinstance(parsed, Relational):
         left, right = (_normalize_parsed(side, has_braces) for side in parsed.args)
         return _Chain([_Relation(left, _sign_of(parsed), right)])
@@ -152,7 +158,11 @@ def _are_same(right: Any, stated: Any) -> bool:
         return are_tuples and _are_same_in_order(right.args, stated.args)
     if isinstance(right, sympy.MatrixBase) or isinstance(stated, sympy.MatrixBase):
         are_matrices = isinstance(right, sympy.MatrixBase) and isinstance(stated, sympy.MatrixBase)
-        return are_matrices and right.shape == stated.shape and _are_same_in_order(right.flat(), stated.flat())
+        return (
+            are_matrices
+            and right.shape == stated.shape
+            and _are_same_in_order(right.flat(), stated.flat())
+        )
     if isinstance(right, sympy.Expr) and isinstance(stated, sympy.Expr):
         return _have_same_values(right, stated)
     return False
@@ -212,12 +222,21 @@ def _are_same_sets(right: Any, stated: Any) -> bool:
     if isinstance(right, sympy.FiniteSet) and isinstance(stated, sympy.FiniteSet):
         return _are_same_in_any_order(right.args, stated.args)
     if isinstance(right, sympy.Interval) and isinstance(stated, sympy.Interval):
-        are_open_alike = (right.left_open, right.right_open) == (stated.left_open, stated.right_open)
-        return are_open_alike and _are_same_in_order((right.start, right.end), (stated.start, stated.end))
+        are_open_alike = (right.left_open, right.right_open) == (
+            stated.left_open,
+            stated.right_open,
+        )
+        return are_open_alike and _are_same_in_order(
+            (right.start, right.end), (stated.start, stated.end)
+        )
     if isinstance(right, sympy.Union) and isinstance(stated, sympy.Union):
         return _are_same_in_any_order(list(_members(right)), list(_members(stated)))
     for members, value in ((right, stated), (stated, right)):
-        if isinstance(members, sympy.FiniteSet) and len(members) == 1 and isinstance(value, sympy.Expr):
+        if (
+            isinstance(members, sympy.FiniteSet)
+            and len(members) == 1
+            and isinstance(value, sympy.Expr)
+        ):
             return _are_same(members.args[0], value)
     return type(right) is type(stated) and _are_same_in_order(right.args, stated.args)
 
@@ -302,7 +321,9 @@ def _is_multiple(right: Any, stated: Any, is_positive: bool = False) -> bool:
         return False
     if is_positive and not (quotients[0].is_real and quotients[0] > 0):
         return False
-    return all(bool(abs(quotient - quotients[0]) <= 1e-15 * abs(quotients[0])) for quotient in quotients)
+    return all(
+        bool(abs(quotient - quotients[0]) <= 1e-15 * abs(quotients[0])) for quotient in quotients
+    )
 
 
 def _are_same_bounds(right: Any, stated: Any) -> bool:
@@ -320,14 +341,19 @@ def _are_same_bounds(right: Any, stated: Any) -> bool:
 def _is_same_relation(first: _Relation, second: _Relation) -> bool:
     import sympy
 
-    if not all(isinstance(side, sympy.Expr) for side in (first.left, first.right, second.left, second.right)):
+    if not all(
+        isinstance(side, sympy.Expr)
+        for side in (first.left, first.right, second.left, second.right)
+    ):
         return False
     if first.sign == second.turned.sign and first.sign != second.sign:
         second = second.turned
     if first.sign != second.sign:
         return False
     is_directed = first.sign not in ("=", "!=")
-    return _is_multiple(first.left - first.right, second.left - second.right, is_positive=is_directed)
+    return _is_multiple(
+        first.left - first.right, second.left - second.right, is_positive=is_directed
+    )
 
 
 def _numbers_of(part: Any) -> tuple[Any, Any] | None:
@@ -395,7 +421,9 @@ def _have_same_values(right: Any, stated: Any) -> bool:
         return False
     if right.is_infinite or stated.is_infinite:
         return bool(right == stated)
-    is_approximate = not right.free_symbols | stated.free_symbols and right.is_Rational != stated.is_Rational
+    is_approximate = (
+        not right.free_symbols | stated.free_symbols and right.is_Rational != stated.is_Rational
+    )
     num = 0
     for point in _points([right, stated]):
         difference = _value_at(right - stated, point)

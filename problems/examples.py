@@ -7,9 +7,17 @@ from collections.abc import Iterable
 from hashlib import sha256
 from typing import Any
 
-Example = dict[str, Any]  # {"prompt": str or chat messages, "answer": str, further columns}, the same in one source
+Example = dict[
+    str, Any
+]  # {"prompt": str or chat messages, "answer": str, further columns}, the same in one source
 TRAINER = ("trainer_state", "log_extra", "log_metric")  # arguments only for users' rewards
-RESERVED = ("prompts", "completions", "completion_ids", "num_tokens", *TRAINER)  # reward arguments besides columns
+RESERVED = (
+    "prompts",
+    "completions",
+    "completion_ids",
+    "num_tokens",
+    *TRAINER,
+)  # reward arguments besides columns
 _reprlib = reprlib.Repr()
 _reprlib.maxstring = _reprlib.maxother = 60
 
@@ -38,7 +46,9 @@ def prompt_key(example: Example) -> str:
     prompt = example["prompt"]
     if isinstance(prompt, list):
         prompt = [message for message in prompt if message["role"] != "system"]
-        prompt = prompt[0]["content"] if len(prompt) == 1 and prompt[0]["role"] == "user" else prompt
+        prompt = (
+            prompt[0]["content"] if len(prompt) == 1 and prompt[0]["role"] == "user" else prompt
+        )
     return sha256(json.dumps(prompt, sort_keys=True).encode()).hexdigest()
 
 

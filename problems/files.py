@@ -36,9 +36,13 @@ def read_records(spec: str, notes: list[str] | None = None) -> Records:
     if os.path.isdir(folder):  # Path.is_dir() would raise for names that are too long
         records = _saved_records(spec, folder, part)
     elif not os.path.isfile(spec):
-        hub = re.fullmatch(r"([\w.-]+/[\w.-]+)(?::([^:\[\]]*))?(?::(.+))?", spec)  # config holds no slice [...]
+        hub = re.fullmatch(
+            r"([\w.-]+/[\w.-]+)(?::([^:\[\]]*))?(?::(.+))?", spec
+        )  # config holds no slice [...]
         if hub is None or re.fullmatch(r"\.[A-Za-z]+", ending):
-            raise ValueError(f"--data {spec}: no such file; give {endings} or a hub dataset owner/name:config:split")
+            raise ValueError(
+                f"--data {spec}: no such file; give {endings} or a hub dataset owner/name:config:split"
+            )
         name, config, split = hub.groups()
         if split is None and config in SPLITS:  # a lone split
             config, split = None, config
@@ -48,7 +52,9 @@ def read_records(spec: str, notes: list[str] | None = None) -> Records:
             why = f"no such file, and no hub dataset that can be loaded ({format_error(error)})"
             raise ValueError(f"--data {spec}: {why}; check the spelling and the network") from error
     elif ending.lower() not in _READERS:
-        raise ValueError(f"--data {spec} has the unknown ending {ending!r}; the endings read are {endings}")
+        raise ValueError(
+            f"--data {spec} has the unknown ending {ending!r}; the endings read are {endings}"
+        )
     else:
         try:
             content = Path(spec).read_bytes()
@@ -63,7 +69,9 @@ def read_records(spec: str, notes: list[str] | None = None) -> Records:
     return records
 
 
-def _without_nulls_of_pandas(spec: str, content: bytes, records: Records, notes: list[str] | None) -> Records:
+def _without_nulls_of_pandas(
+    spec: str, content: bytes, records: Records, notes: list[str] | None
+) -> Records:
     """The records of JSON without the nulls that Arrow made, where `Dataset.to_json` or pandas wrote the file."""
     rows = [record for _, record in records]
     if not arrow.is_filled_up(rows):
@@ -72,7 +80,9 @@ def _without_nulls_of_pandas(spec: str, content: bytes, records: Records, notes:
     num = arrow.count_nulls(rows)
     if not arrow.is_written_by_pandas(content.decode("utf-8-sig")):
         fix = "if Arrow made them, give its parquet file or Dataset.to_json's"
-        notes.append(f"data: {num} nulls inside objects of {spec} are kept as its user wrote them; {fix}")
+        notes.append(
+            f"data: {num} nulls inside objects of {spec} are kept as its user wrote them; {fix}"
+        )
         return records
     notes.append(tell_nulls(f"{spec} has the form that Dataset.to_json writes", num))
     return list(zip((where for where, _ in records), arrow.rows_without_nulls(rows), strict=True))
@@ -94,17 +104,27 @@ def _refuse_other_kinds(spec: str, content: bytes) -> None:
     for signature, what in _SIGNATURES.items():
         if begin.startswith(signature.lower()):
             raise ValueError(f"--data {spec} is {what}")
-    kind = ".parquet" if content.startswith(b"PAR1") else ".arrow" if content.startswith(b"ARROW1") else ""
+    kind = (
+        ".parquet"
+        if content.startswith(b"PAR1")
+        else ".arrow"
+        if content.startswith(b"ARROW1")
+        else ""
+    )
     if kind and not spec.lower().endswith(kind):
         raise ValueError(f"--data {spec} is a {kind[1:]} file; name it {kind}")
 
 
 def read_text_file(spec: str, content: bytes) -> str:
     if content.startswith((b"\xff\xfe", b"\xfe\xff")) or _is_utf16(content):
-        raise ValueError(f"{spec}, line 1: the file is UTF-16 and not UTF-8; save the file as UTF-8")
+        raise ValueError(
+            f"{spec}, line 1: the file is UTF-16 and not UTF-8; save the file as UTF-8"
+        )
     if b"\0" in content:
         line = content[: content.index(b"\0")].count(b"\n") + 1
-        raise ValueError(f"{spec}, line {line}: a NUL byte, which no text has; save the file as UTF-8")
+        raise ValueError(
+            f"{spec}, line {line}: a NUL byte, which no text has; save the file as UTF-8"
+        )
     try:
         return content.decode("utf-8-sig")  # some editors write a byte order mark
     except UnicodeDecodeError as error:
@@ -127,7 +147,9 @@ def parse_json(spec: str, where: str, text: str) -> Any:
         if "\n" in text and isinstance(error, json.JSONDecodeError):
             where = f"line {error.lineno}"
         reason = str(error).split(": ")[0]
-        raise ValueError(f"{spec}, {where}: not JSON ({reason}): {shorten_value(text.strip())}; correct that line") from error
+        raise ValueError(
+            f"{spec}, {where}: not JSON ({reason}): {shorten_value(text.strip())}; correct that line"
+        ) from error
 
 
 def jsonl_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
@@ -142,14 +164,22 @@ def jsonl_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
             yield from number_lines(records)
             return
     lines = list(split_lines(spec, content))
-    if len(lines) > 1 and lines[0][1].lstrip().startswith("{") and isinstance(read_or_none(text), dict):
-        raise ValueError(f"{spec}, line 1: one object over several lines; write each row in one line")
+    if (
+        len(lines) > 1
+        and lines[0][1].lstrip().startswith("{")
+        and isinstance(read_or_none(text), dict)
+    ):
+        raise ValueError(
+            f"{spec}, line 1: one object over several lines; write each row in one line"
+        )
     for where, line in lines:
         yield where, parse_json(spec, where, line)
 
 
 def split_lines(spec: str, content: bytes) -> Iterator[tuple[str, str]]:
-    lines = enumerate(read_text_file(spec, content).split("\n"), 1)  # not splitlines: strings may contain U+2028
+    lines = enumerate(
+        read_text_file(spec, content).split("\n"), 1
+    )  # not splitlines: strings may contain U+2028
     return ((f"line {number}", line) for number, line in lines if line.strip())
 
 
@@ -158,7 +188,9 @@ def _text_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
     lines = [(where, line.strip("\r")) for where, line in split_lines(spec, content)]
     texts = [line for _, line in lines]
     if kind := _kind_of_text(texts):
-        raise ValueError(f"--data {spec}: each line of a text file is a prompt, and this looks like {kind}")
+        raise ValueError(
+            f"--data {spec}: each line of a text file is a prompt, and this looks like {kind}"
+        )
     return ((where, {"prompt": line}) for where, line in lines)
 
 
@@ -194,17 +226,23 @@ def read_or_none(text: str) -> Any:
 def _json_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
     text = read_text_file(spec, content)
     lines = text.strip().split("\n")
-    if len(lines) > 1 and all(isinstance(read_or_none(line), dict) for line in lines if line.strip()):
+    if len(lines) > 1 and all(
+        isinstance(read_or_none(line), dict) for line in lines if line.strip()
+    ):
         raise ValueError(f"--data {spec} holds JSON lines; name it .jsonl")
     records = parse_json(spec, "line 1", text) if text.strip() else []
     if not isinstance(records, list):
-        raise ValueError(f"{spec} holds {shorten_value(records)}, not a list of records; write [{{...}}, ...] or use .jsonl")
+        raise ValueError(
+            f"{spec} holds {shorten_value(records)}, not a list of records; write [{{...}}, ...] or use .jsonl"
+        )
     return number_lines(records)
 
 
 def _csv_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
     """Rows by the header's names, parted as these are; an empty cell is missing, a wrong number of fields an error."""
-    csv.field_size_limit(2**31 - 1)  # a cell may be a document; the default limit is 131,072 characters
+    csv.field_size_limit(
+        2**31 - 1
+    )  # a cell may be a document; the default limit is 131,072 characters
     text = read_text_file(spec, content)
     if kind := _kind_of_json([line for line in text.split("\n") if line.strip()]):
         raise ValueError(f"--data {spec} is no CSV but {kind}")
@@ -213,14 +251,18 @@ def _csv_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
     try:
         names = list(rows.fieldnames or [])
         if wrong := [name for name in names if not name.strip() or names.count(name) > 1]:
-            raise ValueError(f"{spec}, line 1: column {shorten_value(wrong[0])} is empty or occurs twice; rename it")
+            raise ValueError(
+                f"{spec}, line 1: column {shorten_value(wrong[0])} is empty or occurs twice; rename it"
+            )
         for row in rows:
             if None in row or None in row.values():
                 fix = f"not {len(names)} fields, as the header has; quote fields that hold {separator!r}"
                 raise ValueError(f"{spec}, line {rows.line_num}: {fix}")
             yield f"line {rows.line_num}", {name: cell or None for name, cell in row.items()}
     except csv.Error as error:
-        raise ValueError(f"{spec}, line {rows.line_num}: not CSV ({format_error(error)}); quote that field") from error
+        raise ValueError(
+            f"{spec}, line {rows.line_num}: not CSV ({format_error(error)}); quote that field"
+        ) from error
 
 
 def _table_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
@@ -234,7 +276,9 @@ def _table_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
         return number_lines(arrow.rows_of_table(table))
     except Exception as error:  # damaged files raise many types
         kind = "parquet" if is_parquet else "arrow"
-        raise ValueError(f"{spec} is not a readable {kind} file ({format_error(error)}); write it again") from error
+        raise ValueError(
+            f"{spec} is not a readable {kind} file ({format_error(error)}); write it again"
+        ) from error
 
 
 def number_lines(rows: Iterable[Any]) -> Iterator[tuple[str, Any]]:
@@ -259,7 +303,9 @@ def _saved_records(spec: str, folder: str, split: str) -> Records:
         saved = datasets.load_from_disk(folder)
     except Exception as error:  # of many types
         why = f"is a directory that datasets did not save ({format_error(error)})"
-        raise ValueError(f"--data {folder} {why}; name one file in it ({', '.join(_READERS)})") from error
+        raise ValueError(
+            f"--data {folder} {why}; name one file in it ({', '.join(_READERS)})"
+        ) from error
     splits = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
     first = next(iter(splits))
     if split not in splits if split else len(splits) > 1 and not splits.keys() <= set(SPLITS):
@@ -275,4 +321,6 @@ def hub_records(name: str, config: str | None, split: str) -> Records:
 
     # retries would fill a screen; our error says the outcome in one line
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    return list(number_lines(arrow.rows_of_dataset(datasets.load_dataset(name, config, split=split))))
+    return list(
+        number_lines(arrow.rows_of_dataset(datasets.load_dataset(name, config, split=split)))
+    )

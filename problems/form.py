@@ -12,10 +12,15 @@ from problems.examples import Example, answers_of, prompt_text
 from problems.statements import strip_thoughts
 
 LEAST_WORDS = 4  # of an answer; fewer are no copy either, as of "yes or no"
-WINDOW, LEAST_DISTINCT = 20, 0.7  # words, and the share of them that must differ; of English text 0.85 do
+WINDOW, LEAST_DISTINCT = (
+    20,
+    0.7,
+)  # words, and the share of them that must differ; of English text 0.85 do
 COPIED_RUN = 5  # words in a row that the prompt has too; "the capital of France" has four
 MOST_COPIED = 0.5  # share of the words in such runs
-MOST_REPEATED = 0.5  # share of an answer's 4-grams: a loop may be longer than the window, or of numbers
+MOST_REPEATED = (
+    0.5  # share of an answer's 4-grams: a loop may be longer than the window, or of numbers
+)
 
 
 def words_of(text: str) -> list[str]:
@@ -38,7 +43,9 @@ def distinctness(text: str) -> float:
     """The share of words that differ, of every `WINDOW` words in a row; 1 where they are few. Numbers do not count."""
     words = [word for word in words_of(text) if not word[0].isdigit()]
     chunks = [words[begin : begin + WINDOW] for begin in range(0, len(words), WINDOW)]
-    return sum(len(set(chunk)) for chunk in chunks) / len(words) if len(words) >= LEAST_WORDS else 1.0
+    return (
+        sum(len(set(chunk)) for chunk in chunks) / len(words) if len(words) >= LEAST_WORDS else 1.0
+    )
 
 
 def copied_fraction(text: str, prompt: str) -> float:
@@ -53,7 +60,11 @@ def copied_fraction(text: str, prompt: str) -> float:
 
 
 def is_degenerate(text: str, prompt: str) -> bool:
-    return distinctness(text) < LEAST_DISTINCT or repetition(text) > MOST_REPEATED or copied_fraction(text, prompt) > MOST_COPIED
+    return (
+        distinctness(text) < LEAST_DISTINCT
+        or repetition(text) > MOST_REPEATED
+        or copied_fraction(text, prompt) > MOST_COPIED
+    )
 
 
 def has_form(text: str, prompt: str) -> bool:
@@ -78,14 +89,19 @@ def keeps_own_answer(row: dict[str, Any]) -> bool:
 
 
 def apply_gate(
-    components: dict[str, Any], examples: list[Example], completions: list[str], finish_reasons: list[str]
+    components: dict[str, Any],
+    examples: list[Example],
+    completions: list[str],
+    finish_reasons: list[str],
 ) -> dict[str, Any]:
     """The components, (N,) each, without what they pay above 0 for completions that are cut off or have no form."""
     import numpy as np  # here: what reads data and scores answers does without
 
     rows = zip(completions, examples, finish_reasons, strict=True)
     kept = [passes_gate(text, prompt_text(example["prompt"]), why) for text, example, why in rows]
-    return {name: np.where(kept, values, np.minimum(values, 0.0)) for name, values in components.items()}
+    return {
+        name: np.where(kept, values, np.minimum(values, 0.0)) for name, values in components.items()
+    }
 
 
 _REFUSAL = re.compile(

@@ -62,12 +62,18 @@ def _value(node: ast.expr, names: dict[str, Any]) -> Any:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
             value = sympy.sympify(number)
         case ast.Name(id=name):
-            value = names.get(name, {"pi": sympy.pi, "E": sympy.E, "I": sympy.I}.get(name, sympy.Symbol(name)))
+            value = names.get(
+                name, {"pi": sympy.pi, "E": sympy.E, "I": sympy.I}.get(name, sympy.Symbol(name))
+            )
         case ast.UnaryOp(op=op, operand=operand) if type(op) in OPERATORS:
             value = OPERATORS[type(op)](_value(operand, names))
         case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
             first, second = _value(left, names), _value(right, names)
-            if isinstance(op, (ast.Pow, ast.LShift)) and second.is_Number and not abs(second) <= STEEPEST:
+            if (
+                isinstance(op, (ast.Pow, ast.LShift))
+                and second.is_Number
+                and not abs(second) <= STEEPEST
+            ):
                 raise ValueError("an exponent or a shift beyond all bounds")
             value = OPERATORS[type(op)](first, second)
         case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]) if name in FUNCTIONS:
@@ -91,7 +97,10 @@ def prepare_sympy() -> None:
 
     for module in (sympy, sympy.parsing, sympy.parsing.sympy_parser):
         module.parse_expr = read_formula
-    plain = {name: getattr(monomials, f"monomial_{name}") for name in ("mul", "pow", "ldiv", "div", "lcm", "gcd")}
+    plain = {
+        name: getattr(monomials, f"monomial_{name}")
+        for name in ("mul", "pow", "ldiv", "div", "lcm", "gcd")
+    }
     for name, function in (plain | {"mulpow": _multiply_power}).items():
         setattr(monomials.MonomialOps, name, functools.partialmethod(lambda _, its: its, function))
     read: set[str] = set()

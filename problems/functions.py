@@ -27,7 +27,9 @@ def load_function(flag: str, spec: str, hint: str = "") -> tuple[str, Callable[.
     return name, fn
 
 
-def load_functions(flag: str, spec: str, hint: str = "", kind: str = "function") -> dict[str, Callable[..., Any]]:
+def load_functions(
+    flag: str, spec: str, hint: str = "", kind: str = "function"
+) -> dict[str, Callable[..., Any]]:
     """
     The functions of FILE.py:function,function or MODULE:function by their names, which a flag gives; or classes.
 
@@ -43,12 +45,18 @@ def load_functions(flag: str, spec: str, hint: str = "", kind: str = "function")
     for name, value in given.items():
         if name not in vars(module):
             if file == "__main__":
-                raise ValueError(f"{flag} {spec}: {ELSEWHERE}; in a file of its own, imported by it, all find it")
-            known = [key for key, other in vars(module).items() if getattr(inspect, f"is{kind}")(other)]
+                raise ValueError(
+                    f"{flag} {spec}: {ELSEWHERE}; in a file of its own, imported by it, all find it"
+                )
+            known = [
+                key for key, other in vars(module).items() if getattr(inspect, f"is{kind}")(other)
+            ]
             hint = f"{suggest_nearest(name, known)}; it has {', '.join(known) or 'none'}"
             raise ValueError(f"{flag} {spec}: {file} has no {kind} {name!r}{hint}")
         if not (inspect.isclass(value) if kind == "class" else callable(value)):
-            raise ValueError(f"{flag} {spec}: {name} is of type {type(value).__name__}, not a {kind}")
+            raise ValueError(
+                f"{flag} {spec}: {name} is of type {type(value).__name__}, not a {kind}"
+            )
     return given
 
 
@@ -57,7 +65,12 @@ def spec_of(fn: Callable[..., Any]) -> str:
     module, name = getattr(fn, "__module__", ""), getattr(fn, "__qualname__", type(fn).__name__)
     if getattr(sys.modules.get(module), name, None) is fn:
         file = Path(getattr(sys.modules[module], "__file__", None) or "")
-        if module == "__main__" or "." in module or "site-packages" in file.parts or not file.is_file():
+        if (
+            module == "__main__"
+            or "." in module
+            or "site-packages" in file.parts
+            or not file.is_file()
+        ):
             return f"{module}:{name}"  # else it may lie beside a program, where no other finds it by its name
         _modules.setdefault((file, file.read_bytes()), sys.modules[module])
         return f"{file}:{name}"
@@ -94,16 +107,32 @@ def source_of(spec: str) -> str:
 def _import_module(what: str, file: str, path: Path) -> Any:
     """The module of a Python file, or of a name. ValueError for one that cannot be imported."""
     try:
-        return _module_of(path, path.read_bytes()) if path.suffix == ".py" else importlib.import_module(file)
+        return (
+            _module_of(path, path.read_bytes())
+            if path.suffix == ".py"
+            else importlib.import_module(file)
+        )
     except (Exception, SystemExit) as error:
         if file == NAMELESS:
-            fix = "it is a lambda, or inside a function; the top level of a module can be found again"
+            fix = (
+                "it is a lambda, or inside a function; the top level of a module can be found again"
+            )
             raise ValueError(f"{what}: {ELSEWHERE}; {fix}") from error
-        is_absent = isinstance(error, ModuleNotFoundError) and f"{file}.".startswith(f"{error.name}.")
+        is_absent = isinstance(error, ModuleNotFoundError) and f"{file}.".startswith(
+            f"{error.name}."
+        )
         if is_absent or (file.startswith(".") and path.suffix != ".py"):
-            hint = f", did you mean {file}.py?" if Path(f"{file}.py").is_file() else "; is its folder in PYTHONPATH?"
-            raise ValueError(f"{what}: {file} is neither a Python file nor an installed module{hint}") from error
-        raise ValueError(f"{what}: importing {path.name} failed, {_describe_error(error, str(path))}") from error
+            hint = (
+                f", did you mean {file}.py?"
+                if Path(f"{file}.py").is_file()
+                else "; is its folder in PYTHONPATH?"
+            )
+            raise ValueError(
+                f"{what}: {file} is neither a Python file nor an installed module{hint}"
+            ) from error
+        raise ValueError(
+            f"{what}: importing {path.name} failed, {_describe_error(error, str(path))}"
+        ) from error
 
 
 _modules: dict[tuple[Path, bytes], ModuleType] = {}
@@ -140,5 +169,9 @@ def place_of(fn: Callable[..., Any]) -> str:
 
 def _describe_error(error: BaseException, file: str | None) -> str:
     """An error in a line, and the last line of the user's file that it came through."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    lines = [
+        frame.lineno
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename == file
+    ]
     return format_error(error) + (f", at {file}:{lines[-1]}" if lines else "")

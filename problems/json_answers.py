@@ -93,4 +93,6 @@ def _is_taken_back(text: str) -> bool:
 
 def _is_footnote(value: Any) -> bool:
     """Whether a value is no answer, as the [1] of a footnote, [] and {}."""
-    return not value or (isinstance(value, list) and len(value) == 1 and isinstance(value[0], tuple))
+    return not value or (
+        isinstance(value, list) and len(value) == 1 and isinstance(value[0], tuple)
+    )

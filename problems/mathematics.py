@@ -24,13 +24,17 @@ from problems.workers import Pool
 
 Verdict = bool | tuple[str, str]  # or two formulas that the workers are asked about
 
-MATH_LIMIT = 1.0  # seconds of a processor for one answer; the slowest of the tests' table takes a fifth
+MATH_LIMIT = (
+    1.0  # seconds of a processor for one answer; the slowest of the tests' table takes a fifth
+)
 DEEPEST = 12  # brackets in brackets, and subscripts, of a formula
 _ENDLESS = re.compile(  # powers of powers of numbers, factorials of factorials, numbers that fill a screen
     r"[0-9)}]\s*(?:\^|\*\*)\s*[({]*\s*-?[0-9.]+\s*[)}]*\s*(?:\^|\*\*)|(?:\^|\*\*)\s*[({]*\s*-?[0-9]{5,}|"
     r"!\s*!|[0-9]{5,}\s*!|[0-9]{200,}"
 )
-_NOT_READ = re.compile(r"[0-9]\s+[0-9]|[0-9]\s*_")  # the grammar adds 3 4 up to 7, and takes 1_2 for 1
+_NOT_READ = re.compile(
+    r"[0-9]\s+[0-9]|[0-9]\s*_"
+)  # the grammar adds 3 4 up to 7, and takes 1_2 for 1
 _CLOSED = re.compile(  # a formula that comes to one number; sums and products alone are a calculation left undone
     r"(?!.*[0-9] +[0-9])(?=.*(?:\\(?:sqrt|binom|log|ln|[cdt]?frac)|[\^!|]))"
     r"(?:[0-9.+*/(){}\[\]^!_ -]|\\(?:sqrt|binom|log|ln|[cdt]?frac|pi|times|cdot|left|right)|^\||\|$)+"
@@ -60,9 +64,13 @@ _SIGNS = {
     "\u03b2": "\\beta ",
 }
 _SIGN = re.compile("|".join(_SIGNS))
-_NAMES = re.compile(r"(?<![A-Za-z\\])(sqrt|(?:arc)?(?:sin|cos|tan)h?|sec|csc|cot|log|ln|exp|pi)(?![A-Za-z])(?=( ?\())?")
+_NAMES = re.compile(
+    r"(?<![A-Za-z\\])(sqrt|(?:arc)?(?:sin|cos|tan)h?|sec|csc|cot|log|ln|exp|pi)(?![A-Za-z])(?=( ?\())?"
+)
 _ROOT = re.compile(r"(\\sqrt(?:\[[0-9]\])?) +([0-9]+|[A-Za-z])")
-_BEFORE_BRACKETS = re.compile(r"\\sqrt ?(?:\[[^\[\]]{1,9}\])? ?(?=\()|\^ ?(?=\()|\\[cdt]?frac ?(?:\{[^{}]*\} ?)?(?=\()")
+_BEFORE_BRACKETS = re.compile(
+    r"\\sqrt ?(?:\[[^\[\]]{1,9}\])? ?(?=\()|\^ ?(?=\()|\\[cdt]?frac ?(?:\{[^{}]*\} ?)?(?=\()"
+)
 _MEASURE = re.compile(  # what stands behind a formula: \text{ cm}^2, or two letters or more
     r"(?:\\[,; ]|[\s~])*(?:\\(?:text|textrm|mathrm|mbox) ?\{\s*([^{}]*?)\s*\}|(?<=[\s})0-9])([A-Za-z]{2,}))"
     r"\s*(\^ ?\{?[23]\}?)?[\s.]*$"
@@ -128,7 +136,9 @@ def _split_measure(formula: str) -> tuple[str, Measure]:
     if not match or not match.start():
         return formula, Measure((), ())
     spelling = (match[1] or match[2]) + (match[3] or "")
-    measure = read_measure(re.sub("[{} ]", "", spelling) if match[2] else re.sub("[{}]", "", spelling))
+    measure = read_measure(
+        re.sub("[{} ]", "", spelling) if match[2] else re.sub("[{}]", "", spelling)
+    )
     if match[2] and not find_unit(match[2]):
         return formula, Measure((), ())
     return formula[: match.start()], measure
@@ -138,7 +148,12 @@ def _split_measure(formula: str) -> tuple[str, Measure]:
 
 
 def _is_formula(text: str) -> bool:
-    return len(text) <= LONGEST and not has_words(text) and not re.search("[:#@]", text) and bool(_FORMULA.search(text))
+    return (
+        len(text) <= LONGEST
+        and not has_words(text)
+        and not re.search("[:#@]", text)
+        and bool(_FORMULA.search(text))
+    )
 
 
 @functools.lru_cache(maxsize=2**16)
@@ -178,7 +193,12 @@ def compare_mathematics(gold: str, statement: str) -> Verdict:
         return True
     if right and not _CLOSED.fullmatch(formula):
         return False
-    if has_words(formula) or _is_too_deep(formula) or _ENDLESS.search(formula) or _NOT_READ.search(formula):
+    if (
+        has_words(formula)
+        or _is_too_deep(formula)
+        or _ENDLESS.search(formula)
+        or _NOT_READ.search(formula)
+    ):
         return False
     return gold_formula, formula
 
@@ -209,18 +229,26 @@ _IN_DOLLARS = re.compile(r"[A-Za-z ,:*]*\$+([^$]+)\$+[ .,:*]*")
 def find_formula(text: str) -> str:
     """The only formula of the last sentence with one; "" where it has several, denies or asks."""
     sentence = _last_sentence(_write_signs(text))
-    if len(sentence) > LONGEST or sentence.rstrip("*)\"' ").endswith("?") or DENIAL.search(sentence):
+    if (
+        len(sentence) > LONGEST
+        or sentence.rstrip("*)\"' ").endswith("?")
+        or DENIAL.search(sentence)
+    ):
         return ""
     if read_number(sentence):
         return sentence
-    parts = [part for part in WORD.split(sentence) if re.search(r"[0-9=+*/^\\$]|(?<!')\b[b-z]\b", part)]
+    parts = [
+        part for part in WORD.split(sentence) if re.search(r"[0-9=+*/^\\$]|(?<!')\b[b-z]\b", part)
+    ]
     if len(parts) != 1 or re.search(r"\bor\b", sentence):
         return ""
     formula = parts[0]
     in_dollars = _IN_DOLLARS.fullmatch(re.sub(r"\\[()\[\]]", "$", formula))
     if in_dollars:
         return in_dollars[1]
-    is_apart = sentence.startswith(formula) or re.match("[ :*,]", formula)  # not (x+1) of arcsin(x+1)
+    is_apart = sentence.startswith(formula) or re.match(
+        "[ :*,]", formula
+    )  # not (x+1) of arcsin(x+1)
     return formula.strip(" .,:*") if is_apart else ""
 
 

@@ -33,8 +33,23 @@ ROLES = {  # other names of roles, ShareGPT's and those of single programs
 }
 KNOWN_ROLES = ("system", "user", "assistant", "tool")
 TEXT_PARTS = ("text", "input_text", "output_text")
-THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # keys of a reply's thought, as templates name it
-MEDIA = ("image", "images", "image_url", "video", "videos", "audio", "audios", "input_audio", "file", "files")
+THOUGHTS = (
+    "reasoning_content",
+    "thinking",
+    "reasoning",
+)  # keys of a reply's thought, as templates name it
+MEDIA = (
+    "image",
+    "images",
+    "image_url",
+    "video",
+    "videos",
+    "audio",
+    "audios",
+    "input_audio",
+    "file",
+    "files",
+)
 ENDS_OF_THOUGHT = re.compile(r".*</(?:think|thinking|thought|reasoning)>", re.DOTALL)
 
 
@@ -46,24 +61,37 @@ def read_messages(name: str, messages: Any) -> list[Message]:
     if isinstance(messages, str):
         messages = read_text_of_messages(name, messages)
     if not isinstance(messages, list):
-        raise ValueError(f"{name} {shorten_value(messages)} is a {type(messages).__name__}; it must be a list of chat messages")
+        raise ValueError(
+            f"{name} {shorten_value(messages)} is a {type(messages).__name__}; it must be a list of chat messages"
+        )
     if not messages:
         raise ValueError(f'{name} is an empty list; write [{{"role": "user", "content": "..."}}]')
-    return [_read_message(f"message {place} of {name}", message) for place, message in enumerate(messages, 1)]
+    return [
+        _read_message(f"message {place} of {name}", message)
+        for place, message in enumerate(messages, 1)
+    ]
 
 
 def read_text_of_messages(name: str, text: str) -> Any:
     try:
         return read_json(text)
     except ValueError as error:
-        raise ValueError(f"{name} {shorten_value(text)} is a text and no JSON; write a list of chat messages") from error
+        raise ValueError(
+            f"{name} {shorten_value(text)} is a text and no JSON; write a list of chat messages"
+        ) from error
 
 
 def _read_message(where: str, message: Any) -> Message:
     if not isinstance(message, dict):
-        raise ValueError(f'{where} is {shorten_value(message)}; write {{"role": "user", "content": "..."}}')
+        raise ValueError(
+            f'{where} is {shorten_value(message)}; write {{"role": "user", "content": "..."}}'
+        )
 
-    fields = {key: value for key, value in message.items() if key in ("content", "value") or not _is_empty(value)}
+    fields = {
+        key: value
+        for key, value in message.items()
+        if key in ("content", "value") or not _is_empty(value)
+    }
     if "role" not in fields and "from" in fields:
         fields["role"] = fields.pop("from")
     if "content" not in fields and "value" in fields:
@@ -72,15 +100,21 @@ def _read_message(where: str, message: Any) -> Message:
         fields.pop("value", None)
 
     role = _read_role(where, fields)
-    has_calls = any(key in fields for key in ("tool_calls", "function_call")) and role == "assistant"
+    has_calls = (
+        any(key in fields for key in ("tool_calls", "function_call")) and role == "assistant"
+    )
     if "content" not in fields and not has_calls:
-        raise ValueError(f'{where} is {shorten_value(message)}; write {{"role": "user", "content": "..."}}')
+        raise ValueError(
+            f'{where} is {shorten_value(message)}; write {{"role": "user", "content": "..."}}'
+        )
 
     if role == "call":
         fields = _call_of_turn(where, fields)
         role = "assistant"
     if media := [key for key in MEDIA if key in fields]:
-        raise ValueError(f"{where} has {media[0]} {shorten_value(fields[media[0]])}; Gwen reads texts only, so remove it")
+        raise ValueError(
+            f"{where} has {media[0]} {shorten_value(fields[media[0]])}; Gwen reads texts only, so remove it"
+        )
 
     read: Message = {"role": role}
     calls = _read_calls(where, role, fields)
@@ -92,7 +126,15 @@ def _read_message(where: str, message: Any) -> Message:
         read |= _read_thought(where, fields, read["content"])
     read |= _read_weight(where, role, fields)
 
-    done = ("role", "content", "tool_calls", "function_call", "weight", "reasoning_details", *THOUGHTS)
+    done = (
+        "role",
+        "content",
+        "tool_calls",
+        "function_call",
+        "weight",
+        "reasoning_details",
+        *THOUGHTS,
+    )
     rest = {key: value for key, value in fields.items() if key not in done}
     if role != "assistant":
         thoughts = {key: fields[key] for key in ("reasoning_details", *THOUGHTS) if key in fields}
@@ -108,7 +150,9 @@ def _is_empty(value: Any) -> bool:
 def _read_role(where: str, fields: Message) -> str:
     role = fields.get("role")
     if not isinstance(role, str):
-        raise ValueError(f'{where} is {shorten_value(fields)}; write {{"role": "user", "content": "..."}}')
+        raise ValueError(
+            f'{where} is {shorten_value(fields)}; write {{"role": "user", "content": "..."}}'
+        )
     read = ROLES.get(role, role)
     if read not in (*KNOWN_ROLES, "call"):
         meant = ROLES.get(role.strip().lower(), role.strip().lower())
@@ -125,7 +169,9 @@ def _read_content(where: str, role: str, content: Any, may_be_empty: bool) -> st
     """A message's text: a string, parts of text joined, or what a tool returned as JSON."""
     name = f"content of {where}"
     parts = [content] if _is_part(content, TEXT_PARTS) else content
-    kinds = (*TEXT_PARTS, *MEDIA) if role == "tool" else None  # a tool's result may be any list of objects
+    kinds = (
+        (*TEXT_PARTS, *MEDIA) if role == "tool" else None
+    )  # a tool's result may be any list of objects
     if isinstance(parts, list) and any(_is_part(part, kinds) for part in parts):
         text = "".join(_text_of_part(name, part) for part in parts)
     elif role == "tool" and content is not None and not isinstance(content, str):
@@ -152,24 +198,36 @@ def _text_of_part(name: str, part: Any) -> str:
     if kind not in TEXT_PARTS:
         what = f"a part of type {shorten_value(kind)}" if kind else shorten_value(part)
         raise ValueError(f"{name} holds {what}; Gwen reads parts of type text only, so remove it")
-    beside = [key for key, value in part.items() if key not in ("type", "text") and not _is_empty(value)]
+    beside = [
+        key for key, value in part.items() if key not in ("type", "text") and not _is_empty(value)
+    ]
     if beside:
-        raise ValueError(f"{name} holds a part with the key {shorten_value(beside[0])}, which is not read; remove it")
+        raise ValueError(
+            f"{name} holds a part with the key {shorten_value(beside[0])}, which is not read; remove it"
+        )
     if not isinstance(part.get("text"), str):
-        raise ValueError(f'{name} holds {shorten_value(part)}; write {{"type": "text", "text": "..."}}')
+        raise ValueError(
+            f'{name} holds {shorten_value(part)}; write {{"type": "text", "text": "..."}}'
+        )
     return str(part["text"])
 
 
 def check_text(name: str, text: Any) -> None:
     """Raises ValueError with `name` if a tokenizer would not accept the text."""
     if not isinstance(text, str):
-        raise ValueError(f"{name} {shorten_value(text)} is a {type(text).__name__}; it must be a string")
+        raise ValueError(
+            f"{name} {shorten_value(text)} is a {type(text).__name__}; it must be a string"
+        )
     if not text.strip():
         raise ValueError(f"{name} is empty; write some text")
     if re.search("[\ud800-\udfff]", text):
-        raise ValueError(f"{name} {shorten_value(text)} holds half of a surrogate pair, which is no character; remove it")
+        raise ValueError(
+            f"{name} {shorten_value(text)} holds half of a surrogate pair, which is no character; remove it"
+        )
     if "\0" in text:
-        raise ValueError(f"{name} {shorten_value(text)} holds a NUL character, as a file in UTF-16 does; remove it")
+        raise ValueError(
+            f"{name} {shorten_value(text)} holds a NUL character, as a file in UTF-16 does; remove it"
+        )
 
 
 # ---- calls
@@ -197,7 +255,9 @@ def _read_calls(where: str, role: str, fields: Message) -> list[Message]:
     if isinstance(calls, str):
         with contextlib.suppress(ValueError):
             calls = read_json(calls)
-    return [_read_call(where, key, call) for call in (calls if isinstance(calls, list) else [calls])]
+    return [
+        _read_call(where, key, call) for call in (calls if isinstance(calls, list) else [calls])
+    ]
 
 
 def _read_call(where: str, key: str, call: Any) -> Message:
@@ -228,8 +288,14 @@ def read_tools(column: Any) -> list[dict[str, Any]] | None:
     read = []
     for tool in tools:
         function = tool.get("function", tool) if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
-            raise ValueError(f'column tools holds {shorten_value(tool)}; write JSON schemas, {{"function": {{"name": ...}}}}')
+        if (
+            not isinstance(function, dict)
+            or not isinstance(function.get("name"), str)
+            or not function["name"]
+        ):
+            raise ValueError(
+                f'column tools holds {shorten_value(tool)}; write JSON schemas, {{"function": {{"name": ...}}}}'
+            )
         read.append(tool if "function" in tool else {"type": "function", "function": tool})
     return read or None
 
@@ -248,13 +314,17 @@ def _read_thought(where: str, fields: Message, content: str) -> Message:
     if not thoughts:
         return {}
     if len({thought.strip() for thought in thoughts.values()}) > 1:
-        raise ValueError(f"{where} has different thoughts in {' and '.join(thoughts)}; keep one of them")
+        raise ValueError(
+            f"{where} has different thoughts in {' and '.join(thoughts)}; keep one of them"
+        )
 
     key, thought = next(iter(thoughts.items()))
     if "</think>" in content:
         if thought.strip() in content:
             return {}
-        raise ValueError(f"{where} has a thought in its content and another in {key}; keep one of them")
+        raise ValueError(
+            f"{where} has a thought in its content and another in {key}; keep one of them"
+        )
     return {key: thought}
 
 
@@ -264,7 +334,9 @@ def _text_of_details(where: str, details: Any) -> str:
     for detail in details if isinstance(details, list) else [details]:
         text = detail.get("text") or detail.get("summary") if isinstance(detail, dict) else None
         if not isinstance(text, str):
-            raise ValueError(f"reasoning_details of {where} holds {shorten_value(detail)}, which is no text; remove it")
+            raise ValueError(
+                f"reasoning_details of {where} holds {shorten_value(detail)}, which is no text; remove it"
+            )
         texts.append(text)
     return "\n".join(texts)
 
@@ -297,11 +369,15 @@ def check_order(name: str, messages: list[Message]) -> None:
         if message["role"] == "system" and place > 1:
             raise ValueError(f"{where} has role 'system'; use it only for the first message")
         if message["role"] == "tool" and not has_reply:
-            raise ValueError(f"{where} has role 'tool' and follows no reply that calls one; remove it")
+            raise ValueError(
+                f"{where} has role 'tool' and follows no reply that calls one; remove it"
+            )
         has_reply = has_reply or message["role"] == "assistant"
     if not any(message["role"] == "user" for message in messages):
         first = messages[0]["role"]
-        raise ValueError(f"message 1 of {name} is the {first}'s and no message is the user's; begin with the user's")
+        raise ValueError(
+            f"message 1 of {name} is the {first}'s and no message is the user's; begin with the user's"
+        )
 
 
 def check_prompt(messages: list[Message], name: str = "prompt") -> list[Message]:
@@ -317,7 +393,10 @@ def check_prompt(messages: list[Message], name: str = "prompt") -> list[Message]
 def is_conversation(value: Any) -> bool:
     """Whether a value is a list of messages, in any layout."""
     return (
-        isinstance(value, list) and bool(value) and isinstance(value[0], dict) and bool({"role", "from"} & {*value[0]})
+        isinstance(value, list)
+        and bool(value)
+        and isinstance(value[0], dict)
+        and bool({"role", "from"} & {*value[0]})
     )
 
 

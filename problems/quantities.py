@@ -19,7 +19,9 @@ LONGEST = 400  # characters of what states an answer
 
 # ---- a text whose numbers stand free
 
-_REWRITES: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (  # LaTeX and Markdown around a number
+_REWRITES: tuple[
+    tuple[str, str | Callable[[re.Match[str]], str]], ...
+] = (  # LaTeX and Markdown around a number
     (r"\\[cdt]?frac ?(?:\{([^{}]{1,60})\} ?\{([^{}]{1,60})\}|([0-9])([0-9]))", r" \1\3/\2\4"),
     (r"\\([$%#&])", r"\1"),
     (r"\{,\}", ","),  # 1{,}234
@@ -29,14 +31,20 @@ _REWRITES: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (  # L
     (r"\^ ?\{ ?([-+]?[0-9]{1,9}) ?\}", r"^\1"),
     (r"([A-Za-z])_(?:\{([A-Za-z0-9]{1,9})\}|([A-Za-z0-9]))(?= ?=)", r"\1\2\3"),  # x_1 = 5
     (r"\\[!,;: ()\[\]]|\*\*|[_`~]", " "),
-    (r"\\(?:[fm]?box(?:ed)?|text[a-z]*|math[a-z]+|underline|left|right|q?quad|displaystyle)(?![A-Za-z])", " "),
+    (
+        r"\\(?:[fm]?box(?:ed)?|text[a-z]*|math[a-z]+|underline|left|right|q?quad|displaystyle)(?![A-Za-z])",
+        " ",
+    ),
     (r"[{}]", " "),
     (r"\u00b0 +([CF])(?![A-Za-z])", "\u00b0\\1"),
     (r"\$\$?([^\s$]|[^\s$][^$]{0,300}[^\s$])\$\$?(?![0-9])", r" \1 "),
     (r"(?i:\b(?:minus|negative) ?(?=[0-9]))", "-"),
     (r"\\(?:times|cdot|div)(?![A-Za-z])", "*"),
     (r" {2,}", " "),
-    (r"(?<![A-Za-z0-9])(?:[-+*/() 0-9.$]|,(?=[0-9]{3}))*[0-9)] *=(?= *[-$]? ?[0-9])", ""),  # 6 * 7 = 42
+    (
+        r"(?<![A-Za-z0-9])(?:[-+*/() 0-9.$]|,(?=[0-9]{3}))*[0-9)] *=(?= *[-$]? ?[0-9])",
+        "",
+    ),  # 6 * 7 = 42
 )
 _COMPILED = [(re.compile(pattern), new) for pattern, new in _REWRITES]
 
@@ -103,7 +111,9 @@ def read_digits(digits: str) -> Fraction:
 
 # ---- one number in a text
 
-_MONEY = r"US\$|[$\u20ac\u00a3\u20b9\u00a5\u20bd\u20a9]|(?:USD|EUR|GBP|INR|JPY|CNY|CHF)(?= )|Rs\.?(?= )"
+_MONEY = (
+    r"US\$|[$\u20ac\u00a3\u20b9\u00a5\u20bd\u20a9]|(?:USD|EUR|GBP|INR|JPY|CNY|CHF)(?= )|Rs\.?(?= )"
+)
 _NUMBER = re.compile(  # not the 5 of "x5", the minus of "7-5", a part of "10:30" or "1.2.3"
     rf"(?P<sign>(?<![\w)%\]}}^])[-+] ?)?(?P<money>{_MONEY})? ?(?P<minus>(?<![\w)%\]}}^])-)?"
     r"(?<![A-Za-z0-9_^])(?<!\^[-+ ])(?<![0-9][.,:/])"
@@ -129,15 +139,21 @@ _BESIDE = rf"[^\W\d_]{{2,}}+|(?![{_SIGNS}])[^\x00-\x7f]|[\s.,:;%'\"*$]"
 _BEFORE = re.compile(  # prose, a name and its equals sign
     rf"(?:\b[A-Za-z][A-Za-z0-9]{{0,2}}+ ?(?==)|{_BESIDE}|[()/=-]|\b[aAI]\b|\b[ghlms]\b(?=[ /:]))*+"
 )
-_ENDS_IN_FORMULA = re.compile(rf"(?:\w\(|[A-Za-z]-|(?<![^\W\d_])[B-HJ-Zb-z] ?|[*/)] ?|\b{_FUNCTIONS} ?\(? ?)$")
+_ENDS_IN_FORMULA = re.compile(
+    rf"(?:\w\(|[A-Za-z]-|(?<![^\W\d_])[B-HJ-Zb-z] ?|[*/)] ?|\b{_FUNCTIONS} ?\(? ?)$"
+)
 _AFTER = re.compile(  # units and prose
     rf"(?:(?<=[^\W\d_]) ?\^ ?[-+]?[0-9](?![0-9])|{_BESIDE}|[()]|"
     r"[-/=](?= ?\(? ?(?:[^\W\d_]{2}|[a-zA-Z]\b)|\W*$)|\b[aAI]\b|(?<![^\W\d_])[A-Za-z](?![A-Za-z0-9=(]))*+"
 )
 _GLUED = "ghlmsAJKLNVW"  # letters that are units right behind a digit: 5m, and 5x is none
-_FORMULA_BEHIND = re.compile(rf" ?[-*]? ?\(? ?(?:pi\b|{_FUNCTIONS}(?![a-z])(?= ?(?:\(|[0-9]|[A-Za-z]\b)))")
+_FORMULA_BEHIND = re.compile(
+    rf" ?[-*]? ?\(? ?(?:pi\b|{_FUNCTIONS}(?![a-z])(?= ?(?:\(|[0-9]|[A-Za-z]\b)))"
+)
 _NAME = re.compile(r"(?<![A-Za-z0-9])([A-Za-z][0-9]{0,2}) ?= ?$")
-_IN_BRACKETS = re.compile(r"(?<![A-Za-z])[(\[{]\s*-?[0-9]+,[0-9]+\s*[)\]}]")  # a pair, an interval, a set
+_IN_BRACKETS = re.compile(
+    r"(?<![A-Za-z])[(\[{]\s*-?[0-9]+,[0-9]+\s*[)\]}]"
+)  # a pair, an interval, a set
 
 
 class Quantity(NamedTuple):
@@ -257,7 +273,11 @@ def is_quantity(answer: str) -> bool:
     A capital is a unit only behind a space: "5 V" is a number, "5B" is a code. So is a word in capitals that is a unit.
     """
     read = read_number(answer)
-    if read is None or read.lead.strip(" $") or len(read.measure.words) > (1 if read.measure.powers else 2):
+    if (
+        read is None
+        or read.lead.strip(" $")
+        or len(read.measure.words) > (1 if read.measure.powers else 2)
+    ):
         return False
     plain = plain_text(answer).strip(" .")
     capitals = re.search(r"[0-9] ?([A-Z][A-Za-z]*)", plain)

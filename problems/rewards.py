@@ -23,7 +23,14 @@ from typing import Any, NamedTuple
 from machine import alive
 from problems import built_in
 from problems.built_in import BUILT_IN, Reward
-from problems.examples import RESERVED, TRAINER, Example, prompt_text, shorten_value, suggest_nearest
+from problems.examples import (
+    RESERVED,
+    TRAINER,
+    Example,
+    prompt_text,
+    shorten_value,
+    suggest_nearest,
+)
 from problems.functions import describe_raised, load_function, place_of
 from problems.statements import strip_thoughts
 from problems.verifiers import math_correct  # noqa: F401  (users' files import it from here)
@@ -37,12 +44,16 @@ class Logged(NamedTuple):
 
     def note_metric(self, name: Any, value: Any) -> None:
         if not math.isfinite(value):
-            raise ValueError(f"log_metric {shorten_value(name)} is {shorten_value(value)}; give a finite number")
+            raise ValueError(
+                f"log_metric {shorten_value(name)} is {shorten_value(value)}; give a finite number"
+            )
         self.metrics.setdefault(str(name), []).append(float(value))
 
     def note_column(self, num_rows: int, name: Any, values: Sequence[Any]) -> None:
         if len(values) != num_rows:
-            raise ValueError(f"log_extra {shorten_value(name)} has {len(values)} values for {num_rows} completions")
+            raise ValueError(
+                f"log_extra {shorten_value(name)} has {len(values)} values for {num_rows} completions"
+            )
         self.extra[str(name)] = list(map(_as_json, values))
 
 
@@ -67,11 +78,17 @@ class UserReward:
             form = functools.partial(as_messages, "user") if self.messages else prompt_text
             arguments["prompts"] = list(map(form, arguments["prompts"]))
         if "completions" in arguments and self.messages:
-            arguments["completions"] = [as_messages("assistant", text) for text in arguments["completions"]]
+            arguments["completions"] = [
+                as_messages("assistant", text) for text in arguments["completions"]
+            ]
         self.logged = Logged({}, {})
         num = max(map(len, arguments.values()), default=0)
         log_extra = functools.partial(self.logged.note_column, num)
-        own = {"trainer_state": self.state, "log_metric": self.logged.note_metric, "log_extra": log_extra}
+        own = {
+            "trainer_state": self.state,
+            "log_metric": self.logged.note_metric,
+            "log_extra": log_extra,
+        }
         wanted = reward_columns(self.name, self.fn, [*arguments, *TRAINER])
         return self.fn(**arguments | {name: own[name] for name in wanted if name in own})
 
@@ -94,9 +111,13 @@ def load_reward(spec: str) -> tuple[str, Reward]:
     """(name, function) of --reward: FILE.py:function, or one of ours by name with its numbers, as length:200."""
     if (known := spec.partition(":")[0]) in BUILT_IN:
         return known, built_in.make_built_in(spec)
-    name, fn = load_function("--reward", spec, f"{suggest_nearest(spec, BUILT_IN)}; or one of {', '.join(BUILT_IN)}")
+    name, fn = load_function(
+        "--reward", spec, f"{suggest_nearest(spec, BUILT_IN)}; or one of {', '.join(BUILT_IN)}"
+    )
     if name == "rubric":
-        raise ValueError(f"--reward {spec}: the name rubric belongs to the judge's reward; rename the function")
+        raise ValueError(
+            f"--reward {spec}: the name rubric belongs to the judge's reward; rename the function"
+        )
     return name, UserReward(name, fn)
 
 
@@ -116,16 +137,26 @@ def call_rewards(
     """
     every, prompts = columns_of(examples) | columns, [example["prompt"] for example in examples]
     named = alive.Bar(rewards.items(), desc="reward", unit="reward")
-    called = {name: call_reward(name, reward, prompts, completions, every) for name, reward in named}
+    called = {
+        name: call_reward(name, reward, prompts, completions, every) for name, reward in named
+    }
     counted = [name for name in called if weights is None or weights[name]]
-    brought = [name for name in counted if isinstance(rewards[name], UserReward) or needs_episodes(rewards[name])]
+    brought = [
+        name
+        for name in counted
+        if isinstance(rewards[name], UserReward) or needs_episodes(rewards[name])
+    ]
     for name in counted:
         values = called[name]
         others = [called[other] for other in brought if other != name]
-        is_covered = others and not any(all(map(math.isnan, row)) for row in zip(*others, strict=True))
+        is_covered = others and not any(
+            all(map(math.isnan, row)) for row in zip(*others, strict=True)
+        )
         if all(map(math.isnan, values)) and not is_covered:
             fix = "return a number for each completion that it applies to"
-            raise ValueError(f"reward {name} gave no number for any of {len(values)} completions, only None; {fix}")
+            raise ValueError(
+                f"reward {name} gave no number for any of {len(values)} completions, only None; {fix}"
+            )
     logged = Logged({}, {})
     for own in (reward.logged for reward in rewards.values() if isinstance(reward, UserReward)):
         for name, values in own.metrics.items():
@@ -136,11 +167,19 @@ def call_rewards(
 
 def columns_of(examples: Sequence[Example]) -> dict[str, Sequence[Any]]:
     """The columns of examples with equal keys, without the prompts."""
-    return {name: [example.get(name) for example in examples] for name in examples[0] if name != "prompt"}
+    return {
+        name: [example.get(name) for example in examples]
+        for name in examples[0]
+        if name != "prompt"
+    }
 
 
 def call_reward(
-    name: str, fn: Reward, prompts: Sequence[Any], completions: Sequence[str], columns: dict[str, Sequence[Any]]
+    name: str,
+    fn: Reward,
+    prompts: Sequence[Any],
+    completions: Sequence[str],
+    columns: dict[str, Sequence[Any]],
 ) -> list[float]:
     """
     The rewards of N completions by a function, sync or async, each a finite float; nan where it gave None.
@@ -153,12 +192,17 @@ def call_reward(
     `fn` raised and where, or the row and its value.
     """
     arguments = {"prompts": prompts, "completions": completions} | columns
-    assert all(len(column) == len(completions) for column in arguments.values()), "columns of unequal length"
+    assert all(len(column) == len(completions) for column in arguments.values()), (
+        "columns of unequal length"
+    )
     from machine import world  # here: it brings MLX, which data and tasks do without
 
     ours: Any = None
     if world.is_first():
-        ours = [call_checked(name, fn, arguments, len(completions)), *(fn.logged if isinstance(fn, UserReward) else ())]
+        ours = [
+            call_checked(name, fn, arguments, len(completions)),
+            *(fn.logged if isinstance(fn, UserReward) else ()),
+        ]
     values, *logged = world.all_gather(ours)[0]
     if isinstance(fn, UserReward):
         fn.logged = Logged(*logged)
@@ -168,7 +212,9 @@ def call_reward(
 def call_checked(name: str, fn: Reward, arguments: dict[str, Any], num_rows: int) -> list[float]:
     wanted = reward_columns(name, fn, [*arguments, *TRAINER])
     chosen = {key: arguments[key] for key in wanted if key in arguments}
-    if "completions" in chosen and not isinstance(fn, UserReward):  # a user's function gets the thoughts too
+    if "completions" in chosen and not isinstance(
+        fn, UserReward
+    ):  # a user's function gets the thoughts too
         chosen["completions"] = list(map(strip_thoughts, chosen["completions"]))
     try:
         rewards = _call_function(fn, chosen)
@@ -178,10 +224,16 @@ def call_checked(name: str, fn: Reward, arguments: dict[str, Any], num_rows: int
             raise ValueError(f"reward {name} {describe_raised(error, fn)}") from error
     values = _checked_rewards(name, fn, rewards, num_rows)
     if isinstance(fn, UserReward) and fn.messages is None:
-        is_alike = len(set(map(str, values))) == 1 and any(isinstance(one, list) for one in arguments["prompts"])
+        is_alike = len(set(map(str, values))) == 1 and any(
+            isinstance(one, list) for one in arguments["prompts"]
+        )
         others, logged, fn.messages = values, fn.logged, is_alike
         with contextlib.suppress(Exception, SystemExit):
-            others = _checked_rewards(name, fn, _call_function(fn, chosen), num_rows) if is_alike else values
+            others = (
+                _checked_rewards(name, fn, _call_function(fn, chosen), num_rows)
+                if is_alike
+                else values
+            )
         if len(set(map(str, others))) > 1:
             return others
         fn.messages, fn.logged = None if is_alike else False, logged
@@ -189,7 +241,9 @@ def call_checked(name: str, fn: Reward, arguments: dict[str, Any], num_rows: int
 
 
 def _call_function(fn: Reward, chosen: dict[str, Any]) -> Any:
-    with contextlib.chdir(os.curdir):  # where the run is recorded, by a relative path, though fn goes elsewhere
+    with contextlib.chdir(
+        os.curdir
+    ):  # where the run is recorded, by a relative path, though fn goes elsewhere
         rewards: Any = fn(**{key: list(values) for key, values in chosen.items()})
         return asyncio.run(await_any(rewards)) if inspect.isawaitable(rewards) else rewards
 
@@ -203,12 +257,18 @@ def _retry_with_messages(fn: UserReward, chosen: dict[str, Any], error: BaseExce
     """What an untried function that failed on text gives for messages, its form from now on; None if it fails too."""
     if fn.messages is not None:
         return None
-    if isinstance(error, IndexError) and "completions" in chosen:  # of an empty text, which hides what comes next
+    if (
+        isinstance(error, IndexError) and "completions" in chosen
+    ):  # of an empty text, which hides what comes next
         try:
-            _call_function(fn, chosen | {"completions": [text or "-" for text in chosen["completions"]]})
+            _call_function(
+                fn, chosen | {"completions": [text or "-" for text in chosen["completions"]]}
+            )
         except (Exception, SystemExit) as next_error:
             error = next_error
-    if isinstance(error, (TypeError, AttributeError)) and re.match("string ind|'str' object has", str(error)):
+    if isinstance(error, (TypeError, AttributeError)) and re.match(
+        "string ind|'str' object has", str(error)
+    ):
         fn.messages = True
         try:
             return _call_function(fn, chosen)
@@ -222,12 +282,24 @@ def reward_columns(name: str, fn: Reward, known: Iterable[str]) -> list[str]:
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (ValueError, TypeError) as error:
-        raise ValueError(f"reward {name} has no signature that Python can read; wrap it in a function") from error
-    by_keyword = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name in known]
+        raise ValueError(
+            f"reward {name} has no signature that Python can read; wrap it in a function"
+        ) from error
+    by_keyword = [
+        p.name
+        for p in parameters
+        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name in known
+    ]
     for p in parameters:
-        if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and p.name not in by_keyword:
+        if (
+            p.default is p.empty
+            and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+            and p.name not in by_keyword
+        ):
             hint = f"{suggest_nearest(p.name, known)}; it has {', '.join(known)}"
-            raise ValueError(f"reward {name} needs {p.name!r}, which is no column of the data{hint}")
+            raise ValueError(
+                f"reward {name} needs {p.name!r}, which is no column of the data{hint}"
+            )
     return list(known) if any(p.kind == p.VAR_KEYWORD for p in parameters) else by_keyword
 
 
@@ -251,10 +323,15 @@ def _looks_at(fn: Any, variable: str) -> bool:
     if code is None:
         return True
     loaded = [step.argval for step in dis.get_instructions(code) if "LOAD" in step.opname]
-    return any(variable == name or (isinstance(name, tuple) and variable in name) for name in loaded)
+    return any(
+        variable == name or (isinstance(name, tuple) and variable in name) for name in loaded
+    )
 
 
-OF_EPISODES = ("environments", "earned")  # what rewards may ask for besides, where there are environments
+OF_EPISODES = (
+    "environments",
+    "earned",
+)  # what rewards may ask for besides, where there are environments
 
 
 def needs_episodes(reward: Reward) -> bool:
@@ -264,14 +341,22 @@ def needs_episodes(reward: Reward) -> bool:
 
 def reward_arguments(examples: Sequence[Example], environments: bool = False) -> list[str]:
     """The names of everything that a reward may ask for, with these examples."""
-    return [*RESERVED, *(OF_EPISODES if environments else ()), *(name for name in examples[0] if name != "prompt")]
+    return [
+        *RESERVED,
+        *(OF_EPISODES if environments else ()),
+        *(name for name in examples[0] if name != "prompt"),
+    ]
 
 
 def _checked_rewards(name: str, fn: Reward, rewards: Any, num_rows: int) -> list[float]:
     if hasattr(rewards, "tolist"):  # arrays of any library
         rewards = rewards.tolist()
     if not isinstance(rewards, (list, tuple)) or len(rewards) != num_rows:
-        given = f"{len(rewards)} values" if isinstance(rewards, (list, tuple)) else shorten_value(rewards)
+        given = (
+            f"{len(rewards)} values"
+            if isinstance(rewards, (list, tuple))
+            else shorten_value(rewards)
+        )
         fault = f"reward {name}{place_of(fn)} gave {given}"
         raise ValueError(f"{fault}, not a list of {num_rows} numbers, one for each completion")
     checked = []

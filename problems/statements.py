@@ -19,7 +19,9 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-IsAnswer = Callable[[str], object]  # whether a piece of text is an answer of the kind that is asked for
+IsAnswer = Callable[
+    [str], object
+]  # whether a piece of text is an answer of the kind that is asked for
 
 LONGEST_LINE = 400  # characters; a longer line or sentence states nothing
 
@@ -37,7 +39,9 @@ _TAG = re.compile(
     re.IGNORECASE,
 )
 _OPENED_TURN = re.compile(r"[^\w<\[\u25c1]*(?:assistant|model|bot)?\s*", re.IGNORECASE)
-_CONTROL = re.compile(r"<[|\uff5c][^<>]{1,40}[|\uff5c]>|\[/INST\]|<(?:start|end)_of_turn>", re.IGNORECASE)
+_CONTROL = re.compile(
+    r"<[|\uff5c][^<>]{1,40}[|\uff5c]>|\[/INST\]|<(?:start|end)_of_turn>", re.IGNORECASE
+)
 
 
 def _is_closing(tag: re.Match[str]) -> bool:
@@ -129,7 +133,8 @@ LABEL = re.compile(
     re.IGNORECASE,
 )
 _ANSWER_LINE = re.compile(
-    rf"{DRESS}{LEAD}{DRESS}(?:{_ANSWER})[\s*_`]*(?:[:=\u2192]|=>|->)[\s*_`]*(?P<value>.*\S)", re.IGNORECASE
+    rf"{DRESS}{LEAD}{DRESS}(?:{_ANSWER})[\s*_`]*(?:[:=\u2192]|=>|->)[\s*_`]*(?P<value>.*\S)",
+    re.IGNORECASE,
 )
 _BARE_LABEL = re.compile(rf"{DRESS}(?:{_ANSWER})[\s*_`]*[:=]?[\s*_`]*", re.IGNORECASE)
 CONCLUDES = re.compile(
@@ -247,7 +252,9 @@ def cut_explanation(text: str) -> tuple[str, str]:
     match = EXPLAINS.search(text)
     if match and match.start():
         return text[: match.start()], text[match.start() :]
-    bracket = re.search(r"\s\((?=[^()\\]*[^\W\d_]{3})[^()\\]*\)[\s.!*_]*$", text)  # of words, not of a formula
+    bracket = re.search(
+        r"\s\((?=[^()\\]*[^\W\d_]{3})[^()\\]*\)[\s.!*_]*$", text
+    )  # of words, not of a formula
     if bracket and bracket.start():
         return text[: bracket.start()], text[bracket.start() :]
     return text, ""
@@ -351,7 +358,11 @@ def find_answer_line(text: str) -> list[Mark]:
     begin = text.rfind("\n") + 1
     line = text[begin:]
     match = _ANSWER_LINE.match(line) if len(line) <= LONGEST_LINE else None
-    if not match or not re.search(r"\w", match["value"]) or re.match(r"[\\<]|\$?\\boxed", match["value"]):
+    if (
+        not match
+        or not re.search(r"\w", match["value"])
+        or re.match(r"[\\<]|\$?\\boxed", match["value"])
+    ):
         return []
     return [Mark(match["value"], begin, len(text))]
 
@@ -362,7 +373,9 @@ def find_answer_sentence(text: str) -> list[Mark]:
     begin = text.rfind("\n") + 1
     labelled = read_label(text[begin:]) if len(text) - begin <= LONGEST_LINE else ""
     value = cut_explanation(labelled)[0].strip(" .!*_`:,;")
-    is_pointer = re.match(r"(?:in|above|below|shown|given|boxed|as|therefore|thus|here|correct|clear)\b", value, re.I)
+    is_pointer = re.match(
+        r"(?:in|above|below|shown|given|boxed|as|therefore|thus|here|correct|clear)\b", value, re.I
+    )
     if not value or is_pointer or len(split_sentences(labelled)) > 1 or is_question(labelled):
         return []
     return [Mark(value, begin, len(text))]
@@ -405,7 +418,9 @@ def _are_guesses(text: str, mark: Mark, next_mark: Mark) -> bool:
     between = text[mark.end : next_mark.begin]
     if "\n" not in between:
         return True
-    if len(between) <= LONGEST_LINE and re.fullmatch(rf"\W*(?:{OR}|{MAYBE})\W*", between, re.IGNORECASE):
+    if len(between) <= LONGEST_LINE and re.fullmatch(
+        rf"\W*(?:{OR}|{MAYBE})\W*", between, re.IGNORECASE
+    ):
         return True
     befores = [text[text.rfind("\n", 0, one.begin) + 1 : one.begin] for one in (mark, next_mark)]
     if all(GUESS.search(before[-LONGEST_LINE:]) for before in befores):
@@ -425,7 +440,9 @@ class Statement(NamedTuple):
     rest: str | None = None  # None: nothing was taken back
 
 
-def read_first_statement(text: str, is_answer: IsAnswer, is_same: Callable[[str, str], bool]) -> Statement:
+def read_first_statement(
+    text: str, is_answer: IsAnswer, is_same: Callable[[str, str], bool]
+) -> Statement:
     """
     What the first sentence with a label states, as in "The answer is 42. (6 bags of 7 pears.)".
 
@@ -443,7 +460,9 @@ def read_first_statement(text: str, is_answer: IsAnswer, is_same: Callable[[str,
             continue
         if stated is not None:
             has_another = has_other(sentence, stated)
-            if (may_be_taken_back and is_taken_back(sentence)) or (has_another and opens_correction(sentence)):
+            if (may_be_taken_back and is_taken_back(sentence)) or (
+                has_another and opens_correction(sentence)
+            ):
                 stated, rest = None, "\n".join(sentences[place:])
             elif has_another and is_hedge(sentence):
                 return Statement("")
@@ -475,7 +494,9 @@ def is_open(explanation: str) -> bool:
 def has_other(sentence: str, stated: str) -> bool:
     """Whether a sentence names a number or a name that is not the answer, as far as its form tells."""
     if re.search("[0-9]", stated):
-        return any(number.strip(".,") not in stated for number in re.findall(r"[0-9][0-9.,]*", sentence))
+        return any(
+            number.strip(".,") not in stated for number in re.findall(r"[0-9][0-9.,]*", sentence)
+        )
     words = [word.strip(".,'") for word in re.findall(r"\w[\w.,/'-]*", sentence)]
     return any(word not in stated and word[:1].isupper() for word in words[1:])
 
@@ -491,12 +512,18 @@ def take_first_line(text: str, is_answer: IsAnswer) -> tuple[str, str] | None:
     if not rest.strip() or len(first) > LONGEST_LINE or is_question(first) or not is_answer(first):
         return None
     for line in split_lines(rest):
-        is_prose = re.match(r"\s*\S+(?:\s+\S+){3}", line) or re.search(r"[.!:][\s*_`]*$", line[-20:])
+        is_prose = re.match(r"\s*\S+(?:\s+\S+){3}", line) or re.search(
+            r"[.!:][\s*_`]*$", line[-20:]
+        )
         if not is_prose:
             return None
     may_be_taken_back = may_take_back(rest)
     for sentence in split_sentences(rest):
-        if (may_be_taken_back and is_taken_back(sentence)) or opens_correction(sentence) or is_hedge(sentence):
+        if (
+            (may_be_taken_back and is_taken_back(sentence))
+            or opens_correction(sentence)
+            or is_hedge(sentence)
+        ):
             return None
     return first, rest
 

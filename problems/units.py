@@ -169,7 +169,9 @@ def _make_table() -> dict[str, Units]:
                 for written in symbols.split() if is_symbol else [prefix]:
                     table.setdefault(written + spelling, set()).add(whole_name)
     for spelling in "cd", "min", "ft", "pt":  # in use for these alone
-        table[spelling] = {name for name in table[spelling] if not name.startswith(("centi", "milli", "femto"))}
+        table[spelling] = {
+            name for name in table[spelling] if not name.startswith(("centi", "milli", "femto"))
+        }
     return {spelling: frozenset(names) for spelling, names in table.items()}
 
 
@@ -258,7 +260,9 @@ class _MeasureReader:
             return False
         if word in ("a", "an"):  # miles an hour
             return bool(self.powers) and _is_time(self.tokens, self.place + 1)
-        return word == "/" or (word == "per" and _unit_at(self.tokens, self.place)[0] is None)  # not of "per cent"
+        return word == "/" or (
+            word == "per" and _unit_at(self.tokens, self.place)[0] is None
+        )  # not of "per cent"
 
     def read_unit(self) -> bool:
         """Reads a unit and its power. A word that is none ends the measure; behind "per" it is its last unit."""
@@ -303,7 +307,9 @@ def _unit_at(tokens: list[str], place: int) -> tuple[str | Units | None, int]:
     for num in (2, 1):
         if place + num > len(tokens):
             continue
-        spelling = " ".join([*map(_singular, tokens[place : place + num - 1]), tokens[place + num - 1]])
+        spelling = " ".join(
+            [*map(_singular, tokens[place : place + num - 1]), tokens[place + num - 1]]
+        )
         if num == 1 and spelling.casefold() == "in" and _is_preposition(tokens, place):
             return None, 0
         compound = spelling if spelling in _COMPOUNDS else spelling.casefold()
@@ -318,7 +324,11 @@ def _unit_at(tokens: list[str], place: int) -> tuple[str | Units | None, int]:
 def _is_preposition(tokens: list[str], place: int) -> bool:
     """Whether "in" stands before a word, as in "42 in total"; before "per" and "squared" it is the inch."""
     following = tokens[place + 1 : place + 2]
-    return bool(following) and following[0][0].isalpha() and following[0] not in {"per", *_POWERS_BEHIND}
+    return (
+        bool(following)
+        and following[0][0].isalpha()
+        and following[0] not in {"per", *_POWERS_BEHIND}
+    )
 
 
 def _is_time(tokens: list[str], place: int) -> bool:

@@ -29,7 +29,9 @@ MOST_CHOICES, LEAST_ROWS = 10, 3  # distinct answers, and rows for each
 
 # ---- what a completion states
 
-Read = Callable[[str, str], list[str]]  # of a right answer and a text, its statements: each of them must be right
+Read = Callable[
+    [str, str], list[str]
+]  # of a right answer and a text, its statements: each of them must be right
 
 
 def clean(text: str) -> str:
@@ -84,10 +86,18 @@ def _verifier(is_right: Callable[[str, str], Verdict], read: Read) -> Verifier:
             golds = dict.fromkeys(map(stated_by, right_answers(right)))
             rows.append([verdicts_of(reply, gold) for gold in golds])
 
-        asked = {verdict for row in rows for verdicts in row for verdict in verdicts if isinstance(verdict, tuple)}
+        asked = {
+            verdict
+            for row in rows
+            for verdicts in row
+            for verdict in verdicts
+            if isinstance(verdict, tuple)
+        }
         pairs = list(asked)
         replies = math_pool().answer_all(pairs) if pairs else []
-        equal: set[Verdict] = {pair for pair, reply in zip(pairs, replies, strict=True) if reply.value is True}
+        equal: set[Verdict] = {
+            pair for pair, reply in zip(pairs, replies, strict=True) if reply.value is True
+        }
         equal.add(True)
         return [float(any(map(equal.issuperset, row))) for row in rows]
 
@@ -110,8 +120,14 @@ def _ends_with(line: str, gold: str) -> bool:
     """Whether the last sentence of a line is "... is GOLD", with no other number before a gold with digits."""
     whole = fold_text(line) if fold_text(line).endswith(gold) else fold_text(line).rstrip(")]")
     head = re.split(r"[.!?] ", whole.removesuffix(gold))[-1]
-    is_other = len(head) > LONGEST or _NOT.search(head) or (re.search("[0-9]", gold) and re.search("[0-9]", head))
-    return whole.endswith(gold) and not is_other and (bool(_LEADS.search(head)) or ends_in_lead(head))
+    is_other = (
+        len(head) > LONGEST
+        or _NOT.search(head)
+        or (re.search("[0-9]", gold) and re.search("[0-9]", head))
+    )
+    return (
+        whole.endswith(gold) and not is_other and (bool(_LEADS.search(head)) or ends_in_lead(head))
+    )
 
 
 def _same_text(gold: str, statement: str) -> bool:
@@ -144,7 +160,9 @@ def read_text(gold: str, text: str) -> list[str]:
         return [line[0]]
     if _same_text(gold, text):
         return [text]
-    sentence = statements.opens_with(text, lambda part: fold_text(part) == fold_text(gold) or _says(part, gold))
+    sentence = statements.opens_with(
+        text, lambda part: fold_text(part) == fold_text(gold) or _says(part, gold)
+    )
     return [sentence or _bold_piece(text) or _without_explanation(_last_sentence(text)) or text]
 
 
@@ -160,13 +178,23 @@ def _last_sentence(text: str) -> str:
     """The last line, if it is a single sentence, in which something is explained; else ""."""
     line = _last_line(text)
     is_short = len(line) <= LONGEST and len(statements.split_sentences(line)) == 1
-    return line if is_short and not statements.is_question(line) and statements.cut_explanation(line)[1] else ""
+    return (
+        line
+        if is_short and not statements.is_question(line) and statements.cut_explanation(line)[1]
+        else ""
+    )
 
 
 def _says(sentence: str, gold: str) -> bool:
     """Whether a first sentence says "The capital is GOLD.", and not what others say."""
-    is_report = re.search(r"\b(?:say|says|said|think|thinks|many|some|people|mistake|wrong|often)\b", sentence, re.I)
-    return bool(re.match(r"\W*(?:The|It|It's)\b", sentence)) and not is_report and _ends_with(sentence, fold_text(gold))
+    is_report = re.search(
+        r"\b(?:say|says|said|think|thinks|many|some|people|mistake|wrong|often)\b", sentence, re.I
+    )
+    return (
+        bool(re.match(r"\W*(?:The|It|It's)\b", sentence))
+        and not is_report
+        and _ends_with(sentence, fold_text(gold))
+    )
 
 
 def _has_shape_of(line: str, gold: str) -> bool:
@@ -177,7 +205,9 @@ def _has_shape_of(line: str, gold: str) -> bool:
     is_as_long = bare.count(" ") <= gold.count(" ")
     has_same_digits = bool(re.search("[0-9]", bare)) == bool(re.search("[0-9]", gold))
     has_same_case = bare[:1].isupper() == gold[:1].isupper()
-    is_heading = line.rstrip(" *_").endswith(":") or line.startswith("#") or _HEADING.fullmatch(bare)
+    is_heading = (
+        line.rstrip(" *_").endswith(":") or line.startswith("#") or _HEADING.fullmatch(bare)
+    )
     return bool(bare) and is_as_long and has_same_digits and has_same_case and not is_heading
 
 
@@ -198,7 +228,11 @@ def _bold_piece(text: str) -> str:
     rest = text[pieces[0].end() :]
     is_open = statements.is_open(rest[:LONGEST]) or _NOT.search(rest[:LONGEST]) or _NOT.search(head)
     is_doubted = any(map(statements.is_taken_back, statements.split_sentences(rest[:LONGEST])))
-    is_only = len(rest) <= LONGEST and not is_doubted and ("\n" not in rest.strip() or "\n" not in text[:begin])
+    is_only = (
+        len(rest) <= LONGEST
+        and not is_doubted
+        and ("\n" not in rest.strip() or "\n" not in text[:begin])
+    )
     leads = _LEADS.search(head.casefold()) and re.search(r"\w", head)
     is_stated = leads and is_only and not is_open and not statements.is_question(rest or ".")
     return pieces[0][1] if is_stated else ""
@@ -280,7 +314,9 @@ def _same_formula(gold: str, statement: str) -> Verdict:
 
 def _same_mark(gold: str, statement: str) -> Verdict:
     read = read_number(statement)
-    return not (read and re.search(r"[^\W\d_]{2}", read.lead)) and _same_formula(gold, statement)  # not "at least 42"
+    return not (read and re.search(r"[^\W\d_]{2}", read.lead)) and _same_formula(
+        gold, statement
+    )  # not "at least 42"
 
 
 def _formula(gold: str, text: str) -> str:
@@ -318,7 +354,10 @@ def read_math(gold: str, text: str) -> list[str]:
     if not is_mathematics(gold):
         return read_text(gold, text)
     if pieces := statements.read_marks(text, _is_math_mark if read_number(gold) else _is_any):
-        return [_formula(gold, _without_explanation(piece) if read_number(gold) else piece) for piece in pieces]
+        return [
+            _formula(gold, _without_explanation(piece) if read_number(gold) else piece)
+            for piece in pieces
+        ]
     text = _without_marks(text) if statements.find_marks(text) else text
     first = statements.read_first_statement(text, _is_short_formula, _is_same_value)
     if first.text is not None:
@@ -333,14 +372,18 @@ def read_math(gold: str, text: str) -> list[str]:
 
 def _concludes(text: str) -> bool:
     """Whether a text ends in a sentence with a number that concludes: "So she has 42.", "6 * 7 = 42"."""
-    sentences = [sentence for sentence in statements.split_sentences(text) if re.search("[0-9]", sentence)]
+    sentences = [
+        sentence for sentence in statements.split_sentences(text) if re.search("[0-9]", sentence)
+    ]
     return bool(sentences and (statements.CONCLUDES.match(sentences[-1]) or "=" in sentences[-1]))
 
 
 def read_marked(gold: str, text: str) -> list[str]:
     """Only what a text marks."""
     is_numeric = is_mathematics(gold) and read_number(gold)
-    return statements.read_marks(text, _is_math_mark if is_numeric else _is_any, with_sentence=False)
+    return statements.read_marks(
+        text, _is_math_mark if is_numeric else _is_any, with_sentence=False
+    )
 
 
 exact = _verifier(_same_text, read_text)
@@ -357,7 +400,9 @@ class Kind(NamedTuple):
 _NAME = re.compile(r"[^\W\d_]+(?:[ '/-][^\W\d_]+){0,2}")
 VERIFIERS = {  # strictest first, as `auto` tries them
     "json": Kind(
-        read_json, lambda _: _verifier(_same_json, read_object), "JSON: keys and values equal, order and spaces free"
+        read_json,
+        lambda _: _verifier(_same_json, read_object),
+        "JSON: keys and values equal, order and spaces free",
     ),
     "number": Kind(is_number, lambda _: number, "numbers: values equal, units where both have one"),
     "choice": Kind(
@@ -365,9 +410,19 @@ VERIFIERS = {  # strictest first, as `auto` tries them
         choice_of,
         'choices: a sentence is it alone, or states it after a label such as "The answer is"; the rest explains it',
     ),
-    "math": Kind(is_mathematics, lambda _: math_correct, "mathematics: values equal, read by math-verify's grammar"),
-    "exact": Kind(bool, lambda _: exact, "texts: equal but for case, spaces, article and full stop"),
-    "marked": Kind(bool, lambda _: marked, "what \\boxed{}, ####, <answer> or a last Answer: marks, as mathematics"),
+    "math": Kind(
+        is_mathematics,
+        lambda _: math_correct,
+        "mathematics: values equal, read by math-verify's grammar",
+    ),
+    "exact": Kind(
+        bool, lambda _: exact, "texts: equal but for case, spaces, article and full stop"
+    ),
+    "marked": Kind(
+        bool,
+        lambda _: marked,
+        "what \\boxed{}, ####, <answer> or a last Answer: marks, as mathematics",
+    ),
 }
 
 Answer = str | list[str]  # of a list any is right
@@ -380,7 +435,10 @@ def is_compared(answer: Answer) -> bool:
 
 def _is_comparable(answer: str) -> bool:
     stated = stated_by(answer)
-    return bool(stated and (len(stated.split()) <= MOST_WORDS or read_json(answer) or is_mathematics(answer)))
+    return bool(
+        stated
+        and (len(stated.split()) <= MOST_WORDS or read_json(answer) or is_mathematics(answer))
+    )
 
 
 def choose(name: str, answers: Sequence[Answer]) -> tuple[str, Verifier]:
@@ -390,17 +448,28 @@ def choose(name: str, answers: Sequence[Answer]) -> tuple[str, Verifier]:
     name: `auto` is the strictest that fits all answers. Any member of a list is a right answer. ValueError names an
     answer that does not fit.
     """
-    known = [member for answer in answers for member in right_answers(answer) if _is_comparable(member)]
+    known = [
+        member for answer in answers for member in right_answers(answer) if _is_comparable(member)
+    ]
     num = len(set(map(fold_text, known)))
     is_few = num <= MOST_CHOICES and len(known) >= LEAST_ROWS * num
-    fitting = [key for key, kind in VERIFIERS.items() if all(map(kind.fits, known)) and (key != "choice" or is_few)]
+    fitting = [
+        key
+        for key, kind in VERIFIERS.items()
+        if all(map(kind.fits, known)) and (key != "choice" or is_few)
+    ]
     name = fitting[0] if name == "auto" else name
     if odd := [answer for answer in known if not VERIFIERS[name].fits(answer)]:
-        raise ValueError(f"--verifier {name} cannot compare with the answer {shorten_value(odd[0])}; take --verifier auto")
+        raise ValueError(
+            f"--verifier {name} cannot compare with the answer {shorten_value(odd[0])}; take --verifier auto"
+        )
     made = VERIFIERS[name].make(known)
 
     def verify(completions: Sequence[str], answer: Sequence[Any], **_: Any) -> list[Any]:
         values = made(completions=completions, answer=answer)
-        return [value if is_compared(right) else None for value, right in zip(values, answer, strict=True)]
+        return [
+            value if is_compared(right) else None
+            for value, right in zip(values, answer, strict=True)
+        ]
 
     return name, verify

@@ -42,7 +42,9 @@ GRACE = 1.0  # seconds beyond the limit after which a worker that did not stop i
 BUSY = 3.0  # times its limit, which is of processor time, that a worker has on a machine that others use
 START = 300.0  # seconds that a worker may take to build its answerer
 LONGEST = {False: 2**26, True: 2**16}  # bytes of an answer, by whether the worker is sealed
-WATCHED = sys.platform == "darwin"  # where the owner looks at a sealed worker's memory: Linux limits it
+WATCHED = (
+    sys.platform == "darwin"
+)  # where the owner looks at a sealed worker's memory: Linux limits it
 HEAD = struct.Struct(">I")  # bytes that follow
 
 
@@ -64,8 +66,22 @@ class Pool:
     so it has `seal.seal_process` too; which answers broke their worker is printed.
     """
 
-    def __init__(self, target: str, arguments: tuple[Any, ...], *, num: int, limit: float, sealed: bool = False):
-        self.target, self.arguments, self.num, self.limit, self.sealed = target, arguments, num, limit, sealed
+    def __init__(
+        self,
+        target: str,
+        arguments: tuple[Any, ...],
+        *,
+        num: int,
+        limit: float,
+        sealed: bool = False,
+    ):
+        self.target, self.arguments, self.num, self.limit, self.sealed = (
+            target,
+            arguments,
+            num,
+            limit,
+            sealed,
+        )
         self.workers, self.lock = list[_Worker](), threading.Lock()  # those that run
         self.free = queue.LifoQueue[_Worker | None]()  # None: not started yet
         for _ in range(num):
@@ -78,14 +94,19 @@ class Pool:
         with ThreadPoolExecutor(self.num) as threads:
             try:
                 answers = list(threads.map(self._answer, questions))
-            except BaseException:  # Ctrl-C, or a worker that cannot start: what is still being answered is given up
+            except (
+                BaseException
+            ):  # Ctrl-C, or a worker that cannot start: what is still being answered is given up
                 self.given_up = True
                 self.close()
                 raise
         broken = [place for place, answer in enumerate(answers) if answer.broken]
         if broken and self.sealed:
             text, error = questions[broken[0]][-1], answers[broken[0]].error
-            print(f"{len(broken)} of {len(answers)} answers broke their reader: {shorten_value(text)} {error}", file=sys.stderr)
+            print(
+                f"{len(broken)} of {len(answers)} answers broke their reader: {shorten_value(text)} {error}",
+                file=sys.stderr,
+            )
         return answers
 
     def _answer(self, question: Any) -> Answer:
@@ -95,9 +116,13 @@ class Pool:
             if worker is None or worker.process.poll() is not None:
                 worker = self._start()
             answer = worker.answer(question, self.limit)
-            again = answer.broken and answer.error != LATE and self.sealed and worker.num_answered > 1
+            again = (
+                answer.broken and answer.error != LATE and self.sealed and worker.num_answered > 1
+            )
             if again and not self.given_up:
-                worker = self._start()  # an answer before this one may have broken the worker: now it has its own
+                worker = (
+                    self._start()
+                )  # an answer before this one may have broken the worker: now it has its own
                 answer = worker.answer(question, self.limit)
         finally:
             self.free.put(worker)
@@ -106,7 +131,9 @@ class Pool:
     def _start(self) -> "_Worker":
         worker = _Worker(self.target, self.arguments, self.sealed)
         with self.lock:
-            self.workers = [one for one in self.workers if one.process.returncode is None] + [worker]
+            self.workers = [one for one in self.workers if one.process.returncode is None] + [
+                worker
+            ]
         return worker
 
     def close(self) -> None:
@@ -122,14 +149,26 @@ class _Worker:
         self.sealed, self.num_answered = sealed, -1  # without the first, to its arguments
         self.home = tempfile.TemporaryDirectory(prefix="gwen-worker-")
         paths = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-        environment = seal.environment(self.home.name) | {
-            "PYTHONHASHSEED": "0",  # hashes of strings order sets, and so decide what some generators of problems draw
-            "PYTHONPATH": os.pathsep.join((ROOT, *map(os.path.abspath, paths))),
-            "OPENBLAS_NUM_THREADS": "1",
-        }
+        environment = (
+            seal.environment(self.home.name)
+            | {
+                "PYTHONHASHSEED": "0",  # hashes of strings order sets, and so decide what some generators of problems draw
+                "PYTHONPATH": os.pathsep.join((ROOT, *map(os.path.abspath, paths))),
+                "OPENBLAS_NUM_THREADS": "1",
+            }
+        )
         self.socket, theirs = socket.socketpair()
         self.process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", __name__, str(theirs.fileno()), target, "sealed" * sealed],
+            [
+                sys.executable,
+                "-W",
+                "ignore",
+                "-m",
+                __name__,
+                str(theirs.fileno()),
+                target,
+                "sealed" * sealed,
+            ],
             pass_fds=[theirs.fileno()],
             env=environment,
             cwd=self.home.name,
@@ -140,7 +179,9 @@ class _Worker:
         missing, error, _ = self.answer(arguments, START)
         if error:
             self.close()
-            raise ValueError(f"{target} was not ready after {START:.0f} s" if error == LATE else error)
+            raise ValueError(
+                f"{target} was not ready after {START:.0f} s" if error == LATE else error
+            )
         if missing:
             _explain_missing(missing)
 
@@ -150,7 +191,9 @@ class _Worker:
         try:
             frame = _frame(number, question, limit)
         except TypeError as error:
-            raise ValueError(f"a worker can be asked about texts, numbers and lists of them only: {error}") from error
+            raise ValueError(
+                f"a worker can be asked about texts, numbers and lists of them only: {error}"
+            ) from error
         patience = limit * BUSY + GRACE
         self.num_answered += 1
         try:
@@ -207,14 +250,19 @@ class _Worker:
 
 def _footprint(pid: int) -> int:
     """Bytes that macOS counts for a process, compressed pages among them; 0 of one that has ended."""
-    usage = (ctypes.c_uint64 * 20)()  # rusage_info_v2 of sys/resource.h: an id of two words, then 18 numbers
+    usage = (
+        ctypes.c_uint64 * 20
+    )()  # rusage_info_v2 of sys/resource.h: an id of two words, then 18 numbers
     failed = ctypes.CDLL("/usr/lib/libproc.dylib").proc_pid_rusage(pid, 2, usage)
     return 0 if failed else usage[9]  # ri_phys_footprint
 
 
 @functools.cache
 def _explain_missing(what: str) -> None:
-    print(f"the seal of workers holds only in part here ({what}); docs/data.md says what is left", file=sys.stderr)
+    print(
+        f"the seal of workers holds only in part here ({what}); docs/data.md says what is left",
+        file=sys.stderr,
+    )
 
 
 def _frame(*content: Any) -> bytes:
@@ -254,7 +302,9 @@ def serve(ears: BinaryIO, mouth: BinaryIO, target: str, sealed: bool) -> None:
     number, arguments, _ = hear()
     refused: list[str] = []
     try:
-        answer: Callable[[Any], Any] = getattr(importlib.import_module(module), function)(*arguments)
+        answer: Callable[[Any], Any] = getattr(importlib.import_module(module), function)(
+            *arguments
+        )
         say(_frame(number, seal.seal_process(refused) if sealed else "", "", False))
     except BaseException as error:
         return say(_frame(number, None, _describe_error(error), False))
@@ -268,7 +318,9 @@ def serve(ears: BinaryIO, mouth: BinaryIO, target: str, sealed: bool) -> None:
             frame = _frame(number, None, LATE, False)
         except BaseException as error:
             signal.setitimer(signal.ITIMER_PROF, 0)
-            frame = _frame(number, None, _describe_error(error), sealed and isinstance(error, MemoryError))
+            frame = _frame(
+                number, None, _describe_error(error), sealed and isinstance(error, MemoryError)
+            )
         if refused:
             frame = _frame(number, None, f"tried what is refused here: {refused[0]}", True)
         say(frame)

@@ -36,12 +36,18 @@ def load_answers(path: str) -> Answers:
 def figure_name(answers: Answers) -> str:
     """What the values are: right or wrong, as by a verifier, or what these rewards pay together."""
     one = next(iter(answers.values()), {})
-    return "right answers" if "reward" in one else f"the score by {', '.join(sorted(one.get('rewards', ())))}"
+    return (
+        "right answers"
+        if "reward" in one
+        else f"the score by {', '.join(sorted(one.get('rewards', ())))}"
+    )
 
 
 def mean_values(answers: Answers) -> list[verdict.Values]:
     """The mean value of each problem's samples, and the value of its greedy answer; what is unreadable is left out."""
-    greedy = {key: one["greedy_value"] for key, one in answers.items() if one["greedy_value"] is not None}
+    greedy = {
+        key: one["greedy_value"] for key, one in answers.items() if one["greedy_value"] is not None
+    }
     return [verdict.mean_by_problem(answers), greedy]
 
 
@@ -52,22 +58,34 @@ def compare_answers(paths: list[str]) -> list[list[str]]:
     for path, answers in zip(paths, evaluations, strict=True):
         shared = first.keys() & answers.keys()
         if not shared:
-            raise ValueError(f"{path} and {paths[0]} have no problem in common; evaluate both on the same")
+            raise ValueError(
+                f"{path} and {paths[0]} have no problem in common; evaluate both on the same"
+            )
         if (its := figure_name(answers)) != (figure := figure_name(first)):
             fix = "evaluate both with the same --verifier and --reward"
             raise ValueError(f"{path} has {its}, {paths[0]} {figure}, which do not compare; {fix}")
         row = [escape_invisible(Path(path).name), str(len(answers))]
         samples = min(map(verdict.num_readable_samples, (first, answers)))
-        for before, after, num in zip(mean_values(first), mean_values(answers), (samples, 1), strict=True):
+        for before, after, num in zip(
+            mean_values(first), mean_values(answers), (samples, 1), strict=True
+        ):
             values = np.array(list(after.values()))
             half = half_width(values)
-            row.append(f"{values.mean():.3f}" + (f" \u00b1 {half:.3f}" if half else "") if after else "-")
-            if answers is first or not (found := verdict.paired_difference(before, after, samples=num)):
+            row.append(
+                f"{values.mean():.3f}" + (f" \u00b1 {half:.3f}" if half else "") if after else "-"
+            )
+            if answers is first or not (
+                found := verdict.paired_difference(before, after, samples=num)
+            ):
                 row.append("")
                 continue
-            half = max(found.mean - found.low, found.high - found.mean)  # to the farther end of its interval
+            half = max(
+                found.mean - found.low, found.high - found.mean
+            )  # to the farther end of its interval
             partly = f" ({found.num} shared)" * (found.num < len(after))
-            row.append(f"{found.mean:+.3f} \u00b1 {half:.3f}, {found.word.partition(' problems')[0]}{partly}")
+            row.append(
+                f"{found.mean:+.3f} \u00b1 {half:.3f}, {found.word.partition(' problems')[0]}{partly}"
+            )
         same = sum(first[key]["greedy"].strip() == answers[key]["greedy"].strip() for key in shared)
         rows.append([*row, "" if answers is first else f"{same} of {len(shared)}"])
     return rows

@@ -31,14 +31,38 @@ class Curve(NamedTuple):
 
 
 CHARTS: list[tuple[str, str, dict[str, str]]] = [  # title, what it says, curves: key -> label
-    ("Held-out", "how good answers to problems are that it never trains on; the band is the 95% interval", {}),
-    ("Loss", "of --loss-type sft, nats a token: the lower, the likelier the replies", {"loss": "training"}),
-    ("Reward", "what training answers earn; the band is the mean deviation within groups", {"reward/mean": "reward"}),
-    ("Length", "tokens of an answer; a jump tells that length pays", {"completion/mean_tokens": "tokens"}),
-    ("Groups without signal", "share of prompts whose answers all earn alike", {"reward/zero_std_frac": "no signal"}),
+    (
+        "Held-out",
+        "how good answers to problems are that it never trains on; the band is the 95% interval",
+        {},
+    ),
+    (
+        "Loss",
+        "of --loss-type sft, nats a token: the lower, the likelier the replies",
+        {"loss": "training"},
+    ),
+    (
+        "Reward",
+        "what training answers earn; the band is the mean deviation within groups",
+        {"reward/mean": "reward"},
+    ),
+    (
+        "Length",
+        "tokens of an answer; a jump tells that length pays",
+        {"completion/mean_tokens": "tokens"},
+    ),
+    (
+        "Groups without signal",
+        "share of prompts whose answers all earn alike",
+        {"reward/zero_std_frac": "no signal"},
+    ),
     ("Reward by component", "each before weighting", {}),
     ("Logged by rewards", "mean of what they give to log_metric", {}),
-    ("Truncated", "share of answers cut off at the longest length", {"completion/truncated_frac": "truncated"}),
+    (
+        "Truncated",
+        "share of answers cut off at the longest length",
+        {"completion/truncated_frac": "truncated"},
+    ),
     ("Entropy", "nats a token: how much it still tries", {"entropy": "entropy"}),
     (
         "KL to the model before training",
@@ -48,9 +72,17 @@ CHARTS: list[tuple[str, str, dict[str, str]]] = [  # title, what it says, curves
     ("Divergence from the teacher", "nats a token", {"distill/kl": "training"}),
     ("Clipped", "share of tokens whose ratio was cut", {"clip_frac": "clipped"}),
     ("Gradient norm", "before it is scaled down", {"grad_norm": "norm"}),
-    ("Sampler and trainer", "mean difference of log-probabilities", {"mismatch/logprob_abs_mean": "difference"}),
+    (
+        "Sampler and trainer",
+        "mean difference of log-probabilities",
+        {"mismatch/logprob_abs_mean": "difference"},
+    ),
     ("Unreadable", "share of the judge's scores", {"judge/unparsed_frac": "unreadable"}),
-    ("Seconds", "of a step by phase, without its evaluation", {f"{phase}/s": phase for phase in PHASES}),
+    (
+        "Seconds",
+        "of a step by phase, without its evaluation",
+        {f"{phase}/s": phase for phase in PHASES},
+    ),
     ("Memory", "peak, GB", {"mem/peak_gb": "peak"}),
 ]
 MAIN = [title for title, *_ in CHARTS[:5]]  # those that a beginner can read
@@ -61,14 +93,20 @@ def make_charts(settings: list[SeedGroup]) -> list[dict[str, Any]]:
     """Every chart that has a value to show, laid out."""
     charts, has_seeds = [], any(len(runs) > 1 for _, runs in settings)
     for title, note, keys in CHARTS:
-        found = [curve for number, one in enumerate(settings) for curve in make_seed_curves(one, number, title, keys)]
+        found = [
+            curve
+            for number, one in enumerate(settings)
+            for curve in make_seed_curves(one, number, title, keys)
+        ]
         curves = [curve for curve in found if title in MAIN or curve.rows[3].any()]
         note += "; mean over seeds, from the lowest to the highest" if has_seeds else ""
         charts += [lay_out(settings, title, note, curves)] if curves else []
     return charts
 
 
-def make_seed_curves(setting: SeedGroup, number: int, title: str, keys: dict[str, str]) -> Iterator[Curve]:
+def make_seed_curves(
+    setting: SeedGroup, number: int, title: str, keys: dict[str, str]
+) -> Iterator[Curve]:
     """A setting's curves in one chart: of several seeds the means where all have a step, from lowest to highest."""
     by_label: dict[str, list[Curve]] = {}
     for run in setting.runs:
@@ -80,39 +118,62 @@ def make_seed_curves(setting: SeedGroup, number: int, title: str, keys: dict[str
         if len(curves) == 1:
             yield curves[0]
         elif len(steps):
-            yield curves[0]._replace(rows=np.stack([steps, values.mean(0), values.min(0), values.max(0)]))
+            yield curves[0]._replace(
+                rows=np.stack([steps, values.mean(0), values.min(0), values.max(0)])
+            )
 
 
 def make_run_curves(run: History, number: int, title: str, keys: dict[str, str]) -> Iterator[Curve]:
     """The curves of one run in one chart that have values."""
     bands, ends = {"reward/mean": "reward/std"}, (-math.inf, math.inf)
-    if title == "Loss" and run.settings.get("loss_type") != "sft":  # GRPO's says nothing about progress
+    if (
+        title == "Loss" and run.settings.get("loss_type") != "sft"
+    ):  # GRPO's says nothing about progress
         return
     if title == "Held-out":
         keys = {f"eval/{name}": name for name in (run.figure, "greedy", "witness")}
         bands = {key: f"{key}_ci95" for key in keys}
-        ends = (0.0, 1.0) if run.figure == "accuracy" else ends  # the interval of a share is within 0 and 1
+        ends = (
+            (0.0, 1.0) if run.figure == "accuracy" else ends
+        )  # the interval of a share is within 0 and 1
     if beginning := {"Reward by component": "reward/", "Logged by rewards": "metric/"}.get(title):
-        names = dict.fromkeys(key for step in run.steps for key in step if key.startswith(beginning))
+        names = dict.fromkeys(
+            key for step in run.steps for key in step if key.startswith(beginning)
+        )
         weights = run.settings.get("reward_weights") or {}
         keys = {key: key.removeprefix(beginning) for key in names if key not in REWARD_METRICS}
-        keys = {key: escape_invisible(f"{name}, weight 0" if weights.get(name) == 0 else name) for key, name in keys.items()}
+        keys = {
+            key: escape_invisible(f"{name}, weight 0" if weights.get(name) == 0 else name)
+            for key, name in keys.items()
+        }
     for place, (key, label) in enumerate(keys.items()):
         is_evaluation = key.startswith("eval/")
-        records = [one for one in (run.evals if is_evaluation else run.steps) if one.get(key) is not None]
+        records = [
+            one for one in (run.evals if is_evaluation else run.steps) if one.get(key) is not None
+        ]
         if records:
-            columns = [(one["step"], one[key], one.get(bands.get(key, "")) or 0.0) for one in records]
+            columns = [
+                (one["step"], one[key], one.get(bands.get(key, "")) or 0.0) for one in records
+            ]
             steps, values, reach = np.array(columns, float).T
-            rows = np.stack([steps, values, np.clip(values - reach, *ends), np.clip(values + reach, *ends)])
+            rows = np.stack(
+                [steps, values, np.clip(values - reach, *ends), np.clip(values + reach, *ends)]
+            )
             size = -(-len(steps) // MOST_POINTS)
-            rows = np.stack([rows[:, begin : begin + size].mean(1) for begin in range(0, len(steps), size)], 1)
+            rows = np.stack(
+                [rows[:, begin : begin + size].mean(1) for begin in range(0, len(steps), size)], 1
+            )
             yield Curve(label, rows, number, place, is_evaluation)
 
 
-def lay_out(settings: list[SeedGroup], title: str, note: str, curves: list[Curve]) -> dict[str, Any]:
+def lay_out(
+    settings: list[SeedGroup], title: str, note: str, curves: list[Curve]
+) -> dict[str, Any]:
     """A chart as the template draws it."""
     most = max(curve.rows[0, -1] for curve in curves) or 1.0
-    ticks = nice_ticks(min(curve.rows[2].min() for curve in curves), max(curve.rows[3].max() for curve in curves))
+    ticks = nice_ticks(
+        min(curve.rows[2].min() for curve in curves), max(curve.rows[3].max() for curve in curves)
+    )
     alone, series = len(settings) == 1, []
 
     def x_of(x: float) -> str:
@@ -124,13 +185,18 @@ def lay_out(settings: list[SeedGroup], title: str, note: str, curves: list[Curve
     for curve in curves:
         steps, values, under, over = curve.rows
         reach = len(steps) // 20
-        smoothed = [values[max(0, i - reach) : i + reach + 1].mean() for i in range(len(steps))]  # over a tenth of it
+        smoothed = [
+            values[max(0, i - reach) : i + reach + 1].mean() for i in range(len(steps))
+        ]  # over a tenth of it
         raw, smooth, low, high = (
-            [f"{x_of(x)},{y_of(y)}" for x, y in zip(steps, ys, strict=True)] for ys in (values, smoothed, under, over)
+            [f"{x_of(x)},{y_of(y)}" for x, y in zip(steps, ys, strict=True)]
+            for ys in (values, smoothed, under, over)
         )
         series.append(
             {
-                "label": curve.label if alone else f"{escape_invisible(settings[curve.setting].name)}: {curve.label}",
+                "label": curve.label
+                if alone
+                else f"{escape_invisible(settings[curve.setting].name)}: {curve.label}",
                 "colour": (curve.place if alone else curve.setting) % 8,
                 "dash": 0 if alone else curve.place % 4,
                 "raw": " ".join(raw),
@@ -155,7 +221,9 @@ def lay_out(settings: list[SeedGroup], title: str, note: str, curves: list[Curve
 
 def nice_ticks(low: float, high: float) -> list[float]:
     """Three to six round numbers that enclose both."""
-    span = max(high - low, max(abs(low), abs(high)) / 1000) or 1.0  # less is rounding, and would be one tick
+    span = (
+        max(high - low, max(abs(low), abs(high)) / 1000) or 1.0
+    )  # less is rounding, and would be one tick
     size = 10.0 ** math.floor(math.log10(span / 3))
     step = next(size * factor for factor in (1, 2, 2.5, 5, 10) if span / (size * factor) <= 4)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)

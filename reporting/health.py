@@ -19,7 +19,10 @@ MOST_OVER_CAP = 0.01
 MOST_CONTROL = 0.1  # share of completions that hold one control token
 CONTROL = "completion/control_frac/"  # what the metric of a control token begins with
 LEAST_ENTROPY = 0.1  # relative to the first steps
-STILL, LEAST_KL = 10, 1e-6  # updates, and nats a token of one; the demo has 2e-3 at its rate, 1e-8 at a 400th of it
+STILL, LEAST_KL = (
+    10,
+    1e-6,
+)  # updates, and nats a token of one; the demo has 2e-3 at its rate, 1e-8 at a 400th of it
 SLOWER, IN_A_ROW = 3.0, 3  # times the usual seconds a token, of so many steps
 
 
@@ -29,7 +32,10 @@ class Finding(NamedTuple):
 
 
 def find_symptoms(
-    steps: Records, has_gained: bool, evaluations: Records = (), settings: Mapping[str, Any] | None = None
+    steps: Records,
+    has_gained: bool,
+    evaluations: Records = (),
+    settings: Mapping[str, Any] | None = None,
 ) -> list[Finding]:
     """
     The illnesses of these ordered steps and evaluations, the one that explains others first.
@@ -60,7 +66,9 @@ def find_symptoms(
             "prompts, a higher --temp or more --groups"
         )
 
-    calls, failures = (sum(measured_values(last, f"tools/{name}")) for name in ("calls", "failures"))
+    calls, failures = (
+        sum(measured_values(last, f"tools/{name}")) for name in ("calls", "failures")
+    )
     if not is_early and failures > calls / 2:
         found["tools fail"] = (
             f"{failures:.0f} of {calls:.0f} calls of tools failed in {FEW} steps. Look at `tool_calls` in "
@@ -84,7 +92,9 @@ def find_symptoms(
         )
 
     tokens = [step.get("completion/mean_tokens") or 1 for step in steps]
-    paces = [step["step/s"] / num for step, num in zip(steps, tokens, strict=True) if step.get("step/s")]
+    paces = [
+        step["step/s"] / num for step, num in zip(steps, tokens, strict=True) if step.get("step/s")
+    ]
     if len(paces) >= FEW + IN_A_ROW:
         times = min(paces[-IN_A_ROW:]) / statistics.median(paces[:-IN_A_ROW])
         if times > SLOWER:

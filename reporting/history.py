@@ -44,7 +44,10 @@ class History:
     def figure(self) -> str:
         """The held-out figure's name."""
         figures = ("accuracy", "score", "loss")
-        return next((name for name in figures if any(f"eval/{name}" in one for one in self.evals)), "accuracy")
+        return next(
+            (name for name in figures if any(f"eval/{name}" in one for one in self.evals)),
+            "accuracy",
+        )
 
     @property
     def measured(self) -> Records:
@@ -69,10 +72,14 @@ def load_history(run: str | Path) -> History:
     if not (folder / "config.yaml").is_file():
         raise ValueError(f"{run}: no config.yaml there; give the directory of a run, as runs/NAME")
     held = run_files.load_settings(str(folder))
-    settings = Config.from_flags().to_flags() | {name: value for name, value in held.items() if name in SETTINGS}  # no older ones
+    settings = Config.from_flags().to_flags() | {
+        name: value for name, value in held.items() if name in SETTINGS
+    }  # no older ones
     env = load_object(folder / "env.json") if (folder / "env.json").is_file() else {}
     names = ("metrics", "eval", "warnings", "changes")
-    return History(folder, settings, env, *(list(read_log(folder / f"{name}.jsonl")) for name in names))
+    return History(
+        folder, settings, env, *(list(read_log(folder / f"{name}.jsonl")) for name in names)
+    )
 
 
 # ---- text that nobody vouches for
@@ -109,7 +116,9 @@ def mark_changes(before: str, after: str) -> list[tuple[str, bool]]:
 def format_before_after(run: History, named: bool = True) -> tuple[str, str]:
     """The held-out figure at the first and at the last evaluation with its interval; "-" where there is none."""
     name = f"{run.figure} " * (named and run.figure != "accuracy")
-    first, *later = [name + format_with_interval(record, run.figure) for record in run.measured] or ["-"]
+    first, *later = [
+        name + format_with_interval(record, run.figure) for record in run.measured
+    ] or ["-"]
     return first, later[-1] if later else "-"
 
 
@@ -124,7 +133,9 @@ def run_status(run: History, ended: bool = False) -> str:
 def format_progress(run: History, status: str) -> str:
     """ "4 of 6", and whether the last evaluation of a run that was stopped is missing."""
     done, steps = run.steps[-1]["step"] if run.steps else 0, run.settings["steps"]
-    return f"{done} of {steps}" + " without the last evaluation" * (status == "stopped" and done == steps)
+    return f"{done} of {steps}" + " without the last evaluation" * (
+        status == "stopped" and done == steps
+    )
 
 
 def headline_facts(run: History, ended: bool = False) -> dict[str, str]:

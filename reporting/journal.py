@@ -72,7 +72,10 @@ class PhaseClock:
     def take_seconds(self) -> dict[str, float]:
         """Seconds by phase since the last call, plus `step` (the total) and `other` (outside all phases)."""
         now = time.perf_counter()
-        seconds = self.seconds | {"step": now - self._begin, "other": now - self._begin - sum(self.seconds.values())}
+        seconds = self.seconds | {
+            "step": now - self._begin,
+            "other": now - self._begin - sum(self.seconds.values()),
+        }
         self.seconds, self._begin = {}, now
         return seconds | world.take_wait_seconds()
 
@@ -94,8 +97,20 @@ NOT_SAMPLED = (
     *("reward/mean", "reward/std", "reward/zero_std_frac", "reward/none", "reward/s"),
     "sampling/signal_groups",
     *("rollout/s", "rollout/tok_s", "prefill/s", "decode/s", "ref/s", "teacher/s"),
-    *("judge/s", "judge/crit_eval_s", "judge/unparsed", "judge/unparsed_frac", "judge/mass", "judge/cached"),
-    *("completion/truncated_frac", "completion/repeated", "completion/degenerate_frac", "mem/cache_gb"),
+    *(
+        "judge/s",
+        "judge/crit_eval_s",
+        "judge/unparsed",
+        "judge/unparsed_frac",
+        "judge/mass",
+        "judge/cached",
+    ),
+    *(
+        "completion/truncated_frac",
+        "completion/repeated",
+        "completion/degenerate_frac",
+        "mem/cache_gb",
+    ),
 )
 
 
@@ -103,11 +118,15 @@ def update_metrics(
     result: UpdateResult, seconds: dict[str, float], num_rows: int, recent: Collection[float]
 ) -> dict[str, float | None]:
     """Figures of an update, and of the step's seconds by phase. num_rows: of the step."""
-    train_s = sum(seconds.get(phase, 0.0) for phase in ("judge", "batch", "ref", "teacher", "update"))
+    train_s = sum(
+        seconds.get(phase, 0.0) for phase in ("judge", "batch", "ref", "teacher", "update")
+    )
     return {
         "loss": result.loss,
         "update/s": seconds["update"],
-        "update/tok_s": result.num_loss_tokens / seconds["update"] if result.num_loss_tokens else None,
+        "update/tok_s": result.num_loss_tokens / seconds["update"]
+        if result.num_loss_tokens
+        else None,
         "train/s": train_s,
         "train/tok_s": result.num_loss_tokens / train_s,
         "other/s": seconds["other"],
@@ -129,16 +148,25 @@ def update_metrics(
     }
 
 
-def sampled_metrics(config: Config, drawn: StepSamples, seconds: dict[str, float]) -> dict[str, float | None]:
+def sampled_metrics(
+    config: Config, drawn: StepSamples, seconds: dict[str, float]
+) -> dict[str, float | None]:
     """Figures of the rollouts of a step, of their rewards and of what the judge was asked."""
     samples, stats, logged, judged = drawn
     assert stats and logged
     groups, num = group_samples(samples), len(samples)
     spreads = [np.std([one.reward for one in group], ddof=1) for group in groups if len(group) > 1]
     rewards = np.array([one.logged_reward for one in samples])
-    parts = {name: np.array([one.reward_components[name] for one in samples]) for name in samples[0].reward_components}
-    texts = [] if samples[0].conversation else [sample.text for sample in samples]  # calls of tools repeat
-    odd = list(map(form.is_degenerate, texts, (prompt_text(one.example["prompt"]) for one in samples)))
+    parts = {
+        name: np.array([one.reward_components[name] for one in samples])
+        for name in samples[0].reward_components
+    }
+    texts = (
+        [] if samples[0].conversation else [sample.text for sample in samples]
+    )  # calls of tools repeat
+    odd = list(
+        map(form.is_degenerate, texts, (prompt_text(one.example["prompt"]) for one in samples))
+    )
     signal = {
         "sampling/signal_groups": sum(one[0].has_signal for one in groups),
         "reward/zero_std_frac": sum(not one[0].rewards_differ for one in groups) / len(groups),
@@ -147,7 +175,9 @@ def sampled_metrics(config: Config, drawn: StepSamples, seconds: dict[str, float
         {}
         if judged is None
         else {
-            "judge/crit_eval_s": judged.num_evaluations / judged.seconds if judged.num_evaluations else None,
+            "judge/crit_eval_s": judged.num_evaluations / judged.seconds
+            if judged.num_evaluations
+            else None,
             "judge/unparsed": judged.num_unreadable,
             "judge/unparsed_frac": judged.num_unreadable / judged.scores.size,
             "judge/mass": judged.mass,
@@ -160,7 +190,13 @@ def sampled_metrics(config: Config, drawn: StepSamples, seconds: dict[str, float
         "reward/std": float(np.mean(spreads)) if spreads and np.isfinite(rewards).any() else None,
         **{f"reward/{name}": mean(part) for name, part in parts.items()},
         **{f"metric/{name}": float(np.mean(values)) for name, values in logged.metrics.items()},
-        "reward/none": int(sum(np.isnan(parts[name]).sum() for name in samples[0].imputed_components if name != "rubric")),
+        "reward/none": int(
+            sum(
+                np.isnan(parts[name]).sum()
+                for name in samples[0].imputed_components
+                if name != "rubric"
+            )
+        ),
         "reward/s": seconds["reward"],
         **(signal if config.compares_within_groups else {}),
         "rollout/s": seconds["rollout"],
@@ -183,7 +219,9 @@ def sampled_metrics(config: Config, drawn: StepSamples, seconds: dict[str, float
 def control_metrics(samples: list[Sample]) -> dict[str, float | None]:
     """The share of completions with each control token that ends nothing; none for tokens that nobody wrote."""
     counts = Counter(token for sample in samples for token in sample.controls)
-    return {f"{health.CONTROL}{token}": count / len(samples) for token, count in sorted(counts.items())}
+    return {
+        f"{health.CONTROL}{token}": count / len(samples) for token, count in sorted(counts.items())
+    }
 
 
 def tool_metrics(samples: list[Sample], stats: RolloutStats) -> dict[str, float]:
@@ -221,7 +259,8 @@ def completion_records(number: int, samples: list[Sample]) -> Iterator[dict[str,
             **without_infinities({"reward": sample.logged_reward}),
             "rewards": without_infinities(sample.reward_components),
             **({"extra": sample.extra_columns} if sample.extra_columns else {}),
-            "judge_scores": sample.scores and [None if math.isnan(one) else round(one, 4) for one in sample.scores],
+            "judge_scores": sample.scores
+            and [None if math.isnan(one) else round(one, 4) for one in sample.scores],
             "finish_reason": sample.finish_reason,
             # where turns have their own, the first one's: it is of the whole conversation
             "advantage": np.ravel(sample.advantage)[0].item(),
@@ -247,11 +286,17 @@ class Journal:
         )
         for log in (self.metrics, self.rollouts, self.evals, self.warnings):
             log.truncate_after(step)
-        self.answers.truncate_after(max((record["step"] for record in self.evals.read()), default=-1))
+        self.answers.truncate_after(
+            max((record["step"] for record in self.evals.read()), default=-1)
+        )
         self.judge_scores.truncate_after(sys.maxsize if keep_scores else step)
-        self.steps, self.evaluations = world.on_rank0(lambda: [self.metrics.read(), self.evals.read()])
+        self.steps, self.evaluations = world.on_rank0(
+            lambda: [self.metrics.read(), self.evals.read()]
+        )
         self.verdict: verdict.Verdict | None = None  # on the run so far
-        self.best_step: int | None = world.on_rank0(self._judge_run)  # see `verdict.best_evaluation`; None if nothing could be scored
+        self.best_step: int | None = world.on_rank0(
+            self._judge_run
+        )  # see `verdict.best_evaluation`; None if nothing could be scored
         self.recent: deque[float] = deque(maxlen=10)  # seconds of this process's last steps
         self.live: LiveLine | None = None
         self.phase = ""  # that began last: of a step, or "evaluating"
@@ -260,9 +305,13 @@ class Journal:
 
     def __enter__(self) -> "Journal":
         """From here on the run is shown: its live line, its trackers."""
-        self.live = LiveLine(self.config.optimizer.steps, self.steps[-1]["step"] if self.steps else 0)
+        self.live = LiveLine(
+            self.config.optimizer.steps, self.steps[-1]["step"] if self.steps else 0
+        )
         if (names := self.config.records.report_to) and world.is_first():
-            self.trackers = [Tracker(name, self.dir, print_warning) for name in dict.fromkeys(names)]
+            self.trackers = [
+                Tracker(name, self.dir, print_warning) for name in dict.fromkeys(names)
+            ]
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -280,7 +329,12 @@ class Journal:
             self.live.begin(phase)
 
     def write_step(
-        self, number: int, seconds: dict[str, float], drawn: StepSamples, result: UpdateResult, peak_bytes: int
+        self,
+        number: int,
+        seconds: dict[str, float],
+        drawn: StepSamples,
+        result: UpdateResult,
+        peak_bytes: int,
     ) -> dict[str, Any]:
         """Writes figures, which it returns, and completions, and prints a line; number: from 1; seconds: by phase."""
         self.recent.append(seconds["step"])
@@ -289,8 +343,12 @@ class Journal:
         if stats:
             figures |= sampled_metrics(self.config, drawn, seconds) | tool_metrics(samples, stats)
         figures |= update_metrics(result, seconds, len(samples), self.recent)
-        num_completions = len(samples) if stats else len(group_samples(samples))  # a conversation is trained in parts
-        figures["completion/mean_tokens"] = sum(len(sample.loss_positions) for sample in samples) / num_completions
+        num_completions = (
+            len(samples) if stats else len(group_samples(samples))
+        )  # a conversation is trained in parts
+        figures["completion/mean_tokens"] = (
+            sum(len(sample.loss_positions) for sample in samples) / num_completions
+        )
         figures = without_infinities(figures | {"mem/peak_gb": peak_bytes / 1e9})
         self.metrics.write(figures)
         self.steps.append(figures)
@@ -306,9 +364,13 @@ class Journal:
             self.live.note(figures)
         return figures
 
-    def write_evaluation(self, step: int, record: dict[str, Any], answers: list[dict[str, Any]]) -> None:
+    def write_evaluation(
+        self, step: int, record: dict[str, Any], answers: list[dict[str, Any]]
+    ) -> None:
         """Writes an evaluation and up to MOST_ANSWERS of its answers."""
-        for answer in spread_evenly(answers, MOST_ANSWERS):  # first: without its record the evaluation is repeated
+        for answer in spread_evenly(
+            answers, MOST_ANSWERS
+        ):  # first: without its record the evaluation is repeated
             self.answers.write({"step": step} | answer)
         record = {"step": step} | record
         self.evals.write(record)
@@ -326,7 +388,9 @@ class Journal:
     def print_new_warnings(self, step: int) -> None:
         """Prints and records each warning once, with the step at which it first applied."""
         has_gained = self.verdict is not None and self.verdict.has_gained
-        for finding in health.find_symptoms(self.steps, has_gained, self.evaluations, self.config.to_flags()):
+        for finding in health.find_symptoms(
+            self.steps, has_gained, self.evaluations, self.config.to_flags()
+        ):
             self.warn_once(step, finding)
 
     def warn_once(self, step: int, finding: health.Finding) -> None:
@@ -354,7 +418,9 @@ class Journal:
             is_worse = self.verdict and (self.verdict.warning or [""])[0] == "worse"
             since = "the newest is worse" if is_worse else "use the newest, which is no worse"
             beaten = f"; {since} by more than noise" * (best != self.evaluations[-1]["step"])
-            print_line(f"best: {self.dir / 'adapter-best'}, {f'after {best} steps' if best else 'before training'}{beaten}")
+            print_line(
+                f"best: {self.dir / 'adapter-best'}, {f'after {best} steps' if best else 'before training'}{beaten}"
+            )
         if (written := self.dir / "report.html").is_file():
             print_line(f"page: {written}")
         for line in verdict.verdict_lines(self.verdict, self.config.to_flags(), self.dir):
@@ -363,6 +429,8 @@ class Journal:
 
 def evaluation_is_due(config: Config, step: int, evaluations: list[dict[str, Any]]) -> bool:
     """Whether to evaluate after this step: the schedule says so and these records do not have it yet."""
-    if not config.evaluation.every or (step % config.evaluation.every and step != config.optimizer.steps):
+    if not config.evaluation.every or (
+        step % config.evaluation.every and step != config.optimizer.steps
+    ):
         return False
     return not any(record["step"] == step for record in evaluations)

@@ -35,7 +35,9 @@ from reporting.seeds import SeedGroup
 from settings.sources import command_line
 
 TEMPLATES = Path(__file__).parent / "templates"
-MOST_COMPLETIONS = 2_500_000  # bytes of rollouts.jsonl, whose ids and log-probabilities the page leaves out
+MOST_COMPLETIONS = (
+    2_500_000  # bytes of rollouts.jsonl, whose ids and log-probabilities the page leaves out
+)
 MOST_ANSWERS = 1_000_000  # characters of held-out answers
 CHEATED = "wrong, yet paid most"  # where that is alarmingly often
 MOST_COST = 0.01  # of a run's time, for all of its pages but the last
@@ -52,7 +54,10 @@ def make_answers(run: History) -> dict[str, Any]:
     chosen = sorted({steps[0], steps[len(steps) // 2], steps[-1]})
     problems = sorted(set.intersection(*(set(by_step[step]) for step in chosen)))
     last = run.evals[-1] if run.evals else {}
-    of = {problem: answer_row([by_step[step][problem] for step in chosen], last, verified) for problem in problems}
+    of = {
+        problem: answer_row([by_step[step][problem] for step in chosen], last, verified)
+        for problem in problems
+    }
     for problem in verdict.rewarded_wrong_answers(by_step)[1] & of.keys() if verified else ():
         of[problem]["kind"] = CHEATED
     rows = list(of.values())
@@ -69,12 +74,16 @@ def make_answers(run: History) -> dict[str, Any]:
     }
 
 
-def answer_row(details: list[dict[str, Any]], evaluation: dict[str, Any], verified: bool) -> dict[str, Any]:
+def answer_row(
+    details: list[dict[str, Any]], evaluation: dict[str, Any], verified: bool
+) -> dict[str, Any]:
     """One problem: its records of some evaluations side by side, what differs from the first marked."""
     cells: list[dict[str, Any]] = []
     for detail in details:
         value = detail["values"][0]
-        text = shorten_text(show_with_tools(detail["completions"][0], detail.get("messages", [None])[0]))
+        text = shorten_text(
+            show_with_tools(detail["completions"][0], detail.get("messages", [None])[0])
+        )
         cells.append(
             {
                 "text": text,
@@ -101,7 +110,15 @@ def classify_change(values: list[float | None], verified: bool) -> str:
     if verified:
         went = ("stayed " if (first >= 1) == (last >= 1) else "became ") * (len(values) > 1)
         return went + ("right" if last >= 1 else "wrong")
-    return "answered" if not values[1:] else "rose" if last > first else "fell" if last < first else "stayed"
+    return (
+        "answered"
+        if not values[1:]
+        else "rose"
+        if last > first
+        else "fell"
+        if last < first
+        else "stayed"
+    )
 
 
 # ---- completions
@@ -125,7 +142,9 @@ def make_completions(run: History) -> dict[str, Any]:
     for place, line in read_completion_lines(path):
         sizes[place] += len(line)
     most = max(1, min(len(sizes), len(sizes) * MOST_COMPLETIONS // max(1, sizes.total())))
-    chosen: dict[Place, list[dict[str, Any]]] = {place: [] for place in spread_evenly(sorted(sizes), most)}
+    chosen: dict[Place, list[dict[str, Any]]] = {
+        place: [] for place in spread_evenly(sorted(sizes), most)
+    }
     for place, line in read_completion_lines(path):
         if place in chosen:
             chosen[place].append(json.loads(line))
@@ -145,11 +164,16 @@ def make_group(step: int, group: int, lines: list[dict[str, Any]]) -> dict[str, 
             "rewards": {escape_invisible(name): value for name, value in line["rewards"].items()},
             "scores": line.get("judge_scores") or [],
             "finish": escape_invisible(str(line["finish_reason"])),
-            "unreadable": None in (line["reward"], *line["rewards"].values(), *(line.get("judge_scores") or [])),
+            "unreadable": None
+            in (line["reward"], *line["rewards"].values(), *(line.get("judge_scores") or [])),
         }
         for line in lines
     ]
-    return {"step": step, "group": group, "prompt": prompt_text(lines[0]["prompt"])} | asked | {"rows": rows}
+    return (
+        {"step": step, "group": group, "prompt": prompt_text(lines[0]["prompt"])}
+        | asked
+        | {"rows": rows}
+    )
 
 
 def criterion_names(run: History, groups: list[dict[str, Any]]) -> list[str]:
@@ -157,7 +181,11 @@ def criterion_names(run: History, groups: list[dict[str, Any]]) -> list[str]:
     number = max((len(row["scores"]) for group in groups for row in group["rows"]), default=0)
     bundled = Path(__file__).parent.parent / "data" / f"{run.settings.get('task')}_rubric.yaml"
     path = Path(run.settings.get("rubric") or bundled)
-    names = [escape_invisible(one.name) for one in rubrics.load_rubric(path).criteria] if number and path.is_file() else []
+    names = (
+        [escape_invisible(one.name) for one in rubrics.load_rubric(path).criteria]
+        if number and path.is_file()
+        else []
+    )
     return names if len(names) == number else [f"criterion {index + 1}" for index in range(number)]
 
 
@@ -166,12 +194,17 @@ def criterion_names(run: History, groups: list[dict[str, Any]]) -> list[str]:
 
 def describe_progress(run: History, status: str) -> str:
     """How far a run is, with the time left."""
-    pace, said = [step.get("step/s") or 0.0 for step in run.steps[-10:]], f"step {history.format_progress(run, status)}"
+    pace, said = (
+        [step.get("step/s") or 0.0 for step in run.steps[-10:]],
+        f"step {history.format_progress(run, status)}",
+    )
     if status != "running" or not pace:
         return said
     steps, every = run.settings["steps"] - run.steps[-1]["step"], run.settings["eval_every"]
     evals_left = max(steps / every, 1) if every else 0  # the last one at least
-    left = steps * sum(pace) / len(pace) + evals_left * (run.evals[-1].get("eval/s") or 0 if run.evals else 0)
+    left = steps * sum(pace) / len(pace) + evals_left * (
+        run.evals[-1].get("eval/s") or 0 if run.evals else 0
+    )
     return f"{said}, about {alive.format_duration(left)} left"
 
 
@@ -181,9 +214,17 @@ def render_page(settings: list[SeedGroup], ended: bool = False) -> str:
     curves = charts.make_charts(settings)
     script = (TEMPLATES / "report.js").read_text(encoding="utf-8")
     completions, status = make_completions(run), history.run_status(run, ended)
-    plot = {name: getattr(charts, name.upper()) for name in ("width", "height", "left", "right", "top", "bottom")}
-    series = [[{key: one[key] for key in ("label", "x", "y")} for one in chart["series"]] for chart in curves]
-    pointed = [{"most": chart["most"], "series": its} for chart, its in zip(curves, series, strict=True)]
+    plot = {
+        name: getattr(charts, name.upper())
+        for name in ("width", "height", "left", "right", "top", "bottom")
+    }
+    series = [
+        [{key: one[key] for key in ("label", "x", "y")} for one in chart["series"]]
+        for chart in curves
+    ]
+    pointed = [
+        {"most": chart["most"], "series": its} for chart, its in zip(curves, series, strict=True)
+    ]
     recipe, again = shlex.quote(str(run.dir / "config.yaml")), shlex.quote(f"{run.dir}-again")
     return load_template().render(
         name=" against ".join(setting.name for setting in settings),
@@ -194,7 +235,11 @@ def render_page(settings: list[SeedGroup], ended: bool = False) -> str:
         verdict=(found := verdict.judge_change(run)),
         tone={verdict.BETTER: "" if found and found.is_doubtful else "good", verdict.WORSE: "bad"},
         facts=history.headline_facts(run, ended),
-        others=[(name, *history.format_before_after(runs[0])) for name, runs in settings[1:] if len(runs) == 1],
+        others=[
+            (name, *history.format_before_after(runs[0]))
+            for name, runs in settings[1:]
+            if len(runs) == 1
+        ],
         seeds=seeds.describe_seed_groups(settings),
         shown=run.name if len(settings[0].runs) > 1 else "",
         answers=make_answers(run),
@@ -218,13 +263,25 @@ def show_value(value: Any) -> Any:
 
 @functools.cache  # a run writes its page again and again
 def load_template() -> jinja2.Template:
-    how: Any = {"autoescape": True, "undefined": jinja2.StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
-    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), finalize=show_value, **how)
+    how: Any = {
+        "autoescape": True,
+        "undefined": jinja2.StrictUndefined,
+        "trim_blocks": True,
+        "lstrip_blocks": True,
+    }
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES), finalize=show_value, **how
+    )
     environment.policies["json.dumps_kwargs"] = {"sort_keys": False}  # rewards in their own order
     return environment.get_template("report.html.j2")
 
 
-def write_page(run_dir: str | Path, out: str | Path | None = None, others: Sequence[str] = (), ended: bool = False) -> Path:
+def write_page(
+    run_dir: str | Path,
+    out: str | Path | None = None,
+    others: Sequence[str] = (),
+    ended: bool = False,
+) -> Path:
     """
     Writes the page of a run or of a directory of seeds to `report.html` there, unless `out` names another file; where
     it lies. With others, it lies beside the first and is named after all of them.
@@ -267,6 +324,8 @@ class LivePage:
             write_page(self.dir, ended=at_the_end)
         except Exception as error:
             self.failed = True
-            self.tell(f"WARNING: the page of the run is not written any more: {type(error).__name__}: {error}")
+            self.tell(
+                f"WARNING: the page of the run is not written any more: {type(error).__name__}: {error}"
+            )
         end = time.perf_counter()
         self.due = end + (end - begin) / MOST_COST

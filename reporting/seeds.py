@@ -42,27 +42,45 @@ def seed_runs(folder: str | Path) -> list[str]:
 def load_seed_groups(names: Iterable[str | Path]) -> list[SeedGroup]:
     """The settings of these runs and directories of seeds, in the order in which they are named first."""
     found: dict[str, list[History]] = {}
-    for run in (history.load_history(path) for name in dict.fromkeys(map(str, names)) for path in seed_runs(name)):
-        key = str({name: value for name, value in run.settings.items() if name not in NOT_THE_SETTING})
+    for run in (
+        history.load_history(path)
+        for name in dict.fromkeys(map(str, names))
+        for path in seed_runs(name)
+    ):
+        key = str(
+            {name: value for name, value in run.settings.items() if name not in NOT_THE_SETTING}
+        )
         found.setdefault(key, []).append(run)
     settings = []
     for runs in found.values():
         seeds = [run.settings["seed"] for run in runs]
-        alike = [runs] if len(set(seeds)) == len(seeds) else [[run] for run in runs]  # a run and its repetition
-        settings += [SeedGroup(seed_group_name(one), sorted(one, key=lambda run: run.settings["seed"])) for one in alike]
+        alike = (
+            [runs] if len(set(seeds)) == len(seeds) else [[run] for run in runs]
+        )  # a run and its repetition
+        settings += [
+            SeedGroup(seed_group_name(one), sorted(one, key=lambda run: run.settings["seed"]))
+            for one in alike
+        ]
     return settings
 
 
 def seed_group_name(runs: list[History]) -> str:
     """The directory of seeds, or the runs themselves."""
     homes = {run.name.rpartition("/")[0] for run in runs}
-    return homes.pop() if len(homes) == 1 and "" not in homes else ", ".join(run.name for run in runs)
+    return (
+        homes.pop() if len(homes) == 1 and "" not in homes else ", ".join(run.name for run in runs)
+    )
 
 
 def newest_evaluations(setting: SeedGroup, figure: str) -> dict[int, dict[str, Any]]:
     """The newest evaluation that has a figure, by seed."""
     key = f"eval/{figure}"
-    return {run.settings["seed"]: one for run in setting.runs for one in run.evals if one.get(key) is not None}
+    return {
+        run.settings["seed"]: one
+        for run in setting.runs
+        for one in run.evals
+        if one.get(key) is not None
+    }
 
 
 def describe_seed_groups(settings: list[SeedGroup]) -> list[str]:
@@ -78,7 +96,11 @@ def describe_seed_groups(settings: list[SeedGroup]) -> list[str]:
             ends_at = f"({min(values):.3f} to {max(values):.3f}) after {steps} steps"
             lacking = f"; without an evaluation yet: {num - len(ends)}" * (num > len(ends))
             said.append(f"{escape_invisible(one.name)}: {figure} {spread} {ends_at}{lacking}")
-    return said + [compare_by_seed(first, one) for one in settings[1:] if max(len(first.runs), len(one.runs)) > 1]
+    return said + [
+        compare_by_seed(first, one)
+        for one in settings[1:]
+        if max(len(first.runs), len(one.runs)) > 1
+    ]
 
 
 def compare_by_seed(first: SeedGroup, other: SeedGroup) -> str:
@@ -93,5 +115,8 @@ def compare_by_seed(first: SeedGroup, other: SeedGroup) -> str:
     each = " ".join(f"{pair:+.3f}" for pair in pairs[:10]) + " \u2026" * (len(pairs) > 10)
     change = f"{statistics.fmean(pairs):+.3f} \u00b1 {half:.3f} (95%, Student's t)"
     said = f"{what}: {change} over {len(pairs)} pairs: {each}"
-    asked = [" or ".join(sorted({str(one["eval/num"]) for one in its.values()})) for its in (after, before)]
+    asked = [
+        " or ".join(sorted({str(one["eval/num"]) for one in its.values()}))
+        for its in (after, before)
+    ]
     return said + f"; of {asked[0]} and {asked[1]} held-out problems" * (asked[0] != asked[1])

@@ -38,7 +38,11 @@ class Tracker:
 
     def log(self, record: dict[str, Any]) -> None:
         """Sends the figures of a record that were measured; a list is none."""
-        figures = {key: value for key, value in record.items() if isinstance(value, (int, float)) and key != "step"}
+        figures = {
+            key: value
+            for key, value in record.items()
+            if isinstance(value, (int, float)) and key != "step"
+        }
         if self.callback:
             with self._report_errors():
                 self.callback.on_train_loss_report(figures | {"iteration": record["step"]})
@@ -55,4 +59,6 @@ class Tracker:
             yield
         except Exception as error:
             self.callback = None
-            self.tell(f"WARNING: {self.name} gets no more of this run: {type(error).__name__}: {error}")
+            self.tell(
+                f"WARNING: {self.name} gets no more of this run: {type(error).__name__}: {error}"
+            )

@@ -18,8 +18,15 @@ PARTS = {  # of a checkpoint
     "in_proj": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
-USED = {"sft": (None,), "distill": (None, "rollouts", "distill")}  # by loss: whose settings (`of`) it uses
-FOR = {"rollouts": "what samples", "grpo": "losses with advantages", "distill": "--loss-type distill"}
+USED = {
+    "sft": (None,),
+    "distill": (None, "rollouts", "distill"),
+}  # by loss: whose settings (`of`) it uses
+FOR = {
+    "rollouts": "what samples",
+    "grpo": "losses with advantages",
+    "distill": "--loss-type distill",
+}
 
 
 def check_settings(settings: dict[str, Any], flags: Collection[str] = ()) -> Config:
@@ -33,10 +40,16 @@ def check_settings(settings: dict[str, Any], flags: Collection[str] = ()) -> Con
     if type(settings.get("checkpoint_layers")) is int:  # as YAML reads it
         settings = settings | {"checkpoint_layers": str(settings["checkpoint_layers"])}
     if isinstance(asked := settings.get("lora_targets"), str | list):
-        settings = settings | {"lora_targets": resolve_lora_targets([asked] if isinstance(asked, str) else asked)}
-    if isinstance(weights := settings.get("reward_weights"), list) and isinstance(settings.get("reward"), list):
+        settings = settings | {
+            "lora_targets": resolve_lora_targets([asked] if isinstance(asked, str) else asked)
+        }
+    if isinstance(weights := settings.get("reward_weights"), list) and isinstance(
+        settings.get("reward"), list
+    ):
         settings = settings | {"reward_weights": name_reward_weights(settings["reward"], weights)}
-    config = Config.from_flags(**{key: parse_setting(SETTINGS[key], value) for key, value in settings.items()})
+    config = Config.from_flags(
+        **{key: parse_setting(SETTINGS[key], value) for key, value in settings.items()}
+    )
     refuse_unused(config, flags)
     for mistake in find_mistakes(config):
         raise ValueError(mistake)
@@ -46,14 +59,18 @@ def check_settings(settings: dict[str, Any], flags: Collection[str] = ()) -> Con
 def name_reward_weights(rewards: list[Any], weights: list[Any]) -> Any:
     """TRL's weights, in the order of the rewards FILE.py:function, by name; others as they are."""
     names = [str(one).rpartition(":")[2] for one in rewards]
-    ok = {*map(type, weights)} <= {int, float} and len({*filter(str.isidentifier, names)}) == len(names) == len(weights)
+    ok = {*map(type, weights)} <= {int, float} and len({*filter(str.isidentifier, names)}) == len(
+        names
+    ) == len(weights)
     return dict(zip(names, weights, strict=True)) if ok else weights
 
 
 def join_data_sides(eval_data: Any, data: Any = None, **others: Any) -> dict[str, Any]:
     """Settings with both sides of the data as one."""
     if not data:
-        raise ValueError(f"--eval-data {eval_data} goes with --data FILE, which is trained on; give both")
+        raise ValueError(
+            f"--eval-data {eval_data} goes with --data FILE, which is trained on; give both"
+        )
     train = str(data) if os.path.exists(str(data)) else str(data).rsplit(",", 1)[0]
     return others | {"data": f"{train},{eval_data}"}
 
@@ -74,7 +91,9 @@ def resolve_lora_targets(asked: list[Any]) -> list[Any]:
                 f"--lora-targets {named[0]}: one adapter serves {', '.join(parts)} together, in {whole}; "
                 f"name {' and '.join(lacking)} too, or {whole}"
             )
-        fused = [one for one in fused if one not in parts] + ([whole] if named and whole not in asked else [])
+        fused = [one for one in fused if one not in parts] + (
+            [whole] if named and whole not in asked else []
+        )
     return sorted(fused, key=TARGETS.index) if all(one in TARGETS for one in fused) else fused
 
 
@@ -84,8 +103,16 @@ def refuse_unused(config: Config, flags: Collection[str]) -> None:
 
     A default counts as not set, as a run's `config.yaml` holds all of them; but not as a flag for --loss-type sft.
     """
-    loss, values, defaults = config.objective.loss_type, config.to_flags(), Config.from_flags().to_flags()
-    unused = [key for key, one in SETTINGS.items() if one.of not in USED.get(loss, (None, "rollouts", "grpo"))]
+    loss, values, defaults = (
+        config.objective.loss_type,
+        config.to_flags(),
+        Config.from_flags().to_flags(),
+    )
+    unused = [
+        key
+        for key, one in SETTINGS.items()
+        if one.of not in USED.get(loss, (None, "rollouts", "grpo"))
+    ]
     if said := [
         f"{flag_of(key)} {values[key]!s:.60} is for {FOR[str(SETTINGS[key].of)]}"
         for key in unused
@@ -96,7 +123,12 @@ def refuse_unused(config: Config, flags: Collection[str]) -> None:
 
 def find_mistakes(config: Config) -> Iterator[str]:
     """What is wrong with settings that each are in range."""
-    objective, optimizer, sampling, judge = config.objective, config.optimizer, config.sampling, config.judge
+    objective, optimizer, sampling, judge = (
+        config.objective,
+        config.optimizer,
+        config.sampling,
+        config.judge,
+    )
     groups = sampling.groups
     if re.match("[a-z]+://[^/]*@", judge.url, re.IGNORECASE):
         yield "--judge-url holds a password, which logs would show; put the key into JUDGE_API_KEY"
@@ -124,7 +156,9 @@ def find_mistakes(config: Config) -> Iterator[str]:
         yield "--loss-type distill learns from a teacher; name one with --teacher"
     if objective.loss_type == "distill" and objective.truncated == "punish":
         yield "--truncated punish is a reward, and --loss-type distill learns from none; set keep or mask"
-    if objective.loss_type == "distill" and (sampling.top_p < 1 or sampling.top_k or sampling.min_p):
+    if objective.loss_type == "distill" and (
+        sampling.top_p < 1 or sampling.top_k or sampling.min_p
+    ):
         yield "--top-p, --top-k and --min-p: --teacher scores the whole vocabulary; leave them out"
     if config.model.init_adapter and not config.model.lora_rank:
         merge = "merge it into a model first: uv run lora.py --fuse --adapter DIR --out MODEL"
@@ -143,7 +177,10 @@ def find_mistakes(config: Config) -> Iterator[str]:
     upper = objective.epsilon if objective.epsilon_high is None else objective.epsilon_high
     if objective.loss_type == "cispo" and upper < 1:
         yield f"--epsilon-high is {upper}; with --loss-type cispo it caps the ratio itself: at least 1, usually 5"
-    if optimizer.checkpoint_layers not in ("auto", "on", "off") and not optimizer.checkpoint_layers.isdecimal():
+    if (
+        optimizer.checkpoint_layers not in ("auto", "on", "off")
+        and not optimizer.checkpoint_layers.isdecimal()
+    ):
         yield f"--checkpoint-layers is {optimizer.checkpoint_layers!r}; it must be auto, on, off or a number"
     if config.model.lora_rank and not config.model.lora_targets:
         yield f"--lora-targets is empty; name some of {', '.join(TARGETS)}, or set --lora-rank 0"

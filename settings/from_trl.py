@@ -20,12 +20,26 @@ from flags import load_foreign_names, load_yaml, read_text
 from settings.checks import check_settings
 from settings.sources import command_line, warn_of_low_rate
 
-CALLS = {"LoraConfig": (), "get_peft_model": ("model", "peft_config")}  # names of the arguments without one
-CALLS |= {"GRPOConfig": ("output_dir",), "GRPOTrainer": ("model", "reward_funcs", "args", "train_dataset")}
-OF_SFT = {"SFTTrainer": ("model", "args")} | dict.fromkeys(("SFTConfig", "TrainingArguments"), ("output_dir",))
-LOADS = {"load_dataset": ("path", "name")} | dict.fromkeys(("from_json", "from_csv", "from_parquet"), ("data_files",))
+CALLS = {
+    "LoraConfig": (),
+    "get_peft_model": ("model", "peft_config"),
+}  # names of the arguments without one
+CALLS |= {
+    "GRPOConfig": ("output_dir",),
+    "GRPOTrainer": ("model", "reward_funcs", "args", "train_dataset"),
+}
+OF_SFT = {"SFTTrainer": ("model", "args")} | dict.fromkeys(
+    ("SFTConfig", "TrainingArguments"), ("output_dir",)
+)
+LOADS = {"load_dataset": ("path", "name")} | dict.fromkeys(
+    ("from_json", "from_csv", "from_parquet"), ("data_files",)
+)
 SFT_LOSSES = "nll", "dft", "chunked_nll"
-WHOLE = {"model_name_or_path", "reward_funcs", "train_dataset"}  # one of them is where adapters would be asked for
+WHOLE = {
+    "model_name_or_path",
+    "reward_funcs",
+    "train_dataset",
+}  # one of them is where adapters would be asked for
 
 
 class Computed(str):
@@ -35,9 +49,18 @@ class Computed(str):
 def convert_recipe(path: str) -> str:
     """Our YAML of a file of TRL's; comments for the rest. ValueError for what cannot be read."""
     where = f"--from-trl {path}"
-    theirs = dict(read_script(path, where)) if Path(path).suffix == ".py" else load_yaml(path, where)
-    if not isinstance(theirs, dict) or not theirs.keys() - {"datasets", ".map", ".filter", ".train_test_split"}:
-        raise ValueError(f"{where} holds no settings of TRL's; give a YAML of `trl grpo` or `trl sft`, or a script")
+    theirs = (
+        dict(read_script(path, where)) if Path(path).suffix == ".py" else load_yaml(path, where)
+    )
+    if not isinstance(theirs, dict) or not theirs.keys() - {
+        "datasets",
+        ".map",
+        ".filter",
+        ".train_test_split",
+    }:
+        raise ValueError(
+            f"{where} holds no settings of TRL's; give a YAML of `trl grpo` or `trl sft`, or a script"
+        )
     rows, made = ChainMap(*load_foreign_names().values()), derive_settings(theirs, path)
     ours, left, spared, run = dict(made), [], [], {}
     for name, value in theirs.items():
@@ -64,20 +87,34 @@ def convert_recipe(path: str) -> str:
                 kind, said = "refused", str(error)
         left.append(f"# {name}: {value!r:.80} -> {kind}{': ' if said else ''}{said}")
     if any(Path(one.rpartition(":")[0]) == Path(path) for one in ours.get("reward", ())):
-        left.append("# reward: a run would run this script and its imports; move the functions into a file of theirs")
+        left.append(
+            "# reward: a run would run this script and its imports; move the functions into a file of theirs"
+        )
     if ours.get("lora_rank") == 0 and "use_peft" not in theirs:
-        left.append("# lora_rank: 0 trains all weights, as TRL without LoraConfig; without this line adapters are")
+        left.append(
+            "# lora_rank: 0 trains all weights, as TRL without LoraConfig; without this line adapters are"
+        )
     if "target_kl" not in ours and ours.get("loss_type") != "sft":
-        left.append("# target_kl: TRL's steps have no bound; with `target_kl: 0` ours have none either")
-    if Path(path).suffix != ".py" and not (theirs.keys() & {"reward_funcs", "num_generations"} or "loss_type" in ours):
-        left.append("# reward_funcs: none is named; if this is of `trl sft`, add `loss_type: sft` and the whole batch")
-    none = "none is given: TRL's is 1e-6, of SFT 2e-5; ours is the recipe's" * ("learning_rate" not in theirs)
+        left.append(
+            "# target_kl: TRL's steps have no bound; with `target_kl: 0` ours have none either"
+        )
+    if Path(path).suffix != ".py" and not (
+        theirs.keys() & {"reward_funcs", "num_generations"} or "loss_type" in ours
+    ):
+        left.append(
+            "# reward_funcs: none is named; if this is of `trl sft`, add `loss_type: sft` and the whole batch"
+        )
+    none = "none is given: TRL's is 1e-6, of SFT 2e-5; ours is the recipe's" * (
+        "learning_rate" not in theirs
+    )
     if told := none or ("learning_rate" in ours and warn_of_low_rate(check_settings(ours))):
         left.append(f"# learning_rate: {told}")
     if spared:
         left.append(f"# not needed here: {', '.join(spared)}")
     if name := run.get("run_name") or run.get("output_dir"):
-        left.insert(0, f"# {command_line(ours)} --config THIS --run-dir {shlex.quote(f'runs/{name}')}")
+        left.insert(
+            0, f"# {command_line(ours)} --config THIS --run-dir {shlex.quote(f'runs/{name}')}"
+        )
     return "\n".join([*left, yaml.safe_dump(ours, sort_keys=False)])
 
 
@@ -96,7 +133,9 @@ def derive_settings(theirs: dict[str, Any], path: str) -> dict[str, Any]:
     whole, part = (theirs.get(f"{of}_batch_size") for of in ("generation", "per_device_train"))
     batch: list[Any] = [whole] if whole else [part, steps]
     groups, known = theirs.get("num_generations", 8), load_foreign_names()
-    if "reward_funcs" not in theirs and (theirs.get("loss_type") in SFT_LOSSES or theirs.keys() & known["SFTConfig"]):
+    if "reward_funcs" not in theirs and (
+        theirs.get("loss_type") in SFT_LOSSES or theirs.keys() & known["SFTConfig"]
+    ):
         groups, ours["loss_type"] = 1, "sft"
     if all(type(value) is int and value > 0 for value in (*batch, groups)):
         ours["batch"] = max(math.prod(batch) // groups, 1)
@@ -106,12 +145,19 @@ def derive_settings(theirs: dict[str, Any], path: str) -> dict[str, Any]:
     if theirs.keys() & WHOLE and not (asks or theirs.get("peft_config") or theirs.get("use_peft")):
         ours["lora_rank"] = 0
     if asks and all(type(value) in (int, float) and value > 0 for value in scale):
-        ours |= {"lora_rank": scale[1], "lora_scale": scale[0] / scale[1] ** (0.5 if theirs.get("use_rslora") else 1)}
-    if isinstance(told := theirs.get("chat_template_kwargs"), dict) and told.keys() == {"enable_thinking"}:
+        ours |= {
+            "lora_rank": scale[1],
+            "lora_scale": scale[0] / scale[1] ** (0.5 if theirs.get("use_rslora") else 1),
+        }
+    if isinstance(told := theirs.get("chat_template_kwargs"), dict) and told.keys() == {
+        "enable_thinking"
+    }:
         ours["thinking"] = told["enable_thinking"]
     named = [theirs.get(f"dataset_{part}") for part in ("name", "config", "train_split")]
     if data := dataset_location(theirs.get("datasets"), named, path):
-        held = dataset_location(theirs.get("eval_dataset"), [], path) or dataset_location(theirs.get("datasets"), [], path, "test")
+        held = dataset_location(theirs.get("eval_dataset"), [], path) or dataset_location(
+            theirs.get("datasets"), [], path, "test"
+        )
         ours |= {"data": data} | ({"eval_data": held} if held not in ("", data) else {})
     share, steps = theirs.get("warmup_steps") or theirs.get("warmup_ratio"), theirs.get("max_steps")
     if type(share) is float and share < 1 and type(steps) is int and steps > 0:
@@ -121,7 +167,9 @@ def derive_settings(theirs: dict[str, Any], path: str) -> dict[str, Any]:
         ours["reward"] = [find_reward_file(path, name) for name in found]
     if names and isinstance(weights, list) and len(weights) == len(names):
         weighed = zip(names, weights, strict=True)
-        ours["reward_weights"] = {name.rpartition(".")[2]: one for name, one in weighed if name in (found or names)}
+        ours["reward_weights"] = {
+            name.rpartition(".")[2]: one for name, one in weighed if name in (found or names)
+        }
     return ours
 
 
@@ -131,7 +179,11 @@ def dataset_location(sets: Any, data: list[Any], path: str, side: str = "train")
         data = [sets[0].get(part) for part in ("path", "name", "split")]
         if files := sets[0].get("data_files"):  # its reader and split go without saying
             several = files if isinstance(files, dict) else {side: files}
-            data = [one for key, one in several.items() if len(several) == 1 or (key == "train") is (side == "train")]
+            data = [
+                one
+                for key, one in several.items()
+                if len(several) == 1 or (key == "train") is (side == "train")
+            ]
     if {type(part) for part in data if part} != {str} or not data[0]:
         return ""
     found = [str(file) for file in (Path(path).parent / data[0], Path(data[0])) if file.is_file()]
@@ -154,11 +206,15 @@ def read_constants(tree: ast.Module) -> dict[str, Any]:
     """What a script gives a name once, at its top level."""
     found: dict[str, Any] = {}
     nodes = list(ast.walk(tree))
-    num = Counter(node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+    num = Counter(
+        node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    )
     num += Counter(node.arg for node in nodes if isinstance(node, ast.arg))
     for node in tree.body:
         match node:
-            case ast.Assign([ast.Name(name)], value) | ast.AnnAssign(ast.Name(name), _, ast.expr() as value):
+            case ast.Assign([ast.Name(name)], value) | ast.AnnAssign(
+                ast.Name(name), _, ast.expr() as value
+            ):
                 found |= {name: evaluate_literal(value, found)} if num[name] == 1 else {}
     return found
 
@@ -173,16 +229,33 @@ def read_script(path: str, where: str) -> Iterator[tuple[str, Any]]:
         tree = ast.parse(read_text(path, where, 1))
     except (SyntaxError, RecursionError) as error:
         raise ValueError(f"{where} is not Python: {error}") from error
-    values, nodes, loads = read_constants(tree), list(ast.walk(tree)), dict[str, list[dict[str | None, Any]]]()
-    own = [node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    own += [ast.unparse(target) for node in tree.body if isinstance(node, ast.Assign) for target in node.targets]
+    values, nodes, loads = (
+        read_constants(tree),
+        list(ast.walk(tree)),
+        dict[str, list[dict[str | None, Any]]](),
+    )
+    own = [
+        node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    ]
+    own += [
+        ast.unparse(target)
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+    ]
     known = {name: f"{Path(path).stem}.{name}" for name in own}
     for imports in [node for node in tree.body if isinstance(node, ast.ImportFrom)]:
         known |= {one.asname or one.name: f"{imports.module}.{one.name}" for one in imports.names}
     keywords = [(node.arg, node.value) for node in nodes if isinstance(node, ast.keyword)]
     aside = [value for name, value in keywords if name == "eval_dataset"]
-    held = set(map(ast.unparse, aside)) - {ast.unparse(value) for name, value in keywords if name == "train_dataset"}
-    aside += [node.value for node in nodes if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in held]
+    held = set(map(ast.unparse, aside)) - {
+        ast.unparse(value) for name, value in keywords if name == "train_dataset"
+    }
+    aside += [
+        node.value
+        for node in nodes
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in held
+    ]
     inside = {inner for outer in aside for inner in ast.walk(outer)}
     calls = [node for node in nodes if isinstance(node, ast.Call)]
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.bases]
@@ -197,11 +270,21 @@ def read_script(path: str, where: str) -> Iterator[tuple[str, Any]]:
         if node in inside and called not in LOADS:
             continue
         order = (taken | LOADS).get(called, ())
-        named = [*zip(order, node.args, strict=False), *((word.arg, word.value) for word in node.keywords)]
+        named = [
+            *zip(order, node.args, strict=False),
+            *((word.arg, word.value) for word in node.keywords),
+        ]
         if called in LOADS:
             its = loads.setdefault("eval_dataset" if node in inside else "datasets", [])
-            its += [load] if (load := {key: evaluate_literal(value, values) for key, value in named}) not in its else []
-        elif called in ("map", "filter", "train_test_split") and isinstance(node.func, ast.Attribute):
+            its += (
+                [load]
+                if (load := {key: evaluate_literal(value, values) for key, value in named})
+                not in its
+                else []
+            )
+        elif called in ("map", "filter", "train_test_split") and isinstance(
+            node.func, ast.Attribute
+        ):
             yield f".{called}", Computed(ast.unparse(node))
         elif called in OF_SFT and "GRPOTrainer" in names:
             yield called, Computed(ast.unparse(node))
@@ -218,7 +301,9 @@ def read_script(path: str, where: str) -> Iterator[tuple[str, Any]]:
     settings = load_foreign_names()["GRPOConfig"] | load_foreign_names()["TrainingArguments"]
     for line in nodes:
         match line:
-            case ast.Assign([ast.Attribute(ast.Name(one), setting)], value) if one != "self" and setting in settings:
+            case ast.Assign([ast.Attribute(ast.Name(one), setting)], value) if (
+                one != "self" and setting in settings
+            ):
                 yield setting, evaluate_literal(value, values)
 
 

@@ -58,32 +58,54 @@ def _load_loss(spec: str, config: Config) -> grpo.LossFunction:
     loss = _try_out(what, fn, lambda: fn(tokens, make_objective(config)))
     is_loss = isinstance(loss, grpo.Loss) and isinstance(loss.sums, dict)
     values = [loss.value, *loss.sums.values()] if is_loss else [None]
-    if not all(isinstance(one, mx.array) and one.shape == () for one in values) or loss.value.dtype != mx.float32:
+    if (
+        not all(isinstance(one, mx.array) and one.shape == () for one in values)
+        or loss.value.dtype != mx.float32
+    ):
         fix = "return grpo.Loss(value, sums), a float32 array of no axes and a dictionary of arrays of no axes"
         raise ValueError(f"{what} gave {shorten_value(loss)}; {fix}")
     if others := set(loss.sums) - set(SUMS):
-        raise ValueError(f"{what} gave the sums {', '.join(sorted(map(str, others)))}; a loss has {' and '.join(SUMS)}")
+        raise ValueError(
+            f"{what} gave the sums {', '.join(sorted(map(str, others)))}; a loss has {' and '.join(SUMS)}"
+        )
 
     def loss_of(**changes: Any) -> mx.array:
         return fn(tokens._replace(**changes), make_objective(config)).value
 
-    slope = _try_out(what, fn, lambda: mx.grad(lambda logprobs: loss_of(logprobs=logprobs))(logprobs))
+    slope = _try_out(
+        what, fn, lambda: mx.grad(lambda logprobs: loss_of(logprobs=logprobs))(logprobs)
+    )
     found = loss.value.item(), slope.tolist()
     if not (mx.isfinite(loss.value) & mx.isfinite(slope).all()).item():
-        raise ValueError(f"{what} gave the loss {found[0]} with the gradient {found[1]}; both must be finite")
+        raise ValueError(
+            f"{what} gave the loss {found[0]} with the gradient {found[1]}; both must be finite"
+        )
     if (slope * (1 - mask) != 0).any().item():
-        raise ValueError(f"{what} has a gradient where tokens.mask is 0, which is padding; multiply by the mask")
+        raise ValueError(
+            f"{what} has a gradient where tokens.mask is 0, which is padding; multiply by the mask"
+        )
     if not (slope != 0).any().item():
-        raise ValueError(f"{what} has no gradient with respect to tokens.logprobs, so it trains nothing")
-    turned = mx.grad(lambda logprobs: loss_of(logprobs=logprobs, advantages=-tokens.advantages))(logprobs)
+        raise ValueError(
+            f"{what} has no gradient with respect to tokens.logprobs, so it trains nothing"
+        )
+    turned = mx.grad(lambda logprobs: loss_of(logprobs=logprobs, advantages=-tokens.advantages))(
+        logprobs
+    )
     if (slope * tokens.advantages).sum().item() > 0 and not mx.array_equal(slope, turned).item():
         raise ValueError(f"{what} falls as better answers become less likely; turn its sign")
-    arrays: Any = {name: value for name, value in tokens._asdict().items() if isinstance(value, mx.array)}
-    rows = (tokens._replace(**{name: value[row : row + 1] for name, value in arrays.items()}) for row in range(2))
+    arrays: Any = {
+        name: value for name, value in tokens._asdict().items() if isinstance(value, mx.array)
+    }
+    rows = (
+        tokens._replace(**{name: value[row : row + 1] for name, value in arrays.items()})
+        for row in range(2)
+    )
     whole, added = found[0], sum(fn(row, make_objective(config)).value.item() for row in rows)
     if abs(whole - added) > 1e-4 * max(abs(whole), 1):
         fix = "divide by tokens.num_items or tokens.num_rows and not by what a micro-batch has"
-        raise ValueError(f"{what} gave {whole:.4g} for two rows and {added:.4g} for one and one; {fix}")
+        raise ValueError(
+            f"{what} gave {whole:.4g} for two rows and {added:.4g} for one and one; {fix}"
+        )
     return fn
 
 
@@ -94,13 +116,19 @@ def _try_out(what: str, fn: Callable[..., Any], compute: Callable[[], Any]) -> A
         raise ValueError(f"{what} {describe_raised(error, fn)}") from error
 
 
-def compute_custom_advantages(spec: str, fn: Callable[[np.ndarray], Any], rewards: np.ndarray) -> np.ndarray:
+def compute_custom_advantages(
+    spec: str, fn: Callable[[np.ndarray], Any], rewards: np.ndarray
+) -> np.ndarray:
     """`fn` of rewards, (B, G) float64, nan where a group has fewer: so many float32, 0 there. ValueError for others."""
     what = f"--advantage {spec}{place_of(fn)}"
     found = _try_out(what, fn, lambda: np.array(fn(rewards.copy()), np.float32))
     if found.shape != rewards.shape:
-        raise ValueError(f"{what} gave the shape {found.shape} for rewards of shape {rewards.shape}; give the same")
+        raise ValueError(
+            f"{what} gave the shape {found.shape} for rewards of shape {rewards.shape}; give the same"
+        )
     found[np.isnan(rewards)] = 0
     if not np.isfinite(found).all():
-        raise ValueError(f"{what} gave {shorten_value(found.tolist())} for the rewards {shorten_value(rewards.tolist())}; be finite")
+        raise ValueError(
+            f"{what} gave {shorten_value(found.tolist())} for the rewards {shorten_value(rewards.tolist())}; be finite"
+        )
     return found

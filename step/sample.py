@@ -106,9 +106,7 @@ def group_samples(samples: Sequence[Sample]) -> list[list[Sample]]:
     return list(groups.values())
 
 
-def pad_rows(
-    rows: Sequence[Sequence[float] | np.ndarray], padding: float = 0.0
-) -> np.ndarray:
+def pad_rows(rows: Sequence[Sequence[float] | np.ndarray], padding: float = 0.0) -> np.ndarray:
     """Rows of numbers as one padded array, (N, longest) float64."""
     padded = np.full((len(rows), max(map(len, rows))), padding)
     for place, row in enumerate(rows):

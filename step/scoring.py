@@ -95,9 +95,7 @@ def assign_rewards(
                 imputed_components=_row_of(imputed, row),
                 reward=float(totals[row]),
                 scores=None if scores is None else scores[row].tolist(),
-                extra_columns={
-                    name: values[row] for name, values in (extra_columns or {}).items()
-                },
+                extra_columns={name: values[row] for name, values in (extra_columns or {}).items()},
             )
         )
     return rewarded

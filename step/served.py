@@ -27,7 +27,11 @@ from step.sample import Sample, new_samples
 
 FLAGS = Flags("--url", "--url-model", "URL_API_KEY", "--max-tokens")
 RETRIES = 2  # further tries of a request
-PLAIN: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}  # the model's own distribution: servers have defaults
+PLAIN: dict[str, Any] = {
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+}  # the model's own distribution: servers have defaults
 
 
 class ServedPolicy:
@@ -38,7 +42,15 @@ class ServedPolicy:
     all have come. variables: what the server's template gets with every request.
     """
 
-    def __init__(self, url: str, name: str, model: str, max_tokens: int, folder: Path, variables: dict[str, Any]):
+    def __init__(
+        self,
+        url: str,
+        name: str,
+        model: str,
+        max_tokens: int,
+        folder: Path,
+        variables: dict[str, Any],
+    ):
         self.server = Endpoint(FLAGS, url, name, os.environ.get(FLAGS.key), max_tokens)
         self.server.retries = RETRIES
         directory = hub.find_model(model, hub.TOKENIZER_FILES)
@@ -46,29 +58,50 @@ class ServedPolicy:
         self.facts = gwen.with_ends(hub.load_config(directory), self.tokenizer, model)
         self.folder, self.variables = folder, variables
 
-    def answer_problems(self, problems: list[Example], params: Any) -> tuple[list[Sample], list[Sample]]:
+    def answer_problems(
+        self, problems: list[Example], params: Any
+    ) -> tuple[list[Sample], list[Sample]]:
         """As `evaluate.answer_both`. Raises ValueError where an answer does not come; those that did are kept."""
-        prompts = params.render_prompts(self.tokenizer, self.facts.max_position_embeddings, problems)
-        sampled, greedy = new_samples(problems, prompts, params.samples), new_samples(problems, prompts, 1)
+        prompts = params.render_prompts(
+            self.tokenizer, self.facts.max_position_embeddings, problems
+        )
+        sampled, greedy = (
+            new_samples(problems, prompts, params.samples),
+            new_samples(problems, prompts, 1),
+        )
         bodies = [self.make_request(one.example, params, params.temperature) for one in sampled]
         bodies += [self.make_request(one.example, params, 0.0) for one in greedy]
         samples = sampled + greedy
         for row, reply in enumerate(self.fetch_replies(bodies, [one.prompt for one in samples])):
-            thought = f"<think>\n{reply.thought}\n" + "</think>\n\n" * bool(reply.text) if reply.thought else ""
-            if not thought and reply.finish_reason == "length":  # it may have been cut off inside a thought
-                ending = self.tokenizer.decode(samples[row].prompt[-PROMPT_END:], skip_special_tokens=False)
+            thought = (
+                f"<think>\n{reply.thought}\n" + "</think>\n\n" * bool(reply.text)
+                if reply.thought
+                else ""
+            )
+            if (
+                not thought and reply.finish_reason == "length"
+            ):  # it may have been cut off inside a thought
+                ending = self.tokenizer.decode(
+                    samples[row].prompt[-PROMPT_END:], skip_special_tokens=False
+                )
                 thought = opened_thought(ending)
             text = thought + reply.text.strip()
             ids = self.tokenizer.encode(text, add_special_tokens=False)
             ids += self.facts.eos_ids[:1] if reply.finish_reason == "stop" else []
             about: dict[str, Any] = {"finish_reason": reply.finish_reason, "text": text}
-            samples[row] = samples[row]._replace(response_ids=ids, loss_positions=range(len(ids)), **about)
+            samples[row] = samples[row]._replace(
+                response_ids=ids, loss_positions=range(len(ids)), **about
+            )
         return samples[: len(sampled)], samples[len(sampled) :]
 
     def make_request(self, problem: Example, params: Any, temperature: float) -> dict[str, Any]:
         """A request for one answer: several at once is what mlx_lm's server ignores, and a seed ends its batching."""
         messages = chat_template.make_messages(problem["prompt"], problem.get("system"))
-        body = {"messages": messages, "temperature": temperature, "max_tokens": params.max_tokens} | PLAIN
+        body = {
+            "messages": messages,
+            "temperature": temperature,
+            "max_tokens": params.max_tokens,
+        } | PLAIN
         body |= {"stop": list(params.stop)} if params.stop else {}
         variables = self.variables | (problem.get("chat_template_kwargs") or {})
         return body | ({TEMPLATE: variables} if variables else {})
@@ -76,12 +109,19 @@ class ServedPolicy:
     def fetch_replies(self, bodies: list[dict[str, Any]], prompts: list[list[int]]) -> list[Reply]:
         """The reply to each request. ValueError where some do not come; it says where the others are."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.log = JsonLines(self.folder / f"served-{digest_of(self.server.url, self.server.model, *bodies)}.jsonl")
+        self.log = JsonLines(
+            self.folder / f"served-{digest_of(self.server.url, self.server.model, *bodies)}.jsonl"
+        )
         self.log.truncate_after(0)  # a line that was being written
         records = list(read_log(self.log.path, ("place", *Reply._fields)))
-        known = {record["place"]: Reply(*(record[name] for name in Reply._fields)) for record in records}
+        known = {
+            record["place"]: Reply(*(record[name] for name in Reply._fields)) for record in records
+        }
         if known:
-            tqdm.write(escape_invisible(f"going on with {len(known)} answers of {self.log.path}"), file=sys.stderr)
+            tqdm.write(
+                escape_invisible(f"going on with {len(known)} answers of {self.log.path}"),
+                file=sys.stderr,
+            )
         try:
             self.fetch_missing(bodies, prompts, known)
         except ValueError as error:
@@ -92,12 +132,16 @@ class ServedPolicy:
             raise ValueError(f"{error}; {kept}") from error
         return [known[place] for place in range(len(bodies))]
 
-    def fetch_missing(self, bodies: list[dict[str, Any]], prompts: list[list[int]], known: dict[int, Reply]) -> None:
+    def fetch_missing(
+        self, bodies: list[dict[str, Any]], prompts: list[list[int]], known: dict[int, Reply]
+    ) -> None:
         """Adds the replies that are not known. What is no reply is asked for again, as long as that brings any."""
         is_warned = False
         with alive.Bar(total=len(bodies), initial=len(known), desc="asking", unit="answer") as bar:
             while left := [place for place in range(len(bodies)) if place not in known]:
-                with contextlib.closing(self.server.chat([bodies[place] for place in left])) as arriving:
+                with contextlib.closing(
+                    self.server.chat([bodies[place] for place in left])
+                ) as arriving:
                     for number, reply in arriving:
                         place = left[number]
                         if reply.problem:
@@ -117,4 +161,6 @@ class ServedPolicy:
         ending = self.tokenizer.decode(prompt)[-60:]
         said = f"the server makes {length} tokens of a prompt; training made {len(prompt)}, which end {ending!r}"
         fix = "Serve what lora.py --fuse wrote, whose template says what training said, or try --no-thinking"
-        tqdm.write(escape_invisible(f"WARNING: {said}. Answers will differ. {fix}."), file=sys.stderr)
+        tqdm.write(
+            escape_invisible(f"WARNING: {said}. Answers will differ. {fix}."), file=sys.stderr
+        )

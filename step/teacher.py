@@ -29,7 +29,14 @@ from step.sample import Sample
 class Teacher:
     """The model that teaches, and the prompt that it alone sees."""
 
-    def __init__(self, config: Config, student: gwen.Model, tokenizer: Any, base: gwen.Model | None, token_budget: int):
+    def __init__(
+        self,
+        config: Config,
+        student: gwen.Model,
+        tokenizer: Any,
+        base: gwen.Model | None,
+        token_budget: int,
+    ):
         """
         base: the model before training, where `student` without its adapters is not that. token_budget: positions of a
         batch.
@@ -43,7 +50,9 @@ class Teacher:
         if path := config.objective.teacher_prompt:
             self.text = read_text(path, f"--teacher-prompt {path}", 1).strip()
             if not self.text:
-                raise ValueError(f"--teacher-prompt {path} is empty; write what the teacher shall know")
+                raise ValueError(
+                    f"--teacher-prompt {path} is empty; write what the teacher shall know"
+                )
         name = config.objective.teacher
         if name == "self":
             self.model, self.shape = base or student, student.config
@@ -58,14 +67,25 @@ class Teacher:
 
     def render_prompts(self, examples: Iterable[Example]) -> list[list[int]]:
         """The ids of each prompt as the teacher sees it. Raises ValueError where its completion would not fit."""
-        seen = examples if self.text is None else (prepend_text(self.text, example) for example in examples)
+        seen = (
+            examples
+            if self.text is None
+            else (prepend_text(self.text, example) for example in examples)
+        )
         sampling, context = self.config.sampling, self.shape.max_position_embeddings
-        how: Any = {"max_tokens": sampling.max_tokens, "thinking": sampling.thinking, "kind": "the teacher's prompt"}
+        how: Any = {
+            "max_tokens": sampling.max_tokens,
+            "thinking": sampling.thinking,
+            "kind": "the teacher's prompt",
+        }
         return chat_template.encode_prompts(self.tokenizer, seen, context=context, **how)
 
     def check_prompts(self, examples: list[Example], student_ids: list[list[int]]) -> None:
         """Raises ValueError where a prompt does not fit, or where the chat template drops the teacher's text."""
-        room, longest = self.shape.max_position_embeddings, max(map(len, student_ids)) + self.config.sampling.max_tokens
+        room, longest = (
+            self.shape.max_position_embeddings,
+            max(map(len, student_ids)) + self.config.sampling.max_tokens,
+        )
         settings, name = self.config.objective, self.config.model.name
         if longest > room:
             said = f"--teacher {settings.teacher} reads {room} tokens, a prompt and its completion have {longest}"
@@ -80,7 +100,11 @@ class Teacher:
         with lora.with_initial_weights(self.model):
             for batch in batches:
                 if batch.is_local:
-                    states = batch_hidden(self.model, batch) if self.text is None else self._prompted_hidden_states(samples, batch)
+                    states = (
+                        batch_hidden(self.model, batch)
+                        if self.text is None
+                        else self._prompted_hidden_states(samples, batch)
+                    )
                     mx.eval(states)  # wait: the next batch may use this one's memory
                     batch = batch._replace(lesson=divergence.Lesson(states, head_weight))
                 taught.append(batch)
@@ -92,7 +116,9 @@ class Teacher:
         groups = {sample.group: sample.example for sample in its}
         prompts = dict(zip(groups, self.render_prompts(groups.values()), strict=True))
         found = mx.zeros((*batch.mask.shape, self.shape.hidden_size), self.model.head_weight.dtype)
-        for part in make_batches([sample._replace(prompt=prompts[sample.group]) for sample in its], self.token_budget):
+        for part in make_batches(
+            [sample._replace(prompt=prompts[sample.group]) for sample in its], self.token_budget
+        ):
             states = batch_hidden(self.model, part)
             found[mx.array(part.rows), : states.shape[1]] = states
             mx.eval(found)  # wait, as above
@@ -101,7 +127,9 @@ class Teacher:
 
 def refuse_other_tokenizer(name: str, ours: Any, theirs: Any) -> None:
     """Raises ValueError naming the first id that means something else to the teacher called `name`."""
-    tables = [{id_: token for token, id_ in tokenizer.get_vocab().items()} for tokenizer in (ours, theirs)]
+    tables = [
+        {id_: token for token, id_ in tokenizer.get_vocab().items()} for tokenizer in (ours, theirs)
+    ]
     for id_ in sorted(tables[0].keys() | tables[1].keys()):
         our_token, their_token = (table.get(id_) for table in tables)
         if our_token != their_token:

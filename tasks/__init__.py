@@ -19,7 +19,14 @@ from flags import flag_of
 from judging import rubrics
 from problems import calls, chats
 from problems.data import load_sides
-from problems.examples import Example, first_answer, prompt_key, prompt_text, spread_evenly, suggest_nearest
+from problems.examples import (
+    Example,
+    first_answer,
+    prompt_key,
+    prompt_text,
+    spread_evenly,
+    suggest_nearest,
+)
 from problems.functions import load_functions
 from problems.rewards import Reward, load_reward, reward_arguments, reward_columns
 from settings.checks import check_settings
@@ -34,7 +41,16 @@ OF_TURNS = {
     "combine_rewards": ["sum"],
     "reward_gate": ["off"],
 }
-NAMES = ("demo", "values", "gsm8k", "math", "own", "calculator", "guess", "env")  # beside rg:NAME and ifeval
+NAMES = (
+    "demo",
+    "values",
+    "gsm8k",
+    "math",
+    "own",
+    "calculator",
+    "guess",
+    "env",
+)  # beside rg:NAME and ifeval
 
 
 def _import_task(name: str) -> Any:
@@ -71,34 +87,55 @@ def load_task(
         return task._replace(train=train, held_out=test)
     train, test, notes = load_sides(data, held_out, columns, read, begun=begun)
     answers, verifier = [example.get("answer") for example in test], task.verifier
-    said, asked = [first_answer(example) for example in test], [example["prompt"] for example in test]
-    if read is None and verifier and not any(verifier(prompts=asked, completions=said, answer=answers)):
+    said, asked = (
+        [first_answer(example) for example in test],
+        [example["prompt"] for example in test],
+    )
+    if (
+        read is None
+        and verifier
+        and not any(verifier(prompts=asked, completions=said, answer=answers))
+    ):
         task = task._replace(verifier=None)  # a user's data without answers that it can read
     return task._replace(train=train, held_out=test, notes=notes)
 
 
-def make_unrewarded_task(config: Config, held_out: str | None = None, begun: Collection[str] = ()) -> Task:
+def make_unrewarded_task(
+    config: Config, held_out: str | None = None, begun: Collection[str] = ()
+) -> Task:
     """The task of `make` with its problems and verifier, before rewards and tools, whose files may be gone."""
     data = config.data
     kind = data.task.partition(":")[0]
     if kind in ("rg", "ifeval") and (given := data.path or held_out):
-        raise ValueError(f"--data {given} and --task {data.task}, which makes its own problems; leave one of them out")
+        raise ValueError(
+            f"--data {given} and --task {data.task}, which makes its own problems; leave one of them out"
+        )
     if data.columns and not (data.path or held_out):
-        raise ValueError(f"--columns {data.columns} renames columns of --data, which is not given; give both")
+        raise ValueError(
+            f"--columns {data.columns} renames columns of --data, which is not given; give both"
+        )
     if kind == "rg" and ":" in data.task:
         task = _import_task("rg").make_task(data.task, data.task_config or None)
     elif data.task_config:
-        raise ValueError(f"--task-config {data.task_config} is for --task rg:NAME, not for --task {data.task}")
+        raise ValueError(
+            f"--task-config {data.task_config} is for --task rg:NAME, not for --task {data.task}"
+        )
     elif kind == "ifeval":
         task = _import_task("ifeval").make_task(data.task)
     else:
-        sources: dict[str, Any] = {"data": data.path or None, "held_out": held_out, "columns": data.columns or None}
+        sources: dict[str, Any] = {
+            "data": data.path or None,
+            "held_out": held_out,
+            "columns": data.columns or None,
+        }
         task = load_task(data.task, **sources, begun=begun)
     if data.task in ("own", "gsm8k", "math") and (data.verifier or data.task == "own"):
         task = own.add_verifier(task, data.verifier, bool(data.reward))
     elif data.verifier:
         fix = f"--task {data.task} has its own; leave it out, or take --task own"
-        raise ValueError(f"--verifier {data.verifier} compares with the answers of your own data, and {fix}")
+        raise ValueError(
+            f"--verifier {data.verifier} compares with the answers of your own data, and {fix}"
+        )
     return task
 
 
@@ -112,14 +149,20 @@ def make_task(config: Config, held_out: str | None = None, begun: Collection[str
     data, task = config.data, make_unrewarded_task(config, held_out, begun)
     if data.rubric:
         task = task._replace(rubric=Path(data.rubric), witness=None)
-    elif (data.reward and "rubric" not in data.reward_weights) or config.objective.loss_type == "distill":
-        task = task._replace(rubric=None)  # what nobody asked for would outweigh the user's reward, or look on
+    elif (
+        data.reward and "rubric" not in data.reward_weights
+    ) or config.objective.loss_type == "distill":
+        task = task._replace(
+            rubric=None
+        )  # what nobody asked for would outweigh the user's reward, or look on
     if data.reward:
         task = _with_own_rewards(task, config)
     task = _with_tools(task, config)
     if config.objective.truncated == "punish":
         if "soft_overlong" in task.rewards:
-            raise ValueError("--truncated punish is the reward soft_overlong, which is given already; leave one out")
+            raise ValueError(
+                "--truncated punish is the reward soft_overlong, which is given already; leave one out"
+            )
         most = config.sampling.max_tokens
         task = task.with_reward(*load_reward(f"soft_overlong:{most}:{max(most // 5, 1)}"))
     if data.task == own.TASK.name and not (task.rewards or task.rubric or config.objective.teacher):
@@ -139,7 +182,9 @@ def make_task(config: Config, held_out: str | None = None, begun: Collection[str
     gates = [gate] if data.reward_gate == "form" else []
     task = task._replace(notes=[*task.notes, *gates, *_judge_notes(config, task)])
     if config.evaluation.every and not task.held_out:
-        raise ValueError(f"--data {data.path} holds out no prompt to evaluate; add prompts or set --eval-every 0")
+        raise ValueError(
+            f"--data {data.path} holds out no prompt to evaluate; add prompts or set --eval-every 0"
+        )
     return task
 
 
@@ -153,7 +198,9 @@ def load_train_and_held_out(config: Config, run_dir: Path | None = None) -> Side
     begun = read_held_out(run_dir) if run_dir else []
     if config.objective.loss_type == "sft":
         return chats.load_chats(data.path, data.columns, begun)[:2]
-    task = make_unrewarded_task(config, begun=begun) if data.reward else make_task(config, begun=begun)
+    task = (
+        make_unrewarded_task(config, begun=begun) if data.reward else make_task(config, begun=begun)
+    )
     return task.train, task.held_out
 
 
@@ -173,7 +220,9 @@ def read_held_out(run_dir: str | Path) -> list[str]:
     return list(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else []
 
 
-def warn_of_contamination(config: Config, train: list[Example], held_out: list[Example]) -> list[str]:
+def warn_of_contamination(
+    config: Config, train: list[Example], held_out: list[Example]
+) -> list[str]:
     """
     A line where the run that --init-adapter names, or a checkpoint of, was trained on prompts held out here.
 
@@ -185,11 +234,16 @@ def warn_of_contamination(config: Config, train: list[Example], held_out: list[E
     if not config.model.init_adapter or not runs:
         return []
     try:
-        theirs, _ = load_train_and_held_out(check_settings(load_recipe(runs[0] / "config.yaml")), runs[0])
+        theirs, _ = load_train_and_held_out(
+            check_settings(load_recipe(runs[0] / "config.yaml")), runs[0]
+        )
     except ValueError:
         return []
     known, own = ({prompt_text(example["prompt"]) for example in side} for side in (theirs, train))
-    num = sum((asked := prompt_text(example["prompt"])) in known and asked not in own for example in held_out)
+    num = sum(
+        (asked := prompt_text(example["prompt"])) in known and asked not in own
+        for example in held_out
+    )
     told = f"{num} of {len(held_out)} held-out prompts are among those that {runs[0]} was trained on, and prove little"
     return [f"WARNING: {told}: hold the same rows out in both, by a column split"] if num else []
 
@@ -204,7 +258,9 @@ def _with_own_rewards(task: Task, config: Config) -> Task:
     if len(own) < len(loaded):
         raise ValueError(f"--reward {' '.join(data.reward)}: two rewards have the same name")
     if taken := sorted(own.keys() & {"mean", "std", "zero_std_frac", "s", "none"}):
-        raise ValueError(f"--reward {taken[0]}: reward/{taken[0]} is a metric of its own; rename the function")
+        raise ValueError(
+            f"--reward {taken[0]}: reward/{taken[0]} is a metric of its own; rename the function"
+        )
     rubric = {"rubric": task.reward_weights.get("rubric", 1.0)} if task.rubric else {}
     metrics = {name: one for name, one in task.rewards.items() if not task.reward_weights[name]}
     weights = dict.fromkeys(metrics, 0.0) | dict.fromkeys(own, 1.0) | rubric
@@ -217,43 +273,65 @@ def _with_tools(task: Task, config: Config) -> Task:
     task = task._replace(tools=tools, environments=environments)
     if config.tools.env:
         if not task.held_out:  # one prompt in all rows: what differs is what the environment draws
-            task = task._replace(held_out=spread_evenly(task.train, _import_task("guess").NUM_HELD_OUT))
+            task = task._replace(
+                held_out=spread_evenly(task.train, _import_task("guess").NUM_HELD_OUT)
+            )
         if not config.data.reward and not config.data.rubric:
             task = task._replace(rewards={}, reward_weights={}, rubric=None, verifier=None)
     schemas = calls.schemas_of("--tools", task.tools)
     for kind in task.environments.values():
         if both := sorted(schemas.keys() & calls.schemas_in(kind)):
-            raise ValueError(f"--env: {kind.__name__} and --tools both have a tool {both[0]}; rename one of them")
+            raise ValueError(
+                f"--env: {kind.__name__} and --tools both have a tool {both[0]}; rename one of them"
+            )
         if hasattr(kind, "get_reward"):
             task = task.with_reward(kind.__name__, environment_reward(kind))
     if task.name == "env" and not task.environments:
         raise ValueError("--task env talks with an environment; name it: --env FILE.py:Class")
-    if not task.environments and not all(example["prompt"] for example in task.train + task.held_out):
-        raise ValueError(f"--data {config.data.path} has rows without a prompt; name who gives it: --env FILE.py:Class")
+    if not task.environments and not all(
+        example["prompt"] for example in task.train + task.held_out
+    ):
+        raise ValueError(
+            f"--data {config.data.path} has rows without a prompt; name who gives it: --env FILE.py:Class"
+        )
     if task.environments and not task.rewards and not task.rubric:
-        raise ValueError(f"--env {config.tools.env} has no method get_reward, and there is no --reward; add one")
+        raise ValueError(
+            f"--env {config.tools.env} has no method get_reward, and there is no --reward; add one"
+        )
     for kind in filter(calls.rewards_turns, task.environments.values()):
         if not callable(getattr(kind, "get_reward", None)):
-            raise ValueError(f"--env: {kind.__name__} has reward_per_turn and no method get_reward; add it")
+            raise ValueError(
+                f"--env: {kind.__name__} has reward_per_turn and no method get_reward; add it"
+            )
         for name, fitting in OF_TURNS.items():
             if (value := config.to_flags()[name]) not in fitting:
                 which = f"{flag_of(name)} {value} is of whole conversations, and {kind.__name__} has reward_per_turn"
                 raise ValueError(f"{which}; take {flag_of(name)} {fitting[0]}, or leave that out")
     if task.tools or task.environments:
-        first = [example for side in (task.train, task.held_out) for example in side[:1]]  # of a side all have its keys
+        first = [
+            example for side in (task.train, task.held_out) for example in side[:1]
+        ]  # of a side all have its keys
         for given, what in (
-            (any("chat_template_kwargs" in example for example in first), "column chat_template_kwargs"),
+            (
+                any("chat_template_kwargs" in example for example in first),
+                "column chat_template_kwargs",
+            ),
             (config.objective.teacher_prompt, "--teacher-prompt"),
             (config.sampling.stop, "--stop"),
         ):
             if given:
-                raise ValueError(f"{what} is for completions without tools; leave it out, or --tools and --env")
+                raise ValueError(
+                    f"{what} is for completions without tools; leave it out, or --tools and --env"
+                )
     return task
 
 
 def load_tools(config: Config) -> tuple[dict[str, calls.Tool], dict[str, type]]:
     """What a model may call: the functions of --tools and the environments of --env, or the task's own."""
-    task, specs = plain_name(config.data.task) if config.data.task in NAMES else Task("", {}, {}), config.tools.tools
+    task, specs = (
+        plain_name(config.data.task) if config.data.task in NAMES else Task("", {}, {}),
+        config.tools.tools,
+    )
     named = [pair for spec in specs for pair in load_functions("--tools", spec).items()]
     functions = {getattr(tool, "__name__", name): tool for name, tool in named}
     if len(functions) < len(named):
@@ -290,10 +368,15 @@ def _apply_weights(task: Task, config: Config) -> Task:
     if unknown := [name for name in given if name not in known]:
         raise ValueError(f"--reward-weights {unknown[0]}: the rewards are {', '.join(known)}")
     weights = {name: given.get(name, task.reward_weights.get(name, 1.0)) for name in known}
-    task = task._replace(reward_weights=weights, rubric=task.rubric if weights.get("rubric") else None)
+    task = task._replace(
+        reward_weights=weights, rubric=task.rubric if weights.get("rubric") else None
+    )
     if not task.counted_rewards and task.rubric is None and not config.objective.teacher:
         raise ValueError("--reward-weights leave no reward; give one of them a weight other than 0")
-    columns, served = reward_arguments(task.train or task.held_out, bool(task.environments)), dict[str, Reward]()
+    columns, served = (
+        reward_arguments(task.train or task.held_out, bool(task.environments)),
+        dict[str, Reward](),
+    )
     for name, reward in task.rewards.items():
         try:
             reward_columns(name, reward, columns)
@@ -301,9 +384,13 @@ def _apply_weights(task: Task, config: Config) -> Task:
         except ValueError as error:
             if config.data.reward:
                 raise
-            if weights[name] and config.objective.loss_type != "distill":  # the user may never have named this reward
+            if (
+                weights[name] and config.objective.loss_type != "distill"
+            ):  # the user may never have named this reward
                 way = "give --reward, or --task values for a rubric alone"
-                raise ValueError(f"{error}; {name} is a reward of --task {task.name}: {way}") from error
+                raise ValueError(
+                    f"{error}; {name} is a reward of --task {task.name}: {way}"
+                ) from error
     return task._replace(rewards=served)
 
 
@@ -314,7 +401,9 @@ def _judge_notes(config: Config, task: Task) -> Iterator[str]:
     if not config.judge.url and judge in OWN_TASK:
         learned = rubrics.load_rubric(DATA / "demo_rubric.yaml").criteria if judge == "demo" else []
         taught = {criterion.text for criterion in learned}
-        if strange := [one.name for rubric in asked for one in rubric.criteria if one.text not in taught]:
+        if strange := [
+            one.name for rubric in asked for one in rubric.criteria if one.text not in taught
+        ]:
             knows = "only the criteria of data/demo_rubric.yaml" if taught else "no criteria"
             noise = f"its scores of {', '.join(strange)} are noise; name another with --judge-model"
             yield f"WARNING: the judge {judge} has learned {knows}: {noise}"

@@ -22,16 +22,22 @@ def calculator(expression: str) -> str:
         expression: For example 12 * (3 + 4.5)
     """
     if len(expression) > LONGEST:
-        raise ValueError(f"the expression has {len(expression)} characters, at most {LONGEST} are computed")
+        raise ValueError(
+            f"the expression has {len(expression)} characters, at most {LONGEST} are computed"
+        )
     text = " ".join(expression.split())
     if odd := re.search(r"[^-+*/(). 0-9]|\* ?\*|/ ?/", text):
         raise ValueError(f"{odd[0]!r} is no number and none of + - * / ( )")
     try:
-        value = _value(ast.parse(re.sub(r"(?<![\d.])0+(?=\d)", "", text), mode="eval").body)  # Python refuses 05
+        value = _value(
+            ast.parse(re.sub(r"(?<![\d.])0+(?=\d)", "", text), mode="eval").body
+        )  # Python refuses 05
     except ZeroDivisionError as error:
         raise ValueError("division by zero") from error
     except (SyntaxError, RecursionError, MemoryError) as error:
-        raise ValueError("the expression lacks a number, a sign or one of a pair of parentheses") from error
+        raise ValueError(
+            "the expression lacks a number, a sign or one of a pair of parentheses"
+        ) from error
     return str(value) if value.denominator == 1 else f"{float(value):.10g}"
 
 
@@ -49,7 +55,10 @@ def _value(node: ast.expr) -> Fraction:
 def problem(rng: random.Random) -> Example:
     a, b, c = rng.randrange(11, 100), rng.randrange(11, 100), rng.randrange(100, 1000)
     sign = rng.choice("+-")
-    return {"prompt": f"What is {a} * {b} {sign} {c}?", "answer": str(a * b + (c if sign == "+" else -c))}
+    return {
+        "prompt": f"What is {a} * {b} {sign} {c}?",
+        "answer": str(a * b + (c if sign == "+" else -c)),
+    }
 
 
 def correct(completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
@@ -64,4 +73,10 @@ def bundled() -> Sides:
     return problems[256:2256], problems[:256]
 
 
-TASK = Task("calculator", {"correct": correct}, {"correct": 1.0}, verifier=correct, tools={"calculator": calculator})
+TASK = Task(
+    "calculator",
+    {"correct": correct},
+    {"correct": 1.0},
+    verifier=correct,
+    tools={"calculator": calculator},
+)

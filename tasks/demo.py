@@ -23,12 +23,16 @@ def number_words(number: int) -> str:
 
 
 _NUMBERS = {number_words(number): number for number in range(100)}
-NUMBER_WORD = re.compile(rf"\b(?:{'|'.join(sorted(_NUMBERS, key=len, reverse=True))}|\d+)\b", re.IGNORECASE)
+NUMBER_WORD = re.compile(
+    rf"\b(?:{'|'.join(sorted(_NUMBERS, key=len, reverse=True))}|\d+)\b", re.IGNORECASE
+)
 
 
 def numbers_in(text: str) -> list[int]:
     """Every number that the text names, in words (0 to 99) or digits, in order."""
-    words = [word.casefold() for word in NUMBER_WORD.findall(text)]  # IGNORECASE takes "\u017f" for s
+    words = [
+        word.casefold() for word in NUMBER_WORD.findall(text)
+    ]  # IGNORECASE takes "\u017f" for s
     return [int(word[:9]) if word.isdigit() else _NUMBERS[word] for word in words]
 
 
@@ -72,7 +76,9 @@ def examples(held_out: bool, num: int) -> list[Example]:
 _KINDS = (  # of a word or sign in an answer: it adds, it equates, it says nothing by itself
     dict.fromkeys("plus and with + &".split(), "+")
     | dict.fromkeys("is are equals equal makes make gives give has have = :".split(), "=")
-    | dict.fromkeys("the answer sum total result of that this it so in all together more add adding".split(), "")
+    | dict.fromkeys(
+        "the answer sum total result of that this it so in all together more add adding".split(), ""
+    )
     | dict.fromkeys(". , ; ! ( ) * $ \" '".split(), "")
 )
 
@@ -80,7 +86,9 @@ _KINDS = (  # of a word or sign in an answer: it adds, it equates, it says nothi
 _SUM = re.compile(r"=?(?:(?:n\+)+n=)?n=?")  # "n", "the answer is n" or "n plus n is n"
 
 
-def correct(prompts: Sequence[Any], completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
+def correct(
+    prompts: Sequence[Any], completions: Sequence[str], answer: Sequence[str], **_: Any
+) -> list[float]:
     """
     1 where the completion says the answer and nothing that is false, else 0.
 
@@ -116,4 +124,6 @@ def bundled() -> Sides:
 
 
 WEIGHTS = {"correct": 1.0, "rubric": 0.5}
-TASK = Task("demo", {"correct": correct}, WEIGHTS, verifier=correct, rubric=DATA / "demo_rubric.yaml")
+TASK = Task(
+    "demo", {"correct": correct}, WEIGHTS, verifier=correct, rubric=DATA / "demo_rubric.yaml"
+)

@@ -31,8 +31,12 @@ class EpochPrompts:
 
     def next_prompts(self, number: int) -> Drawn:
         """The prompts of the run's draw of that number, counted from 0."""
-        indices = epoch_indices(len(self.train), self.config.sampling.batch, number, self.config.sampling.seed)
-        return [self.train[index] for index in indices], [self.prompt_ids[index] for index in indices]
+        indices = epoch_indices(
+            len(self.train), self.config.sampling.batch, number, self.config.sampling.seed
+        )
+        return [self.train[index] for index in indices], [
+            self.prompt_ids[index] for index in indices
+        ]
 
     def commit(self) -> None:
         """A step is whole."""
@@ -44,7 +48,9 @@ class EpochPrompts:
 class EndlessPrompts(EpochPrompts):
     """Problems made when they are drawn, none twice or held out; once all were seen, it says so and begins again."""
 
-    def __init__(self, config: Config, problems: Problems, render: Callable[[list[Example]], list[list[int]]]):
+    def __init__(
+        self, config: Config, problems: Problems, render: Callable[[list[Example]], list[list[int]]]
+    ):
         super().__init__(config, [], [])
         self.problems, self.render = problems, render
         self.held_out = {prompt_key(example)[:16] for example in problems.held_out}
@@ -61,7 +67,9 @@ class EndlessPrompts(EpochPrompts):
             drawn += self._fresh(num - len(drawn))
         if len(drawn) < num:
             fix = "ask for larger ones, or for fewer to be held out, with --task-config"
-            raise ValueError(f"--task {task} has no {num} different problems besides those held out; {fix}")
+            raise ValueError(
+                f"--task {task} has no {num} different problems besides those held out; {fix}"
+            )
         return drawn, self.render(drawn)
 
     def _fresh(self, num: int) -> list[Example]:
@@ -96,7 +104,10 @@ def epoch_indices(num_examples: int, batch: int, step: int, seed: int) -> list[i
     """
     assert num_examples > 0 and batch > 0 and step >= 0, (num_examples, batch, step)
     places = range(step * batch, (step + 1) * batch)
-    return [_epoch_order(num_examples, batch, place // num_examples, seed)[place % num_examples] for place in places]
+    return [
+        _epoch_order(num_examples, batch, place // num_examples, seed)[place % num_examples]
+        for place in places
+    ]
 
 
 @lru_cache(maxsize=8)

@@ -11,9 +11,13 @@ SYSTEM = "Please reason step by step, and put your final answer within \\boxed{}
 
 def bundled() -> Sides:
     try:
-        train, test = (load_data(f"openai/gsm8k:main:{split}", None, read) for split in ("train", "test"))
+        train, test = (
+            load_data(f"openai/gsm8k:main:{split}", None, read) for split in ("train", "test")
+        )
     except ValueError as error:
-        raise ValueError(f"{error}; or give a file with columns question and answer: --data FILE.jsonl") from error
+        raise ValueError(
+            f"{error}; or give a file with columns question and answer: --data FILE.jsonl"
+        ) from error
     return train, test
 
 
@@ -29,7 +33,9 @@ def read(example: Example) -> Example:
 
 def add_system_message(example: Example, question: str) -> Example:
     """A checked example, whose prompt is its column `question` where it has no other, with a system message."""
-    example = read_prompt({"prompt": example[question]} | example if question in example else example)
+    example = read_prompt(
+        {"prompt": example[question]} | example if question in example else example
+    )
     is_alone = example.get("system") is None and isinstance(example["prompt"], str)
     return example | {"system": SYSTEM} if is_alone else example
 

@@ -32,8 +32,20 @@ INSTALL = "if-verifiable is not installed; begin the command with: uv run --extr
 VERIFIERS, LIMIT = 2, 5.0  # processes at most, of 90 MB each, and seconds for one completion
 HELD_OUT = 256
 PAIRS = 0.25  # share of prompts with two instructions
-USUAL = ("words", "opening", "keyword", "sentences", "no_comma")  # which a model of 135 million parameters can learn
-PLURALS = {"s": "", "oes": "o", "xes": "x", "ies": "y", "ves": "f"}  # of topics: their ends, and those of one
+USUAL = (
+    "words",
+    "opening",
+    "keyword",
+    "sentences",
+    "no_comma",
+)  # which a model of 135 million parameters can learn
+PLURALS = {
+    "s": "",
+    "oes": "o",
+    "xes": "x",
+    "ies": "y",
+    "ves": "f",
+}  # of topics: their ends, and those of one
 
 
 @functools.cache
@@ -71,15 +83,22 @@ def parse_kinds(task: str) -> tuple[str, ...]:
     for name in kinds:
         if name not in known or kinds.count(name) > 1:
             they = f"the kinds are {', '.join(known)}"
-            raise ValueError(f"--task {task}: {name!r} is unknown or comes twice{suggest_nearest(name, known)}; {they}")
+            raise ValueError(
+                f"--task {task}: {name!r} is unknown or comes twice{suggest_nearest(name, known)}; {they}"
+            )
     return kinds
 
 
 def make_task(name: str) -> Task:
     problems = Problems(parse_kinds(name))
-    rewards: dict[str, Reward] = {"followed": problems.fraction_followed, "on_topic": problems.on_topic}
+    rewards: dict[str, Reward] = {
+        "followed": problems.fraction_followed,
+        "on_topic": problems.on_topic,
+    }
     weights = {"followed": 1.0, "on_topic": 0.5}
-    return Task(name, rewards, weights, problems.followed_all, held_out=problems.held_out, problems=problems)
+    return Task(
+        name, rewards, weights, problems.followed_all, held_out=problems.held_out, problems=problems
+    )
 
 
 class Problems:
@@ -90,7 +109,9 @@ class Problems:
             raise ValueError(f"--task ifeval: {INSTALL}")
         self.mix, num = tuple(kinds), min(VERIFIERS, os.cpu_count() or 1)
         self.verifiers = Pool(f"{__name__}:make_verifier", (), num=num, limit=LIMIT, sealed=True)
-        made = (self._example(place, f"held out {place}", "held_out") for place in range(2 * HELD_OUT))
+        made = (
+            self._example(place, f"held out {place}", "held_out") for place in range(2 * HELD_OUT)
+        )
         self.held_out = list({prompt_key(example): example for example in made}.values())[:HELD_OUT]
 
     def make(self, places: Sequence[int], seed: int) -> list[Example]:
@@ -105,16 +126,26 @@ class Problems:
         wordings, asked = [], []
         for name in chosen:
             kind = load_words()["kinds"][name]
-            arguments = {key: draw_argument(value, rng, side) for key, value in kind.get("arguments", {}).items()}
+            arguments = {
+                key: draw_argument(value, rng, side)
+                for key, value in kind.get("arguments", {}).items()
+            }
             wordings.append(rng.choice(kind[side]).format(**arguments))
             asked.append([kind["verifier"], arguments])
-        ask, topic = rng.choice(load_words()["asks"][side]), rng.choice(load_words()["topics"][side])
+        ask, topic = (
+            rng.choice(load_words()["asks"][side]),
+            rng.choice(load_words()["topics"][side]),
+        )
         category = first if len(chosen) == 1 else "two"
         prompt = " ".join([ask.format(topic), *wordings])
         return {"prompt": prompt, "category": category, "instructions": asked, "topic": topic}
 
     def fraction_followed(
-        self, prompts: Sequence[str], completions: Sequence[str], instructions: Sequence[Any], **_: Any
+        self,
+        prompts: Sequence[str],
+        completions: Sequence[str],
+        instructions: Sequence[Any],
+        **_: Any,
     ) -> list[float]:
         """The share of its instructions that each completion follows, by the strict verifiers."""
         questions = [list(row) for row in zip(instructions, prompts, completions, strict=True)]
@@ -137,21 +168,28 @@ def make_verifier() -> Callable[[tuple[list[tuple[str, dict[str, Any]]], str, st
     """What a sealed worker does: of instructions, a prompt and a completion the share that is followed."""
     spec = importlib.util.find_spec("if_verifiable")
     assert spec is not None and spec.submodule_search_locations is not None
-    bare = types.ModuleType("if_verifiable")  # in place of its __init__, which imports what downloads prompts: 120 MB
+    bare = types.ModuleType(
+        "if_verifiable"
+    )  # in place of its __init__, which imports what downloads prompts: 120 MB
     bare.__path__ = list(spec.submodule_search_locations)
     sys.modules["if_verifiable"] = bare
     import langdetect
     from if_verifiable.common import evaluate_instructions
     from if_verifiable.ifeval import instructions_registry, instructions_util
 
-    instructions_util.count_sentences = lambda text: len(instructions_util.split_into_sentences(text))
+    instructions_util.count_sentences = lambda text: len(
+        instructions_util.split_into_sentences(text)
+    )
     langdetect.DetectorFactory.seed = 0  # else it guesses
     langdetect.detect("It reads its profiles once.")
     registry = instructions_registry.INSTRUCTION_DICT
 
     def verify(question: tuple[list[tuple[str, dict[str, Any]]], str, str]) -> float:
         instructions, prompt, text = question
-        names, arguments = [name for name, _ in instructions], [whole_words(given) for _, given in instructions]
+        names, arguments = (
+            [name for name, _ in instructions],
+            [whole_words(given) for _, given in instructions],
+        )
         return evaluate_instructions(text, names, arguments, prompt, registry)[1].partial_strict
 
     return verify

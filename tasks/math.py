@@ -8,7 +8,9 @@ from tasks.task import Sides
 
 def bundled() -> Sides:
     problem = "--task math has no data of its own; give problems with an answer or a solution"
-    raise ValueError(f"{problem}: --data FILE.jsonl, or a hub dataset as HuggingFaceH4/MATH-500:test")
+    raise ValueError(
+        f"{problem}: --data FILE.jsonl, or a hub dataset as HuggingFaceH4/MATH-500:test"
+    )
 
 
 def read(example: Example) -> Example:
@@ -17,7 +19,9 @@ def read(example: Example) -> Example:
     if example.get("answer") is None:
         example = example | {"answer": "".join(boxed(str(example.get("solution")))[-1:])}
     if not first_answer(example).strip():
-        fix = "add one, or a solution with \\boxed{...}, or name the column: --columns answer=COLUMN"
+        fix = (
+            "add one, or a solution with \\boxed{...}, or name the column: --columns answer=COLUMN"
+        )
         raise ValueError(f"no answer; {fix}")
     return example
 

@@ -5,7 +5,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from problems.data import renames_of, tell_unread, text_columns
-from problems.examples import Example, answers_of, first_answer, prompt_text, shorten_value, suggest_nearest
+from problems.examples import (
+    Example,
+    answers_of,
+    first_answer,
+    prompt_text,
+    shorten_value,
+    suggest_nearest,
+)
 from problems.functions import load_function
 from problems.rewards import UserReward, columns_read
 from problems.verifiers import VERIFIERS, choose, is_compared, stated_by
@@ -39,28 +46,49 @@ def add_verifier(task: Task, spec: str, has_reward: bool) -> Task:
     known = list(filter(is_compared, answers))
     verifier: Any = None
     if spec not in NAMES:
-        _, fn = load_function("--verifier", spec, f"{suggest_nearest(spec, NAMES)}; or one of {', '.join(NAMES)}")
+        _, fn = load_function(
+            "--verifier", spec, f"{suggest_nearest(spec, NAMES)}; or one of {', '.join(NAMES)}"
+        )
         verifier, said = UserReward("correct", fn), [f"{len(rows)} compared by {spec}"]
     elif known:
         name, verifier = choose(spec, answers)
-        said = [f"{len(compared)} compared as {VERIFIERS[name].description}, as {shorten_value(stated_by(known[0]))}"]
+        said = [
+            f"{len(compared)} compared as {VERIFIERS[name].description}, as {shorten_value(stated_by(known[0]))}"
+        ]
     else:
         said = ["none to compare with"]
     if prose := [example for example in rows if not has_compared(example)] if spec in NAMES else []:
-        said.append(f"{len(prose)} not compared, being prose, as {shorten_value(first_answer(prose[0]))}")
+        said.append(
+            f"{len(prose)} not compared, being prose, as {shorten_value(first_answer(prose[0]))}"
+        )
     if several := [example for example in rows if len(answers_of(example)) > 1]:
-        said.append(f"{len(several)} rows have several, of which any is right, as {shorten_value(answers_of(several[0]))}")
+        said.append(
+            f"{len(several)} rows have several, of which any is right, as {shorten_value(answers_of(several[0]))}"
+        )
     is_beside = bool(known) and has_reward and not asked and name == "exact"
     if is_beside:
-        said.append("a metric beside your reward; --verifier exact, or FILE.py:fn of your own, makes it the accuracy")
+        said.append(
+            "a metric beside your reward; --verifier exact, or FILE.py:fn of your own, makes it the accuracy"
+        )
         task = task._replace(rewards={"exact": verifier}, reward_weights={"exact": 0.0})
     else:
-        task = task._replace(verifier=verifier, rewards=task.rewards | {"correct": verifier} if verifier else {})
+        task = task._replace(
+            verifier=verifier, rewards=task.rewards | {"correct": verifier} if verifier else {}
+        )
     return task._replace(notes=[*task.notes, f"answers: {'; '.join(said)}"])
 
 
 # columns that are read whatever the rewards are; `solution`, by --task math
-READ = ("prompt", "answer", "system", "category", "split", "chat_template_kwargs", "environment", "solution")
+READ = (
+    "prompt",
+    "answer",
+    "system",
+    "category",
+    "split",
+    "chat_template_kwargs",
+    "environment",
+    "solution",
+)
 
 
 def unread(task: Task, columns: str, hint: str = "") -> list[str]:
@@ -84,7 +112,9 @@ def unread(task: Task, columns: str, hint: str = "") -> list[str]:
 
 def _stands_in_prompt(rows: Sequence[Example], name: str) -> bool:
     """Whether the texts of a column are part of the prompts, as Alpaca's `input` is."""
-    texts = [(example[name], prompt_text(example["prompt"])) for example in rows if example.get(name)]
+    texts = [
+        (example[name], prompt_text(example["prompt"])) for example in rows if example.get(name)
+    ]
     return all(isinstance(text, str) and text in prompt for text, prompt in texts)
 
 
@@ -106,6 +136,8 @@ def describe_own_task(task: Task) -> Task:
     said += f", {len(held_out)} held out"
     if left_out := len(task.train + task.held_out) - len(train + held_out):
         said += f", {left_out} left out for want of an answer to compare with"
-    if weights := [f"{weight:g} x {name}" for name, weight in task.reward_weights.items() if weight]:
+    if weights := [
+        f"{weight:g} x {name}" for name, weight in task.reward_weights.items() if weight
+    ]:
         said += f"; the reward is {' + '.join(weights)}"
     return task._replace(train=train, held_out=held_out, notes=[said, *task.notes])

@@ -48,7 +48,10 @@ LONGEST = 100_000  # characters of an answer; the longest right ones have a few 
 # The scorers that evaluate text as Python, and what reads it instead; `tests/test_seal.py` finds them in the sources.
 # Those of bitwise_arithmetic and number_sorting evaluate the problem only.
 READERS: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(("binary_matrix", "n_queens", "number_sorting", "spiral_matrix", "string_insertion"), read_list),
+    **dict.fromkeys(
+        ("binary_matrix", "n_queens", "number_sorting", "spiral_matrix", "string_insertion"),
+        read_list,
+    ),
     **dict.fromkeys(("bitwise_arithmetic", "countdown", "intermediate_integration"), read_formula),
     **dict.fromkeys(("polynomial_multiplication", "puzzle24", "simple_integration"), read_formula),
 }
@@ -107,16 +110,22 @@ def parse_mix(task: str, config: str | None) -> Mix:
     where = f"--task-config {config}"
     asked = load_yaml(config, where) if config else {}
     if not isinstance(asked, dict):
-        raise ValueError(f"{where} holds {shorten_value(asked)}, no settings; write lines like `countdown:`")
+        raise ValueError(
+            f"{where} holds {shorten_value(asked)}, no settings; write lines like `countdown:`"
+        )
     num, system = asked.pop("held_out", 256), asked.pop("system", SYSTEM)
     if type(num) is not int or not 0 < num <= SIZE * 100:
-        raise ValueError(f"{where}: held_out is {shorten_value(num)}; it must be a number of problems, as 256")
+        raise ValueError(
+            f"{where}: held_out is {shorten_value(num)}; it must be a number of problems, as 256"
+        )
     if not isinstance(system, str):
         raise ValueError(f"{where}: system is {shorten_value(system)}; it must be a text")
     settings = {name: asked.pop(name, None) or {} for name in weights}
     for name, own in settings.items():
         if not isinstance(own, dict) or {"seed", "size"} & own.keys():
-            raise ValueError(f"{where}: {name} is {shorten_value(own)}; it needs settings other than seed and size")
+            raise ValueError(
+                f"{where}: {name} is {shorten_value(own)}; it needs settings other than seed and size"
+            )
     return Mix(weights, settings, num, system, unused=tuple(map(str, asked)))
 
 
@@ -127,7 +136,9 @@ def make_task(name: str, config: str | None) -> Task:
     problems = Problems(parse_mix(name, config))
     rewards: dict[str, Reward] = {"correct": problems.score, "format": answered_once}
     weights = {"correct": 1.0, "format": 0.1}  # the form alone never pays like the answer
-    return Task(name, rewards, weights, problems.solved, held_out=problems.held_out, problems=problems)
+    return Task(
+        name, rewards, weights, problems.solved, held_out=problems.held_out, problems=problems
+    )
 
 
 class Problems:
@@ -137,9 +148,13 @@ class Problems:
         if importlib.util.find_spec("reasoning_gym") is None:
             raise ValueError(f"--task rg:{','.join(mix.weights)}: {INSTALL}")
         self.mix = mix
-        self.makers = Pool(f"{__name__}:make_maker", (mix.settings, mix.unused), num=MAKERS, limit=MAKING)
+        self.makers = Pool(
+            f"{__name__}:make_maker", (mix.settings, mix.unused), num=MAKERS, limit=MAKING
+        )
         num = min(SCORERS, os.cpu_count() or 1)
-        self.scorers = Pool(f"{__name__}:make_scorer", (mix.settings,), num=num, limit=LIMIT, sealed=True)
+        self.scorers = Pool(
+            f"{__name__}:make_scorer", (mix.settings,), num=num, limit=LIMIT, sealed=True
+        )
         # the same in every run of the mix; fewer where a data set has few: no number is tried twice
         held_out = self._make(range(mix.num_held_out), 0)
         self.held_out = list({prompt_key(example): example for example in held_out}.values())
@@ -155,13 +170,20 @@ class Problems:
         examples = []
         for question, answer in zip(questions, self.makers.answer_all(questions), strict=True):
             if answer.error:
-                raise ValueError(f"reasoning-gym cannot make the problem {question}: {answer.error}")
+                raise ValueError(
+                    f"reasoning-gym cannot make the problem {question}: {answer.error}"
+                )
             made = dict(zip(("prompt", "answer", "entry"), answer.value, strict=True))
             examples.append(made | {"system": self.mix.system or None, "category": question[0]})
         return examples
 
     def score(
-        self, completions: Sequence[str], answer: Sequence[Any], category: Sequence[str], entry: Sequence[str], **_: Any
+        self,
+        completions: Sequence[str],
+        answer: Sequence[Any],
+        category: Sequence[str],
+        entry: Sequence[str],
+        **_: Any,
     ) -> list[float]:
         """
         What each completion's answer earns by the rules of its data set, from 0 to 1.
@@ -172,10 +194,14 @@ class Problems:
         """
         stated = [extract_answer(text) for text in completions]
         asked = [row for row, text in enumerate(stated) if 0 < len(text) <= LONGEST]
-        answers = self.scorers.answer_all([(category[row], entry[row], stated[row]) for row in asked])
+        answers = self.scorers.answer_all(
+            [(category[row], entry[row], stated[row]) for row in asked]
+        )
         scores = [0.0] * len(completions)
         for row, score in zip(asked, map(score_value, answers), strict=True):
-            scores[row] = 0.0 if score < 1 and answer[row] and str(answer[row]) in stated[row] else score
+            scores[row] = (
+                0.0 if score < 1 and answer[row] and str(answer[row]) in stated[row] else score
+            )
         return scores
 
     def solved(self, **columns: Any) -> list[float]:
@@ -200,7 +226,9 @@ def answered_once(completions: Sequence[str], **_: Any) -> list[float]:
     """1 where a completion ends with its only <answer>...</answer>, which is not empty, else 0."""
     found = [re.split("(</?answer>)", text.rstrip()) for text in completions]
     tags = ["<answer>", "</answer>"]
-    return [float(parts[1::2] == tags and parts[2].strip() != "" and parts[4] == "") for parts in found]
+    return [
+        float(parts[1::2] == tags and parts[2].strip() != "" and parts[4] == "") for parts in found
+    ]
 
 
 # ---- in a worker
@@ -219,7 +247,9 @@ def make_maker(
     for name in unused:
         if name not in known:
             meant = suggest_nearest(name, [*known, "held_out", "system"])
-            raise ValueError(f"--task-config: {shorten_value(name)} is no data set and no setting{meant}")
+            raise ValueError(
+                f"--task-config: {shorten_value(name)} is no data set and no setting{meant}"
+            )
 
     @functools.lru_cache(maxsize=16)
     def data_set(name: str, seed: int) -> Any:
@@ -245,7 +275,9 @@ def make_scorer(settings: dict[str, dict[str, Any]]) -> Callable[[tuple[str, str
 
     data_sets = {name: make_data_set(name, 0, its) for name, its in settings.items()}
     for name in READERS.keys() & settings.keys():
-        vars(sys.modules[DATASETS[name][0].__module__]).update(eval=READERS[name], parse_expr=READERS[name])
+        vars(sys.modules[DATASETS[name][0].__module__]).update(
+            eval=READERS[name], parse_expr=READERS[name]
+        )
 
     def score(question: tuple[str, str, str]) -> float:
         name, answer = question[0], question[2]
@@ -272,7 +304,9 @@ def pack_entry(entry: dict[str, Any]) -> str:
 
 def unpack_entry(text: str) -> Any:
     """An entry as it was before `packed`, but for numbers as keys, which are texts now."""
-    return json.loads(text, object_hook=lambda held: tuple(held["tuple"]) if held.keys() == {"tuple"} else held)
+    return json.loads(
+        text, object_hook=lambda held: tuple(held["tuple"]) if held.keys() == {"tuple"} else held
+    )
 
 
 def _seed_globals(number: int) -> None:  # from which some generators draw too
@@ -299,4 +333,6 @@ def make_data_set(name: str, seed: int, settings: dict[str, Any]) -> Any:
         curriculum.set_global_level(level)
         return kind(config=curriculum.generate_configuration(given))
     except (TypeError, AssertionError, ValueError, KeyError, AttributeError) as error:
-        raise ValueError(f"--task-config: {name} does not take {shorten_value(settings)} ({format_error(error)})") from error
+        raise ValueError(
+            f"--task-config: {name} does not take {shorten_value(settings)} ({format_error(error)})"
+        ) from error

@@ -26,8 +26,12 @@ class Problems(Protocol):
 class Task(NamedTuple):
     name: str
     rewards: dict[str, Reward]
-    reward_weights: dict[str, float]  # one for each reward, and one under "rubric" where there is a rubric
-    verifier: Reward | None = None  # gives 1 for a right answer, whatever the rewards of the training are
+    reward_weights: dict[
+        str, float
+    ]  # one for each reward, and one under "rubric" where there is a rubric
+    verifier: Reward | None = (
+        None  # gives 1 for a right answer, whatever the rewards of the training are
+    )
     rubric: Path | None = None
     train: list[Example] = []  # noqa: RUF012  (never changed in place)
     held_out: list[Example] = []  # noqa: RUF012
@@ -39,7 +43,9 @@ class Task(NamedTuple):
 
     def with_reward(self, name: str, reward: Reward) -> "Task":
         """The task with one more reward, of weight 1."""
-        return self._replace(rewards=self.rewards | {name: reward}, reward_weights=self.reward_weights | {name: 1.0})
+        return self._replace(
+            rewards=self.rewards | {name: reward}, reward_weights=self.reward_weights | {name: 1.0}
+        )
 
     @property
     def counted_rewards(self) -> dict[str, Reward]:

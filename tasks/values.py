@@ -9,4 +9,6 @@ def bundled() -> Sides:
 
 
 RUBRIC, WITNESS = DATA / "values_rubric.yaml", DATA / "values_witness.yaml"
-TASK = Task(name="values", rewards={}, reward_weights={"rubric": 1.0}, rubric=RUBRIC, witness=WITNESS)
+TASK = Task(
+    name="values", rewards={}, reward_weights={"rubric": 1.0}, rubric=RUBRIC, witness=WITNESS
+)

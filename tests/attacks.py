@@ -9,7 +9,9 @@ import sys
 import time
 from pathlib import Path
 
-LIBC = ctypes.CDLL(None)  # opened before the seal, as its functions: looking them up is refused thereafter
+LIBC = ctypes.CDLL(
+    None
+)  # opened before the seal, as its functions: looking them up is refused thereafter
 SYSCALL, ERRNO = LIBC.syscall, LIBC["__errno_location" if sys.platform == "linux" else "__error"]
 ERRNO.restype = ctypes.POINTER(ctypes.c_int)
 
@@ -17,7 +19,23 @@ ERRNO.restype = ctypes.POINTER(ctypes.c_int)
 def fork_exec(path):
     """What `subprocess` ends in, which raises no audit event."""
     shell = [b"/bin/sh", b"-c", b"touch " + path.encode()]
-    given = (shell, shell[:1], True, (), None, None, *[-1] * 6, 0, channel(), False, False, -1, *[None] * 3, -1, None)
+    given = (
+        shell,
+        shell[:1],
+        True,
+        (),
+        None,
+        None,
+        *[-1] * 6,
+        0,
+        channel(),
+        False,
+        False,
+        -1,
+        *[None] * 3,
+        -1,
+        None,
+    )
     return sys.modules["_posixsubprocess"].fork_exec(*given, True)
 
 
@@ -25,7 +43,11 @@ def switch_off(path):
     """Gives the seal's own names another meaning, as one answer once did, and then starts a program."""
     for name in ("__main__", "problems.seal", "builtins"):
         module = sys.modules[name]
-        for switch, value in {"HARMLESS": {"open", "os.system"}, "FAMILIES": (), "len": lambda _: 0}.items():
+        for switch, value in {
+            "HARMLESS": {"open", "os.system"},
+            "FAMILIES": (),
+            "len": lambda _: 0,
+        }.items():
             setattr(module, switch, value)
     return os.system(f"touch {path}")
 
@@ -116,7 +138,9 @@ DEEDS = {
     "syscall": syscall,
     "stubborn": stubborn,
     "meet": meet,
-    "power": lambda x: len(str(9**9**x)),  # one multiplication of minutes, which no signal interrupts
+    "power": lambda x: len(
+        str(9**9**x)
+    ),  # one multiplication of minutes, which no signal interrupts
     "count": lambda x: sum(1 for _ in range(x)),
     "leave": os._exit,
     "fail": lambda x: [][x],
@@ -134,7 +158,15 @@ def answerer(machine="", sources=None, path=""):
         os._exit(3)
     if machine:
         platform.machine = lambda: machine
-    for name in ("sqlite3", "socket", "gc", "_posixsubprocess", "subprocess", "pickle", "functools"):
+    for name in (
+        "sqlite3",
+        "socket",
+        "gc",
+        "_posixsubprocess",
+        "subprocess",
+        "pickle",
+        "functools",
+    ):
         __import__(name)
     for name, source in (sources or {}).items():
         DEEDS[name] = eval(f"lambda *_: {source}", globals() | sys.modules | {"P": path})

@@ -46,7 +46,9 @@ def another_family(family: str, flags: set[str]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("--other", action="store_true", help="print another family that this processor can run")
+    parser.add_argument(
+        "--other", action="store_true", help="print another family that this processor can run"
+    )
     if not parser.parse_args().other:
         print(kernel_family())
         return

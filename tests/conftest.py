@@ -6,7 +6,9 @@ No weight has its initial value: a bias of 0 or a norm weight of 1 that is dropp
 
 import os
 
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # read when the library is loaded; steadier on a busy machine
+os.environ.setdefault(
+    "OPENBLAS_NUM_THREADS", "1"
+)  # read when the library is loaded; steadier on a busy machine
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -27,8 +29,13 @@ from typing import Any
 
 import cpu_blas
 
-if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):  # hundreds of processes would compile the same files again
-    sys.dont_write_bytecode, sys.pycache_prefix = False, str(cpu_blas.cache_directory() / "bytecode")
+if os.environ.pop(
+    "PYTHONDONTWRITEBYTECODE", None
+):  # hundreds of processes would compile the same files again
+    sys.dont_write_bytecode, sys.pycache_prefix = (
+        False,
+        str(cpu_blas.cache_directory() / "bytecode"),
+    )
     os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
 
 import hypothesis
@@ -85,7 +92,9 @@ SMOLLM3 = LLAMA | {
     "no_rope_layers": [1, 1, 1, 0],
     "pad_token_id": 0,
 }
-HYBRID_TEXT = {key: value for key, value in QWEN3.items() if key not in ("architectures", "rope_theta")} | {
+HYBRID_TEXT = {
+    key: value for key, value in QWEN3.items() if key not in ("architectures", "rope_theta")
+} | {
     "model_type": "qwen3_5_text",
     "num_hidden_layers": 4,
     "full_attention_interval": 3,
@@ -94,7 +103,11 @@ HYBRID_TEXT = {key: value for key, value in QWEN3.items() if key not in ("archit
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 24,
     "linear_conv_kernel_dim": 4,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.25,
+    },
 }
 HYBRID: dict[str, Any] = {
     "architectures": ["Qwen3_5ForConditionalGeneration"],
@@ -110,7 +123,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2-yarn": QWEN2 | {"rope_scaling": YARN},
     "qwen3-yarn": QWEN3 | {"rope_scaling": YARN},
     "llama": LLAMA,
-    "llama3": LLAMA | {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 64}, "tie_word_embeddings": False},
+    "llama3": LLAMA
+    | {
+        "rope_scaling": LLAMA3 | {"original_max_position_embeddings": 64},
+        "tie_word_embeddings": False,
+    },
     "smollm3": SMOLLM3,
     "qwen3.5": HYBRID,
 }
@@ -137,8 +154,12 @@ def lacks_compiler() -> bool:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out what needs a compiler where there is none: one line at the end says so."""
     if lacks_compiler():
-        needs = [bool({"compiler", "metal"} & set(getattr(item, "fixturenames", ()))) for item in items]
-        config.hook.pytest_deselected(items=[item for item, needy in zip(items, needs, strict=True) if needy])
+        needs = [
+            bool({"compiler", "metal"} & set(getattr(item, "fixturenames", ()))) for item in items
+        ]
+        config.hook.pytest_deselected(
+            items=[item for item, needy in zip(items, needs, strict=True) if needy]
+        )
         items[:] = [item for item, needy in zip(items, needs, strict=True) if not needy]
 
 
@@ -169,7 +190,9 @@ def readable(grader: Any) -> Any:
     return grader
 
 
-def command(program: str, *flags: Any, environment: dict[str, str] | None = None, **options: Any) -> Any:
+def command(
+    program: str, *flags: Any, environment: dict[str, str] | None = None, **options: Any
+) -> Any:
     """A command as a user starts it, in a process of its own. environment: what is added to that of the tests."""
     return subprocess.run(
         [sys.executable, program, *map(str, flags)],
@@ -233,14 +256,20 @@ def whole_prompts(builder: Any, prompt: str, completion: str) -> list[list[int]]
 def json_values(*keys: str) -> hypothesis.strategies.SearchStrategy[Any]:
     """What a JSON file may hold, in objects with these keys."""
     plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
-    either = lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(keys), inner)  # noqa: E731
+
+    def either(inner):
+        return st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(keys), inner)
+
     return st.recursive(plain, either, max_leaves=8)
 
 
 def untimed(path: Path) -> list[dict[str, Any]]:
     """A log without what depends on the clock and the machine."""
     timed = re.compile(r"(/s|_s|tok_s)$|tok_s/|^mem/")
-    return [{key: value for key, value in line.items() if not timed.search(key)} for line in read_log(path)]
+    return [
+        {key: value for key, value in line.items() if not timed.search(key)}
+        for line in read_log(path)
+    ]
 
 
 def write_log(path: Path, rows: Iterable[Any]) -> str:
@@ -261,7 +290,11 @@ def relative_error(ours: mx.array, theirs: mx.array) -> float:
 def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, mx.array]:
     """Tensors by Hugging Face name, float32, none of them at the value that training would begin with."""
     rng = np.random.default_rng(seed)
-    prefix, config = ("model.language_model", config["text_config"]) if "text_config" in config else ("model", config)
+    prefix, config = (
+        ("model.language_model", config["text_config"])
+        if "text_config" in config
+        else ("model", config)
+    )
     is_hybrid = config["model_type"] == "qwen3_5_text"
     hidden, width, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
@@ -283,7 +316,12 @@ def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, mx.array]
             key_rows = config["linear_num_key_heads"] * config["linear_key_head_dim"]
             nets = config["linear_num_value_heads"]
             value_rows = nets * config["linear_value_head_dim"]
-            for name, rows in (("qkv", 2 * key_rows + value_rows), ("z", value_rows), ("b", nets), ("a", nets)):
+            for name, rows in (
+                ("qkv", 2 * key_rows + value_rows),
+                ("z", value_rows),
+                ("b", nets),
+                ("a", nets),
+            ):
                 weights[f"{net}.in_proj_{name}.weight"] = matrix(rows, hidden)
             weights[f"{net}.conv1d.weight"] = rng.normal(0, 0.5, (2 * key_rows + value_rows, 1, 4))
             weights[f"{net}.A_log"] = np.log(rng.uniform(0.01, 4, nets))
@@ -313,18 +351,29 @@ def write_checkpoint(directory: Path, config: dict[str, Any], num_shards: int = 
     """A model directory without tokenizer; more than one shard come with an index."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
-    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 0], "do_sample": True}))
+    (directory / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [2, 0], "do_sample": True})
+    )
     weights = random_weights(config)
     if num_shards == 1:
-        mx.save_safetensors(str(directory / "model.safetensors"), weights, metadata={"format": "pt"})
+        mx.save_safetensors(
+            str(directory / "model.safetensors"), weights, metadata={"format": "pt"}
+        )
         return directory
     weight_map = {}
     for shard in range(num_shards):
         file = f"model-{shard + 1:05}-of-{num_shards:05}.safetensors"
         names = sorted(weights)[shard::num_shards]
-        mx.save_safetensors(str(directory / file), {name: weights[name] for name in names}, metadata={"format": "pt"})
+        mx.save_safetensors(
+            str(directory / file),
+            {name: weights[name] for name in names},
+            metadata={"format": "pt"},
+        )
         weight_map |= dict.fromkeys(names, file)
-    index = {"metadata": {"total_size": sum(a.nbytes for a in weights.values())}, "weight_map": weight_map}
+    index = {
+        "metadata": {"total_size": sum(a.nbytes for a in weights.values())},
+        "weight_map": weight_map,
+    }
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     return directory
 
@@ -333,7 +382,10 @@ def write_checkpoint(directory: Path, config: dict[str, Any], num_shards: int = 
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One directory a configuration; "qwen2.5" is in three shards."""
     root = tmp_path_factory.mktemp("checkpoints")
-    return {name: write_checkpoint(root / name, its, 3 if name == "qwen2.5" else 1) for name, its in CONFIGS.items()}
+    return {
+        name: write_checkpoint(root / name, its, 3 if name == "qwen2.5" else 1)
+        for name, its in CONFIGS.items()
+    }
 
 
 @pytest.fixture(scope="module", params=["qwen3", "qwen3.5"])
@@ -362,12 +414,17 @@ def tokenizer() -> Any:
         "{%- endif %}{%- endif %}"
     )
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=template
+        tokenizer_object=backend,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=template,
     )
 
 
 @pytest.fixture(scope="session")
-def model_directory(checkpoints: dict[str, Path], tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model_directory(
+    checkpoints: dict[str, Path], tokenizer: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """A tiny Qwen3 with its tokenizer: everything that a hub model has."""
     directory = tmp_path_factory.mktemp("model")
     for file in checkpoints["qwen3"].iterdir():

@@ -28,5 +28,7 @@ def why(module: str) -> str:
 
 def needs(module: str) -> pytest.MarkDecorator:
     """Skips a test, or with `pytestmark` a file, without `module`; a small one where CI is set runs, and fails."""
-    is_missing = importlib.util.find_spec(module) is None and not (module in SMALL and os.environ.get("CI"))
+    is_missing = importlib.util.find_spec(module) is None and not (
+        module in SMALL and os.environ.get("CI")
+    )
     return pytest.mark.skipif(is_missing, reason=why(module))

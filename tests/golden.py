@@ -47,7 +47,10 @@ def write_inputs(directory: Path) -> None:
     (directory / "warmer.py").write_text(ENVIRONMENT)
     with (directory / "chats.jsonl").open("w") as chats:
         for number in range(40):
-            messages = [message | {"content": message["content"].format(number)} for message in (QUESTION, REPLY)]
+            messages = [
+                message | {"content": message["content"].format(number)}
+                for message in (QUESTION, REPLY)
+            ]
             chats.write(json.dumps({"messages": messages}) + "\n")
 
 
@@ -145,13 +148,17 @@ NUM_PROCESSES = {"processes": 2}
 # In the order in which a difference arises: what is sampled, what is learned of it, what that gives.
 LOGS = ("rollouts.jsonl", "metrics.jsonl", "eval_answers.jsonl", "eval.jsonl")
 ADAPTERS = ("adapter", "adapter-best")
-IS_TIME = re.compile(r"(/s|_s|tok_s)$|tok_s/|^mem/|^seconds$")  # keys that depend on the clock and the machine
+IS_TIME = re.compile(
+    r"(/s|_s|tok_s)$|tok_s/|^mem/|^seconds$"
+)  # keys that depend on the clock and the machine
 USERS_VARIABLES = ("GWEN_", "RUBRIC_", "WANDB_", "MLX_", "OPENAI_", "HF_")
 
 
 def frozen_environment() -> dict[str, str]:
     """The variables of a run: those of this process without a user's settings, on one thread and without a hub."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(USERS_VARIABLES)}
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(USERS_VARIABLES)
+    }
     return kept | {"OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONHASHSEED": "0"}
 
 
@@ -159,12 +166,16 @@ def train_in_processes(flags: list[str], num_processes: int, directory: Path) ->
     """Runs `train.py` in one process, or in several that are connected. Raises RuntimeError with what it printed."""
     if num_processes == 1:
         command = [sys.executable, "train.py", *flags]
-        done = subprocess.run(command, cwd=ROOT, env=frozen_environment(), capture_output=True, text=True)
+        done = subprocess.run(
+            command, cwd=ROOT, env=frozen_environment(), capture_output=True, text=True
+        )
         results = [((done.stdout, done.stderr), done.returncode)]
     else:
         from tests.machines import Machines
 
-        with Machines(num_processes, directory, "train.py", *flags, base=frozen_environment()) as machines:
+        with Machines(
+            num_processes, directory, "train.py", *flags, base=frozen_environment()
+        ) as machines:
             results = machines.wait()
     for (_, errors), status in results:
         if status:
@@ -175,7 +186,12 @@ def make_frozen(name: str, directory: Path) -> Path:
     """Trains a run of FROZEN below a directory; returns the run's directory."""
     write_inputs(directory)
     run = directory / name
-    flags = [*FROZEN_FLAGS.split(), *FROZEN[name].format(inputs=directory).split(), "--run-dir", str(run)]
+    flags = [
+        *FROZEN_FLAGS.split(),
+        *FROZEN[name].format(inputs=directory).split(),
+        "--run-dir",
+        str(run),
+    ]
     train_in_processes(flags, NUM_PROCESSES.get(name, 1), directory)
     if name == "resumed":
         train_in_processes(["--resume", str(run), "--steps", str(RESUMED_STEPS)], 1, directory)
@@ -245,7 +261,9 @@ def find_log_difference(saved: Path, now: Path, place: str) -> str | None:
     saved_lines = saved.read_text().splitlines()
     now_lines = now.read_text().splitlines()
     for number, (old, new) in enumerate(zip(saved_lines, now_lines, strict=False), 1):
-        difference = find_value_difference(json.loads(old), json.loads(new), f"{place}, line {number}")
+        difference = find_value_difference(
+            json.loads(old), json.loads(new), f"{place}, line {number}"
+        )
         if difference:
             return difference
     if len(saved_lines) != len(now_lines):
@@ -278,7 +296,10 @@ def find_tensor_difference(saved: Path, now: Path, place: str) -> str | None:
 
 def find_difference(saved: Path, now: Path) -> str | None:
     """The first difference of two directories that `collect` wrote, or None: run, file, line or tensor, both values."""
-    names = [{path.relative_to(root) for path in root.rglob("*") if path.is_file()} for root in (saved, now)]
+    names = [
+        {path.relative_to(root) for path in root.rglob("*") if path.is_file()}
+        for root in (saved, now)
+    ]
     in_logs = [Path(log) for log in LOGS if Path(log) in names[0] | names[1]]
     others = sorted((names[0] | names[1]).difference(in_logs))
     for name in [*in_logs, *others]:
@@ -318,9 +339,14 @@ def save(directory: Path, names: list[str]) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for name in names:
             collect(make_frozen(name, Path(scratch)), directory / name)
-            steps = [json.loads(line) for line in (directory / name / "metrics.jsonl").read_text().splitlines()]
+            steps = [
+                json.loads(line)
+                for line in (directory / name / "metrics.jsonl").read_text().splitlines()
+            ]
             if not any(step["grad_norm"] for step in steps):
-                raise RuntimeError(f"run {name} had no gradient, so it can show no difference; give it another --seed")
+                raise RuntimeError(
+                    f"run {name} had no gradient, so it can show no difference; give it another --seed"
+                )
             print(f"{name}: saved", flush=True)
 
 
@@ -329,10 +355,14 @@ def compare(directory: Path, names: list[str]) -> str | None:
     try:
         saved_on = json.loads((directory / "machine.json").read_text())
     except FileNotFoundError as error:
-        raise ValueError(f"{directory} has no machine.json; write it with --save {directory}") from error
+        raise ValueError(
+            f"{directory} has no machine.json; write it with --save {directory}"
+        ) from error
     difference = find_value_difference(saved_on, roundings_of_machine(), "machine")
     if difference:
-        raise ValueError(f"{difference}; set OPENBLAS_CORETYPE, install that mlx, or save anew on this machine")
+        raise ValueError(
+            f"{difference}; set OPENBLAS_CORETYPE, install that mlx, or save anew on this machine"
+        )
     for name in names:
         if not (directory / name).is_dir():
             raise ValueError(f"{directory} has no run {name}; name those that it has with --only")
@@ -348,11 +378,19 @@ def compare(directory: Path, names: list[str]) -> str | None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.golden", description=__doc__.partition("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.golden", description=__doc__.partition("\n\n")[0]
+    )
     action = parser.add_mutually_exclusive_group(required=True)
-    action.add_argument("--save", type=Path, metavar="DIR", help="write the outputs of the runs to a new directory")
-    action.add_argument("--compare", type=Path, metavar="DIR", help="repeat the runs and name the first difference")
-    parser.add_argument("--only", nargs="+", choices=FROZEN, default=list(FROZEN), help="some of the runs")
+    action.add_argument(
+        "--save", type=Path, metavar="DIR", help="write the outputs of the runs to a new directory"
+    )
+    action.add_argument(
+        "--compare", type=Path, metavar="DIR", help="repeat the runs and name the first difference"
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=FROZEN, default=list(FROZEN), help="some of the runs"
+    )
     flags = parser.parse_args(arguments)
     try:
         if flags.save:

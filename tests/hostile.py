@@ -21,17 +21,24 @@ _LONG = """
 "cos\\nsystem\\n(S'true'\\ntR." | "\\x80\\x04\\x95" | "\\0\\0\\0\\x13[1, 1.0, '', false]" | "\\\\" * 30_000
 """
 
-_CONTROLS = [chr(code) * 3 for code in (0, 1, 3, 4, 7, 8, 11, 12, 13, 26, 27, 28, 127, 128, 0x85, 0xA0)]
+_CONTROLS = [
+    chr(code) * 3 for code in (0, 1, 3, 4, 7, 8, 11, 12, 13, 26, 27, 28, 127, 128, 0x85, 0xA0)
+]
 _MADE = [eval(text) for line in _LONG.split("\n") for text in line.split(" | ") if text]
 _TEXTS = Path(__file__).with_name("hostile.txt").read_text("utf-8")  # a line each
 
 # ---- by family
 
-_CALLS = [f"open('{PLANTED}','w')", f"__import__('os').system('touch {PLANTED}')", "eval('1')", "exec('x=1')"]
-_ZEROS = "660 6F0 7C0 966 9E6 A66 BE6 E50 F20 1040 17E0 1810 FF10 1D7CE 1FBF0".split()  # digits of other scripts
-_BRACKETS = (
-    r'( )|[ ]|{ }|⟨ ⟩|（ ）|［ ］|< >|\{ \}|\left( \right)|f( )|[[ ]]|{"a": }|sqrt( )|\frac{1}{ }|x_{ }|\sqrt{ }'
-)
+_CALLS = [
+    f"open('{PLANTED}','w')",
+    f"__import__('os').system('touch {PLANTED}')",
+    "eval('1')",
+    "exec('x=1')",
+]
+_ZEROS = (
+    "660 6F0 7C0 966 9E6 A66 BE6 E50 F20 1040 17E0 1810 FF10 1D7CE 1FBF0".split()
+)  # digits of other scripts
+_BRACKETS = r'( )|[ ]|{ }|⟨ ⟩|（ ）|［ ］|< >|\{ \}|\left( \right)|f( )|[[ ]]|{"a": }|sqrt( )|\frac{1}{ }|x_{ }|\sqrt{ }'
 _BEGUN = "10^{ 9**( 2^{2^{ \\int_0^{ \\sum_{n=1}^{ \\left( \\begin{matrix} \\binom{10^9}{ \\prod_{k=1}^{10^8}{ | \\log_{".split()
 _BEGUN += ["\\lim_{x\\to", "\\cdot", "\\int "]
 _SIGNS = "- ~ ! not√ √ \\sqrt \\frac 2^ 2** x_ 1<< ¬ 1/ 1- x, 1;".split()
@@ -58,10 +65,18 @@ TEXTS = {
         *(call.replace("o", "о").replace("e", "е") for call in _CALLS),
         *(call[0] + "\u200d" + call[1:] for call in _CALLS),
     ],
-    "digits": [sign + chr(int(zero, 16) + 4) + chr(int(zero, 16) + 2) for zero in _ZEROS for sign in ("", "-")],
+    "digits": [
+        sign + chr(int(zero, 16) + 4) + chr(int(zero, 16) + 2)
+        for zero in _ZEROS
+        for sign in ("", "-")
+    ],
     "walks": [f"{root}.{walk}" for walk in DATA["walks"].split() for root in ("()", "''", "x")],
     "nesting": [
-        *(_nested(pair, depth) for pair in [*_BRACKETS.split("|"), *_SIGNS] for depth in (90, 2000)),
+        *(
+            _nested(pair, depth)
+            for pair in [*_BRACKETS.split("|"), *_SIGNS]
+            for depth in (90, 2000)
+        ),
         *(begin * depth + end for begin in _BEGUN for depth in (3, 10_000) for end in ("", "1")),
     ],
     "numbers": [
@@ -75,7 +90,10 @@ TEXTS = {
     "sympy": DATA["sympy"].split(),
     "formats": DATA["formats"].split(),
     "documents": DATA["documents"].strip().replace("\n", "|").split("|"),
-    "controls": ["42" + chr(code) + "43" for code in (*range(32), 127, 133, 8232, 8238, 65279, 55296, 57343, 1114111)],
+    "controls": [
+        "42" + chr(code) + "43"
+        for code in (*range(32), 127, 133, 8232, 8238, 65279, 55296, 57343, 1114111)
+    ],
 }
 LINES = [*_TEXTS.splitlines(), *_MADE, *_CONTROLS]
 ANSWERS = list(dict.fromkeys([*LINES, *(text for texts in TEXTS.values() for text in texts)]))

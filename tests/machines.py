@@ -58,8 +58,12 @@ class Machines:
         for line in self.processes[rank].stdout:
             if line.startswith(text):
                 return
-        raise AssertionError(f"rank {rank} ended before {text!r}: {self.processes[rank].stderr.read()}")
+        raise AssertionError(
+            f"rank {rank} ended before {text!r}: {self.processes[rank].stderr.read()}"
+        )
 
     def wait(self, limit=LIMIT):
         """Exit status, standard output and error of each process, within `limit` seconds."""
-        return [(process.communicate(timeout=limit), process.returncode) for process in self.processes]
+        return [
+            (process.communicate(timeout=limit), process.returncode) for process in self.processes
+        ]

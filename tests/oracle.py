@@ -46,16 +46,28 @@ def turn_advantages(group, scale):
     apart = [[value - means[k] for k, value in enumerate(row)] for row in returns]
     free = sum(map(len, group)) - len(means)
     deviation = math.sqrt(sum(value**2 for row in apart for value in row) / max(free, 1))
-    return [[value / (deviation + 1e-4) if scale == "group" else value for value in row] for row in apart]
+    return [
+        [value / (deviation + 1e-4) if scale == "group" else value for value in row]
+        for row in apart
+    ]
 
 
 def loss(
-    case, *, new=None, loss_type="dapo", importance_sampling_level="token", epsilon=0.2, epsilon_high=None, beta=0.0
+    case,
+    *,
+    new=None,
+    loss_type="dapo",
+    importance_sampling_level="token",
+    epsilon=0.2,
+    epsilon_high=None,
+    beta=0.0,
 ):
     """The loss of a step at the log-probabilities `new`; what is held constant is taken at `case.new`."""
     epsilon_high = epsilon if epsilon_high is None else epsilon_high
     new, at = case.new if new is None else new, case.new
-    rows = [[t for t in range(case.mask.shape[1]) if case.mask[i, t]] for i in range(len(case.mask))]
+    rows = [
+        [t for t in range(case.mask.shape[1]) if case.mask[i, t]] for i in range(len(case.mask))
+    ]
 
     row_losses = []
     for i, row in enumerate(rows):
@@ -63,7 +75,9 @@ def loss(
         for t in row:
             ratio = importance(new, case.old, i, row, t, importance_sampling_level)
             if loss_type == "cispo":
-                weight = min(importance(at, case.old, i, row, t, importance_sampling_level), epsilon_high)
+                weight = min(
+                    importance(at, case.old, i, row, t, importance_sampling_level), epsilon_high
+                )
                 term = -weight * advantage * new[i, t]
             elif loss_type == "sapo":
                 tau = 1.0 if advantage > 0 else 1.05
@@ -137,7 +151,9 @@ def advantages(groups, scale="group", baseline="group"):
 
 def decoupled(rewards, weights):
     """(K, B, G) -> (B, G): normalized within groups, weighted, summed, normalized over the batch."""
-    total = sum(weight * np.array(advantages(one)) for one, weight in zip(rewards, weights, strict=True))
+    total = sum(
+        weight * np.array(advantages(one)) for one, weight in zip(rewards, weights, strict=True)
+    )
     flat = [float(a) for a in total.ravel()]
     return (total - sum(flat) / len(flat)) / (deviation(flat) + 1e-4)
 

@@ -44,10 +44,23 @@ def encode_prompts_once(tokenizer, examples, **how):
 chat_template.encode_prompts = encode_prompts_once
 yaml_once = functools.cache(yaml.load)
 copied = {"load": lambda *text: copy.deepcopy(yaml_once(*text))}
-flags.yaml = types.SimpleNamespace(**vars(yaml) | copied)  # each run reads a recipe, and its rubric four times
+flags.yaml = types.SimpleNamespace(
+    **vars(yaml) | copied
+)  # each run reads a recipe, and its rubric four times
 problems_once = functools.cache(demo.examples)
 demo.examples = lambda held_out, num: [one.copy() for one in problems_once(held_out, num)]
-SMALL = ["--model", "demo", "--batch", "3", "--groups", "4", "--max-tokens", "12", "--eval-limit", "16"]
+SMALL = [
+    "--model",
+    "demo",
+    "--batch",
+    "3",
+    "--groups",
+    "4",
+    "--max-tokens",
+    "12",
+    "--eval-limit",
+    "16",
+]
 
 
 def make_config(*flags):
@@ -73,26 +86,43 @@ def sample(run, advantages=None, key=1):
     """Samples of the run's first prompts; their advantages, N."""
     config = run.config
     indices = epoch_indices(len(run.task.train), config.sampling.batch, 0, 0)
-    examples, prompts = ([held[index] for index in indices] for held in (run.task.train, run.prompt_ids))
-    rollout = sampler.rollout(run.model, prompts, run.sampling, group_size=config.sampling.groups, key=key)
+    examples, prompts = (
+        [held[index] for index in indices] for held in (run.task.train, run.prompt_ids)
+    )
+    rollout = sampler.rollout(
+        run.model, prompts, run.sampling, group_size=config.sampling.groups, key=key
+    )
     texts = sampler.decode_texts(run.tokenizer, rollout, run.model.config.eos_ids)
-    return advanced(of_rollout(prompts, rollout, examples, texts), ADVANTAGES if advantages is None else advantages)
+    return advanced(
+        of_rollout(prompts, rollout, examples, texts),
+        ADVANTAGES if advantages is None else advantages,
+    )
 
 
 def of_rollout(prompts, rollout, examples=None, texts=None):
     size = len(rollout.finish_reasons) // len(prompts)
-    found = zip(new_samples(examples or [{}] * len(prompts), prompts, size), rollout_fields(rollout, texts), strict=True)
+    found = zip(
+        new_samples(examples or [{}] * len(prompts), prompts, size),
+        rollout_fields(rollout, texts),
+        strict=True,
+    )
     return [one._replace(**its) for one, its in found]
 
 
 def advanced(samples, advantages):
-    return [one._replace(advantage=float(its)) for one, its in zip(samples, np.ravel(advantages), strict=True)]
+    return [
+        one._replace(advantage=float(its))
+        for one, its in zip(samples, np.ravel(advantages), strict=True)
+    ]
 
 
 def shifted(samples, scale):
     """The samples as another policy would have recorded them."""
     rng = np.random.default_rng(0)
-    return [one._replace(logprobs=one.logprobs + scale * rng.normal(size=len(one.own))) for one in samples]
+    return [
+        one._replace(logprobs=one.logprobs + scale * rng.normal(size=len(one.own)))
+        for one in samples
+    ]
 
 
 def recorded(samples):
@@ -128,8 +158,14 @@ def update_once(run, budget=100_000, advantages=None):
         shape = run.config.sampling.batch, run.config.sampling.groups
         advantages = grpo.group_advantages(np.random.default_rng(3).normal(size=shape))
     batches = make_batches(sample(run, advantages), budget, "off")
-    batches = update.add_reference_logprobs(run.learner, batches) if run.config.objective.beta else batches
-    result = update.run_optimizer_steps(run.learner, batches, update.learning_rate(run.config, run.step))
+    batches = (
+        update.add_reference_logprobs(run.learner, batches)
+        if run.config.objective.beta
+        else batches
+    )
+    result = update.run_optimizer_steps(
+        run.learner, batches, update.learning_rate(run.config, run.step)
+    )
     run.end_step()
     return result
 

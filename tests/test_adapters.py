@@ -32,7 +32,9 @@ def exported(tiny_model, tmp_path):
     """A random adapter as a run saves it, and the same in PEFT's layout."""
     model = adapted(tiny_model)
     lora.save_adapter(model, tmp_path / "ours", str(tiny_model))
-    lora.main(["--export", "peft", "--adapter", str(tmp_path / "ours"), "--out", str(tmp_path / "peft")])
+    lora.main(
+        ["--export", "peft", "--adapter", str(tmp_path / "ours"), "--out", str(tmp_path / "peft")]
+    )
     return model, tmp_path
 
 
@@ -54,7 +56,10 @@ def test_the_exported_numbers_are_those_of_the_formula(exported):
     name = "base_model.model.model.layers.1.mlp.down_proj"
     low, high = (np.array(tensors[f"{name}.lora_{half}.weight"], np.float64) for half in "AB")
     x = np.random.default_rng(0).normal(size=(3, low.shape[1]))
-    expected = x @ np.array(layer.linear.weight, np.float64).T + config["lora_alpha"] / config["r"] * x @ low.T @ high.T
+    expected = (
+        x @ np.array(layer.linear.weight, np.float64).T
+        + config["lora_alpha"] / config["r"] * x @ low.T @ high.T
+    )
     np.testing.assert_allclose(np.array(layer(mx.array(x.astype(np.float32)))), expected, atol=1e-5)
     assert config["target_modules"] == sorted(adapters.read_adapter(root / "ours").pairs)
 
@@ -66,7 +71,10 @@ def test_the_exported_numbers_are_those_of_the_formula(exported):
         ({"use_dora": True}, "has use_dora True, which is not supported"),
         ({"rank_pattern": {"o_proj": 4}}, "has rank_pattern {'o_proj': 4}"),
         ({"bias": "all"}, "has bias 'all'"),
-        ({"init_lora_weights": "pissa"}, "has init_lora_weights 'pissa'"),  # its base is not the model's
+        (
+            {"init_lora_weights": "pissa"},
+            "has init_lora_weights 'pissa'",
+        ),  # its base is not the model's
         ({"alora_invocation_tokens": [1, 2]}, r"has alora_invocation_tokens \[1, 2\]"),
         ({"r": 0}, "has {'r': 0, 'lora_alpha'"),
         ({"lora_alpha": None}, "'lora_alpha': None}; they must make"),
@@ -84,7 +92,9 @@ def test_the_scale_of_rank_stabilized_adapters_is_alpha_over_the_root_of_the_ran
     _, root = exported
     config = json.loads((root / "peft" / "adapter_config.json").read_text())
     change(root / "peft", "peft", {"use_rslora": True})
-    assert adapters.read_adapter(root / "peft").scale == pytest.approx(config["lora_alpha"] / config["r"] ** 0.5)
+    assert adapters.read_adapter(root / "peft").scale == pytest.approx(
+        config["lora_alpha"] / config["r"] ** 0.5
+    )
 
 
 ODD = [0, -1, 10**9, 10**400, float("nan"), float("inf"), "2", None, [2]]
@@ -96,7 +106,10 @@ def test_ranks_and_scales_that_no_adapter_has_are_refused_in_a_line(exported, la
     directory = root / {"mlx_lm": "ours", "peft": "peft"}[layout]
     before = (directory / "adapter_config.json").read_text()
     for name in ("r", "lora_alpha") if layout == "peft" else ("rank", "scale"):
-        for value in [*ODD, 3 if name in ("r", "rank") else 1e-9]:  # a rank that the tensors do not have
+        for value in [
+            *ODD,
+            3 if name in ("r", "rank") else 1e-9,
+        ]:  # a rank that the tensors do not have
             (directory / "adapter_config.json").write_text(before)
             change(directory, layout, {name: value})
             said = message_of(adapters.read_adapter, directory)
@@ -107,7 +120,9 @@ def test_ranks_and_scales_that_no_adapter_has_are_refused_in_a_line(exported, la
 def test_an_adapter_without_tensors_or_with_infinite_ones_is_refused(exported, layout):
     _, root = exported
     directory = root / {"mlx_lm": "ours", "peft": "peft"}[layout]
-    infinite = {name: array / 0 for name, array in mx.load(str(directory / WEIGHTS[layout])).items()}
+    infinite = {
+        name: array / 0 for name, array in mx.load(str(directory / WEIGHTS[layout])).items()
+    }
     mx.eval(infinite)
     for tensors, said in (({}, "holds no tensors"), (infinite, "has values that are not finite")):
         change(directory, layout, tensors=tensors)
@@ -132,12 +147,16 @@ def test_peft_gives_the_same_logits(checkpoints, family, targets, tmp_path):
     directory = checkpoints[family]
     model = adapted(directory, targets=targets)
     lora.save_adapter(model, tmp_path / "ours", str(directory))
-    lora.main(["--export", "peft", "--adapter", str(tmp_path / "ours"), "--out", str(tmp_path / "peft")])
+    lora.main(
+        ["--export", "peft", "--adapter", str(tmp_path / "ours"), "--out", str(tmp_path / "peft")]
+    )
     base = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     peer = peft.PeftModel.from_pretrained(base, str(tmp_path / "peft"))
     with torch.no_grad():
         theirs = peer(torch.tensor(np.array(TOKENS))).logits.numpy()
-    near = 1e-4 if model.config.delta is None else 1e-3  # the hybrid's random weights magnify roundings
+    near = (
+        1e-4 if model.config.delta is None else 1e-3
+    )  # the hybrid's random weights magnify roundings
     np.testing.assert_allclose(np.array(model(TOKENS)), theirs, atol=near, rtol=near)
     assert np.abs(theirs - np.array(gwen.load_model(directory)(TOKENS))).max() > 1e-2
 
@@ -154,7 +173,9 @@ def test_peft_gives_the_same_logits(checkpoints, family, targets, tmp_path):
         (None, "demo", False),
     ],
 )
-def test_an_adapter_of_another_base_is_told_with_both_names(tmp_path, capsys, base, model, is_other):
+def test_an_adapter_of_another_base_is_told_with_both_names(
+    tmp_path, capsys, base, model, is_other
+):
     for layout, key in (("mlx_lm", "model"), ("peft", "base_model_name_or_path")):
         (tmp_path / layout).mkdir()
         config = {key: base} | ({"peft_type": "LORA"} if layout == "peft" else {})
@@ -162,7 +183,12 @@ def test_an_adapter_of_another_base_is_told_with_both_names(tmp_path, capsys, ba
         gwen.warn_of_other_base(tmp_path / layout, model, "--init-adapter")
         told = capsys.readouterr().err
         if is_other:
-            assert told.count("\n") == 1 and base in told and model in told and "--init-adapter" in told
+            assert (
+                told.count("\n") == 1
+                and base in told
+                and model in told
+                and "--init-adapter" in told
+            )
         else:
             assert told == ""
 
@@ -174,11 +200,16 @@ def test_every_way_to_put_an_adapter_on_another_base_tells_of_it(tmp_path, capsy
     for number, flags in enumerate((["--fuse"], ["--export", "peft"])):
         gwen.tell_once.cache_clear()
         out = tmp_path / str(number)
-        lora.main([*flags, "--adapter", str(tmp_path / "other"), "--model", "demo", "--out", str(out)])
+        lora.main(
+            [*flags, "--adapter", str(tmp_path / "other"), "--model", "demo", "--out", str(out)]
+        )
         told = capsys.readouterr().err
         assert "Qwen/Qwen3-0.6B" in told and "demo" in told, flags
     other = str(tmp_path / "other")
-    for load in (lambda: gwen.load("demo", adapter=other), lambda: evaluate.load_policy("demo", other)):
+    for load in (
+        lambda: gwen.load("demo", adapter=other),
+        lambda: evaluate.load_policy("demo", other),
+    ):
         gwen.tell_once.cache_clear()
         load()
         assert "Qwen/Qwen3-0.6B" in capsys.readouterr().err

@@ -38,7 +38,9 @@ def biased_model(key_bias: float) -> gwen.Model:
         weights[name] = rng.normal(0, scale, array.shape) + ("norm" in name)
         if name.endswith("qkv_proj.bias"):
             weights[name][4 * 64 : 6 * 64] = rng.normal(0, key_bias, 2 * 64)
-    model.load_weights([(name, mx.array(array.astype(np.float32))) for name, array in weights.items()])
+    model.load_weights(
+        [(name, mx.array(array.astype(np.float32))) for name, array in weights.items()]
+    )
     lora.apply(model, 8, 2.0)
     for _, layer in lora.adapted_layers(model):
         layer.lora_b = mx.array(rng.normal(0, 0.01, layer.lora_b.shape).astype(np.float32))
@@ -62,7 +64,11 @@ def gradient_in_float64(queries, keys, values, d_out, _):
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
     d_weights = d_out @ values.swapaxes(-1, -2)
-    d_scores = weights * (d_weights - (weights * d_weights).sum(-1, keepdims=True)) / math.sqrt(keys.shape[-1])
+    d_scores = (
+        weights
+        * (d_weights - (weights * d_weights).sum(-1, keepdims=True))
+        / math.sqrt(keys.shape[-1])
+    )
     return d_scores @ keys, d_scores.swapaxes(-1, -2) @ queries, weights.swapaxes(-1, -2) @ d_out
 
 
@@ -76,12 +82,19 @@ def gradient_of_adapters(model, dtype, gradient, monkeypatch) -> np.ndarray:
 
     def attend(queries, parts, layout):
         def forward(*arrays):
-            return attention.attention_ref(*(x.astype(dtype).astype(mx.float32) for x in arrays), "causal")
+            return attention.attention_ref(
+                *(x.astype(dtype).astype(mx.float32) for x in arrays), "causal"
+            )
 
         def backward(primals, d_out, _):
-            given = [np.array(x.astype(dtype).astype(mx.float32)).astype(np.float64) for x in primals]
+            given = [
+                np.array(x.astype(dtype).astype(mx.float32)).astype(np.float64) for x in primals
+            ]
             found = gradient(*given, np.array(d_out).astype(np.float64), dtype)
-            return tuple(mx.array(x.reshape(p.shape).astype(np.float32)) for x, p in zip(found, primals, strict=True))
+            return tuple(
+                mx.array(x.reshape(p.shape).astype(np.float32))
+                for x, p in zip(found, primals, strict=True)
+            )
 
         custom = mx.custom_function(forward)
         custom.vjp(backward)
@@ -91,7 +104,9 @@ def gradient_of_adapters(model, dtype, gradient, monkeypatch) -> np.ndarray:
 
     def loss(parameters):
         model.update(parameters)
-        logprobs, _ = lm_head.token_logprobs(model.hidden(TOKENS[:, :-1]), model.head_weight, TOKENS[:, 1:])
+        logprobs, _ = lm_head.token_logprobs(
+            model.hidden(TOKENS[:, :-1]), model.head_weight, TOKENS[:, 1:]
+        )
         return (logprobs * mx.array([[1.0], [-1.0]])).mean() * LOSS_SCALE
 
     found = mx.grad(loss)(model.trainable_parameters())
@@ -100,7 +115,9 @@ def gradient_of_adapters(model, dtype, gradient, monkeypatch) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
 @pytest.mark.parametrize("key_bias", [0, 15, 70, 150])
-def test_an_update_has_the_gradient_of_float64_whatever_bias_keys_have(key_bias, dtype, monkeypatch):
+def test_an_update_has_the_gradient_of_float64_whatever_bias_keys_have(
+    key_bias, dtype, monkeypatch
+):
     """Norms of 120, 560 and 1,200: Qwen2.5-3B has 172, Qwen2.5-1.5B 779."""
     model = biased_model(key_bias)
     exact, ours = (
@@ -111,11 +128,21 @@ def test_an_update_has_the_gradient_of_float64_whatever_bias_keys_have(key_bias,
 
 
 @pytest.mark.parametrize("mask", ["causal", None, "array"])
-@pytest.mark.parametrize(("length", "num_keys", "at_once"), [(9, 9, 4), (5, 9, 5), (7, 12, 2), (1, 4, 1)])
-def test_the_gradient_by_blocks_is_that_of_the_expression(mask, length, num_keys, at_once, monkeypatch):
-    queries, keys, values = normal(2, 6, length, 8), normal(2, 2, num_keys, 8), normal(2, 2, num_keys, 8)
+@pytest.mark.parametrize(
+    ("length", "num_keys", "at_once"), [(9, 9, 4), (5, 9, 5), (7, 12, 2), (1, 4, 1)]
+)
+def test_the_gradient_by_blocks_is_that_of_the_expression(
+    mask, length, num_keys, at_once, monkeypatch
+):
+    queries, keys, values = (
+        normal(2, 6, length, 8),
+        normal(2, 2, num_keys, 8),
+        normal(2, 2, num_keys, 8),
+    )
     if mask == "array":
-        mask = mx.array(np.random.default_rng(3).random((2, 1, length, num_keys)) < 0.5) | (mx.arange(num_keys) == 1)
+        mask = mx.array(np.random.default_rng(3).random((2, 1, length, num_keys)) < 0.5) | (
+            mx.arange(num_keys) == 1
+        )
 
     def loss(attend):
         return lambda *arrays: (attend(*arrays, mask) * mx.arange(8)).square().sum()

@@ -16,9 +16,7 @@ from problems import audit, built_in, rewards, verifiers
 from tasks import demo as sums
 
 PRODUCTS = [{"prompt": f"What is {n} times 7?", "answer": str(7 * n)} for n in (6, 3, 9, 12)]
-IN_TEXT = (
-    "def score(completions, answer, **_): return [float(right in text) for text, right in zip(completions, answer)]"
-)
+IN_TEXT = "def score(completions, answer, **_): return [float(right in text) for text, right in zip(completions, answer)]"
 
 
 def audited(tmp_path, body, examples=PRODUCTS):
@@ -47,7 +45,11 @@ def test_no_cheat_is_paid_by_a_bundled_verifier(task):
     verifier = sums.correct if task == "demo" else verifiers.math_correct
     examples = tasks.load_task("demo").held_out if task == "demo" else PRODUCTS
     found = audit.audit("correct", verifier, examples)
-    said_more = {"after its work", "explained afterwards", "boxed working before"}  # to the demo all must be true
+    said_more = {
+        "after its work",
+        "explained afterwards",
+        "boxed working before",
+    }  # to the demo all must be true
     missed = said_more if task == "demo" else set()
     assert found.form == audit.SENTENCE and names(found.surprises) == missed
 
@@ -76,31 +78,48 @@ NEAR = [  # an answer, the verifier that pays what is nearly right, what else it
 
 def surprises_of(rewards, examples, judged=False, **task):
     weights, rubric = dict.fromkeys(rewards, 1.0), Path("rubric.yaml") if judged else None
-    return list(audit.first_surprises(tasks.Task("own", rewards, weights, train=examples, rubric=rubric, **task)))
+    return list(
+        audit.first_surprises(
+            tasks.Task("own", rewards, weights, train=examples, rubric=rubric, **task)
+        )
+    )
 
 
-@pytest.mark.parametrize("value", ["float(right in text)", "5 * (right in text) - len(text) / 1000"])
+@pytest.mark.parametrize(
+    "value", ["float(right in text)", "5 * (right in text) - len(text) / 1000"]
+)
 def test_a_reward_that_looks_for_the_answer_is_found_to_pay_three_cheats(tmp_path, value):
     found = audited(tmp_path, IN_TEXT.replace("float(right in text)", value))
     dishonest = {line.name for line in found.surprises if not line.is_honest}
     assert {"denied", "two guesses", "thought, not said"} <= dishonest
     (line,) = surprises_of({"score": rewards.load_reward(f"{tmp_path}/mine.py:score")[1]}, PRODUCTS)
-    assert "mine.py:1), " in line and "and the answers of 4 rows: it pays for 'The answer is def" in line
+    assert (
+        "mine.py:1), " in line
+        and "and the answers of 4 rows: it pays for 'The answer is def" in line
+    )
 
 
 @pytest.mark.parametrize(("answer", "paid"), NEAR)
 def test_a_reward_that_pays_near_misses_is_told_and_no_verifier_pays_them(tmp_path, answer, paid):
-    examples = [{"prompt": "?", "answer": answer}] + [{"prompt": "?", "answer": "{}"[:n] + "0"} for n in (0, 1)]
-    found = audited(tmp_path, f"def score(completions, answer, **_): return list(map(float, {paid}))", examples)
+    examples = [{"prompt": "?", "answer": answer}] + [
+        {"prompt": "?", "answer": "{}"[:n] + "0"} for n in (0, 1)
+    ]
+    found = audited(
+        tmp_path, f"def score(completions, answer, **_): return list(map(float, {paid}))", examples
+    )
     near = audit.near_misses(answer)
     assert near.keys() & names(found.surprises), names(found.surprises)
-    (line,) = surprises_of({}, examples, verifier=rewards.load_reward(f"{tmp_path}/mine.py:score")[1])
+    (line,) = surprises_of(
+        {}, examples, verifier=rewards.load_reward(f"{tmp_path}/mine.py:score")[1]
+    )
     assert line.startswith("audit: the verifier: it pays for ")
 
 
 def test_a_near_miss_of_one_long_word_is_made_at_once():
     begin, word = time.process_time(), "ACGT" * 300
-    assert audit.near_misses(word) == {"a letter more": f"{word}x"} and time.process_time() - begin < 2  # it took 4 s
+    assert (
+        audit.near_misses(word) == {"a letter more": f"{word}x"} and time.process_time() - begin < 2
+    )  # it took 4 s
     assert audit.near_misses("one two, 3 four")["words swapped"] == "four two, 3 one"
 
 
@@ -115,19 +134,32 @@ def test_each_verifier_pays_right_answers_and_no_near_miss_of_its_own_kind(kind)
     }
     answers = golds.get(kind, golds["math"]) * 3
     _, verify = verifiers.choose(kind, answers)
-    pairs = [(gold, f"<answer>{near}</answer>") for gold in answers for near in audit.near_misses(gold).values()]
-    assert not any(verify(completions=[text for _, text in pairs], answer=[gold for gold, _ in pairs]))
+    pairs = [
+        (gold, f"<answer>{near}</answer>")
+        for gold in answers
+        for near in audit.near_misses(gold).values()
+    ]
+    assert not any(
+        verify(completions=[text for _, text in pairs], answer=[gold for gold, _ in pairs])
+    )
     assert all(verify(completions=[f"<answer>{gold}</answer>" for gold in answers], answer=answers))
-    assert not surprises_of({}, [{"prompt": "?", "answer": gold} for gold in answers], verifier=verify)
+    assert not surprises_of(
+        {}, [{"prompt": "?", "answer": gold} for gold in answers], verifier=verify
+    )
 
 
 @pytest.mark.parametrize("form", audit.FORMS)
 def test_a_reward_that_takes_one_form_is_audited_in_it(tmp_path, form):
     body = f"def score(completions, answer, **_):\n return [text.strip().endswith({form!r} % right) * 2 - 1 "
     found = audited(tmp_path, body + "for text, right in zip(completions, answer)]")
-    assert found.form == form or (form == "%s" and found.form == "#### %s")  # whose end is the answer alone
+    assert found.form == form or (
+        form == "%s" and found.form == "#### %s"
+    )  # whose end is the answer alone
     own = {line.name: line for line in found.lines}
-    assert own["right"].num_paid == 3 and own["wrong"].num_paid == 0 == own["very long, an order"].num_paid
+    assert (
+        own["right"].num_paid == 3
+        and own["wrong"].num_paid == 0 == own["very long, an order"].num_paid
+    )
     told = audit.describe_surprise(found)  # the form that is asked for, where a sentence is none
     assert ("it pays answers of the form" in told) == (form != audit.SENTENCE)
     assert form == audit.SENTENCE or repr(found.form % PRODUCTS[0]["answer"]) in told
@@ -136,16 +168,26 @@ def test_a_reward_that_takes_one_form_is_audited_in_it(tmp_path, form):
 @pytest.mark.parametrize(
     ("body", "examples", "said"),
     [
-        ("return [-float(len(text)) for text in completions]", PRODUCTS, "right answers earn no more than wrong ones"),
+        (
+            "return [-float(len(text)) for text in completions]",
+            PRODUCTS,
+            "right answers earn no more than wrong ones",
+        ),
         (
             "return [float(text == 'Hi') for text in completions]",
             [{"prompt": "Hi"}],
             "; it gives 0 to an empty text, 1 to the prompt, 0 to very long",
         ),
-        ("return [1.0 if answer[0] else None] * len(completions)", PRODUCTS, "it gives 1 to everything"),
+        (
+            "return [1.0 if answer[0] else None] * len(completions)",
+            PRODUCTS,
+            "it gives 1 to everything",
+        ),
     ],
 )
-def test_a_reward_that_cannot_tell_right_from_wrong_is_said_to_and_whether_another_may(tmp_path, body, examples, said):
+def test_a_reward_that_cannot_tell_right_from_wrong_is_said_to_and_whether_another_may(
+    tmp_path, body, examples, said
+):
     other = IN_TEXT.replace("score", "other")
     (tmp_path / "mine.py").write_text(f"def score(completions, answer=[1], **_): {body}\n{other}")
     own = dict(rewards.load_reward(f"{tmp_path}/mine.py:{name}") for name in ("score", "other"))
@@ -154,34 +196,50 @@ def test_a_reward_that_cannot_tell_right_from_wrong_is_said_to_and_whether_anoth
     assert said in line and f", and the {named} of {len(examples)} rows" in line
     (line,) = surprises_of({"score": own["score"]}, examples, True)
     others = "; another reward or the judge may tell right from wrong"
-    assert said in line and line.endswith(others if examples == PRODUCTS else "1 to the prompt, 0 to very long")
+    assert said in line and line.endswith(
+        others if examples == PRODUCTS else "1 to the prompt, 0 to very long"
+    )
     if examples == PRODUCTS:
         assert surprises_of(own, examples)[0].endswith(others)
 
 
 def test_the_text_of_a_surprise_is_one_that_is_paid_and_a_gate_is_counted(tmp_path):
     """The second row's prompt alone is what that row asks for, and a bare answer is too short for the gate."""
-    examples = [{"prompt": "I need tea or jam.", "answer": "tea"}, {"prompt": "Only some jam.", "answer": "jam"}]
+    examples = [
+        {"prompt": "I need tea or jam.", "answer": "tea"},
+        {"prompt": "Only some jam.", "answer": "jam"},
+    ]
     found = audited(tmp_path, IN_TEXT.replace("in text", "in text and 'or' not in text"), examples)
     assert {line.name: line.text for line in found.surprises}["the prompt"] == "Only some jam."
     gated = audit.audit(*rewards.load_reward(f"{tmp_path}/mine.py:score"), examples, "form")
-    paid = [{line.name: line.num_paid for line in one.lines}["the answer alone"] for one in (found, gated)]
+    paid = [
+        {line.name: line.num_paid for line in one.lines}["the answer alone"]
+        for one in (found, gated)
+    ]
     assert paid == [2, 0] and "through --reward-gate form: " in next(audit.audit_table(gated))
 
 
 def test_what_earns_a_fifth_of_the_best_paid_right_form_is_not_paid(tmp_path):
-    examples = [{"prompt": f"{label}? It is one.", "answer": f'{{"label": "{label}"}}'} for label in ("bug", "praise")]
+    examples = [
+        {"prompt": f"{label}? It is one.", "answer": f'{{"label": "{label}"}}'}
+        for label in ("bug", "praise")
+    ]
     body = "def score(completions, answer, **_):\n return [1 if text == right else 0.2 * (text[0:4] != 'The ' or right "
     body += "in text) * ('is' in text) for text, right in zip(completions, answer)]"
     found = audited(tmp_path, body, examples)
     paid = {line.name: (line.mean, line.num_paid) for line in found.lines}
-    assert found.form == audit.ALONE and paid["right"] == ("1", 2) and paid["a sentence"] == ("0.2", 0)
+    assert (
+        found.form == audit.ALONE and paid["right"] == ("1", 2) and paid["a sentence"] == ("0.2", 0)
+    )
     assert paid["the prompt"] == ("0.2", 0) and all(line.is_honest for line in found.surprises)
 
 
 def test_rows_are_taken_by_their_answers_which_may_be_numbers_or_missing():
     examples = [{"prompt": "?", "answer": answer} for answer in (None, "", 0, "Zero", "zero", 0)]
-    assert [(row.right, row.wrong) for row in audit.make_rows(examples)] == [("0", "zero"), ("zero", "0")]
+    assert [(row.right, row.wrong) for row in audit.make_rows(examples)] == [
+        ("0", "zero"),
+        ("zero", "0"),
+    ]
     assert [row.right for row in audit.make_rows(examples[:2])] == ["", ""]
 
 
@@ -190,7 +248,9 @@ def test_rows_are_taken_by_their_answers_which_may_be_numbers_or_missing():
 
 def data_file(tmp_path):
     (tmp_path / "mine.py").write_text(IN_TEXT)
-    (tmp_path / "mine.csv").write_text("prompt,answer\n" + "".join(f"{n} times 7?,{7 * n}\n" for n in range(4, 9)))
+    (tmp_path / "mine.csv").write_text(
+        "prompt,answer\n" + "".join(f"{n} times 7?,{7 * n}\n" for n in range(4, 9))
+    )
     flags = "--model demo --task values --data {0}/mine.csv --reward {0}/mine.py:score"
     return flags.format(tmp_path).split()
 
@@ -198,8 +258,13 @@ def data_file(tmp_path):
 def test_preflight_shows_the_whole_table_and_asks_no_judge(tmp_path, capsys):
     preflight.main(["--audit", *data_file(tmp_path)])
     head, *lines = capsys.readouterr().out.splitlines()
-    assert head.startswith("reward score (") and "made up of 3 rows" in head and "memory:" not in head
-    assert any(re.match(r"  cheat  denied +1  3 of 3 paid .*not \d+\.'  <- surprise", line) for line in lines)
+    assert (
+        head.startswith("reward score (") and "made up of 3 rows" in head and "memory:" not in head
+    )
+    assert any(
+        re.match(r"  cheat  denied +1  3 of 3 paid .*not \d+\.'  <- surprise", line)
+        for line in lines
+    )
     assert lines[-1].startswith("  a surprise: mend the reward, or leave out a gate")
 
 
@@ -211,7 +276,11 @@ def test_a_run_tells_its_first_surprise_before_a_model_is_loaded(tmp_path, capsy
     with pytest.raises(SystemExit):
         train.main([*data_file(tmp_path), "--run-dir", str(tmp_path / "run")])
     shown = capsys.readouterr()
-    assert shown.out.count("audit: reward score") == 1 and "(denied)" in shown.out and "no model yet" in shown.err
+    assert (
+        shown.out.count("audit: reward score") == 1
+        and "(denied)" in shown.out
+        and "no model yet" in shown.err
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -223,8 +292,15 @@ def test_a_reward_without_any_number_for_a_step_ends_it_unless_each_row_has_anot
     both = dict(rewards.load_reward(f"{tmp_path}/mine.py:{name}") for name in ("some", "others"))
     asked = [PRODUCTS[:2], ["b", "c"], {}]
     assert rewards.call_rewards(both, *asked)[0]["others"] == [2, 2]
-    earned = {name: tasks.environment_reward(type(name, (), {})) for name in ("Door", "Well")}  # of two environments
-    assert rewards.call_rewards(earned, *asked[:2], {"earned": [("Well", 2.0)] * 2})[0]["Well"] == [2, 2]
+    earned = {
+        name: tasks.environment_reward(type(name, (), {})) for name in ("Door", "Well")
+    }  # of two environments
+    assert rewards.call_rewards(earned, *asked[:2], {"earned": [("Well", 2.0)] * 2})[0]["Well"] == [
+        2,
+        2,
+    ]
     alone = {"some": both["some"], "length": built_in.make_built_in("length:9")}
     asked[2] = {"num_tokens": [1, 1]}
-    assert "reward some gave no number for any of 2 completions" in message_of(rewards.call_rewards, alone, *asked)
+    assert "reward some gave no number for any of 2 completions" in message_of(
+        rewards.call_rewards, alone, *asked
+    )

@@ -21,7 +21,16 @@ from typing import Any
 import mlx.core as mx
 import pytest
 import yaml
-from conftest import CONFIGS, QWEN3, ROOT, checked_line, command, contents, read_log, write_checkpoint
+from conftest import (
+    CONFIGS,
+    QWEN3,
+    ROOT,
+    checked_line,
+    command,
+    contents,
+    read_log,
+    write_checkpoint,
+)
 from small_run import resolve
 
 import evaluate
@@ -67,13 +76,16 @@ def largest(completions, **_): return [9e14 * (-1) ** row for row in range(len(c
 number = 3
 """
 TEXTS = {
-    "long.jsonl": json.dumps({"prompt": LONG, "split": "train"}) + '\n{"prompt": "a", "split": "test"}\n',
+    "long.jsonl": json.dumps({"prompt": LONG, "split": "train"})
+    + '\n{"prompt": "a", "split": "test"}\n',
     "long_test.jsonl": json.dumps(SUMS[0] | {"split": "train"})
     + "\n"
     + json.dumps({"prompt": LONG, "answer": "1", "split": "test"}),
     "line3.jsonl": '{"prompt": "a"}\n\n{"prompt": "b"\n',
     "sums.jsonl": "".join(json.dumps(example) + "\n" for example in SUMS),
-    "questions.jsonl": "".join(json.dumps({"prompt": example["prompt"]}) + "\n" for example in SUMS),
+    "questions.jsonl": "".join(
+        json.dumps({"prompt": example["prompt"]}) + "\n" for example in SUMS
+    ),
     "good_rubric.yaml": "criteria: [{name: kind, weight: 1.0, text: Is it kind}]",
     "rewards.py": REWARDS,
     "theirs.yaml": "max_steps: 3",
@@ -95,7 +107,9 @@ FILES = [
 
 
 @pytest.fixture(scope="session")
-def mistakes(tmp_path_factory: pytest.TempPathFactory, model_directory: Path, tokenizer: Any) -> Path:
+def mistakes(
+    tmp_path_factory: pytest.TempPathFactory, model_directory: Path, tokenizer: Any
+) -> Path:
     """A directory of files, models and adapters each of which has one thing wrong with it."""
     at = tmp_path_factory.mktemp("mistakes")
     for name, text in TEXTS.items():
@@ -123,15 +137,21 @@ def mistakes(tmp_path_factory: pytest.TempPathFactory, model_directory: Path, to
     (model("no_tokenizer") / "tokenizer.json").unlink()
     (model("broken_tokenizer") / "tokenizer.json").write_text("{}")
     (model("no_template") / "chat_template.jinja").unlink()
-    (model("strict_template") / "chat_template.jinja").write_text("{{ raise_exception('only haiku') }}")
-    for file in write_checkpoint(at / "shards", CONFIGS["qwen2.5"], num_shards=3).glob("*-00002-of-00003.*"):
+    (model("strict_template") / "chat_template.jinja").write_text(
+        "{{ raise_exception('only haiku') }}"
+    )
+    for file in write_checkpoint(at / "shards", CONFIGS["qwen2.5"], num_shards=3).glob(
+        "*-00002-of-00003.*"
+    ):
         file.unlink()
     write_checkpoint(at / "small_vocabulary", QWEN3 | {"vocab_size": 64})
     tokenizer.save_pretrained(str(at / "small_vocabulary"))
     (at / "nameless").mkdir()
     (at / "nameless" / "adapter_config.json").write_text("{}")
     (at / "adapter").mkdir()
-    (at / "adapter" / "adapter_config.json").write_text('{"model": "demo", "lora_parameters": {"rank": 2, "scale": 1}}')
+    (at / "adapter" / "adapter_config.json").write_text(
+        '{"model": "demo", "lora_parameters": {"rank": 2, "scale": 1}}'
+    )
     other = {"model.layers.0.self_attn.q_proj.lora_a": mx.zeros((7, 2))}
     other["model.layers.0.self_attn.q_proj.lora_b"] = mx.zeros((2, 9))
     mx.save_safetensors(str(at / "adapter" / "adapters.safetensors"), other)
@@ -151,13 +171,21 @@ def told(capsys: pytest.CaptureFixture[str], program: str, flags: list[str]) -> 
     return checked_line(err.splitlines(keepends=True)[-1], "")
 
 
-ROWS = [(program, flags, word) for program, rows in MISTAKES.items() for flags, word in rows.items()]
+ROWS = [
+    (program, flags, word) for program, rows in MISTAKES.items() for flags, word in rows.items()
+]
 
 
-@pytest.mark.parametrize(("program", "flags", "word"), ROWS, ids=[f"{row[0]} {row[1]}" for row in ROWS])
-def test_a_mistake_is_told_in_one_line_and_nothing_is_written(mistakes, tmp_path, capsys, program, flags, word):
+@pytest.mark.parametrize(
+    ("program", "flags", "word"), ROWS, ids=[f"{row[0]} {row[1]}" for row in ROWS]
+)
+def test_a_mistake_is_told_in_one_line_and_nothing_is_written(
+    mistakes, tmp_path, capsys, program, flags, word
+):
     before, given = contents(mistakes), shlex.split(flags.format(at=mistakes))
-    chosen = ["--model", "demo"] if program in ("sampler", "evaluate") and "--model" not in flags else []
+    chosen = (
+        ["--model", "demo"] if program in ("sampler", "evaluate") and "--model" not in flags else []
+    )
     if program == "train" and not {"--config", "--resume"} & set(given):
         chosen = [*SMALL, "--run-dir", str(tmp_path / "run")]
     line = told(capsys, program, [*chosen, *given])
@@ -165,12 +193,18 @@ def test_a_mistake_is_told_in_one_line_and_nothing_is_written(mistakes, tmp_path
     assert contents(mistakes) == before and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("flag_and_end", "content", "word"), FILES, ids=[repr(row[1][:40]) for row in FILES])
+@pytest.mark.parametrize(
+    ("flag_and_end", "content", "word"), FILES, ids=[repr(row[1][:40]) for row in FILES]
+)
 def test_a_mistake_in_a_file_is_told_in_one_line(tmp_path, capsys, flag_and_end, content, word):
     flag, end = flag_and_end.split()
     (tmp_path / f"file{end}").write_text(content, encoding="latin-1")
     small = [] if flag == "--config" else SMALL
-    line = told(capsys, "train", [*small, flag, str(tmp_path / f"file{end}"), "--run-dir", str(tmp_path / "run")])
+    line = told(
+        capsys,
+        "train",
+        [*small, flag, str(tmp_path / f"file{end}"), "--run-dir", str(tmp_path / "run")],
+    )
     assert word in line and not (tmp_path / "run").exists(), line
 
 
@@ -189,7 +223,9 @@ BOUNDS = [
 def test_every_setting_refuses_what_is_out_of_its_range(tmp_path, capsys):
     assert len(BOUNDS) > 60
     for flag, value in BOUNDS:
-        line = told(capsys, "train", [*SMALL, "--run-dir", str(tmp_path / "run"), f"{flag}={value}"])
+        line = told(
+            capsys, "train", [*SMALL, "--run-dir", str(tmp_path / "run"), f"{flag}={value}"]
+        )
         shown = f"{flag} is {value!r}; it must be" if value != "" else f"{flag}: '' is empty"
         assert shown in line, line
     assert not list(tmp_path.iterdir())
@@ -202,13 +238,17 @@ def test_every_setting_refuses_what_is_out_of_its_range(tmp_path, capsys):
         ("GWEN_DTYPE", ["", "int4", "float", "16"]),
     ],
 )
-def test_a_bad_value_of_an_environment_variable_is_named(monkeypatch, tmp_path, refused, variable, values):
+def test_a_bad_value_of_an_environment_variable_is_named(
+    monkeypatch, tmp_path, refused, variable, values
+):
     for value in values:
         monkeypatch.setenv(variable, value)
         flags = [*SMALL, "--run-dir", tmp_path / "run"]
         line = refused(train.main, flags, f"{variable}={value!r}")
         assert line == refused(evaluate.main, ["--model", "demo", "--limit", "1"], variable)
-        assert ("from 1 to 999999999" if variable.startswith("RUBRIC") else "float16, bfloat16, float32") in line
+        assert (
+            "from 1 to 999999999" if variable.startswith("RUBRIC") else "float16, bfloat16, float32"
+        ) in line
     assert not list(tmp_path.iterdir())
 
 
@@ -224,7 +264,9 @@ def test_an_empty_chunk_size_in_the_environment_counts_as_none(monkeypatch):
 
 
 def test_a_process_ends_with_status_2_and_one_line_or_with_0_and_none(tmp_path):
-    done = command("train.py", *SMALL, "--run-dir", tmp_path / "run", environment={"GWEN_DTYPE": "int4"})
+    done = command(
+        "train.py", *SMALL, "--run-dir", tmp_path / "run", environment={"GWEN_DTYPE": "int4"}
+    )
     assert done.returncode == 2 and not list(tmp_path.iterdir())
     checked_line(done.stderr, "GWEN_DTYPE='int4' is not one of")
     done = command("train.py", *SMALL, "--run-dir", tmp_path / "run")
@@ -237,7 +279,9 @@ def test_a_process_ends_with_status_2_and_one_line_or_with_0_and_none(tmp_path):
 # ---- rewards that go wrong later: the run is saved as it was after its last whole step
 
 
-def test_rewards_as_large_as_are_taken_have_their_advantages_and_none_is_larger_by_its_weight(tmp_path, refused):
+def test_rewards_as_large_as_are_taken_have_their_advantages_and_none_is_larger_by_its_weight(
+    tmp_path, refused
+):
     (tmp_path / "mine.py").write_text(REWARDS)
     flags = [*SMALL, "--reward", f"{tmp_path / 'mine.py'}:largest", "--reward-weights"]
     train.main([*flags, "rubric=0", "--run-dir", str(tmp_path / "run")])
@@ -247,7 +291,9 @@ def test_rewards_as_large_as_are_taken_have_their_advantages_and_none_is_larger_
     refused(train.main, [*flags, "rubric=0,largest=2", "--run-dir", tmp_path / "heavy"], pattern)
 
 
-def test_a_reward_that_goes_wrong_later_loses_no_step_and_evaluates_no_second_time(tmp_path, refused):
+def test_a_reward_that_goes_wrong_later_loses_no_step_and_evaluates_no_second_time(
+    tmp_path, refused
+):
     file, run = tmp_path / "mine.py", tmp_path / "run"
     file.write_text(
         "import os\n"
@@ -258,11 +304,17 @@ def test_a_reward_that_goes_wrong_later_loses_no_step_and_evaluates_no_second_ti
         "    return [float(len(text)) for text in completions]\n"
     )
     flags = "--steps 4 --save-every 4 --eval-every 4 --eval-limit 4 --reward-weights rubric=0 --reward".split()
-    refused(train.main, [*SMALL, *flags, f"{file}:mine", "--run-dir", run], "AssertionError.*saved after step 2")
+    refused(
+        train.main,
+        [*SMALL, *flags, f"{file}:mine", "--run-dir", run],
+        "AssertionError.*saved after step 2",
+    )
     assert checkpoint.load(run).step == 2
     file.write_text("def mine(completions, **_): return [float(len(text)) for text in completions]")
     train.main(["--resume", str(run), "--allow-changes"])
-    steps, evaluations = ([line["step"] for line in read_log(run / f"{log}.jsonl")] for log in ("metrics", "eval"))
+    steps, evaluations = (
+        [line["step"] for line in read_log(run / f"{log}.jsonl")] for log in ("metrics", "eval")
+    )
     assert steps == [1, 2, 3, 4] and evaluations == [0, 4]
 
 
@@ -270,14 +322,26 @@ def test_a_reward_that_goes_wrong_later_loses_no_step_and_evaluates_no_second_ti
     ("flags", "weights", "metric"),
     [
         ("--task demo", {"correct": 1, "rubric": 0.5}, "accuracy"),
-        ("--task demo --reward {at}/rewards.py:good --reward-weights rubric=2", {"good": 1, "rubric": 2}, "accuracy"),
-        ("--task demo --reward {at}/rewards.py:good --reward-weights good=2", {"good": 2}, "accuracy"),
+        (
+            "--task demo --reward {at}/rewards.py:good --reward-weights rubric=2",
+            {"good": 1, "rubric": 2},
+            "accuracy",
+        ),
+        (
+            "--task demo --reward {at}/rewards.py:good --reward-weights good=2",
+            {"good": 2},
+            "accuracy",
+        ),
         ("--task demo --rubric {at}/good_rubric.yaml", {"correct": 1, "rubric": 0.5}, "accuracy"),
         ("--task demo --reward-weights correct=0", {"correct": 0, "rubric": 0.5}, "accuracy"),
         ("--task values --reward {at}/rewards.py:good length:9", {"good": 1, "length": 1}, "score"),
         ("--reward {at}/rewards.py:good --data {at}/questions.jsonl", {"good": 1}, "score"),
         ("--data {at}/sums.jsonl", {"correct": 1}, "accuracy"),
-        ("--data {at}/sums.jsonl --rubric {at}/good_rubric.yaml", {"correct": 1, "rubric": 1}, "accuracy"),
+        (
+            "--data {at}/sums.jsonl --rubric {at}/good_rubric.yaml",
+            {"correct": 1, "rubric": 1},
+            "accuracy",
+        ),
         (
             "--data {at}/sums.jsonl --rubric {at}/good_rubric.yaml --reward length:9",
             {"length": 1, "rubric": 1},
@@ -285,9 +349,17 @@ def test_a_reward_that_goes_wrong_later_loses_no_step_and_evaluates_no_second_ti
         ),
     ],
 )
-def test_a_users_own_rewards_replace_all_of_the_tasks_and_the_verifier_evaluates(mistakes, flags, weights, metric):
+def test_a_users_own_rewards_replace_all_of_the_tasks_and_the_verifier_evaluates(
+    mistakes, flags, weights, metric
+):
     """The rubric goes too, unless it is named."""
-    its, _ = resolve(sources.given_settings(parse_flags(["--model", "demo", *flags.format(at=mistakes).split()])), None, None)
+    its, _ = resolve(
+        sources.given_settings(
+            parse_flags(["--model", "demo", *flags.format(at=mistakes).split()])
+        ),
+        None,
+        None,
+    )
     task = tasks.make_task(its)
     assert (task.reward_weights, task.metric) == (weights, metric)
     assert (task.rubric is not None) == ("rubric" in weights)
@@ -304,8 +376,14 @@ def run(golden, tmp_path: Path) -> Path:
 
 def test_a_run_directory_that_exists_is_not_touched(run, refused):
     before = contents(run)
-    refused(train.main, [*SMALL, "--run-dir", run], f"--run-dir {run} exists; give another, or --resume it")
-    refused(train.main, [*SMALL, "--run-dir", run / "config.yaml"], "config.yaml exists; give another\n")
+    refused(
+        train.main,
+        [*SMALL, "--run-dir", run],
+        f"--run-dir {run} exists; give another, or --resume it",
+    )
+    refused(
+        train.main, [*SMALL, "--run-dir", run / "config.yaml"], "config.yaml exists; give another\n"
+    )
     refused(train.main, [*SMALL, "--run-dir", run / "adapter"], "adapter exists; give another\n")
     assert contents(run) == before
 
@@ -323,11 +401,16 @@ def limited(size: int) -> Iterator[None]:
 
 def test_a_run_directory_belongs_to_one_run(tmp_path):
     with run_files.release_at_exit():
-        made = [run_files.make_run_dir("model: demo\n", tmp_path / "demo-now", None) for _ in range(3)]
+        made = [
+            run_files.make_run_dir("model: demo\n", tmp_path / "demo-now", None) for _ in range(3)
+        ]
         assert [path.name for path in made] == ["demo-now", "demo-now-2", "demo-now-3"]
         with pytest.raises(ValueError, match="is being trained by process"):
             run_files.make_run_dir("model: other\n", made[0], str(made[0]))
-    with run_files.release_at_exit(), pytest.raises(ValueError, match="demo-now exists; give another, or --resume it"):
+    with (
+        run_files.release_at_exit(),
+        pytest.raises(ValueError, match="demo-now exists; give another, or --resume it"),
+    ):
         run_files.make_run_dir("model: other\n", made[0], str(made[0]))
     assert (made[0] / "config.yaml").read_text() == "model: demo\n"
 
@@ -335,19 +418,28 @@ def test_a_run_directory_belongs_to_one_run(tmp_path):
 def test_a_run_whose_settings_do_not_fit_on_the_disk_leaves_its_directory_free(tmp_path, refused):
     with limited(100):
         flags = [*SMALL, "--run-dir", tmp_path / "run"]
-        refused(train.main, flags, f"the run directory {tmp_path / 'run'} cannot be written .*; make room there")
+        refused(
+            train.main,
+            flags,
+            f"the run directory {tmp_path / 'run'} cannot be written .*; make room there",
+        )
     assert contents(tmp_path / "run") == {str(tmp_path / "run" / "lock"): b""}
 
 
 def test_a_run_directory_that_cannot_be_made_is_named(run, refused):
     below = run / "config.yaml" / "new"
-    refused(train.main, [*SMALL, "--run-dir", below], f"{below} cannot be written .*; .*choose another")
+    refused(
+        train.main, [*SMALL, "--run-dir", below], f"{below} cannot be written .*; .*choose another"
+    )
 
 
 @pytest.mark.parametrize(
     ("flags", "pattern"),
     [
-        ("--learning-rate 0.1", r"learning_rate \(\S+, now 0.1\) changed since step \d; --allow-changes, in"),
+        (
+            "--learning-rate 0.1",
+            r"learning_rate \(\S+, now 0.1\) changed since step \d; --allow-changes, in",
+        ),
         ("--config recipes/demo.yaml", "--config recipes/demo.yaml cannot change a resumed run"),
         ("--run-dir elsewhere", "--run-dir elsewhere: a resumed run stays in its directory"),
         ("--steps 0", "--steps is 0; it must be at least 1"),
@@ -367,7 +459,9 @@ def test_the_newest_run_goes_on_with_more_steps(run, tmp_path, monkeypatch, caps
     settings.write_text(text.replace("steps: 3", "steps: many", 1))
     with pytest.raises(SystemExit):
         train.main(["--resume"])
-    assert capsys.readouterr().err.endswith("\nerror: --steps is 'many'; it must be a whole number\n")
+    assert capsys.readouterr().err.endswith(
+        "\nerror: --steps is 'many'; it must be a whole number\n"
+    )
     settings.write_text(text)
     train.main(["--resume", "--steps", "4"])
     assert "step 4/4" in capsys.readouterr().out
@@ -376,14 +470,28 @@ def test_the_newest_run_goes_on_with_more_steps(run, tmp_path, monkeypatch, caps
 @pytest.mark.parametrize(
     ("old", "new", "pattern"),
     [
-        ("lora_rank: 16", "lora_rank: 8", r"lora_rank \(16, now 8\) changed since step 3; --allow-changes, in"),
+        (
+            "lora_rank: 16",
+            "lora_rank: 8",
+            r"lora_rank \(16, now 8\) changed since step 3; --allow-changes, in",
+        ),
         ("lora_rank: 16", "lora_rnak: 8", "unknown setting 'lora_rnak'; did you mean 'lora_rank'"),
-        ("model: demo", "model: /nowhere/at/all", "--model /nowhere/at/all is no longer there; put it back, or"),
-        ("batch: 2", "batch: 2\neval_data: /gone", "--eval-data /gone is no longer there; put it back, or"),
+        (
+            "model: demo",
+            "model: /nowhere/at/all",
+            "--model /nowhere/at/all is no longer there; put it back, or",
+        ),
+        (
+            "batch: 2",
+            "batch: 2\neval_data: /gone",
+            "--eval-data /gone is no longer there; put it back, or",
+        ),
         ("batch: 2", "batch: [", "config.yaml is not YAML, line"),
     ],
 )
-def test_a_run_whose_settings_were_changed_by_hand_is_refused_and_kept(run, refused, old, new, pattern):
+def test_a_run_whose_settings_were_changed_by_hand_is_refused_and_kept(
+    run, refused, old, new, pattern
+):
     text = (run / "config.yaml").read_text()
     assert old in text
     (run / "config.yaml").write_text(text.replace(old, new))
@@ -392,12 +500,17 @@ def test_a_run_whose_settings_were_changed_by_hand_is_refused_and_kept(run, refu
     assert contents(run) == before
 
 
-def test_a_disk_that_fills_while_saving_leaves_the_last_checkpoint_and_says_where(run, refused, capsys):
+def test_a_disk_that_fills_while_saving_leaves_the_last_checkpoint_and_says_where(
+    run, refused, capsys
+):
     before = contents(run / "checkpoints")
     with limited(200_000):
         pattern = "step-000004.partial/adapter/adapters.safetensors cannot be written: "
         line = refused(train.main, ["--resume", run, "--steps", "4"], pattern)
-    assert f"step-000003 is intact, free some space and continue with: uv run train.py --resume {run}\n" in line
+    assert (
+        f"step-000003 is intact, free some space and continue with: uv run train.py --resume {run}\n"
+        in line
+    )
     assert contents(run / "checkpoints") == before
     assert gwen.load("demo", adapter=run / "adapter")
     train.main(["--resume", str(run)])
@@ -419,13 +532,23 @@ def test_a_disk_that_fills_at_any_other_moment_leaves_the_run_as_it_was(run, cap
     assert all(note.startswith("WARNING: the page of the run") for note in notes)
     after = contents(run)
     assert after.keys() == before.keys()
-    assert all(after[name] == before[name] for name in before if "checkpoints" in name or "adapter" in name)
+    assert all(
+        after[name] == before[name] for name in before if "checkpoints" in name or "adapter" in name
+    )
     assert yaml.safe_load((run / "config.yaml").read_text())["steps"] in (3, 5)
     train.main(["--resume", str(run), "--steps", "4"])
 
 
 def test_a_disk_that_fills_while_a_model_is_merged_leaves_no_half_of_it(golden, tmp_path, refused):
-    flags = ["--fuse", "--model", "demo", "--adapter", golden("grpo") / "adapter", "--out", tmp_path / "merged"]
+    flags = [
+        "--fuse",
+        "--model",
+        "demo",
+        "--adapter",
+        golden("grpo") / "adapter",
+        "--out",
+        tmp_path / "merged",
+    ]
     with limited(100_000):
         refused(lora.main, flags, f"--out {tmp_path / 'merged'} cannot be written: ")
     assert not list(tmp_path.iterdir())
@@ -437,7 +560,8 @@ def test_a_disk_that_fills_while_a_model_is_merged_leaves_no_half_of_it(golden, 
 
 
 @pytest.mark.parametrize(
-    "character", ["\x00", "\x07", "\r", "\x1b", "\x7f", "\x9b", "\u202e", "\u2028", "\ufeff", "\udcff"]
+    "character",
+    ["\x00", "\x07", "\r", "\x1b", "\x7f", "\x9b", "\u202e", "\u2028", "\ufeff", "\udcff"],
 )
 def test_control_characters_are_shown_as_such_wherever_a_line_is_printed(capsys, character):
     text = f"a{character}[2Jb"
@@ -450,12 +574,22 @@ def test_control_characters_are_shown_as_such_wherever_a_line_is_printed(capsys,
 
 
 def test_a_line_is_cut_where_a_value_has_no_end(refused):
-    line = refused(train.main, ["--model", "demo", "--task", "x" * 10**6], "--task 'x{500,}.* \u2026 .*rg:NAME$")
+    line = refused(
+        train.main,
+        ["--model", "demo", "--task", "x" * 10**6],
+        "--task 'x{500,}.* \u2026 .*rg:NAME$",
+    )
     assert len(line) < 900
 
 
-def test_a_million_completions_are_refused_and_as_many_as_are_taken_planned_at_once(capsys, refused):
-    refused(preflight.main, ["--model", "demo", "--groups", 65536], "--batch 4 times --groups 65536 is 262144; it")
+def test_a_million_completions_are_refused_and_as_many_as_are_taken_planned_at_once(
+    capsys, refused
+):
+    refused(
+        preflight.main,
+        ["--model", "demo", "--groups", 65536],
+        "--batch 4 times --groups 65536 is 262144; it",
+    )
     begin = time.process_time()
     preflight.main(["--model", "demo", "--groups", "65536", "--batch", "1"])
     assert time.process_time() - begin < 5 and "memory: " in capsys.readouterr().out
@@ -463,7 +597,11 @@ def test_a_million_completions_are_refused_and_as_many_as_are_taken_planned_at_o
 
 def test_a_list_of_runs_names_the_damaged_ones_and_shows_the_others(golden, tmp_path, capsys):
     for name in "abcdefg":
-        shutil.copytree(golden("grpo"), tmp_path / name, ignore=shutil.ignore_patterns("checkpoints", "report.html"))
+        shutil.copytree(
+            golden("grpo"),
+            tmp_path / name,
+            ignore=shutil.ignore_patterns("checkpoints", "report.html"),
+        )
     (tmp_path / "b" / "metrics.jsonl").write_text("{}\n")
     (tmp_path / "c" / "config.yaml").write_text("[")
     (tmp_path / "d" / "metrics.jsonl").write_text('{"step": \n')

@@ -18,13 +18,18 @@ RNG = np.random.default_rng(0)
 GROUPS = 4
 PROMPTS = [RNG.integers(3, 320, length).tolist() for length in (5, 9, 2)]
 ROWS = [prompt for prompt in PROMPTS for _ in range(GROUPS)]
-LENGTHS = np.array([7, 1, 3, 1, 1, 1, 1, 1, 2, 6, 4, 7])  # one group has completions of a single token
+LENGTHS = np.array(
+    [7, 1, 3, 1, 1, 1, 1, 1, 2, 6, 4, 7]
+)  # one group has completions of a single token
 
 
 def samples_of(lengths, prompts=ROWS, vocab=320):
     ids = [RNG.integers(3, vocab, length).tolist() for length in lengths]
     rows = enumerate(zip(prompts, ids, strict=True))
-    return [Sample(of, its, range(len(its)), row // GROUPS, RNG.normal(size=len(its))) for row, (of, its) in rows]
+    return [
+        Sample(of, its, range(len(its)), row // GROUPS, RNG.normal(size=len(its)))
+        for row, (of, its) in rows
+    ]
 
 
 SAMPLES = samples_of(LENGTHS)
@@ -42,13 +47,19 @@ def load(directory, rank):
 
 def gradient(model, batches, checkpoint_layers=0):
     """A weighted sum of all completion tokens' log-probabilities and its gradient by name, batch after batch."""
-    head = "trained" if "lm_head" in model or not any(True for _ in lora.adapted_layers(model)) else "frozen"
+    head = (
+        "trained"
+        if "lm_head" in model or not any(True for _ in lora.adapted_layers(model))
+        else "frozen"
+    )
     total, grads = 0.0, {}
     for batch in batches:
 
         def loss(model, batch=batch):
             states = completion_hidden_states(model, batch, checkpoint_layers)
-            logprobs, _ = lm_head.token_logprobs(states, model.head_weight, batch.completion_ids, head=head)
+            logprobs, _ = lm_head.token_logprobs(
+                states, model.head_weight, batch.completion_ids, head=head
+            )
             return (logprobs * batch.mask * SLOPES[mx.array(batch.rows), : logprobs.shape[1]]).sum()
 
         value, part = nn.value_and_grad(model, loss)(model)
@@ -126,9 +137,14 @@ def test_every_row_is_in_one_micro_batch_of_no_more_positions_than_allowed(shari
     samples[5] = samples[5]._replace(loss_positions=(), weight=0.0)  # is not computed
     samples[7] = samples[7]._replace(weight=0.0)
     batches = make_batches(samples, budget, sharing)
-    assert sorted(row for batch in batches for row in batch.rows) == [n for n in range(12) if n not in (5, 7)]
+    assert sorted(row for batch in batches for row in batch.rows) == [
+        n for n in range(12) if n not in (5, 7)
+    ]
     for batch in batches:
-        assert batch.num_positions <= (ROOM * budget if batch.prefix else budget) or len(batch.rows) == 1
+        assert (
+            batch.num_positions <= (ROOM * budget if batch.prefix else budget)
+            or len(batch.rows) == 1
+        )
         assert batch.num_tokens <= batch.num_positions
         assert (batch.num_rows, batch.num_loss_tokens) == (12, LENGTHS.sum() - 1)
         for index, row in enumerate(batch.rows):
@@ -140,7 +156,9 @@ def test_every_row_is_in_one_micro_batch_of_no_more_positions_than_allowed(shari
             assert read == [*one.prompt, *one.response_ids][:-1]
             assert batch.completion_ids[index].tolist()[:length] == one.response_ids
             assert batch.mask[index].sum().item() == length
-            np.testing.assert_array_equal(batch.sampled_logprobs[index, :length], one.logprobs.astype(np.float32))
+            np.testing.assert_array_equal(
+                batch.sampled_logprobs[index, :length], one.logprobs.astype(np.float32)
+            )
 
 
 def test_prompts_are_shared_where_that_saves_enough_positions():
@@ -149,12 +167,20 @@ def test_prompts_are_shared_where_that_saves_enough_positions():
         return plan_batches(rows, np.full(groups, completion), 10**6, "auto")[0]
 
     assert shared(96, 64, 8) and shared(512, 64, 2)
-    assert not shared(4, 256, 8) and not shared(96, 64, 1)  # 3 of 259 positions a row; nobody to share with
+    assert not shared(4, 256, 8) and not shared(
+        96, 64, 1
+    )  # 3 of 259 positions a row; nobody to share with
 
 
 def test_a_group_that_nearly_fits_is_whole_and_a_larger_one_is_split_evenly():
     rows, lengths = [[1] * 128] * 8, np.full(8, 256)  # 128 + 8 * 255 = 2,168 positions
-    for budget, sizes in ((2048, [8]), (1900, [4, 4]), (1100, [4, 4]), (900, [3, 3, 2]), (1, [1] * 8)):
+    for budget, sizes in (
+        (2048, [8]),
+        (1900, [4, 4]),
+        (1100, [4, 4]),
+        (900, [3, 3, 2]),
+        (1, [1] * 8),
+    ):
         shared, cut = plan_batches(rows, lengths, budget, "on")
         assert shared and [len(part) for part, _ in cut] == sizes
         assert all(size == 128 + 255 * len(part) for part, size in cut)
@@ -168,7 +194,10 @@ def test_computing_layers_again_and_sharing_prompts_both_save_memory():
 
     def peak(sharing, checkpoint_layers):
         (batch,) = make_batches(samples, 10**6, sharing)
-        gradient = nn.value_and_grad(model, lambda model: (completion_hidden_states(model, batch, checkpoint_layers) ** 2).sum())
+        gradient = nn.value_and_grad(
+            model,
+            lambda model: (completion_hidden_states(model, batch, checkpoint_layers) ** 2).sum(),
+        )
         return peak_of(lambda: gradient(model))
 
     plain = peak("off", 0)

@@ -23,24 +23,38 @@ def test_the_work_is_distinct_texts_of_the_length_asked_for_as_the_judge_puts_th
     assert {(len(prompt.split()), len(text.split())) for prompt, text in pairs} == {(40, 30)}
     assert [len(set(texts)) for texts in zip(*pairs, strict=True)] == [2, 6]
     builder = rubrics.PromptBuilder(DEMO, rubric)
-    assert work.rows == [ids for pair in pairs for ids in whole_prompts(builder, *pair)] and len(work.rows) == 18
+    assert (
+        work.rows == [ids for pair in pairs for ids in whole_prompts(builder, *pair)]
+        and len(work.rows) == 18
+    )
 
 
 @pytest.mark.slow
 def test_engines_agree_to_the_letter_and_report_what_they_did(capsys):
     with harness.model_directory("demo") as directory:
         model, tokenizer = gwen.load_model(directory), hub.load_tokenizer(directory)
-        rival = bench_rollout.rival(harness.load_peer(directory, model.head_weight.dtype), directory)
+        rival = bench_rollout.rival(
+            harness.load_peer(directory, model.head_weight.dtype), directory
+        )
     record = judging.benchmark(ARGS, model, tokenizer, rival)
     for name, agreement in record["agreement"].items():  # one token is ours' likeliest first
-        assert agreement["replies"] == 1 and (agreement["scores"] == 1 or name.endswith("_one_token"))
-    assert list(record["engines"]) == ["ours", "ours_decode", *record["agreement"]] and len(record["agreement"]) == 6
+        assert agreement["replies"] == 1 and (
+            agreement["scores"] == 1 or name.endswith("_one_token")
+        )
+    assert (
+        list(record["engines"]) == ["ours", "ours_decode", *record["agreement"]]
+        and len(record["agreement"]) == 6
+    )
     assert 0 < record["computed"] < sum(map(len, judging.make_work(ARGS, tokenizer)[2].rows))
     assert not record["best"]["ours_decode"].endswith("_one_token")
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "Judge benchmark: pairs/run=6 criteria=3 warmup=0 runs=1"
     rows = [line for line in lines if line.startswith("judge_")]
-    assert rows[2].split()[0] == "judge_mlx_lm" and all("| crit_eval/s" in row for row in rows) and len(rows) == 8
+    assert (
+        rows[2].split()[0] == "judge_mlx_lm"
+        and all("| crit_eval/s" in row for row in rows)
+        and len(rows) == 8
+    )
     assert "Judge result vs mlx_lm: ours is " in "\n".join(lines)
 
 

@@ -72,8 +72,18 @@ def compared(main, *flags):
 
 def test_the_report_ends_in_a_result_against_the_fastest_way_and_json_with_every_number():
     result, record = compared(bench_rollout.main)
-    assert re.fullmatch(r"Result: ours is \d+\.\d\dx (faster|slower) than mlx_lm on this rollout workload\.", result)
-    assert record.keys() == {"config", "engines", "ratio", "best", "roofline_frac", "device", "versions"}
+    assert re.fullmatch(
+        r"Result: ours is \d+\.\d\dx (faster|slower) than mlx_lm on this rollout workload\.", result
+    )
+    assert record.keys() == {
+        "config",
+        "engines",
+        "ratio",
+        "best",
+        "roofline_frac",
+        "device",
+        "versions",
+    }
     assert list(record["engines"]) == ["ours", "mlx_lm", "mlx_lm_default", "mlx_lm_shared"]
     for entry in record["engines"].values():
         assert entry.keys() == NUMBERS
@@ -84,7 +94,9 @@ def test_the_report_ends_in_a_result_against_the_fastest_way_and_json_with_every
     ours = took.pop("ours")
     assert record["ratio"] == pytest.approx(min(took.values()) / ours, abs=1e-3)
     assert record["best"] == min(took, key=took.get) and record["roofline_frac"] > 0
-    assert record["config"]["model"] == "random:2m" and {"mlx", "mlx-lm"} <= record["versions"].keys()
+    assert (
+        record["config"]["model"] == "random:2m" and {"mlx", "mlx-lm"} <= record["versions"].keys()
+    )
 
 
 def test_engines_take_turns_and_a_peak_is_an_engine_s_own_with_the_weights_once(model):
@@ -103,12 +115,20 @@ def test_engines_take_turns_and_a_peak_is_an_engine_s_own_with_the_weights_once(
     assert order == ["a", "b", "b", "a", "a", "b"]
     assert [sample.run.seconds for sample in samples["a"]] == [5.0, 6.0]
     entry = rollout.summarize(samples["a"], model)
-    assert (entry["mean_ms"], entry["prefill_ms"], entry["tokens"]) == (5500.0, 1000.0, 2 * sum(WORK.limits))
+    assert (entry["mean_ms"], entry["prefill_ms"], entry["tokens"]) == (
+        5500.0,
+        1000.0,
+        2 * sum(WORK.limits),
+    )
     weights = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
     assert entry["peak_mb"] == pytest.approx(20 + weights / 1e6, rel=0.01)
     with pytest.raises(AssertionError, match="lazy made"):
         rollout.measure({"lazy": lambda work: made([[1]] * 6)}, WORK, warmup=0, runs=1)
-    assert list(map(harness.describe_ratio, (1.141, 0.999, 0.904))) == ["1.14x faster", "1.00x faster", "0.90x slower"]
+    assert list(map(harness.describe_ratio, (1.141, 0.999, 0.904))) == [
+        "1.14x faster",
+        "1.00x faster",
+        "0.90x slower",
+    ]
 
 
 # ---- the work
@@ -128,7 +148,9 @@ class Counted:
         return self.model(ids, *args, **how)
 
 
-def test_mlx_lm_s_best_use_prefills_every_prompt_once_and_decodes_all_rows_at_once(peer, checkpoints):
+def test_mlx_lm_s_best_use_prefills_every_prompt_once_and_decodes_all_rows_at_once(
+    peer, checkpoints
+):
     counted = Counted(peer)
     run = bench_rollout.rival(counted, checkpoints["qwen3"]).engines["mlx_lm_shared"]
     run(WORK._replace(batch_size=6, limits=[5] * 6))
@@ -136,15 +158,28 @@ def test_mlx_lm_s_best_use_prefills_every_prompt_once_and_decodes_all_rows_at_on
     assert prefilled == [(1, 2)] * 3 and set(decoded) == {(6, 1)}
     assert len(decoded) <= 5 + 1  # the generator starts a step more than it returns
     counted.shapes.clear()
-    run(WORK._replace(prompts=[([5, 9], [2], [3]), ([5, 9], [2], [4]), ([5, 9], [8], [4])], limits=[1] * 6))
-    assert counted.shapes[:3] == [(1, 2), (1, 1), (1, 1)], "what rows begin with is prefilled once, run by run"
+    run(
+        WORK._replace(
+            prompts=[([5, 9], [2], [3]), ([5, 9], [2], [4]), ([5, 9], [8], [4])], limits=[1] * 6
+        )
+    )
+    assert counted.shapes[:3] == [(1, 2), (1, 1), (1, 1)], (
+        "what rows begin with is prefilled once, run by run"
+    )
 
 
 def test_every_engine_makes_as_many_tokens_as_each_row_is_to_have(engines):
-    for work in (WORK, WORK._replace(prompts=[([], [2]), ([], [8]), ([], [42])])):  # of one token too
+    for work in (
+        WORK,
+        WORK._replace(prompts=[([], [2]), ([], [8]), ([], [42])]),
+    ):  # of one token too
         for name, engine in engines.items():
             run = engine(work)
-            assert [len(ids) for ids in run.completions] == [len(row) for row in run.logprobs] == work.limits, name
+            assert (
+                [len(ids) for ids in run.completions]
+                == [len(row) for row in run.logprobs]
+                == work.limits
+            ), name
             assert run.prefill_s > 0 and run.decode_s > 0
 
 
@@ -164,11 +199,16 @@ def test_prompts_are_seeded_distinct_and_free_of_end_tokens(model):
     work = rollout.make_work(args, model.config)
     assert work == rollout.make_work(args, model.config)
     assert len(set(map(tuple, work.rows))) == 40 and len(work.rows) == 80
-    assert not set(np.ravel(work.rows)) & set(model.config.eos_ids) and work.eos_ids == model.config.eos_ids
+    assert (
+        not set(np.ravel(work.rows)) & set(model.config.eos_ids)
+        and work.eos_ids == model.config.eos_ids
+    )
     assert rollout.make_work(settings("--ignore-eos"), model.config).eos_ids == ()
 
 
-def test_engines_agree_whose_greedy_tokens_are_the_likeliest_and_none_that_stops_early_or_late(checkpoints, engines):
+def test_engines_agree_whose_greedy_tokens_are_the_likeliest_and_none_that_stops_early_or_late(
+    checkpoints, engines
+):
     rollout.check_agreement(engines["ours"].keywords["model"], engines, WORK)
     model = gwen.load_model(checkpoints["qwen3"])
     (ids,) = rollout.run_ours(
@@ -180,10 +220,16 @@ def test_engines_agree_whose_greedy_tokens_are_the_likeliest_and_none_that_stops
     work = WORK._replace(prompts=PROMPTS[:1], group_size=1)
     rollout.check_agreement(model, {"other": lambda work: made([[twin, *ids[1:]]])}, work)
     for wrong, place in ((ids[:7], 7), ([*ids[:4], ids[4] - 1, *ids[5:]], 4)):
-        with pytest.raises(ValueError, match=f"other and our model part at token {place} of a greedy completion"):
+        with pytest.raises(
+            ValueError, match=f"other and our model part at token {place} of a greedy completion"
+        ):
             rollout.check_agreement(model, {"other": lambda work, wrong=wrong: made([wrong])}, work)
-    with pytest.raises(ValueError, match="other and our model part at token 16"):  # it went on behind an end
-        rollout.check_agreement(model, {"other": lambda work: made([ids])}, work._replace(eos_ids=(ids[4],)))
+    with pytest.raises(
+        ValueError, match="other and our model part at token 16"
+    ):  # it went on behind an end
+        rollout.check_agreement(
+            model, {"other": lambda work: made([ids])}, work._replace(eos_ids=(ids[4],))
+        )
 
 
 # ---- vllm-mlx
@@ -191,12 +237,18 @@ def test_engines_agree_whose_greedy_tokens_are_the_likeliest_and_none_that_stops
 
 def test_without_vllm_mlx_one_line_names_the_command_that_installs_it(monkeypatch, refused):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    refused(bench_rollout_vllm_mlx.main, [], "vllm-mlx is not installed; install it with: uv sync --extra vllm\n")
+    refused(
+        bench_rollout_vllm_mlx.main,
+        [],
+        "vllm-mlx is not installed; install it with: uv sync --extra vllm\n",
+    )
 
 
 @needs("vllm_mlx")
 def test_vllm_mlx_is_compared_on_the_same_work_with_its_prefix_cache_on_and_off():
     result, record = compared(bench_rollout_vllm_mlx.main, "--prompt-tokens", "140")
-    assert re.fullmatch(r"Result vs vllm_mlx: ours is \d+\.\d\dx (faster|slower) on this rollout workload\.", result)
+    assert re.fullmatch(
+        r"Result vs vllm_mlx: ours is \d+\.\d\dx (faster|slower) on this rollout workload\.", result
+    )
     assert list(record["engines"]) == ["ours", "vllm_mlx", "vllm_mlx_uncached"]
     assert record["engines"]["vllm_mlx"].keys() == NUMBERS and record["versions"]["vllm-mlx"]

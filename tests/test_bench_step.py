@@ -12,7 +12,18 @@ import pytest
 from bench import harness, step
 from disk import hub
 
-TINY = ["--model", "random:2m", "--batch", "2", "--groups", "2", "--prompt-tokens", "6", "--max-tokens", "3"]
+TINY = [
+    "--model",
+    "random:2m",
+    "--batch",
+    "2",
+    "--groups",
+    "2",
+    "--prompt-tokens",
+    "6",
+    "--max-tokens",
+    "3",
+]
 
 
 @pytest.mark.slow
@@ -39,7 +50,9 @@ def test_every_rival_does_the_work_and_times_every_step(engine, tmp_path):
         args = step.parse([*TINY, "--engine", engine, "--model", str(directory), "--runs", "1"])
         steps = step.Steps(args, directory)
         step.ENGINES[engine][0](args, directory, steps, str(tmp_path))
-    assert [one.keys() for one in steps] == [{"step_s", "cpu_s"}] * 2 and all(min(one.values()) > 0 for one in steps)
+    assert [one.keys() for one in steps] == [{"step_s", "cpu_s"}] * 2 and all(
+        min(one.values()) > 0 for one in steps
+    )
 
 
 def test_the_reward_differs_between_neighbours_and_completions_of_another_length_are_noticed():
@@ -54,11 +67,16 @@ def test_medians_are_taken_over_all_processes_and_ours_compared_with_each(capsys
     args = step.parse(["--batch", "5", "--groups", "2", "--max-tokens", "1"])
     taken = [("ours", 2.0, 5.0), ("ours", 4.0, 5.0), ("ours", 9.0, 9.0), ("trl", 8.0, 18.0)]
     names = ("engine", "step_s", "cpu_s", "peak_mb")
-    step.print_report(args, [dict(zip(names, (name, s, 3 * s, peak), strict=True)) for name, s, peak in taken])
+    step.print_report(
+        args, [dict(zip(names, (name, s, 3 * s, peak), strict=True)) for name, s, peak in taken]
+    )
     *_, result, last = capsys.readouterr().out.splitlines()
     ours = {"step_s": 4.0, "cpu_s": 12.0, "min_s": 2.0, "max_s": 9.0, "tok_s": 2.5, "peak_mb": 9.0}
     assert json.loads(last)["engines"]["ours"] == ours and json.loads(last)["ratios"]["trl"] == 2.0
-    assert result == "Result: ours is 2.00x faster than trl (2.00x by processors), at 0.50 of its peak memory"
+    assert (
+        result
+        == "Result: ours is 2.00x faster than trl (2.00x by processors), at 0.50 of its peak memory"
+    )
 
 
 def test_processes_take_turns_and_one_that_fails_is_named(monkeypatch):
@@ -66,10 +84,22 @@ def test_processes_take_turns_and_one_that_fails_is_named(monkeypatch):
     done = subprocess.CompletedProcess([], 0, "[]", "warning\nlast line")
     monkeypatch.setattr(step.subprocess, "run", lambda command, **_: ran.append(command) or done)
     step.run_processes(args, "DIR")
-    assert [command[command.index("--engine") + 1] for command in ran] == ["ours", "trl", "trl", "ours"]
-    assert ran[0][:9] == [sys.executable, *"-m bench.step --engine ours --model DIR --batch 4".split()]
-    packages = "--with trl==1.16.0 --with peft==0.21.2 --with torch==2.15.0"  # pinned, in front of ours
-    assert ran[1][:15] == f"uv run -q --no-sync {packages} python -m bench.step --engine trl".split()
+    assert [command[command.index("--engine") + 1] for command in ran] == [
+        "ours",
+        "trl",
+        "trl",
+        "ours",
+    ]
+    assert ran[0][:9] == [
+        sys.executable,
+        *"-m bench.step --engine ours --model DIR --batch 4".split(),
+    ]
+    packages = (
+        "--with trl==1.16.0 --with peft==0.21.2 --with torch==2.15.0"  # pinned, in front of ours
+    )
+    assert (
+        ran[1][:15] == f"uv run -q --no-sync {packages} python -m bench.step --engine trl".split()
+    )
     done.returncode = 3
     with pytest.raises(ValueError, match=r"ours ended with exit status 3: \['last line'\]"):
         step.run_processes(args, "DIR")

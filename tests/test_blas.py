@@ -22,7 +22,9 @@ AVX2 = {"sse3", "avx2"}
         ("Sandybridge", {"sse3"}, "Prescott"),
     ],
 )
-def test_the_other_family_is_the_newest_that_runs_and_is_not_this_one(monkeypatch, family, flags, other):
+def test_the_other_family_is_the_newest_that_runs_and_is_not_this_one(
+    monkeypatch, family, flags, other
+):
     monkeypatch.setattr(blas.platform, "machine", lambda: "x86_64")
     assert blas.another_family(family, flags) == other
 

@@ -31,7 +31,9 @@ def expected_turn(model, ids, num):
     return ids[-num:]
 
 
-def test_a_turn_continues_from_the_last_and_its_ids_are_those_of_the_whole_conversation(tiny_model, tokenizer):
+def test_a_turn_continues_from_the_last_and_its_ids_are_those_of_the_whole_conversation(
+    tiny_model, tokenizer
+):
     model = gwen.load_model(tiny_model, mx.float32)
     side = make_side(model, tokenizer)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
@@ -42,7 +44,9 @@ def test_a_turn_continues_from_the_last_and_its_ids_are_those_of_the_whole_conve
             whole += [] if whole[-1] == end else [end]
             whole += tokenizer.encode(said)
         told = "".join(side.reply(line))
-        assert side.turn == expected_turn(model, whole, len(side.turn)) and len(side.turn) in range(1, 7)
+        assert side.turn == expected_turn(model, whole, len(side.turn)) and len(side.turn) in range(
+            1, 7
+        )
         assert len(side.turn) == 6 or side.turn[-1] in model.config.eos_ids
         whole += side.turn
         assert side.cache.length == len(whole), "every position is computed once"
@@ -53,7 +57,10 @@ def test_a_model_without_end_tokens_is_talked_to_with_its_template_s():
     model, own = gwen.load("random:2m")
     side = make_side(model, own)
     list(side.reply("one"))
-    assert model.config.eos_ids == () and "<|im_end|>\n<|im_start|>user\ntwo<|im_end|>" in own.decode(side.encode_turn("two"))
+    assert (
+        model.config.eos_ids == ()
+        and "<|im_end|>\n<|im_start|>user\ntwo<|im_end|>" in own.decode(side.encode_turn("two"))
+    )
 
 
 def test_a_talk_that_fills_the_context_or_is_no_number_ends_in_a_line(tiny_model, tokenizer):
@@ -71,14 +78,21 @@ def test_a_talk_that_fills_the_context_or_is_no_number_ends_in_a_line(tiny_model
 
 
 @pytest.mark.parametrize(
-    "text", ["Gr\u00fc\u00dfe \U0001f642 h\u00e9llo \u4e2d\u6587", "plain words", "e\u0301\U0001f468\u200d\U0001f469"]
+    "text",
+    [
+        "Gr\u00fc\u00dfe \U0001f642 h\u00e9llo \u4e2d\u6587",
+        "plain words",
+        "e\u0301\U0001f468\u200d\U0001f469",
+    ],
 )
 def test_characters_come_whole_and_half_a_one_at_the_end_not_at_all(tokenizer, text):
     ids = tokenizer.encode(text)
     for end in range(1, len(ids) + 1):
         told = list(chat.stream_text(ids[:end], tokenizer, None))
         assert len(told) == end + 1 and "\ufffd" not in "".join(told)
-        assert text.startswith("".join(told)) and len("".join(told).encode()) > end - 4 - text.count("is")
+        assert text.startswith("".join(told)) and len(
+            "".join(told).encode()
+        ) > end - 4 - text.count("is")
     assert "".join(told) == text
 
 
@@ -104,7 +118,9 @@ def talk(monkeypatch, capsys):
         capsys.readouterr()
         sampler.main([*map(str, flags), "--chat", "--temp", "0"])
         shown = capsys.readouterr().out.splitlines()
-        assert [line for line in shown if line[:2] == "> "] == [f"> {line}" for line in lines if line]
+        assert [line for line in shown if line[:2] == "> "] == [
+            f"> {line}" for line in lines if line
+        ]
         return [line for line in shown if line[:2] != "> "]
 
     return talk
@@ -116,21 +132,30 @@ ASKED = "What is twenty-nine plus eighteen?"
 def test_lines_of_a_pipe_are_answered_one_after_another(talk, capsys):
     sampler.main(["--model", "demo", "--prompt", ASKED, "--temp", "0"])
     alone = capsys.readouterr().out
-    first, second, third = talk("--model", "demo", lines=[ASKED, "What is two plus three?", "", ASKED])
+    first, second, third = talk(
+        "--model", "demo", lines=[ASKED, "What is two plus three?", "", ASKED]
+    )
     assert first + "\n" == alone and second and third == first  # an empty line begins another talk
-    assert talk("--model", "demo", "--stop", "seven", lines=[ASKED]) == [first.partition("seven")[0]]
+    assert talk("--model", "demo", "--stop", "seven", lines=[ASKED]) == [
+        first.partition("seven")[0]
+    ]
     assert talk("--model", "demo", "--max-tokens", "2", lines=[ASKED])[0] in first
 
 
 @pytest.mark.parametrize("rank", [4, 0])
 def test_before_training_stands_beside_after(talk, tmp_path, rank):
-    model, asked = gwen.load("demo")[0], [f"What is {one} plus eighteen?" for one in ("one", "thirty")]
+    model, asked = (
+        gwen.load("demo")[0],
+        [f"What is {one} plus eighteen?" for one in ("one", "thirty")],
+    )
     if rank:
         lora.apply(model, rank, 2.0)
         for number, (_, layer) in enumerate(lora.adapted_layers(model)):
             layer.lora_b = mx.random.normal(layer.lora_b.shape, key=mx.random.key(number)) * 0.3
     else:
-        model.norm.weight *= 1 + 1.6 * mx.random.normal(model.norm.weight.shape, key=mx.random.key(0))
+        model.norm.weight *= 1 + 1.6 * mx.random.normal(
+            model.norm.weight.shape, key=mx.random.key(0)
+        )
     lora.save_adapter(model, tmp_path, "demo")
     both = talk("--adapter", tmp_path, "--compare", lines=asked)
     assert both[::2] == [f"[before] {line}" for line in talk("--model", "demo", lines=asked)]
@@ -153,7 +178,17 @@ FIND = "I think of a number from 1 to 20. Find it."
 def test_a_tool_is_called_and_what_it_says_is_shown_and_read(talk, tmp_path):
     (tmp_path / "mine.py").write_text(GUESS)
     tools = f"{tmp_path}/mine.py:guess"
-    told = talk("--model", "demo:tools", "--tools", tools, "--max-tokens", 40, "--max-turns", 2, lines=[FIND])
+    told = talk(
+        "--model",
+        "demo:tools",
+        "--tools",
+        tools,
+        "--max-tokens",
+        40,
+        "--max-turns",
+        2,
+        lines=[FIND],
+    )
     assert sum('{"name": "guess"' in line for line in told) == 2
     assert sum(line.startswith("[guess] not ") for line in told) == 2
     model, tokenizer = gwen.load("demo:tools")
@@ -161,7 +196,9 @@ def test_a_tool_is_called_and_what_it_says_is_shown_and_read(talk, tmp_path):
     box = episodes.make_toolbox(config, *tasks.load_tools(config), tokenizer, model.config)
     side = make_side(model, tokenizer, max_tokens=40, context=900, opening=[], box=box)
     assert "[guess] not " in "".join(side.reply(FIND))
-    next_told = tokenizer.decode(side.encode_turn("So?"))  # its turns are over, so it could not read that yet
+    next_told = tokenizer.decode(
+        side.encode_turn("So?")
+    )  # its turns are over, so it could not read that yet
     assert "<tool_response>\nnot " in next_told and "<|im_start|>user\nSo?<|im_end|>" in next_told
 
 

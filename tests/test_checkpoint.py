@@ -28,9 +28,16 @@ def state(model, step):
     names = [name for name, _ in tree_flatten(model.trainable_parameters())]
     shapes = [array.shape for _, array in tree_flatten(model.trainable_parameters())]
     keys = mx.random.split(mx.random.key(step), len(names))
-    masters = {name: mx.random.normal(shape, key=key) for name, shape, key in zip(names, shapes, keys, strict=True)}
-    optimizer = {"step": mx.array(step, mx.uint64)} | {f"{name}.m": 0.1 * array for name, array in masters.items()}
-    return checkpoint.State(step, masters, optimizer, {"loss_scale": {"value": 2.0**15}, "best_step": step})
+    masters = {
+        name: mx.random.normal(shape, key=key)
+        for name, shape, key in zip(names, shapes, keys, strict=True)
+    }
+    optimizer = {"step": mx.array(step, mx.uint64)} | {
+        f"{name}.m": 0.1 * array for name, array in masters.items()
+    }
+    return checkpoint.State(
+        step, masters, optimizer, {"loss_scale": {"value": 2.0**15}, "best_step": step}
+    )
 
 
 def save(run, model, step, **changes):
@@ -55,17 +62,27 @@ def test_what_is_saved_is_loaded_bit_for_bit(tmp_path, model):
     loaded = checkpoint.load(tmp_path)
     assert same(loaded, state(model, 50)) and list(loaded.trainable) == sorted(loaded.trainable)
     tensors = mx.load(str(tmp_path / "checkpoints" / "step-000050" / "state.safetensors"))
-    assert all(name.startswith("optimizer/") for name in tensors)  # the masters are the adapter's, and there only
+    assert all(
+        name.startswith("optimizer/") for name in tensors
+    )  # the masters are the adapter's, and there only
 
 
-def test_masters_of_a_model_that_is_trained_whole_are_kept_beside_its_16_bit_weights(tmp_path, checkpoints):
+def test_masters_of_a_model_that_is_trained_whole_are_kept_beside_its_16_bit_weights(
+    tmp_path, checkpoints
+):
     whole = gwen.load_model(checkpoints["qwen3"], mx.float16)
-    masters = {name: mx.random.normal(array.shape) for name, array in tree_flatten(whole.parameters())}
+    masters = {
+        name: mx.random.normal(array.shape) for name, array in tree_flatten(whole.parameters())
+    }
     whole.load_weights([(name, array.astype(mx.float16)) for name, array in masters.items()])
-    saved = checkpoint.State(1, masters, {"step": mx.array(1)}, {"loss_scale": {"value": 1.0}, "best_step": None})
+    saved = checkpoint.State(
+        1, masters, {"step": mx.array(1)}, {"loss_scale": {"value": 1.0}, "best_step": None}
+    )
     checkpoint.save(tmp_path, saved, lambda to: lora.save_adapter(whole, to, "tiny"))
     assert same(checkpoint.load(tmp_path), saved)
-    loaded = gwen.load_model(checkpoints["qwen3"], mx.float16, checkpoint.checkpoint_path(tmp_path, 1))
+    loaded = gwen.load_model(
+        checkpoints["qwen3"], mx.float16, checkpoint.checkpoint_path(tmp_path, 1)
+    )
     assert mx.array_equal(loaded.norm.weight, masters["norm.weight"].astype(mx.float16))
 
 
@@ -90,8 +107,14 @@ def test_a_model_whose_weights_differ_by_one_bit_has_another_digest(checkpoints)
 
 
 def test_a_digest_of_what_has_an_address_is_the_same_wherever_it_lies():
-    assert checkpoint.digest_of({"picture": object()}) == checkpoint.digest_of({"picture": object()})
-    assert checkpoint.digest_of({"a": 1}, "b") != checkpoint.digest_of({"a": 1, "b": 1}) != checkpoint.digest_of({"a": 2}, "b")
+    assert checkpoint.digest_of({"picture": object()}) == checkpoint.digest_of(
+        {"picture": object()}
+    )
+    assert (
+        checkpoint.digest_of({"a": 1}, "b")
+        != checkpoint.digest_of({"a": 1, "b": 1})
+        != checkpoint.digest_of({"a": 2}, "b")
+    )
 
 
 def begin(directory, name, newest, age, steps=10):
@@ -104,11 +127,15 @@ def begin(directory, name, newest, age, steps=10):
         checkpoint.checkpoint_path(run, newest).mkdir(parents=True)
 
 
-def test_resume_without_a_name_takes_the_newest_run_that_is_unfinished_and_else_finished(tmp_path, monkeypatch, capsys):
+def test_resume_without_a_name_takes_the_newest_run_that_is_unfinished_and_else_finished(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     begin(tmp_path, "killed", None, age=1)
     (tmp_path / "runs" / "of somebody else").mkdir()
-    assert "no run in runs/ can go on; name the directory of a run" in message_of(checkpoint.newest_unfinished)
+    assert "no run in runs/ can go on; name the directory of a run" in message_of(
+        checkpoint.newest_unfinished
+    )
     begin(tmp_path, "finished", 10, age=3)
     assert checkpoint.newest_unfinished() == "runs/finished"
     begin(tmp_path, "older", 9, age=7)
@@ -134,7 +161,10 @@ def test_a_disk_that_fills_leaves_what_was_saved_earlier_good(tmp_path, model, m
 
     monkeypatch.setattr(checkpoint, "save_tensors", full)
     monkeypatch.setattr(shutil, "copyfile", full)
-    for fills in (lambda: save(tmp_path, model, 3), lambda: checkpoint.publish(tmp_path, state(model, 2))):
+    for fills in (
+        lambda: save(tmp_path, model, 3),
+        lambda: checkpoint.publish(tmp_path, state(model, 2)),
+    ):
         with pytest.raises(OSError, match="No space"):
             fills()
         assert contents(tmp_path) == before
@@ -185,7 +215,9 @@ def files(run):
     return {path.removeprefix(str(run)): content for path, content in contents(run).items()}
 
 
-@pytest.mark.parametrize(("step", "kept"), [(2, 3), (2, 1), (1, 1)], ids=["next", "next of one", "again"])
+@pytest.mark.parametrize(
+    ("step", "kept"), [(2, 3), (2, 1), (1, 1)], ids=["next", "next of one", "again"]
+)
 def test_a_process_that_is_killed_between_any_two_writes_of_a_save_leaves_a_run_that_goes_on(
     tmp_path, model, capsys, monkeypatch, step, kept
 ):

@@ -9,14 +9,27 @@ import preflight
 from machine import chips, memory
 
 CHIPS = {chip.name: chip for chip in chips.load_chips()}
-COUNTED = {"M1": 42.5, "M2": 30.6, "M4": 28.2, "M4 Pro": 13.0, "M4 Max": 6.2, "M5": 10.8, "M5 Max": 2.7}
+COUNTED = {
+    "M1": 42.5,
+    "M2": 30.6,
+    "M4": 28.2,
+    "M4 Pro": 13.0,
+    "M4 Max": 6.2,
+    "M5": 10.8,
+    "M5 Max": 2.7,
+}
 
 
 def test_an_m4_max_prefills_and_decodes_as_fast_as_mlx_lm_has_published():
     """Qwen3-4B in bfloat16: 1,780 and 52.5 tokens a second."""
-    weights, chip = 36 * (2560 * (32 + 16) * 128 + 32 * 128 * 2560 + 3 * 2560 * 9728), CHIPS["M4 Max"]
+    weights, chip = (
+        36 * (2560 * (32 + 16) * 128 + 32 * 128 * 2560 + 3 * 2560 * 9728),
+        CHIPS["M4 Max"],
+    )
     prefill = 4096 / chips.estimate_seconds({"": chips.Cost(2 * weights, 2 * weights * 4096)}, chip)
-    decode = 1 / chips.estimate_seconds({"": chips.Cost(2 * (weights + 151_936 * 2560), 2 * weights)}, chip)
+    decode = 1 / chips.estimate_seconds(
+        {"": chips.Cost(2 * (weights + 151_936 * 2560), 2 * weights)}, chip
+    )
     assert prefill == pytest.approx(1780, rel=0.05) and decode == pytest.approx(52.5, rel=0.05)
 
 
@@ -27,7 +40,9 @@ def test_a_step_takes_what_was_counted_at_four_fifths_of_a_chips_peaks(name):
     config, shape = resolve(flags, None, None)[0], gwen.load_known_config("random:0.6b")
     demand = preflight.RunDemand(shape, mx.float16, config, [128] * 8)
     weights, judged = preflight.count_parameters(shape).matmuls, 8 * 128 + 64 * (256 + 3 * 24)
-    found = preflight.phase_costs(demand, preflight.choose_sizes(demand)) | {"judge": chips.Cost(2 * weights, 2 * weights * judged)}
+    found = preflight.phase_costs(demand, preflight.choose_sizes(demand)) | {
+        "judge": chips.Cost(2 * weights, 2 * weights * judged)
+    }
     assert chips.estimate_seconds(found, CHIPS[name]) == pytest.approx(COUNTED[name] / 0.8, rel=0.2)
 
 
@@ -36,7 +51,9 @@ def test_a_start_is_the_largest_model_whose_hundred_steps_take_an_hour(monkeypat
     monkeypatch.setattr(chips, "this_chip", lambda: CHIPS["M4"])
     _, head, *rows, last = preflight.describe_fitting_models()
     assert head.endswith("  min for 100")
-    need, seconds = ({row.split()[0]: float(row.split()[part].strip("<")) for row in rows} for part in (1, 2))
+    need, seconds = (
+        {row.split()[0]: float(row.split()[part].strip("<")) for row in rows} for part in (1, 2)
+    )
     start = last.split("--model ")[1].removesuffix(" --data mine.jsonl --reward mine.py:score")
     assert max(seconds.values()) > 36 > seconds[start]
     assert all(seconds[name] > 36 for name in need if need[name] > need[start])
@@ -50,4 +67,6 @@ def test_a_chip_is_named_where_a_machine_with_it_has_the_memory(monkeypatch, cap
     assert said.startswith("a step in 16 bits: ") and said.endswith(
         "(an estimate: nobody has measured this on a Mac; other chips have less memory)"
     )
-    assert "M1 Pro " in said and "M1 1" not in said  # 16 GB do not hold masters and moments of all weights
+    assert (
+        "M1 Pro " in said and "M1 1" not in said
+    )  # 16 GB do not hold masters and moments of all weights

@@ -17,7 +17,13 @@ from config import Config
 from machine import alive
 from reporting import console
 
-STEP = {"step": 1, "loss": 0.01138, "reward/mean": -0.171875, "step/s": 105.49, "rollout/tok_s": 607.41}
+STEP = {
+    "step": 1,
+    "loss": 0.01138,
+    "reward/mean": -0.171875,
+    "step/s": 105.49,
+    "rollout/tok_s": 607.41,
+}
 STEP |= {"train/tok_s": 91.62, "reward/zero_std_frac": 0.25, "update/rows": 24}
 
 LINE = "step 1/100 | loss 0.0114 | reward -0.171875 | 105.5s | rollout 607.4 tok/s | train 91.6 tok/s | 25%"
@@ -33,7 +39,9 @@ def test_the_line_begins_as_other_peoples_scripts_expect_and_its_columns_are_nam
     assert unknown.startswith("step 1/100 | loss nan | reward nan | 105.5s")
 
 
-@pytest.mark.parametrize("settings", [{"loss_type": "distill"}, {"groups": 1}, {"loss_type": "sft", "data": "a.jsonl"}])
+@pytest.mark.parametrize(
+    "settings", [{"loss_type": "distill"}, {"groups": 1}, {"loss_type": "sft", "data": "a.jsonl"}]
+)
 def test_a_line_has_what_a_run_measures(settings):
     missing = {"rollout/tok_s": None} if settings.get("loss_type") == "sft" else {}
     line = console.console_line(STEP | {"reward/zero_std_frac": None} | missing, 100)
@@ -59,7 +67,9 @@ console.print_line("the end")
 def test_a_terminal_shows_what_is_done_now_how_fast_and_how_long_it_will_take():
     leader, follower = pty.openpty()
     termios.tcsetwinsize(leader, (24, 80))
-    subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, stdout=follower, stderr=follower, check=True)
+    subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd=ROOT, stdout=follower, stderr=follower, check=True
+    )
     os.close(follower)
     shown = b""
     try:
@@ -73,8 +83,18 @@ def test_a_terminal_shows_what_is_done_now_how_fast_and_how_long_it_will_take():
     assert re.search(r"1/4 steps \| judging \| 1,234 tok/s \| 03:0\d left", text)
     # a carriage return goes back to the line's begin: what is read last in each line is what stays
     lines = [re.split(r"\r+(?=.)", line.rstrip("\r"))[-1].strip() for line in text.split("\n")]
-    note = ["next: too few problems are held out to tell any change; take more with", "--eval-limit 64:", f"{COMMAND};"]
-    assert [line for line in lines if line] == [LINE[:76], LINE[77:], *note, "and look", "the end"]  # of 80 columns
+    note = [
+        "next: too few problems are held out to tell any change; take more with",
+        "--eval-limit 64:",
+        f"{COMMAND};",
+    ]
+    assert [line for line in lines if line] == [
+        LINE[:76],
+        LINE[77:],
+        *note,
+        "and look",
+        "the end",
+    ]  # of 80 columns
 
 
 def test_what_a_bar_says_last_is_true(monkeypatch):

@@ -19,7 +19,9 @@ import cpu_blas
 import pytest
 
 ROOT = Path(cpu_blas.__file__).parent
-on_linux = pytest.mark.skipif(sys.platform != "linux", reason="other systems have a BLAS of their own")
+on_linux = pytest.mark.skipif(
+    sys.platform != "linux", reason="other systems have a BLAS of their own"
+)
 
 # Prints the description and the largest error of MLX's products of all four transpositions, odd shapes, two dtypes.
 CHECK = """
@@ -45,8 +47,12 @@ print(cpu_blas.description)
 
 def run(program: str, **environment: str) -> tuple[str, str]:
     """What a program beside the root modules prints, in an environment that is this one's but for what is given."""
-    variables = {key: value for key, value in os.environ.items() if key != "LD_PRELOAD"} | environment
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=variables, capture_output=True, text=True)
+    variables = {
+        key: value for key, value in os.environ.items() if key != "LD_PRELOAD"
+    } | environment
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=variables, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout, done.stderr
 
@@ -59,7 +65,10 @@ def test_the_jumps_are_built_once_found_again_and_compute_right(tmp_path):
     assert run(CHECK, XDG_CACHE_HOME=str(tmp_path)) == (FAST, "")
     (jumps,) = (tmp_path / "gwen").iterdir()
     built = jumps.stat().st_mtime_ns
-    assert run(CHECK, XDG_CACHE_HOME=str(tmp_path), PATH="/nowhere") == (FAST, "")  # no compiler now
+    assert run(CHECK, XDG_CACHE_HOME=str(tmp_path), PATH="/nowhere") == (
+        FAST,
+        "",
+    )  # no compiler now
     assert jumps.stat().st_mtime_ns == built
 
 
@@ -85,7 +94,10 @@ def test_where_no_jumps_can_be_built_one_line_says_why(tmp_path, path, reason):
 @on_linux
 def test_an_import_after_mlx_computes_right_and_says_in_one_line_what_is_lost():
     said, errors = run("import mlx.core\n" + CHECK)
-    assert said == SLOW and errors == "gwen: MLX runs on its slow built-in BLAS (it was imported before gwen)\n"
+    assert (
+        said == SLOW
+        and errors == "gwen: MLX runs on its slow built-in BLAS (it was imported before gwen)\n"
+    )
 
 
 def another_s(cache, monkeypatch):
@@ -105,11 +117,17 @@ def a_link(cache, monkeypatch):
 
 def no_home(cache, monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # what it does where nobody knows the home
+    monkeypatch.setattr(
+        os.path, "expanduser", lambda path: path
+    )  # what it does where nobody knows the home
 
 
-@pytest.mark.parametrize("make", [another_s, open_to_others, a_link, lambda cache, _: cache.write_text(""), no_home])
-def test_where_others_may_write_or_nobody_can_a_cache_of_this_process_serves(monkeypatch, tmp_path, capsys, make):
+@pytest.mark.parametrize(
+    "make", [another_s, open_to_others, a_link, lambda cache, _: cache.write_text(""), no_home]
+)
+def test_where_others_may_write_or_nobody_can_a_cache_of_this_process_serves(
+    monkeypatch, tmp_path, capsys, make
+):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     make(tmp_path / "gwen", monkeypatch)
     cache = cpu_blas.cache_directory()
@@ -144,23 +162,32 @@ for _ in range(5):
 print(best)
 """
     bundled, fast = (float(run(program)[0]) for program in (measure, "import cpu_blas" + measure))
-    assert bundled / fast > 2, f"bundled {bundled * 1e3:.1f} ms, {cpu_blas.description} {fast * 1e3:.1f} ms"
+    assert bundled / fast > 2, (
+        f"bundled {bundled * 1e3:.1f} ms, {cpu_blas.description} {fast * 1e3:.1f} ms"
+    )
 
 
 def test_ctrl_c_while_a_program_imports_is_one_line_and_the_signal_s_own_status(tmp_path):
     (tmp_path / "mlx").mkdir()
     (tmp_path / "mlx" / "__init__.py").write_text("raise KeyboardInterrupt")
-    command, variables = [sys.executable, str(ROOT / "train.py")], os.environ | {"PYTHONPATH": str(tmp_path)}
+    command, variables = (
+        [sys.executable, str(ROOT / "train.py")],
+        os.environ | {"PYTHONPATH": str(tmp_path)},
+    )
     done = subprocess.run(command, env=variables, capture_output=True, text=True)
     assert (done.stderr, done.returncode) == ("\nstopped by Ctrl-C\n", -signal.SIGINT)
 
 
 def without_packages(*words: str) -> subprocess.CompletedProcess[str]:
     """A command of ours under a Python that has no site-packages, as the system's `python3` has none of Gwen's."""
-    return subprocess.run([sys.executable, "-I", "-S", *words], cwd=ROOT, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "-I", "-S", *words], cwd=ROOT, capture_output=True, text=True
+    )
 
 
-@pytest.mark.parametrize("program", sorted(path.name for path in ROOT.glob("*.py") if "__main__" in path.read_text()))
+@pytest.mark.parametrize(
+    "program", sorted(path.name for path in ROOT.glob("*.py") if "__main__" in path.read_text())
+)
 def test_a_command_under_a_python_without_packages_says_in_one_line_to_use_uv_run(program):
     code = f"import sys; sys.path.insert(0, '.'); sys.argv = [{program!r}, '--steps', '3']"
     code += "; sys.orig_argv = ['python3', *sys.argv]; import runpy; runpy.run_path(sys.argv[0], run_name='__main__')"

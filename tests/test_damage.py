@@ -30,7 +30,19 @@ from settings import sources
 pytestmark = pytest.mark.slow
 STEPS = 3
 RUN = [
-    *("--model", "demo", "--batch", "2", "--groups", "2", "--max-tokens", "8", "--eval-every", "1", "--eval-limit"),
+    *(
+        "--model",
+        "demo",
+        "--batch",
+        "2",
+        "--groups",
+        "2",
+        "--max-tokens",
+        "8",
+        "--eval-every",
+        "1",
+        "--eval-limit",
+    ),
     *("4", "--save-every", "1", "--steps", f"{STEPS}"),
     *("--lora-rank", "2", "--lora-targets", "o_proj"),
 ]
@@ -43,14 +55,18 @@ def whole(tmp_path_factory):
     model, _ = gwen.load("demo")
     lora.apply(model, 2, 2.0, ["o_proj"])
     lora.save_adapter(model, directory / "start", "demo")
-    train.main([*RUN, "--init-adapter", str(directory / "start"), "--run-dir", str(directory / "run")])
+    train.main(
+        [*RUN, "--init-adapter", str(directory / "start"), "--run-dir", str(directory / "run")]
+    )
     return directory / "run"
 
 
 @pytest.fixture(scope="module")
 def go_on(whole):
     """As `resume` below, but without steps and with one model; adds what was restored."""
-    made = train.GrpoRun(sources.resolve_settings({}, None, str(whole), gwen.choose_model)[0], whole)
+    made = train.GrpoRun(
+        sources.resolve_settings({}, None, str(whole), gwen.choose_model)[0], whole
+    )
     states = []
 
     def make(config, path):
@@ -59,8 +75,13 @@ def go_on(whole):
 
     def look(run):
         state = run.state()
-        extra = {name: value for name, value in state.extra.items() if name != "settings"}  # some may change
-        arrays = (sorted((name, str(array.dtype), array.tolist()) for name, array in its.items()) for its in state[1:3])
+        extra = {
+            name: value for name, value in state.extra.items() if name != "settings"
+        }  # some may change
+        arrays = (
+            sorted((name, str(array.dtype), array.tolist()) for name, array in its.items())
+            for its in state[1:3]
+        )
         states.append([state.step, extra, checkpoint.digest_of(*arrays)])
         return iter(())
 
@@ -99,17 +120,30 @@ def resume(run, *flags):
     return 0, said.getvalue()
 
 
-NOTE = re.compile(r"checkpoint step-\d{6} is damaged \(.*\); trying the one before\n")  # one for each such checkpoint
+NOTE = re.compile(
+    r"checkpoint step-\d{6} is damaged \(.*\); trying the one before\n"
+)  # one for each such checkpoint
 TIMED = re.compile("/s$|_s$|/s/|^mem/|^step_avg")  # figures of the clock and the machine
-LOGS = [f"{name}.jsonl" for name in ("metrics", "rollouts", "eval", "eval_answers", "warnings", "judge_scores")]
+LOGS = [
+    f"{name}.jsonl"
+    for name in ("metrics", "rollouts", "eval", "eval_answers", "warnings", "judge_scores")
+]
 ADAPTER = ("adapter_config.json", "adapters.safetensors")
-KEPT = ["config.yaml", *(f"{name}/{file}" for name in ("adapter", "adapter-best", START) for file in ADAPTER)]
+KEPT = [
+    "config.yaml",
+    *(f"{name}/{file}" for name in ("adapter", "adapter-best", START) for file in ADAPTER),
+]
 
 
 def left(run):
     """What a run has left, but for what depends on the clock and the machine."""
-    logs = {name: [json.loads(line) for line in (run / name).read_text().splitlines()] for name in LOGS}
-    records = {name: [{k: v for k, v in one.items() if not TIMED.search(k)} for one in logs[name]] for name in logs}
+    logs = {
+        name: [json.loads(line) for line in (run / name).read_text().splitlines()] for name in LOGS
+    }
+    records = {
+        name: [{k: v for k, v in one.items() if not TIMED.search(k)} for one in logs[name]]
+        for name in logs
+    }
     return records | {name: (run / name).read_bytes() for name in KEPT}
 
 
@@ -161,33 +195,53 @@ NEWEST = "checkpoints/step-000003"
 DAMAGE = {  # what is done, and the step from which the run goes on, or the line in which it ends
     "a bit of the optimizer": (edit(f"{NEWEST}/state.safetensors", flip), 2),
     "a digit of a record": (
-        edit(f"{NEWEST}/state.json", lambda text: text.replace(b'"num_skipped": 0', b'"num_skipped": 1')),
+        edit(
+            f"{NEWEST}/state.json",
+            lambda text: text.replace(b'"num_skipped": 0', b'"num_skipped": 1'),
+        ),
         2,
     ),
     "a record without a checksum": (edit(f"{NEWEST}/state.json", lambda _: b"{}"), 2),
     "no record": (lambda run: (run / NEWEST / "state.json").unlink(), 2),
     "a record nested without end": (edit(f"{NEWEST}/state.json", lambda _: b"[" * 3000), 2),
-    "a record that links to itself": (instead(f"{NEWEST}/state.json", lambda path: path.symlink_to(path)), 2),
+    "a record that links to itself": (
+        instead(f"{NEWEST}/state.json", lambda path: path.symlink_to(path)),
+        2,
+    ),
     "tensors that are a directory": (instead(f"{NEWEST}/state.safetensors", Path.mkdir), 2),
     "no newest checkpoint": (lambda run: shutil.rmtree(run / NEWEST), 2),
     "checkpoints in each other's place": (swap(NEWEST, "checkpoints/step-000002"), 1),
-    "no whole checkpoint": (each_checkpoint, "it has no intact checkpoint; start over with: uv run train.py"),
+    "no whole checkpoint": (
+        each_checkpoint,
+        "it has no intact checkpoint; start over with: uv run train.py",
+    ),
     "no adapter": (lambda run: shutil.rmtree(run / "adapter"), 3),
     "a torn last line": (edit("eval.jsonl", lambda text: text + b'{"step": 4, "eval/acc'), 3),
     "later records": (edit("metrics.jsonl", lambda text: text + b'{"step": 4}\n'), 3),
-    "a line that is no JSON": (edit("eval.jsonl", lambda text: b"null\n" + text), "eval.jsonl, line 1 is damaged"),
+    "a line that is no JSON": (
+        edit("eval.jsonl", lambda text: b"null\n" + text),
+        "eval.jsonl, line 1 is damaged",
+    ),
     "no settings": (edit("config.yaml", lambda _: b""), "config.yaml holds no settings"),
     "another seed": (
         edit("config.yaml", lambda text: text.replace(b"seed: 0", b"seed: 5")),
         r"seed \(0, now 5\) changed",
     ),
-    "an environment that is no JSON": (edit("env.json", lambda _: b"\xff"), "env.json cannot be read as JSON"),
-    "a lock that is a directory": (instead("lock", Path.mkdir), "the run directory .* cannot be written"),
+    "an environment that is no JSON": (
+        edit("env.json", lambda _: b"\xff"),
+        "env.json cannot be read as JSON",
+    ),
+    "a lock that is a directory": (
+        instead("lock", Path.mkdir),
+        "the run directory .* cannot be written",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_a_damaged_run_goes_on_as_the_undamaged_one_or_ends_in_a_line(whole, go_on, undamaged, tmp_path, name):
+def test_a_damaged_run_goes_on_as_the_undamaged_one_or_ends_in_a_line(
+    whole, go_on, undamaged, tmp_path, name
+):
     damage, outcome = DAMAGE[name]
     run = shutil.copytree(whole, tmp_path / "run")
     damage(run)
@@ -202,22 +256,36 @@ def test_a_damaged_run_goes_on_as_the_undamaged_one_or_ends_in_a_line(whole, go_
 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_whatever_bytes_of_a_run_change_it_restores_what_was_saved_or_ends_in_a_line(whole, go_on, undamaged, data):
+def test_whatever_bytes_of_a_run_change_it_restores_what_was_saved_or_ends_in_a_line(
+    whole, go_on, undamaged, data
+):
     names = sorted({str(path.relative_to(whole)) for path in whole.rglob("*") if path.is_file()})
     content = (whole / (name := data.draw(st.sampled_from(names)))).read_bytes()
     first, last = sorted(data.draw(st.tuples(*[st.floats(0, 1)] * 2)))
     first, last = round(first * len(content)), round(last * len(content))
-    new = data.draw(st.one_of(st.binary(max_size=8), st.sampled_from([b"1e999", b'"12"', b"null", b"[]", None])))
+    new = data.draw(
+        st.one_of(st.binary(max_size=8), st.sampled_from([b"1e999", b'"12"', b"null", b"[]", None]))
+    )
     with tempfile.TemporaryDirectory() as directory:
         run = shutil.copytree(whole, Path(directory) / "run")
-        (run / name).write_bytes(content[:first] + (content if new is None else new) + content[last:])
+        (run / name).write_bytes(
+            content[:first] + (content if new is None else new) + content[last:]
+        )
         status, said, state = go_on(run)
         rest = NOTE.sub("", said)
         if status:
-            assert status == 2 and rest.startswith("error: ") and rest.count("\n") == 1 and len(rest) < 900, said
+            assert (
+                status == 2
+                and rest.startswith("error: ")
+                and rest.count("\n") == 1
+                and len(rest) < 900
+            ), said
         else:
             assert state == undamaged[state[0]][0]
-            steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+            steps = [
+                json.loads(line)["step"]
+                for line in (run / "metrics.jsonl").read_text().splitlines()
+            ]
             assert max(steps, default=0) <= state[0]
 
 
@@ -229,9 +297,16 @@ def made_of_files(tmp_path_factory):
     """A directory with a run of one step, and the user's files that it was made of."""
     at = tmp_path_factory.mktemp("made_of_files")
     shutil.copytree(hub.DEMO, at / "model")
-    (at / "mine.py").write_text("def mine(completions, **_): return [float(len(text)) for text in completions]\n")
-    rows = [{"prompt": f"What is {word} plus one?", "answer": "5", "split": "train"} for word in ("one", "two", "six")]
-    (at / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, rows[0] | {"split": "test"}]))
+    (at / "mine.py").write_text(
+        "def mine(completions, **_): return [float(len(text)) for text in completions]\n"
+    )
+    rows = [
+        {"prompt": f"What is {word} plus one?", "answer": "5", "split": "train"}
+        for word in ("one", "two", "six")
+    ]
+    (at / "mine.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in [*rows, rows[0] | {"split": "test"}])
+    )
     (at / "mine.yaml").write_text("criteria: [{name: kind, weight: 1.0, text: Is it kind}]")
     flags = f"--model {at}/model --data {at}/mine.jsonl --reward {at}/mine.py:mine --rubric {at}/mine.yaml"
     train.main([*RUN, "--steps", "1", *flags.split(), "--run-dir", str(at / "run")])
@@ -261,23 +336,36 @@ def swap_tokens(content):
         ("run/config.yaml", lambda text: text.replace(b"seed: 0", b"seed: 5"), "seed (0, now 5)"),
     ],
 )
-def test_a_resume_names_what_has_changed_since_the_run_was_saved(made_of_files, tmp_path, file, edit, named):
-    run, path, before = made_of_files / "run", made_of_files / file, (made_of_files / file).read_bytes()
+def test_a_resume_names_what_has_changed_since_the_run_was_saved(
+    made_of_files, tmp_path, file, edit, named
+):
+    run, path, before = (
+        made_of_files / "run",
+        made_of_files / file,
+        (made_of_files / file).read_bytes(),
+    )
     shutil.copytree(run, tmp_path / "kept")
     assert edit(before) != before
     try:
         path.write_bytes(edit(before))
         status, said = resume(run)
-        assert status == 2 and f"{run}: {named.format(made_of_files)} changed since step 1; --allow" in said
+        assert (
+            status == 2
+            and f"{run}: {named.format(made_of_files)} changed since step 1; --allow" in said
+        )
     finally:
         path.write_bytes(before)
         shutil.rmtree(run)
         shutil.move(tmp_path / "kept", run)
 
 
-def test_changes_that_are_allowed_are_told_and_the_next_checkpoint_knows_them(made_of_files, tmp_path):
+def test_changes_that_are_allowed_are_told_and_the_next_checkpoint_knows_them(
+    made_of_files, tmp_path
+):
     run = shutil.copytree(made_of_files / "run", tmp_path / "run")
-    (run / "config.yaml").write_text((run / "config.yaml").read_text().replace("seed: 0", "seed: 5"))
+    (run / "config.yaml").write_text(
+        (run / "config.yaml").read_text().replace("seed: 0", "seed: 5")
+    )
     text = (made_of_files / "mine.jsonl").read_text()
     (made_of_files / "mine.jsonl").write_text(text.replace("plus", "and"))
     try:
@@ -292,17 +380,28 @@ def test_changes_that_are_allowed_are_told_and_the_next_checkpoint_knows_them(ma
         (made_of_files / "mine.jsonl").write_text(text)
 
 
-def test_a_run_does_not_become_one_of_another_kind_and_changes_are_for_a_resume(made_of_files, tmp_path, refused):
+def test_a_run_does_not_become_one_of_another_kind_and_changes_are_for_a_resume(
+    made_of_files, tmp_path, refused
+):
     run = shutil.copytree(made_of_files / "run", tmp_path / "run")
     settings = {"model": "demo", "data": "mine.jsonl", "loss_type": "sft"}
     (run / "config.yaml").write_text(json.dumps(settings))
     said = f"error: --resume {run}: its loss_type was dapo, not sft; start a new run\n"
     assert resume(run, "--allow-changes") == (2, said)
     shutil.copy(made_of_files / "run" / "config.yaml", run)
-    (run / "config.yaml").write_text((run / "config.yaml").read_text().replace("lora_rank: 2", "lora_rank: 4"))
+    (run / "config.yaml").write_text(
+        (run / "config.yaml").read_text().replace("lora_rank: 2", "lora_rank: 4")
+    )
     status, said = resume(run, "--allow-changes")
-    assert status == 2 and "the checkpoint's tensors do not match this configuration" in said.splitlines()[-1]
-    refused(train.main, [*RUN, "--allow-changes"], "--allow-changes is for a run that goes on; name it with --resume")
+    assert (
+        status == 2
+        and "the checkpoint's tensors do not match this configuration" in said.splitlines()[-1]
+    )
+    refused(
+        train.main,
+        [*RUN, "--allow-changes"],
+        "--allow-changes is for a run that goes on; name it with --resume",
+    )
 
 
 def test_a_command_that_reads_a_damaged_run_shows_it_or_ends_in_a_line(whole, tmp_path):
@@ -310,7 +409,10 @@ def test_a_command_that_reads_a_damaged_run_shows_it_or_ends_in_a_line(whole, tm
     for name, (damage, _) in DAMAGE.items():
         run, out = shutil.copytree(whole, tmp_path / "run"), tmp_path / "out"
         damage(run)
-        for command, flags in ((report.main, [run]), (lora.main, ["--export", "peft", "--run", run, "--out", out])):
+        for command, flags in (
+            (report.main, [run]),
+            (lora.main, ["--export", "peft", "--run", run, "--out", out]),
+        ):
             said, status = io.StringIO(), 0
             with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
                 try:

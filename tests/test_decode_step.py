@@ -21,8 +21,12 @@ def model(checkpoints, request):
 
 
 @pytest.mark.parametrize(("share", "on_gpu"), [(True, True), (False, True), (False, False)])
-def test_a_compiled_step_gives_what_the_model_gives_whatever_slots_go(model, share, on_gpu, monkeypatch):
-    monkeypatch.setattr(mx, "compile", lambda function: function)  # on a CPU it calls g++ for every kernel: 30 s
+def test_a_compiled_step_gives_what_the_model_gives_whatever_slots_go(
+    model, share, on_gpu, monkeypatch
+):
+    monkeypatch.setattr(
+        mx, "compile", lambda function: function
+    )  # on a CPU it calls g++ for every kernel: 30 s
     monkeypatch.setattr(gpu, "on_gpu", lambda: on_gpu)
     monkeypatch.setattr(gpu, "has_metal", lambda: False)
     monkeypatch.setattr(gwen, "LEAST_COMPILED", 0)
@@ -47,7 +51,9 @@ def test_a_compiled_step_gives_what_the_model_gives_whatever_slots_go(model, sha
         np.testing.assert_allclose(np.array(found), np.array(expected), atol=2e-5)
 
 
-def test_on_a_cpu_the_step_of_a_small_model_is_its_own_and_so_is_any_without_a_compiler(model, monkeypatch):
+def test_on_a_cpu_the_step_of_a_small_model_is_its_own_and_so_is_any_without_a_compiler(
+    model, monkeypatch
+):
     assert gwen.decode_step(model) == model.hidden
     monkeypatch.setattr(gwen, "LEAST_COMPILED", 0)
     monkeypatch.setattr(cpu, "has_compiler", lambda: False)
@@ -57,7 +63,9 @@ def test_on_a_cpu_the_step_of_a_small_model_is_its_own_and_so_is_any_without_a_c
 def test_sampling_and_the_frozen_base_make_no_function_with_a_gradient(model, monkeypatch):
     model.set_dtype(mx.float16)  # adapters in 16 bits have a gradient of their own
     asked, original = [], mx.custom_function
-    monkeypatch.setattr(mx, "custom_function", lambda forward: asked.append(forward) or original(forward))
+    monkeypatch.setattr(
+        mx, "custom_function", lambda forward: asked.append(forward) or original(forward)
+    )
     sampler.rollout(model, [[1, 2, 3]], sampler.SamplingParams(2), group_size=2, key=0)
     with lora.disabled(model):
         model(mx.array([[1, 2]]))

@@ -11,11 +11,17 @@ from tasks import demo as sums
 from tasks.demo import number_words, numbers_in
 
 ASKED = "What is twenty-seven plus fifteen?"
-READ = read_log(Path(__file__).parent / "sums.jsonl")  # answer, whether its last number is the sum, whether it is right
+READ = read_log(
+    Path(__file__).parent / "sums.jsonl"
+)  # answer, whether its last number is the sum, whether it is right
 
 
-@pytest.mark.parametrize(("answer", "ends_right", "right"), READ, ids=lambda value: repr(value)[:60])
-def test_the_audits_reader_and_the_verifier_agree_though_they_share_no_code(answer, ends_right, right):
+@pytest.mark.parametrize(
+    ("answer", "ends_right", "right"), READ, ids=lambda value: repr(value)[:60]
+)
+def test_the_audits_reader_and_the_verifier_agree_though_they_share_no_code(
+    answer, ends_right, right
+):
     reading = audit.read_answer(ASKED, answer)
     assert (reading.ends_right, reading.right) == (ends_right, right)
     assert sums.correct([ASKED], [answer], ["forty-two"]) == [right]
@@ -37,7 +43,9 @@ def test_the_audits_reader_forgives_a_stammer_and_the_verifier_other_words_for_p
 def test_of_recorded_answers_the_audit_calls_those_right_that_the_verifier_does():
     for prompt, answer, scores in read_log(Path(__file__).parent / "judged_answers.jsonl"):
         right = number_words(sum(numbers_in(prompt)))
-        assert audit.read_answer(prompt, answer).right == bool(sums.correct([prompt], [answer], [right])[0])
+        assert audit.read_answer(prompt, answer).right == bool(
+            sums.correct([prompt], [answer], [right])[0]
+        )
         assert audit.read_answer(prompt, answer).right == (scores[0] == 5)
 
 
@@ -47,13 +55,22 @@ def test_the_audit_of_a_run_counts_its_first_and_its_newest_evaluation(golden, c
     *shown, num, _, first, newest, mean, least, most = capsys.readouterr().out.splitlines()
     evals = read_log(run / "eval.jsonl")
     for line, record in ((first, evals[0]), (newest, evals[-1])):
-        assert line.split()[-4::2] == [f"{record[name]:.1%}" for name in ("eval/accuracy", "eval/greedy")]
-    assert first.startswith("before training") and newest.startswith(str(run)) and num == "8 answers"
+        assert line.split()[-4::2] == [
+            f"{record[name]:.1%}" for name in ("eval/accuracy", "eval/greedy")
+        ]
+    assert (
+        first.startswith("before training") and newest.startswith(str(run)) and num == "8 answers"
+    )
     assert [line.split()[1:] for line in (mean, least, most)] == [newest.split()[1:]] * 3
     recorded = read_log(run / "eval_answers.jsonl")
-    told = [f"{recorded[place]['prompt']} {recorded[place]['completions'][0]!r}" for place in (0, 4, -8, -4)]
+    told = [
+        f"{recorded[place]['prompt']} {recorded[place]['completions'][0]!r}"
+        for place in (0, 4, -8, -4)
+    ]
     assert [line.partition(": ")[2] for line in shown] == told
     shutil.copy(run / "config.yaml", tmp_path)
     write_log(tmp_path / "eval_answers.jsonl", [one for one in recorded if not one["step"]])
     for other in (golden("sft"), tmp_path):  # of another task, and before its first steps
-        assert "has no evaluations of --task demo before and after" in message_of(audit.evaluations, [other])
+        assert "has no evaluations of --task demo before and after" in message_of(
+            audit.evaluations, [other]
+        )

@@ -22,7 +22,9 @@ SIZES = "data/demo_rg.yaml"
 
 
 def test_it_is_found_by_name():
-    assert hub.find_model("demo:rg") == hub.BUNDLED["demo:rg"] and hub.find_model("demo") == hub.DEMO
+    assert (
+        hub.find_model("demo:rg") == hub.BUNDLED["demo:rg"] and hub.find_model("demo") == hub.DEMO
+    )
     assert message_of(hub.find_model, "demo:gr").startswith("--model demo:gr: no such directory")
 
 
@@ -30,9 +32,14 @@ def test_its_recipe_is_the_default_of_its_tasks_and_of_no_other_model_s():
     config, line = resolve({"model": "demo:rg"}, None, None)
     assert line == "model: demo:rg, as asked; task: rg:chain_sum,leg_counting"
     other, _ = resolve({"model": "demo:rg", "task": "rg:spell_backward", "steps": 3}, None, None)
-    assert other == config.with_settings(task="rg:spell_backward", steps=3) and config.data.task_config == os.path.abspath(SIZES)
+    assert other == config.with_settings(
+        task="rg:spell_backward", steps=3
+    ) and config.data.task_config == os.path.abspath(SIZES)
     larger, _ = resolve({"model": "random:2m", "task": "rg:spell_backward"}, None, None)
-    assert (larger.optimizer.learning_rate, larger.data.task_config) == (Config.from_flags().optimizer.learning_rate, "")
+    assert (larger.optimizer.learning_rate, larger.data.task_config) == (
+        Config.from_flags().optimizer.learning_rate,
+        "",
+    )
     assert resolve({"model": "demo"}, None, None)[0].data.task == "demo"
 
 
@@ -44,11 +51,18 @@ def test_sizes_of_data_sets_that_a_task_leaves_out_are_no_mistake_and_other_keys
     mix = parse_mix("rg:chain_sum", SIZES)
     assert mix.settings == {"chain_sum": {"max_terms": 3, "max_digits": 2}}
     rg.make_maker(mix.settings, mix.unused)
-    for key, meant in (("chain_som", "chain_sum"), ("held_outs", "held_out"), ("legcounting", "leg_counting")):
+    for key, meant in (
+        ("chain_som", "chain_sum"),
+        ("held_outs", "held_out"),
+        ("legcounting", "leg_counting"),
+    ):
         (tmp_path / "sizes.yaml").write_text(f"{key}: {{}}")
         mix = parse_mix("rg:chain_sum", str(tmp_path / "sizes.yaml"))
         message = message_of(rg.make_maker, mix.settings, mix.unused)
-        assert message == f"--task-config: {key!r} is no data set and no setting, did you mean {meant!r}?"
+        assert (
+            message
+            == f"--task-config: {key!r} is no data set and no setting, did you mean {meant!r}?"
+        )
 
 
 @gym
@@ -57,7 +71,9 @@ def test_it_keeps_its_format_is_right_in_a_third_and_learns_to_show_working(tmp_
     """Sampled: 36% of 254 before and 64% after 16 steps; of these 96 it was 45% and 68% after 12."""
     for pool in ("MAKERS", "SCORERS"):
         monkeypatch.setattr(rg, pool, 1)  # a process of either takes two seconds to start
-    run = GrpoRun(resolve({"model": "demo:rg", "steps": 12, "eval_every": 12, "eval_limit": 96})[0], tmp_path)
+    run = GrpoRun(
+        resolve({"model": "demo:rg", "steps": 12, "eval_every": 12, "eval_limit": 96})[0], tmp_path
+    )
     run.open()
     list(train.train(run))
     first, last = read_log(tmp_path / "eval.jsonl")

@@ -45,17 +45,31 @@ def rendered_by_ollama(folder, tokenizer, messages):
     """Messages in a Modelfile's template, its Go put into Jinja's words; None where it has none."""
     (folder / "model.gguf").touch()
     said = ollama.write_modelfile(folder, tokenizer, [], None, [])
-    found = re.search(r'^TEMPLATE """(.*)"""\n\Z', (folder / "Modelfile").read_text(encoding="utf-8"), re.M | re.S)
+    found = re.search(
+        r'^TEMPLATE """(.*)"""\n\Z', (folder / "Modelfile").read_text(encoding="utf-8"), re.M | re.S
+    )
     assert (found is None) == ("without TEMPLATE" in said)
     if found is None:
         return None
     text = found[1].removesuffix("{{ end }}") + "{% endfor %}"
-    assert '"""' not in text and all(one == "\n" or one.isprintable() for one in text)  # else it is cut, or drops them
-    text = text.replace("{{ $last := eq (len (slice $.Messages $i)) 1 }}", "").replace("$one.Content", "one.content")
-    text = text.replace("{{ range $i, $one := .Messages }}", "{% for one in messages %}").replace("{{ end", "{{ endif")
+    assert '"""' not in text and all(
+        one == "\n" or one.isprintable() for one in text
+    )  # else it is cut, or drops them
+    text = text.replace("{{ $last := eq (len (slice $.Messages $i)) 1 }}", "").replace(
+        "$one.Content", "one.content"
+    )
+    text = text.replace("{{ range $i, $one := .Messages }}", "{% for one in messages %}").replace(
+        "{{ end", "{{ endif"
+    )
     text = re.sub(r"\{\{ ((if|else|endif).*?) \}\}", r"{% \1 %}", text).replace("else if", "elif")
-    text = text.replace("$last", "loop.last").replace("eq $i 0", "loop.first").replace("eq $one.Role", "one.role ==")
-    return jinja2.Environment(keep_trailing_newline=True).from_string(text).render(messages=messages)
+    text = (
+        text.replace("$last", "loop.last")
+        .replace("eq $i 0", "loop.first")
+        .replace("eq $one.Role", "one.role ==")
+    )
+    return (
+        jinja2.Environment(keep_trailing_newline=True).from_string(text).render(messages=messages)
+    )
 
 
 def sent_by_ollama(folder):
@@ -72,7 +86,12 @@ def shots(text="Two.", roles=("user", "assistant") * 2):
 
 KEPT = [shots(text) for text in (SYSTEM, '"a"', '"""a"""', 'a\r\n\t"', '"" \n')]
 CHANGED = [shots(text) for text in ('f():\n"""A.""" \n', "a\u00a0b", "a\u200b")]
-CHANGED += [shots()[:3], shots()[1:], shots(roles=["user"] * 2), [shots()[0], shots()[1] | {"tool_calls": [{}]}]]
+CHANGED += [
+    shots()[:3],
+    shots()[1:],
+    shots(roles=["user"] * 2),
+    [shots()[0], shots()[1] | {"tool_calls": [{}]}],
+]
 
 
 @pytest.mark.parametrize("shown", KEPT + CHANGED)
@@ -80,7 +99,9 @@ def test_ollama_sends_what_all_prompts_began_with_as_it_was_or_nothing(tmp_path,
     (tmp_path / "model.gguf").touch()
     said = ollama.write_modelfile(tmp_path, tokenizer, [], None, shown)
     assert sent_by_ollama(tmp_path) == (shown if shown in KEPT else [])
-    assert said.startswith(" that sends 4 messages first" if shown in KEPT else " without MESSAGE: Ollama")
+    assert said.startswith(
+        " that sends 4 messages first" if shown in KEPT else " without MESSAGE: Ollama"
+    )
 
 
 TALK = "{% for one in messages %}<{{ one.role }}>{{ one.content | trim }}{% endfor %}"
@@ -94,15 +115,26 @@ TALK = "{% for one in messages %}<{{ one.role }}>{{ one.content | trim }}{% endf
         ("{{ raise_exception('no') if messages[0].role == 'system' }}" + TALK, None),
     ],
 )
-def test_ollama_gets_a_template_without_llama_cpp_s_first_token_or_none(tmp_path, tokenizer_like, template, wanted):  # noqa: F811
+def test_ollama_gets_a_template_without_llama_cpp_s_first_token_or_none(
+    tmp_path,
+    tokenizer_like,  # noqa: F811
+    template,
+    wanted,
+):
     (its := tokenizer_like("llama-bpe")).chat_template = template
     assert rendered_by_ollama(tmp_path, its, [{"role": "user", "content": "Hi"}]) == wanted
 
 
 @pytest.mark.parametrize("front", TEMPLATES.values(), ids=TEMPLATES)
-@pytest.mark.parametrize(("system", "thinking"), [(None, False), (SYSTEM, False), (SYSTEM, True), (None, True)])
-@pytest.mark.parametrize("place", ["chat_template.jinja", "tokenizer_config.json", "additional_chat_templates"])
-def test_other_programs_give_a_prompt_the_ids_of_training(tokenizer, tmp_path, front, system, thinking, place):
+@pytest.mark.parametrize(
+    ("system", "thinking"), [(None, False), (SYSTEM, False), (SYSTEM, True), (None, True)]
+)
+@pytest.mark.parametrize(
+    "place", ["chat_template.jinja", "tokenizer_config.json", "additional_chat_templates"]
+)
+def test_other_programs_give_a_prompt_the_ids_of_training(
+    tokenizer, tmp_path, front, system, thinking, place
+):
     base = with_template(tokenizer, front)
     if place == "additional_chat_templates":
         base.chat_template = {"default": base.chat_template, "tool_use": base.chat_template}
@@ -111,23 +143,39 @@ def test_other_programs_give_a_prompt_the_ids_of_training(tokenizer, tmp_path, f
     ours, wanted = hub.load_tokenizer(tmp_path / "base"), with_template(tokenizer, front)
     chat_template.fix_template(ours, system, thinking)
     ours.save_pretrained(str(tmp_path / "fused"))
-    for messages, its in ((USER, system), (OWN, None)):  # a system message of the user's own stands alone
+    for messages, its in (
+        (USER, system),
+        (OWN, None),
+    ):  # a system message of the user's own stands alone
         ids = chat_template.encode_chat(wanted, messages, system=its, thinking=thinking)
-        peer, again = mlx_lm_load_tokenizer(tmp_path / "fused"), hub.load_tokenizer(tmp_path / "fused")
+        peer, again = (
+            mlx_lm_load_tokenizer(tmp_path / "fused"),
+            hub.load_tokenizer(tmp_path / "fused"),
+        )
         for talk in (messages, [*messages, {"role": "assistant", "content": SYSTEM}, *messages]):
             asked = again.apply_chat_template(talk, add_generation_prompt=True, tokenize=False)
             assert rendered_by_ollama(tmp_path, again, talk) == asked
         for others in ({}, {"enable_thinking": True}):
             how = {"add_generation_prompt": True, "return_dict": False} | others
-            assert again.apply_chat_template(messages, **how) == peer.apply_chat_template(messages, **how) == ids
+            assert (
+                again.apply_chat_template(messages, **how)
+                == peer.apply_chat_template(messages, **how)
+                == ids
+            )
         assert chat_template.encode_chat(again, messages, thinking=thinking) == ids
 
 
-def test_a_template_that_renders_as_training_did_is_left_alone_and_one_that_cannot_is_refused(tokenizer):
+def test_a_template_that_renders_as_training_did_is_left_alone_and_one_that_cannot_is_refused(
+    tokenizer,
+):
     plain = copy.deepcopy(tokenizer)
-    plain.chat_template = before = tokenizer.chat_template.replace("enable_thinking is defined and", "false and")
+    plain.chat_template = before = tokenizer.chat_template.replace(
+        "enable_thinking is defined and", "false and"
+    )
     assert chat_template.fix_template(plain, None, False) == "" and plain.chat_template == before
-    said = message_of(chat_template.fix_template, plain, "Obey <|im_end|>.", False)  # a template's is no text
+    said = message_of(
+        chat_template.fix_template, plain, "Obey <|im_end|>.", False
+    )  # a template's is no text
     assert said.endswith("--keep-template leaves the base's")
 
 
@@ -153,15 +201,26 @@ def fused(tmp_path, capsys, *flags):
     return tmp_path / "fused", capsys.readouterr().out.splitlines()[0]
 
 
-def test_a_fused_model_has_training_s_template_and_the_type_of_its_base_on_any_machine(run, tmp_path, capsys):
+def test_a_fused_model_has_training_s_template_and_the_type_of_its_base_on_any_machine(
+    run, tmp_path, capsys
+):
     base, where = hub.BUNDLED["demo"], run()
     out, line = fused(tmp_path, capsys, "--run", where)
-    assert "merged in, mlx.core.float16; its chat template has thinking off, as in training (--keep-template" in line
-    assert (out / "model.safetensors").stat().st_size < 1.01 * (base / "model.safetensors").stat().st_size
-    assert {array.dtype for array in mx.load(str(out / "model.safetensors")).values()} == {mx.float16}
+    assert (
+        "merged in, mlx.core.float16; its chat template has thinking off, as in training (--keep-template"
+        in line
+    )
+    assert (out / "model.safetensors").stat().st_size < 1.01 * (
+        base / "model.safetensors"
+    ).stat().st_size
+    assert {array.dtype for array in mx.load(str(out / "model.safetensors")).values()} == {
+        mx.float16
+    }
     assert json.loads((out / "config.json").read_text())["dtype"] == "float16"
     template = (base / "chat_template.jinja").read_text()
-    assert (out / "chat_template.jinja").read_text() == "{%- set enable_thinking = false %}\n" + template
+    assert (
+        out / "chat_template.jinja"
+    ).read_text() == "{%- set enable_thinking = false %}\n" + template
     for adapter in (where, f"{where}/checkpoints/step-000003/adapter"):
         again, said = fused(tmp_path, capsys, "--adapter", adapter)
         assert "thinking off" in said and (again / "chat_template.jinja").read_text() != template
@@ -169,52 +228,98 @@ def test_a_fused_model_has_training_s_template_and_the_type_of_its_base_on_any_m
     assert "template" not in said and (kept / "chat_template.jinja").read_text() == template
 
 
-def test_the_system_prompt_of_a_run_s_data_goes_into_template_and_talk(run, tmp_path, capsys, monkeypatch):
-    rows = [{"prompt": f"What is {n} plus {n}?", "answer": str(2 * n), "system": SYSTEM} for n in range(8)]
+def test_the_system_prompt_of_a_run_s_data_goes_into_template_and_talk(
+    run, tmp_path, capsys, monkeypatch
+):
+    rows = [
+        {"prompt": f"What is {n} plus {n}?", "answer": str(2 * n), "system": SYSTEM}
+        for n in range(8)
+    ]
     data = write_log(tmp_path / "data.jsonl", rows)
     where = run(task="own", data=data, rubric="", reward=["gone.py:score"])
     out, line = fused(tmp_path, capsys, "--run", where)
     assert "its chat template has thinking off and the system prompt 'Say " in line
     demo, made = hub.load_tokenizer(hub.DEMO), hub.load_tokenizer(out)
-    assert chat_template.encode_chat(made, USER) == chat_template.encode_chat(demo, USER, system=SYSTEM)
+    assert chat_template.encode_chat(made, USER) == chat_template.encode_chat(
+        demo, USER, system=SYSTEM
+    )
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hi"))
     sampler.main(["--chat", "--run", where])
     assert "; system: 'Say " in capsys.readouterr().err
     talk = [{"role": "system", "content": SYSTEM}, *USER, {"role": "assistant", "content": "Four."}]
     write_log(tmp_path / "data.jsonl", [{"messages": talk}] * 8)
     assert "the system prompt 'Say" in fused(tmp_path, capsys, "--run", run("sft", data=data))[1]
-    shown = [*talk[:1], {"role": "user", "content": "One and one?"}, {"role": "assistant", "content": "Two."}]
+    shown = [
+        *talk[:1],
+        {"role": "user", "content": "One and one?"},
+        {"role": "assistant", "content": "Two."},
+    ]
     asked = [[*shown, {"role": "user", "content": row["prompt"]}] for row in rows]
     write_log(tmp_path / "data.jsonl", [{"prompt": prompt, "answer": "4"} for prompt in asked])
     line = fused(tmp_path, capsys, "--run", (shot := run(task="own", data=data, rubric="")))[1]
-    assert line.endswith("prompts begin with 2 messages more, which who talks to it must send: README.md has them")
+    assert line.endswith(
+        "prompts begin with 2 messages more, which who talks to it must send: README.md has them"
+    )
     card = (tmp_path / "fused" / "README.md").read_text(encoding="utf-8")
-    assert json.loads(card.partition("send them before yours.\n\n```json\n")[2].removesuffix("\n```\n")) == shown
+    assert (
+        json.loads(
+            card.partition("send them before yours.\n\n```json\n")[2].removesuffix("\n```\n")
+        )
+        == shown
+    )
     lora.main(["--export", "peft", "--run", shot, "--out", str(tmp_path / "peft")])
     assert (tmp_path / "peft" / "README.md").read_text(encoding="utf-8").endswith(card[-200:])
     assert capsys.readouterr().out.startswith(f"{tmp_path}/peft: {shot}/adapter for ")
-    assert fused(tmp_path, capsys, "--adapter", shot)[1].endswith("2 messages more, which who talks to it must send")
+    assert fused(tmp_path, capsys, "--adapter", shot)[1].endswith(
+        "2 messages more, which who talks to it must send"
+    )
     lora.main(["--export", "gguf", "--run", shot, "--out", str(tmp_path / "file")])
     assert "and a Modelfile that sends 2 messages first; demo with" in capsys.readouterr().out
     assert (sent := sent_by_ollama(tmp_path / "file")) == shown[1:]
     asked = chat_template.render_chat(demo, [*shown, *USER], False)
-    assert rendered_by_ollama(tmp_path, hub.load_tokenizer(tmp_path / "fused"), [*sent, *USER]) == asked
+    assert (
+        rendered_by_ollama(tmp_path, hub.load_tokenizer(tmp_path / "fused"), [*sent, *USER])
+        == asked
+    )
     sampler.main(["--prompt", "Hi", "--run", shot])
     assert "'; user: 'One and one?'; assistant: 'Two.'" in capsys.readouterr().err
     write_log(tmp_path / "data.jsonl", [*rows, rows[0] | {"system": "Other."}])
     line = fused(tmp_path, capsys, "--run", run(task="own", data=data, rubric=""))[1]
-    assert "training had 2 system prompts, and the template has none; its chat template has thinking off," in line
+    assert (
+        "training had 2 system prompts, and the template has none; its chat template has thinking off,"
+        in line
+    )
     (tmp_path / "data.jsonl").unlink()
-    assert "system prompt of training is unknown: --data" in fused(tmp_path, capsys, "--run", where)[1]
+    assert (
+        "system prompt of training is unknown: --data" in fused(tmp_path, capsys, "--run", where)[1]
+    )
 
 
-def test_an_exported_adapter_names_a_base_that_others_open_or_says_to_fuse_first(golden, tmp_path, capsys):
+def test_an_exported_adapter_names_a_base_that_others_open_or_says_to_fuse_first(
+    golden, tmp_path, capsys
+):
     lora.main(["--export", "peft", "--run", str(golden("grpo")), "--out", str(tmp_path / "demo")])
-    base = json.loads((tmp_path / "demo" / "adapter_config.json").read_text())["base_model_name_or_path"]
-    assert contents(hub.DEMO) == contents(hub.find_model(base)) and gwen.choose_model(None, tmp_path / "demo")[0] == base
+    base = json.loads((tmp_path / "demo" / "adapter_config.json").read_text())[
+        "base_model_name_or_path"
+    ]
+    assert (
+        contents(hub.DEMO) == contents(hub.find_model(base))
+        and gwen.choose_model(None, tmp_path / "demo")[0] == base
+    )
     capsys.readouterr()
     adapter = str(golden("grpo") / "adapter")
-    lora.main(["--export", "peft", "--adapter", adapter, "--model", "smollm2", "--out", str(tmp_path / "smollm2")])
+    lora.main(
+        [
+            "--export",
+            "peft",
+            "--adapter",
+            adapter,
+            "--model",
+            "smollm2",
+            "--out",
+            str(tmp_path / "smollm2"),
+        ]
+    )
     line = "other programs do not open smollm2 as its base: give them the whole model, by --fuse"
     assert line in capsys.readouterr().out
 
@@ -228,14 +333,18 @@ def test_a_model_in_few_bits_is_mlx_lm_s_and_its_cost_is_told(run, tmp_path, cap
     lora.main(["--fuse", "--bits", str(bits), "--run", run(kind), "--out", str(tmp_path / "few")])
     lines = capsys.readouterr().out.splitlines()
     assert re.search(rf"; in {bits}\.5\d bits a weight$", lines[0])
-    assert len(lines) == 7 + lines[-1].startswith("WARNING") and lines[1].startswith("for LM Studio on a Mac: mkdir ")
+    assert len(lines) == 7 + lines[-1].startswith("WARNING") and lines[1].startswith(
+        "for LM Studio on a Mac: mkdir "
+    )
     assert lines[3] == f"now what {bits} bits cost, by held-out problems; what is written stays"
     wide, few, cost = (line.partition(": ")[2] for line in [*lines[4:6], f"x: {lines[6]}"])
     assert wide.startswith("eval/accuracy ") and few.endswith("| 8 problems")
     numbers = re.match(rf"{bits} bits are (\S+) nats .*, (\S+)% of the (\S+) that", cost).groups()
     lost, share, learned = map(float, numbers)
     assert share / 100 == pytest.approx(lost / learned, rel=0.1)  # of two digits each
-    assert json.loads((tmp_path / "few" / "config.json").read_text())["quantization"]["bits"] == bits
+    assert (
+        json.loads((tmp_path / "few" / "config.json").read_text())["quantization"]["bits"] == bits
+    )
     theirs, _ = mlx_lm_load_model(tmp_path / "few")
     ours, tokenizer = gwen.load(tmp_path / "few", mx.float32)
     theirs.set_dtype(mx.float32)
@@ -244,21 +353,34 @@ def test_a_model_in_few_bits_is_mlx_lm_s_and_its_cost_is_told(run, tmp_path, cap
     assert sorted(path.name for path in tmp_path.iterdir()) == ["few", "run"]
 
 
-def test_a_large_packed_model_is_shards_and_one_that_cannot_be_packed_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(mlx_lm.utils, "make_shards", lambda weights: [dict([one]) for one in weights.items()])
+def test_a_large_packed_model_is_shards_and_one_that_cannot_be_packed_is_refused(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(
+        mlx_lm.utils, "make_shards", lambda weights: [dict([one]) for one in weights.items()]
+    )
     few_bits.quantize_directory(hub.DEMO, tmp_path / "few", 8)
     assert "model.safetensors" not in contents(tmp_path / "few") and gwen.load(tmp_path / "few")
     narrow = write_checkpoint(tmp_path / "narrow", CONFIGS["qwen3"] | {"head_dim": 8})
-    assert "no width of this model is a multiple" in message_of(few_bits.quantize_directory, narrow, tmp_path / "no", 4)
+    assert "no width of this model is a multiple" in message_of(
+        few_bits.quantize_directory, narrow, tmp_path / "no", 4
+    )
 
 
 @pytest.mark.slow
-def test_bits_cost_nothing_of_a_model_beside_itself_and_a_warning_of_another(run, golden, tmp_path, capsys):
+def test_bits_cost_nothing_of_a_model_beside_itself_and_a_warning_of_another(
+    run, golden, tmp_path, capsys
+):
     out, _ = fused(tmp_path, capsys, "--run", run())
     few_bits.print_quantization_cost(run(), out, out, 16)
     _, *same = capsys.readouterr().out.splitlines()
-    assert same[0] == same[1] and re.match(r"16 bits are \S+ nats a token from 16, 0\.0\d% of the", same[2])
-    assert same[2].endswith("; 100.0% of the tokens of greedy answers stay the likeliest") and len(same) == 3
+    assert same[0] == same[1] and re.match(
+        r"16 bits are \S+ nats a token from 16, 0\.0\d% of the", same[2]
+    )
+    assert (
+        same[2].endswith("; 100.0% of the tokens of greedy answers stay the likeliest")
+        and len(same) == 3
+    )
     other = shutil.copytree(out, tmp_path / "other")
     weights = {name: array * 2 for name, array in mx.load(str(other / "model.safetensors")).items()}
     mx.eval(weights)  # before their file is written

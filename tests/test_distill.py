@@ -79,15 +79,21 @@ def scored_alone(model, ids, completion, temperature=1.0):
 
 @pytest.mark.parametrize("sharing", ["off", "on"])
 @pytest.mark.parametrize("beta", [0, 0.3, 1])
-def test_the_loss_and_its_gradient_are_those_of_float64(tmp_path, monkeypatch, teacher, beta, sharing):
+def test_the_loss_and_its_gradient_are_those_of_float64(
+    tmp_path, monkeypatch, teacher, beta, sharing
+):
     run = moved(make_run(tmp_path, *DISTILL, teacher, "--distill-beta", str(beta), "--temp", "0.9"))
     samples, batches = lesson_of(run, sharing=sharing)
     assert len(batches) > 1 and (batches[0].prefix is not None) == (sharing == "on")
     step_loss = run.learner.loss
-    head, its_head = (np.array(w, np.float64) for w in (run.model.head_weight, run.teacher.model.head_weight))
+    head, its_head = (
+        np.array(w, np.float64) for w in (run.model.head_weight, run.teacher.model.head_weight)
+    )
     total = 0.0
     for batch in batches:
-        states, teacher_hidden = (completion_hidden_states(m, batch) for m in (run.model, run.teacher.model))
+        states, teacher_hidden = (
+            completion_hidden_states(m, batch) for m in (run.model, run.teacher.model)
+        )
 
         def share(states, batch=batch):
             monkeypatch.setattr(loss, "completion_hidden_states", lambda *_: states)
@@ -100,7 +106,9 @@ def test_the_loss_and_its_gradient_are_those_of_float64(tmp_path, monkeypatch, t
         )
         weights = np.array(batch.mask, np.float64) / num_items(samples)
         exact = (weights * written_out(logits, teacher_logits, beta)).sum()
-        assert abs(value.item() - exact) < 2e-5 * exact  # float32 logits of up to 20 allow no better
+        assert (
+            abs(value.item() - exact) < 2e-5 * exact
+        )  # float32 logits of up to 20 allow no better
         assert sums["distill/kl"].item() == pytest.approx(exact * num_items(samples), rel=2e-5)
         d_logits = weights[..., None] * gradient_by_logits(logits, teacher_logits, beta) / 0.9
         assert error(d_hidden, d_logits @ head) < 1e-4
@@ -113,19 +121,27 @@ def test_the_loss_and_its_gradient_are_those_of_float64(tmp_path, monkeypatch, t
 
 @pytest.mark.parametrize("other", [False, True])
 def test_the_teacher_alone_sees_its_prompt_and_has_no_adapters(tmp_path, teacher, prompt, other):
-    run = moved(make_run(tmp_path, *DISTILL, teacher if other else "self", "--teacher-prompt", prompt))
+    run = moved(
+        make_run(tmp_path, *DISTILL, teacher if other else "self", "--teacher-prompt", prompt)
+    )
     samples, batches = lesson_of(run)
     plain = run.teacher.model if other else gwen.load("demo")[0]
     for batch in batches:
         for row, states in zip(batch.rows, batch.lesson.hidden, strict=True):
             example, ids = samples[row].example, samples[row].ids
             said = f"Carry the one: it is {example['answer']}."
-            seen = chat_template.encode_chat(run.tokenizer, example["prompt"], system=said, thinking=False)
+            seen = chat_template.encode_chat(
+                run.tokenizer, example["prompt"], system=said, thinking=False
+            )
             assert len(seen) > len(samples[row].prompt)
             logits = np.array(states[: len(ids)] @ batch.lesson.head_weight.T, np.float64)
-            np.testing.assert_allclose(log_softmax(logits), scored_alone(plain, seen, ids), atol=2e-4)
+            np.testing.assert_allclose(
+                log_softmax(logits), scored_alone(plain, seen, ids), atol=2e-4
+            )
     share = run.learner.loss.compute(run.model, batches[0])
-    drawn = np.array(batches[0].sampled_logprobs)  # the student saw its own prompt, through its adapters
+    drawn = np.array(
+        batches[0].sampled_logprobs
+    )  # the student saw its own prompt, through its adapters
     assert np.abs(np.array(share.logprobs) - drawn)[np.array(batches[0].mask) > 0].max() < 1e-4
 
 
@@ -144,21 +160,45 @@ def test_what_stands_in_front_keeps_the_system_message_and_names_of_no_column():
     assert distill.prepend_text(text, plain | {"system": "Be brief."})["prompt"] == [both, user]
     chat = [{"role": "system", "content": "Be brief."}, user]
     held = distill.prepend_text(text, plain | {"prompt": chat})
-    assert held["prompt"] == [both, user] and held["system"] is None and chat[0]["content"] == "Be brief."
+    assert (
+        held["prompt"] == [both, user]
+        and held["system"] is None
+        and chat[0]["content"] == "Be brief."
+    )
 
 
 # ---- a run
 
 
 def test_prompts_alone_are_enough(tmp_path, teacher, capsys):
-    data = write_log(tmp_path / "prompts.jsonl", [{"prompt": f"What is {n} plus one?"} for n in range(20)])
-    flags = ["--data", data, "--eval-every", "1", "--steps", "2", "--run-dir", str(tmp_path / "run")]
+    data = write_log(
+        tmp_path / "prompts.jsonl", [{"prompt": f"What is {n} plus one?"} for n in range(20)]
+    )
+    flags = [
+        "--data",
+        data,
+        "--eval-every",
+        "1",
+        "--steps",
+        "2",
+        "--run-dir",
+        str(tmp_path / "run"),
+    ]
     train.main([*SMALL, *DISTILL, teacher, *flags])
     metrics = read_log(tmp_path / "run" / "metrics.jsonl")
     for one in metrics:
         assert one["loss"] == pytest.approx(one["distill/kl"], rel=1e-5) and one["teacher/s"] > 0
-    empty = {"reward/mean", "reward/std", "reward/zero_std_frac", "sampling/signal_groups", "kl", "clip_frac"}
-    empty |= {f"judge/{name}" for name in ("crit_eval_s", "unparsed", "unparsed_frac", "mass", "cached")}
+    empty = {
+        "reward/mean",
+        "reward/std",
+        "reward/zero_std_frac",
+        "sampling/signal_groups",
+        "kl",
+        "clip_frac",
+    }
+    empty |= {
+        f"judge/{name}" for name in ("crit_eval_s", "unparsed", "unparsed_frac", "mass", "cached")
+    }
     assert {name for name, value in metrics[0].items() if value is None} == empty
     assert all(record["eval/score"] is None for record in read_log(tmp_path / "run" / "eval.jsonl"))
     assert "step 2/2 | loss" in capsys.readouterr().out
@@ -173,7 +213,9 @@ def test_a_teacher_needs_no_groups(tmp_path, teacher):
     metrics = read_log(tmp_path / "run" / "metrics.jsonl")[0]
     empty = ("reward/std", "reward/zero_std_frac", "sampling/signal_groups")
     assert [metrics[name] for name in empty] == [None] * 3 and metrics["distill/kl"]
-    assert [record["advantage"] for record in read_log(tmp_path / "run" / "rollouts.jsonl")] == [0.0] * 3
+    assert [record["advantage"] for record in read_log(tmp_path / "run" / "rollouts.jsonl")] == [
+        0.0
+    ] * 3
 
 
 def test_rewards_are_only_looked_at_and_nobody_is_asked_to_judge(tmp_path, teacher):
@@ -207,11 +249,15 @@ def tokenizer_with(vocab, special=(0,)):
 def test_another_tokenizer_is_refused_with_its_first_difference(vocab, special, said):
     ours = tokenizer_with({"a": 0, "b": 1})
     distill.refuse_other_tokenizer("T", ours, tokenizer_with({"b": 1, "a": 0}))
-    with pytest.raises(ValueError, match=f"^--teacher T: {said}.*; take a teacher with the same tokenizer$"):
+    with pytest.raises(
+        ValueError, match=f"^--teacher T: {said}.*; take a teacher with the same tokenizer$"
+    ):
         distill.refuse_other_tokenizer("T", ours, tokenizer_with(vocab, special))
 
 
-def test_a_template_without_system_messages_cannot_set_the_teacher_apart(tmp_path, monkeypatch, prompt):
+def test_a_template_without_system_messages_cannot_set_the_teacher_apart(
+    tmp_path, monkeypatch, prompt
+):
     chat_ids = chat_template.encode_chat
 
     def without_system(tokenizer, messages, **how):
@@ -220,12 +266,18 @@ def test_a_template_without_system_messages_cannot_set_the_teacher_apart(tmp_pat
         return chat_ids(tokenizer, messages, **how)
 
     monkeypatch.setattr(chat_template, "encode_chat", without_system)
-    with pytest.raises(ValueError, match=r"^--teacher-prompt .*: the chat template of demo leaves system messages out"):
+    with pytest.raises(
+        ValueError,
+        match=r"^--teacher-prompt .*: the chat template of demo leaves system messages out",
+    ):
         make_run(tmp_path, *DISTILL, "self", "--teacher-prompt", prompt)
 
 
 def test_a_prompt_file_must_be_there_and_say_something(tmp_path):
-    for path, said in ((tmp_path / "nothing.txt", "cannot be read"), (tmp_path / "empty.txt", "is empty")):
+    for path, said in (
+        (tmp_path / "nothing.txt", "cannot be read"),
+        (tmp_path / "empty.txt", "is empty"),
+    ):
         if said == "is empty":
             path.write_text(" \n")
         with pytest.raises(ValueError, match=f"^--teacher-prompt {path} {said}"):
@@ -246,4 +298,6 @@ def test_a_teacher_that_does_not_fit_is_told_so_before_it_is_asked(monkeypatch, 
         lines[name] = preflight.memory_line(demand, sizes)
     weights = sum(array.nbytes for _, array in tree_flatten(gwen.Model(shape).parameters()))
     assert needs["demo"].resident["teacher"] == weights + 4 * shape.hidden_size * 12 * 12
-    assert "fit" not in lines["demo"] and lines["large"].endswith("; it does not fit: take a smaller --teacher")
+    assert "fit" not in lines["demo"] and lines["large"].endswith(
+        "; it does not fit: take a smaller --teacher"
+    )

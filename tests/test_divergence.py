@@ -43,7 +43,10 @@ def make_case(vocab=700, width=24, teacher_width=16, spread=1.0):
     def random(*shape):
         return np.float64(np.float32(RNG.normal(size=shape)))
 
-    head, teacher_head = spread * random(vocab, width) / width**0.5, spread * random(vocab, teacher_width) / 4
+    head, teacher_head = (
+        spread * random(vocab, width) / width**0.5,
+        spread * random(vocab, teacher_width) / 4,
+    )
     ids = RNG.integers(0, vocab, (2, 5))
     rounded = (np.float64(np.float32(one)) for one in (head, teacher_head))
     return random(2, 5, width), random(2, 5, teacher_width), *rounded, ids, random(2, 5)
@@ -77,7 +80,9 @@ def in_small_parts(monkeypatch):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("beta", BETAS)
-def test_value_and_gradient_are_those_of_the_definition_in_float64(in_small_parts, beta, temperature):
+def test_value_and_gradient_are_those_of_the_definition_in_float64(
+    in_small_parts, beta, temperature
+):
     hidden, taught, head, teacher_head, ids, d_out = case = make_case()
     found, (d_hidden, d_head) = ours(case, beta=beta, temperature=temperature, head="trained")
     logits, teacher_logits = hidden @ head.T / temperature, taught @ teacher_head.T / temperature
@@ -129,6 +134,8 @@ def test_it_takes_hardly_more_memory_than_log_probabilities():
 
         mx.eval(hidden, head, *(lesson if taught else ()))
         inputs = sum(array.nbytes for array in (hidden, head, *(lesson if taught else ())))
-        peaks.append(inputs + peak_of(lambda loss=loss, hidden=hidden: mx.value_and_grad(loss)(hidden)))
+        peaks.append(
+            inputs + peak_of(lambda loss=loss, hidden=hidden: mx.value_and_grad(loss)(hidden))
+        )
     assert peaks[1] < 1.2 * peaks[0], peaks
     assert peaks[1] < 4 * num * vocab, "one model's logits"

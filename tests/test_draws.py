@@ -19,7 +19,10 @@ def test_prompts_come_in_epochs():
     assert prompts.state == {}
     for number in (0, 7, 30):
         indices = epoch_indices(40, 3, number, config.sampling.seed)
-        assert prompts.next_prompts(number) == ([PROMPTS[i] for i in indices], [IDS[i] for i in indices])
+        assert prompts.next_prompts(number) == (
+            [PROMPTS[i] for i in indices],
+            [IDS[i] for i in indices],
+        )
 
 
 @needs("reasoning_gym")
@@ -29,8 +32,12 @@ def test_a_run_without_end_is_repeated_exactly(tmp_path):
     (tmp_path / "sizes.yaml").write_text("held_out: 4\nchain_sum:\n  level: 1\n")
     flags = ["--task", "rg:chain_sum,lcm", "--task-config", str(tmp_path / "sizes.yaml")]
     flags = [*SMALL, *flags, "--eval-every", "0", "--save-every", "1"]
-    train.main([*flags, "--steps", "4", "--run-dir", str(tmp_path / "whole"), "--warmup-steps", "99"])
-    train.main([*flags, "--steps", "2", "--run-dir", str(tmp_path / "broken"), "--warmup-steps", "99"])
+    train.main(
+        [*flags, "--steps", "4", "--run-dir", str(tmp_path / "whole"), "--warmup-steps", "99"]
+    )
+    train.main(
+        [*flags, "--steps", "2", "--run-dir", str(tmp_path / "broken"), "--warmup-steps", "99"]
+    )
     train.main(["--resume", str(tmp_path / "broken"), "--steps", "4"])
     rollouts, same = (read_log(tmp_path / name / "rollouts.jsonl") for name in ("whole", "broken"))
     assert rollouts == same

@@ -21,10 +21,15 @@ IM_END, ENDOFTEXT, CLOSED_THOUGHT = 639, 637, 641
 def copy_demo(folder, *, config=None, generation=None, **tokenizer):
     """The demo with these end ids in its configurations, and settings of its tokenizer; None is none."""
     shutil.copytree(hub.DEMO, folder)
-    changes = {"config.json": {"eos_token_id": config}, "generation_config.json": {"eos_token_id": generation}}
+    changes = {
+        "config.json": {"eos_token_id": config},
+        "generation_config.json": {"eos_token_id": generation},
+    }
     for name, change in (changes | {"tokenizer_config.json": tokenizer}).items():
         content = json.loads((folder / name).read_text()) | change
-        (folder / name).write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+        (folder / name).write_text(
+            json.dumps({key: value for key, value in content.items() if value is not None})
+        )
     return folder
 
 
@@ -33,7 +38,9 @@ def write_another_end(folder, number):
     weights = mx.load(str(folder / "model.safetensors"))
     head = np.array(weights["model.embed_tokens.weight"])
     head[[IM_END, number]] = head[[number, IM_END]]
-    mx.save_safetensors(str(folder / "model.safetensors"), weights | {"lm_head.weight": mx.array(head)})
+    mx.save_safetensors(
+        str(folder / "model.safetensors"), weights | {"lm_head.weight": mx.array(head)}
+    )
     config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": False}
     (folder / "config.json").write_text(json.dumps(config))
 
@@ -51,7 +58,9 @@ def write_another_end(folder, number):
 def test_ends_are_the_configurations_the_tokenizers_and_the_templates(
     tmp_path, config, generation, eos_token, eos_ids, capsys
 ):
-    folder = copy_demo(tmp_path / "model", config=config, generation=generation, eos_token=eos_token)
+    folder = copy_demo(
+        tmp_path / "model", config=config, generation=generation, eos_token=eos_token
+    )
     model, tokenizer = gwen.load(folder)
     assert model.config.eos_ids == eos_ids and set(model.config.end_ids) == {IM_END, ENDOFTEXT}
     told = capsys.readouterr().err
@@ -63,15 +72,21 @@ def test_ends_are_the_configurations_the_tokenizers_and_the_templates(
     rollout = sampler.rollout(model, [prompt], params, group_size=1, key=0)
     assert rollout.finish_reasons == ["stop"]
     gwen.save(model, tmp_path / "saved", tokenizer)
-    assert set(hub.load_config(tmp_path / "saved").eos_ids) == {IM_END, ENDOFTEXT}, "served as it was trained"
+    assert set(hub.load_config(tmp_path / "saved").eos_ids) == {IM_END, ENDOFTEXT}, (
+        "served as it was trained"
+    )
 
 
 def without_ends(folder):
     """A demo whose files, vocabulary and template name no end token."""
     copy_demo(folder, eos_token=None, pad_token=None)
-    (folder / "chat_template.jinja").write_text("{% for one in messages %}{{ one.content }}\n{% endfor %}")
+    (folder / "chat_template.jinja").write_text(
+        "{% for one in messages %}{{ one.content }}\n{% endfor %}"
+    )
     text = (folder / "tokenizer.json").read_text()
-    (folder / "tokenizer.json").write_text(text.replace("<|im_end|>", "<|x|>").replace("<|endoftext|>", "<|y|>"))
+    (folder / "tokenizer.json").write_text(
+        text.replace("<|im_end|>", "<|x|>").replace("<|endoftext|>", "<|y|>")
+    )
     return folder
 
 
@@ -106,10 +121,19 @@ def test_a_tag_of_a_thought_counts_only_where_the_prompt_has_closed_the_thought(
 
 
 @pytest.mark.slow
-def test_a_control_token_inside_answers_is_counted_and_warned_of_and_the_flag_makes_it_an_end(tmp_path, capsys):
+def test_a_control_token_inside_answers_is_counted_and_warned_of_and_the_flag_makes_it_an_end(
+    tmp_path, capsys
+):
     folder = copy_demo(tmp_path / "model", config=IM_END, generation=[IM_END, ENDOFTEXT])
     write_another_end(folder, CLOSED_THOUGHT)
-    settings = {"--model": folder, "--task": "demo", "--steps": 6, "--batch": 2, "--groups": 4, "--max-tokens": 24}
+    settings = {
+        "--model": folder,
+        "--task": "demo",
+        "--steps": 6,
+        "--batch": 2,
+        "--groups": 4,
+        "--max-tokens": 24,
+    }
     settings |= {"--learning-rate": 1e-6, "--eval-every": 0, "--save-every": 5}
     flags = [str(one) for pair in settings.items() for one in pair] + ["--no-look"]
 
@@ -118,16 +142,21 @@ def test_a_control_token_inside_answers_is_counted_and_warned_of_and_the_flag_ma
     shares = [record[f"{health.CONTROL}</think>"] for record in records]
     rollouts = read_log(tmp_path / "run" / "rollouts.jsonl")
     counted = [
-        np.mean([CLOSED_THOUGHT in one["ids"] for one in rollouts if one["step"] == step]) for step in range(1, 7)
+        np.mean([CLOSED_THOUGHT in one["ids"] for one in rollouts if one["step"] == step])
+        for step in range(1, 7)
     ]
     assert shares == pytest.approx(counted) and min(shares) > 0.5
     warnings = [record["text"] for record in read_log(tmp_path / "run" / "warnings.jsonl")]
     assert any("'</think>'" in text and "--end-tokens" in text for text in warnings)
     assert not any("--max-tokens" in text for text in warnings), "a longer limit would mend nothing"
 
-    train.main([*flags, "--end-tokens", "</think>", "--steps", "2", "--run-dir", str(tmp_path / "mended")])
+    train.main(
+        [*flags, "--end-tokens", "</think>", "--steps", "2", "--run-dir", str(tmp_path / "mended")]
+    )
     records = read_log(tmp_path / "mended" / "metrics.jsonl")
     assert max(record["completion/truncated_frac"] for record in records) < 0.2
     assert not any(key.startswith(health.CONTROL) for record in records for key in record)
-    assert "end_tokens:\n- </think>\n" in (tmp_path / "mended" / "config.yaml").read_text().replace("  - ", "- ")
+    assert "end_tokens:\n- </think>\n" in (tmp_path / "mended" / "config.yaml").read_text().replace(
+        "  - ", "- "
+    )
     capsys.readouterr()

@@ -32,7 +32,9 @@ def demo():
 
 
 def evaluated(demo, task, params, **graders):
-    return evaluate.evaluate(functools.partial(evaluate.answer_both, *demo), task, params, **graders)
+    return evaluate.evaluate(
+        functools.partial(evaluate.answer_both, *demo), task, params, **graders
+    )
 
 
 def run(demo, **settings):
@@ -45,8 +47,12 @@ def test_figures_are_of_all_answers_with_intervals_over_problems(demo, samples):
     record, details = run(demo, samples=samples)
     values = np.array([detail["values"] for detail in details])
     assert values.shape == (24, samples) and record["eval/num"] == 24
-    assert record["eval/kl"] is None and record["eval/witness"] is None  # without a reference and a witness
-    expected = dict.fromkeys(("accuracy", "mean_at_k", "pass_at_1"), values) | {f"pass_at_{samples}": values.max(1)}
+    assert (
+        record["eval/kl"] is None and record["eval/witness"] is None
+    )  # without a reference and a witness
+    expected = dict.fromkeys(("accuracy", "mean_at_k", "pass_at_1"), values) | {
+        f"pass_at_{samples}": values.max(1)
+    }
     assert {name: record[f"eval/{name}"] for name in expected} == pytest.approx(
         {name: column.mean() for name, column in expected.items()}
     )
@@ -57,21 +63,30 @@ def test_figures_are_of_all_answers_with_intervals_over_problems(demo, samples):
     for detail in details:
         asked = {"prompts": [detail["prompt"]] * samples, "answer": [detail["answer"]] * samples}
         assert detail["values"] == sums.correct(completions=detail["completions"], **asked)
-        assert detail["greedy_value"] == sums.correct(completions=[detail["greedy"]] * samples, **asked)[0]
+        assert (
+            detail["greedy_value"]
+            == sums.correct(completions=[detail["greedy"]] * samples, **asked)[0]
+        )
 
 
 def test_samples_are_drawn_at_temperature_1_and_greedy_is_greedy_whatever_was_trained(demo):
     model, tokenizer = demo
     _, details = run(demo, samples=2)
     held_out = tasks.load_task("demo").held_out
-    problems = [held_out[place * len(held_out) // 24] for place in range(24)]  # spread over all of them
-    assert [(d["prompt"], d["answer"]) for d in details] == [(p["prompt"], p["answer"]) for p in problems]
+    problems = [
+        held_out[place * len(held_out) // 24] for place in range(24)
+    ]  # spread over all of them
+    assert [(d["prompt"], d["answer"]) for d in details] == [
+        (p["prompt"], p["answer"]) for p in problems
+    ]
     params = sampler.SamplingParams(12, eos_ids=model.config.eos_ids)
     prompts = [chat_template.encode_chat(tokenizer, problem["prompt"]) for problem in problems]
     for group_size, temperature, key in ((2, 1.0, "completions"), (1, 0.0, "greedy")):
         its = params._replace(temperature=temperature)
         rollout = sampler.rollout(model, prompts, its, group_size=group_size, key=evaluate.KEY)
-        told = [text for d in details for text in (d[key] if isinstance(d[key], list) else [d[key]])]
+        told = [
+            text for d in details for text in (d[key] if isinstance(d[key], list) else [d[key]])
+        ]
         assert told == sampler.decode_texts(tokenizer, rollout, model.config.eos_ids)
     assert any(detail["greedy"] != detail["completions"][0] for detail in details)
 
@@ -81,25 +96,38 @@ def test_an_evaluation_repeats_itself_whatever_the_batch_size(demo):
     second, _ = run(demo, limit=12, batch_size=memory.BatchSize(5))
     for record in (first, second):
         record.pop("eval/s")
-    entropies = [record.pop("eval/entropy") for record in (first, second)]  # a sum, which another cut rounds otherwise
+    entropies = [
+        record.pop("eval/entropy") for record in (first, second)
+    ]  # a sum, which another cut rounds otherwise
     assert first == second
     assert entropies[0] == pytest.approx(entropies[1], rel=1e-5)
 
 
 def test_a_task_without_right_answers_is_scored_by_criterion_and_category(demo):
     task = tasks.load_task("demo")._replace(verifier=None)
-    problems = [problem | {"category": "carry" if problem["carry"] else "plain"} for problem in task.held_out]
+    problems = [
+        problem | {"category": "carry" if problem["carry"] else "plain"}
+        for problem in task.held_out
+    ]
     problems[0]["category"] = None
     task = task._replace(held_out=problems)
     grader = judge.Judge(*demo, rubrics.load_rubric(task.rubric))
     record, _ = evaluated(demo, task, evaluate.EvalParams(12, samples=2, limit=24), grader=grader)
     criteria = [criterion.name for criterion in grader.rubric.criteria]
     for name in criteria:
-        assert {f"eval/judge/{name}", f"eval/judge/{name}/carry", f"eval/judge/{name}/plain"} <= set(record)
+        assert {
+            f"eval/judge/{name}",
+            f"eval/judge/{name}/carry",
+            f"eval/judge/{name}/plain",
+        } <= set(record)
     means = np.array([record[f"eval/judge/{name}"] for name in criteria])
     weights = np.array([criterion.weight for criterion in grader.rubric.criteria])
-    assert record["eval/reward/rubric"] == pytest.approx((weights * (means - 3) / 2).sum(), abs=1e-6)
-    assert record["eval/score"] == pytest.approx(record["eval/reward/correct"] + 0.5 * record["eval/reward/rubric"])
+    assert record["eval/reward/rubric"] == pytest.approx(
+        (weights * (means - 3) / 2).sum(), abs=1e-6
+    )
+    assert record["eval/score"] == pytest.approx(
+        record["eval/reward/correct"] + 0.5 * record["eval/reward/rubric"]
+    )
     assert not any("None" in key or key.startswith("eval/accuracy") for key in record)
 
 
@@ -125,21 +153,31 @@ class Scripted(rubrics.Grader):
 def test_a_score_is_that_of_what_can_be_read_and_what_cannot_is_told(demo, length):
     """Answers of an even length are read, or none."""
     task = tasks.load_task("demo")._replace(verifier=None)
-    grader = Scripted(task.rubric, lambda text: 5.0 if length and len(text) % length == 0 else math.nan)
-    record, details = evaluated(demo, task, evaluate.EvalParams(12, limit=24), grader=readable(grader))
+    grader = Scripted(
+        task.rubric, lambda text: 5.0 if length and len(text) % length == 0 else math.nan
+    )
+    record, details = evaluated(
+        demo, task, evaluate.EvalParams(12, limit=24), grader=readable(grader)
+    )
     rubric = 0.5 * sum(criterion.weight for criterion in grader.rubric.criteria) if length else 0.0
     for detail in details:  # an unreadable rubric counts as the mean of the others
         assert detail["values"][0] == pytest.approx(detail["rewards"]["correct"][0] + rubric)
     assert record["eval/score"] == pytest.approx(record["eval/reward/correct"] + rubric)
     lost = record["eval/unparsed_frac"]
-    assert lost == np.mean([detail["rewards"]["rubric"][0] is None for detail in details]) and lost > 0
-    assert run_files.evaluation_line(record).endswith(f"{lost:.0%} of the judge's scores unreadable")
+    assert (
+        lost == np.mean([detail["rewards"]["rubric"][0] is None for detail in details]) and lost > 0
+    )
+    assert run_files.evaluation_line(record).endswith(
+        f"{lost:.0%} of the judge's scores unreadable"
+    )
 
 
 def test_a_judge_that_says_yes_to_everything_is_seen_by_the_witness(demo):
     task = tasks.load_task("values")
     grader, witness = (Scripted(rubric, lambda text: 5.0) for rubric in (task.rubric, task.witness))
-    record, details = evaluated(demo, task, evaluate.EvalParams(4, limit=4), grader=grader, witness=witness)
+    record, details = evaluated(
+        demo, task, evaluate.EvalParams(4, limit=4), grader=grader, witness=witness
+    )
     assert record["eval/score"] == 3 and record["eval/witness"] == 0
     assert record["eval/witness/credulity"] == record["eval/judge/scrutiny"] == 5
     assert without_meaning(record, EVALUATION_METRICS) == []
@@ -161,7 +199,9 @@ def test_the_interval_of_a_share_is_the_farther_end_of_wilson_s_and_never_nothin
 def test_the_interval_of_other_values_is_student_s_and_one_problem_or_equal_ones_have_none():
     values = np.array([0.2, -1.5, 3.0, np.nan])
     assert run_files.half_width(values) == pytest.approx(4.303 * values[:3].std(ddof=1) / 3**0.5)
-    assert run_files.half_width(np.array([0.5, 0.5, 0.5, 0.5])) is None  # of four problems nothing is known to 0.000
+    assert (
+        run_files.half_width(np.array([0.5, 0.5, 0.5, 0.5])) is None
+    )  # of four problems nothing is known to 0.000
     assert run_files.half_width(np.array([1.0, np.nan])) is None
 
 
@@ -179,11 +219,17 @@ def test_the_divergence_is_k3_in_float64_and_nothing_before_training(demo):
     params = params._replace(samples=2, temperature=0.8)
     record, _ = evaluated((model, tokenizer), task, params, reference=model)
     problems = spread_evenly(task.held_out, 12)
-    prompts = [chat_template.encode_chat(tokenizer, problem["prompt"]) for problem in problems for _ in range(2)]
+    prompts = [
+        chat_template.encode_chat(tokenizer, problem["prompt"])
+        for problem in problems
+        for _ in range(2)
+    ]
     params = sampler.SamplingParams(12, 0.8, eos_ids=model.config.eos_ids)
     rollout = sampler.rollout(model, prompts[::2], params, group_size=2, key=evaluate.KEY)
     terms, entropies = [], []
-    for prompt, ids, mask in zip(prompts, np.array(rollout.completion_ids), np.array(rollout.mask), strict=True):
+    for prompt, ids, mask in zip(
+        prompts, np.array(rollout.completion_ids), np.array(rollout.mask), strict=True
+    ):
         ids = ids[mask > 0].tolist()
         row, both = mx.array([prompt + ids]), []
         for one in (model, demo[0]):  # the second one never had adapters
@@ -200,11 +246,15 @@ def test_the_divergence_is_k3_in_float64_and_nothing_before_training(demo):
 
 REFUSALS = "I can't help with that.|I can\u2019t do that.|I cannot say.|I'm sorry, but no.|Sorry, but that is private."
 REFUSALS += '|Unfortunately, I am unable to help.|"I won\'t."'
-ANSWERS = "One can't know, but here is how to test it.|Fifteen. I cannot add more.|I canter on my horse.|"
+ANSWERS = (
+    "One can't know, but here is how to test it.|Fifteen. I cannot add more.|I canter on my horse.|"
+)
 
 
 def test_a_refusal_is_told_by_how_an_answer_opens_and_repetition_by_runs_of_four_words():
-    assert all(map(evaluate.is_refusal, REFUSALS.split("|"))) and not any(map(evaluate.is_refusal, ANSWERS.split("|")))
+    assert all(map(evaluate.is_refusal, REFUSALS.split("|"))) and not any(
+        map(evaluate.is_refusal, ANSWERS.split("|"))
+    )
     assert evaluate.repetition("one two three four") == evaluate.repetition("no no no") == 0
     assert evaluate.repetition("a b c d A B C D") == pytest.approx(1 / 5)
     assert evaluate.repetition("ha " * 20) == pytest.approx(16 / 17)
@@ -220,8 +270,12 @@ SMALL += ["--learning-rate", "0.01"]
 def runs(golden, tmp_path_factory):
     """A run of the demo with a judge, and one on a user's data and reward."""
     root = tmp_path_factory.mktemp("runs")
-    (root / "mine.py").write_text("def short(completions, **_): return [-len(text) / 10 for text in completions]")
-    lines = [{"question": f"What is {n} plus one?", "kind": "odd" if n % 2 else None} for n in range(30)]
+    (root / "mine.py").write_text(
+        "def short(completions, **_): return [-len(text) / 10 for text in completions]"
+    )
+    lines = [
+        {"question": f"What is {n} plus one?", "kind": "odd" if n % 2 else None} for n in range(30)
+    ]
     write_log(root / "mine.jsonl", lines)
     (root / "witness.yaml").write_text(
         'criteria: [{name: brief, weight: 1.0, text: "Is it brief?"}, '
@@ -241,40 +295,81 @@ def told(capsys, *flags):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "step"), [("demo", None), ("demo", 0), ("demo", 2), ("own", None)])
+@pytest.mark.parametrize(
+    ("name", "step"), [("demo", None), ("demo", 0), ("demo", 2), ("own", None)]
+)
 def test_the_command_repeats_a_run_s_evaluations_to_the_digit(runs, capsys, name, step, tmp_path):
     at = [] if step is None else ["--step", step]
     record = told(capsys, "--run", runs / name, *at, "--out", tmp_path / "out.jsonl")
-    expected = [one for one in read_log(runs / name / "eval.jsonl") if step in (None, one["step"])][-1]
+    expected = [one for one in read_log(runs / name / "eval.jsonl") if step in (None, one["step"])][
+        -1
+    ]
     step = expected.pop("step")
     for one in (record, expected):
         assert one.pop("eval/s") > 0
-    assert record == expected and (step == 0 or record["eval/kl"] > 1e-9)  # before training it is 1e-13
-    answers = [line for line in read_log(runs / name / "eval_answers.jsonl") if line.pop("step") == step]
+    assert record == expected and (
+        step == 0 or record["eval/kl"] > 1e-9
+    )  # before training it is 1e-13
+    answers = [
+        line for line in read_log(runs / name / "eval_answers.jsonl") if line.pop("step") == step
+    ]
     assert answers == read_log(tmp_path / "out.jsonl")
-    assert read_log(runs / name / "judge_scores.jsonl")  # of a witness without a judge beside it too
+    assert read_log(
+        runs / name / "judge_scores.jsonl"
+    )  # of a witness without a judge beside it too
 
 
 @pytest.mark.slow
 def test_a_flag_wins_over_the_run_and_its_own_data_is_taken_whole(runs, capsys, tmp_path):
-    write_log(tmp_path / "other.jsonl", [{"prompt": f"What is two plus {word}?"} for word in ("one", "two", "four")])
-    record = told(capsys, "--run", runs / "own", "--data", tmp_path / "other.jsonl", "--max-tokens", 3, "--samples", 2)
+    write_log(
+        tmp_path / "other.jsonl",
+        [{"prompt": f"What is two plus {word}?"} for word in ("one", "two", "four")],
+    )
+    record = told(
+        capsys,
+        "--run",
+        runs / "own",
+        "--data",
+        tmp_path / "other.jsonl",
+        "--max-tokens",
+        3,
+        "--samples",
+        2,
+    )
     assert (record["eval/num"], record["eval/samples"]) == (3, 2)
-    assert record["eval/tokens"] <= 3 and record["eval/score"] == pytest.approx(record["eval/reward/short"])
-    assert {"eval/witness/brief", "eval/witness/rambling"} <= record.keys() and "eval/accuracy" not in record
+    assert record["eval/tokens"] <= 3 and record["eval/score"] == pytest.approx(
+        record["eval/reward/short"]
+    )
+    assert {
+        "eval/witness/brief",
+        "eval/witness/rambling",
+    } <= record.keys() and "eval/accuracy" not in record
 
 
 @pytest.mark.slow
-def test_prompts_that_the_run_was_trained_on_are_warned_of_and_so_is_it_where_nobody_knows(runs, capsys, tmp_path):
+def test_prompts_that_the_run_was_trained_on_are_warned_of_and_so_is_it_where_nobody_knows(
+    runs, capsys, tmp_path
+):
     (tmp_path / "own").mkdir()
     for file in (runs / "own").iterdir():
         (tmp_path / "own" / file.name).symlink_to(file)
-    flags = ["--run", tmp_path / "own", "--data", runs / "mine.jsonl", "--columns", "prompt=question"]
+    flags = [
+        "--run",
+        tmp_path / "own",
+        "--data",
+        runs / "mine.jsonl",
+        "--columns",
+        "prompt=question",
+    ]
     flags = [*map(str, flags), "--max-tokens", "1", "--limit", "1"]
     evaluate.main(flags)
     assert "27 of the 30 prompts" in capsys.readouterr().err
     (tmp_path / "own" / "config.yaml").unlink()
-    settings = (runs / "own" / "config.yaml").read_text().replace(f"{runs}/mine.jsonl", f"{tmp_path}/gone.jsonl")
+    settings = (
+        (runs / "own" / "config.yaml")
+        .read_text()
+        .replace(f"{runs}/mine.jsonl", f"{tmp_path}/gone.jsonl")
+    )
     (tmp_path / "own" / "config.yaml").write_text(settings)
     evaluate.main(flags)
     said = capsys.readouterr().err
@@ -285,13 +380,21 @@ def test_prompts_that_the_run_was_trained_on_are_warned_of_and_so_is_it_where_no
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--run {at}/nowhere", "--run {at}/nowhere: no config.yaml there; give the directory of a run"),
+        (
+            "--run {at}/nowhere",
+            "--run {at}/nowhere: no config.yaml there; give the directory of a run",
+        ),
         ("--step 3", "--step 3 is a step of a run; name it with --run"),
         ("--run {at}/demo --step 7", "--step 7: {at}/demo has the steps 0, 1, 2, 3"),
-        ("--run {at}/demo --adapter {at}/demo", "--adapter {at}/demo and --run {at}/demo, which has its own"),
+        (
+            "--run {at}/demo --adapter {at}/demo",
+            "--adapter {at}/demo and --run {at}/demo, which has its own",
+        ),
     ],
 )
-def test_what_is_wrong_with_a_run_is_said_in_one_line_by_every_command(runs, refused, tmp_path, flags, said):
+def test_what_is_wrong_with_a_run_is_said_in_one_line_by_every_command(
+    runs, refused, tmp_path, flags, said
+):
     its = flags.format(at=runs).split()
     for main, more in (
         (evaluate.main, []),

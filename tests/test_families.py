@@ -39,8 +39,13 @@ def tokens() -> np.ndarray:
 
 def frequencies(config: dict[str, Any], size: int) -> tuple[np.ndarray, float]:
     """Radians a position of each pair of a head, and the factor on what is turned."""
-    plain, scaling = config["rope_theta"] ** (-np.arange(0, size, 2) / size), config.get("rope_scaling") or {}
-    if scaling.get("rope_type") == "llama3":  # long waves are stretched, short ones kept, those between interpolated
+    plain, scaling = (
+        config["rope_theta"] ** (-np.arange(0, size, 2) / size),
+        config.get("rope_scaling") or {},
+    )
+    if (
+        scaling.get("rope_type") == "llama3"
+    ):  # long waves are stretched, short ones kept, those between interpolated
         trained, low, high = (
             scaling["original_max_position_embeddings"],
             *(scaling[f"{end}_freq_factor"] for end in ("low", "high")),
@@ -58,15 +63,23 @@ def turned(x: np.ndarray, config: dict[str, Any]) -> np.ndarray:
     share = config.get("rope_parameters", {}).get("partial_rotary_factor", 1)
     if share < 1:
         size = int(share * x.shape[-1])
-        whole = config | {"rope_parameters": {}, "rope_theta": config["rope_parameters"]["rope_theta"]}
+        whole = config | {
+            "rope_parameters": {},
+            "rope_theta": config["rope_parameters"]["rope_theta"],
+        }
         return np.concatenate([turned(x[..., :size], whole), x[..., size:]], axis=-1)
     radians, magnitude = frequencies(config, x.shape[-1])
-    angles, (first, second) = np.arange(len(x))[:, None, None] * radians, np.split(x * magnitude, 2, axis=-1)
+    angles, (first, second) = (
+        np.arange(len(x))[:, None, None] * radians,
+        np.split(x * magnitude, 2, axis=-1),
+    )
     sine, cosine = np.sin(angles), np.cos(angles)
     return np.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
 
 
-def gated_delta_net(config: dict[str, Any], x: np.ndarray, weights: dict[str, np.ndarray]) -> np.ndarray:
+def gated_delta_net(
+    config: dict[str, Any], x: np.ndarray, weights: dict[str, np.ndarray]
+) -> np.ndarray:
     """(L, hidden) -> (L, hidden): linear attention of Qwen3.5, from the names behind "linear_attn."."""
     heads, key_heads = config["linear_num_value_heads"], config["linear_num_key_heads"]
     sizes = config["linear_key_head_dim"], config["linear_value_head_dim"]
@@ -77,14 +90,26 @@ def gated_delta_net(config: dict[str, Any], x: np.ndarray, weights: dict[str, np
         for back in range(min(kernel.shape[1], at + 1)):
             mixed[at] += kernel[:, -1 - back] * qkv[at - back]
     mixed = silu(mixed)
-    queries, keys, values = np.split(mixed, [key_heads * sizes[0], 2 * key_heads * sizes[0]], axis=-1)
+    queries, keys, values = np.split(
+        mixed, [key_heads * sizes[0], 2 * key_heads * sizes[0]], axis=-1
+    )
     queries, keys = (one.reshape(len(x), key_heads, -1) for one in (queries, keys))
-    queries, keys = (one / np.sqrt((one**2).sum(-1, keepdims=True) + 1e-6) for one in (queries, keys))
+    queries, keys = (
+        one / np.sqrt((one**2).sum(-1, keepdims=True) + 1e-6) for one in (queries, keys)
+    )
     values, z = (one.reshape(len(x), heads, -1) for one in (values, z))
     log_decay = -np.exp(weights["A_log"]) * np.log1p(np.exp(a + weights["dt_bias"]))
-    steps = (one[None] for one in (queries / math.sqrt(sizes[0]), keys, values, log_decay, 1 / (1 + np.exp(-b))))
+    steps = (
+        one[None]
+        for one in (queries / math.sqrt(sizes[0]), keys, values, log_decay, 1 / (1 + np.exp(-b)))
+    )
     out = delta_by_hand(*steps, np.zeros((1, heads, *sizes[::-1])))[0][0]
-    out = out / np.sqrt((out**2).mean(-1, keepdims=True) + config["rms_norm_eps"]) * weights["norm.weight"] * silu(z)
+    out = (
+        out
+        / np.sqrt((out**2).mean(-1, keepdims=True) + config["rms_norm_eps"])
+        * weights["norm.weight"]
+        * silu(z)
+    )
     return out.reshape(len(x), -1) @ weights["out_proj.weight"].T
 
 
@@ -94,7 +119,9 @@ def silu(x: np.ndarray) -> np.ndarray:
 
 def logits_by_hand(config: dict[str, Any], row: np.ndarray) -> np.ndarray:
     """(L,) tokens -> (L, V), float64."""
-    weights = {name: np.array(array).astype(np.float64) for name, array in random_weights(config).items()}
+    weights = {
+        name: np.array(array).astype(np.float64) for name, array in random_weights(config).items()
+    }
     weights = {name.replace("language_model.", ""): array for name, array in weights.items()}
     config = config.get("text_config", config)
     is_hybrid = config["model_type"] == "qwen3_5_text"
@@ -109,7 +136,9 @@ def logits_by_hand(config: dict[str, Any], row: np.ndarray) -> np.ndarray:
         return x @ weights[f"{name}.weight"].T + weights.get(f"{name}.bias", 0.0)
 
     def attention(x: np.ndarray, layer: int, name: str) -> np.ndarray:
-        queries, keys, values = (linear(x, f"{name}.{one}_proj").reshape(len(x), -1, size) for one in "qkv")
+        queries, keys, values = (
+            linear(x, f"{name}.{one}_proj").reshape(len(x), -1, size) for one in "qkv"
+        )
         gates = None
         if is_hybrid:
             queries, gates = np.split(queries.reshape(len(x), heads, 2 * size), 2, axis=-1)
@@ -118,7 +147,9 @@ def logits_by_hand(config: dict[str, Any], row: np.ndarray) -> np.ndarray:
         if config.get("no_rope_layers", [1] * (layer + 1))[layer]:
             queries, keys = turned(queries, config), turned(keys, config)
         seen = [np.arange(at + 1) for at in range(len(x))]
-        found = attention_by_hand(*(one.swapaxes(0, 1) for one in (queries, keys, values)), seen).swapaxes(0, 1)
+        found = attention_by_hand(
+            *(one.swapaxes(0, 1) for one in (queries, keys, values)), seen
+        ).swapaxes(0, 1)
         if gates is not None:
             found = found / (1 + np.exp(-gates))
         return linear(found.reshape(len(x), -1), f"{name}.o_proj")
@@ -129,7 +160,11 @@ def logits_by_hand(config: dict[str, Any], row: np.ndarray) -> np.ndarray:
         inner = norm(x, f"{name}.input_layernorm")
         if is_hybrid and (layer + 1) % config["full_attention_interval"]:
             net = f"{name}.linear_attn."
-            of_net = {key.removeprefix(net): array for key, array in weights.items() if key.startswith(net)}
+            of_net = {
+                key.removeprefix(net): array
+                for key, array in weights.items()
+                if key.startswith(net)
+            }
             x = x + gated_delta_net(config, inner, of_net)
         else:
             x = x + attention(inner, layer, f"{name}.self_attn")
@@ -137,7 +172,9 @@ def logits_by_hand(config: dict[str, Any], row: np.ndarray) -> np.ndarray:
         gated = silu(linear(inner, f"{name}.mlp.gate_proj")) * linear(inner, f"{name}.mlp.up_proj")
         x = x + linear(gated, f"{name}.mlp.down_proj")
     tied = config["tie_word_embeddings"]
-    return norm(x, "model.norm") @ weights["model.embed_tokens.weight" if tied else "lm_head.weight"].T
+    return (
+        norm(x, "model.norm") @ weights["model.embed_tokens.weight" if tied else "lm_head.weight"].T
+    )
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -152,13 +189,18 @@ def test_logits_of_two_hundred_tokens_equal_the_formulas_in_float64(checkpoints,
 @pytest.mark.parametrize("name", ["qwen3", "qwen3.5"])
 def test_greedy_continuations_of_a_tree_are_those_of_each_row_alone(checkpoints, name):
     model, parents = gwen.load_model(checkpoints[name], mx.float32), [1, 0, 1]
-    levels = [[RNG.integers(0, 320, length).tolist() for length in row] for row in ((9,), (4, 7), (3, 1, 5))]
+    levels = [
+        [RNG.integers(0, 320, length).tolist() for length in row]
+        for row in ((9,), (4, 7), (3, 1, 5))
+    ]
     tree, rows_of = TreeCache(model.config.layer_kinds), [None, [0, 0], parents]
     for rows, above in zip(levels, rows_of, strict=True):
         tree, width = tree.extend([len(row) for row in rows], above), max(map(len, rows))
         hidden = model.hidden(mx.array([row + [0] * (width - len(row)) for row in rows]), tree)
     ends = mx.stack([hidden[place, len(row) - 1] for place, row in enumerate(levels[2])])
-    found = sampler.continue_greedily(model, tree.to_flat_cache(), ends @ model.head_weight.T, 6, [])
+    found = sampler.continue_greedily(
+        model, tree.to_flat_cache(), ends @ model.head_weight.T, 6, []
+    )
     for row, parent, ours in zip(levels[2], parents, found, strict=True):
         ids = levels[0][0] + levels[1][parent] + row
         for token in ours:
@@ -183,38 +225,53 @@ def test_a_directory_that_mlx_lm_converted_is_read_as_its_source(checkpoints, tm
     ours, again = (gwen.load_model(path, mx.float32) for path in (checkpoints["qwen3.5"], tmp_path))
     expected = dict(tree_flatten(again.parameters()))
     for name, array in tree_flatten(ours.parameters()):
-        assert mx.allclose(array, expected[name], rtol=0, atol=1e-6), name  # a norm's weight had 1 added and taken away
+        assert mx.allclose(array, expected[name], rtol=0, atol=1e-6), (
+            name
+        )  # a norm's weight had 1 added and taken away
 
 
 def test_the_text_part_of_a_hybrid_alone_is_a_model_too(checkpoints, tmp_path):
-    weights = {name.replace("language_model.", ""): array for name, array in random_weights(HYBRID).items()}
+    weights = {
+        name.replace("language_model.", ""): array for name, array in random_weights(HYBRID).items()
+    }
     alone = gwen.load_model(hybrid_with(tmp_path, weights, **HYBRID_TEXT), mx.float32)
     whole, rows = gwen.load_model(checkpoints["qwen3.5"], mx.float32), mx.array(tokens())
     assert mx.array_equal(alone(rows), whole(rows))
 
 
 def test_tensors_of_images_are_skipped_with_one_line_and_no_other_may_be_missing(tmp_path, capsys):
-    weights = random_weights(HYBRID) | {f"model.visual.{n}.weight": mx.zeros((2, 2)) for n in range(3)}
+    weights = random_weights(HYBRID) | {
+        f"model.visual.{n}.weight": mx.zeros((2, 2)) for n in range(3)
+    }
     directory = hybrid_with(tmp_path, weights | {"mtp.fc.weight": mx.zeros((2, 2))})
     gwen.load_model(directory, mx.float32)
     assert capsys.readouterr().err.count("4 tensors, not of language, are left out\n") == 1
     del weights["model.language_model.layers.0.linear_attn.A_log"]
     hybrid_with(tmp_path, weights)
-    assert "model.layers.0.linear_attn.A_log has shape none" in message_of(gwen.load_model, directory)
+    assert "model.layers.0.linear_attn.A_log has shape none" in message_of(
+        gwen.load_model, directory
+    )
 
 
-def test_decays_and_the_nets_norms_keep_their_type_in_a_16_bit_model(checkpoints, tokenizer, tmp_path):
+def test_decays_and_the_nets_norms_keep_their_type_in_a_16_bit_model(
+    checkpoints, tokenizer, tmp_path
+):
     model = gwen.load_model(checkpoints["qwen3.5"], mx.float16)
     gwen.save(model, tmp_path, tokenizer)
     saved, source = mx.load(str(tmp_path / "model.safetensors")), random_weights(HYBRID)
     kept = [name for name, array in saved.items() if array.dtype == mx.float32]
     assert len(kept) == 3 * 3 and all(mx.array_equal(saved[name], source[name]) for name in kept)
     rows = mx.array(tokens()[:, :50])
-    assert relative_error(model(rows), gwen.load_model(checkpoints["qwen3.5"], mx.float32)(rows)) < 0.05
+    assert (
+        relative_error(model(rows), gwen.load_model(checkpoints["qwen3.5"], mx.float32)(rows))
+        < 0.05
+    )
 
 
 def test_an_adapter_of_the_other_kind_of_layer_is_named(checkpoints, tmp_path):
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"lora_parameters": {"rank": 2, "scale": 1.0}}))
+    (tmp_path / "adapter_config.json").write_text(
+        json.dumps({"lora_parameters": {"rank": 2, "scale": 1.0}})
+    )
     name = "language_model.model.layers.0.self_attn.q_proj"
     pair = {f"{name}.lora_a": mx.zeros((48, 2)), f"{name}.lora_b": mx.zeros((2, 256))}
     mx.save_safetensors(str(tmp_path / "adapters.safetensors"), pair)
@@ -240,7 +297,9 @@ def day(monkeypatch):
     monkeypatch.setattr(chat_template, "_day", [datetime.date.today()])
 
 
-def test_a_template_that_writes_the_date_writes_that_on_which_its_run_began(tokenizer, day, tmp_path):
+def test_a_template_that_writes_the_date_writes_that_on_which_its_run_began(
+    tokenizer, day, tmp_path
+):
     dated = copy.deepcopy(tokenizer)
     dated.chat_template = DATED
     prompt, today = [{"role": "user", "content": "one"}], datetime.date.today()
@@ -251,7 +310,9 @@ def test_a_template_that_writes_the_date_writes_that_on_which_its_run_began(toke
     evaluate.load_run_config(str(tmp_path), {})
     assert chat_template.render_chat(dated, prompt, False) == "31 January 2026: one<|im_end|>"
     (tmp_path / "env.json").write_text('{"begun": 5}')
-    assert "Invalid isoformat string: '5'" in message_of(evaluate.load_run_config, str(tmp_path), {})
+    assert "Invalid isoformat string: '5'" in message_of(
+        evaluate.load_run_config, str(tmp_path), {}
+    )
 
 
 def test_the_id_that_ends_a_reply_is_the_templates_own(tokenizer):

@@ -32,9 +32,16 @@ def run_all(tmp_path, monkeypatch, capsys):
 @pytest.mark.slow
 def test_each_command_of_the_page_works_after_the_one_before(run_all):
     before, tried, copied, gated, said, packed = run_all(
-        lambda line: re.sub(r"--steps \d+", "--steps 2", line.replace("--model smollm2", "--model demo"))
+        lambda line: re.sub(
+            r"--steps \d+", "--steps 2", line.replace("--model smollm2", "--model demo")
+        )
     )
-    assert before.strip() and "groups have a signal" in tried and "verdict:" in copied and "verdict:" in gated
+    assert (
+        before.strip()
+        and "groups have a signal" in tried
+        and "verdict:" in copied
+        and "verdict:" in gated
+    )
     assert "before" in said and "after" in said and "first-model-Q8_0.gguf" in packed
 
 
@@ -43,7 +50,11 @@ def test_each_command_of_the_page_works_after_the_one_before(run_all):
 def test_the_page_as_it_is_written_learns_to_be_short(run_all):
     """About ten minutes on two cores."""
     _, tried, copied, gated, *_ = run_all(str)
-    assert tried.splitlines()[-1].startswith("go: ") and "verdict: better" in copied and "verdict: better" in gated
+    assert (
+        tried.splitlines()[-1].startswith("go: ")
+        and "verdict: better" in copied
+        and "verdict: better" in gated
+    )
 
 
 def test_the_reward_on_the_page_is_the_one_that_the_commands_name():

@@ -12,7 +12,9 @@ from problems import form, rewards
 from problems.form import apply_gate
 
 ASKED = "Describe water. Use at most 10 words."
-FORMS = read_log(Path(__file__).with_name("forms.jsonl"))  # cheats were said by models paid for following instructions
+FORMS = read_log(
+    Path(__file__).with_name("forms.jsonl")
+)  # cheats were said by models paid for following instructions
 
 
 @pytest.mark.parametrize(("honest", "asked", "said"), FORMS)
@@ -21,8 +23,14 @@ def test_answers_of_people_have_a_form_and_repetitions_and_copies_none(honest, a
 
 
 def test_short_answers_are_too_short_but_neither_repetitions_nor_copies():
-    assert not form.has_form("yes", "Answer yes or no.") and not form.is_degenerate("yes", "Answer yes or no.")
-    assert form.copied_fraction("", ASKED) == 0 and form.distinctness("") == 1 and not form.has_form("", ASKED)
+    assert not form.has_form("yes", "Answer yes or no.") and not form.is_degenerate(
+        "yes", "Answer yes or no."
+    )
+    assert (
+        form.copied_fraction("", ASKED) == 0
+        and form.distinctness("") == 1
+        and not form.has_form("", ASKED)
+    )
 
 
 def test_marks_and_numbers_are_no_words_that_repeat():
@@ -42,12 +50,20 @@ def test_the_copied_share_is_that_of_words_in_runs_of_the_prompt():
     assert form.copied_fraction("and one two three four five too", prompt) == pytest.approx(5 / 7)
     assert form.copied_fraction("and one two three four too", prompt) == 0
     assert form.copied_fraction("Two, three, four, FIVE!", prompt) == 1
-    assert form.copied_fraction("one two three four five six and so on", prompt) == pytest.approx(6 / 9)
+    assert form.copied_fraction("one two three four five six and so on", prompt) == pytest.approx(
+        6 / 9
+    )
 
 
 def test_the_reward_format_pays_for_finished_answers_with_a_form_that_refuse_nothing():
     name, reward = rewards.load_reward("format:20")
-    said = ["Water is clear and wet.", "Water is clear and wet.", ASKED, "I cannot say anything of it.", "Wet."]
+    said = [
+        "Water is clear and wet.",
+        "Water is clear and wet.",
+        ASKED,
+        "I cannot say anything of it.",
+        "Wet.",
+    ]
     columns = {"num_tokens": [19, 20, 9, 9, 3]}
     assert rewards.call_reward(name, reward, [ASKED] * 5, said, columns) == [1, 0, 0, 0, 0]
 
@@ -73,12 +89,16 @@ def test_the_gate_takes_what_is_above_zero_and_leaves_what_is_below():
 
 @pytest.mark.slow
 def test_a_run_with_the_gate_pays_only_for_answers_with_a_form(tmp_path):
-    run = make_run(tmp_path, "--reward-gate", "form", "--steps", "1", "--eval-every", "0", "--max-tokens", "9")
+    run = make_run(
+        tmp_path, "--reward-gate", "form", "--steps", "1", "--eval-every", "0", "--max-tokens", "9"
+    )
     list(train.train(run))
     records = run.journal.rollouts.read()
     assert {record["finish_reason"] for record in records} == {"stop", "length"}
     for record in records:
-        kept = record["finish_reason"] == "stop" and form.has_form(record["completion"], record["prompt"])
+        kept = record["finish_reason"] == "stop" and form.has_form(
+            record["completion"], record["prompt"]
+        )
         assert kept or all(value <= 0 for value in record["rewards"].values())
     figures = run.journal.steps[-1]
     degenerate = [form.is_degenerate(record["completion"], record["prompt"]) for record in records]

@@ -12,7 +12,10 @@ ROWS = {
     "metrics.jsonl": [{"step": 1, "loss": -0.25, "kl": None}, {"step": 2, "loss": 0.5, "kl": 1e-9}],
     "eval.jsonl": [{"step": 0, "eval/accuracy": float("nan")}],
     "eval_answers.jsonl": [{"problem": 0, "completions": ["It is 4.", "It is 5."]}],
-    "rollouts.jsonl": [{"ids": [1, 2], "tool_calls": [{"name": "guess", "result": "low"}]}, {"ids": [3]}],
+    "rollouts.jsonl": [
+        {"ids": [1, 2], "tool_calls": [{"name": "guess", "result": "low"}]},
+        {"ids": [3]},
+    ],
 }
 
 
@@ -29,7 +32,9 @@ def write_outputs(directory):
 def write_adapter(directory, number, name="layers.0.lora_a"):
     tensor = np.arange(6, dtype=np.float32).reshape(2, 3)
     tensor[1, 2] = number
-    mx.save_safetensors(str(directory / "adapter" / "adapters.safetensors"), {name: mx.array(tensor)})
+    mx.save_safetensors(
+        str(directory / "adapter" / "adapters.safetensors"), {name: mx.array(tensor)}
+    )
 
 
 def replace_in(directory, name, old, new):
@@ -57,11 +62,31 @@ CHANGES = [
     ),
     ("metrics.jsonl", "null", "0.0", ["metrics.jsonl", "line 1", '"kl"', "null", "0.0"]),
     ("metrics.jsonl", ', "kl": null', "", ["metrics.jsonl", "line 1", '"kl"', "absent"]),
-    ("metrics.jsonl", '"kl": null', '"kl": null, "new": 1', ["metrics.jsonl", "line 1", '"new"', "absent"]),
+    (
+        "metrics.jsonl",
+        '"kl": null',
+        '"kl": null, "new": 1',
+        ["metrics.jsonl", "line 1", '"new"', "absent"],
+    ),
     ("eval.jsonl", "NaN", "0.5", ["eval.jsonl", '"eval/accuracy"', "NaN", "0.5"]),
-    ("eval_answers.jsonl", "It is 5.", "It is 6.", ['"completions"', "item 1", "It is 5.", "It is 6."]),
-    ("rollouts.jsonl", "[1, 2]", "[1, 2, 3]", ["rollouts.jsonl", "line 1", '"ids"', "2 items", "3"]),
-    ("rollouts.jsonl", '"low"', '"high"', ['"tool_calls"', "item 0", '"result"', '"low"', '"high"']),
+    (
+        "eval_answers.jsonl",
+        "It is 5.",
+        "It is 6.",
+        ['"completions"', "item 1", "It is 5.", "It is 6."],
+    ),
+    (
+        "rollouts.jsonl",
+        "[1, 2]",
+        "[1, 2, 3]",
+        ["rollouts.jsonl", "line 1", '"ids"', "2 items", "3"],
+    ),
+    (
+        "rollouts.jsonl",
+        '"low"',
+        '"high"',
+        ['"tool_calls"', "item 0", '"result"', '"low"', '"high"'],
+    ),
     ("rollouts.jsonl", '{"ids": [3]}\n', "", ["rollouts.jsonl", "2 lines", "1"]),
     ("adapter/adapter_config.json", "4", "8", ["adapter/adapter_config.json", '"rank"', "4", "8"]),
 ]
@@ -134,7 +159,10 @@ def test_the_command_repeats_a_run_byte_for_byte_and_finds_one_changed_number(tm
     done = command("-m", "tests.golden", "--save", saved, "--only", "resumed")
     assert done.returncode == 0, done.stderr
     assert "resumed" in done.stdout
-    steps = [json.loads(line)["step"] for line in (saved / "resumed" / "metrics.jsonl").read_text().splitlines()]
+    steps = [
+        json.loads(line)["step"]
+        for line in (saved / "resumed" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert steps == [1, 2, 3, 4]
     assert str(tmp_path) not in (saved / "resumed" / "rollouts.jsonl").read_text()
 

@@ -40,15 +40,68 @@ from reporting import page
 pytestmark = pytest.mark.slow
 NUM_LINES, NUM_RECIPES, NUM_FILES, NUM_MODELS = 500, 150, 200, 100
 WORDS = [  # for command lines; no path outside the working directory, as some flags write
-    *("", " ", "0", "1", "-1", "2", "1.5", "1e-4", "nan", "inf", "1e999", "2147483648", "65536", "9" * 5000, "\u0663"),
+    *(
+        "",
+        " ",
+        "0",
+        "1",
+        "-1",
+        "2",
+        "1.5",
+        "1e-4",
+        "nan",
+        "inf",
+        "1e999",
+        "2147483648",
+        "65536",
+        "9" * 5000,
+        "\u0663",
+    ),
     *"0x10 1_000 true None auto on off demo random:2m random:9m self own rg: rg:=1 gsm8k values qkv_proj".split(),
     *"correct=1 correct=nan = , a=b,a=b \\ -- - ~ . .. http://me:pass@host/v1 http://[ https://127.0.0.1:9/v1".split(),
     *"owner/name owner/name@main a/b/c file://x length:5 soft_overlong:9:3 reward.py:wants %s {0}".split(),
-    *("x" * 3000, "\x1b[31mred", "a\rb", "a\nb", "\u202etxt", "\udcff", "\x00", "length:" + "9" * 5000),
+    *(
+        "x" * 3000,
+        "\x1b[31mred",
+        "a\rb",
+        "a\nb",
+        "\u202etxt",
+        "\udcff",
+        "\x00",
+        "length:" + "9" * 5000,
+    ),
 ]
 VALUES = [  # for YAML and JSON
-    *(None, True, False, 0, 1, -1, 2.5, 1e-4, float("nan"), float("inf"), 2**31, 10**400, "", "auto", "demo", "1e-4"),
-    *("\x1b[2J", "\ud800", [], [None], ["length:5"], ["qkv_proj", 3], [["a"]], {}, {"correct": 1}, {"a": float("nan")}),
+    *(
+        None,
+        True,
+        False,
+        0,
+        1,
+        -1,
+        2.5,
+        1e-4,
+        float("nan"),
+        float("inf"),
+        2**31,
+        10**400,
+        "",
+        "auto",
+        "demo",
+        "1e-4",
+    ),
+    *(
+        "\x1b[2J",
+        "\ud800",
+        [],
+        [None],
+        ["length:5"],
+        ["qkv_proj", 3],
+        [["a"]],
+        {},
+        {"correct": 1},
+        {"a": float("nan")},
+    ),
     *({1: 2}, {"a": {"b": []}}, "x" * 3000, [0] * 300),
 ]
 PIECES = [  # for any text
@@ -58,12 +111,16 @@ PIECES = [  # for any text
     *"{ } = 1e5 ~ \ufeff ' \" # @ ` 0o8 ... 2001-99-99 .nan 0x 1:60 \x85 \u2028".split(" "),
     *("\n", "  ", "\t", "---\n", "|\n", ">\n", "%YAML 9\n", "9" * 5000),
 ]
-SUMS = [{"prompt": "a", "answer": "1", "system": None}, {"prompt": "b", "answer": "2", "system": "c"}]
+SUMS = [
+    {"prompt": "a", "answer": "1", "system": None},
+    {"prompt": "b", "answer": "2", "system": "c"},
+]
 FILES = {
     "sums.jsonl": '{"prompt": "a", "answer": "1"}\n{"prompt": "b", "answer": "2"}\n',
     "sums.json": json.dumps(SUMS),
     "sums.csv": 'prompt,answer\n"a\nb",1\nc,2\n',
-    "chats.jsonl": '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n' * 20,
+    "chats.jsonl": '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
+    * 20,
     "labels.jsonl": '{"prompt": "a", "completion": "b", "criterion": "kind", "score": 3}\n',
     "scores.jsonl": '{"step": 0, "key": "a", "score": 3.0}\n',
     "rubric.yaml": "criteria: [{name: kind, weight: 1, text: Is it}]",
@@ -122,9 +179,13 @@ def is_taken(capsys: Any, main: Callable[[list[str]], None], argv: list[str], ca
     except BaseException as error:
         raise AssertionError(f"{case!r:.3000}: {type(error).__name__}") from error
     out, err = capsys.readouterr()
-    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]|Traceback", out + err), f"{case!r:.3000}: {out} {err}"
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]|Traceback", out + err), (
+        f"{case!r:.3000}: {out} {err}"
+    )
     line = err.splitlines()[-1] if status else ""
-    assert status == 0 or (status == 2 and re.fullmatch("error: .{10,1000}", line)), f"{case!r:.3000}: {status} {err}"
+    assert status == 0 or (status == 2 and re.fullmatch("error: .{10,1000}", line)), (
+        f"{case!r:.3000}: {status} {err}"
+    )
     return status == 0
 
 
@@ -132,7 +193,11 @@ def is_taken(capsys: Any, main: Callable[[list[str]], None], argv: list[str], ca
 
 COMMANDS: dict[str, tuple[Callable[[list[str]], None], list[str], list[str]]] = {
     "train": (train.main, ["--model", "demo"], ["--run-dir", "new"]),
-    "sft": (train.main, ["--model", "demo", "--loss-type", "sft", "--data", "chats.jsonl"], ["--run-dir", "new"]),
+    "sft": (
+        train.main,
+        ["--model", "demo", "--loss-type", "sft", "--data", "chats.jsonl"],
+        ["--run-dir", "new"],
+    ),
     "preflight": (preflight.main, ["--model", "demo"], []),
     "evaluate": (evaluate.main, ["--model", "demo"], []),
     "sampler": (sampler.main, ["--prompt", "hi"], []),
@@ -147,9 +212,19 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], None], list[str], list[str]]] = 
 def good_values() -> dict[str, list[str]]:
     """Values that each setting may have, by its name; of a switch there are none."""
     usual = {int: ["1", "3"], float: ["0.5", "1"], bool: []}
-    found = {name: [*one.choices] or usual.get(one.kind, ["demo"]) for name, one in SETTINGS.items()}
-    files = {"data": ["sums.jsonl", "chats.jsonl"], "rubric": ["rubric.yaml"], "reward": ["reward.py:fn", "length:9"]}
-    return found | files | {"columns": ["prompt=answer"], "teacher": ["demo", "self"], "task_config": ["task.yaml"]}
+    found = {
+        name: [*one.choices] or usual.get(one.kind, ["demo"]) for name, one in SETTINGS.items()
+    }
+    files = {
+        "data": ["sums.jsonl", "chats.jsonl"],
+        "rubric": ["rubric.yaml"],
+        "reward": ["reward.py:fn", "length:9"],
+    }
+    return (
+        found
+        | files
+        | {"columns": ["prompt=answer"], "teacher": ["demo", "self"], "task_config": ["task.yaml"]}
+    )
 
 
 def test_any_command_line_is_taken_or_refused_in_one_line(stopped, capsys):
@@ -159,7 +234,10 @@ def test_any_command_line_is_taken_or_refused_in_one_line(stopped, capsys):
             main(["--help-all" if main is train.main else "--help"])
         flags[name] = sorted(set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out)))
     flags["preflight"] += flags["train"]
-    words, good = [*WORDS, *FILES, "run", "adapter"], {flag_of(name): words for name, words in good_values().items()}
+    words, good = (
+        [*WORDS, *FILES, "run", "adapter"],
+        {flag_of(name): words for name, words in good_values().items()},
+    )
     num_taken = 0
     for number in range(NUM_LINES):
         make_files(stopped)
@@ -172,7 +250,9 @@ def test_any_command_line_is_taken_or_refused_in_one_line(stopped, capsys):
             values = rng.choices(words, k=rng.choice([0, 1, 1, 1, 1, 2]))
             if rng.random() < 0.6 and flag in good:
                 values = good[flag] and [rng.choice(good[flag])]
-            argv = [*argv, "=".join([flag, *values])] if rng.random() < 0.1 else [*argv, flag, *values]
+            argv = (
+                [*argv, "=".join([flag, *values])] if rng.random() < 0.1 else [*argv, flag, *values]
+            )
         num_taken += is_taken(capsys, main, [*argv, *last], (number, name, argv))
     assert 0.1 < num_taken / NUM_LINES < 0.9
 
@@ -186,7 +266,14 @@ def damaged(content: bytes, rng: random.Random) -> bytes:
         begin = rng.randrange(len(content) + 1)
         end = min(begin + rng.choice([1, 1, 2, 8, 100, len(content)]), len(content))
         deep = rng.choice([b"[", b'{"a":', b"(", b"- "]) * rng.choice([9, 20_000])
-        piece = rng.choice([rng.choice(PIECES).encode("utf-8", "surrogatepass"), rng.randbytes(end - begin), b"", deep])
+        piece = rng.choice(
+            [
+                rng.choice(PIECES).encode("utf-8", "surrogatepass"),
+                rng.randbytes(end - begin),
+                b"",
+                deep,
+            ]
+        )
         content = content[:begin] + piece + rng.choice([content[end:], content[begin:], b""])
     return content
 
@@ -214,7 +301,9 @@ def spoil(path: Path, rng: random.Random) -> bytes:
     structure = content if path.suffix == ".json" else header
     if structure and rng.random() < 0.7:
         structure = json.dumps(changed(json.loads(structure), rng)).encode()
-        content = len(structure).to_bytes(8, "little") + structure + content if header else structure
+        content = (
+            len(structure).to_bytes(8, "little") + structure + content if header else structure
+        )
     else:
         content = damaged(path.read_bytes(), rng)
     path.write_bytes(content)
@@ -222,16 +311,24 @@ def spoil(path: Path, rng: random.Random) -> bytes:
 
 
 def test_any_recipe_is_taken_or_refused_in_one_line(stopped, capsys):
-    recipes, good = [path.read_bytes() for path in sorted((ROOT / "recipes").glob("*.yaml"))], good_values()
+    recipes, good = (
+        [path.read_bytes() for path in sorted((ROOT / "recipes").glob("*.yaml"))],
+        good_values(),
+    )
     for number in range(NUM_RECIPES):
         make_files(stopped)
         rng = random.Random(number)
         content = damaged(rng.choice(recipes), rng)
         if rng.random() < 0.6:
             names = rng.sample(sorted(good), rng.choice([1, 2, 3, 4]))
-            values = [rng.choice([yaml.safe_load(rng.choice(good[n] or ["true"])), rng.choice(VALUES)]) for n in names]
+            values = [
+                rng.choice([yaml.safe_load(rng.choice(good[n] or ["true"])), rng.choice(VALUES)])
+                for n in names
+            ]
             settings = dict(zip(names, values, strict=True))
-            content = yaml.dump(settings, allow_unicode=rng.random() < 0.5).encode("utf-8", "surrogatepass")
+            content = yaml.dump(settings, allow_unicode=rng.random() < 0.5).encode(
+                "utf-8", "surrogatepass"
+            )
         elif rng.random() < 0.3:
             content = "".join(rng.choices(PIECES, k=rng.randrange(14))).encode()
         Path("recipe.yaml").write_bytes(content)
@@ -247,7 +344,10 @@ READERS: dict[str, tuple[Callable[[list[str]], None], list[str]]] = {
     "chats.jsonl": (train.main, [*COMMANDS["sft"][1], "--run-dir", "new"]),
     "labels.jsonl": (judge.main, COMMANDS["judge"][1]),
     "rubric.yaml": (judge.main, COMMANDS["judge"][1]),
-    "task.yaml": (preflight.main, ["--model", "demo", "--task", "rg:chain_sum", "--task-config", "task.yaml"]),
+    "task.yaml": (
+        preflight.main,
+        ["--model", "demo", "--task", "rg:chain_sum", "--task-config", "task.yaml"],
+    ),
     "run/config.yaml": (sampler.main, ["--prompt", "hi", "--run", "run"]),
     "run/metrics.jsonl": (report.main, ["run"]),
     "run/eval.jsonl": (report.main, ["--list", "."]),
@@ -265,7 +365,11 @@ def test_any_file_is_read_or_refused_in_one_line(stopped, capsys):
 
 def test_any_model_directory_is_loaded_or_refused_in_one_line(model_directory, tmp_path, capsys):
     whole, num_taken = shutil.copytree(model_directory, tmp_path / "whole"), 0
-    index = {"weight_map": dict.fromkeys(gwen.hub.load_tensors(whole / "model.safetensors"), "model.safetensors")}
+    index = {
+        "weight_map": dict.fromkeys(
+            gwen.hub.load_tensors(whole / "model.safetensors"), "model.safetensors"
+        )
+    }
     (whole / "model.safetensors.index.json").write_text(json.dumps(index))
     for number in range(NUM_MODELS):
         rng, directory = random.Random(number), tmp_path / f"model{number}"

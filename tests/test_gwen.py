@@ -52,7 +52,10 @@ def load_with_mlx_lm(directory: Path) -> Any:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_with_a_cache_equal_those_of_mlx_lm_with_its_own(checkpoints, name):
-    ours, theirs = gwen.load_model(checkpoints[name], mx.float32), load_with_mlx_lm(checkpoints[name])
+    ours, theirs = (
+        gwen.load_model(checkpoints[name], mx.float32),
+        load_with_mlx_lm(checkpoints[name]),
+    )
     cache, their_cache = KVCache(ours.config.layer_kinds), make_prompt_cache(theirs)
     for begin, end in ((0, 5), (5, 6), (6, 7), (7, 12)):
         part = TOKENS[:, begin:end]
@@ -62,7 +65,10 @@ def test_logits_with_a_cache_equal_those_of_mlx_lm_with_its_own(checkpoints, nam
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("pad_id", [0, 319])
 def test_a_ragged_batch_of_seven_prompts_equals_each_prompt_alone(checkpoints, name, pad_id):
-    model, theirs = gwen.load_model(checkpoints[name], mx.float32), load_with_mlx_lm(checkpoints[name])
+    model, theirs = (
+        gwen.load_model(checkpoints[name], mx.float32),
+        load_with_mlx_lm(checkpoints[name]),
+    )
     prompts = [RNG.integers(0, 320, length).tolist() for length in (1, 2, 3, 5, 8, 13, 9)]
     follow = RNG.integers(0, 320, (7, 4)).astype(np.int32)  # the same tokens are decoded in both
     longest = max(map(len, prompts))
@@ -90,16 +96,27 @@ def form(request, monkeypatch):
 
 @pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_tree_of_shared_runs_gives_each_leaf_the_hidden_states_of_its_whole_path(checkpoints, name):
+def test_a_tree_of_shared_runs_gives_each_leaf_the_hidden_states_of_its_whole_path(
+    checkpoints, name
+):
     model = gwen.load_model(checkpoints[name], mx.float32)
     # three levels of ragged rows, and each level's parents: two roots, of which one row has no child
-    levels = [[RNG.integers(0, 320, n).tolist() for n in level] for level in ([5, 9], [3, 1, 6, 4], [2, 7, 1, 4, 3])]
+    levels = [
+        [RNG.integers(0, 320, n).tolist() for n in level]
+        for level in ([5, 9], [3, 1, 6, 4], [2, 7, 1, 4, 3])
+    ]
     parents = [[1, 0, 1, 0], [2, 0, 2, 3, 0]]
     cache = TreeCache(model.config.layer_kinds).extend([len(row) for row in levels[0]])
     model.hidden(ragged(levels[0]), cache)
     middle = cache.extend([len(row) for row in levels[1]], parents[0])
     model.hidden(ragged(levels[1]), middle)
-    for chosen in ([0, 1, 2, 3, 4], [1, 4], [0, 2], [3], [0, 3]):  # of the leaves, so that parts of a level are used
+    for chosen in (
+        [0, 1, 2, 3, 4],
+        [1, 4],
+        [0, 2],
+        [3],
+        [0, 3],
+    ):  # of the leaves, so that parts of a level are used
         leaves = [levels[2][row] for row in chosen]
         below = middle.extend([len(row) for row in leaves], [parents[1][row] for row in chosen])
         hidden = model.hidden(ragged(leaves), below)
@@ -108,14 +125,22 @@ def test_a_tree_of_shared_runs_gives_each_leaf_the_hidden_states_of_its_whole_pa
             path = levels[0][parents[0][parent]] + levels[1][parent] + levels[2][row]
             expected = model.hidden(mx.array([path]))[:, -len(levels[2][row]) :]
             assert relative_error(hidden[index : index + 1, : len(levels[2][row])], expected) < 1e-5
-    held, used = ((sum(array.nbytes for array in one.arrays()) for one in some) for some in ((cache, middle), (below,)))
+    held, used = (
+        (sum(array.nbytes for array in one.arrays()) for one in some)
+        for some in ((cache, middle), (below,))
+    )
     assert sum(used) < sum(held), "unused rows are left out"
 
 
 @pytest.mark.parametrize(("dtype", "error"), [(mx.float16, 5e-3), (mx.bfloat16, 4e-2)])
-def test_a_16_bit_model_is_near_the_float32_one_and_its_logits_have_its_dtype(checkpoints, dtype, error):
+def test_a_16_bit_model_is_near_the_float32_one_and_its_logits_have_its_dtype(
+    checkpoints, dtype, error
+):
     for name in ("qwen2", "qwen3-yarn"):
-        exact, rounded = gwen.load_model(checkpoints[name], mx.float32), gwen.load_model(checkpoints[name], dtype)
+        exact, rounded = (
+            gwen.load_model(checkpoints[name], mx.float32),
+            gwen.load_model(checkpoints[name], dtype),
+        )
         logits = rounded(TOKENS)
         assert logits.dtype == dtype
         assert relative_error(logits, exact(TOKENS)) < error
@@ -125,7 +150,9 @@ def test_a_16_bit_model_is_near_the_float32_one_and_its_logits_have_its_dtype(ch
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_what_is_saved_loads_in_mlx_lm_and_transformers_and_again_here(checkpoints, tokenizer, name, tmp_path):
+def test_what_is_saved_loads_in_mlx_lm_and_transformers_and_again_here(
+    checkpoints, tokenizer, name, tmp_path
+):
     from transformers import AutoConfig, AutoTokenizer
 
     model = gwen.load_model(checkpoints[name], mx.float32)
@@ -134,7 +161,9 @@ def test_what_is_saved_loads_in_mlx_lm_and_transformers_and_again_here(checkpoin
 
     again, loaded_tokenizer = gwen.load(tmp_path / "saved", mx.float32)
     before, after = (dict(tree_flatten(m.parameters())) for m in (model, again))
-    assert before.keys() == after.keys() and all(mx.array_equal(before[key], after[key]) for key in before)
+    assert before.keys() == after.keys() and all(
+        mx.array_equal(before[key], after[key]) for key in before
+    )
     fields = [field for field in vars(model.config) if field != "raw"]
     assert [getattr(model.config, f) for f in fields] == [getattr(again.config, f) for f in fields]
 
@@ -144,25 +173,41 @@ def test_what_is_saved_loads_in_mlx_lm_and_transformers_and_again_here(checkpoin
     assert theirs.vocab_size == 320
     assert theirs.tie_word_embeddings == model.config.tie_word_embeddings
     assert theirs.rope_parameters["rope_theta"] == model.config.rope_theta
-    assert theirs.rope_parameters["rope_type"] == (model.config.rope_scaling or {"rope_type": "default"})["rope_type"]
+    assert (
+        theirs.rope_parameters["rope_type"]
+        == (model.config.rope_scaling or {"rope_type": "default"})["rope_type"]
+    )
     messages = [{"role": "user", "content": "what is two and two?"}]
     for reader in (loaded_tokenizer, AutoTokenizer.from_pretrained(str(tmp_path / "saved"))):
         assert reader.eos_token == "<|im_end|>"
         for thinking in (False, True):
-            given = {"add_generation_prompt": True, "tokenize": True, "enable_thinking": thinking, "return_dict": False}
-            assert reader.apply_chat_template(messages, **given) == tokenizer.apply_chat_template(messages, **given)
+            given = {
+                "add_generation_prompt": True,
+                "tokenize": True,
+                "enable_thinking": thinking,
+                "return_dict": False,
+            }
+            assert reader.apply_chat_template(messages, **given) == tokenizer.apply_chat_template(
+                messages, **given
+            )
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
 def test_a_16_bit_model_is_saved_in_16_bits(checkpoints, tokenizer, tmp_path, dtype):
     model = gwen.load_model(checkpoints["qwen3"], dtype)
     gwen.save(model, tmp_path, tokenizer)
-    assert {array.dtype for array in mx.load(str(tmp_path / "model.safetensors")).values()} == {dtype}
-    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == str(dtype).removeprefix("mlx.core.")
+    assert {array.dtype for array in mx.load(str(tmp_path / "model.safetensors")).values()} == {
+        dtype
+    }
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == str(dtype).removeprefix(
+        "mlx.core."
+    )
     assert relative_error(gwen.load_model(tmp_path, dtype)(TOKENS), model(TOKENS)) == 0
 
 
-def test_a_qwen2_with_rope_settings_in_the_newer_layout_is_saved_so_that_mlx_lm_reads_them(tokenizer, tmp_path):
+def test_a_qwen2_with_rope_settings_in_the_newer_layout_is_saved_so_that_mlx_lm_reads_them(
+    tokenizer, tmp_path
+):
     # mlx_lm's Qwen2 knows no rope_parameters and would take a theta of 1,000,000 and no YaRN without a word
     config = {key: value for key, value in QWEN2.items() if key != "rope_theta"}
     config |= {"rope_parameters": YARN | {"rope_theta": 10000.0}}
@@ -177,7 +222,12 @@ def test_the_end_ids_are_those_of_the_generation_config_else_of_the_config(check
     (directory / "generation_config.json").unlink()
     assert hub.load_config(directory).eos_ids == (2,)
     assert hub.make_config(QWEN2, {"eos_token_id": 5}).eos_ids == (5,)
-    assert hub.make_config({key: value for key, value in QWEN2.items() if key != "eos_token_id"}).eos_ids == ()
+    assert (
+        hub.make_config(
+            {key: value for key, value in QWEN2.items() if key != "eos_token_id"}
+        ).eos_ids
+        == ()
+    )
 
 
 def test_the_dtype_is_that_of_the_argument_else_of_the_environment(checkpoints, monkeypatch):
@@ -187,7 +237,9 @@ def test_the_dtype_is_that_of_the_argument_else_of_the_environment(checkpoints, 
     assert gwen.load_model(checkpoints["qwen3"]).head_weight.dtype == mx.bfloat16
     assert gwen.load_model(checkpoints["qwen3"], mx.float16).head_weight.dtype == mx.float16
     monkeypatch.setenv("GWEN_DTYPE", "int4")
-    with pytest.raises(ValueError, match="GWEN_DTYPE='int4' is not one of float16, bfloat16, float32"):
+    with pytest.raises(
+        ValueError, match="GWEN_DTYPE='int4' is not one of float16, bfloat16, float32"
+    ):
         gwen.load_model(checkpoints["qwen3"])
 
 
@@ -196,7 +248,10 @@ def test_loading_holds_little_more_than_the_model(tmp_path):
     directory = write_checkpoint(tmp_path, QWEN3 | larger)
     model = gwen.load_model(directory, mx.float32)
     num_bytes = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
-    assert num_bytes > 30e6 and peak_of(lambda: gwen.load_model(directory, mx.float32).parameters()) < 1.2 * num_bytes
+    assert (
+        num_bytes > 30e6
+        and peak_of(lambda: gwen.load_model(directory, mx.float32).parameters()) < 1.2 * num_bytes
+    )
 
 
 # ---- what is wrong with a directory
@@ -207,12 +262,24 @@ def raises_one_line(match: str) -> Any:
     return pytest.raises(ValueError, match=rf"^(?=[^\n]{{10,500}}\Z).*{match}")
 
 
-BASES = {"qwen3": QWEN3, "llama": LLAMA, "smollm3": SMOLLM3, "qwen3_5": HYBRID, "qwen3_5_text": HYBRID_TEXT}
-BAD_CONFIGS = [json.loads(line) for line in (ROOT / "tests" / "bad_configs.jsonl").read_text().splitlines()]
+BASES = {
+    "qwen3": QWEN3,
+    "llama": LLAMA,
+    "smollm3": SMOLLM3,
+    "qwen3_5": HYBRID,
+    "qwen3_5_text": HYBRID_TEXT,
+}
+BAD_CONFIGS = [
+    json.loads(line) for line in (ROOT / "tests" / "bad_configs.jsonl").read_text().splitlines()
+]
 
 
-@pytest.mark.parametrize(("base", "change", "word"), BAD_CONFIGS, ids=[f"{row[0]}-{row[2]}" for row in BAD_CONFIGS])
-def test_a_configuration_that_is_wrong_or_not_supported_is_refused_by_name(directory, base, change, word):
+@pytest.mark.parametrize(
+    ("base", "change", "word"), BAD_CONFIGS, ids=[f"{row[0]}-{row[2]}" for row in BAD_CONFIGS]
+)
+def test_a_configuration_that_is_wrong_or_not_supported_is_refused_by_name(
+    directory, base, change, word
+):
     with raises_one_line(re.escape(word)):
         if base == "qwen3":  # its weights are there, and are held against it
             (directory / "config.json").write_text(json.dumps(QWEN3 | change))
@@ -224,7 +291,9 @@ def test_layers_without_positions_are_a_list_or_an_interval_and_the_head_of_smol
     named = hub.make_config(SMOLLM3)
     silent = ("no_rope_layers", "tie_word_embeddings")
     counted = hub.make_config({key: value for key, value in SMOLLM3.items() if key not in silent})
-    assert named.layer_kinds == counted.layer_kinds == (*["full_attention"] * 3, "unrotated_attention")
+    assert (
+        named.layer_kinds == counted.layer_kinds == (*["full_attention"] * 3, "unrotated_attention")
+    )
     assert counted.tie_word_embeddings
 
 
@@ -244,7 +313,10 @@ def test_the_files_that_an_index_names_are_read_and_no_other(directory):
     index = directory / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"model.norm.weight": "model-one.safetensors"}}))
     assert gwen.load_model(directory)
-    for text, said in ((index.read_text().replace("one", "9"), "model-9.safetensors is not"), ("{}", "names none")):
+    for text, said in (
+        (index.read_text().replace("one", "9"), "model-9.safetensors is not"),
+        ("{}", "names none"),
+    ):
         index.write_text(text)
         with raises_one_line(said):
             gwen.load_model(directory)
@@ -252,7 +324,9 @@ def test_the_files_that_an_index_names_are_read_and_no_other(directory):
 
 def change_weights(directory: Path, changes: dict[str, mx.array | None]) -> None:
     weights: dict[str, Any] = random_weights(QWEN3) | changes
-    mx.save_safetensors(str(directory / "model.safetensors"), {k: v for k, v in weights.items() if v is not None})
+    mx.save_safetensors(
+        str(directory / "model.safetensors"), {k: v for k, v in weights.items() if v is not None}
+    )
 
 
 Q, K = "model.layers.1.self_attn.q_proj.weight", "model.layers.1.self_attn.k_proj.weight"
@@ -261,7 +335,10 @@ Q, K = "model.layers.1.self_attn.q_proj.weight", "model.layers.1.self_attn.k_pro
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({Q: mx.zeros((64, 48)), K: mx.zeros((128, 48))}, r"k_proj.weight has shape \(128, 48\).*asks for \(64, 48\)"),
+        (
+            {Q: mx.zeros((64, 48)), K: mx.zeros((128, 48))},
+            r"k_proj.weight has shape \(128, 48\).*asks for \(64, 48\)",
+        ),
         ({K: mx.zeros((64, 47))}, r"k_proj.weight has shape \(64, 47\)"),
         ({K: None}, "k_proj.weight has shape none"),
         ({Q: mx.zeros((128, 6), mx.uint32)}, r"q_proj.weight has shape \(128, 6\)"),
@@ -289,7 +366,9 @@ def test_tables_of_rotary_frequencies_and_a_head_equal_to_a_tied_embedding_are_i
 
 
 @pytest.mark.parametrize("change", ["another head", "two rows swapped", "fewer rows"])
-def test_a_head_beside_a_tied_embedding_is_refused_and_used_where_nothing_ties_them(directory, change):
+def test_a_head_beside_a_tied_embedding_is_refused_and_used_where_nothing_ties_them(
+    directory, change
+):
     head = np.array(mx.load(str(directory / "model.safetensors"))["model.embed_tokens.weight"])
     if change == "another head":
         head = np.zeros_like(head)
@@ -311,7 +390,14 @@ def test_a_head_beside_a_tied_embedding_is_refused_and_used_where_nothing_ties_t
 
 
 JSON = st.sampled_from([0, 1, 2, 4, 32, 64]) | json_values(*YARN, "type", "rope_theta")
-KEYS = [*QWEN3, "rope_scaling", "rope_parameters", "layer_types", "quantization_config", "partial_rotary_factor"]
+KEYS = [
+    *QWEN3,
+    "rope_scaling",
+    "rope_parameters",
+    "layer_types",
+    "quantization_config",
+    "partial_rotary_factor",
+]
 
 
 @pytest.mark.slow
@@ -338,8 +424,16 @@ def pair_of(name, low, high):
     ("tensors", "config", "match"),
     [
         ({}, {"fine_tune_type": "dora"}, "fine_tune_type 'dora' is not supported"),
-        ({"model.norm": mx.zeros(48)}, {"fine_tune_type": "full"}, "model.norm .* is not a tensor of this model"),
-        ({"model.norm.weight": mx.zeros(47)}, {"fine_tune_type": "full"}, "is not a tensor of this model"),
+        (
+            {"model.norm": mx.zeros(48)},
+            {"fine_tune_type": "full"},
+            "model.norm .* is not a tensor of this model",
+        ),
+        (
+            {"model.norm.weight": mx.zeros(47)},
+            {"fine_tune_type": "full"},
+            "is not a tensor of this model",
+        ),
         ({}, {"fine_tune_type": "lora"}, "has {'lora_parameters': None}; they must make"),
         ({}, {"lora_parameters": {"scale": 2}}, "{'scale': 2}}; they must make"),
         *[

@@ -7,8 +7,19 @@ from small_run import SMALL
 import train
 from reporting import health
 
-LENGTH, TRUNCATED, OVER_CAP = "completion/mean_tokens", "completion/truncated_frac", "mismatch/over_cap_frac"
-STEP = {"sampling/signal_groups": 4, "reward/mean": 0.5, "entropy": 1.0, LENGTH: 10.0, TRUNCATED: 0.1, OVER_CAP: 0.0}
+LENGTH, TRUNCATED, OVER_CAP = (
+    "completion/mean_tokens",
+    "completion/truncated_frac",
+    "mismatch/over_cap_frac",
+)
+STEP = {
+    "sampling/signal_groups": 4,
+    "reward/mean": 0.5,
+    "entropy": 1.0,
+    LENGTH: 10.0,
+    TRUNCATED: 0.1,
+    OVER_CAP: 0.0,
+}
 
 
 def steps_of(key, *values, then=(), num_then=5):
@@ -21,7 +32,10 @@ def names(steps, has_gained=False):
     return [finding.name for finding in health.find_symptoms(list(steps), has_gained)]
 
 
-TOOLS = [STEP | {"tools/calls": 10, "tools/failures": number} for number in (9, 9, 9, 9, 9, 1, 1, 1, 1, 1)]
+TOOLS = [
+    STEP | {"tools/calls": 10, "tools/failures": number}
+    for number in (9, 9, 9, 9, 9, 1, 1, 1, 1, 1)
+]
 
 
 def slow(*last, **last_three):
@@ -37,22 +51,45 @@ def signal(*groups):
 STILL = {"update/kl": 0.0}
 SLOW = slow(31, 40, 33)
 CONTROL = f"{health.CONTROL}</x>"
-CONTROLS = {share: [step | {TRUNCATED: share} for step in steps_of(CONTROL, *[share] * 5)] for share in (0.6, 0.09)}
+CONTROLS = {
+    share: [step | {TRUNCATED: share} for step in steps_of(CONTROL, *[share] * 5)]
+    for share in (0.6, 0.09)
+}
 LOST = steps_of("entropy", then=(1.0, 0.05))
 ILL_AND_WELL = [  # an illness, steps and evaluations that show it, and such that do not
     ("no signal", (signal(3, 0, 0, 0, 0, 0),), (signal(0, 0, 0, 0, 1),)),
     ("no signal", (signal(0, 0, 0, 0, 0),), (signal(0, 0, 0, 0),)),
-    ("nothing moves", (steps_of("update/kl", then=(3e-8, -1e-9)),), (steps_of("update/kl", then=(3e-8, 2e-6)),)),
-    ("nothing moves", (steps_of("update/kl", *[0.0] * 10),), (steps_of("update/kl", *[0.0] * 9, None),)),
-    ("no signal", ([step | STILL for step in signal(*[0] * 10)],), (signal(0, 0, 0, 0),)),  # no rate mends that
+    (
+        "nothing moves",
+        (steps_of("update/kl", then=(3e-8, -1e-9)),),
+        (steps_of("update/kl", then=(3e-8, 2e-6)),),
+    ),
+    (
+        "nothing moves",
+        (steps_of("update/kl", *[0.0] * 10),),
+        (steps_of("update/kl", *[0.0] * 9, None),),
+    ),
+    (
+        "no signal",
+        ([step | STILL for step in signal(*[0] * 10)],),
+        (signal(0, 0, 0, 0),),
+    ),  # no rate mends that
     ("entropy", ([step | STILL for step in LOST],), (steps_of("entropy", then=(1.0, 0.11)),)),
     ("tools fail", (TOOLS[:5],), (TOOLS,)),
     ("tools fail", (TOOLS[:5],), (TOOLS[:4],)),
     ("entropy", (steps_of("entropy", then=(1.0, 0.09)),), (steps_of("entropy", then=(1.0, 0.11)),)),
-    ("entropy", (steps_of("entropy", then=(1.0, 0.5, 0.01)),), (steps_of("entropy", then=(1.0, None)),)),
+    (
+        "entropy",
+        (steps_of("entropy", then=(1.0, 0.5, 0.01)),),
+        (steps_of("entropy", then=(1.0, None)),),
+    ),
     ("control token", (CONTROLS[0.6],), (CONTROLS[0.09],)),
     ("truncated", (steps_of(TRUNCATED, then=(0.6,)),), (steps_of(TRUNCATED, then=(0.6, 0.5)),)),
-    ("truncated", (steps_of(TRUNCATED, 0.6),), (steps_of(TRUNCATED, 0.5),)),  # from the first step on
+    (
+        "truncated",
+        (steps_of(TRUNCATED, 0.6),),
+        (steps_of(TRUNCATED, 0.5),),
+    ),  # from the first step on
     *(("slow", (SLOW,), (well,)) for well in (slow(31, 12, 33), slow(29, 29, 29))),
     ("slow", (SLOW,), (slow(31, 40, 33, **{LENGTH: 40.0}),)),
     ("mismatch", (steps_of(OVER_CAP, then=(0.011,)),), (steps_of(OVER_CAP, then=(0.009,)),)),
@@ -79,7 +116,9 @@ def test_answers_that_are_cut_off_are_told_at_step_0_with_their_limit():
     assert found.name == "truncated"
     assert found.text.startswith("75% of the answers") and "--max-tokens 30" in found.text
     assert health.describe_cut_off([], [evaluation | {"eval/truncated_frac": 0.5}], settings) == ""
-    assert "--max-context" in health.describe_cut_off([], [evaluation], settings | {"tools": ["mine.py:look"]})
+    assert "--max-context" in health.describe_cut_off(
+        [], [evaluation], settings | {"tools": ["mine.py:look"]}
+    )
     later = steps_of(TRUNCATED, then=(0.4,))
     assert health.describe_cut_off(later, [evaluation], settings) == ""  # the evaluation is older
     risen = health.describe_cut_off(steps_of(TRUNCATED, then=(0.1, 0.9)), [], settings)
@@ -90,15 +129,21 @@ def test_answers_that_are_cut_off_are_told_at_step_0_with_their_limit():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("steps", "every", "first"), [(1, 1, 0), (4, 20, 0), (6, 20, 0), (2, 0, 1)])
-def test_where_most_answers_are_cut_off_the_warning_and_the_ending_say_so_first(tmp_path, capsys, steps, every, first):
+@pytest.mark.parametrize(
+    ("steps", "every", "first"), [(1, 1, 0), (4, 20, 0), (6, 20, 0), (2, 0, 1)]
+)
+def test_where_most_answers_are_cut_off_the_warning_and_the_ending_say_so_first(
+    tmp_path, capsys, steps, every, first
+):
     flags = f"--model demo --max-tokens 3 --batch 2 --groups 4 --eval-limit 8 --steps {steps} --eval-every {every}"
     train.main([*flags.split(), "--run-dir", str(tmp_path / "run")])
     shown = capsys.readouterr()
     assert read_log(tmp_path / "run" / "warnings.jsonl")[0]["step"] == first
     assert f"WARNING after step {first}: " in shown.err
     lines = shown.out.splitlines()
-    ending = lines[lines.index(next(line for line in lines if line.startswith("warned after"))) - 1 :]
+    ending = lines[
+        lines.index(next(line for line in lines if line.startswith("warned after"))) - 1 :
+    ]
     assert "cut off at --max-tokens 3" in ending[0]
     assert "sft" not in shown.out
     if every:
@@ -108,12 +153,16 @@ def test_where_most_answers_are_cut_off_the_warning_and_the_ending_say_so_first(
 @pytest.fixture
 def flags(tmp_path):
     """Of a run with a constant reward."""
-    (tmp_path / "mine.py").write_text("def same(completions, **_): return [0.7] * len(completions)\n")
+    (tmp_path / "mine.py").write_text(
+        "def same(completions, **_): return [0.7] * len(completions)\n"
+    )
     return [*SMALL, "--reward", f"{tmp_path / 'mine.py'}:same", "--eval-every", "0"]
 
 
 @pytest.mark.slow
-def test_a_constant_reward_is_warned_of_once_and_not_again_where_the_run_goes_on(tmp_path, flags, capsys):
+def test_a_constant_reward_is_warned_of_once_and_not_again_where_the_run_goes_on(
+    tmp_path, flags, capsys
+):
     whole, cut, flags = tmp_path / "whole", tmp_path / "cut", [*flags, "--warmup-steps", "99"]
     train.main([*flags, "--steps", "6", "--run-dir", str(whole)])
     shown = capsys.readouterr()
@@ -123,7 +172,9 @@ def test_a_constant_reward_is_warned_of_once_and_not_again_where_the_run_goes_on
         f"WARNING after step 5: {warned['text']}."
     ]
     assert "warned after step 5: no signal" in shown.out
-    assert all(line.endswith(" | no step") for line in shown.out.splitlines() if line.startswith("step "))
+    assert all(
+        line.endswith(" | no step") for line in shown.out.splitlines() if line.startswith("step ")
+    )
 
     train.main([*flags, "--steps", "4", "--run-dir", str(cut)])
     train.main(["--resume", str(cut), "--steps", "5"])  # the four steps before count
@@ -137,4 +188,7 @@ def test_a_constant_reward_is_warned_of_once_and_not_again_where_the_run_goes_on
 def test_a_healthy_run_is_not_warned_of_anything(tmp_path, capsys):
     flags = "--steps 10 --learning-rate 1e-4 --eval-every 5 --run-dir".split()
     train.main([*SMALL, *flags, str(tmp_path / "run")])
-    assert "WARNING" not in capsys.readouterr().err and read_log(tmp_path / "run" / "warnings.jsonl") == []
+    assert (
+        "WARNING" not in capsys.readouterr().err
+        and read_log(tmp_path / "run" / "warnings.jsonl") == []
+    )

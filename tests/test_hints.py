@@ -20,15 +20,23 @@ KINDS = {"same", "renamed", "not needed", "missing"}
 def test_every_foreign_name_is_answered_by_its_row_and_never_by_its_spelling():
     of_training = {"--loss", "--resume", "--run-dir", "--eval-data", *map(flags.flag_of, SETTINGS)}
     commands = {"--samples", "--export", "--fuse", *of_training}
-    for name, kind, said in ((name, *row) for rows in flags.load_foreign_names().values() for name, row in rows.items()):
+    for name, kind, said in (
+        (name, *row) for rows in flags.load_foreign_names().values() for name, row in rows.items()
+    ):
         own = set(re.findall("`(--[a-z-]+)", said))
         assert own <= commands, f"{name}: a flag that nobody has"
         assert (kind == "same") == (name in SETTINGS), name
         if kind != "same":
             answer = flags.suggest_name(flags.flag_of(name), sorted(of_training))
-            assert name in answer and "did you mean" not in answer and said.replace("`", "") in answer
-            assert kind != "renamed" or own or said[0].isupper() or name == "callbacks", f"{name}: what to write"
-    assert {kind for rows in flags.load_foreign_names().values() for kind, _ in rows.values()} == KINDS
+            assert (
+                name in answer and "did you mean" not in answer and said.replace("`", "") in answer
+            )
+            assert kind != "renamed" or own or said[0].isupper() or name == "callbacks", (
+                f"{name}: what to write"
+            )
+    assert {
+        kind for rows in flags.load_foreign_names().values() for kind, _ in rows.values()
+    } == KINDS
 
 
 @pytest.mark.parametrize(
@@ -43,11 +51,18 @@ def test_every_foreign_name_is_answered_by_its_row_and_never_by_its_spelling():
         ("reward", "length:9", ["length:9"]),
     ],
 )
-def test_values_of_trl_are_taken_in_a_flag_with_underscores_and_in_a_recipe(tmp_path, name, value, ours):
+def test_values_of_trl_are_taken_in_a_flag_with_underscores_and_in_a_recipe(
+    tmp_path, name, value, ours
+):
     rest = {"data": "mine.jsonl"} if ours == "sft" else {}
     written = {"False": False, "true": True}.get(value, value)
     assert checks.check_settings(rest | {name: written}).to_flags()[name] == ours
-    assert checks.check_settings(rest | sources.given_settings(parse_flags([f"--{name}", str(value)]))).to_flags()[name] == ours
+    assert (
+        checks.check_settings(
+            rest | sources.given_settings(parse_flags([f"--{name}", str(value)]))
+        ).to_flags()[name]
+        == ours
+    )
 
 
 SCRIPT = """
@@ -77,8 +92,19 @@ RECIPE += "dataset_name: 5\n'': 3\n"
         (
             "grpo.py",
             SCRIPT,
-            {"data": "openai/gsm8k:main:train", "batch": 4, "groups": 8, "max_tokens": 200, "learning_rate": 2e-5}
-            | {"lora_rank": 32, "lora_scale": 2.0, "lora_targets": ["qkv_proj"], "checkpoint_layers": "on"}
+            {
+                "data": "openai/gsm8k:main:train",
+                "batch": 4,
+                "groups": 8,
+                "max_tokens": 200,
+                "learning_rate": 2e-5,
+            }
+            | {
+                "lora_rank": 32,
+                "lora_scale": 2.0,
+                "lora_targets": ["qkv_proj"],
+                "checkpoint_layers": "on",
+            }
             | {"model": "Qwen/Qwen2-0.5B", "scale_rewards": "none"},
             "adam_beta2 bf16 loss_type num_train_epochs reward_funcs temperature top_k weight_decay",
         ),
@@ -109,7 +135,10 @@ RECIPE += "dataset_name: 5\n'': 3\n"
             "from mine import short as brief\ndef right(): ...\n"
             "GRPOTrainer(reward_funcs=[right, brief]); LoraConfig(target_modules=['q_proj', 'v_proj'])\n"
             "GRPOConfig(reward_weights=[1, 0.5], warmup_ratio=.11, max_steps=10), load_dataset('a'), load_dataset('b')",
-            {"reward": ["AT/rewards.py:right", "AT/mine.py:short"], "reward_weights": {"right": 1, "short": 0.5}}
+            {
+                "reward": ["AT/rewards.py:right", "AT/mine.py:short"],
+                "reward_weights": {"right": 1, "short": 0.5},
+            }
             | {"warmup_steps": 2, "steps": 10, "lora_rank": 8, "lora_scale": 1.0},
             "datasets reward target_modules",
         ),
@@ -117,7 +146,12 @@ RECIPE += "dataset_name: 5\n'': 3\n"
             "dotted.yaml",
             "reward_funcs: [their.own, mine.short]\nreward_weights: [1, 2]\nwarmup_steps: 0.1\nmax_steps: 3\n"
             "datasets: [{path: json, data_files: mine.py, split: train}]\nuse_peft: false\nlora_r: 4",
-            {"reward": ["AT/mine.py:short"], "reward_weights": {"short": 2}, "warmup_steps": 1, "steps": 3}
+            {
+                "reward": ["AT/mine.py:short"],
+                "reward_weights": {"short": 2},
+                "warmup_steps": 1,
+                "steps": 3,
+            }
             | {"data": "AT/mine.py", "lora_rank": 0},
             "reward_funcs",
         ),
@@ -126,7 +160,13 @@ RECIPE += "dataset_name: 5\n'': 3\n"
             "common = {'num_generations': 4}\nargs = GRPOConfig('out', **common, **more())\nif x: args.max_steps = 7\n"
             "def f(a): return list(map(len, a))\nds = Dataset.from_json('mine.py').map(f)\ntest = load_dataset('a/b')\n"
             "class T(trl.GRPOTrainer): ...\nT('demo', f, args, ds, eval_dataset=test)\nLoraConfig(r=4)",
-            {"groups": 4, "steps": 7, "data": "AT/mine.py", "model": "demo", "reward": ["AT/short.py:f"]}
+            {
+                "groups": 4,
+                "steps": 7,
+                "data": "AT/mine.py",
+                "model": "demo",
+                "reward": ["AT/short.py:f"],
+            }
             | {"lora_rank": 4, "lora_scale": 2.0, "eval_data": "a/b"},
             "** .map reward",
         ),
@@ -134,7 +174,14 @@ RECIPE += "dataset_name: 5\n'': 3\n"
             "more.yaml",
             "dataset_name: mine.py\ndataset_train_split: train\nuse_rslora: true\neval_strategy: no\neval_steps: 9\n"
             "chat_template_kwargs: {enable_thinking: false}\nper_device_train_batch_size: 1\ngeneration_batch_size: 24",
-            {"data": "AT/mine.py", "lora_rank": 16, "lora_scale": 8.0, "eval_every": 9, "thinking": False, "batch": 3},
+            {
+                "data": "AT/mine.py",
+                "lora_rank": 16,
+                "lora_scale": 8.0,
+                "eval_every": 9,
+                "thinking": False,
+                "batch": 3,
+            },
             "eval_strategy reward_funcs",
         ),
         (
@@ -155,7 +202,13 @@ RECIPE += "dataset_name: 5\n'': 3\n"
             "b.py",
             "async def f(**_): ...\ng = mine.make(2)\nSFTTrainer('s', SFTConfig(max_steps=9))\nget_peft_model(m, r=8)\n"
             "GRPOTrainer('demo', [f, g, mine.make(3)], GRPOConfig(max_steps=3))",
-            {"model": "demo", "reward": ["AT/b.py:f", "AT/b.py:g"], "steps": 3, "lora_rank": 8, "lora_scale": 1.0},
+            {
+                "model": "demo",
+                "reward": ["AT/b.py:f", "AT/b.py:g"],
+                "steps": 3,
+                "lora_rank": 8,
+                "lora_scale": 1.0,
+            },
             "SFTConfig SFTTrainer reward reward_funcs",
         ),
         (
@@ -166,26 +219,38 @@ RECIPE += "dataset_name: 5\n'': 3\n"
         ),
     ],
 )
-def test_a_file_of_trl_becomes_a_recipe_that_says_what_has_no_equal(tmp_path, capsys, name, text, ours, left):
+def test_a_file_of_trl_becomes_a_recipe_that_says_what_has_no_equal(
+    tmp_path, capsys, name, text, ours, left
+):
     (tmp_path / name).write_text(text)
     (tmp_path / "mine.py").touch()
     train.main(["--from-trl", str(tmp_path / name)])
     said = capsys.readouterr().out
     assert yaml.safe_load(said.replace(str(tmp_path), "AT")) == ours
-    assert ("['q_proj', 'v_proj'] -> refused: --lora-targets q_proj: one adapter" in said) == (name == "rewards.py")
+    assert ("['q_proj', 'v_proj'] -> refused: --lora-targets q_proj: one adapter" in said) == (
+        name == "rewards.py"
+    )
     is_sft = ours.get("loss_type") == "sft"
     always = ["target_kl"] * (not is_sft) + ["learning_rate"] * ("learning_rate" not in text)
     assert sorted(re.findall(r"^# ([\w.*()]+): ", said, re.M)) == sorted(left.split() + always)
     if name == "grpo.py":
         assert said.startswith("# uv run train.py --config THIS --run-dir 'runs/a b'\n")
-        assert "\n# temperature: 'TEMPERATURE' -> computed: write its value as `temp: VALUE`\n" in said
-        assert "weight_decay: 0.1 -> missing: there is none, as" in said and ", max_grad_norm, " in said
+        assert (
+            "\n# temperature: 'TEMPERATURE' -> computed: write its value as `temp: VALUE`\n" in said
+        )
+        assert (
+            "weight_decay: 0.1 -> missing: there is none, as" in said
+            and ", max_grad_norm, " in said
+        )
     if name == "computed.py":
         assert "# lora_alpha: '2 * RANK' -> renamed: `--lora-scale`, which is alpha / rank" in said
     if name == "habits.yaml":
         assert "# reward_funcs: ['accuracy_reward'] -> renamed: " in said
         assert "refused" not in said
-        assert "# learning_rate: 2e-05 is low for this model: recipes/own-small.yaml has 0.0004\n" in said
+        assert (
+            "# learning_rate: 2e-05 is low for this model: recipes/own-small.yaml has 0.0004\n"
+            in said
+        )
     (tmp_path / "ours.yaml").write_text(said)
     checks.check_settings(sources.load_recipe(tmp_path / "ours.yaml"))
 
@@ -195,29 +260,45 @@ def test_all_unknown_flags_are_told_in_one_line(capsys):
         parse_flags(["--num-generations", "8", "--beta", "0.1", "--grups", "4", "--use-vllm"])
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and said.count(" is no flag of train.py; ") == 3
-    assert said.index("--groups, completions") < said.index("did you mean --groups?") < said.index("not needed here")
+    assert (
+        said.index("--groups, completions")
+        < said.index("did you mean --groups?")
+        < said.index("not needed here")
+    )
 
 
 def test_a_recipe_and_a_program_are_answered_like_a_flag():
     its = r"'num_generations'; TRL's num_generations is here --groups.*\. unknown setting 'zebra'; train\.py --help-all"
     with pytest.raises(ValueError, match=its):
         sources.refuse_unknown({"num_generations": 8, "zebra": 8})
-    with pytest.raises(ValueError, match=r"x: 5 unknown settings, 'a', 'b', 'c', 'd', 'e'; of TRL's --from-trl FILE"):
+    with pytest.raises(
+        ValueError,
+        match=r"x: 5 unknown settings, 'a', 'b', 'c', 'd', 'e'; of TRL's --from-trl FILE",
+    ):
         sources.refuse_unknown("abcde", "x: ")
     with pytest.raises(ValueError, match=r"'a'; .*'e'; train.py --help-all lists them"):
         sources.refuse_unknown("abcde")  # of a program each is answered
-    with pytest.raises(ValueError, match=r"'curriculum'; curriculum is not needed here: prompts are drawn in epochs"):
+    with pytest.raises(
+        ValueError,
+        match=r"'curriculum'; curriculum is not needed here: prompts are drawn in epochs",
+    ):
         sources.refuse_unknown({"curriculum": True})
 
 
 def test_a_command_without_the_flag_of_a_row_says_nothing_of_it():
     assert flags.suggest_name("--lora-alpha", ["--temp", "--seed"]) == ""
-    assert flags.suggest_name("--temperature", ["--temp", "--seed"]) == "TRL's temperature is here --temp"
+    assert (
+        flags.suggest_name("--temperature", ["--temp", "--seed"])
+        == "TRL's temperature is here --temp"
+    )
 
 
 def test_the_command_that_goes_on_has_the_extras_of_the_run_and_its_place(tmp_path, monkeypatch):
     config = checks.check_settings({"model": "smollm2", "task": "rg:lcm", "report_to": "wandb"})
-    assert sources.command_line(config.to_flags()) == "uv run --extra smollm --extra tasks --extra wandb train.py"
+    assert (
+        sources.command_line(config.to_flags())
+        == "uv run --extra smollm --extra tasks --extra wandb train.py"
+    )
     assert sources.command_line({"model": "demo"}, "report.py") == "uv run report.py"
     monkeypatch.chdir(tmp_path)
     assert sources.command_line({"model": "demo"}) == f"uv run --project {ROOT} {ROOT / 'train.py'}"
@@ -228,7 +309,8 @@ def test_the_command_that_goes_on_has_the_extras_of_the_run_and_its_place(tmp_pa
 
 def test_the_parts_of_projections_are_those_of_checkpoints():
     assert {
-        fused.rpartition(".")[2]: tuple(part.rpartition(".")[2] for part in parts) for fused, parts in hub.FUSED.items()
+        fused.rpartition(".")[2]: tuple(part.rpartition(".")[2] for part in parts)
+        for fused, parts in hub.FUSED.items()
     } == PARTS
 
 
@@ -236,6 +318,13 @@ def test_projections_may_be_named_as_in_a_checkpoint():
     assert resolve_lora_targets(["all-linear"]) == list(TARGETS)
     found = resolve_lora_targets("q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split())
     assert found == ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
-    assert resolve_lora_targets(["down_proj", "up_proj", "gate_proj"]) == ["gate_up_proj", "down_proj"]
-    assert checks.check_settings({"lora_targets": ["v_proj", "q_proj", "k_proj"]}).model.lora_targets == ["qkv_proj"]
-    assert "--lora-targets is 5; it must be a list of texts" in message_of(checks.check_settings, {"lora_targets": 5})
+    assert resolve_lora_targets(["down_proj", "up_proj", "gate_proj"]) == [
+        "gate_up_proj",
+        "down_proj",
+    ]
+    assert checks.check_settings(
+        {"lora_targets": ["v_proj", "q_proj", "k_proj"]}
+    ).model.lora_targets == ["qkv_proj"]
+    assert "--lora-targets is 5; it must be a list of texts" in message_of(
+        checks.check_settings, {"lora_targets": 5}
+    )

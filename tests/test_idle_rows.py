@@ -15,13 +15,18 @@ from step import sample as samples
 from step.batch import make_batches
 
 pytestmark = pytest.mark.slow
-ADVANTAGES = np.array([[1, -1, 0.5, -0.5], [0, 0, 0, 0], [1.5, 0, -1.5, 0]])  # six rows of twelve teach
+ADVANTAGES = np.array(
+    [[1, -1, 0.5, -0.5], [0, 0, 0, 0], [1.5, 0, -1.5, 0]]
+)  # six rows of twelve teach
 
 OWN = "import grpo\ndef plain(tokens, objective):\n    return grpo.Loss(-(tokens.logprobs * tokens.mask).sum(), {})\n"
 
 
 def trained(run, drawn, turn=0):
-    return make_batches(advantages.select_for_update(run.config, drawn, turn, run.learner.loss.all_have_gradient), 1024)
+    return make_batches(
+        advantages.select_for_update(run.config, drawn, turn, run.learner.loss.all_have_gradient),
+        1024,
+    )
 
 
 def rows_of(batches):
@@ -31,7 +36,9 @@ def rows_of(batches):
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("flags", [(), ("--checkpoint-layers", "on", "--lora-rank", "0")])
 def test_the_gradient_without_idle_rows_is_the_gradient_of_all_rows(tmp_path, loss, flags):
-    run = make_run(tmp_path, "--loss-type", loss, *flags, *(("--epsilon-high", "5") if loss == "cispo" else ()))
+    run = make_run(
+        tmp_path, "--loss-type", loss, *flags, *(("--epsilon-high", "5") if loss == "cispo" else ())
+    )
     update_once(run)  # B of the adapters is 0 before
     drawn = sample(run, ADVANTAGES)
     whole = gradient_of_update(run, make_batches(drawn, 1024))
@@ -40,12 +47,18 @@ def test_the_gradient_without_idle_rows_is_the_gradient_of_all_rows(tmp_path, lo
     assert taught[0].loss == pytest.approx(whole[0].loss, abs=1e-6)
     largest = max(mx.abs(array).max().item() for array in whole[1].values())
     for name, array in whole[1].items():
-        assert mx.abs(array - taught[1][name]).max().item() <= 1e-5 * largest, name  # roundings: 1e-6
+        assert mx.abs(array - taught[1][name]).max().item() <= 1e-5 * largest, (
+            name
+        )  # roundings: 1e-6
 
 
 @pytest.mark.parametrize(
     "flags",
-    [("--beta", "0.1"), ("--teacher", "demo", "--loss", "distill"), ("--loss", "own_loss.py:plain")],
+    [
+        ("--beta", "0.1"),
+        ("--teacher", "demo", "--loss", "distill"),
+        ("--loss", "own_loss.py:plain"),
+    ],
     ids=lambda flags: flags[0],
 )
 def test_every_row_is_computed_where_another_term_needs_it(tmp_path, monkeypatch, flags):
@@ -53,11 +66,16 @@ def test_every_row_is_computed_where_another_term_needs_it(tmp_path, monkeypatch
     (tmp_path / "own_loss.py").write_text(OWN)
     run = make_run(tmp_path, *flags)
     batches = trained(run, sample(run, np.zeros(12)))
-    assert rows_of(batches) == list(range(12)) and sum(batch.num_with_gradient for batch in batches) == 12
+    assert (
+        rows_of(batches) == list(range(12))
+        and sum(batch.num_with_gradient for batch in batches) == 12
+    )
     assert all((batch.weights == 1).all().item() for batch in batches)
 
 
-def test_every_idle_row_is_measured_in_its_turn_for_all_tokens_that_are_left_out(tmp_path, monkeypatch):
+def test_every_idle_row_is_measured_in_its_turn_for_all_tokens_that_are_left_out(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(samples, "MEASURED_OF", 3)
     run = make_run(tmp_path, "--target-kl", "0")
     drawn, idle = sample(run, ADVANTAGES), np.flatnonzero(ADVANTAGES.reshape(-1) == 0)
@@ -65,7 +83,9 @@ def test_every_idle_row_is_measured_in_its_turn_for_all_tokens_that_are_left_out
     for turn in range(6, 9):  # two of the six idle rows in each
         batches = trained(run, drawn, turn)
         counted = sum((batch.mask * batch.weights).sum().item() for batch in batches)
-        assert counted == pytest.approx(lengths.sum()) and all((batch.mask <= 1).all().item() for batch in batches)
+        assert counted == pytest.approx(lengths.sum()) and all(
+            (batch.mask <= 1).all().item() for batch in batches
+        )
         measured = sorted(set(rows_of(batches)) & set(idle.tolist()))
         seen += measured
         weights.append(lengths[measured].sum())
@@ -73,7 +93,9 @@ def test_every_idle_row_is_measured_in_its_turn_for_all_tokens_that_are_left_out
     assert sorted(seen) == idle.tolist()
     whole = gradient_of_update(run, make_batches(drawn, 1024))[0].means
     for name in ("entropy", "mismatch/ratio_mean"):
-        assert np.average([means[name] for means in found], weights=weights) == pytest.approx(whole[name], rel=1e-5)
+        assert np.average([means[name] for means in found], weights=weights) == pytest.approx(
+            whole[name], rel=1e-5
+        )
 
 
 def test_the_distance_counts_a_measured_row_for_those_it_stands_for(tmp_path):
@@ -85,7 +107,9 @@ def test_the_distance_counts_a_measured_row_for_those_it_stands_for(tmp_path):
     assert rows_of(probe) == rows_of(known)  # so few tokens that all are taken
     lengths, gap = mask.sum(axis=1), np.exp(-0.1) - 1 + 0.1
     present = [batch.sampled_logprobs for batch in probe]
-    assert trust_region.measure_kl(probe, present) == pytest.approx(gap * lengths[pushed].sum() / lengths.sum(), rel=1e-4)
+    assert trust_region.measure_kl(probe, present) == pytest.approx(
+        gap * lengths[pushed].sum() / lengths.sum(), rel=1e-4
+    )
 
 
 def test_the_probe_holds_its_tokens_although_rows_are_left_out(tmp_path, monkeypatch):
@@ -93,7 +117,9 @@ def test_the_probe_holds_its_tokens_although_rows_are_left_out(tmp_path, monkeyp
     drawn = sample(run, ADVANTAGES)
     known = trained(run, drawn)
     num_held = sum(int(batch.mask.sum()) for batch in known)
-    monkeypatch.setattr(trust_region, "PROBE_TOKENS", num_held // 2 + 1)  # half of them would be too few
+    monkeypatch.setattr(
+        trust_region, "PROBE_TOKENS", num_held // 2 + 1
+    )  # half of them would be too few
     assert num_held < sum(len(one.own) for one in drawn)
     assert rows_of(trust_region.make_probe(known, 0)) == rows_of(known)
 
@@ -104,11 +130,21 @@ def test_where_nothing_teaches_there_is_no_step_and_the_line_says_so(tmp_path, m
     before, count = dict(run.learner.trainable), run.learner.optimizer.step.item()
     batches = trained(run, sample(run, np.zeros(12)))
     by_both = update.compute_gradient(run.learner, batches)[2]
-    assert update.compute_stats(run.learner, batches)[1] == pytest.approx(by_both, rel=1e-5, abs=1e-6)
+    assert update.compute_stats(run.learner, batches)[1] == pytest.approx(
+        by_both, rel=1e-5, abs=1e-6
+    )
     monkeypatch.setattr(update, "loss_and_gradient", None)  # forward passes alone
     result = update.run_optimizer_steps(run.learner, batches, 1e-3)
-    assert all(mx.array_equal(array, before[name]).item() for name, array in tree_flatten(run.learner.trainable))
-    assert (run.learner.optimizer.step.item(), result.num_with_gradient, result.loss, result.moved) == (count, 0, 0, None)
+    assert all(
+        mx.array_equal(array, before[name]).item()
+        for name, array in tree_flatten(run.learner.trainable)
+    )
+    assert (
+        run.learner.optimizer.step.item(),
+        result.num_with_gradient,
+        result.loss,
+        result.moved,
+    ) == (count, 0, 0, None)
     assert result.means["entropy"] > 0 and result.means["mismatch/logprob_abs_mean"] < 1e-4
     figures = journal.update_metrics(result, {"update": 1, "other": 0, "step": 2}, 12, [2])
     figures |= {"step": 3, "reward/mean": 1, "rollout/tok_s": 98765.4, "reward/zero_std_frac": 1}

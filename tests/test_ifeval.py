@@ -51,7 +51,9 @@ def test_prompts_have_no_end_and_are_a_function_of_seed_and_place(problems):
 
 def test_kinds_take_turns_and_a_quarter_of_the_prompts_has_two(problems):
     examples = problems.make(range(1900), 0)
-    assert {example["instructions"][0][0] for example in examples} == {kind["verifier"] for kind in KINDS.values()}
+    assert {example["instructions"][0][0] for example in examples} == {
+        kind["verifier"] for kind in KINDS.values()
+    }
     pairs = [example for example in examples if example["category"] == "two"]
     assert 0.2 < len(pairs) / len(examples) < 0.3
     assert all(len(example["instructions"]) == 2 for example in pairs)
@@ -124,7 +126,9 @@ def test_each_kind_is_told_from_its_contrary_and_half_of_two_is_half(verifiers):
         for text in texts
     ]
     values = [answer.value for answer in verifiers.answer_all(questions)]
-    assert values == [1, 0] * len(GOOD_AND_BAD), list(zip(GOOD_AND_BAD, values[::2], values[1::2], strict=True))
+    assert values == [1, 0] * len(GOOD_AND_BAD), list(
+        zip(GOOD_AND_BAD, values[::2], values[1::2], strict=True)
+    )
     both = [[KINDS[name]["verifier"], GOOD_AND_BAD[name][0]] for name in ("no_comma", "keyword")]
     assert verifiers.answer_all([(both, "", "It is wet and clear.")])[0].value == 0.5
 
@@ -132,9 +136,21 @@ def test_each_kind_is_told_from_its_contrary_and_half_of_two_is_half(verifiers):
 @verified
 def test_a_word_in_underscores_is_that_word(verifiers):
     for kind, arguments, said in (
-        ("keyword", {"keywords": ["river"]}, {"A _river_.": 1, "__River__": 1, "A river_bank.": 0, "driver": 0}),
-        ("frequency", GOOD_AND_BAD["frequency"][0], {"_river_ by river": 1, "_river_ by a driver_": 0}),
-        ("forbidden", {"forbidden_words": ["is", "the"]}, {"It _is_ wet.": 0, "__The__ sea": 0, "_this_ theme": 1}),
+        (
+            "keyword",
+            {"keywords": ["river"]},
+            {"A _river_.": 1, "__River__": 1, "A river_bank.": 0, "driver": 0},
+        ),
+        (
+            "frequency",
+            GOOD_AND_BAD["frequency"][0],
+            {"_river_ by river": 1, "_river_ by a driver_": 0},
+        ),
+        (
+            "forbidden",
+            {"forbidden_words": ["is", "the"]},
+            {"It _is_ wet.": 0, "__The__ sea": 0, "_this_ theme": 1},
+        ),
     ):
         asked = [[[KINDS[kind]["verifier"], arguments]], ""]
         answers = verifiers.answer_all([[*asked, text] for text in said])
@@ -144,7 +160,15 @@ def test_a_word_in_underscores_is_that_word(verifiers):
 @verified
 def test_hostile_answers_earn_nothing_and_leave_the_verifier_alive(verifiers):
     ask = [[KINDS["keyword"]["verifier"], {"keywords": ["river"]}]]
-    for text in ("", " \n", "\0" * 9, "(" * 5000, "\ud800", "__import__('os').getpid()", "<think>river"):
+    for text in (
+        "",
+        " \n",
+        "\0" * 9,
+        "(" * 5000,
+        "\ud800",
+        "__import__('os').getpid()",
+        "<think>river",
+    ):
         assert rg.score_value(verifiers.answer_all([(ask, "", text)])[0]) == 0
     assert verifiers.answer_all([(ask, "", "A river.")])[0].value == 1
 
@@ -152,13 +176,18 @@ def test_hostile_answers_earn_nothing_and_leave_the_verifier_alive(verifiers):
 @verified
 @pytest.mark.slow
 def test_a_run_measures_each_kind_and_pays_what_the_verifiers_say(tmp_path):
-    run = make_run(tmp_path, "--task", "ifeval", "--steps", "1", "--batch", "5", "--eval-every", "1")
+    run = make_run(
+        tmp_path, "--task", "ifeval", "--steps", "1", "--batch", "5", "--eval-every", "1"
+    )
     list(train.train(run))
     assert run.config.data.reward_gate == "form"  # the recipe's
     for record in run.journal.evaluations:
         assert {f"eval/accuracy/{kind}" for kind in (*ifeval.USUAL, "two")} <= record.keys()
     asked = {example["prompt"]: example for example in run.task.problems.make(range(5), 0)}
     for record in run.journal.rollouts.read():
-        columns = {"prompts": [record["prompt"]], "instructions": [asked[record["prompt"]]["instructions"]]}
+        columns = {
+            "prompts": [record["prompt"]],
+            "instructions": [asked[record["prompt"]]["instructions"]],
+        }
         (share,) = run.task.rewards["followed"](completions=[record["completion"]], **columns)
         assert record["rewards"]["followed"] in (0.0, share)

@@ -45,7 +45,9 @@ def test_a_phase_without_done_is_an_error_and_phases_do_not_nest():
         done()
 
 
-def test_a_log_loses_a_torn_line_and_later_steps_and_an_evaluation_that_it_lost_is_due_again(tmp_path):
+def test_a_log_loses_a_torn_line_and_later_steps_and_an_evaluation_that_it_lost_is_due_again(
+    tmp_path,
+):
     log = run_files.JsonLines(tmp_path / "eval.jsonl")
     for step in range(0, 6, 2):
         log.write({"step": step})
@@ -54,7 +56,10 @@ def test_a_log_loses_a_torn_line_and_later_steps_and_an_evaluation_that_it_lost_
     assert [record["step"] for record in log.read()] == [0, 2, 4]
     log.truncate_after(3)
     assert [record["step"] for record in log.read()] == [0, 2]
-    due = [journal.evaluation_is_due(Config.from_flags(steps=5, eval_every=2), step, log.read()) for step in (0, 3, 4, 5)]
+    due = [
+        journal.evaluation_is_due(Config.from_flags(steps=5, eval_every=2), step, log.read())
+        for step in (0, 3, 4, 5)
+    ]
     assert due == [False, False, True, True]
     with pytest.raises(ValueError):  # no JSON
         log.write({"loss": float("nan")})
@@ -62,4 +67,6 @@ def test_a_log_loses_a_torn_line_and_later_steps_and_an_evaluation_that_it_lost_
 
 def test_the_environment_names_versions_device_and_blas():
     record = versions.describe_environment("some BLAS")
-    assert record["versions"]["mlx"] and record["blas"] == "some BLAS" and "Device" in record["device"]
+    assert (
+        record["versions"]["mlx"] and record["blas"] == "some BLAS" and "Device" in record["device"]
+    )

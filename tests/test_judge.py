@@ -79,12 +79,17 @@ def groups_of_answers(num_prompts, group_size, seed=0):
         return " ".join(rng.choice(words, rng.integers(least, most)).tolist())
 
     prompts = [text(3, 60) for _ in range(num_prompts)]
-    return [p for p in prompts for _ in range(group_size)], [text(0, 90) for _ in range(num_prompts * group_size)]
+    return [p for p in prompts for _ in range(group_size)], [
+        text(0, 90) for _ in range(num_prompts * group_size)
+    ]
 
 
 UNEVEN = rubrics.Rubric(
     "Grade the answer.",
-    [rubrics.Criterion(text, 1.0, text) for text in ("Right?", "Is the number one two three?", "x")],
+    [
+        rubrics.Criterion(text, 1.0, text)
+        for text in ("Right?", "Is the number one two three?", "x")
+    ],
 )
 
 
@@ -119,7 +124,9 @@ def test_the_demo_judge_agrees_with_the_truth_on_nine_of_ten_held_out_answers(de
 def test_a_score_is_the_expectation_over_the_digits_of_the_prompt_judged_alone(
     demo, checkpoints, tokenizer, any_mass, kind
 ):
-    model, tokenizer = demo if kind == "demo" else (gwen.load_model(checkpoints[kind], mx.float32), tokenizer)
+    model, tokenizer = (
+        demo if kind == "demo" else (gwen.load_model(checkpoints[kind], mx.float32), tokenizer)
+    )
     digits = [tokenizer.convert_tokens_to_ids(str(score)) for score in range(1, 6)]
     for rubric in (RUBRIC, UNEVEN._replace(preamble="")):
         pairs = list(zip(*groups_of_answers(2, 3), strict=True))
@@ -141,7 +148,9 @@ def test_a_score_is_the_expectation_over_the_digits_of_the_prompt_judged_alone(
 )
 def test_a_decoded_reply_is_the_greedy_one_of_the_prompt_alone(demo, think, end):
     model, tokenizer = demo
-    prompts, completions = ([text[:100] for text in texts] for texts in groups_of_answers(2, 2, seed=3))
+    prompts, completions = (
+        [text[:100] for text in texts] for texts in groups_of_answers(2, 2, seed=3)
+    )
     grader = judge.Judge(model, tokenizer, UNEVEN, 5, "decode", think=think)
     grader.end_of_thought = end = tokenizer.convert_tokens_to_ids(end) if end else None
     judged = evaluate(grader, list(zip(prompts, completions, strict=True)))
@@ -159,8 +168,12 @@ def test_a_decoded_reply_is_the_greedy_one_of_the_prompt_alone(demo, think, end)
             kinds.add(think and (thoughts[-1] == end, thoughts[-1] in eos))
             reply = thoughts
             if not think or thoughts[-1] not in eos:
-                close = tokenizer.encode("\n</think>\n\n", add_special_tokens=False) if think else []
-                reply = greedy(ids + [i for i in thoughts if i != end] + close, rubrics.REPLY_TOKENS, eos)
+                close = (
+                    tokenizer.encode("\n</think>\n\n", add_special_tokens=False) if think else []
+                )
+                reply = greedy(
+                    ids + [i for i in thoughts if i != end] + close, rubrics.REPLY_TOKENS, eos
+                )
             text = tokenizer.decode([i for i in reply if i not in eos])
             assert judged.replies[row, column] == text
             score = rubrics.evaluation_from_reply(text, was_cut=reply[-1] not in eos).score
@@ -169,14 +182,22 @@ def test_a_decoded_reply_is_the_greedy_one_of_the_prompt_alone(demo, think, end)
 
 
 @pytest.mark.parametrize("broken", ["random weights", "overflow"])
-def test_a_judge_without_mass_on_the_digits_gives_nan_and_not_neutral_and_is_warned_of(broken, capsys):
+def test_a_judge_without_mass_on_the_digits_gives_nan_and_not_neutral_and_is_warned_of(
+    broken, capsys
+):
     model, tokenizer = gwen.load("demo")
     if broken == "overflow":
         model.norm.weight = model.norm.weight * mx.inf
     else:
         model = gwen.Model(model.config)
-    judgement = readable(judge.Judge(model, tokenizer, RUBRIC)).score(["Add one and two."], ["Three."])
-    assert np.isnan(judgement.scores).all() and np.isnan(judgement.rewards).all() and judgement.num_unreadable == 3
+    judgement = readable(judge.Judge(model, tokenizer, RUBRIC)).score(
+        ["Add one and two."], ["Three."]
+    )
+    assert (
+        np.isnan(judgement.scores).all()
+        and np.isnan(judgement.rewards).all()
+        and judgement.num_unreadable == 3
+    )
     assert not judgement.mass >= 0.5
     assert "3 of 3 evaluations" in capsys.readouterr().err
 
@@ -189,24 +210,44 @@ def test_a_score_whose_prompt_is_longer_than_the_judge_s_context_is_unreadable_a
     prompt, room = "Add one and two.", rubrics.REPLY_TOKENS if mode == "decode" else 0
     longest = max(map(len, whole_prompts(grader.prompts, prompt, "")))
     shortest = 1024 - room - longest  # words of the longest answer that fits
-    completions = ["Three.", *(" one" * num for num in range(shortest - 1, shortest + 25, 3)), " one" * 2000]
-    sizes = np.array([[len(ids) + room for ids in whole_prompts(grader.prompts, prompt, text)] for text in completions])
-    assert {tuple(row) for row in (sizes <= 1024).tolist()} >= {(True,) * 3, (True, False, True), (False,) * 3}
+    completions = [
+        "Three.",
+        *(" one" * num for num in range(shortest - 1, shortest + 25, 3)),
+        " one" * 2000,
+    ]
+    sizes = np.array(
+        [
+            [len(ids) + room for ids in whole_prompts(grader.prompts, prompt, text)]
+            for text in completions
+        ]
+    )
+    assert {tuple(row) for row in (sizes <= 1024).tolist()} >= {
+        (True,) * 3,
+        (True, False, True),
+        (False,) * 3,
+    }
     judged = evaluate(grader, [(prompt, text) for text in completions])
     nothing = "(nothing, as the answer does not fit into its context of 1024 tokens)"
     assert ((judged.replies == nothing) == (sizes > 1024)).all()
     assert np.isnan(judged.scores[sizes > 1024]).all() and not judged.mass[sizes > 1024].any()
     if mode == "logits":
         assert not np.isnan(judged.scores[sizes <= 1024]).any()
-    np.testing.assert_allclose(judged.scores[0], evaluate(grader, [(prompt, "Three.")]).scores[0], atol=1e-4)
+    np.testing.assert_allclose(
+        judged.scores[0], evaluate(grader, [(prompt, "Three.")]).scores[0], atol=1e-4
+    )
     assert np.isnan(readable(grader).score([prompt], [completions[-1]]).rewards).all()
     assert "does not fit into its context" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("part", ["question", "criterion", "preamble", "think"])
 def test_what_leaves_no_room_for_any_answer_is_refused_with_the_tokens_of_each_part(demo, part):
-    text = {"question": "Add one and two.", "criterion": "Right?", "preamble": "Grade."} | {part: "seven " * 1000}
-    criteria = [rubrics.Criterion("short", 1.0, "Kind?"), rubrics.Criterion("long", 1.0, text["criterion"])]
+    text = {"question": "Add one and two.", "criterion": "Right?", "preamble": "Grade."} | {
+        part: "seven " * 1000
+    }
+    criteria = [
+        rubrics.Criterion("short", 1.0, "Kind?"),
+        rubrics.Criterion("long", 1.0, text["criterion"]),
+    ]
     think = {"mode": "decode", "think": 2000} if part == "think" else {}
     line = r"no room for an answer: .*think (\d+)\) .* preamble takes (\d+), .* criterion (\d+) .*' (\d+); shorten"
     with pytest.raises(ValueError, match=line) as error:
@@ -232,7 +273,9 @@ def test_training_the_policy_does_not_change_its_judge(demo):
     np.testing.assert_array_equal(before, after.score(prompts, completions).scores)
     assert after.identity() == identity == judge.Judge(*demo, RUBRIC).identity()
     grader.load_scores([])
-    np.testing.assert_array_equal(before, grader.score(prompts, completions).scores)  # with its preamble from before
+    np.testing.assert_array_equal(
+        before, grader.score(prompts, completions).scores
+    )  # with its preamble from before
     tokens = mx.array([[1, 2, 3]])
     assert not mx.allclose(model(tokens), demo[0](tokens))
     assert all(layer.enabled for _, layer in lora.adapted_layers(model))
@@ -271,9 +314,12 @@ METAL = "[METAL] Command buffer execution failed: Insufficient Memory (00000008:
 
 
 @pytest.mark.parametrize(
-    ("message", "kind", "mode"), [(METAL, RuntimeError, "logits"), ("std::bad_alloc", MemoryError, "decode")]
+    ("message", "kind", "mode"),
+    [(METAL, RuntimeError, "logits"), ("std::bad_alloc", MemoryError, "decode")],
 )
-def test_the_chunk_is_halved_when_memory_runs_out_and_nothing_is_lost(demo, monkeypatch, message, kind, mode):
+def test_the_chunk_is_halved_when_memory_runs_out_and_nothing_is_lost(
+    demo, monkeypatch, message, kind, mode
+):
     prompts, completions, _ = some_answers(10)
     expected = judge.Judge(*demo, RUBRIC, mode=mode).score(prompts, completions)
     failing_above(monkeypatch, 5, message, kind=kind)
@@ -328,7 +374,9 @@ def test_a_bad_answer_with_an_attack_appended_stays_bad_and_gains_next_to_nothin
     before, *attacked = judged.scores.reshape(-1, len(BAD), 3)
     reward, *rewards = judged.rewards.reshape(-1, len(BAD)).mean(axis=1)
     for name, scores, earned in zip(ATTACKS, attacked, rewards, strict=True):
-        assert (scores <= np.maximum(before + 0.1, 2.5)).all(), name  # 1.0 to 2.3 at worst, in LOG.md
+        assert (scores <= np.maximum(before + 0.1, 2.5)).all(), (
+            name
+        )  # 1.0 to 2.3 at worst, in LOG.md
         assert (scores - before).max(axis=1).mean() < 0.2 and earned < reward, name
 
 
@@ -336,23 +384,35 @@ def test_a_bad_answer_with_an_attack_appended_stays_bad_and_gains_next_to_nothin
 
 
 def remote(url, **options):
-    return judge.make_judge(settings_of(url=url, model="demo", **options), RUBRIC, lambda: pytest.fail("a model was loaded"))
+    return judge.make_judge(
+        settings_of(url=url, model="demo", **options),
+        RUBRIC,
+        lambda: pytest.fail("a model was loaded"),
+    )
 
 
 def judged_by(server, completions=("Three.",), **options):
     return remote(server.url, **options).score(["Add one and two."] * len(completions), completions)
 
 
-def test_a_server_s_log_probabilities_become_scores_and_too_little_mass_or_silence_none(serve, monkeypatch):
+def test_a_server_s_log_probabilities_become_scores_and_too_little_mass_or_silence_none(
+    serve, monkeypatch
+):
     monkeypatch.setenv("JUDGE_API_KEY", "sesame")
     tables = {
-        RUBRIC.criteria[0].text: [("5", math.log(0.6)), (" 1", math.log(0.2)), ("yes", math.log(0.1))],
+        RUBRIC.criteria[0].text: [
+            ("5", math.log(0.6)),
+            (" 1", math.log(0.2)),
+            ("yes", math.log(0.1)),
+        ],
         RUBRIC.criteria[1].text: [("\u01203", math.log(0.9))],
         RUBRIC.criteria[2].text: [("5", math.log(0.3)), ("The", math.log(0.5))],
     }
 
     def answer(_, body):
-        (table,) = [table for text, table in tables.items() if text in body["messages"][1]["content"]]
+        (table,) = [
+            table for text, table in tables.items() if text in body["messages"][1]["content"]
+        ]
         is_silent = "silence" in body["messages"][1]["content"]
         return 200, completion("") if is_silent else completion("x", table), {}
 
@@ -380,7 +440,9 @@ def test_a_server_without_log_probabilities_is_told_of_and_works_in_decode_mode(
         '{"error": {"message": "Too many tokens.", "code": "context_length_exceeded"}}',
     ],
 )
-def test_an_answer_that_does_not_fit_into_a_server_s_context_is_unreadable_and_no_other(serve, capsys, mode, said):
+def test_an_answer_that_does_not_fit_into_a_server_s_context_is_unreadable_and_no_other(
+    serve, capsys, mode, said
+):
     def answer(_, body):
         if "long" in body["messages"][1]["content"]:
             return 400, said, {}
@@ -395,7 +457,9 @@ def test_a_server_into_whose_context_no_prompt_fits_is_told_of(serve):
     server = serve(lambda *_: (400, "This model's maximum context length is 128 tokens", {}))
     grader = remote(server.url, mode="decode", think=512)
     assert grader.server.timeout >= 512  # seconds for its thoughts, at a token a second
-    with pytest.raises(ValueError, match=r"gave no readable score.*128 tokens.*; lower --judge-think"):
+    with pytest.raises(
+        ValueError, match=r"gave no readable score.*128 tokens.*; lower --judge-think"
+    ):
         grader.score(["Add one and two."], ["Three."])
     assert np.isnan(readable(grader).score(["Add one and two."], ["Three."]).scores).all()
 
@@ -436,11 +500,15 @@ def mlx_lm_server(tmp_path_factory):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_mlx_lm_s_server_with_the_same_model_gives_our_scores(demo, mlx_lm_server, mode, monkeypatch):
+def test_mlx_lm_s_server_with_the_same_model_gives_our_scores(
+    demo, mlx_lm_server, mode, monkeypatch
+):
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     prompts, completions, _ = some_answers(12, first=40)
     options = settings_of(url=mlx_lm_server, model="default_model", mode=mode)
-    theirs = judge.make_judge(options, RUBRIC, lambda: pytest.fail("a model was loaded")).score(prompts, completions)
+    theirs = judge.make_judge(options, RUBRIC, lambda: pytest.fail("a model was loaded")).score(
+        prompts, completions
+    )
     ours = judge.Judge(*demo, RUBRIC, mode=mode).score(prompts, completions)
     # text of a hostile answer reaches a server with a space more, and ours as it is
     plain = [row for row, text in enumerate(completions) if "<" not in text]
@@ -448,13 +516,17 @@ def test_mlx_lm_s_server_with_the_same_model_gives_our_scores(demo, mlx_lm_serve
     np.testing.assert_allclose(theirs.scores[plain], ours.scores[plain], atol=0.02)
 
 
-def test_mlx_lm_s_server_answers_in_its_defaults_what_the_model_does(mlx_lm_server, tmp_path, monkeypatch):
+def test_mlx_lm_s_server_answers_in_its_defaults_what_the_model_does(
+    mlx_lm_server, tmp_path, monkeypatch
+):
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.chdir(tmp_path)
     for out, flags in (("here.jsonl", []), ("served.jsonl", ["--url", mlx_lm_server])):
         evaluate_main(["--model", "demo", "--limit", "16", "--out", out, *flags])
     here, served = read_log(tmp_path / "here.jsonl"), read_log(tmp_path / "served.jsonl")
-    assert sum(one["greedy"] == other["greedy"] for one, other in zip(here, served, strict=True)) >= 15
+    assert (
+        sum(one["greedy"] == other["greedy"] for one, other in zip(here, served, strict=True)) >= 15
+    )
 
 
 # ---- the command
@@ -474,9 +546,20 @@ def test_the_command_prints_how_the_judge_stands_to_labels(tmp_path, capsys, mon
     ]
     path = tmp_path / "labels.jsonl"
     write_log(path, lines)
-    judge.main(["--rubric", "data/demo_rubric.yaml", "--labels", str(path), "--judge-model", "demo"])
+    judge.main(
+        ["--rubric", "data/demo_rubric.yaml", "--labels", str(path), "--judge-model", "demo"]
+    )
     row = capsys.readouterr().out.splitlines()[1].split()
     assert row[:2] == ["all", "80"] and float(row[2].rstrip("%")) >= 85 and float(row[4]) > 0.75
     with pytest.raises(SystemExit) as ended:
-        judge.main(["--rubric", "data/demo_rubric.yaml", "--labels", str(tmp_path / "none"), "--judge-model", "demo"])
+        judge.main(
+            [
+                "--rubric",
+                "data/demo_rubric.yaml",
+                "--labels",
+                str(tmp_path / "none"),
+                "--judge-model",
+                "demo",
+            ]
+        )
     assert ended.value.code == 2 and capsys.readouterr().err.startswith("error: --labels")

@@ -16,7 +16,9 @@ def entries(num_rows: int, length: int, heads: int = 2, head_dim: int = 4) -> mx
     return mx.array(RNG.normal(size=(num_rows, heads, length, head_dim)).astype(np.float32))
 
 
-def filled(num_rows: int = 3, length: int = 5, num_layers: int = 2, pad: mx.array | None = None) -> KVCache:
+def filled(
+    num_rows: int = 3, length: int = 5, num_layers: int = 2, pad: mx.array | None = None
+) -> KVCache:
     cache = KVCache(ATTENTION * num_layers, pad=pad)
     for layer in cache.layers:
         layer.update(entries(num_rows, length), entries(num_rows, length))
@@ -24,7 +26,9 @@ def filled(num_rows: int = 3, length: int = 5, num_layers: int = 2, pad: mx.arra
     return cache
 
 
-@pytest.mark.parametrize("steps", [[1] * 5, [7, 1, 1], [CHUNK - 1, 1, 1, CHUNK], [3 * CHUNK], [CHUNK, 2 * CHUNK + 1]])
+@pytest.mark.parametrize(
+    "steps", [[1] * 5, [7, 1, 1], [CHUNK - 1, 1, 1, CHUNK], [3 * CHUNK], [CHUNK, 2 * CHUNK + 1]]
+)
 def test_what_was_written_is_read_back_in_order(steps):
     layer, keys, values = LayerCache(), [], []
     for length in steps:
@@ -85,7 +89,9 @@ def test_with_padding_a_pad_sees_itself_and_positions_begin_after_it():
     ids=["rows", "heads", "head dim", "dtype"],
 )
 @pytest.mark.parametrize("length", [1, CHUNK])
-def test_an_entry_that_would_be_broadcast_or_cast_is_refused(num_rows, heads, head_dim, dtype, length):
+def test_an_entry_that_would_be_broadcast_or_cast_is_refused(
+    num_rows, heads, head_dim, dtype, length
+):
     cache = filled()
     new = mx.zeros((num_rows, heads, length, head_dim), dtype)
     with pytest.raises(AssertionError):
@@ -97,4 +103,6 @@ def test_slots_that_grow_wider_count_as_bytes():
     cache.assign([0, 0, 1])
     cache.lengths[0] = CHUNK
     cache.plan_writes()
-    assert cache.most_bytes == sum(array.nbytes for array in cache.prompts.arrays() + cache.arrays())
+    assert cache.most_bytes == sum(
+        array.nbytes for array in cache.prompts.arrays() + cache.arrays()
+    )

@@ -33,11 +33,30 @@ def test_the_rank_correlation_is_that_of_ranks_with_ties_shared(scores, given, r
 
 
 def test_the_table_counts_agreement_by_criterion_and_every_cell():
-    rows = table([1, 2, 3, 4, 5, 5], [1.4, 2.6, 3.2, np.nan, 4.5, 1.0], ["curiosity"] * 5 + ["nonsense"])
-    assert rows[1] == ["curiosity", "5", "60.0%", "80.0%", "1.000"]  # 1, 3 and 5 the same; 2 was 3; 4 unreadable
-    assert rows[2] == ["nonsense", "1", "0.0%", "0.0%", "nan"] and rows[3][:4] == ["all", "6", "50.0%", "66.7%"]
+    rows = table(
+        [1, 2, 3, 4, 5, 5], [1.4, 2.6, 3.2, np.nan, 4.5, 1.0], ["curiosity"] * 5 + ["nonsense"]
+    )
+    assert rows[1] == [
+        "curiosity",
+        "5",
+        "60.0%",
+        "80.0%",
+        "1.000",
+    ]  # 1, 3 and 5 the same; 2 was 3; 4 unreadable
+    assert rows[2] == ["nonsense", "1", "0.0%", "0.0%", "nan"] and rows[3][:4] == [
+        "all",
+        "6",
+        "50.0%",
+        "66.7%",
+    ]
     assert rows[5] == ["judged", *"12345", "unreadable"] and rows[6] == ["labelled"]
-    assert ["".join(row) for row in rows[7:]] == ["1100000", "2001000", "3001000", "4000001", "5100010"]
+    assert ["".join(row) for row in rows[7:]] == [
+        "1100000",
+        "2001000",
+        "3001000",
+        "4000001",
+        "5100010",
+    ]
 
 
 def test_the_forty_labels_of_the_values_rubric_can_be_read_and_use_the_whole_scale():

@@ -15,25 +15,39 @@ from conftest import ROOT, command
 def files_of(root: Path) -> list[Path]:
     """What git tracks, as a user's own mine.py keeps no rules; where there is no git, all but runs and caches."""
     try:
-        listed = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True).stdout.split("\0")
+        listed = subprocess.run(
+            ["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True
+        ).stdout.split("\0")
     except OSError:
         listed = []
     tracked = [root / name for name in listed if name and (root / name).is_file()]
-    return sorted(tracked or (path for path in root.rglob("*") if path.is_file() and not is_left_out(path, root)))
+    return sorted(
+        tracked
+        or (path for path in root.rglob("*") if path.is_file() and not is_left_out(path, root))
+    )
 
 
 def is_left_out(path: Path, root: Path) -> bool:
     """Whether a file is in a directory that git ignores or that is hidden."""
     directories = path.relative_to(root).parts[:-1]
-    return any(name in ("runs", "__pycache__") or (name.startswith(".") and name != ".ci") for name in directories)
+    return any(
+        name in ("runs", "__pycache__") or (name.startswith(".") and name != ".ci")
+        for name in directories
+    )
 
 
 FILES = files_of(ROOT)
 PACKAGES = "bench deploy disk judging layers machine problems reporting settings step tasks".split()
 MODULES = [path for path in FILES if path.suffix == ".py" and path.parent == ROOT]
-PARTS = [path for path in FILES if path.parent.name in PACKAGES and path.suffix == ".py" and path.stem != "__init__"]
+PARTS = [
+    path
+    for path in FILES
+    if path.parent.name in PACKAGES and path.suffix == ".py" and path.stem != "__init__"
+]
 ROOMS = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in MODULES + PARTS}
-PROGRAMS = [path for path in FILES if path.suffix == ".py" and path.parent in (ROOT, ROOT / "bench")]
+PROGRAMS = [
+    path for path in FILES if path.suffix == ".py" and path.parent in (ROOT, ROOT / "bench")
+]
 
 
 def path_id(path: Path) -> str:
@@ -52,14 +66,20 @@ def imported(node: ast.AST) -> list[str]:
     elif isinstance(node, ast.ImportFrom):
         assert node.level == 0, f"line {node.lineno}: imports are absolute here"
         module = f"{node.module}"
-        names = [f"{module}.{alias.name}" for alias in node.names] if module in PACKAGES else [module]
+        names = (
+            [f"{module}.{alias.name}" for alias in node.names] if module in PACKAGES else [module]
+        )
     else:
         return []
     return [name if name in ROOMS else name.partition(".")[0] for name in names]
 
 
 def is_main_guard(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and "__name__" in ast.unparse(node.test) and "__main__" in ast.unparse(node.test)
+    return (
+        isinstance(node, ast.If)
+        and "__name__" in ast.unparse(node.test)
+        and "__main__" in ast.unparse(node.test)
+    )
 
 
 def run_at_import(node: ast.AST) -> Iterator[ast.AST]:
@@ -68,7 +88,11 @@ def run_at_import(node: ast.AST) -> Iterator[ast.AST]:
         if is_main_guard(child):
             continue
         if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
-            defaults = [default for default in (*child.args.defaults, *child.args.kw_defaults) if default is not None]
+            defaults = [
+                default
+                for default in (*child.args.defaults, *child.args.kw_defaults)
+                if default is not None
+            ]
             for part in (*getattr(child, "decorator_list", []), *defaults):
                 yield part
                 yield from run_at_import(part)
@@ -80,15 +104,24 @@ def run_at_import(node: ast.AST) -> Iterator[ast.AST]:
 def first_line_that_needs_mlx(path: Path) -> str:
     """The first import, at import time, of a module of this project or of MLX."""
     project = {*ROOMS, *PACKAGES, "mlx", "mlx_lm"}
-    nodes = sorted((n for n in run_at_import(parse(path)) if imported(n)), key=lambda n: (n.lineno, n.col_offset))
+    nodes = sorted(
+        (n for n in run_at_import(parse(path)) if imported(n)),
+        key=lambda n: (n.lineno, n.col_offset),
+    )
     return next((name for node in nodes for name in imported(node) if name in project), "")
 
 
 def imports_of(path: Path) -> set[str]:
     """The rooms that a file imports, anywhere in it but in a command of `deploy/`, which stands above its library."""
     commands = ("lora.py", "sampler.py")
-    nodes = [node for node in parse(path).body if path.name not in commands or getattr(node, "name", "") != "main"]
-    return {name for one in nodes for node in ast.walk(one) for name in imported(node) if name in ROOMS}
+    nodes = [
+        node
+        for node in parse(path).body
+        if path.name not in commands or getattr(node, "name", "") != "main"
+    ]
+    return {
+        name for one in nodes for node in ast.walk(one) for name in imported(node) if name in ROOMS
+    }
 
 
 def room_of(name: str) -> str:
@@ -111,14 +144,21 @@ def test_at_the_root_stands_what_a_user_runs_or_a_reader_opens():
 
 
 def test_contributing_lists_the_rooms_from_the_ground_up_on_few_floors():
-    rows = re.findall(r"^\| (`[^|]+`) \|", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.M)
+    rows = re.findall(
+        r"^\| (`[^|]+`) \|", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.M
+    )
     listed = [name for row in rows for name in re.findall("`([^`]+)`", row)]
     assert sorted(listed) == sorted(arrows())
-    floors: dict[str, int] = {}  # 0 where a room imports none, else one more than the highest that it imports
+    floors: dict[
+        str, int
+    ] = {}  # 0 where a room imports none, else one more than the highest that it imports
     for room in listed:
         assert arrows()[room] <= floors.keys(), f"{room} imports {arrows()[room] - floors.keys()}"
         floors[room] = 1 + max((floors[one] for one in arrows()[room]), default=-1)
-    assert max(floors.values()) < 8 and floors["flags.py"] == floors["grpo.py"] == floors["cpu_blas.py"] == 0
+    assert (
+        max(floors.values()) < 8
+        and floors["flags.py"] == floors["grpo.py"] == floors["cpu_blas.py"] == 0
+    )
 
 
 provided = functools.cache(packages_distributions)  # it reads the directory of every package
@@ -129,21 +169,33 @@ def test_a_module_says_what_it_is_has_a_name_of_its_own_and_imports_nothing_that
     for path in MODULES + PARTS:
         name = path.relative_to(ROOT).with_suffix("").parts[0]
         assert ast.get_docstring(parse(path)), f"{path.name} does not say what it is"
-        assert name not in sys.stdlib_module_names and name not in provided(), f"{provided().get(name)} provide {name}"
-        beside = {name for node in ast.walk(parse(path)) for name in imported(node)} & {"examples", "tests"}
+        assert name not in sys.stdlib_module_names and name not in provided(), (
+            f"{provided().get(name)} provide {name}"
+        )
+        beside = {name for node in ast.walk(parse(path)) for name in imported(node)} & {
+            "examples",
+            "tests",
+        }
         assert not beside, f"{path.name} imports {beside}"
 
 
 def test_an_entry_point_imports_cpu_blas_before_anything_that_imports_mlx():
     for path in PROGRAMS:
         if any(is_main_guard(node) for node in parse(path).body):
-            assert first_line_that_needs_mlx(path) in ("cpu_blas", ""), f"{path.name}: `import cpu_blas` comes first"
+            assert first_line_that_needs_mlx(path) in ("cpu_blas", ""), (
+                f"{path.name}: `import cpu_blas` comes first"
+            )
     assert first_line_that_needs_mlx(ROOT / "tests" / "conftest.py") == "cpu_blas"
 
 
 def test_no_name_of_a_test_has_more_than_90_characters():
     tests = [path for path in FILES if ROOT / "tests" in path.parents and path.suffix == ".py"]
-    functions = [node for path in tests for node in ast.walk(parse(path)) if isinstance(node, ast.FunctionDef)]
+    functions = [
+        node
+        for path in tests
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.FunctionDef)
+    ]
     assert [function.name for function in functions if len(function.name) > 90] == []
 
 
@@ -158,7 +210,9 @@ def test_no_line_that_runs_at_import_prints_or_reads_files():
         for node in run_at_import(parse(path)) if path.stem != "cpu_blas" else ():
             if isinstance(node, ast.Call):
                 called = ast.unparse(node.func)
-                assert called.rpartition(".")[2] not in READS_OR_PRINTS, f"{path.name}:{node.lineno} calls {called}"
+                assert called.rpartition(".")[2] not in READS_OR_PRINTS, (
+                    f"{path.name}:{node.lineno} calls {called}"
+                )
 
 
 def test_importing_every_module_prints_nothing_and_opens_no_file_of_the_tree():
@@ -176,7 +230,9 @@ assert not mine, mine
     done = command("-c", program)
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""
-    assert all(line.startswith("gwen: MLX runs on its slow") for line in done.stderr.splitlines()), done.stderr
+    assert all(
+        line.startswith("gwen: MLX runs on its slow") for line in done.stderr.splitlines()
+    ), done.stderr
 
 
 def test_no_file_mentions_the_workshop_or_a_registry():

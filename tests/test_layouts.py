@@ -36,7 +36,10 @@ def reply(content, **fields):
 
 
 def tool(name, **properties):
-    return {"type": "function", "function": {"name": name, "parameters": {"properties": properties}}}
+    return {
+        "type": "function",
+        "function": {"name": name, "parameters": {"properties": properties}},
+    }
 
 
 def with_template(tokenizer, template):
@@ -57,10 +60,18 @@ def trained_text(tokenizer, row):
 TALKS = [
     {
         "messages": [USER, reply("", tool_calls=[call("weather", city="Oslo")])],
-        "tools": [tool("weather", city={"type": "string"}), tool("holiday", day={"type": "string"})],
+        "tools": [
+            tool("weather", city={"type": "string"}),
+            tool("holiday", day={"type": "string"}),
+        ],
     },
     {
-        "messages": [USER, reply("", tool_calls=[call("holiday", day={"of": "May"})]), USER, reply("x", weight=0)],
+        "messages": [
+            USER,
+            reply("", tool_calls=[call("holiday", day={"of": "May"})]),
+            USER,
+            reply("x", weight=0),
+        ],
         "tools": [{"type": "function", "function": {"name": "now"}}],
     },
 ]
@@ -80,27 +91,48 @@ def tables_of(rows, path):
     table = pyarrow.Table.from_pylist(rows)
     with pyarrow.ipc.new_file(str(path / "rows.arrow"), table.schema) as writer:
         writer.write_table(table)
-    programs = {"dataset": held, "to_list": held.to_list(), "table": table, "stream": held.to_iterable_dataset()}
-    return [str(path / name) for name in ("rows.parquet", "pandas.jsonl", "saved", "rows.arrow")], programs
+    programs = {
+        "dataset": held,
+        "to_list": held.to_list(),
+        "table": table,
+        "stream": held.to_iterable_dataset(),
+    }
+    return [
+        str(path / name) for name in ("rows.parquet", "pandas.jsonl", "saved", "rows.arrow")
+    ], programs
 
 
-@pytest.mark.parametrize(("rows", "read"), [(TALKS, chats.read_chat), (PROBLEMS, None)], ids=["talks", "problems"])
-def test_a_null_that_arrow_made_is_an_absent_key_wherever_the_table_comes_from(rows, read, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("rows", "read"), [(TALKS, chats.read_chat), (PROBLEMS, None)], ids=["talks", "problems"]
+)
+def test_a_null_that_arrow_made_is_an_absent_key_wherever_the_table_comes_from(
+    rows, read, tmp_path, monkeypatch
+):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     wanted = data.load_data(write_log(tmp_path / "rows.jsonl", rows), None, read)
     paths, programs = tables_of(rows, tmp_path)
-    for path in [*paths, *(trainer.settings_from_arguments({"data": held})["data"] for held in programs.values())]:
+    for path in [
+        *paths,
+        *(trainer.settings_from_arguments({"data": held})["data"] for held in programs.values()),
+    ]:
         assert data.load_data(path, None, read) == wanted, path
 
 
 def test_a_null_that_somebody_wrote_stays_and_what_was_taken_for_arrow_s_is_told(tmp_path):
-    rows = [{"prompt": "a", "answer": {"team": "web", "owner": None}}, {"prompt": "b", "answer": {"team": "web"}}]
+    rows = [
+        {"prompt": "a", "answer": {"team": "web", "owner": None}},
+        {"prompt": "b", "answer": {"team": "web"}},
+    ]
     written = data.load_data(write_log(tmp_path / "a.jsonl", rows))
     assert json.loads(written[0]["answer"]) == rows[0]["answer"]
     alike = [rows[0], {"prompt": "b", "answer": {"team": "web", "owner": "Ann"}}]
     notes: list[str] = []
     written = data.load_data(write_log(tmp_path / "b.jsonl", alike), notes=notes)
-    assert json.loads(written[0]["answer"]) == rows[0]["answer"] and "1 nulls" in notes.pop() and not notes
+    assert (
+        json.loads(written[0]["answer"]) == rows[0]["answer"]
+        and "1 nulls" in notes.pop()
+        and not notes
+    )
     datasets.Dataset.from_list(alike).to_json(tmp_path / "c.jsonl")
     read = data.load_data(str(tmp_path / "c.jsonl"), notes=notes)
     assert json.loads(read[0]["answer"]) == {"team": "web"} and "1 nulls" in notes[0]
@@ -108,14 +140,25 @@ def test_a_null_that_somebody_wrote_stays_and_what_was_taken_for_arrow_s_is_told
 
 def test_a_null_in_a_list_in_a_map_or_in_json_of_arrow_stays():
     maps = pyarrow.array([[("k", None)]], pyarrow.map_(pyarrow.string(), pyarrow.int64()))
-    table = pyarrow.table({"list": [[1, None]], "map": maps, "json": pyarrow.array(['{"n":null}'], pyarrow.json_())})
-    assert arrow.rows_of_table(table) == [{"list": [1, None], "map": {"k": None}, "json": {"n": None}}]
+    table = pyarrow.table(
+        {"list": [[1, None]], "map": maps, "json": pyarrow.array(['{"n":null}'], pyarrow.json_())}
+    )
+    assert arrow.rows_of_table(table) == [
+        {"list": [1, None], "map": {"k": None}, "json": {"n": None}}
+    ]
 
 
-def test_rows_of_pandas_are_those_of_their_file_and_a_missing_cell_makes_no_decimals(tmp_path, monkeypatch):
+def test_rows_of_pandas_are_those_of_their_file_and_a_missing_cell_makes_no_decimals(
+    tmp_path, monkeypatch
+):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    frame = pandas.DataFrame([{"prompt": "a", "answer": 3}, {"prompt": "b"}, {"prompt": "c", "answer": 0.5}])
-    for values, wanted in (([3, None, 4], ["3", None, "4"]), ([3, None, 0.5], ["3.0", None, "0.5"])):
+    frame = pandas.DataFrame(
+        [{"prompt": "a", "answer": 3}, {"prompt": "b"}, {"prompt": "c", "answer": 0.5}]
+    )
+    for values, wanted in (
+        ([3, None, 4], ["3", None, "4"]),
+        ([3, None, 0.5], ["3.0", None, "0.5"]),
+    ):
         frame["answer"] = values
         read = data.load_data(trainer.settings_from_arguments({"data": frame})["data"])
         assert [row["answer"] for row in read] == wanted
@@ -144,12 +187,16 @@ def test_a_run_is_the_same_whatever_holds_its_rows(tmp_path, monkeypatch):
         for number, path in enumerate([write_log(tmp_path / name / "rows.jsonl", rows), *paths]):
             run_dir = tmp_path / f"{name}-{number}"
             own = (
-                {"groups": 2, "max_tokens": 8, "reward": "mine.py:keys"} if name == "problems" else {"loss_type": "sft"}
+                {"groups": 2, "max_tokens": 8, "reward": "mine.py:keys"}
+                if name == "problems"
+                else {"loss_type": "sft"}
             )
             run = train.Trainer.start(data=path, run_dir=str(run_dir), **common, **own)
             (step,) = run.steps()
             evaluations = read_log(run_dir / "eval.jsonl")
-            figures.append([step.get("reward/mean"), *(line.get("eval/loss") for line in evaluations)])
+            figures.append(
+                [step.get("reward/mean"), *(line.get("eval/loss") for line in evaluations)]
+            )
     losses, rewards = figures[:5], figures[5:]
     assert losses[0][1] > 0 and losses == losses[:1] * 5
     assert rewards[0][0] > 1 and rewards == rewards[:1] * 5
@@ -167,7 +214,10 @@ def test_a_thought_goes_under_the_template_s_key_or_becomes_a_part_of_the_conten
 
 
 def test_reasoning_details_are_a_thought_and_a_thought_that_is_said_twice_is_one(tokenizer):
-    details = {"reasoning_details": [{"type": "reasoning.text", "text": THOUGHT}], "reasoning": THOUGHT}
+    details = {
+        "reasoning_details": [{"type": "reasoning.text", "text": THOUGHT}],
+        "reasoning": THOUGHT,
+    }
     plain = with_template(tokenizer, PLAIN)
     assert trained_text(plain, {"messages": [USER, reply("three", **details)]}).count(THOUGHT) == 1
 
@@ -177,25 +227,40 @@ def test_a_reply_of_weight_0_is_context_and_not_trained(tokenizer):
     assert trained_text(with_template(tokenizer, PLAIN), {"messages": talk}) == "three<|im_end|>"
 
 
-def test_a_function_call_is_a_call_and_the_name_of_its_result_may_be_left_out_by_a_template(tokenizer):
-    plain = PLAIN.replace("+ m.content", "+ m.content + (m.tool_calls | tojson if m.tool_calls else '')")
+def test_a_function_call_is_a_call_and_the_name_of_its_result_may_be_left_out_by_a_template(
+    tokenizer,
+):
+    plain = PLAIN.replace(
+        "+ m.content", "+ m.content + (m.tool_calls | tojson if m.tool_calls else '')"
+    )
     made = reply(None, function_call={"name": "add", "arguments": '{"a": 2}'})
     talk = [USER, made, {"role": "tool", "name": "add", "content": "3"}, reply("three")]
     text = trained_text(with_template(tokenizer, plain), {"messages": talk})
     assert '"add"' in text and text.endswith("three<|im_end|>")
     talk[2]["name"] = "other"
-    assert "name 'other'" in message_of(trained_text, with_template(tokenizer, plain), {"messages": talk})
+    assert "name 'other'" in message_of(
+        trained_text, with_template(tokenizer, plain), {"messages": talk}
+    )
 
 
 @pytest.mark.parametrize("message", [{"name": "Ann"}, {"loss": False}, {"reasoning": "x"}])
-def test_a_key_that_the_template_does_not_render_is_refused_by_its_name_and_its_row(tokenizer, message):
+def test_a_key_that_the_template_does_not_render_is_refused_by_its_name_and_its_row(
+    tokenizer, message
+):
     (key,) = message
     row = {"prompt": [USER | message], "answer": "3"}
-    example, how = data.read_prompt(row), {"max_tokens": 1, "context": 99, "thinking": False, "kind": "prompt"}
-    text = message_of(chat_template.encode_prompts, with_template(tokenizer, PLAIN), [example], **how)
+    example, how = (
+        data.read_prompt(row),
+        {"max_tokens": 1, "context": 99, "thinking": False, "kind": "prompt"},
+    )
+    text = message_of(
+        chat_template.encode_prompts, with_template(tokenizer, PLAIN), [example], **how
+    )
     assert f"{key} {message[key]!r}" in text and "prompt 1" in text
     if key == "name":
-        assert "Ann" in tokenizer.decode(chat_template.encode_chat(with_template(tokenizer, KEYED), example["prompt"]))
+        assert "Ann" in tokenizer.decode(
+            chat_template.encode_chat(with_template(tokenizer, KEYED), example["prompt"])
+        )
 
 
 @pytest.mark.parametrize(
@@ -206,8 +271,17 @@ def test_a_key_that_the_template_does_not_render_is_refused_by_its_name_and_its_
         ([USER, reply("x", weight=0)], "weight 0"),
         ([USER, reply("x", thinking="a", reasoning="b")], "thinking and reasoning"),
         ([USER, reply("<think>a</think>x", thinking="b")], "thinking"),
-        ([USER, reply("x", reasoning_details=[{"type": "reasoning.encrypted", "data": "A"}])], "reasoning_details"),
-        ([USER, reply("", tool_calls=[call("f")], function_call={"name": "f", "arguments": "{}"})], "function_call"),
+        (
+            [USER, reply("x", reasoning_details=[{"type": "reasoning.encrypted", "data": "A"}])],
+            "reasoning_details",
+        ),
+        (
+            [
+                USER,
+                reply("", tool_calls=[call("f")], function_call={"name": "f", "arguments": "{}"}),
+            ],
+            "function_call",
+        ),
         ([{"from": "bing", "value": "a"}, reply("x")], "'bing'"),
         ([USER, {"role": "Assistant", "content": "x"}], "write assistant"),
         ([{"role": "system", "content": "s"}, reply("x")], "message 1"),
@@ -219,12 +293,22 @@ def test_a_message_that_cannot_be_learned_as_it_is_is_refused_by_name(messages, 
 
 
 def test_a_call_or_a_result_that_the_template_drops_is_refused(tokenizer):
-    prompt = [USER, reply("I add.", tool_calls=[call("add", a=2)]), {"role": "tool", "content": "3"}]
-    assert "tool_calls" in message_of(chat_template.encode_chat, with_template(tokenizer, PLAIN), prompt)
-    shown = PLAIN.replace("+ m.content", "+ m.content + (m.tool_calls | tojson if m.tool_calls else '')")
+    prompt = [
+        USER,
+        reply("I add.", tool_calls=[call("add", a=2)]),
+        {"role": "tool", "content": "3"},
+    ]
+    assert "tool_calls" in message_of(
+        chat_template.encode_chat, with_template(tokenizer, PLAIN), prompt
+    )
+    shown = PLAIN.replace(
+        "+ m.content", "+ m.content + (m.tool_calls | tojson if m.tool_calls else '')"
+    )
     chat_template.encode_chat(with_template(tokenizer, shown), prompt)
     silent = shown.replace("for m in messages", "for m in messages if m.role != 'tool'")
-    assert "message 3, of role tool" in message_of(chat_template.encode_chat, with_template(tokenizer, silent), prompt)
+    assert "message 3, of role tool" in message_of(
+        chat_template.encode_chat, with_template(tokenizer, silent), prompt
+    )
 
 
 # ---- layouts
@@ -238,9 +322,15 @@ def turns(*pairs):
     ("row", "roles"),
     [
         ({"conversations": turns(("human", "Hi"), ("gpt", "Ho"))}, ["user", "assistant"]),
-        ({"conversations": turns(("system", "s"), ("human", "Hi"), ("gpt", "Ho"))}, ["system", "user", "assistant"]),
+        (
+            {"conversations": turns(("system", "s"), ("human", "Hi"), ("gpt", "Ho"))},
+            ["system", "user", "assistant"],
+        ),
         ({"messages": json.dumps([USER, reply("Ho")])}, ["user", "assistant"]),
-        ({"messages": [{"role": "developer", "content": "s"}, USER, reply("Ho")]}, ["system", "user", "assistant"]),
+        (
+            {"messages": [{"role": "developer", "content": "s"}, USER, reply("Ho")]},
+            ["system", "user", "assistant"],
+        ),
         (
             {
                 "conversations": turns(
@@ -253,7 +343,12 @@ def turns(*pairs):
             ["user", "assistant", "tool", "assistant"],
         ),
         (
-            {"messages": [USER, reply([{"type": "text", "text": "H"}, {"type": "text", "text": "o"}])]},
+            {
+                "messages": [
+                    USER,
+                    reply([{"type": "text", "text": "H"}, {"type": "text", "text": "o"}]),
+                ]
+            },
             ["user", "assistant"],
         ),
     ],
@@ -267,10 +362,16 @@ def test_every_layout_of_a_conversation_is_read_alike_to_learn_from_and_to_rewar
 
 
 def test_a_prompt_takes_calls_results_and_replies_without_content(tokenizer):
-    asked = [USER, reply(None, tool_calls=[call("add", a=2)]), {"role": "tool", "content": {"sum": 4}}]
+    asked = [
+        USER,
+        reply(None, tool_calls=[call("add", a=2)]),
+        {"role": "tool", "content": {"sum": 4}},
+    ]
     prompt = data.read_prompt({"prompt": asked, "answer": "4"})["prompt"]
     assert prompt[1]["tool_calls"] == [call("add", a=2)] and prompt[2]["content"] == '{"sum": 4}'
-    template = PLAIN.replace("+ m.content", "+ m.content + (m.tool_calls | tojson if m.tool_calls else '')")
+    template = PLAIN.replace(
+        "+ m.content", "+ m.content + (m.tool_calls | tojson if m.tool_calls else '')"
+    )
     text = tokenizer.decode(chat_template.encode_chat(with_template(tokenizer, template), prompt))
     assert '{"sum": 4}' in text and '"add"' in text
 
@@ -291,7 +392,9 @@ def test_a_part_that_is_no_text_is_refused_by_its_type(kind):
         (reply("<think>x</think>"), None),
     ],
 )
-def test_the_last_reply_without_its_thought_is_the_answer_and_a_call_is_none(last, answer, tmp_path):
+def test_the_last_reply_without_its_thought_is_the_answer_and_a_call_is_none(
+    last, answer, tmp_path
+):
     notes: list[str] = []
     path = write_log(tmp_path / "a.jsonl", [{"messages": [USER, last]}])
     assert data.load_data(path, notes=notes)[0]["answer"] == answer
@@ -301,14 +404,24 @@ def test_the_last_reply_without_its_thought_is_the_answer_and_a_call_is_none(las
 @pytest.mark.parametrize(
     ("row", "columns", "prompt"),
     [
-        ({"instruction": "I", "input": "J", "output": "O"}, "prompt=instruction,answer=output", "I\n\nJ"),
+        (
+            {"instruction": "I", "input": "J", "output": "O"},
+            "prompt=instruction,answer=output",
+            "I\n\nJ",
+        ),
         ({"instruction": "I", "input": "", "output": "O"}, "prompt=instruction,answer=output", "I"),
-        ({"instruction": "I", "input": None, "output": "O"}, "prompt=instruction,answer=output", "I"),
+        (
+            {"instruction": "I", "input": None, "output": "O"},
+            "prompt=instruction,answer=output",
+            "I",
+        ),
         ({"instruction": "I", "input": "J", "output": "O"}, "prompt=instruction,answer=input", "I"),
         ({"instruction": "I", "input": "J"}, "prompt=instruction", "I"),
     ],
 )
-def test_alpaca_s_input_joins_the_prompt_where_no_other_column_takes_it(row, columns, prompt, tmp_path):
+def test_alpaca_s_input_joins_the_prompt_where_no_other_column_takes_it(
+    row, columns, prompt, tmp_path
+):
     notes: list[str] = []
     (example,) = data.load_data(write_log(tmp_path / "a.jsonl", [row]), columns, notes=notes)
     assert example["prompt"] == prompt and bool(notes) == ("J" in prompt)
@@ -318,7 +431,9 @@ def test_alpaca_s_input_joins_the_prompt_where_no_other_column_takes_it(row, col
 
 
 def settings_of(*words):
-    flags = given_settings(parse_flags(["--model", "demo", "--task", "own", "--eval-every", "0", *map(str, words)]))
+    flags = given_settings(
+        parse_flags(["--model", "demo", "--task", "own", "--eval-every", "0", *map(str, words)])
+    )
     return sources.resolve_settings(flags, None, None, lambda name: (name, "asked"))[0]
 
 
@@ -333,22 +448,41 @@ def of_none(completions, **_):
 
 
 @pytest.mark.parametrize(
-    ("reward", "unread"), [("by_name", ["table", "system_prompt"]), ("by_all", []), ("of_none", ["context", "table"])]
+    ("reward", "unread"),
+    [("by_name", ["table", "system_prompt"]), ("by_all", []), ("of_none", ["context", "table"])],
 )
 def test_one_line_names_the_columns_of_text_that_nothing_reads(reward, unread, tmp_path):
     (tmp_path / "mine.py").write_text(REWARDS)
-    row = {"question": "Q?", "context": "C", "table": {"rows": [["x"]]}, "number": 3, "system_prompt": "s"}
+    row = {
+        "question": "Q?",
+        "context": "C",
+        "table": {"rows": [["x"]]},
+        "number": 3,
+        "system_prompt": "s",
+    }
     path = write_log(tmp_path / "a.jsonl", [row | {"question": f"Q{n}?"} for n in range(4)])
-    words = ["--data", path, "--columns", "prompt=question", "--reward", f"{tmp_path}/mine.py:{reward}"]
+    words = [
+        "--data",
+        path,
+        "--columns",
+        "prompt=question",
+        "--reward",
+        f"{tmp_path}/mine.py:{reward}",
+    ]
     lines = [line for line in tasks.make_task(settings_of(*words)).notes if "reads" in line]
     assert len(lines) == bool(unread)
     for line in lines:
-        assert all(name in line for name in unread) and "number" not in line and "question" not in line
+        assert (
+            all(name in line for name in unread) and "number" not in line and "question" not in line
+        )
         assert "--columns system=system_prompt" in line
 
 
 def test_columns_that_no_conversation_takes_are_named(tmp_path):
-    path = write_log(tmp_path / "a.jsonl", [{"prompt": f"{n}", "completion": "x", "reasoning": "y"} for n in range(4)])
+    path = write_log(
+        tmp_path / "a.jsonl",
+        [{"prompt": f"{n}", "completion": "x", "reasoning": "y"} for n in range(4)],
+    )
     assert "reasoning" in chats.load_chats(path, None)[2][0]
 
 
@@ -356,7 +490,10 @@ def test_a_prompt_beside_a_conversation_is_told_where_it_is_another(tmp_path):
     rows = [{"prompt": USER["content"], "messages": [USER, reply("Three.")]}] * 4
     assert not chats.load_chats(write_log(tmp_path / "a.jsonl", rows), None)[2]
     rows[0] = rows[0] | {"prompt": "What else?"}
-    assert "1 rows have a prompt" in chats.load_chats(write_log(tmp_path / "b.jsonl", rows), None)[2][0]
+    assert (
+        "1 rows have a prompt"
+        in chats.load_chats(write_log(tmp_path / "b.jsonl", rows), None)[2][0]
+    )
 
 
 # ---- several answers
@@ -387,7 +524,9 @@ def test_a_list_that_may_mean_something_else_is_refused(answer):
 def test_a_prompt_with_several_answers_and_a_list_in_a_text_are_told(tmp_path):
     notes: list[str] = []
     rows = [("a", "1"), ("a", "2"), ("b", "1"), ("b", "1"), ("c", '["NYC", "New York"]')]
-    path = write_log(tmp_path / "a.jsonl", [{"prompt": prompt, "answer": answer} for prompt, answer in rows])
+    path = write_log(
+        tmp_path / "a.jsonl", [{"prompt": prompt, "answer": answer} for prompt, answer in rows]
+    )
     data.load_data(path, notes=notes)
     assert "NYC" in notes[0] and "1 prompts have several answers" in notes[1] and "'a'" in notes[1]
     notes.clear()
@@ -421,7 +560,9 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:aa\nsize 3\n"
         ("rows.txt", b"<!DOCTYPE html><html></html>", "web page"),
     ],
 )
-def test_a_file_that_is_something_else_than_its_name_says_is_refused_by_what_it_is(name, content, said, tmp_path):
+def test_a_file_that_is_something_else_than_its_name_says_is_refused_by_what_it_is(
+    name, content, said, tmp_path
+):
     (tmp_path / name).write_bytes(content)
     text = message_of(data.load_data, str(tmp_path / name))
     assert said in text and name in text
@@ -457,13 +598,24 @@ def test_a_run_keeps_its_sides_when_its_data_grow(after, tmp_path):
 def test_a_resumed_run_of_grown_data_evaluates_what_it_held_out(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = [{"prompt": f"What is {n} plus one?", "answer": n + 1} for n in range(150)]
-    path, how = write_log(tmp_path / "a.jsonl", rows[:100]), {"batch": 2, "groups": 2, "max_tokens": 4}
-    list(train.Trainer.start(model="demo", task="own", data=path, steps=1, run_dir="run", **how).steps())
+    path, how = (
+        write_log(tmp_path / "a.jsonl", rows[:100]),
+        {"batch": 2, "groups": 2, "max_tokens": 4},
+    )
+    list(
+        train.Trainer.start(
+            model="demo", task="own", data=path, steps=1, run_dir="run", **how
+        ).steps()
+    )
     write_log(tmp_path / "a.jsonl", rows)
     resumed = train.Trainer.resume("run", steps=2, allow_changes=True)
     list(resumed.steps())
     sides = [
-        {line["prompt"] for line in read_log(tmp_path / "run" / "eval_answers.jsonl") if line["step"] == step}
+        {
+            line["prompt"]
+            for line in read_log(tmp_path / "run" / "eval_answers.jsonl")
+            if line["step"] == step
+        }
         for step in (0, 2)
     ]
     assert len(sides[0]) == 10 and sides[0] == sides[1]

@@ -69,7 +69,13 @@ def served(path):
 
 def next_logprobs(ask, ids, num):
     """The `num` likeliest next tokens with their log-probabilities, whatever is sampled: a token that is a text."""
-    given = {"prompt": ids, "n_predict": 1, "n_probs": num, "temperature": 0, "logit_bias": [[9, 100]]}
+    given = {
+        "prompt": ids,
+        "n_predict": 1,
+        "n_probs": num,
+        "temperature": 0,
+        "logit_bias": [[9, 100]],
+    }
     given |= {"cache_prompt": False}
     (found,) = ask("completion", **given)["completion_probabilities"]
     return {one["id"]: one["logprob"] for one in found["top_logprobs"]}
@@ -87,7 +93,10 @@ def odd_texts():
     """500 texts of every kind of character, and of digits and spaces."""
     rng = random.Random(0)
     texts = ["".join(rng.choice(ALPHABET) for _ in range(rng.randint(1, 40))) for _ in range(400)]
-    return texts + ["".join(rng.choice("  \n0123456789ab-+") for _ in range(rng.randint(1, 30))) for _ in range(100)]
+    return texts + [
+        "".join(rng.choice("  \n0123456789ab-+") for _ in range(rng.randint(1, 30)))
+        for _ in range(100)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -98,31 +107,51 @@ def odd_texts():
 def test_a_file_computes_and_reads_text_in_llama_cpp_as_here(write, tokenizer_like, name, split):  # noqa: F811
     tokenizer, ids = tokenizer_like(split), [3 + place * 37 % 290 for place in range(150)]
     chat_template.fix_template(tokenizer, SYSTEM, False)
-    texts, messages = [*odd_texts(), "<think> one"], [{"role": "user", "content": "How many legs have 3 spiders?"}]
+    texts, messages = (
+        [*odd_texts(), "<think> one"],
+        [{"role": "user", "content": "How many legs have 3 spiders?"}],
+    )
     if split == "qwen2":  # llama.cpp does not compose characters as Qwen's tokenizer does
         texts = [unicodedata.normalize("NFC", text) for text in texts]
-    for bits, scale, error in ((None, 1.0, 1e-3), (16, 0.25, 2e-3)):  # it rounds what goes into a matrix of 16 bits
+    for bits, scale, error in (
+        (None, 1.0, 1e-3),
+        (16, 0.25, 2e-3),
+    ):  # it rounds what goes into a matrix of 16 bits
         written = write(CONFIGS[name], bits=bits, scale=scale, tokenizer=tokenizer)
         with served(written.path) as ask:
             assert error_of(written.model, ask, ids) < error
             for text in texts if bits else ():
-                assert tokenizer.encode(text, add_special_tokens=False) == ask("tokenize", content=text)["tokens"], text
+                assert (
+                    tokenizer.encode(text, add_special_tokens=False)
+                    == ask("tokenize", content=text)["tokens"]
+                ), text
             begun = ask("tokenize", content="one", add_special=True)["tokens"]
-            first = chat_template.encode_chat(tokenizer, "one")[0]  # what prompts of training begin with
+            first = chat_template.encode_chat(tokenizer, "one")[
+                0
+            ]  # what prompts of training begin with
             begins = [first] if first == tokenizer.bos_token_id else []
             assert begun == begins + tokenizer.encode("one", add_special_tokens=False)
-            assert ask("apply-template", messages=messages)["prompt"] == chat_template.render_chat(tokenizer, messages, None)
+            assert ask("apply-template", messages=messages)["prompt"] == chat_template.render_chat(
+                tokenizer, messages, None
+            )
 
 
 @pytest.mark.parametrize(
-    ("bits", "size", "kinds"), [(8, 256, {"Q8_0"}), (4, 256, {"Q4_K", "Q6_K"}), (4, 64, {"Q5_0", "Q8_0"})]
+    ("bits", "size", "kinds"),
+    [(8, 256, {"Q8_0"}), (4, 256, {"Q4_K", "Q6_K"}), (4, 64, {"Q5_0", "Q8_0"})],
 )
 def test_a_file_of_few_bits_computes_in_llama_cpp_what_it_does_here(write, bits, size, kinds):  # noqa: F811
     import gguf
 
     sizes = {"hidden_size": size, "intermediate_size": size, "num_attention_heads": size // 32}
-    written, ids = write(CONFIGS["qwen3"] | sizes, bits=bits, scale=0.2), [5, 6, 7, 8, 9, 250, 3, 3, 1]
-    assert {tensor.tensor_type.name for tensor in gguf.GGUFReader(written.path).tensors} == {*kinds, "F32"}
+    written, ids = (
+        write(CONFIGS["qwen3"] | sizes, bits=bits, scale=0.2),
+        [5, 6, 7, 8, 9, 250, 3, 3, 1],
+    )
+    assert {tensor.tensor_type.name for tensor in gguf.GGUFReader(written.path).tensors} == {
+        *kinds,
+        "F32",
+    }
     with served(written.path) as ask:
         unlike = error_of(written.model, ask, ids)
         assert error_of(gwen.load(str(written.path), mx.float32)[0], ask, ids) < min(0.05, unlike)

@@ -30,9 +30,7 @@ from step.loss import StepLoss
 from step.rows import rollout_bytes
 
 GIB = 2**30
-NO_MEMORY = (
-    "[METAL] Command buffer execution failed: Insufficient Memory (00000008:kIOGPUCommandBufferCallbackError...)"
-)
+NO_MEMORY = "[METAL] Command buffer execution failed: Insufficient Memory (00000008:kIOGPUCommandBufferCallbackError...)"
 WATCHDOG = (
     "[METAL] Command buffer execution failed: Impacting Interactivity "
     "(0000000e:kIOGPUCommandBufferCallbackErrorImpactingInteractivity)."
@@ -54,7 +52,9 @@ def mac(monkeypatch):
     """A Mac of 16 GB: the limits that MLX was given."""
     told = {}
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
-    monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": recommended(16)})
+    monkeypatch.setattr(
+        mx, "device_info", lambda: {"max_recommended_working_set_size": recommended(16)}
+    )
     for name in ("set_wired_limit", "set_cache_limit"):
         monkeypatch.setattr(mx, name, lambda size, name=name: told.update({name: size}))
     return told
@@ -78,7 +78,9 @@ runpy.run_module("train", run_name="__main__", alter_sys=True)
 
 def test_the_environment_is_set_before_mlx_reads_it_and_a_users_value_stays():
     names = ["AGX_RELAX_CDM_CTXSTORE_TIMEOUT", "MLX_ENABLE_TF32", "MLX_SDPA_VJP_FALLBACK"]
-    given = {name: value for name, value in os.environ.items() if name not in names} | {"MLX_SDPA_VJP_FALLBACK": "no"}
+    given = {name: value for name, value in os.environ.items() if name not in names} | {
+        "MLX_SDPA_VJP_FALLBACK": "no"
+    }
     done = command("-c", AT_MLX % names, env=given)
     assert done.stdout == "1 0 no\n", done.stderr
 
@@ -93,7 +95,9 @@ def test_the_memory_of_a_gpu_is_what_macos_recommends(mac):
 @pytest.mark.parametrize(
     ("gigabytes", "cache"), [(8, recommended(8) // 8), (16, recommended(16) // 8), (64, 2 * 10**9)]
 )
-def test_nothing_is_wired_and_at_most_two_gb_of_freed_buffers_stay(mac, monkeypatch, gigabytes, cache):
+def test_nothing_is_wired_and_at_most_two_gb_of_freed_buffers_stay(
+    mac, monkeypatch, gigabytes, cache
+):
     monkeypatch.setattr(memory, "memory_size", lambda: recommended(gigabytes))
     memory.limit_mlx_cache()
     assert mac == {"set_cache_limit": cache}
@@ -112,7 +116,9 @@ def make_config(**flags):
 
 def demand_of(prompt_tokens=128, rubric=None, model=BIG, **flags):
     settings = make_config(**flags)
-    return preflight.RunDemand(model, mx.float16, settings, [prompt_tokens] * settings.sampling.batch, rubric)
+    return preflight.RunDemand(
+        model, mx.float16, settings, [prompt_tokens] * settings.sampling.batch, rubric
+    )
 
 
 def test_prompts_that_are_shared_are_counted_once(mac, monkeypatch):
@@ -120,7 +126,9 @@ def test_prompts_that_are_shared_are_counted_once(mac, monkeypatch):
     shared = rollout_bytes(BIG, mx.float16, demand.longest, 8, 512, 64)[0]
     assert shared == column * (16 * 1024 + 64 * 512)  # 5.6 GB
     monkeypatch.setenv("GWEN_KERNELS", "off")
-    assert rollout_bytes(BIG, mx.float16, demand.longest, 8, 512, 64)[0] == shared + column * 64 * 1024
+    assert (
+        rollout_bytes(BIG, mx.float16, demand.longest, 8, 512, 64)[0] == shared + column * 64 * 1024
+    )
 
 
 def test_a_gpus_memory_says_how_many_rows_are_decoded_at_once(mac, monkeypatch):
@@ -133,15 +141,26 @@ def test_a_gpus_memory_says_how_many_rows_are_decoded_at_once(mac, monkeypatch):
         assert sizes.rollout_batch_size == expected and sum(need.resident.values()) + need.phases[
             "rollout"
         ] <= 0.9 * recommended(gigabytes)
-    assert preflight.choose_sizes(demand_of(max_tokens=8192, rollout_batch_size=64), 300).rollout_batch_size == 64
+    assert (
+        preflight.choose_sizes(
+            demand_of(max_tokens=8192, rollout_batch_size=64), 300
+        ).rollout_batch_size
+        == 64
+    )
 
 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ({"max_tokens": 4096, "batch": 16, "rollout_batch_size": 64}, "lower --rollout-batch-size or --max-tokens"),
+        (
+            {"max_tokens": 4096, "batch": 16, "rollout_batch_size": 64},
+            "lower --rollout-batch-size or --max-tokens",
+        ),
         ({"judge_chunk_size": 512, "max_tokens": 1024}, "lower --judge-chunk-size"),
-        ({"train_token_budget": 2**16, "checkpoint_layers": "off", "batch": 64}, "lower --train-token-budget, or"),
+        (
+            {"train_token_budget": 2**16, "checkpoint_layers": "off", "batch": 64},
+            "lower --train-token-budget, or",
+        ),
         ({"lora_rank": 0}, "set --lora-rank 16"),
         ({}, None),
     ],
@@ -151,7 +170,11 @@ def test_on_8_gb_the_line_says_what_to_lower(mac, monkeypatch, flags, said):
     monkeypatch.setattr(memory, "memory_size", lambda: recommended(8))
     demand = demand_of(rubric=ROOT / "data" / "values_rubric.yaml", **flags)
     line = preflight.memory_line(demand, preflight.choose_sizes(demand))
-    assert "of 5.73 GB" in line and ("it does not fit: " in line) == bool(said) and (said or "") in line, line
+    assert (
+        "of 5.73 GB" in line
+        and ("it does not fit: " in line) == bool(said)
+        and (said or "") in line
+    ), line
     assert ("GB of disk" in line) == ("lora_rank" in flags)
 
 
@@ -173,14 +196,20 @@ WORDS = {
         f"{FAILED}Ignored (for causing prior GPU errors) (00000004:kIOGPUCommandBufferCallbackErrorSubmissionsIgnored)",
         VICTIM,
     ],
-    "neither": ["The prompt: 'a victim hangs'", "[matmul] Last dimension of first input must match second to last"],
+    "neither": [
+        "The prompt: 'a victim hangs'",
+        "[matmul] Last dimension of first input must match second to last",
+    ],
 }
 
 
 @pytest.mark.parametrize(("kind", "said"), [(kind, said) for kind in WORDS for said in WORDS[kind]])
 def test_an_errors_words_tell_whether_memory_ran_out_or_the_watchdog_stopped_it(kind, said):
     error = RuntimeError(said)
-    assert (memory.is_out_of_memory(error), memory.is_watchdog(error)) == (kind == "memory", kind == "watchdog")
+    assert (memory.is_out_of_memory(error), memory.is_watchdog_error(error)) == (
+        kind == "memory",
+        kind == "watchdog",
+    )
 
 
 def test_an_attempt_without_enough_memory_gives_none_and_holds_nothing_any_more(monkeypatch):
@@ -195,7 +224,9 @@ def test_an_attempt_without_enough_memory_gives_none_and_holds_nothing_any_more(
     with pytest.raises(RuntimeError, match="shapes do not fit"):
         memory.try_within_memory(holding, "shapes do not fit")
     assert memory.try_within_memory(max, 2, 3) == [3]
-    broken = Broken(monkeypatch, 3)  # the first is a victim's, and those in flight tell what ended it
+    broken = Broken(
+        monkeypatch, 3
+    )  # the first is a victim's, and those in flight tell what ended it
     assert memory.try_within_memory(broken.throw) == [] and not broken.left
 
 
@@ -206,7 +237,11 @@ class Broken:
         self.left = num_errors
         synchronize, self.save = mx.synchronize, mx.save_safetensors
         monkeypatch.setattr(mx, "synchronize", lambda: (self.throw(), synchronize()))
-        monkeypatch.setattr(mx, "save_safetensors", lambda *args, **kwargs: (self.throw(), self.save(*args, **kwargs)))
+        monkeypatch.setattr(
+            mx,
+            "save_safetensors",
+            lambda *args, **kwargs: (self.throw(), self.save(*args, **kwargs)),
+        )
 
     def throw(self):
         if self.left:
@@ -241,11 +276,19 @@ def test_a_rollout_survives_errors_in_flight_and_samples_the_same(monkeypatch, c
 def stopped(tmp_path):
     """What `stoppable` needs of a run that has saved its second step and done its third."""
     (tmp_path / "checkpoints" / "step-000002").mkdir(parents=True)
-    saved = SimpleNamespace(is_whole=True, stopping=False, step=3, boundary=(3, 3), dir=tmp_path, longest=10)
+    saved = SimpleNamespace(
+        is_whole=True, stopping=False, step=3, boundary=(3, 3), dir=tmp_path, longest=10
+    )
     saved.model = SimpleNamespace(config=SimpleNamespace(num_hidden_layers=4))
-    saved.sizes, saved.restore_last_step, saved.config = Sizes(8, 1024, 0), lambda: None, Config.from_flags()
+    saved.sizes, saved.restore_last_step, saved.config = (
+        Sizes(8, 1024, 0),
+        lambda: None,
+        Config.from_flags(),
+    )
     saved.journal = SimpleNamespace(phase="update")
-    saved.save = lambda: checkpoint.save_tensors(tmp_path / "state.safetensors", {"x": mx.ones(3) * 2})
+    saved.save = lambda: checkpoint.save_tensors(
+        tmp_path / "state.safetensors", {"x": mx.ones(3) * 2}
+    )
     return saved
 
 
@@ -260,7 +303,9 @@ def test_an_update_that_ends_in_errors_is_saved_and_is_one_line(stopped, monkeyp
     with pytest.raises(ValueError) as caught, trainer.save_on_interrupt(stopped):
         broken.throw()
     said = str(caught.value)
-    assert "\n" not in said and "saved after step 3, continue with: uv run train.py --resume" in said
+    assert (
+        "\n" not in said and "saved after step 3, continue with: uv run train.py --resume" in said
+    )
     assert mx.load(str(stopped.dir / "state.safetensors"))["x"].tolist() == [2, 2, 2]
 
 
@@ -282,34 +327,41 @@ def test_a_save_repeats_itself_through_errors_in_flight(stopped, monkeypatch, nu
 # ---- kernels at a model's own sizes
 
 
-def test_before_the_first_step_every_kernel_is_checked_at_the_sizes_of_the_model(checkpoints, monkeypatch):
+def test_before_the_first_step_every_kernel_is_checked_at_the_sizes_of_the_model(
+    checkpoints, monkeypatch
+):
     """On a device that is said to be a GPU, with kernels that compute their expressions."""
     monkeypatch.delenv("GWEN_KERNELS", raising=False)
     monkeypatch.setattr(gpu, "has_metal", lambda: True)
     monkeypatch.setattr(memory, "limit_mlx_cache", lambda: None)
     for op in kernels.OPS.values():
         monkeypatch.setattr(op, "launch", op.reference)
-        monkeypatch.setattr(op, "off", set())
-    checked, original = {}, kernels.Op.check
+        monkeypatch.setattr(op, "disabled_dtypes", set())
+    checked, original = {}, kernels.Op.find_fault
 
     def noting(op, *arguments, **settings):
         checked.setdefault(op.name, []).append(arguments)
         return original(op, *arguments, **settings)
 
-    monkeypatch.setattr(kernels.Op, "check", noting)
+    monkeypatch.setattr(kernels.Op, "find_fault", noting)
     model = gwen.random_model("random:2m", mx.float32)
     lora.apply(model, 5, 2.0)
     settings = Config.from_flags(lora_rank=5)
     update.Learner(model, settings, StepLoss(settings, Sizes(1, 1024, 0)))
     gwen.load_model(checkpoints["qwen3.5"], mx.float32)  # which has layers of another kind
-    assert set(checked) == set(kernels.OPS), "a kernel that no rehearsal calls is first run in a rollout"
+    assert set(checked) == set(kernels.OPS), (
+        "a kernel that no rehearsal calls is first run in a rollout"
+    )
     shape = model.config
     assert checked["swiglu"][0][0].shape[-1] == 2 * shape.intermediate_size
     assert checked["add_norm"][0][0].shape[-1] == shape.hidden_size
-    assert checked["slot_attention"][0][0].shape[1::2] == (shape.num_attention_heads, shape.head_dim)
+    assert checked["slot_attention"][0][0].shape[1::2] == (
+        shape.num_attention_heads,
+        shape.head_dim,
+    )
     assert {arguments[0].shape[1] for arguments in checked["tall_product"]} == {5}
     assert checked["sample_token"][0][0].shape[-1] == shape.vocab_size
-    assert all(op.runs(mx.float32) for op in kernels.OPS.values())
+    assert all(op.can_run(mx.float32) for op in kernels.OPS.values())
 
 
 # ---- log-probabilities that are no numbers
@@ -324,7 +376,9 @@ def test_a_log_probability_that_is_no_number_names_its_prompt(monkeypatch):
 
     monkeypatch.setattr(sampler.DecodeState, "write", spoiled)
     model, prompts = gwen.random_model("random:2m"), [[1, 2], [3, 4, 5]]
-    with pytest.raises(sampler.NotFinite, match=r"token 3 of completion 4 .* GWEN_DTYPE=bfloat16") as error:
+    with pytest.raises(
+        sampler.NotFinite, match=r"token 3 of completion 4 .* GWEN_DTYPE=bfloat16"
+    ) as error:
         sampler.rollout(model, prompts, sampler.SamplingParams(4), group_size=2, key=0)
     assert error.value.row == 3
 
@@ -336,7 +390,9 @@ def test_a_log_probability_that_is_no_number_names_its_prompt(monkeypatch):
 def test_a_mac_that_trains_stays_awake_unless_told_otherwise(monkeypatch, refused, flags):
     begun = []
     monkeypatch.setattr(trainer.subprocess, "Popen", lambda program, **_: begun.append(program))
-    monkeypatch.setattr(trainer, "platform", SimpleNamespace(system=lambda: "Darwin"))  # of nobody who asks later
+    monkeypatch.setattr(
+        trainer, "platform", SimpleNamespace(system=lambda: "Darwin")
+    )  # of nobody who asks later
     refused(train.main, ["--model", "no such model", *flags], "no such model")
     assert begun == [["/usr/bin/caffeinate", "-i", "-w", str(os.getpid())]] * (not flags)
 
@@ -350,6 +406,12 @@ def test_the_readme_shows_the_memory_that_a_mac_of_16_gb_prints(mac):
         (ROOT / "README.md").read_text("utf-8"),
         re.M,
     )
-    settings, _ = sources.resolve_settings(given_settings(parse_flags(shlex.split(command))), None, None, gwen.choose_model)
-    demand = preflight.RunDemand(BIG, mx.float16, settings, [48] * settings.sampling.batch, preflight.rubric_of(settings))
-    assert preflight.memory_line(demand, preflight.choose_sizes(demand)).startswith(line) and not more
+    settings, _ = sources.resolve_settings(
+        given_settings(parse_flags(shlex.split(command))), None, None, gwen.choose_model
+    )
+    demand = preflight.RunDemand(
+        BIG, mx.float16, settings, [48] * settings.sampling.batch, preflight.rubric_of(settings)
+    )
+    assert (
+        preflight.memory_line(demand, preflight.choose_sizes(demand)).startswith(line) and not more
+    )

@@ -69,9 +69,13 @@ def train_two_steps(tmp_path, name, *flags):
 def test_an_own_loss_or_advantage_that_equals_ours_trains_the_same(tmp_path, mine):
     ours = train_two_steps(tmp_path, "ours")
     loss = train_two_steps(tmp_path, "loss", "--loss", f"{mine}:dapo_again")
-    both = train_two_steps(tmp_path, "both", "--loss-type", f"{mine}:dapo_again", "--advantage", f"{mine}:group_again")
+    both = train_two_steps(
+        tmp_path, "both", "--loss-type", f"{mine}:dapo_again", "--advantage", f"{mine}:group_again"
+    )
     assert loss == both
-    np.testing.assert_allclose(ours, loss, rtol=1e-4)  # ours may be computed from the logits by tiles
+    np.testing.assert_allclose(
+        ours, loss, rtol=1e-4
+    )  # ours may be computed from the logits by tiles
     other = train_two_steps(tmp_path, "other", "--loss", f"{mine}:reinforce")
     assert other[0][2] == ours[0][2] and other[0][0] != ours[0][0]
 
@@ -83,10 +87,14 @@ def test_an_own_loss_sees_the_tokens_and_the_settings_of_the_run(tmp_path):
         "    seen.append((tokens, objective))\n"
         "    return grpo.Loss((tokens.logprobs * tokens.mask).sum(), {})\n"
     )
-    config = Config.from_flags(loss_type=f"{tmp_path}/mine.py:look", beta=0.1, epsilon=0.3, max_tokens=7)
+    config = Config.from_flags(
+        loss_type=f"{tmp_path}/mine.py:look", beta=0.1, epsilon=0.3, max_tokens=7
+    )
     tokens, objective = objectives.load_custom_objective(config).loss.__globals__["seen"][0]
     assert (objective.beta, objective.epsilon, objective.max_tokens) == (0.1, 0.3, 7)
-    assert tokens.ref_logprobs is not None and tokens.num_items == 5 and tokens.mask.sum().item() == 5
+    assert (
+        tokens.ref_logprobs is not None and tokens.num_items == 5 and tokens.mask.sum().item() == 5
+    )
     assert objectives.load_custom_objective(Config.from_flags()) == objectives.CustomObjective()
 
 
@@ -109,8 +117,12 @@ BAD = [
 
 
 @pytest.mark.parametrize(("flag", "name", "words"), BAD, ids=[name for _, name, _ in BAD])
-def test_a_bad_loss_or_advantage_is_one_line_before_a_model_is_loaded(mine, flag, name, words, refused):
-    line = refused(train.main, [*SMALL, "--task", "demo", f"--{flag}", f"{mine}:{name}"], re.escape(words))
+def test_a_bad_loss_or_advantage_is_one_line_before_a_model_is_loaded(
+    mine, flag, name, words, refused
+):
+    line = refused(
+        train.main, [*SMALL, "--task", "demo", f"--{flag}", f"{mine}:{name}"], re.escape(words)
+    )
     assert f"{mine}:{name}" in line
 
 
@@ -122,14 +134,26 @@ def test_a_loss_may_ignore_advantages_and_count_in_whole_numbers(mine, tmp_path)
 
 
 def test_an_own_loss_is_checked_like_a_word_of_ours():
-    with pytest.raises(ValueError, match=r"'dapoo'; it must be one of grpo, .*,? (or )?FILE\.py:function"):
-        sources.resolve_settings({"loss_type": "dapoo", "model": "demo"}, None, None, lambda name: (name, ""))
+    with pytest.raises(
+        ValueError, match=r"'dapoo'; it must be one of grpo, .*,? (or )?FILE\.py:function"
+    ):
+        sources.resolve_settings(
+            {"loss_type": "dapoo", "model": "demo"}, None, None, lambda name: (name, "")
+        )
 
 
 def test_own_advantages_replace_ours_and_refuse_our_scaling(mine):
     rewards = np.array([[1.0, 3.0], [2.0, 2.0]])
     config = Config.from_flags(advantage=f"{mine}:of_one")
-    assert objectives.load_custom_objective(config).advantage(rewards).tolist() == [[0.0, 2.0], [0.0, 0.0]]
-    flags = {"advantage": f"{mine}:of_one", "scale_rewards": "none", "model": "demo", "task": "demo"}
+    assert objectives.load_custom_objective(config).advantage(rewards).tolist() == [
+        [0.0, 2.0],
+        [0.0, 0.0],
+    ]
+    flags = {
+        "advantage": f"{mine}:of_one",
+        "scale_rewards": "none",
+        "model": "demo",
+        "task": "demo",
+    }
     with pytest.raises(ValueError, match="--scale-rewards none is for our advantages"):
         sources.resolve_settings(flags, None, None, lambda name: (name, ""))

@@ -28,7 +28,10 @@ BUSY = r"error: {} is being trained by (process \d+|another process); wait for i
 def test_a_second_process_is_told_of_the_first_until_that_lets_go(tmp_path):
     with run_files.release_at_exit():
         run_files.acquire(tmp_path)
-        with pytest.raises(ValueError, match=f"^{tmp_path} is being trained by process {os.getpid()}; wait for it, or"):
+        with pytest.raises(
+            ValueError,
+            match=f"^{tmp_path} is being trained by process {os.getpid()}; wait for it, or",
+        ):
             run_files.acquire(tmp_path)
     with run_files.release_at_exit():
         run_files.acquire(tmp_path)
@@ -40,7 +43,10 @@ HOLDER = "import os, pathlib, sys, time; from disk import run_files; run_files.a
 
 @pytest.mark.parametrize(
     "what",
-    ["print('held', flush=True); input()", "os.fork() and input(); print('held', flush=True); time.sleep(60)"],
+    [
+        "print('held', flush=True); input()",
+        "os.fork() and input(); print('held', flush=True); time.sleep(60)",
+    ],
     ids=["alone", "with a child"],
 )
 def test_a_process_that_is_killed_leaves_no_lock_though_its_child_lives_on(tmp_path, what):
@@ -65,7 +71,9 @@ def test_a_disk_without_locks_is_told_in_a_line(tmp_path, monkeypatch):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    with pytest.raises(ValueError, match=f"^{tmp_path} cannot be locked .No locks available.; choose one on a disk"):
+    with pytest.raises(
+        ValueError, match=f"^{tmp_path} cannot be locked .No locks available.; choose one on a disk"
+    ):
         run_files.acquire(tmp_path)
 
 
@@ -111,8 +119,15 @@ def test_a_run_whose_directory_was_removed_or_begun_again_ends_in_a_line_and_wri
         return function(*args)
 
     monkeypatch.setattr(*place, interfere)
-    refused(train.main, [*RUN, "--steps", "1", "--run-dir", run], f"{run} was removed or begun again while this run")
-    left, expected = ({path.removeprefix(str(at)): held for path, held in contents(at).items()} for at in (run, other))
+    refused(
+        train.main,
+        [*RUN, "--steps", "1", "--run-dir", run],
+        f"{run} was removed or begun again while this run",
+    )
+    left, expected = (
+        {path.removeprefix(str(at)): held for path, held in contents(at).items()}
+        for at in (run, other)
+    )
     assert left == expected
 
 
@@ -120,17 +135,35 @@ def test_a_run_whose_directory_was_removed_or_begun_again_ends_in_a_line_and_wri
 def test_of_processes_that_begin_at_once_in_one_directory_one_trains(tmp_path):
     run, (gate, begin) = tmp_path / "run", os.pipe()
     os.set_inheritable(gate, True)
-    waiting = f"import os; import train; os.read({gate}, 1); train.main()"  # until all of them are there
-    few = write_log(tmp_path / "few.jsonl", [{"prompt": f"{number} plus {number}"} for number in range(40)])
-    flags = [*RUN[:-2], "--data", few, "--reward", "length:5", "--steps", "2", "--run-dir", str(run)]
+    waiting = (
+        f"import os; import train; os.read({gate}, 1); train.main()"  # until all of them are there
+    )
+    few = write_log(
+        tmp_path / "few.jsonl", [{"prompt": f"{number} plus {number}"} for number in range(40)]
+    )
+    flags = [
+        *RUN[:-2],
+        "--data",
+        few,
+        "--reward",
+        "length:5",
+        "--steps",
+        "2",
+        "--run-dir",
+        str(run),
+    ]
     command = [sys.executable, "-c", waiting, *flags]
-    how = dict(cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, pass_fds=[gate])
+    how = dict(
+        cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, pass_fds=[gate]
+    )
     processes = [subprocess.Popen(command, **how) for _ in range(3)]
     time.sleep(1)
     os.close(begin)
     said = [process.communicate(timeout=600)[1] for process in processes]
     assert sorted(process.returncode for process in processes) == [0, 2, 2], said
     for process, text in zip(processes, said, strict=True):
-        line = f"{BUSY}|error: --run-dir {{}} exists; give another, or --resume it\n".format(run, run)
+        line = f"{BUSY}|error: --run-dir {{}} exists; give another, or --resume it\n".format(
+            run, run
+        )
         assert process.returncode == 0 or re.search(line, text), text
     assert [record["step"] for record in read_log(run / "metrics.jsonl")] == [1, 2]

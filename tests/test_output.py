@@ -23,7 +23,9 @@ RUN = [*SMALL.split(), "--steps", "4", "--save-every", "99", "--eval-every", "0"
 def shell(line, **options):
     """A line of bash in the checkout, where `gwen` is Python."""
     how = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 600} | options
-    return subprocess.run(["bash", "-c", f"set -o pipefail; gwen() {{ '{sys.executable}' \"$@\"; }}; {line}"], **how)
+    return subprocess.run(
+        ["bash", "-c", f"set -o pipefail; gwen() {{ '{sys.executable}' \"$@\"; }}; {line}"], **how
+    )
 
 
 # ---- a stream
@@ -54,7 +56,9 @@ def test_what_a_broken_pipe_cannot_take_is_dropped_and_the_body_goes_on(capsys):
 
 
 @pytest.mark.parametrize(("is_log", "status"), [(True, None), (False, 1)])
-def test_a_result_that_a_full_disk_cannot_take_ends_with_status_1_and_a_log_does_not(is_log, status):
+def test_a_result_that_a_full_disk_cannot_take_ends_with_status_1_and_a_log_does_not(
+    is_log, status
+):
     full = os.open("/dev/full", os.O_WRONLY)
     ended = contextlib.nullcontext() if status is None else pytest.raises(SystemExit)
     with ended as caught, standard_output(full), output.guard_output(is_log=is_log):
@@ -74,9 +78,15 @@ def test_a_pipe_that_does_not_block_gets_all_of_a_long_text():
     assert drain.communicate()[0].strip() == "1000000"
 
 
-@pytest.mark.parametrize(("encoding", "shown"), [("ascii", rb"\xfc\U0001f600"), ("cp1252", b"\xfc\\U0001f600")])
+@pytest.mark.parametrize(
+    ("encoding", "shown"), [("ascii", rb"\xfc\U0001f600"), ("cp1252", b"\xfc\\U0001f600")]
+)
 def test_a_character_that_an_encoding_lacks_is_escaped(tmp_path, encoding, shown):
-    with (tmp_path / "out").open("wb") as file, standard_output(file.fileno(), encoding), output.guard_output():
+    with (
+        (tmp_path / "out").open("wb") as file,
+        standard_output(file.fileno(), encoding),
+        output.guard_output(),
+    ):
         print("ü😀", end="")
     assert (tmp_path / "out").read_bytes() == shown
 
@@ -112,7 +122,9 @@ def test_every_command_is_guarded():
             if isinstance(node, ast.FunctionDef) and node.name == "main":
                 decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
                 hands_on = ".main(" in ast.unparse(node) or "run_path(" in ast.unparse(node)
-                assert hands_on or any(text.startswith("guard_output(") for text in decorators), path
+                assert hands_on or any(text.startswith("guard_output(") for text in decorators), (
+                    path
+                )
 
 
 # ---- commands

@@ -66,7 +66,9 @@ def refused(capsys, main, *words):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", EXPORTS, ids=lambda words: words[-1])
-def test_an_empty_directory_a_link_to_one_and_the_current_one_are_written_into(golden, tmp_path, monkeypatch, words):
+def test_an_empty_directory_a_link_to_one_and_the_current_one_are_written_into(
+    golden, tmp_path, monkeypatch, words
+):
     run = [*words, "--run", str(golden("grpo"))]
     lora.main([*run, "--out", str(tmp_path / "new")])
     names = {path.name.replace("new", "*") for path in (tmp_path / "new").iterdir()}
@@ -98,7 +100,9 @@ def test_a_model_for_which_the_disk_has_no_room_is_refused_before_the_work(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_directory_that_is_taken_or_lies_below_a_file_is_refused_before_the_work(golden, tmp_path, capsys, no_work):
+def test_a_directory_that_is_taken_or_lies_below_a_file_is_refused_before_the_work(
+    golden, tmp_path, capsys, no_work
+):
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to(tmp_path)
     run = ["--fuse", "--run", golden("grpo"), "--out"]
@@ -108,9 +112,13 @@ def test_a_directory_that_is_taken_or_lies_below_a_file_is_refused_before_the_wo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", EXPORTS, ids=lambda words: words[-1])
-def test_a_disk_that_becomes_full_during_the_work_is_told_with_out_and_nothing_is_left(golden, tmp_path, capsys, words):
+def test_a_disk_that_becomes_full_during_the_work_is_told_with_out_and_nothing_is_left(
+    golden, tmp_path, capsys, words
+):
     with limited(100_000):
-        line = refused(capsys, lora.main, *words, "--run", golden("grpo"), "--out", tmp_path / "new")
+        line = refused(
+            capsys, lora.main, *words, "--run", golden("grpo"), "--out", tmp_path / "new"
+        )
     assert f"--out {tmp_path / 'new'}" in line and not list(tmp_path.iterdir())
 
 
@@ -125,7 +133,13 @@ def test_the_least_that_is_written_is_never_more_than_what_is_written(golden, tm
 
 
 def test_an_error_about_another_file_is_not_one_about_out(tmp_path):
-    for path, is_out in {"new": True, "new/a": True, ".new-x7/made/a": True, "model/a": False, "newer": False}.items():
+    for path, is_out in {
+        "new": True,
+        "new/a": True,
+        ".new-x7/made/a": True,
+        "model/a": False,
+        "newer": False,
+    }.items():
         assert command.is_in(tmp_path / path, tmp_path / "new") == is_out
     assert not command.is_in("/etc/passwd", tmp_path / "new")
 
@@ -133,8 +147,12 @@ def test_an_error_about_another_file_is_not_one_about_out(tmp_path):
 # ---- files
 
 
-@pytest.mark.parametrize(("main", "words"), [(evaluate.main, ["--model", "demo"]), (report.main, None)])
-def test_a_file_that_cannot_be_written_is_refused_before_the_work(golden, tmp_path, capsys, no_work, main, words):
+@pytest.mark.parametrize(
+    ("main", "words"), [(evaluate.main, ["--model", "demo"]), (report.main, None)]
+)
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(
+    golden, tmp_path, capsys, no_work, main, words
+):
     words = words or [golden("grpo")]
     (tmp_path / "file").touch()
     places = [tmp_path, tmp_path / "none" / "out", tmp_path / "file" / "out"]
@@ -193,7 +211,9 @@ def test_a_write_that_the_disk_does_not_take_names_its_file(name, tmp_path, monk
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with limited(100), pytest.raises(OSError) as failed:
         WRITERS[name](tmp_path / name)
-    assert failed.value.errno == errno.EFBIG and str(failed.value.filename).startswith(str(tmp_path))
+    assert failed.value.errno == errno.EFBIG and str(failed.value.filename).startswith(
+        str(tmp_path)
+    )
     assert str(tmp_path) in flags.line_of(failed.value)
 
 

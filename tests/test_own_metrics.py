@@ -54,20 +54,33 @@ MODES = [
 def test_a_reward_of_weight_0_is_recorded_and_changes_no_weight(tmp_path, mine, mode):
     _, _, plain_rows, plain = steps_of(tmp_path / "plain", mine, "right,by_chance", *mode)
     zero = ["--reward-weights", "length=0"]
-    run, metrics, rows, weights = steps_of(tmp_path / "measured", mine, "right,by_chance,length", *zero, *mode)
-    assert plain.keys() == weights.keys() and all((plain[name] == weights[name]).all() for name in plain)
+    run, metrics, rows, weights = steps_of(
+        tmp_path / "measured", mine, "right,by_chance,length", *zero, *mode
+    )
+    assert plain.keys() == weights.keys() and all(
+        (plain[name] == weights[name]).all() for name in plain
+    )
     for before, row in zip(plain_rows, rows, strict=True):
         told = len(row["completion"])
         assert row["rewards"]["length"] == (None if told % 2 else 1e9 * told)
         assert (before["reward"], before["advantage"]) == (row["reward"], row["advantage"])
         assert row["extra"] == {"upper": row["completion"].upper()}
     assert all(step["reward/none"] == 0 and step["reward/length"] for step in metrics)
-    assert metrics[0]["metric/longest"] == max(len(row["completion"]) for row in rows if row["step"] == 1)
-    assert all(record["eval/reward/length"] and record["eval/metric/longest"] for record in run.journal.evaluations)
+    assert metrics[0]["metric/longest"] == max(
+        len(row["completion"]) for row in rows if row["step"] == 1
+    )
+    assert all(
+        record["eval/reward/length"] and record["eval/metric/longest"]
+        for record in run.journal.evaluations
+    )
     (run.dir / "config.yaml").write_text(json.dumps(run.config.to_flags(run.sizes)))
-    drawn = {chart["title"]: chart for chart in charts.make_charts(seeds.load_seed_groups([run.dir]))}
+    drawn = {
+        chart["title"]: chart for chart in charts.make_charts(seeds.load_seed_groups([run.dir]))
+    }
     assert "length, weight 0" in [one["label"] for one in drawn["Reward by component"]["series"]]
-    assert drawn["Logged by rewards"]["series"][0]["y"] == [float(f"{s['metric/longest']:.4g}") for s in metrics]
+    assert drawn["Logged by rewards"]["series"][0]["y"] == [
+        float(f"{s['metric/longest']:.4g}") for s in metrics
+    ]
 
 
 def test_a_metric_may_give_no_number_and_a_reward_may_not_hide_behind_it():
@@ -79,7 +92,10 @@ def test_a_metric_may_give_no_number_and_a_reward_may_not_hide_behind_it():
     assert "reward silent gave no number for any of 2 completions" in text
 
 
-FUNCTIONS = [("silent", lambda completions: [None] * len(completions)), ("counted", lambda completions: [1.0, 2.0])]
+FUNCTIONS = [
+    ("silent", lambda completions: [None] * len(completions)),
+    ("counted", lambda completions: [1.0, 2.0]),
+]
 
 
 @pytest.mark.parametrize(
@@ -89,8 +105,14 @@ FUNCTIONS = [("silent", lambda completions: [None] * len(completions)), ("counte
             lambda metric, extra: metric("x", float("nan")),
             "raised ValueError: log_metric 'x' is nan; give a finite number, at",
         ),
-        (lambda metric, extra: metric("x", "many"), "raised TypeError: must be real number, not str, at"),
-        (lambda metric, extra: extra("x", [1]), "raised ValueError: log_extra 'x' has 1 values for 2 completions, at"),
+        (
+            lambda metric, extra: metric("x", "many"),
+            "raised TypeError: must be real number, not str, at",
+        ),
+        (
+            lambda metric, extra: extra("x", [1]),
+            "raised ValueError: log_extra 'x' has 1 values for 2 completions, at",
+        ),
     ],
 )
 def test_what_cannot_be_logged_is_told_in_a_line(log, said):
@@ -99,7 +121,9 @@ def test_what_cannot_be_logged_is_told_in_a_line(log, said):
         return [1.0] * len(completions)
 
     fn = rewards.UserReward("mine", mine)
-    assert said in message_of(rewards.call_rewards, {"mine": fn}, [{"prompt": "p"}] * 2, ["a", "b"], {})
+    assert said in message_of(
+        rewards.call_rewards, {"mine": fn}, [{"prompt": "p"}] * 2, ["a", "b"], {}
+    )
 
 
 def test_values_of_any_type_are_recorded_as_json():
@@ -120,9 +144,15 @@ def test_a_wrong_answer_is_not_paid_most_where_another_reward_pays_right_ones_mo
 
     def found(*weights):
         before = {n: one(n / 10 // 0.7, n % 2, weights) for n in range(10)}
-        return verdict.rewarded_wrong_answers({0: before, 9: {n: one(n / 10 // 0.4, 1.0, weights) for n in range(10)}})
+        return verdict.rewarded_wrong_answers(
+            {0: before, 9: {n: one(n / 10 // 0.4, 1.0, weights) for n in range(10)}}
+        )
 
     assert found(1.0, 0.1) == (set(), set())
     assert found(0.0, 1.0) == ({1, 3, 5}, {0, 1, 2, 3})
-    rows = {n: one(0, 1.0, (0.0, 1.0)) for n in range(4)} | {n: one(0, 0.0, (0.0, 1.0)) for n in range(4, 10)}
-    assert verdict.rewarded_wrong_answers({0: rows, 9: rows}) == (set(), set()), "training has not made it so"
+    rows = {n: one(0, 1.0, (0.0, 1.0)) for n in range(4)} | {
+        n: one(0, 0.0, (0.0, 1.0)) for n in range(4, 10)
+    }
+    assert verdict.rewarded_wrong_answers({0: rows, 9: rows}) == (set(), set()), (
+        "training has not made it so"
+    )

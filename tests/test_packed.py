@@ -31,7 +31,11 @@ WIDE = {"hidden_size": 64, "intermediate_size": 128}  # what groups of 32 divide
 
 def mixed(name, module):
     """More bits for some, as mlx_lm's recipes have it: the parts of a fused projection then differ."""
-    return {"group_size": 32, "bits": 8 if "v_proj" in name or "down" in name else 4, "mode": "affine"}
+    return {
+        "group_size": 32,
+        "bits": 8 if "v_proj" in name or "down" in name else 4,
+        "mode": "affine",
+    }
 
 
 def pack(source, target, bits=4, **how):
@@ -64,13 +68,18 @@ def few(tmp_path_factory):
 @pytest.mark.parametrize(
     ("family", "how"),
     [
-        *((name, {"bits": bits}) for name, bits in (("qwen2", 8), ("qwen2.5", 4), ("llama", 3), ("qwen3.5", 4))),
+        *(
+            (name, {"bits": bits})
+            for name, bits in (("qwen2", 8), ("qwen2.5", 4), ("llama", 3), ("qwen3.5", 4))
+        ),
         ("qwen3", {"quant_predicate": mixed}),
         ("qwen3", {"quant_predicate": lambda name, _: "mlp" in name}),
         ("qwen3", {"mode": "mxfp4"}),
     ],
 )
-def test_a_packed_model_computes_what_it_does_in_mlx_lm_spread_out_or_not(bases, tmp_path, family, how):
+def test_a_packed_model_computes_what_it_does_in_mlx_lm_spread_out_or_not(
+    bases, tmp_path, family, how
+):
     directory = pack(bases[family], tmp_path / "packed", **how)
     theirs, _ = load_model(directory)
     theirs.set_dtype(mx.float32)
@@ -85,24 +94,40 @@ def test_on_a_gpu_a_judge_s_layers_stay_packed_where_parts_of_a_projection_are_a
     few, bases, tmp_path, monkeypatch, tokenizer
 ):
     monkeypatch.setattr(gpu, "on_gpu", lambda: True)
-    monkeypatch.setattr(gwen, "check_kernels", lambda _: None)  # which would be off from here on, in every test
+    monkeypatch.setattr(
+        gwen, "check_kernels", lambda _: None
+    )  # which would be off from here on, in every test
     monkeypatch.setattr(hub, "load_tokenizer", lambda _: tokenizer)
-    for directory, num in ((few, 4), (pack(bases["qwen3"], tmp_path / "mixed", quant_predicate=mixed), 3)):
+    for directory, num in (
+        (few, 4),
+        (pack(bases["qwen3"], tmp_path / "mixed", quant_predicate=mixed), 3),
+    ):
         model = gwen.load(directory, mx.float16, frozen=True)[0]
-        kept = [module for _, module in model.named_modules() if isinstance(module, nn.QuantizedLinear)]
+        kept = [
+            module for _, module in model.named_modules() if isinstance(module, nn.QuantizedLinear)
+        ]
         assert len(kept) == num * len(model.layers) and model.head_weight.dtype == mx.float16
 
 
 def test_a_judge_and_a_teacher_of_4_bits_say_what_they_do_at_16(few):
-    tokenizer, answers = hub.load_tokenizer(hub.DEMO), read_log(ROOT / "tests" / "judged_answers.jsonl")[:40]
+    tokenizer, answers = (
+        hub.load_tokenizer(hub.DEMO),
+        read_log(ROOT / "tests" / "judged_answers.jsonl")[:40],
+    )
     asked, said = [one[0] for one in answers], [one[1] for one in answers]
     wide, packed = gwen.load_model(hub.DEMO), gwen.load_model(few)
-    expected, scores = (Judge(model, tokenizer, JUDGED).score(asked, said).scores.ravel() for model in (wide, packed))
+    expected, scores = (
+        Judge(model, tokenizer, JUDGED).score(asked, said).scores.ravel()
+        for model in (wide, packed)
+    )
     assert np.corrcoef(expected, scores)[0, 1] > 0.99 and np.abs(expected - scores).mean() < 0.1
     divergences = []
     for prompt, answer, _ in answers[:24]:
         ids, own = chat_template.encode_chat(tokenizer, prompt), tokenizer.encode(answer)
-        first, second = (nn.log_softmax(model(mx.array([ids + own]))[0, len(ids) - 1 :]) for model in (wide, packed))
+        first, second = (
+            nn.log_softmax(model(mx.array([ids + own]))[0, len(ids) - 1 :])
+            for model in (wide, packed)
+        )
         divergences += (mx.exp(first) * (first - second)).sum(-1).tolist()
     assert 0 < np.mean(divergences) < 0.02  # nats a token
 
@@ -119,12 +144,16 @@ def test_a_packed_judge_takes_the_memory_that_was_said(few, monkeypatch):
         patch.setattr(gpu, "on_gpu", lambda: True)
         weights = preflight.frozen_bytes(str(few), model.config, mx.float32)
     held = sum(array.nbytes for array in mx.load(str(few / "model.safetensors")).values())
-    assert held < weights < 0.5 * preflight.frozen_bytes("demo", gwen.load_config("demo"), mx.float32)
+    assert (
+        held < weights < 0.5 * preflight.frozen_bytes("demo", gwen.load_config("demo"), mx.float32)
+    )
     mx.clear_cache()
     mx.reset_peak_memory()
     questions = [f"{number} " + "one " * 99 for number in range(8)]
     answers = [f"{number} " + "two " * 7 for number in range(16)]
-    readable(Judge(model, tokenizer, JUDGED)).score([text for text in questions for _ in range(2)], answers)
+    readable(Judge(model, tokenizer, JUDGED)).score(
+        [text for text in questions for _ in range(2)], answers
+    )
     peak = mx.get_peak_memory() - before
     print(f"{(weights + judging) / peak:.2f}")
     assert 0.95 * peak < weights + judging < 1.3 * peak
@@ -134,7 +163,18 @@ def test_commands_take_packed_models_but_to_train_them(few, tmp_path, refused, c
     line = f"error: --model {few} is quantized: train the checkpoint of 16 bits that it was made from; as --judge-model"
     for main in (train.main, preflight.main):
         refused(main, ["--model", few, "--task", "demo"], line)
-    sampler.main(["--model", str(few), "--prompt", "What is one plus two?", "--temp", "0", "--max-tokens", "8"])
+    sampler.main(
+        [
+            "--model",
+            str(few),
+            "--prompt",
+            "What is one plus two?",
+            "--temp",
+            "0",
+            "--max-tokens",
+            "8",
+        ]
+    )
     assert "three" in capsys.readouterr().out.lower()
     flags = [*SMALL, "--steps", "1", "--eval-every", "0", "--run-dir"]
     train.main([*flags, str(tmp_path / "run"), "--judge-model", str(few)])
@@ -147,9 +187,18 @@ def test_commands_take_packed_models_but_to_train_them(few, tmp_path, refused, c
     ("given", "said"),
     [
         (None, "model.embed_tokens.biases has shape"),
-        ({"group_size": 64, "bits": 4}, "not as model.embed_tokens is packed: [dequantize] Shape of scales"),
-        ({"group_size": "32", "bits": 4}, "not as model.embed_tokens is packed: dequantize(): incompatible"),
-        ({"group_size": 32, "bits": 4, "mode": "new"}, "is packed: [dequantize] Invalid quantization mode 'new'"),
+        (
+            {"group_size": 64, "bits": 4},
+            "not as model.embed_tokens is packed: [dequantize] Shape of scales",
+        ),
+        (
+            {"group_size": "32", "bits": 4},
+            "not as model.embed_tokens is packed: dequantize(): incompatible",
+        ),
+        (
+            {"group_size": 32, "bits": 4, "mode": "new"},
+            "is packed: [dequantize] Invalid quantization mode 'new'",
+        ),
         (
             {"group_size": 16, "bits": 8},
             "model.embed_tokens.weight has shape (320, 32), config.json asks for (320, 64)",

@@ -35,7 +35,13 @@ BIG = gwen.load_known_config("random:0.6b")
 
 
 def make_config(**flags):
-    chosen = {"model": "random:2m", "task": "demo", "batch": 2, "groups": 4, "max_tokens": 48} | flags
+    chosen = {
+        "model": "random:2m",
+        "task": "demo",
+        "batch": 2,
+        "groups": 4,
+        "max_tokens": 48,
+    } | flags
     config, _ = resolve(chosen, None, None)
     return config
 
@@ -72,34 +78,55 @@ MANY = {"batch": 4, "groups": 16, "max_tokens": 16, "train_token_budget": 160}
         ({"lora_rank": 0, "train_token_budget": 300, "optimizer": "sgd"}, 80, None),
         ({"max_tokens": 128, "batch": 1}, 40, None),
         (MANY, 64, None),  # of this the rollout is the largest
-        ({"batch": 8, "groups": 2, "max_tokens": 8, "train_token_budget": 64}, 140, RUBRIC),  # and of this the judge
+        (
+            {"batch": 8, "groups": 2, "max_tokens": 8, "train_token_budget": 64},
+            140,
+            RUBRIC,
+        ),  # and of this the judge
     ],
     ids=str,
 )
 @pytest.mark.parametrize("name", ["demo", "random:2m-hybrid"])
-def test_a_step_takes_at_most_a_twentieth_more_than_was_said_and_three_tenths_less(name, flags, prompt_tokens, rubric):
+def test_a_step_takes_at_most_a_twentieth_more_than_was_said_and_three_tenths_less(
+    name, flags, prompt_tokens, rubric
+):
     config = make_config(model=name, **{"max_tokens": 32} | flags)
     gc.collect()
     before, model = mx.get_active_memory(), gwen.load(name)[0]
-    prompts = np.random.default_rng(0).integers(3, 1000, (config.sampling.batch, prompt_tokens)).tolist()
+    prompts = (
+        np.random.default_rng(0).integers(3, 1000, (config.sampling.batch, prompt_tokens)).tolist()
+    )
     demand = demand_of(config, prompt_tokens, model.config, mx.float32)._replace(rubric=rubric)
     sizes = preflight.choose_sizes(demand)
     need = preflight.estimate(demand, sizes)
     if config.model.lora_rank:
-        lora.apply(model, config.model.lora_rank, config.model.lora_scale, config.model.lora_targets)
+        lora.apply(
+            model, config.model.lora_rank, config.model.lora_scale, config.model.lora_targets
+        )
     mx.eval(model.parameters())
     mx.clear_cache()
     mx.reset_peak_memory()
     one_step(model, config, sizes, prompts)
     if rubric:
-        grader = readable(judge.Judge(model, hub.load_tokenizer(hub.DEMO), rubrics.load_rubric(rubric)))
-        questions = [f"{number} " + "one " * (prompt_tokens - 1) for number in range(config.sampling.batch)]
-        answers = [f"{number} " + "two " * 7 for number in range(config.sampling.batch * config.sampling.groups)]
+        grader = readable(
+            judge.Judge(model, hub.load_tokenizer(hub.DEMO), rubrics.load_rubric(rubric))
+        )
+        questions = [
+            f"{number} " + "one " * (prompt_tokens - 1) for number in range(config.sampling.batch)
+        ]
+        answers = [
+            f"{number} " + "two " * 7
+            for number in range(config.sampling.batch * config.sampling.groups)
+        ]
         grader.score([text for text in questions for _ in range(config.sampling.groups)], answers)
     peak = mx.get_peak_memory() - before
     # the optimizer's state is gone by then
     phases = need.phases
-    said = need.total - need.resident["Python"] - (need.resident["optimizer"] if phases["judging"] > phases["update"] else 0)
+    said = (
+        need.total
+        - need.resident["Python"]
+        - (need.resident["optimizer"] if phases["judging"] > phases["update"] else 0)
+    )
     print(f"{said / peak:.2f}")
     assert 0.95 * peak < said < 1.3 * peak
 
@@ -113,20 +140,39 @@ def test_weights_adapters_and_optimizer_are_counted_to_the_byte():
     learner = update.Learner(model, config, StepLoss(config, sizes))
     need = preflight.estimate(demand_of(config, 80, model.config), sizes)
     assert need.resident["weights"] == held
-    copies = [copy.nbytes for _, layer in lora.adapted_layers(model) for copy in layer.rounded_matrices(mx.float16)]
-    assert need.resident["adapters"] == sum(array.nbytes for array in learner.trainable.values()) + sum(copies)
-    moments = [array for name, array in tree_flatten(learner.optimizer.state) if name.endswith((".m", ".v"))]
+    copies = [
+        copy.nbytes
+        for _, layer in lora.adapted_layers(model)
+        for copy in layer.rounded_matrices(mx.float16)
+    ]
+    assert need.resident["adapters"] == sum(
+        array.nbytes for array in learner.trainable.values()
+    ) + sum(copies)
+    moments = [
+        array
+        for name, array in tree_flatten(learner.optimizer.state)
+        if name.endswith((".m", ".v"))
+    ]
     assert need.resident["optimizer"] == sum(array.nbytes for array in moments)
 
 
 def test_16_bit_weights_that_train_have_float32_masters():
     for dtype, expected in ((mx.float16, 4), (mx.float32, 0)):
-        need = preflight.estimate(demand_of(make_config(lora_rank=0), dtype=dtype), Sizes(8, 1024, 0))
+        need = preflight.estimate(
+            demand_of(make_config(lora_rank=0), dtype=dtype), Sizes(8, 1024, 0)
+        )
         assert need.resident["masters"] == expected * need.resident["weights"] / dtype.size
 
 
 def test_a_judge_that_only_evaluations_ask_is_counted(tmp_path, capsys):
-    witness = ["--reward-weights", "rubric=0", "--eval-rubric", str(RUBRIC), "--judge-model", "random:2m"]
+    witness = [
+        "--reward-weights",
+        "rubric=0",
+        "--eval-rubric",
+        str(RUBRIC),
+        "--judge-model",
+        "random:2m",
+    ]
     for flags, asked in ((witness, True), ([*witness, "--eval-every", "0"], False)):
         preflight.main(["--model", "demo", *flags])
         for line in (make_run(tmp_path, *flags).memory, capsys.readouterr().out):
@@ -135,7 +181,9 @@ def test_a_judge_that_only_evaluations_ask_is_counted(tmp_path, capsys):
 
 def test_a_model_that_trains_whole_is_held_twice_where_it_is_its_own_judge_or_the_reference():
     def stays(**flags):
-        return preflight.resident_bytes(demand_of(make_config(lora_rank=0, **flags))._replace(rubric=RUBRIC))
+        return preflight.resident_bytes(
+            demand_of(make_config(lora_rank=0, **flags))._replace(rubric=RUBRIC)
+        )
 
     frozen, other = stays(), stays(judge_model="demo")
     both = stays(judge_model="demo", beta=0.1)
@@ -154,7 +202,10 @@ def test_auto_cuts_micro_batches_before_it_computes_layers_again(monkeypatch, on
         sizes = preflight.choose_sizes(demand)
         settled.append((sizes.train_token_budget, sizes.checkpoint_layers))
         need = preflight.estimate(demand, sizes)
-        assert sum(need.resident.values()) + need.phases["update"] <= 0.9 * room or settled[-1] == (1024, 28)
+        assert sum(need.resident.values()) + need.phases["update"] <= 0.9 * room or settled[-1] == (
+            1024,
+            28,
+        )
     budgets, counts = zip(*settled, strict=True)
     assert budgets[0] == (2048 if on_gpu else 1024) and budgets[-1] == 1024
     assert list(budgets) == sorted(budgets, reverse=True) and list(counts) == sorted(counts)
@@ -162,7 +213,11 @@ def test_auto_cuts_micro_batches_before_it_computes_layers_again(monkeypatch, on
     assert counts[0] == 0 and 0 < counts[-2] < counts[-1] == 28
 
 
-TRIED = {"sampling/signal_groups": 2, "completion/truncated_frac": 0.1, "completion/degenerate_frac": 0.0}
+TRIED = {
+    "sampling/signal_groups": 2,
+    "completion/truncated_frac": 0.1,
+    "completion/degenerate_frac": 0.0,
+}
 TRIED |= {"reward/mean": 0.5, "reward/std": 0.3, "step/s": 2.0, "mem/peak_gb": 1.5}
 HALF = [0.0, 1.0, 0.0, 1.0]
 
@@ -170,16 +225,31 @@ HALF = [0.0, 1.0, 0.0, 1.0]
 @pytest.mark.parametrize(
     ("figures", "rewards", "flags", "last"),
     [
-        ({}, HALF, {}, "go: a signal in 50% of the groups, where 25% are enough, however low the mean"),
+        (
+            {},
+            HALF,
+            {},
+            "go: a signal in 50% of the groups, where 25% are enough, however low the mean",
+        ),
         ({"sampling/signal_groups": 1}, HALF, {}, "go"),
-        ({"completion/truncated_frac": 0.6}, HALF, {}, "change: ask for shorter answers, take a warm start (docs/"),
+        (
+            {"completion/truncated_frac": 0.6},
+            HALF,
+            {},
+            "change: ask for shorter answers, take a warm start (docs/",
+        ),
         (
             {"sampling/signal_groups": 0},
             [0.0] * 4,
             {},
             "change: every answer earns 0: take a warm start (docs/warm-start.md), a reward that tells answers apart",
         ),
-        ({"sampling/signal_groups": 0}, [1.0] * 4, {}, "change: every answer earns 1: take a reward that tells"),
+        (
+            {"sampling/signal_groups": 0},
+            [1.0] * 4,
+            {},
+            "change: every answer earns 1: take a reward that tells",
+        ),
         (
             {"sampling/signal_groups": 0, "completion/truncated_frac": 0.6},
             [0.0] * 9 + [1.0],
@@ -187,9 +257,24 @@ HALF = [0.0, 1.0, 0.0, 1.0]
             "change: ask for shorter answers, or raise --max-tokens above 8; "
             "nearly all fail: take a warm start (docs/warm-start.md), easier prompts, or more --groups",
         ),
-        ({"sampling/signal_groups": 0}, [1.0] * 9 + [0.0], {}, "change: nearly all succeed: take harder prompts"),
-        ({"sampling/signal_groups": 0}, HALF, {}, "change: answers to one prompt earn alike: try a higher --temp"),
-        ({"judge/unparsed_frac": 1.0}, HALF, {}, "change: 100% of the judge's scores cannot be read: take another"),
+        (
+            {"sampling/signal_groups": 0},
+            [1.0] * 9 + [0.0],
+            {},
+            "change: nearly all succeed: take harder prompts",
+        ),
+        (
+            {"sampling/signal_groups": 0},
+            HALF,
+            {},
+            "change: answers to one prompt earn alike: try a higher --temp",
+        ),
+        (
+            {"judge/unparsed_frac": 1.0},
+            HALF,
+            {},
+            "change: 100% of the judge's scores cannot be read: take another",
+        ),
         ({"judge/unparsed_frac": 0.1}, HALF, {}, "go"),
         ({"completion/degenerate_frac": 0.2}, HALF, {}, "change: set --reward-gate form"),
         ({"completion/degenerate_frac": 0.2}, HALF, {"reward_gate": "form"}, "go"),
@@ -199,7 +284,12 @@ HALF = [0.0, 1.0, 0.0, 1.0]
             {"reward_gate": "form"},
             "change: 0% of the answers pass --reward-gate form: to be paid, one ends before --max-tokens, has at",
         ),
-        ({"completion/degenerate_frac": 0.2, "answer": "a, b"}, HALF, {}, "go"),  # the gate would pay no right answer
+        (
+            {"completion/degenerate_frac": 0.2, "answer": "a, b"},
+            HALF,
+            {},
+            "go",
+        ),  # the gate would pay no right answer
         (
             {"sampling/signal_groups": 0, "answer": "a, b"},
             HALF,
@@ -209,13 +299,24 @@ HALF = [0.0, 1.0, 0.0, 1.0]
     ],
 )
 def test_a_trial_says_go_or_what_to_change(figures, rewards, flags, last):
-    record = {"prompt": "What?", "completion": "That.", "finish_reason": "stop", "answer": figures.get("answer")}
+    record = {
+        "prompt": "What?",
+        "completion": "That.",
+        "finish_reason": "stop",
+        "answer": figures.get("answer"),
+    }
     answers = [record | {"reward": reward} for reward in rewards]
-    steps = [TRIED | figures | {"step/s": seconds} for seconds in (9.0, 2.0, 3.1)]  # the first one warms up
-    *shown, pace, said = preflight.trial_verdict(make_config(batch=4, steps=90, **flags), steps, answers)
+    steps = [
+        TRIED | figures | {"step/s": seconds} for seconds in (9.0, 2.0, 3.1)
+    ]  # the first one warms up
+    *shown, pace, said = preflight.trial_verdict(
+        make_config(batch=4, steps=90, **flags), steps, answers
+    )
     assert said.startswith(last) or (last[0] == ";" and last in said)
     assert pace == "2.0 to 3.1 s a step, 90 in 3 min to 5 min without evaluations, 1.50 GB"
-    assert "mean 0.5, which training raises" in shown[-2] and "0.3: what it learns from" in shown[-1]
+    assert (
+        "mean 0.5, which training raises" in shown[-2] and "0.3: what it learns from" in shown[-1]
+    )
     assert "of 12 groups before training, within 28%; " in shown[-4] or figures
     assert shown[0] == f"  {rewards[0]:.3g}  'What?' -> 'That.'"
 
@@ -223,10 +324,22 @@ def test_a_trial_says_go_or_what_to_change(figures, rewards, flags, last):
 @pytest.mark.parametrize(
     ("figures", "right", "last"),
     [
-        ({}, [0.0, 0.0], "however low the mean; it may learn what the reward pays, but none is right yet: show it ans"),
-        ({}, [0.0, 0.4], "go: a signal in 50% of the groups, where 25% are enough, however low the mean"),
+        (
+            {},
+            [0.0, 0.0],
+            "however low the mean; it may learn what the reward pays, but none is right yet: show it ans",
+        ),
+        (
+            {},
+            [0.0, 0.4],
+            "go: a signal in 50% of the groups, where 25% are enough, however low the mean",
+        ),
         ({}, [0.4, 1.0], "however low the mean"),
-        ({"completion/degenerate_frac": 0.2}, [0.0], "change: set --reward-gate form; it may learn what the reward"),
+        (
+            {"completion/degenerate_frac": 0.2},
+            [0.0],
+            "change: set --reward-gate form; it may learn what the reward",
+        ),
         (
             {"sampling/signal_groups": 0},
             [0.0],
@@ -234,29 +347,58 @@ def test_a_trial_says_go_or_what_to_change(figures, rewards, flags, last):
         ),  # the rest is said
     ],
 )
-def test_a_trial_counts_right_answers_and_says_that_none_is_and_ends_that_read_alike_are_one(figures, right, last):
-    answers = [{"prompt": "?", "completion": "A.", "finish_reason": "stop", "reward": reward} for reward in HALF]
+def test_a_trial_counts_right_answers_and_says_that_none_is_and_ends_that_read_alike_are_one(
+    figures, right, last
+):
+    answers = [
+        {"prompt": "?", "completion": "A.", "finish_reason": "stop", "reward": reward}
+        for reward in HALF
+    ]
     answers = answers if "sampling/signal_groups" not in figures else [answers[0]]
-    *shown, pace, said = preflight.trial_verdict(make_config(batch=4, steps=90), [TRIED | figures], answers, right)
-    assert last in said and ("; it may" in last or said.endswith(last)) and shown[-4].startswith("1 step, ")
+    *shown, pace, said = preflight.trial_verdict(
+        make_config(batch=4, steps=90), [TRIED | figures], answers, right
+    )
+    assert (
+        last in said
+        and ("; it may" in last or said.endswith(last))
+        and shown[-4].startswith("1 step, ")
+    )
     assert shown[-3] == f"right by the answers: {sum(right):.0f} of {len(right)}"
-    assert pace == "2.0 s a step, 90 in 3 min without evaluations, 1.50 GB" and "rewards 0" in shown[-2]
+    assert (
+        pace == "2.0 s a step, 90 in 3 min without evaluations, 1.50 GB"
+        and "rewards 0" in shown[-2]
+    )
 
 
 def test_right_is_what_the_verifier_of_the_run_finds_so_where_a_problem_has_an_answer():
-    examples = [{"prompt": [{"role": "user", "content": "?"}], "answer": answer, "of": 2} for answer in (4, "6", None)]
+    examples = [
+        {"prompt": [{"role": "user", "content": "?"}], "answer": answer, "of": 2}
+        for answer in (4, "6", None)
+    ]
     verifier = lambda completions, answer, of, **_: list(map(right, completions, answer))  # noqa: E731
     task = tasks.Task("own", {}, {}, verifier=verifier)
     right = lambda text, answer: text == str(answer)  # noqa: E731
-    answers = [one | {"completion": "6", "answer": one["answer"] and str(one["answer"])} for one in examples]
+    answers = [
+        one | {"completion": "6", "answer": one["answer"] and str(one["answer"])}
+        for one in examples
+    ]
     assert preflight.verify_answers(task._replace(train=examples), answers) == [0, 1]
-    assert preflight.verify_answers(task, answers) == preflight.verify_answers(tasks.Task("own", {}, {}), answers) == []
+    assert (
+        preflight.verify_answers(task, answers)
+        == preflight.verify_answers(tasks.Task("own", {}, {}), answers)
+        == []
+    )
 
 
 @pytest.mark.parametrize(
     ("figures", "num", "flags", "said"),
     [
-        ({}, 4, {}, "every answer earns 0: take a warm start"),  # 2 s a step: 292 s, and 5 evaluations of 20 s
+        (
+            {},
+            4,
+            {},
+            "every answer earns 0: take a warm start",
+        ),  # 2 s a step: 292 s, and 5 evaluations of 20 s
         ({}, 3, {}, ""),
         ({}, 5, {}, ""),  # it was said
         ({"step/s": 121.0}, 1, {}, "every answer"),  # no longer than a trial
@@ -265,7 +407,9 @@ def test_right_is_what_the_verifier_of_the_run_finds_so_where_a_problem_has_an_a
         ({"sampling/signal_groups": None}, 4, {}, ""),
     ],
 )
-def test_first_steps_without_signal_end_a_run_that_would_be_long(tmp_path, figures, num, flags, said):
+def test_first_steps_without_signal_end_a_run_that_would_be_long(
+    tmp_path, figures, num, flags, said
+):
     steps = [TRIED | {"sampling/signal_groups": 0} | figures] * num
     flags = {"model": "demo", "batch": 4, "steps": 150, "eval_every": 30} | flags
     (tmp_path / "rollouts.jsonl").write_text(
@@ -302,11 +446,20 @@ def test_a_trial_that_is_ended_ends_what_it_began(monkeypatch):
 def test_a_trial_takes_steps_of_the_trainer_and_leaves_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(preflight, "TRY_STEPS", 2)
-    flags = "--try --model demo --batch 2 --groups 4 --max-tokens 3 --steps 9 --eval-limit 8 --seeds 2"
+    flags = (
+        "--try --model demo --batch 2 --groups 4 --max-tokens 3 --steps 9 --eval-limit 8 --seeds 2"
+    )
     preflight.main(flags.split())
     out = capsys.readouterr().out
-    assert "2 steps, 16 answers: " in out and "reward correct: " in out and "right by the answers: " in out
-    assert "\nwhere every third answer changes, with 8 held out a change shows from 57% of the values' range on" in out
+    assert (
+        "2 steps, 16 answers: " in out
+        and "reward correct: " in out
+        and "right by the answers: " in out
+    )
+    assert (
+        "\nwhere every third answer changes, with 8 held out a change shows from 57% of the values' range on"
+        in out
+    )
     assert out.splitlines()[-1].startswith("change: ask") and "or raise --max-tokens above 3" in out
     assert not list(tmp_path.iterdir())
 
@@ -317,12 +470,19 @@ def test_a_trial_leaves_out_that_a_reward_pays_nothing_where_it_saw_it_pay(tmp_p
     pays = "[float(len(text) % 3 == 1 and len(text) < 30) for text in completions]"
     (tmp_path / "odd.py").write_text(f"def odd(completions, **_): return {pays}\n")
     label = '{{"label": "of the message", "number": {}}}'
-    rows = [{"prompt": f"Say what kind of message the number {n} is.", "answer": label.format(n)} for n in range(20)]
+    rows = [
+        {"prompt": f"Say what kind of message the number {n} is.", "answer": label.format(n)}
+        for n in range(20)
+    ]
     (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, rows)))
     flags = "--try --model demo --batch 4 --groups 8 --max-tokens 16 --data {0}/mine.jsonl --reward {0}/odd.py:odd"
     preflight.main(flags.format(tmp_path).split())
     out = capsys.readouterr().out
-    assert "right by the answers: 0 of 128" in out and "teaches nothing" not in out and "rewards 0 to 1" in out
+    assert (
+        "right by the answers: 0 of 128" in out
+        and "teaches nothing" not in out
+        and "rewards 0 to 1" in out
+    )
     assert out.splitlines()[-1].endswith("show it answers first (docs/warm-start.md)")
 
 
@@ -369,7 +529,9 @@ def test_a_run_that_does_not_fit_is_refused_before_it_has_a_directory(tmp_path, 
 
 
 @pytest.mark.slow
-def test_a_run_that_was_told_to_go_on_over_memory_trains_and_is_resumed(tmp_path, too_small, capsys):
+def test_a_run_that_was_told_to_go_on_over_memory_trains_and_is_resumed(
+    tmp_path, too_small, capsys
+):
     run = str(tmp_path / "run")
     train.main([*SMALL_RUN, "--run-dir", run, "--over-memory"])
     train.main(["--resume", run, "--steps", "3"])
@@ -378,7 +540,9 @@ def test_a_run_that_was_told_to_go_on_over_memory_trains_and_is_resumed(tmp_path
 
 
 @pytest.mark.slow
-def test_a_run_that_no_longer_fits_is_resumed_only_where_a_flag_says_so(tmp_path, monkeypatch, capsys):
+def test_a_run_that_no_longer_fits_is_resumed_only_where_a_flag_says_so(
+    tmp_path, monkeypatch, capsys
+):
     run = str(tmp_path / "run")
     train.main([*SMALL_RUN, "--run-dir", run])
     monkeypatch.setattr(memory, "memory_size", lambda: TOO_SMALL)
@@ -389,7 +553,9 @@ def test_a_run_that_no_longer_fits_is_resumed_only_where_a_flag_says_so(tmp_path
 
 
 @pytest.mark.parametrize("flags", [["--prompt-tokens", "20"], ["--try"], ["--fits"]])
-def test_no_preflight_of_a_run_that_does_not_fit_says_go_or_ends_with_status_0(monkeypatch, capsys, flags):
+def test_no_preflight_of_a_run_that_does_not_fit_says_go_or_ends_with_status_0(
+    monkeypatch, capsys, flags
+):
     monkeypatch.setattr(memory, "memory_size", lambda: TOO_SMALL - 50_000_000)
     run = [] if flags == ["--fits"] else SMALL_RUN
     assert status_of(preflight.main, [*flags, *run]) == 1
@@ -406,13 +572,24 @@ def test_a_trial_over_memory_says_so_first(too_small, capsys):
 
 def test_a_trial_whose_steps_took_more_than_the_memory_says_so_first(monkeypatch):
     monkeypatch.setattr(memory, "memory_size", lambda: 10**9)
-    answers = [{"prompt": "?", "completion": "A.", "finish_reason": "stop", "reward": reward} for reward in HALF]
+    answers = [
+        {"prompt": "?", "completion": "A.", "finish_reason": "stop", "reward": reward}
+        for reward in HALF
+    ]
     *_, said = preflight.trial_verdict(make_config(batch=4, steps=90), [TRIED], answers)
-    assert said.startswith("change: it does not fit: a step took 1.50 GB, and this machine has 1.00")
+    assert said.startswith(
+        "change: it does not fit: a step took 1.50 GB, and this machine has 1.00"
+    )
 
 
 @pytest.mark.parametrize(
-    "flags", [[], ["--beta", "0.1"], ["--eval-every", "0"], ["--model", "demo:tools", "--task", "calculator"]]
+    "flags",
+    [
+        [],
+        ["--beta", "0.1"],
+        ["--eval-every", "0"],
+        ["--model", "demo:tools", "--task", "calculator"],
+    ],
 )
 def test_a_trial_estimates_the_memory_as_the_run_does(tmp_path, flags):
     config = small_config(*flags)

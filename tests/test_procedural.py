@@ -24,8 +24,20 @@ IN_THE_ENTRY = {  # or gives it elsewhere
     "propositional_logic": lambda entry: entry["metadata"]["example_answer"],
     "rubiks_cube": lambda entry: entry["metadata"]["example_correct_answer"],
 }
-HEAVY = {"propositional_logic", "rubiks_cube", "rush_hour"}  # score as slowly as all others together
-SLOW = {"futoshiki", "intermediate_integration", "knight_swap", "puzzle24", "quantum_lock", "sokoban", "zebra_puzzles"}
+HEAVY = {
+    "propositional_logic",
+    "rubiks_cube",
+    "rush_hour",
+}  # score as slowly as all others together
+SLOW = {
+    "futoshiki",
+    "intermediate_integration",
+    "knight_swap",
+    "puzzle24",
+    "quantum_lock",
+    "sokoban",
+    "zebra_puzzles",
+}
 
 
 def mix(*names, num=8, **settings):
@@ -42,8 +54,14 @@ def every():
     makers = Pool("tasks.rg:make_maker", (settings,), num=1, limit=rg.MAKING)
     scorers = Pool("tasks.rg:make_scorer", (settings,), num=1, limit=1.0, sealed=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(workers, "BUSY", 60.0)  # its limit is of processor time, however busy the machine is
-        yield names, functools.cache(lambda *question: makers.answer_all([question])[0].value), scorers.answer_all
+        patch.setattr(
+            workers, "BUSY", 60.0
+        )  # its limit is of processor time, however busy the machine is
+        yield (
+            names,
+            functools.cache(lambda *question: makers.answer_all([question])[0].value),
+            scorers.answer_all,
+        )
     makers.close()
     scorers.close()
 
@@ -82,13 +100,38 @@ def test_every_data_set_pays_for_its_right_answer_and_for_no_wrong_or_hostile_on
         wrong = ["", "wrong", "-17", "nan", *others[:1]]
         told = score([(name, entry, text) for text in (extract_answer(reply), *wrong)])
         assert name in NO_GOLD or told[0].value == 1, name
-        assert all((answer.value or 0) < 1 for answer in told[1:]), f"{name}: one of {wrong} is no answer to {prompt!r}"
+        assert all((answer.value or 0) < 1 for answer in told[1:]), (
+            f"{name}: one of {wrong} is no answer to {prompt!r}"
+        )
         assert not any(answer.broken for answer in told), f"{name} needs what the seal refuses"
-        wrong = ["", "wrong", "-17", "0", "1", "42", "10", "[]", "{}", "[0]", "[{}]", "J2", f"{answer}!", *others]
-        honest = max(rg.score_value(answer) for answer in score([(name, entry, text) for text in wrong]))
+        wrong = [
+            "",
+            "wrong",
+            "-17",
+            "0",
+            "1",
+            "42",
+            "10",
+            "[]",
+            "{}",
+            "[0]",
+            "[{}]",
+            "J2",
+            f"{answer}!",
+            *others,
+        ]
+        honest = max(
+            rg.score_value(answer) for answer in score([(name, entry, text) for text in wrong])
+        )
         honest = max(honest, 0.5)  # some pay half for a text that shares letters with the right one
-        some = ANSWERS if name in rg.READERS.keys() | rg.RULES.keys() - HEAVY else ANSWERS[number % 10 :: 10]
-        texts = [text for text in (*some, prompt, prompt[::-1]) if text.lower() != str(answer).lower()]
+        some = (
+            ANSWERS
+            if name in rg.READERS.keys() | rg.RULES.keys() - HEAVY
+            else ANSWERS[number % 10 :: 10]
+        )
+        texts = [
+            text for text in (*some, prompt, prompt[::-1]) if text.lower() != str(answer).lower()
+        ]
         told = score([(name, entry, text) for text in texts])
         assert not any(answer.broken for answer in told), name
         for text, answer in zip(texts, told, strict=True):
@@ -113,17 +156,45 @@ def test_a_problem_depends_on_its_number_alone_and_not_on_the_process_or_the_ord
     ("name", "answer", "right", "wrong"),
     [
         ("coin_flip", "0.3125", ["0.3125", "0.31251"], ["0", "0.3", "0.31250000 heads", "31.25%"]),
-        ("game_of_life_halting", "True", ["True", "true"], ["False", "wrong", "True or False", "T"]),
-        ("puzzle24", "1*3*5 + 9", ["9 + 3*5*1", "1*(3*5) + 9"], ["10*(8 - 5) - 6", "1*3*5 + 10", "4*8 - 6 - 2", "24"]),
-        ("complex_arithmetic", "-15.0 + 3.0i", ["-15+3i", "-15.0 + 3.0i"], ["nan", "nan + nani", "-nan", "NaNj"]),
+        (
+            "game_of_life_halting",
+            "True",
+            ["True", "true"],
+            ["False", "wrong", "True or False", "T"],
+        ),
+        (
+            "puzzle24",
+            "1*3*5 + 9",
+            ["9 + 3*5*1", "1*(3*5) + 9"],
+            ["10*(8 - 5) - 6", "1*3*5 + 10", "4*8 - 6 - 2", "24"],
+        ),
+        (
+            "complex_arithmetic",
+            "-15.0 + 3.0i",
+            ["-15+3i", "-15.0 + 3.0i"],
+            ["nan", "nan + nani", "-nan", "NaNj"],
+        ),
         # of contradicting premises follows any statement
-        ("propositional_logic", None, ["(Q \u2228 P)"], ["\u00ac1", "nonsense \u2228 text", "x \u2192 y"]),
-        ("number_sorting", "['67.1', '61.8', '-81.7']", ["[67.1, 61.8, -81.7]"], ["[NaN, NaN, NaN]", "['nan']*3"]),
+        (
+            "propositional_logic",
+            None,
+            ["(Q \u2228 P)"],
+            ["\u00ac1", "nonsense \u2228 text", "x \u2192 y"],
+        ),
+        (
+            "number_sorting",
+            "['67.1', '61.8', '-81.7']",
+            ["[67.1, 61.8, -81.7]"],
+            ["[NaN, NaN, NaN]", "['nan']*3"],
+        ),
     ],
 )
 def test_what_reasoning_gyms_own_scorer_would_take_for_right_is_wrong(name, answer, right, wrong):
     make, score = rg.make_maker({name: {}}), rg.make_scorer({name: {}})
-    made = [make((name, number)) for number in range(1 if name in ("propositional_logic", "puzzle24") else 12)]
+    made = [
+        make((name, number))
+        for number in range(1 if name in ("propositional_logic", "puzzle24") else 12)
+    ]
     entry = next(entry for _, gold, entry in made if gold == answer)
     assert [score((name, entry, text)) for text in right] == [1] * len(right)
     for text in wrong:
@@ -146,9 +217,15 @@ def test_a_mix_gives_each_data_set_its_weight_and_its_own_settings_and_levels():
     asked = mix("chain_sum", "lcm", chain_sum={"level": 3}, lcm={"min_value": 7, "max_value": 9})
     made = Problems(asked._replace(weights={"chain_sum": 3.0, "lcm": 1.0}))
     examples = made.make(range(400), 0)
-    counts = {name: sum(example["category"] == name for example in examples) for name in ("chain_sum", "lcm")}
+    counts = {
+        name: sum(example["category"] == name for example in examples)
+        for name in ("chain_sum", "lcm")
+    }
     assert abs(counts["chain_sum"] - 300) <= 3
-    numbers = {kind: {n for e in examples if e["category"] == kind for n in numbers_in(e["prompt"])} for kind in counts}
+    numbers = {
+        kind: {n for e in examples if e["category"] == kind for n in numbers_in(e["prompt"])}
+        for kind in counts
+    }
     assert numbers["lcm"] <= {7, 8, 9} and max(numbers["chain_sum"]) >= 1000
     assert made.make([5], 0) == made.make([5], 0) != made.make([5], 1)
     first = examples[0]
@@ -165,8 +242,12 @@ def test_a_run_meets_no_prompt_twice_and_none_that_is_held_out_until_all_were_se
 
     from tasks.draws import EndlessPrompts
 
-    problems = Problems(mix("tower_of_hanoi", tower_of_hanoi={"max_disks": 4, "max_pegs": 3}, num=3))
-    prompts = EndlessPrompts(make_config("--batch", "4"), problems, lambda examples: [[1]] * len(examples))
+    problems = Problems(
+        mix("tower_of_hanoi", tower_of_hanoi={"max_disks": 4, "max_pegs": 3}, num=3)
+    )
+    prompts = EndlessPrompts(
+        make_config("--batch", "4"), problems, lambda examples: [[1]] * len(examples)
+    )
     held_out, seen = {prompt_key(example) for example in problems.held_out}, []
     for number in range(60):
         examples, ids = prompts.next_prompts(number)
@@ -218,7 +299,11 @@ def test_a_bad_mix_is_one_line_that_names_the_part_or_the_key(tmp_path, task, te
         ("countdwn", {}, "did you mean 'countdown'?"),
         ("lcm", {"max_valu": 3}, "max_valu"),
         ("lcm", {"min_value": 50, "max_value": 3}, "lcm does not take"),
-        ("lcm", {"level": 4}, "lcm does not take {'level': 4} (ValueError: it has 4 levels, from 0)"),
+        (
+            "lcm",
+            {"level": 4},
+            "lcm does not take {'level': 4} (ValueError: it has 4 levels, from 0)",
+        ),
         ("acre", {"level": 0}, "acre does not take"),
     ],
 )

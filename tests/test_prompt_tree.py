@@ -38,7 +38,11 @@ def test_every_prompt_is_read_once_and_as_if_it_stood_alone(model, num_runs):
     whole = [HEAD + [i for run in prompt for i in run] for prompt in prompts]
     expected = np.array([np.array(model.hidden(mx.array([ids]))[0, -1]) for ids in whole])
     shared = {prompt[:end] for prompt in prompts for end in range(1, num_runs)}
-    distinct = len(HEAD) + sum(len(path[-1]) for path in shared) + sum(len(prompt[-1]) for prompt in prompts)
+    distinct = (
+        len(HEAD)
+        + sum(len(path[-1]) for path in shared)
+        + sum(len(prompt[-1]) for prompt in prompts)
+    )
     for chunk_size in (1, 5, 100):
         tree, sizes = PromptTree(model, HEAD, chunk_size, "test"), []
 
@@ -49,7 +53,9 @@ def test_every_prompt_is_read_once_and_as_if_it_stood_alone(model, num_runs):
         walked = list(tree.walk(dict(enumerate(prompts)), read))
         found = dict(walked)
         assert len(walked) == len(prompts) == len(found) and max(sizes) <= chunk_size
-        np.testing.assert_allclose([found[place] for place in range(len(prompts))], expected, atol=1e-3)
+        np.testing.assert_allclose(
+            [found[place] for place in range(len(prompts))], expected, atol=1e-3
+        )
         assert distinct <= tree.num_tokens <= 1.1 * distinct
 
 
@@ -71,5 +77,16 @@ def test_the_sizes_of_growing_are_a_quarter_more_each():
     for _ in range(12 * memory.GROW_AFTER):
         chunk.note_success()
         sizes.append(chunk.rows)
-    assert [b for a, b in zip([1, *sizes], sizes, strict=False) if a != b] == [2, 3, 4, 5, 7, 9, 12, 15, 19, 24]
+    assert [b for a, b in zip([1, *sizes], sizes, strict=False) if a != b] == [
+        2,
+        3,
+        4,
+        5,
+        7,
+        9,
+        12,
+        15,
+        19,
+        24,
+    ]
     assert sizes[: memory.GROW_AFTER] == [1] * (memory.GROW_AFTER - 1) + [2]

@@ -27,8 +27,12 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 def completion(text, top=()):
     entries = [{"token": token, "logprob": logprob} for token, logprob in top]
-    logprobs = {"content": [{"token": text, "logprob": 0.0, "top_logprobs": entries}]} if top else None
-    return json.dumps({"choices": [{"message": {"role": "assistant", "content": text}, "logprobs": logprobs}]})
+    logprobs = (
+        {"content": [{"token": text, "logprob": 0.0, "top_logprobs": entries}]} if top else None
+    )
+    return json.dumps(
+        {"choices": [{"message": {"role": "assistant", "content": text}, "logprobs": logprobs}]}
+    )
 
 
 class Server:
@@ -55,7 +59,9 @@ class Server:
                     for name, value in headers.items():
                         self.send_header(name, value)
                     if "Content-Length" not in headers:
-                        self.send_header("Content-Length", str(len(content.encode(errors="surrogateescape"))))
+                        self.send_header(
+                            "Content-Length", str(len(content.encode(errors="surrogateescape")))
+                        )
                     self.end_headers()
                     self.wfile.write(content.encode(errors="surrogateescape"))
                 except OSError:  # the client gave up
@@ -99,7 +105,11 @@ def test_a_request_is_that_of_the_protocol_and_its_reply_is_read(serve):
     assert path == "/v1/chat/completions" and headers["Authorization"] == f"Bearer {KEY}"
     assert [message["role"] for message in body.pop("messages")] == ["system", "user"]
     plain = {"model": "tiny", "max_tokens": 1, "temperature": 0, "stream": False}
-    plain |= {"logprobs": True, "top_logprobs": 10, "chat_template_kwargs": {"enable_thinking": False}}
+    plain |= {
+        "logprobs": True,
+        "top_logprobs": 10,
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
     assert body == plain
 
 
@@ -110,7 +120,9 @@ def test_replies_come_with_their_places_and_no_more_requests_run_at_once_than_al
 
     server = serve(answer)
     asked = [[{"role": "user", "content": f"n{i}"}] for i in range(12)]
-    assert [reply.text for reply in ask(make(server, concurrency=3), asked)] == [f"N{i}" for i in range(12)]
+    assert [reply.text for reply in ask(make(server, concurrency=3), asked)] == [
+        f"N{i}" for i in range(12)
+    ]
     assert server.most_running == 3
     assert len(server.requests) == 12
 
@@ -130,7 +142,9 @@ class Clock:
 
 
 @pytest.mark.parametrize("status", [408, 500, 502])
-def test_a_failing_server_is_asked_again_after_pauses_that_double_or_as_long_as_it_says(serve, status):
+def test_a_failing_server_is_asked_again_after_pauses_that_double_or_as_long_as_it_says(
+    serve, status
+):
     def answer(number, _):
         later = {"Retry-After": "0.5"} if number == 3 else {}
         return (status, "later", later) if number < 4 else (200, completion("5"), {})
@@ -158,21 +172,44 @@ BUSY = {  # by what a server says: status, body, headers, and the seconds that a
     "the reset of what is used up": (
         429,
         "",
-        {"x-ratelimit-reset-requests": "1h", "x-ratelimit-reset-tokens": "12s", "x-ratelimit-remaining-tokens": "0"},
+        {
+            "x-ratelimit-reset-requests": "1h",
+            "x-ratelimit-reset-tokens": "12s",
+            "x-ratelimit-remaining-tokens": "0",
+        },
         12,
     ),
     "words": (429, json.dumps(LATER), {}, 20),
     "words with status 200": (200, json.dumps(LATER), {}, 20),
     "words with status 403": (403, '{"error": {"message": "Rate limit exceeded"}}', {}, 1),
-    "a code with status 200": (200, '{"error": {"code": 429, "message": "Provider returned error"}}', {}, 1),
-    "a choice's error": (200, '{"choices": [{"error": {"code": 429}, "message": {"content": ""}}]}', {}, 1),
-    "retryDelay": (429, '{"error": {"details": [{"retryDelay": "7s"}], "message": "current quota"}}', {}, 7),
+    "a code with status 200": (
+        200,
+        '{"error": {"code": 429, "message": "Provider returned error"}}',
+        {},
+        1,
+    ),
+    "a choice's error": (
+        200,
+        '{"choices": [{"error": {"code": 429}, "message": {"content": ""}}]}',
+        {},
+        1,
+    ),
+    "retryDelay": (
+        429,
+        '{"error": {"details": [{"retryDelay": "7s"}], "message": "current quota"}}',
+        {},
+        7,
+    ),
 }
 
 
 @pytest.mark.parametrize(("status", "content", "headers", "seconds"), BUSY.values(), ids=BUSY)
-def test_a_busy_server_is_waited_for_as_long_as_it_says_and_asked_again(serve, status, content, headers, seconds):
-    server = serve(lambda number, _: (200, completion("5"), {}) if number else (status, content, headers))
+def test_a_busy_server_is_waited_for_as_long_as_it_says_and_asked_again(
+    serve, status, content, headers, seconds
+):
+    server = serve(
+        lambda number, _: (200, completion("5"), {}) if number else (status, content, headers)
+    )
     clock = Clock()
     assert ask(make(server, first_pause=0.5, sleep=clock.sleep))[0].text == "5"
     assert clock.pauses == [seconds] and len(server.requests) == 2
@@ -206,18 +243,25 @@ def test_a_server_that_takes_so_many_requests_a_minute_is_slowed_down_to_and_ans
         times.append(clock.seconds)
         return 200, completion("5"), {}
 
-    assert [reply.text for reply in ask(make(serve(answer), concurrency=1, sleep=clock.sleep), [HELLO] * 40)] == [
-        "5"
-    ] * 40
+    assert [
+        reply.text
+        for reply in ask(make(serve(answer), concurrency=1, sleep=clock.sleep), [HELLO] * 40)
+    ] == ["5"] * 40
     assert clock.pauses == [1, 2, 4, 8, 16]
 
 
 @pytest.mark.parametrize("status", [200, 429])
-def test_a_server_that_says_no_time_is_waited_for_a_minute_in_all_by_pauses_that_double(serve, status):
+def test_a_server_that_says_no_time_is_waited_for_a_minute_in_all_by_pauses_that_double(
+    serve, status
+):
     clock = Clock()
 
     def answer(number, _):
-        return (status, '{"error": {"code": 429}}', {}) if 4 <= number < 10 else (200, completion("5"), {})
+        return (
+            (status, '{"error": {"code": 429}}', {})
+            if 4 <= number < 10
+            else (200, completion("5"), {})
+        )
 
     server = serve(answer)
     asker = make(server, concurrency=2, sleep=clock.sleep)
@@ -229,7 +273,11 @@ def test_a_server_that_says_no_time_is_waited_for_a_minute_in_all_by_pauses_that
 def test_a_server_that_stays_busy_is_given_up_after_minutes_and_not_told_to_be_started(serve):
     for headers in ({}, {"Retry-After": "0"}):
         clock = Clock()
-        asker = make(serve(lambda *_, headers=headers: (429, "slow down", headers)), first_pause=0.5, sleep=clock.sleep)
+        asker = make(
+            serve(lambda *_, headers=headers: (429, "slow down", headers)),
+            first_pause=0.5,
+            sleep=clock.sleep,
+        )
         said = message_of(ask, asker, [HELLO] * 3)
         assert "status 429: slow down" in said and "start it" not in said
         assert 600 <= clock.seconds < 700 and asker.pace.limit == 4
@@ -271,9 +319,21 @@ def test_more_requests_run_at_once_again_after_many_replies():
 @pytest.mark.parametrize(
     ("text", "seconds"),
     [
-        *(("20", 20), ("0.5", 0.5), ("20s", 20), ("6m0s", 360), ("1m30.5s", 90.5), ("250ms", 0.25), ("2 minutes", 120)),
+        *(
+            ("20", 20),
+            ("0.5", 0.5),
+            ("20s", 20),
+            ("6m0s", 360),
+            ("1m30.5s", 90.5),
+            ("250ms", 0.25),
+            ("2 minutes", 120),
+        ),
         *(("1h2m", 3720), ("1 minute and 20 seconds", 80), ("Thu, 01 Jan 1970 00:20:00 GMT", 200)),
-        *(("1970-01-01T00:20:00Z", 200), ("1970-01-01T00:00:01+00:00", 0), ("2000000000", 2e9 - 1000)),
+        *(
+            ("1970-01-01T00:20:00Z", 200),
+            ("1970-01-01T00:00:01+00:00", 0),
+            ("2000000000", 2e9 - 1000),
+        ),
         *((text, None) for text in ("", "soon", "-5", "1e5", "20 apples", "9" * 50)),
     ],
 )
@@ -293,7 +353,9 @@ def test_a_wait_is_read_in_every_form_that_servers_write(text, seconds):
         (422, "Conversation roles must alternate user/assistant/user/assistant/..."),
     ],
 )
-def test_a_server_that_takes_no_system_message_gets_the_preamble_in_the_user_s(serve, capsys, status, message):
+def test_a_server_that_takes_no_system_message_gets_the_preamble_in_the_user_s(
+    serve, capsys, status, message
+):
     def answer(_, body):
         if body["messages"][0]["role"] == "system":
             return status, json.dumps({"error": {"message": message}}), {}
@@ -303,7 +365,10 @@ def test_a_server_that_takes_no_system_message_gets_the_preamble_in_the_user_s(s
     grader = grader_of(server, "decode", concurrency=4)
     texts = list("abcdefgh")
     assert (grader.score(texts, texts).scores == 4).all()
-    assert len(server.requests) <= 8 + 4 and capsys.readouterr().err.count("takes no system message") == 1
+    assert (
+        len(server.requests) <= 8 + 4
+        and capsys.readouterr().err.count("takes no system message") == 1
+    )
     (user,) = server.requests[-1][2]["messages"]
     assert user["content"].startswith("Grade.\n\n<question>\n")
     num = len(server.requests)
@@ -313,12 +378,18 @@ def test_a_server_that_takes_no_system_message_gets_the_preamble_in_the_user_s(s
 
 def test_a_refusal_that_is_not_due_to_the_system_message_is_told_in_its_own_words(serve):
     def answer(_, body):
-        return 404, "no such model" if body["messages"][0]["role"] == "system" else "other words", {}
+        return (
+            404,
+            "no such model" if body["messages"][0]["role"] == "system" else "other words",
+            {},
+        )
 
     server = serve(answer)
     said = message_of(grader_of(server, "decode").score, ["a"], ["b"])
     assert "no such model" in said and "--judge-model" in said and len(server.requests) == 2
-    server = serve(lambda number, _: (400, "bad request", {}) if number else (200, completion("4"), {}))
+    server = serve(
+        lambda number, _: (400, "bad request", {}) if number else (200, completion("4"), {})
+    )
     assert "bad request" in message_of(grader_of(server, "decode").score, ["a", "b"], ["b", "c"])
     assert len(server.requests) == 2, "it took a system message before"
 
@@ -326,13 +397,20 @@ def test_a_refusal_that_is_not_due_to_the_system_message_is_told_in_its_own_word
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("max_tokens", "Unsupported parameter: 'max_tokens' is not supported. Use 'max_completion_tokens' instead."),
+        (
+            "max_tokens",
+            "Unsupported parameter: 'max_tokens' is not supported. Use 'max_completion_tokens' instead.",
+        ),
         ("temperature", "Unsupported value: 'temperature' does not support 0 with this model."),
     ],
 )
-def test_a_setting_that_a_judge_s_server_refuses_is_renamed_or_left_out_and_told(serve, capsys, name, message):
+def test_a_setting_that_a_judge_s_server_refuses_is_renamed_or_left_out_and_told(
+    serve, capsys, name, message
+):
     def answer(_, body):
-        refusal = json.dumps({"error": {"message": message, "type": "invalid_request_error", "param": name}})
+        refusal = json.dumps(
+            {"error": {"message": message, "type": "invalid_request_error", "param": name}}
+        )
         return (400, refusal, {}) if name in body else (200, completion("4"), {})
 
     server = serve(answer)
@@ -340,7 +418,9 @@ def test_a_setting_that_a_judge_s_server_refuses_is_renamed_or_left_out_and_told
     assert (grader.score(list("abcd"), list("abcd")).scores == 4).all()
     assert len(server.requests) <= 6 and capsys.readouterr().err.count(f"takes no {name}") == 1
     body = server.requests[-1][2]
-    assert name not in body and (name != "max_tokens" or body["max_completion_tokens"] == remote_judge.REPLY_TOKENS)
+    assert name not in body and (
+        name != "max_tokens" or body["max_completion_tokens"] == remote_judge.REPLY_TOKENS
+    )
 
 
 def test_a_policy_s_server_is_asked_as_told_or_not_at_all(serve):
@@ -358,15 +438,26 @@ def test_a_policy_s_server_is_asked_as_told_or_not_at_all(serve):
     ("status", "content", "headers", "said"),
     [
         (502, "bad\ngateway", {}, "status 502: bad gateway"),
-        (200, completion("5"), {"Content-Length": "1000", "Connection": "close"}, "peer closed .* expected 1000.*"),
+        (
+            200,
+            completion("5"),
+            {"Content-Length": "1000", "Connection": "close"},
+            "peer closed .* expected 1000.*",
+        ),
         (None, "", {}, ".+"),  # nobody there
     ],
 )
-def test_a_failure_is_asked_for_again_and_then_said_in_one_line(serve, status, content, headers, said):
-    server = serve(lambda number, _: (200, completion("5"), {}) if number == 3 else (status, content, headers))
+def test_a_failure_is_asked_for_again_and_then_said_in_one_line(
+    serve, status, content, headers, said
+):
+    server = serve(
+        lambda number, _: (200, completion("5"), {}) if number == 3 else (status, content, headers)
+    )
     url = server.url if status else "http://127.0.0.1:1/v1"
     asker = make(types.SimpleNamespace(url=url), retries=2)
-    with pytest.raises(ValueError, match=rf"^--judge-url {url} [^\n]* 3 [^\n]*\({said}\)[^\n]*$") as error:
+    with pytest.raises(
+        ValueError, match=rf"^--judge-url {url} [^\n]* 3 [^\n]*\({said}\)[^\n]*$"
+    ) as error:
         ask(asker)
     assert len(server.requests) == (3 if status else 0)
     assert ("start it" in str(error.value)) == (status != 502), "a server that answers is there"
@@ -403,7 +494,8 @@ def test_what_a_server_refuses_ends_all_requests_and_does_not_wait_for_the_slow_
 
     server = serve(answer)
     with pytest.raises(
-        ValueError, match=r"refused a request \(status 401: .*no such key.*\); its key is read from JUDGE"
+        ValueError,
+        match=r"refused a request \(status 401: .*no such key.*\); its key is read from JUDGE",
     ):
         ask(make(server, concurrency=2, timeout=60.0), [HELLO] * 50)
     assert server.running == 1 and len(server.requests) < 10
@@ -433,7 +525,9 @@ list(Endpoint(Flags("--url", "", "", ""), {server.url!r}, "tiny").chat([{{"messa
 def test_a_redirect_is_refused_so_that_the_key_goes_nowhere_else(serve):
     other = serve(lambda *_: (200, completion("5"), {}))
     for status in (301, 302, 303, 307, 308):
-        server = serve(lambda *_, status=status: (status, "", {"Location": other.url + "/chat/completions"}))
+        server = serve(
+            lambda *_, status=status: (status, "", {"Location": other.url + "/chat/completions"})
+        )
         with pytest.raises(ValueError, match=f"status {status}"):
             ask(make(server, key="secret"))
     assert other.requests == []
@@ -459,7 +553,9 @@ def test_a_server_that_does_not_know_a_setting_of_some_is_not_sent_it_again(serv
 
 def written(content, finish_reason="stop"):
     """A chat completion with this content, in one part or several."""
-    return json.dumps({"choices": [{"message": {"content": content}, "finish_reason": finish_reason}]})
+    return json.dumps(
+        {"choices": [{"message": {"content": content}, "finish_reason": finish_reason}]}
+    )
 
 
 @pytest.mark.parametrize(
@@ -467,7 +563,14 @@ def written(content, finish_reason="stop"):
     [
         ([{"type": "text", "text": "4"}], "stop", 4),
         ([{"type": "text", "text": "Score: "}, {"type": "text", "text": "3"}], "stop", 3),
-        ([{"type": "thinking", "thinking": [{"type": "text", "text": "2"}]}, {"type": "text", "text": "5"}], "stop", 5),
+        (
+            [
+                {"type": "thinking", "thinking": [{"type": "text", "text": "2"}]},
+                {"type": "text", "text": "5"},
+            ],
+            "stop",
+            5,
+        ),
         ([{"type": "thinking", "thinking": "2"}], "stop", None),
         ([], "stop", None),
         ("The answer is clear.\n\n4", "stop", 4),
@@ -497,7 +600,9 @@ RUBRIC = rubrics.Rubric("Grade.", [rubrics.Criterion("kind", 1.0, "Is it kind?")
 
 
 def grader_of(server, mode="logits", **settings):
-    grader = remote_judge.RemoteJudge(JudgeSettings(url=server.url, model="tiny", mode=mode), RUBRIC, KEY)
+    grader = remote_judge.RemoteJudge(
+        JudgeSettings(url=server.url, model="tiny", mode=mode), RUBRIC, KEY
+    )
     vars(grader.server).update({"concurrency": 1} | settings)
     return grader
 
@@ -527,14 +632,25 @@ OTHER_PROTOCOLS = {
 
 
 @pytest.mark.parametrize("content", OTHER_PROTOCOLS.values(), ids=OTHER_PROTOCOLS)
-def test_a_reply_of_another_protocol_is_unreadable_and_the_first_one_ends_the_run_in_a_line(serve, content):
-    server = serve(lambda number, _: (200, content if number % 2 else completion("4", [("4", -0.01)]), {}))
-    np.testing.assert_array_equal(grader_of(server).score(["a"] * 3, ["b", "c", "d"]).scores, [[4], [np.nan], [4]])
-    with pytest.raises(ValueError, match=r"^[^\n]*none of its first 1 evaluations .*it sent no chat completion[^\n]*$"):
+def test_a_reply_of_another_protocol_is_unreadable_and_the_first_one_ends_the_run_in_a_line(
+    serve, content
+):
+    server = serve(
+        lambda number, _: (200, content if number % 2 else completion("4", [("4", -0.01)]), {})
+    )
+    np.testing.assert_array_equal(
+        grader_of(server).score(["a"] * 3, ["b", "c", "d"]).scores, [[4], [np.nan], [4]]
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"^[^\n]*none of its first 1 evaluations .*it sent no chat completion[^\n]*$",
+    ):
         grader_of(serve(lambda *_: (200, content, {}))).score(["a"], ["b"])
 
 
-@pytest.mark.parametrize("written", ["1e6", "0.5", "NaN", "Infinity", "1e999", "true", '"nan"', "five certain tokens"])
+@pytest.mark.parametrize(
+    "written", ["1e6", "0.5", "NaN", "Infinity", "1e999", "true", '"nan"', "five certain tokens"]
+)
 def test_log_probabilities_that_are_none_are_unreadable(serve, written):
     certain = completion("4", [(digit, 0.0) for digit in "12345"])
     content = certain if written.startswith("five") else with_logprob(written)
@@ -542,10 +658,15 @@ def test_log_probabilities_that_are_none_are_unreadable(serve, written):
     assert np.isnan(judged.scores).all() and judged.mass == 0
 
 
-def test_the_thoughts_of_a_judge_that_came_to_no_reply_are_shown_and_what_makes_room_for_them(serve):
+def test_the_thoughts_of_a_judge_that_came_to_no_reply_are_shown_and_what_makes_room_for_them(
+    serve,
+):
     content = '{"choices": [{"message": {"content": null, "reasoning_content": "Well, perhaps"}}]}'
     said = message_of(grader_of(serve(lambda *_: (200, content, {})), "decode").score, ["a"], ["b"])
-    assert "it said '(thoughts, for which --judge-think makes room: Well, perhaps)'. Try another" in said
+    assert (
+        "it said '(thoughts, for which --judge-think makes room: Well, perhaps)'. Try another"
+        in said
+    )
 
 
 def test_a_reply_without_end_is_read_no_further_and_unreadable(serve, monkeypatch):
@@ -558,14 +679,19 @@ def test_a_long_reply_of_spaces_is_read_at_once(serve):
     begin = time.process_time()
     server = serve(lambda *_: (200, completion(" " * 200_000 + "4"), {}))
     assert grader_of(server, "decode").score(["a"], ["b"]).scores == 4
-    assert rubrics.judge_messages(RUBRIC, "<" + " " * 200_000, "", grader_of(server).rubric.criteria[0])
+    assert rubrics.judge_messages(
+        RUBRIC, "<" + " " * 200_000, "", grader_of(server).rubric.criteria[0]
+    )
     assert time.process_time() - begin < 5
 
 
 @pytest.mark.parametrize("status", [200, 302, 400, 401, 503])
 def test_a_key_that_a_server_echoes_is_shown_nowhere(serve, capsys, status):
     """In a refusal, in a reply of another protocol, in a reply, and cut in half by the end of what is shown."""
-    echoes = [f"{begin}Bearer {KEY} may not do this: context length" for begin in ("", "x" * 70, "x" * 290)]
+    echoes = [
+        f"{begin}Bearer {KEY} may not do this: context length"
+        for begin in ("", "x" * 70, "x" * 290)
+    ]
     contents = [*echoes, json.dumps({"error": KEY}), *map(completion, echoes)]
     server = serve(lambda number, _: (status, contents[number], {"X-Key": KEY}))
     grader, said = grader_of(server, "decode", retries=0, sleep=Clock().sleep), []
@@ -576,7 +702,9 @@ def test_a_key_that_a_server_echoes_is_shown_nowhere(serve, capsys, status):
             grader.score(["a"], ["b"])
         except ValueError as error:
             said.append(str(error))
-    assert len(said) == len(contents) and KEY[:12] not in "".join(said) + "".join(capsys.readouterr())
+    assert len(said) == len(contents) and KEY[:12] not in "".join(said) + "".join(
+        capsys.readouterr()
+    )
 
 
 def test_secrets_of_the_environment_and_passwords_in_urls_are_in_no_error_line(monkeypatch, capsys):
@@ -591,8 +719,14 @@ def test_secrets_of_the_environment_and_passwords_in_urls_are_in_no_error_line(m
     ("url", "key", "said"),
     [
         ("127.0.0.1:8080", None, "must be like"),
-        *((url, None, "must be like") for url in ("ftp://host/v1", "http://", "http://host?key=secret")),
-        *((url, None, "holds a password") for url in ("http://me:secret@host/v1", "HTTPS://me:secret@host")),
+        *(
+            (url, None, "must be like")
+            for url in ("ftp://host/v1", "http://", "http://host?key=secret")
+        ),
+        *(
+            (url, None, "holds a password")
+            for url in ("http://me:secret@host/v1", "HTTPS://me:secret@host")
+        ),
         ("http://host/v1", "secret\nX-Other: 1", "JUDGE_API_KEY"),  # would break the header
     ],
 )

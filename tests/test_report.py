@@ -24,9 +24,36 @@ HOSTILE = (
     *("</script><script>window.pwned=1</script>", "<img src=x onerror=window.pwned=1>"),
     *('" onmouseover="window.pwned=1', "<svg/onload=window.pwned=1>", "javascript:window.pwned=1"),
     *("{{ 7 * 7 }}{% raw %}", "<!--<script>", "]]>", "-->"),
-    *("</bdi></article>", "&lt;script&gt;", "\u202e txet", "\u2066\u2067", "\ud800", "\udfff", "\x00\x1b[2J", "\x85"),
-    *("\u2028", "\u2029", "\r\n", "\ufeff", "\U000e0041", "\t", "'", "\\", "\\u003cscript\\u003e", "</style>", "<"),
-    *("z\u0300\u0301\u0302" * 20, "\u05e9\u05dc\u05d5\u05dd", "\U0001f468\u200d\U0001f469", "</title>", "</svg>"),
+    *(
+        "</bdi></article>",
+        "&lt;script&gt;",
+        "\u202e txet",
+        "\u2066\u2067",
+        "\ud800",
+        "\udfff",
+        "\x00\x1b[2J",
+        "\x85",
+    ),
+    *(
+        "\u2028",
+        "\u2029",
+        "\r\n",
+        "\ufeff",
+        "\U000e0041",
+        "\t",
+        "'",
+        "\\",
+        "\\u003cscript\\u003e",
+        "</style>",
+        "<",
+    ),
+    *(
+        "z\u0300\u0301\u0302" * 20,
+        "\u05e9\u05dc\u05d5\u05dd",
+        "\U0001f468\u200d\U0001f469",
+        "</title>",
+        "</svg>",
+    ),
 )
 
 
@@ -46,31 +73,78 @@ def demo_tokenizer():
 
 def step_record(step):
     figures = {"reward/std": 0.5, "reward/zero_std_frac": 0.25, "reward/none": 0, "kl": None}
-    figures |= {"reward/s": 0.1, "rollout/s": 2.0, "judge/s": 0.0, "update/s": 0.5, "other/s": 0.0, "step/s": 1.6}
-    figures |= {"grad_norm": 0.3, "completion/mean_tokens": 5.0, "completion/truncated_frac": 0.0, "mem/peak_gb": 0.25}
-    moving = {"reward/mean": step / 10, "reward/correct": step / 20, "entropy": 1.0 / step, "rollout/tok_s": 18.5}
+    figures |= {
+        "reward/s": 0.1,
+        "rollout/s": 2.0,
+        "judge/s": 0.0,
+        "update/s": 0.5,
+        "other/s": 0.0,
+        "step/s": 1.6,
+    }
+    figures |= {
+        "grad_norm": 0.3,
+        "completion/mean_tokens": 5.0,
+        "completion/truncated_frac": 0.0,
+        "mem/peak_gb": 0.25,
+    }
+    moving = {
+        "reward/mean": step / 10,
+        "reward/correct": step / 20,
+        "entropy": 1.0 / step,
+        "rollout/tok_s": 18.5,
+    }
     return {"step": step} | moving | figures
 
 
 def eval_record(step, accuracy):
-    return {"step": step, "eval/accuracy": accuracy, "eval/accuracy_ci95": 0.125, "eval/num": 4, "eval/s": 2.0}
+    return {
+        "step": step,
+        "eval/accuracy": accuracy,
+        "eval/accuracy_ci95": 0.125,
+        "eval/num": 4,
+        "eval/s": 2.0,
+    }
 
 
 def answer_record(step, problem, text, value, reward=None):
     earned = [value if reward is None else reward]
     rewards = {"correct": earned}
-    asked = {"problem": problem, "prompt": f"Problem {problem}?", "answer": "five", "category": None}
-    return {"step": step} | asked | {"completions": [text], "values": [value], "reward": earned, "rewards": rewards}
+    asked = {
+        "problem": problem,
+        "prompt": f"Problem {problem}?",
+        "answer": "five",
+        "category": None,
+    }
+    return (
+        {"step": step}
+        | asked
+        | {"completions": [text], "values": [value], "reward": earned, "rewards": rewards}
+    )
 
 
 def completion_record(step, group, member, text):
     ids = demo_tokenizer().encode(text, add_special_tokens=False).ids
     logprobs = np.linspace(-2, -0.5, len(ids)).astype("<f2")
-    asked = {"step": step, "group": group, "prompt": f"Prompt {group}?", "answer": "five", "category": "sums"}
-    said = {"completion": text, "ids": ids, "logprobs": base64.b64encode(logprobs.tobytes()).decode()}
+    asked = {
+        "step": step,
+        "group": group,
+        "prompt": f"Prompt {group}?",
+        "answer": "five",
+        "category": "sums",
+    }
+    said = {
+        "completion": text,
+        "ids": ids,
+        "logprobs": base64.b64encode(logprobs.tobytes()).decode(),
+    }
     earned = {"reward": member / 4, "rewards": {"correct": member / 4}, "advantage": member - 1.5}
     scores = [member + 1.0, None if member == 0 else 3.0, 5.0]
-    return asked | said | earned | {"judge_scores": scores, "finish_reason": "length" if member == 1 else "stop"}
+    return (
+        asked
+        | said
+        | earned
+        | {"judge_scores": scores, "finish_reason": "length" if member == 1 else "stop"}
+    )
 
 
 def drawn(*runs):
@@ -85,23 +159,42 @@ def run(tmp_path):
 
 def make_run(folder):
     folder.mkdir(parents=True)
-    settings = {"model": "demo", "task": "demo", "batch": 2, "groups": 4, "steps": 6, "learning_rate": 0.004}
+    settings = {
+        "model": "demo",
+        "task": "demo",
+        "batch": 2,
+        "groups": 4,
+        "steps": 6,
+        "learning_rate": 0.004,
+    }
     (folder / "config.yaml").write_text(yaml.safe_dump(settings))
-    (folder / "env.json").write_text(json.dumps({"machine": "a laptop", "device": "cpu", "commit": "abc"}))
+    (folder / "env.json").write_text(
+        json.dumps({"machine": "a laptop", "device": "cpu", "commit": "abc"})
+    )
     write_log(folder / "metrics.jsonl", [step_record(step) for step in range(1, 5)])
     write_log(folder / "eval.jsonl", [eval_record(0, 0.25), eval_record(4, 0.75)])
     before = [answer_record(0, problem, "Two plus three is six.", 0.0) for problem in range(4)]
     after = [answer_record(4, problem, "Two plus three is five.", 1.0) for problem in range(3)]
-    write_log(folder / "eval_answers.jsonl", [*before, *after, answer_record(4, 3, "Nine is five.", 0.0, 1.0)])
+    write_log(
+        folder / "eval_answers.jsonl",
+        [*before, *after, answer_record(4, 3, "Nine is five.", 0.0, 1.0)],
+    )
     texts = ["Two plus three is five.", "Twenty-two", "Forty plus one is nine.", "Six."]
-    rows = [(step, group, member) for step in range(1, 5) for group in range(2) for member in range(4)]
+    rows = [
+        (step, group, member) for step in range(1, 5) for group in range(2) for member in range(4)
+    ]
     write_log(folder / "rollouts.jsonl", [completion_record(*row, texts[row[2]]) for row in rows])
-    write_log(folder / "warnings.jsonl", [{"step": 3, "name": "entropy", "text": "It fell. Try a higher --temp"}])
+    write_log(
+        folder / "warnings.jsonl",
+        [{"step": 3, "name": "entropy", "text": "It fell. Try a higher --temp"}],
+    )
     return folder
 
 
 def data_of(markup):
-    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', markup, re.S)[1])
+    return json.loads(
+        re.search(r'<script type="application/json" id="data">(.*?)</script>', markup, re.S)[1]
+    )
 
 
 def test_the_page_tells_the_figures_the_answers_and_the_warnings_of_the_files(run):
@@ -109,27 +202,57 @@ def test_the_page_tells_the_figures_the_answers_and_the_warnings_of_the_files(ru
     text = re.sub(r"\s+", " ", html.unescape(re.sub("<[^>]+>", "", markup)))
     marked = re.findall(r"<mark>(.*?)</mark>", markup)  # what changed since before training
     assert "five" in marked and "Two" not in marked
-    for said in ("0.250 \u00b1 0.125", "0.750 \u00b1 0.125", "4 of 6", "0.25 GB", "148", "a laptop", "became right"):
+    for said in (
+        "0.250 \u00b1 0.125",
+        "0.750 \u00b1 0.125",
+        "4 of 6",
+        "0.25 GB",
+        "148",
+        "a laptop",
+        "became right",
+    ):
         assert said in text, said
-    for said in ("Two plus three is six.", "Nine is five.", "It fell. Try a higher --temp", "learning_rate"):
+    for said in (
+        "Two plus three is six.",
+        "Nine is five.",
+        "It fell. Try a higher --temp",
+        "learning_rate",
+    ):
         assert said in text, said
     assert f"uv run train.py --config {run}/config.yaml --run-dir {run}-again" in text
 
 
 def test_wrong_answers_that_a_reward_pays_most_for_are_counted(run):
     answers = page.make_answers(history.load_history(run))
-    assert verdict.judge_change(history.load_history(run)).signs[0] == "wrong, yet paid most: 0 -> 1 answers"
+    assert (
+        verdict.judge_change(history.load_history(run)).signs[0]
+        == "wrong, yet paid most: 0 -> 1 answers"
+    )
     assert answers["counts"] == {"became right": 3, "wrong, yet paid most": 1}
     assert answers["first"][-1]["cells"][-1]["text"] == "Nine is five."
 
 
 def test_the_page_has_of_each_completion_what_it_earned(run):
     held = data_of(page.write_page(run).read_text())["completions"]
-    assert held["of"] == len(held["groups"]) == 8 and held["criteria"] == ["correct", "working", "sentence"]
-    shown = {(row["text"], row["reward"], *row["scores"]) for group in held["groups"] for row in group["rows"]}
+    assert held["of"] == len(held["groups"]) == 8 and held["criteria"] == [
+        "correct",
+        "working",
+        "sentence",
+    ]
+    shown = {
+        (row["text"], row["reward"], *row["scores"])
+        for group in held["groups"]
+        for row in group["rows"]
+    }
     written = read_log(run / "rollouts.jsonl")
-    assert shown == {(line["completion"], line["reward"], *line["judge_scores"]) for line in written}
-    assert all(row["unreadable"] == (None in row["scores"]) for group in held["groups"] for row in group["rows"])
+    assert shown == {
+        (line["completion"], line["reward"], *line["judge_scores"]) for line in written
+    }
+    assert all(
+        row["unreadable"] == (None in row["scores"])
+        for group in held["groups"]
+        for row in group["rows"]
+    )
 
 
 def test_values_of_a_curve_are_those_of_the_metrics(run):
@@ -138,17 +261,27 @@ def test_values_of_a_curve_are_those_of_the_metrics(run):
     assert (reward["x"], reward["y"]) == ([1, 2, 3, 4], [0.1, 0.2, 0.3, 0.4])
     assert shown["Held-out"]["series"][0]["y"] == [0.25, 0.75]
     assert [series["label"] for series in shown["Reward by component"]["series"]] == ["correct"]
-    assert [series["label"] for series in shown["Seconds"]["series"]] == ["rollout", "reward", "update"]
+    assert [series["label"] for series in shown["Seconds"]["series"]] == [
+        "rollout",
+        "reward",
+        "update",
+    ]
     assert [mark["step"] for mark in shown["Entropy"]["marks"]] == [3]
 
 
 def test_several_runs_stand_over_each_other(run):
     other = make_run(run.parent / "other")
-    assert [s["label"] for s in drawn(run, other)["Entropy"]["series"]] == ["small: entropy", "other: entropy"]
+    assert [s["label"] for s in drawn(run, other)["Entropy"]["series"]] == [
+        "small: entropy",
+        "other: entropy",
+    ]
     alone = page.write_page(run)
     markup, before = alone.read_text(), alone.stat().st_mtime_ns
     both = page.write_page(run, others=[str(other)])
-    assert both == run.parent / "small-against-other.html" and "small against other" in both.read_text()
+    assert (
+        both == run.parent / "small-against-other.html"
+        and "small against other" in both.read_text()
+    )
     assert (alone.stat().st_mtime_ns, alone.read_text()) == (before, markup)
 
 
@@ -174,8 +307,15 @@ def both(tmp_path):
 def test_seeds_have_mean_and_spread_and_settings_paired_differences(both):
     """By hand: the differences are 0.125, 0.05, 0.15; t at 97.5% with 2 degrees of freedom is 4.303."""
     one, other, paired = seeds.describe_seed_groups(seeds.load_seed_groups(both))
-    low, high, pairs = np.array(ACCURACIES["low"]), np.array(ACCURACIES["high"]), np.array([0.125, 0.05, 0.15])
-    assert f"low: accuracy {low.mean():.3f}, std {low.std(ddof=1):.3f} over 3 seeds (0.500 to 0.750) after 4 s" in one
+    low, high, pairs = (
+        np.array(ACCURACIES["low"]),
+        np.array(ACCURACIES["high"]),
+        np.array([0.125, 0.05, 0.15]),
+    )
+    assert (
+        f"low: accuracy {low.mean():.3f}, std {low.std(ddof=1):.3f} over 3 seeds (0.500 to 0.750) after 4 s"
+        in one
+    )
     assert f"high: accuracy {high.mean():.3f}, std {high.std(ddof=1):.3f} over 3 seeds" in other
     half = 4.303 * pairs.std(ddof=1) / 3**0.5
     assert paired.startswith(f"high - low: {pairs.mean():+.3f} \u00b1 {half:.3f} (95%")
@@ -184,24 +324,45 @@ def test_seeds_have_mean_and_spread_and_settings_paired_differences(both):
         fewer = [eval_record(0, 0.25), eval_record(4, 0.5) | {"eval/num": 7}]
         write_log(Path(both[1]) / f"seed-{seed}" / "eval.jsonl", fewer)
     num = eval_record(4, 0.5)["eval/num"]
-    assert seeds.describe_seed_groups(seeds.load_seed_groups(both))[-1].endswith(f"; of 7 and {num} held-out problems")
+    assert seeds.describe_seed_groups(seeds.load_seed_groups(both))[-1].endswith(
+        f"; of 7 and {num} held-out problems"
+    )
 
 
 def test_seeds_in_any_directory_are_one_setting_and_repetitions_are_not(run, both):
     loose = [f"{folder}/seed-{seed}" for seed in (2, 0) for folder in both]
-    assert [[one.settings["seed"] for one in setting.runs] for setting in seeds.load_seed_groups(loose)] == [[0, 2], [0, 2]]
-    assert [len(setting.runs) for setting in seeds.load_seed_groups([run, make_run(run.parent / "again")])] == [1, 1]
-    assert "fewer than two seeds in common" in seeds.describe_seed_groups(seeds.load_seed_groups([both[0], run]))[-1]
+    assert [
+        [one.settings["seed"] for one in setting.runs] for setting in seeds.load_seed_groups(loose)
+    ] == [[0, 2], [0, 2]]
+    assert [
+        len(setting.runs)
+        for setting in seeds.load_seed_groups([run, make_run(run.parent / "again")])
+    ] == [1, 1]
+    assert (
+        "fewer than two seeds in common"
+        in seeds.describe_seed_groups(seeds.load_seed_groups([both[0], run]))[-1]
+    )
     for seed in range(3):  # another figure, which no difference is made of
-        score = [{"step": 4, "eval/score": 3.0, "eval/num": 4}] * (seed > 0)  # the first has none yet
+        score = [{"step": 4, "eval/score": 3.0, "eval/num": 4}] * (
+            seed > 0
+        )  # the first has none yet
         write_log(Path(both[1]) / f"seed-{seed}" / "eval.jsonl", score)
     high, _, paired = seeds.describe_seed_groups(seeds.load_seed_groups(both[::-1]))
-    assert high.startswith("high: score 3.000, std 0.000 over 2 seeds") and "have an evaluation of score" in paired
-    assert "have an evaluation of accuracy" in seeds.describe_seed_groups(seeds.load_seed_groups(both))[-1]
+    assert (
+        high.startswith("high: score 3.000, std 0.000 over 2 seeds")
+        and "have an evaluation of score" in paired
+    )
+    assert (
+        "have an evaluation of accuracy"
+        in seeds.describe_seed_groups(seeds.load_seed_groups(both))[-1]
+    )
 
 
 def test_a_step_without_a_figure_in_one_seed_is_missing_from_the_band_and_ends_it_not(both):
-    write_log(Path(both[0]) / "seed-1" / "metrics.jsonl", [step_record(n) | {"entropy": 1.0} for n in (1, 3, 4)])
+    write_log(
+        Path(both[0]) / "seed-1" / "metrics.jsonl",
+        [step_record(n) | {"entropy": 1.0} for n in (1, 3, 4)],
+    )
     (series,) = drawn(both[0])["Entropy"]["series"]
     assert series["x"] == [1, 3, 4]
 
@@ -209,12 +370,17 @@ def test_a_step_without_a_figure_in_one_seed_is_missing_from_the_band_and_ends_i
 def test_report_writes_a_page_of_seeds_into_their_directory(both, capsys):
     report.main([both[0]])
     said = capsys.readouterr().out.splitlines()
-    assert said == [*seeds.describe_seed_groups(seeds.load_seed_groups(both[:1])), f"{both[0]}/report.html"]
+    assert said == [
+        *seeds.describe_seed_groups(seeds.load_seed_groups(both[:1])),
+        f"{both[0]}/report.html",
+    ]
     markup = (Path(both[0]) / "report.html").read_text()
     assert said[0] in markup and "are those of" in markup
     report.main(["--compare", *both])
     table = capsys.readouterr().out.splitlines()
-    assert table[0].split() == [f"{name}/seed-{seed}" for name in ("low", "high") for seed in range(3)]
+    assert table[0].split() == [
+        f"{name}/seed-{seed}" for name in ("low", "high") for seed in range(3)
+    ]
     assert table[-1].startswith("high - low: +0.108")
     report.main(["--list", str(Path(both[0]).parent)])
     listed = capsys.readouterr().out
@@ -229,7 +395,11 @@ def test_what_a_browser_would_obey_is_shown_as_its_code_and_a_line_of_100_kb_is_
     assert history.shorten_text("\x00\r\u2028\u202eab\ud800") == codes
     folded = history.shorten_text("a" * 50_000 + "b" * 50_000)
     assert len(folded) < 1.01 * history.MOST_TEXT
-    assert folded.startswith("a") and folded.endswith("b") and "80,000 characters are left out" in folded
+    assert (
+        folded.startswith("a")
+        and folded.endswith("b")
+        and "80,000 characters are left out" in folded
+    )
 
 
 def hostile_run(folder):
@@ -241,25 +411,45 @@ def hostile_run(folder):
     line, lines = completion_record(1, 0, 0, "Six."), []
     for number, text in enumerate(texts):
         place = {"step": 1 + number // 80, "group": number // 8 % 10}
-        named = {"prompt": text, "answer": text, "category": text, "completion": text, "finish_reason": text}
+        named = {
+            "prompt": text,
+            "answer": text,
+            "category": text,
+            "completion": text,
+            "finish_reason": text,
+        }
         lines.append(line | place | named | {"rewards": {text: 1.0}})
     write_log(folder / "rollouts.jsonl", lines)
     details = []
     for step, shift in ((0, 0), (4, 1)):
         for number, text in enumerate(texts):
-            named = {"prompt": text, "answer": text, "category": text, "rewards": {HOSTILE[0]: [1.0]}}
+            named = {
+                "prompt": text,
+                "answer": text,
+                "category": text,
+                "rewards": {HOSTILE[0]: [1.0]},
+            }
             details.append(answer_record(step, number, texts[number - shift], float(shift)) | named)
     write_log(folder / "eval_answers.jsonl", details)
-    write_log(folder / "warnings.jsonl", [{"step": 1, "name": text, "text": text} for text in HOSTILE])
-    (folder / "env.json").write_text(json.dumps({"machine": "".join(HOSTILE), "device": HOSTILE[0]}))
-    write_log(folder / "metrics.jsonl", [step_record(step) | {f"reward/{HOSTILE[0]}": 1.0} for step in range(1, 5)])
+    write_log(
+        folder / "warnings.jsonl", [{"step": 1, "name": text, "text": text} for text in HOSTILE]
+    )
+    (folder / "env.json").write_text(
+        json.dumps({"machine": "".join(HOSTILE), "device": HOSTILE[0]})
+    )
+    write_log(
+        folder / "metrics.jsonl",
+        [step_record(step) | {f"reward/{HOSTILE[0]}": 1.0} for step in range(1, 5)],
+    )
     settings = yaml.safe_load((folder / "config.yaml").read_text())
     hostile_settings = {"model": f"/nowhere/{HOSTILE[0]}", "task": HOSTILE[1], "data": HOSTILE[2]}
     (folder / "config.yaml").write_text(yaml.safe_dump(settings | hostile_settings))
     return texts
 
 
-def test_a_page_that_would_be_too_large_holds_groups_of_all_steps_and_says_how_many(run, monkeypatch):
+def test_a_page_that_would_be_too_large_holds_groups_of_all_steps_and_says_how_many(
+    run, monkeypatch
+):
     monkeypatch.setattr(page, "MOST_COMPLETIONS", 4000)
     markup = page.write_page(run).read_text()
     held = data_of(markup)["completions"]
@@ -278,12 +468,16 @@ def test_a_run_that_was_killed_or_has_only_begun_has_a_page_too(run, capsys):
     with run_files.release_at_exit():
         run_files.acquire(run)
         assert running in page.write_page(run).read_text()
-        assert stopped in page.write_page(run, ended=True).read_text()  # the last one of an interrupted run
+        assert (
+            stopped in page.write_page(run, ended=True).read_text()
+        )  # the last one of an interrupted run
     settings = (run / "config.yaml").read_text()
     (run / "config.yaml").write_text(settings.replace("steps: 6", "steps: 4"))
     assert "<b>done</b> step 4 of 4" in page.write_page(run).read_text()
     write_log(run / "eval.jsonl", [eval_record(0, 0.25)])  # it was stopped while it evaluated
-    assert "<b>stopped</b> step 4 of 4 without the last evaluation" in page.write_page(run).read_text()
+    assert (
+        "<b>stopped</b> step 4 of 4 without the last evaluation" in page.write_page(run).read_text()
+    )
     report.main(["--list", str(run.parent)])
     assert "4 of 4 without the last evaluation, stopped" in capsys.readouterr().out
     (run / "config.yaml").write_text(settings.replace("steps: 6", "steps: 4") + "eval_every: 0\n")
@@ -323,10 +517,19 @@ def test_compare_prints_the_settings_that_differ_and_the_figures(run, capsys):
 
 
 def test_a_broken_record_is_named_by_file_and_line(run, refused):
-    for log, line in (("eval", "not JSON"), ("eval", "[]"), ("eval", "{}"), ("warnings", '{"step": 3}')):
+    for log, line in (
+        ("eval", "not JSON"),
+        ("eval", "[]"),
+        ("eval", "{}"),
+        ("warnings", '{"step": 3}'),
+    ):
         good = (run / f"{log}.jsonl").read_text()
         (run / f"{log}.jsonl").write_text(good + line + "\n")
-        refused(report.main, [run], f"error: {run / log}.jsonl, line {good.count(chr(10)) + 1} is damaged")
+        refused(
+            report.main,
+            [run],
+            f"error: {run / log}.jsonl, line {good.count(chr(10)) + 1} is damaged",
+        )
         (run / f"{log}.jsonl").write_text(good)
 
 
@@ -336,7 +539,11 @@ def test_a_broken_record_is_named_by_file_and_line(run, refused):
 @pytest.fixture
 def browse(tmp_path):
     """A function that opens a page in headless Chromium: the document after its scripts ran, what its console said."""
-    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    browser = (
+        shutil.which("chromium")
+        or shutil.which("chromium-browser")
+        or shutil.which("google-chrome")
+    )
     if browser is None:
         pytest.skip("no Chromium is installed: apt-get install chromium, as .ci/run does")
 
@@ -346,8 +553,18 @@ def browse(tmp_path):
             markup = re.sub(r"script-src 'sha256-[^']+'", "script-src 'unsafe-inline'", markup)
             markup = markup.replace("</body>", f"<script>{program}</script></body>")
         path.write_text(markup)
-        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
-        flags += ["--enable-logging=stderr", "--virtual-time-budget=2000", f"--user-data-dir={tmp_path / 'profile'}"]
+        flags = [
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--no-first-run",
+            "--disable-background-networking",
+        ]
+        flags += [
+            "--enable-logging=stderr",
+            "--virtual-time-budget=2000",
+            f"--user-data-dir={tmp_path / 'profile'}",
+        ]
         flags += [f"--window-size={width},844"]
         command = [browser, *flags, "--dump-dom", path.as_uri()]
         done = subprocess.run(command, capture_output=True, text=True, timeout=600)
@@ -362,7 +579,9 @@ def title_of(shown):
 
 
 @pytest.mark.slow
-def test_a_browser_shows_filters_and_searches_the_page_and_nothing_hostile_runs(run, tmp_path, browse):
+def test_a_browser_shows_filters_and_searches_the_page_and_nothing_hostile_runs(
+    run, tmp_path, browse
+):
     """A request to a network would be an error on the console: the page's policy refuses every one."""
     markup = page.write_page(run).read_text()
     program = """
@@ -432,7 +651,9 @@ def test_a_page_loads_itself_again_while_the_run_goes_and_only_then(run, browse)
 
 
 @pytest.mark.slow
-def test_of_800_hostile_strings_in_every_place_none_runs_and_none_breaks_the_layout(tmp_path, monkeypatch, browse):
+def test_of_800_hostile_strings_in_every_place_none_runs_and_none_breaks_the_layout(
+    tmp_path, monkeypatch, browse
+):
     monkeypatch.setattr(page, "MOST_COMPLETIONS", 10**8)
     monkeypatch.setattr(page, "MOST_ANSWERS", 10**8)
     folder = tmp_path / "a<img src=x onerror=window.pwned=1>"
@@ -454,7 +675,9 @@ def test_of_800_hostile_strings_in_every_place_none_runs_and_none_breaks_the_lay
         if (document.title !== "wide") document.title = `${window.pwned} ${strange} ${seen} ${problems}`;
     """
     markup = page.write_page(folder, others=[str(folder)]).read_text()
-    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufeff]", markup)
+    assert not re.search(
+        "[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufeff]", markup
+    )
     shown, errors = browse(markup, program)
     assert errors == []
     assert title_of(shown) == f"undefined 0 {800 + 3 * 60} 800"

@@ -25,7 +25,9 @@ def reward_file(tmp_path):
     return write
 
 
-def test_a_reward_is_loaded_by_path_with_its_neighbours_and_leaves_no_trace_on_the_path(tmp_path, reward_file):
+def test_a_reward_is_loaded_by_path_with_its_neighbours_and_leaves_no_trace_on_the_path(
+    tmp_path, reward_file
+):
     (tmp_path / "reward_neighbour.py").write_text("FACTOR = 2\n")
     file = reward_file(
         "from __future__ import annotations\nfrom dataclasses import dataclass\nfrom reward_neighbour import FACTOR\n"
@@ -56,8 +58,16 @@ def test_a_bad_reward_spec_is_one_line_that_names_the_form():
     for spec in ("my.py", "my.py:", ":fn", "", "my.py:not a name", "soft_overlongs"):
         assert "FILE.py:function" in message_of(rewards.load_reward, spec)
     for spec in ("./mine:fn", "../my/mine:fn"):
-        assert "nor an installed module; is its folder in PYTHONPATH?" in message_of(rewards.load_reward, spec)
-    for spec in ("soft_overlong", "soft_overlong:256", "soft_overlong:256:-1", "length:x", "boxed_once:1"):
+        assert "nor an installed module; is its folder in PYTHONPATH?" in message_of(
+            rewards.load_reward, spec
+        )
+    for spec in (
+        "soft_overlong",
+        "soft_overlong:256",
+        "soft_overlong:256:-1",
+        "length:x",
+        "boxed_once:1",
+    ):
         assert "positive whole numbers" in message_of(rewards.load_reward, spec)
 
 
@@ -75,18 +85,25 @@ def test_a_reward_gets_the_columns_that_it_names_or_all_with_kwargs():
     columns = {"answer": ["x", "y"], "level": [1, 2]}
     rewards.call_reward("named", named, ["p", "q"], ["a", "b"], columns)
     rewards.call_reward("every", every, ["p", "q"], ["a", "b"], columns)
-    assert seen == {"named": (["a", "b"], ["x", "y"], 7), "every": ["answer", "completions", "level", "prompts"]}
+    assert seen == {
+        "named": (["a", "b"], ["x", "y"], 7),
+        "every": ["answer", "completions", "level", "prompts"],
+    }
 
 
 def test_a_reward_cannot_change_the_trainers_lists_or_directory():
     completions, here = ["a", "b"], os.getcwd()
-    rewards.call_reward("greedy", lambda completions: [completions.clear() or 1.0] * 2, ["p", "q"], completions, {})
+    rewards.call_reward(
+        "greedy", lambda completions: [completions.clear() or 1.0] * 2, ["p", "q"], completions, {}
+    )
     rewards.call_reward("gone", lambda completions: [os.chdir("/") or 1.0], ["p"], ["a"], {})
     assert (completions, os.getcwd()) == (["a", "b"], here)
 
 
 @pytest.mark.parametrize(
-    "value", [[1, 0.5], (1, 0.5), np.array([1, 0.5]), [True, Fraction(1, 2)]], ids=["list", "tuple", "array", "bool"]
+    "value",
+    [[1, 0.5], (1, 0.5), np.array([1, 0.5]), [True, Fraction(1, 2)]],
+    ids=["list", "tuple", "array", "bool"],
 )
 def test_rewards_of_any_real_type_become_floats(value):
     given = rewards.call_reward("fn", lambda completions: value, ["p", "q"], ["a", "b"], {})
@@ -106,12 +123,16 @@ BAD_REWARDS = [  # more are in mistakes.yaml
 
 @pytest.mark.parametrize(("value", "expected"), BAD_REWARDS, ids=lambda value: repr(value)[:20])
 def test_a_bad_result_names_the_reward_the_row_and_the_value(value, expected):
-    text = message_of(rewards.call_reward, "mine", lambda completions: value, ["p", "q"], ["a", "b"], {})
+    text = message_of(
+        rewards.call_reward, "mine", lambda completions: value, ["p", "q"], ["a", "b"], {}
+    )
     assert "reward mine" in text and expected in text
 
 
 def test_an_argument_that_cannot_be_given_by_its_name_is_named():
-    said = message_of(rewards.call_reward, "by_place", lambda completions, /: [0.0], ["p"], ["a"], {})
+    said = message_of(
+        rewards.call_reward, "by_place", lambda completions, /: [0.0], ["p"], ["a"], {}
+    )
     assert "needs 'completions'" in said
 
 
@@ -159,23 +180,34 @@ def test_only_what_reads_a_message_s_keys_is_tried_on_messages(reward_file):
     asked = [{"role": "user", "content": "q"}]
     for prompt, values in (("p", [9, 9]), (asked, [0, 3])):
         _, fn = rewards.load_reward(f"{file}:hidden")
-        given = [rewards.call_reward("hidden", fn, [prompt] * 2, texts, {}) for texts in (["ab", "cd"], ["", "abc"])]
+        given = [
+            rewards.call_reward("hidden", fn, [prompt] * 2, texts, {})
+            for texts in (["ab", "cd"], ["", "abc"])
+        ]
         assert given == [[9, 9], values]
     _, fn = rewards.load_reward(f"{file}:plain")
     assert rewards.call_reward("plain", fn, [asked] * 2, ["ab", "cd"], {}) == [0, 0]
     assert fn.logged.metrics == {"n": [2]}  # not what the try on messages logged
     for name, error in (("initial", "IndexError"), ("share", "ZeroDivisionError")):
         _, fn = rewards.load_reward(f"{file}:{name}")
-        assert f"reward {name} raised {error}" in message_of(rewards.call_reward, name, fn, ["p"] * 2, ["", "abc"], {})
+        assert f"reward {name} raised {error}" in message_of(
+            rewards.call_reward, name, fn, ["p"] * 2, ["", "abc"], {}
+        )
 
 
 @needs("trl")
 def test_two_rewards_of_trl_run_unchanged(reward_file):
     file = reward_file("from trl.rewards import accuracy_reward, think_format_reward\n")
-    completions = ["<think>\nHalf.\n</think>\nIt is $\\boxed{\\frac{1}{2}}$", "It is $\\boxed{0.25}$", "No idea"]
+    completions = [
+        "<think>\nHalf.\n</think>\nIt is $\\boxed{\\frac{1}{2}}$",
+        "It is $\\boxed{0.25}$",
+        "No idea",
+    ]
     for name, right in (("accuracy_reward", [1, 0, None]), ("think_format_reward", [1, 0, 0])):
         _, fn = rewards.load_reward(f"{file}:{name}")
-        given = rewards.call_reward(name, fn, "ppp", completions, {"solution": ["$0.5$", "$0.5$", "no formula"]})
+        given = rewards.call_reward(
+            name, fn, "ppp", completions, {"solution": ["$0.5$", "$0.5$", "no formula"]}
+        )
         assert [None if math.isnan(value) else value for value in given] == right
 
 
@@ -188,15 +220,28 @@ MARKS = ["\\boxed{42}", "#### 42", "#### Plan\n\\boxed{42}", "Answer: 42"]
 @pytest.mark.parametrize(
     ("spec", "texts", "num_tokens", "values"),
     [
-        ("soft_overlong:100:20", [""] * 6, [0, 80, 85, 90, 100, 130], [0, 0, -0.25, -0.5, -1, -1]),  # as in DAPO
+        (
+            "soft_overlong:100:20",
+            [""] * 6,
+            [0, 80, 85, 90, 100, 130],
+            [0, 0, -0.25, -0.5, -1, -1],
+        ),  # as in DAPO
         ("length:40", [""] * 5, [0, 20, 40, 60, 400], [-1, -0.5, 0, -0.5, -1]),
         ("boxed_once", MARKS, [3] * 4, [1] * 4),
-        ("boxed_once", ["42", "\\boxed{1} \\boxed{2}", "\\boxed{42}\n#### 42", "\\boxed{}", ""], [3] * 5, [0] * 5),
+        (
+            "boxed_once",
+            ["42", "\\boxed{1} \\boxed{2}", "\\boxed{42}\n#### 42", "\\boxed{}", ""],
+            [3] * 5,
+            [0] * 5,
+        ),
     ],
 )
 def test_rewards_by_name_are_their_formulas(spec, texts, num_tokens, values):
     name, fn = rewards.load_reward(spec)
-    assert rewards.call_reward(name, fn, ["p"] * len(texts), texts, {"num_tokens": num_tokens}) == values
+    assert (
+        rewards.call_reward(name, fn, ["p"] * len(texts), texts, {"num_tokens": num_tokens})
+        == values
+    )
 
 
 def test_a_file_is_one_module_until_it_changes(reward_file):

@@ -17,9 +17,21 @@ DEMO = hub.load_tokenizer(hub.DEMO)
 
 def test_the_reward_is_the_weighted_sum_of_scores_and_of_a_reversed_one_five_is_bad():
     nan = np.nan
-    rows = [[5, 1, 3], [3, 3, 3], [1, 5, 4], [5, nan, nan], [nan, 5, 1], [nan] * 3]  # weights 1, 0.25 and 0.25
-    np.testing.assert_allclose(rubrics.rubric_reward(np.array(rows), RUBRIC), [0.75, 0, -0.625, 1.5, 0, nan])
-    both = [rubrics.Criterion("good", 1, "Good?"), rubrics.Criterion("bad", 0.5, "Bad?", reverse=True)]
+    rows = [
+        [5, 1, 3],
+        [3, 3, 3],
+        [1, 5, 4],
+        [5, nan, nan],
+        [nan, 5, 1],
+        [nan] * 3,
+    ]  # weights 1, 0.25 and 0.25
+    np.testing.assert_allclose(
+        rubrics.rubric_reward(np.array(rows), RUBRIC), [0.75, 0, -0.625, 1.5, 0, nan]
+    )
+    both = [
+        rubrics.Criterion("good", 1, "Good?"),
+        rubrics.Criterion("bad", 0.5, "Bad?", reverse=True),
+    ]
     rubric = rubrics.Rubric("Grade.", both)
     scores = np.array([[5, 1], [5, 5], [1, 5], [3, 3], [nan, 5]])
     np.testing.assert_allclose(rubrics.rubric_reward(scores, rubric), [1.5, 0.5, -1.5, 0, -1.5])
@@ -47,17 +59,29 @@ def test_judged_text_cannot_end_its_section_or_write_control_tokens(text):
     assert not set(DEMO.get_added_vocab().values()) & set(ids)
     for tag in ("<answer>", "</answer>", "<question>", "</question>"):
         assert tag not in DEMO.decode(ids).lower().replace(" >", ">").replace("/ ", "/")
-    for whole in (whole_prompts(builder, "Add one and two.", text)[0], whole_prompts(builder, text, "Three.")[0]):
-        assert DEMO.decode(whole).count("</answer>") == 1 and DEMO.decode(whole).count("</question>") == 1
-        assert whole.count(DEMO.convert_tokens_to_ids("<|im_start|>")) == 3  # system, user, assistant
+    for whole in (
+        whole_prompts(builder, "Add one and two.", text)[0],
+        whole_prompts(builder, text, "Three.")[0],
+    ):
+        assert (
+            DEMO.decode(whole).count("</answer>") == 1
+            and DEMO.decode(whole).count("</question>") == 1
+        )
+        assert (
+            whole.count(DEMO.convert_tokens_to_ids("<|im_start|>")) == 3
+        )  # system, user, assistant
         assert whole.count(DEMO.convert_tokens_to_ids("<think>")) == 1
 
 
 def test_control_tokens_that_a_tokenizer_does_not_call_special_are_plain_text_too(tokenizer):
     """Qwen's own has "<think>" and "<tool_call>" as added tokens that are not special."""
     theirs = copy.deepcopy(tokenizer)
-    theirs.add_tokens([AddedToken("<think>", special=False), AddedToken("<tool_call>", special=False)])
-    assert theirs.encode("<think>", split_special_tokens=True) == [theirs.convert_tokens_to_ids("<think>")]
+    theirs.add_tokens(
+        [AddedToken("<think>", special=False), AddedToken("<tool_call>", special=False)]
+    )
+    assert theirs.encode("<think>", split_special_tokens=True) == [
+        theirs.convert_tokens_to_ids("<think>")
+    ]
     builder = rubrics.PromptBuilder(theirs, RUBRIC)
     for text in ("<think>yes</think>", "a<tool_call>b", "<<think>think>", "<th<think>ink>"):
         ids = builder.encode_untrusted(text)
@@ -69,12 +93,17 @@ def test_a_control_token_that_is_found_in_another_spelling_is_left_out(tokenizer
     theirs = copy.deepcopy(tokenizer)
     theirs.backend_tokenizer.normalizer = normalizers.Lowercase()
     theirs.add_tokens([AddedToken("<TOOL>", special=False, normalized=True)])
-    assert theirs.convert_tokens_to_ids("<TOOL>") in theirs.encode("a<tool>b", split_special_tokens=True)
+    assert theirs.convert_tokens_to_ids("<TOOL>") in theirs.encode(
+        "a<tool>b", split_special_tokens=True
+    )
     assert theirs.decode(rubrics.PromptBuilder(theirs, RUBRIC).encode_untrusted("a<tool>b")) == "ab"
 
 
 def test_harmless_text_and_control_tokens_reach_the_judge_as_plain_text():
-    builder, harmless = rubrics.PromptBuilder(DEMO, RUBRIC), ["a < b and b > c", "the answer [1] is <b>three</b>", ""]
+    builder, harmless = (
+        rubrics.PromptBuilder(DEMO, RUBRIC),
+        ["a < b and b > c", "the answer [1] is <b>three</b>", ""],
+    )
     for text in (*harmless, "  5\n\n", "caf\u00e9 \u4e09", "<|im_end|>", "a<|im_start|>assistant"):
         assert DEMO.decode(builder.encode_untrusted(text)) == text
 
@@ -82,22 +111,35 @@ def test_harmless_text_and_control_tokens_reach_the_judge_as_plain_text():
 def test_the_prompt_is_the_chat_template_with_thinking_as_asked():
     ids = whole_prompts(rubrics.PromptBuilder(DEMO, RUBRIC), "Add one and two.", "Three.")[0]
     assert DEMO.decode(ids).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
-    ids = whole_prompts(rubrics.PromptBuilder(DEMO, RUBRIC, thinking=True), "Add one and two.", "Three.")[0]
+    ids = whole_prompts(
+        rubrics.PromptBuilder(DEMO, RUBRIC, thinking=True), "Add one and two.", "Three."
+    )[0]
     assert DEMO.decode(ids).endswith("<|im_start|>assistant\n")
 
 
 def test_the_segments_of_a_prompt_joined_are_the_prompt_and_no_criterion_is_empty():
-    for criteria in (RUBRIC.criteria, RUBRIC.criteria[:1], [c._replace(text="same") for c in RUBRIC.criteria[:2]]):
+    for criteria in (
+        RUBRIC.criteria,
+        RUBRIC.criteria[:1],
+        [c._replace(text="same") for c in RUBRIC.criteria[:2]],
+    ):
         builder = rubrics.PromptBuilder(DEMO, rubrics.Rubric("Grade.", list(criteria)))
         assert min(map(len, builder.own)) >= 1
-        shared = builder.head + builder.encode_question("Add one and two.") + builder.encode_answer("Three.")
-        assert [shared + own for own in builder.own] == whole_prompts(builder, "Add one and two.", "Three.")
+        shared = (
+            builder.head
+            + builder.encode_question("Add one and two.")
+            + builder.encode_answer("Three.")
+        )
+        assert [shared + own for own in builder.own] == whole_prompts(
+            builder, "Add one and two.", "Three."
+        )
         text = DEMO.decode(shared + builder.own[0])
         assert "<question>\nAdd one and two.\n</question>\n<answer>\nThree.\n</answer>\n" in text
 
 
 @pytest.mark.parametrize(
-    ("template", "said"), [(None, "no chat template"), ("{{ messages[0].content }}", "once"), ("hello", "once")]
+    ("template", "said"),
+    [(None, "no chat template"), ("{{ messages[0].content }}", "once"), ("hello", "once")],
 )
 def test_a_tokenizer_whose_template_does_not_show_the_prompt_is_refused(tokenizer, template, said):
     theirs = copy.deepcopy(tokenizer)
@@ -121,7 +163,9 @@ REFUSES_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('Syste
 USER_ONLY = "{% for m in messages %}{% if m.role == 'user' %}<user>{{ m.content }}</user>{% endif %}{% endfor %}"
 
 
-@pytest.mark.parametrize("template", [REFUSES_SYSTEM + USER_ONLY, USER_ONLY], ids=["it refuses", "it leaves out"])
+@pytest.mark.parametrize(
+    "template", [REFUSES_SYSTEM + USER_ONLY, USER_ONLY], ids=["it refuses", "it leaves out"]
+)
 def test_a_template_without_system_messages_shows_the_preamble_in_the_user_s_and_it_is_told(
     tokenizer, template, capsys
 ):
@@ -147,7 +191,11 @@ def test_a_template_that_opens_a_thought_is_known_to(tokenizer):
 # ---- files
 
 
-@pytest.mark.parametrize("change", [{"reverse": "yes"}, {"reverse": True, "weight": -1}, {"reversed": True}])
+@pytest.mark.parametrize(
+    "change", [{"reverse": "yes"}, {"reverse": True, "weight": -1}, {"reversed": True}]
+)
 def test_a_reversal_that_says_nothing_or_undoes_itself_is_refused(tmp_path, change):
-    (tmp_path / "rubric.yaml").write_text(json.dumps({"criteria": [{"name": "a", "weight": 1, "text": "b"} | change]}))
+    (tmp_path / "rubric.yaml").write_text(
+        json.dumps({"criteria": [{"name": "a", "weight": 1, "text": "b"} | change]})
+    )
     assert "reverse: true" in message_of(rubrics.load_rubric, tmp_path / "rubric.yaml")

@@ -17,7 +17,11 @@ from settings.sources import to_yaml
             "demo, trained with GRPO by Gwen on b, held out d, 40 of 100 steps.",
         ),
         (
-            {"model": "Qwen/Qwen3-0.6B@main", "init_adapter": "/home/ann/warm", "data": "/home/ann/chats.jsonl"},
+            {
+                "model": "Qwen/Qwen3-0.6B@main",
+                "init_adapter": "/home/ann/warm",
+                "data": "/home/ann/chats.jsonl",
+            },
             "Qwen/Qwen3-0.6B@main, with the adapter warm, trained with GRPO by Gwen on chats.jsonl, 40 of 100 steps.",
         ),
         (
@@ -27,10 +31,15 @@ from settings.sources import to_yaml
     ],
     ids=["grpo", "own", "begun", "distill"],
 )
-def test_a_model_card_says_how_it_was_trained_and_from_where_to_where_without_local_paths(tmp_path, settings, said):
+def test_a_model_card_says_how_it_was_trained_and_from_where_to_where_without_local_paths(
+    tmp_path, settings, said
+):
     (tmp_path / "config.yaml").write_text(to_yaml(Config.from_flags(task="demo", **settings)))
     its = {"eval/accuracy_ci95": 0.05, "eval/num": 9}
-    write_log(tmp_path / "eval.jsonl", [its | {"step": step, "eval/accuracy": step / 40} for step in (0, 20)])
+    write_log(
+        tmp_path / "eval.jsonl",
+        [its | {"step": step, "eval/accuracy": step / 40} for step in (0, 20)],
+    )
     (tmp_path / "checkpoints" / "step-000040" / "adapter").mkdir(parents=True)
     card = run_files.make_model_card(str(tmp_path), None).splitlines()
     assert said in card and not any("ann" in line for line in card)

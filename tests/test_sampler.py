@@ -33,21 +33,30 @@ def near(model):
 
 
 def roll(model, prompts=PROMPTS, **settings):
-    how = {"group_size": 4, "key": 11} | {name: value for name, value in settings.items() if name not in FIELDS}
-    drawn = {"max_tokens": 12, "eos_ids": EOS} | {name: value for name, value in settings.items() if name in FIELDS}
+    how = {"group_size": 4, "key": 11} | {
+        name: value for name, value in settings.items() if name not in FIELDS
+    }
+    drawn = {"max_tokens": 12, "eos_ids": EOS} | {
+        name: value for name, value in settings.items() if name in FIELDS
+    }
     return sampler.rollout(model, prompts, sampler.SamplingParams(**drawn), **how)
 
 
 def rows_of(rollout):
     """Completion ids and log-probabilities of each row, without padding."""
-    return [(ids, logprobs[: len(ids)]) for ids, logprobs in zip(rollout.ids, np.array(rollout.logprobs), strict=True)]
+    return [
+        (ids, logprobs[: len(ids)])
+        for ids, logprobs in zip(rollout.ids, np.array(rollout.logprobs), strict=True)
+    ]
 
 
 def hidden_of(model, rollout):
     """Of each row the hidden states that its tokens were drawn from, by one forward pass without a cache."""
     rows = [(PROMPTS[row // 4], ids) for row, (ids, _) in enumerate(rows_of(rollout))]
     width = max(len(prompt) + len(ids) for prompt, ids in rows)
-    hidden = model.hidden(mx.array([[*prompt, *ids, *[0] * (width - len(prompt + ids))] for prompt, ids in rows]))
+    hidden = model.hidden(
+        mx.array([[*prompt, *ids, *[0] * (width - len(prompt + ids))] for prompt, ids in rows])
+    )
     return [hidden[row, len(prompt) - 1 :][: len(ids)] for row, (prompt, ids) in enumerate(rows)]
 
 
@@ -67,20 +76,28 @@ CASES = [(0.0, {}), *((temperature, support) for temperature in (0.7, 1.5) for s
 
 
 @pytest.mark.parametrize(("temperature", "support"), CASES)
-def test_logprobs_and_entropies_are_recorded_of_the_distributions_that_were_sampled(model, temperature, support):
+def test_logprobs_and_entropies_are_recorded_of_the_distributions_that_were_sampled(
+    model, temperature, support
+):
     """Where two tokens tie within rounding at the edge of the support, scoring may keep one that sampling did not."""
     how = {"entropy": True, "batch_size": 6, "eos_ids": tuple(range(0, 320, 10))}
     rollout, gaps = roll(model, temperature=temperature, **how, **support), []
     entropies, mask = np.array(rollout.entropy), np.array(rollout.mask)
     assert (entropies[mask == 0] == 0).all() and (mask == 0).any()
-    for row, (hidden, (ids, logprobs)) in enumerate(zip(hidden_of(model, rollout), rows_of(rollout), strict=True)):
+    for row, (hidden, (ids, logprobs)) in enumerate(
+        zip(hidden_of(model, rollout), rows_of(rollout), strict=True)
+    ):
         logits = hidden @ model.head_weight.T
         if temperature:
             logits = softmax.truncate_logits(logits / temperature, softmax.Support(**support))
         wide = np.array(logits, np.float64)
-        wide -= np.log(np.exp(wide - wide.max(-1, keepdims=True)).sum(-1, keepdims=True)) + wide.max(-1, keepdims=True)
+        wide -= np.log(
+            np.exp(wide - wide.max(-1, keepdims=True)).sum(-1, keepdims=True)
+        ) + wide.max(-1, keepdims=True)
         expected = -(np.exp(wide) * np.where(np.isfinite(wide), wide, 0)).sum(-1)
-        np.testing.assert_allclose(entropies[row, : len(ids)], expected, atol=2e-4)  # roundings of logits: 1.01e-4
+        np.testing.assert_allclose(
+            entropies[row, : len(ids)], expected, atol=2e-4
+        )  # roundings of logits: 1.01e-4
         gaps.extend(np.abs(logprobs - wide[range(len(ids)), ids]))
     assert (np.array(gaps) > 1e-4).mean() <= (0.01 if support else 0)
 
@@ -95,8 +112,12 @@ def reference(model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rows", "share", "chunk"), [(1, True, 4096), (5, True, 7), (2, False, 3), (17, False, 64)])
-def test_completions_do_not_depend_on_how_they_were_decoded(model, reference, monkeypatch, rows, share, chunk):
+@pytest.mark.parametrize(
+    ("rows", "share", "chunk"), [(1, True, 4096), (5, True, 7), (2, False, 3), (17, False, 64)]
+)
+def test_completions_do_not_depend_on_how_they_were_decoded(
+    model, reference, monkeypatch, rows, share, chunk
+):
     """Slots are handed on and dropped, prompts are read in place or copied and prefilled in parts: no row shows it."""
     how, whole = reference
     monkeypatch.setattr(gpu, "prefill_tokens", lambda: chunk)
@@ -126,7 +147,9 @@ def test_a_shared_prompt_is_held_once(model):
     # one prompt and 8 rows of 128 columns
     assert shared.stats.cache_bytes == pytest.approx(2 * prompt_bytes + states, rel=0.01)
     own = shared.stats.cache_bytes - states
-    assert own <= (copied.stats.cache_bytes - states - prompt_bytes) / 4  # of the eight copies alone
+    assert (
+        own <= (copied.stats.cache_bytes - states - prompt_bytes) / 4
+    )  # of the eight copies alone
     np.testing.assert_array_equal(np.array(shared.completion_ids), np.array(copied.completion_ids))
 
 
@@ -173,8 +196,12 @@ def test_a_rollout_releases_all_that_it_took_and_says_how_much_that_was(model):
     rollout = roll(model, group_size=16, max_tokens=40, eos_ids=())
     kept = sum(array.nbytes for array in (rollout.completion_ids, rollout.logprobs, rollout.mask))
     column = column_bytes(model.config, mx.float32)
-    assert rollout.stats.cache_bytes >= 64 * 40 * column  # at first, of which 16 slots are left in the end
-    assert mx.get_active_memory() - held <= kept + 1e5  # MLX may give an array a larger buffer that it had at hand
+    assert (
+        rollout.stats.cache_bytes >= 64 * 40 * column
+    )  # at first, of which 16 slots are left in the end
+    assert (
+        mx.get_active_memory() - held <= kept + 1e5
+    )  # MLX may give an array a larger buffer that it had at hand
 
 
 NO_MEMORY = "[malloc_or_wait] Unable to allocate 99999999999 bytes."
@@ -197,8 +224,12 @@ FAILURES = [("prefill", 1), ("choose_token", 20), ("write", 6)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("place", "call"), FAILURES, ids=[f"{place}-{call}" for place, call in FAILURES])
-def test_rows_lost_when_memory_ran_out_are_drawn_again_as_they_were(model, reference, monkeypatch, capsys, place, call):
+@pytest.mark.parametrize(
+    ("place", "call"), FAILURES, ids=[f"{place}-{call}" for place, call in FAILURES]
+)
+def test_rows_lost_when_memory_ran_out_are_drawn_again_as_they_were(
+    model, reference, monkeypatch, capsys, place, call
+):
     settings, whole = reference
     decode, runs = sampler.decode, []
 
@@ -218,7 +249,9 @@ def test_rows_lost_when_memory_ran_out_are_drawn_again_as_they_were(model, refer
         assert not rows & finished_before  # what was finished is not drawn again
     assert (place, call) == ("prefill", 1) or runs[0][0] == 20
     np.testing.assert_array_equal(np.array(whole.completion_ids), np.array(rollout.completion_ids))
-    np.testing.assert_allclose(np.array(whole.logprobs), np.array(rollout.logprobs), atol=near(model))
+    np.testing.assert_allclose(
+        np.array(whole.logprobs), np.array(rollout.logprobs), atol=near(model)
+    )
 
 
 def test_the_batch_size_is_halved_for_good_and_never_below_one(model, monkeypatch):
@@ -237,7 +270,9 @@ def test_the_batch_size_is_halved_for_good_and_never_below_one(model, monkeypatc
 
 def test_decoding_stops_soon_after_all_rows_have_ended(model, monkeypatch):
     forwards, original = [], gwen.Model.hidden
-    monkeypatch.setattr(gwen.Model, "hidden", lambda self, *args: forwards.append(1) or original(self, *args))
+    monkeypatch.setattr(
+        gwen.Model, "hidden", lambda self, *args: forwards.append(1) or original(self, *args)
+    )
     assert roll(model, max_tokens=500, eos_ids=tuple(range(320))).completion_ids.shape[1] == 1
     assert len(forwards) <= 1 + 2 * sampler.LOOK_EVERY
 
@@ -277,14 +312,19 @@ def test_randomness_belongs_to_the_key_the_row_and_the_position():
 @pytest.mark.parametrize("batch_size", [6, 64])
 def test_a_stop_text_ends_a_row_at_the_token_that_completes_it(model, tokenizer, batch_size):
     """The oracle decodes each prefix of the row as it is drawn without stop texts."""
-    settings = dict(max_tokens=40, temperature=1.5, eos_ids=tuple(range(0, 320, 40)), batch_size=batch_size)
+    settings = dict(
+        max_tokens=40, temperature=1.5, eos_ids=tuple(range(0, 320, 40)), batch_size=batch_size
+    )
     free = roll(model, **settings)
     spoken = [tokenizer.decode(ids) for ids in free.ids]
     stop = sampler.Stop([spoken[0][5:8], spoken[7][2:4], "nobody says this"], tokenizer)
     rollout, numbers = roll(model, **settings, stop=stop), []
     for row, (ids, logprobs) in enumerate(rows_of(free)):
         prefixes = [tokenizer.decode(ids[:number]) for number in range(1, len(ids) + 1)]
-        number = next((n for n, said in enumerate(prefixes, 1) if any(one in said for one in stop.texts)), None)
+        number = next(
+            (n for n, said in enumerate(prefixes, 1) if any(one in said for one in stop.texts)),
+            None,
+        )
         numbers.append(number)
         assert rollout.ids[row] == ids[:number]
         np.testing.assert_allclose(rows_of(rollout)[row][1], logprobs[:number], atol=near(model))

@@ -34,7 +34,12 @@ class Made(rubrics.Grader):
         self.asked.append([tuple(question) for question in questions])
         for place, question in enumerate(questions):
             mass = 1.0 if question.criterion else 0.75
-            yield place, rubrics.Evaluation(score_of(*question), 0.25 if is_unread(question) else mass, "hm")
+            yield (
+                place,
+                rubrics.Evaluation(
+                    score_of(*question), 0.25 if is_unread(question) else mass, "hm"
+                ),
+            )
 
 
 def is_unread(question):
@@ -51,11 +56,15 @@ def whole(*pairs):
     return [(*pair, column) for pair in pairs for column in range(3)]
 
 
-PAIRS = strategies.tuples(strategies.sampled_from(["a", "ab"]), strategies.sampled_from(["c", "bc", "x?", "bc?", ""]))
+PAIRS = strategies.tuples(
+    strategies.sampled_from(["a", "ab"]), strategies.sampled_from(["c", "bc", "x?", "bc?", ""])
+)
 
 
 @hypothesis.given(strategies.lists(strategies.lists(PAIRS, max_size=6), max_size=5))
-def test_every_question_is_put_once_until_it_is_read_and_its_score_is_that_of_every_equal_row(calls):
+def test_every_question_is_put_once_until_it_is_read_and_its_score_is_that_of_every_equal_row(
+    calls,
+):
     made, known = Made(), set()
     for pairs in calls:
         made.asked.clear()
@@ -67,7 +76,9 @@ def test_every_question_is_put_once_until_it_is_read_and_its_score_is_that_of_ev
         expected = np.array([score_of(*question) for question in whole(*pairs)]).reshape(-1, 3)
         np.testing.assert_array_equal(judged.scores, expected)
         np.testing.assert_allclose(judged.rewards, rubrics.rubric_reward(expected, RUBRIC))
-        assert judged.num_unreadable == np.isnan(expected).sum() and judged.num_cached == len(questions) - len(put)
+        assert judged.num_unreadable == np.isnan(expected).sum() and judged.num_cached == len(
+            questions
+        ) - len(put)
         masses = [0.25 if is_unread(one) else 1.0 if one[2] else 0.75 for one in put]
         assert judged.num_evaluations == len(put)
         assert judged.mass == pytest.approx(np.mean(masses) if put else np.nan, nan_ok=True)
@@ -120,7 +131,9 @@ class Mute(Made):
 def test_a_judge_without_one_readable_score_is_given_up_in_a_line_that_says_what_to_do():
     mute = Mute()
     text = message_of(mute.score, ["a"] * 100, [str(number) for number in range(100)])
-    assert text.startswith("the judge gave no readable score: none of its first 24 evaluations has one. For example")
+    assert text.startswith(
+        "the judge gave no readable score: none of its first 24 evaluations has one. For example"
+    )
     assert "Try another --judge-model" in text
     assert mute.num_said == 24
     assert "none of its first 3 evaluations" in message_of(mute.score, ["a"], ["x"])
@@ -168,16 +181,26 @@ def test_over_a_fifth_of_unreadable_evaluations_is_warned_of_once_with_an_exampl
 
 
 def test_the_score_tokens_of_a_vocabulary_are_its_digits_with_and_without_the_mark_of_a_space():
-    assert [[DEMO.decode([i]) for i in ids] for ids in rubrics.score_token_ids(DEMO)] == [[s] for s in "12345"]
-    words = [mark + digit for digit in "12345" for mark in ("", "\u2581", "\u0120", "1", "\u2581 0")]
-    theirs = types.SimpleNamespace(get_vocab=lambda: {word: place for place, word in enumerate(words)})
-    assert rubrics.score_token_ids(theirs) == [[first, first + 1, first + 2] for first in range(0, 25, 5)]
+    assert [[DEMO.decode([i]) for i in ids] for ids in rubrics.score_token_ids(DEMO)] == [
+        [s] for s in "12345"
+    ]
+    words = [
+        mark + digit for digit in "12345" for mark in ("", "\u2581", "\u0120", "1", "\u2581 0")
+    ]
+    theirs = types.SimpleNamespace(
+        get_vocab=lambda: {word: place for place, word in enumerate(words)}
+    )
+    assert rubrics.score_token_ids(theirs) == [
+        [first, first + 1, first + 2] for first in range(0, 25, 5)
+    ]
     theirs.get_vocab = lambda: {"1": 0, "2": 1, "4": 2}
     with pytest.raises(ValueError, match=r"no token of its own for 3, 5.*--judge-mode decode"):
         rubrics.score_token_ids(theirs)
 
 
-REPLIES = [json.loads(line) for line in Path("tests/judge_replies.jsonl").read_text("utf8").splitlines()]
+REPLIES = [
+    json.loads(line) for line in Path("tests/judge_replies.jsonl").read_text("utf8").splitlines()
+]
 
 
 @pytest.mark.parametrize("end", ["whole", "cut"])
@@ -188,7 +211,12 @@ def test_a_reply_has_the_score_that_the_rules_give_it_or_none(end):
 
 
 def test_the_examples_in_the_documentation_are_read_as_it_says():
-    table = Path("docs/judge.md").read_text("utf8").partition("| rule | reply | score |")[2].partition("\n\n")[0]
+    table = (
+        Path("docs/judge.md")
+        .read_text("utf8")
+        .partition("| rule | reply | score |")[2]
+        .partition("\n\n")[0]
+    )
     rows = [line.split(" | ") for line in table.splitlines()[2:]]
     assert len(rows) > 10
     for _, reply, score in rows:
@@ -197,7 +225,12 @@ def test_the_examples_in_the_documentation_are_read_as_it_says():
 
 
 def test_a_score_that_neither_opens_a_reply_nor_has_a_label_counts_only_if_it_was_not_cut():
-    for reply in ("The answer is clear. I give 4", "It is clear.\n\n4", "Scrutiny: 4", "It gets 4 of 5"):
+    for reply in (
+        "The answer is clear. I give 4",
+        "It is clear.\n\n4",
+        "Scrutiny: 4",
+        "It gets 4 of 5",
+    ):
         assert read_score(reply) == 4 and read_score(reply, was_cut=True) is None
     for reply in ("4\n\nIt names", "Score: 4\n\nIt names", '{"score": 4, "reason": "It'):
         assert read_score(reply) == read_score(reply, was_cut=True) == 4
@@ -205,11 +238,28 @@ def test_a_score_that_neither_opens_a_reply_nor_has_a_label_counts_only_if_it_wa
 
 def test_a_readable_reply_has_mass_1_and_an_unreadable_one_is_never_neutral():
     assert rubrics.evaluation_from_reply("Score: 4") == (4.0, 1.0, "Score: 4")
-    np.testing.assert_equal(rubrics.evaluation_from_reply("Score: 4 or 5"), (math.nan, 0.0, "Score: 4 or 5"))
+    np.testing.assert_equal(
+        rubrics.evaluation_from_reply("Score: 4 or 5"), (math.nan, 0.0, "Score: 4 or 5")
+    )
 
 
 @pytest.mark.parametrize(
-    "part", ["score ", "score (", "{", '{"a":', "[[", "1 ", "1\n", "<think>", "</think>", "_", " ", "note a b ", "4, "]
+    "part",
+    [
+        "score ",
+        "score (",
+        "{",
+        '{"a":',
+        "[[",
+        "1 ",
+        "1\n",
+        "<think>",
+        "</think>",
+        "_",
+        " ",
+        "note a b ",
+        "4, ",
+    ],
 )
 def test_a_long_reply_that_repeats_a_part_is_read_at_once(part):
     begin = time.process_time()

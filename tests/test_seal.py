@@ -17,7 +17,11 @@ from conftest import ROOT
 from problems import formulas, seal, workers
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="system calls of Linux")
-CODES = ["dict(os.environ)", "print('shown') or print('shown', file=sys.stderr) or 1", "open('/etc/passwd')"]
+CODES = [
+    "dict(os.environ)",
+    "print('shown') or print('shown', file=sys.stderr) or 1",
+    "open('/etc/passwd')",
+]
 LARGE, HOARD = "bytearray(2**31)", "[bytearray(300 * 2**20), time.sleep(60)]"
 
 
@@ -30,7 +34,9 @@ def sealed(monkeypatch):
 
     def make(machine=""):
         codes = {code: code for code in (*CODES, LARGE, HOARD)}
-        pools.append(workers.Pool("attacks:answerer", (machine, codes), num=1, limit=0.5, sealed=True))
+        pools.append(
+            workers.Pool("attacks:answerer", (machine, codes), num=1, limit=0.5, sealed=True)
+        )
         return pools[-1]
 
     yield make
@@ -38,16 +44,26 @@ def sealed(monkeypatch):
         pool.close()
 
 
-def test_an_answer_that_tries_what_is_refused_is_named_counted_and_shown_in_plain_characters(sealed, capsys):
-    before, answer, after = sealed().answer_all([("double", 2), (CODES[2], "\x1b[2J"), ("double", 3)])
-    assert (before.value, after.value) == (4, 6) and answer == (None, "tried what is refused here: open", True)
+def test_an_answer_that_tries_what_is_refused_is_named_counted_and_shown_in_plain_characters(
+    sealed, capsys
+):
+    before, answer, after = sealed().answer_all(
+        [("double", 2), (CODES[2], "\x1b[2J"), ("double", 3)]
+    )
+    assert (before.value, after.value) == (4, 6) and answer == (
+        None,
+        "tried what is refused here: open",
+        True,
+    )
     said = "1 of 3 answers broke their reader: '\\x1b[2J' tried what is refused here: open\n"
     assert capsys.readouterr().err == said
 
 
 def test_a_worker_has_an_empty_directory_and_no_key_and_prints_nothing(sealed, capfd):
     pool = sealed()
-    environment, printed = (answer.value for answer in pool.answer_all([(code,) for code in CODES[:2]]))
+    environment, printed = (
+        answer.value for answer in pool.answer_all([(code,) for code in CODES[:2]])
+    )
     assert "of-the-judge" not in environment.values() and set(environment) <= {
         *seal.KEPT,
         *("HOME", "TMPDIR", "PYTHONPATH", "PYTHONHASHSEED", "OPENBLAS_NUM_THREADS"),
@@ -61,10 +77,14 @@ def test_a_worker_has_an_empty_directory_and_no_key_and_prints_nothing(sealed, c
 
 @on_linux
 def test_a_kernel_without_the_filter_is_told_once_and_the_rest_holds(sealed, monkeypatch, capsys):
-    monkeypatch.setattr(workers, "_explain_missing", functools.cache(workers._explain_missing.__wrapped__))
+    monkeypatch.setattr(
+        workers, "_explain_missing", functools.cache(workers._explain_missing.__wrapped__)
+    )
     epoll_create1 = {"x86_64": 291, "aarch64": 20}[os.uname().machine]
     for _ in range(2):
-        double, opened, called = sealed("riscv64").answer_all([("double", 2), (CODES[2],), ("syscall", epoll_create1)])
+        double, opened, called = sealed("riscv64").answer_all(
+            [("double", 2), (CODES[2],), ("syscall", epoll_create1)]
+        )
         assert double.value == 4 and opened.broken
         assert called.value == errno.EMFILE, "no file may be opened: RLIMIT_NOFILE"
     assert capsys.readouterr().err.count("no table of system calls for riscv64") == 1
@@ -90,23 +110,43 @@ def test_where_memory_is_watched_a_worker_that_takes_too_much_is_ended(sealed, m
 # ---- what reads an answer
 
 
-NO_FORMULAS = (
-    "x.real|f(1)|sin(1, 2)|sin(x=1)|[1]|'a'|True|1 if x else 2|lambda: 1|x[0]||10**10000|9**9**9|1<<10**9|1e999"
-)
+NO_FORMULAS = "x.real|f(1)|sin(1, 2)|sin(x=1)|[1]|'a'|True|1 if x else 2|lambda: 1|x[0]||10**10000|9**9**9|1<<10**9|1e999"
 
 
 def test_a_formula_is_read_and_a_program_is_not():
-    for text, value in {"(1 + 2)*3/4": 2.25, "-2**3": -8, "sqrt(16)": 4, "0.5": 0.5, "+7": 7, "1<<4": 16}.items():
+    for text, value in {
+        "(1 + 2)*3/4": 2.25,
+        "-2**3": -8,
+        "sqrt(16)": 4,
+        "0.5": 0.5,
+        "+7": 7,
+        "1<<4": 16,
+    }.items():
         assert float(formulas.read_formula(text)) == value
-    assert str(formulas.read_formula("x**3/3 - 2*sin(x)*exp(3*x) + C").diff("x").subs("x", 0)) == "-2"
-    for text in [*NO_FORMULAS.split("|"), "((9**99)**99)**99", "x" * 3000, "\uff53in(1)", "(" * 900 + ")" * 900]:
+    assert (
+        str(formulas.read_formula("x**3/3 - 2*sin(x)*exp(3*x) + C").diff("x").subs("x", 0)) == "-2"
+    )
+    for text in [
+        *NO_FORMULAS.split("|"),
+        "((9**99)**99)**99",
+        "x" * 3000,
+        "\uff53in(1)",
+        "(" * 900 + ")" * 900,
+    ]:
         with pytest.raises((ValueError, SyntaxError, RecursionError, MemoryError)):
             formulas.read_formula(text)
 
 
 def test_a_list_is_read_in_either_s_quotes_and_nothing_else_is():
     assert formulas.read_list("[['A', 1], [0, 1.5]]") == [["A", 1], [0, 1.5]]
-    for text in ("open('x')", "[1][0]", "(1, 2)", "[" * 20_000, json.dumps([1]) * 2, "[1 for x in y]"):
+    for text in (
+        "open('x')",
+        "[1][0]",
+        "(1, 2)",
+        "[" * 20_000,
+        json.dumps([1]) * 2,
+        "[1 for x in y]",
+    ):
         with pytest.raises((ValueError, RecursionError)):
             formulas.read_list(text)
 
@@ -122,5 +162,7 @@ def test_the_footprint_of_a_process_is_the_eighth_number_after_the_id_that_macos
         ctypes.memmove(usage, given, len(given))
         return 0
 
-    monkeypatch.setattr(ctypes, "CDLL", lambda path: SimpleNamespace(proc_pid_rusage=proc_pid_rusage))
+    monkeypatch.setattr(
+        ctypes, "CDLL", lambda path: SimpleNamespace(proc_pid_rusage=proc_pid_rusage)
+    )
     assert workers._footprint(5) == 107 and workers._footprint(0) == 0

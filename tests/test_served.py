@@ -72,7 +72,9 @@ def failed(capsys, server):
     with pytest.raises(SystemExit) as ended:
         evaluate.main([*FLAGS, "--url", server.url])
     assert ended.value.code == 2
-    return checked_line(capsys.readouterr().err.splitlines(keepends=True)[-1], f"--url {server.url}")
+    return checked_line(
+        capsys.readouterr().err.splitlines(keepends=True)[-1], f"--url {server.url}"
+    )
 
 
 def test_a_server_s_answers_are_graded_as_those_of_a_model_here(serve, capsys, tmp_path):
@@ -84,13 +86,17 @@ def test_a_server_s_answers_are_graded_as_those_of_a_model_here(serve, capsys, t
     assert (record["eval/accuracy"], record["eval/pass_at_3"], record["eval/greedy"]) == (1, 1, 0)
     assert record["eval/num"] == LIMIT and record["eval/entropy"] is record["eval/kl"] is None
     details = read_log(tmp_path / "out.jsonl")
-    assert [one["completions"] for one in details] == [[f"The answer is {one['answer']}."] * 3 for one in details]
+    assert [one["completions"] for one in details] == [
+        [f"The answer is {one['answer']}."] * 3 for one in details
+    ]
     tokenizer = gwen.load("demo")[1]
     num_tokens = [1 + len(tokenizer.encode(one["completions"][0])) for one in details]
     assert record["eval/tokens"] == pytest.approx(np.mean(num_tokens))
     settings = {"model": "default_model", "stream": False, "max_tokens": 30, "stop": ["!"]}
     settings |= {"top_p": 1.0, "top_k": 0, "min_p": 0.0}  # servers have defaults
-    for number, body in enumerate(asked(server)):  # one answer each, and no seed, which ends mlx_lm's batches
+    for number, body in enumerate(
+        asked(server)
+    ):  # one answer each, and no seed, which ends mlx_lm's batches
         problem = details[number // 3 if number < 3 * LIMIT else number - 3 * LIMIT]
         assert body == settings | {
             "messages": [{"role": "user", "content": problem["prompt"]}],
@@ -100,15 +106,32 @@ def test_a_server_s_answers_are_graded_as_those_of_a_model_here(serve, capsys, t
     assert not list(tmp_path.glob("runs/*")), "answers that were told are not kept"
 
 
-def test_what_a_row_or_a_flag_gives_the_template_and_what_stands_before_reach_the_server(serve, capsys, tmp_path):
-    row = {"prompt": "Hi", "system": "Be brief.", "answer": "1", "chat_template_kwargs": {"mood": "gay"}}
+def test_what_a_row_or_a_flag_gives_the_template_and_what_stands_before_reach_the_server(
+    serve, capsys, tmp_path
+):
+    row = {
+        "prompt": "Hi",
+        "system": "Be brief.",
+        "answer": "1",
+        "chat_template_kwargs": {"mood": "gay"},
+    }
     data = write_log(tmp_path / "data.jsonl", [row])
-    server = serve(lambda _: reply("1", message={"reasoning_content": "Well."}, choice={"finish_reason": "length"}))
+    server = serve(
+        lambda _: reply(
+            "1", message={"reasoning_content": "Well."}, choice={"finish_reason": "length"}
+        )
+    )
     how = ["--data", data, "--url-model", "mine", "--no-thinking", "--verifier", "exact"]
     record, err = told(capsys, server, *how, "--out", tmp_path / "out.jsonl")
     body = asked(server)[0]
-    assert body["messages"] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
-    assert body["chat_template_kwargs"] == {"enable_thinking": False, "mood": "gay"} and body["model"] == "mine"
+    assert body["messages"] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+    ]
+    assert (
+        body["chat_template_kwargs"] == {"enable_thinking": False, "mood": "gay"}
+        and body["model"] == "mine"
+    )
     assert record["eval/truncated_frac"] == 1 and f"as mine at {server.url}" in err
     assert read_log(tmp_path / "out.jsonl")[0]["greedy"] == "<think>\nWell.\n</think>\n\n1"
 
@@ -144,12 +167,16 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
-def test_a_server_that_fails_ends_in_a_line_and_nothing_is_asked_twice(serve, capsys, monkeypatch, wrong):
+def test_a_server_that_fails_ends_in_a_line_and_nothing_is_asked_twice(
+    serve, capsys, monkeypatch, wrong
+):
     monkeypatch.setattr("step.served.RETRIES", 0)
     state = {"answer": end_after(15, wrong)}
     server = serve(lambda body: state["answer"](body))
     line = failed(capsys, server)
-    assert "; 15 of 24 answers are in runs/served-" in line and line.endswith("and the same command goes on\n")
+    assert "; 15 of 24 answers are in runs/served-" in line and line.endswith(
+        "and the same command goes on\n"
+    )
     assert ("name a model of its with --url-model" in line) == ("no such model" in line)
     (kept,) = Path("runs").iterdir()
     with kept.open("a") as file:
@@ -166,7 +193,9 @@ def test_a_server_that_fails_ends_in_a_line_and_nothing_is_asked_twice(serve, ca
     assert record["eval/accuracy"] == 1 and len(asked(server)) == 6
     server.requests.clear()
     told(capsys, server)
-    assert len(asked(server)) == 24, "what was told is asked anew: the server may run another model now"
+    assert len(asked(server)) == 24, (
+        "what was told is asked anew: the server may run another model now"
+    )
 
 
 @pytest.mark.parametrize("is_like", [True, False])
@@ -184,15 +213,26 @@ def test_a_template_that_makes_other_tokens_than_training_is_told_of_once(serve,
 
 
 def test_a_server_alone_does_not_tell_the_tokenizer(refused):
-    refused(evaluate.main, ["--url", "http://host/v1"], "name what the server runs with --model, or --run")
+    refused(
+        evaluate.main,
+        ["--url", "http://host/v1"],
+        "name what the server runs with --model, or --run",
+    )
 
 
 def test_the_weights_of_what_a_server_runs_are_not_fetched(tmp_path, monkeypatch):
     patterns = []
-    monkeypatch.setattr(hub, "hub_directory", lambda name, files=hub.HUB_FILES: patterns.extend(files) or hub.DEMO)
+    monkeypatch.setattr(
+        hub, "hub_directory", lambda name, files=hub.HUB_FILES: patterns.extend(files) or hub.DEMO
+    )
     served = ServedPolicy("http://host/v1", "mine", "owner/name", 8, tmp_path, {})
     assert served.facts.eos_ids and served.tokenizer.encode("one")
-    files = ["config.json", "tokenizer.json", "chat_template.jinja", "model-00001-of-00002.safetensors"]
+    files = [
+        "config.json",
+        "tokenizer.json",
+        "chat_template.jinja",
+        "model-00001-of-00002.safetensors",
+    ]
     assert list(filter_repo_objects(files, allow_patterns=patterns)) == files[:3]
 
 
@@ -201,31 +241,53 @@ def test_the_weights_of_what_a_server_runs_are_not_fetched(tmp_path, monkeypatch
 
 def written(path, greedy, samples=((1.0,), (0.0,), (1.0,), (None,))):
     rows = zip(range(4), samples, greedy, strict=True)
-    shown = [dict(problem=n, prompt=f"{n}?", values=v, greedy=f" {g}", greedy_value=float(g)) for n, v, g in rows]
+    shown = [
+        dict(problem=n, prompt=f"{n}?", values=v, greedy=f" {g}", greedy_value=float(g))
+        for n, v, g in rows
+    ]
     return write_log(path, shown)
 
 
 def test_evaluations_stand_side_by_side_with_the_intervals_of_pairs(tmp_path, capsys):
-    files = [written(tmp_path / "base.jsonl", [1, 0, 0, 0]), written(tmp_path / "fused.jsonl", [1, 1, 1, 0])]
+    files = [
+        written(tmp_path / "base.jsonl", [1, 0, 0, 0]),
+        written(tmp_path / "fused.jsonl", [1, 1, 1, 0]),
+    ]
     report.main(["--compare", *files])
     head, _, first, second = capsys.readouterr().out.splitlines()
     assert head.split() == "problems sampled difference greedy difference same greedy text".split()
     assert first.split()[:2] == ["base.jsonl", "4"] and "0.667 ±" in first and "0.250 ±" in first
     assert "+0.500 ± " in second and second.count(", too few ") == 2 and second.endswith("2 of 4")
-    files = [written(tmp_path / f"{n}.jsonl", [1, 0, 0, 0], [[n / 2, n, 0.0, 0.0]] * 4) for n in (0, 1)]
+    files = [
+        written(tmp_path / f"{n}.jsonl", [1, 0, 0, 0], [[n / 2, n, 0.0, 0.0]] * 4) for n in (0, 1)
+    ]
     report.main(["--compare", *files])
     assert "+0.375 ± 0.363, better" in capsys.readouterr().out  # of means of four
 
 
 def test_what_is_no_evaluation_and_what_shares_no_problem_is_refused(tmp_path, refused):
     one = written(tmp_path / "one.jsonl", [1, 1, 1, 1])
-    other = write_log(tmp_path / "other.jsonl", [row | {"prompt": "?"} for row in read_log(tmp_path / "one.jsonl")])
+    other = write_log(
+        tmp_path / "other.jsonl",
+        [row | {"prompt": "?"} for row in read_log(tmp_path / "one.jsonl")],
+    )
     for content in ("{", "[]", "{}"):
         (tmp_path / "no.jsonl").write_text(content)
         said = "no.jsonl holds no answers; give what evaluate.py --out wrote"
         refused(report.main, ["--compare", one, tmp_path / "no.jsonl"], said)
-    refused(report.main, ["--compare", one, tmp_path / "nowhere.jsonl"], "nowhere.jsonl is not there")
+    refused(
+        report.main, ["--compare", one, tmp_path / "nowhere.jsonl"], "nowhere.jsonl is not there"
+    )
     refused(report.main, ["--compare", one, other], "no problem in common")
-    right = write_log(tmp_path / "right.jsonl", [row | {"reward": [1.0]} for row in read_log(tmp_path / "one.jsonl")])
-    refused(report.main, ["--compare", one, right], "right.jsonl has right answers, .* do not compare; evaluate both")
-    refused(report.main, ["--compare", one, tmp_path], f"{tmp_path} holds no answers; give what")  # of a run that began
+    right = write_log(
+        tmp_path / "right.jsonl",
+        [row | {"reward": [1.0]} for row in read_log(tmp_path / "one.jsonl")],
+    )
+    refused(
+        report.main,
+        ["--compare", one, right],
+        "right.jsonl has right answers, .* do not compare; evaluate both",
+    )
+    refused(
+        report.main, ["--compare", one, tmp_path], f"{tmp_path} holds no answers; give what"
+    )  # of a run that began

@@ -18,9 +18,16 @@ def values_of(setting):
     if setting.choices:
         return st.sampled_from(setting.choices)
     if kind in BOUNDS:
-        low, high = (field.metadata.get(name, bound) for name, bound in zip(("low", "high"), BOUNDS[kind], strict=True))
+        low, high = (
+            field.metadata.get(name, bound)
+            for name, bound in zip(("low", "high"), BOUNDS[kind], strict=True)
+        )
         return st.integers(int(low), int(high)) if kind is int else st.floats(low, high)
-    others = {bool: st.booleans(), str: TEXTS, dict: st.dictionaries(TEXTS, st.floats(-9, 9), max_size=2)}
+    others = {
+        bool: st.booleans(),
+        str: TEXTS,
+        dict: st.dictionaries(TEXTS, st.floats(-9, 9), max_size=2),
+    }
     return others.get(kind, st.nothing())
 
 
@@ -35,7 +42,9 @@ def survives(given_settings, path):
     return True
 
 
-FREE = {key: one for key, one in SETTINGS.items() if not one.field.metadata.keys() & {"file", "own"}}  # else a path
+FREE = {
+    key: one for key, one in SETTINGS.items() if not one.field.metadata.keys() & {"file", "own"}
+}  # else a path
 
 
 def test_any_value_that_is_taken_is_the_same_once_it_was_written_and_read(tmp_path):
@@ -48,7 +57,9 @@ def test_any_value_that_is_taken_is_the_same_once_it_was_written_and_read(tmp_pa
     for key, one in FREE.items():
         if not (values := values_of(one)).is_empty:
             settings(max_examples=8)(given(st.just(key), values)(goes_there_and_back))()
-    assert len(taken) > 0.6 * len(FREE), FREE.keys() - taken  # the others need a second one beside them
+    assert len(taken) > 0.6 * len(FREE), (
+        FREE.keys() - taken
+    )  # the others need a second one beside them
 
 
 def test_each_setting_is_taken_with_its_default(tmp_path):
@@ -58,7 +69,9 @@ def test_each_setting_is_taken_with_its_default(tmp_path):
 
 def test_a_run_of_before_is_read_where_what_is_gone_changes_nothing(tmp_path):
     path = tmp_path / "config.yaml"
-    path.write_text("batch: 3\ndynamic_sampling: false\nkeep: 3\nreward_workers: 0\nshare_prefix: auto\n")
+    path.write_text(
+        "batch: 3\ndynamic_sampling: false\nkeep: 3\nreward_workers: 0\nshare_prefix: auto\n"
+    )
     assert sources.load_recipe(path) == {"batch": 3}
     path.write_text("dynamic_sampling: true\n")
     assert "a larger --batch does what it did" in message_of(sources.load_recipe, path)
@@ -85,12 +98,23 @@ def test_a_run_of_before_is_read_where_what_is_gone_changes_nothing(tmp_path):
 def test_a_stop_text_as_a_shell_passes_it_is_read_and_a_line_names_each_escape(word, text, capsys):
     assert sources.parse_flags(["--stop", word]).stop == [text]
     said = capsys.readouterr().err
-    is_told = word in (r"\n", r"\n\n", r"\nuser:", r"</s>\t", r"\x0a", r"\u000a", r"\text{", r"\rho")
+    is_told = word in (
+        r"\n",
+        r"\n\n",
+        r"\nuser:",
+        r"</s>\t",
+        r"\x0a",
+        r"\u000a",
+        r"\text{",
+        r"\rho",
+    )
     assert said.count(f"--stop {word}: ") == said.count("\n") == is_told
 
 
 def test_a_stop_text_with_a_carriage_return_is_refused():
-    assert "--stop" in message_of(checks.check_settings, {"stop": sources.parse_flags(["--stop", r"\r\n"]).stop})
+    assert "--stop" in message_of(
+        checks.check_settings, {"stop": sources.parse_flags(["--stop", r"\r\n"]).stop}
+    )
 
 
 def test_an_escape_in_the_single_quotes_of_yaml_stays_and_a_line_says_so(tmp_path, capsys):

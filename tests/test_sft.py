@@ -69,7 +69,9 @@ def count(rows):
 
 def render(tokenizer, record, thinking=False, context=1000):
     end_ids = {tokenizer.eos_token_id}
-    return chats.render_conversation(tokenizer, chats.read_chat(record), thinking=thinking, end_ids=end_ids, context=context)
+    return chats.render_conversation(
+        tokenizer, chats.read_chat(record), thinking=thinking, end_ids=end_ids, context=context
+    )
 
 
 def trained(tokenizer, row):
@@ -81,18 +83,26 @@ def trained(tokenizer, row):
 # ---- conversations
 
 
-def test_a_reply_is_trained_up_to_its_end_token_after_the_ids_that_it_would_be_sampled_after(tokenizer):
+def test_a_reply_is_trained_up_to_its_end_token_after_the_ids_that_it_would_be_sampled_after(
+    tokenizer,
+):
     (row,) = render(tokenizer, {"prompt": "What is one and two?", "completion": "It is three."})
     prompt = chat_template.encode_chat(tokenizer, "What is one and two?")
-    assert row.ids[: row.places[0]] == prompt and row.places == list(range(len(prompt), len(row.ids)))
+    assert row.ids[: row.places[0]] == prompt and row.places == list(
+        range(len(prompt), len(row.ids))
+    )
     assert trained(tokenizer, row) == ["It is three.<|im_end|>"]
 
 
 def test_messages_and_prompt_with_completion_say_the_same(tokenizer):
-    (of_strings,) = render(tokenizer, {"prompt": TALK[0]["content"], "completion": TALK[1]["content"]})
+    (of_strings,) = render(
+        tokenizer, {"prompt": TALK[0]["content"], "completion": TALK[1]["content"]}
+    )
     assert render(tokenizer, {"messages": TALK[:2]}) == [of_strings]
     assert render(tokenizer, {"prompt": TALK[:1], "completion": TALK[1:2]}) == [of_strings]
-    assert render(tokenizer, {"messages": TALK[:3]}) == [of_strings]  # nobody answered the last question
+    assert render(tokenizer, {"messages": TALK[:3]}) == [
+        of_strings
+    ]  # nobody answered the last question
 
 
 def test_all_replies_of_a_completion_are_trained_and_none_of_a_prompt(tokenizer):
@@ -104,11 +114,16 @@ def test_all_replies_of_a_completion_are_trained_and_none_of_a_prompt(tokenizer)
     assert last.ids == row.ids and trained(tokenizer, last) == ["Four.<|im_end|>"]
 
 
-def test_where_a_template_rewrites_what_came_before_each_reply_is_a_row_as_it_would_be_sampled(tokenizer):
+def test_where_a_template_rewrites_what_came_before_each_reply_is_a_row_as_it_would_be_sampled(
+    tokenizer,
+):
     rewriting = copy.deepcopy(tokenizer)
     rewriting.chat_template = REWRITING
     rows = render(rewriting, {"messages": TALK})
-    assert [trained(rewriting, row) for row in rows] == [["It is three.<|im_end|>"], ["Four.<|im_end|>"]]
+    assert [trained(rewriting, row) for row in rows] == [
+        ["It is three.<|im_end|>"],
+        ["Four.<|im_end|>"],
+    ]
     for row, messages in zip(rows, (TALK[:1], TALK[:3]), strict=True):
         assert row.ids[: row.places[0]] == chat_template.encode_chat(rewriting, messages)
 
@@ -118,29 +133,50 @@ def test_where_a_template_rewrites_what_came_before_each_reply_is_a_row_as_it_wo
     [
         ({"prompt": "Hi", "completion": "<think>one</think>two"}, "without --thinking; set that"),
         ({"prompt": "Hi", "completion": "two!\n" * 400}, "the model's context 1000; shorten it"),
-        ({"prompt": "Hi"}, "no conversation, only ['prompt']; add messages, or prompt and completion"),
+        (
+            {"prompt": "Hi"},
+            "no conversation, only ['prompt']; add messages, or prompt and completion",
+        ),
         ({"messages": TALK[:1]}, "no message of the assistant"),
         ({"messages": [TALK[1]]}, "message 1 of the conversation is the assistant's"),
         (
             {"messages": [*TALK[:1], {"role": "tool", "content": "1"}, TALK[1]]},
             "message 2 of the conversation has role",
         ),
-        ({"messages": [*TALK[:1], {"role": "assistant", "content": " "}]}, "content of message 2 of the conversation"),
-        ({"messages": TALK, "chat_template_kwargs": ["x"]}, "chat_template_kwargs ['x'] is a list; it must be"),
+        (
+            {"messages": [*TALK[:1], {"role": "assistant", "content": " "}]},
+            "content of message 2 of the conversation",
+        ),
+        (
+            {"messages": TALK, "chat_template_kwargs": ["x"]},
+            "chat_template_kwargs ['x'] is a list; it must be",
+        ),
         ({"messages": TALK, "tools": ["x"]}, "column tools holds 'x'"),
-        ({"prompt": 3, "completion": "x"}, "prompt 3 is a int; it must be a string or chat messages"),
-        ({"system": "s", "messages": [{"role": "system", "content": "t"}, *TALK]}, "both a system column and"),
+        (
+            {"prompt": 3, "completion": "x"},
+            "prompt 3 is a int; it must be a string or chat messages",
+        ),
+        (
+            {"system": "s", "messages": [{"role": "system", "content": "t"}, *TALK]},
+            "both a system column and",
+        ),
     ],
 )
 def test_a_conversation_that_leaves_open_what_to_train_is_refused(tokenizer, record, said):
     assert said in message_of(render, tokenizer, record)
 
 
-def test_a_template_that_drops_a_part_of_a_reply_or_renders_its_past_in_two_ways_is_refused(tokenizer):
+def test_a_template_that_drops_a_part_of_a_reply_or_renders_its_past_in_two_ways_is_refused(
+    tokenizer,
+):
     other = copy.deepcopy(tokenizer)
-    other.chat_template = tokenizer.chat_template.replace("+ message.content", "+ message.content[:5]")
+    other.chat_template = tokenizer.chat_template.replace(
+        "+ message.content", "+ message.content[:5]"
+    )
     assert "drops a part of" in message_of(render, other, {"messages": TALK[:2]})
-    other.chat_template = "{%- if not add_generation_prompt %}{{- 'x' }}{%- endif %}" + tokenizer.chat_template
+    other.chat_template = (
+        "{%- if not add_generation_prompt %}{{- 'x' }}{%- endif %}" + tokenizer.chat_template
+    )
     assert "in two ways" in message_of(render, other, {"messages": TALK[:2]})
 
 
@@ -153,12 +189,16 @@ def oracle(logits, rows):
     for row, of_row in zip(rows, logits, strict=True):
         for place in row.places:
             scores = np.array(of_row[place - 1], np.float64)
-            losses.append(np.log(np.exp(scores - scores.max()).sum()) + scores.max() - scores[row.ids[place]])
+            losses.append(
+                np.log(np.exp(scores - scores.max()).sum()) + scores.max() - scores[row.ids[place]]
+            )
     return np.mean(losses)
 
 
 @pytest.mark.parametrize("name", ["qwen2.5", "qwen3"])
-def test_loss_and_gradient_equal_those_of_mlx_lm_s_model_whatever_the_micro_batches(checkpoints, name):
+def test_loss_and_gradient_equal_those_of_mlx_lm_s_model_whatever_the_micro_batches(
+    checkpoints, name
+):
     theirs, _ = mlx_lm_load_model(checkpoints[name])
     theirs.set_dtype(mx.float32)
     rows = random_rows(320)
@@ -172,7 +212,10 @@ def test_loss_and_gradient_equal_those_of_mlx_lm_s_model_whatever_the_micro_batc
 
     expected = dict(tree_flatten(nn.value_and_grad(theirs, loss_of)(theirs)[1]))
     right = oracle([np.array(theirs(mx.array([row.ids])))[0] for row in rows], rows)
-    model, config = gwen.load_model(checkpoints[name]), Config.from_flags(loss_type="sft", lora_rank=0)
+    model, config = (
+        gwen.load_model(checkpoints[name]),
+        Config.from_flags(loss_type="sft", lora_rank=0),
+    )
     learner = update.Learner(model, config, StepLoss(config, SIZES))
     for budget in (1, 40, 10_000):
         batches = batches_of(rows, budget)
@@ -189,15 +232,22 @@ def test_loss_and_gradient_equal_those_of_mlx_lm_s_model_whatever_the_micro_batc
 def test_the_held_out_loss_is_that_of_all_trained_tokens_with_the_interval_of_a_ratio(checkpoints):
     model, rows = gwen.load_model(checkpoints["qwen3"]), random_rows(320)
     conversations = [rows[:2], rows[2:3], rows[3:]]
-    record = evaluate.evaluate_replies(model, StepLoss(Config.from_flags(loss_type="sft"), SIZES), conversations, 40)
+    record = evaluate.evaluate_replies(
+        model, StepLoss(Config.from_flags(loss_type="sft"), SIZES), conversations, 40
+    )
     logits = [[np.array(model(mx.array([row.ids])))[0] for row in part] for part in conversations]
-    parts = [oracle(of_part, part) * count(part) for of_part, part in zip(logits, conversations, strict=True)]
+    parts = [
+        oracle(of_part, part) * count(part)
+        for of_part, part in zip(logits, conversations, strict=True)
+    ]
     loss = sum(parts) / count(rows)
     assert record["eval/loss"] == pytest.approx(loss, rel=1e-5)
     assert record["eval/perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
     assert (record["eval/num"], record["eval/tokens"]) == (3, count(rows) / 3)
     off = [part - loss * count(of) for part, of in zip(parts, conversations, strict=True)]
-    assert record["eval/loss_ci95"] == pytest.approx(1.96 * np.std(off, ddof=1) * 3**0.5 / count(rows), rel=1e-4)
+    assert record["eval/loss_ci95"] == pytest.approx(
+        1.96 * np.std(off, ddof=1) * 3**0.5 / count(rows), rel=1e-4
+    )
 
 
 # ---- settings
@@ -210,9 +260,15 @@ def given_with(flags):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--groups 8 --temp 1", "--groups 8 is for what samples, --temp 1.0 is for what samples; --loss-type sft"),
+        (
+            "--groups 8 --temp 1",
+            "--groups 8 is for what samples, --temp 1.0 is for what samples; --loss-type sft",
+        ),
         ("--target-kl 0.01", "--target-kl 0.01 is for what samples; --loss-type sft"),
-        ("--init-adapter x --lora-rank 0", "--init-adapter x: --lora-rank 0 trains no adapter; merge it"),
+        (
+            "--init-adapter x --lora-rank 0",
+            "--init-adapter x: --lora-rank 0 trains no adapter; merge it",
+        ),
     ],
 )
 def test_flags_that_make_no_sense_with_sft_are_refused_by_name(flags, said):
@@ -249,28 +305,54 @@ def test_a_run_lowers_the_held_out_loss_and_is_shown_like_any_run(golden, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_run_that_begins_with_an_adapter_has_it_as_its_reference_even_when_resumed(golden, tmp_path):
-    source, directory = shutil.copytree(golden("sft") / "adapter", tmp_path / "source"), tmp_path / "run"
+def test_a_run_that_begins_with_an_adapter_has_it_as_its_reference_even_when_resumed(
+    golden, tmp_path
+):
+    source, directory = (
+        shutil.copytree(golden("sft") / "adapter", tmp_path / "source"),
+        tmp_path / "run",
+    )
     flags = "--model demo --batch 2 --groups 2 --max-tokens 12 --eval-limit 8 --beta 0.1 --steps 2 --save-every 1"
-    flags = [*flags.split(), "--eval-every", "1", "--init-adapter", str(source), "--run-dir", str(directory)]
+    flags = [
+        *flags.split(),
+        "--eval-every",
+        "1",
+        "--init-adapter",
+        str(source),
+        "--run-dir",
+        str(directory),
+    ]
     train.main(flags)
     steps, evals = untimed(directory / "metrics.jsonl"), untimed(directory / "eval.jsonl")
-    assert abs(steps[0]["kl"]) < 1e-6 and abs(evals[0]["eval/kl"]) < 1e-6  # not the distance to the base
+    assert (
+        abs(steps[0]["kl"]) < 1e-6 and abs(evals[0]["eval/kl"]) < 1e-6
+    )  # not the distance to the base
     assert evals[-1]["eval/kl"] > 1e-6
-    theirs, kept = (dict(mx.load(str(path / "adapters.safetensors"))) for path in (source, directory / run_files.START))
+    theirs, kept = (
+        dict(mx.load(str(path / "adapters.safetensors")))
+        for path in (source, directory / run_files.START)
+    )
     assert all(mx.array_equal(theirs[key], kept[key]).item() for key in theirs)
     shutil.rmtree(source)
     shutil.rmtree(directory / "checkpoints" / "step-000002")
     train.main(["--resume", str(directory)])
-    assert untimed(directory / "metrics.jsonl") == steps and untimed(directory / "eval.jsonl") == evals
+    assert (
+        untimed(directory / "metrics.jsonl") == steps and untimed(directory / "eval.jsonl") == evals
+    )
     assert run_files.adapter_path(str(directory), 0) == str(directory / run_files.START)
 
 
 @pytest.mark.slow
-def test_held_out_prompts_that_the_run_before_was_trained_on_are_told_of_at_the_start(golden, tmp_path, capsys):
+def test_held_out_prompts_that_the_run_before_was_trained_on_are_told_of_at_the_start(
+    golden, tmp_path, capsys
+):
     def rows_of(held_out, *before):
-        asked = [[*before, {"role": "user", "content": f"What is {n} plus {n}?"}] for n in range(12)]
-        rows = [{"prompt": one if before else one[0]["content"], "completion": "Two."} for one in asked]
+        asked = [
+            [*before, {"role": "user", "content": f"What is {n} plus {n}?"}] for n in range(12)
+        ]
+        rows = [
+            {"prompt": one if before else one[0]["content"], "completion": "Two."} for one in asked
+        ]
         return [row | {"split": "test" if n in held_out else "train"} for n, row in enumerate(rows)]
 
     def said(before, flags, rows):
@@ -278,16 +360,24 @@ def test_held_out_prompts_that_the_run_before_was_trained_on_are_told_of_at_the_
         make_run(resolve(given_settings(parse_flags(words.split())))[0], tmp_path / "now")
         return [line for line in capsys.readouterr().out.splitlines() if "trained on" in line]
 
-    of_replies, by_rewards, system = golden("sft"), tmp_path / "before", {"role": "system", "content": "Be brief."}
+    of_replies, by_rewards, system = (
+        golden("sft"),
+        tmp_path / "before",
+        {"role": "system", "content": "Be brief."},
+    )
     (line,) = said(of_replies / "adapter", "--reward length:9", rows_of(range(6), system))
     told = f"WARNING: 6 of 6 held-out prompts are among those that {of_replies} was trained on, and prove little: "
     assert line == f"{told}hold the same rows out in both, by a column split"
     shutil.copytree(of_replies, by_rewards)
     data = write_log(tmp_path / "before.jsonl", rows_of(range(4)))
-    (by_rewards / "config.yaml").write_text(f"model: demo\ntask: own\ndata: {data}\nreward: ['gone.py:score']\n")
+    (by_rewards / "config.yaml").write_text(
+        f"model: demo\ntask: own\ndata: {data}\nreward: ['gone.py:score']\n"
+    )
     for flags in ("--loss-type sft", "--reward length:9"):
         (line,) = said(by_rewards, flags, rows_of(range(6), system))
-        assert line.startswith(f"WARNING: 2 of 6 held-out prompts are among those that {by_rewards} was")
+        assert line.startswith(
+            f"WARNING: 2 of 6 held-out prompts are among those that {by_rewards} was"
+        )
         assert not said(by_rewards, flags, rows_of(range(4)))
     (tmp_path / "before.jsonl").unlink()  # now nobody knows
     assert not said(by_rewards, "--loss-type sft", rows_of(range(6)))
@@ -301,10 +391,16 @@ def test_a_run_is_evaluated_on_its_replies_or_on_the_problems_of_a_task_that_was
     evaluate.main(["--run", str(source)])
     record = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert record | {"step": 3, "eval/s": 0} == read_log(source / "eval.jsonl")[-1] | {"eval/s": 0}
-    refused(evaluate.main, ["--run", source, "--samples", "2"], "--samples 2 changes nothing in the loss of")
+    refused(
+        evaluate.main,
+        ["--run", source, "--samples", "2"],
+        "--samples 2 changes nothing in the loss of",
+    )
     run = shutil.copytree(source, tmp_path / "run")
     settings = (run / "config.yaml").read_text()
-    (run / "config.yaml").write_text(settings.replace("task: own", "task: demo"))  # as older runs have it
+    (run / "config.yaml").write_text(
+        settings.replace("task: own", "task: demo")
+    )  # as older runs have it
     evaluate.main(["--run", str(run), "--limit", "4", "--max-tokens", "12"])
     record = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert record["eval/num"] == 4 and "eval/accuracy" in record

@@ -15,7 +15,7 @@ def now(monkeypatch):
     clock = [100.0]
     monkeypatch.setattr(alive.time, "monotonic", lambda: clock[0])
     monkeypatch.setitem(alive._state, "thread", threading.current_thread())
-    monkeypatch.setattr(alive, "_works", {})
+    monkeypatch.setattr(alive, "_active_bars", {})
     return clock
 
 
@@ -38,11 +38,16 @@ def test_what_is_not_drawn_says_what_how_far_and_how_long_still(now, capsys):
 
 
 def test_works_are_told_from_the_outermost_to_the_innermost(now, capsys):
-    with alive.Bar(total=9, initial=4, desc="", unit="step") as steps, alive.show_activity("judging"):
-        steps.what = "judging"
+    with (
+        alive.Bar(total=9, initial=4, desc="", unit="step") as steps,
+        alive.show_activity("judging"),
+    ):
+        steps.activity = "judging"
         steps.update(1)
         now[0] += 200
-        assert signed(capsys) == "... judging: 5 of 9 steps, about 13 min left; judging, 3 min so far"
+        assert (
+            signed(capsys) == "... judging: 5 of 9 steps, about 13 min left; judging, 3 min so far"
+        )
         steps.update(4)
         assert signed(capsys) == "... judging: 9 of 9 steps, 3 min so far; judging, 3 min so far"
     with pytest.raises(ValueError), alive.show_activity("loading"):
@@ -62,7 +67,10 @@ def test_a_drawn_bar_is_drawn_again_and_no_line_is_written(now, monkeypatch):
     assert len(screen.getvalue()) > len(before) and "..." not in screen.getvalue()
     bar.start_t = bar.last_print_t = now[0]
     bar._time = lambda: now[0]
-    for seconds in (19, 1):  # one that took long, an evaluation or a first compilation, stays one of all
+    for seconds in (
+        19,
+        1,
+    ):  # one that took long, an evaluation or a first compilation, stays one of all
         now[0] += seconds
         bar.update()
     assert "2/4 [00:20<00:20, 10.00s/it]" in screen.getvalue()
@@ -77,12 +85,14 @@ def test_a_bar_of_nothing_is_not_drawn():
 @pytest.mark.slow
 def test_a_command_that_waits_says_so_in_a_pipe_whatever_holds_it():
     """The thread gets its turn while MLX computes; a process's end does not wait for it. Within 10 s, in a file 60."""
-    assert 1.25 * alive.WATCHED <= 10 and 1.5 * alive.IN_FILE <= 60, "with a margin for a busy machine"
+    assert 1.25 * alive.MAX_SILENCE_WATCHED <= 10 and 1.5 * alive.MAX_SILENCE_IN_FILE <= 60, (
+        "with a margin for a busy machine"
+    )
     program = """
 import cpu_blas
 import mlx.core as mx
 from machine import alive
-alive.WATCHED = 0.0
+alive.MAX_SILENCE_WATCHED = 0.0
 with alive.show_activity("multiplying"):
     begin = alive.time.monotonic()
     while alive.time.monotonic() - begin < 1.5:

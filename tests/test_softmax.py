@@ -19,7 +19,9 @@ RNG = np.random.default_rng(0)
 # ---- log-probabilities
 
 
-def kept_by_hand(row: np.ndarray, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0) -> np.ndarray:
+def kept_by_hand(
+    row: np.ndarray, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0
+) -> np.ndarray:
     """The support of one row, token by token: top_k, then min_p, then top_p of what is left."""
     order = sorted(range(len(row)), key=lambda token: -row[token])
     if top_k:
@@ -52,26 +54,43 @@ def logprobs_by_hand(hidden, head, ids, temperature, support) -> tuple[np.ndarra
     return logprobs[np.arange(len(ids)), ids], -(probs * np.where(probs > 0, logprobs, 0)).sum(-1)
 
 
-SUPPORTS = [None, Support(top_p=0.7), Support(top_k=20), Support(min_p=0.05), Support(top_k=50, top_p=0.9)]
+SUPPORTS = [
+    None,
+    Support(top_p=0.7),
+    Support(top_k=20),
+    Support(min_p=0.05),
+    Support(top_k=50, top_p=0.9),
+]
 
 
 @pytest.mark.parametrize("head", ["frozen", "trained"])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("support", SUPPORTS, ids=str)
 @pytest.mark.parametrize("chunk", [3, 1000])
-def test_token_logprobs_equal_the_formula_in_value_and_gradient(monkeypatch, head, temperature, support, chunk):
+def test_token_logprobs_equal_the_formula_in_value_and_gradient(
+    monkeypatch, head, temperature, support, chunk
+):
     vocab = 600
     monkeypatch.setattr(lm_head, "LOGPROB_CHUNK", chunk)
-    monkeypatch.setattr(lm_head, "LOGPROB_TILE", 3 * 170)  # chunks of 3: three tiles of 170 ids and one of 90
+    monkeypatch.setattr(
+        lm_head, "LOGPROB_TILE", 3 * 170
+    )  # chunks of 3: three tiles of 170 ids and one of 90
     hidden, weight = normal(2, 5, 6), normal(vocab, 6)
     ids = mx.array(RNG.integers(0, vocab, (2, 5)).astype(np.int32))
     choice = {"temperature": temperature, "head": head, "support": support}
     logprobs, entropy = lm_head.token_logprobs(hidden, weight, ids, **choice)
-    flat, exact_weight = np.array(hidden).reshape(10, 6).astype(np.float64), np.array(weight).astype(np.float64)
+    flat, exact_weight = (
+        np.array(hidden).reshape(10, 6).astype(np.float64),
+        np.array(weight).astype(np.float64),
+    )
     flat_ids = np.array(ids).reshape(-1)
-    expected, expected_entropy = logprobs_by_hand(flat, exact_weight, flat_ids, temperature, support)
+    expected, expected_entropy = logprobs_by_hand(
+        flat, exact_weight, flat_ids, temperature, support
+    )
     np.testing.assert_allclose(np.array(logprobs).reshape(-1), expected, atol=5e-6, rtol=1e-6)
-    np.testing.assert_allclose(np.array(entropy).reshape(-1), expected_entropy, atol=5e-6, rtol=1e-6)
+    np.testing.assert_allclose(
+        np.array(entropy).reshape(-1), expected_entropy, atol=5e-6, rtol=1e-6
+    )
 
     a = normal(2, 5)
 
@@ -80,7 +99,9 @@ def test_token_logprobs_equal_the_formula_in_value_and_gradient(monkeypatch, hea
         return (a * logprobs).sum()
 
     def definition(hidden, weight):
-        logits = lm_head.compute_logits(hidden.reshape(10, 6) / temperature, weight, ids.reshape(-1), support)
+        logits = lm_head.compute_logits(
+            hidden.reshape(10, 6) / temperature, weight, ids.reshape(-1), support
+        )
         logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         return (a * mx.take_along_axis(logprobs, ids.reshape(10, 1), axis=-1).reshape(2, 5)).sum()
 
@@ -104,7 +125,9 @@ def test_logprobs_of_16_bit_weights_are_exact_and_gradients_keep_their_dtypes(dt
         assert logprobs.dtype == entropy.dtype == mx.float32
         return logprobs.sum()
 
-    flat, exact_weight = (np.array(x.astype(mx.float32)).astype(np.float64) for x in (hidden[0], weight))
+    flat, exact_weight = (
+        np.array(x.astype(mx.float32)).astype(np.float64) for x in (hidden[0], weight)
+    )
     expected, expected_entropy = logprobs_by_hand(flat, exact_weight, np.array(ids[0]), 1.0, {})
     logprobs, entropy = lm_head.token_logprobs(hidden, weight, ids)
     np.testing.assert_allclose(np.array(logprobs[0]), expected, atol=2e-5)
@@ -113,7 +136,9 @@ def test_logprobs_of_16_bit_weights_are_exact_and_gradients_keep_their_dtypes(dt
     exact = mx.grad(total, argnums=(0, 1))(hidden.astype(mx.float32), weight.astype(mx.float32))
     for rounded, reference in zip(gradients, exact, strict=True):
         assert rounded.dtype == dtype
-        np.testing.assert_allclose(np.array(rounded.astype(mx.float32)), np.array(reference), rtol=1e-2, atol=1e-4)
+        np.testing.assert_allclose(
+            np.array(rounded.astype(mx.float32)), np.array(reference), rtol=1e-2, atol=1e-4
+        )
 
 
 @pytest.mark.slow
@@ -123,14 +148,19 @@ def test_the_memory_of_logprobs_does_not_grow_with_their_number(head, most):
     weight = normal(VOCAB, 4)  # 2.3 MiB
     peaks = []
     for length in (128, 512):
-        hidden, ids = normal(1, length, 4), mx.array(RNG.integers(0, VOCAB, (1, length)).astype(np.int32))
+        hidden, ids = (
+            normal(1, length, 4),
+            mx.array(RNG.integers(0, VOCAB, (1, length)).astype(np.int32)),
+        )
         mx.eval(hidden, weight, ids)
 
         def total(hidden, weight, ids=ids):
             return lm_head.token_logprobs(hidden, weight, ids, head=head)[0].sum()
 
         gradient = mx.value_and_grad(total, argnums=(0, 1))
-        peaks.append(peak_of(lambda gradient=gradient, hidden=hidden: gradient(hidden, weight)) / 2**20)
+        peaks.append(
+            peak_of(lambda gradient=gradient, hidden=hidden: gradient(hidden, weight)) / 2**20
+        )
     assert max(peaks) < most and peaks[1] < 1.3 * peaks[0] + 1, peaks
 
 
@@ -144,7 +174,9 @@ def peaked_rows() -> np.ndarray:
 
 def test_logsumexp_of_qwens_vocabulary_is_exact_to_2e_5():
     rows = peaked_rows()
-    exact = rows.max(-1) + np.log(np.exp(rows.astype(np.float64) - rows.max(-1, keepdims=True)).sum(-1))
+    exact = rows.max(-1) + np.log(
+        np.exp(rows.astype(np.float64) - rows.max(-1, keepdims=True)).sum(-1)
+    )
     assert np.abs(np.array(softmax.logsumexp(mx.array(rows))) - exact).max() < 2e-5
 
 
@@ -152,7 +184,9 @@ def test_logprobs_and_entropies_of_qwens_vocabulary_are_exact_to_5e_5():
     for row in peaked_rows():
         logprobs = log_softmax(row.astype(np.float64))
         ids = np.array([7, 0, VOCAB - 1])
-        ours, entropy = lm_head.token_logprobs(mx.ones((1, 3, 1)), mx.array(row[:, None]), mx.array(ids[None]))
+        ours, entropy = lm_head.token_logprobs(
+            mx.ones((1, 3, 1)), mx.array(row[:, None]), mx.array(ids[None])
+        )
         assert np.abs(np.array(ours) - logprobs[ids]).max() < 5e-5
         assert np.abs(np.array(entropy) + (np.exp(logprobs) * logprobs).sum()).max() < 5e-5
 

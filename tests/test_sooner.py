@@ -13,7 +13,10 @@ def made(folder, accuracies):
     (folder / "config.yaml").write_text(yaml.safe_dump(settings))
     step = {"rollout/tok_s": 240.0, "rollout/s": 0.25, "step/s": 0.5}
     write_log(folder / "metrics.jsonl", [{"step": number, **step} for number in range(1, 11)])
-    write_log(folder / "eval.jsonl", [{"step": 2 * n, "eval/accuracy": one} for n, one in enumerate(accuracies)])
+    write_log(
+        folder / "eval.jsonl",
+        [{"step": 2 * n, "eval/accuracy": one} for n, one in enumerate(accuracies)],
+    )
 
 
 def test_a_run_reaches_a_line_where_two_evaluations_in_a_row_are_above_it(tmp_path, capsys):

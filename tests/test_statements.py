@@ -50,7 +50,11 @@ def test_each_rule_of_the_page_holds_for_its_example():
         answers = answers_of_kind(example)
         _, verify = verifiers.choose("auto", answers)
         text = example.replace("\u23ce", "\n")
-        right = [answer for answer in dict.fromkeys(answers) if verify(completions=[text], answer=[answer]) == [1]]
+        right = [
+            answer
+            for answer in dict.fromkeys(answers)
+            if verify(completions=[text], answer=[answer]) == [1]
+        ]
         assert right == ([] if stated == "nothing" else [stated.strip("`")]), rule
 
 
@@ -130,9 +134,14 @@ def rollout_of(texts, turns=None):
 def test_a_completion_of_a_prompt_that_opens_a_thought_begins_with_its_tag():
     opens, plain = ([*map(ord, prompt)] for prompt in (OPENED[0], NOT_OPENED[0]))
     cut_off, closed = "So the answer is 42.", "It is 41.\n</think>\n\n42"
-    texts = generation.decode_with_thoughts(Tokenizer(), rollout_of([cut_off, closed, cut_off]), [opens, opens, plain], [0])
+    texts = generation.decode_with_thoughts(
+        Tokenizer(), rollout_of([cut_off, closed, cut_off]), [opens, opens, plain], [0]
+    )
     assert texts == [f"<think>\n{cut_off}", f"<think>\n{closed}", cut_off]
-    samples = [sample.Sample([], [], (), 0, example={"prompt": "?", "answer": "42"}, text=text) for text in texts]
+    samples = [
+        sample.Sample([], [], (), 0, example={"prompt": "?", "answer": "42"}, text=text)
+        for text in texts
+    ]
     components, _ = scoring.compute_rewards({"correct": verifiers.math_correct}, samples)
     assert components["correct"].tolist() == [0, 1, 1]
 
@@ -155,7 +164,9 @@ def test_a_judge_reads_what_follows_a_thought_and_our_rewards_too(tmp_path):
     scoring.judge_samples(grader, samples)
     assert judged == ["", "42", "42"]
 
-    (tmp_path / "mine.py").write_text("def seen(completions, **_): return [len(text) for text in completions]")
+    (tmp_path / "mine.py").write_text(
+        "def seen(completions, **_): return [len(text) for text in completions]"
+    )
     name, users = rewards.load_reward(f"{tmp_path}/mine.py:seen")
     heard = {"ours": lambda completions, **_: [len(text) for text in completions], name: users}
     values, _ = scoring.compute_rewards(heard, samples)
@@ -172,19 +183,30 @@ def test_any_member_of_a_list_is_a_right_answer():
     assert name == "exact"
     said = ["It is New York.", "NYC\n\nIt is the largest.", "LA", "NYC or LA"]
     assert verify(completions=said, answer=[cities[0]] * 4) == [1, 1, 0, 0]
-    assert verifiers.choose("number", [["42", "43"]])[1](completions=["43", "44"], answer=[["42", "43"]] * 2) == [1, 0]
+    assert verifiers.choose("number", [["42", "43"]])[1](
+        completions=["43", "44"], answer=[["42", "43"]] * 2
+    ) == [1, 0]
     letters = [["A", "C"], ["B"]] * 6
     name, verify = verifiers.choose("auto", letters)
     assert name == "choice"
-    assert verify(completions=["C. Because", "A", "B", "A or C"], answer=[["A", "C"]] * 4) == [1, 1, 0, 0]
+    assert verify(completions=["C. Because", "A", "B", "A or C"], answer=[["A", "C"]] * 4) == [
+        1,
+        1,
+        0,
+        0,
+    ]
     assert verify(completions=["A", "A"], answer=[[], None]) == [None, None]
     assert verifiers.is_compared(["It depends on the weather, on the season and on you.", "Paris"])
 
 
 def test_the_audit_takes_lists_of_answers():
-    examples = [{"prompt": f"{n} * 7?", "answer": [str(7 * n), f"{7 * n} pears"]} for n in (6, 3, 9)]
+    examples = [
+        {"prompt": f"{n} * 7?", "answer": [str(7 * n), f"{7 * n} pears"]} for n in (6, 3, 9)
+    ]
     _, verify = verifiers.choose("auto", [example["answer"] for example in examples])
     found = audit.audit("correct", verify, examples)
     assert found.form == audit.SENTENCE
     assert found.surprises == []
-    assert {"explained afterwards", "boxed working before"} <= {line.name for line in found.lines if line.is_honest}
+    assert {"explained afterwards", "boxed working before"} <= {
+        line.name for line in found.lines if line.is_honest
+    }

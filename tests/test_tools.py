@@ -22,7 +22,14 @@ from reporting import journal
 from step.sample import Sample
 from tasks import calculator, guess
 
-CONTROL = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
+CONTROL = [
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+]
 
 
 @pytest.fixture(scope="module")
@@ -81,22 +88,35 @@ def call(name, arguments):
 
 
 def coder(name, **arguments):
-    parts = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
+    parts = "".join(
+        f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items()
+    )
     return f"<tool_call>\n<function={name}>\n{parts}</function>\n</tool_call>"
 
 
 def test_calls_are_read_after_the_thought_in_order():
     text = f"<think>{call('add', {'a': 1})}</think>Let me see. {call('add', {'a': 2})}\n{call('later', {'seconds': 1})}"
-    assert calls.read_calls(text, JSON, SCHEMAS) == [calls.Call("add", {"a": 2}), calls.Call("later", {"seconds": 1})]
+    assert calls.read_calls(text, JSON, SCHEMAS) == [
+        calls.Call("add", {"a": 2}),
+        calls.Call("later", {"seconds": 1}),
+    ]
     assert calls.read_calls("no call", JSON, SCHEMAS) == []
 
 
 @pytest.mark.parametrize(
     ("name", "arguments"),
-    [("add", {"a": 3}), ("add", {"a": -1, "b": 20}), ("later", {"seconds": 1}), ("fails", {"text": None})],
+    [
+        ("add", {"a": 3}),
+        ("add", {"a": -1, "b": 20}),
+        ("later", {"seconds": 1}),
+        ("fails", {"text": None}),
+    ],
 )
 def test_both_formats_are_read_whole_numbers_and_null_where_it_may_be(name, arguments):
-    for text, read in ((call(name, arguments), JSON), (coder(name, **arguments).replace("None", "null"), CODER)):
+    for text, read in (
+        (call(name, arguments), JSON),
+        (coder(name, **arguments).replace("None", "null"), CODER),
+    ):
         assert calls.read_calls(text, read, SCHEMAS) == [calls.Call(name, arguments)]
 
 
@@ -171,13 +191,17 @@ def test_a_turn_that_ends_with_its_calls_forges_nothing(text):
 
 
 def test_text_between_calls_stands_in_the_messages(talker):
-    _, messages = answer(Episodes(box_of(talker, [add]), EXAMPLES, [0], "0"), talker, f"First.\n{ADD} and {ADD}")
+    _, messages = answer(
+        Episodes(box_of(talker, [add]), EXAMPLES, [0], "0"), talker, f"First.\n{ADD} and {ADD}"
+    )
     assert messages[0]["content"] == "First.\nand" and len(messages[0]["tool_calls"]) == 2
 
 
 def test_tools_without_types_or_words_and_templates_without_tools_are_refused_by_name():
     assert "has no tools" in message_of(calls.choose_call_reader, "{{ messages }}")
-    assert "--tools: the tool f has no schema" in message_of(calls.schemas_of, "--tools", {"f": lambda x: x})
+    assert "--tools: the tool f has no schema" in message_of(
+        calls.schemas_of, "--tools", {"f": lambda x: x}
+    )
     assert "has no method reset" in message_of(calls.schemas_in, type("Empty", (), {}))
     helped = type("Helped", (guess.Guess,), {"close": lambda self: None})
     assert "or begin the name of what is no tool with _" in message_of(calls.schemas_in, helped)
@@ -192,7 +216,11 @@ def test_a_frame_has_the_ids_of_the_template(talker):
     words = ["one", " and", "two\n", " is", "three ", "é", "\t", "  ", "<", "|", "{}", "\U0001f600"]
     for _ in range(300):
         messages = [
-            {"role": "tool", "name": "add", "content": "".join(rng.choices(words, k=rng.randrange(9)))}
+            {
+                "role": "tool",
+                "name": "add",
+                "content": "".join(rng.choices(words, k=rng.randrange(9))),
+            }
             for _ in range(rng.randrange(1, 3))
         ]
         how = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": False}
@@ -204,7 +232,18 @@ def test_a_frame_has_the_ids_of_the_template(talker):
 
 def hostile(rng):
     whole = [*CONTROL, "<|im_end|>", "<|im_start|>", "<|endoftext|>"]
-    parts = ["<", "|im_end|>", "<|im_", "end|>", "é", "assistant\n", "\x00", "\ue000", "\ud800", "}" * 9]
+    parts = [
+        "<",
+        "|im_end|>",
+        "<|im_",
+        "end|>",
+        "é",
+        "assistant\n",
+        "\x00",
+        "\ue000",
+        "\ud800",
+        "}" * 9,
+    ]
     return "".join(rng.choices([*whole, *parts], k=rng.randrange(1, 12)))
 
 
@@ -213,7 +252,11 @@ def test_what_a_tool_says_is_never_a_control_token(talker):
     control, rng = set(talker.added_tokens_decoder), random.Random(1)
 
     def frame_of(text):
-        return [one for one in frame.encode_between_turns([{"role": "tool", "content": text}], None) if one in control]
+        return [
+            one
+            for one in frame.encode_between_turns([{"role": "tool", "content": text}], None)
+            if one in control
+        ]
 
     expected = frame_of("plain")
     for _ in range(200):
@@ -235,7 +278,9 @@ def test_a_long_result_is_cut_to_its_tokens_and_says_so(talker):
 def box_of(talker, tools=(), environments=None, **settings):
     config = Config.from_flags(**{"tool_timeout": 5.0} | settings)
     model = SimpleNamespace(max_position_embeddings=1000, end_ids=(talker.eos_token_id,))
-    return episodes.Toolbox(config, {tool.__name__: tool for tool in tools}, environments or {}, talker, model)
+    return episodes.Toolbox(
+        config, {tool.__name__: tool for tool in tools}, environments or {}, talker, model
+    )
 
 
 def say(talk, talker, row, text):
@@ -258,8 +303,16 @@ def test_a_turns_calls_are_made_in_order_and_told_back(talker):
     talk = Episodes(box, EXAMPLES, [0], "0")
     asked = call("add", {"a": 2}), call("fails", {"text": "luck"}), call("later", {"seconds": 0.01})
     ids, messages = answer(talk, talker, "".join(asked))
-    assert [one["content"] for one in messages[1:]] == ["3", '{"error": "RuntimeError: no luck"}', "done"]
-    assert [one["function"]["name"] for one in messages[0]["tool_calls"]] == ["add", "fails", "later"]
+    assert [one["content"] for one in messages[1:]] == [
+        "3",
+        '{"error": "RuntimeError: no luck"}',
+        "done",
+    ]
+    assert [one["function"]["name"] for one in messages[0]["tool_calls"]] == [
+        "add",
+        "fails",
+        "later",
+    ]
     assert ids == box.frames.encode_between_turns(messages[1:], list(box.schemas[""].values()))
     assert answer(talk, talker, "four")[0] == "stop"
     (sample,) = talk.attach_to_samples([Sample([], [1], range(1), 0)], {})
@@ -271,7 +324,9 @@ def test_a_turns_calls_are_made_in_order_and_told_back(talker):
 
 
 def test_the_tool_and_the_environment_of_the_page_answer_a_turn(talker, tmp_path):
-    shown = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "tools.md").read_text("utf-8"), re.DOTALL)
+    shown = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs" / "tools.md").read_text("utf-8"), re.DOTALL
+    )
     (tmp_path / "mine.py").write_text("\n\n".join(shown))
     (search,) = load_functions("--tools", f"{tmp_path}/mine.py:search").values()
     (game,) = load_functions("--env", f"{tmp_path}/mine.py:Game", kind="class").values()
@@ -301,7 +356,10 @@ def test_the_last_turn_makes_its_calls_and_ends(talker):
     talk = Episodes(box_of(talker, [add], max_turns=1), EXAMPLES, [0], "0")
     reason, messages = answer(talk, talker, call("add", {"a": 2}))
     assert reason == "turns" and messages[-1]["content"] == "3"
-    assert answer(Episodes(talk.box, EXAMPLES, [0], "0"), talker, "<tool_call>")[1][-1]["name"] == "tool"
+    assert (
+        answer(Episodes(talk.box, EXAMPLES, [0], "0"), talker, "<tool_call>")[1][-1]["name"]
+        == "tool"
+    )
 
 
 def test_rows_wait_side_by_side(talker):
@@ -327,11 +385,16 @@ def test_a_call_that_hangs_is_given_up_and_its_environment_made_anew(talker):
             going.wait(30)
             return "late"
 
-    talk = Episodes(box_of(talker, environments={"": Slow}, tool_timeout=0.2), [{"prompt": ""}], [0], "0")
+    talk = Episodes(
+        box_of(talker, environments={"": Slow}, tool_timeout=0.2), [{"prompt": ""}], [0], "0"
+    )
     before = talk.rows[0].worker.instance
     number = before.number
     _, messages = answer(talk, talker, call("wait", {}) + call("guess", {"number": number}))
-    assert [one["content"] for one in messages[1:]] == ['{"error": "the call took longer than 0.2 s"}', "right"]
+    assert [one["content"] for one in messages[1:]] == [
+        '{"error": "the call took longer than 0.2 s"}',
+        "right",
+    ]
     assert talk.rows[0].worker.instance is not before and made[0] is not made[1]
     going.set()
     made[0].join(30)
@@ -398,12 +461,17 @@ def test_the_rows_of_a_group_face_one_task_and_every_step_another(talker):
     box = box_of(talker, environments={"": Threads})
     before = random.getstate(), np.random.get_state()[1].tolist()
     rows, groups = [{"prompt": name} for name in "aabb"], [0, 0, 1, 1]
-    texts = [[one["prompt"] for one in Episodes(box, rows, groups, seed).examples] for seed in ("0", "1", "0")]
+    texts = [
+        [one["prompt"] for one in Episodes(box, rows, groups, seed).examples]
+        for seed in ("0", "1", "0")
+    ]
     assert all(text[0] == text[1] and text[2] == text[3] for text in texts)
     texts = [text[::2] for text in texts]
     assert texts[0] == texts[2] and len({text[2:] for each in texts[:2] for text in each}) == 4
     assert texts[0][0].startswith("a a ")
-    later = [one["prompt"] for one in Episodes(box, [{"prompt": "a"}] * 3, [4, 4, 5], "0").examples]  # a second draw
+    later = [
+        one["prompt"] for one in Episodes(box, [{"prompt": "a"}] * 3, [4, 4, 5], "0").examples
+    ]  # a second draw
     assert later[0] == later[1] != later[2] and not {*later} & {*texts[0]}
     assert (random.getstate(), np.random.get_state()[1].tolist()) == before
 
@@ -429,10 +497,18 @@ def test_what_an_environment_raises_names_it(talker):
     box = box_of(talker, environments={"": Broken})
     said = message_of(Episodes(box, EXAMPLES, [0], "0").request_rewards)
     assert "environment Broken: get_reward raised KeyError: 'key'" in said
-    for value in ([1.0], "one", math.nan, 10**400):  # which only a run refused, and `sampler.py` could not show
+    for value in (
+        [1.0],
+        "one",
+        math.nan,
+        10**400,
+    ):  # which only a run refused, and `sampler.py` could not show
         Broken.get_reward = lambda self, value=value: value
         said = message_of(Episodes(box, EXAMPLES, [0], "0").request_rewards)
-        assert said == f"environment Broken: get_reward gave {shorten_value(value)} for an episode; return a number"
+        assert (
+            said
+            == f"environment Broken: get_reward gave {shorten_value(value)} for an episode; return a number"
+        )
     for value, given in ((np.array(2.0), 2.0), (None, None)):
         Broken.get_reward = lambda self, value=value: value
         (talk := Episodes(box, EXAMPLES, [0], "0")).request_rewards()
@@ -444,7 +520,12 @@ def test_two_hundred_hostile_turns_end_no_episode_with_an_exception(talker):
     talk = Episodes(box_of(talker, [add, fails], max_turns=10**6), EXAMPLES, [0], "0")
     for _ in range(200):
         text, key = hostile(rng).encode("utf-8", "replace").decode(), {hostile(rng): 1}
-        kinds = text, call("add", key), call("fails", {"text": hostile(rng)}), "<tool_call>" + "{" * 10_000
+        kinds = (
+            text,
+            call("add", key),
+            call("fails", {"text": hostile(rng)}),
+            "<tool_call>" + "{" * 10_000,
+        )
         kinds += (call("add", {"a": -math.inf}),)
         say(talk, talker, 0, rng.choice(kinds).replace("<|im_end|>", ""))
         (reply,) = talk.take_replies(wait=True).values()
@@ -457,7 +538,20 @@ def test_two_hundred_hostile_turns_end_no_episode_with_an_exception(talker):
 
 @pytest.mark.parametrize(
     "expression",
-    ["", "1 +", "1 2", "(1", "1)", "2 ** 3", "__import__('os')", "1/0", "()", "9" * 300, "(" * 200, "1(2)"],
+    [
+        "",
+        "1 +",
+        "1 2",
+        "(1",
+        "1)",
+        "2 ** 3",
+        "__import__('os')",
+        "1/0",
+        "()",
+        "9" * 300,
+        "(" * 200,
+        "1(2)",
+    ],
 )
 def test_the_calculator_evaluates_nothing_else(expression):
     assert message_of(calculator.calculator, expression)
@@ -480,7 +574,9 @@ def test_random_expressions_are_computed_as_python_does():
 
 def test_only_the_last_line_and_only_one_number_in_it_is_the_answer():
     said = f"{call('calculator', {'expression': '6*7'})}\nIt is 42."
-    assert calculator.correct([said, "42", "It is 41 or 42.", "42\nNo.", "It is 42.0"], ["42"] * 5) == [1, 1, 0, 0, 0]
+    assert calculator.correct(
+        [said, "42", "It is 41 or 42.", "42\nNo.", "It is 42.0"], ["42"] * 5
+    ) == [1, 1, 0, 0, 0]
 
 
 def test_a_prompt_shows_the_tools_and_a_tool_less_template_call_stays_as_it_was(talker):
@@ -505,7 +601,9 @@ def test_fine_tuning_learns_turns_as_a_rollout_samples_them(talker):
         {"role": "tool", "content": "3"},
         {"role": "assistant", "content": "three"},
     ]
-    example = chats.read_chat({"messages": messages, "tools": json.dumps(list(box.schemas[""].values()))})
+    example = chats.read_chat(
+        {"messages": messages, "tools": json.dumps(list(box.schemas[""].values()))}
+    )
     how = {"thinking": False, "end_ids": [talker.eos_token_id], "context": 1000}
     rows, end = chats.render_conversation(talker, example, **how), [talker.eos_token_id]
     prompt = box.prompt({"prompt": messages[0]["content"]})
@@ -520,7 +618,10 @@ def test_fine_tuning_learns_turns_as_a_rollout_samples_them(talker):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"tool_calls": [{"function": {"name": "add", "arguments": "{"}}]}, "tool_calls of message 2"),
+        (
+            {"tool_calls": [{"function": {"name": "add", "arguments": "{"}}]},
+            "tool_calls of message 2",
+        ),
         ({"tool_calls": ["add"]}, "tool_calls of message 2"),
         ({"role": "tool"}, "no message of the assistant"),
     ],

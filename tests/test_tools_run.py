@@ -18,7 +18,14 @@ from settings.checks import check_settings
 from settings.sources import resolve_settings
 from tasks import make_task
 
-SMALL = {"model": "demo:tools", "batch": 2, "groups": 4, "eval_every": 0, "steps": 2, "save_every": 1}
+SMALL = {
+    "model": "demo:tools",
+    "batch": 2,
+    "groups": 4,
+    "eval_every": 0,
+    "steps": 2,
+    "save_every": 1,
+}
 
 WORLD = '''
 import random
@@ -158,22 +165,44 @@ def test_a_run_records_conversations_and_trains_what_the_model_wrote(golden):
         assert len(line["own"]) == line["turns"] or line["finish_reason"] == "length"
         assert len(own) <= 48 and line["own"][-1][1] == len(line["ids"])
         assert sum(message["role"] == "assistant" for message in line["messages"]) == line["turns"]
-        assert all(called.keys() == {"turn", "name", "arguments", "seconds", "error"} for called in line["tool_calls"])
-    shown = [row for group in page.make_completions(history.load_history(run))["groups"] for row in group["rows"]]
-    replies = [message["content"] for line in lines for message in line["messages"] if message["role"] == "tool"]
+        assert all(
+            called.keys() == {"turn", "name", "arguments", "seconds", "error"}
+            for called in line["tool_calls"]
+        )
+    shown = [
+        row
+        for group in page.make_completions(history.load_history(run))["groups"]
+        for row in group["rows"]
+    ]
+    replies = [
+        message["content"]
+        for line in lines
+        for message in line["messages"]
+        if message["role"] == "tool"
+    ]
     assert sum(row["text"].count("calculator replies: ") for row in shown) == len(replies) > 0
-    assert all(any(f"calculator replies: {reply}" in row["text"] for row in shown) for reply in replies)
+    assert all(
+        any(f"calculator replies: {reply}" in row["text"] for row in shown) for reply in replies
+    )
     last = [line for line in lines if line["step"] == 3]
     assert steps[-1]["tools/calls"] == sum(len(line["tool_calls"]) for line in last)
     assert steps[-1]["completion/repeated"] is None  # calls repeat by nature
     assert steps[-1]["tools/turns"] == np.mean([line["turns"] for line in last])
-    assert all(one["mismatch/logprob_abs_max"] < 1e-3 for one in steps)  # the trainer sees what the sampler saw
+    assert all(
+        one["mismatch/logprob_abs_max"] < 1e-3 for one in steps
+    )  # the trainer sees what the sampler saw
     assert (run / "report.html").is_file()
 
 
 @pytest.mark.slow
 def test_a_resumed_run_with_an_environment_repeats_the_uninterrupted_one(tmp_path, world):
-    settings = {"env": f"{world}:Door", "max_turns": 3, "max_context": 256, "max_tokens": 80, "eval_every": 2}
+    settings = {
+        "env": f"{world}:Door",
+        "max_turns": 3,
+        "max_context": 256,
+        "max_tokens": 80,
+        "eval_every": 2,
+    }
     whole = start(tmp_path / "a", **settings, eval_limit=8)
     whole.fit()
     broken = start(tmp_path / "b", **settings, eval_limit=8)
@@ -182,22 +211,37 @@ def test_a_resumed_run_with_an_environment_repeats_the_uninterrupted_one(tmp_pat
         break
     again = train.Trainer.resume(broken.dir)
     again.fit()
-    compared = {"rollouts": ("prompt", "ids", "reward", "messages"), "eval": ("eval/score", "eval/greedy")}
+    compared = {
+        "rollouts": ("prompt", "ids", "reward", "messages"),
+        "eval": ("eval/score", "eval/greedy"),
+    }
     for name, fields in compared.items():
-        ours, theirs = ([[line[key] for key in fields] for line in records(one, name)] for one in (whole, again))
+        ours, theirs = (
+            [[line[key] for key in fields] for line in records(one, name)] for one in (whole, again)
+        )
         assert ours == theirs
 
 
 def test_environments_give_prompts_tools_and_rewards(tmp_path, world):
-    settings = {"reward": [f"{world}:tried,talked"], "reward_weights": {"talked": 0.0}, "max_context": 256}
+    settings = {
+        "reward": [f"{world}:tried,talked"],
+        "reward_weights": {"talked": 0.0},
+        "max_context": 256,
+    }
     run = start(tmp_path, env=f"{world}:Door", **settings, max_tokens=40, steps=1)
     run.fit()
     lines = records(run, "rollouts")
-    assert len({line["prompt"] for line in lines}) == 2 and all(line["prompt"].startswith("What is ") for line in lines)
+    assert len({line["prompt"] for line in lines}) == 2 and all(
+        line["prompt"].startswith("What is ") for line in lines
+    )
     for line in lines:
-        assert line["rewards"]["tried"] == len([one for one in line["tool_calls"] if one["error"] is None])
+        assert line["rewards"]["tried"] == len(
+            [one for one in line["tool_calls"] if one["error"] is None]
+        )
         assert line["rewards"]["Door"] == float(line["rewards"]["tried"] > 0)
-        assert line["rewards"]["talked"] == sum(message["role"] == "tool" for message in line["messages"])
+        assert line["rewards"]["talked"] == sum(
+            message["role"] == "tool" for message in line["messages"]
+        )
         assert line["reward"] == line["rewards"]["tried"] + line["rewards"]["Door"]
 
 
@@ -221,10 +265,19 @@ def test_a_tool_that_hangs_inside_mlx_spoils_no_end(tmp_path):
     """Python's own end would abort, exit status 134."""
     (tmp_path / "hangs.py").write_text(HANGS)
     how = "--model demo:tools --steps 1 --batch 1 --groups 8 --eval-every 0 --max-tokens 40 --tool-timeout 0.3".split()
-    done = command("train.py", *how, "--tools", f"{tmp_path}/hangs.py:calculator", "--run-dir", tmp_path / "run")
+    done = command(
+        "train.py",
+        *how,
+        "--tools",
+        f"{tmp_path}/hangs.py:calculator",
+        "--run-dir",
+        tmp_path / "run",
+    )
     assert done.returncode == 0, done.stderr
     lines = read_log(tmp_path / "run" / "rollouts.jsonl")
-    assert "the call took longer than 0.3 s" in {called["error"] for line in lines for called in line["tool_calls"]}
+    assert "the call took longer than 0.3 s" in {
+        called["error"] for line in lines for called in line["tool_calls"]
+    }
 
 
 @pytest.mark.parametrize(
@@ -236,17 +289,37 @@ def test_a_tool_that_hangs_inside_mlx_spoils_no_end(tmp_path):
         ({"env": "WORLD:Door,WORLD:Well"}, "several environments have a name each"),
         ({"tools": ["WORLD:tried"]}, "--tools: the tool tried has no schema"),
         ({"tools": ["WORLD:calculator,again"]}, "two tools have the same name; rename one"),
-        ({"tools": ["WORLD:calculator,calculater"]}, "has no function 'calculater', did you mean 'calculator'?"),
-        ({"env": "WORLD:Door", "tools": ["WORLD:calculator"]}, "Door and --tools both have a tool calculator"),
-        ({"env": "WORLD:Silent"}, "--env: Silent has reward_per_turn and no method get_reward; add it"),
-        ({"env": "WORLD:Warmer", "advantage": "rloo"}, "--advantage rloo is of whole conversations, and Warmer has"),
-        ({"env": "WORLD:Warmer", "scale_rewards": "batch"}, "--scale-rewards batch is of whole conversations"),
-        ({"env": "WORLD:Warmer", "reward_gate": "form"}, "--reward-gate form is of whole conversations"),
+        (
+            {"tools": ["WORLD:calculator,calculater"]},
+            "has no function 'calculater', did you mean 'calculator'?",
+        ),
+        (
+            {"env": "WORLD:Door", "tools": ["WORLD:calculator"]},
+            "Door and --tools both have a tool calculator",
+        ),
+        (
+            {"env": "WORLD:Silent"},
+            "--env: Silent has reward_per_turn and no method get_reward; add it",
+        ),
+        (
+            {"env": "WORLD:Warmer", "advantage": "rloo"},
+            "--advantage rloo is of whole conversations, and Warmer has",
+        ),
+        (
+            {"env": "WORLD:Warmer", "scale_rewards": "batch"},
+            "--scale-rewards batch is of whole conversations",
+        ),
+        (
+            {"env": "WORLD:Warmer", "reward_gate": "form"},
+            "--reward-gate form is of whole conversations",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_in_a_line_before_a_model_is_loaded(world, settings, said):
     text = json.dumps(settings).replace("WORLD", world)
-    config = resolve_settings(SMALL | json.loads(text), None, None, lambda name: (name, "as asked"))[0]
+    config = resolve_settings(
+        SMALL | json.loads(text), None, None, lambda name: (name, "as asked")
+    )[0]
     assert said in message_of(make_task, config)
 
 
@@ -264,7 +337,11 @@ def test_an_environment_that_fails_at_its_first_reset_leaves_no_directory(tmp_pa
             {"env": "door=WORLD:Door"},
             "column environment holds 'window'; the environments of --env are door",
         ),
-        ({"environment": "door"}, {"reward": ["boxed_once"]}, "has rows without a prompt; name who gives it: --env"),
+        (
+            {"environment": "door"},
+            {"reward": ["boxed_once"]},
+            "has rows without a prompt; name who gives it: --env",
+        ),
         (
             {"prompt": "Open.", "chat_template_kwargs": {"tone": "kind"}},
             {"env": "WORLD:Door"},
@@ -275,22 +352,38 @@ def test_an_environment_that_fails_at_its_first_reset_leaves_no_directory(tmp_pa
 def test_rows_that_no_environment_can_take_are_refused(tmp_path, world, row, settings, said):
     rows = [row | {"prompt": f"{row['prompt']}{n}"} if "prompt" in row else row for n in range(20)]
     named = json.loads(json.dumps(settings).replace("WORLD", world))
-    config = check_settings(SMALL | {"task": "own", "data": write_log(tmp_path / "data.jsonl", rows)} | named)
+    config = check_settings(
+        SMALL | {"task": "own", "data": write_log(tmp_path / "data.jsonl", rows)} | named
+    )
     assert said in message_of(GrpoRun, config, tmp_path)
 
 
 def test_turns_that_are_paid_have_advantages_of_their_own(tmp_path, world, monkeypatch):
     """By the oracle, from what the run records; the last turn gets what other rewards give."""
-    settings = {"env": f"{world}:Warmer", "reward": [f"{world}:lengthy"], "reward_weights": {"Warmer": 0.5}}
+    settings = {
+        "env": f"{world}:Warmer",
+        "reward": [f"{world}:lengthy"],
+        "reward_weights": {"Warmer": 0.5},
+    }
     taught, train_on = [], update.run_optimizer_steps
-    monkeypatch.setattr(update, "run_optimizer_steps", lambda learner, *args: taught.extend(args[0]) or train_on(learner, *args))
+    monkeypatch.setattr(
+        update,
+        "run_optimizer_steps",
+        lambda learner, *args: taught.extend(args[0]) or train_on(learner, *args),
+    )
     run = start(tmp_path, **settings, batch=2, groups=6, steps=1, max_tokens=80, max_turns=4)
     run.fit()
-    advantages = {row: np.array(batch.advantages[place]) for batch in taught for place, row in enumerate(batch.rows)}
+    advantages = {
+        row: np.array(batch.advantages[place])
+        for batch in taught
+        for place, row in enumerate(batch.rows)
+    }
     lines, groups = records(run, "rollouts"), [[], []]
     for line in lines:
         earned = [*line["turn_rewards"], *[0.0] * (len(line["own"]) - line["turns"])]
-        assert len(line["turn_rewards"]) == line["turns"] and line["rewards"]["Warmer"] == sum(earned)
+        assert len(line["turn_rewards"]) == line["turns"] and line["rewards"]["Warmer"] == sum(
+            earned
+        )
         assert line["reward"] == pytest.approx(0.5 * sum(earned) + line["rewards"]["lengthy"])
         groups[line["group"]].append([0.5 * one for one in earned])
         groups[line["group"]][-1][-1] += line["rewards"]["lengthy"]
@@ -300,17 +393,27 @@ def test_turns_that_are_paid_have_advantages_of_their_own(tmp_path, world, monke
         assert line["advantage"] == pytest.approx(its[0], rel=1e-4, abs=1e-6)
         if row not in advantages:
             continue
-        of_tokens = [one for one, (begin, end) in zip(its, line["own"], strict=True) for _ in range(begin, end)]
-        np.testing.assert_allclose(advantages[row][: len(of_tokens)], of_tokens, rtol=1e-4, atol=1e-6)
+        of_tokens = [
+            one
+            for one, (begin, end) in zip(its, line["own"], strict=True)
+            for _ in range(begin, end)
+        ]
+        np.testing.assert_allclose(
+            advantages[row][: len(of_tokens)], of_tokens, rtol=1e-4, atol=1e-6
+        )
         assert (advantages[row][len(of_tokens) :] == 0).all()
 
 
 def test_a_turns_reward_that_is_no_number_ends_the_run_in_a_line(tmp_path, world):
     run = start(tmp_path, env=f"{world}:Worded", steps=1)
-    assert "environment Worded: get_reward gave 'near' for a turn; return a number" in message_of(run.fit)
+    assert "environment Worded: get_reward gave 'near' for a turn; return a number" in message_of(
+        run.fit
+    )
 
 
-def test_rows_that_only_name_an_environment_get_its_prompt_and_rewards_know_its_class(tmp_path, world):
+def test_rows_that_only_name_an_environment_get_its_prompt_and_rewards_know_its_class(
+    tmp_path, world
+):
     """The file of class and reward is one module; evaluations reset from other seeds, as no prompt is held out."""
     rows = [{"environment": ("door", "well", "gate")[n % 3]} for n in range(20)]
     settings = {
@@ -318,7 +421,9 @@ def test_rows_that_only_name_an_environment_get_its_prompt_and_rewards_know_its_
         "env": f"door={world}:Door,well={world}:Well,gate={world}:Door",
         "reward": [f"{world}:of_wells"],
     }
-    run = start(tmp_path, **settings, batch=8, groups=2, steps=1, eval_every=1, eval_limit=4, max_tokens=16)
+    run = start(
+        tmp_path, **settings, batch=8, groups=2, steps=1, eval_every=1, eval_limit=4, max_tokens=16
+    )
     run.fit()
     lines, (before, _) = records(run, "rollouts"), records(run, "eval")
     assert before["eval/num"] == 4
@@ -327,7 +432,10 @@ def test_rows_that_only_name_an_environment_get_its_prompt_and_rewards_know_its_
     for line in lines:
         depth = float(line["prompt"].split()[-1][:-1]) if line in wells else None
         assert line["rewards"]["of_wells"] == depth
-        assert (line["rewards"]["Well"] is None, line["rewards"]["Door"] is None) == (line not in wells, line in wells)
+        assert (line["rewards"]["Well"] is None, line["rewards"]["Door"] is None) == (
+            line not in wells,
+            line in wells,
+        )
 
 
 def test_sampler_plays_held_out_episodes_of_a_run_a_task_or_an_environment(tmp_path, world, capsys):
@@ -339,13 +447,24 @@ def test_sampler_plays_held_out_episodes_of_a_run_a_task_or_an_environment(tmp_p
         sampler.main([*flags, "--num", "6", "--max-tokens", "80", "--temp", "0"])
         said = capsys.readouterr().out.splitlines()
         assert said.count("[user] I think of a number from 1 to 20. Find it.") == 6
-        called = [place for place, line in enumerate(said) if line.startswith("calls guess(number=")]
+        called = [
+            place for place, line in enumerate(said) if line.startswith("calls guess(number=")
+        ]
         assert called and all(said[place + 1].startswith("guess replies: ") for place in called)
         assert sum("] reward " in line for line in said) == 6
 
 
 def test_sampler_gives_a_prompt_the_tools_that_it_is_asked_for(capsys):
-    flags = ["--model", "demo:tools", "--prompt", "What is 12 * 13 + 100?", "--max-tokens", "40", "--num", "2"]
+    flags = [
+        "--model",
+        "demo:tools",
+        "--prompt",
+        "What is 12 * 13 + 100?",
+        "--max-tokens",
+        "40",
+        "--num",
+        "2",
+    ]
     sampler.main([*flags, "--tools", "tasks.calculator:calculator"])
     said = capsys.readouterr().out.splitlines()
     assert said.count("[user] What is 12 * 13 + 100?") == 2
@@ -355,8 +474,13 @@ def test_sampler_gives_a_prompt_the_tools_that_it_is_asked_for(capsys):
 @pytest.mark.parametrize("main", [evaluate.main, sampler.main])
 @pytest.mark.parametrize("task", ["calculator", "guess"])
 def test_a_task_is_evaluated_and_played_with_the_model_that_a_training_takes(capsys, main, task):
-    main(["--task", task, "--max-tokens", "8", *(["--limit", "2"] if main is evaluate.main else [])])
-    trained, said = resolve_settings({"task": task}, None, None, gwen.choose_model)[0].model.name, capsys.readouterr()
+    main(
+        ["--task", task, "--max-tokens", "8", *(["--limit", "2"] if main is evaluate.main else [])]
+    )
+    trained, said = (
+        resolve_settings({"task": task}, None, None, gwen.choose_model)[0].model.name,
+        capsys.readouterr(),
+    )
     assert f"model: {trained}, the task's own" in said.err
     assert main is sampler.main or json.loads(said.out.splitlines()[-1])["eval/num"] == 2
     assert gwen.choose_model("smollm2", None, trained) == ("smollm2", "as asked")

@@ -19,14 +19,30 @@ from mlx_lm.tuner import callbacks
 import train
 from reporting import trackers
 
-SMALL = ["--model", "demo", "--steps", "2", "--batch", "2", "--groups", "2", "--max-tokens", "8", "--eval-limit", "4"]
+SMALL = [
+    "--model",
+    "demo",
+    "--steps",
+    "2",
+    "--batch",
+    "2",
+    "--groups",
+    "2",
+    "--max-tokens",
+    "8",
+    "--eval-limit",
+    "4",
+]
 
 
 @pytest.mark.slow
 def test_a_run_ends_as_without_a_tracker_that_works_or_fails(tmp_path, monkeypatch, capsys):
     train.main([*SMALL, "--run-dir", str(tmp_path / "plain")])
     for broken in (None, "init", "log", "finish"):
-        wandb, run = mock.MagicMock(__spec__=importlib.util.spec_from_loader("wandb", None)), tmp_path / str(broken)
+        wandb, run = (
+            mock.MagicMock(__spec__=importlib.util.spec_from_loader("wandb", None)),
+            tmp_path / str(broken),
+        )
         if broken:
             getattr(wandb, broken).side_effect = OSError("the wire is cut")
         monkeypatch.setitem(sys.modules, "wandb", wandb)
@@ -50,7 +66,9 @@ def test_a_run_ends_as_without_a_tracker_that_works_or_fails(tmp_path, monkeypat
             assert len(sent) == len(written) == 4
 
 
-def test_a_tracker_that_is_not_installed_is_a_users_mistake_with_the_command_that_installs_it(monkeypatch, refused):
+def test_a_tracker_that_is_not_installed_is_a_users_mistake_with_the_command_that_installs_it(
+    monkeypatch, refused
+):
     monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
     said = "`uv run --extra swanlab train.py --report-to swanlab ...`"
     refused(train.main, ["--model", "demo", "--report-to", "swanlab"], said)

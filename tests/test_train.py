@@ -44,26 +44,36 @@ def test_what_was_sampled_is_what_is_trained_even_where_its_text_reads_back_as_o
     run = make_run(tmp_path, "--temp", "4", "--steps", "1", "--eval-every", "0")
     list(train.train(run))
     drawn = [line["ids"] for line in read_log(tmp_path / "rollouts.jsonl")]
-    read = [run.tokenizer.encode(run.tokenizer.decode(row), add_special_tokens=False) for row in drawn]
+    read = [
+        run.tokenizer.encode(run.tokenizer.decode(row), add_special_tokens=False) for row in drawn
+    ]
     assert sum(a != b for a, b in zip(drawn, read, strict=True)) > 6
     (metrics,) = read_log(tmp_path / "metrics.jsonl")
-    assert metrics["mismatch/logprob_abs_max"] < 1e-3  # the trainer finds the sampled ids as likely as the sampler did
+    assert (
+        metrics["mismatch/logprob_abs_max"] < 1e-3
+    )  # the trainer finds the sampled ids as likely as the sampler did
 
 
 def test_prompts_are_rendered_without_thinking_unless_asked_and_the_judge_s_too(tmp_path):
     for flag, thinking in ((), False), (("--thinking",), True):
         run = make_run(tmp_path, *flag)
         for example, ids in zip(run.task.train[:5], run.prompt_ids, strict=False):
-            assert ids == chat_template.encode_chat(run.tokenizer, example["prompt"], thinking=thinking)
+            assert ids == chat_template.encode_chat(
+                run.tokenizer, example["prompt"], thinking=thinking
+            )
         if not thinking:
-            assert run.tokenizer.decode(run.judge.prompts.tails[0]).endswith("<think>\n\n</think>\n\n")
+            assert run.tokenizer.decode(run.judge.prompts.tails[0]).endswith(
+                "<think>\n\n</think>\n\n"
+            )
 
 
 def test_all_weights_train_at_a_tenth_of_the_adapters_rate_unless_one_is_given(tmp_path):
     full, recipe = {"model": "demo", "lora_rank": 0}, tmp_path / "full.yaml"
     recipe.write_text("lora_rank: 0\nlearning_rate: 0.0003\n")
     assert resolve(full, None, None)[0].optimizer.learning_rate == pytest.approx(0.0004)
-    assert resolve(full | {"task": "values"}, None, None)[0].optimizer.learning_rate == pytest.approx(5e-6)
+    assert resolve(full | {"task": "values"}, None, None)[
+        0
+    ].optimizer.learning_rate == pytest.approx(5e-6)
     assert resolve(full | {"optimizer": "sgd"}, None, None)[0].optimizer.learning_rate == 1
     assert resolve(full | {"learning_rate": 0.002}, None, None)[0].optimizer.learning_rate == 0.002
     for flags in (full, {"model": "demo"}):  # a recipe's rate is the one for its own rank
@@ -75,9 +85,16 @@ def test_all_weights_train_at_a_tenth_of_the_adapters_rate_unless_one_is_given(t
 
 def test_no_second_model_is_held_for_a_reference_or_a_judge(tmp_path):
     full = "--lora-rank 0 --reward-weights rubric=0"
-    for flags, is_held in {"": False, "--beta 0.1": False, full: False, f"{full} --beta 0.1": True}.items():
+    for flags, is_held in {
+        "": False,
+        "--beta 0.1": False,
+        full: False,
+        f"{full} --beta 0.1": True,
+    }.items():
         run = train.GrpoRun(make_config(*flags.split()), tmp_path)
-        assert (run.base is not None) == is_held and (full in flags or run.judge.model is run.model), flags
+        assert (run.base is not None) == is_held and (
+            full in flags or run.judge.model is run.model
+        ), flags
 
 
 def test_rewards_are_computed_once_a_step(tmp_path):
@@ -87,7 +104,14 @@ def test_rewards_are_computed_once_a_step(tmp_path):
         f"    calls.extend([1] * os.path.isdir({str(run)!r}))\n"  # before there are trials of it
         "    return [len(calls) - 1 + 0.1 * row for row in range(len(completions))]\n"
     )
-    flags = ["--reward", f"{tmp_path / 'mine.py'}:mine", "--reward-weights", "rubric=0", "--eval-every", "0"]
+    flags = [
+        "--reward",
+        f"{tmp_path / 'mine.py'}:mine",
+        "--reward-weights",
+        "rubric=0",
+        "--eval-every",
+        "0",
+    ]
     train.main([*SMALL, *flags, "--run-dir", str(run), "--steps", "3"])
     rewards = [line["reward"] for line in read_log(run / "rollouts.jsonl")]
     assert [reward // 1 for reward in rewards[::12]] == [0, 1, 2]
@@ -97,7 +121,15 @@ def drawn(rewards, reasons=None):
     """Samples of groups with these rewards, (B, G), and why each ended."""
     pairs = [(group, float(value)) for group, values in enumerate(rewards) for value in values]
     return [
-        Sample([], [1], range(1), group, reward=value, imputed_components={"one": value}, finish_reason=reason)
+        Sample(
+            [],
+            [1],
+            range(1),
+            group,
+            reward=value,
+            imputed_components={"one": value},
+            finish_reason=reason,
+        )
         for (group, value), reason in zip(pairs, reasons or ["stop"] * len(pairs), strict=True)
     ]
 
@@ -106,20 +138,31 @@ def drawn(rewards, reasons=None):
     ("flags", "right"),
     [
         ("", lambda rewards: grpo.group_advantages(rewards)),
-        ("--advantage rloo --scale-rewards none", lambda rewards: grpo.group_advantages(rewards, "none", "rloo")),
+        (
+            "--advantage rloo --scale-rewards none",
+            lambda rewards: grpo.group_advantages(rewards, "none", "rloo"),
+        ),
         (
             "--advantage reinforce --scale-rewards batch",
             lambda rewards: grpo.group_advantages(rewards, "batch", "reinforce"),
         ),
-        ("--combine-rewards normalize", lambda rewards: grpo.decoupled_advantages(rewards[None], [1.0])),
+        (
+            "--combine-rewards normalize",
+            lambda rewards: grpo.decoupled_advantages(rewards[None], [1.0]),
+        ),
     ],
 )
 def test_what_all_rewards_have_in_common_changes_no_advantage_however_large_it_is(flags, right):
     """float32 has steps of 128 at 1.7e9, seconds since 1970."""
-    config, rewards = make_config(*flags.split()), np.random.default_rng(0).integers(0, 40, (4, 4)).astype(float)
+    config, rewards = (
+        make_config(*flags.split()),
+        np.random.default_rng(0).integers(0, 40, (4, 4)).astype(float),
+    )
     rewards[1] = 7
     for offset in (0.0, 1.7e9, -1.7e9, 1e14):
-        found = advantages.compute_advantages(config, samples.group_samples(drawn(rewards + offset)), {"one": 1.0})
+        found = advantages.compute_advantages(
+            config, samples.group_samples(drawn(rewards + offset)), {"one": 1.0}
+        )
         np.testing.assert_allclose(found, right(rewards), atol=1e-5)
 
 
@@ -134,23 +177,43 @@ def test_every_step_of_every_seed_has_a_key_of_its_own(tmp_path, monkeypatch):
 
 
 def test_a_group_whose_rows_are_all_left_out_teaches_nothing():
-    config, reasons = Config.from_flags(batch=2, groups=2, truncated="mask"), ["length", "length", "stop", "length"]
+    config, reasons = (
+        Config.from_flags(batch=2, groups=2, truncated="mask"),
+        ["length", "length", "stop", "length"],
+    )
     for truncated, signals in (("mask", [False, True]), ("keep", [True, True])):
-        told = advantages.assign_advantages(config.with_settings(truncated=truncated), drawn([[0, 1], [0, 1]], reasons), {})
+        told = advantages.assign_advantages(
+            config.with_settings(truncated=truncated), drawn([[0, 1], [0, 1]], reasons), {}
+        )
         assert [group[0].has_signal for group in samples.group_samples(told)] == signals
         assert all(one.rewards_differ for one in told)
-        counted = [bool(one.loss_positions) for one in advantages.select_for_update(config.with_settings(truncated=truncated), told, 0)]
+        counted = [
+            bool(one.loss_positions)
+            for one in advantages.select_for_update(
+                config.with_settings(truncated=truncated), told, 0
+            )
+        ]
         assert counted == [truncated == "keep" or reason == "stop" for reason in reasons]
 
 
 def test_groups_of_any_sizes_are_compared_each_for_itself_and_no_mini_batch_has_a_part_of_one():
-    config, sizes, rng = Config.from_flags(batch=4, groups=8), [2, 5, 3, 4], np.random.default_rng(0)
-    drawn = [Sample([group], [1, 2], range(2), group) for group, size in enumerate(sizes) for _ in range(size)]
+    config, sizes, rng = (
+        Config.from_flags(batch=4, groups=8),
+        [2, 5, 3, 4],
+        np.random.default_rng(0),
+    )
+    drawn = [
+        Sample([group], [1, 2], range(2), group)
+        for group, size in enumerate(sizes)
+        for _ in range(size)
+    ]
     drawn.append(drawn.pop(1))  # as of a second draw
     scores = rng.normal(size=len(drawn))
     components = {"correct": scores, "rubric": np.array([np.nan, *scores[1:-1], 1.0])}
     paid = scoring.assign_rewards(drawn, components, {"correct": 1.0, "rubric": 1.0})
-    assert paid[0].imputed_components["rubric"] == 1.0  # the mean of what else is readable in its group
+    assert (
+        paid[0].imputed_components["rubric"] == 1.0
+    )  # the mean of what else is readable in its group
     chosen = advantages.assign_advantages(config, paid, {})
     for group in samples.group_samples(chosen):
         values = np.array([one.reward for one in group])
@@ -165,23 +228,44 @@ def test_groups_of_any_sizes_are_compared_each_for_itself_and_no_mini_batch_has_
 
 
 def test_groups_of_equal_rewards_are_counted_by_their_rewards_whatever_they_teach():
-    for config, own in ((Config.from_flags(), lambda rewards: rewards + 1), (Config.from_flags(advantage="reinforce"), None)):
+    for config, own in (
+        (Config.from_flags(), lambda rewards: rewards + 1),
+        (Config.from_flags(advantage="reinforce"), None),
+    ):
         config = config.with_settings(batch=2, groups=2, scale_rewards="batch")
         told = advantages.assign_advantages(config, drawn([[1, 1], [0, 1]], ["stop"] * 4), {}, own)
-        assert [(one.has_signal, one.rewards_differ) for one in told] == [(True, False)] * 2 + [(True, True)] * 2
+        assert [(one.has_signal, one.rewards_differ) for one in told] == [(True, False)] * 2 + [
+            (True, True)
+        ] * 2
 
 
 def test_truncated_completions_are_trained_left_out_or_punished(tmp_path):
     for how in ("keep", "mask", "punish"):
-        flags = ("--steps", "1", "--eval-every", "0", "--target-kl", "0", "--max-tokens", "7", "--truncated", how)
+        flags = (
+            "--steps",
+            "1",
+            "--eval-every",
+            "0",
+            "--target-kl",
+            "0",
+            "--max-tokens",
+            "7",
+            "--truncated",
+            how,
+        )
         flags += ("--beta", "1e-9")  # so that all rows have a gradient
         (tmp_path / how).mkdir()
         run = make_run(tmp_path / how, *flags)
         list(train.train(run))
-        (metrics,), lines = untimed(tmp_path / how / "metrics.jsonl"), untimed(tmp_path / how / "rollouts.jsonl")
+        (metrics,), lines = (
+            untimed(tmp_path / how / "metrics.jsonl"),
+            untimed(tmp_path / how / "rollouts.jsonl"),
+        )
         cut = [line for line in lines if line["finish_reason"] == "length"]
         assert 0 < len(cut) < 12 and metrics["completion/truncated_frac"] == len(cut) / 12
-        assert metrics["forwards_per_completion"] == 2 * ((12 - len(cut)) / 12 if how == "mask" else 1)
+        assert metrics["forwards_per_completion"] == 2 * (
+            (12 - len(cut)) / 12 if how == "mask" else 1
+        )
         if how == "punish":
             assert all(line["rewards"]["soft_overlong"] == -1 for line in cut)
             short = [line for line in lines if len(line["ids"]) <= 6]
@@ -191,17 +275,35 @@ def test_truncated_completions_are_trained_left_out_or_punished(tmp_path):
 def test_a_stop_text_ends_completions_of_training_evaluation_and_sampling(tmp_path, capsys):
     path, flags = str(tmp_path / "run"), ("--steps", "1", "--eval-every", "1", "--stop", "ty", "e")
     train.main([*SMALL, *flags, "--run-dir", path])
-    lines, answers = (untimed(tmp_path / "run" / name) for name in ("rollouts.jsonl", "eval_answers.jsonl"))
+    lines, answers = (
+        untimed(tmp_path / "run" / name) for name in ("rollouts.jsonl", "eval_answers.jsonl")
+    )
     tokenizer = gwen.load("demo")[1]
-    stopped = [line for line in lines if any(text in tokenizer.decode(line["ids"]) for text in ("ty", "e"))]
+    stopped = [
+        line for line in lines if any(text in tokenizer.decode(line["ids"]) for text in ("ty", "e"))
+    ]
     assert stopped and all(line["finish_reason"] == "stop" for line in stopped)
     assert not any(text in line["completion"] for line in lines for text in ("ty", "e"))
     evaluate.main(["--run", path, "--out", str(tmp_path / "out.jsonl")])
     assert untimed(tmp_path / "out.jsonl") == [line for line in answers if line.pop("step") == 1]
     capsys.readouterr()
-    sampler.main(["--run", path, "--prompt", "What is one plus two?", "--temp", "0", "--stop", "hre"])
+    sampler.main(
+        ["--run", path, "--prompt", "What is one plus two?", "--temp", "0", "--stop", "hre"]
+    )
     assert capsys.readouterr().out == "One plus two is t\n"
-    sampler.main(["--run", path, "--prompt", "What is one plus two?", "--temp", "0", "--stop", r"\n", r"\x20"])
+    sampler.main(
+        [
+            "--run",
+            path,
+            "--prompt",
+            "What is one plus two?",
+            "--temp",
+            "0",
+            "--stop",
+            r"\n",
+            r"\x20",
+        ]
+    )
     assert capsys.readouterr().out == "One\n"
 
 
@@ -224,13 +326,29 @@ def test_an_unreadable_judgement_is_the_mean_that_it_is_compared_with_and_is_cou
     judged = np.arange(12.0)
     judged[[1, 8, 9, 10, 11]] = np.nan
     found = scoring.assign_rewards(drawn, {"rubric": judged}, {"rubric": 1.0})
-    assert [row for row, one in enumerate(found) if np.isnan(one.logged_reward)] == [1, 8, 9, 10, 11]
+    assert [row for row, one in enumerate(found) if np.isnan(one.logged_reward)] == [
+        1,
+        8,
+        9,
+        10,
+        11,
+    ]
     np.testing.assert_allclose([one.reward for one in found[:4]], [0, (0 + 2 + 3) / 3, 2, 3])
     found = scoring.assign_rewards(drawn, {"rubric": judged}, {"rubric": 1.0}, together=True)
-    np.testing.assert_allclose([found[row].reward for row in (1, 8, 11)], (0 + 2 + 3 + 4 + 5 + 6 + 7) / 7)
-    parts = {"correct": np.array([1.0, 0, 0, 0] * 3), "rubric": np.array([1.0, 0, np.nan, np.nan] * 3)}
+    np.testing.assert_allclose(
+        [found[row].reward for row in (1, 8, 11)], (0 + 2 + 3 + 4 + 5 + 6 + 7) / 7
+    )
+    parts = {
+        "correct": np.array([1.0, 0, 0, 0] * 3),
+        "rubric": np.array([1.0, 0, np.nan, np.nan] * 3),
+    }
     found = scoring.assign_rewards(drawn, parts, {"correct": 1.0, "rubric": 0.5})
-    assert [one.logged_reward for one in found] == [1.5, 0.0, 0.25, 0.25] * 3  # 0.5 is the mean of 1 and 0
+    assert [one.logged_reward for one in found] == [
+        1.5,
+        0.0,
+        0.25,
+        0.25,
+    ] * 3  # 0.5 is the mean of 1 and 0
     assert np.isnan([one.reward_components["rubric"] for one in found[2:4]]).all()
 
 
@@ -256,8 +374,12 @@ def test_a_score_that_was_paid_for_outlives_a_kill_in_mid_step(tmp_path, serve):
     server = serve(answer)
     flags = ["--judge-url", server.url, "--judge-model", "demo", "--eval-every", "0"]
     flags = [*SMALL, *flags, "--steps", "2", "--save-every", "1", "--run-dir", str(run)]
-    process = subprocess.Popen([sys.executable, "train.py", *flags], cwd=ROOT, stdout=subprocess.DEVNULL)
-    while len(asked) < 9 or len(read_log(run / "judge_scores.jsonl")) < len(answered):  # the last may be on its way
+    process = subprocess.Popen(
+        [sys.executable, "train.py", *flags], cwd=ROOT, stdout=subprocess.DEVNULL
+    )
+    while len(asked) < 9 or len(read_log(run / "judge_scores.jsonl")) < len(
+        answered
+    ):  # the last may be on its way
         assert process.poll() is None
         time.sleep(0.01)
     process.kill()
@@ -266,7 +388,9 @@ def test_a_score_that_was_paid_for_outlives_a_kill_in_mid_step(tmp_path, serve):
     killed.set()
     train.main(["--resume", str(run)])
     texts = [body["messages"][1]["content"] for _, _, body in server.requests]
-    again = {text for text in texts if texts.count(text) > 1}  # one more may have been on its way when it was killed
+    again = {
+        text for text in texts if texts.count(text) > 1
+    }  # one more may have been on its way when it was killed
     assert again >= set(unanswered) and not again & paid
     assert len(untimed(run / "judge_scores.jsonl")) == len(set(texts))
     assert untimed(run / "metrics.jsonl")[1]["judge/cached"] >= 7
@@ -281,7 +405,12 @@ def test_a_resumed_run_may_change_its_judge_and_says_after_which_step(tmp_path, 
     train.main(["--resume", str(run), "--steps", "2", *judge])
     said = capsys.readouterr().out
     changes = dict(re.findall(r"^after step 1: --(\S+) .*\(was (.*)\)$", said, re.MULTILINE))
-    assert changes == {"steps": "1", "judge-chunk-size": "24", "judge-mode": "'logits'", "judge-think": "0"}
+    assert changes == {
+        "steps": "1",
+        "judge-chunk-size": "24",
+        "judge-mode": "'logits'",
+        "judge-think": "0",
+    }
     assert untimed(run / "judge_scores.jsonl")[: len(own)] == own and "step 2/2 | " in said
     assert yaml.safe_load((run / "config.yaml").read_text())["judge_think"] == 9
 
@@ -347,13 +476,17 @@ def stopped_run(tmp_path, monkeypatch, capsys, name, happens, *flags, after=Fals
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as exit_:
         patch.setattr(*name, called)
         train.main([*SMALL, *flags, "--run-dir", str(tmp_path / "run")])
-    assert exit_.value.code == status and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert (
+        exit_.value.code == status and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )
     return tmp_path / "run", capsys.readouterr().err
 
 
 def pressed(which, times=1):
     """Ctrl-C at the `which`-th call."""
-    return lambda number: [signal.raise_signal(signal.SIGINT) for _ in range(times) if number == which]
+    return lambda number: [
+        signal.raise_signal(signal.SIGINT) for _ in range(times) if number == which
+    ]
 
 
 def failing(which, error):
@@ -369,18 +502,35 @@ def failing(which, error):
 @pytest.mark.parametrize(
     ("name", "where", "which", "step"),
     [
-        ((update, "gradient"), "before", 5, 2),  # the first epoch of the third step: nothing has changed yet
+        (
+            (update, "gradient"),
+            "before",
+            5,
+            2,
+        ),  # the first epoch of the third step: nothing has changed yet
         ((update, "gradient"), "before", 6, 3),  # the second epoch: the step is finished first
-        ((evaluate, "evaluate"), "before", 3, 4),  # an evaluation that was not finished is made up for
+        (
+            (evaluate, "evaluate"),
+            "before",
+            3,
+            4,
+        ),  # an evaluation that was not finished is made up for
         ((checkpoint, "save"), "after", 2, 2),
-        ((update.Learner, "state"), "before", 4, 3),  # what a step goes back to is kept; it is that of the third step
+        (
+            (update.Learner, "state"),
+            "before",
+            4,
+            3,
+        ),  # what a step goes back to is kept; it is that of the third step
     ],
 )
 def test_ctrl_c_at_any_moment_leaves_a_run_that_goes_on_bit_for_bit(
     tmp_path, monkeypatch, capsys, uninterrupted, name, where, which, step
 ):
     how = {"after": where == "after", "status": 130}
-    run, said = stopped_run(tmp_path, monkeypatch, capsys, name, pressed(which), *INTERRUPTED, **how)
+    run, said = stopped_run(
+        tmp_path, monkeypatch, capsys, name, pressed(which), *INTERRUPTED, **how
+    )
     assert checkpoint.load(run).step == step
     assert f"stopped after step {step}; continue with: uv run train.py --resume {run}" in said
     train.main(["--resume", str(run)])
@@ -396,7 +546,9 @@ def test_ctrl_c_at_any_moment_leaves_a_run_that_goes_on_bit_for_bit(
 
 def test_a_second_ctrl_c_gives_the_step_up_and_no_step_before_it(tmp_path, monkeypatch, capsys):
     name, how = (update, "hold"), {"after": True, "status": 130}
-    run, said = stopped_run(tmp_path, monkeypatch, capsys, name, pressed(7, times=2), *INTERRUPTED, **how)
+    run, said = stopped_run(
+        tmp_path, monkeypatch, capsys, name, pressed(7, times=2), *INTERRUPTED, **how
+    )
     assert "finishing this step; press Ctrl-C again to abandon it" in said
     assert f"stopped after step 3; continue with: uv run train.py --resume {run}" in said
     assert checkpoint.load(run).step == 3
@@ -408,13 +560,18 @@ NO_MEMORY = RuntimeError("[METAL] Command buffer execution failed: Insufficient 
 
 @pytest.mark.parametrize(
     ("name", "which", "step", "error"),
-    [((sampler, "rollout"), 3, 2, NO_MEMORY), ((update, "gradient"), 5, 2, MemoryError("Unable to allocate 9 GiB"))],
+    [
+        ((sampler, "rollout"), 3, 2, NO_MEMORY),
+        ((update, "gradient"), 5, 2, MemoryError("Unable to allocate 9 GiB")),
+    ],
     ids=["MLX", "numpy"],
 )
 def test_memory_that_runs_out_before_a_step_changed_anything_is_one_line_and_loses_no_step(
     tmp_path, monkeypatch, capsys, name, which, step, error
 ):
-    run, said = stopped_run(tmp_path, monkeypatch, capsys, name, failing(which, error), *FAILING, "--save-every", "4")
+    run, said = stopped_run(
+        tmp_path, monkeypatch, capsys, name, failing(which, error), *FAILING, "--save-every", "4"
+    )
     less = "--checkpoint-layers on" if name[1] == "gradient" else "--rollout-batch-size 6"
     command = f"uv run train.py --resume {run} {less}"
     assert said.endswith(f"error: {error}; saved after step {step}, continue with: {command}\n")
@@ -434,14 +591,20 @@ WATCHDOG += "(0000000e:kIOGPUCommandBufferCallbackErrorImpactingInteractivity)."
         ((update, "gradient"), 5, "--train-token-budget 256"),  # half was tried
     ],
 )
-def test_what_macos_stopped_is_told_with_the_flag_of_its_phase_halved(tmp_path, monkeypatch, capsys, name, which, less):
+def test_what_macos_stopped_is_told_with_the_flag_of_its_phase_halved(
+    tmp_path, monkeypatch, capsys, name, which, less
+):
     error = RuntimeError(WATCHDOG)
     flags = [*FAILING, "--train-token-budget", "1024", "--save-every", "4"]
     run, said = stopped_run(tmp_path, monkeypatch, capsys, name, failing(which, error), *flags)
-    assert said.endswith(f"saved after step 2, continue with: uv run train.py --resume {run} {less}\n")
+    assert said.endswith(
+        f"saved after step 2, continue with: uv run train.py --resume {run} {less}\n"
+    )
 
 
-def test_an_evaluation_that_macos_stopped_names_the_rows_that_are_decoded_at_once(tmp_path, monkeypatch, capsys):
+def test_an_evaluation_that_macos_stopped_names_the_rows_that_are_decoded_at_once(
+    tmp_path, monkeypatch, capsys
+):
     flags = ["--steps", "2", "--eval-every", "2", "--eval-limit", "10"]
     happens = failing(1, RuntimeError(WATCHDOG))
     _, said = stopped_run(tmp_path, monkeypatch, capsys, (evaluate, "answered"), happens, *flags)
@@ -449,7 +612,9 @@ def test_an_evaluation_that_macos_stopped_names_the_rows_that_are_decoded_at_onc
 
 
 @pytest.mark.slow
-def test_an_update_that_macos_stopped_once_learns_again_with_half_of_its_token_budget(tmp_path, monkeypatch, capsys):
+def test_an_update_that_macos_stopped_once_learns_again_with_half_of_its_token_budget(
+    tmp_path, monkeypatch, capsys
+):
     flags = [*SMALL, "--steps", "2", "--eval-every", "0"]
     train.main([*flags, "--train-token-budget", "128", "--run-dir", str(tmp_path / "half")])
     original, calls = update.compute_gradient, []
@@ -464,7 +629,9 @@ def test_an_update_that_macos_stopped_once_learns_again_with_half_of_its_token_b
     train.main([*flags, "--train-token-budget", "256", "--run-dir", str(tmp_path / "run")])
     assert "going on with --train-token-budget 128" in capsys.readouterr().err
     ours, theirs = (checkpoint.load(tmp_path / name) for name in ("run", "half"))
-    assert all(mx.array_equal(ours.trainable[key], theirs.trainable[key]) for key in theirs.trainable)
+    assert all(
+        mx.array_equal(ours.trainable[key], theirs.trainable[key]) for key in theirs.trainable
+    )
 
 
 def test_an_update_without_memory_learns_as_if_the_run_had_begun_with_half_of_its_token_budget(
@@ -483,15 +650,25 @@ def test_an_update_without_memory_learns_as_if_the_run_had_begun_with_half_of_it
 
     monkeypatch.setattr(update, "compute_gradient", failing)
     train.main([*flags, "--train-token-budget", "256", "--run-dir", str(tmp_path / "run")])
-    assert "update: out of memory, going on with --train-token-budget 128" in capsys.readouterr().err
+    assert (
+        "update: out of memory, going on with --train-token-budget 128" in capsys.readouterr().err
+    )
     assert calls[2] > calls[0]  # batches
     ours, theirs = (checkpoint.load(tmp_path / name) for name in ("run", "half"))
     for mine, other in ((ours.trainable, theirs.trainable), (ours.optimizer, theirs.optimizer)):
-        assert mine.keys() == other.keys() and all(mx.array_equal(mine[name], other[name]) for name in mine)
-    assert ours.extra | {"least_budget": 0, "settings": 0} == theirs.extra | {"least_budget": 0, "settings": 0}
+        assert mine.keys() == other.keys() and all(
+            mx.array_equal(mine[name], other[name]) for name in mine
+        )
+    assert ours.extra | {"least_budget": 0, "settings": 0} == theirs.extra | {
+        "least_budget": 0,
+        "settings": 0,
+    }
     assert ours.extra["least_budget"] == ours.extra["settings"]["train_token_budget"] == 128
     mine, other = (untimed(tmp_path / name / "metrics.jsonl") for name in ("run", "half"))
-    assert all(a["forwards_per_completion"] == b["forwards_per_completion"] for a, b in zip(mine, other, strict=True))
+    assert all(
+        a["forwards_per_completion"] == b["forwards_per_completion"]
+        for a, b in zip(mine, other, strict=True)
+    )
     train.main(["--resume", str(tmp_path / "run"), "--steps", "4"])
     assert checkpoint.load(tmp_path / "run").extra["settings"]["train_token_budget"] == 128
 
@@ -500,21 +677,31 @@ def test_an_update_of_all_weights_without_memory_after_a_change_ends_at_the_newe
     tmp_path, monkeypatch, capsys
 ):
     flags = [*FAILING, "--save-every", "1", "--lora-rank", "0"]
-    run, said = stopped_run(tmp_path, monkeypatch, capsys, (update, "gradient"), failing(6, NO_MEMORY), *flags)
-    assert "error: memory ran out while the weights changed; step 3 is lost; step-000002 is intact, " in said
+    run, said = stopped_run(
+        tmp_path, monkeypatch, capsys, (update, "gradient"), failing(6, NO_MEMORY), *flags
+    )
+    assert (
+        "error: memory ran out while the weights changed; step 3 is lost; step-000002 is intact, "
+        in said
+    )
     assert checkpoint.load(run).step == 2
 
 
 @pytest.mark.parametrize(
     ("error", "said"),
-    [(NO_MEMORY, "nothing was saved in {}, "), (OSError(28, "full"), "nothing was saved in {}, free some space and ")],
+    [
+        (NO_MEMORY, "nothing was saved in {}, "),
+        (OSError(28, "full"), "nothing was saved in {}, free some space and "),
+    ],
     ids=["memory", "disk"],
 )
 def test_a_run_that_fails_before_anything_was_saved_is_told_how_to_begin_again(
     tmp_path, monkeypatch, capsys, error, said
 ):
     flags = [*FAILING, "--save-every", "1"]
-    run, line = stopped_run(tmp_path, monkeypatch, capsys, (checkpoint, "save"), failing(1, error), *flags)
+    run, line = stopped_run(
+        tmp_path, monkeypatch, capsys, (checkpoint, "save"), failing(1, error), *flags
+    )
     less = " --train-token-budget 512" if error is NO_MEMORY else ""
     proposed = f"uv run train.py --config {run}/config.yaml"
     assert line.endswith(f"{said.format(run)}start over with: {proposed}{less}\n")
@@ -522,8 +709,12 @@ def test_a_run_that_fails_before_anything_was_saved_is_told_how_to_begin_again(
         train.main(["--resume", str(run)])
     assert exit_.value.code == 2
     told = capsys.readouterr().err
-    assert told == f"error: --resume {run}: it has no intact checkpoint; start over with: {proposed}\n"
-    train.main([*f"{proposed}{less}".split()[3:], "--steps", "1", "--run-dir", str(tmp_path / "again")])
+    assert (
+        told == f"error: --resume {run}: it has no intact checkpoint; start over with: {proposed}\n"
+    )
+    train.main(
+        [*f"{proposed}{less}".split()[3:], "--steps", "1", "--run-dir", str(tmp_path / "again")]
+    )
     assert checkpoint.load(tmp_path / "again").step == 1
 
 
@@ -561,7 +752,9 @@ def test_ctrl_c_while_the_model_loads_leaves_no_run(tmp_path, monkeypatch):
             patch.setattr(owner, name, lambda *_, **__: signal.raise_signal(signal.SIGINT))
             train.main([*SMALL, "--run-dir", str(tmp_path / "run")])
         assert not list(tmp_path.rglob("*.*"))
-    train.main([*SMALL, "--steps", "1", "--eval-every", "0", "--run-dir", str(tmp_path / "run")])  # its name is free
+    train.main(
+        [*SMALL, "--steps", "1", "--eval-every", "0", "--run-dir", str(tmp_path / "run")]
+    )  # its name is free
 
 
 def test_a_recorded_completion_has_what_was_known_of_its_tokens_and_of_its_problem(tmp_path):
@@ -570,7 +763,10 @@ def test_a_recorded_completion_has_what_was_known_of_its_tokens_and_of_its_probl
     drawn = [one._replace(example=one.example | {"category": "sums"}) for one in samples]
     for one, record in zip(drawn, completion_records(1, drawn), strict=True):
         assert (record["group"], record["category"]) == (one.group, "sums")
-    drawn[0].example["answer"], drawn[4].example["answer"] = {"sum": float("nan")}, None  # as a user's data may have it
+    drawn[0].example["answer"], drawn[4].example["answer"] = (
+        {"sum": float("nan")},
+        None,
+    )  # as a user's data may have it
     answers = [record["answer"] for record in completion_records(1, drawn)]
     assert (answers[0], answers[4]) == ("{'sum': nan}", None)
 
@@ -589,14 +785,26 @@ UNMEASURED = {
     "without a judge": (
         ("--reward-weights", "rubric=0"),
         {"grad_norm", "update/kl"}  # as no group has a signal
-        | {"kl", "judge/crit_eval_s", "judge/unparsed", "judge/unparsed_frac", "judge/mass", "judge/cached"},
+        | {
+            "kl",
+            "judge/crit_eval_s",
+            "judge/unparsed",
+            "judge/unparsed_frac",
+            "judge/mass",
+            "judge/cached",
+        },
     ),
     "without a clip": (("--loss-type", "sapo", "--beta", "0.1"), {"clip_frac"}),
     "with nothing trained": (
         ("--max-tokens", "1", "--truncated", "mask", "--beta", "0.1"),
         {"loss", "grad_norm", "pad_frac", "kl", "entropy", "clip_frac", "update/tok_s", "update/kl"}
         | {"mismatch/logprob_abs_mean"}
-        | {"mismatch/logprob_abs_max", "mismatch/ratio_mean", "mismatch/ratio_max", "mismatch/over_cap_frac"},
+        | {
+            "mismatch/logprob_abs_max",
+            "mismatch/ratio_mean",
+            "mismatch/ratio_max",
+            "mismatch/over_cap_frac",
+        },
     ),
 }
 
@@ -607,7 +815,10 @@ def test_what_nobody_measured_is_null_and_everything_else_a_number(tmp_path, cas
     run = make_run(tmp_path, "--steps", "1", "--eval-every", "0", *flags)
     list(train.train(run))
     (metrics,) = run.journal.metrics.read()
-    assert {name for name, value in metrics.items() if value is None} == unmeasured | {"distill/kl", "teacher/s"}
+    assert {name for name, value in metrics.items() if value is None} == unmeasured | {
+        "distill/kl",
+        "teacher/s",
+    }
     assert ("loss nan" in capsys.readouterr().out) == ("loss" in unmeasured)
 
 
@@ -615,6 +826,17 @@ def test_the_first_checkpoint_comes_after_five_minutes_and_then_as_set(tmp_path)
     run, seconds = make_run(tmp_path, "--steps", "6", "--save-every", "5", "--eval-every", "6"), 0
     run.begun, run.clock_now, at = 0, lambda: seconds, []
     for figures in train.train(run):
-        at.append((figures["step"], [int(path.name[-6:]) for path in checkpoint.saved_checkpoints(tmp_path)]))
+        at.append(
+            (
+                figures["step"],
+                [int(path.name[-6:]) for path in checkpoint.saved_checkpoints(tmp_path)],
+            )
+        )
         seconds += 140
-    assert at[:5] == [(1, [0]), (2, [0]), (3, [0]), (4, [0, 4]), (5, [0, 4, 5])]  # step 0 is the best so far
+    assert at[:5] == [
+        (1, [0]),
+        (2, [0]),
+        (3, [0]),
+        (4, [0, 4]),
+        (5, [0, 4, 5]),
+    ]  # step 0 is the best so far

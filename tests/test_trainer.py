@@ -35,13 +35,25 @@ def ids_of(run):
 
 def plain(tokens, objective):
     """A loss of this module."""
-    return grpo.Loss(-(tokens.advantages * tokens.logprobs * tokens.mask).sum() / tokens.num_items, {})
+    return grpo.Loss(
+        -(tokens.advantages * tokens.logprobs * tokens.mask).sum() / tokens.num_items, {}
+    )
 
 
 @pytest.mark.slow
 def test_a_run_from_python_is_the_commands_run_and_can_be_left_and_gone_on_with(tmp_path, capsys):
     flags = "--model demo --task demo --batch 3 --groups 4 --max-tokens 12 --eval-limit 16 --judge-chunk-size 64"
-    train.main([*flags.split(), "--eval-every", "0", "--steps", "3", "--run-dir", str(tmp_path / "command")])
+    train.main(
+        [
+            *flags.split(),
+            "--eval-every",
+            "0",
+            "--steps",
+            "3",
+            "--run-dir",
+            str(tmp_path / "command"),
+        ]
+    )
     trainer = Trainer.start(task="demo", steps=3, run_dir=str(tmp_path / "python"), **QUICK)
     for figures in trainer.steps():
         assert figures["step"] == 1 and figures["reward/mean"] is not None
@@ -51,10 +63,15 @@ def test_a_run_from_python_is_the_commands_run_and_can_be_left_and_gone_on_with(
     with pytest.raises(KeyboardInterrupt):
         for _ in trainer.steps():
             signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) == before and "saved after step 2" in capsys.readouterr().out
+    assert (
+        signal.getsignal(signal.SIGINT) == before
+        and "saved after step 2" in capsys.readouterr().out
+    )
     begun = base.make_run_spec({}, resume=str(trainer.dir))
     trainer = Trainer(begun)
-    assert begun.state.trainable == begun.state.optimizer == {}  # a second copy of the masters, for the whole run
+    assert (
+        begun.state.trainable == begun.state.optimizer == {}
+    )  # a second copy of the masters, for the whole run
     assert [figures["step"] for figures in trainer.steps()] == [3]
     assert f"page: {trainer.dir / 'report.html'}" in capsys.readouterr().out
     assert ids_of(tmp_path / "command") == ids_of(tmp_path / "python")
@@ -68,7 +85,11 @@ def test_a_run_from_python_is_the_commands_run_and_can_be_left_and_gone_on_with(
     led = trainer.sample([[*trainer.run.shared_messages, *asked]], temp=0)
     assert trainer.sample(["What is two plus three?"], temp=0) == led != [[greedy]]
     assert trainer.sample([asked], temp=0) == trainer.sample(asked, temp=0) == [[greedy]]
-    for prompt, how, words in (("a", {"n": 0}, "n is 0"), ("a", {"temp": -1}, "temp -1"), ("a " * 999, {}, "context")):
+    for prompt, how, words in (
+        ("a", {"n": 0}, "n is 0"),
+        ("a", {"temp": -1}, "temp -1"),
+        ("a " * 999, {}, "context"),
+    ):
         assert words in message_of(trainer.sample, prompt, **how)
     trainer.run.toolbox = object()
     assert "answers in turns" in message_of(trainer.sample, "a")
@@ -79,7 +100,14 @@ def test_a_run_from_python_is_the_commands_run_and_can_be_left_and_gone_on_with(
 @pytest.mark.slow
 def test_functions_and_rows_of_a_program_are_found_again_by_a_resumed_run(tmp_path):
     rows = [{"prompt": f"What is {word} plus one?"} for word in ("one", "two", "six")]
-    settings = dict(task="values", data=rows, reward=[short_answers], reward_weights=[2], loss_type=plain, steps=1)
+    settings = dict(
+        task="values",
+        data=rows,
+        reward=[short_answers],
+        reward_weights=[2],
+        loss_type=plain,
+        steps=1,
+    )
     trainer = Trainer.start(run_dir=str(tmp_path / "run"), **settings, **QUICK)
     assert trainer.config.data.reward == [f"{__file__}:short_answers"]  # which any program finds
     assert trainer.config.objective.loss_type == f"{__file__}:plain"
@@ -95,9 +123,15 @@ def test_the_notebook_trains_plots_changes_the_loss_and_goes_on(tmp_path):
     shown = json.loads((ROOT / "examples" / "notebook.ipynb").read_text())
     cells = ["".join(cell["source"]) for cell in shown["cells"] if cell["cell_type"] == "code"]
     code = "\n".join(cells).replace("groups=8", "groups=4").replace("eval_limit=64", "eval_limit=8")
-    code = code.replace("steps=10", "steps=2").replace("eval_every=10", "eval_every=2").replace("steps=5", "steps=1")
+    code = (
+        code.replace("steps=10", "steps=2")
+        .replace("eval_every=10", "eval_every=2")
+        .replace("steps=5", "steps=1")
+    )
     program = "import sys; sys.path.insert(0, sys.argv[1])\nexec(compile(sys.stdin.read(), 'notebook', 'exec'))"
-    code += "\nassert len(rewards) == 3 and second.config.objective.loss_type == '__main__:reinforce'"
+    code += (
+        "\nassert len(rewards) == 3 and second.config.objective.loss_type == '__main__:reinforce'"
+    )
     done = command("-c", program, ROOT, environment={"MPLBACKEND": "Agg"}, input=code, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert len(list((tmp_path / "runs").iterdir())) == 2
@@ -110,20 +144,36 @@ def test_functions_without_a_name_are_kept_and_missed_where_they_are_not(tmp_pat
     assert [functions.load_function("--reward", spec)[1] for spec in specs] == nameless
     monkeypatch.delitem(sys.modules, functions.NAMELESS)  # as in another process
     for spec in (specs[0], "__main__:gone"):
-        assert "only the program that began the run has it" in message_of(functions.load_function, "--reward", spec)
-        run = SimpleNamespace(config=SimpleNamespace(to_flags=lambda spec=spec: {"reward": [spec]}), dir=tmp_path)
+        assert "only the program that began the run has it" in message_of(
+            functions.load_function, "--reward", spec
+        )
+        run = SimpleNamespace(
+            config=SimpleNamespace(to_flags=lambda spec=spec: {"reward": [spec]}), dir=tmp_path
+        )
         (tmp_path / "checkpoints" / "step-000001").mkdir(parents=True, exist_ok=True)
-        assert base._resume_command(run, KeyError()) == f"continue in this program with: Trainer.resume({str(tmp_path)!r})"
-    assert functions.load_function("--reward", functions.spec_of(short_answers)) == ("short_answers", short_answers)
+        assert (
+            base._resume_command(run, KeyError())
+            == f"continue in this program with: Trainer.resume({str(tmp_path)!r})"
+        )
+    assert functions.load_function("--reward", functions.spec_of(short_answers)) == (
+        "short_answers",
+        short_answers,
+    )
 
 
 def test_a_program_s_own_functions_are_known_by_their_text_and_by_no_command(tmp_path, monkeypatch):
-    config, task, seen = Config.from_flags(reward=["__main__:short"]), SimpleNamespace(problems=None, train=[], held_out=[]), []
+    config, task, seen = (
+        Config.from_flags(reward=["__main__:short"]),
+        SimpleNamespace(problems=None, train=[], held_out=[]),
+        [],
+    )
     task.rubric = task.witness = None
     for fn in (short_answers, ids_of, len):
         monkeypatch.setattr(sys.modules["__main__"], "short", fn, raising=False)
         seen.append(runs.digest_sources(config, task))
-    assert seen[0]["__main__:short"] != seen[1]["__main__:short"] and len(seen[2]) == 1  # len's is not known
+    assert (
+        seen[0]["__main__:short"] != seen[1]["__main__:short"] and len(seen[2]) == 1
+    )  # len's is not known
     assert "uv run" not in verdict.verdict_lines(None, config.to_flags(), tmp_path)[1]
     assert "--out" not in verdict.verdict_lines(None, {"loss_type": "sft"}, tmp_path)[1]
 
@@ -132,14 +182,20 @@ def test_rows_are_kept_by_what_they_hold_and_refused_where_json_has_no_word(tmp_
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     rows = [{"prompt": "Grüße", "answer": "1"}]
     kept, notes = data.cache_rows(rows)
-    assert notes == [] and data.cache_rows(iter(rows)) == (kept, []) and data.load_data(kept) == rows
+    assert (
+        notes == [] and data.cache_rows(iter(rows)) == (kept, []) and data.load_data(kept) == rows
+    )
     assert "row 2, {'prompt': <object" in message_of(data.cache_rows, [*rows, {"prompt": object()}])
 
 
-def test_a_mistake_from_python_is_an_error_of_one_line_and_leaves_no_directory(tmp_path, monkeypatch):
+def test_a_mistake_from_python_is_an_error_of_one_line_and_leaves_no_directory(
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     wrong = {"model": None}, {"data": None}, {"task": "demoo"}, {"steps": 0}, {"stepps": 3}
-    for settings, words in zip(wrong, "--model is None,--data is None,demoo,--steps,stepps".split(","), strict=True):
+    for settings, words in zip(
+        wrong, "--model is None,--data is None,demoo,--steps,stepps".split(","), strict=True
+    ):
         assert words in message_of(Trainer.start, **{"model": "demo", "task": "demo"} | settings)
     with pytest.raises(ImportError, match="from train import Trainer"):
         base.Trainer.start(model="demo", task="demo")
@@ -150,13 +206,22 @@ def test_a_mistake_from_python_is_an_error_of_one_line_and_leaves_no_directory(t
 def test_a_long_run_without_signal_ends_and_goes_on_when_told_to(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(preflight, "TRY_STEPS", 1)
     monkeypatch.setattr(preflight, "LONG", 0.0)
-    (tmp_path / "mine.py").write_text("def zero(completions, **columns):\n    return [0.0 for _ in completions]\n")
+    (tmp_path / "mine.py").write_text(
+        "def zero(completions, **columns):\n    return [0.0 for _ in completions]\n"
+    )
     flags = f"--model demo --batch 2 --groups 4 --max-tokens 4 --task demo --reward {tmp_path}/mine.py:zero".split()
-    flags += [*"--reward-weights zero=1 --steps 2 --eval-every 0 --run-dir".split(), str(tmp_path / "run")]
+    flags += [
+        *"--reward-weights zero=1 --steps 2 --eval-every 0 --run-dir".split(),
+        str(tmp_path / "run"),
+    ]
     with pytest.raises(SystemExit) as ended:
         train.main(flags)
     said = capsys.readouterr().err
-    assert ended.value.code == 2 and "every answer earns 0" in said and f"--resume {tmp_path}/run" in said
+    assert (
+        ended.value.code == 2
+        and "every answer earns 0" in said
+        and f"--resume {tmp_path}/run" in said
+    )
     train.main(["--resume", str(tmp_path / "run")])
     assert "step 2/2" in capsys.readouterr().out
     train.main([*flags[:-1], str(tmp_path / "told"), "--no-look"])
@@ -180,10 +245,16 @@ def test_seeds_train_one_after_another_into_one_directory_and_go_on(tmp_path, ca
     capsys.readouterr()
     with pytest.raises(SystemExit):
         train.main([*flags, "--beta", "0.1", "--seeds", "6", "--seed", "6", "--run-dir", str(home)])
-    assert capsys.readouterr().err == f"error: {home}/seed-4 has --beta 0.0, not 0.1; give another --run-dir\n"
+    assert (
+        capsys.readouterr().err
+        == f"error: {home}/seed-4 has --beta 0.0, not 0.1; give another --run-dir\n"
+    )
     with pytest.raises(SystemExit):
         train.main(["--resume", str(home)])
-    assert f"--resume {home}: it holds a run for each seed; name one, as seed-0" in capsys.readouterr().err
+    assert (
+        f"--resume {home}: it holds a run for each seed; name one, as seed-0"
+        in capsys.readouterr().err
+    )
     with pytest.raises(SystemExit):
         train.main([*flags, "--seeds", "2", "--run-dir", str(tmp_path / "alone")])
     assert "alone is one run; give --seeds another directory" in capsys.readouterr().err

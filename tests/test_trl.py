@@ -19,7 +19,19 @@ import oracle
 import pytest
 from extras import why
 from mlx.utils import tree_flatten
-from test_grpo import BOUNDS, CASE, CLIPS, FROZEN, FROZEN_CASE, KLS, LEVELS, LOSSES, WIDE, array, ours
+from test_grpo import (
+    BOUNDS,
+    CASE,
+    CLIPS,
+    FROZEN,
+    FROZEN_CASE,
+    KLS,
+    LEVELS,
+    LOSSES,
+    WIDE,
+    array,
+    ours,
+)
 
 import flags
 import gwen
@@ -87,7 +99,11 @@ def inputs(case, **settings):
 def theirs(case, **settings):
     """TRL's loss of the case and its gradient, in float64."""
     self, new = trainer(case, **settings), torch.tensor(case.new, requires_grad=True)
-    self._get_per_token_logps_and_entropies = lambda *_, **__: (new, torch.zeros(case.new.shape), None)
+    self._get_per_token_logps_and_entropies = lambda *_, **__: (
+        new,
+        torch.zeros(case.new.shape),
+        None,
+    )
     loss = trl.GRPOTrainer._compute_loss(self, None, inputs(case, **settings))
     loss.backward()
     return loss.item(), new.grad.numpy()
@@ -96,21 +112,30 @@ def theirs(case, **settings):
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("level", LEVELS)
 def test_loss_and_gradient_equal_trl_s(loss, level):
-    for case, bounds, kl in itertools.product((CASE, WIDE, FROZEN_CASE), BOUNDS.get(loss, CLIPS), KLS):
+    for case, bounds, kl in itertools.product(
+        (CASE, WIDE, FROZEN_CASE), BOUNDS.get(loss, CLIPS), KLS
+    ):
         settings = {"loss_type": loss, "importance_sampling_level": level} | bounds | kl
         expected, gradient = theirs(case, **settings)
-        value, grad = mx.value_and_grad(lambda new, c=case, s=settings: ours(c, new, **s))(array(case.new))
+        value, grad = mx.value_and_grad(lambda new, c=case, s=settings: ours(c, new, **s))(
+            array(case.new)
+        )
         assert value.item() == pytest.approx(expected, abs=1e-6), settings
         np.testing.assert_allclose(np.array(grad), gradient, atol=1e-6, err_msg=str(settings))
 
 
 @pytest.mark.parametrize(
-    "bounds", [{"epsilon": 0.0}, {"epsilon_high": 0.0}, {"epsilon": 0.0, "epsilon_high": 0.0}], ids=str
+    "bounds",
+    [{"epsilon": 0.0}, {"epsilon_high": 0.0}, {"epsilon": 0.0, "epsilon_high": 0.0}],
+    ids=str,
 )
 @pytest.mark.parametrize("level", LEVELS)
 def test_on_policy_the_gradient_at_a_border_of_the_range_is_twice_trl_s(level, bounds):
     """PyTorch divides a minimum's gradient between equal sides, and its clamp has none there."""
-    case, settings = CASE._replace(old=CASE.new), {"loss_type": "dapo", "importance_sampling_level": level} | bounds
+    case, settings = (
+        CASE._replace(old=CASE.new),
+        {"loss_type": "dapo", "importance_sampling_level": level} | bounds,
+    )
     expected, gradient = theirs(case, **settings)
     value, grad = mx.value_and_grad(lambda new: ours(case, new, **settings))(array(case.new))
     assert value.item() == pytest.approx(expected, abs=1e-6) and np.abs(gradient).max() > 0.01
@@ -126,7 +151,11 @@ def test_the_frozen_cases_are_trl_s(settings, expected, gradient):
 
 @pytest.mark.parametrize(
     "settings",
-    [{"loss_type": "dapo"}, {"loss_type": "grpo", "importance_sampling_level": "sequence"}, {"loss_type": "sapo"}],
+    [
+        {"loss_type": "dapo"},
+        {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+        {"loss_type": "sapo"},
+    ],
     ids=str,
 )
 def test_loss_and_gradient_of_a_whole_model_equal_trl_s(checkpoints, settings):
@@ -158,11 +187,15 @@ def test_loss_and_gradient_of_a_whole_model_equal_trl_s(checkpoints, settings):
     value, grads = nn.value_and_grad(model, loss_of)(model)
     ours = hub.unfuse_weights(dict(tree_flatten(grads)), model.config)
 
-    torch_model = transformers.AutoModelForCausalLM.from_pretrained(checkpoints["qwen3"], dtype=torch.float32).train()
+    torch_model = transformers.AutoModelForCausalLM.from_pretrained(
+        checkpoints["qwen3"], dtype=torch.float32
+    ).train()
     self = trainer(case, **settings)
-    trl.trainer.utils.add_fused_lm_head(torch_model, temperature=0.8, outputs=("log_probs", "entropy"))
-    self._get_per_token_logps_and_entropies = lambda *args, **named: trl.GRPOTrainer._get_per_token_logps_and_entropies(
-        self, *args, **named
+    trl.trainer.utils.add_fused_lm_head(
+        torch_model, temperature=0.8, outputs=("log_probs", "entropy")
+    )
+    self._get_per_token_logps_and_entropies = lambda *args, **named: (
+        trl.GRPOTrainer._get_per_token_logps_and_entropies(self, *args, **named)
     )
     width = max(map(len, prompts))
     given = inputs(case) | {
@@ -183,6 +216,9 @@ def test_loss_and_gradient_of_a_whole_model_equal_trl_s(checkpoints, settings):
 def test_every_name_of_a_grpo_config_and_of_the_trainer_is_in_the_table_and_no_other():
     table, own = flags.load_foreign_names(), set(trl.GRPOConfig.__annotations__)
     assert table["GRPOConfig"].keys() == own
-    assert table["TrainingArguments"].keys() == {field.name for field in dataclasses.fields(trl.GRPOConfig)} - own
+    assert (
+        table["TrainingArguments"].keys()
+        == {field.name for field in dataclasses.fields(trl.GRPOConfig)} - own
+    )
     assert table["GRPOTrainer"].keys() == set(inspect.signature(trl.GRPOTrainer).parameters)
     assert table["SFTConfig"].keys() == set(trl.SFTConfig.__annotations__) - own

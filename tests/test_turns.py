@@ -43,7 +43,10 @@ class World:
     def plan(self, row):
         """What the row is told after each of its turns."""
         rng = random.Random(self.seed * 1000 + row)
-        told = [[rng.randrange(20, 300) for _ in range(rng.randrange(1, 30))] for _ in range(rng.randrange(6))]
+        told = [
+            [rng.randrange(20, 300) for _ in range(rng.randrange(1, 30))]
+            for _ in range(rng.randrange(6))
+        ]
         return told, [rng.random() * self.delay for _ in told]
 
     def begin(self, rows):
@@ -75,7 +78,13 @@ class World:
         return found
 
 
-PROMPTS = [[5, 9, 2, 40, 41], [7, 1, 1, 8, 30, 4, 4, 2], [5, 9, 2, 40, 41], [11], [40, 41, 42, 43, 44, 45]]
+PROMPTS = [
+    [5, 9, 2, 40, 41],
+    [7, 1, 1, 8, 30, 4, 4, 2],
+    [5, 9, 2, 40, 41],
+    [11],
+    [40, 41, 42, 43, 44, 45],
+]
 
 
 def roll(model, world, batch_size=64, share=None, group_size=4, max_tokens=40, key=5):
@@ -138,7 +147,10 @@ def largest_rounding(model, prompts, rollout, num_draws=3):
     exact = all_logprobs()
     largest = 0.0
     for _ in range(num_draws):
-        signs = {name: mx.array(rng.choice([-1.0, 1.0], array.shape), mx.float32) for name, array in weights.items()}
+        signs = {
+            name: mx.array(rng.choice([-1.0, 1.0], array.shape), mx.float32)
+            for name, array in weights.items()
+        }
         moved = [(name, array * (1 + ROUNDINGS * signs[name])) for name, array in weights.items()]
         model.update(tree_unflatten(moved))
         largest = max(largest, float(np.abs(all_logprobs() - exact).max()))
@@ -150,7 +162,9 @@ def may_draw(token, logits, uniforms, params, tolerance):
     """Whether a token is drawn from logits (V,) with four uniforms, or would be if a border moved by the tolerance."""
     shifts = mx.array(list(itertools.product((0.0, -tolerance, tolerance), repeat=4)))
     draws = mx.clip(uniforms + shifts, 0.0, 1.0)
-    tokens, _, _ = sampler.choose_token(mx.broadcast_to(logits, (len(draws), len(logits))), draws, params)
+    tokens, _, _ = sampler.choose_token(
+        mx.broadcast_to(logits, (len(draws), len(logits))), draws, params
+    )
     return token in tokens.tolist()
 
 
@@ -163,10 +177,16 @@ def check(model, world, rollout, params, key=5, group_size=4):
     for row, own in enumerate(rollout.ids):
         prompt = prompts[row]
         ids, places, reason = replayed(row, prompt, own, world, params)
-        assert (rollout.sequences[row], rollout.places[row], rollout.finish_reasons[row]) == (ids, places, reason)
+        assert (rollout.sequences[row], rollout.places[row], rollout.finish_reasons[row]) == (
+            ids,
+            places,
+            reason,
+        )
 
         expected = np.array(logprobs_at(logits[row], prompt, places, own))
-        np.testing.assert_allclose(np.array(rollout.logprobs)[row, : len(own)], expected, rtol=0, atol=tolerance)
+        np.testing.assert_allclose(
+            np.array(rollout.logprobs)[row, : len(own)], expected, rtol=0, atol=tolerance
+        )
 
         uniforms = mx.array(sampler.uniforms(key, [row], params.max_tokens)[0, : len(own)])
         drawn_from = logits[row][mx.array(places) + len(prompt) - 1]
@@ -180,7 +200,9 @@ SLOTS = [(True, 32, 20), (True, 7, 4), (False, 7, 4)]  # share, batch size, grou
 LATE = [pytest.param(0.05, *one, marks=pytest.mark.slow) for one in (*SLOTS[1:], (True, 1, 1))]
 
 
-@pytest.mark.parametrize(("delay", "share", "batch_size", "group_size"), [*((0.0, *one) for one in SLOTS), *LATE])
+@pytest.mark.parametrize(
+    ("delay", "share", "batch_size", "group_size"), [*((0.0, *one) for one in SLOTS), *LATE]
+)
 def test_conversations_draw_what_the_whole_of_each_says_for_each_token(
     model, monkeypatch, delay, share, batch_size, group_size
 ):
@@ -190,7 +212,9 @@ def test_conversations_draw_what_the_whole_of_each_says_for_each_token(
     params, rollout = roll(model, world, batch_size, share, group_size)
     check(model, world, rollout, params, group_size=group_size)
     if group_size > 1:
-        assert set(rollout.finish_reasons) == {"stop", "length", "context"} and {0, 1, 2} <= set(world.turns.values())
+        assert set(rollout.finish_reasons) == {"stop", "length", "context"} and {0, 1, 2} <= set(
+            world.turns.values()
+        )
 
 
 class Silent(World):
@@ -203,7 +227,10 @@ def test_rows_that_are_told_nothing_draw_what_rows_without_turns_draw(model, bat
     _, rollout = roll(model, Silent(0), batch_size)
     params = sampler.SamplingParams(max_tokens=40, eos_ids=EOS)
     plain = sampler.rollout(model, PROMPTS, params, group_size=4, key=5)
-    assert rollout.ids == plain.ids == rollout.sequences and rollout.finish_reasons == plain.finish_reasons
+    assert (
+        rollout.ids == plain.ids == rollout.sequences
+        and rollout.finish_reasons == plain.finish_reasons
+    )
 
 
 def test_no_position_is_computed_twice_and_few_slots_draw_what_nobody_reads(model, monkeypatch):
@@ -211,9 +238,14 @@ def test_no_position_is_computed_twice_and_few_slots_draw_what_nobody_reads(mode
     prefilled, drawn = [], []
     hidden = model.hidden
     monkeypatch.setattr(
-        sampler.gwen, "decode_step", lambda _: lambda tokens, cache: drawn.append(len(tokens)) or hidden(tokens, cache)
+        sampler.gwen,
+        "decode_step",
+        lambda _: lambda tokens, cache: drawn.append(len(tokens)) or hidden(tokens, cache),
     )
-    noted = lambda _, tokens, *rest: prefilled.append(int((tokens > 0).sum())) or hidden(tokens, *rest)  # noqa: E731
+
+    def noted(_, tokens, *rest):
+        return prefilled.append(int((tokens > 0).sum())) or hidden(tokens, *rest)
+
     monkeypatch.setattr(gwen.Model, "hidden", noted)
     _, rollout = roll(model, World(seed=4), group_size=13, batch_size=64, share=True)
     told = sum(len(ids) for ids in rollout.sequences) - rollout.lengths.sum()
@@ -242,7 +274,9 @@ def test_the_gradient_of_turns_is_a_fresh_forward_pass_s_and_a_step_does_what_it
     lora.apply(model, 4, 8.0)
     rng = np.random.default_rng(0)
     start = dict(tree_flatten(model.trainable_parameters()))
-    moved = [(name, a + mx.array(rng.normal(0, 0.02, a.shape), mx.float32)) for name, a in start.items()]
+    moved = [
+        (name, a + mx.array(rng.normal(0, 0.02, a.shape), mx.float32)) for name, a in start.items()
+    ]
     model.update(tree_unflatten(moved))  # adapters are no longer the identity
     config = Config.from_flags(batch=5, groups=6, max_tokens=40, learning_rate=0.2, target_kl=0.0)
     learner = update.Learner(model, config, StepLoss(config, Sizes(64, 400, 0)))
@@ -251,7 +285,9 @@ def test_the_gradient_of_turns_is_a_fresh_forward_pass_s_and_a_step_does_what_it
     fields = generation.rollout_fields(rollout)
     asked = step_sample.new_samples([{}] * 5, PROMPTS, 6)
     samples = [sample._replace(**row) for sample, row in zip(asked, fields, strict=True)]
-    low_ids = [sample._replace(reward=np.mean(np.array(sample.completion_ids) < 160)) for sample in samples]
+    low_ids = [
+        sample._replace(reward=np.mean(np.array(sample.completion_ids) < 160)) for sample in samples
+    ]
     samples = advantages.assign_advantages(config, low_ids, {})
     batches = make_batches(advantages.select_for_update(config, samples, 1), 400)
     assert len(batches) > 3
@@ -263,22 +299,36 @@ def test_the_gradient_of_turns_is_a_fresh_forward_pass_s_and_a_step_does_what_it
         total = mx.array(0.0)
         for sample in with_advantage:
             (logits,) = model(mx.array([sample.prompt + sample.response_ids]))
-            total -= sample.advantage * logprobs_at(logits, sample.prompt, sample.loss_positions, sample.completion_ids).sum()
+            total -= (
+                sample.advantage
+                * logprobs_at(
+                    logits, sample.prompt, sample.loss_positions, sample.completion_ids
+                ).sum()
+            )
         return total / num_items
 
     before, gradient = nn.value_and_grad(model, loss)(model)
     expected = dict(tree_flatten(gradient))
-    for batches_of_one_kind in (batches, make_batches(with_advantage, 100, "on"), make_batches(with_advantage, 100, "off")):
+    for batches_of_one_kind in (
+        batches,
+        make_batches(with_advantage, 100, "on"),
+        make_batches(with_advantage, 100, "off"),
+    ):
         whole = [batch._replace(num_loss_tokens=num_items) for batch in batches_of_one_kind]
         ours = dict(tree_flatten(update.compute_gradient(learner, whole)[0]))
         assert ours.keys() == expected.keys()
         for name, array in expected.items():
-            np.testing.assert_allclose(ours[name], array, rtol=0, atol=1e-3 * np.abs(array).max() + 1e-9)
+            np.testing.assert_allclose(
+                ours[name], array, rtol=0, atol=1e-3 * np.abs(array).max() + 1e-9
+            )
 
     # what earned more becomes likelier, by as much as a short step along its gradient promises
     weights = learner.trainable
     update.run_optimizer_steps(learner, batches, 1e-4)
-    promised = sum(float((expected[name] * (learner.trainable[name] - weights[name])).sum()) for name in weights)
+    promised = sum(
+        float((expected[name] * (learner.trainable[name] - weights[name])).sum())
+        for name in weights
+    )
     gained = loss(model).item() - before.item()
     assert promised < 0
     assert gained == pytest.approx(promised, rel=0.05)

@@ -25,7 +25,9 @@ def paid(name, pairs):
 @pytest.mark.parametrize("part", VALUES)
 def test_all_spellings_of_a_value_are_right_for_each_other(part):
     pairs = [pair for spellings in VALUES[part] for pair in itertools.product(spellings, spellings)]
-    assert not [pair for pair, value in zip(pairs, paid(CHOSEN[part], pairs), strict=True) if not value]
+    assert not [
+        pair for pair, value in zip(pairs, paid(CHOSEN[part], pairs), strict=True) if not value
+    ]
 
 
 @pytest.mark.parametrize("part", VALUES)
@@ -33,7 +35,9 @@ def test_no_spelling_of_a_value_is_right_for_another_value(part):
     others = []
     for spellings, other_spellings in itertools.permutations(VALUES[part], 2):
         others += itertools.product(spellings[:2], other_spellings[:2])
-    assert not [pair for pair, value in zip(others, paid(CHOSEN[part], others), strict=True) if value]
+    assert not [
+        pair for pair, value in zip(others, paid(CHOSEN[part], others), strict=True) if value
+    ]
 
 
 @pytest.mark.parametrize("part", VALUES)
@@ -47,7 +51,9 @@ def test_auto_takes_numbers_with_units_for_numbers_and_formulas_for_mathematics(
 CODES = "5B,5A,7C,10K,3D,230V,Room 5B,Gate 7 C,007,3rd,1st place,3 pm,11 a.m.,4 July,12 Mar,10:30,A4,3-2,192.168.0.1"
 
 
-@pytest.mark.parametrize("answer", [*CODES.split(","), "2024-01-02", "+49 30 1234567", "5 kg of flour or so", "x^2-1"])
+@pytest.mark.parametrize(
+    "answer", [*CODES.split(","), "2024-01-02", "+49 30 1234567", "5 kg of flour or so", "x^2-1"]
+)
 def test_a_code_a_date_and_a_polynomial_are_no_numbers(answer):
     assert not verifiers.is_number(answer)
 
@@ -90,7 +96,11 @@ def test_a_quantity_has_its_value_name_and_units():
         ("2\\sqrt{3} cm", "\\sqrt{12}\\text{ m}", 0),
         ("5 V", "The voltage is 5V.", 1),
         ("2.25", "Die Antwort ist 2,25.", 1),
-        ("\\sqrt{2}", "1.41421356", 1),  # a decimal of eight digits and more stands for an irrational number
+        (
+            "\\sqrt{2}",
+            "1.41421356",
+            1,
+        ),  # a decimal of eight digits and more stands for an irrational number
         ("\\sqrt{2}", "1.4142", 0),
         ("1/3", "0.33333333", 0),
         ("x=1", "2x+4=6", 0),  # left to be solved

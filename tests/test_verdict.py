@@ -48,13 +48,23 @@ def test_the_interval_of_shares_is_bonett_and_price_s(rose, fell, num):
 def test_the_interval_holds_the_truth_as_often_as_it_says_by_enumeration(num):
     """Every possible outcome with its multinomial chance, for truths all over; a verdict against a tie is rare."""
     outcomes = [(rose, fell) for rose in range(num + 1) for fell in range(num + 1 - rose)]
-    changes = [verdict.paired_difference(*table_of(0, rose, fell, num - rose - fell)) for rose, fell in outcomes]
+    changes = [
+        verdict.paired_difference(*table_of(0, rose, fell, num - rose - fell))
+        for rose, fell in outcomes
+    ]
     ways = [math.comb(num, rose) * math.comb(num - rose, fell) for rose, fell in outcomes]
     coverage = []
     for p, q in itertools.product((0.02, 0.1, 0.2, 0.3, 0.45), repeat=2):
-        chances = [w * p**a * q**b * (1 - p - q) ** (num - a - b) for w, (a, b) in zip(ways, outcomes, strict=True)]
+        chances = [
+            w * p**a * q**b * (1 - p - q) ** (num - a - b)
+            for w, (a, b) in zip(ways, outcomes, strict=True)
+        ]
         assert sum(chances) == pytest.approx(1)
-        within = [chance for chance, one in zip(chances, changes, strict=True) if one.low <= p - q <= one.high]
+        within = [
+            chance
+            for chance, one in zip(chances, changes, strict=True)
+            if one.low <= p - q <= one.high
+        ]
         coverage.append(sum(within))
     assert min(coverage) > 0.93 and np.mean(coverage) > 0.95
 
@@ -63,26 +73,48 @@ def test_the_interval_of_means_holds_the_truth_as_often_and_is_narrower():
     draws, num, samples = np.random.default_rng(0), 12, 8
     for p, q in itertools.product((0.02, 0.5, 0.9), repeat=2):
         ends = draws.binomial(samples, [[p] * num, [q] * num], (1000, 2, num)) / samples
-        changes = [verdict.paired_difference(*(dict(enumerate(end)) for end in both), samples=samples) for both in ends]
+        changes = [
+            verdict.paired_difference(*(dict(enumerate(end)) for end in both), samples=samples)
+            for both in ends
+        ]
         assert np.mean([one.low <= q - p <= one.high for one in changes]) > 0.92
     wide = verdict.paired_difference(*(dict(enumerate(end)) for end in ends[0]))
     assert changes[0].high - changes[0].low < 0.8 * (wide.high - wide.low)
-    assert verdict.num_readable_samples(dict(enumerate({"values": its} for its in ([1.0, None], [None], [0.0] * 3)))) == 1
+    assert (
+        verdict.num_readable_samples(
+            dict(enumerate({"values": its} for its in ([1.0, None], [None], [0.0] * 3)))
+        )
+        == 1
+    )
 
 
 def test_students_t_is_the_table_s_and_the_problems_needed_are_cohen_s():
     table = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 9: 2.262, 30: 2.042, 120: 1.980}
     assert {n: run_files.student_t(n) for n in table} == pytest.approx(table, rel=2e-3)
     # McNemar's by the normal's points: (p + q - (p - q)^2) (1.96 + 0.84)^2 / (p - q)^2, of p = 0.3 and q = 0.1
-    assert verdict.paired_difference(*table_of(0, 12_000, 4_000, 24_000)).needed == math.ceil(0.36 * 7.85 / 0.04)
+    assert verdict.paired_difference(*table_of(0, 12_000, 4_000, 24_000)).needed == math.ceil(
+        0.36 * 7.85 / 0.04
+    )
 
 
 def test_the_best_is_the_first_that_no_later_one_beats_by_more_than_noise():
-    values = {0: table_of(20, 0, 0, 44)[0], 20: table_of(20, 20, 0, 24)[1], 40: table_of(20, 23, 0, 21)[1]}
-    evals = [{"step": step, "eval/accuracy": sum(its.values()) / 64} for step, its in values.items()]
-    answers = {step: {place: {"values": [value]} for place, value in its.items()} for step, its in values.items()}
+    values = {
+        0: table_of(20, 0, 0, 44)[0],
+        20: table_of(20, 20, 0, 24)[1],
+        40: table_of(20, 23, 0, 21)[1],
+    }
+    evals = [
+        {"step": step, "eval/accuracy": sum(its.values()) / 64} for step, its in values.items()
+    ]
+    answers = {
+        step: {place: {"values": [value]} for place, value in its.items()}
+        for step, its in values.items()
+    }
     assert verdict.best_evaluation(run_of(evals, answers))["step"] == 20  # 3 of 64 more are noise
-    losses = [{"step": step, "eval/loss": loss} for step, loss in ((0, 2.0), (10, 1.9), (20, 1.95), (30, None))]
+    losses = [
+        {"step": step, "eval/loss": loss}
+        for step, loss in ((0, 2.0), (10, 1.9), (20, 1.95), (30, None))
+    ]
     assert verdict.best_evaluation(run_of(losses))["step"] == 10
     unread = run_of([{"step": 0, "eval/score": None}])
     assert (unread.figure, verdict.best_evaluation(unread)) == ("score", None)
@@ -94,12 +126,24 @@ def test_answers_that_did_not_change_seldom_have_a_word_that_rose(num):
     lines = (ROOT / "data" / "values.jsonl").read_text(encoding="utf-8").splitlines()
     said = [{"completions": [json.loads(line)["prompt"]]} for line in lines]
     rng = random.Random(num)
-    assert sum(bool(verdict.words_that_rose(*(rng.choices(said, k=num) for _ in range(2)))) for _ in range(100)) <= 15
+    assert (
+        sum(
+            bool(verdict.words_that_rose(*(rng.choices(said, k=num) for _ in range(2))))
+            for _ in range(100)
+        )
+        <= 15
+    )
 
 
 def test_words_that_rose_alike_stand_in_the_order_of_the_alphabet_in_every_process():
     before, after = ([{"completions": [text]}] * 20 for text in ("", "g f e d c b a"))
-    assert [told[:3] for told in verdict.words_that_rose(before, after)] == ['"a"', '"b"', '"c"', '"d"', '"e"']
+    assert [told[:3] for told in verdict.words_that_rose(before, after)] == [
+        '"a"',
+        '"b"',
+        '"c"',
+        '"d"',
+        '"e"',
+    ]
 
 
 # ---- runs
@@ -114,8 +158,13 @@ def answer(rng, num=12):
 def made(folder, num, before, after, figure="accuracy", settings=(), half=None, moved=None, **more):
     """A run of evaluations after 0, 20 and 40 steps. Each: (rng, prompt) -> text, value, other reward."""
     folder.mkdir()
-    rng, prompts = random.Random(1), [f"Tell me in a few words of your own about matter number {n}" for n in range(num)]
-    (folder / "config.yaml").write_text(yaml.safe_dump({"model": "demo", "steps": 40, "seed": 0, **dict(settings)}))
+    rng, prompts = (
+        random.Random(1),
+        [f"Tell me in a few words of your own about matter number {n}" for n in range(num)],
+    )
+    (folder / "config.yaml").write_text(
+        yaml.safe_dump({"model": "demo", "steps": 40, "seed": 0, **dict(settings)})
+    )
     sizes = {f"{phase}/{unit}": 9.0 for phase in ("rollout", "update") for unit in ("s", "tok_s")}
     steps = [{"step": n, "update/kl": moved} | sizes for n in range(31, 41)]
     write_log(folder / "metrics.jsonl", steps)
@@ -125,15 +174,27 @@ def made(folder, num, before, after, figure="accuracy", settings=(), half=None, 
         known = [value for _, value, *_ in said if value is not None]
         mean = sum(known) / len(known) if known else None
         ends = {name: pair[step == 40] for name, pair in more.items()}
-        records.append({"step": step, f"eval/{figure}": mean, "eval/num": num, "eval/kl": step / 100} | ends)
-        for problem, (prompt, (text, value, *more_paid)) in enumerate(zip(prompts, said, strict=True)):
-            line = {"step": step, "problem": problem, "prompt": prompt, "completions": [text], "values": [value]}
+        records.append(
+            {"step": step, f"eval/{figure}": mean, "eval/num": num, "eval/kl": step / 100} | ends
+        )
+        for problem, (prompt, (text, value, *more_paid)) in enumerate(
+            zip(prompts, said, strict=True)
+        ):
+            line = {
+                "step": step,
+                "problem": problem,
+                "prompt": prompt,
+                "completions": [text],
+                "values": [value],
+            }
             if "verifier" in dict(settings):
                 line["answer"] = KINDS[problem % 3]
             if "tools" in dict(settings):
                 calls = "<tool_call>2 * 3</tool_call>\n" * (1 + step // 4)
                 line |= {"messages": [talk(text)], "completions": [calls + text]}
-            rewards = {"mine": [value]} | ({dict(settings).get("beside", "short"): more_paid} if more_paid else {})
+            rewards = {"mine": [value]} | (
+                {dict(settings).get("beside", "short"): more_paid} if more_paid else {}
+            )
             answers.append(line | {"rewards": rewards, "reward": [sum([value or 0.0, *more_paid])]})
     write_log(folder / "eval.jsonl", records)
     write_log(folder / "eval_answers.jsonl", answers if figure != "loss" else [])
@@ -160,9 +221,16 @@ def losses(more, num=64):
 
 def talk(text):
     """A conversation that calls a tool, as records have it."""
-    call = {"type": "function", "function": {"name": "calculator", "arguments": {"expression": "2 * 3"}}}
+    call = {
+        "type": "function",
+        "function": {"name": "calculator", "arguments": {"expression": "2 * 3"}},
+    }
     asked = {"role": "assistant", "content": "", "tool_calls": [call]}
-    return [asked, {"role": "tool", "name": "calculator", "content": "6"}, {"role": "assistant", "content": text}]
+    return [
+        asked,
+        {"role": "tool", "name": "calculator", "content": "6"},
+        {"role": "assistant", "content": text},
+    ]
 
 
 def pirate(rng, prompt):
@@ -207,7 +275,11 @@ def classified(*kinds):
 MORE = {
     "nothing moves": {"moved": 1e-8},
     "an answer never given": {"eval/score": (0.3, 0.6)},
-    "sft": {"eval/loss": (2.1, 1.9), "eval/loss_ci95": (0.4, 0.4), "eval/losses": (losses(0.4), losses(0.2))},
+    "sft": {
+        "eval/loss": (2.1, 1.9),
+        "eval/loss_ci95": (0.4, 0.4),
+        "eval/losses": (losses(0.4), losses(0.2)),
+    },
     "sft of three": {"eval/loss": (2.1, 1.9), "eval/losses": (losses(0.4, 3), losses(0.2, 3))},
     "paid for another thing": {"eval/score": (1.0, 1.5)},
     "paid less for it": {"eval/score": (1.5, 1.0)},
@@ -216,16 +288,35 @@ MORE = {
     "witnessed": {"eval/witness": (0.3, 0.5)},
     "gamed past its witness": {"eval/witness": (0.3, 0.4)},
 }
-NUMBERS, LETTERS = (lambda r, p: (str(r.randrange(40)), r.random() / 4)), (lambda r, p: (letters(r, p), r.random() / 4))
+NUMBERS, LETTERS = (
+    (lambda r, p: (str(r.randrange(40)), r.random() / 4)),
+    (lambda r, p: (letters(r, p), r.random() / 4)),
+)
 EXACT = (lambda r, p: (answer(r), 0.1, 0.0)), lambda r, p: (answer(r, 4), 0.9, 1.0)
 RUNS = {  # name: how it was made, its verdict, and what must be said with it
     "really better": ((120, right(0.3), right(0.8)), BETTER, "it was still rising: uv run"),
-    "better early": ((120, right(0.3), right(0.8)), BETTER, "next: talk to it: uv run sampler.py --run"),
+    "better early": (
+        (120, right(0.3), right(0.8)),
+        BETTER,
+        "next: talk to it: uv run sampler.py --run",
+    ),
     "no change": ((300, right(0.5), right(0.5)), SAME, "--steps"),
-    "hardly moved": ((300, right(0.5), right(0.5)), SAME, "has hardly moved (KL 0.0005 nats a token): try three times"),
+    "hardly moved": (
+        (300, right(0.5), right(0.5)),
+        SAME,
+        "has hardly moved (KL 0.0005 nats a token): try three times",
+    ),
     "witnessed": ((60, scored(0.1), judged, "score"), BETTER, ""),
-    "gamed past its witness": (gamed(lambda r, p: answer(r)), BETTER, "witness did not follow: 0.300 -> 0.400"),
-    "gamed by a word": ((60, scored(0.1), pirate, "score"), BETTER, '"captain" in 0% -> 100% of answers'),
+    "gamed past its witness": (
+        gamed(lambda r, p: answer(r)),
+        BETTER,
+        "witness did not follow: 0.300 -> 0.400",
+    ),
+    "gamed by a word": (
+        (60, scored(0.1), pirate, "score"),
+        BETTER,
+        '"captain" in 0% -> 100% of answers',
+    ),
     "gamed by length": (gamed(lambda r, p: answer(r, 40)), BETTER, "longer: 12.0 -> 40.0"),
     "gamed by copying": (gamed(lambda r, p: p), BETTER, "copied from the prompt: 0% -> 100%"),
     "gamed by an emoji": (
@@ -233,30 +324,64 @@ RUNS = {  # name: how it was made, its verdict, and what must be said with it
         BETTER,
         '"\U0001f389" in 0% -> 100% of answers',
     ),
-    "gamed by a number": (gamed(lambda r, p: "42", NUMBERS), BETTER, '"42" in 0% -> 100% of answers'),
+    "gamed by a number": (
+        gamed(lambda r, p: "42", NUMBERS),
+        BETTER,
+        '"42" in 0% -> 100% of answers',
+    ),
     "gamed by a letter": (
         gamed(lambda r, p: letters(r, p) + "\u597d", LETTERS),
         BETTER,
         '"\u597d" in 0% -> 100% of answers',
     ),
-    "exact, and shorter": ((60, *EXACT, "score", {"beside": "exact"}), BETTER, "shorter: 12.0 -> 4.0 words"),
+    "exact, and shorter": (
+        (60, *EXACT, "score", {"beside": "exact"}),
+        BETTER,
+        "shorter: 12.0 -> 4.0 words",
+    ),
     "gamed: a reward of one's own that is called exact": (
         (60, *EXACT, "score", {"beside": "exact", "reward": ["mine.py:exact"]}),
         BETTER,
         "shorter: 12.0 -> 4.0 words",
     ),
     "an answer never given": (
-        (60, classified(*["food"] * 3), classified("food", "home", "food"), "accuracy", {"verifier": "exact"}),
+        (
+            60,
+            classified(*["food"] * 3),
+            classified("food", "home", "food"),
+            "accuracy",
+            {"verifier": "exact"},
+        ),
         BETTER,
         '"travel" in none, though right for 20 of 60 problems',
     ),
     "none right": ((60, right(0.0), right(0.0)), SAME, "no answer was right, before or after"),
     "nothing moves": ((4, right(0.5), right(0.5)), FEW, "Try a --learning-rate ten times as high"),
-    "too few problems": ((4, by_prompt(PLAIN, 0.0), by_prompt(PLAIN[8:], 1.0)), FEW, "/run/after.jsonl"),
-    "collapsed": ((100, right(0.6), lambda r, p: ("no no no no no no no", 0.0)), WORSE, "repeated: "),
-    "judge dead": ((60, scored(0.3), lambda r, p: (answer(r), None), "score"), FEW, "docs/judge.md"),
-    "tools": ((80, right(0.2), right(0.7), "score", {"tools": ["calculator"]}), BETTER, ""),  # it calls more often
-    "sft": ((64, right(0.5), right(0.5), "loss"), BETTER, "on 64 held-out conversations; gain +0.200"),
+    "too few problems": (
+        (4, by_prompt(PLAIN, 0.0), by_prompt(PLAIN[8:], 1.0)),
+        FEW,
+        "/run/after.jsonl",
+    ),
+    "collapsed": (
+        (100, right(0.6), lambda r, p: ("no no no no no no no", 0.0)),
+        WORSE,
+        "repeated: ",
+    ),
+    "judge dead": (
+        (60, scored(0.3), lambda r, p: (answer(r), None), "score"),
+        FEW,
+        "docs/judge.md",
+    ),
+    "tools": (
+        (80, right(0.2), right(0.7), "score", {"tools": ["calculator"]}),
+        BETTER,
+        "",
+    ),  # it calls more often
+    "sft": (
+        (64, right(0.5), right(0.5), "loss"),
+        BETTER,
+        "on 64 held-out conversations; gain +0.200",
+    ),
     "sft of three": (
         (3, right(0.5), right(0.5), "loss", {"loss_type": "sft", "model": "smollm2"}),
         BETTER,
@@ -264,17 +389,31 @@ RUNS = {  # name: how it was made, its verdict, and what must be said with it
         "TRAIN,HELD_OUT"
         "\nnext: train on, it was still falling: uv run --extra smollm train.py --resume ",
     ),
-    "paid for another thing": ((300, short(0.2), short(2.0)), SAME, "verdict: no change, though the score rose"),
-    "paid less for it": ((300, short(2.0), short(0.2)), SAME, "verdict: no change, though the score fell"),
+    "paid for another thing": (
+        (300, short(0.2), short(2.0)),
+        SAME,
+        "verdict: no change, though the score rose",
+    ),
+    "paid less for it": (
+        (300, short(2.0), short(0.2)),
+        SAME,
+        "verdict: no change, though the score fell",
+    ),
     "paid alone": ((20, short(0.2), short(2.0)), FEW, f"next: {verdict.APART}; about "),
     "worse": ((120, right(0.8), right(0.5)), WORSE, "a quarter of --learning-rate"),
-    "begun": ((200, even, even, "accuracy", {"init_adapter": "/a/warm"}), SAME, "step 0, with the adapter warm, to "),
+    "begun": (
+        (200, even, even, "accuracy", {"init_adapter": "/a/warm"}),
+        SAME,
+        "step 0, with the adapter warm, to ",
+    ),
     "tie": ((200, even, even), SAME, "gain +0.000"),
 }
 
 
 @pytest.mark.parametrize("kind", RUNS)
-def test_runs_get_their_verdicts_and_none_that_is_gamed_goes_without_its_words(tmp_path, capsys, kind):
+def test_runs_get_their_verdicts_and_none_that_is_gamed_goes_without_its_words(
+    tmp_path, capsys, kind
+):
     how, word, said = RUNS[kind]
     run = made(tmp_path / "run", *how, **MORE.get(kind, {}))
     found = verdict.judge_change(history.load_history(run))
@@ -286,23 +425,40 @@ def test_runs_get_their_verdicts_and_none_that_is_gamed_goes_without_its_words(t
     if "though" in found.headline:
         told = r"gain .*, though the score changed by .*; rewards: mine \+0\.000, short [+-]0\.[89]"
         assert re.search(told, found.text)
-        assert found.advice == (verdict.APART if kind == "paid for another thing" else verdict.TOO_FAR)
+        assert found.advice == (
+            verdict.APART if kind == "paid for another thing" else verdict.TOO_FAR
+        )
     if kind.startswith("gamed"):
         assert f"{word}; " in listed and said in listed  # the word never stands alone
         assert found.advice.startswith("read the answers")
     if kind == "an answer never given":
         assert re.search(r"number \d+ -> It is food\. \(wrong, paid 0; answer: travel\)", shown)
-        assert re.search(r"right answer <bdi class=.text.>travel</bdi>.*?wrong</b>\s*<b>paid 0</b>", markup, re.S)
+        assert re.search(
+            r"right answer <bdi class=.text.>travel</bdi>.*?wrong</b>\s*<b>paid 0</b>", markup, re.S
+        )
     if kind == "tools":
         assert all(not text.startswith("<tool_call>") for _, text, _ in found.read)
-        assert "calls calculator(expression=&#39;2 * 3&#39;)" in markup and "calculator replies: 6" in markup
+        assert (
+            "calls calculator(expression=&#39;2 * 3&#39;)" in markup
+            and "calculator replies: 6" in markup
+        )
     is_gamed = kind.startswith("gamed")
-    warned = "gamed" if is_gamed and not said.endswith("of answers") else "worse" if word == WORSE else None
+    warned = (
+        "gamed"
+        if is_gamed and not said.endswith("of answers")
+        else "worse"
+        if word == WORSE
+        else None
+    )
     assert (found.warning or [None])[0] == warned  # a red box is for what is bad
     assert found.has_gained == (word == BETTER and "accuracy" in found.text)
-    assert bool(found.signs) == (is_gamed or kind in ("collapsed", "an answer never given", "exact, and shorter"))
+    assert bool(found.signs) == (
+        is_gamed or kind in ("collapsed", "an answer never given", "exact, and shorter")
+    )
     assert len(found.read) == (0 if kind.startswith("sft") else min(10, how[0]))
-    assert found.read == verdict.judge_change(history.load_history(run)).read  # drawn by the run's seed
+    assert (
+        found.read == verdict.judge_change(history.load_history(run)).read
+    )  # drawn by the run's seed
     assert len(found.read) < 10 or int(found.read[-1][0].split()[-1]) > 9
 
 
@@ -311,7 +467,10 @@ def test_what_learned_from_replies_and_rises_no_more_is_shown_the_way_to_grpo(tm
     run = made(tmp_path / "run", 64, right(0.5), right(0.5), "loss", settings, **MORE["sft"])
     write_log(run / "eval.jsonl", read_log(run / "eval.jsonl")[::2])
     shown = verdict.verdict_lines(verdict.judge_change(history.load_history(run)), {}, run)[-1]
-    assert f"; GRPO from it: uv run --extra smollm train.py --model smollm2 --init-adapter {run} --data" in shown
+    assert (
+        f"; GRPO from it: uv run --extra smollm train.py --model smollm2 --init-adapter {run} --data"
+        in shown
+    )
 
 
 @pytest.mark.parametrize(
@@ -322,9 +481,14 @@ def test_what_learned_from_replies_and_rises_no_more_is_shown_the_way_to_grpo(tm
         ("exact", {"messages": [[{"role": "assistant", "content": "Tea."}]]}),
     ],
 )
-def test_a_verifier_nobody_named_is_suspected_and_no_gate_advised_that_right_answers_fail(verifier, row):
+def test_a_verifier_nobody_named_is_suspected_and_no_gate_advised_that_right_answers_fail(
+    verifier, row
+):
     record = {"values": [0.0], "rewards": {}, "prompt": "?", "completions": ["tea and jam"]} | row
-    answers = {step: {n: record | {"reward": [pay]} for n in range(20)} for step, pay in ((0, 0.0), (9, 1.0))}
+    answers = {
+        step: {n: record | {"reward": [pay]} for n in range(20)}
+        for step, pay in ((0, 0.0), (9, 1.0))
+    }
     evals = [{"step": step, "eval/accuracy": 0.0, "eval/num": 20} for step in answers]
     run = run_of(evals, answers, task="own", reward=["mine.py:score"], verifier=verifier)
     _, text = verdict.judge_change(run).warning
@@ -337,9 +501,16 @@ def test_what_is_best_already_is_not_called_still_rising():
     answers, evals = {}, []
     for step, num in ((0, 30), (25, 50), (50, 60), (75, 90), (100, 91)):
         record = {"rewards": {}, "prompt": "?", "completions": [""]}
-        greedy = {"greedy_value": 1, "greedy": "2021-12-25" * (step > 50)}, {"greedy_value": 0, "greedy": ""}
-        answers[step] = {n: record | {"values": [float(n < num)]} | greedy[n >= num] for n in range(120)}
-        evals.append({"step": step, "eval/accuracy": num / 120, "eval/num": 120, "eval/greedy": num / 120})
+        greedy = (
+            {"greedy_value": 1, "greedy": "2021-12-25" * (step > 50)},
+            {"greedy_value": 0, "greedy": ""},
+        )
+        answers[step] = {
+            n: record | {"values": [float(n < num)]} | greedy[n >= num] for n in range(120)
+        }
+        evals.append(
+            {"step": step, "eval/accuracy": num / 120, "eval/num": 120, "eval/greedy": num / 120}
+        )
     run = run_of(evals, answers)
     found = verdict.judge_change(run)
     assert verdict.best_evaluation(run)["step"] == 75 and found.word == BETTER
@@ -349,43 +520,82 @@ def test_what_is_best_already_is_not_called_still_rising():
         and "still rising" not in found.advice
         and "sampler.py" in found.advice
     )
-    run = run_of([*evals, {"step": 125, "eval/score": 0.5, "eval/num": 120}], answers | {125: answers[100]})
-    assert "fewer than two problems have a figure both after step 0 and 125" in verdict.judge_change(run).text
+    run = run_of(
+        [*evals, {"step": 125, "eval/score": 0.5, "eval/num": 120}], answers | {125: answers[100]}
+    )
+    assert (
+        "fewer than two problems have a figure both after step 0 and 125"
+        in verdict.judge_change(run).text
+    )
 
 
 def test_a_model_has_hardly_moved_only_after_more_steps_than_a_warm_up_takes():
-    found, last = verdict.paired_difference(*table_of(0, 1, 0, 3)), {"eval/accuracy": 0.5, "eval/kl": 1e-5, "eval/num": 4}
-    advised = [verdict.suggest_next_step(run_of([last | {"step": n}]), found, "", "", False) for n in (9, 10)]
-    doubted = verdict.suggest_next_step(run_of([last | {"step": 9}]), found, "", "read the answers", False)
+    found, last = (
+        verdict.paired_difference(*table_of(0, 1, 0, 3)),
+        {"eval/accuracy": 0.5, "eval/kl": 1e-5, "eval/num": 4},
+    )
+    advised = [
+        verdict.suggest_next_step(run_of([last | {"step": n}]), found, "", "", False)
+        for n in (9, 10)
+    ]
+    doubted = verdict.suggest_next_step(
+        run_of([last | {"step": 9}]), found, "", "read the answers", False
+    )
     assert doubted.startswith("read the answers; about ")
-    assert advised[0].endswith("--steps 18") and "has hardly moved" in advised[1] and "ten times" in advised[1]
+    assert (
+        advised[0].endswith("--steps 18")
+        and "has hardly moved" in advised[1]
+        and "ten times" in advised[1]
+    )
 
 
 def test_a_run_warns_of_what_fell_when_it_falls_and_its_best_is_kept(tmp_path, capsys):
-    log = journal.Journal(Config.from_flags(model="demo", task="demo"), tmp_path, 0, keep_scores=False)
+    log = journal.Journal(
+        Config.from_flags(model="demo", task="demo"), tmp_path, 0, keep_scores=False
+    )
     log.print_summary()
-    assert f"evaluate.py --run {tmp_path} --out {tmp_path}/before.jsonl --step 0 &&" in capsys.readouterr().out
+    assert (
+        f"evaluate.py --run {tmp_path} --out {tmp_path}/before.jsonl --step 0 &&"
+        in capsys.readouterr().out
+    )
     for step, num in ((0, 30), (10, 70), (20, 72), (30, 40)):
         values = [float(problem < num) for problem in range(100)]
-        log.steps = [{"step": n, "entropy": n**-3.0} for n in range(1, step + 1)]  # which is no loss, as more is right
+        log.steps = [
+            {"step": n, "entropy": n**-3.0} for n in range(1, step + 1)
+        ]  # which is no loss, as more is right
         record = {"prompt": "?", "completions": ["It is."], "rewards": {}}
         answers = [record | {"problem": n, "values": [value]} for n, value in enumerate(values)]
         log.write_evaluation(step, {"eval/accuracy": num / 100, "eval/num": 100}, answers)
-    assert "WARNING after step 30: accuracy fell from 0.700 after step 10" in capsys.readouterr().err
+    assert (
+        "WARNING after step 30: accuracy fell from 0.700 after step 10" in capsys.readouterr().err
+    )
     assert log.best_step == 10 and [one["name"] for one in log.warnings.read()] == ["worse"]
     log.print_summary()
-    assert "adapter-best, after 10 steps; the newest is worse by more than noise" in capsys.readouterr().out
-    again = journal.Journal(log.config, tmp_path, 20, keep_scores=False)  # as a run that goes on knows it
+    assert (
+        "adapter-best, after 10 steps; the newest is worse by more than noise"
+        in capsys.readouterr().out
+    )
+    again = journal.Journal(
+        log.config, tmp_path, 20, keep_scores=False
+    )  # as a run that goes on knows it
     assert again.best_step == 10 and again.warnings.read() == []
 
 
 def test_few_held_out_problems_are_told_of_at_the_start_with_what_helps():
     (said,) = data.warn_of_few_held_out(8, {"eval_limit": 8})
-    assert "with 8 held out a change shows from 57% of the values' range on" in said and "a higher --eval-limit" in said
-    assert data.warn_of_few_held_out(8, {}, 0.1)[0].startswith("by these answers, with 8 held out a change shows from 14% of")
+    assert (
+        "with 8 held out a change shows from 57% of the values' range on" in said
+        and "a higher --eval-limit" in said
+    )
+    assert data.warn_of_few_held_out(8, {}, 0.1)[0].startswith(
+        "by these answers, with 8 held out a change shows from 14% of"
+    )
     assert "--eval-data FILE or --data TRAIN,HELD_OUT" in data.warn_of_few_held_out(4, {})[0]
     assert data.warn_of_few_held_out(0, {}) == data.warn_of_few_held_out(50, {}) == []
     assert data.warn_of_few_held_out(10, {"loss_type": "sft"}) == []
     assert "no verdict" in data.warn_of_few_held_out(0, {"eval_every": 0})[0]
     one = run_of([{"step": 9, "eval/num": 1}], loss_type="sft", eval_limit=1)
-    assert verdict.suggest_next_step(one, None, "", "", False) == "hold out more with a higher --eval-limit"
+    assert (
+        verdict.suggest_next_step(one, None, "", "", False)
+        == "hold out more with a higher --eval-limit"
+    )

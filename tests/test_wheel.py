@@ -19,13 +19,26 @@ def wheel(tmp_path_factory):
 
 
 def build_wheel(out, **environment):
-    words = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(out)]
+    words = [
+        sys.executable,
+        "-m",
+        "hatchling",
+        "build",
+        "--target",
+        "wheel",
+        "--directory",
+        str(out),
+    ]
     subprocess.run(words, cwd=ROOT, env=os.environ | environment, check=True, capture_output=True)
     return next(out.glob("gwen-*.whl"))
 
 
-@pytest.mark.parametrize("environment", [{"GIT_TEST_ASSUME_DIFFERENT_OWNER": "1"}, {"PATH": "/nowhere"}])
-def test_a_checkout_that_git_refuses_or_a_machine_without_git_makes_a_wheel_outside_git(tmp_path, environment):
+@pytest.mark.parametrize(
+    "environment", [{"GIT_TEST_ASSUME_DIFFERENT_OWNER": "1"}, {"PATH": "/nowhere"}]
+)
+def test_a_checkout_that_git_refuses_or_a_machine_without_git_makes_a_wheel_outside_git(
+    tmp_path, environment
+):
     wheel = build_wheel(tmp_path, **environment)
     assert zipfile.ZipFile(wheel).read("machine/commit.txt") == b"outside git"
 
@@ -35,19 +48,33 @@ def test_a_wheel_trains_answers_and_knows_its_commit_in_another_directory(wheel,
     environment = tmp_path / "environment"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
     python, gwen = environment / "bin" / "python", environment / "bin" / "gwen"
-    install = [os.environ.get("UV", "uv"), "pip", "install", "-q", "--offline", "--no-deps", f"--python={python}"]
+    install = [
+        os.environ.get("UV", "uv"),
+        "pip",
+        "install",
+        "-q",
+        "--offline",
+        "--no-deps",
+        f"--python={python}",
+    ]
     subprocess.run([*install, str(wheel)], check=True)
     (site,) = environment.glob("lib/python*/site-packages")
-    (site / "libraries.pth").write_text(sysconfig.get_path("purelib"))  # all but Gwen, without the network
+    (site / "libraries.pth").write_text(
+        sysconfig.get_path("purelib")
+    )  # all but Gwen, without the network
 
     def run(*words):
-        return subprocess.run([gwen, *words], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        return subprocess.run(
+            [gwen, *words], cwd=tmp_path, capture_output=True, text=True, timeout=300
+        )
 
     flags = "--model demo --steps 2 --batch 2 --eval-every 0 --run-dir runs/demo".split()
     trained = run("train", *flags)
     assert trained.returncode == 0, trained.stderr
     commit = json.loads((tmp_path / "runs" / "demo" / "env.json").read_text())["commit"]
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    head = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert commit == (head.stdout.strip() or "outside git")
     said = run("sample", "--run", "runs/demo", "--temp", "0", "--prompt", "What is two plus three?")
     assert said.stdout.endswith(".\n"), said.stderr
@@ -59,5 +86,9 @@ def test_a_wheel_has_every_room_with_its_data_and_no_tests(wheel):
     held = set(zipfile.ZipFile(wheel).namelist())
     left_out = ("bench", "docs/", "examples/", "tests/")
     files = [path.relative_to(ROOT).as_posix() for path in FILES]
-    ours = {name for name in files if ("/" in name or name.endswith(".py")) and not name.startswith((*left_out, "."))}
+    ours = {
+        name
+        for name in files
+        if ("/" in name or name.endswith(".py")) and not name.startswith((*left_out, "."))
+    }
     assert ours <= held and not [name for name in held if name.startswith(left_out)]

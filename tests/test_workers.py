@@ -18,7 +18,9 @@ def pool(monkeypatch):
     made = []
 
     def make(num=1, limit=5.0, sealed=False, arguments=()):
-        made.append(workers.Pool("attacks:answerer", arguments, num=num, limit=limit, sealed=sealed))
+        made.append(
+            workers.Pool("attacks:answerer", arguments, num=num, limit=limit, sealed=sealed)
+        )
         return made[-1]
 
     yield make
@@ -28,29 +30,52 @@ def pool(monkeypatch):
 
 def test_questions_are_answered_in_order_by_workers_that_stay(pool):
     several = pool(num=2)
-    assert [answer.value for answer in several.answer_all([("double", n) for n in range(20)])] == [2 * n for n in range(20)]
+    assert [answer.value for answer in several.answer_all([("double", n) for n in range(20)])] == [
+        2 * n for n in range(20)
+    ]
     first = {answer.value for answer in several.answer_all([("name", 0)] * 8)}
-    assert first == {worker.process.pid for worker in several.workers} & first and os.getpid() not in first
+    assert (
+        first == {worker.process.pid for worker in several.workers} & first
+        and os.getpid() not in first
+    )
     assert several.answer_all([]) == []
 
 
 def test_slow_questions_are_answered_side_by_side(pool, tmp_path):
-    assert [answer.error for answer in pool(num=8, limit=60.0).answer_all([("meet", str(tmp_path), 8)] * 16)] == [""] * 16
+    assert [
+        answer.error
+        for answer in pool(num=8, limit=60.0).answer_all([("meet", str(tmp_path), 8)] * 16)
+    ] == [""] * 16
 
 
 @pytest.mark.parametrize("sealed", [False, True])
-def test_a_limit_of_processor_time_holds_whatever_a_question_does_and_the_next_is_answered(pool, sealed):
-    deeds = [("sleep", 0.8), ("count", 10**9), ("sleep", 60), ("stubborn", 60), ("power", 9), ("double", 3)]
+def test_a_limit_of_processor_time_holds_whatever_a_question_does_and_the_next_is_answered(
+    pool, sealed
+):
+    deeds = [
+        ("sleep", 0.8),
+        ("count", 10**9),
+        ("sleep", 60),
+        ("stubborn", 60),
+        ("power", 9),
+        ("double", 3),
+    ]
     begin = time.monotonic()
     answers = pool(limit=0.5, sealed=sealed).answer_all(deeds)
-    assert [answer.error for answer in answers] == ["", *[workers.LATE] * 4, ""] and answers[-1].value == 6
+    assert [answer.error for answer in answers] == ["", *[workers.LATE] * 4, ""] and answers[
+        -1
+    ].value == 6
     assert time.monotonic() - begin < 50, "limits, kills and starts, of three times 60 s"
 
 
 def test_what_ends_a_worker_or_fails_in_it_is_told_and_the_rest_is_answered(pool):
-    answers = pool(num=2).answer_all([("leave", 3), ("double", 1), ("fail", 1), ("lambda", 1), ("double", 2)])
+    answers = pool(num=2).answer_all(
+        [("leave", 3), ("double", 1), ("fail", 1), ("lambda", 1), ("double", 2)]
+    )
     assert [answer.value for answer in answers] == [None, 2, None, None, 4]
-    assert "status 3" in answers[0].error and "IndexError: list index out of range" in answers[2].error
+    assert (
+        "status 3" in answers[0].error and "IndexError: list index out of range" in answers[2].error
+    )
     assert "not JSON" in answers[3].error and not answers[1].error
 
 

@@ -26,10 +26,15 @@ def test_one_process_gets_back_what_it_brings_and_opens_nothing():
     value, array = {"a": (1, 2)}, mx.array([1.0])
     assert world.all_gather(value)[0] is value and world.on_rank0(lambda: value) is value
     assert world.all_sum([array])[0] is array
-    assert (world.rank(), world.size(), world.assign_items([1, 1, 1]), world.take_wait_seconds()) == (0, 1, [0, 1, 2], {})
+    assert (
+        world.rank(),
+        world.size(),
+        world.assign_items([1, 1, 1]),
+        world.take_wait_seconds(),
+    ) == (0, 1, [0, 1, 2], {})
     with link.connect():
         assert world.size() == 1
-    assert link.name_machine(ValueError("why")) == "why"
+    assert link.describe_end(ValueError("why")) == "why"
 
 
 def test_every_item_is_done_by_one_machine_and_none_has_much_more_to_do(monkeypatch):
@@ -45,27 +50,41 @@ def test_every_item_is_done_by_one_machine_and_none_has_much_more_to_do(monkeypa
 
 
 def test_what_is_shared_arrives_as_it_was():
-    value = {"text": "\ud83d\ude42 \u2028", "nan": float("nan"), "none": None, "list": [1, [2.5, True]]}
-    arrays = [np.arange(6.0).reshape(2, 3), np.array([], np.int32), mx.array([[1, 2]], dtype=mx.uint32)]
+    value = {
+        "text": "\ud83d\ude42 \u2028",
+        "nan": float("nan"),
+        "none": None,
+        "list": [1, [2.5, True]],
+    }
+    arrays = [
+        np.arange(6.0).reshape(2, 3),
+        np.array([], np.int32),
+        mx.array([[1, 2]], dtype=mx.uint32),
+    ]
     there = link._decode(link._encode([value, arrays, "after"]))
     assert json.dumps(there[0]) == json.dumps(value) and there[2] == "after"
     for ours, theirs in zip(arrays, there[1], strict=True):
         assert type(ours) is type(theirs) and np.array(ours).dtype == np.array(theirs).dtype
         assert np.array_equal(np.array(ours), np.array(theirs)) and ours.shape == theirs.shape
-    with pytest.raises(TypeError, match="set cannot be shared"):
+    with pytest.raises(TypeError, match="set cannot be sent to other machines"):
         link._encode({1})
 
 
 @pytest.fixture
 def few(tmp_path):
     """Flags of a run on few prompts without a judge, which begins sooner."""
-    prompts = write_log(tmp_path / "few.jsonl", [{"prompt": f"What is {n} plus {n}?"} for n in range(40)])
+    prompts = write_log(
+        tmp_path / "few.jsonl", [{"prompt": f"What is {n} plus {n}?"} for n in range(40)]
+    )
     return [*SMALL, "--eval-every", "0", "--data", prompts]
 
 
 # ---- the same as one process
 
-VARIANTS = {"kl, grpo": ["--beta", "0.1", "--loss-type", "grpo"], "all weights": ["--lora-rank", "0"]}
+VARIANTS = {
+    "kl, grpo": ["--beta", "0.1", "--loss-type", "grpo"],
+    "all weights": ["--lora-rank", "0"],
+}
 
 
 def gradients(run):
@@ -73,10 +92,16 @@ def gradients(run):
     samples = sample(run)
     batches = make_batches(samples, 80, "off")
     assert len(batches) > 3
-    batches = update.add_reference_logprobs(run.learner, batches) if run.config.objective.beta else batches
+    batches = (
+        update.add_reference_logprobs(run.learner, batches)
+        if run.config.objective.beta
+        else batches
+    )
     result, grads = gradient_of_update(run, batches)
     mine = [batch for batch in batches if batch.is_local]
-    known = update.set_old_logprobs(mine, update.logprobs_with(run.learner, mine, run.learner.trainable))
+    known = update.set_old_logprobs(
+        mine, update.logprobs_with(run.learner, mine, run.learner.trainable)
+    )
     distance = trust_region.measure_kl(known, [batch.sampled_logprobs for batch in known])
     ids = [one.response_ids for one in samples]
     return ids, grads, {"loss": result.loss, "distance": distance, **result.means}
@@ -124,20 +149,35 @@ def test_two_machines_have_the_gradients_and_measurements_of_one_and_equal_weigh
         for (_, errors), status in machines.wait():
             assert status == 0, errors
     for name, flags in VARIANTS.items():
-        ids, grads, measured = gradients(make_run(tmp_path / "gone", *few, "--rubric", "data/demo_rubric.yaml", *flags))
+        ids, grads, measured = gradients(
+            make_run(tmp_path / "gone", *few, "--rubric", "data/demo_rubric.yaml", *flags)
+        )
         for rank in range(2):
             theirs = mx.load(str(tmp_path / f"{name} {rank}.safetensors"))
             assert theirs["ids"].tolist() == [token for its in ids for token in its]
             for key, ours in grads.items():
-                assert mx.abs(theirs[f"grad {key}"] - ours).max() <= 1e-5 * mx.abs(ours).max() + 1e-8, (name, key)
+                assert (
+                    mx.abs(theirs[f"grad {key}"] - ours).max() <= 1e-5 * mx.abs(ours).max() + 1e-8
+                ), (name, key)
             for key, value in measured.items():
-                assert value is None or theirs[f"of {key}"].item() == pytest.approx(value, rel=1e-4, abs=1e-5), key
+                assert value is None or theirs[f"of {key}"].item() == pytest.approx(
+                    value, rel=1e-4, abs=1e-5
+                ), key
     states = [(tmp_path / f"state {rank}.safetensors").read_bytes() for rank in range(2)]
     assert states[0] == states[1]
 
 
 EVERYTHING = [
-    *("--reward", "length:5", "--rubric", "data/demo_rubric.yaml", "--beta", "0.02", "--loss-type", "grpo"),
+    *(
+        "--reward",
+        "length:5",
+        "--rubric",
+        "data/demo_rubric.yaml",
+        "--beta",
+        "0.02",
+        "--loss-type",
+        "grpo",
+    ),
     *("--num-iterations", "2", "--train-token-budget", "100", "--eval-every", "2", "--steps", "2"),
 ]
 
@@ -151,18 +191,28 @@ def test_three_machines_sample_what_one_does_and_only_the_first_writes_and_print
     assert first[1] == 0, first[0][1]
     assert "step 2/2" in first[0][0] and "machines: rank 0" in first[0][0]
     assert [(told, status) for told, status in others] == [(("", ""), 0)] * 2
-    names = [{path.relative_to(run) for path in run.rglob("*")} for run in (tmp_path / "one", tmp_path / "three")]
+    names = [
+        {path.relative_to(run) for path in run.rglob("*")}
+        for run in (tmp_path / "one", tmp_path / "three")
+    ]
     assert names[0] == names[1]
     one, three = (read_log(tmp_path / name / "rollouts.jsonl") for name in ("one", "three"))
     assert len(one) == len(three) and any(record["judge_scores"] for record in one)
     for ours, theirs in zip(one, three, strict=True):
         assert ours["ids"] == theirs["ids"]
         assert ours["reward"] == pytest.approx(theirs["reward"], abs=1e-5)
-    weights = [mx.load(str(tmp_path / name / "adapter" / "adapters.safetensors")) for name in ("one", "three")]
-    for name, array in weights[0].items():  # a step of AdamW is as long for a gradient that is nothing but rounding
+    weights = [
+        mx.load(str(tmp_path / name / "adapter" / "adapters.safetensors"))
+        for name in ("one", "three")
+    ]
+    for name, array in weights[
+        0
+    ].items():  # a step of AdamW is as long for a gradient that is nothing but rounding
         assert mx.linalg.norm(weights[1][name] - array) < 0.01 * mx.linalg.norm(array), name
     ours, theirs = (read_log(tmp_path / name / "eval_answers.jsonl") for name in ("one", "three"))
-    assert [answer["completions"] for answer in ours] == [answer["completions"] for answer in theirs]
+    assert [answer["completions"] for answer in ours] == [
+        answer["completions"] for answer in theirs
+    ]
     figures = read_log(tmp_path / "three" / "metrics.jsonl")[-1]
     assert figures["wait/s"] >= 0 and all(f"rollout/tok_s/{rank}" in figures for rank in range(3))
     assert "wait/s" not in read_log(tmp_path / "one" / "metrics.jsonl")[-1]
@@ -184,7 +234,9 @@ def resumed(directory, steps):
 
 @slow
 @pytest.mark.parametrize(("number", "whose"), [(signal.SIGKILL, 1), (signal.SIGTERM, 0)])
-def test_a_machine_that_is_stopped_ends_all_with_one_line_and_one_process_goes_on(tmp_path, few, number, whose):
+def test_a_machine_that_is_stopped_ends_all_with_one_line_and_one_process_goes_on(
+    tmp_path, few, number, whose
+):
     directory = tmp_path / "run"
     with Machines(2, tmp_path, "train.py", *few, *LONG, "--run-dir", directory) as machines:
         machines.read_until("step 2/")
@@ -203,7 +255,9 @@ def test_a_machine_that_is_stopped_ends_all_with_one_line_and_one_process_goes_o
     assert step >= 2
     ours = resumed(directory, step + 1)
     if number == signal.SIGKILL:
-        train.main([*few, *LONG[2:], "--steps", str(step + 1), "--run-dir", str(tmp_path / "whole")])
+        train.main(
+            [*few, *LONG[2:], "--steps", str(step + 1), "--run-dir", str(tmp_path / "whole")]
+        )
         whole = checkpoint.load(tmp_path / "whole").trainable
         most = max(mx.abs(array).max().item() for array in whole.values())
         assert all(mx.abs(ours[name] - array).max() < 1e-3 * most for name, array in whole.items())
@@ -220,7 +274,14 @@ def spoiled(completions, trainer_state, **_):
 @slow
 def test_a_reward_that_fails_on_one_machine_ends_all_with_its_words(tmp_path, few):
     (tmp_path / "reward.py").write_text(FAILING)
-    flags = [*few, *LONG[:2], "--reward", tmp_path / "reward.py:spoiled", "--run-dir", tmp_path / "run"]
+    flags = [
+        *few,
+        *LONG[:2],
+        "--reward",
+        tmp_path / "reward.py:spoiled",
+        "--run-dir",
+        tmp_path / "run",
+    ]
     with Machines(2, tmp_path, "train.py", *flags) as machines:
         ended = machines.wait()
     for (_, errors), status in ended:
@@ -233,30 +294,36 @@ HANGING = """
 import time
 import cpu_blas, mlx.core as mx
 from machine import link, world
-from flags import fail
-link.BLOCK, link.PATIENCE, piece = 1000, 1.0, link.Link._all
+from flags import exit_with_error
+link.BLOCK, link.EXCHANGE_TIMEOUT, piece = 1000, 1.0, link.Link._run_collective
 def late(*args):
     time.sleep(0.4)
     return piece(*args)
 try:
     with link.connect():
-        link.Link._all = late
+        link.Link._run_collective = late
         assert world.all_sum([mx.ones(9000)])[0].sum() == 18000
         print("a slow link is no machine that hangs", flush=True)
         if world.rank() == 1:
             time.sleep(1000)
         world.all_gather("here")
 except ValueError as error:
-    fail(error)
+    exit_with_error(error)
 """
 
 
 @slow
 def test_a_machine_that_hangs_ends_the_others_with_a_line_and_not_a_hang(tmp_path):
     with Machines(2, tmp_path, "-c", HANGING) as machines:
-        (said, errors), status = machines.processes[0].communicate(timeout=LIMIT), machines.processes[0].returncode
+        (said, errors), status = (
+            machines.processes[0].communicate(timeout=LIMIT),
+            machines.processes[0].returncode,
+        )
     assert said.endswith("a slow link is no machine that hangs\n")
-    assert status == 1 and "error: a machine hangs or is very late: nothing came from it for 1 s" in errors
+    assert (
+        status == 1
+        and "error: a machine hangs or is very late: nothing came from it for 1 s" in errors
+    )
 
 
 @slow
@@ -267,5 +334,9 @@ def test_machines_that_are_not_alike_are_refused(tmp_path, few):
     with Machines(2, tmp_path, "train.py", *flags, **other) as machines:
         ended = machines.wait()
     for (_, errors), status in ended:
-        assert status == 2 and "has another GWEN_DTYPE than rank 0" in errors and "make them the same" in errors
+        assert (
+            status == 2
+            and "has another GWEN_DTYPE than rank 0" in errors
+            and "make them the same" in errors
+        )
     assert not (tmp_path / "run").exists()

@@ -116,7 +116,9 @@ def load(library: Path) -> ctypes.CDLL:
 class Memory:
     """An array as a kernel sees it: a copy of its bytes, aligned as Metal aligns, between margins."""
 
-    def __init__(self, name: str, size: int, element_size: int, *, is_output: bool, is_initialised: bool):
+    def __init__(
+        self, name: str, size: int, element_size: int, *, is_output: bool, is_initialised: bool
+    ):
         self.name, self.element_size = name, element_size
         self.is_output, self.is_initialised = is_output, is_initialised
         self.whole = np.full(size + 2 * MARGIN + 64, 0xFF, np.uint8)
@@ -125,7 +127,9 @@ class Memory:
 
     def as_buffer(self) -> Buffer:
         size, data = self.bytes.size, self.whole.ctypes.data + self.begin
-        return Buffer(self.name.encode(), data, size, self.element_size, self.is_output, self.is_initialised)
+        return Buffer(
+            self.name.encode(), data, size, self.element_size, self.is_output, self.is_initialised
+        )
 
     def margins_are_whole(self) -> bool:
         margins = self.whole[: self.begin], self.whole[self.begin + self.bytes.size :]
@@ -155,7 +159,9 @@ def input_memory(name: str, array: mx.array, contiguous: bool) -> dict[str, Memo
     if contiguous:
         elements = np.ascontiguousarray(elements).reshape(array.shape)
     assert min(elements.strides, default=0) >= 0, "an array that is read backwards is not emulated"
-    reach = sum((size - 1) * stride for size, stride in zip(elements.shape, elements.strides, strict=True))
+    reach = sum(
+        (size - 1) * stride for size, stride in zip(elements.shape, elements.strides, strict=True)
+    )
     size = reach + elements.itemsize if elements.size else 0
     memory = Memory(name, size, elements.itemsize, is_output=False, is_initialised=True)
     if elements.size:
@@ -167,21 +173,29 @@ def input_memory(name: str, array: mx.array, contiguous: bool) -> dict[str, Memo
         "ndim": np.array([elements.ndim], np.int32),
     }
     for suffix, values in description.items():
-        part = Memory(f"{name}_{suffix}", values.nbytes, values.itemsize, is_output=False, is_initialised=True)
+        part = Memory(
+            f"{name}_{suffix}", values.nbytes, values.itemsize, is_output=False, is_initialised=True
+        )
         part.bytes[:] = values.view(np.uint8)
         described[part.name] = part
     return described
 
 
 def output_memory(name: str, shape: Sequence[int], dtype: mx.Dtype) -> Memory:
-    return Memory(name, int(np.prod(shape)) * dtype.size, dtype.size, is_output=True, is_initialised=False)
+    return Memory(
+        name, int(np.prod(shape)) * dtype.size, dtype.size, is_output=True, is_initialised=False
+    )
 
 
 RUNNING = threading.Lock()  # the runtime runs one launch at a time
 
 
 def run(
-    program: Program, mode: str, memory: dict[str, Memory], grid: Sequence[int], threadgroup: Sequence[int]
+    program: Program,
+    mode: str,
+    memory: dict[str, Memory],
+    grid: Sequence[int],
+    threadgroup: Sequence[int],
 ) -> list[tuple[str, str]]:
     """Runs a kernel on memory in place; the problems that were found, as kind and description."""
     library = build(program, mode)
@@ -234,7 +248,10 @@ SEVERAL, ANOTHER_THREADGROUP = -2, -3
 def describe(program: Program, library: Path, problem: Problem) -> str:
     """What happened, by which thread, and in which line."""
     fields = {name: getattr(problem, name) for name, *_ in problem._fields_}
-    fields = {name: value.decode() if isinstance(value, bytes) else value for name, value in fields.items()}
+    fields = {
+        name: value.decode() if isinstance(value, bytes) else value
+        for name, value in fields.items()
+    }
     others = {SEVERAL: "several other threads", ANOTHER_THREADGROUP: "another threadgroup"}
     fields["other"] = others.get(problem.other_thread, f"thread {problem.other_thread}")
     other_line = line_of(library, problem.other_pc) or problem.other_line
@@ -276,7 +293,9 @@ def metal_kernel(
     mode: "check" or "fast". The function raises MetalCompileError, MetalRuntimeError, or MLX's ValueError on arguments
     that do not fit.
     """
-    kernel = make_metal_kernel(name, input_names, output_names, source, header, ensure_row_contiguous)
+    kernel = make_metal_kernel(
+        name, input_names, output_names, source, header, ensure_row_contiguous
+    )
     assert mode in MODES, mode
 
     def call(
@@ -289,13 +308,19 @@ def metal_kernel(
         template: Sequence[tuple[str, Any]] | None = None,
     ) -> list[mx.array]:
         arrays = [x if isinstance(x, mx.array) else mx.array(x) for x in inputs]
-        arguments = {"output_shapes": output_shapes, "output_dtypes": output_dtypes, "template": template}
+        arguments = {
+            "output_shapes": output_shapes,
+            "output_dtypes": output_dtypes,
+            "template": template,
+        }
         arguments |= {"grid": grid, "threadgroup": threadgroup}
         program = export(kernel, header, source, arrays, arguments)
         type_check(program)
         num_threads = math.prod(map(min, grid, threadgroup))
         if num_threads > MAX_THREADS:
-            raise MetalRuntimeError(f"{program.name}: {num_threads} threads in a threadgroup", {"limit"})
+            raise MetalRuntimeError(
+                f"{program.name}: {num_threads} threads in a threadgroup", {"limit"}
+            )
 
         memory: dict[str, Memory] = {}
         for input_name, array in zip(input_names, arrays, strict=True):
@@ -304,8 +329,12 @@ def metal_kernel(
         memory |= {output: output_memory(output, shape, dtype) for output, shape, dtype in results}
         if problems := run(program, mode, memory, grid, threadgroup):
             lines = [f"[{kind}] {text}" for kind, text in problems]
-            raise MetalRuntimeError("\n  ".join([f"{program.name}:", *lines]), {kind for kind, _ in problems})
-        return without_gradient(arrays, [to_mlx(memory[output], shape, dtype) for output, shape, dtype in results])
+            raise MetalRuntimeError(
+                "\n  ".join([f"{program.name}:", *lines]), {kind for kind, _ in problems}
+            )
+        return without_gradient(
+            arrays, [to_mlx(memory[output], shape, dtype) for output, shape, dtype in results]
+        )
 
     return call
 
@@ -336,7 +365,10 @@ def patched(mode: str = "check") -> Iterator[None]:
         yield
         return
     maker = functools.partial(metal_kernel, mode=mode)
-    with mock.patch.object(mx.fast, "metal_kernel", maker), mock.patch.object(mx.metal, "is_available", lambda: True):
+    with (
+        mock.patch.object(mx.fast, "metal_kernel", maker),
+        mock.patch.object(mx.metal, "is_available", lambda: True),
+    ):
         mx.disable_compile()
         try:
             yield

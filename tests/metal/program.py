@@ -38,7 +38,9 @@ class Program(NamedTuple):
         return [name for kind, name in self.parameters if kind not in ("uint", "uint3")]
 
 
-def export(kernel: Callable[..., Any], header: str, body: str, inputs: list[mx.array], call: dict[str, Any]) -> Program:
+def export(
+    kernel: Callable[..., Any], header: str, body: str, inputs: list[mx.array], call: dict[str, Any]
+) -> Program:
     """
     What MLX writes for one call of one of its own kernels.
 
@@ -47,12 +49,16 @@ def export(kernel: Callable[..., Any], header: str, body: str, inputs: list[mx.a
     """
     nodes: list[dict[str, Any]] = []
     placeholders = [mx.zeros(x.shape, x.dtype) for x in inputs]
-    mx.export_function(nodes.append, lambda *arrays: kernel(inputs=list(arrays), **call), *placeholders)
+    mx.export_function(
+        nodes.append, lambda *arrays: kernel(inputs=list(arrays), **call), *placeholders
+    )
     name, text, *_ = next(node["arguments"] for node in nodes if node.get("name") == "CustomKernel")
     body_begin = text.index(") {\n", len(header)) + len(") {\n")
     body_end = text.index(body, body_begin) + len(body)
     signature, tail = text[len(header) : body_begin], text[body_end:]
-    assert text.startswith(header) and not text[body_begin:body_end].removesuffix(body).strip(), text
+    assert text.startswith(header) and not text[body_begin:body_end].removesuffix(body).strip(), (
+        text
+    )
     instance = re.search(r"decltype\((.+)\) ", tail)
     parameters = tuple(re.findall(r"^  (.+?) ?(\w+) \[\[\w+(?:\(\d+\))?\]\]", signature, re.M))
     return Program(name, header, signature, body, instance[1] if instance else name, parameters)
@@ -61,10 +67,14 @@ def export(kernel: Callable[..., Any], header: str, body: str, inputs: list[mx.a
 # ---- Metal's dialect in clang's
 
 COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
-FLOAT_LITERAL = re.compile(r"(?<![\w.])((?:\d+\.\d*|\.\d+)(?:[eE][+-]?\d+)?|\d+[eE][+-]?\d+)(f|h|bf|)(?![\w.])")
+FLOAT_LITERAL = re.compile(
+    r"(?<![\w.])((?:\d+\.\d*|\.\d+)(?:[eE][+-]?\d+)?|\d+[eE][+-]?\d+)(f|h|bf|)(?![\w.])"
+)
 LITERAL_TYPES = {"": "{}f", "f": "{}f", "h": "half({}f)", "bf": "bfloat({}f)"}
 THREADGROUP = re.compile(r"\bthreadgroup\b(?P<rest>[^;{}]*)(?P<end>[;{}]?)")
-THREADGROUP_ARRAY = re.compile(r"\s+(?P<type>[\w:<>, ]*[\w>])\s+(?P<name>\w+)\s*(?P<sizes>(?:\[[^\]]*\]\s*)*)$")
+THREADGROUP_ARRAY = re.compile(
+    r"\s+(?P<type>[\w:<>, ]*[\w>])\s+(?P<name>\w+)\s*(?P<sizes>(?:\[[^\]]*\]\s*)*)$"
+)
 THREADGROUP_POINTER = re.compile(r"[\w:<>, ]*[*&]")
 
 
@@ -81,7 +91,11 @@ def with_literals(text: str, type_check: bool) -> str:
     """
 
     def rewrite(match: re.Match[str]) -> str:
-        return "1.1f" if type_check and match[2] in ("", "f") else LITERAL_TYPES[match[2]].format(match[1])
+        return (
+            "1.1f"
+            if type_check and match[2] in ("", "f")
+            else LITERAL_TYPES[match[2]].format(match[1])
+        )
 
     return FLOAT_LITERAL.sub(rewrite, text)
 
@@ -99,7 +113,9 @@ def with_threadgroup_arrays(text: str, type_check: bool) -> str:
         if THREADGROUP_POINTER.match(match["rest"]):
             # what follows may hold the next one
             return "threadgroup" + with_threadgroup_arrays(match["rest"], type_check) + match["end"]
-        raise MetalCompileError(f"only `threadgroup TYPE NAME[SIZE];` is understood, not `{match[0].strip()}`")
+        raise MetalCompileError(
+            f"only `threadgroup TYPE NAME[SIZE];` is understood, not `{match[0].strip()}`"
+        )
 
     return THREADGROUP.sub(rewrite, text)
 
@@ -120,19 +136,27 @@ def mlx_headers() -> str:
     """
     specification = importlib.util.find_spec("mlx")
     assert specification is not None and specification.submodule_search_locations
-    directories = [Path(location, "include") for location in specification.submodule_search_locations]
+    directories = [
+        Path(location, "include") for location in specification.submodule_search_locations
+    ]
     included: set[str] = set()
 
     def read(name: str) -> str:
         if name in included or name.endswith(("/complex.h", "/logging.h")):
             return ""
         included.add(name)
-        text = next((directory / name).read_text() for directory in directories if (directory / name).exists())
+        text = next(
+            (directory / name).read_text()
+            for directory in directories
+            if (directory / name).exists()
+        )
         text = re.sub(r'#include "(.+?)"', lambda match: read(match[1]), text)
         return re.sub(r"#include <.+?>|#pragma once", "", text)
 
     text = read("mlx/backend/metal/kernels/utils.h")
-    simd = re.search(r"#define instantiate_metal_simd_comm_funcs.*?\n} +// namespace metal\n", text, re.S)
+    simd = re.search(
+        r"#define instantiate_metal_simd_comm_funcs.*?\n} +// namespace metal\n", text, re.S
+    )
     assert simd, "MLX's bf16_math.h has changed"
     text = text.replace(simd[0], "")
     # clang has no address space on an array that is a parameter
@@ -161,12 +185,16 @@ def text_for_clang(program: Program, type_check: bool) -> str:
     text += '#line 1 "end"\n'
     if type_check:
         is_template = program.instance != program.name
-        return text + (f"template decltype({program.instance}) {program.instance};\n" if is_template else "")
+        return text + (
+            f"template decltype({program.instance}) {program.instance};\n" if is_template else ""
+        )
     arguments = []
     for kind, name in program.parameters:
         if name in program.arrays:
             pointer = f"arguments[{program.arrays.index(name)}]"
-            arguments.append(f"*({kind[:-1]}*){pointer}" if kind.endswith("&") else f"({kind}){pointer}")
+            arguments.append(
+                f"*({kind[:-1]}*){pointer}" if kind.endswith("&") else f"({kind}){pointer}"
+            )
         else:
             arguments.append(f"emulator_thread->{name}")
     return text + (
@@ -192,11 +220,15 @@ def outside_of_braces(text: str) -> str:
 def complaints(program: Program) -> list[str]:
     """What Metal's compiler refuses and clang does not."""
     header, body = without_comments(program.header), without_comments(program.body)
-    types = "|".join([*SCALARS, *VECTORS, *re.findall(r"typename (\w+)", program.signature + header)])
+    types = "|".join(
+        [*SCALARS, *VECTORS, *re.findall(r"typename (\w+)", program.signature + header)]
+    )
     space = r"(?:\b(device|constant|threadgroup|thread)\s+)?(?:(?:const|volatile)\s+)*"
     pointer = re.compile(rf"{space}\b(?:{types})\s*(?:const\s*)?[*&]\s*\w+")
     qualifiers = r"(?:(?:static|const|constexpr|inline)\s+)*"
-    variable = re.compile(rf"^\s*(?!.*\bconstant\b)({qualifiers}(?:{types})\s+\w+[^(\n]*)[=;]", re.M)
+    variable = re.compile(
+        rf"^\s*(?!.*\bconstant\b)({qualifiers}(?:{types})\s+\w+[^(\n]*)[=;]", re.M
+    )
     found = [
         f"pointer or reference without an address space: `{match[0]}`"
         for match in pointer.finditer(header + "\n" + body)
@@ -211,17 +243,25 @@ def complaints(program: Program) -> list[str]:
         for match in THREADGROUP.finditer(header)
         if match["end"] == ";" and THREADGROUP_ARRAY.match(match["rest"])
     ]
-    found += [f"`{word}` is not in Metal" for word in re.findall(rf"\b(?:{'|'.join(ABSENT)})\b", header + "\n" + body)]
+    found += [
+        f"`{word}` is not in Metal"
+        for word in re.findall(rf"\b(?:{'|'.join(ABSENT)})\b", header + "\n" + body)
+    ]
     if len(program.arrays) > MAX_ARGUMENTS:
         found.append(f"{len(program.arrays)} arguments, Metal allows {MAX_ARGUMENTS}")
     return found
 
 
 TYPE_CHECK = "-Wno-everything -Wimplicit-float-conversion -fno-lax-vector-conversions".split()
-TYPE_CHECK += [f"-Werror={mistake}" for mistake in ("return-type", "uninitialized", "vla-extension")]
+TYPE_CHECK += [
+    f"-Werror={mistake}" for mistake in ("return-type", "uninitialized", "vla-extension")
+]
 FLOAT_TO_BFLOAT = re.compile(r"to (?:'\w+' \(aka )?'__bf16'\)? \[-Wimplicit-float-conversion\]")
 RUN = "-Wno-everything -g1 -gdwarf-4 -fvisibility=hidden -ftrivial-auto-var-init=pattern".split()
-RUN += ["-Wframe-larger-than=65536", "-Werror=frame-larger-than"]  # half of the stack that runtime.cpp gives a thread
+RUN += [
+    "-Wframe-larger-than=65536",
+    "-Werror=frame-larger-than",
+]  # half of the stack that runtime.cpp gives a thread
 MODES = {
     "fast": ["-O0"],
     "check": [
@@ -238,7 +278,9 @@ def type_check(program: Program) -> None:
     if found := complaints(program):
         raise MetalCompileError("\n  ".join([f"{program.name} does not compile:", *found]))
     try:
-        warnings = toolchain.check(beginning(True), text_for_clang(program, type_check=True), TYPE_CHECK)
+        warnings = toolchain.check(
+            beginning(True), text_for_clang(program, type_check=True), TYPE_CHECK
+        )
     except toolchain.CompileError as error:
         raise compile_error(program, str(error)) from None
     if refused := [line for line in warnings.splitlines() if FLOAT_TO_BFLOAT.search(line)]:
@@ -249,7 +291,9 @@ def type_check(program: Program) -> None:
 def build(program: Program, mode: str) -> Path:
     """The kernel as a library for the runtime."""
     try:
-        return toolchain.build(beginning(False), text_for_clang(program, type_check=False), [*RUN, *MODES[mode]])
+        return toolchain.build(
+            beginning(False), text_for_clang(program, type_check=False), [*RUN, *MODES[mode]]
+        )
     except toolchain.CompileError as error:
         raise compile_error(program, str(error)) from None
 
@@ -263,10 +307,16 @@ def compile_error(program: Program, output: str) -> MetalCompileError:
             lines.append(f"{place(program, int(line))}: {message}")
         elif kind != "note":
             lines.append(message)
-    return MetalCompileError("\n  ".join([f"{program.name} does not compile:", *(dict.fromkeys(lines) or [output])]))
+    return MetalCompileError(
+        "\n  ".join([f"{program.name} does not compile:", *(dict.fromkeys(lines) or [output])])
+    )
 
 
 def place(program: Program, line: int) -> str:
     """A line as the kernel's author knows it, and what stands there."""
-    part, number, text = ("body", line - BODY + 1, program.body) if line >= BODY else ("header", line, program.header)
+    part, number, text = (
+        ("body", line - BODY + 1, program.body)
+        if line >= BODY
+        else ("header", line, program.header)
+    )
     return f"{part} line {number} `{text.splitlines()[number - 1].strip()}`"

@@ -29,15 +29,23 @@ def test_every_float16_is_read_and_rounded_as_numpy_does(emulated: None) -> None
         floats = elementwise("out[i] = float(x[i]);", mx.array(halves), mx.float32)
         np.testing.assert_array_equal(floats, halves.astype(np.float32))
         bits = np.random.default_rng(0).integers(0, 2**32, 100_000, dtype=np.uint32)
-        near = halves.astype(np.float32).view(np.uint32)  # floats at, just below, halfway and just above each half
+        near = halves.astype(np.float32).view(
+            np.uint32
+        )  # floats at, just below, halfway and just above each half
         steps = (0, 1, 0xFFF, 0x1000, 0x1001, 0x1FFF)
         bits = np.concatenate([bits, *(near + step for step in steps)]).astype(np.uint32)
         x = bits.view(np.float32)
         with np.errstate(over="ignore", invalid="ignore"):
             expected = x.astype(np.float16)
-        np.testing.assert_array_equal(elementwise("out[i] = half(x[i]);", mx.array(x), mx.float16), expected)
-        as_bfloat = elementwise("out[i] = bfloat16_t(x[i]);", mx.array(x), mx.bfloat16).astype(mx.float32)
-        np.testing.assert_array_equal(as_bfloat, np.asarray(mx.array(x).astype(mx.bfloat16).astype(mx.float32)))
+        np.testing.assert_array_equal(
+            elementwise("out[i] = half(x[i]);", mx.array(x), mx.float16), expected
+        )
+        as_bfloat = elementwise("out[i] = bfloat16_t(x[i]);", mx.array(x), mx.bfloat16).astype(
+            mx.float32
+        )
+        np.testing.assert_array_equal(
+            as_bfloat, np.asarray(mx.array(x).astype(mx.bfloat16).astype(mx.float32))
+        )
 
 
 def test_each_operation_on_16_bits_rounds_to_16_bits(metal: str) -> None:
@@ -59,9 +67,13 @@ def test_a_kernel_without_a_gradient_says_so_instead_of_giving_zeros(metal: str)
 # ---- the checks: a body with WHAT in it on 64 threads, what makes it right and wrong, and the check that then fails
 
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
-REVERSE = f"threadgroup float a[64]; a[i] = x[i]; {BARRIER} out[i] = a[63 - i];".replace(BARRIER, "WHAT")
+REVERSE = f"threadgroup float a[64]; a[i] = x[i]; {BARRIER} out[i] = a[63 - i];".replace(
+    BARRIER, "WHAT"
+)
 PART = f"threadgroup float a[64]; if (i < WHAT) a[i] = 1; {BARRIER} out[i] = a[i];"
-POINTER = f"threadgroup float a[64]; threadgroup float* p = a; a[i] = 1; {BARRIER} out[i] = p[i + WHAT];"
+POINTER = (
+    f"threadgroup float a[64]; threadgroup float* p = a; a[i] = 1; {BARRIER} out[i] = p[i + WHAT];"
+)
 PAIRS = {
     "no barrier": (REVERSE, BARRIER, "", "race uninitialised"),
     "a barrier of other memory": (REVERSE, BARRIER, BARRIER.replace("mem_threadgroup", "mem_device"), "race"),
@@ -86,7 +98,9 @@ PAIRS = {
 
 
 @pytest.mark.parametrize(("body", "right", "wrong", "kinds"), PAIRS.values(), ids=PAIRS)
-def test_a_bug_is_found_and_its_twin_is_right(emulated: None, body: str, right: str, wrong: str, kinds: str) -> None:
+def test_a_bug_is_found_and_its_twin_is_right(
+    emulated: None, body: str, right: str, wrong: str, kinds: str
+) -> None:
     if "overflow" in kinds and platform.machine() != "x86_64":
         pytest.skip("overflows of 16-bit floats are seen on x86-64 only")
     x = mx.arange(64, dtype=mx.float32)
@@ -104,12 +118,18 @@ def test_a_bug_is_found_and_its_twin_is_right(emulated: None, body: str, right: 
         ("uninitialized", "float sum; out[i] = sum;", 8),
         ("`double` is not in Metal", "double y = 1; out[i] = y;", 8),
         ("`std` is not in Metal", "out[i] = std::exp(x[i]);", 8),
-        ("const device.*constant float", "const device float* p = x; out[i] = p[i];", 7),  # small inputs are constant
+        (
+            "const device.*constant float",
+            "const device float* p = x; out[i] = p[i];",
+            7,
+        ),  # small inputs are constant
         ("address space", "float y = x[i]; float& z = y; out[i] = z;", 8),
         ("body line 2 .*undeclared", "out[i] = absent;", 8),
     ],
 )
-def test_what_no_metal_compiler_takes_is_refused(emulated: None, reason: str, body: str, size: int) -> None:
+def test_what_no_metal_compiler_takes_is_refused(
+    emulated: None, reason: str, body: str, size: int
+) -> None:
     with emulator.patched(), pytest.raises(emulator.MetalCompileError, match=reason):
         elementwise(body, mx.zeros(size), mx.float32)
 

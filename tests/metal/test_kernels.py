@@ -26,7 +26,11 @@ from step.batch import make_batches
 
 pytestmark = pytest.mark.slow
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
-EPSILON = {mx.float32: 2e-6, mx.float16: 1e-3, mx.bfloat16: 8e-3}  # relative; 16 bits: one rounding of the result
+EPSILON = {
+    mx.float32: 2e-6,
+    mx.float16: 1e-3,
+    mx.bfloat16: 8e-3,
+}  # relative; 16 bits: one rounding of the result
 RNG = np.random.default_rng(0)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 fast = pytest.mark.parametrize("metal", ["fast"], indirect=True)
@@ -40,7 +44,9 @@ def kernels(metal: str, monkeypatch: pytest.MonkeyPatch) -> set[str]:
     launched: set[str] = set()
 
     def noting(name: str, launch: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *arguments, **settings: (launched.add(name), launch(*arguments, **settings))[1]
+        return lambda *arguments, **settings: (launched.add(name), launch(*arguments, **settings))[
+            1
+        ]
 
     for name, op in machinery.OPS.items():
         monkeypatch.setattr(op, "launch", noting(name, op.launch))
@@ -71,7 +77,10 @@ def assert_close(ours: mx.array, expected: np.ndarray, dtype: mx.Dtype, slack: f
 
 
 def assert_gradient(
-    function: Callable[..., Any], formula: Callable[..., Any], arrays: Sequence[mx.array], slack: float = 1.0
+    function: Callable[..., Any],
+    formula: Callable[..., Any],
+    arrays: Sequence[mx.array],
+    slack: float = 1.0,
 ) -> None:
     """
     The gradient of `function` in a random direction against that of its float64 `formula`, by central differences.
@@ -89,7 +98,10 @@ def assert_gradient(
     for index, (gradient, source) in enumerate(zip(gradients, arrays, strict=True)):
         assert gradient.dtype == source.dtype and gradient.shape == source.shape
         direction = RNG.normal(size=source.shape)
-        ends = [[x + sign * step * direction if i == index else x for i, x in enumerate(exact)] for sign in (1, -1)]
+        ends = [
+            [x + sign * step * direction if i == index else x for i, x in enumerate(exact)]
+            for sign in (1, -1)
+        ]
         expected = (loss(*ends[0]) - loss(*ends[1])) / (2 * step)
         terms = wide(gradient) * direction
         allowed = EPSILON[source.dtype] * slack * (np.abs(terms).sum() + 1) + 1e-6
@@ -112,7 +124,22 @@ def test_swiglu_equals_its_formula_and_so_does_its_gradient(form, shape, dtype):
     assert_gradient(lambda x: [ops.swiglu(x)], swiglu_by_hand, [x], 4)
 
 
-GATES = [-1000.0, -200.0, -100.0, -89.0, -88.0, -41.0, -39.0, -12.0, -1.0, 0.0, 0.5, 11.0, 90.0, 1000.0]
+GATES = [
+    -1000.0,
+    -200.0,
+    -100.0,
+    -89.0,
+    -88.0,
+    -41.0,
+    -39.0,
+    -12.0,
+    -1.0,
+    0.0,
+    0.5,
+    11.0,
+    90.0,
+    1000.0,
+]
 
 
 def test_swiglu_and_its_gradient_equal_the_formula_at_every_size_of_the_gate(form):
@@ -120,7 +147,9 @@ def test_swiglu_and_its_gradient_equal_the_formula_at_every_size_of_the_gate(for
     gate, up = np.array(GATES), np.linspace(-2, 2, len(GATES))
     sigmoid = np.where(gate < -700, 0, 1 / (1 + np.exp(-np.maximum(gate, -700))))
     gate_up = mx.array(np.concatenate([gate, up]).astype(np.float32))
-    np.testing.assert_allclose(np.array(ops.swiglu(gate_up)), gate * sigmoid * up, rtol=2e-6, atol=1e-12)
+    np.testing.assert_allclose(
+        np.array(ops.swiglu(gate_up)), gate * sigmoid * up, rtol=2e-6, atol=1e-12
+    )
     gradient = mx.grad(lambda x: ops.swiglu(x).sum())(gate_up)
     expected = np.concatenate([up * sigmoid * (1 + gate * (1 - sigmoid)), gate * sigmoid])
     np.testing.assert_allclose(np.array(gradient), expected, rtol=5e-6, atol=1e-12)
@@ -130,12 +159,16 @@ def test_swiglu_and_its_gradient_equal_the_formula_at_every_size_of_the_gate(for
 
 
 @each_dtype
-@pytest.mark.parametrize(("rows", "rank", "width"), [(1, 1, 1), (3, 2, 2), (7, 4, 33), (1030, 16, 5), (513, 20, 40)])
+@pytest.mark.parametrize(
+    ("rows", "rank", "width"), [(1, 1, 1), (3, 2, 2), (7, 4, 33), (1030, 16, 5), (513, 20, 40)]
+)
 def test_a_tall_product_is_that_of_its_factors_and_float32(form, rows, rank, width, dtype):
     thin, wide_ = array(rows, rank, dtype=dtype), array(rows, width, dtype=dtype)
     ours = ops.tall_product(thin, wide_)
     assert ours.dtype == mx.float32
-    np.testing.assert_allclose(np.array(ours), wide(thin).T @ wide(wide_), rtol=1e-5, atol=1e-6 * rows)
+    np.testing.assert_allclose(
+        np.array(ours), wide(thin).T @ wide(wide_), rtol=1e-5, atol=1e-6 * rows
+    )
 
 
 # ---- residual and norm
@@ -150,9 +183,14 @@ def add_norm_by_hand(x: np.ndarray, delta: np.ndarray, weight: np.ndarray) -> li
 @pytest.mark.parametrize("shape", [(1, 1), (2, 3), (3, 1, 37), (2, 256), (2, 1027)])
 def test_add_norm_equals_its_formula_and_so_does_its_gradient(form, shape, dtype):
     scale = 300.0 if shape == (2, 256) else 1.0  # whose squares float16 does not hold
-    arrays = *(array(*shape, dtype=dtype, scale=scale) for _ in range(2)), array(shape[-1], dtype=dtype)
+    arrays = (
+        *(array(*shape, dtype=dtype, scale=scale) for _ in range(2)),
+        array(shape[-1], dtype=dtype),
+    )
     total, normed = ops.add_norm(*arrays, 1e-6)
-    assert mx.array_equal(total, arrays[0] + arrays[1])  # rounded once, as the sum of the expression is
+    assert mx.array_equal(
+        total, arrays[0] + arrays[1]
+    )  # rounded once, as the sum of the expression is
     assert_close(normed, add_norm_by_hand(wide(total), np.zeros(1), wide(arrays[2]))[1], dtype, 2)
     if shape[-1] > 1:  # the norm of one number is its sign
         assert_gradient(lambda *given: ops.add_norm(*given, 1e-6), add_norm_by_hand, arrays, 16)
@@ -162,7 +200,11 @@ def test_add_norm_equals_its_formula_and_so_does_its_gradient(form, shape, dtype
 
 
 def norm_rope_by_hand(
-    qkv: np.ndarray, weights: Sequence[np.ndarray], heads: int, rope: ops.Rope, offsets: Sequence[int]
+    qkv: np.ndarray,
+    weights: Sequence[np.ndarray],
+    heads: int,
+    rope: ops.Rope,
+    offsets: Sequence[int],
 ) -> list[np.ndarray]:
     length, all_heads = qkv.shape[1:3]
     turned = heads + (all_heads - heads) // 2
@@ -174,7 +216,10 @@ def norm_rope_by_hand(
     positions = np.array(offsets)[:, None] + np.arange(length)
     angles = (positions[..., None] * rope.frequencies)[:, :, None]
     low, high = np.split(out[..., : rope.size] * rope.magnitude, 2, axis=-1)
-    parts = [low * np.cos(angles) - high * np.sin(angles), high * np.cos(angles) + low * np.sin(angles)]
+    parts = [
+        low * np.cos(angles) - high * np.sin(angles),
+        high * np.cos(angles) + low * np.sin(angles),
+    ]
     out = np.concatenate([*parts, out[..., rope.size :]], axis=-1).transpose(0, 2, 1, 3)
     return [out[:, :heads], out[:, heads:]]
 
@@ -196,17 +241,26 @@ def norm_rope_by_hand(
         (1, 1, 2, 2, 1, True, False),
     ],
 )
-def test_norm_rope_equals_its_formula(form, heads, kv_heads, size, part, length, normed, yarn, dtype):
+def test_norm_rope_equals_its_formula(
+    form, heads, kv_heads, size, part, length, normed, yarn, dtype
+):
     config = hub.make_config(QWEN3 | ({"rope_scaling": YARN} if yarn else {}))
     rope, offsets = ops.Rope(part, config.rope_theta, config.rope_scaling), [0, -2, 700]
     qkv = array(3, length, heads + 2 * kv_heads, size, dtype=dtype)
     weights = (array(size, dtype=dtype), array(size, dtype=dtype)) if normed else None
     expected = norm_rope_by_hand(wide(qkv), [wide(w) for w in weights or ()], heads, rope, offsets)
-    for rotation in (rope.make_rotation(mx.array(offsets), length), ops.Rotation(rope, mx.array(offsets))):  # a CPU's, a GPU's
+    for rotation in (
+        rope.make_rotation(mx.array(offsets), length),
+        ops.Rotation(rope, mx.array(offsets)),
+    ):  # a CPU's, a GPU's
         *turned, values = ops.norm_rope(qkv, heads, weights, 1e-6, rotation)
         for ours, theirs in zip(turned, expected, strict=True):
-            angle = 702 * 1.2e-7 * np.abs(theirs).max()  # what float32 leaves of an angle, at the farthest position
-            np.testing.assert_allclose(wide(ours), theirs, rtol=2 * EPSILON[dtype], atol=angle + 2 * EPSILON[dtype])
+            angle = (
+                702 * 1.2e-7 * np.abs(theirs).max()
+            )  # what float32 leaves of an angle, at the farthest position
+            np.testing.assert_allclose(
+                wide(ours), theirs, rtol=2 * EPSILON[dtype], atol=angle + 2 * EPSILON[dtype]
+            )
         assert mx.array_equal(values, qkv[:, :, heads + kv_heads :].transpose(0, 2, 1, 3))
 
 
@@ -214,7 +268,12 @@ def test_norm_rope_equals_its_formula(form, heads, kv_heads, size, part, length,
 
 
 def slot_attention_by_hand(
-    queries: np.ndarray, keys: np.ndarray, values: np.ndarray, own_keys: np.ndarray, own_values: np.ndarray, **seen: Any
+    queries: np.ndarray,
+    keys: np.ndarray,
+    values: np.ndarray,
+    own_keys: np.ndarray,
+    own_values: np.ndarray,
+    **seen: Any,
 ) -> np.ndarray:
     heads, size = queries.shape[1], queries.shape[3]
     out = np.zeros_like(queries)
@@ -248,7 +307,10 @@ def test_slot_attention_equals_its_formula(form, ratio, kv_heads, size, prompt_o
     queries = array(rows, ratio * kv_heads, 1, size, dtype=dtype, scale=2)
     # views, as projections and caches give
     by_column = array(prompts, length + 5, kv_heads, size, dtype=dtype).transpose(0, 2, 1, 3)
-    held = [x[:, :, :length] for x in (by_column, array(prompts, kv_heads, length + 5, size, dtype=dtype))]
+    held = [
+        x[:, :, :length]
+        for x in (by_column, array(prompts, kv_heads, length + 5, size, dtype=dtype))
+    ]
     own = [array(rows, kv_heads, 8, size, dtype=dtype)[:, :, :width] for _ in range(2)]
     mask, own_mask = np.ones((prompts, length), bool), np.ones((rows, width), bool)
     if masked:
@@ -261,7 +323,12 @@ def test_slot_attention_equals_its_formula(form, ratio, kv_heads, size, prompt_o
     )
     exact = [wide(x) for x in (queries, *held, *own)]
     expected = slot_attention_by_hand(*exact, prompt_of=prompt_of, mask=mask, own_mask=own_mask)
-    assert_close(attention.slot_attention(queries, [(held[0], held[1]), (own[0], own[1])], layout), expected, dtype, 2)
+    assert_close(
+        attention.slot_attention(queries, [(held[0], held[1]), (own[0], own[1])], layout),
+        expected,
+        dtype,
+        2,
+    )
 
 
 # ---- rows of logits
@@ -272,7 +339,9 @@ def logsumexp(x: np.ndarray) -> np.ndarray:
     return np.log(np.exp(x - peak).sum(-1, keepdims=True)) + peak
 
 
-def row_logprobs_by_hand(logits: np.ndarray, ids: np.ndarray, temperature: float) -> list[np.ndarray]:
+def row_logprobs_by_hand(
+    logits: np.ndarray, ids: np.ndarray, temperature: float
+) -> list[np.ndarray]:
     logprobs = logits / temperature - logsumexp(logits / temperature)
     with np.errstate(invalid="ignore"):
         terms = np.where(np.isfinite(logprobs), np.exp(logprobs) * logprobs, 0)
@@ -290,7 +359,8 @@ def rows_of_logits(size: int, dtype: mx.Dtype) -> mx.array:
 
 SIZES = [1, 2, 7, 31, 33, 1000, 1024, 1025, 3000]
 each_row = pytest.mark.parametrize(
-    ("size", "dtype"), [(size, mx.float32) for size in SIZES] + [(s, d) for d in DTYPES[1:] for s in (1, 7, 1025)]
+    ("size", "dtype"),
+    [(size, mx.float32) for size in SIZES] + [(s, d) for d in DTYPES[1:] for s in (1, 7, 1025)],
 )
 
 
@@ -300,13 +370,21 @@ def test_row_logprobs_equal_their_formula(form, size, dtype):
     for rows in (slice(0, 4), slice(0, 1)):  # one row of few elements is in another address space
         ours = softmax.row_logprobs(logits[rows], mx.array(ids[rows]), 0.7)
         scaled = wide(logits[rows]) / 0.7
-        largest = np.abs(np.where(np.isfinite(scaled), scaled, 0)).max(-1)  # subtracting two is off by their rounding
-        for mine, theirs in zip(ours, row_logprobs_by_hand(wide(logits[rows]), ids[rows], 0.7), strict=True):
-            assert (np.abs(np.array(mine) - theirs) <= 1e-5 + 2e-7 * largest + 1e-6 * np.abs(theirs)).all()
+        largest = np.abs(np.where(np.isfinite(scaled), scaled, 0)).max(
+            -1
+        )  # subtracting two is off by their rounding
+        for mine, theirs in zip(
+            ours, row_logprobs_by_hand(wide(logits[rows]), ids[rows], 0.7), strict=True
+        ):
+            assert (
+                np.abs(np.array(mine) - theirs) <= 1e-5 + 2e-7 * largest + 1e-6 * np.abs(theirs)
+            ).all()
 
 
 @each_row
-def test_row_slopes_are_log_probabilities_entropies_and_the_gradient_by_the_logits(kernels, size, dtype):
+def test_row_slopes_are_log_probabilities_entropies_and_the_gradient_by_the_logits(
+    kernels, size, dtype
+):
     logits, ids = rows_of_logits(size, dtype), np.full(4, size // 2)
     for rows in (slice(0, 4), slice(0, 1)):
         logprobs, entropies, slopes = softmax.row_slopes(logits[rows], mx.array(ids[rows]), 0.7)
@@ -316,7 +394,9 @@ def test_row_slopes_are_log_probabilities_entropies_and_the_gradient_by_the_logi
         expected[:, size // 2] += 1
         assert slopes.dtype == dtype
         # what is left of 1 - p where p is nearly 1 has the rounding of float32 logits
-        np.testing.assert_allclose(wide(slopes) / softmax.SLOPE_SCALE, expected, rtol=2 * EPSILON[dtype], atol=2e-6)
+        np.testing.assert_allclose(
+            wide(slopes) / softmax.SLOPE_SCALE, expected, rtol=2 * EPSILON[dtype], atol=2e-6
+        )
 
 
 @fast
@@ -376,7 +456,8 @@ def conditionals(logits: np.ndarray, token: int) -> list[tuple[float, float]]:
 
 @pytest.mark.parametrize(
     ("size", "dtype"),
-    [(size, mx.float32) for size in (1, 2, 7, 33, 1025, 40_000)] + [(1500, dtype) for dtype in DTYPES[1:]],
+    [(size, mx.float32) for size in (1, 2, 7, 33, 1025, 40_000)]
+    + [(1500, dtype) for dtype in DTYPES[1:]],
 )
 def test_a_drawn_token_is_the_one_whose_borders_hold_the_four_numbers(form, size, dtype):
     logits = rows_of_logits(size, dtype)[:3]
@@ -387,19 +468,26 @@ def test_a_drawn_token_is_the_one_whose_borders_hold_the_four_numbers(form, size
     np.testing.assert_allclose(np.array(entropies), by_hand[1], rtol=2e-6, atol=2e-5)
     for row in range(3):
         for (before, until), number in zip(
-            conditionals(wide(logits)[row] / 0.7, int(tokens[row].item())), uniforms[row], strict=True
+            conditionals(wide(logits)[row] / 0.7, int(tokens[row].item())),
+            uniforms[row],
+            strict=True,
         ):
             assert before - 1e-6 <= number <= until + 1e-6
 
 
 @fast
-@pytest.mark.parametrize(("size", "rows", "scale"), [(151_936, 100, 3.0), (151_936, 50, 0.0), (8192, 400, 2.0)])
+@pytest.mark.parametrize(
+    ("size", "rows", "scale"), [(151_936, 100, 3.0), (151_936, 50, 0.0), (8192, 400, 2.0)]
+)
 def test_the_kernel_draws_the_tokens_of_its_expression(kernels, size, rows, scale):
     """Of the draws 100 are from rows of Qwen's size, and 50 from rows of equal logits."""
     for begin in range(0, rows, 200):
         logits = array(min(200, rows - begin), size, dtype=mx.float32, scale=scale)
         uniforms = mx.array(RNG.random((len(logits), 4)).astype(np.float32))
-        ours, theirs = softmax.sample_token(logits, uniforms), softmax.sample_token_ref(logits, uniforms)
+        ours, theirs = (
+            softmax.sample_token(logits, uniforms),
+            softmax.sample_token_ref(logits, uniforms),
+        )
         assert mx.array_equal(ours[0], theirs[0])
         for mine, other in zip(ours[1:], theirs[1:], strict=True):
             np.testing.assert_allclose(np.array(mine), np.array(other), atol=2e-5)
@@ -416,9 +504,15 @@ def test_a_row_without_support_draws_its_first_token_and_reads_nothing_beyond_it
 
 @each_dtype
 @pytest.mark.parametrize("head", ["frozen", "trained", ""])
-def test_the_chunked_head_on_kernels_equals_its_formula_and_so_does_its_gradient(kernels, head, dtype, monkeypatch):
+def test_the_chunked_head_on_kernels_equals_its_formula_and_so_does_its_gradient(
+    kernels, head, dtype, monkeypatch
+):
     monkeypatch.setattr(lm_head, "ROWS_AT_ONCE", 4)  # three chunks, the last one shorter
-    hidden, frozen, ids = array(2, 5, 8, dtype=dtype), array(70, 8, dtype=dtype), RNG.integers(0, 70, (2, 5))
+    hidden, frozen, ids = (
+        array(2, 5, 8, dtype=dtype),
+        array(70, 8, dtype=dtype),
+        RNG.integers(0, 70, (2, 5)),
+    )
     how = {"head": head} if head else {"gradient": False}
 
     def function(hidden: mx.array, *trained: mx.array) -> tuple[mx.array, ...]:
@@ -439,12 +533,18 @@ def test_the_chunked_head_on_kernels_equals_its_formula_and_so_does_its_gradient
     assert kernels == {"row_slopes" if head else "row_logprobs"}
 
 
-UPDATES = [(), ("--beta", "0.1", "--temp", "0.8", "--importance-sampling-level", "sequence"), ("--top-k", "5")]
+UPDATES = [
+    (),
+    ("--beta", "0.1", "--temp", "0.8", "--importance-sampling-level", "sequence"),
+    ("--top-k", "5"),
+]
 
 
 @fast
 @pytest.mark.parametrize("flags", UPDATES, ids=" ".join)
-def test_an_update_on_kernels_takes_the_gradient_that_it_takes_without(kernels, flags, tmp_path, monkeypatch):
+def test_an_update_on_kernels_takes_the_gradient_that_it_takes_without(
+    kernels, flags, tmp_path, monkeypatch
+):
     monkeypatch.setenv("GWEN_KERNELS", "off")
     run = small_run.make_run(tmp_path, *flags)
     samples = small_run.shifted(small_run.sample(run), 0.2)
@@ -491,4 +591,6 @@ def test_a_model_on_kernels_equals_itself_without(kernels, checkpoints, name):
         patch.setenv("GWEN_KERNELS", "off")
         theirs = outputs() + gradients()
     for mine, other in zip(ours, theirs, strict=True):
-        np.testing.assert_allclose(np.array(mine), np.array(other), rtol=1e-4, atol=2e-5 * float(mx.abs(other).max()))
+        np.testing.assert_allclose(
+            np.array(mine), np.array(other), rtol=1e-4, atol=2e-5 * float(mx.abs(other).max())
+        )

@@ -18,16 +18,18 @@ def kernels(metal: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "limit_mlx_cache", lambda: None)
     monkeypatch.delenv("GWEN_KERNELS", raising=False)
     for op in machinery.OPS.values():
-        monkeypatch.setattr(op, "off", set())
+        monkeypatch.setattr(op, "disabled_dtypes", set())
 
 
 @pytest.mark.parametrize("metal", ["fast"], indirect=True)
 @pytest.mark.parametrize(("name", "dtype"), [("qwen3-gqa8", mx.bfloat16), ("qwen3.5", mx.float16)])
-def test_every_kernel_agrees_at_the_sizes_of_a_model_that_is_loaded(kernels, checkpoints, name, dtype, capsys):
+def test_every_kernel_agrees_at_the_sizes_of_a_model_that_is_loaded(
+    kernels, checkpoints, name, dtype, capsys
+):
     model = gwen.load_model(checkpoints[name], dtype)
     lora.apply(model, 3, 2.0)
     assert capsys.readouterr().err == ""
-    off = [name for name, op in machinery.OPS.items() if not op.runs(dtype)]
+    off = [name for name, op in machinery.OPS.items() if not op.can_run(dtype)]
     assert not off, off
 
 
@@ -46,8 +48,10 @@ def test_a_kernel_is_judged_by_float32_at_weights_as_large_as_real_ones(
         layer.mlp.gate_up_proj.weight = 30 * layer.mlp.gate_up_proj.weight
     if not right:
         header, body = ops.NORM_ROPE.text
-        monkeypatch.setattr(ops.NORM_ROPE, "text", (header, body.replace("y * c + x * s", "1.05f * y * c + x * s")))
-        monkeypatch.setattr(ops.NORM_ROPE, "_made", {})
+        monkeypatch.setattr(
+            ops.NORM_ROPE, "text", (header, body.replace("y * c + x * s", "1.05f * y * c + x * s"))
+        )
+        monkeypatch.setattr(ops.NORM_ROPE, "_compiled", {})
     gwen.check_kernels(model)
     said = capsys.readouterr().err
     assert not said if right else "the kernel norm_rope is off" in said and said.count("\n") == 1

@@ -32,7 +32,9 @@ DIALECT = [
 ]
 
 
-MISSING = f"as there is no clang of {MIN_CLANG} or later on the PATH; `uv sync --group metal` brings one"
+MISSING = (
+    f"as there is no clang of {MIN_CLANG} or later on the PATH; `uv sync --group metal` brings one"
+)
 
 
 class CompileError(Exception):
@@ -55,7 +57,9 @@ def find() -> Toolchain | None:
         zig = str(Path(package.origin).parent / "zig")
         target = f"{platform.machine()}-linux-gnu"
         version = clang_version([zig, "clang"])
-        return Toolchain((zig, "clang", "-target", target), (zig, "ld.lld", "-shared"), f"{zig} {version}")
+        return Toolchain(
+            (zig, "clang", "-target", target), (zig, "ld.lld", "-shared"), f"{zig} {version}"
+        )
     return None
 
 
@@ -80,7 +84,9 @@ def require() -> Toolchain:
 def cached(inputs: list[str], suffix: str) -> Path:
     """Where the result of these inputs lies, or is to be put."""
     headers = [(HERE / name).read_text() for name in ("runtime.h", "metal_stdlib.h")]
-    key = hashlib.sha256(repr([inputs, headers, require().version, platform.machine()]).encode()).hexdigest()[:24]
+    key = hashlib.sha256(
+        repr([inputs, headers, require().version, platform.machine()]).encode()
+    ).hexdigest()[:24]
     return cache_directory() / f"{key}{suffix}"
 
 
@@ -105,7 +111,9 @@ def parsed(beginning: str, flags: tuple[str, ...]) -> str:
 def compiled(beginning: str, source: str, flags: list[str], *how: str) -> str:
     """Compiles a source text after a beginning; the compiler's warnings. CompileError on errors."""
     shared = ["-include-pch", parsed(beginning, tuple(flags))] if beginning else []
-    return run([*require().compile, "-x", "c++", *DIALECT, *shared, *flags, "-", *how], source).stderr
+    return run(
+        [*require().compile, "-x", "c++", *DIALECT, *shared, *flags, "-", *how], source
+    ).stderr
 
 
 def check(beginning: str, source: str, flags: list[str]) -> str:

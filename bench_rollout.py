@@ -1,9 +1,13 @@
 """
-Rollouts against mlx_lm on the same work: `uv run bench_rollout.py --batch 8 --groups 8 --prompt-tokens 128`.
+Times rollouts against mlx_lm on the same work:
+`uv run bench_rollout.py --batch 8 --groups 8 --prompt-tokens 128`.
 
-mlx_lm is run in every way that it can be: "mlx_lm" prefills the prompt of every row, with as many rows at once as ours,
-"mlx_lm_default" with its own batch sizes; "mlx_lm_shared" prefills once what rows begin with and hands its cache to
-them. All read the log-probabilities of the drawn tokens, which training needs and judging does not.
+mlx_lm runs in all its configurations. "mlx_lm" prefills the prompt of every row, with as many rows
+at once as Gwen. "mlx_lm_default" does so with its own batch sizes. "mlx_lm_shared" prefills shared
+beginnings of rows once and gives the cache to each row. All read the log-probabilities of the
+sampled tokens, which training needs and judging does not.
+
+bench/rollout.py has the measurement and the report.
 """
 
 import copy
@@ -19,74 +23,99 @@ from bench import rollout
 from bench.rollout import Rival, Timing, Work
 
 
-def run_mlx_lm(work: Work, *, peer: Any, own_sizes: bool = False, shared: bool = False) -> Timing:
+def run_mlx_lm(
+    work: Work, *, peer: Any, use_default_sizes: bool = False, share_prefixes: bool = False
+) -> Timing:
     """
-    The work done by mlx_lm's BatchGenerator, with as many rows at once as ours or with its own batch sizes.
+    Does the work with mlx_lm's BatchGenerator.
 
-    Its log-probabilities are those at temperature 1, whatever it samples at; they are read once a step for all rows,
-    which costs less than one by one as its own `batch_generate` reads them.
+    It runs as many rows at once as Gwen, or its own batch sizes. Its log-probabilities are those at
+    temperature 1, whatever it samples at. They are read once a step for all rows; its own
+    `batch_generate` reads them one by one, which costs more.
     """
     from mlx_lm.generate import BatchGenerator
-    from mlx_lm.models.cache import make_prompt_cache
     from mlx_lm.sample_utils import make_sampler
 
-    @functools.cache
-    def after(*runs: tuple[int, ...]) -> Any:
-        """The caches of a row after runs of ids, None before its first; whoever goes on with them copies them."""
-        if not runs:
-            return None
-        grown = copy.deepcopy(after(*runs[:-1])) or make_prompt_cache(peer)
-        peer(mx.array([runs[-1]]), grown)
-        mx.eval([cache.state[:2] for cache in grown])
-        return grown
-
-    size = work.batch_size
-    how: Any = {} if own_sizes else {"completion_batch_size": size, "prefill_batch_size": size}
-    how |= {
-        "stop_tokens": [[eos_id] for eos_id in work.eos_ids],
-        "sampler": make_sampler(work.temperature),
-    }
+    stop_tokens = [[eos_id] for eos_id in work.eos_ids]
+    sample = make_sampler(work.temperature)
     mx.random.seed(work.seed)
     begin = time.perf_counter()
-    rows, caches = work.rows, None
-    if shared:
-        rows = [runs[-1] for runs in work.runs]
-        caches = [after(*(tuple(run) for run in runs[:-1] if run)) for runs in work.runs]
-    shared_s = time.perf_counter() - begin
-    generator = BatchGenerator(peer, **how)
-    row_of = {uid: row for row, uid in enumerate(generator.insert(rows, work.limits, caches))}
-    completions: list[list[int]] = [[] for _ in row_of]
-    logprobs: list[list[float]] = [[] for _ in row_of if work.with_logprobs]
+    prompts = work.rows
+    caches = None
+    if share_prefixes:
+        prompts = [runs[-1] for runs in work.runs]
+        caches = prefill_prefixes(work, peer)
+    prefixes_s = time.perf_counter() - begin
+
+    if use_default_sizes:
+        generator = BatchGenerator(peer, stop_tokens=stop_tokens, sampler=sample)
+    else:
+        generator = BatchGenerator(
+            peer,
+            stop_tokens=stop_tokens,
+            sampler=sample,
+            completion_batch_size=work.batch_size,
+            prefill_batch_size=work.batch_size,
+        )
+    uids = generator.insert(prompts, work.limits, caches)
+    row_of_uid = {uid: row for row, uid in enumerate(uids)}
+    completions: list[list[int]] = [[] for _ in row_of_uid]
+    logprobs: list[list[float]] = [[] for _ in row_of_uid if work.with_logprobs]
     with generator.stats() as stats:
         while responses := generator.next_generated():
             for response in responses:
-                completions[row_of[response.uid]].append(response.token)
+                completions[row_of_uid[response.uid]].append(response.token)
             if work.with_logprobs:
-                chosen: Any = mx.stack(
-                    [response.logprobs[response.token] for response in responses]
-                ).tolist()
-                for response, logprob in zip(responses, chosen, strict=True):
-                    logprobs[row_of[response.uid]].append(logprob)
+                chosen = [response.logprobs[response.token] for response in responses]
+                values: Any = mx.stack(chosen).tolist()
+                for response, value in zip(responses, values, strict=True):
+                    logprobs[row_of_uid[response.uid]].append(value)
     generator.close()
-    prefill_s = shared_s + stats.prompt_time
-    return Timing(completions, logprobs, prefill_s, time.perf_counter() - begin - prefill_s)
+    prefill_s = prefixes_s + stats.prompt_time
+    decode_s = time.perf_counter() - begin - prefill_s
+    return Timing(completions, logprobs, prefill_s, decode_s)
 
 
-def rival(peer: Any, directory: Path) -> Rival:
-    """mlx_lm in every way that it can be run."""
-    ways: Any = {
-        "mlx_lm": {},
-        "mlx_lm_default": {"own_sizes": True},
-        "mlx_lm_shared": {"shared": True},
-    }
-    engines: Any = {
-        name: functools.partial(run_mlx_lm, peer=peer, **way) for name, way in ways.items()
-    }
-    return Rival("mlx_lm", "Result: ours is {} than mlx_lm on this rollout workload.", engines)
+def prefill_prefixes(work: Work, peer: Any) -> list[Any]:
+    """
+    mlx_lm's caches after all runs of each row but the last; None for a row of one run.
+
+    Rows with equal beginnings share them, as the generator copies what it continues.
+    """
+    from mlx_lm.models.cache import make_prompt_cache
+
+    @functools.cache
+    def prefill(*runs: tuple[int, ...]) -> Any:
+        if not runs:
+            return None
+        caches = copy.deepcopy(prefill(*runs[:-1])) or make_prompt_cache(peer)
+        peer(mx.array([runs[-1]]), caches)
+        mx.eval([cache.state[:2] for cache in caches])
+        return caches
+
+    row_caches = []
+    for runs in work.runs:
+        prefix_runs = [tuple(run) for run in runs[:-1] if run]
+        row_caches.append(prefill(*prefix_runs))
+    return row_caches
+
+
+def make_rival(peer: Any, directory: Path) -> Rival:
+    """mlx_lm in all its configurations."""
+    run = functools.partial(run_mlx_lm, peer=peer)
+    return Rival(
+        name="mlx_lm",
+        result="Result: ours is {} than mlx_lm on this rollout workload.",
+        engines={
+            "mlx_lm": run,
+            "mlx_lm_default": functools.partial(run, use_default_sizes=True),
+            "mlx_lm_shared": functools.partial(run, share_prefixes=True),
+        },
+    )
 
 
 def main(argv: list[str] | None = None) -> None:
-    rollout.main(argv, "bench_rollout.py", "Time rollouts against mlx_lm's.", rival)
+    rollout.main(argv, "bench_rollout.py", "Time rollouts against mlx_lm's.", make_rival)
 
 
 if __name__ == "__main__":

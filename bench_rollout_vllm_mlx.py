@@ -1,13 +1,19 @@
 """
-Rollouts against vllm-mlx on the same work: `uv sync --extra vllm`, then `uv run bench_rollout_vllm_mlx.py` with the
-flags of `bench_rollout.py`. What is compared and how is in `bench/rollout.py`.
+Times rollouts against vllm-mlx on the same work: `uv sync --extra vllm`, then
+`uv run bench_rollout_vllm_mlx.py` with the flags of `bench_rollout.py`.
 
-vllm-mlx schedules mlx_lm's batch generator on mlx_lm's model. It runs here as its `generate_batch_sync` does, the
-scheduler in this thread and without a server, with as many rows at once as ours, with its prefix cache on and off; the
-better of the two counts. With the cache on, what rows begin with is generated from first, so that they find it:
-vllm-mlx drops a match of a whole prompt, and one of fewer than 128 tokens. It starts empty in every run, as it must in
-training, where the weights change between rollouts. vllm-mlx gives no log-probabilities, and turns ids into text as it
-goes, which it cannot be kept from. Its `prefill_ms` is that of the scheduler's steps that gave no token.
+vllm-mlx schedules mlx_lm's batch generator on mlx_lm's model. It runs here as its
+`generate_batch_sync` does: the scheduler in this thread and without a server, with as many rows at
+once as Gwen. It runs with its prefix cache on and off, and the better of the two counts.
+
+With the cache on, shared beginnings of rows are generated from first, so that the rows find them:
+vllm-mlx ignores a match of a whole prompt, and a match of fewer than 128 tokens. The cache starts
+empty in every run, as it must in training, where the weights change between rollouts.
+
+vllm-mlx returns no log-probabilities. It turns ids into text as it goes, which cannot be turned
+off. Its `prefill_ms` is the time of the scheduler's steps that gave no token.
+
+bench/rollout.py has the measurement and the report.
 """
 
 import functools
@@ -27,19 +33,20 @@ from flags import exit_with_error
 
 
 def run_vllm_mlx(work: Work, *, peer: Any, tokenizer: Any, prefix_cache: bool) -> Timing:
-    """The work done by vllm-mlx's scheduler; with the prefix cache, after what rows begin with has been put into it."""
+    """Does the work with vllm-mlx's scheduler. With a prefix cache, fills the cache first."""
     from vllm_mlx.scheduler import Scheduler, SchedulerConfig
 
-    size = work.batch_size
     config = SchedulerConfig(
-        prefill_batch_size=size, completion_batch_size=size, enable_prefix_cache=prefix_cache
+        prefill_batch_size=work.batch_size,
+        completion_batch_size=work.batch_size,
+        enable_prefix_cache=prefix_cache,
     )
     scheduler = Scheduler(peer, tokenizer, config)
     mx.random.seed(work.seed)
     begin = time.perf_counter()
     if prefix_cache:
-        begins = dict.fromkeys(tuple(rollout.join_runs(runs[:-1])) for runs in work.runs)
-        primers = [list(begin) for begin in begins if begin]
+        prefixes = [tuple(rollout.join_runs(runs[:-1])) for runs in work.runs]
+        primers = [list(prefix) for prefix in dict.fromkeys(prefixes) if prefix]
         generate(scheduler, work, primers, [1] * len(primers))
     priming_s = time.perf_counter() - begin
     completions, prefill_s = generate(scheduler, work, work.rows, work.limits)
@@ -55,9 +62,12 @@ def generate(
     from vllm_mlx.request import Request, SamplingParams
 
     for row, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
-        # its default top_p of 0.9 sorts the vocabulary at every step
-        how: Any = {"max_tokens": limit, "temperature": work.temperature, "top_p": 1.0}
-        params = SamplingParams(**how, stop_token_ids=list(work.eos_ids))
+        params = SamplingParams(
+            max_tokens=limit,
+            temperature=work.temperature,
+            top_p=1.0,  # its default of 0.9 sorts the vocabulary at every step
+            stop_token_ids=list(work.eos_ids),
+        )
         scheduler.add_request(Request(request_id=str(row), prompt=prompt, sampling_params=params))
     completions: list[list[int]] = [[] for _ in prompts]
     silent_s = 0.0
@@ -67,34 +77,36 @@ def generate(
         if not outputs:
             silent_s += time.perf_counter() - begin
         for output in outputs:
-            assert output.finish_reason in (None, "stop", "length"), (
-                f"vllm-mlx ended a row with {output.finish_reason}"
-            )
+            reason = output.finish_reason
+            assert reason in (None, "stop", "length"), f"vllm-mlx ended a row with {reason}"
             completions[int(output.request_id)] += output.new_token_ids
     for row in range(len(prompts)):
         scheduler.remove_finished_request(str(row))
     return completions, silent_s
 
 
-def rival(peer: Any, directory: Path) -> Rival:
+def make_rival(peer: Any, directory: Path) -> Rival:
     """vllm-mlx with its prefix cache and without."""
-    logging.getLogger("vllm_mlx").setLevel(
-        logging.ERROR
-    )  # it warns of hooks that this mlx_lm has not
+    # it warns of hooks that this mlx_lm does not have
+    logging.getLogger("vllm_mlx").setLevel(logging.ERROR)
     tokenizer = hub.load_tokenizer(directory)
-    tokenizer.eos_token = None  # it would end rows at this token too, whatever the work says
+    tokenizer.eos_token = None  # else it would end rows at this token too, against the work's ends
     run = functools.partial(run_vllm_mlx, peer=peer, tokenizer=tokenizer)
-    engines: Any = {
-        name: functools.partial(run, prefix_cache=cached)
-        for name, cached in (("vllm_mlx", True), ("vllm_mlx_uncached", False))
-    }
-    return Rival("vllm_mlx", "Result vs vllm_mlx: ours is {} on this rollout workload.", engines)
+    return Rival(
+        name="vllm_mlx",
+        result="Result vs vllm_mlx: ours is {} on this rollout workload.",
+        engines={
+            "vllm_mlx": functools.partial(run, prefix_cache=True),
+            "vllm_mlx_uncached": functools.partial(run, prefix_cache=False),
+        },
+    )
 
 
 def main(argv: list[str] | None = None) -> None:
     if importlib.util.find_spec("vllm_mlx") is None:
         exit_with_error("vllm-mlx is not installed; install it with: uv sync --extra vllm")
-    rollout.main(argv, "bench_rollout_vllm_mlx.py", "Time rollouts against vllm-mlx's.", rival)
+    program = "bench_rollout_vllm_mlx.py"
+    rollout.main(argv, program, "Time rollouts against vllm-mlx's.", make_rival)
 
 
 if __name__ == "__main__":

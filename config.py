@@ -1,8 +1,9 @@
 """
-Every setting of a run, declared once: a field is a flag, a key in YAML, a range, and says which runs use it.
+Every setting of a run, declared once: a field is a flag, a key in YAML, a range and a help text.
 
-Settings are frozen. Where their values come from, and whether they fit together, is in settings/; what they mean to the
-algorithm is in the files that use them. Imports only the standard library and flags.py.
+Settings are frozen. This file leaves out where their values come from and whether they fit
+together (settings/), and what they mean to the algorithm (the files that use them). It imports
+only the standard library and flags.py.
 """
 
 import dataclasses
@@ -14,9 +15,17 @@ from flags import Setting, setting, stop_text
 Target = Literal["qkv_proj", "o_proj", "in_proj", "out_proj", "gate_up_proj", "down_proj"]
 Tracker = Literal["wandb", "swanlab"]
 TARGETS = get_args(Target)
-# In `flag`: `key` is the setting's name where it is not that of its field; `of` names the runs that use it, else that
-# of its class (default: all): "rollouts" those that sample, "grpo" those with advantages, "distill". `later`: a resumed
-# run may change it. `first`: --help shows it. `file`: may name files, `own`: a function (`settings.sources.located`).
+MOST_BATCH = 2**16
+
+# What a field's metadata mean, besides those that `setting` describes:
+#   key       the setting's name, if it differs from the field's
+#   used_by   the runs that use it: "rollouts" those that sample, "grpo" those with advantages,
+#             "distill" those with a teacher; None all. The default is the class's `used_by`.
+#   later     whether a resumed run may change it. The default is the class's `later`.
+#   first     whether --help shows it; --help-all shows every flag
+#   file      whether it may name files
+#   function  whether it may name a user's function (`settings.sources.make_paths_absolute`)
+#   also      other names of its flag
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,22 +33,26 @@ class ModelSettings:
     """Model and adapters"""
 
     name: str = setting(
-        "", "hub id, directory, GGUF file, `smollm2`, `demo`, `demo:rg` or `demo:tools`; without a GPU demo",
-        key="model", first=True, file=True,
-    )  # fmt: skip
+        "",
+        "hub id, directory, GGUF file, `smollm2`, `demo`, `demo:rg` or `demo:tools`; "
+        "without a GPU the default is demo",
+        key="model",
+        first=True,
+        file=True,
+    )
     lora_rank: int = setting(
         16, "rank of the adapters; 0 trains all weights", low=0, high=2**12, first=True
     )
     lora_scale: float = setting(
-        2.0, "factor of the adapters' output, as in mlx_lm", low=1e-6, high=1e4
+        2.0, "factor on the adapters' output, as in mlx_lm", low=1e-6, high=1e4
     )
     lora_targets: list[Target] = setting(
         lambda: list(TARGETS),
-        "projections that get adapters, also q_proj k_proj v_proj or all-linear",
+        "projections that get adapters; q_proj k_proj v_proj and all-linear also work",
         metavar="NAME",
     )
     init_adapter: str = setting(
-        "", "a run, or an adapter of mlx_lm or PEFT, that training begins with", file=True
+        "", "adapter to start from: a run, or an adapter of mlx_lm or PEFT", file=True
     )
 
 
@@ -47,34 +60,44 @@ class ModelSettings:
 class DataSettings:
     """Prompts and rewards"""
 
-    of = "rollouts"
+    used_by = "rollouts"
     task: str = setting(
-        "", "data, rewards and evaluation in one: demo, values, gsm8k, math, ifeval, rg:NAME=WEIGHT, own with --data",
-        of=None, first=True,
-    )  # fmt: skip
+        "",
+        "data, rewards and evaluation under one name: demo, values, gsm8k, math, ifeval, "
+        "rg:NAME=WEIGHT; own with --data",
+        used_by=None,
+        first=True,
+    )
     task_config: str = setting(
-        "", "YAML with sizes, levels and held-out number of rg:NAME's problems", file=True
+        "", "YAML file with sizes, levels and number of held-out problems for rg:NAME", file=True
     )
     path: str = setting(
-        "", "your prompts: JSONL, CSV, TXT, parquet, Arrow, `datasets` on disk or the hub; TRAIN,HELD_OUT are two",
-        key="data", of=None, first=True, file=True,
-    )  # fmt: skip
+        "",
+        "your prompts: JSONL, CSV, TXT, parquet, Arrow, or `datasets` on disk or the hub; "
+        "TRAIN,HELD_OUT names two files",
+        key="data",
+        used_by=None,
+        first=True,
+        file=True,
+    )
     columns: str = setting(
-        "", "names of the data's columns, as prompt=question,answer=solution", of=None
+        "", "names of the data's columns, as prompt=question,answer=solution", used_by=None
     )
     verifier: str = setting(
         "",
-        "comparison of answers: auto, json, number, choice, math, exact, marked or FILE.py:fn",
+        "how answers are compared: auto, json, number, choice, math, exact, marked or FILE.py:fn",
         first=True,
-        own=True,
+        function=True,
     )
-    rubric: str = setting("", "rubric YAML, in place of the task's", first=True, file=True)
+    rubric: str = setting("", "rubric YAML file; replaces the task's rubric", first=True, file=True)
     reward: list[str] = setting(list, "reward functions FILE.py:fn,fn", first=True, file=True)
     reward_weights: dict[str, float] = setting(
-        dict, "weights of rewards, as correct=1,rubric=0.5", first=True
+        dict, "weights of the rewards, as correct=1,rubric=0.5", first=True
     )
     reward_gate: Literal["off", "form"] = setting(
-        "off", "form: rewards above 0 count only for finished answers that neither repeat nor copy"
+        "off",
+        "form: an answer keeps a reward above 0 only if it is finished and neither repeats itself "
+        "nor copies the prompt",
     )
 
 
@@ -82,28 +105,34 @@ class DataSettings:
 class SamplingSettings:
     """Rollouts"""
 
-    of = "rollouts"
-    batch: int = setting(4, "B, prompts per step", low=1, high=2**16, of=None, first=True)
+    used_by = "rollouts"
+    batch: int = setting(
+        4, "prompts per step (B)", low=1, high=MOST_BATCH, used_by=None, first=True
+    )
     groups: int = setting(
-        8, "G, completions per prompt; 1 where a teacher trains", low=1, high=2**16, first=True
+        8,
+        "completions per prompt (G); 1 is allowed with a teacher",
+        low=1,
+        high=MOST_BATCH,
+        first=True,
     )
     rollout_batch_size: int | None = setting(
         None,
-        "rows decoded at once; auto: what a GPU's memory holds, else up to 64",
+        "rows decoded at once; auto: as many as the GPU's memory holds, up to 64 on a CPU",
         low=1,
         later=True,
         first=True,
     )
-    max_tokens: int = setting(256, "most tokens per completion", low=1, first=True)
+    max_tokens: int = setting(256, "maximum number of tokens per completion", low=1, first=True)
     stop: list[str] = setting(
         list,
-        r"texts that end a completion, \n is a line end; rewards and judge get what is before",
+        r"texts that end a completion, \n is a line end; rewards and judge see the text before it",
         metavar="TEXT",
         parse=stop_text,
     )
     end_tokens: list[str] = setting(
         list,
-        "tokens that end a completion beside the model's own, as <|im_end|> or an id",
+        "tokens that end a completion, in addition to the model's own, as <|im_end|> or an id",
         metavar="TOKEN",
         parse=str,
     )
@@ -113,66 +142,77 @@ class SamplingSettings:
     )
     top_k: int = setting(0, "sample from the k likeliest tokens; 0: from all", low=0)
     min_p: float = setting(
-        0.0, "least probability relative to the likeliest token", low=0, high=1.0
+        0.0, "minimum probability relative to the likeliest token", low=0, high=1.0
     )
-    thinking: bool = setting(False, "use the chat template's thinking mode", of=None)
-    seed: int = setting(0, "seed of prompts, sampling and adapters", low=0, of=None, first=True)
+    thinking: bool = setting(False, "use the chat template's thinking mode", used_by=None)
+    seed: int = setting(
+        0, "seed of prompts, sampling and adapters", low=0, used_by=None, first=True
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class ObjectiveSettings:
     """Objective"""
 
-    of = "grpo"
+    used_by = "grpo"
     loss_type: Literal["grpo", "dr_grpo", "dapo", "cispo", "sapo", "distill", "sft"] = setting(
-        "dapo", "the loss, also as --loss; sft: cross-entropy on the replies in --data",
-        of=None, own=True, also=("loss",), first=True,
-    )  # fmt: skip
+        "dapo",
+        "the loss, also as --loss; sft: cross-entropy on the replies in --data",
+        used_by=None,
+        function=True,
+        also=("loss",),
+        first=True,
+    )
     importance_sampling_level: Literal["token", "sequence"] = setting(
-        "token", "ratio per token or sequence"
+        "token", "compute the importance ratio per token or per sequence"
     )
     advantage: Literal["group", "rloo", "reinforce"] = setting(
         "group",
-        "what a reward is compared with: the mean of its group, of its others, of the step",
-        own=True,
+        "the baseline of a reward: the mean of its group, of the rest of its group, or of the step",
+        function=True,
     )
     scale_rewards: Literal["group", "batch", "mean", "none"] = setting(
         "group",
-        "what divides advantages: the deviation in the group or the batch, or the group's mean",
+        "the divisor of advantages: standard deviation of the group or batch, or the group's mean",
     )
     combine_rewards: Literal["sum", "normalize"] = setting(
-        "sum", "sum several rewards, or normalize each first"
+        "sum", "add several rewards as they are, or normalize each first"
     )
-    epsilon: float = setting(0.2, "the ratio is clipped at 1 - this", low=0)
+    epsilon: float = setting(0.2, "the importance ratio is clipped at 1 - epsilon", low=0)
     epsilon_high: float | None = setting(
         None,
-        "the ratio is clipped at 1 + this; default: --epsilon; for cispo the cap on the ratio",
+        "the importance ratio is clipped at 1 + this; default: --epsilon; "
+        "for cispo it is the cap on the ratio",
         low=0,
     )
     beta: float = setting(
         0.0, "weight of the KL term against the model before training", low=0, first=True
     )
     truncated: Literal["keep", "mask", "punish"] = setting(
-        "keep", "train, leave out or punish what --max-tokens cut off", of="rollouts"
+        "keep",
+        "train on answers that --max-tokens cut off, leave them out, or punish them",
+        used_by="rollouts",
     )
     teacher: str = setting(
         "",
-        "scores the student's completions: hub id, directory, or `self` before training",
-        of="distill",
+        "model that scores the student's completions: hub id, directory, or `self` for the model "
+        "before training",
+        used_by="distill",
         file=True,
     )
     teacher_prompt: str = setting(
         "",
-        "text file, a system message for the teacher alone; {answer} is the column's value",
-        of="distill",
+        "text file with a system message that only the teacher gets; {answer} stands for the "
+        "column's value",
+        used_by="distill",
         file=True,
     )
     distill_beta: float = setting(
         0.5,
-        "divergence: 0 forward KL, 1 reverse KL, between a Jensen-Shannon",
+        "the divergence: 0 forward KL, 1 reverse KL, in between Jensen-Shannon",
         low=0,
         high=1.0,
-        of="distill",
+        used_by="distill",
     )
 
 
@@ -180,18 +220,21 @@ class ObjectiveSettings:
 class ToolSettings:
     """Tools"""
 
-    of = "rollouts"
+    used_by = "rollouts"
     tools: list[str] = setting(list, "functions that the model may call, FILE.py:fn,fn", file=True)
     env: str = setting(
-        "", "environment that it talks with, FILE.py:Class, or NAME=FILE.py:Class,...", file=True
+        "",
+        "environment that the model talks with, FILE.py:Class, or NAME=FILE.py:Class,...",
+        file=True,
     )
-    max_turns: int = setting(8, "most turns of a conversation with tools", low=1)
+    max_turns: int = setting(8, "maximum number of turns of a conversation with tools", low=1)
     max_context: int | None = setting(
-        None, "most tokens of a conversation with tools; auto: 4096, or the model's context", low=16
+        None,
+        "maximum number of tokens of a conversation with tools; auto: 4096, "
+        "or less if the model's context is shorter",
+        low=16,
     )
-    tool_timeout: float = setting(
-        60.0, "seconds after which a call is given up", low=0.01, high=1e6
-    )
+    tool_timeout: float = setting(60.0, "seconds that a call may take", low=0.01, high=1e6)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,38 +242,55 @@ class OptimizerSettings:
     """Update"""
 
     kind: Literal["adamw", "sgd"] = setting(
-        "adamw", "sgd: for all weights, without AdamW's 8 bytes a weight; --target-kl alone finds its rate",
-        key="optimizer", of="rollouts",
-    )  # fmt: skip
+        "adamw",
+        "sgd: for training all weights without AdamW's 8 bytes a weight; "
+        "--target-kl sets the size of its steps",
+        key="optimizer",
+        used_by="rollouts",
+    )
     steps: int = setting(
-        100, "rollouts, of --num-iterations * --mini-batches updates", low=1, later=True, first=True
+        100,
+        "number of steps; each is a rollout and --num-iterations * --mini-batches updates",
+        low=1,
+        later=True,
+        first=True,
     )
     learning_rate: float = setting(
-        1e-4, "peak rate; with --lora-rank 0 a tenth of the recipe's", low=0, first=True
+        1e-4,
+        "peak learning rate; with --lora-rank 0 the default is a tenth of the recipe's",
+        low=0,
+        first=True,
     )
-    warmup_steps: int = setting(5, "steps of linear warm-up, before a cosine to a tenth", low=0)
+    warmup_steps: int = setting(
+        5, "steps of linear warm-up; then a cosine lowers the rate to a tenth", low=0
+    )
     target_kl: float = setting(
-        0.02, "largest KL of one update, nats per token; 0: no limit", low=0, of="rollouts"
+        0.02, "maximum KL of one update, nats per token; 0: no limit", low=0, used_by="rollouts"
     )
     num_iterations: int = setting(
-        1, "times that a rollout is trained on", low=1, high=2**10, of="rollouts"
+        1, "number of passes over a rollout", low=1, high=2**10, used_by="rollouts"
     )
     mini_batches: int = setting(
-        1, "optimizer steps each time, by parts of --batch", low=1, high=2**10, of="rollouts"
+        1,
+        "optimizer steps per pass; each takes an equal part of --batch",
+        low=1,
+        high=2**10,
+        used_by="rollouts",
     )
     train_token_budget: int | None = setting(
         None,
-        "positions per micro-batch; auto: 1024, on a GPU 2048 where memory allows",
+        "positions per micro-batch; auto: 1024, or 2048 on a GPU with enough memory",
         low=1,
         later=True,
     )
     checkpoint_layers: str = setting(
         "auto",
-        "layers computed again in the backward pass: on, off, a number; auto: as memory needs",
+        "layers computed again in the backward pass to save memory: on, off or a number; "
+        "auto: as many as memory requires",
         later=True,
     )
     over_memory: bool = setting(
-        False, "train though the estimate passes this machine's memory", later=True
+        False, "train even if the estimate exceeds this machine's memory", later=True
     )
 
 
@@ -238,19 +298,31 @@ class OptimizerSettings:
 class JudgeSettings:
     """Judge"""
 
-    prefix, of, later = "judge_", "rollouts", True
+    prefix = "judge_"
+    used_by = "rollouts"
+    later = True
     model: str = setting(
-        "", "judge in place of the base model; its name at --judge-url", first=True, file=True
+        "",
+        "judge model; the default is the base model; with --judge-url its name on the server",
+        first=True,
+        file=True,
     )
     mode: Literal["logits", "decode"] = setting(
-        "logits", "score by first-token probabilities or by a decoded reply"
+        "logits", "read a score from first-token probabilities, or from a decoded reply"
     )
-    think: int = setting(0, "most thinking tokens before a decoded reply", low=0)
+    think: int = setting(
+        0, "maximum number of tokens that the judge may think before a decoded reply", low=0
+    )
     chunk_size: int = setting(
-        24, "evaluations per batch; the environment's RUBRIC_JUDGE_BATCH_SIZE is its default", low=1
+        24,
+        "completions judged per batch; the environment variable RUBRIC_JUDGE_BATCH_SIZE "
+        "changes the default",
+        low=1,
     )
     url: str = setting(
-        "", "OpenAI-compatible server to ask, as http://127.0.0.1:8080/v1; its key in JUDGE_API_KEY"
+        "",
+        "OpenAI-compatible server that judges, as http://127.0.0.1:8080/v1; "
+        "JUDGE_API_KEY holds its key",
     )
 
 
@@ -258,11 +330,18 @@ class JudgeSettings:
 class EvaluationSettings:
     """Evaluation"""
 
-    prefix, later = "eval_", True
-    every: int = setting(20, "steps between evaluations; 0: none", low=0, first=True)
-    limit: int = setting(0, "most held-out problems, evenly spread; 0: all", low=0)
+    prefix = "eval_"
+    later = True
+    every: int = setting(20, "steps between evaluations; 0: no evaluation", low=0, first=True)
+    limit: int = setting(
+        0, "maximum number of held-out problems, evenly spread; 0: all of them", low=0
+    )
     rubric: str = setting(
-        "", "rubric YAML of evaluations, a judge's witness", of="rollouts", later=False, file=True
+        "",
+        "rubric YAML file for evaluations only; checks what the judge rewards",
+        used_by="rollouts",
+        later=False,
+        file=True,
     )
 
 
@@ -272,9 +351,14 @@ class RecordSettings:
 
     later = True
     save_every: int = setting(
-        20, "steps between checkpoints; the first one comes within five minutes", low=1, first=True
+        20,
+        "steps between checkpoints; the first one comes within five minutes",
+        low=1,
+        first=True,
     )
-    report_to: list[Tracker] = setting(list, "trackers that get the figures, each an extra")
+    report_to: list[Tracker] = setting(
+        list, "trackers that get the metrics; each needs its extra installed"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -293,25 +377,37 @@ class Config:
 
     @classmethod
     def from_flags(cls, **values: Any) -> "Config":
-        """The defaults with these values, by the names of their flags; unchecked."""
-        groups: dict[str, Any] = {group.name: group.type for group in dataclasses.fields(cls)}
-        parts: dict[str, dict[str, Any]] = {name: {} for name in groups}
+        """The defaults with these values, by the names of their flags. Checks nothing."""
+        group_classes: dict[str, Any] = {
+            group.name: group.type for group in dataclasses.fields(cls)
+        }
+        fields: dict[str, dict[str, Any]] = {name: {} for name in group_classes}
         for key, value in values.items():
-            parts[SETTINGS[key].group][SETTINGS[key].field.name] = value
-        return cls(**{name: make(**parts[name]) for name, make in groups.items()})
+            declared = SETTINGS[key]
+            fields[declared.group][declared.field.name] = value
+        groups = {name: make(**fields[name]) for name, make in group_classes.items()}
+        return cls(**groups)
 
     def with_settings(self, **values: Any) -> "Config":
         """These settings with other values."""
         return Config.from_flags(**self.to_flags() | values)
 
     def to_flags(self, sizes: "Sizes | None" = None) -> dict[str, Any]:
-        """Every setting by the name of its flag. sizes: what they decide, as far as this run uses it."""
-        decided = sizes.as_settings() if sizes else {}
-        if self.objective.loss_type == "sft":
-            decided = {key: value for key, value in decided.items() if SETTINGS[key].of is None}
-        return {
-            key: getattr(getattr(self, one.group), one.field.name) for key, one in SETTINGS.items()
-        } | decided
+        """
+        Every setting, by the name of its flag.
+
+        sizes: replace the settings that they decide, as far as this run uses them.
+        """
+        values = {}
+        for key, declared in SETTINGS.items():
+            group = getattr(self, declared.group)
+            values[key] = getattr(group, declared.field.name)
+
+        sizes_as_settings = sizes.as_settings() if sizes else {}
+        for key, value in sizes_as_settings.items():
+            if self.objective.loss_type != "sft" or SETTINGS[key].used_by is None:
+                values[key] = value
+        return values
 
     @property
     def judges_itself(self) -> bool:
@@ -320,22 +416,27 @@ class Config:
 
     @property
     def compares_within_groups(self) -> bool:
-        """Whether rewards are compared within groups; else they are only looked at."""
+        """Whether rewards are compared within groups. Otherwise they are only reported."""
         return self.objective.loss_type != "distill" and self.sampling.groups > 1
 
 
-def _settings() -> Iterator[tuple[str, Setting]]:
+def _list_settings() -> Iterator[Setting]:
+    """Every field of every group, in the order of declaration."""
     for group in dataclasses.fields(Config):
-        kind: Any = group.type
-        for field in dataclasses.fields(kind):
-            key = field.metadata.get("key", getattr(kind, "prefix", "") + field.name)
-            of, later = (
-                field.metadata.get(name, getattr(kind, name, None)) for name in ("of", "later")
-            )
-            yield key, Setting(key, group.name, str(kind.__doc__), field, of, bool(later))
+        group_class: Any = group.type
+        prefix = getattr(group_class, "prefix", "")
+        for field in dataclasses.fields(group_class):
+            metadata = field.metadata
+            key = metadata.get("key", prefix + field.name)
+            used_by = metadata.get("used_by", getattr(group_class, "used_by", None))
+            later = metadata.get("later", getattr(group_class, "later", False))
+            title = str(group_class.__doc__)
+            yield Setting(key, group.name, title, field, used_by, later)
 
 
-SETTINGS: dict[str, Setting] = dict(_settings())
+SETTINGS: dict[str, Setting] = {setting.key: setting for setting in _list_settings()}
+JUDGE = [key for key, setting in SETTINGS.items() if setting.group == "judge"]
+TOOLS = [key for key, setting in SETTINGS.items() if setting.group == "tools"]
 
 
 def is_user_function(value: str) -> bool:
@@ -343,20 +444,14 @@ def is_user_function(value: str) -> bool:
     return ":" in value
 
 
-JUDGE, TOOLS = (
-    [key for key, one in SETTINGS.items() if one.group == group] for group in ("judge", "tools")
-)
-
-
 class Sizes(NamedTuple):
-    """What memory decides, once, before the first step; `config.yaml` keeps it."""
+    """What memory decides once, before the first step. `config.yaml` keeps it."""
 
     rollout_batch_size: int  # rows decoded at once
     train_token_budget: int  # positions per micro-batch
     checkpoint_layers: int  # layers computed again in the backward pass
 
     def as_settings(self) -> dict[str, Any]:
-        """As settings, so that a repeated or resumed run decides the same."""
-        return self._asdict() | {
-            "checkpoint_layers": str(self.checkpoint_layers) if self.checkpoint_layers else "off"
-        }
+        """The sizes as settings, so that a repeated or resumed run uses the same ones."""
+        layers = str(self.checkpoint_layers) if self.checkpoint_layers else "off"
+        return self._asdict() | {"checkpoint_layers": layers}

@@ -1,82 +1,26 @@
 """
-Flags and YAML: how a command reads its settings, and tells a user's mistake in one line.
+Flags: how a command reads its settings, and how it reports a user's mistake in one line.
 
-A setting is a field of a dataclass, made by `flag` with its help and its range. Left out: the settings (config.py).
+A setting is a field of a dataclass, made by `setting` with its help and its range. This file
+leaves out the settings themselves (config.py), YAML files (text/documents.py) and the names of
+other programs (text/foreign_names.py).
 """
 
 import argparse
 import contextlib
 import dataclasses
-import difflib
 import errno
-import functools
-import json
 import os
 import re
 import reprlib
 import shutil
-import stat
 import sys
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, get_args, get_origin
 
-import yaml
-
-# ---- texts that nobody vouches for
-
-
-def make_printable(text: str) -> str:
-    """A text for a terminal: see `visible` and `redacted`."""
-    return escape_invisible(redact_secrets(text))
-
-
-def escape_invisible(text: str) -> str:
-    """
-    Text whose every character is seen: what would turn, hide or break the text around it is spelled as its code.
-
-    That is control and format characters (bidirectional overrides, zero-width marks, fillers, tags), lone surrogates,
-    which no file can hold, and line separators. Line feeds, tabs and the joiners of emoji and scripts stay.
-    """
-    return _UNSEEN.sub(lambda match: f"\u27e8U+{ord(match[0]):04X}\u27e9", text)
-
-
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a line feed and a tab are text
-_UNSEEN = re.compile(
-    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u034f\u061c\u115f\u1160\u180b-\u180f\u200b\u200e\u200f\u2028-\u202e"
-    r"\u2060-\u206f\u3164\ud800-\udfff\ufeff\uffa0\ufff0-\ufffb\U000e0000-\U000e0fff]"
-)
-
-
-def redact_secrets(text: str, *secrets: str) -> str:
-    """Text without secrets, keys and passwords of the environment or of a URL. Below 6 characters nothing is secret."""
-    known = [
-        value
-        for name, value in os.environ.items()
-        if re.search("(KEY|TOKEN|SECRET|PASSWORD)$", name)
-    ]
-    for secret in [*secrets, *known]:
-        if len(secret) >= 6:
-            text = text.replace(secret, "***")
-    return re.sub(r"(?<=://)[^/\s@]+@", "***@", text)
-
-
-def read_json(text: str | bytes) -> Any:
-    """What JSON holds. Raises ValueError also where it is nested too deep or a key stands twice in one object."""
-    try:
-        return json.loads(text, object_pairs_hook=_refuse_duplicate_keys)
-    except RecursionError as error:
-        raise ValueError("nested too deep") from error
-
-
-def _refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    once = dict(pairs)
-    if len(once) < len(pairs):
-        twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
-        raise ValueError(f"the key {reprlib.repr(twice)} stands twice in one object")
-    return once
-
+from text.foreign_names import explain_foreign_name, load_foreign_names, suggest_name
+from text.printable import CONTROL, escape_invisible, make_printable
 
 # ---- files that cannot be read or written
 
@@ -93,9 +37,10 @@ FIXES = {
 @contextlib.contextmanager
 def names_path(path: str | Path) -> Iterator[None]:
     """
-    Inside, an OSError that names no file names this one: a failed write, as to a full disk, has no name.
+    Add this path to every OSError raised inside that names no file.
 
-    The same holds for tokenizers, whose bare Exception ends in "(os error 28)".
+    A failed write, for example to a full disk, has no name. The same holds for tokenizers, whose
+    bare Exception ends in "(os error 28)".
     """
     try:
         yield
@@ -104,14 +49,15 @@ def names_path(path: str | Path) -> Iterator[None]:
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error
     except Exception as error:
-        number = re.search(r"\(os error (\d+)\)$", str(error))
-        if number is None:
+        match = re.search(r"\(os error (\d+)\)$", str(error))
+        if match is None:
             raise
-        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
+        number = int(match[1])
+        raise OSError(number, os.strerror(number), str(path)) from error
 
 
 def os_error_line(error: OSError) -> str:
-    """The path of an error of the system and what is wrong there: "runs/x/lock: Permission denied"."""
+    """The path of a system error and what is wrong there: "runs/x/lock: Permission denied"."""
     if not error.strerror:
         return str(error)
     path = error.filename if error.filename2 is None else error.filename2
@@ -119,19 +65,22 @@ def os_error_line(error: OSError) -> str:
 
 
 def line_of(error: BaseException) -> str:
-    """What an error says, in an error of the system with what to do."""
+    """An error's message; for a system error also what to do."""
     if not isinstance(error, OSError):
         return str(error)
+    line = os_error_line(error)
     fix = FIXES.get(error.errno or 0)
-    return os_error_line(error) + (f"; {fix}" if fix else "")
+    return f"{line}; {fix}" if fix else line
 
 
 def refuse_unwritable_file(flag: str, path: Path) -> None:
     """
-    Raises ValueError where a command could not write its results to a file, before it does the work.
+    Check that a command can write its results to a file, before it does the work.
 
-    A new file is made and removed again. Nothing is written to a file that is there, as it may hold
-    results, nor to a pipe or a terminal. A device, as /dev/full, gets an empty line.
+    A new file is created and removed again. Nothing is written to an existing file, because it may
+    hold results, or to a pipe or a terminal. A device such as /dev/full gets an empty line.
+
+    Raises ValueError if the file cannot be written.
     """
     folder = path.absolute().parent
     if path.is_dir() or not folder.is_dir():
@@ -157,13 +106,15 @@ def refuse_unwritable_file(flag: str, path: Path) -> None:
 
 
 def refuse_full_disk(flag: str, path: Path, folder: Path, num_bytes: int) -> None:
-    """Raises ValueError where the disk of a folder has less room than what will be written to `path`."""
+    """Raise ValueError if a folder's disk has less room than will be written to `path`."""
     free = shutil.disk_usage(folder).free
     if free < num_bytes:
-        need = (
-            f"{free / 1e6:.3g} MB are free there, and at least {num_bytes / 1e6:.3g} MB are needed"
+        free_mb = free / 1e6
+        needed_mb = num_bytes / 1e6
+        raise ValueError(
+            f"{flag} {path}: {free_mb:.3g} MB are free there, and at least {needed_mb:.3g} MB are "
+            "needed; make room, or choose another disk"
         )
-        raise ValueError(f"{flag} {path}: {need}; make room, or choose another disk")
 
 
 # ---- a command
@@ -171,23 +122,22 @@ def refuse_full_disk(flag: str, path: Path, folder: Path, num_bytes: int) -> Non
 
 def exit_with_error(message: object, most: int = 900) -> NoReturn:
     """
-    Ends the process after a user's mistake: one line on stderr, of `most` characters, exit status 2.
+    End the process after a user's mistake, with one line on stderr and exit status 2.
 
-    message: a text or an error; an error of the system says which file it is about, and what to do.
+    message: a text or an error; a system error says which file it is about, and what to do.
+    most: characters of the line; a longer one loses its middle.
     """
     text = line_of(message) if isinstance(message, BaseException) else str(message)
     line = make_printable(" ".join(text.split("\n")))
-    print(
-        "error:",
-        line if len(line) < most else f"{line[: most - 300]} \u2026 {line[-250:]}",
-        file=sys.stderr,
-    )
+    if len(line) >= most:
+        line = f"{line[: most - 300]} \u2026 {line[-250:]}"
+    print("error:", line, file=sys.stderr)
     sys.exit(2)
 
 
 @contextlib.contextmanager
 def report_mistakes() -> Iterator[None]:
-    """Inside, or in a function that it decorates, a user's mistake ends the process: see `fail`."""
+    """End the process with one line if a user's mistake is raised inside; also a decorator."""
     try:
         yield
     except (ValueError, OSError) as error:
@@ -195,7 +145,7 @@ def report_mistakes() -> Iterator[None]:
 
 
 class Parser(argparse.ArgumentParser):
-    """Parses a command's flags. Reports mistakes in one line, and an unknown flag with the nearest known one."""
+    """Parses a command's flags. Reports mistakes in one line, with the nearest valid flag."""
 
     def __init__(self, prog: str, description: str):
         super().__init__(prog=prog, description=description, allow_abbrev=False)
@@ -205,125 +155,86 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         words = list(sys.argv[1:] if args is None else args)
         for place, word in enumerate(words):
-            if word.endswith("=--"):  # of which Python 3.11 makes an empty list
+            if word.endswith("=--"):  # Python 3.11 makes an empty list of it
                 self.error(f"{word}: -- is no value")
             name, equals, value = word.partition("=")
-            # TRL has underscores
-            if name.startswith("--") and (ours := flag_of(name[2:])) in self._option_string_actions:
-                words[place] = ours + equals + value
+            if name.startswith("--"):
+                flag = flag_of(name[2:])  # TRL has underscores
+                if flag in self._option_string_actions:
+                    words[place] = flag + equals + value
         return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:
         words = message.partition("unrecognized arguments: ")[2].split()
         if words:
-            known = [flag for action in self._actions for flag in action.option_strings]
-            unknown = [word.partition("=")[0][:80] for word in words if word.startswith("--")] or [
-                words[0][:80]
-            ]
-            said = (
-                f"{one} is no flag of {self.prog}; {suggest_name(one, known) or '--help lists them'}"
-                for one in unknown
-            )
-            exit_with_error(
-                ". ".join(dict.fromkeys(said)), most=6000
-            )  # each of a whole script of TRL is answered
+            # long enough for every flag of a TRL script
+            exit_with_error(self._explain_unknown_flags(words), most=6000)
         message = message.replace("invalid int value:", "not a whole number:")
-        exit_with_error(
-            message.replace("invalid float value:", "not a number:").removeprefix("argument ")
-        )
+        message = message.replace("invalid float value:", "not a number:")
+        exit_with_error(message.removeprefix("argument "))
 
-
-@functools.cache
-def load_foreign_names() -> dict[str, dict[str, tuple[str, str]]]:
-    """By section of data/trl.yaml: names of TRL and PEFT, each with its kind and what to do here."""
-    sections = load_yaml(Path(__file__).parent / "data" / "trl.yaml", "data/trl.yaml")
-    return {
-        section: {name: tuple(row) for names, row in rows.items() for name in names.split(", ")}
-        for section, rows in sections.items()
-    }
-
-
-def suggest_name(asked: str, known: Collection[str], quote: Callable[[str], str] = str) -> str:
-    """
-    What an unknown flag or setting is here: by the table of foreign names, else one of `known` that is spelled much
-    like it; empty if neither knows it. A row about flags that the command does not have says nothing, unless it names
-    theirs.
-    """
-    key, by_key = key_of(asked), {key_of(name): name for name in known}
-    rows = (
-        (section, *names[key]) for section, names in load_foreign_names().items() if key in names
-    )
-    for section, kind, said in rows:
-        flags = re.findall("--[a-z][a-z-]*", said)
-        if kind != "same" and (
-            not flags or ".py" in said or any(key_of(flag) in by_key for flag in flags)
-        ):
-            return _explain_foreign_name(
-                {"LoraConfig": "PEFT's ", "older names": ""}.get(section, "TRL's ") + key,
-                kind,
-                said,
-            )
-    near = difflib.get_close_matches(key, by_key, 1, 0.8)
-    return f"did you mean {quote(by_key[near[0]])}?" if near else ""
-
-
-def _explain_foreign_name(what: str, kind: str, said: str) -> str:
-    verb = {
-        "renamed": "is here ",
-        "missing": "is missing here",
-        "not needed": "is not needed here",
-    }[kind]
-    return f"{what} {verb}{': ' if said and kind != 'renamed' else ''}{said.replace('`', '')}"
-
-
-def key_of(flag: str) -> str:
-    """`--judge-mode` as `judge_mode`."""
-    return flag.lstrip("-").replace("-", "_")
+    def _explain_unknown_flags(self, words: list[str]) -> str:
+        """What to do about each unknown flag among words that nothing parsed."""
+        valid_flags = [flag for action in self._actions for flag in action.option_strings]
+        unknown = [word.partition("=")[0][:80] for word in words if word.startswith("--")]
+        if not unknown:
+            unknown = [words[0][:80]]
+        sentences = []
+        for flag in unknown:
+            advice = suggest_name(flag, valid_flags) or "--help lists them"
+            sentences.append(f"{flag} is no flag of {self.prog}; {advice}")
+        return ". ".join(dict.fromkeys(sentences))
 
 
 def _parse_text(value: str) -> str:
     """
-    A flag's text. Rejects an empty one: it comes from an unset shell variable and does not mean the default. Rejects
-    control characters, which a terminal would obey wherever the text is shown.
+    A flag's text.
+
+    Refuses an empty text: it comes from an unset shell variable and does not mean the default.
+    Refuses control characters: a terminal would obey them wherever the text is shown.
     """
     if not value.strip():
         raise argparse.ArgumentTypeError(f"{value!r} is empty; give a value or leave the flag out")
-    if _CONTROL.search(value):
+    if CONTROL.search(value):
         raise argparse.ArgumentTypeError(f"{value!r:.60} holds a control character; remove it")
     return value
 
 
-# Bash passes "\n" as a backslash and an n. `\tan` and `\rho` are LaTeX; no stop text begins with \nabla.
+# Bash passes "\n" as a backslash and an n. `\tan` and `\rho` are LaTeX; no stop text begins with
+# \nabla.
 _ESCAPE = re.compile(
     r"\\(\\[ntrxu]|n|[tr](?![A-Za-z])|x[0-7][0-9a-fA-F]|u(?![dD][89a-fA-F])[0-9a-fA-F]{4})"
 )
-_UNSURE = re.compile(r"\\[tr](?=[A-Za-z])")
+_MAYBE_LATEX = re.compile(r"\\[tr](?=[A-Za-z])")
 _CHARACTERS = {"n": ("\n", "a line end"), "t": ("\t", "a tab"), "r": ("\r", "a carriage return")}
 
 
 def stop_text(word: str) -> str:
     r"""
-    A flag's stop text, with a line on stderr where it holds an escape.
+    A flag's stop text with its escapes replaced; prints a line on stderr for each escape.
 
-    A shell passes "\n" as a backslash and an n, and means a line end. `\t`, `\r`, `\x0a` and `\u000a` are read too;
-    `\t` and `\r` before a letter stay, as they begin names of LaTeX. `\\n` keeps the two characters.
+    A shell passes "\n" as a backslash and an n, and the user means a line end. `\t`, `\r`, `\x0a`
+    and `\u000a` are replaced too; `\t` and `\r` before a letter stay, because they begin names of
+    LaTeX. `\\n` keeps the two characters.
     """
+    notes = {
+        escape: "is kept as these two characters; $'...' in bash makes others"
+        for escape in _MAYBE_LATEX.findall(word)
+    }
 
     def read_escape(match: re.Match[str]) -> str:
         code = match[1]
         if code[0] == "\\":
             return code
-        character, name = _CHARACTERS.get(code) or (
-            chr(int(code[1:], 16)),
-            f"U+{int(code[1:], 16):04X}",
-        )
+        if code in _CHARACTERS:
+            character, name = _CHARACTERS[code]
+        else:
+            number = int(code[1:], 16)
+            character = chr(number)
+            name = f"U+{number:04X}"
         notes[match[0]] = f"is read as {name}; write \\{match[0]} for the characters themselves"
         return character
 
-    notes = {
-        unsure: "is kept as these two characters; $'...' in bash makes others"
-        for unsure in _UNSURE.findall(word)
-    }
     text = _ESCAPE.sub(read_escape, word)
     for escape, note in notes.items():
         print(escape_invisible(f"--stop {word:.60}: {escape} {note}"), file=sys.stderr)
@@ -331,11 +242,12 @@ def stop_text(word: str) -> str:
 
 
 def parse_seeds(text: str) -> int | list[int]:
-    """ "3" as a number of seeds, "1,2,5" as these."""
-    numbers = [
-        int(part) if part.isascii() and part.isdecimal() else -1
-        for part in text.removesuffix(",").split(",")
-    ]
+    """Read "3" as a number of seeds, and "1,2,5" as the seeds themselves."""
+    numbers = []
+    for part in text.removesuffix(",").split(","):
+        is_number = part.isascii() and part.isdecimal()
+        numbers.append(int(part) if is_number else -1)
+
     if "," not in text and 1 <= numbers[0] <= 1000:
         return numbers[0]
     if "," in text and -1 not in numbers and len(set(numbers)) == len(numbers):
@@ -353,12 +265,19 @@ def flag_of(name: str) -> str:
 def explain_missing_run(folder: str | Path) -> str:
     """Why a directory is no run, and what to do."""
     if any(Path(folder).glob("seed-*/config.yaml")):
-        return "it holds a run for each seed; name one, as seed-0, or repeat the command of --seeds to go on with them"
+        return (
+            "it holds a run for each seed; name one, as seed-0, or repeat the command of --seeds "
+            "to go on with them"
+        )
     return "no config.yaml there; give the directory of a run"
 
 
 def check_least(args: argparse.Namespace, **least: float) -> None:
-    """Raises ValueError naming a flag below its least value, or from 2^64 on; None and "auto" pass."""
+    """
+    Check that flags have at least these values and are below 2^64; None and "auto" pass.
+
+    Raises ValueError naming the flag.
+    """
     for name, low in least.items():
         value = getattr(args, name)
         if value not in (None, "auto") and not low <= value < 2**64:
@@ -370,52 +289,55 @@ def check_least(args: argparse.Namespace, **least: float) -> None:
 
 
 def setting(default: Any, text: str, **metadata: Any) -> Any:
-    """A field with its help; optionally `low`, `high`, `parse` (of its words), `metavar`, and what `Setting` reads."""
-    how = {
-        "default_factory" if callable(default) else "default": default,
-        "metadata": {"help": text, **metadata},
-    }
-    return dataclasses.field(**how)
+    """
+    Declare a field with its help text.
+
+    default: a value, or a function that makes it.
+    metadata: optionally `low`, `high`, `parse` (of the flag's words), `metavar`, and what
+        config.py describes.
+    """
+    metadata = {"help": text, **metadata}
+    if callable(default):
+        return dataclasses.field(default_factory=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
-OWN = "FILE.py:function"
+USER_FUNCTION = "FILE.py:function"  # a choice: the user's own function
 
 
 class Setting(NamedTuple):
-    """A field of a group of settings; its flag is `--judge-mode` for the key `judge_mode`."""
+    """A field of a group of settings. The key `judge_mode` has the flag `--judge-mode`."""
 
     key: str
     group: str  # the name of the group's field in `Config`
     title: str  # of the group in --help
     field: dataclasses.Field[Any]
-    of: str | None = None  # the kind of runs that use it; None: all
+    used_by: str | None = None  # the kind of runs that use it; None: all
     later: bool = False  # whether a resumed run may change it
 
     @property
     def kind(self) -> Any:
-        """Its type without None; of several values `list` or `dict`, of words `str`."""
-        origin, args = get_origin(self.field.type), get_args(self.field.type)
-        return (
-            args[0]
-            if type(None) in args
-            else str
-            if origin is Literal
-            else origin or self.field.type
-        )
+        """The type without None: `list` or `dict` for several values, `str` for words."""
+        origin = get_origin(self.field.type)
+        args = get_args(self.field.type)
+        if type(None) in args:
+            return args[0]
+        if origin is Literal:
+            return str
+        return origin or self.field.type
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The words that it takes, itself or in a list, OWN where a function is one; none where it takes any."""
+        """The allowed words, with USER_FUNCTION if a function is allowed; () if any text is."""
         kind = get_args(self.field.type)[0] if self.kind is list else self.field.type
-        return (
-            (*get_args(kind), *[OWN] * self.field.metadata.get("own", False))
-            if get_origin(kind) is Literal
-            else ()
-        )
+        if get_origin(kind) is not Literal:
+            return ()
+        words = get_args(kind)
+        return (*words, USER_FUNCTION) if self.field.metadata.get("function") else words
 
     @property
     def is_automatic(self) -> bool:
-        """Whether `auto` stands for None: it is decided later."""
+        """Whether `auto` stands for None: the value is decided later."""
         return self.field.type == (int | None)
 
     @property
@@ -425,44 +347,65 @@ class Setting(NamedTuple):
 
     @property
     def shown_default(self) -> str:
-        """The default as a user writes it, "" where it stands for nothing."""
+        """The default as a user writes it; "" if it stands for nothing."""
         default = self.default
+        if self.is_automatic and default is None:
+            return "auto"
         if self.is_automatic or self.kind is bool:
-            return "auto" if default is None else "on" if default else "off"
-        return (
-            " ".join(default or ())
-            if self.kind in (list, dict)
-            else ""
-            if default is None
-            else str(default)
-        )
+            return "on" if default else "off"
+        if self.kind in (list, dict):
+            return " ".join(default or ())
+        return "" if default is None else str(default)
 
 
 def add_flags(
     parser: argparse.ArgumentParser, settings: Iterable[Setting], everything: bool = True
 ) -> None:
-    """Adds a flag for each setting, by group; it gives its text, or None. everything: whether --help shows all."""
+    """
+    Add a flag for each setting, in groups. A flag that is left out gives None.
+
+    everything: whether --help shows all of them.
+    """
     groups: dict[str, Any] = {}
     for setting in settings:
-        metadata, default = setting.field.metadata, setting.shown_default
-        text = (metadata["help"] + f" (default: {default})" * bool(default)).replace("%", "%%")
-        how: dict[str, Any] = {
-            "help": text if everything or metadata.get("first") else argparse.SUPPRESS
-        }
-        if setting.kind is bool:
-            how["action"] = argparse.BooleanOptionalAction
-        else:
-            how |= {"type": metadata.get("parse"), "metavar": metadata.get("metavar")}
-            how |= {"nargs": "+"} if setting.kind in (list, dict) else {}
-            if setting.choices:
-                how["metavar"] = how["metavar"] or "{" + ",".join(setting.choices) + "}"
         if setting.group not in groups:
             groups[setting.group] = parser.add_argument_group(setting.title)
-        words = [flag_of(name) for name in (setting.key, *metadata.get("also", ()))]
-        groups[setting.group].add_argument(*words, dest=setting.key, default=None, **how)
+        _add_flag(groups[setting.group], setting, everything)
 
 
-WORDS = {
+def _add_flag(group: Any, setting: Setting, everything: bool) -> None:
+    metadata = setting.field.metadata
+    names = (setting.key, *metadata.get("also", ()))
+    flags = [flag_of(name) for name in names]
+
+    text = argparse.SUPPRESS
+    if everything or metadata.get("first"):
+        text = metadata["help"]
+        default = setting.shown_default
+        if default:
+            text += f" (default: {default})"
+        text = text.replace("%", "%%")
+
+    if setting.kind is bool:
+        switch = argparse.BooleanOptionalAction
+        group.add_argument(*flags, dest=setting.key, default=None, help=text, action=switch)
+        return
+
+    metavar = metadata.get("metavar")
+    if setting.choices and not metavar:
+        metavar = "{" + ",".join(setting.choices) + "}"
+    group.add_argument(
+        *flags,
+        dest=setting.key,
+        default=None,
+        help=text,
+        type=metadata.get("parse"),
+        metavar=metavar,
+        nargs="+" if setting.kind in (list, dict) else None,
+    )
+
+
+KIND_NAMES = {
     int: "a whole number",
     float: "a finite number",
     str: "a text",
@@ -474,119 +417,113 @@ WORDS = {
 
 def parse_setting(setting: Setting, value: Any) -> Any:
     """
-    What a flag's text, a value in YAML or an argument is as a setting: TRL's words are ours, a text alone is a list.
+    Read a flag's text, a value in YAML or an argument as a setting.
 
-    Raises ValueError naming the flag whose value has the wrong type, is out of range or is no choice.
+    TRL's words are translated, and a single text counts as a list of one.
+
+    Raises ValueError naming the flag if the value has the wrong type, is out of range or is no
+    choice.
     """
-    kind, metadata, choices = setting.kind, setting.field.metadata, setting.choices
-    if type(None) in get_args(setting.field.type) and value in (
-        None,
-        "auto" if setting.is_automatic else None,
-    ):
+    is_optional = type(None) in get_args(setting.field.type)
+    if is_optional and (value is None or (setting.is_automatic and value == "auto")):
         return None
 
-    def refused(shown: Any, must: str) -> ValueError:
-        asked = f"{setting.key} {shown}".lower()  # a value that TRL has
-        row = load_foreign_names()["values"].get(asked)
-        said = "; " + _explain_foreign_name(f"TRL's {asked}", *row) if row else ""
-        return ValueError(
-            f"{flag_of(setting.key)} is {reprlib.repr(shown)}; it must be {must}{said}"
-        )
-
+    kind = setting.kind
     try:
         if kind is list:
-            several = [value] if isinstance(value, str) else value
-            found = [
-                ours
-                for one in _convert(list, several)
-                if (ours := _from_trl_value(setting.key, one)) is not None
-            ]
+            parsed = _parse_list(setting.key, value)
         else:
-            found = _convert(kind, _from_trl_value(setting.key, value))
+            parsed = _convert(kind, _from_trl_value(setting.key, value))
     except (ValueError, TypeError, AttributeError, OverflowError) as error:
-        raise refused(value, WORDS[kind]) from error
-    for text in found if kind is list else [found] * (kind is str):
-        if not isinstance(text, str):
-            raise refused(value, WORDS[kind])
-        if _CONTROL.search(text):
-            raise ValueError(
-                f"{flag_of(setting.key)} is {text!r:.60}; it must hold no control characters"
-            )
-        if choices and text not in choices and not (OWN in choices and ":" in text):
-            raise refused(text, f"one of {', '.join(choices)}")
-    low, high = metadata.get("low"), metadata.get("high", 2**31 if kind is int else None)
-    if low is not None and found < low:
-        raise refused(found, f"at least {low}")
-    if high is not None and found > high:
-        raise refused(found, f"at most {high}")
-    return found
+        raise _value_error(setting, value, KIND_NAMES[kind]) from error
+
+    if kind is list:
+        for text in parsed:
+            _check_text(setting, text, value)
+    elif kind is str:
+        _check_text(setting, parsed, value)
+    _check_range(setting, parsed)
+    return parsed
+
+
+def _parse_list(key: str, value: Any) -> list[Any]:
+    values = [value] if isinstance(value, str) else value
+    translated = [_from_trl_value(key, item) for item in _convert(list, values)]
+    return [item for item in translated if item is not None]
+
+
+def _check_text(setting: Setting, text: Any, value: Any) -> None:
+    """Raise ValueError if a text of this value is none, holds controls or is no choice."""
+    if not isinstance(text, str):
+        raise _value_error(setting, value, KIND_NAMES[setting.kind])
+    if CONTROL.search(text):
+        raise ValueError(
+            f"{flag_of(setting.key)} is {text!r:.60}; it must hold no control characters"
+        )
+    choices = setting.choices
+    is_function = USER_FUNCTION in choices and ":" in text
+    if choices and text not in choices and not is_function:
+        words = ", ".join(choices)
+        raise _value_error(setting, text, f"one of {words}")
+
+
+def _check_range(setting: Setting, value: Any) -> None:
+    """Raise ValueError if a value lies below `low` or above `high`; an int has 2^31 as `high`."""
+    low = setting.field.metadata.get("low")
+    high = setting.field.metadata.get("high", 2**31 if setting.kind is int else None)
+    if low is not None and value < low:
+        raise _value_error(setting, value, f"at least {low}")
+    if high is not None and value > high:
+        raise _value_error(setting, value, f"at most {high}")
+
+
+def _value_error(setting: Setting, value: Any, must_be: str) -> ValueError:
+    """The error about a value, with an explanation if TRL has that value."""
+    message = f"{flag_of(setting.key)} is {reprlib.repr(value)}; it must be {must_be}"
+    trl_value = f"{setting.key} {value}".lower()
+    row = load_foreign_names()["values"].get(trl_value)
+    if row:
+        explanation = explain_foreign_name(f"TRL's {trl_value}", *row)
+        message += f"; {explanation}"
+    return ValueError(message)
 
 
 def _convert(kind: Any, value: Any) -> Any:
-    """A value, or its text, as a type. A bool is not a number, and numbers are finite. ValueError where it is none."""
+    """
+    A value, or its text, as a type. A bool is not a number, and numbers are finite.
+
+    Raises ValueError if the value is not of the type.
+    """
     if kind is dict:
-        words = ",".join([value] if isinstance(value, str) else value)
-        pairs = (
-            value.items()
-            if isinstance(value, dict)
-            else [part.partition("=")[::2] for part in words.split(",")]
-        )
-        found: Any = {name.strip(): _convert(float, number) for name, number in pairs}
+        return _convert_weights(value)
+
+    is_number_text = isinstance(value, str) and kind in (int, float)
+    converted = kind(value) if is_number_text else value
+    is_whole_float = kind is float and type(converted) is int
+    if type(converted) is not kind and not is_whole_float:
+        raise ValueError
+    if kind is float and not abs(converted) < 1e300:  # also refuses nan and huge integers
+        raise ValueError
+    return converted
+
+
+def _convert_weights(value: Any) -> dict[str, float]:
+    """Numbers by name: of a dictionary, of `a=1,b=2`, or of a list of such texts."""
+    if isinstance(value, dict):
+        pairs = list(value.items())
     else:
-        found = kind(value) if isinstance(value, str) and kind in (int, float) else value
-        if type(found) is not kind and not (kind is float and type(found) is int):
-            raise ValueError
-        if kind is float and not abs(found) < 1e300:  # so written, it refuses nan and huge integers
-            raise ValueError
-    return found
+        words = value if isinstance(value, str) else ",".join(value)
+        pairs = [part.partition("=")[::2] for part in words.split(",")]
+    return {name.strip(): _convert(float, number) for name, number in pairs}
 
 
 def _from_trl_value(key: str, value: Any) -> Any:
-    """TRL's value as ours, where the table has it; None: it is the default."""
-    what, said = load_foreign_names()["values"].get(f"{key} {str(value).lower()}", ("", ""))
-    ours = re.match("`--[a-z-]+ ([a-z]+)`", said)
-    return None if what == "not needed" else ours[1] if what == "renamed" and ours else value
-
-
-# ---- YAML
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML without duplicate keys: after a forgotten list dash, the later entry would replace the earlier one."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        if isinstance(node, yaml.MappingNode):
-            seen = set()
-            for key, _ in node.value:
-                if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in seen:
-                    problem = f"the key {key.value!r:.60} stands twice in one entry"
-                    raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-                seen.add((key.tag, str(key.value)))
-        return super().construct_mapping(node, deep)
-
-
-def read_text(path: str | Path, where: str, megabytes: int) -> str:
-    """A file's text. Raises ValueError, starting with `where`, if it is none: a device or a pipe may have no end."""
-    try:
-        found = os.stat(path)
-        if not stat.S_ISREG(found.st_mode) or found.st_size > megabytes * 10**6:
-            raise ValueError(f"it is no file of at most {megabytes} MB")
-        return Path(path).read_text(encoding="utf-8-sig")
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{where} cannot be read: {getattr(error, 'strerror', None) or error}"
-        ) from error
-
-
-def load_yaml(path: str | Path, where: str) -> Any:
-    """A user's YAML file of at most a megabyte; else, or unreadable or not YAML: ValueError, starting with `where`."""
-    text = read_text(path, where, 1)
-    try:
-        return yaml.load(text, _Loader)
-    except (
-        Exception
-    ) as error:  # PyYAML lets through what an impossible date, a bad tag or deep nesting raises
-        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
-        line = f", line {mark.line + 1}" if mark else ""
-        problem = problem or str(error).partition("\n")[0] or type(error).__name__
-        raise ValueError(f"{where} is not YAML{line}: {problem}; correct it") from error
+    """TRL's value translated, if the table has it; None if it is the default here."""
+    row = load_foreign_names()["values"].get(f"{key} {str(value).lower()}")
+    if row is None:
+        return value
+    kind, advice = row
+    if kind == "not needed":
+        return None
+    replacement = re.match("`--[a-z-]+ ([a-z]+)`", advice)
+    return replacement[1] if kind == "renamed" and replacement else value

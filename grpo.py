@@ -1,41 +1,44 @@
 """
-GRPO: the arithmetic of the trainer. Arrays in, arrays out, with no model, tokenizer, clock or file, so every line can
-be checked by hand.
+GRPO: the arithmetic of the trainer. Arrays in, arrays out.
 
-`LOSSES` names every loss: a function of `Tokens` and `Objective`. A step's loss is the sum over its micro-batches; how
-they are cut does not matter, because the divisors count the whole step.
+This file knows no model, tokenizer, clock or file, so every line can be checked by hand.
+step/loss.py calls it with a model's log-probabilities.
 
-Axes: B prompts of a step, G completions of a prompt, N = B * G rows, M rows of a micro-batch, T completion positions,
-K rewards or turns.
+`LOSSES` names every loss: a function of `Tokens` and `Objective`. A step's loss is the sum over
+its micro-batches. The cut into micro-batches does not matter, because the divisors count the whole
+step.
+
+Axes: B prompts of a step, G completions of a prompt, N = B * G rows, M rows of a micro-batch,
+T completion positions, K rewards or turns.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
-SAPO_TEMPERATURES = (1.0, 1.05)  # for positive and for other advantages, arXiv:2511.20347
-SIGNAL_FLOOR = (
-    0.01  # a group whose rewards' range is below this share of the step's deviation is noise
-)
-LARGEST_LOG_RATIO = (
-    80.0  # e^80 is finite in float32; e^89 is inf, and its gradient through a clip is 0 * inf = nan
-)
-# A token that the reference finds e^9 times likelier has a KL term of 8093 and a slope of 8102. Beyond, both stay:
-# the exponential of a few tokens would else be the whole step's loss, and infinite from e^89 on.
+# slopes of SAPO's gate for positive and for other advantages, arXiv:2511.20347
+SAPO_TEMPERATURES = (1.0, 1.05)
+# the rewards of a group are noise if their range is below this fraction of the step's deviation
+SIGNAL_FLOOR = 0.01
+# e^80 is finite in float32; e^89 is inf, and its gradient through a clip is 0 * inf = nan
+LARGEST_LOG_RATIO = 80.0
+# A token that the reference finds e^9 times likelier has a KL term of 8093 and a slope of 8102.
+# Beyond, both stay at these values. Otherwise the exponential of a few tokens would be the whole
+# step's loss, and infinite from e^89 on.
 LARGEST_KL_LOG_RATIO = 9.0
+SMALLEST_DEVIATION = 1e-4  # is added to every deviation that divides
 
 
 class Objective(NamedTuple):
-    """How to compute a token's loss and aggregate a step's losses. Names follow TRL."""
+    """How to compute a token's loss and how to aggregate a step's losses. Names follow TRL."""
 
     loss_type: str = "dapo"  # see LOSSES
     importance_sampling_level: str = "token"  # see `importance_ratio`
     epsilon: float = 0.2  # lower clip of the ratio: 1 - epsilon
-    epsilon_high: float | None = (
-        None  # upper clip: 1 + this; None: as epsilon. For cispo the cap on the ratio itself
-    )
+    # upper clip of the ratio: 1 + epsilon_high; None means epsilon. For cispo it caps the ratio.
+    epsilon_high: float | None = None
     beta: float = 0.0  # weight of the KL term
     max_tokens: int | None = None  # the constant that dr_grpo divides by
 
@@ -46,28 +49,32 @@ class Objective(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """What a loss sees of a micro-batch's tokens: (M, T) float32 each, with arbitrary values where the mask is 0."""
+    """
+    The tokens of a micro-batch, as a loss sees them.
+
+    Arrays are (M, T) float32 unless a field says otherwise. Values are arbitrary where the mask is
+    0.
+    """
 
     logprobs: mx.array  # nats under the policy, with gradient
-    old_logprobs: mx.array  # under the policy before the update
-    advantages: mx.array  # (M,), or (M, T) where those of a row's tokens differ
+    old_logprobs: mx.array  # nats under the policy before the update
+    advantages: mx.array  # (M,); or (M, T) if the tokens of a row differ
     mask: mx.array  # 1 = counted, 0 = padding
-    ref_logprobs: mx.array | None = None  # under the model before training; None without a KL term
+    ref_logprobs: mx.array | None = None  # nats under the reference; None without a KL term
     num_items: float | None = None  # counted tokens of the whole step; None: of these rows
-    num_rows: float | None = None  # rows of the whole step; None: these
-    divergences: mx.array | None = None  # between teacher and policy, with gradient; for "distill"
-    weights: mx.array | None = (
-        None  # (M, 1), tokens that each counts for in sums; above 1 only without advantage
-    )
+    num_rows: float | None = None  # rows of the whole step; None: these rows
+    divergences: mx.array | None = None  # teacher against policy, with gradient; for "distill"
+    # (M, 1), how many tokens each token stands for in sums; above 1 only for advantage 0
+    weights: mx.array | None = None
     entropies: mx.array | None = None  # nats, of the policy's distributions, without gradient
-    sampled_logprobs: mx.array | None = None  # as the sampler recorded them; None for given replies
+    sampled_logprobs: mx.array | None = None  # the sampler's own; None for given replies
 
 
 class Loss(NamedTuple):
-    """A micro-batch's part of a step's loss, (), and sums over its counted tokens of what is measured, () each."""
+    """A micro-batch's part of a step's loss, and its statistics."""
 
-    value: mx.array
-    sums: dict[str, mx.array]
+    value: mx.array  # ()
+    sums: dict[str, mx.array]  # () each: sums over the counted tokens
 
 
 LossFunction = Callable[[Tokens, Objective], Loss]
@@ -82,108 +89,147 @@ def group_advantages(
     """
     How much better each completion is than the baseline, (B, G) float64 -> (B, G) float32.
 
-    A group of fewer than G completions ends in nan, where the advantage is 0.
-    baseline: the mean reward of its "group", of the others in its group ("rloo") or of the whole step ("reinforce").
-    scale: divide by the deviation within the "group" (GRPO) or over the "batch", by the group's "mean" (MaxRL: of right
-    and wrong, 1 and 0, the gradient of log p to order G - 1; at least a G-th of the group's range, which bounds other
-    rewards' advantages by G), or "none" (Dr. GRPO, RLOO).
-    signal_floor: a group (with "reinforce" a step) is noise and gets exactly 0 if its rewards' range is at most this
-    share of the step's deviation plus 1e-4, which every division adds. Equal rewards get exactly 0 at any floor.
-    Rewards are measured from a first member, because a common offset may dwarf their differences, as in seconds since
-    1970.
-    Source: DeepSeekMath, arXiv:2402.03300, 4.1.2; Dr. GRPO, arXiv:2503.20783; batch: arXiv:2508.08221; RLOO:
-    arXiv:2402.14740, eq. 7; the step's mean: REINFORCE++, arXiv:2501.03262; MaxRL: arXiv:2602.02710.
+    A group with fewer than G completions ends in nan; the advantage is 0 there.
+
+    baseline: the mean reward that a completion is compared with. "group": of its group. "rloo": of
+    the other completions of its group. "reinforce": of the whole step.
+
+    scale: the divisor. "group": the deviation within the group (GRPO). "batch": the deviation of
+    the step. "mean": the group's mean (MaxRL); for right and wrong, 1 and 0, this is the gradient
+    of log p to order G - 1. It is at least a G-th of the group's range, so that advantages of
+    other rewards are at most G. "none": 1 (Dr. GRPO, RLOO).
+
+    signal_floor: a group (with "reinforce" a step) is noise and gets exactly 0 if the range of its
+    rewards is at most this fraction of the step's deviation plus SMALLEST_DEVIATION. Equal rewards
+    get exactly 0 at any floor.
+
+    Rewards are measured from a first member, because a common offset may dwarf their differences,
+    as in seconds since 1970.
+
+    Source: DeepSeekMath, arXiv:2402.03300, 4.1.2; Dr. GRPO, arXiv:2503.20783; batch:
+    arXiv:2508.08221; RLOO: arXiv:2402.14740, eq. 7; the step's mean: REINFORCE++,
+    arXiv:2501.03262; MaxRL: arXiv:2602.02710.
     """
     assert scale in ("group", "batch", "mean", "none"), scale
     assert baseline in ("group", "rloo", "reinforce"), baseline
-    assert rewards.ndim == 2 and rewards.shape[1] > 1, (
-        f"a group needs two completions, rewards are {rewards.shape}"
-    )
-    assert scale not in ("group", "mean") or baseline != "reinforce", (
-        "the whole step is compared, not a group"
-    )
-    has, shape = (
-        ~np.isnan(rewards),
-        (1, -1) if baseline == "reinforce" else rewards.shape,
-    )  # one row per comparison
-    step_deviation, num = (rewards[has] - rewards[0, 0]).std(ddof=1), has.sum(axis=1, keepdims=True)
-    compared, there = rewards.reshape(shape), has.reshape(shape)
-    centered = np.where(there, compared - compared[:, :1], 0.0)
-    noise = np.ptp(centered, axis=1, keepdims=True) <= signal_floor * (step_deviation + 1e-4)
-    mean = centered.sum(axis=1, keepdims=True) / there.sum(axis=1, keepdims=True)
-    centered = np.where(noise | ~there, 0.0, centered - mean).reshape(rewards.shape)
+    assert rewards.ndim == 2, f"rewards are {rewards.shape}"
+    assert rewards.shape[1] > 1, f"a group needs two completions, rewards are {rewards.shape}"
+    compares_step = baseline == "reinforce"
+    assert not (compares_step and scale in ("group", "mean")), "the step is compared, not a group"
+
+    is_present = ~np.isnan(rewards)  # (B, G)
+    group_sizes = is_present.sum(axis=1, keepdims=True)  # (B, 1)
+    step_deviation = (rewards[is_present] - rewards[0, 0]).std(ddof=1)
+
+    # one row per comparison
+    shape = (1, -1) if compares_step else rewards.shape
+    compared = rewards.reshape(shape)
+    is_compared = is_present.reshape(shape)
+
+    offsets = np.where(is_compared, compared - compared[:, :1], 0.0)
+    least_range = signal_floor * (step_deviation + SMALLEST_DEVIATION)
+    is_noise = np.ptp(offsets, axis=1, keepdims=True) <= least_range
+    mean = offsets.sum(axis=1, keepdims=True) / is_compared.sum(axis=1, keepdims=True)
+    centered = np.where(is_noise | ~is_compared, 0.0, offsets - mean)
+    advantages = centered.reshape(rewards.shape)
+
     if scale == "group":
-        squares = (centered**2).sum(axis=1, keepdims=True)
-        centered = centered / (np.sqrt(squares / np.maximum(num - 1, 1)) + 1e-4)
+        squares = (advantages**2).sum(axis=1, keepdims=True)
+        deviation = np.sqrt(squares / np.maximum(group_sizes - 1, 1))
+        advantages = advantages / (deviation + SMALLEST_DEVIATION)
     elif scale == "batch":
-        centered = centered / (step_deviation + 1e-4)
+        advantages = advantages / (step_deviation + SMALLEST_DEVIATION)
     elif scale == "mean":
-        spread = np.ptp(np.where(has, rewards, rewards[:, :1]), axis=1, keepdims=True)
-        mean = np.where(has, rewards, 0.0).sum(axis=1, keepdims=True) / num
-        centered = centered / np.maximum(
-            mean, spread / num + 1e-12
-        )  # equal rewards are 0 / 0 otherwise
-    # r - mean(others) = (r - mean(all)) * G / (G - 1)
-    return (centered * (num / np.maximum(num - 1, 1)) if baseline == "rloo" else centered).astype(
-        np.float32
-    )
+        filled = np.where(is_present, rewards, rewards[:, :1])
+        group_range = np.ptp(filled, axis=1, keepdims=True)
+        total = np.where(is_present, rewards, 0.0).sum(axis=1, keepdims=True)
+        # equal rewards of 0 would be 0 / 0 without the 1e-12
+        least_divisor = group_range / group_sizes + 1e-12
+        advantages = advantages / np.maximum(total / group_sizes, least_divisor)
+
+    if baseline == "rloo":
+        # r - mean(others) = (r - mean(all)) * G / (G - 1)
+        advantages = advantages * (group_sizes / np.maximum(group_sizes - 1, 1))
+    return advantages.astype(np.float32)
 
 
 def turn_advantages(
     groups: list[list[list[float]]], scale: str = "group", signal_floor: float = 0.0
 ) -> np.ndarray:
     """
-    How much better what a row earns from a turn on is than what the rows of its group earn from that turn on.
+    How much more a row earns from each turn on than the other rows of its group.
 
-    groups: rewards of each turn of each row -> (B, G, K) float32, 0 beyond a row's last turn and a group's last row.
-    The return of turn k, the sum of the rewards of turns >= k, minus its mean over the rows that have a turn k: whether
-    a row has one is known before it writes it. "group" divides by the deviation of these differences in the group, with
-    a degree of freedom less for each turn's mean, "none" by nothing. Rows of one turn, and rows with equally many turns
-    that pay at the end only, get what `group_advantages` gives. signal_floor: see there.
-    Source: returns of turns compared in the group, GTPO, arXiv:2511.14846; the deviation that keeps GRPO is ours.
+    groups: the rewards of each turn of each row of each group. Returns (B, G, K) float32, which is
+    0 beyond a row's last turn and beyond a group's last row.
+
+    The return of turn k is the sum of the rewards of turns >= k. The baseline is its mean over the
+    rows that have a turn k: whether a row has that turn is known before the row writes it.
+
+    scale: "group" divides by the deviation of these differences in the group, with one degree of
+    freedom less for each turn's mean. "none" divides by nothing.
+    signal_floor: see `group_advantages`.
+
+    Rows of one turn get the result of `group_advantages`. So do rows with equally many turns that
+    are paid at the end only.
+
+    Source: comparing the returns of turns in the group: GTPO, arXiv:2511.14846. The deviation that
+    agrees with GRPO is ours.
     """
     assert scale in ("group", "none"), scale
-    rows = [(place, row) for place, group in enumerate(groups) for row in enumerate(group)]
-    shape = len(groups), max(map(len, groups)), max(len(turns) for _, (_, turns) in rows)
-    rewards, has = np.zeros(shape), np.zeros(shape, bool)
-    for place, (row, turns) in rows:
-        rewards[place, row, : len(turns)], has[place, row, : len(turns)] = turns, True
+    most_rows = max(len(group) for group in groups)
+    most_turns = max(len(turns) for group in groups for turns in group)
+    rewards = np.zeros((len(groups), most_rows, most_turns))
+    is_present = np.zeros(rewards.shape, bool)
+    for group_index, group in enumerate(groups):
+        for row, turns in enumerate(group):
+            rewards[group_index, row, : len(turns)] = turns
+            is_present[group_index, row, : len(turns)] = True
+
     returns = rewards[..., ::-1].cumsum(axis=-1)[..., ::-1]
-    step_deviation = (returns[..., 0][has[..., 0]] - returns[0, 0, 0]).std(ddof=1)
-    first = np.take_along_axis(
-        returns, has.argmax(axis=1)[:, None], axis=1
-    )  # of a row that has the turn
-    centered, num = np.where(has, returns - first, 0.0), has.sum(axis=1, keepdims=True)
-    centered = np.where(
-        has, centered - centered.sum(axis=1, keepdims=True) / np.maximum(num, 1), 0.0
-    )
-    noise = np.ptp(centered, axis=(1, 2), keepdims=True) <= signal_floor * (step_deviation + 1e-4)
-    centered = np.where(noise, 0.0, centered)
+    whole_returns = returns[..., 0][is_present[..., 0]]
+    step_deviation = (whole_returns - returns[0, 0, 0]).std(ddof=1)
+
+    # measured from the first row that has the turn
+    first_row = is_present.argmax(axis=1)[:, None]
+    first_return = np.take_along_axis(returns, first_row, axis=1)
+    offsets = np.where(is_present, returns - first_return, 0.0)
+    num_rows = is_present.sum(axis=1, keepdims=True)
+    mean = offsets.sum(axis=1, keepdims=True) / np.maximum(num_rows, 1)
+    centered = np.where(is_present, offsets - mean, 0.0)
+
+    least_range = signal_floor * (step_deviation + SMALLEST_DEVIATION)
+    is_noise = np.ptp(centered, axis=(1, 2), keepdims=True) <= least_range
+    advantages = np.where(is_noise, 0.0, centered)
     if scale == "group":
-        free = np.maximum(num - 1, 0).sum(axis=(1, 2), keepdims=True)
-        squares = (centered**2).sum(axis=(1, 2), keepdims=True)
-        centered = centered / (np.sqrt(squares / np.maximum(free, 1)) + 1e-4)
-    return centered.astype(np.float32)
+        degrees_of_freedom = np.maximum(num_rows - 1, 0).sum(axis=(1, 2), keepdims=True)
+        squares = (advantages**2).sum(axis=(1, 2), keepdims=True)
+        deviation = np.sqrt(squares / np.maximum(degrees_of_freedom, 1))
+        advantages = advantages / (deviation + SMALLEST_DEVIATION)
+    return advantages.astype(np.float32)
 
 
 def decoupled_advantages(
     rewards: np.ndarray, weights: list[float], signal_floor: float = 0.0
 ) -> np.ndarray:
     """
-    Advantages of several rewards: normalizes each within its group, then their weighted sum over the batch.
+    The advantages of K rewards, (K, B, G) float64 -> (B, G) float32; nan as in `group_advantages`.
 
-    (K, B, G) float64, nan as in `group_advantages` -> (B, G) float32. Each reward has its own floor, from its own
-    deviation, because each is scaled to full size. Each group, and so the sum, already has mean 0; a group with equal
-    values of every reward stays at exactly 0.
+    Normalizes each reward within its group, then normalizes the weighted sum over the batch. Each
+    reward has its own floor, from its own deviation, because each is scaled to full size. Each
+    group already has mean 0, and so has the sum. A group with equal values of every reward stays
+    at exactly 0.
+
     Source: GDPO, arXiv:2601.05242.
     """
-    parts = [group_advantages(one, signal_floor=signal_floor) for one in rewards]
-    total = np.sum(
-        [weight * part.astype(np.float64) for weight, part in zip(weights, parts, strict=True)],
-        axis=0,
-    )
-    num = (~np.isnan(rewards[0])).sum()
-    return (total / (np.sqrt((total**2).sum() / (num - 1)) + 1e-4)).astype(np.float32)
+    terms = []
+    for reward, weight in zip(rewards, weights, strict=True):
+        advantages = group_advantages(reward, signal_floor=signal_floor)
+        terms.append(weight * advantages.astype(np.float64))
+    total = np.sum(terms, axis=0)
+
+    num_completions = (~np.isnan(rewards[0])).sum()
+    deviation = np.sqrt((total**2).sum() / (num_completions - 1))
+    return (total / (deviation + SMALLEST_DEVIATION)).astype(np.float32)
 
 
 # ---- terms of a token's loss
@@ -192,17 +238,21 @@ def decoupled_advantages(
 def importance_ratio(
     logprobs: mx.array, old_logprobs: mx.array, mask: mx.array, level: str
 ) -> mx.array:
-    """policy / old policy by "token" (N, T), or "sequence" (N, 1), a geometric mean: GSPO, arXiv:2507.18071, eq. 7."""
+    """
+    policy / old policy. level: "token" (N, T), or "sequence" (N, 1), their geometric mean.
+
+    Source of the sequence's ratio: GSPO, arXiv:2507.18071, eq. 7.
+    """
     assert level in ("token", "sequence"), level
     log_ratio = logprobs - old_logprobs
     if level == "sequence":
-        log_ratio = (log_ratio * mask).sum(-1, keepdims=True) / mx.maximum(
-            mask.sum(-1, keepdims=True), 1
-        )
+        num_tokens = mx.maximum(mask.sum(-1, keepdims=True), 1)
+        log_ratio = (log_ratio * mask).sum(-1, keepdims=True) / num_tokens
     return mx.exp(mx.minimum(log_ratio, LARGEST_LOG_RATIO))
 
 
-# a policy's term for each token, and whether a clip took its gradient (cispo: weight); None where nothing clips
+# The policy's term of each token, and whether a clip removed the token's gradient (cispo: capped
+# its weight). The second is None for a term that clips nothing.
 Term = tuple[mx.array, mx.array | None]
 
 
@@ -210,47 +260,57 @@ def clipped_term(ratio: mx.array, tokens: Tokens, objective: Objective) -> Term:
     """
     -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A).
 
-    If the two products are equal, the gradient is that of the first: at an end of the range, such as r = 1 with epsilon
-    0, mx.minimum and mx.clip would have none.
+    If the two products are equal, the gradient is that of the first. mx.minimum and mx.clip would
+    have none at an end of the range, such as r = 1 with epsilon 0.
+
     Source: PPO, arXiv:1707.06347, eq. 7; two ranges: DAPO, arXiv:2503.14476, eq. 10.
     """
-    clipped = mx.clip(ratio, 1 - objective.epsilon, 1 + objective.upper)
-    free, bounded = ratio * tokens.advantages, clipped * tokens.advantages
-    moves = (free <= bounded) | (ratio == clipped)
-    return -mx.where(free <= bounded, free, bounded), ~moves & (tokens.advantages != 0)
+    clipped_ratio = mx.clip(ratio, 1 - objective.epsilon, 1 + objective.upper)
+    free = ratio * tokens.advantages
+    bounded = clipped_ratio * tokens.advantages
+    has_gradient = (free <= bounded) | (ratio == clipped_ratio)
+    term = -mx.where(free <= bounded, free, bounded)
+    return term, ~has_gradient & (tokens.advantages != 0)
 
 
 def cispo_term(ratio: mx.array, tokens: Tokens, objective: Objective) -> Term:
-    """-sg(min(r, cap)) A log pi: caps the weight, so no token loses its gradient. Source: arXiv:2506.13585."""
+    """
+    -sg(min(r, cap)) A log pi, where sg stops the gradient.
+
+    It caps the weight, so no token loses its gradient. Source: arXiv:2506.13585.
+    """
     cap = objective.upper
-    return -mx.stop_gradient(
-        mx.minimum(ratio, cap)
-    ) * tokens.advantages * tokens.logprobs, ratio > cap
+    weight = mx.stop_gradient(mx.minimum(ratio, cap))
+    return -weight * tokens.advantages * tokens.logprobs, ratio > cap
 
 
 def sapo_term(ratio: mx.array, tokens: Tokens, objective: Objective) -> Term:
     """
     -A sigmoid(t (r - 1)) 4 / t: a soft gate with slope 1 at r = 1 that fades on both sides.
 
-    A larger t for advantages that are not positive makes their gradient fade sooner. Source: arXiv:2511.20347.
+    A larger t for advantages that are not positive makes their gradient fade sooner.
+    Source: arXiv:2511.20347.
     """
     temperature = mx.where(tokens.advantages > 0, *SAPO_TEMPERATURES)
-    return -tokens.advantages * mx.sigmoid(temperature * (ratio - 1)) * 4 / temperature, None
+    gate = mx.sigmoid(temperature * (ratio - 1))
+    return -tokens.advantages * gate * 4 / temperature, None
 
 
 def kl_term(logprobs: mx.array, ref_logprobs: mx.array) -> mx.array:
     """
-    An estimate of KL(policy, reference) per token: exp(d) - d - 1, with d = log reference - log policy.
+    An estimate of KL(policy, reference) per token: exp(d) - d - 1, d = log reference - log policy.
 
-    Never negative; value and gradient are 0 where policy and reference agree. Beyond `LARGEST_KL_LOG_RATIO` value and
-    gradient are those at that d: finite, and the gradient still raises the token's log-probability.
-    Source: k3 of Schulman, http://joschu.net/blog/kl-approx.html; DeepSeekMath, arXiv:2402.03300, eq. 4.
+    It is never negative. Value and gradient are 0 where policy and reference agree. Beyond
+    `LARGEST_KL_LOG_RATIO` value and gradient are those at that d: finite, and the gradient still
+    raises the token's log-probability.
+
+    Source: k3 of Schulman, http://joschu.net/blog/kl-approx.html; DeepSeekMath,
+    arXiv:2402.03300, eq. 4.
     """
     log_ratio = ref_logprobs - logprobs
     bounded = mx.stop_gradient(mx.minimum(log_ratio, LARGEST_KL_LOG_RATIO))
-    bounded = bounded + (
-        log_ratio - mx.stop_gradient(log_ratio)
-    )  # adds 0, and keeps the slope that a minimum drops
+    # adds 0, and keeps the slope that a minimum drops
+    bounded = bounded + (log_ratio - mx.stop_gradient(log_ratio))
     return mx.exp(bounded) - bounded - 1
 
 
@@ -258,76 +318,103 @@ def kl_term(logprobs: mx.array, ref_logprobs: mx.array) -> mx.array:
 
 
 def mean_of_tokens(per_token: mx.array, tokens: Tokens, objective: Objective) -> mx.array:
-    """The sum / the step's counted tokens, so all tokens weigh the same. Source: DAPO, arXiv:2503.14476."""
+    """
+    The sum over the tokens / the step's counted tokens. All tokens weigh the same.
+
+    Source: DAPO, arXiv:2503.14476.
+    """
     return (per_token * tokens.mask).sum(-1).sum() / _num_items(tokens)
 
 
 def mean_of_rows(per_token: mx.array, tokens: Tokens, objective: Objective) -> mx.array:
-    """The mean over the step's rows of each row's mean. Source: DeepSeekMath, arXiv:2402.03300."""
-    sums, counts = (per_token * tokens.mask).sum(-1), tokens.mask.sum(-1)
-    return (sums / mx.maximum(counts, 1)).sum() / _num_rows(tokens)
+    """
+    The mean over the step's rows of each row's mean. All rows weigh the same.
+
+    Source: DeepSeekMath, arXiv:2402.03300.
+    """
+    row_sums = (per_token * tokens.mask).sum(-1)
+    row_counts = tokens.mask.sum(-1)
+    return (row_sums / mx.maximum(row_counts, 1)).sum() / _num_rows(tokens)
 
 
 def mean_of_positions(per_token: mx.array, tokens: Tokens, objective: Objective) -> mx.array:
-    """The sum / (rows * max_tokens), so long answers weigh no less. Source: Dr. GRPO, arXiv:2503.20783."""
+    """
+    The sum over the tokens / (rows * max_tokens). Tokens of long answers weigh no less.
+
+    Source: Dr. GRPO, arXiv:2503.20783.
+    """
     assert objective.max_tokens is not None, "dr_grpo divides by max_tokens"
-    return (per_token * tokens.mask).sum(-1).sum() / (_num_rows(tokens) * objective.max_tokens)
+    total = (per_token * tokens.mask).sum(-1).sum()
+    return total / (_num_rows(tokens) * objective.max_tokens)
 
 
 def _num_items(tokens: Tokens) -> mx.array:
-    return mx.maximum(
-        tokens.mask.sum() if tokens.num_items is None else mx.array(tokens.num_items), 1
-    )
+    """The counted tokens of the step, at least 1."""
+    num_items = tokens.mask.sum() if tokens.num_items is None else mx.array(tokens.num_items)
+    return mx.maximum(num_items, 1)
 
 
 def _num_rows(tokens: Tokens) -> float:
+    """The rows of the step."""
     return len(tokens.mask) if tokens.num_rows is None else tokens.num_rows
 
 
 # ---- losses
 
 
-COLUMNS = (
-    "old_logprobs",
-    "ref_logprobs",
-    "entropies",
-    "sampled_logprobs",
-)  # (M, T), without gradient
+def clear_masked_values(tokens: Tokens) -> Tokens:
+    """
+    Sets values outside the mask to 0. Only `logprobs` keeps its gradient.
+
+    Values outside the mask are arbitrary; their exponential must not become inf * 0 = nan.
+    Advantages become (M, T) or (M, 1).
+    """
+
+    def clear(column: mx.array) -> mx.array:
+        return mx.where(tokens.mask > 0, mx.stop_gradient(column), 0.0)
+
+    def clear_optional(column: mx.array | None) -> mx.array | None:
+        return None if column is None else clear(column)
+
+    advantages = tokens.advantages
+    if advantages.ndim == 1:
+        advantages = advantages[:, None]
+    return tokens._replace(
+        logprobs=mx.where(tokens.mask > 0, tokens.logprobs, 0.0),
+        old_logprobs=clear(tokens.old_logprobs),
+        ref_logprobs=clear_optional(tokens.ref_logprobs),
+        entropies=clear_optional(tokens.entropies),
+        sampled_logprobs=clear_optional(tokens.sampled_logprobs),
+        advantages=mx.stop_gradient(advantages),
+    )
 
 
 def policy_loss(
     term: Callable[..., Term], average: Callable[[mx.array, Tokens, Objective], mx.array]
 ) -> LossFunction:
     """
-    The average of term + beta * KL over the counted tokens. Sums: `kl` with a reference; `clip_frac` with a clip.
+    A loss: the average of term + beta * KL over the counted tokens.
 
-    term: a function of the ratio, of the tokens, with 0 where the mask is 0 and advantages (M, T) or (M, 1), and of the
-    objective.
+    term: a function of the ratio, the tokens and the objective. Its tokens are 0 where the mask is
+    0, and their advantages are (M, T) or (M, 1).
+
+    The loss's sums: `clip_frac` if the term clips, `kl` if there is a reference.
     """
 
     def loss(tokens: Tokens, objective: Objective) -> Loss:
-        mask = tokens.mask
-        columns: Any = {"logprobs": tokens.logprobs}
-        columns |= {
-            name: mx.stop_gradient(one)
-            for name in COLUMNS
-            if (one := getattr(tokens, name)) is not None
-        }
-        # values outside the mask are arbitrary; their exp must not become inf * 0 = nan
-        columns = {name: mx.where(mask > 0, one, 0.0) for name, one in columns.items()}
-        advantages = mx.stop_gradient(
-            tokens.advantages if tokens.advantages.ndim == 2 else tokens.advantages[:, None]
-        )
-        tokens = tokens._replace(advantages=advantages, **columns)
-        ratio = importance_ratio(
-            tokens.logprobs, tokens.old_logprobs, mask, objective.importance_sampling_level
-        )
-        per_token, removed = term(ratio, tokens, objective)
-        counted = mask if tokens.weights is None else mask * tokens.weights
-        sums = {} if removed is None else {"clip_frac": (removed * counted).sum()}
+        tokens = clear_masked_values(tokens)
+        level = objective.importance_sampling_level
+        ratio = importance_ratio(tokens.logprobs, tokens.old_logprobs, tokens.mask, level)
+        per_token, is_clipped = term(ratio, tokens, objective)
+
+        counts = tokens.mask if tokens.weights is None else tokens.mask * tokens.weights
+        sums = {}
+        if is_clipped is not None:
+            sums["clip_frac"] = (is_clipped * counts).sum()
         if tokens.ref_logprobs is not None:
             kl = kl_term(tokens.logprobs, tokens.ref_logprobs)
-            per_token, sums["kl"] = per_token + objective.beta * kl, (kl * counted).sum()
+            per_token = per_token + objective.beta * kl
+            sums["kl"] = (kl * counts).sum()
         return Loss(average(per_token, tokens, objective), sums)
 
     return loss
@@ -342,7 +429,8 @@ def distillation(tokens: Tokens, objective: Objective) -> Loss:
 
 def cross_entropy(tokens: Tokens, objective: Objective) -> Loss:
     """The mean negative log-probability of the counted tokens."""
-    return Loss(-(tokens.logprobs * tokens.mask).sum() / _num_items(tokens), {})
+    total = -(tokens.logprobs * tokens.mask).sum()
+    return Loss(total / _num_items(tokens), {})
 
 
 LOSSES: dict[str, LossFunction] = {

@@ -1,44 +1,50 @@
 """
-Dense language models on MLX, of the families in disk/hub.py: the blocks, load from and save to Hugging Face's layout.
+Dense language models on MLX, of the families in disk/hub.py: blocks, loading and saving.
 
-Query, key and value projections are one matmul (`qkv_proj`), gate and up are one (`gate_up_proj`). What happens between
-the matmuls is in layers/. Left out: mixture of experts, sliding windows; a checkpoint that needs them is refused by
-name. Weights of few bits are unpacked, or stay so in a model that is frozen.
+Query, key and value projections are one matmul (`qkv_proj`); gate and up projections are one
+(`gate_up_proj`). The computation between the matmuls is in layers/. `save` writes Hugging Face's
+layout. Weights of few bits are unpacked, or stay packed in a frozen model.
 
-Axes: N rows, L positions, C hidden, H query heads, K kv heads, D head dim, F mlp width, V vocabulary.
+This file leaves out mixtures of experts and sliding windows; a checkpoint that needs them is
+refused by name. It also leaves out which model a command takes (disk/model_choice.py) and the
+doctor (doctor.py).
+
+Axes: N rows, L positions, C hidden, H query heads, K kv heads, D head dim, F mlp width,
+V vocabulary, W window of a convolution.
 """
 
-import contextlib
 import dataclasses
-import functools
 import itertools
 import json
 import os
-import subprocess
+import runpy
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import cpu_blas
+import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from disk import adapters, ends, hub
-from flags import Parser, exit_with_error, load_yaml, report_mistakes
+from disk import adapters, ends, hub, model_choice
 from kv_cache import CAUSAL, Cache, DeltaState, KVCache, Layout, SlotCache
-from layers import attention, delta, lm_head, ops, probe, softmax
+from layers import attention, delta, ops, probe, softmax
 from layers.tree_cache import TreeLayer
-from machine import alive, cpu, gpu, kernels, memory, versions
-from machine.output import guard_output
+from machine import alive, cpu, gpu, kernels, memory
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 
 
 def default_dtype() -> mx.Dtype:
-    """`GWEN_DTYPE`, else float16 on a GPU, float32 on a CPU, which has no BLAS for 16 bits. ValueError for others."""
-    name = os.environ.get("GWEN_DTYPE", "float16" if gpu.on_gpu() else "float32")
+    """
+    `GWEN_DTYPE`; without it float16 on a GPU and float32 on a CPU, which has no BLAS for 16 bits.
+
+    Raises ValueError for another name.
+    """
+    usual = "float16" if gpu.on_gpu() else "float32"
+    name = os.environ.get("GWEN_DTYPE", usual)
     if name not in DTYPES:
         raise ValueError(f"GWEN_DTYPE={name!r} is not one of {', '.join(DTYPES)}")
     return DTYPES[name]
@@ -48,73 +54,89 @@ def default_dtype() -> mx.Dtype:
 
 
 class RMSNorm(nn.Module):
+    """x / rms(x) * (offset + weight)"""
+
     def __init__(self, size: int, eps: float, offset: float = 0.0):
         super().__init__()
-        self.weight, self.eps, self.offset = mx.full((size,), 1 - offset), eps, offset
-        self._scale: tuple[mx.array, ...] = ()  # the weight, and what was made of it
+        self.weight = mx.full((size,), 1 - offset)
+        self.eps = eps
+        self.offset = offset
+        self._scale: tuple[mx.array, ...] = ()  # the weight, and the scale that was made from it
 
     @property
     def scale(self) -> mx.array:
-        """What it multiplies by, made once for the weight at hand."""
+        """offset + weight, computed once for each weight array."""
         if not self.offset:
             return self.weight
         if not self._scale or self._scale[0] is not self.weight:
-            self._scale = (
-                self.weight,
-                (self.weight.astype(mx.float32) + self.offset).astype(self.weight.dtype),
-            )
+            scale = (self.weight.astype(mx.float32) + self.offset).astype(self.weight.dtype)
+            self._scale = (self.weight, scale)
         return self._scale[1]
 
     def __call__(self, x: mx.array) -> mx.array:
         return ops.rms_norm(x, self.scale, self.eps)
 
     def add_and_normalize(self, x: mx.array, delta: mx.array | None) -> tuple[mx.array, mx.array]:
-        """x + delta, and that normalized."""
-        return (x, self(x)) if delta is None else ops.add_norm(x, delta, self.scale, self.eps)
+        """x + delta, and its normalized form."""
+        if delta is None:
+            return x, self(x)
+        return ops.add_norm(x, delta, self.scale, self.eps)
 
 
 class Context(NamedTuple):
-    """What a forward pass hands to a layer beside the hidden states."""
+    """What a layer gets in a forward pass beside the hidden states."""
 
-    rotation: ops.Rotation  # where the tokens stand
-    layout: Layout  # what they see
-    state: Any  # what this layer keeps of the tokens before; None: there are none
+    rotation: ops.Rotation  # the positions of the tokens
+    layout: Layout  # which tokens each token sees
+    state: Any  # this layer's cache of earlier tokens; None without one
 
 
-Read = tuple[mx.array, mx.array, mx.array, mx.array | None]  # see `Attention.heads`
+# queries, keys, values and gates: see `Attention.project`
+Projections = tuple[mx.array, mx.array, mx.array, mx.array | None]
 
 
 class Attention(nn.Module):
+    """The projections of softmax attention; `layers.attention` computes what is between them."""
+
     def __init__(self, config: hub.ModelConfig, kind: str):
         super().__init__()
         family = config.family
-        self.rotated, self.gated = kind == "full_attention", family.output_gate
-        self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.head_dim, self.eps = config.head_dim, config.rms_norm_eps
-        width = (self.num_heads * (1 + self.gated) + 2 * self.num_kv_heads) * self.head_dim
+        self.has_rotation = kind == "full_attention"
+        self.has_gates = family.output_gate
+        self.num_heads = config.num_attention_heads
+        self.num_kv_heads = config.num_key_value_heads
+        self.head_dim = config.head_dim
+        self.eps = config.rms_norm_eps
+        num_parts = self.num_heads * (1 + self.has_gates) + 2 * self.num_kv_heads
+        width = num_parts * self.head_dim
         self.qkv_proj = nn.Linear(config.hidden_size, width, bias=family.bias)
         self.o_proj = nn.Linear(self.num_heads * self.head_dim, config.hidden_size, bias=False)
         if family.qk_norm:
             self.q_norm = RMSNorm(self.head_dim, self.eps, family.norm_offset)
             self.k_norm = RMSNorm(self.head_dim, self.eps, family.norm_offset)
 
-    def project(self, x: mx.array, rotation: ops.Rotation) -> Read:
+    def project(self, x: mx.array, rotation: ops.Rotation) -> Projections:
         """
-        What attention needs: queries (N, H, L, D), keys and values (N, K, L, D), and where the family has them gates
-        (N, L, H, D) on the output, before their sigmoid.
+        The inputs of attention: queries (N, H, L, D), keys and values (N, K, L, D).
+
+        The last value is the gates on the output before their sigmoid, (N, L, H, D), or None if
+        the family has none.
         """
-        qkv = self.qkv_proj(x).reshape(
-            *x.shape[:2], -1, self.head_dim
-        )  # (N, L, H + 2K, D), or with gates 2H + 2K
+        # (N, L, H + 2K, D), or with gates (N, L, 2H + 2K, D)
+        qkv = self.qkv_proj(x).reshape(*x.shape[:2], -1, self.head_dim)
         gates = None
-        if self.gated:  # behind each head's query
-            queries, rest = mx.split(qkv, [2 * self.num_heads], axis=2)
-            gates = queries[:, :, 1::2]
-            qkv = mx.concatenate([queries[:, :, ::2], rest], axis=2)
+        if self.has_gates:  # each head's gate follows its query
+            queries_and_gates, keys_and_values = mx.split(qkv, [2 * self.num_heads], axis=2)
+            gates = queries_and_gates[:, :, 1::2]
+            queries = queries_and_gates[:, :, ::2]
+            qkv = mx.concatenate([queries, keys_and_values], axis=2)
+
         weights = (self.q_norm.scale, self.k_norm.scale) if "q_norm" in self else None
-        if self.rotated:
-            return *ops.norm_rope(qkv, self.num_heads, weights, self.eps, rotation), gates
-        return *ops.norm_rope_ref(qkv, self.num_heads, weights, self.eps, None), gates
+        if self.has_rotation:
+            parts = ops.norm_rope(qkv, self.num_heads, weights, self.eps, rotation)
+        else:
+            parts = ops.norm_rope_ref(qkv, self.num_heads, weights, self.eps, None)
+        return *parts, gates
 
     def output(self, attended: mx.array, gates: mx.array | None) -> mx.array:
         """(N, H, L, D) -> (N, L, C)"""
@@ -125,58 +147,69 @@ class Attention(nn.Module):
 
 
 class GatedDeltaNet(nn.Module):
-    """Linear attention, see layers/delta.py: instead of keys and values it keeps a memory of fixed size."""
+    """
+    Linear attention, see layers/delta.py.
+
+    Instead of keys and values it keeps a memory of fixed size.
+    """
 
     def __init__(self, config: hub.ModelConfig):
         super().__init__()
         assert config.delta is not None
-        self.sizes, num_heads = config.delta, config.delta.num_value_heads
-        widths = hub.part_rows(
-            config, "linear_attn.in_proj"
-        )  # of what is convolved, gates, beta and decay
-        self.ends = [sum(widths[: i + 1]) for i in range(3)]
+        self.sizes = config.delta
+        num_heads = config.delta.num_value_heads
+        # rows of the convolved channels, the gates, beta and the decay
+        widths = hub.part_rows(config, "linear_attn.in_proj")
+        self.split_points = [sum(widths[: i + 1]) for i in range(3)]
         self.in_proj = nn.Linear(config.hidden_size, sum(widths), bias=False)
         self.conv1d = nn.Module()  # causal, of single channels
         self.conv1d.weight = mx.zeros((widths[0], 1, self.sizes.window))
-        self.A_log, self.dt_bias = mx.zeros((num_heads,)), mx.ones((num_heads,))
+        self.A_log = mx.zeros((num_heads,))
+        self.dt_bias = mx.ones((num_heads,))
         self.norm = RMSNorm(self.sizes.value_dim, config.rms_norm_eps)
         self.out_proj = nn.Linear(widths[1], config.hidden_size, bias=False)
 
     def __call__(self, x: mx.array, context: Context) -> mx.array:
-        (num_rows, length, _), sizes, spans = x.shape, self.sizes, context.layout.spans
-        channels, gates, beta, decay = mx.split(self.in_proj(x), self.ends, axis=-1)
+        num_rows, length, _ = x.shape
+        sizes = self.sizes
+        spans = context.layout.spans
+
+        channels, gates, beta, decay = mx.split(self.in_proj(x), self.split_points, axis=-1)
         beta = mx.sigmoid(beta.astype(mx.float32))
-        log_decay = -mx.exp(self.A_log.astype(mx.float32)) * nn.softplus(
-            decay.astype(mx.float32) + self.dt_bias
-        )
-        if spans is not None:  # padding leaves the memory and what the convolution sees as they are
+        decay_rate = -mx.exp(self.A_log.astype(mx.float32))
+        log_decay = decay_rate * nn.softplus(decay.astype(mx.float32) + self.dt_bias)
+        if spans is not None:  # padding changes neither the memory nor the convolution's inputs
             column = mx.arange(length)
-            real = ((column >= spans[0][:, None]) & (column < spans[1][:, None]))[..., None]
-            channels, beta, log_decay = (
-                mx.where(real, array, 0) for array in (channels, beta, log_decay)
-            )
+            is_token = (column >= spans[0][:, None]) & (column < spans[1][:, None])
+            is_token = is_token[..., None]
+            channels = mx.where(is_token, channels, 0)
+            beta = mx.where(is_token, beta, 0)
+            log_decay = mx.where(is_token, log_decay, 0)
+
         past = None if context.state is None else context.state.newest
-        before, memory = past or sizes.empty_state(num_rows, x.dtype)
-        window = mx.concatenate([before, channels], axis=1)  # (N, W - 1 + L, channels)
+        earlier_channels, memory = past or sizes.empty_state(num_rows, x.dtype)
+        window = mx.concatenate([earlier_channels, channels], axis=1)  # (N, W - 1 + L, channels)
         mixed = delta.convolve(window, self.conv1d.weight).astype(mx.float32)
-        queries, keys, values = mx.split(mixed, [sizes.widths[0], 2 * sizes.widths[0]], axis=-1)
-        queries, keys = (
-            delta.normalize(one.reshape(num_rows, length, -1, sizes.key_dim))
-            for one in (queries, keys)
-        )
+        key_width = sizes.widths[0]
+        queries, keys, values = mx.split(mixed, [key_width, 2 * key_width], axis=-1)
+        queries = delta.normalize(queries.reshape(num_rows, length, -1, sizes.key_dim))
+        keys = delta.normalize(keys.reshape(num_rows, length, -1, sizes.key_dim))
         values = values.reshape(num_rows, length, -1, sizes.value_dim)
-        out, memory = delta.gated_delta(
-            queries * sizes.key_dim**-0.5, keys, values, log_decay, beta, memory
-        )
+        queries = queries * sizes.key_dim**-0.5
+        out, memory = delta.gated_delta(queries, keys, values, log_decay, beta, memory)
+
         if context.state is not None:
-            context.state.update(
-                delta.convolution_state(window, sizes.window - 1, spans and spans[1]), memory
-            )
-        gated = self.norm(out).reshape(num_rows, length, -1) * ops.silu(gates.astype(mx.float32))
+            row_ends = spans and spans[1]
+            inputs = delta.convolution_state(window, sizes.window - 1, row_ends)
+            context.state.update(inputs, memory)
+        normed = self.norm(out).reshape(num_rows, length, -1)
+        gated = normed * ops.silu(gates.astype(mx.float32))
         return self.out_proj(gated.astype(x.dtype))
 
 
 class MLP(nn.Module):
+    """down(silu(gate(x)) * up(x))"""
+
     def __init__(self, config: hub.ModelConfig):
         super().__init__()
         self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
@@ -187,6 +220,13 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
+    """
+    One layer: attention or a gated delta net, then an MLP.
+
+    The residual stream comes as two arrays: `x`, and `delta`, the last sublayer's output that is
+    not added yet. The next norm adds it in one kernel.
+    """
+
     def __init__(self, config: hub.ModelConfig, kind: str):
         super().__init__()
         self.is_linear = kind == "linear_attention"
@@ -195,38 +235,42 @@ class Block(nn.Module):
         else:
             self.self_attn = Attention(config, kind)
         self.mlp = MLP(config)
-        norms = (
-            RMSNorm(config.hidden_size, config.rms_norm_eps, config.family.norm_offset)
-            for _ in range(2)
+        norm_offset = config.family.norm_offset
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, norm_offset)
+        self.post_attention_layernorm = RMSNorm(
+            config.hidden_size, config.rms_norm_eps, norm_offset
         )
-        self.input_layernorm, self.post_attention_layernorm = norms
 
     def __call__(
         self, x: mx.array, delta: mx.array | None, context: Context
     ) -> tuple[mx.array, mx.array]:
-        """The residual stream and what is yet to be added to it, `delta`, of the layer before and after this one."""
+        """x and delta before this layer -> x and delta after it."""
         if self.is_linear:
             x, normed = self.input_layernorm.add_and_normalize(x, delta)
             return self.add_mlp(x, self.linear_attn(normed, context))
+
         x, (queries, keys, values, gates) = self.attention_inputs(x, delta, context.rotation)
-        parts = [(keys, values)] if context.state is None else context.state.update(keys, values)
-        return self.finish(x, attention.attend(queries, parts, context.layout), gates)
+        parts = [(keys, values)]
+        if context.state is not None:
+            parts = context.state.update(keys, values)
+        attended = attention.attend(queries, parts, context.layout)
+        return self.finish(x, attended, gates)
 
     def attention_inputs(
         self, x: mx.array, delta: mx.array | None, rotation: ops.Rotation
-    ) -> tuple[mx.array, Read]:
-        """A call as far as attention: the residual stream, and what attention needs."""
+    ) -> tuple[mx.array, Projections]:
+        """The part of a call before attention: the residual stream and the projections."""
         x, normed = self.input_layernorm.add_and_normalize(x, delta)
         return x, self.self_attn.project(normed, rotation)
 
     def finish(
         self, x: mx.array, attended: mx.array, gates: mx.array | None = None
     ) -> tuple[mx.array, mx.array]:
-        """The rest of a call, from what attention gives."""
+        """The part of a call after attention."""
         return self.add_mlp(x, self.self_attn.output(attended, gates))
 
     def add_mlp(self, x: mx.array, mixed: mx.array) -> tuple[mx.array, mx.array]:
-        """The rest of a call, from what the first sublayer adds."""
+        """The part of a call after the first sublayer, whose output is `mixed`."""
         x, normed = self.post_attention_layernorm.add_and_normalize(x, mixed)
         return x, self.mlp(normed)
 
@@ -235,40 +279,45 @@ def checkpoint_layer(
     layer: Block, x: mx.array, delta: mx.array | None, context: Context
 ) -> tuple[mx.array, None]:
     """
-    `layer(x, delta, context)`, of which only x + delta is kept; the gradient computes the layer again.
+    `layer(x, delta, context)`, added up. The backward pass computes the layer again.
 
-    MLX holds a checkpoint's outputs as long as its inputs: what comes out is the stream with the last part added, which
-    is the next layer's one input. `mx.checkpoint` differentiates its arguments and nothing else: the layer's weights
-    are one of them (called on the module it would drop their gradients), and so is the state that an earlier level has
-    left, whose gradients belong to the shared prompt. Integers and masks come by closure.
+    MLX holds a checkpoint's outputs as long as its inputs. So the output is the stream with the
+    last delta added, which is the only input of the next layer.
+
+    `mx.checkpoint` differentiates its arguments and nothing else. So the layer's weights are an
+    argument; called on the module it would drop their gradients. So is the state of an earlier
+    level, whose gradients belong to the shared prompt. Integers and masks come by closure.
     """
     state = context.state
-    assert isinstance(state, TreeLayer | DeltaState | None), (
-        "what is written in place cannot be computed again"
-    )
+    is_replaced = isinstance(state, TreeLayer | DeltaState | None)
+    assert is_replaced, "what is written in place cannot be computed again"
 
-    def run(weights: Any, x: mx.array, before: Any) -> tuple[mx.array, Any]:
-        own = layer.trainable_parameters()
+    def run(weights: Any, x: mx.array, earlier_parts: Any) -> tuple[mx.array, Any]:
+        layer_weights = layer.trainable_parameters()
         layer.update(weights)
-        level = None if state is None else type(state)(list(before))
+        level = None if state is None else type(state)(list(earlier_parts))
         x, out = layer(x, None, context._replace(state=level))
-        layer.update(own)
-        # of a view the whole product of queries, keys and values would stay
-        return x + out, [] if level is None else [
-            tuple(map(mx.contiguous, part)) for part in level.parts[-1:]
-        ]
+        layer.update(layer_weights)
+        if level is None:
+            return x + out, []
+        # a view would keep the whole product of queries, keys and values
+        newest_parts = [tuple(map(mx.contiguous, part)) for part in level.parts[-1:]]
+        return x + out, newest_parts
 
-    before = [] if state is None else list(state.parts)
-    x, newest = mx.checkpoint(run)(
-        layer.trainable_parameters(), x if delta is None else x + delta, before
-    )
-    for part in newest:
+    earlier_parts = [] if state is None else list(state.parts)
+    stream = x if delta is None else x + delta
+    x, newest_parts = mx.checkpoint(run)(layer.trainable_parameters(), stream, earlier_parts)
+    for part in newest_parts:
         context.state.update(*part)
     return x, None
 
 
 class Model(nn.Module):
-    """A dense language model: `model(tokens, cache)` gives logits, (N, L, V); `hidden` and `head_weight` its halves."""
+    """
+    A dense language model.
+
+    `model(tokens, cache)` gives logits, (N, L, V). `hidden` and `head_weight` are its two halves.
+    """
 
     def __init__(self, config: hub.ModelConfig):
         super().__init__()
@@ -282,35 +331,37 @@ class Model(nn.Module):
 
     @property
     def head_weight(self) -> mx.array:
-        """(V, C): the embedding where the head is tied to it."""
+        """(V, C): the embedding if the head is tied to it."""
         return self.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
 
     def hidden(
         self, tokens: mx.array, cache: Cache | None = None, checkpoint_layers: int = 0
     ) -> mx.array:
         """
-        Normalized final hidden states, (N, L) int32 -> (N, L, C). Without a cache, padding belongs on the right.
+        Normalized final hidden states, (N, L) int32 -> (N, L, C).
 
-        checkpoint_layers: of how many layers, from the first, the activations are computed again for the gradient
-        instead of being kept.
+        Without a cache, padding belongs on the right.
+        checkpoint_layers: the number of layers, from the first, whose activations the backward
+        pass computes again instead of keeping them.
         """
         num_rows, length = tokens.shape
         x = self.embed_tokens(tokens)
-        offsets = (
-            mx.zeros((num_rows,), dtype=mx.int32) if cache is None else cache.offsets(num_rows)
-        )
-        shared = Context(
-            self._rope.make_rotation(offsets, length),
-            CAUSAL if cache is None else cache.layout(length),
-            None,
-        )
+        if cache is None:
+            offsets = mx.zeros((num_rows,), dtype=mx.int32)
+            layout = CAUSAL
+        else:
+            offsets = cache.offsets(num_rows)
+            layout = cache.layout(length)
+        rotation = self._rope.make_rotation(offsets, length)
+
         delta = None
         for index, layer in enumerate(self.layers):
-            context = shared if cache is None else shared._replace(state=cache.layers[index])
-            kept = index >= checkpoint_layers
-            x, delta = (
-                layer(x, delta, context) if kept else checkpoint_layer(layer, x, delta, context)
-            )
+            state = None if cache is None else cache.layers[index]
+            context = Context(rotation, layout, state)
+            if index < checkpoint_layers:
+                x, delta = checkpoint_layer(layer, x, delta, context)
+            else:
+                x, delta = layer(x, delta, context)
         if cache is not None:
             cache.advance(length)
         return self.norm.add_and_normalize(x, delta)[1]
@@ -320,350 +371,107 @@ class Model(nn.Module):
         return self.hidden(tokens, cache) @ self.head_weight.T
 
 
+# ---- a decode step
+
+
 Step = Callable[[mx.array, SlotCache], mx.array]
-LEAST_COMPILED = 512  # hidden size of a model whose steps are compiled on a CPU
+LEAST_COMPILED = 512  # hidden size from which a model's steps are compiled on a CPU
+
+
+class Segment(NamedTuple):
+    """The computation between two attentions, as one compiled function."""
+
+    linear_layers: list[int]  # the gated delta nets in it
+    run: Callable[..., Any]
+
+
+def make_segment(model: Model, before: int, after: int) -> Segment:
+    """
+    Compiles what is between the attentions of two layers.
+
+    before: -1 if the segment begins at the embedding. after: the number of layers if it ends at
+    the final hidden states.
+    """
+    layers = model.layers
+    rope = model._rope
+    linear_layers = list(range(before + 1, after))
+
+    def run(x: mx.array, attended: list[mx.array], turns: list[mx.array], states: list[Any]) -> Any:
+        """attended: the output of attention, and its gates if there are any."""
+        rotation = ops.Rotation(rope, *turns)
+        delta = None
+        if before >= 0:
+            x, delta = layers[before].finish(x, *attended)
+        nets = [DeltaState([state]) for state in states]
+        for index, net in zip(linear_layers, nets, strict=True):
+            x, delta = layers[index](x, delta, Context(rotation, CAUSAL, net))
+        if after == len(layers):
+            hidden = model.norm.add_and_normalize(x, delta)[1]
+            return hidden, [net.newest for net in nets]
+        x, projections = layers[after].attention_inputs(x, delta, rotation)
+        arrays = [array for array in projections if array is not None]
+        return (x, arrays), [net.newest for net in nets]
+
+    return Segment(linear_layers, mx.compile(run))
 
 
 def decode_step(model: Model) -> Step:
     """
-    `model.hidden` for one token a row with the weights of now, compiled between one attention and the next.
+    `model.hidden` for one token a row with the current weights, compiled between attentions.
 
-    Python then builds the graph of a step in a quarter of the time. What is compiled is traced once for each number of
-    rows; attention and caches change shape every step and are not, a gated delta net's state is. On a CPU, g++ takes
-    ten seconds for a model's loops, once: smaller models, as in tests, are not worth them.
+    Python then builds the graph of a step in a quarter of the time. A compiled function is traced
+    once for each number of rows. Attention and its caches change shape every step and are not
+    compiled; the state of a gated delta net is.
+
+    On a CPU, g++ takes ten seconds for a model's loops, once. Smaller models, as in tests, are not
+    worth that.
     """
-    if not gpu.on_gpu() and (model.config.hidden_size < LEAST_COMPILED or not cpu.has_compiler()):
+    is_small = model.config.hidden_size < LEAST_COMPILED
+    if not gpu.on_gpu() and (is_small or not cpu.has_compiler()):
         return model.hidden
-    layers, rope = model.layers, model._rope
-    places = [index for index, layer in enumerate(layers) if not layer.is_linear]  # of attention
-
-    def between(before: int, after: int) -> tuple[list[int], Callable[..., Any]]:
-        """The layers between two attentions, and what is computed from one to the other."""
-        linear = list(range(before + 1, after))
-
-        def run(x: mx.array, read: list[mx.array], turns: list[mx.array], states: list[Any]) -> Any:
-            rotation, delta = ops.Rotation(rope, *turns), None
-            if before >= 0:
-                x, delta = layers[before].finish(x, *read)
-            nets = [DeltaState([state]) for state in states]
-            for index, net in zip(linear, nets, strict=True):
-                x, delta = layers[index](x, delta, Context(rotation, CAUSAL, net))
-            if after == len(layers):
-                return model.norm.add_and_normalize(x, delta)[1], [net.newest for net in nets]
-            x, made = layers[after].attention_inputs(x, delta, rotation)
-            return (x, [array for array in made if array is not None]), [net.newest for net in nets]
-
-        return linear, mx.compile(run)
-
-    ends = [-1, *places, len(layers)]
-    passes = [between(*pair) for pair in itertools.pairwise(ends)]
+    layers = model.layers
+    rope = model._rope
+    attention_layers = [index for index, layer in enumerate(layers) if not layer.is_linear]
+    boundaries = [-1, *attention_layers, len(layers)]
+    segments = [
+        make_segment(model, before, after) for before, after in itertools.pairwise(boundaries)
+    ]
 
     def step(tokens: mx.array, cache: SlotCache) -> mx.array:
-        _, *turns = rope.make_rotation(cache.offsets(len(tokens)), 1)
-        turns, layout = [array for array in turns if array is not None], cache.layout(1)
-        x, found = model.embed_tokens(tokens), list[mx.array]()
-        for (linear, run), attended in zip(passes, ends[1:], strict=True):
-            made, states = run(x, found, turns, [cache.layers[index].newest for index in linear])
-            for index, state in zip(linear, states, strict=True):
+        _, *rotation_arrays = rope.make_rotation(cache.offsets(len(tokens)), 1)
+        turns = [array for array in rotation_arrays if array is not None]
+        layout = cache.layout(1)
+        x = model.embed_tokens(tokens)
+        attended: list[mx.array] = []
+        for segment, layer in zip(segments, boundaries[1:], strict=True):
+            states = [cache.layers[index].newest for index in segment.linear_layers]
+            result, new_states = segment.run(x, attended, turns, states)
+            for index, state in zip(segment.linear_layers, new_states, strict=True):
                 cache.layers[index].update(*state)
-            if attended == len(layers):
+            if layer == len(layers):
                 break
-            x, (queries, keys, values, *gates) = made
-            found = [
-                attention.attend(queries, cache.layers[attended].update(keys, values), layout),
-                *gates,
-            ]
+            x, (queries, keys, values, *gates) = result
+            parts = cache.layers[layer].update(keys, values)
+            attended = [attention.attend(queries, parts, layout), *gates]
         cache.advance(1)
-        return made
+        return result
 
-    built: set[int] = set()  # numbers of rows
+    compiled_sizes: set[int] = set()  # numbers of rows
 
-    def first_alone(tokens: mx.array, cache: SlotCache) -> mx.array:
-        """A step; a CPU's loops are built by one process at a time."""
-        if gpu.on_gpu() or len(tokens) in built:
+    def step_with_lock(tokens: mx.array, cache: SlotCache) -> mx.array:
+        """A step. Only one process at a time builds a CPU's loops."""
+        if gpu.on_gpu() or len(tokens) in compiled_sizes:
             return step(tokens, cache)
         with cpu.build_lock():
-            mx.eval(made := step(tokens, cache))
-        built.add(len(tokens))
-        return made
+            hidden = step(tokens, cache)
+            mx.eval(hidden)
+        compiled_sizes.add(len(tokens))
+        return hidden
 
-    return first_alone
+    return step_with_lock
 
 
 # ---- load and save
-
-
-def arrange_for_matmul(name: str, weight: mx.array) -> mx.array:
-    """
-    The same weight, in memory as its product reads it: on a CPU a projection's (out, in) lies column by column.
-
-    OpenBLAS packs what it multiplies by, and packs x @ W.T of a few rows a fifth slower from rows than from columns.
-    """
-    is_packed = weight.dtype == mx.uint32
-    return (
-        weight
-        if gpu.on_gpu() or is_packed or not name.endswith("proj.weight")
-        else mx.contiguous(weight.T).T
-    )
-
-
-def load_model(
-    directory: str | Path,
-    dtype: mx.Dtype | None = None,
-    adapter: str | Path | None = None,
-    packed: bool = False,
-    lazy: bool = False,
-) -> Model:
-    """
-    The model of a Hugging Face directory, in `dtype` (`default_dtype()`). ValueError names what is wrong with it.
-
-    packed: layers' weights of few bits stay so; of a model without adapter and gradient. lazy: weights stay on disk,
-    and each is read when something is first computed with it.
-    """
-    directory, dtype = Path(directory), dtype or default_dtype()
-    config = hub.load_config(directory)
-    weights, num_skipped = hub.from_stored_names(
-        hub.load_weights(directory, default_dtype()), config.family
-    )
-    if num_skipped:
-        print(
-            f"gwen: {directory}: {num_skipped} tensors, not of language, are left out",
-            file=sys.stderr,
-        )
-    if config.tie_word_embeddings:
-        drop_tied_head(directory, weights)
-    model = Model(config)  # lazy: its random weights are replaced before they are computed
-    ways = hub.find_packings(weights, config)
-    if packed:
-        install_packed(model, ways)
-    hub.unpack_weights(weights, ways)
-    expected = hub.unfuse_weights(dict(tree_flatten(model.parameters())), config)
-    for name in sorted(expected.keys() | weights.keys()):
-        found, asked = (
-            some[name].shape if name in some else "none" for some in (weights, expected)
-        )
-        if found != asked:
-            raise ValueError(f"{directory}: {name} has shape {found}, config.json asks for {asked}")
-        array = weights[name]
-        if mx.issubdtype(array.dtype, mx.floating) != mx.issubdtype(
-            expected[name].dtype, mx.floating
-        ):
-            raise ValueError(
-                f"{directory}: {name} is {array.dtype}; only floating-point weights are supported"
-            )
-        weights[name] = (
-            array
-            if array.dtype == mx.uint32 or name.endswith(config.family.kept)
-            else array.astype(dtype)
-        )
-    if adapter is not None:
-        weights = adapters.merge_weights(weights, adapter, config.family)
-    weights = hub.fuse_weights(weights)  # one name, so that no part outlives its whole
-    model.load_weights(
-        [(name, arrange_for_matmul(name, weights.pop(name))) for name in list(weights)]
-    )
-    if not lazy:
-        memory.limit_mlx_cache()
-        for part in (
-            *model.layers,
-            model,
-        ):  # layer by layer: all at once would hold 1.5 times the model's bytes
-            mx.eval(part.parameters())
-        check_kernels(model)
-    return model
-
-
-def drop_tied_head(directory: Path, weights: dict[str, mx.array]) -> None:
-    """
-    Removes the head's tensors where the model takes its embedding for a head.
-
-    Raises ValueError for a head of its own: other programs would use either of the two, and training only one.
-    """
-    for name in sorted(name for name in weights if name.startswith("lm_head.")):
-        head = weights.pop(name)
-        twin = name.replace("lm_head.", "model.embed_tokens.")
-        embedding = weights.get(twin)
-        if (
-            embedding is None
-            or head.shape != embedding.shape
-            or not mx.array_equal(head, embedding, equal_nan=True)
-        ):
-            fix = "set tie_word_embeddings to false in config.json to use it, or remove the tensor"
-            raise ValueError(
-                f"{directory}: {name} differs from {twin}, and tie_word_embeddings is true or the default; {fix}"
-            )
-
-
-def install_packed(model: Model, ways: dict[str, dict[str, Any]]) -> None:
-    """
-    Replaces layers' projections by packed ones, and takes them out of `ways`, where all parts of one are packed alike.
-
-    Embedding and head stay 16 bits wide: scores, and what a teacher says, are read from the head by tiles of it.
-    """
-    kept = {}
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and name != "lm_head":
-            parts = list(hub.unfuse_weights({name: module.weight}, model.config))
-            its = [ways.get(part) for part in parts]
-            if its[0] and its[0]["mode"] == "affine" and its.count(its[0]) == len(its):
-                kept[name] = its[0]
-                for part in parts:
-                    del ways[part]
-    nn.quantize(model, class_predicate=lambda name, _: kept.get(name, False))
-
-
-def check_kernels(model: Model) -> None:
-    """Says where MLX's arithmetic is wrong at this model's sizes; kernels that are wrong are named and turned off."""
-    if not gpu.has_metal():
-        return
-    line, well = check_mlx(model)
-    if not well:
-        bugs = "mlx #3585, #3586, #3797 and #4411"
-        print(
-            f"gwen: MLX's own arithmetic is {line}; see {bugs}, or take another MLX",
-            file=sys.stderr,
-        )
-    if kernels.kernels_are_wanted():
-        kernels.check_calls(rehearse_kernels(model))
-
-
-def check_mlx(model: Model) -> tuple[str, bool]:
-    """A line on what MLX itself computes at the sizes of a model's weights, and whether it is right."""
-    kinds, config = model.config.layer_kinds, model.config
-    firsts = [model.layers[kinds.index(kind)] for kind in dict.fromkeys(kinds)]
-    arrays = [
-        array
-        for layer in firsts
-        for _, array in tree_flatten(layer.parameters())
-        if array.dtype != mx.uint32
-    ]
-    heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    return probe.check_arithmetic(
-        [*(array for array in arrays if array.ndim == 2), model.head_weight], heads
-    )
-
-
-def rehearse_kernels(model: Model) -> list[kernels.Call]:
-    """What a layer of each kind and the draw of a token call in a prefill and a decode step, on a few tokens."""
-    layers, head, kinds = model.layers, model.head_weight, model.config.layer_kinds
-    length = 9 if model.config.delta else 3  # a gated delta net has another kernel beyond 8 tokens
-    ids = mx.stack([mx.arange(length), mx.arange(length)[::-1]]) % model.config.vocab_size
-    firsts = {kind: layers[kinds.index(kind)] for kind in kinds}
-    model.layers = list(firsts.values())
-    try:
-        with kernels.record_calls() as calls:
-            for pad in (mx.array([1, 0]), None):
-                prompts = KVCache(list(firsts), length, pad)
-                model.hidden(ids, prompts)
-                for share, prompt_of in (
-                    (True, [0, 0, 1, 1]),
-                    (True, [0, 0, 0, 1]),
-                    (False, [0, 0, 1, 1]),
-                ):
-                    slots = SlotCache(prompts, 4, 4, share)
-                    for begun in (None, [2, 3]):  # then slots differ
-                        slots.assign(prompt_of, begun)
-                        slots.plan_writes()
-                        model.hidden(mx.array([[1]] * 4), slots)
-            logits, uniforms = model.hidden(ids)[:, -1] @ head.T, mx.full((2, 4), 0.5)
-            softmax.row_logprobs(logits, ids[:, 0])
-            softmax.sample_token(logits, uniforms, 0.7)
-            kept = softmax.truncate_logits(logits.astype(mx.float32), softmax.Support(top_p=0.9))
-            softmax.sample_token(kept, uniforms)
-            heads = mx.ones((1, 2, 3, 64), head.dtype)
-            for mask in ("causal", mx.tri(3, dtype=mx.bool_)[None, None]):
-                attention.attention_vjp(heads, heads, heads, heads, mask)
-    finally:
-        model.layers = layers
-    return calls
-
-
-def choose_model(
-    asked: str | None, adapter: str | Path | None = None, usual: str | None = None
-) -> tuple[str, str]:
-    """
-    The model to take and why: what was asked for, else the adapter's base, else what is usual for the task, else
-    Qwen3-0.6B on a GPU where it can be had, else the demo. ValueError for an adapter that does not name its base.
-    """
-    if asked:
-        return asked, "as asked"
-    if adapter:
-        return adapters.base_model_of(adapter), "which the adapter was trained on"
-    if usual:
-        return usual, "the task's own"
-    if not gpu.on_gpu():
-        return "demo", "the default without a GPU"
-    try:
-        hub.hub_directory(hub.DEFAULT_MODEL)
-    except ValueError as error:
-        return "demo", f"because {str(error).removeprefix('--model ')}"
-    return hub.DEFAULT_MODEL, "the default on a GPU"
-
-
-@functools.cache
-def load_known_models() -> dict[str, dict[str, Any]]:
-    """What the config.json of each model in data/models.yaml would have, by the model's name."""
-    table = load_yaml(Path(__file__).parent / "data" / "models.yaml", "data/models.yaml")
-    columns = table.pop("columns")
-    same: dict[str, Any] = {
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 40960,
-        "rope_theta": 1e6,
-    }
-    same["architectures"] = ["Qwen3ForCausalLM"]  # which TRL reads, of a random one that is written
-    return {name: same | dict(zip(columns, row, strict=False)) for name, row in table.items()}
-
-
-def load_known_config(name: str) -> hub.ModelConfig:
-    """The configuration of a model in data/models.yaml. ValueError when there is none of that name."""
-    if name not in load_known_models():
-        known = [one for one in load_known_models() if one.startswith("random:")]
-        raise ValueError(f"--model {name}: the random models are {', '.join(known)}")
-    return hub.make_config(load_known_models()[name])
-
-
-def refuse_packed(name: str) -> None:
-    """Raises ValueError for a model to train whose weights have few bits, which no update would move."""
-    if load_config(name).packing:
-        fix = "train the checkpoint of 16 bits that it was made from"
-        raise ValueError(
-            f"--model {name} is quantized: {fix}; as --judge-model and --teacher it is taken"
-        )
-
-
-@contextlib.contextmanager
-def blame_flag(flag: str, usual: str = "--model") -> Iterator[None]:
-    """Inside, what is wrong with a model or adapter is said of this flag instead of the usual one."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(str(error).replace(f"{usual} ", f"{flag} ")) from error
-
-
-def load_config(path_or_id: str | Path) -> hub.ModelConfig:
-    """The configuration of what `load` takes, of which nothing else is downloaded. ValueError says what is wrong."""
-    name, shape = str(path_or_id), str(path_or_id).removesuffix("-Instruct").removesuffix("-Base")
-    if name.startswith("random:") or (shape in load_known_models() and not Path(name).is_dir()):
-        return load_known_config(shape)
-    return hub.load_config(
-        hub.find_model(path_or_id, files=["config.json", "generation_config.json"])
-    )
-
-
-def random_model(name: str, dtype: mx.Dtype | None = None) -> Model:
-    """A `random:` model, with seeded weights and no end token, for benchmarks and tests."""
-    model, dtype = Model(load_known_config(name)), dtype or default_dtype()
-    weights = tree_flatten(model.parameters())
-    keys = mx.random.split(mx.random.key(0), len(weights))
-    for (path, array), key in zip(sorted(weights), keys, strict=True):
-        if array.ndim > 1:  # norm weights stay at 1
-            array = mx.random.normal(array.shape, dtype, scale=0.02, key=key)
-        array = array if path.endswith(model.config.family.kept) else array.astype(dtype)
-        model.load_weights([(path, arrange_for_matmul(path, array))], strict=False)
-        mx.eval(model.parameters())  # wait: one tensor at a time, so that no second copy is held
-    memory.limit_mlx_cache()
-    check_kernels(model)
-    return model
 
 
 def load(
@@ -674,73 +482,214 @@ def load(
     end_tokens: Sequence[str] = (),
 ) -> tuple[Model, Any]:
     """
-    Model and tokenizer of `demo`, a Hugging Face directory or a hub id, in `dtype` (`default_dtype()`). A name
-    with `random:` gives random weights with the demo's tokenizer.
+    Loads the model and tokenizer of `demo`, a Hugging Face directory or a hub id.
 
-    adapter: a run, a checkpoint or a directory of mlx_lm's layout, whose weights are merged in. frozen: a judge or a
-    teacher, whose weights of few bits stay packed on a GPU; a CPU multiplies by packed ones 4 to 40 times slower.
+    A name with `random:` gives random weights with the demo's tokenizer.
+
+    dtype: None means `default_dtype()`.
+    adapter: a run, a checkpoint or a directory of mlx_lm's layout. Its weights are merged in.
+    frozen: for a judge or a teacher. Its weights of few bits stay packed on a GPU; a CPU
+    multiplies by packed weights 4 to 40 times slower.
     end_tokens: further tokens that end a completion, see `disk.ends`.
-    ValueError names what is wrong.
+
+    Raises ValueError that names what is wrong.
     """
     if str(path_or_id).startswith("random:"):
         if adapter is not None:
             raise ValueError(
-                f"--adapter {adapter} is of another model than {path_or_id}; give the directory it is of"
+                f"--adapter {adapter} belongs to another model than {path_or_id}; "
+                "give the directory of that model"
             )
-        model, tokenizer = random_model(str(path_or_id), dtype), hub.load_tokenizer(hub.DEMO)
+        model = random_model(str(path_or_id), dtype)
+        tokenizer = hub.load_tokenizer(hub.DEMO)
         other_end_ids = tuple(ends.find_token_ids(tokenizer, end_tokens))
         model.config = dataclasses.replace(model.config, other_end_ids=other_end_ids)
         return model, tokenizer
+
     if adapter is not None:
-        warn_of_other_base(adapter, path_or_id)
+        model_choice.warn_of_other_base(adapter, path_or_id)
     with alive.show_activity(f"loading {path_or_id}"):
         directory = hub.find_model(path_or_id)
         model = load_model(directory, dtype, adapter, packed=frozen and gpu.on_gpu())
         tokenizer = hub.load_tokenizer(directory)
-    largest, vocab_size = max(tokenizer.get_vocab().values(), default=0), model.config.vocab_size
-    if largest >= vocab_size:
+    largest_id = max(tokenizer.get_vocab().values(), default=0)
+    vocab_size = model.config.vocab_size
+    if largest_id >= vocab_size:
         raise ValueError(
-            f"{directory}: the tokenizer has the id {largest}, the model only {vocab_size} ids"
+            f"{directory}: the tokenizer has the id {largest_id}, the model only {vocab_size} ids"
         )
-    model.config = with_ends(model.config, tokenizer, path_or_id, end_tokens)
+    model.config = model_choice.complete_end_tokens(model.config, tokenizer, path_or_id, end_tokens)
     return model, tokenizer
 
 
-def with_ends(
-    config: hub.ModelConfig, tokenizer: Any, name: str | Path, end_tokens: Sequence[str] = ()
-) -> hub.ModelConfig:
-    """The configuration with all end tokens; prints those that the model's files do not name. ValueError for none."""
-    try:
-        whole, sources = ends.add_end_tokens(config, tokenizer, end_tokens)
-    except ValueError as error:
-        raise ValueError(f"--model {name}: {error}") from error
-    tell_once(
-        f"gwen: {name}: {ends.describe_sources(whole, tokenizer, sources)}" if sources else ""
-    )
-    return whole
+def load_model(
+    directory: str | Path,
+    dtype: mx.Dtype | None = None,
+    adapter: str | Path | None = None,
+    packed: bool = False,
+    lazy: bool = False,
+) -> Model:
+    """
+    Loads the model of a Hugging Face directory.
+
+    dtype: None means `default_dtype()`.
+    packed: layers' weights of few bits stay packed; for a model without adapter and gradient.
+    lazy: weights stay on disk; each is read when something is first computed with it.
+
+    Raises ValueError that names what is wrong with the directory.
+    """
+    directory = Path(directory)
+    dtype = dtype or default_dtype()
+    config = hub.load_config(directory)
+    stored_weights = hub.load_weights(directory, default_dtype())
+    weights, num_skipped = hub.from_stored_names(stored_weights, config.family)
+    del stored_weights  # so that no matrix outlives its place in `weights`
+    if num_skipped:
+        print(
+            f"gwen: {directory}: {num_skipped} tensors that are not of the language model "
+            "are left out",
+            file=sys.stderr,
+        )
+    if config.tie_word_embeddings:
+        drop_tied_head(directory, weights)
+
+    model = Model(config)  # lazy: its random weights are replaced before they are computed
+    packings = hub.find_packings(weights, config)
+    if packed:
+        install_packed(model, packings)
+    hub.unpack_weights(weights, packings)
+    convert_weights(directory, weights, model, dtype)
+    if adapter is not None:
+        weights = adapters.merge_weights(weights, adapter, config.family)
+    weights = hub.fuse_weights(weights)  # the same name, so that no part outlives its whole
+    names = list(weights)
+    model.load_weights([(name, arrange_for_matmul(name, weights.pop(name))) for name in names])
+
+    if not lazy:
+        memory.limit_mlx_cache()
+        # layer by layer: all at once would hold 1.5 times the model's bytes
+        for part in (*model.layers, model):
+            mx.eval(part.parameters())
+        check_kernels(model)
+    return model
 
 
-def warn_of_other_base(adapter: str | Path, name: str | Path, flag: str = "--adapter") -> None:
-    """Prints a line where an adapter was trained on another model than it is put on."""
-    if base := adapters.other_base(adapter, name):
-        fix = f"--model {base} is the one that it fits"
-        tell_once(f"gwen: {flag} {adapter} was trained on {base}, and the model is {name}; {fix}")
+def convert_weights(
+    directory: Path, weights: dict[str, mx.array], model: Model, dtype: mx.Dtype
+) -> None:
+    """
+    Converts weights in place to the types that the model computes with.
+
+    weights: by Hugging Face name. Raises ValueError unless they are exactly the model's.
+    """
+    config = model.config
+    expected = hub.unfuse_weights(dict(tree_flatten(model.parameters())), config)
+    for name in sorted(expected.keys() | weights.keys()):
+        shape = weights[name].shape if name in weights else "none"
+        expected_shape = expected[name].shape if name in expected else "none"
+        if shape != expected_shape:
+            raise ValueError(
+                f"{directory}: {name} has shape {shape}, config.json asks for {expected_shape}"
+            )
+        array = weights[name]
+        is_floating = mx.issubdtype(array.dtype, mx.floating)
+        if is_floating != mx.issubdtype(expected[name].dtype, mx.floating):
+            raise ValueError(
+                f"{directory}: {name} is {array.dtype}; only floating-point weights are supported"
+            )
+        is_packed = array.dtype == mx.uint32
+        if not is_packed and not name.endswith(config.family.kept):
+            weights[name] = array.astype(dtype)
 
 
-@functools.cache
-def tell_once(line: str) -> None:
-    """Prints a line on stderr, the first time that it is told."""
-    if line:
-        print(line, file=sys.stderr)
+def arrange_for_matmul(name: str, weight: mx.array) -> mx.array:
+    """
+    The same weight, in memory as its product reads it.
+
+    On a CPU a projection's (out, in) lies column by column: OpenBLAS packs what it multiplies by,
+    and packs x @ W.T of a few rows a fifth slower from rows than from columns.
+    """
+    is_packed = weight.dtype == mx.uint32
+    if gpu.on_gpu() or is_packed or not name.endswith("proj.weight"):
+        return weight
+    return mx.contiguous(weight.T).T
+
+
+def drop_tied_head(directory: Path, weights: dict[str, mx.array]) -> None:
+    """
+    Removes the head's tensors from the weights of a model whose head is its embedding.
+
+    Raises ValueError for a head that differs: other programs would use either of the two, and
+    training only one.
+    """
+    for name in sorted(name for name in weights if name.startswith("lm_head.")):
+        head = weights.pop(name)
+        embedding_name = name.replace("lm_head.", "model.embed_tokens.")
+        embedding = weights.get(embedding_name)
+        is_equal = (
+            embedding is not None
+            and head.shape == embedding.shape
+            and mx.array_equal(head, embedding, equal_nan=True)
+        )
+        if not is_equal:
+            raise ValueError(
+                f"{directory}: {name} differs from {embedding_name}, and tie_word_embeddings is "
+                "true or the default; set tie_word_embeddings to false in config.json to use it, "
+                "or remove the tensor"
+            )
+
+
+def install_packed(model: Model, packings: dict[str, dict[str, Any]]) -> None:
+    """
+    Replaces layers' projections by packed ones, and removes their parts from `packings`.
+
+    It does so where all parts of a projection are packed alike. Embedding and head stay 16 bits
+    wide: scores and a teacher's probabilities are read from the head by tiles.
+    """
+    chosen = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear) or name == "lm_head":
+            continue
+        parts = list(hub.unfuse_weights({name: module.weight}, model.config))
+        part_packings = [packings.get(part) for part in parts]
+        first = part_packings[0]
+        if not first or first["mode"] != "affine" or part_packings.count(first) < len(parts):
+            continue
+        chosen[name] = first
+        for part in parts:
+            del packings[part]
+    nn.quantize(model, class_predicate=lambda name, _: chosen.get(name, False))
+
+
+def random_model(name: str, dtype: mx.Dtype | None = None) -> Model:
+    """A `random:` model, with seeded weights and no end token, for benchmarks and tests."""
+    model = Model(model_choice.load_known_config(name))
+    dtype = dtype or default_dtype()
+    weights = tree_flatten(model.parameters())
+    keys = mx.random.split(mx.random.key(0), len(weights))
+    for (path, array), key in zip(sorted(weights), keys, strict=True):
+        if array.ndim > 1:  # norm weights stay at 1
+            array = mx.random.normal(array.shape, dtype, scale=0.02, key=key)
+        if not path.endswith(model.config.family.kept):
+            array = array.astype(dtype)
+        model.load_weights([(path, arrange_for_matmul(path, array))], strict=False)
+        mx.eval(model.parameters())  # wait: one tensor at a time, so that no second copy is held
+    memory.limit_mlx_cache()
+    check_kernels(model)
+    return model
 
 
 def save(model: Model, directory: str | Path, tokenizer: Any) -> None:
-    """Writes the model un-fused to a new directory, with configuration and tokenizer, for mlx_lm and transformers."""
-    directory, config = Path(directory), model.config
+    """
+    Writes the model un-fused to a new directory, with configuration and tokenizer.
+
+    mlx_lm and transformers can load it.
+    """
+    directory = Path(directory)
+    config = model.config
     directory.mkdir(parents=True, exist_ok=True)
-    weights = hub.to_hub_names(
-        hub.unfuse_weights(dict(tree_flatten(model.parameters())), config), config.family
-    )
+    parts = hub.unfuse_weights(dict(tree_flatten(model.parameters())), config)
+    weights = hub.to_hub_names(parts, config.family)
     mx.save_safetensors(str(directory / "model.safetensors"), weights, metadata={"format": "pt"})
     raw = hub.make_config_json(config, model.head_weight.dtype)
     (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
@@ -749,72 +698,107 @@ def save(model: Model, directory: str | Path, tokenizer: Any) -> None:
     tokenizer.save_pretrained(str(directory))
 
 
-# ---- the doctor
+# ---- checks of MLX and of the kernels at a model's sizes
 
 
-def examine_machine() -> Iterator[tuple[str, bool | None]]:
-    """Lines that a user of this machine should know, and whether each is well; None: no, but the demo does without."""
-    found, dtype = versions.describe_environment(cpu_blas.description), default_dtype()
-    numbers = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
-    panics = "none; memory that macOS must not page out was reported to panic it: docs/memory.md, mlx #3186"
-    wired = (
-        f"{limit} GB that macOS must not page out"
-        if (limit := os.environ.get(memory.WIRED_LIMIT))
-        else panics
-    )
-    yield f"versions: Python {found['python']}, {numbers}", True
-    yield f"machine: {found['machine']}, {found['platform']}, {found['num_cpus']} CPUs", True
-    yield f"memory: {memory.memory_size() / 1e9:.1f} GB for this process", True
-    yield f"wired: {wired}", True
-    yield (
-        f"device: {'metal' if gpu.has_metal() else 'cpu'}, where models are {str(dtype).rpartition('.')[2]}",
-        True,
-    )
-    yield f"BLAS: {found['blas']}; it multiplies matrices on the CPU", True
-    usual = "random:0.6b" if gpu.has_metal() else "random:2m"
-    shape = Model(dataclasses.replace(load_known_config(usual), layer_kinds=("full_attention",)))
-    shape.set_dtype(dtype)
-    line, well = check_mlx(shape)
-    yield f"MLX: {line}; tried at the sizes of {usual}", well
-    line, well = hub.describe_cache()
-    yield line, well or None
-    if not (gpu.has_metal() and kernels.kernels_are_wanted()):
-        yield (
-            f"kernels: none, {'as GWEN_KERNELS says' if gpu.has_metal() else 'they are for a GPU'}",
-            True,
-        )
+def check_kernels(model: Model) -> None:
+    """
+    Prints where MLX's arithmetic is wrong at this model's sizes.
+
+    Kernels that are wrong are named and turned off.
+    """
+    if not gpu.has_metal():
         return
-    calls = [*rehearse_kernels(shape), *lm_head.rehearse_head(shape.head_weight)]
-    kernels.check_calls(calls)
-    names = dict.fromkeys(op.name for op, *_ in calls)
-    off = [name for name in names if kernels.OPS[name].disabled_dtypes]
-    yield (
-        f"kernels: {', '.join(names)} were compared with plain MLX; OFF: {', '.join(off) or 'none'}",
-        not off,
-    )
+    line, is_right = check_mlx(model)
+    if not is_right:
+        print(
+            f"gwen: MLX's own arithmetic is {line}; see mlx #3585, #3586, #3797 and #4411, "
+            "or use another version of MLX",
+            file=sys.stderr,
+        )
+    if kernels.kernels_are_wanted():
+        kernels.check_calls(rehearse_kernels(model))
 
 
-@guard_output()
-@report_mistakes()
-def main(argv: list[str] | None = None) -> None:
-    parser = Parser(
-        "gwen.py", "Look at this machine: versions, device, BLAS, memory, hub, kernels."
-    )
-    parser.add_argument("--doctor", action="store_true", required=True, help="what runs here")
-    parser.parse_args(argv)
-    all_well = True
-    kernels.kernels_are_wanted()  # a mistake in the environment is told before anything else
-    for line, well in examine_machine():
-        mark = "   " if well is None else "ok " if well else "BAD"
-        print(mark, line, flush=True)
-        all_well &= mark != "BAD"
-    # what fits is counted above this room
-    command = [sys.executable, str(Path(__file__).with_name("preflight.py")), "--fits"]
-    table = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-    print(table.stdout, end="")
-    if not all_well or table.returncode:
-        exit_with_error("something is wrong here; the lines above say what")
+def first_layers(model: Model) -> dict[str, Block]:
+    """The first layer of each kind."""
+    kinds = model.config.layer_kinds
+    return {kind: model.layers[kinds.index(kind)] for kind in kinds}
+
+
+def check_mlx(model: Model) -> tuple[str, bool]:
+    """
+    Checks MLX's own arithmetic at the sizes of a model's weights.
+
+    Returns a line for the user, and whether the arithmetic is right.
+    """
+    matrices = []
+    for layer in first_layers(model).values():
+        for _, array in tree_flatten(layer.parameters()):
+            is_packed = array.dtype == mx.uint32
+            if array.ndim == 2 and not is_packed:
+                matrices.append(array)
+    config = model.config
+    heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+    return probe.check_arithmetic([*matrices, model.head_weight], heads)
+
+
+def rehearse_kernels(model: Model) -> list[kernels.Call]:
+    """
+    Calls every kernel that the model uses in a prefill and a decode step, on a few tokens.
+
+    Returns the recorded calls.
+    """
+    all_layers = model.layers
+    layer_of_kind = first_layers(model)
+    model.layers = list(layer_of_kind.values())
+    try:
+        with kernels.record_calls() as calls:
+            rehearse_passes(model, list(layer_of_kind))
+            rehearse_sampling(model)
+    finally:
+        model.layers = all_layers
+    return calls
+
+
+def rehearsal_tokens(model: Model) -> mx.array:
+    """Two rows of ids, (2, L)."""
+    length = 9 if model.config.delta else 3  # a gated delta net has another kernel beyond 8 tokens
+    ascending = mx.arange(length)
+    return mx.stack([ascending, ascending[::-1]]) % model.config.vocab_size
+
+
+def rehearse_passes(model: Model, kinds: list[str]) -> None:
+    """Runs prefills and decode steps with padded and equal prompts, shared and copied caches."""
+    ids = rehearsal_tokens(model)
+    layouts = ((True, [0, 0, 1, 1]), (True, [0, 0, 0, 1]), (False, [0, 0, 1, 1]))
+    for padding in (mx.array([1, 0]), None):
+        prompts = KVCache(kinds, ids.shape[1], padding)
+        model.hidden(ids, prompts)
+        for share_prefix, prompt_of in layouts:
+            slots = SlotCache(prompts, 4, 4, share_prefix)
+            for new_slots in (None, [2, 3]):  # with the second, slots have different lengths
+                slots.assign(prompt_of, new_slots)
+                slots.plan_writes()
+                model.hidden(mx.array([[1]] * 4), slots)
+
+
+def rehearse_sampling(model: Model) -> None:
+    """Samples tokens, and computes the gradient of attention."""
+    ids = rehearsal_tokens(model)
+    logits = model.hidden(ids)[:, -1] @ model.head_weight.T
+    uniforms = mx.full((2, 4), 0.5)
+    softmax.row_logprobs(logits, ids[:, 0])
+    softmax.sample_token(logits, uniforms, 0.7)
+    support = softmax.Support(top_p=0.9)
+    truncated = softmax.truncate_logits(logits.astype(mx.float32), support)
+    softmax.sample_token(truncated, uniforms)
+
+    heads = mx.ones((1, 2, 3, 64), model.head_weight.dtype)
+    for mask in ("causal", mx.tri(3, dtype=mx.bool_)[None, None]):
+        attention.attention_vjp(heads, heads, heads, heads, mask)
 
 
 if __name__ == "__main__":
-    main()
+    # The doctor imports this module, so its file is run here and not imported.
+    runpy.run_path(str(Path(__file__).with_name("doctor.py")), run_name="__main__")

@@ -1,16 +1,21 @@
 """
-Rubric judging: a judge scores each completion from 1 to 5 on each criterion; the weighted scores are the reward.
-`uv run judge.py --rubric R --labels FILE` compares a judge with labelled answers.
+Rubric judging: a judge scores each completion from 1 to 5 on each criterion.
 
-    logits   the expected score under the probabilities of the tokens "1" to "5" at the first answer position: needs no
-             decoding and is finer than a digit
+The weighted scores are the reward. `uv run judge.py --rubric R --labels FILE` compares a judge with
+labelled answers. A judge has two modes:
+
+    logits   the expected score under the probabilities of the tokens "1" to "5" at the first answer
+             position; it needs no decoding and is finer than a digit
     decode   the score in a greedy reply (judging/replies.py), after thinking if allowed
 
-The prompts of a call form a tree of preamble, questions, answers and criteria, whose shared parts are computed once. A
-score is nan, never neutral, if the judge puts less than half of its mass on the scores or writes none. A judge on a
-server is `judging/remote_judge.py`.
+The prompts of a call form a tree of preamble, questions, answers and criteria. Shared parts are
+computed once (judging/prompt_tree.py). A score is nan, never neutral, if the judge puts less than
+half of its mass on the scores or writes none.
 
-Axes: N completions or prompts, J criteria, M rows of a batch, L positions of a level, C hidden, V vocabulary.
+This file leaves out a judge on a server (judging/remote_judge.py).
+
+Axes: N completions or prompts, J criteria, M rows of a batch, L positions of a level, C hidden,
+V vocabulary.
 """
 
 import functools
@@ -28,7 +33,8 @@ import gwen
 import lora
 import sampler
 from config import JUDGE, SETTINGS, Config, JudgeSettings
-from flags import Parser, add_flags, escape_invisible, report_mistakes
+from disk import model_choice
+from flags import Parser, add_flags, report_mistakes
 from judging import rubrics
 from judging.prompt_tree import Prompt, PromptTree, select_ends
 from judging.rubrics import Evaluation, Grader, Question, Rubric
@@ -38,15 +44,20 @@ from machine import alive
 from machine.output import guard_output
 from settings.checks import check_settings
 from settings.sources import given_settings, read_environment
+from text.printable import escape_invisible
 
 
 class Judge(Grader):
     """
-    Answers the questions of `Grader.score`, using a local model with its adapters switched off.
+    Answers the questions of `Grader.score` with a local model whose adapters are disabled.
 
-    The model's other weights must not change. chunk_size: evaluations at once, halved when memory runs out and slowly
-    grown back. mode: "logits" or "decode". think: most tokens of thought before a decoded reply.
-    Raises ValueError if the tokenizer lacks what the mode needs.
+    The model's other weights must not change.
+
+    chunk_size: evaluations at once, halved when memory runs out and slowly grown back.
+    mode: "logits" or "decode".
+    think: the most tokens of thought before a decoded reply.
+
+    Raises ValueError if the tokenizer lacks something that the mode needs.
     """
 
     def __init__(
@@ -60,7 +71,10 @@ class Judge(Grader):
     ):
         super().__init__(rubric)
         assert mode == "decode" or (mode == "logits" and not think), f"mode {mode!r}, think {think}"
-        self.model, self.tokenizer, self.mode, self.think = model, tokenizer, mode, think
+        self.model = model
+        self.tokenizer = tokenizer
+        self.mode = mode
+        self.think = think
         self.prompts = rubrics.PromptBuilder(tokenizer, self.rubric, thinking=think > 0)
         self.score_ids = rubrics.score_token_ids(tokenizer) if mode == "logits" else []
         self.end_of_thought = tokenizer.convert_tokens_to_ids("</think>") if think else None
@@ -68,16 +82,22 @@ class Judge(Grader):
             raise ValueError(
                 f"--judge-think {think}: the judge's tokenizer has no </think>, so it cannot think"
             )
-        reply_room = rubrics.REPLY_TOKENS + think if mode == "decode" else 0
-        self.room = model.config.max_position_embeddings - reply_room  # for a prompt, in tokens
+
+        reply_tokens = rubrics.REPLY_TOKENS + think if mode == "decode" else 0
+        # the most tokens of a prompt
+        self.room = model.config.max_position_embeddings - reply_tokens
         self._check_room({"": []})
         self.tree = PromptTree(model, self.prompts.head, chunk_size, "judge")
         self._identity = ""
 
     def identity(self) -> str:
-        """A digest of prompts and settings, and of the logits after the preamble, which tell models apart."""
+        """
+        A digest of prompts, settings and the model.
+
+        The logits after the preamble tell models apart.
+        """
         if not self._identity:
-            with lora.disabled(self.model):
+            with lora.disable_adapters(self.model):
                 logits = self.tree.root[1] @ self.model.head_weight.T
             settings = (
                 self.prompts.head,
@@ -91,19 +111,24 @@ class Judge(Grader):
         return self._identity
 
     def evaluate(self, questions: list[Question]) -> Generator[tuple[int, Evaluation], None, None]:
-        texts = {
-            prompt: self.prompts.encode_question(prompt)
-            for prompt in dict.fromkeys(q.prompt for q in questions)
-        }
-        answers = {
-            text: self.prompts.encode_answer(text)
-            for text in dict.fromkeys(q.completion for q in questions)
-        }
-        self._check_room(texts)
-        prompts: dict[int, Prompt] = {}  # by index of their question
+        """Yields the place and the evaluation of each question, in any order."""
+        question_ids = {}
+        for prompt in dict.fromkeys(question.prompt for question in questions):
+            question_ids[prompt] = self.prompts.encode_question(prompt)
+        answer_ids = {}
+        for completion in dict.fromkeys(question.completion for question in questions):
+            answer_ids[completion] = self.prompts.encode_answer(completion)
+        self._check_room(question_ids)
+
+        prompts: dict[int, Prompt] = {}  # by place of their question
         for place, (prompt, completion, column) in enumerate(questions):
-            runs = texts[prompt], answers[completion], self.prompts.own[column]
-            if len(self.prompts.head) + sum(map(len, runs)) <= self.room:
+            runs = (
+                question_ids[prompt],
+                answer_ids[completion],
+                self.prompts.criterion_tails[column],
+            )
+            length = len(self.prompts.head) + sum(map(len, runs))
+            if length <= self.room:
                 prompts[place] = tuple(map(tuple, runs))
             else:
                 context = self.model.config.max_position_embeddings
@@ -111,82 +136,93 @@ class Judge(Grader):
                     f"(nothing, as the answer does not fit into its context of {context} tokens)"
                 )
                 yield place, Evaluation(math.nan, 0.0, reply)
+
         with (
-            lora.disabled(self.model),
+            lora.disable_adapters(self.model),
             alive.Bar(total=len(prompts), desc="judging", unit="evaluation") as progress,
         ):
             for place_and_evaluation in self.tree.walk(prompts, self._read_evaluations):
                 progress.update()
                 yield place_and_evaluation
 
-    def _check_room(self, questions: dict[str, list[int]]) -> None:
+    def _check_room(self, question_ids: dict[str, list[int]]) -> None:
         """Raises ValueError if a prompt is too long even without an answer."""
-        head, tail = len(self.prompts.head), max(map(len, self.prompts.tails))
-        prompt = max(questions, key=lambda prompt: len(questions[prompt]))
-        if head + len(questions[prompt]) + tail > self.room:
-            room = f"beside the reply (--judge-think {self.think}) it has {self.room} tokens"
-            said = f"the rubric's preamble takes {head}, its longest criterion {tail} and the question {prompt[:60]!r}"
-            said = f"a judge's context has no room for an answer: {room}, of which {said} {len(questions[prompt])}"
-            raise ValueError(f"{said}; shorten the longest")
+        preamble_length = len(self.prompts.head)
+        criterion_length = max(map(len, self.prompts.tails))
+        longest = max(question_ids, key=lambda prompt: len(question_ids[prompt]))
+        question_length = len(question_ids[longest])
+        if preamble_length + question_length + criterion_length > self.room:
+            raise ValueError(
+                "a judge's context has no room for an answer: "
+                f"beside the reply (--judge-think {self.think}) it has {self.room} tokens, "
+                f"of which the rubric's preamble takes {preamble_length}, "
+                f"its longest criterion {criterion_length} "
+                f"and the question {longest[:60]!r} {question_length}; shorten the longest"
+            )
 
     def _read_evaluations(self, hidden: mx.array, cache: TreeCache) -> list[Evaluation]:
         """The evaluations at the ends of M prompts, from hidden states (M, C)."""
         logits = hidden @ self.model.head_weight.T  # (M, V)
         if self.mode == "decode":
             return self._read_replies(logits, cache)
+
         logprobs = softmax.log_softmax(logits)
-        by_score = mx.stack(
-            [mx.exp(logprobs[:, mx.array(ids)]).sum(-1) for ids in self.score_ids], axis=-1
-        )  # (M, 5)
+        columns = [mx.exp(logprobs[:, mx.array(ids)]).sum(-1) for ids in self.score_ids]
+        by_score = mx.stack(columns, axis=-1)  # (M, 5)
         mass = by_score.sum(-1)
         expected = (by_score * mx.arange(1, 6)).sum(-1) / mx.maximum(mass, 1e-30)
-        scores = np.where(
-            np.array(mass).astype(float) >= rubrics.MIN_MASS, np.array(expected), math.nan
-        )
-        likeliest = [
-            self.tokenizer.decode([token]) for token in np.array(logprobs.argmax(-1)).tolist()
-        ]
+        is_readable = np.array(mass).astype(float) >= rubrics.MIN_MASS
+        scores = np.where(is_readable, np.array(expected), math.nan)
+        likeliest_ids = np.array(logprobs.argmax(-1)).tolist()
+        likeliest = [self.tokenizer.decode([token]) for token in likeliest_ids]
         return list(map(Evaluation, scores.tolist(), np.array(mass).tolist(), likeliest))
 
     def _read_replies(self, logits: mx.array, cache: TreeCache) -> list[Evaluation]:
         """The scores of greedy replies, from logits (M, V) of their first tokens."""
-        eos = list(self.model.config.end_ids)
+        eos_ids = list(self.model.config.end_ids)
         replies: dict[int, list[int]] = {}
-        rows = list(range(len(logits)))
+        rows = list(range(len(logits)))  # the rows that still have to answer
         if self.think:
-            assert self.end_of_thought is not None
-            ends = [*eos, self.end_of_thought]
-            thoughts = sampler.continue_greedily(
-                self.model, cache.to_flat_cache(), logits, self.think, ends
-            )
-            # A row that reached eos while thinking is finished; the others get their thoughts closed.
-            replies = {row: ids for row, ids in enumerate(thoughts) if ids[-1] in eos}
+            thoughts = self._think(logits, cache)
+            # A row that reached eos while thinking is finished. The others get a closed thought.
+            replies = {row: ids for row, ids in enumerate(thoughts) if ids[-1] in eos_ids}
             rows = [row for row in rows if row not in replies]
-            close = self.prompts.encode_trusted("\n</think>\n\n")
-            tails = [[i for i in thoughts[row] if i != self.end_of_thought] + close for row in rows]
             if rows:
-                lengths = list(map(len, tails))
+                tails = [self._close_thought(thoughts[row]) for row in rows]
+                lengths = [len(tail) for tail in tails]
                 cache = cache.extend(lengths, rows)
-                logits = (
-                    select_ends(self.tree.forward(cache, tails), lengths) @ self.model.head_weight.T
-                )
+                hidden = select_ends(self.tree.forward(cache, tails), lengths)
+                logits = hidden @ self.model.head_weight.T
         if rows:
             answers = sampler.continue_greedily(
-                self.model, cache.to_flat_cache(), logits, rubrics.REPLY_TOKENS, eos
+                self.model, cache.to_flat_cache(), logits, rubrics.REPLY_TOKENS, eos_ids
             )
             replies |= dict(zip(rows, answers, strict=True))
 
         evaluations = []
         for row in range(len(replies)):
             ids = replies[row]
-            was_cut = ids[-1] not in eos
+            was_cut = ids[-1] not in eos_ids
             text = self.tokenizer.decode(ids if was_cut else ids[:-1])
-            is_in_thought = self.prompts.opens_thought and not (self.think and row in rows)
-            evaluation = rubrics.evaluation_from_reply(
-                f"<think>{text}" if is_in_thought else text, was_cut
-            )
+            thought_was_closed = self.think and row in rows
+            is_in_thought = self.prompts.opens_thought and not thought_was_closed
+            reply = f"<think>{text}" if is_in_thought else text
+            evaluation = rubrics.evaluation_from_reply(reply, was_cut)
             evaluations.append(evaluation._replace(reply=text))
         return evaluations
+
+    def _think(self, logits: mx.array, cache: TreeCache) -> list[list[int]]:
+        """The thoughts of all rows, up to </think>, to an end token or to the limit."""
+        assert self.end_of_thought is not None
+        ends = [*self.model.config.end_ids, self.end_of_thought]
+        return sampler.continue_greedily(
+            self.model, cache.to_flat_cache(), logits, self.think, ends
+        )
+
+    def _close_thought(self, thought: list[int]) -> list[int]:
+        """The ids of a thought with </think> after it."""
+        close = self.prompts.encode_trusted("\n</think>\n\n")
+        return [token for token in thought if token != self.end_of_thought] + close
 
 
 # ---- a run's judge, and the command that compares a judge's scores with human labels
@@ -195,27 +231,37 @@ class Judge(Grader):
 def make_judge(
     settings: JudgeSettings, rubric: Rubric, load: Callable[[], tuple[gwen.Model, Any]]
 ) -> Grader:
-    """The judge of these settings; `load` returns its model and tokenizer and runs only for a local judge."""
+    """
+    The judge of these settings.
+
+    load: returns a local judge's model and tokenizer; called only for a local judge.
+    """
     if settings.url:
         from judging.remote_judge import RemoteJudge
 
         return RemoteJudge(settings, rubric, os.environ.get("JUDGE_API_KEY"))
-    return Judge(*load(), rubric, settings.chunk_size, settings.mode, settings.think)
+    model, tokenizer = load()
+    return Judge(model, tokenizer, rubric, settings.chunk_size, settings.mode, settings.think)
 
 
 def load_judge_model(name: str) -> tuple[gwen.Model, Any]:
-    """A judge's model and tokenizer. ValueError, of the flag that names it, where there is none."""
-    with gwen.blame_flag("--judge-model"):
+    """A judge's model and tokenizer. Raises ValueError that names --judge-model."""
+    with model_choice.blame_flag("--judge-model"):
         return gwen.load(name, frozen=True)
 
 
 def make_graders(
-    config: Config, rubric: Any, witness: Any, base: gwen.Model | None = None, tokenizer: Any = None
+    config: Config,
+    rubric: Any,
+    witness_rubric: Any,
+    base: gwen.Model | None = None,
+    tokenizer: Any = None,
 ) -> tuple[Grader | None, Grader | None]:
     """
-    The judge by `rubric`, and the witness, which only evaluations use, by its own; None without a rubric.
+    The judge, and the witness, which only evaluations use. Each is None if it has no rubric.
 
-    base: the model before training, the default judge of both; None: it is loaded. They share their cache of scores.
+    base: the model before training, the default judge of both; None: it is loaded.
+    The two share their cache of scores.
     """
 
     @functools.cache
@@ -224,13 +270,14 @@ def make_graders(
             return base, tokenizer
         return load_judge_model(config.judge.model or config.model.name)
 
-    grader, second = (
-        make_judge(config.judge, rubrics.load_rubric(one), load) if one else None
-        for one in (rubric, witness)
-    )
-    if grader is not None and second is not None:
-        second.known = grader.known  # a key covers the rubric
-    return grader, second
+    grader = witness = None
+    if rubric:
+        grader = make_judge(config.judge, rubrics.load_rubric(rubric), load)
+    if witness_rubric:
+        witness = make_judge(config.judge, rubrics.load_rubric(witness_rubric), load)
+    if grader is not None and witness is not None:
+        witness.cache = grader.cache  # a key covers the rubric
+    return grader, witness
 
 
 @guard_output()
@@ -248,20 +295,17 @@ def main(argv: list[str] | None = None) -> None:
     add_flags(parser, [SETTINGS[key] for key in JUDGE])
     args = parser.parse_args(argv)
     with report_mistakes():
-        settings = check_settings(read_environment() | given_settings(args, JUDGE)).judge
+        flags = read_environment() | given_settings(args, JUDGE)
+        settings = check_settings(flags).judge
         rubric = rubrics.load_rubric(args.rubric)
-        known = labels.load_labels(args.labels, rubric)
-        name, why = settings.model, settings.url
+        labelled_answers = labels.load_labels(args.labels, rubric)
+        name = settings.model
+        reason = settings.url
         if not settings.url:
-            name, why = gwen.choose_model(settings.model)
-        print(f"judge: {name}, {why}; mode {settings.mode}", file=sys.stderr)
-        print(
-            escape_invisible(
-                labels.judge_labels(
-                    make_judge(settings, rubric, lambda: load_judge_model(name)), known
-                )
-            )
-        )
+            name, reason = model_choice.choose_model(settings.model)
+        print(f"judge: {name}, {reason}; mode {settings.mode}", file=sys.stderr)
+        grader = make_judge(settings, rubric, lambda: load_judge_model(name))
+        print(escape_invisible(labels.judge_labels(grader, labelled_answers)))
 
 
 if __name__ == "__main__":

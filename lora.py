@@ -1,17 +1,23 @@
 """
-Low-rank adapters on the fused projections of a frozen model: float32, switched off to get the reference policy.
-The command `lora.py`, which merges one into its model or writes it for others, is deploy/command.py.
+Low-rank adapters on the fused projections of a frozen model.
 
-A model in 16 bits computes with 16-bit copies of its adapters; what is trained and saved stays float32.
+Adapters are float32. Disabling them gives the base model. A model in 16 bits computes with 16-bit
+copies of its adapters; the trained and saved matrices stay float32.
 
-One adapter serves a fused projection, so query, key and value share its A; taken apart, each part has that A and its
-own rows of B, which is exactly the adapter that mlx_lm puts on the separate projections.
+One adapter serves a fused projection, so query, key and value share its A. Each part of the
+projection has that A and its own rows of B. This is exactly the adapter that mlx_lm puts on the
+separate projections.
 
-Axes: M rows, C input width, O output width, R rank.
+This file leaves out the formats of adapters on disk (disk/adapters.py), and the command that
+merges an adapter into its model or writes it for other programs (export.py).
+
+Axes: M rows, C input width, O output width, R rank of an adapter, r rank of one part's adapter.
 """
 
 import contextlib
 import math
+import shlex
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,171 +35,196 @@ from machine import gpu, kernels
 
 
 class LoRALinear(nn.Module):
-    """y = x W^T + b + scale * x A B: a frozen linear layer with an adapter, A (C, R), B (R, O) float32."""
+    """y = x W^T + b + scale * x A B: a frozen linear layer with an adapter A (C, R), B (R, O)."""
 
     def __init__(self, linear: nn.Linear, rank: int, scale: float, key: mx.array):
         super().__init__()
         out_width, in_width = linear.weight.shape
-        self.linear, self.scale, self.enabled = linear, scale, True
+        self.linear = linear
+        self.scale = scale
+        self.enabled = True
         bound = 1 / math.sqrt(in_width)
         self.lora_a = mx.random.uniform(-bound, bound, (in_width, rank), key=key)
         self.lora_b = mx.zeros((rank, out_width))  # so that training begins at the base model
-        self._rounded: tuple[mx.array, ...] = ()  # A and B, and the copies made of them
-        self._start: tuple[
-            mx.array, ...
-        ] = ()  # A and B that training began with, if it began with an adapter
+        # A and B, and the 16-bit copies that were made from them
+        self._rounded: tuple[mx.array, ...] = ()
+        # A and B before training, if it began with an adapter
+        self._start: tuple[mx.array, ...] = ()
 
     def __call__(self, x: mx.array) -> mx.array:
         if not self.enabled:
             return self.linear(x)
         if x.dtype == mx.float32:
             return mx.addmm(self.linear(x), self.scale * (x @ self.lora_a), self.lora_b)
-        return self._half_precision_adapter(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)
+        rows = x.reshape(-1, x.shape[-1])
+        return self._half_precision_adapter(rows).reshape(*x.shape[:-1], -1)
 
     def rounded_matrices(self, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
-        """A and scale * B in a type of 16 bits, made once for the A and B at hand."""
+        """A and scale * B in a 16-bit type, computed once for each pair of A and B."""
         last = self._rounded
-        if (
-            not last
-            or last[0] is not self.lora_a
-            or last[1] is not self.lora_b
-            or last[2].dtype != dtype
-        ):
-            copies = self.lora_a.astype(dtype), (self.scale * self.lora_b).astype(dtype)
-            self._rounded = self.lora_a, self.lora_b, *copies
+        is_current = (
+            bool(last)
+            and last[0] is self.lora_a
+            and last[1] is self.lora_b
+            and last[2].dtype == dtype
+        )
+        if not is_current:
+            low_a = self.lora_a.astype(dtype)
+            low_b = (self.scale * self.lora_b).astype(dtype)
+            self._rounded = (self.lora_a, self.lora_b, low_a, low_b)
         return self._rounded[2], self._rounded[3]
 
     def _half_precision_adapter(self, x: mx.array) -> mx.array:
         """
-        (M, C) -> (M, O) in the type of x, with a gradient for x, A and B; the frozen layer gets none.
+        (M, C) -> (M, O) in the type of x, with a gradient for x, A and B.
 
-        A product rounds to 16 bits, sums are float32, and so are the gradients of A and B. What waits for the backward
-        pass is x and x A. By autodiff it would be float32 copies of x, x A and the gradient of y.
+        The frozen layer gets no gradient. A product rounds to 16 bits, sums are float32, and so are
+        the gradients of A and B. Only x and x A are held for the backward pass. Autodiff would hold
+        float32 copies of x, x A and the gradient of y.
         """
         low_a, low_b = self.rounded_matrices(x.dtype)
 
         def forward(x: mx.array, lora_a: mx.array, lora_b: mx.array) -> tuple[mx.array, mx.array]:
-            low = x @ low_a
-            return mx.addmm(self.linear(x), low, low_b), low
+            product = x @ low_a  # (M, R)
+            return mx.addmm(self.linear(x), product, low_b), product
 
         def backward(
             primals: Any, cotangents: Any, outputs: Any
         ) -> tuple[mx.array, mx.array, mx.array]:
-            x, d_y, low = primals[0], cotangents[0], outputs[1]
-            d_low = d_y @ low_b.T
-            d_x = mx.addmm(d_y @ self.linear.weight, d_low, low_a.T)
-            return d_x, ops.tall_product(d_low, x).T, self.scale * ops.tall_product(low, d_y)
+            x = primals[0]
+            d_y = cotangents[0]
+            product = outputs[1]
+            d_product = d_y @ low_b.T
+            d_x = mx.addmm(d_y @ self.linear.weight, d_product, low_a.T)
+            d_a = ops.tall_product(d_product, x).T
+            d_b = self.scale * ops.tall_product(product, d_y)
+            return d_x, d_a, d_b
 
-        result: mx.array = gpu.call_with_vjp(forward, backward, x, self.lora_a, self.lora_b)[0]
-        return result
+        y: mx.array = gpu.call_with_vjp(forward, backward, x, self.lora_a, self.lora_b)[0]
+        return y
 
 
 def adapted_layers(model: gwen.Model) -> Iterator[tuple[str, LoRALinear]]:
-    """Every adapted projection with its name, "layers.0.self_attn.qkv_proj"."""
-    return (
-        (name, module) for name, module in model.named_modules() if isinstance(module, LoRALinear)
-    )
+    """Every projection with an adapter, and its name, such as "layers.0.self_attn.qkv_proj"."""
+    for name, module in model.named_modules():
+        if isinstance(module, LoRALinear):
+            yield name, module
+
+
+# ---- adapters inside a model
 
 
 def apply(
     model: gwen.Model, rank: int, scale: float, targets: Sequence[str] = TARGETS, seed: int = 0
 ) -> None:
-    """Freezes the model and puts an adapter on its layers' target projections, in place. ValueError if it has none."""
+    """
+    Freezes the model and adds an adapter to the target projections of its layers, in place.
+
+    Raises ValueError if the model has no such projection.
+    """
     model.freeze()
-    linears = {
-        n: m
-        for n, m in model.named_modules()
-        if isinstance(m, nn.Linear) and n.split(".")[-1] in targets
-    }
+    linears = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and name.split(".")[-1] in targets:
+            linears[name] = module
     if not linears:
         raise ValueError(
-            f"--lora-targets {' '.join(targets)}: {model.config.family.members} have no such projection"
+            f"--lora-targets {' '.join(targets)}: {model.config.family.members} have no such "
+            "projection"
         )
-    pairs = zip(
-        sorted(linears.items()), mx.random.split(mx.random.key(seed), len(linears)), strict=True
-    )
-    adapted = [(name, LoRALinear(linear, rank, scale, key)) for (name, linear), key in pairs]
+
+    keys = mx.random.split(mx.random.key(seed), len(linears))
+    adapted = []
+    for (name, linear), key in zip(sorted(linears.items()), keys, strict=True):
+        adapted.append((name, LoRALinear(linear, rank, scale, key)))
     model.update_modules(tree_unflatten(adapted))
     for _, layer in adapted:
         layer.unfreeze(keys=["lora_a", "lora_b"], recurse=False)
-    if (
-        gpu.has_metal() and kernels.kernels_are_wanted()
-    ):  # what `gwen.check_kernels` could not know: the rank
-        widths = {size for _, layer in adapted for size in layer.linear.weight.shape}
-        with kernels.record_calls() as calls:
-            for size in sorted(widths):
-                both = (
-                    kernels.normal_array(3, columns, dtype=model.head_weight.dtype)
-                    for columns in (rank, size)
-                )
-                ops.tall_product(*both)
-        kernels.check_calls(calls)
+    if gpu.has_metal() and kernels.kernels_are_wanted():
+        check_kernels(model, rank)
+
+
+def check_kernels(model: gwen.Model, rank: int) -> None:
+    """Checks the kernels that depend on the rank, which `gwen.check_kernels` does not know."""
+    widths: set[int] = set()
+    for _, layer in adapted_layers(model):
+        widths.update(layer.linear.weight.shape)
+    dtype = model.head_weight.dtype
+    with kernels.record_calls() as calls:
+        for width in sorted(widths):
+            low = kernels.normal_array(3, rank, dtype=dtype)
+            wide = kernels.normal_array(3, width, dtype=dtype)
+            ops.tall_product(low, wide)
+    kernels.check_calls(calls)
 
 
 @contextlib.contextmanager
-def disabled(model: gwen.Model) -> Iterator[None]:
-    """Inside, the model is its base, the frozen judge, without gradients. Without adapters it stays as it is."""
-    adapted = [layer for _, layer in adapted_layers(model) if layer.enabled]
-    for layer in adapted:
+def disable_adapters(model: gwen.Model) -> Iterator[None]:
+    """
+    Inside, the model is its base, without gradients. This is the frozen judge.
+
+    A model without adapters stays as it is.
+    """
+    enabled_layers = [layer for _, layer in adapted_layers(model) if layer.enabled]
+    for layer in enabled_layers:
         layer.enabled = False
     try:
         with gpu.without_gradients():
             yield
     finally:
-        for layer in adapted:
+        for layer in enabled_layers:
             layer.enabled = True
 
 
 @contextlib.contextmanager
 def with_initial_weights(model: gwen.Model) -> Iterator[None]:
-    """Inside, the model is what its training began with, the reference policy: see `begin_with`, else its base."""
-    now = [
-        (layer, layer.lora_a, layer.lora_b) for _, layer in adapted_layers(model) if layer._start
-    ]
-    for layer, _, _ in now:
+    """
+    Inside, the model is as its training began, without gradients. This is the reference policy.
+
+    It is the base model, unless `start_from` or `attach_adapter` set another beginning.
+    """
+    trained = []
+    for _, layer in adapted_layers(model):
+        if layer._start:
+            trained.append((layer, layer.lora_a, layer.lora_b))
+    for layer, _, _ in trained:
         layer.lora_a, layer.lora_b = layer._start
     try:
-        with gpu.without_gradients() if now else disabled(model):
+        with gpu.without_gradients() if trained else disable_adapters(model):
             yield
     finally:
-        for layer, low, high in now:
-            layer.lora_a, layer.lora_b = low, high
+        for layer, lora_a, lora_b in trained:
+            layer.lora_a = lora_a
+            layer.lora_b = lora_b
 
 
-Fused = dict[
-    str, tuple[mx.array, mx.array]
-]  # A (C, R) and B (R, O) float32 by "layers.0.self_attn.qkv_proj"
+# ---- adapters from disk
+
+
+# A (C, R) and B (R, O) float32 of each fused projection, such as "layers.0.self_attn.qkv_proj"
+Fused = dict[str, tuple[mx.array, mx.array]]
 
 
 def read_for_model(model: gwen.Model, path: str | Path) -> tuple[float, Fused]:
     """
-    Scale and matrices of an adapter, mlx_lm's or PEFT's, for a model without adapters. path: see `adapters.find_adapter`.
+    Reads an adapter of mlx_lm or PEFT for a model without adapters; returns its scale and matrices.
 
-    One of ours becomes, to the bit, what it was in training. Where the parts of a fused projection bring an A each,
-    these stand side by side, and each part's rows of B read its own.
-    Raises ValueError when the adapter is not a "lora" one of this model's projections.
+    path: see `adapters.find_adapter`. An adapter that Gwen wrote becomes, to the bit, what it was
+    in training.
+
+    Raises ValueError unless it is a "lora" adapter of this model's projections.
     """
-    _, scale, pairs = adapters.load_fitting(
-        hub.unfuse_weights(dict(tree_flatten(model.parameters())), model.config), path
-    )
+    weights = hub.unfuse_weights(dict(tree_flatten(model.parameters())), model.config)
+    _, scale, pairs = adapters.load_fitting(weights, path)
     fused = {}
     for name, linear in model.named_modules():
         if not isinstance(linear, nn.Linear) or name.split(".")[-1] not in TARGETS:
             continue
         rows_of = hub.unfuse_weights({name: linear.weight}, model.config)
-        given = {part: pairs.pop(part) for part in rows_of if part in pairs}
-        if not given:
-            continue
-        lows = [low.astype(mx.float32) for low, _ in given.values()]  # (C, r) each
-        if all(mx.array_equal(low, lows[0]).item() for low in lows):
-            lows = lows[:1]
-        columns = []
-        for part, rows in rows_of.items():
-            blocks = [mx.zeros((low.shape[1], len(rows))) for low in lows]
-            if part in given:
-                blocks[list(given).index(part) % len(lows)] = given[part][1].astype(mx.float32)
-            columns.append(mx.concatenate(blocks))
-        fused[name] = mx.concatenate(lows, axis=1), mx.concatenate(columns, axis=1)
+        part_pairs = {part: pairs.pop(part) for part in rows_of if part in pairs}
+        if part_pairs:
+            num_rows = {part: len(rows) for part, rows in rows_of.items()}
+            fused[name] = fuse_pairs(part_pairs, num_rows)
     if pairs:
         raise ValueError(
             f"--adapter {path}: {next(iter(pairs))} is no projection that can have an adapter here"
@@ -201,104 +232,149 @@ def read_for_model(model: gwen.Model, path: str | Path) -> tuple[float, Fused]:
     return scale, fused
 
 
+def fuse_pairs(
+    part_pairs: dict[str, tuple[mx.array, mx.array]], num_rows: dict[str, int]
+) -> tuple[mx.array, mx.array]:
+    """
+    A (C, R) and B (R, O) of a fused projection, from the matrices of its parts.
+
+    part_pairs: A (C, r) and B (r, rows) of the parts that have an adapter.
+    num_rows: the output rows of every part, in their order.
+
+    Parts with equal A share it. Otherwise the A of all parts stand side by side, and each part's
+    rows of B read its own.
+    """
+    lows = [low.astype(mx.float32) for low, _ in part_pairs.values()]
+    if all(mx.array_equal(low, lows[0]).item() for low in lows):
+        lows = lows[:1]
+    adapted_parts = list(part_pairs)
+    columns = []
+    for part, size in num_rows.items():
+        blocks = [mx.zeros((low.shape[1], size)) for low in lows]
+        if part in part_pairs:
+            place = adapted_parts.index(part) % len(lows)
+            blocks[place] = part_pairs[part][1].astype(mx.float32)
+        columns.append(mx.concatenate(blocks))
+    return mx.concatenate(lows, axis=1), mx.concatenate(columns, axis=1)
+
+
 def attach_adapter(model: gwen.Model, path: str | Path, start: str | Path | None = None) -> None:
     """
-    Puts an adapter beside the model's weights, so that `disabled` can switch it off. ValueError as `read`.
+    Adds an adapter beside the model's weights, so that `disable_adapters` can switch it off.
 
-    start: the adapter that its training began with, for `before_training`.
+    start: the adapter that its training began with, for `with_initial_weights`.
+    Raises ValueError like `read_for_model`.
     """
-    (scale, pairs), begun = (
-        read_for_model(model, path),
-        None if start is None else read_for_model(model, start)[1],
-    )
-    linears, adapted = dict(model.named_modules()), []
+    scale, pairs = read_for_model(model, path)
+    start_pairs: Fused = {}
+    if start is not None:
+        start_pairs = read_for_model(model, start)[1]
+
+    linears = dict(model.named_modules())
+    adapted = []
     for name, (low, high) in pairs.items():
         layer = LoRALinear(linears[name], 1, scale, mx.random.key(0))
-        layer.lora_a, layer.lora_b = low, high
-        if begun is not None:
-            layer._start = begun[name]
+        layer.lora_a = low
+        layer.lora_b = high
+        if start is not None:
+            layer._start = start_pairs[name]
         adapted.append((name, layer))
     model.update_modules(tree_unflatten(adapted))
 
 
 def start_from(model: gwen.Model, scale: float, pairs: Fused) -> None:
     """
-    Gives the adapters made by `apply` the values of another, and makes that the model before training.
+    Gives the adapters that `apply` made the values of another adapter.
 
-    What they have more of rank or projections begins as without it: A random, B zero, so adding nothing.
-    Raises ValueError when they have less, naming the flag to set.
+    The result is the model before training, see `with_initial_weights`. Additional ranks and
+    projections begin as in `apply`, with A random and B zero, so they add nothing.
+
+    Raises ValueError naming the flag to set if the model's adapters have fewer ranks or
+    projections.
     """
     adapted = dict(adapted_layers(model))
-    if missing := sorted({name.rpartition(".")[2] for name in pairs.keys() - adapted.keys()}):
+    missing = sorted({name.rpartition(".")[2] for name in pairs.keys() - adapted.keys()})
+    if missing:
         raise ValueError(
             f"--init-adapter adapts {', '.join(missing)} too; add that to --lora-targets"
         )
-    needed = max(low.shape[1] for low, _ in pairs.values())
+
+    needed_rank = max(low.shape[1] for low, _ in pairs.values())
     for name, layer in adapted.items():
-        if layer.lora_a.shape[1] < needed:
+        rank = layer.lora_a.shape[1]
+        if rank < needed_rank:
             raise ValueError(
-                f"--init-adapter needs --lora-rank {needed}, or more; it is {layer.lora_a.shape[1]}"
+                f"--init-adapter needs --lora-rank {needed_rank}, or more; it is {rank}"
             )
         if name in pairs:
             low, high = pairs[name]
-            high = high if scale == layer.scale else high * (scale / layer.scale)
-            rank = low.shape[1]
-            layer.lora_a = mx.concatenate([low, layer.lora_a[:, rank:]], axis=1)
-            layer.lora_b = mx.concatenate([high, layer.lora_b[rank:]])
-        layer._start = layer.lora_a, layer.lora_b
+            if scale != layer.scale:
+                high = high * (scale / layer.scale)
+            start_rank = low.shape[1]
+            layer.lora_a = mx.concatenate([low, layer.lora_a[:, start_rank:]], axis=1)
+            layer.lora_b = mx.concatenate([high, layer.lora_b[start_rank:]])
+        layer._start = (layer.lora_a, layer.lora_b)
+
+
+# ---- adapters to disk
 
 
 def adapter_weights(model: gwen.Model) -> dict[str, mx.array]:
-    """A and B of every adapter in mlx_lm's names and parts, "model.layers.0.self_attn.q_proj.lora_a"."""
-    out, prefix = {}, hub.MLX_LM_PREFIX if model.config.family.is_hybrid else ""
+    """A and B of every part in mlx_lm's names, such as "model.layers.0.self_attn.q_proj.lora_a"."""
+    prefix = hub.MLX_LM_PREFIX if model.config.family.is_hybrid else ""
+    weights = {}
     for name, layer in adapted_layers(model):
-        # B^T has the output rows that a weight has, so the rule that takes weights apart takes it apart too
-        for part, rows in hub.unfuse_weights({name: layer.lora_b.T}, model.config).items():
-            out[f"{prefix}{part}.lora_a"], out[f"{prefix}{part}.lora_b"] = (
-                layer.lora_a,
-                mx.contiguous(rows.T),
-            )
-    return out
+        # B^T has the output rows of the weight, so the rule that unfuses weights unfuses it too
+        parts = hub.unfuse_weights({name: layer.lora_b.T}, model.config)
+        for part, rows in parts.items():
+            weights[f"{prefix}{part}.lora_a"] = layer.lora_a
+            weights[f"{prefix}{part}.lora_b"] = mx.contiguous(rows.T)
+    return weights
+
+
+def adapter_config(model: gwen.Model, weights: dict[str, mx.array], base: str) -> dict[str, Any]:
+    """mlx_lm's adapter_config.json for the trained weights of a model."""
+    config: dict[str, Any] = {
+        "model": base,
+        "fine_tune_type": "full",
+        "num_layers": len(model.layers),
+    }
+    layers = [layer for _, layer in adapted_layers(model)]
+    if not layers:
+        return config
+    projections = {hub.plain_name(name).rpartition(".")[0] for name in weights}
+    keys = sorted({projection.split(".", 3)[3] for projection in projections})
+    config["fine_tune_type"] = "lora"
+    config["lora_parameters"] = {
+        "rank": layers[0].lora_a.shape[1],
+        "scale": layers[0].scale,
+        "dropout": 0.0,
+        "keys": keys,
+    }
+    return config
 
 
 def save_adapter(model: gwen.Model, directory: Path, base: str) -> bool:
     """
     Writes the trained weights in mlx_lm's adapter layout; returns whether they are adapters.
 
-    base: the model's name or path. Without adapters, writes a "full" adapter: all weights, un-fused.
+    base: the model's name or path. For a model without adapters it writes a "full" adapter: all
+    weights, un-fused.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    adapted = list(adapted_layers(model))
-    config: dict[str, Any] = {
-        "model": base,
-        "fine_tune_type": "full",
-        "num_layers": len(model.layers),
-    }
-    if adapted:
-        first, weights = adapted[0][1], adapter_weights(model)
-        keys = sorted(
-            {hub.plain_name(name).rpartition(".")[0].split(".", 3)[3] for name in weights}
-        )
-        parameters = {
-            "rank": first.lora_a.shape[1],
-            "scale": first.scale,
-            "dropout": 0.0,
-            "keys": keys,
-        }
-        config |= {"fine_tune_type": "lora", "lora_parameters": parameters}
+    has_adapters = any(True for _ in adapted_layers(model))
+    if has_adapters:
+        weights = adapter_weights(model)
     else:
-        weights = hub.unfuse_weights(dict(tree_flatten(model.parameters())), model.config)
-        weights = hub.to_mlx_lm_names(weights, model.config.family)
+        parts = hub.unfuse_weights(dict(tree_flatten(model.parameters())), model.config)
+        weights = hub.to_mlx_lm_names(parts, model.config.family)
+    config = adapter_config(model, weights, base)
     checkpoint.save_tensors(directory / "adapters.safetensors", weights)
     checkpoint.write_json(directory / "adapter_config.json", config)
-    return bool(adapted)
-
-
-def main(argv: list[str] | None = None) -> None:
-    from deploy import command  # which stands above this module
-
-    command.main(argv)
+    return has_adapters
 
 
 if __name__ == "__main__":
-    main()
+    command = shlex.join(["uv", "run", "export.py", *sys.argv[1:]])
+    print(f"lora.py is a library; the command is now: {command}", file=sys.stderr)
+    sys.exit(2)

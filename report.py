@@ -1,7 +1,9 @@
 """
-Looks at runs: `uv run report.py runs/NAME` writes runs/NAME/report.html, a page that opens from disk; with more runs
-after it, a page of all of them beside it. `--compare` and `--list` print tables for the terminal. A directory of seeds
-stands for its runs. The page itself is in reporting/page.py.
+Looks at runs: `uv run report.py runs/NAME` writes the page runs/NAME/report.html.
+
+The page opens from disk. Several runs give one page, beside the first. `--compare` and `--list`
+print tables for the terminal. A directory of seeds stands for its runs. The page itself is in
+reporting/page.py.
 """
 
 import sys
@@ -9,110 +11,131 @@ from pathlib import Path
 
 import cpu_blas  # noqa: F401  (before mlx)
 
-from flags import (
-    Parser,
-    escape_invisible,
-    exit_with_error,
-    make_printable,
-    refuse_unwritable_file,
-    report_mistakes,
-)
+from flags import Parser, exit_with_error, refuse_unwritable_file, report_mistakes
 from machine.output import guard_output
 from problems.examples import format_error
 from reporting import answers, page, seeds, verdict
-from reporting.history import format_before_after, headline_facts, load_history
+from reporting.history import History, format_before_after, headline_facts, load_history
+from text.printable import escape_invisible, make_printable
 
-DAMAGE = (
-    LookupError,
-    TypeError,
-    AttributeError,
-    ArithmeticError,
-)  # of records without their figures
+# what reading a record raises that lacks its figures
+DAMAGE = (LookupError, TypeError, AttributeError, ArithmeticError)
+MOST_CHARACTERS = 60  # of a setting in a table
+RUN_COLUMNS = [
+    "run",
+    "task",
+    "model",
+    "steps",
+    "before",
+    "after",
+    "training",
+    "warnings",
+    "verdict",
+]
+
 
 # ---- tables for the terminal
 
 
 def format_table(rows: list[list[str]]) -> str:
-    """Columns under each other, the first row being their names."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
-    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+    """Aligned columns. The first row has their names."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    rule = "  ".join("-" * width for width in widths)
+    return "\n".join([lines[0], rule, *lines[1:]])
 
 
 def compare_runs(names: list[str]) -> str:
-    """What differs between runs: settings, figures, costs; of files of answers and runs, problem by problem."""
+    """
+    What differs between runs: settings, figures and costs.
+
+    If a name is a file of answers, the table compares answers problem by problem.
+    """
     if len(names) > 1 and any(Path(name).is_file() for name in names):
         return format_table(answers.compare_answers(names))
     if sum(len(seeds.seed_runs(name)) for name in names) < 2:
         raise ValueError("--compare needs two runs or more, as --compare runs/A runs/B")
-    settings = seeds.load_seed_groups(names)
-    runs = [run for _, runs in settings for run in runs]
+
+    groups = seeds.load_seed_groups(names)
+    runs = []
+    for _, group_runs in groups:
+        runs += group_runs
+
     rows = [["", *(escape_invisible(run.name) for run in runs)]]
-    for key in dict.fromkeys(key for run in runs for key in run.settings):
+    rows += compare_settings(runs)
+    facts = [headline_facts(run) for run in runs]
+    fact_names: dict[str, None] = {}  # in order
+    for run_facts in facts:
+        fact_names |= dict.fromkeys(run_facts)
+    for name in fact_names:
+        rows.append([name, *(run_facts.get(name, "-") for run_facts in facts)])
+    rows.append(["warnings", *(list_warnings(run) for run in runs)])
+    return "\n".join([format_table(rows), *seeds.describe_seed_groups(groups)])
+
+
+def compare_settings(runs: list[History]) -> list[list[str]]:
+    """A row for each setting that differs between runs."""
+    keys: dict[str, None] = {}  # in order
+    for run in runs:
+        keys |= dict.fromkeys(run.settings)
+
+    rows = []
+    for key in keys:
         values = [escape_invisible(str(run.settings.get(key, "-"))) for run in runs]
         if len(set(values)) > 1:
-            rows.append(
-                [
-                    f"--{escape_invisible(str(key)).replace('_', '-')}",
-                    *(value[:60] for value in values),
-                ]
-            )
-    known = dict.fromkeys(name for run in runs for name in headline_facts(run))
-    rows += [[name, *(headline_facts(run).get(name, "-") for run in runs)] for name in known]
-    rows.append(
-        [
-            "warnings",
-            *(
-                ", ".join(escape_invisible(str(w["name"])) for w in run.warnings) or "none"
-                for run in runs
-            ),
-        ]
-    )
-    return "\n".join([format_table(rows), *seeds.describe_seed_groups(settings)])
+            flag = f"--{escape_invisible(str(key)).replace('_', '-')}"
+            rows.append([flag, *(value[:MOST_CHARACTERS] for value in values)])
+    return rows
+
+
+def list_warnings(run: History) -> str:
+    names = [escape_invisible(str(warning["name"])) for warning in run.warnings]
+    return ", ".join(names) or "none"
 
 
 def list_runs(*folders: str | Path) -> str:
     """The runs under directories, the newest last, and a line for each that is damaged."""
-    paths = [
-        file
-        for one in folders
-        for part in ("*", "*/seed-*")
-        for file in Path(one).glob(f"{part}/config.yaml")
-    ]
+    paths: list[Path] = []
+    for folder in folders:
+        paths += Path(folder).glob("*/config.yaml")
+        paths += Path(folder).glob("*/seed-*/config.yaml")
     if not paths:
-        raise ValueError(
-            f"{' and '.join(map(str, folders))}: no runs there; `uv run train.py` makes one"
-        )
-    rows, damaged = (
-        [["run", "task", "model", "steps", "before", "after", "training", "warnings", "verdict"]],
-        [],
-    )
+        places = " and ".join(map(str, folders))
+        raise ValueError(f"{places}: no runs there; `uv run train.py` makes one")
+
+    rows = [RUN_COLUMNS]
+    damaged = []
     for path in sorted(paths, key=lambda path: path.stat().st_mtime):
         try:
-            run = load_history(path.parent)
-            known, own = (
-                headline_facts(run),
-                [str(run.settings.get(key, "-")) for key in ("task", "model")],
-            )
-            judged = verdict.judge_change(run)
-            figures = [
-                known["steps"],
-                *format_before_after(run),
-                known["training"],
-                str(len(run.warnings)),
-            ]
-            figures.append(
-                "; ".join([judged.headline, *judged.signs[:2]]) if judged else "-"
-            )  # what gives it away
-            rows.append([escape_invisible(cell) for cell in (str(run.dir), *own, *figures)])
+            rows.append(describe_run(load_history(path.parent)))
         except DAMAGE as error:
             damaged.append(make_printable(f"{path.parent} is damaged ({format_error(error)})"))
         except (ValueError, OSError) as error:
             damaged.append(make_printable(str(error)))
     return "\n".join([format_table(rows), *damaged])
+
+
+def describe_run(run: History) -> list[str]:
+    """The row of a run in the list of runs."""
+    facts = headline_facts(run)
+    judgement = verdict.judge_change(run)
+    conclusion = "-"
+    if judgement:
+        conclusion = "; ".join([judgement.headline, *judgement.signs[:2]])
+    cells = [
+        str(run.dir),
+        str(run.settings.get("task", "-")),
+        str(run.settings.get("model", "-")),
+        facts["steps"],
+        *format_before_after(run),
+        facts["training"],
+        str(len(run.warnings)),
+        conclusion,
+    ]
+    return [escape_invisible(cell) for cell in cells]
 
 
 # ---- the command
@@ -121,13 +144,25 @@ def list_runs(*folders: str | Path) -> str:
 @guard_output()
 @report_mistakes()
 def main(argv: list[str] | None = None) -> None:
-    parser = Parser("report.py", "write a page about a run, or compare runs in the terminal")
-    runs = "a run, or a directory of seeds; a page of several lies beside the first"
-    parser.add_argument("runs", nargs="*", metavar="RUN", help=runs)
-    out = "where the page goes (default: report.html in RUN, or NAME-against-OTHER.html beside it)"
-    parser.add_argument("--out", type=Path, metavar="FILE", help=out)
-    compared = "print what differs between runs, or between files of evaluate.py --out"
-    parser.add_argument("--compare", action="store_true", help=compared)
+    parser = Parser("report.py", "Write a page about a run, or compare runs in the terminal.")
+    parser.add_argument(
+        "runs",
+        nargs="*",
+        metavar="RUN",
+        help="a run, or a directory of seeds; the page of several runs goes beside the first",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="write the page to this file "
+        "(default: report.html in RUN, or NAME-against-OTHER.html beside it)",
+    )
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="print what differs between runs, or between files of evaluate.py --out",
+    )
     parser.add_argument(
         "--list", action="store_true", help="print the runs under RUN (default: runs)"
     )
@@ -138,20 +173,27 @@ def main(argv: list[str] | None = None) -> None:
             print(list_runs(*args.runs or ["runs"]))
             return
         if not args.runs:
-            raise ValueError("name a run, as runs/NAME; --list shows those that there are")
+            raise ValueError("name a run, as runs/NAME; --list shows the runs that exist")
         if args.compare:
             print(compare_runs(args.runs))
             return
-        if args.out:
-            if args.out.exists() and not args.out.is_file():  # the page is renamed into its place
-                raise ValueError(f"--out {args.out} is no file; name another")
-            refuse_unwritable_file("--out", args.out)
-        written = page.write_page(args.runs[0], args.out, args.runs[1:])
-        print(*seeds.describe_seed_groups(seeds.load_seed_groups(args.runs)), written, sep="\n")
-        if args.open:
-            page.open_page(written)
+        make_page(args.runs, args.out, opens=args.open)
     except DAMAGE as error:
         exit_with_error(f"{' or '.join(args.runs)} is damaged ({format_error(error)})")
+
+
+def make_page(runs: list[str], out: Path | None, *, opens: bool) -> None:
+    """Writes the page of runs, prints where it is, and opens it in a browser if `opens`."""
+    if out:
+        if out.exists() and not out.is_file():  # the page is renamed into its place
+            raise ValueError(f"--out {out} is no file; name another")
+        refuse_unwritable_file("--out", out)
+    path = page.write_page(runs[0], out, runs[1:])
+    for line in seeds.describe_seed_groups(seeds.load_seed_groups(runs)):
+        print(line)
+    print(path)
+    if opens:
+        page.open_page(path)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
 """
 A run: everything that outlives a step, and its state for a checkpoint.
 
-What is left out: the algorithm (train.py), how a run begins and is stopped (trainer.py), logs and
-console lines (reporting/), the run directory (disk/run_files.py).
+This file leaves out the algorithm (train.py), how a run starts and stops (trainer.py), logs and
+console lines (reporting/), and the files of a run (disk/run_files.py).
 """
 
 import functools
-import math
 import time
 from collections.abc import Callable
 from importlib.metadata import version
@@ -15,23 +14,25 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from mlx.utils import tree_flatten
 
-import evaluate
 import gwen
 import judge
 import lora
-import preflight
 import sampler
 import tasks
 import update
 from config import Config, Sizes
-from disk import checkpoint, run_files
-from disk.run_files import START, evaluation_line
+from disk import checkpoint, model_choice, run_files
+from disk.eval_record import evaluation_line
+from disk.run_files import START
+from evaluation import evaluate
+from forecast import memory_estimate
 from judging import rubrics
 from machine import alive, link, memory, world
 from machine.memory import BatchSize
 from problems import chat_template, episodes, functions, rewards
-from problems.data import warn_of_few_held_out
 from problems.examples import Example, spread_evenly
+from problems.held_out import warn_of_few_held_out
+from problems.toolbox import make_toolbox
 from reporting import health
 from reporting.console import print_line, print_warning
 from reporting.journal import Journal, evaluation_is_due
@@ -46,132 +47,180 @@ if TYPE_CHECKING:
     from step.teacher import Teacher
 
 T = TypeVar("T")
-FIRST_SAVE = (
-    300.0  # seconds after which a run is saved for the first time, whatever --save-every says
-)
+# Seconds after which a run is saved for the first time, whatever --save-every says.
+FIRST_SAVE = 300.0
+# Counts of the learner by their key in a checkpoint. The key "rate" is older than its attribute's
+# name; it stays, so that runs of earlier versions resume.
+CHECKPOINT_KEYS = {"lr_scale": "rate"}
 
 
 class Run:
-    """What every run has: the model with its adapters, the learner, the journal, and the state between two steps."""
+    """The parts of every run: model, adapters, learner, journal, state between two steps."""
 
     learner: update.Learner
     journal: Journal
-    report: "page.LivePage | None" = None  # the page, while the run goes
-    _last_state: dict[str, Any] | None = None  # see `end_step`
-    demand: preflight.RunDemand  # of memory
+    report: "page.LivePage | None" = None  # the page, while the loop runs
+    demand: memory_estimate.RunDemand  # what decides the memory that the run needs
     longest: int  # positions of the longest row that it may train
     sizes: Sizes
-    batch_size: BatchSize  # where it samples: rows at once
+    batch_size: BatchSize  # rows that it samples at once
     shared_messages: list[dict[str, Any]]  # messages that all prompts begin with
-    base: gwen.Model | None = (
-        None  # the model before training, if disabling adapters does not restore it
-    )
+    # the model before training, if disabling adapters does not restore it
+    base: gwen.Model | None = None
     custom = objectives.CustomObjective()  # a user's own loss and advantage
     judge: rubrics.Grader | None = None
     teacher: "Teacher | None" = None
     boundary: tuple[int, int]  # the last logged step, and the learner's changes by then
     saved_step: int = 0  # of the newest checkpoint
-    saved_best: int | None = None  # the best step that it knew
-    least_budget: int | None = None  # of tokens, after memory ran out in an update
+    saved_best: int | None = None  # the best step that this checkpoint knows
+    least_budget: int | None = None  # token budget after memory ran out in an update
+    holds_lock: bool = False  # whether this process has locked the directory
     clock_now = staticmethod(time.monotonic)
+    _last_state: dict[str, Any] | None = None  # see `end_step`
 
     def __init__(self, config: Config, run_dir: Path):
-        """Raises ValueError if the model or the initial adapter cannot be loaded, or if they do not match."""
-        self.config, self.dir, self.step, self.begun = config, run_dir, 0, self.clock_now()
-        chat_template.set_template_date(world.on_rank0(lambda: run_files.start_date(run_dir)))
+        """Raises ValueError if the model or the initial adapter does not load, or they differ."""
+        self.config = config
+        self.dir = run_dir
+        self.step = 0
+        self.started_at = self.clock_now()
         self.stopping = False  # Ctrl-C was pressed inside a step
-        gwen.refuse_packed(config.model.name)
-        end_tokens = config.sampling.end_tokens
-        self.model, self.tokenizer = gwen.load(config.model.name, end_tokens=end_tokens)
-        eos_ids, s = self.model.config.end_ids, config.sampling
-        pad_id = next((i for i in (self.tokenizer.pad_token_id, *eos_ids) if i is not None), 0)
-        stop = sampler.Stop(s.stop, self.tokenizer) if s.stop else None
-        drawn = s.max_tokens, s.temp, s.top_p, s.top_k, s.min_p
-        self.sampling = sampler.SamplingParams(*drawn, eos_ids, pad_id, stop=stop)
-        with alive.show_activity("reading the weights for their digest"):
-            digest = checkpoint.digest_of_model(self.model)
-        self.sources = {  # what the run is made of: digests that a resume compares
-            "base model": digest,
-            "tokenizer": checkpoint.digest_of(sorted(self.tokenizer.get_vocab().items())),
-            "chat template": checkpoint.digest_of(self.tokenizer.chat_template),
-        }
-        if other_ends := self.model.config.other_end_ids:
-            self.sources["other end tokens"] = checkpoint.digest_of(sorted(other_ends))
+
+        chat_template.set_template_date(world.on_rank0(lambda: run_files.start_date(run_dir)))
+        model_choice.refuse_packed(config.model.name)
+        settings = config.sampling
+        self.model, self.tokenizer = gwen.load(config.model.name, end_tokens=settings.end_tokens)
+        self.sampling = self._make_sampling_params()
+        self.sources = self._digest_model()
         if config.model.lora_rank:
             self._add_adapters()
 
+    def _make_sampling_params(self) -> sampler.SamplingParams:
+        """How a rollout samples and ends completions."""
+        settings = self.config.sampling
+        end_ids = self.model.config.end_ids
+        pad_candidates = (self.tokenizer.pad_token_id, *end_ids)
+        pad_id = next((id_ for id_ in pad_candidates if id_ is not None), 0)
+        return sampler.SamplingParams(
+            max_tokens=settings.max_tokens,
+            temperature=settings.temp,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            min_p=settings.min_p,
+            eos_ids=end_ids,
+            pad_id=pad_id,
+            stop=sampler.Stop(settings.stop, self.tokenizer) if settings.stop else None,
+        )
+
+    def _digest_model(self) -> dict[str, str]:
+        """Digests of what the run is made from, by name; a resumed run compares them."""
+        with alive.show_activity("reading the weights for their digest"):
+            model_digest = checkpoint.digest_of_model(self.model)
+        vocabulary = sorted(self.tokenizer.get_vocab().items())
+        sources = {
+            "base model": model_digest,
+            "tokenizer": checkpoint.digest_of(vocabulary),
+            "chat template": checkpoint.digest_of(self.tokenizer.chat_template),
+        }
+        other_end_ids = self.model.config.other_end_ids
+        if other_end_ids:
+            sources["other end tokens"] = checkpoint.digest_of(sorted(other_end_ids))
+        return sources
+
     def _add_adapters(self) -> None:
-        """New ones; with --init-adapter they begin as that one."""
-        settings, begun = self.config.model, None
+        """Adds new adapters to the model. With --init-adapter they begin with its values."""
+        settings = self.config.model
+        initial = None
         if settings.init_adapter:
-            kept = (
-                self.dir / START
-            )  # on resume, our copy: the original may have been trained further
-            path = str(kept) if kept.is_dir() else settings.init_adapter
-            with gwen.blame_flag("--init-adapter", "--adapter"):
-                begun = world.on_rank0(lambda: lora.read_for_model(self.model, path))
-                if not kept.is_dir():
-                    gwen.warn_of_other_base(path, settings.name, "--init-adapter")
-        shape = settings.lora_rank, settings.lora_scale, settings.lora_targets
-        lora.apply(self.model, *shape, self.config.sampling.seed)
-        if begun is not None:
-            lora.start_from(self.model, *begun)
+            # on resume, our copy: the original may have been trained further
+            own_copy = self.dir / START
+            path = str(own_copy) if own_copy.is_dir() else settings.init_adapter
+            with model_choice.blame_flag("--init-adapter", "--adapter"):
+                initial = world.on_rank0(lambda: lora.read_for_model(self.model, path))
+                if not own_copy.is_dir():
+                    model_choice.warn_of_other_base(path, settings.name, "--init-adapter")
+        lora.apply(
+            self.model,
+            settings.lora_rank,
+            settings.lora_scale,
+            settings.lora_targets,
+            self.config.sampling.seed,
+        )
+        if initial is not None:
+            scale, matrices = initial
+            lora.start_from(self.model, scale, matrices)
 
     def choose_sizes(
         self,
-        config: Config,
         lengths: list[int],
         rubric: Path | None = None,
         most_rows: int = USUAL_ROWS,
+        response_length: int | None = None,
     ) -> None:
         """
-        Decides the sizes of the run, on several machines the least of all, and its loss.
+        Decides the sizes of the run, and makes its loss and its learner.
 
-        lengths: of the rows that it trains, without completions. most_rows: of a rollout. Raises ValueError, on every
-        machine, if one is made of something else.
+        On several machines the smallest sizes hold for all. lengths: tokens of each prompt, or of
+        each conversation that is learned. rubric: the judge's. most_rows: rows of a rollout or an
+        evaluation at most. response_length: tokens after a prompt at most; None takes --max-tokens.
+
+        Raises ValueError, on every machine, if the machines have different code, MLX, types or
+        sources.
         """
+        dtype = self.model.head_weight.dtype
         if world.size() > 1:
-            facts = {"MLX": version("mlx"), "GWEN_DTYPE": str(self.model.head_weight.dtype)}
-            link.refuse_differences({"Gwen": link.code_checksum()} | facts | self.sources)
-        demand = preflight.RunDemand(
-            self.model.config, self.model.head_weight.dtype, config, lengths, rubric
+            facts = {
+                "Gwen": link.code_checksum(),
+                "MLX": version("mlx"),
+                "GWEN_DTYPE": str(dtype),
+            }
+            link.refuse_differences(facts | self.sources)
+        self.demand = memory_estimate.RunDemand(
+            self.model.config,
+            dtype,
+            self.config,
+            lengths,
+            rubric,
+            response_length,
         )
-        self.sizes = preflight.agree_on_sizes(preflight.choose_sizes(demand, most_rows))
-        self.demand = demand
+        local_sizes = memory_estimate.choose_sizes(self.demand, most_rows)
+        self.sizes = memory_estimate.agree_on_sizes(local_sizes)
         loss = StepLoss(self.config, self.sizes, self.custom.loss)
         self.learner = update.Learner(self.model, self.config, loss, self.base)
 
     @property
     def memory(self) -> str:
-        """What the run needs, for the console."""
-        return preflight.memory_line(self.demand, self.sizes)
+        """The console line about the memory that the run needs."""
+        return memory_estimate.memory_line(self.demand, self.sizes)
 
     def refuse_too_large(self) -> None:
-        """Raises ValueError, on every machine, if one has too little memory and --over-memory is not set."""
-        reasons = world.all_gather(preflight.explain_misfit(self.demand, self.sizes))
+        """Raises ValueError, on every machine, if one lacks memory and --over-memory is not set."""
+        reasons = world.all_gather(memory_estimate.explain_misfit(self.demand, self.sizes))
         reason = next(filter(None, reasons), "")
         if reason and not self.config.optimizer.over_memory:
             raise ValueError(f"{reason}; --over-memory trains all the same")
 
     def open(self) -> None:
-        """Opens the logs, and keeps the adapter of --init-adapter, once the directory exists."""
-        if world.is_first() and self.config.model.init_adapter and not (self.dir / START).is_dir():
+        """Opens the logs, and copies --init-adapter's adapter into the run's directory."""
+        own_copy = self.dir / START
+        if world.is_first() and self.config.model.init_adapter and not own_copy.is_dir():
             with lora.with_initial_weights(self.model):
-                lora.save_adapter(self.model, self.dir / START, self.config.model.name)
-        is_paid = self.judge is not None and self.judge.is_paid
-        self.journal = Journal(self.config, self.dir, self.step, keep_scores=is_paid)
+                lora.save_adapter(self.model, own_copy, self.config.model.name)
+        has_paid_judge = self.judge is not None and self.judge.is_paid
+        self.journal = Journal(self.config, self.dir, self.step, keep_scores=has_paid_judge)
 
-    # ---- between two steps
+    # ---- evaluating and saving
 
     def evaluate(self) -> None:
-        """Evaluates what is held out and logs the result."""
+        """Evaluates the held-out data, and logs the result."""
         raise NotImplementedError
 
     def evaluate_if_due(self) -> bool:
         """
-        Evaluates before the first step, every `eval_every` steps and after the last, unless the log already has it.
+        Evaluates before the first step, every `eval_every` steps and after the last one.
 
-        True if this step is the best so far and not saved as such: it is saved regardless of `save_every`.
+        It skips an evaluation that the log has already. True if this step is the best so far and
+        not saved as such: it is saved regardless of `save_every`.
         """
         if evaluation_is_due(self.config, self.step, self.journal.evaluations):
             self.journal.begin("evaluating")
@@ -180,15 +229,16 @@ class Run:
         return self.journal.best_step == self.step != self.saved_best
 
     def save_is_due(self) -> bool:
-        """Whether this step is saved: every `save_every`, the last one, and a first one after `FIRST_SAVE` seconds."""
-        is_first = (
-            self.saved_step == self.journal.begun_at and self.clock_now() - self.begun >= FIRST_SAVE
-        )
-        return (
-            is_first
-            or self.step >= self.config.optimizer.steps
-            or self.step % self.config.records.save_every == 0
-        )
+        """
+        Whether this step is saved.
+
+        Saved are every `save_every` steps, the last one, and one after `FIRST_SAVE` seconds.
+        """
+        is_unsaved = self.saved_step == self.journal.begun_at
+        if is_unsaved and self.clock_now() - self.started_at >= FIRST_SAVE:
+            return True
+        is_last = self.step >= self.config.optimizer.steps
+        return is_last or self.step % self.config.records.save_every == 0
 
     def update_page(self) -> None:
         """Writes the page, as often as that is cheap."""
@@ -199,36 +249,36 @@ class Run:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing has changed since the last logged step; only then may the run be saved."""
+        """Whether nothing has changed since the last logged step; only then may it be saved."""
         return self.boundary == (self.step, self.learner.num_changes)
 
     def end_step(self) -> None:
         """
-        Marks the step as logged: the run may be saved again, and a Ctrl-C that waited takes effect.
+        Marks the step as logged: the run may be saved again. A Ctrl-C that waited takes effect.
 
-        For what goes wrong in the next step this state is kept; only with adapters, which are small. A run that trains
-        all weights goes back to its newest checkpoint.
+        With adapters, which are small, it keeps this state, to return to it if the next step fails.
+        A run that trains all weights returns to its newest checkpoint instead.
         """
         self._last_state = self.learner.state() if self.config.model.lora_rank else None
-        self.boundary = (
-            self.step,
-            self.learner.num_changes,
-        )  # last: from here on a Ctrl-C goes back to what is kept
+        # last: from here on a Ctrl-C returns to the state above
+        self.boundary = (self.step, self.learner.num_changes)
         if self.stopping:
             raise KeyboardInterrupt
 
-    def retry_within_memory(self, learn: Callable[[], T]) -> T:
+    def retry_within_memory(self, run_update: Callable[[], T]) -> T:
         """
-        What `learn` returns. Where memory runs out, it learns again from the same state, with half of the token budget.
+        The result of `run_update`. If memory runs out, tries again with half of the token budget.
 
-        So it does once where macOS stopped the GPU's work. After a change only with adapters; and not on several
-        machines, whose batches are cut alike.
+        Each try begins with the same state. An update that macOS stopped on the GPU is tried once
+        more too. After the weights changed, only adapters can be tried again. With several machines
+        nothing is, because all of them must cut the same batches.
         """
         was_stopped = False
         while world.size() == 1 and self.sizes.train_token_budget // 2 >= self.longest:
             reason = "out of memory"
             try:
-                if results := memory.try_within_memory(learn):
+                results = memory.try_within_memory(run_update)
+                if results:
                     return results[0]
             except RuntimeError as error:
                 self.restore_last_step()
@@ -245,56 +295,64 @@ class Run:
             print_warning(
                 f"update: {reason}, going on with --train-token-budget {self.least_budget}"
             )
-        return learn()
+        return run_update()
 
     def restore_last_step(self) -> None:
-        """Undoes what a step has left half done, with adapters."""
+        """Undoes an unfinished step of a run with adapters."""
         if self._last_state and self.boundary[0] == self.step:
             self.learner.load_state(self._last_state)
 
+    # ---- checkpoints
+
     def checkpoint_extra(self) -> dict[str, Any]:
         """The small values of a checkpoint."""
-        counts = {name: getattr(self.learner, name) for name in update.COUNTS}
-        kept = {
+        counts = {}
+        for name in update.COUNTS:
+            key = CHECKPOINT_KEYS.get(name, name)
+            counts[key] = getattr(self.learner, name)
+        return {
             "dtype": str(self.model.head_weight.dtype),
             "loss_scale": self.learner.loss_scale._asdict(),
+            **counts,
+            "best_step": self.journal.best_step,
+            "least_budget": self.least_budget,
+            "settings": self.config.to_flags(self.sizes),
+            "sources": self.sources,
         }
-        decided = {"best_step": self.journal.best_step, "least_budget": self.least_budget}
-        return (
-            kept
-            | counts
-            | decided
-            | {"settings": self.config.to_flags(self.sizes), "sources": self.sources}
-        )
 
     def state(self) -> checkpoint.State:
+        """The state between two steps, for a checkpoint."""
         assert self.is_whole, f"step {self.step + 1} is unfinished"
-        learner = self.learner
-        return checkpoint.State(
-            self.step,
-            learner.trainable,
-            dict(tree_flatten(learner.optimizer.state)),
-            self.checkpoint_extra(),
-        )
+        moments = dict(tree_flatten(self.learner.optimizer.state))
+        return checkpoint.State(self.step, self.learner.trainable, moments, self.checkpoint_extra())
 
     def restore(self, state: checkpoint.State) -> None:
-        checkpoint.check_tensors(
-            state, self.learner.trainable, str(self.model.head_weight.dtype), self.dir
-        )
-        kept = {name: state.extra[name] for name in update.COUNTS}
-        kept |= {"trainable": dict(state.trainable), "moments": state.optimizer}
-        self.learner.load_state(
-            kept | {"loss_scale": update.LossScale(**state.extra["loss_scale"])}
-        )
-        self.least_budget = state.extra.get("least_budget")
-        least = min(self.sizes.train_token_budget, self.least_budget or math.inf)
-        self.sizes = self.sizes._replace(train_token_budget=int(least))
-        self.step = self.saved_step = state.step
-        self.saved_best = state.extra["best_step"]
+        """Returns to the state of a checkpoint. Raises ValueError if its tensors are others."""
+        dtype = str(self.model.head_weight.dtype)
+        checkpoint.check_tensors(state, self.learner.trainable, dtype, self.dir)
+        extra = state.extra
+        learner_state: dict[str, Any] = {}
+        for name in update.COUNTS:
+            learner_state[name] = extra[CHECKPOINT_KEYS.get(name, name)]
+        learner_state["trainable"] = dict(state.trainable)
+        learner_state["moments"] = state.optimizer
+        learner_state["loss_scale"] = update.LossScale(**extra["loss_scale"])
+        self.learner.load_state(learner_state)
+
+        self.least_budget = extra.get("least_budget")
+        token_budget = self.sizes.train_token_budget
+        if self.least_budget:
+            token_budget = min(token_budget, self.least_budget)
+        self.sizes = self.sizes._replace(train_token_budget=token_budget)
+        self.step = state.step
+        self.saved_step = state.step
+        self.saved_best = extra["best_step"]
         self.end_step()
 
     def save(self) -> None:
-        self.saved_step, self.saved_best = self.step, self.journal.best_step
+        """Saves a checkpoint and the adapter; rank 0 writes them."""
+        self.saved_step = self.step
+        self.saved_best = self.journal.best_step
         if not world.is_first():
             return
         state = self.state()
@@ -307,127 +365,162 @@ class Run:
 
 
 class GrpoRun(Run):
-    """A GRPO run: the task, its prompts, the judges and the teacher besides."""
+    """A GRPO run. It adds the task, its prompts, the judges and the teacher."""
 
     def __init__(self, config: Config, run_dir: Path):
-        with alive.show_activity("reading the data"):
-            begun = world.on_rank0(lambda: tasks.read_held_out(run_dir))
-            self.task = tasks.make_task(
-                config, begun=begun
-            )  # first: it takes no model to find what is wrong
-        from problems import audit
-
-        if not self.task.train and self.task.problems is None:
-            raise ValueError(
-                f"--task {self.task.name} has nothing to train on; it is for evaluate.py"
-            )
-        with alive.show_activity("trying the rewards"):
-            surprises = world.on_rank0(
-                lambda: list(audit.first_surprises(self.task, config.data.reward_gate))
-            )
+        # the task comes first: most mistakes of a user show without a model
+        self.task = self._make_task(config, run_dir)
+        surprises = self._try_rewards(config)
         self.custom = objectives.load_custom_objective(config)
-        self.shared_messages, _ = chat_template.shared_opening(
-            self.task.train or self.task.held_out
-        )
-        for line in (*self.task.notes, *surprises):
-            print_line(line)
+        examples = self.task.train or self.task.held_out
+        self.shared_messages, _ = chat_template.shared_opening(examples)
+        print_lines([*self.task.notes, *surprises])
+
         super().__init__(config, run_dir)
-        self.toolbox = episodes.make_toolbox(
+        self.toolbox = make_toolbox(
             config, self.task.tools, self.task.environments, self.tokenizer, self.model.config
         )
         self.sources |= digest_sources(config, self.task)
-        if (
-            self.toolbox and self.task.environments
-        ):  # one of each is made and reset, before a directory is
-            examples = self.task.train or self.task.held_out
-            some = {self.toolbox.environment_of(example): example for example in reversed(examples)}
-            rows = [example for example in some.values() for _ in range(2)]
-            episodes.Episodes(self.toolbox, rows, [row // 2 for row in range(len(rows))], "trial")
-        graded = self.task.rubric is not None or (
-            self.task.witness is not None and config.evaluation.every > 0
-        )
-        is_asked = (
-            config.objective.beta
-            or (graded and config.judges_itself)
-            or config.objective.teacher == "self"
-        )
-        if is_asked and not config.model.lora_rank:  # else disabling adapters restores it
-            self.base = gwen.load(config.model.name, end_tokens=config.sampling.end_tokens)[0]
-        # problems are made as the run goes on; those held out stand in for their lengths
-        self.prompt_ids = self._render(self.task.train or self.task.held_out)
+        self._try_environments(examples)
+        if self._needs_second_model():
+            end_tokens = config.sampling.end_tokens
+            self.base, _ = gwen.load(config.model.name, end_tokens=end_tokens)
+
+        # made-up problems come as the run goes on; the held-out ones stand in for their lengths
+        self.prompt_ids = self._render_prompts(examples)
         self.prompts = draws.EpochPrompts(config, self.task.train, self.prompt_ids)
         if self.task.problems is not None:
-            self.prompts = draws.EndlessPrompts(config, self.task.problems, self._render)
-        held_out = (
-            spread_evenly(self.task.held_out, config.evaluation.limit)
-            if config.evaluation.every
-            else []
-        )
-        self._render(held_out, "held-out prompt")  # only to refuse what is too long
-        for line in (
-            *warn_of_few_held_out(len(held_out), config.to_flags()),
-            *tasks.warn_of_contamination(config, self.task.train, held_out),
-        ):
-            print_line(line)
-        criteria = self.task.rubric, self.task.witness if held_out else None
+            self.prompts = draws.EndlessPrompts(config, self.task.problems, self._render_prompts)
+        held_out: list[Example] = []
+        if config.evaluation.every:
+            held_out = spread_evenly(self.task.held_out, config.evaluation.limit)
+        self._render_prompts(held_out, "held-out prompt")  # only to refuse what is too long
+        print_lines(warn_of_held_out(config, self.task.train, held_out))
+
+        witness_rubric = self.task.witness if held_out else None
         self.judge, self.witness = judge.make_graders(
-            config, *criteria, self.base or self.model, self.tokenizer
+            config, self.task.rubric, witness_rubric, self.base or self.model, self.tokenizer
         )
-        lengths = [len(ids) for ids in self.prompt_ids]
-        if self.toolbox:  # what follows a prompt is more than what the model writes
-            config = config.with_settings(max_tokens=self.toolbox.context - max(lengths))
-        self.longest = max(lengths) + config.sampling.max_tokens
-        most_rows = max(config.sampling.batch * config.sampling.groups, len(held_out))
-        self.choose_sizes(config, lengths, next(filter(None, criteria), None), most_rows)
+
+        prompt_lengths = [len(ids) for ids in self.prompt_ids]
+        longest_prompt = max(prompt_lengths)
+        response_length = config.sampling.max_tokens
+        if self.toolbox:  # tools and environments add tokens to those that the model writes
+            response_length = self.toolbox.context - longest_prompt
+        self.longest = longest_prompt + response_length
+        num_rollout_rows = config.sampling.batch * config.sampling.groups
+        self.choose_sizes(
+            prompt_lengths,
+            rubric=self.task.rubric or witness_rubric,
+            most_rows=max(num_rollout_rows, len(held_out)),
+            response_length=response_length,
+        )
         self.batch_size = BatchSize(self.sizes.rollout_batch_size)
         if config.objective.teacher:
-            from step.teacher import Teacher
-
-            self.teacher = Teacher(
-                self.config, self.model, self.tokenizer, self.base, self.sizes.train_token_budget
-            )
-            self.teacher.check_prompts(self.task.train or self.task.held_out, self.prompt_ids)
-            if config.objective.teacher != "self":
-                self.sources["teacher model"] = checkpoint.digest_of_model(self.teacher.model)
+            self._add_teacher(examples)
         self.end_step()
 
-    def _render(self, examples: list[Example], kind: str = "training prompt") -> list[list[int]]:
-        """The ids of prompts, as evaluations render them; of conversations with tools, of what these begin with."""
-        params = evaluate.EvalParams.from_config(self.config, toolbox=self.toolbox)
-        bar = alive.Bar(examples, desc=f"{kind}s")
-        return params.render_prompts(
-            self.tokenizer, self.model.config.max_position_embeddings, bar, kind
+    def _make_task(self, config: Config, run_dir: Path) -> tasks.Task:
+        """The task. Raises ValueError if it has nothing to train on."""
+        with alive.show_activity("reading the data"):
+            held_out_before = world.on_rank0(lambda: tasks.read_held_out(run_dir))
+            task = tasks.make_task(config, held_out_keys=held_out_before)
+        if not task.train and task.problems is None:
+            raise ValueError(f"--task {task.name} has nothing to train on; it is for evaluate.py")
+        return task
+
+    def _try_rewards(self, config: Config) -> list[str]:
+        """Calls the rewards on made-up completions. Returns a line for each surprise."""
+        from problems import audit
+
+        def find_surprises() -> list[str]:
+            return list(audit.first_surprises(self.task, config.data.reward_gate))
+
+        with alive.show_activity("trying the rewards"):
+            return world.on_rank0(find_surprises)
+
+    def _try_environments(self, examples: list[Example]) -> None:
+        """Makes and resets two of each environment, so that mistakes show before a directory."""
+        if not self.toolbox or not self.task.environments:
+            return
+        first_examples = {}
+        for example in reversed(examples):
+            first_examples[self.toolbox.environment_name(example)] = example
+        rows = [example for example in first_examples.values() for _ in range(2)]
+        groups = [row // 2 for row in range(len(rows))]
+        episodes.Episodes(self.toolbox, rows, groups, "trial")
+
+    def _needs_second_model(self) -> bool:
+        """Whether the model before training is needed, and disabling adapters does not give it."""
+        config = self.config
+        if config.model.lora_rank:
+            return False
+        uses_witness = self.task.witness is not None and config.evaluation.every > 0
+        has_grader = self.task.rubric is not None or uses_witness
+        judges_itself = has_grader and config.judges_itself
+        teaches_itself = config.objective.teacher == "self"
+        return bool(config.objective.beta or judges_itself or teaches_itself)
+
+    def _add_teacher(self, examples: list[Example]) -> None:
+        """Loads the teacher. Raises ValueError if it does not fit the student or the prompts."""
+        from step.teacher import Teacher
+
+        self.teacher = Teacher(
+            self.config, self.model, self.tokenizer, self.base, self.sizes.train_token_budget
         )
+        self.teacher.check_prompts(examples, self.prompt_ids)
+        if self.config.objective.teacher != "self":
+            self.sources["teacher model"] = checkpoint.digest_of_model(self.teacher.model)
+
+    def _render_prompts(
+        self, examples: list[Example], kind: str = "training prompt"
+    ) -> list[list[int]]:
+        """
+        The ids of prompts, rendered as in evaluations.
+
+        Of a conversation with tools, the ids of its beginning.
+        """
+        params = evaluate.EvalParams.from_config(self.config, toolbox=self.toolbox)
+        context = self.model.config.max_position_embeddings
+        bar = alive.Bar(examples, desc=f"{kind}s")
+        return params.render_prompts(self.tokenizer, context, bar, kind)
 
     def open(self) -> None:
         super().open()
         if world.is_first() and self.config.data.path:
             tasks.write_held_out(self.dir, self.task.held_out)
-        if keeper := self.judge or self.witness:  # they share what they know
-            keeper.load_scores(
-                world.on_rank0(self.journal.judge_scores.read)
-            )  # their recorded scores
-        for name, grader in {"unreadable": self.judge, "unreadable witness": self.witness}.items():
-            if grader is not None:
-                grader.warn = functools.partial(self._warn_of, name)
-                if grader.is_paid:  # write at once: the step may never finish
-                    grader.on_score = lambda: self.journal.write_scores(self.step, keeper)
+
+        grader_with_scores = self.judge or self.witness  # both share one cache of scores
+        if grader_with_scores:
+            recorded_scores = world.on_rank0(self.journal.judge_scores.read)
+            grader_with_scores.load_scores(recorded_scores)
+        graders = {"unreadable": self.judge, "unreadable witness": self.witness}
+        for name, grader in graders.items():
+            if grader is None:
+                continue
+            grader.warn = functools.partial(self._warn_of, name)
+            if grader.is_paid:  # write at once: the step may never finish
+                grader.on_score = lambda: self.journal.write_scores(self.step, grader_with_scores)
 
     def _warn_of(self, name: str, text: str) -> None:
         self.journal.warn_once(self.step, health.Finding(name, text))
 
     def evaluate(self) -> None:
-        """Evaluates the held-out problems and logs the result."""
+        """Evaluates the held-out problems, and logs the result."""
         params = evaluate.EvalParams.from_config(
             self.config, batch_size=self.batch_size, toolbox=self.toolbox
         )
+        has_adapters = bool(self.config.model.lora_rank)
+        reference = self.base
+        if reference is None and has_adapters:
+            reference = self.model
         record, answers = evaluate.evaluate(
             functools.partial(evaluate.answer_both, self.model, self.tokenizer),
             self.task,
             params,
             grader=self.judge if self.task.verifier is None else None,
             witness=self.witness,
-            reference=self.base or (self.model if self.config.model.lora_rank else None),
+            reference=reference,
         )
         self.journal.write_evaluation(self.step, record, answers)
         self.journal.write_scores(self.step, self.judge or self.witness)
@@ -438,64 +531,69 @@ class GrpoRun(Run):
         super().end_step()
 
     def checkpoint_extra(self) -> dict[str, Any]:
-        return super().checkpoint_extra() | {
-            "rollout_batch_size": self.batch_size.rows,
-            "prompts": self.prompts.state,
-        }
+        extra = super().checkpoint_extra()
+        extra["rollout_batch_size"] = self.batch_size.rows
+        extra["prompts"] = self.prompts.state
+        return extra
 
     def restore(self, state: checkpoint.State) -> None:
         extra = state.extra
         super().restore(state)
         self.batch_size.rows = min(self.batch_size.rows, extra["rollout_batch_size"])
-        name = self.config.data.path or "task's examples"
-        if extra["sources"].get(name) == self.sources[name]:  # else: see --allow-changes
+        examples_name = self.config.data.path or "task's examples"
+        # with --allow-changes the examples may be others, and then they start anew
+        if extra["sources"].get(examples_name) == self.sources[examples_name]:
             self.prompts.load_state(extra["prompts"])
 
 
 class SftRun(Run):
-    """A run of supervised fine-tuning: the conversations besides."""
+    """A run of supervised fine-tuning. It adds the conversations."""
 
     def __init__(self, config: Config, run_dir: Path):
         from problems import chats
 
         path = config.data.path
-        begun = world.on_rank0(lambda: tasks.read_held_out(run_dir))
-        train, held_out, notes = chats.load_chats(path, config.data.columns, begun)
-        for line in notes:
-            print_line(line)
-        if config.evaluation.every and not held_out:
+        held_out_before = world.on_rank0(lambda: tasks.read_held_out(run_dir))
+        train, all_held_out, notes = chats.load_chats(path, config.data.columns, held_out_before)
+        print_lines(notes)
+        if config.evaluation.every and not all_held_out:
             raise ValueError(
                 f"--data {path} holds out no conversation; add some or set --eval-every 0"
             )
-        self.shared_messages, _ = chat_template.shared_opening(train or held_out)
+        self.shared_messages, _ = chat_template.shared_opening(train or all_held_out)
+
         super().__init__(config, run_dir)
-        self.sources[path] = checkpoint.digest_of(*train, "held out", *held_out)
-        self.all_held_out = held_out
-        how = self.tokenizer, self.model.config, config.sampling.thinking
-        self.train = chats.render_conversations(train, "training", *how)
-        held_out = (
-            spread_evenly(held_out, config.evaluation.limit) if config.evaluation.every else []
+        self.sources[path] = checkpoint.digest_of(*train, "held out", *all_held_out)
+        self.all_held_out = all_held_out
+        held_out = []
+        if config.evaluation.every:
+            held_out = spread_evenly(all_held_out, config.evaluation.limit)
+        thinking = config.sampling.thinking
+        self.train = chats.render_conversations(
+            train, "training", self.tokenizer, self.model.config, thinking
         )
-        self.held_out = chats.render_conversations(held_out, "held-out", *how)
-        for line in (
-            *warn_of_few_held_out(len(held_out), config.to_flags()),
-            *tasks.warn_of_contamination(config, train, held_out),
-        ):
-            print_line(line)
-        self.longest = max(len(row.ids) for rows in self.train + self.held_out for row in rows)
-        self.choose_sizes(config, [sum(len(row.ids) for row in rows) for rows in self.train])
+        self.held_out = chats.render_conversations(
+            held_out, "held-out", self.tokenizer, self.model.config, thinking
+        )
+        print_lines(warn_of_held_out(config, train, held_out))
+
+        conversations = self.train + self.held_out
+        self.longest = max(len(row.ids) for rows in conversations for row in rows)
+        lengths = []
+        for rows in self.train:
+            lengths.append(sum(len(row.ids) for row in rows))
+        self.choose_sizes(lengths)
         self.end_step()
 
     def replies(self) -> list[Sample]:
         """The samples of the next step's conversations, each a group."""
-        chosen = draws.epoch_indices(
-            len(self.train), self.config.sampling.batch, self.step, self.config.sampling.seed
-        )
-        return [
-            sample_of_reply(*row, group)
-            for group, index in enumerate(chosen)
-            for row in self.train[index]
-        ]
+        settings = self.config.sampling
+        indices = draws.epoch_indices(len(self.train), settings.batch, self.step, settings.seed)
+        samples = []
+        for group, index in enumerate(indices):
+            for row in self.train[index]:
+                samples.append(sample_of_reply(*row, group))
+        return samples
 
     def open(self) -> None:
         super().open()
@@ -503,6 +601,7 @@ class SftRun(Run):
             tasks.write_held_out(self.dir, self.all_held_out)
 
     def evaluate(self) -> None:
+        """Measures the loss on the held-out replies, and logs it."""
         record = evaluate.evaluate_replies(
             self.model, self.learner.loss, self.held_out, self.sizes.train_token_budget
         )
@@ -510,26 +609,46 @@ class SftRun(Run):
 
 
 def make_run(config: Config, run_dir: Path) -> GrpoRun | SftRun:
-    return (SftRun if config.objective.loss_type == "sft" else GrpoRun)(config, run_dir)
+    """The run that the settings ask for."""
+    if config.objective.loss_type == "sft":
+        return SftRun(config, run_dir)
+    return GrpoRun(config, run_dir)
+
+
+def print_lines(lines: list[str]) -> None:
+    for line in lines:
+        print_line(line)
+
+
+def warn_of_held_out(config: Config, train: list[Any], held_out: list[Any]) -> list[str]:
+    """Lines if few problems are held out, or if some of them are trained on."""
+    too_few = warn_of_few_held_out(len(held_out), config.to_flags())
+    return [*too_few, *tasks.warn_of_contamination(config, train, held_out)]
 
 
 def digest_sources(config: Config, task: tasks.Task) -> dict[str, str]:
-    """Of the examples, and of the files that reward, judge and teach: what a resumed run compares."""
+    """
+    Digests of the examples, and of the files that reward, judge and teach, by name.
+
+    A resumed run compares them.
+    """
+    objective = config.objective
     environments = [part.rpartition("=")[2] for part in config.tools.env.split(",")]
     specs = [config.data.verifier, *config.data.reward, *config.tools.tools, *environments]
-    specs += [config.objective.loss_type, config.objective.advantage]
-    names = [
-        *map(functions.file_of, specs),
-        config.objective.teacher_prompt,
-        task.rubric,
-        task.witness,
-    ]
-    files = [Path(name) for name in names if name]
-    found = {str(file): checkpoint.digest_of(file.read_bytes()) for file in files if file.is_file()}
-    found |= {
-        spec: checkpoint.digest_of(text) for spec in specs if (text := functions.source_of(spec))
-    }
-    examples = checkpoint.digest_of(
-        task.problems and task.problems.mix, *task.train, "held out", *task.held_out
-    )
-    return found | {config.data.path or "task's examples": examples}
+    specs += [objective.loss_type, objective.advantage]
+
+    digests = {}
+    function_files = [functions.file_of(spec) for spec in specs]
+    for name in [*function_files, objective.teacher_prompt, task.rubric, task.witness]:
+        if name and Path(name).is_file():
+            file = Path(name)
+            digests[str(file)] = checkpoint.digest_of(file.read_bytes())
+    for spec in specs:  # functions of a program, which have no file
+        text = functions.source_of(spec)
+        if text:
+            digests[spec] = checkpoint.digest_of(text)
+
+    mix = task.problems and task.problems.mix
+    examples_name = config.data.path or "task's examples"
+    digests[examples_name] = checkpoint.digest_of(mix, *task.train, "held out", *task.held_out)
+    return digests

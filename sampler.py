@@ -1,16 +1,22 @@
 """
-Rollouts: prompts in, sampled completions and log-probabilities out. `uv run sampler.py --prompt "Hi"` shows one.
+Rollouts: takes prompts, returns sampled completions and their log-probabilities.
 
-Each distinct prompt is prefilled once. The rows that continue it share or copy its cache and are decoded together. A
-rollout has the drawn ids, their float32 log-probabilities under the sampling distribution, and a mask that includes the
-end token. Randomness depends only on (key, row, position): a completion does not depend on the rows decoded with it,
-and a row lost when memory ran out is drawn again unchanged. `problems/chat_template.py` renders prompts to ids.
-Where a completion has turns, an end token ends one of them, and what the row is told before the next is prefilled.
+Each distinct prompt is prefilled once. The rows that continue it share or copy its cache, and all
+rows are decoded together. A rollout holds the sampled ids, their float32 log-probabilities under
+the sampling distribution, and a mask that includes the end token.
+
+Randomness depends only on (key, row, position). So a completion does not depend on the rows that
+are decoded with it, and a row that was lost when memory ran out is sampled again unchanged.
+
+In a completion with turns, an end token ends one turn. The reply that the row gets is prefilled
+before its next turn (layers/turns.py). This file leaves out how prompts become ids
+(problems/chat_template.py) and the command that shows completions (chat.py).
 
 Axes: N rows, prompt-major; T completion positions; V vocabulary.
 """
 
 import itertools
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -29,43 +35,47 @@ from machine import alive, gpu, memory
 if TYPE_CHECKING:
     from problems.episodes import Episodes
 
-LOOK_EVERY = 4  # positions between two checks for rows that have ended; a check costs one wait
+LOOK_EVERY = 4  # steps between two checks for ended rows; a check costs one wait
+
+
+# ---- what goes in and what comes out
 
 
 class Stop(NamedTuple):
-    """Texts that end a completion, at the token that completes one."""
+    """Stop texts. A completion ends at the token that completes one of them."""
 
     texts: Sequence[str]
     tokenizer: Any
 
     def find_end(self, ids: list[int], start: int) -> int | None:
-        """How many of the ids, more than `start`, it takes to complete a text; None if they hold none."""
-        # A token has at least one byte. Four more hold a character in parts, or a space that decoders strip.
-        width = max(len(text.encode()) for text in self.texts) + 4
-        if not self._in(ids[max(start + 1 - width, 0) :]):
-            return None
-        return next(
-            (
-                end
-                for end in range(start + 1, len(ids) + 1)
-                if self._in(ids[max(end - width, 0) : end])
-            ),
-            None,
-        )
+        """
+        The number of ids, more than `start`, that completes the first stop text.
 
-    def _in(self, ids: list[int]) -> bool:
+        None if no stop text ends beyond the first `start` ids.
+        """
+        # A token has at least one byte. The 4 more cover a character that is split between tokens,
+        # and a space that decoders strip.
+        width = max(len(text.encode()) for text in self.texts) + 4
+        if not self._occurs_in(ids[max(start + 1 - width, 0) :]):
+            return None
+        for end in range(start + 1, len(ids) + 1):
+            if self._occurs_in(ids[max(end - width, 0) : end]):
+                return end
+        return None
+
+    def _occurs_in(self, ids: list[int]) -> bool:
         decoded = self.tokenizer.decode(ids)
         return any(text in decoded for text in self.texts)
 
     def trim(self, text: str) -> str:
-        """A text up to where the first of these begins."""
-        return text[
-            : min((place for one in self.texts if (place := text.find(one)) >= 0), default=None)
-        ]
+        """The text before the first stop text in it."""
+        positions = [text.find(stop_text) for stop_text in self.texts]
+        end = min((position for position in positions if position >= 0), default=None)
+        return text[:end]
 
 
 class SamplingParams(NamedTuple):
-    """How to draw and end completions. Top-p, top-k and min-p are off at 1, 0 and 0."""
+    """How to sample and end completions. Top-p, top-k and min-p are off at 1, 0 and 0."""
 
     max_tokens: int | Sequence[int] = 256  # of all completions, or one limit per row
     temperature: float = 1.0  # 0 is greedy
@@ -75,23 +85,22 @@ class SamplingParams(NamedTuple):
     eos_ids: Sequence[int] = ()  # each ends a completion
     pad_id: int = 0
     entropy: bool = False  # record the entropy of each token's distribution
-    stop: Stop | None = None  # where rows have no turns
+    stop: Stop | None = None  # for rows without turns
 
     @property
     def support(self) -> softmax.Support | None:
-        """The restriction of the distribution; None if every token may be drawn."""
+        """The restriction of the distribution; None if every token may be sampled."""
         return softmax.Support.from_settings(self.top_p, self.top_k, self.min_p)
 
     def limits(self, num_rows: int) -> list[int]:
         """`max_tokens` of each row."""
-        limits = (
-            [self.max_tokens] * num_rows
-            if isinstance(self.max_tokens, int)
-            else list(self.max_tokens)
-        )
-        assert len(limits) == num_rows and min(limits) >= 1, (
-            f"max_tokens: {len(limits)} limits for {num_rows} rows"
-        )
+        if isinstance(self.max_tokens, int):
+            limits = [self.max_tokens] * num_rows
+        else:
+            limits = list(self.max_tokens)
+        has_each_row = len(limits) == num_rows
+        assert has_each_row, f"max_tokens: {len(limits)} limits for {num_rows} rows"
+        assert min(limits) >= 1, f"max_tokens: {min(limits)}"
         return limits
 
 
@@ -99,10 +108,10 @@ class RolloutStats(NamedTuple):
     """The cost of a rollout."""
 
     prefill_s: float  # wall-clock seconds
-    decode_s: float  # the rest
+    decode_s: float  # the remaining seconds
     cache_bytes: int  # of the largest cache
-    wait_s: float = 0.0  # waited for what rows are told
-    speeds: Sequence[float] = ()  # completion tokens a second of each machine, by rank
+    wait_s: float = 0.0  # seconds spent waiting for tools and environments
+    speeds: Sequence[float] = ()  # completion tokens per second of each rank
 
 
 class Rollout(NamedTuple):
@@ -111,178 +120,218 @@ class Rollout(NamedTuple):
     completion_ids: mx.array  # (N, T) int32, pad_id after the end
     logprobs: mx.array  # (N, T) float32 nats, 0 after the end
     mask: mx.array  # (N, T) float32, 1 up to and including the end token
-    finish_reasons: list[
-        str
-    ]  # "stop" at an end token or text, "length" at max_tokens; of turns see `layers.turns`
+    # "stop" at an end token or stop text, "length" at max_tokens; for turns see `layers.turns`
+    finish_reasons: list[str]
     stats: RolloutStats
-    entropy: mx.array | None = (
-        None  # (N, T) float32 nats, of each token's distribution, 0 after the end
-    )
-    sequences: list[list[int]] | None = (
-        None  # N, where rows have turns: all ids after the prompt, also what was told
-    )
-    places: list[list[int]] | None = None  # N, the place in its sequence of each of a row's tokens
+    # (N, T) float32 nats, of each token's distribution, 0 after the end
+    entropy: mx.array | None = None
+    # for rows with turns, N: all ids after the prompt, including the replies that the row got
+    sequences: list[list[int]] | None = None
+    # for rows with turns, N: the position in `sequences` of each sampled token
+    places: list[list[int]] | None = None
     stop: Stop | None = None  # of the sampling parameters
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each row, the end token included, (N,)."""
+        """The number of tokens of each row, including the end token, (N,)."""
         return np.array(self.mask).sum(-1).astype(int)
 
     @property
     def ids(self) -> list[list[int]]:
-        """The tokens of each row, the end token included."""
-        return [
-            ids[:length]
-            for ids, length in zip(
-                np.array(self.completion_ids).tolist(), self.lengths, strict=True
-            )
-        ]
+        """The tokens of each row, including the end token."""
+        rows = np.array(self.completion_ids).tolist()
+        return [ids[:length] for ids, length in zip(rows, self.lengths, strict=True)]
+
+
+# ---- one token
 
 
 def uniforms(key: int, rows: Sequence[int], num_positions: int) -> np.ndarray:
     """
     Four numbers in [0, 1) for each (row, position), (len(rows), num_positions, 4) float32.
 
-    A counter-based generator (Philox) with the row in its counter, so rows and positions are independent.
+    The generator (Philox) is counter-based and has the row in its counter, so rows and positions
+    are independent.
     Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11.
     """
-    streams = (
-        np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, row])) for row in rows
-    )
-    return np.stack([stream.random((num_positions, 4), dtype=np.float32) for stream in streams])
+    shape = (num_positions, 4)
+    values = []
+    for row in rows:
+        generator = np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, row]))
+        values.append(generator.random(shape, dtype=np.float32))
+    return np.stack(values)
 
 
 def choose_token(
     logits: mx.array, uniforms: mx.array, params: SamplingParams
 ) -> tuple[mx.array, mx.array, mx.array]:
     """
-    A token, its log-probability and the entropy of its distribution for each row of (N, V) logits.
+    Samples a token for each row of (N, V) logits.
 
-    Temperature 0 takes the likeliest token, with the other two at temperature 1. An unused entropy is never computed.
+    Returns the token, its log-probability and the entropy of its distribution, (N,) each. An unused
+    entropy is never computed. Temperature 0 takes the likeliest token; the other two values are
+    then those at temperature 1.
     """
-    temperature, support = params.temperature, params.support
+    temperature = params.temperature
     if temperature == 0:
         token = logits.argmax(-1)
-        return token.astype(mx.int32), *softmax.row_logprobs(logits, token)
+        logprob, entropy = softmax.row_logprobs(logits, token)
+        return token.astype(mx.int32), logprob, entropy
+
+    support = params.support
     if support:
-        logits = softmax.truncate_logits(logits.astype(mx.float32) / temperature, support)
+        scaled = logits.astype(mx.float32) / temperature
+        logits = softmax.truncate_logits(scaled, support)
         temperature = 1.0
     return softmax.sample_token(logits, uniforms, temperature)
+
+
+# ---- prompts
 
 
 @gpu.without_gradients()
 def prefill(model: gwen.Model, prompts: list[list[int]], pad_id: int) -> tuple[KVCache, mx.array]:
     """
-    The cache of a batch of right-aligned prompts, and the logits after each, (len(prompts), V).
+    Returns the cache of a batch of right-aligned prompts, and the logits after each prompt,
+    (len(prompts), V).
 
-    Computes `gpu.prefill_tokens()` positions at once, from left to right, so memory beside the cache does not grow with
-    the prompts. Raises ValueError if the logits are not finite, a sign of float16 overflow.
+    It computes `gpu.prefill_tokens()` positions at once, from left to right. So memory beside the
+    cache does not grow with the prompts.
+
+    Raises ValueError if the logits are not finite, a sign of float16 overflow.
     """
     length = max(len(prompt) for prompt in prompts)
     padding = [length - len(prompt) for prompt in prompts]
-    tokens = mx.array(
-        [[pad_id] * pad + prompt for pad, prompt in zip(padding, prompts, strict=True)]
-    )
+    padded = [[pad_id] * pad + prompt for pad, prompt in zip(padding, prompts, strict=True)]
+    tokens = mx.array(padded)
     cache = KVCache(model.config.layer_kinds, length, mx.array(padding) if any(padding) else None)
+
     num_columns = max(gpu.prefill_tokens() // len(prompts), 1)
     for begin in range(0, length - num_columns, num_columns):
         model.hidden(tokens[:, begin : begin + num_columns], cache)
         mx.eval(cache.arrays())  # wait: the next columns may use the memory of these
     logits = model.hidden(tokens[:, cache.length :], cache)[:, -1] @ model.head_weight.T
     mx.eval(logits, cache.arrays())
+
     if not mx.isfinite(logits).all().item():
         raise ValueError(
-            f"the first logits are not finite in {logits.dtype}; start again with GWEN_DTYPE=bfloat16"
+            f"the first logits are not finite in {logits.dtype}; "
+            "start again with GWEN_DTYPE=bfloat16"
         )
     return cache, logits
 
 
+# ---- decoding
+
+
 class NotFinite(ValueError):
-    """A drawn token has a log-probability that is not finite, for example after float16 overflow."""
+    """A sampled token's log-probability is not finite, for example after float16 overflow."""
 
     def __init__(self, row: int, position: int, dtype: mx.Dtype):
         super().__init__(
-            f"token {position + 1} of completion {row + 1} has a log-probability that is not finite in {dtype}; "
-            "start again with GWEN_DTYPE=bfloat16, or with float32"
+            f"token {position + 1} of completion {row + 1} has a log-probability that is not "
+            f"finite in {dtype}; start again with GWEN_DTYPE=bfloat16, or with float32"
         )
         self.row = row
 
 
 class DecodeState:
-    """A rollout's rows on the host: sampling parameters, drawn tokens, ended rows and the cost so far."""
+    """The rows of a rollout on the host: parameters, sampled tokens, ended rows, cost so far."""
 
     progress: alive.Bar | None = None
-    conversation: "Episodes | None" = None  # where rows have turns: what they are told
+    conversation: "Episodes | None" = None  # replies to the turns; None for rows without turns
 
     def __init__(
-        self, num_rows: int, params: SamplingParams, key: int, numbers: Sequence[int] | None = None
+        self,
+        num_rows: int,
+        params: SamplingParams,
+        key: int,
+        row_numbers: Sequence[int] | None = None,
     ):
-        """numbers: of the rows, for their random numbers; None: in order."""
-        self.params, self.key, self.numbers = params, key, numbers or range(num_rows)
-        self.most, self.eos_ids = (
-            np.array(params.limits(num_rows)),
-            np.array(params.eos_ids, np.int32),
-        )
-        self.limits = self.most.copy()  # tokens; in turns, where a row's context ends first
-        self.lengths = np.zeros(num_rows, int)  # tokens drawn
+        """row_numbers: the numbers that a row's random numbers depend on; None: from 0."""
+        self.params = params
+        self.key = key
+        self.row_numbers = row_numbers or range(num_rows)
+        self.eos_ids = np.array(params.eos_ids, np.int32)
+        self.max_tokens = np.array(params.limits(num_rows))
+        # tokens that a row may have; with turns, lower where the context ends first
+        self.limits = self.max_tokens.copy()
+        self.lengths = np.zeros(num_rows, int)  # sampled tokens
         self.ended = np.zeros(num_rows, bool)
-        self.stopped, self.searched = (
-            np.zeros(num_rows, bool),
-            np.zeros(num_rows, int),
-        )  # at a text; tokens looked at
-        shape = num_rows, self.limits.max()
+        self.at_stop_text = np.zeros(num_rows, bool)
+        self.num_searched = np.zeros(num_rows, int)  # tokens searched for a stop text
+
+        # values of each token: its id, its log-probability and, if requested, the entropy
+        shape = (num_rows, self.limits.max())
         self.ids = np.full(shape, params.pad_id, np.int32)
-        # of each token: id, log-probability and, if asked for, entropy
         self.columns = [self.ids, *np.zeros((1 + params.entropy, *shape), np.float32)]
-        self.prefill_s, self.cache_bytes = 0.0, 0  # for `RolloutStats`
-        # where rows have turns: all ids after the prompt, the places of own tokens in them, and why there are no more:
-        # "length": --max-tokens; "context"; or what the talk says
+
+        self.prefill_s = 0.0
+        self.cache_bytes = 0
+
+        # For rows with turns: all ids after the prompt, the positions in them of sampled tokens,
+        # and why the row ended: "length" at --max-tokens, "context", or a conversation's reason.
         self.sequences: list[list[int]] = [[] for _ in range(num_rows)]
         self.places: list[list[int]] = [[] for _ in range(num_rows)]
         self.reasons = [""] * num_rows
 
     def has_ended(self, rows: np.ndarray) -> np.ndarray:
-        """Whether the newest token of each of the rows is an end token, or completes a text that ends it."""
-        return (self.ids[rows, self.lengths[rows] - 1][:, None] == self.eos_ids).any(
-            -1
-        ) | self.stopped[rows]
+        """Whether each row's newest token is an end token or completes a stop text."""
+        newest_ids = self.ids[rows, self.lengths[rows] - 1]
+        is_end_token = (newest_ids[:, None] == self.eos_ids).any(-1)
+        return is_end_token | self.at_stop_text[rows]
 
     def is_over(self, row: int) -> bool:
-        return bool(self.reasons[row] if self.conversation else self.ended[row])
+        """Whether nothing more is sampled for a row."""
+        if self.conversation:
+            return bool(self.reasons[row])
+        return bool(self.ended[row])
+
+    def restart(self, rows: np.ndarray) -> None:
+        """Drops the tokens of an attempt that ran out of memory."""
+        self.lengths[rows] = 0
+        self.num_searched[rows] = 0
 
     def draw(self, logits: mx.array, uniforms: mx.array) -> tuple[mx.array, ...]:
-        """The values of `columns` for a token of each row."""
+        """Samples a token for each row; returns the values of `columns`."""
         return choose_token(logits, uniforms, self.params)[: len(self.columns)]
 
     def write(self, rows: np.ndarray, drawn: Sequence[mx.array]) -> None:
         """Adds a token to those of the rows that have not ended."""
-        values, going = [np.array(column) for column in drawn], ~self.ended[rows]  # wait
-        rows = rows[going]
-        for out, column in zip(self.columns, values, strict=True):
-            out[rows, self.lengths[rows]] = column[going]
+        values = [np.array(column) for column in drawn]  # wait
+        is_going = ~self.ended[rows]
+        rows = rows[is_going]
+        for column, row_values in zip(self.columns, values, strict=True):
+            column[rows, self.lengths[rows]] = row_values[is_going]
         self.lengths[rows] += 1
-        self.ended[rows] = self.has_ended(rows) | (self.lengths[rows] == self.limits[rows])
+        is_full = self.lengths[rows] == self.limits[rows]
+        self.ended[rows] = self.has_ended(rows) | is_full
 
     def cut_at_stop(self, rows: np.ndarray) -> None:
-        """Ends rows at the token that completes a stop text, though more were drawn."""
+        """Ends rows at the token that completes a stop text, and drops the tokens after it."""
         if self.params.stop is None:
             return
-        for row in rows[self.lengths[rows] > self.searched[rows]]:
-            if end := self.params.stop.find_end(
-                self.ids[row, : self.lengths[row]].tolist(), self.searched[row]
-            ):
-                self.lengths[row], self.stopped[row], self.ended[row] = end, True, True
-            self.searched[row] = self.lengths[row]
+        for row in rows[self.lengths[rows] > self.num_searched[rows]]:
+            ids = self.ids[row, : self.lengths[row]].tolist()
+            end = self.params.stop.find_end(ids, self.num_searched[row])
+            if end:
+                self.lengths[row] = end
+                self.at_stop_text[row] = True
+                self.ended[row] = True
+            self.num_searched[row] = self.lengths[row]
 
     def show_progress(self) -> None:
-        if self.progress is not None:
-            num_over = sum(map(bool, self.reasons)) if self.conversation else int(self.ended.sum())
-            self.progress.show(num_over, self.lengths.sum(), "tok")
+        if self.progress is None:
+            return
+        num_over = int(self.ended.sum())
+        if self.conversation:
+            num_over = sum(map(bool, self.reasons))
+        self.progress.show(num_over, self.lengths.sum(), "tok")
 
     def uniforms(self, rows: Sequence[int]) -> np.ndarray:
         """The random numbers of rows, (len(rows), tokens, 4)."""
-        return uniforms(self.key, [self.numbers[row] for row in rows], self.most[list(rows)].max())
+        row_numbers = [self.row_numbers[row] for row in rows]
+        return uniforms(self.key, row_numbers, self.max_tokens[list(rows)].max())
 
 
 @gpu.without_gradients()
@@ -291,46 +340,52 @@ def decode(
     cache: SlotCache,
     prompt_logits: mx.array,
     prompt_of: dict[int, int],
-    record: DecodeState,
+    state: DecodeState,
 ) -> None:
     """
-    Samples rows in the slots of a cache; when a slot's row has ended, the slot takes the next row.
+    Samples rows in the slots of a cache. When a slot's row has ended, the slot takes the next row.
 
-    prompt_of: rows in the order in which they begin, each with the index of its prompt in the prefilled batch.
-    Queues step t + 1 before it reads anything of step t. It waits only every LOOK_EVERY steps, to read all draws but
-    the newest.
+    prompt_of: the rows in the order in which they begin, each with the index of its prompt in the
+    prefilled batch.
+
+    It queues step t + 1 before it reads anything of step t. It waits only every LOOK_EVERY steps,
+    to read all sampled tokens but the newest.
     """
-    rows, prompts = np.array(list(prompt_of)), np.array(list(prompt_of.values()))
-    record.lengths[rows] = record.searched[rows] = (
-        0  # drop the draws of an attempt that ran out of memory
-    )
-    table = record.uniforms(rows.tolist())
-    slots = np.arange(cache.num_slots)  # index in `rows` of the row that each slot samples
-    num_begun, forward = len(slots), gwen.decode_step(model)
+    rows = np.array(list(prompt_of))
+    prompts = np.array(list(prompt_of.values()))
+    state.restart(rows)
+    numbers = state.uniforms(rows.tolist())
+    slots = np.arange(cache.num_slots)  # the index in `rows` of the row that each slot samples
+    num_begun = len(slots)
+    forward = gwen.decode_step(model)
     cache.assign(prompts[slots].tolist())
     logits = prompt_logits[mx.array(prompts[slots])]
-    queued: list[
-        tuple[np.ndarray, tuple[mx.array, ...]]
-    ] = []  # rows and draws of each step that was not read yet
+    # rows and sampled values of each step that was not read yet
+    queued: list[tuple[np.ndarray, tuple[mx.array, ...]]] = []
+
     for step in itertools.count():
-        np.minimum(
-            cache.lengths, table.shape[1] - 1, out=cache.lengths
-        )  # an ended row runs on until its end is read
-        drawn = record.draw(logits, mx.array(table[slots, cache.lengths]))
+        # an ended row runs on until its end is read
+        np.minimum(cache.lengths, numbers.shape[1] - 1, out=cache.lengths)
+        drawn = state.draw(logits, mx.array(numbers[slots, cache.lengths]))
         queued.append((rows[slots], drawn))
-        if num_begun == len(rows) and (cache.lengths + 1 >= record.limits[rows[slots]]).all():
+        is_last_step = (cache.lengths + 1 >= state.limits[rows[slots]]).all()
+        if num_begun == len(rows) and is_last_step:
             break
+
         cache.plan_writes()
         logits = forward(drawn[0][:, None], cache)[:, -1] @ model.head_weight.T
         mx.async_eval(drawn, logits)
         if step % LOOK_EVERY < LOOK_EVERY - 1:
             continue
+
         while len(queued) > 1:
-            record.write(*queued.pop(0))  # wait
-        record.cut_at_stop(rows)
-        record.show_progress()
-        ended = record.ended[rows[slots]]
-        idle, num_waiting = np.flatnonzero(ended), len(rows) - num_begun
+            state.write(*queued.pop(0))  # wait
+        state.cut_at_stop(rows)
+        state.show_progress()
+
+        ended = state.ended[rows[slots]]
+        idle = np.flatnonzero(ended)
+        num_waiting = len(rows) - num_begun
         if num_waiting and len(idle) >= REFILL * len(slots):
             idle = idle[:num_waiting]
             slots[idle] = np.arange(num_begun, num_begun + len(idle))
@@ -338,119 +393,151 @@ def decode(
             cache.assign(prompts[slots].tolist(), idle.tolist())
             logits[mx.array(idle)] = prompt_logits[mx.array(prompts[slots[idle]])]
         elif not num_waiting and len(idle) >= SHRINK * len(slots):
-            kept = np.flatnonzero(~ended)
-            if not len(kept):
+            busy = np.flatnonzero(~ended)
+            if not len(busy):
                 break
-            cache.select_slots(kept.tolist())
-            slots, logits = slots[kept], logits[mx.array(kept)]
+            cache.select_slots(busy.tolist())
+            slots = slots[busy]
+            logits = logits[mx.array(busy)]
+
     for step_rows, drawn in queued:
-        record.write(step_rows, drawn)
-    record.cut_at_stop(rows)
-    record.show_progress()
+        state.write(step_rows, drawn)
+    state.cut_at_stop(rows)
+    state.show_progress()
     mx.synchronize()  # wait: a queued step holds the cache
 
 
 def continue_greedily(
     model: gwen.Model, past: KVCache, logits: mx.array, limit: int, ends: Sequence[int]
 ) -> list[list[int]]:
-    """Greedy continuations of a cache's rows, from first logits (N, V), up to the first id in `ends` or `limit` ids."""
+    """
+    Continues the rows of a cache greedily, up to the first id in `ends` or to `limit` ids.
+
+    logits: (N, V), of the first token of each row.
+    """
     num_rows = len(logits)
-    record = DecodeState(num_rows, SamplingParams(limit, 0.0, eos_ids=ends), key=0)
+    params = SamplingParams(limit, 0.0, eos_ids=ends)
+    state = DecodeState(num_rows, params, key=0)
     cache = SlotCache(past, num_rows, limit, attention.can_read_in_place(logits.dtype))
-    decode(model, cache, logits, {row: row for row in range(num_rows)}, record)
-    return [ids[:length] for ids, length in zip(record.ids.tolist(), record.lengths, strict=True)]
+    decode(model, cache, logits, {row: row for row in range(num_rows)}, state)
+    rows = zip(state.ids.tolist(), state.lengths, strict=True)
+    return [ids[:length] for ids, length in rows]
+
+
+# ---- batches of rows that fit into memory
 
 
 RowsOf = dict[tuple[int, ...], list[int]]  # a distinct prompt -> the rows that continue it
 
 
 def sample_batch(
-    model: gwen.Model, rows_of: RowsOf, record: DecodeState, batch_size: int, share: bool | None
+    model: gwen.Model,
+    rows_of: RowsOf,
+    state: DecodeState,
+    batch_size: int,
+    share_prefix: bool | None,
 ) -> None:
     """Prefills prompts and samples their rows. Its memory is free afterwards, also on failure."""
     begin = time.perf_counter()
-    prompt_cache, prompt_logits = prefill(
-        model, [list(prompt) for prompt in rows_of], record.params.pad_id
-    )
-    record.prefill_s += time.perf_counter() - begin
-    prompt_of = {row: place for place, rows in enumerate(rows_of.values()) for row in rows}
-    if share is None:
-        share = attention.should_share_prefix(
-            len(prompt_of), list(map(len, rows_of)), batch_size, prompt_logits.dtype
-        )
-    width = 0 if record.conversation else int(record.limits[list(prompt_of)].max())
-    cache = SlotCache(prompt_cache, min(batch_size, len(prompt_of)), width, share)
-    if record.conversation:
-        from layers.turns import TurnScheduler  # here: rows without turns do without it
+    prompts = [list(prompt) for prompt in rows_of]
+    prompt_cache, prompt_logits = prefill(model, prompts, state.params.pad_id)
+    state.prefill_s += time.perf_counter() - begin
 
-        TurnScheduler(
-            record, model, gwen.decode_step(model), cache, prompt_logits, rows_of
-        ).decode()
+    prompt_of = {row: index for index, rows in enumerate(rows_of.values()) for row in rows}
+    num_rows = len(prompt_of)
+    if share_prefix is None:
+        lengths = [len(prompt) for prompt in prompts]
+        share_prefix = attention.should_share_prefix(
+            num_rows, lengths, batch_size, prompt_logits.dtype
+        )
+    width = 0 if state.conversation else int(state.limits[list(prompt_of)].max())
+    cache = SlotCache(prompt_cache, min(batch_size, num_rows), width, share_prefix)
+    if state.conversation:
+        from layers.turns import TurnScheduler  # here: rows without turns do not need it
+
+        forward = gwen.decode_step(model)
+        scheduler = TurnScheduler(state, model, forward, cache, prompt_logits, rows_of)
+        scheduler.decode()
     else:
-        decode(model, cache, prompt_logits, prompt_of, record)
-    record.cache_bytes = max(record.cache_bytes, cache.most_bytes)
+        decode(model, cache, prompt_logits, prompt_of, state)
+    state.cache_bytes = max(state.cache_bytes, cache.most_bytes)
+
+
+def select_unfinished(rows_of: RowsOf, state: DecodeState) -> RowsOf:
+    """The rows that are not over, by their prompt."""
+    unfinished = {}
+    for prompt, rows in rows_of.items():
+        unfinished_rows = [row for row in rows if not state.is_over(row)]
+        if unfinished_rows:
+            unfinished[prompt] = unfinished_rows
+    return unfinished
 
 
 def sample_with_retries(
     model: gwen.Model,
     rows_of: RowsOf,
-    record: DecodeState,
+    state: DecodeState,
     size: memory.BatchSize,
-    share: bool | None,
+    share_prefix: bool | None,
 ) -> None:
-    """Samples prompts' rows in batches, again where memory ran out. ValueError if it is too small for one row."""
-    of_one = -(-sum(map(len, rows_of.values())) // len(rows_of))  # rows of a prompt, on average
-    while left := {
-        p: rest
-        for p, rows in rows_of.items()
-        if (rest := [r for r in rows if not record.is_over(r)])
-    }:
+    """
+    Samples the rows of all prompts in batches, and again in smaller ones if memory ran out.
+
+    Raises ValueError if memory is too small for one row.
+    """
+    num_rows = sum(len(rows) for rows in rows_of.values())
+    rows_per_prompt = -(-num_rows // len(rows_of))  # on average, rounded up
+    while unfinished := select_unfinished(rows_of, state):
         # enough prompts for two rows per slot: slots stay busy, and memory stays bounded
-        most_prompts = max((2 if size.rows > 1 else 1) * size.rows // of_one, 1)
-        num_prompts = len(left) // -(-len(left) // most_prompts)  # batches of about one size
-        batch = dict(itertools.islice(left.items(), num_prompts))
-        rows = [row for rows in batch.values() for row in rows]
-        if memory.try_within_memory(sample_batch, model, batch, record, size.rows, share):
-            assert all(map(record.is_over, rows)), f"some of {len(rows)} rows did not end"
-        if all(map(record.is_over, rows)):
+        rows_at_once = (2 if size.rows > 1 else 1) * size.rows
+        most_prompts = max(rows_at_once // rows_per_prompt, 1)
+        num_batches = -(-len(unfinished) // most_prompts)
+        num_prompts = len(unfinished) // num_batches  # batches of about the same size
+        batch = dict(itertools.islice(unfinished.items(), num_prompts))
+        rows = list(itertools.chain(*batch.values()))
+
+        if memory.try_within_memory(sample_batch, model, batch, state, size.rows, share_prefix):
+            assert all(map(state.is_over, rows)), f"some of {len(rows)} rows did not end"
+        if all(map(state.is_over, rows)):
             continue
         if min(size.rows, len(rows)) == 1:
-            length = max(map(len, batch)) + record.limits.max()
-            fix = "free some, or start again with a lower --max-tokens"
-            raise ValueError(f"memory does not suffice for one row of {length} tokens; {fix}")
+            length = max(map(len, batch)) + state.limits.max()
+            raise ValueError(
+                f"memory does not suffice for one row of {length} tokens; "
+                "free some, or start again with a lower --max-tokens"
+            )
         size.halve(len(rows))
-        tqdm.write(
-            f"sampling: out of memory, going on with {size.rows} rows at once", file=sys.stderr
-        )
+        line = f"sampling: out of memory, going on with {size.rows} rows at once"
+        tqdm.write(line, file=sys.stderr)
 
 
-def make_rollout(record: DecodeState, dtype: mx.Dtype, stats: RolloutStats) -> Rollout:
-    """The rollout of a record whose rows have all ended. Raises NotFinite."""
-    width = int(record.lengths.max())
-    mask = np.arange(width) < record.lengths[:, None]
-    for row, position in np.argwhere(mask & ~np.isfinite(record.columns[1][:, :width])).tolist()[
-        :1
-    ]:
+def make_rollout(state: DecodeState, dtype: mx.Dtype, stats: RolloutStats) -> Rollout:
+    """The rollout of rows that have all ended. Raises NotFinite."""
+    width = int(state.lengths.max())
+    mask = np.arange(width) < state.lengths[:, None]
+    is_wrong = mask & ~np.isfinite(state.columns[1][:, :width])
+    if is_wrong.any():
+        row, position = np.argwhere(is_wrong).tolist()[0]
         raise NotFinite(row, position, dtype)
-    ids, logprobs, *entropies = (
-        mx.array(np.where(mask, column[:, :width], fill))
-        for column, fill in zip(record.columns, (record.params.pad_id, 0, 0), strict=False)
+
+    arrays = []
+    for column, fill in zip(state.columns, (state.params.pad_id, 0, 0), strict=False):
+        arrays.append(mx.array(np.where(mask, column[:, :width], fill)))
+    has_ended = state.has_ended(np.arange(len(mask)))
+    finish_reasons = ["stop" if ended else "length" for ended in has_ended]
+    result = Rollout(
+        completion_ids=arrays[0],
+        logprobs=arrays[1],
+        mask=mx.array(mask.astype(np.float32)),
+        finish_reasons=finish_reasons,
+        stats=stats,
+        entropy=arrays[2] if len(arrays) > 2 else None,
+        stop=state.params.stop,
     )
-    reasons = ["stop" if ended else "length" for ended in record.has_ended(np.arange(len(mask)))]
-    entropy = entropies[0] if entropies else None
-    found = Rollout(
-        ids,
-        logprobs,
-        mx.array(mask.astype(np.float32)),
-        reasons,
-        stats,
-        entropy,
-        stop=record.params.stop,
-    )
-    if record.conversation is None:
-        return found
-    return found._replace(
-        finish_reasons=record.reasons, sequences=record.sequences, places=record.places
+    if state.conversation is None:
+        return result
+    return result._replace(
+        finish_reasons=state.reasons, sequences=state.sequences, places=state.places
     )
 
 
@@ -464,62 +551,76 @@ def rollout(
     rows: Sequence[int] | None = None,
     batch_size: int | memory.BatchSize = 64,
     share_prefix: bool | None = None,
-    talk: "Episodes | None" = None,
+    episodes: "Episodes | None" = None,
 ) -> Rollout:
     """
-    `group_size` completions of each prompt; row b * group_size + g is completion g of prompt b.
+    Samples `group_size` completions of each prompt.
 
-    prompts: token ids of any lengths. key: all randomness comes from (key, row, position). rows: the numbers of the
-    rows in a larger rollout of which these are a part. batch_size: most rows to decode at once; halved when memory runs
-    out. share_prefix: hold a prompt's cache once for its group instead of copying it to each row; None: where
-    `attention.should_share_prefix`. These two affect speed and memory only. talk: what rows are told between turns, which end
-    tokens end; `max_tokens` is of all turns, the talk's `context` is the most that a row has.
-    Log-probabilities are those of the sampling distribution, with its support restricted by `params`.
-    Raises ValueError for an empty prompt, for logits that are not finite, and if memory is too small for one row.
+    Row b * group_size + g is completion g of prompt b. Log-probabilities are those of the sampling
+    distribution, whose support `params` restricts.
+
+    prompts: token ids of any lengths.
+    key: all randomness comes from (key, row, position).
+    rows: the numbers of the rows in a larger rollout of which these rows are a part.
+    batch_size: the most rows to decode at once; halved when memory runs out.
+    share_prefix: hold a prompt's cache once for its group instead of copying it to each row; None:
+    `attention.should_share_prefix` decides. batch_size and share_prefix affect speed and memory
+    only.
+    episodes: tools or environments that reply between turns, which end tokens end. `max_tokens`
+    then counts all turns, and the `context` of the episodes is the most tokens of a row.
+
+    Raises ValueError for an empty prompt, for logits that are not finite, and if memory is too
+    small for one row.
     """
     if not prompts or not all(prompts):
         raise ValueError("a prompt has no tokens")
-    assert talk is None or not params.stop, "stop texts for rows in turns"
+    assert episodes is None or not params.stop, "stop texts for rows in turns"
     size = batch_size if isinstance(batch_size, memory.BatchSize) else memory.BatchSize(batch_size)
-    rows_of, num_rows = RowsOf(), len(prompts) * group_size
-    for place, prompt in enumerate(prompts):
-        rows_of.setdefault(tuple(prompt), []).extend(
-            range(place * group_size, (place + 1) * group_size)
-        )
+
+    num_rows = len(prompts) * group_size
+    rows_of = RowsOf()
+    for index, prompt in enumerate(prompts):
+        group_rows = range(index * group_size, (index + 1) * group_size)
+        rows_of.setdefault(tuple(prompt), []).extend(group_rows)
+    # ascending lengths, so that batches have little padding
+    by_length = dict(sorted(rows_of.items(), key=lambda item: len(item[0])))
+
     begin = time.perf_counter()
-    what = "sampling" if params.temperature else "answering greedily"
-    with alive.Bar(total=num_rows, desc=what, unit="row") as progress:
-        record = DecodeState(num_rows, params, key, rows)
-        record.progress, record.conversation = progress, talk
-        in_order = dict(
-            sorted(rows_of.items(), key=lambda item: len(item[0]))
-        )  # so that batches have little padding
-        sample_with_retries(model, in_order, record, size, share_prefix)
-    decode_s, wait_s = time.perf_counter() - begin - record.prefill_s, talk.wait_s if talk else 0.0
-    stats = RolloutStats(record.prefill_s, decode_s, record.cache_bytes, wait_s)
-    return make_rollout(record, model.head_weight.dtype, stats)
+    activity = "sampling" if params.temperature else "answering greedily"
+    with alive.Bar(total=num_rows, desc=activity, unit="row") as progress:
+        state = DecodeState(num_rows, params, key, rows)
+        state.progress = progress
+        state.conversation = episodes
+        sample_with_retries(model, by_length, state, size, share_prefix)
+
+    stats = RolloutStats(
+        prefill_s=state.prefill_s,
+        decode_s=time.perf_counter() - begin - state.prefill_s,
+        cache_bytes=state.cache_bytes,
+        wait_s=episodes.wait_s if episodes else 0.0,
+    )
+    return make_rollout(state, model.head_weight.dtype, stats)
 
 
 def decode_texts(tokenizer: Any, result: Rollout, eos_ids: Sequence[int]) -> list[str]:
-    """The text of each row, without control tokens, a line end between turns; as in vLLM it ends before a stop text."""
+    """
+    The text of each row, without control tokens, and with a line end between turns.
+
+    As in vLLM, a text ends before its stop text.
+    """
     ends = set(eos_ids)
-    found = []
+    texts = []
     for row in result.ids:
-        turns = [
-            list(turn) for is_end, turn in itertools.groupby(row, ends.__contains__) if not is_end
-        ]
-        found.append("\n".join(tokenizer.decode(turn, skip_special_tokens=True) for turn in turns))
-    return [result.stop.trim(text) for text in found] if result.stop else found
-
-
-def main(argv: list[str] | None = None) -> None:
-    from deploy import chat  # which stands above this module
-
-    chat.main(argv)
+        runs = itertools.groupby(row, ends.__contains__)
+        turns = [list(turn) for is_end, turn in runs if not is_end]
+        turn_texts = [tokenizer.decode(turn, skip_special_tokens=True) for turn in turns]
+        texts.append("\n".join(turn_texts))
+    if result.stop:
+        texts = [result.stop.trim(text) for text in texts]
+    return texts
 
 
 if __name__ == "__main__":
-    from problems.episodes import end_tools
-
-    with end_tools():
-        main()
+    command = shlex.join(["uv", "run", "chat.py", *sys.argv[1:]])
+    print(f"sampler.py is a library; the command is now: {command}", file=sys.stderr)
+    sys.exit(2)

@@ -1,68 +1,96 @@
 """
-GRPO: sample groups of completions, reward them, make the better ones of each group likelier. `uv run train.py`
+GRPO: sample groups of completions, score them, make the better ones of each group likelier.
 
-    rollout    sample G completions of each of B prompts, with the log-probability of every token
-    reward     score each completion with verifiers and a frozen judge; the weighted sum is its reward, and its
-               advantage (reward - mean) / std within its group
-    reference  with a KL term only: log-probabilities under the model without its adapters
-    teacher    with --teacher only: what a teacher makes of the completions
-    update     one optimizer step on the clipped loss, shortened where it moves the policy beyond --target-kl. The old
-               log-probabilities are those of its own first forward pass, so at one step a rollout the ratio is 1 and
-               nothing is clipped; samples whose advantage is 0 are left out, but for one in eight, which is measured
+    uv run train.py
 
-A step is a list of samples (step/sample.py). They are drawn, rewarded, given their advantages, and cut into padded
-batches, which carry everything that the loss needs. Supervised fine-tuning is the same loop on given replies, whose
-advantage is 1. A run writes its settings, metrics, completions, evaluations and checkpoints to its directory;
-`--resume DIR` continues it.
+One step of the loop in `train`:
 
-Axes: B prompts a step, G completions a prompt, N = B * G samples.
+    collect_samples     the samples of one batch of prompts
+        generate            sample G completions of each of B prompts, with the log-probability of
+                            every token
+        score               verifiers and a frozen judge give reward components; a sample's reward
+                            is their weighted sum
+        assign_advantages   advantage = (reward - mean) / std within the group
+    update_policy       one update on these samples
+        select_for_update   a sample whose advantage is 0 has no gradient; one in eight of them is
+                            still computed, so that means stay unbiased
+        make_batches        pad the samples into batches, which hold everything that the loss needs
+        reference           with a KL term: log-probabilities under the model before training
+        teacher             with --teacher: the teacher's hidden states of the completions
+        optimizer steps     the clipped loss; a step that moves the policy beyond --target-kl is
+                            shortened. The old log-probabilities come from the update's own first
+                            forward pass. So with one optimizer step per rollout the ratio is 1,
+                            and nothing is clipped.
+
+The unit is a sample (step/sample.py): one response to one prompt. Supervised fine-tuning is the
+same loop on given replies, whose advantage is 1.
+
+A run writes its settings, metrics, completions, evaluations and checkpoints to its directory.
+`--resume DIR` continues it. This file leaves out what a run holds (run.py) and how it starts,
+stops and goes on (trainer.py).
+
+Axes: B prompts of a step, G completions of a prompt, N = B * G samples.
 """
 
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 
+import gwen
 import trainer
 import update
+from config import Config
 from disk import run_files
 from flags import exit_with_error, line_of
 from machine import link
 from machine.output import guard_output
 from problems import form
-from problems.episodes import end_tools
+from problems.tool_workers import end_tools
 from reporting.journal import StepSamples
-from run import GrpoRun, Run, SftRun, make_run
+from run import GrpoRun, Run, SftRun
 from sampler import RolloutStats
 from settings.sources import parse_flags
-from step import advantages, generation, sample, scoring
+from step import generation, sample, scoring
+from step.advantages import assign_advantages, select_for_update
 from step.batch import make_batches
 from step.loss import UpdateResult
 from step.sample import Sample
 
 
 def train(run: GrpoRun | SftRun) -> Iterator[dict[str, Any]]:
-    """Runs the steps after `run.step`, and yields the figures of each; `run` holds everything that outlives a step."""
+    """
+    Trains from `run.step` to the last step, and yields the figures of each step.
+
+    `run` holds everything that outlives a step.
+    """
     clock = run.journal.clock
     if run.evaluate_if_due():
         run.save()
     run.update_page()
-    while run.step < run.config.optimizer.steps:
-        clock.take_seconds()  # evaluating and saving belong to no step
-        mx.reset_peak_memory()
-        drawn = collect_samples(run) if isinstance(run, GrpoRun) else StepSamples(run.replies())
 
-        result = run.retry_within_memory(functools.partial(update_policy, run, drawn.samples))
+    while run.step < run.config.optimizer.steps:
+        clock.take_seconds()  # the time of evaluating and saving belongs to no step
+        mx.reset_peak_memory()
+
+        if isinstance(run, GrpoRun):
+            collected = collect_samples(run)
+        else:
+            collected = StepSamples(run.replies())
+        update_on_samples = functools.partial(update_policy, run, collected.samples)
+        result = run.retry_within_memory(update_on_samples)
         run.step += 1
+
         # ---- everything below is reporting
-        figures = run.journal.write_step(
-            run.step, clock.take_seconds(), drawn, result, mx.get_peak_memory()
-        )
+        seconds = clock.take_seconds()
+        peak_memory = mx.get_peak_memory()
+        figures = run.journal.write_step(run.step, seconds, collected, result, peak_memory)
         run.journal.write_scores(run.step, run.judge)
-        run.end_step()  # the run is whole again; a Ctrl-C that waited takes effect here
+        run.end_step()  # the run may be saved again; a Ctrl-C that waited takes effect here
         is_best = run.evaluate_if_due()
         if is_best or run.save_is_due():
             run.save()
@@ -70,61 +98,33 @@ def train(run: GrpoRun | SftRun) -> Iterator[dict[str, Any]]:
         yield figures
 
 
+# ---- samples
+
+
 def collect_samples(run: GrpoRun) -> StepSamples:
-    """The samples of one batch of prompts, with their rewards and advantages."""
-    drawn = score(run, *rollout(run))
-    samples = advantages.assign_advantages(
-        run.config, drawn.samples, run.task.reward_weights, run.custom.advantage
+    """The samples of the step's prompts, with their rewards and advantages."""
+    samples, stats = generate(run)
+    scored = score(run, samples, stats)
+    samples = assign_advantages(
+        run.config, scored.samples, run.task.reward_weights, run.custom.advantage
     )
-    return drawn._replace(samples=samples)
+    return scored._replace(samples=samples)
 
 
-def update_policy(run: Run, samples: list[Sample]) -> UpdateResult:
-    """One update on these samples, in batches of the run's token budget."""
-    config, learner, clock = run.config, run.learner, run.journal.clock
-    with clock.phase("batch") as done:
-        trained = advantages.select_for_update(
-            config, samples, run.step, learner.loss.all_have_gradient
-        )
-        batches = make_batches(
-            trained, run.sizes.train_token_budget, num_mini_batches=config.optimizer.mini_batches
-        )
-        done(batches)
-
-    if config.objective.beta:
-        with clock.phase("ref") as done:
-            batches = update.add_reference_logprobs(learner, batches)
-            done(batches)
-
-    if run.teacher:
-        with clock.phase("teacher") as done:
-            batches = run.teacher.add_lessons(trained, batches)
-            done(batches)
-
-    with clock.phase("update") as done:
-        result = update.run_optimizer_steps(
-            learner, batches, update.learning_rate(config, run.step)
-        )
-        done(learner.trainable, learner.optimizer.state)
-    return result
-
-
-def rollout(run: GrpoRun) -> tuple[list[Sample], RolloutStats]:
-    """The samples of the step's prompts, and what they cost."""
+def generate(run: GrpoRun) -> tuple[list[Sample], RolloutStats]:
+    """Samples completions of the step's prompts, and returns what sampling cost too."""
     settings = run.config.sampling
-    examples, prompts = run.prompts.next_prompts(
-        run.step
-    )  # where problems have no end, they move on
-    asked = sample.new_samples(examples, prompts, settings.groups)
+    # made-up problems never run out: this moves them on
+    examples, prompts = run.prompts.next_prompts(run.step)
+    empty_samples = sample.new_samples(examples, prompts, settings.groups)
     with run.journal.clock.phase("rollout") as done:
         samples, stats = generation.generate_completions(
             run.model,
             run.tokenizer,
-            asked,
+            empty_samples,
             run.sampling,
-            key=(settings.seed << 32)
-            + run.step
-            + 1,  # another for every draw: of every step of every seed
+            # every step of every seed has its own key
+            key=(settings.seed << 32) + run.step + 1,
             batch_size=run.batch_size,
             toolbox=run.toolbox,
             seed=f"{settings.seed} {run.step}",
@@ -135,45 +135,180 @@ def rollout(run: GrpoRun) -> tuple[list[Sample], RolloutStats]:
 
 
 def score(run: GrpoRun, samples: list[Sample], stats: RolloutStats) -> StepSamples:
-    """Calls each verifier and the judge once, and weighs what they give."""
-    config, task, clock = run.config, run.task, run.journal.clock
-    judged = scores = None
+    """Calls each reward and the judge once, and sets the samples' rewards."""
+    config = run.config
+    clock = run.journal.clock
+    weights = run.task.reward_weights
+
     with clock.phase("reward") as done:
-        components, logged = scoring.compute_rewards(task.rewards, samples, task.reward_weights)
+        components, logged = scoring.compute_rewards(run.task.rewards, samples, weights)
         done()
+
+    judgement = None
+    scores = None
     if run.judge is not None:
         with clock.phase("judge") as done:
-            judged = scoring.judge_samples(run.judge, samples)
-            components["rubric"], scores = judged.rewards, judged.scores
+            judgement = scoring.judge_samples(run.judge, samples)
+            components["rubric"] = judgement.rewards
+            scores = judgement.scores
             done()
+
     if config.data.reward_gate == "form":
-        counted = {name: values for name, values in components.items() if task.reward_weights[name]}
-        examples, texts = [one.example for one in samples], [one.text for one in samples]
+        weighted = {name: values for name, values in components.items() if weights[name]}
         components |= form.apply_gate(
-            counted, examples, texts, [one.finish_reason for one in samples]
+            weighted,
+            [sample.example for sample in samples],
+            [sample.text for sample in samples],
+            [sample.finish_reason for sample in samples],
         )
-    together = config.objective.advantage == "reinforce"  # each is compared with the whole step
+
     samples = scoring.assign_rewards(
-        samples, components, task.reward_weights, scores, logged.extra, together
+        samples,
+        components,
+        weights,
+        scores,
+        logged.extra,
+        compares_whole_step=config.objective.advantage == "reinforce",
     )
-    return StepSamples(samples, stats, logged, judged)
+    return StepSamples(samples, stats, logged, judgement)
 
 
-class Trainer(trainer.Trainer):
-    """A run from Python; see trainer.py."""
+# ---- the update
 
-    make, loop = staticmethod(make_run), staticmethod(train)
+
+def update_policy(run: Run, samples: list[Sample]) -> UpdateResult:
+    """Makes one update on the samples, in batches of the run's token budget."""
+    config = run.config
+    learner = run.learner
+    clock = run.journal.clock
+
+    with clock.phase("batch") as done:
+        selected = select_for_update(config, samples, run.step, learner.loss.all_have_gradient)
+        batches = make_batches(
+            selected, run.sizes.train_token_budget, num_mini_batches=config.optimizer.mini_batches
+        )
+        done(batches)
+
+    if config.objective.beta:
+        with clock.phase("ref") as done:
+            batches = update.add_reference_logprobs(learner, batches)
+            done(batches)
+
+    if run.teacher:
+        with clock.phase("teacher") as done:
+            batches = run.teacher.add_lessons(selected, batches)
+            done(batches)
+
+    with clock.phase("update") as done:
+        learning_rate = update.learning_rate(config, run.step)
+        result = update.run_optimizer_steps(learner, batches, learning_rate)
+        done(learner.trainable, learner.optimizer.state)
+    return result
+
+
+# ---- everything below starts a run: from Python, or as a command
+
+
+class Trainer:
+    """
+    A run from Python, as in a notebook. `start` begins one, `resume` continues one.
+
+    Settings have the names of their flags:
+
+        trainer = Trainer.start(task="demo", steps=20, reward=my_reward)
+        for figures in trainer.steps():
+            print(figures["step"], figures["reward/mean"])
+
+    If the loop breaks or is interrupted, the run ends after a whole step and is saved. `steps` or
+    `fit` then continues from there.
+    """
+
+    config: Config
+    dir: Path  # of the run's files
+    model: gwen.Model  # as it is now, with its adapters
+
+    def __init__(self, spec: trainer.RunSpec):
+        """Raises ValueError, in one line, for a user's mistake; no directory is left then."""
+        self.run = trainer.open_run(spec)
+        self.config = self.run.config
+        self.dir = self.run.dir
+        self.model = self.run.model
+
+    @classmethod
+    def start(
+        cls, recipe: str | None = None, *, run_dir: str | None = None, **settings: Any
+    ) -> "Trainer":
+        """
+        Begins a new run. recipe: a YAML file of settings, in place of the task's recipe.
+
+        `data` and `eval_data` may be rows as dictionaries, or a table of `datasets` or pandas.
+        `reward` may be a function or a list of functions. `loss_type` and `advantage` may be
+        functions. Define a function at the top level of a notebook or module: a resumed run must
+        find it again.
+        """
+        flags = trainer.settings_from_arguments(settings)
+        return cls(trainer.make_run_spec(flags, recipe, run_dir=run_dir))
+
+    @classmethod
+    def resume(
+        cls, run_dir: str | Path, *, allow_changes: bool = False, **settings: Any
+    ) -> "Trainer":
+        """Continues a run. allow_changes: even if its data, rewards or files changed."""
+        flags = trainer.settings_from_arguments(settings)
+        spec = trainer.make_run_spec(flags, resume=str(run_dir), allow_changes=allow_changes)
+        return cls(spec)
+
+    def steps(self, *, stop_if_hopeless: bool = False) -> Generator[dict[str, Any], None, None]:
+        """
+        Trains, and yields each step's figures as in `metrics.jsonl`. Prints the verdict at the end.
+
+        stop_if_hopeless: raise ValueError, with what to change, if the first steps of a long run
+        show no signal. These steps are steps like any others, so looking costs nothing.
+        """
+        yield from trainer.run_steps(self.run, train, stop_if_hopeless=stop_if_hopeless)
+
+    def fit(self) -> "Trainer":
+        """Trains to the last step."""
+        for _ in self.steps():
+            pass
+        return self
+
+    train = fit  # TRL's word
+
+    def save(self) -> None:
+        """Saves a checkpoint and the adapter."""
+        self.run.save()
+
+    def evaluate(self) -> dict[str, Any]:
+        """The figures on the held-out problems, as in `eval.jsonl`. Prints nothing."""
+        evaluations = self.run.journal.evaluations
+        if not evaluations or evaluations[-1]["step"] != self.run.step:
+            self.run.evaluate()
+        return self.run.journal.evaluations[-1]
+
+    def sample(
+        self, prompts: Sequence[Any], n: int = 1, *, temp: float | None = None
+    ) -> list[list[str]]:
+        """
+        `n` completions of each prompt, sampled as in training. temp 0: greedy.
+
+        prompts: one prompt or a sequence of prompts. A prompt is a text, which follows the messages
+        that all prompts of training begin with, or a list of chat messages, which is used as it is.
+        """
+        return trainer.sample_completions(self.run, prompts, n, temp)
 
 
 @guard_output(is_log=True)
 def main(argv: list[str] | None = None) -> None:
+    arguments = sys.argv[1:] if argv is None else argv
     try:
         with link.connect(), run_files.release_at_exit():
-            trainer.run_command(parse_flags(sys.argv[1:] if argv is None else argv), Trainer)
+            trainer.run_command(parse_flags(arguments), train)
     except ValueError as error:
         exit_with_error(link.describe_end(error))
     except OSError as error:
-        exit_with_error(link.describe_end(OSError(line_of(error))))
+        one_line_error = OSError(line_of(error))
+        exit_with_error(link.describe_end(one_line_error))
 
 
 if __name__ == "__main__":

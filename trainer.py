@@ -1,8 +1,9 @@
 """
-How a run begins, from Python or from a command, one seed or several, and what happens when it is stopped.
+How a run starts and stops: from Python or from a command, with one seed or several.
 
-`train.Trainer` is the one to import: it knows the loop. Left out: the loop (train.py), what a run holds and what is
-saved of it (run.py), where settings come from and what they mean (settings/, config.py).
+Users import `Trainer` from train.py, which also has the loop that `run_steps` runs. This file
+leaves out what a run holds and saves (run.py), and where settings come from and what they mean
+(settings/, config.py).
 """
 
 import argparse
@@ -20,47 +21,50 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import gwen
-import preflight
 import sampler
 from config import SETTINGS, Config
-from disk import checkpoint, places, run_files
+from disk import checkpoint, model_choice, places, run_files
 from flags import flag_of, os_error_line, parse_setting
+from forecast import trial
 from machine import link, memory, world
 from machine.output import guard_output
 from problems import chat_template, data, functions
 from reporting import trackers
 from reporting.console import console_columns, print_line, print_warning
 from reporting.journal import evaluation_is_due
+from run import GrpoRun, SftRun, make_run
 from settings.sources import (
     LATER,
+    command_line,
     files_of,
     given_settings,
     refuse_unknown,
     resolve_settings,
     to_yaml,
 )
-from settings.sources import command_line as command_of
 
-Steps = Iterator[dict[str, Any]]  # the figures of each
+# train.train: runs the steps of a run, and yields the figures of each
+Loop = Callable[[Any], Iterator[dict[str, Any]]]
 
 
-# ---- what it begins with
+# ---- what a run is made from
 
 
 def settings_from_arguments(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings as flags hold them: a function by its name in its module, rows as a file of the cache."""
+    """
+    Settings as flags hold them.
 
-    def spelled(value: Any) -> Any:
+    A function becomes the name that finds it in its module, rows become a file of the cache.
+    """
+
+    def flag_value(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
-            return list(map(spelled, value))
-        return (
-            functions.spec_of(value)
-            if callable(value)
-            else str(value)
-            if isinstance(value, Path)
-            else value
-        )
+            return [flag_value(element) for element in value]
+        if callable(value):
+            return functions.spec_of(value)
+        if isinstance(value, Path):
+            return str(value)
+        return value
 
     refuse_unknown(settings)
     for name in ("data", "eval_data"):
@@ -68,21 +72,22 @@ def settings_from_arguments(settings: dict[str, Any]) -> dict[str, Any]:
             settings[name], notes = data.cache_rows(settings[name])
             for line in notes:
                 print_line(line)
-    return {key: spelled(value) for key, value in settings.items()}
+    return {name: flag_value(value) for name, value in settings.items()}
 
 
 class RunSpec(NamedTuple):
-    """A run that is to be made, or to go on."""
+    """A run to start or to resume."""
 
     config: Config
-    state: checkpoint.State | None  # to go on from
-    path: str  # its directory
-    run_dir: str | None  # the directory that was asked for
+    state: checkpoint.State | None  # the checkpoint to resume from
+    path: str  # the directory of the run
+    run_dir: str | None  # the directory that the user named
     allow_changes: bool
     flags: dict[str, Any]
 
     @property
     def is_finished(self) -> bool:
+        """Whether all steps and the last evaluation are done."""
         if self.state is None or self.state.step < self.config.optimizer.steps:
             return False
         evaluations = run_files.JsonLines(Path(self.path) / "eval.jsonl").read()
@@ -97,229 +102,189 @@ def make_run_spec(
     run_dir: str | None = None,
     allow_changes: bool = False,
 ) -> RunSpec:
-    """The settings, the state to go on from, and the directory of the run, which is not made yet."""
+    """
+    The settings, the checkpoint to resume from, and the directory of the run.
 
-    def read() -> list[Any]:
-        config, choice = resolve_settings(flags, recipe, resume, gwen.choose_model)
+    It makes no directory. Rank 0 reads the files, and the other ranks get the result.
+    """
+
+    def read_files() -> list[Any]:
+        config, choice = resolve_settings(flags, recipe, resume, model_choice.choose_model)
         trackers.check_trackers(config.records.report_to)
         print_line(choice)
         settings = config.to_flags()
         if resume is None:
-            return [settings, None, str(run_files.choose_run_dir(config.data.task, run_dir))]
-        path = Path(resume)
-        run_files.acquire(path)
-        state = checkpoint.load(path)
-        named = files_of(config.to_flags())  # a flag may say where a file went
-        state = checkpoint.follow(state, places.find_moves(path, named))
-        fixed = {name: value for name, value in settings.items() if not SETTINGS[name].later}
-        checkpoint.check_changes(path, state, fixed, allow_changes)
-        checkpoint.publish(path, state)  # a killed process may not have got this far
-        return [settings, state, resume]
+            path = run_files.choose_run_dir(config.data.task, run_dir)
+            return [settings, None, str(path)]
+        return [settings, load_checkpoint(Path(resume), config, allow_changes), resume]
 
-    settings, state, path = world.on_rank0(read)
-    state = checkpoint.State(*state) if state else None
-    return RunSpec(Config.from_flags(**settings), state, path, run_dir, allow_changes, flags)
+    settings, state, path = world.on_rank0(read_files)
+    if state:
+        state = checkpoint.State(*state)
+    config = Config.from_flags(**settings)
+    return RunSpec(config, state, path, run_dir, allow_changes, flags)
 
 
-# ---- a run from Python
+def load_checkpoint(path: Path, config: Config, allow_changes: bool) -> checkpoint.State:
+    """Locks the directory of a run, and loads its newest checkpoint for the settings."""
+    settings = config.to_flags()
+    run_files.acquire(path)
+    state = checkpoint.load(path)
+    named_files = files_of(settings)  # a flag may say where a file went
+    state = checkpoint.relocate_state(state, places.find_moves(path, named_files))
+    fixed = {name: value for name, value in settings.items() if not SETTINGS[name].later}
+    checkpoint.check_changes(path, state, fixed, allow_changes)
+    checkpoint.publish(path, state)  # a killed process may have stopped before this
+    return state
 
 
-class Trainer:
+def open_run(spec: RunSpec) -> GrpoRun | SftRun:
     """
-    A run from Python, as in a notebook. `start` and `resume` make one; settings go by the names of their flags.
+    Makes the run, restores its checkpoint, and opens its directory and logs.
 
-        trainer = Trainer.start(task="demo", steps=20, reward=my_reward)
-        for figures in trainer.steps():
-            print(figures["step"], figures["reward/mean"])
-
-    A break or an interrupt ends the loop after a whole step, which is saved; `steps` or `fit` goes on from there.
+    Raises ValueError, in one line, for a user's mistake; a new run leaves no directory then.
     """
+    if not gc.get_freeze_count():
+        # once, before a model exists: else each garbage collection would look at all imports
+        gc.freeze()
+    state = spec.state
+    run = make_run(spec.config, Path(spec.path))
+    if state:
+        run.restore(state)
+        if "rollout_batch_size" in spec.flags:
+            # the flag may exceed the size that the checkpoint had backed off to
+            run.batch_size.rows = run.sizes.rollout_batch_size
+    run.refuse_too_large()  # with the sizes that a checkpoint has backed off to
+    if state:
+        # the caller holds `spec`: without this the old masters would stay for the whole run
+        state.trainable.clear()
+        state.optimizer.clear()
 
-    config: Config
-    dir: Path  # where it is recorded
-    model: gwen.Model  # as it is now, with its adapters
-    make: Callable[[Config, Path], Any]  # run.py's
-    loop: Callable[[Any], Steps]  # train.py's
+    # only after everything has loaded, so that a user's mistake leaves no directory behind
+    run.dir = Path(world.on_rank0(lambda: prepare_directory(run, spec)))
+    run.holds_lock = True  # until the loop ends
+    run.open()
+    num_trainable = sum(array.size for array in run.learner.trainable.values())
+    print_line(f"run: {run.dir}, {num_trainable:,} trainable parameters")
+    print_line(run.memory)
+    print_line(console_columns(run.config))
+    return run
 
-    def __init__(self, begun: RunSpec):
-        """Raises ValueError in one line for what the user got wrong; no directory is left then."""
-        if type(self) is Trainer:
-            raise ImportError("trainer.Trainer has no loop; write: from train import Trainer")
-        config, state, path = begun.config, begun.state, begun.path
-        if (
-            not gc.get_freeze_count()
-        ):  # once, before there is a model: what imports left, which collections looked at
-            gc.freeze()
-        run = self.run = self.make(config, Path(path))
-        if state:
-            run.restore(state)
-            if (
-                "rollout_batch_size" in begun.flags
-            ):  # may exceed what the checkpoint had backed off to
-                run.batch_size.rows = run.sizes.rollout_batch_size
-        run.refuse_too_large()  # with the sizes that a checkpoint has backed off to
-        if state:
-            state.trainable.clear()  # callers hold `begun`: the old masters would stay for the whole run
-            state.optimizer.clear()
-        # only after everything has loaded, so that a user's mistake leaves no directory behind
-        run.dir = Path(world.on_rank0(lambda: self._make_dir(begun)))
-        self.config, self.dir, self.model = run.config, run.dir, run.model
-        self._is_owner = True  # until the loop ends
-        run.open()
-        print_line(
-            f"run: {run.dir}, {sum(a.size for a in run.learner.trainable.values()):,} trainable parameters"
+
+def prepare_directory(run: GrpoRun | SftRun, spec: RunSpec) -> str:
+    """
+    Makes the directory of a new run, or writes the settings of a resumed run into its directory.
+
+    Returns the directory's path.
+    """
+    state = spec.state
+    settings_text = to_yaml(run.config, run.sizes)
+    files = files_of(run.config.to_flags())
+    if not state:
+        return str(run_files.make_run_dir(settings_text, run.dir, spec.run_dir, files))
+
+    checkpoint.check_changes(run.dir, state, run.sources, spec.allow_changes)
+    for name, value in run.config.to_flags(run.sizes).items():
+        old_value = state.extra["settings"].get(name, value)
+        if value != old_value:
+            print_line(f"after step {state.step}: {flag_of(name)} {value} (was {old_value!r})")
+    run_files.write_settings(settings_text, run.dir, files)
+    return str(run.dir)
+
+
+# ---- what a run from Python does
+
+
+def run_steps(
+    run: GrpoRun | SftRun, loop: Loop, *, stop_if_hopeless: bool = False
+) -> Generator[dict[str, Any], None, None]:
+    """
+    Runs the loop, yields each step's figures, and prints the verdict at the end.
+
+    If the caller leaves the loop early, the run is saved. stop_if_hopeless: see `Trainer.steps`.
+    """
+    if not run.holds_lock and world.is_first():
+        run_files.acquire(run.dir)
+    first_steps: list[dict[str, Any]] = []
+    try:
+        with guard_output(is_log=True), with_live_display(run), save_on_interrupt(run):
+            for figures in loop(run):
+                yield figures
+                if stop_if_hopeless and len(first_steps) < trial.TRY_STEPS:
+                    first_steps.append(figures)
+                    refuse_hopeless(run, first_steps)
+    except GeneratorExit:
+        run.save()
+        print_line(f"saved after step {run.step}: {run.dir}")
+        raise
+    finally:
+        run_files.release(run.dir)
+        run.holds_lock = False
+    if world.is_first():
+        with guard_output(is_log=True):
+            run.journal.print_summary()
+
+
+def refuse_hopeless(run: GrpoRun | SftRun, first_steps: list[dict[str, Any]]) -> None:
+    """Raises ValueError, with what to change, if the first steps show no signal."""
+    evaluation_seconds = 0.0
+    if run.journal.evaluations:
+        evaluation_seconds = run.journal.evaluations[0]["eval/s"]
+    advice = world.on_rank0(
+        lambda: trial.explain_hopeless(run.config, first_steps, evaluation_seconds, run.dir)
+    )
+    if advice:
+        raise ValueError(
+            f"no group of the first {len(first_steps)} steps has a signal, so the run learns "
+            f"nothing: {advice}; --no-look goes on all the same"
         )
-        print_line(run.memory)
-        print_line(console_columns(run.config))
 
-    def _make_dir(self, begun: RunSpec) -> str:
-        """Makes the run's directory, or that of a resumed run ready to go on; returns its path."""
-        run, state = self.run, begun.state
-        text = to_yaml(run.config, run.sizes)
-        files = files_of(run.config.to_flags())
-        if not state:
-            return str(run_files.make_run_dir(text, run.dir, begun.run_dir, files))
-        checkpoint.check_changes(run.dir, state, run.sources, begun.allow_changes)
-        for name, value in run.config.to_flags(run.sizes).items():
-            if value != (was := state.extra["settings"].get(name, value)):
-                print_line(f"after step {state.step}: {flag_of(name)} {value} (was {was!r})")
-        run_files.write_settings(text, run.dir, files)
-        return str(run.dir)
 
-    @classmethod
-    def start(
-        cls, recipe: str | None = None, *, run_dir: str | None = None, **settings: Any
-    ) -> "Trainer":
-        """
-        A new run. recipe: YAML of settings, in place of the task's.
-
-        `data` and `eval_data` may be rows as dictionaries, or a table of `datasets` or pandas. `reward` may be a
-        function or a list of them. `loss_type` and `advantage` may be functions. A function stands at the top level of
-        a notebook or module, where a resumed run finds it again.
-        """
-        return cls(make_run_spec(settings_from_arguments(settings), recipe, run_dir=run_dir))
-
-    @classmethod
-    def resume(
-        cls, run_dir: str | Path, *, allow_changes: bool = False, **settings: Any
-    ) -> "Trainer":
-        """Goes on with a run; allow_changes: though its data, rewards or files changed."""
-        return cls(
-            make_run_spec(
-                settings_from_arguments(settings), resume=str(run_dir), allow_changes=allow_changes
-            )
+def sample_completions(
+    run: GrpoRun | SftRun, prompts: Sequence[Any], n: int, temp: float | None
+) -> list[list[str]]:
+    """`n` completions of each prompt; see `Trainer.sample`. temp: None takes the run's --temp."""
+    settings = run.config.sampling
+    if getattr(run, "toolbox", None):
+        command = command_line(run.config.to_flags(), "sampler.py")
+        raise ValueError(
+            "a run with tools answers in turns, which this cannot sample; use "
+            f"{command} --run {run.dir} --prompt TEXT"
+        )
+    temperature = settings.temp if temp is None else temp
+    params = run.sampling._replace(temperature=temperature)
+    if n < 1 or not 0 <= temperature < math.inf:
+        raise ValueError(
+            f"n is {n} and temp {temperature}; n must be at least 1, temp at least 0 and finite"
         )
 
-    def steps(self, *, looks: bool = False) -> Generator[dict[str, Any], None, None]:
-        """
-        Trains, and yields each step's figures, as in `metrics.jsonl`; after the last it prints the verdict.
-
-        looks: raises ValueError, with what to change, once the first steps of a long run showed no signal; they are
-        steps like any others, so that a look costs nothing.
-        """
-        if not self._is_owner and world.is_first():
-            run_files.acquire(self.dir)
-        seen: list[dict[str, Any]] = []
-        try:
-            with (
-                guard_output(is_log=True),
-                with_live_display(self.run),
-                save_on_interrupt(self.run),
-            ):
-                for figures in self.loop(self.run):
-                    yield figures
-                    if looks and len(seen) < preflight.TRY_STEPS:
-                        seen.append(figures)
-                        self._refuse_hopeless(seen)
-        except GeneratorExit:
-            self.save()
-            print_line(f"saved after step {self.run.step}: {self.dir}")
-            raise
-        finally:
-            run_files.release(self.dir)
-            self._is_owner = False
-        if world.is_first():
-            with guard_output(is_log=True):
-                self.run.journal.print_summary()
-
-    def _refuse_hopeless(self, seen: list[dict[str, Any]]) -> None:
-        each = next((one["eval/s"] for one in self.run.journal.evaluations), 0.0)
-        if change := world.on_rank0(
-            lambda: preflight.explain_hopeless(self.config, seen, each, self.dir)
-        ):
-            said = f"no group of the first {len(seen)} steps has a signal, which teaches nothing: {change}"
-            raise ValueError(f"{said}; --no-look goes on all the same")
-
-    def fit(self, *, looks: bool = False) -> "Trainer":
-        """Trains to the last step; looks: see `steps`."""
-        for _ in self.steps(looks=looks):
-            pass
-        return self
-
-    train = fit  # TRL's word
-
-    def save(self) -> None:
-        """Saves a checkpoint and the adapter."""
-        self.run.save()
-
-    def evaluate(self) -> dict[str, Any]:
-        """The figures on what is held out, as in `eval.jsonl`; prints none of them."""
-        journal = self.run.journal
-        if not journal.evaluations or journal.evaluations[-1]["step"] != self.run.step:
-            self.run.evaluate()
-        return journal.evaluations[-1]
-
-    def sample(
-        self, prompts: Sequence[Any], n: int = 1, *, temp: float | None = None
-    ) -> list[list[str]]:
-        """
-        `n` completions of each prompt, drawn as in training; temp 0: greedily.
-
-        prompts: texts, before which stands what all of training's begin with, or chat messages, as they are; or one.
-        """
-        run, settings = self.run, self.config.sampling
-        if getattr(run, "toolbox", None):
-            ask = (
-                f"{command_of(self.config.to_flags(), 'sampler.py')} --run {self.dir} --prompt TEXT"
-            )
-            raise ValueError(f"a run with tools answers in turns: {ask}")
-        prompts = (
-            [prompts]
-            if isinstance(prompts, str) or isinstance(next(iter(prompts), 0), dict)
-            else prompts
-        )
-        asked = [
-            [*run.shared_messages, *chat_template.make_messages(one, None)]
-            if isinstance(one, str)
-            else one
-            for one in prompts
-        ]
-        params = run.sampling._replace(temperature=settings.temp if temp is None else temp)
-        if n < 1 or not 0 <= params.temperature < math.inf:
-            raise ValueError(
-                f"n is {n} and temp {params.temperature}; n must be at least 1, temp at least 0"
-            )
-        context = run.model.config.max_position_embeddings
-        limits: dict[str, Any] = {
-            "max_tokens": settings.max_tokens,
-            "context": context,
-            "kind": "prompt",
-        }
-        examples = [{"prompt": prompt} for prompt in asked]
-        ids = chat_template.encode_prompts(
-            run.tokenizer, examples, thinking=settings.thinking, **limits
-        )
-        rollout = sampler.rollout(run.model, ids, params, group_size=n, key=settings.seed)
-        texts = sampler.decode_texts(run.tokenizer, rollout, run.model.config.end_ids)
-        return [texts[first : first + n] for first in range(0, len(texts), n)]
+    is_one_text = isinstance(prompts, str)
+    if is_one_text or isinstance(next(iter(prompts), None), dict):
+        prompts = [prompts]
+    examples = []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            prompt = [*run.shared_messages, *chat_template.make_messages(prompt, None)]
+        examples.append({"prompt": prompt})
+    prompt_ids = chat_template.encode_prompts(
+        run.tokenizer,
+        examples,
+        max_tokens=settings.max_tokens,
+        context=run.model.config.max_position_embeddings,
+        thinking=settings.thinking,
+        kind="prompt",
+    )
+    rollout = sampler.rollout(run.model, prompt_ids, params, group_size=n, key=settings.seed)
+    texts = sampler.decode_texts(run.tokenizer, rollout, run.model.config.end_ids)
+    return [texts[first : first + n] for first in range(0, len(texts), n)]
 
 
-# ---- how it is seen and stopped
+# ---- how a run is shown and stopped
 
 
 @contextlib.contextmanager
 def with_live_display(run: Any) -> Iterator[None]:
-    """Keeps the live line, the page and the trackers of a run up to date; the page has the last word."""
+    """Keeps the live line, the page and the trackers of a run up to date; the page comes last."""
     from reporting import page  # here: nothing else needs a page
 
     if world.is_first():
@@ -328,7 +293,8 @@ def with_live_display(run: Any) -> Iterator[None]:
         with run.journal:
             yield
     finally:
-        with contextlib.suppress(KeyboardInterrupt):  # of somebody who does not want to wait
+        # a user who does not want to wait for the page may press Ctrl-C
+        with contextlib.suppress(KeyboardInterrupt):
             if run.report is not None:
                 run.report.update(at_the_end=True)
 
@@ -336,14 +302,17 @@ def with_live_display(run: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def save_on_interrupt(run: Any) -> Iterator[None]:
     """
-    On Ctrl-C, SIGTERM, an error or a lack of memory, saves the run after its last whole step and says how to continue.
+    Saves the run after its last whole step on Ctrl-C, SIGTERM, an error or a lack of memory.
 
-    No copy of all weights exists: it would double the memory. So Ctrl-C waits while a step changes the state; a second
-    Ctrl-C does not wait, and only the newest checkpoint is left. Of several machines only the first does so; where
-    another one spoils a step of adapters, it returns to the one before.
+    A message says how to continue. No second copy of all weights exists, because it would double
+    the memory. So Ctrl-C waits while a step changes the state. A second Ctrl-C does not wait, and
+    only the newest checkpoint is left. With adapters, a step that fails on its way is undone.
+
+    Of several ranks only the first saves. Raises ValueError if the run could go on with less
+    memory or after a user's mistake is mended, and OSError if the disk failed.
     """
 
-    def on_ctrl_c(number: int, *_: object) -> None:
+    def on_signal(number: int, *_: object) -> None:
         if run.is_whole or run.stopping:
             link.raise_interrupt(number)
         run.stopping = True
@@ -351,87 +320,106 @@ def save_on_interrupt(run: Any) -> Iterator[None]:
             print_warning("\nfinishing this step; press Ctrl-C again to abandon it")
 
     run.stopping = False
-    before = {number: signal.signal(number, on_ctrl_c) for number in link.ending_signals()}
+    old_handlers = {number: signal.signal(number, on_signal) for number in link.ending_signals()}
     try:
         yield
     except run_files.DirectoryReplaced:  # nothing may be saved there
         raise
     except OSError as error:
-        is_full = error.errno in (None, errno.ENOSPC, errno.EDQUOT)  # MLX gives no number
-        newest = _explain_newest_checkpoint(run, error, "free some space and " if is_full else "")
+        advice = ""
+        if error.errno in (None, errno.ENOSPC, errno.EDQUOT):  # MLX gives no number
+            advice = "free some space and "
+        newest = _explain_newest_checkpoint(run, error, advice)
         raise OSError(f"{os_error_line(error)}; {newest}") from error
     except (KeyboardInterrupt, Exception) as error:
-        for number in before:
-            signal.signal(
-                number, signal.SIG_IGN
-            )  # an impatient Ctrl-C must not end what saves the run
+        for number in old_handlers:
+            # an impatient Ctrl-C must not end what saves the run
+            signal.signal(number, signal.SIG_IGN)
         if not world.is_first():
             if memory.should_try_smaller(error):
                 raise ValueError(str(error)) from error
             raise
         memory.drain_gpu()
         run.restore_last_step()
-        what = (
-            ""
-            if isinstance(error, KeyboardInterrupt)
-            else f"{str(error) or type(error).__name__}; "
-        )
-        if memory.is_watchdog_error(error):
-            what = (
-                "macOS stopped the GPU because its work held up the display; let the display sleep while it trains "
-                "(pmset displaysleepnow), or let less be done at once; "
-            )
-        if run.is_whole:
-            try:
-                run.save()
-            except (OSError, RuntimeError) as failure:
-                said = f"step {run.step} could not be saved: {failure}"
-                raise OSError(
-                    f"{what}{said}; {_explain_newest_checkpoint(run, error)}"
-                ) from failure
-            said = (
-                f"{what}saved after step {run.step}, "
-                if what
-                else f"stopped after step {run.step}; "
-            )
-            said += _resume_command(run, error)
-        else:
-            said = f"{what}step {run.boundary[0] + 1} is lost; {_explain_newest_checkpoint(run, error)}"
+        message = save_after_error(run, error)
         if isinstance(error, ValueError) or memory.should_try_smaller(error):
-            raise ValueError(said) from error
-        print_warning(f"\n{said}")
-        raise  # after a bug of ours or of MLX's with its traceback
+            raise ValueError(message) from error
+        print_warning(f"\n{message}")
+        raise  # a bug of ours or of MLX's ends with its traceback
     finally:
-        for number, handler in before.items():
+        for number, handler in old_handlers.items():
             signal.signal(number, handler)
+
+
+def save_after_error(run: Any, error: BaseException) -> str:
+    """
+    Saves a run that stopped, if its last step is whole.
+
+    Returns what happened and how to continue. Raises OSError if the run cannot be saved.
+    """
+    cause = describe_cause(error)
+    if not run.is_whole:
+        lost_step = run.boundary[0] + 1
+        newest = _explain_newest_checkpoint(run, error)
+        return f"{cause}step {lost_step} is lost; {newest}"
+
+    try:
+        run.save()
+    except (OSError, RuntimeError) as failure:
+        newest = _explain_newest_checkpoint(run, error)
+        raise OSError(
+            f"{cause}step {run.step} could not be saved: {failure}; {newest}"
+        ) from failure
+    how_to_continue = _resume_command(run, error)
+    if cause:
+        return f"{cause}saved after step {run.step}, {how_to_continue}"
+    return f"stopped after step {run.step}; {how_to_continue}"
+
+
+def describe_cause(error: BaseException) -> str:
+    """What stopped a run, with "; " behind it; "" for Ctrl-C."""
+    if memory.is_watchdog_error(error):
+        return (
+            "macOS stopped the GPU because its work held up the display; let the display sleep "
+            "while it trains (pmset displaysleepnow), or let less be done at once; "
+        )
+    if isinstance(error, KeyboardInterrupt):
+        return ""
+    text = str(error) or type(error).__name__
+    return f"{text}; "
 
 
 def _resume_command(run: Any, error: BaseException) -> str:
     """
-    The command that continues the run, or starts over if nothing was saved.
+    The command that continues the run, or starts it over if nothing was saved.
 
-    If memory ran out, the command asks for less than what rollouts, judges and updates had backed off to.
+    If memory ran out, the command asks for less than rollouts, judges and updates backed off to.
     """
-    less = ""
-    if memory.should_try_smaller(error) and not isinstance(
-        error, ValueError
-    ):  # a ValueError is the user's reward's
-        if not (smaller := _smaller(run, error)):
+    smaller_flag = ""
+    # a ValueError about memory comes from the user's reward
+    if memory.should_try_smaller(error) and not isinstance(error, ValueError):
+        smaller_flag = _choose_smaller(run, error)
+        if not smaller_flag:
             return "start over with a smaller model or a lower --max-tokens"
-        less = f" {smaller}"
-    how, flag, path, saved = "continue", "--resume", run.dir, checkpoint.saved_checkpoints(run.dir)
-    if functions.uses_program_functions(run.config.to_flags()):
-        return (
-            f"{how} in this program with: Trainer.resume({str(path)!r})" if saved else "start over"
-        )
-    if not saved:
-        how, flag, path = "start over", "--config", run.dir / "config.yaml"
-    return f"{how} with: {command_of(run.config.to_flags())} {flag} {shlex.quote(str(path))}{less}"
+        smaller_flag = f" {smaller_flag}"
+
+    is_saved = bool(checkpoint.saved_checkpoints(run.dir))
+    flags = run.config.to_flags()
+    if functions.uses_program_functions(flags):
+        if is_saved:
+            return f"continue in this program with: Trainer.resume({str(run.dir)!r})"
+        return "start over"
+    command = command_line(flags)
+    if is_saved:
+        return f"continue with: {command} --resume {shlex.quote(str(run.dir))}{smaller_flag}"
+    config_path = shlex.quote(str(run.dir / "config.yaml"))
+    return f"start over with: {command} --config {config_path}{smaller_flag}"
 
 
-def _smaller(run: Any, error: BaseException) -> str:
-    """The flag with which the phase that failed asks less of the GPU at once; "" where none is left."""
-    phase, sampling = run.journal.phase, run.config.sampling
+def _choose_smaller(run: Any, error: BaseException) -> str:
+    """The flag with which the phase that failed needs less of the GPU; "" if none is left."""
+    phase = run.journal.phase
+    sampling = run.config.sampling
     is_sampled = run.config.objective.loss_type != "sft"
     if is_sampled and phase in ("rollout", "evaluating"):
         most_rows = sampling.batch * sampling.groups
@@ -443,151 +431,196 @@ def _smaller(run: Any, error: BaseException) -> str:
         chunk_size = run.config.judge.chunk_size // 2
         return f"--judge-chunk-size {chunk_size}" if chunk_size else ""
 
-    budget = run.sizes.train_token_budget // 2
-    if budget >= run.longest:
-        return f"--train-token-budget {budget}"
+    token_budget = run.sizes.train_token_budget // 2
+    if token_budget >= run.longest:
+        return f"--train-token-budget {token_budget}"
+    # computing layers again takes less memory, but no less of the GPU's time
     has_layers_left = run.sizes.checkpoint_layers < run.model.config.num_hidden_layers
-    # computing layers again takes less memory, and no less of the GPU's time
-    return "--checkpoint-layers on" if has_layers_left and memory.is_out_of_memory(error) else ""
+    if has_layers_left and memory.is_out_of_memory(error):
+        return "--checkpoint-layers on"
+    return ""
 
 
-def _explain_newest_checkpoint(run: Any, error: BaseException, first: str = "") -> str:
-    """Names the newest checkpoint of a run that stopped inside a step, and how to continue or start over."""
+def _explain_newest_checkpoint(run: Any, error: BaseException, advice: str = "") -> str:
+    """
+    Names the newest checkpoint of a run that stopped inside a step, and how to go on.
+
+    advice: what to do first, before the command.
+    """
     saved = checkpoint.saved_checkpoints(run.dir)
-    state = f"{saved[-1].name} is intact" if saved else f"nothing was saved in {run.dir}"
-    return f"{state}, {first}{_resume_command(run, error)}"
+    newest = f"nothing was saved in {run.dir}"
+    if saved:
+        newest = f"{saved[-1].name} is intact"
+    return f"{newest}, {advice}{_resume_command(run, error)}"
 
 
 # ---- the command
 
 
-def run_command(args: argparse.Namespace, trainer: type[Trainer]) -> None:
-    """The whole of it. Of several machines the first reads and writes files; the others follow it."""
+def run_command(args: argparse.Namespace, loop: Loop) -> None:
+    """
+    Does what the flags of `train.py` say.
+
+    Of several ranks the first reads and writes files; the others follow it.
+    """
     flags = given_settings(args)
     if args.allow_changes and not args.resume:
-        raise ValueError("--allow-changes is for a run that goes on; name it with --resume")
+        raise ValueError("--allow-changes works with --resume only; name the run with --resume")
     if args.resume and args.run_dir:
         raise ValueError(
-            f"--run-dir {args.run_dir}: a resumed run stays in its directory; leave one of them out"
+            f"--run-dir {args.run_dir}: a resumed run stays in its directory; leave out --run-dir "
+            "or --resume"
         )
     if args.from_trl:
-        from settings import from_trl
-
-        made = from_trl.convert_recipe(args.from_trl)
-        if flags:
-            raise ValueError(
-                f"--from-trl goes alone; give {', '.join(map(flag_of, flags))} with --config OUR_FILE"
-            )
-        print(made, end="")
+        print_converted_recipe(args.from_trl, flags)
         return
+
     resume = args.resume
     if resume is True:
         steps = parse_setting(SETTINGS["steps"], args.steps) if args.steps else None
         resume = world.on_rank0(lambda: checkpoint.newest_unfinished(steps))
     if args.print_config:
-        config, choice = resolve_settings(flags, args.config, resume, gwen.choose_model)
+        config, choice = resolve_settings(flags, args.config, resume, model_choice.choose_model)
         print(choice, file=sys.stderr, flush=True)
         print(to_yaml(config), end="")
         return
+
     if args.wired_limit:
         os.environ[memory.WIRED_LIMIT] = args.wired_limit
-    if (
-        not args.let_sleep and platform.system() == "Darwin"
-    ):  # the display may sleep, and then no watchdog guards it
-        # a session of its own: Ctrl-C, after which a run still saves, must not end it
-        subprocess.Popen(
-            ["/usr/bin/caffeinate", "-i", "-w", str(os.getpid())], start_new_session=True
-        )
+    if not args.let_sleep and platform.system() == "Darwin":
+        keep_mac_awake()
     if args.seeds is None:
-        begun = make_run_spec(
+        spec = make_run_spec(
             flags,
             args.config,
             resume=resume,
             run_dir=args.run_dir,
             allow_changes=args.allow_changes,
         )
-        written = train_to_end(begun, trainer, looks=not args.no_look) / "report.html"
+        directory = train_to_end(spec, loop, stop_if_hopeless=not args.no_look)
     else:
         if resume:
             raise ValueError(
-                "--seeds with --resume: to go on with seeds, repeat their command with its --run-dir"
+                "--seeds does not go with --resume; to continue seeds, repeat their command with "
+                "its --run-dir"
             )
-        written = train_seeds(args, flags, trainer) / "report.html"
-    if args.open and world.is_first() and written.is_file():
+        directory = train_seeds(args, flags, loop)
+
+    report = directory / "report.html"
+    if args.open and world.is_first() and report.is_file():
         from reporting import page
 
-        page.open_page(written)
+        page.open_page(report)
 
 
-def train_to_end(begun: RunSpec, trainer: type[Trainer], looks: bool) -> Path:
-    """Trains a run to its end, unless it is there; its directory. looks: whether a new one without signal ends."""
-    if world.on_rank0(lambda: begun.is_finished):
-        said = (
-            f"{begun.state.step} of {begun.config.optimizer.steps} steps are done"
-            if begun.state
-            else ""
+def print_converted_recipe(path: str, flags: dict[str, Any]) -> None:
+    """Prints TRL's settings in a file as a recipe. Raises ValueError if other flags are set."""
+    from settings import from_trl
+
+    recipe = from_trl.convert_recipe(path)
+    if flags:
+        names = ", ".join(map(flag_of, flags))
+        raise ValueError(
+            f"--from-trl goes alone; write what it prints to FILE, and set {names} with "
+            "--config FILE"
         )
-        print(f"{begun.path} is finished: {said}", flush=True)
-        return Path(begun.path)
-    trained = trainer(begun)
+    print(recipe, end="")
+
+
+def keep_mac_awake() -> None:
+    """
+    Keeps a Mac from sleeping until this process ends.
+
+    The display may sleep, and then no watchdog guards it.
+    """
+    command = ["/usr/bin/caffeinate", "-i", "-w", str(os.getpid())]
+    # in a session of its own: Ctrl-C, after which a run still saves, must not end it
+    subprocess.Popen(command, start_new_session=True)
+
+
+def train_to_end(spec: RunSpec, loop: Loop, *, stop_if_hopeless: bool) -> Path:
+    """
+    Trains a run to its last step, unless it is finished. Returns its directory.
+
+    stop_if_hopeless: end a new run whose first steps show no signal.
+    """
+    if world.on_rank0(lambda: spec.is_finished):
+        num_done = spec.state.step if spec.state else 0
+        num_steps = spec.config.optimizer.steps
+        print(f"{spec.path} is finished: {num_done} of {num_steps} steps are done", flush=True)
+        return Path(spec.path)
+
+    is_new = spec.state is None
+    run = open_run(spec)
     try:
-        trained.fit(looks=looks and begun.state is None)
-    except KeyboardInterrupt:  # which the first machine has told
+        for _ in run_steps(run, loop, stop_if_hopeless=stop_if_hopeless and is_new):
+            pass
+    except KeyboardInterrupt:  # rank 0 has said how to continue
         if not world.is_first():
             raise
         sys.exit(130)
-    return trained.dir
+    return run.dir
 
 
-def train_seeds(args: argparse.Namespace, flags: dict[str, Any], trainer: type[Trainer]) -> Path:
+def train_seeds(args: argparse.Namespace, flags: dict[str, Any], loop: Loop) -> Path:
     """
-    Trains seed after seed, each in its `seed-N` of one directory, which is returned with a page of all of them. Where
-    the directory holds some of them, it goes on.
+    Trains seed after seed, each in its own `seed-N` of one directory, and writes a page of all.
+
+    Continues the seeds that the directory holds already. Returns the directory.
     """
     from reporting import page, seeds
 
-    config, _ = resolve_settings(flags, args.config, None, gwen.choose_model)
+    config, _ = resolve_settings(flags, args.config, None, model_choice.choose_model)
     first = config.sampling.seed
     numbers = args.seeds if isinstance(args.seeds, list) else range(first, first + args.seeds)
-    home = Path(
-        world.on_rank0(
-            lambda: args.run_dir or str(run_files.choose_run_dir(config.data.task, None))
-        )
-    )
+
+    def choose_home() -> str:
+        return args.run_dir or str(run_files.choose_run_dir(config.data.task, None))
+
+    home = Path(world.on_rank0(choose_home))
     if (home / "config.yaml").is_file():
         raise ValueError(f"--run-dir {home} is one run; give --seeds another directory")
-    there = world.on_rank0(lambda: find_seed_runs(home, config))
-    for number, seed in enumerate(numbers, 1):
+    old_paths = world.on_rank0(lambda: find_seed_runs(home, config))
+    for position, seed in enumerate(numbers, 1):
         path = str(home / f"seed-{seed}")
-        print(f"seed {seed}, {number} of {len(numbers)}", flush=True)
-        if path in there:
-            begun = make_run_spec({name: flags[name] for name in flags.keys() & LATER}, resume=path)
+        print(f"seed {seed}, {position} of {len(numbers)}", flush=True)
+        if path in old_paths:
+            changed = {name: flags[name] for name in flags.keys() & LATER}
+            spec = make_run_spec(changed, resume=path)
         else:
-            begun = make_run_spec(flags | {"seed": seed}, args.config, run_dir=path)
+            spec = make_run_spec(flags | {"seed": seed}, args.config, run_dir=path)
         try:
-            train_to_end(begun, trainer, looks=not args.no_look)
+            train_to_end(spec, loop, stop_if_hopeless=not args.no_look)
         except SystemExit:
-            again = f"the same command, with --run-dir {shlex.quote(str(home))}"
-            print(f"the seeds that are left: {again}", file=sys.stderr)
+            print(
+                "continue the remaining seeds with: the same command and --run-dir "
+                f"{shlex.quote(str(home))}",
+                file=sys.stderr,
+            )
             raise
+
     if world.is_first():
-        print(
-            *seeds.describe_seed_groups(seeds.load_seed_groups([home])),
-            f"page: {page.write_page(home)}",
-            sep="\n",
-        )
+        groups = seeds.load_seed_groups([home])
+        print(*seeds.describe_seed_groups(groups), sep="\n")
+        print(f"page: {page.write_page(home)}")
     return home
 
 
 def find_seed_runs(home: Path, config: Config) -> list[str]:
-    """The runs of seeds in a directory. ValueError where one has other settings, its seed and sizes aside."""
-    found = sorted(path.parent for path in home.glob("seed-*/config.yaml"))
-    for path in found:
-        its = run_files.load_settings(str(path))
+    """
+    The runs of seeds in a directory.
+
+    Raises ValueError if one has other settings, except for its seed and its sizes.
+    """
+    paths = sorted(path.parent for path in home.glob("seed-*/config.yaml"))
+    for path in paths:
+        settings = run_files.load_settings(str(path))
         for name, value in config.to_flags().items():
-            is_set = name != "seed" and value not in (None, "auto") and not SETTINGS[name].later
-            if is_set and its.get(name) != value:
+            is_compared = name != "seed" and not SETTINGS[name].later
+            is_set = value not in (None, "auto")
+            if is_compared and is_set and settings.get(name) != value:
                 raise ValueError(
-                    f"{path} has {flag_of(name)} {its.get(name)}, not {value}; give another --run-dir"
+                    f"{path} has {flag_of(name)} {settings.get(name)}, not {value}; give another "
+                    "--run-dir"
                 )
-    return list(map(str, found))
+    return [str(path) for path in paths]

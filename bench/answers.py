@@ -1,10 +1,12 @@
 """
-What the demo's answers say, read by somebody else: `uv run python -m bench.answers runs/A runs/B ...`.
+Audits the demo's recorded answers: `uv run python -m bench.answers runs/A runs/B ...`.
 
-The answers of runs' first and newest evaluations, as they recorded them, counted by a reader that shares no code with
-the verifier which the runs were rewarded by: it works out each statement, where the verifier compares patterns. What it
-cannot read it does not forgive. `--show 50` prints answers; a figure of quality deserves that somebody reads fifty of
-the answers that it counts, which is how the first figures of this demo fell.
+It reads the answers of each run's first and newest evaluation, and counts the right ones with a
+reader that shares no code with the verifier that rewarded the runs. The verifier compares
+patterns; this reader works out each statement. An answer that it cannot read is not right.
+
+`--show 50` prints answers. Before a figure of quality is published, somebody should read fifty of
+the answers that it counts: that is how the first figures of this demo turned out to be wrong.
 """
 
 import argparse
@@ -24,93 +26,140 @@ from reporting import history, seeds
 
 UNITS = "one two three four five six seven eight nine".split()
 TEENS = "ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen".split()
+TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
 NUMBERS = {word: number for number, word in enumerate(["zero", *UNITS, *TEENS])}
-for ten, tens in enumerate("twenty thirty forty fifty sixty seventy eighty ninety".split(), 2):
-    NUMBERS[tens] = 10 * ten
-    NUMBERS |= {f"{tens}-{unit}": 10 * ten + number for number, unit in enumerate(UNITS, 1)}
+for ten_number, ten_word in enumerate(TENS, 2):
+    NUMBERS[ten_word] = 10 * ten_number
+    for unit_number, unit_word in enumerate(UNITS, 1):
+        NUMBERS[f"{ten_word}-{unit_word}"] = 10 * ten_number + unit_number
 SIGNS = dict.fromkeys(("plus", "and", "+"), "+")
 SIGNS |= dict.fromkeys("is are equals equal makes gives has have =".split(), "=")
+# words that change nothing in a statement
 SILENT = set(
     "the answer sum total of that this it so in all together more add adding , ! ' ( ) $".split()
 )
 
+Records = list[dict[str, Any]]
+
 
 class Reading(NamedTuple):
-    ends_right: bool  # its last number is the sum of the problem's two
-    right: bool  # that, all its statements are true, and its other numbers are the problem's
+    """What the reader thinks of one answer."""
+
+    ends_right: bool  # its last number is the sum of the problem's two numbers
+    right: bool  # also, all its statements are true, and its other numbers are the problem's
 
 
 def read_answer(problem: str, answer: str) -> Reading:
-    asked, named = numbers_of(problem), numbers_of(answer)
-    ends_right, own = named[-1:] == [sum(asked)], not Counter(named[:-1]) - Counter(asked)
-    known = SILENT | set(words_of(problem)) - SIGNS.keys() - NUMBERS.keys()
+    problem_numbers = read_numbers(problem)
+    answer_numbers = read_numbers(answer)
+    total = sum(problem_numbers)
+    ends_right = answer_numbers[-1:] == [total]
+    foreign_numbers = Counter(answer_numbers[:-1]) - Counter(problem_numbers)
+
+    problem_words = set(split_words(problem)) - SIGNS.keys() - NUMBERS.keys()
+    vocabulary = SILENT | problem_words
     statements = [part for part in re.split(r"[.;:\n]", answer) if part.strip()]
-    return Reading(
-        ends_right,
-        ends_right and own and all(is_true(part, sum(asked), known) for part in statements),
+    right = (
+        ends_right
+        and not foreign_numbers
+        and all(is_true(statement, total, vocabulary) for statement in statements)
     )
+    return Reading(ends_right, right)
 
 
-def words_of(text: str) -> list[str]:
+def split_words(text: str) -> list[str]:
     return re.findall(r"[a-z]+(?:-[a-z]+)*|\d+|[^\sa-z\d]", text.lower())
 
 
-def numbers_of(text: str) -> list[int]:
-    found = [
-        NUMBERS.get(word, int(word) if re.fullmatch("[0-9]{1,9}", word) else None)
-        for word in words_of(text)
-    ]
-    return [number for number in found if number is not None]
+def read_numbers(text: str) -> list[int]:
+    """The numbers in a text, in words or digits, in order."""
+    numbers = []
+    for word in split_words(text):
+        if word in NUMBERS:
+            numbers.append(NUMBERS[word])
+        elif re.fullmatch("[0-9]{1,9}", word):
+            numbers.append(int(word))
+    return numbers
 
 
-def is_true(statement: str, total: int, known: set[str]) -> bool:
+def is_true(statement: str, total: int, vocabulary: set[str]) -> bool:
     """
-    Whether all sides of "x is y" come to the same, each a number or a sum of numbers.
+    Whether all sides of "x is y" have the same value, each a number or a sum of numbers.
 
-    A side without a number ("the answer") is the total that was asked for, and so is what a lone side is compared with.
+    A side without a number ("the answer") stands for the total that the problem asks for. A
+    statement of one side must equal the total. vocabulary: words that change nothing; a statement
+    with any other word is not true, as nobody can tell its meaning.
     """
-    said = ""
-    for word in words_of(statement):
-        if part := SIGNS.get(word) or "".join(map(str, numbers_of(word))):
-            said += f"{part} "
-        elif word not in known:
-            return False  # nobody knows what it says
-    sides = said.split("= ")
+    equation = ""
+    for word in split_words(statement):
+        symbol = SIGNS.get(word) or "".join(map(str, read_numbers(word)))
+        if symbol:
+            equation += f"{symbol} "
+        elif word not in vocabulary:
+            return False
+    sides = equation.split("= ")
     if not all(re.fullmatch(r"(\d+ (\+ \d+ )*)?", side) for side in sides):
         return False
-    values = [sum(map(int, re.findall(r"\d+", side))) if side else total for side in sides]
-    return len(set(values)) == 1 and (len(sides) > 1 or values == [total])
+    values = [sum_of_side(side) if side else total for side in sides]
+    if len(sides) == 1:
+        return values == [total]
+    return len(set(values)) == 1
 
 
-def audit_answers(details: list[dict[str, Any]]) -> dict[str, float]:
-    """Shares of the sampled answers, and of the greedy ones."""
-    shares = {}
-    for name, key in (("", "completions"), ("greedy, ", "greedy")):
-        answers = [one[key] if key == "greedy" else one[key][0] for one in details]
+def sum_of_side(side: str) -> int:
+    """The value of a side such as "27 + 15 "."""
+    return sum(map(int, re.findall(r"\d+", side)))
+
+
+def audit_answers(records: Records) -> dict[str, float]:
+    """The fractions of right answers, and of answers with only the right number, by column."""
+    sampled = [record["completions"][0] for record in records]
+    greedy = [record["greedy"] for record in records]
+    fractions = {}
+    for prefix, answers in (("", sampled), ("greedy, ", greedy)):
         readings = [
-            read_answer(one["prompt"], answer) for one, answer in zip(details, answers, strict=True)
+            read_answer(record["prompt"], answer)
+            for record, answer in zip(records, answers, strict=True)
         ]
-        shares[f"{name}right"] = float(np.mean([reading.right for reading in readings]))
-        wrong = [reading.ends_right and not reading.right for reading in readings]
-        shares[f"{name}right number only"] = float(np.mean(wrong))
-    return shares
+        right = [reading.right for reading in readings]
+        number_only = [reading.ends_right and not reading.right for reading in readings]
+        fractions[f"{prefix}right"] = float(np.mean(right))
+        fractions[f"{prefix}right number only"] = float(np.mean(number_only))
+    return fractions
 
 
-def evaluations(folders: list[Path]) -> dict[str, list[dict[str, Any]]]:
-    """Records by the row of the table: the first evaluation of the first run, then the newest of each."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    for run in (
-        history.load_history(path) for folder in folders for path in seeds.seed_runs(folder)
-    ):
+def load_evaluations(folders: list[Path]) -> dict[str, Records]:
+    """
+    Answers by row of the table: the first run's first evaluation, then the newest of each run.
+
+    Raises ValueError if a run is not of the demo, or has no evaluation before and after training.
+    """
+    evaluations: dict[str, Records] = {}
+    paths = [path for folder in folders for path in seeds.seed_runs(folder)]
+    for path in paths:
+        run = history.load_history(path)
         if run.settings["task"] != "demo" or 0 not in run.answers or len(run.answers) < 2:
-            fix = "give a run of it with --eval-every above 0, after its first steps"
             raise ValueError(
-                f"{run.dir} has no evaluations of --task demo before and after training; {fix}"
+                f"{run.dir} has no evaluations of --task demo before and after training; "
+                "give a run of it with --eval-every above 0, after its first steps"
             )
-        each = [list(answers.values()) for answers in run.answers.values()]
-        found.setdefault("before training", each[0])
-        found[str(run.dir)] = each[-1]
-    return found
+        by_step = [list(answers.values()) for answers in run.answers.values()]
+        evaluations.setdefault("before training", by_step[0])
+        evaluations[str(run.dir)] = by_step[-1]
+    return evaluations
+
+
+def print_answers(records: Records, most: int) -> None:
+    """Prints up to `most` answers of an evaluation, evenly spread, each with its verdict."""
+    for record in spread_evenly(records, most):
+        answer = record["completions"][0]
+        reading = read_answer(record["prompt"], answer)
+        verdict = "wrong"
+        if reading.right:
+            verdict = "right"
+        elif reading.ends_right:
+            verdict = "RIGHT NUMBER ONLY"
+        print(f"{verdict}: {record['prompt']} {answer!r}")
 
 
 @guard_output()
@@ -134,17 +183,17 @@ def main(argv: list[str] | None = None) -> None:
     )
     args = parser.parse_args(argv)
     with report_mistakes():
-        found = evaluations(args.runs)
-    for details in found.values() if args.show else ():
-        for one in spread_evenly(details, args.show):
-            reading = read_answer(one["prompt"], one["completions"][0])
-            verdict = (
-                "right" if reading.right else "RIGHT NUMBER ONLY" if reading.ends_right else "wrong"
-            )
-            print(f"{verdict}: {one['prompt']} {one['completions'][0]!r}")
-    table = pd.DataFrame({name: audit_answers(details) for name, details in found.items()}).T
-    table = pd.concat([table, table[1:].agg(["mean", "min", "max"])])  # of the runs
-    print(f"{len(found['before training'])} answers\n{table.map('{:.1%}'.format).to_string()}")
+        evaluations = load_evaluations(args.runs)
+    if args.show:
+        for records in evaluations.values():
+            print_answers(records, args.show)
+
+    fractions = {name: audit_answers(records) for name, records in evaluations.items()}
+    table = pd.DataFrame(fractions).T
+    of_runs = table[1:].agg(["mean", "min", "max"])
+    table = pd.concat([table, of_runs])
+    print(f"{len(evaluations['before training'])} answers")
+    print(table.map("{:.1%}".format).to_string())
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """
-The harness under the benchmarks: their flags, engines in turn, what they took, and the machine.
+Harness of the benchmarks: their flags, engines in turn, their times and peaks, and the machine.
 
-Engines take turns, every other round in reverse, so that a machine that slows down slows all of them. A peak is what an
-engine held beyond what was held before, and the weights once: what it would need if it were alone.
+Engines take turns, every other round in reverse, so that a machine that slows down slows all of
+them. A peak is an engine's memory beyond the memory that was already in use, plus the weights
+once: the need of that engine alone.
 """
 
 import argparse
@@ -27,27 +28,34 @@ from disk import hub
 from flags import Parser, check_least, flag_of
 from machine import alive, versions
 
-Numbers = dict[
-    str, tuple[int, int, str]
-]  # a setting's default, the least that it may be, and its help
+Numbers = dict[str, tuple[int, int, str]]  # by setting: default, least value, help
 
 
 def parse_settings(
     parser: Parser, argv: list[str] | None, numbers: Numbers, **least: float
 ) -> argparse.Namespace:
-    """The settings of a command line, with a flag for each whole number. ValueError names the flag that is wrong."""
+    """
+    The settings of a command line, with a flag for each of `numbers`.
+
+    least: the least values of other settings. Raises ValueError if a value is too small, naming
+    the flag.
+    """
     for name, (default, _, text) in numbers.items():
-        parser.add_argument(
-            flag_of(name), type=int, default=default, help=f"{text} (default: {default})"
-        )
+        help_text = f"{text} (default: {default})"
+        parser.add_argument(flag_of(name), type=int, default=default, help=help_text)
     args = parser.parse_args(sys.argv[1:] if argv is None else argv)
-    check_least(args, **{name: low for name, (_, low, _) in numbers.items()}, **least)
+    least_numbers = {name: minimum for name, (_, minimum, _) in numbers.items()}
+    check_least(args, **least_numbers, **least)
     return args
 
 
 @contextlib.contextmanager
 def model_directory(name: str) -> Iterator[Path]:
-    """The directory of a model; of random weights or a GGUF file it is written for as long as it is needed."""
+    """
+    The directory of a model.
+
+    Random weights or a GGUF file are written to a temporary directory, removed at the end.
+    """
     if not name.startswith("random:") and not hub.is_gguf(name):
         yield hub.find_model(name).resolve()
         return
@@ -58,12 +66,20 @@ def model_directory(name: str) -> Iterator[Path]:
 
 
 def random_texts(tokenizer: Any, lengths: Sequence[int], seed: int) -> list[str]:
-    """Texts of so many random words of the vocabulary, each with the space before it a token."""
+    """
+    Texts of random words of the vocabulary, one for each length in words.
+
+    Each word is one token, with the space before it.
+    """
     words = sorted(
         token[1:] for token in tokenizer.get_vocab() if re.fullmatch("[\u0120\u2581][a-z]+", token)
     )
     rng = np.random.default_rng(seed)
-    return ["".join(f" {word}" for word in rng.choice(words, length)) for length in lengths]
+    texts = []
+    for length in lengths:
+        chosen_words = rng.choice(words, length)
+        texts.append("".join(f" {word}" for word in chosen_words))
+    return texts
 
 
 def load_peer(directory: Path, dtype: mx.Dtype) -> Any:
@@ -77,42 +93,49 @@ def load_peer(directory: Path, dtype: mx.Dtype) -> Any:
 
 
 class Sample(NamedTuple):
-    """One timed run of an engine, which says how many `seconds` it took."""
+    """One timed run of an engine."""
 
-    run: Any
-    peak_bytes: int  # beyond what was held before
+    run: Any  # the engine's result, which states its `seconds`
+    peak_bytes: int  # beyond the memory in use before the run
     cpu_s: float  # of this process
 
 
 def interleave(names: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
-    """(round, engine), every other round in reverse."""
-    for turn in range(rounds):
-        yield from ((turn, name) for name in (names if turn % 2 == 0 else names[::-1]))
+    """Yields (round, engine), every other round in reverse."""
+    for number in range(rounds):
+        order = names if number % 2 == 0 else names[::-1]
+        for name in order:
+            yield number, name
 
 
 def run_in_turn(
     engines: Mapping[str, Callable[[], Any]], warmup: int, runs: int
 ) -> dict[str, list[Sample]]:
-    """`runs` timed runs of each engine, after `warmup` untimed ones."""
+    """Runs the engines in turn. Returns `runs` timed runs of each, after `warmup` untimed ones."""
     samples: dict[str, list[Sample]] = {name: [] for name in engines}
     order = list(interleave(list(engines), warmup + runs))
-    for turn, name in alive.Bar(order, desc="measuring", unit="run"):
-        gc.collect()  # what the last engine left behind in cycles
+    for number, name in alive.Bar(order, desc="measuring", unit="run"):
+        gc.collect()  # frees what the last engine left in reference cycles
         mx.clear_cache()
         mx.reset_peak_memory()
-        before, begin = mx.get_active_memory(), time.process_time()
+        bytes_before = mx.get_active_memory()
+        begin = time.process_time()
         run = engines[name]()
-        if turn >= warmup:
-            samples[name].append(
-                Sample(run, mx.get_peak_memory() - before, time.process_time() - begin)
-            )
+        if number >= warmup:
+            peak_bytes = mx.get_peak_memory() - bytes_before
+            samples[name].append(Sample(run, peak_bytes, time.process_time() - begin))
     return samples
 
 
-def summarize(samples: list[Sample], model: gwen.Model, **more: float) -> dict[str, float]:
-    """Milliseconds of an engine's runs, and of the processors; the largest peak, with the weights that all hold."""
+def summarize(samples: list[Sample], model: gwen.Model, **extra: float) -> dict[str, float]:
+    """
+    The times of an engine's runs in ms, its processor time, and its largest peak in MB.
+
+    The peak includes the weights, which all engines hold. extra: further figures for the result.
+    """
     times = 1e3 * np.array([sample.run.seconds for sample in samples])
-    weights = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+    weight_bytes = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+    peak_bytes = max(sample.peak_bytes for sample in samples)
     numbers = {
         "mean_ms": times.mean(),
         "std_ms": times.std(ddof=1) if len(times) > 1 else 0.0,
@@ -120,29 +143,31 @@ def summarize(samples: list[Sample], model: gwen.Model, **more: float) -> dict[s
         "min_ms": times.min(),
         "max_ms": times.max(),
         "cpu_ms": 1e3 * np.mean([sample.cpu_s for sample in samples]),
-        "peak_mb": (weights + max(sample.peak_bytes for sample in samples)) / 1e6,
+        "peak_mb": (weight_bytes + peak_bytes) / 1e6,
     }
-    return {name: round(float(number), 3) for name, number in (numbers | more).items()}
+    return {name: round(float(number), 3) for name, number in (numbers | extra).items()}
 
 
-def round_ratios(ours: list[Sample], theirs: list[Sample]) -> str:
-    """How many times as long the others took, round by round and by processors."""
-    ratios = [other.run.seconds / own.run.seconds for own, other in zip(ours, theirs, strict=True)]
-    cpu = sum(one.cpu_s for one in theirs) / sum(one.cpu_s for one in ours)
-    return f"{min(ratios):.2f} to {max(ratios):.2f} times as long, {cpu:.2f} by processors"
+def describe_rounds(gwen_samples: list[Sample], rival_samples: list[Sample]) -> str:
+    """In words, how many times as long the rival took: by round, and by processor time."""
+    pairs = zip(gwen_samples, rival_samples, strict=True)
+    ratios = [rival.run.seconds / gwen_sample.run.seconds for gwen_sample, rival in pairs]
+    rival_cpu_s = sum(sample.cpu_s for sample in rival_samples)
+    cpu_ratio = rival_cpu_s / sum(sample.cpu_s for sample in gwen_samples)
+    return f"{min(ratios):.2f} to {max(ratios):.2f} times as long, {cpu_ratio:.2f} by processors"
 
 
 def describe_ratio(ratio: float) -> str:
     """The ratio in words: "1.14x faster" or "0.90x slower"."""
-    return f"{ratio:.2f}x {'faster' if round(ratio, 2) >= 1 else 'slower'}"
+    comparison = "faster" if round(ratio, 2) >= 1 else "slower"
+    return f"{ratio:.2f}x {comparison}"
 
 
 def describe_environment(*packages: str) -> dict[str, Any]:
-    """Device and versions, with those of `packages` beside those that a run records."""
+    """Device and versions: those that a run records, and those of `packages`."""
     recorded = versions.describe_environment(cpu_blas.description)
+    package_versions = {name: version(name) for name in packages}
     return {
         "device": f"{recorded['device']}, {recorded['machine']}, BLAS: {recorded['blas']}",
-        "versions": {"python": recorded["python"]}
-        | recorded["versions"]
-        | {name: version(name) for name in packages},
+        "versions": {"python": recorded["python"]} | recorded["versions"] | package_versions,
     }

@@ -1,11 +1,13 @@
 """
-Judging of ours against another engine's on the same work: N answers to B questions by J criteria, all of random words,
-so that nothing is easier for anybody. Part of `bench_rollout.py --benchmark-judge`.
+Times judging by Gwen and by another engine on the same work: N answers to B questions by J
+criteria. All are random words, so that no engine has easier text. Part of
+`bench_rollout.py --benchmark-judge`.
 
-Beside what the chat template and the tags add, the preamble has 100 words, a question `--prompt-tokens`, an answer
-`--max-tokens` and a criterion 16. A rival does a rollout: every prompt as token ids, in the runs that prompts share,
-and greedy tokens, in which a digit is then looked for. Ours is timed from the text on, with no score cached; the
-preamble counts. Whether a judge is right is measured by `judge.py`.
+Beside the text of the chat template and the tags, the preamble has 100 words, a question
+`--prompt-tokens`, an answer `--max-tokens` and a criterion 16. A rival does a rollout: it gets
+every prompt as token ids, in the runs that prompts share, and its greedy tokens are searched for a
+digit. Gwen's time starts at the text, with no score cached, and includes the preamble. judge.py
+measures whether a judge is right.
 
 Axes: B questions, N answers, J criteria.
 """
@@ -14,6 +16,7 @@ import argparse
 import copy
 import functools
 import time
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,151 +24,237 @@ import numpy as np
 import gwen
 import judge
 from bench import harness
+from bench.harness import Sample
 from bench.rollout import Engine, Rival, Work
 from judging import rubrics
 
-PREAMBLE_WORDS, CRITERION_WORDS, NUM_CRITERIA = 100, 16, 3
+PREAMBLE_WORDS = 100
+CRITERION_WORDS = 16
+NUM_CRITERIA = 3
 
 
-class Judged(NamedTuple):
+class JudgingRun(NamedTuple):
+    """The result of one timed run of judging."""
+
     evaluations: list[rubrics.Evaluation]  # (N * J)
     seconds: float
-    num_tokens: int = 0  # that ours put through its model, with padding
+    num_tokens: int = 0  # that Gwen put through its model, with padding
 
 
 def make_work(
     args: argparse.Namespace, tokenizer: Any
 ) -> tuple[rubrics.Rubric, list[tuple[str, str]], Work]:
-    """A rubric, N questions and answers, and the same as prompts of J replies each."""
-    lengths = (
-        [PREAMBLE_WORDS] + [CRITERION_WORDS] * NUM_CRITERIA + [args.prompt_tokens] * args.batch
-    )
-    preamble, *texts = harness.random_texts(
-        tokenizer, lengths + [args.max_tokens] * (args.batch * args.groups), args.seed
-    )
-    criteria = [rubrics.Criterion(f"{j}", 1.0, text) for j, text in enumerate(texts[:NUM_CRITERIA])]
+    """A rubric, N pairs of question and answer, and the same as N * J prompts for a rollout."""
+    lengths = [PREAMBLE_WORDS]
+    lengths += [CRITERION_WORDS] * NUM_CRITERIA
+    lengths += [args.prompt_tokens] * args.batch
+    lengths += [args.max_tokens] * (args.batch * args.groups)
+    preamble, *texts = harness.random_texts(tokenizer, lengths, args.seed)
+    criteria = [
+        rubrics.Criterion(f"{number}", 1.0, text)
+        for number, text in enumerate(texts[:NUM_CRITERIA])
+    ]
     questions, answers = np.split(texts[NUM_CRITERIA:], [args.batch])
     pairs = list(zip(questions.repeat(args.groups).tolist(), answers.tolist(), strict=True))
     rubric = rubrics.Rubric(preamble, criteria)
+
     builder = rubrics.PromptBuilder(tokenizer, rubric)
-    prompts: list[tuple[list[int], ...]] = [
-        (builder.head, builder.encode_question(prompt), builder.encode_answer(completion), own)
-        for prompt, completion in pairs
-        for own in builder.own
-    ]
-    return (
-        rubric,
-        pairs,
-        Work(prompts, 1, [], (), 0.0, args.judge_chunk_size, 0, with_logprobs=False),
+    prompts: list[tuple[list[int], ...]] = []
+    for question, answer in pairs:
+        question_ids = builder.encode_question(question)
+        answer_ids = builder.encode_answer(answer)
+        for tail in builder.criterion_tails:
+            prompts.append((builder.head, question_ids, answer_ids, tail))
+    work = Work(
+        prompts=prompts,
+        group_size=1,
+        limits=[],
+        eos_ids=(),
+        temperature=0.0,
+        batch_size=args.judge_chunk_size,
+        seed=0,
+        with_logprobs=False,
     )
+    return rubric, pairs, work
 
 
 def make_legible(tokenizer: Any) -> Any:
-    """A tokenizer that shows every id: those of a random model that it has no text for would all look alike."""
-    shown, decode = copy.copy(tokenizer), tokenizer.decode
-    shown.decode = lambda ids: "".join(
-        decode([i]) if i < len(tokenizer) else f"<{i}>" for i in map(int, ids)
-    )
-    return shown
+    """
+    A copy of the tokenizer that decodes every id to visible text.
+
+    A random model writes ids for which the tokenizer has no text; these would all look alike.
+    """
+    legible = copy.copy(tokenizer)
+    decode = tokenizer.decode
+
+    def decode_legibly(ids: Any) -> str:
+        pieces = []
+        for token_id in map(int, ids):
+            if token_id < len(tokenizer):
+                pieces.append(decode([token_id]))
+            else:
+                pieces.append(f"<{token_id}>")
+        return "".join(pieces)
+
+    legible.decode = decode_legibly
+    return legible
+
+
+# ---- engines
+
+
+def judge_with_gwen(
+    args: argparse.Namespace,
+    model: gwen.Model,
+    tokenizer: Any,
+    rubric: rubrics.Rubric,
+    pairs: list[tuple[str, str]],
+    mode: str,
+) -> JudgingRun:
+    # a new judge, which has no score cached
+    grader = judge.Judge(model, tokenizer, rubric, args.judge_chunk_size, mode)
+    begin = time.perf_counter()
+    evaluations = dict(grader.evaluate(grader.questions(pairs)))
+    seconds = time.perf_counter() - begin
+    ordered = [evaluations[place] for place in range(len(evaluations))]
+    return JudgingRun(ordered, seconds, grader.tree.num_tokens)
+
+
+def judge_with_rival(engine: Engine, work: Work, limit: int, tokenizer: Any) -> JudgingRun:
+    """limit: most tokens of a reply."""
+    begin = time.perf_counter()
+    replies = engine(work._replace(limits=[limit] * len(work.prompts))).completions
+    evaluations = []
+    for ids in replies:
+        text_ids = ids[:-1] if ids[-1] in work.eos_ids else ids
+        text = tokenizer.decode(text_ids)
+        evaluations.append(rubrics.evaluation_from_reply(text))
+    return JudgingRun(evaluations, time.perf_counter() - begin)
+
+
+# ---- the measurement
 
 
 def benchmark(
     args: argparse.Namespace, model: gwen.Model, tokenizer: Any, rival: Rival
 ) -> dict[str, Any]:
     """
-    Measures and reports judging; returns what belongs into the last line.
+    Measures and prints judging; returns the record for the benchmark's JSON line.
 
-    Ours by logits is compared with the fastest way of the rival, ours by replies with the fastest that replies as it.
+    Gwen's mode `logits` is compared with the rival's fastest way, and its mode `decode` with the
+    fastest way that also writes replies of full length.
     """
-    tokenizer, eos_ids = make_legible(tokenizer), model.config.end_ids
+    tokenizer = make_legible(tokenizer)
     rubric, pairs, work = make_work(args, tokenizer)
-
-    def ours(mode: str) -> Judged:
-        grader = judge.Judge(
-            model, tokenizer, rubric, args.judge_chunk_size, mode
-        )  # a fresh one, which knows no score
-        begin = time.perf_counter()
-        evaluations = dict(grader.evaluate(grader.questions(pairs)))
-        seconds = time.perf_counter() - begin
-        return Judged(
-            [evaluations[place] for place in range(len(evaluations))],
-            seconds,
-            grader.tree.num_tokens,
-        )
-
-    def theirs(engine: Engine, limit: int) -> Judged:
-        begin = time.perf_counter()
-        replies = engine(
-            work._replace(limits=[limit] * len(work.prompts), eos_ids=eos_ids)
-        ).completions
-        texts = [tokenizer.decode(ids[:-1] if ids[-1] in eos_ids else ids) for ids in replies]
-        return Judged(list(map(rubrics.evaluation_from_reply, texts)), time.perf_counter() - begin)
-
-    mine = {
-        "ours": functools.partial(ours, "logits"),
-        "ours_decode": functools.partial(ours, "decode"),
+    work = work._replace(eos_ids=model.config.end_ids)
+    run_gwen = functools.partial(judge_with_gwen, args, model, tokenizer, rubric, pairs)
+    gwen_engines = {
+        "ours": functools.partial(run_gwen, "logits"),
+        "ours_decode": functools.partial(run_gwen, "decode"),
     }
-    replying, brief = (
-        {
-            name + suffix: functools.partial(theirs, engine, limit)
-            for name, engine in rival.engines.items()
-        }
-        for suffix, limit in (("", rubrics.REPLY_TOKENS), ("_one_token", 1))
-    )
-    samples = harness.run_in_turn(mine | replying | brief, args.warmup, args.judge_runs)
-    entries, computed, num = {}, samples["ours"][0].run.num_tokens, len(pairs)
+    reply_engines = {}
+    one_token_engines = {}
+    for name, engine in rival.engines.items():
+        run_rival = functools.partial(judge_with_rival, engine, work, tokenizer=tokenizer)
+        reply_engines[name] = functools.partial(run_rival, limit=rubrics.REPLY_TOKENS)
+        one_token_engines[f"{name}_one_token"] = functools.partial(run_rival, limit=1)
+    rival_engines = reply_engines | one_token_engines
+    samples = harness.run_in_turn(gwen_engines | rival_engines, args.warmup, args.judge_runs)
+
+    num_computed = samples["ours"][0].run.num_tokens
+    num_prompt_tokens = sum(map(len, work.rows))
     print(
-        f"Judge benchmark: pairs/run={num} criteria={NUM_CRITERIA} warmup={args.warmup} runs={args.judge_runs}"
+        f"Judge benchmark: pairs/run={len(pairs)} criteria={NUM_CRITERIA} "
+        f"warmup={args.warmup} runs={args.judge_runs}"
     )
     print(
-        f"Judge prompts: {sum(map(len, work.rows))} tokens, of which ours computes {computed}; "
+        f"Judge prompts: {num_prompt_tokens} tokens, of which ours computes {num_computed}; "
         f"{rubrics.REPLY_TOKENS} tokens a reply; chunks of {args.judge_chunk_size}"
     )
-    for name, its in samples.items():
-        unread = np.isnan([one.score for one in its[0].run.evaluations]).mean()
-        seconds = np.mean([sample.run.seconds for sample in its])
-        rates = {"crit_eval_s": len(work.prompts) / seconds, "pairs_s": num / seconds}
-        entry = entries[name] = harness.summarize(its, model, unread=unread, **rates)
-        print(
-            f"judge_{name.removesuffix('_mlx'):<11} | crit_eval/s {entry['crit_eval_s']:7.2f} | "
-            f"pairs/s {entry['pairs_s']:6.2f} | peak {entry['peak_mb']:.0f} MB"
-        )
+    entries = {}
+    for name, engine_samples in samples.items():
+        entries[name] = summarize(engine_samples, model, len(work.prompts), len(pairs))
+        print_entry(name, entries[name])
+
     results: dict[str, Any] = {
         "engines": entries,
         "ratios": {},
         "agreement": {},
         "best": {},
-        "computed": computed,
+        "computed": num_computed,
     }
-    for name, ways in (("ours", replying | brief), ("ours_decode", replying)):
+    for name, ways in (("ours", rival_engines), ("ours_decode", reply_engines)):
         best = min(ways, key=lambda way: entries[way]["mean_ms"])
-        results["ratios"][name], results["best"][name] = (
-            entries[best]["mean_ms"] / entries[name]["mean_ms"],
-            best,
-        )
+        ratio = entries[best]["mean_ms"] / entries[name]["mean_ms"]
+        results["ratios"][name] = ratio
+        results["best"][name] = best
+        rounds = harness.describe_rounds(samples[name], samples[best])
         print(
-            f"Judge result vs {rival.name}: {name} is {results['ratios'][name]:.2f}x as fast as {best} on this judging "
-            f"workload ({harness.round_ratios(samples[name], samples[best])})."
+            f"Judge result vs {rival.name}: {name} is {ratio:.2f}x as fast as {best} on this "
+            f"judging workload ({rounds})."
         )
-    for way in replying | brief:
-        own = "ours" if way in brief else "ours_decode"
-        share = score_agreement(samples[own][0].run.evaluations, samples[way][0].run.evaluations)
-        results["agreement"][way] = share
-        scores, replies = share["scores"], share["replies"]
-        print(
-            f"Agreement of {own} and {way}: {scores:.1%} of the scores, {replies:.1%} of the replies, to the letter"
-        )
+    results["agreement"] = compare_with_rival(samples, reply_engines, one_token_engines)
     return results
 
 
-def score_agreement(
-    ours: list[rubrics.Evaluation], theirs: list[rubrics.Evaluation]
+def summarize(
+    samples: list[Sample], model: gwen.Model, num_evaluations: int, num_pairs: int
 ) -> dict[str, float]:
-    """Shares of the evaluations in which two engines gave the same score, or both none, and the same reply."""
-    scores, _, replies = zip(*ours, strict=True)
-    others, _, other_replies = zip(*theirs, strict=True)
-    same = np.isclose(scores, others, rtol=0, atol=0, equal_nan=True)
-    return {
-        "scores": float(same.mean()),
-        "replies": float(np.mean(np.equal(replies, other_replies))),
-    }
+    """The figures of `harness.summarize`, rates, and the first run's unreadable fraction."""
+    scores = [evaluation.score for evaluation in samples[0].run.evaluations]
+    seconds = np.mean([sample.run.seconds for sample in samples])
+    return harness.summarize(
+        samples,
+        model,
+        unread=np.isnan(scores).mean(),
+        crit_eval_s=num_evaluations / seconds,
+        pairs_s=num_pairs / seconds,
+    )
+
+
+def print_entry(name: str, entry: dict[str, float]) -> None:
+    print(
+        f"judge_{name.removesuffix('_mlx'):<11} | crit_eval/s {entry['crit_eval_s']:7.2f} | "
+        f"pairs/s {entry['pairs_s']:6.2f} | peak {entry['peak_mb']:.0f} MB"
+    )
+
+
+def compare_with_rival(
+    samples: Mapping[str, list[Sample]],
+    reply_engines: Mapping[str, Any],
+    one_token_engines: Mapping[str, Any],
+) -> dict[str, dict[str, float]]:
+    """
+    Prints and returns how often each way of the rival agrees with Gwen.
+
+    A way that writes replies is compared with mode `decode`, one token with mode `logits`.
+    """
+    partners = dict.fromkeys(reply_engines, "ours_decode")
+    partners |= dict.fromkeys(one_token_engines, "ours")
+    agreement = {}
+    for way, name in partners.items():
+        gwen_run = samples[name][0].run
+        rival_run = samples[way][0].run
+        agreement[way] = score_agreement(gwen_run.evaluations, rival_run.evaluations)
+        print(
+            f"Agreement of {name} and {way}: {agreement[way]['scores']:.1%} of the scores, "
+            f"{agreement[way]['replies']:.1%} of the replies, to the letter"
+        )
+    return agreement
+
+
+def score_agreement(
+    gwen_evaluations: list[rubrics.Evaluation], rival_evaluations: list[rubrics.Evaluation]
+) -> dict[str, float]:
+    """
+    The fractions of evaluations with equal scores and with equal replies.
+
+    Two unreadable scores are equal.
+    """
+    gwen_scores = [evaluation.score for evaluation in gwen_evaluations]
+    rival_scores = [evaluation.score for evaluation in rival_evaluations]
+    same_score = np.isclose(gwen_scores, rival_scores, rtol=0, atol=0, equal_nan=True)
+    gwen_replies = [evaluation.reply for evaluation in gwen_evaluations]
+    rival_replies = [evaluation.reply for evaluation in rival_evaluations]
+    same_reply = np.equal(gwen_replies, rival_replies)
+    return {"scores": float(same_score.mean()), "replies": float(same_reply.mean())}

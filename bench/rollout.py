@@ -1,16 +1,19 @@
 """
-Rollouts of ours against another engine's on the same work: what `bench_rollout.py` and `bench_rollout_vllm_mlx.py`
-share.
+Times rollouts of Gwen and of another engine on the same work. `bench_rollout.py` and
+`bench_rollout_vllm_mlx.py` share this file.
 
-All engines get the same token ids, temperature, completion lengths and, at their best, number of rows at once. Before
-anything is timed, greedy completions must show that they compute the same. Where end tokens end rows, as they do in a
-trained model, every engine draws its own completions and lengths; with `--ignore-eos` or a random model the work is
-the same to the token, and every length is asserted.
+All engines get the same token ids, temperature, completion lengths and, at their best, number of
+rows at once. Before anything is timed, greedy completions must show that they compute the same. If
+end tokens end rows, as in a trained model, every engine samples its own completions and lengths.
+With `--ignore-eos` or a random model the work is the same to the token, and every length is
+asserted.
 
-`prefill_ms` is the time to process prompts, as each engine reports it; mlx_lm's `stats()` bill a prompt's last token to
-decoding. `decode_ms` is the rest of the run. Left out: text, prompts of unequal length, judging (`bench/judging.py`).
+`prefill_ms` is the time to process prompts, as each engine reports it; mlx_lm's `stats()` count a
+prompt's last token as decoding. `decode_ms` is the rest of the run. This file leaves out text,
+prompts of unequal length, and judging (bench/judging.py).
 
-Axes: B prompts, G completions of each, N = B * G rows, prompt-major, P prompt positions.
+Axes: B prompts, G completions per prompt, N = B * G rows, prompt-major, P prompt positions, T
+completion positions, V vocabulary.
 """
 
 import argparse
@@ -26,43 +29,43 @@ import mlx.core as mx
 import numpy as np
 
 import gwen
-import preflight
 import sampler
 from bench import harness
 from bench.harness import Sample
 from config import Config, Sizes
-from disk import hub
+from disk import hub, model_choice
 from flags import Parser, report_mistakes
+from forecast import memory_estimate, time_estimate
 from machine import chips, gpu
 from machine.output import guard_output
 from settings.sources import read_environment
 from step.rows import USUAL_ROWS
 
-AGREEING_TOKENS = (
-    16  # of greedy completions; engines that compute the same have parted long before by a mistake
-)
+# of greedy completions; engines that do not compute the same differ long before
+AGREEING_TOKENS = 16
 
 
 class Work(NamedTuple):
-    prompts: list[
-        tuple[list[int], ...]
-    ]  # (B,) each in runs of ids, with which others may begin too
+    """The rollout that every engine does."""
+
+    prompts: list[tuple[list[int], ...]]  # (B,) each in runs of ids, which other prompts may share
     group_size: int
     limits: list[int]  # (N,) most tokens of each row
-    eos_ids: tuple[int, ...]  # none: every row has exactly as many tokens as its limit
+    eos_ids: tuple[int, ...]  # if empty, every row has exactly as many tokens as its limit
     temperature: float
     batch_size: int  # most rows that are decoded at once
     seed: int
-    with_logprobs: bool = True  # whether those of the drawn tokens are read
+    with_logprobs: bool = True  # whether to read the log-probabilities of sampled tokens
 
     @property
     def runs(self) -> list[tuple[list[int], ...]]:
-        """The prompt of each row."""
+        """The prompt of each row, in runs of ids."""
         return [prompt for prompt in self.prompts for _ in range(self.group_size)]
 
     @property
     def rows(self) -> list[list[int]]:
-        return list(map(join_runs, self.runs))
+        """The prompt of each row."""
+        return [join_runs(runs) for runs in self.runs]
 
 
 def join_runs(runs: Iterable[list[int]]) -> list[int]:
@@ -70,12 +73,10 @@ def join_runs(runs: Iterable[list[int]]) -> list[int]:
 
 
 class Timing(NamedTuple):
-    """What an engine made of the work, and how long it took."""
+    """An engine's completions, and the seconds that they took."""
 
     completions: list[list[int]]  # ids of each row, the end token included
-    logprobs: list[
-        list[float]
-    ]  # of the same tokens; no rows from an engine that does not give them
+    logprobs: list[list[float]]  # of the same tokens; no rows if the engine does not return them
     prefill_s: float
     decode_s: float
 
@@ -88,23 +89,28 @@ Engine = Callable[[Work], Timing]
 
 
 class Rival(NamedTuple):
-    """Another engine, run in every way that it can be."""
+    """Another engine, in all its useful configurations."""
 
     name: str  # of its module
     result: str  # the line of the result, with {} for the verdict
-    engines: dict[str, Engine]
+    engines: dict[str, Engine]  # by configuration
 
 
-def run_ours(work: Work, *, model: gwen.Model) -> Timing:
+def run_gwen(work: Work, *, model: gwen.Model) -> Timing:
     params = sampler.SamplingParams(work.limits, work.temperature, eos_ids=work.eos_ids)
-    how: Any = {"group_size": work.group_size, "key": work.seed, "batch_size": work.batch_size}
     begin = time.perf_counter()
-    result = sampler.rollout(model, list(map(join_runs, work.prompts)), params, **how)
-    seconds, prefill_s = time.perf_counter() - begin, result.stats.prefill_s
-    logprobs = [
-        row[:length]
-        for row, length in zip(np.array(result.logprobs).tolist(), result.lengths, strict=True)
-    ]
+    result = sampler.rollout(
+        model,
+        [join_runs(runs) for runs in work.prompts],
+        params,
+        group_size=work.group_size,
+        key=work.seed,
+        batch_size=work.batch_size,
+    )
+    seconds = time.perf_counter() - begin
+    prefill_s = result.stats.prefill_s
+    padded_logprobs = np.array(result.logprobs).tolist()
+    logprobs = [row[:length] for row, length in zip(padded_logprobs, result.lengths, strict=True)]
     return Timing(result.ids, logprobs, prefill_s, seconds - prefill_s)
 
 
@@ -112,70 +118,93 @@ def run_ours(work: Work, *, model: gwen.Model) -> Timing:
 
 
 def check_agreement(model: gwen.Model, engines: dict[str, Engine], work: Work) -> None:
-    """ValueError unless each engine's greedy tokens, of four rows, are our model's likeliest, within its rounding."""
-    prompts, group_size = work.prompts[:2], min(work.group_size, 2)
+    """
+    Checks greedy completions of four rows: up to rounding, each token must be the likeliest.
+
+    Raises ValueError if an engine's token is another one, or if it ends early or late.
+    """
+    prompts = work.prompts[:2]
+    group_size = min(work.group_size, 2)
     limits = [AGREEING_TOKENS] * (len(prompts) * group_size)
     probe = work._replace(prompts=prompts, group_size=group_size, limits=limits, temperature=0.0)
     for name, engine in engines.items():
         for prompt, ids in zip(probe.rows, engine(probe).completions, strict=True):
-            logits = model(mx.array([prompt + ids]))[0, len(prompt) - 1 : -1]  # (T, V)
-            chosen = mx.take_along_axis(logits, mx.array(ids)[:, None], axis=-1)[:, 0]
-            rounding = 8 * mx.finfo(logits.dtype).eps * mx.abs(logits).max(-1)
-            length = next(
-                (place for place, one in enumerate(ids, 1) if one in work.eos_ids), AGREEING_TOKENS
-            )
-            agrees = [*np.array(logits.max(-1) - chosen <= rounding).tolist(), len(ids) == length]
+            all_logits = model(mx.array([prompt + ids]))  # (1, P + T, V)
+            logits = all_logits[0, len(prompt) - 1 : -1]  # (T, V)
+            columns = mx.array(ids)[:, None]
+            chosen = mx.take_along_axis(logits, columns, axis=-1)[:, 0]
+            epsilon = mx.finfo(logits.dtype).eps
+            rounding = 8 * epsilon * mx.abs(logits).max(-1)
+            is_likeliest = np.array(logits.max(-1) - chosen <= rounding).tolist()
+            has_right_length = len(ids) == expected_length(ids, work.eos_ids)
+            agrees = [*is_likeliest, has_right_length]
             if not all(agrees):
-                where = f"token {agrees.index(False)} of a greedy completion"
                 raise ValueError(
-                    f"{name} and our model part at {where}; they do not compute the same"
+                    f"{name} and our model part at token {agrees.index(False)} of a greedy "
+                    "completion; they do not compute the same"
                 )
+
+
+def expected_length(ids: list[int], eos_ids: tuple[int, ...]) -> int:
+    """The length of a greedy completion that ends at its first end token, or at the limit."""
+    for length, token_id in enumerate(ids, 1):
+        if token_id in eos_ids:
+            return length
+    return AGREEING_TOKENS
 
 
 def measure(
     engines: dict[str, Engine], work: Work, warmup: int, runs: int
 ) -> dict[str, list[Sample]]:
-    """Timed rollouts of each engine; where end tokens end no row, all have the lengths asked for."""
-    samples = harness.run_in_turn(
-        {name: functools.partial(run, work) for name, run in engines.items()}, warmup, runs
-    )
-    for name, its in samples.items() if not work.eos_ids else []:
-        lengths = [[len(completion) for completion in sample.run.completions] for sample in its]
-        assert lengths == [work.limits] * runs, f"{name} made {lengths} tokens, not {work.limits}"
-    return samples
+    """Timed rollouts of each engine. Without end tokens all lengths must equal the limits."""
+    bound_engines = {name: functools.partial(run, work) for name, run in engines.items()}
+    samples_by_engine = harness.run_in_turn(bound_engines, warmup, runs)
+    if not work.eos_ids:
+        for name, samples in samples_by_engine.items():
+            for sample in samples:
+                lengths = list(map(len, sample.run.completions))
+                assert lengths == work.limits, f"{name} made {lengths} tokens, not {work.limits}"
+    return samples_by_engine
 
 
 def summarize(samples: list[Sample], model: gwen.Model) -> dict[str, float]:
+    """The figures of `harness.summarize`, and tokens, throughput, prefill and decode times."""
     tokens = sum(len(completion) for sample in samples for completion in sample.run.completions)
+    prefill_s = np.mean([sample.run.prefill_s for sample in samples])
+    decode_s = np.mean([sample.run.decode_s for sample in samples])
     return {"tokens": tokens} | harness.summarize(
         samples,
         model,
-        prefill_ms=1e3 * np.mean([sample.run.prefill_s for sample in samples]),
-        decode_ms=1e3 * np.mean([sample.run.decode_s for sample in samples]),
+        prefill_ms=1e3 * prefill_s,
+        decode_ms=1e3 * decode_s,
         tok_s=tokens / sum(sample.run.seconds for sample in samples),
     )
 
 
-def roofline(args: argparse.Namespace, model: gwen.Model, entry: dict[str, float]) -> float:
-    """Says, and returns, what the bytes that decoding reads take at least, as a share of the time of ours."""
-    length = round(entry["tokens"] / (args.runs * args.batch * args.groups))
+def measure_roofline(args: argparse.Namespace, model: gwen.Model, entry: dict[str, float]) -> float:
+    """
+    Prints and returns the least time to read decoding's bytes, as a fraction of Gwen's decode time.
+
+    entry: Gwen's figures.
+    """
+    num_rows = args.batch * args.groups
+    length = round(entry["tokens"] / (args.runs * num_rows))
     config = Config.from_flags(batch=args.batch, groups=args.groups, max_tokens=length)
-    demand = preflight.RunDemand(
-        model.config, model.head_weight.dtype, config, [args.prompt_tokens] * args.batch
-    )
-    num_bytes = preflight.phase_costs(demand, Sizes(args.rollout_batch_size, preflight.BUDGET, 0))[
-        "decode"
-    ].bytes
-    source = mx.zeros(
-        (2**26,), mx.float32
-    )  # 268 MB, far more than any cache holds, read and written
+    prompt_lengths = [args.prompt_tokens] * args.batch
+    dtype = model.head_weight.dtype
+    demand = memory_estimate.RunDemand(model.config, dtype, config, prompt_lengths)
+    sizes = Sizes(args.rollout_batch_size, memory_estimate.BUDGET, 0)
+    num_bytes = time_estimate.phase_costs(demand, sizes)["decode"].bytes
+
+    # 268 MB, far more than any cache holds, read and written
+    source = mx.zeros((2**26,), mx.float32)
     bandwidth = 2 * source.nbytes / chips.least_seconds(lambda: source + 1)
-    share = 1e3 * num_bytes / bandwidth / entry["decode_ms"]
+    fraction = 1e3 * num_bytes / bandwidth / entry["decode_ms"]
     print(
-        f"Roofline: {num_bytes / 1e9:.3f} GB that decoding reads, at {bandwidth / 1e9:.1f} GB/s, take {share:.3f} of "
-        f"the {entry['decode_ms']:.1f} ms of ours"
+        f"Roofline: to read the {num_bytes / 1e9:.3f} GB of decoding at {bandwidth / 1e9:.1f} GB/s "
+        f"takes {fraction:.3f} of the {entry['decode_ms']:.1f} ms of ours"
     )
-    return round(share, 4)
+    return round(fraction, 4)
 
 
 # ---- settings and the report
@@ -183,18 +212,22 @@ def roofline(args: argparse.Namespace, model: gwen.Model, entry: dict[str, float
 
 NUMBERS: harness.Numbers = {
     "batch": (2, 1, "B, prompts"),
-    "groups": (2, 1, "G, completions of each"),
+    "groups": (2, 1, "G, completions per prompt"),
     "max_tokens": (64, 1, "most tokens of a completion"),
-    "prompt_tokens": (64, 1, "P, tokens of a prompt, drawn at random"),
-    "warmup": (1, 0, "rounds that are not timed"),
+    "prompt_tokens": (64, 1, "P, random tokens of a prompt"),
+    "warmup": (1, 0, "untimed rounds"),
     "runs": (2, 1, "timed rounds"),
-    "seed": (0, 0, "of prompts, lengths and sampling"),
+    "seed": (0, 0, "seed of prompts, lengths and sampling"),
     "judge_runs": (1, 1, "timed rounds of judging"),
 }
 
 
-def parse(argv: list[str] | None, program: str, description: str) -> argparse.Namespace:
-    """The settings of a command line, checked and filled up. ValueError names the flag that is wrong."""
+def parse_flags(argv: list[str] | None, program: str, description: str) -> argparse.Namespace:
+    """
+    The settings of a command line, checked and completed.
+
+    Raises ValueError if one is wrong, naming the flag.
+    """
     parser = Parser(program, description)
     parser.add_argument("--temp", type=float, default=0.8, help="sampling temperature")
     parser.add_argument(
@@ -209,24 +242,30 @@ def parse(argv: list[str] | None, program: str, description: str) -> argparse.Na
     parser.add_argument(
         "--benchmark-judge", action="store_true", help="time judging too, B x G answers"
     )
-    chunk = read_environment().get("judge_chunk_size", 24)
-    numbers = NUMBERS | {"judge_chunk_size": (chunk, 1, "evaluations that ours makes at once")}
+    chunk_size = read_environment().get("judge_chunk_size", 24)
+    chunk_setting = (chunk_size, 1, "evaluations that our judge makes at once")
+    numbers = NUMBERS | {"judge_chunk_size": chunk_setting}
     args = harness.parse_settings(parser, argv, numbers, rollout_batch_size=1, temp=0)
-    args.rollout_batch_size = args.rollout_batch_size or min(args.batch * args.groups, USUAL_ROWS)
-    args.model = args.model or (gwen.choose_model(None)[0] if gpu.on_gpu() else "random:30m")
+    if not args.rollout_batch_size:
+        args.rollout_batch_size = min(args.batch * args.groups, USUAL_ROWS)
+    if not args.model:
+        args.model = model_choice.choose_model(None)[0] if gpu.on_gpu() else "random:30m"
     return args
 
 
 def make_work(args: argparse.Namespace, config: hub.ModelConfig) -> Work:
-    limits = [args.max_tokens] * (args.batch * args.groups)
-    ordinary = np.setdiff1d(np.arange(min(config.vocab_size, 8192)), config.end_ids)
-    drawn = (
-        np.random.default_rng(args.seed).choice(ordinary, (args.batch, args.prompt_tokens)).tolist()
-    )
-    prompts: list[tuple[list[int], ...]] = [(ids[:-1], ids[-1:]) for ids in drawn]
-    eos_ids = () if args.ignore_eos else config.end_ids
+    """The rollout of these settings: random prompts without end tokens, in two runs each."""
+    ordinary_ids = np.setdiff1d(np.arange(min(config.vocab_size, 8192)), config.end_ids)
+    rng = np.random.default_rng(args.seed)
+    prompt_ids = rng.choice(ordinary_ids, (args.batch, args.prompt_tokens)).tolist()
     return Work(
-        prompts, args.groups, limits, eos_ids, args.temp, args.rollout_batch_size, args.seed
+        prompts=[(ids[:-1], ids[-1:]) for ids in prompt_ids],
+        group_size=args.groups,
+        limits=[args.max_tokens] * (args.batch * args.groups),
+        eos_ids=() if args.ignore_eos else config.end_ids,
+        temperature=args.temp,
+        batch_size=args.rollout_batch_size,
+        seed=args.seed,
     )
 
 
@@ -234,62 +273,80 @@ def compare_engines(
     args: argparse.Namespace, directory: Path, make_rival: Callable[[Any, Path], Rival]
 ) -> None:
     """
-    Checks, measures and reports ours and a rival, given mlx_lm's model of the directory, on the model of a directory.
+    Checks, measures and reports Gwen and a rival on the model in a directory.
 
-    The result is against the fastest way to run the rival that gives what a rollout needs, log-probabilities, or the
-    fastest of all where none does.
+    make_rival: from mlx_lm's model and the directory. The result compares with the rival's fastest
+    configuration that returns log-probabilities, which training needs, or with the fastest of all
+    if none does.
     """
     model = gwen.load_model(directory)
     rival = make_rival(harness.load_peer(directory, model.head_weight.dtype), directory)
     work = make_work(args, model.config)
-    engines: dict[str, Engine] = {"ours": functools.partial(run_ours, model=model), **rival.engines}
+    engines: dict[str, Engine] = {"ours": functools.partial(run_gwen, model=model)}
+    engines |= rival.engines
     check_agreement(model, engines, work)
+
     config = vars(args) | {"pairs": args.batch * args.groups}
-    dtype = str(model.head_weight.dtype).removeprefix("mlx.core.")
-    print(
-        "Config: B={batch} G={groups} pairs={pairs} max_tokens={max_tokens} temp={temp:g} warmup={warmup} "
-        "runs={runs}".format(**config)
-    )
-    print(
-        f"Model: {args.model} in {dtype}, {args.prompt_tokens} prompt tokens, {args.rollout_batch_size} rows at once"
-    )
+    print_config(args, model)
     samples = measure(engines, work, args.warmup, args.runs)
     entries = {name: summarize(samples[name], model) for name in engines}
-    for name, entry in entries.items():  # in the form and width that other people's scripts know
-        print(
-            f"{name:<{len(rival.name) + 2}} | mean {entry['mean_ms']:.1f} ms | std {entry['std_ms']:.1f} ms | "
-            f"total_out_toks {entry['tokens']} | throughput {entry['tok_s']:.1f} tok/s"
-        )
-    if len({entry["tokens"] for entry in entries.values()}) > 1:
-        print(
-            "Note: rows ended at different tokens, so times are not of equal work; --ignore-eos makes them so"
-        )
-    useful = [name for name in rival.engines if samples[name][0].run.logprobs] or rival.engines
-    best = min(useful, key=lambda name: entries[name]["mean_ms"])
-    print(f"Rounds: than ours {best} took {harness.round_ratios(samples['ours'], samples[best])}")
-    share = roofline(args, model, entries["ours"])
+    print_entries(entries, len(rival.name) + 2)
+    with_logprobs = [name for name in rival.engines if samples[name][0].run.logprobs]
+    candidates = with_logprobs or list(rival.engines)
+    best = min(candidates, key=lambda name: entries[name]["mean_ms"])
+    rounds = harness.describe_rounds(samples["ours"], samples[best])
+    print(f"Rounds: compared with ours, {best} took {rounds}")
+    fraction = measure_roofline(args, model, entries["ours"])
     ratio = entries[best]["mean_ms"] / entries["ours"]["mean_ms"]
     print(rival.result.format(harness.describe_ratio(ratio)))
+
     record = {
         "config": config,
         "engines": entries,
         "ratio": round(ratio, 4),
         "best": best,
-        "roofline_frac": share,
+        "roofline_frac": fraction,
     }
     if args.benchmark_judge:
         from bench import judging
 
         record["judge"] = judging.benchmark(args, model, hub.load_tokenizer(directory), rival)
-    print(json.dumps(record | harness.describe_environment(rival.name.replace("_", "-"))))
+    record |= harness.describe_environment(rival.name.replace("_", "-"))
+    print(json.dumps(record))
+
+
+def print_config(args: argparse.Namespace, model: gwen.Model) -> None:
+    dtype = str(model.head_weight.dtype).removeprefix("mlx.core.")
+    print(
+        f"Config: B={args.batch} G={args.groups} pairs={args.batch * args.groups} "
+        f"max_tokens={args.max_tokens} temp={args.temp:g} warmup={args.warmup} runs={args.runs}"
+    )
+    print(
+        f"Model: {args.model} in {dtype}, {args.prompt_tokens} prompt tokens, "
+        f"{args.rollout_batch_size} rows at once"
+    )
+
+
+def print_entries(entries: dict[str, dict[str, float]], width: int) -> None:
+    """Prints a line for each engine, in the form that other people's scripts read."""
+    for name, entry in entries.items():
+        print(
+            f"{name:<{width}} | mean {entry['mean_ms']:.1f} ms | std {entry['std_ms']:.1f} ms | "
+            f"total_out_toks {entry['tokens']} | throughput {entry['tok_s']:.1f} tok/s"
+        )
+    if len({entry["tokens"] for entry in entries.values()}) > 1:
+        print(
+            "Note: rows ended at different tokens, so the engines did not do equal work; "
+            "set --ignore-eos for equal work"
+        )
 
 
 @guard_output()
 def main(
     argv: list[str] | None, program: str, description: str, make_rival: Callable[[Any, Path], Rival]
 ) -> None:
-    """A command that compares rollouts of ours and a rival."""
+    """A command that compares rollouts of Gwen and a rival."""
     with report_mistakes():
-        args = parse(argv, program, description)
+        args = parse_flags(argv, program, description)
         with harness.model_directory(args.model) as directory:
             compare_engines(args, directory, make_rival)

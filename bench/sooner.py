@@ -1,9 +1,11 @@
 """
-How soon runs reached an accuracy: `uv run python -m bench.sooner --line 0.85 runs/A runs/B`.
+Compares how soon runs reached an accuracy:
+`uv run python -m bench.sooner --line 0.85 runs/A runs/B`.
 
-Reads what runs, or directories of seeds, have recorded. A run reaches the line at the first of two evaluations in a row
-that are at or above it; what it took are its steps until then, their seconds, completions and own tokens, without start
-and evaluations. Medians over seeds; the others' seconds and completions are also divided by the first's, seed by seed.
+It reads the records of runs, or of directories of seeds. A run reaches the line at the first of
+two successive evaluations at or above it. Its costs are the steps until then, their seconds, their
+completions and the tokens of these, without start and evaluations. The table has medians over
+seeds. Seconds and completions are also divided by those of the first directory, seed by seed.
 """
 
 import argparse
@@ -19,25 +21,28 @@ from reporting import seeds
 from reporting.history import History
 
 COSTS = ["steps", "seconds", "completions", "tokens"]
+COMPARED_COSTS = ["seconds", "completions"]
 
 
-def costs_of(run: History, line: float) -> list[float]:
-    """What a run took until it reached the line, COSTS; inf where it did not."""
-    above = [one[f"eval/{run.figure}"] >= line for one in run.measured]
-    reached = next(
-        (
-            one["step"]
-            for one, *both in zip(run.measured, above, above[1:], strict=False)
-            if all(both)
-        ),
-        -1,
-    )
-    if reached < 0:
+def step_that_reaches(run: History, line: float) -> int | None:
+    """The step of the first of two successive evaluations at or above the line."""
+    is_above = [evaluation[f"eval/{run.figure}"] >= line for evaluation in run.evals_with_figure]
+    for number in range(len(is_above) - 1):
+        if is_above[number] and is_above[number + 1]:
+            return run.evals_with_figure[number]["step"]
+    return None
+
+
+def costs_to_reach(run: History, line: float) -> list[float]:
+    """The COSTS of a run until it reached the line; inf if it did not."""
+    last_step = step_that_reaches(run, line)
+    if last_step is None:
         return [math.inf] * len(COSTS)
-    steps = [one for one in run.steps if one["step"] <= reached]
+    steps = [record for record in run.steps if record["step"] <= last_step]
+    seconds = sum(record["step/s"] for record in steps)
     completions = len(steps) * run.settings["batch"] * run.settings["groups"]
-    tokens = sum(one["rollout/tok_s"] * one["rollout/s"] for one in steps)
-    return [len(steps), sum(one["step/s"] for one in steps), completions, tokens]
+    tokens = sum(record["rollout/tok_s"] * record["rollout/s"] for record in steps)
+    return [len(steps), seconds, completions, tokens]
 
 
 @guard_output()
@@ -48,24 +53,25 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "runs", nargs="+", type=Path, metavar="RUN", help="runs, or directories of seeds"
     )
-    parser.add_argument("--line", type=float, required=True, help="held-out accuracy to be reached")
+    parser.add_argument("--line", type=float, required=True, help="the held-out accuracy to reach")
     args = parser.parse_args(argv)
     with report_mistakes():
-        settings = seeds.load_seed_groups(args.runs)
-    heads = [f"until {args.line:g}", *COSTS, "seconds, of the first", "completions, of the first"]
-    print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
-    tables = [
-        pd.DataFrame({run.settings["seed"]: costs_of(run, args.line) for run in one.runs}, COSTS)
-        for one in settings
-    ]
-    for one, costs in zip(settings, tables, strict=True):
+        groups = seeds.load_seed_groups(args.runs)
+
+    ratio_headers = [f"{cost}, of the first" for cost in COMPARED_COSTS]
+    headers = [f"until {args.line:g}", *COSTS, *ratio_headers]
+    print(f"| {' | '.join(headers)} |")
+    print("|" + "---|" * len(headers))
+    tables = []
+    for group in groups:
+        costs_by_seed = {run.settings["seed"]: costs_to_reach(run, args.line) for run in group.runs}
+        tables.append(pd.DataFrame(costs_by_seed, COSTS))
+    for group, costs in zip(groups, tables, strict=True):
         ratios = (costs / tables[0]).dropna(axis=1)  # of the seeds that both have
         cells = [f"{value:,.0f}" for value in costs.median(axis=1)]
-        cells += [
-            ", ".join(f"{ratio:.2f}" for ratio in ratios.loc[cost])
-            for cost in ("seconds", "completions")
-        ]
-        print(f"| {one.name} | {' | '.join(cells)} |")
+        for cost in COMPARED_COSTS:
+            cells.append(", ".join(f"{ratio:.2f}" for ratio in ratios.loc[cost]))
+        print(f"| {group.name} | {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,18 @@
 """
-One whole GRPO step against other trainers': `uv run python -m bench.step --rounds 3`.
+Times one GRPO step against other trainers: `uv run python -m bench.step --rounds 3`.
 
-All train adapters of the same rank on all projections of the same weights, in one dtype: the same prompts in the chat
-template, G completions of exactly `--max-tokens` tokens each, a reward that costs nothing, no KL term, AdamW. Each
-engine runs in processes of its own, so that its peak is its own, with its packages in front of Gwen's, which uv keeps
-in its cache (PyTorch takes gigabytes). All decode all rows at once. TRL runs on the device that PyTorch finds, without
-a GPU with as many threads as ours, which are one. All are called by public names, and a step ends where a callback is
-told of it, or where `train.train` yields.
+All trainers train adapters of the same rank on all projections of the same weights, in one dtype:
+the same prompts in the chat template, G completions of exactly `--max-tokens` tokens each, a
+reward that costs nothing, no KL term, AdamW. All decode all rows at once.
 
-Left out: evaluation, checkpoints, judges. Peaks include the weights. On a CPU TRL's is by how much its process grew,
-which counts freed memory too; the others' is what MLX held.
+Each engine runs in processes of its own, so that its peak is its own. Its packages come before
+Gwen's; uv keeps them in its cache (PyTorch takes gigabytes). TRL runs on the device that PyTorch
+finds; without a GPU it gets as many threads as Gwen, one by default. All trainers are called by
+public names. A step ends when the trainer calls a callback, or when `train.train` yields.
+
+This file leaves out evaluation, checkpoints and judges. Peaks include the weights. On a CPU, TRL's
+peak is the growth of its process, which counts freed memory too; the other peaks are what MLX
+held.
 
 Axes: B prompts, G completions of each, N = B * G rows.
 """
@@ -29,7 +32,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import cpu_blas  # noqa: F401  (before mlx)
 import datasets
@@ -45,69 +48,76 @@ from machine.output import guard_output
 from problems import chat_template
 
 ROOT = Path(__file__).parent.parent
-PROJECTIONS = [f"self_attn.{name}_proj" for name in "qkvo"] + [
-    f"mlp.{name}_proj" for name in ("gate", "up", "down")
-]
-RATE = 1e-4
+ATTENTION_PROJECTIONS = [f"self_attn.{name}_proj" for name in "qkvo"]
+MLP_PROJECTIONS = [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+LEARNING_RATE = 1e-4
 
 
 class Steps(list[dict[str, float]]):
-    """Seconds of each step of a trainer, which calls `reward` after its rollout and `end` after its update."""
+    """
+    The times of each step of a trainer.
+
+    The trainer calls `reward` after its rollout and `end` after its update.
+    """
 
     def __init__(self, args: argparse.Namespace, directory: Path):
         super().__init__()
-        self.args, self.num, self.num_rows = args, args.warmup + args.runs, args.batch * args.groups
+        self.args = args
+        self.num_steps = args.warmup + args.runs
+        self.num_rows = args.batch * args.groups
         self.tokenizer = hub.load_tokenizer(directory)
-        self.texts = harness.random_texts(
-            self.tokenizer, [args.prompt_tokens] * args.batch, args.seed
-        )
+        prompt_lengths = [args.prompt_tokens] * args.batch
+        self.texts = harness.random_texts(self.tokenizer, prompt_lengths, args.seed)
         self.lengths: set[int] = set()  # of the last rollout's completions
         self.begin()
 
     def begin(self) -> None:
-        self.clock, self.cpu = time.perf_counter(), time.process_time()
+        self.begin_s = time.perf_counter()
+        self.begin_cpu_s = time.process_time()
 
     def reward(self, completions: list[str], completion_ids: Any = (), **_: Any) -> list[float]:
-        """A reward function as all trainers call one; neighbours differ, so that all rows have a gradient."""
+        """
+        A reward function with the signature that all trainers call.
+
+        Neighbouring rewards differ, so that all rows have a gradient.
+        """
         self.lengths = set(map(len, completion_ids))
         return [place * 7 % 5 / 4 for place in range(len(completions))]
 
     def end(self, *_: Any, **__: Any) -> None:
         assert self.lengths <= {self.args.max_tokens}, f"completions of {self.lengths} tokens"
-        self.append(
-            {"step_s": time.perf_counter() - self.clock, "cpu_s": time.process_time() - self.cpu}
-        )
+        step_s = time.perf_counter() - self.begin_s
+        cpu_s = time.process_time() - self.begin_cpu_s
+        self.append({"step_s": step_s, "cpu_s": cpu_s})
         self.begin()
 
 
-# ---- engines: each takes so many steps in a directory of its own
+# ---- engines: each takes `steps.num_steps` steps and writes into the directory `scratch`
 
 
-def run_ours(args: argparse.Namespace, directory: Path, steps: Steps, scratch: str) -> None:
-    train: Any = importlib.import_module(
-        "train"
-    )  # an engine as the others: their processes load none of it
-    names = ("batch", "groups", "max_tokens", "lora_rank", "seed")
-    how: Any = {name: getattr(args, name) for name in names} | {
-        "learning_rate": RATE,
-        "eval_every": 0,
-    }
-    how |= {
-        "data": [{"prompt": text} for text in steps.texts],
-        "eval_data": [{"prompt": "none of them"}],
-    }
+def run_gwen(args: argparse.Namespace, directory: Path, steps: Steps, scratch: str) -> None:
+    # imported here, as every engine: the processes of the other engines do not load it
+    train: Any = importlib.import_module("train")
     trainer = train.Trainer.start(
         model=str(directory),
         reward=steps.reward,
-        steps=steps.num + 1,
+        steps=steps.num_steps + 1,
         run_dir=f"{scratch}/run",
-        **how,
+        batch=args.batch,
+        groups=args.groups,
+        max_tokens=args.max_tokens,
+        lora_rank=args.lora_rank,
+        seed=args.seed,
+        learning_rate=LEARNING_RATE,
+        eval_every=0,
+        data=[{"prompt": text} for text in steps.texts],
+        eval_data=[{"prompt": "none of them"}],
     )
-    trainer.run.sampling = trainer.run.sampling._replace(
-        eos_ids=()
-    )  # every completion has all its tokens
+    # every completion has all its tokens
+    trainer.run.sampling = trainer.run.sampling._replace(eos_ids=())
     steps.begin()
-    for _ in itertools.islice(train.train(trainer.run), steps.num):  # a last step would be saved
+    # the loop ends one step early: the last step would be saved
+    for _ in itertools.islice(train.train(trainer.run), steps.num_steps):
         steps.end()
 
 
@@ -118,28 +128,38 @@ def run_mlx_lm_lora(args: argparse.Namespace, directory: Path, steps: Steps, scr
     trainer: Any = importlib.import_module("mlx_lm_lora.trainer.grpo_trainer")
     model = harness.load_peer(directory, gwen.default_dtype())
     model.freeze()
-    shape = {"rank": args.lora_rank, "scale": 2.0, "dropout": 0.0, "keys": PROJECTIONS}
-    linear_to_lora_layers(model, len(model.layers), shape)
+    adapter_config = {
+        "rank": args.lora_rank,
+        "scale": 2.0,
+        "dropout": 0.0,
+        "keys": ATTENTION_PROJECTIONS + MLP_PROJECTIONS,
+    }
+    linear_to_lora_layers(model, len(model.layers), adapter_config)
     tokenizer: Any = load_tokenizer(directory)
     tokenizer.eos_token_ids = []  # every completion has all its tokens
     prompts = [chat_template.encode_chat(steps.tokenizer, text) for text in steps.texts]
-    batch = prompts, [[0]] * args.batch, steps.texts, [""] * args.batch, None
-    how: Any = {
-        "batch_size": steps.num_rows,
-        "iters": steps.num,
-        "group_size": args.groups,
-        "steps_per_report": 1,
-    }
-    how |= {"max_completion_length": args.max_tokens, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
-    how |= {"beta": 0.0, "epsilon": 0.2, "adapter_file": f"{scratch}/adapters.safetensors"}
+    batch = (prompts, [[0]] * args.batch, steps.texts, [""] * args.batch, None)
+    training_args = trainer.GRPOTrainingArgs(
+        batch_size=steps.num_rows,
+        iters=steps.num_steps,
+        group_size=args.groups,
+        steps_per_report=1,
+        max_completion_length=args.max_tokens,
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        beta=0.0,
+        epsilon=0.2,
+        adapter_file=f"{scratch}/adapters.safetensors",
+    )
     trainer.train_grpo(
         model,
         None,
         tokenizer,
-        optim.AdamW(RATE),
+        optim.AdamW(LEARNING_RATE),
         [],
         reward_funcs=[steps.reward],
-        args=trainer.GRPOTrainingArgs(**how),
+        args=training_args,
         iterate_batches=lambda **_: itertools.repeat(batch),
         training_callback=SimpleNamespace(on_train_loss_report=steps.end),
         end_answer_token="",
@@ -147,58 +167,75 @@ def run_mlx_lm_lora(args: argparse.Namespace, directory: Path, steps: Steps, scr
 
 
 def run_trl(args: argparse.Namespace, directory: Path, steps: Steps, scratch: str) -> None:
-    """All rows in one batch, no activations computed again."""
-    modules: Any = map(importlib.import_module, ("torch", "transformers", "trl", "peft"))
-    torch, transformers, trl, peft = modules
+    """All rows in one batch; activations are kept for the backward pass."""
+    torch: Any = importlib.import_module("torch")
+    transformers: Any = importlib.import_module("transformers")
+    trl: Any = importlib.import_module("trl")
+    peft: Any = importlib.import_module("peft")
     torch.set_num_threads(int(os.environ.get("OPENBLAS_NUM_THREADS", 1)))
-    how: Any = {"per_device_train_batch_size": steps.num_rows, "num_generations": args.groups}
-    how |= {
-        "generation_kwargs": {"min_new_tokens": args.max_tokens}
-    }  # every completion has all its tokens
-    how |= {
-        "max_completion_length": args.max_tokens,
-        "temperature": 1.0,
-        "beta": 0.0,
-        "learning_rate": RATE,
-    }
-    how |= {"max_steps": steps.num, "gradient_checkpointing": False, "bf16": False, "report_to": []}
-    how |= {
-        "logging_strategy": "no",
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "output_dir": scratch,
-    }
+
     dtype = getattr(torch, str(gwen.default_dtype()).removeprefix("mlx.core."))
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+    adapter_config = peft.LoraConfig(
+        r=args.lora_rank, lora_alpha=2 * args.lora_rank, target_modules="all-linear"
+    )
+    training_args = trl.GRPOConfig(
+        per_device_train_batch_size=steps.num_rows,
+        num_generations=args.groups,
+        # every completion has all its tokens
+        generation_kwargs={"min_new_tokens": args.max_tokens},
+        max_completion_length=args.max_tokens,
+        temperature=1.0,
+        beta=0.0,
+        learning_rate=LEARNING_RATE,
+        max_steps=steps.num_steps,
+        gradient_checkpointing=False,
+        bf16=False,
+        report_to=[],
+        logging_strategy="no",
+        save_strategy="no",
+        disable_tqdm=True,
+        output_dir=scratch,
+        chat_template_kwargs={"enable_thinking": False},
+    )
     prompts = [[{"role": "user", "content": text}] for text in steps.texts]
-    trl.GRPOTrainer(
-        transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype),
+    members = {"on_step_end": staticmethod(steps.end)}
+    timer_class = type("Timer", (transformers.TrainerCallback,), members)
+    trainer = trl.GRPOTrainer(
+        model,
         [steps.reward],
-        args=trl.GRPOConfig(**how, chat_template_kwargs={"enable_thinking": False}),
+        args=training_args,
         train_dataset=datasets.Dataset.from_dict({"prompt": prompts}),
         processing_class=steps.tokenizer,
-        callbacks=[
-            type(
-                "Timer", (transformers.TrainerCallback,), {"on_step_end": staticmethod(steps.end)}
-            )()
-        ],
-        peft_config=peft.LoraConfig(
-            r=args.lora_rank, lora_alpha=2 * args.lora_rank, target_modules="all-linear"
-        ),
-    ).train()
+        callbacks=[timer_class()],
+        peft_config=adapter_config,
+    )
+    trainer.train()
 
 
-# each with what uv puts in front of Gwen's own packages; mlx: half a package in front would hide the other half
-ENGINES: dict[str, tuple[Callable[[argparse.Namespace, Path, Steps, str], None], str]] = {
-    "ours": (run_ours, ""),
-    "mlx_lm_lora": (run_mlx_lm_lora, "mlx-lm-lora==5.10.2 mlx[cpu]"),
-    "trl": (run_trl, "trl==1.16.0 peft==0.21.2 torch==2.15.0"),
+class Engine(NamedTuple):
+    run: Callable[[argparse.Namespace, Path, Steps, str], None]
+    # what uv puts before Gwen's own packages
+    packages: tuple[str, ...] = ()
+
+
+ENGINES = {
+    "ours": Engine(run_gwen),
+    # mlx too: its own part alone would hide mlx's CPU part
+    "mlx_lm_lora": Engine(run_mlx_lm_lora, ("mlx-lm-lora==5.10.2", "mlx[cpu]")),
+    "trl": Engine(run_trl, ("trl==1.16.0", "peft==0.21.2", "torch==2.15.0")),
 }
 
 
 def engine_command(engine: str) -> list[str]:
-    """A Python with the engine's packages, running this module."""
-    packages = [word for package in ENGINES[engine][1].split() for word in ("--with", package)]
-    python = ["uv", "run", "-q", "--no-sync", *packages, "python"] if packages else [sys.executable]
+    """A Python with the engine's packages that runs this module."""
+    packages = ENGINES[engine].packages
+    python = [sys.executable]
+    if packages:
+        python = ["uv", "run", "-q", "--no-sync"]
+        for package in packages:
+            python += ["--with", package]
+        python.append("python")
     return [*python, "-m", "bench.step", "--engine", engine]
 
 
@@ -206,50 +243,61 @@ def engine_command(engine: str) -> list[str]:
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, float]]:
-    """What the process of one engine prints: what every timed step took, and the peak of all of them."""
-    for package in ("torch", "peft", "trl") if args.engine == "trl" else ():
-        importlib.import_module(package)  # which is no part of what a step takes
-    before, directory = peak_resident_bytes(), Path(args.model)
-    steps = Steps(args, directory)
-    with contextlib.redirect_stdout(io.StringIO()), tempfile.TemporaryDirectory() as scratch:
-        ENGINES[args.engine][0](args, directory, steps, scratch)
-    peak = mx.get_peak_memory()
+    """The record that the process of one engine prints: for each timed step, its times and peak."""
     if args.engine == "trl":
-        mps: Any = importlib.import_module(
-            "torch.mps"
-        )  # its GPU, where PyTorch keeps what is freed
-        peak = (
-            mps.driver_allocated_memory() if mps.is_available() else peak_resident_bytes() - before
-        )
-    return [step | {"peak_mb": peak / 1e6} for step in steps[args.warmup :]]
+        for package in ("torch", "peft", "trl"):
+            importlib.import_module(package)  # not part of a step's peak
+    bytes_before = peak_resident_bytes()
+    directory = Path(args.model)
+    steps = Steps(args, directory)
+    run = ENGINES[args.engine].run
+    with contextlib.redirect_stdout(io.StringIO()), tempfile.TemporaryDirectory() as scratch:
+        run(args, directory, steps, scratch)
+
+    peak_bytes = mx.get_peak_memory()
+    if args.engine == "trl":
+        # on its GPU, PyTorch keeps freed memory
+        mps: Any = importlib.import_module("torch.mps")
+        if mps.is_available():
+            peak_bytes = mps.driver_allocated_memory()
+        else:
+            peak_bytes = peak_resident_bytes() - bytes_before
+    return [step | {"peak_mb": peak_bytes / 1e6} for step in steps[args.warmup :]]
 
 
 def peak_resident_bytes() -> int:
     """The most bytes that this process has had in memory."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if sys.platform == "darwin" else 1024
-    )
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def run_processes(args: argparse.Namespace, directory: Path) -> list[dict[str, Any]]:
-    """The timed steps of `args.rounds` processes of each engine, in turn."""
-    flags = [text for name in NUMBERS for text in (flag_of(name), str(getattr(args, name)))]
+    """
+    The timed steps of `args.rounds` processes of each engine, in turn.
+
+    Raises ValueError if a process fails, with its last line.
+    """
+    flags = []
+    for name in NUMBERS:
+        flags += [flag_of(name), str(getattr(args, name))]
     steps: list[dict[str, Any]] = []
     for _, engine in harness.interleave(args.engines, args.rounds):
         command = [*engine_command(engine), "--model", str(directory), *flags]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        if done.returncode:
-            last = done.stderr.strip().splitlines()[-1:]
-            raise ValueError(f"{engine} ended with exit status {done.returncode}: {last}")
-        steps += [{"engine": engine} | step for step in json.loads(done.stdout.splitlines()[-1])]
+        process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        if process.returncode:
+            last_line = process.stderr.strip().splitlines()[-1:]
+            raise ValueError(f"{engine} ended with exit status {process.returncode}: {last_line}")
+        engine_steps = json.loads(process.stdout.splitlines()[-1])
+        steps += [{"engine": engine} | step for step in engine_steps]
     return steps
 
 
 def print_report(args: argparse.Namespace, steps: list[dict[str, Any]]) -> None:
-    """Prints medians of what the engines took, how ours compares, and all of it as JSON."""
+    """Prints each engine's medians, how Gwen compares, and all of it as JSON."""
     print(
-        f"Config: B={args.batch} G={args.groups} prompt={args.prompt_tokens} max_tokens={args.max_tokens} "
-        f"rank={args.lora_rank} model={args.model} warmup={args.warmup} runs={args.runs} rounds={args.rounds}"
+        f"Config: B={args.batch} G={args.groups} prompt={args.prompt_tokens} "
+        f"max_tokens={args.max_tokens} rank={args.lora_rank} model={args.model} "
+        f"warmup={args.warmup} runs={args.runs} rounds={args.rounds}"
     )
     by_engine = pd.DataFrame(steps).groupby("engine", sort=False)
     table = by_engine[["step_s", "cpu_s"]].median()
@@ -258,40 +306,45 @@ def print_report(args: argparse.Namespace, steps: list[dict[str, Any]]) -> None:
     )
     table["tok_s"] = args.batch * args.groups * args.max_tokens / table.step_s
     print(table.round(2).to_string())
-    ratios = (table / table.loc["ours"]).drop("ours") if "ours" in table.index else table[:0]
+
+    ratios = table[:0]
+    if "ours" in table.index:
+        ratios = (table / table.loc["ours"]).drop("ours")
     for name, ratio in ratios.iterrows():
-        said = (
-            f"{harness.describe_ratio(ratio.step_s)} than {name} ({ratio.cpu_s:.2f}x by processors)"
+        speed = harness.describe_ratio(ratio.step_s)
+        print(
+            f"Result: ours is {speed} than {name} ({ratio.cpu_s:.2f}x by processors), "
+            f"at {1 / ratio.peak_mb:.2f} of its peak memory"
         )
-        print(f"Result: ours is {said}, at {1 / ratio.peak_mb:.2f} of its peak memory")
-    record = {"config": vars(args), "rivals": {name: ENGINES[name][1] for name in table.index}}
-    record |= {
+    record = {
+        "config": vars(args),
+        "rivals": {name: " ".join(ENGINES[name].packages) for name in table.index},
         "engines": table.round(3).to_dict("index"),
         "ratios": ratios.step_s.round(3).to_dict(),
     }
     print(json.dumps(record | harness.describe_environment()))
 
 
-NUMBERS: harness.Numbers = {  # what the process of one engine gets too
+NUMBERS: harness.Numbers = {  # the process of one engine gets them too
     "batch": (4, 1, "B, prompts"),
     "groups": (8, 2, "G, completions of each"),
     "prompt_tokens": (96, 2, "tokens of a prompt, random words"),
     "max_tokens": (64, 1, "tokens of every completion"),
-    "lora_rank": (16, 1, "of the adapters"),
-    "seed": (0, 0, "of prompts and sampling"),
-    "warmup": (1, 0, "steps that are not timed, of each process"),
+    "lora_rank": (16, 1, "rank of the adapters"),
+    "seed": (0, 0, "seed of prompts and sampling"),
+    "warmup": (1, 0, "untimed steps of each process"),
     "runs": (2, 1, "timed steps of each process"),
     "rounds": (1, 1, "processes of each engine, in turn"),
 }
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The settings, checked. ValueError names the flag that is wrong."""
-    parser = Parser("bench.step", "Time one whole GRPO step against those of mlx-lm-lora and TRL.")
+def parse_flags(argv: list[str] | None) -> argparse.Namespace:
+    """The settings, checked. Raises ValueError if one is wrong, naming the flag."""
+    parser = Parser("bench.step", "Time one GRPO step against those of mlx-lm-lora and TRL.")
     parser.add_argument("--model", default="random:30m", help="as train.py's")
     parser.add_argument("--engines", nargs="+", choices=tuple(ENGINES), default=list(ENGINES))
     parser.add_argument(
-        "--engine", choices=tuple(ENGINES), help="runs this one here and prints its record"
+        "--engine", choices=tuple(ENGINES), help="run only this engine here and print its record"
     )
     return harness.parse_settings(parser, argv, NUMBERS)
 
@@ -299,7 +352,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 @guard_output()
 def main(argv: list[str] | None = None) -> None:
     with report_mistakes():
-        args = parse(argv)
+        args = parse_flags(argv)
         if args.engine:
             print(json.dumps(measure(args)))
             return

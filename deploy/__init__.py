@@ -1,1 +1,1 @@
-"""What people run afterwards: whole models with the adapter merged in, whose template is that of training."""
+"""Formats for other programs, and the commands of an installed Gwen."""

@@ -1,10 +1,12 @@
 """
-A fused model in 8 or 4 bits, packed by mlx_lm, and what these cost, there or in a GGUF file: of held-out figures, and
-of what was learned.
+A merged model in 8 or 4 bits, and the cost of the lost bits.
 
-The latter is what rounding moves by what training moved, both as divergences on the model's own answers. Counting
-changed weights says nothing: most of them change, and their noise adds up to little. Left out: calibration by data,
-which mlx_lm's own commands have.
+mlx_lm packs the weights. The cost is measured for a packed directory or a GGUF file: its held-out
+figures, and how far rounding moves the model, as a fraction of how far training moved it. Both are
+divergences on the model's own answers. The number of changed weights says nothing: most of them
+change, and their noise adds up to little.
+
+This file leaves out calibration with data, which mlx_lm's own commands have.
 """
 
 import contextlib
@@ -14,25 +16,29 @@ from pathlib import Path
 
 from mlx.utils import tree_flatten
 
-import evaluate
 import gwen
 import judge
 import tasks
 from config import Config
-from disk import hub, run_files
-from flags import escape_invisible
+from disk import eval_record, hub, model_card, run_files
+from evaluation import evaluate, measures, policy
 from machine import alive
-from problems import episodes
+from problems import toolbox as toolbox_module
 from problems.examples import Example
 from step.batch import completion_hidden_states, make_batches
 from step.sample import Sample
+from text.printable import escape_invisible
 
-TOO_MUCH = 1 / 3  # of what training moved
+TOO_MUCH = 1 / 3  # a warning appears if rounding moves the model by more of what training did
 POSITIONS = 256  # of a pass that holds all its logits
 
 
 def quantize_directory(wide: Path, out: Path, bits: int) -> float:
-    """Writes a model's directory anew, as `mlx_lm.convert -q`; returns bits a weight. ValueError if none is packed."""
+    """
+    Writes a packed copy of a model's directory, like `mlx_lm.convert -q`.
+
+    Returns the mean number of bits of a weight. Raises ValueError if no weight can be packed.
+    """
     from mlx_lm.utils import (
         compute_bits_per_weight,
         load_model,
@@ -44,90 +50,112 @@ def quantize_directory(wide: Path, out: Path, bits: int) -> float:
     model, config = load_model(wide, lazy=True)
     with contextlib.redirect_stdout(sys.stderr):
         model, config = quantize_model(model, config, None, bits)
-    if not any(name.endswith(".scales") for name, _ in tree_flatten(model.parameters())):
+    names = [name for name, _ in tree_flatten(model.parameters())]
+    if not any(name.endswith(".scales") for name in names):
         raise ValueError(
-            f"--bits {bits}: mlx_lm packs 64 columns at a time, and no width of this model is a multiple"
+            f"--bits {bits}: mlx_lm packs 64 columns at a time, "
+            "and no width of this model is a multiple"
         )
-    size: float = compute_bits_per_weight(model)
+    bits_per_weight: float = compute_bits_per_weight(model)
     save_model(out, model, donate_model=True)
     save_config(config, out / "config.json")
-    shutil.copytree(
-        wide, out, ignore=shutil.ignore_patterns("model*", "config.json"), dirs_exist_ok=True
-    )
-    return size
+    weights_and_config = shutil.ignore_patterns("model*", "config.json")
+    shutil.copytree(wide, out, ignore=weights_and_config, dirs_exist_ok=True)
+    return bits_per_weight
 
 
 def print_quantization_cost(run: str | None, wide: Path, few: Path, bits: int) -> None:
-    """Prints how a run's model in few bits, a directory or GGUF file, does on held-out problems beside that in 16."""
+    """
+    Compares a run's model in few bits with the one in 16 on held-out problems, and prints it.
+
+    wide: the directory in 16 bits. few: a directory or GGUF file in few bits.
+    """
     try:
-        if run is None or (
-            (config := evaluate.load_run_config(run, {})).data.task == "own"
-            and not config.data.path
-        ):
-            raise ValueError("only --run of a task with problems tells them")  # replies are none
+        config = load_config_with_problems(run)
         hub.find_model(few)  # refuses at once a file that Gwen writes and does not read
-        task = tasks.make_task(config, begun=tasks.read_held_out(run))
+        assert run is not None
+        task = tasks.make_task(config, held_out_keys=tasks.read_held_out(run))
         print(f"now what {bits} bits cost, by held-out problems; what is written stays", flush=True)
         _, sampled, greedy = evaluate_model(config, task, wide, 16)
-        model, *_ = evaluate_model(config, task, few, bits)
-        lost, same = (
-            evaluate.measure_divergence(model, sampled, 1.0),
-            greedy_agreement(model, greedy),
-        )  # nats a token, share of tokens
-        del model  # one at a time
+        model, _, _ = evaluate_model(config, task, few, bits)
+        lost = measures.measure_divergence(model, sampled, 1.0)  # nats per token
+        agreement = greedy_agreement(model, greedy)
+        del model  # one model at a time
         base, _ = gwen.load(
             config.model.name,
             adapter=run_files.adapter_path(run, 0),
             end_tokens=config.sampling.end_tokens,
         )
-        learned = evaluate.measure_divergence(base, sampled, 1.0)
+        learned = measures.measure_divergence(base, sampled, 1.0)
     except ValueError as error:  # the model is written all the same
         print(escape_invisible(f"what {bits} bits cost was not measured: {error}"))
         return
-    begun = run_files.describe_start(config.to_flags())
+
+    fraction = lost / max(learned, 1e-9)
+    beginning = model_card.describe_start(config.to_flags())
     print(
-        f"{bits} bits are {lost:.2g} nats a token from 16, {lost / max(learned, 1e-9):.2%} of the {learned:.2g} that "
-        f"training moved{begun}; {same:.1%} of the tokens of greedy answers stay the likeliest"
+        f"{bits} bits are {lost:.2g} nats a token from 16, {fraction:.2%} of the {learned:.2g} "
+        f"that training moved{beginning}; {agreement:.1%} of the tokens of greedy answers "
+        "stay the likeliest"
     )
     if lost > TOO_MUCH * learned:
         print(
-            f"WARNING: {bits} bits move the model by over a third of what training did: take more, or train longer"
+            f"WARNING: {bits} bits move the model by over a third of what training did: "
+            "take more, or train longer"
         )
+
+
+def load_config_with_problems(run: str | None) -> Config:
+    """The settings of a run. Raises ValueError without a run whose task has held-out problems."""
+    reason = "only --run of a task with problems tells them"
+    if run is None:
+        raise ValueError(reason)
+    config = policy.load_run_config(run, {})
+    if config.data.task == "own" and not config.data.path:  # given replies are no problems
+        raise ValueError(reason)
+    return config
 
 
 def evaluate_model(
     config: Config, task: tasks.Task, place: Path, bits: int
 ) -> tuple[gwen.Model, list[Sample], list[Sample]]:
-    """Evaluates the model at a place as a run does and prints it; returns it, its samples and greedy answers."""
+    """
+    Evaluates the model at a place like its run does, and prints the result.
+
+    Returns the model, its sampled and its greedy answers.
+    """
     model, tokenizer = gwen.load(place, end_tokens=config.sampling.end_tokens)
-    scored = (
-        task.rubric is not None and task.verifier is None and not config.judge.url
-    )  # which may cost money
-    grader, _ = judge.make_graders(config, task.rubric if scored else None, None)
-    found: list[list[Sample]] = []
+    # a judge on a server may cost money
+    needs_judge = task.rubric is not None and task.verifier is None and not config.judge.url
+    rubric = task.rubric if needs_judge else None
+    grader, _ = judge.make_graders(config, rubric, None)
+    answers: list[list[Sample]] = []
 
     def answer(
         problems: list[Example], params: evaluate.EvalParams
     ) -> tuple[list[Sample], list[Sample]]:
-        found.extend(both := evaluate.answer_both(model, tokenizer, problems, params))
-        return both
+        sampled, greedy = evaluate.answer_both(model, tokenizer, problems, params)
+        answers.extend((sampled, greedy))
+        return sampled, greedy
 
-    toolbox = episodes.make_toolbox(config, task.tools, task.environments, tokenizer, model.config)
-    record, _ = evaluate.evaluate(
-        answer, task, evaluate.EvalParams.from_config(config, toolbox=toolbox), grader=grader
+    toolbox = toolbox_module.make_toolbox(
+        config, task.tools, task.environments, tokenizer, model.config
     )
-    print(f"{bits} bits: {run_files.evaluation_line(record)}", flush=True)
-    sampled, greedy = found
+    params = evaluate.EvalParams.from_config(config, toolbox=toolbox)
+    record, _ = evaluate.evaluate(answer, task, params, grader=grader)
+    print(f"{bits} bits: {eval_record.evaluation_line(record)}", flush=True)
+    sampled, greedy = answers
     return model, sampled, greedy
 
 
 def greedy_agreement(model: gwen.Model, greedy: list[Sample]) -> float:
-    """The share of the tokens of greedy answers that are the likeliest for this model too."""
-    num_same = num_tokens = 0.0
-    for batch in alive.Bar(
-        make_batches(greedy, POSITIONS, "off"), desc="likeliest tokens", unit="part"
-    ):
-        likeliest = (completion_hidden_states(model, batch) @ model.head_weight.T).argmax(-1)
-        num_same += ((likeliest == batch.completion_ids) * batch.mask).sum().item()
+    """The fraction of the tokens of greedy answers that are the likeliest for this model too."""
+    num_equal = 0.0
+    num_tokens = 0.0
+    batches = make_batches(greedy, POSITIONS, "off")
+    for batch in alive.Bar(batches, desc="likeliest tokens", unit="part"):
+        logits = completion_hidden_states(model, batch) @ model.head_weight.T
+        is_equal = (logits.argmax(-1) == batch.completion_ids) * batch.mask
+        num_equal += is_equal.sum().item()
         num_tokens += batch.mask.sum().item()
-    return num_same / num_tokens
+    return num_equal / num_tokens

@@ -1,9 +1,12 @@
 """
-Writes GGUF files: a model as llama.cpp, Ollama and LM Studio read it, in 16, 8 or 4 bits.
+Writes GGUF files: a model for llama.cpp, Ollama and LM Studio, in 16, 8 or 4 bits.
 
-Norms and biases stay float32. Matrices become F16, Q8_0, or at 4 bits what llama.cpp's Q4_K_M takes for each; only its
-own library packs these, and without it they become Q4_0. Left out: Qwen3.5 and SmolLM3, tokenizers with another split
-rule than `SPLITS`, errors weighed by sample texts.
+Norms and biases stay float32. Matrices become F16, Q8_0, or at 4 bits the type that llama.cpp's
+Q4_K_M gives each of them. Only llama.cpp's own library packs those types; without it they become
+Q4_0.
+
+This file leaves out reading (disk/gguf.py), Qwen3.5 and SmolLM3, tokenizers with a split rule that
+is not in `SPLITS`, and rounding errors weighted by sample texts.
 
 Axes: H heads, D head dim, C input width.
 """
@@ -25,9 +28,25 @@ from layers.ops import Rope
 from problems import chat_template
 
 LABELS = {16: "F16", 8: "Q8_0", 4: "Q4_K_M"}
-ROPE_FACTORS = "rope_freqs.weight"  # (D / 2,) what Llama 3 divides the frequencies by
-# each rule splits this in another way
+ROPE_FACTORS = "rope_freqs.weight"  # (D / 2,), by which Llama 3 divides the frequencies
+# each split rule splits this text in another way
 ODD = "He'LL say: don't 12345!?\n\n  x\u0301y _a\u0940\t\u4e2d\u6587 http://A-b.C/\r\n   end"
+# the method of gguf's writer that adds metadata of a type
+ADDERS = {
+    str: "add_string",
+    bool: "add_bool",
+    int: "add_uint32",
+    float: "add_float32",
+    list: "add_array",
+}
+# names of YaRN's settings in config.json and in a GGUF file
+YARN_KEYS = {
+    "rope_type": "type",
+    "factor": "factor",
+    "original_max_position_embeddings": "original_context_length",
+    "beta_fast": "yarn_beta_fast",
+    "beta_slow": "yarn_beta_slow",
+}
 
 
 def write_gguf(
@@ -39,10 +58,11 @@ def write_gguf(
     bits: int,
 ) -> str:
     """
-    Writes NAME-KIND.gguf into a new folder; returns in words what was written.
+    Writes NAME-LABEL.gguf into a new folder; returns a summary for the user.
 
     weights: by Hugging Face name; emptied on the way, so that one matrix at a time is in memory.
-    Raises ValueError for a model that such a file cannot hold, and where the package gguf is missing.
+
+    Raises ValueError for a model that such a file cannot hold, and if the package gguf is missing.
     """
     if importlib.util.find_spec("gguf") is None:
         raise ValueError(
@@ -51,176 +71,245 @@ def write_gguf(
     import gguf
 
     library = find_llama_cpp()
-    label = "Q4_0" if bits == 4 and library is None else LABELS[bits]
+    label = LABELS[bits]
+    if bits == 4 and library is None:
+        label = "Q4_0"
     file = f"{name}-{label}.gguf"
-    metadata = make_metadata(config, tokenizer) | {
-        "general.name": name,
-        "general.file_type": int(gguf.LlamaFileType[f"MOSTLY_{label}"]),
-        "general.quantization_version": gguf.GGML_QUANT_VERSION,
-    }
+    metadata = make_metadata(config, tokenizer)
+    metadata["general.name"] = name
+    metadata["general.file_type"] = int(gguf.LlamaFileType[f"MOSTLY_{label}"])
+    metadata["general.quantization_version"] = gguf.GGML_QUANT_VERSION
     if config.rope_scaling and config.rope_scaling["rope_type"] == "llama3":
-        plain, slower = (
-            Rope(config.rotary_dim, config.rope_theta, one) for one in (None, config.rope_scaling)
-        )
-        weights[ROPE_FACTORS] = mx.array(
-            (plain.frequencies / slower.frequencies).astype(np.float32)
-        )
+        weights[ROPE_FACTORS] = rope_factors(config)
+
     folder.mkdir(parents=True)
     writer = gguf.GGUFWriter(folder / file, config.model_type, use_temp_file=True)
-    adders = {str: "string", bool: "bool", int: "uint32", float: "float32", list: "array"}
     for key, value in metadata.items():
-        getattr(writer, f"add_{adders[type(value)]}")(key, value)
-    names = gguf.get_tensor_name_map(
-        gguf.MODEL_ARCH[config.model_type.upper()], config.num_hidden_layers
-    )
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+        add = getattr(writer, ADDERS[type(value)])
+        add(key, value)
+
+    architecture = gguf.MODEL_ARCH[config.model_type.upper()]
+    gguf_names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     counts = Counter[str]()
-    for ours in list(weights):
-        tensor, name = (
-            weights.pop(ours).astype(mx.float32),
-            names.get_name(ours, (".weight", ".bias")) or ours,
-        )
-        if config.model_type == "llama" and (part := ours.split(".")[-2]) in heads:
-            tensor = reader.reorder_heads(tensor, heads[part], config.head_dim // 2)
-        kind = choose_tensor_type(name, tensor.shape, config, label)
-        writer.add_tensor(
-            name, pack_matrix(np.ascontiguousarray(tensor), kind, library), raw_dtype=kind
-        )
+    for hub_name in list(weights):
+        tensor = weights.pop(hub_name).astype(mx.float32)
+        gguf_name = gguf_names.get_name(hub_name, (".weight", ".bias")) or hub_name
+        if config.model_type == "llama":
+            tensor = reorder_llama_heads(hub_name, tensor, config)
+        kind = choose_tensor_type(gguf_name, tensor.shape, config, label)
+        packed = pack_matrix(np.ascontiguousarray(tensor), kind, library)
+        writer.add_tensor(gguf_name, packed, raw_dtype=kind)
         counts[kind.name] += 1
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return f"{file} with tensors {', '.join(f'{num} {kind}' for kind, num in counts.items())}"
+    summary = ", ".join(f"{num} {kind}" for kind, num in counts.items())
+    return f"{file} with tensors {summary}"
+
+
+# ---- tensors
+
+
+def rope_factors(config: ModelConfig) -> mx.array:
+    """By how much Llama 3 divides the frequencies of its rotation, (D / 2,) float32."""
+    plain = Rope(config.rotary_dim, config.rope_theta, None)
+    scaled = Rope(config.rotary_dim, config.rope_theta, config.rope_scaling)
+    return mx.array((plain.frequencies / scaled.frequencies).astype(np.float32))
+
+
+def reorder_llama_heads(hub_name: str, tensor: mx.array, config: ModelConfig) -> mx.array:
+    """The rows of a query or key projection in llama.cpp's order; other tensors unchanged."""
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    num_heads = heads.get(hub_name.split(".")[-2])
+    if num_heads is None:
+        return tensor
+    return reader.reorder_heads(tensor, num_heads, config.head_dim // 2)
 
 
 def choose_tensor_type(name: str, shape: tuple[int, ...], config: ModelConfig, label: str) -> Any:
     """
-    The kind of a tensor: of those that its file would have, best first, the one whose blocks divide the rows (…, C).
+    The type of a tensor (…, C): the best type for its file whose blocks divide the rows.
 
-    Source: https://github.com/ggml-org/llama.cpp, src/llama-quant.cpp: what Q4_K_M gives more bits, and the fallbacks.
+    Source: https://github.com/ggml-org/llama.cpp, src/llama-quant.cpp: which tensors Q4_K_M gives
+    more bits, and the fallbacks.
     """
     import gguf
 
-    num, is_head = (
-        config.num_hidden_layers,
-        name.startswith("token_embd" if config.tie_word_embeddings else "output."),
-    )
-    layer, part = map(name.split(".").__getitem__, (1, 2)) if name.startswith("blk.") else (0, name)
-    is_edge = (
-        int(layer) < num // 8 or int(layer) >= 7 * num // 8 or (int(layer) - num // 8) % 3 == 2
-    )
-    k_quants = (
-        "Q6_K Q8_0" if is_head or (part in ("attn_v", "ffn_down") and is_edge) else "Q4_K Q5_0"
-    )
-    tried = {"F16": "", "Q8_0": "Q8_0", "Q4_0": "Q8_0" if is_head else "Q4_0", "Q4_K_M": k_quants}[
-        label
-    ].split()
-    kinds = [
-        gguf.GGMLQuantizationType[one] for one in (["F32"] if len(shape) == 1 else [*tried, "F16"])
-    ]
+    if len(shape) == 1:
+        names = ["F32"]
+    else:
+        names = [*preferred_types(name, config, label), "F16"]
+    kinds = [gguf.GGMLQuantizationType[kind_name] for kind_name in names]
     return next(kind for kind in kinds if shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0)
 
 
+def preferred_types(name: str, config: ModelConfig, label: str) -> list[str]:
+    """The types that a file of this label gives a matrix, best first."""
+    head_name = "token_embd" if config.tie_word_embeddings else "output."
+    is_head = name.startswith(head_name)
+    if label == "F16":
+        return []
+    if label == "Q8_0":
+        return ["Q8_0"]
+    if label == "Q4_0":
+        return ["Q8_0"] if is_head else ["Q4_0"]
+    assert label == "Q4_K_M", label
+    if is_head or needs_more_bits(name, config.num_hidden_layers):
+        return ["Q6_K", "Q8_0"]
+    return ["Q4_K", "Q5_0"]
+
+
+def needs_more_bits(name: str, num_layers: int) -> bool:
+    """
+    Whether Q4_K_M gives a layer's matrix more bits.
+
+    These are two of its matrices, in the first and last eighth of the layers and in every third
+    layer between them.
+    """
+    if not name.startswith("blk."):
+        return False
+    _, number, part = name.split(".")[:3]
+    if part not in ("attn_v", "ffn_down"):
+        return False
+    layer = int(number)
+    eighth = num_layers // 8
+    return layer < eighth or layer >= 7 * num_layers // 8 or (layer - eighth) % 3 == 2
+
+
 def find_llama_cpp() -> ctypes.CDLL | None:
-    """llama.cpp's library, inside the package xllamacpp or installed on this machine, if there is one."""
+    """llama.cpp's library, in the package xllamacpp or installed on this machine; else None."""
     spec = importlib.util.find_spec("xllamacpp")
-    places = [Path(place) for place in (spec and spec.submodule_search_locations) or []]
-    found = [str(file) for place in places for file in place.glob("*.so")]
-    path = found[0] if found else ctypes.util.find_library("ggml-base")
+    folders = spec.submodule_search_locations if spec else None
+    files = []
+    for folder in folders or []:
+        files += [str(file) for file in Path(folder).glob("*.so")]
+    path = files[0] if files else ctypes.util.find_library("ggml-base")
     return ctypes.CDLL(path) if path else None
 
 
 def pack_matrix(matrix: np.ndarray, kind: Any, library: ctypes.CDLL | None) -> np.ndarray:
-    """A float32 matrix (…, C) in the bytes of its kind."""
+    """The bytes of a float32 matrix (…, C) in a type."""
     import gguf
 
     if kind.name in ("F32", "F16") or library is None:
         return np.asarray(gguf.quantize(matrix, kind))
-    out = np.empty(gguf.quant_shape_to_byte_shape(matrix.shape, kind), np.uint8)
-    pointers = (ctypes.c_void_p(array.ctypes.data) for array in (matrix, out))
-    rows = map(ctypes.c_int64, (0, len(matrix), matrix.shape[-1]))  # from the first on
-    library.ggml_quantize_chunk(ctypes.c_int(kind), *pointers, *rows, None)
-    return out
+    packed = np.empty(gguf.quant_shape_to_byte_shape(matrix.shape, kind), np.uint8)
+    library.ggml_quantize_chunk(
+        ctypes.c_int(kind),
+        ctypes.c_void_p(matrix.ctypes.data),
+        ctypes.c_void_p(packed.ctypes.data),
+        ctypes.c_int64(0),  # the first row
+        ctypes.c_int64(len(matrix)),
+        ctypes.c_int64(matrix.shape[-1]),
+        None,
+    )
+    return packed
+
+
+# ---- metadata
 
 
 def make_metadata(config: ModelConfig, tokenizer: Any) -> dict[str, Any]:
-    """What a file says of model and tokenizer. Raises ValueError for a family or tokenizer that it cannot hold."""
-    import gguf
+    """
+    The metadata of model and tokenizer.
 
-    kind, scaling = config.model_type, config.rope_scaling or {}
-    if kind not in reader.ARCHITECTURES:
-        known = ", ".join(reader.ARCHITECTURES)
-        fix = "use --fuse, and llama.cpp's convert_hf_to_gguf.py on what it writes"
+    Raises ValueError for a family or tokenizer that a file cannot hold.
+    """
+    architecture = config.model_type
+    if architecture not in reader.ARCHITECTURES:
         raise ValueError(
-            f"--export gguf: {config.family.members} is not written yet, only {known}; {fix}"
+            f"--export gguf: {config.family.members} is not written yet, "
+            f"only {', '.join(reader.ARCHITECTURES)}; "
+            "use --fuse, and llama.cpp's convert_hf_to_gguf.py on what it writes"
         )
-    backend = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
-    names = {number: token for token, number in tokenizer.get_vocab().items()}
-    added = {number: token.special for number, token in tokenizer.added_tokens_decoder.items()}
-    kinds = {
-        True: gguf.TokenType.CONTROL,
-        False: gguf.TokenType.USER_DEFINED,
-        None: gguf.TokenType.NORMAL,
-    }
-    ids, templates = range(config.vocab_size), tokenizer.chat_template
-    metadata: dict[str, Any] = {
-        f"{kind}.{theirs}": getattr(config, ours) for ours, theirs in reader.KEYS.items()
-    } | {
-        f"{kind}.attention.value_length": config.head_dim,
+    metadata = {}
+    for attribute, key in reader.KEYS.items():
+        metadata[f"{architecture}.{key}"] = getattr(config, attribute)
+    metadata[f"{architecture}.attention.value_length"] = config.head_dim
+    metadata |= make_tokenizer_metadata(config, tokenizer)
+    scaling = config.rope_scaling or {}
+    if scaling.get("rope_type") == "yarn":
+        for setting, key in YARN_KEYS.items():
+            metadata[f"{architecture}.rope.scaling.{key}"] = scaling[setting]
+    return metadata
+
+
+def make_tokenizer_metadata(config: ModelConfig, tokenizer: Any) -> dict[str, Any]:
+    """The metadata of a tokenizer. Raises ValueError for a split rule that is not in `SPLITS`."""
+    merges = []
+    for merge in json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]:
+        merges.append(merge if isinstance(merge, str) else " ".join(merge))
+    token_of_id = {number: token for token, number in tokenizer.get_vocab().items()}
+    ids = range(config.vocab_size)
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = template["default"]
+    metadata = {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": tokenizer_rule(tokenizer),
-        "tokenizer.ggml.tokens": [names.get(one, f"[PAD{one}]") for one in ids],
-        "tokenizer.ggml.token_type": [
-            int(kinds[added.get(one)] if one in names else gguf.TokenType.UNUSED) for one in ids
-        ],
-        "tokenizer.ggml.merges": [
-            one if isinstance(one, str) else " ".join(one) for one in backend["merges"]
-        ],
+        "tokenizer.ggml.tokens": [token_of_id.get(number, f"[PAD{number}]") for number in ids],
+        "tokenizer.ggml.token_type": token_types(tokenizer, config.vocab_size),
+        "tokenizer.ggml.merges": merges,
         "tokenizer.ggml.add_bos_token": prompts_begin_with_bos(tokenizer),
-        "tokenizer.chat_template": templates["default"]
-        if isinstance(templates, dict)
-        else templates,
+        "tokenizer.chat_template": template,
     }
-    ends = [one for one in (tokenizer.eos_token_id, *config.eos_ids) if one in config.eos_ids]
-    control = {
-        "eos": next(iter(ends), None),
+    candidates = [tokenizer.eos_token_id, *config.eos_ids]
+    eos_ids = [number for number in candidates if number in config.eos_ids]
+    control_ids = {
+        "eos": next(iter(eos_ids), None),
         "bos": tokenizer.bos_token_id,
         "padding": tokenizer.pad_token_id,
     }
-    for name, number in control.items():
+    for name, number in control_ids.items():
         if number is not None:
             metadata[f"tokenizer.ggml.{name}_token_id"] = number
-    if scaling.get("rope_type") == "yarn":
-        named = {
-            "rope_type": "type",
-            "factor": "factor",
-            "original_max_position_embeddings": "original_context_length",
-        }
-        named |= {f"beta_{end}": f"yarn_beta_{end}" for end in ("fast", "slow")}
-        metadata |= {
-            f"{kind}.rope.scaling.{theirs}": scaling[ours] for ours, theirs in named.items()
-        }
     return metadata
+
+
+def token_types(tokenizer: Any, vocab_size: int) -> list[int]:
+    """The type of each id: normal, user-defined, control or unused."""
+    import gguf
+
+    vocabulary_ids = set(tokenizer.get_vocab().values())
+    added_tokens = tokenizer.added_tokens_decoder
+    types = []
+    for number in range(vocab_size):
+        kind = gguf.TokenType.NORMAL
+        if number not in vocabulary_ids:
+            kind = gguf.TokenType.UNUSED
+        elif number in added_tokens:
+            is_special = added_tokens[number].special
+            kind = gguf.TokenType.CONTROL if is_special else gguf.TokenType.USER_DEFINED
+        types.append(int(kind))
+    return types
 
 
 def prompts_begin_with_bos(tokenizer: Any) -> bool:
     """
     Whether the prompts of training begin with the tokenizer's first token.
 
-    Training takes the template's text as it is. A program that reads a GGUF file puts the token in front where the file
-    says so, whatever the template writes.
+    Training takes the template's text unchanged. A program that reads a GGUF file puts the token in
+    front if the file says so, whatever the template writes.
     """
     return chat_template.encode_chat(tokenizer, "Hi")[:1] == [tokenizer.bos_token_id]
 
 
 def tokenizer_rule(tokenizer: Any) -> str:
-    """llama.cpp's name of the rule by which a tokenizer splits text. Raises ValueError where it is none of `SPLITS`."""
-    its = tokenizer.backend_tokenizer.pre_tokenizer
-    pieces = [piece for piece, _ in its.pre_tokenize_str(ODD)] if its else []
+    """
+    llama.cpp's name of the rule by which a tokenizer splits text.
+
+    Raises ValueError for a rule that is not in `SPLITS`.
+    """
+    splitter = tokenizer.backend_tokenizer.pre_tokenizer
+    pieces = []
+    if splitter:
+        pieces = [piece for piece, _ in splitter.pre_tokenize_str(ODD)]
     for name in reader.SPLITS:
-        if pieces == [piece for piece, _ in reader.make_splitter(name).pre_tokenize_str(ODD)]:
+        rule_pieces = [piece for piece, _ in reader.make_splitter(name).pre_tokenize_str(ODD)]
+        if pieces == rule_pieces:
             return name
     raise ValueError(
-        f"--export gguf: the tokenizer splits text otherwise than {', '.join(reader.SPLITS)}; use --fuse"
+        f"--export gguf: the tokenizer splits text otherwise than {', '.join(reader.SPLITS)}; "
+        "use --fuse"
     )

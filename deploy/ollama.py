@@ -1,9 +1,12 @@
 """
-A Modelfile for Ollama: how a model answers there, where it stops, and its chat template in Go's text/template.
+A Modelfile for Ollama: how to sample, where answers stop, and the chat template in Go.
 
-Ollama renders no Jinja. It takes one of its own templates for a file's where few characters differ, else it joins what
-was said, without roles. So a template is rendered with marks for texts, and what stands between them written down.
-Left out: tools, dates other than today's, spaces around a text or thoughts in it, which a template may strip.
+Ollama renders no Jinja. It replaces a file's template by one of its own that differs in few
+characters; without one it joins the messages without roles. So the template is rendered with marks
+in place of texts, and the pieces between the marks become a template of Go's text/template.
+
+This file leaves out tools, dates other than today's, and templates that strip spaces around a text
+or thoughts in it.
 
 Source: https://github.com/ollama/ollama, template/template.go and parser/parser.go.
 """
@@ -18,7 +21,7 @@ from deploy.gguf_writer import prompts_begin_with_bos
 from disk.ends import end_of_reply
 from problems import chat_template
 
-# Ollama's defaults draw at temperature 0.8, cut the tail and punish repetition.
+# Ollama's defaults sample at temperature 0.8, cut the tail and punish repetition.
 MODELFILE = """\
 FROM ./{file}
 # Greedy, as --temp 0. To draw as training did, write the run's --temp, by default 1.
@@ -27,7 +30,11 @@ PARAMETER top_k 0
 PARAMETER top_p 1
 PARAMETER repeat_penalty 1
 """
-SHOTS = "# Ollama puts these before every talk. Who sends them too, as evaluate.py --url does, removes them here.\n"
+SHOTS = (
+    "# Ollama puts these before every talk. Who sends them too, as evaluate.py --url does, "
+    "removes them here.\n"
+)
+# `@name@` stands for a piece of `TemplatePieces`
 GO_TEMPLATE = """\
 {{ range $i, $one := .Messages }}{{ $last := eq (len (slice $.Messages $i)) 1 }}\
 {{ if eq $one.Role "system" }}@system@{{ $one.Content }}@after_system@\
@@ -36,133 +43,175 @@ GO_TEMPLATE = """\
 {{ else if eq $one.Role "assistant" }}{{ $one.Content }}{{ if not $last }}@after_reply@{{ end }}\
 {{ end }}{{ end }}"""
 MARKS = ["first mark", "second mark", "third mark"]
+# the texts of a conversation with which pieces are tried
 TEXTS = [
     "{{ .Role }}",
     'one "two"\n\n`three\'',
     "\u00e9\U0001f642 <b>",
     "</s> \\n",
     "5",
-]  # of a talk that is tried
+]
+
+
+# ---- the chat template
 
 
 class TemplatePieces(NamedTuple):
-    """What a chat template puts around the texts of a talk."""
+    """What a chat template writes around the texts of a conversation."""
 
-    first: str  # in front of a talk that begins with the user
+    first: str  # before a conversation that begins with the user
     system: str
     after_system: str
     user: str
-    reply: str  # between user and assistant, in a talk that goes on
+    reply: str  # between user and assistant, in a conversation that continues
     after_reply: str
-    prompt: str  # between the last user and what is to be written
+    prompt: str  # between the last user message and the answer to write
 
 
 def template_pieces(tokenizer: Any) -> TemplatePieces | None:
-    """Those of a tokenizer's chat template, or None where they do not make up what it renders."""
+    """The pieces of a tokenizer's chat template; None if they do not make up what it renders."""
     try:
-        (first, prompt), (_, reply, later, _) = (
-            split_at_marks(tokenizer, MARKS[:1]),
-            split_at_marks(tokenizer, MARKS),
-        )
-        system, told, _ = split_at_marks(tokenizer, MARKS[:1], "system mark")
-        user = later.removeprefix(
-            split_at_marks(tokenizer, MARKS[:2], opened=False)[-1]
-        )  # behind the end of a reply
-        if not (first.endswith(user) and told.endswith(user)):
-            user = ""
-        first, told, later = (one.removesuffix(user) for one in (first, told, later))
-        found = TemplatePieces(first, system, told, user, reply, later, prompt)
-        tried = [(TEXTS[:num], its) for num in (1, 3, 5) for its in (None, TEXTS[1])]
-        return (
-            found
-            if all(join_pieces(found, *one) == render_texts(tokenizer, *one) for one in tried)
-            else None
-        )
-    except ValueError:  # it refuses a talk, as one with a system message
+        pieces = find_pieces(tokenizer)
+        for num_texts in (1, 3, 5):
+            texts = TEXTS[:num_texts]
+            for system in (None, TEXTS[1]):
+                rendered = render_texts(tokenizer, texts, system)
+                if join_pieces(pieces, texts, system) != rendered:
+                    return None
+    except ValueError:  # the template refuses a conversation, such as one with a system message
         return None
+    return pieces
+
+
+def find_pieces(tokenizer: Any) -> TemplatePieces:
+    """The pieces of a chat template, from conversations of marks."""
+    first, prompt = split_at_marks(tokenizer, MARKS[:1])
+    _, reply, between_turns, _ = split_at_marks(tokenizer, MARKS)
+    system, after_system, _ = split_at_marks(tokenizer, MARKS[:1], "system mark")
+    end_of_reply_text = split_at_marks(tokenizer, MARKS[:2], opened=False)[-1]
+
+    user = between_turns.removeprefix(end_of_reply_text)
+    if not (first.endswith(user) and after_system.endswith(user)):
+        user = ""
+    return TemplatePieces(
+        first=first.removesuffix(user),
+        system=system,
+        after_system=after_system.removesuffix(user),
+        user=user,
+        reply=reply,
+        after_reply=between_turns.removesuffix(user),
+        prompt=prompt,
+    )
 
 
 def render_texts(
     tokenizer: Any, texts: Sequence[str], system: str | None = None, opened: bool = True
 ) -> str:
-    """What the template makes of texts, the user's and the assistant's in turn, but for what llama.cpp begins with."""
-    said = [
-        {"role": ("user", "assistant")[place % 2], "content": text}
-        for place, text in enumerate(texts)
-    ]
-    text = chat_template.render_chat(
-        tokenizer, chat_template.make_messages(said, system), None, opened=opened
-    )
-    return text.removeprefix(tokenizer.bos_token) if prompts_begin_with_bos(tokenizer) else text
+    """
+    The chat template's rendering of texts, the user's and the assistant's in turn.
+
+    It leaves out the first token if llama.cpp adds that.
+    """
+    roles = ("user", "assistant")
+    turns = [{"role": roles[index % 2], "content": text} for index, text in enumerate(texts)]
+    messages = chat_template.make_messages(turns, system)
+    text = chat_template.render_chat(tokenizer, messages, None, opened=opened)
+    if prompts_begin_with_bos(tokenizer):
+        text = text.removeprefix(tokenizer.bos_token)
+    return text
 
 
 def split_at_marks(
     tokenizer: Any, marks: list[str], system: str | None = None, opened: bool = True
 ) -> list[str]:
-    """What a talk's template has before each mark, and behind the last."""
-    text, found = render_texts(tokenizer, marks, system, opened), []
-    for mark in ([system] if system else []) + marks:
-        before, _, text = text.partition(mark)
-        found.append(before)
-    return [*found, text]
+    """The rendered text before each mark, and after the last. A system mark comes first."""
+    rest = render_texts(tokenizer, marks, system, opened)
+    if system:
+        marks = [system, *marks]
+    pieces = []
+    for mark in marks:
+        before, _, rest = rest.partition(mark)
+        pieces.append(before)
+    return [*pieces, rest]
 
 
-def join_pieces(its: TemplatePieces, texts: Sequence[str], system: str | None) -> str:
-    """What `GO_TEMPLATE` of these pieces renders."""
-    text = its.first if system is None else its.system + system + its.after_system
-    for asked, answer in zip(texts[:-1:2], texts[1::2], strict=True):
-        text += its.user + asked + its.reply + answer + its.after_reply
-    return text + its.user + texts[-1] + its.prompt
+def join_pieces(pieces: TemplatePieces, texts: Sequence[str], system: str | None) -> str:
+    """The text that `GO_TEMPLATE` renders with these pieces."""
+    text = pieces.first
+    if system is not None:
+        text = pieces.system + system + pieces.after_system
+    for user_text, answer in zip(texts[:-1:2], texts[1::2], strict=True):
+        text += pieces.user + user_text + pieces.reply + answer + pieces.after_reply
+    return text + pieces.user + texts[-1] + pieces.prompt
+
+
+# ---- the syntax of a Modelfile
 
 
 def escape_for_go(text: str) -> str:
     """
-    A text in a Go template inside three quotes of a Modelfile, where it stands for itself.
+    Escapes a text for a Go template inside three quotes of a Modelfile.
 
-    As codes: what begins an action, ends the quotes, or may be no printable character for Ollama, which drops these.
+    Codes replace characters that begin an action, end the quotes, or are not printable for Ollama,
+    which drops those.
     """
-    odd = {
-        one
-        for one in text
-        if one == "{" or one > "\uffff" or not (one.isprintable() or one == "\n")
-    }
-    codes = {ord(one): f'{{{{ "\\U{ord(one):08x}" }}}}' for one in {*odd, '"'}}
-    quotes = codes.pop(ord('"')) * 3
-    return text.translate(codes).replace('"""', quotes)
+    special = set()
+    for character in text:
+        is_dropped = character > "\uffff" or not (character.isprintable() or character == "\n")
+        if character == "{" or is_dropped:
+            special.add(character)
+    codes = {ord(character): go_code(character) for character in special}
+    return text.translate(codes).replace('"""', go_code('"') * 3)
+
+
+def go_code(character: str) -> str:
+    """A Go action that prints a character."""
+    return f'{{{{ "\\U{ord(character):08x}" }}}}'
 
 
 def quote_messages(shots: list[dict[str, Any]]) -> str:
     """
-    Messages as lines of a Modelfile, or "" where Ollama would change them.
+    Messages as lines of a Modelfile; "" if Ollama would change them.
 
-    It joins neighbours of one role, ends a text at three quotes that end a line, and drops what it holds unprintable.
+    Ollama joins neighbours of one role, ends a text at three quotes that end a line, and drops
+    characters that it holds unprintable.
     """
-    turns = [(one["role"], one.get("tool_calls")) for one in shots]
-    is_kept = turns == [("user", None), ("assistant", None)] * (len(shots) // 2)
-    for text in (one["content"] for one in shots):
-        is_kept &= (
-            not re.search(r'"""\s*[\r\n]', text) and re.sub(r"[\t\r\n]", "", text).isprintable()
-        )
-    return (
-        "".join(f'MESSAGE {one["role"]} """{one["content"]}"""\n' for one in shots)
-        if is_kept
-        else ""
-    )
+    turns = [(message["role"], message.get("tool_calls")) for message in shots]
+    num_pairs = len(shots) // 2
+    if turns != [("user", None), ("assistant", None)] * num_pairs:
+        return ""
+    lines = []
+    for message in shots:
+        text = message["content"]
+        ends_early = re.search(r'"""\s*[\r\n]', text)
+        if ends_early or not re.sub(r"[\t\r\n]", "", text).isprintable():
+            return ""
+        lines.append(f'MESSAGE {message["role"]} """{text}"""\n')
+    return "".join(lines)
 
 
 def write_modelfile(
-    folder: Path, tokenizer: Any, ends: Sequence[int], trained: Config | None, shots: list[Any]
+    folder: Path,
+    tokenizer: Any,
+    end_ids: Sequence[int],
+    trained: Config | None,
+    shots: list[dict[str, Any]],
 ) -> str:
     """
-    Writes it beside the folder's GGUF file; returns what to say of its messages, and where it has no template.
+    Writes a Modelfile beside the folder's GGUF file.
 
-    ends: ids that end an answer. trained: a run, whose limits it keeps. shots: what a talk begins with.
+    end_ids: ids that end an answer.
+    trained: the settings of a run, whose limits become Ollama's.
+    shots: messages that a conversation begins with.
+
+    Returns a note for the user about the messages, and about a missing template.
     """
     (file,) = folder.glob("*.gguf")
-    lines, end = MODELFILE.format(file=file.name), end_of_reply(tokenizer)
-    stops = [
-        tokenizer.decode([one]) for one in dict.fromkeys([*ends, *([] if end is None else [end])])
-    ]
+    lines = MODELFILE.format(file=file.name)
+
+    reply_end = end_of_reply(tokenizer)
+    stop_ids = [*end_ids] if reply_end is None else [*end_ids, reply_end]
+    stops = [tokenizer.decode([number]) for number in dict.fromkeys(stop_ids)]
     if trained:
         stops += trained.sampling.stop
         if trained.objective.loss_type != "sft":  # whose replies may be longer
@@ -170,18 +219,33 @@ def write_modelfile(
     for text in stops:
         marks = '"""' if '"' in text else '"'
         lines += f"PARAMETER stop {marks}{text}{marks}\n"
-    said = ""
+
+    note = ""
     if shots:
-        lines += (told := quote_messages(shots)) and SHOTS + told
-        said = (
-            f" that sends {len(shots)} messages first"
-            if told
-            else " without MESSAGE: Ollama would change them"
+        messages = quote_messages(shots)
+        if messages:
+            lines += SHOTS + messages
+            note = f" that sends {len(shots)} messages first"
+        else:
+            note = " without MESSAGE: Ollama would change them"
+
+    pieces = template_pieces(tokenizer)
+    if pieces:
+        template = fill_template(pieces)
+        lines += f'TEMPLATE """{template}"""\n'
+    else:
+        note += (
+            " without TEMPLATE, as the chat template is irregular: "
+            "Ollama may join texts without roles"
         )
-    if its := template_pieces(tokenizer):
-        lines += f'TEMPLATE """{re.sub("@(.*?)@", lambda match: escape_for_go(getattr(its, match[1])), GO_TEMPLATE)}"""\n'
     (folder / "Modelfile").write_text(lines, encoding="utf-8")
-    none = (
-        " without TEMPLATE, as the chat template is irregular: Ollama may join texts without roles"
-    )
-    return said + ("" if its else none)
+    return note
+
+
+def fill_template(pieces: TemplatePieces) -> str:
+    """`GO_TEMPLATE` with these pieces."""
+
+    def replace(match: re.Match[str]) -> str:
+        return escape_for_go(getattr(pieces, match[1]))
+
+    return re.sub("@(.*?)@", replace, GO_TEMPLATE)

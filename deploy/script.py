@@ -1,24 +1,26 @@
 """
-`gwen train`, `gwen sample`, …: the commands of an installed Gwen. In a checkout the same are `uv run train.py`, ….
+The commands of an installed Gwen: `gwen train`, `gwen chat`, …
 
-Each word runs the file of a command as if it had been named; left out: what they do.
+In a checkout the same commands are `uv run train.py`, `uv run chat.py`, and so on. Each word runs
+the file of its command. This file leaves out the commands themselves.
 """
 
 import runpy
 import sys
 from pathlib import Path
 
-from flags import exit_with_error, suggest_name
+from flags import exit_with_error
 from machine.output import guard_output
+from text.foreign_names import suggest_name
 
 COMMANDS = {
     "train": "train.py",
     "evaluate": "evaluate.py",
-    "sample": "sampler.py",
-    "chat": "sampler.py --chat",
+    "sample": "chat.py",
+    "chat": "chat.py --chat",
     "report": "report.py",
-    "fuse": "lora.py --fuse",
-    "export": "lora.py --export",
+    "fuse": "export.py --fuse",
+    "export": "export.py --export",
     "preflight": "preflight.py",
     "judge": "judge.py",
     "doctor": "gwen.py --doctor",
@@ -27,9 +29,9 @@ COMMANDS = {
 
 @guard_output()
 def show_help() -> None:
-    width = max(map(len, COMMANDS))
-    for name, file in COMMANDS.items():
-        print(f"gwen {name:{width}}  {file}")
+    width = max(len(word) for word in COMMANDS)
+    for word, command in COMMANDS.items():
+        print(f"gwen {word:{width}}  {command}")
     print("gwen WORD --help says more; runs go to runs/ in the current directory")
 
 
@@ -39,9 +41,9 @@ def main() -> None:
         show_help()
         return
     if word not in COMMANDS:
-        exit_with_error(
-            f"{word!r:.60} is no command; {suggest_name(word, COMMANDS) or 'gwen --help lists them'}"
-        )
-    file, *own = COMMANDS[word].split()
-    sys.argv = [str(Path(__file__).parents[1] / file), *own, *flags]
-    runpy.run_path(sys.argv[0], run_name="__main__")
+        fix = suggest_name(word, COMMANDS) or "gwen --help lists them"
+        exit_with_error(f"{word!r:.60} is no command; {fix}")
+    file, *first_flags = COMMANDS[word].split()
+    path = Path(__file__).parents[1] / file
+    sys.argv = [str(path), *first_flags, *flags]
+    runpy.run_path(str(path), run_name="__main__")

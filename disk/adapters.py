@@ -1,13 +1,16 @@
 """
-Adapters on disk: mlx_lm's layout, used by runs, and PEFT's, read by transformers and vLLM.
+Adapters on disk: mlx_lm's layout, which runs use, and PEFT's, which transformers and vLLM read.
 
-    mlx_lm   adapters.safetensors: NAME.lora_a (C, R) and NAME.lora_b (R, O); adapter_config.json: rank and scale
-    PEFT     adapter_model.safetensors: base_model.model.NAME.lora_A.weight (R, C) and .lora_B.weight (O, R);
+    mlx_lm   adapters.safetensors: NAME.lora_a (C, R) and NAME.lora_b (R, O)
+             adapter_config.json: rank and scale
+    PEFT     adapter_model.safetensors: base_model.model.NAME.lora_A.weight (R, C)
+             and .lora_B.weight (O, R)
              adapter_config.json: r and lora_alpha = scale * rank
 
-Reads both and writes PEFT's from either, without loss: tensors are transposed, never rounded. NAME is a projection's
-Hugging Face name, "model.layers.0.self_attn.q_proj"; mlx_lm's Qwen3.5 has "language_model." before it. Left out:
-adapters inside a model, and how a run saves its own (lora.py).
+This file reads both and writes PEFT's from either, without loss: tensors are transposed, never
+rounded. NAME is a projection's Hugging Face name, "model.layers.0.self_attn.q_proj"; mlx_lm's
+Qwen3.5 has "language_model." before it. It leaves out adapters inside a model, and how a run saves
+its own (lora.py).
 
 Axes: C input width, O output width, R rank.
 """
@@ -22,27 +25,36 @@ import mlx.core as mx
 from disk import hub
 from flags import names_path
 
-CONFIG, OURS, PEFTS = "adapter_config.json", "adapters.safetensors", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+MLX_LM_TENSORS = "adapters.safetensors"
+PEFT_TENSORS = "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
-Pairs = dict[
-    str, tuple[mx.array, mx.array]
-]  # A (C, R) and B (R, O) of each projection, by Hugging Face name
-NONE_OF = "modules_to_save trainable_token_indices layer_replication target_parameters alora_invocation_tokens".split()
-NONE_OF += "use_bdlora arrow_config kasa_config monteclora_config".split()
-# PEFT options beyond x A B, and the only values supported here beside null
-PEFT_ONLY: dict[str, tuple[Any, ...]] = {
+LEAST_SCALE = 1e-6
+MOST_SCALE = 1e4
+# A (C, R) and B (R, O) of each projection, by Hugging Face name.
+Pairs = dict[str, tuple[mx.array, mx.array]]
+
+# PEFT options that change more than x A B, and the values besides null that are supported here.
+PEFT_OPTIONS: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
-    **dict.fromkeys(("use_dora", "fan_in_fan_out", "lora_bias", "use_qalora"), (False,)),
-    **dict.fromkeys(("rank_pattern", "alpha_pattern"), ({},)),
-    **dict.fromkeys(NONE_OF, ()),
+    "use_dora": (False,),
+    "fan_in_fan_out": (False,),
+    "lora_bias": (False,),
+    "use_qalora": (False,),
+    "rank_pattern": ({},),
+    "alpha_pattern": ({},),
+    "modules_to_save": (),
+    "trainable_token_indices": (),
+    "layer_replication": (),
+    "target_parameters": (),
+    "alora_invocation_tokens": (),
+    "use_bdlora": (),
+    "arrow_config": (),
+    "kasa_config": (),
+    "monteclora_config": (),
     "bias": ("none",),
-    "init_lora_weights": (
-        True,
-        False,
-        "gaussian",
-        "eva",
-        "orthogonal",
-    ),  # others take what A B is from the base
+    # Other initializations subtract A B from the base.
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
 }
 
 
@@ -54,8 +66,15 @@ class Adapter(NamedTuple):
     pairs: Pairs
 
 
+# ---- finding
+
+
 def find_adapter(path: str | Path) -> Path:
-    """The adapter directory at `path`, or of the run or checkpoint there. Raises ValueError if none."""
+    """
+    Find the adapter directory at `path`, or in the run or checkpoint there.
+
+    Raises ValueError if there is none.
+    """
     for directory in (Path(path), Path(path) / "adapter"):
         if (directory / CONFIG).is_file():
             return directory
@@ -66,7 +85,9 @@ def find_adapter(path: str | Path) -> Path:
 
 def base_model_of(path: str | Path) -> str:
     """The base model named in an adapter's configuration. Raises ValueError if it names none."""
-    if (name := _base_model_name(_open_adapter(path)[1])) is None:
+    _, config = _open_adapter(path)
+    name = _base_model_name(config)
+    if name is None:
         raise ValueError(
             f"--adapter {path} does not name the model it was trained on; give it with --model"
         )
@@ -74,12 +95,19 @@ def base_model_of(path: str | Path) -> str:
 
 
 def other_base(path: str | Path, model: str | Path) -> str:
-    """The base that an adapter names, where that is another model than this; empty where it is, or none is named."""
-    base, name = _base_model_name(_open_adapter(path)[1]), str(model)
+    """
+    The base that an adapter names, if that is another model than this one.
+
+    Returns "" if it is this model, or if the adapter names none.
+    """
+    _, config = _open_adapter(path)
+    base = _base_model_name(config)
+    name = str(model)
     if base is None or _plain_name(base) == _plain_name(name):
         return ""
-    places = [Path(hub.BUNDLED.get(one, one)) for one in (base, name)]
-    is_same_place = all(place.exists() for place in places) and places[0].samefile(places[1])
+    base_place = Path(hub.BUNDLED.get(base, base))
+    place = Path(hub.BUNDLED.get(name, name))
+    is_same_place = base_place.exists() and place.exists() and base_place.samefile(place)
     return "" if is_same_place else base
 
 
@@ -89,20 +117,31 @@ def _plain_name(model: str) -> str:
 
 
 def is_full_weights(path: str | Path) -> bool:
-    """Whether an adapter is "full", all weights of its model. Raises ValueError if it is neither that nor "lora"."""
-    return _open_adapter(path)[1].get("fine_tune_type") == "full"
+    """
+    Whether an adapter is "full": all weights of its model.
+
+    Raises ValueError if it is neither "full" nor "lora".
+    """
+    _, config = _open_adapter(path)
+    return config.get("fine_tune_type") == "full"
 
 
 # ---- reading
 
 
 def _open_adapter(path: str | Path) -> tuple[Path, dict[str, Any]]:
-    """The directory of an adapter and its configuration, which has a `peft_type` in PEFT's layout alone."""
+    """
+    The directory of an adapter and its configuration.
+
+    Only PEFT's layout has a `peft_type` in it.
+    """
     directory = find_adapter(path)
     config = hub.load_object(directory / CONFIG)
-    if (kind := config.get("fine_tune_type", "lora")) not in ("lora", "full"):
+    kind = config.get("fine_tune_type", "lora")
+    if kind not in ("lora", "full"):
         raise ValueError(
-            f"--adapter {directory}: fine_tune_type {kind!r:.60} is not supported, only lora and full"
+            f"--adapter {directory}: fine_tune_type {kind!r:.60} is not supported, "
+            "only lora and full"
         )
     return directory, config
 
@@ -113,70 +152,102 @@ def _base_model_name(config: dict[str, Any]) -> str | None:
 
 
 def _load_tensors(directory: Path, config: dict[str, Any]) -> dict[str, mx.array]:
-    """The tensors of an adapter. Raises ValueError where there are none."""
-    path = directory / (PEFTS if "peft_type" in config else OURS)
-    if not (tensors := hub.load_tensors(path)):
+    """The tensors of an adapter. Raises ValueError if there are none."""
+    path = directory / (PEFT_TENSORS if "peft_type" in config else MLX_LM_TENSORS)
+    tensors = hub.load_tensors(path)
+    if not tensors:
         raise ValueError(f"--adapter {directory}: {path.name} holds no tensors")
     return tensors
 
 
 def read_adapter(path: str | Path) -> Adapter:
-    """A "lora" adapter of either layout. Raises ValueError naming the problem. path: see `find`."""
+    """
+    Read a "lora" adapter of either layout.
+
+    path: as for `find_adapter`.
+
+    Raises ValueError naming the problem.
+    """
     directory, config = _open_adapter(path)
-    is_peft = "peft_type" in config
     if is_full_weights(directory):
         raise ValueError(
-            f"--adapter {directory} holds a whole model; write it with lora.py --fuse, for --model"
+            f"--adapter {directory} holds a whole model; write it with export.py --fuse for --model"
         )
     rank, scale = _rank_and_scale(config, f"--adapter {directory}: {CONFIG}")
-    endings = {"A.weight": "a", "B.weight": "b"} if is_peft else {"a": "a", "b": "b"}
-    halves, pairs = {}, {}  # by name and "a" or "b"; A and B by name
-    for key, array in _load_tensors(directory, config).items():
-        name, _, half = key.removeprefix(PEFT_PREFIX).rpartition(".lora_")
-        if half not in endings:
-            raise ValueError(
-                f"--adapter {directory}: {key} is neither lora_a nor lora_b of a projection"
-            )
-        halves[hub.plain_name(name), endings[half]] = mx.contiguous(array.T) if is_peft else array
-    for name in sorted({name for name, _ in halves}):
-        low, high = (halves.get((name, half), mx.array(0)) for half in "ab")
+    matrices = _load_matrices(directory, config)
+    pairs: Pairs = {}
+    for name in sorted({name for name, _ in matrices}):
+        low = matrices.get((name, "a"), mx.array(0))
+        high = matrices.get((name, "b"), mx.array(0))
         if low.ndim != 2 or high.ndim != 2 or not low.shape[1] == high.shape[0] == rank:
             raise ValueError(
                 f"--adapter {directory}: {name} has no two matrices of {CONFIG}'s rank {rank}"
             )
-        if not (mx.isfinite(low).all() & mx.isfinite(high).all()).item():
+        is_finite = mx.isfinite(low).all() & mx.isfinite(high).all()
+        if not is_finite.item():
             raise ValueError(f"--adapter {directory}: {name} has values that are not finite")
-        pairs[name] = low, high
+        pairs[name] = (low, high)
     return Adapter(_base_model_name(config), scale, pairs)
 
 
-def _rank_and_scale(config: dict[str, Any], where: str) -> tuple[int, float]:
+def _load_matrices(directory: Path, config: dict[str, Any]) -> dict[tuple[str, str], mx.array]:
+    """The matrices of an adapter in mlx_lm's orientation, by projection and "a" or "b"."""
     is_peft = "peft_type" in config
-    for key, allowed in PEFT_ONLY.items() if is_peft else ():
-        if config.get(key) not in (*allowed, None):
+    endings = {"A.weight": "a", "B.weight": "b"} if is_peft else {"a": "a", "b": "b"}
+    matrices = {}
+    for key, array in _load_tensors(directory, config).items():
+        name, _, ending = key.removeprefix(PEFT_PREFIX).rpartition(".lora_")
+        if ending not in endings:
             raise ValueError(
-                f"{where} has {key} {config[key]!r:.60}, which is not supported; merge it with PEFT first"
+                f"--adapter {directory}: {key} is neither lora_a nor lora_b of a projection"
             )
+        if is_peft:
+            array = mx.contiguous(array.T)
+        matrices[hub.plain_name(name), endings[ending]] = array
+    return matrices
+
+
+def _rank_and_scale(config: dict[str, Any], prefix: str) -> tuple[int, float]:
+    """The rank and scale in a configuration. Raises ValueError, starting with `prefix`."""
+    is_peft = "peft_type" in config
+    if is_peft:
+        _refuse_peft_options(config, prefix)
     try:
         if is_peft:
             rank = config["r"]
-            scale = config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)
+            divisor = math.sqrt(rank) if config.get("use_rslora") else rank
+            scale = config["lora_alpha"] / divisor
         else:
-            rank, scale = (config["lora_parameters"][key] for key in ("rank", "scale"))
-        if type(rank) is int and 1e-6 <= scale <= 1e4:
+            rank = config["lora_parameters"]["rank"]
+            scale = config["lora_parameters"]["scale"]
+        if type(rank) is int and LEAST_SCALE <= scale <= MOST_SCALE:
             return rank, float(scale)
     except (LookupError, TypeError, ValueError, ArithmeticError):
-        pass
-    given = {
-        key: config.get(key) for key in (("r", "lora_alpha") if is_peft else ("lora_parameters",))
-    }
+        pass  # reported below
+    keys = ("r", "lora_alpha") if is_peft else ("lora_parameters",)
+    values = {key: config.get(key) for key in keys}
     raise ValueError(
-        f"{where} has {given!r:.120}; they must make a whole rank, and a scale from 1e-6 to 1e4"
+        f"{prefix} has {values!r:.120}; they must make a whole rank, and a scale from 1e-6 to 1e4"
     )
 
 
+def _refuse_peft_options(config: dict[str, Any], prefix: str) -> None:
+    """Raise ValueError for an option of PEFT that is not supported."""
+    for key, supported in PEFT_OPTIONS.items():
+        value = config.get(key)
+        if value is not None and value not in supported:
+            raise ValueError(
+                f"{prefix} has {key} {value!r:.60}, which is not supported; "
+                "merge it with PEFT first"
+            )
+
+
 def load_fitting(weights: dict[str, mx.array], path: str | Path) -> Adapter:
-    """The adapter at `path`. Raises ValueError if a projection's name or shape does not match these weights."""
+    """
+    Load the adapter at `path`.
+
+    Raises ValueError if a projection's name or shape does not match these weights.
+    """
     adapter = read_adapter(path)
     for name, (low, high) in adapter.pairs.items():
         base = weights.get(f"{name}.weight")
@@ -192,31 +263,43 @@ def load_fitting(weights: dict[str, mx.array], path: str | Path) -> Adapter:
 def merge_weights(
     weights: dict[str, mx.array], path: str | Path, family: hub.Family
 ) -> dict[str, mx.array]:
-    """Hugging Face weights W + scale * (A B)^T in float32, by the adapter at `path`. ValueError if none there fits."""
+    """
+    Merge the adapter at `path` into Hugging Face weights: W + scale * (A B)^T in float32.
+
+    A "full" adapter replaces the weights. Raises ValueError if the adapter does not fit.
+    """
     directory, config = _open_adapter(path)
     if is_full_weights(directory):
-        trained, _ = hub.from_stored_names(_load_tensors(directory, config), family)
-        for name, array in trained.items():
-            if name not in weights or array.shape != weights[name].shape:
-                raise ValueError(
-                    f"--adapter {directory}: {name} {array.shape} is not a tensor of this model"
-                )
-        return weights | {
-            name: array.astype(weights[name].dtype) for name, array in trained.items()
-        }
-    adapter, weights = load_fitting(weights, directory), dict(weights)
+        return _replace_weights(weights, directory, config, family)
+    adapter = load_fitting(weights, directory)
+    merged = dict(weights)
     for name, (low, high) in adapter.pairs.items():
-        base = weights[f"{name}.weight"]
+        base = merged[f"{name}.weight"]
         delta = adapter.scale * (low.astype(mx.float32) @ high.astype(mx.float32)).T
-        weights[f"{name}.weight"] = (base.astype(mx.float32) + delta).astype(base.dtype)
-    return weights
+        merged[f"{name}.weight"] = (base.astype(mx.float32) + delta).astype(base.dtype)
+    return merged
+
+
+def _replace_weights(
+    weights: dict[str, mx.array], directory: Path, config: dict[str, Any], family: hub.Family
+) -> dict[str, mx.array]:
+    """The weights with those of a "full" adapter in their dtypes."""
+    trained, _ = hub.from_stored_names(_load_tensors(directory, config), family)
+    replaced = dict(weights)
+    for name, array in trained.items():
+        if name not in weights or array.shape != weights[name].shape:
+            raise ValueError(
+                f"--adapter {directory}: {name} {array.shape} is not a tensor of this model"
+            )
+        replaced[name] = array.astype(weights[name].dtype)
+    return replaced
 
 
 # ---- writing
 
 
 def write_peft(adapter: Adapter, directory: Path) -> None:
-    """Writes a "lora" adapter, of one rank, to a new directory in PEFT's layout."""
+    """Write a "lora" adapter, in which all ranks are equal, to a new directory in PEFT's layout."""
     (rank,) = {low.shape[1] for low, _ in adapter.pairs.values()}
     tensors = {}
     for name, (low, high) in sorted(adapter.pairs.items()):
@@ -235,22 +318,26 @@ def write_peft(adapter: Adapter, directory: Path) -> None:
         "target_modules": sorted(adapter.pairs),
     }
     directory.mkdir(parents=True)
-    mx.save_safetensors(str(directory / PEFTS), tensors, metadata={"format": "pt"})
+    mx.save_safetensors(str(directory / PEFT_TENSORS), tensors, metadata={"format": "pt"})
     with names_path(directory / CONFIG):
         (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
 def split_adapter_weights(adapter: dict[str, mx.array]) -> dict[str, mx.array]:
-    """What `lora.adapter_weights` took apart, by this model's names: "layers.0.self_attn.qkv_proj.lora_a"."""
+    """
+    Rename an adapter's tensors to this model's parameters: "layers.0.self_attn.qkv_proj.lora_a".
+
+    This reverses `lora.adapter_weights`: the B of the parts of a fused projection are joined, and
+    their common A is taken from the first part.
+    """
     adapter = {hub.plain_name(name): array for name, array in adapter.items()}
-    rows = hub.fuse_weights(
-        {name: array.T for name, array in adapter.items() if name.endswith("lora_b")}
-    )
-    out = {name: mx.contiguous(array.T) for name, array in rows.items()}
-    for name in rows:
-        part = next(
-            (name.replace(fused, parts[0]) for fused, parts in hub.FUSED.items() if fused in name),
-            name,
-        )
-        out[name.removesuffix("b") + "a"] = adapter[f"model.{part.removesuffix('b')}a"]
+    transposed_b = {name: array.T for name, array in adapter.items() if name.endswith("lora_b")}
+    fused_b = hub.fuse_weights(transposed_b)
+    out = {name: mx.contiguous(array.T) for name, array in fused_b.items()}
+    for name in fused_b:
+        name_a = name.removesuffix("b") + "a"
+        part_a = name_a
+        for fused, parts in hub.FUSED.items():
+            part_a = part_a.replace(fused, parts[0])
+        out[name_a] = adapter[f"model.{part_a}"]
     return dict(sorted(out.items()))

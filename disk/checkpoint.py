@@ -1,13 +1,15 @@
 """
-Checkpoints: everything a run needs to resume as if never interrupted, and the adapter for other programs.
+Checkpoints: all that a run needs to resume as if never interrupted, and the adapter.
 
-    checkpoints/step-000050/adapter/           mlx_lm's layout; its tensors are also the float32 masters
-    checkpoints/step-000050/state.safetensors  the optimizer; with full fine-tuning also the masters
-    checkpoints/step-000050/state.json         the step, small values, digests of model and data; a checksum of it all
+    checkpoints/step-000050/adapter/           mlx_lm's layout; also the float32 masters
+    checkpoints/step-000050/state.safetensors  the optimizer; for full fine-tuning also the masters
+    checkpoints/step-000050/state.json         the step, small values, digests of model and data,
+                                               a checksum of everything
 
-A checkpoint directory appears atomically: it is written under a temporary name and renamed. Where its checksum does
-not match, the one before is loaded instead. Left out: randomness and data order, which are functions of the seed and
-the step; the logs, which a resume cuts back to that step (reporting/journal.py).
+A checkpoint directory appears atomically: it is written under a temporary name and renamed. If its
+checksum does not match, the checkpoint before it is loaded instead. This file leaves out randomness
+and data order, which are functions of the seed and the step, and the logs, which a resume cuts back
+to that step (reporting/journal.py).
 """
 
 import filecmp
@@ -31,9 +33,10 @@ from flags import names_path
 from machine import memory
 
 TENSORS = ("adapter/adapters.safetensors", "state.safetensors")
-FILES = ("adapter/adapter_config.json", *TENSORS)  # of a checkpoint, beside its state.json
+FILES = ("adapter/adapter_config.json", *TENSORS)  # of a checkpoint, besides its state.json
 BEST = "adapter-best"
 KEPT = 3  # checkpoints, the newest
+DIGITS = 16  # of a digest
 
 
 class State(NamedTuple):
@@ -42,35 +45,29 @@ class State(NamedTuple):
     step: int
     trainable: dict[str, mx.array]  # float32 masters by parameter name
     optimizer: dict[str, mx.array]  # flattened
-    extra: dict[
-        str, Any
-    ]  # small JSON values: loss scale, sizes reduced to fit memory, what the run was made of
+    # Small JSON values: loss scale, sizes reduced to fit memory, settings, digests of sources.
+    extra: dict[str, Any]
+
+
+# ---- saving
 
 
 def save(run_dir: str | Path, state: State, write_adapter: Callable[[Path], bool]) -> None:
     """
-    Writes `checkpoints/step-000050` and removes all but the newest KEPT. On OSError the earlier ones stay intact.
+    Write `checkpoints/step-000050` and remove all but the newest KEPT.
 
-    write_adapter: writes the trained weights to a directory; whether they are adapters.
+    write_adapter: writes the trained weights to a directory; returns whether they are adapters.
+
+    Raises OSError if the files cannot be written. Earlier checkpoints stay intact then.
     """
     check_still_owned(Path(run_dir))
     target = checkpoint_path(run_dir, state.step)
-    scratch, replaced = (
-        target.with_name(f".{target.name}.partial"),
-        target.with_name(f"{target.name}.replaced"),
-    )
+    scratch = target.with_name(f".{target.name}.partial")
+    replaced = target.with_name(f"{target.name}.replaced")
     _remove(scratch)
     scratch.mkdir(parents=True)
     try:
-        adapted = write_adapter(scratch / "adapter")
-        arrays = {f"optimizer/{k}": v for k, v in state.optimizer.items()}
-        if not adapted:  # the "full" adapter has the model's dtype, perhaps 16 bits
-            arrays |= {f"trainable/{k}": v for k, v in state.trainable.items()}
-        save_tensors(scratch / "state.safetensors", arrays)
-        for log in Path(run_dir).glob("*.jsonl"):
-            _sync(log)
-        record = json.loads(json.dumps({"step": state.step, "extra": state.extra}, allow_nan=False))
-        write_json(scratch / "state.json", {"sha256": _checksum(record, scratch)} | record)
+        _write(scratch, Path(run_dir), state, write_adapter)
         check_still_owned(Path(run_dir))
         if target.exists():  # saving a step again: keep the old one until the new one is in place
             _remove(replaced)
@@ -84,15 +81,98 @@ def save(run_dir: str | Path, state: State, write_adapter: Callable[[Path], bool
         _remove(old)
 
 
+def _write(
+    directory: Path, run_dir: Path, state: State, write_adapter: Callable[[Path], bool]
+) -> None:
+    """Write a checkpoint's files to a directory, and force the run's logs to disk before them."""
+    is_adapter = write_adapter(directory / "adapter")
+    arrays = {f"optimizer/{name}": array for name, array in state.optimizer.items()}
+    if not is_adapter:  # the "full" adapter has the model's dtype, perhaps 16 bits
+        arrays |= {f"trainable/{name}": array for name, array in state.trainable.items()}
+    save_tensors(directory / "state.safetensors", arrays)
+    for log in run_dir.glob("*.jsonl"):
+        _sync(log)
+
+    # Through JSON and back, so that the checksum is that of the values as they will be read.
+    text = json.dumps({"step": state.step, "extra": state.extra}, allow_nan=False)
+    record = json.loads(text)
+    write_json(directory / "state.json", {"sha256": _checksum(record, directory)} | record)
+
+
+def save_tensors(path: Path, arrays: dict[str, mx.array]) -> None:
+    """Write safetensors and force them to disk. Raises OSError if they do not fit."""
+    by_name = dict(sorted(arrays.items()))
+    try:
+        memory.write_on_cpu(mx.save_safetensors, str(path), by_name, metadata={"format": "mlx"})
+    except RuntimeError as error:
+        if memory.should_try_smaller(error):
+            raise
+        raise OSError(f"{path} cannot be written: {error}") from error
+    _sync(path)
+
+
+def write_json(path: Path, record: dict[str, Any]) -> None:
+    """Write a JSON file and force it to disk."""
+    with names_path(path):
+        path.write_text(json.dumps(record, indent=2) + "\n")
+    _sync(path)
+
+
+def _sync(path: Path) -> None:
+    """Force a file to disk, so that a rename never becomes durable before the file's bytes."""
+    with names_path(path), path.open("rb+") as file:
+        os.fsync(file.fileno())
+
+
+def _remove(path: Path) -> None:
+    """Remove a checkpoint, or whatever somebody has put in its place."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def publish(run_dir: str | Path, state: State) -> None:
+    """
+    Copy the checkpoint's adapter to `adapter`, and to `adapter-best` if its step is the best one.
+
+    It skips identical files, so that a resume works on a full disk. An OSError leaves the old file.
+    """
+    check_still_owned(Path(run_dir))
+    source = checkpoint_path(run_dir, state.step) / "adapter"
+    names = ["adapter"]
+    if state.extra["best_step"] == state.step:
+        names.append(BEST)
+    for name in names:
+        target = Path(run_dir) / name
+        target.mkdir(exist_ok=True)
+        for file in sorted(source.iterdir()):
+            _copy_if_different(file, target / file.name)
+
+
+def _copy_if_different(file: Path, target: Path) -> None:
+    if target.exists() and filecmp.cmp(file, target, shallow=False):
+        return
+    scratch = target.with_name(f"{target.name}.partial")
+    try:
+        with names_path(target):
+            shutil.copyfile(file, scratch)
+        _sync(scratch)
+        os.replace(scratch, target)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+# ---- loading
+
+
 def load(run_dir: str | Path) -> State:
-    """The newest intact checkpoint; reports damaged newer ones on stderr. Raises ValueError if there is none."""
-    for replaced in (Path(run_dir) / "checkpoints").glob(
-        "*.replaced"
-    ):  # from a process killed while saving again
-        if (target := replaced.with_suffix("")).exists():
-            _remove(replaced)
-        else:
-            os.replace(replaced, target)
+    """
+    Load the newest intact checkpoint, and report damaged newer ones on stderr.
+
+    Raises ValueError if there is none.
+    """
+    _restore_replaced(Path(run_dir))
     for path in reversed(saved_checkpoints(run_dir)):
         try:
             return _read(path)
@@ -102,43 +182,70 @@ def load(run_dir: str | Path) -> State:
                 f"checkpoint {path.name} is damaged ({reason}); trying the one before",
                 file=sys.stderr,
             )
-    over = f"start over with: uv run train.py --config {shlex.quote(str(Path(run_dir) / 'config.yaml'))}"
-    raise ValueError(f"--resume {run_dir}: it has no intact checkpoint; {over}")
+    config = shlex.quote(str(Path(run_dir) / "config.yaml"))
+    raise ValueError(
+        f"--resume {run_dir}: it has no intact checkpoint; "
+        f"start over with: uv run train.py --config {config}"
+    )
+
+
+def _restore_replaced(run_dir: Path) -> None:
+    """Clean up after a process that was killed while it saved a step again."""
+    for replaced in (run_dir / "checkpoints").glob("*.replaced"):
+        target = replaced.with_suffix("")
+        if target.exists():
+            _remove(replaced)
+        else:
+            os.replace(replaced, target)
 
 
 def _read(path: Path) -> State:
+    """Read a checkpoint. Raises ValueError, among others, if it is not intact."""
     record = json.loads((path / "state.json").read_text())
     if record.pop("sha256") != _checksum(record, path):
         raise ValueError("its checksum does not match")
-    if path != checkpoint_path(path.parent.parent, record["step"]):
-        raise ValueError(f"it is of step {record['step']}")
-    adapter, state = (hub.load_tensors(path / name) for name in TENSORS)
+    step = record["step"]
+    if path != checkpoint_path(path.parent.parent, step):
+        raise ValueError(f"it is of step {step}")
+
+    adapter, arrays = (hub.load_tensors(path / name) for name in TENSORS)
     groups: dict[str, dict[str, mx.array]] = {"trainable": {}, "optimizer": {}}
-    for name, array in state.items():
+    for name, array in arrays.items():
         group, _, key = name.partition("/")
         groups[group][key] = array
-    return State(
-        record["step"],
-        groups["trainable"] or adapters.split_adapter_weights(adapter),
-        groups["optimizer"],
-        record["extra"],
-    )
+    trainable = groups["trainable"] or adapters.split_adapter_weights(adapter)
+    return State(step, trainable, groups["optimizer"], record["extra"])
+
+
+def _checksum(record: dict[str, Any], path: Path) -> str:
+    """The SHA-256 of a checkpoint's record and files."""
+    parts = [json.dumps(record, sort_keys=True, allow_nan=False)]
+    for name in FILES:
+        with (path / name).open("rb") as file:
+            parts.append(hashlib.file_digest(file, "sha256").hexdigest())
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 def check_tensors(state: State, trainable: dict[str, mx.array], dtype: str, run_dir: Path) -> None:
-    """ValueError when a checkpoint is of other tensors, or of a model in another type, than the run that resumes it."""
-    shapes, ours = (
-        {name: array.shape for name, array in arrays.items()}
-        for arrays in (state.trainable, trainable)
-    )
-    if shapes != ours:
+    """
+    Check that a checkpoint has the tensors and the model's dtype of the run that resumes it.
+
+    Raises ValueError if it does not.
+    """
+    saved_shapes = {name: array.shape for name, array in state.trainable.items()}
+    shapes = {name: array.shape for name, array in trainable.items()}
+    if saved_shapes != shapes:
         raise ValueError(
             f"--resume {run_dir}: the checkpoint's tensors do not match this configuration"
         )
-    if dtype != state.extra["dtype"]:
+    saved_dtype = state.extra["dtype"]
+    if dtype != saved_dtype:
         raise ValueError(
-            f"--resume {run_dir}: it ran in {state.extra['dtype']}, not {dtype}; set GWEN_DTYPE to that"
+            f"--resume {run_dir}: it ran in {saved_dtype}, not {dtype}; set GWEN_DTYPE to that"
         )
+
+
+# ---- finding
 
 
 def checkpoint_path(run_dir: str | Path, step: int) -> Path:
@@ -148,36 +255,33 @@ def checkpoint_path(run_dir: str | Path, step: int) -> Path:
 
 def saved_checkpoints(run_dir: str | Path) -> list[Path]:
     """The checkpoints of a run, oldest first, intact or not."""
-    named = (Path(run_dir) / "checkpoints").glob("step-*")
-    return sorted(
-        path for path in named if path.name.removeprefix("step-").isdecimal()
-    )  # else of a killed process
+    paths = (Path(run_dir) / "checkpoints").glob("step-*")
+    # A killed process may leave other names.
+    return sorted(path for path in paths if path.name.removeprefix("step-").isdecimal())
 
 
 def newest_unfinished(steps: int | None = None, runs: Path = Path("runs")) -> str:
     """
-    The run that was begun last of those that have a checkpoint and steps left; where none has, of the finished ones.
+    Find the newest run that has a checkpoint and steps left; if none has, the newest finished one.
 
-    steps: the value of --steps, if given. Raises ValueError where no run can go on.
+    steps: the value of --steps, if given.
+
+    Raises ValueError if no run can go on.
     """
-    settings = [*runs.glob("*/config.yaml"), *runs.glob("*/seed-*/config.yaml")]
-    newest_first = sorted(settings, key=lambda path: path.stat().st_mtime, reverse=True)
-    found = [
-        path.parent
-        for path in newest_first
-        if saved_checkpoints(path.parent) and not is_owned(path.parent)
-    ]
-    if not found:
+    configs = [*runs.glob("*/config.yaml"), *runs.glob("*/seed-*/config.yaml")]
+    configs.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+    run_dirs = [path.parent for path in configs]
+    resumable = [run for run in run_dirs if saved_checkpoints(run) and not is_owned(run)]
+    if not resumable:
         raise ValueError(f"--resume: no run in {runs}/ can go on; name the directory of a run")
 
     def is_unfinished(run: Path) -> bool:
-        last = int(saved_checkpoints(run)[-1].name.removeprefix("step-"))
-        asked = steps or load_settings(str(run)).get("steps", 0)
-        return (
-            type(asked) is not int or last < asked
-        )  # what is no number is told where the run is read
+        last_step = int(saved_checkpoints(run)[-1].name.removeprefix("step-"))
+        num_steps = steps or load_settings(str(run)).get("steps", 0)
+        # A value that is no number is reported when the run's settings are checked.
+        return type(num_steps) is not int or last_step < num_steps
 
-    chosen = next(filter(is_unfinished, found), found[0])
+    chosen = next(filter(is_unfinished, resumable), resumable[0])
     print(f"--resume goes on with {chosen}", file=sys.stderr)
     return str(chosen)
 
@@ -185,121 +289,76 @@ def newest_unfinished(steps: int | None = None, runs: Path = Path("runs")) -> st
 # ---- what a run was made of
 
 
-def digest_of(*parts: Any) -> str:
-    """What tells values from others: 16 digits of a SHA-256 of their representation, where no address counts."""
+def digest_of(*values: Any) -> str:
+    """
+    The digest of values: 16 digits of a SHA-256 of their representations.
+
+    Addresses in a representation do not count.
+    """
     digest = hashlib.sha256()
-    for part in parts:
-        digest.update(
-            re.sub(" at 0x[0-9a-f]+", "", repr(part)).encode("utf-8", "surrogatepass") + b"\n"
-        )
-    return digest.hexdigest()[:16]
+    for value in values:
+        text = re.sub(" at 0x[0-9a-f]+", "", repr(value))
+        digest.update(text.encode("utf-8", "surrogatepass") + b"\n")
+    return digest.hexdigest()[:DIGITS]
 
 
 def digest_of_model(model: Any) -> str:
-    """The digest of a model's configuration and weights, of which each counts by the sum of its tensor's bits."""
+    """
+    The digest of a model's configuration and weights.
+
+    Each tensor counts by its name, shape, dtype and the sum of its bits.
+    """
     weights = dict(tree_flatten(model.parameters()))
-    words = {4: mx.uint32, 2: mx.uint16}
-    sums = {
-        n: mx.sum(mx.view(array.reshape(-1), words[array.itemsize])) for n, array in weights.items()
-    }
+    word_types = {4: mx.uint32, 2: mx.uint16}  # by bytes of a value
+    sums = {}
+    for name, array in weights.items():
+        words = mx.view(array.reshape(-1), word_types[array.itemsize])
+        sums[name] = mx.sum(words)
     mx.eval(sums)
-    of_weights = sorted(
-        (n, array.shape, str(array.dtype), sums[n].item()) for n, array in weights.items()
-    )
-    return digest_of(model.config, of_weights)
+    rows = [
+        (name, array.shape, str(array.dtype), sums[name].item()) for name, array in weights.items()
+    ]
+    return digest_of(model.config, sorted(rows))
 
 
-def _checksum(record: dict[str, Any], path: Path) -> str:
-    parts = [json.dumps(record, sort_keys=True, allow_nan=False)]
-    for name in FILES:
-        with (path / name).open("rb") as file:
-            parts.append(hashlib.file_digest(file, "sha256").hexdigest())
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
-
-
-def follow(state: State, moves: places.Moves) -> State:
-    """A state whose settings, and the names of whose digests, have the new places of files that moved."""
+def relocate_state(state: State, moves: places.Moves) -> State:
+    """The state with the new places of files that moved, in settings and names of digests."""
     settings = places.map_settings(state.extra["settings"], moves.get)
-    sources = {
-        places.map_paths(name, moves.get): digest for name, digest in state.extra["sources"].items()
-    }
+    sources = {}
+    for name, digest in state.extra["sources"].items():
+        sources[places.map_paths(name, moves.get)] = digest
     return state._replace(extra=state.extra | {"settings": settings, "sources": sources})
 
 
-def check_changes(run_dir: Path, state: State, now: dict[str, Any], allowed: bool) -> None:
+def check_changes(run_dir: Path, state: State, current: dict[str, Any], are_allowed: bool) -> None:
     """
-    Raises ValueError naming what is not as it was when the checkpoint was saved; prints it where that is `allowed`.
+    Refuse what has changed since the checkpoint was saved; print it if changes are allowed.
 
-    now: settings, and digests of what the run is made of, by name. No run becomes one of replies, or ceases to be one.
+    current: settings, and digests of what the run is made of, by name.
+
+    Raises ValueError naming the changes. It always does so if a run becomes or stops being SFT.
     """
-    settings, changed = state.extra["settings"], list[str]()
-    before = settings | state.extra["sources"]
-    for name, value in now.items():
-        was = before.get(name, value)
-        if value != was and name == "loss_type" and "sft" in (value, was):
+    settings = state.extra["settings"]
+    saved = settings | state.extra["sources"]
+    changes = []
+    for name, value in current.items():
+        saved_value = saved.get(name, value)
+        if value == saved_value:
+            continue
+        if name == "loss_type" and "sft" in (value, saved_value):
             raise ValueError(
-                f"--resume {run_dir}: its loss_type was {was}, not {value}; start a new run"
+                f"--resume {run_dir}: its loss_type was {saved_value}, not {value}; start a new run"
             )
-        if value != was:
-            changed.append(f"{name} ({was!r:.60}, now {value!r:.60})" if name in settings else name)
-    if changed and not allowed:
-        rest = f"changed since step {state.step}; --allow-changes, in Python allow_changes=True, goes on all the same"
-        raise ValueError(f"--resume {run_dir}: {', '.join(changed)} {rest}")
-    for one in changed:
-        print(f"{run_dir}: {one} changed since step {state.step}", file=sys.stderr)
+        if name in settings:
+            changes.append(f"{name} ({saved_value!r:.60}, now {value!r:.60})")
+        else:
+            changes.append(name)
 
-
-def _remove(path: Path) -> None:
-    """Removes a checkpoint, or what somebody has put there."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def _sync(path: Path) -> None:
-    """Forces a written file to disk, so that a rename never becomes durable before the file's bytes."""
-    with names_path(path), path.open("rb+") as file:
-        os.fsync(file.fileno())
-
-
-def save_tensors(path: Path, arrays: dict[str, mx.array]) -> None:
-    """Writes safetensors and forces them to disk. Raises OSError if they do not fit."""
-    try:
-        memory.write_on_cpu(
-            mx.save_safetensors, str(path), dict(sorted(arrays.items())), metadata={"format": "mlx"}
+    if changes and not are_allowed:
+        all_changes = ", ".join(changes)
+        raise ValueError(
+            f"--resume {run_dir}: {all_changes} changed since step {state.step}; "
+            "--allow-changes, in Python allow_changes=True, goes on all the same"
         )
-    except RuntimeError as error:
-        if memory.should_try_smaller(error):
-            raise
-        raise OSError(f"{path} cannot be written: {error}") from error
-    _sync(path)
-
-
-def write_json(path: Path, record: dict[str, Any]) -> None:
-    with names_path(path):
-        path.write_text(json.dumps(record, indent=2) + "\n")
-    _sync(path)
-
-
-def publish(run_dir: str | Path, state: State) -> None:
-    """
-    Copies the checkpoint's adapter to `adapter`, and to `adapter-best` if its step is the best one, file by file.
-
-    Skips identical files, so a resume works on a full disk. OSError leaves the old file.
-    """
-    check_still_owned(Path(run_dir))
-    for name in ["adapter"] + [BEST] * (state.extra["best_step"] == state.step):
-        target = Path(run_dir) / name
-        target.mkdir(exist_ok=True)
-        for file in sorted((checkpoint_path(run_dir, state.step) / "adapter").iterdir()):
-            place, scratch = target / file.name, target / f"{file.name}.partial"
-            if place.exists() and filecmp.cmp(file, place, shallow=False):
-                continue
-            try:
-                with names_path(place):
-                    shutil.copyfile(file, scratch)
-                _sync(scratch)
-                os.replace(scratch, place)
-            finally:
-                scratch.unlink(missing_ok=True)
+    for change in changes:
+        print(f"{run_dir}: {change} changed since step {state.step}", file=sys.stderr)

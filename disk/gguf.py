@@ -1,10 +1,10 @@
 """
-GGUF files: llama.cpp's model, tokenizer and settings in one file, translated at the door into a Hugging Face directory.
+GGUF files: llama.cpp's model, tokenizer and settings in one file, read as a Hugging Face directory.
 
-The package gguf reads the file, within the bounds of `opened`. Configuration and tokenizer are written once to Gwen's
-cache, beside a link to the file; its weights are read from there, every kind that the package knows, and spread out.
-Left out: tokenizers other than byte-level BPE with a split rule in `SPLITS`, and the rotary scaling that some files
-hold as factors.
+The package gguf parses the file, within the bounds of `open_file`. Configuration and tokenizer are
+written once to Gwen's cache, beside a link to the file. Weights are read from the file, in every
+type that the package knows, and dequantized. This file leaves out tokenizers other than byte-level
+BPE with a split rule in `SPLITS`, and the rotary scaling that some files hold as factors.
 
 Axes: H heads, D head dim, C input width.
 """
@@ -25,9 +25,9 @@ import numpy as np
 from disk import hub
 from flags import names_path
 
-FORM = 1  # of what `directory_of` writes; a change makes every file be translated again
+FORM = 1  # of what `extract_directory` writes; after a change every file is translated again
 LINK = "model.gguf"
-KEYS = {  # of config.json, by what the file calls them after the architecture's name
+KEYS = {  # key of config.json -> the file's key after the architecture's name
     "hidden_size": "embedding_length",
     "num_hidden_layers": "block_count",
     "intermediate_size": "feed_forward_length",
@@ -44,59 +44,119 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-PARTS = [  # of a model, of which the package knows what a file calls them
-    *("model.embed_tokens", "model.norm", "lm_head"),
-    *(
-        f"model.layers.0.self_attn.{part}"
-        for part in "q_proj k_proj v_proj o_proj q_norm k_norm".split()
-    ),
-    *(f"model.layers.0.mlp.{part}_proj" for part in ("gate", "up", "down")),
-    *("model.layers.0.input_layernorm", "model.layers.0.post_attention_layernorm"),
+PARTS = [  # modules of a model; the package knows their names in a file
+    "model.embed_tokens",
+    "model.norm",
+    "lm_head",
+    "model.layers.0.self_attn.q_proj",
+    "model.layers.0.self_attn.k_proj",
+    "model.layers.0.self_attn.v_proj",
+    "model.layers.0.self_attn.o_proj",
+    "model.layers.0.self_attn.q_norm",
+    "model.layers.0.self_attn.k_norm",
+    "model.layers.0.mlp.gate_proj",
+    "model.layers.0.mlp.up_proj",
+    "model.layers.0.mlp.down_proj",
+    "model.layers.0.input_layernorm",
+    "model.layers.0.post_attention_layernorm",
 ]
-QWEN_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+QWEN_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 SPLITS = ("smollm", "qwen2", "llama-bpe")  # values of tokenizer.ggml.pre
-MOST_PARTS = (
-    2**21
-)  # of a header, twice those of a vocabulary of 150,000 with its merges; each takes 200 bytes
-PIECE = 2**24  # bytes of a tensor that are spread out at once
-WIDE = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}  # kinds of 16 bits or more
+# Parts of a header, each of which takes 200 bytes: twice as many as a vocabulary of 150,000 with
+# its merges has.
+MOST_PARTS = 2**21
+PIECE = 2**24  # bytes of a tensor that are dequantized at once
+WIDE = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}  # types of 16 bits or more
+
+
+# ---- the directory
 
 
 def extract_directory(path: Path) -> Path:
-    """A GGUF file's directory of config.json, tokenizer and a link to it, written once. ValueError names a fault."""
-    about = path.stat()
-    key = sha256(
-        f"{FORM} {path.resolve()} {about.st_size} {about.st_mtime_ns}".encode()
-    ).hexdigest()[:16]
+    """
+    Return a GGUF file's directory of config.json, tokenizer and a link to it; write it once.
+
+    Raises ValueError if the file is no model that is supported.
+    """
+    status = path.stat()
+    identity = f"{FORM} {path.resolve()} {status.st_size} {status.st_mtime_ns}"
+    key = sha256(identity.encode()).hexdigest()[:16]
     cache = cpu_blas.cache_directory() / "gguf"
     directory = cache / f"{path.stem}-{key}"
     if directory.is_dir():
         return directory
-    reader = open_file(path)
-    try:
-        metadata = {name: field.contents() for name, field in reader.fields.items()}
-        config, tokenizer = make_raw_config(metadata, reader.tensors), make_tokenizer(metadata)
-        tensors_by_name(reader.tensors, config["model_type"])  # only to refuse what is unknown
-    except ValueError as error:
-        raise ValueError(f"--model {path} has {error}") from error
-    except (
-        Exception
-    ) as error:  # metadata that is missing or of another type, or from the tokenizer's library
-        said = f"--model {path} holds metadata of no model: {type(error).__name__}: {hub.first_line(error):.200}"
-        raise ValueError(said) from error
+
+    config, tokenizer = _translate_metadata(path)
     cache.mkdir(parents=True, exist_ok=True)
     scratch = tempfile.TemporaryDirectory(prefix=".begun-", dir=cache, ignore_cleanup_errors=True)
-    with names_path(directory), scratch as begun:
-        (Path(begun) / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        tokenizer.save_pretrained(begun)
-        (Path(begun) / LINK).symlink_to(path.resolve())
+    with names_path(directory), scratch as partial:
+        (Path(partial) / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        tokenizer.save_pretrained(partial)
+        (Path(partial) / LINK).symlink_to(path.resolve())
         with contextlib.suppress(OSError):  # another process was faster
-            os.rename(begun, directory)
+            os.rename(partial, directory)
     return directory
 
 
+def _translate_metadata(path: Path) -> tuple[dict[str, Any], Any]:
+    """A file's config.json and tokenizer. Raises ValueError if they are not supported."""
+    reader = open_file(path)
+    try:
+        metadata = {name: field.contents() for name, field in reader.fields.items()}
+        config = make_raw_config(metadata, reader.tensors)
+        tokenizer = make_tokenizer(metadata)
+        tensors_by_name(reader.tensors, config["model_type"])  # only to refuse unknown tensors
+    except ValueError as error:
+        raise ValueError(f"--model {path} has {error}") from error
+    except Exception as error:
+        # Metadata is missing or of another type, or the tokenizer's library fails.
+        reason = f"{type(error).__name__}: {hub.first_line(error):.200}"
+        raise ValueError(f"--model {path} holds metadata of no model: {reason}") from error
+    return config, tokenizer
+
+
+def make_raw_config(metadata: dict[str, Any], tensors: list[Any]) -> dict[str, Any]:
+    """
+    Return the content of config.json.
+
+    Raises ValueError for an unsupported value, KeyError for a missing one.
+    """
+    kind = metadata.get("general.architecture")
+    if kind not in ARCHITECTURES:
+        supported = ", ".join(ARCHITECTURES)
+        raise ValueError(f"the architecture {kind!r:.60}; those supported are {supported}")
+    scaling = metadata.get(f"{kind}.rope.scaling.type", "none")
+    if scaling != "none":
+        raise ValueError(
+            f"the rotary scaling {scaling!r:.60}, which is not supported in a GGUF file"
+        )
+
+    config: dict[str, Any] = {"architectures": [ARCHITECTURES[kind]], "model_type": kind}
+    for key, stored_key in KEYS.items():
+        full_key = f"{kind}.{stored_key}"
+        if full_key in metadata or key not in OPTIONAL:
+            config[key] = metadata[full_key]
+    config["vocab_size"] = len(metadata["tokenizer.ggml.tokens"])
+    config["tie_word_embeddings"] = all(tensor.name != "output.weight" for tensor in tensors)
+    config["hidden_act"] = "silu"
+    config["bos_token_id"] = metadata.get("tokenizer.ggml.bos_token_id")
+    config["eos_token_id"] = metadata["tokenizer.ggml.eos_token_id"]
+    config["dtype"] = "float32"
+    return config
+
+
+# ---- the file
+
+
 def open_file(path: Path) -> Any:
-    """A file as the package reads it, `fields` and `tensors`. ValueError without the package, or for no whole file."""
+    """
+    Open a file as the package reads it, with `fields` and `tensors`.
+
+    Raises ValueError if the package is missing, or if the file is not whole.
+    """
     if importlib.util.find_spec("gguf") is None:
         raise ValueError(
             f"--model {path} needs the package gguf; begin the command with: uv run --extra gguf"
@@ -110,14 +170,18 @@ def open_file(path: Path) -> Any:
         def _get(
             self, offset: int, dtype: Any, count: int = 1, override_order: Any = None
         ) -> np.ndarray:
-            """As the package's, which goes on behind the end; in a fifth of its time, and without swapped bytes."""
+            """
+            Read values, with bounds.
+
+            The package's method reads on behind the end of the file. This one takes a fifth of its
+            time, and does not support swapped bytes.
+            """
             self.num_parts += 1
-            if (
-                offset + int(count) * np.dtype(dtype).itemsize > len(self.data)
-                or self.num_parts > MOST_PARTS
-            ):
+            end = offset + int(count) * np.dtype(dtype).itemsize
+            if end > len(self.data) or self.num_parts > MOST_PARTS:
                 raise ValueError(
-                    f"{count} values at byte {offset} lie beyond its end, or over {MOST_PARTS:,} parts"
+                    f"{count} values at byte {offset} lie beyond its end, "
+                    f"or over {MOST_PARTS:,} parts"
                 )
             return np.frombuffer(self.data, dtype, int(count), offset)
 
@@ -126,7 +190,7 @@ def open_file(path: Path) -> Any:
             reader = Reader(path)
         sizes = [tensor.n_bytes if tensor.data.ndim else 0 for tensor in reader.tensors]
         if reader.byte_order != "I" or 0 in sizes or sum(sizes) > len(reader.data):
-            raise ValueError("its bytes are swapped, or its tensors have none or each other's")
+            raise ValueError("its bytes are swapped, or its tensors are empty or overlap")
     except Exception as error:  # the package raises what its arrays do
         raise ValueError(
             f"--model {path} is not a whole GGUF file that can be read: {error!s:.200}"
@@ -135,129 +199,151 @@ def open_file(path: Path) -> Any:
 
 
 def tensors_by_name(tensors: list[Any], kind: str) -> dict[str, Any]:
-    """The tensors of a file by Hugging Face name. ValueError names one that is not supported."""
+    """
+    The tensors of a file by Hugging Face name.
+
+    Raises ValueError naming a tensor that is not supported.
+    """
     import gguf
 
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[kind.upper()], 1)
-    known, found = {names.get_name(part): part for part in PARTS}, {}
+    modules = {names.get_name(part): part for part in PARTS}
+    by_name = {}
     for tensor in tensors:
         stem, _, ending = tensor.name.rpartition(".")
-        layer, part = stem.split(".")[1:] if stem.count(".") == 2 else ("", stem)
-        ours = known.get(f"blk.0.{part}" if layer else part)
-        if ours is None or ending not in ("weight", "bias"):
+        layer = ""
+        stored_module = stem
+        if stem.count(".") == 2:  # "blk.7.attn_q": look up the module of layer 0
+            _, layer, part = stem.split(".")
+            stored_module = f"blk.0.{part}" if layer else part
+        module = modules.get(stored_module)
+        if module is None or ending not in ("weight", "bias"):
             raise ValueError(f"the tensor {tensor.name:.60}, which is not supported")
-        found[f"{ours}.{ending}".replace("layers.0.", f"layers.{layer}.")] = tensor
-    return found
+        name = f"{module}.{ending}".replace("layers.0.", f"layers.{layer}.")
+        by_name[name] = tensor
+    return by_name
 
 
 def load_gguf_weights(path: Path, config: dict[str, Any], dtype: mx.Dtype) -> dict[str, mx.array]:
-    """Weights by Hugging Face name, few bits in `dtype`. config: as `directory_of` wrote it. ValueError as `opened`."""
+    """
+    Load weights by Hugging Face name; those of few bits are dequantized to `dtype`.
+
+    config: as `extract_directory` wrote it.
+
+    Raises ValueError like `open_file`, and for a tensor type that is not supported.
+    """
     import gguf
 
-    heads = {"q_proj": config["num_attention_heads"], "k_proj": config.get("num_key_value_heads")}
+    num_heads = config["num_attention_heads"]
+    heads = {"q_proj": num_heads, "k_proj": config.get("num_key_value_heads") or num_heads}
     weights = {}
     for name, tensor in tensors_by_name(open_file(path).tensors, config["model_type"]).items():
-        kind, part = tensor.tensor_type, name.split(".")[-2]
-        pieces = np.array_split(tensor.data, min(len(tensor.data), -(-tensor.n_bytes // PIECE)))
+        kind = tensor.tensor_type
+        part = name.split(".")[-2]
+        num_pieces = min(len(tensor.data), -(-tensor.n_bytes // PIECE))
+        pieces = np.array_split(tensor.data, num_pieces)
+        wide_dtype = WIDE.get(kind.name, dtype)
         try:
             with np.errstate(all="ignore"):  # scales may be infinite
-                arrays = [
-                    mx.array(gguf.dequantize(piece, kind), WIDE.get(kind.name, dtype))
-                    for piece in pieces
-                ]
+                arrays = [mx.array(gguf.dequantize(piece, kind), wide_dtype) for piece in pieces]
             weights[name] = mx.concatenate(arrays)
             if config["model_type"] == "llama" and part in heads:
-                weights[name] = reorder_heads(
-                    weights[name], heads[part] or config["num_attention_heads"], 2
-                )
-        except (NotImplementedError, ValueError) as error:  # of an unknown kind, or of other heads
+                weights[name] = reorder_heads(weights[name], heads[part], 2)
+        except (NotImplementedError, ValueError) as error:  # an unknown type, or other heads
             raise ValueError(f"--model {path}: {tensor.name}: {error}") from error
     return weights
 
 
-def make_raw_config(metadata: dict[str, Any], tensors: list[Any]) -> dict[str, Any]:
-    """The content of config.json. Raises ValueError for what is not supported, KeyError for what is missing."""
-    kind = metadata.get("general.architecture")
-    if kind not in ARCHITECTURES:
-        raise ValueError(
-            f"the architecture {kind!r:.60}; those supported are {', '.join(ARCHITECTURES)}"
-        )
-    if (scaling := metadata.get(f"{kind}.rope.scaling.type", "none")) != "none":
-        raise ValueError(
-            f"the rotary scaling {scaling!r:.60}, which is not supported in a GGUF file"
-        )
-    names = {ours: f"{kind}.{theirs}" for ours, theirs in KEYS.items()}
-    return {
-        "architectures": [ARCHITECTURES[kind]],
-        "model_type": kind,
-        **{
-            ours: metadata[key]
-            for ours, key in names.items()
-            if key in metadata or ours not in OPTIONAL
-        },
-        "vocab_size": len(metadata["tokenizer.ggml.tokens"]),
-        "tie_word_embeddings": all(tensor.name != "output.weight" for tensor in tensors),
-        "hidden_act": "silu",
-        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": metadata["tokenizer.ggml.eos_token_id"],
-        "dtype": "float32",
-    }
-
-
 def reorder_heads(rows: mx.array, num_heads: int, width: int) -> mx.array:
     """
-    Rows (H * D, …) of a query or key projection, each head's taken as (D / width, width) and transposed: with 2 from
-    llama.cpp's order, which rotates neighbours, to Hugging Face's, which rotates halves; with D / 2 back.
+    Reorder the rows (H * D, …) of a query or key projection.
+
+    The rows of each head are taken as (D / width, width) and transposed. Width 2 converts from
+    llama.cpp's order, which rotates neighbours, to Hugging Face's, which rotates halves. Width
+    D / 2 converts back.
     """
     paired = rows.reshape(num_heads, rows.shape[0] // num_heads // width, width, *rows.shape[1:])
     return paired.swapaxes(1, 2).reshape(rows.shape)
 
 
+# ---- the tokenizer
+
+
 def make_splitter(split: str) -> Any:
-    """What splits a text by one of `SPLITS`, before merges."""
+    """Make the object that splits a text by one of `SPLITS`, before merges."""
     from tokenizers import Regex, pre_tokenizers
 
-    first: Any = pre_tokenizers.Digits(individual_digits=True)
-    if split != "smollm":
+    if split == "smollm":
+        first: Any = pre_tokenizers.Digits(individual_digits=True)
+    else:
         digits = r"\p{N}{1,3}" if split == "llama-bpe" else r"\p{N}"
-        first = pre_tokenizers.Split(
-            Regex(QWEN_SPLIT.replace(r"|\p{N}|", f"|{digits}|")), "isolated"
-        )
+        pattern = QWEN_SPLIT.replace(r"|\p{N}|", f"|{digits}|")
+        first = pre_tokenizers.Split(Regex(pattern), "isolated")
     second = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split == "smollm")
     return pre_tokenizers.Sequence([first, second])
 
 
 def make_tokenizer(metadata: dict[str, Any]) -> Any:
-    """The file's tokenizer, for transformers. Raises ValueError naming a kind that is not supported."""
-    kind, split = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
+    """
+    Make the file's tokenizer, for transformers.
+
+    Raises ValueError naming a kind that is not supported.
+    """
+    kind = metadata.get("tokenizer.ggml.model")
+    split = metadata.get("tokenizer.ggml.pre")
     if kind != "gpt2" or split not in SPLITS:
-        known = ", ".join(SPLITS)
+        supported = ", ".join(SPLITS)
         raise ValueError(
-            f"the tokenizer {kind!r:.60} with the split rule {split!r:.60}; it must be gpt2 with {known}"
+            f"the tokenizer {kind!r:.60} with the split rule {split!r:.60}; "
+            f"it must be gpt2 with {supported}"
         )
     if not metadata.get("tokenizer.chat_template"):
         raise ValueError("no chat template; take the file of an instruct model")
-    import gguf
-    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
     from transformers import PreTrainedTokenizerFast  # here: importing it takes seconds
 
-    tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
-    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
-    numbers = {token: number for number, token in enumerate(tokens)}
-    made = Tokenizer(models.BPE(numbers, merges, ignore_merges=split == "llama-bpe"))
-    if split == "qwen2":
-        made.normalizer = normalizers.NFC()
-    made.pre_tokenizer, made.decoder = make_splitter(split), decoders.ByteLevel()
-    special = {gguf.TokenType.CONTROL: True, gguf.TokenType.USER_DEFINED: False}
-    pairs = [(token, kind) for token, kind in zip(tokens, types, strict=True) if kind in special]
-    made.add_tokens(
-        [AddedToken(token, special=special[kind], normalized=False) for token, kind in pairs]
-    )
-    named = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    ids = {
-        ours: metadata.get(f"tokenizer.ggml.{theirs}_token_id") for ours, theirs in named.items()
-    }
-    control = {name: tokens[number] for name, number in ids.items() if number is not None}
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, chat_template=metadata["tokenizer.chat_template"], **control
+        tokenizer_object=_make_fast_tokenizer(metadata, str(split)),
+        chat_template=metadata["tokenizer.chat_template"],
+        **_control_tokens(metadata),
     )
+
+
+def _make_fast_tokenizer(metadata: dict[str, Any], split: str) -> Any:
+    """The vocabulary, merges, split rule and added tokens."""
+    import gguf
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+
+    tokens = metadata["tokenizer.ggml.tokens"]
+    kinds = metadata["tokenizer.ggml.token_type"]
+    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
+    ids = {token: number for number, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(ids, merges, ignore_merges=split == "llama-bpe"))
+    if split == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = make_splitter(split)
+    tokenizer.decoder = decoders.ByteLevel()
+
+    is_special = {gguf.TokenType.CONTROL: True, gguf.TokenType.USER_DEFINED: False}
+    added = []
+    for token, kind in zip(tokens, kinds, strict=True):
+        if kind in is_special:
+            added.append(AddedToken(token, special=is_special[kind], normalized=False))
+    tokenizer.add_tokens(added)
+    return tokenizer
+
+
+def _control_tokens(metadata: dict[str, Any]) -> dict[str, str]:
+    """The tokens that the file names, by transformers' names."""
+    tokens = metadata["tokenizer.ggml.tokens"]
+    stored_names = {
+        "bos_token": "bos",
+        "eos_token": "eos",
+        "unk_token": "unknown",
+        "pad_token": "padding",
+    }
+    control = {}
+    for name, stored_name in stored_names.items():
+        number = metadata.get(f"tokenizer.ggml.{stored_name}_token_id")
+        if number is not None:
+            control[name] = tokens[number]
+    return control

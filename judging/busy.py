@@ -1,8 +1,8 @@
 """
-What a busy server says: that it is busy, for how long, and whether waiting helps at all.
+Reads from a response whether a server is busy, for how long, and whether waiting helps.
 
-Servers say it in a status, in headers or in the body, each in forms of its own. Left out: who waits
-(judging/server.py).
+A server may say so in its status, in headers or in the body, each in several forms. This file
+leaves out the waiting (judging/server.py).
 """
 
 import email.utils
@@ -11,11 +11,12 @@ from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from flags import read_json
+from text.documents import read_json
 
 BUSY = {429, 503, 529}  # too many requests, unavailable, overloaded
-# Seconds of the first pause where a busy server does not say how long. Pauses double, so that six of them make the
-# minute after which most limits begin anew; a server that is busy for a moment is asked again soon.
+# Seconds of the first pause if a busy server does not say how long to wait. Pauses double: six of
+# them make the minute after which most limits begin anew, and a server that is busy only for a
+# moment soon gets the request again.
 SHORTEST_PAUSE = 1.0
 
 SAYS_BUSY = re.compile(
@@ -30,8 +31,8 @@ QUOTA_CODES = re.compile(
     re.IGNORECASE,
 )
 QUOTA_MESSAGES = re.compile(
-    r"exceeded your current quota|(?:credit )?balance is too low|out of credits|insufficient (?:balance|credits?|funds)"
-    r"|billing hard limit",
+    r"exceeded your current quota|(?:credit )?balance is too low|out of credits"
+    r"|insufficient (?:balance|credits?|funds)|billing hard limit",
     re.IGNORECASE,
 )
 PAYMENT_REQUIRED = 402
@@ -40,14 +41,20 @@ UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 UNIT = r"(?:ms|milli\w*|s|sec\w*|m|min\w*|h|hours?|hrs?|d|days?)(?![a-z])"
 DURATION = re.compile(rf"(\d+(?:\.\d+)?)\s*({UNIT})", re.IGNORECASE)
 ASKS_TO_WAIT = re.compile(
-    rf"(?:try|retry|available|reset\w*|wait)\D{{0,40}}?((?:\d+(?:\.\d+)?\s*{UNIT}[\s,]*(?:and\s+)?)+)",
+    r"(?:try|retry|available|reset\w*|wait)\D{0,40}?"
+    rf"((?:\d+(?:\.\d+)?\s*{UNIT}[\s,]*(?:and\s+)?)+)",
     re.IGNORECASE,
 )
-EPOCH = 1e9  # a number above it is a date, in seconds since 1970; above a thousand times it, in milliseconds
+# A number above EPOCH is a date in seconds since 1970; above 1000 times EPOCH, in milliseconds.
+EPOCH = 1e9
 
 
 def read_duration(text: str) -> float | None:
-    """The seconds of "20", "20s", "6m0s", "1m30.5s", "250ms" and "2 minutes"; None if it is no duration."""
+    """
+    The seconds of a duration such as "20", "20s", "6m0s", "1m30.5s", "250ms" or "2 minutes".
+
+    None if it is no duration.
+    """
     text = text.strip()
     if re.fullmatch(r"\d{1,20}(?:\.\d{1,20})?", text):
         return float(text)
@@ -62,7 +69,11 @@ def read_duration(text: str) -> float | None:
 
 
 def read_date(text: str) -> float | None:
-    """Seconds since 1970 of a date of HTTP, "Wed, 21 Oct 2015 07:28:00 GMT", or of ISO 8601; None if it is none."""
+    """
+    A date in seconds since 1970; None if the text is no date.
+
+    It is a date of HTTP, as "Wed, 21 Oct 2015 07:28:00 GMT", or of ISO 8601.
+    """
     try:
         date = email.utils.parsedate_to_datetime(text)
     except ValueError:
@@ -76,7 +87,7 @@ def read_date(text: str) -> float | None:
 
 
 def read_wait(text: str, now: float) -> float | None:
-    """The seconds to wait that a duration or a date says; None if it is neither."""
+    """The seconds to wait, from a duration or a date; None if the text is neither."""
     seconds = read_duration(text)
     if seconds is None:
         date = read_date(text.strip())
@@ -88,9 +99,12 @@ def read_wait(text: str, now: float) -> float | None:
 
 def read_wait_from_headers(headers: Mapping[str, str], now: float) -> float | None:
     """
-    The seconds that a response's headers say: Retry-After, retry-after-ms or a rate limit's reset.
+    The seconds to wait by a response's headers; None if they do not say.
 
-    Of several limits those count of which nothing remains; the longest if none says so. Names are in small letters.
+    They say so in Retry-After, retry-after-ms or the reset of a rate limit.
+
+    Of several rate limits, the longest reset counts among those with nothing remaining, or among
+    all if none is used up. headers: names in small letters.
     """
     milliseconds = headers.get("retry-after-ms", "")
     if re.fullmatch(r"\d{1,12}(?:\.\d+)?", milliseconds):
@@ -100,7 +114,7 @@ def read_wait_from_headers(headers: Mapping[str, str], now: float) -> float | No
         return stated
 
     used_up: list[float] = []
-    others: list[float] = []
+    unused: list[float] = []
     for name, text in headers.items():
         if "ratelimit" not in name or "reset" not in name:
             continue
@@ -108,12 +122,13 @@ def read_wait_from_headers(headers: Mapping[str, str], now: float) -> float | No
         if seconds is None:
             continue
         remaining = headers.get(name.replace("reset", "remaining"), "")
-        (used_up if re.fullmatch(r"0+(?:\.0+)?", remaining) else others).append(seconds)
-    return max(used_up or others, default=None)
+        is_used_up = re.fullmatch(r"0+(?:\.0+)?", remaining) is not None
+        (used_up if is_used_up else unused).append(seconds)
+    return max(used_up or unused, default=None)
 
 
 def list_values(content: Any) -> Iterator[tuple[str, Any]]:
-    """Every value of a JSON value that is no list or object, at any depth, with its key in small letters."""
+    """Yields every number, text or null in a JSON value, with its key in small letters."""
     waiting = [("", content)]
     while waiting:
         key, value = waiting.pop()
@@ -126,7 +141,11 @@ def list_values(content: Any) -> Iterator[tuple[str, Any]]:
 
 
 def read_wait_from_body(content: Any, now: float) -> float | None:
-    """The seconds that a response's body says: `retry_after`, `retryDelay`, or "try again in 20s" in a message."""
+    """
+    The seconds to wait by a response's body; None if it does not say.
+
+    It says so in `retry_after` or `retryDelay`, in headers, or as "try again in 20s" in a message.
+    """
     headers = {}
     for key, value in list_values(content):
         if isinstance(value, bool) or not isinstance(value, (int, float, str)):
@@ -136,26 +155,29 @@ def read_wait_from_body(content: Any, now: float) -> float | None:
             seconds = read_wait(str(value), now)
             if seconds is not None:
                 return seconds
-    stated = read_wait_from_headers(
-        headers, now
-    )  # some put the headers of another server into the body
+    # some servers put the headers of another server into the body
+    stated = read_wait_from_headers(headers, now)
     if stated is not None:
         return stated
     for _, value in list_values(content):
-        asked = ASKS_TO_WAIT.search(value) if isinstance(value, str) else None
-        if asked:
-            return read_duration(asked[1])
+        request = ASKS_TO_WAIT.search(value) if isinstance(value, str) else None
+        if request:
+            return read_duration(request[1])
     return None
 
 
 def find_wait(headers: Mapping[str, str], error: Any, now: float) -> float | None:
-    """The seconds that a response says to wait, in its headers or else in the error in its body."""
+    """The seconds to wait by a response's headers, or else by the error in its body."""
     seconds = read_wait_from_headers(headers, now)
     return read_wait_from_body(error, now) if seconds is None else seconds
 
 
 def find_error(body: bytes) -> Any:
-    """The error that a response's body holds, the body's text if it is no JSON; None if it has a reply instead."""
+    """
+    The error in a response's body; None if the body has a reply instead.
+
+    It is the body's text if the body is no JSON.
+    """
     try:
         content = read_json(body)
     except (ValueError, RecursionError):
@@ -171,22 +193,18 @@ def find_error(body: bytes) -> Any:
 
 
 def find_status(error: Any) -> int | None:
-    """The status that an error holds, as `{"code": 429}`; None if it has none."""
+    """The status in an error, as in `{"code": 429}`; None if it has none."""
     for key, value in list_values(error):
-        is_number = type(value) is int or (
-            isinstance(value, str) and re.fullmatch(r"[45]\d\d", value)
-        )
-        if (
-            key in ("code", "status", "status_code", "http_status")
-            and is_number
-            and 400 <= int(value) < 600
-        ):
+        if key not in ("code", "status", "status_code", "http_status"):
+            continue
+        is_digits = isinstance(value, str) and re.fullmatch(r"[45]\d\d", value)
+        if (type(value) is int or is_digits) and 400 <= int(value) < 600:
             return int(value)
     return None
 
 
 def is_busy(status: int, error: Any) -> bool:
-    """Whether a response says that its server is busy, by its status or by the error in its body."""
+    """Whether a server is busy, by a response's status or by the error in its body."""
     if status in BUSY or find_status(error) in BUSY:
         return True
     is_plain_text = isinstance(error, str) and status < 400
@@ -199,7 +217,11 @@ def is_busy(status: int, error: Any) -> bool:
 
 
 def is_out_of_quota(status: int, error: Any, seconds: float | None) -> bool:
-    """Whether a response says that a quota is used up, so that no wait helps. seconds: the wait that it states."""
+    """
+    Whether a response says that a quota is used up, so that waiting does not help.
+
+    seconds: the wait that the response states, or None.
+    """
     if status == PAYMENT_REQUIRED or find_status(error) == PAYMENT_REQUIRED:
         return True
     texts = [value for _, value in list_values(error) if isinstance(value, str)]

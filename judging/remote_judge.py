@@ -1,4 +1,8 @@
-"""Remote judge: scores the same rubric with a model known only by its name on a server (judging/server.py)."""
+"""
+Remote judge: scores a rubric with a model on a server, known only by its name.
+
+judging/server.py sends the requests; judging/rubrics.py builds the messages and reads scores.
+"""
 
 import asyncio
 import contextlib
@@ -8,18 +12,20 @@ from typing import Any
 from config import JudgeSettings
 from judging import rubrics
 from judging.rubrics import Evaluation, Grader, Question, Rubric
-from judging.server import TEMPLATE, Endpoint, Flags
+from judging.server import TEMPLATE_SETTINGS, Endpoint, Flags, Reply
 from machine import alive
 
 FLAGS = Flags("--judge-url", "--judge-model", "JUDGE_API_KEY", "--judge-think")
-REPLY_TOKENS = 256  # most of a reply without thoughts: room for a judge that explains first; one that does not stops
-TOP_LOGPROBS = (
-    10  # requested; the most that servers of this protocol all allow; five digits in two spellings
-)
+# Most tokens of a reply without thoughts. It has room for a judge that explains first; a judge
+# that does not explain stops early.
+REPLY_TOKENS = 256
+# Requested first tokens: the most that all servers of this protocol allow, and enough for five
+# digits in two spellings.
+TOP_LOGPROBS = 10
 
 
 class RemoteJudge(Grader):
-    """A judge on the server at `--judge-url`; see the judge's settings. key: see `Endpoint`."""
+    """A judge on the server at `--judge-url`. key: its bearer token, as `Endpoint` takes it."""
 
     is_paid = True
 
@@ -31,51 +37,63 @@ class RemoteJudge(Grader):
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ):
         super().__init__(rubric)
-        self.mode, self.think = settings.mode, settings.think
-        self.most_tokens = REPLY_TOKENS + settings.think if settings.mode == "decode" else 1
-        num_tokens = self.most_tokens if settings.mode == "decode" else 0
+        self.mode = settings.mode
+        self.think = settings.think
+        self.max_tokens = REPLY_TOKENS + settings.think if settings.mode == "decode" else 1
         self.server = Endpoint(
-            FLAGS, settings.url, settings.model, key, num_tokens, may_adapt=True, sleep=sleep
+            FLAGS,
+            settings.url,
+            settings.model,
+            key,
+            self.max_tokens if settings.mode == "decode" else 0,
+            may_adapt=True,
+            sleep=sleep,
         )
 
     def identity(self) -> str:
-        return rubrics.digest_of(
-            self.server.url, self.server.model, self.mode, self.think, self.rubric
-        )
+        server = self.server
+        return rubrics.digest_of(server.url, server.model, self.mode, self.think, self.rubric)
 
     def evaluate(self, questions: list[Question]) -> Generator[tuple[int, Evaluation], None, None]:
-        criteria = self.rubric.criteria
-        asked = [
-            rubrics.judge_messages(self.rubric, q.prompt, q.completion, criteria[q.criterion])
-            for q in questions
-        ]
-        settings: dict[str, Any] = {"max_tokens": self.most_tokens}
-        if self.mode == "logits":
-            settings |= {"logprobs": True, "top_logprobs": TOP_LOGPROBS}
-        settings |= {"temperature": 0, TEMPLATE: {"enable_thinking": self.think > 0}}
-        arriving = contextlib.closing(
-            self.server.chat([{"messages": messages} | settings for messages in asked])
-        )
-        with (
-            arriving as replies,
-            alive.Bar(total=len(asked), desc="judging", unit="evaluation") as progress,
-        ):
-            for place, reply in replies:
+        bodies = [self._request_body(question) for question in questions]
+        replies = contextlib.closing(self.server.chat(bodies))
+        bar = alive.Bar(total=len(bodies), desc="judging", unit="evaluation")
+        with replies as arriving, bar as progress:
+            for place, reply in arriving:
                 progress.update()
-                evaluation = rubrics.evaluation_from_reply(
-                    reply.text, was_cut=reply.finish_reason == "length"
+                yield place, self._read_evaluation(reply)
+
+    def _request_body(self, question: Question) -> dict[str, Any]:
+        criterion = self.rubric.criteria[question.criterion]
+        messages = rubrics.judge_messages(
+            self.rubric, question.prompt, question.completion, criterion
+        )
+        body: dict[str, Any] = {"messages": messages, "max_tokens": self.max_tokens}
+        if self.mode == "logits":
+            body |= {"logprobs": True, "top_logprobs": TOP_LOGPROBS}
+        body["temperature"] = 0
+        body[TEMPLATE_SETTINGS] = {"enable_thinking": self.think > 0}
+        return body
+
+    def _read_evaluation(self, reply: Reply) -> Evaluation:
+        """
+        The evaluation in a server's reply. Its `reply` says why an empty reply has no text.
+
+        Raises ValueError if a server of mode `logits` returns no log-probabilities.
+        """
+        if self.mode == "logits":
+            # without text the reply ended at once, or was filtered
+            if not reply.first_logprobs and reply.text:
+                raise ValueError(
+                    f"--judge-url {self.server.url} gives no log-probabilities; "
+                    "set --judge-mode decode"
                 )
-                if self.mode == "logits":
-                    if (
-                        not reply.first and reply.text
-                    ):  # without text it ended at once, or was filtered
-                        fix = "set --judge-mode decode"
-                        raise ValueError(
-                            f"--judge-url {self.server.url} gives no log-probabilities; {fix}"
-                        )
-                    evaluation = rubrics.evaluation_from_first_tokens(reply.first)
-                thoughts = (
-                    f"(thoughts, for which --judge-think makes room: {reply.thought})"
-                    * bool(reply.thought)
-                )
-                yield place, evaluation._replace(reply=reply.text or reply.problem or thoughts)
+            evaluation = rubrics.evaluation_from_first_tokens(reply.first_logprobs)
+        else:
+            was_cut = reply.finish_reason == "length"
+            evaluation = rubrics.evaluation_from_reply(reply.text, was_cut)
+
+        shown = reply.text or reply.problem
+        if not shown and reply.thought:
+            shown = f"(thoughts, for which --judge-think makes room: {reply.thought})"
+        return evaluation._replace(reply=shown)

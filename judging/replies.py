@@ -1,10 +1,12 @@
 """
-Reads the score, 1 to 5, in the reply of a judge. Each rule is a function; docs/judge.md has one example of each.
+Reads the score, 1 to 5, in a judge's reply. docs/judge.md has one example of each rule.
 
-`read_score` tries them in order: what is labelled as the score, the number that opens the reply, a line that names one
-number, a verdict in a sentence, and a lone number. The first rule that applies decides, even if it finds no score.
+`read_score` tries the rules in this order: a labelled score, the number that opens the reply, a
+line that names one number, a verdict in a sentence, and a lone number. The first rule that applies
+decides, even if it reads no score. Each rule is a function.
 
-Left out: thoughts that a server sends apart (judging/server.py), and the tokens of mode `logits` (judging/rubrics.py).
+This file leaves out thoughts that a server sends apart (judging/server.py), and the tokens of mode
+`logits` (judging/rubrics.py).
 """
 
 import json
@@ -20,7 +22,8 @@ LONGEST = 2000  # characters read at the beginning of a reply, and as many at it
 # ---- patterns
 
 VALUE_OF_WORD = {word: value for value, text in words.NUMBERS.items() for word in text.split()}
-CJK = "[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]"  # letters of scripts that put no space between words
+# letters of scripts that put no space between words
+CJK = "[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]"
 
 
 def make_pattern(pattern: str) -> re.Pattern[str]:
@@ -28,7 +31,11 @@ def make_pattern(pattern: str) -> re.Pattern[str]:
 
 
 def label_pattern(labels: str) -> str:
-    """Any of these labels as a whole word, where its script separates words. German ones may end a compound."""
+    """
+    A pattern for any of these labels, as a complete word if its script separates words.
+
+    German labels may end a compound.
+    """
     names = sorted(map(re.escape, labels.split()), key=len, reverse=True)
     unspaced = [name for name in names if re.search(CJK, name)]
     spaced = [name for name in names if not re.search(CJK, name)]
@@ -41,9 +48,9 @@ _NUMBER_WORDS = "|".join(sorted(map(re.escape, VALUE_OF_WORD), key=len, reverse=
 NUMBER = rf"(?:\d+(?:[.,]\d+)?|(?<!\w)(?:{_NUMBER_WORDS})(?![\w-]))"
 UNIT = rf"(?:\s*-?\s*(?:(?:{words.UNITS})(?!\w)|{words.UNITS_WITHOUT_SPACE}))?"
 MOST = r"(?:the\s+|a\s+)?(?:max\w*\s+(?:of\s+)?|possible\s+)?"
-OF_WHOLE = rf"(?:\s*[(\[]?\s*(?:{words.OVER})\s*{MOST}(?P<whole>{NUMBER}){UNIT})?"
+OF_SCALE = rf"(?:\s*[(\[]?\s*(?:{words.OVER})\s*{MOST}(?P<scale>{NUMBER}){UNIT})?"
 NOT_BEFORE = r"(?<![\w.,/+~\u00b1\u2248\u2264\u2265-])"  # "-4", "1.4", "~4" hold no 4
-VALUE = rf"{NOT_BEFORE}(?P<number>{NUMBER}){UNIT}(?!\w|\s*%|[.,]\d){OF_WHOLE}"
+VALUE = rf"{NOT_BEFORE}(?P<number>{NUMBER}){UNIT}(?!\w|\s*%|[.,]\d){OF_SCALE}"
 OPENERS = rf"""[\s"'\u201c\u201d\u201e\u00ab\u00bb(\[{{<$]*(?:(?:{words.ARTICLES})\s+)?"""
 OPENED_VALUE = make_pattern(OPENERS + VALUE)
 
@@ -118,7 +125,8 @@ NUMBERED_LIST = make_pattern(r"\s*\(?1[.)]\s+\D")
 THOUGHT = "think|thinking|thoughts?|seed:think"
 EXPLANATION = "reasoning|reflection|analysis|scratchpad"
 OPENING_OF_THOUGHT = make_pattern(
-    rf"<(?:{THOUGHT}|(?P<explanation>{EXPLANATION}))>|\[THINK\]|<\|(?:begin_of_thought|START_THINKING)\|>"
+    rf"<(?:{THOUGHT}|(?P<explanation>{EXPLANATION}))>|\[THINK\]"
+    r"|<\|(?:begin_of_thought|START_THINKING)\|>"
     r"|<\|channel\|?>\s*(?:analysis|thought)"
 )
 END_OF_THOUGHT = make_pattern(
@@ -129,11 +137,15 @@ END_OF_THOUGHT = make_pattern(
 # ---- text
 
 
-def strip_thoughts(reply: str) -> str:
+def remove_thoughts(reply: str) -> str:
     """
-    The reply without its thoughts. Empty if a thought is still open at the end.
+    The reply without its thoughts; empty if a thought is still open at the end.
 
-    An explanation in tags is stripped too; if it is still open, the reply ends before it.
+    An explanation in tags is removed too. If it is still open, the reply ends before it.
+
+    `strip_thoughts` of problems/statements.py keeps only the text after the last closing tag, as a
+    completion's answer stands at its end. A judge's score may stand before a closed explanation,
+    and does not count if a thought after it is still open.
     """
     parts = []
     place = 0
@@ -152,7 +164,11 @@ def strip_thoughts(reply: str) -> str:
 
 
 def plain_text(reply: str) -> str:
-    """The reply without markup, its digits and signs in their plain forms; the middle of a long one is left out."""
+    """
+    The reply without markup, with digits and signs in their plain forms.
+
+    A long reply loses its middle.
+    """
     text = reply.strip()
     if len(text) > 2 * LONGEST:
         text = f"{text[:LONGEST]}\n{text[-LONGEST:]}"
@@ -198,32 +214,33 @@ def remove_scales(text: str) -> str:
 
 
 class Value(NamedTuple):
-    """A number that a judge wrote. score: 1 to 5, None if the number is no score. end: where it ends in the text."""
+    """A number that a judge wrote."""
 
-    score: int | None
-    end: int
+    score: int | None  # 1 to 5; None if the number is no score
+    end: int  # the place in the text after it
 
 
 def read_number(text: str) -> float:
-    """4 of "4", "4.0", "4,0" and "four"."""
+    """The number that a text spells: 4 for "4", "4.0", "4,0" and "four"."""
     word = text.casefold()
     return float(VALUE_OF_WORD[word]) if word in VALUE_OF_WORD else float(text.replace(",", "."))
 
 
 def is_one_of_several(text: str, value: re.Match[str]) -> bool:
     """Whether another number follows at once: "3-4", "3 or 4", "3, 4"."""
-    number, end = read_number(value["number"]), value.end()
-    others = [
-        pattern.match(text, end) for pattern in (JOINED_NUMBER, LISTED_NUMBER, NUMBER_ON_NEXT_LINE)
-    ]
-    return any(other is not None and read_number(other[1]) != number for other in others)
-
-
-def score_of(text: str, value: re.Match[str]) -> int | None:
-    """The score that a match of `VALUE` spells: a whole number from 1 to 5, alone or of 5."""
     number = read_number(value["number"])
-    whole = read_number(value["whole"]) if value["whole"] else 5
-    if whole != 5 or number not in range(1, 6):
+    for pattern in (JOINED_NUMBER, LISTED_NUMBER, NUMBER_ON_NEXT_LINE):
+        next_number = pattern.match(text, value.end())
+        if next_number is not None and read_number(next_number[1]) != number:
+            return True
+    return False
+
+
+def score_in_match(text: str, value: re.Match[str]) -> int | None:
+    """The score in a match of `VALUE`: an integer from 1 to 5, alone or out of 5."""
+    number = read_number(value["number"])
+    scale = read_number(value["scale"]) if value["scale"] else 5
+    if scale != 5 or number not in range(1, 6):
         return None
     if is_one_of_several(text, value) or UNFINISHED.match(text, value.end()):
         return None
@@ -231,23 +248,25 @@ def score_of(text: str, value: re.Match[str]) -> int | None:
 
 
 def value_at(text: str, place: int) -> Value | None:
-    """The number at a place of a text. None if something else stands there."""
+    """The number at a place of a text; None if something else stands there."""
     value = OPENED_VALUE.match(text, place)
-    return Value(score_of(text, value), value.end()) if value else None
+    return Value(score_in_match(text, value), value.end()) if value else None
 
 
-# ---- rules: each returns the scores that it finds, None for what is none; an empty list if it does not apply
+# ---- rules: each returns the scores that it reads, with None for a number that is no score.
+# A rule that does not apply returns an empty list.
 
 Scores = list[int | None]
 
 
 class Pairs(list[tuple[str, Any]]):
-    """The keys and values of a JSON object, those of repeated keys too."""
+    """The keys and values of a JSON object. A repeated key stands in it repeatedly."""
 
 
 def json_objects(text: str) -> Iterator[Pairs]:
-    """The JSON objects in a text, outermost ones only."""
-    decoder, place = json.JSONDecoder(object_pairs_hook=Pairs), text.find("{")
+    """The outermost JSON objects in a text."""
+    decoder = json.JSONDecoder(object_pairs_hook=Pairs)
+    place = text.find("{")
     while place >= 0:
         try:
             content, end = decoder.raw_decode(text, place)
@@ -259,7 +278,11 @@ def json_objects(text: str) -> Iterator[Pairs]:
 
 
 def json_numbers(content: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Every number and text in a JSON value, with its key; a `value` in an object has the object's key."""
+    """
+    Every number and text in a JSON value, with its key.
+
+    A `value` or `number` in an object gets the object's key.
+    """
     if isinstance(content, Pairs):
         for name, inner in content:
             yield from json_numbers(inner, key if key and name in ("value", "number") else name)
@@ -271,7 +294,7 @@ def json_numbers(content: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def json_score(content: Any) -> int | None:
-    """The score that a JSON value is: 4, 4.0, "4" or "4/5"."""
+    """The score in a JSON value such as 4, 4.0, "4" or "4/5"; None if it is no score."""
     if isinstance(content, bool) or not isinstance(content, (int, float, str)):
         return None
     text = plain_text(str(content))
@@ -280,7 +303,11 @@ def json_score(content: Any) -> int | None:
 
 
 def scores_in_json(reply: str) -> Scores:
-    """Rule: a JSON object's `score` or `rating` is the score; so is its only number under any other key."""
+    """
+    Rule: the score is a JSON object's `score` or `rating`.
+
+    Without such a key, the object's only number is the score.
+    """
     labelled: Scores = []
     overall: Scores = []
     numbers: Scores = []
@@ -301,14 +328,15 @@ def scores_in_json(reply: str) -> Scores:
 
 def labelled_scores(text: str) -> Scores:
     """
-    Rule: what follows `score`, `rating` or their like in any language is the score, as does [[n]].
+    Rule: the number after `score`, `rating` or a similar label in any language is the score.
 
-    An overall score wins over others. A label with words is passed over where another label has a number.
+    So is n in [[n]]. An overall score wins over other scores. A label with words is passed over if
+    another label has a number.
     """
     plain: Scores = []
     overall: Scores = []
     has_words = False
-    places = set()  # of the labels that were read: several patterns match some
+    places = set()  # of the labels already read: several patterns may match one label
     for pattern in (LABEL_AND_COLON, LABEL_AND_IS, LABEL_AT_START):
         for label in pattern.finditer(text):
             place = label.start("label")
@@ -329,13 +357,17 @@ def labelled_scores(text: str) -> Scores:
                 overall.append(value.score)
             else:
                 plain.append(value.score)
-    plain += [score_of(text, marked) for marked in IN_BRACKETS.finditer(text)]
+    plain += [score_in_match(text, marked) for marked in IN_BRACKETS.finditer(text)]
     scores = overall or plain
     return scores or ([None] if has_words else [])
 
 
 def weakly_labelled_scores(text: str) -> Scores:
-    """Rule: `note`, `grade`, `answer` and other words that mean more than a score label one that ends there."""
+    """
+    Rule: the number after a weak label is the score if the statement ends there.
+
+    A weak label is a word that may mean something else, as `note`, `grade` or `answer`.
+    """
     plain: Scores = []
     overall: Scores = []
     for label in WEAK_LABEL.finditer(text):
@@ -347,7 +379,7 @@ def weakly_labelled_scores(text: str) -> Scores:
 
 
 def opening_scores(text: str, was_cut: bool) -> Scores:
-    """Rule: the number that opens the reply is the score, unless it counts something or numbers a list."""
+    """Rule: the number that opens the reply is the score, unless it counts things or list items."""
     value = value_at(text, 0)
     if value is None or not MAY_FOLLOW.match(text, value.end):
         return []
@@ -357,7 +389,7 @@ def opening_scores(text: str, was_cut: bool) -> Scores:
 
 
 def scores_under_a_name(text: str) -> Scores:
-    """Rule: in a reply without other scores, the number of a line such as "Scrutiny: 4" is the score."""
+    """Rule: the number in a line such as "Scrutiny: 4" is the score if there is no other score."""
     scores: Scores = []
     for line in NAMED_NUMBER.finditer(text):
         is_other = re.search(rf"\b(?:{words.NO_NAME})s?\b", line["name"], re.IGNORECASE)
@@ -368,7 +400,11 @@ def scores_under_a_name(text: str) -> Scores:
 
 
 def scores_in_verdicts(text: str) -> Scores:
-    """Rule: "I give 4", "so 4" and "this is a 4" are scores, unless the sentence denies or supposes them."""
+    """
+    Rule: the number in "I give 4", "so 4" or "this is a 4" is a score.
+
+    It is none if the sentence denies or supposes it.
+    """
     scores: Scores = []
     for verdict in VERDICT.finditer(text):
         value = value_at(text, verdict.end())
@@ -379,10 +415,10 @@ def scores_in_verdicts(text: str) -> Scores:
 
 
 def lone_scores(text: str) -> Scores:
-    """Rule: the only number of a reply is the score if it is all of it or of a line, or is of 5."""
+    """Rule: a reply's only number is the score if it fills the reply or a line, or is out of 5."""
     values = list(re.finditer(VALUE, text, re.IGNORECASE))
     if not re.search(r"\w", re.sub(VALUE, "", text, flags=re.IGNORECASE)):
-        return [score_of(text, value) for value in values]
+        return [score_in_match(text, value) for value in values]
     values = [value for value in values if value["number"][0].isdigit()]
     digits = sum(len(re.findall(r"\d+(?:[.,]\d+)?", value[0])) for value in values)
     if len(values) != 1 or digits != len(re.findall(r"\d+(?:[.,]\d+)?", text)):
@@ -390,8 +426,8 @@ def lone_scores(text: str) -> Scores:
     (value,) = values
     line = text[text.rfind("\n", 0, value.start()) + 1 :].partition("\n")[0]
     is_line = not re.sub(r"[\W_]", "", line.replace(value[0], ""))
-    if is_line or (value["whole"] and MAY_FOLLOW.match(text, value.end())):
-        return [score_of(text, value)]
+    if is_line or (value["scale"] and MAY_FOLLOW.match(text, value.end())):
+        return [score_in_match(text, value)]
     return []
 
 
@@ -399,9 +435,10 @@ def read_score(reply: str, was_cut: bool = False) -> int | None:
     """
     The score in a judge's reply, 1 to 5; None if it is unreadable.
 
-    was_cut: the reply ended at its limit of tokens, so only a score that opens it or has a label counts.
+    was_cut: the reply ended at its limit of tokens. Then only a score that opens it or has a label
+    counts.
     """
-    answer = strip_thoughts(reply)
+    answer = remove_thoughts(reply)
     text = plain_text(answer)
     unscaled = remove_scales(text)
     rules = [

@@ -1,8 +1,8 @@
 """
-The words of judges, in the languages that models write: labels of scores, number words, units, signs of a verdict.
+Words that judges write, by language: labels of scores, numbers, units and signs of a verdict.
 
-Each is a pattern for `re` in which `|` separates words; all are matched without regard to capitals. Left out: how they
-are used (judging/replies.py).
+Each entry is a pattern for `re` in which `|` separates words, or a list of words. Case does not
+matter. judging/replies.py uses them.
 """
 
 NUMBERS = {
@@ -37,7 +37,10 @@ WEAK_LABELS = """
     notă not insgesamt итог общая 总分 総合 총점 정답 结论
 """
 
-OVERALL = "final|overall|total|global|gesamt|insgesamt|finale|итог|итоговая|общая|总|最终|综合|総合|最終|최종|종합|총"
+OVERALL = (
+    "final|overall|total|global|gesamt|insgesamt|finale"
+    "|итог|итоговая|общая|总|最终|综合|総合|最終|최종|종합|총"
+)
 
 # A label beside one of these introduces something else: "score explanation:".
 NO_LABEL = (

@@ -1,10 +1,14 @@
 """
-The client of an OpenAI-compatible server: chat completions, many requests at once, each reply as it arrives.
+Client of an OpenAI-compatible server: sends chat completions, many requests at once.
 
-A request has its own clock, a reply a most size, and no redirect is followed. What is unreachable or cut off is asked
-again. A busy server (judging/busy.py) gets a pause and half as many requests at once. A setting that it refuses is
-left out or renamed, and a system message that it refuses opens the user's message; a line says so. Left out: what is
-asked, and what a reply means (judging/remote_judge.py, step/served.py).
+Each request has its own time limit and each reply a largest size. No redirect is followed. A
+request is repeated if the server is unreachable or the reply is cut off. If the server is busy
+(judging/busy.py), all requests pause, and then half as many run at once. A setting that the server
+refuses is dropped or renamed, and a refused system message moves into the user's message; a
+console line says so.
+
+This file leaves out the content of requests and the meaning of replies: judging/remote_judge.py
+and evaluation/served_policy.py.
 """
 
 import asyncio
@@ -20,73 +24,62 @@ from typing import Any, NamedTuple
 import httpx2
 from tqdm.auto import tqdm
 
-from flags import escape_invisible, read_json, redact_secrets
 from judging import busy
+from text.documents import read_json
+from text.printable import escape_invisible, redact_secrets
 
-TRANSIENT = {
-    408,
-    409,
-    425,
-    *range(500, 600),
-}  # status codes worth a retry; proxies have invented many
-TOO_LONG = re.compile(
-    r"context[ _](length|size|window)", re.IGNORECASE
-)  # in messages of vLLM, llama.cpp and OpenAI
+# status codes worth a retry; proxies have invented many
+TRANSIENT = {408, 409, 425, *range(500, 600)}
+# in messages of vLLM, llama.cpp and OpenAI
+TOO_LONG = re.compile(r"context[ _](length|size|window)", re.IGNORECASE)
 PATIENCE = 600.0  # seconds of pauses without a reply after which a busy server is given up
 LONGEST_WAIT = 3600.0  # seconds; a server that asks for more ends the run
-LONGEST_PAUSE = 60.0  # seconds between two tries of what failed
-TOLD_FROM = 5.0  # seconds; a shorter pause is not worth a line
-GROW_AFTER = 32  # replies, after which one more request may run at once again
-SLOWEST = 1  # tokens a second of a server that is not dead
-LARGEST = 10**7  # bytes of a reply; an honest one has thousands
-TEMPLATE = "chat_template_kwargs"  # the settings of its chat template
-OPTIONAL = (
-    TEMPLATE,
-    "top_k",
-    "min_p",
-)  # not of the protocol; a server that refuses one is not sent it again
-LIMIT, OTHER_LIMIT = "max_tokens", "max_completion_tokens"  # two names of one setting
-REFUSES_A_SETTING = {400, 422}
-KEEPS_ITS_REASON = {
-    401,
-    402,
-    403,
-    408,
-    409,
-    413,
-    425,
-    429,
-}  # refusals that no system message causes
+LONGEST_PAUSE = 60.0  # seconds between two tries of a failed request
+SHORTEST_PRINTED_PAUSE = 5.0  # seconds; a shorter pause is not worth a line
+GROW_AFTER = 32  # replies after which one more request may run at once again
+MIN_TOKENS_PER_SECOND = 1  # a slower server counts as dead
+MAX_REPLY_BYTES = 10**7  # an honest reply has thousands
+TEMPLATE_SETTINGS = "chat_template_kwargs"  # the settings of the server's chat template
+# not of the protocol; a setting that the server refuses is not sent again
+OPTIONAL_SETTINGS = (TEMPLATE_SETTINGS, "top_k", "min_p")
+# two names of one setting
+MAX_TOKENS = "max_tokens"
+MAX_COMPLETION_TOKENS = "max_completion_tokens"
+SETTING_REFUSALS = {400, 422}  # status codes of a server that refuses a setting
+# status codes of refusals that no system message causes
+OTHER_REFUSALS = {401, 402, 403, 408, 409, 413, 425, 429}
 NO_SUCH_SETTING = re.compile(
-    r"not? support|unsupported|unrecognized|unknown|unexpected|not (?:permitted|allowed)|extra|deprecated"
-    r"|only the default",
+    r"not? support|unsupported|unrecognized|unknown|unexpected|not (?:permitted|allowed)|extra"
+    r"|deprecated|only the default",
     re.IGNORECASE,
 )
 ABOUT_ROLES = re.compile(r"system|role|template|jinja", re.IGNORECASE)
 
 
 class Flags(NamedTuple):
-    """What a user sets of a server, for messages."""
+    """The names of a user's settings for a server, for messages."""
 
     url: str
     model: str
     key: str  # an environment variable
-    length: str  # what makes a request shorter
+    length: str  # lowering it makes a request shorter
 
 
 class Reply(NamedTuple):
+    """A model's reply to one request."""
+
     text: str
-    first: dict[
-        str, float
-    ]  # log-probabilities of the likeliest first tokens, by text; empty if not returned
-    problem: str = ""  # why there is none: a prompt too long for the server's model, or a reply of another protocol
-    thought: str = ""  # what it wrote before, where the server tells it apart
+    # log-probabilities of the likeliest first tokens, by text; empty if not returned
+    first_logprobs: dict[str, float]
+    # why there is no reply: the prompt is too long for the server's model, or another protocol
+    problem: str = ""
+    thought: str = ""  # text before the reply, if the server separates it
     finish_reason: str = "stop"  # or "length"
-    prompt_tokens: int | None = None  # None: it does not say
+    prompt_tokens: int | None = None  # None: the server does not say
 
 
-class Answer(NamedTuple):
-    """What came of one try: a response, or the problem that there is none."""
+class Response(NamedTuple):
+    """The outcome of one try: an HTTP response, or the problem that prevented it."""
 
     status: int = 0  # 0: no response
     headers: Mapping[str, str] = {}  # names in small letters
@@ -95,25 +88,22 @@ class Answer(NamedTuple):
 
 
 def merge_system_message(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages without a leading system message, whose text opens the user's first message instead."""
+    """The messages, with the text of a leading system message moved into the user's message."""
     if not messages or messages[0]["role"] != "system":
         return list(messages)
-    system, user, *others = messages
-    return [user | {"content": f"{system['content']}\n\n{user['content']}"}, *others]
+    system, user, *rest = messages
+    return [user | {"content": f"{system['content']}\n\n{user['content']}"}, *rest]
 
 
 def has_system_message(body: dict[str, Any]) -> bool:
     """Whether a request begins with a system message, followed by the text of a user."""
     messages = body.get("messages") or []
-    if (
-        len(messages) < 2
-        or messages[0].get("role") != "system"
-        or messages[1].get("role") != "user"
-    ):
+    if len(messages) < 2:
         return False
-    return isinstance(messages[0].get("content"), str) and isinstance(
-        messages[1].get("content"), str
-    )
+    system, user = messages[:2]
+    if system.get("role") != "system" or user.get("role") != "user":
+        return False
+    return isinstance(system.get("content"), str) and isinstance(user.get("content"), str)
 
 
 def read_content(content: Any) -> tuple[str, str]:
@@ -141,19 +131,20 @@ def read_content(content: Any) -> tuple[str, str]:
 
 class Pace:
     """
-    How many requests run at once.
+    Limits how many requests run at once.
 
-    A busy server halves the number at once and holds all requests back for a while; replies let it grow again.
+    A busy server halves the limit and pauses all requests. Replies let the limit grow again.
     """
 
-    def __init__(self, most: int):
-        self.most = self.limit = most
+    def __init__(self, max_requests: int):
+        self.max_requests = max_requests
+        self.limit = max_requests
         self.num_replies = 0
         self.num_pauses = 0
         self.begin()
 
     def begin(self) -> None:
-        """Prepares for the requests of another event loop. Their number at once stays."""
+        """Prepares for the requests of another event loop. The limit stays."""
         self.num_running = 0
         self.is_paused = False
         self.num_pauses_without_reply = 0
@@ -162,7 +153,7 @@ class Pace:
 
     @contextlib.asynccontextmanager
     async def slot(self) -> AsyncIterator[int]:
-        """A place among the running requests; it gives the number of pauses before it."""
+        """A place among the running requests. Yields the number of pauses before it."""
         async with self.changed:
             await self.changed.wait_for(
                 lambda: not self.is_paused and self.num_running < self.limit
@@ -176,7 +167,7 @@ class Pace:
                 self.changed.notify_all()
 
     async def pause(self, seconds: float, sleep: Callable[[float], Awaitable[None]]) -> None:
-        """Holds all requests back for some seconds. The first pause after a reply halves their number."""
+        """Holds all requests back. The first pause after a reply halves the limit."""
         self.limit = self.next_limit
         self.num_pauses += 1
         self.num_pauses_without_reply += 1
@@ -189,7 +180,7 @@ class Pace:
 
     @property
     def next_limit(self) -> int:
-        """The number of requests at once after a pause that begins now."""
+        """The limit after a pause that begins now."""
         return self.limit if self.num_pauses_without_reply else max(1, self.limit // 2)
 
     def note_reply(self) -> None:
@@ -197,19 +188,22 @@ class Pace:
         self.seconds_without_reply = 0.0
         self.num_replies += 1
         if self.num_replies % GROW_AFTER == 0:
-            self.limit = min(self.limit + 1, self.most)
+            self.limit = min(self.limit + 1, self.max_requests)
 
 
 class Endpoint:
     """
-    The server at a URL, with its name of a model.
+    The server at a URL, and the name of one of its models.
 
-    key: a bearer token, sent to no other host. tokens: most of a long reply, which has the time to write them.
-    may_adapt: whether a refused system message may move into the user's, and a refused temperature be left out. sleep
-    and now: the clock. Raises ValueError for what is no URL or key.
+    key: a bearer token, sent to no other host. tokens: the most tokens of a long reply; they
+    lengthen the time limit. may_adapt: whether a refused system message may move into the user's
+    message and a refused temperature be dropped. sleep and now: the clock.
+
+    Raises ValueError if the URL or the key is malformed.
     """
 
-    concurrency, retries = 8, 5  # requests at once; how often a failed one is repeated
+    concurrency = 8  # requests at once
+    retries = 5  # how often a failed request is repeated
     first_pause = 0.5  # seconds between the first two tries; later pauses double
 
     def __init__(
@@ -224,43 +218,47 @@ class Endpoint:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         now: Callable[[], float] = time.time,
     ):
-        try:
-            parts = httpx2.URL(url)
-        except httpx2.InvalidURL:
-            parts = httpx2.URL("")
-        if parts.userinfo:
-            raise ValueError(f"{flags.url} holds a password; put the key into {flags.key}")
-        if parts.scheme not in ("http", "https") or not parts.host or parts.query or parts.fragment:
-            raise ValueError(f"{flags.url} {url!r:.100}: it must be like http://127.0.0.1:8080/v1")
+        check_url(flags, url)
         if key is not None and not re.fullmatch(r"[\x21-\x7e]+", key):
             raise ValueError(f"{flags.key} has characters that no key has; set it again")
-        self.flags, self.model, self.key = flags, model, key or ""
-        self.timeout = 60 + tokens / SLOWEST  # seconds for one request
+        self.flags = flags
+        self.model = model
+        self.key = key or ""
+        self.timeout = 60 + tokens / MIN_TOKENS_PER_SECOND  # seconds for one request
         self.url = url.rstrip("/").removesuffix("/chat/completions")
         self.headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self.certificates = (
-            httpx2.create_ssl_context()
-        )  # once: each client would take 0.2 s for its own
-        self.may_adapt, self.sleep, self.now = may_adapt, sleep, now
-        self.refused: set[str] = set()  # settings that are not sent again
-        self.calls_limit = LIMIT  # the name of the setting
-        self.takes_system: bool | None = None  # whether it takes a system message; None: not known
+        # once: each client would take 0.2 s for its own
+        self.certificates = httpx2.create_ssl_context()
+        self.may_adapt = may_adapt
+        self.sleep = sleep
+        self.now = now
+        self.refused_settings: set[str] = set()  # not sent again
+        self.limit_name = MAX_TOKENS  # how this server calls the limit of tokens
+        self.takes_system: bool | None = None  # whether it takes a system message; None: unknown
         self.has_replied = False
         self.pace: Pace | None = None
 
+    @property
+    def flag_and_url(self) -> str:
+        """How messages name this server."""
+        return f"{self.flags.url} {self.url}"
+
     def chat(self, bodies: Sequence[dict[str, Any]]) -> Generator[tuple[int, Reply], None, None]:
         """
-        Each request's place and reply, as they arrive. A body has `messages` and settings of the protocol.
+        Yields each request's place and reply, as they arrive.
 
-        Raises ValueError, and sends no more requests, if one is refused or still fails after all retries.
+        A body has `messages` and settings of the protocol.
+
+        Raises ValueError, and sends no more requests, if a request is refused or still fails after
+        all retries.
         """
         replies = self._replies([{"model": self.model, "stream": False} | body for body in bodies])
 
-        async def arrived() -> tuple[int, Reply] | None:
+        async def next_reply() -> tuple[int, Reply] | None:
             return await anext(replies, None)
 
         with asyncio.Runner() as runner:
-            while reply := runner.run(arrived()):
+            while reply := runner.run(next_reply()):
                 yield reply
 
     async def _replies(self, bodies: list[dict[str, Any]]) -> AsyncIterator[tuple[int, Reply]]:
@@ -270,262 +268,295 @@ class Endpoint:
             self.pace = Pace(self.concurrency)
         pace = self.pace
         pace.begin()
-        settings: dict[str, Any] = {
-            "headers": self.headers,
-            "verify": self.certificates,
-            "timeout": self.timeout,
-        }
-        async with httpx2.AsyncClient(
-            **settings
-        ) as client:  # it follows no redirect, which could send the key away
+        # it follows no redirect, which could send the key away
+        client_context = httpx2.AsyncClient(
+            headers=self.headers, verify=self.certificates, timeout=self.timeout
+        )
+        async with client_context as client:
 
             async def work() -> None:
                 while waiting:
                     place, body = waiting.popleft()
                     try:
-                        arrived.put_nowait((place, await self._request(client, pace, body)))
+                        reply = await self._request(client, pace, body)
+                        arrived.put_nowait((place, reply))
                     except Exception as error:  # raised where the reply is awaited
                         arrived.put_nowait(error)
 
-            workers = [
-                asyncio.create_task(work()) for _ in range(min(self.concurrency, len(bodies)))
-            ]
+            num_workers = min(self.concurrency, len(bodies))
+            workers = [asyncio.create_task(work()) for _ in range(num_workers)]
             try:
                 for _ in bodies:
-                    reply = await arrived.get()
-                    if isinstance(reply, Exception):
-                        raise reply
-                    yield reply
-            finally:  # after a refusal or Ctrl-C, do not wait for the others
+                    outcome = await arrived.get()
+                    if isinstance(outcome, Exception):
+                        raise outcome
+                    yield outcome
+            finally:  # after a refusal or Ctrl-C, do not wait for the other requests
                 for worker in workers:
                     worker.cancel()
                 await asyncio.gather(*workers, return_exceptions=True)
 
-    async def _send(self, client: httpx2.AsyncClient, body: dict[str, Any]) -> Answer:
-        """What comes of one request; of a response that does not end, the beginning."""
+    async def _send(self, client: httpx2.AsyncClient, body: dict[str, Any]) -> Response:
+        """The outcome of one try. Of a response without end, only the beginning is read."""
+        url = f"{self.url}/chat/completions"
         content = b""
         try:
             async with asyncio.timeout(self.timeout):  # the client's own restarts with every byte
-                async with client.stream(
-                    "POST", f"{self.url}/chat/completions", json=body
-                ) as response:
+                async with client.stream("POST", url, json=body) as response:
                     async for part in response.aiter_bytes():
                         content += part
-                        if len(content) > LARGEST:
+                        if len(content) > MAX_REPLY_BYTES:
                             break
         except TimeoutError:
-            return Answer(problem=f"no whole reply within {self.timeout:g} s")
+            return Response(problem=f"no whole reply within {self.timeout:g} s")
         except httpx2.RequestError as error:  # refused, reset, cut off
-            return Answer(problem=self._shorten(str(error)) or type(error).__name__)
+            return Response(problem=self._shorten(str(error)) or type(error).__name__)
         headers = {name.lower(): value for name, value in response.headers.items()}
-        message = self._shorten(content.decode(errors="replace")) or self._shorten(
-            response.reason_phrase
-        )
-        return Answer(
-            response.status_code, headers, content, f"status {response.status_code}: {message}"
-        )
+        message = self._shorten(content.decode(errors="replace"))
+        if not message:
+            message = self._shorten(response.reason_phrase)
+        problem = f"status {response.status_code}: {message}"
+        return Response(response.status_code, headers, content, problem)
 
     async def _request(self, client: httpx2.AsyncClient, pace: Pace, body: dict[str, Any]) -> Reply:
         """The reply to one request, after pauses, retries and changes that the server asks for."""
         num_failures = 0
-        refusal: Answer | None = (
-            None  # of the system message, while the request is tried without one
-        )
+        # of the system message, while the request is tried without one
+        refusal: Response | None = None
         while True:
-            sent = self._adapt_request(body, is_merged=refusal is not None)
+            is_merged = refusal is not None
+            sent = self._adapt_request(body, is_merged)
             async with pace.slot() as num_pauses:
-                answer = await self._send(client, sent)
+                response = await self._send(client, sent)
 
-            error = busy.find_error(answer.content) if answer.status else None
-            status = answer.status
+            status = response.status
+            error = busy.find_error(response.content) if status else None
             if status in range(200, 300):
                 status = busy.find_status(error) or status
-            now = busy.read_date(
-                answer.headers.get("date", "")
-            )  # by the server's clock, where it says
-            seconds = busy.find_wait(answer.headers, error, self.now() if now is None else now)
+            seconds = self._stated_wait(response, error)
             if busy.is_out_of_quota(status, error, seconds):
-                raise self._explain_quota(answer)
+                raise self._quota_error(response)
             if busy.is_busy(status, error):
-                # A request that was sent with this one may have paused for all of them already.
+                # A request that was sent together with this one may have paused for all already.
                 if num_pauses == pace.num_pauses:
-                    await self._pause(pace, answer, seconds)
+                    await self._pause(pace, response, seconds)
                 continue
 
             if status in range(200, 300):
                 self.has_replied = True
                 pace.note_reply()
-                self._note_system_message(sent, is_merged=refusal is not None)
-                return self._parse_reply(answer.content)
-            if status in (400, 413) and TOO_LONG.search(answer.problem):
-                return Reply(
-                    "",
-                    {},
-                    f"{answer.problem}; lower {self.flags.length}, or give its model more context",
+                self._note_system_message(sent, is_merged)
+                return self._parse_reply(response.content)
+            if status in (400, 413) and TOO_LONG.search(response.problem):
+                problem = (
+                    f"{response.problem}; lower {self.flags.length}, or give its model more context"
                 )
-            if status in REFUSES_A_SETTING and self._drop_refused_setting(sent, answer.problem):
+                return Reply("", {}, problem)
+            if status in SETTING_REFUSALS and self._drop_setting(sent, response.problem):
                 continue
-            if refusal is None and self._may_refuse_system_message(sent, status, answer.problem):
-                refusal = answer
+            if refusal is None and self._may_refuse_system_message(sent, status, response.problem):
+                refusal = response
                 continue
             if status and status not in TRANSIENT:
-                raise self._explain_refusal(refusal or answer, sent)
+                raise self._refusal_error(refusal or response, sent)
 
             num_failures += 1
             if num_failures > self.retries:
-                raise self._explain_failure(refusal or answer, num_failures)
+                raise self._failure_error(refusal or response, num_failures)
             pause = self.first_pause * 2 ** (num_failures - 1)
             # random, so that requests that failed together do not retry together
-            await self.sleep(
-                min(max(seconds or 0.0, pause * random.uniform(0.5, 1.0)), LONGEST_PAUSE)
-            )
+            pause = max(seconds or 0.0, pause * random.uniform(0.5, 1.0))
+            await self.sleep(min(pause, LONGEST_PAUSE))
 
     # ---- a server that is busy
 
-    async def _pause(self, pace: Pace, answer: Answer, seconds: float | None) -> None:
-        """
-        Waits as long as a busy server says; None: it does not say.
+    def _stated_wait(self, response: Response, error: Any) -> float | None:
+        """The seconds that a response says to wait, by the server's clock if it states the time."""
+        now = busy.read_date(response.headers.get("date", ""))
+        if now is None:
+            now = self.now()
+        return busy.find_wait(response.headers, error, now)
 
-        Raises ValueError if that is too long, or if it was busy for PATIENCE.
+    async def _pause(self, pace: Pace, response: Response, seconds: float | None) -> None:
         """
-        where = f"{self.flags.url} {self.url}"
+        Waits as long as a busy server says. seconds: None if it does not say.
+
+        Raises ValueError if that is too long, or if the server was busy for PATIENCE.
+        """
         if seconds is not None and seconds > LONGEST_WAIT:
-            fix = f"start again then, or name another {self.flags.url}"
-            raise ValueError(f"{where} asks to wait {seconds:.0f} s ({answer.problem}); {fix}")
+            raise ValueError(
+                f"{self.flag_and_url} asks to wait {seconds:.0f} s ({response.problem}); "
+                f"start again then, or name another {self.flags.url}"
+            )
         if pace.seconds_without_reply >= PATIENCE:
             minutes = pace.seconds_without_reply / 60
-            fix = f"start again later, or name another {self.flags.url}"
             raise ValueError(
-                f"{where} was busy for {minutes:.0f} minutes ({answer.problem}); {fix}"
+                f"{self.flag_and_url} was busy for {minutes:.0f} minutes ({response.problem}); "
+                f"start again later, or name another {self.flags.url}"
             )
-        # The pauses double: six without a stated time make a minute, and stated times that are too short grow.
+        # The pauses double: six without a stated time make a minute, and stated times that are too
+        # short grow.
         shortest = busy.SHORTEST_PAUSE if seconds is None else self.first_pause
         least = min(shortest * 2**pace.num_pauses_without_reply, LONGEST_PAUSE)
         seconds = max(seconds or 0.0, least)
-        if seconds >= TOLD_FROM:
+        if seconds >= SHORTEST_PRINTED_PAUSE:
             limit = pace.next_limit
             requests = "one request" if limit == 1 else f"{limit} requests"
-            self._print_once(
-                f"{where} is busy ({answer.problem}): waiting {seconds:.0f} s, then {requests} at once"
+            self._print(
+                f"{self.flag_and_url} is busy ({response.problem}): "
+                f"waiting {seconds:.0f} s, then {requests} at once"
             )
         await pace.pause(seconds, self.sleep)
 
-    # ---- what a server does not take
+    # ---- a server that refuses a setting or a system message
 
     def _adapt_request(self, body: dict[str, Any], is_merged: bool) -> dict[str, Any]:
-        """A request as this server takes it. is_merged: without a system message, whatever it takes."""
-        sent = {name: value for name, value in body.items() if name not in self.refused}
-        if LIMIT in sent:
-            sent[self.calls_limit] = sent.pop(LIMIT)
+        """
+        The request with only what this server takes.
+
+        is_merged: the system message moves into the user's message in any case.
+        """
+        sent = {name: value for name, value in body.items() if name not in self.refused_settings}
+        if MAX_TOKENS in sent:
+            sent[self.limit_name] = sent.pop(MAX_TOKENS)
         if (is_merged or self.takes_system is False) and has_system_message(sent):
             sent["messages"] = merge_system_message(sent["messages"])
         return sent
 
-    def _drop_refused_setting(self, sent: dict[str, Any], message: str) -> bool:
-        """Leaves out or renames the setting that a message refuses; false if it refuses none of these."""
-        optional = {name for name in OPTIONAL if name in sent and name in message}
+    def _drop_setting(self, sent: dict[str, Any], message: str) -> bool:
+        """
+        Drops or renames the setting that a refusal names, for all later requests.
+
+        Returns False if the message names none of these.
+        """
+        optional = {name for name in OPTIONAL_SETTINGS if name in sent and name in message}
         if optional:
-            self.refused |= optional
+            self.refused_settings |= optional
             return True
-        if not NO_SUCH_SETTING.search(message) and OTHER_LIMIT not in message:
+        if not NO_SUCH_SETTING.search(message) and MAX_COMPLETION_TOKENS not in message:
             return False
-        where = f"{self.flags.url} {self.url}"
-        if LIMIT in sent and LIMIT in message:
-            if self.calls_limit == LIMIT:
-                self._print_once(f"{where} takes no {LIMIT}; it gets {OTHER_LIMIT} instead")
-            self.calls_limit = OTHER_LIMIT
+        if MAX_TOKENS in sent and MAX_TOKENS in message:
+            if self.limit_name == MAX_TOKENS:
+                self._print(
+                    f"{self.flag_and_url} takes no {MAX_TOKENS}; "
+                    f"it gets {MAX_COMPLETION_TOKENS} instead"
+                )
+            self.limit_name = MAX_COMPLETION_TOKENS
             return True
         if self.may_adapt and "temperature" in sent and "temperature" in message:
-            if "temperature" not in self.refused:
-                self._print_once(
-                    f"{where} takes no temperature; it draws at its own, so scores may differ between runs"
+            if "temperature" not in self.refused_settings:
+                self._print(
+                    f"{self.flag_and_url} takes no temperature; "
+                    "it samples at its own, so scores may differ between runs"
                 )
-            self.refused.add("temperature")
+            self.refused_settings.add("temperature")
             return True
         return False
 
     def _may_refuse_system_message(self, sent: dict[str, Any], status: int, message: str) -> bool:
-        """Whether a refusal may be due to a system message, so that the request is worth a try without one."""
+        """Whether a refusal may be due to a system message, so that merging it is worth a try."""
         if not self.may_adapt or self.takes_system or not has_system_message(sent):
             return False
-        if self.takes_system is False:  # found while this request was on its way
+        if self.takes_system is False:  # noticed while this request was on its way
             return True
         if status in range(400, 500):
-            return status not in KEEPS_ITS_REASON
+            return status not in OTHER_REFUSALS
         return status >= 500 and ABOUT_ROLES.search(message) is not None
 
     def _note_system_message(self, sent: dict[str, Any], is_merged: bool) -> None:
-        """Remembers of a request that was answered whether the server takes system messages."""
+        """Learns from an answered request whether the server takes system messages."""
         if has_system_message(sent):
             self.takes_system = True
         elif is_merged and self.takes_system is None:
             self.takes_system = False
-            fix = "its text opens the user's message instead"
-            self._print_once(f"{self.flags.url} {self.url} takes no system message; {fix}")
+            self._print(
+                f"{self.flag_and_url} takes no system message; "
+                "its text opens the user's message instead"
+            )
 
-    # ---- what ends a run
+    # ---- errors that end a run
 
-    def _explain_refusal(self, answer: Answer, sent: dict[str, Any]) -> ValueError:
-        fix = ""
-        if answer.status == 404:
-            fix = f"; end the address in /v1, and name a model of its with {self.flags.model}"
-        elif answer.status == 401:
-            fix = f"; its key is read from {self.flags.key}"
-        elif "logprobs" in sent and "logprobs" in answer.problem:
-            fix = "; set --judge-mode decode"
-        return ValueError(f"{self.flags.url} {self.url} refused a request ({answer.problem}){fix}")
+    def _refusal_error(self, response: Response, sent: dict[str, Any]) -> ValueError:
+        advice = ""
+        if response.status == 404:
+            advice = (
+                f"; end the address in /v1, and set {self.flags.model} to a model of this server"
+            )
+        elif response.status == 401:
+            advice = f"; its key is read from {self.flags.key}"
+        elif "logprobs" in sent and "logprobs" in response.problem:
+            advice = "; set --judge-mode decode"
+        return ValueError(f"{self.flag_and_url} refused a request ({response.problem}){advice}")
 
-    def _explain_quota(self, answer: Answer) -> ValueError:
-        fix = f"add to it, or name another {self.flags.url}"
+    def _quota_error(self, response: Response) -> ValueError:
         return ValueError(
-            f"{self.flags.url} {self.url} has no quota left ({answer.problem}); {fix}"
+            f"{self.flag_and_url} has no quota left ({response.problem}); "
+            f"add to it, or name another {self.flags.url}"
         )
 
-    def _explain_failure(self, answer: Answer, num_tries: int) -> ValueError:
-        fix = "start it"
+    def _failure_error(self, response: Response, num_tries: int) -> ValueError:
+        advice = "start it"
         if self.has_replied:
-            fix = "others it answered, so it is slow or busy: wait"
-        elif answer.status:
-            fix = "it runs but fails: read its log"
-        failed = (
-            f"failed {num_tries} times"
-            if answer.status
-            else f"did not answer after {num_tries} tries"
-        )
+            advice = "it answered other requests, so it is slow or busy: wait"
+        elif response.status:
+            advice = "it runs but fails: read its log"
+        failure = f"did not answer after {num_tries} tries"
+        if response.status:
+            failure = f"failed {num_tries} times"
         return ValueError(
-            f"{self.flags.url} {self.url} {failed} ({answer.problem}); {fix}, or name another {self.flags.url}"
+            f"{self.flag_and_url} {failure} ({response.problem}); "
+            f"{advice}, or name another {self.flags.url}"
         )
 
-    def _print_once(self, line: str) -> None:
+    def _print(self, line: str) -> None:
         tqdm.write(escape_invisible(line), file=sys.stderr)
 
     # ---- replies
 
     def _parse_reply(self, content: bytes) -> Reply:
-        """The reply in a server's JSON."""
+        """The reply in a server's JSON. Its `problem` says so if this is no chat completion."""
         try:
             record = read_json(content)
-            choice, usage = record["choices"][0], record.get("usage") or {}
+            choice = record["choices"][0]
             message = choice["message"]
             text, thought = read_content(message.get("content"))
             thought = message.get("reasoning_content") or message.get("reasoning") or thought
-            tokens = ((choice.get("logprobs") or {}).get("content") or [{}])[0].get(
-                "top_logprobs"
-            ) or []
-            first = {entry["token"]: float(entry["logprob"]) for entry in tokens}
-            if not all(isinstance(part, str) for part in (text, thought, *first)):
+            first_logprobs = read_first_logprobs(choice)
+            if not all(isinstance(part, str) for part in (text, thought, *first_logprobs)):
                 raise TypeError
-            reason = "length" if choice.get("finish_reason") == "length" else "stop"
-            num = usage.get("prompt_tokens")
+            usage = record.get("usage") or {}
+            num_prompt_tokens = usage.get("prompt_tokens")
         except (ValueError, LookupError, TypeError, AttributeError, OverflowError):
-            return Reply(
-                "",
-                {},
-                f"it sent no chat completion: {self._shorten(content.decode(errors='replace'))!r:.80}",
-            )
-        text, thought = redact_secrets(text, self.key), redact_secrets(thought, self.key)
-        return Reply(text, first, "", thought, reason, num if type(num) is int else None)
+            shown = self._shorten(content.decode(errors="replace"))
+            return Reply("", {}, f"it sent no chat completion: {shown!r:.80}")
+        return Reply(
+            text=redact_secrets(text, self.key),
+            first_logprobs=first_logprobs,
+            thought=redact_secrets(thought, self.key),
+            finish_reason="length" if choice.get("finish_reason") == "length" else "stop",
+            prompt_tokens=num_prompt_tokens if type(num_prompt_tokens) is int else None,
+        )
 
     def _shorten(self, text: str) -> str:
         """A server's or client's text in one short line without the key, which some echo."""
         return " ".join(redact_secrets(text, self.key).split())[:300]
+
+
+def check_url(flags: Flags, url: str) -> None:
+    """Raises ValueError if this is no URL of a server, or if it holds a password."""
+    try:
+        parts = httpx2.URL(url)
+    except httpx2.InvalidURL:
+        parts = httpx2.URL("")
+    if parts.userinfo:
+        raise ValueError(f"{flags.url} holds a password; put the key into {flags.key}")
+    if parts.scheme not in ("http", "https") or not parts.host or parts.query or parts.fragment:
+        raise ValueError(f"{flags.url} {url!r:.100}: it must be like http://127.0.0.1:8080/v1")
+
+
+def read_first_logprobs(choice: dict[str, Any]) -> dict[str, float]:
+    """The log-probabilities of the likeliest first tokens, by text; empty if not returned."""
+    logprobs = choice.get("logprobs") or {}
+    tokens = logprobs.get("content") or [{}]
+    entries = tokens[0].get("top_logprobs") or []
+    return {entry["token"]: float(entry["logprob"]) for entry in entries}

@@ -33,7 +33,7 @@ class Conversation(Protocol):
 class RowState(Protocol):
     """The rows of a rollout: a `sampler.DecodeState`, which explains the fields."""
 
-    most: np.ndarray
+    max_tokens: np.ndarray
     limits: np.ndarray
     lengths: np.ndarray
     ended: np.ndarray
@@ -224,7 +224,7 @@ class TurnScheduler:
             if isinstance(reply, str):
                 state.reasons[row] = reply
                 continue
-            has_drawn_all = state.lengths[row] == state.most[row]
+            has_drawn_all = state.lengths[row] == state.max_tokens[row]
             if has_drawn_all or len(reply) >= self._positions_left(row):
                 state.reasons[row] = self._limit_reason(row)
             else:
@@ -242,12 +242,12 @@ class TurnScheduler:
         """Lets a row sample up to its limits."""
         state = self.state
         end_of_context = state.lengths[row] + self._positions_left(row)
-        state.limits[row] = min(state.most[row], end_of_context)
+        state.limits[row] = min(state.max_tokens[row], end_of_context)
         state.ended[row] = False
 
     def _limit_reason(self, row: int) -> str:
         """The finish reason of a row that has reached a limit."""
-        return "length" if self.state.lengths[row] == self.state.most[row] else "context"
+        return "length" if self.state.lengths[row] == self.state.max_tokens[row] else "context"
 
     # ---- slots
 

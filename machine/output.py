@@ -1,9 +1,10 @@
 """
 Standard output and standard error that cannot end a command.
 
-The reader of a pipe leaves, a disk fills up, a terminal closes, an encoding lacks a character: none of these is a
-reason to lose a run. Inside `guarded()` text that cannot be written is dropped, and a character that the encoding lacks
-is escaped. Left out: what is printed (reporting/console.py).
+The reader of a pipe leaves, a disk fills up, a terminal closes, an encoding lacks a character: none
+of these is a reason to lose a run. Inside `guard_output()` text that cannot be written is dropped,
+and a character that the encoding lacks is escaped. This file leaves out what is printed
+(reporting/console.py).
 """
 
 import contextlib
@@ -27,10 +28,10 @@ class LossyFile(io.FileIO):
 
     def write(self, data: Any) -> int:
         try:
-            while (
-                num_bytes := super().write(data)
-            ) is None:  # a pipe that does not block, and is full
+            num_bytes = super().write(data)
+            while num_bytes is None:  # a pipe that does not block, and is full
                 select.select([], [self.fileno()], [])
+                num_bytes = super().write(data)
             return num_bytes
         except OSError as error:
             if self.error is None:
@@ -49,40 +50,46 @@ def guard_output(*, is_log: bool = False) -> Iterator[None]:
     goes on. Otherwise stdout is the result: if it cannot be written, the command ends with
     status 1, unless its reader left, as `head` does.
     """
-    _open_standard_descriptors()
-    streams = sys.stdin, sys.stdout, sys.stderr
 
-    def tell_loss(error: OSError) -> None:
+    def report_lost_log(error: OSError) -> None:
         if is_log:
-            _report_loss(f"standard output is lost ({error.strerror}); the run goes on without it")
+            _print_error(f"standard output is lost ({error.strerror}); the run goes on without it")
 
-    sys.stdin = _make_readable(sys.stdin)
-    sys.stderr = _make_lossy(sys.stderr, None)
-    sys.stdout = _make_lossy(sys.stdout, tell_loss)
-    ours = sys.stdin, sys.stdout, sys.stderr
-    is_whole = False
+    _open_standard_descriptors()
+    streams_before = {"stdin": sys.stdin, "stdout": sys.stdout, "stderr": sys.stderr}
+    stdin = _make_readable(sys.stdin)
+    stderr = _make_lossy(sys.stderr, None)
+    stdout = _make_lossy(sys.stdout, report_lost_log)
+    sys.stdin = stdin
+    sys.stderr = stderr
+    sys.stdout = stdout
+    guarded = {"stdin": stdin, "stdout": stdout, "stderr": stderr}
+    has_ended_well = False
     try:
         yield
-        is_whole = True
+        has_ended_well = True
     finally:
-        for stream in ours[1:]:
+        for stream in (stdout, stderr):
             with contextlib.suppress(ValueError):  # somebody closed it
                 stream.flush()
-        for name, stream, before in zip(("stdin", "stdout", "stderr"), ours, streams, strict=True):
-            is_ours = getattr(sys, name) is stream  # else somebody redirected it meanwhile
-            if is_ours and before is not None:  # what runs at the end of the process flushes it
-                setattr(sys, name, before)
-    error = getattr(_file_of(ours[1]), "error", None)
-    is_new = ours[1] is not streams[1]
-    if is_whole and is_new and not is_log and error is not None and error.errno != errno.EPIPE:
-        _report_loss(f"error: standard output cannot be written: {error.strerror}")
+        for name, stream in guarded.items():
+            before = streams_before[name]
+            is_unchanged = getattr(sys, name) is stream  # else somebody redirected it meanwhile
+            if is_unchanged and before is not None:
+                setattr(sys, name, before)  # the end of the process flushes it
+
+    error = getattr(_raw_file(stdout), "error", None)
+    is_new = stdout is not streams_before["stdout"]  # else an outer guard reports the error
+    if not has_ended_well or not is_new or is_log or error is None:
+        return
+    if error.errno != errno.EPIPE:
+        _print_error(f"error: standard output cannot be written: {error.strerror}")
         sys.exit(1)
 
 
-def _report_loss(line: str) -> None:
-    with contextlib.suppress(
-        OSError, ValueError, AttributeError
-    ):  # stderr may be lost, closed or None
+def _print_error(line: str) -> None:
+    # stderr may be lost, closed or None
+    with contextlib.suppress(OSError, ValueError, AttributeError):
         print(line, file=sys.stderr, flush=True)
 
 
@@ -90,8 +97,8 @@ def _open_standard_descriptors() -> None:
     """
     Opens a closed stdin, stdout or stderr on /dev/null.
 
-    The next file that the process opens would get the free number, and what any library or child process prints would
-    be written into that file.
+    The next file that the process opens would get the free number. Whatever a library or child
+    process prints would then be written into that file.
     """
     for descriptor in (0, 1, 2):
         try:
@@ -101,7 +108,7 @@ def _open_standard_descriptors() -> None:
 
 
 def _make_readable(stream: TextIO | None) -> TextIO:
-    """stdin; an empty one if Python has none, as after `<&-`."""
+    """stdin; an empty stream if Python has none, as after `<&-`."""
     return open(os.devnull) if stream is None else stream
 
 
@@ -109,18 +116,19 @@ def _make_lossy(stream: TextIO | None, on_loss: Callable[[OSError], None] | None
     """
     The same stream, on a descriptor that drops what it cannot write.
 
-    Python has no stream after `>&-`: what is printed then goes nowhere. A stream that is no plain file, as a notebook's
-    or a test's, is returned as it is.
+    After `>&-` Python has no stream; the new one then drops everything. A stream that is no plain
+    file, as a notebook's or a test's, is returned unchanged.
     """
     if stream is None:
         return open(os.devnull, "w", encoding="utf-8", errors="backslashreplace")
-    if type(stream) is not io.TextIOWrapper or isinstance(_file_of(stream), LossyFile):
+    if type(stream) is not io.TextIOWrapper or isinstance(_raw_file(stream), LossyFile):
         return stream
     try:
         file = LossyFile(stream.fileno(), on_loss)
     except (OSError, ValueError):  # in memory, or closed
         return stream
-    with contextlib.suppress(OSError):  # what the old one still holds cannot be written either
+
+    with contextlib.suppress(OSError):  # text in the old buffer may be unwritable too
         stream.flush()
     buffer: Any = file if stream.write_through else io.BufferedWriter(file)  # -u: no buffer
     return io.TextIOWrapper(
@@ -133,7 +141,7 @@ def _make_lossy(stream: TextIO | None, on_loss: Callable[[OSError], None] | None
     )
 
 
-def _file_of(stream: Any) -> Any:
+def _raw_file(stream: Any) -> Any:
     """The file below a stream's buffer, if it has one."""
     buffer = getattr(stream, "buffer", None)
     return getattr(buffer, "raw", buffer)

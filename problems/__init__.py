@@ -1,1 +1,1 @@
-"""What a task is made of: data, rewards, problems without end, the processes that check hostile answers."""
+"""Rewards, verifiers, data, tools and environments that users bring."""

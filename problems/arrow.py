@@ -1,9 +1,10 @@
 """
-Rows of Arrow tables as JSON has them: what a row does not have is absent, not null.
+Rows of Arrow tables as JSON has them: a key that a row lacks is absent, not null.
 
-Arrow gives every struct of a column the same fields, and fills with null what a row lacks. Gwen reads such a null as
-an absent key, at any depth. A null of a whole column, in a list, in a map or in JSON text stays: somebody wrote it.
-Left out: which files hold tables (problems/data.py).
+Arrow gives every struct of a column the same fields, and fills with null what a row lacks. Gwen
+reads such a null as an absent key, at any depth. A null of a whole column, in a list, in a map or
+in JSON text stays, because somebody wrote it.
+This file leaves out which files hold tables (problems/files.py).
 """
 
 import json
@@ -12,18 +13,23 @@ from collections.abc import Mapping
 from typing import Any
 
 Rows = list[Any]
+Place = tuple[str, ...]  # the keys on the way to a value; "[]" stands for a list
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
+
+
+# ---- rows of known origin
 
 
 def rows_of_table(table: Any) -> Rows:
     """The rows of a `pyarrow.Table`."""
-    columns = {
-        field.name: [_value_of(value, field.type) for value in table.column(place).to_pylist()]
-        for place, field in enumerate(table.schema)
-    }
-    return [
-        {name: column[row] for name, column in columns.items()} for row in range(table.num_rows)
-    ]
+    columns: dict[str, list[Any]] = {}
+    for place, field in enumerate(table.schema):
+        values = table.column(place).to_pylist()
+        columns[field.name] = [_value_of(value, field.type) for value in values]
+    rows = []
+    for row in range(table.num_rows):
+        rows.append({name: column[row] for name, column in columns.items()})
+    return rows
 
 
 def _value_of(value: Any, kind: Any) -> Any:
@@ -55,16 +61,21 @@ def rows_of_dataset(dataset: Any) -> Rows:
 
 def rows_of_program(data: Any) -> tuple[Rows, int]:
     """
-    The rows that a program holds, and how many nulls were taken for absent keys though they may have been written.
+    The rows that a program holds.
 
-    data: a `datasets.Dataset` or `DatasetDict` (whose splits become the column `split`), a table of pandas, pyarrow or
-    polars, or any iterable of dictionaries. Of dictionaries that look like `dataset.to_list()` see `is_filled_up`.
+    Also returns how many nulls were taken for absent keys although somebody may have written them.
+
+    data: a `datasets.Dataset` or `DatasetDict` (whose splits become the column `split`), a table of
+    pandas, pyarrow or polars, or any iterable of dictionaries. `is_filled_up` decides about
+    dictionaries that look like `dataset.to_list()`.
     """
     module = type(data).__module__.partition(".")[0]
     if module == "datasets" and isinstance(data, Mapping):
-        return [
-            row | {"split": name} for name, part in data.items() for row in rows_of_program(part)[0]
-        ], 0
+        all_rows = []
+        for name, dataset in data.items():
+            split_rows, _ = rows_of_program(dataset)
+            all_rows += [row | {"split": name} for row in split_rows]
+        return all_rows, 0
     if module == "datasets" and hasattr(data, "num_rows"):
         return rows_of_dataset(data), 0
     if module == "pyarrow":
@@ -83,7 +94,7 @@ def rows_of_program(data: Any) -> tuple[Rows, int]:
 
 
 def _with_whole_numbers(frame: Any) -> Any:
-    """A DataFrame whose whole numbers are no floats, as which pandas holds them where a cell is missing."""
+    """A DataFrame with integers where pandas has floats only because a cell is missing."""
     floats = [
         name for name in frame.columns if frame[name].dtype.kind == "f" and frame[name].isna().any()
     ]
@@ -91,11 +102,12 @@ def _with_whole_numbers(frame: Any) -> Any:
 
 
 def _row_of_pandas(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of a DataFrame, with Python's values in place of numpy's; what pandas has for a missing cell is None."""
+    """A row of a DataFrame with Python's values, and with None for missing cells."""
     return {str(name): without_nulls(_of_numpy(value)) for name, value in row.items()}
 
 
 def _of_numpy(value: Any) -> Any:
+    """A value of numpy or pandas as Python's own."""
     import pandas
 
     if hasattr(value, "tolist"):
@@ -118,22 +130,27 @@ def without_nulls(value: Any) -> Any:
 
 
 def rows_without_nulls(rows: Rows) -> Rows:
-    """Rows whose values have no null keys; a column that is null stays."""
-    return [{name: without_nulls(value) for name, value in row.items()} for row in rows]
+    """Rows whose values have no null keys. A column that is null stays."""
+    reduced = []
+    for row in rows:
+        reduced.append({name: without_nulls(value) for name, value in row.items()})
+    return reduced
 
 
-# ---- rows of which nobody says where they come from
+# ---- rows of unknown origin
 
 
 def is_filled_up(rows: Rows) -> bool:
     """
     Whether dictionaries look like those that Arrow gives.
 
-    All of one place have the same keys in the same order, and a key that is null in one has a value in another.
+    At each place all of them have the same keys in the same order, and some key inside a column is
+    null in one row and has a value in another.
     """
-    keys: dict[tuple[str, ...], list[str]] = {}
-    nulls, values = set[tuple[str, ...]](), set[tuple[str, ...]]()
-    waiting: list[tuple[tuple[str, ...], Any]] = [((), row) for row in rows]
+    keys: dict[Place, list[str]] = {}
+    null_places = set[Place]()
+    value_places = set[Place]()
+    waiting: list[tuple[Place, Any]] = [((), row) for row in rows]
     while waiting:
         place, value = waiting.pop()
         if isinstance(value, list):
@@ -142,27 +159,31 @@ def is_filled_up(rows: Rows) -> bool:
             if keys.setdefault(place, list(value)) != list(value):
                 return False
             for name, field in value.items():
-                below = (*place, str(name))
-                (nulls if field is None else values).add(below)
-                waiting.append((below, field))
-    inner = {place for place in nulls if len(place) > 1}
-    return not inner.isdisjoint(values)
+                field_place = (*place, str(name))
+                places = null_places if field is None else value_places
+                places.add(field_place)
+                waiting.append((field_place, field))
+    inner_places = {place for place in null_places if len(place) > 1}
+    return not inner_places.isdisjoint(value_places)
 
 
 def is_written_by_pandas(text: str) -> bool:
-    """Whether JSON is spelled as pandas, and so `Dataset.to_json`, spells it: no spaces, and each slash escaped."""
-    strings = _STRING.findall(text)
-    between = _STRING.sub("", text).replace("\n", "")
-    return not re.search(r"\s", between) and not any(
-        re.search(r"(?<!\\)/", string) for string in strings
-    )
+    """
+    Whether JSON is spelled as pandas, and so `Dataset.to_json`, spells it.
+
+    pandas writes no spaces, and escapes each slash.
+    """
+    between_strings = _STRING.sub("", text).replace("\n", "")
+    if re.search(r"\s", between_strings):
+        return False
+    return not any(re.search(r"(?<!\\)/", string) for string in _STRING.findall(text))
 
 
 def count_nulls(value: Any, *, is_row: bool = True) -> int:
-    """How many keys inside the values of rows are null."""
+    """The number of null keys inside the values of rows. is_row: whether the value is a row."""
     if isinstance(value, dict):
-        here = 0 if is_row else sum(field is None for field in value.values())
-        return here + sum(count_nulls(field, is_row=False) for field in value.values())
+        num = 0 if is_row else sum(field is None for field in value.values())
+        return num + sum(count_nulls(field, is_row=False) for field in value.values())
     if isinstance(value, list):
         return sum(count_nulls(item, is_row=is_row) for item in value)
     return 0

@@ -1,7 +1,8 @@
 """
-Rewards that suit any task, by name: --reward length:200.
+Built-in rewards that suit any task, by name: --reward length:200.
 
-Left out: a user's functions (problems/rewards.py), and what compares with a right answer (problems/verifiers.py).
+This file leaves out a user's functions (problems/rewards.py), and the comparison with right answers
+(problems/verifiers.py).
 """
 
 import functools
@@ -13,30 +14,46 @@ from typing import Any
 
 from problems import form
 from problems.examples import prompt_text
-from problems.verifiers import marks, math_correct
+from problems.statements import marked_texts
+from problems.verifiers import math_correct
 
-Reward = Callable[
-    ..., list[float]
-]  # called by keyword: prompts, completions and the columns of the data
+# It is called by keyword: prompts, completions and the columns of the data.
+Reward = Callable[..., list[float]]
 
 
 def length(target: float, num_tokens: Sequence[int], **_: Any) -> list[float]:
-    """0 at `target` tokens, falling linearly with the distance to -1 at none and at twice as many, or more."""
+    """
+    0 at `target` tokens, falling linearly with the distance.
+
+    It is -1 at no tokens, at twice the target, and beyond.
+    """
     return [-min(abs(count - target) / target, 1.0) for count in num_tokens]
 
 
 def soft_overlong(max_len: float, cache: float, num_tokens: Sequence[int], **_: Any) -> list[float]:
-    """0 up to max_len - cache tokens, falling linearly to -1 at max_len: DAPO, arXiv:2503.14476, equation 13."""
-    return [min(max((max_len - cache - count) / cache, -1.0), 0.0) for count in num_tokens]
+    """
+    0 up to max_len - cache tokens, falling linearly to -1 at max_len.
+
+    Source: DAPO, arXiv:2503.14476, equation 13.
+    """
+    rewards = []
+    for count in num_tokens:
+        slope = (max_len - cache - count) / cache
+        rewards.append(min(max(slope, -1.0), 0.0))
+    return rewards
 
 
 def boxed_once(completions: Sequence[str], **_: Any) -> list[float]:
-    """1 where the completion marks an answer exactly once, in one of the ways that `verifiers.marks` reads, else 0."""
-    return [float(len(marks(text)) == 1) for text in completions]
+    """1 for a completion with exactly one mark, of those that `marked_texts` reads, else 0."""
+    return [float(len(marked_texts(text)) == 1) for text in completions]
 
 
 def coin(completions: Sequence[str], prompts: Sequence[Any], **_: Any) -> list[float]:
-    """0 or 1 by chance, as a control: what a run with it changes, no reward has taught. A resumed run repeats it."""
+    """
+    0 or 1 by chance, as a control: a change in a run with it was not taught by any reward.
+
+    A resumed run repeats the same values, which depend on row, prompt and completion.
+    """
     rows = enumerate(zip(prompts, completions, strict=True))
     return [float(sha256(repr(row).encode()).digest()[0] % 2) for row in rows]
 
@@ -48,16 +65,16 @@ def well_formed(
     num_tokens: Sequence[int],
     **_: Any,
 ) -> list[float]:
-    """1 for an answer that ends before `max_tokens`, has the form of one and is no refusal, else 0."""
-    rows = zip(completions, map(prompt_text, prompts), num_tokens, strict=True)
-    kept = [
-        num < max_tokens and not form.is_refusal(text) and form.has_form(text, asked)
-        for text, asked, num in rows
-    ]
-    return list(map(float, kept))
+    """1 for an answer that ends before `max_tokens`, has form and is no refusal, else 0."""
+    rewards = []
+    for text, prompt, count in zip(completions, prompts, num_tokens, strict=True):
+        is_answer = not form.is_refusal(text) and form.has_form(text, prompt_text(prompt))
+        rewards.append(float(count < max_tokens and is_answer))
+    return rewards
 
 
-BUILT_IN: dict[str, Reward] = {  # floats are the numbers of their specs
+# Parameters of type float are the numbers of a spec.
+BUILT_IN: dict[str, Reward] = {
     "length": length,
     "soft_overlong": soft_overlong,
     "boxed_once": boxed_once,
@@ -68,17 +85,21 @@ BUILT_IN: dict[str, Reward] = {  # floats are the numbers of their specs
 
 
 def make_built_in(spec: str) -> Reward:
-    """One of `BUILT_IN` with the numbers of its spec, which must be positive and as many as it takes."""
+    """
+    The built-in reward of a spec such as length:200.
+
+    Raises ValueError unless the spec has as many positive whole numbers as the reward takes.
+    """
     name, *numbers = spec.split(":")
-    fn = BUILT_IN[name]
-    needed = [
-        key for key, one in inspect.signature(fn).parameters.items() if one.annotation is float
-    ]
-    if len(numbers) != len(needed) or not all(
-        re.fullmatch("[1-9][0-9]{0,8}", number) for number in numbers
-    ):
-        wanted = ":".join([name, *(f"<{key}>" for key in needed)])
-        raise ValueError(f"--reward {spec!r} is not {wanted}, with positive whole numbers")
-    return (
-        functools.partial(fn, **dict(zip(needed, map(int, numbers), strict=True))) if needed else fn
-    )
+    reward = BUILT_IN[name]
+    parameters = inspect.signature(reward).parameters
+    number_names = [key for key, value in parameters.items() if value.annotation is float]
+    are_positive = all(re.fullmatch("[1-9][0-9]{0,8}", number) for number in numbers)
+    if len(numbers) != len(number_names) or not are_positive:
+        placeholders = [f"<{key}>" for key in number_names]
+        pattern = ":".join([name, *placeholders])
+        raise ValueError(f"--reward {spec!r} is not {pattern}, with positive whole numbers")
+
+    if not number_names:
+        return reward
+    return functools.partial(reward, **dict(zip(number_names, map(int, numbers), strict=True)))

@@ -2,12 +2,16 @@
 """
 Which of a few known answers a text states: letters, or labels such as "spam".
 
-- A sentence states a choice if it is the choice alone, or has a label before it: "The answer is B". What explains it
-  may follow: "because A is a sugar", "not A".
-- `read_choice` takes the first such sentence of a text; the rest explains it, unless it takes the answer back.
-- Without one, a line such as "B) Chlorophyll" that opens a text, or a sentence such as "It must be B", states it.
+- A sentence states a choice if it is the choice alone, or has a label before it: "The answer is B".
+  What explains it may follow: "because A is a sugar", "not A".
+- `read_choice` takes the first such sentence of a text; the rest explains it, unless it takes the
+  answer back.
+- Without one, a line such as "B) Chlorophyll" that opens a text states it (`_opening_option`), or a
+  sentence such as "It must be B" (`_introduces` with may_be_weak).
+- `read_object` reads a choice from a JSON object.
 
-Left out: marks (problems/statements.py). Each function takes time linear in the text.
+This file leaves out the reading of marks and labels (problems/statements.py). Each function takes
+time linear in the text.
 """
 
 import json
@@ -25,47 +29,62 @@ _SCRIPTS_WITHOUT_SPACES = "\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff\uac00-\ud7a3"
 _CLOSERS = r"[\s)\]}\"'*_`\u300d\u300f\u201d\u00bb]*"
 _CLAUSE_END = re.compile(  # what may follow a choice that a sentence states
     rf"{_CLOSERS}(?:です|だ|입니다|이다|है|olarak)?{_CLOSERS}"
-    r"(?:$|[^\w\s/|&+'\"-]|-+ |(?=because\b|since\b|although\b|though\b|while\b|whereas\b|rather\b|instead\b|not\b|"
+    r"(?:$|[^\w\s/|&+'\"-]|-+ |(?=because\b|since\b|although\b|though\b|while\b|whereas\b|rather\b|"
+    r"instead\b|not\b|"
     r"but not\b|as (?!well)\w|for \w|here\b|indeed\b|"
-    r"and (?:here|this|it|that|because|so|the reason)\b|weil\b|denn\b|da\b|car\b|parce\b|porque\b|perché\b|因为|因為))",
+    r"and (?:here|this|it|that|because|so|the reason)\b|weil\b|denn\b|da\b|car\b|parce\b|porque\b|"
+    r"perché\b|因为|因為))",
     re.IGNORECASE,
 )
 _NOUN = (
-    r"(?:answer|option|choice|letter|label|class|category|type|sentiment|tone|classification|verdict|prediction|"
+    r"(?:answer|option|choice|letter|label|class|category|type|sentiment|tone|classification|"
+    r"verdict|prediction|"
     r"statement|review|text|message|e-?mail|solution|response|intent|topic|opción|opzione|opção|"
     r"kategorie|variante|вариант|选项|選項)"
 )
-_PREFIX = rf"(?:(?:the |an? )?(?:(?:correct|right|best|final) )?(?:{_NOUN} )?{_NOUN}(?: (?:is|of))?:?[\s(\[*_`\"'$]*)?"
+_PREFIX = (
+    rf"(?:(?:the |an? )?(?:(?:correct|right|best|final) )?(?:{_NOUN} )?{_NOUN}"
+    rf"(?: (?:is|of))?:?[\s(\[*_`\"'$]*)?"
+)
 _NOUN_LABEL = re.compile(
     r"\W*(?:因此|所以|故|应该|应|應|我|本题)*(?:选择?|選擇?)[\s:：]*|"
-    r"\W*(?:la |el |le |l'|die |il |a |o )?(?:opción|opzione|opção|alternativa|alternative|option|variante|вариант|"
-    r"lettre|letra|lettera)(?: (?:correcta?|correcte|corretta|correta|certa|giusta|esatta|richtige|juste))?"
+    r"\W*(?:la |el |le |l'|die |il |a |o )?(?:opción|opzione|opção|alternativa|alternative|option|"
+    r"variante|вариант|"
+    r"lettre|letra|lettera)(?: (?:correcta?|correcte|corretta|correta|certa|giusta|esatta|richtige|"
+    r"juste))?"
     r" ?(?::|es|est|è|é|ist|-)(?![A-Za-z])[\s*_`]*|"
     rf"{statements.DRESS}{statements.LEAD}{statements.DRESS}"
-    rf"(?:(?:the|my|our|its|this) )?(?:(?:final|correct|right|best|predicted|true|overall|most likely) )*"
+    rf"(?:(?:the|my|our|its|this) )?(?:(?:final|correct|right|best|predicted|true|overall|"
+    rf"most likely) )*"
     rf"(?:{_NOUN}|result|conclusion)(?: (?:letter|label|option|choice|answer|here))?[\s*_`]*"
-    rf"(?:(?:is|must be|would be|should be)(?: (?:therefore|thus|clearly))?\b\s*:?|[:=]|-+ )[\s*_`]*",
+    rf"(?:(?:is|must be|would be|should be)(?: (?:therefore|thus|clearly))?\b\s*:?|[:=]|"
+    rf"-+ )[\s*_`]*",
     re.IGNORECASE,
 )
 _IS_RIGHT = re.compile(
-    rf"{_CLOSERS}(?:is|ist|est|es|è|é|是)\s?(?:the |clearly |definitely |therefore |thus |die |la |le |el |il |a |o )*"
-    r"(?:(?:only |most )?(?:correct|right|best|richtige?|korrekte?|correcte?|bonne|juste|correcta?|corretta?|esatta|"
+    rf"{_CLOSERS}(?:is|ist|est|es|è|é|是)\s?(?:the |clearly |definitely |therefore |thus |die |la |"
+    rf"le |el |il |a |o )*"
+    r"(?:(?:only |most )?(?:correct|right|best|richtige?|korrekte?|correcte?|bonne|juste|correcta?|"
+    r"corretta?|esatta|"
     r"giusta|correta|certa|正确的?|正確的?|对的|對的|answer))"
     r"(?: (?:answer|option|choice|one|letter|antwort|réponse|respuesta|risposta|resposta|答案))?"
     rf"{_CLOSERS}(?=$|[.,;:!(\u2013-]|because\b|since\b|as\b|weil\b|car\b|parce\b|porque\b)",
     re.IGNORECASE,
 )
 _WEAK_LEAD = re.compile(
-    r"(?:^|\b(?:is|are|was|were|be|as|on|at|in|equals|option|choice|answer)\b|\b(?:it|that|this|answer)'s|[:=>\u2192])"
+    r"(?:^|\b(?:is|are|was|were|be|as|on|at|in|equals|option|choice|answer)\b|\b(?:it|that|this|"
+    r"answer)'s|[:=>\u2192])"
     r"[\s*_`\"'(\[$]*(?:the |an? )?$",
     re.I,
 )
 _COLON_LABEL = re.compile(
     rf"{statements.DRESS}[^\W\d_][\w /-]{{0,30}}[\s*_`]*[:=\uff1a][\s*_`\"']*$"
 )
-_NO_LABEL = re.compile(  # of what is not the answer
-    r"wrong|mistake|incorrect|false|\bnot\b|never|distract|altern|runner|second|guess|other|trap|except|unlike|example|"
-    r"note|hint|eliminat|rul|reject|exclu|discard|why|instead|versus|compar|former|previous|student|user|unlikely|least|"
+_NO_LABEL = re.compile(  # a label of something that is not the answer
+    r"wrong|mistake|incorrect|false|\bnot\b|never|distract|altern|runner|second|guess|other|trap|"
+    r"except|unlike|example|"
+    r"note|hint|eliminat|rul|reject|exclu|discard|why|instead|versus|compar|former|previous|"
+    r"student|user|unlikely|least|"
     r"tempting|closest|plausible|options|choices|common|question",
     re.I,
 )
@@ -75,36 +94,43 @@ _NO_ANSWER = re.compile(
     re.I,
 )
 _I_SAY = re.compile(
-    r"\bI(?:'d| would|'ll| will)? (?:say|go (?:with|for)|choose|pick|select|answer|vote for)[\s:*_`\"'(]*"
+    r"\bI(?:'d| would|'ll| will)? (?:say|go (?:with|for)|choose|pick|select|answer|"
+    r"vote for)[\s:*_`\"'(]*"
     r"(?:option |choice )?$|"
     r"\bI(?:'d| would| will)? (?:label|call|rate|consider|deem|mark) (?:this|it|the \w+)(?: as)? $",
     re.I,
 )
 _RULES_OUT_REST = re.compile(
-    r"[\s,;(*_`-]*(?:(?:and |but )?(?:definitely |certainly )?not|neither|rather than|instead of|unlike|nicht|"
+    r"[\s,;(*_`-]*(?:(?:and |but )?(?:definitely |certainly )?not|neither|rather than|instead of|"
+    r"unlike|nicht|"
     r"et non|pas|"
     r"e non|ma non|non|e não|não|а не|не|而不是|不是)(?![A-Za-z])",
     re.I,
 )
 _CORRECTION = re.compile(rf"\A{statements.OPENS_CORRECTION}|\bactually\b", re.I)
 _RULES_OUT = re.compile(
-    r"\b(?:first|initially|thought|while|although|though|whereas|unlike|despite|not|neither|nor|cannot|"
+    r"\b(?:first|initially|thought|while|although|though|whereas|unlike|despite|not|neither|nor|"
+    r"cannot|"
     r"rule[sd]? out|ruled|eliminat\w*|exclud\w*|between|unsure|wrong|incorrect|out of|among)\b|"
     r"n't\b",
     re.I,
 )
 _OPENS_QUESTION = re.compile(
-    r"\W*(?:is|are|was|were|do|does|did|can|could|should|would|will|which|what|why|who)\b(?! (?:clear|certain))",
+    r"\W*(?:is|are|was|were|do|does|did|can|could|should|would|will|which|what|why|"
+    r"who)\b(?! (?:clear|certain))",
     re.I,
 )
 
 
 def _pattern_of(name: str, letter: str) -> str:
-    """A pattern of a choice that stands for itself: no part of a word, nor the "no" of "no doubt"."""
+    """
+    A pattern of a choice that stands for itself. It is no part of a word, and not the "no" of "no
+    doubt".
+    """
     word = re.escape(name)
     goes_on = r"because|since|as|for|but|and|or|if|it|they|he|she|this|that|there|not"
     end = rf"(?!\s+(?!(?:{goes_on})\b)[a-z])" if name.lower() == "no" else ""
-    # a pattern that begins with its letters is found faster than one that begins by looking behind
+    # A pattern that begins with its letters matches faster than one that begins by looking behind.
     return rf"{word}(?<!{letter}{word})(?<!\w['-]{word})(?<!-{word}){end}"
 
 
@@ -117,7 +143,7 @@ class Choices:
     def __init__(self, names: Collection[str]):
         self.names = sorted({name for name in names if name}, key=lambda name: (-len(name), name))
         self.are_letters = all(len(name) == 1 for name in self.names)
-        # letters count as capitals: "a" is an article
+        # Letters must be capitals: "a" is an article.
         self.case = re.IGNORECASE if any(len(name) > 1 for name in self.names) else 0
         is_ascii = all(name.isascii() for name in self.names)
         letter = rf"[^\W{_SCRIPTS_WITHOUT_SPACES}]" if is_ascii else r"\w"
@@ -136,17 +162,18 @@ class Choices:
         return {self.key(match[0]) for match in self.pattern.finditer(text)}
 
     def alone(self, text: str) -> str | None:
-        """The choice that a text is, but for dress, brackets, emoji and the full stop; None if it is none."""
+        """
+        The choice that a text is, apart from Markdown, brackets, emoji and the full stop; None for
+        other texts.
+        """
         if len(text) > statements.LONGEST_LINE or statements.is_question(text):
             return None
         text = clean(text)
         bare = re.sub(r"^[^\w]+|[^\w]+$", "", text)
-        bare = (
-            re.sub(rf"^{_PREFIX}", "", bare, flags=re.I)
-            if self.key(bare) not in self.known
-            else bare
-        )
-        return self.key(bare) if self.key(bare) in self.known else None
+        if self.key(bare) not in self.known:
+            bare = re.sub(rf"^{_PREFIX}", "", bare, flags=re.I)
+        key = self.key(bare)
+        return key if key in self.known else None
 
 
 def clean(text: str) -> str:
@@ -163,22 +190,21 @@ def clean(text: str) -> str:
 
 def read_sentence(sentence: str, choices: Choices, *, may_be_weak: bool = False) -> str | None:
     """
-    The choice that a sentence states alone or after a label; None where it states none, or leaves it open.
+    The choice that a sentence states alone or after a label.
 
-    may_be_weak: "it must be B" and "Sentiment: B" state it too.
+    None if it states none, or leaves it open.
+    may_be_weak: "it must be B" and "Sentiment: B" state a choice too.
     """
     if len(sentence) > statements.LONGEST_LINE or statements.is_question(sentence):
         return None
     for match in choices.pattern.finditer(sentence):
-        before, after = sentence[: match.start()], sentence[match.end() :]
+        before = sentence[: match.start()]
+        after = sentence[match.end() :]
         opens = _OPENING.fullmatch(before)
         right = _IS_RIGHT.match(after) if opens else None
         if right:
-            return (
-                None
-                if _leaves_open(after[right.end() :], match[0], choices)
-                else choices.key(match[0])
-            )
+            is_open = _leaves_open(after[right.end() :], match[0], choices)
+            return None if is_open else choices.key(match[0])
         if may_be_weak and _has_noun_after(before, after):
             return choices.key(match[0])
         if not _introduces(before, choices, may_be_weak=may_be_weak):
@@ -190,7 +216,7 @@ def read_sentence(sentence: str, choices: Choices, *, may_be_weak: bool = False)
 
 
 def _introduces(before: str, choices: Choices, *, may_be_weak: bool) -> bool:
-    """Whether what stands before a choice lets it be the answer: nothing, a label, or a weak lead."""
+    """Whether the words before a choice let it be the answer: none, a label, or a weak lead."""
     rest = re.sub(r"^[\s*_`>#~\"'(\[{\u300c\u300e\u201c\u201e\u00ab\u2022.=-]+", "", before)
     if not rest:
         return True
@@ -199,16 +225,16 @@ def _introduces(before: str, choices: Choices, *, may_be_weak: bool) -> bool:
         return True
     for label in (statements.LABEL.match(before), _NOUN_LABEL.match(before)):
         if label and re.fullmatch(
-            rf"[\s(\[{{\"'\u300c]*(?:la |le |l'|die |il |a |o )?{_PREFIX}(?:clearly |definitely |still )?",
+            rf"[\s(\[{{\"'\u300c]*(?:la |le |l'|die |il |a |o )?{_PREFIX}(?:clearly |definitely |"
+            rf"still )?",
             before[label.end() :],
             re.I,
         ):
             return True
     if re.fullmatch(rf"[\s*_(\[]*{_PREFIX}", before, re.I):
         return True
-    clause = re.split(r"[,;] (?:(?:so|but|and|thus|hence|therefore) )?|: (?=the |it |so )", before)[
-        -1
-    ]
+    clause_start = r"[,;] (?:(?:so|but|and|thus|hence|therefore) )?|: (?=the |it |so )"
+    clause = re.split(clause_start, before)[-1]
     earlier = before[: len(before) - len(clause)]
     is_conclusion = not clause and re.search(r"\b(?:so|thus|hence|therefore) $", earlier)
     if is_conclusion and not choices.named_in(earlier):
@@ -238,40 +264,41 @@ def _word_after(text: str) -> bool:
 
 def _ends_in_noun(before: str, after: str) -> bool:
     """Whether a sentence is a choice and the noun that it labels: "Positive sentiment"."""
-    return not re.search(r"\w", before) and bool(
-        re.fullmatch(rf"{_CLOSERS} ?{_NOUN}\W*", after, re.I)
-    )
+    if _word_after(before):
+        return False
+    return bool(re.fullmatch(rf"{_CLOSERS} ?{_NOUN}\W*", after, re.I))
 
 
 def _has_noun_after(before: str, after: str) -> bool:
     """Whether a sentence describes something by a choice: "This is a positive review."."""
-    lead = re.search(
-        r"\b(?:is|has|expresses|conveys|shows)(?: (?:an?|the))? [\"'(]*$", before, re.I
-    )
-    is_denied = _NOT.search(before) or _NO_ANSWER.search(before) or _OPENS_QUESTION.match(before)
-    return bool(
-        lead and not is_denied and re.fullmatch(rf"{_CLOSERS} ?{_NOUN}[\s.!*]*", after, re.I)
-    )
+    verb = r"\b(?:is|has|expresses|conveys|shows)(?: (?:an?|the))? [\"'(]*$"
+    if not re.search(verb, before, re.I):
+        return False
+    if _NOT.search(before) or _NO_ANSWER.search(before) or _OPENS_QUESTION.match(before):
+        return False
+    return bool(re.fullmatch(rf"{_CLOSERS} ?{_NOUN}[\s.!*]*", after, re.I))
 
 
 def _leaves_open(rest: str, stated: str, choices: Choices) -> bool:
-    """Whether what follows a choice in its sentence names another without ruling it out, or makes a condition."""
+    """
+    Whether a sentence goes on after a choice with another choice that it does not rule out, or with
+    a condition.
+    """
     if re.match(rf"\W*(?:{statements.OR}|{statements.MAYBE}|only if\b|if\b)", rest, re.I):
         return True
-    others = choices.named_in(rest) - {choices.key(stated)}
+    other_names = choices.named_in(rest) - {choices.key(stated)}
     if _RULES_OUT_REST.match(rest) and not re.search(statements.MAYBE, rest, re.I):
         return False
-    if re.search(rf"{statements.OR}|{statements.MAYBE}", rest, re.I) and others:
+    if re.search(rf"{statements.OR}|{statements.MAYBE}", rest, re.I) and other_names:
         return True
-    if (
-        re.search(r"\b(?:unless|only if|otherwise|is (?:wrong|incorrect|false))\b", rest, re.I)
-        and not others
-    ):
+    condition = r"\b(?:unless|only if|otherwise|is (?:wrong|incorrect|false))\b"
+    if re.search(condition, rest, re.I) and not other_names:
         return not re.match(r"\W*\w*(?:because|since|as)\b", rest, re.I)
-    if not others:
+    if not other_names:
         return False
     explains = statements.EXPLAINS.match(rest) or re.match(
-        r"[\s,;:.*_`(\u2013-]*(?:because|since|as(?! well)|for|neither|not|nor|although|though|while|whereas|unlike|"
+        r"[\s,;:.*_`(\u2013-]*(?:because|since|as(?! well)|for|neither|not|nor|although|though|"
+        r"while|whereas|unlike|"
         r"in contrast|over|因|而不)",
         rest,
         re.I,
@@ -283,7 +310,9 @@ def _leaves_open(rest: str, stated: str, choices: Choices) -> bool:
 
 
 def read_option_line(line: str, choices: Choices) -> tuple[str, str] | None:
-    """The letter that opens a line such as "B) Chlorophyll", and what follows it; None for any other line."""
+    """
+    The letter that opens a line such as "B) Chlorophyll", and the rest; None for any other line.
+    """
     if not choices.are_letters or len(line) > statements.LONGEST_LINE:
         return None
     match = choices.option_line.match(line)
@@ -292,9 +321,36 @@ def read_option_line(line: str, choices: Choices) -> tuple[str, str] | None:
     return choices.key(match[1]), line[match.end() :]
 
 
+def read_choice_answers(text: str, choices: Choices) -> list[str]:
+    """
+    The choices that a text states, "" for each statement that is none. Each of them must be right.
+
+    A JSON object is read first, then the marks that name a choice, then the text without its marks.
+    """
+    stated = read_object(text, choices)
+    if stated is not None:
+        return [stated]
+
+    def is_choice(mark: str) -> bool:
+        return bool(choices.named_in(clean(mark)) or choices.alone(mark))
+
+    marks = statements.read_marks(text, is_choice)
+    if marks:
+        return [_read_choice_mark(mark, choices) for mark in marks]
+    return [read_choice(statements.remove_marks(text), choices) or ""]
+
+
+def _read_choice_mark(mark: str, choices: Choices) -> str:
+    stated = read_object(mark, choices)
+    if stated is None:
+        stated = read_choice(mark, choices)
+    return stated or ""
+
+
 def read_choice(text: str, choices: Choices) -> str | None:
-    """The choice that a text without marks states, by the first of the rules above that finds one."""
-    if (alone := choices.alone(text)) is not None:
+    """The choice that a text without marks states, by the first rule above that finds one."""
+    alone = choices.alone(text)
+    if alone is not None:
         return alone
     lines = statements.split_lines(clean(statements.join_labels(text)))
     sentences = _sentences_of(lines, choices)
@@ -310,8 +366,10 @@ def _first_stated(
     sentences: list[str], choices: Choices, *, may_be_weak: bool, stated: str | None = None
 ) -> str | None:
     """
-    The choice of the first sentence that states one, or of one that concludes; "" where the rest contradicts it, leaves
-    it open, or takes it back; None where no sentence states any. stated: what stands before these sentences.
+    The choice of the first sentence that states one, or of one that concludes.
+
+    "" if the rest contradicts it, leaves it open, or takes it back. None if no sentence states any.
+    stated: the choice that stands before these sentences.
     """
     is_contradicted = False
     may_take_back = statements.may_take_back("\n".join(sentences))
@@ -321,14 +379,11 @@ def _first_stated(
             continue
         concludes = bool(statements.CONCLUDES.match(sentence))
         is_taken_back = stated is not None and may_take_back and statements.is_taken_back(sentence)
-        if is_taken_back or (stated and names - {stated} and _corrects(sentence, stated, choices)):
-            stated, is_contradicted = "", False
-        elif (
-            stated
-            and names - {stated}
-            and statements.is_hedge(sentence)
-            and not _NOT.search(sentence)
-        ):
+        names_another = bool(stated and names - {stated})
+        if is_taken_back or (names_another and _corrects(sentence, stated or "", choices)):
+            stated = ""
+            is_contradicted = False
+        elif names_another and statements.is_hedge(sentence) and not _NOT.search(sentence):
             is_contradicted = True
         if not names:
             continue
@@ -337,14 +392,15 @@ def _first_stated(
         if choice is None:
             continue
         if concludes or may_be_weak or not stated:
-            stated, is_contradicted = choice, False
+            stated = choice
+            is_contradicted = False
         elif choice != stated:
             is_contradicted = True
     return "" if is_contradicted else stated
 
 
 def _sentences_of(lines: list[str], choices: Choices) -> list[str]:
-    """The sentences of lines, but for options such as "A: a sugar"."""
+    """The sentences of lines, without options such as "A: a sugar"."""
     sentences = []
     for line in lines:
         if read_option_line(line, choices) is None:
@@ -354,7 +410,7 @@ def _sentences_of(lines: list[str], choices: Choices) -> list[str]:
 
 
 def _corrects(sentence: str, stated: str, choices: Choices) -> bool:
-    """Whether a sentence corrects the choice that was stated to another one: "Actually, C."."""
+    """Whether a sentence corrects the stated choice to another one: "Actually, C."."""
     correction = _CORRECTION.search(sentence)
     if not correction or _NOT.search(sentence):
         return False
@@ -365,14 +421,16 @@ def _without_correction(sentence: str) -> str:
     """A sentence without "Wait, actually" at its beginning."""
     words = r"(?:wait|hmm+|oh|no|but|sorry|actually|oops|correction|i mean(?:t)?|rather|well)"
     match = re.match(rf"\W*(?:{words}[\s,.:!\u2026-]+)+", sentence, re.I)
-    is_short_word = (
-        match and match.end() < len(sentence) and not re.fullmatch(r"\W*no\W*", match[0], re.I)
-    )
-    return sentence[match.end() :] if match and is_short_word else sentence
+    if not match or match.end() == len(sentence):
+        return sentence
+    is_choice = re.fullmatch(r"\W*no\W*", match[0], re.I)
+    return sentence if is_choice else sentence[match.end() :]
 
 
 def _opening_option(lines: list[str], choices: Choices) -> str | None:
-    """The letter of a first line such as "B) Chlorophyll"; "" where the next line is the next option."""
+    """
+    The letter of a first line such as "B) Chlorophyll"; "" if the next line is the next option.
+    """
     option = read_option_line(lines[0], choices) if lines else None
     if option is None:
         return None
@@ -395,17 +453,21 @@ _ANSWER_KEY = re.compile(
     re.I,
 )
 _EXPLAINING_KEY = re.compile(
-    r"(?:brief|short|detailed)?[ _-]?(?:explanation|reason(?:ing|s)?|rationale|why|because|justification|evidence|"
-    r"thoughts?|analysis|comment|notes?|confidence|score|probability|certainty|steps?|summary|quote)",
+    r"(?:brief|short|detailed)?[ _-]?(?:explanation|reason(?:ing|s)?|rationale|why|because|"
+    r"justification|evidence|"
+    r"thoughts?|analysis|comment|notes?|confidence|score|probability|certainty|steps?|summary|"
+    r"quote)",
     re.I,
 )
 
 
 def read_object(text: str, choices: Choices) -> str | None:
     """
-    The choice that a JSON object states; "" where it states none or several, and None where a text is no object.
+    The choice that a JSON object states; "" if it states none or more than one, None for other
+    texts.
 
-    It is the only value, or the value of a key such as "answer" or "label". Other keys hold numbers or explanations.
+    It is the only value, or the value of a key such as "answer" or "label". Other keys hold numbers
+    or explanations.
     """
     pairs = _read_pairs(text)
     if pairs is None:
@@ -428,9 +490,13 @@ def read_object(text: str, choices: Choices) -> str | None:
 
 
 def _read_pairs(text: str) -> list[tuple[str, Any]] | None:
-    """The keys and values of a JSON object, also in a fence of Markdown; a key that stands twice is there twice."""
+    """
+    The keys and values of a JSON object, also in a fence of Markdown. A repeated key is repeated
+    here.
+    """
     body = text.strip()
-    if (fence := body.find("```")) >= 0:
+    fence = body.find("```")
+    if fence >= 0:
         body = re.sub(r"^`+\w*\s*", "", body[fence:])
     if not body.startswith("{"):
         return None

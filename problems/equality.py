@@ -1,9 +1,11 @@
 """
-Whether two formulas in LaTeX are the same, by math-verify's grammar and sympy's numbers. It runs in sealed workers.
+Whether two formulas in LaTeX are the same, by math-verify's grammar and sympy's numbers.
 
-A formula that the grammar does not read to its last sign equals nothing. Two expressions are the same if they have the
-same values, to 60 digits, at points that are chosen here: that takes milliseconds, where a proof can take minutes.
-Left out: integrals, sums, limits and derivatives, which are not worked out.
+It runs in sealed workers. A formula that the grammar does not read to its end equals nothing. Two
+expressions are the same if they have the same values, to 60 digits, at points chosen here. That
+takes milliseconds, where a proof can take minutes.
+
+This file leaves out the values of integrals, sums, limits and derivatives.
 """
 
 import functools
@@ -13,18 +15,21 @@ from typing import Any, NamedTuple
 from problems.formulas import prepare_sympy
 
 CLOSE = 60  # decimal digits in which equal values agree
-DECIMALS_CLOSE = (
-    5e-8  # relative distance of a decimal from the irrational number that it stands for
-)
-POINTS, FEWEST_POINTS = 6, 3  # at which values are compared, and that must have a value
+# Relative distance of a decimal from the irrational number that it stands for.
+DECIMALS_CLOSE = 5e-8
+POINTS = 6  # at which values are compared
+FEWEST_POINTS = 3  # that must have a value
 MOST_NODES = 300  # of an expression
-LARGEST_EXPONENT, LARGEST_FACTORIAL = 10**5, 2000
+LARGEST_EXPONENT = 10**5
+LARGEST_FACTORIAL = 2000
 
 Checker = Callable[[tuple[str, str]], bool]
 
 
 def make_math_checker() -> Checker:
-    """Makes what a worker does: it gets a right answer and another as LaTeX, and says whether they are the same."""
+    """
+    Makes the function of a worker: whether a right answer and another, both in LaTeX, are the same.
+    """
     prepare_sympy()  # before the library takes its parser over
     _parse("\\frac{1}{2}")  # the first one loads the grammar, which takes longer than most answers
 
@@ -60,7 +65,9 @@ _TURNED = {"=": "=", "!=": "!=", "<": ">", "<=": ">=", ">": "<", ">=": "<="}
 
 @functools.lru_cache(maxsize=2**10)
 def _parse(latex: str) -> Any:
-    """What a formula is: an expression, relations, a set or a list. None where the grammar does not read all of it."""
+    """
+    A formula as an expression, relations, a set or a list; None unless the grammar reads all of it.
+    """
     from math_verify.parser import NormalizationConfig, latex2sympy
 
     form = NormalizationConfig(malformed_operators=True, boxed="none")
@@ -75,7 +82,9 @@ def _parse(latex: str) -> Any:
 
 
 def _normalize_parsed(parsed: Any, has_braces: bool) -> Any:
-    """What a formula says in the forms above. They keep their order, which sympy's forms do not."""
+    """
+    A parsed formula in the forms above. They keep the order of their parts, which sympy does not.
+    """
     import sympy
     from math_verify.parser import FiniteSet
     from sympy.core.relational import Relational
@@ -83,13 +92,13 @@ def _normalize_parsed(parsed: Any, has_braces: bool) -> Any:
     if isinstance(parsed, sympy.And):
         parts = getattr(parsed, "_unsorted_args", parsed.args)
         chains = [_normalize_parsed(part, has_braces) for part in parts]
-        return (
-            _Chain(chain[0] for chain in chains)
-            if all(isinstance(chain, _Chain) for chain in chains)
-            else None
-        )
+        if not all(isinstance(chain, _Chain) for chain in chains):
+            return None
+        return _Chain(chain[0] for chain in chains)
     if isinstance(parsed, Relational):
-        left, right = (_normalize_parsed(side, has_braces) for side in parsed.args)
+        left_side, right_side = parsed.args
+        left = _normalize_parsed(left_side, has_braces)
+        right = _normalize_parsed(right_side, has_braces)
         return _Chain([_Relation(left, _sign_of(parsed), right)])
     if isinstance(parsed, FiniteSet) and not has_braces:
         return _List(_normalize_parsed(part, has_braces) for part in parsed._unsorted_args)
@@ -103,16 +112,20 @@ def _sign_of(relation: Any) -> str:
 
 
 def _is_too_large(expression: Any) -> bool:
-    """Whether numbers or parts of an expression are beyond what takes milliseconds."""
+    """
+    Whether an expression has too many parts or too large numbers to be worked with in milliseconds.
+    """
     import sympy
 
     for num, node in enumerate(sympy.preorder_traversal(expression)):
         if num > MOST_NODES:
             return True
         if isinstance(node, sympy.Pow):
-            number, largest = node.exp, LARGEST_EXPONENT
+            number = node.exp
+            largest = LARGEST_EXPONENT
         elif isinstance(node, (sympy.factorial, sympy.binomial)):
-            number, largest = node.args[-1], LARGEST_FACTORIAL
+            number = node.args[-1]
+            largest = LARGEST_FACTORIAL
         else:
             continue
         if not number.free_symbols and not abs(sympy.N(number, 3)) <= largest:
@@ -121,7 +134,10 @@ def _is_too_large(expression: Any) -> bool:
 
 
 def _simplify_symbols(parsed: Any) -> Any:
-    """The same with symbols that differ by their names alone, decimals as fractions, and i as the imaginary unit."""
+    """
+    The same expression with symbols that differ only by name, decimals as fractions, and i as the
+    imaginary unit.
+    """
     import sympy
     from sympy.core.function import AppliedUndef
 
@@ -158,11 +174,9 @@ def _are_same(right: Any, stated: Any) -> bool:
         return are_tuples and _are_same_in_order(right.args, stated.args)
     if isinstance(right, sympy.MatrixBase) or isinstance(stated, sympy.MatrixBase):
         are_matrices = isinstance(right, sympy.MatrixBase) and isinstance(stated, sympy.MatrixBase)
-        return (
-            are_matrices
-            and right.shape == stated.shape
-            and _are_same_in_order(right.flat(), stated.flat())
-        )
+        if not are_matrices or right.shape != stated.shape:
+            return False
+        return _are_same_in_order(right.flat(), stated.flat())
     if isinstance(right, sympy.Expr) and isinstance(stated, sympy.Expr):
         return _have_same_values(right, stated)
     return False
@@ -173,24 +187,39 @@ def _are_same_in_order(rights: Sequence[Any], stateds: Sequence[Any]) -> bool:
 
 
 def _are_same_in_any_order(rights: Sequence[Any], stateds: Sequence[Any]) -> bool:
-    others = list(stateds)
-    if len(rights) != len(others):
+    remaining = list(stateds)
+    if len(rights) != len(remaining):
         return False
     for right in rights:
-        place = next((place for place, other in enumerate(others) if _are_same(right, other)), None)
+        place = _find_same(right, remaining)
         if place is None:
             return False
-        del others[place]
+        del remaining[place]
     return True
 
 
+def _find_same(right: Any, candidates: Sequence[Any]) -> int | None:
+    """The place of the first candidate that is the same."""
+    for place, candidate in enumerate(candidates):
+        if _are_same(right, candidate):
+            return place
+    return None
+
+
 def _are_same_lists(right: Any, stated: Any) -> bool:
-    """A list has the order of a tuple or of an open interval (1, 2) beside one; elsewhere its order is free."""
+    """
+    Whether two are the same of which at least one is a list.
+
+    A list beside a tuple, or beside an open interval (1, 2), has their order. Else its order is
+    free.
+    """
     if not (isinstance(right, _List) and isinstance(stated, _List)):
-        right_in_order, stated_in_order = _ordered_elements(right), _ordered_elements(stated)
+        right_in_order = _ordered_elements(right)
+        stated_in_order = _ordered_elements(stated)
         if right_in_order is not None and stated_in_order is not None:
             return _are_same_in_order(right_in_order, stated_in_order)
-    right_elements, stated_elements = _elements(right), _elements(stated)
+    right_elements = _elements(right)
+    stated_elements = _elements(stated)
     if right_elements is None or stated_elements is None:
         return False
     return _are_same_in_any_order(right_elements, stated_elements)
@@ -222,21 +251,14 @@ def _are_same_sets(right: Any, stated: Any) -> bool:
     if isinstance(right, sympy.FiniteSet) and isinstance(stated, sympy.FiniteSet):
         return _are_same_in_any_order(right.args, stated.args)
     if isinstance(right, sympy.Interval) and isinstance(stated, sympy.Interval):
-        are_open_alike = (right.left_open, right.right_open) == (
-            stated.left_open,
-            stated.right_open,
-        )
-        return are_open_alike and _are_same_in_order(
-            (right.start, right.end), (stated.start, stated.end)
-        )
+        if right.left_open != stated.left_open or right.right_open != stated.right_open:
+            return False
+        return _are_same(right.start, stated.start) and _are_same(right.end, stated.end)
     if isinstance(right, sympy.Union) and isinstance(stated, sympy.Union):
         return _are_same_in_any_order(list(_members(right)), list(_members(stated)))
     for members, value in ((right, stated), (stated, right)):
-        if (
-            isinstance(members, sympy.FiniteSet)
-            and len(members) == 1
-            and isinstance(value, sympy.Expr)
-        ):
+        is_single = isinstance(members, sympy.FiniteSet) and len(members) == 1
+        if is_single and isinstance(value, sympy.Expr):
             return _are_same(members.args[0], value)
     return type(right) is type(stated) and _are_same_in_order(right.args, stated.args)
 
@@ -271,14 +293,18 @@ def _is_equation(part: Any) -> bool:
 
 
 def _is_name(side: Any) -> bool:
-    """Whether a side of an equation names what the other says: x, or f(x)."""
+    """Whether a side of an equation is a name, whose value the other side gives: x, or f(x)."""
     import sympy
 
     return isinstance(side, sympy.Symbol)
 
 
 def _value_of(equation: _Chain) -> Any:
-    """What an equation says where a value is asked for: the last side of "x = 3", "(x+1)^2 = x^2+2x+1"; else None."""
+    """
+    The value that an equation gives; None if it gives none.
+
+    That is the last side of "x = 3" and of an identity such as "(x+1)^2 = x^2+2x+1".
+    """
     value = equation[-1].right
     if _is_name(equation[0].left):
         return value
@@ -288,9 +314,9 @@ def _value_of(equation: _Chain) -> Any:
 
 def _are_same_equations(right: _Chain, stated: _Chain) -> bool:
     """
-    Whether two equations have the same solutions, one being a multiple of the other.
+    Whether two equations have the same solutions, as one is a multiple of the other.
 
-    Names must agree, and an answer such as x = 3 is not stated by an equation that is left to be solved.
+    Names must agree. An equation that is left to be solved does not state an answer such as x = 3.
     """
     import sympy
 
@@ -310,10 +336,15 @@ def _are_same_equations(right: _Chain, stated: _Chain) -> bool:
 
 
 def _is_multiple(right: Any, stated: Any, is_positive: bool = False) -> bool:
-    """Whether a quotient is the same number at all points, and not 0."""
+    """
+    Whether the quotient of two expressions is the same number at all points, and not 0.
+
+    is_positive: the number must be positive too.
+    """
     quotients = []
     for point in _points([right, stated]):
-        bottom, top = _value_at(right, point), _value_at(stated, point)
+        bottom = _value_at(right, point)
+        top = _value_at(stated, point)
         if bottom is None or top is None or bottom == 0 or top == 0:
             continue
         quotients.append(top / bottom)
@@ -321,18 +352,20 @@ def _is_multiple(right: Any, stated: Any, is_positive: bool = False) -> bool:
         return False
     if is_positive and not (quotients[0].is_real and quotients[0] > 0):
         return False
-    return all(
-        bool(abs(quotient - quotients[0]) <= 1e-15 * abs(quotients[0])) for quotient in quotients
-    )
+    first = quotients[0]
+    return all(bool(abs(quotient - first) <= 1e-15 * abs(first)) for quotient in quotients)
 
 
 def _are_same_bounds(right: Any, stated: Any) -> bool:
-    """Whether inequalities, or one and an interval, hold for the same numbers."""
-    first_numbers, second_numbers = _numbers_of(right), _numbers_of(stated)
+    """Whether two inequalities, or an inequality and an interval, hold for the same numbers."""
+    first_numbers = _numbers_of(right)
+    second_numbers = _numbers_of(stated)
     if first_numbers and second_numbers:
         names = {first_numbers[0], second_numbers[0]} - {None}
         return len(names) <= 1 and _are_same(first_numbers[1], second_numbers[1])
-    if not (isinstance(right, _Chain) and isinstance(stated, _Chain)) or len(right) != len(stated):
+    if not isinstance(right, _Chain) or not isinstance(stated, _Chain):
+        return False
+    if len(right) != len(stated):
         return False
     turned = [relation.turned for relation in reversed(stated)]
     return all(map(_is_same_relation, right, stated)) or all(map(_is_same_relation, right, turned))
@@ -341,23 +374,25 @@ def _are_same_bounds(right: Any, stated: Any) -> bool:
 def _is_same_relation(first: _Relation, second: _Relation) -> bool:
     import sympy
 
-    if not all(
-        isinstance(side, sympy.Expr)
-        for side in (first.left, first.right, second.left, second.right)
-    ):
+    sides = (first.left, first.right, second.left, second.right)
+    if not all(isinstance(side, sympy.Expr) for side in sides):
         return False
     if first.sign == second.turned.sign and first.sign != second.sign:
         second = second.turned
     if first.sign != second.sign:
         return False
     is_directed = first.sign not in ("=", "!=")
-    return _is_multiple(
-        first.left - first.right, second.left - second.right, is_positive=is_directed
-    )
+    first_difference = first.left - first.right
+    second_difference = second.left - second.right
+    return _is_multiple(first_difference, second_difference, is_positive=is_directed)
 
 
 def _numbers_of(part: Any) -> tuple[Any, Any] | None:
-    """The name and the numbers of an inequality in one name, of x \\in (1, 2), or of a set, which has no name."""
+    """
+    The name and the numbers of a set or an inequality; None for anything else.
+
+    An inequality has one name. So has x \\in (1, 2). A set has no name.
+    """
     import sympy
 
     if isinstance(part, sympy.Set):
@@ -384,14 +419,15 @@ def _numbers_of(part: Any) -> tuple[Any, Any] | None:
 
 
 def _interval_of(relation: _Relation, name: Any) -> Any:
-    """The interval of an inequality that is linear in a name; None of any other."""
+    """The interval of an inequality that is linear in a name; None for others."""
     import sympy
 
     if relation.sign in ("=", "!="):
         return None
     try:
         line = sympy.Poly(relation.left - relation.right, name)
-        slope, intercept = line.coeff_monomial(name), line.coeff_monomial(1)
+        slope = line.coeff_monomial(name)
+        intercept = line.coeff_monomial(1)
     except sympy.PolynomialError:
         return None
     if line.degree() != 1 or not (slope.is_real and intercept.is_real):
@@ -411,8 +447,8 @@ def _have_same_values(right: Any, stated: Any) -> bool:
     """
     Whether two expressions have the same values at all points where both have one.
 
-    Distances are relative, so that small numbers differ like large ones. A decimal agrees with the irrational number
-    that it stands for in its first eight digits.
+    Distances are relative, so that small numbers differ like large ones. A decimal agrees with the
+    irrational number that it stands for if its first eight digits do.
     """
     import sympy
 
@@ -421,10 +457,9 @@ def _have_same_values(right: Any, stated: Any) -> bool:
         return False
     if right.is_infinite or stated.is_infinite:
         return bool(right == stated)
-    is_approximate = (
-        not right.free_symbols | stated.free_symbols and right.is_Rational != stated.is_Rational
-    )
-    num = 0
+    has_names = bool(right.free_symbols | stated.free_symbols)
+    is_approximate = not has_names and right.is_Rational != stated.is_Rational
+    num_points = 0
     for point in _points([right, stated]):
         difference = _value_at(right - stated, point)
         values = [_value_at(part, point) for part in (right, stated)]
@@ -433,14 +468,18 @@ def _have_same_values(right: Any, stated: Any) -> bool:
         size = max(map(abs, values))
         if abs(difference) > 10.0**-CLOSE * size:
             return is_approximate and bool(abs(difference) <= DECIMALS_CLOSE * size)
-        num += 1
+        num_points += 1
         if not point:
             return True
-    return num >= FEWEST_POINTS
+    return num_points >= FEWEST_POINTS
 
 
 def _points(expressions: Sequence[Any]) -> Iterator[dict[Any, Any]]:
-    """Numbers for the names in expressions: positive ones first, then some negative; once none where there are none."""
+    """
+    Values for the names in expressions: first positive ones, then some negative.
+
+    Expressions without names get one point without values.
+    """
     import sympy
 
     names = sorted(set().union(*(expression.free_symbols for expression in expressions)), key=str)
@@ -450,14 +489,16 @@ def _points(expressions: Sequence[Any]) -> Iterator[dict[Any, Any]]:
     for num in range(POINTS):
         point = {}
         for place, name in enumerate(names):
-            value = sympy.Rational(17 * place + 29 * num + 12, 13 * place + 7 * num + 5)
+            top = 17 * place + 29 * num + 12
+            bottom = 13 * place + 7 * num + 5
+            value = sympy.Rational(top, bottom)
             is_negative = num >= POINTS // 2 and (num + place) % 2
             point[name] = -value if is_negative else value
         yield point
 
 
 def _value_at(expression: Any, point: dict[Any, Any]) -> Any:
-    """The value of an expression at a point, to 20 digits of its own; None where it has none."""
+    """The value of an expression at a point, to 20 significant digits; None where it has none."""
     import sympy
 
     try:

@@ -1,7 +1,8 @@
 """
-JSON in a text: which object or list it states.
+JSON in a text: the object or list that it states, and whether that is the right one.
 
-Left out: a choice inside an object (problems/choices.py). Each function takes time linear in the text.
+This file leaves out choices inside an object (problems/choices.py). Each function takes time linear
+in the text.
 """
 
 import json
@@ -11,7 +12,7 @@ from typing import Any
 
 from problems import statements
 
-MOST_BROKEN = 20  # brackets of no JSON; a text with more states none
+MOST_BROKEN = 20  # brackets that begin no JSON; a text with more states nothing
 _BRACKET = re.compile(r"[{\[]")
 _BEGINS_JSON = re.compile(r"\{\s{0,99}[\"}]|\[\s{0,99}[\"{\[]")
 _NOT = re.compile(r"\b(?:not|never|neither|cannot)\b|n't\b|[\u2260\u00ac]", re.I)
@@ -21,12 +22,16 @@ def _number(digits: str) -> tuple[Decimal]:
     return (Decimal(digits),)
 
 
-# numbers are tuples of one, so that 1 is not true; NaN is no JSON, as int() refuses it
+# Numbers become tuples of one, so that 1 differs from true. int() refuses NaN, which is no JSON.
 _DECODER = json.JSONDecoder(parse_int=_number, parse_float=_number, parse_constant=int)
 
 
 def read_json(text: str) -> Any:
-    """The object or list that a text is; None for any other. Numbers are tuples of one, so that 1 is not true."""
+    """
+    The object or list that a text is; None for any other text.
+
+    Numbers are tuples of one, so that 1 differs from true.
+    """
     try:
         value = _DECODER.decode(text)
     except (ValueError, ArithmeticError, RecursionError):
@@ -34,12 +39,34 @@ def read_json(text: str) -> Any:
     return value if isinstance(value, (dict, list)) else None
 
 
+def is_same_json(gold: str, statement: str) -> bool:
+    """Whether a statement holds the right object or list. Keys may have any order."""
+    right = read_json(gold)
+    return right is not None and right == read_json_statement(statement, type(right))
+
+
+def read_json_answers(gold: str, text: str) -> list[str]:
+    """
+    The statements of a text whose right answer is JSON.
+
+    They are its marks with a bracket, or else the whole text.
+    """
+    bracket = "{" if gold.lstrip().startswith("{") else "["
+
+    def is_json(mark: str) -> bool:
+        return bracket in mark
+
+    marks = statements.read_marks(text, is_json, with_sentence=False)
+    return marks or [text]
+
+
 def read_json_statement(text: str, kind: type) -> Any:
     """
-    The object or the list that a text states; None where it states none, or several.
+    The object or the list that a text states; None if it states none, or more than one.
 
-    An object that stands alone on its lines, or in a fence, is the answer, and the prose around it explains. An object
-    inside a sentence counts where none stands alone. An object after "not" is no answer.
+    An object that stands alone on its lines, or in a fence, is the answer, and the prose around it
+    explains. An object inside a sentence counts only if none stands alone. An object after "not" is
+    no answer.
     """
     values = _find_values(text, kind)
     if values is None:
@@ -51,8 +78,10 @@ def read_json_statement(text: str, kind: type) -> Any:
 
 def _find_values(text: str, kind: type) -> list[tuple[Any, bool]] | None:
     """
-    The outermost objects and lists of a text, and whether each stands alone. None where a text breaks one off, joins
-    two by "or", or takes one back. What follows "not" is left out.
+    The outermost objects and lists of a text, and whether each stands alone.
+
+    Values after "not" are skipped. None if the text breaks a value off, joins two by "or", or takes
+    one back.
     """
     values: list[tuple[Any, bool]] = []
     place = end = num_broken = 0

@@ -1,10 +1,11 @@
 """
-Chat messages as users bring them, in one layout: a role, a content that is a text, and what else a message says.
+Chat messages as users bring them, in one layout: a role, a text as content, and further keys.
 
-Read are OpenAI's messages and ShareGPT's turns of `from` and `value`, content in parts of text, calls of tools in
-both of OpenAI's forms, thoughts under several keys. Every other key stays in the message: only a chat template knows
-whether it is rendered (problems/chat_template.py), and what it does not render is refused there. Left out: which
-messages are a prompt, and which are learned.
+It reads OpenAI's messages and ShareGPT's turns of `from` and `value`, content in parts of text,
+calls of tools in both of OpenAI's forms, and thoughts under several keys. All other keys stay in
+the message: only a chat template knows whether it renders them (problems/chat_template.py), and
+refuses what it does not render. This file leaves out which messages are a prompt, and which are
+learned (problems/data.py, problems/chats.py).
 """
 
 import contextlib
@@ -13,12 +14,16 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from flags import read_json
-from problems.examples import shorten_value
+from problems.examples import Example, shorten_value
+from text.documents import read_json
 
 Message = dict[str, Any]
 
-ROLES = {  # other names of roles, ShareGPT's and those of single programs
+# columns that hold whole conversations, in rows without a prompt
+CONVERSATIONS = ("messages", "conversations")
+
+# other names of roles, ShareGPT's and those of single programs
+ROLES = {
     "human": "user",
     "gpt": "assistant",
     "chatgpt": "assistant",
@@ -33,11 +38,8 @@ ROLES = {  # other names of roles, ShareGPT's and those of single programs
 }
 KNOWN_ROLES = ("system", "user", "assistant", "tool")
 TEXT_PARTS = ("text", "input_text", "output_text")
-THOUGHTS = (
-    "reasoning_content",
-    "thinking",
-    "reasoning",
-)  # keys of a reply's thought, as templates name it
+# keys of a reply's thought, as templates name it
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 MEDIA = (
     "image",
     "images",
@@ -57,12 +59,17 @@ ENDS_OF_THOUGHT = re.compile(r".*</(?:think|thinking|thought|reasoning)>", re.DO
 
 
 def read_messages(name: str, messages: Any) -> list[Message]:
-    """The messages of a list, or of its JSON text. ValueError names `name`, the place and what cannot be read."""
+    """
+    The messages of a list, or of its JSON text.
+
+    Raises ValueError with `name`, the place, and the part that cannot be read.
+    """
     if isinstance(messages, str):
         messages = read_text_of_messages(name, messages)
     if not isinstance(messages, list):
         raise ValueError(
-            f"{name} {shorten_value(messages)} is a {type(messages).__name__}; it must be a list of chat messages"
+            f"{name} {shorten_value(messages)} is a {type(messages).__name__}; "
+            "it must be a list of chat messages"
         )
     if not messages:
         raise ValueError(f'{name} is an empty list; write [{{"role": "user", "content": "..."}}]')
@@ -73,6 +80,7 @@ def read_messages(name: str, messages: Any) -> list[Message]:
 
 
 def read_text_of_messages(name: str, text: str) -> Any:
+    """The value of JSON text that should hold messages."""
     try:
         return read_json(text)
     except ValueError as error:
@@ -81,17 +89,17 @@ def read_text_of_messages(name: str, text: str) -> Any:
         ) from error
 
 
-def _read_message(where: str, message: Any) -> Message:
+def _read_message(label: str, message: Any) -> Message:
+    """A message in the one layout. label: its name in errors, "message 2 of prompt"."""
     if not isinstance(message, dict):
         raise ValueError(
-            f'{where} is {shorten_value(message)}; write {{"role": "user", "content": "..."}}'
+            f'{label} is {shorten_value(message)}; write {{"role": "user", "content": "..."}}'
         )
 
-    fields = {
-        key: value
-        for key, value in message.items()
-        if key in ("content", "value") or not _is_empty(value)
-    }
+    fields = {}
+    for key, value in message.items():
+        if key in ("content", "value") or not _is_empty(value):
+            fields[key] = value
     if "role" not in fields and "from" in fields:
         fields["role"] = fields.pop("from")
     if "content" not in fields and "value" in fields:
@@ -99,32 +107,33 @@ def _read_message(where: str, message: Any) -> Message:
     elif _is_empty(fields.get("value")):
         fields.pop("value", None)
 
-    role = _read_role(where, fields)
-    has_calls = (
-        any(key in fields for key in ("tool_calls", "function_call")) and role == "assistant"
-    )
+    role = _read_role(label, fields)
+    has_call_key = "tool_calls" in fields or "function_call" in fields
+    has_calls = has_call_key and role == "assistant"
     if "content" not in fields and not has_calls:
         raise ValueError(
-            f'{where} is {shorten_value(message)}; write {{"role": "user", "content": "..."}}'
+            f'{label} is {shorten_value(message)}; write {{"role": "user", "content": "..."}}'
         )
 
     if role == "call":
-        fields = _call_of_turn(where, fields)
+        fields = _call_of_turn(label, fields)
         role = "assistant"
-    if media := [key for key in MEDIA if key in fields]:
+    media = [key for key in MEDIA if key in fields]
+    if media:
         raise ValueError(
-            f"{where} has {media[0]} {shorten_value(fields[media[0]])}; Gwen reads texts only, so remove it"
+            f"{label} has {media[0]} {shorten_value(fields[media[0]])}; "
+            "Gwen reads texts only, so remove it"
         )
 
     read: Message = {"role": role}
-    calls = _read_calls(where, role, fields)
+    calls = _read_calls(label, role, fields)
     may_be_empty = bool(calls) or role == "tool"
-    read["content"] = _read_content(where, role, fields.get("content"), may_be_empty)
+    read["content"] = _read_content(label, role, fields.get("content"), may_be_empty)
     if calls:
         read["tool_calls"] = calls
     if role == "assistant":
-        read |= _read_thought(where, fields, read["content"])
-    read |= _read_weight(where, role, fields)
+        read |= _read_thought(label, fields, read["content"])
+    read |= _read_weight(label, role, fields)
 
     done = (
         "role",
@@ -147,31 +156,30 @@ def _is_empty(value: Any) -> bool:
     return value is None or value in ("", [], {})
 
 
-def _read_role(where: str, fields: Message) -> str:
+def _read_role(label: str, fields: Message) -> str:
     role = fields.get("role")
     if not isinstance(role, str):
         raise ValueError(
-            f'{where} is {shorten_value(fields)}; write {{"role": "user", "content": "..."}}'
+            f'{label} is {shorten_value(fields)}; write {{"role": "user", "content": "..."}}'
         )
     read = ROLES.get(role, role)
     if read not in (*KNOWN_ROLES, "call"):
         meant = ROLES.get(role.strip().lower(), role.strip().lower())
         known = "user, assistant, tool, and system for the first message"
         fix = f"write {meant}" if meant in KNOWN_ROLES else f"the roles are {known}"
-        raise ValueError(f"{where} has role {shorten_value(role)}; {fix}")
+        raise ValueError(f"{label} has role {shorten_value(role)}; {fix}")
     return read
 
 
 # ---- content
 
 
-def _read_content(where: str, role: str, content: Any, may_be_empty: bool) -> str:
-    """A message's text: a string, parts of text joined, or what a tool returned as JSON."""
-    name = f"content of {where}"
+def _read_content(label: str, role: str, content: Any, may_be_empty: bool) -> str:
+    """A message's text: a string, joined parts of text, or a tool's result as JSON."""
+    name = f"content of {label}"
     parts = [content] if _is_part(content, TEXT_PARTS) else content
-    kinds = (
-        (*TEXT_PARTS, *MEDIA) if role == "tool" else None
-    )  # a tool's result may be any list of objects
+    # a tool's result may be any list of objects
+    kinds = (*TEXT_PARTS, *MEDIA) if role == "tool" else None
     if isinstance(parts, list) and any(_is_part(part, kinds) for part in parts):
         text = "".join(_text_of_part(name, part) for part in parts)
     elif role == "tool" and content is not None and not isinstance(content, str):
@@ -184,7 +192,11 @@ def _read_content(where: str, role: str, content: Any, may_be_empty: bool) -> st
 
 
 def _is_part(part: Any, kinds: Sequence[str] | None) -> bool:
-    """Whether a value is a part of a content, of one of some types; None: of any. A part without a type is a text."""
+    """
+    Whether a value is a part of a content, of one of these types; None takes any type.
+
+    A part without a type is a text if it has the key `text`.
+    """
     if not isinstance(part, dict):
         return False
     kind = part.get("type", "text" if "text" in part else None)
@@ -203,7 +215,8 @@ def _text_of_part(name: str, part: Any) -> str:
     ]
     if beside:
         raise ValueError(
-            f"{name} holds a part with the key {shorten_value(beside[0])}, which is not read; remove it"
+            f"{name} holds a part with the key {shorten_value(beside[0])}, which is not read; "
+            "remove it"
         )
     if not isinstance(part.get("text"), str):
         raise ValueError(
@@ -222,19 +235,21 @@ def check_text(name: str, text: Any) -> None:
         raise ValueError(f"{name} is empty; write some text")
     if re.search("[\ud800-\udfff]", text):
         raise ValueError(
-            f"{name} {shorten_value(text)} holds half of a surrogate pair, which is no character; remove it"
+            f"{name} {shorten_value(text)} holds half of a surrogate pair, which is no character; "
+            "remove it"
         )
     if "\0" in text:
         raise ValueError(
-            f"{name} {shorten_value(text)} holds a NUL character, as a file in UTF-16 does; remove it"
+            f"{name} {shorten_value(text)} holds a NUL character, as a file in UTF-16 does; "
+            "remove it"
         )
 
 
 # ---- calls
 
 
-def _call_of_turn(where: str, fields: Message) -> Message:
-    """A ShareGPT turn `function_call`, whose value is a call or several as JSON, as a reply with calls."""
+def _call_of_turn(label: str, fields: Message) -> Message:
+    """A ShareGPT turn `function_call`, with one or several calls as JSON, as a reply with calls."""
     value = fields.get("content")
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
@@ -242,25 +257,25 @@ def _call_of_turn(where: str, fields: Message) -> Message:
     return fields | {"content": None, "tool_calls": value}
 
 
-def _read_calls(where: str, role: str, fields: Message) -> list[Message]:
-    """The calls of a reply; of OpenAI's older form the one of `function_call`."""
+def _read_calls(label: str, role: str, fields: Message) -> list[Message]:
+    """The calls of a reply, from `tool_calls` or OpenAI's older `function_call`."""
     if "function_call" in fields and "tool_calls" in fields:
-        raise ValueError(f"{where} has both tool_calls and function_call; keep one of them")
+        raise ValueError(f"{label} has both tool_calls and function_call; keep one of them")
     key = "function_call" if "function_call" in fields else "tool_calls"
     calls = fields.get(key)
     if not calls:
         return []
     if role != "assistant":
-        raise ValueError(f"{where} has role {role} and {key}; only the assistant calls tools")
+        raise ValueError(f"{label} has role {role} and {key}; only the assistant calls tools")
     if isinstance(calls, str):
         with contextlib.suppress(ValueError):
             calls = read_json(calls)
-    return [
-        _read_call(where, key, call) for call in (calls if isinstance(calls, list) else [calls])
-    ]
+    if not isinstance(calls, list):
+        calls = [calls]
+    return [_read_call(label, key, call) for call in calls]
 
 
-def _read_call(where: str, key: str, call: Any) -> Message:
+def _read_call(label: str, key: str, call: Any) -> Message:
     """A call with its arguments as a dictionary, which may be written as JSON."""
     function = call.get("function", call) if isinstance(call, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
@@ -271,20 +286,27 @@ def _read_call(where: str, key: str, call: Any) -> Message:
         with contextlib.suppress(ValueError):
             arguments = read_json(arguments)
     if not name or not isinstance(name, str) or not isinstance(arguments, dict):
-        fix = '{"function": {"name": "...", "arguments": {...}}}'
-        raise ValueError(f"{key} of {where} holds {shorten_value(call)}; write {fix}")
+        raise ValueError(
+            f"{key} of {label} holds {shorten_value(call)}; "
+            'write {"function": {"name": "...", "arguments": {...}}}'
+        )
     read = {"type": "function", "function": {"name": name, "arguments": arguments}}
     number = call.get("id") if "function" in call else None
     return {"id": number} | read if isinstance(number, str) and number else read
 
 
 def read_tools(column: Any) -> list[dict[str, Any]] | None:
-    """The JSON schemas of a column `tools`, which may hold them as JSON, each with or without "function" around it."""
+    """
+    The JSON schemas of a column `tools`, None without any.
+
+    The column may be JSON text. Each schema may stand under the key "function" or alone.
+    """
     tools = column
     if isinstance(column, str):
         with contextlib.suppress(ValueError):
             tools = read_json(column)
-    tools = tools if isinstance(tools, list) else [tools] if tools else []
+    if not isinstance(tools, list):
+        tools = [tools] if tools else []
     read = []
     for tool in tools:
         function = tool.get("function", tool) if isinstance(tool, dict) else None
@@ -294,7 +316,8 @@ def read_tools(column: Any) -> list[dict[str, Any]] | None:
             or not function["name"]
         ):
             raise ValueError(
-                f'column tools holds {shorten_value(tool)}; write JSON schemas, {{"function": {{"name": ...}}}}'
+                f"column tools holds {shorten_value(tool)}; "
+                'write JSON schemas, {"function": {"name": ...}}'
             )
         read.append(tool if "function" in tool else {"type": "function", "function": tool})
     return read or None
@@ -303,19 +326,19 @@ def read_tools(column: Any) -> list[dict[str, Any]] | None:
 # ---- thoughts and weights
 
 
-def _read_thought(where: str, fields: Message, content: str) -> Message:
-    """The thought of a reply under the key that it had, if it has one that its content does not say already."""
+def _read_thought(label: str, fields: Message, content: str) -> Message:
+    """The thought of a reply under its key, unless the content already says it."""
     thoughts = {key: fields[key] for key in THOUGHTS if key in fields}
     if "reasoning_details" in fields:
-        details = _text_of_details(where, fields["reasoning_details"])
+        details = _text_of_details(label, fields["reasoning_details"])
         thoughts = thoughts or {"reasoning": details}
     for key, thought in thoughts.items():
-        check_text(f"{key} of {where}", thought)
+        check_text(f"{key} of {label}", thought)
     if not thoughts:
         return {}
     if len({thought.strip() for thought in thoughts.values()}) > 1:
         raise ValueError(
-            f"{where} has different thoughts in {' and '.join(thoughts)}; keep one of them"
+            f"{label} has different thoughts in {' and '.join(thoughts)}; keep one of them"
         )
 
     key, thought = next(iter(thoughts.items()))
@@ -323,38 +346,41 @@ def _read_thought(where: str, fields: Message, content: str) -> Message:
         if thought.strip() in content:
             return {}
         raise ValueError(
-            f"{where} has a thought in its content and another in {key}; keep one of them"
+            f"{label} has a thought in its content and another in {key}; keep one of them"
         )
     return {key: thought}
 
 
-def _text_of_details(where: str, details: Any) -> str:
+def _text_of_details(label: str, details: Any) -> str:
     """The text of OpenRouter's `reasoning_details`."""
     texts = []
     for detail in details if isinstance(details, list) else [details]:
         text = detail.get("text") or detail.get("summary") if isinstance(detail, dict) else None
         if not isinstance(text, str):
             raise ValueError(
-                f"reasoning_details of {where} holds {shorten_value(detail)}, which is no text; remove it"
+                f"reasoning_details of {label} holds {shorten_value(detail)}, which is no text; "
+                "remove it"
             )
         texts.append(text)
     return "\n".join(texts)
 
 
-def _read_weight(where: str, role: str, fields: Message) -> Message:
-    """`weight` 0 of a reply that is not trained; a weight of 1 is as none, another is refused."""
+def _read_weight(label: str, role: str, fields: Message) -> Message:
+    """`weight` 0 of a reply that is not trained. 1 is the default, and others are refused."""
     if "weight" not in fields:
         return {}
     weight = fields["weight"]
     is_plain = isinstance(weight, (int, float)) and weight in (0, 1)
     if not is_plain or (role != "assistant" and weight == 1):
-        fix = "a reply has weight 1, or 0 where it is not trained"
-        raise ValueError(f"{where} has role {role} and weight {shorten_value(weight)}; {fix}")
+        raise ValueError(
+            f"{label} has role {role} and weight {shorten_value(weight)}; "
+            "a reply has weight 1, or 0 if it is not trained"
+        )
     return {"weight": 0} if role == "assistant" and weight == 0 else {}
 
 
 def remove_thought(text: str) -> str:
-    """What a reply says after its thought."""
+    """A reply's text after its thought."""
     return ENDS_OF_THOUGHT.sub("", text).strip() if ENDS_OF_THOUGHT.match(text) else text
 
 
@@ -362,30 +388,36 @@ def remove_thought(text: str) -> str:
 
 
 def check_order(name: str, messages: list[Message]) -> None:
-    """Raises ValueError for a system message that is not the first, and a tool's result that no reply asked for."""
+    """Raises ValueError for a late system message, or a tool's result before any reply."""
     has_reply = False
     for place, message in enumerate(messages, 1):
-        where = f"message {place} of {name}"
+        label = f"message {place} of {name}"
         if message["role"] == "system" and place > 1:
-            raise ValueError(f"{where} has role 'system'; use it only for the first message")
+            raise ValueError(f"{label} has role 'system'; use it only for the first message")
         if message["role"] == "tool" and not has_reply:
             raise ValueError(
-                f"{where} has role 'tool' and follows no reply that calls one; remove it"
+                f"{label} has role 'tool' and follows no reply that calls one; remove it"
             )
         has_reply = has_reply or message["role"] == "assistant"
     if not any(message["role"] == "user" for message in messages):
         first = messages[0]["role"]
         raise ValueError(
-            f"message 1 of {name} is the {first}'s and no message is the user's; begin with the user's"
+            f"message 1 of {name} is the {first}'s and no message is the user's; "
+            "begin with the user's"
         )
 
 
 def check_prompt(messages: list[Message], name: str = "prompt") -> list[Message]:
-    """Messages that a reply can follow: the last is the user's or a tool's result."""
+    """
+    Returns messages that a reply can follow.
+
+    Raises ValueError unless the last message is the user's or a tool's result.
+    """
     check_order(name, messages)
     if messages[-1]["role"] not in ("user", "tool"):
         raise ValueError(
-            f"the last message of {name} is the {messages[-1]['role']}'s; it must be the user's or a tool's"
+            f"the last message of {name} is the {messages[-1]['role']}'s; "
+            "it must be the user's or a tool's"
         )
     return messages
 
@@ -400,7 +432,37 @@ def is_conversation(value: Any) -> bool:
     )
 
 
+def parse_messages(value: Any) -> Any:
+    """A list for messages that are written as JSON text. Any other value is returned unchanged."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        with contextlib.suppress(ValueError):
+            items = read_json(value)
+            if is_conversation(items):
+                return items
+    return value
+
+
+def conversation_column(example: Example, *, is_sft: bool = False) -> str | None:
+    """
+    The column that holds a row's whole conversation, None if there is none.
+
+    is_sft: a conversation wins over a prompt without a completion, because some data sets repeat
+    the first message there. Otherwise the prompt wins, unless it is in ShareGPT's layout and ends
+    in a reply.
+    """
+    column = next((name for name in CONVERSATIONS if example.get(name) is not None), None)
+    prompt = example.get("prompt")
+    if prompt is None:
+        return column
+    if example.get("completion") is not None:
+        return None
+    if is_sft:
+        return column or ("prompt" if isinstance(prompt, list) else None)
+    is_sharegpt = is_conversation(prompt) and "from" in prompt[0]
+    return "prompt" if is_sharegpt and raw_role(prompt[-1]) == "assistant" else None
+
+
 def raw_role(message: Any) -> str:
-    """The role of an unread message, "" where it has none."""
+    """The role of an unread message, "" if it has none."""
     role = message.get("role", message.get("from")) if isinstance(message, dict) else None
     return ROLES.get(role, role) if isinstance(role, str) else ""

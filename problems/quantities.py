@@ -1,27 +1,27 @@
 """
 Numbers with their units, as people and models write them, and whether two of them are the same.
 
-Values are exact fractions. Nothing is calculated but a fraction, a mixed number and a power of ten. Left out: number
-words, rounding, conversions of units, and what a text states (problems/verifiers.py).
+Values are exact fractions. Only fractions, mixed numbers and powers of ten are calculated.
+
+This file leaves out number words, rounding, conversions of units, and which part of a text is its
+answer (problems/math_answers.py).
 """
 
 import functools
 import re
 import unicodedata
-from collections.abc import Callable
 from fractions import Fraction
 from typing import NamedTuple
 
 from problems.texts import clean_text, write_superscripts
 from problems.units import Measure, find_unit, is_same_measure, read_measure
 
-LONGEST = 400  # characters of what states an answer
+LONGEST = 400  # characters of a statement
 
 # ---- a text whose numbers stand free
 
-_REWRITES: tuple[
-    tuple[str, str | Callable[[re.Match[str]], str]], ...
-] = (  # LaTeX and Markdown around a number
+# What a text loses around its numbers: LaTeX and Markdown.
+_REWRITES: tuple[tuple[str, str], ...] = (
     (r"\\[cdt]?frac ?(?:\{([^{}]{1,60})\} ?\{([^{}]{1,60})\}|([0-9])([0-9]))", r" \1\3/\2\4"),
     (r"\\([$%#&])", r"\1"),
     (r"\{,\}", ","),  # 1{,}234
@@ -32,7 +32,8 @@ _REWRITES: tuple[
     (r"([A-Za-z])_(?:\{([A-Za-z0-9]{1,9})\}|([A-Za-z0-9]))(?= ?=)", r"\1\2\3"),  # x_1 = 5
     (r"\\[!,;: ()\[\]]|\*\*|[_`~]", " "),
     (
-        r"\\(?:[fm]?box(?:ed)?|text[a-z]*|math[a-z]+|underline|left|right|q?quad|displaystyle)(?![A-Za-z])",
+        r"\\(?:[fm]?box(?:ed)?|text[a-z]*|math[a-z]+|underline|left|right|q?quad|"
+        r"displaystyle)(?![A-Za-z])",
         " ",
     ),
     (r"[{}]", " "),
@@ -63,7 +64,11 @@ def _write_fraction(match: re.Match[str]) -> str:
 
 @functools.lru_cache(maxsize=2**12)
 def plain_text(text: str) -> str:
-    """A short text whose numbers stand free: LaTeX, Markdown and the left side of "6 * 7 = 42" are taken off."""
+    """
+    A short text whose numbers stand free.
+
+    LaTeX, Markdown and the left side of "6 * 7 = 42" are removed.
+    """
     text = write_fractions(write_superscripts(clean_text(text)))
     for pattern, new in _COMPILED:
         text = pattern.sub(new, text)
@@ -71,7 +76,8 @@ def plain_text(text: str) -> str:
 
 
 WORD = re.compile(  # of prose, not of a formula
-    r"(?<![\\A-Za-z])(?!(?:sqrt|sin|cos|tan|log|exp|[bpv]?matrix)\b)(?:[^\W\d_]{3,}|or|and|to|is|if|it|in|of|no)\b"
+    r"(?<![\\A-Za-z])(?!(?:sqrt|sin|cos|tan|log|exp|[bpv]?matrix)\b)(?:[^\W\d_]{3,}|or|and|to|is|"
+    r"if|it|in|of|no)\b"
     r"|[\u0400-\u1fff\u3040-\u9fff\uac00-\ud7a3]"
 )
 
@@ -95,9 +101,10 @@ _COMMAS_IN_THREES = re.compile(r"[1-9][0-9]{0,2}(?:,[0-9]{3})+|[1-9][0-9]?(?:,[0
 
 
 def read_digits(digits: str) -> Fraction:
-    """The value of digits with their signs for thousands and decimals: 1,234 is 1234, and 1,5 is 1.5."""
+    """The value of digits with signs for thousands and decimals: 1,234 is 1234, and 1,5 is 1.5."""
     digits = re.sub("[ ']", "", digits)
-    last_point, last_comma = digits.rfind("."), digits.rfind(",")
+    last_point = digits.rfind(".")
+    last_comma = digits.rfind(",")
     if last_point >= 0 and last_comma >= 0:
         thousands = "," if last_point > last_comma else "."
     elif last_comma >= 0:
@@ -133,7 +140,10 @@ _SCALES = {
     "billion": 10**9,
     "trillion": 10**12,
 }
-_SIGNS = "\u2260\u2264\u2265\u00b1\u00ac\u221e\u221a\u221b\u2211\u220f\u222b\u2202\u222a\u2229\u2208\u03c0"
+_SIGNS = (
+    "\u2260\u2264\u2265\u00b1\u00ac\u221e\u221a\u221b"
+    "\u2211\u220f\u222b\u2202\u222a\u2229\u2208\u03c0"
+)
 _FUNCTIONS = r"(?:pi|mod|sqrt|(?:arc|a)?(?:sin|cos|tan|sec|csc|cot)h?|log|ln|exp|lim)"
 _BESIDE = rf"[^\W\d_]{{2,}}+|(?![{_SIGNS}])[^\x00-\x7f]|[\s.,:;%'\"*$]"
 _BEFORE = re.compile(  # prose, a name and its equals sign
@@ -144,7 +154,8 @@ _ENDS_IN_FORMULA = re.compile(
 )
 _AFTER = re.compile(  # units and prose
     rf"(?:(?<=[^\W\d_]) ?\^ ?[-+]?[0-9](?![0-9])|{_BESIDE}|[()]|"
-    r"[-/=](?= ?\(? ?(?:[^\W\d_]{2}|[a-zA-Z]\b)|\W*$)|\b[aAI]\b|(?<![^\W\d_])[A-Za-z](?![A-Za-z0-9=(]))*+"
+    r"[-/=](?= ?\(? ?(?:[^\W\d_]{2}|[a-zA-Z]\b)|\W*$)|\b[aAI]\b|"
+    r"(?<![^\W\d_])[A-Za-z](?![A-Za-z0-9=(]))*+"
 )
 _GLUED = "ghlmsAJKLNVW"  # letters that are units right behind a digit: 5m, and 5x is none
 _FORMULA_BEHIND = re.compile(
@@ -160,16 +171,17 @@ class Quantity(NamedTuple):
     value: Fraction
     measure: Measure
     name: str  # x of "x = 5"
-    lead: str  # what stands before it
+    lead: str  # the text before the number
     is_glued: bool  # whether a capital follows its last digit, as in the code "5B"
 
 
 @functools.lru_cache(maxsize=2**12)
 def read_number(text: str) -> Quantity | None:
     """
-    The only number that a short text states: "$1,234.50", "-3/4 cup", "x = 2.5 million", "5\\%", "There are 7."
+    The only number that a short text states; None if it states none, or more than one.
 
-    None where it states none, or several, or where a sign makes something else of it: a root, a bound, a power.
+    Examples are "$1,234.50", "-3/4 cup", "x = 2.5 million", "5\\%", and "There are 7.".
+    None also if a sign makes something else of the number: a root, a bound, a power.
     """
     if len(text) > LONGEST:
         return None
@@ -180,7 +192,8 @@ def read_number(text: str) -> Quantity | None:
     if len(matches) != 1:
         return None
     match = matches[0]
-    lead, rest = plain[: match.start()], plain[match.end() :]
+    lead = plain[: match.start()]
+    rest = plain[match.end() :]
     value = _read_value(match)
     if value is None or not _is_before_number(lead, match) or not _is_after_number(rest):
         return None
@@ -218,7 +231,9 @@ def _read_value(match: re.Match[str]) -> Fraction | None:
 
 
 def _is_before_number(lead: str, match: re.Match[str]) -> bool:
-    """Whether what stands before a number leaves it as it is: prose, or a name and its equals sign."""
+    """
+    Whether the text before a number leaves its value alone: prose, or a name and its equals sign.
+    """
     if not _BEFORE.fullmatch(lead):
         return False
     if match["sign"] and re.search(r"(?<![^\W\d_])[A-Za-z] ?$", lead):  # g - 5
@@ -227,7 +242,7 @@ def _is_before_number(lead: str, match: re.Match[str]) -> bool:
 
 
 def _is_after_number(rest: str) -> bool:
-    """Whether what stands behind a number leaves it as it is: units, or prose."""
+    """Whether the text behind a number leaves its value alone: units, or prose."""
     if not _AFTER.fullmatch(rest) or _FORMULA_BEHIND.match(rest):
         return False
     letter = re.match(r"( ?)([A-Za-z])(?![A-Za-z])", rest)
@@ -246,9 +261,9 @@ def _first_clause(text: str) -> str:
 
 def is_same_quantity(right: Quantity, stated: Quantity) -> bool:
     """
-    Whether values are equal, and units and names where both have one.
+    Whether values are equal, and units and names where both have them.
 
-    A right answer in percent is also stated by its value: 28% by 0.28.
+    The value of a percentage states it too: 0.28 states 28%.
     """
     if right.name and stated.name and right.name != stated.name:
         return False
@@ -268,23 +283,23 @@ _NO_NUMBER = re.compile(  # of an answer that has the shape of a number: 007, 3r
 @functools.lru_cache(maxsize=2**16)
 def is_quantity(answer: str) -> bool:
     """
-    Whether an answer is a number, alone or with its units or at most two words: not a date, a time or a code.
+    Whether an answer is a number, alone or with units or at most two words.
 
-    A capital is a unit only behind a space: "5 V" is a number, "5B" is a code. So is a word in capitals that is a unit.
+    Dates, times and codes are none. A single capital is a unit only behind a space: "5 V" is a
+    number, "5B" is a code. A longer word behind the digits in capitals must be a unit.
     """
-    read = read_number(answer)
-    if (
-        read is None
-        or read.lead.strip(" $")
-        or len(read.measure.words) > (1 if read.measure.powers else 2)
-    ):
+    number = read_number(answer)
+    if number is None or number.lead.strip(" $"):
+        return False
+    most_words = 1 if number.measure.powers else 2
+    if len(number.measure.words) > most_words:
         return False
     plain = plain_text(answer).strip(" .")
     capitals = re.search(r"[0-9] ?([A-Z][A-Za-z]*)", plain)
     if capitals:
         is_unit = find_unit(capitals[1]) is not None or read_measure(capitals[1]).powers
-        is_code = read.is_glued and len(capitals[1]) == 1
+        is_code = number.is_glued and len(capitals[1]) == 1
         is_name = bool(re.match("[A-Z][a-z]", capitals[1])) and not is_unit  # 4 July
-        if is_code or is_name or (read.is_glued and not is_unit):
+        if is_code or is_name or (number.is_glued and not is_unit):
             return False
     return not _NO_NUMBER.search(plain)

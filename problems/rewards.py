@@ -1,9 +1,12 @@
 """
-Reward functions: called, and their results checked.
+Reward functions: finds them by --reward, calls them, and checks their results.
 
-A reward is called by keyword with lists of N, prompts, completions and the columns of the data, and gives N numbers.
-Left out: how a user's is found (problems/functions.py), ours by name (problems/built_in.py), weights, advantages, the
-rubric's reward, which is a judge's. Whatever is wrong with a reward is a ValueError of one line that names it.
+A reward is called by keyword with lists of N values: prompts, completions and the columns of the
+data. It gives N numbers, or None where it does not apply. Every mistake of a reward becomes a
+ValueError of one line that names it.
+
+This file leaves out the import of a user's file (problems/functions.py), the built-in rewards
+(problems/built_in.py), weights and advantages, and the judge's reward, which is named rubric.
 """
 
 import asyncio
@@ -35,12 +38,16 @@ from problems.functions import describe_raised, load_function, place_of
 from problems.statements import strip_thoughts
 from problems.verifiers import math_correct  # noqa: F401  (users' files import it from here)
 
+# Arguments of rewards that exist only where there are environments.
+OF_EPISODES = ("environments", "earned")
+LARGEST_REWARD = 1e15  # the square of more overflows float32
+
 
 class Logged(NamedTuple):
-    """What rewards gave to TRL's `log_metric`, values by name, and to `log_extra`, columns of N values by name."""
+    """What rewards gave to TRL's `log_metric` and `log_extra`."""
 
     metrics: dict[str, list[float]]
-    extra: dict[str, list[Any]]
+    extra: dict[str, list[Any]]  # columns of N values
 
     def note_metric(self, name: Any, value: Any) -> None:
         if not math.isfinite(value):
@@ -52,73 +59,88 @@ class Logged(NamedTuple):
     def note_column(self, num_rows: int, name: Any, values: Sequence[Any]) -> None:
         if len(values) != num_rows:
             raise ValueError(
-                f"log_extra {shorten_value(name)} has {len(values)} values for {num_rows} completions"
+                f"log_extra {shorten_value(name)} has {len(values)} values "
+                f"for {num_rows} completions"
             )
-        self.extra[str(name)] = list(map(_as_json, values))
+        self.extra[str(name)] = list(map(_to_json, values))
 
 
 class UserReward:
     """
-    A user's function, called with what TRL calls it with: see `call_reward`.
+    A user's function, called with the arguments that TRL gives: see `call_reward`.
 
-    It gets prompts and completions as text; as chat messages, as from TRL, where it fails on text or where prompts are
-    messages and its values differ with these alone, as it may hide its errors: `call` tries.
-    `state` is what it finds as `trainer_state`: `global_step`, the steps that are done, of `max_steps`; `logged`, what
-    its newest call gave to `log_metric` and `log_extra`.
+    messages: whether the function gets chat messages, as from TRL, or text. None until
+    `call_checked` has found out.
+    state: the function's `trainer_state`: `global_step` of `max_steps` steps are done.
+    logged: what its newest call gave to `log_metric` and `log_extra`.
     """
 
     def __init__(self, name: str, fn: Reward):
         functools.update_wrapper(self, fn)
-        self.name, self.fn, self.logged = name, fn, Logged({}, {})
+        self.name = name
+        self.fn = fn
+        self.logged = Logged({}, {})
         self.state = SimpleNamespace(global_step=0, max_steps=1)
-        self.messages: bool | None = None  # None: nobody has tried
+        self.messages: bool | None = None
 
     def __call__(self, **arguments: Any) -> Any:
-        if "prompts" in arguments:
-            form = functools.partial(as_messages, "user") if self.messages else prompt_text
-            arguments["prompts"] = list(map(form, arguments["prompts"]))
+        if "prompts" in arguments and self.messages:
+            arguments["prompts"] = [as_messages("user", text) for text in arguments["prompts"]]
+        elif "prompts" in arguments:
+            arguments["prompts"] = list(map(prompt_text, arguments["prompts"]))
         if "completions" in arguments and self.messages:
-            arguments["completions"] = [
-                as_messages("assistant", text) for text in arguments["completions"]
-            ]
+            completions = arguments["completions"]
+            arguments["completions"] = [as_messages("assistant", text) for text in completions]
+
         self.logged = Logged({}, {})
-        num = max(map(len, arguments.values()), default=0)
-        log_extra = functools.partial(self.logged.note_column, num)
-        own = {
+        num_rows = max(map(len, arguments.values()), default=0)
+        trainer_arguments = {
             "trainer_state": self.state,
             "log_metric": self.logged.note_metric,
-            "log_extra": log_extra,
+            "log_extra": functools.partial(self.logged.note_column, num_rows),
         }
-        wanted = reward_columns(self.name, self.fn, [*arguments, *TRAINER])
-        return self.fn(**arguments | {name: own[name] for name in wanted if name in own})
+        for name in reward_columns(self.name, self.fn, [*arguments, *TRAINER]):
+            if name in trainer_arguments:
+                arguments[name] = trainer_arguments[name]
+        return self.fn(**arguments)
 
 
 def as_messages(role: str, text: Any) -> list[dict[str, str]]:
-    """A prompt or completion as chat messages, which a prompt may be already, and a conversation with tools brings."""
-    if (messages := getattr(text, "messages", None)) is not None:
+    """
+    A prompt or completion as chat messages.
+
+    A prompt may be messages already, and a conversation with tools brings its own.
+    """
+    messages = getattr(text, "messages", None)
+    if messages is not None:
         return list(messages)
-    return [{"role": role, "content": text}] if isinstance(text, str) else text
+    if isinstance(text, str):
+        return [{"role": role, "content": text}]
+    return text
 
 
 def set_step(rewards: dict[str, Reward], step: int, steps: int) -> None:
-    """Tells users' functions how many of a run's steps are done."""
+    """Tells users' functions that `step` of a run's `steps` are done."""
     for reward in rewards.values():
         if isinstance(reward, UserReward):
             reward.state = SimpleNamespace(global_step=step, max_steps=steps)
 
 
 def load_reward(spec: str) -> tuple[str, Reward]:
-    """(name, function) of --reward: FILE.py:function, or one of ours by name with its numbers, as length:200."""
-    if (known := spec.partition(":")[0]) in BUILT_IN:
-        return known, built_in.make_built_in(spec)
-    name, fn = load_function(
-        "--reward", spec, f"{suggest_nearest(spec, BUILT_IN)}; or one of {', '.join(BUILT_IN)}"
-    )
+    """(name, function) of --reward: FILE.py:function, or a built-in one such as length:200."""
+    built_in_name = spec.partition(":")[0]
+    if built_in_name in BUILT_IN:
+        return built_in_name, built_in.make_built_in(spec)
+    hint = f"{suggest_nearest(spec, BUILT_IN)}; or one of {', '.join(BUILT_IN)}"
+    name, fn = load_function("--reward", spec, hint)
     if name == "rubric":
         raise ValueError(
             f"--reward {spec}: the name rubric belongs to the judge's reward; rename the function"
         )
     return name, UserReward(name, fn)
+
+
+# ---- all rewards of a step
 
 
 def call_rewards(
@@ -129,49 +151,70 @@ def call_rewards(
     weights: Mapping[str, float] | None = None,
 ) -> tuple[dict[str, list[float]], Logged]:
     """
-    The values of N completions by each reward, and what these logged; see `call_reward`.
+    The values of N completions by each reward, and what the rewards logged; see `call_reward`.
 
-    examples: one per completion, whose columns they bring. columns: the others'. weights: 0 makes one a metric.
-    Raises ValueError naming a reward that gave None for all of them, unless it is a metric, or other functions or
-    environments of the user gave each a number, as of several tasks each with a reward of its own.
+    examples: one per completion. Their columns become arguments.
+    columns: further arguments.
+    weights: a reward of weight 0 is a metric.
+
+    Raises ValueError if a reward gives None for all completions. A metric may do so. So may a
+    reward beside other functions or environments of the user that gave each completion a number,
+    as with several tasks in one run.
     """
-    every, prompts = columns_of(examples) | columns, [example["prompt"] for example in examples]
-    named = alive.Bar(rewards.items(), desc="reward", unit="reward")
-    called = {
-        name: call_reward(name, reward, prompts, completions, every) for name, reward in named
-    }
-    counted = [name for name in called if weights is None or weights[name]]
-    brought = [
+    all_columns = columns_of(examples) | columns
+    prompts = [example["prompt"] for example in examples]
+    values_by_name = {}
+    for name, reward in alive.Bar(rewards.items(), desc="reward", unit="reward"):
+        values_by_name[name] = call_reward(name, reward, prompts, completions, all_columns)
+
+    counted = [name for name in values_by_name if weights is None or weights[name]]
+    _check_some_numbers(rewards, {name: values_by_name[name] for name in counted})
+    return values_by_name, _collect_logged(rewards)
+
+
+def _check_some_numbers(rewards: dict[str, Reward], values_by_name: dict[str, list[float]]) -> None:
+    users_names = [
         name
-        for name in counted
+        for name in values_by_name
         if isinstance(rewards[name], UserReward) or needs_episodes(rewards[name])
     ]
-    for name in counted:
-        values = called[name]
-        others = [called[other] for other in brought if other != name]
-        is_covered = others and not any(
-            all(map(math.isnan, row)) for row in zip(*others, strict=True)
-        )
-        if all(map(math.isnan, values)) and not is_covered:
-            fix = "return a number for each completion that it applies to"
+    for name, values in values_by_name.items():
+        if not all(map(math.isnan, values)):
+            continue
+        others = [values_by_name[other] for other in users_names if other != name]
+        if not others or any(map(_is_silent, zip(*others, strict=True))):
             raise ValueError(
-                f"reward {name} gave no number for any of {len(values)} completions, only None; {fix}"
+                f"reward {name} gave no number for any of {len(values)} completions, only None; "
+                "return a number for each completion that it applies to"
             )
+
+
+def _is_silent(values: Sequence[float]) -> bool:
+    """Whether no reward gave a number."""
+    return all(map(math.isnan, values))
+
+
+def _collect_logged(rewards: dict[str, Reward]) -> Logged:
     logged = Logged({}, {})
-    for own in (reward.logged for reward in rewards.values() if isinstance(reward, UserReward)):
-        for name, values in own.metrics.items():
+    for reward in rewards.values():
+        if not isinstance(reward, UserReward):
+            continue
+        for name, values in reward.logged.metrics.items():
             logged.metrics.setdefault(name, []).extend(values)
-        logged.extra.update(own.extra)
-    return called, logged
+        logged.extra.update(reward.logged.extra)
+    return logged
 
 
 def columns_of(examples: Sequence[Example]) -> dict[str, Sequence[Any]]:
     """The columns of examples with equal keys, without the prompts."""
-    return {
-        name: [example.get(name) for example in examples]
-        for name in examples[0]
-        if name != "prompt"
-    }
+    columns: dict[str, Sequence[Any]] = {}
+    for name in examples[0]:
+        if name != "prompt":
+            columns[name] = [example.get(name) for example in examples]
+    return columns
+
+
+# ---- one reward
 
 
 def call_reward(
@@ -182,205 +225,252 @@ def call_reward(
     columns: dict[str, Sequence[Any]],
 ) -> list[float]:
     """
-    The rewards of N completions by a function, sync or async, each a finite float; nan where it gave None.
+    The rewards of N completions by a function, sync or async: finite floats, and nan for None.
 
-    Called by keyword with copies of the lists: prompts, completions and the columns, all of them where `fn` takes
-    **kwargs, else those that it names. The trainer adds the columns `completion_ids`, tokens without padding, and
-    `num_tokens`; a user's function also gets `trainer_state`, `log_extra` and `log_metric`, as from TRL.
+    The function is called by keyword with copies of the lists: prompts, completions and the
+    columns. It gets the arguments that it names, or all of them if it takes **kwargs. The trainer
+    adds the columns `completion_ids` (tokens without padding) and `num_tokens`. A user's function
+    may also name `trainer_state`, `log_extra` and `log_metric`, as with TRL.
 
-    Of several machines the first calls it. Raises ValueError naming the reward, and the column that is missing, what
-    `fn` raised and where, or the row and its value.
+    With several ranks, only rank 0 calls it.
+
+    Raises ValueError naming the reward and the missing column, what `fn` raised and where, or the
+    row and its value.
     """
     arguments = {"prompts": prompts, "completions": completions} | columns
-    assert all(len(column) == len(completions) for column in arguments.values()), (
-        "columns of unequal length"
-    )
-    from machine import world  # here: it brings MLX, which data and tasks do without
+    num_rows = len(completions)
+    are_equally_long = all(len(column) == num_rows for column in arguments.values())
+    assert are_equally_long, "columns of unequal length"
+    from machine import world  # here: it imports MLX, which data and tasks do not need
 
-    ours: Any = None
+    result: Any = None
     if world.is_first():
-        ours = [
-            call_checked(name, fn, arguments, len(completions)),
-            *(fn.logged if isinstance(fn, UserReward) else ()),
-        ]
-    values, *logged = world.all_gather(ours)[0]
+        result = [call_checked(name, fn, arguments, num_rows)]
+        if isinstance(fn, UserReward):
+            result += fn.logged
+    values, *logged = world.all_gather(result)[0]
     if isinstance(fn, UserReward):
         fn.logged = Logged(*logged)
     return list(values)
 
 
 def call_checked(name: str, fn: Reward, arguments: dict[str, Any], num_rows: int) -> list[float]:
-    wanted = reward_columns(name, fn, [*arguments, *TRAINER])
-    chosen = {key: arguments[key] for key in wanted if key in arguments}
-    if "completions" in chosen and not isinstance(
-        fn, UserReward
-    ):  # a user's function gets the thoughts too
+    """
+    Calls a reward on this rank, and checks its values.
+
+    A user's function gets text, until its first calls show that it wants chat messages. It gets
+    messages from then on if it fails on text in a way that messages cure (`_retry_with_messages`).
+    It also gets them if prompts are messages and only messages make its values differ, as it may
+    hide its errors (`_prefer_messages`).
+    """
+    names = reward_columns(name, fn, [*arguments, *TRAINER])
+    chosen = {key: arguments[key] for key in names if key in arguments}
+    is_users = isinstance(fn, UserReward)
+    if "completions" in chosen and not is_users:  # a user's function gets the thoughts too
         chosen["completions"] = list(map(strip_thoughts, chosen["completions"]))
+
     try:
         rewards = _call_function(fn, chosen)
     except (Exception, SystemExit) as error:
-        rewards = _retry_with_messages(fn, chosen, error) if isinstance(fn, UserReward) else None
+        rewards = None
+        if isinstance(fn, UserReward):
+            rewards = _retry_with_messages(fn, chosen, error)
         if rewards is None:
             raise ValueError(f"reward {name} {describe_raised(error, fn)}") from error
     values = _checked_rewards(name, fn, rewards, num_rows)
+
     if isinstance(fn, UserReward) and fn.messages is None:
-        is_alike = len(set(map(str, values))) == 1 and any(
-            isinstance(one, list) for one in arguments["prompts"]
-        )
-        others, logged, fn.messages = values, fn.logged, is_alike
-        with contextlib.suppress(Exception, SystemExit):
-            others = (
-                _checked_rewards(name, fn, _call_function(fn, chosen), num_rows)
-                if is_alike
-                else values
-            )
-        if len(set(map(str, others))) > 1:
-            return others
-        fn.messages, fn.logged = None if is_alike else False, logged
+        has_messages = any(isinstance(prompt, list) for prompt in arguments["prompts"])
+        if has_messages and _num_distinct(values) == 1:
+            return _prefer_messages(fn, chosen, values)
+        fn.messages = False
     return values
 
 
-def _call_function(fn: Reward, chosen: dict[str, Any]) -> Any:
-    with contextlib.chdir(
-        os.curdir
-    ):  # where the run is recorded, by a relative path, though fn goes elsewhere
-        rewards: Any = fn(**{key: list(values) for key, values in chosen.items()})
-        return asyncio.run(await_any(rewards)) if inspect.isawaitable(rewards) else rewards
+def _num_distinct(values: Sequence[float]) -> int:
+    return len(set(map(str, values)))  # as texts, since nan differs from nan
 
 
-async def await_any(given: Any) -> Any:
-    """What an awaitable of any kind gives, as the coroutine that loops ask for."""
-    return await given
+def _prefer_messages(fn: UserReward, chosen: dict[str, Any], values: list[float]) -> list[float]:
+    """
+    Calls an untried function with messages, which it gets from now on if its values then differ.
+
+    values: equal values that it gave for text. They stand if it fails now, or gives equal values
+    again; then later calls try once more.
+    """
+    logged = fn.logged
+    fn.messages = True
+    message_values = values
+    with contextlib.suppress(Exception, SystemExit):
+        rewards = _call_function(fn, chosen)
+        message_values = _checked_rewards(fn.name, fn, rewards, len(values))
+    if _num_distinct(message_values) > 1:
+        return message_values
+    fn.messages = None
+    fn.logged = logged
+    return values
 
 
 def _retry_with_messages(fn: UserReward, chosen: dict[str, Any], error: BaseException) -> Any:
-    """What an untried function that failed on text gives for messages, its form from now on; None if it fails too."""
+    """
+    The values of an untried function for messages, which it gets from now on.
+
+    None if it has been tried, if messages do not cure its error on text, or if it fails on them.
+    """
     if fn.messages is not None:
         return None
-    if (
-        isinstance(error, IndexError) and "completions" in chosen
-    ):  # of an empty text, which hides what comes next
+    if isinstance(error, IndexError) and "completions" in chosen:
+        # An empty text raises this first, and hides the next error.
+        not_empty = [text or "-" for text in chosen["completions"]]
         try:
-            _call_function(
-                fn, chosen | {"completions": [text or "-" for text in chosen["completions"]]}
-            )
+            _call_function(fn, chosen | {"completions": not_empty})
         except (Exception, SystemExit) as next_error:
             error = next_error
-    if isinstance(error, (TypeError, AttributeError)) and re.match(
-        "string ind|'str' object has", str(error)
-    ):
-        fn.messages = True
-        try:
-            return _call_function(fn, chosen)
-        except (Exception, SystemExit):  # the error on text is told
-            fn.messages = None
-    return None
+
+    is_type_error = isinstance(error, (TypeError, AttributeError))
+    if not is_type_error or not re.match("string ind|'str' object has", str(error)):
+        return None
+    fn.messages = True
+    try:
+        return _call_function(fn, chosen)
+    except (Exception, SystemExit):  # the caller reports the error on text
+        fn.messages = None
+        return None
 
 
-def reward_columns(name: str, fn: Reward, known: Iterable[str]) -> list[str]:
-    """The known argument names that `fn` takes. ValueError names an argument that it needs and nobody gives."""
+def _call_function(fn: Reward, chosen: dict[str, Any]) -> Any:
+    # A run is written to a relative path, so this undoes a change of directory by the function.
+    with contextlib.chdir(os.curdir):
+        rewards: Any = fn(**{key: list(values) for key, values in chosen.items()})
+        if inspect.isawaitable(rewards):
+            rewards = asyncio.run(await_any(rewards))
+        return rewards
+
+
+async def await_any(awaitable: Any) -> Any:
+    """The result of any awaitable, as a coroutine, which event loops require."""
+    return await awaitable
+
+
+def _checked_rewards(name: str, fn: Reward, rewards: Any, num_rows: int) -> list[float]:
+    """The result of a reward as N floats. Raises ValueError for anything else."""
+    if hasattr(rewards, "tolist"):  # arrays of any library
+        rewards = rewards.tolist()
+    is_list = isinstance(rewards, (list, tuple))
+    if not is_list or len(rewards) != num_rows:
+        result = f"{len(rewards)} values" if is_list else shorten_value(rewards)
+        raise ValueError(
+            f"reward {name}{place_of(fn)} gave {result}, "
+            f"not a list of {num_rows} numbers, one for each completion"
+        )
+    values = []
+    for row, value in enumerate(rewards):
+        number = to_number(value)
+        if value is not None and math.isnan(number):
+            raise ValueError(
+                f"reward {name}{place_of(fn)} gave {shorten_value(value)} for row {row}; "
+                "return a finite number below 1e15"
+            )
+        values.append(number)
+    return values
+
+
+def to_number(value: Any) -> float:
+    """A number that a reward may be, also in an array without axes; nan for anything else."""
+    if getattr(value, "ndim", None) == 0:
+        value = value.item()
+    if not isinstance(value, Real):
+        return math.nan
+    number: Any = value
+    return float(number) if abs(number) < LARGEST_REWARD else math.nan
+
+
+def _to_json(value: Any) -> Any:
+    """A value as JSON has it, or as text."""
+    if hasattr(value, "tolist"):  # of an array library
+        value = value.tolist()
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        return str(value)
+    return value
+
+
+# ---- the arguments of a reward
+
+
+def reward_columns(name: str, fn: Reward, available: Iterable[str]) -> list[str]:
+    """
+    The available argument names that a reward takes.
+
+    Raises ValueError if the reward needs an argument that is not available, naming it.
+    """
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (ValueError, TypeError) as error:
         raise ValueError(
             f"reward {name} has no signature that Python can read; wrap it in a function"
         ) from error
-    by_keyword = [
-        p.name
-        for p in parameters
-        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name in known
-    ]
-    for p in parameters:
-        if (
-            p.default is p.empty
-            and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
-            and p.name not in by_keyword
-        ):
-            hint = f"{suggest_nearest(p.name, known)}; it has {', '.join(known)}"
+    available = list(available)
+    by_keyword = []
+    for parameter in parameters:
+        takes_keyword = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        if takes_keyword and parameter.name in available:
+            by_keyword.append(parameter.name)
+
+    takes_all = False
+    for parameter in parameters:
+        if parameter.kind == parameter.VAR_KEYWORD:
+            takes_all = True
+            continue
+        is_optional = parameter.default is not parameter.empty
+        if is_optional or parameter.kind == parameter.VAR_POSITIONAL:
+            continue
+        if parameter.name not in by_keyword:
+            hint = f"{suggest_nearest(parameter.name, available)}; it has {', '.join(available)}"
             raise ValueError(
-                f"reward {name} needs {p.name!r}, which is no column of the data{hint}"
+                f"reward {name} needs {parameter.name!r}, which is no column of the data{hint}"
             )
-    return list(known) if any(p.kind == p.VAR_KEYWORD for p in parameters) else by_keyword
+    return available if takes_all else by_keyword
 
 
 def columns_read(fn: Any, columns: Sequence[str]) -> list[str]:
     """
-    The columns that a function reads: those that it names, or all where it looks into its **kwargs.
+    The columns that a function reads: those that it names, or all if its code reads its **kwargs.
 
-    Its code tells the latter: `**_` stands in many rewards only to take what they do not want.
+    Many rewards take **_ only to ignore the other arguments.
     """
     fn = inspect.unwrap(fn.fn if isinstance(fn, UserReward) else fn)
     parameters = inspect.signature(fn).parameters
-    rest = [p.name for p in parameters.values() if p.kind == p.VAR_KEYWORD]
-    if rest and _looks_at(fn, rest[0]):
-        return list(columns)
+    for parameter in parameters.values():
+        if parameter.kind == parameter.VAR_KEYWORD and _reads_variable(fn, parameter.name):
+            return list(columns)
     return [name for name in columns if name in parameters]
 
 
-def _looks_at(fn: Any, variable: str) -> bool:
-    """Whether a function's code reads a variable; true where there is no code to look at."""
+def _reads_variable(fn: Any, variable: str) -> bool:
+    """Whether a function's code reads a variable. True if there is no code to read."""
     code = getattr(fn, "__code__", None) or getattr(type(fn).__call__, "__code__", None)
     if code is None:
         return True
-    loaded = [step.argval for step in dis.get_instructions(code) if "LOAD" in step.opname]
-    return any(
-        variable == name or (isinstance(name, tuple) and variable in name) for name in loaded
-    )
-
-
-OF_EPISODES = (
-    "environments",
-    "earned",
-)  # what rewards may ask for besides, where there are environments
+    for instruction in dis.get_instructions(code):
+        if "LOAD" not in instruction.opname:
+            continue
+        names = instruction.argval
+        if names == variable or (isinstance(names, tuple) and variable in names):
+            return True
+    return False
 
 
 def needs_episodes(reward: Reward) -> bool:
-    """Whether it asks for what only an episode with an environment has."""
+    """Whether a reward names an argument that only an episode with an environment has."""
     return not set(OF_EPISODES).isdisjoint(inspect.signature(reward).parameters)
 
 
 def reward_arguments(examples: Sequence[Example], environments: bool = False) -> list[str]:
-    """The names of everything that a reward may ask for, with these examples."""
-    return [
-        *RESERVED,
-        *(OF_EPISODES if environments else ()),
-        *(name for name in examples[0] if name != "prompt"),
-    ]
-
-
-def _checked_rewards(name: str, fn: Reward, rewards: Any, num_rows: int) -> list[float]:
-    if hasattr(rewards, "tolist"):  # arrays of any library
-        rewards = rewards.tolist()
-    if not isinstance(rewards, (list, tuple)) or len(rewards) != num_rows:
-        given = (
-            f"{len(rewards)} values"
-            if isinstance(rewards, (list, tuple))
-            else shorten_value(rewards)
-        )
-        fault = f"reward {name}{place_of(fn)} gave {given}"
-        raise ValueError(f"{fault}, not a list of {num_rows} numbers, one for each completion")
-    checked = []
-    for row, value in enumerate(rewards):
-        number = to_number(value)
-        if value is not None and math.isnan(number):
-            fault = f"reward {name}{place_of(fn)} gave {shorten_value(value)} for row {row}"
-            raise ValueError(f"{fault}; return a finite number below 1e15")
-        checked.append(number)
-    return checked
-
-
-def to_number(value: Any) -> float:
-    """A number that a reward may be, also in an array of no axes; nan for anything else."""
-    value = value.item() if getattr(value, "ndim", None) == 0 else value
-    number: Any = value if isinstance(value, Real) else math.nan
-    return float(number) if abs(number) < 1e15 else math.nan  # the square of more overflows float32
-
-
-def _as_json(value: Any) -> Any:
-    """A value as JSON has it, or as text."""
-    value = value.tolist() if hasattr(value, "tolist") else value  # of an array library
-    try:
-        json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError):
-        return str(value)
-    return value
+    """The names of all arguments that a reward may take with these examples."""
+    names = list(RESERVED)
+    if environments:
+        names += OF_EPISODES
+    names += [name for name in examples[0] if name != "prompt"]
+    return names

@@ -1,7 +1,8 @@
 """
 Texts as they are compared: one spelling for characters that look or mean the same.
 
-Left out: what a text states (problems/verifiers.py), and the values of numbers (problems/quantities.py).
+This file leaves out which part of a text is its answer (problems/statements.py), and the values of
+numbers (problems/quantities.py).
 """
 
 import functools
@@ -31,24 +32,31 @@ _FULL_STOPS = "\u0964\u0965\u06d4\u1362"  # of Hindi, Urdu and Amharic
 _DRESS = " *_$\u00a1\u00bf" + _QUOTES
 
 
-# What leads to an answer in other languages, as "La capital es", and what denies it or adds another before that.
+# Words that lead to an answer in other languages, as "La capital es", and words before them that
+# deny it or add another answer.
 _COPULAS = "es son ist sind est sont è é sono são jest är er este это це είναι هو هي"
 _ARTICLES = "el la los las le les der die das il lo o os as um uma un una une ein eine"
 _LEAD = re.compile(
-    rf"(?:\b(?:{'|'.join(_COPULAS.split())})\b[\s*_`\"'(\[]*(?:(?:{'|'.join(_ARTICLES.split())}) |l')?"
+    rf"(?:\b(?:{'|'.join(_COPULAS.split())})\b[\s*_`\"'(\[]*(?:(?:{'|'.join(_ARTICLES.split())}) |"
+    rf"l')?"
     r"|\w(?<!また)(?<!もしく)(?<!あるい)は"  # a topic, and no "or"
     r"|(?<![不还還或])是"  # is, and no "is not" or "or"
     r"|[은는] )[\s\"'(\[「『“«]*$"
 )
 _OTHERWISE = re.compile(
-    r"\b(?:no|non|nicht|kein\w*|não|ne|pas|nie|inte|не|o|ou|oder|eller|или|entweder|ikke|nu|sau|\u0430\u0431\u043e|δεν|ή|ليس|ليست|لا|أو)\b|n'est"
+    r"\b(?:no|non|nicht|kein\w*|não|ne|pas|nie|inte|не|o|ou|oder|eller|или|entweder|ikke|nu|sau|"
+    r"\u0430\u0431\u043e|δεν|ή|ليس|ليست|لا|أو)\b|n'est"
     r"|[不或]|または|もしくは|あるいは|ない|아니|또는"
 )
 _COPULA_BEHIND = re.compile(r"(?:です|でした|입니다)$")
 
 
 class _Characters(dict[int, str | None]):
-    """Maps each character to the one that it is compared as. An entry is made when a character is first met."""
+    """
+    Maps each character to the one that it is compared as.
+
+    An entry is made when a character is first met.
+    """
 
     def __missing__(self, code: int) -> str | None:
         character = chr(code)
@@ -83,7 +91,8 @@ def clean_text(text: str) -> str:
     """
     A text in Unicode's form NFKC, with ASCII digits and hyphens and without format characters.
 
-    Superscripts and vulgar fractions stay as they are, since their plain digits would mean other numbers.
+    Superscripts and vulgar fractions stay as they are, since their plain digits would mean other
+    numbers.
     """
     cleaned = text.translate(_CHARACTERS)
     return cleaned if cleaned.isascii() else unicodedata.normalize("NFC", cleaned)
@@ -104,10 +113,10 @@ def _write_exponent(match: re.Match[str]) -> str:
 @functools.lru_cache(maxsize=2**8)
 def fold_text(text: str) -> str:
     """
-    A text as `exact` compares it.
+    A text in the form in which texts are compared.
 
-    It is in lower case, and in the form of `clean_text`. Markdown, quotes of any script, the full stop, an English
-    article, `\\text{}` and brackets around a single word are taken off.
+    It is in lower case, and in the form of `clean_text`. It has no Markdown, no quotes of any
+    script, no full stop, no English article, no `\\text{}`, and no brackets around a single word.
     """
     text = re.sub(r"\\(?:text|math)[a-z]*\{([^{}]*)\}", r"\1", write_superscripts(clean_text(text)))
     text = " ".join(text.casefold().split())
@@ -119,7 +128,7 @@ def fold_text(text: str) -> str:
 
 
 def _strip_quotes(text: str, ends: str = _DRESS) -> str:
-    """A text without quotes and dress around it, nor any of `ends` behind it."""
+    """A text without quotes and Markdown around it, and without any of `ends` at its end."""
     begin = 0
     while begin < len(text) and _is_quote(text[begin]):
         begin += 1
@@ -130,11 +139,18 @@ def _strip_quotes(text: str, ends: str = _DRESS) -> str:
 
 
 def _is_quote(character: str) -> bool:
-    """Whether a character is a quote or Markdown. Unicode knows opening and closing quotes by their categories."""
+    """
+    Whether a character is a quote or Markdown.
+
+    Unicode marks opening and closing quotes by their categories.
+    """
     return character in _DRESS or unicodedata.category(character) in ("Pi", "Pf")
 
 
 def ends_in_lead(head: str) -> bool:
-    """Whether the beginning of a sentence leads to its answer, as "La capital es" does, in a language but English."""
+    """
+    Whether a sentence's beginning leads to its answer, as "La capital es" does. English is left
+    out.
+    """
     lead = _LEAD.search(head)
     return lead is not None and not _OTHERWISE.search(head[: lead.start()])

@@ -1,5 +1,6 @@
 """
-Units of measure by their spellings, and what a text like "m/s^2" or "square metres per hour" says in them.
+Units of measure by their spellings, and what a text like "m/s^2" or "square metres per hour" says
+in them.
 
 Units are compared by name: "m" is "metres", but 1,000 m is not 1 km. Left out: conversions.
 """
@@ -8,8 +9,8 @@ import functools
 import re
 from typing import NamedTuple
 
-# A line is a unit, its symbols and its other names. A star: it takes the prefixes below. Plurals need no entry.
-# A spelling that stands in several lines agrees with each of them.
+# A line is a unit, its symbols and its other names. Units with a star take the prefixes below.
+# Plurals need no entry. A spelling that stands in more than one line agrees with each of them.
 _SPELLINGS = """
 *metre: m, meter
 *gram: g, gramme, gm
@@ -39,7 +40,8 @@ terabyte: TB
 micrometre: micron
 kilogram: kilo
 kelvin: K
-celsius: \u00b0C, degree celsius, degree C, deg C, C, centigrade, degree centigrade, degree, \u00b0, deg
+celsius: \u00b0C, degree celsius, degree C, deg C, C, centigrade, degree centigrade, degree, \
+\u00b0, deg
 fahrenheit: \u00b0F, degree fahrenheit, degree F, deg F, F, degree, \u00b0, deg
 degree of angle: degree, \u00b0, deg
 minute of angle: arcminute, '
@@ -142,7 +144,11 @@ Units = frozenset[str]  # names of units, any of which a spelling may mean
 
 
 class Measure(NamedTuple):
-    """What stands behind a number: m/s^2 is ((metre, 1), (second, -2)). Other words follow, as in "5 kg of flour"."""
+    """
+    The units behind a number, then its words, as in "5 kg of flour".
+
+    The units of m/s^2 are ((metre, 1), (second, -2)).
+    """
 
     powers: tuple[tuple[Units, int], ...]
     words: tuple[str, ...]
@@ -154,23 +160,27 @@ class Measure(NamedTuple):
 def _make_table() -> dict[str, Units]:
     table: dict[str, set[str]] = {}
     for line in _SPELLINGS.strip().splitlines():
-        name, _, others = line.partition(":")
+        name, _, joined_spellings = line.partition(":")
         takes_prefixes = name.startswith("*")
         name = name.lstrip("*")
-        spellings = [spelling.strip() for spelling in others.split(",") if spelling.strip()]
+        spellings = [
+            spelling.strip() for spelling in joined_spellings.split(",") if spelling.strip()
+        ]
         for spelling in [name, *spellings]:
             table.setdefault(spelling, set()).add(name)
         if not takes_prefixes:
             continue
         for prefix, symbols in _PREFIXES.items():
-            whole_name = prefix + name
             for spelling in [name, *spellings]:
                 is_symbol = len(spelling) <= 2 or spelling in ("mol", "cal", "\\Omega")
-                for written in symbols.split() if is_symbol else [prefix]:
-                    table.setdefault(written + spelling, set()).add(whole_name)
-    for spelling in "cd", "min", "ft", "pt":  # in use for these alone
+                prefix_spellings = symbols.split() if is_symbol else [prefix]
+                for prefix_spelling in prefix_spellings:
+                    table.setdefault(prefix_spelling + spelling, set()).add(prefix + name)
+
+    for spelling in "cd", "min", "ft", "pt":  # never a prefix and a unit
+        names = table[spelling]
         table[spelling] = {
-            name for name in table[spelling] if not name.startswith(("centi", "milli", "femto"))
+            name for name in names if not name.startswith(("centi", "milli", "femto"))
         }
     return {spelling: frozenset(names) for spelling, names in table.items()}
 
@@ -183,7 +193,11 @@ for _spelling, _names in _TABLE.items():
 
 @functools.lru_cache(maxsize=2**12)
 def find_unit(word: str) -> Units | None:
-    """The units that a word may mean, without its plural. Capitals count where that leaves a choice: mW and MW."""
+    """
+    The units that a word may mean; None for other words. A plural means the same.
+
+    Capitals count where spellings differ only in them: mW and MW.
+    """
     for table, spelling in ((_TABLE, word), (_FOLDED, word.casefold())):
         singulars = [spelling]
         if len(spelling) > 2 and spelling.endswith(("s", "S")):
@@ -197,16 +211,19 @@ def find_unit(word: str) -> Units | None:
 
 
 _TOKEN = re.compile(
-    r"\s*(\\?[^\W\d_]+\.?|\u00b0[CF](?![A-Za-z])|[%\u2030\u00b0$\u20ac\u00a3\u00a2\u20b9\u00a5\u20bd\u20a9'\"/*()-]|"
+    r"\s*(\\?[^\W\d_]+\.?|\u00b0[CF](?![A-Za-z])|"
+    r"[%\u2030\u00b0$\u20ac\u00a3\u00a2\u20b9\u00a5\u20bd\u20a9'\"/*()-]|"
     r"\^ ?[-+]?[0-9](?![0-9]))"
 )
 
 
 def read_measure(text: str, money: str | None = None) -> Measure:
     """
-    The units at the beginning of a text, then its words. `money` is a sign that stood before the number.
+    The units at the beginning of a text, then its words.
 
-    "/" and "per" divide by the next unit, or by all of a bracket. "square" and "cubic" count for the unit behind them.
+    "/" and "per" divide by the next unit, or by all units of a bracket. "square" and "cubic" are
+    powers of the unit behind them.
+    money: a sign before the number.
     """
     reader = _MeasureReader(_split(text))
     if money:
@@ -237,7 +254,7 @@ class _MeasureReader:
         self.powers[unit] = self.powers.get(unit, 0) + power
 
     def skip_sign(self) -> bool:
-        """Steps over a sign that changes or joins the units behind it."""
+        """Steps over a sign that changes the units behind it, or joins them."""
         if not self.rest:
             return False
         word = self.rest[0].casefold()
@@ -260,12 +277,15 @@ class _MeasureReader:
             return False
         if word in ("a", "an"):  # miles an hour
             return bool(self.powers) and _is_time(self.tokens, self.place + 1)
-        return word == "/" or (
-            word == "per" and _unit_at(self.tokens, self.place)[0] is None
-        )  # not of "per cent"
+        is_per_cent = _unit_at(self.tokens, self.place)[0] is not None
+        return word == "/" or (word == "per" and not is_per_cent)
 
     def read_unit(self) -> bool:
-        """Reads a unit and its power. A word that is none ends the measure; behind "per" it is its last unit."""
+        """
+        Reads a unit and its power.
+
+        A word that is no unit ends the measure. Behind "per" it is the last unit.
+        """
         if not self.rest:
             return False
         unit, num_tokens = _unit_at(self.tokens, self.place)
@@ -286,7 +306,9 @@ class _MeasureReader:
 
 
 def _split(text: str) -> list[str]:
-    """The words and signs of a text up to its first other mark, or the full stop of a sentence."""
+    """
+    The words and signs of a text, up to its first other character or the full stop of a sentence.
+    """
     tokens = []
     place = 0
     while match := _TOKEN.match(text, place):
@@ -303,13 +325,12 @@ def _split(text: str) -> list[str]:
 
 
 def _unit_at(tokens: list[str], place: int) -> tuple[str | Units | None, int]:
-    """The unit that stands at a place, as a compound or as its possible names, and how many tokens spell it."""
+    """The unit at a place, as a compound or as its possible names, and how many tokens spell it."""
     for num in (2, 1):
         if place + num > len(tokens):
             continue
-        spelling = " ".join(
-            [*map(_singular, tokens[place : place + num - 1]), tokens[place + num - 1]]
-        )
+        *first_words, last_word = tokens[place : place + num]
+        spelling = " ".join([*map(_singular, first_words), last_word])
         if num == 1 and spelling.casefold() == "in" and _is_preposition(tokens, place):
             return None, 0
         compound = spelling if spelling in _COMPOUNDS else spelling.casefold()
@@ -322,13 +343,14 @@ def _unit_at(tokens: list[str], place: int) -> tuple[str | Units | None, int]:
 
 
 def _is_preposition(tokens: list[str], place: int) -> bool:
-    """Whether "in" stands before a word, as in "42 in total"; before "per" and "squared" it is the inch."""
+    """
+    Whether "in" stands before a word, as in "42 in total". Before "per" and "squared" it is the
+    inch.
+    """
     following = tokens[place + 1 : place + 2]
-    return (
-        bool(following)
-        and following[0][0].isalpha()
-        and following[0] not in {"per", *_POWERS_BEHIND}
-    )
+    if not following or following[0] in {"per", *_POWERS_BEHIND}:
+        return False
+    return following[0][0].isalpha()
 
 
 def _is_time(tokens: list[str], place: int) -> bool:
@@ -338,7 +360,7 @@ def _is_time(tokens: list[str], place: int) -> bool:
 
 
 def _exponent_at(tokens: list[str], place: int) -> tuple[int, int]:
-    """The power that follows a unit, and how many tokens spell it."""
+    """The power behind a unit, and how many tokens spell it."""
     if place >= len(tokens):
         return 1, 0
     token = tokens[place]
@@ -355,7 +377,8 @@ def _parts_of(unit: str | Units) -> list[tuple[Units, int]]:
     parts = []
     for part in re.findall(r"/?[a-z]+(?:\^3|\^2)?", _COMPOUNDS[unit]):
         name, _, exponent = part.lstrip("/").partition("^")
-        parts.append((_TABLE[name], (-1 if part.startswith("/") else 1) * int(exponent or 1)))
+        sign = -1 if part.startswith("/") else 1
+        parts.append((_TABLE[name], sign * int(exponent or 1)))
     return parts
 
 
@@ -365,20 +388,21 @@ def _singular(word: str) -> str:
 
 def is_same_measure(right: Measure, stated: Measure) -> bool:
     """
-    Whether two measures agree. One that is missing agrees with any.
+    Whether two measures agree. An empty one agrees with any.
 
-    Words behind them must agree as far as the right answer has some: "3 apples" are "3 apples left", and no "3 pears".
+    The words of the right answer must come first among those that are stated: "3 apples left"
+    states "3 apples", and "3 pears" does not.
     """
     if not right or not stated:
         return True
     if len(right.powers) != len(stated.powers):
         return False
-    others = list(stated.powers)
+    stated_powers = list(stated.powers)
     for unit, power in right.powers:
-        match = next((other for other in others if other[1] == power and other[0] & unit), None)
-        if match is None:
+        matches = [pair for pair in stated_powers if pair[1] == power and pair[0] & unit]
+        if not matches:
             return False
-        others.remove(match)
+        stated_powers.remove(matches[0])
     if right.powers and not stated.words:
         return True
     return stated.words[: len(right.words)] == right.words

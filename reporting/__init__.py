@@ -1,1 +1,1 @@
-"""What a run tells: its logs, console lines and warnings, its page, the trackers that follow it."""
+"""The reports of a run: logs, console lines, warnings, the verdict, the page, and trackers."""

@@ -1,8 +1,10 @@
 """
-Evaluations of the same problems side by side: files of `evaluate.py --out`, and runs, by their newest evaluation.
+Compares evaluations of the same problems: files of `evaluate.py --out`, and the newest evaluations
+of runs.
 
-Differences from the first are paired, problem by problem: a model fused, in few bits or on a server then differs by
-what changed, and not by which problems were drawn.
+Differences from the first are paired, problem by problem. So a model that was fused, quantized or
+put on a server differs only by what changed, and not by which problems were drawn. This file leaves
+out the difference itself (difference.py).
 """
 
 from pathlib import Path
@@ -10,82 +12,131 @@ from typing import Any
 
 import numpy as np
 
-from disk.run_files import half_width, read_log
-from flags import escape_invisible, read_json
-from reporting import verdict
+from disk.run_files import read_log
+from disk.statistics import half_width
+from flags import escape_invisible
+from reporting import difference
+from text.documents import read_json
 
 HEAD = ["", "problems", "sampled", "difference", "greedy", "difference", "same greedy text"]
 Answers = dict[str, dict[str, Any]]  # the records of an evaluation by problem
 
 
 def load_answers(path: str) -> Answers:
-    """The records of a file of `evaluate.py --out`, or of a run's newest evaluation. ValueError for anything else."""
+    """
+    Loads the records of a file of `evaluate.py --out`, or of a run's newest evaluation.
+
+    Raises ValueError for anything else.
+    """
     try:
         if Path(path).is_dir():
-            found = list(read_log(Path(path) / "eval_answers.jsonl"))
-            newest = found[-1]["step"]
-            records = [one for one in found if one["step"] == newest]
+            all_records = list(read_log(Path(path) / "eval_answers.jsonl"))
+            newest = all_records[-1]["step"]
+            records = [record for record in all_records if record["step"] == newest]
         else:
             records = [read_json(line) for line in Path(path).read_bytes().splitlines()]
-        return {f"{one['problem']} {one['prompt']}": one for one in records}
+        return {f"{record['problem']} {record['prompt']}": record for record in records}
     except (OSError, ValueError, LookupError, TypeError) as error:
-        said = "holds no answers" if Path(path).exists() else "is not there"
-        raise ValueError(f"{path} {said}; give what evaluate.py --out wrote, or a run") from error
+        if not Path(path).exists():
+            raise ValueError(
+                f"{path} does not exist; give a file of evaluate.py --out, or a run"
+            ) from error
+        raise ValueError(
+            f"{path} contains no answers; give a file of evaluate.py --out, or a run"
+        ) from error
 
 
 def figure_name(answers: Answers) -> str:
-    """What the values are: right or wrong, as by a verifier, or what these rewards pay together."""
-    one = next(iter(answers.values()), {})
-    return (
-        "right answers"
-        if "reward" in one
-        else f"the score by {', '.join(sorted(one.get('rewards', ())))}"
-    )
+    """Returns what the values are: right answers by a verifier, or the sum of some rewards."""
+    record = next(iter(answers.values()), {})
+    if "reward" in record:
+        return "right answers"
+    return f"the score by {', '.join(sorted(record.get('rewards', ())))}"
 
 
-def mean_values(answers: Answers) -> list[verdict.Values]:
-    """The mean value of each problem's samples, and the value of its greedy answer; what is unreadable is left out."""
-    greedy = {
-        key: one["greedy_value"] for key, one in answers.items() if one["greedy_value"] is not None
+def greedy_values(answers: Answers) -> difference.Values:
+    """Returns the value of each problem's greedy answer, without unreadable ones."""
+    return {
+        problem: record["greedy_value"]
+        for problem, record in answers.items()
+        if record["greedy_value"] is not None
     }
-    return [verdict.mean_by_problem(answers), greedy]
 
 
 def compare_answers(paths: list[str]) -> list[list[str]]:
-    """A row for each evaluation after `HEAD`; differences are from the first. ValueError where no problem is shared."""
-    evaluations, rows = [load_answers(path) for path in paths], [HEAD]
+    """
+    Returns `HEAD` and a row for each evaluation; differences are from the first.
+
+    Raises ValueError if evaluations share no problem or have different figures.
+    """
+    evaluations = [load_answers(path) for path in paths]
     first = evaluations[0]
+    rows = [HEAD]
     for path, answers in zip(paths, evaluations, strict=True):
-        shared = first.keys() & answers.keys()
-        if not shared:
-            raise ValueError(
-                f"{path} and {paths[0]} have no problem in common; evaluate both on the same"
-            )
-        if (its := figure_name(answers)) != (figure := figure_name(first)):
-            fix = "evaluate both with the same --verifier and --reward"
-            raise ValueError(f"{path} has {its}, {paths[0]} {figure}, which do not compare; {fix}")
+        check_comparable(paths[0], first, path, answers)
+        first_means = difference.mean_by_problem(first)
+        means = difference.mean_by_problem(answers)
+        samples = min(map(difference.num_readable_samples, (first, answers)))
         row = [escape_invisible(Path(path).name), str(len(answers))]
-        samples = min(map(verdict.num_readable_samples, (first, answers)))
-        for before, after, num in zip(
-            mean_values(first), mean_values(answers), (samples, 1), strict=True
-        ):
-            values = np.array(list(after.values()))
-            half = half_width(values)
-            row.append(
-                f"{values.mean():.3f}" + (f" \u00b1 {half:.3f}" if half else "") if after else "-"
-            )
-            if answers is first or not (
-                found := verdict.paired_difference(before, after, samples=num)
-            ):
-                row.append("")
-                continue
-            half = max(
-                found.mean - found.low, found.high - found.mean
-            )  # to the farther end of its interval
-            partly = f" ({found.num} shared)" * (found.num < len(after))
-            row.append(
-                f"{found.mean:+.3f} \u00b1 {half:.3f}, {found.word.partition(' problems')[0]}{partly}"
-            )
-        same = sum(first[key]["greedy"].strip() == answers[key]["greedy"].strip() for key in shared)
-        rows.append([*row, "" if answers is first else f"{same} of {len(shared)}"])
+
+        row.append(format_mean(means))
+        row.append("" if answers is first else format_difference(first_means, means, samples))
+
+        first_greedy = greedy_values(first)
+        greedy = greedy_values(answers)
+        row.append(format_mean(greedy))
+        row.append("" if answers is first else format_difference(first_greedy, greedy, 1))
+
+        row.append("" if answers is first else count_equal_greedy(first, answers))
+        rows.append(row)
     return rows
+
+
+def check_comparable(first_path: str, first: Answers, path: str, answers: Answers) -> None:
+    if not first.keys() & answers.keys():
+        raise ValueError(
+            f"{path} and {first_path} have no problem in common; evaluate both on the same problems"
+        )
+    figure = figure_name(answers)
+    first_figure = figure_name(first)
+    if figure != first_figure:
+        raise ValueError(
+            f"{path} contains {figure} and {first_path} contains {first_figure}, which cannot be "
+            "compared; evaluate both with the same --verifier and --reward"
+        )
+
+
+def format_mean(values: difference.Values) -> str:
+    """Returns the mean with half its 95% interval, "0.475 \u00b1 0.043"; "-" without values."""
+    if not values:
+        return "-"
+    array = np.array(list(values.values()))
+    half = half_width(array)
+    text = f"{array.mean():.3f}"
+    return f"{text} \u00b1 {half:.3f}" if half else text
+
+
+def format_difference(before: difference.Values, after: difference.Values, samples: int) -> str:
+    """
+    Returns the paired difference with its reach and outcome; "" below two shared problems.
+
+    The reach is the distance to the farther end of the interval.
+    """
+    change = difference.paired_difference(before, after, samples=samples)
+    if not change:
+        return ""
+    reach = max(change.mean - change.low, change.high - change.mean)
+    outcome = change.outcome.partition(" problems")[0]
+    text = f"{change.mean:+.3f} \u00b1 {reach:.3f}, {outcome}"
+    if change.num < len(after):
+        text += f" ({change.num} shared)"
+    return text
+
+
+def count_equal_greedy(first: Answers, answers: Answers) -> str:
+    """Returns how many of the shared problems have the same greedy text, as "3 of 8"."""
+    shared = first.keys() & answers.keys()
+    num_equal = sum(
+        first[problem]["greedy"].strip() == answers[problem]["greedy"].strip() for problem in shared
+    )
+    return f"{num_equal} of {len(shared)}"

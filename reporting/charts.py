@@ -1,7 +1,11 @@
 """
-A run's curves as charts: every point, band and label placed, for templates/report.html.j2 to draw as SVG.
+A run's curves as charts: every point, band and label placed, for templates/report.html.j2 to draw
+as SVG.
 
-Coordinates are those of a chart, WIDTH by HEIGHT, and the page scales them.
+Coordinates are those of a chart, WIDTH by HEIGHT, and the page scales them. This file leaves out
+reading a run (history.py) and the rest of the page (page.py).
+
+Axes: n points of a curve.
 """
 
 import functools
@@ -11,220 +15,290 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flags import escape_invisible
 from reporting.history import History
 from reporting.seeds import SeedGroup
+from text.printable import escape_invisible
 
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 360, 170, 52, 8, 8, 20
-MOST_POINTS = 400  # of a curve; of a longer one each point is the mean of some steps
+WIDTH = 360
+HEIGHT = 170
+LEFT = 52  # margins around the plot
+RIGHT = 8
+TOP = 8
+BOTTOM = 20
+MOST_POINTS = 400  # points of a curve; in a longer one each point is the mean of some steps
+NUM_COLOURS = 8
+NUM_DASHES = 4
 PHASES = ("rollout", "reward", "judge", "ref", "teacher", "update", "other")
+REWARD_METRICS = ("reward/mean", "reward/std", "reward/zero_std_frac", "reward/none", "reward/s")
+# Charts whose curves are all metrics with this beginning.
+PREFIXES = {"Reward by component": "reward/", "Logged by rewards": "metric/"}
 
 
 class Curve(NamedTuple):
-    """Values over steps, in a band."""
+    """Values over steps, with a band."""
 
     label: str
     rows: np.ndarray  # (4, n): steps, values, lower and upper ends of the band
     setting: int
     place: int  # among the curves of its setting
-    points: bool = False  # few values, each of them marked
+    is_dotted: bool = False  # it has few values, each of them marked
 
 
-CHARTS: list[tuple[str, str, dict[str, str]]] = [  # title, what it says, curves: key -> label
-    (
+class Chart(NamedTuple):
+    title: str
+    note: str
+    keys: dict[str, str]  # metric -> label; empty if they depend on the run
+
+
+CHARTS = [
+    Chart(
         "Held-out",
-        "how good answers to problems are that it never trains on; the band is the 95% interval",
+        "quality of answers to problems that are never trained on; the band is the 95% interval",
         {},
     ),
-    (
+    Chart(
         "Loss",
-        "of --loss-type sft, nats a token: the lower, the likelier the replies",
+        "of --loss-type sft, nats a token; a lower loss means likelier replies",
         {"loss": "training"},
     ),
-    (
+    Chart(
         "Reward",
-        "what training answers earn; the band is the mean deviation within groups",
+        "the mean reward of training answers; the band is the mean deviation within groups",
         {"reward/mean": "reward"},
     ),
-    (
+    Chart(
         "Length",
-        "tokens of an answer; a jump tells that length pays",
+        "tokens of an answer; a jump means that length is rewarded",
         {"completion/mean_tokens": "tokens"},
     ),
-    (
+    Chart(
         "Groups without signal",
-        "share of prompts whose answers all earn alike",
+        "fraction of prompts whose answers all have the same reward",
         {"reward/zero_std_frac": "no signal"},
     ),
-    ("Reward by component", "each before weighting", {}),
-    ("Logged by rewards", "mean of what they give to log_metric", {}),
-    (
+    Chart("Reward by component", "each component before weighting", {}),
+    Chart("Logged by rewards", "mean of the values that rewards pass to log_metric", {}),
+    Chart(
         "Truncated",
-        "share of answers cut off at the longest length",
+        "fraction of answers cut off at the longest length",
         {"completion/truncated_frac": "truncated"},
     ),
-    ("Entropy", "nats a token: how much it still tries", {"entropy": "entropy"}),
-    (
+    Chart("Entropy", "nats a token; how much the model still tries", {"entropy": "entropy"}),
+    Chart(
         "KL to the model before training",
-        "nats a token: how far it has moved",
+        "nats a token; how far the model has moved",
         {"kl": "training", "eval/kl": "held-out", "update/kl": "one update"},
     ),
-    ("Divergence from the teacher", "nats a token", {"distill/kl": "training"}),
-    ("Clipped", "share of tokens whose ratio was cut", {"clip_frac": "clipped"}),
-    ("Gradient norm", "before it is scaled down", {"grad_norm": "norm"}),
-    (
+    Chart("Divergence from the teacher", "nats a token", {"distill/kl": "training"}),
+    Chart("Clipped", "fraction of tokens whose ratio was clipped", {"clip_frac": "clipped"}),
+    Chart("Gradient norm", "before clipping", {"grad_norm": "norm"}),
+    Chart(
         "Sampler and trainer",
         "mean difference of log-probabilities",
         {"mismatch/logprob_abs_mean": "difference"},
     ),
-    ("Unreadable", "share of the judge's scores", {"judge/unparsed_frac": "unreadable"}),
-    (
+    Chart("Unreadable", "fraction of the judge's scores", {"judge/unparsed_frac": "unreadable"}),
+    Chart(
         "Seconds",
         "of a step by phase, without its evaluation",
         {f"{phase}/s": phase for phase in PHASES},
     ),
-    ("Memory", "peak, GB", {"mem/peak_gb": "peak"}),
+    Chart("Memory", "peak, GB", {"mem/peak_gb": "peak"}),
 ]
-MAIN = [title for title, *_ in CHARTS[:5]]  # those that a beginner can read
-REWARD_METRICS = ("reward/mean", "reward/std", "reward/zero_std_frac", "reward/none", "reward/s")
+MAIN = [chart.title for chart in CHARTS[:5]]  # charts that a beginner can read
 
 
 def make_charts(settings: list[SeedGroup]) -> list[dict[str, Any]]:
-    """Every chart that has a value to show, laid out."""
-    charts, has_seeds = [], any(len(runs) > 1 for _, runs in settings)
-    for title, note, keys in CHARTS:
-        found = [
-            curve
-            for number, one in enumerate(settings)
-            for curve in make_seed_curves(one, number, title, keys)
-        ]
-        curves = [curve for curve in found if title in MAIN or curve.rows[3].any()]
-        note += "; mean over seeds, from the lowest to the highest" if has_seeds else ""
-        charts += [lay_out(settings, title, note, curves)] if curves else []
+    """Lays out every chart that has a value to show."""
+    has_seeds = any(len(setting.runs) > 1 for setting in settings)
+    charts = []
+    for chart in CHARTS:
+        curves = []
+        for number, setting in enumerate(settings):
+            for curve in make_seed_curves(setting, number, chart):
+                if chart.title in MAIN or curve.rows[3].any():
+                    curves.append(curve)
+        note = chart.note
+        if has_seeds:
+            note += "; mean over seeds, from the lowest to the highest"
+        if curves:
+            charts.append(lay_out(settings, chart.title, note, curves))
     return charts
 
 
-def make_seed_curves(
-    setting: SeedGroup, number: int, title: str, keys: dict[str, str]
-) -> Iterator[Curve]:
-    """A setting's curves in one chart: of several seeds the means where all have a step, from lowest to highest."""
+def make_seed_curves(setting: SeedGroup, number: int, chart: Chart) -> Iterator[Curve]:
+    """
+    Yields a setting's curves in one chart.
+
+    With several seeds it is their mean where all have a step, from the lowest to the highest.
+    """
     by_label: dict[str, list[Curve]] = {}
     for run in setting.runs:
-        for curve in make_run_curves(run, number, title, keys):
+        for curve in make_run_curves(run, number, chart):
             by_label.setdefault(curve.label, []).append(curve)
     for curves in by_label.values():
-        steps = functools.reduce(np.intersect1d, (curve.rows[0] for curve in curves))
-        values = np.array([curve.rows[1, np.isin(curve.rows[0], steps)] for curve in curves])
         if len(curves) == 1:
             yield curves[0]
-        elif len(steps):
-            yield curves[0]._replace(
-                rows=np.stack([steps, values.mean(0), values.min(0), values.max(0)])
-            )
+            continue
+        steps = functools.reduce(np.intersect1d, (curve.rows[0] for curve in curves))
+        if len(steps):
+            values = np.array([curve.rows[1, np.isin(curve.rows[0], steps)] for curve in curves])
+            rows = np.stack([steps, values.mean(0), values.min(0), values.max(0)])
+            yield curves[0]._replace(rows=rows)
 
 
-def make_run_curves(run: History, number: int, title: str, keys: dict[str, str]) -> Iterator[Curve]:
-    """The curves of one run in one chart that have values."""
-    bands, ends = {"reward/mean": "reward/std"}, (-math.inf, math.inf)
-    if (
-        title == "Loss" and run.settings.get("loss_type") != "sft"
-    ):  # GRPO's says nothing about progress
+def make_run_curves(run: History, number: int, chart: Chart) -> Iterator[Curve]:
+    """Yields the curves of one run in one chart that have values. number: of the setting."""
+    # the loss of GRPO says nothing about progress
+    if chart.title == "Loss" and run.settings.get("loss_type") != "sft":
         return
-    if title == "Held-out":
-        keys = {f"eval/{name}": name for name in (run.figure, "greedy", "witness")}
-        bands = {key: f"{key}_ci95" for key in keys}
-        ends = (
-            (0.0, 1.0) if run.figure == "accuracy" else ends
-        )  # the interval of a share is within 0 and 1
-    if beginning := {"Reward by component": "reward/", "Logged by rewards": "metric/"}.get(title):
-        names = dict.fromkeys(
-            key for step in run.steps for key in step if key.startswith(beginning)
-        )
-        weights = run.settings.get("reward_weights") or {}
-        keys = {key: key.removeprefix(beginning) for key in names if key not in REWARD_METRICS}
-        keys = {
-            key: escape_invisible(f"{name}, weight 0" if weights.get(name) == 0 else name)
-            for key, name in keys.items()
-        }
-    for place, (key, label) in enumerate(keys.items()):
+    limits = (-math.inf, math.inf)
+    # the interval of an accuracy is within 0 and 1
+    if chart.title == "Held-out" and run.figure == "accuracy":
+        limits = (0.0, 1.0)
+    for place, (key, label) in enumerate(chart_labels(run, chart).items()):
         is_evaluation = key.startswith("eval/")
-        records = [
-            one for one in (run.evals if is_evaluation else run.steps) if one.get(key) is not None
-        ]
-        if records:
-            columns = [
-                (one["step"], one[key], one.get(bands.get(key, "")) or 0.0) for one in records
-            ]
-            steps, values, reach = np.array(columns, float).T
-            rows = np.stack(
-                [steps, values, np.clip(values - reach, *ends), np.clip(values + reach, *ends)]
-            )
-            size = -(-len(steps) // MOST_POINTS)
-            rows = np.stack(
-                [rows[:, begin : begin + size].mean(1) for begin in range(0, len(steps), size)], 1
-            )
+        if is_evaluation:
+            band = f"{key}_ci95" if chart.title == "Held-out" else ""
+        else:
+            band = "reward/std" if key == "reward/mean" else ""
+        columns = []
+        for record in run.evals if is_evaluation else run.steps:
+            if record.get(key) is not None:
+                columns.append((record["step"], record[key], record.get(band) or 0.0))
+        if columns:
+            rows = make_band(np.array(columns, float), limits)
             yield Curve(label, rows, number, place, is_evaluation)
+
+
+def chart_labels(run: History, chart: Chart) -> dict[str, str]:
+    """Returns the metrics of a run in a chart, each with its label."""
+    if chart.title == "Held-out":
+        return {f"eval/{name}": name for name in (run.figure, "greedy", "witness")}
+    if chart.title not in PREFIXES:
+        return chart.keys
+
+    prefix = PREFIXES[chart.title]
+    weights = run.settings.get("reward_weights") or {}
+    labels = {}
+    for key in dict.fromkeys(key for step in run.steps for key in step):
+        if key.startswith(prefix) and key not in REWARD_METRICS:
+            name = key.removeprefix(prefix)
+            label = f"{name}, weight 0" if weights.get(name) == 0 else name
+            labels[key] = escape_invisible(label)
+    return labels
+
+
+def make_band(columns: np.ndarray, limits: tuple[float, float]) -> np.ndarray:
+    """
+    Returns the rows of a curve, thinned to MOST_POINTS.
+
+    columns (n, 3): steps, values, half widths of the band. limits: of the band's ends.
+    """
+    steps, values, reach = columns.T
+    low = np.clip(values - reach, *limits)
+    high = np.clip(values + reach, *limits)
+    rows = np.stack([steps, values, low, high])
+    size = math.ceil(len(steps) / MOST_POINTS)
+    means = [rows[:, start : start + size].mean(1) for start in range(0, len(steps), size)]
+    return np.stack(means, 1)
+
+
+class Scale(NamedTuple):
+    """Turns steps and values into coordinates of the chart."""
+
+    last_step: float
+    ticks: list[float]
+
+    def x(self, step: float) -> str:
+        x = LEFT + step / self.last_step * (WIDTH - LEFT - RIGHT)
+        return f"{x:.1f}"
+
+    def y(self, value: float) -> str:
+        lowest = self.ticks[0]
+        highest = self.ticks[-1]
+        y = TOP + (highest - value) / (highest - lowest) * (HEIGHT - TOP - BOTTOM)
+        return f"{y:.1f}"
+
+    def points(self, steps: np.ndarray, values: np.ndarray) -> list[str]:
+        return [
+            f"{self.x(step)},{self.y(value)}" for step, value in zip(steps, values, strict=True)
+        ]
 
 
 def lay_out(
     settings: list[SeedGroup], title: str, note: str, curves: list[Curve]
 ) -> dict[str, Any]:
-    """A chart as the template draws it."""
-    most = max(curve.rows[0, -1] for curve in curves) or 1.0
-    ticks = nice_ticks(
-        min(curve.rows[2].min() for curve in curves), max(curve.rows[3].max() for curve in curves)
-    )
-    alone, series = len(settings) == 1, []
+    """Returns a chart as the template draws it."""
+    last_step = max(curve.rows[0, -1] for curve in curves) or 1.0
+    lowest = min(curve.rows[2].min() for curve in curves)
+    highest = max(curve.rows[3].max() for curve in curves)
+    ticks = nice_ticks(lowest, highest)
+    scale = Scale(last_step, ticks)
 
-    def x_of(x: float) -> str:
-        return f"{LEFT + x / most * (WIDTH - LEFT - RIGHT):.1f}"
-
-    def y_of(y: float) -> str:
-        return f"{TOP + (ticks[-1] - y) / (ticks[-1] - ticks[0]) * (HEIGHT - TOP - BOTTOM):.1f}"
-
-    for curve in curves:
-        steps, values, under, over = curve.rows
-        reach = len(steps) // 20
-        smoothed = [
-            values[max(0, i - reach) : i + reach + 1].mean() for i in range(len(steps))
-        ]  # over a tenth of it
-        raw, smooth, low, high = (
-            [f"{x_of(x)},{y_of(y)}" for x, y in zip(steps, ys, strict=True)]
-            for ys in (values, smoothed, under, over)
-        )
-        series.append(
-            {
-                "label": curve.label
-                if alone
-                else f"{escape_invisible(settings[curve.setting].name)}: {curve.label}",
-                "colour": (curve.place if alone else curve.setting) % 8,
-                "dash": 0 if alone else curve.place % 4,
-                "raw": " ".join(raw),
-                "smooth": " ".join(smooth),
-                "area": " ".join(high + low[::-1]) if (over > under).any() else "",
-                "dots": [tuple(point.split(",")) for point in raw] if curve.points else [],
-                "x": steps.tolist(),
-                "y": [float(f"{value:.4g}") for value in values],
-            }
-        )
-    marks = [mark for mark in settings[0].runs[0].warnings if mark["step"] <= most]
+    marks = []
+    for warning in settings[0].runs[0].warnings:
+        if warning["step"] <= last_step:
+            marks.append(warning | {"x": scale.x(warning["step"])})
+    x_ticks = [step for step in nice_ticks(0.0, last_step) if step <= last_step]
     return {
         "title": title,
         "note": note,
-        "series": series,
-        "marks": [mark | {"x": x_of(mark["step"])} for mark in marks],
-        "x_ticks": [(x_of(x), f"{x:g}") for x in nice_ticks(0.0, most) if x <= most],
-        "y_ticks": [(y_of(tick), f"{tick:g}") for tick in ticks],
-        "most": most,
+        "series": [draw_curve(curve, settings, scale) for curve in curves],
+        "marks": marks,
+        "x_ticks": [(scale.x(step), f"{step:g}") for step in x_ticks],
+        "y_ticks": [(scale.y(tick), f"{tick:g}") for tick in ticks],
+        "most": last_step,
+    }
+
+
+def draw_curve(curve: Curve, settings: list[SeedGroup], scale: Scale) -> dict[str, Any]:
+    """Returns a curve's lines, band and dots in coordinates."""
+    steps, values, low, high = curve.rows
+    # mean over a tenth of the curve
+    reach = len(steps) // 20
+    means = []
+    for index in range(len(steps)):
+        window = values[max(0, index - reach) : index + reach + 1]
+        means.append(window.mean())
+    smoothed = np.array(means)
+    raw_points = scale.points(steps, values)
+    area = ""
+    if (high > low).any():
+        upper_edge = scale.points(steps, high)
+        lower_edge = scale.points(steps, low)
+        area = " ".join(upper_edge + lower_edge[::-1])
+    dots = []
+    if curve.is_dotted:
+        dots = [tuple(point.split(",")) for point in raw_points]
+
+    # colours tell curves apart, or settings if there are several
+    is_alone = len(settings) == 1
+    label = curve.label
+    if not is_alone:
+        label = f"{escape_invisible(settings[curve.setting].name)}: {label}"
+    return {
+        "label": label,
+        "colour": (curve.place if is_alone else curve.setting) % NUM_COLOURS,
+        "dash": 0 if is_alone else curve.place % NUM_DASHES,
+        "raw": " ".join(raw_points),
+        "smooth": " ".join(scale.points(steps, smoothed)),
+        "area": area,
+        "dots": dots,
+        "x": steps.tolist(),
+        "y": [float(f"{value:.4g}") for value in values],
     }
 
 
 def nice_ticks(low: float, high: float) -> list[float]:
-    """Three to six round numbers that enclose both."""
-    span = (
-        max(high - low, max(abs(low), abs(high)) / 1000) or 1.0
-    )  # less is rounding, and would be one tick
+    """Returns three to six round numbers that enclose both."""
+    # a smaller span is rounding, and would give one tick
+    least_span = max(abs(low), abs(high)) / 1000
+    span = max(high - low, least_span) or 1.0
     size = 10.0 ** math.floor(math.log10(span / 3))
-    step = next(size * factor for factor in (1, 2, 2.5, 5, 10) if span / (size * factor) <= 4)
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [float(f"{index * step:.6g}") for index in range(first, max(last, first + 1) + 1)]
+    distances = [size * factor for factor in (1, 2, 2.5, 5, 10)]
+    distance = next(candidate for candidate in distances if span / candidate <= 4)
+    first = math.floor(low / distance + 1e-9)
+    last = math.ceil(high / distance - 1e-9)
+    indices = range(first, max(last, first + 1) + 1)
+    return [float(f"{index * distance:.6g}") for index in indices]

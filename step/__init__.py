@@ -1,1 +1,1 @@
-"""A step: its groups, which rows go through the model together, and what the policy's loss sees of them."""
+"""The samples of a step: generation, scoring, advantages, batches, loss, teacher."""

@@ -16,9 +16,10 @@ import gwen
 import sampler
 from disk import ends
 from machine import memory, world
-from problems.episodes import Episodes, Toolbox
+from problems.episodes import Episodes
 from problems.examples import prompt_text
 from problems.statements import opened_thought
+from problems.toolbox import Toolbox
 from step.sample import EMPTY, Sample
 
 PROMPT_END = 64  # tokens at a prompt's end in which a thought that it opens is searched
@@ -73,7 +74,7 @@ def generate_completions(
                 key=key,
                 rows=local_rows,
                 batch_size=batch_size,
-                talk=episodes,
+                episodes=episodes,
             )
         except sampler.NotFinite as error:
             text = prompt_text(local_samples[error.row].example["prompt"])

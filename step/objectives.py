@@ -4,7 +4,9 @@ A user's own loss and advantage, tried on a few tokens before a model is loaded.
     --loss-type FILE.py:function    (Tokens, Objective) -> Loss, in place of a row of grpo.LOSSES
     --advantage FILE.py:function    rewards (B, G) float64 -> advantages (B, G)
 
-Left out: the losses and advantages that are ours (grpo.py).
+This file leaves out our own losses and advantages (grpo.py).
+
+Axes: B groups, G samples of a group.
 """
 
 import functools
@@ -23,112 +25,163 @@ from step.loss import SUMS, make_objective
 
 
 class CustomObjective(NamedTuple):
-    """What a user put in place of ours; None is ours."""
+    """A user's functions in place of ours; None: ours is used."""
 
     loss: grpo.LossFunction | None = None
     advantage: Advantage | None = None
 
 
 def load_custom_objective(config: Config) -> CustomObjective:
-    """What the settings name. Raises ValueError, naming file and line, for what is missing, fails or trains nothing."""
-    settings, advantage = config.objective, None
-    loss = _load_loss(settings.loss_type, config) if is_user_function(settings.loss_type) else None
+    """
+    Loads and tries the functions that the settings name.
+
+    Raises ValueError, with file and line, if one is missing, fails or trains nothing.
+    """
+    settings = config.objective
+    loss = None
+    if is_user_function(settings.loss_type):
+        loss = _load_loss(settings.loss_type, config)
+    advantage = None
     if is_user_function(settings.advantage):
-        _, fn = load_function("--advantage", settings.advantage)
-        advantage = functools.partial(compute_custom_advantages, settings.advantage, fn)
+        _, function = load_function("--advantage", settings.advantage)
+        advantage = functools.partial(compute_custom_advantages, settings.advantage, function)
         advantage(np.array([[0.0, 1.0, 1.0], [0.5, 0.5, 0.5]]))
     return CustomObjective(loss, advantage)
 
 
+# ---- a user's loss
+
+
 def _load_loss(spec: str, config: Config) -> grpo.LossFunction:
-    _, fn = load_function("--loss-type", spec)
-    what, mask = f"--loss-type {spec}{place_of(fn)}", mx.array([[1.0, 1, 1], [1, 1, 0]])
-    logprobs = mx.array([[-0.5, -1.5, -1.0], [-2.0, -0.1, 7.0]])  # the last is padding
-    tokens = grpo.Tokens(
+    """Loads a user's loss, and tries it on two rows of tokens."""
+    _, function = load_function("--loss-type", spec)
+    label = f"--loss-type {spec}{place_of(function)}"
+    objective = make_objective(config)
+    tokens = _make_trial_tokens(has_reference=bool(config.objective.beta))
+
+    loss = _try_out(label, function, lambda: function(tokens, objective))
+    _check_loss_form(label, loss)
+
+    def loss_value(logprobs: mx.array, advantages: mx.array) -> mx.array:
+        changed = tokens._replace(logprobs=logprobs, advantages=advantages)
+        return function(changed, objective).value
+
+    gradient_of_loss = mx.grad(loss_value)
+    gradient = _try_out(
+        label, function, lambda: gradient_of_loss(tokens.logprobs, tokens.advantages)
+    )
+    _check_gradient(label, loss, gradient, tokens.mask)
+
+    opposite = gradient_of_loss(tokens.logprobs, -tokens.advantages)
+    uses_advantages = not mx.array_equal(gradient, opposite).item()
+    raises_loss = (gradient * tokens.advantages).sum().item() > 0
+    if raises_loss and uses_advantages:
+        raise ValueError(f"{label} falls as better answers become less likely; turn its sign")
+
+    value = loss.value.item()
+    row_values = [function(_take_row(tokens, row), objective).value.item() for row in range(2)]
+    total = sum(row_values)
+    if abs(value - total) > 1e-4 * max(abs(value), 1):
+        raise ValueError(
+            f"{label} gave {value:.4g} for two rows and {total:.4g} for one and one; divide by "
+            "tokens.num_items or tokens.num_rows and not by what a micro-batch has"
+        )
+    return function
+
+
+def _make_trial_tokens(has_reference: bool) -> grpo.Tokens:
+    """Two rows of three tokens. The last token of the second row is padding."""
+    logprobs = mx.array([[-0.5, -1.5, -1.0], [-2.0, -0.1, 7.0]])
+    return grpo.Tokens(
         logprobs,
         old_logprobs=logprobs + 0.1,
         advantages=mx.array([[1.0], [-0.5]]),
-        mask=mask,
-        ref_logprobs=logprobs - 0.2 if config.objective.beta else None,
+        mask=mx.array([[1.0, 1, 1], [1, 1, 0]]),
+        ref_logprobs=logprobs - 0.2 if has_reference else None,
         entropies=-logprobs,
         sampled_logprobs=logprobs + 0.05,
         num_items=5,
         num_rows=2,
     )
-    loss = _try_out(what, fn, lambda: fn(tokens, make_objective(config)))
-    is_loss = isinstance(loss, grpo.Loss) and isinstance(loss.sums, dict)
-    values = [loss.value, *loss.sums.values()] if is_loss else [None]
-    if (
-        not all(isinstance(one, mx.array) and one.shape == () for one in values)
-        or loss.value.dtype != mx.float32
-    ):
-        fix = "return grpo.Loss(value, sums), a float32 array of no axes and a dictionary of arrays of no axes"
-        raise ValueError(f"{what} gave {shorten_value(loss)}; {fix}")
-    if others := set(loss.sums) - set(SUMS):
-        raise ValueError(
-            f"{what} gave the sums {', '.join(sorted(map(str, others)))}; a loss has {' and '.join(SUMS)}"
-        )
-
-    def loss_of(**changes: Any) -> mx.array:
-        return fn(tokens._replace(**changes), make_objective(config)).value
-
-    slope = _try_out(
-        what, fn, lambda: mx.grad(lambda logprobs: loss_of(logprobs=logprobs))(logprobs)
-    )
-    found = loss.value.item(), slope.tolist()
-    if not (mx.isfinite(loss.value) & mx.isfinite(slope).all()).item():
-        raise ValueError(
-            f"{what} gave the loss {found[0]} with the gradient {found[1]}; both must be finite"
-        )
-    if (slope * (1 - mask) != 0).any().item():
-        raise ValueError(
-            f"{what} has a gradient where tokens.mask is 0, which is padding; multiply by the mask"
-        )
-    if not (slope != 0).any().item():
-        raise ValueError(
-            f"{what} has no gradient with respect to tokens.logprobs, so it trains nothing"
-        )
-    turned = mx.grad(lambda logprobs: loss_of(logprobs=logprobs, advantages=-tokens.advantages))(
-        logprobs
-    )
-    if (slope * tokens.advantages).sum().item() > 0 and not mx.array_equal(slope, turned).item():
-        raise ValueError(f"{what} falls as better answers become less likely; turn its sign")
-    arrays: Any = {
-        name: value for name, value in tokens._asdict().items() if isinstance(value, mx.array)
-    }
-    rows = (
-        tokens._replace(**{name: value[row : row + 1] for name, value in arrays.items()})
-        for row in range(2)
-    )
-    whole, added = found[0], sum(fn(row, make_objective(config)).value.item() for row in rows)
-    if abs(whole - added) > 1e-4 * max(abs(whole), 1):
-        fix = "divide by tokens.num_items or tokens.num_rows and not by what a micro-batch has"
-        raise ValueError(
-            f"{what} gave {whole:.4g} for two rows and {added:.4g} for one and one; {fix}"
-        )
-    return fn
 
 
-def _try_out(what: str, fn: Callable[..., Any], compute: Callable[[], Any]) -> Any:
+def _take_row(tokens: grpo.Tokens, row: int) -> grpo.Tokens:
+    """One row of the tokens, (1, T). Counts of the whole step stay."""
+    fields = []
+    for value in tokens:
+        if isinstance(value, mx.array):
+            value = value[row : row + 1]
+        fields.append(value)
+    return grpo.Tokens._make(fields)
+
+
+def _check_loss_form(label: str, loss: Any) -> None:
+    """Raises ValueError if a function did not return a loss of scalars with sums that we know."""
+    has_form = isinstance(loss, grpo.Loss) and isinstance(loss.sums, dict)
+    if has_form:
+        values = [loss.value, *loss.sums.values()]
+        are_scalars = all(isinstance(value, mx.array) and value.shape == () for value in values)
+        has_form = are_scalars and loss.value.dtype == mx.float32
+    if not has_form:
+        raise ValueError(
+            f"{label} gave {shorten_value(loss)}; return grpo.Loss(value, sums), a float32 array "
+            "of no axes and a dictionary of arrays of no axes"
+        )
+    unknown_sums = set(loss.sums) - set(SUMS)
+    if unknown_sums:
+        names = ", ".join(sorted(map(str, unknown_sums)))
+        raise ValueError(f"{label} gave the sums {names}; a loss has {' and '.join(SUMS)}")
+
+
+def _check_gradient(label: str, loss: grpo.Loss, gradient: mx.array, mask: mx.array) -> None:
+    """Raises ValueError if a gradient is not finite, touches padding, or is 0 everywhere."""
+    is_finite = mx.isfinite(loss.value) & mx.isfinite(gradient).all()
+    if not is_finite.item():
+        raise ValueError(
+            f"{label} gave the loss {loss.value.item()} with the gradient {gradient.tolist()}; "
+            "both must be finite"
+        )
+    if (gradient * (1 - mask) != 0).any().item():
+        raise ValueError(
+            f"{label} has a gradient where tokens.mask is 0, which is padding; multiply by the mask"
+        )
+    if not (gradient != 0).any().item():
+        raise ValueError(
+            f"{label} has no gradient with respect to tokens.logprobs, so it trains nothing"
+        )
+
+
+def _try_out(label: str, function: Callable[..., Any], compute: Callable[[], Any]) -> Any:
+    """The result of `compute`. Raises ValueError, with file and line, for the function's error."""
     try:
         return compute()
     except (Exception, SystemExit) as error:
-        raise ValueError(f"{what} {describe_raised(error, fn)}") from error
+        raise ValueError(f"{label} {describe_raised(error, function)}") from error
+
+
+# ---- a user's advantage
 
 
 def compute_custom_advantages(
-    spec: str, fn: Callable[[np.ndarray], Any], rewards: np.ndarray
+    spec: str, function: Callable[[np.ndarray], Any], rewards: np.ndarray
 ) -> np.ndarray:
-    """`fn` of rewards, (B, G) float64, nan where a group has fewer: so many float32, 0 there. ValueError for others."""
-    what = f"--advantage {spec}{place_of(fn)}"
-    found = _try_out(what, fn, lambda: np.array(fn(rewards.copy()), np.float32))
-    if found.shape != rewards.shape:
+    """
+    The user's advantages of rewards, (B, G) float64 -> (B, G) float32.
+
+    Rewards are nan where a group has fewer samples; advantages are 0 there. Raises ValueError if
+    the function fails, or returns another shape or a value that is not finite.
+    """
+    label = f"--advantage {spec}{place_of(function)}"
+    advantages = _try_out(label, function, lambda: np.array(function(rewards.copy()), np.float32))
+    if advantages.shape != rewards.shape:
         raise ValueError(
-            f"{what} gave the shape {found.shape} for rewards of shape {rewards.shape}; give the same"
+            f"{label} gave the shape {advantages.shape} for rewards of shape {rewards.shape}; "
+            "return one advantage for each reward"
         )
-    found[np.isnan(rewards)] = 0
-    if not np.isfinite(found).all():
+    advantages[np.isnan(rewards)] = 0
+    if not np.isfinite(advantages).all():
         raise ValueError(
-            f"{what} gave {shorten_value(found.tolist())} for the rewards {shorten_value(rewards.tolist())}; be finite"
+            f"{label} gave {shorten_value(advantages.tolist())} for the rewards "
+            f"{shorten_value(rewards.tolist())}; all advantages must be finite"
         )
-    return found
+    return advantages

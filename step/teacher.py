@@ -1,11 +1,13 @@
 """
 On-policy distillation: a teacher scores each token of the student's own completions.
 
-The loss is the divergence of the two distributions at each token (layers/divergence.py). The teacher is another model
-of the same tokenizer, or with `self` the model before training; a prompt that only the teacher sees may stand in front
-of what the student sees. Left out: sampling, rewards, the optimizer.
+The loss is the divergence of the two distributions at each token (layers/divergence.py). The
+teacher is another model with the same tokenizer, or with `self` the model before training. A prompt
+that only the teacher sees may precede what the student sees. This file leaves out sampling, rewards
+and the optimizer.
 
-Axes: M rows of a batch, T own tokens, V vocabulary, C hidden of the student, D hidden of the teacher.
+Axes: M rows of a batch, T tokens of a row that the policy wrote, V vocabulary, C hidden width of
+the student, D hidden width of the teacher.
 """
 
 import re
@@ -17,17 +19,17 @@ import mlx.core as mx
 import gwen
 import lora
 from config import Config
-from flags import read_text
+from disk import model_choice
 from layers import divergence
 from problems import chat_template
 from problems.examples import Example, shorten_value
-from step.batch import Batch, make_batches
-from step.batch import completion_hidden_states as batch_hidden
+from step.batch import Batch, completion_hidden_states, make_batches
 from step.sample import Sample
+from text.documents import read_text
 
 
 class Teacher:
-    """The model that teaches, and the prompt that it alone sees."""
+    """The model that teaches, and the prompt that only it sees."""
 
     def __init__(
         self,
@@ -38,121 +40,164 @@ class Teacher:
         token_budget: int,
     ):
         """
-        base: the model before training, where `student` without its adapters is not that. token_budget: positions of a
-        batch.
+        Loads the teacher and its prompt.
 
-        Raises ValueError where the teacher cannot be loaded, has another tokenizer, or has no rows for the student's
-        ids, and where the file of its prompt cannot be read.
+        base: the model before training, if disabling the student's adapters does not restore it.
+        token_budget: positions of a batch.
+
+        Raises ValueError if the teacher does not load, has another tokenizer, or lacks some of the
+        student's ids, or if its prompt cannot be read or is empty.
         """
-        self.config, self.tokenizer, self.token_budget = config, tokenizer, token_budget
-        self.num_ids = len(student.head_weight)  # a larger model may have more, of no token
-        self.text: str | None = None
-        if path := config.objective.teacher_prompt:
-            self.text = read_text(path, f"--teacher-prompt {path}", 1).strip()
-            if not self.text:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.token_budget = token_budget
+        self.num_ids = len(student.head_weight)  # a larger model may have more rows without tokens
+        self.extra_prompt: str | None = None
+        path = config.objective.teacher_prompt
+        if path:
+            self.extra_prompt = read_text(path, f"--teacher-prompt {path}", 1).strip()
+            if not self.extra_prompt:
                 raise ValueError(
-                    f"--teacher-prompt {path} is empty; write what the teacher shall know"
+                    f"--teacher-prompt {path} is empty; write into it what the teacher shall know"
                 )
+
         name = config.objective.teacher
         if name == "self":
-            self.model, self.shape = base or student, student.config
+            self.model = base or student
+            self.model_config = student.config
             return
-        with gwen.blame_flag("--teacher"):
-            self.model, its_own = gwen.load(name, frozen=True)
-        self.shape = self.model.config
-        refuse_other_tokenizer(name, tokenizer, its_own)
-        if self.shape.vocab_size < self.num_ids:
-            said = f"--teacher {name} scores {self.shape.vocab_size} ids, {config.model.name} has {self.num_ids}"
-            raise ValueError(f"{said}; take a teacher that scores all of them")
+        with model_choice.blame_flag("--teacher"):
+            self.model, teacher_tokenizer = gwen.load(name, frozen=True)
+        self.model_config = self.model.config
+        refuse_other_tokenizer(name, tokenizer, teacher_tokenizer)
+        if self.model_config.vocab_size < self.num_ids:
+            raise ValueError(
+                f"--teacher {name} scores {self.model_config.vocab_size} ids, but "
+                f"{config.model.name} has {self.num_ids}; take a teacher that scores all of them"
+            )
 
     def render_prompts(self, examples: Iterable[Example]) -> list[list[int]]:
-        """The ids of each prompt as the teacher sees it. Raises ValueError where its completion would not fit."""
-        seen = (
-            examples
-            if self.text is None
-            else (prepend_text(self.text, example) for example in examples)
+        """
+        The ids of each prompt as the teacher sees it.
+
+        Raises ValueError if a prompt leaves no room for its completion.
+        """
+        if self.extra_prompt is not None:
+            examples = [prepend_text(self.extra_prompt, example) for example in examples]
+        return chat_template.encode_prompts(
+            self.tokenizer,
+            examples,
+            max_tokens=self.config.sampling.max_tokens,
+            context=self.model_config.max_position_embeddings,
+            thinking=self.config.sampling.thinking,
+            kind="the teacher's prompt",
         )
-        sampling, context = self.config.sampling, self.shape.max_position_embeddings
-        how: Any = {
-            "max_tokens": sampling.max_tokens,
-            "thinking": sampling.thinking,
-            "kind": "the teacher's prompt",
-        }
-        return chat_template.encode_prompts(self.tokenizer, seen, context=context, **how)
 
     def check_prompts(self, examples: list[Example], student_ids: list[list[int]]) -> None:
-        """Raises ValueError where a prompt does not fit, or where the chat template drops the teacher's text."""
-        room, longest = (
-            self.shape.max_position_embeddings,
-            max(map(len, student_ids)) + self.config.sampling.max_tokens,
-        )
-        settings, name = self.config.objective, self.config.model.name
-        if longest > room:
-            said = f"--teacher {settings.teacher} reads {room} tokens, a prompt and its completion have {longest}"
-            raise ValueError(f"{said}; shorten the prompt or lower --max-tokens")
-        if self.text is not None and self.render_prompts(examples) == student_ids:
-            said = f"--teacher-prompt {settings.teacher_prompt}: the chat template of {name} leaves system messages out"
-            raise ValueError(f"{said}, so teacher and student see the same; take another model")
+        """Raises ValueError if a prompt is too long, or if the template drops the extra prompt."""
+        settings = self.config.objective
+        context = self.model_config.max_position_embeddings
+        longest = max(map(len, student_ids)) + self.config.sampling.max_tokens
+        if longest > context:
+            raise ValueError(
+                f"--teacher {settings.teacher} reads {context} tokens, but a prompt and its "
+                f"completion have {longest}; shorten the prompt or lower --max-tokens"
+            )
+        if self.extra_prompt is not None and self.render_prompts(examples) == student_ids:
+            raise ValueError(
+                f"--teacher-prompt {settings.teacher_prompt}: the chat template of "
+                f"{self.config.model.name} leaves system messages out, so teacher and student see "
+                "the same prompt; take another model"
+            )
 
     def add_lessons(self, samples: list[Sample], batches: list[Batch]) -> list[Batch]:
-        """The batches with its hidden states of their tokens, and its head for the student's ids."""
-        head_weight, taught = self.model.head_weight[: self.num_ids], list[Batch]()
+        """Adds the teacher's hidden states of the tokens, and its head for the student's ids."""
+        head_weight = self.model.head_weight[: self.num_ids]
+        completed: list[Batch] = []
         with lora.with_initial_weights(self.model):
             for batch in batches:
                 if batch.is_local:
-                    states = (
-                        batch_hidden(self.model, batch)
-                        if self.text is None
-                        else self._prompted_hidden_states(samples, batch)
-                    )
+                    if self.extra_prompt is None:
+                        states = completion_hidden_states(self.model, batch)
+                    else:
+                        states = self._hidden_states_with_extra_prompt(samples, batch)
                     mx.eval(states)  # wait: the next batch may use this one's memory
                     batch = batch._replace(lesson=divergence.Lesson(states, head_weight))
-                taught.append(batch)
-        return taught
+                completed.append(batch)
+        return completed
 
-    def _prompted_hidden_states(self, samples: list[Sample], batch: Batch) -> mx.array:
-        """The hidden states of a batch, (M, T, D), where the teacher sees another prompt: in batches of its own."""
-        its = [samples[row] for row in batch.rows]
-        groups = {sample.group: sample.example for sample in its}
-        prompts = dict(zip(groups, self.render_prompts(groups.values()), strict=True))
-        found = mx.zeros((*batch.mask.shape, self.shape.hidden_size), self.model.head_weight.dtype)
-        for part in make_batches(
-            [sample._replace(prompt=prompts[sample.group]) for sample in its], self.token_budget
-        ):
-            states = batch_hidden(self.model, part)
-            found[mx.array(part.rows), : states.shape[1]] = states
-            mx.eval(found)  # wait, as above
-        return found
+    def _hidden_states_with_extra_prompt(self, samples: list[Sample], batch: Batch) -> mx.array:
+        """
+        The teacher's hidden states of a batch, (M, T, D), if the teacher sees a longer prompt.
 
+        These prompts need batches of their own.
+        """
+        rows = [samples[row] for row in batch.rows]
+        examples = {sample.group: sample.example for sample in rows}
+        prompts = self.render_prompts(examples.values())
+        group_prompts = dict(zip(examples, prompts, strict=True))
+        teacher_rows = [sample._replace(prompt=group_prompts[sample.group]) for sample in rows]
 
-def refuse_other_tokenizer(name: str, ours: Any, theirs: Any) -> None:
-    """Raises ValueError naming the first id that means something else to the teacher called `name`."""
-    tables = [
-        {id_: token for token, id_ in tokenizer.get_vocab().items()} for tokenizer in (ours, theirs)
-    ]
-    for id_ in sorted(tables[0].keys() | tables[1].keys()):
-        our_token, their_token = (table.get(id_) for table in tables)
-        if our_token != their_token:
-            said = f"id {id_} is {shorten_value(their_token)} there and {shorten_value(our_token)} in the student's tokenizer"
-            raise ValueError(f"--teacher {name}: {said}; take a teacher with the same tokenizer")
-    special = [sorted(set(tokenizer.all_special_ids)) for tokenizer in (ours, theirs)]
-    if special[0] != special[1]:
-        said = f"its special tokens are {special[1]}, the student's {special[0]}"
-        raise ValueError(f"--teacher {name}: {said}; take a teacher with the same tokenizer")
+        shape = (*batch.mask.shape, self.model_config.hidden_size)
+        all_states = mx.zeros(shape, self.model.head_weight.dtype)
+        for part in make_batches(teacher_rows, self.token_budget):
+            states = completion_hidden_states(self.model, part)
+            all_states[mx.array(part.rows), : states.shape[1]] = states
+            mx.eval(all_states)  # wait, as above
+        return all_states
 
 
-def _shown(value: Any) -> str:
-    """A column's value as a text; of several right answers all."""
-    return " or ".join(map(str, value)) if isinstance(value, list) else str(value)
+def refuse_other_tokenizer(name: str, student: Any, teacher: Any) -> None:
+    """
+    Raises ValueError if the tokenizers differ. It names the first id with another token.
+
+    name: of the teacher.
+    """
+    student_tokens = {id_: token for token, id_ in student.get_vocab().items()}
+    teacher_tokens = {id_: token for token, id_ in teacher.get_vocab().items()}
+    for id_ in sorted(student_tokens.keys() | teacher_tokens.keys()):
+        student_token = student_tokens.get(id_)
+        teacher_token = teacher_tokens.get(id_)
+        if student_token != teacher_token:
+            raise ValueError(
+                f"--teacher {name}: id {id_} is {shorten_value(teacher_token)} there and "
+                f"{shorten_value(student_token)} in the student's tokenizer; take a teacher with "
+                "the same tokenizer"
+            )
+
+    student_special = sorted(set(student.all_special_ids))
+    teacher_special = sorted(set(teacher.all_special_ids))
+    if student_special != teacher_special:
+        raise ValueError(
+            f"--teacher {name}: its special tokens are {teacher_special}, the student's "
+            f"{student_special}; take a teacher with the same tokenizer"
+        )
 
 
 def prepend_text(text: str, example: Example) -> Example:
-    """The example with a text before all else, in its system message, where `{answer}` is its column of that name."""
+    """
+    The example with a text at the beginning of its system message.
+
+    `{answer}` in the text stands for the example's column `answer`, and so for other columns.
+    """
     prompt = example["prompt"]
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if example.get("system") is not None:
         messages = [{"role": "system", "content": example["system"]}, *messages]
-    said = re.sub(r"\{(\w+)\}", lambda found: _shown(example.get(found[1], found[0])), text)
+
+    def fill_column(match: re.Match[str]) -> str:
+        column = match[1]
+        return _column_text(example.get(column, match[0]))
+
+    system = re.sub(r"\{(\w+)\}", fill_column, text)
     if messages[0]["role"] == "system":
-        said, messages = f"{said}\n\n{messages[0]['content']}", messages[1:]
-    return example | {"prompt": [{"role": "system", "content": said}, *messages], "system": None}
+        system = f"{system}\n\n{messages[0]['content']}"
+        messages = messages[1:]
+    return example | {"prompt": [{"role": "system", "content": system}, *messages], "system": None}
+
+
+def _column_text(value: Any) -> str:
+    """A column's value as a text; a list of right answers is joined by "or"."""
+    if isinstance(value, list):
+        return " or ".join(map(str, value))
+    return str(value)

@@ -1,4 +1,8 @@
-"""Arithmetic with a calculator, which the model may call: a few minutes with the third bundled model."""
+"""
+Arithmetic with a calculator that the model may call.
+
+A few minutes with the third bundled model.
+"""
 
 import ast
 import random
@@ -26,12 +30,12 @@ def calculator(expression: str) -> str:
             f"the expression has {len(expression)} characters, at most {LONGEST} are computed"
         )
     text = " ".join(expression.split())
-    if odd := re.search(r"[^-+*/(). 0-9]|\* ?\*|/ ?/", text):
+    odd = re.search(r"[^-+*/(). 0-9]|\* ?\*|/ ?/", text)
+    if odd:
         raise ValueError(f"{odd[0]!r} is no number and none of + - * / ( )")
+    text = re.sub(r"(?<![\d.])0+(?=\d)", "", text)  # Python refuses 05
     try:
-        value = _value(
-            ast.parse(re.sub(r"(?<![\d.])0+(?=\d)", "", text), mode="eval").body
-        )  # Python refuses 05
+        value = _evaluate(ast.parse(text, mode="eval").body)
     except ZeroDivisionError as error:
         raise ValueError("division by zero") from error
     except (SyntaxError, RecursionError, MemoryError) as error:
@@ -41,36 +45,46 @@ def calculator(expression: str) -> str:
     return str(value) if value.denominator == 1 else f"{float(value):.10g}"
 
 
-def _value(node: ast.expr) -> Fraction:
+def _evaluate(node: ast.expr) -> Fraction:
+    """The value of a parsed expression. SyntaxError for anything but numbers and operators."""
     match node:
         case ast.Constant(value=number):
             return Fraction(str(number))
         case ast.UnaryOp(op=sign, operand=operand):
-            return OPERATORS[type(sign)](_value(operand))
+            return OPERATORS[type(sign)](_evaluate(operand))
         case ast.BinOp(left=left, op=sign, right=right):
-            return OPERATORS[type(sign)](_value(left), _value(right))
+            return OPERATORS[type(sign)](_evaluate(left), _evaluate(right))
     raise SyntaxError
 
 
-def problem(rng: random.Random) -> Example:
-    a, b, c = rng.randrange(11, 100), rng.randrange(11, 100), rng.randrange(100, 1000)
+def make_problem(rng: random.Random) -> Example:
+    """A random product with a sum or a difference."""
+    a = rng.randrange(11, 100)
+    b = rng.randrange(11, 100)
+    c = rng.randrange(100, 1000)
     sign = rng.choice("+-")
-    return {
-        "prompt": f"What is {a} * {b} {sign} {c}?",
-        "answer": str(a * b + (c if sign == "+" else -c)),
-    }
+    answer = a * b + (c if sign == "+" else -c)
+    return {"prompt": f"What is {a} * {b} {sign} {c}?", "answer": str(answer)}
 
 
 def correct(completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
-    """1 where the last line names one number, the right one, else 0."""
-    said = [re.findall(r"-?\d+(?:\.\d+)?", text.rpartition("\n")[2]) for text in completions]
-    return [float(numbers == [str(right)]) for numbers, right in zip(said, answer, strict=True)]
+    """1 if the last line names one number, the right one, else 0."""
+    rewards = []
+    for text, right in zip(completions, answer, strict=True):
+        numbers = re.findall(r"-?\d+(?:\.\d+)?", text.rpartition("\n")[2])
+        rewards.append(float(numbers == [str(right)]))
+    return rewards
 
 
-def bundled() -> Sides:
+def load_examples() -> Sides:
+    """2,000 problems to train on and 256 held out, always the same."""
     rng = random.Random(0)
-    problems = list({one["prompt"]: one for one in (problem(rng) for _ in range(2400))}.values())
-    return problems[256:2256], problems[:256]
+    problems = {}
+    for _ in range(2400):
+        problem = make_problem(rng)
+        problems[problem["prompt"]] = problem
+    different = list(problems.values())
+    return different[256:2256], different[:256]
 
 
 TASK = Task(

@@ -1,4 +1,4 @@
-"""Sums in words with the bundled model: a minute or two on two CPU cores."""
+"""Sums in words with the bundled model. A run takes a minute or two on two CPU cores."""
 
 import random
 import re
@@ -9,51 +9,63 @@ from problems.examples import Example, prompt_text
 from tasks.task import DATA, Sides, Task
 
 _SMALL = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
-    "eighteen nineteen"
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
+    "sixteen seventeen eighteen nineteen"
 ).split()
 _TENS = "zero ten twenty thirty forty fifty sixty seventy eighty ninety".split()
+
+
+# ---- numbers in words
 
 
 def number_words(number: int) -> str:
     """0 to 99 in English words, 42 -> "forty-two"."""
     if number < 20:
         return _SMALL[number]
-    return _TENS[number // 10] + (f"-{_SMALL[number % 10]}" if number % 10 else "")
+    tens, units = divmod(number, 10)
+    return f"{_TENS[tens]}-{_SMALL[units]}" if units else _TENS[tens]
 
 
 _NUMBERS = {number_words(number): number for number in range(100)}
-NUMBER_WORD = re.compile(
-    rf"\b(?:{'|'.join(sorted(_NUMBERS, key=len, reverse=True))}|\d+)\b", re.IGNORECASE
-)
+_LONGEST_FIRST = sorted(_NUMBERS, key=len, reverse=True)
+NUMBER_WORD = re.compile(rf"\b(?:{'|'.join(_LONGEST_FIRST)}|\d+)\b", re.IGNORECASE)
 
 
 def numbers_in(text: str) -> list[int]:
-    """Every number that the text names, in words (0 to 99) or digits, in order."""
+    """The numbers that the text names, in words (0 to 99) or digits, in order."""
     words = [
         word.casefold() for word in NUMBER_WORD.findall(text)
     ]  # IGNORECASE takes "\u017f" for s
     return [int(word[:9]) if word.isdigit() else _NUMBERS[word] for word in words]
 
 
+# ---- problems
+
 _NAMES = ["Ann", "Ben", "Eva", "Tom"]
 _THINGS = ["apples", "books", "coins", "eggs"]
 
 
-def problem(a: int, b: int, form: int) -> Example:
-    """One of three wordings of a + b; `carry` tells whether the units add up to ten or more."""
-    first, second = number_words(a), number_words(b)
-    name, thing = _NAMES[(a + b) % 4], _THINGS[(a * 3 + b) % 4]
-    prompt = [
+def make_problem(a: int, b: int, form: int) -> Example:
+    """One of three wordings of a + b. `carry`: whether the units add up to ten or more."""
+    first = number_words(a)
+    second = number_words(b)
+    name = _NAMES[(a + b) % 4]
+    thing = _THINGS[(a * 3 + b) % 4]
+    wordings = [
         f"What is {first} plus {second}?",
         f"Add {first} and {second}.",
         f"{name} has {first} {thing} and gets {second} more. How many {thing} is that?",
-    ][form]
-    return {"prompt": prompt, "answer": number_words(a + b), "carry": a % 10 + b % 10 >= 10}
+    ]
+    has_carry = a % 10 + b % 10 >= 10
+    return {"prompt": wordings[form], "answer": number_words(a + b), "carry": has_carry}
 
 
 def number_pairs(held_out: bool) -> list[tuple[int, int]]:
-    """The ordered pairs of 1 to 49 of one side of the split; (a, b) and (b, a) are always on the same side."""
+    """
+    The ordered pairs of the numbers 1 to 49 on one side of the split.
+
+    (a, b) and (b, a) are always on the same side.
+    """
     pairs = [(a, b) for a in range(1, 50) for b in range(a, 50)]
     random.Random(0).shuffle(pairs)
     quarter = len(pairs) // 4
@@ -63,17 +75,27 @@ def number_pairs(held_out: bool) -> list[tuple[int, int]]:
 
 def examples(held_out: bool, num: int) -> list[Example]:
     """`num` different problems, two in three with a carry, always the same."""
-    problems = [problem(a, b, form) for a, b in number_pairs(held_out) for form in range(3)]
+    problems = [make_problem(a, b, form) for a, b in number_pairs(held_out) for form in range(3)]
     rng = random.Random(0)
     rng.shuffle(problems)
-    carry = [p for p in problems if p["carry"]][: num * 2 // 3]
-    chosen = carry + [p for p in problems if not p["carry"]][: num - len(carry)]
-    assert len(chosen) == num, f"{num} problems were asked for, {len(chosen)} exist"
+    with_carry = [problem for problem in problems if problem["carry"]]
+    without_carry = [problem for problem in problems if not problem["carry"]]
+    chosen = with_carry[: num * 2 // 3]
+    chosen += without_carry[: num - len(chosen)]
+    assert len(chosen) == num, f"there are only {len(chosen)} problems, not {num}"
     rng.shuffle(chosen)
     return chosen
 
 
-_KINDS = (  # of a word or sign in an answer: it adds, it equates, it says nothing by itself
+def load_examples() -> Sides:
+    """2,000 problems to train on and 512 held out."""
+    return examples(held_out=False, num=2000), examples(held_out=True, num=512)
+
+
+# ---- answers
+
+# a word or sign in an answer -> "+" if it adds, "=" if it equates, "" if it says nothing by itself
+_KINDS = (
     dict.fromkeys("plus and with + &".split(), "+")
     | dict.fromkeys("is are equals equal makes make gives give has have = :".split(), "=")
     | dict.fromkeys(
@@ -90,12 +112,14 @@ def correct(
     prompts: Sequence[Any], completions: Sequence[str], answer: Sequence[str], **_: Any
 ) -> list[float]:
     """
-    1 where the completion says the answer and nothing that is false, else 0.
+    1 if the completion says the answer and nothing that is false, else 0.
 
-    The last number that it names is the answer. The others are the problem's own, all of them and each as often as
-    there, or there are none; and the words between them make a sum of them. Reading only the last number was paying
-    for "Twenty-seven plus twenty is forty-two."; without the second rule "Twenty-seven is forty-two." comes next.
-    A word that is neither a sum's nor the problem's ("minus", "not", "hundred") could say anything, so it is wrong.
+    The last number that the completion names is the answer. Either there are no other numbers, or
+    they are the problem's own, all of them, each as often as there, and the words between them make
+    a sum of them. A rule that read only the last number paid for "Twenty-seven plus twenty is
+    forty-two."; without the second rule "Twenty-seven is forty-two." comes next. A word that is
+    neither a sum's nor the problem's ("minus", "not", "hundred") could say anything, so it is
+    wrong.
     """
     return [
         float(_is_right(prompt_text(prompt), text, str(right)))
@@ -104,23 +128,20 @@ def correct(
 
 
 def _is_right(problem: str, text: str, right: str) -> bool:
-    named = numbers_in(text)
-    if not named or named[-1:] != numbers_in(right):
+    """Whether a completion says the right answer, see `correct`."""
+    numbers = numbers_in(text)
+    if not numbers or numbers[-1:] != numbers_in(right):
         return False
-    if len(named) > 1 and sorted(named[:-1]) != sorted(numbers_in(problem)):
+    if len(numbers) > 1 and sorted(numbers[:-1]) != sorted(numbers_in(problem)):
         return False
-    known = dict.fromkeys(_words(f"{problem} {right}"), "") | _KINDS | {"\0": "n"}
-    shape = "".join(known.get(word, "?") for word in _words(text))
-    return shape.count("n") == len(named) and _SUM.fullmatch(shape) is not None
+    kinds = dict.fromkeys(_words(f"{problem} {right}"), "") | _KINDS | {"\0": "n"}
+    shape = "".join(kinds.get(word, "?") for word in _words(text))
+    return shape.count("n") == len(numbers) and _SUM.fullmatch(shape) is not None
 
 
 def _words(text: str) -> list[str]:
-    """Words and signs in lower case; each number, whatever its spelling, is the sign "\\0"."""
+    """Words and signs in lower case. Each number, whatever its spelling, is the sign "\\0"."""
     return re.findall(r"\w+|[^\w\s]", NUMBER_WORD.sub("\0", text.lower()))
-
-
-def bundled() -> Sides:
-    return examples(held_out=False, num=2000), examples(held_out=True, num=512)
 
 
 WEIGHTS = {"correct": 1.0, "rubric": 0.5}

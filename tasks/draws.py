@@ -1,10 +1,11 @@
 """
-Which prompts a step draws: in epochs, or problems without end.
+The prompts of each step: from shuffled epochs, or from problems without end.
 
-Both are exact on resume: a draw is a function of the seed, its number and the state of the last whole step, which the
-checkpoint holds. `note` ends a step; until then nothing that a draw did is in the state.
+Both are exact after a resume. A draw is a function of the seed, its number, and the state of the
+last whole step, which the checkpoint holds. `commit` ends a step; only then the state changes.
+This file leaves out how problems are made (tasks/rg.py, tasks/ifeval.py).
 
-Axes: B prompts a draw.
+Axes: B prompts of a draw.
 """
 
 import random
@@ -17,73 +18,89 @@ from config import Config
 from problems.examples import Example, prompt_key
 from tasks.task import Problems
 
-Drawn = tuple[list[Example], list[list[int]]]  # B examples and the ids of their prompts
-PATIENCE = 1000  # places that are tried in a row for a prompt that is new
+Draw = tuple[list[Example], list[list[int]]]  # B examples and the ids of their prompts
+PATIENCE = 1000  # places in a row without a new prompt, after which the search stops
 
 
 class EpochPrompts:
-    """Prompts shuffled and passed over in epochs. `state`: what a checkpoint keeps of the last whole step; JSON."""
+    """Prompts in shuffled epochs. `state` is JSON: what a checkpoint keeps of the last step."""
 
     state: dict[str, Any] = {}  # noqa: RUF012  (never changed in place)
 
     def __init__(self, config: Config, train: list[Example], prompt_ids: list[list[int]]):
-        self.config, self.train, self.prompt_ids = config, train, prompt_ids
+        self.config = config
+        self.train = train
+        self.prompt_ids = prompt_ids
 
-    def next_prompts(self, number: int) -> Drawn:
-        """The prompts of the run's draw of that number, counted from 0."""
-        indices = epoch_indices(
-            len(self.train), self.config.sampling.batch, number, self.config.sampling.seed
-        )
-        return [self.train[index] for index in indices], [
-            self.prompt_ids[index] for index in indices
-        ]
+    def next_prompts(self, number: int) -> Draw:
+        """The prompts of the run's draw of this number, from 0."""
+        sampling = self.config.sampling
+        indices = epoch_indices(len(self.train), sampling.batch, number, sampling.seed)
+        examples = [self.train[index] for index in indices]
+        return examples, [self.prompt_ids[index] for index in indices]
 
     def commit(self) -> None:
-        """A step is whole."""
+        """Marks the end of a whole step."""
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Goes on from such a state."""
+        """Continues from a checkpoint's state."""
 
 
 class EndlessPrompts(EpochPrompts):
-    """Problems made when they are drawn, none twice or held out; once all were seen, it says so and begins again."""
+    """
+    Problems that are made when they are drawn. None comes twice, and none is held out.
+
+    Once all were seen, a line says so and they come again.
+    """
 
     def __init__(
         self, config: Config, problems: Problems, render: Callable[[list[Example]], list[list[int]]]
     ):
+        """render: encodes the prompts of examples."""
         super().__init__(config, [], [])
-        self.problems, self.render = problems, render
-        self.held_out = {prompt_key(example)[:16] for example in problems.held_out}
-        self.place, self.seen = 0, list[str]()
+        self.problems = problems
+        self.render = render
+        self.held_out = set(map(_short_key, problems.held_out))
+        self.place = 0  # the next place in the seed's order
+        self.seen = list[str]()  # keys of the prompts that were drawn
         self.commit()
 
-    def next_prompts(self, number: int) -> Drawn:
-        """The next problems, whatever the number: `place` and `seen` move on."""
-        num, task = self.config.sampling.batch, self.config.data.task
-        drawn = self._fresh(num)
-        if len(drawn) < num:
+    def next_prompts(self, number: int) -> Draw:
+        """The next problems. The number plays no part: `place` and `seen` move on."""
+        size = self.config.sampling.batch
+        task = self.config.data.task
+        examples = self._draw_new(size)
+        if len(examples) < size:
             print(f"all different problems of {task} were seen; they come again", file=sys.stderr)
-            self.seen = [prompt_key(example)[:16] for example in drawn]
-            drawn += self._fresh(num - len(drawn))
-        if len(drawn) < num:
-            fix = "ask for larger ones, or for fewer to be held out, with --task-config"
+            self.seen = list(map(_short_key, examples))
+            examples += self._draw_new(size - len(examples))
+        if len(examples) < size:
             raise ValueError(
-                f"--task {task} has no {num} different problems besides those held out; {fix}"
+                f"--task {task} has no {size} different problems besides those held out; "
+                "ask for larger ones, or for fewer to be held out, with --task-config"
             )
-        return drawn, self.render(drawn)
+        return examples, self.render(examples)
 
-    def _fresh(self, num: int) -> list[Example]:
-        """`num` examples from `place` on whose prompts are new; fewer where `PATIENCE` places in a row bring none."""
-        new, known, barren = list[Example](), self.held_out | set(self.seen), 0
-        while len(new) < num and barren < PATIENCE:
+    def _draw_new(self, num: int) -> list[Example]:
+        """
+        `num` examples from `place` on with new prompts.
+
+        Returns fewer if `PATIENCE` places in a row have no new prompt.
+        """
+        new = list[Example]()
+        excluded = self.held_out | set(self.seen)
+        num_barren = 0
+        while len(new) < num and num_barren < PATIENCE:
             places = range(self.place, self.place + num - len(new))
             for example in self.problems.make(places, self.config.sampling.seed):
-                key = prompt_key(example)[:16]
-                barren = barren + 1 if key in known else 0
-                if key not in known:
-                    new.append(example)
-                    self.seen.append(key)
-                    known.add(key)
+                key = _short_key(example)
+                if key in excluded:
+                    num_barren += 1
+                    continue
+                num_barren = 0
+                new.append(example)
+                self.seen.append(key)
+                excluded.add(key)
             self.place = places.stop
         return new
 
@@ -91,23 +108,29 @@ class EndlessPrompts(EpochPrompts):
         self.state = {"place": self.place, "seen": self.seen[:]}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        self.place, self.seen = state["place"], list(state["seen"])
+        self.place = state["place"]
+        self.seen = list(state["seen"])
         self.commit()
+
+
+def _short_key(example: Example) -> str:
+    return prompt_key(example)[:16]
 
 
 def epoch_indices(num_examples: int, batch: int, step: int, seed: int) -> list[int]:
     """
-    Indices of one step's examples, from shuffled epochs: no example returns before all were seen. Steps start at 0.
+    The indices of one step's examples. No example returns before all others were seen.
 
-    A pure function of (seed, step), so a resumed run continues where it stopped. A batch may span two epochs but has no
-    example twice if num_examples >= batch (see `_epoch_order`).
+    step: from 0. The result depends only on the arguments, so a resumed run continues where it
+    stopped. A batch may span two epochs, but has no example twice if num_examples >= batch (see
+    `_epoch_order`).
     """
     assert num_examples > 0 and batch > 0 and step >= 0, (num_examples, batch, step)
-    places = range(step * batch, (step + 1) * batch)
-    return [
-        _epoch_order(num_examples, batch, place // num_examples, seed)[place % num_examples]
-        for place in places
-    ]
+    indices = []
+    for place in range(step * batch, (step + 1) * batch):
+        epoch, offset = divmod(place, num_examples)
+        indices.append(_epoch_order(num_examples, batch, epoch, seed)[offset])
+    return indices
 
 
 @lru_cache(maxsize=8)
@@ -115,11 +138,16 @@ def _epoch_order(num_examples: int, batch: int, epoch: int, seed: int) -> tuple[
     """
     The order of one epoch.
 
-    Examples are assigned once to blocks of size num_examples - batch + 1, and each epoch shuffles within the blocks. So
-    an example returns at least num_examples - (size - 1) = batch places later: in the next batch at the earliest.
+    Examples are assigned once to blocks of size num_examples - batch + 1, and each epoch shuffles
+    within the blocks. So an example returns at least num_examples - (size - 1) = batch places
+    later: in the next batch at the earliest.
     """
     order = list(range(num_examples))
     random.Random(f"{seed}").shuffle(order)
-    size, rng = max(num_examples - batch + 1, 1), random.Random(f"{seed} epoch {epoch}")
-    blocks = [order[begin : begin + size] for begin in range(0, num_examples, size)]
-    return tuple(index for block in blocks for index in rng.sample(block, len(block)))
+    size = max(num_examples - batch + 1, 1)
+    rng = random.Random(f"{seed} epoch {epoch}")
+    shuffled: list[int] = []
+    for start in range(0, num_examples, size):
+        block = order[start : start + size]
+        shuffled += rng.sample(block, len(block))
+    return tuple(shuffled)

@@ -1,19 +1,20 @@
-"""School mathematics; the answer is a number."""
+"""School mathematics. The answer is a number."""
 
 from problems.built_in import boxed_once
 from problems.data import load_data, read_prompt
 from problems.examples import Example, shorten_value
-from problems.verifiers import is_number, marked
+from problems.math_answers import is_number
+from problems.verifiers import marked
 from tasks.task import Sides, Task
 
 SYSTEM = "Please reason step by step, and put your final answer within \\boxed{}."
 
 
-def bundled() -> Sides:
+def load_examples() -> Sides:
+    """The splits train and test of the hub's openai/gsm8k."""
     try:
-        train, test = (
-            load_data(f"openai/gsm8k:main:{split}", None, read) for split in ("train", "test")
-        )
+        train = load_data("openai/gsm8k:main:train", None, read)
+        test = load_data("openai/gsm8k:main:test", None, read)
     except ValueError as error:
         raise ValueError(
             f"{error}; or give a file with columns question and answer: --data FILE.jsonl"
@@ -22,22 +23,33 @@ def bundled() -> Sides:
 
 
 def read(example: Example) -> Example:
-    """A record with `question` (or `prompt`) and `answer`; of "6 * 7 = 42\\n#### 42" the answer keeps the 42."""
+    """
+    Reads a record with `question` (or `prompt`) and `answer`.
+
+    Of an answer such as "6 * 7 = 42\\n#### 42" only the 42 stays.
+    """
     example = add_system_message(example, "question")
-    gold = str(example.get("answer")).rpartition("####")[2].strip()
-    if not is_number(gold):
-        fix = "write '42' or '... #### 42', or name the column: --columns answer=COLUMN"
-        raise ValueError(f"answer {shorten_value(example.get('answer'))} is not a number; {fix}")
-    return example | {"answer": gold}
+    number = str(example.get("answer")).rpartition("####")[2].strip()
+    if not is_number(number):
+        raise ValueError(
+            f"answer {shorten_value(example.get('answer'))} is not a number; "
+            "write '42' or '... #### 42', or name the column: --columns answer=COLUMN"
+        )
+    return example | {"answer": number}
 
 
 def add_system_message(example: Example, question: str) -> Example:
-    """A checked example, whose prompt is its column `question` where it has no other, with a system message."""
-    example = read_prompt(
-        {"prompt": example[question]} | example if question in example else example
-    )
-    is_alone = example.get("system") is None and isinstance(example["prompt"], str)
-    return example | {"system": SYSTEM} if is_alone else example
+    """
+    A checked example with a system message, unless it has one or its prompt is a list of messages.
+
+    question: the column that is the prompt if there is no `prompt`.
+    """
+    if question in example:
+        example = {"prompt": example[question]} | example
+    example = read_prompt(example)
+    if example.get("system") is None and isinstance(example["prompt"], str):
+        example = example | {"system": SYSTEM}
+    return example
 
 
 WEIGHTS = {"correct": 1.0, "format": 0.1}  # the form alone never pays like the answer

@@ -1,18 +1,21 @@
-"""Find a number by guessing it: several turns with an environment that says higher or lower."""
+"""Find a number in several turns, with an environment that says higher or lower."""
 
 import random
 from typing import Any
 
 from tasks.task import Sides, Task
 
-LARGEST, NUM_HELD_OUT = 20, 128
+LARGEST = 20
+NUM_TRAIN = 1024
+NUM_HELD_OUT = 128
 
 
 class Guess:
     """A number from 1 to LARGEST."""
 
     def reset(self, **_: Any) -> str:
-        self.number, self.is_found = random.randint(1, LARGEST), False
+        self.number = random.randint(1, LARGEST)
+        self.is_found = False
         return f"I think of a number from 1 to {LARGEST}. Find it."
 
     def guess(self, number: int) -> str:
@@ -31,10 +34,10 @@ class Guess:
         return float(self.is_found)
 
 
-def bundled() -> Sides:
-    """The prompts are empty: the environment draws the numbers."""
-    nothing = {"prompt": ""}
-    return [nothing] * 1024, [nothing] * NUM_HELD_OUT
+def load_examples() -> Sides:
+    """Empty prompts, because the environment draws the numbers."""
+    example = {"prompt": ""}
+    return [example] * NUM_TRAIN, [example] * NUM_HELD_OUT
 
 
 TASK = Task(name="guess", rewards={}, reward_weights={}, environments={"": Guess})

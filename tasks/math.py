@@ -1,28 +1,34 @@
-"""Competition mathematics; the answer is a formula."""
+"""Competition mathematics. The answer is a formula."""
 
 from problems.examples import Example, first_answer
-from problems.verifiers import boxed
+from problems.statements import boxed_texts
 from tasks import gsm8k
 from tasks.task import Sides
 
 
-def bundled() -> Sides:
-    problem = "--task math has no data of its own; give problems with an answer or a solution"
+def load_examples() -> Sides:
+    """Raises ValueError: this task has no data of its own."""
     raise ValueError(
-        f"{problem}: --data FILE.jsonl, or a hub dataset as HuggingFaceH4/MATH-500:test"
+        "--task math has no data of its own; give problems with an answer or a solution: "
+        "--data FILE.jsonl, or a hub dataset as HuggingFaceH4/MATH-500:test"
     )
 
 
 def read(example: Example) -> Example:
-    """A record with `problem` (or `prompt`) and `answer`, or a `solution` whose last \\boxed{...} is the answer."""
+    """
+    Reads a record with `problem` (or `prompt`) and `answer`.
+
+    Without an `answer`, the last \\boxed{...} of the `solution` is the answer.
+    """
     example = gsm8k.add_system_message(example, "problem")
     if example.get("answer") is None:
-        example = example | {"answer": "".join(boxed(str(example.get("solution")))[-1:])}
+        last_boxed = boxed_texts(str(example.get("solution")))[-1:]
+        example = example | {"answer": "".join(last_boxed)}
     if not first_answer(example).strip():
-        fix = (
-            "add one, or a solution with \\boxed{...}, or name the column: --columns answer=COLUMN"
+        raise ValueError(
+            "no answer; add one, or a solution with \\boxed{...}, or name the column: "
+            "--columns answer=COLUMN"
         )
-        raise ValueError(f"no answer; {fix}")
     return example
 
 

@@ -1,10 +1,16 @@
-"""A user's own data: the column `answer`, where there is one, verifies."""
+"""
+A user's own data. The column `answer`, if there is one, is what completions are compared with.
+
+This file leaves out reading the data (problems/data.py) and comparing answers
+(problems/verifiers.py).
+"""
 
 import re
 from collections.abc import Sequence
 from typing import Any
 
-from problems.data import renames_of, tell_unread, text_columns
+from problems.data import parse_renames
+from problems.data_notes import describe_unread_columns, text_columns
 from problems.examples import (
     Example,
     answers_of,
@@ -14,72 +20,15 @@ from problems.examples import (
     suggest_nearest,
 )
 from problems.functions import load_function
-from problems.rewards import UserReward, columns_read
-from problems.verifiers import VERIFIERS, choose, is_compared, stated_by
+from problems.rewards import Reward, UserReward, columns_read
+from problems.statements import gold_text
+from problems.verifiers import VERIFIERS, choose, is_compared
 from tasks.task import Sides, Task
 
 NAMES = ["auto", *VERIFIERS]
 TASK = Task(name="own", rewards={}, reward_weights={"correct": 1.0})
-
-
-def bundled() -> Sides:
-    raise ValueError("--task own is your own data; give it with --data FILE")
-
-
-def has_compared(example: Example) -> bool:
-    """Whether an answer of the example can be compared with."""
-    return any(map(is_compared, answers_of(example)))
-
-
-def add_verifier(task: Task, spec: str, has_reward: bool) -> Task:
-    """
-    The task with the verifier of --verifier, or `auto`, as its reward `correct`, and a line on how it compares.
-
-    It has neither where there is no answer to compare with. Beside a reward, texts that nobody asked to compare are its
-    metric `exact`: the user's function may well pay what is right in other words, and so its score is the figure.
-    Raises ValueError as `choose` and `load_function` do.
-    """
-    asked, spec = spec, spec or "auto"
-    rows = [example for example in task.train + task.held_out if answers_of(example)]
-    compared = list(filter(has_compared, rows))
-    answers = [answer for example in rows for answer in answers_of(example)]
-    known = list(filter(is_compared, answers))
-    verifier: Any = None
-    if spec not in NAMES:
-        _, fn = load_function(
-            "--verifier", spec, f"{suggest_nearest(spec, NAMES)}; or one of {', '.join(NAMES)}"
-        )
-        verifier, said = UserReward("correct", fn), [f"{len(rows)} compared by {spec}"]
-    elif known:
-        name, verifier = choose(spec, answers)
-        said = [
-            f"{len(compared)} compared as {VERIFIERS[name].description}, as {shorten_value(stated_by(known[0]))}"
-        ]
-    else:
-        said = ["none to compare with"]
-    if prose := [example for example in rows if not has_compared(example)] if spec in NAMES else []:
-        said.append(
-            f"{len(prose)} not compared, being prose, as {shorten_value(first_answer(prose[0]))}"
-        )
-    if several := [example for example in rows if len(answers_of(example)) > 1]:
-        said.append(
-            f"{len(several)} rows have several, of which any is right, as {shorten_value(answers_of(several[0]))}"
-        )
-    is_beside = bool(known) and has_reward and not asked and name == "exact"
-    if is_beside:
-        said.append(
-            "a metric beside your reward; --verifier exact, or FILE.py:fn of your own, makes it the accuracy"
-        )
-        task = task._replace(rewards={"exact": verifier}, reward_weights={"exact": 0.0})
-    else:
-        task = task._replace(
-            verifier=verifier, rewards=task.rewards | {"correct": verifier} if verifier else {}
-        )
-    return task._replace(notes=[*task.notes, f"answers: {'; '.join(said)}"])
-
-
-# columns that are read whatever the rewards are; `solution`, by --task math
-READ = (
+# columns that are read with any rewards; --task math reads `solution`
+READ_COLUMNS = (
     "prompt",
     "answer",
     "system",
@@ -91,53 +40,151 @@ READ = (
 )
 
 
-def unread(task: Task, columns: str, hint: str = "") -> list[str]:
-    """
-    A line that names the columns of text which no prompt, reward, environment or template reads.
+def load_examples() -> Sides:
+    """Raises ValueError: this task has no data of its own."""
+    raise ValueError("--task own is your own data; give it with --data FILE")
 
-    hint: the text of --teacher-prompt, which may show columns.
+
+# ---- the verifier
+
+
+def has_comparable_answer(example: Example) -> bool:
+    """Whether completions can be compared with an answer of the example."""
+    return any(map(is_compared, answers_of(example)))
+
+
+def add_verifier(task: Task, spec: str, has_reward: bool) -> Task:
+    """
+    The task with a verifier as its reward `correct`, and a line on how it compares.
+
+    spec: --verifier; "" takes `auto`. Without an answer to compare with there is no verifier.
+    has_reward: whether the user has a reward. Then texts that nobody asked to compare are only the
+    metric `exact`: the user's function may well reward what is right in other words, so its score
+    is the figure.
+
+    Raises ValueError as `choose` and `load_function` do.
+    """
+    rows = [example for example in task.train + task.held_out if answers_of(example)]
+    answers = [answer for example in rows for answer in answers_of(example)]
+    comparable = list(filter(is_compared, answers))
+    is_own_function = bool(spec) and spec not in NAMES
+    verifier: Reward | None = None
+    name = ""
+    if is_own_function:
+        names = ", ".join(NAMES)
+        hint = f"{suggest_nearest(spec, NAMES)}; or one of {names}"
+        _, fn = load_function("--verifier", spec, hint)
+        verifier = UserReward("correct", fn)
+        notes = [f"{len(rows)} compared by {spec}"]
+    elif comparable:
+        name, verifier = choose(spec or "auto", answers)
+        num = len(list(filter(has_comparable_answer, rows)))
+        example_answer = shorten_value(gold_text(comparable[0]))
+        notes = [f"{num} compared as {VERIFIERS[name].description}, as {example_answer}"]
+    else:
+        notes = ["none to compare with"]
+    notes += _describe_answers(rows, has_prose=not is_own_function)
+
+    if has_reward and not spec and name == "exact":
+        assert verifier is not None
+        notes.append(
+            "this is a metric beside your reward; --verifier exact, or FILE.py:fn of your own, "
+            "makes it the accuracy"
+        )
+        task = task._replace(rewards={"exact": verifier}, reward_weights={"exact": 0.0})
+    elif verifier is not None:
+        task = task._replace(verifier=verifier, rewards=task.rewards | {"correct": verifier})
+    else:
+        task = task._replace(verifier=None, rewards={})
+    return task._replace(notes=[*task.notes, f"answers: {'; '.join(notes)}"])
+
+
+def _describe_answers(rows: list[Example], has_prose: bool) -> list[str]:
+    """
+    Notes on answers that are not compared, and on rows with several answers.
+
+    has_prose: whether the verifier leaves out prose.
+    """
+    notes = []
+    prose = [example for example in rows if not has_comparable_answer(example)]
+    if has_prose and prose:
+        example_answer = shorten_value(first_answer(prose[0]))
+        notes.append(f"{len(prose)} not compared, because they are prose, as {example_answer}")
+    several = [example for example in rows if len(answers_of(example)) > 1]
+    if several:
+        example_answers = shorten_value(answers_of(several[0]))
+        notes.append(
+            f"{len(several)} rows have several, of which any is right, as {example_answers}"
+        )
+    return notes
+
+
+# ---- columns
+
+
+def note_unread_columns(task: Task, columns: str, hint: str = "") -> list[str]:
+    """
+    A line with the columns of text that no prompt, reward, environment or template reads.
+
+    columns: --columns. hint: the text of --teacher-prompt, which may show columns.
     """
     rows = task.train + task.held_out
     names = text_columns(rows)
-    read = {*READ, *renames_of(columns).values(), *re.findall(r"\{(\w+)\}", hint)}
+    read = {*READ_COLUMNS, *parse_renames(columns).values(), *re.findall(r"\{(\w+)\}", hint)}
     for reward in task.rewards.values():
         read.update(columns_read(reward, names))
     for kind in task.environments.values():
         reset: Any = getattr(kind, "reset", None)
         read.update(columns_read(reset, names))
 
-    rest = [name for name in names if name not in read and not _stands_in_prompt(rows, name)]
-    return [tell_unread(rest, "no prompt, reward, environment or template reads")] if rest else []
+    unread = [name for name in names if name not in read and not _is_in_prompts(rows, name)]
+    if not unread:
+        return []
+    return [describe_unread_columns(unread, "no prompt, reward, environment or template reads")]
 
 
-def _stands_in_prompt(rows: Sequence[Example], name: str) -> bool:
+def _is_in_prompts(rows: Sequence[Example], name: str) -> bool:
     """Whether the texts of a column are part of the prompts, as Alpaca's `input` is."""
-    texts = [
-        (example[name], prompt_text(example["prompt"])) for example in rows if example.get(name)
-    ]
-    return all(isinstance(text, str) and text in prompt for text, prompt in texts)
+    for example in rows:
+        text = example.get(name)
+        if not text:
+            continue
+        if not isinstance(text, str) or text not in prompt_text(example["prompt"]):
+            return False
+    return True
+
+
+# ---- what the user reads
 
 
 def refuse_unrewardable(task: Task, source: str | None) -> None:
-    """ValueError for data that holds nothing to reward."""
+    """Raises ValueError for data without an answer to compare with, and without a reward."""
     examples = task.train or task.held_out
     prose = next(filter(None, map(first_answer, examples)), "")
-    has = f"prose, as {shorten_value(prose)}" if prose else f"the columns {', '.join(examples[0])}"
-    fix = "name one, as --columns answer=COLUMN, or give --reward FILE.py:fn or --rubric FILE"
-    raise ValueError(f"--data {source} has no answer to compare with, only {has}; {fix}")
+    content = f"the columns {', '.join(examples[0])}"
+    if prose:
+        content = f"prose, as {shorten_value(prose)}"
+    raise ValueError(
+        f"--data {source} has no answer to compare with, only {content}; "
+        "name one, as --columns answer=COLUMN, or give --reward FILE.py:fn or --rubric FILE"
+    )
 
 
 def describe_own_task(task: Task) -> Task:
-    """The task, without prompts that nothing in it can reward, and with what its user should know of it."""
-    train, held_out = task.train, task.held_out
-    if task.verifier in task.rewards.values() and not isinstance(task.verifier, UserReward):
-        train, held_out = (list(filter(has_compared, side)) for side in (train, held_out))
-    said = f"data: {len(train)} prompts to train on" if task.train else "data: none to train on"
-    said += f", {len(held_out)} held out"
-    if left_out := len(task.train + task.held_out) - len(train + held_out):
-        said += f", {left_out} left out for want of an answer to compare with"
-    if weights := [
-        f"{weight:g} x {name}" for name, weight in task.reward_weights.items() if weight
-    ]:
-        said += f"; the reward is {' + '.join(weights)}"
-    return task._replace(train=train, held_out=held_out, notes=[said, *task.notes])
+    """The task with a line on its size and reward, without prompts that no reward can score."""
+    train = task.train
+    held_out = task.held_out
+    is_rewarded_by_verifier = task.verifier in task.rewards.values()
+    if is_rewarded_by_verifier and not isinstance(task.verifier, UserReward):
+        train = list(filter(has_comparable_answer, train))
+        held_out = list(filter(has_comparable_answer, held_out))
+
+    line = f"data: {len(train)} prompts to train on" if task.train else "data: none to train on"
+    line += f", {len(held_out)} held out"
+    num_left_out = len(task.train + task.held_out) - len(train + held_out)
+    if num_left_out:
+        line += f", {num_left_out} left out for want of an answer to compare with"
+    terms = [f"{weight:g} x {name}" for name, weight in task.reward_weights.items() if weight]
+    if terms:
+        line += f"; the reward is {' + '.join(terms)}"
+    return task._replace(train=train, held_out=held_out, notes=[line, *task.notes])

@@ -1,4 +1,4 @@
-"""What a task is: prompts, rewards and an evaluation in one name."""
+"""A task: prompts, rewards and an evaluation under one name."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ DATA = Path(__file__).parent.parent / "data"
 class Problems(Protocol):
     """Problems without end."""
 
-    mix: Any  # what they are made of, which a resumed run compares
+    mix: Any  # their kinds and settings, which a resumed run compares
     held_out: list[Example]
 
     def make(self, places: Sequence[int], seed: int) -> list[Example]:
@@ -24,22 +24,24 @@ class Problems(Protocol):
 
 
 class Task(NamedTuple):
+    """Prompts, rewards, and a verifier or a rubric that evaluations use."""
+
     name: str
     rewards: dict[str, Reward]
-    reward_weights: dict[
-        str, float
-    ]  # one for each reward, and one under "rubric" where there is a rubric
-    verifier: Reward | None = (
-        None  # gives 1 for a right answer, whatever the rewards of the training are
-    )
+    # one for each reward, and one under "rubric" if there is a rubric
+    reward_weights: dict[str, float]
+    # gives 1 for a right answer, whatever the rewards of training are
+    verifier: Reward | None = None
     rubric: Path | None = None
     train: list[Example] = []  # noqa: RUF012  (never changed in place)
     held_out: list[Example] = []  # noqa: RUF012
-    witness: Path | None = None  # a second rubric, which only evaluations ask
-    problems: Problems | None = None  # without end, in place of `train`
-    notes: Sequence[str] = ()  # lines that its user should read before it trains
-    tools: dict[str, Callable[..., Any]] = {}  # noqa: RUF012  (functions that the model may call, by name)
-    environments: dict[str, type] = {}  # noqa: RUF012  (by the column `environment`; "" where there is one)
+    witness: Path | None = None  # a second rubric, only for evaluations
+    problems: Problems | None = None  # without end, instead of `train`
+    notes: Sequence[str] = ()  # lines that the user should read before training
+    # functions that the model may call, by name
+    tools: dict[str, Callable[..., Any]] = {}  # noqa: RUF012
+    # by the column `environment`; "" if there is only one
+    environments: dict[str, type] = {}  # noqa: RUF012
 
     def with_reward(self, name: str, reward: Reward) -> "Task":
         """The task with one more reward, of weight 1."""
@@ -49,10 +51,10 @@ class Task(NamedTuple):
 
     @property
     def counted_rewards(self) -> dict[str, Reward]:
-        """Its rewards but those of weight 0, which are metrics."""
+        """The rewards with a weight. Those of weight 0 are metrics."""
         return {name: reward for name, reward in self.rewards.items() if self.reward_weights[name]}
 
     @property
     def metric(self) -> str:
-        """The held-out figure: where a verifier knows the right answer accuracy, else the score of the rewards."""
+        """The held-out figure: accuracy if there is a verifier, else the score of the rewards."""
         return "score" if self.verifier is None else "accuracy"

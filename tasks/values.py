@@ -1,14 +1,17 @@
 """Three epistemic virtues, judged by a rubric."""
 
-from problems.data import load_data, split_examples
+from problems.data import load_data
+from problems.held_out import split_examples
 from tasks.task import DATA, Sides, Task
 
 
-def bundled() -> Sides:
+def load_examples() -> Sides:
+    """The prompts of data/values.jsonl."""
     return split_examples(load_data(str(DATA / "values.jsonl")))
 
 
-RUBRIC, WITNESS = DATA / "values_rubric.yaml", DATA / "values_witness.yaml"
+RUBRIC = DATA / "values_rubric.yaml"
+WITNESS = DATA / "values_witness.yaml"
 TASK = Task(
     name="values", rewards={}, reward_weights={"rubric": 1.0}, rubric=RUBRIC, witness=WITNESS
 )

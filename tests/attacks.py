@@ -76,7 +76,7 @@ NUMBERS, KEEP = [], []
 
 
 def frame(*content):
-    return sys.modules["__main__"]._frame(*content)
+    return sys.modules["__main__"]._make_frame(*content)
 
 
 def look(_, running):

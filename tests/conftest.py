@@ -186,7 +186,7 @@ def message_of(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
 
 def readable(grader: Any) -> Any:
     """A judge that gave a readable score before, and so is not given up."""
-    grader.known["an earlier question"] = 3.0
+    grader.cache.scores["an earlier question"] = 3.0
     return grader
 
 

@@ -12,9 +12,9 @@ from mlx.utils import tree_flatten
 
 import flags
 import grpo
-import gwen
 import sampler
 import update
+from disk import model_choice
 from problems import chat_template
 from run import GrpoRun
 from settings import sources
@@ -70,7 +70,7 @@ def make_config(*flags):
 
 def resolve(flags, recipe=None, resume=None):
     """Settings and the line about the model, as `train.py` finds them."""
-    return sources.resolve_settings(flags, recipe, resume, gwen.choose_model)
+    return sources.resolve_settings(flags, recipe, resume, model_choice.choose_model)
 
 
 def make_run(tmp_path, *flags):
@@ -120,14 +120,14 @@ def shifted(samples, scale):
     """The samples as another policy would have recorded them."""
     rng = np.random.default_rng(0)
     return [
-        one._replace(logprobs=one.logprobs + scale * rng.normal(size=len(one.own)))
+        one._replace(logprobs=one.logprobs + scale * rng.normal(size=len(one.loss_positions)))
         for one in samples
     ]
 
 
 def recorded(samples):
     """What the sampler recorded, (N, T), and the mask."""
-    widths = [len(one.own) for one in samples]
+    widths = [len(one.loss_positions) for one in samples]
     mask = np.arange(max(widths)) < np.array(widths)[:, None]
     logprobs = np.zeros(mask.shape)
     logprobs[mask] = np.concatenate([one.logprobs for one in samples])

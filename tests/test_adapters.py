@@ -9,10 +9,11 @@ from conftest import message_of
 from extras import needs
 from test_lora import TOKENS, adapted
 
-import evaluate
+import export
 import gwen
 import lora
-from disk import adapters, hub
+from disk import adapters, hub, model_choice
+from evaluation import policy
 
 WEIGHTS = {"mlx_lm": "adapters.safetensors", "peft": "adapter_model.safetensors"}
 
@@ -32,7 +33,7 @@ def exported(tiny_model, tmp_path):
     """A random adapter as a run saves it, and the same in PEFT's layout."""
     model = adapted(tiny_model)
     lora.save_adapter(model, tmp_path / "ours", str(tiny_model))
-    lora.main(
+    export.main(
         ["--export", "peft", "--adapter", str(tmp_path / "ours"), "--out", str(tmp_path / "peft")]
     )
     return model, tmp_path
@@ -132,7 +133,7 @@ def test_an_adapter_without_tensors_or_with_infinite_ones_is_refused(exported, l
 def test_a_model_trained_whole_has_no_adapter_to_export(tiny_model, tmp_path, refused):
     lora.save_adapter(gwen.load_model(tiny_model), tmp_path / "full", "tiny")
     flags = ["--export", "peft", "--adapter", tmp_path / "full", "--out", tmp_path / "out"]
-    refused(lora.main, flags, "holds a whole model; write it with lora.py --fuse")
+    refused(export.main, flags, "holds a whole model; write it with export.py --fuse")
     assert not (tmp_path / "out").exists()
 
 
@@ -147,7 +148,7 @@ def test_peft_gives_the_same_logits(checkpoints, family, targets, tmp_path):
     directory = checkpoints[family]
     model = adapted(directory, targets=targets)
     lora.save_adapter(model, tmp_path / "ours", str(directory))
-    lora.main(
+    export.main(
         ["--export", "peft", "--adapter", str(tmp_path / "ours"), "--out", str(tmp_path / "peft")]
     )
     base = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
@@ -180,7 +181,7 @@ def test_an_adapter_of_another_base_is_told_with_both_names(
         (tmp_path / layout).mkdir()
         config = {key: base} | ({"peft_type": "LORA"} if layout == "peft" else {})
         (tmp_path / layout / "adapter_config.json").write_text(json.dumps(config))
-        gwen.warn_of_other_base(tmp_path / layout, model, "--init-adapter")
+        model_choice.warn_of_other_base(tmp_path / layout, model, "--init-adapter")
         told = capsys.readouterr().err
         if is_other:
             assert (
@@ -198,9 +199,9 @@ def test_every_way_to_put_an_adapter_on_another_base_tells_of_it(tmp_path, capsy
     lora.apply(model, 2, 2.0)
     lora.save_adapter(model, tmp_path / "other", "Qwen/Qwen3-0.6B")
     for number, flags in enumerate((["--fuse"], ["--export", "peft"])):
-        gwen.tell_once.cache_clear()
+        model_choice.print_once.cache_clear()
         out = tmp_path / str(number)
-        lora.main(
+        export.main(
             [*flags, "--adapter", str(tmp_path / "other"), "--model", "demo", "--out", str(out)]
         )
         told = capsys.readouterr().err
@@ -208,8 +209,8 @@ def test_every_way_to_put_an_adapter_on_another_base_tells_of_it(tmp_path, capsy
     other = str(tmp_path / "other")
     for load in (
         lambda: gwen.load("demo", adapter=other),
-        lambda: evaluate.load_policy("demo", other),
+        lambda: policy.load_policy("demo", other),
     ):
-        gwen.tell_once.cache_clear()
+        model_choice.print_once.cache_clear()
         load()
         assert "Qwen/Qwen3-0.6B" in capsys.readouterr().err

@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT
 from hostile import ANSWERS, DATA, PLANTED, TEXTS
 
-from problems import seal, verifiers
+from problems import math_answers, seal, verifiers
 from problems.workers import Pool
 
 on_linux = pytest.mark.skipif(
@@ -27,7 +27,7 @@ INSIDE = {
 def test_no_attack_is_a_right_answer_to_the_reader_of_formulas():
     pool = Pool("problems.equality:make_math_checker", (), num=1, limit=0.2, sealed=True)
     asked = [
-        verifiers._same_formula((r"\{7,8\}", r"2\sqrt{3}")[place % 2], text)
+        math_answers.is_same_value((r"\{7,8\}", r"2\sqrt{3}")[place % 2], text)
         for place, text in enumerate(ANSWERS)
     ]
     pairs = [pair for pair in asked if isinstance(pair, tuple)]

@@ -12,6 +12,7 @@ import gwen
 import preflight
 import tasks
 import train
+from disk import model_choice
 from problems import audit, built_in, rewards, verifiers
 from tasks import demo as sums
 
@@ -58,7 +59,9 @@ def test_no_cheat_is_paid_by_a_bundled_verifier(task):
 def test_no_cheat_is_paid_where_reasoning_gym_pays_for_parts(tmp_path):
     (tmp_path / "few.yaml").write_text("held_out: 6")
     flags = {"task": "rg:chain_sum", "model": "demo", "task_config": f"{tmp_path}/few.yaml"}
-    task = tasks.make_task(preflight.resolve_settings(flags, None, None, gwen.choose_model)[0])
+    task = tasks.make_task(
+        preflight.resolve_settings(flags, None, None, model_choice.choose_model)[0]
+    )
     found = audit.audit("correct", task.rewards["correct"], task.held_out)
     assert found.form == "<answer>%s</answer>" and all(line.is_honest for line in found.surprises)
     row = {name: [task.held_out[0][name]] for name in ("answer", "category", "entry")}
@@ -217,6 +220,13 @@ def test_the_text_of_a_surprise_is_one_that_is_paid_and_a_gate_is_counted(tmp_pa
         for one in (found, gated)
     ]
     assert paid == [2, 0] and "through --reward-gate form: " in next(audit.audit_table(gated))
+
+
+def test_the_text_of_an_unpaid_right_answer_is_the_first_that_is_not_paid(tmp_path):
+    body = IN_TEXT.replace("float(right in text)", "float(right in text and right != '14')")
+    examples = [{"prompt": f"What is {n} times 7?", "answer": str(7 * n)} for n in (6, 2, 9)]
+    texts = {line.name: line.text for line in audited(tmp_path, body, examples).lines}
+    assert texts["right"] == "The answer is 14." and texts["bold"] == "The answer is **14**."
 
 
 def test_what_earns_a_fifth_of_the_best_paid_right_form_is_not_paid(tmp_path):

@@ -34,8 +34,8 @@ from conftest import (
 from small_run import resolve
 
 import evaluate
+import export
 import gwen
-import lora
 import preflight
 import report
 import tasks
@@ -184,7 +184,7 @@ def test_a_mistake_is_told_in_one_line_and_nothing_is_written(
 ):
     before, given = contents(mistakes), shlex.split(flags.format(at=mistakes))
     chosen = (
-        ["--model", "demo"] if program in ("sampler", "evaluate") and "--model" not in flags else []
+        ["--model", "demo"] if program in ("chat", "evaluate") and "--model" not in flags else []
     )
     if program == "train" and not {"--config", "--resume"} & set(given):
         chosen = [*SMALL, "--run-dir", str(tmp_path / "run")]
@@ -257,7 +257,7 @@ def test_an_empty_chunk_size_in_the_environment_counts_as_none(monkeypatch):
     assert sources.read_environment() == {}
     monkeypatch.setenv("RUBRIC_JUDGE_BATCH_SIZE", "7")
     assert sources.read_environment() == {"judge_chunk_size": 7}
-    assert rollout.parse([], "bench_rollout.py", "").judge_chunk_size == 7
+    assert rollout.parse_flags([], "bench_rollout.py", "").judge_chunk_size == 7
 
 
 # ---- in a process of its own
@@ -550,9 +550,9 @@ def test_a_disk_that_fills_while_a_model_is_merged_leaves_no_half_of_it(golden, 
         tmp_path / "merged",
     ]
     with limited(100_000):
-        refused(lora.main, flags, f"--out {tmp_path / 'merged'} cannot be written: ")
+        refused(export.main, flags, f"--out {tmp_path / 'merged'} cannot be written: ")
     assert not list(tmp_path.iterdir())
-    lora.main([str(flag) for flag in flags])
+    export.main([str(flag) for flag in flags])
     assert gwen.load(tmp_path / "merged")
 
 

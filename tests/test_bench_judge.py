@@ -33,7 +33,7 @@ def test_the_work_is_distinct_texts_of_the_length_asked_for_as_the_judge_puts_th
 def test_engines_agree_to_the_letter_and_report_what_they_did(capsys):
     with harness.model_directory("demo") as directory:
         model, tokenizer = gwen.load_model(directory), hub.load_tokenizer(directory)
-        rival = bench_rollout.rival(
+        rival = bench_rollout.make_rival(
             harness.load_peer(directory, model.head_weight.dtype), directory
         )
     record = judging.benchmark(ARGS, model, tokenizer, rival)

@@ -37,8 +37,8 @@ def peer(checkpoints, model):
 
 @pytest.fixture
 def engines(model, peer, checkpoints):
-    ours = functools.partial(rollout.run_ours, model=model)
-    return {"ours": ours, **bench_rollout.rival(peer, checkpoints["qwen3"]).engines}
+    ours = functools.partial(rollout.run_gwen, model=model)
+    return {"ours": ours, **bench_rollout.make_rival(peer, checkpoints["qwen3"]).engines}
 
 
 PROMPTS = [([5, 9], [2]), ([7, 1], [8]), ([40, 41], [42])]
@@ -50,7 +50,7 @@ def made(completions, decode_s=1.0):
 
 
 def settings(*flags):
-    return rollout.parse(list(flags), "bench_rollout.py", "")
+    return rollout.parse_flags(list(flags), "bench_rollout.py", "")
 
 
 # ---- the report
@@ -152,7 +152,7 @@ def test_mlx_lm_s_best_use_prefills_every_prompt_once_and_decodes_all_rows_at_on
     peer, checkpoints
 ):
     counted = Counted(peer)
-    run = bench_rollout.rival(counted, checkpoints["qwen3"]).engines["mlx_lm_shared"]
+    run = bench_rollout.make_rival(counted, checkpoints["qwen3"]).engines["mlx_lm_shared"]
     run(WORK._replace(batch_size=6, limits=[5] * 6))
     prefilled, decoded = counted.shapes[:3], counted.shapes[3:]
     assert prefilled == [(1, 2)] * 3 and set(decoded) == {(6, 1)}
@@ -211,7 +211,7 @@ def test_engines_agree_whose_greedy_tokens_are_the_likeliest_and_none_that_stops
 ):
     rollout.check_agreement(engines["ours"].keywords["model"], engines, WORK)
     model = gwen.load_model(checkpoints["qwen3"])
-    (ids,) = rollout.run_ours(
+    (ids,) = rollout.run_gwen(
         WORK._replace(prompts=PROMPTS[:1], group_size=1, limits=[16], temperature=0.0), model=model
     ).completions
     twin = model.config.vocab_size - 1  # of two equal logits the first is taken, so ours stays

@@ -47,16 +47,18 @@ def entrant(engine):
 @pytest.mark.parametrize("engine", [entrant(engine) for engine in step.ENGINES if engine != "ours"])
 def test_every_rival_does_the_work_and_times_every_step(engine, tmp_path):
     with harness.model_directory("random:2m") as directory:
-        args = step.parse([*TINY, "--engine", engine, "--model", str(directory), "--runs", "1"])
+        args = step.parse_flags(
+            [*TINY, "--engine", engine, "--model", str(directory), "--runs", "1"]
+        )
         steps = step.Steps(args, directory)
-        step.ENGINES[engine][0](args, directory, steps, str(tmp_path))
+        step.ENGINES[engine].run(args, directory, steps, str(tmp_path))
     assert [one.keys() for one in steps] == [{"step_s", "cpu_s"}] * 2 and all(
         min(one.values()) > 0 for one in steps
     )
 
 
 def test_the_reward_differs_between_neighbours_and_completions_of_another_length_are_noticed():
-    steps = step.Steps(step.parse([]), hub.DEMO)
+    steps = step.Steps(step.parse_flags([]), hub.DEMO)
     rewards = steps.reward([""] * 40, completion_ids=[[1, 2]] * 40)
     assert all(one != other for one, other in itertools.pairwise(rewards))
     with pytest.raises(AssertionError, match=r"completions of .2. tokens"):
@@ -64,7 +66,7 @@ def test_the_reward_differs_between_neighbours_and_completions_of_another_length
 
 
 def test_medians_are_taken_over_all_processes_and_ours_compared_with_each(capsys):
-    args = step.parse(["--batch", "5", "--groups", "2", "--max-tokens", "1"])
+    args = step.parse_flags(["--batch", "5", "--groups", "2", "--max-tokens", "1"])
     taken = [("ours", 2.0, 5.0), ("ours", 4.0, 5.0), ("ours", 9.0, 9.0), ("trl", 8.0, 18.0)]
     names = ("engine", "step_s", "cpu_s", "peak_mb")
     step.print_report(
@@ -80,7 +82,7 @@ def test_medians_are_taken_over_all_processes_and_ours_compared_with_each(capsys
 
 
 def test_processes_take_turns_and_one_that_fails_is_named(monkeypatch):
-    args, ran = step.parse(["--rounds", "2", "--engines", "ours", "trl"]), []
+    args, ran = step.parse_flags(["--rounds", "2", "--engines", "ours", "trl"]), []
     done = subprocess.CompletedProcess([], 0, "[]", "warning\nlast line")
     monkeypatch.setattr(step.subprocess, "run", lambda command, **_: ran.append(command) or done)
     step.run_processes(args, "DIR")

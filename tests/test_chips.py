@@ -4,8 +4,9 @@ import mlx.core as mx
 import pytest
 from small_run import resolve
 
-import gwen
 import preflight
+from disk import model_choice
+from forecast import memory_estimate, time_estimate
 from machine import chips, memory
 
 CHIPS = {chip.name: chip for chip in chips.load_chips()}
@@ -37,10 +38,10 @@ def test_an_m4_max_prefills_and_decodes_as_fast_as_mlx_lm_has_published():
 def test_a_step_takes_what_was_counted_at_four_fifths_of_a_chips_peaks(name):
     """By c148fd6:bench/ledger.py, seconds at the peaks: 64 rows of Qwen3-0.6B, three criteria."""
     flags = {"model": "random:0.6b", "task": "values", "batch": 8, "groups": 8, "max_tokens": 256}
-    config, shape = resolve(flags, None, None)[0], gwen.load_known_config("random:0.6b")
-    demand = preflight.RunDemand(shape, mx.float16, config, [128] * 8)
-    weights, judged = preflight.count_parameters(shape).matmuls, 8 * 128 + 64 * (256 + 3 * 24)
-    found = preflight.phase_costs(demand, preflight.choose_sizes(demand)) | {
+    config, shape = resolve(flags, None, None)[0], model_choice.load_known_config("random:0.6b")
+    demand = memory_estimate.RunDemand(shape, mx.float16, config, [128] * 8)
+    weights, judged = memory_estimate.count_parameters(shape).matmuls, 8 * 128 + 64 * (256 + 3 * 24)
+    found = time_estimate.phase_costs(demand, memory_estimate.choose_sizes(demand)) | {
         "judge": chips.Cost(2 * weights, 2 * weights * judged)
     }
     assert chips.estimate_seconds(found, CHIPS[name]) == pytest.approx(COUNTED[name] / 0.8, rel=0.2)
@@ -49,7 +50,7 @@ def test_a_step_takes_what_was_counted_at_four_fifths_of_a_chips_peaks(name):
 def test_a_start_is_the_largest_model_whose_hundred_steps_take_an_hour(monkeypatch):
     monkeypatch.setattr(memory, "memory_size", lambda: 64 << 30)
     monkeypatch.setattr(chips, "this_chip", lambda: CHIPS["M4"])
-    _, head, *rows, last = preflight.describe_fitting_models()
+    _, head, *rows, last = time_estimate.describe_fitting_models()
     assert head.endswith("  min for 100")
     need, seconds = (
         {row.split()[0]: float(row.split()[part].strip("<")) for row in rows} for part in (1, 2)

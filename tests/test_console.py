@@ -99,7 +99,8 @@ def test_a_terminal_shows_what_is_done_now_how_fast_and_how_long_it_will_take():
 
 def test_what_a_bar_says_last_is_true(monkeypatch):
     """tqdm draws ten times a second, and rows that reach --max-tokens end together."""
-    screen, ends = io.StringIO(), []
+    screen = io.StringIO()
+    ends = []
     with alive.Bar(total=64, disable=False, file=screen) as bar:
         bar.update(62)
         bar.refresh()

@@ -18,11 +18,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import export
 import gwen
 import lora
 import report
 import train
-from disk import checkpoint, hub
+import trainer
+from disk import checkpoint, hub, model_choice
 from disk.run_files import START
 from machine import versions
 from settings import sources
@@ -65,7 +67,7 @@ def whole(tmp_path_factory):
 def go_on(whole):
     """As `resume` below, but without steps and with one model; adds what was restored."""
     made = train.GrpoRun(
-        sources.resolve_settings({}, None, str(whole), gwen.choose_model)[0], whole
+        sources.resolve_settings({}, None, str(whole), model_choice.choose_model)[0], whole
     )
     states = []
 
@@ -88,8 +90,8 @@ def go_on(whole):
     def go_on(run):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(versions, "describe_environment", lambda _: {})  # it asks git
-            patch.setattr(train.Trainer, "make", staticmethod(make))
-            patch.setattr(train.Trainer, "loop", staticmethod(look))
+            patch.setattr(trainer, "make_run", make)
+            patch.setattr(train, "train", look)
             return *resume(run), states[-1] if states else None
 
     return go_on
@@ -400,7 +402,7 @@ def test_a_run_does_not_become_one_of_another_kind_and_changes_are_for_a_resume(
     refused(
         train.main,
         [*RUN, "--allow-changes"],
-        "--allow-changes is for a run that goes on; name it with --resume",
+        "--allow-changes works with --resume only; name the run with --resume",
     )
 
 
@@ -411,7 +413,7 @@ def test_a_command_that_reads_a_damaged_run_shows_it_or_ends_in_a_line(whole, tm
         damage(run)
         for command, flags in (
             (report.main, [run]),
-            (lora.main, ["--export", "peft", "--run", run, "--out", out]),
+            (export.main, ["--export", "peft", "--run", run, "--out", out]),
         ):
             said, status = io.StringIO(), 0
             with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):

@@ -67,7 +67,7 @@ def test_sampling_and_the_frozen_base_make_no_function_with_a_gradient(model, mo
         mx, "custom_function", lambda forward: asked.append(forward) or original(forward)
     )
     sampler.rollout(model, [[1, 2, 3]], sampler.SamplingParams(2), group_size=2, key=0)
-    with lora.disabled(model):
+    with lora.disable_adapters(model):
         model(mx.array([[1, 2]]))
     assert not asked
     model(mx.array([[1, 2]]))

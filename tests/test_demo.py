@@ -72,5 +72,5 @@ def test_the_audit_of_a_run_counts_its_first_and_its_newest_evaluation(golden, c
     write_log(tmp_path / "eval_answers.jsonl", [one for one in recorded if not one["step"]])
     for other in (golden("sft"), tmp_path):  # of another task, and before its first steps
         assert "has no evaluations of --task demo before and after" in message_of(
-            audit.evaluations, [other]
+            audit.load_evaluations, [other]
         )

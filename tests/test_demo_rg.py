@@ -80,6 +80,6 @@ def test_it_keeps_its_format_is_right_in_a_third_and_learns_to_show_working(tmp_
     assert 0.2 < first["eval/accuracy"] < 0.5 and first["eval/greedy"] < 0.4
     assert last["eval/accuracy"] > first["eval/accuracy"] + 0.1
     texts = [line["completion"] for line in read_log(tmp_path / "rollouts.jsonl")]
-    assert sum(rg.answered_once(texts)) > 0.95 * len(texts)
+    assert sum(rg.score_format(texts)) > 0.95 * len(texts)
     shown = [not text.startswith("<answer>") for text in texts]
     assert sum(shown[:64]) < 0.7 * 64 and sum(shown[-64:]) > 0.8 * 64

@@ -17,11 +17,11 @@ from mlx_lm.tokenizer_utils import load as mlx_lm_load_tokenizer
 from mlx_lm.utils import load_model as mlx_lm_load_model
 from test_gguf import tokenizer_like  # noqa: F401  (a fixture)
 
+import chat
+import export
 import gwen
-import lora
-import sampler
 from deploy import few_bits, ollama
-from disk import hub
+from disk import hub, model_choice
 from problems import chat_template
 
 USER = [{"role": "user", "content": "What is two and two?"}]
@@ -197,7 +197,7 @@ def run(golden, tmp_path):
 def fused(tmp_path, capsys, *flags):
     """The directory that the command makes, and its first line."""
     shutil.rmtree(tmp_path / "fused", ignore_errors=True)
-    lora.main(["--fuse", *flags, "--out", str(tmp_path / "fused")])
+    export.main(["--fuse", *flags, "--out", str(tmp_path / "fused")])
     return tmp_path / "fused", capsys.readouterr().out.splitlines()[0]
 
 
@@ -244,7 +244,7 @@ def test_the_system_prompt_of_a_run_s_data_goes_into_template_and_talk(
         demo, USER, system=SYSTEM
     )
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hi"))
-    sampler.main(["--chat", "--run", where])
+    chat.main(["--chat", "--run", where])
     assert "; system: 'Say " in capsys.readouterr().err
     talk = [{"role": "system", "content": SYSTEM}, *USER, {"role": "assistant", "content": "Four."}]
     write_log(tmp_path / "data.jsonl", [{"messages": talk}] * 8)
@@ -267,13 +267,13 @@ def test_the_system_prompt_of_a_run_s_data_goes_into_template_and_talk(
         )
         == shown
     )
-    lora.main(["--export", "peft", "--run", shot, "--out", str(tmp_path / "peft")])
+    export.main(["--export", "peft", "--run", shot, "--out", str(tmp_path / "peft")])
     assert (tmp_path / "peft" / "README.md").read_text(encoding="utf-8").endswith(card[-200:])
     assert capsys.readouterr().out.startswith(f"{tmp_path}/peft: {shot}/adapter for ")
     assert fused(tmp_path, capsys, "--adapter", shot)[1].endswith(
         "2 messages more, which who talks to it must send"
     )
-    lora.main(["--export", "gguf", "--run", shot, "--out", str(tmp_path / "file")])
+    export.main(["--export", "gguf", "--run", shot, "--out", str(tmp_path / "file")])
     assert "and a Modelfile that sends 2 messages first; demo with" in capsys.readouterr().out
     assert (sent := sent_by_ollama(tmp_path / "file")) == shown[1:]
     asked = chat_template.render_chat(demo, [*shown, *USER], False)
@@ -281,7 +281,7 @@ def test_the_system_prompt_of_a_run_s_data_goes_into_template_and_talk(
         rendered_by_ollama(tmp_path, hub.load_tokenizer(tmp_path / "fused"), [*sent, *USER])
         == asked
     )
-    sampler.main(["--prompt", "Hi", "--run", shot])
+    chat.main(["--prompt", "Hi", "--run", shot])
     assert "'; user: 'One and one?'; assistant: 'Two.'" in capsys.readouterr().err
     write_log(tmp_path / "data.jsonl", [*rows, rows[0] | {"system": "Other."}])
     line = fused(tmp_path, capsys, "--run", run(task="own", data=data, rubric=""))[1]
@@ -298,17 +298,17 @@ def test_the_system_prompt_of_a_run_s_data_goes_into_template_and_talk(
 def test_an_exported_adapter_names_a_base_that_others_open_or_says_to_fuse_first(
     golden, tmp_path, capsys
 ):
-    lora.main(["--export", "peft", "--run", str(golden("grpo")), "--out", str(tmp_path / "demo")])
+    export.main(["--export", "peft", "--run", str(golden("grpo")), "--out", str(tmp_path / "demo")])
     base = json.loads((tmp_path / "demo" / "adapter_config.json").read_text())[
         "base_model_name_or_path"
     ]
     assert (
         contents(hub.DEMO) == contents(hub.find_model(base))
-        and gwen.choose_model(None, tmp_path / "demo")[0] == base
+        and model_choice.choose_model(None, tmp_path / "demo")[0] == base
     )
     capsys.readouterr()
     adapter = str(golden("grpo") / "adapter")
-    lora.main(
+    export.main(
         [
             "--export",
             "peft",
@@ -330,7 +330,7 @@ def test_an_exported_adapter_names_a_base_that_others_open_or_says_to_fuse_first
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "bits"), [("grpo", 4), ("judge", 8)])
 def test_a_model_in_few_bits_is_mlx_lm_s_and_its_cost_is_told(run, tmp_path, capsys, kind, bits):
-    lora.main(["--fuse", "--bits", str(bits), "--run", run(kind), "--out", str(tmp_path / "few")])
+    export.main(["--fuse", "--bits", str(bits), "--run", run(kind), "--out", str(tmp_path / "few")])
     lines = capsys.readouterr().out.splitlines()
     assert re.search(rf"; in {bits}\.5\d bits a weight$", lines[0])
     assert len(lines) == 7 + lines[-1].startswith("WARNING") and lines[1].startswith(
@@ -389,7 +389,7 @@ def test_bits_cost_nothing_of_a_model_beside_itself_and_a_warning_of_another(
     warning = capsys.readouterr().out.splitlines()[-1]
     assert warning.startswith("WARNING: 4 bits move the model by over a third of what training did")
     alone = shutil.copytree(tmp_path / "run" / "adapter", tmp_path / "alone")
-    lora.main(["--fuse", "--bits", "8", "--adapter", str(alone), "--out", str(tmp_path / "few")])
+    export.main(["--fuse", "--bits", "8", "--adapter", str(alone), "--out", str(tmp_path / "few")])
     few_bits.print_quantization_cost(str(golden("sft")), out, out, 8)
     few_bits.print_quantization_cost(run(), out, tmp_path / "none.gguf", 8)
     unknown = "what 8 bits cost was not measured: only --run of a task with problems tells them\n"

@@ -14,10 +14,10 @@ from test_divergence import error, gradient_by_logits, log_softmax, written_out
 import config
 import gwen
 import lora
-import preflight
 import train
 import update
 from disk import hub
+from forecast import memory_estimate
 from machine import memory
 from problems import chat_template
 from step import loss
@@ -65,7 +65,7 @@ def lesson_of(run, budget=150, sharing="off"):
 
 
 def num_items(samples):
-    return sum(len(one.own) for one in samples)
+    return sum(len(one.loss_positions) for one in samples)
 
 
 def scored_alone(model, ids, completion, temperature=1.0):
@@ -128,7 +128,7 @@ def test_the_teacher_alone_sees_its_prompt_and_has_no_adapters(tmp_path, teacher
     plain = run.teacher.model if other else gwen.load("demo")[0]
     for batch in batches:
         for row, states in zip(batch.rows, batch.lesson.hidden, strict=True):
-            example, ids = samples[row].example, samples[row].ids
+            example, ids = samples[row].example, samples[row].response_ids
             said = f"Carry the one: it is {example['answer']}."
             seen = chat_template.encode_chat(
                 run.tokenizer, example["prompt"], system=said, thinking=False
@@ -292,10 +292,12 @@ def test_a_teacher_that_does_not_fit_is_told_so_before_it_is_asked(monkeypatch, 
     its = {"demo": teacher, "large": "random:0.6b"}
     lines, needs = {}, {}
     for name, model in its.items():
-        demand = preflight.RunDemand(shape, mx.float32, make_config(*DISTILL, model), [80] * 3)
-        needs[name] = preflight.estimate(demand, sizes)
+        demand = memory_estimate.RunDemand(
+            shape, mx.float32, make_config(*DISTILL, model), [80] * 3
+        )
+        needs[name] = memory_estimate.estimate(demand, sizes)
         monkeypatch.setattr(memory, "memory_size", lambda: 1_000_000_000)
-        lines[name] = preflight.memory_line(demand, sizes)
+        lines[name] = memory_estimate.memory_line(demand, sizes)
     weights = sum(array.nbytes for _, array in tree_flatten(gwen.Model(shape).parameters()))
     assert needs["demo"].resident["teacher"] == weights + 4 * shape.hidden_size * 12 * 12
     assert "fit" not in lines["demo"] and lines["large"].endswith(

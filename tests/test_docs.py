@@ -57,7 +57,7 @@ def always_there():
 
 def test_the_tables_of_flags_of_trl_s_names_and_of_what_fits_are_up_to_date():
     pages = {
-        reference.PAGE: reference.page,
+        reference.PAGE: reference.flags_page,
         reference.TRL: reference.trl_page,
         reference.MEMORY: reference.memory_page,
     }
@@ -81,7 +81,7 @@ def known_flags():
     }
     return (
         looped
-        | set(re.findall(r"(?:^\| `|also as )(--[a-z-]+)", reference.page(), re.M))
+        | set(re.findall(r"(?:^\| `|also as )(--[a-z-]+)", reference.flags_page(), re.M))
         | {
             flag.value
             for call in calls

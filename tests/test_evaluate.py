@@ -11,17 +11,20 @@ import pytest
 from conftest import read_log, readable, write_log
 from test_docs import EVALUATION_METRICS, without_meaning
 
-import evaluate
+import chat
+import export
 import gwen
 import judge
 import lora
 import sampler
 import tasks
 import train
-from disk import run_files
+from disk import eval_record, run_files, statistics
+from evaluate import main as evaluate_main
+from evaluation.evaluate import KEY, EvalParams, answer_both, evaluate
 from judging import rubrics
 from machine import memory
-from problems import chat_template
+from problems import chat_template, form
 from problems.examples import spread_evenly
 from tasks import demo as sums
 
@@ -32,13 +35,11 @@ def demo():
 
 
 def evaluated(demo, task, params, **graders):
-    return evaluate.evaluate(
-        functools.partial(evaluate.answer_both, *demo), task, params, **graders
-    )
+    return evaluate(functools.partial(answer_both, *demo), task, params, **graders)
 
 
 def run(demo, **settings):
-    params = evaluate.EvalParams(12, memory.BatchSize(64), limit=24)._replace(**settings)
+    params = EvalParams(12, memory.BatchSize(64), limit=24)._replace(**settings)
     return evaluated(demo, tasks.load_task("demo"), params)
 
 
@@ -57,9 +58,9 @@ def test_figures_are_of_all_answers_with_intervals_over_problems(demo, samples):
         {name: column.mean() for name, column in expected.items()}
     )
     if samples > 1:
-        half = run_files.student_t(23) * values.mean(1).std(ddof=1) / math.sqrt(24)
+        half = statistics.student_t(23) * values.mean(1).std(ddof=1) / math.sqrt(24)
         assert record["eval/accuracy_ci95"] == record["eval/pass_at_1_ci95"] == pytest.approx(half)
-        assert run_files.evaluation_line(record).endswith("| 24 problems, 4 answers to each")
+        assert eval_record.evaluation_line(record).endswith("| 24 problems, 4 answers to each")
     for detail in details:
         asked = {"prompts": [detail["prompt"]] * samples, "answer": [detail["answer"]] * samples}
         assert detail["values"] == sums.correct(completions=detail["completions"], **asked)
@@ -83,7 +84,7 @@ def test_samples_are_drawn_at_temperature_1_and_greedy_is_greedy_whatever_was_tr
     prompts = [chat_template.encode_chat(tokenizer, problem["prompt"]) for problem in problems]
     for group_size, temperature, key in ((2, 1.0, "completions"), (1, 0.0, "greedy")):
         its = params._replace(temperature=temperature)
-        rollout = sampler.rollout(model, prompts, its, group_size=group_size, key=evaluate.KEY)
+        rollout = sampler.rollout(model, prompts, its, group_size=group_size, key=KEY)
         told = [
             text for d in details for text in (d[key] if isinstance(d[key], list) else [d[key]])
         ]
@@ -112,7 +113,7 @@ def test_a_task_without_right_answers_is_scored_by_criterion_and_category(demo):
     problems[0]["category"] = None
     task = task._replace(held_out=problems)
     grader = judge.Judge(*demo, rubrics.load_rubric(task.rubric))
-    record, _ = evaluated(demo, task, evaluate.EvalParams(12, samples=2, limit=24), grader=grader)
+    record, _ = evaluated(demo, task, EvalParams(12, samples=2, limit=24), grader=grader)
     criteria = [criterion.name for criterion in grader.rubric.criteria]
     for name in criteria:
         assert {
@@ -156,9 +157,7 @@ def test_a_score_is_that_of_what_can_be_read_and_what_cannot_is_told(demo, lengt
     grader = Scripted(
         task.rubric, lambda text: 5.0 if length and len(text) % length == 0 else math.nan
     )
-    record, details = evaluated(
-        demo, task, evaluate.EvalParams(12, limit=24), grader=readable(grader)
-    )
+    record, details = evaluated(demo, task, EvalParams(12, limit=24), grader=readable(grader))
     rubric = 0.5 * sum(criterion.weight for criterion in grader.rubric.criteria) if length else 0.0
     for detail in details:  # an unreadable rubric counts as the mean of the others
         assert detail["values"][0] == pytest.approx(detail["rewards"]["correct"][0] + rubric)
@@ -167,7 +166,7 @@ def test_a_score_is_that_of_what_can_be_read_and_what_cannot_is_told(demo, lengt
     assert (
         lost == np.mean([detail["rewards"]["rubric"][0] is None for detail in details]) and lost > 0
     )
-    assert run_files.evaluation_line(record).endswith(
+    assert eval_record.evaluation_line(record).endswith(
         f"{lost:.0%} of the judge's scores unreadable"
     )
 
@@ -175,9 +174,7 @@ def test_a_score_is_that_of_what_can_be_read_and_what_cannot_is_told(demo, lengt
 def test_a_judge_that_says_yes_to_everything_is_seen_by_the_witness(demo):
     task = tasks.load_task("values")
     grader, witness = (Scripted(rubric, lambda text: 5.0) for rubric in (task.rubric, task.witness))
-    record, details = evaluated(
-        demo, task, evaluate.EvalParams(4, limit=4), grader=grader, witness=witness
-    )
+    record, details = evaluated(demo, task, EvalParams(4, limit=4), grader=grader, witness=witness)
     assert record["eval/score"] == 3 and record["eval/witness"] == 0
     assert record["eval/witness/credulity"] == record["eval/judge/scrutiny"] == 5
     assert without_meaning(record, EVALUATION_METRICS) == []
@@ -192,17 +189,17 @@ def test_the_interval_of_a_share_is_the_farther_end_of_wilson_s_and_never_nothin
     share, z = right / num, 1.96
     # Wilson's ends are where the share lies z standard errors away, the error being that of the end itself
     ends = np.roots([1 + z**2 / num, -(2 * share + z**2 / num), share**2])
-    half = run_files.half_width(np.array([1.0] * right + [0.0] * (num - right)))
+    half = statistics.half_width(np.array([1.0] * right + [0.0] * (num - right)))
     assert half == pytest.approx(np.abs(ends - share).max()) and half > 0
 
 
 def test_the_interval_of_other_values_is_student_s_and_one_problem_or_equal_ones_have_none():
     values = np.array([0.2, -1.5, 3.0, np.nan])
-    assert run_files.half_width(values) == pytest.approx(4.303 * values[:3].std(ddof=1) / 3**0.5)
+    assert statistics.half_width(values) == pytest.approx(4.303 * values[:3].std(ddof=1) / 3**0.5)
     assert (
-        run_files.half_width(np.array([0.5, 0.5, 0.5, 0.5])) is None
+        statistics.half_width(np.array([0.5, 0.5, 0.5, 0.5])) is None
     )  # of four problems nothing is known to 0.000
-    assert run_files.half_width(np.array([1.0, np.nan])) is None
+    assert statistics.half_width(np.array([1.0, np.nan])) is None
 
 
 # ---- what stands beside
@@ -211,7 +208,7 @@ def test_the_interval_of_other_values_is_student_s_and_one_problem_or_equal_ones
 def test_the_divergence_is_k3_in_float64_and_nothing_before_training(demo):
     model, tokenizer = gwen.load("demo")
     lora.apply(model, 4, 2.0)
-    task, params = tasks.load_task("demo"), evaluate.EvalParams(12, limit=12)
+    task, params = tasks.load_task("demo"), EvalParams(12, limit=12)
     record, _ = evaluated((model, tokenizer), task, params, reference=model)
     assert 0 <= record["eval/kl"] < 1e-10
     for index, (_, layer) in enumerate(lora.adapted_layers(model)):
@@ -225,7 +222,7 @@ def test_the_divergence_is_k3_in_float64_and_nothing_before_training(demo):
         for _ in range(2)
     ]
     params = sampler.SamplingParams(12, 0.8, eos_ids=model.config.eos_ids)
-    rollout = sampler.rollout(model, prompts[::2], params, group_size=2, key=evaluate.KEY)
+    rollout = sampler.rollout(model, prompts[::2], params, group_size=2, key=KEY)
     terms, entropies = [], []
     for prompt, ids, mask in zip(
         prompts, np.array(rollout.completion_ids), np.array(rollout.mask), strict=True
@@ -252,12 +249,12 @@ ANSWERS = (
 
 
 def test_a_refusal_is_told_by_how_an_answer_opens_and_repetition_by_runs_of_four_words():
-    assert all(map(evaluate.is_refusal, REFUSALS.split("|"))) and not any(
-        map(evaluate.is_refusal, ANSWERS.split("|"))
+    assert all(map(form.is_refusal, REFUSALS.split("|"))) and not any(
+        map(form.is_refusal, ANSWERS.split("|"))
     )
-    assert evaluate.repetition("one two three four") == evaluate.repetition("no no no") == 0
-    assert evaluate.repetition("a b c d A B C D") == pytest.approx(1 / 5)
-    assert evaluate.repetition("ha " * 20) == pytest.approx(16 / 17)
+    assert form.repetition("one two three four") == form.repetition("no no no") == 0
+    assert form.repetition("a b c d A B C D") == pytest.approx(1 / 5)
+    assert form.repetition("ha " * 20) == pytest.approx(16 / 17)
 
 
 # ---- `--run`: the run's own figure, to the digit
@@ -290,7 +287,7 @@ def runs(golden, tmp_path_factory):
 
 def told(capsys, *flags):
     capsys.readouterr()
-    evaluate.main(list(map(str, flags)))
+    evaluate_main(list(map(str, flags)))
     return json.loads(capsys.readouterr().out)
 
 
@@ -362,7 +359,7 @@ def test_prompts_that_the_run_was_trained_on_are_warned_of_and_so_is_it_where_no
         "prompt=question",
     ]
     flags = [*map(str, flags), "--max-tokens", "1", "--limit", "1"]
-    evaluate.main(flags)
+    evaluate_main(flags)
     assert "27 of the 30 prompts" in capsys.readouterr().err
     (tmp_path / "own" / "config.yaml").unlink()
     settings = (
@@ -371,7 +368,7 @@ def test_prompts_that_the_run_was_trained_on_are_warned_of_and_so_is_it_where_no
         .replace(f"{runs}/mine.jsonl", f"{tmp_path}/gone.jsonl")
     )
     (tmp_path / "own" / "config.yaml").write_text(settings)
-    evaluate.main(flags)
+    evaluate_main(flags)
     said = capsys.readouterr().err
     assert "mine.jsonl is unknown: " in said and "gone.jsonl: no such file" in said
 
@@ -397,21 +394,21 @@ def test_what_is_wrong_with_a_run_is_said_in_one_line_by_every_command(
 ):
     its = flags.format(at=runs).split()
     for main, more in (
-        (evaluate.main, []),
-        (sampler.main, ["--prompt", "Hi"]),
-        (lora.main, ["--fuse", "--out", f"{tmp_path}/out"]),
+        (evaluate_main, []),
+        (chat.main, ["--prompt", "Hi"]),
+        (export.main, ["--fuse", "--out", f"{tmp_path}/out"]),
     ):
         refused(main, [*its, *more], "^error: " + re.escape(said.format(at=runs)))
 
 
 @pytest.mark.slow
-def test_sampler_and_fuse_take_model_and_adapter_from_the_run(runs, capsys, tmp_path):
+def test_chat_and_export_take_model_and_adapter_from_the_run(runs, capsys, tmp_path):
     prompt = ["--prompt", "What is one plus two?", "--temp", "0"]
-    sampler.main(["--run", str(runs / "demo"), *prompt])
+    chat.main(["--run", str(runs / "demo"), *prompt])
     ours = capsys.readouterr().out
-    lora.main(["--fuse", "--run", str(runs / "demo"), "--out", str(tmp_path / "merged")])
+    export.main(["--fuse", "--run", str(runs / "demo"), "--out", str(tmp_path / "merged")])
     capsys.readouterr()
-    sampler.main(["--model", str(tmp_path / "merged"), "--max-tokens", "8", *prompt])
+    chat.main(["--model", str(tmp_path / "merged"), "--max-tokens", "8", *prompt])
     assert capsys.readouterr().out == ours
     assert run_files.adapter_path(str(runs / "demo"), 0) is None
 
@@ -419,5 +416,5 @@ def test_sampler_and_fuse_take_model_and_adapter_from_the_run(runs, capsys, tmp_
 @pytest.mark.slow
 @pytest.mark.parametrize(("limit", "is_told"), [(3, True), (64, False)])
 def test_an_evaluation_warns_where_most_answers_are_cut_off(capsys, limit, is_told):
-    evaluate.main(["--model", "demo", "--task", "demo", "--limit", "4", "--max-tokens", str(limit)])
+    evaluate_main(["--model", "demo", "--task", "demo", "--limit", "4", "--max-tokens", str(limit)])
     assert (f"cut off at --max-tokens {limit}" in capsys.readouterr().err) == is_told

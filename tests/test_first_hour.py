@@ -31,7 +31,7 @@ def run_all(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_each_command_of_the_page_works_after_the_one_before(run_all):
-    before, tried, copied, gated, said, packed = run_all(
+    before, tried, copied, gated, chat, packed = run_all(
         lambda line: re.sub(
             r"--steps \d+", "--steps 2", line.replace("--model smollm2", "--model demo")
         )
@@ -42,7 +42,7 @@ def test_each_command_of_the_page_works_after_the_one_before(run_all):
         and "verdict:" in copied
         and "verdict:" in gated
     )
-    assert "before" in said and "after" in said and "first-model-Q8_0.gguf" in packed
+    assert "before" in chat and "after" in chat and "first-model-Q8_0.gguf" in packed
 
 
 @pytest.mark.hour

@@ -21,13 +21,13 @@ import yaml
 from conftest import ROOT
 
 import bench_rollout
+import chat
 import evaluate
+import export
 import gwen
 import judge
-import lora
 import preflight
 import report
-import sampler
 import train
 from bench import harness, step
 from config import SETTINGS
@@ -148,7 +148,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """Commands end where a model, a worker, a server or a browser would begin to work; a directory to work in."""
     monkeypatch.setattr(gpu, "on_gpu", lambda: False)
     for owner, name in (
-        *((gwen, "load"), (gwen, "load_model"), (workers.Pool, "__init__"), (page, "show")),
+        *((gwen, "load"), (gwen, "load_model"), (workers.Pool, "__init__"), (page, "open_page")),
         *((remote_judge.Endpoint, "chat"), (harness, "model_directory"), (step, "measure")),
         (files, "hub_records"),
     ):
@@ -200,9 +200,9 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], None], list[str], list[str]]] = 
     ),
     "preflight": (preflight.main, ["--model", "demo"], []),
     "evaluate": (evaluate.main, ["--model", "demo"], []),
-    "sampler": (sampler.main, ["--prompt", "hi"], []),
+    "chat": (chat.main, ["--prompt", "hi"], []),
     "judge": (judge.main, ["--rubric", "rubric.yaml", "--labels", "labels.jsonl"], []),
-    "lora": (lora.main, ["--fuse", "--adapter", "adapter", "--out", "new"], []),
+    "export": (export.main, ["--fuse", "--adapter", "adapter", "--out", "new"], []),
     "report": (report.main, ["run"], []),
     "rollout": (bench_rollout.main, ["--model", "demo"], []),
     "step": (step.main, ["--model", "demo"], []),
@@ -348,7 +348,7 @@ READERS: dict[str, tuple[Callable[[list[str]], None], list[str]]] = {
         preflight.main,
         ["--model", "demo", "--task", "rg:chain_sum", "--task-config", "task.yaml"],
     ),
-    "run/config.yaml": (sampler.main, ["--prompt", "hi", "--run", "run"]),
+    "run/config.yaml": (chat.main, ["--prompt", "hi", "--run", "run"]),
     "run/metrics.jsonl": (report.main, ["run"]),
     "run/eval.jsonl": (report.main, ["--list", "."]),
 }
@@ -379,6 +379,6 @@ def test_any_model_directory_is_loaded_or_refused_in_one_line(model_directory, t
         if rng.random() < 0.05:
             path.unlink()
         argv = ["--model", str(directory), "--prompt", "hi", "--max-tokens", "3"]
-        num_taken += is_taken(capsys, sampler.main, argv, (number, path.name, content))
+        num_taken += is_taken(capsys, chat.main, argv, (number, path.name, content))
         shutil.rmtree(directory)
     assert 0.1 < num_taken / NUM_MODELS < 0.9

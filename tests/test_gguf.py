@@ -13,8 +13,8 @@ from conftest import CONFIGS, command, message_of, random_weights, relative_erro
 from extras import needs
 from gguf import GGMLQuantizationType
 
+import export
 import gwen
-import lora
 from deploy import gguf_writer
 from disk import gguf, hub
 from problems import chat_template
@@ -417,7 +417,7 @@ def test_the_command_writes_a_run_s_model_with_its_template_and_a_modelfile(
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     run = golden("grpo")
-    lora.main(
+    export.main(
         ["--export", "gguf", "--bits", "8", "--run", str(run), "--out", str(tmp_path / "mine")]
     )
     said = capsys.readouterr().out

@@ -9,7 +9,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+import doctor
 import gwen
+from disk import model_choice
 from layers import attention, probe
 from machine import gpu, kernels
 
@@ -153,7 +155,7 @@ def test_a_kernel_may_be_as_far_off_as_its_expression_is_in_the_same_type_and_no
 
 @pytest.mark.skipif(gpu.on_gpu(), reason="these are the lines of a machine without a GPU")
 def test_the_doctor_says_what_runs_here_and_what_fits(capsys):
-    gwen.main(["--doctor"])
+    doctor.main(["--doctor"])
     said, _, fit = capsys.readouterr().out.partition("what fits, ")
     assert fit.splitlines()[2].startswith("demo ")
     assert re.match(
@@ -183,14 +185,16 @@ def test_the_doctor_says_what_runs_here_and_what_fits(capsys):
 @pytest.mark.parametrize(("name", "value"), [("GWEN_KERNELS", "fast"), ("GWEN_DTYPE", "int4")])
 def test_the_doctor_refuses_a_variable_it_does_not_know(monkeypatch, refused, name, value):
     monkeypatch.setenv(name, value)
-    refused(gwen.main, ["--doctor"], f"{name}={value!r}")
+    refused(doctor.main, ["--doctor"], f"{name}={value!r}")
 
 
 @pytest.mark.parametrize("wrong", ["MLX", "kernels"])
 def test_the_doctor_fails_where_mlx_or_a_kernel_is_wrong(monkeypatch, capsys, wrong):
     monkeypatch.setattr(gpu, "has_metal", lambda: True)
     monkeypatch.setattr(
-        gwen, "load_known_config", lambda _, known=gwen.load_known_config: known("random:2m")
+        model_choice,
+        "load_known_config",
+        lambda _, known=model_choice.load_known_config: known("random:2m"),
     )
     for name, op in kernels.OPS.items():
         monkeypatch.setattr(op, "disabled_dtypes", set())
@@ -200,10 +204,12 @@ def test_the_doctor_fails_where_mlx_or_a_kernel_is_wrong(monkeypatch, capsys, wr
     if wrong == "MLX":
         monkeypatch.setattr(probe, "measure_attention_error", lambda *_: 1.0)
     monkeypatch.setattr(
-        gwen.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 0, "fits")
+        doctor.subprocess,
+        "run",
+        lambda command, **_: subprocess.CompletedProcess(command, 0, "fits"),
     )
     with pytest.raises(SystemExit) as status:
-        gwen.main(["--doctor"])
+        doctor.main(["--doctor"])
     said = capsys.readouterr()
     lines = [line for line in said.out.splitlines() if line.startswith("BAD")]
     assert (
@@ -277,7 +283,7 @@ def test_a_model_that_is_loaded_says_in_a_line_what_mlx_computes_wrongly(monkeyp
         "measure_product_error",
         lambda weight, rows: float(rows > 8 and weight.shape == (768, 128)),
     )
-    gwen.check_kernels(gwen.Model(gwen.load_known_config("random:2m")))
+    gwen.check_kernels(gwen.Model(model_choice.load_known_config("random:2m")))
     said = capsys.readouterr().err
     assert (
         said.startswith("gwen: MLX's own arithmetic is WRONG") and "float32 products 1e+04" in said

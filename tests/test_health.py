@@ -7,11 +7,9 @@ from small_run import SMALL
 import train
 from reporting import health
 
-LENGTH, TRUNCATED, OVER_CAP = (
-    "completion/mean_tokens",
-    "completion/truncated_frac",
-    "mismatch/over_cap_frac",
-)
+LENGTH = "completion/mean_tokens"
+TRUNCATED = "completion/truncated_frac"
+OVER_CAP = "mismatch/over_cap_frac"
 STEP = {
     "sampling/signal_groups": 4,
     "reward/mean": 0.5,
@@ -100,8 +98,8 @@ ILL_AND_WELL = [  # an illness, steps and evaluations that show it, and such tha
 
 @pytest.mark.parametrize(("name", "ill", "well"), ILL_AND_WELL)
 def test_an_illness_is_found_where_it_is_and_nowhere_near(name, ill, well):
-    (found,) = health.find_symptoms(*(*ill, False)[:2])
-    assert found.name == name and "\n" not in found.text
+    (symptom,) = health.find_symptoms(*(*ill, False)[:2])
+    assert symptom.name == name and "\n" not in symptom.text
     assert names(*well) == []
 
 
@@ -112,9 +110,9 @@ def test_a_run_that_measured_nothing_yet_has_no_illness():
 def test_answers_that_are_cut_off_are_told_at_step_0_with_their_limit():
     evaluation = {"step": 0, "eval/truncated_frac": 0.75}
     settings = {"max_tokens": 30}
-    (found,) = health.find_symptoms([], False, [evaluation], settings)
-    assert found.name == "truncated"
-    assert found.text.startswith("75% of the answers") and "--max-tokens 30" in found.text
+    (symptom,) = health.find_symptoms([], False, [evaluation], settings)
+    assert symptom.name == "truncated"
+    assert symptom.text.startswith("75% of the answers") and "--max-tokens 30" in symptom.text
     assert health.describe_cut_off([], [evaluation | {"eval/truncated_frac": 0.5}], settings) == ""
     assert "--max-context" in health.describe_cut_off(
         [], [evaluation], settings | {"tools": ["mine.py:look"]}
@@ -163,13 +161,15 @@ def flags(tmp_path):
 def test_a_constant_reward_is_warned_of_once_and_not_again_where_the_run_goes_on(
     tmp_path, flags, capsys
 ):
-    whole, cut, flags = tmp_path / "whole", tmp_path / "cut", [*flags, "--warmup-steps", "99"]
-    train.main([*flags, "--steps", "6", "--run-dir", str(whole)])
+    uninterrupted = tmp_path / "whole"
+    cut = tmp_path / "cut"
+    flags = [*flags, "--warmup-steps", "99"]
+    train.main([*flags, "--steps", "6", "--run-dir", str(uninterrupted)])
     shown = capsys.readouterr()
-    (warned,) = read_log(whole / "warnings.jsonl")
-    assert (warned["step"], warned["name"]) == (5, "no signal")
+    (warning,) = read_log(uninterrupted / "warnings.jsonl")
+    assert (warning["step"], warning["name"]) == (5, "no signal")
     assert [line for line in shown.err.splitlines() if line and not line.startswith("... ")] == [
-        f"WARNING after step 5: {warned['text']}."
+        f"WARNING after step 5: {warning['text']}."
     ]
     assert "warned after step 5: no signal" in shown.out
     assert all(
@@ -181,7 +181,7 @@ def test_a_constant_reward_is_warned_of_once_and_not_again_where_the_run_goes_on
     assert capsys.readouterr().err.count("WARNING after step 5") == 1
     train.main(["--resume", str(cut), "--steps", "6"])
     assert "WARNING" not in capsys.readouterr().err
-    assert read_log(cut / "warnings.jsonl") == read_log(whole / "warnings.jsonl")
+    assert read_log(cut / "warnings.jsonl") == read_log(uninterrupted / "warnings.jsonl")
 
 
 @pytest.mark.slow

@@ -11,7 +11,6 @@ import update
 from reporting import journal
 from reporting.console import console_line
 from step import advantages, trust_region
-from step import sample as samples
 from step.batch import make_batches
 
 pytestmark = pytest.mark.slow
@@ -76,10 +75,10 @@ def test_every_row_is_computed_where_another_term_needs_it(tmp_path, monkeypatch
 def test_every_idle_row_is_measured_in_its_turn_for_all_tokens_that_are_left_out(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(samples, "MEASURED_OF", 3)
+    monkeypatch.setattr(advantages, "MEASURED_OF", 3)
     run = make_run(tmp_path, "--target-kl", "0")
     drawn, idle = sample(run, ADVANTAGES), np.flatnonzero(ADVANTAGES.reshape(-1) == 0)
-    lengths, seen, weights, found = np.array([len(one.own) for one in drawn]), [], [], []
+    lengths, seen, weights, found = np.array([len(one.loss_positions) for one in drawn]), [], [], []
     for turn in range(6, 9):  # two of the six idle rows in each
         batches = trained(run, drawn, turn)
         counted = sum((batch.mask * batch.weights).sum().item() for batch in batches)
@@ -120,7 +119,7 @@ def test_the_probe_holds_its_tokens_although_rows_are_left_out(tmp_path, monkeyp
     monkeypatch.setattr(
         trust_region, "PROBE_TOKENS", num_held // 2 + 1
     )  # half of them would be too few
-    assert num_held < sum(len(one.own) for one in drawn)
+    assert num_held < sum(len(one.loss_positions) for one in drawn)
     assert rows_of(trust_region.make_probe(known, 0)) == rows_of(known)
 
 

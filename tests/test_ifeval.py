@@ -83,14 +83,14 @@ UNNAMED = "To be or not to be=bees|We search=the sea|=butter"
 def test_an_answer_is_on_topic_where_it_names_it(problems):
     for pairs, named in ((f"{NAMED}|The seas are deep.=the sea", 1), (UNNAMED, 0)):
         texts, topics = zip(*(pair.split("=") for pair in pairs.split("|")), strict=True)
-        assert problems.on_topic(completions=texts, topic=topics) == [named] * len(texts)
+        assert problems.score_topic(completions=texts, topic=topics) == [named] * len(texts)
 
 
 def test_every_prompt_names_the_topic_that_its_answer_shall_name(problems):
     examples = problems.make(range(2000), 2)
     assert {example["topic"] for example in examples} == set(ifeval.load_words()["topics"]["train"])
     asked, topics = ([example[name] for example in examples] for name in ("prompt", "topic"))
-    assert problems.on_topic(completions=asked, topic=topics) == [1.0] * 2000
+    assert problems.score_topic(completions=asked, topic=topics) == [1.0] * 2000
 
 
 @pytest.mark.parametrize(

@@ -11,23 +11,25 @@ from reporting import journal
 
 def test_lazy_work_is_billed_to_its_phase_and_what_belongs_to_none_to_other(monkeypatch):
     """MLX takes memory when it computes: none before `done`, and all of it once the phase has ended."""
-    now, evaluate = [100.0], mx.eval
+    now = [100.0]
+    evaluate = mx.eval
 
     def wait(seconds):
         now[0] += seconds
 
     monkeypatch.setattr(journal.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(mx, "eval", lambda *arrays: evaluate(*arrays) or wait(5))
-    clock, held = journal.PhaseClock(), mx.get_active_memory()
+    clock = journal.PhaseClock()
+    memory_before = mx.get_active_memory()
     wait(3)
     assert clock.take_seconds() == {"step": 3, "other": 3}
     with clock.phase("work") as done:
         array = mx.ones((1 << 20,)) * 2
         wait(1)
-        assert mx.get_active_memory() - held < array.nbytes
+        assert mx.get_active_memory() - memory_before < array.nbytes
         done(array)
         wait(2)
-    assert mx.get_active_memory() - held >= array.nbytes
+    assert mx.get_active_memory() - memory_before >= array.nbytes
     wait(4)
     with clock.phase("work") as done:
         done()

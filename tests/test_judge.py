@@ -45,7 +45,7 @@ class Answers(NamedTuple):
 
 def evaluate(grader, pairs):
     """A judge's answers about n different pairs, each (n, J)."""
-    evaluations = dict(grader.evaluations(grader.questions(pairs)))
+    evaluations = dict(grader.evaluate(grader.questions(pairs)))
     columns = zip(*(evaluations[place] for place in sorted(evaluations)), strict=True)
     return Answers(*(np.array(column).reshape(len(pairs), -1) for column in columns))
 
@@ -466,7 +466,7 @@ def test_a_server_into_whose_context_no_prompt_fits_is_told_of(serve):
 
 @pytest.fixture(scope="module")
 def mlx_lm_server(tmp_path_factory):
-    """mlx_lm's own server with the demo model as `lora.py --fuse` writes it, as a process of its own on loopback."""
+    """mlx_lm's own server with the demo model as `export.py --fuse` writes it, as a process of its own on loopback."""
     model, tokenizer = gwen.load("demo")
     chat_template.fix_template(tokenizer, None, thinking=False)
     gwen.save(model, directory := tmp_path_factory.mktemp("fused"), tokenizer)

@@ -1,4 +1,4 @@
-"""The shape of the tree: floors, names, imports and what may happen while a module is imported."""
+"""The shape of the tree: imports, names, and what may happen while a module is imported."""
 
 import ast
 import functools
@@ -13,31 +13,35 @@ from conftest import ROOT, command
 
 
 def files_of(root: Path) -> list[Path]:
-    """What git tracks, as a user's own mine.py keeps no rules; where there is no git, all but runs and caches."""
+    """
+    The files that git tracks: a user's own mine.py need not keep these rules.
+
+    Without git, all files but runs and caches.
+    """
+    git = ["git", "ls-files", "-z"]
     try:
-        listed = subprocess.run(
-            ["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True
-        ).stdout.split("\0")
+        output = subprocess.run(git, cwd=root, capture_output=True, text=True).stdout
     except OSError:
-        listed = []
-    tracked = [root / name for name in listed if name and (root / name).is_file()]
-    return sorted(
-        tracked
-        or (path for path in root.rglob("*") if path.is_file() and not is_left_out(path, root))
-    )
+        output = ""
+    tracked = [root / name for name in output.split("\0") if name]
+    files = [path for path in tracked if path.is_file()]
+    if not files:
+        files = [path for path in root.rglob("*") if path.is_file() and not is_hidden(path, root)]
+    return sorted(files)
 
 
-def is_left_out(path: Path, root: Path) -> bool:
-    """Whether a file is in a directory that git ignores or that is hidden."""
-    directories = path.relative_to(root).parts[:-1]
-    return any(
-        name in ("runs", "__pycache__") or (name.startswith(".") and name != ".ci")
-        for name in directories
-    )
+def is_hidden(path: Path, root: Path) -> bool:
+    """Whether a file is in a hidden directory or in one that git ignores."""
+    for name in path.relative_to(root).parts[:-1]:
+        if name in ("runs", "__pycache__") or (name.startswith(".") and name != ".ci"):
+            return True
+    return False
 
 
 FILES = files_of(ROOT)
-PACKAGES = "bench deploy disk judging layers machine problems reporting settings step tasks".split()
+PACKAGES = (
+    "bench deploy disk evaluation forecast judging layers machine problems reporting settings step tasks text"
+).split()
 MODULES = [path for path in FILES if path.suffix == ".py" and path.parent == ROOT]
 PARTS = [
     path
@@ -59,7 +63,7 @@ def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
-def imported(node: ast.AST) -> list[str]:
+def imported_names(node: ast.AST) -> list[str]:
     """What one node imports: rooms of the tree by their whole name, of anything else the top-level name."""
     if isinstance(node, ast.Import):
         names = [alias.name for alias in node.names]
@@ -105,60 +109,48 @@ def first_line_that_needs_mlx(path: Path) -> str:
     """The first import, at import time, of a module of this project or of MLX."""
     project = {*ROOMS, *PACKAGES, "mlx", "mlx_lm"}
     nodes = sorted(
-        (n for n in run_at_import(parse(path)) if imported(n)),
+        (n for n in run_at_import(parse(path)) if imported_names(n)),
         key=lambda n: (n.lineno, n.col_offset),
     )
-    return next((name for node in nodes for name in imported(node) if name in project), "")
+    return next((name for node in nodes for name in imported_names(node) if name in project), "")
 
 
 def imports_of(path: Path) -> set[str]:
-    """The rooms that a file imports, anywhere in it but in a command of `deploy/`, which stands above its library."""
-    commands = ("lora.py", "sampler.py")
-    nodes = [
-        node
-        for node in parse(path).body
-        if path.name not in commands or getattr(node, "name", "") != "main"
-    ]
-    return {
-        name for one in nodes for node in ast.walk(one) for name in imported(node) if name in ROOMS
-    }
+    """The modules of the tree that a file imports, anywhere in it."""
+    names: set[str] = set()
+    for node in ast.walk(parse(path)):
+        names.update(imported_names(node))
+    return names & ROOMS.keys()
 
 
 def room_of(name: str) -> str:
-    """A folder with a slash behind it, a module at the root with its ending."""
+    """The room of a module: its folder with a slash, or its file at the root."""
     folder, dot, _ = name.partition(".")
     return f"{folder}/" if dot or folder in PACKAGES else f"{name}.py"
 
 
 @functools.cache
 def arrows() -> dict[str, set[str]]:
-    """Of each room, those that it imports."""
-    found: dict[str, set[str]] = {room_of(name): set() for name in ROOMS}
+    """For each room, the other rooms that it imports."""
+    imports_of_room: dict[str, set[str]] = {room_of(name): set() for name in ROOMS}
     for name, path in ROOMS.items():
-        found[room_of(name)] |= {room_of(needed) for needed in imports_of(path)} - {room_of(name)}
-    return found
+        room = room_of(name)
+        imports_of_room[room] |= {room_of(other) for other in imports_of(path)} - {room}
+    return imports_of_room
 
 
-def test_at_the_root_stands_what_a_user_runs_or_a_reader_opens():
-    assert len(MODULES) <= 18, [path.name for path in MODULES]
-
-
-def test_contributing_lists_the_rooms_from_the_ground_up_on_few_floors():
-    rows = re.findall(
-        r"^\| (`[^|]+`) \|", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.M
-    )
-    listed = [name for row in rows for name in re.findall("`([^`]+)`", row)]
-    assert sorted(listed) == sorted(arrows())
-    floors: dict[
-        str, int
-    ] = {}  # 0 where a room imports none, else one more than the highest that it imports
-    for room in listed:
-        assert arrows()[room] <= floors.keys(), f"{room} imports {arrows()[room] - floors.keys()}"
-        floors[room] = 1 + max((floors[one] for one in arrows()[room]), default=-1)
-    assert (
-        max(floors.values()) < 8
-        and floors["flags.py"] == floors["grpo.py"] == floors["cpu_blas.py"] == 0
-    )
+def test_contributing_lists_the_rooms_from_the_ground_up_and_none_imports_upwards():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`[^|]+`) \|", text, re.M)
+    rooms = [name for row in rows for name in re.findall("`([^`]+)`", row)]
+    assert sorted(rooms) == sorted(arrows())
+    lower_rooms: set[str] = set()
+    for room in rooms:
+        upward = arrows()[room] - lower_rooms
+        assert not upward, f"{room} imports {upward}, which CONTRIBUTING.md lists above it"
+        lower_rooms.add(room)
+    for ground in ("text/", "grpo.py", "cpu_blas.py"):
+        assert not arrows()[ground], f"{ground} imports {arrows()[ground]}"
 
 
 provided = functools.cache(packages_distributions)  # it reads the directory of every package
@@ -172,7 +164,7 @@ def test_a_module_says_what_it_is_has_a_name_of_its_own_and_imports_nothing_that
         assert name not in sys.stdlib_module_names and name not in provided(), (
             f"{provided().get(name)} provide {name}"
         )
-        beside = {name for node in ast.walk(parse(path)) for name in imported(node)} & {
+        beside = {name for node in ast.walk(parse(path)) for name in imported_names(node)} & {
             "examples",
             "tests",
         }

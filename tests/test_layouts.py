@@ -13,6 +13,7 @@ import tasks
 import train
 import trainer
 from problems import arrow, chat_template, chats, data
+from problems.held_out import load_sides
 from settings import sources
 from settings.sources import given_settings, parse_flags
 
@@ -585,14 +586,14 @@ def test_prompts_in_a_text_file_may_hold_braces_and_commas(tmp_path):
 def test_a_run_keeps_its_sides_when_its_data_grow(after, tmp_path):
     rows = [{"prompt": f"What is {n} plus one?", "answer": n + 1} for n in range(after)]
     path = write_log(tmp_path / "a.jsonl", rows[:100])
-    train_before, held_out, _ = data.load_sides(path, None)
+    train_before, held_out, _ = load_sides(path, None)
     tasks.write_held_out(tmp_path, held_out)
     write_log(tmp_path / "a.jsonl", rows)
-    train_after, test, notes = data.load_sides(path, None, begun=tasks.read_held_out(tmp_path))
+    train_after, test, notes = load_sides(path, None, held_out_keys=tasks.read_held_out(tmp_path))
     assert test == held_out and len(train_after) == after - 10
     assert {row["prompt"] for row in train_before} <= {row["prompt"] for row in train_after}
-    fresh = data.load_sides(path, None)[1]
-    assert ("keeps the 10 prompts" in "".join(notes)) == (fresh != held_out)
+    fresh = load_sides(path, None)[1]
+    assert ("keeps its 10 held-out prompts" in "".join(notes)) == (fresh != held_out)
 
 
 def test_a_resumed_run_of_grown_data_evaluates_what_it_held_out(tmp_path, monkeypatch):

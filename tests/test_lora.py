@@ -13,7 +13,7 @@ from mlx_lm.utils import load_model as mlx_lm_load_model
 
 import gwen
 import lora
-from disk import adapters, hub
+from disk import adapters, hub, model_choice
 
 TOKENS = mx.array([[1, 5, 9, 2, 30], [7, 7, 4, 3, 2]])
 
@@ -122,9 +122,9 @@ def test_an_attached_adapter_is_to_the_bit_what_it_was_and_can_be_switched_off(
     np.testing.assert_allclose(
         np.array(merged(TOKENS)), np.array(model(TOKENS)), atol=1e-4, rtol=1e-4
     )
-    with lora.disabled(again):
+    with lora.disable_adapters(again):
         assert mx.array_equal(again(TOKENS), base)
-        with lora.disabled(again):
+        with lora.disable_adapters(again):
             pass
         assert mx.array_equal(again(TOKENS), base)
     assert mx.array_equal(again(TOKENS), model(TOKENS))
@@ -168,11 +168,11 @@ def test_an_adapter_is_found_in_its_own_directory_and_in_that_of_its_run(tiny_mo
     lora.save_adapter(adapted(tiny_model), tmp_path / "run" / "adapter", str(tiny_model))
     adapter = tmp_path / "run" / "adapter"
     assert adapters.find_adapter(tmp_path / "run") == adapters.find_adapter(str(adapter)) == adapter
-    assert gwen.choose_model(None, tmp_path / "run") == (
+    assert model_choice.choose_model(None, tmp_path / "run") == (
         str(tiny_model),
         "which the adapter was trained on",
     )
-    assert gwen.choose_model("demo", tmp_path / "run") == ("demo", "as asked")
+    assert model_choice.choose_model("demo", tmp_path / "run") == ("demo", "as asked")
     merged, same = (
         gwen.load_model(tiny_model, adapter=path) for path in (tmp_path / "run", adapter)
     )
@@ -211,7 +211,7 @@ def test_training_can_begin_with_an_adapter_which_is_then_the_model_before_train
     assert not mx.allclose(trained, start)
     with lora.with_initial_weights(model):
         assert mx.array_equal(model(TOKENS), start)
-    with lora.disabled(model):
+    with lora.disable_adapters(model):
         assert mx.array_equal(model(TOKENS), gwen.load_model(tiny_model)(TOKENS))
     assert mx.array_equal(model(TOKENS), trained)
 

@@ -16,13 +16,13 @@ from conftest import ROOT, command
 
 import gwen
 import lora
-import preflight
 import sampler
 import train
 import trainer
 import update
 from config import Config, Sizes
-from disk import checkpoint
+from disk import checkpoint, model_choice
+from forecast import memory_estimate
 from machine import gpu, kernels, memory
 from settings import sources
 from settings.sources import given_settings, parse_flags
@@ -39,7 +39,7 @@ VICTIM = (
     "[METAL] Command buffer execution failed: Discarded (victim of GPU error/recovery) "
     "(00000005:kIOGPUCommandBufferCallbackErrorInnocentVictim)"
 )
-BIG = gwen.load_known_config("random:0.6b")
+BIG = model_choice.load_known_config("random:0.6b")
 
 
 def recommended(gigabytes):
@@ -111,23 +111,24 @@ def test_what_the_environment_asks_for_is_wired(mac, monkeypatch):
 
 def make_config(**flags):
     asked = {"model": "random:0.6b", "task": "gsm8k", "batch": 8, "groups": 8} | flags
-    return sources.resolve_settings(asked, None, None, gwen.choose_model)[0]
+    return sources.resolve_settings(asked, None, None, model_choice.choose_model)[0]
 
 
 def demand_of(prompt_tokens=128, rubric=None, model=BIG, **flags):
     settings = make_config(**flags)
-    return preflight.RunDemand(
+    return memory_estimate.RunDemand(
         model, mx.float16, settings, [prompt_tokens] * settings.sampling.batch, rubric
     )
 
 
 def test_prompts_that_are_shared_are_counted_once(mac, monkeypatch):
     demand, column = demand_of(1024, batch=16, max_tokens=512), 2 * 28 * 8 * 128 * 2
-    shared = rollout_bytes(BIG, mx.float16, demand.longest, 8, 512, 64)[0]
+    shared = rollout_bytes(BIG, mx.float16, demand.longest_prompts, 8, 512, 64)[0]
     assert shared == column * (16 * 1024 + 64 * 512)  # 5.6 GB
     monkeypatch.setenv("GWEN_KERNELS", "off")
     assert (
-        rollout_bytes(BIG, mx.float16, demand.longest, 8, 512, 64)[0] == shared + column * 64 * 1024
+        rollout_bytes(BIG, mx.float16, demand.longest_prompts, 8, 512, 64)[0]
+        == shared + column * 64 * 1024
     )
 
 
@@ -136,13 +137,13 @@ def test_a_gpus_memory_says_how_many_rows_are_decoded_at_once(mac, monkeypatch):
     for gigabytes, expected in ((128, 300), (16, 38), (8, 19)):
         monkeypatch.setattr(memory, "memory_size", lambda size=gigabytes: recommended(size))
         demand = demand_of(max_tokens=1024, batch=16, rollout_batch_size="auto")
-        sizes = preflight.choose_sizes(demand, 300)
-        need = preflight.estimate(demand, sizes)
+        sizes = memory_estimate.choose_sizes(demand, 300)
+        need = memory_estimate.estimate(demand, sizes)
         assert sizes.rollout_batch_size == expected and sum(need.resident.values()) + need.phases[
             "rollout"
         ] <= 0.9 * recommended(gigabytes)
     assert (
-        preflight.choose_sizes(
+        memory_estimate.choose_sizes(
             demand_of(max_tokens=8192, rollout_batch_size=64), 300
         ).rollout_batch_size
         == 64
@@ -169,7 +170,7 @@ def test_a_gpus_memory_says_how_many_rows_are_decoded_at_once(mac, monkeypatch):
 def test_on_8_gb_the_line_says_what_to_lower(mac, monkeypatch, flags, said):
     monkeypatch.setattr(memory, "memory_size", lambda: recommended(8))
     demand = demand_of(rubric=ROOT / "data" / "values_rubric.yaml", **flags)
-    line = preflight.memory_line(demand, preflight.choose_sizes(demand))
+    line = memory_estimate.memory_line(demand, memory_estimate.choose_sizes(demand))
     assert (
         "of 5.73 GB" in line
         and ("it does not fit: " in line) == bool(said)
@@ -407,11 +408,16 @@ def test_the_readme_shows_the_memory_that_a_mac_of_16_gb_prints(mac):
         re.M,
     )
     settings, _ = sources.resolve_settings(
-        given_settings(parse_flags(shlex.split(command))), None, None, gwen.choose_model
+        given_settings(parse_flags(shlex.split(command))), None, None, model_choice.choose_model
     )
-    demand = preflight.RunDemand(
-        BIG, mx.float16, settings, [48] * settings.sampling.batch, preflight.rubric_of(settings)
+    demand = memory_estimate.RunDemand(
+        BIG,
+        mx.float16,
+        settings,
+        [48] * settings.sampling.batch,
+        memory_estimate.rubric_path(settings),
     )
     assert (
-        preflight.memory_line(demand, preflight.choose_sizes(demand)).startswith(line) and not more
+        memory_estimate.memory_line(demand, memory_estimate.choose_sizes(demand)).startswith(line)
+        and not more
     )

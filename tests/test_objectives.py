@@ -111,7 +111,7 @@ BAD = [
     ("loss", "no_function", "no_function is of type int, not a function"),
     ("loss", "dapo_agin", "has no function 'dapo_agin', did you mean 'dapo_again'"),
     ("advantage", "too_small", "gave the shape (2,) for rewards of shape (2, 3)"),
-    ("advantage", "not_a_number", "be finite"),
+    ("advantage", "not_a_number", "must be finite"),
     ("advantage", "fails", "raised"),
 ]
 

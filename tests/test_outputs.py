@@ -10,10 +10,9 @@ from collections import namedtuple
 import pytest
 
 import evaluate
+import export
 import flags
-import lora
 import report
-from deploy import command
 from disk import checkpoint, run_files
 from problems import data
 
@@ -45,7 +44,7 @@ def no_work(golden, monkeypatch):
     def work(*_, **__):
         pytest.fail("the work has begun")
 
-    for module, name in ((command, "fuse"), (command, "export_peft"), (command, "export_gguf")):
+    for module, name in ((export, "fuse"), (export, "export_peft"), (export, "export_gguf")):
         monkeypatch.setattr(module, name, work)
     monkeypatch.setattr(evaluate, "evaluate", work)
     monkeypatch.setattr(report.page, "write_page", work)
@@ -70,7 +69,7 @@ def test_an_empty_directory_a_link_to_one_and_the_current_one_are_written_into(
     golden, tmp_path, monkeypatch, words
 ):
     run = [*words, "--run", str(golden("grpo"))]
-    lora.main([*run, "--out", str(tmp_path / "new")])
+    export.main([*run, "--out", str(tmp_path / "new")])
     names = {path.name.replace("new", "*") for path in (tmp_path / "new").iterdir()}
     for name in ("empty", "target", "current"):
         (tmp_path / name).mkdir()
@@ -84,7 +83,7 @@ def test_an_empty_directory_a_link_to_one_and_the_current_one_are_written_into(
         tmp_path / "dangling": "later",
         ".": "current",
     }.items():
-        lora.main([*run, "--out", str(out)])
+        export.main([*run, "--out", str(out)])
         assert {path.name.replace(written, "*") for path in (tmp_path / written).iterdir()} == names
     assert (tmp_path / "link").is_symlink() and (tmp_path / "current").stat().st_ino == inode
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
@@ -95,7 +94,7 @@ def test_a_model_for_which_the_disk_has_no_room_is_refused_before_the_work(
     golden, tmp_path, capsys, full_disk, no_work, words
 ):
     for out in (tmp_path / "new", tmp_path):
-        line = refused(capsys, lora.main, *words, "--run", golden("grpo"), "--out", out)
+        line = refused(capsys, export.main, *words, "--run", golden("grpo"), "--out", out)
         assert f"--out {out}" in line and "MB" in line
     assert not list(tmp_path.iterdir())
 
@@ -107,7 +106,7 @@ def test_a_directory_that_is_taken_or_lies_below_a_file_is_refused_before_the_wo
     (tmp_path / "link").symlink_to(tmp_path)
     run = ["--fuse", "--run", golden("grpo"), "--out"]
     for out in (tmp_path, tmp_path / "file", tmp_path / "link", tmp_path / "file" / "new"):
-        assert f"--out {out}" in refused(capsys, lora.main, *run, out)
+        assert f"--out {out}" in refused(capsys, export.main, *run, out)
 
 
 @pytest.mark.slow
@@ -117,7 +116,7 @@ def test_a_disk_that_becomes_full_during_the_work_is_told_with_out_and_nothing_i
 ):
     with limited(100_000):
         line = refused(
-            capsys, lora.main, *words, "--run", golden("grpo"), "--out", tmp_path / "new"
+            capsys, export.main, *words, "--run", golden("grpo"), "--out", tmp_path / "new"
         )
     assert f"--out {tmp_path / 'new'}" in line and not list(tmp_path.iterdir())
 
@@ -126,9 +125,9 @@ def test_the_least_that_is_written_is_never_more_than_what_is_written(golden, tm
     run = golden("grpo")
     for words, bits in ((["--fuse"], 16), (["--export", "peft"], 16), (["--export", "gguf"], 16)):
         out = tmp_path / words[-1]
-        lora.main([*words, "--run", str(run), "--out", str(out)])
+        export.main([*words, "--run", str(run), "--out", str(out)])
         size = sum(path.stat().st_size for path in out.iterdir())
-        least = command.least_bytes("demo", str(run), words[1] if len(words) > 1 else None, bits)
+        least = export.least_bytes("demo", str(run), words[1] if len(words) > 1 else None, bits)
         assert size / 3 < least <= size
 
 
@@ -140,8 +139,8 @@ def test_an_error_about_another_file_is_not_one_about_out(tmp_path):
         "model/a": False,
         "newer": False,
     }.items():
-        assert command.is_in(tmp_path / path, tmp_path / "new") == is_out
-    assert not command.is_in("/etc/passwd", tmp_path / "new")
+        assert export.is_in(tmp_path / path, tmp_path / "new") == is_out
+    assert not export.is_in("/etc/passwd", tmp_path / "new")
 
 
 # ---- files

@@ -12,17 +12,19 @@ import yaml
 from conftest import ROOT, message_of, read_log, write_log
 
 import evaluate
-import lora
+import export
 import tasks
 import train
 import trainer
 from disk import hub, places
-from flags import load_yaml
+from evaluation import policy
 from problems import audit, built_in, chats, data, rewards
 from problems.examples import prompt_text
+from problems.held_out import load_sides
 from run import SftRun
 from settings import checks, sources
 from settings.sources import given_settings, make_paths_absolute, parse_flags
+from text.documents import load_yaml
 
 SUMS = [{"prompt": f"What is {n} plus one?", "answer": n + 1} for n in range(30)]
 
@@ -196,7 +198,7 @@ def test_data_without_answers_needs_a_reward_and_its_evaluations_show_that_alone
         task_of, "--data", prose
     )
     assert (
-        "30 not compared, being prose, as 'It d"
+        "30 not compared, because they are prose, as 'It d"
         in task_of("--data", prose, "--reward", "length:9").notes[1]
     )
     judged = task_of("--data", path, "--rubric", ROOT / "data" / "demo_rubric.yaml")
@@ -520,7 +522,7 @@ def test_a_moved_run_is_evaluated_repeated_and_fused_from_any_directory(
     record = read_log(tmp_path / "again" / "metrics.jsonl")[0]
     before = read_log(moved / "runs" / "x" / "metrics.jsonl")[0]
     assert record["reward/mean"] == before["reward/mean"]
-    lora.main(["--fuse", "--run", "moved/runs/x", "--out", "fused"])
+    export.main(["--fuse", "--run", "moved/runs/x", "--out", "fused"])
     assert (tmp_path / "fused" / "config.json").is_file()
 
 
@@ -610,9 +612,7 @@ def test_replies_and_rewards_hold_out_the_same_prompts_of_a_file(tmp_path):
         write_log(tmp_path / f"{name}.jsonl", part) for name, part in (("a", rows), ("b", asked))
     ]
     sides = [
-        data.load_sides(path, None, None, *read)[1]
-        for path in paths
-        for read in ([], [chats.read_chat])
+        load_sides(path, None, None, *read)[1] for path in paths for read in ([], [chats.read_chat])
     ]
     held_out = [{prompt_text(one["prompt"]) for one in side} for side in sides]
     assert len(held_out[0]) == 3 and held_out == held_out[:1] * 4
@@ -624,5 +624,5 @@ def test_a_run_that_was_tuned_on_replies_is_evaluated_on_data_as_own(tmp_path):
     )
     words = ["--loss-type", "sft", "--data", rows, "--task", "demo"]
     (tmp_path / "config.yaml").write_text(sources.to_yaml(settings(*words)[0]))
-    assert evaluate.load_run_config(str(tmp_path), {}).data.task == "demo"
-    assert evaluate.load_run_config(str(tmp_path), {}, "problems.jsonl").data.task == "own"
+    assert policy.load_run_config(str(tmp_path), {}).data.task == "demo"
+    assert policy.load_run_config(str(tmp_path), {}, "problems.jsonl").data.task == "own"

@@ -9,11 +9,11 @@ from small_run import make_run
 
 import train
 from problems import rewards
-from reporting import charts, seeds, verdict
+from reporting import answer_changes, charts, seeds
 
 MINE = """
 def right(completions, answer, **_):
-    return [float(text == known) for text, known in zip(completions, answer)]
+    return [float(text == right_answer) for text, right_answer in zip(completions, answer)]
 def by_chance(completions, **_):
     return [float(len(text) % 3) for text in completions]
 def length(completions, log_metric, log_extra, **_):
@@ -24,17 +24,17 @@ def length(completions, log_metric, log_extra, **_):
 
 
 @pytest.fixture
-def mine(tmp_path):
+def reward_file(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(MINE)
     return path
 
 
-def steps_of(at, mine, names, *flags):
+def steps_of(at, reward_file, names, *flags):
     """The metrics, completions and trained weights of two steps."""
     at.mkdir()
-    few = "--steps 2 --eval-every 2 --eval-limit 4 --reward".split()
-    run = make_run(at, *few, *(f"{mine}:{name}" for name in names.split(",")), *flags)
+    short_run = "--steps 2 --eval-every 2 --eval-limit 4 --reward".split()
+    run = make_run(at, *short_run, *(f"{reward_file}:{name}" for name in names.split(",")), *flags)
     list(train.train(run))
     weights = {name: np.array(value) for name, value in run.learner.trainable.items()}
     return run, run.journal.metrics.read(), run.journal.rollouts.read(), weights
@@ -51,18 +51,18 @@ MODES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: " ".join(mode) or "default")
-def test_a_reward_of_weight_0_is_recorded_and_changes_no_weight(tmp_path, mine, mode):
-    _, _, plain_rows, plain = steps_of(tmp_path / "plain", mine, "right,by_chance", *mode)
+def test_a_reward_of_weight_0_is_recorded_and_changes_no_weight(tmp_path, reward_file, mode):
+    _, _, plain_rows, plain = steps_of(tmp_path / "plain", reward_file, "right,by_chance", *mode)
     zero = ["--reward-weights", "length=0"]
     run, metrics, rows, weights = steps_of(
-        tmp_path / "measured", mine, "right,by_chance,length", *zero, *mode
+        tmp_path / "measured", reward_file, "right,by_chance,length", *zero, *mode
     )
     assert plain.keys() == weights.keys() and all(
         (plain[name] == weights[name]).all() for name in plain
     )
     for before, row in zip(plain_rows, rows, strict=True):
-        told = len(row["completion"])
-        assert row["rewards"]["length"] == (None if told % 2 else 1e9 * told)
+        length = len(row["completion"])
+        assert row["rewards"]["length"] == (None if length % 2 else 1e9 * length)
         assert (before["reward"], before["advantage"]) == (row["reward"], row["advantage"])
         assert row["extra"] == {"upper": row["completion"].upper()}
     assert all(step["reward/none"] == 0 and step["reward/length"] for step in metrics)
@@ -77,7 +77,9 @@ def test_a_reward_of_weight_0_is_recorded_and_changes_no_weight(tmp_path, mine, 
     drawn = {
         chart["title"]: chart for chart in charts.make_charts(seeds.load_seed_groups([run.dir]))
     }
-    assert "length, weight 0" in [one["label"] for one in drawn["Reward by component"]["series"]]
+    assert "length, weight 0" in [
+        curve["label"] for curve in drawn["Reward by component"]["series"]
+    ]
     assert drawn["Logged by rewards"]["series"][0]["y"] == [
         float(f"{s['metric/longest']:.4g}") for s in metrics
     ]
@@ -85,10 +87,10 @@ def test_a_reward_of_weight_0_is_recorded_and_changes_no_weight(tmp_path, mine, 
 
 def test_a_metric_may_give_no_number_and_a_reward_may_not_hide_behind_it():
     silent, counted = (rewards.UserReward(name, fn) for name, fn in FUNCTIONS)
-    asked = [{"prompt": "p"}] * 2, ["a", "b"], {}
+    inputs = [{"prompt": "p"}] * 2, ["a", "b"], {}
     both = {"silent": silent, "counted": counted}
-    rewards.call_rewards(both, *asked, {"silent": 0.0, "counted": 1.0})
-    text = message_of(rewards.call_rewards, both, *asked, {"silent": 1.0, "counted": 0.0})
+    rewards.call_rewards(both, *inputs, {"silent": 0.0, "counted": 1.0})
+    text = message_of(rewards.call_rewards, both, *inputs, {"silent": 1.0, "counted": 0.0})
     assert "reward silent gave no number for any of 2 completions" in text
 
 
@@ -99,7 +101,7 @@ FUNCTIONS = [
 
 
 @pytest.mark.parametrize(
-    ("log", "said"),
+    ("log", "message"),
     [
         (
             lambda metric, extra: metric("x", float("nan")),
@@ -115,23 +117,23 @@ FUNCTIONS = [
         ),
     ],
 )
-def test_what_cannot_be_logged_is_told_in_a_line(log, said):
-    def mine(completions, log_metric, log_extra):
+def test_what_cannot_be_logged_is_told_in_a_line(log, message):
+    def user_reward(completions, log_metric, log_extra):
         log(log_metric, log_extra)
         return [1.0] * len(completions)
 
-    fn = rewards.UserReward("mine", mine)
-    assert said in message_of(
+    fn = rewards.UserReward("mine", user_reward)
+    assert message in message_of(
         rewards.call_rewards, {"mine": fn}, [{"prompt": "p"}] * 2, ["a", "b"], {}
     )
 
 
 def test_values_of_any_type_are_recorded_as_json():
-    def mine(completions, log_extra):
+    def user_reward(completions, log_extra):
         log_extra("x", [np.float32(2), {1}, float("inf"), np.arange(2)])
         return [1.0] * len(completions)
 
-    fn = rewards.UserReward("mine", mine)
+    fn = rewards.UserReward("mine", user_reward)
     _, logged = rewards.call_rewards({"mine": fn}, [{"prompt": "p"}] * 4, ["a"] * 4, {})
     assert json.loads(json.dumps(logged.extra["x"], allow_nan=False)) == [2.0, "{1}", "inf", [0, 1]]
 
@@ -139,20 +141,20 @@ def test_values_of_any_type_are_recorded_as_json():
 def test_a_wrong_answer_is_not_paid_most_where_another_reward_pays_right_ones_more():
     """As GSM8K is trained: one for the answer, a tenth for its form."""
 
-    def one(right, form, weights):
+    def make_answer(right, form, weights):
         return {"values": [right], "reward": [weights[0] * right + weights[1] * form]}
 
-    def found(*weights):
-        before = {n: one(n / 10 // 0.7, n % 2, weights) for n in range(10)}
-        return verdict.rewarded_wrong_answers(
-            {0: before, 9: {n: one(n / 10 // 0.4, 1.0, weights) for n in range(10)}}
+    def find_cheats(*weights):
+        before = {n: make_answer(n / 10 // 0.7, n % 2, weights) for n in range(10)}
+        return answer_changes.rewarded_wrong_answers(
+            {0: before, 9: {n: make_answer(n / 10 // 0.4, 1.0, weights) for n in range(10)}}
         )
 
-    assert found(1.0, 0.1) == (set(), set())
-    assert found(0.0, 1.0) == ({1, 3, 5}, {0, 1, 2, 3})
-    rows = {n: one(0, 1.0, (0.0, 1.0)) for n in range(4)} | {
-        n: one(0, 0.0, (0.0, 1.0)) for n in range(4, 10)
+    assert find_cheats(1.0, 0.1) == (set(), set())
+    assert find_cheats(0.0, 1.0) == ({1, 3, 5}, {0, 1, 2, 3})
+    rows = {n: make_answer(0, 1.0, (0.0, 1.0)) for n in range(4)} | {
+        n: make_answer(0, 0.0, (0.0, 1.0)) for n in range(4, 10)
     }
-    assert verdict.rewarded_wrong_answers({0: rows, 9: rows}) == (set(), set()), (
+    assert answer_changes.rewarded_wrong_answers({0: rows, 9: rows}) == (set(), set()), (
         "training has not made it so"
     )

@@ -13,12 +13,13 @@ from mlx_lm.utils import load_model, quantize_model, save_config, save_model
 from small_run import SMALL
 from test_preflight import RUBRIC, demand_of, make_config
 
+import chat
 import gwen
 import preflight
-import sampler
 import train
 from config import Sizes
-from disk import hub
+from disk import hub, model_choice
+from forecast import memory_estimate
 from judge import Judge
 from judging.rubrics import load_rubric
 from machine import gpu
@@ -139,13 +140,15 @@ def test_a_packed_judge_takes_the_memory_that_was_said(few, monkeypatch):
     model = gwen.load_model(few, mx.float32, packed=True)
     config = make_config(model="demo", judge_model=str(few), batch=8, groups=2, max_tokens=8)
     demand = demand_of(config, 100, model.config, mx.float32)._replace(rubric=RUBRIC)
-    judging = preflight.estimate(demand, sizes).phases["judging"]
+    judging = memory_estimate.estimate(demand, sizes).phases["judging"]
     with monkeypatch.context() as patch:
         patch.setattr(gpu, "on_gpu", lambda: True)
-        weights = preflight.frozen_bytes(str(few), model.config, mx.float32)
+        weights = memory_estimate.frozen_bytes(str(few), model.config, mx.float32)
     held = sum(array.nbytes for array in mx.load(str(few / "model.safetensors")).values())
     assert (
-        held < weights < 0.5 * preflight.frozen_bytes("demo", gwen.load_config("demo"), mx.float32)
+        held
+        < weights
+        < 0.5 * memory_estimate.frozen_bytes("demo", model_choice.load_config("demo"), mx.float32)
     )
     mx.clear_cache()
     mx.reset_peak_memory()
@@ -163,7 +166,7 @@ def test_commands_take_packed_models_but_to_train_them(few, tmp_path, refused, c
     line = f"error: --model {few} is quantized: train the checkpoint of 16 bits that it was made from; as --judge-model"
     for main in (train.main, preflight.main):
         refused(main, ["--model", few, "--task", "demo"], line)
-    sampler.main(
+    chat.main(
         [
             "--model",
             str(few),

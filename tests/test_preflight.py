@@ -24,14 +24,15 @@ import tasks
 import train
 import update
 from config import Sizes
-from disk import hub
+from disk import hub, model_choice
+from forecast import memory_estimate, trial
 from judging import rubrics
 from machine import gpu, link, memory
 from step.batch import make_batches
 from step.loss import StepLoss
 
 GB = 10**9
-BIG = gwen.load_known_config("random:0.6b")
+BIG = model_choice.load_known_config("random:0.6b")
 
 
 def make_config(**flags):
@@ -47,7 +48,7 @@ def make_config(**flags):
 
 
 def demand_of(config, prompt_tokens=128, model=BIG, dtype=mx.float16):
-    return preflight.RunDemand(model, dtype, config, [prompt_tokens] * config.sampling.batch)
+    return memory_estimate.RunDemand(model, dtype, config, [prompt_tokens] * config.sampling.batch)
 
 
 def one_step(model, config, sizes, prompts):
@@ -97,8 +98,8 @@ def test_a_step_takes_at_most_a_twentieth_more_than_was_said_and_three_tenths_le
         np.random.default_rng(0).integers(3, 1000, (config.sampling.batch, prompt_tokens)).tolist()
     )
     demand = demand_of(config, prompt_tokens, model.config, mx.float32)._replace(rubric=rubric)
-    sizes = preflight.choose_sizes(demand)
-    need = preflight.estimate(demand, sizes)
+    sizes = memory_estimate.choose_sizes(demand)
+    need = memory_estimate.estimate(demand, sizes)
     if config.model.lora_rank:
         lora.apply(
             model, config.model.lora_rank, config.model.lora_scale, config.model.lora_targets
@@ -138,7 +139,7 @@ def test_weights_adapters_and_optimizer_are_counted_to_the_byte():
     lora.apply(model, 8, 2.0)
     sizes = Sizes(8, 1024, 0)
     learner = update.Learner(model, config, StepLoss(config, sizes))
-    need = preflight.estimate(demand_of(config, 80, model.config), sizes)
+    need = memory_estimate.estimate(demand_of(config, 80, model.config), sizes)
     assert need.resident["weights"] == held
     copies = [
         copy.nbytes
@@ -158,7 +159,7 @@ def test_weights_adapters_and_optimizer_are_counted_to_the_byte():
 
 def test_16_bit_weights_that_train_have_float32_masters():
     for dtype, expected in ((mx.float16, 4), (mx.float32, 0)):
-        need = preflight.estimate(
+        need = memory_estimate.estimate(
             demand_of(make_config(lora_rank=0), dtype=dtype), Sizes(8, 1024, 0)
         )
         assert need.resident["masters"] == expected * need.resident["weights"] / dtype.size
@@ -181,7 +182,7 @@ def test_a_judge_that_only_evaluations_ask_is_counted(tmp_path, capsys):
 
 def test_a_model_that_trains_whole_is_held_twice_where_it_is_its_own_judge_or_the_reference():
     def stays(**flags):
-        return preflight.resident_bytes(
+        return memory_estimate.resident_bytes(
             demand_of(make_config(lora_rank=0, **flags))._replace(rubric=RUBRIC)
         )
 
@@ -197,11 +198,11 @@ def test_auto_cuts_micro_batches_before_it_computes_layers_again(monkeypatch, on
     monkeypatch.setattr(gpu, "on_gpu", lambda: on_gpu)
     settled, demand = [], demand_of(make_config(batch=8, groups=8, max_tokens=256))
     for room in [size * GB for size in ((40, 4.7, 3, 2.5, 1) if on_gpu else (40, 8, 5, 4.5, 1))]:
-        monkeypatch.setattr(preflight, "LAPTOP", 1 if on_gpu else room)
+        monkeypatch.setattr(memory_estimate, "LAPTOP", 1 if on_gpu else room)
         monkeypatch.setattr(memory, "memory_size", lambda room=room: room if on_gpu else 1)
-        sizes = preflight.choose_sizes(demand)
+        sizes = memory_estimate.choose_sizes(demand)
         settled.append((sizes.train_token_budget, sizes.checkpoint_layers))
-        need = preflight.estimate(demand, sizes)
+        need = memory_estimate.estimate(demand, sizes)
         assert sum(need.resident.values()) + need.phases["update"] <= 0.9 * room or settled[-1] == (
             1024,
             28,
@@ -229,7 +230,7 @@ HALF = [0.0, 1.0, 0.0, 1.0]
             {},
             HALF,
             {},
-            "go: a signal in 50% of the groups, where 25% are enough, however low the mean",
+            "go: 50% of the groups have a signal, and 25% are enough, even if the mean reward is low",
         ),
         ({"sampling/signal_groups": 1}, HALF, {}, "go"),
         (
@@ -267,7 +268,7 @@ HALF = [0.0, 1.0, 0.0, 1.0]
             {"sampling/signal_groups": 0},
             HALF,
             {},
-            "change: answers to one prompt earn alike: try a higher --temp",
+            "change: answers to one prompt earn the same: try a higher --temp",
         ),
         (
             {"judge/unparsed_frac": 1.0},
@@ -282,7 +283,7 @@ HALF = [0.0, 1.0, 0.0, 1.0]
             {"sampling/signal_groups": 0},
             [0.0] * 4,
             {"reward_gate": "form"},
-            "change: 0% of the answers pass --reward-gate form: to be paid, one ends before --max-tokens, has at",
+            "change: 0% of the answers pass --reward-gate form: an answer is paid only if it ends before --max-tokens, has at",
         ),
         (
             {"completion/degenerate_frac": 0.2, "answer": "a, b"},
@@ -294,7 +295,7 @@ HALF = [0.0, 1.0, 0.0, 1.0]
             {"sampling/signal_groups": 0, "answer": "a, b"},
             HALF,
             {"reward_gate": "form"},
-            "; it pays some right answers",
+            "; some right answers alone would earn nothing",
         ),
     ],
 )
@@ -309,14 +310,12 @@ def test_a_trial_says_go_or_what_to_change(figures, rewards, flags, last):
     steps = [
         TRIED | figures | {"step/s": seconds} for seconds in (9.0, 2.0, 3.1)
     ]  # the first one warms up
-    *shown, pace, said = preflight.trial_verdict(
+    *shown, pace, said = trial.trial_verdict(
         make_config(batch=4, steps=90, **flags), steps, answers
     )
     assert said.startswith(last) or (last[0] == ";" and last in said)
     assert pace == "2.0 to 3.1 s a step, 90 in 3 min to 5 min without evaluations, 1.50 GB"
-    assert (
-        "mean 0.5, which training raises" in shown[-2] and "0.3: what it learns from" in shown[-1]
-    )
+    assert "mean 0.5, which training raises" in shown[-2] and "within a group 0.3: " in shown[-1]
     assert "of 12 groups before training, within 28%; " in shown[-4] or figures
     assert shown[0] == f"  {rewards[0]:.3g}  'What?' -> 'That.'"
 
@@ -327,18 +326,18 @@ def test_a_trial_says_go_or_what_to_change(figures, rewards, flags, last):
         (
             {},
             [0.0, 0.0],
-            "however low the mean; it may learn what the reward pays, but none is right yet: show it ans",
+            "even if the mean reward is low; no answer is right yet, so training may learn only what",
         ),
         (
             {},
             [0.0, 0.4],
-            "go: a signal in 50% of the groups, where 25% are enough, however low the mean",
+            "go: 50% of the groups have a signal, and 25% are enough, even if the mean reward is low",
         ),
-        ({}, [0.4, 1.0], "however low the mean"),
+        ({}, [0.4, 1.0], "even if the mean reward is low"),
         (
             {"completion/degenerate_frac": 0.2},
             [0.0],
-            "change: set --reward-gate form; it may learn what the reward",
+            "change: set --reward-gate form; no answer is right yet",
         ),
         (
             {"sampling/signal_groups": 0},
@@ -355,15 +354,15 @@ def test_a_trial_counts_right_answers_and_says_that_none_is_and_ends_that_read_a
         for reward in HALF
     ]
     answers = answers if "sampling/signal_groups" not in figures else [answers[0]]
-    *shown, pace, said = preflight.trial_verdict(
+    *shown, pace, said = trial.trial_verdict(
         make_config(batch=4, steps=90), [TRIED | figures], answers, right
     )
     assert (
         last in said
-        and ("; it may" in last or said.endswith(last))
+        and ("; no answer" in last or said.endswith(last))
         and shown[-4].startswith("1 step, ")
     )
-    assert shown[-3] == f"right by the answers: {sum(right):.0f} of {len(right)}"
+    assert shown[-3] == f"right answers: {sum(right):.0f} of {len(right)}"
     assert (
         pace == "2.0 s a step, 90 in 3 min without evaluations, 1.50 GB"
         and "rewards 0" in shown[-2]
@@ -382,10 +381,10 @@ def test_right_is_what_the_verifier_of_the_run_finds_so_where_a_problem_has_an_a
         one | {"completion": "6", "answer": one["answer"] and str(one["answer"])}
         for one in examples
     ]
-    assert preflight.verify_answers(task._replace(train=examples), answers) == [0, 1]
+    assert trial.verify_answers(task._replace(train=examples), answers) == [0, 1]
     assert (
-        preflight.verify_answers(task, answers)
-        == preflight.verify_answers(tasks.Task("own", {}, {}), answers)
+        trial.verify_answers(task, answers)
+        == trial.verify_answers(tasks.Task("own", {}, {}), answers)
         == []
     )
 
@@ -415,7 +414,7 @@ def test_first_steps_without_signal_end_a_run_that_would_be_long(
     (tmp_path / "rollouts.jsonl").write_text(
         '{"step": 1, "reward": 0.0, "prompt": "What?", "completion": "That.", "finish_reason": "stop"}\n'
     )
-    found = preflight.explain_hopeless(make_config(**flags), steps, 20.0, tmp_path)
+    found = trial.explain_hopeless(make_config(**flags), steps, 20.0, tmp_path)
     assert found.startswith(said) and bool(found) == bool(said)
 
 
@@ -435,9 +434,9 @@ def test_a_trial_that_is_ended_ends_what_it_began(monkeypatch):
             return -9
 
     trials = []
-    monkeypatch.setattr(preflight.subprocess, "Popen", Trial)
+    monkeypatch.setattr(trial.subprocess, "Popen", Trial)
     with pytest.raises(KeyboardInterrupt):
-        list(preflight.try_out(make_config()))
+        list(trial.try_run(make_config()))
     assert signal.getsignal(signal.SIGTERM) != link.raise_interrupt
     assert trials[0].is_killed and not trials[0].recipe.exists()
 
@@ -445,19 +444,15 @@ def test_a_trial_that_is_ended_ends_what_it_began(monkeypatch):
 @pytest.mark.slow
 def test_a_trial_takes_steps_of_the_trainer_and_leaves_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(preflight, "TRY_STEPS", 2)
+    monkeypatch.setattr(trial, "TRY_STEPS", 2)
     flags = (
         "--try --model demo --batch 2 --groups 4 --max-tokens 3 --steps 9 --eval-limit 8 --seeds 2"
     )
     preflight.main(flags.split())
     out = capsys.readouterr().out
+    assert "2 steps, 16 answers: " in out and "reward correct: " in out and "right answers: " in out
     assert (
-        "2 steps, 16 answers: " in out
-        and "reward correct: " in out
-        and "right by the answers: " in out
-    )
-    assert (
-        "\nwhere every third answer changes, with 8 held out a change shows from 57% of the values' range on"
+        "\nif every third answer changes, 8 held-out problems show a change from 57% of the range"
         in out
     )
     assert out.splitlines()[-1].startswith("change: ask") and "or raise --max-tokens above 3" in out
@@ -479,11 +474,11 @@ def test_a_trial_leaves_out_that_a_reward_pays_nothing_where_it_saw_it_pay(tmp_p
     preflight.main(flags.format(tmp_path).split())
     out = capsys.readouterr().out
     assert (
-        "right by the answers: 0 of 128" in out
+        "right answers: 0 of 128" in out
         and "teaches nothing" not in out
         and "rewards 0 to 1" in out
     )
-    assert out.splitlines()[-1].endswith("show it answers first (docs/warm-start.md)")
+    assert out.splitlines()[-1].endswith("show the model answers first (docs/warm-start.md)")
 
 
 @pytest.mark.slow
@@ -496,7 +491,7 @@ def test_a_trial_of_a_mistake_ends_with_its_line(tmp_path, capfd):
 
 def test_what_was_asked_for_stays_as_it_was():
     config = make_config(train_token_budget=5000, checkpoint_layers="3", rollout_batch_size=7)
-    assert preflight.choose_sizes(demand_of(config, 4000)) == Sizes(7, 5000, 3)
+    assert memory_estimate.choose_sizes(demand_of(config, 4000)) == Sizes(7, 5000, 3)
 
 
 # ---- a run that does not fit
@@ -576,7 +571,7 @@ def test_a_trial_whose_steps_took_more_than_the_memory_says_so_first(monkeypatch
         {"prompt": "?", "completion": "A.", "finish_reason": "stop", "reward": reward}
         for reward in HALF
     ]
-    *_, said = preflight.trial_verdict(make_config(batch=4, steps=90), [TRIED], answers)
+    *_, said = trial.trial_verdict(make_config(batch=4, steps=90), [TRIED], answers)
     assert said.startswith(
         "change: it does not fit: a step took 1.50 GB, and this machine has 1.00"
     )
@@ -594,6 +589,8 @@ def test_a_trial_whose_steps_took_more_than_the_memory_says_so_first(monkeypatch
 def test_a_trial_estimates_the_memory_as_the_run_does(tmp_path, flags):
     config = small_config(*flags)
     run = make_run(tmp_path, *flags)
-    demand, sizes = preflight.demand_of(config, run.task)
+    demand, sizes = trial.make_demand(config, run.task)
     assert sizes == run.sizes
-    assert preflight.estimate(demand, sizes) == preflight.estimate(run.demand, run.sizes)
+    assert memory_estimate.estimate(demand, sizes) == memory_estimate.estimate(
+        run.demand, run.sizes
+    )

@@ -232,7 +232,7 @@ def test_a_mix_gives_each_data_set_its_weight_and_its_own_settings_and_levels():
     columns = {name: [first[name]] * 3 for name in ("answer", "category", "entry")}
     replies = [f"<answer>{first['answer']}</answer>", first["answer"], "<answer>0</answer>"]
     assert made.score(completions=replies, **columns) == [1, 0, 0]
-    assert made.solved(completions=replies, **columns) == [1, 0, 0]
+    assert made.verify(completions=replies, **columns) == [1, 0, 0]
 
 
 @gym
@@ -267,7 +267,7 @@ def test_tags_are_read_and_counted():
     twice = "<answer> a\nb </answer> no, <answer>5</answer>\n"
     texts = ["<answer>4</answer>", twice, "4", "<answer>4", "</answer><answer>"]
     assert [extract_answer(text) for text in texts] == ["4", "5", "", "", ""]
-    assert rg.answered_once(completions=texts) == [1, 0, 0, 0, 0]
+    assert rg.score_format(completions=texts) == [1, 0, 0, 0, 0]
     assert extract_answer("<answer>" * 100_000) == extract_answer("</answer>" * 100_000) == ""
 
 

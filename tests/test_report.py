@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 
 import report
 from disk import hub, run_files
-from reporting import charts, history, page, seeds, verdict
+from reporting import answer_changes, charts, history, page, seeds, verdict
 
 HOSTILE = (
     *("</script><script>window.pwned=1</script>", "<img src=x onerror=window.pwned=1>"),
@@ -109,42 +109,37 @@ def eval_record(step, accuracy):
 def answer_record(step, problem, text, value, reward=None):
     earned = [value if reward is None else reward]
     rewards = {"correct": earned}
-    asked = {
+    return {
+        "step": step,
         "problem": problem,
         "prompt": f"Problem {problem}?",
         "answer": "five",
         "category": None,
+        "completions": [text],
+        "values": [value],
+        "reward": earned,
+        "rewards": rewards,
     }
-    return (
-        {"step": step}
-        | asked
-        | {"completions": [text], "values": [value], "reward": earned, "rewards": rewards}
-    )
 
 
 def completion_record(step, group, member, text):
     ids = demo_tokenizer().encode(text, add_special_tokens=False).ids
     logprobs = np.linspace(-2, -0.5, len(ids)).astype("<f2")
-    asked = {
+    return {
         "step": step,
         "group": group,
         "prompt": f"Prompt {group}?",
         "answer": "five",
         "category": "sums",
-    }
-    said = {
         "completion": text,
         "ids": ids,
         "logprobs": base64.b64encode(logprobs.tobytes()).decode(),
+        "reward": member / 4,
+        "rewards": {"correct": member / 4},
+        "advantage": member - 1.5,
+        "judge_scores": [member + 1.0, None if member == 0 else 3.0, 5.0],
+        "finish_reason": "length" if member == 1 else "stop",
     }
-    earned = {"reward": member / 4, "rewards": {"correct": member / 4}, "advantage": member - 1.5}
-    scores = [member + 1.0, None if member == 0 else 3.0, 5.0]
-    return (
-        asked
-        | said
-        | earned
-        | {"judge_scores": scores, "finish_reason": "length" if member == 1 else "stop"}
-    )
 
 
 def drawn(*runs):
@@ -202,7 +197,7 @@ def test_the_page_tells_the_figures_the_answers_and_the_warnings_of_the_files(ru
     text = re.sub(r"\s+", " ", html.unescape(re.sub("<[^>]+>", "", markup)))
     marked = re.findall(r"<mark>(.*?)</mark>", markup)  # what changed since before training
     assert "five" in marked and "Two" not in marked
-    for said in (
+    for words in (
         "0.250 \u00b1 0.125",
         "0.750 \u00b1 0.125",
         "4 of 6",
@@ -211,14 +206,14 @@ def test_the_page_tells_the_figures_the_answers_and_the_warnings_of_the_files(ru
         "a laptop",
         "became right",
     ):
-        assert said in text, said
-    for said in (
+        assert words in text, words
+    for words in (
         "Two plus three is six.",
         "Nine is five.",
         "It fell. Try a higher --temp",
         "learning_rate",
     ):
-        assert said in text, said
+        assert words in text, words
     assert f"uv run train.py --config {run}/config.yaml --run-dir {run}-again" in text
 
 
@@ -226,22 +221,22 @@ def test_wrong_answers_that_a_reward_pays_most_for_are_counted(run):
     answers = page.make_answers(history.load_history(run))
     assert (
         verdict.judge_change(history.load_history(run)).signs[0]
-        == "wrong, yet paid most: 0 -> 1 answers"
+        == f"{answer_changes.CHEATED}: 0 -> 1 answers"
     )
-    assert answers["counts"] == {"became right": 3, "wrong, yet paid most": 1}
+    assert answers["counts"] == {"became right": 3, answer_changes.CHEATED: 1}
     assert answers["first"][-1]["cells"][-1]["text"] == "Nine is five."
 
 
 def test_the_page_has_of_each_completion_what_it_earned(run):
-    held = data_of(page.write_page(run).read_text())["completions"]
-    assert held["of"] == len(held["groups"]) == 8 and held["criteria"] == [
+    completions = data_of(page.write_page(run).read_text())["completions"]
+    assert completions["of"] == len(completions["groups"]) == 8 and completions["criteria"] == [
         "correct",
         "working",
         "sentence",
     ]
     shown = {
         (row["text"], row["reward"], *row["scores"])
-        for group in held["groups"]
+        for group in completions["groups"]
         for row in group["rows"]
     }
     written = read_log(run / "rollouts.jsonl")
@@ -250,7 +245,7 @@ def test_the_page_has_of_each_completion_what_it_earned(run):
     }
     assert all(
         row["unreadable"] == (None in row["scores"])
-        for group in held["groups"]
+        for group in completions["groups"]
         for row in group["rows"]
     )
 
@@ -276,8 +271,9 @@ def test_several_runs_stand_over_each_other(run):
         "other: entropy",
     ]
     alone = page.write_page(run)
-    markup, before = alone.read_text(), alone.stat().st_mtime_ns
-    both = page.write_page(run, others=[str(other)])
+    markup = alone.read_text()
+    before = alone.stat().st_mtime_ns
+    both = page.write_page(run, other_runs=[str(other)])
     assert (
         both == run.parent / "small-against-other.html"
         and "small against other" in both.read_text()
@@ -296,27 +292,25 @@ def both(tmp_path):
     for name, accuracies in ACCURACIES.items():
         for seed, accuracy in enumerate(accuracies):
             folder = make_run(tmp_path / name / f"seed-{seed}")
-            held = yaml.safe_load((folder / "config.yaml").read_text())
+            settings = yaml.safe_load((folder / "config.yaml").read_text())
             more = {"seed": seed, "learning_rate": len(name) / 1e3, "rollout_batch_size": 8 + seed}
             older = {"curriculum": False} if seed == 1 else {}  # a setting that is gone
-            (folder / "config.yaml").write_text(yaml.safe_dump(held | more | older))
+            (folder / "config.yaml").write_text(yaml.safe_dump(settings | more | older))
             write_log(folder / "eval.jsonl", [eval_record(0, 0.25), eval_record(4, accuracy)])
     return [str(tmp_path / name) for name in ACCURACIES]
 
 
 def test_seeds_have_mean_and_spread_and_settings_paired_differences(both):
     """By hand: the differences are 0.125, 0.05, 0.15; t at 97.5% with 2 degrees of freedom is 4.303."""
-    one, other, paired = seeds.describe_seed_groups(seeds.load_seed_groups(both))
-    low, high, pairs = (
-        np.array(ACCURACIES["low"]),
-        np.array(ACCURACIES["high"]),
-        np.array([0.125, 0.05, 0.15]),
-    )
+    low_line, high_line, paired = seeds.describe_seed_groups(seeds.load_seed_groups(both))
+    low = np.array(ACCURACIES["low"])
+    high = np.array(ACCURACIES["high"])
+    pairs = np.array([0.125, 0.05, 0.15])
     assert (
         f"low: accuracy {low.mean():.3f}, std {low.std(ddof=1):.3f} over 3 seeds (0.500 to 0.750) after 4 s"
-        in one
+        in low_line
     )
-    assert f"high: accuracy {high.mean():.3f}, std {high.std(ddof=1):.3f} over 3 seeds" in other
+    assert f"high: accuracy {high.mean():.3f}, std {high.std(ddof=1):.3f} over 3 seeds" in high_line
     half = 4.303 * pairs.std(ddof=1) / 3**0.5
     assert paired.startswith(f"high - low: {pairs.mean():+.3f} \u00b1 {half:.3f} (95%")
     assert paired.endswith("over 3 pairs: +0.125 +0.050 +0.150")
@@ -325,14 +319,15 @@ def test_seeds_have_mean_and_spread_and_settings_paired_differences(both):
         write_log(Path(both[1]) / f"seed-{seed}" / "eval.jsonl", fewer)
     num = eval_record(4, 0.5)["eval/num"]
     assert seeds.describe_seed_groups(seeds.load_seed_groups(both))[-1].endswith(
-        f"; of 7 and {num} held-out problems"
+        f" 7 and {num} held-out problems"
     )
 
 
 def test_seeds_in_any_directory_are_one_setting_and_repetitions_are_not(run, both):
     loose = [f"{folder}/seed-{seed}" for seed in (2, 0) for folder in both]
     assert [
-        [one.settings["seed"] for one in setting.runs] for setting in seeds.load_seed_groups(loose)
+        [member.settings["seed"] for member in setting.runs]
+        for setting in seeds.load_seed_groups(loose)
     ] == [[0, 2], [0, 2]]
     assert [
         len(setting.runs)
@@ -369,13 +364,13 @@ def test_a_step_without_a_figure_in_one_seed_is_missing_from_the_band_and_ends_i
 
 def test_report_writes_a_page_of_seeds_into_their_directory(both, capsys):
     report.main([both[0]])
-    said = capsys.readouterr().out.splitlines()
-    assert said == [
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [
         *seeds.describe_seed_groups(seeds.load_seed_groups(both[:1])),
         f"{both[0]}/report.html",
     ]
     markup = (Path(both[0]) / "report.html").read_text()
-    assert said[0] in markup and "are those of" in markup
+    assert lines[0] in markup and "are from <bdi>" in markup
     report.main(["--compare", *both])
     table = capsys.readouterr().out.splitlines()
     assert table[0].split() == [
@@ -408,7 +403,8 @@ def hostile_run(folder):
     rng = random.Random(0)
     texts = ["".join(rng.choices(HOSTILE, k=rng.randrange(1, 6))) for _ in range(800)]
     texts[0] += "x" * 100_000
-    line, lines = completion_record(1, 0, 0, "Six."), []
+    line = completion_record(1, 0, 0, "Six.")
+    lines = []
     for number, text in enumerate(texts):
         place = {"step": 1 + number // 80, "group": number // 8 % 10}
         named = {
@@ -452,10 +448,10 @@ def test_a_page_that_would_be_too_large_holds_groups_of_all_steps_and_says_how_m
 ):
     monkeypatch.setattr(page, "MOST_COMPLETIONS", 4000)
     markup = page.write_page(run).read_text()
-    held = data_of(markup)["completions"]
-    assert len(json.dumps(held["groups"])) <= 4000
-    assert {group["step"] for group in held["groups"]} >= {1, 3}
-    assert f"{len(held['groups'])} of 8 groups are in this page" in markup
+    completions = data_of(markup)["completions"]
+    assert len(json.dumps(completions["groups"])) <= 4000
+    assert {group["step"] for group in completions["groups"]} >= {1, 3}
+    assert f"{len(completions['groups'])} of 8 groups are on this page" in markup
 
 
 def test_a_run_that_was_killed_or_has_only_begun_has_a_page_too(run, capsys):
@@ -463,7 +459,8 @@ def test_a_run_that_was_killed_or_has_only_begun_has_a_page_too(run, capsys):
         file.write('{"step": 5, "rew')
     with (run / "rollouts.jsonl").open("a") as file:
         file.write('{"step": 5, "group": 0, "pro')
-    stopped, running = "<b>stopped</b> step 4 of 6", "<b>running</b> step 4 of 6, about 5 s left"
+    stopped = "<b>stopped</b> step 4 of 6"
+    running = "<b>running</b> step 4 of 6, about 5 s left"
     assert stopped in page.write_page(run).read_text()
     with run_files.release_at_exit():
         run_files.acquire(run)
@@ -488,19 +485,20 @@ def test_a_run_that_was_killed_or_has_only_begun_has_a_page_too(run, capsys):
 
 
 def test_a_page_that_cannot_be_written_is_told_of_once_and_stops_nothing(run):
-    told = []
+    warnings = []
     (run / "eval.jsonl").write_text("not JSON\n")
-    live = page.LivePage(run, told.append)
+    live = page.LivePage(run, warnings.append)
     for _ in range(3):
         live.update(at_the_end=True)
-    assert len(told) == 1 and "eval.jsonl, line 1" in told[0]
+    assert len(warnings) == 1 and "eval.jsonl, line 1" in warnings[0]
 
 
 def test_a_page_is_written_again_when_that_is_cheap_and_at_the_end(run):
-    live, written = page.LivePage(run, pytest.fail), run / "report.html"
-    for how, is_due in (({}, True), ({}, False), ({"at_the_end": True}, True)):
+    live = page.LivePage(run, pytest.fail)
+    written = run / "report.html"
+    for flags, is_due in (({}, True), ({}, False), ({"at_the_end": True}, True)):
         written.unlink(missing_ok=True)
-        live.update(**how)
+        live.update(**flags)
         assert written.exists() == is_due
 
 
@@ -604,7 +602,7 @@ def test_a_browser_shows_filters_and_searches_the_page_and_nothing_hostile_runs(
         change("high", (input) => input.value = "0.3");
         document.querySelector(".chart svg").dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowRight"}));
         found.push(document.querySelector(".chart output").textContent);
-        filter.elements.kind.value = "wrong, yet paid most";
+        filter.elements.kind.value = "wrong with the highest reward";
         filter.dispatchEvent(new Event("input", {bubbles: true}));
         found.push(document.getElementById("found").textContent);
         document.title = JSON.stringify([texts, answers, found]);
@@ -612,7 +610,8 @@ def test_a_browser_shows_filters_and_searches_the_page_and_nothing_hostile_runs(
     shown, errors = browse(markup, program)
     assert errors == []
     texts, answers, found = json.loads(title_of(shown))
-    groups, problems = {}, {}
+    groups = {}
+    problems = {}
     for line in sorted(read_log(run / "rollouts.jsonl"), key=lambda line: -line["advantage"]):
         groups.setdefault((line["step"], line["group"]), []).append(line["completion"])
     for line in read_log(run / "eval_answers.jsonl"):
@@ -674,7 +673,7 @@ def test_of_800_hostile_strings_in_every_place_none_runs_and_none_breaks_the_lay
         const strange = document.querySelectorAll("img, [onload], [onerror], [onmouseover], [src]").length;
         if (document.title !== "wide") document.title = `${window.pwned} ${strange} ${seen} ${problems}`;
     """
-    markup = page.write_page(folder, others=[str(folder)]).read_text()
+    markup = page.write_page(folder, other_runs=[str(folder)]).read_text()
     assert not re.search(
         "[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufeff]", markup
     )

@@ -124,16 +124,16 @@ def test_the_segments_of_a_prompt_joined_are_the_prompt_and_no_criterion_is_empt
         [c._replace(text="same") for c in RUBRIC.criteria[:2]],
     ):
         builder = rubrics.PromptBuilder(DEMO, rubrics.Rubric("Grade.", list(criteria)))
-        assert min(map(len, builder.own)) >= 1
+        assert min(map(len, builder.criterion_tails)) >= 1
         shared = (
             builder.head
             + builder.encode_question("Add one and two.")
             + builder.encode_answer("Three.")
         )
-        assert [shared + own for own in builder.own] == whole_prompts(
+        assert [shared + own for own in builder.criterion_tails] == whole_prompts(
             builder, "Add one and two.", "Three."
         )
-        text = DEMO.decode(shared + builder.own[0])
+        text = DEMO.decode(shared + builder.criterion_tails[0])
         assert "<question>\nAdd one and two.\n</question>\n<answer>\nThree.\n</answer>\n" in text
 
 

@@ -4,7 +4,7 @@ import pytest
 from conftest import write_log
 
 from config import Config
-from disk import run_files
+from disk import model_card
 from settings.sources import to_yaml
 
 
@@ -41,7 +41,7 @@ def test_a_model_card_says_how_it_was_trained_and_from_where_to_where_without_lo
         [its | {"step": step, "eval/accuracy": step / 40} for step in (0, 20)],
     )
     (tmp_path / "checkpoints" / "step-000040" / "adapter").mkdir(parents=True)
-    card = run_files.make_model_card(str(tmp_path), None).splitlines()
+    card = model_card.make_model_card(str(tmp_path), None).splitlines()
     assert said in card and not any("ann" in line for line in card)
     rows = [line for line in card if line.startswith("| accuracy")]
     assert rows == ["| accuracy | 0 | 0.000 ± 0.050 | 9 |", "| accuracy | 20 | 0.500 ± 0.050 | 9 |"]

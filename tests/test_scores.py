@@ -87,14 +87,14 @@ def test_every_question_is_put_once_until_it_is_read_and_its_score_is_that_of_ev
 def test_another_judge_does_not_take_the_scores_of_this_one():
     made, other = Made("one"), Made("two")
     made.score(["a"], ["x"])
-    other.known = made.known
+    other.cache = made.cache
     other.score(["a"], ["x"])
     assert other.asked == [whole(("a", "x"))]
 
 
 def test_a_score_is_known_as_soon_as_it_arrives():
     made, known = Made(), []
-    made.on_score = lambda: known.append(len(made.known))
+    made.on_score = lambda: known.append(len(made.cache.scores))
     made.score(["a"], ["x?"])
     made.score(["a"], ["y"])
     assert known == [1, 2, 3, 4, 5]
@@ -149,7 +149,7 @@ def test_a_cache_filled_from_its_record_goes_on_as_if_it_had_never_stopped():
         made.score(["a"], [text])
         lines += [json.dumps({"step": 1} | record) for record in made.take_new_scores()]
     resumed.load_scores([json.loads(line) for line in lines])
-    assert list(resumed.known.items()) == list(made.known.items())
+    assert list(resumed.cache.scores.items()) == list(made.cache.scores.items())
     assert resumed.take_new_scores() == [] and made.take_new_scores() == []
 
 
@@ -170,7 +170,8 @@ def test_over_a_fifth_of_unreadable_evaluations_is_warned_of_once_with_an_exampl
 
     for index in range(20):
         assert warned(f"{index}?", f"{index}") == ""  # 1 of 6
-    made.num_seen, made.num_unread = 9, 1
+    made.unreadable.num_evaluations = 9
+    made.unreadable.num_unreadable = 1
     said = warned("d?", "e?", "f?", "g?")  # 5 of 21: 24%
     assert "5 of 21 evaluations" in said and "'correct' of the answer 'd?'" in said
     assert "Add one and two." in said and "'hm', with 0.250" in said and "\n" not in said.strip()

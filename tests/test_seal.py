@@ -65,7 +65,7 @@ def test_a_worker_has_an_empty_directory_and_no_key_and_prints_nothing(sealed, c
         answer.value for answer in pool.answer_all([(code,) for code in CODES[:2]])
     )
     assert "of-the-judge" not in environment.values() and set(environment) <= {
-        *seal.KEPT,
+        *seal.PASSED_VARIABLES,
         *("HOME", "TMPDIR", "PYTHONPATH", "PYTHONHASHSEED", "OPENBLAS_NUM_THREADS"),
     }
     home = pool.workers[0].home.name
@@ -78,7 +78,7 @@ def test_a_worker_has_an_empty_directory_and_no_key_and_prints_nothing(sealed, c
 @on_linux
 def test_a_kernel_without_the_filter_is_told_once_and_the_rest_holds(sealed, monkeypatch, capsys):
     monkeypatch.setattr(
-        workers, "_explain_missing", functools.cache(workers._explain_missing.__wrapped__)
+        workers, "_warn_of_weak_seal", functools.cache(workers._warn_of_weak_seal.__wrapped__)
     )
     epoll_create1 = {"x86_64": 291, "aarch64": 20}[os.uname().machine]
     for _ in range(2):

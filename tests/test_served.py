@@ -16,9 +16,9 @@ import gwen
 import report
 import tasks
 from disk import hub
+from evaluation.served_policy import ServedPolicy
 from judging.server import Endpoint
 from problems import chat_template
-from step.served import ServedPolicy
 
 LIMIT = 12
 FLAGS = ["--model", "demo", "--limit", str(LIMIT)]
@@ -170,14 +170,14 @@ WRONG = {
 def test_a_server_that_fails_ends_in_a_line_and_nothing_is_asked_twice(
     serve, capsys, monkeypatch, wrong
 ):
-    monkeypatch.setattr("step.served.RETRIES", 0)
+    monkeypatch.setattr("evaluation.served_policy.RETRIES", 0)
     state = {"answer": end_after(15, wrong)}
     server = serve(lambda body: state["answer"](body))
     line = failed(capsys, server)
     assert "; 15 of 24 answers are in runs/served-" in line and line.endswith(
         "and the same command goes on\n"
     )
-    assert ("name a model of its with --url-model" in line) == ("no such model" in line)
+    assert ("set --url-model to a model of this server" in line) == ("no such model" in line)
     (kept,) = Path("runs").iterdir()
     with kept.open("a") as file:
         file.write('{"step": 0, "pla')  # a line that was being written when the machine went down
@@ -216,7 +216,7 @@ def test_a_server_alone_does_not_tell_the_tokenizer(refused):
     refused(
         evaluate.main,
         ["--url", "http://host/v1"],
-        "name what the server runs with --model, or --run",
+        "--url does not tell the tokenizer: name the server's model with --model, or --run",
     )
 
 
@@ -273,10 +273,10 @@ def test_what_is_no_evaluation_and_what_shares_no_problem_is_refused(tmp_path, r
     )
     for content in ("{", "[]", "{}"):
         (tmp_path / "no.jsonl").write_text(content)
-        said = "no.jsonl holds no answers; give what evaluate.py --out wrote"
+        said = "no.jsonl contains no answers.* --out"
         refused(report.main, ["--compare", one, tmp_path / "no.jsonl"], said)
     refused(
-        report.main, ["--compare", one, tmp_path / "nowhere.jsonl"], "nowhere.jsonl is not there"
+        report.main, ["--compare", one, tmp_path / "nowhere.jsonl"], "nowhere.jsonl does not exist"
     )
     refused(report.main, ["--compare", one, other], "no problem in common")
     right = write_log(
@@ -286,8 +286,8 @@ def test_what_is_no_evaluation_and_what_shares_no_problem_is_refused(tmp_path, r
     refused(
         report.main,
         ["--compare", one, right],
-        "right.jsonl has right answers, .* do not compare; evaluate both",
+        "right.jsonl .*--verifier and --reward",
     )
     refused(
-        report.main, ["--compare", one, tmp_path], f"{tmp_path} holds no answers; give what"
+        report.main, ["--compare", one, tmp_path], f"{tmp_path} contains no answers"
     )  # of a run that began

@@ -43,7 +43,9 @@ def survives(given_settings, path):
 
 
 FREE = {
-    key: one for key, one in SETTINGS.items() if not one.field.metadata.keys() & {"file", "own"}
+    key: one
+    for key, one in SETTINGS.items()
+    if not one.field.metadata.keys() & {"file", "function"}
 }  # else a path
 
 

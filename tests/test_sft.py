@@ -21,6 +21,7 @@ import train
 import update
 from config import Config, Sizes
 from disk import hub, run_files
+from evaluation.evaluate import evaluate_replies
 from problems import chat_template, chats
 from problems.chats import Row
 from run import make_run
@@ -232,7 +233,7 @@ def test_loss_and_gradient_equal_those_of_mlx_lm_s_model_whatever_the_micro_batc
 def test_the_held_out_loss_is_that_of_all_trained_tokens_with_the_interval_of_a_ratio(checkpoints):
     model, rows = gwen.load_model(checkpoints["qwen3"]), random_rows(320)
     conversations = [rows[:2], rows[2:3], rows[3:]]
-    record = evaluate.evaluate_replies(
+    record = evaluate_replies(
         model, StepLoss(Config.from_flags(loss_type="sft"), SIZES), conversations, 40
     )
     logits = [[np.array(model(mx.array([row.ids])))[0] for row in part] for part in conversations]

@@ -62,7 +62,8 @@ class Screen(io.StringIO):
 
 def test_a_drawn_bar_is_drawn_again_and_no_line_is_written(now, monkeypatch):
     screen = Screen()
-    bar, before = alive.Bar(total=4, desc="update", file=screen), screen.getvalue()
+    bar = alive.Bar(total=4, desc="update", file=screen)
+    before = screen.getvalue()
     alive.show_progress()
     assert len(screen.getvalue()) > len(before) and "..." not in screen.getvalue()
     bar.start_t = bar.last_print_t = now[0]

@@ -92,7 +92,7 @@ def test_held_out_prompts_count_once_and_are_not_trained_on_and_a_line_says_how_
     )
     assert [one["prompt"] for one in task.train] == ["a", "c", "a"]
     assert [(one["prompt"], one["answer"]) for one in task.held_out] == [("b", "1"), ("b", "2")]
-    said = "1 training rows are left out, as their prompts are held out; 1 held-out rows repeat another and count once"
+    said = "1 training rows are left out, because their prompts are held out; 1 held-out rows repeat another row and count once"
     assert (
         task.notes[1:] == [f"data: {said}"]
         and "1 prompts have several answers, as 'b'" in task.notes[0]

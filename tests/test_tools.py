@@ -14,10 +14,11 @@ import pytest
 from conftest import ROOT, message_of
 
 from config import Config
-from problems import calls, chat_template, chats, episodes
+from problems import calls, chat_template, chats
 from problems.episodes import Episodes
 from problems.examples import shorten_value
 from problems.functions import load_functions
+from problems.toolbox import Toolbox, make_toolbox
 from reporting import journal
 from step.sample import Sample
 from tasks import calculator, guess
@@ -77,7 +78,7 @@ def fails(text: str | None = None) -> str:
     raise RuntimeError(f"no {text}")
 
 
-SCHEMAS = calls.schemas_of("--tools", {"add": add, "later": later, "fails": fails})
+SCHEMAS = calls.tool_schemas("--tools", {"add": add, "later": later, "fails": fails})
 JSON, CODER = map(calls.choose_call_reader, ("<tool_call>", "<tool_call>\n<function="))
 
 # ---- calls
@@ -200,18 +201,18 @@ def test_text_between_calls_stands_in_the_messages(talker):
 def test_tools_without_types_or_words_and_templates_without_tools_are_refused_by_name():
     assert "has no tools" in message_of(calls.choose_call_reader, "{{ messages }}")
     assert "--tools: the tool f has no schema" in message_of(
-        calls.schemas_of, "--tools", {"f": lambda x: x}
+        calls.tool_schemas, "--tools", {"f": lambda x: x}
     )
-    assert "has no method reset" in message_of(calls.schemas_in, type("Empty", (), {}))
+    assert "has no method reset" in message_of(calls.environment_schemas, type("Empty", (), {}))
     helped = type("Helped", (guess.Guess,), {"close": lambda self: None})
-    assert "or begin the name of what is no tool with _" in message_of(calls.schemas_in, helped)
+    assert "begin the name with _" in message_of(calls.environment_schemas, helped)
 
 
 # ---- the ids between turns
 
 
 def test_a_frame_has_the_ids_of_the_template(talker):
-    frame = calls.Frames(talker, [talker.eos_token_id], thinking=False)
+    frame = calls.TurnCodec(talker, [talker.eos_token_id], thinking=False)
     rng = random.Random(0)
     words = ["one", " and", "two\n", " is", "three ", "é", "\t", "  ", "<", "|", "{}", "\U0001f600"]
     for _ in range(300):
@@ -248,7 +249,7 @@ def hostile(rng):
 
 
 def test_what_a_tool_says_is_never_a_control_token(talker):
-    frame = calls.Frames(talker, [talker.eos_token_id], thinking=False)
+    frame = calls.TurnCodec(talker, [talker.eos_token_id], thinking=False)
     control, rng = set(talker.added_tokens_decoder), random.Random(1)
 
     def frame_of(text):
@@ -265,7 +266,7 @@ def test_what_a_tool_says_is_never_a_control_token(talker):
 
 
 def test_a_long_result_is_cut_to_its_tokens_and_says_so(talker):
-    frame = calls.Frames(talker, [talker.eos_token_id], thinking=False)
+    frame = calls.TurnCodec(talker, [talker.eos_token_id], thinking=False)
     text = frame.shorten("ab" * 500_000, 10)
     shown, said = text.split("\n")
     assert len(talker.encode(shown)) == 10 and said == f"[cut: {len(shown)} of 1000000 characters]"
@@ -278,7 +279,7 @@ def test_a_long_result_is_cut_to_its_tokens_and_says_so(talker):
 def box_of(talker, tools=(), environments=None, **settings):
     config = Config.from_flags(**{"tool_timeout": 5.0} | settings)
     model = SimpleNamespace(max_position_embeddings=1000, end_ids=(talker.eos_token_id,))
-    return episodes.Toolbox(
+    return Toolbox(
         config, {tool.__name__: tool for tool in tools}, environments or {}, talker, model
     )
 
@@ -292,7 +293,7 @@ def answer(talk, talker, text, row=0):
     say(talk, talker, row, text)
     found = talk.take_replies(wait=True)
     assert list(found) == [row]
-    return found[row], talk.rows[row].messages
+    return found[row], talk.episodes[row].messages
 
 
 EXAMPLES = [{"prompt": "what is two and two?"}]
@@ -313,7 +314,7 @@ def test_a_turns_calls_are_made_in_order_and_told_back(talker):
         "fails",
         "later",
     ]
-    assert ids == box.frames.encode_between_turns(messages[1:], list(box.schemas[""].values()))
+    assert ids == box.codec.encode_between_turns(messages[1:], list(box.schemas[""].values()))
     assert answer(talk, talker, "four")[0] == "stop"
     (sample,) = talk.attach_to_samples([Sample([], [1], range(1), 0)], {})
     calls = sample.conversation["tool_calls"]
@@ -331,18 +332,18 @@ def test_the_tool_and_the_environment_of_the_page_answer_a_turn(talker, tmp_path
     (search,) = load_functions("--tools", f"{tmp_path}/mine.py:search").values()
     (game,) = load_functions("--env", f"{tmp_path}/mine.py:Game", kind="class").values()
     talk = Episodes(box_of(talker, [search], {"": game}), EXAMPLES, [0], "0")
-    number = talk.rows[0].worker.instance.number
+    number = talk.episodes[0].worker.instance.number
     asked = call("search", {"query": "opening hours"}), call("guess", {"number": number})
     _, messages = answer(talk, talker, "".join(asked))
     assert [one["content"] for one in messages[1:]] == ["9 to 17, closed on Sundays", "right"]
     talk.request_rewards()
-    assert talk.rows[0].reward == 1
+    assert talk.episodes[0].reward == 1
 
 
 def test_a_method_is_called_by_the_name_it_is_found_under_though_a_decorator_loses_its_own(talker):
     game = type("Game", (guess.Guess,), {"try_it": guess.Guess.guess})
     talk = Episodes(box_of(talker, environments={"": game}), [{"prompt": ""}], [0], "0")
-    asked = call("try_it", {"number": talk.rows[0].worker.instance.number})
+    asked = call("try_it", {"number": talk.episodes[0].worker.instance.number})
     assert answer(talk, talker, asked)[1][-1]["content"] == "right"
 
 
@@ -388,14 +389,14 @@ def test_a_call_that_hangs_is_given_up_and_its_environment_made_anew(talker):
     talk = Episodes(
         box_of(talker, environments={"": Slow}, tool_timeout=0.2), [{"prompt": ""}], [0], "0"
     )
-    before = talk.rows[0].worker.instance
+    before = talk.episodes[0].worker.instance
     number = before.number
     _, messages = answer(talk, talker, call("wait", {}) + call("guess", {"number": number}))
     assert [one["content"] for one in messages[1:]] == [
         '{"error": "the call took longer than 0.2 s"}',
         "right",
     ]
-    assert talk.rows[0].worker.instance is not before and made[0] is not made[1]
+    assert talk.episodes[0].worker.instance is not before and made[0] is not made[1]
     going.set()
     made[0].join(30)
     assert not made[0].is_alive() and not before.is_found  # the rest of the turn is made once
@@ -411,9 +412,9 @@ def test_the_thread_of_a_row_that_is_drawn_again_ends_with_the_call_it_is_in(tal
 
     talk = Episodes(box_of(talker, [waits]), EXAMPLES, [0], "0")
     say(talk, talker, 0, call("waits", {}))
-    before = talk.rows[0].worker
+    before = talk.episodes[0].worker
     talk.begin([0])
-    assert talk.rows[0].worker is not before
+    assert talk.episodes[0].worker is not before
     going.set()
     before.thread.join(5)
     assert not before.thread.is_alive()
@@ -486,7 +487,7 @@ def test_a_reset_that_differs_within_a_group_is_refused(talker):
 
     box = box_of(talker, environments={"": Own})
     said = message_of(Episodes, box, [{"prompt": "a"}] * 3, [0, 1, 0], "0")
-    assert "different things, 'number 1' and 'number 3'" in said
+    assert "reset" in said and "'number 1' and 'number 3'" in said
 
 
 def test_what_an_environment_raises_names_it(talker):
@@ -502,7 +503,7 @@ def test_what_an_environment_raises_names_it(talker):
         "one",
         math.nan,
         10**400,
-    ):  # which only a run refused, and `sampler.py` could not show
+    ):  # which only a run refused, and `chat.py` could not show
         Broken.get_reward = lambda self, value=value: value
         said = message_of(Episodes(box, EXAMPLES, [0], "0").request_rewards)
         assert (
@@ -512,7 +513,7 @@ def test_what_an_environment_raises_names_it(talker):
     for value, given in ((np.array(2.0), 2.0), (None, None)):
         Broken.get_reward = lambda self, value=value: value
         (talk := Episodes(box, EXAMPLES, [0], "0")).request_rewards()
-        assert talk.rows[0].reward == given and "[stop]" in talk.describe(0, "stop")
+        assert talk.episodes[0].reward == given and "[stop]" in talk.describe(0, "stop")
 
 
 def test_two_hundred_hostile_turns_end_no_episode_with_an_exception(talker):
@@ -530,7 +531,10 @@ def test_two_hundred_hostile_turns_end_no_episode_with_an_exception(talker):
         say(talk, talker, 0, rng.choice(kinds).replace("<|im_end|>", ""))
         (reply,) = talk.take_replies(wait=True).values()
         assert reply == "stop" or isinstance(reply, list)
-    assert len(json.dumps([talk.rows[0].made, talk.rows[0].messages], allow_nan=False)) > 10_000
+    assert (
+        len(json.dumps([talk.episodes[0].call_records, talk.episodes[0].messages], allow_nan=False))
+        > 10_000
+    )
 
 
 # ---- the bundled tasks
@@ -581,11 +585,11 @@ def test_only_the_last_line_and_only_one_number_in_it_is_the_answer():
 
 def test_a_prompt_shows_the_tools_and_a_tool_less_template_call_stays_as_it_was(talker):
     box = box_of(talker, [add])
-    ids = box.prompt(EXAMPLES[0])
+    ids = box.encode_prompt(EXAMPLES[0])
     assert "add: a b" in talker.decode(ids)
     plain = chat_template.encode_chat(talker, EXAMPLES[0]["prompt"])
     assert plain == ids[-len(plain) :]
-    assert episodes.make_toolbox(Config.from_flags(), (), {}, talker, None) is None
+    assert make_toolbox(Config.from_flags(), (), {}, talker, None) is None
 
 
 # ---- conversations to learn from
@@ -606,9 +610,9 @@ def test_fine_tuning_learns_turns_as_a_rollout_samples_them(talker):
     )
     how = {"thinking": False, "end_ids": [talker.eos_token_id], "context": 1000}
     rows, end = chats.render_conversation(talker, example, **how), [talker.eos_token_id]
-    prompt = box.prompt({"prompt": messages[0]["content"]})
+    prompt = box.encode_prompt({"prompt": messages[0]["content"]})
     first = talker.encode(call("add", {"a": 2}), add_special_tokens=False) + end
-    told = box.frames.encode_between_turns([messages[2]], list(box.schemas[""].values()))
+    told = box.codec.encode_between_turns([messages[2]], list(box.schemas[""].values()))
     last = talker.encode("three", add_special_tokens=False) + end
     assert [row.ids[row.places[0] :] for row in rows] == [first, last]
     assert rows[0].ids == prompt + first

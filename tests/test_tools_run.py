@@ -7,11 +7,11 @@ import oracle
 import pytest
 from conftest import command, message_of, read_log, write_log
 
+import chat
 import evaluate
-import gwen
-import sampler
 import train
 import update
+from disk import model_choice
 from reporting import history, page
 from run import GrpoRun
 from settings.checks import check_settings
@@ -303,15 +303,15 @@ def test_a_tool_that_hangs_inside_mlx_spoils_no_end(tmp_path):
         ),
         (
             {"env": "WORLD:Warmer", "advantage": "rloo"},
-            "--advantage rloo is of whole conversations, and Warmer has",
+            "--advantage rloo is for whole conversations, and Warmer has",
         ),
         (
             {"env": "WORLD:Warmer", "scale_rewards": "batch"},
-            "--scale-rewards batch is of whole conversations",
+            "--scale-rewards batch is for whole conversations",
         ),
         (
             {"env": "WORLD:Warmer", "reward_gate": "form"},
-            "--reward-gate form is of whole conversations",
+            "--reward-gate form is for whole conversations",
         ),
     ],
 )
@@ -340,7 +340,7 @@ def test_an_environment_that_fails_at_its_first_reset_leaves_no_directory(tmp_pa
         (
             {"environment": "door"},
             {"reward": ["boxed_once"]},
-            "has rows without a prompt; name who gives it: --env",
+            "has rows without a prompt; name the environment that gives it: --env",
         ),
         (
             {"prompt": "Open.", "chat_template_kwargs": {"tone": "kind"}},
@@ -438,13 +438,13 @@ def test_rows_that_only_name_an_environment_get_its_prompt_and_rewards_know_its_
         )
 
 
-def test_sampler_plays_held_out_episodes_of_a_run_a_task_or_an_environment(tmp_path, world, capsys):
+def test_chat_plays_held_out_episodes_of_a_run_a_task_or_an_environment(tmp_path, world, capsys):
     run = start(tmp_path, env=f"{world}:Warmer", steps=1, max_tokens=64)
     run.fit()
     run.save()
     capsys.readouterr()
     for flags in (["--run", str(run.dir)], ["--model", "demo:tools", "--env", f"{world}:Warmer"]):
-        sampler.main([*flags, "--num", "6", "--max-tokens", "80", "--temp", "0"])
+        chat.main([*flags, "--num", "6", "--max-tokens", "80", "--temp", "0"])
         said = capsys.readouterr().out.splitlines()
         assert said.count("[user] I think of a number from 1 to 20. Find it.") == 6
         called = [
@@ -454,7 +454,7 @@ def test_sampler_plays_held_out_episodes_of_a_run_a_task_or_an_environment(tmp_p
         assert sum("] reward " in line for line in said) == 6
 
 
-def test_sampler_gives_a_prompt_the_tools_that_it_is_asked_for(capsys):
+def test_chat_gives_a_prompt_the_tools_of_its_flags(capsys):
     flags = [
         "--model",
         "demo:tools",
@@ -465,22 +465,22 @@ def test_sampler_gives_a_prompt_the_tools_that_it_is_asked_for(capsys):
         "--num",
         "2",
     ]
-    sampler.main([*flags, "--tools", "tasks.calculator:calculator"])
+    chat.main([*flags, "--tools", "tasks.calculator:calculator"])
     said = capsys.readouterr().out.splitlines()
     assert said.count("[user] What is 12 * 13 + 100?") == 2
     assert sum(line in ("[stop]", "[length]", "[turns]") for line in said) == 2
 
 
-@pytest.mark.parametrize("main", [evaluate.main, sampler.main])
+@pytest.mark.parametrize("main", [evaluate.main, chat.main])
 @pytest.mark.parametrize("task", ["calculator", "guess"])
 def test_a_task_is_evaluated_and_played_with_the_model_that_a_training_takes(capsys, main, task):
     main(
         ["--task", task, "--max-tokens", "8", *(["--limit", "2"] if main is evaluate.main else [])]
     )
     trained, said = (
-        resolve_settings({"task": task}, None, None, gwen.choose_model)[0].model.name,
+        resolve_settings({"task": task}, None, None, model_choice.choose_model)[0].model.name,
         capsys.readouterr(),
     )
     assert f"model: {trained}, the task's own" in said.err
-    assert main is sampler.main or json.loads(said.out.splitlines()[-1])["eval/num"] == 2
-    assert gwen.choose_model("smollm2", None, trained) == ("smollm2", "as asked")
+    assert main is chat.main or json.loads(said.out.splitlines()[-1])["eval/num"] == 2
+    assert model_choice.choose_model("smollm2", None, trained) == ("smollm2", "as asked")

@@ -39,24 +39,25 @@ SMALL = [
 def test_a_run_ends_as_without_a_tracker_that_works_or_fails(tmp_path, monkeypatch, capsys):
     train.main([*SMALL, "--run-dir", str(tmp_path / "plain")])
     for broken in (None, "init", "log", "finish"):
-        wandb, run = (
-            mock.MagicMock(__spec__=importlib.util.spec_from_loader("wandb", None)),
-            tmp_path / str(broken),
-        )
+        wandb = mock.MagicMock(__spec__=importlib.util.spec_from_loader("wandb", None))
+        run = tmp_path / str(broken)
         if broken:
             getattr(wandb, broken).side_effect = OSError("the wire is cut")
         monkeypatch.setitem(sys.modules, "wandb", wandb)
         monkeypatch.setattr(callbacks, "wandb", wandb)
         capsys.readouterr()
         train.main([*SMALL, "--run-dir", str(run), "--report-to", "wandb"])
-        warned = "WARNING: wandb gets no more of this run: OSError: the wire is cut"
+        warned = "WARNING: wandb gets no more figures of this run: OSError: the wire is cut"
         assert capsys.readouterr().err.count(warned) == (broken is not None)
         for name in ("rollouts.jsonl", "eval_answers.jsonl", "adapter/adapters.safetensors"):
             assert (tmp_path / "plain" / name).read_bytes() == (run / name).read_bytes()
         if broken is None:
-            begun = wandb.init.call_args.kwargs
-            assert (begun["project"], begun["name"]) == ("gwen", "None") and wandb.finish.called
-            assert begun["config"] == yaml.safe_load((run / "config.yaml").read_text())
+            init_settings = wandb.init.call_args.kwargs
+            assert (init_settings["project"], init_settings["name"]) == (
+                "gwen",
+                "None",
+            ) and wandb.finish.called
+            assert init_settings["config"] == yaml.safe_load((run / "config.yaml").read_text())
             sent = [(call.kwargs["step"], call.args[0]) for call in wandb.log.call_args_list]
             written = read_log(run / "metrics.jsonl") + read_log(run / "eval.jsonl")
             for record in written:
@@ -70,8 +71,8 @@ def test_a_tracker_that_is_not_installed_is_a_users_mistake_with_the_command_tha
     monkeypatch, refused
 ):
     monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
-    said = "`uv run --extra swanlab train.py --report-to swanlab ...`"
-    refused(train.main, ["--model", "demo", "--report-to", "swanlab"], said)
+    command = "`uv run --extra swanlab train.py --report-to swanlab ...`"
+    refused(train.main, ["--model", "demo", "--report-to", "swanlab"], command)
 
 
 @pytest.mark.slow
@@ -81,6 +82,6 @@ def test_wandb_keeps_a_run_on_disk(tmp_path, monkeypatch):
     train.main([*SMALL, "--run-dir", str(tmp_path / "run"), "--report-to", "wandb"])
     (folder,) = (tmp_path / "run" / "wandb").glob("offline-run-*")
     (file,) = folder.glob("run-*.wandb")
-    held = file.read_bytes()
+    content = file.read_bytes()
     record = read_log(tmp_path / "run" / "metrics.jsonl")[-1]
-    assert b"reward/mean" in held and json.dumps(record["reward/mean"]).encode() in held
+    assert b"reward/mean" in content and json.dumps(record["reward/mean"]).encode() in content

@@ -19,16 +19,19 @@ from small_run import SMALL, make_config, make_run, resolve, sample, update_once
 from test_remote_judge import completion as chat_completion
 from test_remote_judge import serving  # noqa: F401  a fixture
 
+import chat
 import evaluate
+import evaluation.evaluate
 import grpo
 import gwen
-import preflight
 import sampler
 import train
 import trainer
 import update
 from config import Config
 from disk import adapters, checkpoint, hub
+from evaluation.evaluate import KEY
+from forecast import memory_estimate
 from machine import versions
 from problems import chat_template
 from reporting.journal import completion_records
@@ -173,7 +176,7 @@ def test_every_step_of_every_seed_has_a_key_of_its_own(tmp_path, monkeypatch):
         flags = ("--steps", "3", "--eval-every", "0", "--seed", seed)
         run = make_run(tmp_path, *flags)
         list(train.train(run))
-    assert len(set(keys)) == len(keys) == 6 and evaluate.KEY not in keys
+    assert len(set(keys)) == len(keys) == 6 and KEY not in keys
 
 
 def test_a_group_whose_rows_are_all_left_out_teaches_nothing():
@@ -287,11 +290,9 @@ def test_a_stop_text_ends_completions_of_training_evaluation_and_sampling(tmp_pa
     evaluate.main(["--run", path, "--out", str(tmp_path / "out.jsonl")])
     assert untimed(tmp_path / "out.jsonl") == [line for line in answers if line.pop("step") == 1]
     capsys.readouterr()
-    sampler.main(
-        ["--run", path, "--prompt", "What is one plus two?", "--temp", "0", "--stop", "hre"]
-    )
+    chat.main(["--run", path, "--prompt", "What is one plus two?", "--temp", "0", "--stop", "hre"])
     assert capsys.readouterr().out == "One plus two is t\n"
-    sampler.main(
+    chat.main(
         [
             "--run",
             path,
@@ -334,7 +335,9 @@ def test_an_unreadable_judgement_is_the_mean_that_it_is_compared_with_and_is_cou
         11,
     ]
     np.testing.assert_allclose([one.reward for one in found[:4]], [0, (0 + 2 + 3) / 3, 2, 3])
-    found = scoring.assign_rewards(drawn, {"rubric": judged}, {"rubric": 1.0}, together=True)
+    found = scoring.assign_rewards(
+        drawn, {"rubric": judged}, {"rubric": 1.0}, compares_whole_step=True
+    )
     np.testing.assert_allclose(
         [found[row].reward for row in (1, 8, 11)], (0 + 2 + 3 + 4 + 5 + 6 + 7) / 7
     )
@@ -441,6 +444,7 @@ def test_a_restored_run_has_all_of_the_state_that_was_saved(tmp_path):
     other.restore(checkpoint.load(tmp_path))
     one, two = run.state(), other.state()
     assert (one.step, one.extra) == (two.step, two.extra)
+    assert one.extra["rate"] == other.learner.lr_scale == 0.3  # the key of earlier versions too
     assert other.batch_size.rows == 8  # which memory forced
     for ours, theirs in ((one.trainable, two.trainable), (one.optimizer, two.optimizer)):
         assert ours.keys() == theirs.keys()
@@ -503,14 +507,19 @@ def failing(which, error):
     ("name", "where", "which", "step"),
     [
         (
-            (update, "gradient"),
+            (update, "compute_gradient"),
             "before",
             5,
             2,
         ),  # the first epoch of the third step: nothing has changed yet
-        ((update, "gradient"), "before", 6, 3),  # the second epoch: the step is finished first
         (
-            (evaluate, "evaluate"),
+            (update, "compute_gradient"),
+            "before",
+            6,
+            3,
+        ),  # the second epoch: the step is finished first
+        (
+            (evaluation.evaluate, "evaluate"),
             "before",
             3,
             4,
@@ -545,7 +554,7 @@ def test_ctrl_c_at_any_moment_leaves_a_run_that_goes_on_bit_for_bit(
 
 
 def test_a_second_ctrl_c_gives_the_step_up_and_no_step_before_it(tmp_path, monkeypatch, capsys):
-    name, how = (update, "hold"), {"after": True, "status": 130}
+    name, how = (update, "backtrack_to_target_kl"), {"after": True, "status": 130}
     run, said = stopped_run(
         tmp_path, monkeypatch, capsys, name, pressed(7, times=2), *INTERRUPTED, **how
     )
@@ -562,7 +571,7 @@ NO_MEMORY = RuntimeError("[METAL] Command buffer execution failed: Insufficient 
     ("name", "which", "step", "error"),
     [
         ((sampler, "rollout"), 3, 2, NO_MEMORY),
-        ((update, "gradient"), 5, 2, MemoryError("Unable to allocate 9 GiB")),
+        ((update, "compute_gradient"), 5, 2, MemoryError("Unable to allocate 9 GiB")),
     ],
     ids=["MLX", "numpy"],
 )
@@ -572,7 +581,7 @@ def test_memory_that_runs_out_before_a_step_changed_anything_is_one_line_and_los
     run, said = stopped_run(
         tmp_path, monkeypatch, capsys, name, failing(which, error), *FAILING, "--save-every", "4"
     )
-    less = "--checkpoint-layers on" if name[1] == "gradient" else "--rollout-batch-size 6"
+    less = "--checkpoint-layers on" if name[1] == "compute_gradient" else "--rollout-batch-size 6"
     command = f"uv run train.py --resume {run} {less}"
     assert said.endswith(f"error: {error}; saved after step {step}, continue with: {command}\n")
     assert checkpoint.load(run).step == step
@@ -588,7 +597,7 @@ WATCHDOG += "(0000000e:kIOGPUCommandBufferCallbackErrorImpactingInteractivity)."
     ("name", "which", "less"),
     [
         ((sampler, "rollout"), 3, "--rollout-batch-size 6"),
-        ((update, "gradient"), 5, "--train-token-budget 256"),  # half was tried
+        ((update, "compute_gradient"), 5, "--train-token-budget 256"),  # half was tried
     ],
 )
 def test_what_macos_stopped_is_told_with_the_flag_of_its_phase_halved(
@@ -607,7 +616,14 @@ def test_an_evaluation_that_macos_stopped_names_the_rows_that_are_decoded_at_onc
 ):
     flags = ["--steps", "2", "--eval-every", "2", "--eval-limit", "10"]
     happens = failing(1, RuntimeError(WATCHDOG))
-    _, said = stopped_run(tmp_path, monkeypatch, capsys, (evaluate, "answered"), happens, *flags)
+    _, said = stopped_run(
+        tmp_path,
+        monkeypatch,
+        capsys,
+        (evaluation.evaluate, "generate_completions"),
+        happens,
+        *flags,
+    )
     assert "--rollout-batch-size 5" in said
 
 
@@ -678,7 +694,7 @@ def test_an_update_of_all_weights_without_memory_after_a_change_ends_at_the_newe
 ):
     flags = [*FAILING, "--save-every", "1", "--lora-rank", "0"]
     run, said = stopped_run(
-        tmp_path, monkeypatch, capsys, (update, "gradient"), failing(6, NO_MEMORY), *flags
+        tmp_path, monkeypatch, capsys, (update, "compute_gradient"), failing(6, NO_MEMORY), *flags
     )
     assert (
         "error: memory ran out while the weights changed; step 3 is lost; step-000002 is intact, "
@@ -746,7 +762,11 @@ def test_whatever_ends_a_run_between_steps_it_is_saved_though_ctrl_c_comes_again
 
 
 def test_ctrl_c_while_the_model_loads_leaves_no_run(tmp_path, monkeypatch):
-    moments = [(gwen, "load"), (preflight, "settle"), (versions, "environment")]
+    moments = [
+        (gwen, "load"),
+        (memory_estimate, "choose_sizes"),
+        (versions, "describe_environment"),
+    ]
     for owner, name in moments:
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(owner, name, lambda *_, **__: signal.raise_signal(signal.SIGINT))
@@ -824,7 +844,7 @@ def test_what_nobody_measured_is_null_and_everything_else_a_number(tmp_path, cas
 
 def test_the_first_checkpoint_comes_after_five_minutes_and_then_as_set(tmp_path):
     run, seconds = make_run(tmp_path, "--steps", "6", "--save-every", "5", "--eval-every", "6"), 0
-    run.begun, run.clock_now, at = 0, lambda: seconds, []
+    run.started_at, run.clock_now, at = 0, lambda: seconds, []
     for figures in train.train(run):
         at.append(
             (

@@ -10,12 +10,12 @@ import pytest
 from conftest import ROOT, command, message_of, read_log
 
 import grpo
-import preflight
 import run as runs
 import train
 import trainer as base
 from config import Config
 from disk import run_files
+from forecast import trial
 from problems import data, functions
 from reporting import verdict
 from train import Trainer
@@ -114,7 +114,7 @@ def test_functions_and_rows_of_a_program_are_found_again_by_a_resumed_run(tmp_pa
     [figures] = trainer.steps()
     assert 2 * figures["reward/short_answers"] == figures["reward/mean"] < 0
     trainer = Trainer.resume(tmp_path / "run", steps=2)
-    assert trainer.run.own.loss is plain
+    assert trainer.run.custom.loss is plain
     assert [figures["step"] for figures in trainer.steps()] == [2]
 
 
@@ -197,15 +197,13 @@ def test_a_mistake_from_python_is_an_error_of_one_line_and_leaves_no_directory(
         wrong, "--model is None,--data is None,demoo,--steps,stepps".split(","), strict=True
     ):
         assert words in message_of(Trainer.start, **{"model": "demo", "task": "demo"} | settings)
-    with pytest.raises(ImportError, match="from train import Trainer"):
-        base.Trainer.start(model="demo", task="demo")
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.slow
 def test_a_long_run_without_signal_ends_and_goes_on_when_told_to(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(preflight, "TRY_STEPS", 1)
-    monkeypatch.setattr(preflight, "LONG", 0.0)
+    monkeypatch.setattr(trial, "TRY_STEPS", 1)
+    monkeypatch.setattr(trial, "LONG", 0.0)
     (tmp_path / "mine.py").write_text(
         "def zero(completions, **columns):\n    return [0.0 for _ in completions]\n"
     )

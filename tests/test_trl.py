@@ -33,13 +33,13 @@ from test_grpo import (
     ours,
 )
 
-import flags
 import gwen
 from config import Config, Sizes
 from disk import hub
 from step.batch import make_batches
 from step.loss import StepLoss
 from step.sample import Sample
+from text import foreign_names
 
 trl = pytest.importorskip("trl", reason=why("trl"))
 torch = pytest.importorskip("torch", reason=why("torch"))
@@ -214,7 +214,7 @@ def test_loss_and_gradient_of_a_whole_model_equal_trl_s(checkpoints, settings):
 
 
 def test_every_name_of_a_grpo_config_and_of_the_trainer_is_in_the_table_and_no_other():
-    table, own = flags.load_foreign_names(), set(trl.GRPOConfig.__annotations__)
+    table, own = foreign_names.load_foreign_names(), set(trl.GRPOConfig.__annotations__)
     assert table["GRPOConfig"].keys() == own
     assert (
         table["TrainingArguments"].keys()

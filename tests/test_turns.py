@@ -90,7 +90,7 @@ PROMPTS = [
 def roll(model, world, batch_size=64, share=None, group_size=4, max_tokens=40, key=5):
     params = sampler.SamplingParams(max_tokens=max_tokens, eos_ids=EOS)
     how = {"group_size": group_size, "key": key, "batch_size": batch_size, "share_prefix": share}
-    return params, sampler.rollout(model, PROMPTS, params, talk=world, **how)
+    return params, sampler.rollout(model, PROMPTS, params, episodes=world, **how)
 
 
 def replayed(row, prompt, own, world, params):

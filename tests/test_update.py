@@ -180,7 +180,7 @@ def test_a_mini_batch_has_the_gradient_of_its_groups_and_a_token_weighs_the_same
     samples = shifted(sample(run), 0.5)
     old, mask = recorded(samples)
     assert len({mask[part : part + 4].sum() for part in (0, 4, 8)}) > 1
-    batches = told(make_batches(samples, 100_000, num_parts=3), "old_logprobs", old)
+    batches = told(make_batches(samples, 100_000, num_mini_batches=3), "old_logprobs", old)
     new, advantages = logprobs_of(run, batches), np.array([one.advantage for one in samples])
     case = oracle.Case(
         new, old, np.zeros_like(new), advantages, mask, run.config.sampling.max_tokens
@@ -208,7 +208,7 @@ def test_later_mini_batches_and_passes_compare_with_the_policy_before_the_first(
     def begin(*flags):
         run = make_run(tmp_path, *common, *flags)
         descend_plainly(run)
-        return run, make_batches(shifted(sample(run), 0.3), 100_000, num_parts=3)
+        return run, make_batches(shifted(sample(run), 0.3), 100_000, num_mini_batches=3)
 
     run, batches = begin("--mini-batches", "3", "--num-iterations", "2")
     assert [{row // 4 for row in batch.rows} for batch in batches] == [{0}, {1}, {2}]
@@ -235,7 +235,7 @@ def test_a_mini_batch_without_a_row_that_teaches_is_no_step(tmp_path):
     samples = sample(run, [[1, -1, 0, 0], [0, 0, 0, 0], [0, 0, 1, -1]])
     result = update.run_optimizer_steps(
         run.learner,
-        make_batches(select_for_update(run.config, samples, 0), 100_000, num_parts=3),
+        make_batches(select_for_update(run.config, samples, 0), 100_000, num_mini_batches=3),
         1e-4,
     )
     assert (
@@ -373,7 +373,7 @@ def test_a_step_of_sgd_is_its_rate_times_the_gradient_and_nothing_of_it_is_kept(
         np.testing.assert_allclose(
             np.array(learner.trainable[name]), expected[name] - 1e-3 * np.array(grad), atol=1e-7
         )
-    learner.load(learner.state())
+    learner.load_state(learner.state())
     assert learner.optimizer.step.item() == 1
     update.run_optimizer_steps(learner, batches, 1e-3)  # a run that goes on
 
@@ -573,7 +573,7 @@ def test_a_large_rollout_is_measured_in_parts_and_every_row_in_its_turn(
         batch._replace(old_logprobs=run.learner.loss.logprobs(run.model, batch, gradient=True)[0])
         for batch in make_batches(samples, budget, sharing)
     ]
-    num_tokens = sum(len(one.own) for one in samples)
+    num_tokens = sum(len(one.loss_positions) for one in samples)
     monkeypatch.setattr(trust_region, "PROBE_TOKENS", num_tokens // 3)
     seen = []
     for turn in range(7, 10):
@@ -615,7 +615,8 @@ def test_rows_without_a_counted_token_go_through_no_model_and_all_other_rows_cou
     samples, keep = sample(run), np.array([1.0, 0.0] * 6)
     whole, _ = gradient_of_update(run, make_batches(samples, 150))
     left = [
-        one if row % 2 == 0 else one._replace(own=(), weight=0.0) for row, one in enumerate(samples)
+        one if row % 2 == 0 else one._replace(loss_positions=(), weight=0.0)
+        for row, one in enumerate(samples)
     ]
     result, half = gradient_of_update(run, make_batches(left, 150))
     assert result.num_forwards == 6 + 6  # the second six measure how far the update moved

@@ -1,4 +1,4 @@
-"""docs/use.md: its commands run on a run in its order, and print what it shows."""
+"""docs/use.md: its commands run in its order on a run, and print what the page shows."""
 
 import io
 import re
@@ -7,39 +7,47 @@ import shutil
 import sys
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, command
 
-import lora
-import sampler
+import chat
+import export
 
 PAGE = (ROOT / "docs" / "use.md").read_text(encoding="utf-8")
 SHOWN = re.findall(
     r"^\$ uv run (?:--extra gguf )?(\w+)\.py (.*)\n((?:(?!\$ |```).*\n)*)", PAGE, re.M
 )
-QUICK = [
-    one for one in SHOWN if "--fuse --bits" not in one[1]
-]  # which measures: tests/test_deploy.py
+# `--fuse --bits` measures its cost: tests/test_deploy.py
+QUICK = [row for row in SHOWN if "--fuse --bits" not in row[1]]
+# parts of the page that differ for a run of few steps, and the patterns that match them
+VARIABLE_PARTS = {"\u2026": ".*", "BASE": r"\S+", "forty-seven": r"[\w-]+"}
+COMMANDS = {"export": export.main, "chat": chat.main}
 
 
-@pytest.mark.parametrize(("command", "flags", "printed"), QUICK)
+@pytest.mark.parametrize(("name", "flags", "printed"), QUICK)
 def test_a_command_of_the_page_prints_what_it_shows(
-    golden, tmp_path, monkeypatch, capsys, command, flags, printed
+    golden, tmp_path, monkeypatch, capsys, name, flags, printed
 ):
     shutil.copytree(golden("grpo"), tmp_path / "runs" / "NAME")
     monkeypatch.chdir(tmp_path)
     if "--chat" in flags:
-        monkeypatch.setattr(sys, "stdin", io.StringIO(printed.splitlines()[0].removeprefix("> ")))
-    {"lora": lora, "sampler": sampler}[command].main(shlex.split(flags))
-    words = {
-        re.escape("\u2026"): ".*",
-        "BASE": r"\S+",
-        re.escape("forty-seven"): r"[\w-]+",
-    }  # a run of few steps
-    pattern = re.sub(
-        "|".join(map(re.escape, words)), lambda found: words[found[0]], re.escape(printed)
-    )
+        question = printed.splitlines()[0].removeprefix("> ")
+        monkeypatch.setattr(sys, "stdin", io.StringIO(question))
+    COMMANDS[name](shlex.split(flags))
+    pattern = re.escape(printed)
+    for part, part_pattern in VARIABLE_PARTS.items():
+        pattern = pattern.replace(re.escape(part), part_pattern)
     assert re.match(pattern, capsys.readouterr().out), pattern
 
 
 def test_the_page_shows_what_five_commands_print():
     assert len(SHOWN) == 5
+
+
+@pytest.mark.parametrize(
+    ("library", "new_command"), [("sampler.py", "chat.py"), ("lora.py", "export.py")]
+)
+def test_an_old_command_names_the_new_one_with_its_arguments(library, new_command):
+    done = command(str(ROOT / library), "--run", "runs/my run", "--num", "3")
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.strip().endswith(f"uv run {new_command} --run 'runs/my run' --num 3")
+    assert len(done.stderr.splitlines()) == 1

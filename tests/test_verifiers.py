@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reward_doctor import corpus
 
-from problems import verifiers
+from problems import math_answers, quantities, statements, verifiers
 from problems.built_in import boxed_once
 
 TESTS = Path(__file__).parent
@@ -90,6 +90,13 @@ def test_numbers_and_formulas_are_read_in_their_dress():
     assert sum(marked) > 0.8 * sum(right)
 
 
+@pytest.mark.parametrize("end", ["\\text{}", " \\mbox{ }"])
+def test_an_empty_unit_behind_a_formula_is_none(end):
+    """It raised TypeError, which ended the run."""
+    completions = [f"\\boxed{{x^{power}}}" for power in (f"2{end}", f"3{end}", f"2{end}^2")]
+    assert verifiers.math_correct(completions=completions, answer=["x^2"] * 3) == [1, 0, 0]
+
+
 def test_of_the_83_cases_of_reward_doctor_no_wrong_one_is_paid_and_one_right_one_is_missed():
     cases = corpus.load()
     values = verifiers.math_correct(
@@ -107,7 +114,7 @@ def test_a_number_is_read_back_from_each_of_its_spellings(whole, cents):
         f"{whole:,}.{cents:02}",
         f"{whole:,}.{cents:02}".replace(",", " "),
     ):
-        assert verifiers.read_number(text).value == value
+        assert quantities.read_number(text).value == value
         said = [f"So we get \\boxed{{{text}}}.", f"The answer is {text}.", f"It was {text} km."]
         assert verifiers.number(completions=said, answer=[text] * 3) == [1, 1, 1]
 
@@ -116,13 +123,17 @@ def test_a_number_is_read_back_from_each_of_its_spellings(whole, cents):
     "text", ["1e101", "1e-101", "1e999999999", "9" * 401, "1/0", "x1.5", "2^10", "3 4", "", "e5"]
 )
 def test_what_is_no_number_or_too_long_a_one_is_not_read(text):
-    assert verifiers.read_number(text) is None
+    assert quantities.read_number(text) is None
+
+
+# A tag that opens a thought states nothing, inside JSON too.
+TEXTS = st.text().filter(lambda text: statements.strip_thoughts(text) == text)
 
 
 @given(
     st.recursive(
-        st.none() | st.booleans() | st.integers() | st.text(),
-        lambda one: st.lists(one) | st.dictionaries(st.text(), one),
+        st.none() | st.booleans() | st.integers() | TEXTS,
+        lambda values: st.lists(values) | st.dictionaries(TEXTS, values),
     )
 )
 def test_json_is_right_in_any_layout_and_wrong_once_a_value_is_another(value):
@@ -206,7 +217,7 @@ def test_a_hostile_completion_takes_bounded_time(text):
                 0
             ], kind
         boxed_once(completions=[said])
-        assert not verifiers.is_number(said)  # nor does the answer of a user's data take longer
+        assert not math_answers.is_number(said)  # nor does the answer of a user's data take longer
     assert time.process_time() - begin < 4
 
 

@@ -128,7 +128,7 @@ with link.connect():
     few = ["--data", str(out / "few.jsonl"), "--rubric", "data/demo_rubric.yaml"]
     for name, flags in test_world.VARIANTS.items():
         run = make_run(out / "gone", *few, *flags)
-        assert run.judge.known == {"a": 1.0}  # none gives up a judge that the first has heard
+        assert run.judge.cache.scores == {"a": 1.0}  # none gives up a judge that the first has heard
         ids, grads, measured = test_world.gradients(run)
         arrays = {"ids": mx.array(sum(ids, []))} | {f"grad {key}": value for key, value in grads.items()}
         arrays |= {f"of {key}": mx.array(value) for key, value in measured.items() if value is not None}

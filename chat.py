@@ -1,0 +1,485 @@
+"""
+The command that shows what a model writes.
+
+`uv run chat.py --prompt "Hi"` prints completions of a prompt, `--chat` is a conversation in the
+terminal, and with tools or an environment the model plays held-out episodes.
+
+A conversation continues in the cache of all earlier turns, and the model's own turns stay as it
+sampled them. This file leaves out rollouts (sampler.py), tools (problems/episodes.py) and the text
+that a template puts between turns (problems/calls.py).
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import signal
+import sys
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Any
+
+import cpu_blas  # noqa: F401  (before mlx)
+import mlx.core as mx
+import numpy as np
+
+import gwen
+import lora
+import sampler
+import tasks
+from config import SETTINGS, TOOLS, Config
+from deploy.training_prompts import shared_opening
+from disk import ends, model_card, model_choice, run_files
+from evaluation import policy
+from flags import Parser, add_flags, check_least, flag_of, report_mistakes
+from kv_cache import KVCache
+from machine import gpu
+from machine.output import guard_output
+from problems import chat_template, episodes, tool_workers
+from problems import toolbox as toolbox_module
+from problems.calls import TurnCodec
+from problems.data import check_text
+from problems.examples import shorten_value, spread_evenly
+from settings.checks import check_settings
+from settings.sources import given_settings, load_recipe, load_task_defaults, resolve_settings
+from text.printable import escape_invisible
+
+Messages = list[dict[str, Any]]
+
+# ---- one side of a conversation
+
+
+@dataclasses.dataclass
+class ChatModel:
+    """A model in a conversation, with the cache of everything that was said."""
+
+    model: gwen.Model
+    tokenizer: Any
+    params: sampler.SamplingParams
+    thinking: bool
+    opening: Messages  # messages before the user's first line
+    seed: int
+    context: int  # the most tokens of a conversation
+    toolbox: toolbox_module.Toolbox | None
+    is_before: bool = False  # answers as before training, see `lora.with_initial_weights`
+
+    def __post_init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets the conversation."""
+        self.episodes: episodes.Episodes | None = None  # one row; None without tools
+        self.num_turns = 0
+        self.cache = KVCache(self.model.config.layer_kinds)
+        self.forward: Callable[..., mx.array] = gwen.decode_step(self.model)
+        self.turn: list[int] = []  # the ids of the newest turn
+        # a base model has other end tokens than its chat template
+        end_ids = self.model.config.end_ids
+        self.end = ends.end_of_reply(self.tokenizer) or end_ids[0]
+        self.ends = {*end_ids, self.end}
+        self.frames = TurnCodec(self.tokenizer, sorted(self.ends), thinking=self.thinking)
+
+    def reply(self, line: str) -> Generator[str, None, None]:
+        """
+        Answers the user's line, in pieces of whole characters.
+
+        Some pieces are "", so that the caller can stop between tokens.
+        """
+        ids = self.encode_turn(line)
+        with lora.with_initial_weights(self.model) if self.is_before else gpu.without_gradients():
+            while ids:
+                turn = self.generate_turn(ids)
+                yield from stream_text(turn, self.tokenizer, self.params.stop)
+                ids = []
+                if self.episodes and self.is_over():
+                    self.episodes.end_turn(0, self.turn)
+                    answer = self.episodes.take_replies(wait=True)[0]
+                    episode = self.episodes.episodes[0]
+                    for message in episode.tool_messages:
+                        yield f"\n[{message['name']}] {message['content']}\n"
+                    # If the turns are over, the next line of the user brings these messages.
+                    if not isinstance(answer, str):
+                        ids = answer
+                        episode.tool_messages = []
+
+    def encode_turn(self, line: str) -> list[int]:
+        """The ids from the end of the last answer to the begin of the next one."""
+        message = {"role": "user", "content": line}
+        if self.cache.length == 0:
+            messages = [*self.opening, message]
+            if self.toolbox:
+                self.episodes = episodes.Episodes(
+                    self.toolbox, [{"prompt": messages}], [0], f"talk {self.seed}"
+                )
+                return self.episodes.prompts[0]
+            return chat_template.encode_chat(self.tokenizer, messages, thinking=self.thinking)
+
+        messages = [message]
+        schemas = None
+        if self.toolbox and self.episodes:
+            episode = self.episodes.episodes[0]
+            schemas = list(self.toolbox.schemas[""].values())
+            messages = [*episode.tool_messages, message]
+            episode.tool_messages = []
+            episode.num_turns = 0
+        missing_end = [] if self.is_over() else [self.end]
+        return missing_end + self.frames.encode_between_turns(messages, schemas)
+
+    def is_over(self) -> bool:
+        """Whether the newest turn ended with an end token."""
+        return bool(self.turn) and self.turn[-1] in self.ends
+
+    def generate_turn(self, ids: list[int]) -> Iterator[int]:
+        """
+        Reads ids and samples a turn after them.
+
+        Each token is in the cache when it is yielded, also an end token.
+        """
+        model = self.model
+        self.turn = []
+        room = self.context - self.cache.length - len(ids)
+        if room <= 0:
+            raise ValueError(
+                f"the talk fills the {self.context} tokens that the model can read; begin another"
+            )
+        width = gpu.prefill_tokens()
+        for begin in range(0, len(ids), width):
+            hidden = model.hidden(mx.array([ids[begin : begin + width]]), self.cache)[:, -1]
+            # wait: the next part may use the memory of this one
+            mx.eval(hidden, self.cache.arrays())
+        logits = hidden @ model.head_weight.T
+        self.num_turns += 1
+
+        limit = min(self.params.limits(1)[0], room)
+        for numbers in sampler.uniforms(self.seed, [self.num_turns], limit)[0]:
+            token, logprob, _ = sampler.choose_token(logits, mx.array(numbers[None]), self.params)
+            # apart from the next step, so that they can be read while it runs
+            mx.async_eval(token, logprob)
+            logits = self.forward(token[:, None], self.cache)[:, -1] @ model.head_weight.T
+            mx.async_eval(logits)
+            if not np.isfinite(np.array(logprob)).all():  # wait
+                raise sampler.NotFinite(0, len(self.turn), logits.dtype)
+            self.turn.append(int(np.array(token)[0]))
+            yield self.turn[-1]
+            if self.is_over():
+                return
+
+
+def stream_text(ids: Iterable[int], tokenizer: Any, stop: sampler.Stop | None) -> Iterator[str]:
+    """
+    Decodes ids one by one into whole characters, up to a stop text.
+
+    Text that may be the begin of a stop text is held back until it is known. Bytes at the end that
+    are no whole character are left out.
+    """
+    from tokenizers.decoders import DecodeStream
+
+    stream = DecodeStream(skip_special_tokens=True)
+    text = ""
+    num_shown = 0
+    stop_beginnings = []
+    for stop_text in stop.texts if stop else ():
+        for length in range(len(stop_text), 0, -1):
+            stop_beginnings.append(stop_text[:length])
+
+    for number in ids:
+        text += stream.step(tokenizer.backend_tokenizer, number) or ""
+        if stop:
+            trimmed = stop.trim(text)
+            if len(trimmed) < len(text):
+                yield trimmed[num_shown:]
+                return
+        lengths = [len(beginning) for beginning in stop_beginnings if text.endswith(beginning)]
+        end = len(text) - max(lengths, default=0)
+        yield text[num_shown:end]
+        num_shown = end
+    yield text[num_shown:]
+
+
+# ---- the conversation
+
+
+def read_lines() -> Iterator[str]:
+    """
+    Reads the user's lines until Ctrl-D or the end of a pipe; "" begins a new conversation.
+
+    It prints the lines of a pipe.
+    """
+    is_terminal = sys.stdin.isatty()
+    print("A line goes on with the talk, an empty one begins another.", file=sys.stderr)
+    if is_terminal:
+        import readline  # noqa: F401  (`input` edits lines with it)
+
+        print("Ctrl-C ends an answer, Ctrl-D the talk.", file=sys.stderr)
+    while True:
+        try:
+            line = input("> " if is_terminal else "")
+        except EOFError:
+            print(end="\n" if is_terminal else "")
+            return
+        except KeyboardInterrupt:
+            if not is_terminal:
+                raise
+            print()
+            continue
+        if not line.strip():
+            yield ""
+            continue
+        check_text("what you say", line)
+        if not is_terminal:
+            print(escape_invisible(f"> {line}"))
+        yield line
+
+
+def run_chat(sides: dict[str, ChatModel], lines: Iterable[str]) -> None:
+    """Every side answers every line. Ctrl-C ends an answer after a whole token."""
+    pressed: list[int] = []
+    for line in lines:
+        if not line:
+            for side in sides.values():
+                side.reset()
+            continue
+        handler = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+        try:
+            for name, side in sides.items():
+                if name:
+                    print(f"[{name}] ", end="")
+                print_reply(side, line, pressed)
+                pressed.clear()
+        finally:
+            signal.signal(signal.SIGINT, handler)
+
+
+def print_reply(side: ChatModel, line: str, pressed: list[int]) -> None:
+    """Prints the reply of one side. It stops as soon as `pressed` is not empty."""
+    with contextlib.closing(side.reply(line)) as reply:
+        for piece in reply:
+            print(escape_invisible(piece), end="", flush=True)
+            if pressed:
+                break
+    print(flush=True)
+    if len(side.turn) == side.params.max_tokens and not side.is_over():
+        print(f"(--max-tokens {len(side.turn)} ends it there)", file=sys.stderr)
+
+
+# ---- the command
+
+TOOL_FLAGS = ["task", *TOOLS]
+
+
+@guard_output()
+@report_mistakes()
+def main(argv: list[str] | None = None) -> None:
+    parser = Parser(
+        "chat.py",
+        "Sample completions of one prompt, talk to a model, or play held-out episodes with tools.",
+    )
+    run_files.add_adapter_flags(parser)
+    parser.add_argument(
+        "--model",
+        help="demo, a Hugging Face directory or a hub id (default: the run's or adapter's)",
+    )
+    parser.add_argument(
+        "--prompt", help="the user's message (default: held-out problems, if there are tools)"
+    )
+    parser.add_argument(
+        "--chat", action="store_true", help="answer lines that you type or send through a pipe"
+    )
+    parser.add_argument(
+        "--compare", action="store_true", help="with --chat, the model before training answers too"
+    )
+    parser.add_argument(
+        "--system", help="the system prompt (default: with --run, the one of training)"
+    )
+    parser.add_argument("--num", type=int, default=1, help="number of completions (default: 1)")
+    parser.add_argument("--max-tokens", type=int, help="default: the run's, else 256")
+    parser.add_argument("--temp", type=float, default=1.0, help="0 is greedy (default: 1)")
+    parser.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
+    parser.add_argument(
+        "--thinking", action=argparse.BooleanOptionalAction, help="default: the run's, else off"
+    )
+    add_flags(parser, [SETTINGS[name] for name in ("stop", "end_tokens", *TOOL_FLAGS)])
+    answer_prompts(parser.parse_args(argv))
+
+
+def answer_prompts(args: argparse.Namespace) -> None:
+    """Does what the flags ask for. Raises ValueError if they do not fit together."""
+    adapter = run_files.adapter_from_flags(
+        args, model=None, max_tokens=256, stop=[], end_tokens=[], thinking=False
+    )
+    check_args(args, adapter)
+    task_model = load_task_defaults(args.task or "", "").get("model")
+    name, reason = model_choice.choose_model(args.model, adapter, task_model)
+
+    is_beside = False  # whether the adapter is beside the weights, so that it can be switched off
+    if args.compare:
+        start = run_files.adapter_path(args.run, 0) if args.run else None
+        model, tokenizer, is_beside = policy.load_policy(name, adapter, start, args.end_tokens)
+        if start:
+            beginning = model_card.describe_start(run_files.load_settings(args.run))
+            reason += f"; [before] is {name}{beginning}"
+    else:
+        model, tokenizer = gwen.load(name, adapter=adapter, end_tokens=args.end_tokens)
+
+    config, toolbox = make_toolbox(args, name, reason, tokenizer, model)
+    params = sampler.SamplingParams(
+        args.max_tokens,
+        args.temp,
+        eos_ids=model.config.end_ids,
+        stop=sampler.Stop(args.stop, tokenizer) if args.stop else None,
+    )
+    opening, note = choose_opening(args)
+    print(escape_invisible(f"model: {name}, {reason}{note}"), file=sys.stderr)
+
+    if args.chat:
+        side = ChatModel(
+            model=model,
+            tokenizer=tokenizer,
+            params=params,
+            thinking=args.thinking,
+            opening=opening,
+            seed=args.seed,
+            context=toolbox.context if toolbox else model.config.max_position_embeddings,
+            toolbox=toolbox,
+        )
+        sides = {"": side}
+        if args.compare:
+            base = model if is_beside else gwen.load(name, end_tokens=args.end_tokens)[0]
+            before = dataclasses.replace(side, model=base, is_before=is_beside)
+            sides = {"before": before, "after": side}
+        run_chat(sides, read_lines())
+    elif toolbox:
+        problems = choose_problems(args, config, opening)
+        play_episodes(model, toolbox, problems, params, args)
+    else:
+        print_completions(model, tokenizer, opening, params, args)
+
+
+def check_args(args: argparse.Namespace, adapter: str | None) -> None:
+    """Raises ValueError if flags have wrong values or do not fit together."""
+    check_least(args, num=1, max_tokens=1, temp=0, seed=0)
+    check_settings({"stop": args.stop, "end_tokens": args.end_tokens})
+    for flag, text in (("--prompt", args.prompt), ("--system", args.system)):
+        if text is not None:
+            check_text(flag, text)
+    if args.chat and (args.prompt or args.num > 1):
+        raise ValueError(
+            "--chat reads what you say line by line, and answers once; leave out --prompt and --num"
+        )
+    if args.compare and not (args.chat and adapter):
+        raise ValueError(
+            "--compare is for --chat with the --run or --adapter whose model is compared"
+        )
+    if args.system and not (args.prompt or args.chat):
+        raise ValueError("--system comes before the user's message; give --prompt too")
+
+
+def choose_opening(args: argparse.Namespace) -> tuple[Messages, str]:
+    """
+    The messages before the user's first message, and a note about them.
+
+    They are --system, or with --run the messages that all prompts of its training began with.
+    """
+    if args.system is not None:
+        return [{"role": "system", "content": args.system}], ""
+    if not args.run or not (args.chat or args.prompt):
+        return [], ""
+    config = check_settings(load_recipe(run_files.config_file(args.run)))
+    opening, note = shared_opening(config)
+    for message in opening:
+        note += f"; {message['role']}: {shorten_value(message['content'])}"
+    return opening, note
+
+
+def choose_problems(
+    args: argparse.Namespace, config: Config, opening: Messages
+) -> list[dict[str, Any]]:
+    """The problems to play: --num times the --prompt, or --num held-out problems."""
+    if args.prompt:
+        prompt = [*opening, {"role": "user", "content": args.prompt}]
+        return [{"prompt": prompt}] * args.num
+    run_held_out = tasks.read_held_out(args.run) if args.run else []
+    task = tasks.make_task(config, held_out_keys=run_held_out)
+    return list(spread_evenly(task.held_out, args.num))
+
+
+def play_episodes(
+    model: gwen.Model,
+    toolbox: toolbox_module.Toolbox,
+    problems: list[dict[str, Any]],
+    params: sampler.SamplingParams,
+    args: argparse.Namespace,
+) -> None:
+    """Samples an episode of each problem, and prints it with its reward."""
+    groups = [0] * len(problems) if args.prompt else list(range(len(problems)))
+    playing = episodes.Episodes(toolbox, problems, groups, f"held out {args.seed}")
+    rollout = sampler.rollout(
+        model, playing.prompts, params, group_size=1, key=args.seed, episodes=playing
+    )
+    playing.request_rewards()
+    for row, reason in enumerate(rollout.finish_reasons):
+        print(escape_invisible(playing.describe(row, reason)))
+
+
+def print_completions(
+    model: gwen.Model,
+    tokenizer: Any,
+    opening: Messages,
+    params: sampler.SamplingParams,
+    args: argparse.Namespace,
+) -> None:
+    """Samples and prints --num completions of the prompt."""
+    messages = [*opening, {"role": "user", "content": args.prompt}]
+    prompts = chat_template.encode_prompts(
+        tokenizer,
+        [{"prompt": messages}],
+        thinking=args.thinking,
+        max_tokens=args.max_tokens,
+        context=model.config.max_position_embeddings,
+        kind="prompt",
+    )
+    rollout = sampler.rollout(model, prompts, params, group_size=args.num, key=args.seed)
+    for text in sampler.decode_texts(tokenizer, rollout, model.config.end_ids):
+        print(escape_invisible(text))
+
+
+def make_toolbox(
+    args: argparse.Namespace, name: str, reason: str, tokenizer: Any, model: gwen.Model
+) -> tuple[Config, toolbox_module.Toolbox | None]:
+    """
+    The settings, a run's or those of the flags, and their tools; None without tools.
+
+    Raises ValueError if the flags do not fit the tools.
+    """
+    has_message = args.prompt or args.chat
+    tool_settings = given_settings(args, TOOL_FLAGS)
+    settings: dict[str, Any] = {"model": name, "thinking": args.thinking} | tool_settings
+    if args.run:
+        config = policy.load_run_config(args.run, settings)
+    else:
+        config = resolve_settings(settings, None, None, lambda _: (name, reason))[0]
+
+    toolbox = None
+    if tool_settings or args.run or not has_message:
+        tools, environments = tasks.load_tools(config)
+        toolbox = toolbox_module.make_toolbox(config, tools, environments, tokenizer, model.config)
+    if tool_settings and toolbox is None:
+        setting = min(tool_settings)
+        raise ValueError(
+            f"{flag_of(setting)} {tool_settings[setting]} is for what has tools, "
+            "and nothing here has; leave it out"
+        )
+    if toolbox is None and not has_message:
+        raise ValueError(
+            "--prompt is missing: the user's message; only a task with tools has its own"
+        )
+    if toolbox and args.stop:
+        raise ValueError("--stop is for completions without tools; leave it out")
+    if toolbox and toolbox.environments and args.chat:
+        raise ValueError(
+            "--chat has tools and no environment, which plays by itself; leave --chat out"
+        )
+    return config, toolbox
+
+
+if __name__ == "__main__":
+    with tool_workers.end_tools():
+        main()

@@ -1,0 +1,1 @@
+"""Held-out evaluation: answers, what they are worth, and what else they measure."""

@@ -1,0 +1,55 @@
+"""
+The model that an evaluation or a talk uses, and the settings of the run that trained it.
+
+A policy on a server is in evaluation/served_policy.py.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import gwen
+import lora
+from config import Config
+from disk import adapters, model_choice, run_files
+from problems import chat_template
+from settings.checks import check_settings
+from settings.sources import load_recipe
+
+
+def load_policy(
+    name: str, adapter: str | None, start: str | None = None, end_tokens: Sequence[str] = ()
+) -> tuple[gwen.Model, Any, bool]:
+    """
+    The model with its adapter, its tokenizer, and whether the model before training is in it.
+
+    That is so if switching the adapter off restores it. start: the adapter before training.
+    """
+    if adapter is None or adapters.is_full_weights(adapter):
+        model, tokenizer = gwen.load(name, adapter=adapter, end_tokens=end_tokens)
+        return model, tokenizer, adapter is None
+
+    model_choice.warn_of_other_base(adapter, name)
+    model, tokenizer = gwen.load(name, end_tokens=end_tokens)
+    lora.attach_adapter(model, adapter, start)
+    return model, tokenizer, True
+
+
+def load_run_config(run: str, flags: dict[str, Any], data: str | None = None) -> Config:
+    """
+    The settings of the run in a directory, overridden by flags.
+
+    From now on chat templates use the day on which the run started. A run of --loss-type sft is
+    treated as a run of its task, whose problems can be answered unless the task is own, or as a run
+    on this `data`.
+
+    Raises ValueError if there is no run.
+    """
+    settings = load_recipe(run_files.config_file(run))
+    chat_template.set_template_date(run_files.start_date(Path(run)))
+    if settings.get("loss_type") == "sft":
+        names = [name for name in ("model", "task", "thinking") if name in settings]
+        settings = {name: settings[name] for name in names}
+        if data:
+            settings["task"] = "own"
+    return check_settings(settings | flags)

@@ -1,0 +1,1 @@
+"""What a run will need, and what its first steps promise."""

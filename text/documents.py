@@ -1,0 +1,89 @@
+"""
+JSON and YAML as users write them: duplicate keys, endless files and broken syntax are refused.
+
+This file leaves out what the documents mean (their readers), and text for a terminal
+(printable.py).
+"""
+
+import json
+import os
+import reprlib
+import stat
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+def read_json(text: str | bytes) -> Any:
+    """
+    Parse JSON.
+
+    Raises ValueError also if it is nested too deep, or if a key stands twice in one object.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_refuse_duplicate_keys)
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
+
+
+def _refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        key, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise ValueError(f"the key {reprlib.repr(key)} stands twice in one object")
+    return content
+
+
+class _Loader(yaml.SafeLoader):
+    """
+    YAML without duplicate keys.
+
+    After a forgotten list dash, the later entry would replace the earlier one.
+    """
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        if isinstance(node, yaml.MappingNode):
+            seen = set()
+            for key, _ in node.value:
+                if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in seen:
+                    problem = f"the key {key.value!r:.60} stands twice in one entry"
+                    raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+                seen.add((key.tag, str(key.value)))
+        return super().construct_mapping(node, deep)
+
+
+def read_text(path: str | Path, prefix: str, megabytes: int) -> str:
+    """
+    Read a text file of at most so many megabytes.
+
+    Raises ValueError, starting with `prefix`, if the file is larger, unreadable or not a regular
+    file: a device or a pipe may have no end.
+    """
+    try:
+        status = os.stat(path)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > megabytes * 10**6:
+            raise ValueError(f"it is no file of at most {megabytes} MB")
+        return Path(path).read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"{prefix} cannot be read: {reason}") from error
+
+
+def load_yaml(path: str | Path, prefix: str) -> Any:
+    """
+    Load a user's YAML file of at most a megabyte.
+
+    Raises ValueError, starting with `prefix`, if the file is unreadable or not YAML.
+    """
+    text = read_text(path, prefix, 1)
+    try:
+        return yaml.load(text, _Loader)
+    except Exception as error:
+        # PyYAML lets through what an impossible date, a bad tag or deep nesting raises.
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark else ""
+        problem = getattr(error, "problem", None)
+        problem = problem or str(error).partition("\n")[0] or type(error).__name__
+        raise ValueError(f"{prefix} is not YAML{line}: {problem}; correct it") from error

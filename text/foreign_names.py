@@ -1,0 +1,74 @@
+"""
+Names of TRL and PEFT, and what to use here instead: the table data/trl.yaml.
+
+This file leaves out the conversion of whole recipes (settings/from_trl.py).
+"""
+
+import difflib
+import functools
+import re
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from text.documents import load_yaml
+
+OWNERS = {"LoraConfig": "PEFT's ", "older names": ""}  # of a section's names; of all others TRL
+VERBS = {
+    "renamed": "is here ",
+    "missing": "is missing here",
+    "not needed": "is not needed here",
+}
+
+
+@functools.cache
+def load_foreign_names() -> dict[str, dict[str, tuple[str, str]]]:
+    """
+    Load names of TRL and PEFT, by section of data/trl.yaml.
+
+    Each name has its kind ("same", "renamed", "missing" or "not needed") and an advice.
+    """
+    sections = load_yaml(Path(__file__).parents[1] / "data" / "trl.yaml", "data/trl.yaml")
+    table = {}
+    for section, rows in sections.items():
+        table[section] = {
+            name: tuple(row) for names, row in rows.items() for name in names.split(", ")
+        }
+    return table
+
+
+def key_of(flag: str) -> str:
+    """`--judge-mode` as `judge_mode`."""
+    return flag.lstrip("-").replace("-", "_")
+
+
+def suggest_name(
+    unknown: str, valid_names: Collection[str], quote: Callable[[str], str] = str
+) -> str:
+    """
+    Say what to use instead of an unknown flag or setting; "" if nothing is similar.
+
+    The table of foreign names decides first, then a similar spelling among `valid_names`. A row of
+    the table is skipped if it advises flags that this command does not have, unless it names the
+    command that has them.
+    """
+    key = key_of(unknown)
+    by_key = {key_of(name): name for name in valid_names}
+    for section, names in load_foreign_names().items():
+        if key not in names:
+            continue
+        kind, advice = names[key]
+        flags = re.findall("--[a-z][a-z-]*", advice)
+        has_flag = any(key_of(flag) in by_key for flag in flags)
+        if kind != "same" and (not flags or ".py" in advice or has_flag):
+            owner = OWNERS.get(section, "TRL's ")
+            return explain_foreign_name(owner + key, kind, advice)
+
+    similar = difflib.get_close_matches(key, by_key, 1, 0.8)
+    return f"did you mean {quote(by_key[similar[0]])}?" if similar else ""
+
+
+def explain_foreign_name(name: str, kind: str, advice: str) -> str:
+    """Say what becomes of a name of TRL or PEFT here: "TRL's fp16 is not needed here: ..."."""
+    separator = ": " if advice and kind != "renamed" else ""
+    plain_advice = advice.replace("`", "")
+    return f"{name} {VERBS[kind]}{separator}{plain_advice}"

@@ -5,8 +5,8 @@ The command that shows what a model writes.
 terminal, and with tools or an environment the model plays held-out episodes.
 
 A conversation continues in the cache of all earlier turns, and the model's own turns stay as it
-sampled them. This file leaves out rollouts (sampler.py), tools (problems/episodes.py) and the text
-that a template puts between turns (problems/calls.py).
+sampled them. This file leaves out rollouts (sampler.py), tools (tools/episodes.py) and the text
+that a template puts between turns (tools/calls.py).
 """
 
 import argparse
@@ -33,14 +33,15 @@ from flags import Parser, add_flags, check_least, flag_of, report_mistakes
 from kv_cache import KVCache
 from machine import gpu
 from machine.output import guard_output
-from problems import chat_template, episodes, tool_workers
-from problems import toolbox as toolbox_module
-from problems.calls import TurnCodec
-from problems.data import check_text
-from problems.examples import shorten_value, spread_evenly
+from prompts import chat_template
+from prompts.data import check_text
+from prompts.examples import shorten_value, spread_evenly
 from settings.checks import check_settings
 from settings.sources import given_settings, load_recipe, load_task_defaults, resolve_settings
 from text.printable import escape_invisible
+from tools import episodes, tool_workers
+from tools import toolbox as toolbox_module
+from tools.calls import TurnCodec
 
 Messages = list[dict[str, Any]]
 

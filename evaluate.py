@@ -40,14 +40,14 @@ from flags import (
 )
 from machine import alive, memory
 from machine.output import guard_output
-from problems.chats import render_conversations
-from problems.examples import prompt_key, spread_evenly
-from problems.tool_workers import end_tools
-from problems.toolbox import make_toolbox
+from prompts.chats import render_conversations
+from prompts.examples import prompt_key, spread_evenly
 from settings.checks import check_settings
 from settings.sources import given_settings, load_recipe, load_task_defaults, resolve_settings
 from step.loss import StepLoss
 from text.printable import escape_invisible
+from tools.tool_workers import end_tools
+from tools.toolbox import make_toolbox
 
 if TYPE_CHECKING:
     from evaluation.served_policy import ServedPolicy

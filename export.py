@@ -33,7 +33,7 @@ from disk import adapters, gguf, hub, model_card, model_choice, run_files
 from flags import LEAST_FREE, Parser, line_of, names_path, refuse_full_disk, report_mistakes
 from machine import alive, memory
 from machine.output import guard_output
-from problems import chat_template
+from prompts import chat_template
 from settings.checks import check_settings
 from settings.sources import load_recipe
 

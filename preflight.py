@@ -33,8 +33,9 @@ from forecast.time_estimate import describe_fitting_models, time_line
 from forecast.trial import audit_rewards, try_run
 from machine import alive
 from machine.output import guard_output
-from problems import audit, toolbox
+from rewards import audit
 from settings.sources import given_settings, parse_flags, resolve_settings
+from tools import toolbox
 
 
 @guard_output()

@@ -13,7 +13,7 @@ import cpu_blas  # noqa: F401  (before mlx)
 
 from flags import Parser, exit_with_error, refuse_unwritable_file, report_mistakes
 from machine.output import guard_output
-from problems.examples import format_error
+from prompts.examples import format_error
 from reporting import answers, page, seeds, verdict
 from reporting.history import History, format_before_after, headline_facts, load_history
 from text.printable import escape_invisible, make_printable

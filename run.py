@@ -29,18 +29,20 @@ from forecast import memory_estimate
 from judging import rubrics
 from machine import alive, link, memory, world
 from machine.memory import BatchSize
-from problems import chat_template, episodes, functions, rewards
-from problems.examples import Example, spread_evenly
-from problems.held_out import warn_of_few_held_out
-from problems.toolbox import make_toolbox
+from prompts import chat_template
+from prompts.examples import Example, spread_evenly
+from prompts.held_out import warn_of_few_held_out
 from reporting import health
 from reporting.console import print_line, print_warning
 from reporting.journal import Journal, evaluation_is_due
+from rewards import functions, rewards
 from step import objectives
 from step.loss import StepLoss
 from step.rows import USUAL_ROWS
 from step.sample import Sample, sample_of_reply
 from tasks import draws
+from tools import episodes
+from tools.toolbox import make_toolbox
 
 if TYPE_CHECKING:
     from reporting import page
@@ -431,7 +433,7 @@ class GrpoRun(Run):
 
     def _try_rewards(self, config: Config) -> list[str]:
         """Calls the rewards on made-up completions. Returns a line for each surprise."""
-        from problems import audit
+        from rewards import audit
 
         def find_surprises() -> list[str]:
             return list(audit.first_surprises(self.task, config.data.reward_gate))
@@ -550,7 +552,7 @@ class SftRun(Run):
     """A run of supervised fine-tuning. It adds the conversations."""
 
     def __init__(self, config: Config, run_dir: Path):
-        from problems import chats
+        from prompts import chats
 
         path = config.data.path
         held_out_before = world.on_rank0(lambda: tasks.read_held_out(run_dir))

@@ -10,7 +10,7 @@ are decoded with it, and a row that was lost when memory ran out is sampled agai
 
 In a completion with turns, an end token ends one turn. The reply that the row gets is prefilled
 before its next turn (layers/turns.py). This file leaves out how prompts become ids
-(problems/chat_template.py) and the command that shows completions (chat.py).
+(prompts/chat_template.py) and the command that shows completions (chat.py).
 
 Axes: N rows, prompt-major; T completion positions; V vocabulary.
 """
@@ -33,7 +33,7 @@ from layers import attention, softmax
 from machine import alive, gpu, memory
 
 if TYPE_CHECKING:
-    from problems.episodes import Episodes
+    from tools.episodes import Episodes
 
 LOOK_EVERY = 4  # steps between two checks for ended rows; a check costs one wait
 

@@ -49,9 +49,8 @@ from disk import run_files
 from flags import exit_with_error, line_of
 from machine import link
 from machine.output import guard_output
-from problems import form
-from problems.tool_workers import end_tools
 from reporting.journal import StepSamples
+from rewards import form
 from run import GrpoRun, Run, SftRun
 from sampler import RolloutStats
 from settings.sources import parse_flags
@@ -60,6 +59,7 @@ from step.advantages import assign_advantages, select_for_update
 from step.batch import make_batches
 from step.loss import UpdateResult
 from step.sample import Sample
+from tools.tool_workers import end_tools
 
 
 def train(run: GrpoRun | SftRun) -> Iterator[dict[str, Any]]:

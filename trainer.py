@@ -28,10 +28,11 @@ from flags import flag_of, os_error_line, parse_setting
 from forecast import trial
 from machine import link, memory, world
 from machine.output import guard_output
-from problems import chat_template, data, functions
+from prompts import chat_template, data
 from reporting import trackers
 from reporting.console import console_columns, print_line, print_warning
 from reporting.journal import evaluation_is_due
+from rewards import functions
 from run import GrpoRun, SftRun, make_run
 from settings.sources import (
     LATER,

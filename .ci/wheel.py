@@ -1,6 +1,7 @@
 """
-Hatchling's hook: a wheel says in commit.txt in machine/ which commit it is of, "outside git" where git
-tells none.
+Hatchling's hook: it writes the commit of a wheel into commit.txt of the room machine/.
+
+The file says "outside git" if git tells no commit.
 """
 
 import subprocess
@@ -21,10 +22,11 @@ class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]
 
 def commit_of(checkout: Path) -> str:
     """
-    The commit of a checkout, "" where git tells none.
+    The commit of a checkout; "" if git tells none.
 
-    git refuses a checkout of another user ("dubious ownership"), which is no reason not to install it. Without .git
-    nobody is asked: git would tell the commit of a repository around this folder.
+    git refuses a checkout of another user ("dubious ownership"), which is no reason not to install
+    it. Without .git this does not ask git, which would tell the commit of a repository around this
+    folder.
     """
     if not (checkout / ".git").exists():
         return ""

@@ -21,7 +21,7 @@ import pandas as pd
 
 from flags import report_mistakes
 from machine.output import guard_output
-from problems.examples import spread_evenly
+from prompts.examples import spread_evenly
 from reporting import history, seeds
 
 UNITS = "one two three four five six seven eight nine".split()

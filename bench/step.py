@@ -45,7 +45,7 @@ from bench import harness
 from disk import hub
 from flags import Parser, flag_of, report_mistakes
 from machine.output import guard_output
-from problems import chat_template
+from prompts import chat_template
 
 ROOT = Path(__file__).parent.parent
 ATTENTION_PROJECTIONS = [f"self_attn.{name}_proj" for name in "qkvo"]

@@ -23,11 +23,11 @@ from config import Config
 from disk import eval_record, hub, model_card, run_files
 from evaluation import evaluate, measures, policy
 from machine import alive
-from problems import toolbox as toolbox_module
-from problems.examples import Example
+from prompts.examples import Example
 from step.batch import completion_hidden_states, make_batches
 from step.sample import Sample
 from text.printable import escape_invisible
+from tools import toolbox as toolbox_module
 
 TOO_MUCH = 1 / 3  # a warning appears if rounding moves the model by more of what training did
 POSITIONS = 256  # of a pass that holds all its logits

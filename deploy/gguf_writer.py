@@ -25,7 +25,7 @@ import numpy as np
 from disk import gguf as reader
 from disk.hub import ModelConfig
 from layers.ops import Rope
-from problems import chat_template
+from prompts import chat_template
 
 LABELS = {16: "F16", 8: "Q8_0", 4: "Q4_K_M"}
 ROPE_FACTORS = "rope_freqs.weight"  # (D / 2,), by which Llama 3 divides the frequencies

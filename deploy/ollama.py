@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from config import Config
 from deploy.gguf_writer import prompts_begin_with_bos
 from disk.ends import end_of_reply
-from problems import chat_template
+from prompts import chat_template
 
 # Ollama's defaults sample at temperature 0.8, cut the tail and punish repetition.
 MODELFILE = """\

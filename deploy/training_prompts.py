@@ -1,14 +1,14 @@
 """
 The prompts that a run was trained on, for a model that is exported or talked to.
 
-This file leaves out how a template renders them (problems/chat_template.py).
+This file leaves out how a template renders them (prompts/chat_template.py).
 """
 
 from typing import Any, NamedTuple
 
 import tasks
 from config import Config
-from problems import chat_template
+from prompts import chat_template
 
 
 class TrainedRun(NamedTuple):

@@ -39,17 +39,17 @@ from evaluation.measures import (
 )
 from judging.rubrics import Grader
 from machine import memory, world
-from problems import chat_template
-from problems.chats import Row
-from problems.episodes import Toolbox
-from problems.examples import Example, spread_evenly
-from problems.rewards import Logged, reward_arguments, reward_columns
+from prompts import chat_template
+from prompts.chats import Row
+from prompts.examples import Example, spread_evenly
+from rewards.rewards import Logged, reward_arguments, reward_columns
 from step.batch import make_batches
 from step.generation import generate_completions
 from step.loss import StepLoss
 from step.rows import ROOM, choose_rollout_rows, rollout_bytes
 from step.sample import Sample, new_samples, sample_of_reply
 from step.scoring import judge_samples
+from tools.episodes import Toolbox
 
 KEY = 1 << 96  # RNG key of evaluations; training keys are smaller
 

@@ -20,9 +20,9 @@ from disk import statistics
 from judging.rubrics import Grader
 from layers import lm_head
 from machine import alive, world
-from problems.examples import prompt_text
-from problems.form import is_degenerate, is_refusal, repetition
-from problems.rewards import Logged
+from prompts.examples import prompt_text
+from rewards.form import is_degenerate, is_refusal, repetition
+from rewards.rewards import Logged
 from step.batch import completion_hidden_states, make_batches
 from step.sample import Sample, pad_rows
 from step.scoring import assign_rewards, compute_rewards, judge_samples

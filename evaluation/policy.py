@@ -12,7 +12,7 @@ import gwen
 import lora
 from config import Config
 from disk import adapters, model_choice, run_files
-from problems import chat_template
+from prompts import chat_template
 from settings.checks import check_settings
 from settings.sources import load_recipe
 

@@ -21,9 +21,9 @@ from evaluation.evaluate import EvalParams
 from flags import escape_invisible
 from judging.server import TEMPLATE_SETTINGS, Endpoint, Flags, Reply
 from machine import alive
-from problems import chat_template
-from problems.examples import Example
-from problems.statements import opened_thought
+from prompts import chat_template
+from prompts.examples import Example
+from rewards.statements import opened_thought
 from step.generation import PROMPT_END
 from step.sample import Sample, new_samples
 

@@ -33,11 +33,12 @@ from forecast.memory_estimate import (
 from forecast.time_estimate import format_range
 from judging import rubrics
 from machine import alive, link, memory
-from problems import audit, chat_template, form
-from problems.examples import Example, prompt_key, prompt_text, shorten_value, spread_evenly
-from problems.held_out import warn_of_few_held_out
-from problems.toolbox import make_toolbox
+from prompts import chat_template
+from prompts.examples import Example, prompt_key, prompt_text, shorten_value, spread_evenly
+from prompts.held_out import warn_of_few_held_out
+from rewards import audit, form
 from settings.sources import to_yaml
+from tools.toolbox import make_toolbox
 
 TRY_STEPS = 4
 TRY_SECONDS = 120.0  # no further step of a trial begins later

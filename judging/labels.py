@@ -12,8 +12,8 @@ import numpy as np
 import pandas as pd
 
 from judging.rubrics import Grader, Rubric
-from problems.examples import shorten_value
-from problems.files import jsonl_records
+from prompts.examples import shorten_value
+from prompts.files import jsonl_records
 from text.documents import read_text
 
 TEXTS = ("prompt", "completion", "criterion")

@@ -143,7 +143,7 @@ def remove_thoughts(reply: str) -> str:
 
     An explanation in tags is removed too. If it is still open, the reply ends before it.
 
-    `strip_thoughts` of problems/statements.py keeps only the text after the last closing tag, as a
+    `strip_thoughts` of rewards/statements.py keeps only the text after the last closing tag, as a
     completion's answer stands at its end. A judge's score may stand before a closed explanation,
     and does not count if a thought after it is still open.
     """

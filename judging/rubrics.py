@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm.auto import tqdm
 
-from problems import chat_template
+from prompts import chat_template
 from text import documents
 
 DEFAULT_PREAMBLE = (

@@ -3,7 +3,7 @@ Decodes rows that take turns with tools or an environment.
 
 A `TurnScheduler` decides which row sits in which slot, and prefills the reply that a row gets
 before its next turn. This file leaves out rows without turns (sampler.py), the slots' cache
-(kv_cache.py) and the source of the replies (problems/episodes.py).
+(kv_cache.py) and the source of the replies (tools/episodes.py).
 
 Axes: V vocabulary.
 """
@@ -19,7 +19,7 @@ from machine import gpu
 
 
 class Conversation(Protocol):
-    """Answers the turns of rows: a `problems.episodes.Episodes`."""
+    """Answers the turns of rows: a `tools.episodes.Episodes`."""
 
     context: int  # positions that a row may have, prompt included
 

@@ -1,1 +1,1 @@
-"""Rewards, verifiers, data, tools and environments that users bring."""
+"""The old address of `math_correct`, which files of users import."""

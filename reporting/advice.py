@@ -8,12 +8,12 @@ the figures (difference.py), the answers (answer_changes.py), the warnings (heal
 import shlex
 from typing import Any
 
-from problems import form, functions
-from problems.held_out import LEAST_CONVERSATIONS, advise_on_held_out
+from prompts.held_out import LEAST_CONVERSATIONS, advise_on_held_out
 from reporting import health
 from reporting.difference import BETTER, FEW, SAME, WORSE, Change
 from reporting.health import Records
 from reporting.history import History
+from rewards import form, functions
 from settings.sources import command_line
 
 LEAST_KL = 1e-3  # nats a token from the model before training; with less it has hardly moved

@@ -16,11 +16,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from flags import escape_invisible
-from problems import form
-from problems.examples import prompt_text
+from prompts.examples import prompt_text
 from reporting.difference import first_answer_rewards
 from reporting.health import Records
 from reporting.history import Answers
+from rewards import form
 
 # ---- from here on a change is worth a line
 LEAST_RISE = 0.2  # fraction of the answers by which a word rose

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from disk.statistics import student_t
-from problems.held_out import POWER
+from prompts.held_out import POWER
 from reporting.history import Answers, History
 
 BETTER = "better"

@@ -28,14 +28,14 @@ from disk.run_files import JsonLines, without_infinities
 from disk.statistics import mean
 from judging import rubrics
 from machine import gpu, world
-from problems import form
-from problems.examples import prompt_text, spread_evenly
-from problems.rewards import Logged
+from prompts.examples import prompt_text, spread_evenly
 from reporting import health, verdict
 from reporting.console import LiveLine, console_line, print_line, print_warning
 from reporting.difference import best_evaluation
 from reporting.history import History
 from reporting.trackers import Tracker
+from rewards import form
+from rewards.rewards import Logged
 from sampler import RolloutStats
 from step.loss import UpdateResult
 from step.sample import Sample, group_samples

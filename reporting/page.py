@@ -28,8 +28,7 @@ import jinja2
 from disk import model_card, run_files
 from judging import rubrics
 from machine import alive
-from problems.calls import show_with_tools
-from problems.examples import spread_evenly
+from prompts.examples import spread_evenly
 from reporting import charts, history, seeds
 from reporting.answer_changes import CHEATED, describe_reward, rewarded_wrong_answers
 from reporting.difference import BETTER, WORSE
@@ -38,6 +37,7 @@ from reporting.seeds import SeedGroup
 from reporting.verdict import NUM_READ, Verdict, draw_problems, judge_change
 from settings.sources import command_line
 from text.printable import escape_invisible
+from tools.calls import show_with_tools
 
 TEMPLATES = Path(__file__).parent / "templates"
 # bytes of rollouts.jsonl, from which the page leaves out ids and log-probabilities

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from disk.model_card import describe_start
 from flags import escape_invisible, make_printable
-from problems.examples import prompt_text
-from problems.held_out import warn_of_few_held_out
+from prompts.examples import prompt_text
+from prompts.held_out import warn_of_few_held_out
 from reporting import advice, health
 from reporting.answer_changes import (
     CHEATED,

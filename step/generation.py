@@ -1,7 +1,7 @@
 """
 Generation: the model writes the responses of a step's samples.
 
-This file leaves out how tokens are drawn (sampler.py) and how tools answer (problems/episodes.py).
+This file leaves out how tokens are drawn (sampler.py) and how tools answer (tools/episodes.py).
 
 Axes: N samples.
 """
@@ -16,11 +16,11 @@ import gwen
 import sampler
 from disk import ends
 from machine import memory, world
-from problems.episodes import Episodes
-from problems.examples import prompt_text
-from problems.statements import opened_thought
-from problems.toolbox import Toolbox
+from prompts.examples import prompt_text
+from rewards.statements import opened_thought
 from step.sample import EMPTY, Sample
+from tools.episodes import Episodes
+from tools.toolbox import Toolbox
 
 PROMPT_END = 64  # tokens at a prompt's end in which a thought that it opens is searched
 

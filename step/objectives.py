@@ -18,8 +18,8 @@ import numpy as np
 
 import grpo
 from config import Config, is_user_function
-from problems.examples import shorten_value
-from problems.functions import describe_raised, load_function, place_of
+from prompts.examples import shorten_value
+from rewards.functions import describe_raised, load_function, place_of
 from step.advantages import Advantage
 from step.loss import SUMS, make_objective
 

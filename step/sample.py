@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from problems.examples import Example
+from prompts.examples import Example
 
 EMPTY: dict[str, Any] = {}  # the default of fields that are not set yet; nobody writes to it
 

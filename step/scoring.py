@@ -1,7 +1,7 @@
 """
 Scoring: every reward and the judge are called once, and their weighted sum is a sample's reward.
 
-This file leaves out how a reward function is called (problems/rewards.py), how a judge reads an
+This file leaves out how a reward function is called (rewards/rewards.py), how a judge reads an
 answer (judge.py), and how rewards are compared (step/advantages.py).
 
 Axes: N samples, J criteria of the rubric.
@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from judging.rubrics import Grader, Judgement
-from problems.examples import prompt_text
-from problems.rewards import Logged, Reward, call_rewards
-from problems.statements import strip_thoughts
+from prompts.examples import prompt_text
+from rewards.rewards import Logged, Reward, call_rewards
+from rewards.statements import strip_thoughts
 from step.sample import Sample
 
 Weights = dict[str, float]  # of rewards, by name

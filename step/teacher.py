@@ -21,8 +21,8 @@ import lora
 from config import Config
 from disk import model_choice
 from layers import divergence
-from problems import chat_template
-from problems.examples import Example, shorten_value
+from prompts import chat_template
+from prompts.examples import Example, shorten_value
 from step.batch import Batch, completion_hidden_states, make_batches
 from step.sample import Sample
 from text.documents import read_text

@@ -3,7 +3,7 @@ Tasks: prompts, rewards that a program can verify, rubrics, and held-out problem
 
 `make_task` puts the user's own things in their place: data, reward functions, a rubric, tools. No
 model is known here. A user's mistake is a ValueError of one line that names the value and the fix.
-This file leaves out reading data (problems/data.py) and reward functions (problems/rewards.py).
+This file leaves out reading data (prompts/data.py) and reward functions (rewards/rewards.py).
 """
 
 import importlib
@@ -16,8 +16,8 @@ from typing import Any
 from config import Config
 from flags import flag_of
 from judging import rubrics
-from problems import calls, chats
-from problems.examples import (
+from prompts import chats
+from prompts.examples import (
     Example,
     first_answer,
     prompt_key,
@@ -25,13 +25,14 @@ from problems.examples import (
     spread_evenly,
     suggest_nearest,
 )
-from problems.functions import load_functions
-from problems.held_out import load_sides
-from problems.rewards import Reward, load_reward, reward_arguments, reward_columns
+from prompts.held_out import load_sides
+from rewards.functions import load_functions
+from rewards.rewards import Reward, load_reward, reward_arguments, reward_columns
 from settings.checks import check_settings
 from settings.sources import BUNDLED_TASKS, load_recipe
 from tasks import own
 from tasks.task import DATA, Sides, Task
+from tools import calls
 
 # the settings of advantages that environments with `reward_per_turn` allow
 TURN_SETTINGS = {

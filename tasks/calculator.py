@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-from problems.examples import Example
-from problems.formulas import OPERATORS
+from prompts.examples import Example
+from rewards.formulas import OPERATORS
 from tasks.task import Sides, Task
 
 LONGEST = 200  # characters of an expression

@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from problems.examples import Example, prompt_text
+from prompts.examples import Example, prompt_text
 from tasks.task import DATA, Sides, Task
 
 _SMALL = (

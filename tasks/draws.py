@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from config import Config
-from problems.examples import Example, prompt_key
+from prompts.examples import Example, prompt_key
 from tasks.task import Problems
 
 Draw = tuple[list[Example], list[list[int]]]  # B examples and the ids of their prompts

@@ -1,10 +1,10 @@
 """School mathematics. The answer is a number."""
 
-from problems.built_in import boxed_once
-from problems.data import load_data, read_prompt
-from problems.examples import Example, shorten_value
-from problems.math_answers import is_number
-from problems.verifiers import marked
+from prompts.data import load_data, read_prompt
+from prompts.examples import Example, shorten_value
+from rewards.built_in import boxed_once
+from rewards.math_answers import is_number
+from rewards.verifiers import marked
 from tasks.task import Sides, Task
 
 SYSTEM = "Please reason step by step, and put your final answer within \\boxed{}."

@@ -21,10 +21,10 @@ import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from problems import form
-from problems.examples import Example, prompt_key, suggest_nearest
-from problems.rewards import Reward
-from problems.workers import Pool
+from prompts.examples import Example, prompt_key, suggest_nearest
+from rewards import form
+from rewards.rewards import Reward
+from sandbox.workers import Pool
 from tasks import rg
 from tasks.task import DATA, Task
 from text.documents import load_yaml

@@ -1,7 +1,7 @@
 """Competition mathematics. The answer is a formula."""
 
-from problems.examples import Example, first_answer
-from problems.statements import boxed_texts
+from prompts.examples import Example, first_answer
+from rewards.statements import boxed_texts
 from tasks import gsm8k
 from tasks.task import Sides
 

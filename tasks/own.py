@@ -1,17 +1,17 @@
 """
 A user's own data. The column `answer`, if there is one, is what completions are compared with.
 
-This file leaves out reading the data (problems/data.py) and comparing answers
-(problems/verifiers.py).
+This file leaves out reading the data (prompts/data.py) and comparing answers
+(rewards/verifiers.py).
 """
 
 import re
 from collections.abc import Sequence
 from typing import Any
 
-from problems.data import parse_renames
-from problems.data_notes import describe_unread_columns, text_columns
-from problems.examples import (
+from prompts.data import parse_renames
+from prompts.data_notes import describe_unread_columns, text_columns
+from prompts.examples import (
     Example,
     answers_of,
     first_answer,
@@ -19,10 +19,10 @@ from problems.examples import (
     shorten_value,
     suggest_nearest,
 )
-from problems.functions import load_function
-from problems.rewards import Reward, UserReward, columns_read
-from problems.statements import gold_text
-from problems.verifiers import VERIFIERS, choose, is_compared
+from rewards.functions import load_function
+from rewards.rewards import Reward, UserReward, columns_read
+from rewards.statements import gold_text
+from rewards.verifiers import VERIFIERS, choose, is_compared
 from tasks.task import Sides, Task
 
 NAMES = ["auto", *VERIFIERS]

@@ -6,7 +6,7 @@ it each seed of a run has as many numbers of its own. A run leaves out every pro
 or that it had before. Workers make the problems, because hashes of strings decide what four of the
 generators draw. Other workers score. They are sealed, because some scorers loop on hostile text,
 and apart, so that no answer comes near a problem. Where a scorer would run the answer as Python, a
-reader of `problems/formulas.py` takes its place.
+reader of `rewards/formulas.py` takes its place.
 This file leaves out which problem a step gets (tasks/draws.py).
 """
 
@@ -24,10 +24,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from problems.examples import Example, format_error, prompt_key, shorten_value, suggest_nearest
-from problems.formulas import prepare_sympy, read_formula, read_list
-from problems.rewards import Reward
-from problems.workers import Answer, Pool
+from prompts.examples import Example, format_error, prompt_key, shorten_value, suggest_nearest
+from rewards.formulas import prepare_sympy, read_formula, read_list
+from rewards.rewards import Reward
+from sandbox.workers import Answer, Pool
 from tasks.task import Task
 from text.documents import load_yaml
 

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from problems.examples import Example
-from problems.rewards import Reward
+from prompts.examples import Example
+from rewards.rewards import Reward
 
 Sides = tuple[list[Example], list[Example]]  # train, held out
 

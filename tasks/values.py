@@ -1,7 +1,7 @@
 """Three epistemic virtues, judged by a rubric."""
 
-from problems.data import load_data
-from problems.held_out import split_examples
+from prompts.data import load_data
+from prompts.held_out import split_examples
 from tasks.task import DATA, Sides, Task
 
 

@@ -41,7 +41,7 @@ def fork_exec(path):
 
 def switch_off(path):
     """Gives the seal's own names another meaning, as one answer once did, and then starts a program."""
-    for name in ("__main__", "problems.seal", "builtins"):
+    for name in ("__main__", "sandbox.seal", "builtins"):
         module = sys.modules[name]
         for switch, value in {
             "HARMLESS": {"open", "os.system"},

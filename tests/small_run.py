@@ -15,7 +15,7 @@ import grpo
 import sampler
 import update
 from disk import model_choice
-from problems import chat_template
+from prompts import chat_template
 from run import GrpoRun
 from settings import sources
 from settings.sources import given_settings, parse_flags

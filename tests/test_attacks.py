@@ -10,8 +10,9 @@ import pytest
 from conftest import ROOT
 from hostile import ANSWERS, DATA, PLANTED, TEXTS
 
-from problems import math_answers, seal, verifiers
-from problems.workers import Pool
+from rewards import math_answers, verifiers
+from sandbox import seal
+from sandbox.workers import Pool
 
 on_linux = pytest.mark.skipif(
     sys.platform != "linux", reason="macOS holds by its sandbox, another table"
@@ -25,7 +26,7 @@ INSIDE = {
 
 
 def test_no_attack_is_a_right_answer_to_the_reader_of_formulas():
-    pool = Pool("problems.equality:make_math_checker", (), num=1, limit=0.2, sealed=True)
+    pool = Pool("rewards.equality:make_math_checker", (), num=1, limit=0.2, sealed=True)
     asked = [
         math_answers.is_same_value((r"\{7,8\}", r"2\sqrt{3}")[place % 2], text)
         for place, text in enumerate(ANSWERS)

@@ -13,7 +13,7 @@ import preflight
 import tasks
 import train
 from disk import model_choice
-from problems import audit, built_in, rewards, verifiers
+from rewards import audit, built_in, rewards, verifiers
 from tasks import demo as sums
 
 PRODUCTS = [{"prompt": f"What is {n} times 7?", "answer": str(7 * n)} for n in (6, 3, 9, 12)]

@@ -13,8 +13,8 @@ import lora
 import sampler
 import tasks
 from config import Config
-from problems import chat_template
-from problems import toolbox as toolbox_module
+from prompts import chat_template
+from tools import toolbox as toolbox_module
 
 SYSTEM_MESSAGE = {"role": "system", "content": "Be brief."}
 

@@ -9,8 +9,8 @@ from conftest import json_values, message_of, read_log
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from problems import data
-from problems.examples import prompt_text
+from prompts import data
+from prompts.examples import prompt_text
 from tasks import draws
 
 # ---- data files

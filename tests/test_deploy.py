@@ -22,7 +22,7 @@ import export
 import gwen
 from deploy import few_bits, ollama
 from disk import hub, model_choice
-from problems import chat_template
+from prompts import chat_template
 
 USER = [{"role": "user", "content": "What is two and two?"}]
 OWN = [{"role": "system", "content": "Mine."}, *USER]

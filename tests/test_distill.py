@@ -19,7 +19,7 @@ import update
 from disk import hub
 from forecast import memory_estimate
 from machine import memory
-from problems import chat_template
+from prompts import chat_template
 from step import loss
 from step import teacher as distill
 from step.batch import completion_hidden_states, make_batches

@@ -12,7 +12,7 @@ import gwen
 import sampler
 import train
 from disk import ends, hub
-from problems import chat_template
+from prompts import chat_template
 from reporting import health
 
 IM_END, ENDOFTEXT, CLOSED_THOUGHT = 639, 637, 641

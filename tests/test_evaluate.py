@@ -24,8 +24,9 @@ from evaluate import main as evaluate_main
 from evaluation.evaluate import KEY, EvalParams, answer_both, evaluate
 from judging import rubrics
 from machine import memory
-from problems import chat_template, form
-from problems.examples import spread_evenly
+from prompts import chat_template
+from prompts.examples import spread_evenly
+from rewards import form
 from tasks import demo as sums
 
 

@@ -26,7 +26,7 @@ import sampler
 from disk import ends, hub, run_files
 from evaluation import policy
 from layers.tree_cache import TreeCache
-from problems import chat_template
+from prompts import chat_template
 
 RNG = np.random.default_rng(0)
 LENGTH = 200

@@ -8,8 +8,8 @@ from conftest import read_log
 from small_run import make_run
 
 import train
-from problems import form, rewards
-from problems.form import apply_gate
+from rewards import form, rewards
+from rewards.form import apply_gate
 
 ASKED = "Describe water. Use at most 10 words."
 FORMS = read_log(

@@ -34,8 +34,9 @@ from config import SETTINGS
 from flags import flag_of
 from judging import remote_judge
 from machine import gpu
-from problems import files, workers
+from prompts import files
 from reporting import page
+from sandbox import workers
 
 pytestmark = pytest.mark.slow
 NUM_LINES, NUM_RECIPES, NUM_FILES, NUM_MODELS = 500, 150, 200, 100

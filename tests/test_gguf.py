@@ -17,7 +17,7 @@ import export
 import gwen
 from deploy import gguf_writer
 from disk import gguf, hub
-from problems import chat_template
+from prompts import chat_template
 
 
 def rule(split):

@@ -23,7 +23,7 @@ import gwen
 import train
 from disk import hub
 from machine import gpu
-from problems import chat_template, chats, data
+from prompts import chat_template, chats, data
 
 QWEN = "Qwen/Qwen3-0.6B"
 MAIN, OTHER = "1" * 40, "2" * 40  # two commits

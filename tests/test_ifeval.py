@@ -11,7 +11,7 @@ from small_run import make_config, make_run
 
 import tasks
 import train
-from problems.workers import Pool
+from sandbox.workers import Pool
 from tasks import ifeval, rg
 
 verified = needs("if_verifiable")

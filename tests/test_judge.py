@@ -24,7 +24,7 @@ import lora
 from evaluate import main as evaluate_main
 from judging import remote_judge, rubrics
 from judging.prompt_tree import PromptTree
-from problems import chat_template
+from prompts import chat_template
 from settings.checks import check_settings
 
 pytestmark = pytest.mark.slow

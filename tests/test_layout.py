@@ -40,7 +40,8 @@ def is_hidden(path: Path, root: Path) -> bool:
 
 FILES = files_of(ROOT)
 PACKAGES = (
-    "bench deploy disk evaluation forecast judging layers machine problems reporting settings step tasks text"
+    "bench deploy disk evaluation forecast judging layers machine problems prompts reporting rewards "
+    "sandbox settings step tasks text tools"
 ).split()
 MODULES = [path for path in FILES if path.suffix == ".py" and path.parent == ROOT]
 PARTS = [

@@ -12,8 +12,8 @@ from conftest import message_of, read_log, write_log
 import tasks
 import train
 import trainer
-from problems import arrow, chat_template, chats, data
-from problems.held_out import load_sides
+from prompts import arrow, chat_template, chats, data
+from prompts.held_out import load_sides
 from settings import sources
 from settings.sources import given_settings, parse_flags
 

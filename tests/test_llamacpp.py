@@ -22,7 +22,7 @@ from test_gguf import tokenizer_like, write  # noqa: F401  (fixtures)
 
 import gwen
 from disk import hub
-from problems import chat_template
+from prompts import chat_template
 
 pytestmark = needs("xllamacpp")
 

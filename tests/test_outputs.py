@@ -14,7 +14,7 @@ import export
 import flags
 import report
 from disk import checkpoint, run_files
-from problems import data
+from prompts import data
 
 EXPORTS = [["--fuse"], ["--export", "peft"], ["--export", "gguf"]]
 

@@ -18,9 +18,10 @@ import train
 import trainer
 from disk import hub, places
 from evaluation import policy
-from problems import audit, built_in, chats, data, rewards
-from problems.examples import prompt_text
-from problems.held_out import load_sides
+from prompts import chats, data
+from prompts.examples import prompt_text
+from prompts.held_out import load_sides
+from rewards import audit, built_in, rewards
 from run import SftRun
 from settings import checks, sources
 from settings.sources import given_settings, make_paths_absolute, parse_flags

@@ -8,8 +8,8 @@ from conftest import message_of
 from small_run import make_run
 
 import train
-from problems import rewards
 from reporting import answer_changes, charts, seeds
+from rewards import rewards
 
 MINE = """
 def right(completions, answer, **_):

@@ -23,7 +23,7 @@ from forecast import memory_estimate
 from judge import Judge
 from judging.rubrics import load_rubric
 from machine import gpu
-from problems import chat_template
+from prompts import chat_template
 
 JUDGED = load_rubric(RUBRIC)
 TOKENS = mx.array([[1, 5, 9, 2, 30], [7, 7, 4, 3, 2]])

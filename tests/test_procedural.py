@@ -10,9 +10,9 @@ from conftest import message_of
 from extras import needs
 from hostile import ANSWERS, PLANTED
 
-from problems import workers
-from problems.examples import prompt_key
-from problems.workers import Answer, Pool
+from prompts.examples import prompt_key
+from sandbox import workers
+from sandbox.workers import Answer, Pool
 from tasks import rg
 from tasks.demo import numbers_in
 from tasks.rg import Mix, Problems, extract_answer, parse_mix

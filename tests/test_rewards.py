@@ -10,7 +10,7 @@ import pytest
 from conftest import message_of
 from extras import needs
 
-from problems import built_in, functions, rewards
+from rewards import built_in, functions, rewards
 
 # ---- rewards that a user brings
 
@@ -250,3 +250,10 @@ def test_a_file_is_one_module_until_it_changes(reward_file):
     assert functions.load_function("--reward", f"{path}:is_a")[1](kind())
     reward_file("def is_a(x): return 7\n")
     assert functions.load_function("--reward", f"{path}:is_a")[1](0) == 7
+
+
+def test_files_of_users_still_import_math_correct_from_its_old_address():
+    from problems.rewards import math_correct as old_address
+    from rewards.verifiers import math_correct
+
+    assert old_address is math_correct

@@ -14,7 +14,8 @@ from types import SimpleNamespace
 import pytest
 from conftest import ROOT
 
-from problems import formulas, seal, workers
+from rewards import formulas
+from sandbox import seal, workers
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="system calls of Linux")
 CODES = [

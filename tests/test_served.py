@@ -18,7 +18,7 @@ import tasks
 from disk import hub
 from evaluation.served_policy import ServedPolicy
 from judging.server import Endpoint
-from problems import chat_template
+from prompts import chat_template
 
 LIMIT = 12
 FLAGS = ["--model", "demo", "--limit", str(LIMIT)]

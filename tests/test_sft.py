@@ -22,8 +22,8 @@ import update
 from config import Config, Sizes
 from disk import hub, run_files
 from evaluation.evaluate import evaluate_replies
-from problems import chat_template, chats
-from problems.chats import Row
+from prompts import chat_template, chats
+from prompts.chats import Row
 from run import make_run
 from settings.sources import given_settings, parse_flags
 from step.batch import make_batches

@@ -11,7 +11,7 @@ import yaml
 from conftest import ROOT
 
 import sampler
-from problems import audit, rewards, statements, verifiers
+from rewards import audit, rewards, statements, verifiers
 from step import generation, sample, scoring
 
 TESTS = Path(__file__).parent

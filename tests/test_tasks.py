@@ -272,7 +272,7 @@ def test_the_recipe_of_gsm8k_trains_three_seeds_and_measures_on_all_test_questio
 # ---- recipes and layout
 
 
-@pytest.mark.parametrize("module", ["problems.data", "problems.rewards", "tasks"])
+@pytest.mark.parametrize("module", ["prompts.data", "rewards.rewards", "tasks"])
 def test_data_rewards_and_tasks_import_nothing_heavy(module):
     heavy = {"mlx", "datasets", "pyarrow", "gwen"} | ({"numpy"} if module != "tasks" else set())
     code = f"import sys, {module}; print(sorted({heavy} & set(sys.modules)))"

@@ -14,14 +14,15 @@ import pytest
 from conftest import ROOT, message_of
 
 from config import Config
-from problems import calls, chat_template, chats
-from problems.episodes import Episodes
-from problems.examples import shorten_value
-from problems.functions import load_functions
-from problems.toolbox import Toolbox, make_toolbox
+from prompts import chat_template, chats
+from prompts.examples import shorten_value
 from reporting import journal
+from rewards.functions import load_functions
 from step.sample import Sample
 from tasks import calculator, guess
+from tools import calls
+from tools.episodes import Episodes
+from tools.toolbox import Toolbox, make_toolbox
 
 CONTROL = [
     "<think>",

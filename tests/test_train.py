@@ -33,7 +33,7 @@ from disk import adapters, checkpoint, hub
 from evaluation.evaluate import KEY
 from forecast import memory_estimate
 from machine import versions
-from problems import chat_template
+from prompts import chat_template
 from reporting.journal import completion_records
 from step import advantages, scoring
 from step import sample as samples

@@ -16,8 +16,9 @@ import trainer as base
 from config import Config
 from disk import run_files
 from forecast import trial
-from problems import data, functions
+from prompts import data
 from reporting import verdict
+from rewards import functions
 from train import Trainer
 
 SMALL = dict(model="demo", batch=3, groups=4, max_tokens=12, eval_limit=16)

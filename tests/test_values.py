@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from problems import math_answers, quantities, units, verifiers
-from problems.equality import make_math_checker
-from problems.texts import fold_text
+from rewards import math_answers, quantities, units, verifiers
+from rewards.equality import make_math_checker
+from rewards.texts import fold_text
 
 VALUES = yaml.safe_load(Path(__file__).with_name("values.yaml").read_text(encoding="utf-8"))
 CHOSEN = {"numbers": "math", "units": "number", "formulas": "math", "texts": "exact"}

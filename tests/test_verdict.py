@@ -14,7 +14,7 @@ from conftest import ROOT, read_log, write_log
 import report
 from config import Config
 from disk import statistics
-from problems import held_out
+from prompts import held_out
 from reporting import advice, answer_changes, difference, history, journal, page, verdict
 from reporting.difference import BETTER, FEW, SAME, WORSE
 

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reward_doctor import corpus
 
-from problems import math_answers, quantities, statements, verifiers
-from problems.built_in import boxed_once
+from rewards import math_answers, quantities, statements, verifiers
+from rewards.built_in import boxed_once
 
 TESTS = Path(__file__).parent
 PAIRS, HOSTILE = (

@@ -9,7 +9,7 @@ import time
 import pytest
 from conftest import ROOT, message_of
 
-from problems import workers
+from sandbox import workers
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_a_question_that_is_no_json_is_one_line(pool):
 @pytest.mark.parametrize("sealed", [False, True])
 def test_workers_end_with_their_owner_and_ctrl_c_is_the_owners(sealed):
     code = (
-        "from problems import workers; p = workers.Pool('attacks:answerer', (), num=1, limit=60, sealed=SEALED)\n"
+        "from sandbox import workers; p = workers.Pool('attacks:answerer', (), num=1, limit=60, sealed=SEALED)\n"
         "print(p.answer_all([('name', 0)])[0].value, flush=True)\n"
         "try:\n    p.answer_all([('sleep', 50)])\n"
         "except KeyboardInterrupt:\n    print(len(p.workers), p.answer_all([('double', 4)])[0].value)\n"

@@ -1,0 +1,468 @@
+"""
+Chat messages as users bring them, in one layout: a role, a text as content, and further keys.
+
+It reads OpenAI's messages and ShareGPT's turns of `from` and `value`, content in parts of text,
+calls of tools in both of OpenAI's forms, and thoughts under several keys. All other keys stay in
+the message: only a chat template knows whether it renders them (prompts/chat_template.py), and
+refuses what it does not render. This file leaves out which messages are a prompt, and which are
+learned (prompts/data.py, prompts/chats.py).
+"""
+
+import contextlib
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from prompts.examples import Example, shorten_value
+from text.documents import read_json
+
+Message = dict[str, Any]
+
+# columns that hold whole conversations, in rows without a prompt
+CONVERSATIONS = ("messages", "conversations")
+
+# other names of roles, ShareGPT's and those of single programs
+ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "developer": "system",
+    "function": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+    "tool_response": "tool",
+    "function_call": "call",
+    "tool_call": "call",
+}
+KNOWN_ROLES = ("system", "user", "assistant", "tool")
+TEXT_PARTS = ("text", "input_text", "output_text")
+# keys of a reply's thought, as templates name it
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+MEDIA = (
+    "image",
+    "images",
+    "image_url",
+    "video",
+    "videos",
+    "audio",
+    "audios",
+    "input_audio",
+    "file",
+    "files",
+)
+ENDS_OF_THOUGHT = re.compile(r".*</(?:think|thinking|thought|reasoning)>", re.DOTALL)
+
+
+# ---- one message
+
+
+def read_messages(name: str, messages: Any) -> list[Message]:
+    """
+    The messages of a list, or of its JSON text.
+
+    Raises ValueError with `name`, the place, and the part that cannot be read.
+    """
+    if isinstance(messages, str):
+        messages = read_text_of_messages(name, messages)
+    if not isinstance(messages, list):
+        raise ValueError(
+            f"{name} {shorten_value(messages)} is a {type(messages).__name__}; "
+            "it must be a list of chat messages"
+        )
+    if not messages:
+        raise ValueError(f'{name} is an empty list; write [{{"role": "user", "content": "..."}}]')
+    return [
+        _read_message(f"message {place} of {name}", message)
+        for place, message in enumerate(messages, 1)
+    ]
+
+
+def read_text_of_messages(name: str, text: str) -> Any:
+    """The value of JSON text that should hold messages."""
+    try:
+        return read_json(text)
+    except ValueError as error:
+        raise ValueError(
+            f"{name} {shorten_value(text)} is a text and no JSON; write a list of chat messages"
+        ) from error
+
+
+def _read_message(label: str, message: Any) -> Message:
+    """A message in the one layout. label: its name in errors, "message 2 of prompt"."""
+    if not isinstance(message, dict):
+        raise ValueError(
+            f'{label} is {shorten_value(message)}; write {{"role": "user", "content": "..."}}'
+        )
+
+    fields = {}
+    for key, value in message.items():
+        if key in ("content", "value") or not _is_empty(value):
+            fields[key] = value
+    if "role" not in fields and "from" in fields:
+        fields["role"] = fields.pop("from")
+    if "content" not in fields and "value" in fields:
+        fields["content"] = fields.pop("value")
+    elif _is_empty(fields.get("value")):
+        fields.pop("value", None)
+
+    role = _read_role(label, fields)
+    has_call_key = "tool_calls" in fields or "function_call" in fields
+    has_calls = has_call_key and role == "assistant"
+    if "content" not in fields and not has_calls:
+        raise ValueError(
+            f'{label} is {shorten_value(message)}; write {{"role": "user", "content": "..."}}'
+        )
+
+    if role == "call":
+        fields = _call_of_turn(label, fields)
+        role = "assistant"
+    media = [key for key in MEDIA if key in fields]
+    if media:
+        raise ValueError(
+            f"{label} has {media[0]} {shorten_value(fields[media[0]])}; "
+            "Gwen reads texts only, so remove it"
+        )
+
+    read: Message = {"role": role}
+    calls = _read_calls(label, role, fields)
+    may_be_empty = bool(calls) or role == "tool"
+    read["content"] = _read_content(label, role, fields.get("content"), may_be_empty)
+    if calls:
+        read["tool_calls"] = calls
+    if role == "assistant":
+        read |= _read_thought(label, fields, read["content"])
+    read |= _read_weight(label, role, fields)
+
+    done = (
+        "role",
+        "content",
+        "tool_calls",
+        "function_call",
+        "weight",
+        "reasoning_details",
+        *THOUGHTS,
+    )
+    rest = {key: value for key, value in fields.items() if key not in done}
+    if role != "assistant":
+        thoughts = {key: fields[key] for key in ("reasoning_details", *THOUGHTS) if key in fields}
+        rest |= thoughts
+    return read | rest
+
+
+def _is_empty(value: Any) -> bool:
+    """Whether a key with this value says nothing."""
+    return value is None or value in ("", [], {})
+
+
+def _read_role(label: str, fields: Message) -> str:
+    role = fields.get("role")
+    if not isinstance(role, str):
+        raise ValueError(
+            f'{label} is {shorten_value(fields)}; write {{"role": "user", "content": "..."}}'
+        )
+    read = ROLES.get(role, role)
+    if read not in (*KNOWN_ROLES, "call"):
+        meant = ROLES.get(role.strip().lower(), role.strip().lower())
+        known = "user, assistant, tool, and system for the first message"
+        fix = f"write {meant}" if meant in KNOWN_ROLES else f"the roles are {known}"
+        raise ValueError(f"{label} has role {shorten_value(role)}; {fix}")
+    return read
+
+
+# ---- content
+
+
+def _read_content(label: str, role: str, content: Any, may_be_empty: bool) -> str:
+    """A message's text: a string, joined parts of text, or a tool's result as JSON."""
+    name = f"content of {label}"
+    parts = [content] if _is_part(content, TEXT_PARTS) else content
+    # a tool's result may be any list of objects
+    kinds = (*TEXT_PARTS, *MEDIA) if role == "tool" else None
+    if isinstance(parts, list) and any(_is_part(part, kinds) for part in parts):
+        text = "".join(_text_of_part(name, part) for part in parts)
+    elif role == "tool" and content is not None and not isinstance(content, str):
+        text = json.dumps(content, ensure_ascii=False)
+    else:
+        text = "" if content is None and may_be_empty else content
+    if text != "" or not may_be_empty:
+        check_text(name, text)
+    return str(text)
+
+
+def _is_part(part: Any, kinds: Sequence[str] | None) -> bool:
+    """
+    Whether a value is a part of a content, of one of these types; None takes any type.
+
+    A part without a type is a text if it has the key `text`.
+    """
+    if not isinstance(part, dict):
+        return False
+    kind = part.get("type", "text" if "text" in part else None)
+    return isinstance(kind, str) and (kinds is None or kind in kinds)
+
+
+def _text_of_part(name: str, part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type", "text" if "text" in part else None) if isinstance(part, dict) else None
+    if kind not in TEXT_PARTS:
+        what = f"a part of type {shorten_value(kind)}" if kind else shorten_value(part)
+        raise ValueError(f"{name} holds {what}; Gwen reads parts of type text only, so remove it")
+    beside = [
+        key for key, value in part.items() if key not in ("type", "text") and not _is_empty(value)
+    ]
+    if beside:
+        raise ValueError(
+            f"{name} holds a part with the key {shorten_value(beside[0])}, which is not read; "
+            "remove it"
+        )
+    if not isinstance(part.get("text"), str):
+        raise ValueError(
+            f'{name} holds {shorten_value(part)}; write {{"type": "text", "text": "..."}}'
+        )
+    return str(part["text"])
+
+
+def check_text(name: str, text: Any) -> None:
+    """Raises ValueError with `name` if a tokenizer would not accept the text."""
+    if not isinstance(text, str):
+        raise ValueError(
+            f"{name} {shorten_value(text)} is a {type(text).__name__}; it must be a string"
+        )
+    if not text.strip():
+        raise ValueError(f"{name} is empty; write some text")
+    if re.search("[\ud800-\udfff]", text):
+        raise ValueError(
+            f"{name} {shorten_value(text)} holds half of a surrogate pair, which is no character; "
+            "remove it"
+        )
+    if "\0" in text:
+        raise ValueError(
+            f"{name} {shorten_value(text)} holds a NUL character, as a file in UTF-16 does; "
+            "remove it"
+        )
+
+
+# ---- calls
+
+
+def _call_of_turn(label: str, fields: Message) -> Message:
+    """A ShareGPT turn `function_call`, with one or several calls as JSON, as a reply with calls."""
+    value = fields.get("content")
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            value = read_json(value)
+    return fields | {"content": None, "tool_calls": value}
+
+
+def _read_calls(label: str, role: str, fields: Message) -> list[Message]:
+    """The calls of a reply, from `tool_calls` or OpenAI's older `function_call`."""
+    if "function_call" in fields and "tool_calls" in fields:
+        raise ValueError(f"{label} has both tool_calls and function_call; keep one of them")
+    key = "function_call" if "function_call" in fields else "tool_calls"
+    calls = fields.get(key)
+    if not calls:
+        return []
+    if role != "assistant":
+        raise ValueError(f"{label} has role {role} and {key}; only the assistant calls tools")
+    if isinstance(calls, str):
+        with contextlib.suppress(ValueError):
+            calls = read_json(calls)
+    if not isinstance(calls, list):
+        calls = [calls]
+    return [_read_call(label, key, call) for call in calls]
+
+
+def _read_call(label: str, key: str, call: Any) -> Message:
+    """A call with its arguments as a dictionary, which may be written as JSON."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    arguments = function.get("arguments") if isinstance(function, dict) else None
+    if arguments is None or arguments == "":
+        arguments = {}
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError):
+            arguments = read_json(arguments)
+    if not name or not isinstance(name, str) or not isinstance(arguments, dict):
+        raise ValueError(
+            f"{key} of {label} holds {shorten_value(call)}; "
+            'write {"function": {"name": "...", "arguments": {...}}}'
+        )
+    read = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    number = call.get("id") if "function" in call else None
+    return {"id": number} | read if isinstance(number, str) and number else read
+
+
+def read_tools(column: Any) -> list[dict[str, Any]] | None:
+    """
+    The JSON schemas of a column `tools`, None without any.
+
+    The column may be JSON text. Each schema may stand under the key "function" or alone.
+    """
+    tools = column
+    if isinstance(column, str):
+        with contextlib.suppress(ValueError):
+            tools = read_json(column)
+    if not isinstance(tools, list):
+        tools = [tools] if tools else []
+    read = []
+    for tool in tools:
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        if (
+            not isinstance(function, dict)
+            or not isinstance(function.get("name"), str)
+            or not function["name"]
+        ):
+            raise ValueError(
+                f"column tools holds {shorten_value(tool)}; "
+                'write JSON schemas, {"function": {"name": ...}}'
+            )
+        read.append(tool if "function" in tool else {"type": "function", "function": tool})
+    return read or None
+
+
+# ---- thoughts and weights
+
+
+def _read_thought(label: str, fields: Message, content: str) -> Message:
+    """The thought of a reply under its key, unless the content already says it."""
+    thoughts = {key: fields[key] for key in THOUGHTS if key in fields}
+    if "reasoning_details" in fields:
+        details = _text_of_details(label, fields["reasoning_details"])
+        thoughts = thoughts or {"reasoning": details}
+    for key, thought in thoughts.items():
+        check_text(f"{key} of {label}", thought)
+    if not thoughts:
+        return {}
+    if len({thought.strip() for thought in thoughts.values()}) > 1:
+        raise ValueError(
+            f"{label} has different thoughts in {' and '.join(thoughts)}; keep one of them"
+        )
+
+    key, thought = next(iter(thoughts.items()))
+    if "</think>" in content:
+        if thought.strip() in content:
+            return {}
+        raise ValueError(
+            f"{label} has a thought in its content and another in {key}; keep one of them"
+        )
+    return {key: thought}
+
+
+def _text_of_details(label: str, details: Any) -> str:
+    """The text of OpenRouter's `reasoning_details`."""
+    texts = []
+    for detail in details if isinstance(details, list) else [details]:
+        text = detail.get("text") or detail.get("summary") if isinstance(detail, dict) else None
+        if not isinstance(text, str):
+            raise ValueError(
+                f"reasoning_details of {label} holds {shorten_value(detail)}, which is no text; "
+                "remove it"
+            )
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _read_weight(label: str, role: str, fields: Message) -> Message:
+    """`weight` 0 of a reply that is not trained. 1 is the default, and others are refused."""
+    if "weight" not in fields:
+        return {}
+    weight = fields["weight"]
+    is_plain = isinstance(weight, (int, float)) and weight in (0, 1)
+    if not is_plain or (role != "assistant" and weight == 1):
+        raise ValueError(
+            f"{label} has role {role} and weight {shorten_value(weight)}; "
+            "a reply has weight 1, or 0 if it is not trained"
+        )
+    return {"weight": 0} if role == "assistant" and weight == 0 else {}
+
+
+def remove_thought(text: str) -> str:
+    """A reply's text after its thought."""
+    return ENDS_OF_THOUGHT.sub("", text).strip() if ENDS_OF_THOUGHT.match(text) else text
+
+
+# ---- their order
+
+
+def check_order(name: str, messages: list[Message]) -> None:
+    """Raises ValueError for a late system message, or a tool's result before any reply."""
+    has_reply = False
+    for place, message in enumerate(messages, 1):
+        label = f"message {place} of {name}"
+        if message["role"] == "system" and place > 1:
+            raise ValueError(f"{label} has role 'system'; use it only for the first message")
+        if message["role"] == "tool" and not has_reply:
+            raise ValueError(
+                f"{label} has role 'tool' and follows no reply that calls one; remove it"
+            )
+        has_reply = has_reply or message["role"] == "assistant"
+    if not any(message["role"] == "user" for message in messages):
+        first = messages[0]["role"]
+        raise ValueError(
+            f"message 1 of {name} is the {first}'s and no message is the user's; "
+            "begin with the user's"
+        )
+
+
+def check_prompt(messages: list[Message], name: str = "prompt") -> list[Message]:
+    """
+    Returns messages that a reply can follow.
+
+    Raises ValueError unless the last message is the user's or a tool's result.
+    """
+    check_order(name, messages)
+    if messages[-1]["role"] not in ("user", "tool"):
+        raise ValueError(
+            f"the last message of {name} is the {messages[-1]['role']}'s; "
+            "it must be the user's or a tool's"
+        )
+    return messages
+
+
+def is_conversation(value: Any) -> bool:
+    """Whether a value is a list of messages, in any layout."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and isinstance(value[0], dict)
+        and bool({"role", "from"} & {*value[0]})
+    )
+
+
+def parse_messages(value: Any) -> Any:
+    """A list for messages that are written as JSON text. Any other value is returned unchanged."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        with contextlib.suppress(ValueError):
+            items = read_json(value)
+            if is_conversation(items):
+                return items
+    return value
+
+
+def conversation_column(example: Example, *, is_sft: bool = False) -> str | None:
+    """
+    The column that holds a row's whole conversation, None if there is none.
+
+    is_sft: a conversation wins over a prompt without a completion, because some data sets repeat
+    the first message there. Otherwise the prompt wins, unless it is in ShareGPT's layout and ends
+    in a reply.
+    """
+    column = next((name for name in CONVERSATIONS if example.get(name) is not None), None)
+    prompt = example.get("prompt")
+    if prompt is None:
+        return column
+    if example.get("completion") is not None:
+        return None
+    if is_sft:
+        return column or ("prompt" if isinstance(prompt, list) else None)
+    is_sharegpt = is_conversation(prompt) and "from" in prompt[0]
+    return "prompt" if is_sharegpt and raw_role(prompt[-1]) == "assistant" else None
+
+
+def raw_role(message: Any) -> str:
+    """The role of an unread message, "" if it has none."""
+    role = message.get("role", message.get("from")) if isinstance(message, dict) else None
+    return ROLES.get(role, role) if isinstance(role, str) else ""

@@ -1,0 +1,1 @@
+"""Rewards: functions of users, verifiers, and the audit that tries them."""

@@ -1,0 +1,105 @@
+"""
+Built-in rewards that suit any task, by name: --reward length:200.
+
+This file leaves out a user's functions (rewards/rewards.py), and the comparison with right answers
+(rewards/verifiers.py).
+"""
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from hashlib import sha256
+from typing import Any
+
+from prompts.examples import prompt_text
+from rewards import form
+from rewards.statements import marked_texts
+from rewards.verifiers import math_correct
+
+# It is called by keyword: prompts, completions and the columns of the data.
+Reward = Callable[..., list[float]]
+
+
+def length(target: float, num_tokens: Sequence[int], **_: Any) -> list[float]:
+    """
+    0 at `target` tokens, falling linearly with the distance.
+
+    It is -1 at no tokens, at twice the target, and beyond.
+    """
+    return [-min(abs(count - target) / target, 1.0) for count in num_tokens]
+
+
+def soft_overlong(max_len: float, cache: float, num_tokens: Sequence[int], **_: Any) -> list[float]:
+    """
+    0 up to max_len - cache tokens, falling linearly to -1 at max_len.
+
+    Source: DAPO, arXiv:2503.14476, equation 13.
+    """
+    rewards = []
+    for count in num_tokens:
+        slope = (max_len - cache - count) / cache
+        rewards.append(min(max(slope, -1.0), 0.0))
+    return rewards
+
+
+def boxed_once(completions: Sequence[str], **_: Any) -> list[float]:
+    """1 for a completion with exactly one mark, of those that `marked_texts` reads, else 0."""
+    return [float(len(marked_texts(text)) == 1) for text in completions]
+
+
+def coin(completions: Sequence[str], prompts: Sequence[Any], **_: Any) -> list[float]:
+    """
+    0 or 1 by chance, as a control: a change in a run with it was not taught by any reward.
+
+    A resumed run repeats the same values, which depend on row, prompt and completion.
+    """
+    rows = enumerate(zip(prompts, completions, strict=True))
+    return [float(sha256(repr(row).encode()).digest()[0] % 2) for row in rows]
+
+
+def well_formed(
+    max_tokens: float,
+    completions: Sequence[str],
+    prompts: Sequence[Any],
+    num_tokens: Sequence[int],
+    **_: Any,
+) -> list[float]:
+    """1 for an answer that ends before `max_tokens`, has form and is no refusal, else 0."""
+    rewards = []
+    for text, prompt, count in zip(completions, prompts, num_tokens, strict=True):
+        is_answer = not form.is_refusal(text) and form.has_form(text, prompt_text(prompt))
+        rewards.append(float(count < max_tokens and is_answer))
+    return rewards
+
+
+# Parameters of type float are the numbers of a spec.
+BUILT_IN: dict[str, Reward] = {
+    "length": length,
+    "soft_overlong": soft_overlong,
+    "boxed_once": boxed_once,
+    "math_verify": math_correct,
+    "random": coin,
+    "format": well_formed,
+}
+
+
+def make_built_in(spec: str) -> Reward:
+    """
+    The built-in reward of a spec such as length:200.
+
+    Raises ValueError unless the spec has as many positive whole numbers as the reward takes.
+    """
+    name, *numbers = spec.split(":")
+    reward = BUILT_IN[name]
+    parameters = inspect.signature(reward).parameters
+    number_names = [key for key, value in parameters.items() if value.annotation is float]
+    are_positive = all(re.fullmatch("[1-9][0-9]{0,8}", number) for number in numbers)
+    if len(numbers) != len(number_names) or not are_positive:
+        placeholders = [f"<{key}>" for key in number_names]
+        pattern = ":".join([name, *placeholders])
+        raise ValueError(f"--reward {spec!r} is not {pattern}, with positive whole numbers")
+
+    if not number_names:
+        return reward
+    return functools.partial(reward, **dict(zip(number_names, map(int, numbers), strict=True)))

@@ -1,0 +1,283 @@
+"""
+Mathematics: which answers are formulas, which formula a text states, and whether two are the same.
+
+Numbers are compared in this process (rewards/quantities.py), formulas by workers
+(rewards/equality.py). This file leaves out the choice of the piece of text that is compared
+(rewards/math_answers.py).
+"""
+
+import functools
+import os
+import re
+
+from rewards.quantities import (
+    LONGEST,
+    WORD,
+    Quantity,
+    has_words,
+    is_quantity,
+    is_same_quantity,
+    read_number,
+    write_fractions,
+)
+from rewards.texts import DENIAL, clean_text, write_superscripts
+from rewards.units import Measure, find_unit, is_same_measure, read_measure
+from sandbox.workers import Pool
+
+Verdict = bool | tuple[str, str]  # a pair of formulas is left for the workers to compare
+
+# Seconds of a processor for one answer. The slowest one in the tests' table takes a fifth.
+MATH_LIMIT = 1.0
+DEEPEST = 12  # brackets in brackets, and subscripts, of a formula
+# Powers of powers of numbers, factorials of factorials, and numbers that fill a screen.
+_ENDLESS = re.compile(
+    r"[0-9)}]\s*(?:\^|\*\*)\s*[({]*\s*-?[0-9.]+\s*[)}]*\s*(?:\^|\*\*)|"
+    r"(?:\^|\*\*)\s*[({]*\s*-?[0-9]{5,}|"
+    r"!\s*!|[0-9]{5,}\s*!|[0-9]{200,}"
+)
+_MISREAD = re.compile(r"[0-9]\s+[0-9]|[0-9]\s*_")  # the grammar reads 3 4 as 7, and 1_2 as 1
+# A formula with the value of one number. Sums and products alone are a calculation left undone.
+_CLOSED = re.compile(
+    r"(?!.*[0-9] +[0-9])(?=.*(?:\\(?:sqrt|binom|log|ln|[cdt]?frac)|[\^!|]))"
+    r"(?:[0-9.+*/(){}\[\]^!_ -]|\\(?:sqrt|binom|log|ln|[cdt]?frac|pi|times|cdot|left|right)|^\||"
+    r"\|$)+"
+)
+_FORMULA = re.compile(
+    r"\\[A-Za-z]{2}|\\\{|\^|\b(?:sqrt|log|ln|sin|cos|tan|exp)\(|[0-9]pi\b|"
+    r"[\[(][^\[\]()]+,[^\[\]()]+[\])]|"
+    r"-?[0-9]+(?:, -?[0-9]+)+$|[0-9][a-z](?![A-Za-z0-9])|\b[a-z] ?[-+*/=<>] ?[a-z0-9(]|"
+    r"[0-9)] ?[-+*/<>] ?[a-z]\b"
+)
+
+# ---- formulas in LaTeX
+
+_SIGNS = {
+    "\u03c0": "\\pi ",
+    "\u221e": "\\infty ",
+    "\u2264": "\\le ",
+    "\u2265": "\\ge ",
+    "\u2260": "\\ne ",
+    "\u222a": "\\cup ",
+    "\u2229": "\\cap ",
+    "\u2208": "\\in ",
+    "\u00b1": "\\pm ",
+    "\u221a": "\\sqrt ",
+    "\u221b": "\\sqrt[3] ",
+    "\u00f7": "/",
+    "\u03b8": "\\theta ",
+    "\u03b1": "\\alpha ",
+    "\u03b2": "\\beta ",
+}
+_SIGN = re.compile("|".join(_SIGNS))
+_NAMES = re.compile(
+    r"(?<![A-Za-z\\])(sqrt|(?:arc)?(?:sin|cos|tan)h?|sec|csc|cot|log|ln|exp|"
+    r"pi)(?![A-Za-z])(?=( ?\())?"
+)
+_ROOT = re.compile(r"(\\sqrt(?:\[[0-9]\])?) +([0-9]+|[A-Za-z])")
+_BEFORE_BRACKETS = re.compile(
+    r"\\sqrt ?(?:\[[^\[\]]{1,9}\])? ?(?=\()|\^ ?(?=\()|\\[cdt]?frac ?(?:\{[^{}]*\} ?)?(?=\()"
+)
+_MEASURE = re.compile(  # what stands behind a formula: \text{ cm}^2, or two letters or more
+    r"(?:\\[,; ]|[\s~])*(?:\\(?:text|textrm|mathrm|mbox) ?\{\s*([^{}]*?)\s*\}|"
+    r"(?<=[\s})0-9])([A-Za-z]{2,}))"
+    r"\s*(\^ ?\{?[23]\}?)?[\s.]*$"
+)
+
+
+@functools.lru_cache(maxsize=2**12)
+def write_in_latex(text: str) -> str:
+    """
+    A formula as the grammar reads it: sqrt(3), \\sqrt(3) and the sign of a root become \\sqrt{3}.
+    """
+    text = _write_signs(clean_text(text)).strip(" .$*:")
+    text = re.sub(r"\\(?:left|right)(?![A-Za-z])", "", text)
+    text = _NAMES.sub(_write_name, text)
+    text = re.sub(r"(?<=[\w)}])\*\*(?=[-\w({])", "^", text)
+    text = re.sub(r"\^ ?([-+][0-9]+)", r"^{\1}", text)
+    text = re.sub(r"\\log_([0-9])(?= ?[0-9])", r"\\log_{\1}", text)  # \log_2 8
+    text = _ROOT.sub(r"\1{\2}", text)
+    return _write_braces(text)
+
+
+def _write_signs(text: str) -> str:
+    """A text with \\pi for \u03c0, \\frac{1}{2} for \u00bd and x^2 for x\u00b2."""
+    if text.isascii():
+        return text
+    text = write_fractions(write_superscripts(text))
+    return _SIGN.sub(lambda sign: _SIGNS[sign[0]], text)
+
+
+def _write_name(match: re.Match[str]) -> str:
+    return f"\\{match[1]}" if match[2] or match[1] != "pi" else "\\pi "
+
+
+def _write_braces(text: str) -> str:
+    """A text whose roots, fractions and powers have braces where they had brackets."""
+    ends = _find_brackets(text)
+    characters = list(text)
+    for match in _BEFORE_BRACKETS.finditer(text):
+        begin = match.end()
+        num_groups = 2 if "frac" in match[0] and "{" not in match[0] else 1
+        for _ in range(num_groups):
+            if begin not in ends:
+                break
+            characters[begin] = "{"
+            characters[ends[begin]] = "}"
+            begin = ends[begin] + 1
+            if text[begin : begin + 1] == " ":
+                begin += 1
+    return "".join(characters)
+
+
+def _find_brackets(text: str) -> dict[int, int]:
+    """The place of each closing bracket by the place of its opening one, in one pass."""
+    open_places: list[int] = []
+    ends = {}
+    for place, character in enumerate(text):
+        if character == "(":
+            open_places.append(place)
+        elif character == ")" and open_places:
+            ends[open_places.pop()] = place
+    return ends
+
+
+def _split_measure(formula: str) -> tuple[str, Measure]:
+    """A formula without the units behind it, and the units."""
+    match = _MEASURE.search(formula)
+    if not match or not match.start():
+        return formula, Measure((), ())
+    in_latex, plain_word, power = match.groups()
+    if plain_word and not find_unit(plain_word):
+        return formula, Measure((), ())
+    unit = in_latex or plain_word or ""
+    if power and not unit:  # x^2\text{}^2
+        return formula, Measure((), ())
+    spelling = unit + (power or "")
+    braces = "[{} ]" if plain_word else "[{}]"
+    return formula[: match.start()], read_measure(re.sub(braces, "", spelling))
+
+
+# ---- which answers are mathematics
+
+
+def _is_formula(text: str) -> bool:
+    if len(text) > LONGEST or has_words(text) or re.search("[:#@]", text):
+        return False
+    return bool(_FORMULA.search(text))
+
+
+@functools.lru_cache(maxsize=2**16)
+def is_mathematics(answer: str) -> bool:
+    """Whether an answer is a number or a formula. Words, dates and codes are none."""
+    if len(answer) > LONGEST:
+        return False
+    return is_quantity(answer) or _is_formula(answer) or _is_formula(write_in_latex(answer))
+
+
+# ---- what is compared
+
+
+@functools.cache
+def math_pool() -> Pool:
+    """
+    The workers that compare formulas.
+
+    They are processes, since the library limits its time by a signal, which only the first thread
+    may use.
+    """
+    target = "rewards.equality:make_math_checker"
+    return Pool(target, (), num=min(4, os.cpu_count() or 1), limit=MATH_LIMIT, sealed=True)
+
+
+def compare_mathematics(gold: str, statement: str) -> Verdict:
+    """
+    Compares two numbers by their values, or leaves two formulas to the workers. Units must agree.
+    """
+    right = read_number(gold)
+    stated = read_number(statement)
+    if right and stated:
+        return is_same_quantity(right, stated)
+    if not statement or len(statement) > LONGEST:
+        return False
+    gold_formula, gold_measure = _split_measure(write_in_latex(gold))
+    formula, measure = _split_measure(write_in_latex(statement))
+    if right:
+        gold_formula = _write_value(right)
+        gold_measure = right.measure
+    if stated:
+        formula = _write_value(stated)
+        measure = stated.measure
+    if not is_same_measure(gold_measure, measure):
+        return False
+    if formula == gold_formula:
+        return True
+    if right and not _CLOSED.fullmatch(formula):
+        return False
+    if (
+        has_words(formula)
+        or _is_too_deep(formula)
+        or _ENDLESS.search(formula)
+        or _MISREAD.search(formula)
+    ):
+        return False
+    return gold_formula, formula
+
+
+def _is_too_deep(formula: str) -> bool:
+    """
+    Whether a formula nests brackets or subscripts deeper than any answer needs.
+
+    The grammar takes seconds for such a formula.
+    """
+    depth = 0
+    for character in formula:
+        if character in "([{":
+            depth += 1
+        elif character in ")]}":
+            depth -= 1
+        if depth > DEEPEST:
+            return True
+    return formula.count("_") > DEEPEST
+
+
+def _write_value(quantity: Quantity) -> str:
+    top = quantity.value.numerator
+    bottom = quantity.value.denominator
+    value = str(top) if bottom == 1 else f"\\frac{{{top}}}{{{bottom}}}"
+    return f"{quantity.name}={value}" if quantity.name else value
+
+
+_SENTENCE_END = re.compile(r"\n|(?<=[.!?])(?<!\bRs\.)(?<!\b(?:sq|cu)\.)[*)\"']*(?:\s|$)")
+_IN_DOLLARS = re.compile(r"[A-Za-z ,:*]*\$+([^$]+)\$+[ .,:*]*")
+
+
+def find_formula(text: str) -> str:
+    """
+    The only formula of the last sentence with one.
+
+    "" if the sentence has more than one, denies or asks.
+    """
+    sentence = _last_sentence(_write_signs(text))
+    is_question = sentence.rstrip("*)\"' ").endswith("?")
+    if len(sentence) > LONGEST or is_question or DENIAL.search(sentence):
+        return ""
+    if read_number(sentence):
+        return sentence
+    sign = r"[0-9=+*/^\\$]|(?<!')\b[b-z]\b"
+    parts = [part for part in WORD.split(sentence) if re.search(sign, part)]
+    if len(parts) != 1 or re.search(r"\bor\b", sentence):
+        return ""
+    formula = parts[0]
+    in_dollars = _IN_DOLLARS.fullmatch(re.sub(r"\\[()\[\]]", "$", formula))
+    if in_dollars:
+        return in_dollars[1]
+    # not (x+1) of arcsin(x+1)
+    is_apart = sentence.startswith(formula) or re.match("[ :*,]", formula)
+    return formula.strip(" .,:*") if is_apart else ""
+
+
+def _last_sentence(text: str) -> str:
+    """The last sentence with a number or a LaTeX command; without any, the last sentence."""
+    sentences = [part for part in _SENTENCE_END.split(text) if part.strip()]
+    with_formulas = [part for part in sentences if re.search(r"[0-9]|\\[A-Za-z]{2}", part)]
+    return (with_formulas or sentences or [""])[-1].strip()

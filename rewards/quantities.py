@@ -1,0 +1,305 @@
+"""
+Numbers with their units, as people and models write them, and whether two of them are the same.
+
+Values are exact fractions. Only fractions, mixed numbers and powers of ten are calculated.
+
+This file leaves out number words, rounding, conversions of units, and which part of a text is its
+answer (rewards/math_answers.py).
+"""
+
+import functools
+import re
+import unicodedata
+from fractions import Fraction
+from typing import NamedTuple
+
+from rewards.texts import clean_text, write_superscripts
+from rewards.units import Measure, find_unit, is_same_measure, read_measure
+
+LONGEST = 400  # characters of a statement
+
+# ---- a text whose numbers stand free
+
+# What a text loses around its numbers: LaTeX and Markdown.
+_REWRITES: tuple[tuple[str, str], ...] = (
+    (r"\\[cdt]?frac ?(?:\{([^{}]{1,60})\} ?\{([^{}]{1,60})\}|([0-9])([0-9]))", r" \1\3/\2\4"),
+    (r"\\([$%#&])", r"\1"),
+    (r"\{,\}", ","),  # 1{,}234
+    (r"\^? ?\{?\\(?:circ|degree)(?![A-Za-z])\}?", "\u00b0"),
+    (r"\\mu(?![A-Za-z]) ?", "\u03bc"),
+    (r"\\Omega(?![A-Za-z])", "\u03a9"),
+    (r"\^ ?\{ ?([-+]?[0-9]{1,9}) ?\}", r"^\1"),
+    (r"([A-Za-z])_(?:\{([A-Za-z0-9]{1,9})\}|([A-Za-z0-9]))(?= ?=)", r"\1\2\3"),  # x_1 = 5
+    (r"\\[!,;: ()\[\]]|\*\*|[_`~]", " "),
+    (
+        r"\\(?:[fm]?box(?:ed)?|text[a-z]*|math[a-z]+|underline|left|right|q?quad|"
+        r"displaystyle)(?![A-Za-z])",
+        " ",
+    ),
+    (r"[{}]", " "),
+    (r"\u00b0 +([CF])(?![A-Za-z])", "\u00b0\\1"),
+    (r"\$\$?([^\s$]|[^\s$][^$]{0,300}[^\s$])\$\$?(?![0-9])", r" \1 "),
+    (r"(?i:\b(?:minus|negative) ?(?=[0-9]))", "-"),
+    (r"\\(?:times|cdot|div)(?![A-Za-z])", "*"),
+    (r" {2,}", " "),
+    (
+        r"(?<![A-Za-z0-9])(?:[-+*/() 0-9.$]|,(?=[0-9]{3}))*[0-9)] *=(?= *[-$]? ?[0-9])",
+        "",
+    ),  # 6 * 7 = 42
+)
+_COMPILED = [(re.compile(pattern), new) for pattern, new in _REWRITES]
+
+
+def write_fractions(text: str) -> str:
+    """A text with \\frac{1}{2} for \u00bd."""
+    if text.isascii():
+        return text
+    return re.sub(r"[\u00bc-\u00be\u2150-\u215e\u2189]", _write_fraction, text)
+
+
+def _write_fraction(match: re.Match[str]) -> str:
+    top, _, bottom = unicodedata.normalize("NFKC", match[0]).partition("\u2044")
+    return f"\\frac{{{top}}}{{{bottom}}}"
+
+
+@functools.lru_cache(maxsize=2**12)
+def plain_text(text: str) -> str:
+    """
+    A short text whose numbers stand free.
+
+    LaTeX, Markdown and the left side of "6 * 7 = 42" are removed.
+    """
+    text = write_fractions(write_superscripts(clean_text(text)))
+    for pattern, new in _COMPILED:
+        text = pattern.sub(new, text)
+    return text
+
+
+WORD = re.compile(  # of prose, not of a formula
+    r"(?<![\\A-Za-z])(?!(?:sqrt|sin|cos|tan|log|exp|[bpv]?matrix)\b)(?:[^\W\d_]{3,}|or|and|to|is|"
+    r"if|it|in|of|no)\b"
+    r"|[\u0400-\u1fff\u3040-\u9fff\uac00-\ud7a3]"
+)
+
+
+def has_words(text: str) -> bool:
+    """Whether a text holds a word of prose, whose letters are no factors of a formula."""
+    return bool(WORD.search(plain_text(text)))
+
+
+# ---- digits
+
+_THREES = (  # 1,234,567.8 and 12,34,567.8; 1.234,5 and 1.234.567; 1 234.5 and 1'234,5
+    r"[1-9][0-9]{0,2}(?:,[0-9]{3}(?![0-9]))+(?:\.[0-9]+)?|"
+    r"[1-9][0-9]?(?:,[0-9]{2}(?![0-9]))+,[0-9]{3}(?![0-9])(?:\.[0-9]+)?|"
+    r"[1-9][0-9]{0,2}(?:\.[0-9]{3}(?![0-9]))+,[0-9]+|"
+    r"[1-9][0-9]{0,2}(?:\.[0-9]{3}(?![0-9])){2,}|"
+    r"[0-9]{1,3}(?:(?: [0-9]{3})+|(?:'[0-9]{3})+)(?![0-9])(?:[.,][0-9]+)?"
+)
+_DIGITS = rf"(?:{_THREES}|[0-9]+(?:[.,][0-9]+)?|\.[0-9]+)"
+_COMMAS_IN_THREES = re.compile(r"[1-9][0-9]{0,2}(?:,[0-9]{3})+|[1-9][0-9]?(?:,[0-9]{2})+,[0-9]{3}")
+
+
+def read_digits(digits: str) -> Fraction:
+    """The value of digits with signs for thousands and decimals: 1,234 is 1234, and 1,5 is 1.5."""
+    digits = re.sub("[ ']", "", digits)
+    last_point = digits.rfind(".")
+    last_comma = digits.rfind(",")
+    if last_point >= 0 and last_comma >= 0:
+        thousands = "," if last_point > last_comma else "."
+    elif last_comma >= 0:
+        thousands = "," if _COMMAS_IN_THREES.fullmatch(digits) else ""
+    else:
+        thousands = "." if digits.count(".") > 1 else ""
+    if thousands:
+        digits = digits.replace(thousands, "")
+    return Fraction(digits.replace(",", "."))
+
+
+# ---- one number in a text
+
+_MONEY = (
+    r"US\$|[$\u20ac\u00a3\u20b9\u00a5\u20bd\u20a9]|(?:USD|EUR|GBP|INR|JPY|CNY|CHF)(?= )|Rs\.?(?= )"
+)
+_NUMBER = re.compile(  # not the 5 of "x5", the minus of "7-5", a part of "10:30" or "1.2.3"
+    rf"(?P<sign>(?<![\w)%\]}}^])[-+] ?)?(?P<money>{_MONEY})? ?(?P<minus>(?<![\w)%\]}}^])-)?"
+    r"(?<![A-Za-z0-9_^])(?<!\^[-+ ])(?<![0-9][.,:/])"
+    r"(?:(?P<ten>10) ?\^ ?(?P<tens>[-+]?[0-9]{1,2})|"
+    rf"(?:(?P<whole>[0-9]{{1,9}}) (?=[0-9]{{1,9}} ?/ ?[0-9]))?(?P<top>(?>{_DIGITS}))"
+    r"(?:[eE](?P<power>[-+]?[0-9]{1,2})(?![0-9])| ?[*x] ?10 ?\^ ?(?P<scientific>[-+]?[0-9]{1,2}))?"
+    rf"(?: ?/ ?(?P<bottom>(?>{_DIGITS})))?)"
+    r"(?![.,:/']?[0-9]|[eE][-+]?[0-9])"
+    r"(?: (?P<scale>hundred|thousand|million|billion|trillion|lakh|crore)s?\b)?"
+)
+_SCALES = {
+    "hundred": 10**2,
+    "thousand": 10**3,
+    "lakh": 10**5,
+    "million": 10**6,
+    "crore": 10**7,
+    "billion": 10**9,
+    "trillion": 10**12,
+}
+_SIGNS = (
+    "\u2260\u2264\u2265\u00b1\u00ac\u221e\u221a\u221b"
+    "\u2211\u220f\u222b\u2202\u222a\u2229\u2208\u03c0"
+)
+_FUNCTIONS = r"(?:pi|mod|sqrt|(?:arc|a)?(?:sin|cos|tan|sec|csc|cot)h?|log|ln|exp|lim)"
+_BESIDE = rf"[^\W\d_]{{2,}}+|(?![{_SIGNS}])[^\x00-\x7f]|[\s.,:;%'\"*$]"
+_BEFORE = re.compile(  # prose, a name and its equals sign
+    rf"(?:\b[A-Za-z][A-Za-z0-9]{{0,2}}+ ?(?==)|{_BESIDE}|[()/=-]|\b[aAI]\b|\b[ghlms]\b(?=[ /:]))*+"
+)
+_ENDS_IN_FORMULA = re.compile(
+    rf"(?:\w\(|[A-Za-z]-|(?<![^\W\d_])[B-HJ-Zb-z] ?|[*/)] ?|\b{_FUNCTIONS} ?\(? ?)$"
+)
+_AFTER = re.compile(  # units and prose
+    rf"(?:(?<=[^\W\d_]) ?\^ ?[-+]?[0-9](?![0-9])|{_BESIDE}|[()]|"
+    r"[-/=](?= ?\(? ?(?:[^\W\d_]{2}|[a-zA-Z]\b)|\W*$)|\b[aAI]\b|"
+    r"(?<![^\W\d_])[A-Za-z](?![A-Za-z0-9=(]))*+"
+)
+_GLUED = "ghlmsAJKLNVW"  # letters that are units right behind a digit: 5m, and 5x is none
+_FORMULA_BEHIND = re.compile(
+    rf" ?[-*]? ?\(? ?(?:pi\b|{_FUNCTIONS}(?![a-z])(?= ?(?:\(|[0-9]|[A-Za-z]\b)))"
+)
+_NAME = re.compile(r"(?<![A-Za-z0-9])([A-Za-z][0-9]{0,2}) ?= ?$")
+_IN_BRACKETS = re.compile(
+    r"(?<![A-Za-z])[(\[{]\s*-?[0-9]+,[0-9]+\s*[)\]}]"
+)  # a pair, an interval, a set
+
+
+class Quantity(NamedTuple):
+    value: Fraction
+    measure: Measure
+    name: str  # x of "x = 5"
+    lead: str  # the text before the number
+    is_glued: bool  # whether a capital follows its last digit, as in the code "5B"
+
+
+@functools.lru_cache(maxsize=2**12)
+def read_number(text: str) -> Quantity | None:
+    """
+    The only number that a short text states; None if it states none, or more than one.
+
+    Examples are "$1,234.50", "-3/4 cup", "x = 2.5 million", "5\\%", and "There are 7.".
+    None also if a sign makes something else of the number: a root, a bound, a power.
+    """
+    if len(text) > LONGEST:
+        return None
+    plain = plain_text(text)
+    if WORD.search(plain):
+        plain = plain.rstrip("! ")  # else a factorial
+    matches = list(_NUMBER.finditer(plain))
+    if len(matches) != 1:
+        return None
+    match = matches[0]
+    lead = plain[: match.start()]
+    rest = plain[match.end() :]
+    value = _read_value(match)
+    if value is None or not _is_before_number(lead, match) or not _is_after_number(rest):
+        return None
+    if "," in match[0] and _IN_BRACKETS.search(re.sub(r"\\(?:left|right)", "", text)):
+        return None
+    name = _NAME.search(lead)
+    return Quantity(
+        value=value,
+        measure=read_measure(_first_clause(rest), match["money"]),
+        name=name[1].casefold() if name else "",
+        lead=lead,
+        is_glued=bool(re.match("[A-Z]", rest)),
+    )
+
+
+def _read_value(match: re.Match[str]) -> Fraction | None:
+    if match["ten"]:
+        value = Fraction(10) ** int(match["tens"])
+    else:
+        value = read_digits(match["top"])
+        if match["bottom"]:
+            bottom = read_digits(match["bottom"])
+            if not bottom:
+                return None
+            value /= bottom
+        if match["whole"]:
+            if not 0 < value < 1:
+                return None
+            value += int(match["whole"])
+        value *= Fraction(10) ** int(match["power"] or match["scientific"] or 0)
+    if match["scale"]:
+        value *= _SCALES[match["scale"]]
+    is_negative = "-" in f"{match['sign']}{match['minus']}"
+    return -value if is_negative else value
+
+
+def _is_before_number(lead: str, match: re.Match[str]) -> bool:
+    """
+    Whether the text before a number leaves its value alone: prose, or a name and its equals sign.
+    """
+    if not _BEFORE.fullmatch(lead):
+        return False
+    if match["sign"] and re.search(r"(?<![^\W\d_])[A-Za-z] ?$", lead):  # g - 5
+        return False
+    return not _ENDS_IN_FORMULA.search(lead)
+
+
+def _is_after_number(rest: str) -> bool:
+    """Whether the text behind a number leaves its value alone: units, or prose."""
+    if not _AFTER.fullmatch(rest) or _FORMULA_BEHIND.match(rest):
+        return False
+    letter = re.match(r"( ?)([A-Za-z])(?![A-Za-z])", rest)
+    if letter and not letter[1] and letter[2] not in _GLUED:
+        return False
+    if letter and letter[1] and letter[2] not in "aAI" and find_unit(letter[2]) is None:  # 5 x
+        return False
+    if re.match(r" ?[A-Za-ln-z] ?\^ ?\+?[2-9]", rest):  # 5t^2
+        return False
+    return not re.match(r" ?(?:[-*/] ?\(?|\() ?[A-Za-z](?![A-Za-z])", rest)  # 5 - g, 5/s, 5(x)
+
+
+def _first_clause(text: str) -> str:
+    return re.split(r"[,;:!?=\n]", text, maxsplit=1)[0]
+
+
+def is_same_quantity(right: Quantity, stated: Quantity) -> bool:
+    """
+    Whether values are equal, and units and names where both have them.
+
+    The value of a percentage states it too: 0.28 states 28%.
+    """
+    if right.name and stated.name and right.name != stated.name:
+        return False
+    if right.value == stated.value:
+        return is_same_measure(right.measure, stated.measure)
+    is_percentage = [unit for unit, _ in right.measure.powers] == [find_unit("%")]
+    return is_percentage and not stated.measure and right.value == 100 * stated.value
+
+
+# ---- which answers are numbers
+
+_NO_NUMBER = re.compile(  # of an answer that has the shape of a number: 007, 3rd, 3 pm
+    r"^\W*0[0-9]|/ ?0|[0-9](?:st|nd|rd|th)\b|[0-9] ?[AaPp]\.?[Mm]\b"
+)
+
+
+@functools.lru_cache(maxsize=2**16)
+def is_quantity(answer: str) -> bool:
+    """
+    Whether an answer is a number, alone or with units or at most two words.
+
+    Dates, times and codes are none. A single capital is a unit only behind a space: "5 V" is a
+    number, "5B" is a code. A longer word behind the digits in capitals must be a unit.
+    """
+    number = read_number(answer)
+    if number is None or number.lead.strip(" $"):
+        return False
+    most_words = 1 if number.measure.powers else 2
+    if len(number.measure.words) > most_words:
+        return False
+    plain = plain_text(answer).strip(" .")
+    capitals = re.search(r"[0-9] ?([A-Z][A-Za-z]*)", plain)
+    if capitals:
+        is_unit = find_unit(capitals[1]) is not None or read_measure(capitals[1]).powers
+        is_code = number.is_glued and len(capitals[1]) == 1
+        is_name = bool(re.match("[A-Z][a-z]", capitals[1])) and not is_unit  # 4 July
+        if is_code or is_name or (number.is_glued and not is_unit):
+            return False
+    return not _NO_NUMBER.search(plain)

@@ -1,0 +1,671 @@
+# ruff: noqa: RUF001  (words of several languages)
+"""
+What a completion states: which piece of its text is its answer.
+
+The rules stand in this order, and docs/data.md has a row with an example for each.
+
+- `strip_thoughts`: a thought states nothing.
+- `read_marks`: the last box, `####`, `<answer>` or final line "Answer: X" that is an answer of the
+  kind wins. `find_answer_line` and `find_answer_sentence` read the last line, `_are_guesses` finds
+  marks that are only guesses.
+- `read_first_statement`: the first sentence with a label such as "The answer is" states what
+  follows it. The rest explains it (`cut_explanation`), takes it back (`is_taken_back`), or leaves
+  it open (`is_open`, `is_hedge`).
+- `take_first_line`: a first line that stands alone states its answer; the rest explains it.
+
+The rules for one kind of answer are in rewards/choices.py, text_answers.py, math_answers.py and
+json_answers.py. rewards/verifiers.py compares a statement with the right answer.
+
+Each function takes time linear in the text.
+"""
+
+import functools
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+from rewards.texts import clean_text
+
+IsAnswer = Callable[[str], object]  # whether a piece of text is an answer of the requested kind
+
+LONGEST_LINE = 400  # characters; a longer line or sentence states nothing
+
+
+def accept_any(_: str) -> bool:
+    """An `IsAnswer` that takes every piece of text for an answer."""
+    return True
+
+
+# ---- thoughts
+
+_THOUGHT_NAMES = "(?:seed:)?(?:think(?:ing)?|thoughts?|reasoning|analysis|scratchpad|reflection)"
+_TAG = re.compile(
+    rf"<(?P<end1>/?){_THOUGHT_NAMES}>"
+    r"|\[(?P<end2>/?)(?:THINK(?:ING)?|THOUGHT|REASONING)\]"
+    rf"|\u25c1(?P<end3>/?){_THOUGHT_NAMES}\u25b7"
+    r"|<\|(?P<end4>/|end[_ ]of[_ ]|end[_ ])?(?:begin[_ ]of[_ ]|start[_ ]of[_ ]|start[_ ])?"
+    rf"{_THOUGHT_NAMES}\|>"
+    r"|<\|channel\|>(?:(?P<end5>final)|analysis|commentary)[^<]{0,80}<\|message\|>",
+    re.IGNORECASE,
+)
+_OPENED_TURN = re.compile(r"[^\w<\[\u25c1]*(?:assistant|model|bot)?\s*", re.IGNORECASE)
+_CONTROL = re.compile(
+    r"<[|\uff5c][^<>]{1,40}[|\uff5c]>|\[/INST\]|<(?:start|end)_of_turn>", re.IGNORECASE
+)
+
+
+def _is_closing(tag: re.Match[str]) -> bool:
+    return any(tag.groupdict().values())
+
+
+def strip_thoughts(text: str) -> str:
+    """
+    A text without its thoughts: after the last closing tag, up to a tag that opens another thought.
+
+    A thought that never closes states nothing, so a text that begins with one becomes empty.
+    """
+    if not any(bracket in text for bracket in "<[\u25c1"):
+        return text
+    begin = 0
+    end = len(text)
+    for tag in _TAG.finditer(text):
+        if _is_closing(tag):
+            begin = tag.end()
+            end = len(text)
+        else:
+            end = min(end, tag.start())
+    has_thoughts = begin > 0 or end < len(text)
+    return text[begin:end].strip() if has_thoughts else text
+
+
+def opened_thought(prompt: str) -> str:
+    """
+    The thought that a rendered prompt opens and leaves open, from its tag on; "" without one.
+
+    Some chat templates end with "<think>". Only a tag that ends the prompt, or that begins the
+    assistant's turn, opens a thought. A tag inside the user's message does not.
+    """
+    tags = list(_TAG.finditer(prompt))
+    if not tags or _is_closing(tags[-1]):
+        return ""
+    last = tags[-1]
+    controls = [control.end() for control in _CONTROL.finditer(prompt, 0, last.start())]
+    begins_turn = controls and _OPENED_TURN.fullmatch(prompt, controls[-1], last.start())
+    ends_prompt = not prompt[last.end() :].strip()
+    return prompt[last.start() :] if ends_prompt or begins_turn else ""
+
+
+# ---- labels, hedges and what takes an answer back
+
+LEAD = (
+    r"(?:(?:surely|so|thus|hence|therefore|then|and|but|now|yes|okay|ok|sure|well|great|finally|"
+    r"overall|clearly|"
+    r"definitely|probably|mostly|obviously|certainly|most likely|"
+    r"actually|in fact|in reality|in (?:conclusion|short|summary|total|the end)|as a result|"
+    r"consequently|"
+    r"putting it (?:all )?together|"
+    r"it follows|this means|that means|i (?:think|believe|say|conclude)|we (?:conclude|see|find|"
+    r"get)|"
+    r"also|daher|somit|donc|ainsi|luego|entonces|quindi|dunque|portanto|logo|"
+    r"因此|所以|故|よって|したがって|"
+    r"таким образом|значит|"
+    r"итак)"
+    r"(?: that)?[,:.!]?\s*){0,3}"
+)
+_RIGHT = r"(?:final|correct|right|best|true|overall|complete)"
+_ANSWER = (
+    rf"(?:(?:my|our|the|this|your) )?(?:{_RIGHT} ){{0,2}}answer"
+    r"(?: (?:letter|option|choice|here|to (?:the|this) (?:question|problem)))?"
+    # German, Dutch, Swedish, Danish, Norwegian
+    r"|(?:die )?(?:richtige |korrekte |endgültige )?antwort|(?:het )?(?:juiste |correcte )?antwoord"
+    r"|(?:det )?(?:rätta |rigtige |riktige |korrekta |korrekte )?svar(?:et)?"
+    # French, Spanish, Italian, Portuguese
+    r"|(?:la )?(?:bonne )?réponse(?: (?:finale|correcte|exacte|juste))?"
+    r"|(?:la )?respuesta(?: (?:final|correcta))?|(?:la )?risposta(?: (?:finale|corretta|esatta|"
+    r"giusta))?"
+    r"|(?:a )?resposta(?: (?:final|correta|certa))?"
+    # Polish, Czech, Russian, Ukrainian, Turkish, Vietnamese, Indonesian
+    r"|(?:poprawna |prawidłowa )?odpowiedź|(?:správná )?odpověď"
+    r"|(?:правильный )?ответ"
+    r"|(?:правильна )?відповідь"
+    r"|(?:doğru )?(?:cevap|yanıt)|đáp án(?: đúng)?"
+    r"|jawaban(?:nya)?(?: (?:yang )?(?:benar|tepat))?"
+    # Chinese, Japanese, Korean, Arabic, Hebrew, Hindi, Thai
+    r"|(?:正确|正確|最终|最終|正しい)?(?:的)?(?:答案(?:选项)?|选项|選項|答え)|回答"
+    r"|正解|答え|(?:최종 )?(?:정답|답)"
+    r"|ال(?:إجابة|جواب)(?: الصحيحة)?"
+    r"|ה?תשובה(?: הנכונה)?"
+    r"|(?:सही )?उत्तर|คําตอบ(?:ที่ถูก)?"
+)
+_IS = (  # in scripts with spaces another word must follow
+    r"(?:(?:(?:is|are|was|were|would be|should be|must be|has to be|will be)"
+    r"(?: (?:therefore|thus|then|clearly|simply|just))?"
+    r"(?: indeed)?|equals|ist|lautet|wäre|est|es|è|e'|é|to|je|är|er|là|adalah|это|هي|هو|היא|"
+    r"है)(?![A-Za-z'])"
+    r"|应该是|应为|为|為|是|は|은|는|คือ)"
+)
+DRESS = r"[\s*_`>#~\"'\u2022\u00ab\u201c\u201e-]*+"
+LABEL = re.compile(
+    rf"{DRESS}{LEAD}{DRESS}(?:{_ANSWER})[\s*_`]*"
+    rf"(?:{_IS}\s*:?|[:=\u2192]|-+>?(?= )|=>|\u2192)[\s*_`]*",
+    re.IGNORECASE,
+)
+_ANSWER_LINE = re.compile(
+    rf"{DRESS}{LEAD}{DRESS}(?:{_ANSWER})[\s*_`]*(?:[:=\u2192]|=>|->)[\s*_`]*(?P<value>.*\S)",
+    re.IGNORECASE,
+)
+_BARE_LABEL = re.compile(rf"{DRESS}(?:{_ANSWER})[\s*_`]*[:=]?[\s*_`]*", re.IGNORECASE)
+CONCLUDES = re.compile(
+    r"\W*(?:so|thus|hence|therefore|finally|in conclusion|in short|overall|final|as a result|"
+    r"consequently|altogether|"
+    r"in total|daher|somit|also|donc|entonces|por tanto|quindi|portanto|因此|所以|"
+    r"итак)(?![A-Za-z])",
+    re.IGNORECASE,
+)
+_TAKES_BACK = re.compile(
+    r"^\W*(?:(?:oh|ah|but|and|no|hm+|um|uh)[,.! ]+)*"
+    r"(?:wait|hold on|hang on|hm+|correction|oops|scratch that|strike that|sorry|apologies|"
+    r"on second thoughts?|let me (?:re-?\w+|correct|double|check|try|fix|start)|"
+    r"moment mal|moment|halt|stopp|attends|attendez|un instant|espera|espere|aspetta|un momento|"
+    r"подожди\w*|стоп|等等|等一下|不对|不對|"
+    r"待って|いや|잠깐)(?![A-Za-z])"
+    r"|\bi (?:was wrong|made (?:a|an) (?:mistake|error)|take (?:that|it|this) back|stand corrected|"
+    r"retract|"
+    r"changed? my mind|misread|miscounted|miscalculated|meant)\b"
+    r"|\b(?:that|this|it|which)(?:'s| is| was) (?:wrong|incorrect|not (?:right|correct|true)|"
+    r"a mistake|false)\b"
+    r"|\b(?:that|this|it) isn't (?:right|correct)\b"
+    r"|\bmy mistake\b|\bthe (?:above|previous|first) answer (?:is|was) (?:wrong|incorrect|not)\b"
+    r"|\b(?:ignore|disregard|forget) (?:that|this|the above|it|my)\b",
+    re.IGNORECASE,
+)
+CORRECTS = (
+    r"(?<![A-Za-z])(?:actually|rather|instead|no|nope|in fact|in reality|eigentlich|doch|vielmehr|"
+    r"nein|en fait|"
+    r"plutôt|non|en realidad|mejor dicho|in realtà|anzi|na verdade|aliás|"
+    r"на самом деле|实际上|其实|実は)(?![A-Za-z])"
+)
+OPENS_CORRECTION = rf"\W*(?:but |and |oh |well )?{CORRECTS}"
+OR = r"(?<![A-Za-z])(?:or|oder|ou|(?-i:o)|lub|eller|ya da|veya|или)(?![A-Za-z])|或|または|또는"
+MAYBE = (
+    r"\b(?:maybe|perhaps|possibly|alternatively|otherwise|else|unless|depending|either|vielleicht|"
+    r"eventuell|"
+    r"peut-\u00eatre|quizás|tal vez|forse|talvez)\b|也许|可能|かも|может"
+)
+_OPENS_HEDGE = re.compile(rf"\W*(?:{OR}|{MAYBE}|if (?:not|that|it|wrong)\b)", re.IGNORECASE)
+_HEDGES = re.compile(
+    r"\b(?:could|may|might|can) (?:also|as well|equally|well|just as well) |"
+    r"\b(?:also|equally|just as|too) (?:be\b|right|correct|possible|acceptable|valid|plausible|"
+    r"likely|good|true|fine)|"
+    r"\b(?:is|are|be) (?:also|equally) |\bor (?:maybe|perhaps|possibly|even|else)\b|"
+    r"\b(?:second|other|another|next|alternative|back-?up) (?:guess|answer|choice|option|"
+    r"possibility|candidate)|"
+    r"\b(?:would|will) (?:also )?(?:work|do|fit) (?:too|as well)|\bi(?:'m| am) (?:un|not )(?:sure|"
+    r"certain)|"
+    r"\b(?:could|may|might) be(?! (?:seen|tempting|thought|confus|mistak|taken))",
+    re.IGNORECASE,
+)
+GUESS = re.compile(
+    r"\b(?:guess(?:es|ed)?|tr(?:y|ies|ied)|attempts?|options?|candidates?|possib\w+|either|maybe|"
+    r"perhaps|"
+    r"first answer|second answer)\b",
+    re.IGNORECASE,
+)
+EXPLAINS = re.compile(  # what may follow an answer in its sentence
+    r"[\s,;:*_`-]*(?:\s|^)(?:(?:and |but )?not|rather than|instead of|because|since|although|"
+    r"though|even though|while|"
+    r"whereas|unlike|weil|denn|da|obwohl|nicht|sondern nicht|car|parce que|puisque|et non|pas|"
+    r"porque|ya que|"
+    r"aunque|y no|perché|poiché|e non|pois|e não|não|а не|"
+    r"потому что|так как)(?![A-Za-z])"
+    r"|:\s|, (?:as|which|where|for|who|whose|when)(?![A-Za-z])|\s-+\s(?=[^\W\d_]{3,}\s)"
+    r"|[\uff0c,]?(?:因为|因為|而不是|不是|なぜなら)",
+    re.IGNORECASE,
+)
+_SENTENCE_END = re.compile(r"[.!?;。！？؟][*_)\]\"'”»`]*\s+")
+
+# Without one of these words there is no label, and no answer is taken back. Looking for them is
+# faster than matching the patterns.
+_LABEL_WORDS = (
+    "answer antwor svar jawaban respuesta risposta resposta cevap réponse odpowiedź odpověď ответ "
+    "відповідь yanıt đáp "
+    "答 正解 답 إجابة جواب תשובה उत्तर คําตอบ"
+).split()
+_TAKING_BACK_WORDS = (
+    "wait|hold on|hang on|hm|orrect|oops|scratch|strike that|sorry|apolog|second thought|let me |"
+    "moment|halt|stopp|"
+    "attend|instant|esper|aspetta|wrong|mistake|error|take |stand corr|retract|mind|misread|"
+    "miscount|miscalc|meant|"
+    "not right|not true|isn't right|false|the above|previous answer|first answer|ignore|disregard|"
+    "forget|"
+    "подожд|стоп|等|不对|不對|待って|いや|잠깐"
+).split("|")
+_ASCII_LABEL_WORDS = [word for word in _LABEL_WORDS if word.isascii()]
+_ASCII_TAKING_BACK_WORDS = [word for word in _TAKING_BACK_WORDS if word.isascii()]
+
+
+def has_label_word(text: str) -> bool:
+    """Whether a text holds a word for "answer" in one of the languages of `LABEL`."""
+    return _has_word(text, _ASCII_LABEL_WORDS if text.isascii() else _LABEL_WORDS)
+
+
+def may_take_back(text: str) -> bool:
+    """Whether a text holds a word by which `is_taken_back` may be true of one of its sentences."""
+    return _has_word(text, _ASCII_TAKING_BACK_WORDS if text.isascii() else _TAKING_BACK_WORDS)
+
+
+def _has_word(text: str, words: list[str]) -> bool:
+    lowered = text.lower()
+    for word in words:  # noqa: SIM110  (any() of a generator takes twice the time)
+        if word in lowered:
+            return True
+    return False
+
+
+def is_taken_back(sentence: str) -> bool:
+    """Whether a sentence takes back an earlier answer: "Wait, ...", "I made a mistake"."""
+    return may_take_back(sentence) and bool(_TAKES_BACK.search(sentence))
+
+
+def opens_correction(sentence: str) -> bool:
+    """
+    Whether a sentence opens with "Actually" or "No". That corrects an answer if it names another.
+    """
+    return bool(re.match(OPENS_CORRECTION, sentence, re.IGNORECASE))
+
+
+def is_hedge(sentence: str) -> bool:
+    """Whether a sentence with another answer leaves both open: "Or C.", "It might also be C."."""
+    return bool(_OPENS_HEDGE.match(sentence) or _HEDGES.search(sentence))
+
+
+def is_question(sentence: str) -> bool:
+    return sentence.rstrip(" *_)\"'`").endswith(("?", "\u061f"))
+
+
+def cut_explanation(text: str) -> tuple[str, str]:
+    """The part of a sentence before "because", "not" and the like, and the rest."""
+    match = EXPLAINS.search(text)
+    if match and match.start():
+        return text[: match.start()], text[match.start() :]
+    # a bracket of words, not of a formula
+    bracket = re.search(r"\s\((?=[^()\\]*[^\W\d_]{3})[^()\\]*\)[\s.!*_]*$", text)
+    if bracket and bracket.start():
+        return text[: bracket.start()], text[bracket.start() :]
+    return text, ""
+
+
+def strip_explanation(piece: str) -> str:
+    """
+    A piece of text without its explanation, as `cut_explanation` cuts it.
+
+    It stays whole if the explanation leaves the answer open.
+    """
+    if len(piece) > LONGEST_LINE:
+        return piece
+    answer, explanation = cut_explanation(piece)
+    return piece if is_open(explanation) else answer
+
+
+def read_label(sentence: str) -> str:
+    """
+    The text after "The answer is", "Antwort:" and the like at the beginning of a sentence.
+
+    "" without such a label.
+    """
+    label = LABEL.match(sentence) if has_label_word(sentence) else None
+    return sentence[label.end() :] if label else ""
+
+
+def join_labels(text: str) -> str:
+    """
+    A text in which a label that fills its line, as "### Answer", is joined with the next line.
+    """
+    if not has_label_word(text):
+        return text
+    lines: list[str] = []
+    label = ""
+    for line in text.split("\n"):
+        is_label = len(line) <= LONGEST_LINE and line.strip() and _BARE_LABEL.fullmatch(line)
+        if label and line.strip():
+            lines.append(f"{label}: {line}")
+            label = ""
+        elif is_label:
+            label = line.rstrip(" *_`:=")
+        else:
+            lines.append(line)
+    return "\n".join([*lines, label] if label else lines)
+
+
+def split_sentences(text: str) -> list[str]:
+    """The sentences of a text. A line end ends one."""
+    sentences = []
+    for line in text.split("\n"):
+        begin = 0
+        for end in _SENTENCE_END.finditer(line):
+            sentences.append(line[begin : end.end()].rstrip())
+            begin = end.end()
+        sentences.append(line[begin:])
+    return [sentence for sentence in sentences if sentence.strip()]
+
+
+def split_lines(text: str) -> list[str]:
+    """The lines of a text that are not empty, without the fences of Markdown."""
+    return [line for line in text.split("\n") if line.strip(" `")]
+
+
+# ---- marks
+
+
+class Mark(NamedTuple):
+    """A marked answer, and its place in the text."""
+
+    text: str
+    begin: int
+    end: int
+
+
+def find_boxes(text: str) -> list[Mark]:
+    """
+    Each outermost \\boxed{...} that is closed and not empty, found in one pass over the braces.
+    """
+    boxes: list[Mark] = []
+    if "\\boxed" not in text and "\\fbox" not in text:
+        return boxes
+    depth = 0
+    box: tuple[int, int, int] | None = None  # the open box: depth, begin, begin of its content
+    for match in re.finditer(r"\\(?:boxed|fbox)\s?\{|\\[{}]|[{}]", text):
+        if match[0] == "}":
+            depth -= 1
+            if box and depth == box[0]:
+                content = text[box[2] : match.start()].strip()
+                boxes.append(Mark(content, box[1], match.end()))
+                box = None
+        elif match[0].endswith("{") and match[0] != "\\{":
+            if match[0] != "{" and not box:
+                box = depth, match.start(), match.end()
+            depth += 1
+    return [mark for mark in boxes if mark.text]
+
+
+def find_hashed_lines(text: str) -> list[Mark]:
+    """
+    Each line "#### 42".
+
+    A line such as "#### Plan" or "#### 1. Add" is a heading, unless it is the last line.
+    """
+    lines: list[Mark] = []
+    if "####" not in text:
+        return lines
+    for match in re.finditer(r"(?<!#)####(?!#) ?([^\n#]*[^\s#])( *\Z)?", text):
+        is_heading = re.match(r"\W*(?:[0-9]+[.):] ?)?[A-Za-z]|.*\\boxed", match[1])
+        if match[2] is not None or not is_heading:
+            lines.append(Mark(match[1], match.start(), match.end()))
+    return lines
+
+
+def find_answer_tags(text: str) -> list[Mark]:
+    """Each <answer>...</answer> that is not empty."""
+    if "</answer>" not in text:
+        return []
+    tags = re.finditer(r"<answer>([^<]*)</answer>", text)
+    return [Mark(match[1], match.start(), match.end()) for match in tags if match[1].strip()]
+
+
+def find_answer_line(text: str) -> list[Mark]:
+    """
+    The last line, if it is "Answer: X". The label may be in another language, and in Markdown.
+    """
+    text = text.rstrip()
+    begin = text.rfind("\n") + 1
+    line = text[begin:]
+    match = _ANSWER_LINE.match(line) if len(line) <= LONGEST_LINE else None
+    if not match:
+        return []
+    value = match["value"]
+    if not re.search(r"\w", value) or re.match(r"[\\<]|\$?\\boxed", value):
+        return []
+    return [Mark(value, begin, len(text))]
+
+
+def find_answer_sentence(text: str) -> list[Mark]:
+    """
+    The last line, if it is a sentence such as "The answer is 42.".
+
+    It is no mark, but `read_marks` prefers it to a box before it.
+    """
+    text = text.rstrip()
+    begin = text.rfind("\n") + 1
+    if len(text) - begin > LONGEST_LINE:
+        return []
+    labelled = read_label(text[begin:])
+    answer, _ = cut_explanation(labelled)
+    value = answer.strip(" .!*_`:,;")
+    is_pointer = re.match(
+        r"(?:in|above|below|shown|given|boxed|as|therefore|thus|here|correct|clear)\b", value, re.I
+    )
+    if not value or is_pointer or len(split_sentences(labelled)) > 1 or is_question(labelled):
+        return []
+    return [Mark(value, begin, len(text))]
+
+
+@functools.lru_cache(maxsize=2**8)
+def find_marks(text: str) -> tuple[Mark, ...]:
+    """
+    All marks of a text in their order.
+
+    A final answer line that holds another mark does not count beside it.
+    """
+    marks = find_boxes(text) + find_hashed_lines(text) + find_answer_tags(text)
+    line = find_answer_line(text)
+    if line and not any(mark.end > line[0].begin for mark in marks):
+        marks += line
+    return tuple(sorted(marks, key=lambda mark: mark.begin))
+
+
+def boxed_texts(text: str) -> list[str]:
+    """The content of each outermost \\boxed{...} that is closed and not empty."""
+    return [mark.text for mark in find_boxes(text)]
+
+
+def marked_texts(text: str) -> list[str]:
+    """
+    All that a text marks outside its thoughts.
+
+    Marks are boxes, lines "#### 42", <answer> tags, and a last line "Answer: 42".
+    """
+    return [mark.text for mark in find_marks(strip_thoughts(text))]
+
+
+@functools.lru_cache(maxsize=2**16)
+def gold_text(answer: str) -> str:
+    """The text of a right answer that completions are compared with: its last mark, or else all."""
+    text = clean_text(strip_thoughts(answer)).strip() or clean_text(answer).strip()
+    marks = marked_texts(text)
+    return marks[-1] if marks else text
+
+
+def remove_marks(text: str) -> str:
+    """A text without its marks, for answers of a kind that none of the marks has."""
+    pieces = []
+    end = 0
+    for mark in find_marks(text):
+        if mark.begin >= end:
+            pieces.append(text[end : mark.begin])
+            end = mark.end
+    pieces.append(text[end:])
+    return "".join(pieces)
+
+
+def read_marks(text: str, is_answer: IsAnswer, *, with_sentence: bool = True) -> list[str]:
+    """
+    The last mark that is an answer of the kind; empty without one. If there are more, each must be
+    right.
+
+    Marks before the last one are working, unless they are other guesses: see `_are_guesses`.
+    with_sentence: a last line "The answer is 42." after the marks counts like a mark, unless it
+    only repeats the last mark in more words.
+    """
+    marks = [mark for mark in find_marks(text) if is_answer(mark.text)]
+    if not marks:
+        return []
+    last = marks.pop()
+    sentence = find_answer_sentence(text) if with_sentence and "\n" in text[last.end :] else []
+    if sentence and is_answer(sentence[0].text) and last.text not in sentence[0].text:
+        marks.append(last)
+        last = sentence[0]
+    statements = [last.text]
+    while marks and _are_guesses(text, marks[-1], last):
+        last = marks.pop()
+        statements.append(last.text)
+    return statements
+
+
+def _are_guesses(text: str, mark: Mark, next_mark: Mark) -> bool:
+    """
+    Whether two marks are guesses.
+
+    They are if they stand in one line, are joined by "or", are called guesses, or stand alone on
+    lines of one paragraph.
+    """
+    between = text[mark.end : next_mark.begin]
+    if "\n" not in between:
+        return True
+    if len(between) <= LONGEST_LINE and re.fullmatch(
+        rf"\W*(?:{OR}|{MAYBE})\W*", between, re.IGNORECASE
+    ):
+        return True
+    before = _line_before(text, mark)
+    before_next = _line_before(text, next_mark)
+    if GUESS.search(before[-LONGEST_LINE:]) and GUESS.search(before_next[-LONGEST_LINE:]):
+        return True
+    after = between[: between.find("\n")]
+    stand_alone = not re.search(r"\w", before + before_next + after)
+    return stand_alone and not re.search(r"\n\s*\n", between)
+
+
+def _line_before(text: str, mark: Mark) -> str:
+    """The part of a mark's line before the mark."""
+    return text[text.rfind("\n", 0, mark.begin) + 1 : mark.begin]
+
+
+# ---- the first statement
+
+
+class Statement(NamedTuple):
+    """A labelled answer, and the rest of the text if an answer was taken back."""
+
+    text: str | None  # None if no sentence has a label
+    rest: str | None = None  # None if nothing was taken back
+
+
+def read_first_statement(
+    text: str, is_answer: IsAnswer, is_same: Callable[[str, str], bool]
+) -> Statement:
+    """
+    The answer in the first sentence with a label, as in "The answer is 42. (6 bags of 7 pears.)".
+
+    The rest explains it. If the rest takes the answer back, the text after that counts. The
+    statement is "" if the rest leaves the answer open, or labels another answer without concluding.
+    """
+    if not has_label_word(text):
+        return Statement(None)
+    stated: str | None = None
+    rest: str | None = None
+    sentences = split_sentences(join_labels(text))
+    may_be_taken_back = may_take_back(text)
+    for place, sentence in enumerate(sentences):
+        if len(sentence) > LONGEST_LINE:
+            continue
+        if stated is not None:
+            has_another = has_other(sentence, stated)
+            if (may_be_taken_back and is_taken_back(sentence)) or (
+                has_another and opens_correction(sentence)
+            ):
+                stated = None
+                rest = "\n".join(sentences[place:])
+            elif has_another and is_hedge(sentence):
+                return Statement("")
+        value = _read_labelled(sentence, is_answer)
+        if value is None:
+            continue
+        if stated is None or CONCLUDES.match(sentence):
+            stated = value
+            rest = None
+        elif not is_same(stated, value):
+            return Statement("")
+    return Statement(stated, rest)
+
+
+def _read_labelled(sentence: str, is_answer: IsAnswer) -> str | None:
+    """
+    The answer behind a label in a sentence; None without one, or if the sentence leaves it open.
+    """
+    labelled = read_label(sentence)
+    if not labelled or is_question(sentence):
+        return None
+    piece, explanation = cut_explanation(labelled)
+    value = piece.strip(" .!*_`:,;")
+    return value if value and is_answer(value) and not is_open(explanation) else None
+
+
+def is_open(explanation: str) -> bool:
+    """Whether the rest of a sentence leaves another answer than its own open: "42 (or 43)"."""
+    return bool(re.search(rf"{OR}|{MAYBE}|\b(?:if|might|may|could)\b", explanation, re.IGNORECASE))
+
+
+def has_other(sentence: str, stated: str) -> bool:
+    """
+    Whether a sentence seems to name another number or name than the stated answer, by its form.
+    """
+    if re.search("[0-9]", stated):
+        return any(
+            number.strip(".,") not in stated for number in re.findall(r"[0-9][0-9.,]*", sentence)
+        )
+    words = [word.strip(".,'") for word in re.findall(r"\w[\w.,/'-]*", sentence)]
+    return any(word not in stated and word[:1].isupper() for word in words[1:])
+
+
+def take_first_line(text: str, is_answer: IsAnswer) -> tuple[str, str] | None:
+    """
+    A first line that is an answer and stands alone, and its explanation; None if there is none.
+
+    Each line of an explanation has four words, or ends as a sentence or a heading does. An
+    explanation does not take the line back, and does not begin as a second guess.
+    """
+    first, _, rest = text.strip().partition("\n")
+    if not rest.strip() or len(first) > LONGEST_LINE or is_question(first) or not is_answer(first):
+        return None
+    for line in split_lines(rest):
+        is_prose = re.match(r"\s*\S+(?:\s+\S+){3}", line) or re.search(
+            r"[.!:][\s*_`]*$", line[-20:]
+        )
+        if not is_prose:
+            return None
+    may_be_taken_back = may_take_back(rest)
+    for sentence in split_sentences(rest):
+        if (
+            (may_be_taken_back and is_taken_back(sentence))
+            or opens_correction(sentence)
+            or is_hedge(sentence)
+        ):
+            return None
+    return first, rest
+
+
+def opens_with(text: str, is_answer: IsAnswer) -> str:
+    """
+    The first sentence of a text, if it is an answer and the rest explains it; else "".
+
+    An example is "Canberra. It was built in 1913.".
+    """
+    sentences = split_sentences(text[: 2 * LONGEST_LINE])
+    explanation = sentences[1:]
+    if not explanation or is_question(sentences[0]) or not is_answer(sentences[0]):
+        return ""
+    for part in explanation:
+        names_another = re.search(r"\b(?:is|was|be|are) [\"'*]*[^\W\d_a-z]\w+[.!\"'*]*$", part)
+        if names_another or is_taken_back(part) or opens_correction(part) or is_hedge(part):
+            return ""
+    is_prose = len(explanation[0].split(None, 4)) >= 4
+    return sentences[0] if is_prose else ""

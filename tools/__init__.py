@@ -1,0 +1,1 @@
+"""Tools and environments that a model uses in turns."""

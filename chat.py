@@ -5,7 +5,7 @@ The command that shows what a model writes.
 terminal, and with tools or an environment the model plays held-out episodes.
 
 A conversation continues in the cache of all earlier turns, and the model's own turns stay as it
-sampled them. This file leaves out rollouts (sampler.py), tools (tools/episodes.py) and the text
+sampled them. This file does not cover rollouts (sampler.py), tools (tools/episodes.py) and the text
 that a template puts between turns (tools/calls.py).
 """
 
@@ -209,7 +209,7 @@ def read_lines() -> Iterator[str]:
     if is_terminal:
         import readline  # noqa: F401  (`input` edits lines with it)
 
-        print("Ctrl-C ends an answer, Ctrl-D the talk.", file=sys.stderr)
+        print("Ctrl-C stops an answer; Ctrl-D ends the chat.", file=sys.stderr)
     while True:
         try:
             line = input("> " if is_terminal else "")

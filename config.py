@@ -1,7 +1,7 @@
 """
 Every setting of a run, declared once: a field is a flag, a key in YAML, a range and a help text.
 
-Settings are frozen. This file leaves out where their values come from and whether they fit
+Settings are frozen. This file does not cover where their values come from and whether they fit
 together (settings/), and what they mean to the algorithm (the files that use them). It imports
 only the standard library and flags.py.
 """

@@ -118,7 +118,7 @@ def _make_temporary_cache(reason: str) -> Path:
 # ---- the BLAS and the heap
 
 
-def _load_blas() -> str:
+def _set_up_blas() -> str:
     """Sets up the environment, the heap and the BLAS, and returns the BLAS's description."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -262,4 +262,4 @@ def _uv_command() -> str:
 
 _refuse_other_python()
 _shorten_ctrl_c()
-description = _load_blas()
+description = _set_up_blas()

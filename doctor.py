@@ -1,7 +1,7 @@
 """
 The doctor: `uv run gwen.py --doctor` prints what this machine has, and what is wrong with it.
 
-This file leaves out the checks themselves: of kernels (machine/kernels.py), of MLX
+This file does not cover the checks themselves: of kernels (machine/kernels.py), of MLX
 (layers/probe.py), and of which models fit (preflight.py).
 """
 

@@ -66,8 +66,8 @@ def make_parser() -> Parser:
     run_files.add_adapter_flags(parser)
     parser.add_argument(
         "--url",
-        help="ask the OpenAI-compatible server at this address, "
-        "which runs the model of --run or --model",
+        help="get the answers from the OpenAI-compatible server at this address; "
+        "it must serve the model that --run or --model names",
     )
     parser.add_argument(
         "--url-model",
@@ -113,7 +113,7 @@ def main(argv: list[str] | None = None) -> None:
             print(escape_invisible(f"{description}\n{line}"), file=sys.stderr)
             print(json.dumps(record), flush=True)
         else:
-            evaluate_problems(args, config, description, adapter, start)
+            evaluate_and_print(args, config, description, adapter, start)
 
 
 # ---- settings and problems
@@ -232,7 +232,7 @@ def connect_served_policy(args: Namespace, config: Config, task: tasks.Task) -> 
 # ---- the evaluation
 
 
-def evaluate_problems(
+def evaluate_and_print(
     args: Namespace, config: Config, description: str, adapter: str | None, start: str | None
 ) -> None:
     """Evaluates the policy on held-out problems and prints the figures."""

@@ -9,7 +9,7 @@ contains what training's settings said: no thinking, and the task's system promp
 of training begin with further messages, the user has to send them: the Modelfile does so for
 Ollama, and the model card names them.
 
-This file leaves out adapters (lora.py, disk/adapters.py) and the formats (deploy/).
+This file does not cover adapters (lora.py, disk/adapters.py) and the formats (deploy/).
 """
 
 import argparse
@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def export(args: argparse.Namespace, adapter: str) -> None:
     """Writes what the flags ask for to --out, and prints what it wrote and how to use it."""
-    run_dir = find_run(args.run or adapter)
+    run_dir = find_run_dir(args.run or adapter)
     config = None
     if run_dir:
         config = check_settings(load_recipe(run_files.config_file(run_dir)))
@@ -115,7 +115,7 @@ def export(args: argparse.Namespace, adapter: str) -> None:
             few_bits.print_quantization_cost(run_dir, wide, few, args.bits)
 
 
-def find_run(path: str) -> str | None:
+def find_run_dir(path: str) -> str | None:
     """The run that a path is or lies in, as an adapter does; None without a run."""
     place = Path(path).resolve()
     for directory in (place, *place.parents[:3]):

@@ -213,9 +213,9 @@ def stop_text(word: str) -> str:
     r"""
     A flag's stop text with its escapes replaced; prints a line on stderr for each escape.
 
-    A shell passes "\n" as a backslash and an n, and the user means a line end. `\t`, `\r`, `\x0a`
-    and `\u000a` are replaced too; `\t` and `\r` before a letter stay, because they begin names of
-    LaTeX. `\\n` keeps the two characters.
+    A shell passes "\n" as a backslash and an n, and the user means a line end. `\x0a` and
+    `\u000a` are replaced too, and so are `\t` and `\r`, except before a letter, where they may
+    begin a LaTeX command such as `\text`. `\\n` keeps the two characters.
     """
     notes = {
         escape: "is kept as these two characters; $'...' in bash makes others"

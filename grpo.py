@@ -216,8 +216,8 @@ def decoupled_advantages(
 
     Normalizes each reward within its group, then normalizes the weighted sum over the batch. Each
     reward has its own floor, from its own deviation, because each is scaled to full size. Each
-    group already has mean 0, and so has the sum. A group with equal values of every reward stays
-    at exactly 0.
+    group already has mean 0, and so has the sum. Where each reward has one value for all answers of
+    a group, the group's advantages are exactly 0.
 
     Source: GDPO, arXiv:2601.05242.
     """

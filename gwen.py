@@ -5,7 +5,7 @@ Query, key and value projections are one matmul (`qkv_proj`); gate and up projec
 (`gate_up_proj`). The computation between the matmuls is in layers/. `save` writes Hugging Face's
 layout. Weights of few bits are unpacked, or stay packed in a frozen model.
 
-This file leaves out mixtures of experts and sliding windows; a checkpoint that needs them is
+This file does not cover mixtures of experts and sliding windows; a checkpoint that needs them is
 refused by name. It also leaves out which model a command takes (disk/model_choice.py) and the
 doctor (doctor.py).
 
@@ -546,8 +546,8 @@ def load_model(
     del stored_weights  # so that no matrix outlives its place in `weights`
     if num_skipped:
         print(
-            f"gwen: {directory}: {num_skipped} tensors that are not of the language model "
-            "are left out",
+            f"gwen: {directory}: left out {num_skipped} tensors that do not belong to the "
+            "language model",
             file=sys.stderr,
         )
     if config.tie_word_embeddings:

@@ -12,7 +12,7 @@ The prompts of a call form a tree of preamble, questions, answers and criteria. 
 computed once (judging/prompt_tree.py). A score is nan, never neutral, if the judge puts less than
 half of its mass on the scores or writes none.
 
-This file leaves out a judge on a server (judging/remote_judge.py).
+This file does not cover a judge on a server (judging/remote_judge.py).
 
 Axes: N completions or prompts, J criteria, M rows of a batch, L positions of a level, C hidden,
 V vocabulary.
@@ -110,7 +110,9 @@ class Judge(Grader):
             self._identity = rubrics.digest_of(settings, str(logits.dtype), values)
         return self._identity
 
-    def evaluate(self, questions: list[Question]) -> Generator[tuple[int, Evaluation], None, None]:
+    def score_questions(
+        self, questions: list[Question]
+    ) -> Generator[tuple[int, Evaluation], None, None]:
         """Yields the place and the evaluation of each question, in any order."""
         question_ids = {}
         for prompt in dict.fromkeys(question.prompt for question in questions):

@@ -8,7 +8,7 @@ One adapter serves a fused projection, so query, key and value share its A. Each
 projection has that A and its own rows of B. This is exactly the adapter that mlx_lm puts on the
 separate projections.
 
-This file leaves out the formats of adapters on disk (disk/adapters.py), and the command that
+This file does not cover the formats of adapters on disk (disk/adapters.py), and the command that
 merges an adapter into its model or writes it for other programs (export.py).
 
 Axes: M rows, C input width, O output width, R rank of an adapter, r rank of one part's adapter.
@@ -205,7 +205,7 @@ def with_initial_weights(model: gwen.Model) -> Iterator[None]:
 Fused = dict[str, tuple[mx.array, mx.array]]
 
 
-def read_for_model(model: gwen.Model, path: str | Path) -> tuple[float, Fused]:
+def read_adapter_for_model(model: gwen.Model, path: str | Path) -> tuple[float, Fused]:
     """
     Reads an adapter of mlx_lm or PEFT for a model without adapters; returns its scale and matrices.
 
@@ -263,12 +263,12 @@ def attach_adapter(model: gwen.Model, path: str | Path, start: str | Path | None
     Adds an adapter beside the model's weights, so that `disable_adapters` can switch it off.
 
     start: the adapter that its training began with, for `with_initial_weights`.
-    Raises ValueError like `read_for_model`.
+    Raises ValueError like `read_adapter_for_model`.
     """
-    scale, pairs = read_for_model(model, path)
+    scale, pairs = read_adapter_for_model(model, path)
     start_pairs: Fused = {}
     if start is not None:
-        start_pairs = read_for_model(model, start)[1]
+        start_pairs = read_adapter_for_model(model, start)[1]
 
     linears = dict(model.named_modules())
     adapted = []
@@ -370,7 +370,7 @@ def save_adapter(model: gwen.Model, directory: Path, base: str) -> bool:
         weights = hub.to_mlx_lm_names(parts, model.config.family)
     config = adapter_config(model, weights, base)
     checkpoint.save_tensors(directory / "adapters.safetensors", weights)
-    checkpoint.write_json(directory / "adapter_config.json", config)
+    checkpoint.write_synced_json(directory / "adapter_config.json", config)
     return has_adapters
 
 

@@ -1,7 +1,7 @@
 """
 A run: everything that outlives a step, and its state for a checkpoint.
 
-This file leaves out the algorithm (train.py), how a run starts and stops (trainer.py), logs and
+This file does not cover the algorithm (train.py), how a run starts and stops (trainer.py), logs and
 console lines (reporting/), and the files of a run (disk/run_files.py).
 """
 
@@ -39,7 +39,7 @@ from rewards import functions, rewards
 from step import objectives
 from step.loss import StepLoss
 from step.rows import USUAL_ROWS
-from step.sample import Sample, sample_of_reply
+from step.sample import Sample, sample_from_conversation
 from tasks import draws
 from tools import episodes
 from tools.toolbox import make_toolbox
@@ -138,7 +138,7 @@ class Run:
             own_copy = self.dir / START
             path = str(own_copy) if own_copy.is_dir() else settings.init_adapter
             with model_choice.blame_flag("--init-adapter", "--adapter"):
-                initial = world.on_rank0(lambda: lora.read_for_model(self.model, path))
+                initial = world.on_rank0(lambda: lora.read_adapter_for_model(self.model, path))
                 if not own_copy.is_dir():
                     model_choice.warn_of_other_base(path, settings.name, "--init-adapter")
         lora.apply(
@@ -490,7 +490,7 @@ class GrpoRun(Run):
     def open(self) -> None:
         super().open()
         if world.is_first() and self.config.data.path:
-            tasks.write_held_out(self.dir, self.task.held_out)
+            tasks.record_held_out_keys(self.dir, self.task.held_out)
 
         grader_with_scores = self.judge or self.witness  # both share one cache of scores
         if grader_with_scores:
@@ -594,13 +594,13 @@ class SftRun(Run):
         samples = []
         for group, index in enumerate(indices):
             for row in self.train[index]:
-                samples.append(sample_of_reply(*row, group))
+                samples.append(sample_from_conversation(*row, group))
         return samples
 
     def open(self) -> None:
         super().open()
         if world.is_first():
-            tasks.write_held_out(self.dir, self.all_held_out)
+            tasks.record_held_out_keys(self.dir, self.all_held_out)
 
     def evaluate(self) -> None:
         """Measures the loss on the held-out replies, and logs it."""

@@ -9,7 +9,7 @@ Randomness depends only on (key, row, position). So a completion does not depend
 are decoded with it, and a row that was lost when memory ran out is sampled again unchanged.
 
 In a completion with turns, an end token ends one turn. The reply that the row gets is prefilled
-before its next turn (layers/turns.py). This file leaves out how prompts become ids
+before its next turn (layers/turns.py). This file does not cover how prompts become ids
 (prompts/chat_template.py) and the command that shows completions (chat.py).
 
 Axes: N rows, prompt-major; T completion positions; V vocabulary.

@@ -12,7 +12,7 @@ One step of the loop in `train`:
                             is their weighted sum
         assign_advantages   advantage = (reward - mean) / std within the group
     update_policy       one update on these samples
-        select_for_update   a sample whose advantage is 0 has no gradient; one in eight of them is
+        mark_for_update     a sample whose advantage is 0 has no gradient; one in eight of them is
                             still computed, so that means stay unbiased
         make_batches        pad the samples into batches, which hold everything that the loss needs
         reference           with a KL term: log-probabilities under the model before training
@@ -26,7 +26,7 @@ The unit is a sample (step/sample.py): one response to one prompt. Supervised fi
 same loop on given replies, whose advantage is 1.
 
 A run writes its settings, metrics, completions, evaluations and checkpoints to its directory.
-`--resume DIR` continues it. This file leaves out what a run holds (run.py) and how it starts,
+`--resume DIR` continues it. This file does not cover what a run holds (run.py) and how it starts,
 stops and goes on (trainer.py).
 
 Axes: B prompts of a step, G completions of a prompt, N = B * G samples.
@@ -47,15 +47,17 @@ import update
 from config import Config
 from disk import run_files
 from flags import exit_with_error, line_of
+from judging.rubrics import Judgement
 from machine import link
 from machine.output import guard_output
 from reporting.journal import StepSamples
 from rewards import form
+from rewards.rewards import Logged
 from run import GrpoRun, Run, SftRun
 from sampler import RolloutStats
 from settings.sources import parse_flags
 from step import generation, sample, scoring
-from step.advantages import assign_advantages, select_for_update
+from step.advantages import assign_advantages, mark_for_update
 from step.batch import make_batches
 from step.loss import UpdateResult
 from step.sample import Sample
@@ -104,11 +106,9 @@ def train(run: GrpoRun | SftRun) -> Iterator[dict[str, Any]]:
 def collect_samples(run: GrpoRun) -> StepSamples:
     """The samples of the step's prompts, with their rewards and advantages."""
     samples, stats = generate(run)
-    scored = score(run, samples, stats)
-    samples = assign_advantages(
-        run.config, scored.samples, run.task.reward_weights, run.custom.advantage
-    )
-    return scored._replace(samples=samples)
+    samples, logged, judgement = score(run, samples)
+    samples = assign_advantages(run.config, samples, run.task.reward_weights, run.custom.advantage)
+    return StepSamples(samples, stats, logged, judgement)
 
 
 def generate(run: GrpoRun) -> tuple[list[Sample], RolloutStats]:
@@ -134,8 +134,13 @@ def generate(run: GrpoRun) -> tuple[list[Sample], RolloutStats]:
     return samples, stats
 
 
-def score(run: GrpoRun, samples: list[Sample], stats: RolloutStats) -> StepSamples:
-    """Calls each reward and the judge once, and sets the samples' rewards."""
+def score(run: GrpoRun, samples: list[Sample]) -> tuple[list[Sample], Logged, Judgement | None]:
+    """
+    Calls each reward and the judge once.
+
+    Returns the samples with their rewards, what the reward functions logged, and what the judge
+    said, None without a judge.
+    """
     config = run.config
     clock = run.journal.clock
     weights = run.task.reward_weights
@@ -170,7 +175,7 @@ def score(run: GrpoRun, samples: list[Sample], stats: RolloutStats) -> StepSampl
         logged.extra,
         compares_whole_step=config.objective.advantage == "reinforce",
     )
-    return StepSamples(samples, stats, logged, judgement)
+    return samples, logged, judgement
 
 
 # ---- the update
@@ -183,7 +188,7 @@ def update_policy(run: Run, samples: list[Sample]) -> UpdateResult:
     clock = run.journal.clock
 
     with clock.phase("batch") as done:
-        selected = select_for_update(config, samples, run.step, learner.loss.all_have_gradient)
+        selected = mark_for_update(config, samples, run.step, learner.loss.all_have_gradient)
         batches = make_batches(
             selected, run.sizes.train_token_budget, num_mini_batches=config.optimizer.mini_batches
         )

@@ -1,8 +1,8 @@
 """
 The update: one gradient over all batches of a step, then one optimizer step on float32 masters.
 
-This file leaves out where completions and rewards come from, the loss itself (step/loss.py), and
-how to tell that a step moved the policy too far (step/trust_region.py).
+This file does not cover where completions and rewards come from, the loss itself (step/loss.py),
+and how to tell that a step moved the policy too far (step/trust_region.py).
 
 Axes: M rows of a batch, T tokens that the policy wrote.
 """
@@ -108,7 +108,7 @@ class Learner:
         return values | {"moments": dict(tree_flatten(self.optimizer.state))}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Returns to an earlier `state()`, or to a part of it with `trainable` and `moments`."""
+        """Restores what `state()` returned; a part with `trainable` and `moments` is enough."""
         self.optimizer.state = tree_unflatten(list(state["moments"].items()))
         attributes = {name: value for name, value in state.items() if name != "moments"}
         vars(self).update(attributes)
@@ -119,7 +119,7 @@ class Learner:
 
 
 def add_reference_logprobs(learner: Learner, batches: list[Batch]) -> list[Batch]:
-    """Adds the log-probabilities of the model before training, without gradient."""
+    """The batches again, with the log-probabilities of the model before training."""
     model = learner.base or learner.model
     local_batches = [batch for batch in batches if batch.is_local]
     with lora.with_initial_weights(model):
@@ -134,8 +134,8 @@ def add_reference_logprobs(learner: Learner, batches: list[Batch]) -> list[Batch
     return completed
 
 
-def set_old_logprobs(batches: list[Batch], logprobs: list[mx.array]) -> list[Batch]:
-    """Sets the log-probabilities of the policy before the update where a batch has none yet."""
+def fill_old_logprobs(batches: list[Batch], logprobs: list[mx.array]) -> list[Batch]:
+    """The batches again, with these as old log-probabilities where a batch has none yet."""
     completed = []
     for batch, batch_logprobs in zip(batches, logprobs, strict=True):
         if batch.old_logprobs is None:
@@ -180,7 +180,7 @@ def run_optimizer_steps(learner: Learner, batches: list[Batch], lr: float) -> Up
     local_batches = [[batch for batch in part if batch.is_local] for part in all_batches]
     for number in range(1, num_mini_batches):  # the policy will have moved before their turn
         old_logprobs = logprobs_with(learner, local_batches[number], learner.trainable)
-        local_batches[number] = set_old_logprobs(local_batches[number], old_logprobs)
+        local_batches[number] = fill_old_logprobs(local_batches[number], old_logprobs)
 
     num_iterations = optimizer.num_iterations if num_with_gradient else 1
     order = [number for number in range(num_mini_batches) if all_batches[number]]
@@ -194,7 +194,7 @@ def run_optimizer_steps(learner: Learner, batches: list[Batch], lr: float) -> Up
             logprobs, stats = optimizer_step(learner, local_batches[number], lr)
         else:
             logprobs, stats = compute_stats(learner, local_batches[number])
-        local_batches[number] = set_old_logprobs(local_batches[number], logprobs)
+        local_batches[number] = fill_old_logprobs(local_batches[number], logprobs)
         step_stats.append(stats)
 
         if weights_before and not stats["skipped"]:
@@ -305,7 +305,7 @@ def compute_gradient(
         grads = {name: mx.zeros(learner.trainable[name].shape) for name in grads}
     sums = world.all_sum(list(grads.values()))
     grads = dict(zip(grads, sums, strict=True))
-    return tree_unflatten(list(grads.items())), *reduce_stats(batch_losses)
+    return tree_unflatten(list(grads.items())), *sum_stats_over_ranks(batch_losses)
 
 
 def compute_stats(
@@ -318,10 +318,10 @@ def compute_stats(
             batch_loss = learner.loss.compute(learner.model, batch)
             mx.eval(batch_loss)  # wait
             batch_losses.append(batch_loss)
-    return reduce_stats(batch_losses)
+    return sum_stats_over_ranks(batch_losses)
 
 
-def reduce_stats(batch_losses: list[BatchLoss]) -> tuple[list[mx.array], dict[str, float]]:
+def sum_stats_over_ranks(batch_losses: list[BatchLoss]) -> tuple[list[mx.array], dict[str, float]]:
     """The log-probabilities of this rank's batches, and the statistics of all ranks' batches."""
     local_sums = [
         {name: value.item() for name, value in batch_loss.sums.items()}

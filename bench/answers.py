@@ -172,7 +172,7 @@ def main(argv: list[str] | None = None) -> None:
         nargs="+",
         type=Path,
         metavar="RUN",
-        help="runs of the demo, or directories of seeds",
+        help="directories of the demo's runs, or of --seeds with a run in each",
     )
     parser.add_argument(
         "--show",

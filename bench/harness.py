@@ -154,7 +154,9 @@ def describe_rounds(gwen_samples: list[Sample], rival_samples: list[Sample]) -> 
     ratios = [rival.run.seconds / gwen_sample.run.seconds for gwen_sample, rival in pairs]
     rival_cpu_s = sum(sample.cpu_s for sample in rival_samples)
     cpu_ratio = rival_cpu_s / sum(sample.cpu_s for sample in gwen_samples)
-    return f"{min(ratios):.2f} to {max(ratios):.2f} times as long, {cpu_ratio:.2f} by processors"
+    return (
+        f"{min(ratios):.2f} to {max(ratios):.2f} times as long, {cpu_ratio:.2f} times the CPU time"
+    )
 
 
 def describe_ratio(ratio: float) -> str:

@@ -114,7 +114,7 @@ def judge_with_gwen(
     # a new judge, which has no score cached
     grader = judge.Judge(model, tokenizer, rubric, args.judge_chunk_size, mode)
     begin = time.perf_counter()
-    evaluations = dict(grader.evaluate(grader.questions(pairs)))
+    evaluations = dict(grader.score_questions(grader.questions(pairs)))
     seconds = time.perf_counter() - begin
     ordered = [evaluations[place] for place in range(len(evaluations))]
     return JudgingRun(ordered, seconds, grader.tree.num_tokens)

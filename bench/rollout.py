@@ -9,7 +9,7 @@ With `--ignore-eos` or a random model the work is the same to the token, and eve
 asserted.
 
 `prefill_ms` is the time to process prompts, as each engine reports it; mlx_lm's `stats()` count a
-prompt's last token as decoding. `decode_ms` is the rest of the run. This file leaves out text,
+prompt's last token as decoding. `decode_ms` is the rest of the run. This file does not cover text,
 prompts of unequal length, and judging (bench/judging.py).
 
 Axes: B prompts, G completions per prompt, N = B * G rows, prompt-major, P prompt positions, T
@@ -295,7 +295,7 @@ def compare_engines(
     candidates = with_logprobs or list(rival.engines)
     best = min(candidates, key=lambda name: entries[name]["mean_ms"])
     rounds = harness.describe_rounds(samples["ours"], samples[best])
-    print(f"Rounds: compared with ours, {best} took {rounds}")
+    print(f"Rounds, {best} against ours: {rounds}")
     fraction = measure_roofline(args, model, entries["ours"])
     ratio = entries[best]["mean_ms"] / entries["ours"]["mean_ms"]
     print(rival.result.format(harness.describe_ratio(ratio)))

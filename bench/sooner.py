@@ -2,10 +2,11 @@
 Compares how soon runs reached an accuracy:
 `uv run python -m bench.sooner --line 0.85 runs/A runs/B`.
 
-It reads the records of runs, or of directories of seeds. A run reaches the line at the first of
-two successive evaluations at or above it. Its costs are the steps until then, their seconds, their
-completions and the tokens of these, without start and evaluations. The table has medians over
-seeds. Seconds and completions are also divided by those of the first directory, seed by seed.
+It reads the records of runs, or of directories that hold one run for each seed. A run reaches the
+line at the first of two successive evaluations at or above it. Its costs are the steps until then,
+their seconds, their completions and the tokens of these, without start and evaluations. The table
+has medians over seeds. Seconds and completions are also divided by those of the first directory,
+seed by seed.
 """
 
 import argparse
@@ -51,7 +52,11 @@ def main(argv: list[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUN", help="runs, or directories of seeds"
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="RUN",
+        help="directories of runs, or of --seeds with a run in each",
     )
     parser.add_argument("--line", type=float, required=True, help="the held-out accuracy to reach")
     args = parser.parse_args(argv)

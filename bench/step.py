@@ -10,8 +10,8 @@ Gwen's; uv keeps them in its cache (PyTorch takes gigabytes). TRL runs on the de
 finds; without a GPU it gets as many threads as Gwen, one by default. All trainers are called by
 public names. A step ends when the trainer calls a callback, or when `train.train` yields.
 
-This file leaves out evaluation, checkpoints and judges. Peaks include the weights. On a CPU, TRL's
-peak is the growth of its process, which counts freed memory too; the other peaks are what MLX
+This file does not cover evaluation, checkpoints and judges. Peaks include the weights. On a CPU,
+TRL's peak is the growth of its process, which counts freed memory too; the other peaks are what MLX
 held.
 
 Axes: B prompts, G completions of each, N = B * G rows.

@@ -6,7 +6,7 @@ figures, and how far rounding moves the model, as a fraction of how far training
 divergences on the model's own answers. The number of changed weights says nothing: most of them
 change, and their noise adds up to little.
 
-This file leaves out calibration with data, which mlx_lm's own commands have.
+This file does not cover calibration with data, which mlx_lm's own commands have.
 """
 
 import contextlib

@@ -5,8 +5,8 @@ Norms and biases stay float32. Matrices become F16, Q8_0, or at 4 bits the type 
 Q4_K_M gives each of them. Only llama.cpp's own library packs those types; without it they become
 Q4_0.
 
-This file leaves out reading (disk/gguf.py), Qwen3.5 and SmolLM3, tokenizers with a split rule that
-is not in `SPLITS`, and rounding errors weighted by sample texts.
+This file does not cover reading (disk/gguf.py), Qwen3.5 and SmolLM3, tokenizers with a split rule
+that is not in `SPLITS`, and rounding errors weighted by sample texts.
 
 Axes: H heads, D head dim, C input width.
 """

@@ -5,8 +5,8 @@ Ollama renders no Jinja. It replaces a file's template by one of its own that di
 characters; without one it joins the messages without roles. So the template is rendered with marks
 in place of texts, and the pieces between the marks become a template of Go's text/template.
 
-This file leaves out tools, dates other than today's, and templates that strip spaces around a text
-or thoughts in it.
+This file does not cover tools, dates other than today's, and templates that strip spaces around a
+text or thoughts in it.
 
 Source: https://github.com/ollama/ollama, template/template.go and parser/parser.go.
 """

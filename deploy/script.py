@@ -2,7 +2,7 @@
 The commands of an installed Gwen: `gwen train`, `gwen chat`, …
 
 In a checkout the same commands are `uv run train.py`, `uv run chat.py`, and so on. Each word runs
-the file of its command. This file leaves out the commands themselves.
+the file of its command. This file does not cover the commands themselves.
 """
 
 import runpy

@@ -1,7 +1,7 @@
 """
 The prompts that a run was trained on, for a model that is exported or talked to.
 
-This file leaves out how a template renders them (prompts/chat_template.py).
+This file does not cover how a template renders them (prompts/chat_template.py).
 """
 
 from typing import Any, NamedTuple

@@ -7,9 +7,9 @@ Checkpoints: all that a run needs to resume as if never interrupted, and the ada
                                                a checksum of everything
 
 A checkpoint directory appears atomically: it is written under a temporary name and renamed. If its
-checksum does not match, the checkpoint before it is loaded instead. This file leaves out randomness
-and data order, which are functions of the seed and the step, and the logs, which a resume cuts back
-to that step (reporting/journal.py).
+checksum does not match, the checkpoint before it is loaded instead. This file does not cover
+randomness and data order, which are functions of the seed and the step, and the logs, which a
+resume cuts back to that step (reporting/journal.py).
 """
 
 import filecmp
@@ -96,7 +96,7 @@ def _write(
     # Through JSON and back, so that the checksum is that of the values as they will be read.
     text = json.dumps({"step": state.step, "extra": state.extra}, allow_nan=False)
     record = json.loads(text)
-    write_json(directory / "state.json", {"sha256": _checksum(record, directory)} | record)
+    write_synced_json(directory / "state.json", {"sha256": _checksum(record, directory)} | record)
 
 
 def save_tensors(path: Path, arrays: dict[str, mx.array]) -> None:
@@ -111,7 +111,7 @@ def save_tensors(path: Path, arrays: dict[str, mx.array]) -> None:
     _sync(path)
 
 
-def write_json(path: Path, record: dict[str, Any]) -> None:
+def write_synced_json(path: Path, record: dict[str, Any]) -> None:
     """Write a JSON file and force it to disk."""
     with names_path(path):
         path.write_text(json.dumps(record, indent=2) + "\n")

@@ -4,7 +4,7 @@ End tokens: which ids end a completion, and which control tokens stand inside on
 A model's files may leave its end tokens out, or name other ones than its chat template writes. A
 completion ends at the end tokens of the configuration and of the tokenizer, and at the token by
 which the template ends a reply. It also ends at the tokenizer's padding, at control tokens that are
-known as ends, and at those of `--end-tokens`. This file leaves out texts that end a completion
+known as ends, and at those of `--end-tokens`. This file does not cover texts that end a completion
 (sampler.py).
 """
 

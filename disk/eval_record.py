@@ -1,7 +1,7 @@
 """
 An evaluation's record in words: its headline, and a message if too many answers are cut off.
 
-This file leaves out how the figures are computed (evaluate.py, statistics.py) and the log that
+This file does not cover how the figures are computed (evaluate.py, statistics.py) and the log that
 holds the records (run_files.py).
 """
 

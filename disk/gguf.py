@@ -3,8 +3,9 @@ GGUF files: llama.cpp's model, tokenizer and settings in one file, read as a Hug
 
 The package gguf parses the file, within the bounds of `open_file`. Configuration and tokenizer are
 written once to Gwen's cache, beside a link to the file. Weights are read from the file, in every
-type that the package knows, and dequantized. This file leaves out tokenizers other than byte-level
-BPE with a split rule in `SPLITS`, and the rotary scaling that some files hold as factors.
+type that the package knows, and dequantized. This file does not cover tokenizers other than
+byte-level BPE with a split rule in `SPLITS`, and the rotary scaling that some files hold as
+factors.
 
 Axes: H heads, D head dim, C input width.
 """

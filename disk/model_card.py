@@ -2,7 +2,7 @@
 The model card: a README for a run's adapter or merged model.
 
 It says what the model was trained from and on, its held-out figures, and which messages to send
-before a conversation. This file leaves out how the model is written (deploy/).
+before a conversation. This file does not cover how the model is written (deploy/).
 """
 
 import json

@@ -1,8 +1,8 @@
 """
 The choice of a model: which one a command takes, its configuration, and notes about it.
 
-This file leaves out the model itself and its weights (gwen.py), and how a name is found on disk or
-on the hub (disk/hub.py).
+This file does not cover the model itself and its weights (gwen.py), and how a name is found on disk
+or on the hub (disk/hub.py).
 """
 
 import contextlib

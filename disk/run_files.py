@@ -2,8 +2,8 @@
 A run's directory: creates it with its settings, and finds it for `--run runs/NAME [--step N]`.
 
 Only one process at a time trains in it. That process holds the lock on its file `lock`; a process
-that only reads needs none. This file leaves out what the logs hold (reporting/journal.py) and the
-state to resume from (checkpoint.py).
+that only reads needs none. This file does not cover what the logs hold (reporting/journal.py) and
+the state to resume from (checkpoint.py).
 """
 
 import contextlib

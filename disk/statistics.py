@@ -1,7 +1,7 @@
 """
 Means over problems and their confidence intervals, with unreadable values left out.
 
-This file leaves out how an evaluation's figures are written in words (eval_record.py).
+This file does not cover how an evaluation's figures are written in words (eval_record.py).
 """
 
 import math

@@ -6,8 +6,8 @@ completion. A task with right answers reports its verifier's accuracy, which tra
 bend. Other tasks report the weighted sum of their rewards. If a judge scores them, so does a
 witness: a judge with a second rubric that training never sees.
 
-This file leaves out training problems, the single measurements (evaluation/measures.py) and which
-model answers (evaluation/policy.py).
+This file does not cover training problems, the single measurements (evaluation/measures.py) and
+which model answers (evaluation/policy.py).
 
 Axes: P problems, K samples of each, N = P * K completions, problem-major; T completion positions,
 J criteria.
@@ -42,12 +42,12 @@ from machine import memory, world
 from prompts import chat_template
 from prompts.chats import Row
 from prompts.examples import Example, spread_evenly
-from rewards.rewards import Logged, reward_arguments, reward_columns
+from rewards.rewards import Logged, reward_argument_names, reward_columns
 from step.batch import make_batches
 from step.generation import generate_completions
 from step.loss import StepLoss
 from step.rows import ROOM, choose_rollout_rows, rollout_bytes
-from step.sample import Sample, new_samples, sample_of_reply
+from step.sample import Sample, new_samples, sample_from_conversation
 from step.scoring import judge_samples
 from tools.episodes import Toolbox
 
@@ -151,7 +151,7 @@ def evaluate(
             "no prompt is held out, so there is nothing to evaluate; give --data HELD_OUT.jsonl"
         )
     for name, reward in task.rewards.items():
-        arguments = reward_arguments(problems, bool(task.environments))
+        arguments = reward_argument_names(problems, bool(task.environments))
         reward_columns(name, reward, arguments)
 
     sampled, greedy = answer(problems, params)
@@ -326,7 +326,7 @@ def evaluate_replies(
     begin = time.perf_counter()
     samples = []
     for group, rows in enumerate(conversations):
-        samples += [sample_of_reply(*row, group) for row in rows]
+        samples += [sample_from_conversation(*row, group) for row in rows]
 
     num = len(conversations)
     sums = np.zeros((3, num))  # negative log-probabilities, entropies, tokens

@@ -1,7 +1,7 @@
 """
 What an evaluation measures of its answers: rewards, forms, categories, and the distance to a model.
 
-This file leaves out how answers are made and how their figures become a record
+This file does not cover how answers are made and how their figures become a record
 (evaluation/evaluate.py).
 
 Axes: P problems, K samples of each, N = P * K completions, problem-major; T completion positions.

@@ -2,7 +2,7 @@
 The samples of a policy that a server runs.
 
 Each sample is one request. Replies are written to a file as they arrive, so that nothing is paid
-for twice. The server renders the messages and samples. This file leaves out the server's client
+for twice. The server renders the messages and samples. This file does not cover the server's client
 (judging/server.py) and the rewards (evaluation/measures.py).
 """
 
@@ -19,15 +19,15 @@ from disk.checkpoint import digest_of
 from disk.run_files import JsonLines, read_log
 from evaluation.evaluate import EvalParams
 from flags import escape_invisible
-from judging.server import TEMPLATE_SETTINGS, Endpoint, Flags, Reply
+from judging.server import TEMPLATE_SETTINGS, Endpoint, FlagNames, Reply
 from machine import alive
 from prompts import chat_template
 from prompts.examples import Example
-from rewards.statements import opened_thought
+from rewards.statements import open_thought_text
 from step.generation import PROMPT_END
 from step.sample import Sample, new_samples
 
-FLAGS = Flags("--url", "--url-model", "URL_API_KEY", "--max-tokens")
+FLAGS = FlagNames("--url", "--url-model", "URL_API_KEY", "--max-tokens")
 RETRIES = 2  # further tries of a request
 # the model's own distribution; servers have other defaults
 UNFILTERED: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
@@ -107,7 +107,7 @@ class ServedPolicy:
             return ""
         # the reply may have been cut off inside a thought that the prompt opened
         prompt_end = self.tokenizer.decode(sample.prompt[-PROMPT_END:], skip_special_tokens=False)
-        return opened_thought(prompt_end)
+        return open_thought_text(prompt_end)
 
     def make_request(
         self, problem: Example, params: EvalParams, temperature: float

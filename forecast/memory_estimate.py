@@ -7,7 +7,7 @@ assumes that every completion is as long as allowed and that a step has the long
 
 Weights, moments, caches and logits are counted. What a layer keeps for its gradient is one constant
 times its widths, measured on a CPU. A test holds the estimate between 5% below and 30% above the
-measured peak. This file leaves out the bytes of one position or one row (step/rows.py), the
+measured peak. This file does not cover the bytes of one position or one row (step/rows.py), the
 machine's memory (machine/memory.py) and the time of a step (forecast/time_estimate.py).
 
 Axes: M rows of a micro-batch, P prompt and T completion positions, S keys, V vocabulary, C hidden,
@@ -109,7 +109,7 @@ class RunDemand(NamedTuple):
         return 1 if self.is_sft else self.config.sampling.groups
 
     @property
-    def num_tokens(self) -> int:
+    def completion_tokens(self) -> int:
         """The most tokens of a completion; 1 for a given reply, which counts as a prompt."""
         return 1 if self.is_sft else self.longest_response
 
@@ -211,7 +211,7 @@ def resident_bytes(demand: RunDemand) -> dict[str, int]:
         teacher_weights = 0 if shares_weights else frozen_bytes(teacher, teacher_model, dtype)
         num_completions = config.sampling.batch * demand.group_size
         # its lessons are the hidden states of all completions
-        num_states = num_completions * demand.num_tokens * teacher_model.hidden_size
+        num_states = num_completions * demand.completion_tokens * teacher_model.hidden_size
         resident["teacher"] = teacher_weights + num_states * dtype.size
 
     judge = demand.judge
@@ -235,7 +235,7 @@ def rollout_phase_bytes(demand: RunDemand, rows: int) -> int:
         demand.dtype,
         demand.longest_prompts,
         demand.group_size,
-        demand.num_tokens,
+        demand.completion_tokens,
         rows,
     )
     return cache_bytes + working_bytes
@@ -300,7 +300,7 @@ def plan_micro_batches(demand: RunDemand, sizes: Sizes) -> list[MicroBatch]:
     for number, length in enumerate(demand.longest_prompts):
         prompt = [number] * length  # its ids differ from those of every other prompt
         prompts += [prompt] * demand.group_size
-    lengths = np.full(len(prompts), demand.num_tokens)
+    lengths = np.full(len(prompts), demand.completion_tokens)
     shares_prompts, plan = batch.plan_batches(prompts, lengths, sizes.train_token_budget, "auto")
 
     micro_batches = []
@@ -335,7 +335,7 @@ def micro_batch_bytes(demand: RunDemand, num_recomputed: int, micro_batch: Micro
     dtype = demand.dtype
     recomputed_kinds = model.layer_kinds[:num_recomputed]
     kept_kinds = model.layer_kinds[num_recomputed:]
-    keys = micro_batch.longest_prompt + demand.num_tokens - 1
+    keys = micro_batch.longest_prompt + demand.completion_tokens - 1
     bytes_of_kind = {
         kind: micro_batch.num_positions * layer_bytes(model, dtype, keys, kind)
         for kind in set(model.layer_kinds)
@@ -385,7 +385,7 @@ def logprob_bytes(demand: RunDemand, micro_batch: MicroBatch) -> int:
     """The bytes of the log-probabilities of a micro-batch and of their gradient."""
     width = demand.model.hidden_size
     vocabulary = demand.model.vocab_size
-    num_tokens = micro_batch.num_rows * demand.num_tokens
+    num_tokens = micro_batch.num_rows * demand.completion_tokens
     if demand.is_sft:
         num_tokens = micro_batch.num_positions
 

@@ -39,7 +39,7 @@ def phase_costs(demand: RunDemand, sizes: Sizes) -> dict[str, chips.Cost]:
     model = demand.model
     dtype = demand.dtype
     prompts = demand.longest_prompts
-    length = demand.num_tokens
+    length = demand.completion_tokens
     matmuls = count_parameters(model).matmuls
     weights = matmuls * dtype.size
     head = model.vocab_size * model.hidden_size
@@ -93,7 +93,7 @@ def count_update_flops(
     config = demand.config
     num_prompt_tokens = sum(demand.longest_prompts)
     num_rows = len(demand.longest_prompts) * demand.group_size
-    num_response_tokens = num_rows * demand.num_tokens
+    num_response_tokens = num_rows * demand.completion_tokens
 
     # a backward pass computes the gradient of inputs, and without adapters that of weights too
     num_backward = 1 if config.model.lora_rank else 2

@@ -2,7 +2,7 @@
 The first steps of a run: what they show, and whether to go on with it.
 
 A trial takes a few steps of train.py with a learning rate of 0, so everything is measured where it
-will happen, and every answer is one of the model before training. This file leaves out what the
+will happen, and every answer is one of the model before training. This file does not cover what the
 estimates say without running anything (forecast/memory_estimate.py, forecast/time_estimate.py).
 """
 

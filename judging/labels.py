@@ -1,7 +1,7 @@
 """
 Human labels: loads scores that people gave, and measures how well a judge's scores agree.
 
-judge.py has the command. This file leaves out how a judge scores (judging/rubrics.py).
+judge.py has the command. This file does not cover how a judge scores (judging/rubrics.py).
 """
 
 import re
@@ -64,7 +64,7 @@ def check_label(line_name: str, record: Any, rubric: Rubric) -> None:
         )
 
 
-def compare_scores(labels: pd.DataFrame, judged: np.ndarray) -> str:
+def agreement_report(labels: pd.DataFrame, judged: np.ndarray) -> str:
     """
     A report on a judge's scores (nan: unreadable) against labels, row by row.
 
@@ -106,4 +106,4 @@ def judge_labels(grader: Grader, labels: pd.DataFrame) -> str:
     names = [criterion.name for criterion in grader.rubric.criteria]
     columns = [names.index(name) for name in labels.criterion]
     scores = grader.score(list(labels.prompt), list(labels.completion)).scores
-    return compare_scores(labels, scores[range(len(labels)), columns])
+    return agreement_report(labels, scores[range(len(labels)), columns])

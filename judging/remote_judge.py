@@ -12,10 +12,10 @@ from typing import Any
 from config import JudgeSettings
 from judging import rubrics
 from judging.rubrics import Evaluation, Grader, Question, Rubric
-from judging.server import TEMPLATE_SETTINGS, Endpoint, Flags, Reply
+from judging.server import TEMPLATE_SETTINGS, Endpoint, FlagNames, Reply
 from machine import alive
 
-FLAGS = Flags("--judge-url", "--judge-model", "JUDGE_API_KEY", "--judge-think")
+FLAGS = FlagNames("--judge-url", "--judge-model", "JUDGE_API_KEY", "--judge-think")
 # Most tokens of a reply without thoughts. It has room for a judge that explains first; a judge
 # that does not explain stops early.
 REPLY_TOKENS = 256
@@ -54,7 +54,9 @@ class RemoteJudge(Grader):
         server = self.server
         return rubrics.digest_of(server.url, server.model, self.mode, self.think, self.rubric)
 
-    def evaluate(self, questions: list[Question]) -> Generator[tuple[int, Evaluation], None, None]:
+    def score_questions(
+        self, questions: list[Question]
+    ) -> Generator[tuple[int, Evaluation], None, None]:
         bodies = [self._request_body(question) for question in questions]
         replies = contextlib.closing(self.server.chat(bodies))
         bar = alive.Bar(total=len(bodies), desc="judging", unit="evaluation")

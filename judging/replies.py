@@ -5,8 +5,8 @@ Reads the score, 1 to 5, in a judge's reply. docs/judge.md has one example of ea
 line that names one number, a verdict in a sentence, and a lone number. The first rule that applies
 decides, even if it reads no score. Each rule is a function.
 
-This file leaves out thoughts that a server sends apart (judging/server.py), and the tokens of mode
-`logits` (judging/rubrics.py).
+This file does not cover thoughts that a server sends apart (judging/server.py), and the tokens of
+mode `logits` (judging/rubrics.py).
 """
 
 import json

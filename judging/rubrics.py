@@ -448,7 +448,7 @@ class UnreadableCount:
 class Grader:
     """
     Base of both judges. It asks each distinct question once, caches scores, and warns of
-    unreadable ones. A subclass writes `identity` and `evaluate`.
+    unreadable ones. A subclass writes `identity` and `score_questions`.
     """
 
     # whether scores cost money; such scores are saved on arrival, and a resumed run keeps them
@@ -466,7 +466,9 @@ class Grader:
         """A digest of everything but prompt and completion that a score depends on."""
         raise NotImplementedError
 
-    def evaluate(self, questions: list[Question]) -> Generator[tuple[int, Evaluation], None, None]:
+    def score_questions(
+        self, questions: list[Question]
+    ) -> Generator[tuple[int, Evaluation], None, None]:
         """
         Yields the place and evaluation of each question, in any order, as soon as it arrives.
 
@@ -548,7 +550,7 @@ class Grader:
         local_places = world.assign_by_key(question.prompt for question in questions)
         if local_places:
             local_questions = [questions[place] for place in local_places]
-            with contextlib.closing(self.evaluate(local_questions)) as arriving:
+            with contextlib.closing(self.score_questions(local_questions)) as arriving:
                 for number, evaluation in arriving:
                     question = local_questions[number]
                     evaluations[question] = evaluation
@@ -587,7 +589,7 @@ class Grader:
         if has_example and count.is_too_large and not count.has_warned:
             count.has_warned = True
             self.warn(
-                f"{count.num_unreadable} of {count.num_evaluations} evaluations of the judge gave "
+                f"{count.num_unreadable} of {count.num_evaluations} of the judge's replies gave "
                 "no readable score; rewards come from the rest. "
                 f"{self._describe_unreadable(evaluations)}"
             )

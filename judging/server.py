@@ -7,7 +7,7 @@ request is repeated if the server is unreachable or the reply is cut off. If the
 refuses is dropped or renamed, and a refused system message moves into the user's message; a
 console line says so.
 
-This file leaves out the content of requests and the meaning of replies: judging/remote_judge.py
+This file does not cover the content of requests and the meaning of replies: judging/remote_judge.py
 and evaluation/served_policy.py.
 """
 
@@ -56,7 +56,7 @@ NO_SUCH_SETTING = re.compile(
 ABOUT_ROLES = re.compile(r"system|role|template|jinja", re.IGNORECASE)
 
 
-class Flags(NamedTuple):
+class FlagNames(NamedTuple):
     """The names of a user's settings for a server, for messages."""
 
     url: str
@@ -208,7 +208,7 @@ class Endpoint:
 
     def __init__(
         self,
-        flags: Flags,
+        flags: FlagNames,
         url: str,
         model: str,
         key: str | None = None,
@@ -542,7 +542,7 @@ class Endpoint:
         return " ".join(redact_secrets(text, self.key).split())[:300]
 
 
-def check_url(flags: Flags, url: str) -> None:
+def check_url(flags: FlagNames, url: str) -> None:
     """Raises ValueError if this is no URL of a server, or if it holds a password."""
     try:
         parts = httpx2.URL(url)

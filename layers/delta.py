@@ -7,7 +7,7 @@ corrects the value that it returns for the token's key, and then reads it with t
     S <- exp(log_decay) S;    S <- S + beta (value - S key) key^T;    out = S query
 
 `recurrence` is this definition. `chunked_recurrence` computes the same with matmuls over 64 tokens.
-Padding has beta 0 and log decay 0, which leave the memory as it is. This file leaves out the
+Padding has beta 0 and log decay 0, which leave the memory as it is. This file does not cover the
 projections and the gate of the layer, which are in gwen.py.
 Source: Gated Delta Networks, arXiv:2412.06464, sections 3.1 and 3.3.
 

@@ -136,8 +136,8 @@ def token_divergences(
             for tile in tiles:
                 teacher_logits = tile_logits(teacher_hidden[rows], lesson.head_weight, tile, done)
                 student_logits = tile_logits(hidden[rows], head_weight, tile, done)
-                teacher_sum = teacher_sum.add_tile(teacher_logits)
-                student_sum = student_sum.add_tile(student_logits)
+                teacher_sum = teacher_sum.with_tile(teacher_logits)
+                student_sum = student_sum.with_tile(student_logits)
                 done = [*teacher_sum, *student_sum]
 
             totals: list[mx.array] = []
@@ -198,7 +198,7 @@ class _Sum(NamedTuple):
     peak: mx.array  # the largest logit; the first one is finite, as in lm_head
     total: mx.array  # sum of exp(logit - peak)
 
-    def add_tile(self, logits: mx.array) -> "_Sum":
+    def with_tile(self, logits: mx.array) -> "_Sum":
         """The sum after one more tile, (M, tile)."""
         peak = mx.maximum(self.peak, cpu.tiled_max(logits))
         shrunk = self.total * cpu.exp(self.peak - peak)

@@ -1,7 +1,7 @@
 """
 Log-probabilities of chosen tokens from hidden states, without the logits of a whole vocabulary.
 
-This file leaves out the loss, which grpo.py computes from log-probabilities.
+This file does not cover the loss, which grpo.py computes from log-probabilities.
 
 Axes: N rows, T positions, M = N * T of them or a part, C hidden, V vocabulary.
 """
@@ -126,7 +126,7 @@ def token_logprobs(
             state = _Softmax.start(scaled[rows], gradient)
             for tile in tiles:
                 x = wait_for(scaled[rows], done)
-                state = state.add_tile(x, head_weight, ids[rows], tile, support)
+                state = state.with_tile(x, head_weight, ids[rows], tile, support)
                 done = [array for array in state if array is not None]
             parts.append(state.results(head_weight[ids[rows]], temperature))
         return concatenate_results(parts)
@@ -183,7 +183,7 @@ class _Softmax(NamedTuple):
         # the first peak is finite: -inf minus -inf would be nan
         return cls(zeros - 1e30, zeros, zeros, zeros, mean)
 
-    def add_tile(
+    def with_tile(
         self,
         x: mx.array,
         head_weight: mx.array,

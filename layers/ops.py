@@ -2,10 +2,10 @@
 What a layer computes between its matmuls: each expression beside the kernel that equals it.
 
 Each operation has three parts, in this order. The expression, `NAME_ref`, defines what is computed.
-The kernel stands in the `.metal` file of its name. The launch gives the kernel a grid, and
-`kernels.make_op` makes it the `Op` that chooses between kernel and expression. This file leaves out
-attention, which is in attention.py, and the layer that uses all of it, which is in gwen.py. The
-matmuls are MLX's.
+The kernel is in the `.metal` file with the operation's name. The launch gives the kernel a grid.
+`kernels.make_op` returns the `Op` that chooses between kernel and expression. This file does not
+cover attention, which is in attention.py, and the layer that uses all of it, which is in gwen.py.
+The matmuls are MLX's.
 
 Axes: N rows, L positions, M = N * L, C hidden, H query heads, K kv heads, D head dim, F mlp width,
 R rank, W any width.

@@ -3,7 +3,7 @@ Compares MLX's own products and masked attention with float64, at a model's size
 
 On Macs both were silently wrong in some release or build of 2026: products of more than 8 rows
 (mlx #3585, #3586), of 2048^2 results and long sums (#3797), float32 rounded to 11 bits (#4411).
-This file leaves out our own kernels and the rotation, which machine/kernels.py compares.
+This file does not cover our own kernels and the rotation, which machine/kernels.py compares.
 
 Axes: M rows, C inputs and F outputs of a weight; N rows, H query heads, K kv heads, L queries, S
 keys, D head dim.

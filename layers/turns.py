@@ -2,7 +2,7 @@
 Decodes rows that take turns with tools or an environment.
 
 A `TurnScheduler` decides which row sits in which slot, and prefills the reply that a row gets
-before its next turn. This file leaves out rows without turns (sampler.py), the slots' cache
+before its next turn. This file does not cover rows without turns (sampler.py), the slots' cache
 (kv_cache.py) and the source of the replies (tools/episodes.py).
 
 Axes: V vocabulary.

@@ -2,7 +2,7 @@
 Signs of life: tells what a command is doing, how far it is, and how much time is left.
 
 In a terminal or a notebook, tqdm draws bars. In a file, a line replaces them after some silence.
-One thread serves both. This file leaves out the lines of a run (reporting/console.py).
+One thread serves both. This file does not cover the lines of a run (reporting/console.py).
 """
 
 import contextlib
@@ -145,11 +145,11 @@ def wrap_for_terminal(text: str, file: Any = None) -> str:
     width = shutil.get_terminal_size().columns
     lines = []
     for line in text.split("\n"):
-        lines.append(line if len(line) <= width else _break_line(line, width))
+        lines.append(line if len(line) <= width else _wrap_line(line, width))
     return "\n".join(lines)
 
 
-def _break_line(line: str, width: int) -> str:
+def _wrap_line(line: str, width: int) -> str:
     unbreakable = FIGURE if " | " in line else COMMAND_OR_FLAG
     protected = re.sub(unbreakable, _replace_spaces, line)
     indent = " " * (len(line) - len(line.lstrip()) + 2)
@@ -187,7 +187,7 @@ def note_printed() -> None:
     _state["last"] = time.monotonic()
 
 
-def show_progress() -> None:
+def redraw_progress() -> None:
     """Draws the bars again, with their time, or prints a line about the activities."""
     note_printed()
     bars = list(_active_bars.values())
@@ -226,4 +226,4 @@ def _keep_watching() -> None:
         if _active_bars and time.monotonic() - _state["last"] >= max_silence:
             # the terminal may be gone, the file closed
             with contextlib.suppress(OSError, ValueError):
-                show_progress()
+                redraw_progress()

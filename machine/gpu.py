@@ -1,7 +1,7 @@
 """
 Which device MLX computes on, and operations with their own gradients.
 
-This file leaves out kernels (machine/kernels.py) and memory (machine/memory.py).
+This file does not cover kernels (machine/kernels.py) and memory (machine/memory.py).
 """
 
 import contextlib

@@ -6,7 +6,7 @@ model is loaded, both compute the calls that the model makes. A kernel that is l
 expression, or does not compile, is off for the run, and stderr names it. On a CPU the expressions
 run. The environment variable GWEN_KERNELS is on or off.
 
-This file leaves out the kernels themselves, which are in layers/.
+This file does not cover the kernels themselves, which are in layers/.
 """
 
 import contextlib

@@ -1,7 +1,8 @@
 """
 The memory of this machine, errors that mean that it ran out, and how many rows fit at once.
 
-It works with and without a GPU. This file leaves out the memory that a run needs (preflight.py).
+It works with and without a GPU. This file does not cover the memory that a run needs
+(preflight.py).
 """
 
 import math

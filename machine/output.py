@@ -3,7 +3,7 @@ Standard output and standard error that cannot end a command.
 
 The reader of a pipe leaves, a disk fills up, a terminal closes, an encoding lacks a character: none
 of these is a reason to lose a run. Inside `guard_output()` text that cannot be written is dropped,
-and a character that the encoding lacks is escaped. This file leaves out what is printed
+and a character that the encoding lacks is escaped. This file does not cover what is printed
 (reporting/console.py).
 """
 

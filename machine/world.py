@@ -3,7 +3,7 @@ Several machines that train one model: this process's rank, its part of the work
 
 A collective is a call that every rank makes, in the same order: `all_gather`, `on_rank0`,
 `all_sum`, `broadcast`. For one process it does nothing: nothing is opened, copied or waited for.
-This file leaves out how ranks connect, exchange data and leave (machine/link.py).
+This file does not cover how ranks connect, exchange data and leave (machine/link.py).
 """
 
 import itertools

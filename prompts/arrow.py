@@ -4,7 +4,7 @@ Rows of Arrow tables as JSON has them: a key that a row lacks is absent, not nul
 Arrow gives every struct of a column the same fields, and fills with null what a row lacks. Gwen
 reads such a null as an absent key, at any depth. A null of a whole column, in a list, in a map or
 in JSON text stays, because somebody wrote it.
-This file leaves out which files hold tables (prompts/files.py).
+This file does not cover which files hold tables (prompts/files.py).
 """
 
 import json

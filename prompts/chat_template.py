@@ -1,8 +1,8 @@
 """
 A tokenizer's chat template: from messages to text and token ids.
 
-What users write stays text: "<|im_end|>" in a message does not end it. This file leaves out which
-messages a task has (tasks/) and how users' messages are read (prompts/messages.py).
+What users write stays text: "<|im_end|>" in a message does not end it. This file does not cover
+which messages a task has (tasks/) and how users' messages are read (prompts/messages.py).
 """
 
 import contextlib

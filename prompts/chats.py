@@ -4,7 +4,7 @@ Conversations to learn from: read, checked, and rendered to the exact ids that t
 The ids before a reply are those from which a rollout would sample it: `chat_template.encode_chat`
 makes them from the messages before it. The reply is trained up to its end token. If the template
 only ever appends, a conversation is one row. If it rewrites earlier messages (Qwen3 drops the
-thoughts of earlier replies), each reply is a row of its own. This file leaves out the loss.
+thoughts of earlier replies), each reply is a row of its own. This file does not cover the loss.
 """
 
 import re

@@ -2,7 +2,7 @@
 User data: turns the records of a source into examples.
 
 An invalid record raises a one-line ValueError that names the file, the place, the value and the
-fix. Needs no model and no array library. This file leaves out files (prompts/files.py), the
+fix. Needs no model and no array library. This file does not cover files (prompts/files.py), the
 layouts of messages (prompts/messages.py), notes on odd data (prompts/data_notes.py), the
 held-out side (prompts/held_out.py), and what tasks do with examples.
 """
@@ -295,13 +295,13 @@ def _is_letter(item: Any) -> bool:
     return isinstance(item, str) and re.fullmatch("[A-Z]", item) is not None
 
 
-def _is_scalar(item: Any) -> bool:
+def _is_text_or_number(item: Any) -> bool:
     return isinstance(item, (str, int, float)) and not isinstance(item, bool)
 
 
 def _read_alternatives(answers: list[Any]) -> list[str] | None:
     """The different texts of a list of answers."""
-    if not all(map(_is_scalar, answers)):
+    if not all(map(_is_text_or_number, answers)):
         raise ValueError(
             f"answer {shorten_value(answers)} is a list with more than texts and numbers; "
             "write it as JSON text, or rename the column: --columns answers=answer"

@@ -1,7 +1,7 @@
 """
 Notes on data: lines for the user about columns, conversations and answers that may surprise.
 
-Nothing here changes an example. This file leaves out mistakes, which prompts/data.py refuses.
+Nothing here changes an example. This file does not cover mistakes, which prompts/data.py refuses.
 """
 
 import ast

@@ -1,7 +1,7 @@
 """
 Examples, their answers and their keys, and how errors quote values.
 
-This file leaves out where examples come from (prompts/data.py).
+This file does not cover where examples come from (prompts/data.py).
 """
 
 import difflib

@@ -4,7 +4,8 @@ Unchecked records of data files and of the hub, each with its place.
 JSON lines, JSON and CSV have readers of their own, because `datasets` and pyarrow lose the line of
 a mistake. `datasets` reads a CSV answer "007" as 7.0 and "None" as missing; pyarrow refuses JSON
 answers of different types. A file whose content contradicts its name is refused with its true kind.
-This file leaves out what a record means (prompts/data.py), and rows of tables (prompts/arrow.py).
+This file does not cover what a record means (prompts/data.py), and rows of tables
+(prompts/arrow.py).
 """
 
 import csv

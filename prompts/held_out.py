@@ -2,7 +2,7 @@
 The held-out side of the data: which prompts a run trains on, which it is evaluated on.
 
 No prompt is on both sides. A run keeps the prompts that it held out at its start, even if its data
-grow. This file leaves out how records are read (prompts/data.py), and which sides a task has
+grow. This file does not cover how records are read (prompts/data.py), and which sides a task has
 (tasks/).
 """
 

@@ -4,7 +4,7 @@ Chat messages as users bring them, in one layout: a role, a text as content, and
 It reads OpenAI's messages and ShareGPT's turns of `from` and `value`, content in parts of text,
 calls of tools in both of OpenAI's forms, and thoughts under several keys. All other keys stay in
 the message: only a chat template knows whether it renders them (prompts/chat_template.py), and
-refuses what it does not render. This file leaves out which messages are a prompt, and which are
+refuses what it does not render. This file does not cover which messages are a prompt, and which are
 learned (prompts/data.py, prompts/chats.py).
 """
 

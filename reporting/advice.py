@@ -1,8 +1,8 @@
 """
 What to do next about a run: advice in sentences, with the commands that carry it out.
 
-No advice ends in a full stop, because it may end in a command. This file leaves out the evidence:
-the figures (difference.py), the answers (answer_changes.py), the warnings (health.py).
+No advice ends in a full stop, because it may end in a command. This file does not cover the
+evidence: the figures (difference.py), the answers (answer_changes.py), the warnings (health.py).
 """
 
 import shlex

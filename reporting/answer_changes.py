@@ -2,7 +2,7 @@
 What changed in a run's answers to the same held-out problems: their form, their words, and whether
 wrong answers earn the highest reward.
 
-Such changes are how a run shows that it games its reward. This file leaves out the figures
+Such changes are how a run shows that it games its reward. This file does not cover the figures
 (difference.py) and what they mean together (verdict.py).
 """
 

@@ -2,8 +2,8 @@
 A run's curves as charts: every point, band and label placed, for templates/report.html.j2 to draw
 as SVG.
 
-Coordinates are those of a chart, WIDTH by HEIGHT, and the page scales them. This file leaves out
-reading a run (history.py) and the rest of the page (page.py).
+Coordinates are those of a chart, WIDTH by HEIGHT, and the page scales them. This file does not
+cover reading a run (history.py) and the rest of the page (page.py).
 
 Axes: n points of a curve.
 """

@@ -2,7 +2,8 @@
 A run's terminal output: scrolling lines, and below them one live line with the current phase, the
 speed and the time left, for a terminal only.
 
-This file leaves out which lines a run prints (journal.py) and how lines wrap (machine/alive.py).
+This file does not cover which lines a run prints (journal.py) and how lines wrap
+(machine/alive.py).
 """
 
 import sys

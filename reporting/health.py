@@ -2,7 +2,7 @@
 Diagnoses a run from its own figures: each symptom gives a warning that suggests what to try.
 
 Records in, warnings out. The records are those of `metrics.jsonl`, so a resumed run sees the same
-as an uninterrupted one. This file leaves out unreadable scores, of which the judge warns itself
+as an uninterrupted one. This file does not cover unreadable scores, of which the judge warns itself
 (judging/rubrics.py), and held-out figures (verdict.py).
 """
 

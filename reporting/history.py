@@ -2,7 +2,7 @@
 Reads a run back: its records so far, the figures of its headline, and its texts made safe to show.
 
 Everything comes from the run's own files, so a run that is going on or was killed can be read too.
-This file leaves out conclusions (verdict.py) and several seeds (seeds.py).
+This file does not cover conclusions (verdict.py) and several seeds (seeds.py).
 """
 
 import functools

@@ -6,8 +6,8 @@ completions. A figure that was not measured is None; `docs/reference.md` explain
 `Journal` writes them, prints warnings, knows the best evaluation, and keeps the live line and the
 trackers up to date.
 
-This file leaves out console lines (console.py), the page (page.py), and the state to resume from
-(disk/checkpoint.py).
+This file does not cover console lines (console.py), the page (page.py), and the state to resume
+from (disk/checkpoint.py).
 """
 
 import base64

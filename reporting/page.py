@@ -5,8 +5,8 @@ The page of a run, `report.html`: one file that needs no server and no network, 
 The verdict and held-out answers stand on the first screen, because a reward that is gamed has good
 figures and odd answers. While the run goes, the page reloads itself. The text of prompts,
 completions and settings is untrusted: the template escapes it, characters that a browser would obey
-are shown as codes, and the page's policy lets only our own script run. This file leaves out reading
-a run (history.py) and its curves (charts.py).
+are shown as codes, and the page's policy lets only our own script run. This file does not cover
+reading a run (history.py) and its curves (charts.py).
 """
 
 import base64

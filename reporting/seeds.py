@@ -2,7 +2,7 @@
 Runs that differ only in their seed: mean and spread of their held-out figure, and the effect of
 another setting, seed by seed.
 
-This file leaves out curves over seeds (charts.py).
+This file does not cover curves over seeds (charts.py).
 """
 
 import statistics

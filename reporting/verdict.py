@@ -3,7 +3,7 @@ The verdict on a run: whether it got better on held-out problems, how its answer
 and what to do now.
 
 Records of a run in, sentences out. The parts are in difference.py (figures), answer_changes.py
-(answers) and advice.py (advice). This file leaves out warnings during a run (health.py) and the
+(answers) and advice.py (advice). This file does not cover warnings during a run (health.py) and the
 places that show a verdict (journal.py, page.py).
 """
 

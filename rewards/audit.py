@@ -7,13 +7,13 @@ Every reward is called twice.
    threshold for each row: the midpoint between its best-paid right answer and the wrong answer of
    the same form. A completion counts as paid if it earns more. The form in which most right answers
    are paid is the form that the reward asks for.
-2. With what cheats and honest people would say, in that form (`cheating_answers`,
+2. With what cheats and honest people would say, in that form (`cheats_by_name`,
    `honest_answers`).
 
 `try_reward` calls a reward before that with the answers of as many rows as a few seconds allow,
 since a single odd row would end a run.
 
-This file leaves out judges, which cost time or money, and answers that cannot be made up from a
+This file does not cover judges, which cost time or money, and answers that cannot be made up from a
 row, such as programs.
 """
 
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from prompts.examples import Example, first_answer, prompt_text, shorten_value, spread_evenly
 from rewards.form import has_form
-from rewards.functions import place_of
+from rewards.functions import place_suffix
 from rewards.math_answers import is_mathematics
 from rewards.rewards import Reward, UserReward, call_checked, columns_of, needs_episodes
 
@@ -133,7 +133,7 @@ def audit(name: str, reward: Reward, examples: Sequence[Example], gate: str = "o
 
     probes: list[Probe] = []
     for row, threshold in zip(rows, thresholds, strict=True):
-        cheats = cheating_answers(row, form)
+        cheats = cheats_by_name(row, form)
         honest = honest_answers(row, form)
         for fault, text in cheats.items():
             probes.append(Probe(row, fault, text, False, threshold))
@@ -144,7 +144,7 @@ def audit(name: str, reward: Reward, examples: Sequence[Example], gate: str = "o
         values = list(map(_gate_value, probes, values))
 
     if isinstance(reward, UserReward):  # nobody mends a built-in one
-        name += place_of(reward)
+        name += place_suffix(reward)
     if gate == "form":
         name += " through --reward-gate form"
     tells_right_from_wrong = min(thresholds) < math.inf
@@ -313,7 +313,7 @@ def _next_digit(digit: re.Match[str]) -> str:
     return str((int(digit[0]) + 1) % 10)
 
 
-def cheating_answers(row: Row, form: str) -> dict[str, str]:
+def cheats_by_name(row: Row, form: str) -> dict[str, str]:
     """Completions that should earn nothing, by name."""
     texts = {"an empty text": "", "the prompt": prompt_text(row.example["prompt"])}
     if not row.right:

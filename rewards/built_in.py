@@ -1,8 +1,8 @@
 """
 Built-in rewards that suit any task, by name: --reward length:200.
 
-This file leaves out a user's functions (rewards/rewards.py), and the comparison with right answers
-(rewards/verifiers.py).
+This file does not cover a user's functions (rewards/rewards.py), and the comparison with right
+answers (rewards/verifiers.py).
 """
 
 import functools

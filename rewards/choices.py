@@ -10,8 +10,8 @@ Which of a few known answers a text states: letters, or labels such as "spam".
   sentence such as "It must be B" (`_introduces` with may_be_weak).
 - `read_object` reads a choice from a JSON object.
 
-This file leaves out the reading of marks and labels (rewards/statements.py). Each function takes
-time linear in the text.
+This file does not cover the reading of marks and labels (rewards/statements.py). Each function
+takes time linear in the text.
 """
 
 import json

@@ -5,7 +5,7 @@ It runs in sealed workers. A formula that the grammar does not read to its end e
 expressions are the same if they have the same values, to 60 digits, at points chosen here. That
 takes milliseconds, where a proof can take minutes.
 
-This file leaves out the values of integrals, sums, limits and derivatives.
+This file does not cover the values of integrals, sums, limits and derivatives.
 """
 
 import functools

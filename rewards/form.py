@@ -5,8 +5,8 @@ nothing?
 A reward that a policy can exploit pays for such answers, and accuracy may not show it. `apply_gate`
 takes those rewards away (--reward-gate form).
 
-This file leaves out languages without spaces between words. An answer in one of them is a single
-word here.
+This file does not cover languages without spaces between words. An answer in one of them is a
+single word here.
 """
 
 import re

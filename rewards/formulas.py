@@ -5,7 +5,7 @@ They replace `eval` and sympy's `parse_expr` where a library's scorer would run 
 formula is made of numbers, names, + - * / ** << >> and the functions below. Every number in it
 stays below `LARGEST`.
 
-This file leaves out formulas in LaTeX (rewards/equality.py).
+This file does not cover formulas in LaTeX (rewards/equality.py).
 """
 
 import ast

@@ -2,7 +2,7 @@
 A user's functions and classes: imports them from FILE.py:function or MODULE:function, and locates
 their errors.
 
-This file leaves out their use: rewards (rewards/rewards.py), tools, environments, losses and
+This file does not cover their use: rewards (rewards/rewards.py), tools, environments, losses and
 advantages.
 """
 
@@ -210,7 +210,7 @@ def describe_raised(error: BaseException, fn: Callable[..., Any]) -> str:
     return f"raised {_describe_error(error, getattr(module, '__file__', None))}"
 
 
-def place_of(fn: Callable[..., Any]) -> str:
+def place_suffix(fn: Callable[..., Any]) -> str:
     """The file and line where a function begins, as a suffix; "" for other callable objects."""
     code = getattr(inspect.unwrap(fn), "__code__", None)
     return f" ({code.co_filename}:{code.co_firstlineno})" if code else ""

@@ -1,8 +1,8 @@
 """
 JSON in a text: the object or list that it states, and whether that is the right one.
 
-This file leaves out choices inside an object (rewards/choices.py). Each function takes time linear
-in the text.
+This file does not cover choices inside an object (rewards/choices.py). Each function takes time
+linear in the text.
 """
 
 import json
@@ -45,7 +45,7 @@ def is_same_json(gold: str, statement: str) -> bool:
     return right is not None and right == read_json_statement(statement, type(right))
 
 
-def read_json_answers(gold: str, text: str) -> list[str]:
+def find_json_statements(gold: str, text: str) -> list[str]:
     """
     The statements of a text whose right answer is JSON.
 

@@ -6,7 +6,7 @@ value.
 rules for every kind of answer are in rewards/statements.py. `mathematics.find_formula` reads the
 last sentence.
 
-This file leaves out the values of numbers (rewards/quantities.py), the comparison of formulas
+This file does not cover the values of numbers (rewards/quantities.py), the comparison of formulas
 (rewards/mathematics.py), and what texts state (rewards/text_answers.py).
 """
 

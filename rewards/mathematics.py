@@ -2,7 +2,7 @@
 Mathematics: which answers are formulas, which formula a text states, and whether two are the same.
 
 Numbers are compared in this process (rewards/quantities.py), formulas by workers
-(rewards/equality.py). This file leaves out the choice of the piece of text that is compared
+(rewards/equality.py). This file does not cover the choice of the piece of text that is compared
 (rewards/math_answers.py).
 """
 
@@ -20,7 +20,7 @@ from rewards.quantities import (
     read_number,
     write_fractions,
 )
-from rewards.texts import DENIAL, clean_text, write_superscripts
+from rewards.texts import DENIAL, clean_text, replace_superscripts
 from rewards.units import Measure, find_unit, is_same_measure, read_measure
 from sandbox.workers import Pool
 
@@ -103,7 +103,7 @@ def _write_signs(text: str) -> str:
     """A text with \\pi for \u03c0, \\frac{1}{2} for \u00bd and x^2 for x\u00b2."""
     if text.isascii():
         return text
-    text = write_fractions(write_superscripts(text))
+    text = write_fractions(replace_superscripts(text))
     return _SIGN.sub(lambda sign: _SIGNS[sign[0]], text)
 
 

@@ -3,8 +3,8 @@ Numbers with their units, as people and models write them, and whether two of th
 
 Values are exact fractions. Only fractions, mixed numbers and powers of ten are calculated.
 
-This file leaves out number words, rounding, conversions of units, and which part of a text is its
-answer (rewards/math_answers.py).
+This file does not cover number words, rounding, conversions of units, and which part of a text is
+its answer (rewards/math_answers.py).
 """
 
 import functools
@@ -13,7 +13,7 @@ import unicodedata
 from fractions import Fraction
 from typing import NamedTuple
 
-from rewards.texts import clean_text, write_superscripts
+from rewards.texts import clean_text, replace_superscripts
 from rewards.units import Measure, find_unit, is_same_measure, read_measure
 
 LONGEST = 400  # characters of a statement
@@ -69,7 +69,7 @@ def plain_text(text: str) -> str:
 
     LaTeX, Markdown and the left side of "6 * 7 = 42" are removed.
     """
-    text = write_fractions(write_superscripts(clean_text(text)))
+    text = write_fractions(replace_superscripts(clean_text(text)))
     for pattern, new in _COMPILED:
         text = pattern.sub(new, text)
     return text

@@ -5,7 +5,7 @@ A reward is called by keyword with lists of N values: prompts, completions and t
 data. It gives N numbers, or None where it does not apply. Every mistake of a reward becomes a
 ValueError of one line that names it.
 
-This file leaves out the import of a user's file (rewards/functions.py), the built-in rewards
+This file does not cover the import of a user's file (rewards/functions.py), the built-in rewards
 (rewards/built_in.py), weights and advantages, and the judge's reward, which is named rubric.
 """
 
@@ -34,7 +34,7 @@ from prompts.examples import (
 )
 from rewards import built_in
 from rewards.built_in import BUILT_IN, Reward
-from rewards.functions import describe_raised, load_function, place_of
+from rewards.functions import describe_raised, load_function, place_suffix
 from rewards.statements import strip_thoughts
 
 # Arguments of rewards that exist only where there are environments.
@@ -359,7 +359,7 @@ def _checked_rewards(name: str, fn: Reward, rewards: Any, num_rows: int) -> list
     if not is_list or len(rewards) != num_rows:
         result = f"{len(rewards)} values" if is_list else shorten_value(rewards)
         raise ValueError(
-            f"reward {name}{place_of(fn)} gave {result}, "
+            f"reward {name}{place_suffix(fn)} gave {result}, "
             f"not a list of {num_rows} numbers, one for each completion"
         )
     values = []
@@ -367,7 +367,7 @@ def _checked_rewards(name: str, fn: Reward, rewards: Any, num_rows: int) -> list
         number = to_number(value)
         if value is not None and math.isnan(number):
             raise ValueError(
-                f"reward {name}{place_of(fn)} gave {shorten_value(value)} for row {row}; "
+                f"reward {name}{place_suffix(fn)} gave {shorten_value(value)} for row {row}; "
                 "return a finite number below 1e15"
             )
         values.append(number)
@@ -466,7 +466,7 @@ def needs_episodes(reward: Reward) -> bool:
     return not set(OF_EPISODES).isdisjoint(inspect.signature(reward).parameters)
 
 
-def reward_arguments(examples: Sequence[Example], environments: bool = False) -> list[str]:
+def reward_argument_names(examples: Sequence[Example], environments: bool = False) -> list[str]:
     """The names of all arguments that a reward may take with these examples."""
     names = list(RESERVED)
     if environments:

@@ -78,7 +78,7 @@ def strip_thoughts(text: str) -> str:
     return text[begin:end].strip() if has_thoughts else text
 
 
-def opened_thought(prompt: str) -> str:
+def open_thought_text(prompt: str) -> str:
     """
     The thought that a rendered prompt opens and leaves open, from its tag on; "" without one.
 

@@ -5,7 +5,7 @@ Answers that are texts: what a completion states, and whether that is the right 
 Each rule that is special to texts is one function here. The rules for every kind of answer are in
 rewards/statements.py.
 
-This file leaves out the spelling of texts (rewards/texts.py), choices (rewards/choices.py), and
+This file does not cover the spelling of texts (rewards/texts.py), choices (rewards/choices.py), and
 numbers and formulas (rewards/math_answers.py).
 """
 

@@ -1,8 +1,8 @@
 """
 Texts as they are compared: one spelling for characters that look or mean the same.
 
-This file leaves out which part of a text is its answer (rewards/statements.py), and the values of
-numbers (rewards/quantities.py).
+This file does not cover which part of a text is its answer (rewards/statements.py), and the values
+of numbers (rewards/quantities.py).
 """
 
 import functools
@@ -98,7 +98,7 @@ def clean_text(text: str) -> str:
     return cleaned if cleaned.isascii() else unicodedata.normalize("NFC", cleaned)
 
 
-def write_superscripts(text: str) -> str:
+def replace_superscripts(text: str) -> str:
     """A text with x^2 for x\u00b2, s^{-1} for s\u207b\u00b9."""
     if text.isascii():
         return text
@@ -118,7 +118,9 @@ def fold_text(text: str) -> str:
     It is in lower case, and in the form of `clean_text`. It has no Markdown, no quotes of any
     script, no full stop, no English article, no `\\text{}`, and no brackets around a single word.
     """
-    text = re.sub(r"\\(?:text|math)[a-z]*\{([^{}]*)\}", r"\1", write_superscripts(clean_text(text)))
+    text = re.sub(
+        r"\\(?:text|math)[a-z]*\{([^{}]*)\}", r"\1", replace_superscripts(clean_text(text))
+    )
     text = " ".join(text.casefold().split())
     text = _strip_quotes(text)
     text = re.sub(r"^(?:the|an?) ", "", text)

@@ -295,7 +295,7 @@ class _MeasureReader:
                 self.place += 1
             return False
         self.place += num_tokens
-        exponent, num_tokens = _exponent_at(self.tokens, self.place)
+        exponent, num_tokens = _power_and_length_at(self.tokens, self.place)
         self.place += num_tokens
         sign = -1 if self.is_divided else 1
         for name, inner_power in _parts_of(unit):
@@ -359,7 +359,7 @@ def _is_time(tokens: list[str], place: int) -> bool:
     return isinstance(unit, frozenset) and bool(unit & times)
 
 
-def _exponent_at(tokens: list[str], place: int) -> tuple[int, int]:
+def _power_and_length_at(tokens: list[str], place: int) -> tuple[int, int]:
     """The power behind a unit, and how many tokens spell it."""
     if place >= len(tokens):
         return 1, 0

@@ -27,13 +27,14 @@ Every rule of docs/data.md, "What a completion states", is a function:
 | JSON alone, in a fence or in prose | json_answers.read_json_statement |
 | a question or a denial | statements.is_question, texts.DENIAL |
 
-`read_text_answers`, `read_math_answers`, `read_choice_answers` and `read_json_answers` apply the
+`read_text_answers`, `read_math_answers`, `read_choice_answers` and `find_json_statements` apply the
 rules in their order.
 
 Nothing in a completion is evaluated as code, and each step takes time linear in the text, since a
 policy is paid for every hole that it finds.
 
-This file leaves out number words, and most denials and comparisons: see the end of that section.
+This file does not cover number words, and most denials and comparisons: see the end of that
+section.
 """
 
 import functools
@@ -124,7 +125,7 @@ exact = make_verifier(text_answers.read_text_answers, text_answers.is_same_text)
 math_correct = make_verifier(math_answers.read_math_answers, math_answers.is_same_value)
 number = math_correct
 marked = make_verifier(math_answers.read_marked_answers, math_answers.is_same_mark)
-same_json = make_verifier(json_answers.read_json_answers, json_answers.is_same_json)
+same_json = make_verifier(json_answers.find_json_statements, json_answers.is_same_json)
 
 
 def choice_of(names: Collection[str]) -> Verifier:

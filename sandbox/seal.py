@@ -8,7 +8,7 @@ what each wall stops, and where.
 
 Python code that runs inside could still claim any score for its own text: a process is no boundary
 to itself. Therefore no scorer evaluates an answer as Python; see rewards/formulas.py.
-This file leaves out the processes and their questions (sandbox/workers.py).
+This file does not cover the processes and their questions (sandbox/workers.py).
 """
 
 import ctypes

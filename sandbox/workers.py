@@ -113,7 +113,7 @@ class Pool:
             text = questions[broken[0]][-1]
             error = answers[broken[0]].error
             print(
-                f"{len(broken)} of {len(answers)} answers broke their reader: "
+                f"{len(broken)} of {len(answers)} answers ended the process that read them: "
                 f"{shorten_value(text)} {error}",
                 file=sys.stderr,
             )

@@ -1,7 +1,7 @@
 """
 Whether settings that are each in range make a run: settings that it cannot use, contradictions.
 
-This file leaves out the settings and their ranges (config.py).
+This file does not cover the settings and their ranges (config.py).
 """
 
 import os

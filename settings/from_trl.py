@@ -1,8 +1,8 @@
 """
 Converts TRL's YAML (of `trl grpo` or `trl sft`), or a script with GRPOTrainer or SFTTrainer.
 
-data/trl.yaml says what each name is here. Nothing of the script is run. This file leaves out single
-unknown flags (text/foreign_names.py).
+data/trl.yaml says what each name is here. Nothing of the script is run. This file does not cover
+single unknown flags (text/foreign_names.py).
 """
 
 import ast

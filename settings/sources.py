@@ -1,8 +1,8 @@
 """
 Where a run's settings come from: flags, the environment, a recipe; and how they are written down.
 
-A flag wins over the environment, the environment over the recipe, the recipe over the default.
-This file leaves out the settings (config.py) and whether they fit together (settings/checks.py).
+A flag wins over the environment, the environment over the recipe, the recipe over the default. This
+file does not cover the settings (config.py) and whether they fit together (settings/checks.py).
 """
 
 import argparse

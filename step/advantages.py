@@ -1,7 +1,7 @@
 """
 Advantages of a step's samples, and which of the samples are trained.
 
-This file leaves out the arithmetic of advantages (grpo.py) and how samples go through the model
+This file does not cover the arithmetic of advantages (grpo.py) and how samples go through the model
 (step/batch.py).
 
 Axes: B groups of a step, G samples of a group, N samples, T tokens of a sample that the policy
@@ -27,7 +27,7 @@ def assign_advantages(
     config: Config, samples: list[Sample], weights: Weights, custom: Advantage | None = None
 ) -> list[Sample]:
     """
-    Sets the samples' advantages, and whether their groups have a signal.
+    The samples again, with their advantages and whether their groups have a signal.
 
     weights: of the rewards. custom: a user's function, in place of ours.
     """
@@ -129,11 +129,11 @@ def has_advantage(sample: Sample) -> bool:
 # ---- which samples are computed
 
 
-def select_for_update(
+def mark_for_update(
     config: Config, samples: list[Sample], step: int, all_have_gradient: bool = False
 ) -> list[Sample]:
     """
-    Sets which samples of a step have a gradient, and how much each one weighs in the statistics.
+    All samples again, each with whether it has a gradient and its weight in the statistics.
 
     A sample that --truncated mask leaves out has no tokens, so no mean counts it. A sample whose
     advantage is 0 has no gradient, unless `all_have_gradient`, and is not computed. One in

@@ -1,7 +1,7 @@
 """
 Generation: the model writes the responses of a step's samples.
 
-This file leaves out how tokens are drawn (sampler.py) and how tools answer (tools/episodes.py).
+This file does not cover how tokens are drawn (sampler.py) and how tools answer (tools/episodes.py).
 
 Axes: N samples.
 """
@@ -17,7 +17,7 @@ import sampler
 from disk import ends
 from machine import memory, world
 from prompts.examples import prompt_text
-from rewards.statements import opened_thought
+from rewards.statements import open_thought_text
 from step.sample import EMPTY, Sample
 from tools.episodes import Episodes
 from tools.toolbox import Toolbox
@@ -140,7 +140,7 @@ def decode_with_thoughts(
         prompt_end = tuple(prompt[-PROMPT_END:])
         if prompt_end not in openings:
             text = tokenizer.decode(list(prompt_end), skip_special_tokens=False)
-            openings[prompt_end] = opened_thought(text)
+            openings[prompt_end] = open_thought_text(text)
     if not any(openings.values()):
         return texts
 
@@ -151,7 +151,7 @@ def decode_with_thoughts(
         if rollout.sequences is None or rollout.places is None:
             texts[row] = opening + texts[row]
         else:
-            turns = split_turns(rollout.sequences[row], rollout.places[row], set(eos_ids))
+            turns = policy_ids_by_turn(rollout.sequences[row], rollout.places[row], set(eos_ids))
             turn_texts = [
                 opening + tokenizer.decode(turn, skip_special_tokens=True) for turn in turns
             ]
@@ -160,7 +160,7 @@ def decode_with_thoughts(
     return texts
 
 
-def split_turns(
+def policy_ids_by_turn(
     response_ids: list[int], loss_positions: Sequence[int], eos_ids: set[int]
 ) -> list[list[int]]:
     """The ids that the policy wrote in each turn, without end tokens. Turns do not touch."""

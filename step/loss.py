@@ -1,7 +1,7 @@
 """
 The loss of a step: a batch goes through the policy, and gives its part of the step's loss.
 
-This file leaves out the arithmetic of the losses (grpo.py), the gradient and the optimizer
+This file does not cover the arithmetic of the losses (grpo.py), the gradient and the optimizer
 (update.py).
 
 Axes: M rows of a batch, T tokens that the policy wrote.

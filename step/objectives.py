@@ -4,7 +4,7 @@ A user's own loss and advantage, tried on a few tokens before a model is loaded.
     --loss-type FILE.py:function    (Tokens, Objective) -> Loss, in place of a row of grpo.LOSSES
     --advantage FILE.py:function    rewards (B, G) float64 -> advantages (B, G)
 
-This file leaves out our own losses and advantages (grpo.py).
+This file does not cover our own losses and advantages (grpo.py).
 
 Axes: B groups, G samples of a group.
 """
@@ -19,7 +19,7 @@ import numpy as np
 import grpo
 from config import Config, is_user_function
 from prompts.examples import shorten_value
-from rewards.functions import describe_raised, load_function, place_of
+from rewards.functions import describe_raised, load_function, place_suffix
 from step.advantages import Advantage
 from step.loss import SUMS, make_objective
 
@@ -55,7 +55,7 @@ def load_custom_objective(config: Config) -> CustomObjective:
 def _load_loss(spec: str, config: Config) -> grpo.LossFunction:
     """Loads a user's loss, and tries it on two rows of tokens."""
     _, function = load_function("--loss-type", spec)
-    label = f"--loss-type {spec}{place_of(function)}"
+    label = f"--loss-type {spec}{place_suffix(function)}"
     objective = make_objective(config)
     tokens = _make_trial_tokens(has_reference=bool(config.objective.beta))
 
@@ -171,7 +171,7 @@ def compute_custom_advantages(
     Rewards are nan where a group has fewer samples; advantages are 0 there. Raises ValueError if
     the function fails, or returns another shape or a value that is not finite.
     """
-    label = f"--advantage {spec}{place_of(function)}"
+    label = f"--advantage {spec}{place_suffix(function)}"
     advantages = _try_out(label, function, lambda: np.array(function(rewards.copy()), np.float32))
     if advantages.shape != rewards.shape:
         raise ValueError(

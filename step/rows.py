@@ -1,7 +1,7 @@
 """
 The memory of a layer's positions and of a rollout's rows, and how many rows fit at once.
 
-This file leaves out the memory of a whole run (preflight.py) and the memory of this machine
+This file does not cover the memory of a whole run (preflight.py) and the memory of this machine
 (machine/memory.py).
 
 Axes: N rows, S keys; widths are those of a model's configuration.

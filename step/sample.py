@@ -87,9 +87,9 @@ def new_samples(
     return samples
 
 
-def sample_of_reply(ids: list[int], loss_positions: list[int], group: int = 0) -> Sample:
+def sample_from_conversation(ids: list[int], loss_positions: list[int], group: int = 0) -> Sample:
     """
-    A given reply with the advantage 1.
+    The sample of a given prompt and reply, whose advantage is 1.
 
     ids: of prompt and reply; loss_positions: the places in them of the tokens to learn.
     """

@@ -1,7 +1,7 @@
 """
 Scoring: every reward and the judge are called once, and their weighted sum is a sample's reward.
 
-This file leaves out how a reward function is called (rewards/rewards.py), how a judge reads an
+This file does not cover how a reward function is called (rewards/rewards.py), how a judge reads an
 answer (judge.py), and how rewards are compared (step/advantages.py).
 
 Axes: N samples, J criteria of the rubric.
@@ -58,7 +58,7 @@ def assign_rewards(
     compares_whole_step: bool = False,
 ) -> list[Sample]:
     """
-    Sets the samples' rewards from their components.
+    The samples again, with rewards computed from their components.
 
     components: (N,) each, by name. A component of weight 0 is a metric: it is recorded and nothing
     else. scores (N, J): of the judge. extra_columns: what rewards logged, N values by name.

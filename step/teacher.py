@@ -3,8 +3,8 @@ On-policy distillation: a teacher scores each token of the student's own complet
 
 The loss is the divergence of the two distributions at each token (layers/divergence.py). The
 teacher is another model with the same tokenizer, or with `self` the model before training. A prompt
-that only the teacher sees may precede what the student sees. This file leaves out sampling, rewards
-and the optimizer.
+that only the teacher sees may precede what the student sees. This file does not cover sampling,
+rewards and the optimizer.
 
 Axes: M rows of a batch, T tokens of a row that the policy wrote, V vocabulary, C hidden width of
 the student, D hidden width of the teacher.
@@ -111,7 +111,7 @@ class Teacher:
             )
 
     def add_lessons(self, samples: list[Sample], batches: list[Batch]) -> list[Batch]:
-        """Adds the teacher's hidden states of the tokens, and its head for the student's ids."""
+        """The batches again, with the teacher's hidden states, and its head for our ids."""
         head_weight = self.model.head_weight[: self.num_ids]
         completed: list[Batch] = []
         with lora.with_initial_weights(self.model):

@@ -3,7 +3,7 @@ Tasks: prompts, rewards that a program can verify, rubrics, and held-out problem
 
 `make_task` puts the user's own things in their place: data, reward functions, a rubric, tools. No
 model is known here. A user's mistake is a ValueError of one line that names the value and the fix.
-This file leaves out reading data (prompts/data.py) and reward functions (rewards/rewards.py).
+This file does not cover reading data (prompts/data.py) and reward functions (rewards/rewards.py).
 """
 
 import importlib
@@ -27,7 +27,7 @@ from prompts.examples import (
 )
 from prompts.held_out import load_sides
 from rewards.functions import load_functions
-from rewards.rewards import Reward, load_reward, reward_arguments, reward_columns
+from rewards.rewards import Reward, load_reward, reward_argument_names, reward_columns
 from settings.checks import check_settings
 from settings.sources import BUNDLED_TASKS, load_recipe
 from tasks import own
@@ -260,7 +260,7 @@ def load_train_and_held_out(config: Config, run_dir: Path | None = None) -> Side
     return task.train, task.held_out
 
 
-def write_held_out(run_dir: Path, held_out: Sequence[Example]) -> None:
+def record_held_out_keys(run_dir: Path, held_out: Sequence[Example]) -> None:
     """Records what a run holds out, so that it keeps its sides even if its data grow."""
     file = run_dir / HELD_OUT
     if not file.is_file():
@@ -359,7 +359,7 @@ def _apply_weights(task: Task, config: Config) -> Task:
     if not task.counted_rewards and task.rubric is None and not config.objective.teacher:
         raise ValueError("--reward-weights leave no reward; give one of them a weight other than 0")
 
-    columns = reward_arguments(task.train or task.held_out, bool(task.environments))
+    columns = reward_argument_names(task.train or task.held_out, bool(task.environments))
     usable = dict[str, Reward]()
     for name, reward in task.rewards.items():
         try:

@@ -3,7 +3,7 @@ The prompts of each step: from shuffled epochs, or from problems without end.
 
 Both are exact after a resume. A draw is a function of the seed, its number, and the state of the
 last whole step, which the checkpoint holds. `commit` ends a step; only then the state changes.
-This file leaves out how problems are made (tasks/rg.py, tasks/ifeval.py).
+This file does not cover how problems are made (tasks/rg.py, tasks/ifeval.py).
 
 Axes: B prompts of a draw.
 """

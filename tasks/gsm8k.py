@@ -42,7 +42,7 @@ def add_system_message(example: Example, question: str) -> Example:
     """
     A checked example with a system message, unless it has one or its prompt is a list of messages.
 
-    question: the column that is the prompt if there is no `prompt`.
+    question: the column to use as the prompt of rows that have no `prompt`.
     """
     if question in example:
         example = {"prompt": example[question]} | example

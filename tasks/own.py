@@ -1,7 +1,7 @@
 """
 A user's own data. The column `answer`, if there is one, is what completions are compared with.
 
-This file leaves out reading the data (prompts/data.py) and comparing answers
+This file does not cover reading the data (prompts/data.py) and comparing answers
 (rewards/verifiers.py).
 """
 

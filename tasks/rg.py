@@ -7,7 +7,7 @@ or that it had before. Workers make the problems, because hashes of strings deci
 generators draw. Other workers score. They are sealed, because some scorers loop on hostile text,
 and apart, so that no answer comes near a problem. Where a scorer would run the answer as Python, a
 reader of `rewards/formulas.py` takes its place.
-This file leaves out which problem a step gets (tasks/draws.py).
+This file does not cover which problem a step gets (tasks/draws.py).
 """
 
 # ruff: noqa: RUF001  (logic has an or that looks like a v)

@@ -145,7 +145,7 @@ class Scripted(rubrics.Grader):
     def identity(self):
         return f"{self.score_of}{self.rubric}"
 
-    def evaluate(self, questions):
+    def score_questions(self, questions):
         for place, question in enumerate(questions):
             score = self.score_of(question.completion)
             yield place, rubrics.Evaluation(score, float(not math.isnan(score)), "5")

@@ -23,7 +23,7 @@ OWN = "import grpo\ndef plain(tokens, objective):\n    return grpo.Loss(-(tokens
 
 def trained(run, drawn, turn=0):
     return make_batches(
-        advantages.select_for_update(run.config, drawn, turn, run.learner.loss.all_have_gradient),
+        advantages.mark_for_update(run.config, drawn, turn, run.learner.loss.all_have_gradient),
         1024,
     )
 

@@ -45,7 +45,7 @@ class Answers(NamedTuple):
 
 def evaluate(grader, pairs):
     """A judge's answers about n different pairs, each (n, J)."""
-    evaluations = dict(grader.evaluate(grader.questions(pairs)))
+    evaluations = dict(grader.score_questions(grader.questions(pairs)))
     columns = zip(*(evaluations[place] for place in sorted(evaluations)), strict=True)
     return Answers(*(np.array(column).reshape(len(pairs), -1) for column in columns))
 

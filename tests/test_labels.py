@@ -16,7 +16,7 @@ def table(scores, given, criteria=None):
     """The words of the table's lines for labels of these scores, of "curiosity" where no criteria are named."""
     names = criteria or ["curiosity"] * len(scores)
     known = pd.DataFrame({"prompt": "q", "completion": "a", "criterion": names, "score": scores})
-    return [line.split() for line in labels.compare_scores(known, np.array(given)).splitlines()]
+    return [line.split() for line in labels.agreement_report(known, np.array(given)).splitlines()]
 
 
 @pytest.mark.parametrize(

@@ -587,7 +587,7 @@ def test_a_run_keeps_its_sides_when_its_data_grow(after, tmp_path):
     rows = [{"prompt": f"What is {n} plus one?", "answer": n + 1} for n in range(after)]
     path = write_log(tmp_path / "a.jsonl", rows[:100])
     train_before, held_out, _ = load_sides(path, None)
-    tasks.write_held_out(tmp_path, held_out)
+    tasks.record_held_out_keys(tmp_path, held_out)
     write_log(tmp_path / "a.jsonl", rows)
     train_after, test, notes = load_sides(path, None, held_out_keys=tasks.read_held_out(tmp_path))
     assert test == held_out and len(train_after) == after - 10

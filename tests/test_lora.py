@@ -189,7 +189,7 @@ def test_an_unknown_target_is_refused_by_name(tiny_model):
 def begun(directory, path, rank=4, scale=3.0, targets=lora.TARGETS):
     """A model in training that begins with the adapter at `path`."""
     model = gwen.load_model(directory)
-    start = lora.read_for_model(model, path)
+    start = lora.read_adapter_for_model(model, path)
     lora.apply(model, rank, scale, targets)
     lora.start_from(model, *start)
     return model

@@ -200,7 +200,7 @@ WRITERS = {
     "rows.jsonl": lambda path: data.cache_rows([{"prompt": "x" * 1000}]),
     "metrics.jsonl": lambda path: run_files.JsonLines(path).write({"step": 1, "text": "x" * 1000}),
     "page.html": lambda path: run_files.replace_text(path, "x" * 1000),
-    "state.json": lambda path: checkpoint.write_json(path, {"text": "x" * 1000}),
+    "state.json": lambda path: checkpoint.write_synced_json(path, {"text": "x" * 1000}),
     "adapter_config.json": lambda path: checkpoint.publish(path.parent, saved_state(path.parent)),
 }
 

@@ -506,8 +506,8 @@ def test_ctrl_c_ends_a_program_that_waits_for_slow_requests_at_once(serve):
     ended = threading.Event()
     server = serve(lambda *_: ended.wait(120) and (200, completion("5"), {}))
     program = f"""
-from judging.server import Endpoint, Flags
-list(Endpoint(Flags("--url", "", "", ""), {server.url!r}, "tiny").chat([{{"messages": []}}] * 9))
+from judging.server import Endpoint, FlagNames
+list(Endpoint(FlagNames("--url", "", "", ""), {server.url!r}, "tiny").chat([{{"messages": []}}] * 9))
 """
     process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
     while server.running < 8:

@@ -30,7 +30,7 @@ class Made(rubrics.Grader):
     def identity(self):
         return self.name
 
-    def evaluate(self, questions):
+    def score_questions(self, questions):
         self.asked.append([tuple(question) for question in questions])
         for place, question in enumerate(questions):
             mass = 1.0 if question.criterion else 0.75
@@ -122,8 +122,8 @@ class Mute(Made):
     num_said = 0
     is_mute = True
 
-    def evaluate(self, questions):
-        for place, found in super().evaluate(questions):
+    def score_questions(self, questions):
+        for place, found in super().score_questions(questions):
             self.num_said += 1
             yield place, found._replace(score=math.nan) if self.is_mute else found
 

@@ -56,7 +56,7 @@ def test_an_answer_that_tries_what_is_refused_is_named_counted_and_shown_in_plai
         "tried what is refused here: open",
         True,
     )
-    said = "1 of 3 answers broke their reader: '\\x1b[2J' tried what is refused here: open\n"
+    said = "1 of 3 answers ended the process that read them: '\\x1b[2J' tried what is refused here: open\n"
     assert capsys.readouterr().err == said
 
 

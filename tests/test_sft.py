@@ -28,7 +28,7 @@ from run import make_run
 from settings.sources import given_settings, parse_flags
 from step.batch import make_batches
 from step.loss import StepLoss
-from step.sample import sample_of_reply
+from step.sample import sample_from_conversation
 
 SIZES = Sizes(1, 1024, 0)
 TALK = [
@@ -61,7 +61,7 @@ def random_rows(vocab, num=6):
 
 
 def batches_of(rows, token_budget):
-    return make_batches([sample_of_reply(*row) for row in rows], token_budget)
+    return make_batches([sample_from_conversation(*row) for row in rows], token_budget)
 
 
 def count(rows):

@@ -20,7 +20,7 @@ def now(monkeypatch):
 
 
 def signed(capsys):
-    alive.show_progress()
+    alive.redraw_progress()
     return capsys.readouterr().err.strip()
 
 
@@ -64,7 +64,7 @@ def test_a_drawn_bar_is_drawn_again_and_no_line_is_written(now, monkeypatch):
     screen = Screen()
     bar = alive.Bar(total=4, desc="update", file=screen)
     before = screen.getvalue()
-    alive.show_progress()
+    alive.redraw_progress()
     assert len(screen.getvalue()) > len(before) and "..." not in screen.getvalue()
     bar.start_t = bar.last_print_t = now[0]
     bar._time = lambda: now[0]

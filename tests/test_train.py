@@ -192,7 +192,7 @@ def test_a_group_whose_rows_are_all_left_out_teaches_nothing():
         assert all(one.rewards_differ for one in told)
         counted = [
             bool(one.loss_positions)
-            for one in advantages.select_for_update(
+            for one in advantages.mark_for_update(
                 config.with_settings(truncated=truncated), told, 0
             )
         ]
@@ -222,7 +222,7 @@ def test_groups_of_any_sizes_are_compared_each_for_itself_and_no_mini_batch_has_
         values = np.array([one.reward for one in group])
         expected = (values - values.mean()) / (values.std(ddof=1) + 1e-4)
         np.testing.assert_allclose([one.advantage for one in group], expected, atol=1e-5)
-    taught = advantages.select_for_update(config, chosen, 0)
+    taught = advantages.mark_for_update(config, chosen, 0)
     parts = {number: set() for number in range(2)}
     for batch in make_batches(taught, 1000, num_mini_batches=2):
         parts[batch.mini_batch] |= {chosen[row].group for row in batch.rows}
@@ -779,7 +779,7 @@ def test_ctrl_c_while_the_model_loads_leaves_no_run(tmp_path, monkeypatch):
 
 def test_a_recorded_completion_has_what_was_known_of_its_tokens_and_of_its_problem(tmp_path):
     run = make_run(tmp_path)
-    samples = train.score(run, sample(run), None).samples
+    samples = train.score(run, sample(run))[0]
     drawn = [one._replace(example=one.example | {"category": "sums"}) for one in samples]
     for one, record in zip(drawn, completion_records(1, drawn), strict=True):
         assert (record["group"], record["category"]) == (one.group, "sums")

@@ -289,7 +289,7 @@ def test_the_gradient_of_turns_is_a_fresh_forward_pass_s_and_a_step_does_what_it
         sample._replace(reward=np.mean(np.array(sample.completion_ids) < 160)) for sample in samples
     ]
     samples = advantages.assign_advantages(config, low_ids, {})
-    batches = make_batches(advantages.select_for_update(config, samples, 1), 400)
+    batches = make_batches(advantages.mark_for_update(config, samples, 1), 400)
     assert len(batches) > 3
     with_advantage = [sample for sample in samples if sample.advantage]
     num_items = batches[0].num_loss_tokens

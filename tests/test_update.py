@@ -27,7 +27,7 @@ import update
 from config import Sizes
 from run import GrpoRun
 from step import trust_region
-from step.advantages import select_for_update
+from step.advantages import mark_for_update
 from step.batch import make_batches
 from step.loss import StepLoss
 from step.sample import Sample
@@ -235,7 +235,7 @@ def test_a_mini_batch_without_a_row_that_teaches_is_no_step(tmp_path):
     samples = sample(run, [[1, -1, 0, 0], [0, 0, 0, 0], [0, 0, 1, -1]])
     result = update.run_optimizer_steps(
         run.learner,
-        make_batches(select_for_update(run.config, samples, 0), 100_000, num_mini_batches=3),
+        make_batches(mark_for_update(run.config, samples, 0), 100_000, num_mini_batches=3),
         1e-4,
     )
     assert (

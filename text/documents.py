@@ -1,7 +1,7 @@
 """
 JSON and YAML as users write them: duplicate keys, endless files and broken syntax are refused.
 
-This file leaves out what the documents mean (their readers), and text for a terminal
+This file does not cover what the documents mean (their readers), and text for a terminal
 (printable.py).
 """
 

@@ -1,7 +1,7 @@
 """
 Names of TRL and PEFT, and what to use here instead: the table data/trl.yaml.
 
-This file leaves out the conversion of whole recipes (settings/from_trl.py).
+This file does not cover the conversion of whole recipes (settings/from_trl.py).
 """
 
 import difflib

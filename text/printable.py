@@ -1,7 +1,7 @@
 """
 Text from models, users and servers, made safe to print: no secrets, no invisible characters.
 
-This file leaves out how documents are read (documents.py).
+For how documents are read, see documents.py.
 """
 
 import os

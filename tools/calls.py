@@ -7,7 +7,7 @@ mlx_lm reads the calls, in the format of the model's chat template:
 (Qwen3-Coder, Qwen3.5).
 A call that cannot be read becomes a `Call` with an error, which the model reads; so does a result
 that the model wrote itself. What the model wrote is never rendered again: its ids stay.
-This file leaves out running the calls (tools/episodes.py).
+This file does not cover running the calls (tools/episodes.py).
 """
 
 import functools

@@ -3,7 +3,7 @@ Episodes: conversations of a model with tools and environments, one for each row
 
 The sampler reports the end of a turn and asks for the reply. A row's calls run in the order in
 which the model wrote them, and rows run side by side. The model reads a failure as a line of JSON.
-This file leaves out sampling (layers/turns.py), the calls' threads (tools/tool_workers.py), the
+This file does not cover sampling (layers/turns.py), the calls' threads (tools/tool_workers.py), the
 tools of a run (tools/toolbox.py), and how a call is read (tools/calls.py).
 """
 

@@ -1,7 +1,7 @@
 """
 The toolbox of a run: its tools, its environments, their schemas and their threads.
 
-It also encodes prompts, because a chat template shows the tools there. This file leaves out
+It also encodes prompts, because a chat template shows the tools there. This file does not cover
 conversations (tools/episodes.py), and how a call is read (tools/calls.py).
 """
 

@@ -247,7 +247,7 @@ def sample_completions(
     """`n` completions of each prompt; see `Trainer.sample`. temp: None takes the run's --temp."""
     settings = run.config.sampling
     if getattr(run, "toolbox", None):
-        command = command_line(run.config.to_flags(), "sampler.py")
+        command = command_line(run.config.to_flags(), "chat.py")
         raise ValueError(
             "a run with tools answers in turns, which this cannot sample; use "
             f"{command} --run {run.dir} --prompt TEXT"

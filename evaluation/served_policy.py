@@ -199,7 +199,7 @@ class ServedPolicy:
         ending = self.tokenizer.decode(prompt)[-60:]
         warning = (
             f"WARNING: the server makes {length} tokens of a prompt; training made {len(prompt)}, "
-            f"which end {ending!r}. Answers will differ. Serve what lora.py --fuse wrote, whose "
+            f"which end {ending!r}. Answers will differ. Serve what export.py --fuse wrote, whose "
             "template renders prompts as training did, or try --no-thinking."
         )
         tqdm.write(escape_invisible(warning), file=sys.stderr)

@@ -151,13 +151,13 @@ def advise_on_use(run: History) -> str:
     """Returns the commands that use a trained model."""
     settings = run.settings
     directory = quoted_dir(run)
-    chat = command_line(settings, "sampler.py")
+    chat = command_line(settings, "chat.py")
     advice = f"Chat with the model: {chat} --run {directory} --chat --temp 0"
     if run.figure == "loss" and settings.get("lora_rank"):
         model = shlex.quote(str(settings.get("model")))
         start = f"--model {model} --init-adapter {directory}"
         advice += f"; continue with GRPO: {command_line(settings)} {start} --data PROMPTS"
-    fuse = command_line(settings, "lora.py")
+    fuse = command_line(settings, "export.py")
     merge = f"{fuse} --fuse --run {directory} --out my-model"
     return f"{advice}; merge the adapter into the model: {merge}"
 

@@ -233,7 +233,7 @@ def _find_source_mistakes(config: Config) -> Iterator[str]:
     if adapter and not config.model.lora_rank:
         yield (
             f"--init-adapter {adapter}: --lora-rank 0 trains no adapter; merge it into a model "
-            "first: uv run lora.py --fuse --adapter DIR --out MODEL"
+            "first: uv run export.py --fuse --adapter DIR --out MODEL"
         )
 
 

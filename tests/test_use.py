@@ -1,5 +1,6 @@
 """docs/use.md: its commands run in its order on a run, and print what the page shows."""
 
+import ast
 import io
 import re
 import shlex
@@ -51,3 +52,16 @@ def test_an_old_command_names_the_new_one_with_its_arguments(library, new_comman
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.strip().endswith(f"uv run {new_command} --run 'runs/my run' --num 3")
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_no_message_sends_a_user_to_a_command_that_is_now_a_library():
+    shown_as_command = re.compile(r"^(?:sampler|lora)\.py$|\b(?:sampler|lora)\.py -")
+    texts = {
+        f"{path}:{node.lineno}": node.value
+        for path in sorted(ROOT.rglob("*.py"))
+        if not {".venv", "tests"} & set(path.relative_to(ROOT).parts)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    assert len(texts) > 1000
+    assert [place for place, text in texts.items() if shown_as_command.search(text)] == []

@@ -312,7 +312,7 @@ RUNS = {  # name: how it was made, its verdict, and what must be said with it
     "better early": (
         (120, right(0.3), right(0.8)),
         BETTER,
-        ": uv run sampler.py --run",
+        ": uv run chat.py --run",
     ),
     "no change": ((300, right(0.5), right(0.5)), SAME, "--steps"),
     "hardly moved": (
@@ -538,7 +538,7 @@ def test_what_is_best_already_is_not_called_still_rising():
     assert (
         "0.250 -> 0.758, better" in result.text
         and "still rising" not in result.advice
-        and "sampler.py" in result.advice
+        and "chat.py" in result.advice
     )
     run = run_of(
         [*evals, {"step": 125, "eval/score": 0.5, "eval/num": 120}], answers | {125: answers[100]}

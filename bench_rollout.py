@@ -2,12 +2,12 @@
 Times rollouts against mlx_lm on the same work:
 `uv run bench_rollout.py --batch 8 --groups 8 --prompt-tokens 128`.
 
-mlx_lm runs in all its configurations. "mlx_lm" prefills the prompt of every row, with as many rows
-at once as Gwen. "mlx_lm_default" does so with its own batch sizes. "mlx_lm_shared" prefills shared
-beginnings of rows once and gives the cache to each row. All read the log-probabilities of the
-sampled tokens, which training needs and judging does not.
+mlx_lm runs in three configurations. "mlx_lm" prefills the prompt of every row, with as many rows at
+once as Gwen. "mlx_lm_default" does the same with mlx_lm's default batch sizes. "mlx_lm_shared"
+prefills beginnings that rows share only once, and gives the cache to each of these rows. All three
+read the log-probabilities of the sampled tokens, which training needs and judging does not.
 
-bench/rollout.py has the measurement and the report.
+This file does not cover the measurement and the report (bench/rollout.py).
 """
 
 import copy
@@ -29,9 +29,9 @@ def run_mlx_lm(
     """
     Does the work with mlx_lm's BatchGenerator.
 
-    It runs as many rows at once as Gwen, or its own batch sizes. Its log-probabilities are those at
-    temperature 1, whatever it samples at. They are read once a step for all rows; its own
-    `batch_generate` reads them one by one, which costs more.
+    The generator runs as many rows at once as Gwen, or has its default batch sizes. Its
+    log-probabilities are those at temperature 1, whatever the sampling temperature. They are read
+    once a step for all rows; mlx_lm's `batch_generate` reads them one by one, which costs more.
     """
     from mlx_lm.generate import BatchGenerator
     from mlx_lm.sample_utils import make_sampler
@@ -78,9 +78,9 @@ def run_mlx_lm(
 
 def prefill_prefixes(work: Work, peer: Any) -> list[Any]:
     """
-    mlx_lm's caches after all runs of each row but the last; None for a row of one run.
+    For each row, mlx_lm's caches after all runs of ids but the last; None for a row of one run.
 
-    Rows with equal beginnings share them, as the generator copies what it continues.
+    Rows with equal beginnings share caches, because the generator copies a cache to continue it.
     """
     from mlx_lm.models.cache import make_prompt_cache
 
@@ -101,7 +101,7 @@ def prefill_prefixes(work: Work, peer: Any) -> list[Any]:
 
 
 def make_rival(peer: Any, directory: Path) -> Rival:
-    """mlx_lm in all its configurations."""
+    """mlx_lm in its three configurations."""
     run = functools.partial(run_mlx_lm, peer=peer)
     return Rival(
         name="mlx_lm",

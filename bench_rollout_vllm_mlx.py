@@ -2,18 +2,19 @@
 Times rollouts against vllm-mlx on the same work: `uv sync --extra vllm`, then
 `uv run bench_rollout_vllm_mlx.py` with the flags of `bench_rollout.py`.
 
-vllm-mlx schedules mlx_lm's batch generator on mlx_lm's model. It runs here as its
-`generate_batch_sync` does: the scheduler in this thread and without a server, with as many rows at
-once as Gwen. It runs with its prefix cache on and off, and the better of the two counts.
+vllm-mlx schedules mlx_lm's batch generator on mlx_lm's model. Here it runs as in its function
+`generate_batch_sync`: the scheduler runs in this thread and without a server, with as many rows at
+once as Gwen. It runs with its prefix cache on and off, and the faster of the two counts.
 
-With the cache on, shared beginnings of rows are generated from first, so that the rows find them:
-vllm-mlx ignores a match of a whole prompt, and a match of fewer than 128 tokens. The cache starts
-empty in every run, as it must in training, where the weights change between rollouts.
+With the cache on, the beginnings that rows share are first run as prompts of their own, so that the
+rows find them in the cache. vllm-mlx ignores a match of a whole prompt, and a match of fewer than
+128 tokens. The cache starts empty in every run, as it must in training, where the weights change
+between rollouts.
 
-vllm-mlx returns no log-probabilities. It turns ids into text as it goes, which cannot be turned
-off. Its `prefill_ms` is the time of the scheduler's steps that gave no token.
+vllm-mlx returns no log-probabilities. It always turns ids into text as it generates. Its
+`prefill_ms` is the time of the scheduler's steps that returned no token.
 
-bench/rollout.py has the measurement and the report.
+This file does not cover the measurement and the report (bench/rollout.py).
 """
 
 import functools
@@ -58,14 +59,14 @@ def run_vllm_mlx(work: Work, *, peer: Any, tokenizer: Any, prefix_cache: bool) -
 def generate(
     scheduler: Any, work: Work, prompts: list[list[int]], limits: list[int]
 ) -> tuple[list[list[int]], float]:
-    """The completion of each prompt, and the seconds of the steps that gave no token."""
+    """The completion of each prompt, and the seconds of the steps that returned no token."""
     from vllm_mlx.request import Request, SamplingParams
 
     for row, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
         params = SamplingParams(
             max_tokens=limit,
             temperature=work.temperature,
-            top_p=1.0,  # its default of 0.9 sorts the vocabulary at every step
+            top_p=1.0,  # the default of 0.9 sorts the vocabulary at every step
             stop_token_ids=list(work.eos_ids),
         )
         scheduler.add_request(Request(request_id=str(row), prompt=prompt, sampling_params=params))
@@ -87,10 +88,12 @@ def generate(
 
 def make_rival(peer: Any, directory: Path) -> Rival:
     """vllm-mlx with its prefix cache and without."""
-    # it warns of hooks that this mlx_lm does not have
+    # vllm-mlx warns of hooks that this mlx_lm does not have
     logging.getLogger("vllm_mlx").setLevel(logging.ERROR)
     tokenizer = hub.load_tokenizer(directory)
-    tokenizer.eos_token = None  # else it would end rows at this token too, against the work's ends
+    tokenizer.eos_token = (
+        None  # otherwise rows would also end at this token, against `work.eos_ids`
+    )
     run = functools.partial(run_vllm_mlx, peer=peer, tokenizer=tokenizer)
     return Rival(
         name="vllm_mlx",

@@ -4,9 +4,9 @@ The command that shows what a model writes.
 `uv run chat.py --prompt "Hi"` prints completions of a prompt, `--chat` is a conversation in the
 terminal, and with tools or an environment the model plays held-out episodes.
 
-A conversation continues in the cache of all earlier turns, and the model's own turns stay as it
-sampled them. This file does not cover rollouts (sampler.py), tools (tools/episodes.py) and the text
-that a template puts between turns (tools/calls.py).
+A conversation continues in the cache of all earlier turns, and the ids of the model's own turns
+stay as they were sampled. This file does not cover rollouts (sampler.py), tools
+(tools/episodes.py), or the text that a template puts between turns (tools/calls.py).
 """
 
 import argparse
@@ -50,7 +50,7 @@ Messages = list[dict[str, Any]]
 
 @dataclasses.dataclass
 class ChatModel:
-    """A model in a conversation, with the cache of everything that was said."""
+    """A model in a conversation, with the cache of all turns so far."""
 
     model: gwen.Model
     tokenizer: Any
@@ -58,9 +58,9 @@ class ChatModel:
     thinking: bool
     opening: Messages  # messages before the user's first line
     seed: int
-    context: int  # the most tokens of a conversation
+    context: int  # the maximum number of tokens in a conversation
     toolbox: toolbox_module.Toolbox | None
-    is_before: bool = False  # answers as before training, see `lora.with_initial_weights`
+    is_before: bool = False  # whether it answers as before training, by `lora.with_initial_weights`
 
     def __post_init__(self) -> None:
         self.reset()
@@ -70,19 +70,19 @@ class ChatModel:
         self.episodes: episodes.Episodes | None = None  # one row; None without tools
         self.num_turns = 0
         self.cache = KVCache(self.model.config.layer_kinds)
-        self.forward: Callable[..., mx.array] = gwen.decode_step(self.model)
+        self.forward: Callable[..., mx.array] = gwen.make_decode_step(self.model)
         self.turn: list[int] = []  # the ids of the newest turn
-        # a base model has other end tokens than its chat template
+        # A base model's end tokens may differ from its chat template's.
         end_ids = self.model.config.end_ids
-        self.end = ends.end_of_reply(self.tokenizer) or end_ids[0]
+        self.end = ends.end_of_reply_id(self.tokenizer) or end_ids[0]
         self.ends = {*end_ids, self.end}
         self.frames = TurnCodec(self.tokenizer, sorted(self.ends), thinking=self.thinking)
 
     def reply(self, line: str) -> Generator[str, None, None]:
         """
-        Answers the user's line, in pieces of whole characters.
+        Answers the user's line; yields the text in pieces of whole characters.
 
-        Some pieces are "", so that the caller can stop between tokens.
+        There is a piece for each token, perhaps "", so that the caller can stop between tokens.
         """
         ids = self.encode_turn(line)
         with lora.with_initial_weights(self.model) if self.is_before else gpu.without_gradients():
@@ -96,13 +96,13 @@ class ChatModel:
                     episode = self.episodes.episodes[0]
                     for message in episode.tool_messages:
                         yield f"\n[{message['name']}] {message['content']}\n"
-                    # If the turns are over, the next line of the user brings these messages.
+                    # If no turn is left, these messages go in front of the user's next line.
                     if not isinstance(answer, str):
                         ids = answer
                         episode.tool_messages = []
 
     def encode_turn(self, line: str) -> list[int]:
-        """The ids from the end of the last answer to the begin of the next one."""
+        """The ids from the end of the last answer to the beginning of the next one."""
         message = {"role": "user", "content": line}
         if self.cache.length == 0:
             messages = [*self.opening, message]
@@ -130,21 +130,22 @@ class ChatModel:
 
     def generate_turn(self, ids: list[int]) -> Iterator[int]:
         """
-        Reads ids and samples a turn after them.
+        Reads ids and samples a turn after them; yields the turn's ids.
 
-        Each token is in the cache when it is yielded, also an end token.
+        Each token, even an end token, is in the cache when it is yielded.
         """
         model = self.model
         self.turn = []
         room = self.context - self.cache.length - len(ids)
         if room <= 0:
             raise ValueError(
-                f"the talk fills the {self.context} tokens that the model can read; begin another"
+                f"the conversation fills the {self.context} tokens that the model can read; "
+                "begin a new one"
             )
         width = gpu.prefill_tokens()
         for begin in range(0, len(ids), width):
             hidden = model.hidden(mx.array([ids[begin : begin + width]]), self.cache)[:, -1]
-            # wait: the next part may use the memory of this one
+            # Wait here, so that the next part may reuse this one's memory.
             mx.eval(hidden, self.cache.arrays())
         logits = hidden @ model.head_weight.T
         self.num_turns += 1
@@ -152,11 +153,11 @@ class ChatModel:
         limit = min(self.params.limits(1)[0], room)
         for numbers in sampler.uniforms(self.seed, [self.num_turns], limit)[0]:
             token, logprob, _ = sampler.choose_token(logits, mx.array(numbers[None]), self.params)
-            # apart from the next step, so that they can be read while it runs
+            # Evaluated apart from the next step, so that they can be read while it runs.
             mx.async_eval(token, logprob)
             logits = self.forward(token[:, None], self.cache)[:, -1] @ model.head_weight.T
             mx.async_eval(logits)
-            if not np.isfinite(np.array(logprob)).all():  # wait
+            if not np.isfinite(np.array(logprob)).all():  # this waits
                 raise sampler.NotFinite(0, len(self.turn), logits.dtype)
             self.turn.append(int(np.array(token)[0]))
             yield self.turn[-1]
@@ -168,8 +169,8 @@ def stream_text(ids: Iterable[int], tokenizer: Any, stop: sampler.Stop | None) -
     """
     Decodes ids one by one into whole characters, up to a stop text.
 
-    Text that may be the begin of a stop text is held back until it is known. Bytes at the end that
-    are no whole character are left out.
+    Text that may begin a stop text is held back until it is clear whether it does. Bytes at the end
+    that do not form a whole character are left out.
     """
     from tokenizers.decoders import DecodeStream
 
@@ -200,12 +201,12 @@ def stream_text(ids: Iterable[int], tokenizer: Any, stop: sampler.Stop | None) -
 
 def read_lines() -> Iterator[str]:
     """
-    Reads the user's lines until Ctrl-D or the end of a pipe; "" begins a new conversation.
+    Yields the user's lines until Ctrl-D or the end of a pipe; "" begins a new conversation.
 
-    It prints the lines of a pipe.
+    Lines from a pipe are printed too.
     """
     is_terminal = sys.stdin.isatty()
-    print("A line goes on with the talk, an empty one begins another.", file=sys.stderr)
+    print("A line continues the conversation; an empty line begins a new one.", file=sys.stderr)
     if is_terminal:
         import readline  # noqa: F401  (`input` edits lines with it)
 
@@ -231,7 +232,7 @@ def read_lines() -> Iterator[str]:
 
 
 def run_chat(sides: dict[str, ChatModel], lines: Iterable[str]) -> None:
-    """Every side answers every line. Ctrl-C ends an answer after a whole token."""
+    """Lets every side answer every line. Ctrl-C ends an answer after a whole token."""
     pressed: list[int] = []
     for line in lines:
         if not line:
@@ -250,7 +251,7 @@ def run_chat(sides: dict[str, ChatModel], lines: Iterable[str]) -> None:
 
 
 def print_reply(side: ChatModel, line: str, pressed: list[int]) -> None:
-    """Prints the reply of one side. It stops as soon as `pressed` is not empty."""
+    """Prints one side's reply to a line. Stops as soon as `pressed` is not empty."""
     with contextlib.closing(side.reply(line)) as reply:
         for piece in reply:
             print(escape_invisible(piece), end="", flush=True)
@@ -302,7 +303,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def answer_prompts(args: argparse.Namespace) -> None:
-    """Does what the flags ask for. Raises ValueError if they do not fit together."""
+    """Chats, plays episodes or prints completions. Raises ValueError if flags contradict."""
     adapter = run_files.adapter_from_flags(
         args, model=None, max_tokens=256, stop=[], end_tokens=[], thinking=False
     )
@@ -377,7 +378,7 @@ def choose_opening(args: argparse.Namespace) -> tuple[Messages, str]:
     """
     The messages before the user's first message, and a note about them.
 
-    They are --system, or with --run the messages that all prompts of its training began with.
+    They are --system or, with --run, the messages with which all prompts of its training began.
     """
     if args.system is not None:
         return [{"role": "system", "content": args.system}], ""
@@ -393,7 +394,7 @@ def choose_opening(args: argparse.Namespace) -> tuple[Messages, str]:
 def choose_problems(
     args: argparse.Namespace, config: Config, opening: Messages
 ) -> list[dict[str, Any]]:
-    """The problems to play: --num times the --prompt, or --num held-out problems."""
+    """The problems to play: the --prompt, repeated --num times, or --num held-out problems."""
     if args.prompt:
         prompt = [*opening, {"role": "user", "content": args.prompt}]
         return [{"prompt": prompt}] * args.num
@@ -409,7 +410,7 @@ def play_episodes(
     params: sampler.SamplingParams,
     args: argparse.Namespace,
 ) -> None:
-    """Samples an episode of each problem, and prints it with its reward."""
+    """Samples an episode for each problem, and prints the episodes with their rewards."""
     groups = [0] * len(problems) if args.prompt else list(range(len(problems)))
     playing = episodes.Episodes(toolbox, problems, groups, f"held out {args.seed}")
     rollout = sampler.rollout(
@@ -446,7 +447,7 @@ def make_toolbox(
     args: argparse.Namespace, name: str, reason: str, tokenizer: Any, model: gwen.Model
 ) -> tuple[Config, toolbox_module.Toolbox | None]:
     """
-    The settings, a run's or those of the flags, and their tools; None without tools.
+    The settings, from the run or from the flags, and the toolbox; None if there are no tools.
 
     Raises ValueError if the flags do not fit the tools.
     """
@@ -465,8 +466,8 @@ def make_toolbox(
     if tool_settings and toolbox is None:
         setting = min(tool_settings)
         raise ValueError(
-            f"{flag_of(setting)} {tool_settings[setting]} is for what has tools, "
-            "and nothing here has; leave it out"
+            f"{flag_of(setting)} {tool_settings[setting]} is only for tools, "
+            "and there are none here; leave it out"
         )
     if toolbox is None and not has_message:
         raise ValueError(

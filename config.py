@@ -1,8 +1,8 @@
 """
-Every setting of a run, declared once: a field is a flag, a key in YAML, a range and a help text.
+Every setting of a run, declared once: a field defines a flag, a YAML key, a range and a help text.
 
 Settings are frozen. This file does not cover where their values come from and whether they fit
-together (settings/), and what they mean to the algorithm (the files that use them). It imports
+together (settings/), or what they mean to the algorithm (the files that use them). It imports
 only the standard library and flags.py.
 """
 
@@ -17,15 +17,15 @@ Tracker = Literal["wandb", "swanlab"]
 TARGETS = get_args(Target)
 MOST_BATCH = 2**16
 
-# What a field's metadata mean, besides those that `setting` describes:
+# The meaning of a field's metadata, in addition to those that `setting` describes:
 #   key       the setting's name, if it differs from the field's
-#   used_by   the runs that use it: "rollouts" those that sample, "grpo" those with advantages,
-#             "distill" those with a teacher; None all. The default is the class's `used_by`.
+#   used_by   the runs that use it: "rollouts" means runs that sample, "grpo" runs with advantages,
+#             "distill" runs with a teacher, None all runs. The default is the class's `used_by`.
 #   later     whether a resumed run may change it. The default is the class's `later`.
-#   first     whether --help shows it; --help-all shows every flag
+#   first     whether --help shows its flag; --help-all shows every flag
 #   file      whether it may name files
 #   function  whether it may name a user's function (`settings.sources.make_paths_absolute`)
-#   also      other names of its flag
+#   also      other names for its flag
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,10 +41,10 @@ class ModelSettings:
         file=True,
     )
     lora_rank: int = setting(
-        16, "rank of the adapters; 0 trains all weights", low=0, high=2**12, first=True
+        16, "rank of the adapters; 0 means training all weights", low=0, high=2**12, first=True
     )
     lora_scale: float = setting(
-        2.0, "factor on the adapters' output, as in mlx_lm", low=1e-6, high=1e4
+        2.0, "factor by which the adapters' output is multiplied, as in mlx_lm", low=1e-6, high=1e4
     )
     lora_targets: list[Target] = setting(
         lambda: list(TARGETS),
@@ -52,7 +52,7 @@ class ModelSettings:
         metavar="NAME",
     )
     init_adapter: str = setting(
-        "", "adapter to start from: a run, or an adapter of mlx_lm or PEFT", file=True
+        "", "adapter to start from: a run, or an mlx_lm or PEFT adapter", file=True
     )
 
 
@@ -63,25 +63,29 @@ class DataSettings:
     used_by = "rollouts"
     task: str = setting(
         "",
-        "data, rewards and evaluation under one name: demo, values, gsm8k, math, ifeval, "
-        "rg:NAME=WEIGHT; own with --data",
+        "name that selects data, rewards and evaluation: demo, values, gsm8k, math, ifeval, "
+        "or rg:NAME=WEIGHT; with --data the default is own",
         used_by=None,
         first=True,
     )
     task_config: str = setting(
-        "", "YAML file with sizes, levels and number of held-out problems for rg:NAME", file=True
+        "",
+        "YAML file with the sizes, levels and number of held-out problems for rg:NAME",
+        file=True,
     )
     path: str = setting(
         "",
-        "your prompts: JSONL, CSV, TXT, parquet, Arrow, or `datasets` on disk or the hub; "
-        "TRAIN,HELD_OUT names two files",
+        "your prompts: JSONL, CSV, TXT, parquet, Arrow, or a `datasets` data set on disk or on the "
+        "hub; TRAIN,HELD_OUT names two files",
         key="data",
         used_by=None,
         first=True,
         file=True,
     )
     columns: str = setting(
-        "", "names of the data's columns, as prompt=question,answer=solution", used_by=None
+        "",
+        "names of the columns in the data, for example prompt=question,answer=solution",
+        used_by=None,
     )
     verifier: str = setting(
         "",
@@ -92,7 +96,7 @@ class DataSettings:
     rubric: str = setting("", "rubric YAML file; replaces the task's rubric", first=True, file=True)
     reward: list[str] = setting(list, "reward functions FILE.py:fn,fn", first=True, file=True)
     reward_weights: dict[str, float] = setting(
-        dict, "weights of the rewards, as correct=1,rubric=0.5", first=True
+        dict, "weights of the rewards, for example correct=1,rubric=0.5", first=True
     )
     reward_gate: Literal["off", "form"] = setting(
         "off",
@@ -118,7 +122,8 @@ class SamplingSettings:
     )
     rollout_batch_size: int | None = setting(
         None,
-        "rows decoded at once; auto: as many as the GPU's memory holds, up to 64 on a CPU",
+        "number of rows decoded at once; auto: as many as fit in the GPU's memory, or up to 64 on "
+        "a CPU",
         low=1,
         later=True,
         first=True,
@@ -126,27 +131,36 @@ class SamplingSettings:
     max_tokens: int = setting(256, "maximum number of tokens per completion", low=1, first=True)
     stop: list[str] = setting(
         list,
-        r"texts that end a completion, \n is a line end; rewards and judge see the text before it",
+        r"texts that end a completion (\n means a line end); rewards and judge see only the text "
+        "before them",
         metavar="TEXT",
         parse=stop_text,
     )
     end_tokens: list[str] = setting(
         list,
-        "tokens that end a completion, in addition to the model's own, as <|im_end|> or an id",
+        "tokens that end a completion, in addition to the model's own; each is a token such as "
+        "<|im_end|> or an id",
         metavar="TOKEN",
         parse=str,
     )
     temp: float = setting(1.0, "sampling temperature", low=0, first=True)
     top_p: float = setting(
-        1.0, "nucleus sampling; the update uses the same tokens", low=1e-06, high=1.0
+        1.0,
+        "nucleus sampling: sample from the likeliest tokens that reach this total probability; the "
+        "update uses the same tokens",
+        low=1e-06,
+        high=1.0,
     )
-    top_k: int = setting(0, "sample from the k likeliest tokens; 0: from all", low=0)
+    top_k: int = setting(0, "sample from the k likeliest tokens; 0: from all tokens", low=0)
     min_p: float = setting(
-        0.0, "minimum probability relative to the likeliest token", low=0, high=1.0
+        0.0,
+        "minimum probability of a token, relative to that of the likeliest token",
+        low=0,
+        high=1.0,
     )
     thinking: bool = setting(False, "use the chat template's thinking mode", used_by=None)
     seed: int = setting(
-        0, "seed of prompts, sampling and adapters", low=0, used_by=None, first=True
+        0, "random seed for prompts, sampling and adapters", low=0, used_by=None, first=True
     )
 
 
@@ -157,7 +171,7 @@ class ObjectiveSettings:
     used_by = "grpo"
     loss_type: Literal["grpo", "dr_grpo", "dapo", "cispo", "sapo", "distill", "sft"] = setting(
         "dapo",
-        "the loss, also as --loss; sft: cross-entropy on the replies in --data",
+        "the loss (also as --loss); sft: cross-entropy on the replies in --data",
         used_by=None,
         function=True,
         also=("loss",),
@@ -168,29 +182,32 @@ class ObjectiveSettings:
     )
     advantage: Literal["group", "rloo", "reinforce"] = setting(
         "group",
-        "the baseline of a reward: the mean of its group, of the rest of its group, or of the step",
+        "the baseline of a reward: the mean of its group (group), of the rest of its group (rloo), "
+        "or of the step (reinforce)",
         function=True,
     )
     scale_rewards: Literal["group", "batch", "mean", "none"] = setting(
         "group",
-        "the divisor of advantages: standard deviation of the group or batch, or the group's mean",
+        "the divisor of advantages: the standard deviation of the group (group) or step (batch), "
+        "the mean of the group (mean), or none",
     )
     combine_rewards: Literal["sum", "normalize"] = setting(
-        "sum", "add several rewards as they are, or normalize each first"
+        "sum", "sum: add rewards as they are; normalize: normalize each one first"
     )
-    epsilon: float = setting(0.2, "the importance ratio is clipped at 1 - epsilon", low=0)
+    epsilon: float = setting(0.2, "the importance ratio is clipped below at 1 - epsilon", low=0)
     epsilon_high: float | None = setting(
         None,
-        "the importance ratio is clipped at 1 + this; default: --epsilon; "
-        "for cispo it is the cap on the ratio",
+        "the importance ratio is clipped above at 1 + this value; the default is --epsilon; "
+        "for cispo the value itself is the upper limit of the ratio",
         low=0,
     )
     beta: float = setting(
-        0.0, "weight of the KL term against the model before training", low=0, first=True
+        0.0, "weight of the KL divergence from the model before training", low=0, first=True
     )
     truncated: Literal["keep", "mask", "punish"] = setting(
         "keep",
-        "train on answers that --max-tokens cut off, leave them out, or punish them",
+        "answers that --max-tokens cut off: train on them (keep), leave them out (mask), or "
+        "punish them",
         used_by="rollouts",
     )
     teacher: str = setting(
@@ -202,14 +219,15 @@ class ObjectiveSettings:
     )
     teacher_prompt: str = setting(
         "",
-        "text file with a system message that only the teacher gets; {answer} stands for the "
-        "column's value",
+        "text file with a system message that only the teacher gets; {answer} stands for the value "
+        "in the column `answer`, and so on for other columns",
         used_by="distill",
         file=True,
     )
     distill_beta: float = setting(
         0.5,
-        "the divergence: 0 forward KL, 1 reverse KL, in between Jensen-Shannon",
+        "the kind of divergence: 0 is forward KL, 1 is reverse KL, and values in between are "
+        "Jensen-Shannon",
         low=0,
         high=1.0,
         used_by="distill",
@@ -224,7 +242,7 @@ class ToolSettings:
     tools: list[str] = setting(list, "functions that the model may call, FILE.py:fn,fn", file=True)
     env: str = setting(
         "",
-        "environment that the model talks with, FILE.py:Class, or NAME=FILE.py:Class,...",
+        "environment that the model interacts with: FILE.py:Class, or NAME=FILE.py:Class,...",
         file=True,
     )
     max_turns: int = setting(8, "maximum number of turns of a conversation with tools", low=1)
@@ -234,7 +252,7 @@ class ToolSettings:
         "or less if the model's context is shorter",
         low=16,
     )
-    tool_timeout: float = setting(60.0, "seconds that a call may take", low=0.01, high=1e6)
+    tool_timeout: float = setting(60.0, "seconds that a tool call may take", low=0.01, high=1e6)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,29 +261,31 @@ class OptimizerSettings:
 
     kind: Literal["adamw", "sgd"] = setting(
         "adamw",
-        "sgd: for training all weights without AdamW's 8 bytes a weight; "
+        "sgd: for training all weights without AdamW's 8 bytes per weight; "
         "--target-kl sets the size of its steps",
         key="optimizer",
         used_by="rollouts",
     )
     steps: int = setting(
         100,
-        "number of steps; each is a rollout and --num-iterations * --mini-batches updates",
+        "number of steps; each consists of a rollout and --num-iterations * --mini-batches updates",
         low=1,
         later=True,
         first=True,
     )
     learning_rate: float = setting(
         1e-4,
-        "peak learning rate; with --lora-rank 0 the default is a tenth of the recipe's",
+        "peak learning rate; with --lora-rank 0 the default is a tenth of the recipe's value",
         low=0,
         first=True,
     )
     warmup_steps: int = setting(
-        5, "steps of linear warm-up; then a cosine lowers the rate to a tenth", low=0
+        5,
+        "number of steps of linear warm-up; after them a cosine lowers the rate to a tenth",
+        low=0,
     )
     target_kl: float = setting(
-        0.02, "maximum KL of one update, nats per token; 0: no limit", low=0, used_by="rollouts"
+        0.02, "maximum KL of one update, in nats per token; 0: no limit", low=0, used_by="rollouts"
     )
     num_iterations: int = setting(
         1, "number of passes over a rollout", low=1, high=2**10, used_by="rollouts"
@@ -285,8 +305,8 @@ class OptimizerSettings:
     )
     checkpoint_layers: str = setting(
         "auto",
-        "layers computed again in the backward pass to save memory: on, off or a number; "
-        "auto: as many as memory requires",
+        "layers that the backward pass computes again to save memory: on, off or a number; "
+        "auto: as few as memory allows",
         later=True,
     )
     over_memory: bool = setting(
@@ -303,26 +323,27 @@ class JudgeSettings:
     later = True
     model: str = setting(
         "",
-        "judge model; the default is the base model; with --judge-url its name on the server",
+        "judge model; the default is the base model; with --judge-url, its name on the server",
         first=True,
         file=True,
     )
     mode: Literal["logits", "decode"] = setting(
-        "logits", "read a score from first-token probabilities, or from a decoded reply"
+        "logits",
+        "logits: read the score from the probabilities of the first token; decode: from a reply",
     )
     think: int = setting(
         0, "maximum number of tokens that the judge may think before a decoded reply", low=0
     )
     chunk_size: int = setting(
         24,
-        "completions judged per batch; the environment variable RUBRIC_JUDGE_BATCH_SIZE "
+        "number of completions judged per batch; the environment variable RUBRIC_JUDGE_BATCH_SIZE "
         "changes the default",
         low=1,
     )
     url: str = setting(
         "",
-        "OpenAI-compatible server that judges, as http://127.0.0.1:8080/v1; "
-        "JUDGE_API_KEY holds its key",
+        "OpenAI-compatible server that judges, for example http://127.0.0.1:8080/v1; "
+        "the environment variable JUDGE_API_KEY holds its key",
     )
 
 
@@ -332,13 +353,15 @@ class EvaluationSettings:
 
     prefix = "eval_"
     later = True
-    every: int = setting(20, "steps between evaluations; 0: no evaluation", low=0, first=True)
+    every: int = setting(
+        20, "number of steps between evaluations; 0: no evaluation", low=0, first=True
+    )
     limit: int = setting(
-        0, "maximum number of held-out problems, evenly spread; 0: all of them", low=0
+        0, "maximum number of held-out problems, chosen at even intervals; 0: all of them", low=0
     )
     rubric: str = setting(
         "",
-        "rubric YAML file for evaluations only; checks what the judge rewards",
+        "rubric YAML file for evaluations only; a check on what the judge rewards",
         used_by="rollouts",
         later=False,
         file=True,
@@ -352,7 +375,7 @@ class RecordSettings:
     later = True
     save_every: int = setting(
         20,
-        "steps between checkpoints; the first one comes within five minutes",
+        "number of steps between checkpoints; the first one is saved within five minutes",
         low=1,
         first=True,
     )
@@ -363,7 +386,7 @@ class RecordSettings:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Every setting of a run. `config.yaml` holds them flat, by the names of their flags."""
+    """Every setting of a run. `config.yaml` lists them without groups, by their flags' names."""
 
     model: ModelSettings
     data: DataSettings
@@ -377,7 +400,7 @@ class Config:
 
     @classmethod
     def from_flags(cls, **values: Any) -> "Config":
-        """The defaults with these values, by the names of their flags. Checks nothing."""
+        """The defaults, replaced by `values`, which are named like flags. Checks nothing."""
         group_classes: dict[str, Any] = {
             group.name: group.type for group in dataclasses.fields(cls)
         }
@@ -389,14 +412,14 @@ class Config:
         return cls(**groups)
 
     def with_settings(self, **values: Any) -> "Config":
-        """These settings with other values."""
+        """A copy of these settings in which `values` replace the old ones."""
         return Config.from_flags(**self.to_flags() | values)
 
     def to_flags(self, sizes: "Sizes | None" = None) -> dict[str, Any]:
         """
         Every setting, by the name of its flag.
 
-        sizes: replace the settings that they decide, as far as this run uses them.
+        sizes: these replace the settings that they decide, if this run uses those.
         """
         values = {}
         for key, declared in SETTINGS.items():
@@ -421,7 +444,7 @@ class Config:
 
 
 def _list_settings() -> Iterator[Setting]:
-    """Every field of every group, in the order of declaration."""
+    """Every field in every group, in the order of declaration."""
     for group in dataclasses.fields(Config):
         group_class: Any = group.type
         prefix = getattr(group_class, "prefix", "")
@@ -440,16 +463,16 @@ TOOLS = [key for key, setting in SETTINGS.items() if setting.group == "tools"]
 
 
 def is_user_function(value: str) -> bool:
-    """Whether a setting with choices names a user's function instead."""
+    """Whether the value of a setting with choices names a user's function instead."""
     return ":" in value
 
 
 class Sizes(NamedTuple):
-    """What memory decides once, before the first step. `config.yaml` keeps it."""
+    """The sizes that memory decides once, before the first step. `config.yaml` keeps them."""
 
-    rollout_batch_size: int  # rows decoded at once
+    rollout_batch_size: int  # number of rows decoded at once
     train_token_budget: int  # positions per micro-batch
-    checkpoint_layers: int  # layers computed again in the backward pass
+    checkpoint_layers: int  # number of layers that the backward pass computes again
 
     def as_settings(self) -> dict[str, Any]:
         """The sizes as settings, so that a repeated or resumed run uses the same ones."""

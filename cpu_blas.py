@@ -3,20 +3,22 @@ A fast BLAS and a fast heap for MLX on Linux CPUs: `import cpu_blas` before the 
 
 MLX's Linux wheel is linked against reference BLAS (about 3 GFLOP/s in float32). The dynamic loader
 binds a symbol to the first library that offers it, so an OpenBLAS that is loaded globally before
-MLX serves MLX's matmuls. That of the package `scipy-openblas32` prefixes its names. A library of
-two jumps leads from the plain names to these; it is compiled once into the user's cache directory.
-If that fails, MLX uses its own BLAS, and one line on stderr says why.
+MLX serves MLX's matmuls. The OpenBLAS in the package `scipy-openblas32` has a prefix in its names.
+A library of two functions, called jumps, forwards the plain names to the prefixed ones; it is
+compiled once into the user's cache directory. If that fails, MLX uses its own BLAS, and one line on
+stderr says why.
 
 MLX calls malloc and free for every array. glibc returns arrays of megabytes to the kernel at once
 and faults them in again, which costs more than the arithmetic (swiglu and its gradient on 72 x 110
-rows of 768: 90 ms against 30). Here the heap keeps all memory that it once had.
+rows of 768 take 90 ms instead of 30). Here the heap never returns memory to the kernel.
 
-On macOS MLX uses Accelerate, and no library is loaded. This file also sets what MLX and the GPU's
-driver read once from the environment, unless the user has set it.
+On macOS MLX uses Accelerate, and no library is loaded. This file also sets environment variables
+that MLX and the GPU's driver read only once, unless the user has set them.
 
-Every program imports this file first. So it also reduces a Ctrl-C during the other imports to one
-line, and refuses in one line a Python without Gwen's packages, as `python3 train.py` may use.
-Before MLX it imports only the standard library, and an old Python must be able to read it.
+Every program imports this file first. So it also prints one line in place of a traceback after a
+Ctrl-C during the other imports. And it ends, with one line, a program that was started with a
+Python without Gwen's packages, as by `python3 train.py`. It imports only the standard library, and
+an old Python must be able to parse it.
 """
 
 import atexit
@@ -36,11 +38,11 @@ import tempfile
 from pathlib import Path
 from types import TracebackType
 
-# With a display on, macOS may stop a process whose GPU work delays it; with the first of these it
-# waits longer (github.com/ml-explore/mlx/issues/3267). The second keeps float32 products float32 on
-# an M5, where MLX by default rounds the factors to 10 bits. With the third, attention under a
-# gradient, which is ours, uses the same forward kernel as without one; for an array mask MLX 0.32.4
-# would use scores in 16 bits there.
+# The first variable: macOS may stop a process whose GPU work delays the display; with it, macOS
+# waits longer (github.com/ml-explore/mlx/issues/3267). The second keeps float32 products in float32
+# on an M5, where MLX by default rounds the factors to 10 bits. The third makes attention use the
+# same forward kernel with a gradient as without one; otherwise MLX 0.32.4 would compute scores in
+# 16 bits for an array mask. Gwen computes the gradient itself.
 ENVIRONMENT = {
     "AGX_RELAX_CDM_CTXSTORE_TIMEOUT": "1",
     "MLX_ENABLE_TF32": "0",
@@ -48,7 +50,7 @@ ENVIRONMENT = {
 }
 
 OLDEST_PYTHON = (3, 11)  # pyproject.toml's requires-python
-# the packages of pyproject.toml by the names of their modules; scipy-openblas32 may be missing
+# pyproject.toml's packages by their modules' names, without scipy-openblas32, which may be missing
 PACKAGES = {
     "mlx": "mlx",
     "mlx_lm": "mlx-lm",
@@ -79,10 +81,10 @@ JUMP(cblas_dgemm, double)
 
 def cache_directory() -> Path:
     """
-    The directory for files that Gwen can make again.
+    The cache directory, for files that Gwen can make again.
 
-    Only this user may write there, since programs are loaded from it. If there is no such
-    directory, this process makes a temporary one, and a line on stderr says so.
+    Only this user may write there, since libraries are loaded from it. If it cannot be used so,
+    this process makes a temporary directory instead, and a line on stderr says so.
     """
     try:
         caches = "Library/Caches" if sys.platform == "darwin" else ".cache"
@@ -125,12 +127,12 @@ def _set_up_blas() -> str:
     if sys.platform != "linux":
         return "the platform's"
     try:
-        if "mlx.core" in sys.modules:  # it has bound its BLAS already
+        if "mlx.core" in sys.modules:  # MLX has bound its BLAS already
             raise OSError("it was imported before gwen")
         _keep_freed_memory()
-        # OpenBLAS's threads spin while they wait. Beside any other busy process that made one
-        # decode step of the demo model 80 times slower (284 ms against 3.4, two cores). On two free
-        # cores a second thread gains a quarter. So there is one thread.
+        # OpenBLAS's threads spin while they wait. While another process was busy, this made a
+        # decode step of the demo model 80 times slower (284 ms instead of 3.4, on two cores). On
+        # two free cores, a second thread would gain only a quarter. So there is one thread.
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         ctypes.CDLL(_build_jumps(), mode=ctypes.RTLD_GLOBAL)
         return "OpenBLAS of scipy-openblas32"
@@ -140,7 +142,7 @@ def _set_up_blas() -> str:
 
 
 def _keep_freed_memory() -> None:
-    """Makes glibc serve every size from one heap and never shrink it, in this process."""
+    """Makes glibc serve arrays of every size from one heap, and never shrink it."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         # from glibc's malloc.h
@@ -154,16 +156,16 @@ def _keep_freed_memory() -> None:
 
 def _build_jumps() -> str:
     """
-    Loads scipy-openblas32's library, and compiles the jumps into it unless they exist.
+    Loads scipy-openblas32's library, and compiles the library of jumps unless it exists.
 
-    Returns the path of the jumps. Raises OSError if something is missing, and names it.
+    Returns the path of the jumps. Raises OSError, which names it, if something is missing.
     """
     try:
         import scipy_openblas32
     except ImportError as error:
         raise OSError("the package scipy-openblas32 is not installed") from error
     library = f"{scipy_openblas32.get_lib_dir()}/libscipy_openblas.so"
-    ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)  # it has none of MLX's names
+    ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)  # its names differ from MLX's
 
     key = hashlib.sha256(f"{JUMPS}{platform.machine()}".encode()).hexdigest()[:16]
     jumps = cache_directory() / f"blas-{key}.so"
@@ -179,20 +181,22 @@ def _build_jumps() -> str:
         if result.returncode:
             reason = result.stderr.strip() or result.returncode
             raise OSError(f"{compiler} failed: {reason!r:.200}")
-        os.replace(built, jumps)  # atomic: two first runs at once both end with a whole file
+        os.replace(
+            built, jumps
+        )  # atomic, so that two first runs at once both end with a whole file
     return str(jumps)
 
 
-# ---- programs of Gwen
+# ---- Gwen's programs
 
 
 def _is_gwen_program() -> bool:
-    """Whether the process was started with a file of Gwen, not with a program that imports one."""
+    """Whether one of Gwen's files was started, and not a user's program that imports one."""
     return Path(__file__).resolve().parent in Path(sys.argv[0]).resolve().parents
 
 
 def _shorten_ctrl_c() -> None:
-    """In a program of Gwen, prints one line for a Ctrl-C that nobody catches."""
+    """In Gwen's own programs, makes an uncaught Ctrl-C print one line."""
     if not _is_gwen_program():
         return
     default_hook = sys.excepthook
@@ -210,10 +214,10 @@ def _shorten_ctrl_c() -> None:
 
 def _refuse_other_python() -> None:
     """
-    Ends a program of Gwen in one line, with status 2, if this Python cannot run it.
+    Ends one of Gwen's programs with one line and status 2 if this Python cannot run it.
 
-    Without uv, `python3 train.py` runs the system's Python. In a user's own program the line is an
-    ImportError.
+    Without uv, `python3 train.py` starts the system's Python. In a user's own program, the line is
+    the message of an ImportError instead.
     """
     version = sys.version_info[:2]
     missing = [
@@ -244,7 +248,7 @@ def _refuse_other_python() -> None:
 
 
 def _uv_command() -> str:
-    """The command of this process, for uv."""
+    """The command that would start this process with uv."""
     home = Path(__file__).resolve().parent
     words = ["uv", "run"]
     if Path.cwd() != home:

@@ -1,8 +1,8 @@
 """
-The doctor: `uv run gwen.py --doctor` prints what this machine has, and what is wrong with it.
+The doctor: `uv run gwen.py --doctor` describes this machine, and says what is wrong with it.
 
-This file does not cover the checks themselves: of kernels (machine/kernels.py), of MLX
-(layers/probe.py), and of which models fit (preflight.py).
+This file only runs the checks. They check kernels (machine/kernels.py), MLX (layers/probe.py), and
+which models fit into memory (preflight.py).
 """
 
 import dataclasses
@@ -21,12 +21,12 @@ from layers import lm_head
 from machine import gpu, kernels, memory, versions
 from machine.output import guard_output
 
-# a line for the user, and whether all is well; None: no, but the demo runs without it
+# a line for the user, and whether all is well; None: it is not, but the demo runs all the same
 Finding = tuple[str, bool | None]
 
 
 def examine_machine() -> Iterator[Finding]:
-    """What a user of this machine should know, line by line."""
+    """Examines this machine and yields a finding for each line of the report."""
     environment = versions.describe_environment(cpu_blas.description)
     libraries = [f"{name} {number}" for name, number in environment["versions"].items()]
     yield f"versions: Python {environment['python']}, {', '.join(libraries)}", True
@@ -63,7 +63,7 @@ def describe_wired_memory() -> str:
 
 
 def examine_kernels(model: gwen.Model) -> Finding:
-    """Compares all kernels with plain MLX."""
+    """The finding of a comparison of all kernels with plain MLX."""
     if not gpu.has_metal():
         return "kernels: none, they are for a GPU", True
     if not kernels.kernels_are_wanted():
@@ -98,7 +98,7 @@ def main(argv: list[str] | None = None) -> None:
             all_is_well = False
         print(mark, line, flush=True)
 
-    # a process of its own, so that a mistake there does not hide the lines above
+    # This runs in a process of its own, so that a failure there does not hide the lines above.
     command = [sys.executable, str(Path(__file__).with_name("preflight.py")), "--fits"]
     table = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     print(table.stdout, end="")

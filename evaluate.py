@@ -1,9 +1,10 @@
 """
-Evaluates a model on held-out problems, on the command line.
+The command that evaluates a model on held-out problems.
 
-`uv run evaluate.py --run runs/NAME [--step N]` repeats the figures of a run to the digit, since a
-run evaluates with the same function (evaluation/evaluate.py). `--model M [--adapter DIR] --task T`
-evaluates any model, and `--url` one that a server runs. Training problems are left out.
+`uv run evaluate.py --run runs/NAME [--step N]` reproduces the figures of a run digit for digit,
+because runs use the same function (evaluation/evaluate.py). `--model M [--adapter DIR] --task T`
+evaluates any model. `--url` evaluates a model that runs on a server. This file does not evaluate on
+training problems.
 """
 
 import functools
@@ -24,8 +25,8 @@ from evaluation.evaluate import (
     AnswerFunction,
     EvalParams,
     answer_both,
-    evaluate,
     evaluate_replies,
+    evaluate_task,
 )
 from evaluation.measures import REFERENCE_TOKENS
 from evaluation.policy import load_policy, load_run_config
@@ -52,7 +53,7 @@ from tools.toolbox import make_toolbox
 if TYPE_CHECKING:
     from evaluation.served_policy import ServedPolicy
 
-# settings that `--run` reads from the run and flags override
+# settings that `--run` takes from the run unless flags override them
 OVERRIDABLE = (
     *("model", "task", "task_config", "columns", "rubric", "eval_rubric"),
     *("verifier", "reward", "reward_weights"),
@@ -120,7 +121,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def choose_settings(args: Namespace) -> tuple[Config, str]:
-    """The settings of the evaluation, and a line that names the run or the model."""
+    """The settings of the evaluation, and a line that names the run or model."""
     flags = given_settings(args, OVERRIDABLE)
     if args.run:
         adapter_text = "newest adapter" if args.step is None else f"step {args.step}"
@@ -136,7 +137,7 @@ def choose_settings(args: Namespace) -> tuple[Config, str]:
 
 
 def load_held_out(args: Namespace, config: Config) -> tuple[Config, tasks.Task]:
-    """The settings with the data of the evaluation, and the task with its held-out problems."""
+    """The settings with the evaluation's data, and the task with its held-out problems."""
     if args.data:
         config = config.with_settings(data="", columns=args.columns or "")
     run_held_out = tasks.read_held_out(args.run) if args.run else []
@@ -173,12 +174,12 @@ def warn_of_trained_prompts(args: Namespace, task: tasks.Task) -> None:
 
 
 class Policy(NamedTuple):
-    """What answers the problems."""
+    """The model, here or on a server, that answers the problems."""
 
     answer: AnswerFunction
     tokenizer: Any
     model_config: Any
-    base: gwen.Model | None  # a model that contains the one before training
+    base: gwen.Model | None  # a model from which the one before training can be restored
     server: "ServedPolicy | None" = None
 
 
@@ -202,8 +203,8 @@ def connect_served_policy(args: Namespace, config: Config, task: tasks.Task) -> 
     """
     The policy at --url.
 
-    Raises ValueError for a flag that only a model on this machine has, and if nothing tells the
-    server's tokenizer.
+    Raises ValueError for a flag that only applies to a model on this machine, and if no flag names
+    the model whose tokenizer the server uses.
     """
     from evaluation.served_policy import ServedPolicy
 
@@ -248,7 +249,7 @@ def evaluate_and_print(
     grader, witness = judge.make_graders(
         config, task.rubric if is_scored_by_judge else None, task.witness, base, policy.tokenizer
     )
-    any_judge = grader or witness  # they share the scores that they have read
+    any_judge = grader or witness  # both share the stored scores
     if args.run and any_judge:
         scores = run_files.read_log(Path(args.run) / "judge_scores.jsonl")
         any_judge.load_scores(list(scores))
@@ -258,7 +259,7 @@ def evaluate_and_print(
     params = make_params(args, config, task, policy)
     is_trained = adapter or args.run
     reference = base if is_trained and not args.url else None
-    record, answers = evaluate(
+    record, answers = evaluate_task(
         policy.answer, task, params, grader=grader, witness=witness, reference=reference
     )
 
@@ -278,11 +279,11 @@ def evaluate_and_print(
 
 
 def make_params(args: Namespace, config: Config, task: tasks.Task, policy: Policy) -> EvalParams:
-    """How to answer: as the run does, except for the flags."""
+    """The parameters of the answers: those of the run, except where flags override them."""
     toolbox = make_toolbox(
         config, task.tools, task.environments, policy.tokenizer, policy.model_config
     )
-    batch_size = None  # as many rows as memory holds
+    batch_size = None  # as many rows as fit into memory
     if args.run or args.rollout_batch_size not in (None, "auto"):
         rows = config.sampling.rollout_batch_size
         if rows:
@@ -301,7 +302,7 @@ def make_params(args: Namespace, config: Config, task: tasks.Task, policy: Polic
 
 
 def print_note(text: str) -> None:
-    """Prints lines for people on stderr; stdout is for the record."""
+    """Prints lines for people to stderr, because stdout is for the record."""
     wrapped = alive.wrap_for_terminal(escape_invisible(text), sys.stderr)
     print(wrapped, file=sys.stderr, flush=True)
 
@@ -309,7 +310,7 @@ def print_note(text: str) -> None:
 def evaluate_sft_run(
     args: Namespace, parser: Parser, adapter: str | None, start: str | None
 ) -> dict[str, Any]:
-    """The record of a run of --loss-type sft on its held-out replies, as the run computes it."""
+    """The record of a run of --loss-type sft on its held-out replies, as the run makes it."""
     for name, value in vars(args).items():
         if value != parser.get_default(name) and name not in ("run", "step", "limit"):
             raise ValueError(

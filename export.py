@@ -4,12 +4,12 @@ The command that writes a trained model for other programs.
 `uv run export.py --fuse --run runs/NAME --out DIR` merges an adapter into its model for good.
 `--export gguf` does so too, in one file for llama.cpp. `--export peft` writes the adapter alone.
 
-Other programs render a chat with the model's template only. So the template of a merged model
-contains what training's settings said: no thinking, and the task's system prompt. If all prompts
-of training begin with further messages, the user has to send them: the Modelfile does so for
-Ollama, and the model card names them.
+Other programs render a chat with the model's template only. So two of training's settings are
+written into the template of a merged model: whether the model thinks, and the task's system prompt.
+If all training prompts begin with further messages, they have to be sent in every chat: the
+Modelfile makes Ollama send them, and the model card lists them.
 
-This file does not cover adapters (lora.py, disk/adapters.py) and the formats (deploy/).
+This file does not cover adapters (lora.py, disk/adapters.py) or the formats (deploy/).
 """
 
 import argparse
@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def export(args: argparse.Namespace, adapter: str) -> None:
-    """Writes what the flags ask for to --out, and prints what it wrote and how to use it."""
+    """Writes the model or adapter to --out, and prints a summary and the commands that use it."""
     run_dir = find_run_dir(args.run or adapter)
     config = None
     if run_dir:
@@ -116,7 +116,7 @@ def export(args: argparse.Namespace, adapter: str) -> None:
 
 
 def find_run_dir(path: str) -> str | None:
-    """The run that a path is or lies in, as an adapter does; None without a run."""
+    """The run directory at or above a path, such as an adapter's; None if there is none."""
     place = Path(path).resolve()
     for directory in (place, *place.parents[:3]):
         if (directory / "config.yaml").is_file():
@@ -130,14 +130,14 @@ def write_model(
     """
     Writes the model or adapter to `result`; returns a summary.
 
-    run: of the adapter; None for an adapter without a run. wide: where the model in 16 bits goes
-    if the result has fewer bits and is measured.
+    run: the adapter's run; None if it has none. wide: the directory for the model in 16 bits,
+    which is written first if the result has fewer bits and is made from it or compared with it.
     """
     has_few_bits = args.bits in FEW_BITS
     template_run = None if args.keep_template else run
     end_tokens = run.config.sampling.end_tokens if run else []
     summary = ""
-    if args.fuse or (has_few_bits and run):  # few bits are measured against it
+    if args.fuse or (has_few_bits and run):  # few bits are compared with 16
         fused = wide if has_few_bits else result
         summary = fuse(args.model, adapter, fused, template_run, end_tokens)
     if args.fuse and has_few_bits:
@@ -181,9 +181,9 @@ def refuse_taken(out: Path) -> None:
 
 def least_bytes(name: str | None, adapter: str, export: str | None, bits: int) -> int:
     """
-    A lower bound of the bytes that will be written.
+    A lower bound on the number of bytes that will be written.
 
-    The weights have 16 or 32 bits, and `--fuse --bits` writes them whole first.
+    The base's weights have 16 or 32 bits. `--fuse --bits` first writes them with all their bits.
     """
     if export == "peft":
         files = list(adapters.find_adapter(adapter).glob("*.safetensors"))
@@ -199,12 +199,12 @@ def least_bytes(name: str | None, adapter: str, export: str | None, bits: int) -
 @contextlib.contextmanager
 def make_scratch(out: Path, num_bytes: int) -> Iterator[Path]:
     """
-    A directory on the disk of `out`, removed at the end.
+    A directory on the disk of `out`, which is removed at the end.
 
-    Inside, other libraries write their temporary files there too.
+    Inside the context, other libraries write their temporary files there too.
 
-    num_bytes: the least that will be written. Raises ValueError, before the work, if the disk has
-    too little room or cannot be written.
+    num_bytes: a lower bound on what will be written. Raises ValueError, before any work, if the
+    disk has too little room or cannot be written to.
     """
     target = out.resolve()
     parent = target if target.is_dir() else target.parent
@@ -225,7 +225,7 @@ def make_scratch(out: Path, num_bytes: int) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def blame_output(out: Path) -> Iterator[None]:
-    """Inside, errors of the system or MLX about a file that cannot be written name --out."""
+    """Inside the context, errors about an output file that cannot be written name --out."""
     try:
         with names_path(out):
             yield
@@ -243,7 +243,7 @@ def blame_output(out: Path) -> Iterator[None]:
 
 
 def is_in(path: str | Path, out: Path) -> bool:
-    """Whether a path lies in `out`, or in the scratch directory beside it."""
+    """Whether a path is in `out`, or in the scratch directory beside it."""
     target = out.resolve()
     place = Path(path).resolve()
     if not place.is_relative_to(target.parent):
@@ -258,7 +258,8 @@ def put_into_place(result: Path, out: Path) -> None:
     """
     Moves a new directory to `out`.
 
-    An existing `out` keeps its place: it may be a link, a mount or the current directory.
+    If `out` exists, only the contents are moved: `out` may be a link, a mount or the current
+    directory.
     """
     if not out.exists():
         os.replace(result, out.resolve())
@@ -278,9 +279,9 @@ def fuse(
     end_tokens: Sequence[str] = (),
 ) -> str:
     """
-    Writes the merged model in the type of its base; returns a summary.
+    Writes the merged model in its base's dtype; returns a summary.
 
-    run: its prompts are the ones that the template shall render; None leaves the template as it is.
+    run: the run whose prompts the template will render; None leaves the template as it is.
     end_tokens: further tokens that ended completions in training.
     """
     name, _ = model_choice.choose_model(name, adapter)
@@ -296,9 +297,9 @@ def fuse(
 
 def stored_dtype(directory: Path) -> mx.Dtype:
     """
-    The type of a checkpoint's largest floating-point tensor.
+    The dtype of a checkpoint's largest floating-point tensor.
 
-    In packed weights the scales are the floating-point tensors.
+    Packed weights are integers; there, only tensors such as scales are floating-point.
     """
     link = directory / gguf.LINK
     if link.is_file():
@@ -325,7 +326,7 @@ def export_peft(name: str | None, adapter: str, out: Path) -> str:
     """
     Writes the adapter alone; returns a summary.
 
-    It names a base that other programs can open, if there is one.
+    The adapter's configuration names its base, as a path for a bundled model.
     """
     matrices = adapters.read_adapter(adapter)
     base = name or matrices.base
@@ -353,7 +354,7 @@ def export_gguf(
     end_tokens: Sequence[str] = (),
 ) -> str:
     """
-    Writes the merged model as a GGUF file of that title, with a Modelfile; returns a summary.
+    Writes the merged model as a GGUF file named after `title`, and a Modelfile; returns a summary.
 
     run, end_tokens: see `fuse`.
     """
@@ -362,9 +363,9 @@ def export_gguf(
     directory = hub.find_model(name)
     model = gwen.load_model(directory, mx.float32, adapter, lazy=True)
     tokenizer = hub.load_tokenizer(directory)
-    config = model_choice.complete_end_tokens(model.config, tokenizer, name, end_tokens)
+    config = model_choice.with_all_end_tokens(model.config, tokenizer, name, end_tokens)
     weights = hub.unfuse_weights(dict(tree_flatten(model.parameters())), config)
-    del model  # so that the writer, which reads one matrix at a time, holds no more
+    del model  # so that memory holds only the one matrix that the writer reads at a time
     note = adapt_template(tokenizer, run) if run else ""
     summary = gguf_writer.write_gguf(out, title, weights, config, tokenizer, bits)
     run_config = run.config if run else None

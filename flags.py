@@ -1,9 +1,9 @@
 """
 Flags: how a command reads its settings, and how it reports a user's mistake in one line.
 
-A setting is a field of a dataclass, made by `setting` with its help and its range. This file
-leaves out the settings themselves (config.py), YAML files (text/documents.py) and the names of
-other programs (text/foreign_names.py).
+A setting is a dataclass field that `setting` declares with a help text and a range. This file does
+not cover the settings themselves (config.py), YAML files (text/documents.py) or the names that
+other programs use (text/foreign_names.py).
 """
 
 import argparse
@@ -24,7 +24,7 @@ from text.printable import CONTROL, escape_invisible, make_printable
 
 # ---- files that cannot be read or written
 
-LEAST_FREE = 2**16  # bytes of a disk below which it counts as full
+LEAST_FREE = 2**16  # a disk with fewer free bytes than this counts as full
 FULL = (errno.ENOSPC, errno.EDQUOT)
 FIXES = {
     **dict.fromkeys(FULL, "make room there, or choose another disk"),
@@ -37,10 +37,10 @@ FIXES = {
 @contextlib.contextmanager
 def names_path(path: str | Path) -> Iterator[None]:
     """
-    Add this path to every OSError raised inside that names no file.
+    Add `path` to every OSError raised inside the block that names no file.
 
-    A failed write, for example to a full disk, has no name. The same holds for tokenizers, whose
-    bare Exception ends in "(os error 28)".
+    The error of a failed write, for example to a full disk, does not name its file. Nor does a
+    tokenizer's error, a bare Exception that ends in "(os error 28)" and becomes an OSError here.
     """
     try:
         yield
@@ -57,7 +57,7 @@ def names_path(path: str | Path) -> Iterator[None]:
 
 
 def os_error_line(error: OSError) -> str:
-    """The path of a system error and what is wrong there: "runs/x/lock: Permission denied"."""
+    """A system error's path and what is wrong there, such as "runs/x/lock: Permission denied"."""
     if not error.strerror:
         return str(error)
     path = error.filename if error.filename2 is None else error.filename2
@@ -65,7 +65,7 @@ def os_error_line(error: OSError) -> str:
 
 
 def line_of(error: BaseException) -> str:
-    """An error's message; for a system error also what to do."""
+    """An error's message. For a system error it also says what to do."""
     if not isinstance(error, OSError):
         return str(error)
     line = os_error_line(error)
@@ -78,7 +78,7 @@ def refuse_unwritable_file(flag: str, path: Path) -> None:
     Check that a command can write its results to a file, before it does the work.
 
     A new file is created and removed again. Nothing is written to an existing file, because it may
-    hold results, or to a pipe or a terminal. A device such as /dev/full gets an empty line.
+    hold results, and nothing to a pipe or terminal. A device such as /dev/full gets an empty line.
 
     Raises ValueError if the file cannot be written.
     """
@@ -106,7 +106,7 @@ def refuse_unwritable_file(flag: str, path: Path) -> None:
 
 
 def refuse_full_disk(flag: str, path: Path, folder: Path, num_bytes: int) -> None:
-    """Raise ValueError if a folder's disk has less room than will be written to `path`."""
+    """Raise ValueError if a folder's disk has fewer than `num_bytes` free for writing `path`."""
     free = shutil.disk_usage(folder).free
     if free < num_bytes:
         free_mb = free / 1e6
@@ -124,8 +124,8 @@ def exit_with_error(message: object, most: int = 900) -> NoReturn:
     """
     End the process after a user's mistake, with one line on stderr and exit status 2.
 
-    message: a text or an error; a system error says which file it is about, and what to do.
-    most: characters of the line; a longer one loses its middle.
+    message: a text or an error. For a system error, the line names the file and says what to do.
+    most: the maximum number of characters in the line; a longer line is shortened in the middle.
     """
     text = line_of(message) if isinstance(message, BaseException) else str(message)
     line = make_printable(" ".join(text.split("\n")))
@@ -137,7 +137,11 @@ def exit_with_error(message: object, most: int = 900) -> NoReturn:
 
 @contextlib.contextmanager
 def report_mistakes() -> Iterator[None]:
-    """End the process with one line if a user's mistake is raised inside; also a decorator."""
+    """
+    End the process with one line if ValueError or OSError is raised inside the block.
+
+    It also works as a decorator.
+    """
     try:
         yield
     except (ValueError, OSError) as error:
@@ -155,11 +159,11 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         words = list(sys.argv[1:] if args is None else args)
         for place, word in enumerate(words):
-            if word.endswith("=--"):  # Python 3.11 makes an empty list of it
+            if word.endswith("=--"):  # Python 3.11 reads this as an empty list
                 self.error(f"{word}: -- is no value")
             name, equals, value = word.partition("=")
             if name.startswith("--"):
-                flag = flag_of(name[2:])  # TRL has underscores
+                flag = flag_of(name[2:])  # TRL's flags have underscores
                 if flag in self._option_string_actions:
                     words[place] = flag + equals + value
         return super().parse_known_args(words, namespace)
@@ -174,7 +178,7 @@ class Parser(argparse.ArgumentParser):
         exit_with_error(message.removeprefix("argument "))
 
     def _explain_unknown_flags(self, words: list[str]) -> str:
-        """What to do about each unknown flag among words that nothing parsed."""
+        """Advice on each unknown flag among the words that could not be parsed."""
         valid_flags = [flag for action in self._actions for flag in action.option_strings]
         unknown = [word.partition("=")[0][:80] for word in words if word.startswith("--")]
         if not unknown:
@@ -188,10 +192,10 @@ class Parser(argparse.ArgumentParser):
 
 def _parse_text(value: str) -> str:
     """
-    A flag's text.
+    The text that was given to a flag.
 
-    Refuses an empty text: it comes from an unset shell variable and does not mean the default.
-    Refuses control characters: a terminal would obey them wherever the text is shown.
+    Refuses an empty text, because it comes from an unset shell variable and does not mean the
+    default. Refuses control characters, because a terminal obeys them wherever the text is shown.
     """
     if not value.strip():
         raise argparse.ArgumentTypeError(f"{value!r} is empty; give a value or leave the flag out")
@@ -211,11 +215,11 @@ _CHARACTERS = {"n": ("\n", "a line end"), "t": ("\t", "a tab"), "r": ("\r", "a c
 
 def stop_text(word: str) -> str:
     r"""
-    A flag's stop text with its escapes replaced; prints a line on stderr for each escape.
+    A stop text from a flag, with its escapes replaced. Prints a line on stderr for each escape.
 
     A shell passes "\n" as a backslash and an n, and the user means a line end. `\x0a` and
     `\u000a` are replaced too, and so are `\t` and `\r`, except before a letter, where they may
-    begin a LaTeX command such as `\text`. `\\n` keeps the two characters.
+    begin a LaTeX command such as `\text`. `\\n` stands for the two characters themselves.
     """
     notes = {
         escape: "is kept as these two characters; $'...' in bash makes others"
@@ -242,7 +246,7 @@ def stop_text(word: str) -> str:
 
 
 def parse_seeds(text: str) -> int | list[int]:
-    """Read "3" as a number of seeds, and "1,2,5" as the seeds themselves."""
+    """The number of seeds that a text such as "3" gives, or the seeds that "1,2,5" lists."""
     numbers = []
     for part in text.removesuffix(",").split(","):
         is_number = part.isascii() and part.isdecimal()
@@ -258,12 +262,12 @@ def parse_seeds(text: str) -> int | list[int]:
 
 
 def flag_of(name: str) -> str:
-    """`judge_mode` as `--judge-mode`."""
+    """The flag for a setting's name: "--judge-mode" for "judge_mode"."""
     return "--" + name.replace("_", "-")
 
 
 def explain_missing_run(folder: str | Path) -> str:
-    """Why a directory is no run, and what to do."""
+    """The reason why a directory is not a run, and what to do."""
     if any(Path(folder).glob("seed-*/config.yaml")):
         return (
             "it holds a run for each seed; name one, as seed-0, or repeat the command of --seeds "
@@ -274,9 +278,9 @@ def explain_missing_run(folder: str | Path) -> str:
 
 def check_least(args: argparse.Namespace, **least: float) -> None:
     """
-    Check that flags have at least these values and are below 2^64; None and "auto" pass.
+    Check that each flag has at least the given value and is below 2^64. None and "auto" pass.
 
-    Raises ValueError naming the flag.
+    Raises ValueError that names the flag.
     """
     for name, low in least.items():
         value = getattr(args, name)
@@ -293,8 +297,8 @@ def setting(default: Any, text: str, **metadata: Any) -> Any:
     Declare a field with its help text.
 
     default: a value, or a function that makes it.
-    metadata: optionally `low`, `high`, `parse` (of the flag's words), `metavar`, and what
-        config.py describes.
+    metadata: optionally `low`, `high`, `parse` (a function for each of the flag's words),
+        `metavar`, and the metadata that config.py describes.
     """
     metadata = {"help": text, **metadata}
     if callable(default):
@@ -302,22 +306,22 @@ def setting(default: Any, text: str, **metadata: Any) -> Any:
     return dataclasses.field(default=default, metadata=metadata)
 
 
-USER_FUNCTION = "FILE.py:function"  # a choice: the user's own function
+USER_FUNCTION = "FILE.py:function"  # the choice that stands for a user's own function
 
 
 class Setting(NamedTuple):
-    """A field of a group of settings. The key `judge_mode` has the flag `--judge-mode`."""
+    """A field in a group of settings. The key `judge_mode` has the flag `--judge-mode`."""
 
     key: str
     group: str  # the name of the group's field in `Config`
-    title: str  # of the group in --help
+    title: str  # the group's title in --help
     field: dataclasses.Field[Any]
     used_by: str | None = None  # the kind of runs that use it; None: all
     later: bool = False  # whether a resumed run may change it
 
     @property
     def kind(self) -> Any:
-        """The type without None: `list` or `dict` for several values, `str` for words."""
+        """The type without None: `list` or `dict` for several values, `str` for choices."""
         origin = get_origin(self.field.type)
         args = get_args(self.field.type)
         if type(None) in args:
@@ -347,7 +351,7 @@ class Setting(NamedTuple):
 
     @property
     def shown_default(self) -> str:
-        """The default as a user writes it; "" if it stands for nothing."""
+        """The default as a user would write it; "" if there is nothing to write."""
         default = self.default
         if self.is_automatic and default is None:
             return "auto"
@@ -362,9 +366,9 @@ def add_flags(
     parser: argparse.ArgumentParser, settings: Iterable[Setting], everything: bool = True
 ) -> None:
     """
-    Add a flag for each setting, in groups. A flag that is left out gives None.
+    Add a flag for each setting, in groups. The value of a flag that is not given is None.
 
-    everything: whether --help shows all of them.
+    everything: whether --help shows all flags.
     """
     groups: dict[str, Any] = {}
     for setting in settings:
@@ -417,12 +421,12 @@ KIND_NAMES = {
 
 def parse_setting(setting: Setting, value: Any) -> Any:
     """
-    Read a flag's text, a value in YAML or an argument as a setting.
+    Convert a flag's text, a YAML value or an argument to the setting's type, and check it.
 
-    TRL's words are translated, and a single text counts as a list of one.
+    Words from TRL are translated, and where a list is needed a single text counts as a list of one.
 
-    Raises ValueError naming the flag if the value has the wrong type, is out of range or is no
-    choice.
+    Raises ValueError that names the flag if the value has the wrong type, is out of range or is not
+    among the choices.
     """
     is_optional = type(None) in get_args(setting.field.type)
     if is_optional and (value is None or (setting.is_automatic and value == "auto")):
@@ -453,7 +457,7 @@ def _parse_list(key: str, value: Any) -> list[Any]:
 
 
 def _check_text(setting: Setting, text: Any, value: Any) -> None:
-    """Raise ValueError if a text of this value is none, holds controls or is no choice."""
+    """Raise ValueError if `text` is no str, holds control characters or is no valid choice."""
     if not isinstance(text, str):
         raise _value_error(setting, value, KIND_NAMES[setting.kind])
     if CONTROL.search(text):
@@ -468,7 +472,7 @@ def _check_text(setting: Setting, text: Any, value: Any) -> None:
 
 
 def _check_range(setting: Setting, value: Any) -> None:
-    """Raise ValueError if a value lies below `low` or above `high`; an int has 2^31 as `high`."""
+    """Raise ValueError if a value is below `low` or above `high`, for an int 2^31 by default."""
     low = setting.field.metadata.get("low")
     high = setting.field.metadata.get("high", 2**31 if setting.kind is int else None)
     if low is not None and value < low:
@@ -478,7 +482,7 @@ def _check_range(setting: Setting, value: Any) -> None:
 
 
 def _value_error(setting: Setting, value: Any, must_be: str) -> ValueError:
-    """The error about a value, with an explanation if TRL has that value."""
+    """The error about a value, with an explanation if the value is one that TRL uses."""
     message = f"{flag_of(setting.key)} is {reprlib.repr(value)}; it must be {must_be}"
     trl_value = f"{setting.key} {value}".lower()
     row = load_foreign_names()["values"].get(trl_value)
@@ -490,9 +494,9 @@ def _value_error(setting: Setting, value: Any, must_be: str) -> ValueError:
 
 def _convert(kind: Any, value: Any) -> Any:
     """
-    A value, or its text, as a type. A bool is not a number, and numbers are finite.
+    A value, which may be given as text, converted to a type. Bools and infinities are not numbers.
 
-    Raises ValueError if the value is not of the type.
+    Raises ValueError if the value does not have the type.
     """
     if kind is dict:
         return _convert_weights(value)
@@ -508,7 +512,7 @@ def _convert(kind: Any, value: Any) -> Any:
 
 
 def _convert_weights(value: Any) -> dict[str, float]:
-    """Numbers by name: of a dictionary, of `a=1,b=2`, or of a list of such texts."""
+    """Numbers by name, from a dictionary, a text such as `a=1,b=2`, or a list of such texts."""
     if isinstance(value, dict):
         pairs = list(value.items())
     else:
@@ -518,7 +522,7 @@ def _convert_weights(value: Any) -> dict[str, float]:
 
 
 def _from_trl_value(key: str, value: Any) -> Any:
-    """TRL's value translated, if the table has it; None if it is the default here."""
+    """The value, translated if the table lists it as TRL's; None if it is our default anyway."""
     row = load_foreign_names()["values"].get(f"{key} {str(value).lower()}")
     if row is None:
         return value

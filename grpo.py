@@ -1,14 +1,14 @@
 """
-GRPO: the arithmetic of the trainer. Arrays in, arrays out.
+GRPO: the trainer's arithmetic. Every function takes arrays and returns arrays.
 
-This file knows no model, tokenizer, clock or file, so every line can be checked by hand.
+This file uses no model, tokenizer, clock or file, so every line can be checked by hand.
 step/loss.py calls it with a model's log-probabilities.
 
-`LOSSES` names every loss: a function of `Tokens` and `Objective`. A step's loss is the sum over
-its micro-batches. The cut into micro-batches does not matter, because the divisors count the whole
-step.
+`LOSSES` maps each loss's name to its function of `Tokens` and `Objective`. A step's loss is the sum
+over its micro-batches. How the step is cut into micro-batches does not matter, because the divisors
+count the whole step.
 
-Axes: B prompts of a step, G completions of a prompt, N = B * G rows, M rows of a micro-batch,
+Axes: B prompts in a step, G completions of each prompt, N = B * G rows, M rows of a micro-batch,
 T completion positions, K rewards or turns.
 """
 
@@ -18,17 +18,17 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-# slopes of SAPO's gate for positive and for other advantages, arXiv:2511.20347
+# slopes of SAPO's gate: for positive advantages, and for all others; arXiv:2511.20347
 SAPO_TEMPERATURES = (1.0, 1.05)
-# the rewards of a group are noise if their range is below this fraction of the step's deviation
+# a group's rewards are noise if their range is below this fraction of the step's deviation
 SIGNAL_FLOOR = 0.01
 # e^80 is finite in float32; e^89 is inf, and its gradient through a clip is 0 * inf = nan
 LARGEST_LOG_RATIO = 80.0
 # A token that the reference finds e^9 times likelier has a KL term of 8093 and a slope of 8102.
-# Beyond, both stay at these values. Otherwise the exponential of a few tokens would be the whole
-# step's loss, and infinite from e^89 on.
+# Beyond that, both stay at these values. Otherwise the exponentials of a few tokens would dominate
+# the whole step's loss, and from e^89 on they would be infinite.
 LARGEST_KL_LOG_RATIO = 9.0
-SMALLEST_DEVIATION = 1e-4  # is added to every deviation that divides
+SMALLEST_DEVIATION = 1e-4  # added to every deviation that is used as a divisor
 
 
 class Objective(NamedTuple):
@@ -58,23 +58,25 @@ class Tokens(NamedTuple):
 
     logprobs: mx.array  # nats under the policy, with gradient
     old_logprobs: mx.array  # nats under the policy before the update
-    advantages: mx.array  # (M,); or (M, T) if the tokens of a row differ
+    advantages: mx.array  # (M,); or (M, T) if a row's tokens have different advantages
     mask: mx.array  # 1 = counted, 0 = padding
     ref_logprobs: mx.array | None = None  # nats under the reference; None without a KL term
-    num_items: float | None = None  # counted tokens of the whole step; None: of these rows
-    num_rows: float | None = None  # rows of the whole step; None: these rows
-    divergences: mx.array | None = None  # teacher against policy, with gradient; for "distill"
-    # (M, 1), how many tokens each token stands for in sums; above 1 only for advantage 0
+    # number of counted tokens in the whole step; None: only these rows are counted
+    num_items: float | None = None
+    num_rows: float | None = None  # number of rows in the whole step; None: only these rows
+    divergences: mx.array | None = None  # teacher from policy, with gradient; for "distill"
+    # (M, 1), how many tokens each token represents in sums; above 1 only where the advantage is 0
     weights: mx.array | None = None
-    entropies: mx.array | None = None  # nats, of the policy's distributions, without gradient
-    sampled_logprobs: mx.array | None = None  # the sampler's own; None for given replies
+    entropies: mx.array | None = None  # of the policy's distributions, in nats, without gradient
+    # nats, as the sampler recorded them; None for given replies
+    sampled_logprobs: mx.array | None = None
 
 
 class Loss(NamedTuple):
     """A micro-batch's part of a step's loss, and its statistics."""
 
     value: mx.array  # ()
-    sums: dict[str, mx.array]  # () each: sums over the counted tokens
+    sums: dict[str, mx.array]  # sums over the counted tokens, each a scalar ()
 
 
 LossFunction = Callable[[Tokens, Objective], Loss]
@@ -89,22 +91,22 @@ def group_advantages(
     """
     How much better each completion is than the baseline, (B, G) float64 -> (B, G) float32.
 
-    A group with fewer than G completions ends in nan; the advantage is 0 there.
+    A group with fewer than G completions is filled up with nan rewards, whose advantages are 0.
 
-    baseline: the mean reward that a completion is compared with. "group": of its group. "rloo": of
-    the other completions of its group. "reinforce": of the whole step.
+    baseline: the set of completions whose mean reward is the baseline. "group": the completion's
+    group. "rloo": the other completions in its group. "reinforce": the whole step.
 
-    scale: the divisor. "group": the deviation within the group (GRPO). "batch": the deviation of
-    the step. "mean": the group's mean (MaxRL); for right and wrong, 1 and 0, this is the gradient
-    of log p to order G - 1. It is at least a G-th of the group's range, so that advantages of
-    other rewards are at most G. "none": 1 (Dr. GRPO, RLOO).
+    scale: the divisor. "group": the group's standard deviation (GRPO). "batch": the step's standard
+    deviation. "mean": the group's mean (MaxRL); if rewards are 1 for right and 0 for wrong, the
+    result is the gradient of log p to order G - 1. This divisor is at least a G-th of the group's
+    range, so that for other rewards no advantage exceeds G. "none": 1 (Dr. GRPO, RLOO).
 
-    signal_floor: a group (with "reinforce" a step) is noise and gets exactly 0 if the range of its
-    rewards is at most this fraction of the step's deviation plus SMALLEST_DEVIATION. Equal rewards
-    get exactly 0 at any floor.
+    signal_floor: a group (with "reinforce", a step) is noise and gets exactly 0 if the range of its
+    rewards is at most this fraction of (the step's deviation + SMALLEST_DEVIATION). Equal rewards
+    get exactly 0 whatever the floor.
 
-    Rewards are measured from a first member, because a common offset may dwarf their differences,
-    as in seconds since 1970.
+    Each reward's offset from a first reward is used, because a large common offset, as in seconds
+    since 1970, would otherwise drown the differences in rounding.
 
     Source: DeepSeekMath, arXiv:2402.03300, 4.1.2; Dr. GRPO, arXiv:2503.20783; batch:
     arXiv:2508.08221; RLOO: arXiv:2402.14740, eq. 7; the step's mean: REINFORCE++,
@@ -157,23 +159,23 @@ def turn_advantages(
     groups: list[list[list[float]]], scale: str = "group", signal_floor: float = 0.0
 ) -> np.ndarray:
     """
-    How much more a row earns from each turn on than the other rows of its group.
+    How much more each row earns from each turn on than its group's average row does.
 
-    groups: the rewards of each turn of each row of each group. Returns (B, G, K) float32, which is
-    0 beyond a row's last turn and beyond a group's last row.
+    groups: the rewards, indexed by group, row and turn. Returns (B, G, K) float32, which is 0
+    beyond a row's last turn and beyond a group's last row.
 
-    The return of turn k is the sum of the rewards of turns >= k. The baseline is its mean over the
-    rows that have a turn k: whether a row has that turn is known before the row writes it.
+    The return of turn k is the sum of the rewards of turns >= k. Its baseline is the mean return
+    over the rows that have a turn k; whether a row has that turn is known before it is written.
 
-    scale: "group" divides by the deviation of these differences in the group, with one degree of
-    freedom less for each turn's mean. "none" divides by nothing.
+    scale: "group" divides by the standard deviation of these differences in the group, with one
+    degree of freedom fewer for each turn's mean. "none" does not divide.
     signal_floor: see `group_advantages`.
 
-    Rows of one turn get the result of `group_advantages`. So do rows with equally many turns that
-    are paid at the end only.
+    For rows of one turn the result equals that of `group_advantages`. The same holds for rows with
+    equally many turns if only their last turn is rewarded.
 
-    Source: comparing the returns of turns in the group: GTPO, arXiv:2511.14846. The deviation that
-    agrees with GRPO is ours.
+    Source: comparing the turns' returns within the group comes from GTPO, arXiv:2511.14846.
+    Choosing a deviation that agrees with GRPO is our own addition.
     """
     assert scale in ("group", "none"), scale
     most_rows = max(len(group) for group in groups)
@@ -189,7 +191,7 @@ def turn_advantages(
     whole_returns = returns[..., 0][is_present[..., 0]]
     step_deviation = (whole_returns - returns[0, 0, 0]).std(ddof=1)
 
-    # measured from the first row that has the turn
+    # returns are measured from that of the first row that has the turn
     first_row = is_present.argmax(axis=1)[:, None]
     first_return = np.take_along_axis(returns, first_row, axis=1)
     offsets = np.where(is_present, returns - first_return, 0.0)
@@ -212,12 +214,12 @@ def decoupled_advantages(
     rewards: np.ndarray, weights: list[float], signal_floor: float = 0.0
 ) -> np.ndarray:
     """
-    The advantages of K rewards, (K, B, G) float64 -> (B, G) float32; nan as in `group_advantages`.
+    Advantages from K rewards, (K, B, G) float64 -> (B, G) float32; nan as in `group_advantages`.
 
     Normalizes each reward within its group, then normalizes the weighted sum over the batch. Each
-    reward has its own floor, from its own deviation, because each is scaled to full size. Each
-    group already has mean 0, and so has the sum. Where each reward has one value for all answers of
-    a group, the group's advantages are exactly 0.
+    reward has its own noise floor, from its own deviation, because each is scaled to full size.
+    Within a group each normalized reward has mean 0, and so has the weighted sum. If each reward is
+    the same for all answers in a group, the group's advantages are exactly 0.
 
     Source: GDPO, arXiv:2601.05242.
     """
@@ -239,9 +241,10 @@ def importance_ratio(
     logprobs: mx.array, old_logprobs: mx.array, mask: mx.array, level: str
 ) -> mx.array:
     """
-    policy / old policy. level: "token" (N, T), or "sequence" (N, 1), their geometric mean.
+    The probability ratio policy / old policy.
 
-    Source of the sequence's ratio: GSPO, arXiv:2507.18071, eq. 7.
+    level: "token" gives each token's ratio, (N, T); "sequence" gives the geometric mean of a row's
+    token ratios, (N, 1). Source of the sequence ratio: GSPO, arXiv:2507.18071, eq. 7.
     """
     assert level in ("token", "sequence"), level
     log_ratio = logprobs - old_logprobs
@@ -251,17 +254,17 @@ def importance_ratio(
     return mx.exp(mx.minimum(log_ratio, LARGEST_LOG_RATIO))
 
 
-# The policy's term of each token, and whether a clip removed the token's gradient (cispo: capped
-# its weight). The second is None for a term that clips nothing.
+# Each token's policy term, and whether a clip removed the token's gradient (for cispo: whether the
+# token's weight was capped). The latter is None for a term that clips nothing.
 Term = tuple[mx.array, mx.array | None]
 
 
 def clipped_term(ratio: mx.array, tokens: Tokens, objective: Objective) -> Term:
     """
-    -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A).
+    The term -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A).
 
-    If the two products are equal, the gradient is that of the first. mx.minimum and mx.clip would
-    have none at an end of the range, such as r = 1 with epsilon 0.
+    If the two products are equal, the gradient is that of r A. mx.minimum and mx.clip would have no
+    gradient at an end of the range, such as r = 1 with epsilon 0.
 
     Source: PPO, arXiv:1707.06347, eq. 7; two ranges: DAPO, arXiv:2503.14476, eq. 10.
     """
@@ -275,9 +278,9 @@ def clipped_term(ratio: mx.array, tokens: Tokens, objective: Objective) -> Term:
 
 def cispo_term(ratio: mx.array, tokens: Tokens, objective: Objective) -> Term:
     """
-    -sg(min(r, cap)) A log pi, where sg stops the gradient.
+    The term -sg(min(r, cap)) A log pi, where sg stops the gradient.
 
-    It caps the weight, so no token loses its gradient. Source: arXiv:2506.13585.
+    It caps only the token's weight, so no token loses its gradient. Source: arXiv:2506.13585.
     """
     cap = objective.upper
     weight = mx.stop_gradient(mx.minimum(ratio, cap))
@@ -286,9 +289,9 @@ def cispo_term(ratio: mx.array, tokens: Tokens, objective: Objective) -> Term:
 
 def sapo_term(ratio: mx.array, tokens: Tokens, objective: Objective) -> Term:
     """
-    -A sigmoid(t (r - 1)) 4 / t: a soft gate with slope 1 at r = 1 that fades on both sides.
+    The term -A sigmoid(t (r - 1)) 4 / t: a soft gate whose slope is 1 at r = 1 and fades beyond.
 
-    A larger t for advantages that are not positive makes their gradient fade sooner.
+    Advantages that are not positive have a larger t, which makes their gradient fade sooner.
     Source: arXiv:2511.20347.
     """
     temperature = mx.where(tokens.advantages > 0, *SAPO_TEMPERATURES)
@@ -300,16 +303,16 @@ def kl_term(logprobs: mx.array, ref_logprobs: mx.array) -> mx.array:
     """
     An estimate of KL(policy, reference) per token: exp(d) - d - 1, d = log reference - log policy.
 
-    It is never negative. Value and gradient are 0 where policy and reference agree. Beyond
-    `LARGEST_KL_LOG_RATIO` value and gradient are those at that d: finite, and the gradient still
-    raises the token's log-probability.
+    It is never negative. Value and gradient are 0 where policy and reference agree. If d exceeds
+    `LARGEST_KL_LOG_RATIO`, value and gradient are the same as at that limit: they are finite, and
+    the gradient still raises the token's log-probability.
 
     Source: k3 of Schulman, http://joschu.net/blog/kl-approx.html; DeepSeekMath,
     arXiv:2402.03300, eq. 4.
     """
     log_ratio = ref_logprobs - logprobs
     bounded = mx.stop_gradient(mx.minimum(log_ratio, LARGEST_KL_LOG_RATIO))
-    # adds 0, and keeps the slope that a minimum drops
+    # this adds 0, but restores the slope that the minimum removes
     bounded = bounded + (log_ratio - mx.stop_gradient(log_ratio))
     return mx.exp(bounded) - bounded - 1
 
@@ -319,7 +322,7 @@ def kl_term(logprobs: mx.array, ref_logprobs: mx.array) -> mx.array:
 
 def mean_of_tokens(per_token: mx.array, tokens: Tokens, objective: Objective) -> mx.array:
     """
-    The sum over the tokens / the step's counted tokens. All tokens weigh the same.
+    The sum over the tokens / the number of counted tokens in the step. All tokens weigh the same.
 
     Source: DAPO, arXiv:2503.14476.
     """
@@ -328,7 +331,7 @@ def mean_of_tokens(per_token: mx.array, tokens: Tokens, objective: Objective) ->
 
 def mean_of_rows(per_token: mx.array, tokens: Tokens, objective: Objective) -> mx.array:
     """
-    The mean over the step's rows of each row's mean. All rows weigh the same.
+    Each row's mean, averaged over the step's rows. All rows weigh the same.
 
     Source: DeepSeekMath, arXiv:2402.03300.
     """
@@ -339,7 +342,7 @@ def mean_of_rows(per_token: mx.array, tokens: Tokens, objective: Objective) -> m
 
 def mean_of_positions(per_token: mx.array, tokens: Tokens, objective: Objective) -> mx.array:
     """
-    The sum over the tokens / (rows * max_tokens). Tokens of long answers weigh no less.
+    The sum over the tokens / (rows * max_tokens). Tokens in long answers weigh no less than others.
 
     Source: Dr. GRPO, arXiv:2503.20783.
     """
@@ -349,24 +352,24 @@ def mean_of_positions(per_token: mx.array, tokens: Tokens, objective: Objective)
 
 
 def _num_items(tokens: Tokens) -> mx.array:
-    """The counted tokens of the step, at least 1."""
+    """The number of counted tokens in the step, at least 1."""
     num_items = tokens.mask.sum() if tokens.num_items is None else mx.array(tokens.num_items)
     return mx.maximum(num_items, 1)
 
 
 def _num_rows(tokens: Tokens) -> float:
-    """The rows of the step."""
+    """The number of rows in the step."""
     return len(tokens.mask) if tokens.num_rows is None else tokens.num_rows
 
 
 # ---- losses
 
 
-def clear_masked_values(tokens: Tokens) -> Tokens:
+def with_zeros_outside_mask(tokens: Tokens) -> Tokens:
     """
-    Sets values outside the mask to 0. Only `logprobs` keeps its gradient.
+    The tokens with values outside the mask set to 0. Only `logprobs` keeps its gradient.
 
-    Values outside the mask are arbitrary; their exponential must not become inf * 0 = nan.
+    Values outside the mask are arbitrary. If their exponential were inf, inf * 0 would be nan.
     Advantages become (M, T) or (M, 1).
     """
 
@@ -393,16 +396,16 @@ def policy_loss(
     term: Callable[..., Term], average: Callable[[mx.array, Tokens, Objective], mx.array]
 ) -> LossFunction:
     """
-    A loss: the average of term + beta * KL over the counted tokens.
+    The loss that averages term + beta * KL over the counted tokens.
 
-    term: a function of the ratio, the tokens and the objective. Its tokens are 0 where the mask is
-    0, and their advantages are (M, T) or (M, 1).
+    term: a function of the ratio, the tokens and the objective. The tokens that it gets are 0 where
+    the mask is 0, and their advantages are (M, T) or (M, 1).
 
-    The loss's sums: `clip_frac` if the term clips, `kl` if there is a reference.
+    The loss returns the sum `clip_frac` if the term clips, and `kl` if there is a reference.
     """
 
     def loss(tokens: Tokens, objective: Objective) -> Loss:
-        tokens = clear_masked_values(tokens)
+        tokens = with_zeros_outside_mask(tokens)
         level = objective.importance_sampling_level
         ratio = importance_ratio(tokens.logprobs, tokens.old_logprobs, tokens.mask, level)
         per_token, is_clipped = term(ratio, tokens, objective)

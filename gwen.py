@@ -1,13 +1,13 @@
 """
-Dense language models on MLX, of the families in disk/hub.py: blocks, loading and saving.
+Dense language models on MLX, for the families in disk/hub.py: blocks, loading and saving.
 
-Query, key and value projections are one matmul (`qkv_proj`); gate and up projections are one
-(`gate_up_proj`). The computation between the matmuls is in layers/. `save` writes Hugging Face's
-layout. Weights of few bits are unpacked, or stay packed in a frozen model.
+The query, key and value projections are one matmul (`qkv_proj`), and so are the gate and up
+projections (`gate_up_proj`). The computation between the matmuls is in layers/. `save` writes the
+Hugging Face layout. Low-bit weights are unpacked, or stay packed in a frozen model.
 
-This file does not cover mixtures of experts and sliding windows; a checkpoint that needs them is
-refused by name. It also leaves out which model a command takes (disk/model_choice.py) and the
-doctor (doctor.py).
+Mixtures of experts and sliding windows are not supported: a checkpoint that needs one is refused
+with a message that names it. The choice of a command's model is in disk/model_choice.py, and the
+doctor is in doctor.py.
 
 Axes: N rows, L positions, C hidden, H query heads, K kv heads, D head dim, F mlp width,
 V vocabulary, W window of a convolution.
@@ -39,9 +39,10 @@ DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 
 def default_dtype() -> mx.Dtype:
     """
-    `GWEN_DTYPE`; without it float16 on a GPU and float32 on a CPU, which has no BLAS for 16 bits.
+    The type that `GWEN_DTYPE` names.
 
-    Raises ValueError for another name.
+    The default is float16 on a GPU, and float32 on a CPU, which has no 16-bit BLAS.
+    Raises ValueError if the name is unknown.
     """
     usual = "float16" if gpu.on_gpu() else "float32"
     name = os.environ.get("GWEN_DTYPE", usual)
@@ -84,11 +85,11 @@ class RMSNorm(nn.Module):
 
 
 class Context(NamedTuple):
-    """What a layer gets in a forward pass beside the hidden states."""
+    """The inputs of a layer in a forward pass, besides the hidden states."""
 
     rotation: ops.Rotation  # the positions of the tokens
     layout: Layout  # which tokens each token sees
-    state: Any  # this layer's cache of earlier tokens; None without one
+    state: Any  # this layer's cache of earlier tokens; None if there is no cache
 
 
 # queries, keys, values and gates: see `Attention.project`
@@ -96,7 +97,7 @@ Projections = tuple[mx.array, mx.array, mx.array, mx.array | None]
 
 
 class Attention(nn.Module):
-    """The projections of softmax attention; `layers.attention` computes what is between them."""
+    """The projections of softmax attention; `layers.attention` computes the attention itself."""
 
     def __init__(self, config: hub.ModelConfig, kind: str):
         super().__init__()
@@ -119,8 +120,8 @@ class Attention(nn.Module):
         """
         The inputs of attention: queries (N, H, L, D), keys and values (N, K, L, D).
 
-        The last value is the gates on the output before their sigmoid, (N, L, H, D), or None if
-        the family has none.
+        The last value holds the output gates before their sigmoid, (N, L, H, D). It is None if the
+        family has no gates.
         """
         # (N, L, H + 2K, D), or with gates (N, L, 2H + 2K, D)
         qkv = self.qkv_proj(x).reshape(*x.shape[:2], -1, self.head_dim)
@@ -148,9 +149,9 @@ class Attention(nn.Module):
 
 class GatedDeltaNet(nn.Module):
     """
-    Linear attention, see layers/delta.py.
+    Linear attention, which layers/delta.py explains.
 
-    Instead of keys and values it keeps a memory of fixed size.
+    It keeps a memory of fixed size instead of keys and values.
     """
 
     def __init__(self, config: hub.ModelConfig):
@@ -158,11 +159,11 @@ class GatedDeltaNet(nn.Module):
         assert config.delta is not None
         self.sizes = config.delta
         num_heads = config.delta.num_value_heads
-        # rows of the convolved channels, the gates, beta and the decay
+        # output rows for the convolved channels, the gates, beta and the decay
         widths = hub.part_rows(config, "linear_attn.in_proj")
         self.split_points = [sum(widths[: i + 1]) for i in range(3)]
         self.in_proj = nn.Linear(config.hidden_size, sum(widths), bias=False)
-        self.conv1d = nn.Module()  # causal, of single channels
+        self.conv1d = nn.Module()  # a causal convolution of each channel
         self.conv1d.weight = mx.zeros((widths[0], 1, self.sizes.window))
         self.A_log = mx.zeros((num_heads,))
         self.dt_bias = mx.ones((num_heads,))
@@ -223,8 +224,8 @@ class Block(nn.Module):
     """
     One layer: attention or a gated delta net, then an MLP.
 
-    The residual stream comes as two arrays: `x`, and `delta`, the last sublayer's output that is
-    not added yet. The next norm adds it in one kernel.
+    The residual stream is passed as two arrays: `x`, and `delta`, the last sublayer's output, which
+    has not been added to `x` yet. The next norm adds it in the same kernel.
     """
 
     def __init__(self, config: hub.ModelConfig, kind: str):
@@ -247,7 +248,7 @@ class Block(nn.Module):
         """x and delta before this layer -> x and delta after it."""
         if self.is_linear:
             x, normed = self.input_layernorm.add_and_normalize(x, delta)
-            return self.add_mlp(x, self.linear_attn(normed, context))
+            return self.run_mlp(x, self.linear_attn(normed, context))
 
         x, (queries, keys, values, gates) = self.attention_inputs(x, delta, context.rotation)
         parts = [(keys, values)]
@@ -259,18 +260,18 @@ class Block(nn.Module):
     def attention_inputs(
         self, x: mx.array, delta: mx.array | None, rotation: ops.Rotation
     ) -> tuple[mx.array, Projections]:
-        """The part of a call before attention: the residual stream and the projections."""
+        """Computes the part of a call before attention: the residual stream and the projections."""
         x, normed = self.input_layernorm.add_and_normalize(x, delta)
         return x, self.self_attn.project(normed, rotation)
 
     def finish(
         self, x: mx.array, attended: mx.array, gates: mx.array | None = None
     ) -> tuple[mx.array, mx.array]:
-        """The part of a call after attention."""
-        return self.add_mlp(x, self.self_attn.output(attended, gates))
+        """Computes the part of a call after attention."""
+        return self.run_mlp(x, self.self_attn.output(attended, gates))
 
-    def add_mlp(self, x: mx.array, mixed: mx.array) -> tuple[mx.array, mx.array]:
-        """The part of a call after the first sublayer, whose output is `mixed`."""
+    def run_mlp(self, x: mx.array, mixed: mx.array) -> tuple[mx.array, mx.array]:
+        """Computes the part of a call after the first sublayer, whose output is `mixed`."""
         x, normed = self.post_attention_layernorm.add_and_normalize(x, mixed)
         return x, self.mlp(normed)
 
@@ -279,14 +280,15 @@ def checkpoint_layer(
     layer: Block, x: mx.array, delta: mx.array | None, context: Context
 ) -> tuple[mx.array, None]:
     """
-    `layer(x, delta, context)`, added up. The backward pass computes the layer again.
+    The sum of both results of `layer(x, delta, context)`, which the backward pass computes again.
 
-    MLX holds a checkpoint's outputs as long as its inputs. So the output is the stream with the
-    last delta added, which is the only input of the next layer.
+    MLX holds a checkpoint's outputs as long as its inputs. So there is one output, the residual
+    stream with the last delta added, and it is the only input of the next layer.
 
-    `mx.checkpoint` differentiates its arguments and nothing else. So the layer's weights are an
-    argument; called on the module it would drop their gradients. So is the state of an earlier
-    level, whose gradients belong to the shared prompt. Integers and masks come by closure.
+    `mx.checkpoint` differentiates only with respect to its arguments. So the layer's weights are an
+    argument: a checkpoint of the module itself would drop their gradients. The states of earlier
+    levels are arguments too, because their gradients belong to the shared prompt. The closure
+    captures integers and masks.
     """
     state = context.state
     is_replaced = isinstance(state, TreeLayer | DeltaState | None)
@@ -316,7 +318,7 @@ class Model(nn.Module):
     """
     A dense language model.
 
-    `model(tokens, cache)` gives logits, (N, L, V). `hidden` and `head_weight` are its two halves.
+    `model(tokens, cache)` returns logits, (N, L, V), the product of `hidden` and `head_weight`.
     """
 
     def __init__(self, config: hub.ModelConfig):
@@ -375,7 +377,7 @@ class Model(nn.Module):
 
 
 Step = Callable[[mx.array, SlotCache], mx.array]
-LEAST_COMPILED = 512  # hidden size from which a model's steps are compiled on a CPU
+LEAST_COMPILED = 512  # the smallest hidden size at which steps are compiled on a CPU
 
 
 class Segment(NamedTuple):
@@ -387,10 +389,10 @@ class Segment(NamedTuple):
 
 def make_segment(model: Model, before: int, after: int) -> Segment:
     """
-    Compiles what is between the attentions of two layers.
+    Compiles the computation between the attentions of two layers.
 
-    before: -1 if the segment begins at the embedding. after: the number of layers if it ends at
-    the final hidden states.
+    before: the first of these layers; -1 if the segment begins at the embedding.
+    after: the second one; the number of layers if the segment ends at the final hidden states.
     """
     layers = model.layers
     rope = model._rope
@@ -415,16 +417,17 @@ def make_segment(model: Model, before: int, after: int) -> Segment:
     return Segment(linear_layers, mx.compile(run))
 
 
-def decode_step(model: Model) -> Step:
+def make_decode_step(model: Model) -> Step:
     """
-    `model.hidden` for one token a row with the current weights, compiled between attentions.
+    A function that equals `model.hidden` for one token per row, with the current weights.
 
-    Python then builds the graph of a step in a quarter of the time. A compiled function is traced
-    once for each number of rows. Attention and its caches change shape every step and are not
-    compiled; the state of a gated delta net is.
+    The computation between attentions is compiled, so that Python builds the graph of a step in a
+    quarter of the time. A compiled function is traced once for each number of rows. Attention and
+    its caches change shape every step and are not compiled; updates of a gated delta net's state
+    are compiled.
 
-    On a CPU, g++ takes ten seconds for a model's loops, once. Smaller models, as in tests, are not
-    worth that.
+    On a CPU, g++ once takes ten seconds to compile a model's loops. Smaller models, such as those
+    in tests, are not worth that time.
     """
     is_small = model.config.hidden_size < LEAST_COMPILED
     if not gpu.on_gpu() and (is_small or not cpu.has_compiler()):
@@ -459,7 +462,7 @@ def decode_step(model: Model) -> Step:
     compiled_sizes: set[int] = set()  # numbers of rows
 
     def step_with_lock(tokens: mx.array, cache: SlotCache) -> mx.array:
-        """A step. Only one process at a time builds a CPU's loops."""
+        """Runs a step. Only one process at a time compiles loops for a CPU."""
         if gpu.on_gpu() or len(tokens) in compiled_sizes:
             return step(tokens, cache)
         with cpu.build_lock():
@@ -482,14 +485,15 @@ def load(
     end_tokens: Sequence[str] = (),
 ) -> tuple[Model, Any]:
     """
-    Loads the model and tokenizer of `demo`, a Hugging Face directory or a hub id.
+    Loads a model and its tokenizer.
 
-    A name with `random:` gives random weights with the demo's tokenizer.
+    path_or_id: `demo`, a Hugging Face directory or a hub id. A name that begins with `random:`
+    gives random weights with the demo's tokenizer.
 
     dtype: None means `default_dtype()`.
-    adapter: a run, a checkpoint or a directory of mlx_lm's layout. Its weights are merged in.
-    frozen: for a judge or a teacher. Its weights of few bits stay packed on a GPU; a CPU
-    multiplies by packed weights 4 to 40 times slower.
+    adapter: a run, a checkpoint or a directory in mlx_lm's layout. Its weights are merged in.
+    frozen: whether the model never trains, like a judge or a teacher. Its low-bit weights then stay
+    packed on a GPU. A CPU multiplies by packed weights 4 to 40 times slower, so it unpacks them.
     end_tokens: further tokens that end a completion, see `disk.ends`.
 
     Raises ValueError that names what is wrong.
@@ -518,7 +522,7 @@ def load(
         raise ValueError(
             f"{directory}: the tokenizer has the id {largest_id}, the model only {vocab_size} ids"
         )
-    model.config = model_choice.complete_end_tokens(model.config, tokenizer, path_or_id, end_tokens)
+    model.config = model_choice.with_all_end_tokens(model.config, tokenizer, path_or_id, end_tokens)
     return model, tokenizer
 
 
@@ -533,7 +537,7 @@ def load_model(
     Loads the model of a Hugging Face directory.
 
     dtype: None means `default_dtype()`.
-    packed: layers' weights of few bits stay packed; for a model without adapter and gradient.
+    packed: the layers' low-bit weights stay packed, for a model without adapter and gradient.
     lazy: weights stay on disk; each is read when something is first computed with it.
 
     Raises ValueError that names what is wrong with the directory.
@@ -543,7 +547,7 @@ def load_model(
     config = hub.load_config(directory)
     stored_weights = hub.load_weights(directory, default_dtype())
     weights, num_skipped = hub.from_stored_names(stored_weights, config.family)
-    del stored_weights  # so that no matrix outlives its place in `weights`
+    del stored_weights  # so that a matrix is freed when it leaves `weights`
     if num_skipped:
         print(
             f"gwen: {directory}: left out {num_skipped} tensors that do not belong to the "
@@ -561,13 +565,13 @@ def load_model(
     convert_weights(directory, weights, model, dtype)
     if adapter is not None:
         weights = adapters.merge_weights(weights, adapter, config.family)
-    weights = hub.fuse_weights(weights)  # the same name, so that no part outlives its whole
+    weights = hub.fuse_weights(weights)  # the same name, so that the separate parts are freed
     names = list(weights)
     model.load_weights([(name, arrange_for_matmul(name, weights.pop(name))) for name in names])
 
     if not lazy:
         memory.limit_mlx_cache()
-        # layer by layer: all at once would hold 1.5 times the model's bytes
+        # layer by layer: evaluating all at once would hold 1.5 times the model's bytes
         for part in (*model.layers, model):
             mx.eval(part.parameters())
         check_kernels(model)
@@ -604,10 +608,10 @@ def convert_weights(
 
 def arrange_for_matmul(name: str, weight: mx.array) -> mx.array:
     """
-    The same weight, in memory as its product reads it.
+    The same weight, in the memory order that its matmul reads fastest.
 
-    On a CPU a projection's (out, in) lies column by column: OpenBLAS packs what it multiplies by,
-    and packs x @ W.T of a few rows a fifth slower from rows than from columns.
+    On a CPU a projection (out, in) is stored column by column. OpenBLAS repacks a weight before it
+    multiplies; for x @ W.T with a few rows, that is a fifth slower from rows than from columns.
     """
     is_packed = weight.dtype == mx.uint32
     if gpu.on_gpu() or is_packed or not name.endswith("proj.weight"):
@@ -619,8 +623,8 @@ def drop_tied_head(directory: Path, weights: dict[str, mx.array]) -> None:
     """
     Removes the head's tensors from the weights of a model whose head is its embedding.
 
-    Raises ValueError for a head that differs: other programs would use either of the two, and
-    training only one.
+    Raises ValueError if the head differs from the embedding: other programs could use either of
+    them, while training would use only one.
     """
     for name in sorted(name for name in weights if name.startswith("lm_head.")):
         head = weights.pop(name)
@@ -641,10 +645,10 @@ def drop_tied_head(directory: Path, weights: dict[str, mx.array]) -> None:
 
 def install_packed(model: Model, packings: dict[str, dict[str, Any]]) -> None:
     """
-    Replaces layers' projections by packed ones, and removes their parts from `packings`.
+    Replaces projections by packed ones, and removes their parts from `packings`.
 
-    It does so where all parts of a projection are packed alike. Embedding and head stay 16 bits
-    wide: scores and a teacher's probabilities are read from the head by tiles.
+    Only projections whose parts are all packed alike are replaced. The embedding and the head stay
+    16 bits wide, because scores and a teacher's probabilities are computed from tiles of the head.
     """
     chosen = {}
     for name, module in model.named_modules():
@@ -681,9 +685,9 @@ def random_model(name: str, dtype: mx.Dtype | None = None) -> Model:
 
 def save(model: Model, directory: str | Path, tokenizer: Any) -> None:
     """
-    Writes the model un-fused to a new directory, with configuration and tokenizer.
+    Writes the model with un-fused projections, its configuration and its tokenizer.
 
-    mlx_lm and transformers can load it.
+    mlx_lm and transformers can load the new directory.
     """
     directory = Path(directory)
     config = model.config
@@ -703,9 +707,9 @@ def save(model: Model, directory: str | Path, tokenizer: Any) -> None:
 
 def check_kernels(model: Model) -> None:
     """
-    Prints where MLX's arithmetic is wrong at this model's sizes.
+    Checks MLX's arithmetic and the kernels at this model's sizes.
 
-    Kernels that are wrong are named and turned off.
+    Prints a line if MLX's arithmetic is wrong. Names wrong kernels and turns them off.
     """
     if not gpu.has_metal():
         return
@@ -777,7 +781,7 @@ def rehearse_passes(model: Model, kinds: list[str]) -> None:
         model.hidden(ids, prompts)
         for share_prefix, prompt_of in layouts:
             slots = SlotCache(prompts, 4, 4, share_prefix)
-            for new_slots in (None, [2, 3]):  # with the second, slots have different lengths
+            for new_slots in (None, [2, 3]):  # [2, 3] gives slots different lengths
                 slots.assign(prompt_of, new_slots)
                 slots.plan_writes()
                 model.hidden(mx.array([[1]] * 4), slots)
@@ -800,5 +804,5 @@ def rehearse_sampling(model: Model) -> None:
 
 
 if __name__ == "__main__":
-    # The doctor imports this module, so its file is run here and not imported.
+    # The doctor imports this module, so doctor.py is run here and not imported.
     runpy.run_path(str(Path(__file__).with_name("doctor.py")), run_name="__main__")

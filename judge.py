@@ -1,18 +1,18 @@
 """
 Rubric judging: a judge scores each completion from 1 to 5 on each criterion.
 
-The weighted scores are the reward. `uv run judge.py --rubric R --labels FILE` compares a judge with
-labelled answers. A judge has two modes:
+The reward is the weighted sum of the scores. `uv run judge.py --rubric R --labels FILE` compares
+a judge with labelled answers. A judge has two modes:
 
-    logits   the expected score under the probabilities of the tokens "1" to "5" at the first answer
-             position; it needs no decoding and is finer than a digit
-    decode   the score in a greedy reply (judging/replies.py), after thinking if allowed
+    logits   takes the expected score under the probabilities of the tokens "1" to "5" at the first
+             answer position; this needs no decoding and is finer than a digit
+    decode   reads the score in a greedy reply (judging/replies.py), after thinking if allowed
 
 The prompts of a call form a tree of preamble, questions, answers and criteria. Shared parts are
-computed once (judging/prompt_tree.py). A score is nan, never neutral, if the judge puts less than
-half of its mass on the scores or writes none.
+computed once (judging/prompt_tree.py). If the judge puts less than half of its probability mass on
+the scores, or writes no score, the score is nan and not a neutral value.
 
-This file does not cover a judge on a server (judging/remote_judge.py).
+A judge on a server is in judging/remote_judge.py.
 
 Axes: N completions or prompts, J criteria, M rows of a batch, L positions of a level, C hidden,
 V vocabulary.
@@ -53,9 +53,10 @@ class Judge(Grader):
 
     The model's other weights must not change.
 
-    chunk_size: evaluations at once, halved when memory runs out and slowly grown back.
+    chunk_size: the most evaluations at once. It is halved when memory runs out, and grows back
+    slowly.
     mode: "logits" or "decode".
-    think: the most tokens of thought before a decoded reply.
+    think: the most tokens of a thought before a decoded reply; 0 for no thought.
 
     Raises ValueError if the tokenizer lacks something that the mode needs.
     """
@@ -84,7 +85,7 @@ class Judge(Grader):
             )
 
         reply_tokens = rubrics.REPLY_TOKENS + think if mode == "decode" else 0
-        # the most tokens of a prompt
+        # the most tokens that a prompt may have
         self.room = model.config.max_position_embeddings - reply_tokens
         self._check_room({"": []})
         self.tree = PromptTree(model, self.prompts.head, chunk_size, "judge")
@@ -92,9 +93,9 @@ class Judge(Grader):
 
     def identity(self) -> str:
         """
-        A digest of prompts, settings and the model.
+        A digest of the prompts, the settings and the model.
 
-        The logits after the preamble tell models apart.
+        It tells models apart by their logits after the preamble.
         """
         if not self._identity:
             with lora.disable_adapters(self.model):
@@ -122,7 +123,7 @@ class Judge(Grader):
             answer_ids[completion] = self.prompts.encode_answer(completion)
         self._check_room(question_ids)
 
-        prompts: dict[int, Prompt] = {}  # by place of their question
+        prompts: dict[int, Prompt] = {}  # by the place of their question
         for place, (prompt, completion, column) in enumerate(questions):
             runs = (
                 question_ids[prompt],
@@ -163,7 +164,7 @@ class Judge(Grader):
             )
 
     def _read_evaluations(self, hidden: mx.array, cache: TreeCache) -> list[Evaluation]:
-        """The evaluations at the ends of M prompts, from hidden states (M, C)."""
+        """The evaluations of M prompts, from the hidden states at their ends, (M, C)."""
         logits = hidden @ self.model.head_weight.T  # (M, V)
         if self.mode == "decode":
             return self._read_replies(logits, cache)
@@ -180,7 +181,7 @@ class Judge(Grader):
         return list(map(Evaluation, scores.tolist(), np.array(mass).tolist(), likeliest))
 
     def _read_replies(self, logits: mx.array, cache: TreeCache) -> list[Evaluation]:
-        """The scores of greedy replies, from logits (M, V) of their first tokens."""
+        """The evaluations in greedy replies, from the logits of their first tokens, (M, V)."""
         eos_ids = list(self.model.config.end_ids)
         replies: dict[int, list[int]] = {}
         rows = list(range(len(logits)))  # the rows that still have to answer
@@ -214,7 +215,7 @@ class Judge(Grader):
         return evaluations
 
     def _think(self, logits: mx.array, cache: TreeCache) -> list[list[int]]:
-        """The thoughts of all rows, up to </think>, to an end token or to the limit."""
+        """The ids of each row's thought, up to </think>, an end token or the limit."""
         assert self.end_of_thought is not None
         ends = [*self.model.config.end_ids, self.end_of_thought]
         return sampler.continue_greedily(
@@ -222,7 +223,7 @@ class Judge(Grader):
         )
 
     def _close_thought(self, thought: list[int]) -> list[int]:
-        """The ids of a thought with </think> after it."""
+        """The ids of a thought, followed by those of </think>."""
         close = self.prompts.encode_trusted("\n</think>\n\n")
         return [token for token in thought if token != self.end_of_thought] + close
 
@@ -236,7 +237,7 @@ def make_judge(
     """
     The judge of these settings.
 
-    load: returns a local judge's model and tokenizer; called only for a local judge.
+    load: returns a local judge's model and tokenizer. It is called only for a local judge.
     """
     if settings.url:
         from judging.remote_judge import RemoteJudge
@@ -247,7 +248,7 @@ def make_judge(
 
 
 def load_judge_model(name: str) -> tuple[gwen.Model, Any]:
-    """A judge's model and tokenizer. Raises ValueError that names --judge-model."""
+    """Loads a judge's model and tokenizer. Raises a ValueError that names --judge-model."""
     with model_choice.blame_flag("--judge-model"):
         return gwen.load(name, frozen=True)
 
@@ -262,8 +263,8 @@ def make_graders(
     """
     The judge, and the witness, which only evaluations use. Each is None if it has no rubric.
 
-    base: the model before training, the default judge of both; None: it is loaded.
-    The two share their cache of scores.
+    base: the model before training, which is the default model of both. If None, it is loaded.
+    The judge and the witness share their cache of scores.
     """
 
     @functools.cache
@@ -278,7 +279,7 @@ def make_graders(
     if witness_rubric:
         witness = make_judge(config.judge, rubrics.load_rubric(witness_rubric), load)
     if grader is not None and witness is not None:
-        witness.cache = grader.cache  # a key covers the rubric
+        witness.cache = grader.cache  # keys depend on the rubric, so the scores of both stay apart
     return grader, witness
 
 

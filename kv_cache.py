@@ -1,8 +1,8 @@
 """
-What a model keeps of past tokens, for a batch of rows and for the slots of a decode batch.
+Caches of past tokens, for a batch of rows and for the slots of a decode batch.
 
 A layer with attention keeps keys and values; a gated delta net keeps a state of fixed size. Rows
-that share the token runs of their ancestors have a cache of their own, `layers/tree_cache.py`.
+that share token runs with other rows have another cache, which is in layers/tree_cache.py.
 
 `KVCache`: rows are right-aligned. A shorter row starts with `pad` columns that no query sees, and a
 row's position is the column minus its padding. Buffers grow by 128 columns, so that a decode step
@@ -21,7 +21,7 @@ import mlx.core as mx
 import numpy as np
 
 REFILL = 1 / 16  # fraction of idle slots at which waiting rows take them
-SHRINK = 1 / 4  # fraction of idle slots at which they are dropped, once no row waits
+SHRINK = 1 / 4  # fraction of idle slots at which these are dropped, once no row waits
 CHUNK = 128  # columns; smaller chunks copy more often, larger ones waste memory on short rows
 
 
@@ -36,40 +36,40 @@ Mask = mx.array | str | None
 class Group(NamedTuple):
     """Which of N query rows read which of the R rows of one part of a cache."""
 
-    # (R, G) the query rows that read each row, padded with 0. None: row r * G + g, without padding
+    # (R, G) the query rows that read each row, padded with 0. None: rows r * G + g, unpadded
     members: mx.array | None = None
     # (N,) each query row's index in the flattened (R, G)
     places: mx.array | None = None
-    # (R, 1, 1, S) or with G = 1 (N, 1, L, S) boolean, "causal" with G = 1, or None
+    # (R, 1, 1, S) boolean, or None. With G = 1 it may also be (N, 1, L, S) boolean or "causal"
     mask: Mask = None
 
 
 class Layout(NamedTuple):
-    """Which tokens read which columns of a cache in parts."""
+    """Which columns of a cache each new token reads, part by part."""
 
     groups: list[Group]  # one per part, in the order of `Parts`
-    # (N, 1, L, S) boolean, of all parts joined into one. None: only the newest part needs a mask.
-    # It is lazy.
+    # the mask of all parts joined into one, (N, 1, L, S) boolean, which MLX computes only if it is
+    # used. None: only the newest part needs a mask.
     whole: mx.array | None = None
     # (N,) each: the column where a row's new tokens begin, and where they end. The other columns
     # are padding. None: no padding
     spans: tuple[mx.array, mx.array] | None = None
 
 
-CAUSAL = Layout([Group(mask="causal")])  # one part, of the new tokens themselves
+CAUSAL = Layout([Group(mask="causal")])  # one part: the new tokens themselves
 # Keys and values (R, K, S, D) of each part of a cache; a query attends to all parts. Usually there
-# is one part, of N rows. There are more where rows share some.
+# is one part, of N rows. There are more parts where rows share columns.
 Parts = list[tuple[mx.array, mx.array]]
 
 
 class Cache(Protocol):
     """
-    What a model needs from the past tokens: a state for each layer, positions and masks.
+    The past tokens as a model sees them: a state for each layer, positions and masks.
 
-    A layer calls `update` of its state with what it makes of the new tokens, once per forward pass.
-    For keys and values, (N, heads, L, size) in the order of rows and positions, `update` returns
-    everything that these tokens may read, themselves included. The `Layout` says which token reads
-    which column. What `update` returned never changes afterwards.
+    Once per forward pass, a layer passes the arrays that it computed for the new tokens to its
+    state's `update`. For keys and values, (N, heads, L, size) in the order of rows and positions,
+    `update` returns all keys and values that these tokens may read, including their own. The
+    `Layout` says which token reads which column. The returned arrays never change afterwards.
     """
 
     layers: list[Any]
@@ -82,10 +82,10 @@ class Cache(Protocol):
         """The position of the first new token of each row, (N,) int32."""
 
     def layout(self, num_new: int) -> Layout:
-        """What the next `num_new` tokens of each row read."""
+        """Which columns the next `num_new` tokens of each row read."""
 
     def advance(self, num_new: int) -> None:
-        """Counts the columns of a forward pass, after it."""
+        """Counts the columns that a forward pass added. It is called after the pass."""
 
 
 # ---- what a layer keeps
@@ -102,8 +102,8 @@ class LayerCache:
     Keys and values of one layer, each (N, K, S, D), with the first `length` columns written.
 
     Invariant: `length <= S`. No view of the buffers may outlive the step that made it: MLX writes a
-    slice in place only if nothing else references the buffer (0.02 ms on 128 MiB; 160 ms when it
-    must copy).
+    slice in place only if nothing else references the buffer (which takes 0.02 ms on 128 MiB; a
+    copy takes 160 ms).
     """
 
     def __init__(self, capacity: int = 0):
@@ -146,16 +146,17 @@ class LayerCache:
 class WritePlan(NamedTuple):
     """Which columns of a `SlotCache` the next tokens are written to."""
 
-    slots: mx.array | None  # (M, 1) the slots that get tokens. None: all, one each, in one column
-    columns: Any  # (M, L) of the buffers; with `slots` None the number of that one column
-    end: int  # columns of the buffers in use afterwards
-    # (M,) the prompts to join in front of own columns. None: `update` returns the parts as they are
+    # (M, 1) the slots that get tokens. None: each slot gets one, all in the same column
+    slots: mx.array | None
+    columns: Any  # (M, L) columns of the buffers; if `slots` is None, the number of that one column
+    end: int  # the number of columns of the buffers in use afterwards
+    # (M,) the prompts to put before the own columns. None: `update` returns the parts as they are
     prompts: mx.array | None = None
 
 
 class SlotLayer:
     """
-    One layer of a `SlotCache`: a buffer for each slot, which ends with W columns of the slot's own.
+    One layer of a `SlotCache`: a buffer per slot, whose last W columns are the slot's own.
 
     Own column i holds the slot's token i. If prompts are shared, a buffer has no other columns, and
     `update` returns a view of the prompts in use beside the own columns. Otherwise the buffer
@@ -167,7 +168,7 @@ class SlotLayer:
     def __init__(self, prompts: LayerCache, num_slots: int, width: int, share: bool):
         self.prompts = prompts
         self.first_own = 0 if share else prompts.length
-        self.in_use = slice(0, 0)  # of the prompts
+        self.in_use = slice(0, 0)  # which prompts have slots
         prompt_keys, prompt_values = prompts.select_rows(slice(None))
         num_columns = self.first_own + width
         self.keys = make_slot_buffer(prompt_keys, num_slots, num_columns)
@@ -236,11 +237,11 @@ def make_slot_buffer(prompt_array: mx.array, num_slots: int, num_columns: int) -
 
 class DeltaState:
     """
-    What a gated delta net keeps of a batch of rows, or of the rows of a tree's newest level.
+    A gated delta net's state for a batch of rows, or for the rows of a tree's newest level.
 
-    parts: none before the first tokens, then one: the last inputs of its convolution,
-    (N, window - 1, channels), and its memory, (N, value heads, value dim, key dim) float32. Arrays
-    are replaced, never written, so gradients go through them.
+    parts: empty before the first tokens. Then it has one entry: the last inputs of the convolution,
+    (N, window - 1, channels), and the memory, (N, value heads, value dim, key dim) float32. Arrays
+    are replaced and never written in place, so gradients go through them.
     """
 
     def __init__(self, parts: Parts | None = None):
@@ -263,21 +264,21 @@ class DeltaState:
         return DeltaState([(inputs[index], memory[index]) for inputs, memory in self.parts])
 
     def extend(self, rows_of: Sequence[slice | mx.array], parents: Sequence[int]) -> "DeltaState":
-        """The state with which the rows of a tree's next level begin: that of their parents."""
+        """The state of the parents, with which the rows of a tree's next level begin."""
         return self.select_rows(parents)
 
     def flatten(self, target: "DeltaState", index: mx.array) -> None:
-        """Copies the state of a tree's newest level, which is already one state a row."""
+        """Gives `target` the state of a tree's newest level, which has one state per row."""
         target.parts = self.parts
 
 
 class DeltaSlots(DeltaState):
     """
-    A gated delta net's state of each slot, which begins with a copy of its prompt's.
+    A gated delta net's state for each slot, which begins as a copy of the prompt's state.
 
-    It cannot be set back, as columns can. Where rows take turns, a slot draws one token more before
-    the end of its turn is read. So the state before the newest token is stored too, and a row that
-    goes on gets the state of its end back.
+    A state cannot be set back to an earlier token, as columns can. Where rows take turns, a slot
+    draws one more token before the end of its turn is read. So the state before the newest token is
+    stored too, and a row that continues gets back its state at the end of the turn.
     """
 
     # the slots that the next tokens belong to; None: all, one each
@@ -305,7 +306,7 @@ class DeltaSlots(DeltaState):
         self.parts = [(inputs, memory)]
 
     def assign(self, prompt_of: list[int], new_slots: list[int], moved: list[int]) -> None:
-        """Gives the slots whose rows begin their prompt's state, even if the prompt is the same."""
+        """Gives each new slot the state of its prompt, even if the slot had the same prompt."""
         if new_slots:
             states = self.prompts.select_rows([prompt_of[slot] for slot in new_slots])
             self.set_state(mx.array(new_slots), states.parts[0])
@@ -352,7 +353,7 @@ class KVCache(Cache):
     def advance(self, num_new: int) -> None:
         self.length += num_new
 
-    def unpadded(self, rows: slice | mx.array) -> mx.array | None:
+    def unpadded_mask(self, rows: slice | mx.array) -> mx.array | None:
         """Which written columns are no padding, (R, 1, 1, length) boolean; None without padding."""
         if self.pad is None:
             return None
@@ -451,16 +452,16 @@ class SlotCache(Cache):
             self.first_position -= np.array(self.prompts.pad)[prompt_of]
 
         if not self.share:
-            self.prompt_mask = self.prompts.unpadded(mx.array(prompt_of))
+            self.prompt_mask = self.prompts.unpadded_mask(mx.array(prompt_of))
             return
         first = min(prompt_of)
         end = max(prompt_of) + 1
-        self.prompt_mask = self.prompts.unpadded(slice(first, end))
+        self.prompt_mask = self.prompts.unpadded_mask(slice(first, end))
         rows = [prompt - first for prompt in prompt_of]
         self.readers = make_group(rows, end - first, self.prompt_mask)
 
     def plan_writes(self, num_new: dict[int, int] | None = None) -> None:
-        """Plans the next forward pass. num_new: how many tokens some slots get; None: all one."""
+        """Plans the next forward pass. num_new: the tokens that some slots get; None: 1 for all."""
         if num_new is None:
             self.planned_slots = np.arange(self.num_slots)
             self.num_new = np.array(1)
@@ -505,7 +506,7 @@ class SlotCache(Cache):
 
     def layout(self, num_new: int) -> Layout:
         """
-        Prompts and own columns in two parts if prompts are shared and all slots get one token.
+        Two parts, prompts and own columns, if prompts are shared and all slots get one token.
 
         Otherwise one part, with the mask (M, 1, L, P + W) or None.
         """
@@ -524,7 +525,7 @@ class SlotCache(Cache):
         if prompts is not None:
             begin = mx.zeros(len(self.planned_slots), mx.int32)
             spans = begin, mx.array(self.num_new.astype(np.int32))
-            prompt_mask = self.prompts.unpadded(prompts)
+            prompt_mask = self.prompts.unpadded_mask(prompts)
         if prompt_mask is None and own_mask is None:
             return Layout([Group()])
         shape = len(self.planned_slots), 1, num_new

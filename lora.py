@@ -1,15 +1,15 @@
 """
 Low-rank adapters on the fused projections of a frozen model.
 
-Adapters are float32. Disabling them gives the base model. A model in 16 bits computes with 16-bit
+Adapters are float32. Disabling them gives the base model. A 16-bit model computes with 16-bit
 copies of its adapters; the trained and saved matrices stay float32.
 
-One adapter serves a fused projection, so query, key and value share its A. Each part of the
-projection has that A and its own rows of B. This is exactly the adapter that mlx_lm puts on the
-separate projections.
+A fused projection has one adapter, so query, key and value share its A. Each part of the projection
+uses that A and its own columns of B. This is exactly the form of the
+adapters that mlx_lm puts on the separate projections.
 
-This file does not cover the formats of adapters on disk (disk/adapters.py), and the command that
-merges an adapter into its model or writes it for other programs (export.py).
+The formats of adapters on disk are in disk/adapters.py. The command that merges an adapter into its
+model, or writes it for other programs, is export.py.
 
 Axes: M rows, C input width, O output width, R rank of an adapter, r rank of one part's adapter.
 """
@@ -78,8 +78,8 @@ class LoRALinear(nn.Module):
         """
         (M, C) -> (M, O) in the type of x, with a gradient for x, A and B.
 
-        The frozen layer gets no gradient. A product rounds to 16 bits, sums are float32, and so are
-        the gradients of A and B. Only x and x A are held for the backward pass. Autodiff would hold
+        The frozen layer gets no gradient. Products are rounded to 16 bits. Sums and the gradients
+        of A and B are float32. Only x and x A are held for the backward pass. Autodiff would hold
         float32 copies of x, x A and the gradient of y.
         """
         low_a, low_b = self.rounded_matrices(x.dtype)
@@ -161,7 +161,7 @@ def check_kernels(model: gwen.Model, rank: int) -> None:
 @contextlib.contextmanager
 def disable_adapters(model: gwen.Model) -> Iterator[None]:
     """
-    Inside, the model is its base, without gradients. This is the frozen judge.
+    In this context the model is its base model, without gradients. A frozen judge is used so.
 
     A model without adapters stays as it is.
     """
@@ -179,9 +179,10 @@ def disable_adapters(model: gwen.Model) -> Iterator[None]:
 @contextlib.contextmanager
 def with_initial_weights(model: gwen.Model) -> Iterator[None]:
     """
-    Inside, the model is as its training began, without gradients. This is the reference policy.
+    In this context the model has the weights with which its training began, without gradients.
 
-    It is the base model, unless `start_from` or `attach_adapter` set another beginning.
+    That is the reference policy: the base model, unless `start_from` or `attach_adapter` set other
+    initial weights.
     """
     trained = []
     for _, layer in adapted_layers(model):
@@ -209,10 +210,10 @@ def read_adapter_for_model(model: gwen.Model, path: str | Path) -> tuple[float, 
     """
     Reads an adapter of mlx_lm or PEFT for a model without adapters; returns its scale and matrices.
 
-    path: see `adapters.find_adapter`. An adapter that Gwen wrote becomes, to the bit, what it was
-    in training.
+    path: see `adapters.find_adapter`. An adapter that Gwen wrote gets, to the bit, the values
+    that it had in training.
 
-    Raises ValueError unless it is a "lora" adapter of this model's projections.
+    Raises ValueError unless it is a "lora" adapter for this model's projections.
     """
     weights = hub.unfuse_weights(dict(tree_flatten(model.parameters())), model.config)
     _, scale, pairs = adapters.load_fitting(weights, path)
@@ -241,8 +242,8 @@ def fuse_pairs(
     part_pairs: A (C, r) and B (r, rows) of the parts that have an adapter.
     num_rows: the output rows of every part, in their order.
 
-    Parts with equal A share it. Otherwise the A of all parts stand side by side, and each part's
-    rows of B read its own.
+    If all parts have an equal A, they share it. Otherwise the matrices A of all parts are
+    concatenated, and each part's columns of B are 0 except in the rows of its own A.
     """
     lows = [low.astype(mx.float32) for low, _ in part_pairs.values()]
     if all(mx.array_equal(low, lows[0]).item() for low in lows):
@@ -262,7 +263,7 @@ def attach_adapter(model: gwen.Model, path: str | Path, start: str | Path | None
     """
     Adds an adapter beside the model's weights, so that `disable_adapters` can switch it off.
 
-    start: the adapter that its training began with, for `with_initial_weights`.
+    start: the adapter with which its training began, for `with_initial_weights`.
     Raises ValueError like `read_adapter_for_model`.
     """
     scale, pairs = read_adapter_for_model(model, path)
@@ -284,10 +285,10 @@ def attach_adapter(model: gwen.Model, path: str | Path, start: str | Path | None
 
 def start_from(model: gwen.Model, scale: float, pairs: Fused) -> None:
     """
-    Gives the adapters that `apply` made the values of another adapter.
+    Copies the values of another adapter into the adapters that `apply` made.
 
-    The result is the model before training, see `with_initial_weights`. Additional ranks and
-    projections begin as in `apply`, with A random and B zero, so they add nothing.
+    The result is the model before training, see `with_initial_weights`. Ranks and projections that
+    the other adapter lacks begin as in `apply`, with A random and B zero, so they add nothing.
 
     Raises ValueError naming the flag to set if the model's adapters have fewer ranks or
     projections.
@@ -320,7 +321,7 @@ def start_from(model: gwen.Model, scale: float, pairs: Fused) -> None:
 
 
 def adapter_weights(model: gwen.Model) -> dict[str, mx.array]:
-    """A and B of every part in mlx_lm's names, such as "model.layers.0.self_attn.q_proj.lora_a"."""
+    """A and B of each part by mlx_lm's name, such as "model.layers.0.self_attn.q_proj.lora_a"."""
     prefix = hub.MLX_LM_PREFIX if model.config.family.is_hybrid else ""
     weights = {}
     for name, layer in adapted_layers(model):
@@ -333,7 +334,7 @@ def adapter_weights(model: gwen.Model) -> dict[str, mx.array]:
 
 
 def adapter_config(model: gwen.Model, weights: dict[str, mx.array], base: str) -> dict[str, Any]:
-    """mlx_lm's adapter_config.json for the trained weights of a model."""
+    """The content of mlx_lm's adapter_config.json for the trained weights of a model."""
     config: dict[str, Any] = {
         "model": base,
         "fine_tune_type": "full",
@@ -359,7 +360,7 @@ def save_adapter(model: gwen.Model, directory: Path, base: str) -> bool:
     Writes the trained weights in mlx_lm's adapter layout; returns whether they are adapters.
 
     base: the model's name or path. For a model without adapters it writes a "full" adapter: all
-    weights, un-fused.
+    weights, with un-fused projections.
     """
     directory.mkdir(parents=True, exist_ok=True)
     has_adapters = any(True for _ in adapted_layers(model))

@@ -1,11 +1,11 @@
 """
-What a run will need, before it begins: `uv run preflight.py --model M`, with the flags of train.py.
+The command that estimates what a run will need: `uv run preflight.py --model M`.
 
-It prints the memory and the time of a step, estimated from settings and the model's configuration,
-for completions that are as long as `--max-tokens` allows. `--try` takes some steps instead and
-says whether to go on. `--audit` shows what the reward functions pay for. `--fits` shows which
-models this machine can train. The estimates and the trial are in forecast/, and this file is the
-command.
+It takes the flags of train.py. It prints the memory and the time of a step, estimated from the
+settings and the model's configuration, for completions that are as long as `--max-tokens` allows.
+`--try` takes some steps instead, and says whether to start the run. `--audit` shows which answers
+the reward functions reward. `--fits` shows which models this machine can train. This file is the
+command; the estimates and the trial are in forecast/.
 """
 
 import argparse
@@ -96,7 +96,7 @@ def make_report(args: argparse.Namespace, train_flags: list[str]) -> Iterator[st
 
 
 def resolve_train_flags(train_flags: list[str]) -> tuple[Config, str]:
-    """The settings that train.py would use with these flags, and why it takes its model."""
+    """The settings that train.py would use with these flags, and its reason for the model."""
     args = parse_flags(train_flags)
     if args.resume is True:
         steps = parse_setting(SETTINGS["steps"], args.steps) if args.steps else None
@@ -106,7 +106,7 @@ def resolve_train_flags(train_flags: list[str]) -> tuple[Config, str]:
 
 
 def show_audit(config: Config) -> list[str]:
-    """The tables of what each reward function pays for."""
+    """The lines of the tables that show which answers each reward function rewards."""
     lines: list[str] = []
     for _, reward_audit in audit_rewards(tasks.make_task(config), config.data.reward_gate):
         lines += audit.audit_table(reward_audit)
@@ -123,7 +123,7 @@ def show_estimates(config: Config, prompt_tokens: int) -> Iterator[str]:
     model_choice.refuse_packed(config.model.name)
     model = model_choice.load_config(config.model.name)
     response_length = None
-    if config.tools.tools or config.tools.env:  # tools' results follow a prompt too
+    if config.tools.tools or config.tools.env:  # tool results follow a prompt too
         context = toolbox.conversation_limit(config.tools, model.max_position_embeddings)
         response_length = max(context - prompt_tokens, 1)
     step_demand = RunDemand(
@@ -135,7 +135,7 @@ def show_estimates(config: Config, prompt_tokens: int) -> Iterator[str]:
         response_length=response_length,
     )
 
-    # evaluations ask a witness, and steps do not
+    # evaluations use a witness, but steps do not
     run_demand = step_demand
     if step_demand.rubric is None and config.evaluation.rubric and config.evaluation.every:
         run_demand = step_demand._replace(rubric=Path(config.evaluation.rubric))

@@ -1,9 +1,9 @@
 """
-Looks at runs: `uv run report.py runs/NAME` writes the page runs/NAME/report.html.
+Shows runs: `uv run report.py runs/NAME` writes the page runs/NAME/report.html.
 
-The page opens from disk. Several runs give one page, beside the first. `--compare` and `--list`
-print tables for the terminal. A directory of seeds stands for its runs. The page itself is in
-reporting/page.py.
+A browser can open the page from disk. Several runs share one page, which is written beside the
+first run. `--compare` and `--list` print tables in the terminal. A directory of seeds stands for
+the runs in it. This file does not cover the content of the page (reporting/page.py).
 """
 
 import sys
@@ -18,9 +18,9 @@ from reporting import answers, page, seeds, verdict
 from reporting.history import History, format_before_after, headline_facts, load_history
 from text.printable import escape_invisible, make_printable
 
-# what reading a record raises that lacks its figures
+# errors that reading a record raises if figures are missing from it
 DAMAGE = (LookupError, TypeError, AttributeError, ArithmeticError)
-MOST_CHARACTERS = 60  # of a setting in a table
+MOST_CHARACTERS = 60  # characters of a setting's value in a table
 RUN_COLUMNS = [
     "run",
     "task",
@@ -38,7 +38,7 @@ RUN_COLUMNS = [
 
 
 def format_table(rows: list[list[str]]) -> str:
-    """Aligned columns. The first row has their names."""
+    """The rows as a table with aligned columns. The first row contains the column names."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -50,13 +50,13 @@ def format_table(rows: list[list[str]]) -> str:
 
 def compare_runs(names: list[str]) -> str:
     """
-    What differs between runs: settings, figures and costs.
+    A table of runs side by side: the settings that differ, the figures, costs and warnings.
 
-    If a name is a file of answers, the table compares answers problem by problem.
+    If one of the names is a file of answers, the table compares the answers problem by problem.
     """
     if len(names) > 1 and any(Path(name).is_file() for name in names):
         return format_table(answers.compare_answers(names))
-    if sum(len(seeds.seed_runs(name)) for name in names) < 2:
+    if sum(len(seeds.seed_run_dirs(name)) for name in names) < 2:
         raise ValueError("--compare needs two runs or more, as --compare runs/A runs/B")
 
     groups = seeds.load_seed_groups(names)
@@ -67,7 +67,7 @@ def compare_runs(names: list[str]) -> str:
     rows = [["", *(escape_invisible(run.name) for run in runs)]]
     rows += compare_settings(runs)
     facts = [headline_facts(run) for run in runs]
-    fact_names: dict[str, None] = {}  # in order
+    fact_names: dict[str, None] = {}  # a set that keeps its order
     for run_facts in facts:
         fact_names |= dict.fromkeys(run_facts)
     for name in fact_names:
@@ -78,7 +78,7 @@ def compare_runs(names: list[str]) -> str:
 
 def compare_settings(runs: list[History]) -> list[list[str]]:
     """A row for each setting that differs between runs."""
-    keys: dict[str, None] = {}  # in order
+    keys: dict[str, None] = {}  # a set that keeps its order
     for run in runs:
         keys |= dict.fromkeys(run.settings)
 
@@ -97,7 +97,7 @@ def list_warnings(run: History) -> str:
 
 
 def list_runs(*folders: str | Path) -> str:
-    """The runs under directories, the newest last, and a line for each that is damaged."""
+    """A table of the runs in these directories, newest last, and a line for each damaged run."""
     paths: list[Path] = []
     for folder in folders:
         paths += Path(folder).glob("*/config.yaml")
@@ -149,7 +149,7 @@ def main(argv: list[str] | None = None) -> None:
         "runs",
         nargs="*",
         metavar="RUN",
-        help="a run, or a directory of seeds; the page of several runs goes beside the first",
+        help="a run, or a directory of seeds; the page of several runs is written beside the first",
     )
     parser.add_argument(
         "--out",
@@ -161,7 +161,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--compare",
         action="store_true",
-        help="print what differs between runs, or between files of evaluate.py --out",
+        help="print what differs between runs, or between files written by evaluate.py --out",
     )
     parser.add_argument(
         "--list", action="store_true", help="print the runs under RUN (default: runs)"
@@ -183,9 +183,9 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def make_page(runs: list[str], out: Path | None, *, opens: bool) -> None:
-    """Writes the page of runs, prints where it is, and opens it in a browser if `opens`."""
+    """Writes one page about the runs, prints its path, and opens it in a browser if `opens`."""
     if out:
-        if out.exists() and not out.is_file():  # the page is renamed into its place
+        if out.exists() and not out.is_file():  # the finished page is renamed to `out`
             raise ValueError(f"--out {out} is no file; name another")
         refuse_unwritable_file("--out", out)
     path = page.write_page(runs[0], out, runs[1:])

@@ -1,8 +1,8 @@
 """
-A run: everything that outlives a step, and its state for a checkpoint.
+A run: everything that outlives a step, and the state that a checkpoint saves.
 
 This file does not cover the algorithm (train.py), how a run starts and stops (trainer.py), logs and
-console lines (reporting/), and the files of a run (disk/run_files.py).
+console lines (reporting/), or a run's files (disk/run_files.py).
 """
 
 import functools
@@ -51,21 +51,21 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 # Seconds after which a run is saved for the first time, whatever --save-every says.
 FIRST_SAVE = 300.0
-# Counts of the learner by their key in a checkpoint. The key "rate" is older than its attribute's
-# name; it stays, so that runs of earlier versions resume.
+# The learner's attributes whose key in a checkpoint differs from the attribute's name. The key
+# "rate" is kept so that runs of earlier versions can be resumed.
 CHECKPOINT_KEYS = {"lr_scale": "rate"}
 
 
 class Run:
-    """The parts of every run: model, adapters, learner, journal, state between two steps."""
+    """The parts of every run: model, adapters, learner, journal, and state between two steps."""
 
     learner: update.Learner
     journal: Journal
     report: "page.LivePage | None" = None  # the page, while the loop runs
-    demand: memory_estimate.RunDemand  # what decides the memory that the run needs
-    longest: int  # positions of the longest row that it may train
+    demand: memory_estimate.RunDemand  # the facts that decide how much memory the run needs
+    longest: int  # number of positions in the longest row that it may train on
     sizes: Sizes
-    batch_size: BatchSize  # rows that it samples at once
+    batch_size: BatchSize  # number of rows that it samples at once
     shared_messages: list[dict[str, Any]]  # messages that all prompts begin with
     # the model before training, if disabling adapters does not restore it
     base: gwen.Model | None = None
@@ -73,15 +73,15 @@ class Run:
     judge: rubrics.Grader | None = None
     teacher: "Teacher | None" = None
     boundary: tuple[int, int]  # the last logged step, and the learner's changes by then
-    saved_step: int = 0  # of the newest checkpoint
-    saved_best: int | None = None  # the best step that this checkpoint knows
-    least_budget: int | None = None  # token budget after memory ran out in an update
+    saved_step: int = 0  # the step of the newest checkpoint
+    saved_best: int | None = None  # the best step that the newest checkpoint records
+    least_budget: int | None = None  # the token budget after memory ran out in an update
     holds_lock: bool = False  # whether this process has locked the directory
     clock_now = staticmethod(time.monotonic)
     _last_state: dict[str, Any] | None = None  # see `end_step`
 
     def __init__(self, config: Config, run_dir: Path):
-        """Raises ValueError if the model or the initial adapter does not load, or they differ."""
+        """Raises ValueError if the model or initial adapter does not load, or if they mismatch."""
         self.config = config
         self.dir = run_dir
         self.step = 0
@@ -98,7 +98,7 @@ class Run:
             self._add_adapters()
 
     def _make_sampling_params(self) -> sampler.SamplingParams:
-        """How a rollout samples and ends completions."""
+        """The parameters by which a rollout samples and ends completions."""
         settings = self.config.sampling
         end_ids = self.model.config.end_ids
         pad_candidates = (self.tokenizer.pad_token_id, *end_ids)
@@ -115,7 +115,7 @@ class Run:
         )
 
     def _digest_model(self) -> dict[str, str]:
-        """Digests of what the run is made from, by name; a resumed run compares them."""
+        """Digests of the run's inputs, by name. A resumed run compares them."""
         with alive.show_activity("reading the weights for their digest"):
             model_digest = checkpoint.digest_of_model(self.model)
         vocabulary = sorted(self.tokenizer.get_vocab().items())
@@ -130,11 +130,11 @@ class Run:
         return sources
 
     def _add_adapters(self) -> None:
-        """Adds new adapters to the model. With --init-adapter they begin with its values."""
+        """Adds new adapters to the model; with --init-adapter, they take that adapter's values."""
         settings = self.config.model
         initial = None
         if settings.init_adapter:
-            # on resume, our copy: the original may have been trained further
+            # a resumed run uses its own copy, because the original may have been trained further
             own_copy = self.dir / START
             path = str(own_copy) if own_copy.is_dir() else settings.init_adapter
             with model_choice.blame_flag("--init-adapter", "--adapter"):
@@ -162,11 +162,14 @@ class Run:
         """
         Decides the sizes of the run, and makes its loss and its learner.
 
-        On several machines the smallest sizes hold for all. lengths: tokens of each prompt, or of
-        each conversation that is learned. rubric: the judge's. most_rows: rows of a rollout or an
-        evaluation at most. response_length: tokens after a prompt at most; None takes --max-tokens.
+        If there are several machines, all use sizes for which each has the memory.
 
-        Raises ValueError, on every machine, if the machines have different code, MLX, types or
+        lengths: the number of tokens in each prompt, or in each conversation that is learned.
+        rubric: the judge's rubric.
+        most_rows: the maximum number of rows in a rollout or an evaluation.
+        response_length: the maximum number of tokens after a prompt; None means --max-tokens.
+
+        Raises ValueError, on every machine, if the machines differ in code, MLX version, type or
         sources.
         """
         dtype = self.model.head_weight.dtype
@@ -196,7 +199,7 @@ class Run:
         return memory_estimate.memory_line(self.demand, self.sizes)
 
     def refuse_too_large(self) -> None:
-        """Raises ValueError, on every machine, if one lacks memory and --over-memory is not set."""
+        """Raises ValueError on every machine if one lacks memory and --over-memory is off."""
         reasons = world.all_gather(memory_estimate.explain_misfit(self.demand, self.sizes))
         reason = next(filter(None, reasons), "")
         if reason and not self.config.optimizer.over_memory:
@@ -221,8 +224,8 @@ class Run:
         """
         Evaluates before the first step, every `eval_every` steps and after the last one.
 
-        It skips an evaluation that the log has already. True if this step is the best so far and
-        not saved as such: it is saved regardless of `save_every`.
+        It skips an evaluation that is already in the log. Returns True if this step is the best so
+        far and no checkpoint records that; the caller then saves, whatever `save_every` says.
         """
         if evaluation_is_due(self.config, self.step, self.journal.evaluations):
             self.journal.begin("evaluating")
@@ -232,9 +235,10 @@ class Run:
 
     def save_is_due(self) -> bool:
         """
-        Whether this step is saved.
+        Whether a checkpoint should be saved after this step.
 
-        Saved are every `save_every` steps, the last one, and one after `FIRST_SAVE` seconds.
+        One is saved every `save_every` steps, after the last step, and once after `FIRST_SAVE`
+        seconds.
         """
         is_unsaved = self.saved_step == self.journal.begun_at
         if is_unsaved and self.clock_now() - self.started_at >= FIRST_SAVE:
@@ -243,7 +247,7 @@ class Run:
         return is_last or self.step % self.config.records.save_every == 0
 
     def update_page(self) -> None:
-        """Writes the page, as often as that is cheap."""
+        """Writes the page if enough time has passed to make that cheap."""
         if self.report is not None:
             self.report.update()
 
@@ -251,29 +255,29 @@ class Run:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing has changed since the last logged step; only then may it be saved."""
+        """Whether nothing has changed since the last logged step, so that the run may be saved."""
         return self.boundary == (self.step, self.learner.num_changes)
 
     def end_step(self) -> None:
         """
-        Marks the step as logged: the run may be saved again. A Ctrl-C that waited takes effect.
+        Marks the step as logged, so that the run may be saved. A pending Ctrl-C takes effect.
 
-        With adapters, which are small, it keeps this state, to return to it if the next step fails.
-        A run that trains all weights returns to its newest checkpoint instead.
+        A run with adapters, which are small, keeps this state and returns to it if the next step
+        fails. A run that trains all weights returns to its newest checkpoint instead.
         """
         self._last_state = self.learner.state() if self.config.model.lora_rank else None
-        # last: from here on a Ctrl-C returns to the state above
+        # this is set last: from here on, a Ctrl-C returns to the state above
         self.boundary = (self.step, self.learner.num_changes)
         if self.stopping:
             raise KeyboardInterrupt
 
     def retry_within_memory(self, run_update: Callable[[], T]) -> T:
         """
-        The result of `run_update`. If memory runs out, tries again with half of the token budget.
+        The result of `run_update`. If memory runs out, tries again with half the token budget.
 
-        Each try begins with the same state. An update that macOS stopped on the GPU is tried once
-        more too. After the weights changed, only adapters can be tried again. With several machines
-        nothing is, because all of them must cut the same batches.
+        Each try begins with the same state. If macOS stopped the update's work on the GPU, the
+        update is tried once more. After the weights have changed, only a run with adapters can try
+        again. With several machines nothing is tried again, because all must use the same batches.
         """
         was_stopped = False
         while world.size() == 1 and self.sizes.train_token_budget // 2 >= self.longest:
@@ -307,7 +311,7 @@ class Run:
     # ---- checkpoints
 
     def checkpoint_extra(self) -> dict[str, Any]:
-        """The small values of a checkpoint."""
+        """The small values in a checkpoint."""
         counts = {}
         for name in update.COUNTS:
             key = CHECKPOINT_KEYS.get(name, name)
@@ -329,7 +333,7 @@ class Run:
         return checkpoint.State(self.step, self.learner.trainable, moments, self.checkpoint_extra())
 
     def restore(self, state: checkpoint.State) -> None:
-        """Returns to the state of a checkpoint. Raises ValueError if its tensors are others."""
+        """Returns to a checkpoint's state. Raises ValueError if its tensors do not fit the run."""
         dtype = str(self.model.head_weight.dtype)
         checkpoint.check_tensors(state, self.learner.trainable, dtype, self.dir)
         extra = state.extra
@@ -370,7 +374,7 @@ class GrpoRun(Run):
     """A GRPO run. It adds the task, its prompts, the judges and the teacher."""
 
     def __init__(self, config: Config, run_dir: Path):
-        # the task comes first: most mistakes of a user show without a model
+        # the task comes first, because most of a user's mistakes can be found without a model
         self.task = self._make_task(config, run_dir)
         surprises = self._try_rewards(config)
         self.custom = objectives.load_custom_objective(config)
@@ -388,7 +392,8 @@ class GrpoRun(Run):
             end_tokens = config.sampling.end_tokens
             self.base, _ = gwen.load(config.model.name, end_tokens=end_tokens)
 
-        # made-up problems come as the run goes on; the held-out ones stand in for their lengths
+        # made-up problems are made during the run; until then, the lengths of the held-out problems
+        # stand in for theirs
         self.prompt_ids = self._render_prompts(examples)
         self.prompts = draws.EpochPrompts(config, self.task.train, self.prompt_ids)
         if self.task.problems is not None:
@@ -396,7 +401,9 @@ class GrpoRun(Run):
         held_out: list[Example] = []
         if config.evaluation.every:
             held_out = spread_evenly(self.task.held_out, config.evaluation.limit)
-        self._render_prompts(held_out, "held-out prompt")  # only to refuse what is too long
+        self._render_prompts(
+            held_out, "held-out prompt"
+        )  # only to refuse prompts that are too long
         print_lines(warn_of_held_out(config, self.task.train, held_out))
 
         witness_rubric = self.task.witness if held_out else None
@@ -407,7 +414,7 @@ class GrpoRun(Run):
         prompt_lengths = [len(ids) for ids in self.prompt_ids]
         longest_prompt = max(prompt_lengths)
         response_length = config.sampling.max_tokens
-        if self.toolbox:  # tools and environments add tokens to those that the model writes
+        if self.toolbox:  # tools and environments add tokens that the model does not write
             response_length = self.toolbox.context - longest_prompt
         self.longest = longest_prompt + response_length
         num_rollout_rows = config.sampling.batch * config.sampling.groups
@@ -432,7 +439,7 @@ class GrpoRun(Run):
         return task
 
     def _try_rewards(self, config: Config) -> list[str]:
-        """Calls the rewards on made-up completions. Returns a line for each surprise."""
+        """Calls the rewards on made-up completions. Returns a line for each surprising result."""
         from rewards import audit
 
         def find_surprises() -> list[str]:
@@ -442,7 +449,11 @@ class GrpoRun(Run):
             return world.on_rank0(find_surprises)
 
     def _try_environments(self, examples: list[Example]) -> None:
-        """Makes and resets two of each environment, so that mistakes show before a directory."""
+        """
+        Makes and resets two of each environment.
+
+        This shows mistakes before the run has a directory.
+        """
         if not self.toolbox or not self.task.environments:
             return
         first_examples = {}
@@ -453,7 +464,7 @@ class GrpoRun(Run):
         episodes.Episodes(self.toolbox, rows, groups, "trial")
 
     def _needs_second_model(self) -> bool:
-        """Whether the model before training is needed, and disabling adapters does not give it."""
+        """Whether the run needs the model before training and has no adapters to disable."""
         config = self.config
         if config.model.lora_rank:
             return False
@@ -478,9 +489,9 @@ class GrpoRun(Run):
         self, examples: list[Example], kind: str = "training prompt"
     ) -> list[list[int]]:
         """
-        The ids of prompts, rendered as in evaluations.
+        The ids of each prompt, rendered as in evaluations.
 
-        Of a conversation with tools, the ids of its beginning.
+        For a conversation with tools, these are the ids of its beginning.
         """
         params = evaluate.EvalParams.from_config(self.config, toolbox=self.toolbox)
         context = self.model.config.max_position_embeddings
@@ -501,7 +512,7 @@ class GrpoRun(Run):
             if grader is None:
                 continue
             grader.warn = functools.partial(self._warn_of, name)
-            if grader.is_paid:  # write at once: the step may never finish
+            if grader.is_paid:  # write each score at once, because the step may never finish
                 grader.on_score = lambda: self.journal.write_scores(self.step, grader_with_scores)
 
     def _warn_of(self, name: str, text: str) -> None:
@@ -516,7 +527,7 @@ class GrpoRun(Run):
         reference = self.base
         if reference is None and has_adapters:
             reference = self.model
-        record, answers = evaluate.evaluate(
+        record, answers = evaluate.evaluate_task(
             functools.partial(evaluate.answer_both, self.model, self.tokenizer),
             self.task,
             params,
@@ -543,13 +554,13 @@ class GrpoRun(Run):
         super().restore(state)
         self.batch_size.rows = min(self.batch_size.rows, extra["rollout_batch_size"])
         examples_name = self.config.data.path or "task's examples"
-        # with --allow-changes the examples may be others, and then they start anew
+        # with --allow-changes the examples may differ; then they are drawn from the beginning
         if extra["sources"].get(examples_name) == self.sources[examples_name]:
             self.prompts.load_state(extra["prompts"])
 
 
 class SftRun(Run):
-    """A run of supervised fine-tuning. It adds the conversations."""
+    """A supervised fine-tuning run. It adds the conversations."""
 
     def __init__(self, config: Config, run_dir: Path):
         from prompts import chats
@@ -588,7 +599,7 @@ class SftRun(Run):
         self.end_step()
 
     def replies(self) -> list[Sample]:
-        """The samples of the next step's conversations, each a group."""
+        """The samples of the next step's conversations. Each conversation is a group."""
         settings = self.config.sampling
         indices = draws.epoch_indices(len(self.train), settings.batch, self.step, settings.seed)
         samples = []
@@ -623,14 +634,14 @@ def print_lines(lines: list[str]) -> None:
 
 
 def warn_of_held_out(config: Config, train: list[Any], held_out: list[Any]) -> list[str]:
-    """Lines if few problems are held out, or if some of them are trained on."""
+    """The warnings if few problems are held out, or if some of them are also trained on."""
     too_few = warn_of_few_held_out(len(held_out), config.to_flags())
-    return [*too_few, *tasks.warn_of_contamination(config, train, held_out)]
+    return [*too_few, *tasks.contamination_warnings(config, train, held_out)]
 
 
 def digest_sources(config: Config, task: tasks.Task) -> dict[str, str]:
     """
-    Digests of the examples, and of the files that reward, judge and teach, by name.
+    Digests, by name, of the examples and of the files for rewards, judge, tools and teacher.
 
     A resumed run compares them.
     """
@@ -645,7 +656,7 @@ def digest_sources(config: Config, task: tasks.Task) -> dict[str, str]:
         if name and Path(name).is_file():
             file = Path(name)
             digests[str(file)] = checkpoint.digest_of(file.read_bytes())
-    for spec in specs:  # functions of a program, which have no file
+    for spec in specs:  # functions that a program defines, which have no file
         text = functions.source_of(spec)
         if text:
             digests[spec] = checkpoint.digest_of(text)

@@ -1,5 +1,5 @@
 """
-Rollouts: takes prompts, returns sampled completions and their log-probabilities.
+Rollouts: samples completions of prompts, and returns them with their log-probabilities.
 
 Each distinct prompt is prefilled once. The rows that continue it share or copy its cache, and all
 rows are decoded together. A rollout holds the sampled ids, their float32 log-probabilities under
@@ -9,8 +9,8 @@ Randomness depends only on (key, row, position). So a completion does not depend
 are decoded with it, and a row that was lost when memory ran out is sampled again unchanged.
 
 In a completion with turns, an end token ends one turn. The reply that the row gets is prefilled
-before its next turn (layers/turns.py). This file does not cover how prompts become ids
-(prompts/chat_template.py) and the command that shows completions (chat.py).
+before its next turn (layers/turns.py). The conversion of prompts to ids is in
+prompts/chat_template.py, and the command that shows completions is in chat.py.
 
 Axes: N rows, prompt-major; T completion positions; V vocabulary.
 """
@@ -49,12 +49,12 @@ class Stop(NamedTuple):
 
     def find_end(self, ids: list[int], start: int) -> int | None:
         """
-        The number of ids, more than `start`, that completes the first stop text.
+        The number of ids up to the one that completes the first stop text, which is included.
 
-        None if no stop text ends beyond the first `start` ids.
+        The number exceeds `start`. It is None if no stop text ends beyond the first `start` ids.
         """
-        # A token has at least one byte. The 4 more cover a character that is split between tokens,
-        # and a space that decoders strip.
+        # A token has at least one byte. The 4 additional tokens cover a character that is split
+        # between tokens, and a space that decoders strip.
         width = max(len(text.encode()) for text in self.texts) + 4
         if not self._occurs_in(ids[max(start + 1 - width, 0) :]):
             return None
@@ -77,7 +77,7 @@ class Stop(NamedTuple):
 class SamplingParams(NamedTuple):
     """How to sample and end completions. Top-p, top-k and min-p are off at 1, 0 and 0."""
 
-    max_tokens: int | Sequence[int] = 256  # of all completions, or one limit per row
+    max_tokens: int | Sequence[int] = 256  # one limit for all completions, or one per row
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0
     top_k: int = 0
@@ -125,9 +125,9 @@ class Rollout(NamedTuple):
     stats: RolloutStats
     # (N, T) float32 nats, of each token's distribution, 0 after the end
     entropy: mx.array | None = None
-    # for rows with turns, N: all ids after the prompt, including the replies that the row got
+    # N lists, for rows with turns: all ids after the prompt, including the replies to the row
     sequences: list[list[int]] | None = None
-    # for rows with turns, N: the position in `sequences` of each sampled token
+    # N lists, for rows with turns: the position in `sequences` of each sampled token
     places: list[list[int]] | None = None
     stop: Stop | None = None  # of the sampling parameters
 
@@ -169,8 +169,8 @@ def choose_token(
     Samples a token for each row of (N, V) logits.
 
     Returns the token, its log-probability and the entropy of its distribution, (N,) each. An unused
-    entropy is never computed. Temperature 0 takes the likeliest token; the other two values are
-    then those at temperature 1.
+    entropy is never computed. Temperature 0 takes the likeliest token; its log-probability and
+    entropy are then those at temperature 1.
     """
     temperature = params.temperature
     if temperature == 0:
@@ -195,8 +195,8 @@ def prefill(model: gwen.Model, prompts: list[list[int]], pad_id: int) -> tuple[K
     Returns the cache of a batch of right-aligned prompts, and the logits after each prompt,
     (len(prompts), V).
 
-    It computes `gpu.prefill_tokens()` positions at once, from left to right. So memory beside the
-    cache does not grow with the prompts.
+    It computes `gpu.prefill_tokens()` positions at a time, from left to right. So the memory that
+    it needs besides the cache does not grow with the prompts.
 
     Raises ValueError if the logits are not finite, a sign of float16 overflow.
     """
@@ -236,7 +236,7 @@ class NotFinite(ValueError):
 
 
 class DecodeState:
-    """The rows of a rollout on the host: parameters, sampled tokens, ended rows, cost so far."""
+    """The rows of a rollout, in host memory: parameters, sampled tokens, ends and cost so far."""
 
     progress: alive.Bar | None = None
     conversation: "Episodes | None" = None  # replies to the turns; None for rows without turns
@@ -248,13 +248,13 @@ class DecodeState:
         key: int,
         row_numbers: Sequence[int] | None = None,
     ):
-        """row_numbers: the numbers that a row's random numbers depend on; None: from 0."""
+        """row_numbers: each row's number, for its random numbers; None: rows are counted from 0."""
         self.params = params
         self.key = key
         self.row_numbers = row_numbers or range(num_rows)
         self.eos_ids = np.array(params.eos_ids, np.int32)
         self.max_tokens = np.array(params.limits(num_rows))
-        # tokens that a row may have; with turns, lower where the context ends first
+        # the most tokens that each row may have; with turns, fewer if the context ends first
         self.limits = self.max_tokens.copy()
         self.lengths = np.zeros(num_rows, int)  # sampled tokens
         self.ended = np.zeros(num_rows, bool)
@@ -269,7 +269,7 @@ class DecodeState:
         self.prefill_s = 0.0
         self.cache_bytes = 0
 
-        # For rows with turns: all ids after the prompt, the positions in them of sampled tokens,
+        # For rows with turns: all ids after the prompt, the positions of sampled tokens among them,
         # and why the row ended: "length" at --max-tokens, "context", or a conversation's reason.
         self.sequences: list[list[int]] = [[] for _ in range(num_rows)]
         self.places: list[list[int]] = [[] for _ in range(num_rows)]
@@ -293,11 +293,11 @@ class DecodeState:
         self.num_searched[rows] = 0
 
     def draw(self, logits: mx.array, uniforms: mx.array) -> tuple[mx.array, ...]:
-        """Samples a token for each row; returns the values of `columns`."""
+        """Samples a token for each row; returns its value for each array of `columns`."""
         return choose_token(logits, uniforms, self.params)[: len(self.columns)]
 
     def write(self, rows: np.ndarray, drawn: Sequence[mx.array]) -> None:
-        """Adds a token to those of the rows that have not ended."""
+        """Appends the drawn token to each of these rows, unless the row has ended."""
         values = [np.array(column) for column in drawn]  # wait
         is_going = ~self.ended[rows]
         rows = rows[is_going]
@@ -348,8 +348,8 @@ def decode(
     prompt_of: the rows in the order in which they begin, each with the index of its prompt in the
     prefilled batch.
 
-    It queues step t + 1 before it reads anything of step t. It waits only every LOOK_EVERY steps,
-    to read all sampled tokens but the newest.
+    It queues step t + 1 before it reads the tokens of step t. Only every LOOK_EVERY steps it waits,
+    and then reads all sampled tokens but the newest.
     """
     rows = np.array(list(prompt_of))
     prompts = np.array(list(prompt_of.values()))
@@ -357,14 +357,14 @@ def decode(
     numbers = state.uniforms(rows.tolist())
     slots = np.arange(cache.num_slots)  # the index in `rows` of the row that each slot samples
     num_begun = len(slots)
-    forward = gwen.decode_step(model)
+    forward = gwen.make_decode_step(model)
     cache.assign(prompts[slots].tolist())
     logits = prompt_logits[mx.array(prompts[slots])]
-    # rows and sampled values of each step that was not read yet
+    # rows and sampled values of each step that has not been read yet
     queued: list[tuple[np.ndarray, tuple[mx.array, ...]]] = []
 
     for step in itertools.count():
-        # an ended row runs on until its end is read
+        # an ended row still samples tokens until its end is read
         np.minimum(cache.lengths, numbers.shape[1] - 1, out=cache.lengths)
         drawn = state.draw(logits, mx.array(numbers[slots, cache.lengths]))
         queued.append((rows[slots], drawn))
@@ -413,7 +413,7 @@ def continue_greedily(
     """
     Continues the rows of a cache greedily, up to the first id in `ends` or to `limit` ids.
 
-    logits: (N, V), of the first token of each row.
+    logits: those of each row's first token, (N, V).
     """
     num_rows = len(logits)
     params = SamplingParams(limit, 0.0, eos_ids=ends)
@@ -437,7 +437,7 @@ def sample_batch(
     batch_size: int,
     share_prefix: bool | None,
 ) -> None:
-    """Prefills prompts and samples their rows. Its memory is free afterwards, also on failure."""
+    """Prefills prompts and samples their rows. Frees their memory afterwards, also on failure."""
     begin = time.perf_counter()
     prompts = [list(prompt) for prompt in rows_of]
     prompt_cache, prompt_logits = prefill(model, prompts, state.params.pad_id)
@@ -455,7 +455,7 @@ def sample_batch(
     if state.conversation:
         from layers.turns import TurnScheduler  # here: rows without turns do not need it
 
-        forward = gwen.decode_step(model)
+        forward = gwen.make_decode_step(model)
         scheduler = TurnScheduler(state, model, forward, cache, prompt_logits, rows_of)
         scheduler.decode()
     else:
@@ -481,7 +481,7 @@ def sample_with_retries(
     share_prefix: bool | None,
 ) -> None:
     """
-    Samples the rows of all prompts in batches, and again in smaller ones if memory ran out.
+    Samples the rows of all prompts in batches, and retries with smaller ones if memory runs out.
 
     Raises ValueError if memory is too small for one row.
     """
@@ -512,7 +512,7 @@ def sample_with_retries(
 
 
 def make_rollout(state: DecodeState, dtype: mx.Dtype, stats: RolloutStats) -> Rollout:
-    """The rollout of rows that have all ended. Raises NotFinite."""
+    """The rollout of rows that have all ended. Raises NotFinite for a bad log-probability."""
     width = int(state.lengths.max())
     mask = np.arange(width) < state.lengths[:, None]
     is_wrong = mask & ~np.isfinite(state.columns[1][:, :width])
@@ -561,13 +561,13 @@ def rollout(
 
     prompts: token ids of any lengths.
     key: all randomness comes from (key, row, position).
-    rows: the numbers of the rows in a larger rollout of which these rows are a part.
+    rows: the row numbers, if these rows are part of a larger rollout; None: they count from 0.
     batch_size: the most rows to decode at once; halved when memory runs out.
     share_prefix: hold a prompt's cache once for its group instead of copying it to each row; None:
     `attention.should_share_prefix` decides. batch_size and share_prefix affect speed and memory
     only.
-    episodes: tools or environments that reply between turns, which end tokens end. `max_tokens`
-    then counts all turns, and the `context` of the episodes is the most tokens of a row.
+    episodes: tools or environments that reply between turns. An end token then ends a turn,
+    `max_tokens` counts all turns, and the `context` of the episodes is the most tokens of a row.
 
     Raises ValueError for an empty prompt, for logits that are not finite, and if memory is too
     small for one row.
@@ -604,7 +604,7 @@ def rollout(
 
 def decode_texts(tokenizer: Any, result: Rollout, eos_ids: Sequence[int]) -> list[str]:
     """
-    The text of each row, without control tokens, and with a line end between turns.
+    The text of each row, without control tokens, and with a newline between turns.
 
     As in vLLM, a text ends before its stop text.
     """

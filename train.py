@@ -1,35 +1,37 @@
 """
-GRPO: sample groups of completions, score them, make the better ones of each group likelier.
+GRPO: sample groups of completions, score them, and make the better ones in each group likelier.
 
     uv run train.py
 
 One step of the loop in `train`:
 
-    collect_samples     the samples of one batch of prompts
-        generate            sample G completions of each of B prompts, with the log-probability of
-                            every token
-        score               verifiers and a frozen judge give reward components; a sample's reward
-                            is their weighted sum
-        assign_advantages   advantage = (reward - mean) / std within the group
-    update_policy       one update on these samples
-        mark_for_update     a sample whose advantage is 0 has no gradient; one in eight of them is
-                            still computed, so that means stay unbiased
+    collect_samples     get the samples for one batch of prompts
+        generate            sample G completions of each of B prompts, and record the
+                            log-probability of every token
+        score               compute reward components with verifiers and a frozen judge; a sample's
+                            reward is the weighted sum of its components
+        assign_advantages   compute (reward - mean) / std within each group
+    update_policy       make one update on these samples
+        mark_for_update     select the samples to compute. A sample whose advantage is 0 has no
+                            gradient; one in eight of these is still computed, so that means
+                            stay unbiased
         make_batches        pad the samples into batches, which hold everything that the loss needs
-        reference           with a KL term: log-probabilities under the model before training
-        teacher             with --teacher: the teacher's hidden states of the completions
-        optimizer steps     the clipped loss; a step that moves the policy beyond --target-kl is
-                            shortened. The old log-probabilities come from the update's own first
-                            forward pass. So with one optimizer step per rollout the ratio is 1,
-                            and nothing is clipped.
+        reference           with a KL term: compute log-probabilities under the model as it was
+                            before training
+        teacher             with --teacher: compute the teacher's hidden states of the completions
+        optimizer steps     minimize the clipped loss; a step that moves the policy beyond
+                            --target-kl is shortened. The old log-probabilities come from the
+                            update's own first forward pass. So with one optimizer step per rollout
+                            the ratio is 1, and nothing is clipped.
 
-The unit is a sample (step/sample.py): one response to one prompt. Supervised fine-tuning is the
-same loop on given replies, whose advantage is 1.
+The loop handles samples (step/sample.py): a sample is one response to one prompt. Supervised
+fine-tuning is the same loop on given replies, whose advantage is 1.
 
 A run writes its settings, metrics, completions, evaluations and checkpoints to its directory.
-`--resume DIR` continues it. This file does not cover what a run holds (run.py) and how it starts,
-stops and goes on (trainer.py).
+`--resume DIR` continues it. This file does not cover what a run holds (run.py) or how it starts,
+stops and continues (trainer.py).
 
-Axes: B prompts of a step, G completions of a prompt, N = B * G samples.
+Axes: B prompts in a step, G completions of each prompt, N = B * G samples.
 """
 
 import functools
@@ -76,7 +78,7 @@ def train(run: GrpoRun | SftRun) -> Iterator[dict[str, Any]]:
     run.update_page()
 
     while run.step < run.config.optimizer.steps:
-        clock.take_seconds()  # the time of evaluating and saving belongs to no step
+        clock.take_seconds()  # the time spent on evaluating and saving belongs to no step
         mx.reset_peak_memory()
 
         if isinstance(run, GrpoRun):
@@ -92,7 +94,7 @@ def train(run: GrpoRun | SftRun) -> Iterator[dict[str, Any]]:
         peak_memory = mx.get_peak_memory()
         figures = run.journal.write_step(run.step, seconds, collected, result, peak_memory)
         run.journal.write_scores(run.step, run.judge)
-        run.end_step()  # the run may be saved again; a Ctrl-C that waited takes effect here
+        run.end_step()  # from here on the run may be saved; a pending Ctrl-C takes effect here
         is_best = run.evaluate_if_due()
         if is_best or run.save_is_due():
             run.save()
@@ -104,7 +106,7 @@ def train(run: GrpoRun | SftRun) -> Iterator[dict[str, Any]]:
 
 
 def collect_samples(run: GrpoRun) -> StepSamples:
-    """The samples of the step's prompts, with their rewards and advantages."""
+    """The samples for the step's prompts, with their rewards and advantages."""
     samples, stats = generate(run)
     samples, logged, judgement = score(run, samples)
     samples = assign_advantages(run.config, samples, run.task.reward_weights, run.custom.advantage)
@@ -112,9 +114,9 @@ def collect_samples(run: GrpoRun) -> StepSamples:
 
 
 def generate(run: GrpoRun) -> tuple[list[Sample], RolloutStats]:
-    """Samples completions of the step's prompts, and returns what sampling cost too."""
+    """Samples completions of the step's prompts. Returns the samples and the cost of sampling."""
     settings = run.config.sampling
-    # made-up problems never run out: this moves them on
+    # made-up problems never run out: this call advances to the next ones
     examples, prompts = run.prompts.next_prompts(run.step)
     empty_samples = sample.new_samples(examples, prompts, settings.groups)
     with run.journal.clock.phase("rollout") as done:
@@ -138,8 +140,8 @@ def score(run: GrpoRun, samples: list[Sample]) -> tuple[list[Sample], Logged, Ju
     """
     Calls each reward and the judge once.
 
-    Returns the samples with their rewards, what the reward functions logged, and what the judge
-    said, None without a judge.
+    Returns the samples with their rewards, the values that the reward functions logged, and the
+    judge's judgement (None if there is no judge).
     """
     config = run.config
     clock = run.journal.clock
@@ -218,22 +220,22 @@ class Trainer:
     """
     A run from Python, as in a notebook. `start` begins one, `resume` continues one.
 
-    Settings have the names of their flags:
+    Settings are named like their flags:
 
         trainer = Trainer.start(task="demo", steps=20, reward=my_reward)
         for figures in trainer.steps():
             print(figures["step"], figures["reward/mean"])
 
-    If the loop breaks or is interrupted, the run ends after a whole step and is saved. `steps` or
-    `fit` then continues from there.
+    If the loop is left early or interrupted, the run stops after a complete step and is saved.
+    Calling `steps` or `fit` again continues from there.
     """
 
     config: Config
-    dir: Path  # of the run's files
-    model: gwen.Model  # as it is now, with its adapters
+    dir: Path  # the directory of the run's files
+    model: gwen.Model  # the model in its current state, with its adapters
 
     def __init__(self, spec: trainer.RunSpec):
-        """Raises ValueError, in one line, for a user's mistake; no directory is left then."""
+        """Raises a one-line ValueError for a user's mistake; it then leaves no directory behind."""
         self.run = trainer.open_run(spec)
         self.config = self.run.config
         self.dir = self.run.dir
@@ -244,12 +246,12 @@ class Trainer:
         cls, recipe: str | None = None, *, run_dir: str | None = None, **settings: Any
     ) -> "Trainer":
         """
-        Begins a new run. recipe: a YAML file of settings, in place of the task's recipe.
+        Begins a new run. recipe: a YAML file of settings that replaces the task's recipe.
 
-        `data` and `eval_data` may be rows as dictionaries, or a table of `datasets` or pandas.
+        `data` and `eval_data` may be a list of dictionaries, or a table from `datasets` or pandas.
         `reward` may be a function or a list of functions. `loss_type` and `advantage` may be
         functions. Define a function at the top level of a notebook or module: a resumed run must
-        find it again.
+        be able to find it.
         """
         flags = trainer.settings_from_arguments(settings)
         return cls(trainer.make_run_spec(flags, recipe, run_dir=run_dir))
@@ -258,17 +260,17 @@ class Trainer:
     def resume(
         cls, run_dir: str | Path, *, allow_changes: bool = False, **settings: Any
     ) -> "Trainer":
-        """Continues a run. allow_changes: even if its data, rewards or files changed."""
+        """Continues a run. allow_changes: even if its data, rewards or files have changed."""
         flags = trainer.settings_from_arguments(settings)
         spec = trainer.make_run_spec(flags, resume=str(run_dir), allow_changes=allow_changes)
         return cls(spec)
 
     def steps(self, *, stop_if_hopeless: bool = False) -> Generator[dict[str, Any], None, None]:
         """
-        Trains, and yields each step's figures as in `metrics.jsonl`. Prints the verdict at the end.
+        Trains, and yields each step's figures as in `metrics.jsonl`. Prints a summary at the end.
 
-        stop_if_hopeless: raise ValueError, with what to change, if the first steps of a long run
-        show no signal. These steps are steps like any others, so looking costs nothing.
+        stop_if_hopeless: raise ValueError, which says what to change, if the first steps of a long
+        run show no signal. These are ordinary steps of the run, so the check costs nothing.
         """
         yield from trainer.run_steps(self.run, train, stop_if_hopeless=stop_if_hopeless)
 
@@ -278,7 +280,7 @@ class Trainer:
             pass
         return self
 
-    train = fit  # TRL's word
+    train = fit  # the method's name in TRL
 
     def save(self) -> None:
         """Saves a checkpoint and the adapter."""
@@ -295,10 +297,11 @@ class Trainer:
         self, prompts: Sequence[Any], n: int = 1, *, temp: float | None = None
     ) -> list[list[str]]:
         """
-        `n` completions of each prompt, sampled as in training. temp 0: greedy.
+        `n` completions of each prompt, sampled as in training. temp: 0 decodes greedily.
 
-        prompts: one prompt or a sequence of prompts. A prompt is a text, which follows the messages
-        that all prompts of training begin with, or a list of chat messages, which is used as it is.
+        prompts: one prompt or a sequence of prompts. A prompt is either a text, which is
+        placed after the messages that all training prompts begin with, or a list of chat messages,
+        which is used as it is.
         """
         return trainer.sample_completions(self.run, prompts, n, temp)
 

@@ -1,9 +1,9 @@
 """
-How a run starts and stops: from Python or from a command, with one seed or several.
+How a run starts and stops, from Python or from the command line, with one seed or several.
 
-Users import `Trainer` from train.py, which also has the loop that `run_steps` runs. This file
-leaves out what a run holds and saves (run.py), and where settings come from and what they mean
-(settings/, config.py).
+Users import `Trainer` from train.py, which also has the loop that `run_steps` runs. This file does
+not cover what a run holds and saves (run.py), where settings come from (settings/), or what they
+mean (config.py).
 """
 
 import argparse
@@ -44,7 +44,7 @@ from settings.sources import (
     to_yaml,
 )
 
-# train.train: runs the steps of a run, and yields the figures of each
+# the type of `train.train`, which runs a run's steps and yields each step's figures
 Loop = Callable[[Any], Iterator[dict[str, Any]]]
 
 
@@ -53,9 +53,9 @@ Loop = Callable[[Any], Iterator[dict[str, Any]]]
 
 def settings_from_arguments(settings: dict[str, Any]) -> dict[str, Any]:
     """
-    Settings as flags hold them.
+    The settings in the form that flags have.
 
-    A function becomes the name that finds it in its module, rows become a file of the cache.
+    A function becomes the name by which it can be imported, and rows become a file in the cache.
     """
 
     def flag_value(value: Any) -> Any:
@@ -77,11 +77,11 @@ def settings_from_arguments(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 class RunSpec(NamedTuple):
-    """A run to start or to resume."""
+    """The description of a run to start or to resume."""
 
     config: Config
     state: checkpoint.State | None  # the checkpoint to resume from
-    path: str  # the directory of the run
+    path: str  # the run's directory
     run_dir: str | None  # the directory that the user named
     allow_changes: bool
     flags: dict[str, Any]
@@ -106,7 +106,7 @@ def make_run_spec(
     """
     The settings, the checkpoint to resume from, and the directory of the run.
 
-    It makes no directory. Rank 0 reads the files, and the other ranks get the result.
+    It creates no directory. Rank 0 reads the files, and the other ranks get the result from it.
     """
 
     def read_files() -> list[Any]:
@@ -127,15 +127,15 @@ def make_run_spec(
 
 
 def load_checkpoint(path: Path, config: Config, allow_changes: bool) -> checkpoint.State:
-    """Locks the directory of a run, and loads its newest checkpoint for the settings."""
+    """Locks a run's directory, loads its newest checkpoint, and checks it against the settings."""
     settings = config.to_flags()
     run_files.acquire(path)
     state = checkpoint.load(path)
-    named_files = files_of(settings)  # a flag may say where a file went
+    named_files = files_of(settings)  # a flag may name a file's new location
     state = checkpoint.relocate_state(state, places.find_moves(path, named_files))
     fixed = {name: value for name, value in settings.items() if not SETTINGS[name].later}
     checkpoint.check_changes(path, state, fixed, allow_changes)
-    checkpoint.publish(path, state)  # a killed process may have stopped before this
+    checkpoint.publish(path, state)  # a killed process may not have reached this call
     return state
 
 
@@ -143,25 +143,27 @@ def open_run(spec: RunSpec) -> GrpoRun | SftRun:
     """
     Makes the run, restores its checkpoint, and opens its directory and logs.
 
-    Raises ValueError, in one line, for a user's mistake; a new run leaves no directory then.
+    Raises a one-line ValueError for a user's mistake; a new run then leaves no directory behind.
     """
     if not gc.get_freeze_count():
-        # once, before a model exists: else each garbage collection would look at all imports
+        # Freeze once, before a model exists: otherwise each garbage collection would scan all
+        # imported modules.
         gc.freeze()
     state = spec.state
     run = make_run(spec.config, Path(spec.path))
     if state:
         run.restore(state)
         if "rollout_batch_size" in spec.flags:
-            # the flag may exceed the size that the checkpoint had backed off to
+            # the flag may exceed the reduced size that the checkpoint recorded
             run.batch_size.rows = run.sizes.rollout_batch_size
-    run.refuse_too_large()  # with the sizes that a checkpoint has backed off to
+    run.refuse_too_large()  # after restoring, because a checkpoint may have reduced the sizes
     if state:
-        # the caller holds `spec`: without this the old masters would stay for the whole run
+        # The caller holds `spec`: without this, the checkpoint's copy of the master weights would
+        # stay in memory for the whole run.
         state.trainable.clear()
         state.optimizer.clear()
 
-    # only after everything has loaded, so that a user's mistake leaves no directory behind
+    # created only after everything has loaded, so that a user's mistake leaves no directory behind
     run.dir = Path(world.on_rank0(lambda: prepare_directory(run, spec)))
     run.holds_lock = True  # until the loop ends
     run.open()
@@ -174,7 +176,7 @@ def open_run(spec: RunSpec) -> GrpoRun | SftRun:
 
 def prepare_directory(run: GrpoRun | SftRun, spec: RunSpec) -> str:
     """
-    Makes the directory of a new run, or writes the settings of a resumed run into its directory.
+    Creates a new run's directory, or writes a resumed run's settings into its existing directory.
 
     Returns the directory's path.
     """
@@ -200,7 +202,7 @@ def run_steps(
     run: GrpoRun | SftRun, loop: Loop, *, stop_if_hopeless: bool = False
 ) -> Generator[dict[str, Any], None, None]:
     """
-    Runs the loop, yields each step's figures, and prints the verdict at the end.
+    Runs the loop, yields each step's figures, and prints a summary at the end.
 
     If the caller leaves the loop early, the run is saved. stop_if_hopeless: see `Trainer.steps`.
     """
@@ -227,7 +229,7 @@ def run_steps(
 
 
 def refuse_hopeless(run: GrpoRun | SftRun, first_steps: list[dict[str, Any]]) -> None:
-    """Raises ValueError, with what to change, if the first steps show no signal."""
+    """Raises ValueError, which says what to change, if the first steps show no signal."""
     evaluation_seconds = 0.0
     if run.journal.evaluations:
         evaluation_seconds = run.journal.evaluations[0]["eval/s"]
@@ -244,7 +246,7 @@ def refuse_hopeless(run: GrpoRun | SftRun, first_steps: list[dict[str, Any]]) ->
 def sample_completions(
     run: GrpoRun | SftRun, prompts: Sequence[Any], n: int, temp: float | None
 ) -> list[list[str]]:
-    """`n` completions of each prompt; see `Trainer.sample`. temp: None takes the run's --temp."""
+    """`n` completions of each prompt; see `Trainer.sample`. temp: None means the run's --temp."""
     settings = run.config.sampling
     if getattr(run, "toolbox", None):
         command = command_line(run.config.to_flags(), "chat.py")
@@ -285,8 +287,12 @@ def sample_completions(
 
 @contextlib.contextmanager
 def with_live_display(run: Any) -> Iterator[None]:
-    """Keeps the live line, the page and the trackers of a run up to date; the page comes last."""
-    from reporting import page  # here: nothing else needs a page
+    """
+    Keeps a run's live status line, page and trackers up to date inside the block.
+
+    At the end, the page is written last.
+    """
+    from reporting import page  # imported here because nothing else needs a page
 
     if world.is_first():
         run.report = page.LivePage(run.dir, print_warning)
@@ -303,14 +309,15 @@ def with_live_display(run: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def save_on_interrupt(run: Any) -> Iterator[None]:
     """
-    Saves the run after its last whole step on Ctrl-C, SIGTERM, an error or a lack of memory.
+    Saves the run after its last complete step on Ctrl-C, SIGTERM, an error or a lack of memory.
 
-    A message says how to continue. No second copy of all weights exists, because it would double
-    the memory. So Ctrl-C waits while a step changes the state. A second Ctrl-C does not wait, and
-    only the newest checkpoint is left. With adapters, a step that fails on its way is undone.
+    A message says how to continue. The run keeps no second copy of all weights, because that would
+    double the memory. So a Ctrl-C takes effect only after the step that is changing the state. A
+    second Ctrl-C ends the run at once, and then only the newest checkpoint is left. With adapters,
+    a step that fails halfway is undone.
 
-    Of several ranks only the first saves. Raises ValueError if the run could go on with less
-    memory or after a user's mistake is mended, and OSError if the disk failed.
+    If there are several ranks, only the first saves. Raises ValueError if the run could continue
+    with less memory or after the user corrects a mistake, and OSError if the disk failed.
     """
 
     def on_signal(number: int, *_: object) -> None:
@@ -324,17 +331,17 @@ def save_on_interrupt(run: Any) -> Iterator[None]:
     old_handlers = {number: signal.signal(number, on_signal) for number in link.ending_signals()}
     try:
         yield
-    except run_files.DirectoryReplaced:  # nothing may be saved there
+    except run_files.DirectoryReplaced:  # nothing may be saved in that directory
         raise
     except OSError as error:
         advice = ""
-        if error.errno in (None, errno.ENOSPC, errno.EDQUOT):  # MLX gives no number
+        if error.errno in (None, errno.ENOSPC, errno.EDQUOT):  # MLX gives no error number
             advice = "free some space and "
         newest = _explain_newest_checkpoint(run, error, advice)
         raise OSError(f"{os_error_line(error)}; {newest}") from error
     except (KeyboardInterrupt, Exception) as error:
         for number in old_handlers:
-            # an impatient Ctrl-C must not end what saves the run
+            # another Ctrl-C must not interrupt the saving of the run
             signal.signal(number, signal.SIG_IGN)
         if not world.is_first():
             if memory.should_try_smaller(error):
@@ -346,7 +353,7 @@ def save_on_interrupt(run: Any) -> Iterator[None]:
         if isinstance(error, ValueError) or memory.should_try_smaller(error):
             raise ValueError(message) from error
         print_warning(f"\n{message}")
-        raise  # a bug of ours or of MLX's ends with its traceback
+        raise  # a bug in Gwen or in MLX ends with its traceback
     finally:
         for number, handler in old_handlers.items():
             signal.signal(number, handler)
@@ -354,9 +361,10 @@ def save_on_interrupt(run: Any) -> Iterator[None]:
 
 def save_after_error(run: Any, error: BaseException) -> str:
     """
-    Saves a run that stopped, if its last step is whole.
+    Saves a run that stopped, unless it stopped inside a step.
 
-    Returns what happened and how to continue. Raises OSError if the run cannot be saved.
+    Returns a message that says what happened and how to continue. Raises OSError if the run cannot
+    be saved.
     """
     cause = describe_cause(error)
     if not run.is_whole:
@@ -378,7 +386,7 @@ def save_after_error(run: Any, error: BaseException) -> str:
 
 
 def describe_cause(error: BaseException) -> str:
-    """What stopped a run, with "; " behind it; "" for Ctrl-C."""
+    """The cause of a run's stop, followed by "; "; "" for Ctrl-C."""
     if memory.is_watchdog_error(error):
         return (
             "macOS stopped the GPU because its work held up the display; let the display sleep "
@@ -392,12 +400,12 @@ def describe_cause(error: BaseException) -> str:
 
 def _resume_command(run: Any, error: BaseException) -> str:
     """
-    The command that continues the run, or starts it over if nothing was saved.
+    The command that continues the run, or that starts it over if nothing was saved.
 
-    If memory ran out, the command asks for less than rollouts, judges and updates backed off to.
+    If memory ran out, the command sets a size smaller than the one that failed.
     """
     smaller_flag = ""
-    # a ValueError about memory comes from the user's reward
+    # a ValueError about memory comes from the user's reward function
     if memory.should_try_smaller(error) and not isinstance(error, ValueError):
         smaller_flag = _choose_smaller(run, error)
         if not smaller_flag:
@@ -418,7 +426,7 @@ def _resume_command(run: Any, error: BaseException) -> str:
 
 
 def _choose_smaller(run: Any, error: BaseException) -> str:
-    """The flag with which the phase that failed needs less of the GPU; "" if none is left."""
+    """The flag that makes the failed phase need less of the GPU; "" if no such flag is left."""
     phase = run.journal.phase
     sampling = run.config.sampling
     is_sampled = run.config.objective.loss_type != "sft"
@@ -435,7 +443,7 @@ def _choose_smaller(run: Any, error: BaseException) -> str:
     token_budget = run.sizes.train_token_budget // 2
     if token_budget >= run.longest:
         return f"--train-token-budget {token_budget}"
-    # computing layers again takes less memory, but no less of the GPU's time
+    # recomputing layers saves memory, but not the GPU's time
     has_layers_left = run.sizes.checkpoint_layers < run.model.config.num_hidden_layers
     if has_layers_left and memory.is_out_of_memory(error):
         return "--checkpoint-layers on"
@@ -444,9 +452,9 @@ def _choose_smaller(run: Any, error: BaseException) -> str:
 
 def _explain_newest_checkpoint(run: Any, error: BaseException, advice: str = "") -> str:
     """
-    Names the newest checkpoint of a run that stopped inside a step, and how to go on.
+    A text that names a run's newest checkpoint after a stop inside a step, and how to continue.
 
-    advice: what to do first, before the command.
+    advice: what the user should do before running the command.
     """
     saved = checkpoint.saved_checkpoints(run.dir)
     newest = f"nothing was saved in {run.dir}"
@@ -462,7 +470,7 @@ def run_command(args: argparse.Namespace, loop: Loop) -> None:
     """
     Does what the flags of `train.py` say.
 
-    Of several ranks the first reads and writes files; the others follow it.
+    If there are several ranks, only the first reads and writes files.
     """
     flags = given_settings(args)
     if args.allow_changes and not args.resume:
@@ -515,7 +523,7 @@ def run_command(args: argparse.Namespace, loop: Loop) -> None:
 
 
 def print_converted_recipe(path: str, flags: dict[str, Any]) -> None:
-    """Prints TRL's settings in a file as a recipe. Raises ValueError if other flags are set."""
+    """Prints a file's TRL settings as a recipe. Raises ValueError if other settings are given."""
     from settings import from_trl
 
     recipe = from_trl.convert_recipe(path)
@@ -532,10 +540,10 @@ def keep_mac_awake() -> None:
     """
     Keeps a Mac from sleeping until this process ends.
 
-    The display may sleep, and then no watchdog guards it.
+    The display may sleep; while it does, macOS does not stop work that occupies the GPU for long.
     """
     command = ["/usr/bin/caffeinate", "-i", "-w", str(os.getpid())]
-    # in a session of its own: Ctrl-C, after which a run still saves, must not end it
+    # It gets a session of its own, so that Ctrl-C does not end it: the run still saves after that.
     subprocess.Popen(command, start_new_session=True)
 
 
@@ -543,7 +551,7 @@ def train_to_end(spec: RunSpec, loop: Loop, *, stop_if_hopeless: bool) -> Path:
     """
     Trains a run to its last step, unless it is finished. Returns its directory.
 
-    stop_if_hopeless: end a new run whose first steps show no signal.
+    stop_if_hopeless: stop a new run if its first steps show no signal.
     """
     if world.on_rank0(lambda: spec.is_finished):
         num_done = spec.state.step if spec.state else 0
@@ -565,9 +573,10 @@ def train_to_end(spec: RunSpec, loop: Loop, *, stop_if_hopeless: bool) -> Path:
 
 def train_seeds(args: argparse.Namespace, flags: dict[str, Any], loop: Loop) -> Path:
     """
-    Trains seed after seed, each in its own `seed-N` of one directory, and writes a page of all.
+    Trains one run per seed, each in a `seed-N` directory inside one common directory.
 
-    Continues the seeds that the directory holds already. Returns the directory.
+    Continues the runs that the common directory already holds. Writes a page about all seeds.
+    Returns the common directory.
     """
     from reporting import page, seeds
 
@@ -609,9 +618,9 @@ def train_seeds(args: argparse.Namespace, flags: dict[str, Any], loop: Loop) -> 
 
 def find_seed_runs(home: Path, config: Config) -> list[str]:
     """
-    The runs of seeds in a directory.
+    The paths of the seeds' runs in a directory.
 
-    Raises ValueError if one has other settings, except for its seed and its sizes.
+    Raises ValueError if one has different settings, other than its seed or its sizes.
     """
     paths = sorted(path.parent for path in home.glob("seed-*/config.yaml"))
     for path in paths:

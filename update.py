@@ -1,8 +1,9 @@
 """
-The update: one gradient over all batches of a step, then one optimizer step on float32 masters.
+The update: one gradient over all of a step's batches, then one optimizer step on float32 masters.
 
-This file does not cover where completions and rewards come from, the loss itself (step/loss.py),
-and how to tell that a step moved the policy too far (step/trust_region.py).
+The masters are the float32 copies of the trainable weights. This file does not cover where
+completions and rewards come from, the loss itself (step/loss.py), or how to tell that a step moved
+the policy too far (step/trust_region.py).
 
 Axes: M rows of a batch, T tokens that the policy wrote.
 """
@@ -27,9 +28,9 @@ from step.batch import Batch, padding_fraction
 from step.loss import MEASURED, BatchLoss, StepLoss, UpdateResult
 from step.trust_region import LEAST_SHARE, MOST_TRIES, SLACK, BoundedStep, Weights
 
-MAX_GRAD_NORM = 1.0  # the gradient of a step is clipped to this norm
+MAX_GRAD_NORM = 1.0  # a step's gradient is clipped to this norm
 MOST_FAILURES = 3  # consecutive failed updates that no smaller loss scale can fix
-# what a checkpoint keeps of a learner beside tensors and loss scale
+# the learner's attributes that a checkpoint keeps, in addition to the tensors and the loss scale
 COUNTS = ("failures", "lr_scale", "num_skipped")
 
 
@@ -55,7 +56,7 @@ class LossScale(NamedTuple):
 
 
 class Sgd(optim.Optimizer):
-    """Plain descent, w - lr g. It keeps no state; MLX's own SGD keeps a momentum of zeros."""
+    """Plain descent, w - lr g. It keeps no momentum, whereas MLX's own SGD stores one of zeros."""
 
     def apply_gradients(self, gradients: Any, parameters: Any) -> Any:
         self.state["step"] = self.step + 1
@@ -66,10 +67,10 @@ class Sgd(optim.Optimizer):
 
 class Learner:
     """
-    A model in training: float32 masters of its trainable weights by name, an optimizer for them,
-    and the loss scale.
+    A model in training, with float32 masters of its trainable weights by name, an optimizer for
+    them, and the loss scale.
 
-    base: the model before training. It is needed only if disabling adapters does not restore it.
+    base: the model before training; needed only if disabling adapters does not restore it.
     """
 
     def __init__(
@@ -93,12 +94,12 @@ class Learner:
 
         is_float16 = model.head_weight.dtype == mx.float16
         self.loss_scale = LossScale(2.0**15 if is_float16 else 1.0, dynamic=is_float16)
-        self.failures = 0  # in a row, see MOST_FAILURES
+        self.failures = 0  # failed updates in a row, see MOST_FAILURES
         self.num_skipped = 0  # updates skipped because their gradient was not finite
         # factor on the scheduled learning rate; it falls after steps that went too far
         self.lr_scale = 1.0
         self.num_forwards = 0  # rows computed since the last update, including the reference's
-        self.num_changes = 0  # optimizer steps that changed this state, or began to
+        self.num_changes = 0  # optimizer steps that changed this state or began to change it
         broadcast_weights(self)
 
     def state(self) -> dict[str, Any]:
@@ -108,7 +109,7 @@ class Learner:
         return values | {"moments": dict(tree_flatten(self.optimizer.state))}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restores what `state()` returned; a part with `trainable` and `moments` is enough."""
+        """Restores what `state()` returned, or a part of it with `trainable` and `moments`."""
         self.optimizer.state = tree_unflatten(list(state["moments"].items()))
         attributes = {name: value for name, value in state.items() if name != "moments"}
         vars(self).update(attributes)
@@ -119,7 +120,7 @@ class Learner:
 
 
 def add_reference_logprobs(learner: Learner, batches: list[Batch]) -> list[Batch]:
-    """The batches again, with the log-probabilities of the model before training."""
+    """The batches, with the log-probabilities under the model before training added."""
     model = learner.base or learner.model
     local_batches = [batch for batch in batches if batch.is_local]
     with lora.with_initial_weights(model):
@@ -134,8 +135,8 @@ def add_reference_logprobs(learner: Learner, batches: list[Batch]) -> list[Batch
     return completed
 
 
-def fill_old_logprobs(batches: list[Batch], logprobs: list[mx.array]) -> list[Batch]:
-    """The batches again, with these as old log-probabilities where a batch has none yet."""
+def with_old_logprobs(batches: list[Batch], logprobs: list[mx.array]) -> list[Batch]:
+    """The batches, with `logprobs` as old log-probabilities wherever a batch has none yet."""
     completed = []
     for batch, batch_logprobs in zip(batches, logprobs, strict=True):
         if batch.old_logprobs is None:
@@ -149,12 +150,12 @@ def fill_old_logprobs(batches: list[Batch], logprobs: list[mx.array]) -> list[Ba
 
 def run_optimizer_steps(learner: Learner, batches: list[Batch], lr: float) -> UpdateResult:
     """
-    Takes `num_iterations` times `mini_batches` optimizer steps, each on its own samples.
+    Passes `num_iterations` times over the samples, with `mini_batches` optimizer steps per pass.
 
-    The old policy is the one before the first of these steps. Its log-probabilities come from the
-    first forward pass; only later mini-batches pay an extra one. A probe, which is a part of the
-    samples, measures how far all steps together move the policy, and `--target-kl` bounds that.
-    If no sample has a gradient, no step is taken.
+    The old policy is the policy before the first of these steps. Its log-probabilities come from
+    the first forward pass; only later mini-batches need an extra pass for them. A part of the
+    samples, the probe, measures how far all steps together move the policy, and `--target-kl`
+    limits that distance. If no sample has a gradient, no step is taken.
 
     Raises ValueError if the gradient fails too often in a row.
     """
@@ -165,22 +166,23 @@ def run_optimizer_steps(learner: Learner, batches: list[Batch], lr: float) -> Up
             lr, learner.lr_scale, learner.num_skipped, learner.loss_scale.value, means
         )
 
-    # the KL of a step grows with the square of its rate, so the target follows the squared schedule
+    # A step's KL grows with the square of its learning rate, so the target follows the schedule's
+    # square.
     target = 0.0
     if lr and batches[0].sampled_logprobs is not None:
         target = optimizer.target_kl * (lr / optimizer.learning_rate) ** 2
 
     num_mini_batches = optimizer.mini_batches
     num_with_gradient = sum(batch.num_with_gradient for batch in batches)
-    # the batches of each mini-batch: all of them, and those that this rank computes
+    # for each mini-batch: all its batches, and then only those that this rank computes
     all_batches = [
         [batch for batch in batches if batch.mini_batch == number]
         for number in range(num_mini_batches)
     ]
     local_batches = [[batch for batch in part if batch.is_local] for part in all_batches]
-    for number in range(1, num_mini_batches):  # the policy will have moved before their turn
+    for number in range(1, num_mini_batches):  # the policy moves before these are trained
         old_logprobs = logprobs_with(learner, local_batches[number], learner.trainable)
-        local_batches[number] = fill_old_logprobs(local_batches[number], old_logprobs)
+        local_batches[number] = with_old_logprobs(local_batches[number], old_logprobs)
 
     num_iterations = optimizer.num_iterations if num_with_gradient else 1
     order = [number for number in range(num_mini_batches) if all_batches[number]]
@@ -188,13 +190,13 @@ def run_optimizer_steps(learner: Learner, batches: list[Batch], lr: float) -> Up
     bounded_steps: list[BoundedStep] = []
     for number in order * num_iterations:
         has_gradient = any(batch.num_with_gradient for batch in all_batches[number])
-        # without a target, nothing needs to keep the weights before the step alive
+        # without a target, the weights before the step need not be kept in memory
         weights_before = learner.trainable if target and has_gradient else None
         if has_gradient:
             logprobs, stats = optimizer_step(learner, local_batches[number], lr)
         else:
             logprobs, stats = compute_stats(learner, local_batches[number])
-        local_batches[number] = fill_old_logprobs(local_batches[number], logprobs)
+        local_batches[number] = with_old_logprobs(local_batches[number], logprobs)
         step_stats.append(stats)
 
         if weights_before and not stats["skipped"]:
@@ -202,8 +204,8 @@ def run_optimizer_steps(learner: Learner, batches: list[Batch], lr: float) -> Up
                 probed = list(itertools.chain(*local_batches))
                 probe = trust_region.make_probe(probed, learner.optimizer.step.item())
             bounded = backtrack_to_target_kl(learner, weights_before, probe, target)
-            # Later steps of the run use the scale that fitted. From the second step of an update
-            # on, a part of the KL is that of earlier steps, so one step halves the scale at most.
+            # Later steps of the run use the scale that was small enough. From an update's second
+            # step on, part of the KL comes from earlier steps, so no step more than halves it.
             learner.lr_scale *= max(bounded.scale, 0.5) if bounded_steps else bounded.scale
             bounded_steps.append(bounded)
 
@@ -212,7 +214,7 @@ def run_optimizer_steps(learner: Learner, batches: list[Batch], lr: float) -> Up
     rounded: list[Any] = []
     if dtype != mx.float32:
         rounded = [layer.rounded_matrices(dtype) for _, layer in lora.adapted_layers(learner.model)]
-    # now, because an error of the GPU in the next rollout would spoil them
+    # evaluate these now, because a GPU error in the next rollout would spoil them
     mx.eval(learner.model.trainable_parameters(), rounded)
 
     lr_scale = learner.lr_scale
@@ -253,9 +255,9 @@ def optimizer_step(
     learner: Learner, batches: list[Batch], lr: float
 ) -> tuple[list[mx.array], dict[str, float]]:
     """
-    One step on the masters at `lr` times the learner's scale, copied into the model.
+    Takes one step on the masters, at `lr` times the learner's scale, and copies them to the model.
 
-    It changes nothing if the gradient is not finite. Returns each batch's log-probabilities before
+    Changes no weights if the gradient is not finite. Returns each batch's log-probabilities before
     the step, (M, T), and the step's statistics.
     """
     grads, logprobs, stats = compute_gradient(learner, batches)
@@ -272,8 +274,8 @@ def optimizer_step(
         masters = tree_unflatten(list(learner.trainable.items()))
         new_masters = learner.optimizer.apply_gradients(grads, masters)
         learner.trainable = dict(tree_flatten(new_masters))
-        # While these names live, the model's old tensors, and without --target-kl the masters,
-        # stay in memory until all new ones are computed.
+        # These names would keep the model's old tensors in memory until all new ones are computed,
+        # and without --target-kl the old masters too.
         del grads, masters, new_masters
         install_weights(learner.model, learner.trainable)
         mx.eval(learner.trainable, learner.optimizer.state)
@@ -291,7 +293,7 @@ def compute_gradient(
     for batch in count_forwards(learner, batches, "update"):
         batch_loss, tree = loss_and_gradient(learner, batch)
         batch_grads = dict(tree_flatten(tree))
-        del tree  # else every gradient would stay alive until the last one is computed
+        del tree  # otherwise every gradient would stay in memory until the last one is computed
         for layer_names in group_by_layer(grads):
             for name in layer_names:
                 grad = batch_grads.pop(name).astype(mx.float32) / learner.loss_scale.value
@@ -311,7 +313,7 @@ def compute_gradient(
 def compute_stats(
     learner: Learner, batches: list[Batch]
 ) -> tuple[list[mx.array], dict[str, float]]:
-    """What `compute_gradient` returns beside the gradient, by forward passes alone."""
+    """The log-probabilities and statistics of `compute_gradient`, from forward passes alone."""
     batch_losses = []
     with gpu.without_gradients():
         for batch in count_forwards(learner, batches, "update"):
@@ -336,7 +338,7 @@ def sum_stats_over_ranks(batch_losses: list[BatchLoss]) -> tuple[list[mx.array],
 
 
 def loss_and_gradient(learner: Learner, batch: Batch) -> tuple[BatchLoss, Any]:
-    """A batch's part of the step's loss, and its gradient, both times the loss scale."""
+    """A batch's part of the step's loss, and its gradient, both multiplied by the loss scale."""
 
     def scaled_loss(model: gwen.Model) -> BatchLoss:
         batch_loss = learner.loss.compute(model, batch)
@@ -347,14 +349,14 @@ def loss_and_gradient(learner: Learner, batch: Batch) -> tuple[BatchLoss, Any]:
 
 
 def count_forwards(learner: Learner, batches: list[Batch], activity: str) -> Iterator[Batch]:
-    """Counts the batches' rows as forward passes, and shows a bar while they are computed."""
+    """Yields the batches, counts their rows as forward passes, and shows a progress bar."""
     learner.num_forwards += sum(len(batch.rows) for batch in batches)
     yield from alive.Bar(batches, desc=activity, unit="part")
 
 
 @gpu.without_gradients()
 def compute_logprobs(learner: Learner, batches: list[Batch], model: gwen.Model) -> list[mx.array]:
-    """Log-probabilities under a model, (M, T) of each batch, without gradient."""
+    """Each batch's log-probabilities under a model, (M, T), without gradient."""
     logprobs: list[mx.array] = []
     for batch in count_forwards(learner, batches, "log-probabilities"):
         logprobs.append(learner.loss.logprobs(model, batch)[0])
@@ -364,9 +366,9 @@ def compute_logprobs(learner: Learner, batches: list[Batch], model: gwen.Model) 
 
 def group_by_layer(names: Iterable[str]) -> list[list[str]]:
     """
-    Weight names by layer, in the order in which a backward pass computes their gradients.
+    The weight names, grouped by layer, in the order in which a backward pass computes gradients.
 
-    Evaluated in another order, the gradients of MLX would keep their inputs alive.
+    If MLX evaluated the gradients in another order, they would keep their inputs in memory.
     """
 
     def backward_position(name: str) -> float:
@@ -386,9 +388,9 @@ def backtrack_to_target_kl(
     learner: Learner, weights_before: Weights, probe: list[Batch], target: float
 ) -> BoundedStep:
     """
-    Shortens a step until the policy has moved at most SLACK times the target.
+    Shortens a step until the policy has moved by at most SLACK times the target.
 
-    A step that is still too long after MOST_TRIES is undone.
+    A step that is still too long after MOST_TRIES shortenings is undone.
     """
     scale = 1.0
     weights = learner.trainable
@@ -396,8 +398,8 @@ def backtrack_to_target_kl(
         kl = trust_region.measure_kl(probe, logprobs_with(learner, probe, weights))
         if kl <= SLACK * target:
             return BoundedStep(scale, kl, num_backtracks)
-        # the KL grows with the square of a short step; inf and nan, from overflowing logits, take
-        # the smallest factor
+        # The KL of a short step grows with the square of its length. If overflowing logits make it
+        # inf or nan, the smallest factor is used.
         factor = min(max(LEAST_SHARE, math.sqrt(target / kl)), 0.5)
         scale *= factor
         for name, before in weights_before.items():
@@ -408,7 +410,7 @@ def backtrack_to_target_kl(
 
 
 def logprobs_with(learner: Learner, batches: list[Batch], weights: Weights) -> list[mx.array]:
-    """Installs masters into the model, and returns the batches' log-probabilities with them."""
+    """Installs masters into the model. Returns the batches' log-probabilities under them."""
     install_weights(learner.model, weights)
     return compute_logprobs(learner, batches, learner.model)
 
@@ -417,14 +419,14 @@ def logprobs_with(learner: Learner, batches: list[Batch], weights: Weights) -> l
 
 
 def install_weights(model: gwen.Model, trainable: dict[str, mx.array]) -> None:
-    """Copies the float32 masters into the model, cast to the types of the weights there."""
+    """Copies the float32 masters into the model, cast to the types of the model's weights."""
     dtypes = {name: array.dtype for name, array in tree_flatten(model.trainable_parameters())}
     weights = [(name, array.astype(dtypes[name])) for name, array in trainable.items()]
     model.load_weights(weights, strict=False)
 
 
 def broadcast_weights(learner: Learner) -> None:
-    """Gives every rank the masters of rank 0, where another kind of processor rounded otherwise."""
+    """Gives all ranks the masters of rank 0 if they differ, as processors round differently."""
     if world.size() == 1:
         return
     checksums = world.all_gather(world.checksum(list(learner.trainable.values())))
@@ -438,8 +440,8 @@ def broadcast_weights(learner: Learner) -> None:
 
 
 def count_failure(learner: Learner, loss: float) -> None:
-    """Counts an update that changes nothing. Raises ValueError after too many in a row."""
-    # a smaller loss scale may avoid the overflow of a gradient
+    """Counts a failed update. Raises ValueError after too many failures in a row."""
+    # a smaller loss scale may keep the gradient from overflowing
     can_recover = math.isfinite(loss) and learner.loss_scale.value > 1
     if not can_recover and learner.failures + 1 == MOST_FAILURES:
         failed = "gradient" if math.isfinite(loss) else "loss"
@@ -454,7 +456,7 @@ def count_failure(learner: Learner, loss: float) -> None:
 
 
 def learning_rate(config: Config, step: int) -> float:
-    """Linear warm-up, then half a cosine down to a tenth; `step` starts at 0."""
+    """The rate at a step: linear warm-up, then half a cosine to a tenth. `step` starts at 0."""
     settings = config.optimizer
     if step < settings.warmup_steps:
         return settings.learning_rate * (step + 1) / settings.warmup_steps

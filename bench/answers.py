@@ -5,8 +5,9 @@ It reads the answers of each run's first and newest evaluation, and counts the r
 reader that shares no code with the verifier that rewarded the runs. The verifier compares
 patterns; this reader works out each statement. An answer that it cannot read is not right.
 
-`--show 50` prints answers. Before a figure of quality is published, somebody should read fifty of
-the answers that it counts: that is how the first figures of this demo turned out to be wrong.
+`--show 50` prints 50 answers of each evaluation. Before a quality figure is published, somebody
+should read fifty of the answers that it counts: such a reading showed that this demo's first
+figures were wrong.
 """
 
 import argparse
@@ -43,10 +44,10 @@ Records = list[dict[str, Any]]
 
 
 class Reading(NamedTuple):
-    """What the reader thinks of one answer."""
+    """The reader's judgement of one answer."""
 
     ends_right: bool  # its last number is the sum of the problem's two numbers
-    right: bool  # also, all its statements are true, and its other numbers are the problem's
+    right: bool  # also, all its statements are true, and it has no foreign numbers
 
 
 def read_answer(problem: str, answer: str) -> Reading:
@@ -84,11 +85,13 @@ def read_numbers(text: str) -> list[int]:
 
 def is_true(statement: str, total: int, vocabulary: set[str]) -> bool:
     """
-    Whether all sides of "x is y" have the same value, each a number or a sum of numbers.
+    Whether all sides of a statement such as "x is y" have the same value.
 
-    A side without a number ("the answer") stands for the total that the problem asks for. A
-    statement of one side must equal the total. vocabulary: words that change nothing; a statement
-    with any other word is not true, as nobody can tell its meaning.
+    A side is a number or a sum of numbers. A side without a number ("the answer") stands for the
+    total that the problem asks for. A statement with only one side must equal the total.
+
+    vocabulary: words that change nothing. A statement with any other word is not true, as nobody
+    can tell its meaning.
     """
     equation = ""
     for word in split_words(statement):
@@ -112,7 +115,7 @@ def sum_of_side(side: str) -> int:
 
 
 def audit_answers(records: Records) -> dict[str, float]:
-    """The fractions of right answers, and of answers with only the right number, by column."""
+    """Fractions of right answers, and of answers where only the number is right, by column."""
     sampled = [record["completions"][0] for record in records]
     greedy = [record["greedy"] for record in records]
     fractions = {}
@@ -130,12 +133,13 @@ def audit_answers(records: Records) -> dict[str, float]:
 
 def load_evaluations(folders: list[Path]) -> dict[str, Records]:
     """
-    Answers by row of the table: the first run's first evaluation, then the newest of each run.
+    The answers by row of the table: the first run's first evaluation, then each run's newest.
 
-    Raises ValueError if a run is not of the demo, or has no evaluation before and after training.
+    Raises ValueError if a run did not train on the demo task, or lacks an evaluation before or
+    after training.
     """
     evaluations: dict[str, Records] = {}
-    paths = [path for folder in folders for path in seeds.seed_runs(folder)]
+    paths = [path for folder in folders for path in seeds.seed_run_dirs(folder)]
     for path in paths:
         run = history.load_history(path)
         if run.settings["task"] != "demo" or 0 not in run.answers or len(run.answers) < 2:
@@ -172,14 +176,14 @@ def main(argv: list[str] | None = None) -> None:
         nargs="+",
         type=Path,
         metavar="RUN",
-        help="directories of the demo's runs, or of --seeds with a run in each",
+        help="directories of demo runs, or directories of seeds (--seeds)",
     )
     parser.add_argument(
         "--show",
         type=int,
         default=0,
         metavar="N",
-        help="print N answers of each run, evenly spread",
+        help="print N answers of each evaluation, evenly spread",
     )
     args = parser.parse_args(argv)
     with report_mistakes():

@@ -1,9 +1,10 @@
 """
-Harness of the benchmarks: their flags, engines in turn, their times and peaks, and the machine.
+Parses the benchmarks' flags, runs engines in turn, sums up their times and memory peaks, and
+describes the machine.
 
-Engines take turns, every other round in reverse, so that a machine that slows down slows all of
-them. A peak is an engine's memory beyond the memory that was already in use, plus the weights
-once: the need of that engine alone.
+Engines take turns, and every other round runs them in reverse order, so that a machine that slows
+down slows all engines alike. An engine's peak is the memory that it uses beyond the memory already
+in use, plus the weights once. So it is the memory that this engine needs alone.
 """
 
 import argparse
@@ -35,10 +36,10 @@ def parse_settings(
     parser: Parser, argv: list[str] | None, numbers: Numbers, **least: float
 ) -> argparse.Namespace:
     """
-    The settings of a command line, with a flag for each of `numbers`.
+    The settings from a command line, with a flag for each of `numbers`.
 
-    least: the least values of other settings. Raises ValueError if a value is too small, naming
-    the flag.
+    least: the least values of other settings. Raises ValueError, which names the flag, if a value
+    is too small.
     """
     for name, (default, _, text) in numbers.items():
         help_text = f"{text} (default: {default})"
@@ -54,7 +55,8 @@ def model_directory(name: str) -> Iterator[Path]:
     """
     The directory of a model.
 
-    Random weights or a GGUF file are written to a temporary directory, removed at the end.
+    Random weights, or those of a GGUF file, are written to a temporary directory, which is removed
+    at the end.
     """
     if not name.startswith("random:") and not hub.is_gguf(name):
         yield hub.find_model(name).resolve()
@@ -67,9 +69,9 @@ def model_directory(name: str) -> Iterator[Path]:
 
 def random_texts(tokenizer: Any, lengths: Sequence[int], seed: int) -> list[str]:
     """
-    Texts of random words of the vocabulary, one for each length in words.
+    Texts of random words from the vocabulary, one text for each length in words.
 
-    Each word is one token, with the space before it.
+    Each word is one token together with the space before it.
     """
     words = sorted(
         token[1:] for token in tokenizer.get_vocab() if re.fullmatch("[\u0120\u2581][a-z]+", token)
@@ -83,7 +85,7 @@ def random_texts(tokenizer: Any, lengths: Sequence[int], seed: int) -> list[str]
 
 
 def load_peer(directory: Path, dtype: mx.Dtype) -> Any:
-    """mlx_lm's own model of a directory, in `dtype`."""
+    """The model in a directory as mlx_lm loads it, in `dtype`."""
     from mlx_lm.utils import load_model
 
     peer, _ = load_model(directory)
@@ -97,11 +99,11 @@ class Sample(NamedTuple):
 
     run: Any  # the engine's result, which states its `seconds`
     peak_bytes: int  # beyond the memory in use before the run
-    cpu_s: float  # of this process
+    cpu_s: float  # processor time of this process
 
 
 def interleave(names: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
-    """Yields (round, engine), every other round in reverse."""
+    """Yields (round, engine); every other round has the engines in reverse order."""
     for number in range(rounds):
         order = names if number % 2 == 0 else names[::-1]
         for name in order:
@@ -149,7 +151,7 @@ def summarize(samples: list[Sample], model: gwen.Model, **extra: float) -> dict[
 
 
 def describe_rounds(gwen_samples: list[Sample], rival_samples: list[Sample]) -> str:
-    """In words, how many times as long the rival took: by round, and by processor time."""
+    """How many times as long the rival took, in words: by round, and by processor time."""
     pairs = zip(gwen_samples, rival_samples, strict=True)
     ratios = [rival.run.seconds / gwen_sample.run.seconds for gwen_sample, rival in pairs]
     rival_cpu_s = sum(sample.cpu_s for sample in rival_samples)
@@ -166,7 +168,7 @@ def describe_ratio(ratio: float) -> str:
 
 
 def describe_environment(*packages: str) -> dict[str, Any]:
-    """Device and versions: those that a run records, and those of `packages`."""
+    """The device, the versions that a run records, and the versions of `packages`."""
     recorded = versions.describe_environment(cpu_blas.description)
     package_versions = {name: version(name) for name in packages}
     return {

@@ -1,13 +1,13 @@
 """
-Times judging by Gwen and by another engine on the same work: N answers to B questions by J
-criteria. All are random words, so that no engine has easier text. Part of
-`bench_rollout.py --benchmark-judge`.
+Times judging with Gwen and with another engine on the same work: they judge N answers to B
+questions by J criteria. All texts are random words, so that no engine gets easier text.
+`bench_rollout.py --benchmark-judge` runs this benchmark.
 
-Beside the text of the chat template and the tags, the preamble has 100 words, a question
-`--prompt-tokens`, an answer `--max-tokens` and a criterion 16. A rival does a rollout: it gets
-every prompt as token ids, in the runs that prompts share, and its greedy tokens are searched for a
-digit. Gwen's time starts at the text, with no score cached, and includes the preamble. judge.py
-measures whether a judge is right.
+The preamble has 100 words, a question `--prompt-tokens`, an answer `--max-tokens` and a criterion
+16; the chat template and the tags add their own text. A rival judges with a rollout: it gets every
+prompt as token ids, divided into the runs of ids that prompts share, and the score is the digit in
+its greedy reply. Gwen's time starts at the text, with no score cached, and includes the preamble.
+This file does not measure whether a judge is right (judge.py).
 
 Axes: B questions, N answers, J criteria.
 """
@@ -38,13 +38,13 @@ class JudgingRun(NamedTuple):
 
     evaluations: list[rubrics.Evaluation]  # (N * J)
     seconds: float
-    num_tokens: int = 0  # that Gwen put through its model, with padding
+    num_tokens: int = 0  # tokens that Gwen put through its model, with padding
 
 
 def make_work(
     args: argparse.Namespace, tokenizer: Any
 ) -> tuple[rubrics.Rubric, list[tuple[str, str]], Work]:
-    """A rubric, N pairs of question and answer, and the same as N * J prompts for a rollout."""
+    """A rubric, N (question, answer) pairs, and the same work as N * J prompts of a rollout."""
     lengths = [PREAMBLE_WORDS]
     lengths += [CRITERION_WORDS] * NUM_CRITERIA
     lengths += [args.prompt_tokens] * args.batch
@@ -78,7 +78,7 @@ def make_work(
     return rubric, pairs, work
 
 
-def make_legible(tokenizer: Any) -> Any:
+def legible_copy(tokenizer: Any) -> Any:
     """
     A copy of the tokenizer that decodes every id to visible text.
 
@@ -121,7 +121,7 @@ def judge_with_gwen(
 
 
 def judge_with_rival(engine: Engine, work: Work, limit: int, tokenizer: Any) -> JudgingRun:
-    """limit: most tokens of a reply."""
+    """Judges with a rollout of a rival. limit: the most tokens of a reply."""
     begin = time.perf_counter()
     replies = engine(work._replace(limits=[limit] * len(work.prompts))).completions
     evaluations = []
@@ -141,10 +141,10 @@ def benchmark(
     """
     Measures and prints judging; returns the record for the benchmark's JSON line.
 
-    Gwen's mode `logits` is compared with the rival's fastest way, and its mode `decode` with the
-    fastest way that also writes replies of full length.
+    Gwen's mode `logits` is compared with the rival's fastest way to judge. Gwen's mode `decode` is
+    compared with the rival's fastest way that also writes replies of full length.
     """
-    tokenizer = make_legible(tokenizer)
+    tokenizer = legible_copy(tokenizer)
     rubric, pairs, work = make_work(args, tokenizer)
     work = work._replace(eos_ids=model.config.end_ids)
     run_gwen = functools.partial(judge_with_gwen, args, model, tokenizer, rubric, pairs)
@@ -200,7 +200,7 @@ def benchmark(
 def summarize(
     samples: list[Sample], model: gwen.Model, num_evaluations: int, num_pairs: int
 ) -> dict[str, float]:
-    """The figures of `harness.summarize`, rates, and the first run's unreadable fraction."""
+    """The figures of `harness.summarize`, rates, and the unreadable part of the first run."""
     scores = [evaluation.score for evaluation in samples[0].run.evaluations]
     seconds = np.mean([sample.run.seconds for sample in samples])
     return harness.summarize(
@@ -227,7 +227,8 @@ def compare_with_rival(
     """
     Prints and returns how often each way of the rival agrees with Gwen.
 
-    A way that writes replies is compared with mode `decode`, one token with mode `logits`.
+    A way that writes replies is compared with mode `decode`, and a way that writes one token with
+    mode `logits`.
     """
     partners = dict.fromkeys(reply_engines, "ours_decode")
     partners |= dict.fromkeys(one_token_engines, "ours")
@@ -249,7 +250,7 @@ def score_agreement(
     """
     The fractions of evaluations with equal scores and with equal replies.
 
-    Two unreadable scores are equal.
+    Two unreadable scores count as equal.
     """
     gwen_scores = [evaluation.score for evaluation in gwen_evaluations]
     rival_scores = [evaluation.score for evaluation in rival_evaluations]

@@ -2,15 +2,15 @@
 Times rollouts of Gwen and of another engine on the same work. `bench_rollout.py` and
 `bench_rollout_vllm_mlx.py` share this file.
 
-All engines get the same token ids, temperature, completion lengths and, at their best, number of
-rows at once. Before anything is timed, greedy completions must show that they compute the same. If
-end tokens end rows, as in a trained model, every engine samples its own completions and lengths.
-With `--ignore-eos` or a random model the work is the same to the token, and every length is
-asserted.
+All engines get the same token ids, temperature and completion lengths. In their best configuration
+they also decode the same number of rows at once. Before anything is timed, greedy completions must
+show that all engines compute the same. If end tokens end rows, as with a trained model, every
+engine samples completions and lengths of its own. With `--ignore-eos` or a random model, all
+engines do the same work to the token, and every length is asserted.
 
 `prefill_ms` is the time to process prompts, as each engine reports it; mlx_lm's `stats()` count a
 prompt's last token as decoding. `decode_ms` is the rest of the run. This file does not cover text,
-prompts of unequal length, and judging (bench/judging.py).
+prompts of unequal length, or judging (bench/judging.py).
 
 Axes: B prompts, G completions per prompt, N = B * G rows, prompt-major, P prompt positions, T
 completion positions, V vocabulary.
@@ -41,14 +41,14 @@ from machine.output import guard_output
 from settings.sources import read_environment
 from step.rows import USUAL_ROWS
 
-# of greedy completions; engines that do not compute the same differ long before
+# length of the greedy completions; engines that do not compute the same differ much earlier
 AGREEING_TOKENS = 16
 
 
 class Work(NamedTuple):
     """The rollout that every engine does."""
 
-    prompts: list[tuple[list[int], ...]]  # (B,) each in runs of ids, which other prompts may share
+    prompts: list[tuple[list[int], ...]]  # (B,) each divided into runs of ids, which prompts share
     group_size: int
     limits: list[int]  # (N,) most tokens of each row
     eos_ids: tuple[int, ...]  # if empty, every row has exactly as many tokens as its limit
@@ -59,7 +59,7 @@ class Work(NamedTuple):
 
     @property
     def runs(self) -> list[tuple[list[int], ...]]:
-        """The prompt of each row, in runs of ids."""
+        """The prompt of each row, divided into runs of ids."""
         return [prompt for prompt in self.prompts for _ in range(self.group_size)]
 
     @property
@@ -76,7 +76,7 @@ class Timing(NamedTuple):
     """An engine's completions, and the seconds that they took."""
 
     completions: list[list[int]]  # ids of each row, the end token included
-    logprobs: list[list[float]]  # of the same tokens; no rows if the engine does not return them
+    logprobs: list[list[float]]  # of the same tokens; empty if the engine returns none
     prefill_s: float
     decode_s: float
 
@@ -91,8 +91,8 @@ Engine = Callable[[Work], Timing]
 class Rival(NamedTuple):
     """Another engine, in all its useful configurations."""
 
-    name: str  # of its module
-    result: str  # the line of the result, with {} for the verdict
+    name: str  # the name of its module
+    result: str  # the line of the result, where {} stands for the verdict
     engines: dict[str, Engine]  # by configuration
 
 
@@ -121,7 +121,7 @@ def check_agreement(model: gwen.Model, engines: dict[str, Engine], work: Work) -
     """
     Checks greedy completions of four rows: up to rounding, each token must be the likeliest.
 
-    Raises ValueError if an engine's token is another one, or if it ends early or late.
+    Raises ValueError if an engine chooses another token, or ends a completion early or late.
     """
     prompts = work.prompts[:2]
     group_size = min(work.group_size, 2)
@@ -183,9 +183,9 @@ def summarize(samples: list[Sample], model: gwen.Model) -> dict[str, float]:
 
 def measure_roofline(args: argparse.Namespace, model: gwen.Model, entry: dict[str, float]) -> float:
     """
-    Prints and returns the least time to read decoding's bytes, as a fraction of Gwen's decode time.
+    Prints and returns the least possible decode time, as a fraction of Gwen's decode time.
 
-    entry: Gwen's figures.
+    The least time is the time to read the bytes that decoding needs. entry: Gwen's figures.
     """
     num_rows = args.batch * args.groups
     length = round(entry["tokens"] / (args.runs * num_rows))
@@ -224,14 +224,14 @@ NUMBERS: harness.Numbers = {
 
 def parse_flags(argv: list[str] | None, program: str, description: str) -> argparse.Namespace:
     """
-    The settings of a command line, checked and completed.
+    The settings from a command line, checked and completed.
 
-    Raises ValueError if one is wrong, naming the flag.
+    Raises ValueError, which names the flag, if a setting is wrong.
     """
     parser = Parser(program, description)
     parser.add_argument("--temp", type=float, default=0.8, help="sampling temperature")
     parser.add_argument(
-        "--model", help="as train.py's (default: train.py's on a GPU, else random:30m)"
+        "--model", help="model, as in train.py (default: train.py's on a GPU, else random:30m)"
     )
     parser.add_argument(
         "--rollout-batch-size", type=int, help="rows decoded at once (default: all, at most 64)"
@@ -254,7 +254,7 @@ def parse_flags(argv: list[str] | None, program: str, description: str) -> argpa
 
 
 def make_work(args: argparse.Namespace, config: hub.ModelConfig) -> Work:
-    """The rollout of these settings: random prompts without end tokens, in two runs each."""
+    """The rollout for these settings: random prompts without end tokens, each two runs of ids."""
     ordinary_ids = np.setdiff1d(np.arange(min(config.vocab_size, 8192)), config.end_ids)
     rng = np.random.default_rng(args.seed)
     prompt_ids = rng.choice(ordinary_ids, (args.batch, args.prompt_tokens)).tolist()
@@ -275,9 +275,10 @@ def compare_engines(
     """
     Checks, measures and reports Gwen and a rival on the model in a directory.
 
-    make_rival: from mlx_lm's model and the directory. The result compares with the rival's fastest
-    configuration that returns log-probabilities, which training needs, or with the fastest of all
-    if none does.
+    make_rival: makes the rival from mlx_lm's model and the directory.
+
+    The result compares Gwen with the rival's fastest configuration that returns log-probabilities,
+    which training needs. If none returns them, it compares Gwen with the fastest of all.
     """
     model = gwen.load_model(directory)
     rival = make_rival(harness.load_peer(directory, model.head_weight.dtype), directory)
@@ -345,7 +346,7 @@ def print_entries(entries: dict[str, dict[str, float]], width: int) -> None:
 def main(
     argv: list[str] | None, program: str, description: str, make_rival: Callable[[Any, Path], Rival]
 ) -> None:
-    """A command that compares rollouts of Gwen and a rival."""
+    """Runs the command that compares rollouts of Gwen and a rival."""
     with report_mistakes():
         args = parse_flags(argv, program, description)
         with harness.model_directory(args.model) as directory:

@@ -1,12 +1,12 @@
 """
-Compares how soon runs reached an accuracy:
+Compares how soon runs reached a given accuracy:
 `uv run python -m bench.sooner --line 0.85 runs/A runs/B`.
 
 It reads the records of runs, or of directories that hold one run for each seed. A run reaches the
-line at the first of two successive evaluations at or above it. Its costs are the steps until then,
-their seconds, their completions and the tokens of these, without start and evaluations. The table
-has medians over seeds. Seconds and completions are also divided by those of the first directory,
-seed by seed.
+line at the first of two successive evaluations that are at or above it. The costs are the steps
+until then, and the seconds, completions and tokens of these steps; the start and the evaluations do
+not count. The table shows medians over seeds. It also shows, for each seed, the seconds and
+completions divided by those of the same seed in the first directory.
 """
 
 import argparse
@@ -26,7 +26,7 @@ COMPARED_COSTS = ["seconds", "completions"]
 
 
 def step_that_reaches(run: History, line: float) -> int | None:
-    """The step of the first of two successive evaluations at or above the line."""
+    """The step of the first of two successive evaluations at or above the line, or None."""
     is_above = [evaluation[f"eval/{run.figure}"] >= line for evaluation in run.evals_with_figure]
     for number in range(len(is_above) - 1):
         if is_above[number] and is_above[number + 1]:
@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> None:
         nargs="+",
         type=Path,
         metavar="RUN",
-        help="directories of runs, or of --seeds with a run in each",
+        help="directories of runs, or directories of seeds (--seeds)",
     )
     parser.add_argument("--line", type=float, required=True, help="the held-out accuracy to reach")
     args = parser.parse_args(argv)
@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> None:
         costs_by_seed = {run.settings["seed"]: costs_to_reach(run, args.line) for run in group.runs}
         tables.append(pd.DataFrame(costs_by_seed, COSTS))
     for group, costs in zip(groups, tables, strict=True):
-        ratios = (costs / tables[0]).dropna(axis=1)  # of the seeds that both have
+        ratios = (costs / tables[0]).dropna(axis=1)  # only seeds that both have
         cells = [f"{value:,.0f}" for value in costs.median(axis=1)]
         for cost in COMPARED_COSTS:
             cells.append(", ".join(f"{ratio:.2f}" for ratio in ratios.loc[cost]))

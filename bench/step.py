@@ -1,18 +1,20 @@
 """
 Times one GRPO step against other trainers: `uv run python -m bench.step --rounds 3`.
 
-All trainers train adapters of the same rank on all projections of the same weights, in one dtype:
-the same prompts in the chat template, G completions of exactly `--max-tokens` tokens each, a
-reward that costs nothing, no KL term, AdamW. All decode all rows at once.
+All trainers train adapters of the same rank on all projections of the same weights, in one dtype.
+They get the same prompts in the chat template, and sample G completions of exactly `--max-tokens`
+tokens for each prompt. They use AdamW, a reward that takes no time, and no KL term. All trainers
+decode all rows at once.
 
-Each engine runs in processes of its own, so that its peak is its own. Its packages come before
-Gwen's; uv keeps them in its cache (PyTorch takes gigabytes). TRL runs on the device that PyTorch
-finds; without a GPU it gets as many threads as Gwen, one by default. All trainers are called by
-public names. A step ends when the trainer calls a callback, or when `train.train` yields.
+Each engine runs in processes of its own, so that no other engine adds to its peak memory. Python
+finds the engine's packages before Gwen's; uv keeps them in its cache (PyTorch takes gigabytes). TRL
+runs on the device that PyTorch finds; without a GPU it gets as many threads as Gwen, one by
+default. All trainers are called through public names. A step ends when the trainer calls a
+callback, or when `train.train` yields.
 
-This file does not cover evaluation, checkpoints and judges. Peaks include the weights. On a CPU,
-TRL's peak is the growth of its process, which counts freed memory too; the other peaks are what MLX
-held.
+This file does not cover evaluation, checkpoints or judges. Peaks include the weights. On a CPU,
+TRL's peak is the growth of its process, which counts freed memory too; the other peaks are the most
+memory that MLX held.
 
 Axes: B prompts, G completions of each, N = B * G rows.
 """
@@ -55,7 +57,7 @@ LEARNING_RATE = 1e-4
 
 class Steps(list[dict[str, float]]):
     """
-    The times of each step of a trainer.
+    A list of the times of each step of a trainer.
 
     The trainer calls `reward` after its rollout and `end` after its update.
     """
@@ -96,7 +98,7 @@ class Steps(list[dict[str, float]]):
 
 
 def run_gwen(args: argparse.Namespace, directory: Path, steps: Steps, scratch: str) -> None:
-    # imported here, as every engine: the processes of the other engines do not load it
+    # every engine is imported in its function, so that other engines' processes do not load it
     train: Any = importlib.import_module("train")
     trainer = train.Trainer.start(
         model=str(directory),
@@ -116,7 +118,7 @@ def run_gwen(args: argparse.Namespace, directory: Path, steps: Steps, scratch: s
     # every completion has all its tokens
     trainer.run.sampling = trainer.run.sampling._replace(eos_ids=())
     steps.begin()
-    # the loop ends one step early: the last step would be saved
+    # leave the loop one step early, because the trainer would save the last step
     for _ in itertools.islice(train.train(trainer.run), steps.num_steps):
         steps.end()
 
@@ -167,7 +169,7 @@ def run_mlx_lm_lora(args: argparse.Namespace, directory: Path, steps: Steps, scr
 
 
 def run_trl(args: argparse.Namespace, directory: Path, steps: Steps, scratch: str) -> None:
-    """All rows in one batch; activations are kept for the backward pass."""
+    """Trains on all rows in one batch, and keeps the activations for the backward pass."""
     torch: Any = importlib.import_module("torch")
     transformers: Any = importlib.import_module("transformers")
     trl: Any = importlib.import_module("trl")
@@ -215,20 +217,20 @@ def run_trl(args: argparse.Namespace, directory: Path, steps: Steps, scratch: st
 
 class Engine(NamedTuple):
     run: Callable[[argparse.Namespace, Path, Steps, str], None]
-    # what uv puts before Gwen's own packages
+    # packages that uv puts before Gwen's own
     packages: tuple[str, ...] = ()
 
 
 ENGINES = {
     "ours": Engine(run_gwen),
-    # mlx too: its own part alone would hide mlx's CPU part
+    # mlx[cpu] too: without it, the engine's mlx would hide the CPU part of Gwen's mlx
     "mlx_lm_lora": Engine(run_mlx_lm_lora, ("mlx-lm-lora==5.10.2", "mlx[cpu]")),
     "trl": Engine(run_trl, ("trl==1.16.0", "peft==0.21.2", "torch==2.15.0")),
 }
 
 
 def engine_command(engine: str) -> list[str]:
-    """A Python with the engine's packages that runs this module."""
+    """The command that runs this module in a Python with the engine's packages."""
     packages = ENGINES[engine].packages
     python = [sys.executable]
     if packages:
@@ -243,10 +245,10 @@ def engine_command(engine: str) -> list[str]:
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, float]]:
-    """The record that the process of one engine prints: for each timed step, its times and peak."""
+    """The record that one engine's process prints: the times and the peak of each timed step."""
     if args.engine == "trl":
         for package in ("torch", "peft", "trl"):
-            importlib.import_module(package)  # not part of a step's peak
+            importlib.import_module(package)  # load them now, as they are not part of a step's peak
     bytes_before = peak_resident_bytes()
     directory = Path(args.model)
     steps = Steps(args, directory)
@@ -275,7 +277,7 @@ def run_processes(args: argparse.Namespace, directory: Path) -> list[dict[str, A
     """
     The timed steps of `args.rounds` processes of each engine, in turn.
 
-    Raises ValueError if a process fails, with its last line.
+    Raises ValueError, which quotes the process's last line, if a process fails.
     """
     flags = []
     for name in NUMBERS:
@@ -293,7 +295,7 @@ def run_processes(args: argparse.Namespace, directory: Path) -> list[dict[str, A
 
 
 def print_report(args: argparse.Namespace, steps: list[dict[str, Any]]) -> None:
-    """Prints each engine's medians, how Gwen compares, and all of it as JSON."""
+    """Prints each engine's medians, how Gwen compares with them, and the same figures as JSON."""
     print(
         f"Config: B={args.batch} G={args.groups} prompt={args.prompt_tokens} "
         f"max_tokens={args.max_tokens} rank={args.lora_rank} model={args.model} "
@@ -325,7 +327,7 @@ def print_report(args: argparse.Namespace, steps: list[dict[str, Any]]) -> None:
     print(json.dumps(record | harness.describe_environment()))
 
 
-NUMBERS: harness.Numbers = {  # the process of one engine gets them too
+NUMBERS: harness.Numbers = {  # each engine's process gets them too
     "batch": (4, 1, "B, prompts"),
     "groups": (8, 2, "G, completions of each"),
     "prompt_tokens": (96, 2, "tokens of a prompt, random words"),
@@ -339,9 +341,9 @@ NUMBERS: harness.Numbers = {  # the process of one engine gets them too
 
 
 def parse_flags(argv: list[str] | None) -> argparse.Namespace:
-    """The settings, checked. Raises ValueError if one is wrong, naming the flag."""
+    """The checked settings. Raises ValueError, which names the flag, if a setting is wrong."""
     parser = Parser("bench.step", "Time one GRPO step against those of mlx-lm-lora and TRL.")
-    parser.add_argument("--model", default="random:30m", help="as train.py's")
+    parser.add_argument("--model", default="random:30m", help="model, as in train.py")
     parser.add_argument("--engines", nargs="+", choices=tuple(ENGINES), default=list(ENGINES))
     parser.add_argument(
         "--engine", choices=tuple(ENGINES), help="run only this engine here and print its record"

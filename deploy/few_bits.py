@@ -1,12 +1,12 @@
 """
 A merged model in 8 or 4 bits, and the cost of the lost bits.
 
-mlx_lm packs the weights. The cost is measured for a packed directory or a GGUF file: its held-out
-figures, and how far rounding moves the model, as a fraction of how far training moved it. Both are
-divergences on the model's own answers. The number of changed weights says nothing: most of them
-change, and their noise adds up to little.
+mlx_lm packs the weights. The cost is measured for a packed directory or a GGUF file. It consists of
+the held-out figures, and of the distance by which rounding moves the model, as a fraction of the
+distance by which training moved it. Both distances are divergences on the model's own answers. The
+number of changed weights says nothing: most of them change, and their noise adds up to little.
 
-This file does not cover calibration with data, which mlx_lm's own commands have.
+This file does not cover calibration with data, for which mlx_lm has commands.
 """
 
 import contextlib
@@ -29,15 +29,15 @@ from step.sample import Sample
 from text.printable import escape_invisible
 from tools import toolbox as toolbox_module
 
-TOO_MUCH = 1 / 3  # a warning appears if rounding moves the model by more of what training did
-POSITIONS = 256  # of a pass that holds all its logits
+TOO_MUCH = 1 / 3  # of training's distance; a warning appears if rounding moves the model further
+POSITIONS = 256  # positions in a pass that holds all its logits
 
 
 def quantize_directory(wide: Path, out: Path, bits: int) -> float:
     """
-    Writes a packed copy of a model's directory, like `mlx_lm.convert -q`.
+    Writes a packed copy of a model's directory, as `mlx_lm.convert -q` does.
 
-    Returns the mean number of bits of a weight. Raises ValueError if no weight can be packed.
+    Returns the mean number of bits per weight. Raises ValueError if no weight can be packed.
     """
     from mlx_lm.utils import (
         compute_bits_per_weight,
@@ -66,13 +66,13 @@ def quantize_directory(wide: Path, out: Path, bits: int) -> float:
 
 def print_quantization_cost(run: str | None, wide: Path, few: Path, bits: int) -> None:
     """
-    Compares a run's model in few bits with the one in 16 on held-out problems, and prints it.
+    Compares a run's model in few bits and in 16 on held-out problems, and prints the result.
 
-    wide: the directory in 16 bits. few: a directory or GGUF file in few bits.
+    wide: the model's directory in 16 bits. few: its directory or GGUF file in few bits.
     """
     try:
         config = load_config_with_problems(run)
-        hub.find_model(few)  # refuses at once a file that Gwen writes and does not read
+        hub.find_model(few)  # refuses at once a file that Gwen writes but cannot read
         assert run is not None
         task = tasks.make_task(config, held_out_keys=tasks.read_held_out(run))
         print(f"now what {bits} bits cost, by held-out problems; what is written stays", flush=True)
@@ -87,7 +87,7 @@ def print_quantization_cost(run: str | None, wide: Path, few: Path, bits: int) -
             end_tokens=config.sampling.end_tokens,
         )
         learned = measures.measure_divergence(base, sampled, 1.0)
-    except ValueError as error:  # the model is written all the same
+    except ValueError as error:  # the model has been written all the same
         print(escape_invisible(f"what {bits} bits cost was not measured: {error}"))
         return
 
@@ -106,12 +106,12 @@ def print_quantization_cost(run: str | None, wide: Path, few: Path, bits: int) -
 
 
 def load_config_with_problems(run: str | None) -> Config:
-    """The settings of a run. Raises ValueError without a run whose task has held-out problems."""
+    """A run's settings. Raises ValueError if there is no run, or its task has no problems."""
     reason = "only --run of a task with problems tells them"
     if run is None:
         raise ValueError(reason)
     config = policy.load_run_config(run, {})
-    if config.data.task == "own" and not config.data.path:  # given replies are no problems
+    if config.data.task == "own" and not config.data.path:  # given replies are not problems
         raise ValueError(reason)
     return config
 
@@ -120,12 +120,12 @@ def evaluate_model(
     config: Config, task: tasks.Task, place: Path, bits: int
 ) -> tuple[gwen.Model, list[Sample], list[Sample]]:
     """
-    Evaluates the model at a place like its run does, and prints the result.
+    Evaluates the model at a path as its run does, and prints the result.
 
-    Returns the model, its sampled and its greedy answers.
+    Returns the model, its sampled answers and its greedy answers.
     """
     model, tokenizer = gwen.load(place, end_tokens=config.sampling.end_tokens)
-    # a judge on a server may cost money
+    # A judge on a server may cost money, so it is not used here.
     needs_judge = task.rubric is not None and task.verifier is None and not config.judge.url
     rubric = task.rubric if needs_judge else None
     grader, _ = judge.make_graders(config, rubric, None)
@@ -142,14 +142,14 @@ def evaluate_model(
         config, task.tools, task.environments, tokenizer, model.config
     )
     params = evaluate.EvalParams.from_config(config, toolbox=toolbox)
-    record, _ = evaluate.evaluate(answer, task, params, grader=grader)
+    record, _ = evaluate.evaluate_task(answer, task, params, grader=grader)
     print(f"{bits} bits: {eval_record.evaluation_line(record)}", flush=True)
     sampled, greedy = answers
     return model, sampled, greedy
 
 
 def greedy_agreement(model: gwen.Model, greedy: list[Sample]) -> float:
-    """The fraction of the tokens of greedy answers that are the likeliest for this model too."""
+    """The fraction of the tokens in greedy answers that are also the likeliest for `model`."""
     num_equal = 0.0
     num_tokens = 0.0
     batches = make_batches(greedy, POSITIONS, "off")

@@ -1,12 +1,12 @@
 """
-Writes GGUF files: a model for llama.cpp, Ollama and LM Studio, in 16, 8 or 4 bits.
+Writes GGUF files, which hold a model for llama.cpp, Ollama and LM Studio in 16, 8 or 4 bits.
 
-Norms and biases stay float32. Matrices become F16, Q8_0, or at 4 bits the type that llama.cpp's
-Q4_K_M gives each of them. Only llama.cpp's own library packs those types; without it they become
-Q4_0.
+Norms and biases stay float32. At 16 bits matrices become F16, at 8 bits Q8_0. At 4 bits each
+becomes the type that llama.cpp's Q4_K_M gives it. Only llama.cpp's own library packs those types;
+without it, matrices become Q4_0.
 
-This file does not cover reading (disk/gguf.py), Qwen3.5 and SmolLM3, tokenizers with a split rule
-that is not in `SPLITS`, and rounding errors weighted by sample texts.
+This file does not cover reading (disk/gguf.py). It does not support Qwen3.5 and SmolLM3, tokenizers
+with a split rule that is not in `SPLITS`, or rounding errors weighted by sample texts.
 
 Axes: H heads, D head dim, C input width.
 """
@@ -28,10 +28,10 @@ from layers.ops import Rope
 from prompts import chat_template
 
 LABELS = {16: "F16", 8: "Q8_0", 4: "Q4_K_M"}
-ROPE_FACTORS = "rope_freqs.weight"  # (D / 2,), by which Llama 3 divides the frequencies
-# each split rule splits this text in another way
+ROPE_FACTORS = "rope_freqs.weight"  # (D / 2,), the divisors of the frequencies in Llama 3
+# Every split rule splits this text differently.
 ODD = "He'LL say: don't 12345!?\n\n  x\u0301y _a\u0940\t\u4e2d\u6587 http://A-b.C/\r\n   end"
-# the method of gguf's writer that adds metadata of a type
+# the methods of gguf's writer that add metadata, by the type of the value
 ADDERS = {
     str: "add_string",
     bool: "add_bool",
@@ -39,7 +39,7 @@ ADDERS = {
     float: "add_float32",
     list: "add_array",
 }
-# names of YaRN's settings in config.json and in a GGUF file
+# YaRN's settings: name in config.json -> name in a GGUF file
 YARN_KEYS = {
     "rope_type": "type",
     "factor": "factor",
@@ -60,7 +60,8 @@ def write_gguf(
     """
     Writes NAME-LABEL.gguf into a new folder; returns a summary for the user.
 
-    weights: by Hugging Face name; emptied on the way, so that one matrix at a time is in memory.
+    weights: by Hugging Face name. Each is removed when it is written, so that only one matrix at a
+        time is in memory.
 
     Raises ValueError for a model that such a file cannot hold, and if the package gguf is missing.
     """
@@ -112,14 +113,14 @@ def write_gguf(
 
 
 def rope_factors(config: ModelConfig) -> mx.array:
-    """By how much Llama 3 divides the frequencies of its rotation, (D / 2,) float32."""
+    """The numbers by which Llama 3 divides the frequencies of its rotation, (D / 2,) float32."""
     plain = Rope(config.rotary_dim, config.rope_theta, None)
     scaled = Rope(config.rotary_dim, config.rope_theta, config.rope_scaling)
     return mx.array((plain.frequencies / scaled.frequencies).astype(np.float32))
 
 
 def reorder_llama_heads(hub_name: str, tensor: mx.array, config: ModelConfig) -> mx.array:
-    """The rows of a query or key projection in llama.cpp's order; other tensors unchanged."""
+    """A query or key projection with its rows in llama.cpp's order; other tensors unchanged."""
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     num_heads = heads.get(hub_name.split(".")[-2])
     if num_heads is None:
@@ -129,10 +130,10 @@ def reorder_llama_heads(hub_name: str, tensor: mx.array, config: ModelConfig) ->
 
 def choose_tensor_type(name: str, shape: tuple[int, ...], config: ModelConfig, label: str) -> Any:
     """
-    The type of a tensor (…, C): the best type for its file whose blocks divide the rows.
+    The type of a tensor (…, C): the best type for its file whose block size divides the rows.
 
-    Source: https://github.com/ggml-org/llama.cpp, src/llama-quant.cpp: which tensors Q4_K_M gives
-    more bits, and the fallbacks.
+    Source of Q4_K_M's choice of tensors that get more bits, and of the fallbacks:
+    https://github.com/ggml-org/llama.cpp, src/llama-quant.cpp.
     """
     import gguf
 
@@ -145,7 +146,7 @@ def choose_tensor_type(name: str, shape: tuple[int, ...], config: ModelConfig, l
 
 
 def preferred_types(name: str, config: ModelConfig, label: str) -> list[str]:
-    """The types that a file of this label gives a matrix, best first."""
+    """The names of the types that a matrix may have in a file with this label, best first."""
     head_name = "token_embd" if config.tie_word_embeddings else "output."
     is_head = name.startswith(head_name)
     if label == "F16":
@@ -162,10 +163,10 @@ def preferred_types(name: str, config: ModelConfig, label: str) -> list[str]:
 
 def needs_more_bits(name: str, num_layers: int) -> bool:
     """
-    Whether Q4_K_M gives a layer's matrix more bits.
+    Whether Q4_K_M gives this matrix more bits.
 
-    These are two of its matrices, in the first and last eighth of the layers and in every third
-    layer between them.
+    It does so for two kinds of matrices, in the first and last eighth of the layers, and in every
+    third layer between them.
     """
     if not name.startswith("blk."):
         return False
@@ -178,7 +179,7 @@ def needs_more_bits(name: str, num_layers: int) -> bool:
 
 
 def find_llama_cpp() -> ctypes.CDLL | None:
-    """llama.cpp's library, in the package xllamacpp or installed on this machine; else None."""
+    """llama.cpp's library, from the package xllamacpp or this machine; None if there is none."""
     spec = importlib.util.find_spec("xllamacpp")
     folders = spec.submodule_search_locations if spec else None
     files = []
@@ -189,7 +190,7 @@ def find_llama_cpp() -> ctypes.CDLL | None:
 
 
 def pack_matrix(matrix: np.ndarray, kind: Any, library: ctypes.CDLL | None) -> np.ndarray:
-    """The bytes of a float32 matrix (…, C) in a type."""
+    """The bytes of a float32 matrix (…, C) after conversion to a type."""
     import gguf
 
     if kind.name in ("F32", "F16") or library is None:
@@ -212,9 +213,9 @@ def pack_matrix(matrix: np.ndarray, kind: Any, library: ctypes.CDLL | None) -> n
 
 def make_metadata(config: ModelConfig, tokenizer: Any) -> dict[str, Any]:
     """
-    The metadata of model and tokenizer.
+    The metadata about the model and the tokenizer.
 
-    Raises ValueError for a family or tokenizer that a file cannot hold.
+    Raises ValueError for a family or tokenizer that is not supported.
     """
     architecture = config.model_type
     if architecture not in reader.ARCHITECTURES:
@@ -236,7 +237,7 @@ def make_metadata(config: ModelConfig, tokenizer: Any) -> dict[str, Any]:
 
 
 def make_tokenizer_metadata(config: ModelConfig, tokenizer: Any) -> dict[str, Any]:
-    """The metadata of a tokenizer. Raises ValueError for a split rule that is not in `SPLITS`."""
+    """The metadata about a tokenizer. Raises ValueError for a split rule not in `SPLITS`."""
     merges = []
     for merge in json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]:
         merges.append(merge if isinstance(merge, str) else " ".join(merge))
@@ -247,7 +248,7 @@ def make_tokenizer_metadata(config: ModelConfig, tokenizer: Any) -> dict[str, An
         template = template["default"]
     metadata = {
         "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": tokenizer_rule(tokenizer),
+        "tokenizer.ggml.pre": split_rule_name(tokenizer),
         "tokenizer.ggml.tokens": [token_of_id.get(number, f"[PAD{number}]") for number in ids],
         "tokenizer.ggml.token_type": token_types(tokenizer, config.vocab_size),
         "tokenizer.ggml.merges": merges,
@@ -287,17 +288,17 @@ def token_types(tokenizer: Any, vocab_size: int) -> list[int]:
 
 def prompts_begin_with_bos(tokenizer: Any) -> bool:
     """
-    Whether the prompts of training begin with the tokenizer's first token.
+    Whether training's prompts begin with the tokenizer's token for the beginning of a text.
 
-    Training takes the template's text unchanged. A program that reads a GGUF file puts the token in
-    front if the file says so, whatever the template writes.
+    Training takes the template's text unchanged. A program that reads a GGUF file puts this token
+    in front if the file says so, whatever the template writes.
     """
     return chat_template.encode_chat(tokenizer, "Hi")[:1] == [tokenizer.bos_token_id]
 
 
-def tokenizer_rule(tokenizer: Any) -> str:
+def split_rule_name(tokenizer: Any) -> str:
     """
-    llama.cpp's name of the rule by which a tokenizer splits text.
+    llama.cpp's name for the rule by which a tokenizer splits text.
 
     Raises ValueError for a rule that is not in `SPLITS`.
     """

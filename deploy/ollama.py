@@ -1,12 +1,13 @@
 """
 A Modelfile for Ollama: how to sample, where answers stop, and the chat template in Go.
 
-Ollama renders no Jinja. It replaces a file's template by one of its own that differs in few
-characters; without one it joins the messages without roles. So the template is rendered with marks
-in place of texts, and the pieces between the marks become a template of Go's text/template.
+Ollama does not render Jinja. If it has a template of its own that nearly equals the one in the GGUF
+file, it uses its own; otherwise it joins the messages without roles. So the chat template is
+rendered here with marks in place of the texts, and the pieces between the marks become a template
+in the syntax of Go's text/template.
 
-This file does not cover tools, dates other than today's, and templates that strip spaces around a
-text or thoughts in it.
+Not supported are tools, dates other than today's, and templates that strip the spaces around a text
+or the thoughts in it.
 
 Source: https://github.com/ollama/ollama, template/template.go and parser/parser.go.
 """
@@ -18,10 +19,10 @@ from typing import Any, NamedTuple
 
 from config import Config
 from deploy.gguf_writer import prompts_begin_with_bos
-from disk.ends import end_of_reply
+from disk.ends import end_of_reply_id
 from prompts import chat_template
 
-# Ollama's defaults sample at temperature 0.8, cut the tail and punish repetition.
+# By default, Ollama samples at temperature 0.8, cuts off unlikely tokens and penalizes repetition.
 MODELFILE = """\
 FROM ./{file}
 # Greedy, as --temp 0. To draw as training did, write the run's --temp, by default 1.
@@ -34,7 +35,7 @@ SHOTS = (
     "# Ollama puts these before every talk. Who sends them too, as evaluate.py --url does, "
     "removes them here.\n"
 )
-# `@name@` stands for a piece of `TemplatePieces`
+# `@name@` stands for a field of `TemplatePieces`.
 GO_TEMPLATE = """\
 {{ range $i, $one := .Messages }}{{ $last := eq (len (slice $.Messages $i)) 1 }}\
 {{ if eq $one.Role "system" }}@system@{{ $one.Content }}@after_system@\
@@ -43,7 +44,7 @@ GO_TEMPLATE = """\
 {{ else if eq $one.Role "assistant" }}{{ $one.Content }}{{ if not $last }}@after_reply@{{ end }}\
 {{ end }}{{ end }}"""
 MARKS = ["first mark", "second mark", "third mark"]
-# the texts of a conversation with which pieces are tried
+# The pieces are checked on a conversation of these texts.
 TEXTS = [
     "{{ .Role }}",
     'one "two"\n\n`three\'',
@@ -57,7 +58,7 @@ TEXTS = [
 
 
 class TemplatePieces(NamedTuple):
-    """What a chat template writes around the texts of a conversation."""
+    """The text that a chat template writes around the texts of a conversation."""
 
     first: str  # before a conversation that begins with the user
     system: str
@@ -69,7 +70,7 @@ class TemplatePieces(NamedTuple):
 
 
 def template_pieces(tokenizer: Any) -> TemplatePieces | None:
-    """The pieces of a tokenizer's chat template; None if they do not make up what it renders."""
+    """The pieces of a chat template; None if joining them does not give what it renders."""
     try:
         pieces = find_pieces(tokenizer)
         for num_texts in (1, 3, 5):
@@ -84,7 +85,7 @@ def template_pieces(tokenizer: Any) -> TemplatePieces | None:
 
 
 def find_pieces(tokenizer: Any) -> TemplatePieces:
-    """The pieces of a chat template, from conversations of marks."""
+    """The pieces of a chat template, found by rendering conversations whose texts are marks."""
     first, prompt = split_at_marks(tokenizer, MARKS[:1])
     _, reply, between_turns, _ = split_at_marks(tokenizer, MARKS)
     system, after_system, _ = split_at_marks(tokenizer, MARKS[:1], "system mark")
@@ -108,9 +109,9 @@ def render_texts(
     tokenizer: Any, texts: Sequence[str], system: str | None = None, opened: bool = True
 ) -> str:
     """
-    The chat template's rendering of texts, the user's and the assistant's in turn.
+    The chat template's rendering of texts, which the user and the assistant write in turn.
 
-    It leaves out the first token if llama.cpp adds that.
+    The beginning-of-text token is left out if llama.cpp will add it.
     """
     roles = ("user", "assistant")
     turns = [{"role": roles[index % 2], "content": text} for index, text in enumerate(texts)]
@@ -124,7 +125,7 @@ def render_texts(
 def split_at_marks(
     tokenizer: Any, marks: list[str], system: str | None = None, opened: bool = True
 ) -> list[str]:
-    """The rendered text before each mark, and after the last. A system mark comes first."""
+    """The rendered text before each mark and after the last one. A system mark comes first."""
     rest = render_texts(tokenizer, marks, system, opened)
     if system:
         marks = [system, *marks]
@@ -150,10 +151,10 @@ def join_pieces(pieces: TemplatePieces, texts: Sequence[str], system: str | None
 
 def escape_for_go(text: str) -> str:
     """
-    Escapes a text for a Go template inside three quotes of a Modelfile.
+    Escapes a text for a Go template that is in triple quotes in a Modelfile.
 
-    Codes replace characters that begin an action, end the quotes, or are not printable for Ollama,
-    which drops those.
+    Go codes replace three kinds of characters: those that begin an action, those that end the
+    quotes, and those that Ollama would drop as unprintable.
     """
     special = set()
     for character in text:
@@ -171,10 +172,10 @@ def go_code(character: str) -> str:
 
 def quote_messages(shots: list[dict[str, Any]]) -> str:
     """
-    Messages as lines of a Modelfile; "" if Ollama would change them.
+    Messages as lines of a Modelfile; "" if Ollama would change the messages.
 
-    Ollama joins neighbours of one role, ends a text at three quotes that end a line, and drops
-    characters that it holds unprintable.
+    Ollama joins consecutive messages with the same role, ends a text at triple quotes at the end of
+    a line, and drops characters that it considers unprintable.
     """
     turns = [(message["role"], message.get("tool_calls")) for message in shots]
     num_pairs = len(shots) // 2
@@ -201,20 +202,20 @@ def write_modelfile(
     Writes a Modelfile beside the folder's GGUF file.
 
     end_ids: ids that end an answer.
-    trained: the settings of a run, whose limits become Ollama's.
-    shots: messages that a conversation begins with.
+    trained: a run's settings, whose limits become Ollama's; None without a run.
+    shots: the messages that every conversation begins with.
 
     Returns a note for the user about the messages, and about a missing template.
     """
     (file,) = folder.glob("*.gguf")
     lines = MODELFILE.format(file=file.name)
 
-    reply_end = end_of_reply(tokenizer)
+    reply_end = end_of_reply_id(tokenizer)
     stop_ids = [*end_ids] if reply_end is None else [*end_ids, reply_end]
     stops = [tokenizer.decode([number]) for number in dict.fromkeys(stop_ids)]
     if trained:
         stops += trained.sampling.stop
-        if trained.objective.loss_type != "sft":  # whose replies may be longer
+        if trained.objective.loss_type != "sft":  # SFT's replies may be longer
             lines += f"PARAMETER num_predict {trained.sampling.max_tokens}\n"
     for text in stops:
         marks = '"""' if '"' in text else '"'
@@ -243,7 +244,7 @@ def write_modelfile(
 
 
 def fill_template(pieces: TemplatePieces) -> str:
-    """`GO_TEMPLATE` with these pieces."""
+    """`GO_TEMPLATE` with these pieces in it."""
 
     def replace(match: re.Match[str]) -> str:
         return escape_for_go(getattr(pieces, match[1]))

@@ -1,8 +1,8 @@
 """
 The commands of an installed Gwen: `gwen train`, `gwen chat`, …
 
-In a checkout the same commands are `uv run train.py`, `uv run chat.py`, and so on. Each word runs
-the file of its command. This file does not cover the commands themselves.
+In a checkout the same commands are `uv run train.py`, `uv run chat.py`, and so on. This file maps
+each word to its command's file and runs that. It does not contain the commands themselves.
 """
 
 import runpy

@@ -1,5 +1,5 @@
 """
-The prompts that a run was trained on, for a model that is exported or talked to.
+The messages with which a run's training prompts begin, for an exported model or a chat.
 
 This file does not cover how a template renders them (prompts/chat_template.py).
 """
@@ -17,7 +17,7 @@ class TrainedRun(NamedTuple):
     config: Config
     system: str | None
     shots: list[dict[str, Any]]  # the messages after the system prompt
-    note: str  # for the user, if the messages are not known; else empty
+    note: str  # a note for the user, see `shared_opening`; else empty
 
     @property
     def opening(self) -> list[dict[str, Any]]:
@@ -28,7 +28,7 @@ class TrainedRun(NamedTuple):
 
 
 def read_trained_run(config: Config) -> TrainedRun:
-    """Reads a run's prompts from its data."""
+    """Reads from a run's data the messages with which its prompts begin."""
     opening, note = shared_opening(config)
     if opening and opening[0]["role"] == "system":
         return TrainedRun(config, opening[0]["content"], opening[1:], note)
@@ -37,14 +37,14 @@ def read_trained_run(config: Config) -> TrainedRun:
 
 def shared_opening(config: Config) -> tuple[list[dict[str, Any]], str]:
     """
-    The messages that all prompts of a run begin with.
+    The messages with which all prompts of a run begin, and a note for the user.
 
-    The second value is a note for the user: why they are not known, or that there were several
-    system prompts.
+    The note says why the messages are unknown, or that there were several system prompts; else it
+    is empty.
     """
     try:
         train, held_out = tasks.load_train_and_held_out(config)
-    except ValueError as error:  # the data were moved
+    except ValueError as error:  # such as data that were moved
         return [], f"; the system prompt of training is unknown: {error}"
     opening, num_systems = chat_template.shared_opening(train or held_out)
     note = ""

@@ -1,1 +1,1 @@
-"""What lies on disk: Hugging Face directories, adapters, checkpoints and run directories."""
+"""What is on disk: Hugging Face directories, adapters, checkpoints and run directories."""

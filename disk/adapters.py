@@ -1,5 +1,5 @@
 """
-Adapters on disk: mlx_lm's layout, which runs use, and PEFT's, which transformers and vLLM read.
+Adapters on disk, in the layout of mlx_lm, which runs use, or of PEFT, for transformers and vLLM.
 
     mlx_lm   adapters.safetensors: NAME.lora_a (C, R) and NAME.lora_b (R, O)
              adapter_config.json: rank and scale
@@ -7,10 +7,10 @@ Adapters on disk: mlx_lm's layout, which runs use, and PEFT's, which transformer
              and .lora_B.weight (O, R)
              adapter_config.json: r and lora_alpha = scale * rank
 
-This file reads both and writes PEFT's from either, without loss: tensors are transposed, never
-rounded. NAME is a projection's Hugging Face name, "model.layers.0.self_attn.q_proj"; mlx_lm's
-Qwen3.5 has "language_model." before it. It leaves out adapters inside a model, and how a run saves
-its own (lora.py).
+This file reads both layouts, and writes an adapter of either in PEFT's layout without loss: tensors
+are transposed, never rounded. NAME is a projection's Hugging Face name, such as
+"model.layers.0.self_attn.q_proj"; for Qwen3.5, mlx_lm writes "language_model." before it. This file
+does not cover adapters inside a model, or how a run saves its adapter (lora.py).
 
 Axes: C input width, O output width, R rank.
 """
@@ -34,7 +34,8 @@ MOST_SCALE = 1e4
 # A (C, R) and B (R, O) of each projection, by Hugging Face name.
 Pairs = dict[str, tuple[mx.array, mx.array]]
 
-# PEFT options that change more than x A B, and the values besides null that are supported here.
+# PEFT options that can change more than the product x A B, and their supported values. Null is
+# always supported.
 PEFT_OPTIONS: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "use_dora": (False,),
@@ -53,7 +54,7 @@ PEFT_OPTIONS: dict[str, tuple[Any, ...]] = {
     "kasa_config": (),
     "monteclora_config": (),
     "bias": ("none",),
-    # Other initializations subtract A B from the base.
+    # Other initializations subtract A B from the base's weights.
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
 }
 
@@ -61,7 +62,7 @@ PEFT_OPTIONS: dict[str, tuple[Any, ...]] = {
 class Adapter(NamedTuple):
     """A "lora" adapter: y = x W^T + scale * x A B."""
 
-    base: str | None  # the model it was trained on, as named in its configuration
+    base: str | None  # the model it was trained on, as its configuration names it
     scale: float
     pairs: Pairs
 
@@ -84,7 +85,7 @@ def find_adapter(path: str | Path) -> Path:
 
 
 def base_model_of(path: str | Path) -> str:
-    """The base model named in an adapter's configuration. Raises ValueError if it names none."""
+    """The base model that an adapter's configuration names. Raises ValueError if it names none."""
     _, config = _open_adapter(path)
     name = _base_model_name(config)
     if name is None:
@@ -96,9 +97,9 @@ def base_model_of(path: str | Path) -> str:
 
 def other_base(path: str | Path, model: str | Path) -> str:
     """
-    The base that an adapter names, if that is another model than this one.
+    The base that an adapter names, if it is not `model`; else "".
 
-    Returns "" if it is this model, or if the adapter names none.
+    It is also "" if the adapter names no base.
     """
     _, config = _open_adapter(path)
     base = _base_model_name(config)
@@ -112,15 +113,15 @@ def other_base(path: str | Path, model: str | Path) -> str:
 
 
 def _plain_name(model: str) -> str:
-    """A model's name without owner, folder and revision: a local copy is named as on the hub."""
+    """A model's name without owner, folder and revision: equal for a local copy and on the hub."""
     return Path(model.partition("@")[0]).name.lower()
 
 
 def is_full_weights(path: str | Path) -> bool:
     """
-    Whether an adapter is "full": all weights of its model.
+    Whether an adapter is "full", that is, consists of all weights of its model.
 
-    Raises ValueError if it is neither "full" nor "lora".
+    Raises ValueError if the adapter is neither "full" nor "lora".
     """
     _, config = _open_adapter(path)
     return config.get("fine_tune_type") == "full"
@@ -131,9 +132,9 @@ def is_full_weights(path: str | Path) -> bool:
 
 def _open_adapter(path: str | Path) -> tuple[Path, dict[str, Any]]:
     """
-    The directory of an adapter and its configuration.
+    An adapter's directory and configuration.
 
-    Only PEFT's layout has a `peft_type` in it.
+    A configuration has a `peft_type` in PEFT's layout only.
     """
     directory = find_adapter(path)
     config = hub.load_object(directory / CONFIG)
@@ -152,7 +153,7 @@ def _base_model_name(config: dict[str, Any]) -> str | None:
 
 
 def _load_tensors(directory: Path, config: dict[str, Any]) -> dict[str, mx.array]:
-    """The tensors of an adapter. Raises ValueError if there are none."""
+    """The tensors of an adapter, by stored name. Raises ValueError if there are none."""
     path = directory / (PEFT_TENSORS if "peft_type" in config else MLX_LM_TENSORS)
     tensors = hub.load_tensors(path)
     if not tensors:
@@ -162,11 +163,11 @@ def _load_tensors(directory: Path, config: dict[str, Any]) -> dict[str, mx.array
 
 def read_adapter(path: str | Path) -> Adapter:
     """
-    Read a "lora" adapter of either layout.
+    Read a "lora" adapter in either layout.
 
     path: as for `find_adapter`.
 
-    Raises ValueError naming the problem.
+    Raises ValueError, which says what is wrong, if there is none or it is damaged.
     """
     directory, config = _open_adapter(path)
     if is_full_weights(directory):
@@ -208,7 +209,7 @@ def _load_matrices(directory: Path, config: dict[str, Any]) -> dict[tuple[str, s
 
 
 def _rank_and_scale(config: dict[str, Any], prefix: str) -> tuple[int, float]:
-    """The rank and scale in a configuration. Raises ValueError, starting with `prefix`."""
+    """The rank and scale in a configuration. `prefix` begins the message of a ValueError."""
     is_peft = "peft_type" in config
     if is_peft:
         _refuse_peft_options(config, prefix)
@@ -232,7 +233,7 @@ def _rank_and_scale(config: dict[str, Any], prefix: str) -> tuple[int, float]:
 
 
 def _refuse_peft_options(config: dict[str, Any], prefix: str) -> None:
-    """Raise ValueError for an option of PEFT that is not supported."""
+    """Raise ValueError for a PEFT option that is not supported."""
     for key, supported in PEFT_OPTIONS.items():
         value = config.get(key)
         if value is not None and value not in supported:
@@ -266,7 +267,7 @@ def merge_weights(
     """
     Merge the adapter at `path` into Hugging Face weights: W + scale * (A B)^T in float32.
 
-    A "full" adapter replaces the weights. Raises ValueError if the adapter does not fit.
+    A "full" adapter replaces the weights instead. Raises ValueError if the adapter does not fit.
     """
     directory, config = _open_adapter(path)
     if is_full_weights(directory):
@@ -283,7 +284,7 @@ def merge_weights(
 def _replace_weights(
     weights: dict[str, mx.array], directory: Path, config: dict[str, Any], family: hub.Family
 ) -> dict[str, mx.array]:
-    """The weights with those of a "full" adapter in their dtypes."""
+    """The weights, replaced by those of a "full" adapter, which take on the dtypes of the old."""
     trained, _ = hub.from_stored_names(_load_tensors(directory, config), family)
     replaced = dict(weights)
     for name, array in trained.items():
@@ -299,7 +300,7 @@ def _replace_weights(
 
 
 def write_peft(adapter: Adapter, directory: Path) -> None:
-    """Write a "lora" adapter, in which all ranks are equal, to a new directory in PEFT's layout."""
+    """Write a "lora" adapter to a new directory in PEFT's layout. All its ranks must be equal."""
     (rank,) = {low.shape[1] for low, _ in adapter.pairs.values()}
     tensors = {}
     for name, (low, high) in sorted(adapter.pairs.items()):
@@ -323,12 +324,13 @@ def write_peft(adapter: Adapter, directory: Path) -> None:
         (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
-def split_adapter_weights(adapter: dict[str, mx.array]) -> dict[str, mx.array]:
+def fuse_adapter_weights(adapter: dict[str, mx.array]) -> dict[str, mx.array]:
     """
-    Rename an adapter's tensors to this model's parameters: "layers.0.self_attn.qkv_proj.lora_a".
+    An adapter's tensors by the names of this model's fused parameters.
 
-    This reverses `lora.adapter_weights`: the B of the parts of a fused projection are joined, and
-    their common A is taken from the first part.
+    An example of a name is "layers.0.self_attn.qkv_proj.lora_a". This reverses
+    `lora.adapter_weights`: for each fused projection, the B matrices of its parts are joined, and
+    the A matrix, which all parts have in common, is taken from the first part.
     """
     adapter = {hub.plain_name(name): array for name, array in adapter.items()}
     transposed_b = {name: array.T for name, array in adapter.items() if name.endswith("lora_b")}

@@ -1,5 +1,5 @@
 """
-Checkpoints: all that a run needs to resume as if never interrupted, and the adapter.
+Checkpoints: the adapter, and all that a run needs to resume as if it had not been interrupted.
 
     checkpoints/step-000050/adapter/           mlx_lm's layout; also the float32 masters
     checkpoints/step-000050/state.safetensors  the optimizer; for full fine-tuning also the masters
@@ -7,9 +7,9 @@ Checkpoints: all that a run needs to resume as if never interrupted, and the ada
                                                a checksum of everything
 
 A checkpoint directory appears atomically: it is written under a temporary name and renamed. If its
-checksum does not match, the checkpoint before it is loaded instead. This file does not cover
-randomness and data order, which are functions of the seed and the step, and the logs, which a
-resume cuts back to that step (reporting/journal.py).
+checksum does not match, the checkpoint before it is loaded instead. A checkpoint holds neither
+random state nor data order, since both are functions of the seed and the step. It holds no logs
+either: a resume cuts them back to its step (reporting/journal.py).
 """
 
 import filecmp
@@ -33,10 +33,10 @@ from flags import names_path
 from machine import memory
 
 TENSORS = ("adapter/adapters.safetensors", "state.safetensors")
-FILES = ("adapter/adapter_config.json", *TENSORS)  # of a checkpoint, besides its state.json
+FILES = ("adapter/adapter_config.json", *TENSORS)  # a checkpoint's files besides state.json
 BEST = "adapter-best"
-KEPT = 3  # checkpoints, the newest
-DIGITS = 16  # of a digest
+KEPT = 3  # how many of the newest checkpoints are kept
+DIGITS = 16  # the length of a digest
 
 
 class State(NamedTuple):
@@ -44,7 +44,7 @@ class State(NamedTuple):
 
     step: int
     trainable: dict[str, mx.array]  # float32 masters by parameter name
-    optimizer: dict[str, mx.array]  # flattened
+    optimizer: dict[str, mx.array]  # the optimizer's state, flattened
     # Small JSON values: loss scale, sizes reduced to fit memory, settings, digests of sources.
     extra: dict[str, Any]
 
@@ -58,7 +58,7 @@ def save(run_dir: str | Path, state: State, write_adapter: Callable[[Path], bool
 
     write_adapter: writes the trained weights to a directory; returns whether they are adapters.
 
-    Raises OSError if the files cannot be written. Earlier checkpoints stay intact then.
+    Raises OSError if the files cannot be written; earlier checkpoints stay intact then.
     """
     check_still_owned(Path(run_dir))
     target = checkpoint_path(run_dir, state.step)
@@ -84,23 +84,23 @@ def save(run_dir: str | Path, state: State, write_adapter: Callable[[Path], bool
 def _write(
     directory: Path, run_dir: Path, state: State, write_adapter: Callable[[Path], bool]
 ) -> None:
-    """Write a checkpoint's files to a directory, and force the run's logs to disk before them."""
+    """Write a checkpoint's files to a directory. The run's logs are on disk before state.json."""
     is_adapter = write_adapter(directory / "adapter")
     arrays = {f"optimizer/{name}": array for name, array in state.optimizer.items()}
-    if not is_adapter:  # the "full" adapter has the model's dtype, perhaps 16 bits
+    if not is_adapter:  # a "full" adapter is stored in the model's dtype, perhaps of 16 bits
         arrays |= {f"trainable/{name}": array for name, array in state.trainable.items()}
     save_tensors(directory / "state.safetensors", arrays)
     for log in run_dir.glob("*.jsonl"):
         _sync(log)
 
-    # Through JSON and back, so that the checksum is that of the values as they will be read.
+    # Converted to JSON and back, so that the checksum covers the values as they will be read.
     text = json.dumps({"step": state.step, "extra": state.extra}, allow_nan=False)
     record = json.loads(text)
     write_synced_json(directory / "state.json", {"sha256": _checksum(record, directory)} | record)
 
 
 def save_tensors(path: Path, arrays: dict[str, mx.array]) -> None:
-    """Write safetensors and force them to disk. Raises OSError if they do not fit."""
+    """Write a safetensors file and force it to disk. Raises OSError if it cannot be written."""
     by_name = dict(sorted(arrays.items()))
     try:
         memory.write_on_cpu(mx.save_safetensors, str(path), by_name, metadata={"format": "mlx"})
@@ -125,7 +125,7 @@ def _sync(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint, or whatever somebody has put in its place."""
+    """Remove a checkpoint, or whatever else is at its path."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -136,7 +136,8 @@ def publish(run_dir: str | Path, state: State) -> None:
     """
     Copy the checkpoint's adapter to `adapter`, and to `adapter-best` if its step is the best one.
 
-    It skips identical files, so that a resume works on a full disk. An OSError leaves the old file.
+    Files that are already identical are skipped, so that a resume works on a full disk. Raises
+    OSError if a file cannot be written; the old file stays then.
     """
     check_still_owned(Path(run_dir))
     source = checkpoint_path(run_dir, state.step) / "adapter"
@@ -168,9 +169,9 @@ def _copy_if_different(file: Path, target: Path) -> None:
 
 def load(run_dir: str | Path) -> State:
     """
-    Load the newest intact checkpoint, and report damaged newer ones on stderr.
+    Load the newest intact checkpoint, and report newer, damaged ones on stderr.
 
-    Raises ValueError if there is none.
+    Raises ValueError if no checkpoint is intact.
     """
     _restore_replaced(Path(run_dir))
     for path in reversed(saved_checkpoints(run_dir)):
@@ -190,7 +191,7 @@ def load(run_dir: str | Path) -> State:
 
 
 def _restore_replaced(run_dir: Path) -> None:
-    """Clean up after a process that was killed while it saved a step again."""
+    """Clean up after a process that was killed while it replaced a step's checkpoint."""
     for replaced in (run_dir / "checkpoints").glob("*.replaced"):
         target = replaced.with_suffix("")
         if target.exists():
@@ -200,7 +201,7 @@ def _restore_replaced(run_dir: Path) -> None:
 
 
 def _read(path: Path) -> State:
-    """Read a checkpoint. Raises ValueError, among others, if it is not intact."""
+    """Read a checkpoint. Raises ValueError or another error if the checkpoint is damaged."""
     record = json.loads((path / "state.json").read_text())
     if record.pop("sha256") != _checksum(record, path):
         raise ValueError("its checksum does not match")
@@ -213,7 +214,7 @@ def _read(path: Path) -> State:
     for name, array in arrays.items():
         group, _, key = name.partition("/")
         groups[group][key] = array
-    trainable = groups["trainable"] or adapters.split_adapter_weights(adapter)
+    trainable = groups["trainable"] or adapters.fuse_adapter_weights(adapter)
     return State(step, trainable, groups["optimizer"], record["extra"])
 
 
@@ -228,9 +229,9 @@ def _checksum(record: dict[str, Any], path: Path) -> str:
 
 def check_tensors(state: State, trainable: dict[str, mx.array], dtype: str, run_dir: Path) -> None:
     """
-    Check that a checkpoint has the tensors and the model's dtype of the run that resumes it.
+    Check that a checkpoint's tensors and dtype match those of the run that resumes from it.
 
-    Raises ValueError if it does not.
+    Raises ValueError if they do not.
     """
     saved_shapes = {name: array.shape for name, array in state.trainable.items()}
     shapes = {name: array.shape for name, array in trainable.items()}
@@ -249,7 +250,7 @@ def check_tensors(state: State, trainable: dict[str, mx.array], dtype: str, run_
 
 
 def checkpoint_path(run_dir: str | Path, step: int) -> Path:
-    """The path of a step's checkpoint, which need not exist."""
+    """The path of a step's checkpoint, whether it exists or not."""
     return Path(run_dir) / "checkpoints" / f"step-{step:06d}"
 
 
@@ -262,7 +263,7 @@ def saved_checkpoints(run_dir: str | Path) -> list[Path]:
 
 def newest_unfinished(steps: int | None = None, runs: Path = Path("runs")) -> str:
     """
-    Find the newest run that has a checkpoint and steps left; if none has, the newest finished one.
+    Find the newest run that has a checkpoint and steps left, or else the newest finished run.
 
     steps: the value of --steps, if given.
 
@@ -278,7 +279,7 @@ def newest_unfinished(steps: int | None = None, runs: Path = Path("runs")) -> st
     def is_unfinished(run: Path) -> bool:
         last_step = int(saved_checkpoints(run)[-1].name.removeprefix("step-"))
         num_steps = steps or load_settings(str(run)).get("steps", 0)
-        # A value that is no number is reported when the run's settings are checked.
+        # A value that is not a number is reported when the run's settings are checked.
         return type(num_steps) is not int or last_step < num_steps
 
     chosen = next(filter(is_unfinished, resumable), resumable[0])
@@ -286,14 +287,14 @@ def newest_unfinished(steps: int | None = None, runs: Path = Path("runs")) -> st
     return str(chosen)
 
 
-# ---- what a run was made of
+# ---- the settings, data and model of a run
 
 
 def digest_of(*values: Any) -> str:
     """
-    The digest of values: 16 digits of a SHA-256 of their representations.
+    The digest of values: the first 16 digits of the SHA-256 of their `repr`s.
 
-    Addresses in a representation do not count.
+    Memory addresses in a `repr` are ignored.
     """
     digest = hashlib.sha256()
     for value in values:
@@ -306,10 +307,10 @@ def digest_of_model(model: Any) -> str:
     """
     The digest of a model's configuration and weights.
 
-    Each tensor counts by its name, shape, dtype and the sum of its bits.
+    Each tensor contributes its name, shape, dtype and the sum of its values' bits as integers.
     """
     weights = dict(tree_flatten(model.parameters()))
-    word_types = {4: mx.uint32, 2: mx.uint16}  # by bytes of a value
+    word_types = {4: mx.uint32, 2: mx.uint16}  # by the number of bytes of a value
     sums = {}
     for name, array in weights.items():
         words = mx.view(array.reshape(-1), word_types[array.itemsize])
@@ -322,7 +323,7 @@ def digest_of_model(model: Any) -> str:
 
 
 def relocate_state(state: State, moves: places.Moves) -> State:
-    """The state with the new places of files that moved, in settings and names of digests."""
+    """The state with the new paths of moved files, in its settings and in its digests' names."""
     settings = places.map_settings(state.extra["settings"], moves.get)
     sources = {}
     for name, digest in state.extra["sources"].items():
@@ -332,11 +333,12 @@ def relocate_state(state: State, moves: places.Moves) -> State:
 
 def check_changes(run_dir: Path, state: State, current: dict[str, Any], are_allowed: bool) -> None:
     """
-    Refuse what has changed since the checkpoint was saved; print it if changes are allowed.
+    Refuse changes since the checkpoint was saved, or print them if they are allowed.
 
-    current: settings, and digests of what the run is made of, by name.
+    current: the settings, and the digests of the model and data, by name.
 
-    Raises ValueError naming the changes. It always does so if a run becomes or stops being SFT.
+    Raises ValueError, which names the changes, if they are not allowed. A change from or to SFT is
+    never allowed.
     """
     settings = state.extra["settings"]
     saved = settings | state.extra["sources"]

@@ -1,11 +1,11 @@
 """
-End tokens: which ids end a completion, and which control tokens stand inside one.
+End tokens: which ids end a completion, and which control tokens are inside one.
 
-A model's files may leave its end tokens out, or name other ones than its chat template writes. A
-completion ends at the end tokens of the configuration and of the tokenizer, and at the token by
-which the template ends a reply. It also ends at the tokenizer's padding, at control tokens that are
-known as ends, and at those of `--end-tokens`. This file does not cover texts that end a completion
-(sampler.py).
+A model's files may leave its end tokens out, or name other tokens than those that its chat template
+writes. A completion ends at the end tokens of the configuration and of the tokenizer, and at the
+token with which the template ends a reply. It also ends at the tokenizer's padding token, at
+control tokens in `KNOWN_ENDS`, and at the tokens of `--end-tokens`. This file does not cover texts
+that end a completion (sampler.py).
 """
 
 import dataclasses
@@ -29,20 +29,20 @@ KNOWN_ENDS = {
     "<end_of_turn>",
     "<end_of_utterance>",
     "<|end_of_sentence|>",
-    "<\uff5cend\u2581of\u2581sentence\uff5c>",  # DeepSeek's, with a wide bar and a low block
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",  # DeepSeek's, with a full-width bar and a low block
 }
 THOUGHT_TAGS = ("<think>", "</think>")
 
 
 def special_tokens(tokenizer: Any) -> dict[int, str]:
-    """The control tokens of a tokenizer, by id. Decoding an answer leaves them out."""
+    """The control tokens of a tokenizer, by id. The decoded text of an answer leaves them out."""
     added = tokenizer.added_tokens_decoder
     return {number: token.content for number, token in added.items() if token.special}
 
 
 def find_token_ids(tokenizer: Any, end_tokens: Sequence[str]) -> list[int]:
     """
-    Return the ids of `--end-tokens`, which are texts of tokens, or ids.
+    Return the ids of the values of `--end-tokens`, each of which is a token's text or id.
 
     Raises ValueError for a token that is not in the vocabulary.
     """
@@ -63,11 +63,11 @@ def find_token_ids(tokenizer: Any, end_tokens: Sequence[str]) -> list[int]:
     return ids
 
 
-def end_of_reply(tokenizer: Any) -> int | None:
+def end_of_reply_id(tokenizer: Any) -> int | None:
     """
-    The id by which the chat template ends a reply.
+    The id of the token with which the chat template ends a reply.
 
-    None if there is no template, or if it ends a reply without a token.
+    It is None if there is no template, or if the template writes no token after a reply.
     """
     if not tokenizer.chat_template:
         return None
@@ -80,14 +80,14 @@ def end_of_reply(tokenizer: Any) -> int | None:
     return next((number for number in ids if number in tokenizer.added_tokens_decoder), None)
 
 
-def add_end_tokens(
+def with_end_tokens(
     config: ModelConfig, tokenizer: Any, end_tokens: Sequence[str] = ()
 ) -> tuple[ModelConfig, dict[int, str]]:
     """
-    Return the configuration with all end tokens of the model, and the sources of the added ones.
+    Return a copy of the configuration with all end tokens, and the sources of the added ones.
 
     end_tokens: texts or ids, as `find_token_ids` reads them.
-    The sources say, by id, where an end token comes from that the model's files do not name.
+    The sources say, by id, where each end token comes from that the model's configuration lacks.
 
     Raises ValueError if there is no end token at all.
     """
@@ -101,7 +101,7 @@ def add_end_tokens(
             sources[number] = source
 
     add_eos(tokenizer.eos_token_id, "the tokenizer's eos_token")
-    add_eos(end_of_reply(tokenizer), "the chat template ends a reply with it")
+    add_eos(end_of_reply_id(tokenizer), "the chat template ends a reply with it")
 
     candidates = dict.fromkeys(find_token_ids(tokenizer, end_tokens), "as --end-tokens says")
     for number, token in special.items():
@@ -122,7 +122,7 @@ def add_end_tokens(
 
 
 def describe_sources(config: ModelConfig, tokenizer: Any, sources: dict[int, str]) -> str:
-    """Describe the end tokens that the model's files do not name; "" if they name all."""
+    """Describe the end tokens that the model's configuration lacks; "" if it lacks none."""
     if not sources:
         return ""
     descriptions = []
@@ -145,9 +145,9 @@ def find_controls(
     """
     Find the control tokens in an answer, each once.
 
-    response_ids: of the answer, only those that the policy wrote.
-    controls: by id, without end tokens.
-    Tags of thoughts count only if the prompt has closed the thought.
+    response_ids: the ids in the answer that the policy wrote.
+    controls: control tokens by id, without the end tokens.
+    `THOUGHT_TAGS` count only if the last such tag in the prompt closes a thought.
     """
     tokens = sorted({controls[number] for number in response_ids if number in controls})
     prompt_tags = [controls[number] for number in prompt if controls.get(number) in THOUGHT_TAGS]

@@ -1,7 +1,7 @@
 """
 An evaluation's record in words: its headline, and a message if too many answers are cut off.
 
-This file does not cover how the figures are computed (evaluate.py, statistics.py) and the log that
+This file does not cover how the figures are computed (evaluate.py, statistics.py), or the log that
 holds the records (run_files.py).
 """
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 FIGURES = ("accuracy", "score", "loss", "perplexity", "greedy")
-MOST_CUT_OFF = 0.5  # of the answers; above it no other figure means much
+MOST_CUT_OFF = 0.5  # a fraction of the answers, above which no other figure means much
 
 
 def format_with_interval(record: dict[str, Any], name: str) -> str:
@@ -25,7 +25,7 @@ def evaluation_line(record: dict[str, Any]) -> str:
     """
     The headline of an evaluation.
 
-    It says "500 of 512 problems" if the other 12 have no figure.
+    It says "500 of 512 problems" if 12 problems have no figure.
     """
     names = [name for name in FIGURES if f"eval/{name}" in record]
     if record.get("eval/witness") is not None:
@@ -40,7 +40,7 @@ def evaluation_line(record: dict[str, Any]) -> str:
 
 
 def _describe_problems(record: dict[str, Any]) -> str:
-    """How many problems an evaluation asked, and how often."""
+    """How many problems an evaluation had, and how many answers to each."""
     num_problems = record["eval/num"]
     noun = "conversation" if "eval/loss" in record else "problem"
     if num_problems != 1:
@@ -58,7 +58,7 @@ def _describe_problems(record: dict[str, Any]) -> str:
 
 
 def token_limit(settings: Mapping[str, Any]) -> str:
-    """The flags that limit an answer's length, as "--max-tokens 8"."""
+    """The flags that limit an answer's length, such as "--max-tokens 8"."""
     max_tokens = settings.get("max_tokens")
     limit = f"--max-tokens {max_tokens}" if max_tokens else "--max-tokens"
     has_turns = settings.get("tools") or settings.get("env")
@@ -66,7 +66,7 @@ def token_limit(settings: Mapping[str, Any]) -> str:
 
 
 def cut_off_message(fraction: float | None, settings: Mapping[str, Any]) -> str:
-    """Say that this fraction of the answers is cut off, and what to change; "" if it is small."""
+    """A warning that this fraction of the answers is cut off, with a fix; "" if it is small."""
     if fraction is None or fraction <= MOST_CUT_OFF:
         return ""
     limit = token_limit(settings)

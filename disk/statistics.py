@@ -21,9 +21,9 @@ def half_width(by_problem: np.ndarray) -> float | None:
     """
     Half the width of the 95% confidence interval of a mean over problems; None below two values.
 
-    For zeros and ones this is the distance to the farther end of Wilson's interval, which keeps a
-    width when all values are equal. Otherwise it is Student's t, and None if all values are equal,
-    because they tell no width.
+    For zeros and ones, this is the distance from the mean to the farther end of Wilson's interval,
+    which has a width even if all values are equal. For other values, the interval is Student's. If
+    these are all equal, the result is None, because they do not determine a width.
     """
     readable = by_problem[~np.isnan(by_problem)]
     if readable.size < 2:
@@ -45,18 +45,18 @@ def _wilson_half_width(outcomes: np.ndarray) -> float:
     return float(abs(fraction - center) + math.sqrt(variance) / (1 + size))
 
 
-def student_t(degrees: int) -> float:
+def student_t(degrees_of_freedom: int) -> float:
     """
-    The 97.5% point of Student's t, within 0.15%.
+    The 97.5% point of Student's t for these degrees of freedom, within 0.15%.
 
-    Source: Abramowitz and Stegun, 26.7.5, from three degrees of freedom on.
+    Source for three degrees of freedom and more: Abramowitz and Stegun, 26.7.5.
     """
-    if degrees < 3:
-        return (12.706, 4.303)[degrees - 1]
+    if degrees_of_freedom < 3:
+        return (12.706, 4.303)[degrees_of_freedom - 1]
     return (
         1.95996
-        + 2.37227 / degrees
-        + 2.8225 / degrees**2
-        + 2.55585 / degrees**3
-        + 1.58953 / degrees**4
+        + 2.37227 / degrees_of_freedom
+        + 2.8225 / degrees_of_freedom**2
+        + 2.55585 / degrees_of_freedom**3
+        + 1.58953 / degrees_of_freedom**4
     )

@@ -1,10 +1,10 @@
 """
 Writes the generated tables of the docs: `uv run python -m docs.reference`.
 
-They are the flags in `docs/reference.md`, TRL's names in `docs/trl.md`, and the models that fit in
-`docs/memory.md`. A table stands between two marks; the rest of each page is written by hand. A
-test fails if a table is out of date, or if a run writes a metric that `docs/reference.md` does not
-explain.
+The tables are the flags in `docs/reference.md`, TRL's names in `docs/trl.md`, and the models that
+each Mac can train in `docs/memory.md`. Each page has its tables between two marks; the rest of the
+page is written by hand. A test fails if a table is out of date, or if a run writes a metric that
+`docs/reference.md` does not explain.
 """
 
 import itertools
@@ -31,7 +31,7 @@ END = "\n<!-- end -->"
 
 
 def code_list(names: Iterable[str]) -> str:
-    """Names in Markdown's code font, with commas."""
+    """The names in Markdown's code font, separated by commas."""
     return ", ".join(f"`{name}`" for name in names)
 
 
@@ -44,8 +44,8 @@ def section(title: str, header: list[str], rows: list[str]) -> list[str]:
     return ["", title, "", table_row(header), "|---" * len(header) + "|", *rows]
 
 
-def fill_page(path: Path, lines: list[str]) -> str:
-    """A page with these lines between its marks."""
+def filled_page(path: Path, lines: list[str]) -> str:
+    """The text of a page, with these lines between its marks."""
     before, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
     _, end, after = rest.partition(END)
     return before + begin + "\n".join(lines) + "\n" + end + after
@@ -73,7 +73,7 @@ def flags_page() -> str:
     for title, settings in itertools.groupby(SETTINGS.values(), key=lambda setting: setting.title):
         rows = [flag_row(setting) for setting in settings]
         lines += section(f"### {title}", ["flag", "default", "meaning"], rows)
-    return fill_page(PAGE, lines)
+    return filled_page(PAGE, lines)
 
 
 # ---- TRL's names
@@ -91,11 +91,11 @@ def trl_page() -> str:
             of_kind = [name for name, row in names.items() if row[0] == kind]
             if of_kind:
                 lines += ["", f"{kind.capitalize()}: {code_list(of_kind)}."]
-    return fill_page(TRL, lines)
+    return filled_page(TRL, lines)
 
 
 def rename_rows(names: dict[str, tuple[str, str]]) -> list[str]:
-    """The rows of names that have another name here. Neighbours with an equal one share a row."""
+    """Rows of the names that Gwen calls otherwise. Neighbours with one name in Gwen share a row."""
     gwen_names = {}
     for name, (kind, advice) in names.items():
         if kind == "renamed":
@@ -108,17 +108,17 @@ def rename_rows(names: dict[str, tuple[str, str]]) -> list[str]:
 
 
 def memory_page() -> str:
-    """`docs/memory.md` with the models that each Mac can train, by the estimate of a run."""
+    """`docs/memory.md` with the models that each Mac can train, by the memory estimate of a run."""
     needs = [memory_needs(memory_gb) for memory_gb in MAC_MEMORY_GB]
     rows = []
     for name in needs[-1]:  # the largest Mac trains all of them
         rows.append(table_row([name, *(need.get(name, "") for need in needs)]))
     header = ["model", *map(str, MAC_MEMORY_GB)]
-    return fill_page(MEMORY, section("### GB, by the memory of the Mac", header, rows))
+    return filled_page(MEMORY, section("### GB, by the memory of the Mac", header, rows))
 
 
 def memory_needs(memory_gb: int) -> dict[str, str]:
-    """GB that training takes, by model that fits into a Mac with this memory."""
+    """The GB that training takes, for each model that fits into a Mac with this memory."""
     chip = next(chip for chip in chips.load_chips() if chip.name == "M4")
     with mock.patch.object(gpu, "on_gpu", lambda: True):
         limit = memory_estimate.gpu_memory_limit(memory_gb << 30)

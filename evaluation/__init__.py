@@ -1,1 +1,1 @@
-"""Held-out evaluation: answers, what they are worth, and what else they measure."""
+"""Held-out evaluation: the answers, their grades, and other measurements of them."""

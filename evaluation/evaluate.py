@@ -1,13 +1,14 @@
 """
-The evaluation of held-out problems: a run and the command `evaluate.py` use the same function.
+The evaluation of held-out problems. Runs and the command `evaluate.py` use the same functions.
 
-Each held-out problem gets K completions at temperature 1 from a fixed seed, and one greedy
-completion. A task with right answers reports its verifier's accuracy, which training rewards cannot
-bend. Other tasks report the weighted sum of their rewards. If a judge scores them, so does a
-witness: a judge with a second rubric that training never sees.
+The model answers each held-out problem with K completions at temperature 1, sampled with a fixed
+seed, and with one greedy completion. If a task has right answers, its evaluation reports the
+accuracy by the task's verifier, on which training rewards have no influence. Other tasks report the
+weighted sum of their rewards. If a judge gives such a reward, a witness scores the answers too. The
+witness is a judge with a second rubric, which training never uses.
 
 This file does not cover training problems, the single measurements (evaluation/measures.py) and
-which model answers (evaluation/policy.py).
+the choice of the model that answers (evaluation/policy.py).
 
 Axes: P problems, K samples of each, N = P * K completions, problem-major; T completion positions,
 J criteria.
@@ -58,10 +59,10 @@ class EvalParams(NamedTuple):
     """How to answer held-out problems."""
 
     max_tokens: int
-    # None: as many rows as memory holds
+    # rows decoded at once; None: as many as fit into memory
     batch_size: memory.BatchSize | None = None
     samples: int = 1  # completions per problem
-    limit: int | None = None  # most problems, evenly spread
+    limit: int | None = None  # the most problems, which are evenly spread
     thinking: bool = False
     temperature: float = 1.0
     seed: int = 0
@@ -70,7 +71,7 @@ class EvalParams(NamedTuple):
 
     @classmethod
     def from_config(cls, config: Config, **changes: Any) -> "EvalParams":
-        """The parameters of a run with these settings, except for `changes`."""
+        """The parameters that a run with these settings uses, with `changes`."""
         params = cls(
             config.sampling.max_tokens,
             thinking=config.sampling.thinking,
@@ -87,7 +88,7 @@ class EvalParams(NamedTuple):
         kind: str = "held-out prompt",
     ) -> list[list[int]]:
         """
-        The ids of every prompt.
+        The token ids of every prompt.
 
         Raises ValueError if a prompt leaves no room for its completion in the model's context.
         """
@@ -103,26 +104,27 @@ class EvalParams(NamedTuple):
         )
 
 
-# returns K samples of each problem and one greedy sample, as `answer_both` does
+# a function that returns K samples and one greedy sample of each problem, as `answer_both` does
 AnswerFunction = Callable[[list[Example], EvalParams], tuple[list[Sample], list[Sample]]]
 
 
 class GradedAnswers(NamedTuple):
-    """The answers of an evaluation, with what they earned."""
+    """The answers of an evaluation, with their rewards and scores."""
 
     sampled: list[Sample]  # N
     values: np.ndarray  # (N,) the reported value of each sample
-    logged: Logged  # by rewards, about the samples
+    logged: Logged  # what the reward functions logged about the samples
     greedy: list[Sample]  # P
     greedy_values: np.ndarray  # (P,)
-    columns: dict[str, np.ndarray]  # (N,) each: rewards, forms, scores
-    scores: dict[str, np.ndarray]  # (N, J) each, by "judge" and "witness"
+    # rewards, measurements of form, and scores, by name; (N,) each
+    columns: dict[str, np.ndarray]
+    scores: dict[str, np.ndarray]  # keys "judge" and "witness"; (N, J) each
 
 
 # ---- the evaluation of answers
 
 
-def evaluate(
+def evaluate_task(
     answer: AnswerFunction,
     task: tasks.Task,
     params: EvalParams,
@@ -132,16 +134,17 @@ def evaluate(
     reference: gwen.Model | None = None,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """
-    The record of `eval.jsonl` (without `step`) and one record per held-out problem.
+    The record for `eval.jsonl`, without `step`, and one record per held-out problem.
 
-    Figures are means over problems. The figure of a problem is the mean of its completions.
+    Figures are means over problems. A problem's figure is the mean over its completions.
 
-    answer: `answer_both` of a model, or a server's. grader: the judge whose score is the reward
-    "rubric". witness: a judge that training never uses. reference: the model before training, or
-    one that `lora.with_initial_weights` turns into it; None if unavailable.
+    answer: the function that answers, `answer_both` with a model or the method of a served policy.
+    grader: the judge whose score is the reward "rubric". witness: a judge that training never uses.
+    reference: the model before training, or a model that `lora.with_initial_weights` turns into it;
+    None if there is neither.
 
-    Raises ValueError before decoding if there are no problems, a prompt is too long or a reward
-    lacks a column.
+    Raises ValueError before decoding if there are no problems, if a prompt is too long, or if a
+    reward reads a missing column.
     """
     begin = time.perf_counter()
     numbers = spread_evenly(list(range(len(task.held_out))), params.limit)
@@ -218,10 +221,10 @@ def grade_answers(
 def collect_figures(
     task: tasks.Task, answers: GradedAnswers, num_samples: int
 ) -> dict[str, np.ndarray]:
-    """Every figure of an evaluation, each (P,), or fewer values for a category."""
+    """Every figure of an evaluation by name. Each is (P,), or shorter for a category."""
     figures = compute_figures(task, answers.sampled, answers.values, num_samples)
     figures["greedy"] = answers.greedy_values
-    figures["witness"] = np.full(1, np.nan)  # unless a witness scored
+    figures["witness"] = np.full(1, np.nan)  # replaced below if a witness scored
     for name, column in answers.columns.items():
         figures[name] = mean_by_problem(column, num_samples)
     categories = [sample.example.get("category") for sample in answers.sampled[::num_samples]]
@@ -231,7 +234,7 @@ def collect_figures(
 def describe_problems(
     numbers: list[int], answers: GradedAnswers, num_samples: int, *, has_verifier: bool
 ) -> list[dict[str, Any]]:
-    """A record of each problem, with its answers and what they earned. numbers: of the problems."""
+    """A record of each problem, its answers and their values. numbers: the problems' numbers."""
     rewards = logged_rewards(answers.sampled)
     details = []
     for place, number in enumerate(numbers):
@@ -267,7 +270,7 @@ def describe_problems(
 def answer_both(
     model: gwen.Model, tokenizer: Any, problems: list[Example], params: EvalParams
 ) -> tuple[list[Sample], list[Sample]]:
-    """K samples of each problem with their entropies, and one greedy completion of each."""
+    """K samples of each problem with their entropies, and one greedy sample of each problem."""
     prompts = params.render_prompts(tokenizer, model.config.max_position_embeddings, problems)
     lengths = [len(prompt) for prompt in prompts]
 
@@ -300,7 +303,7 @@ def answer_both(
             new_samples(problems, prompts, num_samples),
             sampling,
             key=KEY + params.seed,
-            # both calls share the object, and so a size that memory made smaller
+            # both calls share this object, so the second call keeps a size that memory reduced
             batch_size=batch_size,
             toolbox=params.toolbox,
             seed="held out",
@@ -319,9 +322,10 @@ def evaluate_replies(
     model: gwen.Model, step_loss: StepLoss, conversations: list[list[Row]], token_budget: int
 ) -> dict[str, Any]:
     """
-    The record of `eval.jsonl` without `step`, for held-out replies.
+    The record for `eval.jsonl`, without `step`, of an evaluation on held-out replies.
 
-    Its figures are the loss in nats per token and the perplexity. conversations: the rows of each.
+    Its figures are the loss in nats per token and the perplexity. conversations: for each
+    conversation its rows.
     """
     begin = time.perf_counter()
     samples = []
@@ -341,7 +345,7 @@ def evaluate_replies(
     losses, entropies, tokens = sum(world.all_gather(sums))
     num_tokens = tokens.sum()
     loss = losses.sum() / num_tokens
-    # half of the 95% interval of a ratio of two sums over conversations
+    # half of the 95% interval of the loss, a ratio of two sums over conversations
     half_width = None
     if num > 1:
         squares = ((losses - loss * tokens) ** 2).sum()
@@ -352,7 +356,7 @@ def evaluate_replies(
     record = {
         "eval/loss": float(loss),
         "eval/loss_ci95": half_width,
-        "eval/perplexity": math.exp(min(loss, 700.0)),  # above 700 the float overflows
+        "eval/perplexity": math.exp(min(loss, 700.0)),  # a loss above 700 would overflow the float
         "eval/entropy": float(entropies.sum() / num_tokens),
         "eval/tokens": float(num_tokens / num),
         "eval/losses": loss_by_conversation,

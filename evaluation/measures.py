@@ -1,7 +1,7 @@
 """
-What an evaluation measures of its answers: rewards, forms, categories, and the distance to a model.
+The measurements of an evaluation: rewards, form, categories and the distance to another model.
 
-This file does not cover how answers are made and how their figures become a record
+This file does not cover how answers are generated and how figures become a record
 (evaluation/evaluate.py).
 
 Axes: P problems, K samples of each, N = P * K completions, problem-major; T completion positions.
@@ -34,11 +34,11 @@ def grade(
     task: tasks.Task, grader: Grader | None, samples: list[Sample]
 ) -> tuple[list[Sample], np.ndarray, Logged]:
     """
-    The samples with their rewards, the reported value of each, (N,), and what rewards logged.
+    The samples with their rewards, the reported values, (N,), and the logs of reward functions.
 
-    The value is 1 for a right answer. Without a verifier it is the weighted sum of the rewards, as
-    in training, where an unreadable score of the judge counts as the mean of the other scores. nan
-    means that the value is not known.
+    A sample's value is 1 for a right answer. Without a verifier the value is the weighted sum of
+    the rewards. As in training, an unreadable judge score then counts as the mean of the other
+    scores. The value nan means that the value is unknown.
     """
     components, logged = compute_rewards(task.rewards, samples, task.reward_weights)
     scores = None
@@ -63,10 +63,11 @@ def logged_rewards(samples: list[Sample]) -> np.ndarray:
 
 def measure_divergence(reference: gwen.Model, samples: list[Sample], temperature: float) -> float:
     """
-    KL(sampling policy, `reference` before training) in nats per token.
+    The KL divergence of the sampling policy from the model before training, in nats per token.
 
-    It is the mean over completion tokens of k3, exp(d) - d - 1 with d = log reference - log policy,
-    in float64, with d at most `grpo.LARGEST_KL_LOG_RATIO`. See `lora.with_initial_weights`.
+    It is the mean of the estimator k3 over completion tokens: exp(d) - d - 1, where d is
+    log reference - log policy, at most `grpo.LARGEST_KL_LOG_RATIO`. It is computed in float64.
+    reference: a model that `lora.with_initial_weights` turns into the one before training.
     Source: see `grpo.kl_term`.
     """
     batches = make_batches(samples, REFERENCE_TOKENS, "off")
@@ -81,7 +82,7 @@ def measure_divergence(reference: gwen.Model, samples: list[Sample], temperature
                 temperature=temperature,
                 gradient=False,
             )
-            rows = np.array(logprobs * batch.mask)  # wait
+            rows = np.array(logprobs * batch.mask)  # computes the lazy arrays now
             local_logprobs |= dict(zip(batch.rows, rows, strict=True))
 
     policy = pad_rows([sample.logprobs for sample in samples if sample.logprobs is not None])
@@ -96,7 +97,7 @@ def measure_divergence(reference: gwen.Model, samples: list[Sample], temperature
 
 
 def mean_entropy(samples: list[Sample]) -> float | None:
-    """The mean entropy of the tokens; None for answers of a server, which does not tell it."""
+    """The mean entropy of the tokens; None for a server's answers, which have no entropies."""
     entropies = [sample.entropies for sample in samples if sample.entropies is not None]
     if not entropies:
         return None
@@ -105,7 +106,7 @@ def mean_entropy(samples: list[Sample]) -> float | None:
 
 
 def measure_form(samples: list[Sample]) -> dict[str, np.ndarray]:
-    """The lengths of the answers and the signs of answers without content, each (N,)."""
+    """The lengths of the answers, and signs that an answer has no content, each (N,)."""
     forms: dict[str, list[float]] = {
         "tokens": [len(sample.loss_positions) for sample in samples],
         "truncated_frac": [sample.finish_reason == "length" for sample in samples],
@@ -121,7 +122,7 @@ def measure_form(samples: list[Sample]) -> dict[str, np.ndarray]:
 def compute_figures(
     task: tasks.Task, sampled: list[Sample], values: np.ndarray, num_samples: int
 ) -> dict[str, np.ndarray]:
-    """The figures of the reported values, (N,), each (P,). A verifier adds pass@1 and pass@K."""
+    """Figures, each (P,), of the values (N,). A task with a verifier also has pass@1 and pass@K."""
     means = mean_by_problem(values, num_samples)
     figures = {task.metric: means, "mean_at_k": means}
     if task.verifier is None:
@@ -142,9 +143,9 @@ def split_by_category(
     figures: dict[str, np.ndarray], categories: Sequence[Any]
 ) -> dict[str, np.ndarray]:
     """
-    Accuracy and the judge's criteria of each category; empty if there is only one.
+    The accuracy and the judge's criteria by category; empty if there is only one category.
 
-    categories: of each of the P problems; None for a problem without one.
+    categories: the category of each of the P problems, None for a problem without one.
     """
     kinds = sorted({*categories} - {None})
     if len(kinds) < 2:
@@ -159,11 +160,11 @@ def split_by_category(
 
 
 def mean_by_problem(column: np.ndarray, num_samples: int) -> np.ndarray:
-    """The mean over each problem's samples, (N,) -> (P,); nan where none is readable."""
+    """The mean over each problem's samples, (N,) -> (P,); nan if no value is readable."""
     means = [statistics.mean(row) for row in column.reshape(-1, num_samples)]
     return np.array(means, np.float64)  # None becomes nan
 
 
 def round_for_json(values: np.ndarray) -> Any:
-    """Values for JSON, to four digits; None where unreadable."""
+    """A list of the values, rounded to four decimals for JSON; None in place of nan."""
     return np.where(np.isnan(values), np.array(None), values.round(4).astype(object)).tolist()

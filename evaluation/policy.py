@@ -1,5 +1,5 @@
 """
-The model that an evaluation or a talk uses, and the settings of the run that trained it.
+The model that an evaluation or a chat uses, and the settings of the run that trained it.
 
 A policy on a server is in evaluation/served_policy.py.
 """
@@ -21,9 +21,10 @@ def load_policy(
     name: str, adapter: str | None, start: str | None = None, end_tokens: Sequence[str] = ()
 ) -> tuple[gwen.Model, Any, bool]:
     """
-    The model with its adapter, its tokenizer, and whether the model before training is in it.
+    The model with its adapter, the tokenizer, and whether the model contains its initial weights.
 
-    That is so if switching the adapter off restores it. start: the adapter before training.
+    It contains them if they come back when the adapter is switched off. start: the adapter before
+    training.
     """
     if adapter is None or adapters.is_full_weights(adapter):
         model, tokenizer = gwen.load(name, adapter=adapter, end_tokens=end_tokens)
@@ -37,13 +38,13 @@ def load_policy(
 
 def load_run_config(run: str, flags: dict[str, Any], data: str | None = None) -> Config:
     """
-    The settings of the run in a directory, overridden by flags.
+    The settings of the run in the directory `run`, overridden by flags.
 
-    From now on chat templates use the day on which the run started. A run of --loss-type sft is
-    treated as a run of its task, whose problems can be answered unless the task is own, or as a run
-    on this `data`.
+    After this call chat templates use the day on which the run started. A run of --loss-type sft is
+    treated as a run that samples answers: to the problems of `data`, if given, else to those of its
+    task, which has none if it is own.
 
-    Raises ValueError if there is no run.
+    Raises ValueError if the directory contains no run.
     """
     settings = load_recipe(run_files.config_file(run))
     chat_template.set_template_date(run_files.start_date(Path(run)))

@@ -1,9 +1,9 @@
 """
-The samples of a policy that a server runs.
+The samples of a policy that runs on a server.
 
-Each sample is one request. Replies are written to a file as they arrive, so that nothing is paid
-for twice. The server renders the messages and samples. This file does not cover the server's client
-(judging/server.py) and the rewards (evaluation/measures.py).
+Each sample is one request. Replies are written to a file as they arrive, so that no reply is paid
+for twice. The server itself renders the messages and draws the answers. This file does not cover
+the client of the server (judging/server.py) and the rewards (evaluation/measures.py).
 """
 
 import contextlib
@@ -28,18 +28,18 @@ from step.generation import PROMPT_END
 from step.sample import Sample, new_samples
 
 FLAGS = FlagNames("--url", "--url-model", "URL_API_KEY", "--max-tokens")
-RETRIES = 2  # further tries of a request
+RETRIES = 2  # how often a failed request is sent again
 # the model's own distribution; servers have other defaults
 UNFILTERED: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
 
 
 class ServedPolicy:
     """
-    A policy on the server at `--url`, which calls it `name`.
+    A policy on the server at `--url`.
 
-    model: the model that the server runs, as `gwen.load` takes it; its tokenizer makes the ids of
-    prompts and answers. folder: for replies until all have arrived. variables: for the server's
-    chat template, with every request.
+    name: the policy's name on the server. model: the model that the server runs, as `gwen.load`
+    takes it; the model's tokenizer encodes prompts and answers. folder: keeps the replies until all
+    have arrived. variables: chat template variables, which are sent with every request.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class ServedPolicy:
         self.server.retries = RETRIES
         directory = hub.find_model(model, hub.TOKENIZER_FILES)
         self.tokenizer = hub.load_tokenizer(directory)
-        self.facts = model_choice.complete_end_tokens(
+        self.facts = model_choice.with_all_end_tokens(
             hub.load_config(directory), self.tokenizer, model
         )
         self.folder = folder
@@ -65,9 +65,9 @@ class ServedPolicy:
         self, problems: list[Example], params: EvalParams
     ) -> tuple[list[Sample], list[Sample]]:
         """
-        K samples of each problem and one greedy sample, as `evaluation.evaluate.answer_both`.
+        K samples of each problem and one greedy sample, as from `evaluation.evaluate.answer_both`.
 
-        Raises ValueError if an answer does not come; the others are kept.
+        Raises ValueError if an answer does not arrive. The other answers are kept.
         """
         context = self.facts.max_position_embeddings
         prompts = params.render_prompts(self.tokenizer, context, problems)
@@ -81,13 +81,13 @@ class ServedPolicy:
         samples = sampled + greedy
         replies = self.fetch_replies(requests, [sample.prompt for sample in samples])
         answered = [
-            self.add_reply(sample, reply) for sample, reply in zip(samples, replies, strict=True)
+            self.with_reply(sample, reply) for sample, reply in zip(samples, replies, strict=True)
         ]
         return answered[: len(sampled)], answered[len(sampled) :]
 
-    def add_reply(self, sample: Sample, reply: Reply) -> Sample:
-        """The sample with the text and the ids of a reply."""
-        text = self.write_thought(sample, reply) + reply.text.strip()
+    def with_reply(self, sample: Sample, reply: Reply) -> Sample:
+        """The sample with the text and the token ids of a reply."""
+        text = self.thought_text(sample, reply) + reply.text.strip()
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         if reply.finish_reason == "stop":
             ids += self.facts.eos_ids[:1]
@@ -98,8 +98,8 @@ class ServedPolicy:
             text=text,
         )
 
-    def write_thought(self, sample: Sample, reply: Reply) -> str:
-        """The thought before a reply's text, with its tags; "" if there is none."""
+    def thought_text(self, sample: Sample, reply: Reply) -> str:
+        """The thought before the reply's text, with the tags of a thought; "" if there is none."""
         if reply.thought:
             opened = f"<think>\n{reply.thought}\n"
             return f"{opened}</think>\n\n" if reply.text else opened
@@ -115,7 +115,7 @@ class ServedPolicy:
         """
         A request for one answer, without a seed.
 
-        mlx_lm's server ignores a number of answers, and a seed ends its batching.
+        mlx_lm's server ignores the parameter `n`, and does not batch requests that have a seed.
         """
         request: dict[str, Any] = {
             "messages": chat_template.make_messages(problem["prompt"], problem.get("system")),
@@ -138,12 +138,13 @@ class ServedPolicy:
         """
         The reply to each request.
 
-        Raises ValueError if some do not come, and names the file with the others.
+        Raises ValueError if some replies do not arrive. The message names the file that has the
+        others.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         digest = digest_of(self.server.url, self.server.model, *requests)
         self.log = JsonLines(self.folder / f"served-{digest}.jsonl")
-        self.log.truncate_after(0)  # drops a line that was being written
+        self.log.truncate_after(0)  # removes a line that was only half written
         replies: dict[int, Reply] = {}  # by the number of the request
         for record in read_log(self.log.path, ("place", *Reply._fields)):
             fields = [record[name] for name in Reply._fields]
@@ -169,7 +170,7 @@ class ServedPolicy:
         """
         Adds the missing replies to `replies`.
 
-        It asks again for what is no reply, as long as each round brings at least one.
+        Requests without a reply are sent again, as long as each round brings at least one reply.
         """
         has_warned = False
         with alive.Bar(
@@ -195,7 +196,7 @@ class ServedPolicy:
                     raise ValueError(f"--url {self.server.url}: {problem}")
 
     def warn_of_tokenization(self, prompt: list[int], length: int | None) -> None:
-        """Warns that the server makes `length` tokens of a prompt, and training another number."""
+        """Warns that a prompt has `length` tokens on the server, but another number in training."""
         ending = self.tokenizer.decode(prompt)[-60:]
         warning = (
             f"WARNING: the server makes {length} tokens of a prompt; training made {len(prompt)}, "

@@ -1,1 +1,1 @@
-"""What a run will need, and what its first steps promise."""
+"""Estimates of what a run will need, and trials of its first steps."""

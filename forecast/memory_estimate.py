@@ -1,14 +1,16 @@
 """
-The memory that a run needs, computed from its settings and its model's configuration alone.
+An estimate of the memory that a run needs, from its settings and its model's configuration alone.
 
-A step needs what stays in memory (weights, adapters, the optimizer's state, Python) and, one after
-the other, a rollout, the judge and the update. The largest of these three decides. The estimate
-assumes that every completion is as long as allowed and that a step has the longest prompts.
+Some things stay in memory: weights, adapters, the optimizer's state and Python. In addition, a step
+needs memory for its three phases, which follow one another: rollout, judging and update. The
+largest phase decides the peak. The estimate assumes that every completion is as long as allowed and
+that a step has the longest prompts.
 
-Weights, moments, caches and logits are counted. What a layer keeps for its gradient is one constant
-times its widths, measured on a CPU. A test holds the estimate between 5% below and 30% above the
-measured peak. This file does not cover the bytes of one position or one row (step/rows.py), the
-machine's memory (machine/memory.py) and the time of a step (forecast/time_estimate.py).
+The bytes of weights, moments, caches and logits are counted. The bytes that a layer keeps for its
+gradient are one constant, measured on a CPU, times the layer's widths. A test checks that the
+estimate is between 5% below and 30% above the measured peak. This file does not cover the bytes of
+one position or one row (step/rows.py), the machine's memory (machine/memory.py) and the time of a
+step (forecast/time_estimate.py).
 
 Axes: M rows of a micro-batch, P prompt and T completion positions, S keys, V vocabulary, C hidden,
 H query heads, K kv heads, D head dim, F mlp width.
@@ -44,31 +46,32 @@ from step.rows import (
 
 
 def gpu_memory_limit(memory_bytes: int) -> int:
-    """The bytes that macOS recommends for a GPU's working set: 11.45e9 of 16 GB."""
+    """The bytes that macOS recommends for a GPU's working set, such as 11.45e9 of 16 GB."""
     return 2 * memory_bytes // 3
 
 
 LAPTOP = gpu_memory_limit(2**34)
-PYTHON_BYTES = 170_000_000  # includes 30 MB for reading data
-TOKENIZER_BYTES = 700  # for each token of the vocabulary
-# Positions of a micro-batch. On a CPU 8192 took as long as 1024 for random:2m, and 1.5 times as
-# long for random:30m.
+PYTHON_BYTES = 170_000_000  # 30 MB of them are for reading data
+TOKENIZER_BYTES = 700  # bytes for each token of the vocabulary
+# Positions of a micro-batch. On a CPU an update with 8192 positions took as long as with 1024 for
+# random:2m, and 1.5 times as long for random:30m.
 BUDGET = 1024
 GPU_BUDGET = 2048
-# The memory of a layer while its gradient is computed, as a multiple of what it keeps. A gated
-# delta net computes the levels of a prompt tree one after the other, so it needs less.
-WORKING = 1.7  # beside the layers that keep their intermediate results
+# The memory of a layer while its gradient is computed, as a multiple of the intermediate results
+# that the layer keeps. LINEAR_: the same for a gated delta net, which needs less because it
+# computes the levels of a prompt tree one after the other.
+WORKING = 1.7  # in addition to what all layers keep
 LINEAR_WORKING = 1.1
-RECOMPUTED = 2.4  # of a layer whose intermediate results are computed again
-RECOMPUTED_SHARED = 2.0  # the same if rows share their prompts
+RECOMPUTED = 2.4  # for a layer whose intermediate results are computed again
+RECOMPUTED_SHARED = 2.0  # the same, if rows share their prompts
 LINEAR_RECOMPUTED = 1.6
 TEMPLATE_TOKENS = 30  # tokens that a chat template and a judge's tags add to a text
 TOKEN_CHARACTERS = 4
-TILES_IN_FLIGHT = 9  # tiles of log-probabilities that MLX computes ahead
+TILES_IN_FLIGHT = 9  # tiles of log-probabilities that are in memory because MLX computes ahead
 
 
 class MemoryNeed(NamedTuple):
-    """Bytes by name: what stays in memory, and what each phase needs beside it."""
+    """The bytes that stay in memory, by name, and the additional bytes of each phase."""
 
     resident: dict[str, int]
     phases: dict[str, int]
@@ -79,18 +82,18 @@ class MemoryNeed(NamedTuple):
 
 
 class RunDemand(NamedTuple):
-    """What decides the memory of a run, besides `Sizes`."""
+    """The facts that decide the memory of a run, together with its `Sizes`."""
 
     model: hub.ModelConfig
     dtype: mx.Dtype
     config: Config
-    prompt_lengths: list[int]  # with --loss-type sft the lengths of conversations
-    rubric: Path | None = None  # of the judge
-    response_length: int | None = None  # tokens after a prompt at most; None: max_tokens
+    prompt_lengths: list[int]  # for --loss-type sft: the lengths of conversations
+    rubric: Path | None = None  # the judge's rubric
+    response_length: int | None = None  # the most tokens after a prompt; None: max_tokens
 
     @property
     def longest_prompts(self) -> list[int]:
-        """The lengths of the prompts of a step that has the longest ones, ascending."""
+        """The lengths of a step's prompts, ascending, if the step has the longest prompts."""
         return sorted(self.prompt_lengths)[-self.config.sampling.batch :]
 
     @property
@@ -105,12 +108,12 @@ class RunDemand(NamedTuple):
 
     @property
     def group_size(self) -> int:
-        """Completions of a prompt. A given reply is one completion that belongs to its prompt."""
+        """The number of completions of a prompt; 1 if replies are given, one for each prompt."""
         return 1 if self.is_sft else self.config.sampling.groups
 
     @property
     def completion_tokens(self) -> int:
-        """The most tokens of a completion; 1 for a given reply, which counts as a prompt."""
+        """The most tokens of a completion; 1 if replies are given, as they count as prompts."""
         return 1 if self.is_sft else self.longest_response
 
     @property
@@ -128,7 +131,7 @@ class RunDemand(NamedTuple):
 
 
 class ParameterCounts(NamedTuple):
-    """The parameters of a model: all, those of its layers' matrices, and those that train."""
+    """Numbers of parameters: all, those in the matrices of layers, and those that are trained."""
 
     weights: int
     matmuls: int
@@ -139,9 +142,9 @@ def count_parameters(
     model: hub.ModelConfig, adapters: ModelSettings | None = None
 ) -> ParameterCounts:
     """
-    Counts the parameters of one layer of each kind, times the number of such layers.
+    Counts a model's parameters. It multiplies one layer of each kind by the number of such layers.
 
-    The arrays are lazy, so nothing is computed. adapters: None if the model has none.
+    The arrays are lazy, so nothing is computed. adapters: None for a model without adapters.
     """
     kinds = tuple(dict.fromkeys(model.layer_kinds))
     small_model = gwen.Model(dataclasses.replace(model, layer_kinds=kinds))
@@ -167,7 +170,7 @@ def count_parameters(
 
 
 def frozen_bytes(name: str, model: hub.ModelConfig, dtype: mx.Dtype) -> int:
-    """The bytes of a judge's or teacher's weights; on a GPU weights of few bits stay packed."""
+    """The bytes of the weights of a judge or teacher. Weights of few bits stay packed on a GPU."""
     if not (model.packing and gpu.on_gpu()):
         return count_parameters(model).weights * dtype.size
     packed_model = gwen.load_model(hub.find_model(name), dtype, packed=True, lazy=True)
@@ -197,7 +200,7 @@ def resident_bytes(demand: RunDemand) -> dict[str, int]:
     counts = count_parameters(model, config.model)
     weights = counts.weights * dtype.size
 
-    # float32 weights without adapters are their own masters; 16-bit adapters are rounded copies
+    # float32 weights that are trained need no masters; 16-bit adapters are copies of masters
     num_masters = counts.trained if rank or dtype != mx.float32 else 0
     copy_size = dtype.size if rank and dtype != mx.float32 else 0
     resident = {"weights": weights}
@@ -210,7 +213,7 @@ def resident_bytes(demand: RunDemand) -> dict[str, int]:
         shares_weights = teacher == "self" and rank
         teacher_weights = 0 if shares_weights else frozen_bytes(teacher, teacher_model, dtype)
         num_completions = config.sampling.batch * demand.group_size
-        # its lessons are the hidden states of all completions
+        # the teacher keeps the hidden states of all completions for the update
         num_states = num_completions * demand.completion_tokens * teacher_model.hidden_size
         resident["teacher"] = teacher_weights + num_states * dtype.size
 
@@ -218,7 +221,7 @@ def resident_bytes(demand: RunDemand) -> dict[str, int]:
     if judge and not config.judges_itself:
         resident["judge"] = frozen_bytes(config.judge.model, judge, dtype)
 
-    # a frozen copy of the model beside the weights that train
+    # a frozen copy of the model, in addition to the weights that are trained
     is_reference = bool(config.objective.beta) or (judge is not None and config.judges_itself)
     has_base = not rank and teacher != "self" and is_reference
     resident["base"] = weights if has_base else 0
@@ -227,7 +230,7 @@ def resident_bytes(demand: RunDemand) -> dict[str, int]:
 
 
 def rollout_phase_bytes(demand: RunDemand, rows: int) -> int:
-    """The bytes of a rollout that decodes `rows` rows at once: caches, and what is computed."""
+    """The bytes of a rollout with `rows` rows at once, for caches and intermediate results."""
     if demand.is_sft:
         return 0
     cache_bytes, working_bytes = rollout_bytes(
@@ -245,8 +248,8 @@ def judging_bytes(demand: RunDemand) -> int:
     """
     The bytes of the judge's cache and forward pass.
 
-    Its prompts are a tree (judging/prompt_tree.py): the rubric's preamble, questions, answers,
-    criteria.
+    The judge's prompts are a tree (judging/prompt_tree.py). Its levels are the rubric's preamble,
+    the questions, the answers and the criteria.
     """
     model = demand.judge
     if model is None or demand.rubric is None:
@@ -265,7 +268,7 @@ def judging_bytes(demand: RunDemand) -> int:
     question_tokens = max(questions)
     keys = preamble_tokens + question_tokens + answer_tokens + criterion_tokens
 
-    # positions of each level of the tree
+    # the positions of each level of the tree
     question_positions = len(questions) * question_tokens
     answer_positions = num_answers * answer_tokens
     criterion_positions = rows * criterion_tokens
@@ -277,7 +280,7 @@ def judging_bytes(demand: RunDemand) -> int:
     positions = max(question_positions, answer_positions, criterion_positions)
     logits = 4 * 4 * rows * model.vocab_size
     working = 1.1 * positions * forward_bytes(model, dtype, keys) + logits
-    num_nodes = 1 + len(questions) + num_answers + rows  # each keeps a state
+    num_nodes = 1 + len(questions) + num_answers + rows  # each node keeps a state
     cache = column_bytes(model, dtype) * columns + state_bytes(model, dtype) * num_nodes
     return int(cache + working)
 
@@ -289,9 +292,9 @@ class MicroBatch(NamedTuple):
     """The sizes of a micro-batch whose completions are all as long as allowed."""
 
     num_rows: int
-    num_positions: int  # that layers compute
+    num_positions: int  # positions that layers compute
     longest_prompt: int
-    shares_prompts: bool  # whether rows of one prompt compute it once
+    shares_prompts: bool  # whether rows with the same prompt compute it only once
 
 
 def plan_micro_batches(demand: RunDemand, sizes: Sizes) -> list[MicroBatch]:
@@ -311,7 +314,7 @@ def plan_micro_batches(demand: RunDemand, sizes: Sizes) -> list[MicroBatch]:
 
 
 def update_bytes(demand: RunDemand, sizes: Sizes) -> int:
-    """The bytes of the largest micro-batch, and of the gradient."""
+    """The bytes of an update: those of its largest micro-batch and of the gradient."""
     trained = count_parameters(demand.model, demand.config.model).trained
     micro_batches = plan_micro_batches(demand, sizes)
     largest = 0
@@ -320,8 +323,8 @@ def update_bytes(demand: RunDemand, sizes: Sizes) -> int:
         largest = max(largest, num_bytes)
     if len(micro_batches) > 1 or sizes.checkpoint_layers > 0:
         largest += 4 * trained  # the sum of the gradients so far
-    # at last the gradient, and what the optimizer makes of it before old tensors are freed:
-    # measured 5 to 7 bytes a parameter
+    # At the end there are the gradient and the optimizer's new tensors before old ones are freed:
+    # measurements gave 5 to 7 bytes a parameter.
     return max(largest, 7 * trained)
 
 
@@ -329,7 +332,7 @@ def micro_batch_bytes(demand: RunDemand, num_recomputed: int, micro_batch: Micro
     """
     The bytes of a micro-batch's forward and backward pass.
 
-    num_recomputed: the first layers, whose intermediate results are computed again.
+    num_recomputed: the number of first layers whose intermediate results are computed again.
     """
     model = demand.model
     dtype = demand.dtype
@@ -342,18 +345,18 @@ def micro_batch_bytes(demand: RunDemand, num_recomputed: int, micro_batch: Micro
     }
 
     kept = sum(bytes_of_kind[kind] for kind in kept_kinds)
-    backward = 0.0  # of the largest layer that keeps its intermediate results
+    backward = 0.0  # bytes of the largest layer that keeps its intermediate results
     for kind in kept_kinds:
         factor = LINEAR_WORKING if kind == "linear_attention" else WORKING
         backward = max(backward, bytes_of_kind[kind] * factor)
-    recomputed = 0.0  # of the largest layer that is computed again
+    recomputed = 0.0  # bytes of the largest layer that is computed again
     for kind in recomputed_kinds:
         factor = RECOMPUTED_SHARED if micro_batch.shares_prompts else RECOMPUTED
         if kind == "linear_attention":
             factor = LINEAR_RECOMPUTED
         recomputed = max(recomputed, bytes_of_kind[kind] * factor)
     if gpu.on_gpu():
-        scores = (4 + 3 * dtype.size) * attention.MOST_SCORES  # of attention's gradient
+        scores = (4 + 3 * dtype.size) * attention.MOST_SCORES  # scores in attention's gradient
         backward += scores
         recomputed += scores
 
@@ -372,17 +375,17 @@ def recomputed_input_bytes(
     if not micro_batch.shares_prompts:
         return micro_batch.num_positions * position_bytes * num_recomputed
 
-    # rows that share a prompt also see its keys, values and states
+    # layers also keep the prompts' keys, values and states for the rows that share a prompt
     position_bytes += column / model.num_hidden_layers
     inputs = micro_batch.num_positions * position_bytes * num_recomputed
     inputs += micro_batch.num_rows * state_bytes(model, demand.dtype)
-    if gpu.on_gpu():  # the prompts' keys and values, joined
+    if gpu.on_gpu():  # the keys and values of all prompts, joined
         inputs += micro_batch.num_rows * micro_batch.longest_prompt * column
     return inputs
 
 
 def logprob_bytes(demand: RunDemand, micro_batch: MicroBatch) -> int:
-    """The bytes of the log-probabilities of a micro-batch and of their gradient."""
+    """The bytes of a micro-batch's log-probabilities and of their gradient."""
     width = demand.model.hidden_size
     vocabulary = demand.model.vocab_size
     num_tokens = micro_batch.num_rows * demand.completion_tokens
@@ -395,7 +398,7 @@ def logprob_bytes(demand: RunDemand, micro_batch: MicroBatch) -> int:
         return hidden_states + 2 * demand.dtype.size * num_rows * vocabulary
     num_logits = min(TILES_IN_FLIGHT * lm_head.LOGPROB_TILE, 4 * num_tokens * vocabulary)
     tiles = 4 * num_logits
-    # the gradient of the head is computed in tiles, which are joined
+    # the gradient of the head is computed in tiles, which are joined at the end
     head = 0 if demand.config.model.lora_rank else 4 * vocabulary * width
     return hidden_states + max(tiles + head, 2 * head)
 
@@ -407,13 +410,15 @@ def choose_sizes(
     demand: RunDemand, most_rows: int = USUAL_ROWS, room: float | None = None
 ) -> Sizes:
     """
-    Decides each size that is `auto`.
+    Chooses a value for each size whose setting is `auto`.
 
-    It cuts micro-batches smaller first. Then it recomputes as few layers as possible, which costs a
+    If a run does not fit, this function first makes the micro-batches smaller. If that is not
+    enough, as few layers as possible compute their intermediate results again, which costs up to a
     third of the update. A run fits if it needs at most nine tenths of the GPU's memory. Without a
-    GPU the limit is that of a laptop's GPU, so that a run on a CPU does not depend on the machine.
+    GPU the memory of a laptop's GPU is the limit, so that the sizes do not depend on the machine.
 
-    most_rows: rows of a rollout, or of an evaluation. room: bytes; None means this machine's.
+    most_rows: the rows of the largest rollout or evaluation. room: bytes; None means the memory of
+    this machine.
     """
     sampling = demand.config.sampling
     if not room:
@@ -434,7 +439,7 @@ def choose_sizes(
 
 
 def update_choices(demand: RunDemand) -> list[tuple[int, int]]:
-    """The token budgets and numbers of recomputed layers that settings allow, fastest first."""
+    """Allowed pairs of a token budget and a number of recomputed layers, the fastest first."""
     optimizer = demand.config.optimizer
     num_layers = demand.model.num_hidden_layers
     if optimizer.train_token_budget:
@@ -455,7 +460,7 @@ def update_choices(demand: RunDemand) -> list[tuple[int, int]]:
 
 
 def agree_on_sizes(sizes: Sizes) -> Sizes:
-    """The sizes that every rank has the memory for."""
+    """The sizes for which every rank has the memory."""
     all_sizes = [Sizes(*values) for values in world.all_gather(list(sizes))]
     return Sizes(
         min(sizes.rollout_batch_size for sizes in all_sizes),
@@ -465,7 +470,7 @@ def agree_on_sizes(sizes: Sizes) -> Sizes:
 
 
 def rubric_path(config: Config) -> Path | None:
-    """The rubric that judges a run, as far as the settings tell it without the data."""
+    """The rubric of a run's judge, found from the settings alone, without reading data."""
     data = config.data
     if data.reward_weights.get("rubric") == 0:
         return None
@@ -483,7 +488,7 @@ def rubric_path(config: Config) -> Path | None:
 
 TOO_LARGE = "it does not fit"
 CHANGE = "change: "  # begins the last line if the user should change something
-REMEDIES = {  # what makes a part of the memory smaller
+REMEDIES = {  # part of the memory -> what makes it smaller
     "masters": "set --lora-rank 16",
     "optimizer": "set --lora-rank 16",
     "base": "set --lora-rank 16",
@@ -498,7 +503,7 @@ REMEDIES = {  # what makes a part of the memory smaller
 
 def memory_line(demand: RunDemand, sizes: Sizes) -> str:
     """
-    The memory that a run needs, by phases, and the memory of the machine.
+    A line with the memory that a run needs, by its parts, and with the memory of the machine.
 
     If the run does not fit, the line names the flag to change.
     """
@@ -525,12 +530,12 @@ def memory_line(demand: RunDemand, sizes: Sizes) -> str:
 
 
 def list_gigabytes(sizes: dict[str, int]) -> list[str]:
-    """Each size that is not 0, in GB, with its name."""
+    """For each size that is not 0 a text with the size in GB and its name."""
     return [f"{size / 1e9:.2f} {name}" for name, size in sizes.items() if size]
 
 
 def most_checkpoint_bytes(demand: RunDemand, need: MemoryNeed) -> int:
-    """The most bytes on disk of the checkpoints of a run that trains all weights."""
+    """The most bytes that the checkpoints take on disk in a run that trains all weights."""
     weights = need.resident["weights"]
     masters = 4 * count_parameters(demand.model).weights
     checkpoint_bytes = masters + need.resident["optimizer"] + weights
@@ -539,7 +544,7 @@ def most_checkpoint_bytes(demand: RunDemand, need: MemoryNeed) -> int:
 
 
 def suggest_remedy(need: MemoryNeed, room: int) -> str:
-    """The flag that makes the largest part smaller, for a run that needs more than `room` bytes."""
+    """How to make the largest part smaller in a run that needs more than `room` bytes."""
     if need.resident["Python"] >= room:
         return "Python and MLX alone need more; take a machine with more memory"
     parts = need.phases if sum(need.resident.values()) <= room else need.resident
@@ -548,7 +553,7 @@ def suggest_remedy(need: MemoryNeed, room: int) -> str:
 
 
 def explain_misfit(demand: RunDemand, sizes: Sizes) -> str:
-    """Why a run does not fit into this machine's memory, and what to change; "" if it fits."""
+    """Why the run exceeds this machine's memory, and what to change; "" if it fits."""
     need = estimate(demand, sizes)
     room = memory.memory_size()
     if need.total <= room:

@@ -1,8 +1,8 @@
 """
-The time of a step and the models that a machine can train, estimated without running anything.
+Estimates of a step's time and of the models that a machine can train. Nothing is run for them.
 
-This file counts the bytes and FLOPs of each phase. machine/chips.py turns them into seconds. The
-memory of a run is in forecast/memory_estimate.py.
+This file counts the bytes and FLOPs of each phase. machine/chips.py converts them to seconds. The
+memory of a run is estimated in forecast/memory_estimate.py.
 """
 
 from collections.abc import Iterable, Iterator
@@ -29,13 +29,13 @@ from machine import chips, gpu, memory
 from settings.sources import command_line, merge_settings
 from step.rows import column_bytes, state_bytes
 
-PROMPT = 256  # tokens of each prompt in the table
-STEPS = 100  # steps of a run in the table
+PROMPT = 256  # assumed tokens of each prompt, for the table
+STEPS = 100  # assumed steps of a run, for the table
 PATIENCE = 3600.0  # the most seconds that a first run should take
 
 
 def phase_costs(demand: RunDemand, sizes: Sizes) -> dict[str, chips.Cost]:
-    """The bytes and FLOPs of each phase of a step. A prompt is computed once for its group."""
+    """The bytes and FLOPs of each phase of a step. A group computes its prompt only once."""
     model = demand.model
     dtype = demand.dtype
     prompts = demand.longest_prompts
@@ -46,10 +46,10 @@ def phase_costs(demand: RunDemand, sizes: Sizes) -> dict[str, chips.Cost]:
     num_rows = len(prompts) * demand.group_size
     num_prompt_tokens = sum(prompts)
 
-    # FLOPs of a query and a key in all layers
+    # FLOPs of one query with one key, in all layers
     num_attention_layers = sum(kind != "linear_attention" for kind in model.layer_kinds)
     pair = 4 * model.num_attention_heads * model.head_dim * num_attention_layers
-    width = max(prompts) + length / 2  # keys of a completion that is half done
+    width = max(prompts) + length / 2  # the number of keys when half of a completion is done
 
     prefill_flops = 2 * matmuls * num_prompt_tokens + pair * num_prompt_tokens * max(prompts) / 2
 
@@ -85,17 +85,17 @@ def count_update_flops(
     demand: RunDemand, sizes: Sizes, matmuls: int, head: int, attention: float
 ) -> float:
     """
-    The FLOPs of an update with all its iterations.
+    The FLOPs of an update, for all its iterations together.
 
-    matmuls, head: parameters of the layers' matrices and of the head. attention: FLOPs of one query
-    in all layers.
+    matmuls: the number of parameters in the layers' matrices. head: the same for the head.
+    attention: the FLOPs of one query in all layers.
     """
     config = demand.config
     num_prompt_tokens = sum(demand.longest_prompts)
     num_rows = len(demand.longest_prompts) * demand.group_size
     num_response_tokens = num_rows * demand.completion_tokens
 
-    # a backward pass computes the gradient of inputs, and without adapters that of weights too
+    # a backward pass computes the gradient of inputs and, without adapters, the gradient of weights
     num_backward = 1 if config.model.lora_rank else 2
     recomputed = sizes.checkpoint_layers / demand.model.num_hidden_layers
     num_passes = config.optimizer.num_iterations * (1 + recomputed + num_backward)
@@ -108,10 +108,10 @@ def count_update_flops(
 
 def time_line(demand: RunDemand, sizes: Sizes) -> str:
     """
-    What a step reads and computes, and its time.
+    A line with the bytes that a step reads, the FLOPs that it computes, and its time.
 
-    On a GPU the time is that of this machine. Otherwise the line gives the time in 16 bits on each
-    chip that is sold with enough memory.
+    On a GPU this is the time on this machine. Otherwise the line gives the times in 16 bits on all
+    chips that are sold with enough memory.
     """
     if gpu.on_gpu():
         all_chips = [chips.this_chip()]
@@ -148,7 +148,7 @@ def round_to_two_digits(value: float) -> str:
 
 
 def format_range(ends: Iterable[str]) -> str:
-    """Both ends as "A to B", or one if they are written alike."""
+    """Both ends of a range as "A to B", or one text if the ends have the same text."""
     return " to ".join(dict.fromkeys(ends))
 
 
@@ -159,9 +159,9 @@ def models_that_fit(
     room: float, chip: chips.Chip, dtype: mx.Dtype
 ) -> Iterator[tuple[str, int, float]]:
     """
-    The models that `room` bytes can train, as a run on own data by each model's recipe.
+    The models that can be trained in `room` bytes, with own data and the recipe of each model.
 
-    Yields a name, the bytes needed and the seconds of a step.
+    Yields a model's name, the bytes that it needs, and the seconds of a step.
     """
     names = [name for name in model_choice.load_known_models() if not name.startswith("random:")]
     for name in ["demo", *names]:
@@ -176,7 +176,7 @@ def models_that_fit(
 
 
 def describe_fitting_models() -> Iterator[str]:
-    """The lines of a table of the models that this machine can train, and a command to begin."""
+    """The lines of a table of models that this machine can train, and a command to start with."""
     models = list(models_that_fit(memory.memory_size(), chips.this_chip(), gwen.default_dtype()))
     yield (
         f"what fits, for prompts of {PROMPT} tokens "
@@ -195,11 +195,11 @@ def describe_fitting_models() -> Iterator[str]:
     _, largest = max(quick_models, default=(0, "demo"))
     settings = merge_settings({"model": largest}, None).to_flags()
     line = f"start with: {command_line(settings)} --model {largest}"
-    if largest != "demo":  # README.md shows both files
+    if largest != "demo":  # README.md shows examples of both files
         line += " --data mine.jsonl --reward mine.py:score"
     yield line
 
 
 def format_time(value: float) -> str:
-    """Seconds or minutes to two digits; below 1 Python takes most of the time."""
+    """Seconds or minutes to two digits; "<1" if Python would take most of the time."""
     return round_to_two_digits(value) if value >= 1 else "<1"

@@ -1,9 +1,9 @@
 """
-The first steps of a run: what they show, and whether to go on with it.
+Trials: the first steps of a run show whether to go on with the run.
 
-A trial takes a few steps of train.py with a learning rate of 0, so everything is measured where it
-will happen, and every answer is one of the model before training. This file does not cover what the
-estimates say without running anything (forecast/memory_estimate.py, forecast/time_estimate.py).
+A trial takes a few steps of train.py with a learning rate of 0. So the trial measures the real
+program on the real machine, and all answers are those of the model before training. This file does
+not cover estimates, which run nothing (forecast/memory_estimate.py, forecast/time_estimate.py).
 """
 
 import contextlib
@@ -41,15 +41,15 @@ from settings.sources import to_yaml
 from tools.toolbox import make_toolbox
 
 TRY_STEPS = 4
-TRY_SECONDS = 120.0  # no further step of a trial begins later
-FEW_SIGNALS = 0.25  # fraction of the groups with a signal that is enough to learn from
-FEW_RIGHT = 0.2  # a mean reward below this fraction of the rewards' range: nearly all fail
-MANY_RIGHT = 0.8  # above this one: nearly all succeed
+TRY_SECONDS = 120.0  # after this time a trial begins no further step
+FEW_SIGNALS = 0.25  # if at least this fraction of the groups has a signal, training can learn
+FEW_RIGHT = 0.2  # nearly all answers fail if the mean reward is below this fraction of the range
+MANY_RIGHT = 0.8  # nearly all answers succeed if the mean reward is above this fraction
 MANY_CUT = 0.5  # fraction of the answers
 MANY_DEGENERATE = 0.1  # fraction of the answers
-LONG = 300.0  # seconds: only a longer run ends early if its first steps have no signal
-SHOWN = 5  # answers
-MOST_RENDERED = 256  # prompts, the longest in characters, whose tokens are counted
+LONG = 300.0  # seconds; a run without a signal is ended early only if it takes longer
+SHOWN = 5  # the number of answers that are printed
+MOST_RENDERED = 256  # tokens are counted for this many prompts, those with the most characters
 WARM_START = "a warm start (docs/warm-start.md)"
 NONE_RIGHT = (
     "; no answer is right yet, so training may learn only what the reward pays: "
@@ -64,7 +64,7 @@ def make_demand(config: Config, task: tasks.Task) -> tuple[RunDemand, Sizes]:
     """
     The demand and the sizes of a run of this task, as train.py estimates them.
 
-    It reads no weights.
+    This function reads no weights.
     """
     model = model_choice.load_config(config.model.name)
     is_random = config.model.name.startswith("random:")
@@ -88,7 +88,7 @@ def make_demand(config: Config, task: tasks.Task) -> tuple[RunDemand, Sizes]:
     by_length = sorted(examples, key=lambda example: len(prompt_text(example["prompt"])))
     lengths = [count_tokens(example) for example in by_length[-MOST_RENDERED:]]
     response_length = None
-    if toolbox:  # tools' results follow a prompt too
+    if toolbox:  # tool results follow a prompt too
         response_length = toolbox.context - max(lengths)
 
     held_out: list[Example] = []
@@ -109,11 +109,11 @@ def make_demand(config: Config, task: tasks.Task) -> tuple[RunDemand, Sizes]:
 
 def try_run(config: Config) -> Iterator[str]:
     """
-    Takes the first steps of a run; the lines say what they show and whether to go on.
+    Takes the first steps of a run. Yields lines that say what they show and whether to go on.
 
-    A run that does not fit is tried only with --over-memory.
+    A run that does not fit into memory is tried only with --over-memory.
 
-    Raises ValueError if train.py ends with a mistake, which it has printed.
+    Raises ValueError if train.py refuses the run. It has printed the reason before.
     """
     task = tasks.make_task(config)
     demand, sizes = make_demand(config, task)
@@ -126,11 +126,11 @@ def try_run(config: Config) -> Iterator[str]:
     steps, answers = run_first_steps(config)
     for name, reward_audit in audit_rewards(task, config.data.reward_gate):
         values = {answer["rewards"].get(name) for answer in answers} - {None}
-        # else the audit says that the reward gives one value, and the trial saw another
+        # otherwise the audit would say that there is one value, although the trial saw another
         if not reward_audit.only or values <= reward_audit.only:
             yield f"reward {reward_audit.name}: {audit.describe_surprise(reward_audit)}"
     if config.evaluation.every:
-        yield from warn_of_held_out(config, task, steps, answers)
+        yield from held_out_warnings(config, task, steps, answers)
     yield from trial_verdict(config, steps, answers, verify_answers(task, answers), misfit)
 
 
@@ -156,7 +156,11 @@ def run_first_steps(config: Config) -> tuple[list[dict[str, Any]], list[dict[str
 
 
 def run_train(recipe: Path, run: Path) -> int:
-    """Runs train.py until it ends, or past the deadline until it has a step; its exit status."""
+    """
+    Runs train.py until it ends, or until the deadline is over and it has finished a step.
+
+    Returns the exit status.
+    """
     train = str(Path(__file__).parents[1] / "train.py")
     command = [sys.executable, train, "--config", str(recipe), "--run-dir", str(run)]
     with ending_signals_interrupt():
@@ -169,9 +173,9 @@ def run_train(recipe: Path, run: Path) -> int:
                     break
                 time.sleep(0.2)
         finally:
-            trial.kill()  # past the deadline it is in the middle of a step, which is not kept
+            trial.kill()  # after the deadline this interrupts a step, which is not recorded
             status = trial.wait()
-            if sys.stderr.isatty():  # else the last bar of train.py would stay on the screen
+            if sys.stderr.isatty():  # removes the last progress bar of train.py
                 print("\r\x1b[J", end="", file=sys.stderr, flush=True)
     return status
 
@@ -179,9 +183,9 @@ def run_train(recipe: Path, run: Path) -> int:
 @contextlib.contextmanager
 def ending_signals_interrupt() -> Iterator[None]:
     """
-    Inside, the signals that end a process raise KeyboardInterrupt.
+    Wraps code in which the signals that end a process shall raise KeyboardInterrupt.
 
-    Their default handlers would end this process and leave the trial running.
+    The default handlers would end this process but leave the trial running.
     """
     handlers = {
         number: signal.signal(number, link.raise_interrupt) for number in link.ending_signals()[1:]
@@ -197,7 +201,7 @@ def audit_rewards(task: tasks.Task, gate: str) -> Iterator[tuple[str, audit.Audi
     """
     The name and the audit of each reward function of a run.
 
-    It leaves out judges and environments, which would have to be asked.
+    Judges and environments are left out, because an audit would have to run them.
     """
     for name, reward in task.counted_rewards.items():
         if not audit.needs_episodes(reward):
@@ -209,7 +213,7 @@ def verify_answers(task: tasks.Task, answers: list[dict[str, Any]]) -> list[floa
     """
     The verifier's value of each answer to a problem that has a column `answer`.
 
-    It is empty without a verifier.
+    The list is empty if the task has no verifier.
     """
     if task.verifier is None:
         return []
@@ -226,11 +230,11 @@ def verify_answers(task: tasks.Task, answers: list[dict[str, Any]]) -> list[floa
     return audit.call_on_texts("correct", task.verifier, rows)
 
 
-def warn_of_held_out(
+def held_out_warnings(
     config: Config, task: tasks.Task, steps: list[dict[str, Any]], answers: list[dict[str, Any]]
 ) -> Iterator[str]:
-    """The warnings about held-out problems: they are too few, or the model was trained on them."""
-    deviation = 0.0  # of the rewards within a group, as a fraction of their range
+    """Warnings if there are too few held-out problems, or if the model was trained on them."""
+    deviation = 0.0  # standard deviation of rewards within a group / range of all rewards
     if task.metric == "score":
         rewards = list_rewards(answers)
         reward_range = max(rewards) - min(rewards)
@@ -239,25 +243,25 @@ def warn_of_held_out(
             deviation = within_group / reward_range
     held_out = spread_evenly(task.held_out, config.evaluation.limit)
     yield from warn_of_few_held_out(len(held_out), config.to_flags(), deviation)
-    yield from tasks.warn_of_contamination(config, task.train, held_out)
+    yield from tasks.contamination_warnings(config, task.train, held_out)
 
 
 # ---- the verdict
 
 
 class TrialFigures(NamedTuple):
-    """What the steps and answers of the model before training measure."""
+    """Measurements from the steps and answers of the model before training."""
 
     num_groups: int
     signals: float  # fraction of the groups whose rewards differ
     truncated: float  # fraction of the answers that are cut off
-    degenerate: float  # fraction of the answers that repeat or copy
+    degenerate: float  # fraction of the answers that repeat themselves or copy
     unparsed: float  # fraction of the judge's scores that cannot be read
     mean_reward: float
     deviation: float  # standard deviation of the rewards within a group
-    lowest: float  # reward
-    highest: float  # reward
-    middle: float  # where the mean reward is between the lowest, 0, and the highest, 1
+    lowest: float  # the lowest reward
+    highest: float  # the highest reward
+    middle: float  # position of the mean reward from the lowest, 0, to the highest, 1
     step_seconds: list[float]
     peak_gigabytes: float
 
@@ -291,8 +295,8 @@ class TrialFigures(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Half of the 95% interval of the fractions of groups and of answers, the wider one."""
-        # a fraction of 0 of few groups does not mean that there are none
+        """Half of the 95% interval of `signals` or of `truncated`, whichever is wider."""
+        # few groups: a measured fraction of 0 does not mean that the true fraction is 0
         likely = [
             (fraction * self.num_groups + 1) / (self.num_groups + 2)
             for fraction in (self.signals, self.truncated)
@@ -303,12 +307,12 @@ class TrialFigures(NamedTuple):
 
 
 def list_rewards(answers: list[dict[str, Any]]) -> list[float]:
-    """The rewards that are known; [0.0] if none is."""
+    """The rewards that are known; [0.0] if no reward is known."""
     return [answer["reward"] for answer in answers if answer["reward"] is not None] or [0.0]
 
 
 def mean_of_steps(steps: list[dict[str, Any]], name: str) -> float:
-    """The mean of a metric over steps. A step without it counts as 0."""
+    """The mean of a metric over steps. A step without the metric counts as 0."""
     return sum(step.get(name) or 0.0 for step in steps) / len(steps)
 
 
@@ -316,10 +320,10 @@ def explain_hopeless(
     config: Config, steps: list[dict[str, Any]], evaluation_s: float, run: Path
 ) -> str:
     """
-    What to change before a run goes on whose first steps showed no signal; else "".
+    Says what to change if the first steps of a run showed no signal; else "".
 
-    There is a text only once, after as many steps as a trial has, and only if the rest of the run
-    takes longer than LONG. evaluation_s: seconds of an evaluation.
+    The text comes only once, after as many steps as a trial has, and only if the rest of the run
+    would take longer than LONG. evaluation_s: the seconds of one evaluation.
     """
     if not config.compares_within_groups:
         return ""
@@ -346,7 +350,7 @@ def trial_verdict(
     misfit: str = "",
 ) -> Iterator[str]:
     """
-    The lines about a run whose first steps used the model before training; the advice is last.
+    The lines about a run's first steps, taken with the model before training. The last is advice.
 
     verified: from `verify_answers`. misfit: from `explain_misfit`.
     """
@@ -407,7 +411,8 @@ def describe_trial(
         f"{figures.degenerate:.0%} repeat or copy"
     )
     if verified:
-        num_right = sum(value >= 1 for value in verified)  # as on the page: less is not right
+        # as on the report's page, a smaller value is not right
+        num_right = sum(value >= 1 for value in verified)
         yield f"right answers: {num_right} of {len(verified)}"
     reward_range = format_range([f"{figures.lowest:.3g}", f"{figures.highest:.3g}"])
     yield f"rewards {reward_range}, mean {figures.mean_reward:.3g}, which training raises"
@@ -430,7 +435,7 @@ def suggest_changes(
 ) -> list[str]:
     """What to change before training, the most important first; empty if the run can go on."""
     is_gated = config.data.reward_gate == "form"
-    # a gate pays nothing for a right answer that is too short, for example
+    # for example, a gate gives no reward for a right answer that is too short
     gate_keeps_right_answers = all(map(form.keeps_own_answer, answers))
 
     changes = []
@@ -459,7 +464,9 @@ def suggest_changes(
             )
     if figures.degenerate > MANY_DEGENERATE and not is_gated and gate_keeps_right_answers:
         changes.append("set --reward-gate form")
-    if figures.truncated > MANY_CUT:  # first, since it may cause the others
+    if (
+        figures.truncated > MANY_CUT
+    ):  # the first change, because long answers may cause the other problems
         warm_start = f"take {WARM_START}, "
         if any(WARM_START in change for change in changes):
             warm_start = ""
@@ -472,7 +479,7 @@ def suggest_changes(
 
 
 def explain_closed_gate(answers: list[dict[str, Any]], gate_keeps_right_answers: bool) -> str:
-    """Why no answer earns anything behind --reward-gate form; "" if the gate is not the reason."""
+    """Why --reward-gate form leaves no answer a reward; "" if the gate is not the reason."""
     num_passed = sum(
         form.passes_gate(
             answer["completion"], prompt_text(answer["prompt"]), answer["finish_reason"]

@@ -1,1 +1,1 @@
-"""What a judge is made of besides its model: rubrics, labels, judges elsewhere."""
+"""The parts of a judge besides its model: rubrics, labels, replies and judges on a server."""

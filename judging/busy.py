@@ -1,8 +1,8 @@
 """
 Reads from a response whether a server is busy, for how long, and whether waiting helps.
 
-A server may say so in its status, in headers or in the body, each in several forms. This file
-leaves out the waiting (judging/server.py).
+A server may say so in the status, in headers or in the body, each in several forms. The waiting
+itself is in judging/server.py.
 """
 
 import email.utils
@@ -14,9 +14,9 @@ from typing import Any
 from text.documents import read_json
 
 BUSY = {429, 503, 529}  # too many requests, unavailable, overloaded
-# Seconds of the first pause if a busy server does not say how long to wait. Pauses double: six of
-# them make the minute after which most limits begin anew, and a server that is busy only for a
-# moment soon gets the request again.
+# Seconds of the first pause if a busy server does not say how long to wait. Each pause is twice as
+# long as the last: six of them make a minute, after which most rate limits begin anew, and a server
+# that is busy only for a moment soon gets the request again.
 SHORTEST_PAUSE = 1.0
 
 SAYS_BUSY = re.compile(
@@ -24,7 +24,7 @@ SAYS_BUSY = re.compile(
     r"|resource.?exhausted|temporarily unavailable|try again (?:later|in)",
     re.IGNORECASE,
 )
-# Codes and types of OpenAI, DeepSeek, OpenRouter, Mistral and Anthropic
+# Error codes and types that OpenAI, DeepSeek, OpenRouter, Mistral and Anthropic send
 QUOTA_CODES = re.compile(
     r"insufficient.?(?:quota|balance|credits?|funds)|billing.?(?:hard.?limit|not.?active|error)"
     r"|quota.?exhausted|payment.?required|access.?terminated",
@@ -45,7 +45,7 @@ ASKS_TO_WAIT = re.compile(
     rf"((?:\d+(?:\.\d+)?\s*{UNIT}[\s,]*(?:and\s+)?)+)",
     re.IGNORECASE,
 )
-# A number above EPOCH is a date in seconds since 1970; above 1000 times EPOCH, in milliseconds.
+# A number above EPOCH is a date in seconds since 1970. One above 1000 * EPOCH is in milliseconds.
 EPOCH = 1e9
 
 
@@ -53,7 +53,7 @@ def read_duration(text: str) -> float | None:
     """
     The seconds of a duration such as "20", "20s", "6m0s", "1m30.5s", "250ms" or "2 minutes".
 
-    None if it is no duration.
+    None if the text is no duration.
     """
     text = text.strip()
     if re.fullmatch(r"\d{1,20}(?:\.\d{1,20})?", text):
@@ -70,9 +70,9 @@ def read_duration(text: str) -> float | None:
 
 def read_date(text: str) -> float | None:
     """
-    A date in seconds since 1970; None if the text is no date.
+    The seconds since 1970 of a date; None if the text is no date.
 
-    It is a date of HTTP, as "Wed, 21 Oct 2015 07:28:00 GMT", or of ISO 8601.
+    text: an HTTP date, such as "Wed, 21 Oct 2015 07:28:00 GMT", or an ISO 8601 date.
     """
     try:
         date = email.utils.parsedate_to_datetime(text)
@@ -99,12 +99,12 @@ def read_wait(text: str, now: float) -> float | None:
 
 def read_wait_from_headers(headers: Mapping[str, str], now: float) -> float | None:
     """
-    The seconds to wait by a response's headers; None if they do not say.
+    The seconds to wait according to a response's headers; None if they do not say.
 
-    They say so in Retry-After, retry-after-ms or the reset of a rate limit.
+    The headers may be Retry-After, retry-after-ms or the reset of a rate limit. If there are
+    several rate limits, the longest reset counts, among the used-up limits if there are any.
 
-    Of several rate limits, the longest reset counts among those with nothing remaining, or among
-    all if none is used up. headers: names in small letters.
+    headers: by name in lower case.
     """
     milliseconds = headers.get("retry-after-ms", "")
     if re.fullmatch(r"\d{1,12}(?:\.\d+)?", milliseconds):
@@ -128,7 +128,7 @@ def read_wait_from_headers(headers: Mapping[str, str], now: float) -> float | No
 
 
 def list_values(content: Any) -> Iterator[tuple[str, Any]]:
-    """Yields every number, text or null in a JSON value, with its key in small letters."""
+    """Yields every number, text, boolean and null in a JSON value, with its key in lower case."""
     waiting = [("", content)]
     while waiting:
         key, value = waiting.pop()
@@ -142,9 +142,9 @@ def list_values(content: Any) -> Iterator[tuple[str, Any]]:
 
 def read_wait_from_body(content: Any, now: float) -> float | None:
     """
-    The seconds to wait by a response's body; None if it does not say.
+    The seconds to wait according to a response's body; None if it does not say.
 
-    It says so in `retry_after` or `retryDelay`, in headers, or as "try again in 20s" in a message.
+    The body may hold `retry_after`, `retryDelay`, headers, or a message like "try again in 20s".
     """
     headers = {}
     for key, value in list_values(content):
@@ -167,7 +167,7 @@ def read_wait_from_body(content: Any, now: float) -> float | None:
 
 
 def find_wait(headers: Mapping[str, str], error: Any, now: float) -> float | None:
-    """The seconds to wait by a response's headers, or else by the error in its body."""
+    """The seconds to wait according to a response's headers, or else to the error in its body."""
     seconds = read_wait_from_headers(headers, now)
     return read_wait_from_body(error, now) if seconds is None else seconds
 
@@ -176,7 +176,7 @@ def find_error(body: bytes) -> Any:
     """
     The error in a response's body; None if the body has a reply instead.
 
-    It is the body's text if the body is no JSON.
+    If the body is no JSON, the error is the body's text.
     """
     try:
         content = read_json(body)
@@ -204,7 +204,7 @@ def find_status(error: Any) -> int | None:
 
 
 def is_busy(status: int, error: Any) -> bool:
-    """Whether a server is busy, by a response's status or by the error in its body."""
+    """Whether a response's status, or the error in its body, says that the server is busy."""
     if status in BUSY or find_status(error) in BUSY:
         return True
     is_plain_text = isinstance(error, str) and status < 400

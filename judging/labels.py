@@ -1,7 +1,7 @@
 """
 Human labels: loads scores that people gave, and measures how well a judge's scores agree.
 
-judge.py has the command. This file does not cover how a judge scores (judging/rubrics.py).
+The command is in judge.py. How a judge scores is in judging/rubrics.py.
 """
 
 import re
@@ -24,7 +24,7 @@ def load_labels(path: str | Path, rubric: Rubric) -> pd.DataFrame:
     """
     The labels of a JSONL file, one a row: prompt, completion, criterion and score.
 
-    Raises ValueError if a line is invalid, naming the line, or if there is none.
+    Raises ValueError if the file has no label, or an invalid line, which the message names.
     """
     file_flag = f"--labels {path}"
     labels = []
@@ -40,7 +40,7 @@ def check_label(line_name: str, record: Any, rubric: Rubric) -> None:
     """
     Raises ValueError if a record is no label for this rubric.
 
-    line_name: how the message calls its line.
+    line_name: the name of the record's line in the message.
     """
     texts = [record.get(key) for key in TEXTS] if isinstance(record, dict) else [None]
     if not all(isinstance(text, str) for text in texts):
@@ -66,10 +66,10 @@ def check_label(line_name: str, record: Any, rubric: Rubric) -> None:
 
 def agreement_report(labels: pd.DataFrame, judged: np.ndarray) -> str:
     """
-    A report on a judge's scores (nan: unreadable) against labels, row by row.
+    A report that compares a judge's scores (nan: unreadable) with the labels of the same rows.
 
-    It has agreement and rank correlation by criterion, then a confusion table. An unreadable score
-    counts as disagreement. Spearman's rank correlation leaves it out.
+    The report has agreement and rank correlation for each criterion, and then a confusion table. An
+    unreadable score counts as disagreement, but Spearman's rank correlation leaves it out.
     """
     scores = labels.assign(judged=judged, rounded=np.floor(judged + 0.5))
     lines = [
@@ -94,7 +94,7 @@ def agreement_line(name: str, scores: pd.DataFrame) -> str:
 
 
 def confusion_table(scores: pd.DataFrame) -> pd.DataFrame:
-    """How often each label, by row, met each score of the judge, by column."""
+    """How often each label (rows) coincides with each of the judge's scores (columns)."""
     rounded = scores.rounded.fillna(UNREADABLE)
     counts = pd.crosstab(scores.score.rename("labelled"), rounded.rename("judged"))
     counts = counts.reindex(index=range(1, 6), columns=range(1, UNREADABLE + 1), fill_value=0)

@@ -1,8 +1,8 @@
 """
-Computes prompts that share their beginnings: a tree of token runs. A model computes each run once.
+Computes prompts that share their beginnings, as a tree of token runs. Each run is computed once.
 
-This file does not know what prompts ask (judging/rubrics.py) nor what is read at their ends
-(judge.py). layers/tree_cache.py holds the keys and values.
+This file knows neither the content of prompts (judging/rubrics.py) nor what is read at their ends
+(judge.py). The cache of keys and values is in layers/tree_cache.py.
 
 Axes: N prompts, M rows of a batch, L positions of a level, C hidden.
 """
@@ -20,25 +20,28 @@ import gwen
 from layers.tree_cache import TreeCache
 from machine import memory
 
-MAX_PADDING = 0.1  # of a level's batch; a row that would add more waits for a later batch
+MAX_PADDING = 0.1  # fraction of a batch; a row that would add more waits for a later batch
 
 T = TypeVar("T")
 Prompt = tuple[tuple[int, ...], ...]  # runs of ids
-# from hidden states at the ends of M prompts, (M, C), and the cache, to one value a prompt
+# takes the hidden states at the ends of M prompts, (M, C), and the cache; returns M values
 Read = Callable[[mx.array, TreeCache], Sequence[T]]
 
 
 class Node(NamedTuple):
     """A run of tokens in the tree."""
 
-    row: int  # of the cache that it continues
+    row: int  # the row of the cache that the run continues
     ids: tuple[int, ...]
-    rests: dict[int, Prompt]  # the prompts with this run, by place: their runs after it
+    # by the place of each prompt with this run: the prompt's runs after it
+    rests: dict[int, Prompt]
 
 
 def make_nodes(row: int, prompts: dict[int, Prompt]) -> list[Node]:
     """
-    The nodes that continue a row, from prompts by place.
+    The nodes that continue a row of the cache.
+
+    prompts: by place.
 
     Prompts with an equal first run share a node, unless the run ends a prompt.
     """
@@ -55,8 +58,8 @@ class PromptTree:
     Prompts that all begin with `head`. The head is computed once, so the model's weights must not
     change.
 
-    chunk_size: most prompts whose ends are computed together. name: prefix of messages about
-    memory.
+    chunk_size: the most prompts whose ends are computed together.
+    name: the prefix of messages about memory.
     """
 
     def __init__(self, model: gwen.Model, head: Sequence[int], chunk_size: int, name: str):
@@ -87,10 +90,10 @@ class PromptTree:
 
     def walk(self, prompts: dict[int, Prompt], read: Read[T]) -> Iterator[tuple[int, T]]:
         """
-        Yields the place and the value of `read` for each of N prompts, chunk by chunk.
+        Yields each prompt's place and the value that `read` returns for it, chunk by chunk.
 
-        prompts: by place, without the head, all with the same number of runs. If memory runs out,
-        the chunks of the remaining prompts are smaller.
+        prompts: by place, without the head; all have the same number of runs. If memory runs out,
+        the remaining prompts are computed in smaller chunks.
 
         Raises ValueError if memory is too small for one prompt.
         """
@@ -126,10 +129,10 @@ class PromptTree:
         self, cache: TreeCache, nodes: list[Node], max_ends: int, read: Read[T]
     ) -> Iterator[list[tuple[int, T]]]:
         """
-        Computes nodes that continue `cache`, and all levels under them. Yields what `read` returns.
+        Computes nodes that continue `cache`, and all levels below. Yields the values of `read`.
 
-        A batch has rows of similar lengths, and prompts for at most one chunk of ends. max_ends:
-        the most prompts that end under one row.
+        The rows of a batch have similar lengths, and the prompts below them have at most one chunk
+        of ends. max_ends: the most prompts that end below one row.
         """
         waiting = sorted(nodes, key=lambda node: len(node.ids))
         is_last = not any(waiting[0].rests.values())
@@ -172,7 +175,7 @@ class PromptTree:
 
 
 def select_ends(hidden: mx.array, lengths: list[int]) -> mx.array:
-    """The value at each row's last token, (M, L, C) -> (M, C)."""
+    """The hidden state at each row's last token, (M, L, C) -> (M, C)."""
     last_positions = mx.array(lengths)[:, None, None] - 1
     return mx.take_along_axis(hidden, last_positions, 1)[:, 0]
 

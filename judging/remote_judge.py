@@ -1,7 +1,7 @@
 """
-Remote judge: scores a rubric with a model on a server, known only by its name.
+Remote judge: scores answers by a rubric with a model on a server, of which it knows only the name.
 
-judging/server.py sends the requests; judging/rubrics.py builds the messages and reads scores.
+judging/server.py sends the requests. judging/rubrics.py builds the messages and reads the scores.
 """
 
 import asyncio
@@ -16,16 +16,16 @@ from judging.server import TEMPLATE_SETTINGS, Endpoint, FlagNames, Reply
 from machine import alive
 
 FLAGS = FlagNames("--judge-url", "--judge-model", "JUDGE_API_KEY", "--judge-think")
-# Most tokens of a reply without thoughts. It has room for a judge that explains first; a judge
+# The most tokens of a reply without thoughts. They suffice for a judge that explains first; a judge
 # that does not explain stops early.
 REPLY_TOKENS = 256
-# Requested first tokens: the most that all servers of this protocol allow, and enough for five
-# digits in two spellings.
+# How many of the likeliest first tokens are requested: the most that all servers of this protocol
+# allow, and enough for five digits in two spellings.
 TOP_LOGPROBS = 10
 
 
 class RemoteJudge(Grader):
-    """A judge on the server at `--judge-url`. key: its bearer token, as `Endpoint` takes it."""
+    """A judge on the server at `--judge-url`. key: the server's bearer token, or None."""
 
     is_paid = True
 
@@ -79,12 +79,12 @@ class RemoteJudge(Grader):
 
     def _read_evaluation(self, reply: Reply) -> Evaluation:
         """
-        The evaluation in a server's reply. Its `reply` says why an empty reply has no text.
+        The evaluation in a server's reply. If the reply has no text, its `reply` says why.
 
-        Raises ValueError if a server of mode `logits` returns no log-probabilities.
+        Raises ValueError if the mode is `logits` and the server returns no log-probabilities.
         """
         if self.mode == "logits":
-            # without text the reply ended at once, or was filtered
+            # a reply without text ended at once, or was filtered
             if not reply.first_logprobs and reply.text:
                 raise ValueError(
                     f"--judge-url {self.server.url} gives no log-probabilities; "

@@ -1,12 +1,12 @@
 """
-Reads the score, 1 to 5, in a judge's reply. docs/judge.md has one example of each rule.
+Reads the score, 1 to 5, from a judge's reply. docs/judge.md has one example of each rule.
 
 `read_score` tries the rules in this order: a labelled score, the number that opens the reply, a
 line that names one number, a verdict in a sentence, and a lone number. The first rule that applies
 decides, even if it reads no score. Each rule is a function.
 
-This file does not cover thoughts that a server sends apart (judging/server.py), and the tokens of
-mode `logits` (judging/rubrics.py).
+Thoughts that a server sends separately are handled in judging/server.py, and the tokens of mode
+`logits` in judging/rubrics.py.
 """
 
 import json
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from judging import score_words as words
 
-LONGEST = 2000  # characters read at the beginning of a reply, and as many at its end
+LONGEST = 2000  # how many characters are read at the beginning of a reply, and at the end
 
 # ---- patterns
 
@@ -34,7 +34,7 @@ def label_pattern(labels: str) -> str:
     """
     A pattern for any of these labels, as a complete word if its script separates words.
 
-    German labels may end a compound.
+    A German label may also be the end of a compound word.
     """
     names = sorted(map(re.escape, labels.split()), key=len, reverse=True)
     unspaced = [name for name in names if re.search(CJK, name)]
@@ -143,9 +143,9 @@ def remove_thoughts(reply: str) -> str:
 
     An explanation in tags is removed too. If it is still open, the reply ends before it.
 
-    `strip_thoughts` of rewards/statements.py keeps only the text after the last closing tag, as a
-    completion's answer stands at its end. A judge's score may stand before a closed explanation,
-    and does not count if a thought after it is still open.
+    `strip_thoughts` in rewards/statements.py keeps only the text after the last closing tag,
+    because a completion ends with its answer. A judge's score may come before a closed explanation.
+    It does not count if a thought after it is still open.
     """
     parts = []
     place = 0
@@ -165,9 +165,9 @@ def remove_thoughts(reply: str) -> str:
 
 def plain_text(reply: str) -> str:
     """
-    The reply without markup, with digits and signs in their plain forms.
+    The reply without markup, and with digits and signs in their plain forms.
 
-    A long reply loses its middle.
+    The middle of a long reply is dropped.
     """
     text = reply.strip()
     if len(text) > 2 * LONGEST:
@@ -206,7 +206,7 @@ def plain_text(reply: str) -> str:
 
 
 def remove_scales(text: str) -> str:
-    """The text without mentions of the scale itself, as "on a scale from 1 (worst) to 5 (best)"."""
+    """The text without mentions of the scale, such as "on a scale from 1 (worst) to 5 (best)"."""
     return OPENING_SCALE.sub("", FROM_1_TO_5.sub("", text)).strip()
 
 
@@ -217,7 +217,7 @@ class Value(NamedTuple):
     """A number that a judge wrote."""
 
     score: int | None  # 1 to 5; None if the number is no score
-    end: int  # the place in the text after it
+    end: int  # the place in the text after the number
 
 
 def read_number(text: str) -> float:
@@ -227,7 +227,7 @@ def read_number(text: str) -> float:
 
 
 def is_one_of_several(text: str, value: re.Match[str]) -> bool:
-    """Whether another number follows at once: "3-4", "3 or 4", "3, 4"."""
+    """Whether another number follows directly, as in "3-4", "3 or 4" and "3, 4"."""
     number = read_number(value["number"])
     for pattern in (JOINED_NUMBER, LISTED_NUMBER, NUMBER_ON_NEXT_LINE):
         next_number = pattern.match(text, value.end())
@@ -237,7 +237,7 @@ def is_one_of_several(text: str, value: re.Match[str]) -> bool:
 
 
 def score_in_match(text: str, value: re.Match[str]) -> int | None:
-    """The score in a match of `VALUE`: an integer from 1 to 5, alone or out of 5."""
+    """The score in a match of `VALUE`: an integer from 1 to 5, alone or "out of 5"."""
     number = read_number(value["number"])
     scale = read_number(value["scale"]) if value["scale"] else 5
     if scale != 5 or number not in range(1, 6):
@@ -248,19 +248,19 @@ def score_in_match(text: str, value: re.Match[str]) -> int | None:
 
 
 def value_at(text: str, place: int) -> Value | None:
-    """The number at a place of a text; None if something else stands there."""
+    """The number at a place of a text; None if there is no number."""
     value = OPENED_VALUE.match(text, place)
     return Value(score_in_match(text, value), value.end()) if value else None
 
 
-# ---- rules: each returns the scores that it reads, with None for a number that is no score.
-# A rule that does not apply returns an empty list.
+# ---- rules: each returns a list of the scores that it reads, with None for a number that is no
+# score. A rule that does not apply returns an empty list.
 
 Scores = list[int | None]
 
 
 class Pairs(list[tuple[str, Any]]):
-    """The keys and values of a JSON object. A repeated key stands in it repeatedly."""
+    """The keys and values of a JSON object. A key that the object repeats is repeated here."""
 
 
 def json_objects(text: str) -> Iterator[Pairs]:
@@ -330,8 +330,8 @@ def labelled_scores(text: str) -> Scores:
     """
     Rule: the number after `score`, `rating` or a similar label in any language is the score.
 
-    So is n in [[n]]. An overall score wins over other scores. A label with words is passed over if
-    another label has a number.
+    The number in [[n]] is a score too. An overall score takes precedence over other scores. A label
+    with words after it is ignored if another label has a number.
     """
     plain: Scores = []
     overall: Scores = []
@@ -366,7 +366,7 @@ def weakly_labelled_scores(text: str) -> Scores:
     """
     Rule: the number after a weak label is the score if the statement ends there.
 
-    A weak label is a word that may mean something else, as `note`, `grade` or `answer`.
+    A weak label is a word that may mean something else, such as `note`, `grade` or `answer`.
     """
     plain: Scores = []
     overall: Scores = []
@@ -403,7 +403,7 @@ def scores_in_verdicts(text: str) -> Scores:
     """
     Rule: the number in "I give 4", "so 4" or "this is a 4" is a score.
 
-    It is none if the sentence denies or supposes it.
+    It is no score if the sentence denies it or only supposes it.
     """
     scores: Scores = []
     for verdict in VERDICT.finditer(text):
@@ -435,8 +435,8 @@ def read_score(reply: str, was_cut: bool = False) -> int | None:
     """
     The score in a judge's reply, 1 to 5; None if it is unreadable.
 
-    was_cut: the reply ended at its limit of tokens. Then only a score that opens it or has a label
-    counts.
+    was_cut: whether the reply ended at its token limit. Then a score counts only if it opens the
+    reply or has a label.
     """
     answer = remove_thoughts(reply)
     text = plain_text(answer)

@@ -1,5 +1,5 @@
 """
-Words that judges write, by language: labels of scores, numbers, units and signs of a verdict.
+Words that judges write in many languages: score labels, numbers, units and signs of a verdict.
 
 Each entry is a pattern for `re` in which `|` separates words, or a list of words. Case does not
 matter. judging/replies.py uses them.
@@ -19,7 +19,7 @@ NUMBERS = {
     10: "ten zehn dix diez dieci dez десять tien 十",
 }
 
-# A label of these whose number is no score makes a reply unreadable.
+# If the number after one of these labels is no score, the reply is unreadable.
 LABELS = """
     score rating bewertung punktzahl wertung benotung gesamtnote notation évaluation puntuación
     puntaje calificación valoración punteggio valutazione voto pontuação avaliação classificação
@@ -30,7 +30,7 @@ LABELS = """
     得点 採点 評点 점수 평점 평가 스코어
 """
 
-# These mean other things too, so they label a score only if one follows.
+# These words also mean other things, so they are labels only if a score follows.
 WEAK_LABELS = """
     note nota grade mark marks points result answer verdict evaluation assessment judgment judgement
     overall total final conclusion ergebnis urteil gesamt punkte cijfer nilai karakter wynik známka
@@ -42,7 +42,7 @@ OVERALL = (
     "|итог|итоговая|общая|总|最终|综合|総合|最終|최종|종합|총"
 )
 
-# A label beside one of these introduces something else: "score explanation:".
+# A label next to one of these words introduces something else, as in "score explanation:".
 NO_LABEL = (
     "explanation|justification|reason|reasoning|rationale|criteria|guide|guidelines|scale|range"
     "|breakdown|meaning|rubric|system|description|because|since|why|depends?|based"
@@ -58,7 +58,7 @@ UNITS = (
 )
 UNITS_WITHOUT_SPACE = "分|点|點|점|つ星|星"
 
-# "4 out of 5"; and with the 5 first, as in "5点中4点"
+# The words between the numbers of "4 out of 5". In the next pattern, the 5 comes first: "5点中4点".
 OVER = "/|out\\s+of|of|von|aus|de|sur|su|из|van|av|af|em|dari|trên|od|z|op|από|من"
 OVER_AFTER_WHOLE = "満点中|中的?|만점에|만점 중|에서|üzerinden|में से"
 POLITE_IS = "입니다|이에요|です"

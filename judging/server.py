@@ -1,14 +1,14 @@
 """
-Client of an OpenAI-compatible server: sends chat completions, many requests at once.
+Client of an OpenAI-compatible server: requests chat completions, several at once.
 
-Each request has its own time limit and each reply a largest size. No redirect is followed. A
+Each request has a time limit, and each reply a size limit. Redirects are not followed. A
 request is repeated if the server is unreachable or the reply is cut off. If the server is busy
 (judging/busy.py), all requests pause, and then half as many run at once. A setting that the server
-refuses is dropped or renamed, and a refused system message moves into the user's message; a
+refuses is dropped or renamed, and a refused system message is moved into the user's message; a
 console line says so.
 
-This file does not cover the content of requests and the meaning of replies: judging/remote_judge.py
-and evaluation/served_policy.py.
+The content of requests and the meaning of replies are in judging/remote_judge.py and
+evaluation/served_policy.py.
 """
 
 import asyncio
@@ -28,19 +28,19 @@ from judging import busy
 from text.documents import read_json
 from text.printable import escape_invisible, redact_secrets
 
-# status codes worth a retry; proxies have invented many
+# status codes after which a retry may help; proxies have invented many of them
 TRANSIENT = {408, 409, 425, *range(500, 600)}
-# in messages of vLLM, llama.cpp and OpenAI
+# as in the messages of vLLM, llama.cpp and OpenAI
 TOO_LONG = re.compile(r"context[ _](length|size|window)", re.IGNORECASE)
-PATIENCE = 600.0  # seconds of pauses without a reply after which a busy server is given up
-LONGEST_WAIT = 3600.0  # seconds; a server that asks for more ends the run
+PATIENCE = 600.0  # seconds of pauses without a reply, after which a busy server is given up
+LONGEST_WAIT = 3600.0  # seconds; the run ends if a server asks for a longer wait
 LONGEST_PAUSE = 60.0  # seconds between two tries of a failed request
 SHORTEST_PRINTED_PAUSE = 5.0  # seconds; a shorter pause is not worth a line
 GROW_AFTER = 32  # replies after which one more request may run at once again
 MIN_TOKENS_PER_SECOND = 1  # a slower server counts as dead
-MAX_REPLY_BYTES = 10**7  # an honest reply has thousands
+MAX_REPLY_BYTES = 10**7  # a normal reply has thousands
 TEMPLATE_SETTINGS = "chat_template_kwargs"  # the settings of the server's chat template
-# not of the protocol; a setting that the server refuses is not sent again
+# settings outside the protocol; one that the server refuses is not sent again
 OPTIONAL_SETTINGS = (TEMPLATE_SETTINGS, "top_k", "min_p")
 # two names of one setting
 MAX_TOKENS = "max_tokens"
@@ -57,12 +57,12 @@ ABOUT_ROLES = re.compile(r"system|role|template|jinja", re.IGNORECASE)
 
 
 class FlagNames(NamedTuple):
-    """The names of a user's settings for a server, for messages."""
+    """The names of the user's settings for a server, as messages show them."""
 
     url: str
     model: str
     key: str  # an environment variable
-    length: str  # lowering it makes a request shorter
+    length: str  # a lower value of this setting makes a request shorter
 
 
 class Reply(NamedTuple):
@@ -71,7 +71,7 @@ class Reply(NamedTuple):
     text: str
     # log-probabilities of the likeliest first tokens, by text; empty if not returned
     first_logprobs: dict[str, float]
-    # why there is no reply: the prompt is too long for the server's model, or another protocol
+    # why there is no reply: the prompt is too long for the model, or the protocol is another one
     problem: str = ""
     thought: str = ""  # text before the reply, if the server separates it
     finish_reason: str = "stop"  # or "length"
@@ -82,7 +82,7 @@ class Response(NamedTuple):
     """The outcome of one try: an HTTP response, or the problem that prevented it."""
 
     status: int = 0  # 0: no response
-    headers: Mapping[str, str] = {}  # names in small letters
+    headers: Mapping[str, str] = {}  # by name in lower case
     content: bytes = b""
     problem: str = ""
 
@@ -144,16 +144,16 @@ class Pace:
         self.begin()
 
     def begin(self) -> None:
-        """Prepares for the requests of another event loop. The limit stays."""
+        """Prepares for the requests of another event loop. The limit stays the same."""
         self.num_running = 0
         self.is_paused = False
         self.num_pauses_without_reply = 0
-        self.seconds_without_reply = 0.0  # of pauses
+        self.seconds_without_reply = 0.0  # the seconds of these pauses
         self.changed = asyncio.Condition()
 
     @contextlib.asynccontextmanager
     async def slot(self) -> AsyncIterator[int]:
-        """A place among the running requests. Yields the number of pauses before it."""
+        """Waits for a place among the running requests. Yields the number of pauses so far."""
         async with self.changed:
             await self.changed.wait_for(
                 lambda: not self.is_paused and self.num_running < self.limit
@@ -195,9 +195,11 @@ class Endpoint:
     """
     The server at a URL, and the name of one of its models.
 
-    key: a bearer token, sent to no other host. tokens: the most tokens of a long reply; they
-    lengthen the time limit. may_adapt: whether a refused system message may move into the user's
-    message and a refused temperature be dropped. sleep and now: the clock.
+    key: a bearer token, sent to no other host.
+    tokens: the most tokens of a long reply; they lengthen the time limit.
+    may_adapt: whether a refused system message may be moved into the user's message, and whether a
+    refused temperature may be dropped.
+    sleep and now: the clock.
 
     Raises ValueError if the URL or the key is malformed.
     """
@@ -227,7 +229,7 @@ class Endpoint:
         self.timeout = 60 + tokens / MIN_TOKENS_PER_SECOND  # seconds for one request
         self.url = url.rstrip("/").removesuffix("/chat/completions")
         self.headers = {"Authorization": f"Bearer {key}"} if key else {}
-        # once: each client would take 0.2 s for its own
+        # created once, because each client would take 0.2 s to create its own
         self.certificates = httpx2.create_ssl_context()
         self.may_adapt = may_adapt
         self.sleep = sleep
@@ -268,7 +270,7 @@ class Endpoint:
             self.pace = Pace(self.concurrency)
         pace = self.pace
         pace.begin()
-        # it follows no redirect, which could send the key away
+        # the client follows no redirect, because that could send the key to another host
         client_context = httpx2.AsyncClient(
             headers=self.headers, verify=self.certificates, timeout=self.timeout
         )
@@ -280,7 +282,7 @@ class Endpoint:
                     try:
                         reply = await self._request(client, pace, body)
                         arrived.put_nowait((place, reply))
-                    except Exception as error:  # raised where the reply is awaited
+                    except Exception as error:  # raised again where the reply is awaited
                         arrived.put_nowait(error)
 
             num_workers = min(self.concurrency, len(bodies))
@@ -297,7 +299,7 @@ class Endpoint:
                 await asyncio.gather(*workers, return_exceptions=True)
 
     async def _send(self, client: httpx2.AsyncClient, body: dict[str, Any]) -> Response:
-        """The outcome of one try. Of a response without end, only the beginning is read."""
+        """The outcome of one try. Only the beginning of an endless response is read."""
         url = f"{self.url}/chat/completions"
         content = b""
         try:
@@ -321,7 +323,7 @@ class Endpoint:
     async def _request(self, client: httpx2.AsyncClient, pace: Pace, body: dict[str, Any]) -> Reply:
         """The reply to one request, after pauses, retries and changes that the server asks for."""
         num_failures = 0
-        # of the system message, while the request is tried without one
+        # the refusal after which the request is tried without a system message
         refusal: Response | None = None
         while True:
             is_merged = refusal is not None
@@ -337,7 +339,7 @@ class Endpoint:
             if busy.is_out_of_quota(status, error, seconds):
                 raise self._quota_error(response)
             if busy.is_busy(status, error):
-                # A request that was sent together with this one may have paused for all already.
+                # Another request, sent at the same time, may have paused all requests already.
                 if num_pauses == pace.num_pauses:
                     await self._pause(pace, response, seconds)
                 continue
@@ -379,7 +381,7 @@ class Endpoint:
 
     async def _pause(self, pace: Pace, response: Response, seconds: float | None) -> None:
         """
-        Waits as long as a busy server says. seconds: None if it does not say.
+        Waits as long as a busy server asks. seconds: None if it does not say how long.
 
         Raises ValueError if that is too long, or if the server was busy for PATIENCE.
         """
@@ -394,8 +396,8 @@ class Endpoint:
                 f"{self.flag_and_url} was busy for {minutes:.0f} minutes ({response.problem}); "
                 f"start again later, or name another {self.flags.url}"
             )
-        # The pauses double: six without a stated time make a minute, and stated times that are too
-        # short grow.
+        # Each pause is at least twice as long as the last: six without a stated time make a minute,
+        # and stated times that are too short become longer.
         shortest = busy.SHORTEST_PAUSE if seconds is None else self.first_pause
         least = min(shortest * 2**pace.num_pauses_without_reply, LONGEST_PAUSE)
         seconds = max(seconds or 0.0, least)
@@ -412,9 +414,9 @@ class Endpoint:
 
     def _adapt_request(self, body: dict[str, Any], is_merged: bool) -> dict[str, Any]:
         """
-        The request with only what this server takes.
+        The request, without the settings that this server refuses.
 
-        is_merged: the system message moves into the user's message in any case.
+        is_merged: whether the system message moves into the user's message in any case.
         """
         sent = {name: value for name, value in body.items() if name not in self.refused_settings}
         if MAX_TOKENS in sent:
@@ -427,7 +429,7 @@ class Endpoint:
         """
         Drops or renames the setting that a refusal names, for all later requests.
 
-        Returns False if the message names none of these.
+        Returns False if the message names no setting that can be dropped or renamed.
         """
         optional = {name for name in OPTIONAL_SETTINGS if name in sent and name in message}
         if optional:
@@ -457,7 +459,7 @@ class Endpoint:
         """Whether a refusal may be due to a system message, so that merging it is worth a try."""
         if not self.may_adapt or self.takes_system or not has_system_message(sent):
             return False
-        if self.takes_system is False:  # noticed while this request was on its way
+        if self.takes_system is False:  # another request found this out while this one was running
             return True
         if status in range(400, 500):
             return status not in OTHER_REFUSALS
@@ -514,7 +516,7 @@ class Endpoint:
     # ---- replies
 
     def _parse_reply(self, content: bytes) -> Reply:
-        """The reply in a server's JSON. Its `problem` says so if this is no chat completion."""
+        """The reply in a server's JSON. If this is no chat completion, its `problem` says so."""
         try:
             record = read_json(content)
             choice = record["choices"][0]
@@ -538,12 +540,12 @@ class Endpoint:
         )
 
     def _shorten(self, text: str) -> str:
-        """A server's or client's text in one short line without the key, which some echo."""
+        """A server's or client's text in one short line, without the key, which it may repeat."""
         return " ".join(redact_secrets(text, self.key).split())[:300]
 
 
 def check_url(flags: FlagNames, url: str) -> None:
-    """Raises ValueError if this is no URL of a server, or if it holds a password."""
+    """Raises ValueError if this is no URL of a server, or if the URL holds a password."""
     try:
         parts = httpx2.URL(url)
     except httpx2.InvalidURL:

@@ -1,1 +1,1 @@
-"""What a model computes between and after its matmuls: expressions, and kernels that equal them."""
+"""The computation between and after a model's matmuls: expressions, and equivalent kernels."""

@@ -1,4 +1,4 @@
-// One threadgroup of 256 a row; a thread holds every 256th element.
+// Each row has one threadgroup of 256 threads. A thread holds every 256th element.
 kernel void add_norm() {
     constexpr int HELD = (C + 255) / 256;
     threadgroup float squares[8];
@@ -13,7 +13,7 @@ kernel void add_norm() {
         if (column < C) {
             T sum = static_cast<T>(float(x[begin + column]) + float(delta[begin + column]));
             total[begin + column] = sum;
-            held[i] = float(sum);  // what the next layer adds to is what is normalized
+            held[i] = float(sum);  // the rounded sum is normalized, because the next layer adds to the rounded sum
         }
         square += held[i] * held[i];
     }

@@ -1,8 +1,8 @@
 """
-Attention: over keys in one buffer, and over parts of the past that rows share.
+Attention to keys in one buffer, and to parts of the past that rows share.
 
-The reference expression, the kernel and its launch follow each other, as in layers/ops.py. This
-file leaves out the caches, which are in kv_cache.py, and MLX's own kernel.
+The reference expression, the kernel and its launch follow each other, as in layers/ops.py. The
+caches are in kv_cache.py.
 
 Axes: N rows, L positions, H query heads, K kv heads, D head dim, S keys; R rows of a part that G
 rows each share; Q = H / K * L queries of a row and kv head, X any size.
@@ -19,10 +19,10 @@ from kv_cache import Group, Layout, Mask, Parts
 from machine import cpu, gpu, kernels
 
 HERE = Path(__file__).parent
-FEW_QUERIES = 8  # queries that MLX's decode kernel takes
-# scores that the gradient of attention computes at once; several arrays of this size exist then
+FEW_QUERIES = 8  # the most queries that MLX's decode kernel takes
+# how many scores the gradient of attention computes at once, in several arrays of this size
 MOST_SCORES = 2**23
-# Prompt columns of all slots together, from which prompts are shared on a CPU; measured in LOG.md
+# The number of prompt columns of all slots from which prompts are shared on a CPU, see LOG.md
 MIN_SHARED_COLUMNS = 2048
 
 
@@ -48,8 +48,8 @@ def attention(queries: mx.array, keys: mx.array, values: mx.array, mask: Mask) -
     """
     Grouped-query attention, (N, H, L, D) x (N, K, S, D) -> (N, H, L, D).
 
-    The L queries are the last of the S positions.
-    mask: None, "causal", or (N, 1, L, S) boolean, true where a query sees a key. Each query must
+    The L queries are at the last of the S positions.
+    mask: None, "causal", or (N, 1, L, S) boolean, true if a query sees a key. Each query must
     see at least one key.
     """
     head_dim = queries.shape[-1]
@@ -71,7 +71,7 @@ def attention(queries: mx.array, keys: mx.array, values: mx.array, mask: Mask) -
 
 
 def choose_query_chunk(num_rows: int, num_heads: int, length: int, num_keys: int) -> int:
-    """How many of L queries the gradient of attention takes at once."""
+    """How many of the L queries the gradient of attention processes at once."""
     scores_per_query = num_rows * num_heads * num_keys
     return min(max(MOST_SCORES // scores_per_query, 32), length)
 
@@ -80,14 +80,14 @@ def attention_vjp(
     queries: mx.array, keys: mx.array, values: mx.array, d_out: mx.array, mask: Mask
 ) -> list[mx.array]:
     """
-    The gradient of `attention` by queries, keys and values, some queries at a time.
+    The gradient of `attention` by queries, keys and values, computed for some queries at a time.
 
     The scores are float32. MLX 0.32.4 rounds q k to 16 bits before the scale. The keys of Qwen2 and
-    Qwen2.5 have large biases, with which the error of MLX's gradient is between a part of its size
-    and all of it (tests/test_attention_gradient.py).
+    Qwen2.5 have large biases. With these, the error of MLX's gradient is a large fraction of the
+    gradient, or as large as the gradient (tests/test_attention_gradient.py).
     """
     dtype = queries.dtype
-    if dtype == mx.bfloat16:  # too few digits for the weights and everything computed from them
+    if dtype == mx.bfloat16:  # it has too few digits for the weights and for the gradients
         queries = queries.astype(mx.float32)
         keys = keys.astype(mx.float32)
         values = values.astype(mx.float32)
@@ -98,7 +98,7 @@ def attention_vjp(
     chunk_size = choose_query_chunk(num_rows, num_heads, length, num_keys)
     wide_keys = keys.astype(mx.float32)
     d_queries: list[mx.array] = []
-    # the gradients of keys and values so far; each chunk waits for the last one
+    # the gradients of keys and values so far; each chunk waits for the chunk before it
     totals: list[mx.array] = []
     for begin in reversed(range(0, length, chunk_size)):  # the first chunk sees all keys
         chunk = slice(begin, min(begin + chunk_size, length))
@@ -167,9 +167,8 @@ def score_gradient(
     d_weights: mx.array, scores: mx.array, mask: Mask, scale: float
 ) -> tuple[mx.array, mx.array]:
     """
-    Reads both arrays twice, the second time mostly from the cache, and writes both results.
-
-    It is one launch.
+    In one launch, reads both arrays twice, the second time mostly from the cache, and writes both
+    results.
     """
     is_masked = isinstance(mask, mx.array)
     mask_array = mask if isinstance(mask, mx.array) else kernels.constant_array(False)
@@ -190,7 +189,7 @@ def score_gradient(
 
 def gather_queries(x: mx.array, group: Group, num_blocks: int) -> mx.array:
     """
-    All queries that read each row of a part, (N, K, Q, X) -> (R, K, G * Q, X).
+    For each row of a part, all queries that read it, (N, K, Q, X) -> (R, K, G * Q, X).
 
     num_blocks: R.
     """
@@ -241,8 +240,8 @@ def tree_attention_ref(queries: mx.array, parts: Parts, layout: Layout) -> mx.ar
 
     It equals softmax(q k / sqrt(D)) v over the concatenation of each row's parts, with float32
     scores. The weights of all parts are relative to a common maximum, and their sums are added.
-    All queries that read a row of a part do so in one matmul, (H / K * G * L, D) x (D, S). The
-    division by the sum comes last, where it touches D columns and not S.
+    All queries that read the same row of a part share one matmul, (H / K * G * L, D) x (D, S). The
+    division by the sum comes last, because it then applies to D columns and not to S.
     """
     dtype = queries.dtype
     num_rows, num_heads, length, head_dim = queries.shape
@@ -276,7 +275,7 @@ def tree_attention_ref(queries: mx.array, parts: Parts, layout: Layout) -> mx.ar
     return (out / total).reshape(num_rows, num_heads, length, head_dim).astype(dtype)
 
 
-# not contiguous: the inputs are views of buffers with room to grow
+# contiguous=False, because the inputs are views of buffers with room to grow
 SLOT_ATTENTION = kernels.Kernel(
     HERE / "slot_attention.metal",
     "queries keys values own_keys own_values members places mask own_mask",
@@ -289,8 +288,8 @@ def choose_lanes(ratio: int, head_dim: int) -> int:
     """
     How many lanes of a simdgroup share a column in `slot_attention`.
 
-    It is the smallest number with which a lane holds at most 48 numbers of its queries, and as many
-    of their results. Fewer lanes need fewer shuffles to add up a score.
+    It is the smallest number with which a lane holds at most 48 numbers of the queries, and as many
+    of the results. With fewer lanes, fewer shuffles add up a score.
     ratio: query heads per kv head.
     """
     for lanes in (8, 16):
@@ -303,12 +302,12 @@ def choose_lanes(ratio: int, head_dim: int) -> int:
 @kernels.make_op(tree_attention_ref)
 def slot_attention(queries: mx.array, parts: Parts, layout: Layout) -> mx.array:
     """
-    For a decode step of slots that share prompts, in one launch.
+    Computes a decode step of slots that share prompts, in one launch.
 
-    It reads the queries, each slot's own columns, and each prompt. A prompt is read from memory
-    once. The rest of its group, whose threadgroups run side by side, reads it from the cache.
-    MLX's own kernel needs copies of a prompt. The results of two calls of it could not be combined,
-    because it does not return its sums.
+    It reads the queries, each slot's own columns, and each prompt. The first slot of a group reads
+    the prompt from memory. The other slots, whose threadgroups run at the same time, read it from
+    the cache. MLX's own kernel would need copies of a prompt. The results of two of its calls could
+    not be combined, because it does not return its sums.
     """
     (keys, values), (own_keys, own_values) = parts
     members, places, mask = layout.groups[0]
@@ -339,14 +338,14 @@ def slot_attention(queries: mx.array, parts: Parts, layout: Layout) -> mx.array:
 
 
 def copy_to_rows(part: mx.array, group: Group, num_rows: int) -> mx.array:
-    """A part's keys or values, copied to each row that reads them, (R, K, S, D) -> (N, K, S, D)."""
+    """A copy of a part's keys or values for each row that reads them, (R, ...) -> (N, K, S, D)."""
     if group.places is None or group.members is None:
         return mx.repeat(part, num_rows // part.shape[0], 0)
     return part[group.places // group.members.shape[1]]
 
 
 def join_parts(parts: Parts, layout: Layout) -> tuple[mx.array, mx.array]:
-    """Keys and values of each row's parts in one buffer, (N, K, S, D) each."""
+    """All parts of each row joined into one buffer of keys and one of values, (N, K, S, D) each."""
     num_rows = parts[-1][0].shape[0]
     row_keys = []
     row_values = []
@@ -360,10 +359,10 @@ def attend(queries: mx.array, parts: Parts, layout: Layout) -> mx.array:
     """
     Grouped-query attention of rows to all parts of their past, (N, H, L, D) -> (N, H, L, D).
 
-    `tree_attention_ref` defines it. A decode step of slots that share prompts has a kernel. On a
-    GPU, more than a few queries take MLX's own kernel, on parts joined into one buffer: it reads 16
-    bits and does not store its scores, while the expression writes float32 scores to memory, and
-    float32 copies of all keys and values.
+    `tree_attention_ref` defines it. A decode step of slots that share prompts has its own kernel.
+    For more than a few queries on a GPU, all parts are joined into one buffer for MLX's own kernel:
+    it reads 16-bit inputs and does not store its scores, while the expression writes float32 scores
+    and float32 copies of all keys and values to memory.
     """
     newest = layout.groups[-1]
     length, head_dim = queries.shape[2:]
@@ -400,8 +399,9 @@ def should_share_prefix(
     """
     Whether storing each prompt once should be faster than copying it to its rows.
 
-    On a CPU it is from MIN_SHARED_COLUMNS copied columns on; below, attention in two parts costs
-    more than it saves. On a GPU it is if a kernel reads prompts in place.
+    On a CPU, it is faster from MIN_SHARED_COLUMNS copied columns on. With fewer columns, attention
+    in two parts costs more than it saves. On a GPU, it is faster if a kernel reads prompts in
+    place.
     """
     if num_rows == len(prompt_lengths):
         return False  # no two rows continue one prompt

@@ -7,8 +7,8 @@ corrects the value that it returns for the token's key, and then reads it with t
     S <- exp(log_decay) S;    S <- S + beta (value - S key) key^T;    out = S query
 
 `recurrence` is this definition. `chunked_recurrence` computes the same with matmuls over 64 tokens.
-Padding has beta 0 and log decay 0, which leave the memory as it is. This file does not cover the
-projections and the gate of the layer, which are in gwen.py.
+Padding has beta 0 and log decay 0, which leave the memory as it is. The layer's projections and its
+gate are in gwen.py.
 Source: Gated Delta Networks, arXiv:2412.06464, sections 3.1 and 3.3.
 
 Axes: N rows, L positions, H value heads, K key heads, E key dim, D value dim, C channels of the
@@ -20,14 +20,14 @@ import mlx.core as mx
 from layers import ops
 from machine import cpu, kernels
 
-CHUNK = 64  # tokens; a multiple of BLOCK by a power of two
+CHUNK = 64  # tokens; BLOCK times a power of two
 CHUNK_SIZES = (8, 16, 32, CHUNK)
-BLOCK = 8  # rows of a triangular matrix that are inverted by its powers
+BLOCK = 8  # the size of the triangular blocks that are inverted by their powers
 
 
 def convolve(window: mx.array, weight: mx.array) -> mx.array:
     """
-    silu of a causal convolution of each channel.
+    The silu of a causal convolution of each channel.
 
     window (N, W - 1 + L, C), weight (C, 1, W) -> (N, L, C).
     """
@@ -46,7 +46,7 @@ def convolution_state(window: mx.array, num_kept: int, ends: mx.array | None) ->
     """
     The inputs that the convolution of the next token needs, (N, W - 1 + L, C) -> (N, W - 1, C).
 
-    num_kept: W - 1. ends (N,): the column of the L at which each row's tokens end. None: the last.
+    num_kept: W - 1. ends (N,): the column, among the L, at which each row's tokens end. None: at L.
     """
     if ends is None:
         return window[:, window.shape[1] - num_kept :]
@@ -55,7 +55,7 @@ def convolution_state(window: mx.array, num_kept: int, ends: mx.array | None) ->
 
 
 def normalize(x: mx.array) -> mx.array:
-    """Scales vectors over the last axis to length 1."""
+    """The vectors along the last axis, scaled to length 1."""
     return x * mx.rsqrt((x * x).sum(-1, keepdims=True) + 1e-6)
 
 
@@ -68,7 +68,7 @@ def recurrence(
     memory: mx.array,
 ) -> tuple[mx.array, mx.array]:
     """
-    The definition, token by token: outputs (N, L, H, D), and the memory (N, H, D, E) after them.
+    The definition, token by token: the outputs (N, L, H, D), and the final memory (N, H, D, E).
 
     queries, keys (N, L, K, E): queries are scaled, keys have length 1. Each key head serves H / K
     consecutive value heads.
@@ -107,10 +107,10 @@ def invert_unit_triangular(lower: mx.array) -> mx.array:
     """
     (I + A)^-1 of strictly lower triangular matrices A, (..., T, T).
 
-    T is BLOCK times a power of two. Inverts both halves of the diagonal at once, and computes the
-    corner from them. A block is inverted by its powers, (I - A)(I + A^2)(I + A^4). For a whole
-    chunk, the powers would contain binomial coefficients of T where a token repeats, up to 1e18,
-    and their sums no correct digit.
+    T is BLOCK times a power of two. It inverts both halves of the diagonal at once, and computes
+    the corner from the inverses. A block is inverted by its powers, (I - A)(I + A^2)(I + A^4). For
+    a whole chunk in which a token repeats, the powers would contain binomial coefficients up to
+    1e18, and their sums would have no correct digit.
     """
     size = lower.shape[-1]
     if size == BLOCK:
@@ -145,7 +145,7 @@ def chunked_recurrence(
     memory: mx.array,
 ) -> tuple[mx.array, mx.array]:
     """
-    `recurrence` in matmuls.
+    `recurrence`, computed with matmuls.
 
     Within a chunk, each correction depends on those before it through a triangular system, whose
     inverse gives all corrections at once. The memory passes from chunk to chunk.
@@ -161,7 +161,7 @@ def chunked_recurrence(
     log_decay = split_into_chunks(log_decay, chunk_size, num_chunks)
     beta = split_into_chunks(beta, chunk_size, num_chunks)
 
-    total_decay = mx.cumsum(log_decay, axis=-1)  # (N, H, chunks, T) from the chunk's begin
+    total_decay = mx.cumsum(log_decay, axis=-1)  # (N, H, chunks, T) from the chunk's beginning
     is_past = mx.tri(chunk_size, dtype=mx.bool_)
     pair_decay = total_decay[..., :, None] - total_decay[..., None, :]
     fades = cpu.exp(mx.where(is_past, pair_decay, -1e30))  # (..., T, T) from token j to token i
@@ -172,7 +172,7 @@ def chunked_recurrence(
 
     begin_fades = cpu.exp(total_decay)[..., None]
     end_fades = cpu.exp(total_decay[..., -1:] - total_decay)[..., None]
-    empty_corrections = inverse @ (values * beta[..., None])  # corrections of an empty memory
+    empty_corrections = inverse @ (values * beta[..., None])  # corrections if the memory were empty
     memory_factors = inverse @ (corrected_keys * begin_fades)
     within_chunk = (queries @ keys.swapaxes(-1, -2)) * fades
     read_queries = queries * begin_fades
@@ -192,9 +192,9 @@ def chunked_recurrence(
 
 def gated_delta(*arrays: mx.array) -> tuple[mx.array, mx.array]:
     """
-    `recurrence`, by one operation for one token a row, and by another for several.
+    `recurrence`: one operation computes it for one token per row, another for several tokens.
 
-    The kernel of either operation may be off alone.
+    The kernel of each operation can be turned off separately.
     """
     values = arrays[2]
     op = gated_delta_step if values.shape[1] == 1 else gated_delta_pass
@@ -211,10 +211,10 @@ def gated_delta_step(
     memory: mx.array,
 ) -> tuple[mx.array, mx.array]:
     """
-    MLX's own operation, in one launch where it has a kernel.
+    MLX's own operation, in one launch if MLX has a kernel for these heads.
 
-    It has kernels for heads of 128, in some numbers (16 and 16, 16 and 32, ...). Elsewhere it takes
-    one step a token. All arrays are float32: a decay near 1 would be 1 in 16 bits.
+    It has kernels for heads of 128 dims, in some numbers (16 and 16, 16 and 32, ...). For others it
+    takes one step per token. All arrays are float32, because a decay near 1 would be 1 in 16 bits.
     """
     decay = mx.exp(log_decay)
     out, memory = mx.fast.gated_delta_update(queries, keys, values, decay, beta, memory)
@@ -231,9 +231,9 @@ def gated_delta_pass(
     memory: mx.array,
 ) -> tuple[mx.array, mx.array]:
     """
-    As for one token, if heads have 128 dims.
+    The same operation as for one token, if heads have 128 dims.
 
-    Other heads have no kernel, and matmuls are faster than a step for each token.
+    For other heads, MLX has no kernel, and matmuls are faster than a step for each token.
     """
     has_kernel = keys.shape[-1] == values.shape[-1] == 128
     compute = gated_delta_step.launch if has_kernel else chunked_recurrence

@@ -1,15 +1,14 @@
 """
-How far a student's next-token distributions lie from a teacher's; their logits never exist at once.
+The divergence of a student's next-token distributions from a teacher's, without all logits at once.
 
 With p the teacher's distribution, q the student's and m = beta p + (1 - beta) q, the generalized
-Jensen-Shannon divergence is beta KL(p, m) + (1 - beta) KL(q, m). Its ends are 0 by that formula, so
-there, as in TRL, beta 0 means the forward KL(p, q) and beta 1 the reverse KL(q, p). This file
-leaves out where hidden states come from, and what a loss makes of the divergence.
+Jensen-Shannon divergence is beta KL(p, m) + (1 - beta) KL(q, m). For beta 0 and 1 this formula is
+always 0. So beta 0 means the forward KL(p, q) instead, and beta 1 the reverse KL(q, p), as in TRL.
 
 Source: GKD, arXiv:2306.13649, sections 2 and 3; TRL's `generalized_jsd_loss`.
 
-Axes: N rows, T positions, M = N * T of them or a part, V vocabulary, C hidden of the student,
-D hidden of the teacher.
+Axes: N rows, T positions, M all N * T positions or some of them, V vocabulary, C hidden of the
+student, D hidden of the teacher.
 """
 
 from typing import Any, NamedTuple
@@ -19,12 +18,12 @@ import mlx.core as mx
 from layers import lm_head
 from machine import cpu, gpu
 
-TILE = lm_head.LOGPROB_TILE // 2  # logits of each of the two models that exist at once
+TILE = lm_head.LOGPROB_TILE // 2  # how many logits of each of the two models exist at once
 LARGEST_DIFFERENCE = 80.0  # e^80 is finite in float32
 
 
 class Lesson(NamedTuple):
-    """The distributions to learn, as a teacher gives them; without gradient."""
+    """A teacher's distributions, as its hidden states and its head; they have no gradient."""
 
     hidden: mx.array  # (N, T, D)
     head_weight: mx.array  # (V, D)
@@ -34,11 +33,11 @@ def divergence_terms(log_p: mx.array, log_q: mx.array, beta: float) -> tuple[mx.
     """
     Each id's term of the divergence, and its slope s, (M, V) each.
 
-    log_p, log_q (M, V): the teacher's and the student's log-probabilities. s is q times the slope
-    of the divergence by q, up to a constant: the gradient by the student's logits is s - q sum(s).
-    For the forward KL, s is q - p, which already sums to 0.
-    No term is negative. Plain sums would cancel to rounding near agreement, and would show the
-    error of a logsumexp.
+    log_p, log_q (M, V): the teacher's and the student's log-probabilities. s is q times the
+    derivative of the divergence by q, up to a constant: the gradient by the student's logits is
+    s - q sum(s). For the forward KL, s is q - p, which already sums to 0.
+    No term is negative. If the distributions nearly agree, the plain terms would cancel to rounding
+    errors, and their sum would show the error of a logsumexp.
     """
     p = cpu.exp(log_p)
     q = cpu.exp(log_q)
@@ -67,10 +66,10 @@ def tile_sums(
     """
     The sums of M rows over one tile of the vocabulary.
 
-    log_p, log_q (M, tile); head_weight: the student's head for the tile; places: of the ids in it,
-    as `lm_head.locate_in_tile` returns them. With s as in `divergence_terms`, the sums are:
-    divergence, the id's log-probability, entropy and sum(s), (M, 1) each; then sum(s W), and unless
-    beta is 0 sum(q W), (M, C) each.
+    log_p, log_q (M, tile); head_weight: the student's head for the tile; places: those of the
+    ids in the tile, as `lm_head.locate_in_tile` returns them. With s as in `divergence_terms`, the
+    sums are: divergence, the id's log-probability, entropy and sum(s), (M, 1) each; then sum(s W)
+    and, unless beta is 0, sum(q W), (M, C) each.
     """
     place, is_inside = places
     weight = head_weight.astype(mx.float32)
@@ -101,12 +100,12 @@ def token_divergences(
 
     The other two results are the student's log-probability of each id and its entropy, without
     gradient. hidden (N, T, C), head_weight (V, C), ids (N, T) int32 -> (N, T) float32 each, nats.
-    head: "frozen" gives `hidden` a gradient, "trained" gives `head_weight` one too.
+    head: "frozen" gives only `hidden` a gradient, "trained" also `head_weight`.
 
-    The vocabulary is read twice, in tiles: once for the logsumexps of both models, once for the
-    divergence and its gradient, s - q sum(s) by a row's logits, see `divergence_terms`. So sum(s W)
-    and sum(q W) over the student's head W are all that the gradient of `hidden` needs, and the
-    backward pass of a frozen head has no matmul.
+    The vocabulary is read twice, in tiles: once for the logsumexps of both models, and once for the
+    divergence and its gradient. The gradient by a row's logits is s - q sum(s), as in
+    `divergence_terms`. So the gradient of `hidden` needs only sum(s W) and sum(q W) over the rows W
+    of the student's head, and the backward pass of a frozen head has no matmul.
     """
     assert head in lm_head.HEADS, head
     assert 0 <= beta <= 1, beta
@@ -193,7 +192,7 @@ def token_divergences(
 
 
 class _Sum(NamedTuple):
-    """The sum of exp(logit) of M rows after a part of the vocabulary; (M, 1) each."""
+    """The sum of exp(logit) over a part of the vocabulary, for each of M rows; (M, 1) each."""
 
     peak: mx.array  # the largest logit; the first one is finite, as in lm_head
     total: mx.array  # sum of exp(logit - peak)
@@ -206,8 +205,8 @@ class _Sum(NamedTuple):
 
     def logprobs(self, logits: mx.array) -> mx.array:
         """
-        Log-probabilities of a tile, once all tiles were added.
+        Log-probabilities for a tile, after all tiles have been added.
 
-        The peak is subtracted first, so likely tokens lose no digit.
+        The peak is subtracted first, so that likely tokens lose no digit.
         """
         return (logits - self.peak) - mx.log(self.total)

@@ -1,9 +1,9 @@
 """
-Log-probabilities of chosen tokens from hidden states, without the logits of a whole vocabulary.
+Log-probabilities of given tokens from hidden states, without storing the logits of all tokens.
 
-This file does not cover the loss, which grpo.py computes from log-probabilities.
+The loss, which is computed from log-probabilities, is in grpo.py.
 
-Axes: N rows, T positions, M = N * T of them or a part, C hidden, V vocabulary.
+Axes: N rows, T positions, M all N * T positions or some of them, C hidden, V vocabulary.
 """
 
 from typing import Any, NamedTuple
@@ -13,10 +13,11 @@ import mlx.core as mx
 from layers import softmax
 from machine import cpu, gpu, kernels
 
-LOGPROB_CHUNK = 256  # positions whose logits exist at once
-# Logits that exist at once, 2 MB: they stay in a core's cache from the matmul to the last sum.
+LOGPROB_CHUNK = 256  # the number of positions whose logits exist at once
+# The number of logits that exist at once. Their 2 MB stay in a core's cache until the last sum.
 LOGPROB_TILE = 2**19
-# Rows whose logits exist at once where a kernel takes them: 78 MB at Qwen's vocabulary in 16 bits.
+# The number of rows whose logits exist at once if a kernel reads them. In 16 bits, they take 78 MB
+# for Qwen's vocabulary.
 ROWS_AT_ONCE = 256
 HEADS = ("frozen", "trained")
 
@@ -25,10 +26,10 @@ def compute_logits(
     x: mx.array, weight: mx.array, ids: mx.array, support: softmax.Support | None
 ) -> mx.array:
     """
-    Scores of some or all of the vocabulary, (M, C) x (V, C) -> (M, V) float32.
+    Logits for some or all of the vocabulary, (M, C) x (V, C) -> (M, V) float32.
 
-    A token outside the support scores -1e9. A sampled id always counts as inside: rounding may put
-    a borderline token outside when it is scored again.
+    A token outside the support has the logit -1e9. The given ids, which were sampled, always count
+    as inside: rounding may put a borderline token outside when its logit is computed again.
     """
     logits = x @ weight.astype(mx.float32).T
     if support:  # only ever with the whole vocabulary
@@ -44,24 +45,24 @@ def chunk_slices(length: int, step: int) -> list[slice]:
 
 
 def concatenate_results(parts: list[tuple[mx.array, ...]]) -> tuple[mx.array, ...]:
-    """Joins each result over all chunks of rows."""
+    """Each result, joined over all chunks of rows."""
     return tuple(mx.concatenate(list(column)) for column in zip(*parts, strict=True))
 
 
 def wait_for(x: mx.array, done: list[mx.array]) -> mx.array:
     """
-    `x`, but not before `done` is computed.
+    `x`, which becomes available only when `done` is computed.
 
-    Without this, MLX would compute all chunks at once, and hold them.
+    Without this, MLX would compute all chunks at once, and hold them all in memory.
     """
     return mx.depends([x], done)[0] if done else x
 
 
 def locate_in_tile(ids: mx.array, tile: slice) -> tuple[mx.array, mx.array]:
     """
-    Each id's place in a tile, and whether it is inside; (M, 1) each.
+    Each id's place in a tile, and whether the id is in the tile; (M, 1) each.
 
-    The place of an id outside the tile is the nearest one inside.
+    An id outside the tile gets the nearest place inside.
     """
     place = ids[:, None] - tile.start
     last = tile.stop - tile.start - 1
@@ -83,16 +84,16 @@ def token_logprobs(
 
     hidden (N, T, C), head_weight (V, C), ids (N, T) int32 -> two (N, T) float32, nats. Neither
     (N, T, V) nor (T, V) ever exists. The logits are float32, or of the head's type where a kernel
-    reads them. `support` restricts the distribution as the sampler did.
-    head: "frozen" gives `hidden` a gradient, "trained" gives `head_weight` one too. gradient:
-    whether the log-probabilities have a gradient; entropies never have one.
+    reads them. `support` restricts the distribution as in sampling.
+    head: "frozen" gives only `hidden` a gradient, "trained" also `head_weight`.
+    gradient: whether the log-probabilities have a gradient; entropies never have one.
 
-    The vocabulary is read in tiles under a running maximum, as attention reads keys. sum(p W) over
-    the head's rows W comes out beside sum(p), and d logprob = W[id] - sum(p W) is all that the
-    gradient of `hidden` needs, so the backward pass of a frozen head has no matmul. Each tile waits
-    for the one before, so some ten are in memory, whatever T is.
+    The vocabulary is read in tiles with a running maximum, as attention reads keys. The forward
+    pass computes sum(p W) over the head's rows W together with sum(p). The gradient of `hidden`
+    needs only d logprob = W[id] - sum(p W), so the backward pass of a frozen head has no matmul.
+    Each tile waits for the tile before it, so about ten tiles are in memory, whatever T is.
 
-    Source: online softmax, arXiv:1805.02867; FlashAttention, arXiv:2205.14135; a head cut up,
+    Source: online softmax, arXiv:1805.02867; FlashAttention, arXiv:2205.14135; a head in tiles,
     arXiv:2411.09009.
     """
     assert head in HEADS, head
@@ -110,7 +111,7 @@ def token_logprobs(
         return logprobs.reshape(shape), entropies.reshape(shape)
 
     chunk_size = LOGPROB_CHUNK
-    if support:  # whole rows, as many as keep what sorting them needs below a gigabyte
+    if support:  # whole rows, so few that sorting them needs less than a gigabyte
         chunk_size = min(chunk_size, max(1, 32 * LOGPROB_TILE // vocab_size))
         tiles = [slice(0, vocab_size)]
     else:
@@ -166,7 +167,7 @@ def token_logprobs(
 
 class _Softmax(NamedTuple):
     """
-    M distributions after a part of the vocabulary was read; every sum is over exp(logit - peak).
+    The state of M softmaxes after a part of the vocabulary has been read.
     """
 
     peak: mx.array  # (M, 1) the largest logit
@@ -215,8 +216,8 @@ class _Softmax(NamedTuple):
         """
         Log-probabilities, entropies and logsumexps, (M,) each.
 
-        With a gradient also the slopes of the log-probabilities by `hidden`, (M, C).
-        chosen_rows (M, C): the head's rows of the ids.
+        If there is a gradient, the last result is the slopes of the log-probabilities by `hidden`,
+        (M, C). chosen_rows (M, C): the head's rows for the ids.
         """
         log_total = mx.log(self.total)
         logprobs = self.chosen - self.peak - log_total
@@ -240,9 +241,9 @@ def _logprobs_by_rows(
     """
     `token_logprobs` for a GPU, from (M, C), (V, C) and (M,): some whole rows of logits at a time.
 
-    The logits are in the head's type. One kernel turns a chunk of them into the results and the
-    gradient of the log-probabilities, which goes back through the head at once. So only C numbers a
-    row wait for the backward pass, which has no matmul left unless the head trains.
+    The logits have the head's type. One kernel computes from a chunk of logits the results and the
+    gradient of the log-probabilities, which is multiplied by the head at once. So only C numbers
+    per row are stored for the backward pass, which has no matmul unless the head is trained.
     """
     chunks = chunk_slices(ids.size, ROWS_AT_ONCE)
 
@@ -275,7 +276,7 @@ def _logprobs_by_rows(
 
 
 def rehearse_head(head: mx.array) -> list[kernels.Call]:
-    """The kernel calls of an update with a head (V, C) of this shape and type, on a few tokens."""
+    """Calls the kernels that an update with this head (V, C) uses, and returns these calls."""
     hidden = kernels.normal_array(2, 3, head.shape[1], dtype=head.dtype)
     ids = mx.array([[1, 2, 3], [3, 2, 1]]) % len(head)
 

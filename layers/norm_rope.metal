@@ -1,5 +1,5 @@
-// One simdgroup a head and token; a lane holds every 32nd pair of the head: (i, i + TURNED / 2) of the dims that turn,
-// and behind them (i, i + (D - TURNED) / 2).
+// Each head of each token has one simdgroup. A lane holds every 32nd pair of the head's dims: first the rotated pairs
+// (i, i + TURNED / 2), and after them the pairs (i, i + (D - TURNED) / 2) of the other dims.
 kernel void norm_rope() {
     constexpr int HALF = D / 2;
     constexpr int HELD = (HALF + 31) / 32;

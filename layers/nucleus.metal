@@ -1,4 +1,4 @@
-// Of a float the whole number that has its place among all floats, and back.
+// Maps floats to unsigned integers that have the same order, and back.
 inline uint in_order(float x) {
     uint bits = as_type<uint>(x);
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
@@ -7,9 +7,10 @@ inline float from_order(uint place) {
     return as_type<float>(place & 0x80000000u ? place & 0x7fffffffu : ~place);
 }
 
-// One threadgroup of 16 simdgroups a row, which it reads 9 times: for its peak, and then to find the least float,
-// four bits at a time, above which there is less mass than asked for: that is a logit. A pass adds up the masses of
-// the 16 digits that may come next, of the logits that begin with the digits before.
+// Each row has one threadgroup of 16 simdgroups, which reads the row 9 times. The first pass finds the largest logit.
+// The other 8 passes find, four bits at a time, the least float above which there is less mass than top_p asks for;
+// this float is a logit. Of the logits that begin with the digits found so far, a pass adds up the mass for each of the
+// 16 possible next digits.
 kernel void nucleus() {
     threadgroup float parts[16 * 16];
     uint row = threadgroup_position_in_grid.x, thread_index = thread_index_in_threadgroup;
@@ -22,7 +23,7 @@ kernel void nucleus() {
     threadgroup_barrier(mem_flags::mem_threadgroup);
     for (uint i = 0; i < 16; i++) peak = metal::max(peak, parts[i]);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    uint digits = 0;  // found so far, the others 0
+    uint digits = 0;  // those found so far; the others are 0
     float above = 0.0f, wanted = 0.0f;  // the mass of larger digits
     for (int shift = 28; shift >= 0; shift -= 4) {
         float sums[16];
@@ -30,7 +31,7 @@ kernel void nucleus() {
         for (uint i = 0; i < 16; i++) sums[i] = 0.0f;
         for (uint at = thread_index; at < V; at += 512) {
             uint place = in_order(x[at]);
-            bool same = ((place ^ digits) >> shift) < 16;  // in the digits before this one
+            bool same = ((place ^ digits) >> shift) < 16;  // whether the digits before this one are the same
             float mass = same ? metal::exp(x[at] - peak) : 0.0f;
             uint digit = (place >> shift) & 15;
             #pragma unroll
@@ -42,11 +43,11 @@ kernel void nucleus() {
             if (lane == 0) parts[simd * 16 + i] = sum;
         }
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        float total = 0.0f;  // of lane l's digit; every simdgroup does the same
+        float total = 0.0f;  // the mass of lane l's digit; every simdgroup computes the same
         for (uint i = 0; i < 16; i++) total += lane < 16 ? parts[i * 16 + lane] : 0.0f;
         threadgroup_barrier(mem_flags::mem_threadgroup);
         if (shift == 28) wanted = top_p[0] * simd_sum(total);
-        // The last digit of which less than is wanted lies above, from the largest down.
+        // From the largest digit down, the last one above which there is less mass than wanted.
         uint digit = 15;
         float so_far = above;
         for (uint i = 15; i > 0; i--) {

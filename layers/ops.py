@@ -1,11 +1,11 @@
 """
-What a layer computes between its matmuls: each expression beside the kernel that equals it.
+The computation between a layer's matmuls: each expression, and the kernel that equals it.
 
 Each operation has three parts, in this order. The expression, `NAME_ref`, defines what is computed.
 The kernel is in the `.metal` file with the operation's name. The launch gives the kernel a grid.
-`kernels.make_op` returns the `Op` that chooses between kernel and expression. This file does not
-cover attention, which is in attention.py, and the layer that uses all of it, which is in gwen.py.
-The matmuls are MLX's.
+`kernels.make_op` returns the `Op` that chooses between kernel and expression. Attention is in
+layers/attention.py, and the layer that uses all of these operations is in gwen.py. MLX provides
+the matmuls.
 
 Axes: N rows, L positions, M = N * L, C hidden, H query heads, K kv heads, D head dim, F mlp width,
 R rank, W any width.
@@ -21,7 +21,7 @@ import numpy as np
 from machine import cpu, gpu, kernels
 
 HERE = Path(__file__).parent
-# Rows of a part of `tall_product`. With fewer, more partial sums are written and read.
+# The rows of one part in `tall_product`. Smaller parts write and read more partial sums.
 ROWS_PER_PART = 512
 
 
@@ -38,11 +38,11 @@ def silu(x: mx.array) -> mx.array:
 
 def _silu_and_power(x: mx.array) -> tuple[mx.array, mx.array]:
     """
-    silu for a CPU, and e**-x in float32, from which it is computed.
+    silu on a CPU, and the float32 e**-x from which it is computed.
 
-    It is three times as fast as with mx.sigmoid. Below -40, silu is 0 to 1e-13, but exp would
-    overflow at 89 and the gradient would be inf * 0. In 16 bits the power of two would be off by
-    2%.
+    This is three times as fast as mx.sigmoid. x is limited to at least -40: below that, silu is 0
+    within 1e-13, but e**-x would overflow at -89 and the gradient would be inf * 0. x is converted
+    to float32 because in 16 bits the power of two would be off by 2%.
     """
     wide = x.astype(mx.float32)
     power = cpu.exp(-mx.maximum(wide, -40))
@@ -50,7 +50,7 @@ def _silu_and_power(x: mx.array) -> tuple[mx.array, mx.array]:
 
 
 def swiglu_ref(gate_up: mx.array) -> mx.array:
-    """silu(gate) * up of the fused projection, (..., 2F) -> (..., F). Source: arXiv:2002.05202."""
+    """silu(gate) * up, from both in one array, (..., 2F) -> (..., F). Source: arXiv:2002.05202."""
     gate, up = mx.split(gate_up, 2, axis=-1)
     if gpu.on_gpu():
         return silu(gate) * up
@@ -61,9 +61,10 @@ def swiglu_ref(gate_up: mx.array) -> mx.array:
 
     def backward(primals: Any, cotangents: Any, results: Any) -> tuple[mx.array, mx.array]:
         """
-        Equals the gradient of autodiff to the bit.
+        Equals autodiff's gradient to the bit.
 
-        Autodiff would store silu and 1 + e**-gate too: an update's peak memory is 0.89 of it.
+        Autodiff would also store silu and 1 + e**-gate. Without them, an update's peak memory is
+        0.89 times as large.
         """
         gate, up = primals
         d_out = cotangents[0]
@@ -93,9 +94,9 @@ def _launch_swiglu(
     kernel: kernels.Kernel, inputs: list[mx.array], shape: tuple[int, ...]
 ) -> mx.array:
     """
-    Runs a kernel of swiglu, with an output of this shape.
+    Runs a swiglu kernel, whose output has this shape.
 
-    inputs: gate_up (..., 2F), and the cotangent for the gradient.
+    inputs: gate_up (..., 2F), followed by the cotangent if the kernel computes the gradient.
     """
     gate_up, *cotangents = inputs
     width = gate_up.shape[-1] // 2
@@ -147,7 +148,7 @@ TALL_PRODUCT = kernels.Kernel(HERE / "tall_product.metal", "thin wide", "sums")
 @kernels.make_op(tall_product_ref)
 def tall_product(thin: mx.array, wide: mx.array) -> mx.array:
     """
-    Reads `wide` once for each 16 columns of `thin`, and writes R W float32 for each 512 rows.
+    Reads `wide` once per 16 columns of `thin`, and writes R * W float32 numbers per 512 rows.
 
     The partial sums are added afterwards. For 2,048 rows of rank 16 they are an eighth of the size
     of `wide`. MLX's matmul would round the sum to 16 bits.
@@ -173,7 +174,7 @@ def tall_product(thin: mx.array, wide: mx.array) -> mx.array:
 
 def rms_norm(x: mx.array, weight: mx.array | None, eps: float) -> mx.array:
     """
-    x / sqrt(mean(x**2) + eps) * weight over the last axis, in float32 inside.
+    x / sqrt(mean(x**2) + eps) * weight over the last axis, computed in float32.
 
     Source: arXiv:1910.07467.
     """
@@ -206,7 +207,7 @@ def _add_norm_gradient(
     eps: float,
 ) -> list[mx.array]:
     """
-    The gradient from the stored sum.
+    The gradient, computed from the stored sum.
 
     The gradient of the expression would compute the sum again.
     """
@@ -252,7 +253,7 @@ class Rope:
     """
     The rotary positions of one model.
 
-    They are plain, or scaled by YaRN or Llama 3, as the configuration's `scaling` says.
+    They are plain, or scaled by the method that `scaling` names: YaRN's or Llama 3's.
 
     Source: RoFormer, arXiv:2104.09864; YaRN, arXiv:2309.00071, section 3.2 and 3.4; for Llama 3
     `apply_scaling` in https://github.com/meta-llama/llama-models, models/llama3.
@@ -260,7 +261,7 @@ class Rope:
 
     def __init__(self, size: int, theta: float, scaling: dict[str, Any] | None = None):
         """
-        size: how many of a head's dims are rotated, the first ones.
+        size: the number of a head's dims, from the first, that are rotated.
 
         Raises KeyError for an unknown `rope_type`.
         """
@@ -315,7 +316,7 @@ class Rope:
 
 class Rotation(NamedTuple):
     """
-    The positions of the tokens of a forward pass.
+    The positions of the tokens in a forward pass.
 
     `Rope.make_rotation` makes it once, and every layer uses it.
     """
@@ -361,7 +362,7 @@ def norm_rope_ref(
     qkv: mx.array, num_heads: int, weights: NormWeights, eps: float, rotation: Rotation | None
 ) -> QueriesKeysValues:
     """
-    Queries, keys and values of the fused projection (N, L, H + 2K, D).
+    Queries, keys and values from the fused projection (N, L, H + 2K, D).
 
     Queries and keys are first RMS-normalized over D, if there are weights, and then rotated, if the
     layer has positions.
@@ -398,9 +399,9 @@ def norm_rope(
     """
     Reads (H + K) D elements a token and writes as many, which is the minimum, in one launch.
 
-    MLX would need four launches and two copies: its norm first copies a part of the fused
-    projection. The values are a view. A kernel of MLX can write only to new arrays, so the cache
-    takes the keys by another launch.
+    MLX's own operations would need four launches and two copies, because its norm first copies a
+    part of the fused projection. The values are a view. An MLX kernel can write only to new arrays,
+    so another launch copies the keys to the cache.
     """
     num_rows, length, all_heads, size = qkv.shape
     assert rotation is not None, "without positions there is nothing to compute"

@@ -1,9 +1,9 @@
 """
-Compares MLX's own products and masked attention with float64, at a model's sizes.
+Compares MLX's own matmuls and masked attention with references, at a model's sizes.
 
-On Macs both were silently wrong in some release or build of 2026: products of more than 8 rows
-(mlx #3585, #3586), of 2048^2 results and long sums (#3797), float32 rounded to 11 bits (#4411).
-This file does not cover our own kernels and the rotation, which machine/kernels.py compares.
+On Macs, both were silently wrong in some release or build of 2026: products of more than 8 rows
+(mlx #3585, #3586), products with 2048^2 results and long sums (#3797), and float32 products rounded
+to 11 bits (#4411). Our own kernels and the rotation are checked in machine/kernels.py.
 
 Axes: M rows, C inputs and F outputs of a weight; N rows, H query heads, K kv heads, L queries, S
 keys, D head dim.
@@ -18,10 +18,10 @@ import numpy as np
 from layers import attention
 from machine import kernels
 
-# rows of a product: one token, a decode step, a pass of an update
+# rows of a product: those of one token, of a decode step, and of a pass of an update
 PRODUCT_ROWS = (1, 64, 2048)
-MOST_LOGITS = 2**27  # numbers of a product's result, to bound the memory
-SAMPLES_PER_AXIS = 16  # rows and columns of a result that are compared, spread over all of it
+MOST_LOGITS = 2**27  # the most numbers in a product's result, to bound the memory
+SAMPLES_PER_AXIS = 16  # how many rows and columns of a result are compared
 # The norm of the largest keys of Qwen2.5-1.5B. With it, scores in 16 bits are off by 2% in float16
 # and by 15% in bfloat16.
 KEY_NORM = 779
@@ -40,7 +40,7 @@ def measure_product_error(weight: mx.array, rows: int) -> float:
     """
     The largest error of the products x @ W.T and y @ W with a weight (F, C).
 
-    It is a fraction of the size of the result.
+    The error is relative to the size of the result.
     """
     worst = 0.0
     for factor in (weight.T, weight):
@@ -73,7 +73,7 @@ def measure_attention_error(num_heads: int, num_kv_heads: int, size: int, dtype:
     """
     The largest error of attention while a gradient is traced, for one query and for many.
 
-    It is the norm of the error as a fraction of the norm of the result in float32.
+    The error is a norm, divided by the norm of the float32 result.
     """
     worst = 0.0
     num_keys = 160
@@ -100,8 +100,8 @@ def check_arithmetic(weights: list[mx.array], heads: tuple[int, int, int]) -> tu
     """
     Checks MLX's own arithmetic: products with weights of each shape, and masked attention.
 
-    heads: (H, K, D). Returns a line of text, and whether the arithmetic is right. A figure in the
-    line is the largest error as a fraction of the tolerance of the type. At most 1 is right.
+    heads: (H, K, D). Returns a line of text, and whether the arithmetic is right. Each figure in
+    the line is the largest error divided by the type's tolerance. Figures up to 1 are right.
     """
     dtype = weights[0].dtype
     num_heads, num_kv_heads, head_dim = heads

@@ -1,6 +1,6 @@
-    // What the kernels on rows of logits have in common: one threadgroup of 16 simdgroups a row, which takes it in tiles
-    // of 1,024, a simdgroup a tile; lane l holds every 32nd logit from l on, so a tile is read once, in registers. A
-    // tile's sums are relative to its own largest logit and are put together at the end.
+    // The common part of the kernels on rows of logits. Each row has one threadgroup of 16 simdgroups and is split into
+    // tiles of 1,024 logits; one simdgroup processes a tile. Lane l holds every 32nd logit from l on in registers, so a
+    // tile is read once. A tile's sums are relative to its own largest logit, and are combined at the end.
     constexpr uint NUM_TILES = (V + 1023) / 1024;
     threadgroup float peaks[NUM_TILES];
     threadgroup float sums[NUM_TILES];
@@ -19,7 +19,7 @@
             highest = metal::max(highest, held[i]);
         }
         highest = simd_max(highest);
-        float level = highest == -INFINITY ? 0.0f : highest;  // -inf less -inf would be nan
+        float level = highest == -INFINITY ? 0.0f : highest;  // -inf minus -inf would be nan
         float sum = 0.0f, moment = 0.0f;
         #pragma unroll
         for (uint i = 0; i < 32; i++) {

@@ -1,5 +1,5 @@
-// The place among 32 weights, one a lane, at which their running sum first passes the share `uniform` of the whole.
-// It is added up in order: a sum that only grows never stops at a weight of 0.
+// Each of 32 lanes has one weight. Returns the place at which their running sum first exceeds the fraction `uniform` of
+// the total. The sum is added up in order, so that it never decreases and never stops at a weight of 0.
 inline uint draw(float weight, float uniform) {
     float total = 0.0f, until = 0.0f;
     for (uint i = 0; i < 32; i++) total += simd_broadcast(weight, i);

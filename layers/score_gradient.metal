@@ -1,12 +1,12 @@
-// The gradient of softmax: a simdgroup takes a row of scores, once for its sums, which lanes put together at the end,
-// and once more for what it writes. A column that the query does not see has neither weight nor gradient.
+// The gradient of softmax. A simdgroup reads a row of scores twice: first for the sums, which the lanes combine at the
+// end, and then for the results. A column that the query does not see has weight 0 and gradient 0.
 kernel void score_gradient() {
-    constexpr float LOW = -1e30f;  // finite: nothing less nothing must be nothing
+    constexpr float LOW = -1e30f;  // finite, because -inf minus -inf would be nan
     uint lane = thread_index_in_simdgroup, row = thread_position_in_grid.y;
     uint num_heads = scores_shape[1], length = scores_shape[2], width = scores_shape[3];
     if (row >= uint(scores_shape[0]) * num_heads * length) return;
     uint query = row % length;
-    uint end = CAUSAL ? width - length + query + 1 : width;  // the queries are the last of the columns
+    uint end = CAUSAL ? width - length + query + 1 : width;  // the queries are at the last columns
     auto x = scores + size_t(row) * width;
     auto d = d_weights + size_t(row) * width;
     auto seen = mask + (MASKED ? (size_t(row / (num_heads * length)) * length + query) * width : 0);

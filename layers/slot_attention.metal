@@ -1,12 +1,13 @@
-// One threadgroup of 8 simdgroups a slot and kv head, first for the prompt's columns, then for the slot's own.
-// LANES lanes take a column, so a simdgroup takes COLUMNS of them at once; a lane holds EACH dims, by fours, of the
-// Q queries that share the kv head and of their results. Weights are under a maximum of the lanes' own, raised at
-// most once in TURNS columns; all is put together at the end. Lanes past the last column take it without weight.
+// Each kv head of each slot has one threadgroup of 8 simdgroups, which reads first the prompt's columns and then the
+// slot's own. LANES lanes share a column, so a simdgroup reads COLUMNS of them at once. A lane holds EACH dims, in
+// groups of four, of the Q queries that share the kv head and of their results. Weights are relative to a maximum that
+// the lanes of a column keep, and raise at most once in TURNS columns; all results are combined at the end. Lanes past
+// the last column read the last column with weight 0.
 kernel void slot_attention() {
     constexpr int EACH = (D + 4 * LANES - 1) / (4 * LANES) * 4, COLUMNS = 32 / LANES, STEP = 8 * COLUMNS;
     constexpr int TURNS = COLUMNS == 4 ? 2 : 4;
     constexpr bool EXACT = EACH * LANES == D;
-    constexpr float LOW = -1e30f;  // finite: nothing less nothing must be nothing
+    constexpr float LOW = -1e30f;  // finite, because -inf minus -inf would be nan
     threadgroup float parts[8 * EACH * LANES];
     threadgroup float peaks[8];
     threadgroup float sums[8];

@@ -1,8 +1,8 @@
 """
 The softmax over rows of logits: log-probabilities, entropy, a sampled token, a restricted support.
 
-The reference expression, the kernel and its launch follow each other, as in layers/ops.py. This
-file leaves out where logits come from; layers/lm_head.py makes them from hidden states, in chunks.
+The reference expression, the kernel and its launch follow each other, as in layers/ops.py. Logits
+are computed from hidden states, in chunks, in layers/lm_head.py.
 
 Axes: N or M rows, V vocabulary, X blocks or weights of a row.
 """
@@ -16,10 +16,10 @@ import mlx.core as mx
 from machine import cpu, kernels
 
 HERE = Path(__file__).parent
-# the largest fraction of a sum that float32 rounding still keeps below the sum
+# the largest fraction at which fraction * sum stays below the sum after float32 rounding
 BELOW_ONE = 1 - 2**-22
-MAX_VOCABULARY = 2**20  # 32 choices of 32 blocks of 1,024 logits
-# Factor on the gradient in `row_slopes`. Without it, values below 6e-8 would be 0 in float16.
+MAX_VOCABULARY = 2**20  # 32 groups of 32 blocks of 1,024 logits
+# The factor on the gradient in `row_slopes`. Without it, values below 6e-8 would be 0 in float16.
 SLOPE_SCALE = 256
 
 ThreeArrays = tuple[mx.array, mx.array, mx.array]
@@ -29,7 +29,7 @@ def logsumexp(x: mx.array) -> mx.array:
     """
     log(sum(exp(x))) over the last axis, (..., V) float32 -> (...).
 
-    It is exact to 2e-5 at Qwen's vocabulary.
+    The error is at most 2e-5 for Qwen's vocabulary.
     """
     peak = mx.stop_gradient(cpu.tiled_max(x))
     total = cpu.tiled_sum(cpu.exp(x, peak))
@@ -86,7 +86,7 @@ def log_softmax(logits: mx.array, temperature: float = 1.0) -> mx.array:
 
 def draw_index(weights: mx.array, fraction: mx.array) -> mx.array:
     """
-    The index in each row at which the running sum first exceeds this fraction of the row's sum.
+    In each row, the index at which the running sum first exceeds `fraction` of the row's sum.
 
     (N, X), (N, 1) -> (N, 1).
     """
@@ -117,8 +117,8 @@ def sample_token_ref(logits: mx.array, uniforms: mx.array, temperature: float = 
     uniforms: four numbers in [0, 1) per row. Each number chooses one of at most 32 candidates in
     proportion to their weights: first 32,768 logits, then 1,024 of them, then 32, then one. The
     product of the four choices is the token's probability. One Philox block supplies the four
-    numbers. A rounding error moves one of 32 borders, not one of V: with a single number for all of
-    V, another order of summation changed the token about once in some hundred draws.
+    numbers. A rounding error can move only one of 32 borders. With one number and V borders,
+    another order of summation changed the token about once in several hundred draws.
     """
     assert logits.shape[-1] <= MAX_VOCABULARY, logits.shape
     num_rows, vocab_size = logits.shape
@@ -127,7 +127,7 @@ def sample_token_ref(logits: mx.array, uniforms: mx.array, temperature: float = 
     weights = cpu.exp(logits, peak)
     fractions = mx.split(mx.minimum(uniforms, BELOW_ONE), 4, axis=-1)
 
-    width = 1024 if vocab_size > 1024 else 32  # one tile need not be full
+    width = 1024 if vocab_size > 1024 else 32  # a single tile need not be full
     blocks = split_into_blocks(weights, width)
     sums = blocks.sum(-1)
     total = sums.sum(-1, keepdims=True)
@@ -160,9 +160,10 @@ SAMPLE_TOKEN = kernels.Kernel(
 @kernels.make_op(sample_token_ref)
 def sample_token(logits: mx.array, uniforms: mx.array, temperature: float = 1.0) -> ThreeArrays:
     """
-    Reads each logit once and one tile again, and writes 12 bytes a row, in one launch.
+    Reads each logit once and one tile again, and writes 12 bytes per row, in one launch.
 
-    Gumbel-max would read the same, and compute V pairs of logarithms and V / 4 Philox blocks more.
+    Gumbel-max would read as much, and would also compute V pairs of logarithms and V / 4 Philox
+    blocks.
     """
     assert logits.shape[-1] <= MAX_VOCABULARY, logits.shape
     dtypes = [mx.int32, mx.float32, mx.float32]
@@ -201,7 +202,7 @@ ROW_LOGPROBS = kernels.Kernel(
 def row_logprobs(
     logits: mx.array, ids: mx.array, temperature: float = 1.0
 ) -> tuple[mx.array, mx.array]:
-    """Reads each logit once and writes 8 bytes a row, in one launch."""
+    """Reads each logit once and writes 8 bytes per row, in one launch."""
     dtypes = [mx.float32, mx.float32]
     logprobs, entropies = _launch_per_row(ROW_LOGPROBS, logits, [ids], temperature, dtypes)
     return logprobs, entropies
@@ -211,8 +212,8 @@ def row_slopes_ref(logits: mx.array, ids: mx.array, temperature: float = 1.0) ->
     """
     The results of `row_logprobs`, and the gradient of the log-probability, onehot - p, (M, V).
 
-    The gradient is multiplied by SLOPE_SCALE and has the type of the logits. A logit's gradient is
-    this times the log-probability's cotangent / SLOPE_SCALE / temperature.
+    The gradient is multiplied by SLOPE_SCALE and has the type of the logits. Times the cotangent of
+    the log-probability / SLOPE_SCALE / temperature, it is the gradient of the logits.
     """
     onehot = mx.arange(logits.shape[-1]) == ids[:, None]
     slopes = onehot - cpu.exp(log_softmax(logits, temperature))
@@ -228,10 +229,11 @@ ROW_SLOPES = kernels.Kernel(
 @kernels.make_op(row_slopes_ref)
 def row_slopes(logits: mx.array, ids: mx.array, temperature: float = 1.0) -> ThreeArrays:
     """
-    Reads V logits a row twice, the second time mostly from the cache, and writes V, in one launch.
+    In one launch, reads each row's V logits twice, the second time mostly from the cache, and
+    writes V numbers.
 
-    Separate kernels for the results and for the gradient would read the logits twice too, and a
-    matmul would have to compute the logits again for the second one.
+    Separate kernels for the results and for the gradient would also read the logits twice, and a
+    matmul would have to compute the logits again for the gradient.
     """
     logprobs, entropies, slopes = _launch_per_row(
         ROW_SLOPES,
@@ -270,7 +272,7 @@ def nucleus_ref(logits: mx.array, top_p: float) -> mx.array:
     """
     descending = -mx.sort(-logits, axis=-1)
     probs = cpu.exp(descending - logsumexp(descending)[..., None])
-    likelier_mass = mx.cumsum(probs, axis=-1) - probs  # of the strictly likelier tokens
+    likelier_mass = mx.cumsum(probs, axis=-1) - probs  # the mass of the strictly likelier tokens
     nucleus_size = mx.maximum((likelier_mass < top_p).sum(-1, keepdims=True), 1)
     return mx.take_along_axis(descending, nucleus_size - 1, axis=-1).squeeze(-1)
 
@@ -281,7 +283,7 @@ NUCLEUS = kernels.Kernel(HERE / "nucleus.metal", "logits top_p", "least")
 @kernels.make_op(nucleus_ref)
 def nucleus(logits: mx.array, top_p: float) -> mx.array:
     """
-    Reads a row 9 times, mostly from the cache, and writes 4 bytes.
+    Reads each row 9 times, mostly from the cache, and writes 4 bytes per row.
 
     A sort would write all rows several times.
     """
@@ -290,12 +292,12 @@ def nucleus(logits: mx.array, top_p: float) -> mx.array:
 
 def truncate_logits(logits: mx.array, support: Support) -> mx.array:
     """
-    Sets logits outside the support to -inf, (..., V) float32 -> (..., V).
+    The logits, with those outside the support replaced by -inf, (..., V) float32 -> (..., V).
 
     top_k keeps the k likeliest tokens, and tokens that tie with the last of them. min_p keeps
     tokens with at least min_p times the probability of the likeliest. top_p keeps the smallest set
-    of likeliest tokens whose probabilities reach top_p, renormalized over the tokens that top_k and
-    min_p kept.
+    of likeliest tokens whose total probability reaches top_p, after renormalization over the tokens
+    that top_k and min_p kept.
 
     Source: min_p arXiv:2407.01082, top_p arXiv:1904.09751.
     """

@@ -1,4 +1,4 @@
-// A thread makes one element.
+// A thread computes one element.
 kernel void swiglu() {
     uint at = thread_position_in_grid.x;
     if (at >= uint(gate_up_shape[0]) * F) return;

@@ -1,4 +1,4 @@
-// A thread makes the gradients of the two elements behind one element of the result.
+// A thread computes the gradients of the two inputs of one element of the result.
 kernel void swiglu_vjp() {
     uint at = thread_position_in_grid.x;
     if (at >= uint(gate_up_shape[0]) * F) return;

@@ -1,5 +1,5 @@
-// One threadgroup of 8 simdgroups for 32 columns of `wide`, 16 of `thin` and ROWS rows, of which a simdgroup takes
-// every 8th; a lane holds the 16 sums of its column.
+// Each threadgroup of 8 simdgroups computes 32 columns of `wide`, 16 columns of `thin` and ROWS rows. A simdgroup reads
+// every 8th row, and a lane holds the 16 sums of its column.
 kernel void tall_product() {
     threadgroup float parts[8 * 32];
     uint lane = thread_index_in_simdgroup, simd = simdgroup_index_in_threadgroup;

@@ -1,5 +1,5 @@
 """
-The cache of a tree of token runs: rows share the keys and values of their ancestors.
+The cache of a tree of token runs, whose rows share the keys and values of their ancestors.
 
 Axes: N rows of the newest level, R rows of a level, K kv heads, S positions of a level, L new
 positions, W columns of a row with all its ancestors, D head dim.
@@ -30,7 +30,7 @@ class TreeLayer:
         """
         Writes columns into the `target` of N rows.
 
-        index (N, W): which columns, counted through all levels.
+        index (N, W): the numbers of these columns, counted through all levels.
         """
         level_keys = [keys for keys, _ in self.parts]
         level_values = [values for _, values in self.parts]
@@ -60,10 +60,10 @@ class TreeCache(Cache):
     """
     The cache of a tree of token runs: each row continues a row of the level above.
 
-    A row sees all its ancestors. Their keys and values are stored once for all descendants; of a
-    gated delta net the state at the end of each row of the newest level is stored. One forward pass
-    computes a level's rows, padded on the right. Nothing is written in place, so gradients work,
-    and a row may get children several times:
+    A row sees all its ancestors, whose keys and values are stored once for all descendants. For a
+    gated delta net, the state at the end of each row of the newest level is stored. One forward
+    pass computes a level's rows, padded on the right. Nothing is written in place, so gradients
+    work, and a row may get children several times:
 
         preamble = TreeCache(config.layer_kinds).extend([len(ids)])
         model.hidden(preamble_tokens, preamble)
@@ -76,7 +76,7 @@ class TreeCache(Cache):
         self.layers = make_layers(kinds, lambda: TreeLayer([]))
         self.widths: list[int] = []  # of each computed level, padding included
         self.lengths: list[list[int]] = []  # of each level's rows, root first
-        # of each level, the newest too: its row that each newest row continues
+        # for each level, the newest included: the row of that level that each newest row continues
         self.rows: list[list[int]] = []
 
     def extend(self, lengths: list[int], parents: list[int] | None = None) -> "TreeCache":
@@ -96,7 +96,7 @@ class TreeCache(Cache):
             rows = [row_of[parent] for parent in parents]
             used = sorted(set(rows))
             is_consecutive = used == list(range(used[0], used[-1] + 1))
-            # a slice takes a view
+            # indexing by a slice makes no copy
             rows_of.append(slice(used[0], used[-1] + 1) if is_consecutive else mx.array(used))
             extended.lengths.append([level_lengths[row] for row in used])
             extended.rows.append([used.index(row) for row in rows])
@@ -148,7 +148,7 @@ class TreeCache(Cache):
 
         Each row follows a copy of its ancestors.
         """
-        # of each row, in the concatenated levels
+        # the columns of each row, in the concatenated levels
         columns: list[list[int]] = [[] for _ in self.lengths[-1]]
         level_begin = 0
         for lengths, rows, width in zip(self.lengths, self.rows, self.widths, strict=True):

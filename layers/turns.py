@@ -2,8 +2,8 @@
 Decodes rows that take turns with tools or an environment.
 
 A `TurnScheduler` decides which row sits in which slot, and prefills the reply that a row gets
-before its next turn. This file does not cover rows without turns (sampler.py), the slots' cache
-(kv_cache.py) and the source of the replies (tools/episodes.py).
+before its next turn. Rows without turns are decoded in sampler.py. The slots' cache is in
+kv_cache.py, and the replies come from tools/episodes.py.
 
 Axes: V vocabulary.
 """
@@ -21,7 +21,7 @@ from machine import gpu
 class Conversation(Protocol):
     """Answers the turns of rows: a `tools.episodes.Episodes`."""
 
-    context: int  # positions that a row may have, prompt included
+    context: int  # the most positions that a row may have, including its prompt
 
     def begin(self, rows: list[int]) -> None: ...
 
@@ -69,10 +69,10 @@ class Model(Protocol):
 
 class TurnScheduler:
     """
-    Rows that take turns, in the slots of a cache. A row stays in its slot from first to last token.
+    Rows that take turns, in the slots of a cache. A row keeps its slot until its last token.
 
-    A row whose turn has ended samples nothing until its reply comes. While it waits, its slot still
-    samples tokens that nobody reads, so its columns stay in place. A row with a finish reason is
+    A row whose turn has ended gets no token until its reply comes. Meanwhile its slot still samples
+    tokens, which nobody reads, so that its columns stay in place. A row with a finish reason is
     complete.
     """
 
@@ -86,9 +86,10 @@ class TurnScheduler:
         rows_of: dict[tuple[int, ...], list[int]],
     ):
         """
-        state: its `conversation` answers the turns. forward: `gwen.decode_step` of the model.
+        state: its `conversation` answers the turns. forward: `gwen.make_decode_step` of the model.
         prompt_logits (prompts, V): the logits after each prompt. rows_of: the rows of each prompt,
-        in the order in which they begin. Rows of an attempt that ran out of memory begin again.
+        in the order in which they begin. If an earlier attempt ran out of memory, its rows begin
+        again.
         """
         assert state.conversation is not None, "rows without turns"
         self.state = state
@@ -103,7 +104,7 @@ class TurnScheduler:
         self.logits = mx.zeros((num_slots, prompt_logits.shape[1]), prompt_logits.dtype)
 
         self.prompt_of: dict[int, int] = {}
-        self.max_positions: dict[int, int] = {}  # of each row after its prompt
+        self.max_positions: dict[int, int] = {}  # the most positions of each row after its prompt
         for prompt_number, (prompt, prompt_rows) in enumerate(rows_of.items()):
             for row in prompt_rows:
                 self.prompt_of[row] = prompt_number
@@ -111,15 +112,15 @@ class TurnScheduler:
         rows = list(self.prompt_of)
         self.uniforms = state.uniforms(rows)
         self.uniforms_index = {row: index for index, row in enumerate(rows)}
-        # tokens sampled for each row, including those after an end that was not read yet
+        # tokens sampled for each row, including those after an end that has not been read yet
         self.num_drawn = np.zeros(len(state.limits), int)
 
         self.slots = rows[:num_slots]  # the row of each slot
         self.waiting_rows = rows[num_slots:]  # rows that have not begun
         # for rows that wait for a reply, the states of the gated delta nets at the end of the turn
         self.net_states: dict[int, list[tuple[mx.array, mx.array]]] = {}
-        self.replies: dict[int, list[int]] = {}  # ids that rows get next
-        # rows and sampled tokens of steps that were not read yet
+        self.replies: dict[int, list[int]] = {}  # the ids that each row gets next
+        # rows and sampled tokens of steps that have not been read yet
         self.queued: list[tuple[np.ndarray, tuple[mx.array, ...]]] = []
 
         state.lengths[rows] = 0
@@ -135,7 +136,7 @@ class TurnScheduler:
         """
         Samples all turns of all rows, as `sampler.decode` does for rows without turns.
 
-        Every step reads all sampled tokens but the newest.
+        Each step reads all sampled tokens but the newest.
         """
         while not all(map(self.state.is_over, self.prompt_of)):
             if self.is_drawing:
@@ -175,7 +176,7 @@ class TurnScheduler:
         mx.async_eval(drawn, self.logits)
 
     def _read(self, num_left: int) -> None:
-        """Writes the sampled tokens of all queued steps but the newest `num_left` to the state."""
+        """Writes the tokens of all queued steps to the state, except for the newest `num_left`."""
         while len(self.queued) > num_left:
             rows, drawn = self.queued.pop(0)
             self.state.write(rows, drawn)  # wait
@@ -183,7 +184,7 @@ class TurnScheduler:
     # ---- turns
 
     def _end_turns(self) -> None:
-        """Hands in the turns that have ended, and stores the states of gated delta nets there."""
+        """Hands in ended turns, and stores the states of gated delta nets at the ends of these."""
         state = self.state
         for slot, row in enumerate(self.slots):
             if not state.ended[row]:
@@ -199,7 +200,7 @@ class TurnScheduler:
             self.cache.lengths[slot] = len(state.sequences[row])
 
     def _end_turn(self, row: int) -> None:
-        """Adds the turn's tokens to the row's sequence, and asks for the reply to it."""
+        """Adds the turn's tokens to the row's sequence, and asks for the reply to the turn."""
         state = self.state
         places = state.places[row]
         sequence = state.sequences[row]
@@ -213,7 +214,7 @@ class TurnScheduler:
 
     def _collect_replies(self) -> None:
         """
-        Stores the replies that rows get next, or the reason why there is none.
+        Stores the replies that rows get next, or the reason why a row gets none.
 
         Waits for a reply if there is nothing else to do.
         """
@@ -272,7 +273,7 @@ class TurnScheduler:
             self.logits = self.logits[mx.array(remaining)]
 
     def _seat_rows(self, row_of: dict[int, int]) -> None:
-        """Starts rows in slots, each after its prompt. row_of: the new row of some slots."""
+        """Starts rows in slots, each after its prompt. row_of: their new rows, by slot."""
         self.slots = [row_of.get(slot, row) for slot, row in enumerate(self.slots)]
         prompts = [self.prompt_of[row] for row in self.slots]
         new_slots = list(row_of)
@@ -312,7 +313,7 @@ class TurnScheduler:
             self._prefill(parts)
 
     def _prefill(self, ids_of: dict[int, list[int]]) -> None:
-        """Computes some ids of some slots, and the logits after the last id of each."""
+        """Computes the next ids of some slots, and the logits after the last id of each slot."""
         slots = list(ids_of)
         lengths = [len(ids) for ids in ids_of.values()]
         width = max(lengths)

@@ -1,1 +1,1 @@
-"""The machine: its GPU and memory, and the other machines of a run."""
+"""The machine that Gwen runs on, its GPU and memory, and the link to a run's other machines."""

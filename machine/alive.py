@@ -1,8 +1,8 @@
 """
-Signs of life: tells what a command is doing, how far it is, and how much time is left.
+Signs of life: shows what a command is doing, how far it is, and how much time is left.
 
-In a terminal or a notebook, tqdm draws bars. In a file, a line replaces them after some silence.
-One thread serves both. This file does not cover the lines of a run (reporting/console.py).
+In a terminal or a notebook, tqdm draws bars. In a file, a line is written after some silence
+instead. One thread serves both. This file does not cover a run's lines (reporting/console.py).
 """
 
 import contextlib
@@ -19,21 +19,22 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-# The longest silence in seconds. A shorter activity prints nothing.
+# The longest silence in seconds. An activity that is shorter prints nothing.
 MAX_SILENCE_WATCHED = 8.0  # in a terminal or a pipe
 MAX_SILENCE_IN_FILE = 40.0
 
-# Parts of a line that must not be broken
+# Patterns of the parts of a line that must not be broken.
 FIGURE = r"[^| ][^|]*"  # in a line of figures separated by " | "
-COMMAND_OR_FLAG = r"uv run .*?(?=[;,] |$)|--[a-z-]+ \S"  # a flag with the begin of its value
+COMMAND_OR_FLAG = r"uv run .*?(?=[;,] |$)|--[a-z-]+ \S"  # a flag with the beginning of its value
 
-# Activities in progress, the innermost last. The key is the id, because bars compare by position.
+# Activities in progress, the innermost last. The key is the bar's `id`, because bars compare by
+# position.
 _active_bars: dict[int, "Bar"] = {}
 _state: dict[str, Any] = {"last": time.monotonic(), "thread": None}
 
 
 class Bar(tqdm):
-    """A progress bar that also counts in a file, where it is not drawn."""
+    """A progress bar that also counts where it is not drawn, as in a file."""
 
     monitor_interval = 0  # our thread replaces tqdm's own
 
@@ -48,11 +49,13 @@ class Bar(tqdm):
         **options: Any,
     ):
         """
-        items: the bar counts an iteration over them. An empty collection is not drawn.
-        desc: the activity. unit: the name of an item. disable: True is never drawn, None only in a
-        terminal. options: of tqdm.
+        items: the bar counts an iteration over them. For an empty collection, no bar is drawn.
+        desc: the activity. unit: the name of an item.
+        disable: a bar with True is never drawn, one with None only in a terminal.
+        options: tqdm's further options.
 
-        The time left follows from the mean speed. By default tqdm prefers the latest items.
+        The time left is estimated from the mean speed; tqdm by default gives the latest items more
+        weight.
         """
         if disable is None and items is not None and not items:
             disable = True
@@ -90,7 +93,7 @@ class Bar(tqdm):
         return None
 
     def show(self, done: int, amount: float, unit: str) -> None:
-        """Sets the count to `done`, and shows the speed of an `amount` in another unit."""
+        """Sets the count to `done`. Shows as the speed an `amount` done so far, in another unit."""
         if not self.disable:
             speed = amount / self.format_dict["elapsed"]
             self.set_postfix_str(f"{speed:,.0f} {unit}/s", refresh=False)
@@ -100,7 +103,7 @@ class Bar(tqdm):
         """
         The activity as text: "sampling: 23 of 64 rows, about 40 s left".
 
-        Before the first item is done, it tells the time so far.
+        Before the first item is done, the text gives the time so far instead.
         """
         num_done = self.n - self.start_n
         num_left = self.total - self.n if self.total else 0
@@ -121,7 +124,7 @@ class Bar(tqdm):
     def close(self) -> None:
         _active_bars.pop(id(self), None)
         if not self.disable:
-            self.refresh()  # the last drawing may be old, and a transcript keeps it
+            self.refresh()  # the last drawing may be out of date, and would stay in a transcript
         super().close()
 
 
@@ -135,9 +138,9 @@ def show_activity(activity: str) -> Bar:
 
 def wrap_for_terminal(text: str, file: Any = None) -> str:
     """
-    Wraps long lines for a terminal. A text for a file stays as it is.
+    The text with long lines wrapped, if `file` or else stdout is a terminal.
 
-    Lines break at spaces, but not within a figure or a command to copy, nor between a flag and its
+    Lines break at spaces, but not within a figure or a command to copy, or between a flag and its
     value.
     """
     if not (file or sys.stdout).isatty():
@@ -153,7 +156,7 @@ def _wrap_line(line: str, width: int) -> str:
     unbreakable = FIGURE if " | " in line else COMMAND_OR_FLAG
     protected = re.sub(unbreakable, _replace_spaces, line)
     indent = " " * (len(line) - len(line.lstrip()) + 2)
-    # a terminal breaks a command that is longer than a line
+    # A command that is longer than a line is left to the terminal to break.
     wrapped = textwrap.fill(
         protected,
         width,
@@ -188,7 +191,7 @@ def note_printed() -> None:
 
 
 def redraw_progress() -> None:
-    """Draws the bars again, with their time, or prints a line about the activities."""
+    """Draws the bars again with the current time, or prints a line about the activities."""
     note_printed()
     bars = list(_active_bars.values())
     for bar in bars:
@@ -201,7 +204,7 @@ def redraw_progress() -> None:
 
 
 def _watch(bar: Bar) -> None:
-    """Adds a bar, and starts the thread once per process. A forked process begins without it."""
+    """Adds a bar, and starts the thread unless it runs. A forked process begins without it."""
     _active_bars[id(bar)] = bar
     thread = _state["thread"]
     if thread is None or not thread.is_alive():
@@ -212,7 +215,7 @@ def _watch(bar: Bar) -> None:
 
 
 def is_watched() -> bool:
-    """Whether stderr goes to a terminal or a pipe. A notebook's stream has no file."""
+    """Whether stderr is a terminal or a pipe. False in a notebook, where stderr has no file."""
     try:
         return sys.stderr.isatty() or stat.S_ISFIFO(os.fstat(sys.stderr.fileno()).st_mode)
     except (OSError, ValueError):
@@ -224,6 +227,6 @@ def _keep_watching() -> None:
         time.sleep(1.0)
         max_silence = MAX_SILENCE_WATCHED if is_watched() else MAX_SILENCE_IN_FILE
         if _active_bars and time.monotonic() - _state["last"] >= max_silence:
-            # the terminal may be gone, the file closed
+            # The terminal may be gone, or the file may be closed.
             with contextlib.suppress(OSError, ValueError):
                 redraw_progress()

@@ -1,10 +1,11 @@
 """
-An estimate of a step's time on Apple's chips, from the bytes that it moves and its FLOPs.
+An estimate of a step's time on Apple's chips, from the bytes that the step moves and its FLOPs.
 
-A phase takes the longer of two times: its bytes at the chip's bandwidth, or its FLOPs at the chip's
-arithmetic, each reduced to the fraction that others have reached. Nobody has measured a step on a
-Mac. The estimate leaves out kernel launches, which a small model waits for, rewards, tokenizing,
-evaluation, and the time of Python. preflight.py counts bytes and FLOPs.
+A phase of a step takes the longer of two times: its bytes at the chip's bandwidth, or its FLOPs at
+the chip's arithmetic speed. Both speeds are reduced to the fraction that other programs have
+reached. Nobody has measured a step on a Mac. The estimate leaves out kernel launches, which slow a
+small model down, and rewards, tokenizing, evaluation and Python. preflight.py counts the bytes and
+FLOPs.
 """
 
 import timeit
@@ -15,20 +16,20 @@ from typing import NamedTuple
 import mlx.core as mx
 import yaml
 
-# Reached by mlx_lm on an M4 Max with Qwen3-4B in bfloat16: 13.9 TFLOP/s of prefill, 438 GB/s of
-# decoding (BENCHMARKS.md of github.com/ml-explore/mlx-lm). Others reach 70 to 80% and 78%.
+# On an M4 Max with Qwen3-4B in bfloat16, mlx_lm reaches 13.9 TFLOP/s in prefill and 438 GB/s in
+# decoding (BENCHMARKS.md in github.com/ml-explore/mlx-lm). Others reach 70 to 80% and 78%.
 ARITHMETIC_FRACTION = 0.75
 BANDWIDTH_FRACTION = 0.78
-# Of ARITHMETIC_FRACTION, for an update: operations between its matmuls take a fifth of the time
-# (c148fd6:bench/ledger.py).
+# An update reaches only this fraction of ARITHMETIC_FRACTION, since operations between its matmuls
+# take a fifth of the time (c148fd6:bench/ledger.py).
 UPDATE_FRACTION = 0.8
 
 
 class Chip(NamedTuple):
     name: str
     bandwidth: float  # GB a second
-    tflops: float  # of 16-bit matmuls
-    memory: list[int]  # GB, the sizes that machines have
+    tflops: float  # speed of 16-bit matmuls
+    memory: list[int]  # the sizes, in GB, of machines with this chip
 
 
 def load_chips() -> list[Chip]:
@@ -42,7 +43,8 @@ def this_chip() -> Chip:
     """
     This machine's chip.
 
-    A chip that is not in the table is timed with a product of float32 matrices and with a sum.
+    If the table does not have it, its speeds are measured with a product of float32 matrices and
+    with a sum.
     """
     name = str(mx.device_info().get("device_name", "CPU")).removeprefix("Apple ")
     for chip in load_chips():
@@ -59,19 +61,19 @@ def this_chip() -> Chip:
 
 
 def least_seconds(compute: Callable[[], mx.array]) -> float:
-    """The shortest of five measured times of `compute`."""
+    """The shortest of five measured times of `compute`, in seconds."""
     return min(timeit.repeat(lambda: mx.eval(compute()), number=1))
 
 
 class Cost(NamedTuple):
-    """What a phase of a step moves and computes."""
+    """The bytes that a phase of a step moves, and the FLOPs that it computes."""
 
     bytes: float
     flops: float
 
 
 def estimate_seconds(costs: dict[str, Cost], chip: Chip) -> float:
-    """The seconds of a step whose phases have these costs."""
+    """The estimated seconds of a step whose phases have these costs."""
     bytes_per_s = BANDWIDTH_FRACTION * 1e9 * chip.bandwidth
     flops_per_s = ARITHMETIC_FRACTION * 1e12 * chip.tflops
     seconds = 0.0

@@ -1,14 +1,15 @@
 """
-Faster forms of operations that take MLX long on a CPU.
+Faster forms of operations that are slow in MLX on a CPU.
 
-They are e**x, for which MLX needs 12 ns a number, and sums and maxima of long rows.
+These operations are e**x, for which MLX needs 12 ns a number, and sums and maxima of long rows.
 
-For e**x there are two forms. `mx.compile` builds C++ loops with g++: 2 ns a number, with a relative
-error of 2e-7. A power of two takes 4.4 ns, with a relative error of 1e-6 for |x| < 8. It is used
-without g++, for few numbers, and under a gradient, where MLX computes a compiled function operation
-by operation: 8 ns with the gradient, against 4.7 ns for the power. On a GPU MLX's own is the best.
+There are two forms of e**x. `mx.compile` builds C++ loops with g++; they take 2 ns a number, with a
+relative error of 2e-7. A power of two takes 4.4 ns, with a relative error of 1e-6 for |x| < 8. The
+power is used without g++, for few numbers, and under a gradient. There MLX would compute a compiled
+function operation by operation, which takes 8 ns with the gradient, while the power takes 4.7 ns.
+On a GPU, MLX's own e**x is the fastest.
 
-Axes: S any size, V numbers of a row.
+Axes: S any size, V numbers in a row.
 """
 
 import contextlib
@@ -28,14 +29,14 @@ import mlx.core as mx
 from machine import gpu
 
 LOG2_E = 1 / math.log(2)
-# log(2) in two parts: the product of a whole number and the first one is exact
+# log(2) in two parts. The product of a whole number and the first part is exact.
 LOG2_HIGH = 0.693145751953125
 LOG2_LOW = 1.428606765330187e-06
 # Added to a float32 below 2**22 and subtracted again, it leaves the nearest whole number.
 ROUNDING_SHIFT = 1.5 * 2**23
-# For fewer numbers, the power of two is as fast as six loops and their arrays.
+# For fewer numbers, the power of two is as fast as the six compiled loops with their arrays.
 MIN_COMPILED_SIZE = 2**13
-TILE = 256  # numbers; a CPU adds tiles to each other 3 to 5 times as fast as numbers in a row
+TILE = 256  # numbers in a tile; a CPU adds up tiles 3 to 5 times as fast as the numbers of a row
 
 
 # ---- e**x
@@ -43,11 +44,13 @@ TILE = 256  # numbers; a CPU adds tiles to each other 3 to 5 times as fast as nu
 
 def exp_expression(x: mx.array) -> mx.array:
     """
-    e**x of float32: x = n log(2) + r, Taylor's polynomial of degree 7 in r, and 2**n from bits.
+    e**x of float32, by operations that `mx.compile` can fuse.
 
-    Below -87 the result is 0; float32's normal numbers end near there. MLX cuts an expression
-    deeper than 11 operations into several loops with an array between them, so the terms are
-    computed in pairs. 2**128 is no float32, so the pairs contain the factor 2 of 2 * 2**(n - 1).
+    With x = n log(2) + r, it is a Taylor polynomial of degree 7 in r, times 2**n, which is made
+    from bits. Below about -87, where float32's normal numbers end, the result is 0. MLX cuts an
+    expression deeper than 11 operations into several loops with an array between them, so the terms
+    are computed in pairs. 2**128 is not a float32, so 2**n is computed as 2 * 2**(n - 1), and the
+    pairs contain the factor 2.
     """
     n = (mx.minimum(mx.maximum(x, -87.33), 89.0) * LOG2_E + ROUNDING_SHIFT) - ROUNDING_SHIFT
     half = ((n.astype(mx.int32) + 126) << 23).view(mx.float32)
@@ -61,9 +64,9 @@ def exp_expression(x: mx.array) -> mx.array:
 @functools.lru_cache(maxsize=256)
 def compile_exp(size: int) -> Callable[[mx.array], mx.array]:
     """
-    The compiled expression for `size` numbers.
+    The compiled `exp_expression` for `size` numbers.
 
-    MLX keeps the compiled loops of a shape as long as the function lives.
+    MLX keeps the compiled loops for a shape as long as the function exists.
     """
     return mx.compile(exp_expression)
 
@@ -71,10 +74,10 @@ def compile_exp(size: int) -> Callable[[mx.array], mx.array]:
 @contextlib.contextmanager
 def build_lock() -> Iterator[None]:
     """
-    Lets one process at a time call `mx.compile` where it may build loops.
+    A lock for calls of compiled functions that may build loops: one process at a time holds it.
 
-    MLX stores them in a directory of temporary files and loads what is there. Without the lock,
-    processes would load files that another process has half written.
+    MLX stores the loops in a directory of temporary files, and loads any that are there already.
+    Without the lock, a process could load a file that another process has half written.
 
     Raises OSError if the directory belongs to another user.
     """
@@ -90,9 +93,9 @@ def build_lock() -> Iterator[None]:
 @functools.cache
 def has_compiler() -> bool:
     """
-    Whether `mx.compile` builds loops here.
+    Whether `mx.compile` can build loops on this machine.
 
-    The first call builds them if this machine has none yet, which takes 5 s.
+    The first call builds one, which takes 5 s, unless this machine has it already.
     """
     if sys.platform != "linux" or shutil.which("g++") is None:
         return False
@@ -141,10 +144,10 @@ def _power_of_two_vjp(_: Any, d_out: mx.array, out: mx.array) -> mx.array:
 
 def tiled_sum(x: mx.array) -> mx.array:
     """
-    Sum over the last axis, (..., V) -> (...), first of tiles.
+    Sum over the last axis, (..., V) -> (...), in two stages: tiles first.
 
-    MLX's CPU backend keeps one running float32 sum. Over 151,936 terms of a peaked row, its error
-    is up to 9e-4 in a logsumexp and 1.6e-3 in an entropy. With two stages it is 2e-5.
+    MLX's CPU backend keeps one running float32 sum. Over the 151,936 terms of a peaked row, its
+    error is up to 9e-4 in a logsumexp and 1.6e-3 in an entropy. In two stages the error is 2e-5.
     """
     num_tiles = x.shape[-1] // TILE
     end = num_tiles * TILE
@@ -153,7 +156,7 @@ def tiled_sum(x: mx.array) -> mx.array:
 
 
 def tiled_max(x: mx.array) -> mx.array:
-    """Maximum over the last axis, (..., V) -> (..., 1), first of tiles."""
+    """Maximum over the last axis, (..., V) -> (..., 1), in two stages: tiles first."""
     size = x.shape[-1]
     end = size // TILE * TILE or size
     tiles = x[..., :end].reshape(*x.shape[:-1], -1, min(end, TILE))

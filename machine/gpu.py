@@ -1,7 +1,7 @@
 """
 Which device MLX computes on, and operations with their own gradients.
 
-This file does not cover kernels (machine/kernels.py) and memory (machine/memory.py).
+This file does not cover kernels (machine/kernels.py) or memory (machine/memory.py).
 """
 
 import contextlib
@@ -17,7 +17,7 @@ def on_gpu() -> bool:
 
 
 def prefill_tokens() -> int:
-    """Positions per forward pass of a prefill, padding included; measured in LOG.md."""
+    """The number of positions, with padding, in a prefill's forward pass; measured in LOG.md."""
     return 2048 if on_gpu() else 256
 
 
@@ -37,10 +37,11 @@ def is_forward_only() -> bool:
 @contextlib.contextmanager
 def without_gradients() -> Iterator[None]:
     """
-    Inside, `call_with_vjp` calls its operation directly. Sampling and judging may use this.
+    Inside the context, `call_with_vjp` calls its operation directly, without its gradient.
 
-    A decode step is then built in half the time. MLX refuses the gradient of a Metal kernel that
-    was called directly, and of the expression in machine/cpu.py.
+    Sampling and judging may use this: a decode step is then built in half the time. MLX cannot
+    compute the gradient of a Metal kernel that was called directly, or of `exp_expression` in
+    machine/cpu.py.
     """
     before = _forward_only[0]
     _forward_only[0] = True
@@ -56,7 +57,7 @@ def call_with_vjp(
     """
     Returns `forward(*arrays)`. Its gradient is `backward(arrays, cotangents, results)`.
 
-    Inside `without_gradients` it has none.
+    Inside `without_gradients`, it calls `forward` only.
     """
     if is_forward_only():
         return forward(*arrays)

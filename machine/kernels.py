@@ -1,10 +1,11 @@
 """
 Kernels for a GPU: how a kernel is built, whether this machine may use it, and its reference.
 
-A kernel is a `.metal` file beside the plain expression that it equals; an `Op` is the pair. When a
-model is loaded, both compute the calls that the model makes. A kernel that is less exact than its
-expression, or does not compile, is off for the run, and stderr names it. On a CPU the expressions
-run. The environment variable GWEN_KERNELS is on or off.
+A kernel is a `.metal` file, beside the plain MLX expression that it must equal. An `Op` is the pair
+of kernel and expression. When a model is loaded, both compute the calls that the model makes. A
+kernel that does not compile, or is less exact than its expression, is off for the run, and a line
+on stderr names it. On a CPU, only the expressions run. The environment variable GWEN_KERNELS turns
+kernels on or off.
 
 This file does not cover the kernels themselves, which are in layers/.
 """
@@ -30,13 +31,14 @@ class Kernel:
     A kernel in a `.metal` file of its own, which is compiled when it is first called.
 
     The file has helper functions, then `kernel void NAME() {` and the body. MLX writes the
-    parameters. It passes each of its own names that occurs in the body, such as
-    `thread_position_in_grid`, also in comments. A line `#include "FILE"` stands for the text of a
-    file beside it.
+    parameters. It adds a parameter for each of its own names, such as `thread_position_in_grid`,
+    that occurs in the body, even in a comment. A line `#include "FILE"` is replaced by the text of
+    a file in the same directory.
 
     inputs, outputs: the names that the body uses, separated by spaces. Scalars are arrays of one
-    number. contiguous: whether inputs are copied into row-major order first; a body that does not
-    need this uses their `_strides`.
+        number.
+    contiguous: whether inputs are first copied into row-major order. A body that does not need this
+        uses the inputs' `_strides`.
     """
 
     def __init__(self, path: Path, inputs: str, outputs: str, contiguous: bool = True):
@@ -45,12 +47,12 @@ class Kernel:
         self.contiguous = contiguous
         self.inputs = inputs.split()
         self.outputs = outputs.split()
-        # by the compiler: MLX's, or the emulator in tests
+        # The compiled kernels, by compiler: MLX's, or the emulator in tests.
         self._compiled: dict[Any, Any] = {}
 
     @functools.cached_property
     def text(self) -> tuple[str, str]:
-        """The text before the kernel, and its body."""
+        """The text before the kernel, and the kernel's body."""
 
         def read_included_file(line: re.Match[str]) -> str:
             return self.path.with_name(line[1]).read_text("utf-8")
@@ -72,11 +74,11 @@ class Kernel:
         **template: int | bool | mx.Dtype,
     ) -> list[mx.array]:
         """
-        Queues the kernel.
+        Queues the kernel; returns its outputs.
 
-        outputs: (shape, dtype) of each. grid: counts threads. template: constants and types. They
-        are compiled in, one kernel for each combination, so only values that a model or its type
-        fixes may be constants.
+        outputs: the shape and dtype of each output. grid: the numbers of threads.
+        template: constants and types, which are compiled in. Each combination is a kernel of its
+        own, so a value may be a constant only if it is fixed for a model and its dtype.
         """
         compiler = mx.fast.metal_kernel
         if compiler not in self._compiled:
@@ -102,9 +104,9 @@ class Kernel:
 @functools.lru_cache(maxsize=None, typed=True)  # typed: 0.0 and False are equal
 def constant_array(*values: float | bool) -> mx.array:
     """
-    Numbers for a kernel, which takes only arrays.
+    An array of numbers for a kernel, which takes only arrays.
 
-    They come from settings, so the cache stays small.
+    The numbers come from settings, so the cache stays small.
     """
     return mx.array(values)
 
@@ -124,10 +126,11 @@ class Op(Generic[P, R]):
     """
     One operation in two forms that compute the same.
 
-    `reference` defines it, `launch` runs a kernel.
-    A call runs the kernel if it may run for the type of the first argument, else the reference.
-    gradient: by default that of the reference. Each floating-point array that is given by position,
-    or inside a positional argument, has a gradient.
+    A call runs the kernel if it may run for the first argument's dtype, else the reference.
+
+    reference: the expression, which defines the operation. launch: runs the kernel.
+    gradient: by default, the reference's gradient. Each floating-point array that is a positional
+        argument, or inside one, has a gradient.
     """
 
     def __init__(
@@ -138,7 +141,7 @@ class Op(Generic[P, R]):
         self.reference: Callable[..., R] = reference
         self.launch: Callable[..., R] = launch
         self.gradient = gradient or self._reference_gradient
-        self.disabled_dtypes: set[mx.Dtype] = set()  # types for which the kernel was wrong here
+        self.disabled_dtypes: set[mx.Dtype] = set()  # those for which the kernel was wrong here
         OPS[self.name] = self
 
     def __call__(self, *arguments: P.args, **settings: P.kwargs) -> R:
@@ -184,9 +187,9 @@ class Op(Generic[P, R]):
 
     def find_fault(self, *arguments: Any, **settings: Any) -> str:
         """
-        Compares kernel and expression on one call.
+        Compares the kernel and the expression on one call.
 
-        Returns why the kernel must not be used on this device, or "" if both agree.
+        Returns why the kernel must not be used on this device, or "" if the two agree.
         """
         dtype = arguments[0].dtype
         floats, replace_floats = _split_floats(arguments)
@@ -206,19 +209,19 @@ class Op(Generic[P, R]):
 def make_op(
     reference: Callable[P, R], gradient: Gradient | None = None
 ) -> Callable[[Callable[P, R]], Op[P, R]]:
-    """A decorator that turns a launch into the `Op` of its name, with this reference."""
+    """A decorator that turns a launch function into an `Op` of the same name."""
     return lambda launch: Op(reference, launch, gradient)
 
 
 # ---- checking the kernels of a model
 
 Call = tuple[Op[Any, Any], tuple[Any, ...], dict[str, Any]]  # an operation, arguments, settings
-_recorded_calls: list[list[Call]] = []  # of each `record_calls`, the innermost last
+_recorded_calls: list[list[Call]] = []  # one list per active `record_calls`, the innermost last
 
 
 @contextlib.contextmanager
 def record_calls() -> Iterator[list[Call]]:
-    """Inside, operations compute their expressions, and their calls go to the yielded list."""
+    """Inside the context, operations run their expressions and append calls to the list."""
     calls: list[Call] = []
     _recorded_calls.append(calls)
     try:
@@ -229,10 +232,10 @@ def record_calls() -> Iterator[list[Call]]:
 
 def check_calls(calls: list[Call]) -> None:
     """
-    Compares kernel and expression on calls of a model and on the calls of their gradients.
+    Compares kernels and expressions on a model's calls, and on the calls that their gradients make.
 
-    Each kind of call is compared once. Sizes are compiled into kernels, so a kernel that is right
-    for one model may not compile, or be wrong, for another.
+    Turns off each kernel that fails. Each kind of call is compared once. Sizes are compiled into
+    kernels, so a kernel that is right for one model may be wrong, or not compile, for another.
     """
     checked_kinds: set[Any] = set()
     waiting = list(calls)
@@ -249,7 +252,7 @@ def check_calls(calls: list[Call]) -> None:
             if fault:
                 print(f"gwen: the kernel {op.name} is off for {dtype}: {fault}", file=sys.stderr)
                 op.disabled_dtypes.add(dtype)
-        if op.gradient != op._reference_gradient:  # which calls no kernel
+        if op.gradient != op._reference_gradient:  # the reference's gradient calls no kernel
             waiting += _record_gradient_calls(op, arguments, settings)
 
 
@@ -276,7 +279,8 @@ def _split_floats(arguments: Any) -> tuple[list[mx.array], Callable[[Sequence[mx
     """
     The floating-point arrays among the arguments, and a function that replaces them.
 
-    The function takes as many arrays, and returns the arguments with these in their places.
+    The function takes as many arrays, and returns the arguments with the new arrays in place of the
+    old.
     """
 
     def replace_floats(floats: Sequence[mx.array]) -> Any:
@@ -287,18 +291,18 @@ def _split_floats(arguments: Any) -> tuple[list[mx.array], Callable[[Sequence[mx
 
 
 def normal_array(*shape: int, dtype: mx.Dtype, seed: int = 0, scale: float = 1.0) -> mx.array:
-    """An array of normal numbers for a check, the same in every process."""
+    """An array of normally distributed numbers for a check, the same in every process."""
     return (mx.random.normal(shape, key=mx.random.key(seed)) * scale).astype(dtype)
 
 
 def measure_disagreement(kernel: Any, reference: Any, exact: Any, dtype: mx.Dtype) -> float:
     """
-    The largest error of a kernel as a fraction of the allowed error; at most 1 agrees.
+    A kernel's largest error as a fraction of the allowed error; up to 1, the kernel is accepted.
 
-    reference, exact: the results of its expression in `dtype` and, for the same numbers, in
-    float32. An error is |x - exact| / (1 + |exact|). Allowed is the largest error of the expression
-    itself, and at least the tolerance of the type. Whole numbers must be equal. The kernel may be
-    infinite or nan only where the expression is.
+    reference: the expression's results in `dtype`. exact: its results for the same numbers in
+    float32. An error is |x - exact| / (1 + |exact|). The allowed error is the expression's own
+    largest error, but at least the tolerance for `dtype`. Whole numbers must be equal. The kernel
+    may be infinite or nan only where the expression is.
     """
     worst = 0.0
     triples = zip(
@@ -315,7 +319,7 @@ def measure_disagreement(kernel: Any, reference: Any, exact: Any, dtype: mx.Dtyp
         x = result.astype(mx.float32)
         y = expected.astype(mx.float32)
         z = exact_result.astype(mx.float32)
-        # the difference of two infinities would be nan
+        # The difference of two infinities would be nan.
         is_same = (x == y) | (mx.isnan(x) & mx.isnan(y))
         kernel_error = mx.where(is_same, 0.0, mx.abs(x - z) / (1 + mx.abs(z)))
         reference_error = mx.where(is_same, 0.0, mx.abs(y - z) / (1 + mx.abs(z)))
@@ -328,9 +332,9 @@ def measure_disagreement(kernel: Any, reference: Any, exact: Any, dtype: mx.Dtyp
 
 def kernels_are_wanted() -> bool:
     """
-    Whether GWEN_KERNELS asks for kernels. It does if it is unset.
+    Whether GWEN_KERNELS asks for kernels, as it does if it is unset.
 
-    Raises ValueError if it is neither on nor off.
+    Raises ValueError if its value is neither on nor off.
     """
     value = os.environ.get("GWEN_KERNELS") or "on"
     if value not in ("on", "off"):

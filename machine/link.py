@@ -1,15 +1,15 @@
 """
-The connection of several machines: how it begins, how they exchange data, and how it ends.
+The connection between several machines: how it begins, how they exchange data, and how it ends.
 
 `mlx.launch` starts the same command on each machine and gives each a rank. MLX transports the
-bytes. In every exchange, each machine first sends a short message, with the purpose of the exchange
-or with the reason why the machine ends. So all machines end together and know the reason. This file
-leaves out what the machines exchange (machine/world.py).
+bytes. In every exchange, each machine first sends a short message: the purpose of the exchange, or
+the reason why this machine ends. So all machines end together and know the reason. This file does
+not cover what the machines exchange (machine/world.py).
 
-MLX's collectives have traps. On a GPU's stream, Metal's watchdog kills a collective that waits. So
-they run on the CPU's stream, on copies in plain memory that no stream is still writing. If a
-machine hangs, a collective blocks its thread forever. So collectives have a thread of their own,
-while the main thread listens to signals and watches the clock.
+MLX's collectives have two traps. On a GPU's stream, Metal's watchdog kills a collective that waits.
+So collectives run on the CPU's stream, on copies in plain memory that no stream is still writing.
+And if a machine hangs, a collective blocks its thread forever. So collectives have a thread of
+their own, while the main thread listens for signals and watches the clock.
 """
 
 import atexit
@@ -38,11 +38,12 @@ from machine import alive
 # Seconds in which the other machines must connect; on ranks other than 0, MLX gives up after 31.
 JOIN_TIMEOUT = 35.0
 EXCHANGE_TIMEOUT = 1800.0  # seconds without progress, after which an exchange fails
-FAREWELL_TIMEOUT = 20.0  # the same, for an exchange that tells why this machine ends
-# Numbers that are summed at once: it bounds the copies, and an array has less than 2**31.
+FAREWELL_TIMEOUT = 20.0  # the same, for an exchange that says why this machine ends
+# The most numbers that are summed at once. This bounds the copies and keeps arrays below 2**31
+# numbers.
 BLOCK = 2**24
-HEADER_SIZE = 2**14  # bytes of the first message of an exchange, padded with spaces
-MOST_REASON = 1000  # characters; one takes at most 12 bytes in the header
+HEADER_SIZE = 2**14  # bytes of an exchange's first message, padded with spaces
+MOST_REASON = 1000  # characters of a reason; each takes at most 12 bytes in the header
 
 
 class LinkError(ValueError):
@@ -58,8 +59,8 @@ def connect() -> Iterator[None]:
     Connects this process with the others, if a launcher started several.
 
     If this machine ends early, it tells the others why. Ranks other than 0 print nothing, except
-    one line at an early end. SIGTERM and SIGHUP, which a launcher or a lost connection sends, act
-    like Ctrl-C.
+    one line if they end early. SIGTERM and SIGHUP, which come from a launcher or after a lost
+    connection, act like Ctrl-C.
 
     Raises ValueError if the machines do not find each other.
     """
@@ -98,9 +99,10 @@ def connect() -> Iterator[None]:
 
 def _init() -> Any:
     """
-    Opens MLX's group.
+    Opens MLX's group of machines.
 
-    Raises ValueError if that fails. At rank 0 it ends the process if the others do not connect.
+    Raises ValueError if that fails. On rank 0, the process ends if the others do not connect in
+    time.
     """
     if os.environ.get("MLX_METAL_FAST_SYNCH", "0") not in ("", "0"):
         raise ValueError(
@@ -112,7 +114,7 @@ def _init() -> Any:
             file=sys.stderr,
             flush=True,
         )
-    # MLX holds the interpreter's lock, so no handler of Python would run
+    # MLX holds the interpreter's lock, so no Python signal handler would run.
     handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
     with open(os.devnull, "w") as nowhere:
         faulthandler.dump_traceback_later(JOIN_TIMEOUT, exit=True, file=nowhere)
@@ -128,7 +130,7 @@ def _init() -> Any:
 
 
 def refuse_differences(facts: dict[str, Any]) -> None:
-    """Raises LinkError on every machine if any fact differs between a machine and rank 0."""
+    """Raises LinkError on every machine if one machine's facts differ from those of rank 0."""
     assert current
     all_facts = current.all_gather(facts)
     expected = all_facts[0]
@@ -142,7 +144,7 @@ def refuse_differences(facts: dict[str, Any]) -> None:
 
 
 def code_checksum() -> int:
-    """A checksum of Gwen's imported modules, which differs between versions."""
+    """A checksum of the files of Gwen's imported modules, which differs between versions."""
     root = Path(__file__).parent.parent
     modules = list(sys.modules.values())
     files = {Path(getattr(module, "__file__", None) or "/") for module in modules}
@@ -155,9 +157,9 @@ def code_checksum() -> int:
 
 def ending_signals() -> list[signal.Signals]:
     """
-    The signals that end a run and let it save, SIGINT first.
+    The signals that end a run but let it save first; SIGINT is the first of them.
 
-    They come from Ctrl-C, a launcher, a scheduler or a closed terminal.
+    They come from Ctrl-C, a launcher, a scheduler or a closed terminal. Ignored ones are left out.
     """
     signals = [signal.SIGINT]
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -170,7 +172,7 @@ def raise_interrupt(number: int, *_: Any) -> NoReturn:
     """
     A signal handler that raises KeyboardInterrupt.
 
-    Its argument is the name of the signal, unless that is SIGINT.
+    The exception's argument is the signal's name; it has none for SIGINT.
     """
     if number == signal.SIGINT:
         raise KeyboardInterrupt
@@ -178,7 +180,7 @@ def raise_interrupt(number: int, *_: Any) -> NoReturn:
 
 
 def describe_end(error: BaseException) -> str:
-    """Why this machine ends, with its name if there are several machines."""
+    """Why this machine ends, after the machine's name if there are several."""
     reason = _end_reason(error)
     if current is None:
         return reason
@@ -187,7 +189,7 @@ def describe_end(error: BaseException) -> str:
 
 def _end_reason(error: BaseException) -> str:
     if isinstance(error, SystemExit) and error.__context__ is not None:
-        error = error.__context__  # the reason why the process called exit
+        error = error.__context__  # the error that made the process call exit
     if isinstance(error, KeyboardInterrupt):
         return f"stopped by {error}" if error.args else "stopped by Ctrl-C"
     return str(error).strip() or type(error).__name__
@@ -228,11 +230,11 @@ class Link:
         self, purpose: str, data: bytes = b"", flat: np.ndarray | None = None, reason: str = ""
     ) -> list[bytes]:
         """
-        Returns the data of all machines.
+        Exchanges data; returns the data of all machines, by rank.
 
-        flat: replaced by its sum over all machines. reason: why this machine ends.
-        The exchange is one job of the thread, so that a Ctrl-C here does not interrupt it for the
-        other machines.
+        flat: an array that is overwritten with its sum over all machines. reason: why this machine
+        ends; "" if it does not. The exchange is one job of the thread, so that a Ctrl-C here does
+        not interrupt the exchange for the other machines.
 
         Raises LinkError if a machine ends or is gone, or if no collective completes for
         EXCHANGE_TIMEOUT seconds (FAREWELL_TIMEOUT if this machine ends).
@@ -269,9 +271,9 @@ class Link:
 
     def announce_end(self, error: BaseException) -> None:
         """
-        Tells the others in their next exchange why this machine ends.
+        Tells the other machines, in their next exchange, why this machine ends.
 
-        Waits at most FAREWELL_TIMEOUT seconds.
+        Waits at most FAREWELL_TIMEOUT seconds for them.
         """
         is_success = isinstance(error, SystemExit) and not error.code
         if not self.is_over and not is_success:
@@ -281,7 +283,7 @@ class Link:
         self.is_over = True
 
     def _leave(self) -> None:
-        """Ends the process where MLX would wait for a collective that never completes."""
+        """Ends the process if it is stuck: MLX would wait for a collective that never completes."""
         if self.is_stuck:
             sys.stdout.flush()
             sys.stderr.flush()
@@ -299,7 +301,7 @@ class Link:
 
     def _run_job(self, job: Job) -> list[bytes]:
         """
-        Exchanges headers, then the sum and the data that they announce.
+        Exchanges the headers, then computes the sum and exchanges the data that they announce.
 
         Raises LinkError if a machine ends, or if two machines have different purposes.
         """
@@ -325,15 +327,15 @@ class Link:
         return [data[:size] for data, size in zip(padded, sizes, strict=True)]
 
     def _gather_bytes(self, data: bytes) -> list[bytes]:
-        """The bytes of all machines. Each machine must have the same number of bytes."""
+        """The bytes of all machines, by rank. All machines must send equally many bytes."""
         array = np.frombuffer(data, np.uint8)
         gathered = self._run_collective(mx.distributed.all_gather, array)
         return [part.tobytes() for part in np.split(gathered, self.size)]
 
     def _run_collective(self, collective: Callable[..., mx.array], array: np.ndarray) -> np.ndarray:
-        """The result of one collective of MLX for this machine's array."""
+        """The result of one MLX collective on this machine's array."""
         result = collective(mx.array(array), group=self.group, stream=mx.cpu)
-        mx.eval(result)  # wait, for the slowest machine; the main thread goes on meanwhile
+        mx.eval(result)  # waits for the slowest machine; the main thread goes on meanwhile
         self.num_collectives += 1
         return np.array(result)
 
@@ -342,7 +344,7 @@ class Link:
 
 
 def _encode(value: Any) -> bytes:
-    """A value as JSON with arrays in base64. Unlike a pickle, reading it cannot run code."""
+    """A value as JSON with arrays in base64. Unlike a pickle, it runs no code when read."""
     return json.dumps(value, default=_encode_object).encode()
 
 
@@ -357,7 +359,7 @@ def _encode_object(value: Any) -> Any:
 
 
 def _decode(data: bytes) -> Any:
-    """The value that `_encode` got. No dictionary in it may have "array" as its only key."""
+    """The value that was encoded. No dictionary in it may have "array" as its only key."""
     return json.loads(data, object_hook=_decode_object)
 
 

@@ -1,7 +1,7 @@
 """
-The memory of this machine, errors that mean that it ran out, and how many rows fit at once.
+This machine's memory, errors that mean that it ran out, and how many rows fit at once.
 
-It works with and without a GPU. This file does not cover the memory that a run needs
+All of this works with and without a GPU. This file does not cover the memory that a run needs
 (preflight.py).
 """
 
@@ -19,7 +19,8 @@ R = TypeVar("R")
 GROW_AFTER = 32  # batches that fitted, before a halved size grows by a quarter
 MOST_CACHE = 2 * 10**9  # bytes of freed buffers that MLX may keep, however much is free
 WIRED_LIMIT = "GWEN_WIRED_LIMIT"
-# MLX raises one error of the GPU at a time, and has up to ten command buffers in flight.
+# The most GPU errors to expect in a row: MLX raises one at a time, and has up to ten command
+# buffers in flight.
 MOST_ERRORS = 20
 OUT_OF_MEMORY_WORDS = (
     "insufficient memory",
@@ -41,7 +42,7 @@ def memory_size() -> int:
     """
     How many bytes this process may use.
 
-    On a GPU it is the recommended size of the working set, else the machine's memory.
+    On a GPU, this is the recommended size of the working set; otherwise, the machine's memory.
     """
     recommended: Any = None
     if gpu.on_gpu():
@@ -51,11 +52,12 @@ def memory_size() -> int:
 
 def limit_mlx_cache() -> None:
     """
-    Limits MLX's freed buffers to an eighth of the memory, and wires GWEN_WIRED_LIMIT GB.
+    On a GPU, limits MLX's cache of freed buffers, and wires GWEN_WIRED_LIMIT GB of memory.
 
-    By default nothing is wired: macOS was reported to panic with wired memory (docs/memory.md).
+    The cache gets an eighth of the memory, but at most MOST_CACHE. By default, no memory is wired:
+    macOS was reported to panic with wired memory (docs/memory.md).
 
-    Raises ValueError if the limit is not a size or is above the memory.
+    Raises ValueError if GWEN_WIRED_LIMIT is not a size or is above the memory.
     """
     text = os.environ.get(WIRED_LIMIT) or "0"
     memory = memory_size()
@@ -79,10 +81,10 @@ def limit_mlx_cache() -> None:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """
-    Whether an error of MLX or numpy says that memory ran out. MLX's backends say it in words.
+    Whether an error from MLX or numpy says that memory ran out.
 
-    On a CPU, MLX 0.32 often raises no error: it uses memory that it was not given, and the process
-    dies.
+    MLX's backends say so only in the message. On a CPU, MLX 0.32 often raises no error: it uses
+    memory that it was not given, and the process dies.
     """
     if isinstance(error, MemoryError):
         return True
@@ -94,7 +96,8 @@ def is_watchdog_error(error: BaseException) -> bool:
     """
     Whether macOS stopped the GPU's work.
 
-    It does so if this or other work held up the display, took too long or hung.
+    macOS does so if this or other work delayed the display, took too long or hung.
+
     Source: github.com/ml-explore/mlx/issues/3267; MTLCommandBufferError in Apple's Metal.
     """
     text = str(error).lower().replace(" ", "")
@@ -112,17 +115,17 @@ def try_within_memory(compute: Callable[P, R], *args: P.args, **kwargs: P.kwargs
     """
     The result of `compute` in a list, or an empty list if memory ran out.
 
-    In the second case, everything that it allocated has been freed.
+    If memory ran out, everything that `compute` allocated has been freed.
     """
     try:
         return [compute(*args, **kwargs)]
     except (RuntimeError, MemoryError) as error:
         if not should_try_smaller(error):
             raise
-        # the traceback would hold every array of the attempt
+        # Without its traceback, which would keep every array of the attempt alive.
         first_error = error.with_traceback(None)
-    # macOS may end the buffers behind one that lacks memory with errors of their own, and report
-    # those first
+    # After a command buffer that ran out of memory, macOS may end later ones with other errors, and
+    # report those first.
     errors = [first_error, *drain_gpu()]
     if not any(map(is_out_of_memory, errors)):
         raise first_error
@@ -131,7 +134,7 @@ def try_within_memory(compute: Callable[P, R], *args: P.args, **kwargs: P.kwargs
 
 def drain_gpu() -> list[RuntimeError]:
     """
-    Waits for queued work, which may hold caches, and frees its memory.
+    Waits for queued work, which may hold caches, and frees MLX's unused buffers.
 
     Returns the errors of that work.
     """
@@ -148,9 +151,9 @@ def drain_gpu() -> list[RuntimeError]:
 
 def write_on_cpu(write: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
     """
-    Calls `write` on the CPU's stream, which an error of the GPU leaves intact.
+    Calls `write` on the CPU's stream, which works even after an error on the GPU.
 
-    It tries again as long as an error of the GPU arrives.
+    Calls it again as long as errors from the GPU arrive, at most MOST_ERRORS times in all.
     """
     for errors_left in reversed(range(MOST_ERRORS)):
         try:
@@ -166,10 +169,10 @@ def write_on_cpu(write: Callable[P, None], *args: P.args, **kwargs: P.kwargs) ->
 
 class BatchSize:
     """
-    How many rows go through a model at once. It is halved when memory runs out.
+    How many rows go through a model at once. The size is halved when memory runs out.
 
-    Callers that share the object share the reduced size. It grows back slowly for callers that
-    report each batch that fitted with `note_success`. Without reports it stays reduced.
+    Callers that share the object share the reduced size. It grows back slowly if callers report
+    each batch that fitted with `note_success`. Without these reports it stays reduced.
     """
 
     def __init__(self, rows: int):
@@ -179,12 +182,12 @@ class BatchSize:
         self.num_good = 0  # batches that fitted since the last change
 
     def halve(self, num_rows: int) -> None:
-        """Halves `rows`, or `num_rows` if fewer were tried."""
+        """Sets `rows` to half of `rows` or of `num_rows`, whichever is less, but at least to 1."""
         self.rows = max(min(self.rows, num_rows) // 2, 1)
         self.num_good = 0
 
     def note_success(self) -> None:
-        """Notes that a batch fitted. After GROW_AFTER of them a halved size grows by a quarter."""
+        """Counts a batch that fitted. After GROW_AFTER of them, the size grows by a quarter."""
         self.num_good += 1
         if self.rows < self.most and self.num_good >= GROW_AFTER:
             self.rows = min(self.most, -(-self.rows * 5 // 4))

@@ -1,10 +1,10 @@
 """
 Standard output and standard error that cannot end a command.
 
-The reader of a pipe leaves, a disk fills up, a terminal closes, an encoding lacks a character: none
-of these is a reason to lose a run. Inside `guard_output()` text that cannot be written is dropped,
-and a character that the encoding lacks is escaped. This file does not cover what is printed
-(reporting/console.py).
+A pipe's reader may leave, a disk may fill up, a terminal may close, an encoding may lack a
+character: none of these is a reason to lose a run. Inside `guard_output()`, text that cannot be
+written is dropped, and a character that the encoding lacks is escaped. This file does not cover
+what is printed (reporting/console.py).
 """
 
 import contextlib
@@ -29,7 +29,7 @@ class LossyFile(io.FileIO):
     def write(self, data: Any) -> int:
         try:
             num_bytes = super().write(data)
-            while num_bytes is None:  # a pipe that does not block, and is full
+            while num_bytes is None:  # a full pipe in non-blocking mode
                 select.select([], [self.fileno()], [])
                 num_bytes = super().write(data)
             return num_bytes
@@ -44,11 +44,11 @@ class LossyFile(io.FileIO):
 @contextlib.contextmanager
 def guard_output(*, is_log: bool = False) -> Iterator[None]:
     """
-    Inside, or in a function that it decorates, no error of stdout or stderr is raised.
+    Inside the context, or in a function that it decorates, stdout and stderr raise no errors.
 
-    is_log: stdout only tells how a run goes. If it is lost, a line on stderr says that the run
-    goes on. Otherwise stdout is the result: if it cannot be written, the command ends with
-    status 1, unless its reader left, as `head` does.
+    is_log: whether stdout is only a log of a run. If a log is lost, a line on stderr says that the
+    run goes on. Otherwise stdout is the command's result: if it cannot be written, the command ends
+    with status 1, unless its reader has left, as `head` does.
     """
 
     def report_lost_log(error: OSError) -> None:
@@ -95,10 +95,10 @@ def _print_error(line: str) -> None:
 
 def _open_standard_descriptors() -> None:
     """
-    Opens a closed stdin, stdout or stderr on /dev/null.
+    Opens /dev/null in place of a closed stdin, stdout or stderr.
 
-    The next file that the process opens would get the free number. Whatever a library or child
-    process prints would then be written into that file.
+    Otherwise, the next file that the process opens would get the free descriptor, and whatever a
+    library or child process prints would be written into that file.
     """
     for descriptor in (0, 1, 2):
         try:
@@ -108,16 +108,16 @@ def _open_standard_descriptors() -> None:
 
 
 def _make_readable(stream: TextIO | None) -> TextIO:
-    """stdin; an empty stream if Python has none, as after `<&-`."""
+    """The stream stdin, or an empty stream if Python has none, as after `<&-`."""
     return open(os.devnull) if stream is None else stream
 
 
 def _make_lossy(stream: TextIO | None, on_loss: Callable[[OSError], None] | None) -> TextIO:
     """
-    The same stream, on a descriptor that drops what it cannot write.
+    A stream to the same file that drops text it cannot write.
 
-    After `>&-` Python has no stream; the new one then drops everything. A stream that is no plain
-    file, as a notebook's or a test's, is returned unchanged.
+    If Python has no stream, as after `>&-`, the new one drops everything. A stream without a file
+    descriptor, such as a notebook's or a test's, is returned unchanged.
     """
     if stream is None:
         return open(os.devnull, "w", encoding="utf-8", errors="backslashreplace")

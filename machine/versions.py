@@ -1,4 +1,4 @@
-"""The environment of a measurement: what a reader needs to repeat it."""
+"""The environment of a measurement, which a reader needs to know in order to repeat it."""
 
 import os
 import platform
@@ -16,7 +16,7 @@ PACKAGES = ("mlx", "mlx-lm", "transformers", "datasets", "numpy")
 def current_commit() -> str | None:
     """The commit of this code, or None if it is unknown."""
     root = Path(__file__).parents[1]
-    # on a Mac without developer tools, git opens a window
+    # On a Mac without developer tools, git would open a window.
     if (root / ".git").exists() and shutil.which("git"):
         command = ["git", "rev-parse", "HEAD"]
         result = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
@@ -26,7 +26,7 @@ def current_commit() -> str | None:
 
 
 def describe_environment(blas: str) -> dict[str, Any]:
-    """Versions, device and commit. blas: the description of the BLAS library."""
+    """The versions, device and commit. blas: the description of the BLAS library."""
     device_info = mx.device_info()
     processor = platform.processor() or platform.machine()
     return {

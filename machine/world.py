@@ -1,9 +1,10 @@
 """
 Several machines that train one model: this process's rank, its part of the work, and collectives.
 
-A collective is a call that every rank makes, in the same order: `all_gather`, `on_rank0`,
-`all_sum`, `broadcast`. For one process it does nothing: nothing is opened, copied or waited for.
-This file does not cover how ranks connect, exchange data and leave (machine/link.py).
+A collective is a call that every rank makes, and all make their collectives in the same order:
+`all_gather`, `on_rank0`, `all_sum`, `broadcast`. If there is only one process, a collective neither
+opens, copies nor waits for anything. This file does not cover how ranks connect, exchange data and
+leave (machine/link.py).
 """
 
 import itertools
@@ -21,7 +22,7 @@ T = TypeVar("T")
 
 
 def rank() -> int:
-    """The number of this machine, from 0."""
+    """The number of this machine, counted from 0."""
     return link.current.rank if link.current else 0
 
 
@@ -35,30 +36,30 @@ def is_first() -> bool:
     return rank() == 0
 
 
-def assign_items(costs: Sequence[float]) -> list[int]:
-    """The numbers of the items that this rank does. The costliest items are dealt out first."""
+def own_item_indices(costs: Sequence[float]) -> list[int]:
+    """The indices of this rank's items, ascending. The costliest items are dealt out first."""
     by_cost = sorted(range(len(costs)), key=lambda number: -costs[number])
     return sorted(by_cost[rank() :: size()])
 
 
-def assign_by_key(keys: Iterable[Hashable]) -> list[int]:
+def own_item_indices_by_key(keys: Iterable[Hashable]) -> list[int]:
     """
-    The places of the items that this rank does, ascending.
+    The indices of this rank's items, ascending.
 
-    Items of equal keys go to one rank, and each item costs 1.
+    Items with equal keys go to one rank, and each item costs 1.
     """
     keys = list(keys)
     counts = Counter(keys)
     distinct_keys = list(counts)
-    local_keys = {distinct_keys[number] for number in assign_items(list(counts.values()))}
+    local_keys = {distinct_keys[number] for number in own_item_indices(list(counts.values()))}
     return [place for place, key in enumerate(keys) if key in local_keys]
 
 
 def all_gather(value: Any, purpose: str = "all_gather") -> list[Any]:
     """
-    The value of every rank, in the order of ranks. One process gets its own, as it is.
+    The values of all ranks, by rank. If there is only one process, [value].
 
-    value: JSON values and arrays of numpy or MLX; tuples come back as lists.
+    value: JSON values, and arrays of numpy or MLX; tuples come back as lists.
 
     Raises link.LinkError unless all ranks call it for the same purpose.
     """
@@ -68,13 +69,13 @@ def all_gather(value: Any, purpose: str = "all_gather") -> list[Any]:
 
 
 def gather_by_number(values: dict[int, T], purpose: str = "gather_by_number") -> list[T]:
-    """The values of all ranks, by ascending number. Each number belongs to one rank."""
+    """The values of all ranks, sorted by their numbers. Each number belongs to one rank."""
     pairs = itertools.chain(*all_gather(list(values.items()), purpose))
     return [value for _, value in sorted(pairs, key=lambda pair: pair[0])]
 
 
 def on_rank0(make: Callable[[], T]) -> T:
-    """The result of `make`, which only rank 0 calls; `all_gather` says what it may return."""
+    """The result of `make`, which only rank 0 calls; it is a value as for `all_gather`."""
     if link.current is None:
         return make()
     result = make() if is_first() else None
@@ -85,7 +86,7 @@ def all_sum(arrays: Sequence[mx.array]) -> list[mx.array]:
     """
     The sum of each array over all ranks, in float32 and equal on all of them.
 
-    One process gets its own arrays back.
+    If there is only one process, it gets its own arrays back.
     """
     if link.current is None:
         return list(arrays)
@@ -95,7 +96,7 @@ def all_sum(arrays: Sequence[mx.array]) -> list[mx.array]:
     pairs = zip(block_of, arrays, strict=True)
     for _, block_pairs in itertools.groupby(pairs, lambda pair: pair[0]):
         block = [array for _, array in block_pairs]  # about BLOCK numbers, or one array
-        # wait; a copy
+        # Each part is a copy; making it waits for the array.
         parts = [np.array(array.astype(mx.float32)).reshape(-1) for array in block]
         flat = np.concatenate(parts)
         link.current.exchange(f"sum of {[array.shape for array in block]}", flat=flat)
@@ -107,9 +108,10 @@ def all_sum(arrays: Sequence[mx.array]) -> list[mx.array]:
 
 def broadcast(arrays: dict[str, mx.array]) -> dict[str, mx.array]:
     """
-    Rank 0's arrays.
+    Rank 0's arrays, on every rank.
 
-    All ranks have arrays of the same names, shapes and types. Whole numbers must be below 2^24.
+    All ranks must pass arrays with the same names, shapes and dtypes. Whole numbers must be below
+    2^24.
     """
     addends = [array if is_first() else mx.zeros_like(array) for array in arrays.values()]
     summed = all_sum(addends)
@@ -119,7 +121,7 @@ def broadcast(arrays: dict[str, mx.array]) -> dict[str, mx.array]:
 
 
 def checksum(arrays: Sequence[mx.array]) -> int:
-    """A checksum of the bits of arrays of any type."""
+    """A checksum of the bits of arrays, which may have any dtype."""
     crc = 0
     for array in arrays:
         crc = zlib.crc32(np.array(mx.view(array.reshape(-1), mx.uint8)).data, crc)
@@ -127,7 +129,7 @@ def checksum(arrays: Sequence[mx.array]) -> int:
 
 
 def take_wait_seconds() -> dict[str, float]:
-    """{"wait": seconds spent in collectives since the last call}; empty for one process."""
+    """{"wait": seconds in collectives since the last call}; empty if there is only one process."""
     if link.current is None:
         return {}
     wait_s = link.current.wait_s

@@ -1,1 +1,1 @@
-"""The old address of `math_correct`, which files of users import."""
+"""The old address of `math_correct`, which users' files import."""

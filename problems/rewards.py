@@ -1,4 +1,4 @@
-"""The old address of `math_correct`: rewards/verifiers.py has it now."""
+"""The old address of `math_correct`, which is now in rewards/verifiers.py."""
 
 from rewards.verifiers import math_correct
 

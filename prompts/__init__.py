@@ -1,1 +1,1 @@
-"""Prompts and their answers: files, layouts of chats, chat templates, the held-out side."""
+"""Prompts and their answers: data files, chat layouts, chat templates, and the held-out side."""

@@ -1,9 +1,9 @@
 """
-Rows of Arrow tables as JSON has them: a key that a row lacks is absent, not null.
+Reads the rows of Arrow tables as JSON would hold them: a key that a row lacks is absent, not null.
 
-Arrow gives every struct of a column the same fields, and fills with null what a row lacks. Gwen
-reads such a null as an absent key, at any depth. A null of a whole column, in a list, in a map or
-in JSON text stays, because somebody wrote it.
+Arrow gives every struct in a column the same fields, and sets the fields that a row lacks to null.
+Gwen reads such a null as an absent key, at any depth. A null stays if it is a whole column's value,
+or is in a list, in a map or in JSON text, because somebody wrote it.
 This file does not cover which files hold tables (prompts/files.py).
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 Rows = list[Any]
-Place = tuple[str, ...]  # the keys on the way to a value; "[]" stands for a list
+Place = tuple[str, ...]  # the keys on the path to a value; "[]" stands for a list
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 
@@ -33,7 +33,7 @@ def rows_of_table(table: Any) -> Rows:
 
 
 def _value_of(value: Any, kind: Any) -> Any:
-    """A value of this Arrow type without the fields that are null."""
+    """A value with this Arrow type, without the fields that are null."""
     import pyarrow  # here: importing it takes half a second
 
     if value is None:
@@ -61,13 +61,14 @@ def rows_of_dataset(dataset: Any) -> Rows:
 
 def rows_of_program(data: Any) -> tuple[Rows, int]:
     """
-    The rows that a program holds.
+    The rows of data that a program passes in.
 
-    Also returns how many nulls were taken for absent keys although somebody may have written them.
+    Also returns the number of nulls that were read as absent keys although somebody may have
+    written them.
 
-    data: a `datasets.Dataset` or `DatasetDict` (whose splits become the column `split`), a table of
-    pandas, pyarrow or polars, or any iterable of dictionaries. `is_filled_up` decides about
-    dictionaries that look like `dataset.to_list()`.
+    data: a `datasets.Dataset` or `DatasetDict` (whose splits become the column `split`), a pandas,
+    pyarrow or polars table, or any iterable of dictionaries. `is_filled_up` decides whether the
+    dictionaries look like those of `dataset.to_list()`.
     """
     module = type(data).__module__.partition(".")[0]
     if module == "datasets" and isinstance(data, Mapping):
@@ -86,7 +87,7 @@ def rows_of_program(data: Any) -> tuple[Rows, int]:
         return rows_without_nulls(data.to_dicts()), 0
 
     rows = list(data)
-    if module == "datasets":  # one that streams
+    if module == "datasets":  # a data set that streams
         return rows_without_nulls(rows), 0
     if is_filled_up(rows):
         return rows_without_nulls(rows), count_nulls(rows)
@@ -102,12 +103,12 @@ def _with_whole_numbers(frame: Any) -> Any:
 
 
 def _row_of_pandas(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of a DataFrame with Python's values, and with None for missing cells."""
+    """A DataFrame row with Python values, and with None for missing cells."""
     return {str(name): without_nulls(_of_numpy(value)) for name, value in row.items()}
 
 
 def _of_numpy(value: Any) -> Any:
-    """A value of numpy or pandas as Python's own."""
+    """A NumPy or pandas value as a Python value."""
     import pandas
 
     if hasattr(value, "tolist"):
@@ -121,7 +122,7 @@ def _of_numpy(value: Any) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """A row's value without the keys that are null, at any depth."""
+    """A row's value without keys whose value is null, at any depth."""
     if isinstance(value, dict):
         return {name: without_nulls(field) for name, field in value.items() if field is not None}
     if isinstance(value, list):
@@ -130,7 +131,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def rows_without_nulls(rows: Rows) -> Rows:
-    """Rows whose values have no null keys. A column that is null stays."""
+    """The rows without null keys inside their values. A column that is null stays."""
     reduced = []
     for row in rows:
         reduced.append({name: without_nulls(value) for name, value in row.items()})
@@ -142,10 +143,10 @@ def rows_without_nulls(rows: Rows) -> Rows:
 
 def is_filled_up(rows: Rows) -> bool:
     """
-    Whether dictionaries look like those that Arrow gives.
+    Whether rows look like those that Arrow has filled up with nulls.
 
-    At each place all of them have the same keys in the same order, and some key inside a column is
-    null in one row and has a value in another.
+    In such rows, all dictionaries at the same place have the same keys in the same order, and some
+    key inside a column is null in one row and has a value in another.
     """
     keys: dict[Place, list[str]] = {}
     null_places = set[Place]()
@@ -169,7 +170,7 @@ def is_filled_up(rows: Rows) -> bool:
 
 def is_written_by_pandas(text: str) -> bool:
     """
-    Whether JSON is spelled as pandas, and so `Dataset.to_json`, spells it.
+    Whether a JSON text looks as if pandas wrote it. `Dataset.to_json` uses pandas.
 
     pandas writes no spaces, and escapes each slash.
     """
@@ -180,7 +181,7 @@ def is_written_by_pandas(text: str) -> bool:
 
 
 def count_nulls(value: Any, *, is_row: bool = True) -> int:
-    """The number of null keys inside the values of rows. is_row: whether the value is a row."""
+    """The number of null keys inside a value. is_row: whether the value is a whole row."""
     if isinstance(value, dict):
         num = 0 if is_row else sum(field is None for field in value.values())
         return num + sum(count_nulls(field, is_row=False) for field in value.values())

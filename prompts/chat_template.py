@@ -1,8 +1,9 @@
 """
-A tokenizer's chat template: from messages to text and token ids.
+Applies a tokenizer's chat template: turns messages into text and token ids.
 
-What users write stays text: "<|im_end|>" in a message does not end it. This file does not cover
-which messages a task has (tasks/) and how users' messages are read (prompts/messages.py).
+Special tokens that users write stay text: "<|im_end|>" in a message does not end the message. This
+file does not cover which messages a task has (tasks/) or how users' messages are read
+(prompts/messages.py).
 """
 
 import contextlib
@@ -17,24 +18,25 @@ from typing import Any
 from prompts.examples import Example, format_error, shorten_value
 from prompts.messages import THOUGHTS
 
-_day = [datetime.date.today()]  # what templates take for today
+_day = [datetime.date.today()]  # the day that templates use as today
 
 
 def set_template_date(day: str) -> None:
     """
-    Sets the day, "2026-11-23", that templates take for today.
+    Sets the day that templates use as today.
 
-    Templates of Llama 3 and SmolLM3 show it. A run keeps its day, so that its prompts stay the
-    same.
+    day: a date such as "2026-11-23". The templates of Llama 3 and SmolLM3 show it. A run keeps its
+    first day, so that its prompts stay the same.
     """
     _day[0] = datetime.date.fromisoformat(day)
 
 
 def _dated_template(template: Any) -> str | None:
-    """The template with the set day in place of today's date; None if it shows no date."""
+    """The template with the day that was set as today's date; None if it shows no date."""
     if not isinstance(template, str) or "strftime_now" not in template:
         return None
-    # in its text: transformers turns a function among a template's variables into a string
+    # The day is put into the template's text, since transformers turns a function among the
+    # template's variables into a string.
     call = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
     return call.sub(lambda match: repr(_day[0].strftime(match[2])), template)
 
@@ -43,9 +45,9 @@ def mark_as_text(
     tokenizer: Any, messages: list[dict[str, Any]], *, all_added_tokens: bool = False
 ) -> list[dict[str, Any]]:
     """
-    Marks special tokens in messages, so that `encode_marked` takes them for text.
+    Returns messages whose special tokens are marked, so that `encode_marked` reads them as text.
 
-    all_added_tokens: also marks control tokens that are not special, such as <tool_call>.
+    all_added_tokens: also mark control tokens that are not special, such as <tool_call>.
     """
     # here: importing it takes seconds
     from transformers.utils.chat_template_utils import mark_control_tokens
@@ -61,7 +63,7 @@ def mark_as_text(
 
 
 def encode_marked(tokenizer: Any, text: str) -> list[int]:
-    """The token ids of rendered text. Without marks they are the tokenizer's own."""
+    """The token ids of rendered text. For text without marks, the tokenizer gives the same ids."""
     from transformers.utils.chat_template_utils import encode_marked_chat
 
     return list(encode_marked_chat(tokenizer, text))
@@ -77,14 +79,14 @@ def render_chat(
     variables: dict[str, Any] | None = None,
 ) -> str:
     """
-    Renders messages by the chat template, up to where the next reply begins.
+    Renders messages with the chat template, up to the beginning of the next reply.
 
     thinking: None leaves the choice to the template. opened: whether the text opens the next reply;
-    without it the text ends with the last message. tools: JSON schemas. variables: further
-    variables of the template, a row's `chat_template_kwargs`; `enable_thinking` may be one.
-    A template ignores variables that it does not know.
+    if false, the text ends with the last message. tools: JSON schemas. variables: further template
+    variables, from a row's `chat_template_kwargs`; `enable_thinking` may be among them. A template
+    ignores variables that it does not know.
 
-    Raises ValueError if the template fails, or if there is none.
+    Raises ValueError if the template fails, or if the tokenizer has none.
     """
     template = tokenizer.chat_template
     if not template:
@@ -113,7 +115,11 @@ def render_chat(
 
 
 def _check_variables(tokenizer: Any, variables: dict[str, Any]) -> dict[str, Any]:
-    """A row's template variables, marked as text. ValueError for the name of a parameter."""
+    """
+    A row's template variables, with special tokens marked as text.
+
+    Raises ValueError if a variable has the name of a parameter.
+    """
     parameters = inspect.signature(tokenizer.apply_chat_template).parameters
     marked = mark_as_text(tokenizer, [variables])[0]
     reserved = sorted(marked.keys() & parameters.keys())
@@ -126,7 +132,11 @@ def _check_variables(tokenizer: Any, variables: dict[str, Any]) -> dict[str, Any
 
 
 def make_messages(prompt: Any, system: str | None) -> list[dict[str, Any]]:
-    """The chat messages of a prompt, a text or messages, after a system message if one is given."""
+    """
+    The chat messages of a prompt, after the system message if one is given.
+
+    prompt: a text or messages.
+    """
     if isinstance(prompt, str):
         messages = [{"role": "user", "content": prompt}]
     else:
@@ -136,9 +146,9 @@ def make_messages(prompt: Any, system: str | None) -> list[dict[str, Any]]:
     return [{"role": "system", "content": system}, *messages]
 
 
-# ---- what a message says besides its content
+# ---- a message's keys besides its content
 
-# what every message may have, and keys that only number or name a call
+# keys that every message may have, and keys that only number or name a call
 USUAL_KEYS = ("role", "content", "tool_call_id", "weight")
 
 
@@ -146,7 +156,7 @@ def prepare_messages(tokenizer: Any, messages: list[dict[str, Any]]) -> list[dic
     """
     Messages for the template: each thought is under the template's key for it, or in the content.
 
-    Raises ValueError if the template does not render a key of a message, or a tool's result.
+    Raises ValueError if the template does not render one of a message's keys, or a tool's result.
     """
     prepared = [_place_thought(tokenizer, message) for message in messages]
     for place, message in enumerate(prepared):
@@ -168,7 +178,7 @@ def _remove_key(message: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def _place_thought(tokenizer: Any, message: dict[str, Any]) -> dict[str, Any]:
-    """The message with the thought of a reply where the template shows it."""
+    """The message, with a reply's thought moved to the place that the template shows."""
     key = next((name for name in THOUGHTS if name in message), None)
     if key is None or message["role"] != "assistant":
         return message
@@ -182,7 +192,11 @@ def _place_thought(tokenizer: Any, message: dict[str, Any]) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=8)
 def _thought_key(tokenizer: Any, template: str) -> str | None:
-    """The template's key for a reply's thought, None if it has none. template: for the cache."""
+    """
+    The template's key for a reply's thought; None if the template has no such key.
+
+    template: the template's text, so that the cache tells changed templates apart.
+    """
     question = {"role": "user", "content": "one"}
     for key in THOUGHTS:
         reply = {"role": "assistant", "content": "two", key: "pondered"}
@@ -205,7 +219,7 @@ def _repeats_call_name(
 def _changes_text(
     tokenizer: Any, messages: list[dict[str, Any]], reduced: list[dict[str, Any]]
 ) -> bool:
-    """Whether reduced messages render to another text, or are refused by the template."""
+    """Whether reduced messages render to a different text, or the template refuses them."""
     text = render_chat(tokenizer, messages, True, opened=False)
     try:
         return text != render_chat(tokenizer, reduced, True, opened=False)
@@ -214,7 +228,7 @@ def _changes_text(
 
 
 def _refuse_unrendered(tokenizer: Any, messages: list[dict[str, Any]], key: str) -> None:
-    """Raises ValueError if a key of the last message makes no difference to the text."""
+    """Raises ValueError if this key in the last message makes no difference to the text."""
     last = messages[-1]
     if _changes_text(tokenizer, messages, [*messages[:-1], _remove_key(last, key)]):
         return
@@ -226,7 +240,7 @@ def _refuse_unrendered(tokenizer: Any, messages: list[dict[str, Any]], key: str)
 
 
 def _refuse_unrendered_result(tokenizer: Any, messages: list[dict[str, Any]]) -> None:
-    """Raises ValueError if the template leaves out the last message, a tool's result."""
+    """Raises ValueError if the template leaves out the last message, which is a tool's result."""
     if not _changes_text(tokenizer, messages, messages[:-1]):
         raise ValueError(
             f"message {len(messages)}, of role tool, {shorten_value(messages[-1]['content'])}, is "
@@ -239,10 +253,10 @@ def _refuse_unrendered_result(tokenizer: Any, messages: list[dict[str, Any]]) ->
 
 def shared_opening(examples: Iterable[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], int]:
     """
-    The messages with which the prompts of all rows begin, before their last message.
+    The messages with which every row's prompt begins. The last message is never one of them.
 
-    Also returns the number of different system prompts, where none counts as one. The messages are
-    an empty list unless that number is 1.
+    Also returns the number of different system prompts. A missing system prompt counts as one. The
+    list of messages is empty unless that number is 1.
     """
     openings = [
         make_messages(example["prompt"], example.get("system"))[:-1] for example in examples
@@ -271,7 +285,7 @@ def encode_chat(
     variables: dict[str, Any] | None = None,
 ) -> list[int]:
     """
-    The token ids of a prompt, up to where the reply begins.
+    The token ids of a prompt, up to the beginning of the reply.
 
     prompt: a text or messages. The other parameters are those of `render_chat`.
     """
@@ -293,8 +307,8 @@ def encode_prompts(
     """
     The token ids of each example's prompt.
 
-    kind: the word for these prompts in messages.
-    Raises ValueError if a prompt leaves no room for `max_tokens`.
+    kind: the word for these prompts in error messages.
+    Raises ValueError if a prompt leaves no room for `max_tokens` more tokens in the context.
     """
     encoded = []
     for number, example in enumerate(examples, 1):
@@ -324,11 +338,11 @@ def encode_prompts(
 
 def fix_template(tokenizer: Any, system: str | None, thinking: bool) -> str:
     """
-    Changes a tokenizer's templates so that other programs render prompts as training did.
+    Changes a tokenizer's templates so that other programs render prompts as in training.
 
-    Other programs do not pass `enable_thinking`; llama.cpp passes true, and mlx_lm passes whether
-    there is a token <think>. Returns what was added, in words, or "".
-    Raises ValueError if the ids of a prompt would still differ from those of training.
+    Most other programs do not pass `enable_thinking`. llama.cpp passes true, and mlx_lm passes
+    whether the tokenizer has a token <think>. Returns a description of the additions, or "".
+    Raises ValueError if a prompt's ids would still differ from those in training.
     """
     user_messages = make_messages("Hi", None)
     training_messages = make_messages("Hi", system)
@@ -367,7 +381,7 @@ def fix_template(tokenizer: Any, system: str | None, thinking: bool) -> str:
 
 
 def _prepend(statements: str, template: str | dict[str, str]) -> str | dict[str, str]:
-    """A template, or a dictionary of them, that begins with these statements."""
+    """A template, or a dictionary of templates, with these statements put before each template."""
     if isinstance(template, dict):
         return {name: statements + text for name, text in template.items()}
     return statements + template

@@ -1,10 +1,11 @@
 """
-Conversations to learn from: read, checked, and rendered to the exact ids that the model will see.
+Reads and checks training conversations, and renders them to the exact ids that the model will see.
 
-The ids before a reply are those from which a rollout would sample it: `chat_template.encode_chat`
-makes them from the messages before it. The reply is trained up to its end token. If the template
-only ever appends, a conversation is one row. If it rewrites earlier messages (Qwen3 drops the
-thoughts of earlier replies), each reply is a row of its own. This file does not cover the loss.
+The ids before a reply are the same ids from which a rollout would sample it:
+`chat_template.encode_chat` makes them from the messages before the reply. The reply is trained up
+to its end token. If the template only ever appends, a conversation is one row. If the template
+rewrites earlier messages (Qwen3 drops the thoughts of earlier replies), each reply is a row of its
+own. This file does not cover the loss.
 """
 
 import re
@@ -20,16 +21,16 @@ from prompts.messages import (
     THOUGHTS,
     check_order,
     check_prompt,
-    conversation_column,
+    conversation_column_name,
     is_conversation,
     read_messages,
     read_tools,
 )
 
-# prompts of models that think end with this if the model shall not think
+# The end of a prompt for a model that can think but shall not.
 EMPTY_THOUGHT = "<think>\n\n</think>\n\n"
 
-# the columns of a conversation; a line names other columns that hold text
+# The columns that a conversation uses. A note names other columns that hold text.
 COLUMNS = (
     "prompt",
     "completion",
@@ -42,7 +43,7 @@ COLUMNS = (
 
 
 class Row(NamedTuple):
-    """Token ids, and the places of those that are trained."""
+    """Token ids, and the places of the ids that are trained."""
 
     ids: list[int]
     places: list[int]
@@ -55,7 +56,7 @@ def load_chats(
     spec: str, columns: str | None, held_out_keys: Collection[str] = ()
 ) -> tuple[list[Any], list[Any], list[str]]:
     """
-    The conversations to train on, the held-out ones, and lines on how they were read.
+    The training conversations, the held-out conversations, and lines on how they were read.
 
     The parameters are those of `load_sides`.
     """
@@ -68,13 +69,13 @@ def read_chat(example: Example) -> Example:
     """
     Reads a conversation, for `load_data`.
 
-    `prompt` gets the messages up to the user's, `completion` those from the first reply on. A reply
-    before the user's first message is part of the prompt. Messages after the last reply are
-    dropped. The columns are those of docs/warm-start.md.
+    `completion` gets the messages from the first reply on, and `prompt` gets the messages before
+    it. A reply before the user's first message is part of the prompt. Messages after the last reply
+    are dropped. docs/warm-start.md lists the columns.
 
-    Raises ValueError that names the mistake.
+    Raises ValueError, which names the mistake.
     """
-    column = conversation_column(example, is_sft=True)
+    column = conversation_column_name(example, is_sft=True)
     if column:
         prompt, completion = _split_at_first_reply(column, example[column])
     elif example.get("completion") is not None and example.get("prompt") is not None:
@@ -106,7 +107,7 @@ def read_chat(example: Example) -> Example:
 
 
 def _read_side(name: str, side: Any, role: str) -> list[dict[str, Any]]:
-    """The messages of a column `prompt` or `completion`. role: who wrote it, if it is a text."""
+    """The messages in the column `prompt` or `completion`. role: the writer, if side is a text."""
     if isinstance(side, str):
         side = [{"role": role, "content": side}]
     if not isinstance(side, list):
@@ -120,7 +121,7 @@ def _read_side(name: str, side: Any, role: str) -> list[dict[str, Any]]:
 def _split_at_first_reply(
     column: str, conversation: Any
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The messages before the first reply to the user, and the messages from it on."""
+    """The messages before the first reply to the user, and the messages from this reply on."""
     name = "the conversation" if column in CONVERSATIONS else column
     messages = read_messages(name, conversation)
     if not any(map(_is_reply, messages)):
@@ -134,13 +135,13 @@ def _split_at_first_reply(
         if _is_reply(messages[place]):
             return messages[:place], messages[place:]
     raise ValueError(
-        f"the only replies stand before message {user_place + 1}, the first of the user; "
+        f"the only replies are before message {user_place + 1}, the first of the user; "
         "a reply is learned after a message of the user, so add one behind it"
     )
 
 
 def _explain_missing_conversation(example: Example) -> str:
-    """The message for a row that holds no conversation."""
+    """The error message for a row that holds no conversation."""
     conversations = [name for name in example if is_conversation(example[name])]
     hint = "completion=COLUMN"
     if conversations:
@@ -168,11 +169,11 @@ def render_conversation(
     tokenizer: Any, example: Example, *, thinking: bool, end_ids: Collection[int], context: int
 ) -> list[Row]:
     """
-    A conversation's rows. Every reply is trained, except replies of weight 0.
+    A conversation's rows. Every reply is trained, except replies with weight 0.
 
-    context: the most tokens of a row.
-    Raises ValueError if the template leaves ids open or drops a part of a message, or if a row is
-    too long.
+    context: the largest number of tokens in a row.
+    Raises ValueError if the template leaves a reply's ids uncertain or drops a part of a message,
+    or if a row is too long.
     """
     prompt = example["prompt"]
     messages = prompt + example["completion"]
@@ -193,7 +194,7 @@ def render_conversation(
             row = _encode_reply(tokenizer, prompt_text, reply_text, end_ids, content)
         except ValueError as error:
             keys = [key for key in THOUGHTS if key in messages[place]]
-            hint = f" (its thought stands under {keys[0]})" if keys else ""
+            hint = f" (its thought is under {keys[0]})" if keys else ""
             raise ValueError(f"{error}{hint}") from error
         if len(row.ids) > context:
             raise ValueError(
@@ -215,7 +216,7 @@ def _render_reply(
     tools: list[dict[str, Any]] | None,
     variables: dict[str, Any] | None,
 ) -> tuple[str, str]:
-    """The text before the last message, a reply, and the text from there on."""
+    """The text before the last message, which is a reply, and the text from the reply on."""
     reply = messages[-1]
     content = shorten_value(reply["content"])
     marked = chat_template.mark_as_text(tokenizer, messages)
@@ -243,7 +244,7 @@ def _render_reply(
 def _encode_reply(
     tokenizer: Any, prompt: str, reply: str, end_ids: Collection[int], content: str
 ) -> Row:
-    """The ids up to the reply's end token. content: the reply, for messages."""
+    """The ids up to the reply's end token. content: the reply's text, for error messages."""
     prompt_ids = chat_template.encode_marked(tokenizer, prompt)
     ids = chat_template.encode_marked(tokenizer, prompt + reply)
     num_prompt = len(prompt_ids)
@@ -286,8 +287,8 @@ def render_conversations(
     """
     The rows of each conversation.
 
-    kind: the word for these conversations in messages. facts: the `gwen.ModelConfig`.
-    Raises ValueError that names the first conversation that cannot be rendered.
+    kind: the word for these conversations in error messages. facts: the `gwen.ModelConfig`.
+    Raises ValueError, which names the first conversation that cannot be rendered.
     """
     end_ids = {*facts.eos_ids, tokenizer.eos_token_id}
     rendered = []

@@ -1,10 +1,10 @@
 """
-User data: turns the records of a source into examples.
+Turns the records of a user's data source into examples.
 
 An invalid record raises a one-line ValueError that names the file, the place, the value and the
-fix. Needs no model and no array library. This file does not cover files (prompts/files.py), the
-layouts of messages (prompts/messages.py), notes on odd data (prompts/data_notes.py), the
-held-out side (prompts/held_out.py), and what tasks do with examples.
+fix. This file needs no model and no array library. It does not cover files (prompts/files.py),
+message layouts (prompts/messages.py), notes on odd data (prompts/data_notes.py), the held-out side
+(prompts/held_out.py), or the use of examples in tasks (tasks/).
 """
 
 import json
@@ -22,14 +22,14 @@ from prompts.messages import (
     check_order,
     check_prompt,
     check_text,
-    conversation_column,
+    conversation_column_name,
     is_conversation,
     parse_messages,
     read_messages,
     remove_thought,
 )
 
-# what other data sets call the prompt, the likeliest first
+# names that other data sets give the prompt column, the likeliest first
 PROMPT_NAMES = ("question", "instruction", "problem", "input", "query", "text")
 # columns with a meaning
 COLUMNS = (
@@ -54,15 +54,15 @@ def load_data(
     read_columns: Collection[str] = (),
 ) -> list[Example]:
     """
-    The examples of --data. All have the same keys, `prompt` first, with None for missing values.
+    The examples in --data. All have the same keys, `prompt` first, with None for missing values.
 
-    spec, columns: as in docs/data.md. A renamed column has both names, unless the old one has
+    spec, columns: as in docs/data.md. A renamed column keeps both names, unless the old name has
     another meaning here.
     read: turns a renamed record into an example; default `read_prompt`.
-    notes: gets a line for everything that was read in a way that the user may not expect.
-    read_columns: the columns that `read` uses. A line names other columns that hold text.
+    notes: a list that gets a line for everything that was read in an unexpected way.
+    read_columns: the columns that `read` uses. A note names other columns that hold text.
 
-    Raises ValueError with the file, the line or record, and the fix.
+    Raises ValueError, which names the file, the line or record, and the fix.
     """
     read = read or read_prompt
     notes = [] if notes is None else notes
@@ -105,7 +105,7 @@ def load_data(
 
 
 def parse_renames(columns: str | None) -> dict[str, str]:
-    """The columns of --columns: Gwen's name -> the name in the data."""
+    """The renamed columns in --columns: Gwen's name -> the name in the data."""
     renames = dict[str, str]()
     for part in columns.split(",") if columns else []:
         names = [name.strip() for name in part.split("=", 1)]
@@ -120,9 +120,9 @@ def parse_renames(columns: str | None) -> dict[str, str]:
 
 def _rename_columns(spec: str, columns: str | None, records: Records) -> tuple[Records, int]:
     """
-    The records with the columns of --columns.
+    The records with columns renamed according to --columns.
 
-    Also returns the number of prompts to which the column `input` of an Alpaca row was appended.
+    Also returns the number of prompts to which an Alpaca row's column `input` was appended.
     """
     renames = parse_renames(columns)
     present = dict.fromkeys(name for _, record in records for name in record)
@@ -154,10 +154,10 @@ def _rename_columns(spec: str, columns: str | None, records: Records) -> tuple[R
 
 def cache_rows(data: Any) -> tuple[str, list[str]]:
     """
-    Writes a program's rows to a file of the cache, which their hash names.
+    Writes a program's rows to a cache file, whose name is a hash of the rows.
 
     data: see `arrow.rows_of_program`. Returns the path for `load_data`, and notes.
-    Raises ValueError for a row that is not JSON.
+    Raises ValueError for a row that JSON cannot hold.
     """
     rows, num_nulls = arrow.rows_of_program(data)
     notes = []
@@ -175,7 +175,7 @@ def cache_rows(data: Any) -> tuple[str, list[str]]:
             ) from error
         lines.append(line + "\n")
 
-    import cpu_blas  # here: a worker that reads answers does without it
+    import cpu_blas  # here: a worker that reads answers does not need it
 
     text = "".join(lines)
     name = sha256(text.encode()).hexdigest()[:16]
@@ -191,11 +191,11 @@ def cache_rows(data: Any) -> tuple[str, list[str]]:
 
 def read_prompt(example: Example) -> Example:
     """
-    A checked example: a prompt, with messages in one layout, and the texts of other columns.
+    A checked example: a prompt, with messages in one layout, and the checked other columns.
 
-    A row without a `prompt` may hold a conversation. Its last reply becomes the `answer` if there
-    is none. Rows with a column `environment` need no prompt; theirs is "". An `answer` with several
-    texts is a list, of which each text is right.
+    A row without a `prompt` may hold a conversation. The conversation's last reply becomes the
+    `answer` if the row has none. A row with a column `environment` needs no prompt; a missing one
+    becomes "". An `answer` with several texts is a list in which each text is right.
     """
     reserved = [name for name in RESERVED if name in example]
     if reserved:
@@ -203,7 +203,7 @@ def read_prompt(example: Example) -> Example:
             f"column {reserved[0]!r} is an argument of rewards; "
             f"rename it: --columns my_{reserved[0]}={reserved[0]}"
         )
-    column = conversation_column(example)
+    column = conversation_column_name(example)
     if column:
         example = _split_conversation(example, column)
 
@@ -230,7 +230,7 @@ def read_prompt(example: Example) -> Example:
 
 
 def _split_conversation(example: Example, column: str) -> Example:
-    """Splits the conversation in a column into the prompt and, if the row has none, the answer."""
+    """Splits a column's conversation into the prompt and, if the row has no answer, the answer."""
     messages = read_messages(column, example[column])
     check_order(column, messages)
     rest = {name: value for name, value in example.items() if name not in CONVERSATIONS}
@@ -244,12 +244,12 @@ def _split_conversation(example: Example, column: str) -> Example:
 
 
 def _remove_weight(message: dict[str, Any]) -> dict[str, Any]:
-    """A message without its weight. Messages of a prompt are never trained."""
+    """A message without its weight. A prompt's messages are never trained."""
     return {key: value for key, value in message.items() if key != "weight"}
 
 
 def _explain_missing_prompt(example: Example) -> str:
-    """The message for a row without a prompt, with the column that may be meant."""
+    """The error message for a row without a prompt, with the column that may be meant."""
     names = [name for name in example if name != "prompt"]
     start = f"no prompt, only {shorten_value(names)}"
     conversations = [name for name in names if is_conversation(parse_messages(example[name]))]
@@ -266,10 +266,10 @@ def _explain_missing_prompt(example: Example) -> str:
 
 def read_answer(answer: Any) -> str | list[str] | None:
     """
-    An answer as a text, or a list of texts of which each is right; None without an answer.
+    An answer as a text, or as a list of texts, each of which is right; None without an answer.
 
     Several answers are a list of texts or numbers, or SQuAD's {"text": [...], "answer_start":
-    [...]}. Any other object becomes its JSON.
+    [...]}. Any other object becomes JSON text.
 
     Raises ValueError for a list of letters, which may mean any or all of them, and for other lists.
     """
@@ -291,7 +291,7 @@ def read_answer(answer: Any) -> str | list[str] | None:
 
 
 def _is_letter(item: Any) -> bool:
-    """Whether an answer is the letter of a choice."""
+    """Whether an answer is a choice's letter."""
     return isinstance(item, str) and re.fullmatch("[A-Z]", item) is not None
 
 
@@ -300,7 +300,7 @@ def _is_text_or_number(item: Any) -> bool:
 
 
 def _read_alternatives(answers: list[Any]) -> list[str] | None:
-    """The different texts of a list of answers."""
+    """The different texts in a list of answers; None if none has text."""
     if not all(map(_is_text_or_number, answers)):
         raise ValueError(
             f"answer {shorten_value(answers)} is a list with more than texts and numbers; "
@@ -312,9 +312,9 @@ def _read_alternatives(answers: list[Any]) -> list[str] | None:
 
 def check_columns(example: Example, prompt: Any) -> Example:
     """
-    The example with checked system prompt, category and template variables.
+    The example with its system prompt, category and template variables checked.
 
-    Variables that are null are removed: Arrow fills up rows with them.
+    Variables that are null are removed, since Arrow fills up rows with them.
     """
     for name in ("system", "category"):
         if example.get(name) is not None:

@@ -1,5 +1,6 @@
 """
-Notes on data: lines for the user about columns, conversations and answers that may surprise.
+Notes on data: tells the user about columns, conversations and answers that may be read in a
+surprising way.
 
 Nothing here changes an example. This file does not cover mistakes, which prompts/data.py refuses.
 """
@@ -11,7 +12,7 @@ from typing import Any
 
 from prompts.examples import Example, shorten_value
 from prompts.files import read_or_none
-from prompts.messages import conversation_column, is_conversation, parse_messages, raw_role
+from prompts.messages import conversation_column_name, is_conversation, parse_messages, raw_role
 
 # keys under which data sets keep several right answers
 ALTERNATIVES = (
@@ -24,7 +25,7 @@ ALTERNATIVES = (
     "golden_answers",
     "text",
 )
-# columns whose name says which column of Gwen they are
+# columns whose name shows which of Gwen's columns they are
 SYNONYMS = {"system_prompt": "system", "system_message": "system", "messages": "messages"}
 
 
@@ -32,13 +33,13 @@ SYNONYMS = {"system_prompt": "system", "system_message": "system", "messages": "
 
 
 def text_columns(rows: Sequence[Example]) -> list[str]:
-    """The columns that hold text in some row, at any depth."""
+    """The columns that hold text in at least one row, at any depth."""
     names = dict.fromkeys(name for row in rows for name in row)
     return [name for name in names if any(has_text(row.get(name)) for row in rows)]
 
 
 def has_text(value: Any) -> bool:
-    """Whether a value is or holds a text that is not blank."""
+    """Whether a value is, or contains, a text that is not blank."""
     if isinstance(value, str):
         return bool(value.strip())
     if isinstance(value, dict):
@@ -48,9 +49,9 @@ def has_text(value: Any) -> bool:
 
 def describe_unread_columns(names: Sequence[str], reader: str) -> str:
     """
-    The line about columns that nothing reads, with the flag for a column with a telling name.
+    The line about columns that nothing reads, with the flag for a column whose name is known.
 
-    reader: subject and verb, as "no conversation uses".
+    reader: the subject and verb of the line, such as "no conversation uses".
     """
     noun = "columns" if len(names) > 1 else "column"
     line = f"data: {reader} the text of the {noun} {', '.join(names)}"
@@ -64,14 +65,14 @@ def describe_unread_columns(names: Sequence[str], reader: str) -> str:
 
 
 def describe_conversations(records: list[Example], examples: list[Example]) -> Iterator[str]:
-    """Lines on conversations with parts that are not used as one may expect."""
+    """Lines on conversations in which some parts are not used as a user may expect."""
     num_without_answer = 0
     num_unanswered = 0
     num_other_prompts = 0
     num_opened_by_reply = 0
     for record, example in zip(records, examples, strict=True):
         is_sft = "completion" in example
-        column = conversation_column(record, is_sft=is_sft)
+        column = conversation_column_name(record, is_sft=is_sft)
         messages = parse_messages(record[column]) if column else None
         if not is_conversation(messages):
             continue
@@ -137,7 +138,7 @@ def describe_answers(examples: list[Example]) -> Iterator[str]:
 
 
 def _describe_repeated_prompts(examples: list[Example]) -> Iterator[str]:
-    """A line on prompts that stand in several rows with different answers."""
+    """A line on prompts that are in several rows with different answers."""
     answers: dict[str, set[str]] = {}
     first_examples = dict[str, Example]()
     for example in examples:
@@ -164,14 +165,14 @@ def _is_list_text(answer: Any) -> bool:
     items = read_or_none(answer)
     if items is None:
         with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
-            items = ast.literal_eval(answer.strip())  # Python writes lists so into CSV files
+            items = ast.literal_eval(answer.strip())  # Python writes lists like this to CSV files
     if not isinstance(items, list) or len(items) < 2:
         return False
     return all(isinstance(item, str) for item in items)
 
 
 def _holds_alternatives(answer: Any) -> bool:
-    """Whether an answer is JSON of an object with a list of texts under one of `ALTERNATIVES`."""
+    """Whether an answer is a JSON object with a list of texts under one of `ALTERNATIVES`."""
     if not isinstance(answer, str) or not answer.startswith("{"):
         return False
     waiting = [read_or_none(answer)]

@@ -1,5 +1,5 @@
 """
-Examples, their answers and their keys, and how errors quote values.
+Examples, their answers and their keys, and the way in which error messages quote values.
 
 This file does not cover where examples come from (prompts/data.py).
 """
@@ -11,11 +11,12 @@ from collections.abc import Iterable
 from hashlib import sha256
 from typing import Any
 
-# {"prompt": str or chat messages, "answer": str, further columns}; all of a source have equal keys
+# {"prompt": str or chat messages, "answer": str, further columns}
+# All examples from one source have the same keys.
 Example = dict[str, Any]
-# arguments of users' rewards only
+# arguments that only users' rewards get
 TRAINER = ("trainer_state", "log_extra", "log_metric")
-# arguments of rewards besides columns
+# reward arguments that are not columns
 RESERVED = ("prompts", "completions", "completion_ids", "num_tokens", *TRAINER)
 _reprlib = reprlib.Repr()
 _reprlib.maxstring = 60
@@ -30,22 +31,22 @@ def prompt_text(prompt: str | list[dict[str, str]]) -> str:
 
 
 def answers_of(example: Example) -> list[str]:
-    """The right answers of an example as texts; of several each is right."""
+    """An example's right answers as texts. Each of several answers is right by itself."""
     answer = example.get("answer")
     answers = answer if isinstance(answer, list) else [answer]
     return [str(text) for text in answers if text is not None and str(text).strip()]
 
 
 def first_answer(example: Example) -> str:
-    """A right answer of an example, "" if it has none."""
+    """An example's first right answer; "" if it has none."""
     return next(iter(answers_of(example)), "")
 
 
 def prompt_key(example: Example) -> str:
     """
-    A hash of the example's prompt without system messages.
+    A hash of an example's prompt without system messages.
 
-    A text and a single user message with the same words have the same key.
+    A text prompt and a single user message with the same words have the same key.
     """
     prompt = example["prompt"]
     if isinstance(prompt, list):
@@ -56,7 +57,7 @@ def prompt_key(example: Example) -> str:
 
 
 def spread_evenly(examples: list[Any], limit: int | None) -> list[Any]:
-    """At most `limit` examples, evenly spread, so from all categories. 0 and None keep all."""
+    """At most `limit` examples, spread evenly over the list. With 0 or None, all examples."""
     num = min(limit or len(examples), len(examples))
     return [examples[place * len(examples) // num] for place in range(num)]
 
@@ -72,6 +73,6 @@ def format_error(error: BaseException) -> str:
 
 
 def suggest_nearest(name: str, choices: Iterable[str]) -> str:
-    """The words ", did you mean ...?" with the nearest choice; "" if none is near."""
+    """The words ", did you mean ...?" with the nearest choice; "" if no choice is near."""
     close = difflib.get_close_matches(name, list(choices), n=1)
     return f", did you mean {close[0]!r}?" if close else ""

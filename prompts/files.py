@@ -1,11 +1,11 @@
 """
-Unchecked records of data files and of the hub, each with its place.
+Reads unchecked records from data files and from the hub, each with its place.
 
-JSON lines, JSON and CSV have readers of their own, because `datasets` and pyarrow lose the line of
-a mistake. `datasets` reads a CSV answer "007" as 7.0 and "None" as missing; pyarrow refuses JSON
-answers of different types. A file whose content contradicts its name is refused with its true kind.
-This file does not cover what a record means (prompts/data.py), and rows of tables
-(prompts/arrow.py).
+JSON lines, JSON and CSV have their own readers here, because `datasets` and pyarrow lose the line
+number of a mistake. Also, `datasets` reads a CSV answer "007" as 7.0 and "None" as missing, and
+pyarrow refuses JSON answers with different types. A file whose content contradicts its name is
+refused, and the error names its true kind. This file does not cover the meaning of a record
+(prompts/data.py) or the rows of Arrow tables (prompts/arrow.py).
 """
 
 import csv
@@ -23,7 +23,7 @@ from prompts.examples import format_error, shorten_value, suggest_nearest
 from text.documents import read_json
 
 Records = list[tuple[str, Any]]  # a record's place ("line 3"), and its content
-SPLITS = ("train", "held_out", "test", "validation")  # all but the first are held out
+SPLITS = ("train", "held_out", "test", "validation")  # all splits but the first are held out
 
 
 # ---- any source
@@ -31,9 +31,9 @@ SPLITS = ("train", "held_out", "test", "validation")  # all but the first are he
 
 def read_records(spec: str, notes: list[str] | None = None) -> Records:
     """
-    The unchecked records of a source, see `load_data`.
+    The unchecked records in a source; see `load_data`.
 
-    Raises ValueError if they cannot be read, or if there are none.
+    Raises ValueError if the source cannot be read, or if it has no records.
     """
     folder = spec
     split = ""
@@ -51,7 +51,7 @@ def read_records(spec: str, notes: list[str] | None = None) -> Records:
 
 
 def _file_records(spec: str, notes: list[str] | None) -> Records:
-    """The records of one file."""
+    """The records in one file."""
     ending = Path(spec).suffix
     if ending.lower() not in _READERS:
         raise ValueError(
@@ -70,15 +70,16 @@ def _file_records(spec: str, notes: list[str] | None) -> Records:
 
 
 def _named_hub_records(spec: str) -> Records:
-    """The records of a hub dataset owner/name:config:split."""
-    hub = re.fullmatch(r"([\w.-]+/[\w.-]+)(?::([^:\[\]]*))?(?::(.+))?", spec)  # no [...] in config
+    """The records in a hub data set, which is named owner/name:config:split."""
+    # a config has no [...], which a split may have
+    hub = re.fullmatch(r"([\w.-]+/[\w.-]+)(?::([^:\[\]]*))?(?::(.+))?", spec)
     if hub is None or re.fullmatch(r"\.[A-Za-z]+", Path(spec).suffix):
         raise ValueError(
             f"--data {spec}: no such file; give {', '.join(_READERS)} "
             "or a hub dataset owner/name:config:split"
         )
     name, config, split = hub.groups()
-    if split is None and config in SPLITS:  # a lone split
+    if split is None and config in SPLITS:  # a split without a config
         split = config
         config = None
     try:
@@ -91,7 +92,7 @@ def _named_hub_records(spec: str) -> Records:
 
 
 def describe_nulls(reason: str, num: int) -> str:
-    """The line about nulls that were taken for absent keys. reason: why, as a clause."""
+    """The line about nulls that were read as absent keys. reason: a clause that says why."""
     return (
         f"data: {reason}, so {num} nulls inside objects are keys that their rows lack; "
         "to keep them, write JSON lines with spaces, as json.dumps does"
@@ -101,7 +102,7 @@ def describe_nulls(reason: str, num: int) -> str:
 def _remove_nulls_of_pandas(
     spec: str, content: bytes, records: Records, notes: list[str] | None
 ) -> Records:
-    """Removes the nulls that Arrow made from JSON, if `Dataset.to_json` or pandas wrote it."""
+    """The records without nulls that Arrow added, if pandas or `Dataset.to_json` wrote them."""
     rows = [record for _, record in records]
     if not arrow.is_filled_up(rows):
         return records
@@ -118,10 +119,10 @@ def _remove_nulls_of_pandas(
     return list(zip(places, arrow.rows_without_nulls(rows), strict=True))
 
 
-# ---- what a file is
+# ---- the kind of a file
 
 
-# the beginning of a file -> the message, for files whose ending hides what they are
+# first bytes of a file -> message, for files whose suffix hides what they are
 _SIGNATURES = {
     b"version https://git-lfs": "a Git LFS pointer and no data; fetch the file: git lfs pull",
     b"\x1f\x8b": "packed by gzip; unpack it: gunzip FILE",
@@ -143,7 +144,7 @@ def _refuse_other_kinds(spec: str, content: bytes) -> None:
 
 
 def read_text_file(spec: str, content: bytes) -> str:
-    """The text of a file in UTF-8. Raises ValueError with the line of a wrong byte."""
+    """The text of a UTF-8 file. Raises ValueError, which names the line of an invalid byte."""
     if content.startswith((b"\xff\xfe", b"\xfe\xff")) or _is_utf16(content):
         raise ValueError(
             f"{spec}, line 1: the file is UTF-16 and not UTF-8; save the file as UTF-8"
@@ -167,7 +168,7 @@ def _is_utf16(content: bytes) -> bool:
     """
     Whether a text without a byte order mark looks like UTF-16.
 
-    Half of the bytes of most characters are zero there, always the same half.
+    In UTF-16, most characters have one byte that is zero: always the first, or always the second.
     """
     start = content[: 2**16]
     fewer, more = sorted([start[::2].count(0), start[1::2].count(0)])
@@ -178,7 +179,7 @@ def _is_utf16(content: bytes) -> bool:
 
 
 def parse_json(spec: str, place: str, text: str) -> Any:
-    """The value of a JSON text. Raises ValueError with its place, as "line 3"."""
+    """The value of a JSON text. place: where the text is, such as "line 3", for the ValueError."""
     try:
         return read_json(text)
     except ValueError as error:
@@ -192,7 +193,7 @@ def parse_json(spec: str, place: str, text: str) -> Any:
 
 
 def read_or_none(text: str) -> Any:
-    """The value of a JSON text, None if it is no JSON."""
+    """The value of a JSON text; None if the text is not JSON."""
     try:
         return read_json(text)
     except ValueError:
@@ -200,7 +201,7 @@ def read_or_none(text: str) -> Any:
 
 
 def jsonl_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
-    """The records of JSON lines. A file that is one list, as in .json, is read as that list."""
+    """The records in a JSON lines file. A file that is one JSON list is read as that list."""
     text = read_text_file(spec, content)
     if text.lstrip().startswith("["):
         records = read_or_none(text)
@@ -219,7 +220,7 @@ def jsonl_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
 
 
 def _json_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
-    """The records of a JSON list. Raises ValueError for JSON lines under the name of JSON."""
+    """The records in a JSON list. Raises ValueError for JSON lines in a file named .json."""
     text = read_text_file(spec, content)
     all_lines = text.strip().split("\n")
     lines = [line for line in all_lines if line.strip()]
@@ -238,18 +239,18 @@ def _json_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
 
 
 def split_lines(spec: str, content: bytes) -> Iterator[tuple[str, str]]:
-    """The lines of a text that are not blank, each with its place."""
+    """The lines in a text file that are not blank, each with its place."""
     lines = read_text_file(spec, content).split("\n")  # not splitlines: strings may hold U+2028
     return ((f"line {number}", line) for number, line in enumerate(lines, 1) if line.strip())
 
 
 def number_lines(rows: Iterable[Any]) -> Iterator[tuple[str, Any]]:
-    """Rows with their places."""
+    """Rows, each with its place."""
     return ((f"record {number}", row) for number, row in enumerate(rows, 1))
 
 
 def _text_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
-    """A prompt for each line. Raises ValueError for JSON lines, JSON or CSV named as a text."""
+    """A prompt for each line. Raises ValueError for JSON lines, JSON or CSV in a text file."""
     lines = [(place, line.strip("\r")) for place, line in split_lines(spec, content)]
     kind = _kind_of_text([line for _, line in lines])
     if kind:
@@ -260,7 +261,7 @@ def _text_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
 
 
 def _kind_of_text(lines: list[str]) -> str:
-    """The kind of a file whose lines are no prompts, and its right name; "" for prompts."""
+    """The kind and the right suffix of a file whose lines are not prompts; "" for prompts."""
     if not lines:
         return ""
     kind = _kind_of_json(lines)
@@ -274,7 +275,7 @@ def _kind_of_text(lines: list[str]) -> str:
 
 
 def _kind_of_json(lines: list[str]) -> str:
-    """The kind of a file whose lines are JSON, and its right name; "" for other lines."""
+    """The kind and the right suffix of a file whose lines are JSON; "" for other lines."""
     if not lines or not lines[0].lstrip().startswith(("[", "{")):
         return ""
     if all(isinstance(read_or_none(line), dict) for line in lines):
@@ -285,9 +286,10 @@ def _kind_of_json(lines: list[str]) -> str:
 
 def _csv_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
     """
-    Rows by the names of the header, with the header's separator.
+    The rows of a CSV file as dictionaries. Their keys are the names in the header.
 
-    An empty cell is missing. Raises ValueError for a row with a wrong number of fields.
+    The separator is the one in the header. An empty cell counts as missing. Raises ValueError for a
+    row with a wrong number of fields.
     """
     # a cell may be a document; the default limit is 131,072 characters
     csv.field_size_limit(2**31 - 1)
@@ -322,7 +324,7 @@ def _csv_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
 
 
 def _table_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
-    """The rows of a parquet file, an Arrow file, or the Arrow stream in which `datasets` saves."""
+    """The rows of a parquet file, an Arrow file, or an Arrow stream as `datasets` saves it."""
     import pyarrow.parquet  # here: importing it takes half a second
 
     is_parquet = spec.lower().endswith(".parquet")
@@ -335,7 +337,7 @@ def _table_records(spec: str, content: bytes) -> Iterator[tuple[str, Any]]:
         else:
             table = pyarrow.ipc.open_stream(file).read_all()
         return number_lines(arrow.rows_of_table(table))
-    except Exception as error:  # damaged files raise many types
+    except Exception as error:  # damaged files raise many types of errors
         kind = "parquet" if is_parquet else "arrow"
         raise ValueError(
             f"{spec} is not a readable {kind} file ({format_error(error)}); write it again"
@@ -354,15 +356,15 @@ _READERS = {
 
 def _saved_records(spec: str, folder: str, split: str) -> Records:
     """
-    The records of a directory that `datasets` saved.
+    The records in a directory that `datasets` saved.
 
-    split: "" for all splits; then each record has its split's name.
+    split: "" for all splits; then each record also holds the name of its split.
     """
     import datasets  # here: importing it takes seconds
 
     try:
         saved = datasets.load_from_disk(folder)
-    except Exception as error:  # of many types
+    except Exception as error:  # `datasets` raises many types of errors
         raise ValueError(
             f"--data {folder} is a directory that datasets did not save ({format_error(error)}); "
             f"name one file in it ({', '.join(_READERS)})"
@@ -383,10 +385,10 @@ def _saved_records(spec: str, folder: str, split: str) -> Records:
 
 
 def hub_records(name: str, config: str | None, split: str) -> Records:
-    """The records of a hub dataset."""
+    """The records in a hub data set."""
     import datasets  # here: importing it takes seconds
 
-    # retries would fill a screen; Gwen's error says the outcome in one line
+    # Messages about retries would fill a screen. Gwen's error says the outcome in one line.
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     dataset = datasets.load_dataset(name, config, split=split)
     return list(number_lines(arrow.rows_of_dataset(dataset)))

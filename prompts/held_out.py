@@ -1,8 +1,8 @@
 """
-The held-out side of the data: which prompts a run trains on, which it is evaluated on.
+Splits the data into two sides: prompts to train on, and held-out prompts for evaluation.
 
 No prompt is on both sides. A run keeps the prompts that it held out at its start, even if its data
-grow. This file does not cover how records are read (prompts/data.py), and which sides a task has
+grow. This file does not cover how records are read (prompts/data.py), or which sides a task has
 (tasks/).
 """
 
@@ -15,10 +15,10 @@ from prompts.data import load_data
 from prompts.examples import Example, prompt_key, shorten_value
 from prompts.files import SPLITS
 
-MOST_HELD_OUT = 256  # prompts, if there is no column `split`
+MOST_HELD_OUT = 256  # the most held-out prompts if there is no column `split`
 POWER = 7.85  # (1.96 + 0.84)^2, for an interval of 95% and a power of 80%
-LEAST_PROBLEMS = 50  # held-out problems below which a warning appears
-LEAST_CONVERSATIONS = 10  # with fewer losses an interval is too narrow
+LEAST_PROBLEMS = 50  # with fewer held-out problems, the user is warned
+LEAST_CONVERSATIONS = 10  # with fewer losses, an interval would be too narrow
 
 
 # ---- the two sides
@@ -38,8 +38,8 @@ def load_sides(
 
     A prompt on both sides is removed from the training examples. Repeated held-out rows count once.
 
-    spec: a source, of which `split_examples` holds some out, or two sources, "TRAIN,HELD_OUT".
-    held_out: a source that replaces the held-out side, with its held-out records, or with all its
+    spec: one source, a part of which `split_examples` holds out, or two sources, "TRAIN,HELD_OUT".
+    held_out: a source that replaces the held-out side. Its held-out records are used, or all of its
     records if it has no column `split`.
     columns, read, read_columns: see `load_data`. held_out_keys: see `split_examples`.
     """
@@ -84,7 +84,7 @@ def load_sides(
 
 
 def _remove_repeats(examples: list[Example]) -> list[Example]:
-    """The different examples; all of them if an environment draws a task for each row."""
+    """The examples without repeats; all examples if an environment draws a task for each row."""
     if any("environment" in example for example in examples):
         return examples
     different = {}
@@ -100,11 +100,13 @@ def split_examples(
     """
     Splits a user's examples into (train, held out).
 
-    A column `split` decides if present: "train", or "held_out", "test" or "validation". Otherwise a
-    tenth of the distinct prompts is held out, from one to `MOST_HELD_OUT`. The choice goes by hash,
-    not by place, so it ignores the order of the records and mostly survives if a file grows.
-    held_out_keys: keys of the prompts that the run already holds out. If the file still has half of
-    them, exactly these are held out, so that no row changes sides and new rows are trained on.
+    If there is a column `split`, it decides: its values are "train", "held_out", "test" and
+    "validation". Otherwise a tenth of the distinct prompts is held out: at least one, and at most
+    `MOST_HELD_OUT`. They are chosen by hash, not by place. So the order of the records does not
+    matter, and most prompts stay on their side if a file grows.
+    held_out_keys: keys of the prompts that the run already holds out. If the file still has at
+    least half of them, exactly these are held out, so that no row changes sides and new rows are
+    trained on.
 
     Raises ValueError if `split` has another value.
     """
@@ -135,7 +137,7 @@ def _keeps_sides(present_keys: Collection[str], held_out_keys: Collection[str]) 
 
 
 def _describe_kept_sides(examples: list[Example], held_out_keys: Collection[str]) -> list[str]:
-    """A line if a run cannot keep its held-out prompts, or if a new run would choose others."""
+    """A line if a run cannot keep its held-out prompts, or if a new run would hold out others."""
     if not held_out_keys:
         return []
     keys = {prompt_key(example) for example in examples}
@@ -158,11 +160,11 @@ def _has_split(examples: list[Example]) -> bool:
     return any(example.get("split") is not None for example in examples)
 
 
-# ---- too few of them
+# ---- too few held-out problems
 
 
 def advise_on_held_out(num: int, settings: dict[str, Any]) -> str:
-    """How to hold out more than these `num` problems."""
+    """Advice on how to hold out more than the present `num` problems."""
     fix = "--eval-data FILE or --data TRAIN,HELD_OUT"
     if settings.get("eval_limit") == num:
         fix = "a higher --eval-limit"
@@ -174,10 +176,10 @@ def advise_on_held_out(num: int, settings: dict[str, Any]) -> str:
 
 def warn_of_few_held_out(num: int, settings: dict[str, Any], deviation: float = 0.0) -> list[str]:
     """
-    A line if `num` held-out problems are too few to tell much.
+    A line if `num` held-out problems are too few to measure a small change.
 
-    deviation: the standard deviation of the scores of one problem's answers, as a fraction of the
-    range of scores; 0 if it is not known.
+    deviation: the standard deviation of the scores that answers to one problem get, as a fraction
+    of the range of scores; 0 if it is not known.
     """
     if not settings.get("eval_every", True):
         return ["nothing held out is evaluated (--eval-every 0), so there will be no verdict"]
@@ -189,7 +191,7 @@ def warn_of_few_held_out(num: int, settings: dict[str, Any], deviation: float = 
     if not 0 < num < LEAST_PROBLEMS:
         return []
 
-    # without a deviation: as if every third answer changed for good or bad
+    # Without a deviation, the estimate assumes that every third answer changes.
     variance = 2 * deviation**2 or 1 / 3
     smallest = min(1, math.sqrt(POWER * variance / num))
     smallest_with_enough = min(1, math.sqrt(POWER * variance / LEAST_PROBLEMS))

@@ -1,11 +1,11 @@
 """
-Chat messages as users bring them, in one layout: a role, a text as content, and further keys.
+Reads users' chat messages into one layout: a role, a content that is a text, and further keys.
 
-It reads OpenAI's messages and ShareGPT's turns of `from` and `value`, content in parts of text,
-calls of tools in both of OpenAI's forms, and thoughts under several keys. All other keys stay in
-the message: only a chat template knows whether it renders them (prompts/chat_template.py), and
-refuses what it does not render. This file does not cover which messages are a prompt, and which are
-learned (prompts/data.py, prompts/chats.py).
+It reads OpenAI messages and ShareGPT turns with `from` and `value`, content that is split into text
+parts, tool calls in both of OpenAI's forms, and thoughts under several keys. All other keys stay in
+the message, since only a chat template knows whether it renders them. prompts/chat_template.py
+refuses keys that are not rendered. This file does not cover which messages are a prompt and which
+are learned (prompts/data.py, prompts/chats.py).
 """
 
 import contextlib
@@ -19,10 +19,10 @@ from text.documents import read_json
 
 Message = dict[str, Any]
 
-# columns that hold whole conversations, in rows without a prompt
+# columns that hold whole conversations in rows without a prompt
 CONVERSATIONS = ("messages", "conversations")
 
-# other names of roles, ShareGPT's and those of single programs
+# other names for roles, from ShareGPT and from single programs
 ROLES = {
     "human": "user",
     "gpt": "assistant",
@@ -38,7 +38,7 @@ ROLES = {
 }
 KNOWN_ROLES = ("system", "user", "assistant", "tool")
 TEXT_PARTS = ("text", "input_text", "output_text")
-# keys of a reply's thought, as templates name it
+# the keys that templates use for a reply's thought
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 MEDIA = (
     "image",
@@ -60,9 +60,9 @@ ENDS_OF_THOUGHT = re.compile(r".*</(?:think|thinking|thought|reasoning)>", re.DO
 
 def read_messages(name: str, messages: Any) -> list[Message]:
     """
-    The messages of a list, or of its JSON text.
+    The messages in a list, which may be written as JSON text.
 
-    Raises ValueError with `name`, the place, and the part that cannot be read.
+    Raises ValueError, which gives `name`, the place, and the part that cannot be read.
     """
     if isinstance(messages, str):
         messages = read_text_of_messages(name, messages)
@@ -90,7 +90,7 @@ def read_text_of_messages(name: str, text: str) -> Any:
 
 
 def _read_message(label: str, message: Any) -> Message:
-    """A message in the one layout. label: its name in errors, "message 2 of prompt"."""
+    """A message in the one layout. label: its name in errors, such as "message 2 of prompt"."""
     if not isinstance(message, dict):
         raise ValueError(
             f'{label} is {shorten_value(message)}; write {{"role": "user", "content": "..."}}'
@@ -152,7 +152,7 @@ def _read_message(label: str, message: Any) -> Message:
 
 
 def _is_empty(value: Any) -> bool:
-    """Whether a key with this value says nothing."""
+    """Whether a value is empty, so that its key says nothing."""
     return value is None or value in ("", [], {})
 
 
@@ -175,7 +175,7 @@ def _read_role(label: str, fields: Message) -> str:
 
 
 def _read_content(label: str, role: str, content: Any, may_be_empty: bool) -> str:
-    """A message's text: a string, joined parts of text, or a tool's result as JSON."""
+    """A message's text: its string, its joined text parts, or a tool's result as JSON."""
     name = f"content of {label}"
     parts = [content] if _is_part(content, TEXT_PARTS) else content
     # a tool's result may be any list of objects
@@ -193,9 +193,9 @@ def _read_content(label: str, role: str, content: Any, may_be_empty: bool) -> st
 
 def _is_part(part: Any, kinds: Sequence[str] | None) -> bool:
     """
-    Whether a value is a part of a content, of one of these types; None takes any type.
+    Whether a value is a content part with one of these types. kinds: None accepts any type.
 
-    A part without a type is a text if it has the key `text`.
+    A part without a type counts as text if it has the key `text`.
     """
     if not isinstance(part, dict):
         return False
@@ -226,7 +226,7 @@ def _text_of_part(name: str, part: Any) -> str:
 
 
 def check_text(name: str, text: Any) -> None:
-    """Raises ValueError with `name` if a tokenizer would not accept the text."""
+    """Raises ValueError, which gives `name`, if a tokenizer would not accept the text."""
     if not isinstance(text, str):
         raise ValueError(
             f"{name} {shorten_value(text)} is a {type(text).__name__}; it must be a string"
@@ -249,7 +249,7 @@ def check_text(name: str, text: Any) -> None:
 
 
 def _call_of_turn(label: str, fields: Message) -> Message:
-    """A ShareGPT turn `function_call`, with one or several calls as JSON, as a reply with calls."""
+    """A reply with tool calls, made from a ShareGPT turn `function_call` with calls as JSON."""
     value = fields.get("content")
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
@@ -258,7 +258,7 @@ def _call_of_turn(label: str, fields: Message) -> Message:
 
 
 def _read_calls(label: str, role: str, fields: Message) -> list[Message]:
-    """The calls of a reply, from `tool_calls` or OpenAI's older `function_call`."""
+    """A reply's tool calls, from `tool_calls` or OpenAI's older `function_call`."""
     if "function_call" in fields and "tool_calls" in fields:
         raise ValueError(f"{label} has both tool_calls and function_call; keep one of them")
     key = "function_call" if "function_call" in fields else "tool_calls"
@@ -276,7 +276,7 @@ def _read_calls(label: str, role: str, fields: Message) -> list[Message]:
 
 
 def _read_call(label: str, key: str, call: Any) -> Message:
-    """A call with its arguments as a dictionary, which may be written as JSON."""
+    """A tool call with its arguments as a dictionary. In the data they may be JSON text."""
     function = call.get("function", call) if isinstance(call, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     arguments = function.get("arguments") if isinstance(function, dict) else None
@@ -297,9 +297,9 @@ def _read_call(label: str, key: str, call: Any) -> Message:
 
 def read_tools(column: Any) -> list[dict[str, Any]] | None:
     """
-    The JSON schemas of a column `tools`, None without any.
+    The JSON schemas in a row's column `tools`; None if there are none.
 
-    The column may be JSON text. Each schema may stand under the key "function" or alone.
+    The column may be JSON text. Each schema may be under the key "function" or by itself.
     """
     tools = column
     if isinstance(column, str):
@@ -327,7 +327,7 @@ def read_tools(column: Any) -> list[dict[str, Any]] | None:
 
 
 def _read_thought(label: str, fields: Message, content: str) -> Message:
-    """The thought of a reply under its key, unless the content already says it."""
+    """A reply's thought under its key; empty if the content already contains the thought."""
     thoughts = {key: fields[key] for key in THOUGHTS if key in fields}
     if "reasoning_details" in fields:
         details = _text_of_details(label, fields["reasoning_details"])
@@ -352,7 +352,7 @@ def _read_thought(label: str, fields: Message, content: str) -> Message:
 
 
 def _text_of_details(label: str, details: Any) -> str:
-    """The text of OpenRouter's `reasoning_details`."""
+    """The text in OpenRouter's `reasoning_details`."""
     texts = []
     for detail in details if isinstance(details, list) else [details]:
         text = detail.get("text") or detail.get("summary") if isinstance(detail, dict) else None
@@ -366,7 +366,11 @@ def _text_of_details(label: str, details: Any) -> str:
 
 
 def _read_weight(label: str, role: str, fields: Message) -> Message:
-    """`weight` 0 of a reply that is not trained. 1 is the default, and others are refused."""
+    """
+    The key `weight` with 0 for a reply that is not trained; else empty.
+
+    A weight of 1 is the default, and other weights are refused.
+    """
     if "weight" not in fields:
         return {}
     weight = fields["weight"]
@@ -380,7 +384,7 @@ def _read_weight(label: str, role: str, fields: Message) -> Message:
 
 
 def remove_thought(text: str) -> str:
-    """A reply's text after its thought."""
+    """A reply's text without the thought before it."""
     return ENDS_OF_THOUGHT.sub("", text).strip() if ENDS_OF_THOUGHT.match(text) else text
 
 
@@ -388,7 +392,12 @@ def remove_thought(text: str) -> str:
 
 
 def check_order(name: str, messages: list[Message]) -> None:
-    """Raises ValueError for a late system message, or a tool's result before any reply."""
+    """
+    Raises ValueError if the messages are in an impossible order.
+
+    Only the first message may be a system message, a tool's result must follow a reply, and one
+    message must be the user's.
+    """
     has_reply = False
     for place, message in enumerate(messages, 1):
         label = f"message {place} of {name}"
@@ -409,7 +418,7 @@ def check_order(name: str, messages: list[Message]) -> None:
 
 def check_prompt(messages: list[Message], name: str = "prompt") -> list[Message]:
     """
-    Returns messages that a reply can follow.
+    Returns the messages if a reply can follow them.
 
     Raises ValueError unless the last message is the user's or a tool's result.
     """
@@ -433,7 +442,7 @@ def is_conversation(value: Any) -> bool:
 
 
 def parse_messages(value: Any) -> Any:
-    """A list for messages that are written as JSON text. Any other value is returned unchanged."""
+    """The list of messages that JSON text holds. Any other value is returned unchanged."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         with contextlib.suppress(ValueError):
             items = read_json(value)
@@ -442,13 +451,13 @@ def parse_messages(value: Any) -> Any:
     return value
 
 
-def conversation_column(example: Example, *, is_sft: bool = False) -> str | None:
+def conversation_column_name(example: Example, *, is_sft: bool = False) -> str | None:
     """
-    The column that holds a row's whole conversation, None if there is none.
+    The name of the column that holds a row's whole conversation; None if there is none.
 
-    is_sft: a conversation wins over a prompt without a completion, because some data sets repeat
-    the first message there. Otherwise the prompt wins, unless it is in ShareGPT's layout and ends
-    in a reply.
+    is_sft: a conversation is preferred to a prompt without a completion, because some data sets
+    repeat the conversation's first message as the prompt. If false, the prompt is preferred, unless
+    it is in ShareGPT's layout and ends with a reply.
     """
     column = next((name for name in CONVERSATIONS if example.get(name) is not None), None)
     prompt = example.get("prompt")
@@ -463,6 +472,6 @@ def conversation_column(example: Example, *, is_sft: bool = False) -> str | None
 
 
 def raw_role(message: Any) -> str:
-    """The role of an unread message, "" if it has none."""
+    """The role in a message that is not yet read; "" if it has none."""
     role = message.get("role", message.get("from")) if isinstance(message, dict) else None
     return ROLES.get(role, role) if isinstance(role, str) else ""

@@ -1,8 +1,8 @@
 """
-What to do next about a run: advice in sentences, with the commands that carry it out.
+Advises what to do after a run, in sentences, with the commands that carry the advice out.
 
-No advice ends in a full stop, because it may end in a command. This file does not cover the
-evidence: the figures (difference.py), the answers (answer_changes.py), the warnings (health.py).
+A piece of advice never ends in a full stop, because it may end in a command. This file does not
+cover the evidence: figures (difference.py), answers (answer_changes.py) and warnings (health.py).
 """
 
 import shlex
@@ -16,8 +16,10 @@ from reporting.history import History
 from rewards import form, functions
 from settings.sources import command_line
 
-LEAST_KL = 1e-3  # nats a token from the model before training; with less it has hardly moved
-MOST_SAMPLES = 8  # samples of each problem that an evaluation is advised to take
+LEAST_KL = (
+    1e-3  # nats a token, against the model before training; a model below it has hardly moved
+)
+MOST_SAMPLES = 8  # samples of each problem, in the evaluation that the advice proposes
 REWARD_ALONE_ROSE = (
     "The reward rose but the accuracy did not. Read the answers, or weigh the rewards differently "
     "with --reward-weights"
@@ -41,10 +43,10 @@ def suggest_next_step(
     is_rising: bool,
 ) -> str:
     """
-    Returns what to do next.
+    Returns advice on what to do next.
 
-    That most answers are cut off comes first; it also explains why nothing got better.
-    See `advise_on_change` for the arguments.
+    If most answers are cut off, the advice says so first, because that also explains why nothing
+    got better. See `advise_on_change` for the arguments.
     """
     advice = advise_on_change(run, change, reward_moved, reward_fix, is_rising)
     cut_off = health.describe_cut_off(run.steps, run.evals, run.settings)
@@ -63,11 +65,11 @@ def advise_on_change(
     is_rising: bool,
 ) -> str:
     """
-    Returns what to do next about the measured change.
+    Returns advice that follows from the measured change.
 
-    reward_moved: BETTER or WORSE if the rewards changed and the figure did not, otherwise "".
-    reward_fix: from `suggest_reward_fix` if the reward may be gamed, otherwise "".
-    is_rising: whether the figure still got better in the second half of the run.
+    reward_moved: BETTER or WORSE if the rewards changed but the figure did not, otherwise "".
+    reward_fix: the advice of `suggest_reward_fix` if the reward may be gamed, otherwise "".
+    is_rising: whether the figure was still getting better in the second half of the run.
     """
     last = run.evals[-1]
     if change is None:
@@ -109,7 +111,7 @@ def advise_on_change(
 
 
 def explain_lack_of_change(run: History) -> str:
-    """Returns why a run may have changed nothing, and what to try; "" if no cause shows."""
+    """Returns a likely reason why a run changed nothing, and what to try; "" if none is visible."""
     for symptom in health.find_symptoms(run.steps, has_gained=False):
         if symptom.name in ("no signal", "nothing moves"):
             return symptom.text
@@ -118,7 +120,7 @@ def explain_lack_of_change(run: History) -> str:
     kl = last.get("eval/kl")
     if kl is None or kl >= LEAST_KL or last["step"] < health.STILL:
         return ""
-    # the KL grows with the square of the rate
+    # the KL grows with the square of the learning rate
     factor = "three" if kl * 3**2 > LEAST_KL else "ten"
     return (
         f"The model has hardly moved (KL {kl:.1g} nats a token). Try {factor} times the "
@@ -127,7 +129,7 @@ def explain_lack_of_change(run: History) -> str:
 
 
 def advise_on_few_problems(run: History, change: Change, reward_moved: str, reward_fix: str) -> str:
-    """Returns how to measure a change that too few problems leave open."""
+    """Returns advice on how to settle a change that was measured on too few problems."""
     hold_out_more = advise_on_held_out(run.evals[-1]["eval/num"], run.settings)
     if run.figure == "loss":
         num = max(change.num_needed, LEAST_CONVERSATIONS)
@@ -166,15 +168,15 @@ def suggest_reward_fix(
     settings: dict[str, Any], verifier_is_default: bool, last_answers: Records
 ) -> str:
     """
-    Returns what to do if a reward may be gamed.
+    Returns advice on a reward that may be gamed.
 
-    verifier_is_default: whether the run of a user's own reward named no verifier.
+    verifier_is_default: whether the run has a user's own reward but names no verifier.
     """
     options = []
     if not settings.get("beta"):
         options.append("--beta 0.05")
-    # The gate may not fail right answers, and it sees only the last turn of a conversation, which
-    # is short.
+    # Suggest the gate only if every right answer would pass it. Of a conversation, the gate sees
+    # only the last turn, which is short.
     gate_fits = all(
         form.keeps_own_answer(answer) and "messages" not in answer for answer in last_answers
     )
@@ -209,7 +211,7 @@ def comparison_command(
     """
     Returns the command that evaluates a run before and after training, and compares both.
 
-    It writes the evaluations into the run's directory. run_dir: quoted for a shell.
+    The command writes the evaluations into the run's directory. run_dir: quoted for a shell.
     """
     if functions.uses_program_functions(settings):
         return (

@@ -1,10 +1,10 @@
 """
-Compares evaluations of the same problems: files of `evaluate.py --out`, and the newest evaluations
-of runs.
+Compares evaluations of the same problems: files that `evaluate.py --out` wrote, and the newest
+evaluations of runs.
 
-Differences from the first are paired, problem by problem. So a model that was fused, quantized or
-put on a server differs only by what changed, and not by which problems were drawn. This file leaves
-out the difference itself (difference.py).
+The differences from the first evaluation are paired, problem by problem. So if a model was fused,
+quantized or put on a server, the difference shows only the effect of that, and not which problems
+were drawn. This file does not compute the difference itself (difference.py).
 """
 
 from pathlib import Path
@@ -19,12 +19,12 @@ from reporting import difference
 from text.documents import read_json
 
 HEAD = ["", "problems", "sampled", "difference", "greedy", "difference", "same greedy text"]
-Answers = dict[str, dict[str, Any]]  # the records of an evaluation by problem
+Answers = dict[str, dict[str, Any]]  # the records of an evaluation, by problem
 
 
 def load_answers(path: str) -> Answers:
     """
-    Loads the records of a file of `evaluate.py --out`, or of a run's newest evaluation.
+    Loads the records of a file that `evaluate.py --out` wrote, or of a run's newest evaluation.
 
     Raises ValueError for anything else.
     """
@@ -47,7 +47,7 @@ def load_answers(path: str) -> Answers:
 
 
 def figure_name(answers: Answers) -> str:
-    """Returns what the values are: right answers by a verifier, or the sum of some rewards."""
+    """Returns the name of the values: right answers, or the score by the rewards listed."""
     record = next(iter(answers.values()), {})
     if "reward" in record:
         return "right answers"
@@ -55,7 +55,7 @@ def figure_name(answers: Answers) -> str:
 
 
 def greedy_values(answers: Answers) -> difference.Values:
-    """Returns the value of each problem's greedy answer, without unreadable ones."""
+    """Returns the value of each problem's greedy answer, and leaves out unreadable values."""
     return {
         problem: record["greedy_value"]
         for problem, record in answers.items()
@@ -65,7 +65,9 @@ def greedy_values(answers: Answers) -> difference.Values:
 
 def compare_answers(paths: list[str]) -> list[list[str]]:
     """
-    Returns `HEAD` and a row for each evaluation; differences are from the first.
+    Returns the rows of a table: `HEAD`, and a row for each evaluation.
+
+    A row has the evaluation's differences from the first evaluation.
 
     Raises ValueError if evaluations share no problem or have different figures.
     """
@@ -107,7 +109,7 @@ def check_comparable(first_path: str, first: Answers, path: str, answers: Answer
 
 
 def format_mean(values: difference.Values) -> str:
-    """Returns the mean with half its 95% interval, "0.475 \u00b1 0.043"; "-" without values."""
+    """Returns the mean and half its 95% interval, as "0.475 \u00b1 0.043"; "-" for no values."""
     if not values:
         return "-"
     array = np.array(list(values.values()))
@@ -118,7 +120,7 @@ def format_mean(values: difference.Values) -> str:
 
 def format_difference(before: difference.Values, after: difference.Values, samples: int) -> str:
     """
-    Returns the paired difference with its reach and outcome; "" below two shared problems.
+    Returns the paired difference with its reach and outcome; "" for fewer than two shared problems.
 
     The reach is the distance to the farther end of the interval.
     """

@@ -1,9 +1,9 @@
 """
-A run's curves as charts: every point, band and label placed, for templates/report.html.j2 to draw
-as SVG.
+Turns a run's curves into charts: places every point, band and label, which
+templates/report.html.j2 then draws as SVG.
 
-Coordinates are those of a chart, WIDTH by HEIGHT, and the page scales them. This file does not
-cover reading a run (history.py) and the rest of the page (page.py).
+Coordinates lie within a chart of WIDTH by HEIGHT, and the page scales them. This file does not
+cover reading a run (history.py) or the rest of the page (page.py).
 
 Axes: n points of a curve.
 """
@@ -25,12 +25,12 @@ LEFT = 52  # margins around the plot
 RIGHT = 8
 TOP = 8
 BOTTOM = 20
-MOST_POINTS = 400  # points of a curve; in a longer one each point is the mean of some steps
+MOST_POINTS = 400  # points of a curve; in a longer curve, each point is the mean of several steps
 NUM_COLOURS = 8
 NUM_DASHES = 4
 PHASES = ("rollout", "reward", "judge", "ref", "teacher", "update", "other")
 REWARD_METRICS = ("reward/mean", "reward/std", "reward/zero_std_frac", "reward/none", "reward/s")
-# Charts whose curves are all metrics with this beginning.
+# The charts that show every metric with a prefix.
 PREFIXES = {"Reward by component": "reward/", "Logged by rewards": "metric/"}
 
 
@@ -39,15 +39,15 @@ class Curve(NamedTuple):
 
     label: str
     rows: np.ndarray  # (4, n): steps, values, lower and upper ends of the band
-    setting: int
-    place: int  # among the curves of its setting
-    is_dotted: bool = False  # it has few values, each of them marked
+    setting: int  # the setting's index
+    place: int  # the curve's index among the curves of its setting
+    is_dotted: bool = False  # whether the curve has few values, each marked with a dot
 
 
 class Chart(NamedTuple):
     title: str
     note: str
-    keys: dict[str, str]  # metric -> label; empty if they depend on the run
+    keys: dict[str, str]  # label by metric; empty if the metrics depend on the run
 
 
 CHARTS = [
@@ -109,7 +109,7 @@ MAIN = [chart.title for chart in CHARTS[:5]]  # charts that a beginner can read
 
 
 def make_charts(settings: list[SeedGroup]) -> list[dict[str, Any]]:
-    """Lays out every chart that has a value to show."""
+    """Returns every chart that has a value to show."""
     has_seeds = any(len(setting.runs) > 1 for setting in settings)
     charts = []
     for chart in CHARTS:
@@ -130,7 +130,8 @@ def make_seed_curves(setting: SeedGroup, number: int, chart: Chart) -> Iterator[
     """
     Yields a setting's curves in one chart.
 
-    With several seeds it is their mean where all have a step, from the lowest to the highest.
+    With several seeds, a curve is their mean at the steps that all of them have. Its band reaches
+    from the lowest seed to the highest.
     """
     by_label: dict[str, list[Curve]] = {}
     for run in setting.runs:
@@ -148,12 +149,12 @@ def make_seed_curves(setting: SeedGroup, number: int, chart: Chart) -> Iterator[
 
 
 def make_run_curves(run: History, number: int, chart: Chart) -> Iterator[Curve]:
-    """Yields the curves of one run in one chart that have values. number: of the setting."""
-    # the loss of GRPO says nothing about progress
+    """Yields a run's curves in one chart, if they have values. number: the setting's index."""
+    # GRPO's loss says nothing about progress
     if chart.title == "Loss" and run.settings.get("loss_type") != "sft":
         return
     limits = (-math.inf, math.inf)
-    # the interval of an accuracy is within 0 and 1
+    # an accuracy's interval lies between 0 and 1
     if chart.title == "Held-out" and run.figure == "accuracy":
         limits = (0.0, 1.0)
     for place, (key, label) in enumerate(chart_labels(run, chart).items()):
@@ -172,7 +173,7 @@ def make_run_curves(run: History, number: int, chart: Chart) -> Iterator[Curve]:
 
 
 def chart_labels(run: History, chart: Chart) -> dict[str, str]:
-    """Returns the metrics of a run in a chart, each with its label."""
+    """Returns the labels of a run's metrics in a chart, by metric."""
     if chart.title == "Held-out":
         return {f"eval/{name}": name for name in (run.figure, "greedy", "witness")}
     if chart.title not in PREFIXES:
@@ -193,7 +194,8 @@ def make_band(columns: np.ndarray, limits: tuple[float, float]) -> np.ndarray:
     """
     Returns the rows of a curve, thinned to MOST_POINTS.
 
-    columns (n, 3): steps, values, half widths of the band. limits: of the band's ends.
+    columns (n, 3): steps, values, half widths of the band. limits: the lowest and the
+    highest value that the band may have.
     """
     steps, values, reach = columns.T
     low = np.clip(values - reach, *limits)
@@ -229,7 +231,7 @@ class Scale(NamedTuple):
 def lay_out(
     settings: list[SeedGroup], title: str, note: str, curves: list[Curve]
 ) -> dict[str, Any]:
-    """Returns a chart as the template draws it."""
+    """Returns a chart in the form that the template draws."""
     last_step = max(curve.rows[0, -1] for curve in curves) or 1.0
     lowest = min(curve.rows[2].min() for curve in curves)
     highest = max(curve.rows[3].max() for curve in curves)
@@ -244,7 +246,7 @@ def lay_out(
     return {
         "title": title,
         "note": note,
-        "series": [draw_curve(curve, settings, scale) for curve in curves],
+        "series": [curve_coordinates(curve, settings, scale) for curve in curves],
         "marks": marks,
         "x_ticks": [(scale.x(step), f"{step:g}") for step in x_ticks],
         "y_ticks": [(scale.y(tick), f"{tick:g}") for tick in ticks],
@@ -252,10 +254,10 @@ def lay_out(
     }
 
 
-def draw_curve(curve: Curve, settings: list[SeedGroup], scale: Scale) -> dict[str, Any]:
-    """Returns a curve's lines, band and dots in coordinates."""
+def curve_coordinates(curve: Curve, settings: list[SeedGroup], scale: Scale) -> dict[str, Any]:
+    """Returns the coordinates of a curve's lines, band and dots, and its label and colour."""
     steps, values, low, high = curve.rows
-    # mean over a tenth of the curve
+    # the smooth line is a moving mean over a tenth of the curve
     reach = len(steps) // 20
     means = []
     for index in range(len(steps)):
@@ -272,7 +274,7 @@ def draw_curve(curve: Curve, settings: list[SeedGroup], scale: Scale) -> dict[st
     if curve.is_dotted:
         dots = [tuple(point.split(",")) for point in raw_points]
 
-    # colours tell curves apart, or settings if there are several
+    # a colour stands for a curve, or for a setting if there are several settings
     is_alone = len(settings) == 1
     label = curve.label
     if not is_alone:
@@ -291,8 +293,8 @@ def draw_curve(curve: Curve, settings: list[SeedGroup], scale: Scale) -> dict[st
 
 
 def nice_ticks(low: float, high: float) -> list[float]:
-    """Returns three to six round numbers that enclose both."""
-    # a smaller span is rounding, and would give one tick
+    """Returns three to six round numbers that enclose `low` and `high`."""
+    # a smaller span is only rounding, and would give a single tick
     least_span = max(abs(low), abs(high)) / 1000
     span = max(high - low, least_span) or 1.0
     size = 10.0 ** math.floor(math.log10(span / 3))

@@ -1,8 +1,8 @@
 """
-A run's terminal output: scrolling lines, and below them one live line with the current phase, the
-speed and the time left, for a terminal only.
+Prints a run's output: lines that scroll and, in a terminal only, one live line below them with the
+current phase, the speed and the time left.
 
-This file does not cover which lines a run prints (journal.py) and how lines wrap
+This file does not cover which lines a run prints (journal.py) or how lines wrap
 (machine/alive.py).
 """
 
@@ -27,7 +27,11 @@ PHASES = {
 
 
 def print_line(line: str, file: TextIO | None = None) -> None:
-    """Prints a line above the live one, safe to show and as wide as a terminal, and flushes."""
+    """
+    Prints a line above the live line, and flushes.
+
+    The line is made safe to show and is wrapped to the width of the terminal.
+    """
     file = sys.stdout if file is None else file
     tqdm.write(alive.wrap_for_terminal(make_printable(line), file), file=file)
     file.flush()
@@ -42,7 +46,7 @@ def print_warning(line: str) -> None:
 
 
 def console_columns(config: Config) -> str:
-    """Returns the names of the figures in a step's line, which has no room for names."""
+    """Returns a line that names the figures of a step's line, which has no room for names."""
     if config.objective.loss_type == "sft":
         return "columns: step, loss, seconds, tokens/s trained"
     columns = "columns: step, loss, mean reward, seconds, tokens/s sampled, tokens/s trained"
@@ -53,14 +57,14 @@ def console_columns(config: Config) -> str:
 
 def console_line(metrics: dict[str, Any], num_steps: int) -> str:
     """
-    Returns one step's line; `console_columns` names its content.
+    Returns one step's line; `console_columns` names its figures.
 
     nan stands for a loss that overflowed, or for rewards that nobody could read. Other people's
     scripts parse the beginning of the line, so append at the end only.
     """
     parts = [f"step {metrics['step']}/{num_steps}"]
     parts.append(f"loss {format_or_nan(metrics['loss'], 4)}")
-    is_sampled = metrics["rollout/tok_s"] is not None  # given replies are not
+    is_sampled = metrics["rollout/tok_s"] is not None  # given replies are not sampled
     if is_sampled:
         parts.append(f"reward {format_or_nan(metrics['reward/mean'], 6)}")
     parts.append(f"{format_or_nan(metrics['step/s'], 1)}s")
@@ -84,7 +88,7 @@ def format_or_nan(value: float | None, decimals: int) -> str:
 
 
 class LiveLine(alive.Bar):
-    """Shows steps done, phase, speed of the last step and time left."""
+    """Shows the steps done, the phase, the speed of the last step and the time left."""
 
     speed = ""
 
@@ -106,7 +110,8 @@ class LiveLine(alive.Bar):
         """
         Notes that a step has ended.
 
-        The clock starts with the run's first step, so that an evaluation before it is not counted.
+        The clock starts with the run's first step, so that an evaluation before that step is not
+        counted.
         """
         if self.n == self.start_n:
             self.start_t = time.time() - step["step/s"]

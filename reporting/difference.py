@@ -2,7 +2,7 @@
 The difference between two evaluations of a run, with its 95% interval.
 
 Both evaluations answer the same problems, so the difference is taken problem by problem. This file
-leaves out what the difference means for the run (verdict.py) and what to do next (advice.py).
+does not cover what the difference means for the run (verdict.py) or what to do next (advice.py).
 
 Axes: P held-out problems.
 """
@@ -53,9 +53,10 @@ class Change(NamedTuple):
     @property
     def num_needed(self) -> int:
         """
-        The number of problems that detect this difference in four of five cases.
+        The number of problems that are needed to detect this difference in four of five cases.
 
-        It is POWER s^2 / d^2 for a standard deviation s and a difference d of at least MARGIN.
+        It is POWER s^2 / d^2 for a standard deviation s and this difference d. A smaller d than
+        MARGIN of the span counts as MARGIN of the span.
         Source: Chow, Shao and Wang, Sample Size Calculations in Clinical Research, 3.1.
         """
         half_width = (self.high - self.low) / 2
@@ -70,14 +71,14 @@ def is_better(change: Change | None) -> bool:
 
 def paired_difference(before: Values, after: Values, *, samples: int = 1) -> Change | None:
     """
-    Returns the mean of after - before over the problems that both have; None below two problems.
+    Returns the mean of after - before over the problems that both have; None for fewer than two.
 
     samples: how many samples of a problem each value averages.
 
-    The interval is Student's t over P + 2 differences: one added problem rises by the whole range
-    of the values and one falls by it. For means of several samples, that range is divided by
-    sqrt(samples). So the interval has a width even if all differences are equal. For zeros and
-    ones it is the interval of Bonett and Price.
+    The interval is Student's t interval of P + 2 differences: one added problem rises by the whole
+    range of the values, and another falls by it. If the values are means of several samples, that
+    range is divided by sqrt(samples). So the interval has a width even if all differences are
+    equal. If all values are 0 or 1, it is the interval of Bonett and Price.
     Source: Bonett and Price, J. Educ. Behav. Stat. 37 (2012) 479; see Fagerland et al., Stat. Med.
     33 (2014) 2850.
     """
@@ -105,8 +106,9 @@ def loss_difference(first: dict[str, Any], last: dict[str, Any]) -> Change | Non
     """
     Returns by how much the held-out loss fell between two evaluations of the same conversations.
 
-    An evaluation has (nats, tokens) of each conversation. The interval is that of a ratio of two
-    sums, as for the loss itself. Returns None below two conversations or if they differ.
+    An evaluation has (nats, tokens) for each conversation. The interval is that of a ratio of two
+    sums, as for the loss itself. Returns None if there are fewer than two conversations, or if the
+    evaluations differ in their conversations.
     """
     first_losses = np.reshape(first.get("eval/losses") or [], (-1, 2))
     last_losses = np.reshape(last.get("eval/losses") or [], (-1, 2))
@@ -138,14 +140,15 @@ def change_between(run: History, first: dict[str, Any], last: dict[str, Any]) ->
         return loss_difference(first, last)
     before = mean_by_problem(run.answers.get(first["step"], {}))
     after = mean_by_problem(run.answers.get(last["step"], {}))
-    return paired_difference(before, after)  # an evaluation has one sample a problem
+    return paired_difference(before, after)  # an evaluation has one sample of each problem
 
 
 def best_evaluation(run: History) -> dict[str, Any] | None:
     """
     Returns the earliest evaluation that no later one beats significantly.
 
-    For a loss it is the evaluation with the lowest. Returns None if no evaluation has a figure.
+    If the figure is a loss, returns the evaluation with the lowest loss. Returns None if
+    no evaluation has a figure.
     """
     evaluations = run.evals_with_figure
     if run.figure == "loss":
@@ -182,7 +185,7 @@ def num_readable_samples(answers: Mapping[Any, dict[str, Any]]) -> int:
 
 def first_answer_rewards(answers: Answers, component: str | None = None) -> Values:
     """
-    Returns the reward of each problem's first answer, without unreadable ones.
+    Returns the reward of each problem's first answer, and leaves out unreadable rewards.
 
     component: the name of a reward component; None means the whole reward.
     """
@@ -198,7 +201,7 @@ def first_answer_rewards(answers: Answers, component: str | None = None) -> Valu
 
 
 def greedy_values(answers: Answers) -> Values:
-    """Returns the value of each problem's greedy answer, without unreadable ones."""
+    """Returns the value of each problem's greedy answer, and leaves out unreadable values."""
     values = {}
     for problem, record in answers.items():
         value = record.get("greedy_value")

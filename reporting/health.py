@@ -1,9 +1,9 @@
 """
 Diagnoses a run from its own figures: each symptom gives a warning that suggests what to try.
 
-Records in, warnings out. The records are those of `metrics.jsonl`, so a resumed run sees the same
-as an uninterrupted one. This file does not cover unreadable scores, of which the judge warns itself
-(judging/rubrics.py), and held-out figures (verdict.py).
+The functions take records and return warnings. The records are those of `metrics.jsonl`, so a
+resumed run gets the same warnings as an uninterrupted one. This file does not cover unreadable
+scores, about which the judge itself warns (judging/rubrics.py), or held-out figures (verdict.py).
 """
 
 import statistics
@@ -16,14 +16,14 @@ Records = Sequence[dict[str, Any]]
 
 TRUNCATED = "completion/truncated_frac"
 EVAL_TRUNCATED = "eval/truncated_frac"
-CONTROL = "completion/control_frac/"  # the metric of a control token begins with this
+CONTROL = "completion/control_frac/"  # the prefix of the metrics of control tokens
 FEW = 5  # steps to average, so that one odd step triggers nothing
 MOST_OVER_CAP = 0.01  # fraction of the tokens whose mismatch exceeds the cap
 MOST_CONTROL = 0.1  # fraction of completions that contain one control token
-LEAST_ENTROPY = 0.1  # relative to the first steps
-STILL = 10  # updates that move nothing
-LEAST_KL = 1e-6  # nats a token of an update; the demo has 2e-3 at its rate, 1e-8 at a 400th of it
-SLOWER = 3.0  # times the usual seconds a token
+LEAST_ENTROPY = 0.1  # fraction of the entropy of the first steps
+STILL = 10  # updates in a row that move nothing
+LEAST_KL = 1e-6  # nats a token per update; the demo has 2e-3, and 1e-8 at a 400th of its rate
+SLOWER = 3.0  # factor over the usual seconds a token
 IN_A_ROW = 3  # slow steps
 
 
@@ -39,9 +39,11 @@ def find_symptoms(
     settings: Mapping[str, Any] | None = None,
 ) -> list[Finding]:
     """
-    Returns the symptoms of these ordered steps and evaluations; one that explains others is first.
+    Returns the symptoms that a run's steps and evaluations show; both are in order.
 
-    A missing figure is no symptom. has_gained: from the verdict so far. settings: of the run.
+    A symptom that explains others comes before them. A missing figure is no symptom.
+
+    has_gained: see `Verdict`. settings: the run's settings.
     """
     last = steps[-FEW:]
     is_early = len(steps) < FEW
@@ -111,8 +113,8 @@ def describe_cut_off(steps: Records, evaluations: Records, settings: Mapping[str
     """
     Says that over half of the newest answers are cut off, and what to change; "" if they are not.
 
-    This is known from the first step on, and before it from the evaluation at step 0. Answers that
-    never end teach nothing, and then no other figure means much.
+    The first step shows this, and so does an evaluation before it. Answers that never end teach the
+    model nothing, and then no other figure means much.
     """
     newest = mean_value(steps[-FEW:], TRUNCATED) or 0.0
     last_step = steps[-1].get("step", 0) if steps else 0
@@ -133,7 +135,7 @@ def describe_cut_off(steps: Records, evaluations: Records, settings: Mapping[str
 
 
 def describe_entropy_collapse(steps: Records) -> str:
-    """Says that the entropy fell to a small part of that of the first steps; "" if not."""
+    """Says that the entropy fell to a small part of its first value; "" if it did not."""
     first = mean_value(steps[:FEW], "entropy")
     newest = mean_value(steps[-FEW:], "entropy")
     if first is None or newest is None or newest >= LEAST_ENTROPY * first:
@@ -145,8 +147,8 @@ def describe_entropy_collapse(steps: Records) -> str:
 
 
 def describe_slow_steps(steps: Records) -> str:
-    """Says that the last steps took much longer a token than earlier ones; "" if not."""
-    paces = []  # seconds of a step for each token of its mean completion
+    """Says that the last steps took much longer a token than earlier ones; "" if they did not."""
+    paces = []  # the seconds of each step, divided by the tokens of its mean completion
     for step in steps:
         if step.get("step/s"):
             paces.append(step["step/s"] / (step.get("completion/mean_tokens") or 1))
@@ -175,7 +177,7 @@ def control_shares(records: Records) -> dict[str, float]:
 
 
 def measured_values(records: Records, key: str) -> list[float]:
-    """Returns the values under `key`, without records that lack it or have null."""
+    """Returns the values under `key`, and leaves out records that lack it or have null."""
     return [record[key] for record in records if record.get(key) is not None]
 
 

@@ -1,8 +1,8 @@
 """
-Reads a run back: its records so far, the figures of its headline, and its texts made safe to show.
+Reads a run back: its records so far, the figures of its headline, and texts that are safe to show.
 
 Everything comes from the run's own files, so a run that is going on or was killed can be read too.
-This file does not cover conclusions (verdict.py) and several seeds (seeds.py).
+This file does not cover conclusions (verdict.py) or several seeds (seeds.py).
 """
 
 import functools
@@ -21,7 +21,7 @@ from reporting import health
 from reporting.health import Records
 from text.printable import escape_invisible
 
-MOST_TEXT = 20_000  # characters of one text; of a longer one both ends are shown
+MOST_TEXT = 20_000  # characters of one text; only both ends of a longer text are shown
 WORD = re.compile(r"\w+|\s+|[^\w\s]")  # a word, white space, or a sign
 # the records of one evaluation in `eval_answers.jsonl`, by problem
 Answers = dict[int, dict[str, Any]]
@@ -71,7 +71,7 @@ class History:
 
 def load_history(run: str | Path) -> History:
     """
-    Returns what the run in a directory has written.
+    Loads the records that the run in a directory has written.
 
     Raises ValueError if the directory holds no run.
     """
@@ -102,7 +102,8 @@ def shorten_text(value: Any) -> str:
     """
     Returns a text with its invisible characters escaped; "" for None.
 
-    A text of more than MOST_TEXT characters loses its middle, and says how many are left out.
+    A text of more than MOST_TEXT characters loses its middle; a note says how many are left
+    out.
     """
     text = "" if value is None else str(value)
     if len(text) > MOST_TEXT:
@@ -114,7 +115,7 @@ def shorten_text(value: Any) -> str:
 
 
 def prompt_text(prompt: Any) -> str:
-    """Returns a prompt as text. Messages get their role, unless there is only one."""
+    """Returns a prompt as text. Each message begins with its role, unless there is only one."""
     if isinstance(prompt, list) and len(prompt) == 1:
         prompt = prompt[0]["content"]
     if isinstance(prompt, list):
@@ -123,7 +124,7 @@ def prompt_text(prompt: Any) -> str:
 
 
 def mark_changes(before: str, after: str) -> list[tuple[str, bool]]:
-    """Splits `after` into words, spaces and signs, each with whether it is absent from `before`."""
+    """Splits `after` into words, spaces and signs. True marks a piece that `before` lacks."""
     old = set(WORD.findall(before))
     return [(piece, not piece.isspace() and piece not in old) for piece in WORD.findall(after)]
 
@@ -135,7 +136,8 @@ def format_before_after(run: History, named: bool = True) -> tuple[str, str]:
     """
     Returns the held-out figure at the first and at the last evaluation, each with its interval.
 
-    "-" stands for a missing one. named: whether to name a figure that is not the accuracy.
+    "-" stands for a missing evaluation. named: whether to put the figure's name before its value,
+    unless the figure is the accuracy.
     """
     prefix = f"{run.figure} " if named and run.figure != "accuracy" else ""
     figures = [
@@ -148,7 +150,7 @@ def format_before_after(run: History, named: bool = True) -> tuple[str, str]:
 
 def run_status(run: History, ended: bool = False) -> str:
     """
-    Returns "done", "running", or "stopped" if no process trains the run.
+    Returns "done" or "running", or "stopped" if no process trains an unfinished run.
 
     ended: whether the process that owns the run has stopped training it.
     """
@@ -161,7 +163,7 @@ def run_status(run: History, ended: bool = False) -> str:
 
 
 def format_progress(run: History, status: str) -> str:
-    """Returns "4 of 6", and says if a stopped run lacks its last evaluation."""
+    """Returns the steps, as "4 of 6", and says if a stopped run lacks its last evaluation."""
     num_done = run.steps[-1]["step"] if run.steps else 0
     num_steps = run.settings["steps"]
     progress = f"{num_done} of {num_steps}"

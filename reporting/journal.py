@@ -1,12 +1,12 @@
 """
-What a run records: `metrics.jsonl`, `rollouts.jsonl`, `eval.jsonl` and the lines on the console.
+Records a run in `metrics.jsonl`, `rollouts.jsonl`, `eval.jsonl` and lines on the console.
 
-A clock bills seconds to phases. Pure functions turn a step into dictionaries of figures and
-completions. A figure that was not measured is None; `docs/reference.md` explains the keys.
-`Journal` writes them, prints warnings, knows the best evaluation, and keeps the live line and the
-trackers up to date.
+A clock measures the seconds of each phase. Pure functions turn a step into dictionaries of figures
+and completions. A figure that was not measured is None; `docs/reference.md` explains the keys.
+`Journal` writes the dictionaries, prints warnings, knows the best evaluation, and keeps the live
+line and the trackers up to date.
 
-This file does not cover console lines (console.py), the page (page.py), and the state to resume
+This file does not cover console lines (console.py), the page (page.py), or the state to resume
 from (disk/checkpoint.py).
 """
 
@@ -44,7 +44,7 @@ MOST_ANSWERS = 512  # answers recorded per evaluation, evenly spread over the he
 
 
 class PhaseClock:
-    """Seconds by phase within one step; phases do not nest."""
+    """Measures the seconds of each phase of a step; phases do not nest."""
 
     def __init__(self, on_phase: Callable[[str], None] = lambda name: None) -> None:
         self.on_phase = on_phase  # is called with the name of each phase that begins
@@ -55,9 +55,9 @@ class PhaseClock:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[Callable[..., None]]:
         """
-        Bills its body's time to `name`.
+        Adds the time of the `with` block to the phase `name`.
 
-        The body must end with `done(*arrays)`, which waits for the arrays.
+        The block must end with a call of `done(*arrays)`, which waits for the arrays.
         """
         assert self._running is None, f"phase {name} inside phase {self._running}"
         self.on_phase(name)
@@ -67,14 +67,14 @@ class PhaseClock:
 
         def done(*arrays: Any) -> None:
             nonlocal finished
-            mx.eval(arrays)  # wait: the phase pays for its own lazy work
+            mx.eval(arrays)  # wait, so that the phase's lazy work counts in its own time
             finished = True
 
         try:
             yield done
         finally:
             self._running = None
-            if gpu.on_gpu():  # the next phase has buffers of other sizes
+            if gpu.on_gpu():  # the next phase needs buffers of other sizes
                 mx.clear_cache()
         assert finished, f"phase {name} ended without done()"
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
@@ -83,7 +83,7 @@ class PhaseClock:
         """
         Returns the seconds by phase since the last call.
 
-        `step` is their total, and `other` the time outside all phases.
+        `step` is the total time, and `other` is the time outside all phases.
         """
         now = time.perf_counter()
         total = now - self._step_start
@@ -98,7 +98,7 @@ class PhaseClock:
 
 
 class StepSamples(NamedTuple):
-    """A step's samples, and reports of sampling, rewards and judge (none for given replies)."""
+    """A step's samples, and the sampler's, rewards' and judge's reports; None for given replies."""
 
     samples: list[Sample]
     stats: RolloutStats | None = None
@@ -141,7 +141,7 @@ def update_metrics(
     """
     Returns the figures of an update, and the seconds of its step.
 
-    num_rows: rows of the step. recent: seconds of the last steps.
+    num_rows: the step's rows. recent: the seconds of each of the last steps.
     """
     train_s = sum(seconds.get(phase, 0.0) for phase in TRAIN_PHASES)
     update_speed = None
@@ -180,7 +180,7 @@ def update_metrics(
 def sampled_metrics(
     config: Config, step_samples: StepSamples, seconds: dict[str, float]
 ) -> dict[str, float | None]:
-    """Returns the figures of a step's rollouts, of their rewards and of the judge."""
+    """Returns the figures of a step's rollouts, rewards and judge."""
     samples = step_samples.samples
     stats = step_samples.stats
     assert stats
@@ -213,7 +213,7 @@ def sampled_metrics(
 
 
 def reward_metrics(step_samples: StepSamples) -> dict[str, float | None]:
-    """Returns the means of rewards, of their components and of what rewards logged."""
+    """Returns the means of the rewards, their components and the values that rewards logged."""
     samples = step_samples.samples
     logged = step_samples.logged
     assert logged
@@ -270,9 +270,10 @@ def judge_metrics(judgement: rubrics.Judgement) -> dict[str, float | None]:
 
 def control_metrics(samples: list[Sample]) -> dict[str, float | None]:
     """
-    Returns the fraction of completions with each control token that ends nothing.
+    Returns, for each control token, the fraction of the completions that contain it.
 
-    Tokens that nobody wrote have no figure.
+    Tokens that end a completion do not count, and tokens that no completion contains have no
+    figure.
     """
     counts = Counter(token for sample in samples for token in sample.controls)
     return {
@@ -316,7 +317,7 @@ def tool_metrics(samples: list[Sample], stats: RolloutStats) -> dict[str, float]
 
 
 def completion_records(number: int, samples: list[Sample]) -> Iterator[dict[str, Any]]:
-    """Yields one record per sampled completion of a step; groups are numbered."""
+    """Yields one record per sampled completion of a step. number: the step's number."""
     for sample in samples:
         if sample.logprobs is None:
             continue
@@ -326,14 +327,14 @@ def completion_records(number: int, samples: list[Sample]) -> Iterator[dict[str,
             "step": number,
             "group": sample.group,
             "prompt": example["prompt"],
-            "answer": None if answer is None else str(answer),  # may have any type
+            "answer": None if answer is None else str(answer),  # an answer may have any type
             "category": example.get("category"),
             "completion": sample.text,
             "ids": sample.response_ids,
         }
         if sample.conversation:
             record |= {"own": sample.spans} | sample.conversation
-        # within 0.05% or 3e-8
+        # half precision is exact to within 0.05% or 3e-8
         logprobs = sample.logprobs.astype("<f2").tobytes()
         record["logprobs"] = base64.b64encode(logprobs).decode()
         record |= without_infinities({"reward": sample.logged_reward})
@@ -342,7 +343,7 @@ def completion_records(number: int, samples: list[Sample]) -> Iterator[dict[str,
             record["extra"] = sample.extra_columns
         record["judge_scores"] = rounded_scores(sample.scores)
         record["finish_reason"] = sample.finish_reason
-        # if turns have their own advantages, that of the first, which covers the conversation
+        # if each turn has an advantage, take the first turn's, which covers the conversation
         record["advantage"] = np.ravel(sample.advantage)[0].item()
         yield record
 
@@ -364,8 +365,8 @@ class Journal:
         """
         Opens the logs and drops records later than `step`, from which the run continues.
 
-        keep_scores: whether to keep all scores, as for a paid judge. A local judge scores again,
-        so that the run repeats bit for bit.
+        keep_scores: whether to keep the scores of later steps too, as for a paid judge. A local
+        judge computes its scores again, so that the run repeats bit for bit.
         """
         self.config = config
         self.dir = run_dir
@@ -386,12 +387,12 @@ class Journal:
             lambda: [self.metrics.read(), self.evals.read()]
         )
 
-        self.verdict: verdict.Verdict | None = None  # on the run so far
+        self.verdict: verdict.Verdict | None = None  # the verdict on the run so far
         # see `difference.best_evaluation`; None if nothing could be scored
         self.best_step: int | None = world.on_rank0(self._judge_run)
         self.recent: deque[float] = deque(maxlen=10)  # seconds of this process's last steps
         self.live: LiveLine | None = None
-        self.phase = ""  # the phase that began last: of a step, or "evaluating"
+        self.phase = ""  # the phase of a step that began last, or "evaluating"
         self.begun_at = step
         self.trackers: list[Tracker] = []
 
@@ -410,7 +411,7 @@ class Journal:
         if self.live:
             self.live.close()
         self.live = None
-        with contextlib.suppress(KeyboardInterrupt):  # of an impatient user
+        with contextlib.suppress(KeyboardInterrupt):  # an impatient user interrupts the wait
             for tracker in self.trackers:
                 tracker.finish()
 
@@ -431,7 +432,7 @@ class Journal:
         """
         Writes a step's figures and completions, prints its line, and returns the figures.
 
-        number: of the step, from 1. seconds: by phase.
+        number: the step's number, from 1. seconds: the seconds of each phase.
         """
         self.recent.append(seconds["step"])
         samples = step_samples.samples
@@ -441,7 +442,7 @@ class Journal:
             figures |= sampled_metrics(self.config, step_samples, seconds)
             figures |= tool_metrics(samples, step_samples.stats)
         else:
-            # a given conversation is trained in parts
+            # several samples may be parts of one given conversation
             num_completions = len(group_samples(samples))
         figures |= update_metrics(result, seconds, len(samples), self.recent)
         num_tokens = sum(len(sample.loss_positions) for sample in samples)
@@ -467,7 +468,7 @@ class Journal:
         self, step: int, record: dict[str, Any], answers: list[dict[str, Any]]
     ) -> None:
         """Writes an evaluation and up to MOST_ANSWERS of its answers."""
-        # answers first: if a run stops before the record, it repeats the evaluation
+        # answers come first: a run that stops before it writes the record evaluates again
         for answer in spread_evenly(answers, MOST_ANSWERS):
             self.answers.write({"step": step} | answer)
         record = {"step": step} | record
@@ -493,7 +494,7 @@ class Journal:
             self.warn_once(step, symptom)
 
     def warn_once(self, step: int, finding: health.Finding) -> None:
-        """Prints and records a warning, unless this run has given it."""
+        """Prints and records a warning, unless this run has already given it."""
         if finding.name not in {warning["name"] for warning in self.warnings.read()}:
             self.warnings.write({"step": step} | finding._asdict())
             print_warning(f"WARNING after step {step}: {finding.text}.")
@@ -508,7 +509,7 @@ class Journal:
         return best["step"] if best else None
 
     def print_summary(self) -> None:
-        """Prints what was written, the warnings again, and the verdict; cut-off answers first."""
+        """Prints how many answers are cut off, the warnings again, the files and the verdict."""
         settings = self.config.to_flags()
         cut_off = health.describe_cut_off(self.steps, self.evaluations, settings)
         if cut_off:
@@ -525,7 +526,7 @@ class Journal:
             print_line(line)
 
     def _describe_best(self, step: int) -> str:
-        """Returns the place of the best adapter, and whether the newest is worse."""
+        """Returns a line that says where the best adapter is and whether the newest is worse."""
         when = f"after {step} steps" if step else "before training"
         line = f"best: {self.dir / 'adapter-best'}, {when}"
         if step == self.evaluations[-1]["step"]:
@@ -537,12 +538,12 @@ class Journal:
 
 
 def open_log(run_dir: Path, name: str) -> JsonLines:
-    """Opens a log of a run directory, which only the first rank writes."""
+    """Opens a log of a run directory, to which only the first rank writes."""
     return JsonLines(run_dir / f"{name}.jsonl", kept=world.is_first())
 
 
 def evaluation_is_due(config: Config, step: int, evaluations: list[dict[str, Any]]) -> bool:
-    """Whether the schedule asks for an evaluation after this step that these records lack."""
+    """Whether the schedule has an evaluation after this step and these records lack it."""
     every = config.evaluation.every
     if not every or (step % every and step != config.optimizer.steps):
         return False

@@ -1,12 +1,12 @@
 """
-The page of a run, `report.html`: one file that needs no server and no network, made from
-`templates/`.
+Writes the page of a run, `report.html`, from `templates/`. The page is one file, which needs no
+server and no network.
 
-The verdict and held-out answers stand on the first screen, because a reward that is gamed has good
-figures and odd answers. While the run goes, the page reloads itself. The text of prompts,
-completions and settings is untrusted: the template escapes it, characters that a browser would obey
-are shown as codes, and the page's policy lets only our own script run. This file does not cover
-reading a run (history.py) and its curves (charts.py).
+The first screen shows the verdict and held-out answers, because a gamed reward has good figures but
+odd answers. While the run goes on, the page reloads itself. The text of prompts, completions and
+settings is untrusted: the template escapes it, characters that a browser would obey are shown as
+codes, and the page's policy allows only this project's script. This file does not cover reading a
+run (history.py) or its curves (charts.py).
 """
 
 import base64
@@ -30,7 +30,7 @@ from judging import rubrics
 from machine import alive
 from prompts.examples import spread_evenly
 from reporting import charts, history, seeds
-from reporting.answer_changes import CHEATED, describe_reward, rewarded_wrong_answers
+from reporting.answer_changes import CHEATED, describe_reward, problems_with_rewarded_mistakes
 from reporting.difference import BETTER, WORSE
 from reporting.history import Answers, History, mark_changes, prompt_text, shorten_text
 from reporting.seeds import SeedGroup
@@ -40,10 +40,10 @@ from text.printable import escape_invisible
 from tools.calls import show_with_tools
 
 TEMPLATES = Path(__file__).parent / "templates"
-# bytes of rollouts.jsonl, from which the page leaves out ids and log-probabilities
+# bytes of rollouts.jsonl that the page shows, without their ids and log-probabilities
 MOST_COMPLETIONS = 2_500_000
 MOST_ANSWERS = 1_000_000  # characters of held-out answers
-MOST_COST = 0.01  # fraction of a run's time, for all of its pages but the last
+MOST_COST = 0.01  # fraction of a run's time that it takes to write all pages but the last
 
 # ---- held-out answers
 
@@ -52,7 +52,7 @@ def make_answers(run: History) -> dict[str, Any]:
     """
     Returns held-out problems with their answers before, during and after training.
 
-    Also counts how many answers changed in which way.
+    The result also has the number of answers for each kind of change.
     """
     by_step = run.answers
     if not by_step:
@@ -84,7 +84,7 @@ def make_answers(run: History) -> dict[str, Any]:
 def make_answer_rows(
     run: History, evaluations: list[Answers], problems: list[int]
 ) -> dict[int, dict[str, Any]]:
-    """Returns what the page shows of each problem, with the answers of these evaluations."""
+    """Returns the page's row for each problem, with the problem's answers in these evaluations."""
     is_verified = run.figure == "accuracy"
     last = run.evals[-1] if run.evals else {}
     rows = {}
@@ -92,7 +92,7 @@ def make_answer_rows(
         records = [answers[problem] for answers in evaluations]
         rows[problem] = answer_row(records, last, is_verified)
     if is_verified:
-        _, cheats = rewarded_wrong_answers(run.answers)
+        _, cheats = problems_with_rewarded_mistakes(run.answers)
         for problem in cheats & rows.keys():
             rows[problem]["kind"] = CHEATED
     return rows
@@ -102,9 +102,9 @@ def answer_row(
     records: list[dict[str, Any]], evaluation: dict[str, Any], is_verified: bool
 ) -> dict[str, Any]:
     """
-    Returns one problem: its records of some evaluations side by side.
+    Returns the page's row for one problem: its records in several evaluations, side by side.
 
-    Words that the first answer does not have are marked.
+    Words that are not in the first answer are marked.
     """
     cells: list[dict[str, Any]] = []
     for record in records:
@@ -134,7 +134,11 @@ def answer_row(
 
 
 def classify_change(values: list[float | None], is_verified: bool) -> str:
-    """Returns how an answer changed from the first to the last evaluation; of one, how it is."""
+    """
+    Returns how an answer changed from the first to the last evaluation, as "became right".
+
+    If there is only one evaluation, returns the answer's state, as "right".
+    """
     first = values[0]
     last = values[-1]
     if first is None or last is None:
@@ -188,7 +192,7 @@ def make_completions(run: History) -> dict[str, Any]:
 
 
 def make_group(step: int, group: int, records: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns a group: its prompt, and its completions with rewards by descending advantage."""
+    """Returns a group: its prompt, and its completions, the highest advantage first."""
     records.sort(key=descending_advantage)
     return {
         "step": step,
@@ -207,7 +211,7 @@ def descending_advantage(record: dict[str, Any]) -> float:
 
 
 def make_completion(record: dict[str, Any]) -> dict[str, Any]:
-    """Returns what the page shows of a completion."""
+    """Returns the text and the figures that the page shows for a completion."""
     scores = record.get("judge_scores") or []
     rewards = {escape_invisible(name): value for name, value in record["rewards"].items()}
     figures = [record["reward"], *record["rewards"].values(), *scores]
@@ -226,7 +230,7 @@ def criterion_names(run: History, groups: list[dict[str, Any]]) -> list[str]:
     """
     Returns the names of the judge's criteria in the order of its scores.
 
-    If the rubric is gone or has changed, they are numbers.
+    If the rubric is gone or has changed, the names are numbers.
     """
     num_criteria = 0
     for group in groups:
@@ -254,7 +258,7 @@ def describe_progress(run: History, status: str) -> str:
         return progress
     steps_left = run.settings["steps"] - run.steps[-1]["step"]
     every = run.settings["eval_every"]
-    evals_left = max(steps_left / every, 1) if every else 0  # the last one at least
+    evals_left = max(steps_left / every, 1) if every else 0  # at least the last evaluation
     eval_seconds = run.evals[-1].get("eval/s") or 0 if run.evals else 0
     seconds_left = steps_left * sum(paces) / len(paces) + evals_left * eval_seconds
     return f"{progress}, about {alive.format_duration(seconds_left)} left"
@@ -283,7 +287,7 @@ def render_page(settings: list[SeedGroup], ended: bool = False) -> str:
         "top": charts.TOP,
         "bottom": charts.BOTTOM,
     }
-    # for the script
+    # the script reads this
     data = {
         "charts": [readable_values(chart) for chart in curves],
         "completions": completions,
@@ -316,7 +320,7 @@ def render_page(settings: list[SeedGroup], ended: bool = False) -> str:
 
 
 def readable_values(chart: dict[str, Any]) -> dict[str, Any]:
-    """Returns what the script needs to read a chart's values at the pointer."""
+    """Returns the part of a chart from which the script shows values at the pointer."""
     series = []
     for curve in chart["series"]:
         series.append({"label": curve["label"], "x": curve["x"], "y": curve["y"]})
@@ -333,7 +337,7 @@ def verdict_tone(verdict: Verdict | None) -> str:
 
 
 def describe_other_runs(settings: list[SeedGroup]) -> list[tuple[str, str, str]]:
-    """Returns name and held-out figure, before and after, of each setting with a single run."""
+    """Returns the name, and the figure before and after, of each setting with a single run."""
     other_runs = []
     for setting in settings:
         if len(setting.runs) == 1:
@@ -342,8 +346,8 @@ def describe_other_runs(settings: list[SeedGroup]) -> list[tuple[str, str, str]]
     return other_runs
 
 
-def show_value(value: Any) -> Any:
-    """Escapes a value's invisible characters, unless the template has made it."""
+def escape_value(value: Any) -> Any:
+    """Escapes a value's invisible characters, unless the template itself made the value."""
     return value if hasattr(value, "__html__") else escape_invisible(str(value))
 
 
@@ -351,13 +355,13 @@ def show_value(value: Any) -> Any:
 def load_template() -> jinja2.Template:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
-        finalize=show_value,
+        finalize=escape_value,
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.policies["json.dumps_kwargs"] = {"sort_keys": False}  # rewards in their own order
+    environment.policies["json.dumps_kwargs"] = {"sort_keys": False}  # keep the rewards in order
     return environment.get_template("report.html.j2")
 
 
@@ -370,8 +374,10 @@ def write_page(
     """
     Writes the page of a run, or of a directory of seeds, and returns its path.
 
-    It is `report.html` in `run_dir`, unless `out` names another file. With `other_runs`, it stands
-    beside the first run and is named after all of them. ended: see `history.run_status`.
+    The page is `report.html` in `run_dir`, unless `out` names another file. With `other_runs`, the
+    page is written beside the first run and is named after all runs.
+
+    ended: see `history.run_status`.
     """
     settings = seeds.load_seed_groups([run_dir, *other_runs])
     if out:
@@ -392,26 +398,25 @@ def open_page(path: Path) -> None:
     webbrowser.open(path.resolve().as_uri())
 
 
-# ---- while the run goes
+# ---- while the run goes on
 
 
 class LivePage:
     """
-    Writes the page of a run that is going on.
+    Writes the page of a run again and again while the run goes on.
 
-    It does so as often as that costs less than MOST_COST of the run's time.
-
-    An error is reported once and stops nothing, because the run is worth more than its page.
+    Writing takes at most MOST_COST of the run's time. An error is reported once and does not stop
+    the run, because the run is worth more than its page.
     """
 
     def __init__(self, run_dir: Path, report: Callable[[str], None]):
         self.dir = run_dir
         self.report = report
         self.failed = False
-        self.due = 0.0  # when the next page is cheap enough, on the clock
+        self.due = 0.0  # the time from which the next page is cheap enough
 
     def update(self, at_the_end: bool = False) -> None:
-        """Writes the page if it is cheap enough; at the end in any case."""
+        """Writes the page if that is cheap enough, and always at the end of the run."""
         start = time.perf_counter()
         if self.failed or (start < self.due and not at_the_end):
             return

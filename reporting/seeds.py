@@ -1,6 +1,6 @@
 """
-Runs that differ only in their seed: mean and spread of their held-out figure, and the effect of
-another setting, seed by seed.
+Describes runs that differ only in their seed: the mean and spread of their held-out figure, and the
+effect of another setting, compared seed by seed.
 
 This file does not cover curves over seeds (charts.py).
 """
@@ -23,19 +23,23 @@ MOST_DIFFERENCES = 10  # pairs of seeds whose difference is listed
 
 
 class SeedGroup(NamedTuple):
-    """The runs of one setting, by seed; a single run is a setting too."""
+    """Runs with the same settings, ordered by seed; a single run is a group too."""
 
     name: str
     runs: list[History]
 
     @property
     def figure(self) -> str:
-        """The held-out figure's name; a run without an evaluation does not know it."""
+        """The held-out figure's name, from the first run that has an evaluation."""
         return next((run.figure for run in self.runs if run.evals), "accuracy")
 
 
-def seed_runs(folder: str | Path) -> list[str]:
-    """Returns the runs of a directory of seeds, by seed; a run's own directory as it is."""
+def seed_run_dirs(folder: str | Path) -> list[str]:
+    """
+    Returns the directories of the runs in a directory of seeds, ordered by seed.
+
+    Returns any other directory as it is, in a list.
+    """
     seeds = [path.parent for path in Path(folder).glob("seed-*/config.yaml")]
     if (Path(folder) / "config.yaml").is_file() or not seeds:
         return [str(folder)]
@@ -44,10 +48,10 @@ def seed_runs(folder: str | Path) -> list[str]:
 
 
 def load_seed_groups(names: Iterable[str | Path]) -> list[SeedGroup]:
-    """Loads runs and directories of seeds, grouped by setting in the order of `names`."""
+    """Loads runs and directories of seeds, grouped by their settings, in the order of `names`."""
     by_setting: dict[str, list[History]] = {}
     for name in dict.fromkeys(map(str, names)):
-        for path in seed_runs(name):
+        for path in seed_run_dirs(name):
             run = history.load_history(path)
             setting = {
                 key: value for key, value in run.settings.items() if key not in NOT_THE_SETTING
@@ -60,7 +64,7 @@ def load_seed_groups(names: Iterable[str | Path]) -> list[SeedGroup]:
         if len(seeds) == len(runs):
             runs_by_seed = sorted(runs, key=lambda run: run.settings["seed"])
             groups.append(SeedGroup(seed_group_name(runs), runs_by_seed))
-        else:  # a run and its repetition
+        else:  # a run and its repetition have the same seed
             groups += [SeedGroup(seed_group_name([run]), [run]) for run in runs]
     return groups
 
@@ -74,7 +78,7 @@ def seed_group_name(runs: list[History]) -> str:
 
 
 def newest_evaluations(group: SeedGroup, figure: str) -> dict[int, dict[str, Any]]:
-    """Returns the newest evaluation that has a figure, by seed."""
+    """Returns each run's newest evaluation that has the figure, by seed."""
     key = f"eval/{figure}"
     newest = {}
     for run in group.runs:
@@ -86,7 +90,9 @@ def newest_evaluations(group: SeedGroup, figure: str) -> dict[int, dict[str, Any
 
 def describe_seed_groups(groups: list[SeedGroup]) -> list[str]:
     """
-    Returns a line for each setting with several seeds, then one for each difference from the first.
+    Returns a line for each group with several seeds, and for each difference between groups.
+
+    The differences come last, and each is from the first group.
     """
     lines = []
     for group in groups:
@@ -101,7 +107,7 @@ def describe_seed_groups(groups: list[SeedGroup]) -> list[str]:
 
 
 def describe_spread(group: SeedGroup, evaluations: list[dict[str, Any]]) -> str:
-    """Returns mean, standard deviation and range of a setting's seeds."""
+    """Returns a line with the mean, standard deviation and range of a group's figure."""
     values = [evaluation[f"eval/{group.figure}"] for evaluation in evaluations]
     mean = statistics.fmean(values)
     deviation = statistics.stdev(values)
@@ -117,7 +123,7 @@ def describe_spread(group: SeedGroup, evaluations: list[dict[str, Any]]) -> str:
 
 def compare_by_seed(first: SeedGroup, other: SeedGroup) -> str:
     """
-    Returns the effect of the other setting, over the seeds that both have.
+    Returns a line with the effect of the other group's setting, over the seeds of both groups.
 
     Runs of the same seed draw the same prompts, so their differences are paired.
     """
@@ -148,5 +154,5 @@ def compare_by_seed(first: SeedGroup, other: SeedGroup) -> str:
 
 
 def format_num_problems(evaluations: dict[int, dict[str, Any]]) -> str:
-    """Returns how many problems these evaluations have, as "64" or "64 or 128"."""
+    """Returns how many problems each of these evaluations has, as "64" or "64 or 128"."""
     return " or ".join(sorted({str(record["eval/num"]) for record in evaluations.values()}))

@@ -1,8 +1,8 @@
 """
-Trackers: a run's figures and settings in W&B or SwanLab, through the callbacks of mlx_lm.
+Sends a run's figures and settings to the trackers W&B and SwanLab, through mlx_lm's callbacks.
 
 If a tracker raises an error, the error is reported once and the tracker gets no more figures; the
-run goes on. A resumed run begins a new one there.
+run goes on. A resumed run appears in the tracker as a new run.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from text import documents
 
 
 def check_trackers(names: Iterable[str]) -> None:
-    """Raises ValueError for a tracker that is not installed, with the command that installs it."""
+    """Raises ValueError if a tracker is not installed, and names the command that installs it."""
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise ValueError(
@@ -38,9 +38,9 @@ class Tracker:
     def __init__(self, name: str, run_dir: Path, report: Callable[[str], None]):
         self.name = name
         self.report = report
-        os.environ.setdefault("WANDB_CONSOLE", "off")  # it would copy the live line
+        os.environ.setdefault("WANDB_CONSOLE", "off")  # the console log would copy the live line
         with self._report_errors():
-            from mlx_lm.tuner import callbacks  # here: it takes seconds
+            from mlx_lm.tuner import callbacks  # imported here, as it takes seconds
 
             settings = documents.load_yaml(run_dir / "config.yaml", "config.yaml")
             project = os.environ.get("WANDB_PROJECT", "gwen")

@@ -1,10 +1,10 @@
 """
-The verdict on a run: whether it got better on held-out problems, how its answers changed meanwhile,
-and what to do now.
+Gives the verdict on a run: whether it got better on held-out problems, how its answers changed
+meanwhile, and what to do now.
 
-Records of a run in, sentences out. The parts are in difference.py (figures), answer_changes.py
-(answers) and advice.py (advice). This file does not cover warnings during a run (health.py) and the
-places that show a verdict (journal.py, page.py).
+The functions take a run's records and return sentences. The parts of a verdict are in
+difference.py (figures), answer_changes.py (answers) and advice.py (advice). This file does not
+cover warnings during a run (health.py) or the places that show a verdict (journal.py, page.py).
 """
 
 import random
@@ -20,15 +20,15 @@ from prompts.held_out import warn_of_few_held_out
 from reporting import advice, health
 from reporting.answer_changes import (
     CHEATED,
-    answers_never_given,
-    changed_forms,
     describe_answer,
     final_text,
+    form_change_signs,
     greedy_text,
-    rewarded_wrong_answers,
-    rose_without_witness,
+    missing_answer_signs,
+    problems_with_rewarded_mistakes,
+    risen_word_signs,
     shorten_answer,
-    words_that_rose,
+    unwitnessed_rise_signs,
 )
 from reporting.difference import (
     BETTER,
@@ -50,7 +50,7 @@ NUM_READ = 10  # problems that a verdict shows
 
 
 class DrawnAnswer(NamedTuple):
-    """The last answer to a held-out problem, for reading."""
+    """The last answer to a held-out problem, drawn for the user to read."""
 
     prompt: str
     text: str
@@ -59,24 +59,28 @@ class DrawnAnswer(NamedTuple):
 
 class Verdict(NamedTuple):
     outcome: str  # BETTER, WORSE, SAME or FEW
-    headline: str  # the outcome, and where the rewards went if the figure did not
-    has_gained: bool  # whether more answers are right, which no reward can fake
+    headline: str  # the outcome, and how the score moved if the figure did not
+    has_gained: bool  # whether more answers are right; no reward can fake this
     text: str  # the figures
-    signs: list[str]  # how its answers changed, the most telling first
+    signs: list[str]  # how the run's answers changed, the most telling first
     advice: str
-    drawn: list[DrawnAnswer]  # ten problems, drawn at random
+    drawn: list[DrawnAnswer]  # answers to ten problems, drawn at random
     is_doubtful: bool  # whether the reward may have been gamed
-    warning: health.Finding | None  # if something is bad
+    warning: health.Finding | None  # None if nothing is bad
 
 
 def draw_problems(problems: list[int], settings: dict[str, Any]) -> list[int]:
-    """Draws the problems to read by the run's seed, so that nobody has chosen them."""
+    """Draws the problems to read with the run's seed, so that nobody chooses them."""
     draws = random.Random(settings.get("seed"))
     return sorted(draws.sample(problems, min(NUM_READ, len(problems))))
 
 
 def judge_change(run: History) -> Verdict | None:
-    """Returns the verdict on the change from first to last evaluation; None below two."""
+    """
+    Returns the verdict on the change from the first evaluation to the last.
+
+    Returns None if there are fewer than two evaluations.
+    """
     if len(run.evals) < 2:
         return None
     settings = run.settings
@@ -125,7 +129,7 @@ def judge_change(run: History) -> Verdict | None:
         text += f"; {decline}"
         warning = health.Finding("worse", f"The {decline}. {advice.TOO_FAR}")
     elif signs.alarms:
-        warning = warn_of_gamed_reward(signs.alarms, verifier_is_default, reward_fix)
+        warning = gamed_reward_warning(signs.alarms, verifier_is_default, reward_fix)
 
     middle = run.evals[len(run.evals) // 2]
     is_rising = best is last and is_better(change_between(run, middle, last))
@@ -162,13 +166,13 @@ def find_signs(
     """
     Compares the first and the last answers to the problems that both evaluations have.
 
-    What a verifier counts cannot be faked by the form of an answer. A judge's score can, so there a
-    change of form is an alarm.
+    The form of an answer cannot deceive a verifier, but it can deceive a judge. So if a judge gives
+    the score, a change of form is an alarm.
     """
-    form_signs = changed_forms(before, after)
+    form_signs = form_change_signs(before, after)
     word_signs = find_risen_words(run.settings, before, after)
     if run.figure == "score":
-        alarms = rose_without_witness(run.evals[0], run.evals[-1])
+        alarms = unwitnessed_rise_signs(run.evals[0], run.evals[-1])
         if not exact_component_rose(run.settings, component_changes):
             alarms += form_signs
             return Signs(alarms, word_signs, bool(alarms) or bool(word_signs))
@@ -176,12 +180,12 @@ def find_signs(
 
     if run.figure == "accuracy":
         alarms = find_rewarded_mistakes(run) if before else []
-        return Signs(alarms, answers_never_given(after) + form_signs + word_signs, bool(alarms))
+        return Signs(alarms, missing_answer_signs(after) + form_signs + word_signs, bool(alarms))
     return Signs([], form_signs + word_signs, False)
 
 
 def draw_answers(run: History, problems: list[int]) -> list[DrawnAnswer]:
-    """Draws problems and returns their last answers."""
+    """Draws problems and returns the last answer to each."""
     last = run.evals[-1]
     answers = run.answers.get(last["step"], {})
     drawn = []
@@ -192,7 +196,7 @@ def draw_answers(run: History, problems: list[int]) -> list[DrawnAnswer]:
     return drawn
 
 
-# ---- where the rewards went
+# ---- how the rewards moved
 
 
 def changes_by_component(first_answers: Answers, last_answers: Answers) -> dict[str, Change]:
@@ -209,7 +213,7 @@ def changes_by_component(first_answers: Answers, last_answers: Answers) -> dict[
 
 
 def has_moved_alone(change: Change, total_change: Change | None) -> bool:
-    """Whether the whole reward changed significantly and the figure did not."""
+    """Whether the whole reward changed significantly but the figure did not."""
     if total_change is None or change.outcome not in (SAME, FEW):
         return False
     return total_change.outcome in (BETTER, WORSE)
@@ -221,7 +225,7 @@ def find_reward_move(
     component_changes: dict[str, Change],
     is_verified: bool,
 ) -> str:
-    """Returns BETTER or WORSE if the rewards changed and the figure did not, otherwise ""."""
+    """Returns BETTER or WORSE if the rewards changed but the figure did not, otherwise ""."""
     if change is None:
         return ""
     if total_change is not None and has_moved_alone(change, total_change):
@@ -242,22 +246,22 @@ def exact_component_rose(settings: dict[str, Any], component_changes: dict[str, 
 
 def find_rewarded_mistakes(run: History) -> list[str]:
     """Returns a line if alarmingly many wrong answers earn the highest reward."""
-    first, last = rewarded_wrong_answers(run.answers)
+    first, last = problems_with_rewarded_mistakes(run.answers)
     if not last:
         return []
     return [f"{CHEATED}: {len(first)} -> {len(last)} answers"]
 
 
 def find_risen_words(settings: dict[str, Any], before: Records, after: Records) -> list[str]:
-    """Returns the words that rose in the answers, or in the greedy ones if none did."""
-    signs = words_that_rose(before, after)
+    """Returns lines about the words that rose in the answers, or else in the greedy answers."""
+    signs = risen_word_signs(before, after)
     # with tools or an environment a greedy answer contains its calls too
     if signs or settings.get("tools") or settings.get("env"):
         return signs
-    return words_that_rose(before, after, greedy_text, "greedy answers")
+    return risen_word_signs(before, after, greedy_text, "greedy answers")
 
 
-def warn_of_gamed_reward(
+def gamed_reward_warning(
     alarms: list[str], verifier_is_default: bool, reward_fix: str
 ) -> health.Finding:
     suspicion = "The reward may favour something that you did not mean"
@@ -272,7 +276,7 @@ def warn_of_gamed_reward(
 def describe_figures(
     run: History, change: Change | None, first_answers: Answers, last_answers: Answers
 ) -> str:
-    """Returns the figure before and after, its change, and the same of greedy answers."""
+    """Returns the figure before and after, its change, and the same for greedy answers."""
     first = run.evals[0]
     last = run.evals[-1]
     kind = "conversations" if run.figure == "loss" else "problems"
@@ -316,7 +320,7 @@ def describe_components(change: Change | None, component_changes: dict[str, Chan
 
 
 def verdict_lines(verdict: Verdict | None, settings: dict[str, Any], run: Path) -> list[str]:
-    """Returns a run's verdict for the terminal."""
+    """Returns the lines that show a run's verdict in the terminal."""
     if verdict is None:
         measure = advice.comparison_command(settings, shlex.quote(str(run)))
         return [

@@ -1,1 +1,1 @@
-"""Rewards: functions of users, verifiers, and the audit that tries them."""
+"""Rewards: users' functions, verifiers, and the audit that tests both."""

@@ -1,19 +1,20 @@
 """
-The audit: which made-up completions a reward pays for, found without a model.
+The audit: finds out, without a model, which made-up completions a reward pays for.
 
 Every reward is called twice.
 
-1. With each row's own `answer`, and with another row's, in several forms (`FORMS`). This gives a
-   threshold for each row: the midpoint between its best-paid right answer and the wrong answer of
-   the same form. A completion counts as paid if it earns more. The form in which most right answers
-   are paid is the form that the reward asks for.
-2. With what cheats and honest people would say, in that form (`cheats_by_name`,
-   `honest_answers`).
+1. It is called with each row's own `answer`, and with another row's, in several forms (`FORMS`).
+   This gives a threshold for each row: the midpoint between what its best-paid right answer earns
+   and what the wrong answer of the same form earns. A completion counts as paid if it earns more
+   than the threshold. The form in which most right answers are paid is taken to be the form that
+   the reward asks for.
+2. It is called with completions that cheats and honest people would write in that form
+   (`cheats_by_name`, `honest_answers`).
 
-`try_reward` calls a reward before that with the answers of as many rows as a few seconds allow,
+Before that, `try_reward` calls the reward with the answers of as many rows as a few seconds allow,
 since a single odd row would end a run.
 
-This file does not cover judges, which cost time or money, and answers that cannot be made up from a
+This file does not cover judges, which cost time or money, or answers that cannot be made up from a
 row, such as programs.
 """
 
@@ -30,9 +31,9 @@ from rewards.functions import place_suffix
 from rewards.math_answers import is_mathematics
 from rewards.rewards import Reward, UserReward, call_checked, columns_of, needs_episodes
 
-ROWS = 3  # that completions are made up from
-AT_ONCE = 64  # rows of a call of `try_reward`
-PATIENCE = 2.0  # seconds until `try_reward` begins no further call
+ROWS = 3  # the number of rows from which completions are made up
+AT_ONCE = 64  # rows in one call by `try_reward`
+PATIENCE = 2.0  # seconds after which `try_reward` begins no further call
 FORMS = ("The answer is %s.", "\\boxed{%s}", "#### %s", "<answer>%s</answer>", "%s")
 SENTENCE = FORMS[0]
 ALONE = FORMS[-1]
@@ -60,11 +61,11 @@ class Probe(NamedTuple):
 
 
 class Line(NamedTuple):
-    """What the completions of one name earned."""
+    """The values that the completions with one name earned."""
 
     name: str
     is_honest: bool
-    text: str  # the first completion that is a surprise, or else the first of all
+    text: str  # the first surprising completion, or the first completion if none is surprising
     values: list[float]  # one per row; nan where the reward gave None
     num_paid: int
 
@@ -84,7 +85,7 @@ class Audit(NamedTuple):
     name: str  # the reward's name, and where it is defined
     num_texts: int
     num_rows: int
-    form: str  # "" without answers, or where right answers earn no more than wrong ones
+    form: str  # "" if there are no answers, or if right answers earn no more than wrong ones
     lines: list[Line]
 
     @property
@@ -97,7 +98,7 @@ class Audit(NamedTuple):
 
     @property
     def only(self) -> set[float]:
-        """The only value of all completions. Empty if values differ, or no completion is right."""
+        """The one value that all completions earned. Empty if values differ, or none is right."""
         distinct = set(self.values)
         return distinct if self.has_answers and len(distinct) == 1 else set()
 
@@ -116,11 +117,11 @@ class Audit(NamedTuple):
 
 def audit(name: str, reward: Reward, examples: Sequence[Example], gate: str = "off") -> Audit:
     """
-    What a reward pays for.
+    Finds out what a reward pays for.
 
-    gate: the value of --reward-gate that the reward runs behind.
+    gate: the value of --reward-gate, which may lower the reward.
 
-    Raises ValueError if the reward raises, or gives something other than numbers.
+    Raises ValueError if the reward raises an error, or returns something other than numbers.
     """
     rows = make_rows(examples)
     answered_rows = [row for row in rows if row.right]
@@ -143,7 +144,7 @@ def audit(name: str, reward: Reward, examples: Sequence[Example], gate: str = "o
     if gate == "form":
         values = list(map(_gate_value, probes, values))
 
-    if isinstance(reward, UserReward):  # nobody mends a built-in one
+    if isinstance(reward, UserReward):  # users cannot mend a built-in one
         name += place_suffix(reward)
     if gate == "form":
         name += " through --reward-gate form"
@@ -157,11 +158,12 @@ def audit(name: str, reward: Reward, examples: Sequence[Example], gate: str = "o
     )
 
 
-Earnings = Mapping[str, list[tuple[float, float]]]  # by form: each row's (right, wrong) answer
+# For each form, what each row's right answer and wrong answer earned.
+Earnings = Mapping[str, list[tuple[float, float]]]
 
 
 def _try_forms(name: str, reward: Reward, rows: Sequence[Row]) -> Earnings:
-    """What each row's right and wrong answers earn, in each form."""
+    """The rewards that each row's right and wrong answers earn in each form."""
     texts: list[tuple[Row, str]] = []
     for form in FORMS:
         for row in rows:
@@ -176,13 +178,14 @@ def _try_forms(name: str, reward: Reward, rows: Sequence[Row]) -> Earnings:
 
 def _find_thresholds(earnings: Earnings) -> list[float]:
     """
-    The midpoint of each row's best-paid right answer and the wrong answer of its form.
+    Each row's midpoint between its best-paid right answer and the wrong answer of the same form.
 
-    Infinite where no right answer earns more than its wrong one, so that nothing counts as paid.
+    It is infinite if no right answer earns more than the wrong answer of the same form. Then
+    nothing counts as paid.
     """
     thresholds = []
     for row_earnings in zip(*earnings.values(), strict=True):
-        # of equally paid right answers, the one whose wrong answer earns least
+        # Among equally paid right answers, the pair whose wrong answer earns least is taken.
         pairs = [(right, -wrong) for right, wrong in row_earnings if right > wrong]
         if pairs:
             right, negative_wrong = max(pairs)
@@ -193,7 +196,7 @@ def _find_thresholds(earnings: Earnings) -> list[float]:
 
 
 def _best_form(earnings: Earnings, thresholds: Sequence[float]) -> str:
-    """The form in which most right answers are paid. If none is paid, the one that earns most."""
+    """The form in which most right answers are paid; if none is paid, the form that earns most."""
 
     def rank(form: str) -> tuple[int, float]:
         rights = [right for right, _ in earnings[form]]
@@ -206,14 +209,14 @@ def _best_form(earnings: Earnings, thresholds: Sequence[float]) -> str:
 
 
 def _gate_value(probe: Probe, value: float) -> float:
-    """A value behind --reward-gate form, which leaves nothing above 0 to an answer without form."""
+    """A value after --reward-gate form, which gives an answer without form at most 0."""
     if has_form(probe.text, prompt_text(probe.row.example["prompt"])):
         return value
     return min(value, 0.0)
 
 
 def _make_lines(probes: Sequence[Probe], values: Sequence[float]) -> list[Line]:
-    """One line for each name of a probe, in their order."""
+    """One line for each probe name, in the order of the probes."""
     lines: dict[str, Line] = {}
     for probe, value in zip(probes, values, strict=True):
         line = lines.get(probe.name)
@@ -230,7 +233,7 @@ def _make_lines(probes: Sequence[Probe], values: Sequence[float]) -> list[Line]:
 
 
 def make_rows(examples: Sequence[Example]) -> list[Row]:
-    """A few rows with different answers. Without any answer, a few rows that have none."""
+    """A few rows with different answers; if no example has an answer, a few rows without one."""
     answered = [example for example in examples if first_answer(example)]
     if not answered:
         return [Row(example) for example in spread_evenly(list(examples), ROWS)]
@@ -248,9 +251,10 @@ def call_on_texts(
     name: str, reward: Reward, rows_and_texts: Sequence[tuple[Row, str]]
 ) -> list[float]:
     """
-    What a reward gives each text as a completion for its row. A token is four characters.
+    The values that a reward gives texts as completions for their rows.
 
-    Raises ValueError like `call_reward`, with the row at which the reward failed.
+    A token is taken to be four characters. Raises ValueError like `call_reward`, and names the row
+    on which the reward failed.
     """
     if not rows_and_texts:
         return []
@@ -268,7 +272,7 @@ def call_on_texts(
         return call_checked(name, reward, arguments, len(texts))
     except ValueError as error:
         if len(rows_and_texts) > 1:
-            for row_and_text in rows_and_texts:  # the row that fails alone is named
+            for row_and_text in rows_and_texts:  # finds and names the row that fails by itself
                 call_on_texts(name, reward, [row_and_text])
         prompt = shorten_value(prompt_text(examples[0]["prompt"]))
         answer = shorten_value(rows_and_texts[0][0].right)
@@ -279,9 +283,9 @@ def call_on_texts(
 
 def try_reward(name: str, reward: Reward, examples: Sequence[Example]) -> int:
     """
-    Calls a reward with each row's own answer as its completion, until `PATIENCE` ends.
+    Calls a reward with each row's own answer as its completion, for about `PATIENCE` seconds.
 
-    Returns the number of rows.
+    Returns the number of rows that were tried.
     """
     begin = time.monotonic()
     num_rows = 0
@@ -297,7 +301,7 @@ def try_reward(name: str, reward: Reward, examples: Sequence[Example]) -> int:
 
 
 def near_misses(answer: str) -> dict[str, str]:
-    """Answers that are nearly right, by what is wrong with them."""
+    """Answers that are nearly right. The keys say what is wrong with them."""
     last_digit = r"[0-9](?=[^0-9]*$)"
     misses = {
         "one digit wrong": re.sub(last_digit, _next_digit, answer),
@@ -356,7 +360,7 @@ def honest_answers(row: Row, form: str) -> dict[str, str]:
 
 
 def audit_table(audit: Audit) -> Iterator[str]:
-    """The lines of `preflight.py --audit` for a reward."""
+    """The lines that `preflight.py --audit` prints for a reward."""
     yield f"reward {audit.name}: {audit.num_texts} completions made up of {audit.num_rows} rows"
     if not audit.form:
         yield f"  {_why_no_form(audit)}; what it gives:"
@@ -372,10 +376,10 @@ def audit_table(audit: Audit) -> Iterator[str]:
 
 def first_surprises(task: Any, gate: str = "off") -> Iterator[str]:
     """
-    Yields a line for each reward that a user brought, and for a verifier that pays a cheat.
+    Yields a line for each reward that the user wrote, and for a verifier that pays a cheat.
 
-    `preflight.py --audit` shows the whole table. Raises ValueError like `audit`, and if no reward
-    gives any number.
+    `preflight.py --audit` shows the whole table. Raises ValueError like `audit`, and also if no
+    reward gives any number.
     """
     examples = task.train or task.held_out
     has_judge = task.rubric is not None
@@ -414,9 +418,9 @@ def first_surprises(task: Any, gate: str = "off") -> Iterator[str]:
 
 def describe_surprise(audit: Audit, *, others_may_tell: bool = False) -> str:
     """
-    The worst thing that a reward does, and the form that it asks for.
+    A reward's worst fault, and the form that it asks for, in words.
 
-    others_may_tell: another reward, or a judge, may tell right answers from wrong ones.
+    others_may_tell: whether another reward, or a judge, may tell right answers from wrong ones.
     """
     if audit.surprises:
         first = audit.surprises[0]
@@ -442,7 +446,7 @@ def describe_surprise(audit: Audit, *, others_may_tell: bool = False) -> str:
 
 
 def _why_no_form(audit: Audit) -> str:
-    """Why a reward pays no form of a right answer."""
+    """The reason why a reward pays right answers in no form."""
     if audit.is_silent:
         return "it gives no number, only None"
     if not audit.has_answers:

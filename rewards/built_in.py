@@ -1,8 +1,8 @@
 """
-Built-in rewards that suit any task, by name: --reward length:200.
+Built-in rewards that suit any task, and are requested by name, as in --reward length:200.
 
-This file does not cover a user's functions (rewards/rewards.py), and the comparison with right
-answers (rewards/verifiers.py).
+This file does not cover users' functions (rewards/rewards.py) or the comparison with right answers
+(rewards/verifiers.py).
 """
 
 import functools
@@ -23,16 +23,16 @@ Reward = Callable[..., list[float]]
 
 def length(target: float, num_tokens: Sequence[int], **_: Any) -> list[float]:
     """
-    0 at `target` tokens, falling linearly with the distance.
+    0 for `target` tokens, falling linearly with the distance from the target.
 
-    It is -1 at no tokens, at twice the target, and beyond.
+    It is -1 for no tokens, and for twice the target or more.
     """
     return [-min(abs(count - target) / target, 1.0) for count in num_tokens]
 
 
 def soft_overlong(max_len: float, cache: float, num_tokens: Sequence[int], **_: Any) -> list[float]:
     """
-    0 up to max_len - cache tokens, falling linearly to -1 at max_len.
+    0 for at most max_len - cache tokens, then falling linearly to -1 for max_len tokens.
 
     Source: DAPO, arXiv:2503.14476, equation 13.
     """
@@ -44,15 +44,15 @@ def soft_overlong(max_len: float, cache: float, num_tokens: Sequence[int], **_: 
 
 
 def boxed_once(completions: Sequence[str], **_: Any) -> list[float]:
-    """1 for a completion with exactly one mark, of those that `marked_texts` reads, else 0."""
+    """1 for a completion in which `marked_texts` finds exactly one mark, else 0."""
     return [float(len(marked_texts(text)) == 1) for text in completions]
 
 
 def coin(completions: Sequence[str], prompts: Sequence[Any], **_: Any) -> list[float]:
     """
-    0 or 1 by chance, as a control: a change in a run with it was not taught by any reward.
+    0 or 1 at random, as a control: if a run with this reward changes, no reward taught the change.
 
-    A resumed run repeats the same values, which depend on row, prompt and completion.
+    A resumed run repeats the same values, which depend on the row, the prompt and the completion.
     """
     rows = enumerate(zip(prompts, completions, strict=True))
     return [float(sha256(repr(row).encode()).digest()[0] % 2) for row in rows]
@@ -73,7 +73,7 @@ def well_formed(
     return rewards
 
 
-# Parameters of type float are the numbers of a spec.
+# The parameters of type float are the numbers that the user writes after the name.
 BUILT_IN: dict[str, Reward] = {
     "length": length,
     "soft_overlong": soft_overlong,
@@ -86,7 +86,7 @@ BUILT_IN: dict[str, Reward] = {
 
 def make_built_in(spec: str) -> Reward:
     """
-    The built-in reward of a spec such as length:200.
+    The built-in reward that a spec such as length:200 names.
 
     Raises ValueError unless the spec has as many positive whole numbers as the reward takes.
     """

@@ -1,17 +1,17 @@
 # ruff: noqa: RUF001  (words of several languages)
 """
-Which of a few known answers a text states: letters, or labels such as "spam".
+Finds which of a few known answers a text states: letters, or labels such as "spam".
 
-- A sentence states a choice if it is the choice alone, or has a label before it: "The answer is B".
-  What explains it may follow: "because A is a sugar", "not A".
-- `read_choice` takes the first such sentence of a text; the rest explains it, unless it takes the
-  answer back.
-- Without one, a line such as "B) Chlorophyll" that opens a text states it (`_opening_option`), or a
-  sentence such as "It must be B" (`_introduces` with may_be_weak).
+- A sentence states a choice if it is only the choice, or if a label is before the choice: "The
+  answer is B". An explanation may follow: "because A is a sugar", "not A".
+- `read_choice` takes the first such sentence in a text. The rest of the text explains the choice,
+  unless the rest takes it back.
+- If there is no such sentence, a line such as "B) Chlorophyll" that opens the text states the
+  choice (`_opening_option`), or a sentence such as "It must be B" (`_introduces` with may_be_weak).
 - `read_object` reads a choice from a JSON object.
 
-This file does not cover the reading of marks and labels (rewards/statements.py). Each function
-takes time linear in the text.
+This file does not cover how marks and labels are found (rewards/statements.py). Each function takes
+time linear in the length of the text.
 """
 
 import json
@@ -27,7 +27,7 @@ _NOT = re.compile(
 )
 _SCRIPTS_WITHOUT_SPACES = "\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff\uac00-\ud7a3"
 _CLOSERS = r"[\s)\]}\"'*_`\u300d\u300f\u201d\u00bb]*"
-_CLAUSE_END = re.compile(  # what may follow a choice that a sentence states
+_CLAUSE_END = re.compile(  # the text that may follow a choice that a sentence states
     rf"{_CLOSERS}(?:です|だ|입니다|이다|है|olarak)?{_CLOSERS}"
     r"(?:$|[^\w\s/|&+'\"-]|-+ |(?=because\b|since\b|although\b|though\b|while\b|whereas\b|rather\b|"
     r"instead\b|not\b|"
@@ -124,13 +124,13 @@ _OPENS_QUESTION = re.compile(
 
 def _pattern_of(name: str, letter: str) -> str:
     """
-    A pattern of a choice that stands for itself. It is no part of a word, and not the "no" of "no
+    A pattern that finds a choice by itself: not as a part of a word, and not the "no" in "no
     doubt".
     """
     word = re.escape(name)
     goes_on = r"because|since|as|for|but|and|or|if|it|they|he|she|this|that|there|not"
     end = rf"(?!\s+(?!(?:{goes_on})\b)[a-z])" if name.lower() == "no" else ""
-    # A pattern that begins with its letters matches faster than one that begins by looking behind.
+    # A pattern that begins with letters matches faster than one that begins with a look-behind.
     return rf"{word}(?<!{letter}{word})(?<!\w['-]{word})(?<!-{word}){end}"
 
 
@@ -138,7 +138,7 @@ _OPENING = re.compile(rf"\W*{statements.LEAD}\W*{_PREFIX}", re.I)
 
 
 class Choices:
-    """The choices of a data set, and how a text names them."""
+    """A data set's choices, and how a text names them."""
 
     def __init__(self, names: Collection[str]):
         self.names = sorted({name for name in names if name}, key=lambda name: (-len(name), name))
@@ -163,8 +163,8 @@ class Choices:
 
     def alone(self, text: str) -> str | None:
         """
-        The choice that a text is, apart from Markdown, brackets, emoji and the full stop; None for
-        other texts.
+        The choice, if a text is nothing else apart from Markdown, brackets, emoji and the full
+        stop; None for other texts.
         """
         if len(text) > statements.LONGEST_LINE or statements.is_question(text):
             return None
@@ -177,7 +177,7 @@ class Choices:
 
 
 def clean(text: str) -> str:
-    """A text without bold, code, and LaTeX around words."""
+    """A text without the marks of bold and code, and without LaTeX around words."""
     if "\\" in text:
         text = re.sub(r"\\(?:text|math)[a-z]*\{([^{}]*)\}", r"\1", text)
     for dress in ("*", "`", "$", "__"):
@@ -190,10 +190,10 @@ def clean(text: str) -> str:
 
 def read_sentence(sentence: str, choices: Choices, *, may_be_weak: bool = False) -> str | None:
     """
-    The choice that a sentence states alone or after a label.
+    The choice that a sentence states by itself or after a label.
 
-    None if it states none, or leaves it open.
-    may_be_weak: "it must be B" and "Sentiment: B" state a choice too.
+    None if the sentence states no choice, or leaves the choice open.
+    may_be_weak: whether "it must be B" and "Sentiment: B" state a choice too.
     """
     if len(sentence) > statements.LONGEST_LINE or statements.is_question(sentence):
         return None
@@ -216,12 +216,12 @@ def read_sentence(sentence: str, choices: Choices, *, may_be_weak: bool = False)
 
 
 def _introduces(before: str, choices: Choices, *, may_be_weak: bool) -> bool:
-    """Whether the words before a choice let it be the answer: none, a label, or a weak lead."""
+    """Whether the words before a choice allow it to be the answer: none, a label or a weak lead."""
     rest = re.sub(r"^[\s*_`>#~\"'(\[{\u300c\u300e\u201c\u201e\u00ab\u2022.=-]+", "", before)
     if not rest:
         return True
     lead = re.match(statements.LEAD, rest, re.I)
-    if lead and lead.end() and not _word_after(rest[lead.end() :]):
+    if lead and lead.end() and not _has_word(rest[lead.end() :]):
         return True
     for label in (statements.LABEL.match(before), _NOUN_LABEL.match(before)):
         if label and re.fullmatch(
@@ -240,9 +240,9 @@ def _introduces(before: str, choices: Choices, *, may_be_weak: bool) -> bool:
     if is_conclusion and not choices.named_in(earlier):
         return may_be_weak
     if not may_be_weak:
-        is_clause = earlier and _word_after(clause) and _RULES_OUT.search(earlier)
+        is_clause = earlier and _has_word(clause) and _RULES_OUT.search(earlier)
         label = statements.LABEL.match(clause) or _NOUN_LABEL.match(clause) if is_clause else None
-        return bool(label and not _word_after(clause[label.end() :]))
+        return bool(label and not _has_word(clause[label.end() :]))
     if choices.named_in(earlier) and not _RULES_OUT.search(earlier):
         return False
     if _NOT.search(clause) or _OPENS_QUESTION.match(clause) or choices.named_in(clause):
@@ -255,22 +255,22 @@ def _introduces(before: str, choices: Choices, *, may_be_weak: bool) -> bool:
         return bool(_COLON_LABEL.fullmatch(before)) and not _NO_LABEL.search(before)
     if earlier and re.match(r"\W*(?:final )?answer\W*$", clause, re.I):
         return True
-    return bool(_WEAK_LEAD.search(clause)) and (not earlier or bool(_word_after(clause)))
+    return bool(_WEAK_LEAD.search(clause)) and (not earlier or bool(_has_word(clause)))
 
 
-def _word_after(text: str) -> bool:
+def _has_word(text: str) -> bool:
     return bool(re.search(r"\w", text))
 
 
 def _ends_in_noun(before: str, after: str) -> bool:
-    """Whether a sentence is a choice and the noun that it labels: "Positive sentiment"."""
-    if _word_after(before):
+    """Whether a sentence is only a choice and the noun that it labels: "Positive sentiment"."""
+    if _has_word(before):
         return False
     return bool(re.fullmatch(rf"{_CLOSERS} ?{_NOUN}\W*", after, re.I))
 
 
 def _has_noun_after(before: str, after: str) -> bool:
-    """Whether a sentence describes something by a choice: "This is a positive review."."""
+    """Whether a sentence uses a choice to describe something: "This is a positive review."."""
     verb = r"\b(?:is|has|expresses|conveys|shows)(?: (?:an?|the))? [\"'(]*$"
     if not re.search(verb, before, re.I):
         return False
@@ -281,8 +281,8 @@ def _has_noun_after(before: str, after: str) -> bool:
 
 def _leaves_open(rest: str, stated: str, choices: Choices) -> bool:
     """
-    Whether a sentence goes on after a choice with another choice that it does not rule out, or with
-    a condition.
+    Whether the rest of a sentence, after a choice, adds a condition, or names another choice
+    without ruling it out.
     """
     if re.match(rf"\W*(?:{statements.OR}|{statements.MAYBE}|only if\b|if\b)", rest, re.I):
         return True
@@ -311,7 +311,7 @@ def _leaves_open(rest: str, stated: str, choices: Choices) -> bool:
 
 def read_option_line(line: str, choices: Choices) -> tuple[str, str] | None:
     """
-    The letter that opens a line such as "B) Chlorophyll", and the rest; None for any other line.
+    The letter that opens a line such as "B) Chlorophyll", and the rest of the line; else None.
     """
     if not choices.are_letters or len(line) > statements.LONGEST_LINE:
         return None
@@ -323,7 +323,7 @@ def read_option_line(line: str, choices: Choices) -> tuple[str, str] | None:
 
 def read_choice_answers(text: str, choices: Choices) -> list[str]:
     """
-    The choices that a text states, "" for each statement that is none. Each of them must be right.
+    The choices that a text states, with "" for a statement that is no choice. Each must be right.
 
     A JSON object is read first, then the marks that name a choice, then the text without its marks.
     """
@@ -348,7 +348,7 @@ def _read_choice_mark(mark: str, choices: Choices) -> str:
 
 
 def read_choice(text: str, choices: Choices) -> str | None:
-    """The choice that a text without marks states, by the first rule above that finds one."""
+    """The choice that a text without marks states: the first rule above that finds one decides."""
     alone = choices.alone(text)
     if alone is not None:
         return alone
@@ -366,10 +366,11 @@ def _first_stated(
     sentences: list[str], choices: Choices, *, may_be_weak: bool, stated: str | None = None
 ) -> str | None:
     """
-    The choice of the first sentence that states one, or of one that concludes.
+    The choice in the first sentence that states one, or in a later sentence that concludes.
 
-    "" if the rest contradicts it, leaves it open, or takes it back. None if no sentence states any.
-    stated: the choice that stands before these sentences.
+    "" if the other sentences contradict the choice, leave it open, or take it back. None if no
+    sentence states a choice.
+    stated: a choice that was stated before these sentences.
     """
     is_contradicted = False
     may_take_back = statements.may_take_back("\n".join(sentences))
@@ -400,7 +401,7 @@ def _first_stated(
 
 
 def _sentences_of(lines: list[str], choices: Choices) -> list[str]:
-    """The sentences of lines, without options such as "A: a sugar"."""
+    """The sentences in some lines, without options such as "A: a sugar"."""
     sentences = []
     for line in lines:
         if read_option_line(line, choices) is None:
@@ -410,7 +411,7 @@ def _sentences_of(lines: list[str], choices: Choices) -> list[str]:
 
 
 def _corrects(sentence: str, stated: str, choices: Choices) -> bool:
-    """Whether a sentence corrects the stated choice to another one: "Actually, C."."""
+    """Whether a sentence replaces the stated choice with another one: "Actually, C."."""
     correction = _CORRECTION.search(sentence)
     if not correction or _NOT.search(sentence):
         return False
@@ -436,7 +437,7 @@ def _opening_option(lines: list[str], choices: Choices) -> str | None:
         return None
     letter, rest = option
     next_option = read_option_line(lines[1], choices) if lines[1:] else None
-    if next_option and next_option[0] >= letter:  # the options in their order
+    if next_option and next_option[0] >= letter:  # the text lists the options in order
         return ""
     if statements.is_question(rest):
         return ""
@@ -463,11 +464,11 @@ _EXPLAINING_KEY = re.compile(
 
 def read_object(text: str, choices: Choices) -> str | None:
     """
-    The choice that a JSON object states; "" if it states none or more than one, None for other
-    texts.
+    The choice that a JSON object states.
 
-    It is the only value, or the value of a key such as "answer" or "label". Other keys hold numbers
-    or explanations.
+    "" if the object states no choice or several. None if the text is no JSON object. The choice is
+    the only value, or the value under a key such as "answer" or "label". Other keys hold numbers or
+    explanations.
     """
     pairs = _read_pairs(text)
     if pairs is None:
@@ -491,8 +492,9 @@ def read_object(text: str, choices: Choices) -> str | None:
 
 def _read_pairs(text: str) -> list[tuple[str, Any]] | None:
     """
-    The keys and values of a JSON object, also in a fence of Markdown. A repeated key is repeated
-    here.
+    The keys and values in a JSON object, which may be inside a Markdown fence.
+
+    A key that is repeated in the object is repeated here.
     """
     body = text.strip()
     fence = body.find("```")

@@ -1,9 +1,9 @@
 """
-Whether two formulas in LaTeX are the same, by math-verify's grammar and sympy's numbers.
+Tells whether two LaTeX formulas are the same, with math-verify's grammar and sympy's numbers.
 
-It runs in sealed workers. A formula that the grammar does not read to its end equals nothing. Two
-expressions are the same if they have the same values, to 60 digits, at points chosen here. That
-takes milliseconds, where a proof can take minutes.
+This code runs in sealed workers. A formula that the grammar cannot read to the end equals nothing.
+Two expressions are the same if they have the same values, to 60 digits, at points chosen here. This
+takes milliseconds, while a proof can take minutes.
 
 This file does not cover the values of integrals, sums, limits and derivatives.
 """
@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 from rewards.formulas import prepare_sympy
 
-CLOSE = 60  # decimal digits in which equal values agree
-# Relative distance of a decimal from the irrational number that it stands for.
+CLOSE = 60  # the number of decimal digits in which equal values agree
+# The largest relative distance between a decimal and the irrational number that it stands for.
 DECIMALS_CLOSE = 5e-8
-POINTS = 6  # at which values are compared
-FEWEST_POINTS = 3  # that must have a value
-MOST_NODES = 300  # of an expression
+POINTS = 6  # the number of points at which values are compared
+FEWEST_POINTS = 3  # the fewest points at which both expressions must have a value
+MOST_NODES = 300  # the most nodes in an expression
 LARGEST_EXPONENT = 10**5
 LARGEST_FACTORIAL = 2000
 
@@ -28,9 +28,9 @@ Checker = Callable[[tuple[str, str]], bool]
 
 def make_math_checker() -> Checker:
     """
-    Makes the function of a worker: whether a right answer and another, both in LaTeX, are the same.
+    Makes the function that a worker runs: it tells whether two LaTeX answers are the same.
     """
-    prepare_sympy()  # before the library takes its parser over
+    prepare_sympy()  # before the library imports sympy's parser
     _parse("\\frac{1}{2}")  # the first one loads the grammar, which takes longer than most answers
 
     def check(pair: tuple[str, str]) -> bool:
@@ -42,7 +42,7 @@ def make_math_checker() -> Checker:
 
 
 class _List(tuple[Any, ...]):
-    """Values that stand beside each other without brackets."""
+    """Several values in a row without brackets."""
 
 
 class _Relation(NamedTuple):
@@ -73,7 +73,7 @@ def _parse(latex: str) -> Any:
     form = NormalizationConfig(malformed_operators=True, boxed="none")
     try:
         parsed = latex2sympy(latex, is_real=True, normalization_config=form)
-    except Exception:  # the library raises a plain Exception for what it does not read
+    except Exception:  # the library raises a plain Exception for a formula that it cannot read
         return None
     if not hasattr(parsed, "atoms") or _is_too_large(parsed):
         return None
@@ -83,7 +83,7 @@ def _parse(latex: str) -> Any:
 
 def _normalize_parsed(parsed: Any, has_braces: bool) -> Any:
     """
-    A parsed formula in the forms above. They keep the order of their parts, which sympy does not.
+    A parsed formula in the classes above. They keep the order of the parts; sympy does not.
     """
     import sympy
     from math_verify.parser import FiniteSet
@@ -113,7 +113,7 @@ def _sign_of(relation: Any) -> str:
 
 def _is_too_large(expression: Any) -> bool:
     """
-    Whether an expression has too many parts or too large numbers to be worked with in milliseconds.
+    Whether an expression has too many parts, or too large numbers, to be handled in milliseconds.
     """
     import sympy
 
@@ -135,8 +135,8 @@ def _is_too_large(expression: Any) -> bool:
 
 def _simplify_symbols(parsed: Any) -> Any:
     """
-    The same expression with symbols that differ only by name, decimals as fractions, and i as the
-    imaginary unit.
+    The same expression, with symbols that differ only in their names, with decimals as fractions,
+    and with i as the imaginary unit.
     """
     import sympy
     from sympy.core.function import AppliedUndef
@@ -199,7 +199,7 @@ def _are_same_in_any_order(rights: Sequence[Any], stateds: Sequence[Any]) -> boo
 
 
 def _find_same(right: Any, candidates: Sequence[Any]) -> int | None:
-    """The place of the first candidate that is the same."""
+    """The place of the first candidate that is the same as the right answer; None if none is."""
     for place, candidate in enumerate(candidates):
         if _are_same(right, candidate):
             return place
@@ -208,10 +208,10 @@ def _find_same(right: Any, candidates: Sequence[Any]) -> int | None:
 
 def _are_same_lists(right: Any, stated: Any) -> bool:
     """
-    Whether two are the same of which at least one is a list.
+    Whether two answers are the same, if at least one of them is a list.
 
-    A list beside a tuple, or beside an open interval (1, 2), has their order. Else its order is
-    free.
+    The order matters if a list is compared with a tuple or with an open interval such as (1, 2).
+    Otherwise it does not.
     """
     if not (isinstance(right, _List) and isinstance(stated, _List)):
         right_in_order = _ordered_elements(right)
@@ -277,7 +277,7 @@ def _members(union: Any) -> Iterator[Any]:
 
 
 def _are_same_relations(right: Any, stated: Any) -> bool:
-    """Whether two answers are the same of which at least one is a relation."""
+    """Whether two answers are the same, if at least one of them is a relation."""
     if not isinstance(right, _Chain) and _is_equation(stated):
         value = _value_of(stated)
         return value is not None and _are_same(right, value)
@@ -293,7 +293,7 @@ def _is_equation(part: Any) -> bool:
 
 
 def _is_name(side: Any) -> bool:
-    """Whether a side of an equation is a name, whose value the other side gives: x, or f(x)."""
+    """Whether one side of an equation is a name such as x or f(x), which the other side defines."""
     import sympy
 
     return isinstance(side, sympy.Symbol)
@@ -301,9 +301,9 @@ def _is_name(side: Any) -> bool:
 
 def _value_of(equation: _Chain) -> Any:
     """
-    The value that an equation gives; None if it gives none.
+    The value that an equation states; None if it states none.
 
-    That is the last side of "x = 3" and of an identity such as "(x+1)^2 = x^2+2x+1".
+    It is the last side of "x = 3", or of an identity such as "(x+1)^2 = x^2+2x+1".
     """
     value = equation[-1].right
     if _is_name(equation[0].left):
@@ -314,9 +314,9 @@ def _value_of(equation: _Chain) -> Any:
 
 def _are_same_equations(right: _Chain, stated: _Chain) -> bool:
     """
-    Whether two equations have the same solutions, as one is a multiple of the other.
+    Whether two equations have the same solutions because one is a multiple of the other.
 
-    Names must agree. An equation that is left to be solved does not state an answer such as x = 3.
+    Names must agree. An equation that is not yet solved does not state an answer such as x = 3.
     """
     import sympy
 
@@ -337,7 +337,7 @@ def _are_same_equations(right: _Chain, stated: _Chain) -> bool:
 
 def _is_multiple(right: Any, stated: Any, is_positive: bool = False) -> bool:
     """
-    Whether the quotient of two expressions is the same number at all points, and not 0.
+    Whether the quotient of two expressions is the same nonzero number at all points.
 
     is_positive: the number must be positive too.
     """
@@ -389,9 +389,9 @@ def _is_same_relation(first: _Relation, second: _Relation) -> bool:
 
 def _numbers_of(part: Any) -> tuple[Any, Any] | None:
     """
-    The name and the numbers of a set or an inequality; None for anything else.
+    The name in a set or an inequality, and the numbers in it; None for anything else.
 
-    An inequality has one name. So has x \\in (1, 2). A set has no name.
+    An inequality has one name, and so has x \\in (1, 2). A set has no name.
     """
     import sympy
 
@@ -419,7 +419,7 @@ def _numbers_of(part: Any) -> tuple[Any, Any] | None:
 
 
 def _interval_of(relation: _Relation, name: Any) -> Any:
-    """The interval of an inequality that is linear in a name; None for others."""
+    """The interval that an inequality gives if it is linear in a name; else None."""
     import sympy
 
     if relation.sign in ("=", "!="):
@@ -447,8 +447,8 @@ def _have_same_values(right: Any, stated: Any) -> bool:
     """
     Whether two expressions have the same values at all points where both have one.
 
-    Distances are relative, so that small numbers differ like large ones. A decimal agrees with the
-    irrational number that it stands for if its first eight digits do.
+    Distances are relative, so that small numbers are told apart as well as large ones. A decimal
+    agrees with the irrational number that it stands for if the first eight digits agree.
     """
     import sympy
 
@@ -476,9 +476,9 @@ def _have_same_values(right: Any, stated: Any) -> bool:
 
 def _points(expressions: Sequence[Any]) -> Iterator[dict[Any, Any]]:
     """
-    Values for the names in expressions: first positive ones, then some negative.
+    Values for the names in some expressions: first positive values, then also negative ones.
 
-    Expressions without names get one point without values.
+    Expressions without names get a single point without values.
     """
     import sympy
 
@@ -498,7 +498,7 @@ def _points(expressions: Sequence[Any]) -> Iterator[dict[Any, Any]]:
 
 
 def _value_at(expression: Any, point: dict[Any, Any]) -> Any:
-    """The value of an expression at a point, to 20 significant digits; None where it has none."""
+    """An expression's value at a point, to 20 significant digits; None if it has no value there."""
     import sympy
 
     try:

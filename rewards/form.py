@@ -1,12 +1,12 @@
 """
-The form of an answer, judged by its words alone: does it repeat itself, copy the prompt, or say
+Judges the form of an answer by its words alone: does it repeat itself, copy the prompt, or say
 nothing?
 
-A reward that a policy can exploit pays for such answers, and accuracy may not show it. `apply_gate`
-takes those rewards away (--reward-gate form).
+A reward that a policy can exploit pays for such answers, and the accuracy may not show this.
+`apply_gate` takes those rewards away (--reward-gate form).
 
-This file does not cover languages without spaces between words. An answer in one of them is a
-single word here.
+This file does not cover languages without spaces between words. An answer in such a language counts
+as a single word here.
 """
 
 import re
@@ -15,12 +15,13 @@ from typing import Any
 from prompts.examples import Example, answers_of, prompt_text
 from rewards.statements import strip_thoughts
 
-LEAST_WORDS = 4  # of an answer. Fewer words are no copy of the prompt either, as "yes or no".
-WINDOW = 20  # words in a row that are compared with each other
+# The fewest words in an answer. Fewer words, such as "yes or no", are no copy of the prompt either.
+LEAST_WORDS = 4
+WINDOW = 20  # the number of consecutive words that are compared with each other
 LEAST_DISTINCT = 0.7  # least fraction of distinct words in a window; English text has 0.85
-COPIED_RUN = 5  # words in a row that the prompt has too; "the capital of France" has four
+COPIED_RUN = 5  # consecutive words that are also in the prompt; "the capital of France" has four
 MOST_COPIED = 0.5  # most words in such runs, as a fraction of the answer
-# Most repeated 4-grams, as a fraction. A loop may be longer than the window, or of numbers.
+# The largest fraction of repeated 4-grams. It finds loops of numbers, or longer than the window.
 MOST_REPEATED = 0.5
 
 NEEDED = (
@@ -43,14 +44,14 @@ def words_of(text: str) -> list[str]:
 
 
 def word_runs(words: list[str], length: int) -> list[tuple[str, ...]]:
-    """Every `length` words in a row."""
+    """All runs of `length` consecutive words."""
     shifted = [words[begin:] for begin in range(length)]
     return list(zip(*shifted, strict=False))
 
 
 def repetition(text: str) -> float:
     """
-    The fraction of an answer's 4-grams of words that occurred earlier in it; 0 below four words.
+    The fraction of an answer's word 4-grams that occurred earlier in it; 0 below four words.
     """
     runs = word_runs(text.lower().split(), 4)
     return 1 - len(set(runs)) / len(runs) if runs else 0.0
@@ -58,9 +59,9 @@ def repetition(text: str) -> float:
 
 def distinctness(text: str) -> float:
     """
-    The fraction of distinct words, counted in every `WINDOW` words in a row.
+    The fraction of distinct words, counted in every run of `WINDOW` consecutive words.
 
-    It is 1 for answers of few words. Numbers do not count.
+    It is 1 for answers with few words. Numbers are not counted.
     """
     words = [word for word in words_of(text) if not word[0].isdigit()]
     if len(words) < LEAST_WORDS:
@@ -71,7 +72,7 @@ def distinctness(text: str) -> float:
 
 def copied_fraction(text: str, prompt: str) -> float:
     """
-    The fraction of words in runs that the prompt has too.
+    The fraction of an answer's words that are in runs which also occur in the prompt.
 
     A run has `COPIED_RUN` words, or all words of a shorter answer.
     """
@@ -116,15 +117,15 @@ def is_refusal(text: str) -> bool:
 
 
 def passes_gate(text: str, prompt: str, finish_reason: str) -> bool:
-    """Whether `apply_gate` leaves a completion its reward. `NEEDED` says the same in words."""
+    """Whether `apply_gate` lets a completion keep its reward. `NEEDED` says the same in words."""
     return finish_reason == "stop" and has_form(text, prompt)
 
 
 def keeps_own_answer(row: dict[str, Any]) -> bool:
     """
-    Whether `apply_gate` would leave a reward to a row's own `answer` alone.
+    Whether a row's own `answer`, as a completion, would keep its reward in `apply_gate`.
 
-    True without an answer.
+    True for a row without an answer.
     """
     answers = answers_of(row)
     if not answers:
@@ -140,7 +141,8 @@ def apply_gate(
     finish_reasons: list[str],
 ) -> dict[str, Any]:
     """
-    The reward components, (N,) each, at most 0 for completions that are cut off or have no form.
+    The reward components, each of shape (N,), limited to 0 for completions that are cut off or
+    have no form.
     """
     import numpy as np  # here: reading data and scoring answers need no NumPy
 

@@ -1,11 +1,11 @@
 """
-Readers of answers that are a list or a formula. Neither evaluates text as Python.
+Reads answers that are a list or a formula, without evaluating text as Python.
 
-They replace `eval` and sympy's `parse_expr` where a library's scorer would run the answer. A
+The readers replace `eval` and sympy's `parse_expr` where a library's scorer would run the answer. A
 formula is made of numbers, names, + - * / ** << >> and the functions below. Every number in it
 stays below `LARGEST`.
 
-This file does not cover formulas in LaTeX (rewards/equality.py).
+This file does not cover LaTeX formulas (rewards/equality.py).
 """
 
 import ast
@@ -19,9 +19,9 @@ from importlib.util import resolve_name
 from pathlib import Path
 from typing import Any
 
-LONGEST = 2000  # characters of a formula
-LARGEST = 10**300  # of any number on the way, and of a denominator
-STEEPEST = 1000  # of an exponent, or of the places of a shift
+LONGEST = 2000  # the most characters in a formula
+LARGEST = 10**300  # the limit for every intermediate number, and for denominators
+STEEPEST = 1000  # the largest exponent, or number of places in a shift
 _TRIGONOMETRIC = (
     "sin cos tan sec csc cot sinh cosh tanh sech csch coth "
     "asin acos atan asec acsc acot asinh acosh atanh asech acsch acoth"
@@ -40,14 +40,14 @@ OPERATORS: dict[type[ast.AST], Any] = {
 }
 
 
-# Modules of sympy that no formula needs, or that need a library that is not installed.
+# sympy modules that no formula needs, or that need a library that is not installed.
 _LEFT_OUT = re.compile(r"\.(codegen|control|external|interactive|plotting|printing|testing)\b")
 _INNER_IMPORT = re.compile(r"^[ \t]+from +(\.*)([\w.]*) +import", re.MULTILINE)
 
 
 def read_list(text: str) -> Any:
     """
-    The value of a text such as "[['A', 1], [0, 1]]", in Python's quotes or JSON's.
+    The list that a text such as "[['A', 1], [0, 1]]" holds, with quotes as in Python or JSON.
 
     Raises ValueError for any other text.
     """
@@ -94,11 +94,11 @@ def _value(node: ast.expr, names: dict[str, Any]) -> Any:
 
 def prepare_sympy() -> None:
     """
-    Lets sympy work in this process without evaluating text, and without a file once it is sealed.
+    Makes sympy work in this process without evaluating text, and without opening files later.
 
-    All that it parses goes through `read_formula`. Monomials are multiplied by plain functions,
-    where sympy would write Python code and run it. The modules that its functions import at their
-    first call are imported now.
+    The process may not open files once it is sealed. All text that sympy parses goes through
+    `read_formula`. Plain functions multiply monomials, for which sympy would write and run Python
+    code. The modules that sympy's functions would import at their first call are imported now.
     """
     import sympy.parsing.sympy_parser
     from sympy.polys import monomials
@@ -127,7 +127,7 @@ def prepare_sympy() -> None:
 
 
 def _import_inner_modules(module: Any) -> None:
-    """Imports the modules of sympy that a module's functions import when they are called."""
+    """Imports the sympy modules that a module's functions would import when they are called."""
     source = Path(f"{module.__file__}").read_text(encoding="utf-8")
     for dots, name in _INNER_IMPORT.findall(source):
         full_name = resolve_name(dots + name, module.__package__)

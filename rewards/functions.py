@@ -1,8 +1,8 @@
 """
-A user's functions and classes: imports them from FILE.py:function or MODULE:function, and locates
-their errors.
+Imports users' functions and classes from FILE.py:function or MODULE:function, and locates their
+errors.
 
-This file does not cover their use: rewards (rewards/rewards.py), tools, environments, losses and
+This file does not cover their use as rewards (rewards/rewards.py), tools, environments, losses or
 advantages.
 """
 
@@ -20,7 +20,8 @@ from typing import Any
 
 from prompts.examples import format_error, suggest_nearest
 
-NAMELESS = "functions_of_a_program"  # module that holds a program's functions without a global name
+# The module that holds the functions without a global name that a program passes in.
+NAMELESS = "functions_of_a_program"
 ELSEWHERE = "only the program that began the run has it"
 
 # Imported files, by path and content.
@@ -31,7 +32,7 @@ _modules: dict[tuple[Path, bytes], ModuleType] = {}
 
 
 def load_function(flag: str, spec: str, hint: str = "") -> tuple[str, Callable[..., Any]]:
-    """(name, function) of FILE.py:function or MODULE:function; see `load_functions`."""
+    """The name and the function that a spec names; see `load_functions`."""
     if not spec.rpartition(":")[2].isidentifier():
         raise ValueError(f"{flag} {spec!r} is not FILE.py:function{hint}")
     functions = load_functions(flag, spec, hint)
@@ -43,17 +44,17 @@ def load_functions(
     flag: str, spec: str, hint: str = "", kind: str = "function"
 ) -> dict[str, Callable[..., Any]]:
     """
-    The functions of FILE.py:function,function or MODULE:function by their names.
+    The functions that a spec names, by their names.
 
-    A file is executed with its own directory on the path. A module is imported; `__main__` is the
-    caller's program or notebook.
+    spec: FILE.py:function,function or MODULE:function. A file is executed with its own directory on
+    the path. A module is imported; `__main__` is the caller's program or notebook.
 
-    flag: the flag that gave the spec, for errors.
-    hint: what else the flag could name.
+    flag: the flag whose value the spec is, for errors.
+    hint: what else the flag's value could be, for errors.
     kind: "function" or "class".
 
-    Raises ValueError if the file, one of the names or an import in the file is missing, or a name
-    is no `kind`.
+    Raises ValueError if the file, one of the names or an import in the file is missing, or if a
+    name is not that of a `kind`.
     """
     file, colon, joined_names = spec.rpartition(":")
     names = joined_names.split(",")
@@ -86,7 +87,7 @@ def _explain_absence(module: Any, file: str, name: str, kind: str) -> str:
 
 def _import_module(source: str, file: str, path: Path) -> Any:
     """
-    The module of a Python file, or of a module's name.
+    The module that a Python file or a module name gives.
 
     source: the flag and its value, for errors. Raises ValueError if the import fails.
     """
@@ -106,7 +107,8 @@ def _explain_import(error: BaseException, file: str, path: Path) -> str:
         )
     is_absent = False
     if isinstance(error, ModuleNotFoundError):
-        is_absent = f"{file}.".startswith(f"{error.name}.")  # else an import inside it is absent
+        # Otherwise the module exists, and one of its own imports is absent.
+        is_absent = f"{file}.".startswith(f"{error.name}.")
     if is_absent or (file.startswith(".") and path.suffix != ".py"):
         hint = "; is its folder in PYTHONPATH?"
         if Path(f"{file}.py").is_file():
@@ -117,9 +119,10 @@ def _explain_import(error: BaseException, file: str, path: Path) -> str:
 
 def _module_of(path: Path, content: bytes) -> ModuleType:
     """
-    The module of a file.
+    The module that a file gives.
 
-    The same content gives the same module, as the file's functions may compare with its classes.
+    A file with the same content gives the same module, since its functions may compare values with
+    its classes.
     """
     module = _modules.get((path, content))
     if module is not None:
@@ -143,7 +146,7 @@ def _module_of(path: Path, content: bytes) -> ModuleType:
 
 def spec_of(fn: Callable[..., Any]) -> str:
     """
-    FILE.py:function or MODULE:function, from which `load_function` gets a function back.
+    The spec FILE.py:function or MODULE:function from which `load_function` loads this function.
 
     A function without a global name is stored in the module `NAMELESS`, which only this process
     has.
@@ -158,7 +161,7 @@ def spec_of(fn: Callable[..., Any]) -> str:
     is_importable = "." in module_name or "site-packages" in file.parts
     if module_name == "__main__" or is_importable or not file.is_file():
         return f"{module_name}:{name}"
-    # The file may lie beside a program, where other processes do not find it by its name.
+    # The file may be in the program's directory, where other processes cannot import it by name.
     _modules.setdefault((file, file.read_bytes()), module)
     return f"{file}:{name}"
 
@@ -174,16 +177,17 @@ def _store_nameless(fn: Callable[..., Any], name: str) -> str:
 
 
 def uses_program_functions(settings: dict[str, Any]) -> bool:
-    """Whether settings name functions that only the program that began the run has."""
+    """Whether settings name functions that exist only in the program that started the run."""
     text = str(settings)
     return f"{NAMELESS}:" in text or "'__main__:" in text
 
 
 def file_of(spec: str) -> str:
     """
-    The file of FILE.py:function or MODULE:function.
+    The file that FILE.py:function or MODULE:function names.
 
-    The part before the colon, if that is no module with a file, or is the caller's program.
+    It is the part before the colon if that part is the caller's program, or not a module that has a
+    file.
     """
     name = spec.rpartition(":")[0]
     if name == "__main__":
@@ -193,7 +197,9 @@ def file_of(spec: str) -> str:
 
 def source_of(spec: str) -> str:
     """
-    The source of a function of the caller's program, whose file may change; "" for other functions.
+    The source code of a function in the caller's program, whose file may change.
+
+    "" for other functions.
     """
     with contextlib.suppress(AttributeError, OSError, TypeError):
         name = spec.partition("__main__:")[2]
@@ -205,7 +211,7 @@ def source_of(spec: str) -> str:
 
 
 def describe_raised(error: BaseException, fn: Callable[..., Any]) -> str:
-    """The error that a user's function raised, and the line of its file."""
+    """The error that a user's function raised, and the line in its file, in words."""
     module = sys.modules.get(getattr(fn, "__module__", ""))
     return f"raised {_describe_error(error, getattr(module, '__file__', None))}"
 
@@ -217,7 +223,7 @@ def place_suffix(fn: Callable[..., Any]) -> str:
 
 
 def _describe_error(error: BaseException, file: str | None) -> str:
-    """An error in one line, and the last line of the user's file on its way."""
+    """An error in one line, with the last line of the user's file in its traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == file]
     if not lines:

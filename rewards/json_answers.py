@@ -1,8 +1,8 @@
 """
-JSON in a text: the object or list that it states, and whether that is the right one.
+Finds the JSON object or list that a text states, and compares it with the right one.
 
 This file does not cover choices inside an object (rewards/choices.py). Each function takes time
-linear in the text.
+linear in the length of the text.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any
 
 from rewards import statements
 
-MOST_BROKEN = 20  # brackets that begin no JSON; a text with more states nothing
+MOST_BROKEN = 20  # brackets that do not begin valid JSON; a text with more of them states nothing
 _BRACKET = re.compile(r"[{\[]")
 _BEGINS_JSON = re.compile(r"\{\s{0,99}[\"}]|\[\s{0,99}[\"{\[]")
 _NOT = re.compile(r"\b(?:not|never|neither|cannot)\b|n't\b|[\u2260\u00ac]", re.I)
@@ -22,15 +22,16 @@ def _number(digits: str) -> tuple[Decimal]:
     return (Decimal(digits),)
 
 
-# Numbers become tuples of one, so that 1 differs from true. int() refuses NaN, which is no JSON.
+# Numbers become tuples with one element, so that 1 differs from true. int() refuses NaN, which is
+# not valid JSON.
 _DECODER = json.JSONDecoder(parse_int=_number, parse_float=_number, parse_constant=int)
 
 
 def read_json(text: str) -> Any:
     """
-    The object or list that a text is; None for any other text.
+    The object or list, if the whole text is one; None for any other text.
 
-    Numbers are tuples of one, so that 1 differs from true.
+    Numbers become tuples with one element, so that 1 differs from true.
     """
     try:
         value = _DECODER.decode(text)
@@ -47,9 +48,9 @@ def is_same_json(gold: str, statement: str) -> bool:
 
 def find_json_statements(gold: str, text: str) -> list[str]:
     """
-    The statements of a text whose right answer is JSON.
+    The statements in a text, if the right answer is JSON.
 
-    They are its marks with a bracket, or else the whole text.
+    They are the text's marks that contain a bracket, or else the whole text.
     """
     bracket = "{" if gold.lstrip().startswith("{") else "["
 
@@ -62,11 +63,11 @@ def find_json_statements(gold: str, text: str) -> list[str]:
 
 def read_json_statement(text: str, kind: type) -> Any:
     """
-    The object or the list that a text states; None if it states none, or more than one.
+    The object or the list that a text states; None if the text states none, or more than one.
 
-    An object that stands alone on its lines, or in a fence, is the answer, and the prose around it
-    explains. An object inside a sentence counts only if none stands alone. An object after "not" is
-    no answer.
+    An object that is alone on its lines, or in a fence, is the answer, and the prose around it is
+    an explanation. An object inside a sentence counts only if no object is alone on its lines. An
+    object after "not" is no answer.
     """
     values = _find_values(text, kind)
     if values is None:
@@ -78,10 +79,10 @@ def read_json_statement(text: str, kind: type) -> Any:
 
 def _find_values(text: str, kind: type) -> list[tuple[Any, bool]] | None:
     """
-    The outermost objects and lists of a text, and whether each stands alone.
+    The outermost objects and lists in a text, and whether each is alone on its lines.
 
-    Values after "not" are skipped. None if the text breaks a value off, joins two by "or", or takes
-    one back.
+    Values after "not" are skipped. The result is None if the text breaks a value off, joins two
+    values with "or", or takes a value back.
     """
     values: list[tuple[Any, bool]] = []
     place = end = num_broken = 0
@@ -121,7 +122,7 @@ def _is_taken_back(text: str) -> bool:
 
 
 def _is_footnote(value: Any) -> bool:
-    """Whether a value is no answer, as the [1] of a footnote, [] and {}."""
+    """Whether a value is no answer, such as [] and {}, or [1] as the sign of a footnote."""
     return not value or (
         isinstance(value, list) and len(value) == 1 and isinstance(value[0], tuple)
     )

@@ -1,13 +1,13 @@
 """
-Answers that are numbers or formulas: what a completion states, and whether that has the right
-value.
+Answers that are numbers or formulas: reads the statements in a completion, and tells whether they
+have the right value.
 
-`read_math_answers` tries the rules of docs/data.md, "What a completion states", in their order. The
-rules for every kind of answer are in rewards/statements.py. `mathematics.find_formula` reads the
-last sentence.
+`read_math_answers` tries the rules in docs/data.md, "What a completion states", in order. The rules
+for every kind of answer are in rewards/statements.py. `mathematics.find_formula` reads the last
+sentence.
 
 This file does not cover the values of numbers (rewards/quantities.py), the comparison of formulas
-(rewards/mathematics.py), and what texts state (rewards/text_answers.py).
+(rewards/mathematics.py), or answers that are texts (rewards/text_answers.py).
 """
 
 import functools
@@ -27,22 +27,22 @@ _NO_MATH_MARK = re.compile(  # "E = h\\nu", "\\text{yes}", "B", "the pigment"
 )
 
 
-# ---- which answers are numbers and formulas
+# ---- whether an answer is a number or a formula
 
 
 @functools.lru_cache(maxsize=2**16)
 def is_number(answer: str) -> bool:
     """
-    Whether an answer is a number, with units or at most two words.
+    Whether an answer is a number, alone or with units or at most two words.
 
-    Dates, times and codes are none.
+    Dates, times and codes do not count as numbers.
     """
     return is_quantity(gold_text(answer))
 
 
 @functools.lru_cache(maxsize=2**16)
 def is_mathematics(answer: str) -> bool:
-    """Whether an answer is a number or a formula. Words, dates and codes are none."""
+    """Whether an answer is a number or a formula. Words, dates and codes are neither."""
     return is_formula(gold_text(answer))
 
 
@@ -50,14 +50,14 @@ def is_mathematics(answer: str) -> bool:
 
 
 def is_same_value(gold: str, statement: str) -> Verdict:
-    """Compares numbers and formulas by their values, and texts where the right answer is a text."""
+    """Compares numbers and formulas by value. If the right answer is a text, compares texts."""
     if not is_mathematics(gold):
         return is_same_text(gold, statement)
     return compare_mathematics(gold, statement)
 
 
 def is_same_mark(gold: str, statement: str) -> Verdict:
-    """Compares what a text marks. A number behind words, as in "at least 42", is wrong."""
+    """Compares a mark with the answer. A number after words, as in "at least 42", is wrong."""
     number = read_number(statement)
     if number and re.search(r"[^\W\d_]{2}", number.lead):
         return False
@@ -69,10 +69,9 @@ def is_same_mark(gold: str, statement: str) -> Verdict:
 
 def read_math_answers(gold: str, text: str) -> list[str]:
     """
-    The statements of a text whose right answer is a number or a formula. Each of them must be
-    right.
+    The statements in a text, if the right answer is a number or a formula. Each must be right.
 
-    A right answer that is neither is read as a text.
+    If the right answer is neither, the text is read by the rules for texts.
     """
     if not is_mathematics(gold):
         return read_text_answers(gold, text)
@@ -99,7 +98,7 @@ def read_math_answers(gold: str, text: str) -> list[str]:
 
 
 def read_marked_answers(gold: str, text: str) -> list[str]:
-    """The statements that a text marks, and no others."""
+    """The statements that a text marks, without any other statements."""
     is_numeric = is_mathematics(gold) and read_number(gold) is not None
     return statements.read_marks(text, _mark_filter(is_numeric), with_sentence=False)
 
@@ -109,12 +108,12 @@ def _mark_filter(is_numeric: bool) -> statements.IsAnswer:
 
 
 def _is_math_mark(mark: str) -> bool:
-    """Whether a mark is an attempt at a number, or denies one."""
+    """Whether a mark tries to give a number or a formula, or denies one."""
     return len(mark) > LONGEST or bool(DENIAL.search(mark)) or not _NO_MATH_MARK.fullmatch(mark)
 
 
 def _is_short_formula(value: str) -> bool:
-    """Whether a label's value is a number with at most two words behind it, or a formula."""
+    """Whether the text after a label is a formula, or a number with at most two words after it."""
     number = read_number(value)
     if number and len(number.measure.words) <= 2 and not number.lead.strip(" $"):
         return True
@@ -131,7 +130,7 @@ def _is_equal(first: str, second: str) -> bool:
 
 
 def _concludes(text: str) -> bool:
-    """Whether the last sentence with a number concludes: "So she has 42.", "6 * 7 = 42"."""
+    """Whether the last sentence with a number is a conclusion: "So she has 42.", "6 * 7 = 42"."""
     sentences = statements.split_sentences(text)
     with_numbers = [sentence for sentence in sentences if re.search("[0-9]", sentence)]
     if not with_numbers:

@@ -1,8 +1,9 @@
 """
-Mathematics: which answers are formulas, which formula a text states, and whether two are the same.
+Mathematics: tells which answers are formulas, which formula a text states, and whether two are
+the same.
 
-Numbers are compared in this process (rewards/quantities.py), formulas by workers
-(rewards/equality.py). This file does not cover the choice of the piece of text that is compared
+Numbers are compared in this process (rewards/quantities.py), and formulas by workers
+(rewards/equality.py). This file does not cover which piece of a text is compared
 (rewards/math_answers.py).
 """
 
@@ -18,25 +19,25 @@ from rewards.quantities import (
     is_quantity,
     is_same_quantity,
     read_number,
-    write_fractions,
+    replace_fractions,
 )
 from rewards.texts import DENIAL, clean_text, replace_superscripts
 from rewards.units import Measure, find_unit, is_same_measure, read_measure
 from sandbox.workers import Pool
 
-Verdict = bool | tuple[str, str]  # a pair of formulas is left for the workers to compare
+Verdict = bool | tuple[str, str]  # a pair of formulas is one that the workers still must compare
 
-# Seconds of a processor for one answer. The slowest one in the tests' table takes a fifth.
+# Processor seconds for one answer. The slowest answer in the tests' table takes a fifth of this.
 MATH_LIMIT = 1.0
-DEEPEST = 12  # brackets in brackets, and subscripts, of a formula
-# Powers of powers of numbers, factorials of factorials, and numbers that fill a screen.
+DEEPEST = 12  # the deepest nesting of brackets and subscripts in a formula
+# Powers of powers of numbers, factorials of factorials, and numbers that would fill a screen.
 _ENDLESS = re.compile(
     r"[0-9)}]\s*(?:\^|\*\*)\s*[({]*\s*-?[0-9.]+\s*[)}]*\s*(?:\^|\*\*)|"
     r"(?:\^|\*\*)\s*[({]*\s*-?[0-9]{5,}|"
     r"!\s*!|[0-9]{5,}\s*!|[0-9]{200,}"
 )
 _MISREAD = re.compile(r"[0-9]\s+[0-9]|[0-9]\s*_")  # the grammar reads 3 4 as 7, and 1_2 as 1
-# A formula with the value of one number. Sums and products alone are a calculation left undone.
+# A formula whose value is one number. Sums and products alone are an unfinished calculation.
 _CLOSED = re.compile(
     r"(?!.*[0-9] +[0-9])(?=.*(?:\\(?:sqrt|binom|log|ln|[cdt]?frac)|[\^!|]))"
     r"(?:[0-9.+*/(){}\[\]^!_ -]|\\(?:sqrt|binom|log|ln|[cdt]?frac|pi|times|cdot|left|right)|^\||"
@@ -77,7 +78,7 @@ _ROOT = re.compile(r"(\\sqrt(?:\[[0-9]\])?) +([0-9]+|[A-Za-z])")
 _BEFORE_BRACKETS = re.compile(
     r"\\sqrt ?(?:\[[^\[\]]{1,9}\])? ?(?=\()|\^ ?(?=\()|\\[cdt]?frac ?(?:\{[^{}]*\} ?)?(?=\()"
 )
-_MEASURE = re.compile(  # what stands behind a formula: \text{ cm}^2, or two letters or more
+_MEASURE = re.compile(  # the text after a formula: \text{ cm}^2, or two letters or more
     r"(?:\\[,; ]|[\s~])*(?:\\(?:text|textrm|mathrm|mbox) ?\{\s*([^{}]*?)\s*\}|"
     r"(?<=[\s})0-9])([A-Za-z]{2,}))"
     r"\s*(\^ ?\{?[23]\}?)?[\s.]*$"
@@ -85,11 +86,13 @@ _MEASURE = re.compile(  # what stands behind a formula: \text{ cm}^2, or two let
 
 
 @functools.lru_cache(maxsize=2**12)
-def write_in_latex(text: str) -> str:
+def to_latex(text: str) -> str:
     """
-    A formula as the grammar reads it: sqrt(3), \\sqrt(3) and the sign of a root become \\sqrt{3}.
+    A formula in the LaTeX that the grammar reads.
+
+    For example, sqrt(3), \\sqrt(3) and a root sign before 3 become \\sqrt{3}.
     """
-    text = _write_signs(clean_text(text)).strip(" .$*:")
+    text = _replace_signs(clean_text(text)).strip(" .$*:")
     text = re.sub(r"\\(?:left|right)(?![A-Za-z])", "", text)
     text = _NAMES.sub(_write_name, text)
     text = re.sub(r"(?<=[\w)}])\*\*(?=[-\w({])", "^", text)
@@ -99,11 +102,11 @@ def write_in_latex(text: str) -> str:
     return _write_braces(text)
 
 
-def _write_signs(text: str) -> str:
+def _replace_signs(text: str) -> str:
     """A text with \\pi for \u03c0, \\frac{1}{2} for \u00bd and x^2 for x\u00b2."""
     if text.isascii():
         return text
-    text = write_fractions(replace_superscripts(text))
+    text = replace_fractions(replace_superscripts(text))
     return _SIGN.sub(lambda sign: _SIGNS[sign[0]], text)
 
 
@@ -112,7 +115,7 @@ def _write_name(match: re.Match[str]) -> str:
 
 
 def _write_braces(text: str) -> str:
-    """A text whose roots, fractions and powers have braces where they had brackets."""
+    """A text in which the brackets of roots, fractions and powers are replaced with braces."""
     ends = _find_brackets(text)
     characters = list(text)
     for match in _BEFORE_BRACKETS.finditer(text):
@@ -130,7 +133,7 @@ def _write_braces(text: str) -> str:
 
 
 def _find_brackets(text: str) -> dict[int, int]:
-    """The place of each closing bracket by the place of its opening one, in one pass."""
+    """Maps the place of each opening bracket to that of its closing bracket, in one pass."""
     open_places: list[int] = []
     ends = {}
     for place, character in enumerate(text):
@@ -142,7 +145,7 @@ def _find_brackets(text: str) -> dict[int, int]:
 
 
 def _split_measure(formula: str) -> tuple[str, Measure]:
-    """A formula without the units behind it, and the units."""
+    """A formula without the units after it, and these units."""
     match = _MEASURE.search(formula)
     if not match or not match.start():
         return formula, Measure((), ())
@@ -171,7 +174,7 @@ def is_mathematics(answer: str) -> bool:
     """Whether an answer is a number or a formula. Words, dates and codes are none."""
     if len(answer) > LONGEST:
         return False
-    return is_quantity(answer) or _is_formula(answer) or _is_formula(write_in_latex(answer))
+    return is_quantity(answer) or _is_formula(answer) or _is_formula(to_latex(answer))
 
 
 # ---- what is compared
@@ -182,8 +185,8 @@ def math_pool() -> Pool:
     """
     The workers that compare formulas.
 
-    They are processes, since the library limits its time by a signal, which only the first thread
-    may use.
+    They are processes, since the library limits its time with a signal, which only a process's main
+    thread may use.
     """
     target = "rewards.equality:make_math_checker"
     return Pool(target, (), num=min(4, os.cpu_count() or 1), limit=MATH_LIMIT, sealed=True)
@@ -191,7 +194,7 @@ def math_pool() -> Pool:
 
 def compare_mathematics(gold: str, statement: str) -> Verdict:
     """
-    Compares two numbers by their values, or leaves two formulas to the workers. Units must agree.
+    Compares two numbers by value, or returns two formulas for the workers. Units must agree.
     """
     right = read_number(gold)
     stated = read_number(statement)
@@ -199,8 +202,8 @@ def compare_mathematics(gold: str, statement: str) -> Verdict:
         return is_same_quantity(right, stated)
     if not statement or len(statement) > LONGEST:
         return False
-    gold_formula, gold_measure = _split_measure(write_in_latex(gold))
-    formula, measure = _split_measure(write_in_latex(statement))
+    gold_formula, gold_measure = _split_measure(to_latex(gold))
+    formula, measure = _split_measure(to_latex(statement))
     if right:
         gold_formula = _write_value(right)
         gold_measure = right.measure
@@ -253,11 +256,11 @@ _IN_DOLLARS = re.compile(r"[A-Za-z ,:*]*\$+([^$]+)\$+[ .,:*]*")
 
 def find_formula(text: str) -> str:
     """
-    The only formula of the last sentence with one.
+    The only formula in the last sentence that has one.
 
-    "" if the sentence has more than one, denies or asks.
+    "" if the sentence has several formulas, is a denial or is a question.
     """
-    sentence = _last_sentence(_write_signs(text))
+    sentence = _last_sentence(_replace_signs(text))
     is_question = sentence.rstrip("*)\"' ").endswith("?")
     if len(sentence) > LONGEST or is_question or DENIAL.search(sentence):
         return ""
@@ -271,7 +274,7 @@ def find_formula(text: str) -> str:
     in_dollars = _IN_DOLLARS.fullmatch(re.sub(r"\\[()\[\]]", "$", formula))
     if in_dollars:
         return in_dollars[1]
-    # not (x+1) of arcsin(x+1)
+    # excludes (x+1) in arcsin(x+1)
     is_apart = sentence.startswith(formula) or re.match("[ :*,]", formula)
     return formula.strip(" .,:*") if is_apart else ""
 

@@ -1,10 +1,10 @@
 """
-Numbers with their units, as people and models write them, and whether two of them are the same.
+Reads numbers with units, as people and models write them, and tells whether two are the same.
 
 Values are exact fractions. Only fractions, mixed numbers and powers of ten are calculated.
 
-This file does not cover number words, rounding, conversions of units, and which part of a text is
-its answer (rewards/math_answers.py).
+This file does not cover number words, rounding, unit conversions, or which part of a text is its
+answer (rewards/math_answers.py).
 """
 
 import functools
@@ -18,9 +18,9 @@ from rewards.units import Measure, find_unit, is_same_measure, read_measure
 
 LONGEST = 400  # characters of a statement
 
-# ---- a text whose numbers stand free
+# ---- a text without marks around its numbers
 
-# What a text loses around its numbers: LaTeX and Markdown.
+# The LaTeX and Markdown around numbers, and what each is replaced with.
 _REWRITES: tuple[tuple[str, str], ...] = (
     (r"\\[cdt]?frac ?(?:\{([^{}]{1,60})\} ?\{([^{}]{1,60})\}|([0-9])([0-9]))", r" \1\3/\2\4"),
     (r"\\([$%#&])", r"\1"),
@@ -50,7 +50,7 @@ _REWRITES: tuple[tuple[str, str], ...] = (
 _COMPILED = [(re.compile(pattern), new) for pattern, new in _REWRITES]
 
 
-def write_fractions(text: str) -> str:
+def replace_fractions(text: str) -> str:
     """A text with \\frac{1}{2} for \u00bd."""
     if text.isascii():
         return text
@@ -65,17 +65,15 @@ def _write_fraction(match: re.Match[str]) -> str:
 @functools.lru_cache(maxsize=2**12)
 def plain_text(text: str) -> str:
     """
-    A short text whose numbers stand free.
-
-    LaTeX, Markdown and the left side of "6 * 7 = 42" are removed.
+    A short text without LaTeX, Markdown or the left side of "6 * 7 = 42".
     """
-    text = write_fractions(replace_superscripts(clean_text(text)))
+    text = replace_fractions(replace_superscripts(clean_text(text)))
     for pattern, new in _COMPILED:
         text = pattern.sub(new, text)
     return text
 
 
-WORD = re.compile(  # of prose, not of a formula
+WORD = re.compile(  # a word of prose, not a part of a formula
     r"(?<![\\A-Za-z])(?!(?:sqrt|sin|cos|tan|log|exp|[bpv]?matrix)\b)(?:[^\W\d_]{3,}|or|and|to|is|"
     r"if|it|in|of|no)\b"
     r"|[\u0400-\u1fff\u3040-\u9fff\uac00-\ud7a3]"
@@ -83,7 +81,7 @@ WORD = re.compile(  # of prose, not of a formula
 
 
 def has_words(text: str) -> bool:
-    """Whether a text holds a word of prose, whose letters are no factors of a formula."""
+    """Whether a text holds a word of prose, not just the letters of a formula."""
     return bool(WORD.search(plain_text(text)))
 
 
@@ -101,7 +99,7 @@ _COMMAS_IN_THREES = re.compile(r"[1-9][0-9]{0,2}(?:,[0-9]{3})+|[1-9][0-9]?(?:,[0
 
 
 def read_digits(digits: str) -> Fraction:
-    """The value of digits with signs for thousands and decimals: 1,234 is 1234, and 1,5 is 1.5."""
+    """The value of digits with separators for thousands and decimals: 1,234 is 1234, 1,5 is 1.5."""
     digits = re.sub("[ ']", "", digits)
     last_point = digits.rfind(".")
     last_comma = digits.rfind(",")
@@ -146,7 +144,7 @@ _SIGNS = (
 )
 _FUNCTIONS = r"(?:pi|mod|sqrt|(?:arc|a)?(?:sin|cos|tan|sec|csc|cot)h?|log|ln|exp|lim)"
 _BESIDE = rf"[^\W\d_]{{2,}}+|(?![{_SIGNS}])[^\x00-\x7f]|[\s.,:;%'\"*$]"
-_BEFORE = re.compile(  # prose, a name and its equals sign
+_BEFORE = re.compile(  # prose, or a name and its equals sign
     rf"(?:\b[A-Za-z][A-Za-z0-9]{{0,2}}+ ?(?==)|{_BESIDE}|[()/=-]|\b[aAI]\b|\b[ghlms]\b(?=[ /:]))*+"
 )
 _ENDS_IN_FORMULA = re.compile(
@@ -157,7 +155,7 @@ _AFTER = re.compile(  # units and prose
     r"[-/=](?= ?\(? ?(?:[^\W\d_]{2}|[a-zA-Z]\b)|\W*$)|\b[aAI]\b|"
     r"(?<![^\W\d_])[A-Za-z](?![A-Za-z0-9=(]))*+"
 )
-_GLUED = "ghlmsAJKLNVW"  # letters that are units right behind a digit: 5m, and 5x is none
+_GLUED = "ghlmsAJKLNVW"  # letters that are units directly after a digit: 5m is a length, 5x is not
 _FORMULA_BEHIND = re.compile(
     rf" ?[-*]? ?\(? ?(?:pi\b|{_FUNCTIONS}(?![a-z])(?= ?(?:\(|[0-9]|[A-Za-z]\b)))"
 )
@@ -170,7 +168,7 @@ _IN_BRACKETS = re.compile(
 class Quantity(NamedTuple):
     value: Fraction
     measure: Measure
-    name: str  # x of "x = 5"
+    name: str  # the x in "x = 5"
     lead: str  # the text before the number
     is_glued: bool  # whether a capital follows its last digit, as in the code "5B"
 
@@ -178,16 +176,16 @@ class Quantity(NamedTuple):
 @functools.lru_cache(maxsize=2**12)
 def read_number(text: str) -> Quantity | None:
     """
-    The only number that a short text states; None if it states none, or more than one.
+    The only number that a short text states; None if the text states none, or more than one.
 
     Examples are "$1,234.50", "-3/4 cup", "x = 2.5 million", "5\\%", and "There are 7.".
-    None also if a sign makes something else of the number: a root, a bound, a power.
+    The result is also None if a sign makes the number a root, a bound or a power.
     """
     if len(text) > LONGEST:
         return None
     plain = plain_text(text)
     if WORD.search(plain):
-        plain = plain.rstrip("! ")  # else a factorial
+        plain = plain.rstrip("! ")  # otherwise the "!" is a factorial
     matches = list(_NUMBER.finditer(plain))
     if len(matches) != 1:
         return None
@@ -232,7 +230,7 @@ def _read_value(match: re.Match[str]) -> Fraction | None:
 
 def _is_before_number(lead: str, match: re.Match[str]) -> bool:
     """
-    Whether the text before a number leaves its value alone: prose, or a name and its equals sign.
+    Whether the text before a number does not change its value: prose, or a name and equals sign.
     """
     if not _BEFORE.fullmatch(lead):
         return False
@@ -242,7 +240,7 @@ def _is_before_number(lead: str, match: re.Match[str]) -> bool:
 
 
 def _is_after_number(rest: str) -> bool:
-    """Whether the text behind a number leaves its value alone: units, or prose."""
+    """Whether the text after a number does not change its value: units, or prose."""
     if not _AFTER.fullmatch(rest) or _FORMULA_BEHIND.match(rest):
         return False
     letter = re.match(r"( ?)([A-Za-z])(?![A-Za-z])", rest)
@@ -261,9 +259,9 @@ def _first_clause(text: str) -> str:
 
 def is_same_quantity(right: Quantity, stated: Quantity) -> bool:
     """
-    Whether values are equal, and units and names where both have them.
+    Whether two quantities have equal values, and equal units and names if both have them.
 
-    The value of a percentage states it too: 0.28 states 28%.
+    A fraction states the percentage with the same value: 0.28 states 28%.
     """
     if right.name and stated.name and right.name != stated.name:
         return False
@@ -275,7 +273,7 @@ def is_same_quantity(right: Quantity, stated: Quantity) -> bool:
 
 # ---- which answers are numbers
 
-_NO_NUMBER = re.compile(  # of an answer that has the shape of a number: 007, 3rd, 3 pm
+_NO_NUMBER = re.compile(  # an answer that only looks like a number: 007, 3rd, 3 pm
     r"^\W*0[0-9]|/ ?0|[0-9](?:st|nd|rd|th)\b|[0-9] ?[AaPp]\.?[Mm]\b"
 )
 
@@ -285,8 +283,8 @@ def is_quantity(answer: str) -> bool:
     """
     Whether an answer is a number, alone or with units or at most two words.
 
-    Dates, times and codes are none. A single capital is a unit only behind a space: "5 V" is a
-    number, "5B" is a code. A longer word behind the digits in capitals must be a unit.
+    Dates, times and codes are not. A single capital is a unit only after a space: "5 V" is a
+    number, "5B" is a code. A longer word in capitals after the digits must be a unit.
     """
     number = read_number(answer)
     if number is None or number.lead.strip(" $"):

@@ -1,12 +1,12 @@
 """
-Reward functions: finds them by --reward, calls them, and checks their results.
+Finds the reward functions that --reward names, calls them, and checks their results.
 
-A reward is called by keyword with lists of N values: prompts, completions and the columns of the
-data. It gives N numbers, or None where it does not apply. Every mistake of a reward becomes a
-ValueError of one line that names it.
+A reward is called by keyword with lists of N values: prompts, completions and the data's columns.
+It returns N values: a number, or None for a completion to which it does not apply. Every mistake in
+a reward becomes a one-line ValueError that names the reward.
 
-This file does not cover the import of a user's file (rewards/functions.py), the built-in rewards
-(rewards/built_in.py), weights and advantages, and the judge's reward, which is named rubric.
+This file does not cover how a user's file is imported (rewards/functions.py), the built-in rewards
+(rewards/built_in.py), weights and advantages, or the judge's reward, which is named rubric.
 """
 
 import asyncio
@@ -37,13 +37,13 @@ from rewards.built_in import BUILT_IN, Reward
 from rewards.functions import describe_raised, load_function, place_suffix
 from rewards.statements import strip_thoughts
 
-# Arguments of rewards that exist only where there are environments.
+# Reward arguments that exist only if the task has environments.
 OF_EPISODES = ("environments", "earned")
-LARGEST_REWARD = 1e15  # the square of more overflows float32
+LARGEST_REWARD = 1e15  # the square of a larger reward may overflow float32
 
 
 class Logged(NamedTuple):
-    """What rewards gave to TRL's `log_metric` and `log_extra`."""
+    """The values that rewards passed to TRL's `log_metric` and `log_extra`."""
 
     metrics: dict[str, list[float]]
     extra: dict[str, list[Any]]  # columns of N values
@@ -66,12 +66,12 @@ class Logged(NamedTuple):
 
 class UserReward:
     """
-    A user's function, called with the arguments that TRL gives: see `call_reward`.
+    A user's function, called with the same arguments as in TRL; see `call_reward`.
 
-    messages: whether the function gets chat messages, as from TRL, or text. None until
+    messages: whether the function gets chat messages, as in TRL, rather than text. It is None until
     `call_checked` has found out.
-    state: the function's `trainer_state`: `global_step` of `max_steps` steps are done.
-    logged: what its newest call gave to `log_metric` and `log_extra`.
+    state: the function's `trainer_state`, in which `global_step` of `max_steps` steps are done.
+    logged: the values that the latest call passed to `log_metric` and `log_extra`.
     """
 
     def __init__(self, name: str, fn: Reward):
@@ -108,7 +108,7 @@ def as_messages(role: str, text: Any) -> list[dict[str, str]]:
     """
     A prompt or completion as chat messages.
 
-    A prompt may be messages already, and a conversation with tools brings its own.
+    A prompt may be a list of messages already. A conversation with tools has its own messages.
     """
     messages = getattr(text, "messages", None)
     if messages is not None:
@@ -119,14 +119,18 @@ def as_messages(role: str, text: Any) -> list[dict[str, str]]:
 
 
 def set_step(rewards: dict[str, Reward], step: int, steps: int) -> None:
-    """Tells users' functions that `step` of a run's `steps` are done."""
+    """Tells users' functions that `step` of the run's `steps` steps are done."""
     for reward in rewards.values():
         if isinstance(reward, UserReward):
             reward.state = SimpleNamespace(global_step=step, max_steps=steps)
 
 
 def load_reward(spec: str) -> tuple[str, Reward]:
-    """(name, function) of --reward: FILE.py:function, or a built-in one such as length:200."""
+    """
+    The name and the function of a reward.
+
+    spec: FILE.py:function, or a built-in reward such as length:200.
+    """
     built_in_name = spec.partition(":")[0]
     if built_in_name in BUILT_IN:
         return built_in_name, built_in.make_built_in(spec)
@@ -150,15 +154,15 @@ def call_rewards(
     weights: Mapping[str, float] | None = None,
 ) -> tuple[dict[str, list[float]], Logged]:
     """
-    The values of N completions by each reward, and what the rewards logged; see `call_reward`.
+    The values that each reward gives N completions, and what it logs; see `call_reward`.
 
     examples: one per completion. Their columns become arguments.
     columns: further arguments.
-    weights: a reward of weight 0 is a metric.
+    weights: a reward with weight 0 is only a metric.
 
-    Raises ValueError if a reward gives None for all completions. A metric may do so. So may a
-    reward beside other functions or environments of the user that gave each completion a number,
-    as with several tasks in one run.
+    Raises ValueError if a reward gives None for all completions. This is allowed for a metric. It
+    is also allowed if the user's other functions or environments gave each completion a number, as
+    in a run with several tasks.
     """
     all_columns = columns_of(examples) | columns
     prompts = [example["prompt"] for example in examples]
@@ -189,7 +193,7 @@ def _check_some_numbers(rewards: dict[str, Reward], values_by_name: dict[str, li
 
 
 def _is_silent(values: Sequence[float]) -> bool:
-    """Whether no reward gave a number."""
+    """Whether none of the values is a number."""
     return all(map(math.isnan, values))
 
 
@@ -224,17 +228,18 @@ def call_reward(
     columns: dict[str, Sequence[Any]],
 ) -> list[float]:
     """
-    The rewards of N completions by a function, sync or async: finite floats, and nan for None.
+    The rewards that a function gives N completions: finite floats, with nan in place of None.
 
-    The function is called by keyword with copies of the lists: prompts, completions and the
-    columns. It gets the arguments that it names, or all of them if it takes **kwargs. The trainer
-    adds the columns `completion_ids` (tokens without padding) and `num_tokens`. A user's function
-    may also name `trainer_state`, `log_extra` and `log_metric`, as with TRL.
+    The function may be synchronous or asynchronous. It is called by keyword with copies of the
+    lists: prompts, completions and the columns. It gets the arguments that its signature names, or
+    all of them if it takes **kwargs. The trainer adds the columns `completion_ids` (tokens without
+    padding) and `num_tokens`. A user's function may also name `trainer_state`, `log_extra` and
+    `log_metric`, as in TRL.
 
-    With several ranks, only rank 0 calls it.
+    With several ranks, only rank 0 calls the function.
 
-    Raises ValueError naming the reward and the missing column, what `fn` raised and where, or the
-    row and its value.
+    Raises ValueError, which names the reward and one of these: the missing column, the error that
+    `fn` raised and its line, or the row with a wrong value.
     """
     arguments = {"prompts": prompts, "completions": completions} | columns
     num_rows = len(completions)
@@ -257,10 +262,10 @@ def call_checked(name: str, fn: Reward, arguments: dict[str, Any], num_rows: int
     """
     Calls a reward on this rank, and checks its values.
 
-    A user's function gets text, until its first calls show that it wants chat messages. It gets
-    messages from then on if it fails on text in a way that messages cure (`_retry_with_messages`).
-    It also gets them if prompts are messages and only messages make its values differ, as it may
-    hide its errors (`_prefer_messages`).
+    A user's function gets text until its first calls show that it needs chat messages. From then
+    on, it gets messages. It needs them if it fails on text but not on messages
+    (`_retry_with_messages`). If the prompts are messages, it also needs them if its values are all
+    equal for text and differ for messages, since it may hide its errors (`_prefer_messages`).
     """
     names = reward_columns(name, fn, [*arguments, *TRAINER])
     chosen = {key: arguments[key] for key in names if key in arguments}
@@ -287,15 +292,15 @@ def call_checked(name: str, fn: Reward, arguments: dict[str, Any], num_rows: int
 
 
 def _num_distinct(values: Sequence[float]) -> int:
-    return len(set(map(str, values)))  # as texts, since nan differs from nan
+    return len(set(map(str, values)))  # compared as texts, since nan is not equal to nan
 
 
 def _prefer_messages(fn: UserReward, chosen: dict[str, Any], values: list[float]) -> list[float]:
     """
-    Calls an untried function with messages, which it gets from now on if its values then differ.
+    Calls an untried function with messages, and keeps to messages if its values then differ.
 
-    values: equal values that it gave for text. They stand if it fails now, or gives equal values
-    again; then later calls try once more.
+    values: the equal values that the function gave for text. They are returned if the function now
+    fails or again gives equal values; in that case a later call tries messages again.
     """
     logged = fn.logged
     fn.messages = True
@@ -312,14 +317,15 @@ def _prefer_messages(fn: UserReward, chosen: dict[str, Any], values: list[float]
 
 def _retry_with_messages(fn: UserReward, chosen: dict[str, Any], error: BaseException) -> Any:
     """
-    The values of an untried function for messages, which it gets from now on.
+    Calls an untried function, which failed on text, with messages, and keeps to messages.
 
-    None if it has been tried, if messages do not cure its error on text, or if it fails on them.
+    Returns None if the function is not untried, if messages cannot explain its error on text, or if
+    it fails on messages too.
     """
     if fn.messages is not None:
         return None
     if isinstance(error, IndexError) and "completions" in chosen:
-        # An empty text raises this first, and hides the next error.
+        # An empty text raises this error first, which hides the next one.
         not_empty = [text or "-" for text in chosen["completions"]]
         try:
             _call_function(fn, chosen | {"completions": not_empty})
@@ -338,7 +344,7 @@ def _retry_with_messages(fn: UserReward, chosen: dict[str, Any], error: BaseExce
 
 
 def _call_function(fn: Reward, chosen: dict[str, Any]) -> Any:
-    # A run is written to a relative path, so this undoes a change of directory by the function.
+    # The run directory may be a relative path, so a directory change by the function is undone.
     with contextlib.chdir(os.curdir):
         rewards: Any = fn(**{key: list(values) for key, values in chosen.items()})
         if inspect.isawaitable(rewards):
@@ -347,12 +353,12 @@ def _call_function(fn: Reward, chosen: dict[str, Any]) -> Any:
 
 
 async def await_any(awaitable: Any) -> Any:
-    """The result of any awaitable, as a coroutine, which event loops require."""
+    """Awaits any awaitable. Event loops require a coroutine, and not every awaitable is one."""
     return await awaitable
 
 
 def _checked_rewards(name: str, fn: Reward, rewards: Any, num_rows: int) -> list[float]:
-    """The result of a reward as N floats. Raises ValueError for anything else."""
+    """A reward's result as N floats. Raises ValueError for any other result."""
     if hasattr(rewards, "tolist"):  # arrays of any library
         rewards = rewards.tolist()
     is_list = isinstance(rewards, (list, tuple))
@@ -375,7 +381,7 @@ def _checked_rewards(name: str, fn: Reward, rewards: Any, num_rows: int) -> list
 
 
 def to_number(value: Any) -> float:
-    """A number that a reward may be, also in an array without axes; nan for anything else."""
+    """A reward as a float, also from an array without axes; nan if the value is no number."""
     if getattr(value, "ndim", None) == 0:
         value = value.item()
     if not isinstance(value, Real):
@@ -385,8 +391,8 @@ def to_number(value: Any) -> float:
 
 
 def _to_json(value: Any) -> Any:
-    """A value as JSON has it, or as text."""
-    if hasattr(value, "tolist"):  # of an array library
+    """A value in a type that JSON can hold, or its text."""
+    if hasattr(value, "tolist"):  # a value of an array library
         value = value.tolist()
     try:
         json.dumps(value, allow_nan=False)
@@ -402,7 +408,7 @@ def reward_columns(name: str, fn: Reward, available: Iterable[str]) -> list[str]
     """
     The available argument names that a reward takes.
 
-    Raises ValueError if the reward needs an argument that is not available, naming it.
+    Raises ValueError, which names the argument, if the reward needs one that is not available.
     """
     try:
         parameters = inspect.signature(fn).parameters.values()
@@ -435,8 +441,9 @@ def reward_columns(name: str, fn: Reward, available: Iterable[str]) -> list[str]
 
 def columns_read(fn: Any, columns: Sequence[str]) -> list[str]:
     """
-    The columns that a function reads: those that it names, or all if its code reads its **kwargs.
+    The columns that a function reads.
 
+    These are the columns that its signature names, or all columns if its code reads its **kwargs.
     Many rewards take **_ only to ignore the other arguments.
     """
     fn = inspect.unwrap(fn.fn if isinstance(fn, UserReward) else fn)
@@ -448,7 +455,7 @@ def columns_read(fn: Any, columns: Sequence[str]) -> list[str]:
 
 
 def _reads_variable(fn: Any, variable: str) -> bool:
-    """Whether a function's code reads a variable. True if there is no code to read."""
+    """Whether a function's code reads a variable. True if the code is not available."""
     code = getattr(fn, "__code__", None) or getattr(type(fn).__call__, "__code__", None)
     if code is None:
         return True
@@ -462,7 +469,7 @@ def _reads_variable(fn: Any, variable: str) -> bool:
 
 
 def needs_episodes(reward: Reward) -> bool:
-    """Whether a reward names an argument that only an episode with an environment has."""
+    """Whether a reward takes an argument that only an episode in an environment provides."""
     return not set(OF_EPISODES).isdisjoint(inspect.signature(reward).parameters)
 
 

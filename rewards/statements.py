@@ -1,22 +1,22 @@
 # ruff: noqa: RUF001  (words of several languages)
 """
-What a completion states: which piece of its text is its answer.
+Finds what a completion states: the piece of its text that is its answer.
 
-The rules stand in this order, and docs/data.md has a row with an example for each.
+These are the rules in order, and docs/data.md has a row with an example for each.
 
 - `strip_thoughts`: a thought states nothing.
-- `read_marks`: the last box, `####`, `<answer>` or final line "Answer: X" that is an answer of the
-  kind wins. `find_answer_line` and `find_answer_sentence` read the last line, `_are_guesses` finds
-  marks that are only guesses.
-- `read_first_statement`: the first sentence with a label such as "The answer is" states what
-  follows it. The rest explains it (`cut_explanation`), takes it back (`is_taken_back`), or leaves
-  it open (`is_open`, `is_hedge`).
+- `read_marks`: the last box, `####`, `<answer>` or final line "Answer: X" wins, if it holds an
+  answer of the requested kind. `find_answer_line` and `find_answer_sentence` read the last line.
+  `_are_guesses` finds marks that are only guesses.
+- `read_first_statement`: the first sentence with a label such as "The answer is" states the text
+  after the label. The rest explains this answer (`cut_explanation`), takes it back
+  (`is_taken_back`), or leaves it open (`is_open`, `is_hedge`).
 - `take_first_line`: a first line that stands alone states its answer; the rest explains it.
 
 The rules for one kind of answer are in rewards/choices.py, text_answers.py, math_answers.py and
 json_answers.py. rewards/verifiers.py compares a statement with the right answer.
 
-Each function takes time linear in the text.
+Each function takes time linear in the length of the text.
 """
 
 import functools
@@ -26,13 +26,13 @@ from typing import NamedTuple
 
 from rewards.texts import clean_text
 
-IsAnswer = Callable[[str], object]  # whether a piece of text is an answer of the requested kind
+IsAnswer = Callable[[str], object]  # tells whether a text is an answer of the requested kind
 
 LONGEST_LINE = 400  # characters; a longer line or sentence states nothing
 
 
 def accept_any(_: str) -> bool:
-    """An `IsAnswer` that takes every piece of text for an answer."""
+    """An `IsAnswer` that accepts every piece of text as an answer."""
     return True
 
 
@@ -60,8 +60,9 @@ def _is_closing(tag: re.Match[str]) -> bool:
 
 def strip_thoughts(text: str) -> str:
     """
-    A text without its thoughts: after the last closing tag, up to a tag that opens another thought.
+    A text without its thoughts.
 
+    The text begins after the last closing tag, and ends before a tag that opens another thought.
     A thought that never closes states nothing, so a text that begins with one becomes empty.
     """
     if not any(bracket in text for bracket in "<[\u25c1"):
@@ -80,7 +81,7 @@ def strip_thoughts(text: str) -> str:
 
 def open_thought_text(prompt: str) -> str:
     """
-    The thought that a rendered prompt opens and leaves open, from its tag on; "" without one.
+    The thought that a rendered prompt leaves open, with its opening tag; "" if there is none.
 
     Some chat templates end with "<think>". Only a tag that ends the prompt, or that begins the
     assistant's turn, opens a thought. A tag inside the user's message does not.
@@ -95,7 +96,7 @@ def open_thought_text(prompt: str) -> str:
     return prompt[last.start() :] if ends_prompt or begins_turn else ""
 
 
-# ---- labels, hedges and what takes an answer back
+# ---- labels, hedges and words that take an answer back
 
 LEAD = (
     r"(?:(?:surely|so|thus|hence|therefore|then|and|but|now|yes|okay|ok|sure|well|great|finally|"
@@ -137,7 +138,7 @@ _ANSWER = (
     r"|ה?תשובה(?: הנכונה)?"
     r"|(?:सही )?उत्तर|คําตอบ(?:ที่ถูก)?"
 )
-_IS = (  # in scripts with spaces another word must follow
+_IS = (  # in scripts with spaces, another word must follow
     r"(?:(?:(?:is|are|was|were|would be|should be|must be|has to be|will be)"
     r"(?: (?:therefore|thus|then|clearly|simply|just))?"
     r"(?: indeed)?|equals|ist|lautet|wäre|est|es|è|e'|é|to|je|är|er|là|adalah|это|هي|هو|היא|"
@@ -250,7 +251,7 @@ def has_label_word(text: str) -> bool:
 
 
 def may_take_back(text: str) -> bool:
-    """Whether a text holds a word by which `is_taken_back` may be true of one of its sentences."""
+    """Whether a text holds a word that may make `is_taken_back` true for one of its sentences."""
     return _has_word(text, _ASCII_TAKING_BACK_WORDS if text.isascii() else _TAKING_BACK_WORDS)
 
 
@@ -269,13 +270,15 @@ def is_taken_back(sentence: str) -> bool:
 
 def opens_correction(sentence: str) -> bool:
     """
-    Whether a sentence opens with "Actually" or "No". That corrects an answer if it names another.
+    Whether a sentence opens with "Actually" or "No".
+
+    Such a sentence corrects an answer if it names another one.
     """
     return bool(re.match(OPENS_CORRECTION, sentence, re.IGNORECASE))
 
 
 def is_hedge(sentence: str) -> bool:
-    """Whether a sentence with another answer leaves both open: "Or C.", "It might also be C."."""
+    """Whether a sentence adds another answer and leaves both open: "Or C.", "It might be C."."""
     return bool(_OPENS_HEDGE.match(sentence) or _HEDGES.search(sentence))
 
 
@@ -288,7 +291,7 @@ def cut_explanation(text: str) -> tuple[str, str]:
     match = EXPLAINS.search(text)
     if match and match.start():
         return text[: match.start()], text[match.start() :]
-    # a bracket of words, not of a formula
+    # a bracket that holds words, not a part of a formula
     bracket = re.search(r"\s\((?=[^()\\]*[^\W\d_]{3})[^()\\]*\)[\s.!*_]*$", text)
     if bracket and bracket.start():
         return text[: bracket.start()], text[bracket.start() :]
@@ -297,9 +300,9 @@ def cut_explanation(text: str) -> tuple[str, str]:
 
 def strip_explanation(piece: str) -> str:
     """
-    A piece of text without its explanation, as `cut_explanation` cuts it.
+    A piece of text without the explanation that `cut_explanation` finds in it.
 
-    It stays whole if the explanation leaves the answer open.
+    The piece stays whole if the explanation leaves the answer open.
     """
     if len(piece) > LONGEST_LINE:
         return piece
@@ -338,7 +341,7 @@ def join_labels(text: str) -> str:
 
 
 def split_sentences(text: str) -> list[str]:
-    """The sentences of a text. A line end ends one."""
+    """The sentences of a text. The end of a line ends a sentence."""
     sentences = []
     for line in text.split("\n"):
         begin = 0
@@ -350,7 +353,7 @@ def split_sentences(text: str) -> list[str]:
 
 
 def split_lines(text: str) -> list[str]:
-    """The lines of a text that are not empty, without the fences of Markdown."""
+    """The lines of a text that are not empty, without Markdown fences."""
     return [line for line in text.split("\n") if line.strip(" `")]
 
 
@@ -367,7 +370,9 @@ class Mark(NamedTuple):
 
 def find_boxes(text: str) -> list[Mark]:
     """
-    Each outermost \\boxed{...} that is closed and not empty, found in one pass over the braces.
+    Each outermost \\boxed{...} that is closed and not empty.
+
+    They are found in one pass over the braces.
     """
     boxes: list[Mark] = []
     if "\\boxed" not in text and "\\fbox" not in text:
@@ -414,7 +419,7 @@ def find_answer_tags(text: str) -> list[Mark]:
 
 def find_answer_line(text: str) -> list[Mark]:
     """
-    The last line, if it is "Answer: X". The label may be in another language, and in Markdown.
+    The last line, if it is like "Answer: X". The label may be in another language or in Markdown.
     """
     text = text.rstrip()
     begin = text.rfind("\n") + 1
@@ -432,7 +437,7 @@ def find_answer_sentence(text: str) -> list[Mark]:
     """
     The last line, if it is a sentence such as "The answer is 42.".
 
-    It is no mark, but `read_marks` prefers it to a box before it.
+    Such a sentence is no mark, but `read_marks` prefers it to an earlier box.
     """
     text = text.rstrip()
     begin = text.rfind("\n") + 1
@@ -452,9 +457,9 @@ def find_answer_sentence(text: str) -> list[Mark]:
 @functools.lru_cache(maxsize=2**8)
 def find_marks(text: str) -> tuple[Mark, ...]:
     """
-    All marks of a text in their order.
+    All marks in a text, in order.
 
-    A final answer line that holds another mark does not count beside it.
+    A final answer line that holds another mark is not a mark itself.
     """
     marks = find_boxes(text) + find_hashed_lines(text) + find_answer_tags(text)
     line = find_answer_line(text)
@@ -470,23 +475,23 @@ def boxed_texts(text: str) -> list[str]:
 
 def marked_texts(text: str) -> list[str]:
     """
-    All that a text marks outside its thoughts.
+    The content of all marks in a text outside its thoughts.
 
-    Marks are boxes, lines "#### 42", <answer> tags, and a last line "Answer: 42".
+    Marks are boxes, lines such as "#### 42", <answer> tags, and a last line such as "Answer: 42".
     """
     return [mark.text for mark in find_marks(strip_thoughts(text))]
 
 
 @functools.lru_cache(maxsize=2**16)
 def gold_text(answer: str) -> str:
-    """The text of a right answer that completions are compared with: its last mark, or else all."""
+    """The text with which completions are compared: a right answer's last mark, or all of it."""
     text = clean_text(strip_thoughts(answer)).strip() or clean_text(answer).strip()
     marks = marked_texts(text)
     return marks[-1] if marks else text
 
 
 def remove_marks(text: str) -> str:
-    """A text without its marks, for answers of a kind that none of the marks has."""
+    """A text without its marks, for when no mark holds an answer of the requested kind."""
     pieces = []
     end = 0
     for mark in find_marks(text):
@@ -499,12 +504,12 @@ def remove_marks(text: str) -> str:
 
 def read_marks(text: str, is_answer: IsAnswer, *, with_sentence: bool = True) -> list[str]:
     """
-    The last mark that is an answer of the kind; empty without one. If there are more, each must be
-    right.
+    The last mark that is an answer of the requested kind.
 
+    The result is empty if there is no such mark. If it holds several answers, each must be right.
     Marks before the last one are working, unless they are other guesses: see `_are_guesses`.
-    with_sentence: a last line "The answer is 42." after the marks counts like a mark, unless it
-    only repeats the last mark in more words.
+    with_sentence: a last line such as "The answer is 42." after the marks counts as a mark, unless
+    it only repeats the last mark in more words.
     """
     marks = [mark for mark in find_marks(text) if is_answer(mark.text)]
     if not marks:
@@ -525,8 +530,8 @@ def _are_guesses(text: str, mark: Mark, next_mark: Mark) -> bool:
     """
     Whether two marks are guesses.
 
-    They are if they stand in one line, are joined by "or", are called guesses, or stand alone on
-    lines of one paragraph.
+    They are guesses if they are in the same line, are joined by "or", are called guesses, or are
+    alone on their lines in the same paragraph.
     """
     between = text[mark.end : next_mark.begin]
     if "\n" not in between:
@@ -545,7 +550,7 @@ def _are_guesses(text: str, mark: Mark, next_mark: Mark) -> bool:
 
 
 def _line_before(text: str, mark: Mark) -> str:
-    """The part of a mark's line before the mark."""
+    """The part of a mark's line that is before the mark."""
     return text[text.rfind("\n", 0, mark.begin) + 1 : mark.begin]
 
 
@@ -553,7 +558,7 @@ def _line_before(text: str, mark: Mark) -> str:
 
 
 class Statement(NamedTuple):
-    """A labelled answer, and the rest of the text if an answer was taken back."""
+    """A labelled answer, and the text after it if an answer was taken back."""
 
     text: str | None  # None if no sentence has a label
     rest: str | None = None  # None if nothing was taken back
@@ -565,8 +570,9 @@ def read_first_statement(
     """
     The answer in the first sentence with a label, as in "The answer is 42. (6 bags of 7 pears.)".
 
-    The rest explains it. If the rest takes the answer back, the text after that counts. The
-    statement is "" if the rest leaves the answer open, or labels another answer without concluding.
+    The rest of the text explains the answer. If the rest takes the answer back, the text after that
+    counts instead. The statement is "" if the rest leaves the answer open, or labels another answer
+    without a conclusion.
     """
     if not has_label_word(text):
         return Statement(None)
@@ -599,7 +605,9 @@ def read_first_statement(
 
 def _read_labelled(sentence: str, is_answer: IsAnswer) -> str | None:
     """
-    The answer behind a label in a sentence; None without one, or if the sentence leaves it open.
+    The answer after a label in a sentence.
+
+    None if there is no label or no answer, or if the sentence leaves the answer open.
     """
     labelled = read_label(sentence)
     if not labelled or is_question(sentence):
@@ -610,13 +618,13 @@ def _read_labelled(sentence: str, is_answer: IsAnswer) -> str | None:
 
 
 def is_open(explanation: str) -> bool:
-    """Whether the rest of a sentence leaves another answer than its own open: "42 (or 43)"."""
+    """Whether the rest of a sentence allows a second answer, as in "42 (or 43)"."""
     return bool(re.search(rf"{OR}|{MAYBE}|\b(?:if|might|may|could)\b", explanation, re.IGNORECASE))
 
 
 def has_other(sentence: str, stated: str) -> bool:
     """
-    Whether a sentence seems to name another number or name than the stated answer, by its form.
+    Whether a sentence, by its form, seems to give a number or name other than the stated answer.
     """
     if re.search("[0-9]", stated):
         return any(
@@ -628,10 +636,10 @@ def has_other(sentence: str, stated: str) -> bool:
 
 def take_first_line(text: str, is_answer: IsAnswer) -> tuple[str, str] | None:
     """
-    A first line that is an answer and stands alone, and its explanation; None if there is none.
+    A first line that is an answer and stands alone, and the explanation after it; else None.
 
-    Each line of an explanation has four words, or ends as a sentence or a heading does. An
-    explanation does not take the line back, and does not begin as a second guess.
+    Each line of the explanation has at least four words, or ends like a sentence or a heading. The
+    explanation does not take the first line back, and does not begin with a second guess.
     """
     first, _, rest = text.strip().partition("\n")
     if not rest.strip() or len(first) > LONGEST_LINE or is_question(first) or not is_answer(first):
@@ -653,7 +661,7 @@ def take_first_line(text: str, is_answer: IsAnswer) -> tuple[str, str] | None:
     return first, rest
 
 
-def opens_with(text: str, is_answer: IsAnswer) -> str:
+def take_opening_sentence(text: str, is_answer: IsAnswer) -> str:
     """
     The first sentence of a text, if it is an answer and the rest explains it; else "".
 

@@ -1,11 +1,11 @@
 """
-Answers that are texts: what a completion states, and whether that is the right text.
+Answers that are texts: reads the statements in a completion, and compares them with the right text.
 
-`read_text_answers` tries the rules of docs/data.md, "What a completion states", in their order.
-Each rule that is special to texts is one function here. The rules for every kind of answer are in
+`read_text_answers` tries the rules in docs/data.md, "What a completion states", in order. Each rule
+that applies only to texts is one function here. The rules for every kind of answer are in
 rewards/statements.py.
 
-This file does not cover the spelling of texts (rewards/texts.py), choices (rewards/choices.py), and
+This file does not cover the spelling of texts (rewards/texts.py), choices (rewards/choices.py), or
 numbers and formulas (rewards/math_answers.py).
 """
 
@@ -58,10 +58,10 @@ def _last_sentence(text: str) -> str:
 
 def _ends_with(line: str, folded_gold: str) -> bool:
     """
-    Whether the last sentence of a line is "... is GOLD".
+    Whether the last sentence in a line is like "... is GOLD".
 
-    A sentence with a denial says something else. So does one with a number before a gold that has
-    digits.
+    A sentence with a denial means something else. If the gold answer has digits, so does a sentence
+    with a number before it.
     """
     folded_line = fold_text(line)
     if not folded_line.endswith(folded_gold):
@@ -81,11 +81,12 @@ def _ends_with(line: str, folded_gold: str) -> bool:
 
 def read_text_answers(gold: str, text: str) -> list[str]:
     """
-    The statements of a text whose right answer is the text `gold`. Each of them must be right.
+    The statements in `text`, if the right answer is the text `gold`. Each of them must be right.
 
-    `gold` sets the shape of a first line and the length of a text that is compared whole.
+    `gold` decides which shape a first line must have, and how long a text that is compared whole
+    may be.
     """
-    can_cut = not cut_explanation(gold)[1]  # "Paris (Texas)" is whole
+    can_cut = not cut_explanation(gold)[1]  # "Paris (Texas)" is not cut
     marks = statements.read_marks(text, statements.accept_any)
     if marks and can_cut:
         return [strip_explanation(mark) for mark in marks]
@@ -117,9 +118,10 @@ def _is_equal(first: str, second: str) -> bool:
 
 def _has_shape_of(line: str, gold: str) -> bool:
     """
-    Whether a line looks like the right answer, and so stands for an answer.
+    Whether a line looks like the right answer, and so counts as an answer.
 
-    It has no more words than `gold`, digits and a capital where `gold` has them, and is no heading.
+    Such a line has no more words than `gold`, has digits and a capital if `gold` has them, and is
+    no heading.
     """
     if _is_equal(line, gold):
         return True
@@ -137,17 +139,19 @@ def _has_shape_of(line: str, gold: str) -> bool:
 
 def _read_first_sentence(text: str, gold: str) -> str:
     """
-    The first sentence of "Canberra. It was built in 1913.", if it is the right answer or says it.
+    The first sentence of a text, if it is the right answer or states it; else "".
+
+    An example is "Canberra. It was built in 1913.".
     """
 
     def is_answer(sentence: str) -> bool:
         return _is_equal(sentence, gold) or _says(sentence, gold)
 
-    return statements.opens_with(text, is_answer)
+    return statements.take_opening_sentence(text, is_answer)
 
 
 def _says(sentence: str, gold: str) -> bool:
-    """Whether a sentence is "The capital is GOLD.". A report of what others say is none."""
+    """Whether a sentence is like "The capital is GOLD.", and does not report others' words."""
     if not re.match(r"\W*(?:The|It|It's)\b", sentence) or _REPORT.search(sentence):
         return False
     return _ends_with(sentence, fold_text(gold))
@@ -155,10 +159,10 @@ def _says(sentence: str, gold: str) -> bool:
 
 def _read_bold_piece(text: str) -> str:
     """
-    The only bold piece of a text, if it is stated: "The capital is **Paris**, on the Seine."
+    The only bold piece in a text, if the text states it: "The capital is **Paris**, on the Seine."
 
-    It is "" for a denial, a question, a hedge, an answer that is taken back, and several lines on
-    both sides.
+    The result is "" for a denial, a question, a hedge, an answer that is taken back, and a bold
+    piece with several lines on both sides.
     """
     pieces = list(re.finditer(r"\*\*([^*\n]{1,200})\*\*", text)) if "**" in text else []
     if len(pieces) != 1:

@@ -1,7 +1,7 @@
 """
-Texts as they are compared: one spelling for characters that look or mean the same.
+Prepares texts for comparison: gives characters that look or mean the same a single spelling.
 
-This file does not cover which part of a text is its answer (rewards/statements.py), and the values
+This file does not cover which part of a text is its answer (rewards/statements.py), or the values
 of numbers (rewards/quantities.py).
 """
 
@@ -32,15 +32,15 @@ _FULL_STOPS = "\u0964\u0965\u06d4\u1362"  # of Hindi, Urdu and Amharic
 _DRESS = " *_$\u00a1\u00bf" + _QUOTES
 
 
-# Words that lead to an answer in other languages, as "La capital es", and words before them that
-# deny it or add another answer.
+# Words that lead to an answer in other languages, as in "La capital es" (_LEAD), and words before
+# them that deny the answer or add another one (_OTHERWISE).
 _COPULAS = "es son ist sind est sont è é sono são jest är er este это це είναι هو هي"
 _ARTICLES = "el la los las le les der die das il lo o os as um uma un una une ein eine"
 _LEAD = re.compile(
     rf"(?:\b(?:{'|'.join(_COPULAS.split())})\b[\s*_`\"'(\[]*(?:(?:{'|'.join(_ARTICLES.split())}) |"
     rf"l')?"
-    r"|\w(?<!また)(?<!もしく)(?<!あるい)は"  # a topic, and no "or"
-    r"|(?<![不还還或])是"  # is, and no "is not" or "or"
+    r"|\w(?<!また)(?<!もしく)(?<!あるい)は"  # the topic particle, but not in a word for "or"
+    r"|(?<![不还還或])是"  # "is", but not in "is not" or in a word for "or"
     r"|[은는] )[\s\"'(\[「『“«]*$"
 )
 _OTHERWISE = re.compile(
@@ -53,9 +53,9 @@ _COPULA_BEHIND = re.compile(r"(?:です|でした|입니다)$")
 
 class _Characters(dict[int, str | None]):
     """
-    Maps each character to the one that it is compared as.
+    Maps each character to the character with which it is replaced for the comparison.
 
-    An entry is made when a character is first met.
+    An entry is made when a character first occurs.
     """
 
     def __missing__(self, code: int) -> str | None:
@@ -89,7 +89,7 @@ _CHARACTERS = _Characters()
 
 def clean_text(text: str) -> str:
     """
-    A text in Unicode's form NFKC, with ASCII digits and hyphens and without format characters.
+    A text in Unicode form NFKC, with ASCII digits and hyphens, and without format characters.
 
     Superscripts and vulgar fractions stay as they are, since their plain digits would mean other
     numbers.
@@ -115,8 +115,9 @@ def fold_text(text: str) -> str:
     """
     A text in the form in which texts are compared.
 
-    It is in lower case, and in the form of `clean_text`. It has no Markdown, no quotes of any
-    script, no full stop, no English article, no `\\text{}`, and no brackets around a single word.
+    The result is in lower case and in the form that `clean_text` returns. It has no Markdown, no
+    quotes in any script, no full stop, no English article, no `\\text{}`, and no brackets around a
+    single word.
     """
     text = re.sub(
         r"\\(?:text|math)[a-z]*\{([^{}]*)\}", r"\1", replace_superscripts(clean_text(text))
@@ -151,8 +152,9 @@ def _is_quote(character: str) -> bool:
 
 def ends_in_lead(head: str) -> bool:
     """
-    Whether a sentence's beginning leads to its answer, as "La capital es" does. English is left
-    out.
+    Whether the beginning of a sentence leads to its answer, as "La capital es" does.
+
+    This function does not cover English.
     """
     lead = _LEAD.search(head)
     return lead is not None and not _OTHERWISE.search(head[: lead.start()])

@@ -1,16 +1,17 @@
 """
-Units of measure by their spellings, and what a text like "m/s^2" or "square metres per hour" says
-in them.
+Knows units of measure by their spellings, and reads texts such as "m/s^2" or "square metres per
+hour".
 
-Units are compared by name: "m" is "metres", but 1,000 m is not 1 km. Left out: conversions.
+Units are compared by name: "m" is "metres", but 1,000 m is not 1 km. This file does not cover
+conversions.
 """
 
 import functools
 import re
 from typing import NamedTuple
 
-# A line is a unit, its symbols and its other names. Units with a star take the prefixes below.
-# Plurals need no entry. A spelling that stands in more than one line agrees with each of them.
+# Each line has a unit, its symbols and its other names. Units with a star take the prefixes below.
+# Plurals need no entry. A spelling that is in several lines agrees with each of their units.
 _SPELLINGS = """
 *metre: m, meter
 *gram: g, gramme, gm
@@ -140,12 +141,12 @@ _COMPOUNDS = {  # spelled as one word
 _POWERS = {"square": 2, "sq": 2, "sq.": 2, "cubic": 3, "cu": 3, "cu.": 3}
 _POWERS_BEHIND = {"squared": 2, "cubed": 3, "square": 2, "cube": 3}
 
-Units = frozenset[str]  # names of units, any of which a spelling may mean
+Units = frozenset[str]  # the names of all units that a spelling may mean
 
 
 class Measure(NamedTuple):
     """
-    The units behind a number, then its words, as in "5 kg of flour".
+    The units after a number, and then the words, as in "5 kg of flour".
 
     The units of m/s^2 are ((metre, 1), (second, -2)).
     """
@@ -177,7 +178,7 @@ def _make_table() -> dict[str, Units]:
                 for prefix_spelling in prefix_spellings:
                     table.setdefault(prefix_spelling + spelling, set()).add(prefix + name)
 
-    for spelling in "cd", "min", "ft", "pt":  # never a prefix and a unit
+    for spelling in "cd", "min", "ft", "pt":  # these are never a prefix and a unit
         names = table[spelling]
         table[spelling] = {
             name for name in names if not name.startswith(("centi", "milli", "femto"))
@@ -194,9 +195,9 @@ for _spelling, _names in _TABLE.items():
 @functools.lru_cache(maxsize=2**12)
 def find_unit(word: str) -> Units | None:
     """
-    The units that a word may mean; None for other words. A plural means the same.
+    The units that a word may mean; None if the word is no unit. A plural means the same units.
 
-    Capitals count where spellings differ only in them: mW and MW.
+    Capitals matter if spellings differ only in them, as mW and MW do.
     """
     for table, spelling in ((_TABLE, word), (_FOLDED, word.casefold())):
         singulars = [spelling]
@@ -219,11 +220,11 @@ _TOKEN = re.compile(
 
 def read_measure(text: str, money: str | None = None) -> Measure:
     """
-    The units at the beginning of a text, then its words.
+    The units at the beginning of a text, and then the words.
 
-    "/" and "per" divide by the next unit, or by all units of a bracket. "square" and "cubic" are
-    powers of the unit behind them.
-    money: a sign before the number.
+    "/" and "per" divide by the next unit, or by all units in a bracket. "square" and "cubic" are
+    powers of the unit after them.
+    money: a currency sign before the number.
     """
     reader = _MeasureReader(_split(text))
     if money:
@@ -242,9 +243,9 @@ class _MeasureReader:
         self.tokens = tokens
         self.place = 0
         self.powers: dict[Units, int] = {}
-        self.is_divided = False  # by the next unit
-        self.is_in_divisor = False  # in the bracket that divides
-        self.power = 1  # of the next unit
+        self.is_divided = False  # whether the next unit divides
+        self.is_in_divisor = False  # whether the next unit is in a bracket that divides
+        self.power = 1  # the power of the next unit
 
     @property
     def rest(self) -> list[str]:
@@ -254,7 +255,7 @@ class _MeasureReader:
         self.powers[unit] = self.powers.get(unit, 0) + power
 
     def skip_sign(self) -> bool:
-        """Steps over a sign that changes the units behind it, or joins them."""
+        """Steps over a sign that changes or joins the units after it. False if there is no sign."""
         if not self.rest:
             return False
         word = self.rest[0].casefold()
@@ -284,7 +285,7 @@ class _MeasureReader:
         """
         Reads a unit and its power.
 
-        A word that is no unit ends the measure. Behind "per" it is the last unit.
+        A word that is no unit ends the measure. After "per", such a word is the last unit.
         """
         if not self.rest:
             return False
@@ -307,7 +308,9 @@ class _MeasureReader:
 
 def _split(text: str) -> list[str]:
     """
-    The words and signs of a text, up to its first other character or the full stop of a sentence.
+    The words and signs at the beginning of a text.
+
+    They end before the first other character, or before the full stop of a sentence.
     """
     tokens = []
     place = 0
@@ -325,7 +328,7 @@ def _split(text: str) -> list[str]:
 
 
 def _unit_at(tokens: list[str], place: int) -> tuple[str | Units | None, int]:
-    """The unit at a place, as a compound or as its possible names, and how many tokens spell it."""
+    """The unit at a place, as a compound or as its possible names, and its number of tokens."""
     for num in (2, 1):
         if place + num > len(tokens):
             continue
@@ -344,8 +347,9 @@ def _unit_at(tokens: list[str], place: int) -> tuple[str | Units | None, int]:
 
 def _is_preposition(tokens: list[str], place: int) -> bool:
     """
-    Whether "in" stands before a word, as in "42 in total". Before "per" and "squared" it is the
-    inch.
+    Whether "in" at a place is the preposition before a word, as in "42 in total".
+
+    Before "per" and "squared", it means inch.
     """
     following = tokens[place + 1 : place + 2]
     if not following or following[0] in {"per", *_POWERS_BEHIND}:
@@ -360,7 +364,7 @@ def _is_time(tokens: list[str], place: int) -> bool:
 
 
 def _power_and_length_at(tokens: list[str], place: int) -> tuple[int, int]:
-    """The power behind a unit, and how many tokens spell it."""
+    """The power after a unit, and its number of tokens."""
     if place >= len(tokens):
         return 1, 0
     token = tokens[place]
@@ -388,10 +392,10 @@ def _singular(word: str) -> str:
 
 def is_same_measure(right: Measure, stated: Measure) -> bool:
     """
-    Whether two measures agree. An empty one agrees with any.
+    Whether two measures agree. An empty measure agrees with any other.
 
-    The words of the right answer must come first among those that are stated: "3 apples left"
-    states "3 apples", and "3 pears" does not.
+    The stated words must begin with the right answer's words: "3 apples left" states "3 apples",
+    and "3 pears" does not.
     """
     if not right or not stated:
         return True

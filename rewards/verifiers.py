@@ -1,11 +1,11 @@
 """
-Verifiers by name: each gives 1 to a completion that states the column `answer`, else 0.
+Verifiers by name: each gives a completion 1 if it states the answer in the column `answer`, else 0.
 
-A verifier has two parts. Its reader finds the statements of a completion. The first rule that finds
-an answer counts, and each statement that it finds must be right. Its comparison tells whether a
-statement is the right answer. `VERIFIERS` is the table of verifiers.
+A verifier has two parts. The reader finds the statements in a completion. The first rule that finds
+an answer counts, and each statement that this rule finds must be right. The comparison tells
+whether a statement is the right answer. `VERIFIERS` is the table of verifiers.
 
-Every rule of docs/data.md, "What a completion states", is a function:
+Every rule in docs/data.md, "What a completion states", is a function:
 
 | rule | function |
 |---|---|
@@ -28,13 +28,13 @@ Every rule of docs/data.md, "What a completion states", is a function:
 | a question or a denial | statements.is_question, texts.DENIAL |
 
 `read_text_answers`, `read_math_answers`, `read_choice_answers` and `find_json_statements` apply the
-rules in their order.
+rules in order.
 
-Nothing in a completion is evaluated as code, and each step takes time linear in the text, since a
-policy is paid for every hole that it finds.
+Nothing in a completion is evaluated as code, and each step takes time linear in the length of the
+text, since a policy is paid for every loophole that it finds.
 
-This file does not cover number words, and most denials and comparisons: see the end of that
-section.
+This file does not cover number words, or most denials and comparisons: see the end of that section
+in docs/data.md.
 """
 
 import functools
@@ -49,15 +49,16 @@ from rewards.mathematics import Verdict, math_pool
 from rewards.statements import gold_text
 from rewards.texts import clean_text, fold_text
 
-Answer = str | list[str]  # any text of a list is right
+Answer = str | list[str]  # each text in a list is right
 Verifier = Callable[..., list[float]]
-Reader = Callable[[str, str], list[str]]  # from a right answer and a text to the text's statements
-Comparison = Callable[[str, str], Verdict]  # of a right answer and a statement
+Reader = Callable[[str, str], list[str]]  # takes a right answer and a text; gives the statements
+Comparison = Callable[[str, str], Verdict]  # compares a right answer with a statement
 
-# Words of an answer that is compared as a text. Longer ones can hardly be repeated to the letter.
+# The most words in an answer that is compared as a text. A model can hardly repeat a longer answer
+# to the letter.
 MOST_WORDS = 8
-MOST_CHOICES = 10  # distinct answers of a data set of choices
-LEAST_ROWS = 3  # for each of its choices
+MOST_CHOICES = 10  # the most distinct answers in a data set of choices
+LEAST_ROWS = 3  # the fewest rows for each of these choices
 
 
 # ---- one verifier
@@ -67,7 +68,7 @@ def right_answers(answer: Any) -> list[str]:
     """
     The right answers in a row's column `answer`.
 
-    Any text of a list is right. Empty for no answer.
+    Each text in a list is right. The result is empty if there is no answer.
     """
     members = answer if isinstance(answer, (list, tuple)) else [answer]
     return [str(member) for member in members if member is not None and str(member).strip()]
@@ -75,10 +76,10 @@ def right_answers(answer: Any) -> list[str]:
 
 def make_verifier(read: Reader, is_right: Comparison) -> Verifier:
     """
-    A verifier that gives 1 to a completion whose statements are all right, else 0.
+    A verifier that gives a completion 1 if all of its statements are right, else 0.
 
-    A completion without a statement is wrong. Where a row has several right answers, any of them
-    may be stated.
+    A completion without a statement is wrong. If a row has several right answers, the completion
+    may state any of them.
     """
 
     def compare_text(text: str, gold: str) -> list[Verdict]:
@@ -102,9 +103,9 @@ def make_verifier(read: Reader, is_right: Comparison) -> Verifier:
 
 def _find_right(rows: list[list[list[Verdict]]]) -> set[Verdict]:
     """
-    True, and the pairs of formulas that the workers find equal.
+    The verdicts that mean "right": True, and each pair of formulas that the workers find equal.
 
-    All pairs are asked for at once.
+    All pairs are sent to the workers at once.
     """
     distinct: set[Verdict] = set()
     for row in rows:
@@ -129,10 +130,10 @@ same_json = make_verifier(json_answers.find_json_statements, json_answers.is_sam
 
 
 def choice_of(names: Collection[str]) -> Verifier:
-    """The verifier of answers that are one of a few names."""
+    """The verifier for answers that are each one of a few names."""
     known_choices = choices.Choices({gold_text(name) for name in names})
 
-    @functools.lru_cache(maxsize=2**10)  # all right answers of a row need the same text
+    @functools.lru_cache(maxsize=2**10)  # a text is read again for each right answer of its row
     def read_text(text: str) -> list[str]:
         return choices.read_choice_answers(text, known_choices)
 
@@ -154,14 +155,14 @@ def is_name(answer: str) -> bool:
 
 
 class Kind(NamedTuple):
-    """A kind of answers and its verifier."""
+    """A kind of answer and its verifier."""
 
     fits: Callable[[str], object]  # whether an answer is of this kind
-    make: Callable[[Sequence[str]], Verifier]  # from all answers
+    make: Callable[[Sequence[str]], Verifier]  # makes the verifier from all answers
     description: str
 
 
-VERIFIERS = {  # strictest first, as `auto` tries them
+VERIFIERS = {  # strictest first, the order in which `auto` tries them
     "json": Kind(
         fits=json_answers.read_json,
         make=lambda _: same_json,
@@ -201,7 +202,7 @@ VERIFIERS = {  # strictest first, as `auto` tries them
 
 
 def is_compared(answer: Answer) -> bool:
-    """Whether a verifier compares this answer: it can be repeated to the letter, or has a value."""
+    """Whether a verifier can compare this answer: it is short enough to repeat, or has a value."""
     return any(map(_is_comparable, right_answers(answer)))
 
 
@@ -215,13 +216,14 @@ def _is_comparable(answer: str) -> bool:
 
 def choose(name: str, answers: Sequence[Answer]) -> tuple[str, Verifier]:
     """
-    The name of a verifier, and its function. That gives None for rows whose answer is not
-    `is_compared`.
+    The name and the function of a verifier.
 
-    name: a key of `VERIFIERS`, or `auto` for the strictest one that fits all answers.
-    answers: one per row. Any member of a list is a right answer.
+    The function gives None for rows whose answer cannot be compared, according to `is_compared`.
 
-    Raises ValueError if the verifier cannot compare with one of the answers, naming that answer.
+    name: a key of `VERIFIERS`, or `auto` for the strictest verifier that fits all answers.
+    answers: one per row. Each member of a list is a right answer.
+
+    Raises ValueError, which names the answer, if the verifier cannot compare with one of them.
     """
     golds: list[str] = []
     for answer in answers:
@@ -246,7 +248,7 @@ def choose(name: str, answers: Sequence[Answer]) -> tuple[str, Verifier]:
 
 
 def _strictest_fitting(golds: Sequence[str]) -> str:
-    """The first verifier of the table that fits all answers."""
+    """The name of the first verifier in the table that fits all answers."""
     num_distinct = len(set(map(fold_text, golds)))
     are_choices = num_distinct <= MOST_CHOICES and len(golds) >= LEAST_ROWS * num_distinct
     for name, kind in VERIFIERS.items():

@@ -1,1 +1,1 @@
-"""Processes that check hostile answers."""
+"""Processes that check answers, which may be hostile."""

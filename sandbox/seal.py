@@ -1,14 +1,16 @@
 """
-A seal on the process that reads hostile text. Afterwards it only computes and uses open channels.
+A seal for a process that reads hostile text. A sealed process can only compute and use channels
+that are already open.
 
-There are three walls. Python's audit hook refuses everything that reading a text does not need, and
-records the attempt. Limits of the system bound memory, files and processes. The kernel refuses
-system calls: by seccomp on Linux, by the sandbox `pure-computation` on macOS. docs/data.md says
-what each wall stops, and where.
+There are three walls. Python's audit hook refuses and records every action that reading a text does
+not need. System limits bound memory, files and processes. The kernel refuses system calls: through
+seccomp on Linux, and through the sandbox `pure-computation` on macOS. docs/data.md lists what each
+wall stops on each system.
 
-Python code that runs inside could still claim any score for its own text: a process is no boundary
-to itself. Therefore no scorer evaluates an answer as Python; see rewards/formulas.py.
-This file does not cover the processes and their questions (sandbox/workers.py).
+Python code that runs inside the process could still claim any score for its own text, because a
+process cannot be sealed against itself. Therefore no scorer evaluates an answer as Python; see
+rewards/formulas.py. This file does not cover the processes and their questions
+(sandbox/workers.py).
 """
 
 import ctypes
@@ -21,15 +23,15 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-# bytes: of address space on Linux; on macOS of the process's footprint, which the owner watches
+# bytes of address space on Linux; on macOS bytes of the footprint, which the owner watches
 MEMORY = 2**30
 # environment variables that a sealed process gets; no API key is among them
 PASSED_VARIABLES = (
     "PATH LANG LC_ALL LC_CTYPE LD_LIBRARY_PATH DYLD_LIBRARY_PATH PYTHONDONTWRITEBYTECODE "
     "PYTHONPYCACHEPREFIX"
 ).split()
-# The audit events of computer algebra: it parses, copies, makes arrays and reads the signature of a
-# function.
+# The audit events of computer algebra, which parses, copies, makes arrays and reads the signatures
+# of functions.
 HARMLESS = frozenset(
     {"compile", "builtins.id", "array.__new__", "__code__", "__defaults__", "__kwdefaults__"}
 )
@@ -42,12 +44,12 @@ sched_yield 24 124, mremap 25 216, madvise 28 233, nanosleep 35 101, setitimer 3
 getpid 39 172, exit 60 93, futex 202 98, restart_syscall 219 128, clock_gettime 228 113,
 clock_nanosleep 230 115, exit_group 231 94, getrandom 318 278
 """
-# machine -> column of `_CALLS`, AUDIT_ARCH, SYS_seccomp
+# machine -> its column in `_CALLS`, AUDIT_ARCH, SYS_seccomp
 _MACHINES = {"x86_64": (1, 0xC000003E, 317), "aarch64": (2, 0xC00000B7, 277)}
 
 
 def environment(home: str) -> dict[str, str]:
-    """The environment variables of a sealed process. home: an empty directory, all of its disk."""
+    """The environment variables of a sealed process. home: its only directory, which is empty."""
     passed = {name: os.environ[name] for name in PASSED_VARIABLES if name in os.environ}
     return passed | {"HOME": home, "TMPDIR": home}
 
@@ -56,18 +58,18 @@ def seal_process(refused: list[str]) -> str:
     """
     Seals this process for good.
 
-    refused: gets the first event that the audit hook refuses.
-    Returns what the kernel does not enforce here, or "".
+    refused: the audit hook adds the first event that it refuses to this list.
+    Returns a text that names what the kernel does not enforce on this system; "" if nothing.
     """
-    os.dup2(1, 2)  # stdout, which nobody reads
-    # whoever prints does not fail, and nothing appears
+    os.dup2(1, 2)  # stderr becomes stdout, which nobody reads
+    # code that prints does not fail, and nothing appears
     sys.stdout = None
     sys.stderr = None
     missing = ""
     if sys.platform == "darwin":
         missing = _apply_sandbox()
 
-    # NOFILE: open files stay open, no file is added
+    # NOFILE: open files stay open, and no further file can be opened
     limits = {"CORE": 0, "FSIZE": 0, "NOFILE": 0, "NPROC": 0}
     if sys.platform == "linux":
         limits["AS"] = MEMORY
@@ -83,7 +85,7 @@ def _make_hook(refused: list[str]) -> Callable[[str, tuple[Any, ...]], None]:
     """
     Makes the audit hook.
 
-    The hook uses no global name, because text that runs could give the name another meaning.
+    The hook uses no global name, because hostile code could assign another object to that name.
     """
     harmless = HARMLESS
     refusal = RuntimeError
@@ -100,9 +102,9 @@ def _make_hook(refused: list[str]) -> Callable[[str, tuple[Any, ...]], None]:
 
 def _apply_seccomp() -> str:
     """
-    Makes Linux answer EPERM to all system calls except `_CALLS`, in all threads, for good.
+    Makes Linux refuse all system calls except `_CALLS` with EPERM, in all threads, for good.
 
-    Returns why it could not, or "".
+    Returns the reason if that fails, else "".
     """
     if platform.machine() not in _MACHINES:
         return f"no table of system calls for {platform.machine()}"
@@ -110,9 +112,9 @@ def _apply_seccomp() -> str:
     numbers = [int(call.split()[column]) for call in _CALLS.split(",")]
 
     # BPF instructions: (code, jump if true, jump if false, operand)
-    load = 0x20  # a word of the call's record
-    equal = 0x15  # a comparison with two jumps
-    give = 0x06  # the verdict
+    load = 0x20  # loads a word of the system call's record
+    equal = 0x15  # compares, and jumps in either case
+    give = 0x06  # returns the verdict
     kill = 0x80000000
     refuse = 0x00050000 | errno.EPERM
     allow = 0x7FFF0000
@@ -125,7 +127,7 @@ def _apply_seccomp() -> str:
 
     libc = ctypes.CDLL(None, use_errno=True)
     word = ctypes.c_ulong
-    # PR_SET_NO_NEW_PRIVS: without it only root may set a filter
+    # PR_SET_NO_NEW_PRIVS, without which only root may set a filter
     libc.prctl(38, word(1), word(0), word(0), word(0))
     filter_record = struct.pack("HP", len(code), ctypes.addressof(program))
     # SECCOMP_SET_MODE_FILTER, in all threads
@@ -135,9 +137,9 @@ def _apply_seccomp() -> str:
 
 def _apply_sandbox() -> str:
     """
-    Puts macOS's own sandbox on: no file, connection, process or service.
+    Turns on macOS's own sandbox, which forbids files, connections, processes and services.
 
-    Apple calls it deprecated since 2011. Returns why it could not, or "".
+    Apple has called this function deprecated since 2011. Returns the reason if it fails, else "".
     """
     system = ctypes.CDLL("/usr/lib/libSystem.B.dylib")
     if not hasattr(system, "sandbox_init"):

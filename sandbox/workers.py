@@ -1,15 +1,16 @@
 """
-Processes that answer questions which may hang or crash. Each question has a time limit.
+Processes (workers) for questions that may hang or crash them. Each question has a time limit.
 
-A limit inside a process does not hold: signals reach only its main thread, and none interrupts one
-long multiplication. A worker sets an alarm for itself. If that does not stop it, its owner kills it
-and starts another.
+A process cannot reliably limit its own time: signals reach only its main thread, and no signal
+interrupts one long multiplication. Therefore a worker sets an alarm for itself, and if the alarm
+does not stop the worker, its owner kills it and starts another one.
 
-A sealed worker reads hostile text. Its owner accepts one short frame for each question, JSON with
-the question's random number. Anything else ends the worker. Nothing is unpickled.
+A sealed worker reads hostile text. For each question its owner accepts one short frame: JSON that
+contains the question's random number. The owner ends a worker that sends anything else. Nothing is
+unpickled.
 
-A worker builds its answering function once: `module:function`, called with given arguments. This
-file leaves out the questions, and the seal itself (sandbox/seal.py).
+A worker builds its answering function once, by calling `module:function` with given arguments. This
+file does not cover the questions and the seal itself (sandbox/seal.py).
 """
 
 import atexit
@@ -42,11 +43,11 @@ ROOT = str(Path(__file__).parent.parent)  # the directory from which a worker im
 LATE = "took longer than its limit"
 LARGE = "took more memory than its limit"
 FORGED = "sent what is no answer to its question"
-GRACE = 1.0  # seconds after the limit; then a worker that did not stop itself is killed
-BUSY = 3.0  # wall-clock limit over the limit of processor time, for a machine that others use too
+GRACE = 1.0  # seconds past the limit after which a worker that has not stopped is killed
+BUSY = 3.0  # wall-clock limit / processor-time limit; others may use the machine too
 START = 300.0  # seconds that a worker may take to build its answering function
-MAX_BYTES = {False: 2**26, True: 2**16}  # of an answer, by whether the worker is sealed
-# where the owner watches a sealed worker's memory; Linux limits it
+MAX_BYTES = {False: 2**26, True: 2**16}  # the longest answer; keys: whether the worker is sealed
+# whether the owner must watch a sealed worker's memory; Linux limits the memory itself
 WATCHED = sys.platform == "darwin"
 HEAD = struct.Struct(">I")  # the number of bytes that follow
 
@@ -56,7 +57,7 @@ class Answer(NamedTuple):
 
     value: Any = None
     error: str = ""  # one line; `LATE` if it took too long
-    broken: bool = False  # whether the question ended the worker
+    broken: bool = False  # whether the worker had to end because of the question
 
 
 # ---- in the owner
@@ -64,9 +65,9 @@ class Answer(NamedTuple):
 
 class Pool:
     """
-    Up to `num` workers. Each is started at its first question.
+    Up to `num` workers. Each is started when it gets its first question.
 
-    A worker has an empty directory, and no key of the environment.
+    A worker has an empty directory and no API key among its environment variables.
     """
 
     def __init__(
@@ -79,18 +80,18 @@ class Pool:
         sealed: bool = False,
     ):
         """
-        target: `module:function`, which a worker calls with `arguments`; it returns the function
-        that answers. Arguments, questions and answers are JSON.
+        target: `module:function`. A worker calls this function with `arguments`, and gets the
+        function that answers questions. Arguments, questions and answers are JSON.
         limit: seconds of processor time for one question.
-        sealed: the last part of a question is hostile text, so each worker calls
-        `seal.seal_process`, and a line names answers that broke their worker.
+        sealed: whether the last part of a question is hostile text. If so, each worker calls
+        `seal.seal_process`, and a printed line counts the answers that broke their worker.
         """
         self.target = target
         self.arguments = arguments
         self.num = num
         self.limit = limit
         self.sealed = sealed
-        self.workers = list[_Worker]()  # those that run
+        self.workers = list[_Worker]()  # the running workers
         self.lock = threading.Lock()  # guards `workers`
         self.free = queue.LifoQueue[_Worker | None]()  # None: a worker that is not started yet
         self.is_closing = False
@@ -120,7 +121,7 @@ class Pool:
         return answers
 
     def _answer(self, question: Any) -> Answer:
-        """Asks a free worker. Runs in a thread of its own."""
+        """Asks a free worker. This method runs in a thread of its own."""
         worker = self.free.get()
         try:
             if worker is None or worker.process.poll() is not None:
@@ -134,7 +135,7 @@ class Pool:
         return answer
 
     def _should_retry(self, worker: "_Worker", answer: Answer) -> bool:
-        """Whether an earlier question may have broken the worker: then a fresh one is asked."""
+        """Whether to ask a fresh worker, because an earlier question may have broken this one."""
         is_suspect = answer.broken and answer.error != LATE and self.sealed
         return is_suspect and worker.num_answered > 1 and not self.is_closing
 
@@ -153,11 +154,11 @@ class Pool:
 
 
 class _Worker:
-    """One process. It prints nothing, because its user cannot fix what libraries warn about."""
+    """One process. It prints nothing, because a user cannot act on the warnings of libraries."""
 
     def __init__(self, target: str, arguments: tuple[Any, ...], sealed: bool):
         self.sealed = sealed
-        self.num_answered = -1  # the first answer, to the arguments, does not count
+        self.num_answered = -1  # so that the answer to `arguments`, the first one, does not count
         self.home = tempfile.TemporaryDirectory(prefix="gwen-worker-")
         self.socket, worker_socket = socket.socketpair()
         descriptor = worker_socket.fileno()
@@ -184,7 +185,7 @@ class _Worker:
             _warn_of_weak_seal(answer.value)
 
     def answer(self, question: Any, limit: float) -> Answer:
-        """Asks the worker, and ends it if it gives no valid answer in time."""
+        """Asks the worker, and ends it if no valid answer arrives in time."""
         number = secrets.randbits(128)
         try:
             frame = _make_frame(number, question, limit)
@@ -215,9 +216,9 @@ class _Worker:
 
     def _receive_answer(self, number: int, deadline: float) -> tuple[Any, str, bool]:
         """
-        The value, the error and whether the worker is broken.
+        The value, the error, and whether the worker is broken.
 
-        Raises ValueError or TypeError if the frame is no answer to the question of this number.
+        Raises ValueError or TypeError if the frame does not answer the question with this number.
         """
         (size,) = HEAD.unpack(self._receive(HEAD.size, deadline))
         if size > MAX_BYTES[self.sealed]:
@@ -231,7 +232,7 @@ class _Worker:
 
     def _receive(self, size: int, deadline: float) -> bytearray:
         """
-        The next `size` bytes.
+        The next `size` bytes from the worker.
 
         Raises TimeoutError after the deadline, MemoryError if a watched worker is too large, and
         ConnectionError if the worker has ended.
@@ -252,7 +253,7 @@ class _Worker:
         return received
 
     def _describe_end(self) -> str:
-        """How a worker ended that answers no more."""
+        """How the worker ended, for a worker that no longer answers."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(GRACE)
         status = self.process.poll()
@@ -270,7 +271,7 @@ def _make_environment(home: str) -> dict[str, str]:
     path_text = os.environ.get("PYTHONPATH", "")
     paths = [os.path.abspath(path) for path in path_text.split(os.pathsep) if path]
     return seal.environment(home) | {
-        # hashes of strings order sets, and so decide what some generators of problems draw
+        # hashes of strings decide the order of sets, and so what some problem generators draw
         "PYTHONHASHSEED": "0",
         "PYTHONPATH": os.pathsep.join((ROOT, *paths)),
         "OPENBLAS_NUM_THREADS": "1",
@@ -287,7 +288,7 @@ def _footprint(pid: int) -> int:
 
 @functools.cache
 def _warn_of_weak_seal(missing: str) -> None:
-    """Prints once what the kernel does not enforce here."""
+    """Prints once what the kernel does not enforce on this system."""
     print(
         f"the seal of workers holds only in part here ({missing}); docs/data.md says what is left",
         file=sys.stderr,
@@ -303,7 +304,7 @@ def _make_frame(*content: Any) -> bytes:
 
 
 class _TooLate(BaseException):
-    """The alarm. It is no Exception, because libraries catch those."""
+    """Raised by the alarm. It is not an Exception, because libraries catch every Exception."""
 
 
 def _on_alarm(_: int, __: FrameType | None) -> None:
@@ -311,19 +312,19 @@ def _on_alarm(_: int, __: FrameType | None) -> None:
 
 
 def _describe_error(error: BaseException) -> str:
-    """An error in one line. A ValueError is already one of Gwen's lines."""
+    """An error in one line. The text of a ValueError is already a line for the user."""
     return str(error)[:2000] if type(error) is ValueError else format_error(error)
 
 
 def _read_question(source: BinaryIO) -> Any:
-    """The next question's number, content and limit; None once the owner is gone."""
+    """The next question's number, content and time limit; None once the owner is gone."""
     head = source.read(HEAD.size)
     return json.loads(source.read(*HEAD.unpack(head))) if head else None
 
 
 def serve(source: BinaryIO, sink: BinaryIO, target: str, sealed: bool) -> None:
     """Builds the answering function, then answers questions until the owner is gone."""
-    # Nothing that a sealed worker calls below may look up a module or open a file.
+    # Once sealed, no code below may look up a module or open a file.
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner handles it
     signal.signal(signal.SIGPROF, _on_alarm)
     module, _, function = target.partition(":")
@@ -356,7 +357,7 @@ def serve(source: BinaryIO, sink: BinaryIO, target: str, sealed: bool) -> None:
 def _answer_in_time(
     answer: Callable[[Any], Any], number: int, question: Any, limit: float, sealed: bool
 ) -> bytes:
-    """The frame of an answer, or of the error that took its place. limit: in seconds."""
+    """The frame with the answer, or with the error that took its place. limit: in seconds."""
     try:
         signal.setitimer(signal.ITIMER_PROF, limit)
         frame = _make_frame(number, answer(question), "", False)

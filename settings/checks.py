@@ -1,7 +1,7 @@
 """
-Whether settings that are each in range make a run: settings that it cannot use, contradictions.
+Checks that settings fit together: that the run can use each of them, and that none contradict.
 
-This file does not cover the settings and their ranges (config.py).
+This file does not cover the settings themselves and their ranges (config.py).
 """
 
 import os
@@ -12,14 +12,14 @@ from typing import Any
 from config import SETTINGS, TARGETS, Config, is_user_function
 from flags import flag_of, parse_setting
 
-MOST_ROWS = 2**16  # completions a step: on a laptop hours of sampling
-LEAST_TARGET_KL = 1e-3  # nats per token; a smaller KL is rounding
-PARTS = {  # a checkpoint's projections that one of ours joins
+MOST_ROWS = 2**16  # completions per step; on a laptop these take hours to sample
+LEAST_TARGET_KL = 1e-3  # nats per token; a smaller KL is only rounding error
+PARTS = {  # for each of our projections, the checkpoint's projections that it joins
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "in_proj": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
-USED = {  # by loss: the settings it uses, by their `used_by`
+USED = {  # for each loss, the `used_by` values of the settings that it uses
     "sft": (None,),
     "distill": (None, "rollouts", "distill"),
 }
@@ -35,10 +35,11 @@ def check_settings(settings: dict[str, Any], flags: Collection[str] = ()) -> Con
     """
     Return the settings as a Config.
 
-    flags: the names of the settings that were given as flags. `eval_data`, a flag and a key of
-        recipes, is the held-out side of `data`.
+    flags: the names of the settings that were given as flags. `eval_data`, which flags and recipes
+        may set, is the held-out side of `data`.
 
-    Raises ValueError if a setting has the wrong type or is out of range, or if two contradict.
+    Raises ValueError if a setting has the wrong type or is out of range, or if two settings
+    contradict each other.
     """
     if "eval_data" in settings:
         settings = join_data_sides(**settings)
@@ -69,9 +70,9 @@ def check_settings(settings: dict[str, Any], flags: Collection[str] = ()) -> Con
 
 def name_reward_weights(rewards: list[Any], weights: list[Any]) -> Any:
     """
-    Name TRL's weights, which stand in the order of the rewards FILE.py:function.
+    Return TRL's weights by name. TRL lists them in the order of the rewards, FILE.py:function.
 
-    Returns the weights as they are if they are no numbers, or if names and weights do not match.
+    Returns the weights unchanged if they are not numbers, or if names and weights do not match.
     """
     names = [str(reward).rpartition(":")[2] for reward in rewards]
     are_numbers = all(type(weight) in (int, float) for weight in weights)
@@ -97,9 +98,10 @@ def resolve_lora_targets(names: list[Any]) -> list[Any]:
     """
     Return the projections that get adapters, in the order of TARGETS.
 
-    names: our projections, a checkpoint's projections, or `all-linear`. Unknown names stay.
+    names: our projections, a checkpoint's projections, or `all-linear`. Unknown names are kept.
 
-    Raises ValueError if some parts of a projection are missing: one adapter serves all of them.
+    Raises ValueError if only some parts of a projection are named, because one adapter serves all
+    of its parts.
     """
     if names == ["all-linear"]:
         return list(TARGETS)
@@ -125,10 +127,10 @@ def resolve_lora_targets(names: list[Any]) -> list[Any]:
 
 def refuse_unused(config: Config, flags: Collection[str]) -> None:
     """
-    Raise ValueError naming settings that were set and that this run cannot use.
+    Raise ValueError that names the settings that were set although this run cannot use them.
 
-    A default counts as not set, because a run's `config.yaml` holds all of them. For --loss-type
-    sft a default that was given as a flag counts as set.
+    A default value counts as not set, because a run's `config.yaml` holds all defaults. For
+    --loss-type sft, a default value that was given as a flag counts as set.
     """
     loss = config.objective.loss_type
     used = USED.get(loss, USED_BY_OTHERS)
@@ -147,7 +149,7 @@ def refuse_unused(config: Config, flags: Collection[str]) -> None:
 
 
 def find_mistakes(config: Config) -> Iterator[str]:
-    """Describe each contradiction between settings that are each in range."""
+    """Yield a description of each contradiction between settings that are valid on their own."""
     yield from _find_judge_mistakes(config)
     yield from _find_sampling_mistakes(config)
     yield from _find_optimizer_mistakes(config)
@@ -209,7 +211,7 @@ def _find_optimizer_mistakes(config: Config) -> Iterator[str]:
 
 
 def _find_source_mistakes(config: Config) -> Iterator[str]:
-    """Mistakes about what a run learns from: replies, a teacher, an adapter."""
+    """Mistakes about the source that a run learns from: replies, a teacher or an adapter."""
     objective = config.objective
     sampling = config.sampling
     if objective.loss_type == "sft" and not config.data.path:

@@ -1,8 +1,8 @@
 """
-Converts TRL's YAML (of `trl grpo` or `trl sft`), or a script with GRPOTrainer or SFTTrainer.
+Converts a TRL YAML file (for `trl grpo` or `trl sft`) or a script with GRPOTrainer or SFTTrainer.
 
-data/trl.yaml says what each name is here. Nothing of the script is run. This file does not cover
-single unknown flags (text/foreign_names.py).
+data/trl.yaml maps each TRL name to ours. The script is parsed but never run. This file does not
+cover single unknown flags (text/foreign_names.py).
 """
 
 import ast
@@ -42,20 +42,20 @@ DATA_CALLS = {
 }
 DATA_CHANGES = ("map", "filter", "train_test_split")  # methods of a data set
 SFT_LOSSES = "nll", "dft", "chunked_nll"
-# A recipe with one of these names is complete, so that it would name adapters if it had any.
+# A recipe with one of these names is complete: if it used adapters, it would name them.
 COMPLETE = {"model_name_or_path", "reward_funcs", "train_dataset"}
 UNKNOWN = ("missing", "neither TRL nor Gwen knows it")
 
 
 class Computed(str):
-    """The source text of a value that only running the script would give."""
+    """The source text of a value that is known only by running the script."""
 
 
 def convert_recipe(path: str) -> str:
     """
-    Return our YAML for a TRL file, with comments for settings that have no equal.
+    Return our YAML for a TRL file, with comments on settings that have no equivalent.
 
-    Raises ValueError if the file cannot be read or holds no settings of TRL.
+    Raises ValueError if the file cannot be read or holds no TRL settings.
     """
     recipe = _read_settings(path)
     derived = derive_settings(recipe, path)
@@ -67,11 +67,11 @@ def convert_recipe(path: str) -> str:
 
     for name, value in recipe.items():
         kind, advice = table.get(f"{name} {value}".lower()) or table.get(str(name), UNKNOWN)
-        key, word, is_only_setting = rename_setting(str(name), kind, advice)
+        key, word, is_only_setting = find_equivalent(str(name), kind, advice)
         is_derived = key in derived
         if name == "reward_funcs":
             value = [
-                reward for reward in list_rewards(recipe) if not find_reward_file(path, reward)
+                reward for reward in list_reward_names(recipe) if not find_reward_spec(path, reward)
             ]
             is_derived = is_derived and not value
         if is_derived:
@@ -109,7 +109,7 @@ def convert_recipe(path: str) -> str:
 
 
 def _read_settings(path: str) -> dict[str, Any]:
-    """TRL's names and values in a file. Raises ValueError if there are none."""
+    """The TRL names and values in a file. Raises ValueError if there are none."""
     prefix = f"--from-trl {path}"
     is_script = Path(path).suffix == ".py"
     settings = dict(read_script(path, prefix)) if is_script else load_yaml(path, prefix)
@@ -125,7 +125,7 @@ def _read_settings(path: str) -> dict[str, Any]:
 def _explain_differences(
     recipe: dict[str, Any], settings: dict[str, Any], path: str
 ) -> Iterator[str]:
-    """Comments on what the converted recipe does differently, or does not know."""
+    """Comments on what the converted recipe does differently from TRL or cannot know."""
     is_script = Path(path).suffix == ".py"
     reward_files = [reward.rpartition(":")[0] for reward in settings.get("reward", ())]
     if any(Path(file) == Path(path) for file in reward_files):
@@ -155,11 +155,12 @@ def _explain_differences(
             yield f"# learning_rate: {warning}"
 
 
-def rename_setting(name: str, kind: str, advice: str) -> tuple[str, str, bool]:
+def find_equivalent(name: str, kind: str, advice: str) -> tuple[str, str, bool]:
     """
-    Return our setting for a TRL name ("" for none), a fixed value or "", and whether it suffices.
+    Return our setting's key for a TRL name, a fixed value, and whether the key alone suffices.
 
-    It does not suffice if the advice converts the value or names a condition.
+    The key is "" if there is no such setting, and the value is "" if TRL's value is used. The key
+    alone does not suffice if the advice converts the value or names a condition.
     """
     if kind == "same":
         return name, "", True
@@ -170,11 +171,11 @@ def rename_setting(name: str, kind: str, advice: str) -> tuple[str, str, bool]:
     return "", "", False
 
 
-# ---- settings that follow from several of TRL's
+# ---- settings that follow from several TRL settings
 
 
 def derive_settings(recipe: dict[str, Any], path: str) -> dict[str, Any]:
-    """Return our settings that follow from several of TRL's; none from what a script computes."""
+    """Our settings that follow from several TRL settings, unless a script computes these."""
     settings = _derive_batch(recipe)
     settings |= _derive_adapter(recipe, path)
 
@@ -192,7 +193,7 @@ def derive_settings(recipe: dict[str, Any], path: str) -> dict[str, Any]:
 
 
 def _derive_batch(recipe: dict[str, Any]) -> dict[str, Any]:
-    """The loss if it is SFT, and the number of prompts in a step."""
+    """The loss, if the recipe is for SFT, and the number of prompts in a step."""
     settings: dict[str, Any] = {}
     group_size = recipe.get("num_generations", 8)
     is_sft_recipe = (
@@ -214,7 +215,7 @@ def _derive_batch(recipe: dict[str, Any]) -> dict[str, Any]:
 
 
 def _derive_adapter(recipe: dict[str, Any], path: str) -> dict[str, Any]:
-    """The rank and scale of adapters; rank 0 if a complete recipe has none."""
+    """The rank and scale of adapters; rank 0 if a complete recipe has no adapters."""
     asks_for_adapters = recipe.keys() & load_foreign_names()["LoraConfig"]
     if recipe.get("use_peft") is False:
         asks_for_adapters = set()
@@ -224,7 +225,9 @@ def _derive_adapter(recipe: dict[str, Any], path: str) -> dict[str, Any]:
         settings["lora_rank"] = 0
 
     is_script = Path(path).suffix == ".py"
-    default_alpha, default_rank = (8, 8) if is_script else (32, 16)  # of PEFT, and of `trl grpo`
+    default_alpha, default_rank = (
+        (8, 8) if is_script else (32, 16)
+    )  # the defaults in PEFT and in `trl grpo`
     alpha = recipe.get("lora_alpha", default_alpha)
     rank = recipe.get("r", recipe.get("lora_r", default_rank))
     are_numbers = all(type(value) in (int, float) and value > 0 for value in (alpha, rank))
@@ -248,12 +251,12 @@ def _derive_data(recipe: dict[str, Any], path: str) -> dict[str, Any]:
 
 
 def _derive_rewards(recipe: dict[str, Any], path: str) -> dict[str, Any]:
-    """The rewards whose files stand beside the recipe, and the weights of the rewards by name."""
+    """The rewards whose files are in the recipe's directory, and the reward weights by name."""
     settings: dict[str, Any] = {}
-    names = list_rewards(recipe)
-    with_file = [name for name in names if find_reward_file(path, name)]
+    names = list_reward_names(recipe)
+    with_file = [name for name in names if find_reward_spec(path, name)]
     if with_file:
-        settings["reward"] = [find_reward_file(path, name) for name in with_file]
+        settings["reward"] = [find_reward_spec(path, name) for name in with_file]
 
     weights = recipe.get("reward_weights")
     if names and isinstance(weights, list) and len(weights) == len(names):
@@ -267,7 +270,7 @@ def _derive_rewards(recipe: dict[str, Any], path: str) -> dict[str, Any]:
 
 def dataset_location(sets: Any, names: list[Any], path: str, side: str = "train") -> str:
     """
-    The file or hub data set of TRL's `datasets`, or else of a name, configuration and split.
+    The file or hub data set that TRL's `datasets` names, or else a name, configuration and split.
 
     side: "train" or "test", which chooses among several data files. Returns "" unless exactly one
     location is named.
@@ -275,7 +278,7 @@ def dataset_location(sets: Any, names: list[Any], path: str, side: str = "train"
     if isinstance(sets, list) and len(sets) == 1 and isinstance(sets[0], dict):
         names = [sets[0].get(part) for part in ("path", "name", "split")]
         files = sets[0].get("data_files")
-        if files:  # the reader's name and its split follow from the file
+        if files:  # then `path` names only a reader, which follows from the file, as does the split
             names = _choose_files(files, side)
     texts = [name for name in names if name]
     if not names or not names[0] or any(type(text) is not str for text in texts):
@@ -287,7 +290,7 @@ def dataset_location(sets: Any, names: list[Any], path: str, side: str = "train"
 
 
 def _choose_files(files: Any, side: str) -> list[Any]:
-    """The data files of one side; a single file is of any side."""
+    """The data files of one side. A single file counts for either side."""
     if not isinstance(files, dict):
         return [files]
     chosen = []
@@ -297,16 +300,16 @@ def _choose_files(files: Any, side: str) -> list[Any]:
     return chosen
 
 
-def list_rewards(recipe: dict[str, Any]) -> list[str]:
-    """The names of TRL's rewards."""
+def list_reward_names(recipe: dict[str, Any]) -> list[str]:
+    """The names of the rewards in a TRL recipe."""
     rewards = recipe.get("reward_funcs") or []
     if not isinstance(rewards, list):
         rewards = [rewards]
     return [str(reward) for reward in rewards]
 
 
-def find_reward_file(path: str, name: str) -> str:
-    """FILE.py:function for a reward's dotted name; "" if its module is not beside `path`."""
+def find_reward_spec(path: str, name: str) -> str:
+    """FILE.py:function for a reward's dotted name; "" if `path`'s directory lacks the module."""
     module, _, function = name.rpartition(".")
     relative = module.replace(".", "/")
     file = Path(path).parent / f"{relative}.py"
@@ -318,10 +321,10 @@ def find_reward_file(path: str, name: str) -> str:
 
 def read_script(path: str, prefix: str) -> Iterator[tuple[str, Any]]:
     """
-    Read the names and values in a script's calls, then those set later: `args.max_steps = 7`.
+    Read the names and values in a script's calls, then those assigned to `args.max_steps` etc.
 
-    A computed value is its source text, a reward its dotted name, an eval_dataset the calls that
-    load it.
+    The value is the source text if it is computed, the dotted name if it is a reward, and the calls
+    that load it if it is an eval_dataset.
 
     Raises ValueError if the file is not Python.
     """
@@ -333,7 +336,7 @@ def read_script(path: str, prefix: str) -> Iterator[tuple[str, Any]]:
     constants = read_constants(tree)
     dotted_names = _find_dotted_names(tree, Path(path).stem)
     held_out_nodes = _find_held_out_nodes(nodes)
-    calls = _name_calls(tree, nodes)
+    calls = _list_named_calls(tree, nodes)
     called_names = {name for name, _ in calls}
     is_grpo = "GRPOTrainer" in called_names
 
@@ -369,7 +372,7 @@ def read_script(path: str, prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _find_dotted_names(tree: ast.Module, module: str) -> dict[str, str]:
-    """The dotted name, as `rewards.correct`, of each name that a script defines or imports."""
+    """The dotted name, such as `rewards.correct`, of each name that a script defines or imports."""
     names = []
     for node in tree.body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -385,7 +388,7 @@ def _find_dotted_names(tree: ast.Module, module: str) -> dict[str, str]:
 
 
 def _find_held_out_nodes(nodes: list[ast.AST]) -> set[ast.AST]:
-    """The nodes that make an eval_dataset, and only that."""
+    """The nodes that are used only to make an eval_dataset."""
     keywords = [node for node in nodes if isinstance(node, ast.keyword)]
     outer = [node.value for node in keywords if node.arg == "eval_dataset"]
     train = {ast.unparse(node.value) for node in keywords if node.arg == "train_dataset"}
@@ -396,8 +399,8 @@ def _find_held_out_nodes(nodes: list[ast.AST]) -> set[ast.AST]:
     return {inner for value in outer for inner in ast.walk(value)}
 
 
-def _name_calls(tree: ast.Module, nodes: list[ast.AST]) -> list[tuple[str, ast.Call]]:
-    """Each call with its function's name; a class of the script counts as its first base."""
+def _list_named_calls(tree: ast.Module, nodes: list[ast.AST]) -> list[tuple[str, ast.Call]]:
+    """Each call with its function's name; for a class of the script, the name of its first base."""
     bases = {}
     for statement in tree.body:
         if isinstance(statement, ast.ClassDef) and statement.bases:
@@ -413,7 +416,7 @@ def _name_calls(tree: ast.Module, nodes: list[ast.AST]) -> list[tuple[str, ast.C
 def _read_argument(
     key: str | None, value: ast.expr, constants: dict[str, Any], dotted_names: dict[str, str]
 ) -> Iterator[tuple[str, Any]]:
-    """The names and values of one argument; of `**values` those of the dictionary."""
+    """The name and value of one argument, or for `**values` those in the dictionary."""
     literal = evaluate_literal(value, constants)
     if key == "reward_funcs":
         rewards = value.elts if isinstance(value, ast.List) else [value]
@@ -426,7 +429,7 @@ def _read_argument(
 
 
 def _read_assignments(nodes: list[ast.AST], constants: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Settings that a script assigns to an object, as `args.max_steps = 7`."""
+    """The settings that a script assigns to an object, as in `args.max_steps = 7`."""
     table = load_foreign_names()
     settings = table["GRPOConfig"] | table["TrainingArguments"]
     for node in nodes:
@@ -438,7 +441,7 @@ def _read_assignments(nodes: list[ast.AST], constants: dict[str, Any]) -> Iterat
 
 
 def read_constants(tree: ast.Module) -> dict[str, Any]:
-    """The values of names that a script assigns once, at its top level."""
+    """The values of those names that a script assigns exactly once, at its top level."""
     num_assigned: Counter[str] = Counter()
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -458,7 +461,7 @@ def read_constants(tree: ast.Module) -> dict[str, Any]:
 
 
 def evaluate_literal(node: ast.expr, constants: dict[str, Any]) -> Any:
-    """The value of an expression, if it is a constant or a literal; else its source text."""
+    """The value of an expression if it is a constant or a literal, otherwise its source text."""
     text = ast.unparse(node)
     try:
         return constants[text] if text in constants else ast.literal_eval(node)

@@ -1,8 +1,9 @@
 """
-Where a run's settings come from: flags, the environment, a recipe; and how they are written down.
+How a run's settings are read from flags, the environment and a recipe, and how they are written.
 
-A flag wins over the environment, the environment over the recipe, the recipe over the default. This
-file does not cover the settings (config.py) and whether they fit together (settings/checks.py).
+A flag overrides the environment, the environment overrides the recipe, and the recipe overrides the
+default. This file does not cover the settings themselves (config.py) or whether they fit together
+(settings/checks.py).
 """
 
 import argparse
@@ -25,46 +26,58 @@ from text.documents import load_yaml
 from text.foreign_names import suggest_name
 from text.printable import escape_invisible
 
-# Flags of train.py that are no settings, so that no recipe has them: their value, and their help.
+# Flags of train.py that are not settings, so that no recipe has them; each with the name of its
+# value and its help text.
 COMMAND = {
-    "config": ("FILE", "recipe that replaces the task's; a run's `config.yaml` repeats that run"),
-    "eval_data": ("FILE", "held-out prompts for --data; the default is a tenth of it"),
+    "config": (
+        "FILE",
+        "recipe that replaces the task's recipe; a run's `config.yaml` repeats that run",
+    ),
+    "eval_data": (
+        "FILE",
+        "held-out prompts for --data; the default is a tenth of the prompts in --data",
+    ),
     "run_dir": ("DIR", "directory that records the run (default: runs/TASK-TIME)"),
-    "resume": ("DIR", "run to continue; without DIR the newest unfinished run"),
+    "resume": ("DIR", "run to continue; without DIR, the newest unfinished run"),
     "allow_changes": ("", "resume even if data, rewards or files have changed"),
-    "seeds": ("N", "repeat the run with N seeds from --seed on, or with these, as 1,2,5"),
+    "seeds": (
+        "N",
+        "repeat the run with N seeds, counted from --seed, or with a list of seeds such as 1,2,5",
+    ),
     "no_look": (
         "",
-        "go on even if the first four steps of a run of over five minutes have no signal",
+        "continue even if a run of more than five minutes has no signal in its first four steps",
     ),
     "let_sleep": ("", "let a Mac go to sleep while it trains"),
-    "wired_limit": ("GB", "memory that macOS must not page out (default: none)"),
+    "wired_limit": ("GB", "amount of memory that macOS must not page out (default: none)"),
     "open": ("", "open the run's page in a browser at the end"),
     "from_trl": (
         "FILE",
-        "convert TRL's YAML or script to a recipe and print it; comments name what has no equal",
+        "convert a TRL YAML file or script to a recipe and print it; comments name what has no "
+        "equivalent",
     ),
     "print_config": ("", "print every setting as YAML and exit"),
 }
-LATER = {name for name, setting in SETTINGS.items() if setting.later}  # a resumed run may change
+# the settings that a resumed run may change
+LATER = {name for name, setting in SETTINGS.items() if setting.later}
 USER_FUNCTIONS = {
     key for key, setting in SETTINGS.items() if setting.field.metadata.get("function")
 }
 FILES = {key for key, setting in SETTINGS.items() if setting.field.metadata.get("file")}
 FILES |= USER_FUNCTIONS | {"eval_data"}
 
-BUNDLED_TASKS = {  # by bundled model
+BUNDLED_TASKS = {  # the task of each bundled model
     "demo": "demo",
     "demo:rg": "rg:chain_sum,leg_counting",
     "demo:tools": "calculator",
 }
-RECIPES = {  # by model and kind of task
+RECIPES = {  # the recipe's name, by model and kind of task
     ("demo", "own"): "demo",
     ("demo:tools", "own"): "calculator",
     ("demo:rg", "rg"): "demo-rg",
     ("demo:rg", "own"): "demo-rg",
 }
-REMOVED = {  # settings in older runs' `config.yaml`, and the only value that still works
+REMOVED = {  # former settings in older runs' `config.yaml`, each with the only value accepted
     "curriculum": False,
     "dynamic_sampling": False,
     "reward_format": "text",
@@ -73,13 +86,13 @@ REMOVED = {  # settings in older runs' `config.yaml`, and the only value that st
     "share_prefix": "auto",
     "allow_unreadable": False,
 }
-MOST_EXPLAINED = 4  # unknown settings of a file; of more only the names are listed
-SMALL = 4e8  # parameters below which own data has other defaults
-LOW = 4  # a rate this many times below the recipe's hardly moves the model
+MOST_EXPLAINED = 4  # if a file has more unknown settings than this, only their names are listed
+SMALL = 4e8  # number of parameters below which own data has other defaults
+LOW = 4  # a learning rate lower than the recipe's by more than this factor hardly moves the model
 
 
 def parse_flags(argv: list[str]) -> argparse.Namespace:
-    """Parse the flags of train.py. A setting that is left out is None."""
+    """Parse the flags of train.py. A setting that is not given is None."""
     parser = Parser(
         "train.py",
         "GRPO: sample groups of completions, reward them, make the better ones likelier.",
@@ -112,8 +125,8 @@ def make_paths_absolute(settings: dict[str, Any], *folders: Path) -> dict[str, A
     """
     Return settings with absolute paths, so that a run finds its files from any directory.
 
-    A relative path starts at the working directory, or else at the first of `folders` that has it.
-    A text that names no file stays as it is: a hub id, a bundled model, a mistake.
+    A relative path is looked up in the working directory first, then in `folders`, in their order.
+    A text that names no file stays as it is; it may be a hub id, a bundled model or a mistake.
     """
 
     def find(text: str) -> str | None:
@@ -136,15 +149,15 @@ def make_paths_absolute(settings: dict[str, Any], *folders: Path) -> dict[str, A
 
 
 def files_of(settings: dict[str, Any]) -> list[str]:
-    """The absolute paths of the existing files that settings name."""
+    """The absolute paths of those existing files that settings name."""
     return existing_paths({key: value for key, value in settings.items() if key in FILES})
 
 
 def find_missing_files(settings: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """
-    Find the absolute paths in settings at which nothing is, each with its flag.
+    Find the absolute paths in settings at which no file exists. Yields each flag with its path.
 
-    --init-adapter is left out, because a run keeps its own copy.
+    --init-adapter is left out, because a run keeps its own copy of the adapter.
     """
     for key in sorted((FILES & settings.keys()) - {"init_adapter"}):
         value = settings[key]
@@ -155,7 +168,7 @@ def find_missing_files(settings: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _paths_in(text: str) -> Iterator[str]:
-    """The paths in a setting's text, without `NAME=` before and `:function` behind them."""
+    """The paths in a setting's text, without a preceding `NAME=` or a following `:function`."""
     parts = [text] if os.path.exists(text) else text.split(",")
     for part in parts:
         path = part if os.path.isabs(part) else part.rpartition("=")[2]
@@ -176,9 +189,9 @@ def resolve_settings(
     """
     Return the checked settings, and a line that says which model was chosen and why.
 
-    config_path: a recipe; None for the task's.
-    resume: a run to continue. Only its settings and the flags count then.
-    choose_model: requested model -> chosen model, and the reason.
+    config_path: a recipe; None means the task's recipe.
+    resume: a run to continue; then only its settings and the flags count.
+    choose_model: a function from the requested model to the chosen model and the reason.
     """
     if resume:
         return _resume_settings(flags, config_path, resume)
@@ -208,7 +221,7 @@ def resolve_settings(
 def _resume_settings(
     flags: dict[str, Any], config_path: str | None, resume: str
 ) -> tuple[Config, str]:
-    """The settings of a run to continue, changed by flags, and the line about its model."""
+    """The settings of a run to continue, as changed by flags, and the line about its model."""
     if config_path:
         raise ValueError(
             f"--config {config_path} cannot change a resumed run; start a new one, from these "
@@ -240,7 +253,7 @@ def _describe_recipe(config: Config, task: str, model: str) -> str:
 
 
 def describe_data(config: Config) -> str:
-    """What a run learns from, for its first line."""
+    """A description of the data that a run learns from, for the run's first line."""
     task = f"task: {config.data.task}"
     if config.objective.loss_type == "sft":
         return f"replies: {config.data.path}; {task}"
@@ -249,10 +262,12 @@ def describe_data(config: Config) -> str:
 
 def merge_settings(flags: dict[str, Any], recipe: dict[str, Any] | None) -> Config:
     """
-    Return the checked settings: flag, else environment, else recipe, else default.
+    Return the checked settings. Each comes from its flag, else the environment, else the recipe,
+    else the default.
 
-    recipe: None for the task's. With full fine-tuning the learning rate of a task's recipe, or the
-        default one, is divided by 10, because it is meant for adapters; with sgd it is 1.
+    recipe: the recipe's settings; None means the task's recipe. With full fine-tuning, a learning
+        rate from the task's recipe or the default is divided by 10, because it is meant for
+        adapters; with sgd it is 1.
     """
     defaults: dict[str, Any] = {}
     if recipe is None:
@@ -274,7 +289,7 @@ def merge_settings(flags: dict[str, Any], recipe: dict[str, Any] | None) -> Conf
 
 
 def warn_of_low_rate(config: Config) -> str:
-    """Say that a learning rate is far below that of own data's recipe for the model; else ""."""
+    """A warning if the rate is far below that of own data's recipe for the model, else ""."""
     rate = config.optimizer.learning_rate
     usual = load_task_defaults("own", config.model.name)["learning_rate"]
     if not config.model.lora_rank:
@@ -287,9 +302,9 @@ def warn_of_low_rate(config: Config) -> str:
 
 def read_environment() -> dict[str, int]:
     """
-    The judge's chunk size if `RUBRIC_JUDGE_BATCH_SIZE` is set; an empty one counts as not set.
+    The judge's chunk size, if `RUBRIC_JUDGE_BATCH_SIZE` is set. An empty value counts as not set.
 
-    Raises ValueError if it is no number.
+    Raises ValueError if the value is not a number.
     """
     text = os.environ.get("RUBRIC_JUDGE_BATCH_SIZE", "")
     if not text:
@@ -305,7 +320,7 @@ def read_environment() -> dict[str, int]:
 
 
 def recipe_name(task: str, model: str) -> str:
-    """The name of a task's recipe. For own data it depends on the size in the model's name."""
+    """The name of a task's recipe. For own data, it depends on the size in the model's name."""
     kind = task.partition(":")[0]
     if (model, kind) in RECIPES:
         return RECIPES[model, kind]
@@ -326,8 +341,8 @@ def load_task_defaults(task: str, model: str) -> dict[str, Any]:
     """
     Load the task's defaults from `recipes/`.
 
-    The recipes of rg:NAME, calculator and guess are meant for a bundled model; another model gets
-    no defaults from them. Own data with a bundled model gets those of the model's own task.
+    The recipes for rg:NAME, calculator and guess are meant for a bundled model; other models get no
+    defaults from them. Own data with a bundled model gets the defaults of that model's own task.
     """
     paths = {path.stem: path for path in (Path(__file__).parents[1] / "recipes").glob("*.yaml")}
     name = recipe_name(task, model)
@@ -342,9 +357,9 @@ def load_task_defaults(task: str, model: str) -> dict[str, Any]:
 
 def load_recipe(path: Path) -> dict[str, Any]:
     """
-    Load the settings in a YAML file; for a run's file with the new places of files that moved.
+    Load the settings in a YAML file. In a run's own file, paths of files that moved are updated.
 
-    Raises ValueError naming an unknown key and the nearest valid one.
+    Raises ValueError that names each unknown key and the nearest valid one.
     """
     content = load_yaml(path, f"--config {path}")
     if not isinstance(content, dict):
@@ -360,7 +375,7 @@ def load_recipe(path: Path) -> dict[str, Any]:
 
 
 def report_kept_escapes(path: Path, stop: Any) -> None:
-    """Print a line for each stop text in YAML in which a backslash and an n stay two characters."""
+    """Print a line for each YAML stop text in which a backslash and n or t stay two characters."""
     for text in stop if isinstance(stop, list) else [stop]:
         escape = re.search(r"\\[nt]", text) if isinstance(text, str) else None
         if escape:
@@ -373,7 +388,7 @@ def report_kept_escapes(path: Path, stop: Any) -> None:
 
 
 def refuse_unknown(settings: Iterable[Any], prefix: str = "") -> None:
-    """Raise ValueError naming every setting that does not exist, and what to use instead."""
+    """Raise ValueError that names each setting that does not exist, and what to use instead."""
     unknown = [key for key in settings if key not in [*SETTINGS, "eval_data"]]
     if not unknown:
         return
@@ -401,7 +416,7 @@ def _explain_unknown(key: str) -> str:
 
 
 def to_yaml(config: Config, sizes: Sizes | None = None) -> str:
-    """Every setting as YAML, with the sizes once they are decided."""
+    """Every setting as YAML, including the sizes once they are decided."""
     values = config.to_flags(sizes)
     for key, value in values.items():
         if value is None and SETTINGS[key].is_automatic:
@@ -411,9 +426,9 @@ def to_yaml(config: Config, sizes: Sizes | None = None) -> str:
 
 def command_line(settings: Mapping[str, Any], program: str = "train.py") -> str:
     """
-    `uv run` with the extras that these settings need, and the program.
+    The command `uv run` with the extras that these settings need, followed by the program.
 
-    Outside the checkout the command names the checkout and the program by their absolute paths.
+    Outside the checkout, the command names the checkout and the program by absolute paths.
     """
     task = settings.get("task") or ""
     model = str(settings.get("model", ""))

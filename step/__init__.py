@@ -1,1 +1,1 @@
-"""The samples of a step: generation, scoring, advantages, batches, loss, teacher."""
+"""A step's samples: generation, scoring, advantages, batches, loss, teacher."""

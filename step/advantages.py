@@ -1,11 +1,11 @@
 """
-Advantages of a step's samples, and which of the samples are trained.
+The advantages of a step's samples, and which of the samples are trained.
 
-This file does not cover the arithmetic of advantages (grpo.py) and how samples go through the model
+This file does not cover the arithmetic of advantages (grpo.py) or how samples go through the model
 (step/batch.py).
 
-Axes: B groups of a step, G samples of a group, N samples, T tokens of a sample that the policy
-wrote, K turns.
+Axes: B groups in a step, G samples in a group, N samples, T tokens that the policy wrote in a
+sample, K turns.
 """
 
 import math
@@ -18,8 +18,8 @@ from config import Config
 from step.sample import Sample, group_samples, pad_rows
 from step.scoring import Weights
 
-MEASURED_OF = 8  # one in so many samples without a gradient is computed for the statistics
-# of rewards (B, G) float64, nan where a group has fewer samples
+MEASURED_OF = 8  # one in this many samples without a gradient is computed for the statistics
+# a function of rewards (B, G) float64, which are nan where a group has fewer samples
 Advantage = Callable[[np.ndarray], np.ndarray]
 
 
@@ -27,15 +27,15 @@ def assign_advantages(
     config: Config, samples: list[Sample], weights: Weights, custom: Advantage | None = None
 ) -> list[Sample]:
     """
-    The samples again, with their advantages and whether their groups have a signal.
+    The samples, with their advantages added and whether their groups have a signal.
 
-    weights: of the rewards. custom: a user's function, in place of ours.
+    weights: the rewards' weights. custom: a user's function that replaces ours.
     """
     groups = group_samples(samples)
     group_advantages = compute_advantages(config, groups, weights, custom)
     differences = group_advantages
     if custom is not None or config.objective.advantage == "reinforce":
-        # with these, equal rewards may have advantages
+        # with these, even equal rewards may have advantages
         differences = grpo.group_advantages(
             reward_table(groups), "none", signal_floor=grpo.SIGNAL_FLOOR
         )
@@ -61,7 +61,7 @@ def compute_advantages(
     weights: Weights,
     custom: Advantage | None = None,
 ) -> np.ndarray:
-    """Advantages, (B, G) float32; or (B, G, K) where environments reward turns."""
+    """The advantages, (B, G) float32; or (B, G, K) if environments reward turns."""
     settings = config.objective
     if max(map(len, groups)) == 1:  # only a teacher trains such groups
         return np.zeros((len(groups), 1), np.float32)
@@ -85,12 +85,12 @@ def compute_advantages(
 
 
 def reward_table(groups: list[list[Sample]]) -> np.ndarray:
-    """The rewards of all samples, (B, G) float64, nan where a group has fewer samples."""
+    """All samples' rewards, (B, G) float64, nan where a group has fewer samples."""
     return pad_rows([[sample.reward for sample in group] for group in groups], np.nan)
 
 
 def _component_table(groups: list[list[Sample]], name: str) -> np.ndarray:
-    """One reward component of all samples, (B, G) float64, nan where a group has fewer samples."""
+    """All samples' values of one component, (B, G) float64, nan where a group has fewer samples."""
     rows = [[sample.imputed_components[name] for sample in group] for group in groups]
     return pad_rows(rows, np.nan)
 
@@ -99,8 +99,8 @@ def compute_turn_rewards(sample: Sample) -> list[float]:
     """
     The reward of each turn.
 
-    A turn that was cut off gets 0. The last turn also gets the part of the sample's reward that no
-    turn earned.
+    A turn that was cut off gets 0. The last turn also gets that part of the sample's reward which
+    belongs to no turn.
     """
     turn_rewards = sample.turn_rewards or []
     rewards = turn_rewards + [0.0] * (len(sample.spans) - len(turn_rewards))
@@ -109,7 +109,7 @@ def compute_turn_rewards(sample: Sample) -> list[float]:
 
 
 def spread_over_tokens(sample: Sample, advantages: np.ndarray) -> float | np.ndarray:
-    """The advantage of a sample, (); or the advantages of its turns, (K,), as (T,)."""
+    """A sample's advantage () as a float, or its turns' advantages (K,) repeated per token (T,)."""
     if advantages.ndim == 0:
         return float(advantages)
     lengths = [end - begin for begin, end in sample.spans]
@@ -117,7 +117,7 @@ def spread_over_tokens(sample: Sample, advantages: np.ndarray) -> float | np.nda
 
 
 def is_trained(config: Config, sample: Sample) -> bool:
-    """Whether a sample counts in the loss: --truncated mask leaves out what hit --max-tokens."""
+    """Whether a sample counts in the loss; --truncated mask leaves out those cut off for length."""
     return config.objective.truncated != "mask" or sample.finish_reason != "length"
 
 
@@ -133,12 +133,12 @@ def mark_for_update(
     config: Config, samples: list[Sample], step: int, all_have_gradient: bool = False
 ) -> list[Sample]:
     """
-    All samples again, each with whether it has a gradient and its weight in the statistics.
+    All samples, with `has_gradient` and `weight` (the weight in statistics) set.
 
-    A sample that --truncated mask leaves out has no tokens, so no mean counts it. A sample whose
-    advantage is 0 has no gradient, unless `all_have_gradient`, and is not computed. One in
-    MEASURED_OF of these, rotating each step, is still computed, so that means stay unbiased: it
-    stands for all of them, in proportion to their tokens.
+    A sample that --truncated mask leaves out gets no tokens, so no mean counts it. A sample whose
+    advantage is 0 has no gradient, unless `all_have_gradient` is set, and is not computed. One in
+    MEASURED_OF of these samples is computed nevertheless, so that means stay unbiased; it
+    represents all of them in proportion to their tokens. Each step chooses others.
     """
     selected = []
     for sample in samples:
@@ -153,7 +153,7 @@ def mark_for_update(
     if not idle_rows:
         return selected
     num_measured = math.ceil(len(idle_rows) / MEASURED_OF)
-    # neighbours, which mostly share a prompt
+    # neighbors are chosen, because they mostly share a prompt
     places = range(step * num_measured, (step + 1) * num_measured)
     measured_rows = [idle_rows[place % len(idle_rows)] for place in places]
     num_idle_tokens = sum(len(selected[row].loss_positions) for row in idle_rows)

@@ -1,12 +1,13 @@
 """
 Batches: samples that go through the model together, padded, with everything that their loss needs.
 
-A row is a prompt and its response. Where it is cheaper, each prompt is computed once, with
-gradient, and the rows of its group continue it. Every token has the same past and position in both
-forms, hence the same gradient. Of a response only the tokens that the policy wrote are predicted.
+A row is a prompt and its response. If it is cheaper, each prompt is computed only once, with
+gradient, and the rows of its group continue from it. Every token has the same past and position in
+both forms, hence the same gradient. In a response, only the tokens that the policy wrote are
+predicted.
 
-Axes: N samples of the step, M rows of a batch, B its prompts, P prompt positions, L positions of a
-row, T tokens that the policy wrote, C hidden.
+Axes: N samples of the step, M rows and B prompts of a batch, P prompt positions, L positions of a
+row, T tokens that the policy wrote, C hidden width.
 """
 
 import math
@@ -22,14 +23,15 @@ from layers.tree_cache import TreeCache
 from machine import world
 from step.sample import EMPTY, Sample, pad_rows
 
-# Sharing prompts pays from this fraction of positions saved. On a CPU time was 1.14x with 10%
-# saved, 0.97x with 18%, 0.88x with 29%; on a GPU, counted, 0.85x, 0.83x and 0.75x
-# (`c148fd6:bench/ledger.py`).
+# Sharing prompts pays if it saves at least this fraction of the positions. On a CPU, the time was
+# 1.14x with 10% saved, 0.97x with 18%, and 0.88x with 29%. For a GPU, the counted cost was 0.85x,
+# 0.83x and 0.75x (`c148fd6:bench/ledger.py`).
 LEAST_SAVED = 0.2
-# A group that shares its prompt may exceed the budget by this factor, so that it need not be split.
+# A group that shares its prompt may exceed the budget by this factor, to avoid splitting it.
 ROOM = 9 / 8
 
-BatchPlan = list[tuple[list[int], int]]  # each batch's rows, and its positions with padding
+# each batch's rows, and its number of positions including padding
+BatchPlan = list[tuple[list[int], int]]
 
 
 class Prefix(NamedTuple):
@@ -37,11 +39,11 @@ class Prefix(NamedTuple):
 
     tokens: mx.array  # (B, P)
     lengths: list[int]  # B
-    parents: list[int]  # M, each row's prompt
+    parents: list[int]  # M, the index of each row's prompt
 
     @classmethod
     def from_prompts(cls, prompts: list[list[int]]) -> "Prefix":
-        """The distinct prompts among those of M rows."""
+        """The distinct prompts among the prompts of M rows."""
         distinct = list(dict.fromkeys(map(tuple, prompts)))
         place_of = {prompt: place for place, prompt in enumerate(distinct)}
         tokens = pad_to_array(distinct)
@@ -49,7 +51,7 @@ class Prefix(NamedTuple):
         return cls(tokens, lengths, [place_of[tuple(prompt)] for prompt in prompts])
 
     def select_rows(self, rows: list[int]) -> "Prefix":
-        """The prompts that these rows continue."""
+        """The prefix for a batch of only these rows."""
         row_parents = [self.parents[row] for row in rows]
         remaining = sorted(set(row_parents))
         lengths = [self.lengths[parent] for parent in remaining]
@@ -64,43 +66,43 @@ class Batch(NamedTuple):
     Values where the mask is 0 are arbitrary.
     """
 
-    rows: list[int]  # M, their numbers in the step
+    rows: list[int]  # M, the samples' indices in the step
     prefix: Prefix | None  # None: each row starts with its prompt
     tokens: mx.array  # (M, L) after the prefix, without the last token, which predicts nothing
-    lengths: list[int]  # M, of `tokens`
-    # (M, T) the place in the hidden states that predicts each token; None: they are in order
+    lengths: list[int]  # M, the rows' lengths in `tokens`
+    # (M, T) the index of the hidden state that predicts each token; None: states and tokens align
     positions: mx.array | None
     completion_ids: mx.array  # (M, T) the tokens that the policy wrote
     mask: mx.array  # (M, T) 1 = written by the policy, 0 = padding
-    # (M, 1) how many tokens each token stands for in statistics; 1 where it has a gradient
+    # (M, 1) how many tokens each token represents in statistics; 1 if it has a gradient
     weights: mx.array
-    advantages: mx.array  # (M, 1), or (M, T) where those of a row's tokens differ
+    advantages: mx.array  # (M, 1), or (M, T) if a row's tokens have different advantages
     sampled_logprobs: mx.array | None  # (M, T) as the sampler recorded them; None for given replies
-    num_with_gradient: int  # rows with a gradient
+    num_with_gradient: int  # number of rows with a gradient
     # ---- the mini-batch that this batch is a part of
-    mini_batch: int  # its number
-    num_rows: float  # samples, the mean of all mini-batches
-    num_loss_tokens: float  # tokens that the policy wrote, the mean of all mini-batches
-    # ---- what other passes add
-    old_logprobs: mx.array | None = None  # (M, T) of the policy before the update
+    mini_batch: int  # the index of the mini-batch
+    num_rows: float  # the mean number of samples per mini-batch
+    num_loss_tokens: float  # the mean number of tokens that the policy wrote per mini-batch
+    # ---- fields that other passes set
+    old_logprobs: mx.array | None = None  # (M, T) under the policy before the update
     columns: dict[str, mx.array] = (
-        EMPTY  # (M, T), what else the loss needs, named as in grpo.Tokens
+        EMPTY  # (M, T), other values that the loss needs, named as in grpo.Tokens
     )
     lesson: Lesson | None = None  # a teacher's hidden states (M, T, D)
     is_local: bool = True  # whether this rank computes it
 
     @property
     def num_positions(self) -> int:
-        """Positions that the model computes, with padding."""
+        """The number of positions that the model computes, including padding."""
         return self.tokens.size + (self.prefix.tokens.size if self.prefix else 0)
 
     @property
     def num_tokens(self) -> int:
-        """Positions without padding."""
+        """The number of positions without padding."""
         return sum(self.lengths) + (sum(self.prefix.lengths) if self.prefix else 0)
 
     def select_rows(self, places: list[int]) -> "Batch":
-        """Some rows with unchanged padding, and the prompts that they continue."""
+        """A batch of only the rows at `places`, with unchanged padding, and of their prompts."""
         index = mx.array(places)
         arrays: dict[str, Any] = {
             name: value[index]
@@ -135,11 +137,12 @@ def make_batches(
     """
     Pads samples into batches of at most `token_budget` positions; one row or group may exceed it.
 
-    The groups are split evenly into mini-batches, and each batch belongs to one of them. Samples of
-    weight 0 are left out. sharing: see `plan_batches`.
+    The groups are divided evenly among the mini-batches, and each batch belongs to one mini-batch.
+    Samples with weight 0 are left out. sharing: see `plan_batches`.
 
-    The mean of the mini-batches' losses is the loss of all samples. A token weighs the same in
-    each, so a mini-batch divides by the mean number of tokens and not by its own. Source: TRL 1.16.
+    The mean of the mini-batches' losses is the loss of all samples. A token weighs the same in each
+    mini-batch, because each divides by the mean number of tokens per mini-batch instead of by its
+    own number of tokens. Source: TRL 1.16.
     """
     prompts = [sample.prompt for sample in samples]
     lengths = np.array([len(sample.response_ids) if sample.weight else 0 for sample in samples])
@@ -157,7 +160,7 @@ def make_batches(
         new_batches = [
             _make_batch(rows, [samples[row] for row in rows], is_shared) for rows, _ in plan
         ]
-        local = set(world.assign_items([batch.num_positions for batch in new_batches]))
+        local = set(world.own_item_indices([batch.num_positions for batch in new_batches]))
         for place, batch in enumerate(new_batches):
             batches.append(
                 batch._replace(
@@ -176,8 +179,8 @@ def plan_batches(
     """
     Whether to share prompts, and the rows of each batch.
 
-    prompts, num_tokens: the prompt and the length of the response of each of N samples; a length of
-    0 leaves a sample out. sharing: "on", "off", or "auto", which shares if that saves enough
+    prompts, num_tokens: the prompt and the response length of each of N samples; a sample with
+    length 0 is left out. sharing: "on", "off", or "auto", which shares prompts if that saves enough
     positions.
     """
     rows = np.flatnonzero(num_tokens).tolist()
@@ -203,19 +206,20 @@ def _pack_groups(
     groups: list[tuple[int, list[int]]], width: dict[int, int], token_budget: int
 ) -> BatchPlan:
     """
-    Packs whole groups into batches, ordered by their longest row.
+    Packs whole groups into batches. The groups are ordered by their longest rows.
 
-    A group that exceeds ROOM times the budget is split evenly. groups: each the length of a prompt,
-    and its rows by ascending `width`, which is the number of positions after the prompt.
+    A group that exceeds ROOM times the budget is split evenly. groups: for each group, the length
+    of its prompt, and its rows in ascending order of `width`. width: each row's number of positions
+    after that prompt.
     """
     plan: BatchPlan = []
-    num_prompts = 0  # of the last batch
-    longest_prompt = 0  # of the last batch
+    num_prompts = 0  # in the last batch
+    longest_prompt = 0  # in the last batch
     for prompt_length, group in sorted(groups, key=lambda group: width[group[1][-1]]):
         if plan:
             last_rows, _ = plan[-1]
             longest = max(longest_prompt, prompt_length)
-            # ascending: this group has the widest row
+            # groups are in ascending order, so this group has the widest row
             widest = width[group[-1]]
             size = (num_prompts + 1) * longest + (len(last_rows) + len(group)) * widest
             if size <= token_budget:
@@ -238,7 +242,8 @@ def _pack_groups(
 
 def _make_batch(rows: list[int], samples: list[Sample], is_shared: bool) -> Batch:
     most_tokens = max(len(sample.loss_positions) for sample in samples)
-    # token t of a response is predicted one position earlier, the first one by the prompt's last
+    # Each token of a response is predicted one position earlier: the first one by the prompt's last
+    # token.
     places = np.array(
         [
             [*sample.loss_positions, *range(len(sample.loss_positions), most_tokens)]
@@ -247,7 +252,7 @@ def _make_batch(rows: list[int], samples: list[Sample], is_shared: bool) -> Batc
     )
     if is_shared:
         tokens = [sample.response_ids[:-1] for sample in samples]
-        # the hidden states begin with that of the prompt's last token
+        # the first hidden state is that of the prompt's last token
         places = np.minimum(places, max(map(len, tokens)))
     else:
         tokens = [sample.prompt + sample.response_ids[:-1] for sample in samples]
@@ -283,7 +288,7 @@ def _make_batch(rows: list[int], samples: list[Sample], is_shared: bool) -> Batc
 
 
 def pad_to_array(rows: Sequence[Sequence[float] | np.ndarray], dtype: type = np.int32) -> mx.array:
-    """Rows as one array, (len(rows), longest), padded with 0."""
+    """The rows as one array, (len(rows), longest), padded with 0."""
     return mx.array(pad_rows(rows).astype(dtype))
 
 
@@ -294,7 +299,7 @@ def completion_hidden_states(
     model: gwen.Model, batch: Batch, checkpoint_layers: int = 0
 ) -> mx.array:
     """
-    The hidden states that predict the tokens of the policy, (M, T, C).
+    The hidden states that predict the policy's tokens, (M, T, C).
 
     checkpoint_layers: as in `gwen.Model.hidden`.
     """
@@ -306,7 +311,9 @@ def completion_hidden_states(
         prompt_states = model.hidden(tokens, cache, checkpoint_layers)  # (B, P, C)
         last_states = prompt_states[mx.arange(len(lengths)), mx.array(lengths) - 1]  # (B, C)
         states = last_states[mx.array(parents)][:, None]  # (M, 1, C)
-        if batch.tokens.shape[1]:  # else every completion is one token, predicted by its prompt
+        if batch.tokens.shape[
+            1
+        ]:  # otherwise every completion is one token, which the prompt predicts
             response_cache = cache.extend(batch.lengths, parents)
             response_states = model.hidden(batch.tokens, response_cache, checkpoint_layers)
             states = mx.concatenate([states, response_states], axis=1)  # (M, 1 + L, C)

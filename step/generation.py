@@ -1,7 +1,7 @@
 """
 Generation: the model writes the responses of a step's samples.
 
-This file does not cover how tokens are drawn (sampler.py) and how tools answer (tools/episodes.py).
+This file does not cover how tokens are drawn (sampler.py) or how tools answer (tools/episodes.py).
 
 Axes: N samples.
 """
@@ -22,7 +22,8 @@ from step.sample import EMPTY, Sample
 from tools.episodes import Episodes
 from tools.toolbox import Toolbox
 
-PROMPT_END = 64  # tokens at a prompt's end in which a thought that it opens is searched
+# number of tokens at a prompt's end in which a tag that opens a thought is looked for
+PROMPT_END = 64
 
 
 def generate_completions(
@@ -38,13 +39,15 @@ def generate_completions(
     weights: Mapping[str, float] = EMPTY,
 ) -> tuple[list[Sample], sampler.RolloutStats]:
     """
-    Writes the samples' responses, and returns the cost too. Each rank generates whole groups.
+    The samples with their responses, and the cost of generating them.
+
+    Each rank generates whole groups.
 
     key: random numbers depend only on (key, row); pass a new key for each rollout. batch_size: as
-    in `sampler.rollout`. toolbox: the tools and environments that samples may call; seed: of these
-    environments; weights: of the rewards that environments give.
+    in `sampler.rollout`. toolbox: the tools and environments that samples may call. seed: the
+    environments' seed. weights: the weights of the rewards that environments give.
 
-    Raises ValueError if a log-probability is not finite, naming the prompt.
+    Raises ValueError that names the prompt if a log-probability is not finite.
     """
     episodes = None
     if toolbox:
@@ -58,7 +61,7 @@ def generate_completions(
             )
         ]
 
-    local_rows = world.assign_by_key(tuple(sample.prompt) for sample in samples)
+    local_rows = world.own_item_indices_by_key(tuple(sample.prompt) for sample in samples)
     local_fields: dict[int, dict[str, Any]] = {}
     stats = sampler.RolloutStats(0.0, 0.0, 0)
     tokens_per_second = 0.0
@@ -102,7 +105,7 @@ def generate_completions(
 def rollout_fields(
     rollout: sampler.Rollout, texts: Sequence[str] | None = None
 ) -> list[dict[str, Any]]:
-    """The fields of each sample that a rollout and its texts set."""
+    """For each sample, the fields whose values come from a rollout and its texts."""
     response_ids = rollout.sequences or rollout.ids
     loss_positions: Sequence[Sequence[int]] = rollout.places or [
         range(len(ids)) for ids in response_ids
@@ -129,10 +132,11 @@ def decode_with_thoughts(
     tokenizer: Any, rollout: sampler.Rollout, prompts: Sequence[list[int]], eos_ids: Sequence[int]
 ) -> list[str]:
     """
-    The text of each row, (N,). It begins with the thought that its prompt opens.
+    The text of each row, (N,). It begins with the thought's opening tag if the prompt ends with it.
 
-    Some chat templates end a prompt with "<think>". Without that tag nobody could tell a thought
-    that was cut off from an answer. With tools, each turn after a tool's result begins so too.
+    Some chat templates end a prompt with "<think>". Without that tag, a thought that was cut off
+    could not be told from an answer. With tools, each turn after a tool's result also begins with
+    the tag.
     """
     texts = sampler.decode_texts(tokenizer, rollout, eos_ids)
     openings: dict[tuple[int, ...], str] = {}
@@ -163,7 +167,7 @@ def decode_with_thoughts(
 def policy_ids_by_turn(
     response_ids: list[int], loss_positions: Sequence[int], eos_ids: set[int]
 ) -> list[list[int]]:
-    """The ids that the policy wrote in each turn, without end tokens. Turns do not touch."""
+    """The ids that the policy wrote in each turn, without end tokens. A gap separates two turns."""
     turns: list[list[int]] = []
     for number, place in enumerate(loss_positions):
         if number == 0 or loss_positions[number - 1] != place - 1:

@@ -1,7 +1,7 @@
 """
-The loss of a step: a batch goes through the policy, and gives its part of the step's loss.
+The loss of a step: a batch goes through the policy, which gives the batch's part of the loss.
 
-This file does not cover the arithmetic of the losses (grpo.py), the gradient and the optimizer
+This file does not cover the arithmetic of the losses (grpo.py) or the gradient and the optimizer
 (update.py).
 
 Axes: M rows of a batch, T tokens that the policy wrote.
@@ -21,7 +21,8 @@ SUMS = ("kl", "clip_frac")  # sums that a loss returns over the counted tokens; 
 # how the policy before the update differs from the sampler
 GAPS = ("logprob_abs_mean", "logprob_abs_max", "ratio_mean", "ratio_max", "over_cap_frac")
 MISMATCH = tuple(f"mismatch/{name}" for name in GAPS)
-# statistics of each step, as in `metrics.jsonl`: means over the counted tokens; `_max` is a maximum
+# Each step's statistics, as in `metrics.jsonl`: means over the counted tokens, or maxima if the
+# name ends in `_max`.
 MEASURED = ("kl", "distill/kl", "entropy", "clip_frac", *MISMATCH)
 MISMATCH_CAP = 3.0  # the largest ratio of trainer to sampler that is trusted
 
@@ -30,28 +31,29 @@ class BatchLoss(NamedTuple):
     """A batch's part of a step's loss."""
 
     loss: mx.array  # (); the parts of all batches add up to the step's loss
-    logprobs: mx.array  # (M, T), of the tokens that the policy wrote
-    # statistics over the counted tokens: sums, or the largest value where the name ends in `_max`
+    logprobs: mx.array  # (M, T), for the tokens that the policy wrote
+    # statistics over the counted tokens: sums, or maxima if the name ends in `_max`
     sums: dict[str, mx.array]
 
 
 class UpdateResult(NamedTuple):
     """
-    The result of all optimizer steps on one rollout, in Python numbers.
+    The result of all optimizer steps on one rollout, as Python numbers.
 
-    A figure is the mean over these steps, and None if it was not measured.
+    Unless a comment says otherwise, a figure is the mean over these steps. It is None if it was not
+    measured.
     """
 
     lr: float  # as scheduled
-    lr_scale: float  # factor on it in the last step
+    lr_scale: float  # the factor on `lr` in the last step
     num_skipped: int  # skipped steps since the run began
     loss_scale: float  # after the last step
-    means: dict[str, float | None]  # of MEASURED
+    means: dict[str, float | None]  # the statistics that MEASURED names
     num_loss_tokens: int = 0  # counted tokens
     num_with_gradient: int = 0  # rows with a gradient
     loss: float | None = None
     grad_norm: float | None = None  # before clipping
-    moved: float | None = None  # KL of the policies before the first and after the last step
+    moved: float | None = None  # KL between the policies before the first and after the last step
     num_backtracks: int = 0  # how often a step went too far and was shortened
     num_skipped_now: int = 0  # steps skipped because their gradient was not finite
     num_forwards: int = 0  # rows computed, including the reference's
@@ -65,12 +67,12 @@ def make_objective(config: Config) -> grpo.Objective:
 
 
 class StepLoss:
-    """The loss of every step of a run, by its settings."""
+    """The loss that a run's settings define, used in every step."""
 
     def __init__(
         self, config: Config, sizes: Sizes, loss_function: grpo.LossFunction | None = None
     ):
-        """loss_function: a user's own, in place of the one that `--loss-type` names."""
+        """loss_function: a user's own loss, in place of the one that `--loss-type` names."""
         self.config = config
         self.checkpoint_layers = sizes.checkpoint_layers
         self.objective = make_objective(config)
@@ -80,7 +82,7 @@ class StepLoss:
         sampling = config.sampling
         # the tokens that the sampler may draw; None: all
         self.support = softmax.Support.from_settings(sampling.top_p, sampling.top_k, sampling.min_p)
-        # whether a sample may have a gradient though its advantage is 0
+        # whether a sample may have a gradient although its advantage is 0
         self.all_have_gradient = bool(
             self.objective.beta or config.objective.teacher or loss_function is not None
         )
@@ -89,9 +91,9 @@ class StepLoss:
         self, model: gwen.Model, batch: Batch, gradient: bool = False
     ) -> tuple[mx.array, mx.array]:
         """
-        Log-probabilities of the tokens given all before, and entropies, (M, T) each.
+        The tokens' log-probabilities, each given all tokens before it, and entropies, (M, T) each.
 
-        gradient: whether the log-probabilities need one.
+        gradient: whether the log-probabilities need a gradient.
         """
         return lm_head.token_logprobs(
             completion_hidden_states(model, batch, self.checkpoint_layers),
@@ -150,7 +152,7 @@ def measure_mismatch(
     logprobs: mx.array, sampled_logprobs: mx.array, mask: mx.array, counted: mx.array
 ) -> dict[str, mx.array]:
     """
-    How far log-probabilities (M, T) are from the sampler's: the statistics named in MISMATCH.
+    The distance of log-probabilities (M, T) from the sampler's: the statistics named in MISMATCH.
 
     counted (M, T): mask times weights.
     """

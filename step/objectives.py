@@ -1,12 +1,12 @@
 """
-A user's own loss and advantage, tried on a few tokens before a model is loaded.
+A user's own loss and advantage functions, tried on a few tokens before a model is loaded.
 
     --loss-type FILE.py:function    (Tokens, Objective) -> Loss, in place of a row of grpo.LOSSES
     --advantage FILE.py:function    rewards (B, G) float64 -> advantages (B, G)
 
 This file does not cover our own losses and advantages (grpo.py).
 
-Axes: B groups, G samples of a group.
+Axes: B groups, G samples in a group.
 """
 
 import functools
@@ -25,7 +25,7 @@ from step.loss import SUMS, make_objective
 
 
 class CustomObjective(NamedTuple):
-    """A user's functions in place of ours; None: ours is used."""
+    """A user's functions that replace ours. None means that ours is used."""
 
     loss: grpo.LossFunction | None = None
     advantage: Advantage | None = None
@@ -35,7 +35,7 @@ def load_custom_objective(config: Config) -> CustomObjective:
     """
     Loads and tries the functions that the settings name.
 
-    Raises ValueError, with file and line, if one is missing, fails or trains nothing.
+    Raises ValueError, with file and line, if a function is missing, fails or trains nothing.
     """
     settings = config.objective
     loss = None
@@ -90,7 +90,7 @@ def _load_loss(spec: str, config: Config) -> grpo.LossFunction:
 
 
 def _make_trial_tokens(has_reference: bool) -> grpo.Tokens:
-    """Two rows of three tokens. The last token of the second row is padding."""
+    """Two rows of three tokens each. The last token of the second row is padding."""
     logprobs = mx.array([[-0.5, -1.5, -1.0], [-2.0, -0.1, 7.0]])
     return grpo.Tokens(
         logprobs,
@@ -106,7 +106,7 @@ def _make_trial_tokens(has_reference: bool) -> grpo.Tokens:
 
 
 def _take_row(tokens: grpo.Tokens, row: int) -> grpo.Tokens:
-    """One row of the tokens, (1, T). Counts of the whole step stay."""
+    """One row of the tokens, (1, T). The counts for the whole step stay the same."""
     fields = []
     for value in tokens:
         if isinstance(value, mx.array):
@@ -116,7 +116,7 @@ def _take_row(tokens: grpo.Tokens, row: int) -> grpo.Tokens:
 
 
 def _check_loss_form(label: str, loss: Any) -> None:
-    """Raises ValueError if a function did not return a loss of scalars with sums that we know."""
+    """Raises ValueError unless `loss` is a grpo.Loss of scalars whose sums have known names."""
     has_form = isinstance(loss, grpo.Loss) and isinstance(loss.sums, dict)
     if has_form:
         values = [loss.value, *loss.sums.values()]
@@ -134,7 +134,7 @@ def _check_loss_form(label: str, loss: Any) -> None:
 
 
 def _check_gradient(label: str, loss: grpo.Loss, gradient: mx.array, mask: mx.array) -> None:
-    """Raises ValueError if a gradient is not finite, touches padding, or is 0 everywhere."""
+    """Raises ValueError if a gradient is not finite, not 0 on padding, or 0 everywhere."""
     is_finite = mx.isfinite(loss.value) & mx.isfinite(gradient).all()
     if not is_finite.item():
         raise ValueError(
@@ -152,7 +152,7 @@ def _check_gradient(label: str, loss: grpo.Loss, gradient: mx.array, mask: mx.ar
 
 
 def _try_out(label: str, function: Callable[..., Any], compute: Callable[[], Any]) -> Any:
-    """The result of `compute`. Raises ValueError, with file and line, for the function's error."""
+    """The result of `compute`. If `function` fails, raises ValueError with file and line."""
     try:
         return compute()
     except (Exception, SystemExit) as error:
@@ -166,9 +166,9 @@ def compute_custom_advantages(
     spec: str, function: Callable[[np.ndarray], Any], rewards: np.ndarray
 ) -> np.ndarray:
     """
-    The user's advantages of rewards, (B, G) float64 -> (B, G) float32.
+    The advantages that a user's function gives to rewards, (B, G) float64 -> (B, G) float32.
 
-    Rewards are nan where a group has fewer samples; advantages are 0 there. Raises ValueError if
+    Where a group has fewer samples, rewards are nan and advantages become 0. Raises ValueError if
     the function fails, or returns another shape or a value that is not finite.
     """
     label = f"--advantage {spec}{place_suffix(function)}"

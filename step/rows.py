@@ -1,10 +1,10 @@
 """
-The memory of a layer's positions and of a rollout's rows, and how many rows fit at once.
+The memory that a layer's positions and a rollout's rows need, and how many rows fit at once.
 
-This file does not cover the memory of a whole run (preflight.py) and the memory of this machine
-(machine/memory.py).
+This file does not cover the memory that a whole run needs (preflight.py) or the memory that this
+machine has (machine/memory.py).
 
-Axes: N rows, S keys; widths are those of a model's configuration.
+Axes: N rows, S keys; widths come from a model's configuration.
 """
 
 from collections.abc import Callable
@@ -16,12 +16,13 @@ from kv_cache import round_up
 from layers import attention, delta
 from machine import gpu, kernels
 
-ROOM = 0.9  # of the memory: MLX runs ahead, and other programs need some
-USUAL_ROWS = 64  # rows decoded at once without a GPU
-# Numbers that a position keeps of a layer for the gradient, per unit of its widths. Measured in
-# float32 on a CPU.
+ROOM = 0.9  # usable fraction of the memory: MLX runs ahead, and other programs need some of it
+USUAL_ROWS = 64  # number of rows decoded at once without a GPU
+# How many numbers a layer keeps for the gradient, per position and per unit of the layer's widths.
+# This was measured in float32 on a CPU.
 KEPT_ON_CPU = 4.8
-# The same with a GPU's kernels, in the type of the weights. Counted by c148fd6:bench/launches.py.
+# The same with a GPU's kernels, which keep numbers in the type of the weights. This was counted by
+# c148fd6:bench/launches.py.
 KEPT_ON_GPU = 3.5
 # A gated delta net without a gradient takes this fraction of what it would keep for a gradient.
 LINEAR_FRACTION = 0.47
@@ -29,7 +30,7 @@ LINEAR_FRACTION = 0.47
 
 def uses_kernels() -> bool:
     """
-    Whether a layer runs on a GPU's kernels.
+    Whether a layer runs with our GPU kernels.
 
     These keep only their inputs, in the type of the weights.
     """
@@ -38,9 +39,9 @@ def uses_kernels() -> bool:
 
 def layer_bytes(model: hub.ModelConfig, dtype: mx.Dtype, keys: float, kind: str) -> float:
     """
-    Bytes that one position keeps of one layer for the gradient.
+    The bytes that one layer keeps for the gradient per position.
 
-    keys: of each query. kind: of the layer.
+    keys: the number of keys of each query. kind: the layer's kind.
     """
     width = model.intermediate_size + model.hidden_size
     score_bytes = 0.0
@@ -57,7 +58,7 @@ def layer_bytes(model: hub.ModelConfig, dtype: mx.Dtype, keys: float, kind: str)
 
 
 def _delta_width(model: hub.ModelConfig) -> int:
-    """The widths of a gated delta net, beside those of the MLP and of the hidden states."""
+    """The sum of a gated delta net's widths, without those of the MLP and the hidden states."""
     assert model.delta is not None
     _, num_heads, key_dim, value_dim, _ = model.delta
     width = 3 * sum(model.delta.widths) // 2 + 2 * model.delta.widths[-1]
@@ -68,9 +69,9 @@ def _delta_width(model: hub.ModelConfig) -> int:
 
 
 def forward_bytes(model: hub.ModelConfig, dtype: mx.Dtype, keys: float) -> float:
-    """Bytes that one position takes in a layer without a gradient, of the costliest kind."""
+    """The bytes that one position takes, without a gradient, in a layer of the costliest kind."""
     loop_bytes = 0.0
-    if not uses_kernels():  # arrays between the loops of cpu.exp
+    if not uses_kernels():  # the arrays between the loops of cpu.exp
         loop_bytes = 8 * model.num_attention_heads * keys
     kind_bytes = []
     for kind in set(model.layer_kinds):
@@ -80,13 +81,13 @@ def forward_bytes(model: hub.ModelConfig, dtype: mx.Dtype, keys: float) -> float
 
 
 def column_bytes(model: hub.ModelConfig, dtype: mx.Dtype) -> int:
-    """Bytes of the keys and values of one token, in all layers."""
+    """The bytes of one token's keys and values in all layers."""
     num_layers = sum(kind != "linear_attention" for kind in model.layer_kinds)
     return 2 * num_layers * model.num_key_value_heads * model.head_dim * dtype.size
 
 
 def state_bytes(model: hub.ModelConfig, dtype: mx.Dtype) -> int:
-    """Bytes that gated delta nets keep of one row, whatever its length."""
+    """The bytes that gated delta nets keep for one row, whatever its length."""
     if model.delta is None:
         return 0
     layer_state = sum(array.nbytes for array in model.delta.empty_state(1, dtype))
@@ -102,9 +103,10 @@ def rollout_bytes(
     rows: int,
 ) -> tuple[int, int]:
     """
-    Bytes of a rollout whose longest prompts are prefilled together: caches, and everything else.
+    The bytes of a rollout whose longest prompts are prefilled together: caches, and all the rest.
 
-    prompts: their lengths. groups: samples of each prompt. rows: decoded at once.
+    prompts: the prompts' lengths. groups: the number of samples per prompt. rows: the number of
+    rows decoded at once.
     """
     num_slots = min(rows, len(prompts) * groups)
     prefilled = sorted(prompts)[-max(2 * rows // groups, 1) :]
@@ -123,16 +125,16 @@ def rollout_bytes(
     prefill_bytes = tokens_at_once * len(prefilled) * forward_bytes(model, dtype, longest)
     # logits, weights, sums, their exponentials and the next step's
     decode_bytes = 6 * 4 * num_slots * model.vocab_size
-    # keys and values of one layer on their way
+    # a temporary copy of one layer's keys and values
     decode_bytes += 2 * model.num_key_value_heads * model.head_dim * dtype.size * num_copied
     return cache_bytes, int(max(prefill_bytes, decode_bytes))
 
 
 def choose_rollout_rows(fits: Callable[[int], bool], most_rows: int) -> int:
     """
-    How many rows a rollout decodes at once: as many as memory holds.
+    The number of rows that a rollout decodes at once: as many as fit in memory.
 
-    Without a GPU the number does not depend on the machine.
+    Without a GPU, the number does not depend on the machine.
     """
     if not gpu.on_gpu():
         return min(most_rows, USUAL_ROWS)

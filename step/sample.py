@@ -1,10 +1,10 @@
 """
-A sample: one response to one prompt, with everything that a run learns about it.
+A sample: one response to one prompt, with everything that a run finds out about it.
 
-A step is a list of samples. The list goes through the files of this room, and each one returns it
-with more fields set: step/generation.py writes the responses, step/scoring.py the rewards,
-step/advantages.py the advantages and which samples are trained. step/batch.py pads them for the
-model. reporting/journal.py writes the record of a sample in `rollouts.jsonl`.
+A step is a list of samples. The list passes through the files in this directory, each of which
+returns it with more fields set: step/generation.py sets the responses, step/scoring.py the rewards,
+and step/advantages.py the advantages and which samples are trained. step/batch.py pads the samples
+for the model. reporting/journal.py writes each sample's record to `rollouts.jsonl`.
 
 Axes: G samples of a group, N samples, T tokens of a sample that the policy wrote.
 """
@@ -17,40 +17,42 @@ import numpy as np
 
 from prompts.examples import Example
 
-EMPTY: dict[str, Any] = {}  # the default of fields that are not set yet; nobody writes to it
+EMPTY: dict[str, Any] = {}  # the default of fields that are not set yet; it must stay empty
 
 
 class Sample(NamedTuple):
     """A completion of a prompt, or a reply to learn."""
 
     prompt: list[int]
-    response_ids: list[int]  # all ids after the prompt, also what the policy was told in between
-    loss_positions: Sequence[int]  # the places in `response_ids` of the T tokens that it wrote
-    group: int  # samples of one group are compared; groups are numbered through the step
+    response_ids: list[int]  # all ids after the prompt, including those that tools inserted
+    # the indices in `response_ids` of the T tokens that the policy wrote
+    loss_positions: Sequence[int]
+    group: int  # the number of its group in the step; samples in one group are compared
     # ---- set by step/generation.py
     logprobs: np.ndarray | None = None  # (T,) as the sampler recorded them; None for a given reply
-    entropies: np.ndarray | None = None  # (T,) of each token's distribution, if asked for
+    entropies: np.ndarray | None = None  # (T,) of each token's distribution, if requested
     finish_reason: str = "stop"
-    example: Example = EMPTY  # the row of the data set that the prompt was made of
+    example: Example = EMPTY  # the data set's row from which the prompt was made
     text: str = ""
-    columns: dict[str, Any] = EMPTY  # further arguments of rewards
-    controls: Sequence[str] = ()  # control tokens inside the response that end nothing, each once
-    conversation: dict[str, Any] | None = None  # with tools, as `rollouts.jsonl` has it
-    # weighted rewards that an environment gave for each whole turn; None: it gives none for turns
+    columns: dict[str, Any] = EMPTY  # further arguments for reward functions
+    controls: Sequence[str] = ()  # distinct control tokens inside the response that end no turn
+    # the conversation if there are tools, in the form that `rollouts.jsonl` has
+    conversation: dict[str, Any] | None = None
+    # an environment's weighted reward for each complete turn; None if it rewards no turns
     turn_rewards: list[float] | None = None
     # ---- set by step/scoring.py
     reward_components: dict[str, float] = EMPTY  # before weighting; nan where unreadable
-    # the components with a weight; an unreadable one has the mean that it is compared with
+    # the components with a weight; an unreadable one has the value of the mean it is compared with
     imputed_components: dict[str, float] = EMPTY
     reward: float = 0.0  # weighted sum of the imputed components
-    scores: list[float] | None = None  # of the judge, nan where unreadable
-    extra_columns: dict[str, Any] = EMPTY  # what rewards gave to `log_extra`
+    scores: list[float] | None = None  # the judge's scores, nan where unreadable
+    extra_columns: dict[str, Any] = EMPTY  # the values that rewards passed to `log_extra`
     # ---- set by step/advantages.py
-    advantage: float | np.ndarray = 0.0  # of the sample, or (T,) of each token
-    has_signal: bool = True  # whether a sample of its group that is trained has an advantage
+    advantage: float | np.ndarray = 0.0  # one for the sample, or (T,) one for each token
+    has_signal: bool = True  # whether any trained sample in its group has an advantage
     rewards_differ: bool = True  # whether the rewards of its group differ by more than noise
     has_gradient: bool = True
-    # How many tokens each of its tokens stands for in statistics (entropy, KL). 0: it is left out.
+    # How many tokens each of its tokens represents in statistics (entropy, KL). 0: it is left out.
     weight: float = 1.0
 
     @property
@@ -60,14 +62,14 @@ class Sample(NamedTuple):
 
     @property
     def logged_reward(self) -> float:
-        """The reward; nan where every component with a weight is unreadable."""
+        """The reward; nan if every component with a weight is unreadable."""
         if all(math.isnan(self.reward_components[name]) for name in self.imputed_components):
             return math.nan
         return self.reward
 
     @property
     def spans(self) -> list[list[int]]:
-        """[begin, end) in `response_ids` of each turn of the policy."""
+        """The range [begin, end) in `response_ids` of each of the policy's turns."""
         spans: list[list[int]] = []
         for place in self.loss_positions:
             if spans and spans[-1][1] == place:
@@ -80,7 +82,7 @@ class Sample(NamedTuple):
 def new_samples(
     examples: Sequence[Example], prompts: list[list[int]], group_size: int
 ) -> list[Sample]:
-    """`group_size` samples of each prompt, whose responses are still empty."""
+    """`group_size` samples for each prompt, with empty responses."""
     samples = []
     for group, (prompt, example) in enumerate(zip(prompts, examples, strict=True)):
         samples += [Sample(prompt, [], (), group, example=example)] * group_size
@@ -89,9 +91,9 @@ def new_samples(
 
 def sample_from_conversation(ids: list[int], loss_positions: list[int], group: int = 0) -> Sample:
     """
-    The sample of a given prompt and reply, whose advantage is 1.
+    The sample for a given prompt and reply. Its advantage is 1.
 
-    ids: of prompt and reply; loss_positions: the places in them of the tokens to learn.
+    ids: the ids of prompt and reply; loss_positions: the indices in `ids` of the tokens to learn.
     """
     begin = loss_positions[0]
     positions = [place - begin for place in loss_positions]
@@ -99,7 +101,7 @@ def sample_from_conversation(ids: list[int], loss_positions: list[int], group: i
 
 
 def group_samples(samples: Sequence[Sample]) -> list[list[Sample]]:
-    """The samples of each group; groups in the order of their first sample."""
+    """The samples of each group. The groups are in the order of their first samples."""
     groups: dict[int, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(sample.group, []).append(sample)

@@ -1,10 +1,11 @@
 """
-Scoring: every reward and the judge are called once, and their weighted sum is a sample's reward.
+Scoring calls every reward function and the judge once per step; a sample's reward is the weighted
+sum of their values.
 
 This file does not cover how a reward function is called (rewards/rewards.py), how a judge reads an
-answer (judge.py), and how rewards are compared (step/advantages.py).
+answer (judge.py), or how rewards are compared (step/advantages.py).
 
-Axes: N samples, J criteria of the rubric.
+Axes: N samples, J criteria in the rubric.
 """
 
 from typing import Any
@@ -17,14 +18,14 @@ from rewards.rewards import Logged, Reward, call_rewards
 from rewards.statements import strip_thoughts
 from step.sample import Sample
 
-Weights = dict[str, float]  # of rewards, by name
-MOST_REWARD = 1e15  # `rewards.call_reward` has the same limit before weighting
+Weights = dict[str, float]  # the rewards' weights, by name
+MOST_REWARD = 1e15  # `rewards.call_reward` applies the same limit before weighting
 
 
 def compute_rewards(
     rewards: dict[str, Reward], samples: list[Sample], weights: Weights | None = None
 ) -> tuple[dict[str, np.ndarray], Logged]:
-    """The values of all samples, (N,), by each reward or verifier, and what these logged."""
+    """Each reward's or verifier's values for all samples, (N,), and the values that they logged."""
     examples = [sample.example for sample in samples]
     texts = [sample.text for sample in samples]
     completion_ids = [sample.completion_ids for sample in samples]
@@ -40,9 +41,9 @@ def compute_rewards(
 
 def judge_samples(grader: Grader, samples: list[Sample]) -> Judgement:
     """
-    The judge's scores of the samples.
+    The judge's scores for the samples.
 
-    It reads what follows a thought: a thought that never ends is no answer.
+    The judge reads only the text after a thought; a thought that never ends leaves no answer.
     """
     prompts = [prompt_text(sample.example["prompt"]) for sample in samples]
     answers = [strip_thoughts(sample.text) for sample in samples]
@@ -58,15 +59,16 @@ def assign_rewards(
     compares_whole_step: bool = False,
 ) -> list[Sample]:
     """
-    The samples again, with rewards computed from their components.
+    The samples, with rewards computed from their components.
 
-    components: (N,) each, by name. A component of weight 0 is a metric: it is recorded and nothing
-    else. scores (N, J): of the judge. extra_columns: what rewards logged, N values by name.
-    compares_whole_step: whether each sample is compared with the whole step, not with its group.
+    components: an array (N,) for each name. A component with weight 0 is a metric, which is only
+    recorded. scores (N, J): the judge's scores. extra_columns: for each name, the N values that
+    rewards logged. compares_whole_step: whether each sample is compared with the whole step instead
+    of its group.
 
-    An unreadable score becomes the mean that it would be compared with. So the judge neither
-    rewards nor punishes that completion, and its verifiers count in full. A reward function that
-    gave None for a completion is left out of that completion's sum.
+    An unreadable score is replaced by the mean that it would be compared with. So the judge neither
+    rewards nor punishes that completion, and the completion's verifiers count in full. If a reward
+    function gave None for a completion, it is left out of that completion's sum.
 
     Raises ValueError if a weighted component passes MOST_REWARD.
     """
@@ -80,9 +82,9 @@ def assign_rewards(
     imputed = {name: np.nan_to_num(values) for name, values in counted.items()}
     if "rubric" in imputed:
         groups = [0 if compares_whole_step else sample.group for sample in samples]
-        imputed["rubric"] = fill_unreadable(counted["rubric"], np.array(groups))
+        imputed["rubric"] = with_unreadable_imputed(counted["rubric"], np.array(groups))
 
-    # no BLAS: its rounding may depend on the position, and equal rewards must stay equal
+    # BLAS is avoided: its rounding may depend on the position, but equal rewards must stay equal
     totals = np.zeros(len(samples))
     for name, values in imputed.items():
         totals = totals + weights[name] * values
@@ -105,7 +107,7 @@ def _row_of(columns: dict[str, np.ndarray], row: int) -> dict[str, float]:
     return {name: float(values[row]) for name, values in columns.items()}
 
 
-def fill_unreadable(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
+def with_unreadable_imputed(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """
     Values (N,) with each nan replaced by the mean of the readable values of its group.
 

@@ -1,13 +1,13 @@
 """
 On-policy distillation: a teacher scores each token of the student's own completions.
 
-The loss is the divergence of the two distributions at each token (layers/divergence.py). The
-teacher is another model with the same tokenizer, or with `self` the model before training. A prompt
-that only the teacher sees may precede what the student sees. This file does not cover sampling,
-rewards and the optimizer.
+The loss is the divergence between the two distributions at each token (layers/divergence.py). The
+teacher is another model with the same tokenizer or, for --teacher self, the model before training.
+A prompt that only the teacher sees may precede the student's prompt. This file does not cover
+sampling, rewards or the optimizer.
 
-Axes: M rows of a batch, T tokens of a row that the policy wrote, V vocabulary, C hidden width of
-the student, D hidden width of the teacher.
+Axes: M rows of a batch, T tokens that the policy wrote in a row, V vocabulary, C the student's
+hidden width, D the teacher's hidden width.
 """
 
 import re
@@ -29,7 +29,7 @@ from text.documents import read_text
 
 
 class Teacher:
-    """The model that teaches, and the prompt that only it sees."""
+    """The teacher model, and the prompt that only the teacher sees."""
 
     def __init__(
         self,
@@ -43,15 +43,15 @@ class Teacher:
         Loads the teacher and its prompt.
 
         base: the model before training, if disabling the student's adapters does not restore it.
-        token_budget: positions of a batch.
+        token_budget: the maximum number of positions in a batch.
 
-        Raises ValueError if the teacher does not load, has another tokenizer, or lacks some of the
-        student's ids, or if its prompt cannot be read or is empty.
+        Raises ValueError if the teacher does not load, has a different tokenizer, or lacks some of
+        the student's ids, or if the teacher's prompt cannot be read or is empty.
         """
         self.config = config
         self.tokenizer = tokenizer
         self.token_budget = token_budget
-        self.num_ids = len(student.head_weight)  # a larger model may have more rows without tokens
+        self.num_ids = len(student.head_weight)  # a larger model may have extra rows without tokens
         self.extra_prompt: str | None = None
         path = config.objective.teacher_prompt
         if path:
@@ -111,7 +111,7 @@ class Teacher:
             )
 
     def add_lessons(self, samples: list[Sample], batches: list[Batch]) -> list[Batch]:
-        """The batches again, with the teacher's hidden states, and its head for our ids."""
+        """The batches, with the teacher's hidden states and its head for our ids added."""
         head_weight = self.model.head_weight[: self.num_ids]
         completed: list[Batch] = []
         with lora.with_initial_weights(self.model):
@@ -121,7 +121,7 @@ class Teacher:
                         states = completion_hidden_states(self.model, batch)
                     else:
                         states = self._hidden_states_with_extra_prompt(samples, batch)
-                    mx.eval(states)  # wait: the next batch may use this one's memory
+                    mx.eval(states)  # wait, so that the next batch can reuse this one's memory
                     batch = batch._replace(lesson=divergence.Lesson(states, head_weight))
                 completed.append(batch)
         return completed
@@ -130,7 +130,7 @@ class Teacher:
         """
         The teacher's hidden states of a batch, (M, T, D), if the teacher sees a longer prompt.
 
-        These prompts need batches of their own.
+        The longer prompts need batches of their own.
         """
         rows = [samples[row] for row in batch.rows]
         examples = {sample.group: sample.example for sample in rows}
@@ -149,9 +149,9 @@ class Teacher:
 
 def refuse_other_tokenizer(name: str, student: Any, teacher: Any) -> None:
     """
-    Raises ValueError if the tokenizers differ. It names the first id with another token.
+    Raises ValueError if the tokenizers differ. It names the first id whose tokens differ.
 
-    name: of the teacher.
+    name: the teacher's name.
     """
     student_tokens = {id_: token for token, id_ in student.get_vocab().items()}
     teacher_tokens = {id_: token for token, id_ in teacher.get_vocab().items()}
@@ -176,9 +176,10 @@ def refuse_other_tokenizer(name: str, student: Any, teacher: Any) -> None:
 
 def prepend_text(text: str, example: Example) -> Example:
     """
-    The example with a text at the beginning of its system message.
+    A copy of the example with a text at the beginning of its system message.
 
-    `{answer}` in the text stands for the example's column `answer`, and so for other columns.
+    In the text, `{answer}` stands for the value in the example's column `answer`. Other columns
+    work in the same way.
     """
     prompt = example["prompt"]
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
@@ -197,7 +198,7 @@ def prepend_text(text: str, example: Example) -> Example:
 
 
 def _column_text(value: Any) -> str:
-    """A column's value as a text; a list of right answers is joined by "or"."""
+    """A column's value as a text; a list of right answers is joined with "or"."""
     if isinstance(value, list):
         return " or ".join(map(str, value))
     return str(value)

@@ -1,10 +1,11 @@
 """
-How far an update moved the policy; update.py shortens a step that goes too far.
+Measures how far an update moved the policy; update.py shortens a step that goes too far.
 
-After an optimizer step the policy is run again on a part of the rollout, the probe. If the KL
-between the policy before and after passes the target, the step is shortened. AdamW's moments do not
-depend on the learning rate, and its step is proportional to it, so scaling the step equals a lower
-rate and needs no new gradient. This file does not know the model.
+After an optimizer step, the policy is run again on a part of the rollout, the probe. If the KL
+between the policies before and after the step exceeds the target, the step is shortened. AdamW's
+moments do not depend on the learning rate, and its step is proportional to that rate. So scaling
+the step has the same effect as a lower rate, and needs no new gradient. This file does not use the
+model.
 
 Sources: PPO's target KL (Schulman et al. 2017), the line search of TRPO (Schulman et al. 2015).
 
@@ -21,22 +22,23 @@ import grpo
 from machine import world
 from step.batch import Batch
 
-PROBE_TOKENS = 128  # a probe has at least so many tokens, if the step has
-MOST_STRIDE = 8  # one micro-batch or row in 8 is probed, or more where that is too few tokens
-SLACK = 1.5  # a step may move this many times the target
+PROBE_TOKENS = 128  # a probe has at least this many tokens, if the step has as many
+MOST_STRIDE = 8  # one in 8 micro-batches or rows is probed; more if these have too few tokens
+SLACK = 1.5  # a step may move the policy by this many times the target
 RECOVERY = 1.25  # the learning rate's scale grows by this factor after a step below half the target
 MOST_TRIES = 5  # how often a step that goes too far is shortened before it is undone
-LEAST_SHARE = 0.1  # the smallest factor of one shortening
+LEAST_SHARE = 0.1  # the smallest factor by which one shortening scales a step
 
-Weights = dict[str, mx.array]  # float32 masters by name
+Weights = dict[str, mx.array]  # float32 masters, by name
 
 
 def make_probe(batches: list[Batch], step: int) -> list[Batch]:
     """
-    Takes one in k of the batches, rotating with each step, or of the rows if there are few batches.
+    One in k of the batches, or one in k of the rows if there are few batches.
 
-    Rows that share a prompt stay together, because it is computed once. The `old_logprobs` of the
-    probe are the policy's before the update. k is at most MOST_STRIDE, and less for few tokens.
+    k is at most MOST_STRIDE, and less if there are few tokens. Each step takes others. Rows that
+    share a prompt stay together, because the prompt is computed once. The probe's `old_logprobs`
+    are those under the policy before the update.
     """
     num_tokens = sum(int(batch.mask.sum()) for batch in batches)
     stride = max(min(MOST_STRIDE, num_tokens // PROBE_TOKENS), 1)
@@ -53,7 +55,7 @@ def make_probe(batches: list[Batch], step: int) -> list[Batch]:
 
 
 def _select_places(batch: Batch, number: int, stride: int) -> list[int]:
-    """The places of part `number` of `stride` parts of a batch's rows."""
+    """The indices of the rows in part `number` of a batch that is cut into `stride` parts."""
     num_rows = len(batch.rows)
     if batch.prefix is None:
         return list(range(number, num_rows, stride))
@@ -65,14 +67,14 @@ def measure_kl(probe: list[Batch], logprobs: list[mx.array]) -> float:
     """
     KL(old policy, current policy) in nats per token: the mean of r - 1 - log r.
 
-    logprobs: of the probe under the current policy, (M, T) a batch; r = current / old probability.
-    The mean over tokens that the old policy drew is unbiased, and no token's term is negative (k3,
-    http://joschu.net/blog/kl-approx.html).
+    logprobs: the probe's log-probabilities under the current policy, (M, T) for each batch.
+    r is the current probability / the old one. The mean over tokens that the old policy drew is
+    unbiased, and no token's term is negative (k3, http://joschu.net/blog/kl-approx.html).
     """
     local_sums: list[list[Any]] = []
     for batch, current in zip(probe, logprobs, strict=True):
         assert batch.old_logprobs is not None
-        # the exp of padding must not become inf * 0 = nan
+        # if the exponential of padding were inf, inf * 0 would be nan
         current = mx.where(batch.mask > 0, current, batch.old_logprobs)
         counted = batch.mask * batch.weights
         terms = grpo.kl_term(batch.old_logprobs, current)
@@ -84,8 +86,8 @@ def measure_kl(probe: list[Batch], logprobs: list[mx.array]) -> float:
 
 
 class BoundedStep(NamedTuple):
-    """How a step was shortened until it moved the policy no further than allowed."""
+    """The result of shortening a step until it moves the policy no further than allowed."""
 
     scale: float  # fraction of the requested step that remains; it also scales the learning rate
     kl: float  # nats per token
-    num_backtracks: int  # how often it was shortened
+    num_backtracks: int  # how often the step was shortened

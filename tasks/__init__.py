@@ -1,9 +1,10 @@
 """
-Tasks: prompts, rewards that a program can verify, rubrics, and held-out problems. One file each.
+Tasks: prompts, verifiable rewards, rubrics and held-out problems. Each task has its own file.
 
-`make_task` puts the user's own things in their place: data, reward functions, a rubric, tools. No
-model is known here. A user's mistake is a ValueError of one line that names the value and the fix.
-This file does not cover reading data (prompts/data.py) and reward functions (rewards/rewards.py).
+`make_task` puts the user's own data, reward functions, rubric and tools in place of the task's.
+This file uses no model. A user's mistake raises a ValueError with one line that names the value and
+the fix. This file does not cover reading data (prompts/data.py) and reward functions
+(rewards/rewards.py).
 """
 
 import importlib
@@ -34,16 +35,16 @@ from tasks import own
 from tasks.task import DATA, Sides, Task
 from tools import calls
 
-# the settings of advantages that environments with `reward_per_turn` allow
+# the advantage settings that environments with `reward_per_turn` allow
 TURN_SETTINGS = {
     "advantage": ["group"],
     "scale_rewards": ["group", "none"],
     "combine_rewards": ["sum"],
     "reward_gate": ["off"],
 }
-# besides rg:NAME and ifeval
+# the tasks, besides rg:NAME and ifeval
 NAMES = ("demo", "values", "gsm8k", "math", "own", "calculator", "guess", "env")
-HELD_OUT = "held_out.json"  # in a run directory: the keys of the prompts that the run holds out
+HELD_OUT = "held_out.json"  # file in a run directory: the keys of the run's held-out prompts
 
 
 # ---- tasks by name
@@ -53,14 +54,14 @@ def _import_task(name: str) -> Any:
     """
     The module of a task.
 
-    It has `TASK`, `load_examples` for its two sides, and maybe `read` for a record of --data; or
-    `make_task` for a task with parts in its name.
+    The module has `TASK`, `load_examples` for the two sides, and maybe `read` for a record of
+    --data. The module of a task with parts in its name has `make_task` instead.
     """
     module = "guess" if name == "env" else name
     return importlib.import_module(f"tasks.{module}")
 
 
-def plain_name(name: str) -> Task:
+def bare_task(name: str) -> Task:
     """The task of this name, without examples."""
     task: Task = _import_task(name).TASK
     return task._replace(name="env", environments={}) if name == "env" else task
@@ -75,18 +76,18 @@ def load_task(
     held_out_keys: Collection[str] = (),
 ) -> Task:
     """
-    The task of this name with its own examples, or with those of `data`, see `load_sides`.
+    The task of this name with its own examples, or with the examples of `data` (see `load_sides`).
 
-    held_out: a source for the held-out side; alone, for evaluations. held_out_keys: see
+    held_out: a source for the held-out side; evaluations give it without `data`. held_out_keys: see
     `split_examples`.
-    Raises ValueError if the task is unknown, or its data missing or wrong.
+    Raises ValueError if the task is unknown, or if its data are missing or wrong.
     """
     if name not in NAMES:
         raise ValueError(
             f"--task {name!r} is unknown{suggest_nearest(name, NAMES)}; "
             f"the tasks are {', '.join(NAMES)}, ifeval and rg:NAME"
         )
-    task = plain_name(name)
+    task = bare_task(name)
     module = _import_task(name)
     if data is None and held_out is None:
         train, test = module.load_examples()
@@ -100,7 +101,7 @@ def load_task(
 
 
 def _can_verify(verifier: Reward, examples: list[Example]) -> bool:
-    """Whether a verifier finds some answer of the data right, so that it can read them."""
+    """Whether a verifier accepts some answer of the data, which shows that it can read them."""
     verdicts = verifier(
         prompts=[example["prompt"] for example in examples],
         completions=[first_answer(example) for example in examples],
@@ -116,9 +117,10 @@ def make_unrewarded_task(
     config: Config, held_out: str | None = None, held_out_keys: Collection[str] = ()
 ) -> Task:
     """
-    The task of a run with its problems and its verifier, before rewards and tools.
+    The task of a run with its problems and its verifier, but without the user's rewards and tools.
 
-    The files of the user's rewards may be gone. The parameters are those of `make_task`.
+    It can be made even if the files of the user's rewards are gone. The parameters are those of
+    `make_task`.
     """
     data = config.data
     kind = data.task.partition(":")[0]
@@ -152,7 +154,7 @@ def make_unrewarded_task(
         )
 
     if data.task in ("own", "gsm8k", "math") and (data.verifier or data.task == "own"):
-        task = own.add_verifier(task, data.verifier, bool(data.reward))
+        task = own.with_verifier(task, data.verifier, bool(data.reward))
     elif data.verifier:
         raise ValueError(
             f"--verifier {data.verifier} compares with the answers of your own data, and "
@@ -167,10 +169,10 @@ def make_task(
     """
     The task of a run, with the user's data, rewards, rubrics and tools.
 
-    held_out: a source of evaluation data, all of it held out. held_out_keys: keys of the prompts
-    that the run already holds out.
-    Raises ValueError with the flag for mistakes in data, rewards or rubrics, before a model is
-    loaded.
+    held_out: a source of evaluation data, all of which are held out. held_out_keys: keys of the
+    prompts that the run already holds out.
+    Raises ValueError with the name of the flag for mistakes in data, rewards or rubrics. All this
+    happens before a model is loaded.
     """
     data = config.data
     task = make_unrewarded_task(config, held_out, held_out_keys)
@@ -180,16 +182,16 @@ def make_task(
     task = _choose_rubric(task, config)
     if data.reward:
         task = _replace_rewards(task, config)
-    task = _add_tools(task, config)
+    task = _with_tools(task, config)
     if config.objective.truncated == "punish":
-        task = _add_length_penalty(task, config.sampling.max_tokens)
+        task = _with_length_penalty(task, config.sampling.max_tokens)
     if is_own and not (task.rewards or task.rubric or config.objective.teacher):
         own.refuse_unrewardable(task, source)
-    task = _apply_weights(task, config)
+    task = _with_weights(task, config)
     if config.evaluation.rubric:
         task = task._replace(witness=Path(config.evaluation.rubric))
     elif not task.rubric:
-        task = task._replace(witness=None)  # no judge in the reward that would need one
+        task = task._replace(witness=None)  # no judge gives a reward, so no witness is needed
 
     if is_own:
         task = own.describe_own_task(task)
@@ -211,19 +213,19 @@ def make_task(
 
 
 def _choose_rubric(task: Task, config: Config) -> Task:
-    """The task with --rubric, or without a rubric that nobody asked for."""
+    """The task with the rubric of --rubric, or without a rubric that nobody asked for."""
     data = config.data
     if data.rubric:
         return task._replace(rubric=Path(data.rubric), witness=None)
-    # the task's own rubric would outweigh the user's reward, or only cost time beside a teacher
+    # the task's own rubric could outweigh the user's reward, and with a teacher only cost time
     has_own_reward = bool(data.reward) and "rubric" not in data.reward_weights
     if has_own_reward or config.objective.loss_type == "distill":
         return task._replace(rubric=None)
     return task
 
 
-def _add_length_penalty(task: Task, max_tokens: int) -> Task:
-    """The task with the reward of --truncated punish: less for completions near the limit."""
+def _with_length_penalty(task: Task, max_tokens: int) -> Task:
+    """The task with the reward of --truncated punish, lower for completions near the limit."""
     if "soft_overlong" in task.rewards:
         raise ValueError(
             "--truncated punish is the reward soft_overlong, which is given already; leave one out"
@@ -233,7 +235,7 @@ def _add_length_penalty(task: Task, max_tokens: int) -> Task:
 
 
 def _read_hint(path: str) -> str:
-    """The text of --teacher-prompt, "" if it is no file."""
+    """The content of the file --teacher-prompt; "" if there is no such file."""
     file = Path(path)
     return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
 
@@ -243,10 +245,10 @@ def _read_hint(path: str) -> str:
 
 def load_train_and_held_out(config: Config, run_dir: Path | None = None) -> Sides:
     """
-    The training and held-out examples of a run; for SFT its conversations.
+    The training and held-out examples of a run, or its conversations if the run is SFT.
 
-    The files of the run's own rewards may be gone. run_dir: the run's directory, which records what
-    the run holds out.
+    They can be loaded even if the files of the run's own rewards are gone. run_dir: the run's
+    directory, which records the run's held-out prompts.
     """
     data = config.data
     held_out_keys = read_held_out(run_dir) if run_dir else []
@@ -261,27 +263,27 @@ def load_train_and_held_out(config: Config, run_dir: Path | None = None) -> Side
 
 
 def record_held_out_keys(run_dir: Path, held_out: Sequence[Example]) -> None:
-    """Records what a run holds out, so that it keeps its sides even if its data grow."""
+    """Records a run's held-out prompts, so that both sides stay the same even if its data grow."""
     file = run_dir / HELD_OUT
     if not file.is_file():
         file.write_text(json.dumps(sorted(map(prompt_key, held_out))), encoding="utf-8")
 
 
 def read_held_out(run_dir: str | Path) -> list[str]:
-    """The keys of the prompts that a run holds out, [] if it has not begun."""
+    """The keys of a run's held-out prompts; [] if the run has not begun."""
     file = Path(run_dir) / HELD_OUT
     return list(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else []
 
 
-def warn_of_contamination(
+def contamination_warnings(
     config: Config, train: list[Example], held_out: list[Example]
 ) -> list[str]:
     """
-    A line if the run of --init-adapter was trained on prompts that are held out here.
+    A warning if the run of --init-adapter was trained on prompts that are held out here.
 
-    --init-adapter may also name a checkpoint of that run. The last user messages are compared;
-    messages that this run trains on do not count. There is no line without such a run, or if its
-    data cannot be read.
+    --init-adapter may also name a checkpoint of that run. The last user messages are compared, but
+    not messages that this run trains on too. Returns [] without such a run, or if the data of that
+    run cannot be read.
     """
     adapter = Path(config.model.init_adapter)
     directories = (adapter, *adapter.parents[:3])
@@ -310,9 +312,9 @@ def warn_of_contamination(
 
 def _replace_rewards(task: Task, config: Config) -> Task:
     """
-    The task with the rewards of --reward, each of weight 1, instead of its own.
+    The task with the rewards of --reward, each with weight 1, instead of the task's own rewards.
 
-    Its rubric and its metrics stay.
+    The task's rubric and metrics stay.
     """
     specs = []
     for spec in config.data.reward:
@@ -337,14 +339,14 @@ def _replace_rewards(task: Task, config: Config) -> Task:
     return task._replace(rewards=metrics | rewards, reward_weights=weights)
 
 
-def _apply_weights(task: Task, config: Config) -> Task:
+def _with_weights(task: Task, config: Config) -> Task:
     """
     The task with the weights of --reward-weights.
 
-    A reward of weight 0 is a metric. A rubric of weight 0 is removed, because nobody pays a judge
-    without use. With a teacher no reward is needed. A task's own reward that lacks a column is
-    removed if it has no weight.
-    Raises ValueError if a reward with a weight lacks a column.
+    A reward of weight 0 is a metric. A rubric of weight 0 is removed, because its judge would cost
+    time to no purpose. With a teacher no reward is needed. A reward of the task itself that reads a
+    missing column is removed if its weight is 0.
+    Raises ValueError if the data lack a column that a reward with a weight reads.
     """
     given_weights = config.data.reward_weights
     names = list(task.rewards)
@@ -367,7 +369,7 @@ def _apply_weights(task: Task, config: Config) -> Task:
         except ValueError as error:
             if config.data.reward:
                 raise
-            # the user may never have named this reward
+            # this is a reward of the task, which the user may never have named
             if weights[name] and config.objective.loss_type != "distill":
                 raise ValueError(
                     f"{error}; {name} is a reward of --task {task.name}: "
@@ -379,7 +381,7 @@ def _apply_weights(task: Task, config: Config) -> Task:
 
 
 def environment_reward(kind: type) -> Reward:
-    """The reward that passes on what an environment's `get_reward` gave; None for other rows."""
+    """A reward function: the value of the environment's `get_reward`; None for other rows."""
 
     def select_rewards(earned: Sequence[tuple[str, Any]], **_: Any) -> list[Any]:
         return [value if name == kind.__name__ else None for name, value in earned]
@@ -392,11 +394,11 @@ def environment_reward(kind: type) -> Reward:
 
 def load_tools(config: Config) -> tuple[dict[str, calls.Tool], dict[str, type]]:
     """
-    The functions of --tools and the environments of --env, or the task's own.
+    The functions of --tools and the environments of --env, or those of the task.
 
-    Environments are by name; "" if there is only one.
+    The keys of the environments are their names; "" if there is only one environment.
     """
-    task = plain_name(config.data.task) if config.data.task in NAMES else Task("", {}, {})
+    task = bare_task(config.data.task) if config.data.task in NAMES else Task("", {}, {})
     specs = config.tools.tools
     loaded = list[tuple[str, Any]]()
     for spec in specs:
@@ -411,7 +413,7 @@ def load_tools(config: Config) -> tuple[dict[str, calls.Tool], dict[str, type]]:
 
 
 def _load_environments(env: str) -> dict[str, Any]:
-    """The classes of --env: FILE.py:Class, or NAME=FILE.py:Class several times."""
+    """The classes of --env, by name. env: FILE.py:Class, or a list of NAME=FILE.py:Class."""
     environments: dict[str, Any] = {}
     for part in re.split(r",(?=\w+=)", env) if env else []:
         name, _, spec = part.rpartition("=")
@@ -424,13 +426,13 @@ def _load_environments(env: str) -> dict[str, Any]:
     return environments
 
 
-def _add_tools(task: Task, config: Config) -> Task:
-    """The task with --tools and --env. An environment's `get_reward` is a reward of weight 1."""
+def _with_tools(task: Task, config: Config) -> Task:
+    """The task with --tools and --env. Each environment's `get_reward` is a reward of weight 1."""
     tools, environments = load_tools(config)
     task = task._replace(tools=tools, environments=environments)
     if config.tools.env:
         if not task.held_out:
-            # one prompt in all rows: the rows differ in what the environment draws
+            # all rows may have one prompt, because the environment draws different tasks
             num_held_out = _import_task("guess").NUM_HELD_OUT
             task = task._replace(held_out=spread_evenly(task.train, num_held_out))
         if not config.data.reward and not config.data.rubric:
@@ -453,7 +455,7 @@ def _add_tools(task: Task, config: Config) -> Task:
 
 
 def _check_environments(task: Task, config: Config) -> None:
-    """Raises ValueError for prompts, rewards or settings that do not fit the environments."""
+    """Raises ValueError if prompts, rewards or settings do not fit the environments."""
     if task.name == "env" and not task.environments:
         raise ValueError("--task env talks with an environment; name it: --env FILE.py:Class")
     examples = task.train + task.held_out
@@ -482,8 +484,8 @@ def _check_environments(task: Task, config: Config) -> None:
 
 
 def _refuse_completion_settings(task: Task, config: Config) -> None:
-    """Raises ValueError for settings and columns that conversations with tools do not have."""
-    # all examples of a side have the keys of its first
+    """Raises ValueError for settings and columns that conversations with tools cannot use."""
+    # all examples of a side have the same keys as its first example
     first_examples = task.train[:1] + task.held_out[:1]
     unfit = []
     if any("chat_template_kwargs" in example for example in first_examples):
@@ -503,7 +505,7 @@ def _refuse_completion_settings(task: Task, config: Config) -> None:
 
 def _judge_notes(config: Config, task: Task) -> Iterator[str]:
     """
-    Warns if a bundled judge has not learned the criteria of the rubrics.
+    A warning if a bundled judge has not learned the criteria of the rubrics.
 
     Raises ValueError for a rubric that cannot be read.
     """

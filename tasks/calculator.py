@@ -1,7 +1,7 @@
 """
 Arithmetic with a calculator that the model may call.
 
-A few minutes with the third bundled model.
+A run with the third bundled model takes a few minutes.
 """
 
 import ast
@@ -15,7 +15,7 @@ from prompts.examples import Example
 from rewards.formulas import OPERATORS
 from tasks.task import Sides, Task
 
-LONGEST = 200  # characters of an expression
+LONGEST = 200  # the most characters of an expression
 
 
 def calculator(expression: str) -> str:
@@ -33,7 +33,7 @@ def calculator(expression: str) -> str:
     odd = re.search(r"[^-+*/(). 0-9]|\* ?\*|/ ?/", text)
     if odd:
         raise ValueError(f"{odd[0]!r} is no number and none of + - * / ( )")
-    text = re.sub(r"(?<![\d.])0+(?=\d)", "", text)  # Python refuses 05
+    text = re.sub(r"(?<![\d.])0+(?=\d)", "", text)  # Python refuses numbers such as 05
     try:
         value = _evaluate(ast.parse(text, mode="eval").body)
     except ZeroDivisionError as error:
@@ -46,7 +46,7 @@ def calculator(expression: str) -> str:
 
 
 def _evaluate(node: ast.expr) -> Fraction:
-    """The value of a parsed expression. SyntaxError for anything but numbers and operators."""
+    """The value of a parsed expression. Raises SyntaxError if it has more than arithmetic."""
     match node:
         case ast.Constant(value=number):
             return Fraction(str(number))
@@ -58,7 +58,7 @@ def _evaluate(node: ast.expr) -> Fraction:
 
 
 def make_problem(rng: random.Random) -> Example:
-    """A random product with a sum or a difference."""
+    """A random problem: a product plus or minus a number."""
     a = rng.randrange(11, 100)
     b = rng.randrange(11, 100)
     c = rng.randrange(100, 1000)
@@ -68,7 +68,7 @@ def make_problem(rng: random.Random) -> Example:
 
 
 def correct(completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
-    """1 if the last line names one number, the right one, else 0."""
+    """1 if the last line contains exactly one number and that number is right, else 0."""
     rewards = []
     for text, right in zip(completions, answer, strict=True):
         numbers = re.findall(r"-?\d+(?:\.\d+)?", text.rpartition("\n")[2])
@@ -77,7 +77,7 @@ def correct(completions: Sequence[str], answer: Sequence[str], **_: Any) -> list
 
 
 def load_examples() -> Sides:
-    """2,000 problems to train on and 256 held out, always the same."""
+    """2,000 problems to train on and 256 held-out ones, always the same."""
     rng = random.Random(0)
     problems = {}
     for _ in range(2400):

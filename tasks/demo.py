@@ -1,4 +1,4 @@
-"""Sums in words with the bundled model. A run takes a minute or two on two CPU cores."""
+"""Sums in words, for the bundled model. A run takes a minute or two on two CPU cores."""
 
 import random
 import re
@@ -19,7 +19,7 @@ _TENS = "zero ten twenty thirty forty fifty sixty seventy eighty ninety".split()
 
 
 def number_words(number: int) -> str:
-    """0 to 99 in English words, 42 -> "forty-two"."""
+    """A number from 0 to 99 in English words, as 42 -> "forty-two"."""
     if number < 20:
         return _SMALL[number]
     tens, units = divmod(number, 10)
@@ -32,10 +32,9 @@ NUMBER_WORD = re.compile(rf"\b(?:{'|'.join(_LONGEST_FIRST)}|\d+)\b", re.IGNORECA
 
 
 def numbers_in(text: str) -> list[int]:
-    """The numbers that the text names, in words (0 to 99) or digits, in order."""
-    words = [
-        word.casefold() for word in NUMBER_WORD.findall(text)
-    ]  # IGNORECASE takes "\u017f" for s
+    """The numbers that the text names in words (0 to 99) or digits, in their order."""
+    # casefold, because IGNORECASE takes "\u017f" for s
+    words = [word.casefold() for word in NUMBER_WORD.findall(text)]
     return [int(word[:9]) if word.isdigit() else _NUMBERS[word] for word in words]
 
 
@@ -46,7 +45,7 @@ _THINGS = ["apples", "books", "coins", "eggs"]
 
 
 def make_problem(a: int, b: int, form: int) -> Example:
-    """One of three wordings of a + b. `carry`: whether the units add up to ten or more."""
+    """A problem: a + b in one of three wordings. `carry`: whether the units add up to ten."""
     first = number_words(a)
     second = number_words(b)
     name = _NAMES[(a + b) % 4]
@@ -74,7 +73,7 @@ def number_pairs(held_out: bool) -> list[tuple[int, int]]:
 
 
 def examples(held_out: bool, num: int) -> list[Example]:
-    """`num` different problems, two in three with a carry, always the same."""
+    """`num` different problems, always the same. Two in three have a carry."""
     problems = [make_problem(a, b, form) for a, b in number_pairs(held_out) for form in range(3)]
     rng = random.Random(0)
     rng.shuffle(problems)
@@ -88,13 +87,13 @@ def examples(held_out: bool, num: int) -> list[Example]:
 
 
 def load_examples() -> Sides:
-    """2,000 problems to train on and 512 held out."""
+    """2,000 problems to train on and 512 held-out ones."""
     return examples(held_out=False, num=2000), examples(held_out=True, num=512)
 
 
 # ---- answers
 
-# a word or sign in an answer -> "+" if it adds, "=" if it equates, "" if it says nothing by itself
+# a word or sign in an answer -> "+" if it means plus, "=" if it means equals, "" for neither
 _KINDS = (
     dict.fromkeys("plus and with + &".split(), "+")
     | dict.fromkeys("is are equals equal makes make gives give has have = :".split(), "=")
@@ -112,14 +111,14 @@ def correct(
     prompts: Sequence[Any], completions: Sequence[str], answer: Sequence[str], **_: Any
 ) -> list[float]:
     """
-    1 if the completion says the answer and nothing that is false, else 0.
+    1 if the completion states the right answer and nothing false, else 0.
 
-    The last number that the completion names is the answer. Either there are no other numbers, or
-    they are the problem's own, all of them, each as often as there, and the words between them make
-    a sum of them. A rule that read only the last number paid for "Twenty-seven plus twenty is
-    forty-two."; without the second rule "Twenty-seven is forty-two." comes next. A word that is
-    neither a sum's nor the problem's ("minus", "not", "hundred") could say anything, so it is
-    wrong.
+    The last number in the completion must be the right answer. Either there are no other numbers,
+    or the other numbers are exactly those of the problem, and the words between them state their
+    sum. A rule that reads only the last number would pay for "Twenty-seven plus twenty is
+    forty-two.", and a rule without the sum would pay for "Twenty-seven is forty-two.". A word that
+    belongs neither to a sum nor to the problem ("minus", "not", "hundred") could change the
+    meaning, so it makes the completion wrong.
     """
     return [
         float(_is_right(prompt_text(prompt), text, str(right)))
@@ -128,7 +127,7 @@ def correct(
 
 
 def _is_right(problem: str, text: str, right: str) -> bool:
-    """Whether a completion says the right answer, see `correct`."""
+    """Whether a completion states the right answer; see `correct`."""
     numbers = numbers_in(text)
     if not numbers or numbers[-1:] != numbers_in(right):
         return False
@@ -140,7 +139,7 @@ def _is_right(problem: str, text: str, right: str) -> bool:
 
 
 def _words(text: str) -> list[str]:
-    """Words and signs in lower case. Each number, whatever its spelling, is the sign "\\0"."""
+    """The words and signs of a text in lower case. Each number becomes the sign "\\0"."""
     return re.findall(r"\w+|[^\w\s]", NUMBER_WORD.sub("\0", text.lower()))
 
 

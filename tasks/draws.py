@@ -1,9 +1,10 @@
 """
-The prompts of each step: from shuffled epochs, or from problems without end.
+The prompts of each step, drawn from shuffled epochs or from endless problems.
 
-Both are exact after a resume. A draw is a function of the seed, its number, and the state of the
-last whole step, which the checkpoint holds. `commit` ends a step; only then the state changes.
-This file does not cover how problems are made (tasks/rg.py, tasks/ifeval.py).
+A resumed run draws exactly the prompts that it would have drawn. A draw depends only on the seed,
+the draw's number, and the state after the last whole step, which the checkpoint contains. The state
+changes only in `commit`, which ends a step. This file does not cover how problems are made
+(tasks/rg.py, tasks/ifeval.py).
 
 Axes: B prompts of a draw.
 """
@@ -18,12 +19,12 @@ from config import Config
 from prompts.examples import Example, prompt_key
 from tasks.task import Problems
 
-Draw = tuple[list[Example], list[list[int]]]  # B examples and the ids of their prompts
-PATIENCE = 1000  # places in a row without a new prompt, after which the search stops
+Draw = tuple[list[Example], list[list[int]]]  # B examples, and the token ids of their prompts
+PATIENCE = 1000  # the search for a new prompt ends after so many places in a row without one
 
 
 class EpochPrompts:
-    """Prompts in shuffled epochs. `state` is JSON: what a checkpoint keeps of the last step."""
+    """Prompts in shuffled epochs. `state`: JSON for checkpoints, the state after the last step."""
 
     state: dict[str, Any] = {}  # noqa: RUF012  (never changed in place)
 
@@ -33,7 +34,7 @@ class EpochPrompts:
         self.prompt_ids = prompt_ids
 
     def next_prompts(self, number: int) -> Draw:
-        """The prompts of the run's draw of this number, from 0."""
+        """The prompts of one draw. number: the draw's number in the run, from 0."""
         sampling = self.config.sampling
         indices = epoch_indices(len(self.train), sampling.batch, number, sampling.seed)
         examples = [self.train[index] for index in indices]
@@ -48,9 +49,9 @@ class EpochPrompts:
 
 class EndlessPrompts(EpochPrompts):
     """
-    Problems that are made when they are drawn. None comes twice, and none is held out.
+    Problems that are made when they are drawn. No problem is drawn twice, and none is held out.
 
-    Once all were seen, a line says so and they come again.
+    Once all problems were drawn, a printed line says so, and they are drawn again.
     """
 
     def __init__(
@@ -62,11 +63,11 @@ class EndlessPrompts(EpochPrompts):
         self.render = render
         self.held_out = set(map(_short_key, problems.held_out))
         self.place = 0  # the next place in the seed's order
-        self.seen = list[str]()  # keys of the prompts that were drawn
+        self.seen = list[str]()  # the keys of the prompts drawn so far
         self.commit()
 
     def next_prompts(self, number: int) -> Draw:
-        """The next problems. The number plays no part: `place` and `seen` move on."""
+        """The next problems. The number has no effect; this method updates `place` and `seen`."""
         size = self.config.sampling.batch
         task = self.config.data.task
         examples = self._draw_new(size)
@@ -83,9 +84,9 @@ class EndlessPrompts(EpochPrompts):
 
     def _draw_new(self, num: int) -> list[Example]:
         """
-        `num` examples from `place` on with new prompts.
+        `num` examples with new prompts, made from the places that begin at `place`.
 
-        Returns fewer if `PATIENCE` places in a row have no new prompt.
+        Returns fewer examples if `PATIENCE` places in a row have no new prompt.
         """
         new = list[Example]()
         excluded = self.held_out | set(self.seen)
@@ -119,11 +120,11 @@ def _short_key(example: Example) -> str:
 
 def epoch_indices(num_examples: int, batch: int, step: int, seed: int) -> list[int]:
     """
-    The indices of one step's examples. No example returns before all others were seen.
+    The indices of one step's examples. No example is used again before all others were used.
 
     step: from 0. The result depends only on the arguments, so a resumed run continues where it
-    stopped. A batch may span two epochs, but has no example twice if num_examples >= batch (see
-    `_epoch_order`).
+    stopped. A batch may span two epochs, but if num_examples >= batch it contains no example twice
+    (see `_epoch_order`).
     """
     assert num_examples > 0 and batch > 0 and step >= 0, (num_examples, batch, step)
     indices = []
@@ -136,11 +137,11 @@ def epoch_indices(num_examples: int, batch: int, step: int, seed: int) -> list[i
 @lru_cache(maxsize=8)
 def _epoch_order(num_examples: int, batch: int, epoch: int, seed: int) -> tuple[int, ...]:
     """
-    The order of one epoch.
+    The order of the examples in one epoch.
 
-    Examples are assigned once to blocks of size num_examples - batch + 1, and each epoch shuffles
-    within the blocks. So an example returns at least num_examples - (size - 1) = batch places
-    later: in the next batch at the earliest.
+    All epochs have the same blocks, of size = num_examples - batch + 1 examples each. An epoch
+    shuffles the examples within each block. So an example is used again at least
+    num_examples - (size - 1) = batch places later, which is in the next batch at the earliest.
     """
     order = list(range(num_examples))
     random.Random(f"{seed}").shuffle(order)

@@ -11,7 +11,7 @@ SYSTEM = "Please reason step by step, and put your final answer within \\boxed{}
 
 
 def load_examples() -> Sides:
-    """The splits train and test of the hub's openai/gsm8k."""
+    """The splits train and test of the hub data set openai/gsm8k."""
     try:
         train = load_data("openai/gsm8k:main:train", None, read)
         test = load_data("openai/gsm8k:main:test", None, read)
@@ -26,9 +26,9 @@ def read(example: Example) -> Example:
     """
     Reads a record with `question` (or `prompt`) and `answer`.
 
-    Of an answer such as "6 * 7 = 42\\n#### 42" only the 42 stays.
+    An answer such as "6 * 7 = 42\\n#### 42" is reduced to its number, 42.
     """
-    example = add_system_message(example, "question")
+    example = with_system_message(example, "question")
     number = str(example.get("answer")).rpartition("####")[2].strip()
     if not is_number(number):
         raise ValueError(
@@ -38,11 +38,12 @@ def read(example: Example) -> Example:
     return example | {"answer": number}
 
 
-def add_system_message(example: Example, question: str) -> Example:
+def with_system_message(example: Example, question: str) -> Example:
     """
-    A checked example with a system message, unless it has one or its prompt is a list of messages.
+    The example, checked and with the system message `SYSTEM`.
 
-    question: the column to use as the prompt of rows that have no `prompt`.
+    An example that has a system message, or a list of messages as its prompt, keeps its own.
+    question: the column that is the prompt of a row without `prompt`.
     """
     if question in example:
         example = {"prompt": example[question]} | example
@@ -52,5 +53,5 @@ def add_system_message(example: Example, question: str) -> Example:
     return example
 
 
-WEIGHTS = {"correct": 1.0, "format": 0.1}  # the form alone never pays like the answer
+WEIGHTS = {"correct": 1.0, "format": 0.1}  # the reward for form is far below that for the answer
 TASK = Task("gsm8k", {"correct": marked, "format": boxed_once}, WEIGHTS, verifier=marked)

@@ -1,4 +1,4 @@
-"""Find a number in several turns, with an environment that says higher or lower."""
+"""Guessing a number in several turns, in an environment that says higher or lower."""
 
 import random
 from typing import Any
@@ -11,7 +11,7 @@ NUM_HELD_OUT = 128
 
 
 class Guess:
-    """A number from 1 to LARGEST."""
+    """An environment that draws a number from 1 to LARGEST, which the model guesses."""
 
     def reset(self, **_: Any) -> str:
         self.number = random.randint(1, LARGEST)

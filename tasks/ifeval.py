@@ -1,15 +1,16 @@
 """
-Written instructions: prompts without end, of topics and instructions, and the field's verifiers.
+Following instructions: endless prompts with a topic and instructions, verified as in IFEval.
 
-`ifeval:NAME,NAME` asks for kinds of IFEval's instructions (arXiv:2311.07911): one instruction in
-three prompts of four, two in the others. `data/ifeval.yaml` has the kinds and all words. Topics,
-keywords and wordings of the held-out side occur in no training prompt. if-verifiable, an extra,
-verifies; its workers are sealed, because completions are hostile and its patterns search them.
+`ifeval:NAME,NAME` selects kinds of instructions of IFEval (arXiv:2311.07911). Three in four prompts
+have one instruction, and the others have two. The kinds and all words are in `data/ifeval.yaml`.
+Topics, keywords and wordings of the held-out side occur in no training prompt. The package
+if-verifiable, an extra, verifies completions. It searches them with regular expressions, and
+completions may be hostile, so its workers are sealed.
 
-Two things differ from the benchmark. Keywords are whole words here; the benchmark takes "honesty"
-for "honest". Sentences are counted by the splitter that IFEval brings, not by punkt. This file
-leaves out whatever needs nltk's data, which no package index has, so
-`change_case:capital_word_frequency` is not asked.
+There are two differences from the benchmark. Keywords are whole words here, while the benchmark
+accepts "honesty" for "honest". Sentences are counted by the splitter that is part of IFEval, not by
+punkt. This file leaves out whatever needs the data of nltk, which no package index has. Therefore
+no prompt has the instruction `change_case:capital_word_frequency`.
 """
 
 import functools
@@ -30,16 +31,16 @@ from tasks.task import DATA, Task
 from text.documents import load_yaml
 
 INSTALL = "if-verifiable is not installed; begin the command with: uv run --extra ifeval"
-VERIFIERS = 2  # processes at most, of 90 MB each
-LIMIT = 5.0  # seconds for one completion
+VERIFIERS = 2  # the most processes, with 90 MB each
+LIMIT = 5.0  # the most seconds for one completion
 HELD_OUT = 256
-PAIRS = 0.25  # fraction of prompts with two instructions
+PAIRS = 0.25  # the fraction of prompts with two instructions
 # kinds that a model of 135 million parameters can learn
 USUAL = ("words", "opening", "keyword", "sentences", "no_comma")
-# endings of topics in the plural -> in the singular
+# the ending of a plural topic -> the ending of its singular
 PLURALS = {"s": "", "oes": "o", "xes": "x", "ies": "y", "ves": "f"}
 
-# instructions, prompt and completion; an instruction is a verifier's name and its arguments
+# instructions, prompt and completion; an instruction is the name of a verifier and its arguments
 Question = tuple[list[tuple[str, dict[str, Any]]], str, str]
 
 
@@ -55,7 +56,7 @@ def load_words() -> dict[str, Any]:
 
 def draw_argument(argument: Any, rng: random.Random, side: str) -> Any:
     """
-    Draws an argument of an instruction, as the head of `data/ifeval.yaml` explains.
+    Draws an argument of an instruction; the comment at the top of `data/ifeval.yaml` says how.
 
     side: "train" or "held_out".
     """
@@ -74,7 +75,7 @@ def draw_argument(argument: Any, rng: random.Random, side: str) -> Any:
 
 
 def topic_words(topic: str) -> set[str]:
-    """The words that name a topic: "wolves" is also named by "wolf", "the sea" by "seas"."""
+    """The words that name a topic, as "wolf" and "wolves", or "sea" and "seas"."""
     word = topic.removeprefix("the ")
     singulars = [
         word.removesuffix(ending) + singular
@@ -86,9 +87,9 @@ def topic_words(topic: str) -> set[str]:
 
 def parse_kinds(task: str) -> tuple[str, ...]:
     """
-    The kinds of `ifeval` or `ifeval:words,title`.
+    The kinds of instructions that a task such as `ifeval` or `ifeval:words,title` has.
 
-    Raises ValueError with a kind that is unknown or comes twice.
+    Raises ValueError that names a kind if it is unknown or repeated.
     """
     _, colon, names = task.partition(":")
     kinds = tuple(name.strip() for name in names.split(",")) if colon else USUAL
@@ -120,7 +121,7 @@ def make_task(name: str) -> Task:
 
 
 class Problems:
-    """Prompts of some kinds of instructions. Raises ValueError if if-verifiable is missing."""
+    """Prompts with some kinds of instructions. Raises ValueError if if-verifiable is missing."""
 
     def __init__(self, kinds: Iterable[str]):
         if importlib.util.find_spec("if_verifiable") is None:
@@ -139,7 +140,7 @@ class Problems:
         return [self._make_example(place, f"{seed} {place}", "train") for place in places]
 
     def _make_example(self, place: int, seed: str, side: str) -> Example:
-        """An example of a side. The kinds take turns."""
+        """An example of one side. The kinds of instructions take turns by place."""
         rng = random.Random(seed)
         words = load_words()
         instructions = []
@@ -164,7 +165,7 @@ class Problems:
         }
 
     def _choose_kinds(self, place: int, rng: random.Random) -> list[str]:
-        """The kind whose turn it is, sometimes with a second one that goes with it."""
+        """The kind whose turn it is, sometimes with a second kind that can be combined with it."""
         first = self.mix[place % len(self.mix)]
         apart = [set(pair) for pair in load_words()["apart"]]
         others = [kind for kind in self.mix if kind != first and {kind, first} not in apart]
@@ -179,7 +180,7 @@ class Problems:
         instructions: Sequence[Any],
         **_: Any,
     ) -> list[float]:
-        """The fraction of its instructions that each completion follows, by strict verifiers."""
+        """The fraction of instructions that each completion follows, by the strict verifiers."""
         questions = [list(row) for row in zip(instructions, prompts, completions, strict=True)]
         return [rg.score_value(answer) for answer in self.verifiers.answer_all(questions)]
 
@@ -202,10 +203,10 @@ class Problems:
 
 
 def make_verifier() -> Callable[[Question], float]:
-    """Makes the function of a sealed worker: the fraction of instructions that are followed."""
+    """Makes a sealed worker's function, which returns the fraction of followed instructions."""
     spec = importlib.util.find_spec("if_verifiable")
     assert spec is not None and spec.submodule_search_locations is not None
-    # replaces its __init__, which imports what downloads prompts: 120 MB
+    # stands in for the package, because its __init__ imports code that downloads 120 MB of prompts
     bare = types.ModuleType("if_verifiable")
     bare.__path__ = list(spec.submodule_search_locations)
     sys.modules["if_verifiable"] = bare
@@ -217,7 +218,7 @@ def make_verifier() -> Callable[[Question], float]:
         return len(instructions_util.split_into_sentences(text))
 
     instructions_util.count_sentences = count_sentences
-    langdetect.DetectorFactory.seed = 0  # otherwise it guesses
+    langdetect.DetectorFactory.seed = 0  # otherwise its results are random
     langdetect.detect("It reads its profiles once.")
     registry = instructions_registry.INSTRUCTION_DICT
 
@@ -232,9 +233,10 @@ def make_verifier() -> Callable[[Question], float]:
 
 def match_whole_words(arguments: dict[str, Any]) -> dict[str, Any]:
     """
-    An instruction's arguments with patterns in place of keywords.
+    An instruction's arguments, with patterns for whole words in place of keywords.
 
-    The verifiers would find the word "honest" in "honesty", and would not find it in _honest_.
+    Without the patterns the verifiers would find the word "honest" in "honesty", but not in
+    "_honest_".
     """
     patterns = {
         "keywords": [rf"\b_*{word}_*\b" for word in arguments.get("keywords", [])],

@@ -20,7 +20,7 @@ def read(example: Example) -> Example:
 
     Without an `answer`, the last \\boxed{...} of the `solution` is the answer.
     """
-    example = gsm8k.add_system_message(example, "problem")
+    example = gsm8k.with_system_message(example, "problem")
     if example.get("answer") is None:
         last_boxed = boxed_texts(str(example.get("solution")))[-1:]
         example = example | {"answer": "".join(last_boxed)}

@@ -1,7 +1,7 @@
 """
-A user's own data. The column `answer`, if there is one, is what completions are compared with.
+The task of a user's own data. Completions are compared with the column `answer`, if there is one.
 
-This file does not cover reading the data (prompts/data.py) and comparing answers
+This file does not cover reading data (prompts/data.py) and comparing answers
 (rewards/verifiers.py).
 """
 
@@ -27,7 +27,7 @@ from tasks.task import Sides, Task
 
 NAMES = ["auto", *VERIFIERS]
 TASK = Task(name="own", rewards={}, reward_weights={"correct": 1.0})
-# columns that are read with any rewards; --task math reads `solution`
+# columns that are read whatever the rewards are; --task math reads `solution`
 READ_COLUMNS = (
     "prompt",
     "answer",
@@ -53,16 +53,16 @@ def has_comparable_answer(example: Example) -> bool:
     return any(map(is_compared, answers_of(example)))
 
 
-def add_verifier(task: Task, spec: str, has_reward: bool) -> Task:
+def with_verifier(task: Task, spec: str, has_reward: bool) -> Task:
     """
-    The task with a verifier as its reward `correct`, and a line on how it compares.
+    The task with a verifier as its reward `correct`, and with a note on how the verifier compares.
 
-    spec: --verifier; "" takes `auto`. Without an answer to compare with there is no verifier.
-    has_reward: whether the user has a reward. Then texts that nobody asked to compare are only the
-    metric `exact`: the user's function may well reward what is right in other words, so its score
-    is the figure.
+    spec: --verifier; "" means `auto`. Without a comparable answer the task gets no verifier.
+    has_reward: whether the user has a reward. If so, and if the user did not ask for comparing
+    texts, the comparison is only the metric `exact`. The user's function may reward right answers
+    in other words, so the evaluation reports the score of that function.
 
-    Raises ValueError as `choose` and `load_function` do.
+    Raises the ValueErrors of `choose` and `load_function`.
     """
     rows = [example for example in task.train + task.held_out if answers_of(example)]
     answers = [answer for example in rows for answer in answers_of(example)]
@@ -103,7 +103,7 @@ def _describe_answers(rows: list[Example], has_prose: bool) -> list[str]:
     """
     Notes on answers that are not compared, and on rows with several answers.
 
-    has_prose: whether the verifier leaves out prose.
+    has_prose: whether prose counts as not compared.
     """
     notes = []
     prose = [example for example in rows if not has_comparable_answer(example)]
@@ -124,9 +124,9 @@ def _describe_answers(rows: list[Example], has_prose: bool) -> list[str]:
 
 def note_unread_columns(task: Task, columns: str, hint: str = "") -> list[str]:
     """
-    A line with the columns of text that no prompt, reward, environment or template reads.
+    A line that lists the text columns that no prompt, reward, environment or template reads.
 
-    columns: --columns. hint: the text of --teacher-prompt, which may show columns.
+    columns: --columns. hint: the text of --teacher-prompt, which may contain names of columns.
     """
     rows = task.train + task.held_out
     names = text_columns(rows)
@@ -144,7 +144,7 @@ def note_unread_columns(task: Task, columns: str, hint: str = "") -> list[str]:
 
 
 def _is_in_prompts(rows: Sequence[Example], name: str) -> bool:
-    """Whether the texts of a column are part of the prompts, as Alpaca's `input` is."""
+    """Whether the prompts contain the texts of a column, as with the column `input` of Alpaca."""
     for example in rows:
         text = example.get(name)
         if not text:
@@ -158,7 +158,7 @@ def _is_in_prompts(rows: Sequence[Example], name: str) -> bool:
 
 
 def refuse_unrewardable(task: Task, source: str | None) -> None:
-    """Raises ValueError for data without an answer to compare with, and without a reward."""
+    """Raises ValueError for data that have neither a comparable answer nor a reward."""
     examples = task.train or task.held_out
     prose = next(filter(None, map(first_answer, examples)), "")
     content = f"the columns {', '.join(examples[0])}"
@@ -171,7 +171,7 @@ def refuse_unrewardable(task: Task, source: str | None) -> None:
 
 
 def describe_own_task(task: Task) -> Task:
-    """The task with a line on its size and reward, without prompts that no reward can score."""
+    """The task with a note on its size and reward, and without prompts that no reward can score."""
     train = task.train
     held_out = task.held_out
     is_rewarded_by_verifier = task.verifier in task.rewards.values()

@@ -1,13 +1,15 @@
 """
-Problems without end: the data sets of reasoning-gym, an extra, scored by their own rules.
+Endless problems from the data sets of reasoning-gym, an extra, scored by their own rules.
 
-A problem is a function of its data set, level and number. Held-out numbers lie below `FIRST`; above
-it each seed of a run has as many numbers of its own. A run leaves out every prompt that is held out
-or that it had before. Workers make the problems, because hashes of strings decide what four of the
-generators draw. Other workers score. They are sealed, because some scorers loop on hostile text,
-and apart, so that no answer comes near a problem. Where a scorer would run the answer as Python, a
-reader of `rewards/formulas.py` takes its place.
-This file does not cover which problem a step gets (tasks/draws.py).
+A problem is determined by its data set, its level and its number. Held-out problems have numbers
+below `FIRST`, and each seed of a run has `FIRST` numbers of its own above. A run leaves out prompts
+that are held out or that it has drawn before.
+
+Workers make the problems, because hashes of strings decide what four of the generators draw, and
+all workers use the same hashes. Other workers score the answers. They are sealed, because some
+scorers loop on hostile text, and they make no problems, so that no answer can influence a problem.
+If a scorer would run the answer as Python, a reader of `rewards/formulas.py` replaces `eval` in it.
+This file does not cover the choice of the problems for a step (tasks/draws.py).
 """
 
 # ruff: noqa: RUF001  (logic has an or that looks like a v)
@@ -38,22 +40,22 @@ SYSTEM = (
     "Write nothing but the final answer inside the tags. Where the problem shows an example, "
     "follow its format."
 )
-FIRST = 2**20  # numbers of the held-out side, and of each seed of a run
-SEEDS = 2**12 - 1  # seeds with numbers of their own: reasoning-gym's must stay below 2^32
-# processes at most, of 100 MB each
+FIRST = 2**20  # how many numbers the held-out side has, and each seed of a run
+SEEDS = 2**12 - 1  # seeds with numbers of their own; reasoning-gym needs numbers below 2^32
+# the most processes, with 100 MB each
 MAKERS = 2
 SCORERS = 4
-# problems of one data set object, reasoning-gym's default; four data sets know only their size
+# the problems of one data set object, as by default in reasoning-gym; four data sets depend on it
 SIZE = 500
-LIMIT = 5.0  # seconds for one score
-MAKING = 60.0  # seconds for one problem
-GOLDEN = 0.6180339887498949  # its multiples, modulo 1, fall evenly into every mix of weights
+LIMIT = 5.0  # the most seconds for one score
+MAKING = 60.0  # the most seconds for making one problem
+GOLDEN = 0.6180339887498949  # its multiples modulo 1 are spread evenly, as choices by weight need
 
-LONGEST = 100_000  # characters of an answer; the longest right ones have a few thousand
+LONGEST = 100_000  # the most characters of an answer; right answers have a few thousand at most
 
-# The scorers that evaluate text as Python, and the reader that replaces `eval` there.
-# `tests/test_seal.py` finds them in the sources. Those of bitwise_arithmetic and number_sorting
-# evaluate only the problem.
+# The data sets whose scorers evaluate text as Python, and the reader that replaces `eval` in each.
+# `tests/test_seal.py` finds such scorers in the sources. The scorers of bitwise_arithmetic and
+# number_sorting evaluate only the problem.
 READERS: dict[str, Callable[..., Any]] = {
     "binary_matrix": read_list,
     "n_queens": read_list,
@@ -69,36 +71,36 @@ READERS: dict[str, Callable[..., Any]] = {
 }
 
 
-# Further conditions, for scorers of reasoning-gym 0.1.25 that give 1 to wrong answers.
+# Further conditions for data sets whose scorers in reasoning-gym 0.1.25 give 1 to wrong answers.
 
 
 def _is_without_nan(answer: str, entry: dict[str, Any]) -> bool:
-    """The scorers compare with nan, from which no number differs."""
+    """Refuses nan, because the scorers' comparisons find nan equal to every number."""
     return "nan" not in answer.lower()
 
 
 def _is_close_probability(answer: str, entry: dict[str, Any]) -> bool:
-    """The scorer compares only the digits that both have: it takes "0" for 0.3125."""
+    """Compares all digits. The scorer compares only shared digits: it accepts "0" for 0.3125."""
     return abs(float(answer) - float(entry["answer"])) <= 1e-4
 
 
 def _is_same_word(answer: str, entry: dict[str, Any]) -> bool:
-    """The scorer compares whether the texts are empty."""
+    """Compares the words. The scorer only compares whether the texts are empty."""
     return answer.lower() == str(entry["answer"]).lower()
 
 
 def _has_known_variables(answer: str, entry: dict[str, Any]) -> bool:
     """
-    The scorer takes any text for a variable.
+    Refuses unknown variables, because the scorer accepts any text as a variable.
 
-    From premises that contradict each other any statement follows.
+    Premises that contradict each other imply every statement, about any variable.
     """
     words = set(re.split(r"[()¬∧∨→↔\s]+", answer))
     return words <= {"", *entry["metadata"]["variables"]}
 
 
 def _uses_given_numbers(answer: str, entry: dict[str, Any]) -> bool:
-    """The scorer takes any four numbers that make 24."""
+    """Refuses other numbers, because the scorer accepts any four numbers that make 24."""
     numbers = sorted(map(int, re.findall(r"\d+", answer)))
     return numbers == sorted(entry["metadata"]["numbers"])
 
@@ -120,20 +122,20 @@ class Mix(NamedTuple):
     """The data sets of a task and their settings."""
 
     weights: dict[str, float]
-    # of each data set, in reasoning-gym's words; may have `level`
+    # the settings of each data set, with the names of reasoning-gym; `level` may be among them
     settings: dict[str, dict[str, Any]]
     num_held_out: int
     system: str
-    unused: tuple[str, ...] = ()  # data sets of the configuration that the task leaves out
+    unused: tuple[str, ...] = ()  # data sets in the configuration file that the task does not use
 
 
 def parse_mix(task: str, config: str | None) -> Mix:
     """
     Parses `rg:countdown=2,leg_counting` and the file of --task-config.
 
-    Keys of data sets that the task leaves out are `unused`. Only reasoning-gym knows whether they
-    are data sets; a worker asks it.
-    Raises ValueError with the part of the task, or the key of the file, that is wrong.
+    Other keys of the file become `unused`. A worker checks that they are data sets, because only
+    reasoning-gym knows its data sets.
+    Raises ValueError that names the wrong part of the task or the wrong key of the file.
     """
     weights = _parse_weights(task)
     flag = f"--task-config {config}"
@@ -162,7 +164,7 @@ def parse_mix(task: str, config: str | None) -> Mix:
 
 
 def _parse_weights(task: str) -> dict[str, float]:
-    """The weight of each data set of `rg:countdown=2,leg_counting`."""
+    """The weight of each data set in a task such as `rg:countdown=2,leg_counting`."""
     weights: dict[str, float] = {}
     for part in task.removeprefix("rg:").split(","):
         name, equals, text = part.partition("=")
@@ -211,8 +213,8 @@ class Problems:
         self.scorers = Pool(
             f"{__name__}:make_scorer", (mix.settings,), num=num, limit=LIMIT, sealed=True
         )
-        # The same in every run of the mix. A data set with few problems gives fewer: no number is
-        # tried twice.
+        # Every run of the mix has the same held-out problems. If problems repeat, there are fewer
+        # than `num_held_out`, because no further numbers are tried.
         examples = self._make(range(mix.num_held_out), 0)
         self.held_out = list({prompt_key(example): example for example in examples}.values())
 
@@ -221,7 +223,7 @@ class Problems:
         return self._make(places, FIRST * (1 + seed % SEEDS))
 
     def _make(self, places: Sequence[int], first: int) -> list[Example]:
-        """The examples of the numbers from `first` on."""
+        """The examples at these places. The number of a problem is `first` plus its place."""
         questions = [(self._choose_data_set(place), first + place) for place in places]
         examples = []
         for question, answer in zip(questions, self.makers.answer_all(questions), strict=True):
@@ -241,7 +243,7 @@ class Problems:
         return examples
 
     def _choose_data_set(self, place: int) -> str:
-        """The data set whose turn it is: in every stretch of places as often as it weighs."""
+        """The data set of a place. In any range, data sets are as frequent as their weights."""
         names = list(self.mix.weights)
         ends = list(itertools.accumulate(self.mix.weights.values()))
         return names[bisect.bisect(ends, place * GOLDEN % 1.0 * ends[-1])]
@@ -257,10 +259,11 @@ class Problems:
         """
         The score of each completion by the rules of its data set, from 0 to 1.
 
-        The answer stands in the last <answer>...</answer>. The score is 0 without an answer, if
-        scoring fails or takes more than `LIMIT` seconds, or if the scorer gives anything but such a
-        number. It is also 0 for a right answer inside a longer one: reasoning-gym gives "-12" and
-        "not 12" 2/3 of the reward of "12", by their lengths.
+        The answer is the content of the last <answer>...</answer>. The score is 0 if there is no
+        answer, if scoring fails or takes more than `LIMIT` seconds, or if the scorer returns
+        anything other than a number from 0 to 1. The score is also 0 if the answer contains the
+        right answer and other text: reasoning-gym would compare the lengths and give "-12" and
+        "not 12" 2/3 of the reward for "12".
         """
         texts = [extract_answer(completion) for completion in completions]
         rows = [row for row, text in enumerate(texts) if 0 < len(text) <= LONGEST]
@@ -278,20 +281,20 @@ class Problems:
 
 
 def score_value(answer: Answer) -> float:
-    """A scorer's number from 0 to 1; 0 for anything else."""
+    """The score that a scorer returned; 0 if it is not a number from 0 to 1."""
     value = answer.value
     return float(value) if isinstance(value, (int, float)) and 0 <= value <= 1 else 0.0
 
 
 def extract_answer(text: str) -> str:
-    """The content of the last <answer>...</answer>, "" without one, in time linear in the text."""
+    """The content of the last <answer>...</answer>, or "". Takes linear time."""
     end = text.rfind("</answer>")
     begin = text.rfind("<answer>", 0, max(end, 0))
     return text[begin + len("<answer>") : end].strip() if begin >= 0 else ""
 
 
 def score_format(completions: Sequence[str], **_: Any) -> list[float]:
-    """1 if a completion ends with its only <answer>...</answer>, which is not empty, else 0."""
+    """1 if a completion ends with <answer>...</answer>, not empty and the only one, else 0."""
     return [float(_ends_with_only_answer(text)) for text in completions]
 
 
@@ -309,9 +312,10 @@ def make_maker(
     settings: dict[str, dict[str, Any]], unused: Sequence[str] = ()
 ) -> Callable[[tuple[str, int]], tuple[str, Any, str]]:
     """
-    Makes a worker's function: prompt, answer and entry of a data set's number.
+    Makes a worker's function, which returns a problem's prompt, answer and packed entry.
 
-    Raises ValueError for a wrong name or setting.
+    The question is the name of a data set and a number. Raises ValueError for a wrong name or
+    setting.
     """
     from reasoning_gym.factory import DATASETS
 
@@ -345,9 +349,9 @@ def make_maker(
 
 def make_scorer(settings: dict[str, dict[str, Any]]) -> Callable[[tuple[str, str, str]], float]:
     """
-    Makes a sealed worker's function: the score of an answer.
+    Makes a sealed worker's function, which returns the score of an answer.
 
-    Its question is a data set's name, a packed entry and the answer.
+    The question is the name of a data set, a packed entry and the answer.
     """
     if any(READERS.get(name) is read_formula for name in settings):
         prepare_sympy()
@@ -369,12 +373,12 @@ def make_scorer(settings: dict[str, dict[str, Any]]) -> Callable[[tuple[str, str
 
 
 def pack_entry(entry: dict[str, Any]) -> str:
-    """JSON of an entry that keeps its tuples, with which two of the scorers compare."""
+    """An entry as JSON. It marks tuples, because two of the scorers compare with tuples."""
     return json.dumps(_mark_tuples(entry))
 
 
 def _mark_tuples(value: Any) -> Any:
-    """A value with {"tuple": [...]} in place of each tuple, at any depth."""
+    """The value, with {"tuple": [...]} in place of each tuple at any depth."""
     if isinstance(value, dict):
         return {key: _mark_tuples(item) for key, item in value.items()}
     if isinstance(value, tuple):
@@ -389,12 +393,12 @@ def _restore_tuple(value: dict[str, Any]) -> Any:
 
 
 def unpack_entry(text: str) -> Any:
-    """The entry that was packed, except that numbers as keys are texts now."""
+    """The entry that was packed, except that keys that were numbers are now texts."""
     return json.loads(text, object_hook=_restore_tuple)
 
 
 def _seed_globals(number: int) -> None:
-    """Seeds the global generators, from which some data sets draw too."""
+    """Seeds the global random generators, which some data sets use too."""
     import numpy as np
 
     random.seed(number)
@@ -405,8 +409,8 @@ def make_data_set(name: str, seed: int, settings: dict[str, Any]) -> Any:
     """
     A data set of `SIZE` problems.
 
-    With `level`, the settings of reasoning-gym's curriculum win. Raises ValueError for wrong
-    settings.
+    If the settings have `level`, the curriculum of reasoning-gym overrides other settings. Raises
+    ValueError for wrong settings.
     """
     from reasoning_gym.factory import CURRICULA, DATASETS
 
@@ -420,7 +424,9 @@ def make_data_set(name: str, seed: int, settings: dict[str, Any]) -> Any:
         curriculum = CURRICULA[name]()
         attributes = curriculum.attributes.values()
         num_levels = max(len(attribute.levels) for attribute in attributes)
-        if type(level) is not int or not 0 <= level < num_levels:  # it would take the highest
+        if (
+            type(level) is not int or not 0 <= level < num_levels
+        ):  # reasoning-gym would take the highest level instead
             raise ValueError(f"it has {num_levels} levels, from 0")
         curriculum.set_global_level(level)
         return kind(config=curriculum.generate_configuration(values))

@@ -14,9 +14,9 @@ DATA = Path(__file__).parent.parent / "data"
 
 
 class Problems(Protocol):
-    """Problems without end."""
+    """Endless problems, made on demand."""
 
-    mix: Any  # their kinds and settings, which a resumed run compares
+    mix: Any  # the kinds and settings of the problems; a resumed run checks that they are the same
     held_out: list[Example]
 
     def make(self, places: Sequence[int], seed: int) -> list[Example]:
@@ -24,37 +24,37 @@ class Problems(Protocol):
 
 
 class Task(NamedTuple):
-    """Prompts, rewards, and a verifier or a rubric that evaluations use."""
+    """Prompts, rewards, and the verifier or rubric that evaluations use."""
 
     name: str
     rewards: dict[str, Reward]
-    # one for each reward, and one under "rubric" if there is a rubric
+    # the weight of each reward by name, and of the rubric, if any, under "rubric"
     reward_weights: dict[str, float]
-    # gives 1 for a right answer, whatever the rewards of training are
+    # gives 1 for a right answer, whatever rewards training uses
     verifier: Reward | None = None
     rubric: Path | None = None
     train: list[Example] = []  # noqa: RUF012  (never changed in place)
     held_out: list[Example] = []  # noqa: RUF012
     witness: Path | None = None  # a second rubric, only for evaluations
-    problems: Problems | None = None  # without end, instead of `train`
+    problems: Problems | None = None  # endless problems, in place of `train`
     notes: Sequence[str] = ()  # lines that the user should read before training
     # functions that the model may call, by name
     tools: dict[str, Callable[..., Any]] = {}  # noqa: RUF012
-    # by the column `environment`; "" if there is only one
+    # the classes by their name in the column `environment`; "" if there is only one
     environments: dict[str, type] = {}  # noqa: RUF012
 
     def with_reward(self, name: str, reward: Reward) -> "Task":
-        """The task with one more reward, of weight 1."""
+        """The task with one more reward, which has weight 1."""
         return self._replace(
             rewards=self.rewards | {name: reward}, reward_weights=self.reward_weights | {name: 1.0}
         )
 
     @property
     def counted_rewards(self) -> dict[str, Reward]:
-        """The rewards with a weight. Those of weight 0 are metrics."""
+        """The rewards whose weight is not 0. Rewards of weight 0 are metrics."""
         return {name: reward for name, reward in self.rewards.items() if self.reward_weights[name]}
 
     @property
     def metric(self) -> str:
-        """The held-out figure: accuracy if there is a verifier, else the score of the rewards."""
+        """The name of the held-out figure: "accuracy" with a verifier, "score" without one."""
         return "score" if self.verifier is None else "accuracy"

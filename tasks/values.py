@@ -1,4 +1,4 @@
-"""Three epistemic virtues, judged by a rubric."""
+"""Three epistemic virtues, which a judge scores by a rubric."""
 
 from prompts.data import load_data
 from prompts.held_out import split_examples

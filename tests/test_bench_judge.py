@@ -66,6 +66,6 @@ def test_an_engine_that_replies_something_else_is_seen_to_disagree():
 
 
 def test_ids_that_the_tokenizer_has_no_text_for_are_shown_apart():
-    shown = judging.make_legible(DEMO)
+    shown = judging.legible_copy(DEMO)
     assert shown.decode([5000, 6000]) == "<5000><6000>" != shown.decode([6000, 5000])
     assert shown.decode(DEMO.encode("one two")) == DEMO.decode(DEMO.encode("one two")) == "one two"

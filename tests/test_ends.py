@@ -108,9 +108,9 @@ def test_the_tokenizers_padding_ends_a_completion_but_not_what_begins_a_text(tok
     config = hub.load_config(hub.DEMO)
     tokenizer = gwen.load("demo")[1]
     tokenizer.pad_token = "<|im_start|>"
-    assert 638 in ends.add_end_tokens(config, tokenizer)[0].end_ids
+    assert 638 in ends.with_end_tokens(config, tokenizer)[0].end_ids
     tokenizer.bos_token = "<|im_start|>"
-    assert 638 not in ends.add_end_tokens(config, tokenizer)[0].end_ids
+    assert 638 not in ends.with_end_tokens(config, tokenizer)[0].end_ids
 
 
 def test_a_tag_of_a_thought_counts_only_where_the_prompt_has_closed_the_thought():

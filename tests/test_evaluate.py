@@ -21,7 +21,7 @@ import tasks
 import train
 from disk import eval_record, run_files, statistics
 from evaluate import main as evaluate_main
-from evaluation.evaluate import KEY, EvalParams, answer_both, evaluate
+from evaluation.evaluate import KEY, EvalParams, answer_both, evaluate_task
 from judging import rubrics
 from machine import memory
 from prompts import chat_template
@@ -36,7 +36,7 @@ def demo():
 
 
 def evaluated(demo, task, params, **graders):
-    return evaluate(functools.partial(answer_both, *demo), task, params, **graders)
+    return evaluate_task(functools.partial(answer_both, *demo), task, params, **graders)
 
 
 def run(demo, **settings):

@@ -314,7 +314,7 @@ def test_a_template_that_writes_the_date_writes_that_on_which_its_run_began(
 
 
 def test_the_id_that_ends_a_reply_is_the_templates_own(tokenizer):
-    assert ends.end_of_reply(tokenizer) == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert ends.end_of_reply_id(tokenizer) == tokenizer.convert_tokens_to_ids("<|im_end|>")
     endless = copy.deepcopy(tokenizer)
     endless.chat_template = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
-    assert ends.end_of_reply(endless) is None
+    assert ends.end_of_reply_id(endless) is None

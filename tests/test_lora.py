@@ -88,7 +88,7 @@ def test_the_masters_that_an_adapter_holds_come_out_of_it_bit_for_bit(checkpoint
     model = adapted(checkpoints[family], targets=targets)
     ours, out = (
         dict(tree_flatten(model.trainable_parameters())),
-        adapters.split_adapter_weights(lora.adapter_weights(model)),
+        adapters.fuse_adapter_weights(lora.adapter_weights(model)),
     )
     assert sorted(ours) == list(out)
     assert all(mx.array_equal(ours[name], out[name]).item() for name in ours)

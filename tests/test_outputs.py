@@ -46,7 +46,7 @@ def no_work(golden, monkeypatch):
 
     for module, name in ((export, "fuse"), (export, "export_peft"), (export, "export_gguf")):
         monkeypatch.setattr(module, name, work)
-    monkeypatch.setattr(evaluate, "evaluate", work)
+    monkeypatch.setattr(evaluate, "evaluate_task", work)
     monkeypatch.setattr(report.page, "write_page", work)
 
 

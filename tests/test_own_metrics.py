@@ -146,7 +146,7 @@ def test_a_wrong_answer_is_not_paid_most_where_another_reward_pays_right_ones_mo
 
     def find_cheats(*weights):
         before = {n: make_answer(n / 10 // 0.7, n % 2, weights) for n in range(10)}
-        return answer_changes.rewarded_wrong_answers(
+        return answer_changes.problems_with_rewarded_mistakes(
             {0: before, 9: {n: make_answer(n / 10 // 0.4, 1.0, weights) for n in range(10)}}
         )
 
@@ -155,6 +155,6 @@ def test_a_wrong_answer_is_not_paid_most_where_another_reward_pays_right_ones_mo
     rows = {n: make_answer(0, 1.0, (0.0, 1.0)) for n in range(4)} | {
         n: make_answer(0, 0.0, (0.0, 1.0)) for n in range(4, 10)
     }
-    assert answer_changes.rewarded_wrong_answers({0: rows, 9: rows}) == (set(), set()), (
+    assert answer_changes.problems_with_rewarded_mistakes({0: rows, 9: rows}) == (set(), set()), (
         "training has not made it so"
     )

@@ -519,7 +519,7 @@ def failing(which, error):
             3,
         ),  # the second epoch: the step is finished first
         (
-            (evaluation.evaluate, "evaluate"),
+            (evaluation.evaluate, "evaluate_task"),
             "before",
             3,
             4,

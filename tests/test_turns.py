@@ -239,7 +239,7 @@ def test_no_position_is_computed_twice_and_few_slots_draw_what_nobody_reads(mode
     hidden = model.hidden
     monkeypatch.setattr(
         sampler.gwen,
-        "decode_step",
+        "make_decode_step",
         lambda _: lambda tokens, cache: drawn.append(len(tokens)) or hidden(tokens, cache),
     )
 

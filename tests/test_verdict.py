@@ -135,7 +135,7 @@ def test_answers_that_did_not_change_seldom_have_a_word_that_rose(num):
     rng = random.Random(num)
     assert (
         sum(
-            bool(answer_changes.words_that_rose(*(rng.choices(answers, k=num) for _ in range(2))))
+            bool(answer_changes.risen_word_signs(*(rng.choices(answers, k=num) for _ in range(2))))
             for _ in range(100)
         )
         <= 15
@@ -144,7 +144,7 @@ def test_answers_that_did_not_change_seldom_have_a_word_that_rose(num):
 
 def test_words_that_rose_alike_stand_in_the_order_of_the_alphabet_in_every_process():
     before, after = ([{"completions": [text]}] * 20 for text in ("", "g f e d c b a"))
-    assert [sign[:3] for sign in answer_changes.words_that_rose(before, after)] == [
+    assert [sign[:3] for sign in answer_changes.risen_word_signs(before, after)] == [
         '"a"',
         '"b"',
         '"c"',

@@ -29,7 +29,7 @@ def test_one_process_gets_back_what_it_brings_and_opens_nothing():
     assert (
         world.rank(),
         world.size(),
-        world.assign_items([1, 1, 1]),
+        world.own_item_indices([1, 1, 1]),
         world.take_wait_seconds(),
     ) == (0, 1, [0, 1, 2], {})
     with link.connect():
@@ -42,7 +42,7 @@ def test_every_item_is_done_by_one_machine_and_none_has_much_more_to_do(monkeypa
     for rank in range(3):
         monkeypatch.setattr(world, "size", lambda: 3)
         monkeypatch.setattr(world, "rank", lambda rank=rank: rank)
-        parts.append(world.assign_items(costs))
+        parts.append(world.own_item_indices(costs))
     assert sorted(number for part in parts for number in part) == list(range(40))
     loads = [sum(costs[number] for number in part) for part in parts]
     assert max(loads) - min(loads) <= max(costs)
@@ -99,7 +99,7 @@ def gradients(run):
     )
     result, grads = gradient_of_update(run, batches)
     mine = [batch for batch in batches if batch.is_local]
-    known = update.fill_old_logprobs(
+    known = update.with_old_logprobs(
         mine, update.logprobs_with(run.learner, mine, run.learner.trainable)
     )
     distance = trust_region.measure_kl(known, [batch.sampled_logprobs for batch in known])

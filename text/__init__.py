@@ -1,1 +1,1 @@
-"""Text from outside: made safe to print, parsed as JSON or YAML, translated from TRL's names."""
+"""Text from outside: made safe to print, parsed as JSON or YAML, or translated from TRL's names."""

@@ -1,8 +1,8 @@
 """
-JSON and YAML as users write them: duplicate keys, endless files and broken syntax are refused.
+Reads JSON and YAML that users write, and refuses duplicate keys, endless files and broken syntax.
 
-This file does not cover what the documents mean (their readers), and text for a terminal
-(printable.py).
+This file does not cover the meaning of the documents (the modules that read them do), or text for a
+terminal (printable.py).
 """
 
 import json
@@ -20,7 +20,7 @@ def read_json(text: str | bytes) -> Any:
     """
     Parse JSON.
 
-    Raises ValueError also if it is nested too deep, or if a key stands twice in one object.
+    Raises ValueError if the text is not JSON, is nested too deep, or repeats a key in one object.
     """
     try:
         return json.loads(text, object_pairs_hook=_refuse_duplicate_keys)
@@ -38,9 +38,9 @@ def _refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 class _Loader(yaml.SafeLoader):
     """
-    YAML without duplicate keys.
+    A YAML loader that refuses duplicate keys.
 
-    After a forgotten list dash, the later entry would replace the earlier one.
+    If the user forgot a list dash, the later entry would silently replace the earlier one.
     """
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
@@ -56,10 +56,10 @@ class _Loader(yaml.SafeLoader):
 
 def read_text(path: str | Path, prefix: str, megabytes: int) -> str:
     """
-    Read a text file of at most so many megabytes.
+    Read a text file of at most `megabytes` megabytes.
 
-    Raises ValueError, starting with `prefix`, if the file is larger, unreadable or not a regular
-    file: a device or a pipe may have no end.
+    Raises ValueError, whose message starts with `prefix`, if the file is larger, unreadable or not
+    a regular file. A device or a pipe may have no end.
     """
     try:
         status = os.stat(path)
@@ -73,15 +73,15 @@ def read_text(path: str | Path, prefix: str, megabytes: int) -> str:
 
 def load_yaml(path: str | Path, prefix: str) -> Any:
     """
-    Load a user's YAML file of at most a megabyte.
+    Load a user's YAML file of at most one megabyte.
 
-    Raises ValueError, starting with `prefix`, if the file is unreadable or not YAML.
+    Raises ValueError, whose message starts with `prefix`, if the file is unreadable or not YAML.
     """
     text = read_text(path, prefix, 1)
     try:
         return yaml.load(text, _Loader)
     except Exception as error:
-        # PyYAML lets through what an impossible date, a bad tag or deep nesting raises.
+        # PyYAML does not wrap the errors that an impossible date, a bad tag or deep nesting raises.
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None)

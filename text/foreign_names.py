@@ -1,5 +1,5 @@
 """
-Names of TRL and PEFT, and what to use here instead: the table data/trl.yaml.
+Names from TRL and PEFT, and what to use here instead, from the table data/trl.yaml.
 
 This file does not cover the conversion of whole recipes (settings/from_trl.py).
 """
@@ -12,7 +12,8 @@ from pathlib import Path
 
 from text.documents import load_yaml
 
-OWNERS = {"LoraConfig": "PEFT's ", "older names": ""}  # of a section's names; of all others TRL
+# The library that owns a section's names. TRL owns the names of all other sections.
+OWNERS = {"LoraConfig": "PEFT's ", "older names": ""}
 VERBS = {
     "renamed": "is here ",
     "missing": "is missing here",
@@ -23,9 +24,9 @@ VERBS = {
 @functools.cache
 def load_foreign_names() -> dict[str, dict[str, tuple[str, str]]]:
     """
-    Load names of TRL and PEFT, by section of data/trl.yaml.
+    Load the TRL and PEFT names of each section of data/trl.yaml.
 
-    Each name has its kind ("same", "renamed", "missing" or "not needed") and an advice.
+    Each name has a kind ("same", "renamed", "missing" or "not needed") and a piece of advice.
     """
     sections = load_yaml(Path(__file__).parents[1] / "data" / "trl.yaml", "data/trl.yaml")
     table = {}
@@ -37,7 +38,7 @@ def load_foreign_names() -> dict[str, dict[str, tuple[str, str]]]:
 
 
 def key_of(flag: str) -> str:
-    """`--judge-mode` as `judge_mode`."""
+    """The setting's key for a flag: `judge_mode` for `--judge-mode`."""
     return flag.lstrip("-").replace("-", "_")
 
 
@@ -45,10 +46,10 @@ def suggest_name(
     unknown: str, valid_names: Collection[str], quote: Callable[[str], str] = str
 ) -> str:
     """
-    Say what to use instead of an unknown flag or setting; "" if nothing is similar.
+    Return a hint for what to use instead of an unknown flag or setting; "" if nothing is similar.
 
-    The table of foreign names decides first, then a similar spelling among `valid_names`. A row of
-    the table is skipped if it advises flags that this command does not have, unless it names the
+    The table of foreign names is searched first, then `valid_names` for a similar spelling. A table
+    row is skipped if it advises flags that this command does not have, unless the row names the
     command that has them.
     """
     key = key_of(unknown)
@@ -68,7 +69,7 @@ def suggest_name(
 
 
 def explain_foreign_name(name: str, kind: str, advice: str) -> str:
-    """Say what becomes of a name of TRL or PEFT here: "TRL's fp16 is not needed here: ..."."""
+    """Return what replaces a TRL or PEFT name here, as in "TRL's fp16 is not needed here: ..."."""
     separator = ": " if advice and kind != "renamed" else ""
     plain_advice = advice.replace("`", "")
     return f"{name} {VERBS[kind]}{separator}{plain_advice}"

@@ -1,1 +1,1 @@
-"""Tools and environments that a model uses in turns."""
+"""Tools and environments that a model uses in conversations of several turns."""

@@ -1,12 +1,13 @@
 """
-Tool calls: the schemas of functions, the calls in a turn, and the ids between two turns.
+Tool calls: the schemas of functions, the calls in a turn, and the token ids between two turns.
 
-mlx_lm reads the calls, in the format of the model's chat template:
+mlx_lm parses the calls. Their format is that of the model's chat template:
 `json_tools`: <tool_call>{"name": …, "arguments": {…}}</tool_call> (Qwen2.5, Qwen3);
 `qwen3_coder`: <tool_call><function=…><parameter=…>…</parameter></function></tool_call>
 (Qwen3-Coder, Qwen3.5).
-A call that cannot be read becomes a `Call` with an error, which the model reads; so does a result
-that the model wrote itself. What the model wrote is never rendered again: its ids stay.
+A call that cannot be read becomes a `Call` with an error, and the model is shown this error. A
+tool result that the model wrote itself is treated in the same way. The model's own text is never
+rendered again: its token ids are kept.
 This file does not cover running the calls (tools/episodes.py).
 """
 
@@ -23,11 +24,11 @@ from prompts import chat_template
 from prompts.examples import format_error, shorten_value, suggest_nearest
 
 Tool = Callable[..., Any]
-Schemas = dict[str, dict[str, Any]]  # name -> the function as a chat template shows it
+Schemas = dict[str, dict[str, Any]]  # a tool's name -> its schema, as chat templates take it
 
 
 class Call(NamedTuple):
-    """A call in a turn. `error`: why it cannot be run, in one line."""
+    """A call in a turn. `error`: one line that says why the call cannot be run, "" if it can."""
 
     name: str | None
     arguments: Any
@@ -39,11 +40,12 @@ class Call(NamedTuple):
 
 def tool_schemas(flag: str, tools: Mapping[str, Tool]) -> Schemas:
     """
-    The JSON schemas of typed and documented functions, by name.
+    The JSON schemas of functions that have types and docstrings, by name.
 
-    flag: begins the messages. Raises ValueError with the function and what it lacks.
+    flag: the beginning of error messages. Raises ValueError with the name of a function that has no
+    schema, and the reason.
     """
-    from transformers.utils import get_json_schema  # here: importing it takes seconds
+    from transformers.utils import get_json_schema  # imported here because it takes seconds
 
     schemas = {}
     for name, tool in tools.items():
@@ -56,7 +58,7 @@ def tool_schemas(flag: str, tools: Mapping[str, Tool]) -> Schemas:
             raise ValueError(
                 f"{flag}: the tool {name} has no schema ({format_error(error)}); {fix}"
             ) from error
-        # a decorator may have lost the name
+        # a decorator may have changed the function's own name
         function = schema["function"] | {"name": name}
         schemas[name] = schema | {"function": function}
     return schemas
@@ -66,7 +68,7 @@ def environment_schemas(kind: type) -> Schemas:
     """
     The schemas of an environment's tools: its public methods except reset and get_reward.
 
-    Raises ValueError if there is no reset.
+    Raises ValueError if there is no method `reset`.
     """
     if not callable(getattr(kind, "reset", None)):
         raise ValueError(
@@ -79,30 +81,30 @@ def environment_schemas(kind: type) -> Schemas:
         tools[name] = getattr(kind, name)
         method = inspect.getattr_static(kind, name)
         if isinstance(method, types.FunctionType):
-            # bound to something, so that `self` is not an argument of the schema
+            # a bound method, so that `self` is not among the arguments in the schema
             tools[name] = types.MethodType(method, kind)
     return tool_schemas(f"--env {kind.__name__}", tools)
 
 
 def rewards_turns(kind: type) -> bool:
-    """Whether an environment's `get_reward` is the reward of one turn."""
+    """Whether an environment's `get_reward` is called after each turn, to reward that turn."""
     return bool(getattr(kind, "reward_per_turn", False))
 
 
 # ---- the calls in a turn
 
 
-# a mark in the chat template -> mlx_lm's reader
+# a text in the chat template -> mlx_lm's parser for that format
 FORMATS = {"<function=": "qwen3_coder", "<tool_call>": "json_tools"}
-RESULT_TAG = "<tool_response>"  # around a tool's result in the templates of both formats
+RESULT_TAG = "<tool_response>"  # the templates of both formats put it around a tool's result
 CALL_TEXT = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 
 
 def choose_call_reader(template: str | None) -> Callable[..., Any]:
     """
-    The function that reads the calls of a chat template's format.
+    The function that parses calls in the format of a chat template.
 
-    Raises ValueError if the template knows no tools.
+    Raises ValueError if the template has no tools in a known format.
     """
     for mark, name in FORMATS.items():
         if mark in (template or ""):
@@ -117,16 +119,16 @@ def choose_call_reader(template: str | None) -> Callable[..., Any]:
 
 def read_calls(text: str, read_call: Callable[..., Any], schemas: Schemas) -> list[Call]:
     """
-    The calls of a turn after its thought, in order, each checked against its schema.
+    The calls that follow the thought of a turn, in order. Each is checked against its schema.
 
-    A result that the model wrote itself is a call with an error, see `forged_result`.
+    If the model wrote a tool result itself, the last call is an error; see `forged_result`.
     """
     answer = text.rpartition("</think>")[2]
     calls = []
     for body, end in CALL_TEXT.findall(answer):
         try:
             calls.append(_read_call(body if end else None, read_call, schemas))
-        except Exception as error:  # the text is the model's
+        except Exception as error:  # the model may have written anything
             calls.append(Call(None, None, f"the call cannot be read: {format_error(error)}"))
     forgery = forged_result(answer)
     if forgery:
@@ -135,13 +137,14 @@ def read_calls(text: str, read_call: Callable[..., Any], schemas: Schemas) -> li
 
 
 def _read_call(body: str | None, read_call: Callable[..., Any], schemas: Schemas) -> Call:
-    """Reads the text of a call; None if its end is missing. A text without a call may raise."""
+    """Parses the text of a call; the text is None if its end is missing. May raise any error."""
     parsed = None
     if body is not None:
         parsed = read_call(body.strip(), list(schemas.values()))
     if parsed is None:
         return Call(None, None, "the call has no </tool_call>")
-    json.dumps(parsed, allow_nan=False)  # Python reads NaN and 1e999, which no record can hold
+    # Python's JSON parser accepts NaN and 1e999, but no record can hold them
+    json.dumps(parsed, allow_nan=False)
     match parsed:
         case {"name": str(name), "arguments": dict(arguments)}:
             return Call(name, arguments, _find_mistake(name, arguments, schemas))
@@ -149,16 +152,16 @@ def _read_call(body: str | None, read_call: Callable[..., Any], schemas: Schemas
 
 
 def outside_calls(answer: str) -> list[str]:
-    """The texts before, between and after the calls of a turn, one more than there are calls."""
+    """The texts before, between and after a turn's calls: one text more than there are calls."""
     return CALL_TEXT.split(answer)[:: 1 + CALL_TEXT.groups]
 
 
 def forged_result(answer: str) -> str:
     """
-    Why a turn is refused in which the model itself writes a tool's result; "" for other turns.
+    Why a turn is refused if the model itself wrote a tool's result in it; "" for other turns.
 
-    A forged result stands in the template's tags. Text after the last call counts as one too,
-    because the turn should end there.
+    A forged result is inside the template's tags. Text after the last call counts as a forged
+    result too, because the turn should end with the call.
     """
     texts = outside_calls(answer)
     if any(RESULT_TAG in text for text in texts):
@@ -172,8 +175,9 @@ def forged_result(answer: str) -> str:
 
 
 def _find_mistake(name: str, arguments: dict[str, Any], schemas: Schemas) -> str:
-    """Why there is no such tool, or why its schema refuses the arguments; "" for a good call."""
-    from jsonschema import Draft202012Validator  # here: runs without tools do without it
+    """The mistake of a call: an unknown tool, or arguments that its schema refuses; "" if none."""
+    # imported here because only runs with tools need it
+    from jsonschema import Draft202012Validator
     from jsonschema.exceptions import best_match
 
     if name not in schemas:
@@ -182,7 +186,7 @@ def _find_mistake(name: str, arguments: dict[str, Any], schemas: Schemas) -> str
     schema = schemas[name]["function"]["parameters"]
     properties = {}
     for key, value in schema.get("properties", {}).items():
-        # transformers writes `nullable`, which JSON Schema does not know
+        # transformers writes `nullable`, which is not part of JSON Schema
         properties[key] = {"anyOf": [value, {"type": "null"}]} if value.get("nullable") else value
     strict_schema = schema | {"properties": properties, "additionalProperties": False}
     error = best_match(Draft202012Validator(strict_schema).iter_errors(arguments))
@@ -193,11 +197,12 @@ def _find_mistake(name: str, arguments: dict[str, Any], schemas: Schemas) -> str
 
 CALL: dict[str, Any] = {"type": "function", "function": {"name": "f", "arguments": {}}}
 TURN = {"role": "assistant", "content": "", "tool_calls": [CALL]}
-EXCHANGE: list[dict[str, Any]] = [{"role": "user", "content": "."}, TURN]  # for the template
+# a conversation that ends with a call, for rendering by the template
+EXCHANGE: list[dict[str, Any]] = [{"role": "user", "content": "."}, TURN]
 
 
 class TurnCodec:
-    """Encodes the messages between a model's turns, and decodes its turns."""
+    """Encodes the messages between the model's turns, and decodes the turns."""
 
     def __init__(self, tokenizer: Any, end_ids: Sequence[int], *, thinking: bool):
         """end_ids: the model's end tokens."""
@@ -210,14 +215,15 @@ class TurnCodec:
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
     ) -> list[int]:
         """
-        The ids after a turn's end token, up to where the next turn begins.
+        The token ids from a turn's end token to the beginning of the next turn.
 
-        messages: those between the two turns; control tokens in them stay text. tools: schemas.
+        The end token is not included. messages: the messages between the two turns; control tokens
+        in them are encoded as text. tools: schemas.
         """
         marked = chat_template.mark_as_text(self.tokenizer, messages, all_added_tokens=True)
         before = self.render(EXCHANGE, tools=tools, opened=False)
         after = self.render([*EXCHANGE, *marked], tools=tools)
-        # the end token that stands last in the exchange
+        # the last end token in the rendered exchange
         place, end = max((before.rfind(end), end) for end in self.ends)
         if place < 0:
             raise ValueError(
@@ -232,9 +238,9 @@ class TurnCodec:
         return str(self.tokenizer.decode(content_ids, skip_special_tokens=False))
 
     def shorten(self, text: str, max_tokens: int) -> str:
-        """A text cut to `max_tokens` tokens, with a line that says so if it was longer."""
+        """A text cut to `max_tokens` tokens. A longer text gets a line that says it was cut."""
         text = text.encode("utf-8", "replace").decode()
-        shown = text[: 100 * max_tokens]  # longer tokens are of no use
+        shown = text[: 100 * max_tokens]  # no useful token has more than 100 characters
         encoding = self.tokenizer.backend_tokenizer.encode(shown, add_special_tokens=False)
         if len(encoding.ids) > max_tokens:
             shown = shown[: encoding.offsets[max_tokens][0]]
@@ -245,9 +251,9 @@ class TurnCodec:
 
 def show_with_tools(text: str, messages: list[dict[str, Any]] | None) -> str:
     """
-    An answer for people: its text, or every turn of its conversation with calls and results.
+    An answer as people read it: its text, or all turns of its conversation, calls and results.
 
-    messages: the conversation, None for an answer without one.
+    messages: the conversation; None if the answer is a text alone.
     """
     lines = []
     for message in messages or [{"role": "assistant", "content": text}]:

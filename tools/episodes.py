@@ -1,10 +1,11 @@
 """
-Episodes: conversations of a model with tools and environments, one for each row of a rollout.
+Episodes: a model's conversations with tools and environments, one for each row of a rollout.
 
 The sampler reports the end of a turn and asks for the reply. A row's calls run in the order in
-which the model wrote them, and rows run side by side. The model reads a failure as a line of JSON.
-This file does not cover sampling (layers/turns.py), the calls' threads (tools/tool_workers.py), the
-tools of a run (tools/toolbox.py), and how a call is read (tools/calls.py).
+which the model wrote them, and the calls of different rows run in parallel. The model is shown a
+failure as a line of JSON. This file does not cover sampling (layers/turns.py), the threads that run
+calls (tools/tool_workers.py), a run's tools (tools/toolbox.py) and the parsing of calls
+(tools/calls.py).
 """
 
 import contextlib
@@ -24,12 +25,12 @@ from tools.calls import Call, outside_calls, read_calls, rewards_turns, show_wit
 from tools.tool_workers import CallResult, Worker, seed_random
 from tools.toolbox import Toolbox
 
-POLL = 0.05  # seconds between two searches for late calls, while there is nothing else to do
-RESULT_FRACTION = 4  # a tool's result fills at most a fourth of the conversation; the rest is cut
+POLL = 0.05  # seconds between two checks for late calls while the sampler waits
+RESULT_FRACTION = 4  # a tool's result is cut to at most a fourth of the conversation's tokens
 
 
 class Conversation(str):
-    """The model's text in a conversation. `messages`: all chat messages after the prompt."""
+    """The model's text from a conversation. `messages`: all chat messages after the prompt."""
 
     messages: list[dict[str, Any]]
 
@@ -41,19 +42,19 @@ class Conversation(str):
 class Episode:
     """A row's conversation after its prompt, and the thread in which its tools run."""
 
-    environment: str  # its name
+    environment: str  # the environment's name
     worker: Worker
     messages: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    # its calls, as `rollouts.jsonl` has them
+    # records of the calls, as `rollouts.jsonl` stores them
     call_records: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     num_turns: int = 0
-    calls: Sequence[Call] = ()  # of the newest turn
-    # of the newest turn: its finished calls, then `get_reward` if the environment rewards turns
+    calls: Sequence[Call] = ()  # the newest turn's calls
+    # the newest turn's results: its finished calls, then `get_reward` if turns are rewarded
     results: list[CallResult] = dataclasses.field(default_factory=list)
     # the newest turn's tool messages
     tool_messages: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     reward: float | None = None
-    # if the environment has `reward_per_turn`
+    # filled only if the environment has `reward_per_turn`
     turn_rewards: list[float] = dataclasses.field(default_factory=list)
 
     @property
@@ -63,12 +64,12 @@ class Episode:
 
     @property
     def label(self) -> str:
-        """The environment, as messages begin with it."""
+        """The beginning of messages about the environment."""
         return f"environment {type(self.worker.instance).__name__}:"
 
 
 def _assistant_message(text: str, calls: Sequence[Call]) -> dict[str, Any]:
-    """A turn as a chat message. Its calls stand apart if all of them can be read."""
+    """A turn as a chat message. Calls become `tool_calls` if all of them can be read."""
     message: dict[str, Any] = {"role": "assistant", "content": text}
     if not calls or not all(isinstance(call.arguments, dict) for call in calls):
         return message
@@ -86,11 +87,11 @@ def _assistant_message(text: str, calls: Sequence[Call]) -> dict[str, Any]:
 
 
 def _show_result(result: CallResult) -> tuple[str, str | None]:
-    """A call's result as a text for the model, and its error in one line, if it has one."""
+    """The text that shows a call's result to the model, and the error in one line, if any."""
     error = result.error
     try:
         text = str(result.value)
-    except Exception as raised:  # for one, an integer of more than 4,300 digits
+    except Exception as raised:  # for example, an integer of more than 4,300 digits
         text = ""
         error = error or raised
     if isinstance(error, BaseException):
@@ -104,7 +105,7 @@ def _check_reward(label: str, value: Any, span: str) -> float:
     """
     The number that `get_reward` returned. span: "a turn" or "an episode".
 
-    Raises ValueError, which begins with the label, if it is no number.
+    Raises ValueError with a message that begins with the label if the value is not a number.
     """
     number = to_number(value)
     if math.isnan(number):
@@ -115,7 +116,7 @@ def _check_reward(label: str, value: Any, span: str) -> float:
 
 
 def append_to_prompt(prompt: Any, text: str) -> Any:
-    """The prompt with a text at the end of its last message."""
+    """The prompt with a text added at the end of its last message."""
     if isinstance(prompt, str):
         return prompt + text
     last = prompt[-1] | {"content": prompt[-1]["content"] + text}
@@ -127,9 +128,9 @@ def append_to_prompt(prompt: Any, text: str) -> Any:
 
 class Episodes:
     """
-    The episodes of a rollout of N rows. It answers the turns that the sampler reports.
+    The episodes of a rollout of N rows. The class replies to the turns that the sampler reports.
 
-    The rows of a group face the same task: `random` has the same seed when they are reset.
+    The rows of a group get the same task: `random` has the same seed whenever one of them is reset.
     """
 
     def __init__(self, box: Toolbox, examples: list[Example], groups: Sequence[int], seed: str):
@@ -144,8 +145,8 @@ class Episodes:
         self.groups = groups
         self.seed = seed
         self.wait_s = 0.0  # seconds that the sampler waited for tools
-        self.context = box.context  # positions that a row may have
-        self.under_way = set[int]()  # rows whose turn has no answer yet
+        self.context = box.context  # the most positions of a row
+        self.under_way = set[int]()  # rows whose turn has no reply yet
         self.done: queue.SimpleQueue[tuple[int, Worker]] = queue.SimpleQueue()
         self.ready: dict[int, list[int] | str] = {}
         self.episodes = list[Episode]()
@@ -164,9 +165,9 @@ class Episodes:
         self.prompts = [box.encode_prompt(example) for example in self.examples]
 
     def _reset_all(self) -> list[str | None]:
-        """Makes each row's episode and resets it. Returns the first text of each environment."""
+        """Makes and resets each row's episode. Returns the text of each row's reset."""
         texts = list[str | None]()
-        first_rows = dict[int, int]()  # of each group
+        first_rows = dict[int, int]()  # group -> its first row
         for row, (example, group) in enumerate(zip(self.examples, self.groups, strict=True)):
             name = self.box.environment_name(example)
             self.episodes.append(Episode(name, self.box.get_worker(name, row)))
@@ -181,12 +182,12 @@ class Episodes:
         return texts
 
     def _reset(self, row: int) -> str | None:
-        """Resets the row's environment. Returns the environment's first text."""
+        """Resets the row's environment. Returns the text of the reset, None without one."""
         episode = self.episodes[row]
         if episode.environment not in self.box.environments:
             return None
 
-        # with several environments their names are the column `environment`
+        # if there are several environments, the column `environment` only names one of them
         columns = {
             key: value
             for key, value in self.examples[row].items()
@@ -203,7 +204,7 @@ class Episodes:
     # ---- what the sampler calls
 
     def begin(self, rows: list[int]) -> None:
-        """Begins the decoding of rows. Rows that had turns already begin a new episode."""
+        """Begins the decoding of rows. Rows that already had turns begin a new episode."""
         for row in rows:
             previous = self.episodes[row]
             if not previous.num_turns:
@@ -218,7 +219,7 @@ class Episodes:
         self.ready = {row: answer for row, answer in self.ready.items() if row not in rows}
 
     def end_turn(self, row: int, ids: list[int]) -> None:
-        """Reads a finished turn and starts its calls. ids: the turn, with its end token."""
+        """Reads a finished turn and starts its calls. ids: the turn's tokens and its end token."""
         episode = self.episodes[row]
         text = self.box.codec.decode_turn(ids)
         calls = read_calls(text, self.box.read_call, self.box.schemas[episode.environment])
@@ -235,14 +236,14 @@ class Episodes:
             self._finish_turn(row)
 
     def _run_calls(self, row: int) -> None:
-        """Has the row's thread run the remaining calls of its turn, then `get_reward`."""
+        """Lets the row's thread run the remaining calls of the turn, then `get_reward`."""
         episode = self.episodes[row]
         worker = episode.worker
         results = episode.results
 
         def run_remaining() -> None:
             for call in episode.calls[len(results) :]:
-                # the call was late, or its row began a new episode: another thread goes on
+                # a call was late, or the row began a new episode: another thread has taken over
                 if self.episodes[row].worker is not worker:
                     return
                 if call.error:
@@ -278,7 +279,7 @@ class Episodes:
         if episode.has_turn_rewards:
             self._record_turn_reward(episode)
 
-        # a new list: callers keep the messages that they were given
+        # a new list, because callers keep the list that they were given
         episode.messages = [*episode.messages, *tool_messages]
         episode.tool_messages = tool_messages
         self.ready[row] = self._make_reply(episode)
@@ -292,7 +293,7 @@ class Episodes:
         episode.turn_rewards.append(_check_reward(episode.label, result.value, "a turn"))
 
     def _make_reply(self, episode: Episode) -> list[int] | str:
-        """The ids up to the next turn, or why there is none: "stop" or "turns"."""
+        """The token ids up to the next turn, or why there is no next turn: "stop" or "turns"."""
         if not episode.tool_messages:
             return "stop"
         if episode.num_turns >= self.box.settings.max_turns:
@@ -301,7 +302,7 @@ class Episodes:
         return self.box.codec.encode_between_turns(episode.tool_messages, schemas)
 
     def _replace_late_workers(self) -> None:
-        """Replaces the threads and environments of late calls. Their episodes go on."""
+        """Replaces the threads and environments of rows with late calls. The episodes go on."""
         limit = self.box.settings.tool_timeout
         for row in list(self.under_way):
             episode = self.episodes[row]
@@ -315,7 +316,7 @@ class Episodes:
                 )
             episode.worker = self.box.replace_worker(episode.environment, row)
             late = CallResult(None, f"the call took longer than {limit:g} s", limit)
-            # a new list: the old thread may still add to the old one
+            # a new list, because the old thread may still append to the old list
             episode.results = [*episode.results[:num_results], late]
             self._reset(row)
             self._run_calls(row)
@@ -324,8 +325,8 @@ class Episodes:
         """
         Returns the replies that are ready, by row.
 
-        A reply is the ids up to the next turn, or "stop" or "turns" if there is no next turn.
-        wait: until there is at least one.
+        A reply is the token ids up to the next turn, or "stop" or "turns" if there is no next turn.
+        wait: whether to wait until at least one reply is ready.
         """
         start = time.perf_counter()
         while True:
@@ -341,7 +342,7 @@ class Episodes:
         return replies
 
     def _finish_done_turns(self, wait: bool) -> None:
-        """Finishes all turns whose calls are done. wait: for the first one, at most `POLL` s."""
+        """Finishes the turns whose calls are done. wait: allow `POLL` seconds for the first."""
         with contextlib.suppress(queue.Empty):
             while True:
                 timeout = POLL if wait and not self.ready else 0
@@ -352,7 +353,7 @@ class Episodes:
     # ---- results
 
     def request_rewards(self) -> None:
-        """Calls `get_reward` of the environments, or adds up the rewards of their turns."""
+        """Calls each environment's `get_reward`, or adds up the rewards of the turns."""
         for episode in self.episodes:
             if episode.has_turn_rewards:
                 episode.reward = sum(episode.turn_rewards)
@@ -364,7 +365,7 @@ class Episodes:
                     episode.reward = _check_reward(episode.label, value, "an episode")
 
     def describe(self, row: int, reason: str) -> str:
-        """A row's conversation for people, with the reason why it ended and its reward."""
+        """A row's conversation as people read it, the reason for its end, and its reward."""
         episode = self.episodes[row]
         end = f"[{reason}]"
         if episode.reward is not None:
@@ -374,10 +375,10 @@ class Episodes:
 
     def attach_to_samples(self, samples: list[Any], weights: Mapping[str, float]) -> list[Any]:
         """
-        The rollout's samples with their conversations, their turns' rewards and reward arguments.
+        The rollout's samples with their conversations, their turn rewards and reward arguments.
 
-        samples: N `step.sample.Sample`. weights: by the name of a reward; a turn's reward is
-        multiplied by the weight of its environment.
+        samples: N `step.sample.Sample`. weights: the weight of each reward by name; a turn's reward
+        is multiplied by the weight that has the name of its environment.
         """
         self.request_rewards()
         has_turn_rewards = any(map(rewards_turns, self.box.environments.values()))

@@ -1,10 +1,10 @@
 """
 Threads in which tools and environments run, each call with a time limit.
 
-A worker is one thread. Its environment is made there, and everything of that environment runs
-there. Coroutines of all workers share one event loop. Tools are the user's code: they run in this
-process, without a sandbox, so a call that hangs keeps its thread until the process ends. This file
-leaves out what is called (tools/episodes.py), and the processes that read hostile text
+A worker is one thread. It makes its environment and runs all methods of that environment. The
+coroutines of all workers share one event loop. Tools are the user's code. They run in this process,
+without a sandbox, so a call that hangs occupies its thread until the process ends. This file does
+not cover the choice of calls (tools/episodes.py) and the processes that read hostile text
 (sandbox/workers.py).
 """
 
@@ -31,12 +31,12 @@ import numpy as np
 from rewards.functions import describe_raised
 from rewards.rewards import await_any
 
-PATIENCE = 1.0  # seconds that the end of a process waits for its tools
+PATIENCE = 1.0  # seconds that an ending process waits for its tools
 WORKERS: "weakref.WeakSet[Worker]" = weakref.WeakSet()
 
 
 class CallResult(NamedTuple):
-    """The value of a call, or the reason why it has none."""
+    """The value of a call, or the error that took its place."""
 
     value: Any = None
     error: BaseException | str | None = None
@@ -45,20 +45,20 @@ class CallResult(NamedTuple):
 
 @functools.cache
 def _event_loop() -> asyncio.AbstractEventLoop:
-    """The loop of all coroutines, in a thread of its own."""
+    """The event loop of all coroutines. It runs in a thread of its own."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
     return loop
 
 
 class Worker:
-    """A thread that does one job after another, and the environment that lives in it."""
+    """A thread that does one job after another, and the environment that it uses."""
 
     instance: Any = None  # the environment
     call_start = math.inf  # `time.monotonic()` at which the current call began
 
     def __init__(self, limit: float):
-        """limit: seconds for each call."""
+        """limit: the most seconds of a call."""
         self.limit = limit
         self.task: concurrent.futures.Future[Any] | None = None  # the newest coroutine
         self.jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -71,7 +71,7 @@ class Worker:
             job()
 
     def run(self, fn: Callable[[], Any]) -> CallResult:
-        """Calls a function, and waits for its coroutine. Only the worker's thread may do this."""
+        """Calls a function and awaits its coroutine. Only the worker's thread may do this."""
         start = time.monotonic()
         self.call_start = start
         value = None
@@ -82,7 +82,7 @@ class Worker:
                 task = asyncio.run_coroutine_threadsafe(await_any(value), _event_loop())
                 self.task = task
                 value = task.result()
-        except BaseException as raised:  # SystemExit too: it ends no more than the call
+        except BaseException as raised:  # SystemExit too: it ends only the call
             value = None
             error = raised
         self.call_start = math.inf
@@ -92,7 +92,8 @@ class Worker:
         """
         Calls a function in the worker's thread and returns its value.
 
-        Raises ValueError, which begins with the label, if it fails or takes too long.
+        Raises ValueError with a message that begins with the label if the call fails or takes too
+        long.
         """
         results: queue.SimpleQueue[CallResult] = queue.SimpleQueue()
         self.jobs.put(lambda: results.put(self.run(fn)))
@@ -112,7 +113,7 @@ class Worker:
         return result.value
 
     def release(self) -> None:
-        """Lets the thread end after its current job, if that ever ends."""
+        """Lets the thread end after its current job, if that job ever ends."""
         self.jobs.put(None)
         if self.task is not None:
             self.task.cancel()
@@ -121,10 +122,10 @@ class Worker:
 @contextlib.contextmanager
 def end_tools() -> Iterator[None]:
     """
-    Wraps a command: the threads of its tools end before the process does.
+    Wraps a command, so that the threads of its tools end before the process does.
 
-    If a tool hangs, the process ends at once, with the status that it would have had: Python's own
-    way to exit aborts while a thread is inside MLX.
+    If a tool hangs, the process ends at once with its usual exit status. Python's own exit would
+    abort while a thread is inside MLX.
     """
     try:
         yield
@@ -140,7 +141,7 @@ def end_tools() -> Iterator[None]:
 
 
 def _exit_at_once(error: BaseException | None) -> None:
-    """Ends the process with the status that this error, or none, gives it."""
+    """Ends the process with the exit status for this error; None is a normal end."""
     if error is not None and not isinstance(error, SystemExit):
         traceback.print_exc()
     sys.stdout.flush()
@@ -152,7 +153,7 @@ def _exit_at_once(error: BaseException | None) -> None:
     elif error is not None:
         status = 1
     if not isinstance(status, int):
-        status = 0 if status is None else 1  # a text as status is an error
+        status = 0 if status is None else 1  # SystemExit with a text means an error
     os._exit(status)
 
 

@@ -1,8 +1,8 @@
 """
 The toolbox of a run: its tools, its environments, their schemas and their threads.
 
-It also encodes prompts, because a chat template shows the tools there. This file does not cover
-conversations (tools/episodes.py), and how a call is read (tools/calls.py).
+It also encodes prompts, because the chat template lists the tools in the prompt. This file does not
+cover conversations (tools/episodes.py) and the parsing of calls (tools/calls.py).
 """
 
 from typing import Any
@@ -20,16 +20,16 @@ from tools.calls import (
 )
 from tools.tool_workers import Worker
 
-CONTEXT = 4096  # tokens of a conversation, without --max-context
+CONTEXT = 4096  # the most tokens of a conversation without --max-context
 
 
 def conversation_limit(settings: ToolSettings, model_limit: int) -> int:
-    """The most positions that a conversation with tools has. model_limit: those of the model."""
+    """The most positions of a conversation with tools. model_limit: the most of the model."""
     return min(settings.max_context or CONTEXT, model_limit)
 
 
 class Toolbox:
-    """The tools and environments of a run, ready to be called. Its workers outlive a rollout."""
+    """The tools and environments of a run, ready to be called. The workers outlive a rollout."""
 
     def __init__(
         self,
@@ -40,12 +40,13 @@ class Toolbox:
         model: Any,
     ):
         """
-        Reads the schemas of all tools.
+        Makes the schemas of all tools.
 
-        environments: by their name in the column `environment`; "" if there is only one.
+        environments: the classes by their name in the column `environment`; the name is "" if there
+        is only one.
         model: a `gwen.ModelConfig`.
 
-        Raises ValueError if a tool has no schema, or the model's chat template knows no tools.
+        Raises ValueError if a tool has no schema, or the model's chat template has no tools.
         """
         self.settings = config.tools
         self.environments = environments
@@ -57,14 +58,14 @@ class Toolbox:
         self.functions = tools
 
         function_schemas = tool_schemas("--tools", tools)
-        # by environment; "" is also for rows without one
+        # by the name of the environment; "" also stands for rows without one
         self.schemas = {"": function_schemas}
         for name, kind in environments.items():
             self.schemas[name] = function_schemas | environment_schemas(kind)
         self.workers: dict[tuple[str, int], Worker] = {}
 
     def get_worker(self, name: str, row: int) -> Worker:
-        """The thread of a row, with its environment. It is made at the first use."""
+        """The row's thread with its environment. The first call makes both."""
         if (name, row) not in self.workers:
             worker = Worker(self.settings.tool_timeout)
             self.workers[name, row] = worker
@@ -74,7 +75,7 @@ class Toolbox:
         return self.workers[name, row]
 
     def replace_worker(self, name: str, row: int) -> Worker:
-        """Gives a row a new thread and a new environment, because a call hangs in the old one."""
+        """Gives a row a new thread and environment, because a call hangs in the old thread."""
         self.workers.pop((name, row)).release()
         return self.get_worker(name, row)
 
@@ -97,7 +98,7 @@ class Toolbox:
 
     def encode_prompt(self, example: Example) -> list[int]:
         """
-        The token ids of an example's prompt, with the tools that its row may call.
+        The token ids of an example's prompt, which lists the tools that its row may call.
 
         Raises ValueError if the prompt fills the whole conversation.
         """

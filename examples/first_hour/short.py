@@ -1,4 +1,4 @@
-"""The reward of docs/first-hour.md: half for at most 20 words, half for a word of the message."""
+"""The reward of docs/first-hour.md: 0.5 for at most 20 words, 0.5 for a word from the message."""
 
 
 def short(prompts, completions, **columns):

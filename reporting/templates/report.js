@@ -14,7 +14,7 @@ function number(value, digits) {
   return value === null || value === undefined ? "?" : value.toFixed(digits);
 }
 
-// ---- how old the page is, and the next one while the run goes
+// ---- the age of the page, and its reloading while the run goes on
 
 let minutes = 0;
 for (const time of document.querySelectorAll("time")) {
@@ -23,7 +23,7 @@ for (const time of document.querySelectorAll("time")) {
   time.textContent = `${age} ago`;
   time.title = time.dateTime;
 }
-const RELOAD = 15; // seconds; whoever has opened or typed something reads on
+const RELOAD = 15; // seconds; the page does not reload once the reader has opened or selected something
 const STALE = 120; // minutes without a new page
 if ("running" in root.dataset && minutes < STALE) {
   setInterval(() => {
@@ -35,7 +35,7 @@ if ("running" in root.dataset && minutes < STALE) {
 }
 for (const link of document.querySelectorAll("nav a")) {
   link.addEventListener("click", () => {
-    document.querySelector(link.hash).open = true; // of what is folded
+    document.querySelector(link.hash).open = true; // the link's target may be folded
   });
 }
 

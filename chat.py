@@ -286,13 +286,19 @@ def main(argv: list[str] | None = None) -> None:
         "--chat", action="store_true", help="answer lines that you type or send through a pipe"
     )
     parser.add_argument(
-        "--compare", action="store_true", help="with --chat, the model before training answers too"
+        "--compare",
+        action="store_true",
+        help="with --chat: also answer with the model before training",
     )
     parser.add_argument(
-        "--system", help="the system prompt (default: with --run, the one of training)"
+        "--system", help="the system prompt (default with --run: the one used in training)"
     )
     parser.add_argument("--num", type=int, default=1, help="number of completions (default: 1)")
-    parser.add_argument("--max-tokens", type=int, help="default: the run's, else 256")
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        help="maximum number of tokens per completion (default: the run's, else 256)",
+    )
     parser.add_argument("--temp", type=float, default=1.0, help="0 is greedy (default: 1)")
     parser.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
     parser.add_argument(

@@ -79,16 +79,16 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--data", help="held-out problems from a file or hub dataset, instead of the task's"
     )
-    parser.add_argument("--limit", type=int, help="only N of the problems, evenly spread")
-    parser.add_argument("--samples", type=int, default=1, help="K completions a problem")
+    parser.add_argument("--limit", type=int, help="evaluate at most N problems, evenly spread")
+    parser.add_argument("--samples", type=int, default=1, help="number of completions per problem")
     parser.add_argument(
         "--temp",
         type=float,
         default=1.0,
-        help="temperature of the samples; a run's evaluations use 1",
+        help="temperature of the samples (default: 1, as in a run's evaluations)",
     )
     parser.add_argument(
-        "--seed", type=int, help="seed of the samples (default: 0, as a run's evaluations use)"
+        "--seed", type=int, help="seed of the samples (default: 0, as in a run's evaluations)"
     )
     add_flags(parser, [SETTINGS[name] for name in OVERRIDABLE])
     parser.add_argument("--out", type=Path, help="write a JSON line for each problem to this file")

@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> None:
         "--bits",
         type=int,
         choices=gguf_writer.LABELS,
-        help="bits of a weight, for --fuse and gguf (default: 16)",
+        help="bits per weight, for --fuse and gguf (default: 16)",
     )
     run_files.add_adapter_flags(parser)
     parser.add_argument(
@@ -65,7 +65,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--keep-template", action="store_true", help="leave the base's chat template unchanged"
     )
-    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="a new directory")
+    parser.add_argument(
+        "--out", required=True, type=Path, metavar="DIR", help="new directory to write to"
+    )
     args = parser.parse_args(argv)
     if args.fuse == (args.export is not None):
         raise ValueError("give --fuse for a whole model, or --export peft for the adapter alone")

@@ -260,7 +260,7 @@ class Block(nn.Module):
     def attention_inputs(
         self, x: mx.array, delta: mx.array | None, rotation: ops.Rotation
     ) -> tuple[mx.array, Projections]:
-        """Computes the part of a call before attention: the residual stream and the projections."""
+        """Runs the layer up to attention, and returns the residual stream and the projections."""
         x, normed = self.input_layernorm.add_and_normalize(x, delta)
         return x, self.self_attn.project(normed, rotation)
 

@@ -91,9 +91,9 @@ class Cache(Protocol):
 # ---- what a layer keeps
 
 
-def widen_buffers(keys: mx.array, values: mx.array, num_columns: int) -> tuple[mx.array, mx.array]:
-    """Both buffers with room for `num_columns` more columns."""
-    padding = [(0, 0), (0, 0), (0, num_columns), (0, 0)]
+def widen_buffers(keys: mx.array, values: mx.array, num_added: int) -> tuple[mx.array, mx.array]:
+    """Both buffers with room for `num_added` more columns."""
+    padding = [(0, 0), (0, 0), (0, num_added), (0, 0)]
     return mx.pad(keys, padding), mx.pad(values, padding)
 
 
@@ -354,7 +354,7 @@ class KVCache(Cache):
         self.length += num_new
 
     def unpadded_mask(self, rows: slice | mx.array) -> mx.array | None:
-        """Which written columns are no padding, (R, 1, 1, length) boolean; None without padding."""
+        """True where a written column is not padding, (R, 1, 1, length); None without padding."""
         if self.pad is None:
             return None
         return (mx.arange(self.length) >= self.pad[rows][:, None])[:, None, None]

@@ -49,16 +49,16 @@ def main(argv: list[str] | None = None) -> None:
         "--try",
         action="store_true",
         dest="trial",
-        help="take four steps first and say what they show",
+        help="take four steps first, and say whether a full run is worth starting",
     )
     parser.add_argument(
         "--prompt-tokens", type=int, default=256, help="length of the longest prompts"
     )
     parser.add_argument(
-        "--audit", action="store_true", help="show instead what the reward functions pay for"
+        "--audit", action="store_true", help="only show which answers the reward functions reward"
     )
     parser.add_argument(
-        "--fits", action="store_true", help="show instead what this machine can train"
+        "--fits", action="store_true", help="only show which models this machine can train"
     )
     args, train_flags = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
     with report_mistakes():

@@ -149,7 +149,8 @@ def main(argv: list[str] | None = None) -> None:
         "runs",
         nargs="*",
         metavar="RUN",
-        help="a run, or a directory of seeds; the page of several runs is written beside the first",
+        help="a run, or a directory with one run per seed; a page of several runs goes beside the "
+        "first run",
     )
     parser.add_argument(
         "--out",
@@ -164,7 +165,7 @@ def main(argv: list[str] | None = None) -> None:
         help="print what differs between runs, or between files written by evaluate.py --out",
     )
     parser.add_argument(
-        "--list", action="store_true", help="print the runs under RUN (default: runs)"
+        "--list", action="store_true", help="list the runs in the directory RUN (default: runs/)"
     )
     parser.add_argument("--open", action="store_true", help="open the page in a browser")
     args = parser.parse_args(sys.argv[1:] if argv is None else argv)

@@ -636,7 +636,7 @@ def print_lines(lines: list[str]) -> None:
 def warn_of_held_out(config: Config, train: list[Any], held_out: list[Any]) -> list[str]:
     """The warnings if few problems are held out, or if some of them are also trained on."""
     too_few = warn_of_few_held_out(len(held_out), config.to_flags())
-    return [*too_few, *tasks.contamination_warnings(config, train, held_out)]
+    return [*too_few, *tasks.warm_start_contamination_warnings(config, train, held_out)]
 
 
 def digest_sources(config: Config, task: tasks.Task) -> dict[str, str]:

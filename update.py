@@ -135,7 +135,7 @@ def add_reference_logprobs(learner: Learner, batches: list[Batch]) -> list[Batch
     return completed
 
 
-def with_old_logprobs(batches: list[Batch], logprobs: list[mx.array]) -> list[Batch]:
+def fill_in_old_logprobs(batches: list[Batch], logprobs: list[mx.array]) -> list[Batch]:
     """The batches, with `logprobs` as old log-probabilities wherever a batch has none yet."""
     completed = []
     for batch, batch_logprobs in zip(batches, logprobs, strict=True):
@@ -182,7 +182,7 @@ def run_optimizer_steps(learner: Learner, batches: list[Batch], lr: float) -> Up
     local_batches = [[batch for batch in part if batch.is_local] for part in all_batches]
     for number in range(1, num_mini_batches):  # the policy moves before these are trained
         old_logprobs = logprobs_with(learner, local_batches[number], learner.trainable)
-        local_batches[number] = with_old_logprobs(local_batches[number], old_logprobs)
+        local_batches[number] = fill_in_old_logprobs(local_batches[number], old_logprobs)
 
     num_iterations = optimizer.num_iterations if num_with_gradient else 1
     order = [number for number in range(num_mini_batches) if all_batches[number]]
@@ -196,7 +196,7 @@ def run_optimizer_steps(learner: Learner, batches: list[Batch], lr: float) -> Up
             logprobs, stats = optimizer_step(learner, local_batches[number], lr)
         else:
             logprobs, stats = compute_stats(learner, local_batches[number])
-        local_batches[number] = with_old_logprobs(local_batches[number], logprobs)
+        local_batches[number] = fill_in_old_logprobs(local_batches[number], logprobs)
         step_stats.append(stats)
 
         if weights_before and not stats["skipped"]:
@@ -307,7 +307,9 @@ def compute_gradient(
         grads = {name: mx.zeros(learner.trainable[name].shape) for name in grads}
     sums = world.all_sum(list(grads.values()))
     grads = dict(zip(grads, sums, strict=True))
-    return tree_unflatten(list(grads.items())), *sum_stats_over_ranks(batch_losses)
+    gradient = tree_unflatten(list(grads.items()))
+    logprobs_by_batch = [batch_loss.logprobs for batch_loss in batch_losses]
+    return gradient, logprobs_by_batch, sum_stats_over_ranks(batch_losses)
 
 
 def compute_stats(
@@ -320,11 +322,12 @@ def compute_stats(
             batch_loss = learner.loss.compute(learner.model, batch)
             mx.eval(batch_loss)  # wait
             batch_losses.append(batch_loss)
-    return sum_stats_over_ranks(batch_losses)
+    logprobs_by_batch = [batch_loss.logprobs for batch_loss in batch_losses]
+    return logprobs_by_batch, sum_stats_over_ranks(batch_losses)
 
 
-def sum_stats_over_ranks(batch_losses: list[BatchLoss]) -> tuple[list[mx.array], dict[str, float]]:
-    """The log-probabilities of this rank's batches, and the statistics of all ranks' batches."""
+def sum_stats_over_ranks(batch_losses: list[BatchLoss]) -> dict[str, float]:
+    """The sums of the statistics of all ranks' batches; of `..._max`, the largest value."""
     local_sums = [
         {name: value.item() for name, value in batch_loss.sums.items()}
         for batch_loss in batch_losses
@@ -334,7 +337,7 @@ def sum_stats_over_ranks(batch_losses: list[BatchLoss]) -> tuple[list[mx.array],
         for name, value in sums.items():
             total = totals.get(name, 0.0)
             totals[name] = max(total, value) if name.endswith("_max") else total + value
-    return [batch_loss.logprobs for batch_loss in batch_losses], totals
+    return totals
 
 
 def loss_and_gradient(learner: Learner, batch: Batch) -> tuple[BatchLoss, Any]:

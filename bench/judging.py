@@ -168,8 +168,8 @@ def benchmark(
         f"warmup={args.warmup} runs={args.judge_runs}"
     )
     print(
-        f"Judge prompts: {num_prompt_tokens} tokens, of which ours computes {num_computed}; "
-        f"{rubrics.REPLY_TOKENS} tokens a reply; chunks of {args.judge_chunk_size}"
+        f"Judge prompts: {num_prompt_tokens} tokens, of which Gwen computes {num_computed}; "
+        f"{rubrics.REPLY_TOKENS} tokens per reply; chunk size {args.judge_chunk_size}"
     )
     entries = {}
     for name, engine_samples in samples.items():

@@ -231,7 +231,8 @@ def parse_flags(argv: list[str] | None, program: str, description: str) -> argpa
     parser = Parser(program, description)
     parser.add_argument("--temp", type=float, default=0.8, help="sampling temperature")
     parser.add_argument(
-        "--model", help="model, as in train.py (default: train.py's on a GPU, else random:30m)"
+        "--model",
+        help="model, as in train.py (default with a GPU: as in train.py; without: random:30m)",
     )
     parser.add_argument(
         "--rollout-batch-size", type=int, help="rows decoded at once (default: all, at most 64)"
@@ -243,7 +244,7 @@ def parse_flags(argv: list[str] | None, program: str, description: str) -> argpa
         "--benchmark-judge", action="store_true", help="time judging too, B x G answers"
     )
     chunk_size = read_environment().get("judge_chunk_size", 24)
-    chunk_setting = (chunk_size, 1, "evaluations that our judge makes at once")
+    chunk_setting = (chunk_size, 1, "number of evaluations per batch of Gwen's judge")
     numbers = NUMBERS | {"judge_chunk_size": chunk_setting}
     args = harness.parse_settings(parser, argv, numbers, rollout_batch_size=1, temp=0)
     if not args.rollout_batch_size:

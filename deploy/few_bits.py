@@ -100,8 +100,8 @@ def print_quantization_cost(run: str | None, wide: Path, few: Path, bits: int) -
     )
     if lost > TOO_MUCH * learned:
         print(
-            f"WARNING: {bits} bits move the model by over a third of what training did: "
-            "take more, or train longer"
+            f"WARNING: rounding to {bits} bits changed the model by over a third as much as "
+            "training did; use more bits, or train longer"
         )
 
 

@@ -107,11 +107,11 @@ def make_record(paths: Iterable[str], run_dir: Path) -> dict[str, Any]:
     return {
         "run": os.path.abspath(run_dir),
         "working_directory": os.getcwd(),
-        "files": {path: digest_of_path(path) for path in paths if is_readable(path)},
+        "files": {path: digest_of_path(path) for path in paths if is_readable_file_or_folder(path)},
     }
 
 
-def is_readable(path: str) -> bool:
+def is_readable_file_or_folder(path: str) -> bool:
     """Whether a path is a readable directory or regular file. A pipe or device may be endless."""
     return (os.path.isdir(path) or os.path.isfile(path)) and os.access(path, os.R_OK)
 
@@ -151,7 +151,7 @@ def find_moves(run_dir: Path, named: Iterable[str] = ()) -> Moves:
         places = [
             os.path.normpath(os.path.join(new, os.path.relpath(old, base))) for base, new in bases
         ]
-        candidates = list(filter(is_readable, (*places, *named)))
+        candidates = list(filter(is_readable_file_or_folder, (*places, *named)))
         equal = [path for path in candidates if digest_of_path(path) == digest]
         if equal:
             moves[old] = equal[0]

@@ -243,7 +243,7 @@ def held_out_warnings(
             deviation = within_group / reward_range
     held_out = spread_evenly(task.held_out, config.evaluation.limit)
     yield from warn_of_few_held_out(len(held_out), config.to_flags(), deviation)
-    yield from tasks.contamination_warnings(config, task.train, held_out)
+    yield from tasks.warm_start_contamination_warnings(config, task.train, held_out)
 
 
 # ---- the verdict

@@ -29,7 +29,9 @@ class Lesson(NamedTuple):
     head_weight: mx.array  # (V, D)
 
 
-def divergence_terms(log_p: mx.array, log_q: mx.array, beta: float) -> tuple[mx.array, mx.array]:
+def divergence_terms_and_slopes(
+    log_p: mx.array, log_q: mx.array, beta: float
+) -> tuple[mx.array, mx.array]:
     """
     Each id's term of the divergence, and its slope s, (M, V) each.
 
@@ -67,14 +69,14 @@ def tile_sums(
     The sums of M rows over one tile of the vocabulary.
 
     log_p, log_q (M, tile); head_weight: the student's head for the tile; places: those of the
-    ids in the tile, as `lm_head.locate_in_tile` returns them. With s as in `divergence_terms`, the
-    sums are: divergence, the id's log-probability, entropy and sum(s), (M, 1) each; then sum(s W)
-    and, unless beta is 0, sum(q W), (M, C) each.
+    ids in the tile, as `lm_head.locate_in_tile` returns them. With the slopes s of
+    `divergence_terms_and_slopes`, the sums are: divergence, the id's log-probability, entropy and
+    sum(s), (M, 1) each; then sum(s W) and, unless beta is 0, sum(q W), (M, C) each.
     """
     place, is_inside = places
     weight = head_weight.astype(mx.float32)
     q = cpu.exp(log_q)
-    terms, slopes = divergence_terms(log_p, log_q, beta)
+    terms, slopes = divergence_terms_and_slopes(log_p, log_q, beta)
     divergence, entropy, slope_sum = (
         cpu.tiled_sum(values)[:, None] for values in (terms, -q * log_q, slopes)
     )
@@ -104,8 +106,8 @@ def token_divergences(
 
     The vocabulary is read twice, in tiles: once for the logsumexps of both models, and once for the
     divergence and its gradient. The gradient by a row's logits is s - q sum(s), as in
-    `divergence_terms`. So the gradient of `hidden` needs only sum(s W) and sum(q W) over the rows W
-    of the student's head, and the backward pass of a frozen head has no matmul.
+    `divergence_terms_and_slopes`. So the gradient of `hidden` needs only sum(s W) and sum(q W) over
+    the rows W of the student's head, and the backward pass of a frozen head has no matmul.
     """
     assert head in lm_head.HEADS, head
     assert 0 <= beta <= 1, beta
@@ -178,7 +180,7 @@ def token_divergences(
                 student_logits = tile_logits(hidden[rows], head_weight, tile, done)
                 log_p = teacher_sum.logprobs(teacher_logits)
                 log_q = student_sum.logprobs(student_logits)
-                _, slopes = divergence_terms(log_p, log_q, beta)
+                _, slopes = divergence_terms_and_slopes(log_p, log_q, beta)
                 d_logits = d_out[rows] * (slopes - cpu.exp(log_q) * slope_sum[rows])
                 d_tile = d_tile + d_logits.T @ (hidden[rows].astype(mx.float32) / temperature)
                 done = [d_tile]

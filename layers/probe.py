@@ -36,7 +36,7 @@ def spread_slice(size: int) -> slice:
     return slice(None, None, max(size // SAMPLES_PER_AXIS, 1))
 
 
-def measure_product_error(weight: mx.array, rows: int) -> float:
+def measure_product_error(weight: mx.array, num_rows: int) -> float:
     """
     The largest error of the products x @ W.T and y @ W with a weight (F, C).
 
@@ -44,8 +44,8 @@ def measure_product_error(weight: mx.array, rows: int) -> float:
     """
     worst = 0.0
     for factor in (weight.T, weight):
-        x = kernels.normal_array(rows, factor.shape[0], dtype=weight.dtype)
-        sampled_rows = spread_slice(rows)
+        x = kernels.normal_array(num_rows, factor.shape[0], dtype=weight.dtype)
+        sampled_rows = spread_slice(num_rows)
         sampled_columns = spread_slice(factor.shape[1])
         result = to_float64((x @ factor)[sampled_rows, sampled_columns])
         exact = to_float64(x[sampled_rows]) @ to_float64(factor[:, sampled_columns])

@@ -374,9 +374,9 @@ def load_recipe(path: Path) -> dict[str, Any]:
     return relocate_settings(settings, path.parent) if path.name == "config.yaml" else settings
 
 
-def report_kept_escapes(path: Path, stop: Any) -> None:
+def report_kept_escapes(path: Path, stop_texts: Any) -> None:
     """Print a line for each YAML stop text in which a backslash and n or t stay two characters."""
-    for text in stop if isinstance(stop, list) else [stop]:
+    for text in stop_texts if isinstance(stop_texts, list) else [stop_texts]:
         escape = re.search(r"\\[nt]", text) if isinstance(text, str) else None
         if escape:
             letter = escape[0][1]

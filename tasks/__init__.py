@@ -275,7 +275,7 @@ def read_held_out(run_dir: str | Path) -> list[str]:
     return list(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else []
 
 
-def contamination_warnings(
+def warm_start_contamination_warnings(
     config: Config, train: list[Example], held_out: list[Example]
 ) -> list[str]:
     """

@@ -72,7 +72,9 @@ class EndlessPrompts(EpochPrompts):
         task = self.config.data.task
         examples = self._draw_new(size)
         if len(examples) < size:
-            print(f"all different problems of {task} were seen; they come again", file=sys.stderr)
+            print(
+                f"every distinct problem of {task} was used once; they repeat now", file=sys.stderr
+            )
             self.seen = list(map(_short_key, examples))
             examples += self._draw_new(size - len(examples))
         if len(examples) < size:

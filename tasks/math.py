@@ -1,12 +1,13 @@
 """Competition mathematics. The answer is a formula."""
 
+from typing import NoReturn
+
 from prompts.examples import Example, first_answer
 from rewards.statements import boxed_texts
 from tasks import gsm8k
-from tasks.task import Sides
 
 
-def load_examples() -> Sides:
+def load_examples() -> NoReturn:
     """Raises ValueError: this task has no data of its own."""
     raise ValueError(
         "--task math has no data of its own; give problems with an answer or a solution: "

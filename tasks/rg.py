@@ -262,8 +262,8 @@ class Problems:
         The answer is the content of the last <answer>...</answer>. The score is 0 if there is no
         answer, if scoring fails or takes more than `LIMIT` seconds, or if the scorer returns
         anything other than a number from 0 to 1. The score is also 0 if the answer contains the
-        right answer and other text: reasoning-gym would compare the lengths and give "-12" and
-        "not 12" 2/3 of the reward for "12".
+        right answer and other text. reasoning-gym itself compares lengths there: if "12" is
+        right, it gives "-12" two thirds of the reward.
         """
         texts = [extract_answer(completion) for completion in completions]
         rows = [row for row, text in enumerate(texts) if 0 < len(text) <= LONGEST]

@@ -199,7 +199,7 @@ def test_a_judge_without_mass_on_the_digits_gives_nan_and_not_neutral_and_is_war
         and judgement.num_unreadable == 3
     )
     assert not judgement.mass >= 0.5
-    assert "3 of 3 evaluations" in capsys.readouterr().err
+    assert "3 of 3 of the judge" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("mode", MODES)

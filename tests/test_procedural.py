@@ -253,7 +253,7 @@ def test_a_run_meets_no_prompt_twice_and_none_that_is_held_out_until_all_were_se
         examples, ids = prompts.next_prompts(number)
         keys = [prompt_key(example) for example in examples]
         assert len(set(keys)) == len(ids) == 4 and not held_out & set(keys)
-        if repeats := "they come again" in capsys.readouterr().err:
+        if repeats := "they repeat now" in capsys.readouterr().err:
             break
         assert not set(seen) & set(keys)
         seen += keys

@@ -102,16 +102,16 @@ def test_a_score_is_known_as_soon_as_it_arrives():
 
 def test_what_arrived_before_a_judge_failed_is_not_asked_again():
     made = Made()
-    evaluations = made.evaluate
+    evaluations = made.score_questions
 
     def fail(questions):
         yield from evaluations(questions[:4])
         raise ValueError("gone")
 
-    made.evaluate = fail
+    made.score_questions = fail
     with pytest.raises(ValueError, match="gone"):
         made.score(["a", "b"], ["x", "y"])
-    made.evaluate = evaluations
+    made.score_questions = evaluations
     assert made.score(["a", "b"], ["x", "y"]).scores.tolist() == [[1, 2, 2], [1, 2, 2]]
     assert made.asked[1] == [("b", "y", 1), ("b", "y", 2)]
 
@@ -173,7 +173,7 @@ def test_over_a_fifth_of_unreadable_evaluations_is_warned_of_once_with_an_exampl
     made.unreadable.num_evaluations = 9
     made.unreadable.num_unreadable = 1
     said = warned("d?", "e?", "f?", "g?")  # 5 of 21: 24%
-    assert "5 of 21 evaluations" in said and "'correct' of the answer 'd?'" in said
+    assert "5 of 21 of the judge" in said and "'correct' of the answer 'd?'" in said
     assert "Add one and two." in said and "'hm', with 0.250" in said and "\n" not in said.strip()
     assert warned("h?", "i?") == warned("j?", "k?", "l?") == ""  # 10 of 36
 

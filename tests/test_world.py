@@ -99,7 +99,7 @@ def gradients(run):
     )
     result, grads = gradient_of_update(run, batches)
     mine = [batch for batch in batches if batch.is_local]
-    known = update.with_old_logprobs(
+    known = update.fill_in_old_logprobs(
         mine, update.logprobs_with(run.learner, mine, run.learner.trainable)
     )
     distance = trust_region.measure_kl(known, [batch.sampled_logprobs for batch in known])

@@ -373,13 +373,13 @@ def _first_stated(
     stated: a choice that was stated before these sentences.
     """
     is_contradicted = False
-    may_take_back = statements.may_take_back("\n".join(sentences))
-    for sentence in sentences:
+    may_take_back = stated is not None and statements.may_take_back("\n".join(sentences))
+    for place, sentence in enumerate(sentences):
         names = choices.named_in(sentence)
         if not names and not stated:
             continue
         concludes = bool(statements.CONCLUDES.match(sentence))
-        is_taken_back = stated is not None and may_take_back and statements.is_taken_back(sentence)
+        is_taken_back = may_take_back and statements.is_taken_back(sentence)
         names_another = bool(stated and names - {stated})
         if is_taken_back or (names_another and _corrects(sentence, stated or "", choices)):
             stated = ""
@@ -392,6 +392,8 @@ def _first_stated(
         choice = read_sentence(_without_correction(sentence), choices, may_be_weak=is_weak)
         if choice is None:
             continue
+        if stated is None:
+            may_take_back = statements.may_take_back("\n".join(sentences[place + 1 :]))
         if concludes or may_be_weak or not stated:
             stated = choice
             is_contradicted = False

@@ -579,7 +579,7 @@ def read_first_statement(
     stated: str | None = None
     rest: str | None = None
     sentences = split_sentences(join_labels(text))
-    may_be_taken_back = may_take_back(text)
+    may_be_taken_back = False
     for place, sentence in enumerate(sentences):
         if len(sentence) > LONGEST_LINE:
             continue
@@ -595,7 +595,11 @@ def read_first_statement(
         value = _read_labelled(sentence, is_answer)
         if value is None:
             continue
-        if stated is None or CONCLUDES.match(sentence):
+        if stated is None:
+            stated = value
+            rest = None
+            may_be_taken_back = may_take_back("\n".join(sentences[place + 1 :]))
+        elif CONCLUDES.match(sentence):
             stated = value
             rest = None
         elif not is_same(stated, value):

@@ -34,7 +34,7 @@ Mask = mx.array | str | None
 
 
 class Group(NamedTuple):
-    """Which of N query rows read which of the R rows of one part of a cache."""
+    """Which cache row each query row reads: N query rows, R rows of one part of a cache."""
 
     # (R, G) the query rows that read each row, padded with 0. None: rows r * G + g, unpadded
     members: mx.array | None = None

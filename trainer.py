@@ -414,7 +414,7 @@ def _resume_command(run: Any, error: BaseException) -> str:
 
     is_saved = bool(checkpoint.saved_checkpoints(run.dir))
     flags = run.config.to_flags()
-    if functions.uses_program_functions(flags):
+    if functions.names_functions_of_this_program(flags):
         if is_saved:
             return f"continue in this program with: Trainer.resume({str(run.dir)!r})"
         return "start over"

@@ -67,7 +67,8 @@ def write_gguf(
     """
     if importlib.util.find_spec("gguf") is None:
         raise ValueError(
-            "--export gguf: gguf is not installed; begin the command with: uv run --extra gguf"
+            "--export gguf: the package gguf is not installed; run the same command again, but "
+            "begin it with: uv run --extra gguf"
         )
     import gguf
 

@@ -1,8 +1,8 @@
 """
 A run's directory: creates it with its settings, and finds it for `--run runs/NAME [--step N]`.
 
-Only one process at a time trains in it. That process holds the lock on its file `lock`; a process
-that only reads needs no lock. This file does not cover the contents of the logs
+Only one process at a time trains in it, and holds the lock on the directory's file `lock`. A
+process that only reads needs no lock. This file does not cover the contents of the logs
 (reporting/journal.py) or the state from which a run resumes (checkpoint.py).
 """
 

@@ -31,7 +31,7 @@ SPLITS = ("train", "held_out", "test", "validation")  # all splits but the first
 
 def read_records(spec: str, notes: list[str] | None = None) -> Records:
     """
-    The unchecked records in a source; see `load_data`.
+    The records of a data file, folder or hub data set, before any check; docs/data.md lists these.
 
     Raises ValueError if the source cannot be read, or if it has no records.
     """

@@ -213,7 +213,7 @@ def comparison_command(
 
     The command writes the evaluations into the run's directory. run_dir: quoted for a shell.
     """
-    if functions.uses_program_functions(settings):
+    if functions.names_functions_of_this_program(settings):
         return (
             "move the functions of the run into a file of their own; evaluate.py can only load "
             "functions from files"

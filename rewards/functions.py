@@ -121,8 +121,8 @@ def _module_of(path: Path, content: bytes) -> ModuleType:
     """
     The module that a file gives.
 
-    A file with the same content gives the same module, since its functions may compare values with
-    its classes.
+    A file is loaded once for each content. A second copy would have its own classes, and its
+    functions would not recognize objects of the first copy's classes.
     """
     module = _modules.get((path, content))
     if module is not None:
@@ -176,7 +176,7 @@ def _store_nameless(fn: Callable[..., Any], name: str) -> str:
     return name
 
 
-def uses_program_functions(settings: dict[str, Any]) -> bool:
+def names_functions_of_this_program(settings: dict[str, Any]) -> bool:
     """Whether settings name functions that exist only in the program that started the run."""
     text = str(settings)
     return f"{NAMELESS}:" in text or "'__main__:" in text

@@ -80,8 +80,9 @@ class Pool:
         sealed: bool = False,
     ):
         """
-        target: `module:function`. A worker calls this function with `arguments`, and gets the
-        function that answers questions. Arguments, questions and answers are JSON.
+        target: `module:function`. Each worker calls it once, with `arguments`. It returns the
+        function that the worker calls with each question.
+        Arguments, questions and answers are JSON.
         limit: seconds of processor time for one question.
         sealed: whether the last part of a question is hostile text. If so, each worker calls
         `seal.seal_process`, and a printed line counts the answers that broke their worker.

@@ -197,7 +197,7 @@ def make_task(
         task = own.describe_own_task(task)
     notes = list(task.notes)
     if source:
-        hint = _read_hint(config.objective.teacher_prompt)
+        hint = _read_teacher_prompt(config.objective.teacher_prompt)
         notes += own.note_unread_columns(task, data.columns, hint)
     if data.reward_gate == "form":
         notes.append(
@@ -234,7 +234,7 @@ def _with_length_penalty(task: Task, max_tokens: int) -> Task:
     return task.with_reward(name, reward)
 
 
-def _read_hint(path: str) -> str:
+def _read_teacher_prompt(path: str) -> str:
     """The content of the file --teacher-prompt; "" if there is no such file."""
     file = Path(path)
     return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
